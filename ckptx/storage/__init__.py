@@ -1,1 +1,1 @@
-"""Every read and write of a file."""
+"""All reads and writes of files."""

@@ -1,9 +1,9 @@
-"""A directory held by a descriptor, in which files are made, read and removed without ever following a link.
+"""A directory opened by descriptor, in which files are created, read and removed without ever following a link.
 
-Whoever may write beside an output could put a link where a file is about to be made, and the output would end in the
-file that the link names. Every name is therefore looked up from the descriptor of its own directory, one component at
-a time: a link, a pipe or a device in the place of a directory or file is refused. A directory that is moved or replaced
-meanwhile stays the one that is held, and `is_at` tells.
+A user with write access to the parent of an output could place a link where a file is about to be created, so that the
+output would overwrite the target of the link. So every name is resolved relative to the descriptor of its directory,
+one component at a time: a link, pipe or device in place of a directory or file is refused. If the directory is moved or
+replaced, the descriptor still refers to the original one, and `is_at` detects it.
 """
 
 from __future__ import annotations
@@ -23,19 +23,18 @@ from ckptx.untrusted.file_name import colliding_name, name_fault
 from ckptx.untrusted.printable import one_line
 
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-_FILE = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # without blocking: a pipe would wait for its other end
-# What opening says when something else is in the place of a file or directory.
+_FILE = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # non-blocking, because opening a pipe waits for its other end
+# Errors of opening a name that is not a file or directory as expected.
 _IN_THE_WAY = {errno.ELOOP, errno.EMLINK, errno.ENOTDIR, errno.EISDIR, errno.ENXIO, errno.EEXIST}
 
-PROBE = "probe"  # made and removed to see whose files ours are
+PROBE = "probe"  # created and removed to find out the owner of our files
 
 
 def parts_of(name: str) -> tuple[str, ...]:
-    """The components of the name of an output file, directories first.
+    """Return the components of the name of an output file, directories first.
 
     Raises:
-        InputError: It is empty or absolute, climbs, or is no text that a file system takes. Such a name can only come
-            from the input.
+        InputError: It is empty or absolute, contains "..", or cannot be encoded. Such a name comes from the input.
     """
     try:
         is_text = b"\0" not in os.fsencode(name)
@@ -48,44 +47,44 @@ def parts_of(name: str) -> tuple[str, ...]:
 
 
 def refuse_clashes(names: Iterable[str]) -> None:
-    """No output file may be written twice, or be a directory of another one.
+    """Refuse names that are invalid, duplicates, or both a file and a directory.
 
     Raises:
-        InputError: Two names clash, or one leads out of the output directory.
+        InputError: Two names conflict, or one leads out of the output directory.
     """
     names = list(names)
     for name in names:
         parts_of(name)
         fault = name_fault(name)
         if fault is not None:
-            raise InputError(f'file name "{one_line(name)}" has no place in an output: {fault}; rename it')
+            raise InputError(f'file name "{one_line(name)}" is not allowed in an output: {fault}; rename it')
     twice = colliding_name(names)
     if twice is not None:
         raise InputError(
-            f'file name "{one_line(twice)}" is taken by another file of the output; the input names it twice'
+            f'file name "{one_line(twice)}" conflicts with another file of the output; rename one of them in the input'
         )
 
 
 class DirectoryHandle:
-    """One directory and the descriptors of what was opened in it.
+    """A directory and the descriptors of files and directories that were opened in it.
 
     Attributes:
-        path: For messages, and for those who only read.
-        descriptor: Of the directory.
+        path: Path of the directory, for messages and for readers.
+        descriptor: File descriptor of the directory.
     """
 
     def __init__(self, path: Path, descriptor: int) -> None:
-        """Takes over `descriptor`."""
+        """Take ownership of `descriptor`."""
         self.path, self.descriptor = path, descriptor
         self._directories: dict[tuple[str, ...], int] = {}
         self._held: dict[str, int] = {}
 
     @classmethod
     def at(cls, path: Path) -> DirectoryHandle:
-        """The directory at `path`, whose last component is no link.
+        """Open the directory at `path`, whose last component must not be a link.
 
         Raises:
-            OutputError: There is none, or something else is there.
+            OutputError: There is no directory at the path.
         """
         try:
             return cls(path, os.open(path, _DIRECTORY))
@@ -93,10 +92,10 @@ class DirectoryHandle:
             raise refusal(path, error) from error
 
     def below(self, name: str, *, make: bool = False) -> DirectoryHandle:
-        """A directory in this one; with `make` it is created unless it is there.
+        """Open a subdirectory; with `make` it is created if it does not exist.
 
         Raises:
-            OutputError: Something else is there.
+            OutputError: It cannot be created, or is not a directory.
         """
         path = self.path / name
         try:
@@ -114,24 +113,24 @@ class DirectoryHandle:
         self.close()
 
     def close(self) -> None:
-        """Closes every descriptor."""
+        """Close every descriptor."""
         for descriptor in (*self._held.values(), *self._directories.values(), self.descriptor):
-            with suppress(OSError):  # e.g. a quota that is found exceeded late; fsync has said so
+            with suppress(OSError):  # such as an exceeded quota, which fsync has reported already
                 os.close(descriptor)
         self._held, self._directories, self.descriptor = {}, {}, -1
 
     # ------------------------------------------------------------------------------------------------------- files
 
     def create(self, name: str, *, keep: bool = False) -> int:
-        """Makes a file and opens it for reading and writing; the caller closes it. The mode follows the umask.
+        """Create a file and open it for reading and writing; the caller closes it. The mode follows the umask.
 
         Args:
-            name: Relative to this directory; directories on the way are made.
-            keep: Open the file that is there already, if it is an ordinary one with no second name.
+            name: Name relative to this directory; missing directories are created.
+            keep: Open an existing file instead, if it is a regular file without other hard links.
 
         Raises:
             InputError: The name leads out of the directory.
-            OutputError: Something is there that may not be written.
+            OutputError: The file exists and must not be written.
             SpaceError: The disk is full.
         """
         *above, last = parts_of(name)
@@ -149,24 +148,24 @@ class DirectoryHandle:
         found = os.fstat(descriptor)
         if not stat.S_ISREG(found.st_mode) or found.st_nlink > 1:
             os.close(descriptor)
-            what = "has a second name elsewhere" if stat.S_ISREG(found.st_mode) else "is no regular file"
-            raise OutputError(f"{path}: {what}; not written by ckptx, remove it and run again")
+            what = "has another hard link" if stat.S_ISREG(found.st_mode) else "not a regular file"
+            raise OutputError(f"{path}: {what}; ckptx did not write it, remove it and run again")
         return descriptor
 
     def create_tracked(self, name: str, *, keep: bool = False) -> OpenFile:
-        """As `create`, and keeps the descriptor, so that `settle` knows the file again."""
+        """Create a file and keep its descriptor, so that `fsync_and_verify` can recognize the file; see `create`."""
         descriptor = self.create(name, keep=keep)
         self._held[name] = descriptor
         return OpenFile(descriptor, self.path / name)
 
     def open_output(self, name: str, nbytes: int | None, *, keep: bool = False) -> OpenFile:
-        """Make a file of the output, or with `keep` open what an interrupted run left of it; see `OutputTree`.
+        """Create a file of the output, or with `keep` open the file of an interrupted run; see `OutputTree`.
 
         Args:
-            name: Relative to this directory.
-            nbytes: Size it will have; what lies behind is cut off, and the descriptor is kept. None for a file that
-                the caller closes.
-            keep: As in `create`.
+            name: Name relative to this directory.
+            nbytes: Final size in bytes, to which a longer file is truncated; the descriptor is kept. None for a file
+                that the caller closes.
+            keep: Open an existing file, see `create`.
 
         Raises:
             InputError, OutputError, SpaceError: See `create`.
@@ -178,18 +177,18 @@ class DirectoryHandle:
         return file
 
     def make(self, name: str, *, keep: bool = False) -> OpenFile:
-        """As `create`; the caller closes it."""
+        """Create a file as an `OpenFile`, which the caller closes; see `create`."""
         return OpenFile(self.create(name, keep=keep), self.path / name)
 
     def reading(self, name: str) -> OpenFile:
-        """As `open`; the caller closes it."""
+        """Open a file for reading as an `OpenFile`, which the caller closes; see `open`."""
         return OpenFile(self.open(name), self.path / name)
 
     def write(self, name: str, blocks: Iterable[bytes]) -> tuple[int, int]:
-        """Makes a file of `blocks`; gives its device and inode.
+        """Create a file from `blocks`; return its device and inode.
 
         Raises:
-            OutputError, SpaceError: As `create`, or it cannot be written.
+            OutputError, SpaceError: It cannot be created or written; see `create`.
         """
         at = 0
         with self.make(name) as file:
@@ -199,11 +198,11 @@ class DirectoryHandle:
             return file.identity
 
     def open(self, name: str, *, write: bool = False) -> int:
-        """Opens a regular file for reading, and with `write` for writing, too; the caller closes it.
+        """Open a regular file for reading, and with `write` for writing, too; the caller closes it.
 
         Raises:
-            FileNotFoundError: There is none.
-            OutputError: Something else is there.
+            FileNotFoundError: It does not exist.
+            OutputError: It cannot be opened, or is not a regular file.
         """
         *above, last = parts_of(name)
         path = self.path / name
@@ -217,11 +216,11 @@ class DirectoryHandle:
             raise refusal(path, error) from error
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             os.close(descriptor)
-            raise OutputError(f"{path}: is no regular file; not written by ckptx, remove it and run again")
+            raise OutputError(f"{path}: not a regular file; ckptx did not write it, remove it and run again")
         return descriptor
 
     def read(self, name: str, limit: int = 1 << 20) -> bytes | None:
-        """The first `limit` bytes of a file, or None when there is none."""
+        """Return the first `limit` bytes of a file, or None if it does not exist."""
         try:
             with self.reading(name) as file:
                 return file.read(min(limit, file.size), 0)
@@ -229,12 +228,12 @@ class DirectoryHandle:
             return None
 
     def identity(self, name: str) -> tuple[int, int]:
-        """Device and inode of a file that is held."""
+        """Return device and inode of a file whose descriptor was kept."""
         found = os.fstat(self._held[name])
         return found.st_dev, found.st_ino
 
     def _directory(self, parts: tuple[str, ...], *, make: bool = True) -> int:
-        """The descriptor of a directory below, which stays open."""
+        """Return the descriptor of a subdirectory, which stays open."""
         if not parts:
             return self.descriptor
         if parts not in self._directories:
@@ -248,7 +247,10 @@ class DirectoryHandle:
     # ------------------------------------------------------------------------------------------------------- names
 
     def is_owned_by_us(self) -> bool:
-        """True when the directory belongs to the user whose files this process makes, which a server may decide."""
+        """Return True if the owner of the directory is the owner of files that this process creates.
+
+        On a network file system that owner may differ from the user of the process.
+        """
         owner = os.fstat(self.descriptor).st_uid
         if owner == os.geteuid():
             return True
@@ -261,39 +263,39 @@ class DirectoryHandle:
                 os.unlink(PROBE, dir_fd=self.descriptor)
 
     def stat(self, name: str) -> os.stat_result | None:
-        """What is at a name in this directory, not followed when it is a link; None when nothing is."""
+        """Return the status of a name in this directory without following links, or None if it does not exist."""
         try:
             return os.stat(name, dir_fd=self.descriptor, follow_symlinks=False)
         except FileNotFoundError:
             return None
 
     def names(self) -> list[str]:
-        """What is in this directory, sorted."""
+        """Return the names in this directory, sorted."""
         return sorted(os.listdir(self.descriptor))
 
     def is_at(self, parent: DirectoryHandle, name: str) -> bool:
-        """True when `name` in `parent` is this very directory."""
+        """Return True if `name` in `parent` is the same directory as this one."""
         found = parent.stat(name)
         return found is not None and os.path.samestat(found, os.fstat(self.descriptor))
 
     def walk(self) -> Iterator[tuple[str, os.stat_result]]:
-        """Everything below that is no directory, by relative name; links are not followed."""
+        """Iterate over everything in the tree but directories, by relative name; links are not followed."""
         return _walk(self.descriptor, "")
 
     def allocated(self) -> int:
-        """Bytes of disk that the files below take."""
+        """Return the disk space of the files in the tree, in bytes."""
         return sum(found.st_blocks * 512 for _, found in self.walk())
 
     def remove(self, name: str) -> None:
-        """Removes a file or a link in this directory, or a directory and all that is in it; never what a link names.
+        """Remove a file, a link or a directory tree in this directory; targets of links are never removed.
 
         Raises:
-            OSError: Something could not be removed.
+            OSError: An entry could not be removed.
         """
         _remove(name, self.descriptor)
 
     def remove_others(self, names: Collection[str]) -> None:
-        """Removes every file below that is not among `names`."""
+        """Remove every file in the tree whose name is not among `names`."""
         try:
             for name, _ in list(self.walk()):
                 if name not in names:
@@ -302,23 +304,23 @@ class DirectoryHandle:
         except OSError as error:
             raise unwritable(self.path, error) from error
 
-    # ------------------------------------------------------------------------------------------------------- the end
+    # ---------------------------------------------------------------------------------------------------- verification
 
     def fsync_and_verify(self, expected: Mapping[str, ExpectedFile] | None = None) -> None:
-        """Brings all that is below to the disk, and holds it against what it must be.
+        """Flush all files of the tree to disk, and check them against the expected ones.
 
         Args:
-            expected: By name, every file there must be; None takes any regular files.
+            expected: Every file that must exist, by name; None accepts any regular files.
 
         Raises:
-            OutputError: A file is missing, is another or of another size than was written, or nobody wrote it.
-            SpaceError: The disk turned out to be full.
+            OutputError: A file is missing, unexpected, was replaced, or has another size or other bytes.
+            SpaceError: The disk is full.
         """
         left = {"/".join(parts_of(name)): what for name, what in (expected or {}).items()}
         directories = set()
         for name in [name for name, _ in self.walk()]:
             if expected is not None and name not in left:
-                raise self._changed(name, "appeared, and is no part of the output")
+                raise self._changed(name, "was created by another process")
             try:
                 descriptor = self.open(name)
             except FileNotFoundError:
@@ -328,7 +330,7 @@ class DirectoryHandle:
                 if what is not None:
                     self._hold_against(name, os.fstat(descriptor), what)
                     if what.reads_as is not None and not what.reads_as(OpenFile(descriptor, self.path / name)):
-                        raise self._changed(name, "holds other bytes than were written")
+                        raise self._changed(name, "has other bytes than were written")
                 os.fsync(descriptor)
             except OSError as error:
                 raise unwritable(self.path / name, error) from error
@@ -342,7 +344,7 @@ class DirectoryHandle:
         os.fsync(self.descriptor)
 
     def sync_held(self) -> None:
-        """Brings the files that this process wrote to the disk."""
+        """Flush the files that this process wrote to disk."""
         for name, held in self._held.items():
             try:
                 os.fsync(held)
@@ -350,17 +352,17 @@ class DirectoryHandle:
                 raise unwritable(self.path / name, error) from error
 
     def expect(self, sizes: Mapping[str, int]) -> dict[str, ExpectedFile]:
-        """What the files of these names and sizes must be: those that this process wrote are known by their inode."""
+        """Return the expected state of files from their sizes, with the inode of those that this process wrote."""
         return {
             name: ExpectedFile(nbytes, self.identity(name) if name in self._held else None)
             for name, nbytes in sizes.items()
         }
 
     def require(self, expected: Mapping[str, ExpectedFile]) -> None:
-        """Holds files against what they must be, by a look at their names.
+        """Check the status of files against the expected one.
 
         Raises:
-            OutputError: One of them is missing, is another or of another size than was written.
+            OutputError: A file is missing, was replaced, or has another size.
         """
         for name, what in expected.items():
             *above, last = parts_of(name)
@@ -376,23 +378,25 @@ class DirectoryHandle:
         if expected.holder is not None and (found.st_dev, found.st_ino) != expected.holder:
             raise self._changed(name, "was replaced")
         if found.st_size != expected.nbytes:
-            raise self._changed(name, f"has {found.st_size} bytes, {expected.nbytes} were written")
+            raise self._changed(name, f"has {found.st_size} bytes, but {expected.nbytes} were written")
 
     def _changed(self, name: str, how: str) -> OutputError:
         return OutputError(
-            f"{self.path}/{one_line(name)}: {how}; somebody else works in the staging directory, nothing was "
+            f"{self.path}/{one_line(name)}: {how}; another process is using the staging directory, nothing was "
             "published, run again"
         )
 
 
 def refusal(path: Path, error: OSError) -> CkptxError:
-    """The error for something that could not be opened or made in a staging directory."""
+    """Return the error for a file or directory that could not be opened or created in a staging directory."""
     if error.errno in _IN_THE_WAY:
         return OutputError(
-            f"{path}: a link, or something else that ckptx did not write, is in the way; remove it and run again"
+            f"{path}: cannot be opened: {error.strerror}; ckptx did not write it, remove it and run again"
         )
     if error.errno == errno.ENOENT:
-        return OutputError(f"{path}: its directory was removed by somebody else; nothing was published, run again")
+        return OutputError(
+            f"{path}: cannot be opened: {error.strerror}; its directory was removed, nothing was published, run again"
+        )
     return unwritable(path, error)
 
 

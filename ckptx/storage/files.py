@@ -1,7 +1,7 @@
 """Files on a local disk: checked paths, positional reads and writes.
 
-Everything that touches the file system for data goes through here, so that there is one place that checks paths,
-translates `ENOSPC`, and can be made to fail by a test.
+All access to data files goes through this module, so that paths are checked and `ENOSPC` is translated in one place, in
+which tests can inject failures.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ _Location = TypeVar("_Location", bound=Location)
 
 
 def inside(root: _Location, name: str) -> _Location:
-    """The path of `name` below `root`.
+    """Return the path of `name` in `root`.
 
     Raises:
-        InputError: `name` is absolute or climbs out of `root`; a checkpoint must not reach other files.
+        InputError: `name` is absolute or contains ".."; a checkpoint must not refer to other files.
     """
     pure = PurePosixPath(name)
     if not name or pure.is_absolute() or ".." in pure.parts or "\\" in name or "\0" in name:
         raise InputError(f'{root}: file name "{name}" leads out of the checkpoint directory; refused')
-    return cast("_Location", root / str(pure))  # what is joined to a location is one of the same storage
+    return cast("_Location", root / str(pure))  # joining a name keeps the type of the location
 
 
 class Identity(NamedTuple):
-    """Identity of a state of a file: it differs for another state, and for a file that takes its place.
+    """Identity of a file in one state: it differs if the file is changed or replaced.
 
-    `ctime_ns` alone changes with a mode, an owner or a link, and also when the file is rewritten in place and its
-    modification time is set back: it says that the contents have to be looked at again, and no more.
+    A difference in `ctime_ns` alone means that mode, owner or links changed, or that the file was rewritten in place
+    and its modification time set back: then the contents must be compared.
     """
 
     device: int
@@ -49,7 +49,7 @@ class Identity(NamedTuple):
 
     @classmethod
     def of(cls, found: os.stat_result) -> Identity:
-        """That of a file from what `stat` says."""
+        """Return the identity from a `stat` result."""
         return cls(found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
 
     @property
@@ -63,15 +63,15 @@ class Identity(NamedTuple):
         return self[:2]
 
     def has_same_contents(self, other: FileIdentity) -> bool:
-        """Return True for the same file of the same size and modification time."""
+        """Return True for the same file with the same size and modification time."""
         return isinstance(other, Identity) and self[:4] == other[:4]
 
 
 def identities(root: Path, names: Iterable[str]) -> dict[str, Identity]:
-    """Those of the files that are there. Taken before they are read, they tell afterwards whether it was these."""
+    """Return the identities of existing regular files, which reveal later changes if taken before reading."""
     found: dict[str, Identity] = {}
     for name in names:
-        with suppress(OSError):  # who reads it says what is wrong with it
+        with suppress(OSError):  # reading the file raises the error
             state = os.stat(root / name)
             if stat.S_ISREG(state.st_mode):
                 found[name] = Identity.of(state)
@@ -79,20 +79,20 @@ def identities(root: Path, names: Iterable[str]) -> dict[str, Identity]:
 
 
 def changed(path: Location) -> InputError:
-    """The refusal for a file that is not what it was when the checkpoint was opened."""
+    """Return the error for a file that changed since the checkpoint was opened."""
     return InputError(f"{path}: changed while it was being read; wait for its writer, then run again")
 
 
 class FilePool:
-    """Read-only file descriptors by name below one root, opened on first use and kept; safe to share by threads."""
+    """Read-only file descriptors by name in one directory, opened on first use and kept; thread-safe."""
 
     def __init__(self, root: Path, recorded: Mapping[str, FileIdentity] | None = None) -> None:
-        """Opens nothing yet.
+        """Store the arguments without opening files.
 
         Args:
-            root: What names are relative to.
-            recorded: Identity by name; a file that is another one when it is opened is refused. A change time alone is
-                no reason: whoever needs the file to stay as it is looks at its contents again.
+            root: Directory to which names are relative.
+            recorded: Expected identity by name; a file that differs when it is opened is refused, except if only the
+                change time differs: callers that need unchanged files compare contents.
         """
         allow_many_files()
         self.root, self._recorded = root, recorded or {}
@@ -105,16 +105,16 @@ class FilePool:
         self.close()
 
     def close(self) -> None:
-        """Closes every descriptor."""
+        """Close every descriptor."""
         for descriptor in self._descriptors.values():
             os.close(descriptor)
         self._descriptors.clear()
 
     def fd(self, name: str) -> int:
-        """A descriptor for `name`.
+        """Return a descriptor for `name`.
 
         Raises:
-            InputError: The file is missing, is a dangling link, or cannot be read.
+            InputError: The file is missing, is a broken link, or cannot be read.
             EnvironmentProblem: Too many files are open.
         """
         descriptor = self._descriptors.get(name)
@@ -135,18 +135,18 @@ class FilePool:
         return kept
 
     def size(self, name: str) -> int:
-        """Size of `name` in bytes."""
+        """Return the size of a file in bytes."""
         return os.fstat(self.fd(name)).st_size
 
     def identity(self, name: str) -> Identity:
-        """What tells the file that is open as `name` from any other."""
+        """Return the identity of the file that is open as `name`."""
         return Identity.of(os.fstat(self.fd(name)))
 
     def expect(self, spans: Iterable[tuple[str, int, int]]) -> None:
         """Ignore the hint: the kernel reads ahead by itself."""
 
     def read_into(self, name: str, offset: int, views: list[memoryview | bytearray]) -> int:
-        """Fills `views` one after the other from `offset` of `name` on; the number of bytes that were there."""
+        """Fill buffers in order from `offset`, and return the number of bytes read."""
         descriptor = self.fd(name)
         try:
             return os.preadv(descriptor, views, offset)
@@ -154,7 +154,7 @@ class FilePool:
             raise unreadable(self.root / name, error) from error
 
     def read_up_to(self, name: str, offset: int, nbytes: int) -> bytes:
-        """What there is of `nbytes` bytes of `name` from `offset` on."""
+        """Return up to `nbytes` bytes from `offset`."""
         descriptor = self.fd(name)
         try:
             return os.pread(descriptor, nbytes, offset)
@@ -162,17 +162,17 @@ class FilePool:
             raise unreadable(self.root / name, error) from error
 
     def read(self, name: str, offset: int, nbytes: int) -> bytes:
-        """Exactly `nbytes` bytes of `name` from `offset` on.
+        """Return exactly `nbytes` bytes from `offset`.
 
         Raises:
-            InputError: The file ends before.
+            InputError: The file ends early.
         """
         data = self.read_up_to(name, offset, nbytes)
         while len(data) < nbytes:
             more = self.read_up_to(name, offset + len(data), nbytes - len(data))
             if not more:
                 raise InputError(
-                    f"{self.root / name}: ends at byte {offset + len(data)}, needed up to {offset + nbytes}; "
+                    f"{self.root / name}: ends at byte {offset + len(data)}, expected at least {offset + nbytes}; "
                     "the file is truncated, copy or download it again"
                 )
             data += more
@@ -180,30 +180,30 @@ class FilePool:
 
 
 def open_regular(path: Path) -> int:
-    """A descriptor to read `path`, which must be a regular file or a link to one.
+    """Open a regular file, or a link to one, for reading, and return its descriptor.
 
     Raises:
-        InputError: It is missing, is a dangling link, a directory, pipe, socket or device, or cannot be read.
+        InputError: It is missing, is a broken link, a directory, pipe, socket or device, or cannot be read.
         EnvironmentProblem: Too many files are open.
     """
     try:
-        # Without blocking: a pipe in the place of a file would otherwise wait for a writer for ever.
+        # Non-blocking, because opening a pipe would otherwise wait for a writer forever.
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:
         raise unreadable(path, error) from error
-    except ValueError as error:  # a zero byte in a name
-        raise InputError(f"{path}: is no name of a file") from error
+    except ValueError as error:  # a null byte in the name
+        raise InputError(f"{path}: not a valid file name: {error}") from error
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise InputError(f"{path}: is a directory, pipe or device, needed a regular file")
+        raise InputError(f"{path}: expected a regular file, found a directory, pipe or device; pass another path")
     return descriptor
 
 
 def head_of(path: Path, nbytes: int) -> bytes:
-    """The first bytes of a file, as far as there are so many.
+    """Return up to `nbytes` bytes from the beginning of a file.
 
     Raises:
-        InputError: As `open_regular`.
+        InputError: See `open_regular`.
     """
     descriptor = open_regular(path)
     try:
@@ -213,15 +213,15 @@ def head_of(path: Path, nbytes: int) -> bytes:
 
 
 def read_small(path: Path, limit: int) -> bytes:
-    """All bytes of a small file; the one verb for inputs that are read whole.
+    """Return all bytes of a small file; used for all inputs that are read whole.
 
     Args:
-        path: The file; see `open_regular` for what it may be.
-        limit: Bytes allowed. The size is looked at first, so that nothing is read of a file that is larger, and held
-            again while reading: some files have no size, or grow.
+        path: The file; see `open_regular`.
+        limit: Maximum size in bytes. The size is checked before reading, and again while reading, because some files
+            have no size or grow.
 
     Raises:
-        InputError: As `open_regular`; or the file is larger.
+        InputError: The file is larger than `limit`; see also `open_regular`.
     """
     descriptor = open_regular(path)
     try:
@@ -241,10 +241,10 @@ def read_small(path: Path, limit: int) -> bytes:
 
 
 def refuse_large(path: Path, limit: int) -> None:
-    """Refuse what `read_small` would refuse by its kind and size; nothing is read.
+    """Refuse a file that `read_small` would refuse because of its kind or size, without reading it.
 
     Raises:
-        InputError: As `open_regular`; or the file is larger than `limit` bytes.
+        InputError: The file is larger than `limit` bytes; see also `open_regular`.
     """
     descriptor = open_regular(path)
     size = os.fstat(descriptor).st_size
@@ -254,14 +254,14 @@ def refuse_large(path: Path, limit: int) -> None:
 
 
 def _too_large(path: Path, nbytes: int, limit: int) -> InputError:
-    return InputError(f"{path}: {nbytes} bytes, allowed at most {limit}; the file is corrupt")
+    return InputError(f"{path}: has {nbytes} bytes, the limit is {limit}; the file is corrupt")
 
 
 def size_of(path: Path) -> int:
-    """Size of a file in bytes.
+    """Return the size of a file in bytes.
 
     Raises:
-        InputError: It is missing or cannot be looked at.
+        InputError: It is missing or not accessible.
     """
     try:
         return os.stat(path).st_size
@@ -270,17 +270,17 @@ def size_of(path: Path) -> int:
 
 
 def allow_many_files() -> None:
-    """Raises the soft limit of open files to the hard one: a run of 2,000 ranks leaves as many files."""
+    """Raise the soft limit of open files to the hard limit, because a run of 2,000 ranks writes as many files."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def unreadable(path: Path, error: OSError) -> CkptxError:
-    """The refusal for a file that could not be opened, by cause."""
+    """Return the error for a file that could not be opened."""
     if error.errno in (errno.EMFILE, errno.ENFILE):
         return EnvironmentProblem(f"{path}: cannot be opened: {error.strerror}; raise the limit (ulimit -n)")
-    # By `os.path`: a `Path` raises for a name that is too long.
+    # With `os.path`, because `Path` raises for a name that is too long.
     if os.path.islink(path) and not os.path.exists(path):
         return InputError(f"{path}: symbolic link to {os.readlink(path)}, which does not exist; restore the target")
     if isinstance(error, FileNotFoundError):
@@ -289,11 +289,11 @@ def unreadable(path: Path, error: OSError) -> CkptxError:
 
 
 def write_at(descriptor: int, data: memoryview | bytes, offset: int, path: Path) -> None:
-    """Writes all of `data` at `offset`; the one verb through which every output byte goes.
+    """Write all of `data` at `offset`; every output byte is written by this function.
 
     Raises:
         SpaceError: The disk or the quota is full.
-        OutputError: Any other failure; `path` is only named.
+        OutputError: Any other failure; `path` is used for the message only.
     """
     view = memoryview(data)
     try:
@@ -304,18 +304,18 @@ def write_at(descriptor: int, data: memoryview | bytes, offset: int, path: Path)
         raise unwritable(path, error) from error
 
 
-# What file systems without locks answer: Lustre as it is mounted by default, NFS without a lock daemon, FUSE.
+# Errors of file systems without locks: Lustre with default mount options, NFS without a lock daemon, FUSE.
 _NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL}
 
 
 def take_lock(descriptor: int, path: Path) -> bool | None:
-    """Locks a file for this process until it is closed.
+    """Lock a file for this process until it is closed.
 
     Returns:
-        False while another process has it; None where the file system knows no such locks.
+        False if another process has locked it; None if the file system does not support locks.
 
     Raises:
-        OutputError: It cannot be tried; `path` is only named.
+        OutputError: Locking failed for another reason; `path` is used for the message only.
     """
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -324,12 +324,12 @@ def take_lock(descriptor: int, path: Path) -> bool | None:
     except OSError as error:
         if error.errno in _NO_LOCKS:
             return None
-        raise OutputError(f"{path}: cannot be locked: {error.strerror or error}; look at that file system") from error
+        raise OutputError(f"{path}: cannot be locked: {error.strerror or error}; check that file system") from error
     return True
 
 
 def unwritable(path: Path, error: OSError) -> CkptxError:
-    """The refusal for a failed write, by cause."""
+    """Return the error for a failed write."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return SpaceError(f"{path}: {error.strerror}; nothing was published, free some space and run again")
     return OutputError(f"{path}: cannot be written: {error.strerror or error}")

@@ -1,14 +1,14 @@
-"""The interface of a storage: what the rest of ckptx asks of a local disk, and will ask of an object store.
+"""The interface between ckptx and a storage: today a local disk, later also an object store.
 
-    Location                where something is; printed in messages, joined with `/`. A `pathlib.Path` is one.
+    Location                location of a file or directory, joined with `/`, such as a `pathlib.Path`
     Source                  one directory of a storage
-      .listing()              -> Listing: names and kinds, each directory asked for once, lower ones when needed
+      .listing()              -> Listing: names and kinds; each directory is listed once, subdirectories on demand
       .open()                 -> SourceFiles: reads by name and position, until it is closed
     OutputTree              the directory of an output while it is written
       .open_output(name, nbytes)    -> OutputFile: reads and writes by position
 
-Names are relative to the location of a source or tree and use `/`. Sizes and offsets are bytes. Errors are those of
-`ckptx.errors`: a storage translates its own, so that no caller knows an `OSError` or a status of HTTP.
+Names are relative to the location of a source or tree and use `/`. Sizes and offsets are in bytes. A storage translates
+its errors to those of `ckptx.errors`, so that no caller handles an `OSError` or an HTTP status.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from ckptx.storage.listing import EntryKind, Listing
 
 
 class Location(Protocol):
-    """The place of a file or directory in a storage; hashable, and equal to another for the same place.
+    """Location of a file or directory in a storage; hashable, and equal to another for the same location.
 
-    `pathlib.Path` has this form. Code that needs more than this asks for `local_path`.
+    `pathlib.Path` implements it. Code that requires a path calls `local_path`.
     """
 
     @property
@@ -34,7 +34,7 @@ class Location(Protocol):
 
     @property
     def parent(self) -> Location:
-        """The directory above; the location itself at the top."""
+        """The parent directory; the location itself at the top."""
 
     def __truediv__(self, name: str, /) -> Location:
         """Join a relative name."""
@@ -44,18 +44,18 @@ class Location(Protocol):
 
 
 def local_path(location: Location) -> Path:
-    """Return the path of a location on a local disk, for code that hands it to the system or to another library.
+    """Return the path of a location on a local disk, for code that passes it to the system or to another library.
 
     Raises:
         UnsupportedError: The location is in another storage.
     """
     if isinstance(location, Path):
         return location
-    raise UnsupportedError(f"{location}: is not on a local disk; copy it to one and pass that")
+    raise UnsupportedError(f"{location}: not on a local disk; copy it to one and pass that path")
 
 
 def name_below(root: Location, location: Location) -> str | None:
-    """Return the name of a location relative to a directory, or None if it does not lie in it."""
+    """Return the name of a location relative to a directory, or None if it is not in the directory."""
     parts: list[str] = []
     while location != root:
         if location.parent == location:
@@ -66,7 +66,7 @@ def name_below(root: Location, location: Location) -> str | None:
 
 
 class FileIdentity(Protocol):
-    """One state of one file. Two identities are equal if and only if they were taken of the same state."""
+    """Identity of a file in one state. Two identities are equal if and only if they are of the same state."""
 
     @property
     def nbytes(self) -> int:
@@ -74,22 +74,22 @@ class FileIdentity(Protocol):
 
     @property
     def version(self) -> tuple[int | str, ...]:
-        """Size and modification time, or an entity tag: equal on all machines that see these contents."""
+        """Size and modification time, or an entity tag; equal on all machines that see the same contents."""
 
     @property
     def holder(self) -> tuple[int | str, ...]:
-        """Device and inode, in this order, of the file on this machine; empty where versions are unique."""
+        """Device and inode of the file on this machine, in this order; empty if versions are unique."""
 
     def has_same_contents(self, other: FileIdentity) -> bool:
-        """Return False if the contents differ; True if they are equal as far as can be known without reading."""
+        """Return False if the contents differ; True if they are equal as far as is known without reading."""
 
 
 class SourceFiles(Protocol):
-    """The files of a source, opened when first read and closed together; safe to share between threads."""
+    """The files of a source, opened on first read and closed together; thread-safe."""
 
     @property
     def root(self) -> Location:
-        """Location that names are relative to."""
+        """Location to which names are relative."""
 
     def __enter__(self) -> SourceFiles:
         """Return the files themselves."""
@@ -100,98 +100,97 @@ class SourceFiles(Protocol):
         """Close them."""
 
     def close(self) -> None:
-        """Release what was opened."""
+        """Close all open files."""
 
     def size(self, name: str) -> int:
         """Return the size of a file in bytes.
 
         Raises:
-            InputError: There is no regular file of this name, it cannot be read, or it is not the recorded one.
+            InputError: There is no regular file of this name, it cannot be read, or it differs from the recorded one.
             EnvironmentProblem: Too many files are open.
         """
 
     def identity(self, name: str) -> FileIdentity:
-        """Return the identity of the very file that is read as `name`; raises as `size`."""
+        """Return the identity of the file that is open as `name`; raises the errors of `size`."""
 
     def read_into(self, name: str, offset: int, views: list[memoryview | bytearray]) -> int:
-        """Fill buffers one after the other from `offset` on, and return how many bytes the file had for them.
+        """Fill buffers in order from `offset`, and return the number of bytes read.
 
-        Fewer bytes than asked for mean "call again", 0 means that the file ends at `offset`. Raises as `size`.
+        If it is less than requested, call again; 0 means that the file ends at `offset`. Raises the errors of `size`.
         """
 
     def read_up_to(self, name: str, offset: int, nbytes: int) -> bytes:
-        """Return at most `nbytes` bytes from `offset` on; fewer only where the file ends. Raises as `size`."""
+        """Return up to `nbytes` bytes from `offset`; fewer only at the end of the file. Raises the errors of `size`."""
 
     def read(self, name: str, offset: int, nbytes: int) -> bytes:
-        """Return exactly `nbytes` bytes from `offset` on.
+        """Return exactly `nbytes` bytes from `offset`.
 
         Raises:
             InputError: See `size`; also if the file ends early.
         """
 
     def expect(self, spans: Iterable[tuple[str, int, int]]) -> None:
-        """Take a hint on what one thread is about to read.
+        """Receive a hint about the next reads of one thread.
 
         Args:
-            spans: Name, offset and number of bytes, in the order of the reads; more may be read, or less. A storage
-                that reads ahead iterates over them, from any thread and as far as it likes; a local disk does not,
-                and then they are not even computed.
+            spans: Name, offset and number of bytes of each read, in order; the actual reads may differ. A storage that
+                reads ahead consumes the iterable, from any thread; a local disk does not, so they are never computed.
         """
 
 
 class Source(Protocol):
-    """One directory of a storage, to be listed and read; holds nothing open.
+    """One directory of a storage, for listing and reading; keeps no file open.
 
-    What was listed is remembered and shared with the sources made by `at`, so that detection, sidecars and checks
-    see one state of the directory. Reads are never answered from memory.
+    Listings are cached and shared with the sources returned by `at`, so that detection, sidecars and checks see one
+    state of the directory. Reads are not cached.
     """
 
     @property
     def location(self) -> Location:
-        """The directory, or the file that `kind` says is there."""
+        """Location of the directory, or of a file if `kind` returns FILE."""
 
     def at(self, location: Location) -> Source:
         """Return the source of another location of the same storage."""
 
     def fresh(self) -> Source:
-        """Return the source of the same location, with nothing listed yet."""
+        """Return the source of the same location without cached listings."""
 
     def spellings(self, name: str = "") -> tuple[Location, ...]:
-        """Return the absolute location of a file, or of the source, and where its links lead if that is another."""
+        """Return the absolute location of a file, or of the source, and the one with links resolved if different."""
 
     def kind(self) -> EntryKind | None:
-        """Return what is at the location, links followed; None if nothing is there.
+        """Return the kind of the entry at the location, following links; None if nothing exists there.
 
         Raises:
-            InputError: It cannot be looked at.
+            InputError: It is not accessible.
         """
 
     def listing(self) -> Listing:
         """Return the names at the location.
 
         Raises:
-            InputError: It is no directory, cannot be listed, or has more names than any checkpoint.
+            InputError: It is not a directory, cannot be listed, or has more names than any checkpoint.
         """
 
     def open(self, recorded: Mapping[str, FileIdentity] | None = None) -> SourceFiles:
         """Return the files, for reading.
 
         Args:
-            recorded: Identity by name; a file whose contents are others when it is first read is refused.
+            recorded: Expected identity by name; a file with other contents is refused when it is first read.
         """
 
     def identities(self, names: Iterable[str]) -> dict[str, FileIdentity]:
-        """Return the present identity of each name that is a regular file; other names are left out."""
+        """Return the current identity of each name that is a regular file; other names are omitted."""
 
     def size(self, name: str) -> int:
-        """Return the present size of a file in bytes.
+        """Return the current size of a file in bytes.
 
         Raises:
-            InputError: It is missing, or cannot be looked at.
+            InputError: It is missing or not accessible.
         """
 
     def head(self, name: str, nbytes: int) -> bytes:
-        """Return the first bytes of a file, as far as there are so many.
+        """Return up to `nbytes` bytes from the beginning of a file.
 
         Raises:
             InputError: There is no regular file of this name, or it cannot be read.
@@ -205,11 +204,11 @@ class Source(Protocol):
         """
 
     def refuse_large(self, name: str, limit: int) -> None:
-        """Refuse what `read_small` would refuse by its kind and size, without reading it."""
+        """Refuse a file that `read_small` would refuse because of its kind or size, without reading it."""
 
 
 class StoredFile(NamedTuple):
-    """One file of a source: what an output copies without looking into it."""
+    """A file of a source that is copied into an output unchanged."""
 
     source: Source
     name: str
@@ -221,31 +220,31 @@ class StoredFile(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Its present size in bytes."""
+        """Current size in bytes."""
         return self.source.size(self.name)
 
 
 class OutputFile(Protocol):
-    """A file of an output; reads and writes by position, by any number of threads.
+    """A file of an output, with thread-safe reads and writes by position.
 
-    The name of the file is in every error.
+    Every error contains the name of the file.
     """
 
     @property
     def size(self) -> int:
-        """Its size in bytes, as written so far."""
+        """Current size in bytes."""
 
     def cut_to(self, nbytes: int) -> None:
-        """Drop what lies behind the first `nbytes` bytes."""
+        """Truncate the file to at most `nbytes` bytes."""
 
     def read(self, nbytes: int, offset: int) -> bytes:
-        """Return what there is of `nbytes` bytes from `offset` on."""
+        """Return up to `nbytes` bytes from `offset`."""
 
     def read_into(self, view: memoryview, offset: int) -> int:
-        """Fill a buffer from `offset` on, and return how many bytes were there."""
+        """Fill a buffer from `offset`, and return the number of bytes read."""
 
     def blocks(self, size: int) -> Iterator[bytes]:
-        """Return all of the file, `size` bytes at a time."""
+        """Iterate over the contents of the file, `size` bytes at a time."""
 
     def write(self, data: memoryview | bytes, offset: int) -> None:
         """Write all of `data` at `offset`.
@@ -256,16 +255,16 @@ class OutputFile(Protocol):
         """
 
     def close(self) -> None:
-        """Release what was opened."""
+        """Close the file."""
 
 
 class ExpectedFile(NamedTuple):
-    """The state a file must have when its output is finished.
+    """The expected state of a file of a finished output.
 
     Attributes:
-        nbytes: Its size in bytes.
+        nbytes: Size in bytes.
         holder: `FileIdentity.holder` of the file that was written; None if another process wrote it.
-        reads_as: Reads the file again and returns True if its bytes are right; None if size and holder say enough.
+        reads_as: Reads the file again and returns True if its bytes are correct; None if size and holder suffice.
     """
 
     nbytes: int
@@ -274,42 +273,42 @@ class ExpectedFile(NamedTuple):
 
 
 class OutputTree(Protocol):
-    """The directory of an output while it is written: nobody who looks for a checkpoint finds it yet."""
+    """The directory of an output while it is written, not yet visible to programs that look for a checkpoint."""
 
     @property
     def path(self) -> Location:
         """Location of the directory, for messages."""
 
     def open_output(self, name: str, nbytes: int | None, *, keep: bool = False) -> OutputFile:
-        """Make a file and open it for reading and writing.
+        """Create a file and open it for reading and writing.
 
         Args:
-            name: Relative to the tree; directories on the way are made.
-            nbytes: Size that the file will have, if it is known and the file is part of the output; the tree then
-                keeps the file open, to know it again. None for a file that the caller closes.
-            keep: Open the file that an interrupted run of the same plan left, less what lies behind `nbytes`.
+            name: Name relative to the tree; missing directories are created.
+            nbytes: Final size of a file that is part of the output; the tree keeps the file open to recognize it
+                later. None for a file that the caller closes.
+            keep: Open the file of an interrupted run of the same plan, truncated to `nbytes`.
 
         Raises:
             InputError: The name leads out of the tree.
-            OutputError: Something is there that may not be written.
+            OutputError: The file exists and must not be written.
             SpaceError: The storage is full.
         """
 
     def write(self, name: str, blocks: Iterable[bytes]) -> tuple[int | str, ...]:
-        """Make a whole file of blocks, and return its holder. Raises as `open_output`, or what `blocks` raises."""
+        """Write a file from blocks, and return its holder. Raises the errors of `open_output` and of `blocks`."""
 
     def allocated(self) -> int:
-        """Return how many bytes of the storage the files take so far."""
+        """Return the storage space that the files take so far, in bytes."""
 
     def remove_others(self, names: Collection[str]) -> None:
-        """Remove every other file that an interrupted run left."""
+        """Remove every file of an interrupted run that is not among `names`."""
 
     def expect(self, sizes: Mapping[str, int]) -> dict[str, ExpectedFile]:
-        """Return what files of these sizes must be; those that this process wrote are known by their holder."""
+        """Return the expected state of files from their sizes, with the holder of those that this process wrote."""
 
     def require(self, expected: Mapping[str, ExpectedFile]) -> None:
-        """Check files by size and holder; `reads_as` is left to `Publisher.publish`.
+        """Check size and holder of files; `Publisher.publish` checks `reads_as`.
 
         Raises:
-            OutputError: A file is missing, is another, or has another size.
+            OutputError: A file is missing, was replaced, or has another size.
         """

@@ -1,7 +1,7 @@
-"""The names in a directory of a source and their kinds, looked up once.
+"""Cached names and kinds of the entries of a directory.
 
-A listing answers questions about lower directories, too (`is_file("model/.metadata")`), and lists one of them only when
-the answer is in it: a checkpoint beside a million other files or above a deep tree costs one directory.
+A listing also accepts paths in subdirectories (`is_file("model/.metadata")`), and lists a subdirectory only if it has
+to: a checkpoint next to a million other files or above a deep tree costs one directory.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from ckptx.errors import CkptxError
 
 
 class EntryKind(Enum):
-    """The kind of thing that a name refers to."""
+    """Kind of a directory entry."""
 
     FILE = "regular file"
     DIRECTORY = "directory"
@@ -28,12 +28,12 @@ class Listing:
     def __init__(
         self, kinds: Mapping[str, EntryKind], follow: Callable[[str], EntryKind], below: Callable[[str], Listing]
     ) -> None:
-        """Take the names of a directory.
+        """Store the entries of a directory.
 
         Args:
-            kinds: EntryKind by name, in the order of names.
-            follow: Returns the kind of what a link leads to.
-            below: Lists a directory in this one.
+            kinds: Kind of each name, in the order of names.
+            follow: Returns the kind of the target of a link.
+            below: Lists a subdirectory.
         """
         self._kinds, self._follow, self._below = kinds, follow, below
         self._followed: dict[str, EntryKind] = {}
@@ -50,11 +50,10 @@ class Listing:
         return self._kinds.keys()
 
     def kind(self, name: str) -> EntryKind | None:
-        """Return what a name stands for, links followed; None if nothing is there.
+        """Return the kind of an entry, following links; None if it does not exist.
 
         Args:
-            name: A name in this directory, or a path below it. A directory on the way that cannot be listed counts as
-                empty.
+            name: A name in this directory, or a relative path. A subdirectory that cannot be listed counts as empty.
         """
         first, _, rest = name.partition("/")
         kind = self._kinds.get(first)
@@ -72,7 +71,7 @@ class Listing:
             return None
 
     def has(self, name: str) -> bool:
-        """Return True if anything has this name, be it a link to nothing."""
+        """Return True if there is an entry with this name, even a broken link."""
         return self.kind(name) is not None if "/" in name else name in self._kinds
 
     def is_file(self, name: str) -> bool:
@@ -84,19 +83,19 @@ class Listing:
         return self.kind(name) is EntryKind.DIRECTORY
 
     def is_link(self, name: str) -> bool:
-        """Return True for a link in this directory, wherever it leads."""
+        """Return True for a link in this directory, even a broken one."""
         return self._kinds.get(name) in (EntryKind.LINK, EntryKind.DANGLING)
 
     def files(self) -> list[str]:
-        """Return the regular files in this directory, and the links to some, sorted."""
+        """Return the regular files in this directory and the links to regular files, sorted."""
         return [name for name in self._kinds if self.is_file(name)]
 
     def directories(self) -> list[str]:
-        """Return the directories in this one, and the links to some, sorted."""
+        """Return the subdirectories and the links to directories, sorted."""
         return [name for name in self._kinds if self.is_directory(name)]
 
     def below(self, name: str) -> Listing:
-        """List a directory below.
+        """List a subdirectory, given by its relative path.
 
         Raises:
             InputError: It cannot be listed.

@@ -16,23 +16,23 @@ from ckptx.untrusted.limits import LISTED_NAMES, REMEMBERED_NAMES
 
 
 class LocalSource:
-    """A directory on a local disk, or a file that was passed in the place of one.
+    """A directory on a local disk, or a file that was passed instead of one.
 
-    Links are followed, as every loader does: the Hub's cache is made of them.
+    Links are followed, as by every loader: the Hub cache consists of links.
     """
 
     def __init__(self, location: str | Path, listings: _Listings | None = None) -> None:
-        """Look at nothing yet.
+        """Store the location without accessing the disk.
 
         Args:
             location: The directory.
-            listings: Directories of this disk that were listed before; None starts with none.
+            listings: Cached listings of directories; None starts an empty cache.
         """
         self._path = Path(location)
         self._listings = _Listings() if listings is None else listings
 
     def __reduce__(self) -> tuple[type[LocalSource], tuple[Path]]:
-        """Go to another process, or into a copy, without what was listed."""
+        """Pickle and copy without cached listings."""
         return LocalSource, (self._path,)
 
     def __repr__(self) -> str:
@@ -44,20 +44,20 @@ class LocalSource:
         return self._path
 
     def at(self, location: Location) -> LocalSource:
-        """Return the source of another directory, which shares what was listed."""
+        """Return the source of another directory, which shares the cached listings."""
         return LocalSource(local_path(location), self._listings)
 
     def fresh(self) -> LocalSource:
-        """Return the source of the same directory, with nothing listed yet."""
+        """Return the source of the same directory without cached listings."""
         return LocalSource(self._path)
 
     def spellings(self, name: str = "") -> tuple[Path, ...]:
-        """Return the absolute path of a file, or of the directory, and its real path if that is another."""
+        """Return the absolute path of a file, or of the directory, and its real path if that differs."""
         path = self._path / name
         return tuple(dict.fromkeys((Path(os.path.abspath(path)), Path(os.path.realpath(path)))))
 
     def kind(self) -> EntryKind | None:
-        """Return what is at the path, links followed; None also for a path that the system cannot look at."""
+        """Return the kind of the entry at the path, following links; None if it is missing or not accessible."""
         try:
             return _kind_of_mode(os.stat(self._path).st_mode)
         except (OSError, ValueError):
@@ -72,11 +72,11 @@ class LocalSource:
         return self._listings.of(self._path)
 
     def open(self, recorded: Mapping[str, FileIdentity] | None = None) -> FilePool:
-        """Return the files; a descriptor is opened when a file is first read."""
+        """Return the files; each is opened when it is first read."""
         return FilePool(self._path, recorded)
 
     def identities(self, names: Iterable[str]) -> dict[str, FileIdentity]:
-        """Return those of the regular files among names."""
+        """Return the identities of the regular files among `names`."""
         return dict(files.identities(self._path, names))
 
     def size(self, name: str) -> int:
@@ -92,19 +92,19 @@ class LocalSource:
         return files.read_small(self._path / name, limit)
 
     def refuse_large(self, name: str, limit: int) -> None:
-        """Refuse what `read_small` would refuse by its kind and size."""
+        """Refuse a file that `read_small` would refuse because of its kind or size."""
         files.refuse_large(self._path / name, limit)
 
 
 class _Listings:
-    """The directories of a disk that were listed, as long as they are not too many."""
+    """Cache of directory listings, cleared when it has too many names."""
 
     def __init__(self) -> None:
         self._known: dict[Path, Listing] = {}
         self._count = 0
 
     def of(self, path: Path) -> Listing:
-        """List a directory, or return what is remembered of it.
+        """Return the cached listing of a directory, listing it first if required.
 
         Raises:
             InputError: It cannot be listed, or has too many names.
@@ -128,8 +128,8 @@ def _scan(path: Path) -> dict[str, EntryKind]:
             for entry in entries:
                 if len(found) == LISTED_NAMES:
                     raise InputError(
-                        f"{path}: holds more than {LISTED_NAMES:,} files, allowed at most that; pass the directory of "
-                        "a checkpoint"
+                        f"{path}: contains more than {LISTED_NAMES:,} files, the limit; pass the directory of a "
+                        "checkpoint"
                     )
                 found.append((entry.name, _own_kind(entry)))
     except OSError as error:

@@ -1,7 +1,6 @@
-"""One open file of a local disk: reads and writes at a position, by as many threads as like.
+"""An open file on a local disk, with thread-safe reads and writes by position.
 
-These are the verbs through which every byte of an output goes; together with `FilePool`, which reads sources, they are
-what another kind of storage would have to offer.
+Every byte of an output is written through it; `FilePool` reads sources. Another kind of storage would implement both.
 """
 
 from __future__ import annotations
@@ -14,16 +13,16 @@ from ckptx.storage.files import write_at
 
 
 class OpenFile:
-    """A file by its descriptor.
+    """A file that is open by descriptor.
 
     Attributes:
-        path: Where it is, for messages.
+        path: Path of the file, for messages.
     """
 
     __slots__ = ("_descriptor", "path")
 
     def __init__(self, descriptor: int, path: Path) -> None:
-        """Takes over `descriptor`, if anybody calls `close`; else it is closed by whoever opened it."""
+        """Store `descriptor`, which is closed either by `close` or by its opener."""
         self._descriptor, self.path = descriptor, path
 
     def __enter__(self) -> OpenFile:
@@ -33,35 +32,35 @@ class OpenFile:
         self.close()
 
     def close(self) -> None:
-        """Closes the descriptor."""
+        """Close the descriptor."""
         os.close(self._descriptor)
 
     @property
     def size(self) -> int:
-        """Its size in bytes."""
+        """Current size in bytes."""
         return os.fstat(self._descriptor).st_size
 
     @property
     def identity(self) -> tuple[int, int]:
-        """Its device and inode."""
+        """Device and inode."""
         found = os.fstat(self._descriptor)
         return found.st_dev, found.st_ino
 
     def cut_to(self, nbytes: int) -> None:
-        """Leaves out what lies behind the first `nbytes` bytes."""
+        """Truncate the file to at most `nbytes` bytes."""
         if self.size > nbytes:
             os.ftruncate(self._descriptor, nbytes)
 
     def read(self, nbytes: int, offset: int) -> bytes:
-        """What there is of `nbytes` bytes from `offset` on."""
+        """Return up to `nbytes` bytes from `offset`."""
         return os.pread(self._descriptor, nbytes, offset)
 
     def read_into(self, view: memoryview, offset: int) -> int:
-        """Fills `view` from `offset` on; the number of bytes that were there."""
+        """Fill `view` from `offset`, and return the number of bytes read."""
         return os.preadv(self._descriptor, [view], offset)
 
     def write(self, data: memoryview | bytes, offset: int) -> None:
-        """Writes all of `data` at `offset`.
+        """Write all of `data` at `offset`.
 
         Raises:
             SpaceError: The disk or the quota is full.
@@ -70,18 +69,18 @@ class OpenFile:
         write_at(self._descriptor, data, offset, self.path)
 
     def sync(self) -> None:
-        """Brings it to the disk.
+        """Flush the file to disk.
 
         Raises:
-            OSError: That failed; what was written may be lost.
+            OSError: Flushing failed; written data may be lost.
         """
         os.fsync(self._descriptor)
 
     def blocks(self, size: int) -> Iterator[bytes]:
-        """All of it, `size` bytes at a time.
+        """Iterate over the contents of the file, `size` bytes at a time.
 
         Raises:
-            OSError: It cannot be read; what that means depends on whose file it is.
+            OSError: It cannot be read; the caller translates the error.
         """
         at = 0
         while block := os.pread(self._descriptor, size, at):

@@ -1,4 +1,4 @@
-"""Where an output lies while it is being made: a hidden directory beside its place."""
+"""Paths of the staging directory of an output: a hidden directory next to the target."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ckptx.storage.interface import Location
 
 
 def is_being_written(path: Location) -> bool:
-    """True for a staging directory, or anything inside one."""
+    """Return True for a staging directory, or anything inside one."""
     location: Location = path.resolve() if isinstance(path, Path) else path
     while location.parent != location:
         if location.name.startswith(".") and location.name.endswith(".ckptx-partial"):
@@ -19,7 +19,7 @@ def is_being_written(path: Location) -> bool:
 
 
 def staged(target: Path) -> tuple[Path, Path]:
-    """Tree and journal of the run that is making `target`."""
+    """Return the paths of the tree and the journal of a run that writes `target`."""
     resolved = Path(os.path.realpath(target))
     root = resolved.parent / f".{resolved.name}.ckptx-partial"
     return root / "tree", root / "journal"

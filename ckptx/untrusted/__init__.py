@@ -1,1 +1,1 @@
-"""What comes out of a checkpoint is anybody's: how much of it is looked at, how it is parsed, and how it is printed."""
+"""Limits, checks and printing for untrusted values from checkpoints."""

@@ -1,4 +1,4 @@
-"""Which names a file of an output may have: those that cannot lead out of its directory, whoever thought of them."""
+"""Check untrusted names of output files, which must not lead out of the output directory."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _STAGING = (".ckptx-partial", ".ckptx-old")
 
 
 def name_fault(name: str) -> str | None:
-    """What is wrong with `name` as the name of a file below a directory; None when nothing is.
+    """Return the reason why a name is not valid for a file in a directory, or None if it is valid.
 
     Example:
         name_fault("onnx/model.json") is None, name_fault("../model.json") is "it leads out of the directory".
@@ -20,9 +20,9 @@ def name_fault(name: str) -> str | None:
     if not name:
         return "it is empty"
     if name.startswith("/") or "\\" in name:
-        return "it is no relative path"
+        return "it is not a relative path"
     if any(ord(char) < 32 or 127 <= ord(char) < 160 for char in name):
-        return "it holds control characters"
+        return "it contains control characters"
     try:
         size = len(name.encode())
     except UnicodeEncodeError:
@@ -31,16 +31,16 @@ def name_fault(name: str) -> str | None:
     if ".." in parts:
         return "it leads out of the directory"
     if "" in parts or "." in parts:
-        return "it has an empty part"
+        return "it has an empty component"
     if size > _MAX_NAME or any(len(part.encode()) > _MAX_COMPONENT for part in parts):
         return "it is too long"
     if any(part.startswith(".") and part.endswith(_STAGING) for part in parts):
-        return "it is that of a staging directory"
+        return "it is reserved for staging directories"
     return None
 
 
 def colliding_name(names: Iterable[str]) -> str | None:
-    """The first of `names` that is there twice, or that would have to be a file and a directory; None without one."""
+    """Return the first name that is a duplicate, or both a file and a directory; None if there is none."""
     files: set[str] = set()
     directories: set[str] = set()
     for name in names:
@@ -54,10 +54,10 @@ def colliding_name(names: Iterable[str]) -> str | None:
 
 
 def weights_fault(files: Sequence[str], index: str | None) -> str | None:
-    """What is wrong with names as those of the safetensors files of an HF checkpoint and of its index.
+    """Return the reason why names are not valid for the safetensors files and index of an HF checkpoint, or None.
 
-    Loaders prefer `model.safetensors` to any index, and look for an index beside them only, so that some names would
-    hide tensors from them.
+    Loaders prefer `model.safetensors` to any index, and look for an index only at the top of a checkpoint, so some
+    names would hide tensors from them.
 
     Example:
         weights_fault(["a.safetensors"], None) is None, weights_fault(["config.json"], None) is not.
@@ -65,7 +65,7 @@ def weights_fault(files: Sequence[str], index: str | None) -> str | None:
     for name in files:
         fault = _ending_fault(name, _WEIGHTS_SUFFIX)
         if fault is None and name.rpartition("/")[2].startswith("adapter_"):
-            fault = "it is that of an adapter"
+            fault = "it is the name of an adapter"
         if fault is not None:
             return f"{name!r:.80}: {fault}"
     if index is not None:
@@ -73,14 +73,14 @@ def weights_fault(files: Sequence[str], index: str | None) -> str | None:
         if fault is not None:
             return f"{index!r:.80}: {fault}"
     elif len(files) != 1:
-        return f"{len(files)} files need an index"
+        return f"{len(files)} files require an index"
     beside = index if index is not None else files[0]
     if "/" in beside:
         return f"{beside!r:.80}: it is not at the top of the checkpoint"
     if len(files) > 1 and _SINGLE in files:
-        return f'"{_SINGLE}": loaders would look into no other file'
+        return f'"{_SINGLE}": loaders would ignore the other files'
     twice = colliding_name([*files, *([] if index is None else [index])])
-    return None if twice is None else f"{twice!r:.80}: it is there twice"
+    return None if twice is None else f"{twice!r:.80}: it is a duplicate"
 
 
 def _ending_fault(name: str, suffix: str) -> str | None:

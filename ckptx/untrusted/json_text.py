@@ -1,4 +1,4 @@
-"""JSON out of a checkpoint: parsed once, refused when parsers could disagree on it or choke on it."""
+"""Parse untrusted JSON, and refuse what parsers could interpret differently or fail on."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from ckptx.untrusted.limits import JSON_BITS, JSON_DEPTH
 
 
 def parse_json(text: str, where: object, what: str = "file") -> Any:
-    """The value of a JSON text.
+    """Parse a JSON text.
 
     Args:
         text: The text.
-        where: Subject of errors.
-        what: What is said to be corrupt in them.
+        where: Subject of error messages.
+        what: Noun for the text in error messages ("the file is corrupt").
 
     Raises:
-        InputError: It is not JSON, has a key twice or half a surrogate pair, is nested deeper than `JSON_DEPTH`, or has
+        InputError: It is not JSON, has a duplicate key or a lone surrogate, is nested deeper than `JSON_DEPTH`, or has
             a number of more than `JSON_BITS` bits.
     """
     try:
@@ -27,7 +27,7 @@ def parse_json(text: str, where: object, what: str = "file") -> Any:
         raise _too_deep(where) from error
     except json.JSONDecodeError as error:
         raise InputError(f"{where}: not JSON ({error}); the {what} is corrupt") from error
-    except ValueError as error:  # Python converts no number of more than 4,300 digits
+    except ValueError as error:  # Python refuses numbers of more than 4,300 digits
         raise _too_long(where) from error
     _check_nest(value, where)
     if has_half_surrogate(text):
@@ -36,7 +36,7 @@ def parse_json(text: str, where: object, what: str = "file") -> Any:
 
 
 def has_half_surrogate(text: str) -> bool:
-    r"""True when a JSON text has half a surrogate pair in a string: `"\ud800"`, which has no place in UTF-8."""
+    r"""Return True if a JSON text has a lone surrogate in a string, such as `"\ud800"`, which is invalid in UTF-8."""
     if "\\u" not in text:
         return False
     try:
@@ -47,8 +47,8 @@ def has_half_surrogate(text: str) -> bool:
 
 
 def half_surrogate(where: object) -> InputError:
-    """The refusal of a text that cannot be written as UTF-8."""
-    return InputError(f"{where}: a string holds half a surrogate pair, which is no text; rename what it names")
+    """Return the error for a string that cannot be encoded as UTF-8."""
+    return InputError(f"{where}: a string has a lone surrogate, which is invalid Unicode; correct that string")
 
 
 def _unique(pairs: list[tuple[str, Any]], where: object) -> dict[str, Any]:
@@ -61,7 +61,7 @@ def _unique(pairs: list[tuple[str, Any]], where: object) -> dict[str, Any]:
 
 
 def _check_nest(value: Any, where: object) -> None:
-    """Walks level by level; no recursion, whatever the nest."""
+    """Check depth and numbers level by level, without recursion."""
     level = [value]
     for _ in range(JSON_DEPTH):
         below: list[Any] = []
@@ -80,8 +80,8 @@ def _check_nest(value: Any, where: object) -> None:
 
 
 def _too_deep(where: object) -> InputError:
-    return InputError(f"{where}: JSON nested deeper than {JSON_DEPTH} levels; the file is corrupt")
+    return InputError(f"{where}: JSON is nested deeper than {JSON_DEPTH} levels; the file is corrupt")
 
 
 def _too_long(where: object) -> InputError:
-    return InputError(f"{where}: JSON with a number of more than {JSON_BITS} bits; the file is corrupt")
+    return InputError(f"{where}: JSON has a number of more than {JSON_BITS} bits; the file is corrupt")

@@ -1,12 +1,12 @@
-"""Numbers of a checkpoint as keys of dicts and members of sets.
+"""Use untrusted numbers as keys of dicts and members of sets without hash flooding.
 
-Texts have hashes that nobody can foresee. Those of numbers, and of tuples of them, are known: a checkpoint can choose
-numbers that share one, or numbers that lie where a dict looks for another, so that each look-up walks through all that
-went before. Three rules keep the work in proportion to the size of what is read:
+Hashes of strings are unpredictable. Hashes of numbers, and of tuples of them, are not: a checkpoint can contain numbers
+that share a hash or collide in the table of a dict, so that each lookup visits all previous entries. Three rules keep
+the work proportional to the size of the input:
 
-1. Tuples of numbers are made one object each by `OneOfEach`, which refuses more than a handful that share a hash.
-2. A dict of such tuples has keys of `salted`, or keys in which the name of a tensor or a dtype comes first.
-3. What would be a key of many tuples is a text of bytes, `packed`.
+1. Tuples of numbers are made unique by `UniqueTuples`, which refuses more than a handful with the same hash.
+2. A dict of such tuples has keys of `salted`, or keys that begin with the name of a tensor or a dtype.
+3. A key of many tuples is a bytes object, made by `packed`.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ _SHARING = 16
 
 
 class SharedHash(ValueError):
-    """Numbers that were chosen, not measured: chance gives no two of a thousand million tuples one hash."""
+    """Too many tuples share a hash, so they were chosen to: by chance, no two of a billion tuples share one."""
 
 
 class UniqueTuples(Generic[T]):
-    """Keeps the first of equal tuples, as a checkpoint repeats a few of them many thousand times."""
+    """Stores one object per distinct tuple, because a checkpoint repeats a few of them many thousand times."""
 
     __slots__ = ("_known", "_sharing")
 
@@ -37,34 +37,34 @@ class UniqueTuples(Generic[T]):
         self._sharing: dict[int, int] = {}
 
     def get(self, value: T) -> T | None:
-        """The one kept that is equal to `value`, which is known to be flat: tuples of numbers, or tuples of those."""
+        """Return the stored value that equals `value`, or None; it must be a tuple of numbers, or a tuple of those."""
         return self._known.get((SALT, value))
 
     def keep(self, value: T) -> T:
-        """Keeps a value that `get` did not find.
+        """Store a value for which `get` returned None.
 
         Raises:
-            SharedHash: Many of those kept have the hash of this one.
+            SharedHash: Too many stored values have the hash of this one.
         """
         key = SALT, value
         salted_hash = hash(key)
         sharing = self._sharing[salted_hash] = self._sharing.get(salted_hash, 0) + 1
         if sharing > _SHARING:
-            raise SharedHash(f"more than {_SHARING} shapes or offsets that share a hash, as no writer chooses them")
+            raise SharedHash(f"more than {_SHARING} shapes or offsets that share a hash, which no real writer produces")
         self._known[key] = value
         return value
 
 
 def salted(value: T) -> tuple[int, T]:
-    """A key for one of the tuples that a `OneOfEach` gave."""
+    """Return a dict key for a tuple from `UniqueTuples`."""
     return SALT, value
 
 
 def packed(rank: int, *tuples: Iterable[int]) -> bytes:
-    """A key for tuples of `rank` numbers of at most 64 bits each."""
+    """Return a dict key for tuples of `rank` numbers of at most 64 bits each."""
     return array("Q", chain((rank,), *tuples)).tobytes()
 
 
 def identity(values: Iterable[object]) -> bytes:
-    """A key for a sequence of objects that are alive as long as the key is: equal when they are the same ones."""
+    """Return a dict key that is equal for the same sequence of objects, which must outlive the key."""
     return array("Q", map(id, values)).tobytes()

@@ -249,7 +249,7 @@ def test_a_directory_without_any_dcp_is_an_input_error(place: MemoryPath) -> Non
     with pytest.raises(InputError, match="no such file"):
         open_dcp(place)
     (place / ".metadata").mkdir()
-    with pytest.raises(InputError, match="needed a regular file"):
+    with pytest.raises(InputError, match="expected a regular file"):
         open_dcp(place)
 
 

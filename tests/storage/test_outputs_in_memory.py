@@ -154,7 +154,7 @@ def test_only_one_run_has_the_claim_and_a_target_is_not_replaced_unasked(source:
 
 def test_a_store_that_is_full(source: MemoryPath, place: MemoryPath) -> None:
     place.store.room = 100
-    with pytest.raises(SpaceError, match=r"needs .* bytes, the store has 100 free"):
+    with pytest.raises(SpaceError, match=r"requires .* bytes, but the store has 100 free"):
         made(source, place / "out", MemoryPublisher)
 
 

@@ -222,7 +222,7 @@ class MemoryPath:
                 raise _missing(self) if kind is None else InputError(f"{self}: cannot be read: Not a directory")
             names = self.store.names(self.path)
             if len(names) > LISTED_NAMES:
-                raise InputError(f"{self}: holds more than {LISTED_NAMES:,} files, allowed at most that")
+                raise InputError(f"{self}: contains more than {LISTED_NAMES:,} files, the limit")
             kinds = {name: self.store.kind(self.path / name) for name in names}
             below = lambda name: self.at(self / name).listing()  # noqa: E731 (as short as its use)
             listing = Listing(kinds, lambda name: EntryKind.DANGLING, below)
@@ -250,14 +250,14 @@ class MemoryPath:
     def refuse_large(self, name: str, limit: int) -> None:
         nbytes = self.size(name)
         if nbytes > limit:
-            raise InputError(f"{self / name}: {nbytes} bytes, allowed at most {limit}; the file is corrupt")
+            raise InputError(f"{self / name}: has {nbytes} bytes, the limit is {limit}; the file is corrupt")
 
     def _stored(self, name: str) -> Stored:
         place = inside(self, name)
         stored = self.store.files.get(place.path)
         if stored is None:
             if place.kind() is EntryKind.DIRECTORY:
-                raise InputError(f"{place}: is a directory, pipe or device, needed a regular file")
+                raise InputError(f"{place}: expected a regular file, found a directory, pipe or device")
             raise _missing(place)
         return stored
 
@@ -320,7 +320,7 @@ class MemoryFiles:
         data = self.read_up_to(name, offset, nbytes)
         if len(data) < nbytes:
             raise InputError(
-                f"{self.root / name}: ends at byte {offset + len(data)}, needed up to {offset + nbytes}; "
+                f"{self.root / name}: ends at byte {offset + len(data)}, expected at least {offset + nbytes}; "
                 "the file is truncated, copy or download it again"
             )
         return data
@@ -389,7 +389,7 @@ class MemoryTree:
         path = inside(self.path, name)
         if not (path.is_file() and keep):
             if path.exists():
-                raise OutputError(f"{path}: a link, or something else that ckptx did not write, is in the way")
+                raise OutputError(f"{path}: cannot be opened: File exists; ckptx did not write it")
             path.write_bytes(b"")
         stored = self.path.store.files[path.path]
         file = MemoryFile(path, stored.data, self._lock)
@@ -432,9 +432,9 @@ class MemoryTree:
         for name in self._files():
             wanted = expected.get(name)
             if wanted is None:
-                raise OutputError(f"{self.path / name}: appeared, and is no part of the output")
+                raise OutputError(f"{self.path / name}: was created by another process")
             if wanted.reads_as is not None and not wanted.reads_as(self.open_output(name, None, keep=True)):
-                raise OutputError(f"{self.path / name}: holds other bytes than were written; nothing was published")
+                raise OutputError(f"{self.path / name}: has other bytes than were written; nothing was published")
 
 
 def source_of(place: Path | MemoryPath) -> Source:
@@ -502,11 +502,11 @@ class MemoryPublisher:
     def require_space(self, nbytes: int) -> None:
         room = self.target.store.room
         if room is not None and room < nbytes:
-            raise SpaceError(f"{self.target}: needs {nbytes} bytes, the store has {room} free; free some space")
+            raise SpaceError(f"{self.target}: requires {nbytes} bytes, but the store has {room} free; free some space")
 
     def require_own(self) -> None:
         if not self._claim.exists():
-            raise OutputError(f"{self._claim}: was removed or replaced by somebody else; nothing was published")
+            raise OutputError(f"{self._claim}: was removed or replaced by another process; nothing was published")
 
     def publish(self, expected: Mapping[str, ExpectedFile]) -> None:
         self.output.settle(expected)

@@ -52,7 +52,7 @@ def test_lines_are_clean_and_one(text: str, extra: list[str]) -> None:
 
 def test_long_lines_are_cut_in_the_middle() -> None:
     said = one_line("a" * 10_000 + "b")
-    assert len(said) < 5000 and "6,001 characters left out" in said and said.endswith("b")
+    assert len(said) < 5000 and "6,001 characters omitted" in said and said.endswith("b")
     assert one_line("a" * 10_000, longest=0) == "a" * 10_000
 
 
