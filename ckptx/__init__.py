@@ -33,7 +33,7 @@ _OTHERS = {"errors": "ckptx.errors", "open_checkpoint": "ckptx.formats.registry:
 if not TYPE_CHECKING:  # a type checker knows the imports above, and finds a name that is none of them
 
     def __getattr__(name: str) -> object:
-        """Imports a function when it is first asked for, so that `import ckptx` costs nothing."""
+        """Import a function on first access, so that `import ckptx` is fast."""
         if name not in __all__:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         from ckptx.options.commands import COMMANDS
@@ -45,5 +45,5 @@ if not TYPE_CHECKING:  # a type checker knows the imports above, and finds a nam
 
 
 def __dir__() -> list[str]:
-    """What is offered, whether imported yet or not; none of what this file needs for itself."""
+    """Return the public names, imported or not, and the module attributes, without the helpers of this file."""
     return sorted({*__all__, *(name for name in globals() if name.startswith("__") and name.endswith("__"))})

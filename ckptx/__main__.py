@@ -1,4 +1,4 @@
-"""`python -m ckptx`, and so `torchrun -m ckptx`."""
+"""Entry point of `python -m ckptx` and `torchrun -m ckptx`."""
 
 from ckptx.cli.main import run
 

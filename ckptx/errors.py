@@ -1,20 +1,20 @@
-"""Every way ckptx can refuse, one class per exit code.
+"""Errors of ckptx, one class per exit code.
 
-A message says subject, found, needed, next step, in one line, and names the file or tensor:
-`model-00002.safetensors: tensor "x" ends at byte 912, file has 900; the file is truncated, download it again`.
+A message is one line that names the file or tensor, then the problem, the requirement, and the next step:
+`model-00002.safetensors: tensor "x" ends at byte 912, but the file has 900; the file is truncated, download it again`.
 """
 
 from __future__ import annotations
 
 
 class CkptxError(Exception):
-    """Base of every refusal; `exit_code` is what the command line returns for it."""
+    """Base class of all errors; `exit_code` is the exit code of the command line."""
 
     exit_code = 1
 
 
 class UsageError(CkptxError):
-    """The call itself is wrong: options that exclude each other, a value out of range."""
+    """The call is invalid: options that exclude each other, a value out of range."""
 
     exit_code = 2
 
@@ -26,7 +26,7 @@ class InputError(CkptxError):
 
 
 class UnsupportedError(CkptxError):
-    """The input is understood, but ckptx does not support what it holds; the message names it."""
+    """The input is valid, but of a kind that ckptx does not support; the message names it."""
 
     exit_code = 4
 
@@ -38,13 +38,13 @@ class OutputError(CkptxError):
 
 
 class SpaceError(CkptxError):
-    """There is not enough space: on a disk for the output, or in memory for models."""
+    """There is not enough space, on disk for the output or in memory for models."""
 
     exit_code = 6
 
 
 class EnvironmentProblem(CkptxError):
-    """The environment lacks something: a package, a device."""
+    """The environment lacks a package, a device or a resource."""
 
     exit_code = 7
 
@@ -61,28 +61,29 @@ _BY_EXTRA = {
 
 
 def missing_package(subject: str, error: ImportError) -> EnvironmentProblem:
-    """The refusal for a package that cannot be imported: what needs it, and how to install it.
+    """Return the error for a package that cannot be imported, with the command to install it.
 
     Args:
-        subject: What needs the package: an option, a class.
-        error: What the import said.
+        subject: Option, class or input that requires the package.
+        error: The failed import.
     """
     package = (error.name or "").partition(".")[0]
     if package in _BY_EXTRA:
         return EnvironmentProblem(
-            f"{subject}: needs {package}, which is not installed; pip install 'ckptx[{_BY_EXTRA[package]}]'"
+            f"{subject}: requires {package}, which is not installed; pip install 'ckptx[{_BY_EXTRA[package]}]'"
         )
     if package:
-        return EnvironmentProblem(f"{subject}: needs the package {package}, which is not installed; install it")
+        return EnvironmentProblem(f"{subject}: requires the package {package}, which is not installed; install it")
     said = (str(error).splitlines() or ["an import failed"])[0]
     return EnvironmentProblem(f"{subject}: a package is missing: {said.rstrip('.')}; install it")
 
 
 class PeerFailure(CkptxError):
-    """Another process of the same run failed; carries its exit code.
+    """Another process of the same run failed.
 
     Attributes:
-        is_said: True when somebody else tells the user: the rank that failed, or rank 0 of one that died.
+        exit_code: Exit code of that process.
+        is_said: True if another process prints the error: the rank that failed, or rank 0 for a rank that died.
     """
 
     def __init__(self, message: str, exit_code: int, is_said: bool = True) -> None:
@@ -91,15 +92,15 @@ class PeerFailure(CkptxError):
 
 
 class Terminated(BaseException):
-    """SIGTERM arrived. Like KeyboardInterrupt it is no Exception: nothing may swallow it."""
+    """SIGTERM arrived. Like KeyboardInterrupt it is not an Exception, so that no handler suppresses it."""
 
 
 class HungUp(Terminated):
-    """SIGHUP arrived: the terminal is gone."""
+    """SIGHUP arrived: the terminal was closed."""
 
 
 def exit_code_of(error: BaseException) -> int:
-    """The exit code of whatever was raised."""
+    """Return the exit code for an exception."""
     if isinstance(error, CkptxError):
         return error.exit_code
     if isinstance(error, HungUp):
@@ -110,6 +111,6 @@ def exit_code_of(error: BaseException) -> int:
 
 
 class Defect(CkptxError):
-    """ckptx caught itself about to do something wrong. Nothing was published; the message asks for a report."""
+    """ckptx detected a bug in itself. Nothing was published; the message asks for a report."""
 
     exit_code = 70

@@ -1,3 +1,3 @@
-"""The version of ckptx, stated once."""
+"""The version of ckptx; the only place that defines it."""
 
 __version__ = "0.1.0"

@@ -160,5 +160,5 @@ def refused(done: subprocess.CompletedProcess[str], package: str) -> None:
     """Exit 7 and one line: the package, and the extra that brings it."""
     assert done.returncode == 7, done.stderr
     (line,) = done.stderr.splitlines()
-    assert re.search(rf"needs {package}, which is not installed; pip install 'ckptx\[run\]'$", line), line
+    assert re.search(rf"requires {package}, which is not installed; pip install 'ckptx\[run\]'$", line), line
     assert done.stdout == ""

@@ -35,7 +35,7 @@ def test_the_extra_that_an_error_names_brings_the_package() -> None:
     for module, extra in _BY_EXTRA.items():
         assert re.search(rf'"{names.get(module, module)}\b', extras[extra]), module
         error = missing_package("x", ImportError(name=f"{module}.part"))
-        assert f"needs {module}, which is not installed; pip install 'ckptx[{extra}]'" in str(error)
+        assert f"requires {module}, which is not installed; pip install 'ckptx[{extra}]'" in str(error)
 
 
 def test_the_oldest_python_is_the_floor() -> None:

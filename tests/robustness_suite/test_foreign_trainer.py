@@ -207,7 +207,7 @@ def test_a_recipe_that_cannot_be_run_is_refused_before_anything_is(tmp_path: Pat
 def test_without_tensorboard_nothing_is_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "tensorboard", None)
     monkeypatch.delitem(sys.modules, "tensorboard.compat.proto.event_pb2", raising=False)
-    with pytest.raises(EnvironmentProblem, match=r"needs tensorboard.*pip install 'ckptx\[tensorboard\]'"):
+    with pytest.raises(EnvironmentProblem, match=r"requires tensorboard.*pip install 'ckptx\[tensorboard\]'"):
         run(tmp_path, losses_kind="tensorboard")
     assert not any(tmp_path.iterdir())
 

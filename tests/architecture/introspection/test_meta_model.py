@@ -146,7 +146,7 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         raise ImportError("No module named 'mamba_ssm'", name="mamba_ssm")
 
     monkeypatch.setattr(meta_model, "derive", refuse)
-    with pytest.raises(EnvironmentProblem, match="needs the package mamba_ssm"):
+    with pytest.raises(EnvironmentProblem, match="requires the package mamba_ssm"):
         find_architecture({"architectures": ["ZambaForCausalLM"], "model_type": "zamba"})
 
 
@@ -159,7 +159,7 @@ def test_no_torch_is_named_only_when_it_is_needed(monkeypatch: pytest.MonkeyPatc
     monkeypatch.delattr(ckptx.architecture.introspection, "meta_model")
     monkeypatch.setitem(sys.modules, "torch", None)
     assert find_architecture({"architectures": ["LlamaForCausalLM"], "model_type": "llama"}) is not None
-    with pytest.raises(EnvironmentProblem, match=r"must be built: needs torch, .* pip install 'ckptx\[run\]'"):
+    with pytest.raises(EnvironmentProblem, match=r"must be built: requires torch, .* pip install 'ckptx\[run\]'"):
         find_architecture({"architectures": ["ZambaForCausalLM"], "model_type": "zamba"})
 
 
