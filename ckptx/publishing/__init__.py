@@ -1,1 +1,1 @@
-"""How an output comes to be: staged beside its place, checked, and put there in one step."""
+"""Publish an output: stage it next to the target, check it, and rename it atomically."""

@@ -1,6 +1,6 @@
-"""Whether files that are there already hold what a run would write: found out from their bytes, not from a manifest.
+"""Decide whether existing files have the contents that a run would write, by their bytes instead of a manifest.
 
-A manifest lies beside the files it describes, and whoever changed these could change it, too.
+A manifest is not proof: whoever changed the files could have changed it, too.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from ckptx.transfer.stream import TensorReader
 
 
 def outcome_of_written(target: Source, plan: CopyPlan, source: SourceFiles, max_memory: int) -> CopyResult | None:
-    """Find out about files that are there what a copy would have found out.
+    """Return the result that a copy would have, from files that were written before.
 
     Reads all of the source, and all of the files as a loader reads them.
 
     Args:
         target: The directory of the files.
-        plan: What would be written there.
+        plan: The plan of the copy.
         source: Files of the source.
-        max_memory: Bytes of buffers.
+        max_memory: Memory limit for buffers, in bytes.
 
     Returns:
-        None when the files of `plan` in `target` have other bytes than the source.
+        None if the files of `plan` in `target` have other bytes than the source.
 
     Raises:
         InputError: The source is corrupt.
@@ -59,7 +59,7 @@ def outcome_of_written(target: Source, plan: CopyPlan, source: SourceFiles, max_
 
 
 def _leaves(step: CopyStep, written: SourceFiles, in_archives: bool, max_memory: int) -> Iterator[list[bytes]]:
-    """Digests of a tensor as it was written, once more for each way in which replicas put it together."""
+    """Yield the leaf digests of a tensor as it was written, once for each combination of chunks and replicas."""
     reader = TensorReader(written, max_memory)
     entry = step.target
     for chunks in _copies(entry):
@@ -70,7 +70,7 @@ def _leaves(step: CopyStep, written: SourceFiles, in_archives: bool, max_memory:
 
 
 def _copies(entry: TensorEntry) -> Iterator[tuple[Chunk, ...]]:
-    """The chunks of a tensor, and again with each replica in the place of what it repeats."""
+    """Yield the chunks of a tensor, and then sets in which replicas replace equal chunks, until each was used."""
     chunks = entry.chunks
     if not isinstance(chunks, ShardedChunks):
         yield tuple(chunks)

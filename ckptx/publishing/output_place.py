@@ -1,4 +1,4 @@
-"""Whether a directory may become the output: free, apart from the input, no mount point, large enough."""
+"""Check that a directory may become the output: empty, separate from the input, not a mount point."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from ckptx.errors import OutputError
 
 
 def refuse_unreachable(target: Path) -> None:
-    """A place that the system cannot even name or look at is none to write to.
+    """Refuse a target whose path the system cannot access.
 
     Raises:
-        OutputError: The name is too long, or a directory above is closed or a loop of links.
+        OutputError: The name is too long, or a parent directory is not accessible or a loop of links.
     """
     try:
         os.lstat(target)
@@ -26,16 +26,15 @@ def refuse_unreachable(target: Path) -> None:
 
 
 def refuse_existing(target: Path, overwrite: bool) -> None:
-    """An output directory must be absent or empty, and such that a rename can put another in its place.
+    """Refuse a target that is not absent or empty, or that a rename cannot replace.
 
     Raises:
-        OutputError: It is a file, a mount point, the current directory, or it holds something and `overwrite` is not
-            set.
+        OutputError: It is a file, a mount point, the current directory, or it is not empty and `overwrite` is not set.
     """
     if not os.path.lexists(target):
         return
     if not target.is_dir():
-        raise OutputError(f"{target}: is not a directory; choose another DST")
+        raise OutputError(f"{target}: not a directory; choose another DST")
     try:
         is_empty = not any(target.iterdir())
     except OSError as error:
@@ -45,25 +44,25 @@ def refuse_existing(target: Path, overwrite: bool) -> None:
     resolved = Path(os.path.realpath(target))
     mounted = next((mount for mount in (*_mount_points(), resolved) if _is_mount_in(mount, resolved)), None)
     if mounted is not None:
-        holds = "is a mount point" if mounted == resolved else f"holds a mount point, {mounted}"
-        raise OutputError(f"{target}: {holds}, and cannot be replaced in one step; choose a directory inside of it")
+        holds = "is a mount point" if mounted == resolved else f"contains a mount point, {mounted}"
+        raise OutputError(f"{target}: {holds}, and cannot be replaced atomically; choose a directory inside it")
     here = Path(os.path.realpath("."))
     if resolved == here or resolved in here.parents:
         raise OutputError(
-            f"{target}: is the current directory or holds it, and would be gone under it when it is replaced; choose a "
-            "directory inside of it, or start from elsewhere"
+            f"{target}: is or contains the current directory, which would be replaced; choose a directory inside it, "
+            "or run ckptx from another directory"
         )
 
 
 def _is_mount_in(mount: Path, target: Path) -> bool:
-    """True for a mount point at `target` or below it."""
+    """Return True for a mount point at or inside `target`."""
     if mount == target:
         return mount in _mount_points() or os.path.ismount(mount)
     return target in mount.parents
 
 
 def _mount_points() -> frozenset[Path]:
-    """Every mount point that the kernel lists, those of directories of the same file system, too."""
+    """Return every mount point that the kernel lists, including bind mounts of the same file system."""
     try:
         lines = Path("/proc/self/mountinfo").read_bytes().splitlines()
     except OSError:
@@ -72,27 +71,27 @@ def _mount_points() -> frozenset[Path]:
     return frozenset(Path(os.fsdecode(_OCTAL.sub(lambda match: bytes([int(match[1], 8)]), point))) for point in points)
 
 
-_OCTAL = re.compile(rb"\\([0-3][0-7]{2})")  # how mountinfo writes a space
+_OCTAL = re.compile(rb"\\([0-3][0-7]{2})")  # mountinfo escapes spaces in octal
 
 
 def refuse_overlap(source: Path, target: Path) -> None:
-    """Source and target must not contain each other, under whatever names.
+    """Refuse a source and a target that contain each other, with links and mounts resolved.
 
     Raises:
-        OutputError: They do.
+        OutputError: One contains the other.
     """
     a, b = Path(os.path.realpath(source)), Path(os.path.realpath(target))
     if a == b or _is_same_as_one_of(a, b.parents) or _is_same_as_one_of(b, (a, *a.parents)):
-        raise OutputError(f"{target}: overlaps the input {source}; choose a DST outside of it")
+        raise OutputError(f"{target}: overlaps the input {source}; choose a DST outside it")
 
 
 def refuse_files_inside(files: Iterable[Path], target: Path) -> None:
-    """No file of the input may lie in the target, wherever links lead; nor the target in the cache they lead to.
+    """Refuse a target that contains a file of the input with links resolved, or that is in their cache.
 
-    A snapshot of the Hub's cache holds links into `blobs` beside it: replacing `blobs` would delete the weights.
+    A snapshot in the Hub cache contains links into the sibling `blobs`: replacing `blobs` would delete the weights.
 
     Raises:
-        OutputError: One does.
+        OutputError: Target and input overlap.
     """
     resolved = Path(os.path.realpath(target))
     seen: set[Path] = set()
@@ -106,11 +105,11 @@ def refuse_files_inside(files: Iterable[Path], target: Path) -> None:
         if any(_is_same_as_one_of(resolved, (home, *home.parents)) for home in homes) or (
             cache is not None and _is_same_as_one_of(cache, (resolved, *resolved.parents))
         ):
-            raise OutputError(f"{target}: overlaps the input, whose {file} lies in {real}; choose a DST outside of it")
+            raise OutputError(f"{target}: overlaps the input, because {file} is in {real}; choose a DST outside it")
 
 
 def _is_same_as_one_of(path: Path, others: Iterable[Path]) -> bool:
-    """True when `path` is one of `others`, by its name or, mounted twice, by device and inode."""
+    """Return True if `path` is one of `others`, by name or, for a directory mounted twice, by device and inode."""
     try:
         found = os.stat(path)
     except OSError:
@@ -125,7 +124,7 @@ def _is_same_as_one_of(path: Path, others: Iterable[Path]) -> bool:
 
 
 def free_space(target: Path) -> int:
-    """Bytes free where `target` will be."""
+    """Return the free space of the file system of `target`, in bytes."""
     place = Path(os.path.realpath(target)).parent
     while not place.exists():
         place = place.parent

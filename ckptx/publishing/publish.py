@@ -1,4 +1,4 @@
-"""Making an output directory: stage, copy, check, mark as complete, publish."""
+"""Write an output directory: stage, copy, check, mark as complete, publish."""
 
 from __future__ import annotations
 
@@ -33,26 +33,26 @@ from ckptx.transfer.executor import CopyResult, execute
 from ckptx.transfer.plan import CopyPlan
 from ckptx.untrusted.limits import MANIFEST_BYTES
 
-# A file with such a name beside an output would be read in its place, or with it.
+# Loaders would read other files with these suffixes instead of the output, or along with it.
 _WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".distcp", ".metadata")
 _logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
 class Job:
-    """What one output directory is made of.
+    """The contents of an output directory, and the checks on them.
 
     Attributes:
-        plan: The tensor files.
-        source: The checkpoint they are read from.
+        plan: Copy plan of the tensor files.
+        source: The checkpoint from which tensors are read.
         sidecars: Name in the output -> file to copy, or bytes to write.
-        options: What else decides the bytes; a resumed run must have the same.
-        opened: The source, as it was when it was opened.
-        is_decision_unchanged: Decides by the present contents of the source what was decided before; True for the same.
-        refuse: Raises for what the copy found out about the source.
-        check: Looks at the finished tensor files in the staged tree before anything marks it as complete.
-        markers: Commit markers (index, `.metadata`) in the order to write them, name and bytes.
-        manifest: The manifest without `files` and `sidecars`, from what the copy found out.
+        options: Other settings that determine the bytes; a resumed run must have equal ones.
+        manifest: Returns the manifest without `files` and `sidecars` from the result of the copy.
+        opened: The source as it was opened.
+        is_decision_unchanged: Repeats decisions on the current contents of the source; True if they are unchanged.
+        refuse: Raises an error if the result of the copy shows that the source cannot be converted.
+        check: Checks the finished tensor files in the staged tree before the commit markers are written.
+        markers: Name and bytes of the commit markers (index, `.metadata`), in the order to write them.
     """
 
     plan: CopyPlan
@@ -67,22 +67,22 @@ class Job:
     markers: list[tuple[str, bytes]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        """Checks the names of all output files, wherever they come from.
+        """Check the names of all output files.
 
         Raises:
-            InputError: One leads out of the output, or is given to two files.
+            InputError: A name leads out of the output, or two files have the same name.
         """
         tensor_files = (file.name for file in self.plan.files)
         refuse_clashes((*tensor_files, *self.sidecars, *(name for name, _ in self.markers), MANIFEST))
 
     @property
     def nbytes(self) -> int:
-        """Bytes the output takes, the manifest excepted."""
+        """Size of the output in bytes, without the manifest."""
         sidecars = self.sidecar_sizes().values()
         return self.plan.bytes_written + sum(len(data) for _, data in self.markers) + sum(sidecars)
 
     def sidecar_sizes(self) -> dict[str, int]:
-        """Bytes of each sidecar."""
+        """Return the size of each sidecar in bytes."""
         return {name: len(data) if isinstance(data, bytes) else data.size for name, data in self.sidecars.items()}
 
 
@@ -101,29 +101,30 @@ def publish(
     may_replace: Callable[[Path], None] = lambda target: None,
     claim: Claim = Staging,
 ) -> CopyResult | None:
-    """Writes and publishes.
+    """Write and publish an output directory.
 
-    With `processes`, each of them writes its share of the files, and rank 0 publishes what all of them wrote.
+    With `processes`, each process writes its share of the files, and rank 0 publishes all of them.
 
     Args:
-        job: What to make.
-        target: Where.
-        files: Of the source.
-        workers: Threads.
-        max_memory: Bytes of buffers in flight.
-        overwrite: Replace what is at the target.
-        resume: Continue an interrupted run.
-        on_progress: Called now and then with the bytes written.
-        processes: The other processes that make the same output.
-        beside: Other checkpoints that the output is made from.
+        job: Contents of the output.
+        target: Output directory.
+        files: Files of the source.
+        workers: Number of threads.
+        max_memory: Memory limit for I/O buffers, in bytes.
+        overwrite: Replace an existing target.
+        resume: Resume an interrupted run.
+        on_progress: Called periodically with the number of bytes written.
+        processes: The other processes that write the same output; None for a single process.
+        beside: Other checkpoints from which the output is made.
         may_replace: Raises OutputError for a directory that must not be replaced.
         claim: Claims the target in its storage.
 
     Returns:
-        What the copy found out. When `resume` found the output complete already, it wrote nothing.
+        The result of the copy, which wrote nothing if `resume` is set and the output was complete already. None on
+        other ranks than 0 in that case.
 
     Raises:
-        OutputError, SpaceError: It cannot be written, or somebody else changed what was written.
+        OutputError, SpaceError: The output cannot be written, or another process changed it.
         InputError: The source is corrupt, or changed while it was read.
     """
     seen = seen_of(job.source, *beside)
@@ -140,7 +141,7 @@ def publish(
             return done
         staging.refuse_target_unless(overwrite)
         resumed = _begin(job, staging, seen, resume)
-        _logger.info("staged in %s%s", staging.output.path, ", going on where a run was interrupted" if resumed else "")
+        _logger.info("staged in %s%s", staging.output.path, ", resuming an interrupted run" if resumed else "")
         if processes is not None:
             processes.say("plan", {"agreed": _agreed(job, files), "resumed": resumed})
         outcome = execute(
@@ -163,7 +164,7 @@ def publish(
         expected = staging.output.expect({file.name: file.nbytes for file in job.plan.files})
         _logger.info("copied: %d bytes read, %d written", outcome.bytes_read, outcome.bytes_written)
         _check(job, outcome, staging, expected)
-        _logger.info("checked: files hold what was planned")
+        _logger.info("checked: files match the plan")
         expected |= _write_rest(staging.output, job, outcome, seen)
         if processes is not None:
             processes.say("written", True)
@@ -177,14 +178,14 @@ def publish(
 
 
 def _manifest_bytes(job: Job, outcome: CopyResult, files: Mapping[str, Any], sidecars: Mapping[str, Any]) -> bytes:
-    """`ckptx.json`: what the job says of its tensors, and size and digest of each file."""
+    """Return the bytes of `ckptx.json`: the manifest of the job, with size and digest of each file."""
     manifest = job.manifest(outcome)
     tensors = manifest.pop("tensors")
     return emit_manifest({**manifest, "files": files, "sidecars": sidecars, "tensors": tensors})
 
 
 def manifest_size(job: Job) -> int:
-    """Bytes that `ckptx.json` will take. It holds digests of what is not read yet, but all digests are equally long."""
+    """Return the size of `ckptx.json` in bytes, which is known before copying because digests have a fixed length."""
     digest = tree_digest([]).hex()
     sizes = {file.name: file.nbytes for file in job.plan.files} | {name: len(data) for name, data in job.markers}
     files, sidecars = (
@@ -195,7 +196,7 @@ def manifest_size(job: Job) -> int:
 
 
 def _begin(job: Job, staging: Publisher, seen: FileIdentities, resume: bool) -> bool:
-    """Prepares the staging directory; True when an interrupted run of the same job is continued."""
+    """Prepare the staging directory; return True if an interrupted run of the same job is resumed."""
     plan = repr((seen.states(), _layout(job.plan), sorted(job.options.items()))).encode()
     resumed = staging.begin(plan, resume)
     if resumed:
@@ -214,15 +215,15 @@ def _assist(
     processes: PeerProcesses,
     seen: FileIdentities,
 ) -> CopyResult | None:
-    """The part of `publish` of a rank other than the first: writes its share and waits for the end."""
+    """Write the share of a rank other than 0, and wait until rank 0 has published the output."""
     seen.touched()
     wanted = processes.hear(0, "plan")
     if wanted == "complete":
         return None
     if not is_agreed(wanted["agreed"], _agreed(job, files)):
         raise InputError(
-            f"{job.source.root}: rank {processes.rank} sees another checkpoint or was given other options than rank 0; "
-            "start all ranks alike, on a directory that all nodes share"
+            f"{job.source.root}: the checkpoint or the options of rank {processes.rank} differ from those of rank 0; "
+            "start all ranks with the same options, on a directory that all nodes share"
         )
     with open_staged(target) as (tree, journal):
         outcome = execute(
@@ -248,7 +249,7 @@ def _assist(
 
 
 def _check(job: Job, outcome: CopyResult, staging: Publisher, expected: Mapping[str, ExpectedFile]) -> None:
-    """Looks at the finished tensor files; that somebody else changed them is said rather than what follows from it."""
+    """Run the check of the job on the finished tensor files; report changes by other processes as such."""
 
     def require_untouched() -> None:
         staging.require_own()
@@ -263,12 +264,12 @@ def _check(job: Job, outcome: CopyResult, staging: Publisher, expected: Mapping[
 
 
 def _agreed(job: Job, files: SourceFiles) -> dict[str, str]:
-    """What all ranks must see alike before any of them writes."""
+    """Return the values that must be equal on all ranks before any rank writes."""
     return agreement(job.source, files, _layout(job.plan), repr(sorted(job.options.items())))
 
 
 def _write_rest(output: OutputTree, job: Job, outcome: CopyResult, seen: FileIdentities) -> dict[str, ExpectedFile]:
-    """Writes what is no tensor file: sidecars, markers, and the manifest at last."""
+    """Write all files but the tensor files: sidecars, markers, and finally the manifest."""
     written: dict[str, ExpectedFile] = {}
 
     def write(name: str, data: StoredFile | bytes) -> dict[str, Any]:
@@ -294,7 +295,7 @@ def _write_rest(output: OutputTree, job: Job, outcome: CopyResult, seen: FileIde
 
 
 def _share(plan: CopyPlan, processes: PeerProcesses) -> list[int]:
-    """The groups that this rank writes: the largest first, each to the rank that has the least."""
+    """Return the groups that this rank writes: groups are assigned by size, each to the rank with the least bytes."""
     sizes = [sum(plan.files[file].nbytes for file in group.files) for group in plan.groups]
     loads = [(0, rank) for rank in range(processes.world_size)]
     mine = []
@@ -307,7 +308,7 @@ def _share(plan: CopyPlan, processes: PeerProcesses) -> list[int]:
 
 
 def _watching(on_progress: Callable[[int], None], processes: PeerProcesses | None) -> Callable[[int], None]:
-    """Looks after the other ranks whenever there is progress to tell."""
+    """Return a callback that also checks the other ranks whenever progress is reported."""
     if processes is None:
         return on_progress
 
@@ -319,12 +320,12 @@ def _watching(on_progress: Callable[[int], None], processes: PeerProcesses | Non
 
 
 def _done(staging: Publisher, job: Job, files: SourceFiles, seen: FileIdentities, max_memory: int) -> CopyResult | None:
-    """Return the outcome of a copy whose target is complete already; None if it is not.
+    """Return the result of a copy whose target is complete already, or None if it is not.
 
-    Its manifest counts, what is on disk, and what the manifest of a fresh run would say.
+    Checks the manifest at the target, the files on disk, and that a new run would write the same manifest.
 
     Raises:
-        InputError: The source is corrupt, changed meanwhile, or its numbers cannot be cast.
+        InputError: The source is corrupt, changed during the run, or has values that cannot be cast.
     """
     manifest = _manifest_at(staging)
     if manifest is None or not is_complete(staging.published, manifest, job):
@@ -348,7 +349,7 @@ def _done(staging: Publisher, job: Job, files: SourceFiles, seen: FileIdentities
 
 
 def _manifest_at(staging: Publisher) -> Manifest | None:
-    """The manifest at the target, or None if there is none that can be read."""
+    """Return the manifest at the target, or None if there is no valid one."""
     try:
         data = staging.published.read_small(MANIFEST, MANIFEST_BYTES)
         return parse_manifest(data, str(staging.published.location / MANIFEST))
@@ -357,7 +358,7 @@ def _manifest_at(staging: Publisher) -> Manifest | None:
 
 
 def is_intact(staging: Publisher, manifest: Manifest, job: Job, seen: FileIdentities) -> bool:
-    """True when tensor files, markers and sidecars at the target have the bytes they should; reads all of them."""
+    """Return True if tensor files, markers and sidecars at the target have the expected bytes; reads all of them."""
     try:
         wanted = {name: row.digest for name, row in manifest.files.items()}
         wanted |= {name: digest_bytes(data) for name, data in job.markers}
@@ -369,7 +370,7 @@ def is_intact(staging: Publisher, manifest: Manifest, job: Job, seen: FileIdenti
 
 
 def is_complete(target: Source, manifest: Manifest, job: Job) -> bool:
-    """True when `target` already holds what the job would write, as far as names, dtypes, sizes and markers tell."""
+    """Return True if the target matches the job in names, dtypes, sizes and markers; tensor data is not read."""
     wanted = {file.name: file.nbytes for file in job.plan.files} | {name: len(data) for name, data in job.markers}
     try:
         files, tensors = manifest.files, manifest.tensors
@@ -385,13 +386,13 @@ def is_complete(target: Source, manifest: Manifest, job: Job) -> bool:
 
 
 def _layout(plan: CopyPlan) -> str:
-    """A digest of everything the plan writes where."""
+    """Return a digest of all files, tensors and positions of the plan."""
     ids, known = ObjectIds(), dict[tuple[int, int], bytes]()
 
     def places(chunks: Sequence[Chunk]) -> bytes:
         if type(chunks) is not ShardedChunks:
             return repr([(*chunk.region, *chunk[1:]) for chunk in chunks]).encode()
-        key = (ids(chunks.files), ids(chunks.blocks))  # which tensors that are cut alike share
+        key = (ids(chunks.files), ids(chunks.blocks))  # shared by equally sharded tensors
         if key not in known:
             known[key] = leaf_digest(repr((chunks.files, chunks.blocks)).encode())
         return known[key] + chunks.offsets.tobytes()

@@ -1,13 +1,13 @@
-"""The interface of a place that outputs are published in: claim it, write, publish in one step or discard.
+"""The interface for publishing an output: claim the target, write, then publish atomically or discard.
 
-    with CLAIM(target, overwrite=..., resume=...) as publisher:      refused while another run has the place
-        resumed = publisher.begin(plan, resume)                      output and notes are there from here on
+    with CLAIM(target, overwrite=..., resume=...) as publisher:      refused while another run has claimed the target
+        resumed = publisher.begin(plan, resume)                      creates output and notes
         ...                                                          files are written into publisher.output
-        publisher.publish(expected)                                  checked, durable, and visible at once
+        publisher.publish(expected)                                  checked, durable, and visible atomically
 
-On a local disk this is a hidden directory and a rename (`Staging`). A bucket has no rename: there a claim object is the
-lock, data objects have their final names, and the marker that loaders look for is written last, on condition that
-nobody else wrote it.
+On a local disk this is a hidden directory and a rename (`Staging`). A bucket has no rename: a claim object would be
+the lock, data objects would have their final names, and the marker that loaders look for would be written last, on the
+condition that it does not exist.
 """
 
 from __future__ import annotations
@@ -20,37 +20,37 @@ from ckptx.storage.interface import ExpectedFile, OutputTree, Source
 
 
 class Publisher(Protocol):
-    """The claim on one target; as a context manager it discards what a failed run wrote.
+    """The claim on one target; a context manager that discards the files of a failed run.
 
-    An ordinary exception discards. KeyboardInterrupt and SystemExit leave what was written, for a run that resumes.
+    An ordinary exception discards them. KeyboardInterrupt and SystemExit keep them for `--resume`.
     """
 
     @property
     def output(self) -> OutputTree:
-        """The files of the output; there from `begin` on."""
+        """The files of the output; available after `begin`."""
 
     @property
     def notes(self) -> OutputTree:
-        """Notes on finished work for a run that resumes; never published; there from `begin` on."""
+        """Notes on finished work for a resumed run, which are not published; available after `begin`."""
 
     @property
     def written(self) -> Source:
-        """The files of the output, to be read back before they are published."""
+        """The files of the output, for reading them before they are published."""
 
     @property
     def published(self) -> Source:
-        """The files that are at the target now, from an earlier run or from somebody else."""
+        """The current files at the target."""
 
     def digest_of_published(self, name: str) -> str:
         """Return the digest of a file at the target, without following a link out of it.
 
         Raises:
-            CkptxError, OSError: It cannot be read, or a link is on the way.
+            CkptxError, OSError: It cannot be read, or a component of its path is a link.
         """
 
     @property
     def is_locked(self) -> bool:
-        """False where the storage knows no locks: a later run takes the place over, which `require_own` notices."""
+        """False if the storage does not support locks: a later run can take over, which `require_own` detects."""
 
     def __enter__(self) -> Publisher:
         """Return the claim itself."""
@@ -61,54 +61,54 @@ class Publisher(Protocol):
         """Release the claim."""
 
     def begin(self, plan: bytes, resume: bool) -> bool:
-        """Prepare `output` and `notes` for a run that makes `plan`.
+        """Prepare `output` and `notes` for a run with this plan.
 
         Returns:
-            True if `resume` is set and an interrupted run of the same plan is continued.
+            True if `resume` is set and an interrupted run of the same plan is resumed.
         """
 
     def refuse_target_unless(self, overwrite: bool) -> None:
-        """Refuse a target that exists and holds something, if it may not be replaced.
+        """Refuse an existing target that is not empty, unless `overwrite` is set.
 
         Raises:
-            OutputError: It does.
+            OutputError: The target must not be replaced.
         """
 
     def require_space(self, nbytes: int) -> None:
-        """Check that `nbytes` more fit, where the storage can tell.
+        """Check that `nbytes` more bytes fit, if the storage reports its free space.
 
         Raises:
-            SpaceError: They do not.
+            SpaceError: There is not enough space.
         """
 
     def require_own(self) -> None:
-        """Check that the place still is what was claimed.
+        """Check that the claim is still valid.
 
         Raises:
-            OutputError: Somebody else removed, replaced or took it.
+            OutputError: Another process removed, replaced or took over the staging directory.
         """
 
     def publish(self, expected: Mapping[str, ExpectedFile]) -> None:
         """Make the output visible at its target, complete and durable.
 
         Args:
-            expected: Every file there must be.
+            expected: Every file that must exist, by name.
 
         Raises:
-            OutputError: A file is not what it must be, or somebody created the target meanwhile; nothing is published.
-            SpaceError: The storage turned out to be full.
+            OutputError: A file is not as expected, or another process created the target; nothing is published.
+            SpaceError: The storage is full.
         """
 
     def discard(self) -> None:
-        """Remove what was written."""
+        """Remove all files of this run."""
 
 
 class Claim(Protocol):
-    """Claims a target."""
+    """Function that claims a target."""
 
     def __call__(self, target: Any, /, *, overwrite: bool, resume: bool, may_replace: Any) -> Publisher:
         """Claim a target; see `Staging.__init__` for the arguments.
 
         Raises:
-            OutputError: It exists and may not be replaced, another run writes it, or it is not writable.
+            OutputError: It exists and must not be replaced, another run is writing it, or it is not writable.
         """

@@ -1,8 +1,8 @@
-"""What `--overwrite` may replace: a checkpoint, and nothing that somebody keeps beside it.
+"""Check that `--overwrite` replaces only a checkpoint, without deleting unrelated files.
 
-A directory is replaced as a whole, so every name in it is looked at first. Weights, the files that travel with them,
-and what trainers keep are known by name; whatever else ckptx wrote itself is known by the digest in its manifest, as
-long as it was not edited since. Anything else is foreign, however deep it lies.
+A directory is replaced as a whole, so every name in it is checked first. Weights, sidecars and trainer state are
+recognized by name; other files that ckptx wrote are recognized by the digest in its manifest, unless they were edited.
+Any other file, at any depth, is foreign.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _TRAINER_STATE = re.compile(
     r"latest_checkpointed_iteration\.txt|run_config\.yaml|meta\.pt|rank\d+\.pt|step_scheduler\.pt|"
     r"(dataloader|rng|scheduler|lr_scheduler)(_dp_rank_\d+)?\.pt|losses\.json|\.metadata\.json"
 )
-# What trainers and the Hub's client keep in directories of their own, and what may lie in these.
+# Subdirectories of trainers and of the Hub client, and the names that are allowed in them.
 _DIRECTORIES = (
     (re.compile(r"(model|optim|optimizer|weights|pytorch_model_fsdp_\d+|optimizer_\d+|train|\.hf_metadata)"), None),
     (re.compile(r"(rng|dataloader|scheduler|lr_scheduler|step_scheduler)"), re.compile(r"[\w.-]+\.(pt|json)")),
@@ -50,14 +50,15 @@ _DIRECTORIES = (
 
 
 def refuse_foreign(target: Path, kept_in: Path | None = None) -> None:
-    """A directory may be replaced when it is a checkpoint and holds nothing else; one that is absent or empty, too.
+    """Refuse to replace a directory that is not a checkpoint or contains unrelated files; it may be absent or empty.
 
     Args:
         target: The directory.
-        kept_in: Another: what is in it under the same name with the same bytes is not lost.
+        kept_in: Another directory; files that are also in it, with the same name and bytes, may be replaced. None
+            allows no such files.
 
     Raises:
-        OutputError: It is none, or holds something foreign; up to three names of it are given.
+        OutputError: It is not a checkpoint, or contains unrelated files, of which the message names up to three.
     """
     resolved = Path(os.path.realpath(target))
     if not resolved.is_dir() or not os.listdir(resolved):
@@ -74,21 +75,21 @@ def refuse_foreign(target: Path, kept_in: Path | None = None) -> None:
         named = ", ".join(one_line(name) for name in foreign[:_NAMED])
         more = f" and {len(foreign) - _NAMED} more" if len(foreign) > _NAMED else ""
         raise OutputError(
-            f"{target}: holds what is no part of a checkpoint: {named}{more}; --overwrite would delete it, move it "
-            "away or choose another DST"
+            f"{target}: contains files that do not belong to a checkpoint: {named}{more}; --overwrite would delete "
+            "them, move them elsewhere or choose another DST"
         )
     if manifest is None and not _opens(resolved):
         raise OutputError(
-            f"{target}: is no checkpoint that opens and has no {MANIFEST}; --overwrite replaces checkpoints only, "
+            f"{target}: cannot be opened as a checkpoint and has no {MANIFEST}; --overwrite replaces only checkpoints, "
             "remove it yourself or choose another DST"
         )
 
 
 def refuse_files_of(catalog: Catalog, target: Path) -> None:
-    """The target must not hold a file of an input, wherever its links lead.
+    """Refuse a target that contains a file of an input, with links resolved.
 
     Raises:
-        OutputError: It does.
+        OutputError: It contains one.
     """
     names = {*catalog.identities, *catalog.files, *(sidecar.name for sidecar in catalog.sidecars), *catalog.verbatim}
     refuse_files_inside((local_path(catalog.root / name) for name in sorted(names)), target)
@@ -102,7 +103,7 @@ def _opens(root: Path) -> bool:
 
 
 def _digests(root: Path) -> Mapping[str, str] | None:
-    """Digest by name of the files that ckptx wrote, or None when it did not write this directory."""
+    """Return the digest of each file that ckptx wrote, by name, or None without a valid manifest."""
     try:
         manifest = read_manifest(root / MANIFEST)
         return {name: row.digest for name, row in {**manifest.files, **manifest.sidecars}.items()}
@@ -123,7 +124,7 @@ def _foreign(held: DirectoryHandle, digests: Mapping[str, str], kept: DirectoryH
 
 
 def is_known_name(name: str) -> bool:
-    """True for the relative path of a file that checkpoints are made of."""
+    """Return True if a relative path is that of a usual file of a checkpoint."""
     path = PurePosixPath(name)
     base, directory = path.name, str(path.parent)
     if directory == ".":
@@ -139,7 +140,7 @@ def _is_known(base: str) -> bool:
 
 
 def _is_ours(held: DirectoryHandle, name: str, digests: Mapping[str, str]) -> bool:
-    """True for a file that has the bytes ckptx wrote, or is a report or page of ckptx."""
+    """Return True for a file with the bytes that ckptx wrote, or a report or page of ckptx."""
     try:
         with held.reading(name) as file:
             return file_digest(file).hex() == digests[name] if name in digests else is_earlier_output(file)
@@ -148,7 +149,7 @@ def _is_ours(held: DirectoryHandle, name: str, digests: Mapping[str, str]) -> bo
 
 
 def _is_in(held: DirectoryHandle, name: str, kept: DirectoryHandle | None) -> bool:
-    """True for a file that another directory has, too."""
+    """Return True for a file that another directory contains, too, with the same bytes."""
     if kept is None:
         return False
     try:

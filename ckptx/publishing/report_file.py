@@ -1,4 +1,4 @@
-"""Where a report or a page may be written: a new file, or in the place of an earlier report or page of ckptx."""
+"""Write reports and pages to a new file, or over an earlier report or page of ckptx."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from ckptx.storage.open_file import OpenFile
 from ckptx.untrusted.remote_name import refuse_remote
 
 GENERATOR = '<meta name="generator" content="ckptx">'
-_HEAD = 4096  # bytes in which a report or page says what it is
+_HEAD = 4096  # bytes at the beginning that identify a report or page
 _REPORT = re.compile(
     rb'\{\s*"schema_version":\s*\d+,\s*"command":\s*"'
     rb'(convert|reshard|inspect|diff|verify|env|forecast|robustness|usage)[^"]*",\s*"exit":\s*\d+,\s*"ok":\s*(true|false)'
 )
-# JUnit XML, as `robustness --junit` begins it.
+# Beginning of the JUnit XML of `robustness --junit`.
 XML_HEAD = '<?xml version="1.0" encoding="utf-8"?>\n<testsuites name="ckptx '
-# Pages from before they named their generator: the same head, word for word.
+# Beginning of older pages, which did not name their generator.
 _OLD_PAGE = re.compile(
     rb'<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n<meta http-equiv="Content-Security-Policy" '
     rb"content=\"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-[^\"]*\">\n(<meta [^>]*>\n)+"
@@ -29,11 +29,11 @@ _OLD_PAGE = re.compile(
 
 
 def refuse_place(path: str | Path) -> None:
-    """Looks, before any work, whether a report or page may be written there.
+    """Check that a report or page may be written to a path, before any other work.
 
     Raises:
-        OutputError: Something is there that is none, or its directory is missing.
-        UnsupportedError: It is a URL.
+        OutputError: The path exists and is not a report or page of ckptx, or its directory is missing.
+        UnsupportedError: The path is a URL.
     """
     refuse_remote(path)
     path = Path(path)
@@ -41,25 +41,25 @@ def refuse_place(path: str | Path) -> None:
         found = os.lstat(path)
     except FileNotFoundError:
         if not Path(os.path.abspath(path)).parent.is_dir():
-            raise OutputError(f"{path}: its directory does not exist; create it, or name another file") from None
+            raise OutputError(f"{path}: its directory does not exist; create it, or choose another file") from None
         return
     except OSError as error:
-        raise OutputError(f"{path}: cannot be written: {error.strerror}; name another file") from error
+        raise OutputError(f"{path}: cannot be written: {error.strerror}; choose another file") from error
     if not stat.S_ISREG(found.st_mode):
-        what = "a symbolic link" if stat.S_ISLNK(found.st_mode) else "no regular file"
-        raise OutputError(f"{path}: is {what}; name a new file, or an earlier report or page of ckptx")
+        what = "a symbolic link" if stat.S_ISLNK(found.st_mode) else "not a regular file"
+        raise OutputError(f"{path}: is {what}; choose a new file, or an earlier report or page of ckptx")
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         with OpenFile(descriptor, path) as file:
             is_ours = stat.S_ISREG(os.fstat(descriptor).st_mode) and is_earlier_output(file)
     except OSError as error:
-        raise OutputError(f"{path}: cannot be read: {error.strerror}; name another file") from error
+        raise OutputError(f"{path}: cannot be read: {error.strerror}; choose another file") from error
     if not is_ours:
-        raise OutputError(f"{path}: exists, and is no report or page of ckptx; name another file, or remove it")
+        raise OutputError(f"{path}: exists and is not a report or page of ckptx; choose another file, or remove it")
 
 
 def is_earlier_output(file: OpenFile) -> bool:
-    """True for a file that begins as a report, a page or JUnit XML of ckptx does."""
+    """Return True for a file that begins like a report, a page or JUnit XML of ckptx."""
     head = file.read(_HEAD, 0)
     if _REPORT.match(head) or head.startswith(XML_HEAD.encode()):
         return True
@@ -68,10 +68,10 @@ def is_earlier_output(file: OpenFile) -> bool:
 
 
 def write_text(path: str | Path, text: str) -> None:
-    """Puts a report or page in its place in one step.
+    """Write a report or page atomically.
 
     Raises:
-        OutputError: It may not be there, or cannot be written.
+        OutputError: The path is not allowed or cannot be written.
     """
     refuse_place(path)
     path = Path(path)
@@ -81,9 +81,9 @@ def write_text(path: str | Path, text: str) -> None:
         with os.fdopen(os.open(temporary, flags, 0o666), "wb") as file:
             file.write(text.encode("utf-8", "replace"))
         os.replace(temporary, path)
-    except BaseException as error:  # nothing is left behind; raised again below
+    except BaseException as error:  # remove the temporary file; raised again below
         with suppress(OSError):
             os.unlink(temporary)
         if isinstance(error, OSError):
-            raise OutputError(f"{path}: cannot be written: {error.strerror}; name another file") from error
+            raise OutputError(f"{path}: cannot be written: {error.strerror}; choose another file") from error
         raise

@@ -1,8 +1,8 @@
-"""Compare the present contents of a source with what was copied from it.
+"""Compare the current contents of a source with the contents that were copied.
 
-A mode, an owner or a hard link changes the change time of a file, and so does whoever rewrites it in place and sets its
-modification time back (`rsync --inplace --times`, `touch -r`). Only its contents tell the two apart, so these are read
-once more, of the files that were touched alone.
+Changing mode, owner or hard links of a file changes its change time, and so does rewriting it in place and setting its
+modification time back (`rsync --inplace --times`, `touch -r`). Only the contents distinguish the two, so files with a
+new change time, and only those, are read again.
 """
 
 from __future__ import annotations
@@ -35,24 +35,24 @@ def require_unchanged(
     is_decision_unchanged: Callable[[], bool],
     max_memory: int,
 ) -> None:
-    """Check that the source still is what was copied.
+    """Check that the source is unchanged since it was copied.
 
     Args:
-        seen: Its files, as they were when it was opened.
-        plan: The copy.
+        seen: Identities of its files when it was opened.
+        plan: Plan of the copy.
         digests: Digest of each copied tensor, by target name.
         files: Files of the source.
-        opened: The source, as it was when it was opened.
-        is_decision_unchanged: Repeats the decisions that contents decided before the copy; True if none changed.
-        max_memory: Bytes of buffers.
+        opened: The source as it was opened.
+        is_decision_unchanged: Repeats decisions on the current contents of the source; True if they are unchanged.
+        max_memory: Memory limit for buffers, in bytes.
 
     Raises:
-        InputError: A file is gone, was replaced, or has other contents.
+        InputError: A file was removed or replaced, or has other contents.
     """
     touched = seen.touched()
     if not touched:
         return
-    _logger.info("read again, as their change time is another: %s", ", ".join(map(str, touched)))
+    _logger.info("reading files again because their change time differs: %s", ", ".join(map(str, touched)))
     first = next(iter(touched))
     names = {name for path in touched if (name := name_below(opened.root, path)) is not None}
     carried = {catalog.root / sidecar.name for catalog in seen.catalogs for sidecar in catalog.sidecars}
@@ -75,14 +75,14 @@ def require_unchanged(
 
 
 def _is_config_as_read(config: StoredFile, catalogs: tuple[Catalog, ...]) -> bool:
-    """True when every checkpoint that took its config from this file would read the same today."""
+    """Return True if the file still contains the config of every checkpoint that uses it."""
     directory = config.location.parent
     owners = [each for each in catalogs if each.config is not None and source_of_config(each).location == directory]
     return all(json_in(*config) == each.config for each in owners)
 
 
 def _has_same_catalog(opened: Catalog) -> bool:
-    """True when a checkpoint that is opened once more has the same headers."""
+    """Return True if opening the checkpoint again gives the same headers."""
     try:
         again = open_checkpoint(opened.source.at(opened.opened_from or opened.root).fresh())
     except CkptxError:

@@ -1,4 +1,4 @@
-"""What the files of a checkpoint were when it was opened, so that a copy is never made of two states of it."""
+"""Record the state of the files of a checkpoint when it is opened, so that no copy mixes two states."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from ckptx.storage.files import changed
 from ckptx.storage.interface import FileIdentity, Location, SourceFiles, StoredFile
 from ckptx.transfer.digest import leaf_digest, tree_digest
 
-# Bytes of tensors that ranks compare before they begin: enough to tell two steps of one training run apart, and read in
-# no time. They are spread evenly over the files.
+# Samples of tensor data that ranks compare before they begin, spread evenly over the files: enough to distinguish two
+# steps of a training run, and fast to read.
 _SAMPLES, _SAMPLE = 512, 256
 
 
 @dataclass(frozen=True, slots=True)
 class FileIdentities:
-    """The identity of every file that was read to open some checkpoints, or will be copied.
+    """The identities of all files that were read to open checkpoints, or that will be copied.
 
     Attributes:
         catalogs: The checkpoints; the first is the source.
         files: The files, by location.
-        recorded: Identity by location.
+        recorded: Identity of each file, by location.
     """
 
     catalogs: tuple[Catalog, ...]
@@ -35,25 +35,25 @@ class FileIdentities:
 
     @property
     def source(self) -> Catalog:
-        """The checkpoint that tensors are read from."""
+        """The checkpoint from which tensors are read."""
         return self.catalogs[0]
 
     def touched(self) -> dict[Location, FileIdentity]:
-        """Look at every file again.
+        """Check the identity of every file again.
 
         Returns:
-            The present identity of each file of which the change time alone is another: its mode, owner or links
-            changed, or its contents did and its modification time was set back.
+            The current identity of each file of which only the change time differs: its mode, owner or links changed,
+            or its contents changed and its modification time was set back.
 
         Raises:
-            InputError: One is gone, or is not what it was.
+            InputError: A file was removed or changed.
         """
         touched = {}
         for location, identity in self.recorded.items():
             source, name = self.files[location]
             found = source.identities((name,)).get(name)
             if found is None:
-                source.size(name)  # raises for a file that is gone
+                source.size(name)  # raises for a missing file
             if found is None or not found.has_same_contents(identity):
                 raise changed(location)
             if found != identity:
@@ -61,24 +61,24 @@ class FileIdentities:
         return touched
 
     def accept(self, touched: Mapping[Location, FileIdentity]) -> None:
-        """Record present identities, of files whose contents were found to be what they were."""
+        """Record the current identities of files whose contents are unchanged."""
         self.recorded.update(touched)
 
     def states(self) -> list[tuple[str, tuple[int | str, ...], tuple[int | str, ...]]]:
-        """Name, version and inode of each tensor file; where they are others, a resumed run starts afresh.
+        """Return name, version and inode of each tensor file; if they differ, a resumed run starts over.
 
-        Where they are equal, the contents of what is taken over are compared: none of these tells of a file that was
+        If they are equal, contents that are reused are compared, because these values do not reveal a file that was
         rewritten in place.
         """
         rows = ((name, self.source.identities[name]) for name in self.source.files)
-        # Without the number of the device, which may be another one when a disk is mounted again.
+        # Without the device number, which may change when a disk is mounted again.
         return [(name, found.version, found.holder[1:]) for name, found in rows]
 
     def blocks(self, data: StoredFile | bytes, size: int) -> Iterator[bytes]:
-        """Bytes, or those of a file, `size` at a time.
+        """Iterate over bytes, or the contents of a file, `size` bytes at a time.
 
         Raises:
-            InputError: The file cannot be read, or is not what it was.
+            InputError: The file cannot be read, or has changed.
         """
         if isinstance(data, bytes):
             for at in range(0, len(data), size):
@@ -96,7 +96,7 @@ class FileIdentities:
 
 
 def seen_of(source: Catalog, *others: Catalog) -> FileIdentities:
-    """What the catalogs recorded when they were opened."""
+    """Return the identities that the catalogs recorded when they were opened."""
     catalogs = (source, *others)
     files = {
         catalog.root / name: StoredFile(catalog.source, name) for catalog in catalogs for name in catalog.identities
@@ -106,16 +106,16 @@ def seen_of(source: Catalog, *others: Catalog) -> FileIdentities:
 
 
 def agreement(source: Catalog, files: SourceFiles, *more: str) -> dict[str, str]:
-    """What the ranks of one run compare before they begin.
+    """Return the values that the ranks of a run compare before they begin.
 
     Args:
-        source: As this rank opened it.
+        source: The checkpoint as this rank opened it.
         files: Its files.
-        more: Whatever else must be the same.
+        more: Other values that must be equal.
 
     Returns:
-        `digest` of headers, sizes, times and some of the bytes; `place` that is the same for ranks that see the same
-        file systems, and `files` which is then the same, too.
+        `digest` of headers, sizes, times and samples of the data; `place`, equal for ranks that see the same file
+        systems; and `files`, which then must be equal, too.
     """
     states = [(name, source.identities[name].version) for name in source.files]
     leaves = [leaf_digest(text.encode("utf-8", "surrogatepass")) for text in (repr(states), *more)]
@@ -130,13 +130,13 @@ def agreement(source: Catalog, files: SourceFiles, *more: str) -> dict[str, str]
 
 
 def is_agreed(theirs: Mapping[str, str], ours: Mapping[str, str]) -> bool:
-    """True when two ranks see the same checkpoint and were asked for the same."""
+    """Return True if two ranks have the same checkpoint and options."""
     same_place = bool(ours["place"]) and theirs["place"] == ours["place"]
     return theirs["digest"] == ours["digest"] and (not same_place or theirs["files"] == ours["files"])
 
 
 def header_texts(source: Catalog) -> Iterator[str]:
-    """Give all that opening a checkpoint finds out, tensor by tensor."""
+    """Yield everything that was read to open a checkpoint, tensor by tensor, then objects, config and headers."""
     for name, entry in source.tensors.items():
         chunks = entry.chunks
         places = chunks.archives if isinstance(chunks, ArchivedChunks) else chunks
@@ -154,13 +154,13 @@ def _samples(source: Catalog, files: SourceFiles) -> Iterator[bytes]:
 
 
 def _positions(nbytes: int, count: int) -> Iterable[int]:
-    """Where to look into a file: evenly, its end included."""
+    """Return evenly spaced sample positions in a file, including its end."""
     last = max(0, nbytes - _SAMPLE)
     return sorted({last * index // (count - 1) for index in range(count)})
 
 
 def _place() -> str:
-    """The same for processes on one machine that see the same mounts; empty where the system does not tell."""
+    """Return a string that is equal for processes on one machine with the same mounts; empty if unknown."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
         return f"{boot} {os.stat('/proc/self/ns/mnt').st_ino}"

@@ -1,13 +1,13 @@
-"""Publishing a directory in one step: stage beside the target, lock, fsync, rename.
+"""Publish a directory atomically: stage next to the target, lock, fsync, rename.
 
-    parent/.NAME.ckptx-partial/lock         held by flock while a run works; where there are no locks, signed by it
-                               plan         what is being made; a resumed run must be making the same
-                               aside        inode of what an overwrite moves to parent/.NAME.ckptx-old
-                               journal/     which blocks are done, one file per run of blocks
-                               tree/        what becomes parent/NAME by one rename, its commit marker written last
+    parent/.NAME.ckptx-partial/lock         locked by flock during a run; without lock support, signed by the run
+                               plan         plan of the output, which must be equal for a resumed run
+                               aside        inode of the directory that an overwrite moves to parent/.NAME.ckptx-old
+                               journal/     finished blocks, one file per run of blocks
+                               tree/        becomes parent/NAME by one rename; its commit marker is written last
 
-A refused or failed run removes all of it. A killed one leaves it, and the next run resumes it or starts afresh. Nobody
-who looks for a checkpoint finds one: the name is hidden, and no loader descends into `tree`.
+A refused or failed run removes all of it. A killed one leaves it, and the next run resumes it or starts over. Programs
+that look for checkpoints do not find it: the name is hidden, and no loader descends into `tree`.
 """
 
 from __future__ import annotations
@@ -30,22 +30,22 @@ from ckptx.storage.staged import staged
 from ckptx.transfer.digest import file_digest
 
 _RENAME_EXCHANGE = 2
-_TRIES = 100  # to claim a directory that another run is just giving up
+_TRIES = 100  # attempts to claim a directory that another run is about to remove
 
 
 class Staging:
     """The staging directory of one target; a context manager that cleans up after a failure.
 
-    An ordinary exception removes the directory. KeyboardInterrupt and SystemExit leave it for `--resume`. It is held by
-    descriptors from the moment it is claimed: what is put in its place later is neither written to nor published.
+    An ordinary exception removes the directory. KeyboardInterrupt and SystemExit keep it for `--resume`. It is accessed
+    by descriptors once it is claimed: a directory that replaces it later is neither written to nor published.
 
     Attributes:
-        target: What will be published, without links.
+        target: Path to be published, with links resolved.
         root: The staging directory.
-        tree, journal: Where they are, for those who read.
-        output, notes: The same, to write into; there from `begin` on.
-        is_locked: False where the file system knows no locks: another run that comes then takes the place over, which
-            this one notices before it publishes.
+        tree, journal: Paths of the two directories, for readers.
+        output, notes: Handles of the same directories, for writing; available after `begin`.
+        is_locked: False if the file system does not support locks: then another run can take over the directory, which
+            this one detects before it publishes.
     """
 
     output: DirectoryHandle
@@ -59,16 +59,16 @@ class Staging:
         resume: bool = False,
         may_replace: Callable[[Path], None] = lambda target: None,
     ) -> None:
-        """Claims the target. With `resume` the target may exist: the caller checks whether it is what is wanted.
+        """Claim the target. With `resume` the target may exist: the caller checks whether it is complete.
 
         Args:
-            target: What to publish.
-            overwrite: Replace what is there.
-            resume: Continue what an interrupted run has left.
+            target: Directory to publish.
+            overwrite: Replace an existing target.
+            resume: Resume an interrupted run.
             may_replace: Raises OutputError for a directory that must not be replaced.
 
         Raises:
-            OutputError: The target exists and may not be overwritten, another run is writing it, or the place is
+            OutputError: The target exists and must not be overwritten, another run is writing it, or its parent is
                 not writable.
         """
         self.target = Path(os.path.realpath(target))
@@ -93,7 +93,7 @@ class Staging:
         except OSError as error:
             self._leave()
             raise unwritable(self.root, error) from error
-        except BaseException:  # what was opened is closed, and it is raised again
+        except BaseException:  # close all descriptors, and raise it again
             self._remove_if_bare()
             self._leave()
             raise
@@ -109,14 +109,16 @@ class Staging:
             os.close(self._lock)
 
     def _acquire(self) -> None:
-        """Opens the staging directory, and locks it for this run."""
+        """Open the staging directory, and lock it for this run."""
+        reason = OutputError(f"{self.root}: was removed by another process {_TRIES} times; wait for it and run again")
         for _ in range(_TRIES):
             try:
                 root = self._parent.below(self.root.name, make=True)
-            except OutputError:
+            except OutputError as error:
                 if self._parent.stat(self.root.name) is not None:
                     raise
-                continue  # its owner removed it just now
+                reason = error  # raised if the directory cannot be created at all
+                continue  # another run may have just removed it
             try:
                 _refuse_foreign(root)
                 try:
@@ -125,20 +127,20 @@ class Staging:
                     if root.is_at(self._parent, self.root.name):
                         raise
                     root.close()
-                    continue  # its owner removed the directory just now
+                    continue  # another run has just removed the directory
                 if self._take(root, lock):
                     return
-            except BaseException:  # what was opened is closed, and it is raised again
+            except BaseException:  # close all descriptors, and raise it again
                 root.close()
                 raise
             root.close()
-        raise OutputError(f"{self.root}: cannot be made; is its directory being removed?")
+        raise reason
 
     def _take(self, root: DirectoryHandle, lock: int) -> bool:
-        """Locks the directory; False when its owner finished and removed it between our open and our lock."""
+        """Lock the directory; return False if another run removed it after it was opened."""
         try:
             is_free = take_lock(lock, self.root / "lock")
-        except OutputError:  # it could not even be tried, so nobody else can be at work either
+        except OutputError:  # locking is impossible, so no other run can have locked it either
             os.close(lock)
             with suppress(OSError):
                 if root.names() == ["lock"]:
@@ -158,7 +160,7 @@ class Staging:
         return True
 
     def _sign(self) -> None:
-        """Without locks, the last who signs has the place."""
+        """Sign the lock file if there are no locks: the last run that signs owns the directory."""
         if not self.is_locked:
             signature = os.urandom(16).hex().encode()
             file = OpenFile(self._lock, self.root / "lock")
@@ -167,20 +169,20 @@ class Staging:
             self._signature = signature
 
     def _is_ours(self) -> bool:
-        """False when another run has taken the place over, as it may where there are no locks."""
+        """Return False if another run has taken over the directory, which is possible without locks."""
         return self.is_locked or self._root.read("lock") == self._signature
 
     def _repair_cut_swap(self) -> None:
-        """A run killed between the two renames of an overwrite left the old directory under another name.
+        """Restore the old directory if a run was killed between the two renames of an overwrite.
 
-        It is known by the inode that the run wrote down before; whatever else has that name is left alone.
+        It is recognized by the inode that the run recorded before; any other directory of that name is not touched.
         """
         found = self._parent.stat(self._aside)
         if found is not None:
             if not stat.S_ISDIR(found.st_mode) or self._root.read("aside") != _noted(found):
                 raise OutputError(
-                    f"{self._parent.path / self._aside}: is in the way, and is not what ckptx put there; move it "
-                    "elsewhere and run again"
+                    f"{self._parent.path / self._aside}: exists, but is not the directory that ckptx moved there; move "
+                    "it elsewhere and run again"
                 )
             if self._parent.stat(self.target.name) is not None:
                 self._parent.remove(self._aside)
@@ -206,28 +208,28 @@ class Staging:
 
     @property
     def written(self) -> LocalSource:
-        """The files of `tree`, for those who read them back."""
+        """The files of `tree`, for reading."""
         return LocalSource(self.tree)
 
     @property
     def published(self) -> LocalSource:
-        """The files at the target."""
+        """The current files at the target."""
         return LocalSource(self.target)
 
     def digest_of_published(self, name: str) -> str:
-        """Return the digest of a file at the target; a link on the way is refused."""
+        """Return the digest of a file at the target; links are refused."""
         with DirectoryHandle.at(self.target) as held, held.reading(name) as file:
             return file_digest(file).hex()
 
     def refuse_target_unless(self, overwrite: bool) -> None:
-        """Refuses a target that exists, for a resumed run whose target turned out not to be what it makes."""
+        """Refuse an existing target, for a resumed run whose target turned out to be incomplete or different."""
         refuse_existing(self.target, overwrite)
 
     def begin(self, plan: bytes, resume: bool) -> bool:
-        """Prepares `tree` and `journal` for a run that makes `plan`.
+        """Prepare `tree` and `journal` for a run with this plan.
 
         Returns:
-            True when an interrupted run of the same plan is continued.
+            True if an interrupted run of the same plan is resumed.
         """
         same = resume and self._root.read("plan", len(plan) + 1) == plan
         try:
@@ -243,24 +245,26 @@ class Staging:
         return same
 
     def require_space(self, nbytes: int) -> None:
-        """Checks that `nbytes` more fit; a file system may still run out later, which ends as cleanly.
+        """Check that `nbytes` more bytes fit. If the disk fills up later, the run fails just as cleanly.
 
         Raises:
-            SpaceError: They do not.
+            SpaceError: There is not enough space.
         """
         free = free_space(self.target)
         if free < nbytes:
-            raise SpaceError(f"{self.target}: needs {nbytes} bytes, the file system has {free} free; free some space")
+            raise SpaceError(
+                f"{self.target}: requires {nbytes} bytes, but the file system has {free} free; free some space"
+            )
 
     def publish(self, expected: Mapping[str, ExpectedFile] | None = None) -> None:
-        """Makes `tree` the target, durably, in one step.
+        """Make `tree` the target, durably and atomically.
 
         Args:
-            expected: Every file there must be; None takes what there is.
+            expected: Every file that must exist, by name; None accepts any regular files.
 
         Raises:
-            OutputError: Files are missing or are not those that were written, the staging directory was removed or
-                replaced, or somebody created the target meanwhile.
+            OutputError: Files are missing or were changed, the staging directory was removed or replaced, or another
+                process created the target.
         """
         try:
             self.output.fsync_and_verify(expected)
@@ -275,20 +279,21 @@ class Staging:
         except OSError as error:
             if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
                 raise OutputError(
-                    f"{self.target}: was created by somebody else meanwhile; nothing was replaced"
+                    f"{self.target}: was created by another process during the run; nothing was replaced, choose "
+                    "another DST or run again"
                 ) from error
             raise unwritable(self.target, error) from error
         self.discard()
 
     def require_own(self) -> None:
-        """Looks whether everything on the way to the tree is still what was claimed.
+        """Check that the staging directory and the tree are still those that were claimed.
 
         Raises:
-            OutputError: It is not.
+            OutputError: They were removed, replaced or taken over.
         """
         if not self._is_ours():
             raise OutputError(
-                f"{self.target}: another ckptx began to write it, too, on a file system without locks; nothing was "
+                f"{self.target}: another ckptx is writing it, too, on a file system without locks; nothing was "
                 "published, run one after the other"
             )
         for directory, parent, name in (
@@ -297,30 +302,31 @@ class Staging:
         ):
             if not directory.is_at(parent, name):
                 raise OutputError(
-                    f"{parent.path / name}: was removed or replaced by somebody else; nothing was published, run again"
+                    f"{parent.path / name}: was removed or replaced by another process; nothing was published, run "
+                    "again"
                 )
 
     def _is_published(self) -> bool:
-        """True when what is at the target is the directory that was written."""
+        """Return True if the target is the directory that was written."""
         try:
             return os.path.samestat(os.lstat(self.target), os.fstat(self.output.descriptor))
         except FileNotFoundError:
             return False
 
     def _take_back(self) -> None:
-        """Something else came to the target: the directory was replaced, or the one above it moved."""
+        """Undo the rename and raise an error, because the target is not the directory that was written."""
         with suppress(OSError):
             if self.output.is_at(self._parent, self.target.name) and self._root.stat("tree") is None:
                 self._rename(self._parent, self.target.name, self._root, "tree")
         raise OutputError(
-            f"{self.target}: is not the directory that was written; somebody else moved or replaced it, look at it and "
-            "run again"
+            f"{self.target}: is not the directory that was written, because another process moved or replaced it; "
+            "check it and run again"
         )
 
     def discard(self) -> None:
-        """Removes the staging directory, the lock last: until then nobody else may begin in it.
+        """Remove the staging directory, the lock last, so that no other run can begin in it before.
 
-        What is not as this run left it stays: a directory in the place of the tree may be anybody's.
+        Directories that replaced those of this run are kept, because another user may own them.
         """
         if not self._is_ours():
             return
@@ -328,18 +334,19 @@ class Staging:
             for held, name in ((getattr(self, "output", None), "tree"), (getattr(self, "notes", None), "journal")):
                 if held is None or held.is_at(self._root, name):
                     self._forget(name)
-        # The next run may claim the directory as soon as the lock is gone, and a failed run has its own error to say.
+        # Errors are ignored: the next run may claim the directory once the lock is removed, and a failed run reports
+        # its own error.
         with suppress(OSError):
             self._forget("plan")
             if self._parent.stat(self._aside) is None:
                 self._forget("aside")
-            if self._root.names() == ["lock"]:  # whatever could not be removed is left to the next run, under its lock
+            if self._root.names() == ["lock"]:  # the next run handles files that could not be removed, under its lock
                 self._forget("lock")
                 if self._root.is_at(self._parent, self.root.name):
                     os.rmdir(self.root.name, dir_fd=self._parent.descriptor)
 
     def _exchange(self) -> None:
-        """Swaps the tree for what is at the target, and removes that unless something came into it meanwhile."""
+        """Exchange the tree and the target, and remove the old target unless files were added to it meanwhile."""
         self._may_replace(self.target)
         old = self._keep(self._parent.below(self.target.name))
         known = {name for name, _ in old.walk()}
@@ -365,7 +372,7 @@ class Staging:
                 f"{self.target}: {came[0] if came else 'it'} changed while it was being replaced; nothing was "
                 "replaced, run again"
             )
-        with suppress(OSError):  # the new one is in place; what is left of the old is removed by the next run
+        with suppress(OSError):  # the new one is published; the next run removes the rest of the old one
             place[0].remove(place[1])
 
     def _rename(self, a: DirectoryHandle, name: str, b: DirectoryHandle, other: str) -> None:
@@ -373,15 +380,15 @@ class Staging:
 
 
 def _noted(found: os.stat_result) -> bytes:
-    """How a directory that is moved aside is written down."""
+    """Return the record of a directory that is moved aside: its inode."""
     return f"{found.st_ino}\n".encode()
 
 
 def _refuse_foreign(root: DirectoryHandle) -> None:
-    """A staging directory holds what ckptx puts there and nothing else; another one may be anybody's.
+    """Refuse a staging directory that ckptx did not create.
 
     Raises:
-        OutputError: It holds something else, or is another user's.
+        OutputError: It contains unknown names, or belongs to another user.
     """
     names = root.names()
     foreign = [name for name in names if name not in _CONTENTS]
@@ -391,11 +398,13 @@ def _refuse_foreign(root: DirectoryHandle) -> None:
         if (found := root.stat(name)) is not None and not is_kind(found.st_mode)
     ]
     if not foreign and "lock" not in names and set(names) - {PROBE} and root.names():
-        raise OutputError(f"{root.path}: is no staging directory of ckptx, it has no lock; move it elsewhere")
+        raise OutputError(f"{root.path}: not a staging directory of ckptx, it has no lock; move it elsewhere")
     if foreign:
-        raise OutputError(f"{root.path}: is no staging directory of ckptx, it holds {foreign[0]!a}; move it elsewhere")
+        raise OutputError(
+            f"{root.path}: not a staging directory of ckptx, it contains {foreign[0]!a}; move it elsewhere"
+        )
     if not root.is_owned_by_us():
-        raise OutputError(f"{root.path}: is the staging directory of another user; remove it, or choose another DST")
+        raise OutputError(f"{root.path}: belongs to another user; remove it, or choose another DST")
 
 
 _CONTENTS: dict[str, Callable[[int], bool]] = {
@@ -406,10 +415,10 @@ _CONTENTS: dict[str, Callable[[int], bool]] = {
 
 @contextmanager
 def open_staged(target: Path) -> Iterator[tuple[DirectoryHandle, DirectoryHandle]]:
-    """Tree and journal of the run that is making `target`, for a process that helps it.
+    """Open the tree and the journal of the run that writes `target`, for another process of that run.
 
     Raises:
-        OutputError: They are not there, or something else is.
+        OutputError: They cannot be opened.
     """
     root = Path(os.path.realpath(target)).parent / staged(target)[0].parent.name
     with DirectoryHandle.at(root) as held, held.below("tree") as tree, held.below("journal") as journal:
@@ -417,7 +426,7 @@ def open_staged(target: Path) -> Iterator[tuple[DirectoryHandle, DirectoryHandle
 
 
 def _exchange_names(a: int, name: str, b: int, other: str) -> bool:
-    """Swaps two names in held directories atomically; False where the kernel or the file system cannot."""
+    """Exchange two names in open directories atomically; return False if that is not supported."""
     import ctypes  # only an overwrite needs it
 
     renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)

@@ -298,7 +298,9 @@ def test_what_has_the_name_of_an_old_output_is_neither_removed_nor_moved(
         aside.mkdir()
         (aside / "thesis.tex").write_bytes(b"mine")
     before = {path: path.lstat().st_ino for path in sorted(tmp_path.rglob("*"))}
-    with pytest.raises(CkptxError, match=r"ckptx-old: is in the way") as refused:
+    with pytest.raises(
+        CkptxError, match=r"ckptx-old: exists, but is not the directory that ckptx moved there"
+    ) as refused:
         ckptx.convert("hf2dcp", hf, dst, overwrite=True)
     assert refused.value.exit_code == 5
     assert {path: path.lstat().st_ino for path in sorted(tmp_path.rglob("*"))} == before

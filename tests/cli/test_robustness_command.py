@@ -137,7 +137,7 @@ def test_what_is_not_ours_is_not_written_over(stub: StubRun, tmp_path: Path, opt
     assert result.return_value == 5
     assert path.read_text() == held
     assert not stub.calls, "the place is looked at before the work"
-    assert "is no report or page of ckptx" in result.stderr and len(result.stderr.splitlines()) == 1
+    assert "is not a report or page of ckptx" in result.stderr and len(result.stderr.splitlines()) == 1
 
 
 def test_a_page_that_cannot_be_written_after_the_run_is_exit_5(stub: StubRun, tmp_path: Path) -> None:
@@ -213,7 +213,7 @@ def test_a_package_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr("ckptx.robustness_suite.import_module", absent)
     result = ran("llama_tiny")
     assert result.return_value == 7
-    assert result.stderr == ("error: robustness: needs torch, which is not installed; pip install 'ckptx[run]'\n")
+    assert result.stderr == ("error: robustness: requires torch, which is not installed; pip install 'ckptx[run]'\n")
 
 
 def test_help_names_the_sections(stub: StubRun) -> None:

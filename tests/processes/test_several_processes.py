@@ -97,7 +97,7 @@ def test_other_options_on_a_rank_fail_all(hf: Path, tmp_path: Path, failing: int
     dst = place(tmp_path)
     for code, said in finish(start(*([hf, dst, "--tp", 4 if rank == failing else 2] for rank in range(2)))):
         assert code == 3
-        assert "rank 1 sees another checkpoint or was given other options than rank 0" in said
+        assert "the checkpoint or the options of rank 1 differ from those of rank 0" in said
     assert names_in(dst.parent) == []
 
 

@@ -53,14 +53,14 @@ def test_an_existing_target_is_refused_and_left_alone(tmp_path: Path) -> None:
 def test_a_file_is_no_target(tmp_path: Path) -> None:
     (tmp_path / "out").write_bytes(b"")
     for overwrite in (False, True):
-        with pytest.raises(OutputError, match="is not a directory"):
+        with pytest.raises(OutputError, match="not a directory; choose another DST"):
             Staging(tmp_path / "out", overwrite=overwrite)
     assert names_in(tmp_path) == ["out"]
 
 
 def test_a_dangling_link_is_no_target(tmp_path: Path) -> None:
     (tmp_path / "out").symlink_to("gone")
-    with pytest.raises(OutputError, match="is not a directory"):
+    with pytest.raises(OutputError, match="not a directory; choose another DST"):
         refuse_existing(tmp_path / "out", overwrite=True)
 
 
@@ -183,7 +183,7 @@ def test_what_an_interrupted_run_left_does_not_block_a_fresh_one(tmp_path: Path)
 
 def test_somebody_else_creates_the_target_meanwhile(tmp_path: Path) -> None:
     target = tmp_path / "out"
-    with pytest.raises(OutputError, match="created by somebody else meanwhile"), Staging(target) as staging:
+    with pytest.raises(OutputError, match="created by another process during the run"), Staging(target) as staging:
         fill(staging)
         old(target)
         staging.publish()
@@ -284,7 +284,7 @@ def test_a_read_only_place_is_refused(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_space_is_checked_before_writing(tmp_path: Path) -> None:
-    with pytest.raises(SpaceError, match=r"needs .* bytes"), Staging(tmp_path / "out") as staging:
+    with pytest.raises(SpaceError, match=r"requires .* bytes"), Staging(tmp_path / "out") as staging:
         staging.begin(b"plan", False)
         staging.require_space(1 << 60)
     assert names_in(tmp_path) == []

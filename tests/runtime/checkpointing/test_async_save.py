@@ -96,7 +96,7 @@ def test_what_comes_after_publication_fails_everywhere_too(pool: GlooPool, check
 def test_a_checkpoint_is_replaced_and_nothing_else_is(pool: GlooPool, checkpoints: Any, tmp_path: Path) -> None:
     out = tmp_path / "out"
     answers = pool.run(background_ranks.replaced, 2, checkpoints("llama-tied"), out)
-    assert all("two: holds what is no part of a checkpoint: mine" in each for each in answers)
+    assert all("two: contains files that do not belong to a checkpoint: mine" in each for each in answers)
     assert load_training_state(out / "one")["step"] == 2
     assert (out / "one" / "notes.rst").read_text() == "carried along"
     assert sorted(each.name for each in out.iterdir()) == ["one", "two"]
