@@ -76,9 +76,7 @@ def read_graph(data: bytes, where: str, begin: int = 0) -> Graph:
         ) from None
     except (Damaged, IndexError, KeyError, ValueError, TypeError, AttributeError, struct.error) as error:
         reason = str(error) if isinstance(error, Damaged) else "invalid opcodes"
-        raise InputError(
-            f"{where}: damaged pickle ({reason} at byte {machine.at}); nothing was executed"
-        ) from None
+        raise InputError(f"{where}: damaged pickle ({reason} at byte {machine.at}); nothing was executed") from None
 
 
 # ------------------------------------------------------------------------------------------------------------ opcodes
