@@ -1,6 +1,6 @@
-"""`forecast`: what a training step takes on each rank, from config.json alone.
+"""`forecast`: memory of a training step on each rank, from config.json alone.
 
-Nothing here imports torch before the options are known to be right.
+Nothing here imports torch before the options have been checked.
 """
 
 from __future__ import annotations
@@ -42,12 +42,16 @@ def forecast(options: ForecastOptions | SearchOptions) -> ForecastReport | Searc
         raise missing_package("forecast", error) from error
     with tempfile.TemporaryDirectory(prefix="ckptx-forecast-") as directory:
         task = _task(options, Path(directory), log)
-        report = _searched(options, task, Path(directory)) if isinstance(options, SearchOptions) else _of(options, task)
+        report = (
+            _search_report(options, task, Path(directory))
+            if isinstance(options, SearchOptions)
+            else _forecast_report(options, task)
+        )
         return stopwatch.stop(replace(report, warnings=list(log.notes)))
 
 
 def _task(options: ForecastOptions | SearchOptions, directory: Path, log: Log) -> Task:
-    """Return the step that a recipe or the options describe."""
+    """Return the training step that a recipe or the options describe."""
     from ckptx.runtime.forecasting.model_config import config_of_model, config_of_recipe
     from ckptx.runtime.forecasting.ranks import stages_of
     from ckptx.runtime.forecasting.task import task_of_options, task_of_recipe
@@ -59,34 +63,34 @@ def _task(options: ForecastOptions | SearchOptions, directory: Path, log: Log) -
         )
         schedule = options.schedule if isinstance(options, ForecastOptions) else "1f1b"
         return task_of_options(source, options, stages_of(options.dims.pp, schedule))
-    read = read_recipe(options.recipe, options.settings)
-    if read.train is not None:
+    recipe = read_recipe(options.recipe, options.settings)
+    if recipe.train is not None:
         raise UsageError(
-            f"{read.name}: trains with a command of its own, and a forecast requires a recipe that ckptx trains; name "
+            f"{recipe.name}: trains with its own command, and forecast requires a recipe without a `train` block; pass "
             "another recipe, or a config.json"
         )
-    source, notes = config_of_recipe(read.model, directory)
-    log.note(*read.notes, *notes)
-    return task_of_recipe(read, source)
+    source, notes = config_of_recipe(recipe.model, directory)
+    log.note(*recipe.notes, *notes)
+    return task_of_recipe(recipe, source)
 
 
-def _of(options: ForecastOptions, task: Task) -> ForecastReport:
+def _forecast_report(options: ForecastOptions, task: Task) -> ForecastReport:
     from ckptx.runtime.forecasting.ranks import ranks_of
     from ckptx.runtime.forecasting.reporting import report_of
 
     return report_of(task, ranks_of(task), options.gpu_bytes)
 
 
-def _searched(options: SearchOptions, task: Task, directory: Path) -> SearchReport:
+def _search_report(options: SearchOptions, task: Task, directory: Path) -> SearchReport:
     from ckptx.runtime.forecasting.reporting import search_report_of
     from ckptx.runtime.forecasting.search import FixedDims, SearchSpace, search, with_microbatches
 
     assert options.gpus is not None and options.gpu_bytes is not None
-    pins = FixedDims(
+    fixed = FixedDims(
         tp=options.tp, pp=options.pp, dp_shard=options.dp_shard, dp_replicate=options.dp_replicate or 1,
         microbatches=options.microbatches, mode=options.activation_checkpointing,
     )  # fmt: skip
     if options.recipe is None:
         task = with_microbatches(task, task.microbatches * options.gpus)
-    question = SearchSpace(task, options.gpus, options.gpu_bytes, pins, directory)
-    return search_report_of(question, search(question))
+    space = SearchSpace(task, options.gpus, options.gpu_bytes, fixed, directory)
+    return search_report_of(space, search(space))

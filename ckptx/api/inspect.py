@@ -1,4 +1,4 @@
-"""`inspect`: what a checkpoint holds, from headers alone."""
+"""`inspect`: summary of a checkpoint, from headers alone."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def inspect(options: InspectOptions) -> InspectionReport:
     prefix = options.model_prefix
     if prefix is not None and not opened.form.is_of_training:
         raise UsageError(f"--source-prefix requires a DCP; {opened.root} is not a DCP")
-    view = log(_viewed(opened, prefix, log))
+    view = log(_view_leniently(opened, prefix, log))
     log.note(*view.notes_on_others("not described"))
     catalog, parameters, aliases = view.catalog, parameters_of(view), aliases_of(view.catalog)
     names = [name for name in catalog.tensors if match is None or fnmatchcase(name, match)]
@@ -75,7 +75,7 @@ def inspect(options: InspectOptions) -> InspectionReport:
 
 
 def _groups_of(view: ModelView) -> list[dict[str, Any]]:
-    """Tensors and bytes by the first three components of their patterns."""
+    """Count tensors and bytes by the first three components of their name patterns."""
     sizes: dict[str, list[int]] = {}
     seen: set[object] = set()
     for name, entry in view.tensors.items():
@@ -85,7 +85,7 @@ def _groups_of(view: ModelView) -> list[dict[str, Any]]:
             known = sizes[pattern] = []
         place = entry.place if nbytes else name
         if place in seen:
-            nbytes = 0  # a name that shares the bytes of another adds nothing
+            nbytes = 0  # a name that shares the bytes of another adds none
         seen.add(place)
         known.append(nbytes)
     groups: dict[str, dict[str, Any]] = {}
@@ -97,8 +97,8 @@ def _groups_of(view: ModelView) -> list[dict[str, Any]]:
     return list(groups.values())
 
 
-def _viewed(catalog: Catalog, prefix: str | None, log: Log) -> ModelView:
-    """The model in the checkpoint; where telling its class takes packages that are not there, the tensors alone."""
+def _view_leniently(catalog: Catalog, prefix: str | None, log: Log) -> ModelView:
+    """Return the model in the checkpoint, without its class if finding the class takes packages that are missing."""
     try:
         return view_model(catalog, prefix=prefix, may_be_any=True)
     except EnvironmentProblem as error:
@@ -109,19 +109,19 @@ def _viewed(catalog: Catalog, prefix: str | None, log: Log) -> ModelView:
 def _with_layout(
     report: InspectionReport, view: ModelView, names: list[str], ranks: bool, html: str | Path | None, log: Log
 ) -> InspectionReport:
-    """The report with which rank or file holds what of the tensors `names`; draws the page."""
-    from ckptx.model_view.rank_layout import mesh_of, survey  # a look at the headers needs none of this
+    """Add the layout of the tensors `names` over ranks or files to the report, and write the HTML page."""
+    from ckptx.model_view.rank_layout import mesh_of, survey  # a plain summary needs none of this
     from ckptx.report.ranks import layout_of, rank_rows
 
     catalog = view.catalog
-    found: list[str] = []
-    manifest = manifest_beside(catalog, found)
-    log.note(*found)
+    manifest_notes: list[str] = []
+    manifest = manifest_beside(catalog, manifest_notes)
+    log.note(*manifest_notes)
     dims, doubt = mesh_of(None if manifest is None else manifest.layout, catalog.files)
     if doubt is not None:
         log.note(doubt)
-    short = {entry.name: name for name, entry in view.tensors.items()}
-    layout = survey(catalog, {name: short.get(name, name) for name in names}, dims)
+    view_names = {entry.name: name for name, entry in view.tensors.items()}
+    layout = survey(catalog, {name: view_names.get(name, name) for name in names}, dims)
     if ranks:
         report = replace(report, by_rank=layout_of(layout), ranks=rank_rows(layout))
     if html is not None:
@@ -146,7 +146,7 @@ def _describe(catalog: Catalog, name: str) -> dict[str, Any]:
 
 
 def _shared_names(aliases: dict[str, str]) -> list[list[str]]:
-    """Groups of names that point at the same bytes."""
+    """Return the groups of names that point at the same bytes."""
     groups: dict[str, list[str]] = {}
     for name, stored in aliases.items():
         groups.setdefault(stored, [stored]).append(name)

@@ -1,4 +1,4 @@
-"""Whether a run fits the GPUs, asked before it begins: in a process of its own, by the forecast of its step."""
+"""Memory check before a run: its step is forecast in a child process and compared with the memory of a GPU."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from ckptx.processes.fork import in_child
 from ckptx.report.report import human_bytes
 from ckptx.runtime.memory.reserve import reserved
 
-_LENGTH, _ROWS = 32, 2  # of what models are compared on
+_LENGTH = 32  # tokens per sequence of the batches that models are compared on
 
 
-def peak_that_fits(reference: Path, checkpoint: Path, options: RunOptions, gpu_memory: int) -> int:
-    """Bytes of tensors at the peak of a run, on the rank with the most.
+def require_fit(reference: Path, checkpoint: Path, options: RunOptions, gpu_memory: int) -> int:
+    """Return the peak tensor memory of a run in bytes, the maximum over ranks, if the run fits.
 
     Args:
-        reference: Whose config is taken where the checkpoint has none.
-        checkpoint: What is run.
-        options: How it is run.
-        gpu_memory: Of each GPU, in bytes.
+        reference: Checkpoint whose config is used if `checkpoint` has none.
+        checkpoint: Checkpoint to run.
+        options: Options of the run.
+        gpu_memory: Memory per GPU in bytes.
 
     Raises:
-        SpaceError: It does not fit.
-        CkptxError: It cannot be forecast.
+        SpaceError: The run does not fit.
+        CkptxError: The run cannot be forecast.
     """
     sources = [directory_of_config(open_checkpoint(path)) for path in (checkpoint, reference)]
     source = next((each for each in sources if (each / "config.json").is_file()), sources[-1])
@@ -39,8 +39,8 @@ def peak_that_fits(reference: Path, checkpoint: Path, options: RunOptions, gpu_m
     peak, fitting = in_child(_peak, source, step, gpu_memory)
     if peak + reserved(peak) > gpu_memory:
         raise SpaceError(
-            f"--gpu-memory: a run of {checkpoint} takes {human_bytes(peak)} of tensors and "
-            f"{human_bytes(reserved(peak))} beside them on each GPU, found {human_bytes(gpu_memory)}; "
+            f"--gpu-memory: a run of {checkpoint} requires {human_bytes(peak)} of tensors and "
+            f"{human_bytes(reserved(peak))} of reserve per GPU, and a GPU has {human_bytes(gpu_memory)}; "
             f"{_advice(options.dims, fitting)}"
         )
     return int(peak)
@@ -48,10 +48,10 @@ def peak_that_fits(reference: Path, checkpoint: Path, options: RunOptions, gpu_m
 
 def _advice(dims: ParallelDims, fitting: tuple[ParallelDims, int] | None) -> str:
     if fitting is None:
-        return "no mesh of up to 64 times as many ranks for --tp or --dp-shard makes it fit; use larger GPUs"
+        return "raising --tp or --dp-shard up to 64 times does not make it fit; use larger GPUs"
     larger, peak = fitting
     option = f"--tp {larger.tp}" if larger.tp > dims.tp else f"--dp-shard {larger.dp_shard}"
-    return f"use {option}, with which it takes {human_bytes(peak)}"
+    return f"use {option}, which lowers this to {human_bytes(peak)} of tensors"
 
 
 def _peak(source: Path, options: ForecastOptions, gpu_memory: int) -> tuple[int, Any]:

@@ -1,4 +1,4 @@
-"""`reshard`: a checkpoint of any layout, resharded for another one."""
+"""`reshard`: convert a checkpoint of any layout to another layout."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`ckptx.verify`: the bytes of two checkpoints, or what they compute."""
+"""`verify`: comparison of two checkpoints, by their bytes or by what their models compute."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""`verify --run`: who starts the ranks.
+"""`verify --run`: start of the ranks.
 
-Under torchrun this process is one of the ranks. Alone it is rank 0 of one, or it starts as many as the mesh needs,
-hands them its options as one document, and reads what they found.
+Under torchrun this process is one of the ranks. Otherwise it is the only rank, or it starts as many as the mesh needs,
+passes them its options as one document, and reads the report of rank 0.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import fields, replace
 from typing import Any
 
-from ckptx.api.memory_check import peak_that_fits
+from ckptx.api.memory_check import require_fit
 from ckptx.comparison.headers import seen_together
 from ckptx.errors import PeerFailure, missing_package
 from ckptx.formats.hf.hub import resolve
@@ -28,7 +28,7 @@ def verify_running(options: CompareRunOptions) -> RunReport:
     """Build both models, load the checkpoint on a mesh, and compare what they compute.
 
     Raises:
-        CkptxError: As `ckptx.verify` does.
+        CkptxError: See `ckptx.verify`.
     """
     stopwatch, log, dims = Stopwatch(), options.log or Log(), options.dims
     reference, checkpoint = (
@@ -36,15 +36,15 @@ def verify_running(options: CompareRunOptions) -> RunReport:
         for path in (options.reference, options.checkpoint)
     )
     if options.tp_plan is not None:
-        read_plan(str(options.tp_plan))  # refused before anything starts
+        read_plan(str(options.tp_plan))  # errors are raised before a rank starts
     if options.model_prefix is not None:
         seen_together(open_checkpoint(reference), open_checkpoint(checkpoint), prefix=options.model_prefix)
     peak = None
     if options.gpu_bytes is not None and not is_launched_by_us() and is_first_rank():  # others wait for the first
-        peak = peak_that_fits(reference, checkpoint, options, options.gpu_bytes)
+        peak = require_fit(reference, checkpoint, options, options.gpu_bytes)
     if dims.world_size > 1 and not is_launched():
         order = to_json(options.with_values(reference=str(reference), checkpoint=str(checkpoint)))
-        return replace(_adopted(launch(order, dims.world_size), log, stopwatch), forecast_peak=peak)
+        return replace(_report_of_rank_0(launch(order, dims.world_size), log, stopwatch), forecast_peak=peak)
     try:
         from ckptx.runtime.parity.forward import verify_run
     except ImportError as error:
@@ -52,11 +52,11 @@ def verify_running(options: CompareRunOptions) -> RunReport:
     return replace(verify_run(reference, checkpoint, options, log), forecast_peak=peak)
 
 
-def _adopted(document: dict[str, Any], log: Log, stopwatch: Stopwatch) -> RunReport:
+def _report_of_rank_0(document: dict[str, Any], log: Log, stopwatch: Stopwatch) -> RunReport:
     """Adopt the report of rank 0, with the time of this process and the memory of the largest rank.
 
     Raises:
-        PeerFailure: It reports an error.
+        PeerFailure: Rank 0 reports an error.
     """
     log.note(*document["warnings"])
     if document["error"] is not None:

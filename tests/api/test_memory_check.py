@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ckptx.api.memory_check import peak_that_fits
+from ckptx.api.memory_check import require_fit
 from ckptx.api.verify_run import verify_running
 from ckptx.errors import SpaceError
 from ckptx.options.verify import CompareRunOptions, RunOptions
@@ -24,13 +24,15 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_ranks_that_share_take_less(checkpoint: Path) -> None:
-    alone, shared = (peak_that_fits(checkpoint, checkpoint, RunOptions(tp=tp), 80 * GIB) for tp in (1, 2))
+    alone, shared = (require_fit(checkpoint, checkpoint, RunOptions(tp=tp), 80 * GIB) for tp in (1, 2))
     assert 0 < shared < alone
 
 
 def test_what_cannot_fit_is_refused(checkpoint: Path) -> None:
-    with pytest.raises(SpaceError, match=r"--gpu-memory: a run of .* takes .* found 1\.00 GiB; no mesh of up to 64"):
-        peak_that_fits(checkpoint, checkpoint, RunOptions(), GIB)
+    with pytest.raises(
+        SpaceError, match=r"--gpu-memory: a run of .* requires .* a GPU has 1\.00 GiB; raising .* up to 64"
+    ):
+        require_fit(checkpoint, checkpoint, RunOptions(), GIB)
 
 
 def test_a_process_that_has_trained_asks_too(checkpoint: Path) -> None:

@@ -226,7 +226,7 @@ def test_ranks_that_are_started_measure_what_was_forecast(launched: Launched, mo
         asked.append((given, how))
         return 2**30
 
-    monkeypatch.setattr(running, "peak_that_fits", peak)
+    monkeypatch.setattr(running, "require_fit", peak)
     found = run(tp=2, gpu_memory="80GB", compute_dtype="bf16", activation_checkpointing="full")
     ((given, how),) = asked
     (reference, checkpoint, options, memory), _ = given, how
@@ -244,7 +244,7 @@ def test_one_process_asks_for_the_forecast(
 ) -> None:
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(running, "peak_that_fits", lambda *_, **__: pytest.fail("it was asked again"))
+    monkeypatch.setattr(running, "require_fit", lambda *_, **__: pytest.fail("it was asked again"))
     run(tp=2, gpu_memory="80GB")
     ((_, _, options, _),) = asked
     assert options.measures

@@ -226,7 +226,7 @@ def test_a_recipe_of_another_trainer_is_one_line() -> None:
     result = ran("--recipe", "fsdp2_script")
     assert result.return_value == 2
     (line,) = result.stderr.splitlines()
-    assert "fsdp2_script: trains with a command of its own" in line
+    assert "fsdp2_script: trains with its own command" in line
 
 
 def broken(path: Path) -> None:
