@@ -1,1 +1,1 @@
-"""HF to DCP and back, and cut for a mesh. Read pipeline.py, then the file of a step."""
+"""Conversion from HF to DCP and back, and resharding for a mesh. Read pipeline.py, then the module of a step."""

@@ -2,8 +2,8 @@
 
     open -> base -> model -> ties -> state -> names -> dtypes -> shard -> allocate -> plan -> publish
 
-Each step is a function of what the steps before it found. It returns a value that nobody changes afterwards; what the
-user should know of it is in its notes, which `log` takes down. Where output formats differ, the step asks `output`.
+Each step is a function of the results of the steps before it and returns an immutable value, whose notes `log` records
+for the user. Steps in which output formats differ are methods of `output`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from ckptx.conversion.steps.opening import SourceCheckpoint
 from ckptx.conversion.steps.recorded_config import check_recorded_config
 from ckptx.conversion.steps.selection import select_tensors
 from ckptx.conversion.steps.sharding import ShardedTarget, shard
-from ckptx.conversion.steps.sidecars import carry
+from ckptx.conversion.steps.sidecars import collect_sidecars
 from ckptx.conversion.steps.summary import ConversionState, report_of
 from ckptx.conversion.steps.training_state import TrainingState, carry_state
 from ckptx.model_view.view import compare_replicas
@@ -47,22 +47,22 @@ _logger = logging.getLogger(__name__)
 def convert_opened(
     command: str, opened: SourceCheckpoint, output: OutputFormat, need: Need, log: Log
 ) -> ConversionReport:
-    """Carries out one conversion.
+    """Run one conversion and return its report.
 
     Args:
-        command: Name for the report.
-        opened: The source, and what was asked for.
-        output: What to write.
-        need: What to do where there is no config.
-        log: Takes down the notes of every step.
+        command: Command name for the report.
+        opened: Source checkpoint, destination and options.
+        output: Format to write.
+        need: Behavior when there is no config.
+        log: Receives the notes of every step.
 
     Raises:
-        CkptxError: Whatever is in the way; nothing was published.
+        CkptxError: A step failed; nothing was published.
     """
     source, files, dst, options = opened.source, opened.files, opened.dst, opened.options
     keeps_state = output.keeps_state(source)
 
-    # What is there.
+    # Read the source.
     base = log(find_base(source, dst, options, need))
     model = log(find_model(base, files, options, with_state=keeps_state))
     view = model.view
@@ -72,42 +72,42 @@ def convert_opened(
         len(view.other),
     )  # fmt: skip
     ties = log(resolve_ties(view, files, options))
-    held = log(check_against_config(view, allow_config_mismatch=options.allow_config_mismatch))
-    left = log(DroppedState() if keeps_state else output.dropped_state(view))
+    config_check = log(check_against_config(view, allow_config_mismatch=options.allow_config_mismatch))
+    dropped_state = log(DroppedState() if keeps_state else output.dropped_state(view))
     if output.needs_model:
         refuse_without_model(view)
 
-    # What the target holds: which tensors, called what, in which dtypes, cut how.
-    chosen = log(select_tensors(base, view, ties, output, options))
-    check_recorded_config(view, base, chosen.named)
-    naming = chosen.named.naming
+    # Choose the tensors of the target, their names, dtypes and shards.
+    selection = log(select_tensors(base, view, ties, output, options))
+    check_recorded_config(view, base, selection.named)
+    naming = selection.named.naming
     _logger.info(
-        "%s: %d tensors, %d aliases", "original files again" if chosen.restored else "laid out anew",
-        len(chosen.named.target.tensors), len(chosen.named.target.aliases),
+        "%s: %d tensors, %d aliases", "original files restored" if selection.restored else "new layout",
+        len(selection.named.target.tensors), len(selection.named.target.aliases),
     )  # fmt: skip
-    cast = log(cast_tensors(view, chosen.named, base, options.dtype))
+    cast = log(cast_tensors(view, selection.named, base, options.dtype))
     sharded = ShardedTarget(cast.target)
     if output.layout is not None:
-        sharded = log(shard(view, cast.target, naming, output.layout, every_rank_alone=output.every_rank_alone))
-    names = output.names(view, chosen.named)
-    placed = sharded.renamed(names).with_second_names(output.second_names(view, chosen.named, names))
-    outward = {old: names[new] for old, new in naming.renamed(view).items()} if keeps_state else {}
+        sharded = log(shard(view, cast.target, naming, output.layout, own_files_only=output.own_files_only))
+    names = output.names(view, selection.named)
+    output_tensors = sharded.renamed(names).with_second_names(output.second_names(view, selection.named, names))
+    output_names = {old: names[new] for old, new in naming.renamed(view).items()} if keeps_state else {}
 
     def state_of_source() -> TrainingState:
-        return carry_state(view, files, placed, outward) if keeps_state else TrainingState()
+        return carry_state(view, files, output_tensors, output_names) if keeps_state else TrainingState()
 
     state = log(state_of_source())
 
-    # Where it lies, and what goes along.
+    # Allocate the files, and collect what is copied with them.
     is_altered = cast.was_cast or output.has_new_prefix
-    original = None if is_altered else chosen.original
-    contents = OutputContents(placed, state, names, naming, base, chosen.restored, original)
+    original = None if is_altered else selection.original
+    contents = OutputContents(output_tensors, state, names, naming, base, selection.restored, original)
     allocation = log(output.allocate(dst, contents, files))
     edits = ConfigEdits()
-    if chosen.restored is None:
-        edits = log(output.edits(view, chosen.named, cast, base, ties, options.dtype))
-    sidecars = log(carry(base, output.sidecars(base), edits.rows))
-    target = placed.target
+    if selection.restored is None:
+        edits = log(output.edits(view, selection.named, cast, base, ties, options.dtype))
+    sidecars = log(collect_sidecars(base, output.sidecars(base), edits.rows))
+    target = output_tensors.target
     plan = plan_copy(
         target.source,
         allocation.catalog,
@@ -125,7 +125,7 @@ def convert_opened(
         plan,
         written=target.written() | state.written(),
         shared=target.shared | state.shared | view.model_duplicates.keys(),
-        dropped={row["name"] for row in (*left.dropped, *state.dropped)},
+        dropped={row["name"] for row in (*dropped_state.dropped, *state.dropped)},
         aliases={**target.aliases, **state.aliases},
         leaders=ties.leaders,
     )
@@ -146,15 +146,15 @@ def convert_opened(
         check=allocation.check,
         markers=list(allocation.markers),
     )
-    found = ConversionState(
-        dst, options, opened.processes, model, ties, held, left, cast, sharded, contents, allocation, sidecars, job,
-        ledger,
+    state_of_run = ConversionState(
+        dst, options, opened.processes, model, ties, config_check, dropped_state, cast, sharded, contents, allocation,
+        sidecars, job, ledger,
     )  # fmt: skip
-    outcome = None if options.dry_run else _published(job, dst, files, options, opened.processes, base)
-    return report_of(command, found, outcome, log)
+    outcome = None if options.dry_run else _publish(job, dst, files, options, opened.processes, base)
+    return report_of(command, state_of_run, outcome, log)
 
 
-def _published(
+def _publish(
     job: Job,
     dst: Path,
     files: SourceFiles,
@@ -162,7 +162,7 @@ def _published(
     processes: PeerProcesses | None,
     base: BaseCheckpoint,
 ) -> CopyResult | None:
-    """Writes the output."""
+    """Write and publish the output."""
     total = job.plan.bytes_written
     return publish(
         job,

@@ -301,7 +301,7 @@ def test_a_file_system_without_locks_is_written_and_named(
     report = ckptx.convert("hf2dcp", source, tmp_path / "out" / "made")
     (note,) = [note for note in report.warnings if "lock" in note]
     assert note == (
-        f"{tmp_path / 'out'}: its file system knows no locks; two runs at once that write made were not kept apart"
+        f"{tmp_path / 'out'}: the file system has no locks; a concurrent run that writes made would not be detected"
     )
     assert names_in(tmp_path / "out") == ["made"]
     for path in (tmp_path / "in" / "locked").iterdir():

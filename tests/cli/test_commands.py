@@ -72,7 +72,7 @@ def test_dry_run_says_that_nothing_could_be_written_there(hf: Path, dst: Path, o
     (dst / "thesis.tex").write_text("mine")
     result = run("convert", "hf2dcp", hf, dst, "--dry-run", *options)
     assert result.return_value == 0
-    assert f"nothing could be written there: {dst}: " in result.stderr
+    assert f"a conversion would fail: {dst}: " in result.stderr
     assert run("convert", "hf2dcp", hf, dst, *options).return_value == 5
 
 

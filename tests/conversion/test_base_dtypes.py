@@ -162,7 +162,7 @@ def test_dtype_base_gives_every_tensor_the_dtype_it_had(
             sorted(lacking),
             [],
         )
-        assert any("the base lacks" in line for line in report.warnings) is bool(lacking)
+        assert any("not in the base, dtype unchanged" in line for line in report.warnings) is bool(lacking)
 
 
 def _options() -> set[str]:
@@ -189,7 +189,7 @@ def test_dtype_base_touches_plain_floats_alone(tmp_path: Path, there: str, other
     assert found[name] == step[name]
     assert {tensor[0] for each, tensor in found.items() if each != name} == {"BF16"}
     assert report.base_dtypes["otherwise"] == ([name] if there == "base" else [])
-    assert any("which is quantised, and stay" in line for line in report.warnings) is (there == "base")
+    assert any("quantized in the base, dtype unchanged" in line for line in report.warnings) is (there == "base")
 
 
 @pytest.mark.parametrize("how", [{}, {"base": "none"}, {"base": "config alone"}])
@@ -199,10 +199,10 @@ def test_dtype_base_without_the_dtypes_of_a_base_is_a_mistake(tmp_path: Path, ho
         (tmp_path / "config").mkdir()
         (tmp_path / "config" / "config.json").write_text(json.dumps(config()))
         how = {"base": str(tmp_path / "config")}
-    with pytest.raises(UsageError, match="--dtype base: nothing says which dtypes the base had"):
+    with pytest.raises(UsageError, match="--dtype base: the dtypes of the base are unknown"):
         convert("dcp2hf", step, tmp_path / "hf", dtype="base", **how)
     hf = write_hf(tmp_path / "published", llama(layers=1))
-    with pytest.raises(UsageError, match="--dtype base: nothing says"):
+    with pytest.raises(UsageError, match="--dtype base: the dtypes of the base are unknown"):
         convert("hf2dcp", hf, tmp_path / "dcp", dtype="base")
     assert not (tmp_path / "hf").exists() and not (tmp_path / "dcp").exists()
 

@@ -253,7 +253,7 @@ def test_a_second_model_in_safetensors_is_noted_and_kept(prefix: str, tmp_path: 
 
 def test_two_models_below_prefixes_in_safetensors_do_not_fit(tmp_path: Path) -> None:
     source = write_hf(tmp_path / "hf", under("student.") | under("teacher.", seed=100), config=CONFIG)
-    with pytest.raises(InputError, match="does not fit its config"):
+    with pytest.raises(InputError, match="does not match its config"):
         ckptx.convert("hf2dcp", source, tmp_path / "out")
 
 

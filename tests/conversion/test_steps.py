@@ -25,7 +25,7 @@ from ckptx.conversion.steps.naming import rename
 from ckptx.conversion.steps.restoration import remember, restore_original
 from ckptx.conversion.steps.selection import select_tensors
 from ckptx.conversion.steps.sharding import ShardedTarget, rank_rows, shard
-from ckptx.conversion.steps.sidecars import carry
+from ckptx.conversion.steps.sidecars import collect_sidecars
 from ckptx.conversion.steps.target import TargetTensors, share
 from ckptx.conversion.steps.training_state import carry_state
 from ckptx.errors import Defect, InputError, UnsupportedError, UsageError
@@ -121,7 +121,7 @@ def test_ties_are_decided_by_config_and_bytes(tmp_path: Path, declared: bool, is
     is_one = declared and is_equal
     assert ties.parameters == (every - view.tensors[HEAD].numel if is_one else every)
     assert bool(ties.leaders) == is_one
-    assert any("declared tied, but not" in note for note in ties.notes) == (declared and not is_equal)
+    assert any("declared tied, but different" in note for note in ties.notes) == (declared and not is_equal)
 
 
 def test_what_stays_behind_is_named(tmp_path: Path) -> None:
@@ -216,9 +216,9 @@ def test_names_of_the_model_put_experts_together(tmp_path: Path) -> None:
     with source(tmp_path / "hf") as ready:
         view, ties = decided(ready)
     target = share(view, ties.decisions, tied="auto", can_alias=True)
-    assert rename(view, target, asked=None, by_default=None).target is target
-    assert rename(view, target, asked="disk", by_default=None).target is target
-    named = rename(view, target, asked="model", by_default=None)
+    assert rename(view, target, names=None, default=None).target is target
+    assert rename(view, target, names="disk", default=None).target is target
+    named = rename(view, target, names="model", default=None)
     fused = "model.layers.1.mlp.experts.gate_up_proj"
     assert named.target.tensors[fused].shape == (2, 48, 8)
     assert len(named.target.read[fused]) == len(named.naming.sources[fused]) == 4
@@ -234,9 +234,9 @@ def test_names_of_an_unknown_class_stay(tmp_path: Path) -> None:
     with source(tmp_path / "hf", base="none") as ready:
         view = viewed(ready)
         target = TargetTensors.of(view.catalog, view.tensors)
-    assert rename(view, target, asked=None, by_default="model").target is target
-    with pytest.raises(UnsupportedError, match="names of this class are unknown"):
-        rename(view, target, asked="model", by_default=None)
+    assert rename(view, target, names=None, default="model").target is target
+    with pytest.raises(UnsupportedError, match="naming of this class is unknown"):
+        rename(view, target, names="model", default=None)
 
 
 def test_original_files_are_remembered_until_they_are_other_files(tmp_path: Path) -> None:
@@ -275,7 +275,7 @@ def test_a_cast_keeps_what_is_no_float(tmp_path: Path) -> None:
     write_hf(tmp_path / "hf", {**llama(), "counts": value("I64", 4)}, config=CONFIG)
     with source(tmp_path / "hf") as ready:
         view, base = viewed(ready), find_base(ready, "config")
-        named = rename(view, TargetTensors.of(view.catalog, view.tensors), asked=None, by_default=None)
+        named = rename(view, TargetTensors.of(view.catalog, view.tensors), names=None, default=None)
         same, half = (cast_tensors(view, named, base, wanted) for wanted in ("auto", "fp16"))
         assert cast_tensors(view, named, base, "bf16").was_cast is False
         with pytest.raises(UsageError, match="--dtype base"):
@@ -292,7 +292,7 @@ def test_dtypes_of_a_base_are_counted(tmp_path: Path) -> None:
     write_dcp(tmp_path / "dcp", llama(dtype="F32"), config=CONFIG)
     with source(tmp_path / "dcp", base=str(tmp_path / "base"), dtype="base") as ready:
         view, base = viewed(ready), find_base(ready, "config")
-        named = rename(view, TargetTensors.of(view.catalog, view.tensors), asked=None, by_default=None)
+        named = rename(view, TargetTensors.of(view.catalog, view.tensors), names=None, default=None)
         cast = cast_tensors(view, named, base, "base")
     assert cast.base_dtypes == {"as_base": len(llama()) - 1, "lacking": [HEAD], "otherwise": []}
     assert {name for name, each in cast.target.tensors.items() if each.dtype is BY_NAME["F32"]} == {NORM, HEAD}
@@ -311,10 +311,10 @@ def test_a_name_on_another_stage_becomes_a_copy(tmp_path: Path, alone: bool) -> 
             named = rename(
                 view,
                 share(view, ties.decisions, tied="auto", can_alias=True),
-                asked=None,
-                by_default=None,
+                names=None,
+                default=None,
             )
-            sharded = shard(view, named.target, named.naming, ready.options, every_rank_alone=alone)
+            sharded = shard(view, named.target, named.naming, ready.options, own_files_only=alone)
         is_copy = alone or pp == 2
         assert sharded.target.copies == ({HEAD: EMBED} if is_copy else {})
         assert sharded.target.aliases == ({} if is_copy else {HEAD: EMBED})
@@ -335,8 +335,8 @@ def test_every_byte_of_a_rank_is_counted() -> None:
 def test_state_lies_with_its_parameter(tmp_path: Path) -> None:
     with source(trained(tmp_path / "dcp"), tp=2, pp=2) as ready:
         view = viewed(ready, with_state=True)
-        named = rename(view, TargetTensors.of(view.catalog, view.tensors), asked=None, by_default=None)
-        sharded = shard(view, named.target, named.naming, ready.options, every_rank_alone=False)
+        named = rename(view, TargetTensors.of(view.catalog, view.tensors), names=None, default=None)
+        sharded = shard(view, named.target, named.naming, ready.options, own_files_only=False)
         state = carry_state(view, ready.files, sharded, {name: name for name in view.tensors})
         whole = carry_state(view, ready.files, ShardedTarget(named.target), {name: name for name in view.tensors})
     assert sharded.model is not None
@@ -362,16 +362,16 @@ def test_config_is_written_anew_where_it_changes(tmp_path: Path) -> None:
     names = ["config.json", "quantize_config.json", "tokenizer.json"]
     with source(tmp_path / "hf") as ready:
         base = find_base(ready, "config")
-    plain = carry(base, names, [])
+    plain = collect_sidecars(base, names, [])
     copied = {name: file.location for name, file in plain.files.items() if isinstance(file, StoredFile)}
     assert copied == {name: tmp_path / "hf" / name for name in names} and plain.edits == ()
     assert len(plain.notes) == 1 and "tokenizer.json" in plain.notes[0]
     edit = {"key": "quantization_config", "before": {"bits": 4}, "after": None}
-    edited = carry(base, names, [edit])
+    edited = collect_sidecars(base, names, [edit])
     written = edited.files["config.json"]
     assert isinstance(written, bytes) and "quantization_config" not in json.loads(written)
     assert edited.edits == (edit,) and "quantize_config.json" not in edited.files
-    assert carry(base, names[1:], [edit]).edits == ()
+    assert collect_sidecars(base, names[1:], [edit]).edits == ()
 
 
 class _NoSteps:

@@ -74,7 +74,7 @@ def refused(convert: Callable[[Path], object], dst: Path) -> None:
         convert(dst)
     reason = caught.value if isinstance(caught.value, Defect) else caught.value.__context__
     assert isinstance(reason, Defect)
-    assert "not what was planned" in str(reason)
+    assert "differs from the plan" in str(reason)
     assert names_in(dst.parent) == []
 
 

@@ -186,7 +186,7 @@ def test_metadata_without_a_config_leaves_the_one_beside_the_tensors(tmp_path: P
 def test_what_was_not_trained_from_it_is_no_base(tmp_path: Path) -> None:
     """A step of a trainer holds its own weights beside the metadata of another checkpoint."""
     src = automodel(tmp_path / "model", None, DTYPES_OF_BASE)
-    with pytest.raises(InputError, match=r"has no config\.json; --base needs an HF checkpoint"):
+    with pytest.raises(InputError, match=r"has no config\.json; --base requires an HF checkpoint"):
         convert("dcp2hf", src, tmp_path / "hf", base=str(src))
 
 

@@ -278,9 +278,9 @@ def test_files_of_several_without_their_index(name: str, tmp_path: Path) -> None
     assert "the index that lists their tensors is missing" in refused("inspect", tmp_path / "in", tmp_path)
     assert len(open_checkpoint(tmp_path / "in" / files[0]).tensors) == len(parts[0])  # a look at one file
     for command in ("hf2dcp", "reshard"):
-        assert "is one file of 2 of a checkpoint" in refused(command, tmp_path / "in" / files[0], tmp_path)
+        assert "is one of 2 files of a checkpoint" in refused(command, tmp_path / "in" / files[0], tmp_path)
     (tmp_path / "in" / files[1]).unlink()
-    assert "is one file of 2 of a checkpoint" in refused("hf2dcp", tmp_path / "in", tmp_path)
+    assert "is one of 2 files of a checkpoint" in refused("hf2dcp", tmp_path / "in", tmp_path)
     assert ckptx.convert("hf2dcp", tmp_path / "in" / files[0], tmp_path / "out", allow_config_mismatch=True).exit == 0
     write_index(tmp_path / "in", dict.fromkeys(parts[0], files[0]))
     assert ckptx.convert("hf2dcp", tmp_path / "in", tmp_path / "out2").exit == 0  # one file, and an index that says so

@@ -276,6 +276,6 @@ def test_no_manifest_makes_whole_tensors_look_like_parts(tmp_path: Path, at: int
     info["model.norm.weight"] = {"saved_offsets": [at]}
     metadata["DCP_SHARDING_INFO"] = json.dumps(info)
     (tmp_path / "dcp" / "ckptx.json").write_text(json.dumps(manifest))
-    with pytest.raises(InputError, match=r"as ckptx\.json remembers it, calls whole tensors parts"):
+    with pytest.raises(InputError, match=r"as recorded in ckptx\.json, marks whole tensors as parts"):
         convert("dcp2hf", tmp_path / "dcp", tmp_path / "back")
     assert not (tmp_path / "back").exists()

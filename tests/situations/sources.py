@@ -231,7 +231,7 @@ def _(box: Box) -> Any:
     return ("convert", "hf2dcp", "in", box.dst)
 
 
-@situation(AREA, "a file of two whose index and sibling are gone", 4, r"is one file of 2 of a checkpoint")
+@situation(AREA, "a file of two whose index and sibling are gone", 4, r"is one of 2 files of a checkpoint")
 def _(box: Box) -> Any:
     tensors = llama()
     write_safetensors(box.root / "in" / "model-00001-of-00002.safetensors", dict(list(tensors.items())[:9]))

@@ -245,6 +245,6 @@ def test_a_resumed_run_counts_what_it_takes_over(
     report = run(command, source, tmp_path / "out", resume=True, **options)
     assert [row["count"] for row in report.overflows or ()] == [1, 3]
     again = run(command, source, tmp_path / "out", resume=True, **options)
-    assert [row["count"] for row in again.overflows or ()] == [1, 3], "of an output that is complete already"
+    assert [row["count"] for row in again.overflows or ()] == [1, 3], "of an output that is already complete"
     with pytest.raises(InputError, match="4 numbers in 2 tensors"):
         run(command, source, tmp_path / "out", resume=True, dtype="fp16")

@@ -1,1 +1,1 @@
-"""What a conversion can write: one file for each format."""
+"""Output formats of a conversion, one module each."""

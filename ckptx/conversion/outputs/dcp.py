@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from ckptx.catalog.catalog import Catalog
-from ckptx.conversion.outputs.dcp_parts import DcpContents, DcpOutput, lay_out
+from ckptx.conversion.outputs.dcp_parts import DcpContents, DcpOutput, allocate_dcp
 from ckptx.conversion.outputs.dcp_prefix import refuse_unreadable_prefix
 from ckptx.conversion.outputs.output_format import Allocation, ConfigEdits, OutputContents, OutputFormat, float_edits
 from ckptx.conversion.steps.base import BaseCheckpoint
@@ -31,9 +31,9 @@ class DcpFormat(OutputFormat):
     """A DCP, as `torch.distributed.checkpoint.save` writes it.
 
     Attributes:
-        options: The options of the conversion.
-        layout: Mesh and rules when each rank of the mesh gets its own files; None when tensors stay whole and files
-            are balanced.
+        options: Options of the conversion.
+        layout: Mesh and sharding rules if each rank gets its own files; None if tensors stay whole and files are
+            balanced by size.
     """
 
     options: DcpOptions
@@ -58,12 +58,13 @@ class DcpFormat(OutputFormat):
         return "disk" if view.catalog.form.has_model_names else None
 
     def names(self, view: ModelView, named: NamedTarget) -> dict[str, str]:
-        """A DCP keeps the names it has, wrappers and prefix too, as the trainer that wrote it looks for them.
+        """Map target names to output names.
 
-        One that comes out of an HF checkpoint gets the prefix that was asked for.
+        Names of a DCP source are kept with wrappers and prefix, because the trainer that wrote it expects them. Names
+        of an HF source get the prefix of `--prefix`.
 
         Raises:
-            UsageError: The model would not be found again under the prefix.
+            UsageError: The reader would not find the model under the prefix.
         """
         names = OutputFormat.names(self, view, named)
         if not view.catalog.form.is_of_training:
@@ -76,7 +77,7 @@ class DcpFormat(OutputFormat):
         return {name: view.tensors[name].name if name in view.tensors else view.prefix + name for name in names}
 
     def second_names(self, view: ModelView, named: NamedTarget, names: Mapping[str, str]) -> dict[str, str]:
-        """A DCP keeps both names, as the trainer that wrote them looks for either."""
+        """Map each second name of a tensor to its first; both are kept because the trainer may look for either."""
         if named.naming.sources:
             return {}
         prefix = "" if view.catalog.form.is_of_training else self.options.prefix
@@ -86,7 +87,7 @@ class DcpFormat(OutputFormat):
         }
 
     def allocate(self, dst: Path, contents: OutputContents, source: SourceFiles) -> Allocation:
-        output = _lay_out(dst, contents, self.options.files)
+        output = _allocate_parts(dst, contents, self.options.files)
         return Allocation(
             output.catalog,
             lambda tree, _: check_dcp(tree, output),
@@ -118,7 +119,7 @@ class DcpFormat(OutputFormat):
         )
 
 
-def _lay_out(dst: Path, contents: OutputContents, files: int | None) -> DcpOutput:
+def _allocate_parts(dst: Path, contents: OutputContents, files: int | None) -> DcpOutput:
     target, state, model = contents.sharded.target, contents.state, contents.sharded.model
     if model is None:
         assert not state.tensors
@@ -130,18 +131,18 @@ def _lay_out(dst: Path, contents: OutputContents, files: int | None) -> DcpOutpu
     source_names = {**target.source_names, **state.source_names}
     blocks = [(entry, model.placed[name].stage, model.placed[name].blocks) for name, entry in target.tensors.items()]
     blocks += [(entry, *state.places[name]) for name, entry in state.tensors.items()]
-    blocks.sort(key=lambda each: order[source_names[each[0].name]])  # as the source holds them: one sequential pass
-    inside = DcpContents(
+    blocks.sort(key=lambda each: order[source_names[each[0].name]])  # source order: one sequential pass
+    dcp_contents = DcpContents(
         blocks,
         state.objects,
         {**target.aliases, **state.aliases},
         {**target.copies, **state.copies},
     )
-    return lay_out(dst, inside, model.dims, files, target.source)
+    return allocate_dcp(dst, dcp_contents, model.dims, files, target.source)
 
 
 def _model_names(contents: OutputContents) -> dict[str, str]:
-    """Name in the output -> name in the model, where they differ."""
+    """Map output names to model names where they differ."""
     naming = contents.naming
     if naming.rules is None:
         return {}

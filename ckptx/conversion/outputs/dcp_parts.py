@@ -1,4 +1,4 @@
-"""The files of a DCP to be: in one directory, or in the two that a trainer keeps side by side."""
+"""Allocation of the files of a DCP, in one directory or in the two that a trainer writes side by side."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from ckptx.layout.parallel_dims import ParallelDims
 
 @dataclass(frozen=True, slots=True)
 class DcpContents:
-    """What goes into a DCP.
+    """Tensors and objects to write to a DCP.
 
     Attributes:
-        cuts: Tensors with their stage and blocks, in the order to write them.
+        tensors: Tensors with their stage and blocks, in the order to write them.
         objects: Pickled objects by name.
-        aliases: Names that share the bytes of a tensor.
-        copies: Names in `cuts` that hold the bytes of another.
+        aliases: Name that shares the bytes of a tensor -> name of that tensor.
+        copies: Name in `tensors` with the same bytes as another -> name of the other.
     """
 
-    cuts: list[ShardedTensor]
+    tensors: list[ShardedTensor]
     objects: Mapping[str, BytesEntry] = field(default_factory=dict)
     aliases: Mapping[str, str] = field(default_factory=dict)
     copies: Mapping[str, str] = field(default_factory=dict)
@@ -37,11 +37,11 @@ class DcpOutput:
     """An allocated DCP.
 
     Attributes:
-        catalog: Every tensor and object of it.
-        groups: Files that are written together.
-        markers: `.metadata`, by path.
+        catalog: Every tensor and object of the DCP.
+        groups: Groups of files that are written together.
+        markers: Path and bytes of each `.metadata`.
         ranks: Rank of each file.
-        fqns: By path of a `.metadata`: name in it -> name in `catalog` of what it names.
+        fqns: Path of a `.metadata` -> map from each name in it to the name in `catalog`.
     """
 
     catalog: Catalog
@@ -51,22 +51,24 @@ class DcpOutput:
     fqns: dict[str, dict[str, str]] = field(default_factory=dict)
 
 
-def lay_out(root: Path, contents: DcpContents, dims: ParallelDims, files: int | None, source: Catalog) -> DcpOutput:
-    """Allocates every part of the output; it has the parts that `source` has.
+def allocate_dcp(
+    root: Path, contents: DcpContents, dims: ParallelDims, files: int | None, source: Catalog
+) -> DcpOutput:
+    """Allocate every part of the output; it has the same parts as `source`.
 
     Raises:
-        UnsupportedError: torch cannot hold a tensor.
+        UnsupportedError: torch cannot represent a tensor.
     """
     output = DcpOutput(Catalog(root, "dcp", {}), [], [], {})
     parts = source.parts
     for part in parts or (None,):
-        inside = contents if part is None else _of_part(contents, part, parts)
-        layout = dcp_layout.allocate_cut(root, inside.cuts, dims, inside.objects.values(), files)
+        part_contents = contents if part is None else _contents_of_part(contents, part, parts)
+        layout = dcp_layout.allocate_cut(root, part_contents.tensors, dims, part_contents.objects.values(), files)
         lead = "" if part is None or part.directory == "." else f"{part.directory}/"
         _append(output, layout, lead)
         names = {} if part is None else part.names
         planner_data = source.planner_data if part is None else part.planner_data
-        output.fqns[lead + METADATA], data = _metadata(layout.catalog, inside, names, planner_data)
+        output.fqns[lead + METADATA], data = _metadata(layout.catalog, part_contents, names, planner_data)
         output.markers.append((lead + METADATA, data))
     return output
 
@@ -74,13 +76,13 @@ def lay_out(root: Path, contents: DcpContents, dims: ParallelDims, files: int | 
 def _metadata(
     catalog: Catalog, contents: DcpContents, names: Mapping[str, str], planner_data: Mapping[str, Any] | None
 ) -> tuple[dict[str, str], bytes]:
-    """Names in the `.metadata` of one part with what each stands for, and the `.metadata` itself."""
+    """Return the map from names in the `.metadata` of one part to catalog names, and the bytes of the `.metadata`."""
     if not names:
         fqns = {**{name: name for name in (*catalog.tensors, *catalog.objects)}, **contents.aliases}
         return fqns, dcp_layout.metadata_bytes(catalog, contents.aliases, planner_data, contents.copies)
 
-    def called(name: str) -> str:
-        """A name that came with a copy or an alias is spelled as its twin is."""
+    def stored_name(name: str) -> str:
+        """Return a name as the part spells it; a new copy or alias follows the spelling of its twin."""
         if name in names:
             return names[name]
         twin = contents.aliases.get(name) or contents.copies.get(name)
@@ -90,18 +92,18 @@ def _metadata(
 
     renamed = replace(
         catalog,
-        tensors={called(name): entry for name, entry in catalog.tensors.items()},
-        objects={called(name): entry for name, entry in catalog.objects.items()},
+        tensors={stored_name(name): entry for name, entry in catalog.tensors.items()},
+        objects={stored_name(name): entry for name, entry in catalog.objects.items()},
     )
-    aliases = {called(name): called(stored) for name, stored in contents.aliases.items()}
-    twins = {called(name): called(stored) for name, stored in contents.copies.items()}
-    fqns = {called(name): name for name in (*catalog.tensors, *catalog.objects)}
-    fqns |= {called(name): stored for name, stored in contents.aliases.items()}
+    aliases = {stored_name(name): stored_name(stored) for name, stored in contents.aliases.items()}
+    twins = {stored_name(name): stored_name(stored) for name, stored in contents.copies.items()}
+    fqns = {stored_name(name): name for name in (*catalog.tensors, *catalog.objects)}
+    fqns |= {stored_name(name): stored for name, stored in contents.aliases.items()}
     return fqns, dcp_layout.metadata_bytes(renamed, aliases, planner_data, twins)
 
 
-def _of_part(contents: DcpContents, part: CheckpointPart, parts: tuple[CheckpointPart, ...]) -> DcpContents:
-    """What belongs into one part; names that came with an alias or a copy go where their twin is."""
+def _contents_of_part(contents: DcpContents, part: CheckpointPart, parts: tuple[CheckpointPart, ...]) -> DcpContents:
+    """Return the contents of one part; a new alias or copy goes to the part of its twin."""
     twins = {**contents.aliases, **contents.copies}
     owner = {name: each.directory for each in parts for name in each.names}
 
@@ -109,7 +111,7 @@ def _of_part(contents: DcpContents, part: CheckpointPart, parts: tuple[Checkpoin
         return owner.get(name, owner.get(twins.get(name, ""), parts[0].directory)) == part.directory
 
     return DcpContents(
-        [cut for cut in contents.cuts if is_here(cut[0].name)],
+        [tensor for tensor in contents.tensors if is_here(tensor[0].name)],
         {name: entry for name, entry in contents.objects.items() if is_here(name)},
         {name: stored for name, stored in contents.aliases.items() if is_here(stored)},
         {name: stored for name, stored in contents.copies.items() if is_here(name)},
@@ -117,7 +119,7 @@ def _of_part(contents: DcpContents, part: CheckpointPart, parts: tuple[Checkpoin
 
 
 def _append(output: DcpOutput, layout: dcp_layout.DcpLayout, lead: str) -> None:
-    """Adds one part to the whole, its files below its directory."""
+    """Add one part to the output, with `lead` in front of its file names."""
     moved: dict[int, tuple[str, ...]] = {}
     for name, entry in layout.catalog.tensors.items():
         chunks = entry.chunks

@@ -1,4 +1,4 @@
-"""A prefix to put in front of the names of a DCP: accepted when the reader finds the model under it again."""
+"""Check of `--prefix`: the reader must find the same model under the prefixed names."""
 
 from __future__ import annotations
 
@@ -14,50 +14,50 @@ from ckptx.untrusted.limits import NAME_LENGTH
 
 
 def refuse_unreadable_prefix(prefix: str, names: Collection[str], view: ModelView) -> None:
-    """Reads the names that would be written, as `view_model` does, and compares the model in them with the one given.
+    """Refuse a prefix under which `view_model` would not find the same model.
 
     Args:
-        prefix: To put in front of each name.
-        names: Without it.
-        view: The model that they are of.
+        prefix: Prefix to add to each name.
+        names: Names without the prefix.
+        view: Model that the names belong to.
 
     Raises:
-        UsageError: Another model would be found, or none.
+        UsageError: The reader would find another model, or none.
     """
-    what = _what_becomes_of(prefix, names, view)
-    if what is not None:
-        raise UsageError(f'--prefix "{prefix}": {what}; choose another prefix, as "app."')
+    reason = _reason_unreadable(prefix, names, view)
+    if reason is not None:
+        raise UsageError(f'--prefix "{prefix}": {reason}; choose another prefix, such as "app."')
 
 
-def _what_becomes_of(prefix: str, names: Collection[str], view: ModelView) -> str | None:
-    """Return the reason why the reader does not find the model again; None if it does."""
+def _reason_unreadable(prefix: str, names: Collection[str], view: ModelView) -> str | None:
+    """Return why the reader would not find the model under the prefix; None if it would."""
     if "*" in prefix.split("."):
         return 'a component "*" stands for an index where names are looked up'
     longest = max(map(len, names), default=0) + len(prefix)
     if longest > NAME_LENGTH:
-        return f"it makes a name of {longest:,} characters, allowed at most {NAME_LENGTH:,}"
+        return f"the longest name would have {longest:,} characters, at most {NAME_LENGTH:,} are allowed"
     written = {prefix + name: name for name in names}
-    config, own = view.config, view.catalog.config
-    if config is not None and own is not None and own.get("architectures") in (None, []):
-        inferred = infer_class(own, written)
+    config, source_config = view.config, view.catalog.config
+    if config is not None and source_config is not None and source_config.get("architectures") in (None, []):
+        inferred = infer_class(source_config, written)
         if inferred is None or [inferred.class_name] != config.get("architectures"):
-            return "under it, the names no longer tell the class that config.json leaves out"
+            return "config.json names no class, and the class cannot be inferred from names with this prefix"
     is_unknown = view.published is None or not view.published.name_patterns
-    # The names of an unknown class say nothing: whoever reads them has to give the prefix.
+    # Names of an unknown class do not identify a prefix: the user passes it when reading.
     is_state = [is_optimizer(name) or is_trainer_state(name) for name in written]
     if (is_unknown and any(is_state)) or all(is_state):
-        return "names that begin with it are read as those of optimizer or training state"
+        return "names with this prefix would be read as optimizer or training state"
     found = find_names(written, view.published, config, prefix if is_unknown else None)
     if _is_found_again(prefix, written, found):
         return None
     if found.unwrapped.counts or found.unwrapped.duplicates:
         wrapper = next(iter(found.unwrapped.counts))
-        return f'names are read without the wrapper "{wrapper}."'
+        return f'the reader strips the wrapper "{wrapper}." from names'
     if len(found.models.complete) > 1:
-        return f"{len(found.models.complete)} complete models would be found in the names"
+        return f"the reader would find {len(found.models.complete)} complete models"
     if found.models.roles.prefix != prefix:
-        return f"no model would be found under it, but one {below(found.models.roles.prefix)}"
-    return "some of the names that begin with it are read as those of optimizer or training state"
+        return f"the reader would find no model under this prefix, but one {below(found.models.roles.prefix)}"
+    return "some names with this prefix would be read as optimizer or training state"
 
 
 def _is_found_again(prefix: str, written: dict[str, str], found: ModelNames) -> bool:

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from ckptx.conversion.outputs.output_format import Allocation, ConfigEdits, OutputContents, OutputFormat
 from ckptx.conversion.outputs.safetensors_config import safetensors_edits
-from ckptx.conversion.steps.base import BaseCheckpoint, no_config
+from ckptx.conversion.steps.base import BaseCheckpoint, no_config_error
 from ckptx.conversion.steps.dtypes import CastTarget
 from ckptx.conversion.steps.manifest import manifest_of
 from ckptx.conversion.steps.model import DroppedState, Ties, drop_training_state
@@ -33,7 +33,7 @@ class HuggingFaceFormat(OutputFormat):
     """Safetensors with an index, as `save_pretrained` writes them.
 
     Attributes:
-        options: The options of the conversion.
+        options: Options of the conversion.
     """
 
     options: ToHfOptions
@@ -44,14 +44,14 @@ class HuggingFaceFormat(OutputFormat):
         return drop_training_state(view, view.catalog.objects, "is not converted to HF")
 
     def default_naming(self, view: ModelView) -> str | None:
-        """Published names, which all loaders know; tensors that have such, old ones or new, keep theirs."""
+        """Return "disk" for trainer and model names, as all loaders know published ones; None keeps published names."""
         return "disk" if view.trainer_naming or has_model_names(view) else None
 
     def restored(self, base: BaseCheckpoint, view: ModelView, ties: Ties) -> Restoration:
-        """What the manifest of this very checkpoint remembers, unless the options ask for something else.
+        """Restore the original files recorded in the manifest, unless options ask for a different output.
 
         Raises:
-            InputError: It remembers nothing, and there is no config.
+            InputError: The manifest records no files, and there is no config.
         """
         options = self.options
         asked = options.dtype != "auto" or options.max_shard_size is not None or options.tied != "auto" or view.prefix
@@ -59,7 +59,7 @@ class HuggingFaceFormat(OutputFormat):
         if not (asked or base.catalog is not None or options.base == "none" or options.names not in (None, "disk")):
             found = restore_original(view, ties.decisions, options.names)
         if found.files is None and base.config is None and options.base is None:
-            raise no_config(base.source)
+            raise no_config_error(base.source)
         return found
 
     def allocate(self, dst: Path, contents: OutputContents, source: SourceFiles) -> Allocation:
@@ -89,8 +89,8 @@ class HuggingFaceFormat(OutputFormat):
         return safetensors_edits(view, named, cast, base, ties, dtype)
 
     def sidecars(self, base: BaseCheckpoint) -> list[str]:
-        beside = base.files_from
-        names = without_backend(beside.source, beside.sidecars)
+        catalog = base.files_from
+        names = without_backend(catalog.source, catalog.sidecars)
         return [name for name in names if name == COMMON_FILE] if base.is_none else names
 
     def manifest(self, contents: OutputContents, allocation: Allocation, digests: Mapping[str, str]) -> dict[str, Any]:
@@ -101,8 +101,8 @@ class HuggingFaceFormat(OutputFormat):
         asked = self.options.max_shard_size is not None or self.options.names not in (None, "disk")
         if asked or base.files.keys().isdisjoint(target.tensors):
             return None
-        lost = [name for name in base.files if name not in target.tensors]
-        if lost:
-            said = f"{counted(len(lost), 'name')} of no tensor here, as tied ones are, left out of the files"
-            notes.append(f"{FILES}: {said}: {first_of(lost)}")
+        without_tensor = [name for name in base.files if name not in target.tensors]
+        if without_tensor:
+            names = f"{counted(len(without_tensor), 'name')} without a stored tensor (such as tied weights) skipped"
+            notes.append(f"{FILES}: {names}: {first_of(without_tensor)}")
         return base.files

@@ -1,4 +1,4 @@
-"""What every output format says of itself, so that one pipeline writes them all."""
+"""Interface of an output format; one pipeline writes all of them."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ from ckptx.transfer.plan import FrameOf
 
 @dataclass(frozen=True, slots=True)
 class OutputContents:
-    """Everything that goes into an output, under the names that it has there.
+    """All contents of an output, under their output names.
 
     Attributes:
-        sharded: The tensors of the model, and how they are cut.
-        state: What a trainer keeps beside it.
-        names: From the names that were chosen to those in the output.
-        naming: From the names that were chosen to those of the model.
-        base: Whose files travel along.
-        restored: The files that the source began as, if they are written again.
-        original: The files that the output remembers.
+        sharded: Tensors of the model with their shards.
+        state: Training state.
+        names: Map from target names to output names.
+        naming: Map from target names to model names.
+        base: Checkpoint whose config, tokenizer and other files are copied.
+        restored: Original files of the source if they are restored; else None.
+        original: Original files that the manifest of the output records; None for none.
     """
 
     sharded: ShardedTarget
@@ -49,17 +49,17 @@ class OutputContents:
 
 @dataclass(frozen=True, slots=True)
 class Allocation:
-    """Where everything will lie.
+    """Files of an output, with the position of every block.
 
     Attributes:
         catalog: Every tensor and object of the output.
-        check: Looks at the finished files before anything marks them as complete.
-        groups: Files that are written together; None writes each alone.
-        prologues: First bytes of a file, by its name.
-        markers: Files that are written last, in this order: name and bytes.
-        frame_of: Frame around a block, for formats that have one.
-        ranks: Rank of each file, where files belong to ranks.
-        notes: What the user should know.
+        check: Checks the finished files before they are marked as complete.
+        groups: Groups of files that are written together; None writes each file on its own.
+        prologues: File name -> first bytes of the file.
+        markers: Name and bytes of each file that is written last, in this order.
+        frame_of: Function that returns the frame around a block; None for formats without frames.
+        ranks: Rank of each file; empty if files do not belong to ranks.
+        notes: Notes for the user.
     """
 
     catalog: Catalog
@@ -77,8 +77,8 @@ class ConfigEdits:
     """Changes to config.json.
 
     Attributes:
-        rows: `key`, `before` and `after` of each.
-        notes: What the user should know.
+        rows: `key`, `before` and `after` of each change.
+        notes: Notes for the user.
     """
 
     rows: tuple[dict[str, Any], ...] = ()
@@ -86,43 +86,43 @@ class ConfigEdits:
 
 
 class OutputFormat(ABC):
-    """One format of output.
+    """Output format of a conversion.
 
     Attributes:
-        layout: Mesh and rules when each rank of a mesh gets files of its own; None when tensors stay whole.
-        can_alias: Two names can point at the same bytes.
-        keeps_wrappers: Names keep what torch put around them, as the trainer that wrote them looks for it.
-        needs_model: It is of no use without tensors of a model.
-        every_rank_alone: Each rank reads its own files and no other.
-        remembers: Its manifest keeps what it takes to write the files of the source again.
+        layout: Mesh and sharding rules if each rank gets its own files; None if tensors stay whole.
+        can_alias: True if two names can point at the same bytes.
+        keeps_wrappers: True if names keep torch's wrapper components, which the trainer that wrote them expects.
+        needs_model: True if a source without model tensors is refused.
+        own_files_only: True if each rank reads only its own files.
+        remembers: True if the manifest records the original files, so that they can be restored.
     """
 
     layout: ShardingOptions | None
     can_alias: ClassVar[bool] = False
     keeps_wrappers: ClassVar[bool] = False
     needs_model: ClassVar[bool] = True
-    every_rank_alone: ClassVar[bool] = False
+    own_files_only: ClassVar[bool] = False
     remembers: ClassVar[bool] = True
 
     @property
     def has_new_prefix(self) -> bool:
-        """True when every name gets a prefix."""
+        """Return True if every name gets a prefix."""
         return False
 
     def keeps_state(self, source: Catalog) -> bool:
-        """Return True if training state is written, too."""
+        """Return True if training state is written as well."""
         return False
 
     @abstractmethod
     def dropped_state(self, view: ModelView) -> DroppedState:
-        """What goes into the ledger as dropped when training state does not go along."""
+        """Return the training state that the ledger lists as dropped when it is not written."""
 
     @abstractmethod
     def default_naming(self, view: ModelView) -> str | None:
-        """What to do without `--names`; None leaves names as they are."""
+        """Return the naming scheme used without `--names`; None keeps names."""
 
     def restored(self, base: BaseCheckpoint, view: ModelView, ties: Ties) -> Restoration:
-        """The files that the source began as, where this output can be these files again."""
+        """Return the original files of the source if this output can restore them."""
         return Restoration()
 
     def names(self, view: ModelView, named: NamedTarget) -> dict[str, str]:
@@ -130,36 +130,36 @@ class OutputFormat(ABC):
         return {name: name for name in (*named.target.tensors, *named.target.aliases)}
 
     def second_names(self, view: ModelView, named: NamedTarget, names: Mapping[str, str]) -> dict[str, str]:
-        """Names in the output for tensors that the source has under two names -> the other name there."""
+        """Map each second output name of a tensor that the source has under two names to its first."""
         return {}
 
     @abstractmethod
     def allocate(self, dst: Path, contents: OutputContents, source: SourceFiles) -> Allocation:
-        """Give every block its place.
+        """Assign every block to a file and an offset.
 
         Args:
-            dst: The directory to write.
-            contents: All that goes into it.
-            source: The files of the source, for checks of what was written.
+            dst: Directory to write.
+            contents: Contents of the output.
+            source: Files of the source, which some checks of the written files read.
         """
 
     @abstractmethod
     def edits(
         self, view: ModelView, named: NamedTarget, cast: CastTarget, base: BaseCheckpoint, ties: Ties, dtype: str
     ) -> ConfigEdits:
-        """List the changes to config.json; `dtype` is that of `--dtype`."""
+        """List the changes to config.json; `dtype` is the value of `--dtype`."""
 
     @abstractmethod
     def sidecars(self, base: BaseCheckpoint) -> list[str]:
-        """List the files beside the base or the source that are copied."""
+        """List the names of the files that are copied from the base or the source."""
 
     @abstractmethod
     def manifest(self, contents: OutputContents, allocation: Allocation, digests: Mapping[str, str]) -> dict[str, Any]:
-        """What `ckptx.json` says, without files and sidecars."""
+        """Return the contents of `ckptx.json`, without files and sidecars."""
 
 
 def float_edits(view: ModelView, cast: CastTarget, base: BaseCheckpoint, rows: Sequence[dict[str, Any]]) -> ConfigEdits:
-    """Edits to dtypes, and those that take quantisation out of the config of a step in floats."""
+    """Return `rows`, with edits that remove the quantization config if every weight is a float."""
     quantization = quantization_edits(view, cast.target, base)
-    note = "config.json speaks of quantisation, and every weight is a float: taken out of it"
+    note = "quantization settings removed from config.json: every weight is a float"
     return ConfigEdits((*rows, *quantization), (note,) if quantization else ())

@@ -1,4 +1,4 @@
-"""What config.json has to say for the loaders of safetensors, which believe it."""
+"""Edits to config.json that make loaders of safetensors, which rely on it, load what the files hold."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from ckptx.model_view.view import ModelView
 def safetensors_edits(
     view: ModelView, named: NamedTarget, cast: CastTarget, base: BaseCheckpoint, ties: Ties, dtype: str
 ) -> ConfigEdits:
-    """Edits to dtypes, to quantisation and to ties, so that loading by the config gives what the files hold."""
+    """Return the edits to dtypes, quantization and ties for an output in safetensors."""
     floats = float_edits(view, cast, base, lossless_edits(view, cast, base, named.naming, dtype))
     untied = _untie_edits(view, base.config, ties)
     return ConfigEdits((*floats.rows, *untied.rows), (*floats.notes, *untied.notes))
 
 
 def _untie_edits(view: ModelView, config: dict[str, Any] | None, ties: Ties) -> ConfigEdits:
-    """Edits that stop the config from calling different tensors tied."""
+    """Return the edits that stop the config from declaring different tensors as tied."""
     if view.architecture is None or config is None:
         return ConfigEdits()
     found = config_edits(view.architecture, config, ties.decisions)

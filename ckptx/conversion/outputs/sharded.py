@@ -1,6 +1,6 @@
 """`reshard` into sharded safetensors.
 
-Loaders take these files by the names of the model and look for every tensor of it, so a tied name is stored, too.
+Loaders look for every tensor by its model name, so tied names are stored as well.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from ckptx.storage.interface import SourceFiles
 
 @dataclass(frozen=True)
 class ShardedFormat(OutputFormat):
-    """Safetensors with files of its own for each rank of the mesh, as torch's `HuggingFaceStorageWriter` has them."""
+    """Safetensors with separate files for each rank, in the format of torch's `HuggingFaceStorageWriter`."""
 
     layout: ShardingOptions
-    can_alias: ClassVar[bool] = True  # until they are cut: which names share bytes is what the manifest remembers
-    every_rank_alone: ClassVar[bool] = True
+    can_alias: ClassVar[bool] = True  # until tensors are sharded: the manifest records which names share bytes
+    own_files_only: ClassVar[bool] = True
 
     def dropped_state(self, view: ModelView) -> DroppedState:
         if not view.catalog.form.is_of_training:
@@ -64,8 +64,8 @@ class ShardedFormat(OutputFormat):
         return ConfigEdits(edits.rows, (*edits.notes, *_forced_ties(ties, edits)))
 
     def sidecars(self, base: BaseCheckpoint) -> list[str]:
-        beside = base.files_from
-        return without_backend(beside.source, beside.sidecars)
+        catalog = base.files_from
+        return without_backend(catalog.source, catalog.sidecars)
 
     def manifest(self, contents: OutputContents, allocation: Allocation, digests: Mapping[str, str]) -> dict[str, Any]:
         return manifest_of(
@@ -79,15 +79,16 @@ class ShardedFormat(OutputFormat):
 
 
 def _forced_ties(ties: Ties, edits: ConfigEdits) -> tuple[str, ...]:
-    """Says where transformers would give one tensor the values of another.
+    """Return a note if transformers would overwrite one tensor with the values of another.
 
-    Its loader of this form fills the parameters of a model that is tied by then, and never looks whether they differ.
+    Its loader of sharded safetensors fills the parameters of a model that is already tied, and never compares them.
     """
     forced = [each for each in ties.decisions if each.declared and each.action == "keep-both"]
     if not forced or any(edit["key"].endswith("tie_word_embeddings") for edit in edits.rows):
         return ()
     note = (
         f'"{forced[0].target}" and "{forced[0].source}" differ, but the class always ties them: from_pretrained '
-        "takes one for the other when it loads sharded safetensors; give it the HF form, torch's reader this one"
+        "would load one for both from sharded safetensors; convert to-hf for from_pretrained, or load with torch's "
+        "HuggingFaceStorageReader"
     )
     return (note,)

@@ -1,4 +1,4 @@
-"""The config that says what the tensors of a checkpoint are, and where the files beside the weights come from."""
+"""Config of the source, and the checkpoint from which tokenizer and other files are copied."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ from ckptx.publishing.replacing import refuse_files_of
 from ckptx.storage.interface import local_path
 from ckptx.storage.local import LocalSource
 
-# What a conversion does without a config: go on, go on where a manifest says that there was none, refuse.
+# Behavior without a config: convert; convert only if a manifest records that there was none; refuse.
 Need = Literal["none", "unless remembered", "config"]
 
 
 @dataclass(frozen=True, slots=True)
 class BaseCheckpoint:
-    """What a checkpoint is a checkpoint of.
+    """Checkpoint that the source was trained from, as far as it is known.
 
     Attributes:
-        source: The checkpoint, with the files beside it that travel along.
-        catalog: The checkpoint named by `--base`, else what the trainer left of it in `.hf_metadata/`, or None.
-        config: That of the base, else the one beside the tensors; None with `--base none`.
-        dtypes: Of the tensors of the base, by their names there.
-        files: Tensor name -> number of its file in the base, where `.hf_metadata/` says so.
+        source: Source checkpoint, with its sidecar files.
+        catalog: Checkpoint of `--base`, else the one that the trainer recorded in `.hf_metadata/`; None for neither.
+        config: Config of the base, else the one next to the tensors; None if there is none or with `--base none`.
+        dtypes: Tensor name in the base -> dtype.
+        files: Tensor name -> number of its file in the base; empty unless `.hf_metadata/` records it.
         is_none: True with `--base none`.
-        notes: What the user should know.
+        notes: Notes for the user.
     """
 
     source: Catalog
@@ -50,103 +50,108 @@ class BaseCheckpoint:
 
     @property
     def files_from(self) -> Catalog:
-        """Where the files beside the weights come from."""
+        """Return the checkpoint that the sidecar files are copied from."""
         return self.catalog if self.catalog is not None else self.source
 
 
 def find_base(source: Catalog, dst: Path, options: ConversionOptions, need: Need) -> BaseCheckpoint:
-    """Finds the config.
+    """Find the config of the source and the checkpoint it was trained from.
 
     Args:
-        source: The source.
-        dst: The directory to write, which must hold nothing of the base.
-        options: `base` and what a Hub id of it needs.
-        need: What to do where there is none.
+        source: Source checkpoint.
+        dst: Directory to write; must not contain files of the base.
+        options: `base`, and the Hub options for it.
+        need: Behavior when there is no config.
 
     Raises:
-        InputError: There is none, or it is damaged.
+        InputError: There is no config, or it is damaged.
         UnsupportedError: `--base` names a DCP.
     """
-    named = _open_base(options)
-    if named is not None:
-        refuse_overlap(local_path(named.root), dst)
-        refuse_files_of(named, dst)
-        return BaseCheckpoint(source, named, named.config, {name: entry.dtype for name, entry in named.tensors.items()})
+    given = _open_base(options)
+    if given is not None:
+        refuse_overlap(local_path(given.root), dst)
+        refuse_files_of(given, dst)
+        return BaseCheckpoint(source, given, given.config, {name: entry.dtype for name, entry in given.tensors.items()})
     if options.base == "none":
-        note = "--base none: no config, ties were not resolved and no prefix was looked for"
+        note = "--base none: no config used; tied weights and name prefixes are not detected"
         return BaseCheckpoint(source, None, None, is_none=True, notes=(note,))
-    beside = _base_beside(source)
-    if beside.config is not None:
-        return beside
+    adjacent = _adjacent_base(source)
+    if adjacent.config is not None:
+        return adjacent
     if need == "none":
-        note = "no config.json: tied names are unknown, every tensor is converted as it is"
-        return replace(beside, notes=(*beside.notes, note))
+        note = "no config.json: tied weights are not detected, every tensor is converted unchanged"
+        return replace(adjacent, notes=(*adjacent.notes, note))
     if need == "unless remembered":
-        return _without_config(beside)
-    raise no_config(source)
+        return _without_config(adjacent)
+    raise no_config_error(source)
 
 
-def no_config(source: Catalog) -> InputError:
-    """The error for tensors of an unknown model."""
+def no_config_error(source: Catalog) -> InputError:
+    """Return the error for a source without a config."""
     root = source.root
     if is_torch_dist(source.source):
         return InputError(
-            f"{root}: has Megatron's own names, which are not mapped to published ones, and no config.json; pass "
-            "--base none to write the tensors under their own names"
+            f"{root}: has no config.json, and its Megatron-Core names are not mapped to published names; pass "
+            "--base none to keep the names"
         )
     return InputError(
-        f"{root}: has no config.json, which names the architecture and its ties; pass --base HF, the checkpoint it was "
-        "trained from, or --base none to write the tensors alone"
+        f"{root}: has no config.json, which names the architecture and its tied weights; pass --base HF with the "
+        "checkpoint it was trained from, or --base none to write tensors without a config"
     )
 
 
 def _without_config(base: BaseCheckpoint) -> BaseCheckpoint:
-    """The base of a source without a config, where a manifest remembers files that had none either.
+    """Return the base of a source whose manifest records original files without a config.
 
-    What lay beside them travels back, too: the manifest names it, and only what is found there is taken.
+    Sidecar files that the manifest records and that still exist are copied.
 
     Raises:
-        InputError: No manifest does.
+        InputError: No manifest records such files.
     """
     source = base.source
     notes: list[str] = []
     manifest = manifest_beside(source, notes)
     if manifest is None or manifest.original is None or "config.json" in manifest.sidecars:
-        raise no_config(source)
+        raise no_config_error(source)
     around = look_around(source.source, frozenset(source.files))
     sidecars = tuple(sidecar for sidecar in around.carried if sidecar.name in manifest.sidecars)
-    found = {sidecar.name: around.identities[sidecar.name] for sidecar in sidecars}
-    note = f"no config.json: the files are those that {MANIFEST} remembers, ties are unknown"
+    identities = {sidecar.name: around.identities[sidecar.name] for sidecar in sidecars}
+    note = f"no config.json: restoring the files that {MANIFEST} records; tied weights are not detected"
     return replace(
         base,
-        source=replace(source, sidecars=sidecars, identities={**found, **source.identities}),
+        source=replace(source, sidecars=sidecars, identities={**identities, **source.identities}),
         notes=(*base.notes, *notes, note),
     )
 
 
-def _base_beside(source: Catalog) -> BaseCheckpoint:
-    """What lies beside the tensors: `.hf_metadata/`, or a config.
+def _adjacent_base(source: Catalog) -> BaseCheckpoint:
+    """Return the base recorded next to the tensors, in `.hf_metadata/` or as a config.
 
     Raises:
-        InputError: It is damaged.
+        InputError: `.hf_metadata/` is damaged.
     """
     directory = find_hf_metadata(source)
     if directory is None:
         return BaseCheckpoint(source, None, source.config)
     before = directory.identities(directory.listing())
-    found = read_hf_metadata(directory)
-    if found.config is None:
-        return BaseCheckpoint(source, None, source.config, found.dtypes, found.files)
+    metadata = read_hf_metadata(directory)
+    if metadata.config is None:
+        return BaseCheckpoint(source, None, source.config, metadata.dtypes, metadata.files)
     base = Catalog(
-        directory.location, "huggingface", {}, config=found.config, sidecars=found.sidecars, storage=directory
+        directory.location, "huggingface", {}, config=metadata.config, sidecars=metadata.sidecars, storage=directory
     )
-    base.identities = {**directory.identities(sidecar.name for sidecar in found.sidecars), **before}
-    note = f"{directory.location.name} beside the tensors is the base: its config and other files are taken"
-    return BaseCheckpoint(source, base, source.config, found.dtypes, found.files, notes=(note,))
+    base.identities = {**directory.identities(sidecar.name for sidecar in metadata.sidecars), **before}
+    note = f"using config, tokenizer and other files from {directory.location.name} in the source"
+    return BaseCheckpoint(source, base, source.config, metadata.dtypes, metadata.files, notes=(note,))
 
 
 def _open_base(options: ConversionOptions) -> Catalog | None:
-    """The checkpoint whose config and sidecars the output gets."""
+    """Open the checkpoint of `--base`; None without one.
+
+    Raises:
+        InputError: It has no config.json.
+        UnsupportedError: It is not an HF checkpoint.
+    """
     if options.base in (None, "none"):
         return None
     root = resolve(str(options.base), revision=options.revision, token=options.token, cache_dir=options.cache_dir)
@@ -154,7 +159,7 @@ def _open_base(options: ConversionOptions) -> Catalog | None:
         try:
             base = open_checkpoint(root)
         except InputError:
-            # Config and tokenizer alone are a base too.
+            # A directory with only config and tokenizer is a valid base.
             beside = LocalSource(root)
             before = beside.identities(("config.json",))
             base = Catalog(root, "huggingface", {}, config=config_in(beside), storage=beside)
@@ -163,7 +168,7 @@ def _open_base(options: ConversionOptions) -> Catalog | None:
     else:
         base = open_checkpoint(root)
     if base.config is None or source_of_config(base).location != base.root:
-        raise InputError(f"{base.root}: has no config.json; --base needs an HF checkpoint")
+        raise InputError(f"{base.root}: has no config.json; --base requires an HF checkpoint")
     if base.form.is_of_training:
         raise UnsupportedError(f"{base.root}: is of format {base.format}; --base requires an HF checkpoint")
     return base

@@ -1,4 +1,4 @@
-"""`--dtype`: which dtype each tensor of a target gets, and what config.json has to say about it."""
+"""`--dtype`: dtypes of the target tensors, and the edits to config.json that follow from them."""
 
 from __future__ import annotations
 
@@ -22,14 +22,15 @@ from ckptx.wording import first_of
 
 @dataclass(frozen=True, slots=True)
 class CastTarget:
-    """A target in the dtypes that it will have.
+    """Target tensors with their final dtypes.
 
     Attributes:
-        target: The tensors.
-        was_cast: Whether any has another dtype than in the source.
-        kept: Names that `--dtype` asks to cast, and that stay as they are; None without it.
-        base_dtypes: Of `--dtype base`: how many are as the base has them, which it lacks, which stay otherwise.
-        notes: What the user should know.
+        target: Target tensors.
+        was_cast: True if any dtype differs from that in the source.
+        kept: Float tensors that `--dtype` does not cast; None without `--dtype`.
+        base_dtypes: Result of `--dtype base`: number of tensors with the dtype of the base, names that the base lacks,
+            names whose dtype differs from the base; None without `--dtype base`.
+        notes: Notes for the user.
     """
 
     target: TargetTensors
@@ -40,16 +41,16 @@ class CastTarget:
 
 
 def cast_tensors(view: ModelView, named: NamedTarget, base: BaseCheckpoint, wanted: Any) -> CastTarget:
-    """Gives each target tensor its dtype.
+    """Set the dtype of each target tensor.
 
     Args:
-        view: The model.
-        named: The target.
-        base: Its dtypes count for "auto" and "base".
-        wanted: `--dtype`.
+        view: Model in the source.
+        named: Target tensors under their names.
+        base: Base, whose dtypes `--dtype base` takes over, and whose float32 tensors a cast keeps in float32.
+        wanted: Value of `--dtype`.
 
     Raises:
-        UsageError: Dtypes are to be those of a base, and there is none.
+        UsageError: `--dtype base` without known dtypes of a base.
     """
     target, architecture = named.target, view.architecture
     in_base: dict[str, DType] = {}
@@ -58,8 +59,8 @@ def cast_tensors(view: ModelView, named: NamedTarget, base: BaseCheckpoint, want
     if wanted == "base":
         if not base.dtypes:
             raise UsageError(
-                "--dtype base: nothing says which dtypes the base had; pass --base HF with its weights to convert "
-                "dcp2hf or reshard, or name a dtype"
+                "--dtype base: the dtypes of the base are unknown; pass --base HF, a checkpoint with weights, to "
+                "convert to-hf or reshard, or choose a dtype"
             )
         dtypes = base_targets(target.tensors, in_base)
     else:
@@ -67,7 +68,7 @@ def cast_tensors(view: ModelView, named: NamedTarget, base: BaseCheckpoint, want
             target.tensors,
             CAST_TARGETS.get(wanted),
             lambda name: architecture is not None and wanted != "fp32" and architecture.keeps_fp32(name, wanted),
-            _kept_by(base.dtypes, in_base),
+            _kept_in_float32(base.dtypes, in_base),
         )
     changed = {name for name, dtype in dtypes.items() if target.tensors[name].dtype is not dtype}
     if changed:
@@ -77,20 +78,20 @@ def cast_tensors(view: ModelView, named: NamedTarget, base: BaseCheckpoint, want
         }
         target = replace(target, tensors=tensors)
     if wanted == "base":
-        return _as_in_base(target, in_base, was_cast=bool(changed))
+        return _cast_to_base(target, in_base, was_cast=bool(changed))
     if wanted == "auto":
         return CastTarget(target, was_cast=bool(changed))
-    asked = CAST_TARGETS[wanted]
+    target_dtype = CAST_TARGETS[wanted]
     kept = [
         name
         for name, entry in target.tensors.items()
-        if entry.dtype.cast and name not in changed and entry.dtype is not asked
+        if entry.dtype.cast and name not in changed and entry.dtype is not target_dtype
     ]
     return CastTarget(target, bool(changed), kept)
 
 
-def _kept_by(base: Mapping[str, DType], in_base: Mapping[str, DType]) -> frozenset[str]:
-    """Names a base keeps in float32; a base wholly in float32 says nothing about what must stay so."""
+def _kept_in_float32(base: Mapping[str, DType], in_base: Mapping[str, DType]) -> frozenset[str]:
+    """Return the names that the base keeps in float32; none if the whole base is in float32."""
     if all(dtype.name == "F32" for dtype in base.values()):
         return frozenset()
     return frozenset(name for name, dtype in in_base.items() if dtype.name == "F32")
@@ -99,9 +100,9 @@ def _kept_by(base: Mapping[str, DType], in_base: Mapping[str, DType]) -> frozens
 def _by_target_name(
     base: Mapping[str, DType], view: ModelView, names: Iterable[str], naming: NameMap
 ) -> dict[str, DType]:
-    """Dtypes of a base by the names of the target, which may be spelled otherwise; what the base lacks is left out.
+    """Map target names, which may follow another naming scheme, to dtypes in the base; skip names that it lacks.
 
-    A tensor that is made of several of the base has a dtype there when they all have the same.
+    A tensor that is made of several base tensors has a dtype there only if all of them have the same.
     """
     names = list(names)
     if all(name in base for name in names):
@@ -112,63 +113,66 @@ def _by_target_name(
         by_model.setdefault((rules and rules.model_name(name)) or name, set()).add(dtype)
     found = {}
     for name in names:
-        # A trainer's dialect is one step away from the published names, which are another from those of the model.
-        spoken = naming.model_name(name) or name
-        known = next((base[each] for each in (name, spoken) if each in base), None)
-        if known is None:
-            alike = by_model.get((rules and rules.model_name(spoken)) or spoken, set())
-            known = next(iter(alike)) if len(alike) == 1 else None
-        if known is not None:
-            found[name] = known
+        # Trainer names map to published names, which map to model names.
+        published_name = naming.model_name(name) or name
+        dtype_in_base = next((base[each] for each in (name, published_name) if each in base), None)
+        if dtype_in_base is None:
+            model_dtypes = by_model.get((rules and rules.model_name(published_name)) or published_name, set())
+            dtype_in_base = next(iter(model_dtypes)) if len(model_dtypes) == 1 else None
+        if dtype_in_base is not None:
+            found[name] = dtype_in_base
     return found
 
 
-def _as_in_base(target: TargetTensors, in_base: Mapping[str, DType], *, was_cast: bool) -> CastTarget:
+def _cast_to_base(target: TargetTensors, in_base: Mapping[str, DType], *, was_cast: bool) -> CastTarget:
     floats = {name: entry for name, entry in target.tensors.items() if entry.dtype.cast}
     lacking = [name for name in floats if name not in in_base]
-    otherwise = [name for name, entry in floats.items() if name in in_base and in_base[name] is not entry.dtype]
+    differing = [name for name, entry in floats.items() if name in in_base and in_base[name] is not entry.dtype]
     notes = []
     if lacking:
-        said = counted(len(lacking), "tensor")
-        notes.append(f"--dtype base: {said} the base lacks keep their own dtype: {first_of(lacking)}")
-    if otherwise:
-        first = otherwise[0]
+        count = counted(len(lacking), "tensor")
+        notes.append(f"--dtype base: {count} not in the base, dtype unchanged: {first_of(lacking)}")
+    if differing:
+        first = differing[0]
         notes.append(
-            f"--dtype base: {counted(len(otherwise), 'tensor')} cannot be as in the base, which is quantised, and stay "
-            f'as they are: "{first}" is {in_base[first]} there, {floats[first].dtype} here'
+            f"--dtype base: {counted(len(differing), 'tensor')} quantized in the base, dtype unchanged: "
+            f'"{first}" is {in_base[first]} in the base, {floats[first].dtype} here'
         )
-    as_base = len(floats) - len(lacking) - len(otherwise)
-    counts = {"as_base": as_base, "lacking": lacking, "otherwise": otherwise}
-    return CastTarget(target, was_cast, [*lacking, *otherwise], counts, tuple(notes))
+    as_base = len(floats) - len(lacking) - len(differing)
+    counts = {"as_base": as_base, "lacking": lacking, "otherwise": differing}
+    return CastTarget(target, was_cast, [*lacking, *differing], counts, tuple(notes))
 
 
 def lossless_edits(
-    view: ModelView, done: CastTarget, base: BaseCheckpoint, naming: NameMap, wanted: str
+    view: ModelView, cast: CastTarget, base: BaseCheckpoint, naming: NameMap, wanted: str
 ) -> list[dict[str, Any]]:
-    """Edits to the dtypes that config.json names, so that loading by it loses nothing that the files hold.
+    """Return edits to the dtypes in config.json, so that loading by the config loses no precision.
 
-    A cast to one dtype makes the config say so. Otherwise the config is right until shown wrong: it is edited when
-    tensors are in a dtype that its own cannot hold, and they came to be so after the config was written. They did when
-    the base has them in another dtype; where no dtypes of a base are known, when at least half of all floats are such,
-    unless the config is that of the checkpoint itself and this is an HF one or still what ckptx made of one. Tensors
-    that the model keeps in float32 whatever the config says do not count. The format of source and output is of no
-    account.
+    A cast to one dtype sets the config to it. Otherwise the config is edited only if tensors are in a dtype that its
+    own cannot represent, and they got it after the config was written. They did if the base has them in another dtype;
+    if no dtypes of a base are known, when at least half of all floats are such, unless the config belongs to the
+    checkpoint itself and that is an HF checkpoint or an unchanged conversion of one by ckptx. Tensors that the model
+    keeps in float32 under any config do not count. The formats of source and output do not matter.
 
     Args:
-        view: The model in the source.
-        done: Its tensors have the dtypes that are written.
-        base: Whose config it is.
-        naming: Of the names in the target.
-        wanted: `--dtype`.
+        view: Model in the source.
+        cast: Target tensors with the dtypes that are written.
+        base: Base that the config comes from.
+        naming: Map from target names to model names.
+        wanted: Value of `--dtype`.
     """
-    config, target = view.config, done.target
+    config, target = view.config, cast.target
     if config is None:
         return []
-    said = dtypes_in(config).values()
+    config_dtypes = dtypes_in(config).values()
     floats = {name: entry for name, entry in target.tensors.items() if entry.dtype.cast and not _is_kept(view, name)}
-    lost = {name: entry for name, entry in floats.items() if not all(is_held(entry.dtype.name, each) for each in said)}
+    lost = {
+        name: entry
+        for name, entry in floats.items()
+        if not all(is_held(entry.dtype.name, each) for each in config_dtypes)
+    }
     if wanted in CAST_TARGETS:
-        return dtype_edits(config, wanted) if done.was_cast or lost else []
+        return dtype_edits(config, wanted) if cast.was_cast or lost else []
     if not lost or _is_as_published(view, base):
         return []
     in_base = _by_target_name(base.dtypes, view, lost, naming) if base.dtypes else {}
@@ -178,15 +182,15 @@ def lossless_edits(
         added = {}
     if not changed and not added:
         return []
-    settled = {name: entry for name, entry in floats.items() if name not in lost}
-    return widened(config, {entry.dtype.name for entry in (*changed.values(), *added.values(), *settled.values())})
+    lossless = {name: entry for name, entry in floats.items() if name not in lost}
+    return widened(config, {entry.dtype.name for entry in (*changed.values(), *added.values(), *lossless.values())})
 
 
 def quantization_edits(view: ModelView, target: TargetTensors, base: BaseCheckpoint) -> list[dict[str, Any]]:
-    """Edits that take the quantisation out of config.json when a step in floats is written under a quantised base.
+    """Return edits that remove the quantization from config.json if float weights are written with a quantized base.
 
-    Loaders look for scales where a config speaks of quantisation, find none, and leave the weights as they were made at
-    random. The config of a checkpoint that nobody trained since is right, whatever it says.
+    Loaders look for scales if the config declares quantization, find none, and keep randomly initialized weights. The
+    config of a checkpoint that was not trained since is correct and stays unchanged.
     """
     if view.config is None or _is_as_published(view, base):
         return []
@@ -200,15 +204,15 @@ def _numel(entries: Iterable[TensorEntry]) -> int:
 
 
 def _is_kept(view: ModelView, name: str) -> bool:
-    """True for what transformers loads in float32 under a config of either half precision."""
+    """Return True if transformers loads the tensor in float32 under a half-precision config."""
     return view.architecture is not None and view.architecture.keeps_fp32(name, "bf16")
 
 
 def _is_as_published(view: ModelView, base: BaseCheckpoint) -> bool:
-    """True when the config is the checkpoint's own and nobody has trained since it was written.
+    """Return True if the config is the checkpoint's own and no training took place since it was written.
 
-    That is so for an HF checkpoint and for what ckptx made of one. A config that `--base` gives was written for other
-    files, whatever the format of these, and a state dict of another name than `pytorch_model.bin` is a trainer's.
+    This holds for an HF checkpoint and for a conversion of one by ckptx. A config from `--base` was written for other
+    files, and a state dict with another file name than `pytorch_model.bin` comes from a trainer.
     """
     if base.catalog is not None:
         return False

@@ -1,4 +1,4 @@
-"""The ledger: every tensor of the source ends somewhere, and what the target is made of."""
+"""Ledger of a conversion: every source tensor is written, shared or dropped."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from ckptx.transfer.plan import CopyPlan
 
 @dataclass(frozen=True, slots=True)
 class Ledger:
-    """What became of the source.
+    """Counts of source and target names.
 
     Attributes:
-        ends: How many names of the source were `written`, are `aliases` of a name that was, or were `dropped`.
-        source: How many there are.
-        tensors: Names in the target.
-        stored: How many tensors they are.
-        copies: How many names hold the bytes of another.
-        aliases: How many share them.
-        dtypes: Names of the target by dtype, `before` as they were read, `after` as they are written.
+        ends: Number of source names that were `written`, are `aliases` of a written name, or were `dropped`.
+        source: Number of source names.
+        tensors: Number of target names.
+        stored: Number of distinct tensors among them.
+        copies: Number of target names that are stored as a copy of another.
+        aliases: Number of target names that share the bytes of another.
+        dtypes: Number of target names by dtype, `before` (as read) and `after` (as written).
     """
 
     ends: Mapping[str, int]
@@ -35,7 +35,7 @@ class Ledger:
     dtypes: Mapping[str, dict[str, int]]
 
     def to_dict(self) -> dict[str, Any]:
-        """What the report holds."""
+        """Return the `ledger` of the report."""
         target = {"tensors": self.tensors, "stored": self.stored, "copies": self.copies, "aliases": self.aliases}
         return {"source": self.source, **self.ends, "target": target}
 
@@ -50,29 +50,29 @@ def build_ledger(
     aliases: Mapping[str, str],
     leaders: Mapping[str, str],
 ) -> Ledger:
-    """Holds what was planned against what the source has.
+    """Check that the plan accounts for every source tensor, and count them.
 
     Args:
-        source: Names on disk of its tensors.
-        plan: Of the copy.
+        source: Names on disk of the source tensors.
+        plan: Copy plan.
         written: Names on disk of the tensors that the target is made of.
         shared: Names on disk of tied tensors.
-        dropped: Names on disk that a rule leaves out.
+        dropped: Names on disk of dropped tensors.
         aliases: Name in the target -> name it shares bytes with.
-        leaders: Name on disk -> a name for the tensor it is, the same for all that were found to be one.
+        leaders: Name on disk -> representative name, equal for all names of one tensor.
 
     Raises:
-        Defect: A tensor ends nowhere.
+        Defect: A tensor is neither written nor shared nor dropped.
     """
-    on_disk, left, ends = set(source), set(source), {}
+    on_disk, remaining, ends = set(source), set(source), {}
     for end, names in (("written", written), ("aliases", shared), ("dropped", dropped)):
-        ends[end] = len(left.intersection(names))
-        left.difference_update(names)
-    if left:
-        raise Defect(f'tensor "{min(left)}" and {len(left) - 1} more would be lost; please report it')
+        ends[end] = len(remaining.intersection(names))
+        remaining.difference_update(names)
+    if remaining:
+        raise Defect(f'tensor "{min(remaining)}" and {len(remaining) - 1} more would be lost; please report it')
     steps = {step.target.name: step for step in plan.steps() if step.framed}
-    keys = {_bytes_of(step.source, on_disk, leaders) for step in steps.values()}
-    shown = [*steps.values(), *(steps[name] for name in aliases.values())]
+    keys = {_content_key(step.source, on_disk, leaders) for step in steps.values()}
+    all_steps = [*steps.values(), *(steps[name] for name in aliases.values())]
     return Ledger(
         ends,
         len(on_disk),
@@ -81,15 +81,15 @@ def build_ledger(
         len(steps) - len(keys),
         len(aliases),
         {
-            "before": count_dtypes(step.source for step in shown),
-            "after": count_dtypes(step.target for step in shown),
+            "before": count_dtypes(step.source for step in all_steps),
+            "after": count_dtypes(step.target for step in all_steps),
         },
     )
 
 
-def _bytes_of(entry: TensorEntry, on_disk: set[str], leaders: Mapping[str, str]) -> object:
-    """A key for the bytes that an entry of the source stands for: equal for the names of one tensor."""
+def _content_key(entry: TensorEntry, on_disk: set[str], leaders: Mapping[str, str]) -> object:
+    """Return a key for the bytes of a source entry, equal for all names of one tensor."""
     if entry.name in leaders:
         return leaders[entry.name]
-    # An entry that was put together may begin where another begins that was taken out of the same tensor.
+    # A composed entry may begin at the same offset as another slice of the same tensor.
     return entry.place if entry.name in on_disk and entry.numel else entry.name

@@ -1,4 +1,4 @@
-"""What `ckptx.json` says after a conversion."""
+"""Contents of `ckptx.json`, the manifest of an output."""
 
 from __future__ import annotations
 
@@ -24,26 +24,26 @@ def manifest_of(
     mesh: ShardedModel | None = None,
     model_names: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
-    """The manifest of an output, without files and sidecars.
+    """Return the manifest of an output, without files and sidecars.
 
     Args:
         kind: "dcp", "sharded" or "huggingface".
-        layout: The allocated target.
-        digests: By name of a stored tensor.
-        aliases: Names that share the bytes of a stored tensor.
-        copies: Stored names that hold the bytes of another one.
-        original: What it takes to write the original files again.
-        mesh: How it is cut.
-        model_names: Name in the model of a tensor that is called otherwise here.
+        layout: Allocated output.
+        digests: Digest of each stored tensor.
+        aliases: Name that shares the bytes of a stored tensor -> name of that tensor.
+        copies: Stored name with the same bytes as another -> name of the other.
+        original: Record from which the original files can be restored; None for none.
+        mesh: Sharding of the tensors; None if they are whole.
+        model_names: Output name -> model name, where they differ.
     """
     aliases, copies, model_names = aliases or {}, copies or {}, model_names or {}
-    cuts = _CutTable(layout)
+    chunk_table = _ChunkTable(layout)
     rows: dict[str, Any] = {}
     for name in (*layout.tensors, *aliases):
         stored = aliases.get(name, name)
         _, dtype, shape, chunks, _ = layout.tensors[stored]
-        place, number = cuts.place(chunks)
-        row: dict[str, Any] = {"dtype": dtype.name, "shape": shape, "digest": digests[stored], place: number}
+        key, number = chunk_table.reference(chunks)
+        row: dict[str, Any] = {"dtype": dtype.name, "shape": shape, "digest": digests[stored], key: number}
         if name in aliases or name in copies:
             row["tied_to"] = aliases.get(name) or copies[name]
         if name in model_names:
@@ -62,13 +62,13 @@ def manifest_of(
             "stages": mesh.layers() if mesh else None,
         },
         "origin": None if original is None else original.as_json(),
-        "cuts": cuts.rows,
+        "cuts": chunk_table.rows,
         "tensors": rows,
     }
 
 
-class _CutTable:
-    """Cuts by number: tensors that are cut alike into the same files share one."""
+class _ChunkTable:
+    """Numbered lists of chunks; tensors with the same chunks in the same files share one."""
 
     def __init__(self, layout: Catalog) -> None:
         self.rows: list[dict[str, Any]] = []
@@ -76,8 +76,8 @@ class _CutTable:
         self._numbers: dict[tuple[int, int], int] = {}
         self._ids = ObjectIds()
 
-    def place(self, chunks: Sequence[Chunk]) -> tuple[str, int]:
-        """What a row says of a tensor with these chunks: "file" and its number for one in one piece, else "cut"."""
+    def reference(self, chunks: Sequence[Chunk]) -> tuple[str, int]:
+        """Return the key and number that a row refers to: "file" if the tensor is in one chunk, else "cut"."""
         if type(chunks) is not ShardedChunks:
             (chunk,) = chunks
             return "file", self._files[chunk.file]

@@ -1,4 +1,4 @@
-"""The source seen as a model: its names, its ties, whether it fits its config, and what lies beside it."""
+"""Model in the source: its names, tied weights and match with its config, and the training state that is dropped."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ from ckptx.storage.interface import SourceFiles
 
 @dataclass(frozen=True, slots=True)
 class SourceModel:
-    """The model in the source.
+    """Model in the source.
 
     Attributes:
-        view: Of it; every block that will be read is located.
-        notes: What the user should know.
+        view: View of the model; every block that will be read is located.
+        notes: Notes for the user.
     """
 
     view: ModelView
@@ -43,13 +43,13 @@ class SourceModel:
 def find_model(
     base: BaseCheckpoint, files: SourceFiles, options: ConversionOptions, *, with_state: bool
 ) -> SourceModel:
-    """Finds the model, and the places of its bytes.
+    """Find the model in the source and locate its bytes.
 
     Args:
-        base: The source, and the config that says what its tensors are.
-        files: The files of the source.
-        options: The prefix of names, and `trust_remote_code`; a dry run looks into every archive at once.
-        with_state: Training state will be read, too.
+        base: Source checkpoint and its config.
+        files: Files of the source.
+        options: Name prefix, `trust_remote_code`, and `dry_run`, which locates every archive immediately.
+        with_state: True if training state will be read as well.
 
     Raises:
         InputError: No tensor has the prefix, there are several models, an archive is damaged, or two replicas or two
@@ -62,25 +62,25 @@ def find_model(
         prefix=options.model_prefix,
         trust_remote_code=options.trust_remote_code,
     )
-    later = not options.dry_run
-    view = locate_archives(view, files, lazy=later)
+    lazy = not options.dry_run
+    view = locate_archives(view, files, lazy=lazy)
     compare_replicas(view.catalog, files)
     if with_state:
-        view = locate_all(view, files, lazy=later)
+        view = locate_all(view, files, lazy=lazy)
     view = resolve_duplicates(view, files, with_state=with_state)
-    notes = view.notes_on_others("carried along as it is") if with_state else ()
+    notes = view.notes_on_others("copied unchanged") if with_state else ()
     return SourceModel(view, (*view.notes, *notes))
 
 
 @dataclass(frozen=True, slots=True)
 class Ties:
-    """Which names of the model are one tensor.
+    """Tied weights of the model.
 
     Attributes:
-        decisions: On each pair that the class declares or that was found.
-        leaders: Name on disk -> a name for the tensor it is, the same for all names that were found to be one.
-        parameters: Elements of the model, each tensor once.
-        notes: What the user should know.
+        decisions: Decision on each pair that the class declares or that was detected.
+        leaders: Name on disk -> representative name, equal for all names of one tensor.
+        parameters: Number of parameters, each tensor counted once.
+        notes: Notes for the user.
     """
 
     decisions: list[TieDecision]
@@ -90,15 +90,15 @@ class Ties:
 
 
 def resolve_ties(view: ModelView, files: SourceFiles, options: ConversionOptions) -> Ties:
-    """Decides every tie; bytes are read only of pairs that are both on disk.
+    """Decide for every pair whether it is tied; bytes are read only if both names are on disk.
 
     Args:
-        view: The model.
-        files: The files of the source.
+        view: Model in the source.
+        files: Files of the source.
         options: `tie_missing` and `allow_config_mismatch`.
 
     Raises:
-        InputError: A tensor the model needs is missing, and nothing says that it is tied.
+        InputError: A tensor that the model requires is missing and not declared tied.
     """
     missing: list[str] | None = [] if options.allow_config_mismatch else None
     decisions = decide_ties(view, files, tie_missing=options.tie_missing, accepted=missing)
@@ -110,7 +110,7 @@ def resolve_ties(view: ModelView, files: SourceFiles, options: ConversionOptions
         (
             *(missing or ()),
             *(
-                f"declared tied, but not: {decision.evidence}; both are kept"
+                f"declared tied, but different: {decision.evidence}; both are kept"
                 for decision in decisions
                 if decision.declared and decision.action == "keep-both"
             ),
@@ -120,11 +120,11 @@ def resolve_ties(view: ModelView, files: SourceFiles, options: ConversionOptions
 
 @dataclass(frozen=True, slots=True)
 class ConfigCheck:
-    """What came of holding the model against its config.
+    """Comparison of the model with its config.
 
     Attributes:
-        fit: Names and shapes; None where there is no config or no class.
-        notes: What the user should know.
+        fit: Match of names and shapes; None without a config or class.
+        notes: Notes for the user.
     """
 
     fit: ConfigMatch | None
@@ -132,43 +132,43 @@ class ConfigCheck:
 
 
 def check_against_config(view: ModelView, *, allow_config_mismatch: bool) -> ConfigCheck:
-    """Compare names and shapes of the tensors with those that the config asks for.
+    """Compare names and shapes of the tensors with those that the config requires.
 
     Args:
-        view: The model.
-        allow_config_mismatch: True makes a note of a difference.
+        view: Model in the source.
+        allow_config_mismatch: True to note mismatches instead of raising an error.
 
     Raises:
-        InputError: Names or shapes do not fit, and nobody said that they may not.
+        InputError: Names or shapes do not match, and `allow_config_mismatch` is False.
     """
     architecture = view.architecture
     if view.config is None:
         return ConfigCheck(None)
     if architecture is None:
-        note = "config.json names no architecture: ties are unknown, tensors are taken as they are"
+        note = "config.json names no architecture: tied weights are not detected, every tensor is converted unchanged"
         return ConfigCheck(None, (note,))
     fit = match_config(view)
     notes = fit.extra_notes(architecture.class_name)
     if fit.misfits:
-        said = fit.summary(str(view.catalog.root))
+        mismatch = fit.summary(str(view.catalog.root))
         if not allow_config_mismatch:
             raise InputError(
-                f"{said}; copy what is missing, give the config that it was trained with (--base), or pass "
-                "--allow-config-mismatch to take it as it is"
+                f"{mismatch}; add the missing files, pass --base HF with the config that it was trained with, or pass "
+                "--allow-config-mismatch to convert it anyway"
             )
-        notes.append(said)
+        notes.append(mismatch)
     return ConfigCheck(fit, tuple(notes))
 
 
 @dataclass(frozen=True, slots=True)
 class DroppedState:
-    """What is not the model and does not go along.
+    """Training state that is not written.
 
     Attributes:
-        dropped: Rows for the ledger: name on disk, and why.
-        optimizer: Tensors and bytes of optimizer state among them; None where nothing was left behind.
-        objects: Number and bytes of pickled objects.
-        notes: What the user should know.
+        dropped: Rows for the ledger: name on disk and reason.
+        optimizer: Tensors and bytes of optimizer state among them; None if the output keeps training state.
+        objects: Number and bytes of pickled objects; None if the output keeps training state.
+        notes: Notes for the user.
     """
 
     dropped: tuple[dict[str, str], ...] = ()
@@ -178,14 +178,14 @@ class DroppedState:
 
 
 def drop_training_state(view: ModelView, objects: Mapping[str, BytesEntry], reason: str) -> DroppedState:
-    """What is not the model, by name for the ledger and in one line for the summary."""
-    settled = view.model_duplicates
-    twins = {name: kept for name, kept in view.duplicates.items() if name not in settled}
+    """Return everything except the model, by name for the ledger and in one line for the summary."""
+    model_duplicates = view.model_duplicates
+    twins = {name: kept for name, kept in view.duplicates.items() if name not in model_duplicates}
     optimizer, other = frozenset(view.optimizer), set(view.other)
     optimizer |= {name for name, kept in twins.items() if kept in optimizer}
     other |= {name for name, kept in twins.items() if kept in other}
     models = {name: f"{each.description}, not converted" for each in view.others for name in each.names}
-    outside = f'not below the prefix "{view.prefix}" of the model'
+    outside = f'outside the model prefix "{view.prefix}"'
     rows = []
     for name in view.catalog.tensors:
         if name in optimizer:
@@ -209,17 +209,17 @@ def drop_training_state(view: ModelView, objects: Mapping[str, BytesEntry], reas
 
 
 def refuse_without_model(view: ModelView) -> None:
-    """Refuses a checkpoint that holds training state alone.
+    """Refuse a checkpoint without model tensors.
 
     Raises:
-        InputError: No tensor in it is of a model.
+        InputError: No tensor belongs to a model.
     """
     if not view.tensors:
         root = view.catalog.root
-        raise InputError(f"{root}: holds no model tensors; look at its names with `ckptx inspect --tensors`")
+        raise InputError(f"{root}: contains no model tensors; list its names with `ckptx inspect --tensors`")
 
 
 def wrapper_notes(view: ModelView, *, kept: bool) -> Iterable[str]:
-    """What became of the wrappers in names."""
-    done = "kept in" if kept else "removed from"
-    return (f'wrapper "{wrapper}." {done} {counted(count, "name")}' for wrapper, count in view.wrappers.items())
+    """Yield a note for each wrapper component that was kept in or removed from names."""
+    action = "kept in" if kept else "removed from"
+    return (f'wrapper "{wrapper}." {action} {counted(count, "name")}' for wrapper, count in view.wrappers.items())

@@ -1,4 +1,4 @@
-"""`--names`: the same tensors as they are published, as the model has them, or as a trainer calls them."""
+"""`--names`: published names, names of the transformers model, or the names of a trainer."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from ckptx.model_view.view import ModelView, rules_of, trainer_rules
 
 @dataclass(frozen=True, slots=True)
 class NameMap:
-    """How the names of a target relate to others.
+    """Map from target names to model names and to the names before renaming.
 
     Attributes:
-        rules: To the names of the model; None when the class is unknown.
-        sources: New name -> the old names of what went into it; empty when names are what they were.
+        rules: Rules to model names; None if the class is unknown.
+        sources: New name -> old names of the tensors it is made of; empty if no name changed.
     """
 
     rules: NameRules | None
     sources: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     def model_name(self, name: str) -> str | None:
-        """The tensor of the model that a tensor goes into; None for what the model does not have."""
+        """Return the model tensor that a target tensor is loaded into; None if the model has none."""
         return name if self.rules is None else self.rules.model_name(name)
 
     def renamed(self, view: ModelView) -> dict[str, str]:
-        """Name in the view -> name now, of tensors that went over one to one."""
+        """Map view names to target names, for tensors that map one to one."""
         if not self.sources:
             return {name: name for name in view.tensors}
         uses = Counter(name for sources in self.sources.values() for name in sources)
@@ -42,12 +42,12 @@ class NameMap:
 
 @dataclass(frozen=True, slots=True)
 class NamedTarget:
-    """A target in the names that it will have.
+    """Target tensors under their new names.
 
     Attributes:
-        target: The tensors.
-        naming: How their names relate to those of the model, and to those that they had.
-        notes: What the user should know.
+        target: Target tensors.
+        naming: Map from their names to model names and to their old names.
+        notes: Notes for the user.
     """
 
     target: TargetTensors
@@ -59,37 +59,37 @@ def rename(
     view: ModelView,
     target: TargetTensors,
     *,
-    asked: str | None,
-    by_default: str | None,
+    names: str | None,
+    default: str | None,
     original: list[str] | None = None,
 ) -> NamedTarget:
-    """Gives the tensors of a target the names that `--names` asks for.
+    """Rename the tensors of a target to the scheme of `--names`.
 
     Args:
-        view: The model.
-        target: In the names of the view.
-        asked: `--names`.
-        by_default: What to do without it; None leaves names as they are.
-        original: The names on disk to come back to, where a manifest remembers them.
+        view: Model in the source.
+        target: Target under the names of the view.
+        names: Value of `--names`; None if not set.
+        default: Scheme without `--names`; None keeps names.
+        original: Original names on disk that a manifest records; None for none.
 
     Raises:
         UnsupportedError: The class is unknown, or has a conversion that ckptx lacks.
-        InputError: Tensors that belong together are not all there.
+        InputError: Some of the tensors that are combined into one are missing.
     """
-    published, spoken = rules_of(view), trainer_rules(view.trainer_naming) if view.trainer_naming else None
-    wanted = asked or by_default
+    published, trainer = rules_of(view), trainer_rules(view.trainer_naming) if view.trainer_naming else None
+    wanted = names or default
     scheme = SCHEMES.get(wanted or "")
-    if wanted is None or (scheme is not None and spoken is not None and scheme == _scheme_of(view)):
-        return NamedTarget(target, NameMap(spoken or published))
+    if wanted is None or (scheme is not None and trainer is not None and scheme == _scheme_of(view)):
+        return NamedTarget(target, NameMap(trainer or published))
     if published is None:
-        if asked is None:
+        if names is None:
             return NamedTarget(target, NameMap(None))
-        raise UnsupportedError(f"--names {wanted}: the names of this class are unknown; leave them as they are")
+        raise UnsupportedError(f"--names {wanted}: the naming of this class is unknown; leave out --names")
     entries = {name: target.source.tensors[target.source_names[name]] for name in target.tensors}
     entries |= {name: entries[stored] for name, stored in target.aliases.items()}
     renamed = Renamed.not_yet(entries)
-    if spoken is not None:
-        renamed = renamed.then(spoken.to_model(renamed.tensors))
+    if trainer is not None:
+        renamed = renamed.then(trainer.to_model(renamed.tensors))
     rules = published
     try:
         if wanted == "model":
@@ -97,22 +97,22 @@ def rename(
         else:
             renamed = renamed.then(published.to_disk(renamed.tensors, original))
     except UnsupportedError as error:
-        if asked is not None:
+        if names is not None:
             raise
-        left = "disk" if wanted == "model" else "model"
-        raise UnsupportedError(f"{error}; --names {left} leaves them as they are") from error
+        unchanged = "disk" if wanted == "model" else "model"
+        raise UnsupportedError(f"{error}; pass --names {unchanged} to keep the names") from error
     if scheme is not None:
         rules = _rules_of_scheme(scheme, view)
         renamed = renamed.then(rules.to_disk(renamed.tensors))
         if renamed.kept:
             raise UnsupportedError(
-                f'--names {scheme.trainer}: tensor "{renamed.kept[0]}" is quantized; {scheme.trainer} has no names for '
-                "what lies beside it; keep the names that it has on disk"
+                f'--names {scheme.trainer}: tensor "{renamed.kept[0]}" is quantized, and {scheme.trainer} has no names '
+                "for quantization scales; pass --names disk"
             )
     notes = tuple(renamed.notes)
     if all(sources == (name,) for name, sources in renamed.sources.items()):
         return NamedTarget(target, NameMap(rules), notes)
-    return NamedTarget(_put_together(target, renamed), NameMap(rules, renamed.sources), notes)
+    return NamedTarget(_apply_renaming(target, renamed), NameMap(rules, renamed.sources), notes)
 
 
 def _scheme_of(view: ModelView) -> TrainerScheme | None:
@@ -125,13 +125,13 @@ def _rules_of_scheme(scheme: TrainerScheme, view: ModelView) -> NameRules:
     return trainer_rules(scheme.conversions(view.published.class_name, view.config))
 
 
-def _put_together(target: TargetTensors, renamed: Renamed) -> TargetTensors:
-    """The target in new names; its source gets an entry for each tensor in its new form."""
-    became = {sources: name for name, sources in renamed.sources.items()}
+def _apply_renaming(target: TargetTensors, renamed: Renamed) -> TargetTensors:
+    """Return the target under new names; its source gets an entry for each combined or split tensor."""
+    new_names = {sources: name for name, sources in renamed.sources.items()}
     aliases = {
-        became[name,]: became[stored,]
+        new_names[name,]: new_names[stored,]
         for name, stored in target.aliases.items()
-        if (name,) in became and (stored,) in became
+        if (name,) in new_names and (stored,) in new_names
     }
     tensors = {name: entry for name, entry in renamed.tensors.items() if name not in aliases}
     others = {name: entry for name, entry in target.source.tensors.items() if name not in renamed.tensors}

@@ -1,4 +1,4 @@
-"""What every conversion begins with: the source opened, the target free."""
+"""First step of every conversion: open the source and check that the target can be written."""
 
 from __future__ import annotations
 
@@ -19,21 +19,22 @@ from ckptx.publishing.output_place import refuse_existing, refuse_overlap, refus
 from ckptx.publishing.replacing import refuse_files_of, refuse_foreign
 from ckptx.publishing.report_file import refuse_place
 from ckptx.storage.interface import SourceFiles
+from ckptx.wording import counted
 
 _logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class SourceCheckpoint:
-    """One conversion, before anything is known of the model.
+    """Opened source checkpoint of a conversion.
 
     Attributes:
-        source: The checkpoint, its headers read.
-        files: Its files, open as long as the conversion lasts.
-        dst: The directory to write.
-        options: What was asked for.
-        processes: The others that make the same output; None for one on its own.
-        notes: What the user should know.
+        source: Catalog of the source, from its headers.
+        files: Files of the source, open until the conversion ends.
+        dst: Directory to write.
+        options: Options of the conversion.
+        processes: Other processes that write the same output; None for a single process.
+        notes: Notes for the user.
     """
 
     source: Catalog
@@ -46,11 +47,11 @@ class SourceCheckpoint:
 
 @contextmanager
 def open_source(src: str | Path, dst: str | Path, options: ConversionOptions) -> Iterator[SourceCheckpoint]:
-    """Opens the source, with all processes of the run together.
+    """Open the source, on all processes of the run.
 
     Raises:
         InputError, UnsupportedError: The source cannot be opened.
-        OutputError: The target is taken, or a file of the source lies in it.
+        OutputError: The target already exists, or contains a file of the source.
     """
     processes = PeerProcesses.from_environment()
     with processes.session() if processes is not None else nullcontext():
@@ -60,7 +61,7 @@ def open_source(src: str | Path, dst: str | Path, options: ConversionOptions) ->
         path = resolve(str(src), revision=options.revision, token=options.token, cache_dir=options.cache_dir)
         refuse_unreachable(dst)
         refuse_overlap(path, dst)
-        notes = () if options.resume else _refuse_taken(dst, options)
+        notes = () if options.resume else _refuse_existing_target(dst, options)
         source = open_checkpoint(path)
         if not options.allow_config_mismatch:
             _refuse_one_of_many(source)
@@ -74,25 +75,25 @@ def open_source(src: str | Path, dst: str | Path, options: ConversionOptions) ->
 
 
 def _refuse_one_of_many(source: Catalog) -> None:
-    """Refuse a file that says that it is one of several, where no index says otherwise."""
+    """Refuse a single file whose name marks it as one of several, unless an index exists."""
     if len(source.files) != 1 or any(name.endswith(".index.json") for name in source.verbatim):
         return
     (name,) = source.files
     count = None if source.form.is_of_training or source.form.has_manifest else is_file_of_many(name)
     if count is not None:
         raise UnsupportedError(
-            f"{source.root / name}: is one file of {count} of a checkpoint; pass the directory with all of them and "
-            "their index, or --allow-config-mismatch to convert this file alone"
+            f"{source.root / name}: is one of {counted(count, 'file')} of a checkpoint; pass the directory with all "
+            "of them and their index, or --allow-config-mismatch to convert this file only"
         )
 
 
-def _refuse_taken(dst: Path, options: ConversionOptions) -> tuple[str, ...]:
-    """Refuses a target that cannot be written; a dry run only says so."""
+def _refuse_existing_target(dst: Path, options: ConversionOptions) -> tuple[str, ...]:
+    """Refuse a target that cannot be written; in a dry run, return the error as a note."""
     try:
         refuse_existing(dst, options.overwrite)
         refuse_foreign(dst)
     except OutputError as error:
         if not options.dry_run:
             raise
-        return (f"nothing could be written there: {error}",)
+        return (f"a conversion would fail: {error}",)
     return ()

@@ -1,8 +1,8 @@
 """Compare the config that decides the order of rows with the one that `ckptx.json` records.
 
-Under torchtitan's names, and under those of the model, some tensors hold the rows of the published ones in another
-order, or several of them. The way back depends on numbers in config.json: heads, groups, sizes. A config that somebody
-edited in between gives tensors of the right shape with the wrong rows, which nothing but the recorded digest tells.
+Under torchtitan names and under model names, some tensors hold the rows of published tensors in another order, or
+several of them. The inverse depends on numbers in config.json: heads, groups, sizes. With a config that was edited in
+between, it gives tensors of the right shape with wrong rows, which only the recorded digest reveals.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ _CONFIG = "config.json"
 
 
 def check_recorded_config(view: ModelView, base: BaseCheckpoint, named: NamedTarget) -> None:
-    """Check that the config orders rows as the one did under which the checkpoint was written.
+    """Check that the config gives the same order of rows as the one that the checkpoint was written with.
 
     Args:
-        view: The model in the source.
-        base: The checkpoint that gives the config.
-        named: The target in the names that it will have.
+        view: Model in the source.
+        base: Checkpoint that the config comes from.
+        named: Target tensors under their new names.
 
     Raises:
-        InputError: The config is another one, and tensors are put together, taken apart or reordered by it.
+        InputError: The config is a different one, and tensors are combined, split or reordered by it.
     """
     manifest = manifest_beside(view.catalog, [])
     recorded = None if manifest is None else manifest.sidecars.get(_CONFIG)
@@ -47,27 +47,27 @@ def check_recorded_config(view: ModelView, base: BaseCheckpoint, named: NamedTar
     used = source.location / _CONFIG
     if _digest(source) == recorded.digest:
         return
-    lost = _out_of_reach(view, manifest)
-    depending = _depending_on_config(view, named) or lost
-    if not depending:
+    unnamed = _without_published_name(view, manifest)
+    dependent = _dependent_on_config(view, named) or unnamed
+    if not dependent:
         return
-    own = source_of_config(view.catalog)
-    if used == own.location / _CONFIG:
+    source_config = source_of_config(view.catalog)
+    if used == source_config.location / _CONFIG:
         raise InputError(
-            f"{used}: is not the config that {MANIFEST} records, by which the elements of tensors were ordered "
-            f"({_first(depending)}); restore it, or pass --base HF with the config that the tensors were written with"
+            f"{used}: differs from the config that {MANIFEST} records, which sets the order of elements in tensors "
+            f"({_first(dependent)}); restore it, or pass --base HF with the config that the tensors were written with"
         )
-    if lost:
+    if unnamed:
         raise InputError(
-            f"{used}: is of a class under which these tensors have no published names ({_first(lost)}); pass --base HF "
-            "with the model that they came from"
+            f"{used}: its class has no published names for these tensors ({_first(unnamed)}); pass --base HF with the "
+            "model that they came from"
         )
-    if _digest(own) == recorded.digest:
-        _compare(view, used, json_in(own, _CONFIG))
+    if _digest(source_config) == recorded.digest:
+        _compare(view, used, json_in(source_config, _CONFIG))
 
 
-def _depending_on_config(view: ModelView, named: NamedTarget) -> list[str]:
-    """Names of tensors whose elements were ordered by numbers of a config, or are about to be."""
+def _dependent_on_config(view: ModelView, named: NamedTarget) -> list[str]:
+    """Return the names of tensors whose element order depends on numbers of a config, in the source or the target."""
     rules, trainer_rules = rules_of(view), named.naming.rules
     own = [each for each in view.trainer_naming if _reads_config(each)]
     models = [each for each in rules.conversions if _reads_config(each)] if rules is not None else []
@@ -85,12 +85,12 @@ def _depending_on_config(view: ModelView, named: NamedTarget) -> list[str]:
 
 
 def _reads_config(conversion: Conversion) -> bool:
-    """True for a conversion with numbers of the config in it; others put together what the shapes alone tell."""
+    """Return True for a conversion that uses numbers of the config; others depend on shapes alone."""
     return any(op.kind == "permute_rope" or (op.args and op.kind != "interleave") for op in conversion.ops)
 
 
 def _patterns_of(view: ModelView) -> set[str]:
-    """The patterns of the names, with the name of the base model in front and without."""
+    """Return the patterns of the names, with and without the prefix of the base model."""
     patterns = set(map(pattern_of, view.tensors))
     if view.published is not None and view.published.base_prefix:
         prefix = f"{view.published.base_prefix}."
@@ -98,8 +98,8 @@ def _patterns_of(view: ModelView) -> set[str]:
     return patterns
 
 
-def _out_of_reach(view: ModelView, manifest: Manifest) -> list[str]:
-    """Names of tensors that were called otherwise in the original files, and that the class now has no names for."""
+def _without_published_name(view: ModelView, manifest: Manifest) -> list[str]:
+    """Return the tensors that had other names in the original files and have no published name under this class."""
     original = manifest.original
     is_known = rules_of(view) is not None and len(view.unknown) < len(view.tensors)
     if original is None or view.trainer_naming or is_known:
@@ -109,7 +109,7 @@ def _out_of_reach(view: ModelView, manifest: Manifest) -> list[str]:
 
 
 def _digest(source: Source) -> str | None:
-    """The digest of a config as a manifest has it; None where there is none."""
+    """Return the digest of a config in the form of the manifest; None if there is no config."""
     return digest_bytes(source.read_small(_CONFIG, METADATA_BYTES)) if source.listing().has(_CONFIG) else None
 
 
@@ -125,13 +125,14 @@ def _compare(view: ModelView, used: Location, written_with: Mapping[str, Any]) -
     for sources, ops in ours.items():
         if theirs.get(sources, ops) != ops:
             raise InputError(
-                f'{used}: orders the elements of "{sources[0]}" by {_described(ops)}, the {_CONFIG} that was written '
-                f"with the tensors by {_described(theirs[sources])}; pass --base HF with the model that they came from"
+                f'{used}: orders the elements of "{sources[0]}" by {_describe(ops)}, but the {_CONFIG} that the '
+                f"tensors were written with by {_describe(theirs[sources])}; pass --base HF with the model that they "
+                "came from"
             )
 
 
 def _operations(view: ModelView, config: Mapping[str, Any]) -> dict[tuple[str, ...], tuple[Any, ...]]:
-    """The operations of each conversion that a config gives, by its sources and targets."""
+    """Map sources and targets of each conversion of a config to its operations."""
     published = view.published
     if published is None:
         return {}
@@ -139,12 +140,12 @@ def _operations(view: ModelView, config: Mapping[str, Any]) -> dict[tuple[str, .
     try:
         found += trainer_naming_of(published, config, view.catalog.tensors)
         found += published.conversions(config)
-    except CkptxError:  # a config without the numbers: there is nothing to compare
+    except CkptxError:  # the config lacks the numbers, so there is nothing to compare
         return {}
     return {(*each.sources, *each.targets): each.ops for each in found if each.ops}
 
 
-def _described(ops: Iterable[Any]) -> str:
+def _describe(ops: Iterable[Any]) -> str:
     return ", ".join(f"{op.kind} {list(op.args)}" for op in ops)
 
 

@@ -1,8 +1,8 @@
-"""Check original files against digests that were recorded of the same elements in another order.
+"""Check restored files against digests that were recorded for the same elements in another order.
 
-What was stored under torchtitan's names, or with experts in one tensor, is no tensor of the original files, so that its
-recorded digest is none of theirs. The files that were written are therefore read as the source has them, through the
-inverse of the operations that made them, which costs one more pass over these tensors.
+A tensor under torchtitan names, or with several experts in it, is not a tensor of the original files, so its recorded
+digest matches none of theirs. The written files are therefore read back in the order of the source, through the inverse
+of the operations that made them, which costs one more pass over these tensors.
 """
 
 from __future__ import annotations
@@ -24,25 +24,25 @@ from ckptx.transfer.stream import TensorReader
 def check_reordered(
     tree: Source, written: Catalog, restored: RestoredFiles, source: SourceFiles, options: ConversionOptions
 ) -> None:
-    """Check the tensors that were put together, taken apart or reordered.
+    """Check the tensors that were combined, split or reordered.
 
     Args:
-        tree: The directory of the written files.
-        written: The tensors in them.
-        restored: The digests that are recorded, and the way back.
-        source: Files of the source. A tensor to which no way back leads is read there, in the order it has.
-        options: The number of threads, and their memory.
+        tree: Directory of the written files.
+        written: Catalog of these files.
+        restored: Recorded digests and the inverse operations.
+        source: Files of the source; a tensor without inverse is read there instead.
+        options: Number of threads and memory for buffers.
 
     Raises:
-        InputError: The bytes are not those that were recorded.
+        InputError: A digest differs from the recorded one.
     """
-    back = _way_back(written, restored)
+    inverse = _inverse_tensors(written, restored)
     with tree.open() as files:
         pools = {True: files, False: source}
 
         def check(name: str) -> None:
             stored = restored.view.tensors[name]
-            entry = back.get(name)
+            entry = inverse.get(name)
             is_back = entry is not None and (entry.dtype, entry.shape) == (stored.dtype, stored.shape)
             reader = TensorReader(pools[is_back], options.buffer_bytes // options.threads)
             found = digest_of(reader, entry if is_back and entry is not None else stored, stored.dtype).digest().hex()
@@ -54,8 +54,8 @@ def check_reordered(
                 pass
 
 
-def _way_back(written: Catalog, restored: RestoredFiles) -> Mapping[str, TensorEntry]:
+def _inverse_tensors(written: Catalog, restored: RestoredFiles) -> Mapping[str, TensorEntry]:
     try:
-        return restored.stored_again(written.tensors)
+        return restored.in_source_form(written.tensors)
     except CkptxError:
         return {}

@@ -1,4 +1,4 @@
-"""The share of a model that tensor parallelism shards, and the tensors that its ranks replicate."""
+"""Share of a model that tensor parallelism shards, and the tensors that TP ranks replicate."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from ckptx.model_view.sharder import ShardedModel
 from ckptx.report.report import human_bytes
 from ckptx.wording import counted
 
-_SMALL_SHARE = 0.5  # of the bytes; what TP shards less of is rarely what was meant
+_SMALL_SHARE = 0.5  # of the bytes; sharding less with TP is rarely intended
 
 
 @dataclass(frozen=True, slots=True)
 class Replication:
-    """The tensors that TP does not shard.
+    """Sizes of the tensors that TP shards and replicates.
 
     Attributes:
         tensors: Number of tensors of the model that are replicated.
@@ -40,7 +40,7 @@ class Replication:
         return self.nbytes / self.model_nbytes if self.model_nbytes else 0.0
 
     def to_dict(self) -> dict[str, Any]:
-        """Return what the report holds."""
+        """Return the `replicated` entry of the report."""
         return {"tensors": self.tensors, "bytes": self.nbytes, "share": round(self.share, 6)}
 
     def notes(self, tp: int, subject: str) -> tuple[str, ...]:
@@ -79,12 +79,12 @@ def replication_of(
     copies: Mapping[str, str],
     is_in_layer: Callable[[str], bool],
 ) -> Replication:
-    """Count what TP shards and what it replicates.
+    """Count the tensors and bytes that TP shards and replicates.
 
     Args:
-        model: The placement of every tensor.
-        tensors: The tensors by name.
-        copies: Names that hold the bytes of another tensor; they count only in what is stored.
+        model: Placement of every tensor.
+        tensors: Target tensors by name.
+        copies: Names that hold the bytes of another tensor; they count only as stored bytes.
         is_in_layer: True for the name of a tensor that belongs to a layer.
     """
     counts = {True: 0, False: 0}

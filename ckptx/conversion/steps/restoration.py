@@ -1,5 +1,4 @@
-"""The files an HF checkpoint had before it was converted: remembered through any chain of conversions, written again at
-its end."""
+"""Original files of an HF checkpoint, recorded through any chain of conversions and restored at its end."""
 
 from __future__ import annotations
 
@@ -23,11 +22,11 @@ from ckptx.model_view.view import ModelView, manifest_beside, rules_of, trainer_
 
 @dataclass(frozen=True, slots=True)
 class OriginalFilesRecord:
-    """What an output notes of the files that its source began as.
+    """Record of the original files, for the manifest of an output.
 
     Attributes:
-        original: The files; None where there is nothing to remember.
-        notes: What the user should know about the manifest of the source.
+        original: Original files; None if there is nothing to record.
+        notes: Notes for the user about the manifest of the source.
     """
 
     original: OriginalFiles | None
@@ -36,16 +35,16 @@ class OriginalFilesRecord:
 
 @dataclass(frozen=True, slots=True)
 class RestoredFiles:
-    """The original files of a checkpoint, which the output gets again.
+    """Original files of a checkpoint, which the output restores.
 
     Attributes:
-        named: The tensors in them, in the names they had.
-        original: The files.
-        where: The manifest that remembers them.
-        digests: Recorded when they were written, where the tensor was stored as it is.
-        reordered: Name in the source -> digest recorded there, of each tensor that holds the same elements in another
-            order, or those of several tensors.
-        view: The source.
+        named: Tensors of the original files under their original names.
+        original: Record of the original files.
+        where: Path of the manifest that records them.
+        digests: Original name -> recorded digest, for tensors that the source stores unchanged.
+        reordered: Source name -> recorded digest, for tensors that hold the elements in another order or those of
+            several tensors.
+        view: Model in the source.
     """
 
     named: NamedTarget
@@ -55,14 +54,14 @@ class RestoredFiles:
     reordered: Mapping[str, str]
     view: ModelView
 
-    def stored_again(self, tensors: Mapping[str, TensorEntry]) -> Mapping[str, TensorEntry]:
-        """Put the original tensors together as the source has them.
+    def in_source_form(self, tensors: Mapping[str, TensorEntry]) -> Mapping[str, TensorEntry]:
+        """Return the original tensors in the names and order of the source.
 
         Args:
-            tensors: The original tensors, wherever they lie.
+            tensors: Original tensors, in any files.
 
         Raises:
-            InputError, UnsupportedError: There is no way back.
+            InputError, UnsupportedError: The operations have no inverse.
         """
         if self.view.trainer_naming:
             return trainer_rules(self.view.trainer_naming).to_disk(tensors, list(self.view.tensors)).tensors
@@ -70,21 +69,21 @@ class RestoredFiles:
         return tensors if rules is None else rules.to_model(tensors).tensors
 
     def layout(self, root: Path) -> HuggingFaceLayout:
-        """Where every tensor lay, and lies again.
+        """Return the original position of every tensor.
 
         Raises:
-            InputError: A header or the index that is remembered as text says something else.
+            InputError: A recorded header, or the recorded index, contradicts the tensors.
         """
         return restore(root, self.original, self.named.target.tensors, self.where)
 
 
 @dataclass(frozen=True, slots=True)
 class Restoration:
-    """Whether the original files are written again.
+    """Result of the attempt to restore the original files.
 
     Attributes:
-        found: They, if they are.
-        notes: Why not, where a manifest speaks of some.
+        files: Files to restore; None to write new files.
+        notes: Reasons why files that a manifest records are not restored.
     """
 
     files: RestoredFiles | None = None
@@ -93,13 +92,13 @@ class Restoration:
 
 @dataclass(frozen=True, slots=True)
 class TensorSelection:
-    """The tensors that a target holds.
+    """Tensors of the target.
 
     Attributes:
-        named: They, in the names of the model, of the published checkpoint, or as they were.
-        restored: The files that the source began as, if these are what is written.
-        original: The files to remember, if the target still is all there is in them.
-        notes: What the user should know.
+        named: Tensors under their new names.
+        restored: Original files if they are restored; else None.
+        original: Original files to record; None if the target lacks some of their tensors.
+        notes: Notes for the user.
     """
 
     named: NamedTarget
@@ -109,7 +108,7 @@ class TensorSelection:
 
 
 def remember(view: ModelView) -> OriginalFilesRecord:
-    """What to remember when this checkpoint is converted: its own files, or those it came from itself."""
+    """Return the files to record when a checkpoint is converted: its own, or those that its manifest records."""
     notes: list[str] = []
     if view.catalog.form.can_be_restored:
         return OriginalFilesRecord(remember_files(view.catalog, notes), tuple(notes))
@@ -118,18 +117,18 @@ def remember(view: ModelView) -> OriginalFilesRecord:
 
 
 def kept_manifest(view: ModelView, notes: list[str]) -> Manifest | None:
-    """The manifest beside a checkpoint that remembers the files it came from, where it still is what it describes.
+    """Return the manifest of a checkpoint if it records original files and still describes the tensors.
 
     Args:
-        view: Of the checkpoint.
-        notes: Gets what the user should know about its manifest.
+        view: Model in the checkpoint.
+        notes: Receives notes for the user.
     """
     manifest = manifest_beside(view.catalog, notes)
     if manifest is None or manifest.original is None:
         return None
     on_disk = {entry.name: entry for entry in view.tensors.values()}
     if on_disk.keys() != manifest.tensors.keys() or not _are_as_recorded(on_disk, manifest.tensors):
-        notes.append(f"{MANIFEST} describes other tensors; the files it remembers are not given back")
+        notes.append(f"{MANIFEST} describes other tensors; the original files are not restored")
         return None
     return manifest
 
@@ -139,16 +138,16 @@ def _are_as_recorded(tensors: Mapping[str, TensorEntry], rows: Mapping[str, Tens
 
 
 def restore_original(view: ModelView, decisions: Sequence[TieDecision], names: str | None) -> Restoration:
-    """The original files, if the model in the source is all there is in them.
+    """Restore the original files if the source has all of their tensors and no others.
 
     Args:
-        view: Of the source.
-        decisions: On its ties.
-        names: `--names`, "disk" or None.
+        view: Model in the source.
+        decisions: Decisions on its tied weights.
+        names: Value of `--names`, "disk" or None.
 
     Raises:
-        InputError: The manifest calls tensors tied that hold different bytes.
-        UnsupportedError: Names are asked for, and those of the class are unknown.
+        InputError: The manifest declares tensors tied whose bytes differ.
+        UnsupportedError: `--names` is set, and the naming of the class is unknown.
     """
     notes: list[str] = []
     manifest = kept_manifest(view, notes)
@@ -158,22 +157,22 @@ def restore_original(view: ModelView, decisions: Sequence[TieDecision], names: s
     named = rename(
         view,
         TargetTensors.of(view.catalog, view.tensors),
-        asked=names,
-        by_default="disk",
+        names=names,
+        default="disk",
         original=list(original.tensors),
     )
-    old = {new: name for name, new in named.naming.renamed(view).items()}
-    shared = _left_out(manifest, original, named.target, old, decisions)
+    source_names = {new: name for name, new in named.naming.renamed(view).items()}
+    shared = _dropped_ties(manifest, original, named.target, source_names, decisions)
     if shared is None:
-        return Restoration(None, (*notes, f"{MANIFEST} remembers files of other tensors; they are laid out anew"))
+        return Restoration(None, (*notes, f"{MANIFEST} records files with other tensors; writing new files"))
     target, rows = named.target, manifest.tensors
     digests = {
-        name: rows[old[name]].digest
+        name: rows[source_names[name]].digest
         for name in original.tensors
-        # A digest is that of the bytes in the order they were written: those of other rows are other bytes.
-        if old.get(name) in rows and target.tensors[name].chunks is view.tensors[old[name]].chunks
+        # A digest covers the bytes in their order, so it does not hold for reordered rows.
+        if source_names.get(name) in rows and target.tensors[name].chunks is view.tensors[source_names[name]].chunks
     }
-    as_stored = {old[name] for name in digests}
+    as_stored = {source_names[name] for name in digests}
     reordered = {
         name: rows[entry.name].digest
         for name, entry in view.tensors.items()
@@ -187,52 +186,52 @@ def restore_original(view: ModelView, decisions: Sequence[TieDecision], names: s
     )
 
 
-def _left_out(
+def _dropped_ties(
     manifest: Manifest,
     original: OriginalFiles,
     target: TargetTensors,
-    old: Mapping[str, str],
+    source_names: Mapping[str, str],
     decisions: Sequence[TieDecision],
 ) -> set[str] | None:
-    """Names of the source that the original files lack; None when these are the files of other tensors.
+    """Return the source names that the original files lack; None if the files contain other tensors.
 
-    A tensor is left out only where the config ties it to one that is there and both were found to hold the same
-    bytes, never because the manifest says so.
+    A tensor is dropped only if the config ties it to one that is kept and both hold the same bytes, never on the word
+    of the manifest alone.
 
     Args:
-        manifest: Of the source.
-        original: The files that it remembers.
-        target: In the names that they had; no names share bytes in it.
-        old: Name in the target -> name in the source, which is also that in the manifest.
-        decisions: On the ties of the source, by its names.
+        manifest: Manifest of the source.
+        original: Original files that it records.
+        target: Target under original names; no names share bytes in it.
+        source_names: Target name -> source name, which is also the name in the manifest.
+        decisions: Decisions on the tied weights of the source, by source names.
 
     Raises:
-        InputError: The manifest calls tensors tied that hold different bytes.
+        InputError: The manifest declares tensors tied whose bytes differ.
     """
     if not target.tensors.keys() >= original.tensors.keys():
         return None
     rows = manifest.tensors
-    kept = {old.get(name, name) for name in original.tensors}
-    shared = {old.get(name, name) for name in target.tensors.keys() - original.tensors.keys()}
-    families = _families(decisions)
+    kept = {source_names.get(name, name) for name in original.tensors}
+    shared = {source_names.get(name, name) for name in target.tensors.keys() - original.tensors.keys()}
+    groups = _tie_groups(decisions)
     for name in sorted(shared):
         row = rows.get(name)
         if row is None or row.tied_to is None:
             return None
-        if families.get(name, name) != families.get(row.tied_to):
+        if groups.get(name, name) != groups.get(row.tied_to):
             if any({each.target, each.source} == {name, row.tied_to} and each.declared for each in decisions):
                 raise InputError(
-                    f'{manifest.where}: tensors[{json.dumps(name)}].tied_to: says "{row.tied_to}", which holds other '
-                    "bytes; remove it, no loader needs it, and both tensors are converted"
+                    f'{manifest.where}: tensors[{json.dumps(name)}].tied_to: is "{row.tied_to}", whose bytes differ; '
+                    "remove this key to convert both tensors (no loader requires it)"
                 )
             return None
-        if not any(families.get(each) == families[name] for each in kept):
+        if not any(groups.get(each) == groups[name] for each in kept):
             return None
     return shared
 
 
-def _families(decisions: Sequence[TieDecision]) -> dict[str, str]:
-    """Name -> one name for all that the config ties to it and that hold the same bytes."""
+def _tie_groups(decisions: Sequence[TieDecision]) -> dict[str, str]:
+    """Map each name to a representative of the names that the config ties to it and that hold the same bytes."""
     found: dict[str, str] = {}
     for each in decisions:
         if each.declared and each.case == "equal":

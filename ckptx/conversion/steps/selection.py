@@ -1,4 +1,4 @@
-"""Which tensors of the model the target holds, under which names."""
+"""Selection of the target tensors and their names."""
 
 from __future__ import annotations
 
@@ -15,34 +15,34 @@ from ckptx.options.conversion import ConversionOptions
 def select_tensors(
     base: BaseCheckpoint, view: ModelView, ties: Ties, output: OutputFormat, options: ConversionOptions
 ) -> TensorSelection:
-    """The tensors of the files that the source began as; else ties as `--tied` says, and names as `--names` says.
+    """Select the tensors of the original files, or apply `--tied` and `--names` if these are not restored.
 
     Args:
-        base: The config, and where it comes from.
-        view: The model.
-        ties: Decisions on its tied names.
-        output: The format to write.
-        options: `tied`, `names`, and whatever asks for other files than the original ones.
+        base: Checkpoint that the config comes from.
+        view: Model in the source.
+        ties: Decisions on its tied weights.
+        output: Format to write.
+        options: `tied`, `names`, and the options that rule out restoring the original files.
 
     Raises:
-        InputError: `--tied drop` would lose a tensor, tensors that belong together are not all there, or what the
-            manifest calls tied is not.
+        InputError: `--tied drop` would lose a tensor, some tensors that are combined into one are missing, or tensors
+            that the manifest declares tied differ.
         UnsupportedError: The class is unknown, or has a conversion that ckptx lacks.
     """
-    restoring = output.restored(base, view, ties)
-    if restoring.files is not None:
-        notes = (*restoring.notes, *wrapper_notes(view, kept=False))
-        return TensorSelection(restoring.files.named, restoring.files, notes=notes)
-    remembered = remember(view) if output.remembers else OriginalFilesRecord(None)
+    restoration = output.restored(base, view, ties)
+    if restoration.files is not None:
+        notes = (*restoration.notes, *wrapper_notes(view, kept=False))
+        return TensorSelection(restoration.files.named, restoration.files, notes=notes)
+    record = remember(view) if output.remembers else OriginalFilesRecord(None)
     target = share(view, ties.decisions, tied=options.tied, can_alias=output.can_alias)
-    original = remembered.original if target.holds(view.tensors) else None
+    original = record.original if target.holds(view.tensors) else None
     named = rename(
         view,
         target,
-        asked=options.names,
-        by_default=output.default_naming(view),
+        names=options.names,
+        default=output.default_naming(view),
         original=None if original is None else list(original.tensors),
     )
     wrappers = wrapper_notes(view, kept=output.keeps_wrappers and not named.naming.sources)
-    notes = (*restoring.notes, *remembered.notes, *named.notes, *wrappers)
+    notes = (*restoration.notes, *record.notes, *named.notes, *wrappers)
     return TensorSelection(named, None, original, notes)

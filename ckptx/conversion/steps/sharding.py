@@ -1,4 +1,4 @@
-"""Cutting the tensors of a conversion for the mesh that options ask for."""
+"""Sharding of the target tensors for the mesh of the options."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from ckptx.wording import counted, first_of
 
 @dataclass(frozen=True, slots=True)
 class ShardedTarget:
-    """A target, and how it is cut.
+    """Target tensors with their shards.
 
     Attributes:
-        target: The tensors; a name that shared bytes with one on another stage has become a copy.
-        model: Stage and blocks of each tensor; None where nothing is cut.
-        replication: What TP does not shard; None without TP.
-        notes: What the user should know.
+        target: Target tensors; a name that shared bytes with one on another stage has become a copy.
+        model: Stage and blocks of each tensor; None if tensors are whole.
+        replication: Tensors that TP does not shard; None without TP.
+        notes: Notes for the user.
     """
 
     target: TargetTensors
@@ -35,17 +35,17 @@ class ShardedTarget:
     notes: tuple[str, ...] = ()
 
     def renamed(self, names: Mapping[str, str]) -> ShardedTarget:
-        """The same under other names."""
+        """Return the same target under other names."""
         if all(old == new for old, new in names.items()):
             return self
         model = None if self.model is None else self.model.renamed(names.__getitem__)
         return replace(self, target=self.target.renamed(names.__getitem__), model=model)
 
     def with_second_names(self, names: Mapping[str, str]) -> ShardedTarget:
-        """The same with further names that share the bytes of others.
+        """Return the same target with more names that share the bytes of others.
 
         Args:
-            names: New name -> name of a tensor, or of one that shares bytes itself.
+            names: New name -> name of a tensor or of an alias.
         """
         target = self.target
         aliases = {new: target.aliases.get(name, name) for new, name in names.items()}
@@ -53,29 +53,29 @@ class ShardedTarget:
 
 
 def shard(
-    view: ModelView, target: TargetTensors, naming: NameMap, layout: ShardingOptions, *, every_rank_alone: bool
+    view: ModelView, target: TargetTensors, naming: NameMap, layout: ShardingOptions, *, own_files_only: bool
 ) -> ShardedTarget:
-    """Gives every tensor its stage and its blocks.
+    """Assign a stage and blocks to every tensor.
 
     Args:
-        view: The model.
-        target: In the names and dtypes of the output.
-        naming: Of these names.
-        layout: MeshOptions, split of the layers and plan.
-        every_rank_alone: Each rank reads its own files and no other: tensors that are not cut, and names that share
-            bytes, are stored for each.
+        view: Model in the source.
+        target: Target tensors under their names and with their dtypes.
+        naming: Map from target names to model names.
+        layout: Mesh, split of layers into stages, and TP plan.
+        own_files_only: True if each rank reads only its own files, so that replicated tensors and tied names are stored
+            for each rank.
 
     Raises:
-        UsageError: Layers cannot be split as asked, or the user's plan matches no tensor.
-        UnsupportedError: Stages are asked for and no layers are known.
+        UsageError: The layer split is invalid, or a pattern of the TP plan matches no tensor.
+        UnsupportedError: Pipeline stages are requested, and the layers of the model are unknown.
     """
-    sharder = _cutter_for(view, list(target.tensors), naming, layout, every_rank_alone)
-    apart = [
+    sharder = _sharder_for(view, list(target.tensors), naming, layout, own_files_only)
+    separate = [
         name
         for name, stored in target.aliases.items()
-        if every_rank_alone or sharder.stage_of(name) != sharder.stage_of(stored)
+        if own_files_only or sharder.stage_of(name) != sharder.stage_of(stored)
     ]
-    target = target.with_copies(apart)
+    target = target.with_copies(separate)
     model = sharder.place(target.tensors, _unknown_names(view, target, naming))
     replication = None
     notes = _notes_on(model)
@@ -92,30 +92,30 @@ def shard(
     return ShardedTarget(target, model, replication, tuple(notes))
 
 
-def _cutter_for(
-    view: ModelView, names: list[str], naming: NameMap, layout: ShardingOptions, every_rank_alone: bool
+def _sharder_for(
+    view: ModelView, names: list[str], naming: NameMap, layout: ShardingOptions, own_files_only: bool
 ) -> Sharder:
     architecture = view.architecture
     dims = layout.dims
-    user = read_plan(str(layout.tp_plan)) if layout.tp_plan else None
-    plan = plan_of(architecture, view.config, user)
+    user_plan = read_plan(str(layout.tp_plan)) if layout.tp_plan else None
+    plan = plan_of(architecture, view.config, user_plan)
     stacks = architecture.stacks(view.config) if architecture is not None and view.config is not None else ()
     root = view.catalog.root
     subject = architecture.class_name if architecture is not None else f"{root}: its architecture is unknown"
     stages = StageMap(stacks, dims.pp, layout.pp_split, subject)
-    if user is not None:
-        idle = plan.unmatched([naming.model_name(name) or name for name in names])
-        if idle:
-            others = f", nor do {len(idle) - 1} more" if len(idle) > 1 else ""
+    if user_plan is not None:
+        unmatched = plan.unmatched([naming.model_name(name) or name for name in names])
+        if unmatched:
+            others = f", nor do {len(unmatched) - 1} more" if len(unmatched) > 1 else ""
             raise UsageError(
-                f'--tp-plan: "{idle[0]}" matches no tensor{others}; '
+                f'--tp-plan: "{unmatched[0]}" matches no tensor{others}; '
                 "patterns are names of the model's parameters or modules, with * for an index"
             )
-    return Sharder(plan, dims, stages, naming.rules, every_rank_alone)
+    return Sharder(plan, dims, stages, naming.rules, own_files_only)
 
 
 def _unknown_names(view: ModelView, target: TargetTensors, naming: NameMap) -> list[str]:
-    """Names in the target that the model does not have, or that another layer's tensor stands for in it."""
+    """Return the target names that the model lacks, or that share the tensor of another layer in it."""
     architecture, config = view.architecture, view.config
     if architecture is None or config is None:
         return []
@@ -131,20 +131,20 @@ def _notes_on(model: ShardedModel) -> list[str]:
         notes.append(
             f"not aligned: --tp {model.dims.tp} does not give each rank whole heads or groups of every fused part of "
             f"{counted(len(model.unaligned), 'tensor')}, {first_of(model.unaligned)}; TP kernels cannot use these "
-            "shards as they are stored, so choose another --tp, or rules for them with --tp-plan"
+            "shards; choose another --tp, or pass rules for them with --tp-plan"
         )
     if model.passed and model.dims.world_size > 1:
-        notes.append(f"not in the model, replicated: {counted(len(model.passed), 'tensor')}, {first_of(model.passed)}")
+        notes.append(f"replicated, not in the model: {counted(len(model.passed), 'tensor')}, {first_of(model.passed)}")
     return notes
 
 
 def rank_rows(files: Mapping[str, int], ranks: Mapping[str, int], dims: ParallelDims) -> list[dict[str, Any]]:
-    """Bytes and files of each rank, for the report.
+    """Return the bytes and files of each rank, for the report.
 
     Args:
-        files: Bytes of each file.
+        files: Size of each file in bytes.
         ranks: Rank of each file.
-        dims: The mesh.
+        dims: Mesh dimensions.
     """
     rows: list[dict[str, Any]] = []
     for rank in range(dims.world_size):

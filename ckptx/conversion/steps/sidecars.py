@@ -1,4 +1,4 @@
-"""The files that travel with the weights: config, tokenizer, code."""
+"""Sidecar files that are copied with the weights: config, tokenizer, code."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _NAMED_LINKS = 5
 
 @dataclass(frozen=True, slots=True)
 class Sidecars:
-    """What lies beside the weights of an output.
+    """Sidecar files of an output.
 
     Attributes:
         files: Name in the output -> file to copy, or bytes to write.
-        edits: Changes to config.json, if it is among them.
-        notes: What the user should know.
+        edits: Changes to config.json; empty if it is copied unchanged or absent.
+        notes: Notes for the user.
     """
 
     files: Mapping[str, StoredFile | bytes]
@@ -32,13 +32,13 @@ class Sidecars:
     notes: tuple[str, ...] = ()
 
 
-def carry(base: BaseCheckpoint, names: Sequence[str], edits: Sequence[dict[str, Any]]) -> Sidecars:
-    """The sidecars of an output; config.json is written anew only when something in it changes.
+def collect_sidecars(base: BaseCheckpoint, names: Sequence[str], edits: Sequence[dict[str, Any]]) -> Sidecars:
+    """Collect the sidecars of an output; config.json is rewritten only if something in it changes.
 
     Args:
-        base: Where they come from.
-        names: Of those that travel along.
-        edits: What config.json has to say otherwise.
+        base: Checkpoint that they come from.
+        names: Names of the files to copy.
+        edits: Changes to config.json.
 
     Raises:
         InputError: config.json is damaged.
@@ -46,15 +46,15 @@ def carry(base: BaseCheckpoint, names: Sequence[str], edits: Sequence[dict[str, 
     source = base.files_from.source
     notes: list[str] = []
     if any(edit["key"].endswith("quantization_config") for edit in edits):
-        left = [name for name in names if name in QUANTIZATION_FILES]
-        names = [name for name in names if name not in left]
-        notes.extend(f"{name}: left out, it tells how a base is quantised" for name in left)
+        dropped = [name for name in names if name in QUANTIZATION_FILES]
+        names = [name for name in names if name not in dropped]
+        notes.extend(f"{name}: not copied, it describes the quantization of the base" for name in dropped)
     files: dict[str, StoredFile | bytes] = {name: StoredFile(source, name) for name in names}
     outside = [f"{name} -> {real}" for name, real in leading_out(source, files)]
     if outside:
         more = f" and {len(outside) - _NAMED_LINKS} more" if len(outside) > _NAMED_LINKS else ""
         notes.append(
-            f"carried through {counted(len(outside), 'link')} out of the checkpoint: "
+            f"copied through {counted(len(outside), 'link')} that point outside the checkpoint: "
             f"{', '.join(outside[:_NAMED_LINKS])}{more}"
         )
     if not edits or "config.json" not in files:

@@ -1,4 +1,4 @@
-"""The report of a conversion, from what its steps found."""
+"""Report of a conversion, from the results of its steps."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ from ckptx.wording import counted
 
 @dataclass(frozen=True, slots=True)
 class ConversionState:
-    """What the steps of one conversion found; each value is described where it is made."""
+    """Results of the steps of one conversion; each is described at its class."""
 
     dst: Path
     options: ConversionOptions
     processes: PeerProcesses | None
     model: SourceModel
     ties: Ties
-    held: ConfigCheck
-    left: DroppedState
+    config_check: ConfigCheck
+    dropped_state: DroppedState
     cast: CastTarget
     sharded: ShardedTarget
     contents: OutputContents
@@ -48,64 +48,64 @@ class ConversionState:
     ledger: Ledger
 
 
-def report_of(command: str, found: ConversionState, outcome: CopyResult | None, log: Log) -> ConversionReport:
-    """One report, built once.
+def report_of(command: str, run: ConversionState, outcome: CopyResult | None, log: Log) -> ConversionReport:
+    """Build the report of a conversion.
 
     Args:
-        command: Name for the report.
-        found: By the steps before anything was written.
-        outcome: Result of the copy; None for a dry run, and on a rank that found the output complete already.
-        log: Has the notes of all steps.
+        command: Command name for the report.
+        run: Results of the steps.
+        outcome: Result of the copy; None for a dry run, and on a rank that found the output already complete.
+        log: Log with the notes of all steps.
     """
-    view, state, job = found.model.view, found.contents.state, found.job
-    target, architecture = found.contents.sharded.target, found.model.view.architecture
-    described = _described(found, log) if found.options.dry_run else {}
-    bytes_read, bytes_written, output_bytes = _cost(found, outcome, described, log)
-    ties = found.ties.decisions
-    actions = tie_actions(ties, found.contents)
+    view, state, job = run.model.view, run.contents.state, run.job
+    target, architecture = run.contents.sharded.target, run.model.view.architecture
+    dry_run = _dry_run_rows(run, log) if run.options.dry_run else {}
+    bytes_read, bytes_written, output_bytes = _cost(run, outcome, dry_run, log)
+    ties = run.ties.decisions
+    actions = tie_actions(ties, run.contents)
     if outcome is not None:
         log.note(*notes_on_losses(outcome))
     carried = sum(not step.framed for step in job.plan.steps())
     known = architecture is not None
     return ConversionReport(
         command=command,
-        tensors=found.ledger.tensors,
+        tensors=run.ledger.tensors,
         bytes_read=bytes_read,
         bytes_written=bytes_written,
         aliases={**target.aliases, **state.aliases},
         ties=[{**row, "action": action} for row, action in zip(tie_rows(ties), actions, strict=True)],
-        dropped=[*found.left.dropped, *state.dropped],
-        edits=list(found.sidecars.edits),
-        dtypes=found.ledger.dtypes,
-        ranks=_ranks(found),
+        dropped=[*run.dropped_state.dropped, *state.dropped],
+        edits=list(run.sidecars.edits),
+        dtypes=run.ledger.dtypes,
+        ranks=_ranks(run),
         warnings=list(log.notes),
         output_bytes=output_bytes,
-        parameters=found.ties.parameters,
+        parameters=run.ties.parameters,
         architecture=None
         if architecture is None
         else {"class": architecture.class_name, "known_from": architecture.known_from},
-        ledger=found.ledger.to_dict(),
-        fit=None if found.held.fit is None else found.held.fit.to_dict(),
+        ledger=run.ledger.to_dict(),
+        fit=None if run.config_check.fit is None else run.config_check.fit.to_dict(),
         prefix=view.prefix or None,
         unknown=list(view.unknown) if view.unknown and known else None,
-        kept_dtype=found.cast.kept,
-        base_dtypes=found.cast.base_dtypes,
+        kept_dtype=run.cast.kept,
+        base_dtypes=run.cast.base_dtypes,
         overflows=rows_of(outcome.overflows) if outcome is not None and outcome.overflows else None,
         underflows=rows_of(outcome.underflows) if outcome is not None and outcome.underflows else None,
-        optimizer=found.left.optimizer,
-        objects={"count": carried, "carried": True} if carried else found.left.objects,
+        optimizer=run.dropped_state.optimizer,
+        objects={"count": carried, "carried": True} if carried else run.dropped_state.objects,
         state_without_parameter=list(state.without_parameter) or None,
         state_replicated=list(state.replicated) or None,
         **peak_of_processes(
-            [peak_memory(), *([] if outcome is None else [outcome.peak_rss])], are_ranks=found.processes is not None
+            [peak_memory(), *([] if outcome is None else [outcome.peak_rss])], are_ranks=run.processes is not None
         ),
-        **_mesh(found.sharded),
-        **described,
+        **_mesh(run.sharded),
+        **dry_run,
     )
 
 
 def _mesh(sharded: ShardedTarget) -> dict[str, Any]:
-    """How the model is cut, in the names that rules speak of."""
+    """Return the mesh and sharding entries of the report; empty if tensors are whole."""
     model = sharded.model
     if model is None:
         return {}
@@ -120,44 +120,42 @@ def _mesh(sharded: ShardedTarget) -> dict[str, Any]:
     }
 
 
-def _ranks(found: ConversionState) -> list[dict[str, Any]]:
-    model, allocation = found.sharded.model, found.allocation
+def _ranks(run: ConversionState) -> list[dict[str, Any]]:
+    model, allocation = run.sharded.model, run.allocation
     return [] if model is None else rank_rows(allocation.catalog.files, allocation.ranks, model.dims)
 
 
-def _described(found: ConversionState, log: Log) -> dict[str, Any]:
-    """What a dry run says of the files that it does not write."""
-    job, options, dst = found.job, found.options, found.dst
+def _dry_run_rows(run: ConversionState, log: Log) -> dict[str, Any]:
+    """Return the entries of the report for a dry run: the files it would write, and free space."""
+    job, options, dst = run.job, run.options, run.dst
     sizes = [(file.name, file.nbytes, file.blocks) for file in job.plan.files]
     sizes += [(name, len(data), 0) for name, data in job.markers]
     sizes += [(name, nbytes, 0) for name, nbytes in job.sidecar_sizes().items()]
     sizes.append((MANIFEST, manifest_size(job), 0))
     needed, free = sum(nbytes for _, nbytes, _ in sizes), free_space(dst)
     if free < needed:
-        log.note(f"not enough space: needs {human_bytes(needed)}, {human_bytes(free)} free at {dst}")
+        log.note(f"not enough space: {human_bytes(needed)} required, {human_bytes(free)} free at {dst}")
     files = [{"name": name, "bytes": nbytes, "tensors": tensors} for name, nbytes, tensors in sizes]
     return {"dry_run": True, "files": files, "memory": options.buffer_bytes, "free_space": free}
 
 
-def _cost(
-    found: ConversionState, outcome: CopyResult | None, described: dict[str, Any], log: Log
-) -> tuple[int, int, int]:
-    """Return the bytes that this run read and wrote, and the bytes of all files of the output."""
-    job, dst = found.job, found.dst
-    if described:
-        size = sum(file["bytes"] for file in described["files"])
+def _cost(run: ConversionState, outcome: CopyResult | None, dry_run: dict[str, Any], log: Log) -> tuple[int, int, int]:
+    """Return the bytes that this run read, the bytes that it wrote, and the total size of the output files."""
+    job, dst = run.job, run.dst
+    if dry_run:
+        size = sum(file["bytes"] for file in dry_run["files"])
         return job.plan.bytes_read, size, size
     manifest = (dst / MANIFEST).stat().st_size
     if outcome is None or outcome.was_complete:
-        log.note(f"{dst} is complete already; nothing to resume")
+        log.note(f"{dst} is already complete; nothing to resume")
         return 0, 0, job.nbytes + manifest
     if outcome.unrecorded:
         log.note(
-            f"without a recorded CRC-32: {counted(outcome.unrecorded, 'archive')}, whose bytes could not be checked"
+            f"{counted(outcome.unrecorded, 'archive')} without a recorded CRC-32: their bytes could not be checked"
         )
     if not outcome.was_locked:
         log.note(
-            f"{dst.parent}: its file system knows no locks; two runs at once that write {dst.name} were not kept apart"
+            f"{dst.parent}: the file system has no locks; a concurrent run that writes {dst.name} would not be detected"
         )
     size = job.nbytes + manifest
     return outcome.bytes_read, size - job.plan.bytes_written + outcome.bytes_written, size

@@ -1,4 +1,4 @@
-"""What the target of a conversion holds: which tensors, under which names, shared how, in which dtype."""
+"""Target of a conversion: its tensors, their names and dtypes, and which of them share bytes."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from ckptx.model_view.view import ModelView
 
 @dataclass(frozen=True, slots=True)
 class TargetTensors:
-    """The tensors of a target.
+    """Tensors of a target.
 
     Attributes:
-        source: The checkpoint they are read from, with an entry for each tensor that is put together.
-        tensors: By name; shapes and dtypes are those of the target, chunks are not set yet.
+        source: Checkpoint they are read from, with an entry for each combined or split tensor.
+        tensors: Target tensors by name, with shapes and dtypes of the target; chunks are not set yet.
         source_names: Name in the target -> name of the entry in `source` that it is read from.
         read: Name in the target -> names on disk of the tensors it is made of.
-        aliases: Names that share the bytes of a name in `tensors`; only a DCP can have some.
-        copies: Names in `tensors` that hold the bytes of another one, because no file can share them.
-        shared: Names on disk of tied tensors: they are accounted for when one of them is written.
+        aliases: Name that shares bytes -> name in `tensors`; empty unless the output is a DCP.
+        copies: Name in `tensors` that repeats the bytes of another because they cannot share -> that other name.
+        shared: Names on disk of tied tensors, which the ledger accepts if one of them is written.
     """
 
     source: Catalog
@@ -36,21 +36,21 @@ class TargetTensors:
 
     @classmethod
     def of(cls, source: Catalog, tensors: Mapping[str, TensorEntry]) -> TargetTensors:
-        """Every tensor under its own name. The entries are those of the source and name where they are on disk."""
+        """Create a target with every tensor under its key; the entries are those of the source, with names on disk."""
         renamed = {name: entry.called(name) for name, entry in tensors.items()}
         on_disk = {name: entry.name for name, entry in tensors.items()}
         return cls(source, renamed, on_disk, {name: (disk,) for name, disk in on_disk.items()})
 
     def holds(self, names: Iterable[str]) -> bool:
-        """True when every one of `names` is there, as a tensor or as a name that shares bytes."""
+        """Return True if every name is present, as a tensor or as an alias."""
         return all(name in self.tensors or name in self.aliases for name in names)
 
     def written(self) -> set[str]:
-        """Names on disk of everything the target is made of."""
+        """Return the names on disk of all tensors that the target is made of."""
         return {name for names in self.read.values() for name in names}
 
     def renamed(self, names: Callable[[str], str]) -> TargetTensors:
-        """The same under other names."""
+        """Return the same target under other names."""
         return replace(
             self,
             tensors={names(name): entry.called(names(name)) for name, entry in self.tensors.items()},
@@ -61,7 +61,7 @@ class TargetTensors:
         )
 
     def with_copies(self, names: Iterable[str]) -> TargetTensors:
-        """The same with each of these aliases as a tensor of its own."""
+        """Return the same target with these aliases stored as separate tensors."""
         copied = {name: self.aliases[name] for name in names}
         if not copied:
             return self
@@ -75,7 +75,7 @@ class TargetTensors:
         )
 
     def only(self, names: Iterable[str]) -> TargetTensors:
-        """The same with these tensors alone, in this order."""
+        """Return the same target with only these tensors, in this order."""
         names = list(names)
         return replace(
             self,
@@ -86,16 +86,16 @@ class TargetTensors:
 
 
 def share(view: ModelView, decisions: Iterable[TieDecision], *, tied: str, can_alias: bool) -> TargetTensors:
-    """What the target holds once ties are carried out.
+    """Return the target with tied weights written as `tied` requires.
 
     Args:
-        view: The model.
-        decisions: On its ties.
-        tied: "auto" for what was decided, else one way for all tied names: "alias", "copy" or "drop".
-        can_alias: Two names of the target can point at the same bytes.
+        view: Model in the source.
+        decisions: Decisions on its tied weights.
+        tied: Value of `--tied`: "auto" to follow the decisions, or "alias", "copy" or "drop" for all tied names.
+        can_alias: True if two names of the target can point at the same bytes.
 
     Raises:
-        InputError: `--tied drop` would lose a tensor that differs from the one it is said to be.
+        InputError: `--tied drop` would lose a tensor that differs from the one it is declared tied to.
     """
     decisions = list(decisions)
     for decision in decisions:
@@ -104,15 +104,15 @@ def share(view: ModelView, decisions: Iterable[TieDecision], *, tied: str, can_a
                 f'tensors "{decision.target}" and "{decision.source}" differ, so --tied drop would lose one; '
                 "use --tied auto, which keeps both"
             )
-    whole = TargetTensors.of(view.catalog, view.tensors)
-    tensors, source_names, read = dict(whole.tensors), dict(whole.source_names), dict(whole.read)
+    all_tensors = TargetTensors.of(view.catalog, view.tensors)
+    tensors, source_names, read = dict(all_tensors.tensors), dict(all_tensors.source_names), dict(all_tensors.read)
     aliases: dict[str, str] = {}
 
     def store_as(name: str, stored: str) -> None:
         tensors[name] = tensors[stored].called(name)
         source_names[name], read[name] = source_names[stored], read[stored]
 
-    def leave_out(name: str) -> None:
+    def drop(name: str) -> None:
         for each in (tensors, source_names, read):
             each.pop(name, None)
 
@@ -121,7 +121,7 @@ def share(view: ModelView, decisions: Iterable[TieDecision], *, tied: str, can_a
     for decision, stored in shared:
         names = {decision.target, decision.source} - {stored}
         if tied == "copy" or (tied == "auto" and not can_alias and not decision.declared):
-            # No loader ties what the config does not declare (--tie-missing), so a file must hold every name.
+            # Loaders tie only what the config declares, not --tie-missing, so a file must hold every name.
             for name in names:
                 store_as(name, stored)
         elif tied == "drop" or not can_alias:
@@ -129,12 +129,12 @@ def share(view: ModelView, decisions: Iterable[TieDecision], *, tied: str, can_a
             merged.append((decision, stored))
         else:
             for name in names:
-                leave_out(name)
+                drop(name)
                 aliases[name] = stored
-    # Only now: a name that stood in for an absent source may have done so for several pairs.
+    # Drop last: a name that stands in for an absent source may do so for several pairs.
     for decision, stored in merged:
         for name in {decision.target, stored} - {decision.source}:
-            leave_out(name)
+            drop(name)
     pairs = {name for decision, _ in shared for name in (decision.target, decision.source)}
     on_disk = frozenset(view.tensors[name].name for name in pairs if name in view.tensors)
     return TargetTensors(view.catalog, tensors, source_names, read, aliases, {}, on_disk)

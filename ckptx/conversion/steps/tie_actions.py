@@ -1,4 +1,4 @@
-"""The form of each tie in the output: one tensor with two names, a copy, or one name."""
+"""Form of each tied pair in the output: one tensor with two names, a copy, or one name."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from ckptx.conversion.outputs.output_format import OutputContents
 
 
 def tie_actions(decisions: Iterable[TieDecision], contents: OutputContents) -> list[str]:
-    """Return the action of each decision as it lies in the output.
+    """Return how each tied pair is written.
 
     Args:
-        decisions: On the ties of the source, by names of the view.
+        decisions: Decisions on the tied weights of the source, by names of the view.
         contents: Contents of the output.
 
     Returns:
@@ -21,13 +21,17 @@ def tie_actions(decisions: Iterable[TieDecision], contents: OutputContents) -> l
         passed on.
     """
     target = contents.sharded.target
-    chosen = {sources[0]: name for name, sources in contents.naming.sources.items() if len(sources) == 1}
+    new_names = {sources[0]: name for name, sources in contents.naming.sources.items() if len(sources) == 1}
 
     def stored_name(name: str) -> str | None:
-        """Return the name of the tensor that holds the bytes of a name of the view; None if the output lacks it."""
-        now = chosen.get(name) if chosen else name
-        out = None if now is None else contents.names.get(now, now)
-        return None if out is None else target.aliases.get(out, out if out in target.tensors else None)
+        """Return the output tensor that holds the bytes of a view name; None if the output lacks it."""
+        target_name = new_names.get(name) if new_names else name
+        output_name = None if target_name is None else contents.names.get(target_name, target_name)
+        return (
+            None
+            if output_name is None
+            else target.aliases.get(output_name, output_name if output_name in target.tensors else None)
+        )
 
     actions = []
     for decision in decisions:

@@ -1,7 +1,7 @@
-"""What a DCP of a training run holds besides the model, carried into another: cut like the parameters it belongs to.
+"""Training state of a DCP, written to another DCP and sharded like the parameters it belongs to.
 
-A state tensor of the shape of its parameter is cut as that is, and lies on the same stage; a scalar lies there whole. A
-name that shares the bytes of another shares its state too, and a copy of it on another stage has a copy of its state.
+A state tensor with the shape of its parameter gets the same shards on the same stage; a scalar is stored there whole.
+A name that shares the bytes of another shares its state too, and a copy on another stage gets a copy of the state.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ Place = tuple[int, tuple[Block, ...]]
 
 @dataclass(frozen=True, slots=True)
 class TrainingState:
-    """Tensors and objects to carry, by their names in the output.
+    """Tensors and objects of the training state, by their names in the output.
 
     Attributes:
-        tensors: As in `Target`, and so are `source_names`, `read`, `aliases` and `copies`.
+        tensors: State tensors, with shapes and dtypes of the target; chunks are not set yet.
         source_names: Name -> name on disk.
-        read: Name -> names on disk of what it is made of.
-        aliases: Names that share the bytes of another state.
-        copies: Names that hold the bytes of another state once more.
+        read: Name -> names on disk of the tensors it is made of.
+        aliases: Name that shares the bytes of another state -> name of that state.
+        copies: Name that repeats the bytes of another state -> name of that state.
         objects: Pickled objects.
         object_source_names: Name of an object -> its name in the source.
-        places: Stage and blocks of each tensor, when there is a mesh.
-        shared: Names on disk of state that another name stands for.
-        dropped: Rows for the ledger: state of a tied name that differs from its twin's.
+        places: Stage and blocks of each tensor; empty without a mesh.
+        shared: Names on disk of state that is written under another name.
+        dropped: Rows for the ledger: state of a tied name that differs from the state of its twin.
         without_parameter: Names on disk of optimizer tensors that belong to no known parameter; empty without a mesh.
-        replicated: Names on disk of state whose shape differs from its parameter's.
-        notes: What the user should know.
+        replicated: Names on disk of state whose shape differs from that of its parameter.
+        notes: Notes for the user.
     """
 
     tensors: Mapping[str, TensorEntry] = field(default_factory=dict)
@@ -59,35 +59,37 @@ class TrainingState:
     notes: tuple[str, ...] = ()
 
     def written(self) -> set[str]:
-        """Names on disk of the tensors it is made of."""
+        """Return the names on disk of all state tensors that are written."""
         return {name for names in self.read.values() for name in names}
 
 
 def carry_state(
-    view: ModelView, files: SourceFiles, sharded: ShardedTarget, outward: Mapping[str, str]
+    view: ModelView, files: SourceFiles, sharded: ShardedTarget, output_names: Mapping[str, str]
 ) -> TrainingState:
-    """Everything that is not the model.
+    """Map the training state of the source to the output.
 
     Args:
-        view: Of the source, payloads of everything located.
-        files: Of the source.
-        sharded: The tensors of the model by their names in the output, and how they are cut.
-        outward: Name of a parameter in the view -> its name in the output, of those that are there one to one.
+        view: Model in the source, with all payloads located.
+        files: Files of the source.
+        sharded: Tensors of the model by output name, with their shards.
+        output_names: Parameter name in the view -> name in the output, for parameters that map one to one.
 
     Raises:
-        UnsupportedError: State is keyed by indices, or belongs to a parameter that takes another form.
+        UnsupportedError: State is keyed by index, or belongs to a parameter that is combined, split or reordered.
     """
     names = [*view.optimizer, *view.other, *view.catalog.objects]
     refuse_indices(names, str(view.catalog.root))
-    return _StateMapper(view, files, sharded, outward).carry(names)
+    return _StateMapper(view, files, sharded, output_names).carry(names)
 
 
 class _StateMapper:
-    """One pass over the state of a checkpoint."""
+    """Mapper of the training state of one checkpoint to the output."""
 
-    def __init__(self, view: ModelView, files: SourceFiles, sharded: ShardedTarget, outward: Mapping[str, str]) -> None:
+    def __init__(
+        self, view: ModelView, files: SourceFiles, sharded: ShardedTarget, output_names: Mapping[str, str]
+    ) -> None:
         self.source, self.files, self.model, self.mesh = view.catalog, files, sharded.target, sharded.model
-        self.outward = outward
+        self.output_names = output_names
         self.on_disk = {name: entry.name for name, entry in view.tensors.items()}
         self.owners = Owners.of(self.on_disk, view.prefix)
         self.duplicates = view.duplicates
@@ -113,8 +115,8 @@ class _StateMapper:
             if found is None:
                 loose.append(name)
             else:
-                owned.setdefault(self._out(found), []).append(found)
-        orphans = self._orphans([name for name in loose if name in self.optimizer])
+                owned.setdefault(self._output_parameter(found), []).append(found)
+        orphans = self._find_orphans([name for name in loose if name in self.optimizer])
         for name in loose:
             self._add(name, name, None)
         shared = {**self.model.aliases, **self.model.copies}
@@ -124,11 +126,11 @@ class _StateMapper:
         for parameter, states in owned.items():
             for state in states:
                 if state.name not in done:
-                    self._add(state.name, self._called(state), parameter)
+                    self._add(state.name, self._output_name(state), parameter)
         self._carry_duplicates()
         if self.replicated:
             self.notes.append(
-                "optimizer state replicated, its shape differs from its parameter's: "
+                "optimizer state replicated because its shape differs from that of its parameter: "
                 f'{counted(len(self.replicated), "tensor")}, "{self.replicated[0]}"'
             )
         return TrainingState(
@@ -148,65 +150,68 @@ class _StateMapper:
         )
 
     def _carry_duplicates(self) -> None:
-        """Keeps the second names of state that the checkpoint has twice; it was found to have equal bytes."""
+        """Keep the second names of state that the checkpoint stores twice with equal bytes."""
         state = {*self.optimizer, *self.other}
-        called = {on_disk: name for name, on_disk in self.source_names.items()}
+        output_names = {on_disk: name for name, on_disk in self.source_names.items()}
         for name, kept in self.duplicates.items():
             if kept not in state:
                 continue
             self.shared.add(name)
-            if called.get(kept) == kept and name not in self.tensors and name not in self.aliases:
+            if output_names.get(kept) == kept and name not in self.tensors and name not in self.aliases:
                 self.aliases[name] = kept
 
-    def _orphans(self, names: list[str]) -> list[str]:
-        """Tensors of the optimizer that stay whole because nobody knows what they belong to."""
+    def _find_orphans(self, names: list[str]) -> list[str]:
+        """Return the optimizer tensors without a known parameter, which stay whole; none without a mesh."""
         if self.mesh is None or self.mesh.dims.world_size == 1:
             return []
         orphans = [name for name in names if self.source.tensors[name].numel > 1]
         if orphans:
-            said = f'{counted(len(orphans), "tensor")}, "{orphans[0]}"'
-            self.notes.append(f"optimizer state of no known parameter, whole on rank 0: {said}")
+            tensors = f'{counted(len(orphans), "tensor")}, "{orphans[0]}"'
+            self.notes.append(f"optimizer state without a known parameter, stored whole on rank 0: {tensors}")
         return orphans
 
-    def _out(self, state: State) -> str:
-        """The name in the output of the parameter of a state."""
-        out = self.outward.get(state.parameter)
+    def _output_parameter(self, state: State) -> str:
+        """Return the output name of the parameter that a state belongs to."""
+        out = self.output_names.get(state.parameter)
         if out is None:
             raise UnsupportedError(
-                f'optimizer state "{state.name}" belongs to a parameter that takes another form under these names; '
-                "leave names as they are, or pass --optimizer drop"
+                f'optimizer state "{state.name}" belongs to a parameter that these names combine, split or reorder; '
+                "leave out --names, or pass --optimizer drop"
             )
         return out
 
-    def _called(self, state: State) -> str:
-        out = self._out(state)
+    def _output_name(self, state: State) -> str:
+        out = self._output_parameter(state)
         return state.name if out == self.on_disk[state.parameter] else state.of(out)
 
     def _carry_shared(self, name: str, stored: str, owned: Mapping[str, list[State]]) -> set[str]:
-        """The state of `name`, which shares the bytes of `stored`; gives the names on disk that this settles."""
-        settled = set()
+        """Map the state of `name`, which shares the bytes of `stored`; return the names on disk that are done."""
+        done = set()
         mine = {(state.before, state.after): state for state in owned.get(name, ())}
         others = {(state.before, state.after): state for state in owned.get(stored, ())}
         for key, state in others.items():
             twin = mine.pop(key, None)
-            called = self._called(state)
+            called = self._output_name(state)
             self._share(
-                self._twin_name(state, stored, name) if twin is None else self._called(twin), called, state.name, name
+                self._twin_name(state, stored, name) if twin is None else self._output_name(twin),
+                called,
+                state.name,
+                name,
             )
             if twin is not None:
-                settled.add(twin.name)
-                self._settle(twin.name, state.name)
-        for state in mine.values():  # the trainer kept it under this name alone
-            called = self._called(state)
+                done.add(twin.name)
+                self._merge_twins(twin.name, state.name)
+        for state in mine.values():  # the trainer stored it under this name only
+            called = self._output_name(state)
             self._add(state.name, called, name)
-            settled.add(state.name)
+            done.add(state.name)
             self._share(self._twin_name(state, name, stored), called, state.name, stored)
-        return settled
+        return done
 
     def _twin_name(self, state: State, parameter: str, other: str) -> str:
-        """The name of the same state of another parameter, as the trainer would spell it."""
+        """Return the name of the same state of another parameter, in the spelling of the trainer."""
         if (
-            self._called(state) == state.name
+            self._output_name(state) == state.name
             and state.name_in_state != parameter
             and parameter.endswith(state.name_in_state)
         ):
@@ -215,21 +220,21 @@ class _StateMapper:
         return state.of(other)
 
     def _share(self, name: str, stored: str, on_disk: str, parameter: str) -> None:
-        """Makes `name` another name of `stored`, or a copy where no file can share it."""
+        """Make `name` an alias of `stored`, or a copy if they cannot share bytes."""
         if on_disk in self.source.objects:
             self._add(on_disk, name, parameter)
-        elif self._is_apart(parameter):
+        elif self._has_copy(parameter):
             self._add(on_disk, name, parameter)
             self.copies[name] = stored
         else:
             self.aliases[name] = stored
 
-    def _is_apart(self, parameter: str) -> bool:
-        """True for a parameter that is a copy, or that has one: it has state of its own."""
+    def _has_copy(self, parameter: str) -> bool:
+        """Return True for a parameter that is a copy or has one, and so needs separate state."""
         return parameter in self.model.copies or parameter in self.model.copies.values()
 
-    def _settle(self, twin: str, kept: str) -> None:
-        """Two states of one tensor: the same, or the one of the stored name is kept and the other reported."""
+    def _merge_twins(self, twin: str, kept: str) -> None:
+        """Merge two states of one tensor; if they differ, keep that of the stored name and report the other."""
         if twin in self.source.objects:
             same = self._object(twin) == self._object(kept)
         else:
@@ -242,7 +247,7 @@ class _StateMapper:
         if not same:
             reason = f'state of a tied name; "{kept}" is kept'
             self.dropped.append({"name": twin, "reason": reason})
-            self.notes.append(f'"{twin}" and "{kept}" differ although their parameters are tied; the second is kept')
+            self.notes.append(f'"{twin}" and "{kept}" differ although their parameters are tied; "{kept}" is kept')
 
     def _leaves(self, entry: TensorEntry) -> list[bytes]:
         return digest_of(self.reader, entry, entry.dtype).leaves
@@ -252,7 +257,7 @@ class _StateMapper:
         return self.files.read(place.file, place.offset, place.nbytes)
 
     def _add(self, on_disk: str, name: str, parameter: str | None) -> None:
-        """Carries one tensor or object under a name."""
+        """Add one tensor or object under its output name."""
         if on_disk in self.source.objects:
             self.objects[name] = self.source.objects[on_disk]._replace(name=name)
             self.object_source_names[name] = on_disk
@@ -263,13 +268,13 @@ class _StateMapper:
             self.places[name] = self._place(entry, parameter, self.mesh)
 
     def _place(self, entry: TensorEntry, parameter: str | None, mesh: ShardedModel) -> Place:
-        alone = (Block(0, whole(entry.shape)),)
+        whole_block = (Block(0, whole(entry.shape)),)
         if parameter is None:
-            return 0, alone
+            return 0, whole_block
         stored = self.model.aliases.get(parameter, parameter)
         placed = mesh.placed[stored]
         if entry.shape == self.model.tensors[stored].shape:
             return placed.stage, placed.blocks
         if entry.numel > 1:
             self.replicated.append(entry.name)
-        return placed.stage, alone
+        return placed.stage, whole_block

@@ -1,8 +1,7 @@
-"""The check after writing: what a reader will find in the staged files, held against what was planned.
+"""Check after writing: compare the staged files, as a reader sees them, with the plan.
 
-Headers and markers are parsed again, from the files and by the code that opens checkpoints, so that neither a defect
-of a writer nor a text that was carried over can say something else than the plan: which tensor lies where, of what
-dtype and shape, and at which byte.
+Headers and markers are parsed again, from the files and by the code that opens checkpoints, so that a defect of a
+writer or a header that was copied over cannot contradict the plan: file, offset, dtype and shape of each tensor.
 """
 
 from __future__ import annotations
@@ -27,17 +26,17 @@ from ckptx.storage.interface import Source
 from ckptx.transfer.executor import CopyResult
 from ckptx.wording import counted
 
-# Reading `.metadata` and the heads of archives takes some 20 us and 1 KB for each block. Where blocks are so many that
-# this would show beside the copy, the first and the last block of each file are looked at instead.
+# Reading `.metadata` and the heads of archives takes about 20 us and 1 KB per block. With so many blocks that this
+# would slow down the conversion, only the first and the last block of each file are checked.
 _FEW_BLOCKS, _MOST_BLOCKS, _SMALL_BLOCK = 1 << 12, 1 << 17, 1 << 20
 
 
 def check_huggingface(tree: Source, layout: HuggingFaceLayout) -> None:
-    """Reads headers and index back.
+    """Read headers and index back, and compare them with the plan.
 
     Raises:
-        InputError: A header that the manifest remembers calls whole tensors parts of larger ones.
-        Defect: Anything else is not as planned.
+        InputError: A header that the manifest records marks whole tensors as parts of larger ones.
+        Defect: Anything else differs from the plan.
     """
     catalog = layout.catalog
     planned = _Planned(catalog)
@@ -46,8 +45,8 @@ def check_huggingface(tree: Source, layout: HuggingFaceLayout) -> None:
             header = read_header(files, name)
             if holds_parts(header, name):
                 raise InputError(
-                    f"{name}: its header, as ckptx.json remembers it, calls whole tensors parts of larger ones; remove "
-                    "ckptx.json and convert again"
+                    f"{name}: its header, as recorded in ckptx.json, marks whole tensors as parts of larger ones; "
+                    "remove ckptx.json and convert again"
                 )
             for tensor in header.tensors:
                 planned.find(tensor, None, name)
@@ -57,14 +56,14 @@ def check_huggingface(tree: Source, layout: HuggingFaceLayout) -> None:
         if len(catalog.files) != 1:
             raise _defect(str(tree.location), f"{counted(len(catalog.files), 'file')} and no index")
     elif parse_index(layout.index_text, tree.location / layout.index_name) != owners:
-        raise _defect(layout.index_name, "it does not say where tensors are")
+        raise _defect(layout.index_name, "an index that does not list the files of the tensors")
 
 
 def check_sharded(tree: Source, catalog: Catalog) -> None:
-    """Reads the headers of shards back.
+    """Read the headers of shards back, and compare them with the plan.
 
     Raises:
-        Defect: A block is not where it was planned.
+        Defect: A block differs from the plan.
     """
     planned = _Planned(catalog)
     with tree.open() as files:
@@ -78,15 +77,15 @@ def check_sharded(tree: Source, catalog: Catalog) -> None:
 
 
 def check_dcp(tree: Source, output: DcpOutput) -> None:
-    """Reads the heads of archives back, and parses each `.metadata` that is about to be written.
+    """Read the heads of archives back, and parse each `.metadata` that is about to be written.
 
     Raises:
-        Defect: A block is not where it was planned.
+        Defect: A block differs from the plan.
     """
     catalog = output.catalog
-    few = _are_few(catalog)
+    few = _can_check_all(catalog)
     with tree.open() as files:
-        for entry, chunk in _blocks(catalog) if few else _outermost(catalog):
+        for entry, chunk in _blocks(catalog) if few else _first_and_last(catalog):
             frame = archive_frame(entry.dtype, chunk.region.sizes)
             if files.read(chunk.file, chunk.offset, len(frame.head)) != frame.head:
                 raise _defect(chunk.file, f'no archive of "{entry.name}" {chunk.region} at byte {chunk.offset}')
@@ -94,13 +93,13 @@ def check_dcp(tree: Source, output: DcpOutput) -> None:
         _check_metadata(parse_metadata(data, marker), marker, output)
 
 
-def _are_few(catalog: Catalog) -> bool:
+def _can_check_all(catalog: Catalog) -> bool:
     blocks = sum(len(entry.chunks) for entry in catalog.tensors.values())
     return blocks <= _FEW_BLOCKS or (blocks <= _MOST_BLOCKS and sum(catalog.files.values()) > blocks * _SMALL_BLOCK)
 
 
 def _check_metadata(metadata: DcpMetadata, marker: str, output: DcpOutput) -> None:
-    """Every name of one part, and where its blocks are said to lie."""
+    """Compare the names of one part and the recorded positions of their blocks with the plan."""
     catalog, fqns = output.catalog, output.fqns[marker]
     lead = marker[: -len(METADATA)]
     found = {*metadata.tensors, *metadata.objects}
@@ -108,11 +107,11 @@ def _check_metadata(metadata: DcpMetadata, marker: str, output: DcpOutput) -> No
         raise _defect(marker, f'names such as "{next(iter(found ^ fqns.keys()), "")}"')
     for fqn, tensor in metadata.tensors.items():
         entry = catalog.tensors[fqns[fqn]]
-        said = {(region, lead + place.path, place.offset, place.length) for region, place in _places(fqn, metadata)}
-        planned = {(_in_torch(entry, chunk.region), *chunk[1:4]) for chunk in entry.chunks}
+        recorded = {(region, lead + place.path, place.offset, place.length) for region, place in _places(fqn, metadata)}
+        planned = {(_region_in_torch(entry, chunk.region), *chunk[1:4]) for chunk in entry.chunks}
         size = torch_shape(entry.dtype, entry.shape, fqn)
-        if (tensor.dtype, tensor.size) != (entry.dtype.torch, size) or said != planned:
-            raise _defect(marker, f'"{fqn}" {tensor.dtype} {tensor.size} at {said!s:.200}')
+        if (tensor.dtype, tensor.size) != (entry.dtype.torch, size) or recorded != planned:
+            raise _defect(marker, f'"{fqn}" {tensor.dtype} {tensor.size} at {recorded!s:.200}')
     for fqn in metadata.objects:
         path, offset, length, _ = metadata.storage[fqn, None]
         if catalog.objects[fqns[fqn]][1:] != (lead + path, offset, length):
@@ -124,10 +123,10 @@ def _places(fqn: str, metadata: DcpMetadata) -> Iterator[tuple[Region, StorageIn
 
 
 def check_digests(outcome: CopyResult, recorded: Mapping[str, str]) -> None:
-    """Holds the bytes that were copied against what was recorded of them when they were first converted.
+    """Compare the digests of the copied tensors with those recorded at the first conversion.
 
     Raises:
-        InputError: They are others.
+        InputError: A digest differs.
     """
     for name, digest in recorded.items():
         if outcome.digests[name] != digest:
@@ -135,17 +134,17 @@ def check_digests(outcome: CopyResult, recorded: Mapping[str, str]) -> None:
 
 
 def changed_since(name: str, found: str, recorded: str) -> InputError:
-    """The error for a tensor whose bytes are not those that its manifest records."""
+    """Return the error for a tensor whose digest differs from the recorded one."""
     return InputError(
-        f'tensor "{name}": digest {found}, ckptx.json records {recorded}; the bytes changed since they were converted, '
-        "restore them from a copy"
+        f'tensor "{name}": digest is {found}, but ckptx.json records {recorded}; the bytes changed since they '
+        "were converted, restore the checkpoint from a copy"
     )
 
 
 class _Planned:
-    """The blocks that were planned, by tensor and file; counts those that were found.
+    """Planned blocks by tensor and file, with a count of those found.
 
-    A file holds one block of a tensor, and tensors that are cut alike share the list of their files.
+    A file holds one block of a tensor, and tensors with the same shards share the list of their files.
     """
 
     def __init__(self, catalog: Catalog) -> None:
@@ -155,15 +154,15 @@ class _Planned:
         self._found = 0
 
     def find(self, tensor: HeaderTensor, offsets: Shape | None, file: str) -> None:
-        """Takes note of a block.
+        """Record a block that was found, and compare it with the plan.
 
         Args:
-            tensor: As the header of its file has it.
-            offsets: Where it begins in the whole tensor; None for the whole tensor itself.
-            file: The file.
+            tensor: Tensor from the header of the file.
+            offsets: Offset of the block in the whole tensor, by dimension; None for the whole tensor.
+            file: Name of the file.
 
         Raises:
-            Defect: It is none of those planned.
+            Defect: No such block was planned.
         """
         name, dtype, shape, begin, end = tensor
         entry = self._catalog.tensors.get(name)
@@ -187,7 +186,7 @@ class _Planned:
         return chunks[numbers[file]] if file in numbers else None
 
     def require_all(self) -> None:
-        """Every planned block must have been found; a header holds a name once, so none was found twice."""
+        """Raise Defect if a planned block was not found; a header holds a name once, so none was counted twice."""
         planned = sum(len(entry.chunks) for entry in self._catalog.tensors.values())
         if self._found != planned:
             raise _defect(str(self._catalog.root), f"{self._found} blocks of {planned}")
@@ -197,8 +196,8 @@ def _blocks(catalog: Catalog) -> Iterator[tuple[TensorEntry, Chunk]]:
     return ((entry, chunk) for entry in catalog.tensors.values() for chunk in entry.chunks)
 
 
-def _outermost(catalog: Catalog) -> Iterator[tuple[TensorEntry, Chunk]]:
-    """The first and the last block of each file; tensors in the same files lie there in the order of the catalog."""
+def _first_and_last(catalog: Catalog) -> Iterator[tuple[TensorEntry, Chunk]]:
+    """Yield the first and the last block of each file; tensors in a file follow the order of the catalog."""
     begins: dict[object, TensorEntry] = {}
     ends: dict[object, TensorEntry] = {}
     for entry in catalog.tensors.values():
@@ -218,10 +217,10 @@ def _outermost(catalog: Catalog) -> Iterator[tuple[TensorEntry, Chunk]]:
     yield from last.values()
 
 
-def _in_torch(entry: TensorEntry, region: Region) -> Region:
+def _region_in_torch(entry: TensorEntry, region: Region) -> Region:
     dtype, name = entry.dtype, entry.name
     return Region(torch_shape(dtype, region.offsets, name), torch_shape(dtype, region.sizes, name))
 
 
 def _defect(where: str, found: str) -> Defect:
-    return Defect(f"{where}: holds {found}, which is not what was planned; please report it")
+    return Defect(f"{where}: contains {found}, which differs from the plan; please report it")
