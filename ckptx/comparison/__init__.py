@@ -1,1 +1,1 @@
-"""Two checkpoints compared: headers for `diff`, contents bit for bit for `verify`, and optimizer state."""
+"""Comparison of two checkpoints: headers for `diff`; contents bit for bit and optimizer state for `verify`."""

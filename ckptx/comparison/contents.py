@@ -1,4 +1,4 @@
-"""`verify`: two checkpoints of any format compared bit for bit; nothing is trusted but what has just been read."""
+"""`verify`: compare two checkpoints of any format bit for bit, from freshly read bytes alone."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ def verify_bytes(options: CompareOptions, *, with_state: bool = True) -> VerifyR
     """Compare the contents of two checkpoints; `exit` of the report is 1 when they differ.
 
     Args:
-        options: The checkpoints, and how to compare them.
-        with_state: Also compare what both hold beside the model.
+        options: Checkpoints and options of the comparison.
+        with_state: Also compare training state if both checkpoints have it.
 
     Raises:
-        InputError, UnsupportedError: One of them cannot be read.
+        InputError, UnsupportedError: A checkpoint cannot be read.
     """
     stopwatch, log, dtype = Stopwatch(), options.log or Log(), options.dtype
     reference, checkpoint = (
@@ -68,8 +68,8 @@ def verify_bytes(options: CompareOptions, *, with_state: bool = True) -> VerifyR
         comparison = _Comparison(pairs, (files_a, files_b), options.buffer_bytes)
         rows += comparison.run(options.threads, options.on_progress)
     if comparison.unrecorded:
-        said = counted(comparison.unrecorded, "archive")
-        log.note(f"without a recorded CRC-32: {said}, whose bytes could not be checked")
+        archives = counted(comparison.unrecorded, "archive")
+        log.note(f"{archives} without a recorded CRC-32: their bytes could not be checked")
     overflows = comparison.losses.overflows
     if overflows:
         numbers, where = counted(sum(overflows.values()), "number"), first_of(list(overflows))
@@ -94,7 +94,7 @@ def verify_bytes(options: CompareOptions, *, with_state: bool = True) -> VerifyR
 
 
 def _located(view: ModelView, files: SourceFiles, log: Log, with_state: bool) -> ModelView:
-    """The view with every block of its model located, and of its state if asked; what is stored twice is compared."""
+    """Locate every block of the model, and of its state with `with_state`; compare tensors that are stored twice."""
     view = locate_all(view, files) if with_state and view.catalog.form.has_archives else locate_archives(view, files)
     compare_replicas(view.catalog, files)
     view = resolve_duplicates(view, files, with_state=with_state)
@@ -114,7 +114,7 @@ def _targets(reference: ModelView, dtype: str) -> dict[str, DType]:
 
 
 def _note_on_dtypes(rows: list[dict[str, Any]], a: ModelView, b: ModelView, dtype: str) -> str | None:
-    """Say that contents in two dtypes were not compared, and which --dtype compares them."""
+    """Return a note on tensors in two dtypes, which were not compared, with the --dtype that compares them."""
     names = [row["name"] for row in rows if row["what"] == "dtype"]
     if not names:
         return None
@@ -123,12 +123,12 @@ def _note_on_dtypes(rows: list[dict[str, Any]], a: ModelView, b: ModelView, dtyp
     targets = [word for word, target in CAST_TARGETS.items() if {target.name} == stored and word != dtype]
     is_float = of_model == names and all(a.tensors[name].dtype.cast for name in of_model)
     if targets and is_float:
-        step = f"--dtype {targets[0]} casts the reference first, as convert --dtype does"
+        step = f"pass --dtype {targets[0]} to cast the reference first, as convert --dtype does"
     else:
         step = "no single --dtype makes them comparable"
     return (
-        f"dtype: {counted(len(names), 'tensor')} stored in another dtype than in the reference, {first_of(names)}; "
-        f"their contents were not compared; {step}"
+        f"dtype: {counted(len(names), 'tensor')} with a dtype other than in the reference, contents not compared: "
+        f"{first_of(names)}; {step}"
     )
 
 
@@ -145,9 +145,9 @@ class _Pair:
 def _pair_up(
     a: ModelView, b: ModelView, targets: dict[str, DType], ties: TiedNames
 ) -> tuple[list[_Pair], list[dict[str, Any]]]:
-    """Pairs of names, and what the headers already tell apart.
+    """Return pairs of tensors to compare, and rows for differences in headers.
 
-    A tied name that one side lacks is compared with its partner there, so that no alias passes unseen.
+    A tied name that one side lacks is compared with its partner there, so that every alias is checked.
     """
     rows = differing_headers(replace_dtypes(a, targets), b)
     bad = {row["name"] for row in rows}
@@ -159,21 +159,21 @@ def _pair_up(
             continue
         first, second, dtype = a.tensors[in_a], b.tensors[in_b], targets[in_a]
         if (first.shape, dtype) != (second.shape, second.dtype):
-            said = [f"{kind.name} {list(entry.shape)}" for kind, entry in ((dtype, first), (second.dtype, second))]
-            rows.append({"name": name, "what": "tied", "a": said[0], "b": said[1]})
+            headers = [f"{kind.name} {list(entry.shape)}" for kind, entry in ((dtype, first), (second.dtype, second))]
+            rows.append({"name": name, "what": "tied", "a": headers[0], "b": headers[1]})
             continue
         pairs.append(_Pair(name, first, second, dtype))
     return pairs, rows
 
 
 def replace_dtypes(view: ModelView, targets: dict[str, DType]) -> ModelView:
-    """The view as it is after the cast, for headers alone."""
+    """Return the view with the dtypes after a cast, for a comparison of headers."""
     tensors = {name: entry._replace(dtype=targets[name]) for name, entry in view.tensors.items()}
     return replace(view, tensors=tensors)
 
 
 class _KeepSink:
-    """Keeps one block of a tensor and lets the rest pass."""
+    """Sink that keeps one block of a tensor and discards the rest."""
 
     def __init__(self, block: int) -> None:
         self.kept = bytearray()
@@ -191,7 +191,7 @@ class _KeepSink:
 
 @dataclass(slots=True)
 class _Comparison:
-    """Compares pairs in threads; rows come out in the order of the pairs."""
+    """Comparison of pairs in several threads; rows come in the order of the pairs."""
 
     pairs: list[_Pair]
     files: tuple[SourceFiles, SourceFiles]
@@ -220,7 +220,7 @@ class _Comparison:
                     if row is not None:
                         self._rows[index] = row
                     done[worker] += self.pairs[index].a.nbytes
-            except BaseException as error:  # handed to the calling thread, which raises it
+            except BaseException as error:  # re-raised in the calling thread
                 self._errors.append(error)
             with lock:
                 self.bytes_read += sum(reader.bytes_read for reader in readers)
@@ -239,7 +239,7 @@ class _Comparison:
 
 
 def _compare(pair: _Pair, a: TensorReader, b: TensorReader, losses: LossesByTensor) -> dict[str, Any] | None:
-    """None when the bytes are equal, else a row that says where the first difference is."""
+    """Return None if the bytes are equal, else a row with the position of the first difference."""
     lost = CastLosses()
     sides = [digest_of(reader, entry, pair.dtype, lost).leaves for reader, entry in ((a, pair.a), (b, pair.b))]
     losses.add(pair.name, lost)
@@ -255,9 +255,9 @@ def _compare(pair: _Pair, a: TensorReader, b: TensorReader, losses: LossesByTens
 
 
 def _locate_difference(pair: _Pair, block: int, a: bytearray, b: bytearray) -> dict[str, Any]:
-    """Index and bytes of the first element that differs, and how many do in its block.
+    """Return index and bytes of the first element that differs, and the number of differing elements in its block.
 
-    Of elements smaller than a byte, the first is in the lowest bits; the byte that is shown is the first that differs.
+    For elements smaller than a byte, the first is in the lowest bits, and the first differing byte is shown.
     """
     import numpy as np
 

@@ -1,4 +1,4 @@
-"""`diff`: names, shapes, dtypes and ties of two checkpoints, from headers alone."""
+"""`diff`: compare names, shapes, dtypes and tied weights of two checkpoints, from headers alone."""
 
 from __future__ import annotations
 
@@ -65,20 +65,20 @@ def diff(options: DiffOptions) -> DiffReport:
 
 
 def seen_together(a: Catalog, b: Catalog, *, prefix: str | None = None) -> tuple[ModelView, ModelView]:
-    """Two checkpoints as models; one without a config is seen by that of the other, as `verify --run` builds it.
+    """View two checkpoints as models; one without a config uses that of the other, as `verify --run` does.
 
     Args:
-        a: One.
-        b: The other.
-        prefix: Prefix of the model's names, in each of the two that holds a model under it; None finds it.
+        a: First checkpoint.
+        b: Second checkpoint.
+        prefix: Prefix of model names, applied to each checkpoint with a model under it; None to detect it.
 
     Raises:
-        InputError, UnsupportedError: One of them, by its own config; or neither holds a model under the prefix.
+        InputError, UnsupportedError: A checkpoint cannot be viewed, or neither has a model under the prefix.
     """
     views = _seen_beside(a, b, prefix), _seen_beside(b, a, prefix)
     if prefix is not None and not any(view.catalog.form.is_of_training and view.prefix == prefix for view in views):
         raise InputError(
-            f'--source-prefix "{prefix}": neither {a.root} nor {b.root} is a DCP with a model {below(prefix)}; look at '
+            f'--source-prefix "{prefix}": neither {a.root} nor {b.root} is a DCP with a model {below(prefix)}; list '
             "their names with `ckptx inspect --tensors`"
         )
     return views
@@ -90,39 +90,39 @@ def _seen_beside(catalog: Catalog, other: Catalog, prefix: str | None) -> ModelV
     try:
         view, note = (
             view_model_under(catalog, prefix, config=other.config),
-            f"no config.json: seen by that of {other.root}",
+            f"no config.json; using that of {other.root}",
         )
     except SeveralModels:
         raise
     except (InputError, UnsupportedError) as error:
         view = view_model_under(catalog, prefix)
-        note = f"no config.json, and that of {other.root} does not fit: {error}"
+        note = f"no config.json, and that of {other.root} does not match: {error}"
     return replace(view, notes=(*view.notes, note))
 
 
 def _twice(view: ModelView) -> list[str]:
-    """A note where names stand for one tensor and nobody compared their bytes."""
+    """Return a note on tensors that are stored under two names, whose bytes `diff` does not compare."""
     rules = rules_of(view) if not view.trainer_naming else None
     names = [*view.duplicates, *(second_namings(rules, view.tensors) if rules is not None else ())]
     if not names:
         return []
-    return [f"{counted(len(names), 'tensor')} stored under two names, whose bytes `verify` compares: {first_of(names)}"]
+    return [f"{counted(len(names), 'tensor')} stored under two names: {first_of(names)}; `verify` compares their bytes"]
 
 
 def _headers_of(view: ModelView) -> ModelView:
-    """The view with one chunk for each tensor that only says which bytes are whose; archives are not looked into."""
+    """Replace the chunks of each tensor by one that only identifies its bytes, so that archives are not opened."""
     tensors = {}
     for name, entry in view.tensors.items():
         place = entry.chunks[0] if entry.chunks and entry.numel else None
-        said = name if place is None else f"{place.file}:{place.offset}"
-        tensors[name] = entry._replace(chunks=(Chunk(whole(entry.shape), said, 0, entry.nbytes),), replicas=())
+        key = name if place is None else f"{place.file}:{place.offset}"
+        tensors[name] = entry._replace(chunks=(Chunk(whole(entry.shape), key, 0, entry.nbytes),), replicas=())
     return replace(view, tensors=tensors)
 
 
 def in_common_names(a: ModelView, b: ModelView) -> tuple[ModelView, ModelView]:
-    """Both views in the names of the model, when they hold the same model under different names; else as they are.
+    """Rename both views to model names if this makes more names match; else return them unchanged.
 
-    A checkpoint may hold each expert apart or all of them as one tensor, and call its tower one thing or another.
+    Checkpoints may store experts separately or as one tensor, and may use different names for the same module.
     """
     if a.tensors.keys() == b.tensors.keys():
         return a, b
@@ -139,7 +139,7 @@ def in_common_names(a: ModelView, b: ModelView) -> tuple[ModelView, ModelView]:
             )
             tensors.append(rules.to_model(published).tensors)
     except (InputError, UnsupportedError):
-        return a, b  # one of them is not whole, or in a form of its own: its own names say best what differs
+        return a, b  # a view is incomplete or has an unknown form: its own names show the differences best
     before, after = (len(first.keys() ^ second.keys()) for first, second in ((a.tensors, b.tensors), tensors))
     if after >= before:
         return a, b
@@ -147,7 +147,7 @@ def in_common_names(a: ModelView, b: ModelView) -> tuple[ModelView, ModelView]:
 
 
 def differing_headers(a: ModelView, b: ModelView) -> list[dict[str, Any]]:
-    """One row for each name that differs: name, what, in A, in B."""
+    """Return a row for each name that differs, with the kind of difference and the value in each checkpoint."""
     tied = {row["name"] for row in _tied_apart(a, b)}
     rows: list[dict[str, Any]] = []
     for name in [*a.tensors, *(name for name in b.tensors if name not in a.tensors)]:
@@ -158,7 +158,7 @@ def differing_headers(a: ModelView, b: ModelView) -> list[dict[str, Any]]:
 
 
 def difference_of(name: str, a: TensorEntry | None, b: TensorEntry | None) -> dict[str, Any] | None:
-    """The row of a tensor that one side lacks, or that has another shape or dtype there; None where it has not."""
+    """Return the row for a tensor that is missing on one side or differs in shape or dtype; None if equal."""
     what = None
     if a is None or b is None:
         what = "missing"
@@ -174,7 +174,7 @@ def _said(entry: TensorEntry | None) -> str | None:
 
 
 def _tied_apart(a: ModelView, b: ModelView) -> list[dict[str, str]]:
-    """Names that one side has and the other leaves to a tie: name, and the name both have."""
+    """Return the tied names that only one side stores, each with the tied name that both have."""
     rows = []
     ties = TiedNames.of(a, b)
     for view, other in ((a, b), (b, a)):
@@ -187,11 +187,11 @@ def _tied_apart(a: ModelView, b: ModelView) -> list[dict[str, str]]:
 
 @dataclass(frozen=True, slots=True)
 class TiedNames:
-    """Which names are one tensor: by the config, or by pointing at the same bytes in a DCP.
+    """Names of the same tensor, tied by the config or sharing bytes in a DCP.
 
     Attributes:
-        groups: Name -> all names tied to it, directly or not, in every naming.
-        sources: Target -> the names its own pairs tie it to.
+        groups: Name -> all names tied to it, directly or indirectly, in every naming.
+        sources: Target -> names that its own pairs tie it to.
     """
 
     groups: dict[str, set[str]] = field(default_factory=dict)
@@ -199,7 +199,7 @@ class TiedNames:
 
     @classmethod
     def of(cls, *views: ModelView) -> TiedNames:
-        """What any of the views says."""
+        """Collect the tied names of all views."""
         ties = cls()
         for view in views:
             owners: dict[object, str] = {}
@@ -220,10 +220,10 @@ class TiedNames:
         self.groups.update(dict.fromkeys(joined, joined))
 
     def stand_in(self, name: str, holder: ModelView, view: ModelView) -> str | None:
-        """The name in `view` to compare with `name`, which only `holder` has.
+        """Return the name in `view` to compare with `name`, which only `holder` has; None if there is none.
 
-        Declared ties may hold different tensors (T5 v1.1 declares its own head tied). So a name that shares the bytes
-        of `name` comes first, then the source of its own pair, then any other.
+        Names that are declared tied may be different tensors (T5 v1.1 declares its separate head tied). So a name that
+        shares the bytes of `name` comes first, then the source of its own pair, then any other.
         """
         candidates = sorted(other for other in self.groups.get(name, ()) if other in view.tensors)
         chunks = holder.tensors[name].chunks

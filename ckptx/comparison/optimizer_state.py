@@ -1,7 +1,7 @@
-"""What two checkpoints hold beside the model, name by name: moments, counters, and whatever else a trainer keeps.
+"""Comparison of training state by name: moments, counters, and other tensors that a trainer stores.
 
-Trainers call it differently, and a mesh may give the twin of a tied tensor a copy of its state. So names are compared
-with their parameter called as the model calls it, and what one side lacks with the state of the tied name there.
+Trainers name state differently, and on a mesh the twin of a tied tensor may have a copy of its state. So parameters in
+names are compared under their model names, and a state that one side lacks with that of the tied name there.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from ckptx.model_view.view import ModelView, rules_of, trainer_rules
 from ckptx.storage.interface import SourceFiles
 from ckptx.wording import counted, first_of
 
-_PIECE = 1 << 20  # bytes of an object that are read at once
+_PIECE = 1 << 20  # bytes of an object per read
 
 
 @dataclass(frozen=True, slots=True)
 class StatePairs:
-    """What to compare of the state of two checkpoints.
+    """Training state of two checkpoints, paired for a comparison.
 
     Attributes:
-        pairs: Name on disk of the first, and both tensors, which are alike but for their contents.
-        rows: What headers tell apart.
-        notes: What is not compared.
+        pairs: Name on disk of the first tensor, and both tensors, which have equal dtypes and shapes.
+        rows: Rows for differences in headers.
+        notes: Notes on state that is not compared.
     """
 
     pairs: tuple[tuple[str, TensorEntry, TensorEntry], ...] = ()
@@ -36,20 +36,20 @@ class StatePairs:
 
 
 def has_state(view: ModelView) -> bool:
-    """True when it holds tensors beside the model."""
+    """Return True if the checkpoint has tensors besides the model."""
     return bool(view.optimizer or view.other)
 
 
 def pair_state(a: ModelView, b: ModelView, ties: TiedNames, *, in_model_names: bool) -> StatePairs:
-    """Pairs the state of two checkpoints.
+    """Pair the training state of two checkpoints.
 
-    Where no name of one is that of the other, notes say that nothing is compared.
+    If they have no name in common, the result has only notes that nothing is compared.
 
     Args:
-        a: The first, with every block located; its entries have their names on disk.
-        b: The second.
-        ties: In the names that are compared.
-        in_model_names: The names that are compared are those of the model; else those of the views.
+        a: First view, with every block located; its entries have their names on disk.
+        b: Second view, likewise.
+        ties: Tied names, in the names that are compared.
+        in_model_names: True to compare model names, False to compare names of the views.
     """
     first, second = (_by_key(view, in_model_names) for view in (a, b))
     if not first.keys() & second.keys():
@@ -71,20 +71,20 @@ def pair_state(a: ModelView, b: ModelView, ties: TiedNames, *, in_model_names: b
 def notes_on_objects(
     a: Mapping[str, BytesEntry], b: Mapping[str, BytesEntry], files: tuple[SourceFiles, SourceFiles]
 ) -> list[str]:
-    """Which pickled objects are other bytes, or are on one side alone. Equal values may be pickled otherwise."""
+    """Return notes on pickled objects with different bytes, which may still be equal values, or on one side only."""
     other = [name for name in a if name in b and not _are_equal(a[name], b[name], files)]
     alone = [name for name in (*a, *b) if name not in a or name not in b]
-    said = ((other, "of other bytes"), (alone, "on one side alone"))
+    groups = ((other, "with different bytes"), (alone, "in only one checkpoint"))
     return [
-        f"not judged: {counted(len(names), 'pickled object')} {what}: {first_of(names)}"
-        for names, what in said
+        f"not compared: {counted(len(names), 'pickled object')} {reason}: {first_of(names)}"
+        for names, reason in groups
         if names
     ]
 
 
 @dataclass(frozen=True, slots=True)
 class _Held:
-    """A tensor beside the model, and what its name says when it belongs to a parameter."""
+    """Tensor of the training state, with the parts of its name if it belongs to a parameter."""
 
     entry: TensorEntry
     state: State | None
@@ -113,7 +113,7 @@ def _model_name(view: ModelView, name: str) -> str:
 
 
 def _twin(held: _Held, others: Mapping[str, _Held], ties: TiedNames) -> _Held | None:
-    """The same state of a name that the parameter is tied to."""
+    """Return the same state of a name that the parameter is tied to; None if there is none."""
     if held.state is None:
         return None
     twins = (held.state.of(name) for name in sorted(ties.groups.get(held.parameter, ())))
@@ -121,7 +121,7 @@ def _twin(held: _Held, others: Mapping[str, _Held], ties: TiedNames) -> _Held | 
 
 
 def not_compared(view: ModelView) -> str:
-    """The note on a checkpoint whose state nothing is held against."""
+    """Return the note on a checkpoint whose training state is not compared."""
     return (
         f"{view.catalog.root}: not compared: {counted(len(view.optimizer), 'optimizer tensor')}, "
         f"{counted(len(view.other), 'other tensor')}"

@@ -1,7 +1,7 @@
-"""Dtypes in which tensors are stored, where they differ from the reference or from the config.
+"""Stored dtypes that differ from the reference or from the config.
 
-Both models of `verify --run` compute in one dtype, so that nothing there depends on how tensors are stored. A loader
-that takes the dtype of the config, or of the files, does depend on it.
+Both models of `verify --run` compute in one dtype, so its result does not depend on stored dtypes. A loader that uses
+the dtype of the config, or of the files, does depend on them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from ckptx.catalog.entry import TensorEntry
 from ckptx.report.report import counted
 from ckptx.wording import first_of
 
-_NAMED = 3  # tensors of each row
+_NAMED = 3  # tensors listed per row
 _KEPT: dict[str, Literal["fp16", "bf16"]] = {"F16": "fp16", "BF16": "bf16"}
 
 
@@ -28,10 +28,10 @@ def dtype_differences(
     """Count the tensors of a checkpoint whose stored dtype is not the expected one.
 
     Args:
-        reference: Tensors of the reference by name in the model.
-        checkpoint: Tensors of the checkpoint by name in the model.
+        reference: Tensors of the reference by model name.
+        checkpoint: Tensors of the checkpoint by model name.
         config: Contents of the `config.json` of the checkpoint.
-        architecture: Class of the checkpoint. Tensors that it does not have are left out.
+        architecture: Class of the checkpoint; tensors that it does not have are skipped.
 
     Returns:
         A row for each pair of dtypes: `against` ("reference" or "config"), `stored`, `expected`, `tensors`, and the
@@ -55,10 +55,10 @@ def dtype_differences(
 
 
 def dtype_notes(rows: list[dict[str, Any]], compute_dtype: str) -> Iterator[str]:
-    """Give one line for each row of `dtype_differences`.
+    """Yield one line for each row of `dtype_differences`.
 
     Args:
-        rows: The rows.
+        rows: Rows of `dtype_differences`.
         compute_dtype: Dtype in which both models ran.
     """
     for row in rows:
@@ -66,18 +66,18 @@ def dtype_notes(rows: list[dict[str, Any]], compute_dtype: str) -> Iterator[str]
         verb = "is" if row["tensors"] == 1 else "are"
         if row["against"] == "reference":
             yield (
-                f"{tensors} of the checkpoint {verb} stored as {row['stored']} and as {row['expected']} in the "
-                f"reference, {names}; both models ran in {compute_dtype}, verify without --run compares them as stored"
+                f"{tensors} of the checkpoint {verb} stored as {row['stored']} but as {row['expected']} in the "
+                f"reference: {names}; both models ran in {compute_dtype}, verify without --run compares stored dtypes"
             )
         else:
             yield (
-                f"{tensors} of the checkpoint {verb} stored as {row['stored']}, and its config.json says "
-                f"{row['expected']}, {names}; a loader that takes the dtype of the config casts them"
+                f"{tensors} of the checkpoint {verb} stored as {row['stored']}, but its config.json sets "
+                f"{row['expected']}: {names}; a loader that uses the dtype of the config casts them"
             )
 
 
 def _declared(config: Mapping[str, Any]) -> DType | None:
-    """Return the dtype that a config gives, None where it gives none."""
+    """Return the dtype that a config sets; None if it sets none."""
     nested = config.get("text_config")
     for place in (config, nested):
         for key in ("dtype", "torch_dtype"):
@@ -88,7 +88,7 @@ def _declared(config: Mapping[str, Any]) -> DType | None:
 
 
 def _is_kept(name: str, stored: DType, declared: DType, architecture: Architecture | None) -> bool:
-    """Return True if the class keeps the tensor in float32 whatever the config says."""
+    """Return True if the class keeps the tensor in float32 under any config."""
     target = _KEPT.get(declared.name)
     return (
         stored.name == "F32"

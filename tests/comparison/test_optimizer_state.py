@@ -89,8 +89,8 @@ def test_a_prefix_is_no_difference(tmp_path: Path) -> None:
     other = write_dcp(tmp_path / "other", {**tensors, **state_of(model)}, config=CONFIG)
     found = verify(trained(tmp_path / "step"), other)
     assert (found.exit, found.compared) == (0, 4 * len(model) + 1)
-    assert [note for note in found.warnings if "judged" in note] == [
-        'not judged: 1 pickled object on one side alone: "optim.param_groups"'
+    assert [note for note in found.warnings if "pickled object" in note] == [
+        'not compared: 1 pickled object in only one checkpoint: "optim.param_groups"'
     ]
 
 
@@ -139,7 +139,7 @@ def test_objects_of_other_bytes_are_said(tmp_path: Path) -> None:
     file.write_bytes(data[:-2] + b"\x89.")  # False where None was
     found = verify(step, other)
     assert found.exit == 0
-    assert found.warnings[-1] == 'not judged: 1 pickled object of other bytes: "optim.param_groups"'
+    assert found.warnings[-1] == 'not compared: 1 pickled object with different bytes: "optim.param_groups"'
 
 
 def test_an_object_that_ends_behind_its_file_is_none_that_is_equal() -> None:
@@ -149,4 +149,4 @@ def test_an_object_that_ends_behind_its_file_is_none_that_is_equal() -> None:
 
     endless = BytesEntry("x", "f", 0, 1 << 60)
     notes = notes_on_objects({"x": endless}, {"x": endless}, (Files(), Files()))  # type: ignore[arg-type]  # two that end at once
-    assert notes == ['not judged: 1 pickled object of other bytes: "x"']
+    assert notes == ['not compared: 1 pickled object with different bytes: "x"']

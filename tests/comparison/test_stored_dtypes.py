@@ -81,8 +81,8 @@ def test_verify_says_which_cast_makes_two_dtypes_comparable(tmp_path: Path, ours
     report = ckptx.verify(a, b)
     assert report.exit == 1
     (note,) = (each for each in report.warnings if each.startswith("dtype: "))
-    assert f"{len(NAMES)} tensors stored in another dtype" in note and "contents were not compared" in note
-    assert f"--dtype {WORD[theirs]} casts the reference first" in note
+    assert f"{len(NAMES)} tensors with a dtype other than in the reference" in note and "contents not compared" in note
+    assert f"pass --dtype {WORD[theirs]} to cast the reference first" in note
     again = ckptx.verify(a, b, dtype=WORD[theirs])
     assert not any(each.startswith("dtype: ") for each in again.warnings)
     assert {row["what"] for row in again.differing} == {"content"}
