@@ -1,7 +1,4 @@
-"""What counts as one: the aliases and the parameters of a checkpoint.
-
-The words are those of the report (docs/report.md), and every command counts with them.
-"""
+"""Number of parameters and aliases of a checkpoint, as docs/report.md defines them for every command."""
 
 from __future__ import annotations
 
@@ -20,16 +17,16 @@ if TYPE_CHECKING:
     from ckptx.architecture.tied import TieDecision
     from ckptx.transfer.stream import TensorReader
 
-_SAMPLE = 1 << 16  # bytes of each of three places
+_SAMPLE = 1 << 16  # bytes per sample; three samples per tensor
 
 
 @dataclass(frozen=True, slots=True)
 class Parameters:
-    """The elements of a model, and which of its names add none.
+    """Number of parameters of a model, and the tied names that count once.
 
     Attributes:
-        count: Elements of its tensors, each tensor once however many names or copies it has.
-        tied: Groups of names that are stored apart and counted once, because the config ties them.
+        count: Number of elements, each tensor counted once regardless of names and copies.
+        tied: Groups of names that are stored separately and counted once, because the config ties them.
     """
 
     count: int = 0
@@ -37,16 +34,15 @@ class Parameters:
 
 
 def parameters_of(view: ModelView) -> Parameters:
-    """Counts the model's parameters.
+    """Count the parameters of a model.
 
-    Names that share bytes are one tensor. So are names that the config declares tied, where dtype, shape and some rows
-    agree: files may hold different tensors under names that are declared tied. Rows of such names are the only tensor
-    data that is read.
+    Names that share bytes are one tensor. So are names that the config declares tied if dtype, shape and sampled rows
+    agree, because files may hold different tensors under such names. These rows are the only tensor data that is read.
     """
     leaders = _tied_names(view)
-    count, apart = _counted_apart(view, leaders)
+    count, separate = _count_untied(view, leaders)
     tied = []
-    for names in apart.values():
+    for names in separate.values():
         for same in _with_equal_rows(view, names) if len(names) > 1 else [names]:
             count += view.tensors[same[0]].numel
             if len(same) > 1:
@@ -55,18 +51,18 @@ def parameters_of(view: ModelView) -> Parameters:
 
 
 def parameters_decided(view: ModelView, leaders: Mapping[str, str]) -> int:
-    """Counts the model's parameters where it is known which names are one tensor.
+    """Count the parameters of a model whose tied names are known.
 
     Args:
-        view: The model.
-        leaders: Name -> a name for the tensor it is, the same for all of its names.
+        view: Model.
+        leaders: Name -> representative name, equal for all names of one tensor.
     """
-    count, apart = _counted_apart(view, leaders)
-    return count + sum(view.tensors[names[0]].numel for names in apart.values())
+    count, separate = _count_untied(view, leaders)
+    return count + sum(view.tensors[names[0]].numel for names in separate.values())
 
 
 def leaders_of(decisions: Iterable[TieDecision]) -> dict[str, str]:
-    """Name -> one of the names that are the same tensor as decided, bytes compared."""
+    """Map each name to a representative of the names that were decided to be the same tensor."""
     return _leaders(
         (each.target, each.source, each.stored)
         for each in decisions
@@ -74,11 +70,11 @@ def leaders_of(decisions: Iterable[TieDecision]) -> dict[str, str]:
     )
 
 
-def _counted_apart(view: ModelView, leaders: Mapping[str, str]) -> tuple[int, dict[object, list[str]]]:
-    """Elements under names of no tie; and names of each tie, dtype and shape that have bytes of their own."""
+def _count_untied(view: ModelView, leaders: Mapping[str, str]) -> tuple[int, dict[object, list[str]]]:
+    """Count elements of untied names; group tied names with separate bytes by tie, dtype and shape."""
     count = 0
     places: set[object] = set()
-    apart: dict[object, list[str]] = {}
+    separate: dict[object, list[str]] = {}
     for name, entry in view.tensors.items():
         numel = prod(entry.shape)
         place = entry.place if numel else name
@@ -86,14 +82,14 @@ def _counted_apart(view: ModelView, leaders: Mapping[str, str]) -> tuple[int, di
             continue
         places.add(place)
         if name in leaders:
-            apart.setdefault((leaders[name], entry.dtype, entry.shape), []).append(name)
+            separate.setdefault((leaders[name], entry.dtype, entry.shape), []).append(name)
         else:
             count += numel
-    return count, apart
+    return count, separate
 
 
 def _tied_names(view: ModelView) -> dict[str, str]:
-    """Name -> one of the names that the config ties it to, the same for all of them."""
+    """Map each name that the config ties to a representative, equal for all names of one tie."""
     if view.architecture is None or view.config is None:
         return {}
     declared = (pair for pair in view.architecture.ties if pair.flag.effective(view.config))
@@ -101,7 +97,7 @@ def _tied_names(view: ModelView) -> dict[str, str]:
 
 
 def _leaders(ties: Iterable[tuple[str, ...]]) -> dict[str, str]:
-    """Name -> one name for all that are tied to it, directly or not."""
+    """Map each name to a representative of all names tied to it, directly or indirectly."""
     groups: dict[str, set[str]] = {}
     for names in ties:
         joined = set().union(*(groups.get(name, {name}) for name in names))
@@ -110,8 +106,8 @@ def _leaders(ties: Iterable[tuple[str, ...]]) -> dict[str, str]:
 
 
 def _with_equal_rows(view: ModelView, names: list[str]) -> list[list[str]]:
-    """The names, those together whose rows are equal; where rows cannot be read, the config is believed."""
-    from ckptx.formats.dcp.reader import open_payloads  # few models have names that are tied and stored apart
+    """Group the names by equal sampled rows; they are one group if rows cannot be read, as the config declares."""
+    from ckptx.formats.dcp.reader import open_payloads  # few models have names that are tied and stored separately
     from ckptx.transfer.stream import TensorReader
 
     catalog = view.catalog
@@ -126,13 +122,13 @@ def _with_equal_rows(view: ModelView, names: list[str]) -> list[list[str]]:
             reader = TensorReader(files)
             for name, entry in entries.items():
                 found.setdefault(tuple(_samples(reader, entry)), []).append(name)
-    except (InputError, UnsupportedError):  # to be told by a command that needs the bytes
+    except (InputError, UnsupportedError):  # reported by commands that read the bytes
         return [names]
     return list(found.values())
 
 
 def _samples(reader: TensorReader, entry: TensorEntry) -> Iterator[bytes]:
-    """Digests of the first rows of a tensor, of some in the middle, and of the last."""
+    """Yield digests of the first, some middle and the last rows of a tensor."""
     if not entry.shape:
         yield _digest(reader, entry, whole(entry.shape))
         return
@@ -148,12 +144,12 @@ def _digest(reader: TensorReader, entry: TensorEntry, region: Region) -> bytes:
 
     nbytes = entry.dtype.nbytes(region.numel)
     sink = DigestSink(nbytes, memoryview(bytearray(max(1, nbytes))))
-    reader.stream(entry, region, sink, [])  # a part of a record: its CRC-32 cannot be held against anything
+    reader.stream(entry, region, sink, [])  # part of a record, so its CRC-32 cannot be checked
     return sink.digest.digest()
 
 
 def aliases_of(catalog: Catalog) -> dict[str, str]:
-    """Name -> the first name in the catalog whose bytes it shares."""
+    """Map each name that shares bytes to the first name in the catalog with these bytes."""
     first: dict[object, str] = {}
     aliases = {}
     for name, entry in catalog.tensors.items():

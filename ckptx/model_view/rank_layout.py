@@ -1,8 +1,8 @@
-"""Who holds what: the ranks of a checkpoint, what each of them stores, and how tensors are cut for them.
+"""Layout of a checkpoint by rank: tensors, bytes and files of each rank, and the shards of each tensor.
 
-Files say which rank wrote them: `__R_I.distcp`, `shard-RRRRR-model-IIIII-of-NNNNN.safetensors` (R counts from 1 there).
-Where a rank sits in the mesh only the manifest knows; without one, ranks that hold layers in common are taken for one
-pipeline stage. Where no file names a rank, the files themselves are the holders.
+File names contain the rank: `__R_I.distcp`, `shard-RRRRR-model-IIIII-of-NNNNN.safetensors` (R counts from 1 there).
+Only the manifest records the coordinates of a rank in the mesh; without one, ranks with a layer in common are assumed
+to be one pipeline stage. If no file name contains a rank, the files themselves are the holders.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _LAYER = re.compile(r"(.+?)\.([0-9]{1,9})\.")
 
 
 class Shard(NamedTuple):
-    """A rectangle of a tensor, the holder that has it, and whether another one counts for these elements."""
+    """Rectangle of a tensor, its holder, and True if it replicates the shard of another holder."""
 
     holder: int
     region: Region
@@ -41,7 +41,7 @@ class Shard(NamedTuple):
 
 
 class Sharding(NamedTuple):
-    """How a tensor of `shape` lies on its holders, which count from the first of them: stages are cut alike."""
+    """Shards of a tensor of `shape`; holders are relative to its first one, so that equal stages compare equal."""
 
     shape: Shape
     pieces: tuple[Shard, ...]
@@ -49,13 +49,13 @@ class Sharding(NamedTuple):
 
 @dataclass(slots=True)
 class TensorGroup:
-    """Tensors whose names differ in numbers only, and that are cut alike.
+    """Tensors whose names differ only in numbers and that have the same sharding.
 
     Attributes:
-        pattern: Their name with `*` for each number.
-        dtype: Of all of them.
-        cut: Index of their cut.
-        members: First holder -> the numbers of each name, "3.17" for layer 3, expert 17; "" for a name without any.
+        pattern: Name with `*` for each number.
+        dtype: Dtype of all tensors.
+        cut: Index of their sharding.
+        members: First holder -> numbers of each name, "3.17" for layer 3, expert 17; "" for a name without numbers.
     """
 
     pattern: str
@@ -65,24 +65,24 @@ class TensorGroup:
 
     @property
     def count(self) -> int:
-        """Tensors in it."""
+        """Return the number of tensors."""
         return sum(map(len, self.members.values()))
 
 
 @dataclass(slots=True)
 class Holder:
-    """A rank, or a file where no rank is known.
+    """Rank, or a file if ranks are unknown.
 
     Attributes:
         label: "rank 3", or the name of the file.
-        rank: None for a file.
-        stage: Pipeline stage; None when nothing tells.
-        dp: Place in the mesh, as `tp`; None without a manifest.
-        tp: See `dp`.
-        tensors: How many it holds a part of.
-        nbytes: Bytes of tensor data, names that share bytes counted once.
-        files: Files it wrote, in order.
-        layers: Layers it holds something of.
+        rank: Global rank; None for a file.
+        stage: Pipeline stage; None if unknown.
+        dp: Data-parallel coordinate in the mesh; None without a manifest.
+        tp: Tensor-parallel coordinate in the mesh; None without a manifest.
+        tensors: Number of tensors with a shard here.
+        nbytes: Bytes of tensor data; names that share bytes count once.
+        files: Files of the holder, in order.
+        layers: Layers with a tensor here.
     """
 
     label: str
@@ -96,19 +96,19 @@ class Holder:
     layers: set[Layer] = field(default_factory=set)
 
     def spans(self) -> list[Span]:
-        """Its layers as ranges."""
+        """Return the layers as ranges."""
         return spans(self.layers)
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """A checkpoint by holder.
+    """Layout of a checkpoint by holder.
 
     Attributes:
-        holders: By rank, ranks without a tensor too where the mesh is known; or files by name.
-        dims: The mesh; None when no manifest tells.
-        cuts: How tensors are cut.
-        groups: Tensors by pattern and cut, in the order of the checkpoint.
+        holders: Ranks in order, including ranks without a tensor if the mesh is known; or files by name.
+        dims: Mesh dimensions; None without a manifest.
+        cuts: Distinct shardings.
+        groups: Tensors by pattern and sharding, in the order of the checkpoint.
         outside: Stage -> names of tensors outside of layers.
     """
 
@@ -120,16 +120,16 @@ class Layout:
 
     @property
     def by_rank(self) -> bool:
-        """False when holders are files."""
+        """Return True if the holders are ranks, False if they are files."""
         return bool(self.holders) and self.holders[0].rank is not None
 
     @property
     def cut_tensors(self) -> int:
-        """Tensors that lie in more than one piece, replicas not counted."""
+        """Return the number of tensors with more than one shard, not counting replicas."""
         return sum(group.count for group in self.groups if len(distinct(self.cuts[group.cut])) > 1)
 
     def balance(self) -> dict[str, Any] | None:
-        """Bytes of a holder: mean, the most and the least with the ranks that have them; None without bytes."""
+        """Return mean, maximum and minimum bytes per holder, with the ranks of the latter; None without bytes."""
         if not any(holder.nbytes for holder in self.holders):
             return None
         mean = sum(holder.nbytes for holder in self.holders) / len(self.holders)
@@ -145,13 +145,13 @@ class Layout:
         }
 
     def bands(self) -> list[tuple[int | None, list[Holder]]]:
-        """Holders by stage; those of no stage come last."""
+        """Return the holders by stage; those without a stage come last."""
         stages = sorted({h.stage for h in self.holders}, key=lambda stage: (stage is None, stage))
         return [(stage, [h for h in self.holders if h.stage == stage]) for stage in stages]
 
 
 def rank_of(file: str) -> int | None:
-    """The rank that wrote a file, from its name; None when the name does not tell."""
+    """Return the rank in a file name; None if it has none."""
     found = _OF_RANK.fullmatch(file)
     if found is None:
         return None
@@ -159,7 +159,7 @@ def rank_of(file: str) -> int | None:
 
 
 def layer_of(name: str) -> Layer | None:
-    """The outermost numbered module that holds a tensor.
+    """Return the outermost numbered module that holds a tensor; None if there is none.
 
     Example:
         model.layers.3.mlp.experts.5.up_proj.weight -> ("model.layers", 3)
@@ -169,7 +169,7 @@ def layer_of(name: str) -> Layer | None:
 
 
 def spans(layers: Iterable[Layer]) -> list[Span]:
-    """Layers as ranges, a path after the other."""
+    """Merge layers into ranges, ordered by path."""
     found: list[Span] = []
     for path, index in sorted(set(layers)):
         if found and found[-1][0] == path and found[-1][2] == index:
@@ -180,7 +180,7 @@ def spans(layers: Iterable[Layer]) -> list[Span]:
 
 
 def spans_text(found: Sequence[tuple[str, int, int]]) -> str:
-    """Ranges as people write them: `model.layers 0-3, 8-11`; a dash for none."""
+    """Format ranges as `model.layers 0-3, 8-11`; a dash for none."""
     parts = [
         f"{path} {', '.join(str(a) if stop == a + 1 else f'{a}-{stop - 1}' for _, a, stop in ranges)}"
         for path, ranges in groupby(found, key=lambda span: span[0])
@@ -189,7 +189,7 @@ def spans_text(found: Sequence[tuple[str, int, int]]) -> str:
 
 
 def distinct(cut: Sharding) -> list[tuple[Region, list[int]]]:
-    """Rectangles of a cut and who holds each, the one that counts first; empty ones are left out."""
+    """Return the nonempty rectangles of a sharding with their holders, replicas last."""
     held: dict[tuple[int, Region], list[int]] = {}
     for piece in sorted(cut.pieces, key=lambda piece: piece.replica):
         if piece.region.numel:
@@ -198,26 +198,26 @@ def distinct(cut: Sharding) -> list[tuple[Region, list[int]]]:
 
 
 def mesh_of(layout: LayoutRecord | None, files: Iterable[str]) -> tuple[ParallelDims | None, str | None]:
-    """The mesh a manifest speaks of, and why it is not believed when it is not.
+    """Return the mesh of a manifest, or None and the reason why it is ignored.
 
-    A mesh of one rank says that nothing was cut for ranks, whatever the files are called.
+    In a mesh of one rank nothing is sharded, whatever the file names are.
     """
     if layout is None:
         return None, None
     world_size = layout.tp * layout.pp * layout.dp_shard
     last = max((rank for rank in map(rank_of, files) if rank is not None), default=0)
     if 1 < world_size <= last or world_size > RANKS:
-        return None, f"ckptx.json describes {world_size} ranks, files go up to rank {last}; its mesh is ignored"
+        return None, f"mesh of ckptx.json ignored: it has {world_size} ranks, but file names go up to rank {last}"
     return ParallelDims(layout.tp, layout.pp, layout.dp_shard), None
 
 
 def survey(catalog: Catalog, names: Mapping[str, str], dims: ParallelDims | None) -> Layout:
-    """Adds up what each rank or file holds.
+    """Add up the tensors and bytes of each rank or file.
 
     Args:
-        catalog: The checkpoint.
-        names: Which of its tensors to look at: name on disk -> name by which layers are told.
-        dims: The mesh by the manifest, or None.
+        catalog: Checkpoint.
+        names: Tensors to include: name on disk -> name that identifies the layer.
+        dims: Mesh of the manifest; None if unknown.
     """
     holders, holder_of = _holders(catalog, dims)
     cuts = _ShardingTable(holder_of)
@@ -234,7 +234,7 @@ def survey(catalog: Catalog, names: Mapping[str, str], dims: ParallelDims | None
         total = sums.setdefault((number, first, entry.dtype), _Sum())
         total.tensors += 1
         place = entry.place if entry.numel else name
-        if place not in places:  # a name that shares the bytes of another adds nothing
+        if place not in places:  # a name that shares the bytes of another adds none
             places.add(place)
             total.stored += 1
         layer = layer_of(short)
@@ -256,7 +256,7 @@ def survey(catalog: Catalog, names: Mapping[str, str], dims: ParallelDims | None
 
 @dataclass(slots=True)
 class _Sum:
-    """Tensors that are cut alike and lie on the same holders."""
+    """Sum over tensors with the same sharding on the same holders."""
 
     tensors: int = 0
     stored: int = 0
@@ -264,7 +264,7 @@ class _Sum:
 
 
 def _holders(catalog: Catalog, dims: ParallelDims | None) -> tuple[list[Holder], dict[str, int]]:
-    """Ranks, or files, and the index of the holder of each file."""
+    """Return the ranks, or files, and the index of the holder of each file."""
     ranks = {file: rank_of(file) for file in catalog.files}
     found = {rank for rank in ranks.values() if rank is not None}
     if not found or None in ranks.values() or (dims is not None and dims.world_size == 1):
@@ -295,7 +295,7 @@ def _keep_files(catalog: Catalog, holders: list[Holder], holder_of: Mapping[str,
 
 
 def _split(name: str) -> tuple[str, str]:
-    """A name as its pattern and its numbers; one that holds a star itself stays as it is."""
+    """Split a name into its pattern and numbers; a name that contains a star is its own pattern."""
     if "*" in name:
         return name, ""
     pattern = pattern_of(name)
@@ -303,11 +303,11 @@ def _split(name: str) -> tuple[str, str]:
 
 
 class _ShardingTable:
-    """Cuts by number.
+    """Numbered distinct shardings.
 
     Attributes:
-        found: In the order they were met.
-        files: Every file that was met.
+        found: Shardings in the order of their first use.
+        files: All files that hold a shard.
     """
 
     def __init__(self, holder_of: Mapping[str, int]) -> None:
@@ -319,7 +319,7 @@ class _ShardingTable:
         self._ids = ObjectIds()
 
     def place(self, entry: TensorEntry) -> tuple[int, int]:
-        """The number of the cut of a tensor, and its first holder."""
+        """Return the number of the sharding of a tensor, and its first holder."""
         chunks = entry.chunks
         key: object
         if isinstance(chunks, ShardedChunks):
@@ -354,7 +354,7 @@ class _ShardingTable:
 
 
 def _infer_stages(holders: list[Holder]) -> None:
-    """Ranks that hold a layer in common are of one stage; stages count in the order of their first ranks."""
+    """Assign ranks with a layer in common to one stage; stages are numbered in the order of their first ranks."""
     parent = list(range(len(holders)))
 
     def root(index: int) -> int:

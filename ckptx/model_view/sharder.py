@@ -1,7 +1,7 @@
-"""How the tensors of a model are cut for a mesh: which pipeline stage holds each, and which part each rank gets.
+"""Sharding of the tensors of a model for a mesh: the pipeline stage of each, and the shard of each rank.
 
-Rules speak of the model's own tensors. A tensor that is stored in another form (an expert of a fused tensor, a fused
-projection that the model splits) is cut where the model's tensors would be cut, seen from the form on disk.
+Rules apply to tensors of the model. A tensor that is stored in another form (an expert of a fused tensor, a fused
+projection that the model splits) is sharded so that each rank gets the same elements as in the model.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _MTP = ("mtp", "nextn", "eagle")  # MTP layers, which follow the last layer
 
 
 class TensorPlacement(NamedTuple):
-    """Where one tensor goes."""
+    """Stage, blocks and sharding decision of one tensor."""
 
     stage: int
     blocks: tuple[Block, ...]
@@ -44,12 +44,12 @@ class TensorPlacement(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ShardedModel:
-    """A model cut for a mesh.
+    """Model sharded for a mesh.
 
     Attributes:
-        dims: The mesh.
-        stages: Which layers are on which stage.
-        placed: By name.
+        dims: Mesh dimensions.
+        stages: Assignment of layers to stages.
+        placed: Placement of each tensor by name.
         passed: Tensors that the model does not have; they are replicated.
     """
 
@@ -64,7 +64,7 @@ class ShardedModel:
         return [name for name, placed in self.placed.items() if not placed.decision.aligned]
 
     def rules(self) -> list[dict[str, Any]]:
-        """Which rule decided, for the report: one row for the tensors of a pattern that it cuts alike."""
+        """Return the `rules` of the report: one row for each pattern and decision."""
         rows: dict[tuple[object, ...], dict[str, Any]] = {}
         for name, (_, _, decision) in self.placed.items():
             key = (pattern_of(name), decision)
@@ -85,19 +85,19 @@ class ShardedModel:
         return list(rows.values())
 
     def renamed(self, names: Callable[[str], str]) -> ShardedModel:
-        """The same under other names; `passed` keeps those that the rules were asked about."""
+        """Return the same placements under other names; `passed` keeps the old names."""
         return replace(self, placed={names(name): placed for name, placed in self.placed.items()})
 
     def layers(self) -> list[list[list[Any]]]:
-        """For each stage its layers, as [path of the stack, first, stop]."""
+        """Return the layers of each stage, as [path of the stack, first, stop]."""
         return [[list(span) for span in self.stages.layers_of(stage)] for stage in range(self.dims.pp)]
 
 
 def read_plan(path: str) -> Mapping[str, Any]:
-    """The contents of a `--tp-plan` file.
+    """Read a `--tp-plan` file.
 
     Raises:
-        UsageError: It cannot be read or is not JSON.
+        UsageError: The file cannot be read or is not a JSON object.
     """
     try:
         plan = parse_json(read_small(Path(path), PLAN_BYTES).decode("utf-8"), path)
@@ -105,20 +105,23 @@ def read_plan(path: str) -> Mapping[str, Any]:
         raise UsageError(f"--tp-plan: {path} is not UTF-8 at byte {error.start}") from error
     except InputError as error:
         cause = error.__cause__
-        said = f"{path} cannot be read: {cause.strerror}" if isinstance(cause, OSError) else str(error)
-        raise UsageError(f"--tp-plan: {said}") from error
+        reason = f"{path} cannot be read: {cause.strerror}" if isinstance(cause, OSError) else str(error)
+        raise UsageError(f"--tp-plan: {reason}") from error
     if not isinstance(plan, dict):
-        raise UsageError(f'--tp-plan: {path} holds a {type(plan).__name__}, needed {{"pattern": "style"}}')
+        raise UsageError(
+            f"--tp-plan: {path}: expected a JSON object such as "
+            f'{{"model.layers.*.self_attn.q_proj": "colwise"}}, found {type(plan).__name__}'
+        )
     return plan
 
 
 def plan_of(
     architecture: Architecture | None, config: Mapping[str, Any] | None, user: Mapping[str, Any] | None
 ) -> TensorParallelPlan:
-    """The plan to follow: the user's first, then what is known about the class.
+    """Return the plan of the user, with the plan of the class as fallback.
 
     Raises:
-        UsageError: The user's plan is malformed.
+        UsageError: The plan of the user is malformed.
     """
     known = TensorParallelPlan({}, compositions=compositions_of_unknown(config))
     if architecture is not None and config is not None:
@@ -128,14 +131,14 @@ def plan_of(
 
 @dataclass(slots=True)
 class Sharder:
-    """Decides, tensor by tensor.
+    """Sharder of the tensors of one model.
 
     Attributes:
-        plan: In names of the model.
-        dims: The mesh.
-        stages: Which layers are on which stage.
-        rules: Between the names of the tensors and those of the model; None when they are the same.
-        replicate: Give tensors that TP does not cut to every TP rank, not to the first alone.
+        plan: Tensor parallel plan, in model names.
+        dims: Mesh dimensions.
+        stages: Assignment of layers to stages.
+        rules: Rules from tensor names to model names; None if they are the same.
+        replicate: True to store tensors that TP does not shard on every TP rank, False for the first only.
     """
 
     plan: TensorParallelPlan
@@ -145,17 +148,17 @@ class Sharder:
     replicate: bool
 
     def place(self, tensors: Mapping[str, TensorEntry], unknown: Iterable[str]) -> ShardedModel:
-        """Places every tensor.
+        """Assign a stage and blocks to every tensor.
 
         Args:
-            tensors: By name; shapes and dtypes count.
+            tensors: Tensors by name; only shapes and dtypes matter.
             unknown: Names that the model does not have.
         """
         decisions = _Decisions(self.plan, self.dims.tp, self.rules, {name: e.shape for name, e in tensors.items()})
         placed: dict[str, TensorPlacement] = {}
         replicated = []
         passed = frozenset(unknown)
-        stages: dict[str, tuple[int, bool]] = {}  # of tensors of the model, into which many may go
+        stages: dict[str, tuple[int, bool]] = {}  # by model name, which many tensors may share
         cuts: dict[tuple[Shape, int, DType], tuple[Block, ...]] = {}  # by `id` of the decision, kept in `placed`
         for name, entry in tensors.items():
             model_name = decisions.model_name(name)
@@ -180,24 +183,24 @@ class Sharder:
         return ShardedModel(self.dims, self.stages, placed, tuple(replicated))
 
     def stage_of(self, name: str) -> int:
-        """The stage of a tensor under one more name."""
+        """Return the pipeline stage of a tensor."""
         model_name = name if self.rules is None else self.rules.model_name(name)
         return self.stages.stage_of(model_name or name)
 
     def _stage_of_unknown(self, name: str) -> int:
-        """With the layer it belongs to; MTP layers with the last."""
+        """Return the stage of a tensor that the model lacks: that of its layer, or the last for MTP layers."""
         first = name.removeprefix("model.").partition(".")[0]
         return self.dims.pp - 1 if first.startswith(_MTP) else self.stages.stage_of(name)
 
 
 class _Decisions:
-    """What the plan says about each tensor of one checkpoint; tensors that are alike share the answer."""
+    """Decisions of a plan on the tensors of one checkpoint; tensors of one pattern and shape share a decision."""
 
     def __init__(self, plan: TensorParallelPlan, tp: int, rules: NameRules | None, shapes: Mapping[str, Shape]) -> None:
         self._plan, self._tp, self._rules, self._shapes = plan, tp, rules, shapes
         self._places: Mapping[str, Destination | str | None] = {} if rules is None else rules.places(shapes)
         self._has_indices = any(part.isdecimal() for pattern in plan.patterns() for part in pattern.split("."))
-        # Conversions that hold a tensor in another form, not only under another name or its rows reordered.
+        # Conversions that combine or split tensors, rather than only rename them or reorder rows.
         self._rebuilding = {
             index
             for index, conversion in enumerate(() if rules is None else rules.conversions)
@@ -209,19 +212,19 @@ class _Decisions:
         self._pull_back = None if rules is None else PullBack(rules, shapes, self._blocks_of)
 
     def model_name(self, name: str) -> str | None:
-        """The tensor of the model that a tensor goes into; the first of several."""
+        """Return the model tensor that a tensor is loaded into, the first if there are several; None if unknown."""
         if self._rules is None:
             return name
         place = self._places[name]
         return place if isinstance(place, str) or place is None else self._rules.model_name(name)
 
     def has_weight(self, name: str, passed: Collection[str]) -> bool:
-        """True for what lies beside a weight of the model and belongs to it: a scale, a zero point."""
+        """Return True for a tensor that belongs to a weight of the model, such as a scale or zero point."""
         weight = self._weight_of(name)
         return weight is not None and weight not in passed
 
     def _weight_of(self, name: str) -> str | None:
-        """The weight that a tensor lies beside: in the same module, or the parameter that it is called after."""
+        """Return the weight that a tensor belongs to, in the same module or with the name it extends; None if none."""
         module, _, leaf = name.rpartition(".")
         if leaf in ("weight", "bias"):
             return None
@@ -231,7 +234,7 @@ class _Decisions:
         return next((weight for weight in candidates if weight in self._shapes), None)
 
     def of(self, name: str) -> Decision:
-        """The decision for a tensor of the model, in whatever form it is stored."""
+        """Return the decision for a tensor, in the form in which it is stored."""
         shape = self._shapes[name]
         weight, beside = None, self._weight_of(name)
         if beside is not None:
@@ -247,7 +250,7 @@ class _Decisions:
         return decision
 
     def _seen_from_disk(self, name: str) -> Decision:
-        """The decision for a tensor that is a part of tensors of the model, or holds several of them."""
+        """Return the decision for a tensor that is a part of model tensors, or combines several of them."""
         assert self._pull_back is not None
         shape = self._shapes[name]
         key = (pattern_of(name), shape)
@@ -261,7 +264,7 @@ class _Decisions:
             dim = target.placement.dim if target is not None and target.placement is not None else None
             ops = self._rules.conversions[place.conversion].ops
             if not any(op.kind in ("merge", "unmerge") and op.dim == dim for op in ops):
-                self._of_experts[key] = decision  # all tensors of a module list are cut alike, but along the list
+                self._of_experts[key] = decision  # tensors of a module list have the same shards, except along the list
         return decision
 
     def _pulled_decision(self, name: str, shape: Shape) -> Decision:
@@ -279,17 +282,17 @@ class _Decisions:
         return Decision(placement, decision.decided_by, reason, decision.aligned)
 
     def _blocks_of(self, target: str, shape: Shape) -> tuple[Block, ...]:
-        """The cut of a tensor of the model."""
+        """Return the TP shards of a model tensor."""
         decision = self._of_targets[target] = decide(self._plan, target, shape, self._tp)
         return cut(shape, decision.placement, ParallelDims(tp=self._tp), True)
 
 
 _PASSED = Decision(None, "default", "not in the model; replicated", True)
-_UNCUT = Decision(None, "default", "stored in a form that cannot be cut as the model is; replicated", True)
+_UNCUT = Decision(None, "default", "stored in a form that cannot be sharded like the model; replicated", True)
 
 
 def placement_of(shape: Shape, blocks: Iterable[Block], tp: int) -> Placement | None:
-    """The placement that gives each TP rank exactly its `blocks`; None when there is none."""
+    """Return the placement that gives each TP rank exactly its `blocks`; None if there is none."""
     by_rank: list[list[Region]] = [[] for _ in range(tp)]
     for block in blocks:
         by_rank[block.rank_in_stage].append(block.region)

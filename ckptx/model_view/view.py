@@ -1,4 +1,4 @@
-"""A checkpoint seen as the model in it: names without wrappers, optimizer state set apart, ties decided."""
+"""View of the model in a checkpoint: names without wrappers, optimizer state separated, tied weights resolved."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from ckptx.storage.interface import Location, SourceFiles
 from ckptx.untrusted.limits import METADATA_BYTES
 from ckptx.wording import counted, first_of
 
-if TYPE_CHECKING:  # what looks at headers alone pays for nothing that reads tensors, nor for readers of other formats
+if TYPE_CHECKING:  # commands that read only headers do not import tensor readers or readers of other formats
     from ckptx.architecture.tied import TieDecision
     from ckptx.catalog.manifest import Manifest
     from ckptx.transfer.stream import TensorReader
@@ -39,24 +39,24 @@ if TYPE_CHECKING:  # what looks at headers alone pays for nothing that reads ten
 
 @dataclass(frozen=True, slots=True)
 class ModelView:
-    """The model of one checkpoint.
+    """Model of one checkpoint.
 
     Attributes:
-        catalog: Where it comes from.
-        config: The config used: its own, or that of a base.
-        tensors: Tensors of the model by name, in catalog order; an entry keeps the name it has on disk.
+        catalog: Catalog of the checkpoint.
+        config: Config used, that of the checkpoint or of a base; None without one.
+        tensors: Tensors of the model by name, in catalog order; an entry keeps its name on disk.
         optimizer: Names on disk of optimizer tensors.
-        other: Names on disk of tensors that belong to neither.
-        prefix: What was stripped from names.
-        wrappers: How often each wrapper was removed from names.
-        architecture: Under the names of the checkpoint. None when there is no config, or its class is unknown.
-        published: The same under published names; another one only for a checkpoint in a trainer_naming.
-        trainer_naming: From the names of the checkpoint to published ones, when they differ.
-        unknown: Model tensors the architecture does not have; they pass through.
-        others: Further models in the checkpoint, their names as on disk; `other` has these names, too.
-        duplicates: Name on disk -> another name on disk that is the same without wrappers or prefix. Neither `tensors`
-            nor `optimizer` and `other` have the first; only their bytes say whether the two are one tensor.
-        notes: What the user should know: of the reader of the checkpoint, and of how the model was found.
+        other: Names on disk of tensors of neither model nor optimizer.
+        prefix: Prefix removed from model names.
+        wrappers: Wrapper component -> number of names it was removed from.
+        architecture: Class of the model under the names of the checkpoint; None if unknown.
+        published: Class under published names; differs from `architecture` only with a trainer naming.
+        trainer_naming: Conversions from trainer names to published names; empty if the names are not a trainer's.
+        unknown: Tensors that the architecture does not have; they pass through.
+        others: Other models in the checkpoint, with names on disk, which are also in `other`.
+        duplicates: Name on disk -> other name on disk that is the same without wrappers or prefix. The first is not in
+            `tensors`, `optimizer` or `other`; whether the two are one tensor is decided by their bytes.
+        notes: Notes for the user on the reading of the checkpoint and the search for the model.
     """
 
     catalog: Catalog
@@ -82,17 +82,17 @@ class ModelView:
 
     @property
     def model_duplicates(self) -> dict[str, str]:
-        """Those of `duplicates` that are of the model."""
+        """Return the `duplicates` of model tensors."""
         stored = {entry.name for entry in self.tensors.values()} if self.duplicates else set()
         return {name: kept for name, kept in self.duplicates.items() if kept in stored}
 
     @property
     def prefixes(self) -> tuple[str, ...]:
-        """The prefixes of the models in it, that of this one first."""
+        """Return the prefixes of all models in the checkpoint, this one first."""
         return (self.prefix, *(each.prefix for each in self.others))
 
     def notes_on_others(self, done: str) -> tuple[str, ...]:
-        """A note on each further model; `done` says what is not done with it."""
+        """Return a note on each other model; `done` describes how it is treated, such as "not converted"."""
         return tuple(
             f"{each.description}: {counted(len(each.names), 'tensor')}, {done}; "
             f'choose it with --source-prefix "{each.prefix}"'
@@ -108,18 +108,18 @@ def view_model(
     trust_remote_code: bool = False,
     may_be_any: bool = False,
 ) -> ModelView:
-    """Finds the model in a checkpoint.
+    """Find the model in a checkpoint.
 
     Args:
-        catalog: The checkpoint.
-        config: Overrides the `config.json` beside it.
-        prefix: Prefix of the model's names; None finds it.
-        trust_remote_code: Allows code from the checkpoint to run, for classes transformers lacks.
-        may_be_any: Takes one of several complete models, and notes that there are others.
+        catalog: Catalog of the checkpoint.
+        config: Config to use instead of that of the checkpoint; None to use its own.
+        prefix: Prefix of model names; None to detect it.
+        trust_remote_code: True to run code from the checkpoint for classes that transformers lacks.
+        may_be_any: True to choose one of several complete models and note the others.
 
     Raises:
-        InputError: No tensor has the prefix, or there are several complete models and no prefix was given.
-        UnsupportedError: The tensors are an adapter, or have a name that cannot be told from a pattern of names.
+        InputError: No tensor has the prefix, or there are several complete models and `prefix` is None.
+        UnsupportedError: The tensors are an adapter, or a name has a component "*".
     """
     _refuse_stars(catalog)
     config = config if config is not None else catalog.config
@@ -140,7 +140,7 @@ def view_model(
     if len(found.models.complete) > 1 and prefix is None and catalog.form.is_of_training:
         if not may_be_any:
             raise SeveralModels(catalog.root, found.models.complete)
-        notes.append(f"{_said_of_several(found.models.complete)}; what follows is {below(roles.prefix)}")
+        notes.append(f"{_describe_models(found.models.complete)}; showing the model {below(roles.prefix)}")
     on_disk = {short: name for name, short in unwrapped.names.items()}
     tensors = {name: catalog.tensors[on_disk[full]] for name, full in roles.model.items()}
     names_by_pattern: dict[str, list[str]] = {}
@@ -180,12 +180,12 @@ def view_model_under(
     config: dict[str, Any] | None = None,
     trust_remote_code: bool = False,
 ) -> ModelView:
-    """Finds the model under a prefix where the checkpoint has one there, else as `view_model`.
+    """Find the model under a prefix if the checkpoint has one there, else ignore the prefix.
 
-    For commands that look at two checkpoints and take one prefix: it chooses among the models of those that have it.
+    Commands that compare two checkpoints use this, because one prefix applies to both.
 
     Raises:
-        InputError, UnsupportedError: As `view_model`.
+        InputError, UnsupportedError: See `view_model`.
     """
     if prefix is not None and catalog.form.is_of_training:
         view = view_model(catalog, config=config, trust_remote_code=trust_remote_code, may_be_any=True)
@@ -196,25 +196,25 @@ def view_model_under(
 
 
 class SeveralModels(InputError):
-    """A checkpoint holds several complete models, and nothing says which is meant."""
+    """Error for a checkpoint with several complete models and no prefix to choose one."""
 
     def __init__(self, root: Location, prefixes: tuple[str, ...]) -> None:
-        how = ' (--source-prefix "" takes the names without one)' if "" in prefixes else ""
-        super().__init__(f"{root}: {_said_of_several(prefixes)}; choose one with --source-prefix{how}")
+        hint = ' (--source-prefix "" for the names without a prefix)' if "" in prefixes else ""
+        super().__init__(f"{root}: {_describe_models(prefixes)}; choose one with --source-prefix{hint}")
 
 
-def _said_of_several(prefixes: tuple[str, ...]) -> str:
+def _describe_models(prefixes: tuple[str, ...]) -> str:
     first, *others = (below(prefix) for prefix in sorted(prefixes)[:8])
     more = f" and {len(prefixes) - 8} more" if len(prefixes) > 8 else ""
     return f"holds {len(prefixes)} complete models, {first} and {', '.join(others)}{more}"
 
 
 def _refuse_stars(catalog: Catalog) -> None:
-    """Refuses names with a component "*", which stands for an index wherever names are looked up."""
+    """Refuse names with a component "*", which stands for an index in name patterns."""
     for name in catalog.tensors:
         if "*" in name and "*" in name.split("."):
             raise UnsupportedError(
-                f'{catalog.root}: tensor "{name}": "*" stands for an index in patterns of names; rename the tensor'
+                f'{catalog.root}: tensor "{name}": "*" stands for an index in name patterns; rename the tensor'
             )
 
 
@@ -223,7 +223,7 @@ def _lies_beside_a_weight(name: str, architecture: Architecture) -> bool:
 
 
 def _with_class(config: dict[str, Any], catalog: Catalog, notes: list[str]) -> dict[str, Any]:
-    """The config, with the class that the names of the tensors tell where it says the model type alone."""
+    """Add the class inferred from tensor names to a config that names only the model type."""
     inferred = infer_class(config, catalog.tensors)
     if inferred is None:
         return config
@@ -238,15 +238,15 @@ def _names_of_model(
     prefix: str | None,
     notes: list[str],
 ) -> ModelNames:
-    """The names of a checkpoint as they are looked at. In an HF checkpoint every name is one of the model, as it is."""
+    """Return the model names in a checkpoint; in an HF checkpoint every name is a model name, unchanged."""
     plain = UnwrappedNames({name: name for name in catalog.tensors}, {})
     as_they_are = plain, Models(Roles("", plain.names, [], []))
     if not catalog.form.is_of_training:
         architecture, trainer_naming = in_naming_of(published, config, catalog.tensors)
         others = find_models(as_they_are[1].roles, known_names(architecture, config), is_given=False).others
         notes.extend(
-            f"holds a second complete model {below(each.prefix)}, {counted(len(each.names), 'tensor')}, taken as "
-            "tensors that the class does not have"
+            f"holds a second complete model {below(each.prefix)}, {counted(len(each.names), 'tensor')}, treated as "
+            "tensors unknown to the class"
             for each in others
             if each.is_complete
         )
@@ -256,28 +256,28 @@ def _names_of_model(
     roles = models.roles
     if unwrapped.counts or unwrapped.duplicates or roles.optimizer or roles.other:
         manifest = manifest_beside(catalog, notes)
-        apart = {*roles.optimizer, *roles.other}
-        doubtful = [name for name, short in unwrapped.names.items() if name != short or short in apart]
+        state = {*roles.optimizer, *roles.other}
+        doubtful = [name for name, short in unwrapped.names.items() if name != short or short in state]
         doubtful += unwrapped.duplicates
         if manifest is not None and _were_in_a_model(doubtful, catalog, manifest):
             return found._replace(unwrapped=plain, models=as_they_are[1])
     if unwrapped.kept:
         notes.append(
-            f'"module." kept in {counted(len(unwrapped.kept), "name")}, as the names without it are there, too: '
+            f'"module." kept in {counted(len(unwrapped.kept), "name")}, because names without it exist as well: '
             f"{first_of(unwrapped.kept)}"
         )
     if prefix is None and (found.architecture is None or not found.architecture.name_patterns):
         repeated = repeated_prefixes(roles.model)
         if repeated:
             notes.append(
-                f"the same names under {', '.join(map(json.dumps, repeated[:8]))}, as of "
-                f"{counted(len(repeated), 'model')} of an unknown class: all are taken; choose one with --source-prefix"
+                f"the same names under {', '.join(map(json.dumps, repeated[:8]))}, probably "
+                f"{counted(len(repeated), 'model')} of an unknown class; using all, choose one with --source-prefix"
             )
     return found
 
 
 def _were_in_a_model(names: list[str], catalog: Catalog, manifest: Manifest) -> bool:
-    """True when the checkpoint was made from an HF checkpoint that held `names`, however they are called."""
+    """Return True if the manifest records that all `names` came from an HF checkpoint."""
     rows, original = manifest.tensors, manifest.original
     if original is None or not rows.keys() >= catalog.tensors.keys():
         return False
@@ -285,9 +285,9 @@ def _were_in_a_model(names: list[str], catalog: Catalog, manifest: Manifest) -> 
 
 
 def rules_of(view: ModelView) -> NameRules | None:
-    """The rules between published names and those of the model; None when the class is unknown.
+    """Return the rules between published names and model names; None if the class is unknown.
 
-    What they look up they keep, so all who ask about a view share them.
+    Rules cache their lookups, so one instance is shared for each view.
     """
     if not view._rules:
         view._rules.append(_rules_between(view.published, view.config))
@@ -295,7 +295,7 @@ def rules_of(view: ModelView) -> NameRules | None:
 
 
 def has_model_names(view: ModelView) -> bool:
-    """True when the tensors have the names of the model, as in what a trainer saves; published ones may be others."""
+    """Return True if the tensors have model names, as trainers save them, which may differ from published names."""
     rules = rules_of(view)
     return view.catalog.form.has_model_names or (rules is not None and rules.are_model_names(view.tensors))
 
@@ -310,17 +310,17 @@ def _rules_between(architecture: Architecture | None, config: dict[str, Any] | N
 
 
 def trainer_rules(conversions: tuple[Conversion, ...]) -> NameRules:
-    """The rules between a trainer_naming and published names."""
+    """Return the rules between trainer names and published names."""
     patterns = {name for conversion in conversions for name in conversion.targets}
     return NameRules(conversions, "", patterns - {name for each in conversions for name in each.sources})
 
 
 def manifest_beside(source: Catalog, notes: list[str]) -> Manifest | None:
-    """The manifest of a checkpoint that ckptx wrote and nobody saved over since, or None.
+    """Return the manifest of a checkpoint that ckptx wrote; None if there is none or the files changed since.
 
     Args:
-        source: A DCP or sharded safetensors.
-        notes: Receives one line if there is a manifest that is ignored: it is damaged, or describes other files.
+        source: DCP or sharded safetensors.
+        notes: Receives one line if a manifest is ignored because it is damaged or describes other files.
     """
     manifest = manifest_in(source.source, notes) if source.form.has_manifest else None
     if manifest is None or manifest.form is not source.form:
@@ -336,18 +336,18 @@ def manifest_beside(source: Catalog, notes: list[str]) -> Manifest | None:
             return None
         data = source.source.read_small(name, METADATA_BYTES)
         if recorded.get(name) != FileRecord(len(data), digest_bytes(data)):
-            notes.append(f"{MANIFEST} describes another {name}; ignored")
+            notes.append(f"{MANIFEST} ignored: it describes another {name}")
             return None
     if any(name not in recorded or recorded[name].nbytes != size for name, size in source.files.items()):
-        notes.append(f"{MANIFEST} describes other files; ignored")
+        notes.append(f"{MANIFEST} ignored: it describes other files")
         return None
     return manifest
 
 
 def locate_archives(view: ModelView, files: SourceFiles, *, lazy: bool = False) -> ModelView:
-    """The view with every block of its tensors located; archives of other tensors are not looked into.
+    """Locate every block of the model tensors; archives of other tensors are not opened.
 
-    `lazy` is as in `open_payloads`.
+    `lazy` is passed to `open_payloads`.
     """
     if not view.catalog.form.has_archives:
         return view
@@ -363,7 +363,7 @@ def locate_archives(view: ModelView, files: SourceFiles, *, lazy: bool = False) 
 
 
 def locate_all(view: ModelView, files: SourceFiles, *, lazy: bool = False) -> ModelView:
-    """The view with every block of its checkpoint located, those of optimizer state too."""
+    """Locate every block of the checkpoint, including optimizer state."""
     from ckptx.formats.dcp.reader import open_payloads
 
     located = open_payloads(view.catalog, files, lazy=lazy)
@@ -372,10 +372,10 @@ def locate_all(view: ModelView, files: SourceFiles, *, lazy: bool = False) -> Mo
 
 
 def compare_replicas(catalog: Catalog, files: SourceFiles) -> None:
-    """Holds blocks that several ranks stored against each other.
+    """Compare blocks that several ranks stored.
 
     Raises:
-        InputError: Two of them differ.
+        InputError: Two replicas differ.
     """
     from ckptx.formats.assembly import replica_pairs
     from ckptx.transfer.digest_sink import digest_of
@@ -385,7 +385,7 @@ def compare_replicas(catalog: Catalog, files: SourceFiles) -> None:
     known: dict[Chunk, list[bytes]] = {}
 
     def leaves_of(entry: TensorEntry, chunk: Chunk) -> list[bytes]:
-        """Of a block, as a tensor of its own."""
+        """Return the digests of a block, read as a separate tensor."""
         alone = TensorEntry(
             entry.name, entry.dtype, chunk.region.sizes, (chunk._replace(region=whole(chunk.region.sizes)),)
         )
@@ -396,24 +396,24 @@ def compare_replicas(catalog: Catalog, files: SourceFiles) -> None:
             known = {kept: leaves_of(entry, kept)}
         if leaves_of(entry, replica) != known[kept]:
             raise InputError(
-                f'{catalog.root}: tensor "{entry.name}": {replica.file} holds other bytes for {replica.region} than '
-                f"{kept.file}; one of them is of another save, restore it"
+                f'{catalog.root}: tensor "{entry.name}": {replica.file} and {kept.file} have different bytes for '
+                f"{replica.region}; one of them comes from another save, restore it"
             )
 
 
 def resolve_duplicates(view: ModelView, files: SourceFiles, *, with_state: bool) -> ModelView:
-    """Compares what is in the checkpoint under two names; the view has a note on what is one tensor.
+    """Compare tensors that are stored under two names, and keep one of each with a note.
 
-    Two names are those of one tensor when they differ in nothing but wrappers and the prefix, or when the rules of the
-    class rename both to the same name.
+    Two names belong to one tensor if they differ only in wrappers and prefix, or if the rules of the class rename both
+    to the same name.
 
     Args:
-        view: The model, every block of it located; with `with_state`, those of its state, too.
-        files: Its files.
-        with_state: Look at state, too.
+        view: Model with every block located; with `with_state`, also those of its state.
+        files: Files of the checkpoint.
+        with_state: True to compare training state as well.
 
     Raises:
-        InputError: Two of them are different tensors.
+        InputError: The bytes under two names of one tensor differ.
     """
     duplicates = dict(view.duplicates) if with_state else view.model_duplicates
     rules = rules_of(view)
@@ -429,13 +429,13 @@ def resolve_duplicates(view: ModelView, files: SourceFiles, *, with_state: bool)
         what = _difference(reader, view.catalog.tensors[kept], view.catalog.tensors[name])
         if what is not None:
             is_outside = bool(view.prefix) and kept == view.prefix + name
-            way_out = f'choose the first with --source-prefix "{view.prefix}"' if is_outside else "remove one of them"
+            advice = f'choose the first with --source-prefix "{view.prefix}"' if is_outside else "remove one of them"
             raise InputError(
                 f'{view.catalog.root}: tensors "{kept}" and "{name}" are one parameter under two names, but {what}; '
-                f"{way_out}"
+                f"{advice}"
             )
     names = list(duplicates)
-    note = f"{counted(len(names), 'tensor')} stored under two names with equal bytes, taken once: {first_of(names)}"
+    note = f"{counted(len(names), 'tensor')} stored under two names with equal bytes, used once: {first_of(names)}"
     return replace(
         view,
         tensors={name: entry for name, entry in view.tensors.items() if entry.name not in duplicates},
@@ -462,12 +462,12 @@ def _difference(reader: TensorReader, a: TensorEntry, b: TensorEntry) -> str | N
 def decide_ties(
     view: ModelView, files: SourceFiles, *, tie_missing: bool = False, accepted: list[str] | None = None
 ) -> list[TieDecision]:
-    """Resolves every tied pair of the architecture against what is on disk; bytes are read only for pairs on disk.
+    """Decide every tied pair of the architecture; bytes are read only if both tensors are on disk.
 
-    `accepted` is as in `resolve_ties`.
+    `accepted` is passed to `resolve_ties`.
 
     Raises:
-        InputError: A tensor the model needs is missing, nothing says that it is tied, and there is no `accepted`.
+        InputError: A required tensor is missing and not declared tied, and `accepted` is None.
     """
     if view.architecture is None or view.config is None:
         return []
@@ -489,7 +489,7 @@ def decide_ties(
 
 
 def tie_rows(decisions: list[TieDecision]) -> list[dict[str, Any]]:
-    """Decisions as the report shows them."""
+    """Return the decisions as rows of the report."""
     return [
         {
             "target": decision.target,

@@ -484,7 +484,7 @@ def _(root: Path) -> None:
     write_dcp(root, llama(), config=LLAMA)
 
 
-@dcp("a DCP without a model", 3, "holds no model tensors", inspects=True)
+@dcp("a DCP without a model", 3, "contains no model tensors", inspects=True)
 def _(root: Path) -> None:
     write_dcp(root, {"optimizer.state.w.step": value("F32", 1)}, config=LLAMA)
 
@@ -600,7 +600,7 @@ def test_bytes_that_rotted_since_they_were_converted_are_found(tmp_path: Path, d
     data = (tmp_path / "dcp" / "__0_0.distcp").read_bytes()
     assert data.count(archive(old)) == 1
     (tmp_path / "dcp" / "__0_0.distcp").write_bytes(data.replace(archive(old), archive(new)))
-    with pytest.raises(CkptxError, match=rf'tensor "{W}": digest .*, ckptx\.json records') as refusal:
+    with pytest.raises(CkptxError, match=rf'tensor "{W}": digest is .*, but ckptx\.json records') as refusal:
         ckptx.convert("dcp2hf", tmp_path / "dcp", dst)
     assert refusal.value.exit_code == 3
     assert names_in(dst.parent) == []
@@ -614,7 +614,7 @@ def test_a_manifest_of_another_save_is_ignored(tmp_path: Path, dst: Path) -> Non
     other = {name: value(dtype, *shape, seed=50 + i) for i, (name, (dtype, shape, _)) in enumerate(llama().items())}
     write_dcp(tmp_path / "dcp", other, files=2)
     report = ckptx.convert("dcp2hf", tmp_path / "dcp", dst)
-    assert any("ckptx.json describes another .metadata" in warning for warning in report.warnings)
+    assert any("ckptx.json ignored: it describes another .metadata" in warning for warning in report.warnings)
     assert ckptx.verify(tmp_path / "dcp", dst).exit == 0
 
 

@@ -322,19 +322,22 @@ def _half(tensors: Mapping[str, Value], name: str) -> dict[str, Value]:
 
 
 CASES: dict[str, tuple[dict[str, Value], dict[str, Any], str]] = {
-    "another size": (llama(), {"hidden_size": 16}, "needed shape"),
+    "another size": (llama(), {"hidden_size": 16}, "expected shape"),
     "another vocabulary": (llama(), {"vocab_size": 15}, "embed_tokens.weight"),
     "an incomplete model": (llama(), {"num_hidden_layers": 4}, "model.layers.2"),
     "a shorter config": (llama(layers=4), {}, "model.layers.2"),
-    "a half tensor": (_half(llama(), "model.layers.0.mlp.up_proj.weight"), {}, "[12, 8], needed shape [24, 8]"),
+    "a half tensor": (
+        _half(llama(), "model.layers.0.mlp.up_proj.weight"), {},
+        "expected shape [24, 8] by config.json, found shape [12, 8]",
+    ),
     "another architecture": (llama(), {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}, "q_norm"),
     "norms that the class does not have": (
-        {**llama(), "model.layers.1.self_attn.q_norm.weight": value("BF16", 4)}, {}, "q_norm.weight\" lies in",
+        {**llama(), "model.layers.1.self_attn.q_norm.weight": value("BF16", 4)}, {}, "q_norm.weight\" is in",
     ),
     "biases that the config switches off": (
         {**llama(), "model.layers.1.self_attn.q_proj.bias": value("BF16", 8)}, {}, "depends on attention_bias",
     ),
-    "biases that the config switches on": (llama(), {"attention_bias": True}, "sets attention_bias"),
+    "biases that the config switches on": (llama(), {"attention_bias": True}, "(attention_bias in config.json)"),
     "an index with a zero in front": (
         {name.replace("layers.1.", "layers.01."): each for name, each in llama().items()}, {}, "layers.01.",
     ),
@@ -370,14 +373,14 @@ def test_what_does_not_fit_is_refused_unless_allowed(tmp_path: Path, case: str, 
     write_dcp(tmp_path / "bare", tensors, config=None)
     with pytest.raises(InputError) as caught:
         COMMANDS[command](tmp_path)
-    assert "does not fit its config" in str(caught.value)
+    assert "does not match its config" in str(caught.value)
     assert said in str(caught.value)
     assert "--allow-config-mismatch" in str(caught.value)
     assert not (tmp_path / "out").exists()
     report = COMMANDS[command](tmp_path, allow_config_mismatch=True)
     assert report.ok
     assert report.fit["misfits"]
-    assert any("does not fit its config" in each for each in report.warnings)
+    assert any("does not match its config" in each for each in report.warnings)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -390,7 +393,7 @@ def test_inspect_diff_and_verify_only_note_it(tmp_path: Path, case: str) -> None
     compared, verified = ckptx.diff(tmp_path / "a", tmp_path / "a"), ckptx.verify(tmp_path / "a", tmp_path / "a")
     for each in (report, compared, verified):
         assert each.ok
-        assert any("does not fit its config" in note and said in note for note in each.warnings)
+        assert any("does not match its config" in note and said in note for note in each.warnings)
 
 
 @pytest.mark.parametrize("command", COMMANDS)

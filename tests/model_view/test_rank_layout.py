@@ -102,8 +102,8 @@ FILES = ["__0_0.distcp", "__3_0.distcp"]
     [
         (LayoutRecord(2, 2, 1, None), ParallelDims(2, 2, 1), None),
         (LayoutRecord(1, 1, 1, None), ParallelDims(), None),  # files that no rank wrote
-        (LayoutRecord(1, 3, 1, None), None, "describes 3 ranks, files go up to rank 3"),
-        (LayoutRecord(1 << 20, 1, 1, None), None, "describes 1048576 ranks"),
+        (LayoutRecord(1, 3, 1, None), None, "it has 3 ranks, but file names go up to rank 3"),
+        (LayoutRecord(1 << 20, 1, 1, None), None, "it has 1048576 ranks"),
     ],
 )
 def test_a_manifest_is_believed_when_it_fits_the_files(

@@ -286,8 +286,8 @@ def test_a_plan_is_read(tmp_path: Path) -> None:
     ("text", "said"),
     [
         ("{", "not JSON"),
-        ("[]", "holds a list"),
-        ("3", "holds a int"),
+        ("[]", "expected a JSON object such as .*, found list"),
+        ("3", "expected a JSON object such as .*, found int"),
         ("\ufeff{}", "not JSON"),
         (None, "cannot be read"),
     ],

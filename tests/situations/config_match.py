@@ -39,7 +39,7 @@ _COMMANDS: dict[str, Callable[[Box, Mapping[str, Value], Mapping[str, Any]], Any
     "reshard": _reshard,
     "convert hf2dcp": _hf2dcp,
 }
-_NO_TENSOR = r"lies in {}, where LlamaForCausalLM has no such tensor.*--allow-config-mismatch"
+_NO_TENSOR = r"is in {}, where LlamaForCausalLM has no such tensor.*--allow-config-mismatch"
 _MODULE = r"model\.layers\.\*"
 # Name -> tensors beside those of a Llama, changes of its config, and what the error must say.
 _OTHER_MODELS: dict[str, tuple[dict[str, Value], dict[str, Any], str]] = {
