@@ -28,7 +28,7 @@ from benchmarks.planted.planting import (
 from ckptx.runtime.parallel.shards import local_of
 from ckptx.runtime.parallel.tensor_parallel import styles
 from ckptx.runtime.parallel.tensor_parallel.collectives import TpRanks, copy_in, gather_partial, sum_out
-from ckptx.runtime.parallel.tensor_parallel.styles import swapped
+from ckptx.runtime.parallel.tensor_parallel.styles import swap_parameters
 
 _ATTENTION, _HEAD = "layers.3.self_attn", "lm_head"
 
@@ -88,7 +88,7 @@ def _with_parameter(module: nn.Module, name: str, change: Any) -> None:
 
     def make(stock: Forward) -> Forward:
         def replaced(*args: Any, **kwargs: Any) -> Any:
-            with swapped([(module, name, change(module._parameters[name]))]):
+            with swap_parameters([(module, name, change(module._parameters[name]))]):
                 return stock(*args, **kwargs)
 
         return replaced
@@ -265,7 +265,7 @@ def _experts(built: Built, compute: Any) -> None:
 
     def replaced(hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> Any:
         own = [(module, name, local_of(tensor)) for name, tensor in module._parameters.items() if tensor is not None]
-        with swapped(own):
+        with swap_parameters(own):
             return compute(lambda *args: type(module).forward(module, *args), hidden, index, weights)
 
     module.forward = replaced
@@ -335,7 +335,7 @@ def norms_on_their_part_of_the_sequence(built: Built) -> None:
             def replaced(x: torch.Tensor) -> torch.Tensor:
                 own = torch.arange(x.shape[1]).chunk(built.ranks.size)[built.ranks.rank]
                 is_own = torch.zeros(x.shape[1], 1, dtype=torch.bool).index_fill(0, own, True)
-                with swapped([(module, "weight", module._parameters["weight"].detach())]):
+                with swap_parameters([(module, "weight", module._parameters["weight"].detach())]):
                     elsewhere = stock(x)
                 return torch.where(is_own, stock(x), elsewhere)
 

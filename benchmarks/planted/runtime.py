@@ -29,7 +29,7 @@ from ckptx.layout.placement import ceil_chunks
 from ckptx.runtime.parallel.shards import local_of
 from ckptx.runtime.parallel.tensor_parallel import styles
 from ckptx.runtime.parallel.tensor_parallel.collectives import TpRanks, copy_in, sum_out
-from ckptx.runtime.parallel.tensor_parallel.styles import swapped
+from ckptx.runtime.parallel.tensor_parallel.styles import swap_parameters
 
 # ------------------------------------------------------------------------------------------------------- row-parallel
 
@@ -129,7 +129,7 @@ def norm_gradient_doubled(index: int | None = None) -> InRuntime:
 
             def make(stock: Forward, module: nn.Module = module) -> Forward:
                 def replaced(x: torch.Tensor) -> Any:
-                    with swapped([(module, "weight", with_gradient(module._parameters["weight"], 2.0))]):
+                    with swap_parameters([(module, "weight", with_gradient(module._parameters["weight"], 2.0))]):
                         return stock(x)
 
                 return replaced

@@ -1,15 +1,15 @@
 """Stock transformers models under TP x PP x FSDP2: build, parallelize, load, train, save and resume.
 
-A training loop imports from here; the packages below are laid out for readers of the code. Names are imported when they
+A training loop imports from here; the subpackages are organized for readers of the code. Names are imported when they
 are first used, so that `import ckptx.runtime` does not import torch.
 
     model           models without storage, and their layers
-    parallel        TP, PP, FSDP2 and activation checkpointing on a mesh, and the ranks that run them
+    parallel        TP, PP, FSDP2 and activation checkpointing on a mesh, gradients, process groups
     checkpointing   load, save, save in the background, training state
-    memory          which storages are alive in a step
+    memory          the storages that are alive in a training step
     parity          `ckptx verify --run`
     training        recipes, data, and the trainer of `ckptx robustness`
-    forecasting     `ckptx forecast`
+    forecasting     `ckptx forecast`: memory of a training step
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ if not TYPE_CHECKING:  # a type checker reads the imports above, and reports nam
         """Import a name when it is first used.
 
         Raises:
-            AttributeError: The name is not offered here.
+            AttributeError: This package does not export the name.
             EnvironmentProblem: torch or transformers is missing.
         """
         if name not in _HOMES:
@@ -90,5 +90,5 @@ if not TYPE_CHECKING:  # a type checker reads the imports above, and reports nam
 
 
 def __dir__() -> list[str]:
-    """Return the names that are offered, imported yet or not."""
+    """Return the exported names, imported yet or not."""
     return sorted({*__all__, *(name for name in globals() if name.startswith("__") and name.endswith("__"))})

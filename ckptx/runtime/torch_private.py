@@ -1,7 +1,7 @@
-"""Everything that ckptx uses of torch and that torch does not promise to keep.
+"""All private names of torch that ckptx uses.
 
     classes and functions   imported from here, see `_NAMES`
-    attributes of objects   read by a function each, such as `local_tensor`
+    attributes of objects   read by one function each, such as `local_tensor`
 
 Checked with torch 2.11.0 and 2.13.0. A name is looked up when it is first used: with a torch that lacks it, the command
 that needs it exits with code 7 and names it and the version, and all others work.
@@ -30,27 +30,27 @@ _BACKWARD = "torch.distributed.pipelining._backward"
 
 # Name here -> full name in torch.
 _NAMES = {
-    # Tensors that have a shape and no storage, which `forecast` computes with.
+    # Tensors with a shape and without storage, for `forecast`.
     "FakeTensor": f"{_FAKE}.FakeTensor",
     "FakeTensorMode": f"{_FAKE}.FakeTensorMode",
     "in_kernel_invocation_manager": f"{_FAKE}.in_kernel_invocation_manager",
     "unset_fake_temporarily": f"{_FAKE}.unset_fake_temporarily",
     "DataDependentOutputException": f"{_FAKE}.DataDependentOutputException",
     "DynamicOutputShapeException": f"{_FAKE}.DynamicOutputShapeException",
-    # A process group of any size with one process in it.
+    # A process group of any size with one real process.
     "FakeStore": "torch.testing._internal.distributed.fake_pg.FakeStore",
     # The hook for every operation, and functions for nested arguments.
     "TorchDispatchMode": "torch.utils._python_dispatch.TorchDispatchMode",
     "tree_leaves": "torch.utils._pytree.tree_leaves",
     "tree_map_only": "torch.utils._pytree.tree_map_only",
-    # The placement of a shard that is several pieces of a dim, and collectives with gradients.
+    # The placement of a shard made of several parts of a dim, and collectives with gradients.
     "StridedShard": "torch.distributed.tensor.placement_types._StridedShard",
     "functional_collectives": "torch.distributed._functional_collectives",
     # Activation checkpointing as a module around a layer.
     "CheckpointImpl": f"{_CHECKPOINT}.CheckpointImpl",
     "CheckpointWrapper": f"{_CHECKPOINT}.CheckpointWrapper",
     "checkpoint_wrapper": f"{_CHECKPOINT}.checkpoint_wrapper",
-    # Gradients of inputs and of weights apart, as zero-bubble schedules compute them.
+    # Separate gradients of inputs and of weights, as in zero-bubble schedules.
     "stage_backward_input": f"{_BACKWARD}.stage_backward_input",
     "stage_backward_weight": f"{_BACKWARD}.stage_backward_weight",
     # The base class of all dropout modules.
@@ -97,9 +97,9 @@ def _missing(name: str) -> EnvironmentProblem:
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
-    """Return the shard that this rank holds of a DTensor, without autograd; any other tensor is returned itself.
+    """Return the local shard of a DTensor, without autograd; any other tensor is returned unchanged.
 
-    `DTensor.to_local` gives a new tensor each time, which FSDP2 and storages by identity cannot be compared with.
+    `DTensor.to_local` returns a new tensor each time, which cannot be compared by identity.
     """
     if not isinstance(tensor, DTensor):
         return tensor
@@ -113,16 +113,16 @@ def dtensor_spec(tensor: DTensor) -> Any:
 
 
 def storage_key(storage: torch.UntypedStorage) -> int:
-    """Return a number that two storages have in common if and only if they are the same memory.
+    """Return a number that is equal for two storage objects if and only if they are the same memory.
 
-    `data_ptr` would not do: it is 0 for every storage without memory.
+    `data_ptr` is 0 for every storage without memory.
     """
     found: int = _attribute(storage, "_cdata")
     return found
 
 
 def is_view(tensor: Tensor) -> bool:
-    """Return True for a tensor that autograd takes for a view of another one."""
+    """Return True if autograd treats a tensor as a view of another one."""
     return bool(_attribute(tensor, "_is_view")())
 
 
@@ -140,10 +140,10 @@ def norms_of(tensors: list[Tensor], norm_type: float, dtype: torch.dtype) -> lis
 
 
 def schema_of(operation: Any) -> Any:
-    """Return the schema of an operation: its name, and what it returns and writes into.
+    """Return the schema of an operation: its name, results and mutated arguments.
 
     Args:
-        operation: An overload, as `__torch_dispatch__` is given it.
+        operation: Overload that `__torch_dispatch__` received.
 
     Returns:
         None for a higher-order operation, which has no schema.
@@ -157,20 +157,20 @@ def schema_of(operation: Any) -> Any:
 
 
 def packet_of(operation: Any) -> Any:
-    """Return what all overloads of an operation have in common: `aten.mm` for `aten.mm.out`."""
+    """Return the packet of an operation's overloads: `aten.mm` for `aten.mm.out`."""
     return _attribute(operation, "_overloadpacket")
 
 
 def without_dispatch() -> Any:
-    """Return a context manager in which no dispatch mode sees what is computed."""
+    """Return a context manager in which no dispatch mode is called."""
     return _find("torch._C._DisableTorchDispatch")()
 
 
 @contextmanager
 def unseen_shapes_of_dtensor() -> Iterator[None]:
-    """Hide from dispatch modes the fake tensors by which DTensor finds the shape of what an operation gives.
+    """Hide from dispatch modes the fake tensors with which DTensor infers the shape of a result.
 
-    It does so once for each operation and shape in a process, on whole tensors, which real training never allocates.
+    It does so once per operation and shape in a process, on whole tensors, which real training never allocates.
     """
     propagator = _find("torch.distributed.tensor._sharding_prop.ShardingPropagator")
     disable_current_modes = _find("torch.utils._python_dispatch._disable_current_modes")
@@ -196,10 +196,11 @@ def compute_intensive_operations() -> Iterable[Any]:
 
 
 def use_first_compiled_graph() -> None:
-    """Have dynamo try compiled graphs in the order they were made.
+    """Make dynamo try compiled graphs in the order in which they were compiled.
 
-    By default the one used last is tried first. Once a second microbatch made a graph of dynamic shapes, that one would
-    be taken for recomputing the first, whose kept results lack the sizes that it asks for.
+    By default the most recently used one is tried first. Once a second microbatch has compiled a graph with dynamic
+    shapes, that graph would be used to recompute the first microbatch, whose saved results lack the sizes that it
+    requires.
     """
     _find("torch._C._dynamo.eval_frame._set_lru_cache")(False)
 
@@ -214,12 +215,12 @@ def backward_pass() -> int | None:
 
 
 def next_node_number() -> int:
-    """Return the number that the next autograd node made by this thread gets; they grow by one."""
+    """Return the number of the next autograd node of this thread; numbers increase by one."""
     return int(_find("torch.autograd._get_sequence_nr")())
 
 
 def running_node_number() -> int | None:
-    """Return the number of the autograd node whose backward function runs now; None where no node runs."""
+    """Return the number of the autograd node whose backward function is running; None if no node is running."""
     node = _find("torch._C._current_autograd_node")()
     return None if node is None else int(_attribute(node, "_sequence_nr")())
 
@@ -228,21 +229,21 @@ def running_node_number() -> int | None:
 
 
 def compiled_call(module: nn.Module) -> Callable[..., Any] | None:
-    """Return what `nn.Module.compile` made of the call of a module; None for a module that is not compiled."""
+    """Return the call that `nn.Module.compile` compiled; None for a module that is not compiled."""
     found: Callable[..., Any] | None = _attribute(module, "_compiled_call_impl")
     return found
 
 
 def set_compiled_call(module: nn.Module, call: Callable[..., Any] | None) -> None:
-    """Put something in the place of `compiled_call`."""
+    """Replace the call that `compiled_call` returns."""
     compiled_call(module)
     module._compiled_call_impl = call
 
 
 def apply_to_tensors(module: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
-    """Replace every parameter and buffer by what a function makes of it, as `nn.Module.to` does.
+    """Replace every parameter and buffer by the result of a function, as `nn.Module.to` does.
 
-    FSDP2 overrides it, to renew the references that it has of its own.
+    FSDP2 overrides it, to update its own references.
     """
     _attribute(module, "_apply")(change)
 
@@ -251,13 +252,13 @@ def apply_to_tensors(module: nn.Module, change: Callable[[Tensor], Tensor]) -> N
 
 
 def default_store() -> dist.Store:
-    """Return the store through which the ranks of the default process group met."""
+    """Return the store of the default process group."""
     return _find("torch.distributed.distributed_c10d._get_default_store")()
 
 
 def forget_groups(mesh: DeviceMesh) -> None:
-    """Drop the references of a mesh to its process groups, so that they end although something refers to the mesh.
+    """Drop the references of a mesh to its process groups, so that they end even if the mesh stays referenced.
 
-    torch 2.11 has no such registry: its meshes find groups by name, and refer to none.
+    torch 2.11 has no such registry: its meshes find groups by name, and hold no reference.
     """
     getattr(mesh, "_pg_registry", {}).clear()

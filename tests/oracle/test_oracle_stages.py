@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 import ckptx
 from ckptx.layout.parallel_dims import ParallelDims
-from ckptx.runtime.parallel.pipeline.schedules import splits_backward_right
+from ckptx.runtime.parallel.pipeline.schedules import can_split_backward
 from tests.support.models import EVERY, read_hf, write
 from tests.support.pool import GlooPool
 from tests.support.runs import assert_equal, verified
@@ -96,7 +96,7 @@ def test_eight_ranks_of_tp_stages_and_fsdp2_stay_within_their_noise(
 def test_every_schedule_computes_the_same_to_the_last_bit(
     pool: GlooPool, hf_of: Callable[[str], Path], name: str, schedule: str
 ) -> None:
-    if schedule != "interleaved1f1b" and not splits_backward_right():
+    if schedule != "interleaved1f1b" and not can_split_backward():
         pytest.skip(f"torch {torch.__version__} cannot go backward in two parts, needed 2.13")
     split = "1,1,1,1" if name == "gemma4-shared-kv" else "1,1,1,0"
     document, text = verified(pool, hf_of(name), hf_of(name), 1, 1, pp=2, schedule=schedule, pp_split=split)

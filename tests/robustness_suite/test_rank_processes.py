@@ -160,7 +160,7 @@ def test_who_fails_before_all_have_met_is_not_blamed_on_who_waits(
         raise RuntimeError(said)
 
     monkeypatch.setattr(dist, "init_process_group", meet)
-    expected = "was gone before all had met" if raised is PeerFailure else said
+    expected = "exited before all ranks had joined" if raised is PeerFailure else said
     with pytest.raises(raised, match=expected) as caught, process_group("cpu"):
         pass
     if isinstance(caught.value, PeerFailure):

@@ -1,1 +1,1 @@
-"""Checkpoints and a model on a mesh: load, save, save in the background, training state."""
+"""Checkpoints of a model on a mesh: load, save, save in the background, training state."""

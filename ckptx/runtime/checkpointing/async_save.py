@@ -1,10 +1,10 @@
-"""Saves in the background: `save` comes back when everything is copied, and a thread writes while the run goes on.
+"""Saves in the background: `save` returns when all state is copied, and a thread writes it while training continues.
 
-    main thread      take copies | the next steps of the run                      | wait
-    writing thread               | write, publish, then: over a group of its own  |
+    main thread      copy | the next training steps                       | wait
+    writer thread         | write, publish, then: over its own group      |
 
-Messages of two threads over one group would take each other's places, so the thread has a group of gloo that nobody
-else uses. What one rank cannot write fails on all of them, when they wait or save again.
+Messages of two threads over one group would be confused with each other, so the thread has a gloo group of its own. If
+one rank cannot write, all ranks fail, at their next wait or save.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ from ckptx.runtime.checkpointing.save_request import SaveOptions, SaveRequest
 from ckptx.runtime.checkpointing.snapshot import Snapshot, take
 from ckptx.runtime.parallel.distributed import all_gather_object
 
-if TYPE_CHECKING:  # Python 3.10 has it there alone
+if TYPE_CHECKING:  # Python 3.10 has it only there
     from typing_extensions import Unpack
 
-_TIMEOUT = timedelta(hours=1)  # that ranks may be apart in writing; one that is gone is noticed at once
+_TIMEOUT = timedelta(hours=1)  # maximum delay between ranks in writing; a lost rank is noticed immediately
 
 
 class Saver:
-    """Saves one checkpoint after the other, each as `save` does, while the run goes on. Every rank makes one.
+    """Saves checkpoints one after another, each like `save`, while training continues. Every rank makes one.
 
-    A context manager: it waits for what is being written, also where the block fails. The interpreter waits for that,
-    too, before it ends.
+    As a context manager it waits for the current write, even if the block fails. The interpreter also waits for it
+    before it exits.
 
     Raises:
         UsageError: There is no process group.
@@ -48,11 +48,11 @@ class Saver:
 
     def __init__(self) -> None:
         if not dist.is_initialized():
-            raise UsageError("Saver: made outside of a process group, needed one; use distributed.process_group")
+            raise UsageError("Saver: requires a process group; use distributed.process_group")
         self._groups = [dist.new_group(backend="gloo", timeout=_TIMEOUT)]
-        self._writing: _Writing | None = None
-        self._unheard: list[str] = []
-        weakref.finalize(self, _say, self._unheard)
+        self._writing: _WriterThread | None = None
+        self._unreported: list[str] = []
+        weakref.finalize(self, _print_unreported, self._unreported)
 
     def save(
         self,
@@ -61,38 +61,38 @@ class Saver:
         path: Path,
         **options: Unpack[SaveOptions],
     ) -> None:
-        """Copies what is to be saved into memory of the CPU, and begins to write it.
+        """Copy the state to CPU memory, and start to write it.
 
-        Waits for the one before it, so that copies of one alone are in memory.
+        Waits for the previous save, so that at most one copy is in memory.
 
         Args:
             model: The model, or the pipeline stages of this rank.
             optimizer: Its optimizer; None saves the model alone.
-            path: The directory to write.
-            **options: As in `save`, see `SaveRequest`.
+            path: Directory to write.
+            **options: Options of `save`, see `SaveRequest`.
 
         Raises:
-            CkptxError: What went wrong with the one before; or what `save` says before it writes.
+            CkptxError: The previous save failed, or this one before it writes, as in `save`.
         """
         self.wait()
         if not self._groups:
-            raise UsageError("Saver: is closed, or lost a rank; make another")
+            raise UsageError("Saver: is closed, or lost a rank; create a new one")
         request = SaveRequest(model, optimizer, path, **options)
         snapshot = take(request, copies=True)
-        self._writing = _Writing(snapshot, path, request.overwrite, request.then, self._groups, self._unheard)
+        self._writing = _WriterThread(snapshot, path, request.overwrite, request.then, self._groups, self._unreported)
         self._writing.start()
 
     def wait(self) -> None:
-        """Waits until nothing is being written.
+        """Wait until the current write is done.
 
         Raises:
-            Exception: What went wrong, as the thread met it: a CkptxError, where it is not that a rank is gone.
+            Exception: The error of the write; a CkptxError unless a rank was lost.
         """
         if self._writing is None:
             return
         self._writing.join()
         error, self._writing = self._writing.error, None
-        self._unheard.clear()
+        self._unreported.clear()
         if error is not None:
             try:
                 raise error
@@ -100,15 +100,15 @@ class Saver:
                 del error  # which refers to this frame
 
     def close(self) -> None:
-        """Waits, and ends the group and its threads; every rank calls it.
+        """Wait, and end the group and its threads; every rank calls it.
 
         Raises:
-            Exception: As `wait`.
+            Exception: See `wait`.
         """
         try:
             self.wait()
             if self._groups:
-                all_gather_object(None)  # a group must not end while another rank still listens to it
+                all_gather_object(None)  # a group must not end while another rank still uses it
         finally:
             self._end()
 
@@ -122,18 +122,18 @@ class Saver:
         if kind is None:
             self.close()
             return
-        try:  # what is on its way is finished, if the others do so; `error` is what is said
+        try:  # the current write is finished if the other ranks do so; only `error` is reported
             if self._writing is not None:
                 self._writing.join()
         finally:
             self._end()
 
 
-class _Writing(Thread):
+class _WriterThread(Thread):
     """The thread that writes one checkpoint.
 
     Attributes:
-        error: What went wrong; once it has ended.
+        error: Error of the write, set when the thread has ended; None if it succeeded.
     """
 
     def __init__(
@@ -143,17 +143,17 @@ class _Writing(Thread):
         overwrite: bool,
         then: Callable[[], object] | None,
         groups: list[dist.ProcessGroup],
-        unheard: list[str],
+        unreported: list[str],
     ) -> None:
         super().__init__(name=f"ckptx saves {path.name}", daemon=False)  # the interpreter waits for it
         self.error: BaseException | None = None
         self._work: tuple[Any, ...] | None = (snapshot, path, overwrite, then)
-        self._groups, self._unheard = groups, unheard
-        # Each thread has a current device of its own; torch's writer asks for it.
+        self._groups, self._unreported = groups, unreported
+        # Each thread has a current device of its own, which torch's writer uses.
         self._device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
 
     def run(self) -> None:
-        """Writes."""
+        """Write the checkpoint."""
         assert self._work is not None
         snapshot, path, overwrite, then = self._work
         self._work = None
@@ -162,30 +162,30 @@ class _Writing(Thread):
                 torch.cuda.set_device(self._device)
             publish(snapshot, path, overwrite=overwrite, then=then, group=self._groups[0])
         except BaseException as error:  # raised again by `wait`
-            self._unheard.append(f"{path}: was not saved: {type(error).__name__}: {error}")
+            self._unreported.append(f"{path}: not saved: {type(error).__name__}: {error}")
             self.error = error
-            _forget_frames(error)
+            _clear_frames(error)
             if not isinstance(error, CkptxError):
-                _end_groups(self._groups)  # the others do not know of it, and shall not wait for this rank
+                _end_groups(self._groups)  # the other ranks do not know of it, and must not wait for this one
 
 
-def _forget_frames(error: BaseException) -> None:
-    """The frames in which an error came about hold the copies and the group."""
-    left: list[BaseException | None] = [error]
-    while left:
-        each = left.pop()
+def _clear_frames(error: BaseException) -> None:
+    """Clear the frames of an error, which refer to the copies and the group."""
+    pending: list[BaseException | None] = [error]
+    while pending:
+        each = pending.pop()
         if each is not None:
             traceback.clear_frames(each.__traceback__)
-            left += [each.__cause__, None if each.__context__ is each.__cause__ else each.__context__]
+            pending += [each.__cause__, None if each.__context__ is each.__cause__ else each.__context__]
 
 
 def _end_groups(groups: list[dist.ProcessGroup]) -> None:
     while groups:
-        with suppress(ValueError):  # the world has ended before, and all groups with it
+        with suppress(ValueError):  # the default group has already been destroyed, and all groups with it
             dist.destroy_process_group(groups.pop())
 
 
-def _say(unheard: list[str]) -> None:
-    """Nobody waited for what failed."""
+def _print_unreported(unheard: list[str]) -> None:
+    """Print errors that no call of `wait` raised."""
     for each in unheard:
         print(f"error: {each}", file=sys.stderr)

@@ -1,8 +1,8 @@
-"""Fills the parameters of a model from a checkpoint: of each, what this rank holds, and nothing is left by chance.
+"""Fills the parameters of a model from a checkpoint: on each rank its shards, and no tensor may stay uninitialized.
 
-model names --- OpenCheckpoint (any format, any naming) ---> entries: which bytes of which files
-parameters  --- shards.pieces_of ---> rectangles this rank holds, and where in its memory
-both        --- Reading.fill, in threads, in the order of the files ---> loaded
+model names --- OpenCheckpoint (any format, any naming) ---> entries: byte ranges in files
+parameters  --- shards.local_shards_of ---> rectangles of this rank, and their place in its memory
+both        --- RegionReader.fill, in threads, in the order of the files ---> loaded
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from ckptx.catalog.entry import ArchivedChunks, TensorEntry
 from ckptx.catalog.region import Region
 from ckptx.errors import InputError, UnsupportedError, UsageError
 from ckptx.runtime.checkpointing.load_report import LACKING, NO_PLACE, UNKNOWN, LoadedTensor, LoadLedger
-from ckptx.runtime.checkpointing.reading import OpenCheckpoint, RegionReader, castable, open_source
+from ckptx.runtime.checkpointing.reading import OpenCheckpoint, RegionReader, open_source, target_dtype
 from ckptx.runtime.model.layers import canonical_name, has_stubs
-from ckptx.runtime.parallel.shards import LocalShard, pieces_of
+from ckptx.runtime.parallel.shards import LocalShard, local_shards_of
 from ckptx.runtime.torch_private import local_tensor
 
 RegionsOf = Callable[[str], "Sequence[Region] | None"]
 
 _WORKERS = 4
-# Old checkpoints lack these or hold them; transformers computes them either way.
+# Old checkpoints may or may not contain these; transformers computes them either way.
 _COMPUTED = r"(^|\.)(position_ids|rotary_emb\.inv_freq)$"
 
 _logger = logging.getLogger(__name__)
@@ -51,24 +51,24 @@ def load(
     workers: int | None = None,
     trust_remote_code: bool = False,
 ) -> LoadLedger:
-    """Loads what this rank holds of every parameter and persistent buffer.
+    """Load this rank's shards of every parameter and persistent buffer.
 
     Args:
-        model: Materialized; plain or cut by TP, sharded by FSDP, a pipeline stage.
-        root: A checkpoint in any format that ckptx reads.
-        regions: For a parameter's name the rectangles of the whole tensor that TP left on this rank, laid one after
-            another; None for one whose DTensor (or shape) says it all.
-        config: Overrides the `config.json` beside the checkpoint; the model's own is used where there is none.
-        prefix: As in `open_source`.
-        workers: Threads that read; up to 4 when left out.
-        trust_remote_code: As in `build_model`.
+        model: Materialized model; plain, sharded by TP or FSDP, or a pipeline stage.
+        root: Checkpoint in any format that ckptx reads.
+        regions: Returns for a parameter name the rectangles of the whole tensor that TP left on this rank, in the order
+            of its memory; None for a parameter whose DTensor or shape is sufficient.
+        config: Replaces the `config.json` of the checkpoint; None uses that file, or else the model's own config.
+        prefix: See `open_source`.
+        workers: Number of reading threads; None means up to 4.
+        trust_remote_code: See `build_model`.
 
     Raises:
-        InputError: A tensor is missing, the files are damaged, or names that the model ties hold different values.
-        UnsupportedError: A shape or dtype does not fit.
+        InputError: A tensor is missing, the files are damaged, or tied names have different values.
+        UnsupportedError: A shape or dtype does not match.
         UsageError: The model has no storage yet.
     """
-    config = config or _config_beside(model, root)
+    config = config or _config_for(model, root)
     with open_source(root, config=config, prefix=prefix, trust_remote_code=trust_remote_code) as source:
         return load_from(model, source, regions=regions, workers=workers)
 
@@ -81,28 +81,28 @@ def load_from(
     workers: int | None = None,
     tied: Mapping[str, str] = MappingProxyType({}),
 ) -> LoadLedger:
-    """`load` from a checkpoint that is open.
+    """Load like `load`, from a checkpoint that is open.
 
     `tied` has names that the checkpoint may store under another name although the model does not tie them
-    (`OpenCheckpoint.tied` says which).
+    (see `OpenCheckpoint.tied`).
     """
     plan = _plan(model, source, regions, tied)
-    reading = RegionReader(source.files)
+    reader = RegionReader(source.files)
     with torch.no_grad():
-        _run((partial(reading.fill, *job) for job in plan.jobs()), workers)
-        _run((partial(_hold_against, reading, tie, *job) for tie in plan.ties for job in tie.jobs()), workers)
+        _run((partial(reader.fill, *job) for job in plan.jobs()), workers)
+        _run((partial(_compare_tied, reader, tie, *job) for tie in plan.ties for job in tie.jobs()), workers)
         retie(model)
     _logger.info(
         "%s: %d tensors loaded, %d tied, %d initialised, %d bytes read of %s", type(model).__name__, len(plan.loaded),
-        len(plan.tied), len(plan.initialised), reading.bytes_read, source.files.root,
+        len(plan.tied), len(plan.initialised), reader.bytes_read, source.files.root,
     )  # fmt: skip
     return LoadLedger(
         loaded=plan.loaded,
         tied=plan.tied,
         initialised=plan.initialised,
         unread=source.unread | _unread(source, plan),
-        bytes_read=reading.bytes_read,
-        unchecked=reading.unchecked,
+        bytes_read=reader.bytes_read,
+        unchecked=reader.unchecked,
     )
 
 
@@ -113,14 +113,14 @@ def differing(
     regions: RegionsOf | None = None,
     tied: Mapping[str, str] = MappingProxyType({}),
 ) -> list[str]:
-    """Names of what this rank holds that is not, byte for byte, what `load_from` would read from `source`.
+    """Return the names whose shards on this rank are not byte for byte what `load_from` would read from `source`.
 
     Raises:
-        InputError, UnsupportedError: As `load`.
+        InputError, UnsupportedError: See `load`.
     """
     plan = _plan(model, source, regions, tied)
-    reading = RegionReader(source.files)
-    return [read.name for read in plan.reads if not all(reading.is_equal(*job) for job in read.jobs())]
+    reader = RegionReader(source.files)
+    return [read.name for read in plan.reads if not all(reader.is_equal(*job) for job in read.jobs())]
 
 
 def unread(
@@ -130,16 +130,16 @@ def unread(
     regions: RegionsOf | None = None,
     tied: Mapping[str, str] = MappingProxyType({}),
 ) -> dict[str, str]:
-    """What `load_from` would leave unread of `source`: names on disk, with the reason; see `LoadLedger.unread`.
+    """Return the names on disk that `load_from` would not read from `source`, with the reason; see `LoadLedger.unread`.
 
     Raises:
-        InputError, UnsupportedError: As `load`.
+        InputError, UnsupportedError: See `load`.
     """
     return source.unread | _unread(source, _plan(model, source, regions, tied))
 
 
-def _config_beside(model: nn.Module, root: Path) -> Mapping[str, Any] | None:
-    """The model's own config, for a checkpoint that has none."""
+def _config_for(model: nn.Module, root: Path) -> Mapping[str, Any] | None:
+    """Return the model's own config for a checkpoint without one; None if it has one."""
     directory = root if root.is_dir() else root.parent
     own = getattr(model, "config", None)
     return None if own is None or (directory / "config.json").is_file() else own.to_dict()
@@ -149,7 +149,7 @@ def _config_beside(model: nn.Module, root: Path) -> Mapping[str, Any] | None:
 
 
 class RegionRead(NamedTuple):
-    """A region of an entry, and the memory for it."""
+    """A region of an entry, and the memory that it is read into."""
 
     entry: TensorEntry
     region: Region
@@ -157,31 +157,31 @@ class RegionRead(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class _Read:
-    """One parameter or buffer of this rank, read through an entry, or compared with one."""
+class _TensorRead:
+    """A parameter or buffer of this rank that is read from an entry, or compared with one."""
 
     name: str
     other: str
     entry: TensorEntry
     local: Tensor
-    pieces: list[LocalShard]
+    shards: list[LocalShard]
 
     def jobs(self) -> Iterator[RegionRead]:
-        for piece in self.pieces:
-            yield RegionRead(self.entry, piece.region, _narrowed(self.local, piece.local))
+        for shard in self.shards:
+            yield RegionRead(self.entry, shard.region, _narrow(self.local, shard.local))
 
 
 @dataclass(slots=True)
 class _LoadPlan:
-    reads: list[_Read] = field(default_factory=list)
-    ties: list[_Read] = field(default_factory=list)
+    reads: list[_TensorRead] = field(default_factory=list)
+    ties: list[_TensorRead] = field(default_factory=list)
     loaded: dict[str, LoadedTensor] = field(default_factory=dict)
     tied: dict[str, str] = field(default_factory=dict)
     initialised: tuple[str, ...] = ()
     used: set[str] = field(default_factory=set)
 
     def jobs(self) -> list[RegionRead]:
-        """In the order of the files."""
+        """Return the reads in the order of the files."""
         return sorted((job for read in self.reads for job in read.jobs()), key=_position)
 
 
@@ -192,18 +192,18 @@ def _position(job: RegionRead) -> tuple[str, int]:
 
 
 def _plan(model: nn.Module, source: OpenCheckpoint, regions: RegionsOf | None, tied: Mapping[str, str]) -> _LoadPlan:
-    """Which entry fills which tensor; everything that can be refused without reading is refused here."""
+    """Plan which entry fills which tensor, and refuse everything that can be refused without reading."""
     names = _names_by_tensor(model)
     families = _families([*(getattr(model, "all_tied_weights_keys", None) or {}).items(), *tied.items()])
-    optional, parted = _optional(model), has_stubs(model)
+    optional, is_partial = _optional(model), has_stubs(model)
     plan, missing, computed = _LoadPlan(), [], list(_computed_buffers(model))
     for tensor, own in names:
         if tensor.is_meta:
-            raise UsageError(f"{own[0]}: is on the meta device, needed storage; call materialize first")
+            raise UsageError(f"{own[0]}: is on the meta device; call materialize first")
         family = list(dict.fromkeys([*own, *(name for each in own for name in families.get(each, ()))]))
         stored = [name for name in family if name in source.tensors]
-        if parted and not {*own}.isdisjoint(stored):
-            stored = [name for name in stored if name in own]  # the other copy is in the files of another stage
+        if is_partial and not {*own}.isdisjoint(stored):
+            stored = [name for name in stored if name in own]  # the other copy belongs to another stage
         if stored:
             _add(plan, source, tensor, own, stored, regions)
         elif optional.search(own[0]) and not isinstance(tensor, nn.Parameter):
@@ -213,8 +213,8 @@ def _plan(model: nn.Module, source: OpenCheckpoint, regions: RegionsOf | None, t
     if missing:
         more = f", and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise InputError(
-            f'{source.root}: tensor "{missing[0]}"{more}: not in the checkpoint, needed by '
-            f"{type(model).__name__}; nothing may be left at random, use a complete checkpoint of this class"
+            f'{source.root}: tensor "{missing[0]}"{more}: not in the checkpoint, required by '
+            f"{type(model).__name__}; missing weights are not allowed, use a complete checkpoint of this class"
         )
     plan.initialised = tuple(computed)
     return plan
@@ -224,18 +224,18 @@ def _add(
     plan: _LoadPlan,
     source: OpenCheckpoint,
     tensor: Tensor,
-    own: list[str],
+    names: list[str],
     stored: list[str],
     regions: RegionsOf | None,
 ) -> None:
-    """Plans one tensor, which may have several names, and be stored under several."""
-    name = own[0]
+    """Plan one tensor, which may have several names, and may be stored under several."""
+    name = names[0]
     local_regions = (
-        next((each for each in map(regions, own) if each is not None), None) if regions is not None else None
+        next((each for each in map(regions, names) if each is not None), None) if regions is not None else None
     )
-    through = next((each for each in own if each in stored), stored[0])
+    through = next((each for each in names if each in stored), stored[0])
     local = _local_of(tensor)
-    layout = pieces_of(name, tensor, local_regions)
+    layout = local_shards_of(name, tensor, local_regions)
     for each in stored:
         entry = source.tensors[each]
         shape = (
@@ -243,34 +243,34 @@ def _add(
         )
         if entry.shape != shape and each == through:
             raise UnsupportedError(
-                f'{source.root}: tensor "{each}" has shape {list(entry.shape)}, needed {list(shape)} for '
-                f"{name}; the config is of another model"
+                f'{source.root}: tensor "{each}" has shape {list(entry.shape)}, expected {list(shape)} for '
+                f"{name}; use the config of this checkpoint"
             )
-        castable(entry, tensor.dtype)
-        read = _Read(name, each, entry, local, layout)
+        target_dtype(entry, tensor.dtype)
+        read = _TensorRead(name, each, entry, local, layout)
         if each == through:
             plan.reads.append(read)
         elif entry.shape != shape:
-            raise _differ(through, each)
+            raise _tied_values_differ(through, each)
         elif entry.chunks != source.tensors[through].chunks:
             plan.ties.append(read)
         plan.used.add(each)
     nbytes = local.numel() * local.element_size()
     plan.loaded[name] = LoadedTensor(source.stored[through], nbytes)
-    plan.tied |= dict.fromkeys(own[1:], name)
-    if through not in own:
+    plan.tied |= dict.fromkeys(names[1:], name)
+    if through not in names:
         plan.tied[name] = through
 
 
 def _hull(local_regions: Sequence[Region], entry: TensorEntry) -> tuple[int, ...]:
-    """The shape of `entry` if the rectangles fit in it; else what they need at least."""
+    """Return the shape of `entry` if the rectangles fit in it; else the smallest shape that contains them."""
     ends = [max(region.offsets[dim] + region.sizes[dim] for region in local_regions) for dim in range(len(entry.shape))]
     fits = bool(local_regions) and all(end <= size for end, size in zip(ends, entry.shape, strict=True))
     return entry.shape if fits or not local_regions else tuple(ends)
 
 
 def _names_by_tensor(model: nn.Module) -> list[tuple[Tensor, list[str]]]:
-    """Every parameter and persistent buffer with all its names, without wrappers."""
+    """Return every parameter and persistent buffer with all its names, without wrappers."""
     found: dict[int, tuple[Tensor, list[str]]] = {}
     for path, module in model.named_modules(remove_duplicate=False):
         persistent = {
@@ -284,7 +284,7 @@ def _names_by_tensor(model: nn.Module) -> list[tuple[Tensor, list[str]]]:
 
 
 def _families(ties: Iterable[tuple[str, str]]) -> dict[str, list[str]]:
-    """The names that are tied to each other, by each of them; also names that only other stages have."""
+    """Return the groups of tied names, by each of their names; they include names of other stages."""
     families: dict[str, list[str]] = {}
     for target, source in ties:
         joined = list(dict.fromkeys([*families.get(source, [source]), *families.get(target, [target])]))
@@ -293,7 +293,7 @@ def _families(ties: Iterable[tuple[str, str]]) -> dict[str, list[str]]:
 
 
 def _optional(model: nn.Module) -> re.Pattern[str]:
-    """Names that a checkpoint may lack, as `from_pretrained` allows it."""
+    """Return a pattern for names that a checkpoint may lack, as in `from_pretrained`."""
     patterns = [_COMPUTED, *(getattr(model, "_keys_to_ignore_on_load_missing", None) or ())]
     return re.compile("|".join(f"(?:{pattern})" for pattern in patterns))
 
@@ -306,19 +306,19 @@ def _computed_buffers(model: nn.Module) -> Iterator[str]:
 
 
 def _unread(source: OpenCheckpoint, plan: _LoadPlan) -> dict[str, str]:
-    """Tensors of the checkpoint that went nowhere, with the reason."""
+    """Return the tensors of the checkpoint that were not read, with the reason."""
     needed = {stored for name in plan.used for stored in source.stored[name]}
-    left = [(name, each) for name, stored in source.stored.items() if name not in plan.used for each in stored]
-    left = [(name, each) for name, each in left if each not in needed]
-    extras = source.extras() if left else {}
+    remaining = [(name, each) for name, stored in source.stored.items() if name not in plan.used for each in stored]
+    remaining = [(name, each) for name, each in remaining if each not in needed]
+    extras = source.extras() if remaining else {}
     found = {}
-    for name, each in left:
+    for name, each in remaining:
         if source.is_lacking(name) or source.is_lacking(each):
             found[each] = LACKING
         elif source.architecture is None:
             found[each] = UNKNOWN
         else:
-            found[each] = extras.get(each, NO_PLACE)  # a layer of another stage, or behind the last
+            found[each] = extras.get(each, NO_PLACE)  # a layer of another stage, or after the last
     return found
 
 
@@ -326,7 +326,7 @@ def _unread(source: OpenCheckpoint, plan: _LoadPlan) -> dict[str, str]:
 
 
 def _run(calls: Iterable[Callable[[], None]], workers: int | None) -> None:
-    """Makes the calls in threads, begun in their order; the first that fails ends all."""
+    """Run the calls in threads, started in order; the first failure ends all."""
     count = workers or min(_WORKERS, os.cpu_count() or 1)
     pool = ThreadPoolExecutor(count, thread_name_prefix="ckptx-load")
     try:
@@ -338,14 +338,14 @@ def _run(calls: Iterable[Callable[[], None]], workers: int | None) -> None:
         pool.shutdown(wait=True, cancel_futures=True)
 
 
-def _hold_against(reading: RegionReader, tie: _Read, entry: TensorEntry, region: Region, target: Tensor) -> None:
-    if not reading.is_equal(entry, region, target):
-        raise _differ(tie.name, tie.other)
+def _compare_tied(reader: RegionReader, tie: _TensorRead, entry: TensorEntry, region: Region, target: Tensor) -> None:
+    if not reader.is_equal(entry, region, target):
+        raise _tied_values_differ(tie.name, tie.other)
 
 
-def _differ(name: str, other: str) -> InputError:
+def _tied_values_differ(name: str, other: str) -> InputError:
     return InputError(
-        f'tensors "{name}" and "{other}": the config ties them, the checkpoint holds two different ones; set '
+        f'tensors "{name}" and "{other}": the config ties them, but their values in the checkpoint differ; set '
         "tie_word_embeddings to false in config.json, or build the model with `untied`"
     )
 
@@ -354,7 +354,7 @@ def _local_of(tensor: Tensor) -> Tensor:
     return local_tensor(tensor).detach()
 
 
-def _narrowed(tensor: Tensor, part: Region) -> Tensor:
+def _narrow(tensor: Tensor, part: Region) -> Tensor:
     for dim, (begin, size) in enumerate(zip(*part, strict=True)):
         if size != tensor.shape[dim]:
             tensor = tensor.narrow(dim, begin, size)
@@ -365,12 +365,12 @@ def _narrowed(tensor: Tensor, part: Region) -> Tensor:
 
 
 def retie(model: nn.Module) -> list[str]:
-    """Makes one parameter again of tied names that were torn apart and lie in memory alike.
+    """Tie parameters again whose names are tied and that have the same layout but became separate.
 
-    Parameters that FSDP manages are left alone: it keeps references of its own. They hold the same values.
+    Parameters that FSDP manages are left unchanged, as it keeps its own references. Their values are equal.
 
     Returns:
-        The names that share a parameter now.
+        The names that share a parameter again.
     """
     if any(isinstance(module, FSDPModule) for module in model.modules()):
         return []
@@ -382,14 +382,14 @@ def retie(model: nn.Module) -> list[str]:
             continue
         into, source = places[target_path]._parameters, places[path]._parameters
         first, second = source.get(leaf), into.get(target_leaf)
-        if first is None or second is None or first is second or not _lie_alike(first, second):
+        if first is None or second is None or first is second or not _have_same_layout(first, second):
             continue
         into[target_leaf] = first
         tied.append(target)
     return tied
 
 
-def _lie_alike(first: Tensor, second: Tensor) -> bool:
+def _have_same_layout(first: Tensor, second: Tensor) -> bool:
     if first.shape != second.shape or first.dtype != second.dtype or first.device != second.device:
         return False
     if isinstance(first, DTensor) and isinstance(second, DTensor):

@@ -1,4 +1,4 @@
-"""What came of every tensor when a checkpoint was loaded."""
+"""The ledger of a loaded checkpoint: the fate of every tensor."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-# Why a tensor was left unread. Any other reason is one of `ckptx.architecture.extra_tensors`: it may be there.
+# Reasons for unread tensors. All other reasons come from `ckptx.architecture.extra_tensors`: allowed extra tensors.
 NO_PLACE = "no place in this model"
 UNKNOWN = "unknown to the class"
 OPTIMIZER = "optimizer state"
-OTHER_STATE = "not of the model"
+OTHER_STATE = "not part of the model"
 LACKING = "of a layer that uses the tensors of another layer"
 
 
 class LoadedTensor(NamedTuple):
-    """One parameter or buffer that was read.
+    """A parameter or buffer that was read.
 
     Attributes:
-        stored: The names on disk of what it is made of.
-        nbytes: Bytes of it on this rank.
+        stored: Names on disk of the tensors that it is made of.
+        nbytes: Bytes on this rank.
     """
 
     stored: tuple[str, ...]
@@ -28,16 +28,16 @@ class LoadedTensor(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class LoadLedger:
-    """What one rank loaded, and what it did not.
+    """The tensors that one rank loaded and those that it did not.
 
     Attributes:
-        loaded: By name in the model. Of names that share a parameter, the first.
-        tied: Other names of loaded parameters -> that first name; and names loaded through the name they are tied to,
-            where the checkpoint has only that one -> its name in the model.
-        initialised: Buffers that come from the config, not from the checkpoint.
-        unread: Names on disk of tensors that were not needed, with the reason.
-        bytes_read: Bytes read from the files. More than `nbytes` where rows are too short to be read one by one.
-        unchecked: Bytes whose checksum was not looked at, as it speaks of bytes of other ranks too.
+        loaded: Loaded tensors by model name; a tied parameter has its first name.
+        tied: Other names of loaded parameters -> that first name; and names that were loaded from the name to which
+            they are tied, because the checkpoint has only that one -> its model name.
+        initialised: Buffers that were computed from the config, not read from the checkpoint.
+        unread: Names on disk of tensors that were not read, with the reason.
+        bytes_read: Bytes read from the files. More than `nbytes` if rows are too short to be read one by one.
+        unchecked: Bytes whose checksum was not verified because it also covers bytes of other ranks.
     """
 
     loaded: Mapping[str, LoadedTensor]
@@ -49,5 +49,5 @@ class LoadLedger:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of everything loaded on this rank, what is shared counted once."""
+        """Bytes of all loaded tensors on this rank; shared ones count once."""
         return sum(each.nbytes for each in self.loaded.values())

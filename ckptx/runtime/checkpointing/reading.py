@@ -1,4 +1,4 @@
-"""A checkpoint as the model in it, whatever its format and names; and regions of it read into torch's memory."""
+"""Opens a checkpoint as its model, in any format and naming, and reads regions of it into torch's memory."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ from ckptx.storage.interface import Location, SourceFiles
 from ckptx.transfer.digest_sink import stream_as
 from ckptx.transfer.stream import TensorReader
 
-_BAND = 4 << 20  # bytes that are staged at a time where a tensor cannot be filled in place
-_MAX_STRIDED = 32 << 20  # bytes a reader may hold for a tensor that is not stored row-major
+_BAND = 4 << 20  # bytes that are staged at a time if a tensor cannot be filled in place
+_MAX_STRIDED = 32 << 20  # bytes that a reader may buffer for a tensor that is not stored row-major
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,10 +45,10 @@ class OpenCheckpoint:
     """An open checkpoint in the names of the model.
 
     Attributes:
-        view: What is in it.
-        files: Its files.
-        tensors: By model name. Those that no rule knows have the name they have on disk.
-        stored: The names on disk of what each is made of.
+        view: The model in the checkpoint.
+        files: Files of the checkpoint.
+        tensors: Tensors by model name. A tensor without a naming rule has its name on disk.
+        stored: Names on disk that each tensor is made of.
     """
 
     view: ModelView
@@ -58,41 +58,41 @@ class OpenCheckpoint:
 
     @property
     def root(self) -> Location:
-        """Its directory."""
+        """The directory of the checkpoint."""
         return self.view.catalog.root
 
     @property
     def architecture(self) -> Architecture | None:
-        """Of the class in the config; None when there is no config, or nobody knows the class."""
+        """The architecture of the class in the config; None without a config, or if the class is unknown."""
         return self.view.architecture
 
     @property
     def config(self) -> Mapping[str, Any] | None:
-        """The config used: its own, or the one it was opened with."""
+        """The config in use: the checkpoint's own, or the one it was opened with."""
         return self.view.config
 
     @property
     def unread(self) -> dict[str, str]:
-        """Names on disk of what is not part of the model, with the reason."""
+        """Names on disk that are not part of the model, with the reason."""
         optimizer = dict.fromkeys(self.view.optimizer, OPTIMIZER)
         others = {name: each.description for each in self.view.others for name in each.names}
         return optimizer | dict.fromkeys(self.view.other, OTHER_STATE) | others
 
     @property
     def dtype(self) -> torch.dtype | None:
-        """Of the first tensor of plain floats, what transformers takes when a config names none."""
+        """The dtype of the first plain float tensor, which transformers uses if the config names none."""
         stored = (entry.dtype for entry in self.tensors.values())
         found = next((each.torch for each in stored if each.cast and each.torch is not None), None)
         return None if found is None else getattr(torch, found)
 
     def is_lacking(self, name: str) -> bool:
-        """Return True if the tensor of another layer stands for this one."""
+        """Return True if the tensor of another layer replaces this one."""
         return self.architecture is not None and self.config is not None and self.architecture.lacks(name, self.config)
 
     def extras(self) -> dict[str, str]:
-        """Return the tensors that the class does not have by name on disk, each with the reason why it may be there.
+        """Return the tensors that the class does not have, by name on disk, each with the reason why it is allowed.
 
-        The reason is `UNKNOWN` for a tensor that no reason is known for.
+        The reason is `UNKNOWN` for a tensor without a known reason.
         """
         if self.architecture is None or self.config is None:
             return {}
@@ -103,10 +103,10 @@ class OpenCheckpoint:
         }
 
     def tied(self) -> dict[str, str]:
-        """Model names whose values are stored under another name -> that name, where the config ties the two.
+        """Return model names whose values are stored under another name -> that name, if the config ties the two.
 
         Raises:
-            InputError: A name is missing that nothing stored can stand for.
+            InputError: A name is missing, and nothing stored can replace it.
         """
         pairs = self.architecture.ties if self.architecture is not None else ()
         found = {}
@@ -116,12 +116,12 @@ class OpenCheckpoint:
         return found
 
     def untied(self) -> tuple[str, ...]:
-        """Model names that the config ties to others, but that are stored with a value of their own.
+        """Return model names that the config ties to others, but that are stored with a value of their own.
 
-        Bytes are read only where both names of a pair are stored apart.
+        Bytes are read only if both names of a pair are stored separately.
 
         Raises:
-            InputError: A name is missing that nothing stored can stand for.
+            InputError: A name is missing, and nothing stored can replace it.
         """
         pairs = self.architecture.ties if self.architecture is not None else ()
         return tuple(
@@ -140,19 +140,19 @@ def open_source(
     is_prefix_of_another: bool = False,
     trust_remote_code: bool = False,
 ) -> Iterator[OpenCheckpoint]:
-    """Opens a checkpoint of any format ckptx reads; headers only.
+    """Open a checkpoint of any format that ckptx reads; only headers are read.
 
     Args:
-        path: Of the checkpoint.
-        config: Overrides the `config.json` beside it.
-        prefix: Of the model's names in a training checkpoint; None finds it.
-        is_prefix_of_another: The prefix may be that of a checkpoint that this one is compared with: it counts where
-            there is a model under it.
-        trust_remote_code: As in `build_model`.
+        path: Path of the checkpoint.
+        config: Replaces the `config.json` of the checkpoint; None uses that file.
+        prefix: Prefix of the model's names in a training checkpoint; None detects it.
+        is_prefix_of_another: True if the prefix may belong to the checkpoint that this one is compared with: then it
+            applies only if it has a model here.
+        trust_remote_code: See `build_model`.
 
     Raises:
         InputError: There is no checkpoint, or it is damaged or incomplete.
-        UnsupportedError: It is of a kind that ckptx does not read.
+        UnsupportedError: ckptx does not read its format.
     """
     own = dict(config) if config is not None else None
     catalog = open_checkpoint(path)
@@ -176,7 +176,7 @@ def open_source(
 
 
 class MemorySink:
-    """A stream that goes straight to where it shall be: into a row-major tensor of the CPU."""
+    """A sink that writes directly into a row-major CPU tensor."""
 
     def __init__(self, target: Tensor) -> None:
         self._memory, self._at = _memory_of(target), 0
@@ -189,7 +189,7 @@ class MemorySink:
 
 
 class StagedSink:
-    """A stream into a row-major tensor of a device, by way of a buffer of the CPU."""
+    """A sink that writes into a row-major tensor on a device, through a CPU buffer."""
 
     def __init__(self, target: Tensor) -> None:
         self._bytes, self._at = _bytes_of(target), 0
@@ -209,64 +209,64 @@ class RegionReader:
 
     def __init__(self, files: SourceFiles) -> None:
         self._files = files
-        self._here = threading.local()
+        self._thread_local = threading.local()
         self._readers: list[TensorReader] = []
         self._unchecked: list[int] = []
 
     @property
     def bytes_read(self) -> int:
-        """Bytes read from the files so far, gaps between the rows of narrow regions included."""
+        """Bytes read from the files so far, including gaps between the rows of narrow regions."""
         return sum(reader.bytes_read for reader in self._readers)
 
     @property
     def unchecked(self) -> int:
-        """Bytes read from records whose CRC-32 speaks of more bytes than were wanted."""
+        """Bytes read from records whose CRC-32 also covers bytes that were not read."""
         return sum(self._unchecked)
 
     def _reader(self) -> TensorReader:
-        reader: TensorReader | None = getattr(self._here, "reader", None)
+        reader: TensorReader | None = getattr(self._thread_local, "reader", None)
         if reader is None:
-            reader = self._here.reader = TensorReader(self._files, _MAX_STRIDED)
+            reader = self._thread_local.reader = TensorReader(self._files, _MAX_STRIDED)
             self._readers.append(reader)
         return reader
 
     def fill(self, entry: TensorEntry, region: Region, target: Tensor) -> None:
-        """Reads `region` of `entry` into `target`, of the shape of the region, cast to its dtype.
+        """Read `region` of `entry` into `target`, which has the shape of the region, cast to its dtype.
 
-        Memory of the CPU that is row-major is filled in place; what is not row-major, in bands.
+        Row-major CPU memory is filled in place, other memory in bands.
 
         Raises:
             InputError: The file ends early or is corrupt.
-            UnsupportedError: The dtypes differ, and not both are plain floats.
+            UnsupportedError: The dtypes differ, and are not both plain floats.
         """
-        dtype = castable(entry, target.dtype)
+        dtype = target_dtype(entry, target.dtype)
         entry = self._without_partial_records(entry, region)
         if target.is_contiguous():
             sink = MemorySink(target) if target.device.type == "cpu" else StagedSink(target)
             stream_as(self._reader(), entry, region, dtype, sink)
             return
         for band in bands(region, max(1, _BAND // dtype.itemsize)):
-            _part_of(target, region, band).copy_(self._staged(entry, band, target.dtype, dtype))
+            _part_of(target, region, band).copy_(self._read_staged(entry, band, target.dtype, dtype))
 
     def is_equal(self, entry: TensorEntry, region: Region, target: Tensor) -> bool:
-        """Whether `region` of `entry` would put the bytes into `target` that it holds already."""
-        dtype = castable(entry, target.dtype)
+        """Return True if `target` has exactly the bytes that `fill` would write."""
+        dtype = target_dtype(entry, target.dtype)
         entry = self._without_partial_records(entry, region)
         for band in bands(region, max(1, _BAND // dtype.itemsize)):
             ours = _part_of(target, region, band).cpu().contiguous()
-            if _memory_of(ours) != _memory_of(self._staged(entry, band, target.dtype, dtype)):
+            if _memory_of(ours) != _memory_of(self._read_staged(entry, band, target.dtype, dtype)):
                 return False
         return True
 
-    def _staged(self, entry: TensorEntry, band: Region, torch_dtype: torch.dtype, dtype: DType) -> Tensor:
+    def _read_staged(self, entry: TensorEntry, band: Region, torch_dtype: torch.dtype, dtype: DType) -> Tensor:
         staged = torch.empty(band.sizes, dtype=torch_dtype)
         stream_as(self._reader(), entry, band, dtype, MemorySink(staged))
         return staged
 
     def _without_partial_records(self, entry: TensorEntry, region: Region) -> TensorEntry:
-        """The entry without the checksums of records that are read in part.
+        """Return the entry without the checksums of records that are only read in part.
 
-        Checking one means to read all of it: every rank would read the whole model. Who wants that runs `verify`.
+        Checking one requires all of its bytes: every rank would read the whole model. `verify` does that.
         """
         chunks = []
         stored = entry.chunks
@@ -281,8 +281,8 @@ class RegionReader:
         return entry._replace(chunks=tuple(chunks))
 
 
-def castable(entry: TensorEntry, target: torch.dtype) -> DType:
-    """The dtype of `target`, which the elements of `entry` can be read as.
+def target_dtype(entry: TensorEntry, target: torch.dtype) -> DType:
+    """Return the dtype of `target`, if the elements of `entry` can be read as it.
 
     Raises:
         UnsupportedError: They cannot.
@@ -292,14 +292,14 @@ def castable(entry: TensorEntry, target: torch.dtype) -> DType:
     if dtype is None or (dtype is not entry.dtype and not (dtype.cast and entry.dtype.cast)):
         found = entry.dtype.torch or entry.dtype.name
         raise UnsupportedError(
-            f'tensor "{entry.name}": is {found} on disk, needed {name}; only plain floats are cast, so it must be '
-            "converted (dequantized) first"
+            f'tensor "{entry.name}": is {found} on disk, expected {name}; only plain floats can be cast, convert '
+            "(dequantize) it first"
         )
     return dtype
 
 
 def bands(region: Region, numel: int) -> Iterator[Region]:
-    """`region` in parts of at most `numel` elements, in row-major order, cut along the first dims."""
+    """Yield `region` in parts of at most `numel` elements, in row-major order, split along the first dims."""
     if region.numel <= numel:
         if region.numel:
             yield region
@@ -322,10 +322,10 @@ def _part_of(target: Tensor, region: Region, part: Region) -> Tensor:
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:
-    """A row-major tensor as its bytes; one of a single element may have any stride."""
+    """Return a row-major tensor as its bytes; one with a single element may have any stride."""
     return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 def _memory_of(tensor: Tensor) -> memoryview:
-    """The same on the CPU, for whoever reads files; it keeps the tensor alive."""
+    """Return the memory of a CPU tensor, for file readers; it keeps the tensor alive."""
     return memoryview(_bytes_of(tensor).numpy()) if tensor.numel() else memoryview(bytearray())

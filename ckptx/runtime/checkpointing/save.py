@@ -1,12 +1,12 @@
-"""Saves a training run from all ranks, as stock `dcp.save` does, and loads its optimizer again.
+"""Saves a training run from all ranks, like stock `dcp.save`, and loads its optimizer.
 
     model.<name>                       parameters and persistent buffers, by their names without wrappers
-    optim.state.<name>.exp_avg         torch's flattened form (`flatten_optimizer_state_dict`): every rank speaks of its
-    optim.param_groups.<name>.lr       own parameters alone, so that pipeline stages add up to one checkpoint
-    training_state.<name>              scheduler, random numbers, place in the data: see `training_state`
+    optim.state.<name>.exp_avg         torch's flattened form (`flatten_optimizer_state_dict`): every rank has entries
+    optim.param_groups.<name>.lr       for its own parameters only, so that pipeline stages form one checkpoint
+    training_state.<name>              scheduler, random numbers, position in the data: see `training_state`
     step                               a number
 
-Names that share a parameter share its bytes in the checkpoint, and those of its optimizer state.
+Tied names share the bytes of the parameter in the checkpoint, and those of its optimizer state.
 """
 
 from __future__ import annotations
@@ -36,32 +36,32 @@ from ckptx.runtime.parallel.tensor_parallel.apply import TensorParallelLayout
 from ckptx.storage.files import unwritable
 from ckptx.storage.staged import staged
 
-if TYPE_CHECKING:  # Python 3.10 has it there alone
+if TYPE_CHECKING:  # Python 3.10 has it only there
     from typing_extensions import Unpack
 
 
 def save(
     model: nn.Module | Sequence[nn.Module], optimizer: Optimizer | None, path: Path, **options: Unpack[SaveOptions]
 ) -> None:
-    """Writes a DCP that stock torch and ckptx read. Every rank calls it, within a process group.
+    """Write a DCP that stock torch and ckptx read. Every rank calls it, within a process group.
 
-    It appears under its name in one step, when all of it is on the disk; a run that fails leaves nothing.
+    It appears at `path` in one step, when all of it is on disk; a run that fails leaves nothing.
 
     Args:
         model: The model, or the pipeline stages of this rank.
         optimizer: Its optimizer; None saves the model alone.
-        path: The directory to write.
+        path: Directory to write.
         **options: `layout`, `step`, `beside`, `training_state`, `mesh`, `overwrite` and `then`, see `SaveRequest`.
 
     Raises:
-        OutputError: `path` is not free, or cannot be written.
+        OutputError: `path` exists, or cannot be written.
         SpaceError: The disk is full.
-        UnsupportedError: There is optimizer state of which nobody can say where it belongs, or training state that
-            could not be read again.
-        UsageError: There is no process group, or the optimizer is of another model, or ranks differ in training state.
+        UnsupportedError: The shard of some optimizer state is unknown, or training state could not be read again.
+        UsageError: There is no process group, the optimizer belongs to another model, or training state differs between
+            ranks.
     """
     if not dist.is_initialized():
-        raise UsageError("save: called outside of a process group, needed one; use distributed.process_group")
+        raise UsageError("save: requires a process group; use distributed.process_group")
     request = SaveRequest(model, optimizer, path, **options)
     publish(take(request, copies=False), path, overwrite=request.overwrite, then=request.then)
 
@@ -73,20 +73,20 @@ def load_optimizer(
     *,
     layout: TensorParallelLayout | None = None,
 ) -> None:
-    """Fills an optimizer from a checkpoint of `save`, whatever its mesh was. Each rank reads what it needs, by itself.
+    """Fill an optimizer from a checkpoint of `save` on any mesh. Each rank reads its own shards independently.
 
     Args:
-        optimizer: Of this model, with parameters grouped as they were. It need not have taken a step.
-        model: Cut in any way; of a rank that has several stages, all of them.
+        optimizer: Optimizer of this model, with the same parameter groups. It need not have taken a step.
+        model: Model with any sharding; on a rank with several stages, all of them.
         path: The checkpoint.
-        layout: As in `save`.
+        layout: See `save`.
 
     Raises:
-        InputError: A parameter of the optimizer is not in the checkpoint.
-        UsageError: The optimizer is of another model.
+        InputError: The checkpoint has no state for a parameter of the optimizer.
+        UsageError: The optimizer belongs to another model.
     """
     names = Names.of([model] if isinstance(model, nn.Module) else model)
-    filled: list[tuple[Tensor, dict[str, Any], dict[str, Any], dict[str, Any]]] = []
+    pending: list[tuple[Tensor, dict[str, Any], dict[str, Any], dict[str, Any]]] = []
     with open_state(path) as stored:
         keys: dict[str, list[str]] = {}
         for full in (*stored.tensors, *stored.objects):
@@ -96,22 +96,22 @@ def load_optimizer(
             of_group, of_state = f"{GROUPS}.{name}", f"{STATE}.{name}"
             if of_group not in keys:
                 raise InputError(
-                    f'{path}: holds no optimizer state of "{name}"; use a checkpoint that was saved with an optimizer'
+                    f'{path}: has no optimizer state for "{name}"; use a checkpoint that was saved with an optimizer'
                 )
             settings = {key: _read(stored, f"{of_group}.{key}") for key in keys[of_group]}
             state = {
                 key: _read_state(stored, f"{of_state}.{key}", parameter, group, names, layout)
                 for key in keys.get(of_state, ())
             }
-            filled.append((parameter, group, settings, state))
-    for parameter, group, settings, state in filled:
+            pending.append((parameter, group, settings, state))
+    for parameter, group, settings, state in pending:
         group.update(settings)
         if state:
             optimizer.state[parameter] = state
 
 
 def _read(stored: StoredState, full: str) -> Any:
-    """A value, or a tensor that every rank has whole, such as a learning rate."""
+    """Return a value, or a tensor that is whole on every rank, such as a learning rate."""
     if full in stored.objects:
         return stored.value(full)
     entry = stored.tensors[full]
@@ -128,7 +128,7 @@ def _read_state(
     names: Names,
     layout: TensorParallelLayout | None,
 ) -> Any:
-    """What this rank has of a state, cut as its parameter is if it has the shape of it."""
+    """Return this rank's shard of a state, sharded like its parameter if it has the same shape."""
     if full in stored.objects:
         return stored.value(full)
     key, entry = full.rpartition(".")[2], stored.tensors[full]
@@ -136,7 +136,7 @@ def _read_state(
     if entry.shape == tuple(parameter.shape):
         tensor = torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
     else:
-        # As torch.optim has it: steps are counted on the CPU, unless a kernel counts them.
+        # As in torch.optim: steps are counted on the CPU, unless a kernel counts them.
         on_device = key != "step" or group.get("capturable") or group.get("fused")
         tensor = torch.zeros(entry.shape, dtype=dtype, device=parameter.device if on_device else "cpu")
     stored.fill(full, tensor, local_regions_of(full, tensor, parameter, names, layout))
@@ -154,18 +154,18 @@ def publish(
     then: Callable[[], object] | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> None:
-    """Writes what every rank has taken, and gives it its name.
+    """Write the snapshots of all ranks, and publish the checkpoint at its path.
 
     Args:
-        snapshot: That of this rank.
-        path: As in `save`.
-        overwrite: As in `save`.
-        then: As in `save`.
-        group: Of all ranks; None is the default one, which no thread but the main one may use.
+        snapshot: Snapshot of this rank.
+        path: See `save`.
+        overwrite: See `save`.
+        then: See `save`.
+        group: Group of all ranks; None is the default one, which only the main thread may use.
 
     Raises:
-        OutputError, SpaceError: As in `save`.
-        Defect: torch refuses what it was given.
+        OutputError, SpaceError: See `save`.
+        Defect: torch refuses the state dict.
     """
     with ExitStack() as stack:
         staging = None
@@ -186,11 +186,11 @@ def publish(
 
 
 def _write(snapshot: Snapshot, directory: Path, group: dist.ProcessGroup | None) -> None:
-    """Every rank writes its file, and rank 0 the metadata."""
+    """Write the file of every rank, and on rank 0 the metadata."""
     writer = AliasWriter(directory, snapshot.aliases)
     try:
         dcp.save(snapshot.tree, storage_writer=writer, planner=SavePlanner(), process_group=group)
-    except CheckpointException as failed:  # no Exception: it would pass by everybody who cleans up
+    except CheckpointException as failed:  # not an Exception: handlers that clean up would miss it
         errors = [error for error, _ in failed.failures.values()]
         error = next((each for each in errors if isinstance(each, (CkptxError, OSError))), errors[0])
         if isinstance(error, CkptxError):

@@ -15,7 +15,7 @@ from ckptx.runtime.parallel.tensor_parallel.apply import TensorParallelLayout
 
 
 class SaveOptions(TypedDict, total=False):
-    """The keyword arguments of `save`; `SaveRequest` says what each means."""
+    """The keyword arguments of `save`; see `SaveRequest`."""
 
     layout: TensorParallelLayout | None
     step: int | None
@@ -35,17 +35,18 @@ class SaveRequest:
             them.
         optimizer: The optimizer of this model, or of all these stages, made after sharding; None saves the model alone.
         path: A directory that does not exist yet, or is empty, on a file system that all ranks share.
-        layout: The TP layout of the model; required if TP shards it. `TensorParallelLayout.together` makes one for
-            several stages.
+        layout: TP layout of the model; required if TP shards it. `TensorParallelLayout.merge` merges those of several
+            stages.
         step: Number that is stored under "step"; None stores none.
-        beside: A checkpoint whose config, tokenizer and the like are copied, before the call returns. None writes the
-            config of the model.
-        training_state: The rest that the run needs to resume, by name: objects with a `state_dict`, or plain values
-            (numbers, strings, tensors, in lists and dicts), identical on all ranks; `PerRank` around what is not.
+        beside: A checkpoint whose config, tokenizer and similar files are copied before the call returns. None writes
+            the config of the model.
+        training_state: All other state that resuming requires, by name: objects with a `state_dict`, or plain values
+            (numbers, strings, tensors, in lists and dicts), identical on all ranks; state that differs is wrapped in
+            `PerRank`.
         mesh: The mesh of the run; required for a `PerRank`.
         overwrite: True replaces a checkpoint at `path`, in one step.
-        then: Called on rank 0 when the checkpoint is published, in the thread that wrote it: what names it as the
-            latest belongs here.
+        then: Called on rank 0 after the checkpoint is published, in the thread that wrote it, e.g. to mark it as the
+            latest.
     """
 
     model: nn.Module | Sequence[nn.Module]

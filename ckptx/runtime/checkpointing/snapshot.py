@@ -1,7 +1,7 @@
-"""What a rank saves, at one moment of its run: tensors by name, optimizer state, the rest of the run, and the config.
+"""A snapshot of the state that a rank saves: tensors by name, optimizer state, training state and the config.
 
-A snapshot refers to the tensors of the run, or has copies of them on the CPU, so that the run may go on while it is
-written. What is written is the same, to the byte.
+A snapshot refers to the tensors of the run, or has copies of them on the CPU, so that training can continue while it is
+written. The written bytes are identical.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ckptx.runtime.checkpointing.save_planner import DTensorShards
 from ckptx.runtime.checkpointing.save_request import SaveRequest
 from ckptx.runtime.checkpointing.training_state import ROOT, STEP, collect
 from ckptx.runtime.model.layers import canonical_name
-from ckptx.runtime.parallel.activation_checkpointing.wrap import configs_as_given
+from ckptx.runtime.parallel.activation_checkpointing.wrap import original_configs
 from ckptx.runtime.parallel.distributed import all_gather_object, raise_on_all_ranks
 from ckptx.runtime.parallel.tensor_parallel.apply import TensorParallelLayout
 from ckptx.storage.local import LocalSource
@@ -34,12 +34,12 @@ _SIDECAR_BYTES = 1 << 30
 
 
 class Snapshot(NamedTuple):
-    """What this rank saves.
+    """The state that this rank saves.
 
     Attributes:
-        tree: What `dcp.save` gets.
-        aliases: Name in the checkpoint -> the name whose bytes it shares; of all ranks.
-        files: What lies beside it, by name; on rank 0 alone.
+        tree: State dict for `dcp.save`.
+        aliases: Name in the checkpoint -> the name whose bytes it shares; those of all ranks.
+        files: Contents of config and tokenizer files by name; empty except on rank 0.
     """
 
     tree: dict[str, Any]
@@ -51,15 +51,15 @@ def take(request: SaveRequest, *, copies: bool) -> Snapshot:
     """Take a snapshot; every rank calls it.
 
     Args:
-        request: The model and its optimizer, and what is saved beside them.
-        copies: True copies every tensor, so that the run may change its own.
+        request: Model, optimizer and options of the save.
+        copies: Copy every tensor, so that the run may change its own.
     """
     models = request.models
     with raise_on_all_ranks():
-        keep = _copied if copies else _as_it_is
-        tree, own = _of_model(Names.of(models), request.optimizer, request.layout, keep)
-        files = _beside(models[0], request.beside) if dist.get_rank() == 0 else {}
-    # In the order of names: that of an optimizer's state is another one when it was loaded than when it was trained.
+        keep = _copy if copies else _identity
+        tree, own = _model_tree(Names.of(models), request.optimizer, request.layout, keep)
+        files = _sidecars(models[0], request.beside) if dist.get_rank() == 0 else {}
+    # Sorted by name: the order of an optimizer's state differs between a loaded and a trained one.
     aliases = dict(sorted({alias: stored for each in all_gather_object(own) for alias, stored in each.items()}.items()))
     if request.step is not None:
         tree[STEP] = request.step
@@ -68,22 +68,22 @@ def take(request: SaveRequest, *, copies: bool) -> Snapshot:
     return Snapshot(tree, aliases, files)
 
 
-def _as_it_is(value: Any) -> Any:
+def _identity(value: Any) -> Any:
     return value
 
 
-def _copied(value: Any) -> Any:
+def _copy(value: Any) -> Any:
     if isinstance(value, DTensorShards):
-        return value.copied()
-    if isinstance(value, Tensor):  # torch stores whether it has a gradient
+        return value.copy_to_cpu()
+    if isinstance(value, Tensor):  # torch stores requires_grad
         return value.detach().to("cpu", copy=True).requires_grad_(value.requires_grad)
     return deepcopy(value)
 
 
-def _of_model(
+def _model_tree(
     names: Names, optimizer: Optimizer | None, layout: TensorParallelLayout | None, keep: Callable[[Any], Any]
 ) -> tuple[dict[str, Any], dict[str, str]]:
-    """Tree and aliases of a model and its optimizer."""
+    """Return tree and aliases of a model and its optimizer."""
     aliases: dict[str, str] = {}
 
     def stored(full: str, value: Any, parameter: Any) -> Any:
@@ -111,9 +111,9 @@ def _of_model(
     return tree, aliases
 
 
-def _beside(model: Any, beside: Path | None) -> dict[str, bytes]:
+def _sidecars(model: Any, beside: Path | None) -> dict[str, bytes]:
     if beside is None:
-        with configs_as_given(model):
+        with original_configs(model):
             return {"config.json": model.config.to_json_string().encode()}
     source = LocalSource(beside)
     return {
@@ -128,8 +128,8 @@ class Names(NamedTuple):
     """The tensors of a model, or of several stages of one, by name.
 
     Attributes:
-        values: Each once, under the name that is stored; what modules say of themselves (`get_extra_state`), too.
-        by_id: All names of each, that one first.
+        values: Each tensor once, under the name that is stored; also extra state of modules (`get_extra_state`).
+        by_id: All names of each tensor by its id, the stored one first.
     """
 
     values: dict[str, Any]
@@ -137,7 +137,7 @@ class Names(NamedTuple):
 
     @classmethod
     def of(cls, models: Sequence[nn.Module]) -> Names:
-        """Asks for state dicts: that also has FSDP shard again what it left gathered."""
+        """Collect the state dicts of the models, which also makes FSDP reshard gathered parameters."""
         tied = {name for each in models for name in getattr(each, "all_tied_weights_keys", None) or ()}
         states = [each.state_dict(keep_vars=True) for each in models]
         found: dict[int, tuple[Any, list[str]]] = {}
@@ -147,21 +147,21 @@ class Names(NamedTuple):
         return cls({by_id[key][0]: value for key, (value, _) in found.items()}, by_id)
 
     def of_parameter(self, parameter: Tensor) -> list[str]:
-        """All names of a parameter.
+        """Return all names of a parameter.
 
         Raises:
-            UsageError: The model does not have it.
+            UsageError: The parameter is not in the model.
         """
         if id(parameter) not in self.by_id:
             raise UsageError(
-                f"optimizer: has a parameter of shape {list(parameter.shape)} that is not of the model; make it from "
-                "model.parameters() when the model is parallel and loaded"
+                f"optimizer: a parameter of shape {list(parameter.shape)} is not in the model; create the optimizer "
+                "from model.parameters() after the model is parallelized and loaded"
             )
         return self.by_id[id(parameter)]
 
 
 def parameters_of(optimizer: Optimizer, names: Names) -> Iterator[tuple[str, Tensor, dict[str, Any]]]:
-    """Every parameter of an optimizer with the name it is stored under, and its group."""
+    """Yield every parameter of an optimizer with the name that it is stored under, and its group."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             yield names.of_parameter(parameter)[0], parameter, group
@@ -170,18 +170,18 @@ def parameters_of(optimizer: Optimizer, names: Names) -> Iterator[tuple[str, Ten
 def local_regions_of(
     full: str, value: Any, parameter: Tensor, names: Names, layout: TensorParallelLayout | None
 ) -> Sequence[Region] | None:
-    """The rectangles that TP left of a tensor; None for one that says itself what it holds.
+    """Return the rectangles that TP left of a tensor; None if its own layout is sufficient.
 
     Raises:
-        UnsupportedError: It is optimizer state that would be stored as something else than it is.
+        UnsupportedError: Optimizer state would be stored wrongly.
     """
     if isinstance(value, dict):
-        raise UnsupportedError(f"{full}: is nested, needed one value; train with another optimizer")
+        raise UnsupportedError(f"{full}: nested optimizer state is not supported; train with another optimizer")
     if not isinstance(value, DTensor):
         if isinstance(value, Tensor) and value.dim() and isinstance(parameter, DTensor):
             raise UnsupportedError(
-                f"{full}: is a plain tensor of shape {list(value.shape)}, needed a DTensor as its parameter is one; "
-                "each rank may have another, and one alone would be saved"
+                f"{full}: is a plain tensor of shape {list(value.shape)}, expected a DTensor like its parameter, as "
+                "only one rank's values would be saved; train with another optimizer"
             )
         return None
     known = map(layout.local_regions, names.of_parameter(parameter)) if layout is not None else ()
@@ -190,7 +190,7 @@ def local_regions_of(
         return found
     if len(found) > 1:
         raise UnsupportedError(
-            f"{full}: has shape {list(value.shape)}, its parameter {list(parameter.shape)} in fused groups; nobody "
-            "can say which part this rank holds, so train without tensor parallel"
+            f"{full}: has shape {list(value.shape)}, its parameter {list(parameter.shape)} in fused groups, so the "
+            "shard of this rank is unknown; train without tensor parallel"
         )
     return None

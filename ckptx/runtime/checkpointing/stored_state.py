@@ -1,8 +1,8 @@
-"""What a DCP holds besides a model, read without running anything: tensors by region, and plain values.
+"""Reads the state in a DCP besides the model without executing anything: tensors by region, and plain values.
 
-A plain value is None, a bool, number, text or tensor, or a list, tuple or dict of plain values. As DCP has it, each is
-an archive of `torch.save`. It is read by the unpickler of `formats.torch_archive`, which knows no code; torch's own
-reader unpickles `.metadata` as it is.
+A plain value is None, a boolean, number, string or tensor, or a list, tuple or dict of plain values. A DCP stores each
+as an archive of `torch.save`. It is read by the unpickler of `formats.torch_archive`, which runs no code; torch's own
+reader unpickles `.metadata` unchecked.
 """
 
 from __future__ import annotations
@@ -29,73 +29,73 @@ from ckptx.formats.registry import open_checkpoint
 from ckptx.formats.torch_archive.archive import Archive, open_archive, place_tensor
 from ckptx.formats.torch_archive.unpickle import Symbol, TensorRef, UnsupportedObject
 from ckptx.runtime.checkpointing.reading import RegionReader
-from ckptx.runtime.parallel.shards import narrowed, pieces_of
+from ckptx.runtime.parallel.shards import local_shards_of, narrow_to
 from ckptx.runtime.torch_private import local_tensor
 from ckptx.storage.interface import Location, SourceFiles
 from ckptx.untrusted.limits import JSON_DEPTH
 
-_INTEGER = 1 << 63  # what the unpickler reads
+_INTEGER = 1 << 63  # limit of the unpickler
 
 
 @dataclass(frozen=True, slots=True)
 class StoredState:
-    """An open checkpoint, by the names it has on disk.
+    """An open checkpoint, by the names on disk.
 
     Attributes:
-        root: Its directory.
-        tensors: Everything that is a tensor.
-        objects: Everything else.
+        root: Directory of the checkpoint.
+        tensors: All tensors.
+        objects: All other values.
     """
 
     root: Location
     tensors: Mapping[str, TensorEntry]
     objects: Mapping[str, BytesEntry]
     _files: SourceFiles
-    _reading: RegionReader
+    _reader: RegionReader
 
     def fill(self, name: str, tensor: Tensor, local_regions: Sequence[Region] | None = None) -> None:
-        """Reads into a tensor what this rank has of it.
+        """Read this rank's shards of a tensor.
 
         Args:
-            name: Of the entry, which has the shape of `tensor`.
-            tensor: A DTensor, or plain and whole.
-            local_regions: As in `shards.pieces_of`.
+            name: Name of the entry, which has the shape of `tensor`.
+            tensor: A DTensor, or a plain whole tensor.
+            local_regions: See `shards.local_shards_of`.
 
         Raises:
             InputError: The file is damaged.
-            UnsupportedError: It cannot be read as the dtype of `tensor`.
+            UnsupportedError: The entry cannot be read as the dtype of `tensor`.
         """
         local = local_tensor(tensor)
         entry = self.tensors[name]
-        for piece in pieces_of(name, tensor, local_regions):
-            self._reading.fill(entry, piece.region, narrowed(local.detach(), piece.local))
+        for shard in local_shards_of(name, tensor, local_regions):
+            self._reader.fill(entry, shard.region, narrow_to(local.detach(), shard.local))
 
     def value(self, name: str) -> Any:
-        """A plain value; tensors are on the CPU.
+        """Return a plain value; its tensors are on the CPU.
 
         Raises:
-            InputError: The archive is damaged, or no plain value; nothing in it was executed.
-            UnsupportedError: A kind of tensor that ckptx does not read.
+            InputError: The archive is damaged, or not a plain value; nothing in it was executed.
+            UnsupportedError: It contains a kind of tensor that ckptx does not read.
         """
         entry = self.objects[name]
         where = f'{self.root / entry.file}: object "{name}"'
         archive = open_archive(partial(self._files.read, entry.file), entry.offset, entry.nbytes, where)
-        return _PlainValues(archive, partial(self._files.read, entry.file), where).of(archive.tree)
+        return _PlainValues(archive, partial(self._files.read, entry.file), where).convert(archive.tree)
 
 
 @contextmanager
 def open_state(path: Path) -> Iterator[StoredState]:
-    """Opens a checkpoint; headers only.
+    """Open a checkpoint; only headers are read.
 
     Raises:
-        InputError: There is none, or it is damaged.
-        UnsupportedError: It is no DCP.
+        InputError: There is no checkpoint, or it is damaged.
+        UnsupportedError: The checkpoint is not a DCP.
     """
     catalog = open_checkpoint(path)
     if not catalog.form.has_archives:
         raise UnsupportedError(
-            f"{catalog.root}: a checkpoint of the form {catalog.form.name}, needed a DCP; no other form holds state of "
-            "a training run"
+            f"{catalog.root}: is a {catalog.form.name} checkpoint, expected a DCP, the only format with training "
+            "state; use a checkpoint that was saved during training"
         )
     with catalog.source.open() as files:
         located = open_payloads(catalog, files, lazy=True)
@@ -103,42 +103,49 @@ def open_state(path: Path) -> Iterator[StoredState]:
 
 
 class _PlainValues:
-    """Turns the tree of an archive into plain values, in time in proportion to its size."""
+    """Converts the tree of an archive to plain values, in time proportional to its size."""
 
     def __init__(self, archive: Archive, read: Callable[[int, int], bytes], where: str) -> None:
         self._archive, self._read, self._where = archive, read, where
-        self._done: dict[int, Any] = {}  # what occurs several times stays one
+        self._done: dict[int, Any] = {}  # an object with several references stays one object
         self._ids = ObjectIds()
 
-    def of(self, node: Any, depth: int = 0) -> Any:
+    def convert(self, node: Any, depth: int = 0) -> Any:
         if node is None or type(node) in (bool, int, float, str, bytes):
             return node
         key = self._ids(node)
         if key not in self._done:
             if depth > JSON_DEPTH:
-                raise InputError(f"{self._where}: is nested deeper than {JSON_DEPTH} levels; save it flatter")
-            self._done[key] = self._made(node, depth + 1)
+                raise InputError(f"{self._where}: is nested deeper than {JSON_DEPTH} levels; flatten it before saving")
+            self._done[key] = self._convert_new(node, depth + 1)
         return self._done[key]
 
-    def _made(self, node: Any, depth: int) -> Any:
+    def _convert_new(self, node: Any, depth: int) -> Any:
         if isinstance(node, (TensorRef, UnsupportedObject)):  # both are tuples
             return self._tensor(node)
         if isinstance(node, dict):
-            return {key: self.of(value, depth) for key, value in dict.items(node)}
+            return {key: self.convert(value, depth) for key, value in dict.items(node)}
         if type(node) in (list, tuple):
-            return type(node)(self.of(each, depth) for each in node)
+            return type(node)(self.convert(each, depth) for each in node)
         if isinstance(node, Symbol) and isinstance(getattr(torch, node.removeprefix("torch."), None), torch.dtype):
             return getattr(torch, node.removeprefix("torch."))
-        raise InputError(f"{self._where}: holds a {type(node).__name__}, needed plain values; nothing was executed")
+        raise InputError(
+            f"{self._where}: contains a {type(node).__name__}, expected plain values; nothing was executed"
+        )
 
     def _tensor(self, node: TensorRef | UnsupportedObject) -> Tensor:
         place = place_tensor(node, self._archive.records, self._where)
         if place.strides is not None or place.dtype.torch is None or place.dtype.pack > 1:
-            raise UnsupportedError(f"{self._where}: a tensor that is not row-major; save it with .contiguous()")
+            raise UnsupportedError(
+                f"{self._where}: contains a tensor that is not row-major; save it with .contiguous()"
+            )
         record = place.record
         data = self._read(record.offset, record.nbytes)
         if record.crc is not None and zlib.crc32(data) != record.crc:
-            raise InputError(f"{self._where}: a tensor has another CRC-32 than recorded; the file is damaged, copy it")
+            raise InputError(
+                f"{self._where}: the CRC-32 of a tensor does not match the recorded one; the file is damaged, "
+                "copy it again"
+            )
         begin = place.data_offset - record.offset
         dtype = getattr(torch, place.dtype.torch)
         if not place.nbytes:
@@ -150,14 +157,14 @@ class _PlainValues:
 
 
 def plain(value: Any, where: str) -> Any:
-    """A copy of a value, as it can be stored: builtin types, and row-major tensors of the CPU.
+    """Return a copy of a value that can be stored: builtin types, and row-major CPU tensors.
 
     Args:
-        value: See above; of subclasses of dict, list, int and so on the items or the number are kept.
+        value: Plain value; of subclasses of dict, list, int and so on, the items or the number are kept.
         where: Subject of error messages.
 
     Raises:
-        UnsupportedError: There is something in it that could not be read again.
+        UnsupportedError: Something in it could not be read again.
     """
     if value is None or isinstance(value, (bool, torch.dtype)):
         return value
@@ -172,21 +179,23 @@ def plain(value: Any, where: str) -> Any:
     if isinstance(value, (list, tuple)):
         items = [plain(item, f"{where}.{index}") for index, item in enumerate(value)]
         return items if isinstance(value, list) else tuple(items)
-    found = f"the number {value}, of more than 64 bits" if isinstance(value, int) else f"a {type(value).__name__}"
+    found = f"the number {value}, which exceeds 64 bits" if isinstance(value, int) else f"a {type(value).__name__}"
     raise UnsupportedError(
-        f"{where}: is {found}, needed None, a bool, number, text or plain tensor, or lists and dicts of them; give "
-        "something with a state_dict of those"
+        f"{where}: is {found}, expected None, a boolean, number, string or plain tensor, or lists and dicts of them; "
+        "pass an object whose state_dict has only those"
     )
 
 
 def _key(key: Any, where: str) -> Any:
     if type(key) in (str, int):
         return key
-    raise UnsupportedError(f"{where}: has the key {key!r} of {type(key).__name__}, needed texts or numbers as keys")
+    raise UnsupportedError(
+        f"{where}: has the key {key!r} of type {type(key).__name__}; keys must be strings or integers"
+    )
 
 
 def digest_of(value: Any) -> str:
-    """Of a plain value: equal for equal types, numbers, and bytes of tensors, in any order of the keys of a dict."""
+    """Return a digest of a plain value: equal for equal types, numbers and tensor bytes, in any order of dict keys."""
     if isinstance(value, Tensor):
         data = value.reshape(-1).view(torch.uint8).numpy().tobytes() if value.numel() else b""
         described = f"{value.dtype} {tuple(value.shape)} {blake2b(data, digest_size=16).hexdigest()}"

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ckptx.runtime.memory.storage_ledger import CARRIED, StorageLedger
 from ckptx.runtime.parallel.pipeline.boundaries import Batch
-from ckptx.runtime.parallel.pipeline.payload import PayloadSlot, rows_of, unpack
+from ckptx.runtime.parallel.pipeline.payload import PayloadSlot, header_rows, unpack
 from ckptx.runtime.parallel.pipeline.pipeline import Pipeline, TorchStage
 from ckptx.runtime.parallel.pipeline.run import StageRun
 
@@ -53,7 +53,7 @@ class IsolatedPipeline(Pipeline):
 
     def _measure(self, batches: Sequence[Batch]) -> None:
         """One says what all of them take."""
-        super()._measure(batches[:1])
+        super()._measure_payloads(batches[:1])
 
     def _send(self, values: tuple[Any, ...], stage: int) -> None:
         self._boundaries[stage] = [_place_of(each) for each in values]
@@ -63,11 +63,11 @@ class IsolatedPipeline(Pipeline):
 
     def _packed(self, part: StageRun, sent: Sequence[Any]) -> tuple[Tensor, ...]:
         with self._ledger.labelled(CARRIED):
-            return super()._packed(part, sent)
+            return super()._pack(part, sent)
 
     def _unpacked(self, part: StageRun, payload: Sequence[Tensor]) -> tuple[Any, ...]:
         self._ledger.label(payload, CARRIED)
-        return unpack(payload, self._places[part.number], rows_of(self._boundaries[part.number]))
+        return unpack(payload, self._payload_slots[part.number], header_rows(self._boundaries[part.number]))
 
 
 def _place_of(value: Any) -> PayloadSlot | None:

@@ -1,1 +1,1 @@
-"""Memory of a training step: which storages are alive, what GPUs reserve beside them."""
+"""Memory of a training step: the storages that are alive, and the reserve of a GPU for everything else."""

@@ -1,4 +1,4 @@
-"""What a step really took, to hold a forecast against."""
+"""Measures the memory of a training step, for comparison with a forecast."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from ckptx.runtime.torch_private import TorchDispatchMode, unseen_shapes_of_dten
 
 
 class MeasuredMemory(NamedTuple):
-    """Bytes of tensors of one rank.
+    """Bytes of tensors on one rank.
 
     Attributes:
-        peak: When they were most.
-        between_steps: After the step.
-        before: Before it.
+        peak: Peak during the step.
+        between_steps: Bytes after the step.
+        before: Bytes before the step.
     """
 
     peak: int
@@ -29,12 +29,12 @@ class MeasuredMemory(NamedTuple):
 
 
 def measured(step: Callable[[], object], models: Iterable[nn.Module], device: torch.device) -> MeasuredMemory:
-    """Runs a step and measures it: as the allocator of CUDA counts, or every storage on a CPU.
+    """Run a step and measure its memory, by the CUDA allocator or by every storage on a CPU.
 
     Args:
-        step: What is run; one like it ran before.
-        models: What it runs.
-        device: Where.
+        step: Step to run; an equal one has run before.
+        models: Models that the step runs.
+        device: Device of the models.
     """
     gc.collect()
     if device.type == "cuda":
@@ -45,12 +45,12 @@ def measured(step: Callable[[], object], models: Iterable[nn.Module], device: to
     ledger = StorageLedger()
     ledger.adopt(each for each in live_tensors() if each.device == device)
     before = ledger.nbytes
-    with ledger.watching(models), unseen_shapes_of_dtensor(), _Watching(ledger):
+    with ledger.watching(models), unseen_shapes_of_dtensor(), _LedgerMode(ledger):
         step()
-    return MeasuredMemory(_most(ledger), ledger.nbytes, before)
+    return MeasuredMemory(_peak_of(ledger), ledger.nbytes, before)
 
 
-def _most(ledger: StorageLedger) -> int:
+def _peak_of(ledger: StorageLedger) -> int:
     now = most = 0
     for life, is_birth in ledger.events:
         now += life.nbytes if is_birth else -life.nbytes
@@ -58,8 +58,8 @@ def _most(ledger: StorageLedger) -> int:
     return most
 
 
-class _Watching(TorchDispatchMode):  # type: ignore[misc]  # torch says Any
-    """Shows a ledger what is computed."""
+class _LedgerMode(TorchDispatchMode):  # type: ignore[misc]  # torch says Any
+    """Records every operation in a ledger."""
 
     def __init__(self, ledger: StorageLedger) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ class _Watching(TorchDispatchMode):  # type: ignore[misc]  # torch says Any
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         if any(issubclass(each, Tensor) and each not in (Tensor, nn.Parameter) for each in types):
-            return NotImplemented  # a DTensor works with plain tensors
+            return NotImplemented  # a DTensor dispatches to plain tensors
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
         self._ledger.record_operation(func, args, kwargs, out)

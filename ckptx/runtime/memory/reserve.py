@@ -1,15 +1,15 @@
-"""What of a GPU is kept free for what is no tensor."""
+"""The part of a GPU's memory that is reserved for other uses than tensors."""
 
 from __future__ import annotations
 
 CONTEXT = 3 * 2**29  # bytes: the context of CUDA, libraries and NCCL
-FRAGMENTATION = 0.05  # of the peak: rounding, fragmentation, workspaces of kernels
+FRAGMENTATION = 0.05  # fraction of the peak: rounding, fragmentation, workspaces of kernels
 
 
 def reserved(peak: int) -> int:
-    """Bytes that are kept free beside a peak.
+    """Return the bytes that are reserved in addition to a peak.
 
-    On an H100 the context took 0.92 GiB, with a group of NCCL of one rank 1.16, and tensors up to 1.2 % more than the
-    forecast. What groups of many ranks take, and gaps where memory is short, is not known.
+    On an H100 the context took 0.92 GiB, with an NCCL group of one rank 1.16 GiB, and tensors up to 1.2% more than
+    forecast. The cost of groups with many ranks, and of gaps when memory is nearly full, is unknown.
     """
     return CONTEXT + int(FRAGMENTATION * peak)

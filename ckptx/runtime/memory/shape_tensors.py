@@ -1,9 +1,9 @@
-"""Tensors without storage, in which a training step runs as it would with them.
+"""Tensors without storage, on which a training step runs as it would on real ones.
 
-Floating-point tensors are fake: they have a shape, a dtype, strides and an autograd graph, and no memory. Small tensors
-of whole numbers and truth values, and what follows from these alone, are real, for models decide by them: where a row
-is padded, how large an image is, which microbatch comes next. So the code that runs is the code that would run, masks
-and all, and what it cannot know (where a router sends a token) fails by name instead of being guessed.
+Floating-point tensors are fake: they have a shape, a dtype, strides and an autograd graph, and no memory. Small integer
+and boolean tensors, and results that depend on these alone, are real, as models branch on them: where a sequence is
+padded, the size of an image, the index of the next microbatch. So the same code runs as in training, masks included,
+and values that it cannot know (the expert that a router selects) fail by name instead of being guessed.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from ckptx.runtime.torch_private import (
     without_dispatch,
 )
 
-See = Callable[[Any, Sequence[Any], Mapping[str, Any], Any], None]
+OperationCallback = Callable[[Any, Sequence[Any], Mapping[str, Any], Any], None]
 
 _PLAIN = (Tensor, FakeTensor, torch.nn.Parameter)
-_MOST_REAL = 2**22  # numbers of a tensor that is real: ids and masks of a microbatch, and what follows from them
-_MOST_MADE = 64  # floating-point numbers of one that follows from nothing: counters of an optimizer
+_MAX_REAL_NUMEL = 2**22  # elements of a real tensor: ids and masks of a microbatch, and results of these
+_MAX_MADE_NUMEL = 64  # floating-point elements of a real tensor without inputs: counters of an optimizer
 _META = torch.device("meta")
 
 
@@ -44,22 +44,22 @@ def _overloads(*names: str) -> frozenset[Any]:
 _CPU = torch.device("cpu")
 _DEVICE_OF = torch.ops.prim.device.default
 _INDEXING = (torch.ops.aten.index, torch.ops.aten.index_put, torch.ops.aten.index_put_, torch.ops.aten._unsafe_index)
-# Of one tensor, another on the same storage: the kernel says it, and need not be asked through fake tensors.
+# Views of one tensor: the kernel gives their shape, without the slower path through fake tensors.
 _VIEWS = _overloads(
     "view", "_unsafe_view", "detach", "alias", "t", "transpose", "permute", "expand", "unsqueeze", "squeeze", "slice",
     "select", "as_strided",
 )  # fmt: skip
-_WRITING = _overloads("mul_", "add_", "sub_", "div_", "addcmul_", "addcdiv_", "lerp_", "zero_", "fill_", "copy_")
+_IN_PLACE = _overloads("mul_", "add_", "sub_", "div_", "addcmul_", "addcdiv_", "lerp_", "zero_", "fill_", "copy_")
 _PLAIN_TYPES = (bool, int, float, str, type(None), torch.dtype, torch.layout, torch.device, torch.memory_format)
-# Kernels that begin with `contiguous()`, on a CPU and on CUDA.
-_COPYING = (
+# Kernels that call `contiguous()` first, on a CPU and on CUDA.
+_MAKES_CONTIGUOUS = (
     torch.ops.aten._softmax, torch.ops.aten._log_softmax, torch.ops.aten._softmax_backward_data,
     torch.ops.aten._log_softmax_backward_data, torch.ops.aten.native_layer_norm,
 )  # fmt: skip
 
 
 class _Form(NamedTuple):
-    """A tensor of floating-point numbers without them."""
+    """Shape, strides and dtype of a floating-point tensor."""
 
     shape: torch.Size
     stride: tuple[int, ...]
@@ -67,19 +67,19 @@ class _Form(NamedTuple):
 
 
 class ShapeTensors(TorchDispatchMode):  # type: ignore[misc]  # torch says Any
-    """Within it, what is computed has shapes alone.
+    """A mode in which results have shapes only.
 
-    Tensors on the meta device stay what they are; given storage (`empty_like(device=...)`), they become fake ones.
+    Tensors on the meta device stay there; given storage (`empty_like(device=...)`), they become fake tensors.
     """
 
-    def __init__(self, see: See | None = None) -> None:
+    def __init__(self, on_operation: OperationCallback | None = None) -> None:
         """Args:
-        see: Is shown every operation on plain tensors: the function, its arguments, and what it gave.
+        on_operation: Called after every operation on plain tensors with the function, its arguments and its result.
         """
         super().__init__()
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
-        self._see = see
-        self._forms: dict[Hashable, _Form] = {}  # of what operations give, by what they are given
+        self._on_operation = on_operation
+        self._forms: dict[Hashable, _Form] = {}  # forms of results, by operation and forms of arguments
         self._entered = ExitStack()
 
     def __enter__(self) -> ShapeTensors:
@@ -95,34 +95,34 @@ class ShapeTensors(TorchDispatchMode):  # type: ignore[misc]  # torch says Any
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        if func is _DEVICE_OF and isinstance(args[0], FakeTensor):  # asked as often as anything is computed
+        if func is _DEVICE_OF and isinstance(args[0], FakeTensor):  # called as often as all other operations
             return args[0].fake_device
         if any(each not in _PLAIN for each in types):
-            return NotImplemented  # a DTensor does its work with plain tensors, which come here then
+            return NotImplemented  # a DTensor dispatches to plain tensors, which come here
         kwargs = kwargs or {}
-        if packet_of(func) in _COPYING:
+        if packet_of(func) in _MAKES_CONTIGUOUS:
             args = [self._contiguous(each) for each in args]
-        out = self._computed(func, args, kwargs)
-        if self._see is not None:
-            self._see(func, args, kwargs, out)
+        out = self._compute(func, args, kwargs)
+        if self._on_operation is not None:
+            self._on_operation(func, args, kwargs, out)
         return out
 
     def _contiguous(self, given: Any) -> Any:
-        """An argument of a kernel that copies what is not contiguous, and has the copy while it runs."""
+        """Return an argument of a kernel that copies non-contiguous inputs, and record that copy."""
         if not isinstance(given, FakeTensor) or given.is_contiguous():
             return given
         clone, form = torch.ops.aten.clone.default, {"memory_format": torch.contiguous_format}
         copy = clone(given, **form)
-        if self._see is not None:
-            self._see(clone, (given,), form, copy)
+        if self._on_operation is not None:
+            self._on_operation(clone, (given,), form, copy)
         return copy
 
-    def _computed(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    def _compute(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         if func in _VIEWS and type(args[0]) is FakeTensor:
             with in_kernel_invocation_manager(self._fake):
                 found = func(*args, **kwargs)
             return FakeTensor(self._fake, found, args[0].fake_device)
-        if func in _WRITING and type(args[0]) is FakeTensor:
+        if func in _IN_PLACE and type(args[0]) is FakeTensor:
             return args[0]
         key = _key_of(func, args, kwargs)
         form = None if key is None else self._forms.get(key)
@@ -130,29 +130,31 @@ class ShapeTensors(TorchDispatchMode):  # type: ignore[misc]  # torch says Any
             with without_dispatch():
                 made = torch.empty_strided(form.shape, form.stride, dtype=form.dtype, device=_META)
             return FakeTensor(self._fake, made, _CPU)
-        found = self._computed_anew(func, args, kwargs)
+        found = self._compute_uncached(func, args, kwargs)
         if key is not None and _is_plain(found):
             self._forms[key] = _Form(found.shape, found.stride(), found.dtype)
         return found
 
-    def _computed_anew(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    def _compute_uncached(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         given = list(tensors_in(args, kwargs))
         if any(isinstance(each, FakeTensor) for each in given):
             if packet_of(func) in _INDEXING:
-                return _indexed(func, args, kwargs)
+                return _index(func, args, kwargs)
             if packet_of(func) == torch.ops._c10d_functional.wait_tensor:
-                return args[0]  # as with real tensors; a fake one would be a second one
+                return args[0]  # as for real tensors; a fake result would be a second tensor
             if packet_of(func) == torch.ops.aten._grouped_mm and args[0].dtype != torch.bfloat16:
                 return _grouped_product(*args, **kwargs)
             return func(*args, **kwargs)
         if any(each.device == _META for each in given):
-            return self._of_meta(func, args, kwargs, given)
+            return self._compute_on_meta(func, args, kwargs, given)
         if kwargs.get("device") == _META:
             with unset_fake_temporarily():
                 return func(*args, **kwargs)
-        return self._of_real(func, args, kwargs, most=_MOST_REAL if given else _MOST_MADE)
+        return self._compute_real(func, args, kwargs, most=_MAX_REAL_NUMEL if given else _MAX_MADE_NUMEL)
 
-    def _of_meta(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], given: Sequence[Tensor]) -> Any:
+    def _compute_on_meta(
+        self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], given: Sequence[Tensor]
+    ) -> Any:
         device = kwargs.get("device")
         if device is not None and device != _META and len(given) == 1:
             like = given[0]
@@ -162,12 +164,12 @@ class ShapeTensors(TorchDispatchMode):  # type: ignore[misc]  # torch says Any
         with unset_fake_temporarily():
             return func(*args, **kwargs)
 
-    def _of_real(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], most: int) -> Any:
-        """Real where it stays small, with `most` floating-point numbers. Fake tensors are asked first what it gives."""
+    def _compute_real(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], most: int) -> Any:
+        """Compute on real tensors if the result is small, by its size on fake ones."""
         if not schema_of(func).is_mutable and not _is_view(func):
             try:
                 shapes = func(*args, **kwargs)
-            except Exception:  # it depends on values, which are there
+            except Exception:  # it depends on values, which are real
                 shapes = None
             if any(_is_large(each, most) for each in tensors_in((shapes,), {})):
                 return shapes
@@ -176,7 +178,7 @@ class ShapeTensors(TorchDispatchMode):  # type: ignore[misc]  # torch says Any
 
 
 def _key_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Hashable | None:
-    """What decides the form of what an operation gives; None where more than forms does, or nothing new is made."""
+    """Return a key that determines the form of a result; None if it needs values, or makes nothing new."""
     parts: list[Hashable] = [func]
     has_tensor = False
     for each in (*args, *kwargs.items()) if kwargs else args:
@@ -195,7 +197,7 @@ def _key_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Hashab
 
 
 def _is_plain(found: Any) -> bool:
-    """Whether a tensor is all that its form says: fake, strided, on a storage of its own that is no larger."""
+    """Return True if a form describes a tensor fully: fake, strided, on a storage of its own that is no larger."""
     return (
         type(found) is FakeTensor
         and found.fake_device == _CPU
@@ -207,7 +209,7 @@ def _is_plain(found: Any) -> bool:
 
 
 def tensors_in(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Tensor]:
-    """The tensors among arguments, also those in lists of them."""
+    """Yield the tensors among arguments, including those in lists of them."""
     for each in (*args, *kwargs.values()):
         if isinstance(each, Tensor):
             yield each
@@ -215,12 +217,12 @@ def tensors_in(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Tenso
             yield from (leaf for leaf in tree_leaves(each) if isinstance(leaf, Tensor))
 
 
-def _indexed(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Indexing, in which a mask says by its values how many there are; one that is fake fails by name."""
+def _index(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Index a tensor; the values of a real mask give the size of the result, and a fake mask fails by name."""
     masks = [each for each in args[1] if each is not None and each.dtype is torch.bool]
     if not masks or any(isinstance(each, FakeTensor) for each in masks):
         return func(*args, **kwargs)
-    if len(args[1]) == 1 and isinstance(args[0], FakeTensor):  # also of masks that are expanded to all of a tensor
+    if len(args[1]) == 1 and isinstance(args[0], FakeTensor):  # including masks that are expanded to a whole tensor
         like, mask = args[0], masks[0]
         if len(args) > 2:
             return like if schema_of(func).is_mutable else like.clone()
@@ -240,7 +242,7 @@ def _indexed(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
 def _grouped_product(
     left: Tensor, right: Tensor, offs: Tensor | None = None, bias: None = None, out_dtype: torch.dtype | None = None
 ) -> Tensor:
-    """What a product of groups of rows gives in other dtypes than bfloat16, which fake tensors refuse."""
+    """Return the result of a grouped matmul in other dtypes than bfloat16, which fake tensors refuse."""
     shape = [left.shape[-2], right.shape[-1]]
     if left.dim() == right.dim():
         shape = [len(offs) if offs is not None else len(left), *shape]
@@ -252,5 +254,5 @@ def _is_view(func: Any) -> bool:
     return any(each is not None and not bool(each.is_write) for each in aliases)
 
 
-def _is_large(tensor: Tensor, most: int) -> bool:
-    return bool(tensor.numel() > (most if tensor.is_floating_point() else _MOST_REAL))
+def _is_large(tensor: Tensor, max_numel: int) -> bool:
+    return bool(tensor.numel() > (max_numel if tensor.is_floating_point() else _MAX_REAL_NUMEL))

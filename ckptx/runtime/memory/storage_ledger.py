@@ -1,7 +1,8 @@
-"""Every storage of a training step: when it was made, by which operation, for which module, and when it went.
+"""Records every storage of a training step: its operation, its module, and when it was made and freed.
 
-What a storage is (an activation, a gathered parameter) is often known only later: what lives past a forward pass is an
-activation, what dies in it was temporary. So lives are written down here, and `timeline` names them when all is over.
+The kind of a storage (an activation, a gathered parameter) is often known only later: one that outlives a forward pass
+is an activation, one that is freed in it was temporary. So lifetimes are recorded here, and `timeline` classifies them
+at the end.
 """
 
 from __future__ import annotations
@@ -41,10 +42,10 @@ class StepPhase(NamedTuple):
     """A part of a step.
 
     Attributes:
-        part: forward, backward, or what `StorageLedger.during` was told (clipping, optimizer).
-        turn: Which forward or backward pass of the step, from 0.
-        is_again: Something is computed a second time, in a backward pass.
-        module: For which module; "" for none of them.
+        part: forward, backward, or the name that `StorageLedger.during` got (clipping, optimizer).
+        turn: Index of the forward or backward pass in the step, from 0.
+        is_again: True if something is recomputed in a backward pass.
+        module: Name of the module that is running; "" for none.
     """
 
     part: str
@@ -55,16 +56,16 @@ class StepPhase(NamedTuple):
 
 @dataclass(slots=True)
 class StorageLifetime:
-    """Of one storage, from one resize to the next.
+    """The lifetime of one storage, from one resize to the next.
 
     Attributes:
-        nbytes: What it takes.
-        op: What made it, as torch calls it.
-        shape: Of the first tensor on it.
-        dtype: Of that tensor.
-        born: When.
-        died: When; None while it lives.
-        label: What it is, where that is certain.
+        nbytes: Size in bytes.
+        op: torch's name of the operation that made it.
+        shape: Shape of the first tensor on it.
+        dtype: Dtype of that tensor.
+        born: Phase in which it was made.
+        died: Phase in which it was freed; None while it is alive.
+        label: Kind of the storage, if it is certain; else None.
     """
 
     nbytes: int
@@ -77,32 +78,32 @@ class StorageLifetime:
 
 
 class Event(NamedTuple):
-    """A storage that comes or goes."""
+    """The birth or death of a storage."""
 
     life: StorageLifetime
     is_birth: bool
 
 
 class StorageLedger:
-    """Writes down what `ShapeTensors` shows it.
+    """Records the storages of the operations that `ShapeTensors` runs.
 
         ledger = StorageLedger()
         with ShapeTensors(ledger.see), ledger.watching([model]):
             ...
 
     Attributes:
-        events: All of them, in their order.
-        nbytes: What lives now.
+        events: All events in order.
+        nbytes: Bytes that are alive now.
     """
 
     def __init__(self) -> None:
         self.events: list[Event] = []
         self.nbytes = 0
         self._lives: dict[int, tuple[StorageLifetime, weakref.ref[Any]]] = {}  # by storage
-        self._names: dict[int, str] = {}  # of modules
-        self._shapes: dict[str, set[tuple[int, ...]]] = {}  # of parameters, by module
+        self._names: dict[int, str] = {}  # names of modules, by id
+        self._shapes: dict[str, set[tuple[int, ...]]] = {}  # shapes of parameters, by module
         self._stack: list[str] = []
-        self._numbers: list[int] = []  # of autograd nodes: the first of each that was made in the module beside it
+        self._numbers: list[int] = []  # first autograd node of each call, parallel to `_modules`
         self._modules: list[str] = []
         self._part = BUILD
         self._turns = {FORWARD: -1, BACKWARD: -1}
@@ -113,7 +114,7 @@ class StorageLedger:
 
     @contextmanager
     def watching(self, models: Iterable[nn.Module]) -> Iterator[None]:
-        """Within it, calls of modules of these models are noticed, and storages that change their size."""
+        """Record calls of modules of these models, and storages that are resized, within the block."""
         roots = set()
         for model in models:
             roots.add(id(model))
@@ -131,18 +132,18 @@ class StorageLedger:
                 self._turns[FORWARD] += 1
                 self._part = FORWARD
             self._stack.append(name)
-            self._note()
+            self._record_module()
 
         def leave(module: nn.Module, args: Any, output: Any) -> None:
             if id(module) in self._names and self._stack:
                 self._stack.pop()
-                self._note()
+                self._record_module()
 
         resize = torch.UntypedStorage.resize_
 
         def resized(storage: Any, size: int) -> Any:
             found = resize(storage, size)
-            self._resized(storage)
+            self._record_resize(storage)
             return found
 
         handles = [
@@ -158,24 +159,24 @@ class StorageLedger:
                 handle.remove()
 
     def begin(self) -> None:
-        """From here on passes are counted from 0."""
+        """Count passes from 0 again."""
         self._turns = {FORWARD: -1, BACKWARD: -1}
 
     @contextmanager
     def during(self, part: str) -> Iterator[None]:
-        """A part of the step that is no forward or backward pass."""
+        """Name the part of the step that the block runs, other than a forward or backward pass."""
         before, self._part = self._part, part
         try:
             yield
         finally:
             self._part = before
 
-    def _note(self) -> None:
+    def _record_module(self) -> None:
         self._numbers.append(next_node_number())
         self._modules.append(self._stack[-1] if self._stack else "")
 
     def moment(self) -> StepPhase:
-        """Where the step is now."""
+        """Return the current phase of the step."""
         task = backward_pass()
         if task is None:
             turn = self._turns[BACKWARD if self._part == BACKWARD else FORWARD]
@@ -183,7 +184,7 @@ class StorageLedger:
         if task != self._task:
             self._task = task
             self._turns[BACKWARD] += 1
-            self._part = BACKWARD  # also what FSDP2 and a pipeline do after it, until the next forward pass begins
+            self._part = BACKWARD  # includes later work of FSDP2 and a pipeline, until the next forward pass begins
         turn = self._turns[BACKWARD]
         if self._stack:
             return StepPhase(BACKWARD, turn, True, self._stack[-1])
@@ -194,24 +195,24 @@ class StorageLedger:
     # ------------------------------------------------------------------------------------------------------------- what
 
     def record_operation(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> None:
-        """An operation, and what it gave."""
+        """Record an operation and its result."""
         for tensor in (out,) if isinstance(out, Tensor) else tensors_in((out,), {}):
             if tensor.layout is torch.strided and (isinstance(tensor, FakeTensor) or tensor.device != _META):
                 storage = tensor.untyped_storage()
                 if storage_key(storage) not in self._lives:
                     self._add(storage, tensor, schema_of(func).name)
         if func.namespace == "fsdp":
-            self._see_fsdp(func, args, kwargs)
+            self._record_fsdp(func, args, kwargs)
 
     def adopt(self, tensors: Iterable[Tensor]) -> None:
-        """Writes down tensors that were there before it watched."""
+        """Record tensors that existed before."""
         for tensor in tensors:
             storage = tensor.untyped_storage()
             if storage_key(storage) not in self._lives:
                 self._add(storage, tensor, "before")
 
     def label(self, tensors: Iterable[Tensor], label: str) -> None:
-        """Says what tensors are that live now."""
+        """Set the label of tensors that are alive."""
         for tensor in tensors:
             local = local_tensor(tensor)
             known = self._lives.get(storage_key(local.untyped_storage()))
@@ -219,7 +220,7 @@ class StorageLedger:
                 known[0].label = label
 
     def forget(self, tensors: Iterable[Tensor]) -> None:
-        """Says of tensors that live now that they would not be there: from their birth on they take nothing."""
+        """Treat tensors that are alive as if they did not exist: from their birth on they take no bytes."""
         for tensor in tensors:
             local = local_tensor(tensor)
             known = self._lives.get(storage_key(local.untyped_storage()))
@@ -229,15 +230,15 @@ class StorageLedger:
 
     @contextmanager
     def labelled(self, label: str) -> Iterator[None]:
-        """Says what everything is that is made within it."""
+        """Label all storages that are made within the block."""
         before, self._forced = self._forced, label
         try:
             yield
         finally:
             self._forced = before
 
-    def _see_fsdp(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """What the operations of FSDP2 read and write."""
+    def _record_fsdp(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Label the tensors that operations of FSDP2 read and write."""
         name = schema_of(func).name
         if name in ("fsdp::all_gather_copy_in", "fsdp::split_with_sizes_copy"):
             self.label(tensors_in(args[1:] if name.endswith("in") else (), kwargs), GATHERED)
@@ -249,28 +250,28 @@ class StorageLedger:
         life = StorageLifetime(storage.nbytes(), op, shape, tensor.dtype, born, label=self._forced)
         if born.part == BACKWARD and not born.is_again and self._is_of_parameter(born.module, shape):
             life.label = GRADIENTS
-        self._lives[key] = life, weakref.ref(storage, lambda _: self._end(self._lives.pop(key)[0]))
-        self._born(life)
+        self._lives[key] = life, weakref.ref(storage, lambda _: self._record_death(self._lives.pop(key)[0]))
+        self._record_birth(life)
 
     def _is_of_parameter(self, module: str, shape: tuple[int, ...]) -> bool:
         shapes = self._shapes.get(module, ())
         return shape in shapes or shape[::-1] in shapes
 
-    def _resized(self, storage: Any) -> None:
+    def _record_resize(self, storage: Any) -> None:
         known = self._lives.get(storage_key(storage))
         if known is None or known[0].nbytes == storage.nbytes():
             return
         old, reference = known
-        self._end(old)
+        self._record_death(old)
         life = StorageLifetime(storage.nbytes(), old.op, old.shape, old.dtype, self.moment(), label=old.label)
         self._lives[storage_key(storage)] = life, reference
-        self._born(life)
+        self._record_birth(life)
 
-    def _born(self, life: StorageLifetime) -> None:
+    def _record_birth(self, life: StorageLifetime) -> None:
         self.nbytes += life.nbytes
         self.events.append(Event(life, True))
 
-    def _end(self, life: StorageLifetime) -> None:
+    def _record_death(self, life: StorageLifetime) -> None:
         life.died = self.moment()
         self.nbytes -= life.nbytes
         self.events.append(Event(life, False))

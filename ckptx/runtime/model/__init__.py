@@ -1,1 +1,1 @@
-"""Models of transformers, built without storage and given storage; their layers; small models with the same layers."""
+"""Models of transformers: building, materializing, finding their layers, and small models with the same layers."""

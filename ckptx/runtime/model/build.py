@@ -1,7 +1,7 @@
-"""A model of transformers without storage, from the `config.json` of a checkpoint, and then with storage.
+"""Builds a model of transformers without storage, from the `config.json` of a checkpoint, and then gives it storage.
 
-Parameters come from the checkpoint; what the class computes from its config (rotary tables, embedding scales, masks,
-position ids) does not, and is computed as `from_pretrained` does it: by the class's own `_init_weights`.
+Parameters come from the checkpoint. Values that the class computes from its config (rotary tables, embedding scales,
+masks, position ids) do not, and are computed as in `from_pretrained`: by the class's own `_init_weights`.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from ckptx.formats.hf.reader import read_json
 from ckptx.runtime.model.layers import canonical_name
 from ckptx.runtime.torch_private import apply_to_tensors
 
-_DONE = "_is_hf_initialized"  # transformers' mark of a tensor that `_init_weights` must leave alone
-_UNTOUCHED = 0xA5  # what fresh buffers are filled with, to see which of them nobody computes
+_INITIALIZED_MARK = "_is_hf_initialized"  # transformers' mark of a tensor that `_init_weights` must not change
+_FILL_BYTE = 0xA5  # fresh buffers are filled with it, to detect those that are never computed
 
 _logger = logging.getLogger(__name__)
 
@@ -44,29 +44,28 @@ def build_model(
     untied: Collection[str] = (),
     edit: Callable[[Any], None] | None = None,
 ) -> nn.Module:
-    """The model that a `config.json` describes, on the meta device; names that its config ties are one parameter.
+    """Return the model of a `config.json`, on the meta device; names that its config ties are one parameter.
 
     Args:
-        config_dir: Directory of `config.json`, and of the code of a model that brings its own.
-        dtype: Of the parameters; None takes the one in the config. The class may keep some in float32.
-        stored: Taken where the config names no dtype, as `from_pretrained` does (`OpenCheckpoint.dtype` says
-            which); float32 when left out.
-        trust_remote_code: Whether Python files in `config_dir` may be executed.
+        config_dir: Directory of `config.json`, and of the model's custom code if it has some.
+        dtype: Dtype of the parameters; None means that of the config. The class may keep some in float32.
+        stored: Dtype if the config has none, as in `from_pretrained` (see `OpenCheckpoint.dtype`); None means float32.
+        trust_remote_code: Allow Python files in `config_dir` to be executed.
         attn_implementation: "eager" or "sdpa"; a class or tower without sdpa gets eager.
-        untied: Names tied by the config that get parameters of their own all the same, as a checkpoint that stores
-            both with different values needs it (`OpenCheckpoint.untied` says which).
+        untied: Names that the config ties but that get parameters of their own, for a checkpoint that stores different
+            values for them (see `OpenCheckpoint.untied`).
         edit: Changes the config, in place, before the model is built.
 
     Raises:
         InputError: There is no `config.json`, or it names no class.
         UnsupportedError: The class is unknown, or cannot be built, or the checkpoint is quantized.
-        EnvironmentProblem: A package that the class needs is missing.
+        EnvironmentProblem: A package that the class requires is missing.
     """
     name, cls, config = read_config(config_dir, trust_remote_code=trust_remote_code)
     with building(name, config_dir):
         if edit is not None:
             edit(config)
-        model = on_meta(cls, config, dtype or _dtype_of(config) or stored or torch.float32, attn_implementation)
+        model = build_on_meta(cls, config, dtype or _dtype_of(config) or stored or torch.float32, attn_implementation)
     model.config.architectures = [name]
     _keep_in_fp32(model)
     _untie(model, untied)
@@ -75,40 +74,40 @@ def build_model(
 
 
 def read_config(config_dir: Path, *, trust_remote_code: bool = False) -> tuple[str, type[PreTrainedModel], Any]:
-    """The name of the class that a `config.json` describes, the class, and what its config class makes of the file.
+    """Return the class name in a `config.json`, the class, and its config object.
 
     Args:
-        config_dir: As in `build_model`.
-        trust_remote_code: As in `build_model`.
+        config_dir: See `build_model`.
+        trust_remote_code: See `build_model`.
 
     Raises:
-        InputError, UnsupportedError, EnvironmentProblem: As `build_model`.
+        InputError, UnsupportedError, EnvironmentProblem: See `build_model`.
     """
     path = config_dir / "config.json"
     values = read_json(path)
     names = values.get("architectures")
     if not isinstance(names, list) or not names or not isinstance(names[0], str):
-        raise InputError(f'{path}: "architectures" names no class, needed one; add it, as ["LlamaForCausalLM"]')
+        raise InputError(f'{path}: "architectures" names no class; add one, e.g. ["LlamaForCausalLM"]')
     if values.get("quantization_config"):
-        raise UnsupportedError(f"{path}: the checkpoint is quantized, needed plain weights; dequantize it first")
+        raise UnsupportedError(f"{path}: quantized checkpoints cannot be run; dequantize it first")
     architecture = find_architecture(values)
     if architecture is not None:
-        architecture.stacks(values)  # a number of layers that cannot be would be found out by building them
+        architecture.stacks(values)  # refuses an impossible number of layers before they are built
     with building(names[0], config_dir):
         return names[0], *_class_and_config(names[0], values, config_dir, trust_remote_code)
 
 
 @contextlib.contextmanager
 def building(name: str, config_dir: Path) -> Iterator[None]:
-    """Around what transformers builds: what goes wrong there, in our words.
+    """Translate errors of transformers within the block.
 
     Args:
-        name: Of the class.
-        config_dir: Where its config.json is.
+        name: Name of the class.
+        config_dir: Directory of its config.json.
 
     Raises:
-        UnsupportedError: It raised anything.
-        EnvironmentProblem: It needs a package that is not there.
+        UnsupportedError: transformers raised anything else.
+        EnvironmentProblem: A package that the class requires is missing.
     """
     try:
         yield
@@ -118,10 +117,10 @@ def building(name: str, config_dir: Path) -> Iterator[None]:
         raise
     except Exception as error:  # a config or a model class may raise anything
         first, *more = str(error).splitlines() or [""]
-        said = f"{first} {more[0].strip()}" if first.endswith(":") and more else first  # what comes after is the reason
+        reason = f"{first} {more[0].strip()}" if first.endswith(":") and more else first  # the reason follows the colon
         raise UnsupportedError(
             f"{name}: transformers {transformers.__version__} cannot build it from {config_dir / 'config.json'}: "
-            f"{type(error).__name__}: {said}"
+            f"{type(error).__name__}: {reason}"
         ) from error
 
 
@@ -141,7 +140,7 @@ def _class_and_config(
     known = known_class(name)
     if known is None:
         code = (
-            f"its code is {reference} of auto_map, pass --trust-remote-code"
+            f"pass --trust-remote-code to use its code, {reference} of auto_map"
             if reference
             else ("correct architectures in config.json, or install a transformers that has it")
         )
@@ -149,9 +148,11 @@ def _class_and_config(
     return known, known.config_class.from_pretrained(str(config_dir))
 
 
-def on_meta(cls: type[PreTrainedModel], config: Any, dtype: torch.dtype, attn_implementation: str) -> PreTrainedModel:
-    """A model of a class without storage, with the attention that `build_model` describes, in evaluation mode."""
-    # sdpa is what transformers takes by itself, and only so it takes eager for a tower without it
+def build_on_meta(
+    cls: type[PreTrainedModel], config: Any, dtype: torch.dtype, attn_implementation: str
+) -> PreTrainedModel:
+    """Return a model without storage, in evaluation mode, with the attention of `build_model`."""
+    # sdpa is the default of transformers, which only as a default falls back to eager for a tower without sdpa
     attention = None if attn_implementation == "sdpa" else attn_implementation
     with torch.device("meta"), initialization.meta_device_safe_creation_ops():
         model: PreTrainedModel = cls._from_config(config, dtype=dtype, attn_implementation=attention)
@@ -165,7 +166,7 @@ def _dtype_of(config: Any) -> torch.dtype | None:
 
 
 def _keep_in_fp32(model: PreTrainedModel) -> None:
-    """Makes float32 what `from_pretrained` keeps in it; the rule is that of transformers' `_get_dtype_plan`."""
+    """Convert to float32 the parameters that `from_pretrained` keeps in it, as in transformers' `_get_dtype_plan`."""
     patterns = (
         set(model._keep_in_fp32_modules_strict or ()) if model.dtype in (torch.float16, torch.bfloat16) else set()
     )
@@ -192,28 +193,28 @@ def _untie(model: PreTrainedModel, names: Collection[str]) -> None:
 
 
 def materialize(model: nn.Module, device: torch.device | str = "cpu") -> None:
-    """Gives storage to everything on the meta device, and computes the buffers that no checkpoint holds.
+    """Give storage to everything on the meta device, and compute the buffers that checkpoints do not contain.
 
-    A DTensor gets that of its local shard alone. Names that share a parameter share it afterwards; so do modules that
-    FSDP manages. The values of parameters are whatever was in memory: `load` fills them, and refuses to leave one.
+    A DTensor gets storage for its local shard only. Tied names stay tied, as do modules that FSDP manages. Parameters
+    have arbitrary values: `load` fills them, and refuses to leave one out.
 
     Args:
-        model: Built by `build_model`; cut by TP, wrapped, sharded by FSDP, or none of it.
-        device: Where to.
+        model: Model from `build_model`; sharded by TP, wrapped, sharded by FSDP, or none of these.
+        device: Device of the storage.
 
     Raises:
-        UnsupportedError: The class does not say how to compute a buffer.
+        UnsupportedError: The class does not define how to compute a buffer.
     """
     for buffer in give_storage(model, torch.device(device)):
-        buffer.untyped_storage().fill_(_UNTOUCHED)
-    left = _compute_buffers(model)
-    _logger.info("%s has storage on %s, %d buffers constructed", type(model).__name__, device, len(left))
-    if left:
-        _construct_buffers(model, left)
+        buffer.untyped_storage().fill_(_FILL_BYTE)
+    uncomputed = _compute_buffers(model)
+    _logger.info("%s has storage on %s, %d buffers constructed", type(model).__name__, device, len(uncomputed))
+    if uncomputed:
+        _construct_buffers(model, uncomputed)
 
 
 def give_storage(model: nn.Module, device: torch.device) -> list[Tensor]:
-    """`materialize` without values; gives the buffers that have storage now and had none."""
+    """Give storage without values, as in `materialize`; return the buffers that had none before."""
     made: dict[int, Tensor] = {}
     ids = ObjectIds()
 
@@ -227,7 +228,7 @@ def give_storage(model: nn.Module, device: torch.device) -> list[Tensor]:
 
     shared = _shared_parameters(model)
     with torch.no_grad():
-        apply_to_tensors(model, with_storage)  # FSDP listens here: it keeps references of its own
+        apply_to_tensors(model, with_storage)  # FSDP overrides this to update its own references
     for first, *others in shared:
         parameter = first[0]._parameters[first[1]]
         for module, leaf in others:
@@ -237,7 +238,7 @@ def give_storage(model: nn.Module, device: torch.device) -> list[Tensor]:
 
 
 def _shared_parameters(model: nn.Module) -> list[list[tuple[nn.Module, str]]]:
-    """The places of each parameter that has several."""
+    """Return the places of each parameter that has several."""
     places: dict[int, list[tuple[nn.Module, str]]] = {}
     for module in model.modules():
         for leaf, parameter in module._parameters.items():
@@ -250,20 +251,20 @@ def _bytes_of(tensor: Tensor) -> Tensor:
     return tensor.detach().clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8)
 
 
-def _is_untouched(buffer: Tensor) -> bool:
-    """True for a buffer that still holds what `materialize` put there."""
-    return bool(buffer.numel()) and bool((_bytes_of(buffer) == _UNTOUCHED).all())
+def _is_uncomputed(buffer: Tensor) -> bool:
+    """Return True if a buffer still has the fill value of `materialize`."""
+    return bool(buffer.numel()) and bool((_bytes_of(buffer) == _FILL_BYTE).all())
 
 
 def _compute_buffers(model: nn.Module) -> list[str]:
-    """Lets each class compute the buffers of its modules; returns the non-persistent ones that none of them did."""
+    """Let each class compute the buffers of its modules; return the non-persistent ones that remain uncomputed."""
     for parameter in model.parameters():
-        setattr(parameter, _DONE, True)
+        setattr(parameter, _INITIALIZED_MARK, True)
     guard = getattr(initialization, "guard_torch_init_functions", contextlib.nullcontext)
     try:
         with torch.no_grad(), torch.random.fork_rng(devices=[]), guard():
             for owner, name, module in _with_owners(model):
-                if not any(_is_untouched(buffer) for buffer in module.buffers(recurse=False)):
+                if not any(_is_uncomputed(buffer) for buffer in module.buffers(recurse=False)):
                     continue
                 try:
                     owner._init_weights(module)
@@ -274,17 +275,17 @@ def _compute_buffers(model: nn.Module) -> list[str]:
                     ) from error
     finally:
         for parameter in model.parameters():
-            delattr(parameter, _DONE)
+            delattr(parameter, _INITIALIZED_MARK)
     return [
         f"{name}.{leaf}" if name else leaf
         for name, module in model.named_modules()
         for leaf, buffer in module._buffers.items()
-        if buffer is not None and leaf in module._non_persistent_buffers_set and _is_untouched(buffer)
+        if buffer is not None and leaf in module._non_persistent_buffers_set and _is_uncomputed(buffer)
     ]
 
 
 def _with_owners(model: nn.Module) -> Iterator[tuple[PreTrainedModel, str, nn.Module]]:
-    """Every module with the innermost model around it: a tower initialises its own modules."""
+    """Yield every module with the innermost model around it, as a tower initializes its own modules."""
     owners: dict[str, PreTrainedModel] = {}
     for name, module in model.named_modules():
         parent = name.rpartition(".")[0]
@@ -295,13 +296,13 @@ def _with_owners(model: nn.Module) -> Iterator[tuple[PreTrainedModel, str, nn.Mo
 
 
 def _construct_buffers(model: nn.Module, names: Collection[str]) -> None:
-    """Fills buffers from a second instance, whose buffers are real and whose parameters have no storage.
+    """Fill buffers from a second instance, whose buffers are real and whose parameters have no storage.
 
-    For classes, mostly remote code, whose `_init_weights` leaves buffers out. Only names that the second instance has
-    in the same shape can be filled.
+    This is for classes, mostly custom code, whose `_init_weights` leaves buffers out. Only buffers that the second
+    instance has in the same shape can be filled.
 
     Raises:
-        UnsupportedError: One is not there, or is not computed by the constructor either.
+        UnsupportedError: A buffer does not exist there, or the constructor does not compute it either.
     """
     root = next((module for module in model.modules() if isinstance(module, PreTrainedModel)), None)
     twin: dict[str, Tensor] = {}
@@ -315,13 +316,15 @@ def _construct_buffers(model: nn.Module, names: Collection[str]) -> None:
         buffer = getattr(module, name.rpartition(".")[2])
         value = twin.get(canonical_name(name))
         if value is None or value.is_meta or value.shape != buffer.shape:
-            raise UnsupportedError(f"{type(root).__name__}: nothing says how to compute its buffer {name}")
+            raise UnsupportedError(
+                f"{type(root).__name__}: neither _init_weights nor the constructor computes its buffer {name}"
+            )
         buffer.copy_(value)
 
 
 @contextlib.contextmanager
 def _parameters_on_meta() -> Iterator[None]:
-    """Every parameter goes to the meta device when a module registers it; buffers stay where they are made."""
+    """Move every parameter to the meta device when a module registers it; buffers stay on their device."""
     register = nn.Module.register_parameter
 
     def register_on_meta(self: nn.Module, name: str, parameter: nn.Parameter | None) -> None:

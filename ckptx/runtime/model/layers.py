@@ -1,7 +1,7 @@
-"""Finds the layers of a model: each one by itself, never the list that holds them.
+"""Finds the layers of a model, each separately, never the list that contains them.
 
-Who wraps, shards or compiles layer by layer asks here. A list taken for a layer has no attention and no MLP, so that
-nothing would be wrapped and nobody would notice before memory runs out.
+Code that wraps, shards or compiles per layer uses this. A list mistaken for a layer has no attention and no MLP, so
+nothing would be wrapped, unnoticed until memory runs out.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from ckptx.errors import UnsupportedError
 
 GROUPS = ("language", "vision", "audio")
 
-# Components of an FQN that a wrapper adds: activation checkpointing, torch.compile of a whole module.
+# Components that wrappers add to an FQN: activation checkpointing, torch.compile of a whole module.
 _WRAPPER_PARTS = ("_checkpoint_wrapped_module", "_orig_mod")
 
-# What a list of layers is for, by the words in its name. The innermost word counts: "audio_tower.text_model.layers".
+# The group of a list of layers, by the words in its name. The innermost word counts: "audio_tower.text_model.layers".
 _GROUP_OF_WORD = {
     **dict.fromkeys(("text", "language", "lm", "dit"), "language"),
     **dict.fromkeys(("vision", "visual", "image", "images", "video", "vit", "pixel"), "vision"),
     **dict.fromkeys(("audio", "speech", "acoustic", "acoustics", "codec", "token2wav", "code2wav"), "audio"),
 }
-# And, where names say nothing, by what the model is given.
+# If its name has none of them, the group follows from the model's inputs.
 _GROUP_OF_INPUT = {
     "input_ids": "language",
     **dict.fromkeys(("pixel_values", "pixel_values_videos"), "vision"),
@@ -37,11 +37,11 @@ _GROUP_OF_INPUT = {
 
 
 class Layer(NamedTuple):
-    """One layer.
+    """One layer of a model.
 
     Attributes:
-        name: Its FQN as the state dict spells it, without wrappers: "model.layers.7".
-        module: What runs there: the layer, or the wrapper around it.
+        name: FQN as in the state dict, without wrappers: "model.layers.7".
+        module: The layer, or the wrapper around it.
     """
 
     name: str
@@ -49,44 +49,44 @@ class Layer(NamedTuple):
 
 
 class Container(NamedTuple):
-    """A list of layers: a ModuleList, or the ModuleDict with indices for keys that a split leaves of one."""
+    """A list of layers: a ModuleList, or the ModuleDict with indices as keys that remains after a split."""
 
     name: str
     module: nn.Module
 
 
 def canonical_name(fqn: str) -> str:
-    """The FQN without the components that wrappers add, as `state_dict` spells it.
+    """Return the FQN without the components that wrappers add, as `state_dict` spells it.
 
-    `named_parameters` and `named_modules` show the wrappers; whoever groups parameters by name, or looks one up in a
-    checkpoint, asks with this name.
+    `named_parameters` and `named_modules` include the wrappers; code that groups parameters by name, or looks one up in
+    a checkpoint, uses this name.
     """
     return ".".join(part for part in fqn.split(".") if part not in _WRAPPER_PARTS)
 
 
-def unwrapped(module: nn.Module) -> nn.Module:
-    """The module inside of all wrappers."""
+def unwrap(module: nn.Module) -> nn.Module:
+    """Return the module inside all wrappers."""
     inner = next((module._modules[part] for part in _WRAPPER_PARTS if part in module._modules), None)
-    return module if inner is None else unwrapped(inner)
+    return module if inner is None else unwrap(inner)
 
 
 def submodule(model: nn.Module, name: str) -> nn.Module | None:
-    """The module of a canonical name, None when there is none.
+    """Return the module with a canonical name; None if there is none.
 
-    Only registered children count: a property that shows one of them under a second name would have it wrapped twice.
+    Only registered children count: a property that returns one of them under a second name would have it wrapped twice.
     """
     module: nn.Module | None = model
     for part in filter(None, name.split(".")):
-        module = unwrapped(module)._modules.get(part) if module is not None else None
+        module = unwrap(module)._modules.get(part) if module is not None else None
     return module
 
 
 def registered_paths(model: nn.Module) -> LayersRow | None:
-    """The row of a model's class, or of the nearest class that it was derived from (as FSDP2 derives one).
+    """Return the row of a model's class, or of the nearest class from which it is derived (FSDP2 derives one).
 
-    A text-only class has none, its stacks are in the table of architectures. That table knows the decoder of a
-    multimodal class too, but no tower, for only a decoder is split over pipeline stages. A row also makes it an error
-    when a decoder is not where it should be.
+    A text-only class has none; its stacks are in the table of architectures. That table has the decoder of a multimodal
+    class too, but no tower, as only a decoder is split over pipeline stages. With a row, a decoder that is not at its
+    place is an error.
     """
     for cls in type(model).__mro__:
         rows = of_class(corrections_of_class(cls.__qualname__, cls.__module__).layers, cls.__qualname__)
@@ -96,9 +96,9 @@ def registered_paths(model: nn.Module) -> LayersRow | None:
 
 
 def is_container(module: nn.Module | None) -> bool:
-    """Whether a module is a list of modules and not one itself.
+    """Return True if a module is a list of modules.
 
-    A ModuleDict counts when every key is an index; one with names for keys, as a registry of adapters, does not.
+    A ModuleDict counts if every key is an index; one with names as keys, such as a registry of adapters, does not.
     """
     if isinstance(module, nn.ModuleDict):
         return all(key.isdecimal() for key in module)
@@ -106,7 +106,7 @@ def is_container(module: nn.Module | None) -> bool:
 
 
 def is_stub(module: nn.Module | None) -> bool:
-    """Whether a module stands in for a layer of another pipeline stage."""
+    """Return True if a module is a placeholder for a layer of another pipeline stage."""
     if module is None:
         return True
     ours = isinstance(module, nn.Identity) or type(module).__module__.startswith("ckptx.")
@@ -114,28 +114,27 @@ def is_stub(module: nn.Module | None) -> bool:
 
 
 def has_stubs(model: nn.Module) -> bool:
-    """Whether something in a model stands in for a part of another pipeline stage."""
+    """Return True if a module of the model is a placeholder for a part of another pipeline stage."""
     return any(is_stub(module) and not isinstance(module, nn.Identity) for module in model.modules())
 
 
 def layer_groups(model: nn.Module) -> dict[str, list[Layer]]:
-    """The layers of a model by group, in the order they are stored; see `containers`.
+    """Return the layers of a model by group, in the order in which they are stored; see `containers`.
 
     Args:
-        model: Also one that is wrapped, sharded or a pipeline stage.
+        model: Model, which may be wrapped, sharded or a pipeline stage.
 
     Returns:
-        All of `GROUPS`, those without layers empty. Layers of other pipeline stages are left out.
+        All of `GROUPS`, empty for a group without layers. Layers of other pipeline stages are left out.
 
     Raises:
-        UnsupportedError: The class has a row and its decoder is at none of the places where that says it is, or no
-            list of layers is found.
+        UnsupportedError: The decoder is at none of the places in the row of the class, or no list of layers is found.
     """
     return {group: [layer for each in found for layer in _layers(each)] for group, found in containers(model).items()}
 
 
 def is_stage(model: nn.Module) -> bool:
-    """Whether a pipeline split took layers away, so that it is no mistake when there is none."""
+    """Return True if a pipeline split removed layers, so that a model without layers is valid."""
     groups = containers(model)
     lists = groups["language"] or [*groups["vision"], *groups["audio"]]
     found = [each.module for each in lists]
@@ -143,19 +142,19 @@ def is_stage(model: nn.Module) -> bool:
 
 
 def containers(model: nn.Module) -> dict[str, list[Container]]:
-    """The lists of layers by group.
+    """Return the lists of layers by group.
 
-    Where the class has a row among the corrections or is in the table of architectures, these say where its decoder
-    is, and the row its towers. Every other list is found by its form (`_is_layer`): second stacks of a tower,
-    Q-Formers, depth decoders, towers of classes that no row names. Without a row, the largest is the decoder.
+    The row of the class among the corrections, or its entry in the table of architectures, locates its decoder, and the
+    row its towers. Every other list is found by its structure (`_is_layer`): second stacks of a tower, Q-Formers, depth
+    decoders, towers of classes without a row. Without a row, the largest is the decoder.
 
-    Both stacks of an encoder-decoder are "language". A list that is in no tower belongs to the decoder if it lies
-    beside it, else to what the model takes besides text, as a Q-Former does.
+    Both stacks of an encoder-decoder are "language". A list outside of towers belongs to the decoder if both have the
+    same parent, else to the model's other modality, as a Q-Former does.
 
     Raises:
-        UnsupportedError: As for `layer_groups`.
+        UnsupportedError: See `layer_groups`.
     """
-    root = unwrapped(model)
+    root = unwrap(model)
     groups = _registered(root)
     if not groups["language"]:
         is_pair = bool(getattr(getattr(root, "config", None), "is_encoder_decoder", False))
@@ -174,32 +173,32 @@ def containers(model: nn.Module) -> dict[str, list[Container]]:
 
 
 def _registered(root: nn.Module) -> dict[str, list[Container]]:
-    """What the row of the class names; all groups are empty for a class that has none."""
+    """Return the containers in the row of the class; all groups are empty for a class without one."""
     groups: dict[str, list[Container]] = {group: [] for group in GROUPS}
     paths = registered_paths(root)
     if paths is None:
         return groups
     for group in GROUPS:
-        groups[group] = _first(root, getattr(paths, group))
+        groups[group] = _first_container(root, getattr(paths, group))
     if not groups["language"]:
         raise UnsupportedError(
-            f"{type(root).__name__}: found no list of layers, needed one at {' or '.join(paths.language)}; this "
-            "transformers release keeps them elsewhere, use one that ckptx knows"
+            f"{type(root).__name__}: expected its list of layers at {' or '.join(paths.language)}; this "
+            "transformers release has it elsewhere, use one that ckptx supports"
         )
     return groups
 
 
-def _first(root: nn.Module, alternatives: tuple[str, ...]) -> list[Container]:
-    """The first of several places where there is a list."""
+def _first_container(root: nn.Module, alternatives: tuple[str, ...]) -> list[Container]:
+    """Return the first of several places that has a list."""
     for name in alternatives:
         found = submodule(root, name)
-        if found is not None and is_container(unwrapped(found)):
-            return [Container(name, unwrapped(found))]
+        if found is not None and is_container(unwrap(found)):
+            return [Container(name, unwrap(found))]
     return []
 
 
 def _by_table(root: nn.Module) -> list[Container]:
-    """The stacks that the table of architectures names, empty unless every one of them is there."""
+    """Return the stacks in the table of architectures; empty unless all of them exist."""
     nested = getattr(getattr(root, "config", None), "text_config", None)
     config: dict[str, Any] = {"text_config": {"model_type": getattr(nested, "model_type", None)}} if nested else {}
     for cls in type(root).__mro__:
@@ -207,41 +206,41 @@ def _by_table(root: nn.Module) -> list[Container]:
         known = row.architecture_for(config) if row is not None else None
         if known is None or not known.structure.stacks:
             continue
-        found = [each for stack in known.structure.stacks for each in _first(root, (stack.path,))]
+        found = [each for stack in known.structure.stacks for each in _first_container(root, (stack.path,))]
         return found if len(found) == len(known.structure.stacks) else []
     return []
 
 
 def _by_form(root: nn.Module) -> list[Container]:
-    """The lists of modules with parts of which one at least is a layer; lists inside of a list are not looked at."""
+    """Return the lists of modules with children of which at least one is a layer; nested lists are skipped."""
     found = ((each, [layer.module for layer in _layers(each)]) for each in _outermost(root, ""))
     return [each for each, items in found if any(map(_is_layer, items)) and all(map(_is_block, items))]
 
 
 def _is_layer(module: nn.Module) -> bool:
-    """Whether transformers itself would checkpoint a module, or it has attention in it.
+    """Return True if transformers itself would checkpoint a module, or if it contains attention.
 
-    Not every tower is of the first kind (Mllama's is not), and what is of neither is small or made of convolutions:
-    mergers of features, codecs, necks of detectors.
+    Not every tower has layers of the first kind (Mllama's do not). Modules of neither kind are small or made of
+    convolutions: feature mergers, codecs, necks of detectors.
     """
-    inner = unwrapped(module)
+    inner = unwrap(module)
     if any(each.__name__ == "GradientCheckpointingLayer" for each in type(inner).__mro__):
         return True
     return any("attention" in type(each).__name__.lower() for each in inner.modules() if each is not inner)
 
 
 def _largest(found: list[Container], root: nn.Module) -> Container:
-    """The list with the most parameters: one of those found, or if there are none, of all whose items have parts.
+    """Return the list with the most parameters: among those found, or if none is, among all whose items have children.
 
-    Not the longest: a list of experts may be longer than the list of layers that it is in.
+    The longest would be wrong: a list of experts may be longer than the list of layers that contains it.
     """
     found = found or [
         each for each in _outermost(root, "") if all(is_stub(item) or _is_block(item) for item in _leaves(each))
     ]
     if not found:
         raise UnsupportedError(
-            f"{type(root).__name__}: found no list of layers, needed a ModuleList or a ModuleDict with indices for "
-            "keys; such a model can only be used whole, without pipeline stages and activation checkpointing"
+            f"{type(root).__name__}: cannot find a list of layers, expected a ModuleList or a ModuleDict with indices "
+            "as keys; use the model without pipeline stages and activation checkpointing"
         )
     return max(
         found, key=lambda each: (sum(map(nn.Parameter.numel, each.module.parameters())), len(_items(each.module)))
@@ -252,7 +251,7 @@ def _outermost(module: nn.Module, name: str) -> Iterator[Container]:
     for key, child in module._modules.items():
         if child is None:
             continue
-        inner, path = unwrapped(child), f"{name}.{key}" if name else key
+        inner, path = unwrap(child), f"{name}.{key}" if name else key
         if is_container(inner):
             if len(inner._modules):
                 yield Container(path, inner)
@@ -261,18 +260,18 @@ def _outermost(module: nn.Module, name: str) -> Iterator[Container]:
 
 
 def _is_block(module: nn.Module | None) -> bool:
-    """Whether a module is made of others, as a layer is and a projection is not."""
-    return module is not None and bool(unwrapped(module)._modules)
+    """Return True if a module has children, as a layer does and a projection does not."""
+    return module is not None and bool(unwrap(module)._modules)
 
 
 def _layers(container: Container) -> Iterator[Layer]:
-    """The layers in a list and in the lists inside of it."""
+    """Yield the layers in a list and in the lists inside it."""
     for key, item in container.module._modules.items():
         name = f"{container.name}.{key}"
         if item is None or is_stub(item):
             continue
-        if is_container(unwrapped(item)):
-            yield from _layers(Container(name, unwrapped(item)))
+        if is_container(unwrap(item)):
+            yield from _layers(Container(name, unwrap(item)))
         else:
             yield Layer(name, item)
 
@@ -294,13 +293,13 @@ def _overlap(name: str, other: str) -> bool:
 
 
 def _group_of_main(root: nn.Module, name: str) -> str:
-    """The group of the list that a class is about: a tower by itself is known by what it takes."""
+    """Return the group of the main list of a class; for a tower by itself, that of its inputs."""
     inputs = _inputs(root)
     return _group_of_words(name) or ("language" if "language" in inputs else next(iter(inputs), "language"))
 
 
 def _group_of_list(root: nn.Module, name: str, decoders: Iterable[str]) -> str:
-    """The group of any other list."""
+    """Return the group of any other list."""
     named = _group_of_words(name)
     if named is not None or _parent(name) in decoders:
         return named or "language"
@@ -314,6 +313,6 @@ def _group_of_words(name: str) -> str | None:
 
 
 def _inputs(root: nn.Module) -> list[str]:
-    """The groups that a model has inputs for, by the arguments of its class's forward."""
+    """Return the groups that a model has inputs for, by the arguments of its class's forward."""
     given = inspect.signature(type(root).forward).parameters
     return list(dict.fromkeys(group for name, group in _GROUP_OF_INPUT.items() if name in given))

@@ -1,4 +1,4 @@
-"""What goes wrong in the code of a model when it runs, told apart from what goes wrong in ours."""
+"""Distinguishes errors in the code of a model from errors of ckptx."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from torch import nn
 
 from ckptx.errors import CkptxError, SpaceError, UnsupportedError
 
-_NO_MEMORY = "can't allocate memory"  # as the allocator of CPUs says it
+_NO_MEMORY = "can't allocate memory"  # message of the CPU allocator
 _OF_MODELS = ("transformers", "transformers_modules")
-_OURS = ("ckptx", "torch.distributed.distributed_c10d")  # who calls the second lost another rank
+_OURS = ("ckptx", "torch.distributed.distributed_c10d")  # an error from the second means that another rank is lost
 
 
 def class_of(model: nn.Module) -> str:
-    """The class in the config: FSDP2 gives a model another one."""
+    """Return the class name in the config, as FSDP2 changes the class of a model."""
     config = getattr(model, "config", None)
     return str((getattr(config, "architectures", None) or [type(model).__name__])[0])
 
 
 @contextmanager
 def running(model: nn.Module) -> Iterator[None]:
-    """Around a forward and backward pass.
+    """Translate errors of a forward and backward pass within the block.
 
     Raises:
-        UnsupportedError: The code of the model raised something, as for a config that contradicts itself.
+        UnsupportedError: The code of the model raised an error, e.g. because its config contradicts itself.
         SpaceError: There is not enough memory.
     """
     try:
@@ -36,19 +36,19 @@ def running(model: nn.Module) -> Iterator[None]:
         raise
     except Exception as error:  # a model class may raise anything
         cause = _first_cause(error)
-        space = lack_of_memory(model, cause, "use more ranks, or fewer rows at a time")
+        space = lack_of_memory(model, cause, "use more ranks, or a smaller batch size")
         if space is not None:
             raise space from error
         if not _is_raised_by_a_model(cause.__traceback__):
             raise
         raise UnsupportedError(
-            f"{class_of(model)}: its code fails when it runs: {type(cause).__name__}: {brief(cause)}; look at its "
+            f"{class_of(model)}: the code of the model failed: {type(cause).__name__}: {brief(cause)}; check its "
             "config, or use another layout"
         ) from error
 
 
 def lack_of_memory(model: nn.Module, error: BaseException, advice: str) -> SpaceError | None:
-    """The refusal for an error that says that memory is not enough, of a GPU or of the machine; None for any other."""
+    """Return the refusal for an out-of-memory error of a GPU or of the machine; None for any other error."""
     of_cpu = isinstance(error, RuntimeError) and _NO_MEMORY in str(error)
     if of_cpu or isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return SpaceError(f"{class_of(model)}: {brief(error)}; {advice}")
@@ -56,19 +56,19 @@ def lack_of_memory(model: nn.Module, error: BaseException, advice: str) -> Space
 
 
 def brief(error: BaseException) -> str:
-    """Its first line, or its class where it says nothing."""
+    """Return the first line of an error, or its class if it has no message."""
     return (str(error).splitlines() or [type(error).__name__])[0][:200]
 
 
 def _first_cause(error: BaseException) -> BaseException:
-    """Pipelines of torch put words of their own before it."""
+    """Return the original error, around which torch's pipelines raise their own."""
     while error.__cause__ is not None:
         error = error.__cause__
     return error
 
 
 def _is_raised_by_a_model(trace: TracebackType | None) -> bool:
-    """Whether the last of all callers that are known was code of transformers, or code that came with a checkpoint."""
+    """Return True if the innermost known caller was code of transformers, or custom code of a checkpoint."""
     is_of_model = False
     while trace is not None:
         name = trace.tb_frame.f_globals.get("__name__", "")

@@ -1,8 +1,8 @@
-"""Narrow widths for a config of any class: the same layers and the same branches, of a few numbers each.
+"""Shrinks the config of any class: the same layers and branches with small widths.
 
-What a key means is told by its name, and what belongs together by the values: sizes that are equal stay equal, so that
-a projection fits the tower that it is for, and sizes that differ stay different, so that a class which compares them
-decides as before. Numbers of layers, lists of layer types, windows, multipliers and token ids are left as they are.
+The name of a key gives its meaning, and equal values belong together: equal sizes stay equal, so that a projection fits
+its tower, and different sizes stay different, so that a class which compares them takes the same branch. Numbers of
+layers, lists of layer types, windows, multipliers and token ids are kept.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ from transformers import PreTrainedConfig
 
 from ckptx.runtime.model.width_keys import (
     BUCKETS,
-    CHOSEN,
+    CHOSEN_EXPERTS,
     DERIVED,
     EXPERTS,
+    EXTRA_TOKENS,
     FEED_FORWARD,
     HEAD_DIMS,
     HEADS,
@@ -33,20 +34,19 @@ from ckptx.runtime.model.width_keys import (
     TABLES,
     VOCABULARIES,
     WIDTH_ENDINGS,
-    WORDS,
     Values,
 )
 
 
 @dataclass(frozen=True, slots=True)
 class ShrinkPolicy:
-    """How narrow a config becomes.
+    """The widths of a config that are reduced.
 
     Attributes:
-        head_dim: The widest head has at least as many numbers; None leaves heads as wide as they are.
-        few_heads: Whether heads become few.
-        narrow_hidden: Whether the residual stream becomes narrow, and not just what lies inside of layers.
-        cut_vocabulary: Whether the vocabulary ends behind the last token that the config names.
+        head_dim: Minimum width of the widest head; None keeps the widths of heads.
+        few_heads: Reduce the number of heads.
+        narrow_hidden: Reduce the residual stream, and not only the widths inside of layers.
+        cut_vocabulary: End the vocabulary after the last token that the config names.
     """
 
     head_dim: int | None = 16
@@ -55,23 +55,23 @@ class ShrinkPolicy:
     cut_vocabulary: bool = False
 
     def __str__(self) -> str:
-        """How the attempt is named in a message."""
+        """Return the description of the attempt for a message."""
         heads = "few heads" if self.few_heads else "all heads"
-        width = "as wide as they are" if self.head_dim is None else f"at least {self.head_dim} wide"
+        width = "of unchanged width" if self.head_dim is None else f"at least {self.head_dim} wide"
         stream = "a narrow" if self.narrow_hidden else "the whole"
-        words = "a cut" if self.cut_vocabulary else "the whole"
+        words = "a shortened" if self.cut_vocabulary else "the whole"
         return f"{heads} {width}, {stream} residual stream, {words} vocabulary"
 
 
 @dataclass(slots=True)
 class _ConfigPart:
-    """A config that describes layers: the whole, or one nested in it.
+    """A config that describes layers: the whole config, or one nested in it.
 
     Attributes:
-        old: Its values, as they were.
-        overrides: By layer, the values of layers that differ.
+        old: Original values.
+        overrides: Values of layers that differ, by layer.
         heads: Old number of heads -> new.
-        divisor: By what widths of heads are divided.
+        divisor: Divisor of the widths of heads.
     """
 
     old: Values
@@ -79,55 +79,57 @@ class _ConfigPart:
     heads: dict[int, int]
     divisor: int
 
-    def found(self, keys: Iterable[str]) -> list[int]:
-        """The whole numbers under some keys, also in lists and in layers that differ."""
+    def numbers_under(self, keys: Iterable[str]) -> list[int]:
+        """Return the integers under some keys, including those in lists and in layers that differ."""
         values = [each.get(key) for key in keys for each in (self.old, *self.overrides.values())]
         return [number for value in values for number in _numbers(value)]
 
     @property
     def hidden(self) -> int | None:
-        """The width of the residual stream, None for a config without layers of its own."""
+        """The width of the residual stream; None for a config without layers of its own."""
         found = (self.old.get(key) for key in HIDDEN)
         return next((each for each in found if _is_number(each)), None)
 
     @property
     def width_of_head(self) -> int | None:
-        """The width of a head where it and the number of heads make the hidden size; None where they do not."""
-        heads = next(iter(self.found(("num_attention_heads", "num_heads", "n_head", "encoder_attention_heads"))), None)
-        heads = heads or next(iter(self.found(sorted(HEADS))), None)
+        """The width of a head if it is the hidden size divided by the number of heads; else None."""
+        heads = next(
+            iter(self.numbers_under(("num_attention_heads", "num_heads", "n_head", "encoder_attention_heads"))), None
+        )
+        heads = heads or next(iter(self.numbers_under(sorted(HEADS))), None)
         if self.hidden is None or not heads or self.hidden % heads:
             return None
         width = self.hidden // heads
-        given = self.found(("head_dim", "d_kv"))
-        is_latent = bool(self.found(("kv_lora_rank",)))
+        given = self.numbers_under(("head_dim", "d_kv"))
+        is_latent = bool(self.numbers_under(("kv_lora_rank",)))
         return width if not is_latent and all(each == width for each in given[:1]) else None
 
     @property
     def is_expanded(self) -> bool:
-        """Whether it is of state spaces, the heads of which share an expanded stream."""
+        """True for a state-space model, whose heads share an expanded stream."""
         return "expand" in self.old or "mamba_expand" in self.old
 
 
-def shrink_config(config: PreTrainedConfig, how: ShrinkPolicy) -> PreTrainedConfig:
-    """A copy with narrow layers, as many and of the same types as before.
+def shrink_config(config: PreTrainedConfig, policy: ShrinkPolicy) -> PreTrainedConfig:
+    """Return a copy with small widths, and the same number and types of layers.
 
-    Nothing here promises that a class can be built of it; who narrows tries.
+    The class may not be buildable from the result; callers have to try.
 
     Args:
-        config: Of a model of any size.
-        how: What becomes narrow.
+        config: Config of a model of any size.
+        policy: Widths to reduce.
     """
     copied = copy.deepcopy(config)
     nested = list(parts(copied))
-    described = [_described(each, how) for each in nested]
-    hidden = _hidden_sizes(described) if how.narrow_hidden else {}
-    links = _ranked((number for each in described for number in each.found(sorted(LINKS))), 56, hidden)
-    vocabulary = max(token_ids(copied), default=0) + 1 + WORDS if how.cut_vocabulary else None
+    described = [_describe(each, policy) for each in nested]
+    hidden = _hidden_sizes(described) if policy.narrow_hidden else {}
+    links = _small_widths((number for each in described for number in each.numbers_under(sorted(LINKS))), 56, hidden)
+    vocabulary = max(token_ids(copied), default=0) + 1 + EXTRA_TOKENS if policy.cut_vocabulary else None
     for part, known in zip(nested, described, strict=True):
         _adjust_divisor(known, hidden)
-        change = _changes(known, hidden, links, how)
+        change = _changes(known, hidden, links, policy)
         values = vars(part)
-        values.update({key: _mapped(key, value, change, known) for key, value in known.old.items()})
+        values.update({key: _map_value(key, value, change, known) for key, value in known.old.items()})
         for rope in _rope_dicts(values):
             _narrow_rope(rope, known.divisor)
         if vocabulary is not None:
@@ -137,14 +139,14 @@ def shrink_config(config: PreTrainedConfig, how: ShrinkPolicy) -> PreTrainedConf
         _derive(known.old, values)
         if known.overrides:
             part.per_layer_config = {
-                layer: {key: _mapped(key, value, change, known) for key, value in each.items()}
+                layer: {key: _map_value(key, value, change, known) for key, value in each.items()}
                 for layer, each in known.overrides.items()
             }
     return copied
 
 
 def parts(config: Any) -> Iterator[Any]:
-    """A config and every config nested in it; one that is nested twice comes once."""
+    """Yield a config and every config nested in it, each once."""
     seen: set[int] = set()
 
     def walk(part: Any) -> Iterator[Any]:
@@ -160,7 +162,7 @@ def parts(config: Any) -> Iterator[Any]:
 
 
 def token_ids(config: Any) -> set[int]:
-    """Every token that a config names."""
+    """Return every token id that a config names."""
     return {
         number
         for part in parts(config)
@@ -174,14 +176,14 @@ def token_ids(config: Any) -> set[int]:
 # ------------------------------------------------------------------------------------------------- what is in a config
 
 
-def _described(part: Any, how: ShrinkPolicy) -> _ConfigPart:
+def _describe(part: Any, policy: ShrinkPolicy) -> _ConfigPart:
     old = copy.deepcopy({key: value for key, value in vars(part).items() if not isinstance(value, PreTrainedConfig)})
     spec = old.pop("_heterogeneity_spec", None)
-    known = _ConfigPart(old, dict(getattr(spec, "per_layer_overrides", None) or {}), {}, 1)
-    known.heads = _fewer(known.found(sorted(HEADS))) if how.few_heads else {}
-    if how.head_dim is not None:
-        known.divisor = _divisor(known, how.head_dim)
-    return known
+    part_facts = _ConfigPart(old, dict(getattr(spec, "per_layer_overrides", None) or {}), {}, 1)
+    part_facts.heads = _fewer_heads(part_facts.numbers_under(sorted(HEADS))) if policy.few_heads else {}
+    if policy.head_dim is not None:
+        part_facts.divisor = _divisor(part_facts, policy.head_dim)
+    return part_facts
 
 
 def _is_number(value: Any) -> bool:
@@ -189,13 +191,13 @@ def _is_number(value: Any) -> bool:
 
 
 def _numbers(value: Any) -> list[int]:
-    """The whole numbers in a value: itself, or those of a list."""
+    """Return the integers in a value: itself, or those of a list."""
     found = value if isinstance(value, list | tuple) else [value]
     return [each for each in found if _is_number(each)]
 
 
 def _rope_dicts(values: Values) -> list[Values]:
-    """What a config says of rotary positions, of each layer type."""
+    """Return the rotary position settings of a config, including those per layer type."""
     found = [
         each for key in ("rope_parameters", "rope_scaling") for each in [values.get(key)] if isinstance(each, dict)
     ]
@@ -205,10 +207,10 @@ def _rope_dicts(values: Values) -> list[Values]:
 # ------------------------------------------------------------------------------------------------------ what it becomes
 
 
-def _fewer(counts: Iterable[int]) -> dict[int, int]:
-    """Few heads: equal counts stay equal, more stay more, one stays one, and a count that is no power of two is none.
+def _fewer_heads(counts: Iterable[int]) -> dict[int, int]:
+    """Return reduced numbers of heads: equal counts stay equal, the order is kept, one stays one.
 
-    The last is for positions by ALiBi, which take another way then.
+    A count that is not a power of two stays so, as ALiBi positions take another branch then.
     """
     ordered = sorted({each for each in counts if each > 1})
     first = 2 if len(ordered) == 1 else 1
@@ -219,8 +221,12 @@ def _fewer(counts: Iterable[int]) -> dict[int, int]:
 
 
 def _divisor(part: _ConfigPart, least: int) -> int:
-    """The power of two that divides all widths of heads, and what counts their parts, and leaves the widest `least`."""
-    widths = part.found(sorted(HEAD_DIMS)) + ([part.width_of_head] if part.width_of_head else [])
+    """Return the divisor for the widths of heads.
+
+    It is the largest power of two that divides them and the counts of their parts, and leaves at least `least` of the
+    widest.
+    """
+    widths = part.numbers_under(sorted(HEAD_DIMS)) + ([part.width_of_head] if part.width_of_head else [])
     ropes = _rope_dicts(part.old)
     counts = [number for rope in ropes for key in ROPE_COUNTS for number in _numbers(rope.get(key))]
     counts += [len(rope[key]) for rope in ropes for key in ROPE_FACTORS if isinstance(rope.get(key), list)]
@@ -239,7 +245,7 @@ def _divisor(part: _ConfigPart, least: int) -> int:
 
 
 def _hidden_sizes(described: Iterable[_ConfigPart]) -> dict[int, int]:
-    """Old hidden size -> new, of all parts: the least that their heads allow and no other has."""
+    """Return old hidden size -> new, for all parts: the smallest that their heads allow and no other size has."""
     by_size: dict[int, list[_ConfigPart]] = {}
     for part in described:
         if part.hidden is not None:
@@ -247,15 +253,18 @@ def _hidden_sizes(described: Iterable[_ConfigPart]) -> dict[int, int]:
     found: dict[int, int] = {}
 
     def turn(size: int) -> tuple[bool, bool, int]:
-        """Those of heads first, since they have no choice; of these the one of a vocabulary, since it costs most."""
+        """Sort sizes that follow from heads first, as they have no choice.
+
+        Among them, sizes of parts with a vocabulary are first, as they cost most.
+        """
         users = by_size[size]
         return not any(map(_is_tied, users)), not any("vocab_size" in each.old for each in users), size
 
     for old in sorted(by_size, key=turn):
-        choices = [choice for part in by_size[old] for choice in _choices(part) if choice <= old]
+        choices = [choice for part in by_size[old] for choice in _hidden_choices(part) if choice <= old]
         free = [each for each in choices if each not in found.values()]
         tied = [part for part in by_size[old] if _is_tied(part)]
-        good = [each for each in free if all(each in _choices(part) for part in tied)]
+        good = [each for each in free if all(each in _hidden_choices(part) for part in tied)]
         found[old] = min(good or free or choices or [old])
     return found
 
@@ -264,22 +273,22 @@ def _is_tied(part: _ConfigPart) -> bool:
     return part.width_of_head is not None and not part.is_expanded
 
 
-def _choices(part: _ConfigPart) -> list[int]:
-    """Hidden sizes that the heads of a part allow, from the least on."""
-    new = [part.heads.get(each, each) for each in part.found(sorted(HEADS))]
+def _hidden_choices(part: _ConfigPart) -> list[int]:
+    """Return the hidden sizes that the heads of a part allow, in ascending order."""
+    new = [part.heads.get(each, each) for each in part.numbers_under(sorted(HEADS))]
     if _is_tied(part):
         old_width, old = part.width_of_head or 1, part.hidden or 1
         heads = part.heads.get(old // old_width, old // old_width)
         return [heads * old_width // (part.divisor >> power) for power in range(part.divisor.bit_length())]
-    is_given = bool(part.found(("head_dim", "d_kv")))  # else the hidden size is divided among the heads
+    is_given = bool(part.numbers_under(("head_dim", "d_kv")))  # else the hidden size is divided among the heads
     step = math.lcm(8, *(each if is_given else 8 * each for each in new))
     first = -(-64 // step)
-    inner = {heads * width // part.divisor for heads in new for width in part.found(("head_dim", "d_kv"))}
+    inner = {heads * width // part.divisor for heads in new for width in part.numbers_under(("head_dim", "d_kv"))}
     return [step * times for times in range(first, first + 16) if step * times not in inner]
 
 
 def _adjust_divisor(part: _ConfigPart, hidden: Mapping[int, int]) -> None:
-    """Makes widths of heads fit the hidden size that was chosen, where the two hang together."""
+    """Adjust the widths of heads to the chosen hidden size, if one follows from the other."""
     old = part.hidden
     if old is None or not _is_tied(part) or old not in hidden:
         return
@@ -288,22 +297,22 @@ def _adjust_divisor(part: _ConfigPart, hidden: Mapping[int, int]) -> None:
     part.divisor = max(1, width * heads // hidden[old])
 
 
-def _ranked(numbers: Iterable[int], first: int, besides: Mapping[int, int]) -> dict[int, int]:
-    """Old width -> new: equal stay equal, different stay different, none grows."""
-    ordered = sorted(set(numbers) - set(besides))
+def _small_widths(numbers: Iterable[int], first: int, excluded: Mapping[int, int]) -> dict[int, int]:
+    """Return old width -> new: equal stay equal, different stay different, none grows."""
+    ordered = sorted(set(numbers) - set(excluded))
     return {old: min(old, first + 8 * at) for at, old in enumerate(ordered)}
 
 
 def _changes(
-    part: _ConfigPart, hidden: Mapping[int, int], links: Mapping[int, int], how: ShrinkPolicy
+    part: _ConfigPart, hidden: Mapping[int, int], links: Mapping[int, int], policy: ShrinkPolicy
 ) -> dict[str, Callable[[int], int]]:
-    """What happens to the numbers under each kind of key: "heads", "head dims", ..."""
-    inner = _ranked(part.found(sorted(FEED_FORWARD)), 32, {})
-    ranks = _ranked(part.found(sorted(RANKS)), 16, {})
+    """Return the mapping of the numbers under each kind of key: "heads", "head dims", ..."""
+    inner = _small_widths(part.numbers_under(sorted(FEED_FORWARD)), 32, {})
+    ranks = _small_widths(part.numbers_under(sorted(RANKS)), 16, {})
     experts = _experts_needed(part)
     return {
         "hidden": lambda old: hidden.get(old, old),
-        "links": lambda old: hidden.get(old, links.get(old, old) if how.narrow_hidden else old),
+        "links": lambda old: hidden.get(old, links.get(old, old) if policy.narrow_hidden else old),
         "heads": lambda old: part.heads.get(old, old),
         "head dims": lambda old: old // part.divisor,
         "feed forward": lambda old: inner.get(old, old),
@@ -316,10 +325,10 @@ def _changes(
 
 
 def _experts_needed(part: _ConfigPart) -> int:
-    """Twice as many experts as are chosen, and in each group so many that the groups that are chosen have enough."""
-    chosen = max((each for each in part.found(CHOSEN) if each > 0), default=1)
-    groups = max(part.found(("n_group", "num_expert_group")), default=1) or 1
-    of_groups = max(part.found(("topk_group",)), default=groups) or groups
+    """Return twice the number of chosen experts, with enough experts in each group for the chosen groups."""
+    chosen = max((each for each in part.numbers_under(CHOSEN_EXPERTS) if each > 0), default=1)
+    groups = max(part.numbers_under(("n_group", "num_expert_group")), default=1) or 1
+    of_groups = max(part.numbers_under(("topk_group",)), default=groups) or groups
     if groups == 1:
         return max(4, 2 * chosen)
     return max(2, -(-2 * chosen // groups), -(-chosen // of_groups)) * groups
@@ -339,8 +348,8 @@ _KINDS = {
 }
 
 
-def _mapped(key: str, value: Any, change: Mapping[str, Callable[[int], int]], part: _ConfigPart) -> Any:
-    """A value as it becomes; lists element by element, what is no whole number as it is."""
+def _map_value(key: str, value: Any, change: Mapping[str, Callable[[int], int]], part: _ConfigPart) -> Any:
+    """Return the new value; lists element by element, values that are no integers unchanged."""
     kind = _KINDS.get(key)
     if kind is None and key.endswith(WIDTH_ENDINGS) and not any(word in key for word in NO_WIDTHS):
         kind = "hidden"
@@ -356,7 +365,7 @@ def _is_divisible(value: Any, divisor: int) -> bool:
 
 
 def _narrow_rope(rope: Values, divisor: int) -> None:
-    """Makes what rotary positions say of each frequency that of narrower heads, in place."""
+    """Adjust per-frequency rotary settings to the new widths of heads, in place."""
     for key in ROPE_COUNTS:
         if isinstance(rope.get(key), list | tuple):
             rope[key] = [each // divisor for each in rope[key]]
@@ -366,16 +375,16 @@ def _narrow_rope(rope: Values, divisor: int) -> None:
 
 
 def _derive(old: Values, values: Values) -> None:
-    """Works out again what was worked out of other keys, in place."""
+    """Compute values again that were derived from other keys, in place."""
     for key, work_out in DERIVED:
-        if _is_number(old.get(key)) and _worked_out(work_out, old) == old[key]:
-            derived = _worked_out(work_out, values)
+        if _is_number(old.get(key)) and _compute_derived(work_out, old) == old[key]:
+            derived = _compute_derived(work_out, values)
             if derived is not None and derived == int(derived):
                 values[key] = int(derived)
 
 
-def _worked_out(work_out: Callable[[Values], Any], values: Values) -> Any:
+def _compute_derived(work_out: Callable[[Values], Any], values: Values) -> Any:
     try:
         return work_out(values)
-    except (KeyError, TypeError, ZeroDivisionError):  # it lacks one of the keys, or has None for it
+    except (KeyError, TypeError, ZeroDivisionError):  # a key is missing, or its value is None
         return None

@@ -1,4 +1,4 @@
-"""What the keys of a config mean, as far as widths go: hidden sizes, heads, experts, vocabularies, and what follows."""
+"""The meaning of config keys that hold widths: hidden sizes, heads, experts, vocabularies, and derived values."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 
 Values = dict[str, Any]
 
-# The width of the residual stream. In a part with several of them the first is that of its layers: where a tower has
-# an `embed_dim`, its `hidden_size` is the width of what it feeds.
+# The width of the residual stream. In a part with several of these keys, the first is that of its layers: in a tower
+# with an `embed_dim`, `hidden_size` is the width of the model that it feeds.
 HIDDEN = ("embed_dim", "d_model", "n_embd", "model_dim", "emb_dim", "dim", "hidden_dim", "hidden_size")
 
 # Numbers of heads, and of groups that heads are divided into.
@@ -25,7 +25,7 @@ HEADS = {
     "mamba_ngroups", "n_groups", "audio_num_heads",
 }  # fmt: skip
 
-# Widths of one head, and what counts its parts.
+# Widths of one head, and counts of its parts.
 HEAD_DIMS = {
     "head_dim", "d_kv", "global_head_dim", "swa_head_dim", "qk_head_dim", "qk_nope_head_dim", "qk_rope_head_dim",
     "v_head_dim", "linear_key_head_dim", "linear_value_head_dim", "linear_head_dim", "index_head_dim",
@@ -51,19 +51,19 @@ RANKS = {
 }  # fmt: skip
 STATES = {"state_size", "ssm_state_size", "mamba_d_state", "d_state"}
 
-# Widths of tables with a row for each token and layer, of which a vocabulary makes most of a model.
+# Widths of tables with a row for each token and layer, which with a large vocabulary are most of a model.
 TABLES = {"hidden_size_per_layer_input", "ple_embed_dim"}
 
 # Rows of tables that tokens are hashed into.
 BUCKETS = {"encoder_hash_byte_group_vocab", "num_hash_buckets", "ngram_vocab_size_base"}
 
 EXPERTS = {"num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"}
-CHOSEN = (
+CHOSEN_EXPERTS = (
     "num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "moe_top_k", "top_k_experts", "top_k",
     "experts_per_token", "num_selected_experts",
 )  # fmt: skip
 
-# Widths of what a part gives to another or takes from it, where no hidden size is equal to them.
+# Widths of inputs and outputs between parts, if no hidden size is equal to them.
 LINKS = {
     "out_hidden_size", "projection_dim", "projector_input_dim", "projector_output_dim", "vision_output_dim",
     "output_proj_dims", "output_dim", "encoder_hidden_size", "cross_attention_hidden_size", "embedding_size",
@@ -83,23 +83,23 @@ NO_WIDTHS = (
 )
 
 VOCABULARIES = ("vocab_size", "vocab_size_per_layer_input")
-WORDS = 64  # tokens beside those that the config names
+EXTRA_TOKENS = 64  # tokens in addition to those that the config names
 
 
-def _expanded(values: Values) -> int:
+def _expanded_size(values: Values) -> int:
     return int(values.get("expand", values.get("mamba_expand")) * values["hidden_size"])
 
 
-# What a config class works out of other keys when it is made: where it held, it holds in the narrow config.
+# Values that a config class derives from other keys: a relation that held still holds in the shrunk config.
 DERIVED: tuple[tuple[str, Callable[[Values], Any]], ...] = (
-    ("intermediate_size", _expanded),
+    ("intermediate_size", _expanded_size),
     ("intermediate_size", lambda values: int(values["hidden_size"] / values["pixel_shuffle_ratio"] ** 2)),
     ("time_step_rank", lambda values: math.ceil(values["hidden_size"] / 16)),
     ("mamba_dt_rank", lambda values: math.ceil(values["hidden_size"] / 16)),
-    ("head_dim", lambda values: _expanded(values) / values["num_heads"]),
-    ("mamba_head_dim", lambda values: _expanded(values) / values["mamba_num_heads"]),
-    ("mamba_d_head", lambda values: _expanded(values) / values["mamba_n_heads"]),
-    ("mamba_headdim", lambda values: _expanded(values) / values["n_mamba_heads"]),
+    ("head_dim", lambda values: _expanded_size(values) / values["num_heads"]),
+    ("mamba_head_dim", lambda values: _expanded_size(values) / values["mamba_num_heads"]),
+    ("mamba_d_head", lambda values: _expanded_size(values) / values["mamba_n_heads"]),
+    ("mamba_headdim", lambda values: _expanded_size(values) / values["n_mamba_heads"]),
     ("mamba_d_ssm", lambda values: values["mamba_n_heads"] * values["mamba_d_head"]),
     ("attention_hidden_size", lambda values: 2 * values["hidden_size"]),
     ("attention_head_dim", lambda values: values["attention_hidden_size"] / values["num_attention_heads"]),

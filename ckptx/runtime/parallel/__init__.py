@@ -1,1 +1,1 @@
-"""A model on a mesh: TP, PP, FSDP2 and activation checkpointing, gradients, and the ranks that run it."""
+"""Runs a model on a mesh: TP, PP, FSDP2, activation checkpointing, gradients and process groups."""

@@ -1,6 +1,6 @@
-"""The processes of a run: their group, their mesh, and what they say to each other.
+"""The process group of a run, its mesh, and object collectives that report failures on all ranks.
 
-torch.distributed does all of it; here is only which backend, which device, and which rank is where.
+torch.distributed does the work; this module chooses backend, device and the rank of each mesh coordinate.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ from ckptx.layout.parallel_dims import ParallelDims
 from ckptx.processes.rendezvous import is_launched
 from ckptx.runtime.torch_private import default_store, forget_groups
 
-MESH_DIMS = ("pp", "dp_replicate", "dp_shard", "tp")  # row-major, so that a rank is where `ParallelDims` says
-DATA_DIMS = ("dp_replicate", "dp_shard")  # along which ranks see other data
+MESH_DIMS = ("pp", "dp_replicate", "dp_shard", "tp")  # row-major: a rank has the coordinates of `ParallelDims`
+DATA_DIMS = ("dp_replicate", "dp_shard")  # ranks that differ along these dims get different data
 _TIMEOUT = timedelta(minutes=10)
-_PATIENCE = timedelta(seconds=5)
-_LAST_WORDS = "ckptx: last words"
-# What torch 2.11 and 2.13 raise: for NCCL, for a socket, for a store. No ConnectionError, which a download may raise.
-_LOST = (dist.DistBackendError, dist.DistNetworkError, dist.DistStoreError)
+_REPORT_TIMEOUT = timedelta(seconds=5)
+_FAILURE_KEY = "ckptx: last words"
+# Raised by torch 2.11 and 2.13 for NCCL, sockets and stores. Without ConnectionError, which a download may raise.
+_CONNECTION_ERRORS = (dist.DistBackendError, dist.DistNetworkError, dist.DistStoreError)
 _GLOO = ("/gloo/transport/", "Gloo connectFullMesh failed")
 
 _meshes: dict[tuple[ParallelDims, str], tuple[Any, DeviceMesh]] = {}  # with the world that each belongs to
 
 
 class RankContext(NamedTuple):
-    """Where this process is.
+    """The rank of this process in its group, and its device.
 
     Attributes:
-        rank: Among all processes.
-        world_size: Their number.
-        device: What it computes on.
+        rank: Global rank of this process.
+        world_size: Number of processes.
+        device: Device that this process computes on.
     """
 
     rank: int
@@ -46,18 +46,20 @@ class RankContext(NamedTuple):
     device: torch.device
 
 
-def device_of(wanted: str, local_rank: int = 0) -> torch.device:
-    """The device that `--device` asks for.
+def device_of(requested: str, local_rank: int = 0) -> torch.device:
+    """Return the device that `--device` selects.
 
     Raises:
-        EnvironmentProblem: There is no such device.
+        EnvironmentProblem: No such device exists.
     """
     has_cuda = torch.cuda.is_available()
-    if wanted == "cpu" or (wanted == "auto" and not has_cuda):
+    if requested == "cpu" or (requested == "auto" and not has_cuda):
         return torch.device("cpu")
     if not has_cuda or local_rank >= torch.cuda.device_count():
         found = torch.cuda.device_count() if has_cuda else 0
-        raise EnvironmentProblem(f"--device {wanted}: found {found} CUDA devices, needed {local_rank + 1}; use cpu")
+        raise EnvironmentProblem(
+            f"--device {requested}: requires {local_rank + 1} CUDA devices, this machine has {found}; use cpu"
+        )
     return torch.device("cuda", local_rank)
 
 
@@ -65,18 +67,18 @@ def device_of(wanted: str, local_rank: int = 0) -> torch.device:
 def process_group(
     device: str = "auto", backend: str = "auto", store: dist.Store | None = None
 ) -> Iterator[RankContext]:
-    """This process in its group, which ends with the block unless it was there before.
+    """Join the process group of this run; it ends with the block unless it existed before.
 
-    A process that nobody launched is a group of its own.
+    A process that no launcher started is a group of its own.
 
     Args:
         device: auto, cpu or cuda.
         backend: auto, gloo or nccl; auto is nccl on CUDA and gloo on CPU.
-        store: Where the ranks meet; the one of whoever launched them when left out.
+        store: Store at which the ranks meet; None means the store of the launcher.
 
     Raises:
-        EnvironmentProblem: There is no such device or backend.
-        PeerFailure: Another rank is gone before all have met.
+        EnvironmentProblem: No such device or backend exists.
+        PeerFailure: Another rank failed before all ranks had joined.
     """
     if dist.is_initialized():
         yield RankContext(
@@ -88,7 +90,7 @@ def process_group(
     if backend == "auto":
         backend = "nccl" if process.device.type == "cuda" else "gloo"
     if backend == "nccl" and process.device.type != "cuda":
-        raise EnvironmentProblem("--backend nccl: needs CUDA devices, found none; use gloo")
+        raise EnvironmentProblem("--backend nccl: requires CUDA devices, none are available; use gloo")
     if process.device.type == "cuda":
         torch.cuda.set_device(process.device)
     try:
@@ -99,11 +101,11 @@ def process_group(
         else:
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=_TIMEOUT)
     except RuntimeError as error:
-        if not _is_lost(error):
+        if not _is_connection_lost(error):
             raise
         code = EnvironmentProblem.exit_code
-        said = f"rank {rank}: another rank was gone before all had met; look at its output"
-        raise PeerFailure(said, code, is_said=False) from error
+        message = f"rank {rank}: another rank exited before all ranks had joined; check its output"
+        raise PeerFailure(message, code, is_said=False) from error
     try:
         yield process
     finally:
@@ -111,9 +113,9 @@ def process_group(
 
 
 def end_groups() -> None:
-    """Ends the world, and the threads of its groups, also of those in a mesh that a model still refers to.
+    """Destroy the process group, and the threads of its groups, even of meshes that a model still refers to.
 
-    A thread of gloo that drops its last tensor while the interpreter ends takes the whole process down with SIGABRT.
+    A gloo thread that drops its last tensor while the interpreter exits kills the whole process with SIGABRT.
     """
     for _, mesh in _meshes.values():
         forget_groups(mesh)
@@ -122,20 +124,19 @@ def end_groups() -> None:
 
 
 def mesh_of(dims: ParallelDims, device_type: str) -> DeviceMesh:
-    """The mesh of a layout, with dims `MESH_DIMS`, or without "dp_replicate" where there is one replica; in one world
-    the same one each time.
+    """Return the mesh of a layout with dims `MESH_DIMS`, without "dp_replicate" if there is one replica.
 
-    Each of its groups has threads and connections of its own. They cannot end before the world does: DTensor remembers
-    the groups of a mesh for every mesh that is equal to it.
+    Within one process group, the same layout always gives the same mesh. Each of its groups has threads and connections
+    of its own. They cannot end before the process group does: DTensor caches the groups of a mesh for every equal mesh.
 
     Raises:
-        UsageError: There are not as many processes as ranks.
+        UsageError: The number of processes is not the number of ranks.
     """
     if dist.get_world_size() != dims.world_size:
         replicas = f" x dp_replicate {dims.dp_replicate}" if dims.dp_replicate > 1 else ""
         raise UsageError(
-            f"tp {dims.tp} x pp {dims.pp} x dp_shard {dims.dp_shard}{replicas}: found {dist.get_world_size()} "
-            f"processes, needed {dims.world_size}; start one for each rank, or none and they are started for you"
+            f"tp {dims.tp} x pp {dims.pp} x dp_shard {dims.dp_shard}{replicas}: requires {dims.world_size} processes, "
+            f"not {dist.get_world_size()}; launch one for each rank, or run without a launcher to start them all"
         )
     world, mesh = _meshes.get((dims, device_type), (None, None))
     if mesh is None or world is not dist.group.WORLD:
@@ -148,7 +149,7 @@ def mesh_of(dims: ParallelDims, device_type: str) -> DeviceMesh:
 
 
 def data_index(mesh: DeviceMesh) -> int:
-    """Which of the ranks that see other data this one is."""
+    """Return the index of this rank among the ranks that get different data."""
     index = 0
     for name in DATA_DIMS:
         if name in (mesh.mesh_dim_names or ()):
@@ -158,70 +159,72 @@ def data_index(mesh: DeviceMesh) -> int:
 
 @contextmanager
 def raise_on_all_ranks(group: dist.ProcessGroup | None = None) -> Iterator[None]:
-    """What one rank cannot do fails on all of them, with the words of the first that could not.
+    """Raise an error of any rank on all ranks, with the message of the lowest rank that failed.
 
     Args:
-        group: Of all ranks, through which they tell each other; None is the default one, which is the main thread's.
+        group: Group of all ranks for the exchange; None is the default group, which belongs to the main thread.
     """
     error: BaseException | None = None
     try:
         yield
     except (CkptxError, KeyboardInterrupt) as caught:
         error = caught
-    except Exception as caught:  # told to every rank, and raised there as a defect
+    except Exception as caught:  # sent to every rank, and raised there as a defect
         error = Defect(f"{type(caught).__name__}: {caught}; please report this")
         error.__cause__ = caught
-    said = all_gather_object(None if error is None else (type(error), str(error)), group)
+    errors = all_gather_object(None if error is None else (type(error), str(error)), group)
     if error is not None:
         raise error
-    first = next((each for each in said if each is not None), None)
+    first = next((each for each in errors if each is not None), None)
     if first is not None:
         raise first[0](first[1])
 
 
 @contextmanager
 def report_failure_to_peers() -> Iterator[None]:
-    """What one rank cannot do while others wait for it, as stages of a pipeline do: it says why, and ends.
+    """Report a failure of the block to ranks that wait for this one, as pipeline stages do, and raise it.
 
-    The others notice that it is gone, and say its words.
+    Ranks that notice the loss of this one raise a `PeerFailure` with its message.
     """
     try:
         yield
     except Exception as error:
-        store, said = default_store(), None
+        store, report = default_store(), None
         with suppress(Exception):  # the store may be gone as well
-            if _is_lost(error) or store.check([_LAST_WORDS]):
-                store.wait([_LAST_WORDS], _PATIENCE)
-                said = store.get(_LAST_WORDS).decode(errors="replace").split(":", 1)
+            if _is_connection_lost(error) or store.check([_FAILURE_KEY]):
+                store.wait([_FAILURE_KEY], _REPORT_TIMEOUT)
+                report = store.get(_FAILURE_KEY).decode(errors="replace").split(":", 1)
             else:
-                store.set(_LAST_WORDS, f"{exit_code_of(error)}:rank {dist.get_rank()}: {error}")
-        if said is not None:
-            raise PeerFailure(said[1], int(said[0]), is_said=False) from error
+                store.set(_FAILURE_KEY, f"{exit_code_of(error)}:rank {dist.get_rank()}: {error}")
+        if report is not None:
+            raise PeerFailure(report[1], int(report[0]), is_said=False) from error
         raise
 
 
-def _is_lost(error: BaseException) -> bool:
-    """Return True for an error that says, itself or by its cause, that another rank is gone or does not answer.
+def _is_connection_lost(error: BaseException) -> bool:
+    """Return True for an error that shows, by itself or its cause, that another rank is lost.
 
-    torch has classes for what sockets, the store and NCCL say. gloo says it in a plain RuntimeError ("Connection closed
-    by peer", "Read error", "Timed out waiting"), with the place in gloo's source that met it: this place, or what torch
-    puts before it when ranks meet, is all that tells it from an error of the model. A stage of a pipeline raises
-    another RuntimeError from it.
+    torch has classes for errors of sockets, stores and NCCL. gloo raises a plain RuntimeError ("Connection closed by
+    peer", "Read error", "Timed out waiting") that names the place in gloo's source; that place, or torch's prefix when
+    ranks connect, is all that distinguishes it from an error of the model. A pipeline stage raises another RuntimeError
+    from it.
     """
-    if isinstance(error, _LOST) or (isinstance(error, RuntimeError) and any(each in str(error) for each in _GLOO)):
+    if isinstance(error, _CONNECTION_ERRORS) or (
+        isinstance(error, RuntimeError) and any(each in str(error) for each in _GLOO)
+    ):
         return True
-    return error.__cause__ is not None and _is_lost(error.__cause__)
+    return error.__cause__ is not None and _is_connection_lost(error.__cause__)
 
 
 def all_gather_object(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """The value of each rank, on every rank; `group` as in `together`."""
+    """Return the value of each rank, on every rank; `group` as in `raise_on_all_ranks`."""
     values: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(values, value, group)
     return values
 
 
 def broadcast_object(value: Any) -> Any:
-    """The value of rank 0."""
+    """Return the value of rank 0."""
     values = [value]
     dist.broadcast_object_list(values, src=0)
     return values[0]
@@ -230,7 +233,7 @@ def broadcast_object(value: Any) -> Any:
 def broadcast(
     tensor: torch.Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, process: RankContext
 ) -> torch.Tensor:
-    """A tensor of rank 0."""
+    """Return a tensor of rank 0 on every rank."""
     if tensor is None:
         tensor = torch.empty(shape, dtype=dtype, device=process.device)
     tensor = tensor.contiguous()

@@ -1,10 +1,10 @@
-"""Gradients of a step: summed up over microbatches, averaged over data ranks, clipped by their norm over all ranks.
+"""Gradients of a step: summed over microbatches, averaged over data ranks, clipped by their norm over all ranks.
 
     plain                      whole on every rank, counted once
     DTensor on tp              shards: their powers are summed over tp
-    DTensor on dp_shard        shards of FSDP2: over dp_shard
-    DTensor on dp_shard, tp    over both; over a mesh dim that has replicas, never
-    of another pipeline stage  the sum of each stage is added up over pp
+    DTensor on dp_shard        shards of FSDP2: summed over dp_shard
+    DTensor on dp_shard, tp    summed over both; never over a mesh dim with replicas
+    other pipeline stages      the sums of the stages are added over pp
 
 torch's `clip_grad_norm_` takes gradients of one mesh. Here each mesh dim is reduced once, for all of them together.
 """
@@ -33,16 +33,17 @@ _Groups = tuple[dist.ProcessGroup, ...]
 
 
 class NonFiniteGradients(CkptxError, RuntimeError):
-    """The norm of all gradients is NaN or infinite; a RuntimeError as torch raises, too."""
+    """The norm of all gradients is NaN or infinite; a RuntimeError, as torch raises."""
 
 
 class PipelineStages(NamedTuple):
-    """Where the rest is of a model that is cut into pipeline stages; `Pipeline.clip_grad_norm` knows it.
+    """The other pipeline stages of a model, for reductions over stages; made by `Pipeline.clip_grad_norm`.
 
     Attributes:
-        group: The ranks of the pipeline.
-        device: What they talk over.
-        copies: Parameters of this rank that are copies of one on an earlier stage: clipped, and not counted again.
+        group: Ranks of the pipeline.
+        device: Device of the tensors that are exchanged.
+        copies: Parameters of this rank that are copies of a parameter on an earlier stage: clipped, but not counted
+            again.
     """
 
     group: dist.ProcessGroup
@@ -57,28 +58,29 @@ def clip_grad_norm(
     error_if_nonfinite: bool = False,
     stages: PipelineStages | None = None,
 ) -> Tensor:
-    """Scales all gradients in place by one factor, so that their norm is at most `max_norm`.
+    """Scale all gradients in place by one factor, so that their norm is at most `max_norm`.
 
-    Every rank calls it with the parameters that it holds. The norm is that of the whole gradients, as one process
-    would have it: shards are added up over the ranks that have them, what ranks have whole counts once, and so does a
-    parameter with several names. The same bits on every rank, if gradients that ranks have whole are the same.
+    Every rank calls it with its own parameters. The norm is that of the whole gradients, as in one process: shards are
+    summed over their ranks, replicated gradients and parameters with several names count once. The result is
+    bit-identical on every rank if replicated gradients are.
 
     Args:
-        parameters: A model cut by TP, sharded by FSDP2 or HSDP, or plain; the stages of one; or parameters.
-        max_norm: Of all gradients as one vector; `inf` to measure alone.
-        norm_type: Above 0; `inf` for the largest absolute value.
-        error_if_nonfinite: Refuse a norm that is NaN or infinite. Without it, gradients become NaN or 0, as in torch.
-        stages: Where the other stages are, of a model that has several.
+        parameters: A model sharded by TP, FSDP2 or HSDP, or a plain one; several stages of a model; or parameters.
+        max_norm: Maximum norm of all gradients as one vector; `inf` to measure without clipping.
+        norm_type: Order of the norm, above 0; `inf` for the largest absolute value.
+        error_if_nonfinite: Raise if the norm is NaN or infinite. Otherwise gradients become NaN or 0, as in torch.
+        stages: The other pipeline stages; None if the model has one stage.
 
     Returns:
         The norm before clipping: a plain tensor without dims, in float32, or float64 if a gradient is.
 
     Raises:
-        NonFiniteGradients: Asked for; nothing was scaled, and the message names gradients of this rank.
+        NonFiniteGradients: `error_if_nonfinite` is set and the norm is not finite; nothing was scaled, and the message
+            names gradients of this rank.
         UsageError: `norm_type` is not above 0.
     """
     if not norm_type > 0:
-        raise UsageError(f"clip_grad_norm: norm_type is {norm_type}, needed a number above 0, or inf; give 2.0")
+        raise UsageError(f"clip_grad_norm: norm_type is {norm_type}, must be above 0 or inf; use 2.0")
     named = _named(parameters)
     copies = {id(each) for each in stages.copies} if stages is not None else set()
     power = _total_power([each for _, each in named if id(each) not in copies], float(norm_type))
@@ -86,7 +88,7 @@ def clip_grad_norm(
         power = _over_stages(power, float(norm_type), stages)
     total = power if norm_type == inf else power ** (1 / norm_type)
     if error_if_nonfinite and not torch.isfinite(total):
-        raise NonFiniteGradients(_said(named, total, norm_type))
+        raise NonFiniteGradients(_nonfinite_message(named, total, norm_type))
     factor = torch.clamp(max_norm / (total + _EPSILON), max=1.0)
     for gradients in _by_kind([_local(each.grad) for _, each in named if each.grad is not None]):
         scale_all(gradients, factor.to(gradients[0].device))
@@ -94,14 +96,14 @@ def clip_grad_norm(
 
 
 def sync_gradients(model: nn.Module, is_last: bool) -> None:
-    """Says before a backward pass whether it is the last of its step, so that FSDP2 reduces gradients once a step.
+    """Set whether the next backward pass is the last of its step, so that FSDP2 reduces gradients once per step.
 
-    Without it they are reduced in each backward pass, and summed up as shards: right as well, with less memory (what is
-    not reduced is whole on each rank) and more communication. Nothing happens to a model that FSDP2 does not manage.
+    Without it gradients are reduced in each backward pass, and accumulated as shards: correct too, with less memory
+    (unreduced gradients are whole on each rank) and more communication. A model without FSDP2 is left unchanged.
 
     Args:
-        model: As `parallelize` left it.
-        is_last: Reduce in the next backward pass what was summed up.
+        model: Model from `parallelize`.
+        is_last: Reduce the accumulated gradients in the next backward pass.
     """
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -110,7 +112,7 @@ def sync_gradients(model: nn.Module, is_last: bool) -> None:
 
 
 def labels_per_rank(labels: Iterable[Tensor], mesh: DeviceMesh, ignore_index: int = -100) -> Tensor:
-    """What the loss of each microbatch is divided by, so that every label of a step counts the same.
+    """Return the divisor of each microbatch's summed loss, so that every label of a step has the same weight.
 
     FSDP2 averages gradients over data ranks. A mean of the means of microbatches would give those of few labels more
     weight; so each sum is divided by all labels of the step over the number of data ranks:
@@ -120,13 +122,13 @@ def labels_per_rank(labels: Iterable[Tensor], mesh: DeviceMesh, ignore_index: in
             model(**each, num_items_in_batch=items).loss.backward()
 
     Args:
-        labels: Of the microbatches that this rank has in the step, [B, S] each. A label at the first position is not
-            compared with anything, and does not count.
-        mesh: As `mesh_of` made it; every rank of its data dims calls this.
-        ignore_index: A label that does not count.
+        labels: Labels of this rank's microbatches in the step, [B, S] each. A label at position 0 is never predicted,
+            and does not count.
+        mesh: Mesh from `mesh_of`; every rank of its data dims calls this.
+        ignore_index: Label that does not count.
 
     Returns:
-        A float32 tensor without dims: labels of the step over data ranks, at least one over them.
+        A float32 tensor without dims: labels of the step (at least one) divided by the number of data ranks.
     """
     count = sum((each[..., 1:] != ignore_index).sum() for each in labels)
     total = torch.as_tensor(count, dtype=torch.float32, device=mesh.device_type).clone()
@@ -140,7 +142,7 @@ def labels_per_rank(labels: Iterable[Tensor], mesh: DeviceMesh, ignore_index: in
 
 
 def _named(parameters: nn.Module | Iterable[nn.Module] | Iterable[Tensor]) -> list[tuple[str, Tensor]]:
-    """Those that are trained, each once."""
+    """Return the trained parameters, each once, with a name for messages."""
     pairs: list[tuple[str, Tensor]] = []
     for index, each in enumerate([parameters] if isinstance(parameters, (nn.Module, Tensor)) else parameters):
         if isinstance(each, nn.Module):
@@ -152,10 +154,10 @@ def _named(parameters: nn.Module | Iterable[nn.Module] | Iterable[Tensor]) -> li
 
 
 def _total_power(parameters: list[Tensor], norm_type: float) -> Tensor:
-    """The sum of powers of all elements, over all ranks of the mesh, or the largest absolute value.
+    """Return the sum of powers of all elements over all ranks of the mesh, or the largest absolute value.
 
-    Every rank makes the same reductions in the same order, whatever gradients it lacks: what is summed over which
-    groups follows from the parameters alone.
+    Every rank makes the same reductions in the same order, whatever gradients it lacks: the groups to sum over
+    follow from the parameters alone.
     """
     like = [_local(each.grad) for each in parameters if each.grad is not None]
     device = next((each.device for each in [*like, *map(_local, parameters)]), torch.device("cpu"))
@@ -164,14 +166,14 @@ def _total_power(parameters: list[Tensor], norm_type: float) -> Tensor:
     for parameter in parameters:
         gradients = split.setdefault(_groups_of(parameter), [])
         if parameter.grad is not None:
-            gradients.append(_cut_as(parameter, parameter.grad))
+            gradients.append(_sharded_as(parameter, parameter.grad))
     powers = {groups: _power(gradients, norm_type, device, dtype) for groups, gradients in split.items()}
     order = {group.group_name: group for groups in powers for group in groups}
     for name in sorted(order):
         concerned = [groups for groups in powers if any(each.group_name == name for each in groups)]
-        together = torch.stack([powers[groups] for groups in concerned])
-        dist.all_reduce(together, dist.ReduceOp.MAX if norm_type == inf else dist.ReduceOp.SUM, order[name])
-        powers.update(zip(concerned, together.unbind(), strict=True))
+        stacked = torch.stack([powers[groups] for groups in concerned])
+        dist.all_reduce(stacked, dist.ReduceOp.MAX if norm_type == inf else dist.ReduceOp.SUM, order[name])
+        powers.update(zip(concerned, stacked.unbind(), strict=True))
     if not powers:
         return torch.zeros((), dtype=dtype, device=device)
     every = torch.stack([powers[groups] for groups in sorted(powers, key=_names_of)])
@@ -179,7 +181,7 @@ def _total_power(parameters: list[Tensor], norm_type: float) -> Tensor:
 
 
 def _over_stages(power: Tensor, norm_type: float, stages: PipelineStages) -> Tensor:
-    """Of all stages: added in the order of the ranks, for each rank must get the same bits."""
+    """Return the sum over all stages, added in the order of the ranks, so that each rank gets the same bits."""
     own = torch.tensor([0.0, power.dtype is torch.float64], dtype=torch.float64, device=stages.device)
     own[0] = power
     found = [torch.empty_like(own) for _ in range(dist.get_world_size(stages.group))]
@@ -194,7 +196,7 @@ def _names_of(groups: _Groups) -> tuple[str, ...]:
 
 
 def _groups_of(parameter: Tensor) -> _Groups:
-    """The groups of ranks over which a parameter is cut."""
+    """Return the groups of ranks over which a parameter is sharded."""
     if not isinstance(parameter, DTensor):
         return ()
     mesh = parameter.device_mesh
@@ -205,15 +207,15 @@ def _groups_of(parameter: Tensor) -> _Groups:
     )
 
 
-def _cut_as(parameter: Tensor, gradient: Tensor) -> Tensor:
-    """What this rank has of a gradient, which torch's own TP may leave as a summand on each rank."""
+def _sharded_as(parameter: Tensor, gradient: Tensor) -> Tensor:
+    """Return this rank's shard of a gradient, which torch's own TP may leave as a partial sum on each rank."""
     if isinstance(parameter, DTensor) and gradient.placements != parameter.placements:
         gradient = gradient.redistribute(placements=parameter.placements)
     return _local(gradient)
 
 
 def _power(gradients: list[Tensor], norm_type: float, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """The largest absolute value, or the sum of powers of all elements on this rank."""
+    """Return the sum of powers of all elements on this rank, or the largest absolute value."""
     found = [torch.zeros((), dtype=dtype, device=device)]
     for kind in _by_kind([each for each in gradients if each.numel()]):
         found += [each.to(device) for each in norms_of(kind, norm_type, dtype)]
@@ -222,7 +224,7 @@ def _power(gradients: list[Tensor], norm_type: float, device: torch.device, dtyp
 
 
 def _by_kind(tensors: list[Tensor]) -> list[list[Tensor]]:
-    """By device and dtype, as torch's functions for lists want them."""
+    """Group tensors by device and dtype, as torch's foreach functions require."""
     kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for each in tensors:
         kinds.setdefault((each.device, each.dtype), []).append(each)
@@ -233,11 +235,11 @@ def _local(tensor: Tensor) -> Tensor:
     return local_tensor(tensor).detach()
 
 
-def _said(named: list[tuple[str, Tensor]], total: Tensor, norm_type: float) -> str:
-    """Without a collective: ranks whose copies of a gradient differ would not all get here."""
+def _nonfinite_message(named: list[tuple[str, Tensor]], total: Tensor, norm_type: float) -> str:
+    """Return the error message. No collective: ranks whose copies of a gradient differ would not all get here."""
     names = [name for name, each in named if each.grad is not None and not _local(each.grad).isfinite().all()]
     where = f"in {names[0]}" + (f" and {len(names) - 1} more" if len(names) > 1 else "") if names else "on other ranks"
     return (
-        f"clip_grad_norm: the norm of order {norm_type} is {float(total)}, by gradients {where}, needed a finite one; "
+        f"clip_grad_norm: the norm of order {norm_type} is {float(total)} due to gradients {where}, must be finite; "
         "skip the step with zero_grad(), or pass error_if_nonfinite=False"
     )

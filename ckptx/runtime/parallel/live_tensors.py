@@ -12,16 +12,16 @@ from ckptx.runtime.torch_private import FakeTensor, local_tensor
 
 
 def tensors_among(objects: Iterable[object]) -> list[Tensor]:
-    """Those that are tensors, of whatever kind."""
-    # isinstance would ask a proxy of torch, which warns
+    """Return the objects that are tensors of any kind."""
+    # isinstance would query torch's proxy objects, which warn
     return [each for each in objects if issubclass(type(each), Tensor)]
 
 
 def live_tensors(alive: Iterable[Tensor] | None = None) -> Iterator[Tensor]:
-    """Each that has a storage of its own, of a DTensor its local part; sparse ones and fake ones have none.
+    """Yield the tensors with storage, as local tensors for DTensors; sparse and fake tensors have none.
 
     Args:
-        alive: Among which to look, as `tensors_of` finds them; all that the garbage collector knows when left out.
+        alive: Tensors to look through, from `tensors_among`; None means all objects that the garbage collector tracks.
     """
     for each in tensors_among(gc.get_objects()) if alive is None else alive:
         local = local_tensor(each)

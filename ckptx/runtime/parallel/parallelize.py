@@ -1,11 +1,11 @@
-"""The order in which a model is made parallel, stated once.
+"""Makes a model parallel. The order of the steps matters:
 
-    TP                          first: it changes what a layer computes, and the rest must see the shards
-    activation checkpointing    then: what is recomputed includes the collectives of TP
-    compile                     then: the graph of a layer includes its recomputation, where torch can (`_compile`)
+    TP                          first: it changes what a layer computes, and the other steps must see the shards
+    activation checkpointing    second: the recomputation includes the collectives of TP
+    compile                     third: the graph of a layer includes its recomputation, if torch can (`_compile`)
     FSDP2                       last: its hooks gather parameters before, and free them after, all of the above
 
-The model is on the meta device while this happens, so that no rank ever holds what is not its own.
+The model is on the meta device meanwhile, so that no rank ever holds another rank's shards.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from ckptx.errors import UnsupportedError
-from ckptx.runtime.model.layers import layer_groups, unwrapped
+from ckptx.runtime.model.layers import layer_groups, unwrap
 from ckptx.runtime.parallel.activation_checkpointing.wrap import checkpoint_activations
 from ckptx.runtime.parallel.tensor_parallel.apply import TensorParallelLayout, apply
 from ckptx.runtime.parallel.tensor_parallel.plans import Plan
@@ -32,12 +32,12 @@ _logger = logging.getLogger(__name__)
 
 
 class ParallelizedModel(NamedTuple):
-    """What was done to a model.
+    """The result of `parallelize`.
 
     Attributes:
-        layout: What TP did, None without TP.
-        wrapped_layers: Layers whose activations are checkpointed.
-        sharded_modules: Modules that FSDP2 shards as units of their own, the root included.
+        layout: TP layout; None without TP.
+        wrapped_layers: Number of layers with activation checkpointing.
+        sharded_modules: Number of FSDP2 units, the root included.
     """
 
     layout: TensorParallelLayout | None
@@ -55,19 +55,19 @@ def parallelize(
     compile: bool = False,
     mixed_precision: MixedPrecisionPolicy | None = None,
 ) -> ParallelizedModel:
-    """Makes a model parallel, in place.
+    """Make a model parallel, in place.
 
     Args:
-        model: On the meta device; a pipeline stage is a model that owns some of the layers.
-        mesh: With the dims "tp" and "dp_shard", and "dp_replicate" for HSDP.
-        plan: For TP; needed where "tp" has more than one rank.
+        model: Model on the meta device; a pipeline stage is a model that has some of the layers.
+        mesh: Mesh with the dims "tp" and "dp_shard", and "dp_replicate" for HSDP.
+        plan: TP plan; required if "tp" has more than one rank.
         activation_checkpointing: none, full, submodule or selective.
-        scope: all, language, vision or audio.
-        compile: Compile each layer by itself.
-        mixed_precision: What FSDP2 casts; None computes in the dtype of the parameters.
+        scope: Layers to checkpoint: all, language, vision or audio.
+        compile: Compile each layer separately.
+        mixed_precision: Mixed-precision policy of FSDP2; None computes in the dtype of the parameters.
 
     Raises:
-        UnsupportedError: The model cannot be made parallel so.
+        UnsupportedError: The model cannot be made parallel in this way.
     """
     layout = None
     if mesh["tp"].size() > 1:
@@ -85,25 +85,25 @@ def parallelize(
 
 
 def _compile(model: nn.Module, *, inside: bool) -> None:
-    """Compiles each layer with what checkpoints it, or only what is inside of that.
+    """Compile each layer including its checkpoint wrapper, or with `inside` only the wrapped module.
 
-    `inside` is for layers that TP has cut: to compute one a second time, a compiled graph would have to keep the mesh
-    of its DTensors, and torch 2.13 asserts that it keeps tensors alone.
+    `inside` is for layers with TP: to recompute one, a compiled graph would have to save the mesh of its DTensors, and
+    torch 2.13 asserts that it saves tensors only.
     """
     for layer in _layers(model):
         wrappers = [each for each in layer.modules() if isinstance(each, CheckpointWrapper)] if inside else []
         for each in wrappers or [layer]:
-            (unwrapped(each) if inside else each).compile()
+            (unwrap(each) if inside else each).compile()
 
 
 def shard(model: nn.Module, mesh: DeviceMesh, mixed_precision: MixedPrecisionPolicy | None = None) -> int:
-    """FSDP2: each layer is a unit, and the root is one with the rest; gives the number of units.
+    """Apply FSDP2 with each layer as a unit, and the rest in the root unit; return the number of units.
 
-    The root is not resharded after forward: its backward begins at once with what it would gather again. Parameters
-    that no layer holds (embeddings, norms, heads, towers without layers) are in it. What a class keeps in another dtype
-    than the rest (routers and gates in float32) is a unit of its own, for FSDP2 gathers a unit as one tensor; layers
-    that share parameters (those of Zamba share a transformer) are one unit, for a parameter can be in one alone. On a
-    mesh of one rank nothing is done, unless precisions are mixed, which FSDP2 does too. On a pipeline stage nothing is
+    The root is not resharded after forward, as its backward would gather it again immediately. Parameters outside of
+    layers (embeddings, norms, heads, towers without layers) are in the root. A module in another dtype than the rest
+    (routers and gates in float32) is a unit of its own, as FSDP2 gathers a unit as one tensor; layers that share
+    parameters (those of Zamba share a transformer) are one unit, as a parameter can be in only one. On a mesh of one
+    rank nothing is done, unless precisions are mixed, which is also FSDP2's task. On a pipeline stage nothing is
     resharded after forward, or every microbatch would gather every layer again.
     """
     names = mesh.mesh_dim_names or ()
@@ -113,10 +113,10 @@ def shard(model: nn.Module, mesh: DeviceMesh, mixed_precision: MixedPrecisionPol
         return 0
     data = mesh["dp_replicate", "dp_shard"] if replicate > 1 else mesh["dp_shard"]
     policy = mixed_precision or MixedPrecisionPolicy()
-    layers, apart = _joined(_layers(model)), _joined(_of_other_dtype(model))
+    layers, other_dtype_units = _join_shared(_layers(model)), _join_shared(_modules_of_other_dtype(model))
     kept = dataclasses.replace(policy, param_dtype=None, cast_forward_inputs=False)
     try:
-        for unit in apart:
+        for unit in other_dtype_units:
             fully_shard(unit, mesh=data, mp_policy=kept, reshard_after_forward=reshard)
         for unit in layers:
             fully_shard(unit, mesh=data, mp_policy=policy, reshard_after_forward=reshard)
@@ -125,11 +125,11 @@ def shard(model: nn.Module, mesh: DeviceMesh, mixed_precision: MixedPrecisionPol
         raise UnsupportedError(
             f"{type(model).__name__}: FSDP2 cannot shard it: {error}; use another dp_shard"
         ) from error
-    return len(apart) + len(layers) + 1
+    return len(other_dtype_units) + len(layers) + 1
 
 
-def _joined(modules: Iterable[nn.Module]) -> list[list[nn.Module]]:
-    """The modules in their order, those with parameters in common together."""
+def _join_shared(modules: Iterable[nn.Module]) -> list[list[nn.Module]]:
+    """Group modules that have parameters in common, in their order."""
     units: list[tuple[list[nn.Module], set[int]]] = []
     for module in modules:
         own = {id(parameter) for parameter in module.parameters()}
@@ -146,8 +146,8 @@ def _joined(modules: Iterable[nn.Module]) -> list[list[nn.Module]]:
     return [unit for unit, _ in units]
 
 
-def _of_other_dtype(model: nn.Module) -> list[nn.Module]:
-    """Modules whose trainable parameters are of another dtype than most of the model; others FSDP2 does not mind.
+def _modules_of_other_dtype(model: nn.Module) -> list[nn.Module]:
+    """Return modules whose trainable parameters have another dtype than most of the model.
 
     Raises:
         UnsupportedError: A module has parameters of its own in several dtypes.
@@ -173,7 +173,7 @@ def _is_trained(parameter: nn.Parameter) -> bool:
 
 
 def _layers(model: nn.Module) -> list[nn.Module]:
-    """The layers of all groups, wrappers included, each once."""
+    """Return the layers of all groups, wrappers included, each once."""
     found: dict[int, nn.Module] = {}
     for layers in layer_groups(model).values():
         found.update((id(layer.module), layer.module) for layer in layers)
@@ -181,7 +181,7 @@ def _layers(model: nn.Module) -> list[nn.Module]:
 
 
 def local_bytes(model: nn.Module) -> Mapping[torch.device, int]:
-    """Bytes of parameters and buffers on this rank, by device; shared ones count once."""
+    """Return the bytes of parameters and buffers on this rank, by device; shared ones count once."""
     seen: dict[int, torch.Tensor] = {}
     for tensor in (*model.parameters(), *model.buffers()):
         local = local_tensor(tensor)

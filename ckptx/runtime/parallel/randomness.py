@@ -1,7 +1,7 @@
-"""Random numbers of a rank: where they begin, and what a checkpoint keeps of them.
+"""Random number generators of a rank: their seeds, and their state in a checkpoint.
 
-TP ranks that share their data begin alike, for what they hold whole must be dropped alike (what is cut has streams of
-its own, see `tensor_parallel.dropout`); data ranks and pipeline stages begin differently.
+TP ranks that share their data get one seed, as dropout on replicated tensors must be identical (sharded tensors have
+streams of their own, see `tensor_parallel.dropout`); data ranks and pipeline stages get different seeds.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _TP = "tp"
 
 
 def generator_of(device: torch.device) -> torch.Generator:
-    """The default generator of a device."""
+    """Return the default generator of a device."""
     if device.type == "cpu":
         return torch.default_generator
     module = torch.get_device_module(device)
@@ -31,17 +31,17 @@ def generator_of(device: torch.device) -> torch.Generator:
 
 
 def seed(number: int, mesh: DeviceMesh) -> int:
-    """Seeds Python's, numpy's and torch's generators, those of all devices included.
+    """Seed the generators of Python, numpy and torch, on all devices.
 
     Args:
         number: The seed of the run, the same on all ranks.
-        mesh: As `mesh_of` made it. Ranks that differ in "tp" alone get the same, all others other seeds.
+        mesh: Mesh from `mesh_of`. Ranks that differ in "tp" alone get the same seed, all others different ones.
 
     Returns:
-        The seed of this rank, of 63 bits; a generator that stands for the order of data can be made of it.
+        The 63-bit seed of this rank, which can also seed a generator for the data order.
     """
     place = {name: mesh.get_local_rank(name) for name in mesh.mesh_dim_names or () if name != _TP}
-    known = sorted((name, index) for name, index in place.items() if index)  # a dim of one rank changes nothing
+    known = sorted((name, index) for name, index in place.items() if index)  # independent of dims with one rank
     own = int.from_bytes(blake2b(repr((number, known)).encode(), digest_size=8).digest(), "little") >> 1
     random.seed(own)
     np.random.seed(own & 0xFFFFFFFF)
@@ -50,17 +50,17 @@ def seed(number: int, mesh: DeviceMesh) -> int:
 
 
 class RandomState:
-    """The state of Python's, numpy's and torch's generators of this process, as something with a `state_dict`.
+    """The state of the generators of Python, numpy and torch in this process, with a `state_dict`.
 
     Args:
-        device: Whose generator is kept beside that of the CPU.
+        device: Device whose generator is included in addition to the CPU's.
     """
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
         self._device = torch.device(device)
 
     def state_dict(self) -> dict[str, Any]:
-        """Numbers, texts and tensors of the CPU alone; nothing is drawn."""
+        """Return the state as numbers, strings and CPU tensors; no random number is drawn."""
         version, words, gauss = random.getstate()
         legacy: Any = np.random.get_state()
         found: dict[str, Any] = {
@@ -76,17 +76,17 @@ class RandomState:
         return found
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Puts the generators into a state.
+        """Restore the state of all generators.
 
         Raises:
-            InputError: It lacks a generator that this process has.
+            InputError: The state of a generator of this process is missing.
         """
         kinds = ["python", "numpy", "torch", *([self._device.type] if self._device.type != "cpu" else [])]
         missing = [kind for kind in kinds if kind not in state]
         if missing:
             raise InputError(
-                f"random numbers: the state has {', '.join(state)}, needed {missing[0]}, too; it was saved on another "
-                "device, so leave it out and call randomness.seed"
+                f"random numbers: the state has {', '.join(state)}, {missing[0]} is missing; it was saved on another "
+                "kind of device, so leave it out and call randomness.seed"
             )
         python, legacy = state["python"], state["numpy"]
         random.setstate((python["version"], tuple(python["words"].tolist()), python["gauss"]))

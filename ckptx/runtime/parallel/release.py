@@ -1,4 +1,4 @@
-"""Gives back the memory of models that are not needed any more, when they are not, and not some time later."""
+"""Frees the memory of models as soon as they are no longer needed."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from contextlib import suppress
 
 from torch import nn
 
-_MMAP_THRESHOLD = -3  # of mallopt, in glibc
+_MMAP_THRESHOLD = -3  # M_MMAP_THRESHOLD of mallopt in glibc
 _LARGE = 1 << 20  # bytes
 
 
 def release(model: nn.Module, shared: Iterable[nn.Parameter] = ()) -> None:
-    """Takes storage and gradients from a model, which cannot be used then; models are full of cycles, and might stay.
+    """Free the storage and gradients of a model, which cannot be used afterwards; reference cycles might keep them.
 
     Args:
-        model: Of which nothing is needed any more.
-        shared: Parameters that others use, too.
+        model: Model that is no longer needed.
+        shared: Parameters that are still used elsewhere.
     """
     others = {id(each) for each in shared}
     for tensor in (*model.parameters(), *model.buffers()):
@@ -29,6 +29,6 @@ def release(model: nn.Module, shared: Iterable[nn.Parameter] = ()) -> None:
 
 
 def return_memory() -> None:
-    """Lets the C library give large tensors back as soon as they are released, rather than keep room for others."""
+    """Make the C library return large freed tensors to the system immediately instead of keeping them for reuse."""
     with suppress(AttributeError, OSError):
         ctypes.CDLL(None).mallopt(_MMAP_THRESHOLD, _LARGE)

@@ -1,8 +1,8 @@
-"""Which rectangles of a whole tensor the local tensor of this rank is made of, and where in it they lie.
+"""Locates the shards of this rank: the rectangles of a whole tensor that make up its local tensor.
 
-(Shard(0) on dp, Shard(0) on tp)          dp cuts first, tp cuts what dp left
-(_StridedShard(0) on dp, Shard(0) on tp)  FSDP inside TP: tp cuts first, however torch writes it down
-rectangles from the TP layer              [q|k|v]: rows of q, then of k, then of v; FSDP cuts what they make up
+(Shard(0) on dp, Shard(0) on tp)          dp shards first, tp shards each dp shard
+(_StridedShard(0) on dp, Shard(0) on tp)  FSDP within TP: tp shards first, in spite of the order of the mesh dims
+rectangles from the TP layer              [q|k|v]: rows of q, then of k, then of v; FSDP shards their concatenation
 """
 
 from __future__ import annotations
@@ -21,26 +21,26 @@ from ckptx.errors import Defect, UnsupportedError
 from ckptx.layout.placement import ceil_chunks
 from ckptx.runtime.torch_private import dtensor_spec, local_tensor
 
-Spans = list[tuple[int, int]]  # along one dim: where each begins in the whole tensor, how long it is
+Spans = list[tuple[int, int]]  # along one dim: offset in the whole tensor, length
 
-_TP = "tp"  # the mesh dim that rectangles of the TP layer speak of
+_TP = "tp"  # mesh dim of the rectangles from the TP layer
 
 
 class LocalShard(NamedTuple):
-    """A rectangle of a whole tensor, and where it lies in the local one."""
+    """A rectangle of a whole tensor and its place in the local tensor."""
 
     region: Region
     local: Region
 
 
 class MeshDimSharding(NamedTuple):
-    """How one mesh dim cuts a tensor.
+    """The sharding of a tensor over one mesh dim.
 
     Attributes:
-        dim: Of the tensor.
-        parts: Ranks along the mesh dim.
-        rank: Of this one among them.
-        groups: Equal groups that are cut one by one.
+        dim: Sharded dim of the tensor.
+        parts: Number of ranks along the mesh dim.
+        rank: Rank of this process along the mesh dim.
+        groups: Number of equal groups along the dim, each sharded separately.
     """
 
     dim: int
@@ -49,20 +49,22 @@ class MeshDimSharding(NamedTuple):
     groups: int = 1
 
 
-def pieces(
-    shape: Shape, cuts: Sequence[MeshDimSharding], local_regions: Sequence[Region] = ()
+def local_shards(
+    shape: Shape, shardings: Sequence[MeshDimSharding], local_regions: Sequence[Region] = ()
 ) -> tuple[list[LocalShard], Shape]:
-    """What a rank holds, and the shape of its local tensor.
+    """Return the shards of a rank, and the shape of its local tensor.
 
     Args:
-        shape: Of the whole tensor.
-        cuts: Applied in this order, each in ceil-chunks as `torch.chunk` and DTensor do.
-        local_regions: Rectangles to begin with instead of the whole tensor, laid one after another along the dim
-            in which they differ.
+        shape: Shape of the whole tensor.
+        shardings: Applied in this order, each in ceil-chunks as `torch.chunk` and DTensor do.
+        local_regions: Rectangles to shard instead of the whole tensor, concatenated along the dim in which they differ;
+            empty means the whole tensor.
     """
     spans = _spans_of(list(local_regions) or [whole(shape)], len(shape))
-    for dim, parts, rank, groups in cuts:
-        spans[dim] = [span for group in range(groups) for span in _take(_take(spans[dim], groups, group), parts, rank)]
+    for dim, parts, rank, groups in shardings:
+        spans[dim] = [
+            span for group in range(groups) for span in _select(_select(spans[dim], groups, group), parts, rank)
+        ]
     local_shape = tuple(sum(size for _, size in each) for each in spans)
     placed = [_with_local_offsets(each) for each in spans]
     found = [
@@ -72,7 +74,7 @@ def pieces(
         )
         for each in product(*placed)
     ]
-    return [piece for piece in found if piece.region.numel], local_shape
+    return [shard for shard in found if shard.region.numel], local_shape
 
 
 def _spans_of(local_regions: list[Region], ndim: int) -> list[Spans]:
@@ -81,21 +83,23 @@ def _spans_of(local_regions: list[Region], ndim: int) -> list[Spans]:
         along = [(region.offsets[dim], region.sizes[dim]) for region in local_regions]
         spans.append(along if len(set(along)) > 1 else along[:1])
     if prod(map(len, spans)) != len(local_regions):
-        raise Defect(f"rectangles {[str(each) for each in local_regions]} do not lie along one dim; please report this")
+        raise Defect(
+            f"rectangles {[str(each) for each in local_regions]} differ in more than one dim; please report this"
+        )
     return spans
 
 
-def _take(spans: Spans, parts: int, index: int) -> Spans:
-    """The part of what `spans` make up that is number `index` of `parts`."""
+def _select(spans: Spans, parts: int, index: int) -> Spans:
+    """Return part number `index` of `parts` of the concatenated spans."""
     begin, size = ceil_chunks(sum(size for _, size in spans), parts)[index]
-    taken = []
+    selected = []
     first = 0
     for start, length in spans:
         low, high = max(begin, first), min(begin + size, first + length)
         if low < high:
-            taken.append((start + low - first, high - low))
+            selected.append((start + low - first, high - low))
         first += length
-    return taken
+    return selected
 
 
 def _with_local_offsets(spans: Spans) -> list[tuple[int, int, int]]:
@@ -106,34 +110,37 @@ def _with_local_offsets(spans: Spans) -> list[tuple[int, int, int]]:
     return found
 
 
-def pieces_of(name: str, tensor: Tensor, local_regions: Sequence[Region] | None = None) -> list[LocalShard]:
-    """What this rank holds of a parameter or buffer.
+def local_shards_of(name: str, tensor: Tensor, local_regions: Sequence[Region] | None = None) -> list[LocalShard]:
+    """Return the shards of a parameter or buffer on this rank.
 
     Args:
-        name: For errors.
-        tensor: A DTensor, or a plain tensor that is whole, or what `local_regions` says.
-        local_regions: The rectangles of the whole tensor that TP left on this rank, before FSDP; None when nobody says.
+        name: Name for error messages.
+        tensor: A DTensor, or a plain tensor that is whole or made of `local_regions`.
+        local_regions: Rectangles of the whole tensor that TP left on this rank, before FSDP; None if TP did not shard
+            it.
 
     Raises:
-        UnsupportedError: A placement other than replicas and shards.
-        Defect: The local tensor does not have the shape that its placements say.
+        UnsupportedError: A placement is neither a replica nor a shard.
+        Defect: The shape of the local tensor does not match its placements.
     """
     shape = tuple(tensor.shape)
-    cuts: list[MeshDimSharding] = []
+    shardings: list[MeshDimSharding] = []
     local = shape
     if isinstance(tensor, DTensor):
-        cuts = _cuts_of(name, tensor, skips_tp=local_regions is not None)
+        shardings = _shardings_of(name, tensor, skips_tp=local_regions is not None)
         local = tuple(local_tensor(tensor).shape)
     if local_regions is not None and not local_regions and not prod(local):
         return []
-    found, expected = pieces(shape, cuts, local_regions or ())
+    found, expected = local_shards(shape, shardings, local_regions or ())
     if expected != local:
-        raise Defect(f"{name}: the local tensor is {list(local)}, its layout says {list(expected)}; please report this")
+        raise Defect(
+            f"{name}: the local tensor has shape {list(local)}, its layout gives {list(expected)}; please report this"
+        )
     return found
 
 
-def _cuts_of(name: str, tensor: Any, *, skips_tp: bool) -> list[MeshDimSharding]:
-    """The cuts of a DTensor in the order in which they were made."""
+def _shardings_of(name: str, tensor: Any, *, skips_tp: bool) -> list[MeshDimSharding]:
+    """Return the shardings of a DTensor in the order in which they were applied."""
     mesh, coordinate = tensor.device_mesh, tensor.device_mesh.get_coordinate()
     if coordinate is None:
         raise UnsupportedError(f"{name}: this rank is not in the mesh of the parameter; load on the ranks of the mesh")
@@ -146,17 +153,17 @@ def _cuts_of(name: str, tensor: Any, *, skips_tp: bool) -> list[MeshDimSharding]
         dim = getattr(placement, "dim", None)
         if placement.is_partial() or dim is None:
             raise UnsupportedError(f"{name}: placement {placement} is neither Shard nor Replicate; cannot be loaded")
-        cut = MeshDimSharding(dim % tensor.ndim, mesh.size(index), coordinate[index])
+        sharding = MeshDimSharding(dim % tensor.ndim, mesh.size(index), coordinate[index])
         groups = getattr(placement, "split_factor", 1)
-        if groups > 1 and (skips_tp or groups == _shards_behind(tensor, index)):
-            later.insert(0, cut)  # FSDP inside TP
+        if groups > 1 and (skips_tp or groups == _shards_of_later_dims(tensor, index)):
+            later.insert(0, sharding)  # FSDP inside TP
         else:
-            first.append(cut._replace(groups=groups))
+            first.append(sharding._replace(groups=groups))
     return first + later
 
 
-def _shards_behind(tensor: Any, index: int) -> int:
-    """Into how many parts the mesh dims behind one cut the same dim of the tensor."""
+def _shards_of_later_dims(tensor: Any, index: int) -> int:
+    """Return the number of shards that later mesh dims make of the same tensor dim."""
     dim = tensor.placements[index].dim
     return prod(
         tensor.device_mesh.size(at)
@@ -165,8 +172,8 @@ def _shards_behind(tensor: Any, index: int) -> int:
     )
 
 
-def narrowed(tensor: Tensor, part: Region) -> Tensor:
-    """The rectangle of a tensor, in place."""
+def narrow_to(tensor: Tensor, part: Region) -> Tensor:
+    """Return a rectangle of a tensor as a view."""
     for dim, (begin, size) in enumerate(zip(*part, strict=True)):
         tensor = tensor.narrow(dim, begin, size)
     return tensor
@@ -188,10 +195,10 @@ class _Local(torch.autograd.Function):  # type: ignore[misc]  # torch says Any
 
 
 def local_of(tensor: DTensor) -> Tensor:
-    """The shard, in the graph; its gradient is cut exactly as the parameter is.
+    """Return the shard, in the graph; its gradient is sharded exactly as the parameter is.
 
     `DTensor.to_local` computes the strides of the whole gradient from those of one shard, which is wrong for shards of
-    unequal size. Gradients whose strides are not the parameter's are copied when they are stored, and torch 2.11
+    unequal size. Gradients whose strides differ from the parameter's are copied when they are stored, and torch 2.11
     gathers them for that.
     """
     found: Tensor = _Local.apply(tensor)

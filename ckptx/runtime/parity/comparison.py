@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from ckptx.catalog.region import Region
 from ckptx.runtime.parallel.distributed import RankContext, all_gather_object, broadcast, broadcast_object
-from ckptx.runtime.parallel.shards import pieces_of
+from ckptx.runtime.parallel.shards import local_shards_of
 from ckptx.runtime.parity import distances, noise
 from ckptx.runtime.parity.execution import ForwardResult
 
@@ -71,7 +71,7 @@ class HeldParameter(NamedTuple):
         """The local part of its gradient, and how far that is from a whole one."""
         assert self.parameter.grad is not None
         local = _local(self.parameter.grad)
-        pieces = pieces_of(self.name, self.parameter, self.regions)
+        pieces = local_shards_of(self.name, self.parameter, self.regions)
         return local, max(
             (distances.furthest(_at(whole, each.region), _at(local, each.local)) for each in pieces), default=0.0
         )

@@ -71,7 +71,7 @@ def test_a_copy_that_is_missing_shows(pool: GlooPool, checkpoints: Any, tmp_path
 
 def uncopied(rank: int, world_size: int, hf: Path, out: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("ckptx.runtime.checkpointing.snapshot._copied", lambda value: value)
+        patch.setattr("ckptx.runtime.checkpointing.snapshot._copy", lambda value: value)
         background_ranks.both_ways(rank, world_size, hf, out, Shape(dp=2))
 
 
@@ -195,4 +195,4 @@ def test_nobody_waits_for_ever(
     if (tmp_path / "saved").exists():
         assert ".metadata" in os.listdir(tmp_path / "saved")
     elif how is ends_the_world:
-        assert "saved: was not saved: " in "".join((tmp_path / f"stderr-{rank}").read_text() for rank in range(2))
+        assert "saved: not saved: " in "".join((tmp_path / f"stderr-{rank}").read_text() for rank in range(2))

@@ -154,7 +154,7 @@ def test_the_model_in_a_training_checkpoint_is_found(llama: Path, tmp_path: Path
     materialize(model)
     ledger = load(model, tmp_path)  # no config.json beside it: the model's own says what is in it
     assert_same_tensors(model.state_dict(), expected.state_dict())
-    assert set(ledger.unread.values()) == {"optimizer state", "not of the model"} and len(ledger.unread) == 3
+    assert set(ledger.unread.values()) == {"optimizer state", "not part of the model"} and len(ledger.unread) == 3
 
 
 def test_names_of_wrappers_in_the_model_do_not_matter(llama: Path) -> None:
@@ -188,7 +188,7 @@ def test_nan_is_loaded_as_it_is(copied: Path) -> None:
 
 def test_fp8_is_not_cast(copied: Path) -> None:
     changed(copied, model__norm__weight=torch.ones(32).to(torch.float8_e4m3fn))
-    with pytest.raises(UnsupportedError, match=r'"model\.norm\.weight": is float8_e4m3fn on disk, needed bfloat16'):
+    with pytest.raises(UnsupportedError, match=r'"model\.norm\.weight": is float8_e4m3fn on disk, expected bfloat16'):
         loaded(copied)
 
 
@@ -246,7 +246,7 @@ def test_tied_names_that_differ_are_refused_unless_they_are_untied(copied: Path)
 
 def test_a_wrong_shape_is_named(copied: Path) -> None:
     changed(copied, model__norm__weight=torch.ones(33, dtype=torch.bfloat16))
-    with pytest.raises(UnsupportedError, match=r'"model\.norm\.weight" has shape \[33\], needed \[32\]'):
+    with pytest.raises(UnsupportedError, match=r'"model\.norm\.weight" has shape \[33\], expected \[32\]'):
         loaded(copied)
 
 

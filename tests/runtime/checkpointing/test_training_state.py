@@ -169,17 +169,20 @@ def test_what_nobody_can_say_whose_it_is_is_refused(pool: GlooPool, checkpoint: 
     path = checkpoint[0]
     (said,) = set(pool.run(asked, 4, path, ParallelDims(dp_shard=4), ["epoch", "rng"]))
     assert said.startswith("UnsupportedError: ")
-    assert 'training state "rng" is that of 2 data ranks in 1 stages, found 4 in 1; go on with as many' in said
+    expected = (
+        'training state "rng" was saved with 2 data ranks and 1 stages, this run has 4 and 1; resume with the same'
+    )
+    assert expected in said
     (said, *_) = pool.run(asked, 2, path, ParallelDims(pp=2), ["data"])
-    assert "of 2 data ranks in 1 stages, found 1 in 2" in said
+    assert "with 2 data ranks and 1 stages, this run has 1 and 2" in said
     (found, *_) = pool.run(asked, 4, path, ParallelDims(dp_shard=4), ["epoch"])
     assert "epoch" in found and "rng" not in found, "not asked for, so left out"
     (found,) = pool.run(asked, 1, path, None, [])
     assert {"epoch", "step", "sequence"} <= set(found) and "data" not in found
     (said,) = pool.run(asked, 1, path, None, ["rng"])
-    assert said == 'UsageError: training_state: "rng" is kept for each rank, needed the mesh, too; pass mesh='
+    assert said == 'UsageError: training_state: "rng" is stored per rank, which requires the mesh; pass mesh='
     (said,) = pool.run(asked, 1, path, None, ["ema"])
-    assert 'has no training state "ema", found' in said and said.startswith("InputError: ")
+    assert 'has no training state "ema" (available: ' in said and said.startswith("InputError: ")
 
 
 # ------------------------------------------------------------------------------------------------ refusals
@@ -205,18 +208,27 @@ def refused(rank: int, world_size: int, hf: Path, path: Path, how: str) -> str:
     [
         (
             "array",
-            "UnsupportedError: training_state.a.b: is a ndarray, needed None, a bool, number, text or plain tensor",
+            "UnsupportedError: training_state.a.b: is a ndarray, expected None, a boolean, number, string or plain",
         ),
-        ("number", "UnsupportedError: training_state.a.0: is the number 9223372036854775808, of more than 64 bits"),
-        ("set", "UnsupportedError: training_state.a: is a set, needed"),
-        ("bytes", "UnsupportedError: training_state.a: is a bytes, needed"),
-        ("key", "UnsupportedError: training_state.a: has the key (1, 2) of tuple, needed texts or numbers as keys"),
-        ("code", "UnsupportedError: training_state.a: is a builtin_function_or_method, needed"),
-        ("apart", 'UsageError: training_state: of "a" ranks 0 and 1 have another value, needed the same on all ranks'),
-        ("missing", 'UsageError: training_state: of "a" ranks 0 and 1 have no such name, needed the same'),
+        ("number", "UnsupportedError: training_state.a.0: is the number 9223372036854775808, which exceeds 64 bits"),
+        ("set", "UnsupportedError: training_state.a: is a set, expected"),
+        ("bytes", "UnsupportedError: training_state.a: is a bytes, expected"),
+        (
+            "key",
+            "UnsupportedError: training_state.a: has the key (1, 2) of type tuple; keys must be strings or integers",
+        ),
+        ("code", "UnsupportedError: training_state.a: is a builtin_function_or_method, expected"),
+        (
+            "apart",
+            'UsageError: training_state: "a" must be identical on all ranks, but on ranks 0 and 1 its value differs',
+        ),
+        (
+            "missing",
+            'UsageError: training_state: "a" must be identical on all ranks, but on ranks 0 and 1 only one has it',
+        ),
         ("one", "UnsupportedError: training_state.a: is a ndarray"),
-        ("name", "UsageError: training_state: found the name 'a.b', needed a text without dots"),
-        ("mesh", 'UsageError: training_state: "a" is kept for each rank, needed the mesh, too; pass mesh='),
+        ("name", "UsageError: training_state: invalid name 'a.b', must be a string without dots"),
+        ("mesh", 'UsageError: training_state: "a" is stored per rank, which requires the mesh; pass mesh='),
     ],
 )
 def test_a_refusal_is_that_of_every_rank_and_leaves_nothing(
@@ -264,7 +276,7 @@ def test_damaged_and_foreign_objects_are_refused(tmp_path: Path, checkpoint: Any
         names = [name for name in stored.objects if "deep" in name]
         with pytest.raises(InputError, match="nested deeper than 64 levels"):
             stored.value(names[0])
-    with pytest.raises(UnsupportedError, match="needed a DCP"), open_state(hf):
+    with pytest.raises(UnsupportedError, match="expected a DCP"), open_state(hf):
         pass
     path = tmp_path / "damaged"
     path.mkdir()

@@ -161,7 +161,7 @@ def test_a_registered_class_without_its_decoder_is_refused_by_name() -> None:
 
 
 def test_a_model_without_a_list_is_refused_by_name() -> None:
-    with pytest.raises(UnsupportedError, match=r"^Plain: found no list of layers"):
+    with pytest.raises(UnsupportedError, match=r"^Plain: cannot find a list of layers"):
         layer_groups(Plain(one=nn.Linear(2, 2), convolutions=nn.ModuleList([nn.Linear(2, 2)])))
 
 

@@ -41,13 +41,13 @@ def test_a_model_that_fails_is_unsupported(model: LlamaForCausalLM, module: str,
     with pytest.raises(UnsupportedError) as caught, running(model):
         model(IDS)
     said = str(caught.value)
-    assert said.startswith(f"LlamaForCausalLM: its code fails when it runs: {kind.__name__}: ")
+    assert said.startswith(f"LlamaForCausalLM: the code of the model failed: {kind.__name__}: ")
     assert "index 9 out of range" in said and "\n" not in said
 
 
 def test_what_torch_says_of_a_stage_is_not_the_cause(model: LlamaForCausalLM) -> None:
     rigged(model, RuntimeError("the cause"), modeling_llama.__name__)
-    with pytest.raises(UnsupportedError, match="RuntimeError: the cause; look at its config"), running(model):
+    with pytest.raises(UnsupportedError, match="RuntimeError: the cause; check its config"), running(model):
         try:
             model(IDS)
         except RuntimeError as error:
@@ -75,4 +75,4 @@ def test_refusals_pass_and_memory_is_space(model: LlamaForCausalLM) -> None:
         rigged(model, error, modeling_llama.__name__)
         with pytest.raises(SpaceError) as caught, running(model):
             model(IDS)
-        assert str(caught.value) == f"LlamaForCausalLM: {error}; use more ranks, or fewer rows at a time"
+        assert str(caught.value) == f"LlamaForCausalLM: {error}; use more ranks, or a smaller batch size"

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from ckptx.runtime.parallel.distributed import _is_lost
+from ckptx.runtime.parallel.distributed import _is_connection_lost
 from tests.support.forked import Forked
 from tests.support.ranks import free_port
 
@@ -22,7 +22,7 @@ from ckptx.errors import PeerFailure
 from ckptx.runtime.parallel import distributed
 
 how, waits = sys.argv[1:]
-distributed._PATIENCE = timedelta(seconds=0.5)
+distributed._REPORT_TIMEOUT = timedelta(seconds=0.5)
 with distributed.process_group("cpu") as process:
     rows = torch.ones(4)
     dist.all_reduce(rows)
@@ -44,7 +44,7 @@ with distributed.process_group("cpu") as process:
                 except RuntimeError as error:
                     raise RuntimeError("failed to run forward") from error
     except Exception as error:
-        print(json.dumps([type(error).__name__, str(error), distributed._is_lost(error)]), flush=True)
+        print(json.dumps([type(error).__name__, str(error), distributed._is_connection_lost(error)]), flush=True)
         os._exit(0)
 """
 
@@ -75,7 +75,7 @@ def test_the_words_of_a_peer_that_failed_are_repeated(waits: str) -> None:
 def test_a_store_without_an_answer_is_a_lost_peer() -> None:
     with pytest.raises(dist.DistStoreError) as error:
         dist.HashStore().wait(["never"], timedelta(milliseconds=10))
-    assert _is_lost(error.value)
+    assert _is_connection_lost(error.value)
 
 
 @pytest.mark.parametrize(
@@ -89,4 +89,4 @@ def test_a_store_without_an_answer_is_a_lost_peer() -> None:
     ids=["connection", "words", "download", "class"],
 )
 def test_an_error_of_the_model_is_no_lost_peer(error: Exception) -> None:
-    assert not _is_lost(error)
+    assert not _is_connection_lost(error)

@@ -19,7 +19,7 @@ from ckptx.runtime.model.layers import canonical_name
 from ckptx.runtime.parallel.distributed import mesh_of
 from ckptx.runtime.parallel.gradients import NonFiniteGradients, clip_grad_norm, labels_per_rank, sync_gradients
 from ckptx.runtime.parallel.parallelize import parallelize
-from ckptx.runtime.parallel.shards import narrowed, pieces_of
+from ckptx.runtime.parallel.shards import local_shards_of, narrow_to
 from ckptx.runtime.parallel.tensor_parallel.plans import find_plan
 from tests.support.models import EVERY, Recipe, build, tokens
 from tests.support.pool import GlooPool
@@ -57,8 +57,8 @@ def differences(model: Any, layout: Any, wanted: dict[str, torch.Tensor]) -> Ite
             continue
         name, gradient = canonical_name(key), parameter.grad
         local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
-        for piece in pieces_of(name, gradient, layout.local_regions(name) if layout is not None else None):
-            difference = narrowed(local, piece.local) - narrowed(wanted[name], piece.region)
+        for piece in local_shards_of(name, gradient, layout.local_regions(name) if layout is not None else None):
+            difference = narrow_to(local, piece.local) - narrow_to(wanted[name], piece.region)
             yield float(difference.abs().max())
 
 
@@ -165,14 +165,14 @@ def spoiled(rank: int, world_size: int) -> Any:
 def test_a_norm_that_is_not_finite_is_refused_where_asked_by_name(pool: GlooPool) -> None:
     for rank, (said, is_left, total, is_runtime_error) in enumerate(pool.run(spoiled, 4)):
         where = "in model.norm.weight" if rank >= 2 else "on other ranks"
-        assert f"the norm of order 2.0 is nan, by gradients {where}, needed a finite one" in said
+        assert f"the norm of order 2.0 is nan due to gradients {where}, must be finite" in said
         assert is_left and total != total and is_runtime_error
 
 
 def test_nothing_to_clip_is_zero_and_a_norm_of_order_zero_is_refused() -> None:
     assert float(clip_grad_norm([nn.Parameter(torch.zeros(3))], 1.0)) == 0.0
     assert float(clip_grad_norm(nn.Identity(), 1.0)) == 0.0
-    with pytest.raises(UsageError, match="norm_type is 0, needed a number above 0"):
+    with pytest.raises(UsageError, match="norm_type is 0, must be above 0 or inf"):
         clip_grad_norm(nn.Identity(), 1.0, 0)
 
 

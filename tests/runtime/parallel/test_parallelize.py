@@ -116,7 +116,7 @@ def test_a_layout_with_replicas_is_a_mesh_with_replicas(pool: GlooPool) -> None:
         (names, (1, 2, 2, 1)), (names, (1, 2, 1, 2)), (("pp", "dp_shard", "tp"), (1, 1, 4)),
     ]  # fmt: skip
     assert all(ranks == [0, 1, 2, 3] for *_, ranks in found)
-    assert "dp_replicate 3: found 4 processes, needed 3" in refusal
+    assert "dp_replicate 3: requires 3 processes, not 4" in refusal
 
 
 def test_replicas_of_tensor_parallel_shards(pool: GlooPool) -> None:

@@ -16,7 +16,7 @@ from ckptx.errors import Defect
 from ckptx.layout.parallel_dims import ParallelDims
 from ckptx.layout.placement import Placement, tp_rectangles
 from ckptx.layout.placement import cut as cut_of_files
-from ckptx.runtime.parallel.shards import LocalShard, MeshDimSharding, local_of, pieces
+from ckptx.runtime.parallel.shards import LocalShard, MeshDimSharding, local_of, local_shards
 from tests.support.pool import GlooPool
 
 SHAPES = [(12, 4), (7, 5), (1, 3), (9, 8)]
@@ -37,7 +37,7 @@ def test_plain_shards_are_those_of_torch(shape: tuple[int, int], dims: tuple[int
     placements = [Shard(dim) for dim in dims]
     for sizes in itertools.product((1, 2, 3), (1, 2, 4)):
         for at in itertools.product(*map(range, sizes)):
-            held, local = pieces(shape, [MeshDimSharding(*each) for each in zip(dims, sizes, at, strict=True)])
+            held, local = local_shards(shape, [MeshDimSharding(*each) for each in zip(dims, sizes, at, strict=True)])
             expected, offsets = _compute_local_shape_and_global_offset(shape, sizes, list(at), placements)
             assert local == tuple(expected)
             if 0 not in local:
@@ -53,7 +53,7 @@ def test_fsdp_inside_tp_is_as_files_are_cut(placement: Placement | None, dp: int
     dims = ParallelDims(tp=2, dp_shard=dp)
     blocks = cut_of_files(shape, placement, dims, True)
     for dp_rank, tp_rank in itertools.product(range(dp), range(2)):
-        held, _ = pieces(shape, [MeshDimSharding(0, dp, dp_rank)], tp_rectangles(shape, placement, 2)[tp_rank])
+        held, _ = local_shards(shape, [MeshDimSharding(0, dp, dp_rank)], tp_rectangles(shape, placement, 2)[tp_rank])
         assert [piece.region for piece in held] == [
             block.region for block in blocks if block.rank_in_stage == dims.rank_in_stage(dp_rank, tp_rank)
         ]
@@ -61,21 +61,21 @@ def test_fsdp_inside_tp_is_as_files_are_cut(placement: Placement | None, dp: int
 
 def test_fused_groups_lie_one_after_another() -> None:
     whole = torch.arange(24.0).reshape(6, 4)
-    held, shape = pieces((6, 4), [], [Region((0, 0), (6, 1)), Region((0, 2), (6, 2))])
+    held, shape = local_shards((6, 4), [], [Region((0, 0), (6, 1)), Region((0, 2), (6, 2))])
     assert torch.equal(assembled(whole, held, shape), whole[:, [0, 2, 3]])
-    held, shape = pieces((6, 4), [MeshDimSharding(0, 2, 1)], [Region((0, 0), (1, 4)), Region((3, 0), (3, 4))])
+    held, shape = local_shards((6, 4), [MeshDimSharding(0, 2, 1)], [Region((0, 0), (1, 4)), Region((3, 0), (3, 4))])
     assert torch.equal(assembled(whole, held, shape), whole[[4, 5]])
 
 
 def test_equal_groups_are_cut_one_by_one() -> None:
     whole = torch.arange(24.0).reshape(12, 2)
-    held, shape = pieces((12, 2), [MeshDimSharding(0, 2, 1, groups=3)])
+    held, shape = local_shards((12, 2), [MeshDimSharding(0, 2, 1, groups=3)])
     assert torch.equal(assembled(whole, held, shape), torch.cat([part.chunk(2)[1] for part in whole.chunk(3)]))
 
 
 def test_rectangles_that_lie_anyhow_are_refused() -> None:
-    with pytest.raises(Defect, match="do not lie along one dim"):
-        pieces((4, 4), [], [Region((0, 0), (2, 2)), Region((2, 2), (2, 2))])
+    with pytest.raises(Defect, match="differ in more than one dim"):
+        local_shards((4, 4), [], [Region((0, 0), (2, 2)), Region((2, 2), (2, 2))])
 
 
 def gradient_of_columns(rank: int, world_size: int) -> tuple[str, tuple[int, ...], bool]:

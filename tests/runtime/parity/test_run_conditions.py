@@ -18,7 +18,7 @@ from ckptx.layout.parallel_dims import ParallelDims
 from ckptx.options.verify import RunOptions
 from ckptx.report.report import Log
 from ckptx.runtime.parallel.distributed import RankContext, mesh_of, process_group
-from ckptx.runtime.parallel.parallelize import _of_other_dtype
+from ckptx.runtime.parallel.parallelize import _modules_of_other_dtype
 from ckptx.runtime.parity import forward, reference
 from ckptx.runtime.parity.execution import ForwardResult
 from ckptx.runtime.parity.inputs.batch import inputs_for
@@ -197,14 +197,14 @@ def test_what_a_class_keeps_in_float32_is_sharded_by_itself(pool: GlooPool, tmp_
 
 def test_a_module_of_two_dtypes_is_refused() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
-    assert _of_other_dtype(model) == []
+    assert _modules_of_other_dtype(model) == []
     model[1].half()
     model[0].weight.data = model[0].weight.data.double()
     model[0].bias.data = model[0].bias.data.double()
-    assert _of_other_dtype(model) == [model[1]]
+    assert _modules_of_other_dtype(model) == [model[1]]
     model[1].bias.data = model[1].bias.data.float()
     model[1].bias.requires_grad_(False)
-    assert _of_other_dtype(model) == [model[1]]
+    assert _modules_of_other_dtype(model) == [model[1]]
     model[1].bias.requires_grad_(True)
     with pytest.raises(UnsupportedError, match=r"cannot shard 1, which has parameters of torch\.float16 and torch\.fl"):
-        _of_other_dtype(model)
+        _modules_of_other_dtype(model)

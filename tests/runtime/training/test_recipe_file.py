@@ -90,8 +90,8 @@ def test_changes_are_made_in_order_and_reach_into_mappings() -> None:
         ("training.save_at=[4, 2]", "needed steps in ascending order"),
         ("training.total_steps=3", "training.total_steps: found 3, needed 6 or more"),
         ("training.seed=4294967296", "training.seed: found"),
-        ("layout.pp=4", "found 2 microbatches for 4 stages, needed as many at least"),
-        ("layout.schedule=1f2b", "is unknown, needed one of 1f1b"),
+        ("layout.pp=4", "requires at least 4 microbatches for 4 stages, not 2"),
+        ("layout.schedule=1f2b", "unknown schedule; choose one of 1f1b"),
         ("layout.pp_split=2,x", 'layout.pp_split: found "2,x", needed even'),
         ("=3", "found no key with a value"),
         ("training", "found no key with a value"),
@@ -190,7 +190,7 @@ def test_a_mesh_of_checks_may_need_more_ranks_than_there_are() -> None:
 
 def test_few_microbatches_are_refused_with_1f1b_and_noted_otherwise() -> None:
     few = ["layout.pp=2", "training.local_batch=1", "checks.layouts=[]"]
-    with pytest.raises(UsageError, match="found 1 microbatches for 2 stages"):
+    with pytest.raises(UsageError, match="requires at least 2 microbatches for 2 stages, not 1"):
         read_recipe(TINY, few)
     (note,) = read_recipe(TINY, [*few, "layout.schedule=gpipe"]).notes
     assert "1 microbatch for 2 stages" in note

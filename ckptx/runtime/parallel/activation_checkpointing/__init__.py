@@ -1,1 +1,1 @@
-"""Activation checkpointing: what is wrapped, and what selective mode keeps."""
+"""Activation checkpointing: the layers that are wrapped, and the results that selective mode saves."""

@@ -1,8 +1,8 @@
-"""Which results a selectively checkpointed layer keeps, and which it computes again in the backward pass.
+"""Selective activation checkpointing: saves expensive results of a layer, and recomputes the rest in the backward pass.
 
-Kept: attention, every other matrix product, the choice of experts, and what came over the network. Computed again: the
-rest, which is cheap arithmetic over large tensors, and all-gathers, whose results are as large as what sharding saves.
-The idea, and half of the list, is torchtitan's (`distributed/activation_checkpoint.py`).
+Saved: attention, every other matrix product, the choice of experts, and results of reductions over the network.
+Recomputed: the rest, which is cheap arithmetic over large tensors, and all-gathers, whose results are as large as the
+memory that sharding saves. The idea, and half of the list, is torchtitan's (`distributed/activation_checkpoint.py`).
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from ckptx.runtime.torch_private import TorchDispatchMode, compute_intensive_ope
 _LOG = logging.getLogger(__name__)
 _TRACE_VARIABLE = "CKPTX_SELECTIVE_AC_TRACE"
 
-# Paths below torch.ops. What this torch lacks, or what no imported package has registered, is left out.
+# Paths within torch.ops. Operations that this torch lacks, or that no imported package registered, are left out.
 _MATMULS = (
     "aten.mm",
     "aten.linear",
-    "aten.addmm",  # a linear layer with a bias: no dearer than one without
-    # Scores and weighted sum of eager attention, experts as one batch. To keep both of the former would keep two
-    # tensors that grow with the square of the sequence, more than no checkpointing does.
+    "aten.addmm",  # a linear layer with a bias costs no more than one without
+    # Scores and weighted sum of eager attention, batched experts. Saving both of the former would save two tensors that
+    # grow with the square of the sequence length, more than without checkpointing.
     "aten.bmm",
     "aten._grouped_mm",
     "aten._scaled_grouped_mm",
 )
-# A token must find the same experts again, whatever rounding does to the scores the second time.
-_CHOICES = ("aten.topk", "aten.max")
-_WRITTEN_INTO = (*_CHOICES, "aten.bmm", "aten._grouped_mm", "aten._scaled_grouped_mm")
+# A token must get the same experts again, even if its scores are rounded differently the second time.
+_ROUTING_OPS = ("aten.topk", "aten.max")
+_MUTATED_RESULTS = (*_ROUTING_OPS, "aten.bmm", "aten._grouped_mm", "aten._scaled_grouped_mm")
 _SAVED = (
     "aten._scaled_dot_product_flash_attention",
     "aten._scaled_dot_product_flash_attention_for_cpu",
@@ -50,11 +50,11 @@ _SAVED = (
     "aten._efficient_attention_forward",
     "torch_attn._varlen_attn",
     "higher_order.flex_attention",
-    "higher_order.inductor_compiled_code",  # a compiled region counts as one operation
+    "higher_order.inductor_compiled_code",  # a compiled region is one operation
     "aten._scaled_mm",
     "aten.convolution",
-    *_CHOICES,
-    # The functional collectives alone: those of c10d write into their arguments.
+    *_ROUTING_OPS,
+    # Functional collectives only: those of c10d write into their arguments.
     "_c10d_functional.all_reduce",
     "_c10d_functional.all_reduce_coalesced",
     "_c10d_functional.reduce_scatter_tensor",
@@ -65,9 +65,9 @@ _SAVED = (
     "hybridep.dispatch",
     "hybridep.combine",
 )
-# FSDP2 gathers ahead of time, and names what it does for the profiler: in the second pass there are more or fewer of
-# these than in the first, and operations are told apart by their number.
-_NOT_COUNTED = (
+# FSDP2 prefetches, and annotates its steps for the profiler: the second pass has more or fewer of these operations
+# than the first, and operations are matched by their index.
+_UNCOUNTED_OPS = (
     "profiler._record_function_enter",
     "profiler._record_function_enter_new",
     "profiler._record_function_exit",
@@ -85,11 +85,11 @@ _NOT_COUNTED = (
 
 
 class OpSets(NamedTuple):
-    """Operations that are treated in their own way.
+    """Sets of operations with their own policy.
 
     Attributes:
-        saved: Always kept.
-        alternating: The first is kept, the second computed again, and so on.
+        saved: Operations whose results are always saved.
+        alternating: Operations whose results are alternately saved and recomputed, beginning with saved.
     """
 
     saved: frozenset[Any]
@@ -97,26 +97,26 @@ class OpSets(NamedTuple):
 
 
 def op_sets() -> OpSets:
-    """The operations that exist here; none that writes into an argument, as every `out=` does."""
-    alternating = frozenset(filter(_is_pure, _resolved(_MATMULS)))
-    return OpSets(frozenset(filter(_is_pure, [*_resolved(_SAVED), *_compute_intensive()])) - alternating, alternating)
+    """Return the operations that exist here, except those that write into an argument, e.g. `out=`."""
+    alternating = frozenset(filter(_is_pure, _resolve(_MATMULS)))
+    return OpSets(frozenset(filter(_is_pure, [*_resolve(_SAVED), *_compute_intensive()])) - alternating, alternating)
 
 
 @dataclass(slots=True)
 class Trace:
-    """Says what was decided for each operation, once."""
+    """Logs the decision for each operation once."""
 
     seen: set[str] = field(default_factory=set)
 
-    def say(self, op: Any, decision: str) -> None:
-        """Logs a decision unless the operation had one before."""
+    def log_once(self, op: Any, decision: str) -> None:
+        """Log a decision unless the operation was logged before."""
         if str(op) not in self.seen:
             self.seen.add(str(op))
             _LOG.info("selective activation checkpointing: %s: %s", op, decision)
 
 
 def trace_from_environment() -> Trace | None:
-    """A trace when CKPTX_SELECTIVE_AC_TRACE asks for one; it goes to stderr unless logging is set up."""
+    """Return a trace if CKPTX_SELECTIVE_AC_TRACE is set; it goes to stderr unless logging is configured."""
     if os.environ.get(_TRACE_VARIABLE, "0") in ("", "0"):
         return None
     _LOG.setLevel(logging.INFO)
@@ -127,11 +127,11 @@ def trace_from_environment() -> Trace | None:
 
 @dataclass(slots=True)
 class SelectivePolicy:
-    """Decides over each operation of one region in one pass over it and its recomputation.
+    """Decides for each operation of one region, in one forward pass and its recomputation.
 
-    Up to torch 2.12 the policy is asked again while recomputing, and what it kept is taken out by these answers; so the
-    two passes count by themselves. With one counter, an odd number of products would turn every answer of the second
-    pass around. torch 2.13 remembers the answers of the first pass.
+    Up to torch 2.12 the policy is called again while recomputing, and those answers select the saved results; so each
+    pass has its own counter. With a shared one, an odd number of products would flip every answer of the second pass.
+    torch 2.13 remembers the answers of the first pass.
     """
 
     ops: OpSets
@@ -139,10 +139,10 @@ class SelectivePolicy:
     products: dict[bool, int] = field(default_factory=lambda: {False: 0, True: 0})
 
     def __call__(self, context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        """What to do with the result of `op`, as torch asks it."""
-        policy, said = self._decide(bool(context.is_recompute), op, args, kwargs)
+        """Return the policy for the result of `op`; the signature is torch's."""
+        policy, decision = self._decide(bool(context.is_recompute), op, args, kwargs)
         if self.trace is not None and not context.is_recompute:
-            self.trace.say(op, said)
+            self.trace.log_once(op, decision)
         return policy
 
     def _decide(
@@ -160,29 +160,29 @@ class SelectivePolicy:
 
 
 def context_maker() -> Callable[[], Any]:
-    """What makes the two contexts, forward and recompute, of each pass over a region.
+    """Return a function that makes the two contexts, forward and recompute, for each pass over a region.
 
-    Every region, and every microbatch in it, gets a policy of its own: 1F1B recomputes one while it runs another.
+    Every microbatch of every region gets its own policy, as 1F1B recomputes one while it runs another.
     """
     ops, trace = op_sets(), trace_from_environment()
-    do_not_count()
+    exclude_from_count()
 
-    written = frozenset(_resolved(_WRITTEN_INTO))
+    mutated = frozenset(_resolve(_MUTATED_RESULTS))
 
     def make() -> Any:
         contexts = torch_checkpoint.create_selective_checkpoint_contexts(SelectivePolicy(ops, trace))
-        if torch.compiler.is_compiling():  # takes torch's own two alone; there, no operation writes into a tensor
+        if torch.compiler.is_compiling():  # requires torch's own contexts; its graphs do not mutate tensors
             return contexts
-        return tuple(_Copies(context, written) for context in contexts)
+        return tuple(_ResultCopies(context, mutated) for context in contexts)
 
     return make
 
 
-class _Copies(TorchDispatchMode):  # type: ignore[misc]  # torch says Any
-    """A context of torch's around which the results of some operations are handed out as copies.
+class _ResultCopies(TorchDispatchMode):  # type: ignore[misc]  # torch says Any
+    """A context of torch's, in which the results of some operations are returned as copies.
 
-    Routers scale the weights of the chosen experts in place (Mixtral, Qwen3-MoE), experts add their bias so (gpt-oss).
-    What was kept must stay as it was: handed out again, it would be scaled a second time, and torch refuses.
+    Routers scale the weights of the chosen experts in place (Mixtral, Qwen3-MoE), experts add their bias in place
+    (gpt-oss). A saved result must not change: returned again, it would be scaled a second time, and torch refuses that.
     """
 
     def __init__(self, inner: TorchDispatchMode, ops: frozenset[Any]) -> None:
@@ -202,15 +202,15 @@ class _Copies(TorchDispatchMode):  # type: ignore[misc]  # torch says Any
         return tree_map_only(torch.Tensor, torch.clone, result) if op in self._ops else result
 
 
-def do_not_count() -> None:
-    """Adds what FSDP2 and the profiler do to the operations that torch leaves alone, where it can be told so."""
+def exclude_from_count() -> None:
+    """Add operations of FSDP2 and the profiler to those that torch ignores, if this torch has such a list."""
     ignored = getattr(torch_checkpoint, "SAC_IGNORED_OPS", None)
     if isinstance(ignored, set):
-        ignored.update(_resolved(_NOT_COUNTED))
+        ignored.update(_resolve(_UNCOUNTED_OPS))
 
 
 def _leaves_device(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether the operation copies from a device to the host: again, that would have the device waited for again."""
+    """Return True for a copy from a device to the host, which must not synchronize a second time."""
     if op is not torch.ops.aten._to_copy.default:
         return False
     target = kwargs.get("device")
@@ -218,13 +218,13 @@ def _leaves_device(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bo
 
 
 def _compute_intensive() -> Iterator[Any]:
-    """Yield every overload of what torch's own partitioner never recomputes."""
+    """Yield every overload of the operations that torch's own partitioner never recomputes."""
     for packet in compute_intensive_operations():
         yield from _overloads(packet)
 
 
-def _resolved(paths: tuple[str, ...]) -> Iterator[Any]:
-    """The overloads of those operations that exist."""
+def _resolve(paths: tuple[str, ...]) -> Iterator[Any]:
+    """Yield the overloads of those operations that exist."""
     for path in paths:
         found: Any = torch.ops
         with suppress(AttributeError):
@@ -234,11 +234,11 @@ def _resolved(paths: tuple[str, ...]) -> Iterator[Any]:
 
 
 def _is_pure(op: Any) -> bool:
-    """Whether an operation leaves its arguments alone; a kept result would leave what it writes into unwritten."""
-    schema = schema_of(op)  # a higher-order one has none
+    """Return True if an operation mutates no argument; a saved result would skip the mutation when recomputing."""
+    schema = schema_of(op)  # None for a higher-order operation
     return schema is None or not schema.is_mutable
 
 
 def _overloads(found: Any) -> list[Any]:
-    """All overloads of an operation; a higher-order one has none but itself."""
+    """Return all overloads of an operation; a higher-order operation has only itself."""
     return [getattr(found, name) for name in found.overloads()] if hasattr(found, "overloads") else [found]

@@ -1,17 +1,17 @@
-"""Activation checkpointing: what a layer keeps from its forward pass, and what it computes a second time.
+"""Activation checkpointing: saves part of the activations of a layer, and recomputes the rest in the backward pass.
 
-    none        everything is kept
-    submodule   attention, MLP and norms are checkpointed one by one: their inputs are kept; a layer that has nothing
-                of the kind is checkpointed whole
-    selective   attention and every other matrix product are kept (see `selective`)
-    full        the input of the layer is kept
+    none        all activations are saved
+    submodule   attention, MLP and norms are checkpointed separately, and their inputs saved; a layer without such
+                submodules is checkpointed as a whole
+    selective   attention and every other matrix product are saved (see `selective`)
+    full        the input of the layer is saved
 
-torch's NO_REENTRANT wrapper does it, in the place of the layer: a reentrant one would run the hooks of FSDP2 twice.
-Random numbers are replayed, so dropout is the same in both passes.
+torch's NO_REENTRANT wrapper replaces each layer: a reentrant one would run the hooks of FSDP2 twice. The RNG state is
+restored, so dropout is the same in both passes.
 
-Which kernel runs an attention is not replayed. It is the same in both passes because nothing here chooses one for the
-forward pass alone; who wraps `sdpa_kernel` around a forward must wrap the backward too, and torch raises
-CheckpointError if the kernels keep different things.
+The choice of an attention kernel is not restored. It is the same in both passes because nothing here chooses one for
+the forward pass alone; code that wraps `sdpa_kernel` around a forward must wrap the backward too, and torch raises
+CheckpointError if the kernels save different tensors.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from ckptx.runtime.model.layers import (
     is_stage,
     layer_groups,
     submodule,
-    unwrapped,
+    unwrap,
 )
 from ckptx.runtime.parallel.activation_checkpointing.selective import context_maker
 from ckptx.runtime.torch_private import CheckpointImpl, CheckpointWrapper, checkpoint_wrapper, use_first_compiled_graph
@@ -44,7 +44,7 @@ __all__ = [
     "KVSharingFallback",
     "canonical_name",
     "checkpoint_activations",
-    "configs_as_given",
+    "original_configs",
     "shares_kv",
 ]
 
@@ -55,10 +55,10 @@ SCOPES = ("all", *GROUPS)
 
 Wrap = Callable[[nn.Module], nn.Module]
 
-_CACHING = "_ckptx_configs_that_cache"  # attribute of the model; no attribute of a config, for it would be saved
+_CACHING = "_ckptx_configs_that_cache"  # attribute of the model; an attribute of a config would be saved
 
-# What classes of transformers call the parts of a layer. A layer with cross-attention has two of the first kind. Names
-# that one model type alone has are among its corrections.
+# Names of submodules in the layers of transformers. A layer with cross-attention has two attention modules. Names that
+# only one model type uses are in its corrections.
 _ATTENTION = frozenset({
     "self_attn", "attention", "attn", "self_attention", "linear_attn", "encoder_attn", "cross_attn", "crossattention",
     "SelfAttention", "EncDecAttention", "mamba", "mixer", "conv", "short_conv",
@@ -76,11 +76,11 @@ _NORM = frozenset({
 
 
 class KVSharingFallback(UserWarning):
-    """Layers reuse keys and values of others, so that their attention is not checkpointed as was asked."""
+    """Warning: layers reuse keys and values of other layers, so their attention is not checkpointed as requested."""
 
 
 class _PartNames(NamedTuple):
-    """What the parts of a layer are called in a model."""
+    """Names of the submodules of a layer in a model, for attention and for MLP and norms."""
 
     attention: frozenset[str]
     others: frozenset[str]
@@ -95,26 +95,26 @@ class _ChildModule(NamedTuple):
 
 
 def checkpoint_activations(model: nn.Module, mode: str, scope: str = "all", *, compile: bool = False) -> int:
-    """Wraps the layers of a model, in place. Comes after TP, before compile and FSDP2.
+    """Wrap the layers of a model, in place, after TP and before compile and FSDP2.
 
-    Parameters keep their names in the state dict; elsewhere `canonical_name` gives them. A layer without a trainable
-    parameter stays as it is. `use_cache` becomes false in every config: a layer that ran twice would append its keys
-    and values twice; `configs_as_given` undoes it for whoever saves them. Models whose layers share keys and values
-    need the cache; their attention is not checkpointed, and `full` and `selective` become `submodule` there, with a
+    Parameters keep their names in the state dict; elsewhere `canonical_name` gives them. A layer without trainable
+    parameters is left unchanged. `use_cache` becomes false in every config, as a layer that ran twice would append its
+    keys and values twice; `original_configs` restores it for saving. Models whose layers share keys and values need the
+    cache; their attention is not checkpointed, and `full` and `selective` become `submodule` there, with a
     `KVSharingFallback` warning.
 
     Args:
         model: A transformers model, or a pipeline stage of one.
         mode: One of `MODES`.
         scope: One of `SCOPES`: the group of layers.
-        compile: Whether the wrapped layers will be compiled. Compile the wrapper, not what is in it.
+        compile: True if the wrapped layers will be compiled. Compile the wrapper, not the module in it.
 
     Returns:
-        The number of layers that are checkpointed, those that already were included.
+        The number of checkpointed layers, those that already were included.
 
     Raises:
-        UsageError: An unknown mode or scope, or transformers' own gradient checkpointing is on too.
-        UnsupportedError: Not one layer would be checkpointed, and the model is not a pipeline stage.
+        UsageError: The mode or scope is unknown, or gradient checkpointing of transformers is enabled as well.
+        UnsupportedError: No layer would be checkpointed, and the model is not a pipeline stage.
     """
     _check(model, mode, scope)
     if mode == "none":
@@ -124,14 +124,14 @@ def checkpoint_activations(model: nn.Module, mode: str, scope: str = "all", *, c
         _stop_caching(model)
     elif mode != "submodule" and scope in ("all", "language"):
         warnings.warn(
-            f"{_class_name(model)}: its layers share keys and values, so mode {mode} checkpoints their MLP and norms "
-            "alone; all of their attention is kept",
+            f"{_class_name(model)}: layers share keys and values, so mode {mode} checkpoints only their MLP and norms; "
+            "all attention activations are saved",
             KVSharingFallback,
             stacklevel=2,
         )
     if compile and mode == "selective":
         use_first_compiled_graph()
-    whole, names = _wrap_whole(mode), _part_names(model)
+    whole, names = _layer_wrapper(mode), _part_names(model)
     count = 0
     for group, layers in layer_groups(model).items():
         if scope not in ("all", group):
@@ -139,53 +139,53 @@ def checkpoint_activations(model: nn.Module, mode: str, scope: str = "all", *, c
         shares = has_shared and group == "language"
         for layer in filter(_is_trainable, layers):
             if mode == "submodule" or shares:
-                done = _checkpoint_parts(layer.module, names.others if shares else names.others | names.attention)
-                count += done or (not shares and _checkpoint_layer(model, layer, whole))
+                has_parts = _checkpoint_parts(layer.module, names.others if shares else names.others | names.attention)
+                count += has_parts or (not shares and _checkpoint_layer(model, layer, whole))
             else:
                 count += _checkpoint_layer(model, layer, whole)
     if not count and not is_stage(model):
         raise UnsupportedError(
-            f"{_class_name(model)}: mode {mode} with scope {scope} checkpoints 0 layers, needed one; the class has no "
-            "such layers or none with a trainable parameter: choose another scope or mode none"
+            f"{_class_name(model)}: mode {mode} with scope {scope} would checkpoint no layer, as the class has none or "
+            "none with trainable parameters; choose another scope, or mode none"
         )
     return count
 
 
 def shares_kv(model: nn.Module) -> bool:
-    """Whether layers of the model reuse keys and values that another one computed (Gemma 3n, small Gemma 4)."""
-    return any(map(_shares, _configs(model)))
+    """Return True if layers reuse keys and values that another layer computed (Gemma 3n, small Gemma 4)."""
+    return any(map(_config_shares_kv, _configs(model)))
 
 
-def _shares(config: Any) -> bool:
+def _config_shares_kv(config: Any) -> bool:
     if (getattr(config, "num_kv_shared_layers", 0) or 0) > 0:
         return True
-    # what layers ask in newer releases; Mistral Large 4 has it alone
+    # newer releases read this key; Mistral Large 4 has only this one
     return any(getattr(config, "kv_sharing_modes", None) or ())
 
 
 def _check(model: nn.Module, mode: str, scope: str) -> None:
     for value, allowed, what in ((mode, MODES, "mode"), (scope, SCOPES, "scope")):
         if value not in allowed:
-            raise UsageError(f'activation checkpointing {what} "{value}": needed one of {", ".join(allowed)}')
+            raise UsageError(f'activation checkpointing: unknown {what} "{value}"; choose one of {", ".join(allowed)}')
     if mode != "none" and any(module.__dict__.get("gradient_checkpointing") for module in model.modules()):
         raise UsageError(
-            f"{_class_name(model)}: gradient checkpointing of transformers is on, needed one kind alone; call "
+            f"{_class_name(model)}: gradient checkpointing of transformers is enabled as well; call "
             "gradient_checkpointing_disable() first"
         )
 
 
-def _wrap_whole(mode: str) -> Wrap:
-    """How a whole layer is wrapped in a mode."""
+def _layer_wrapper(mode: str) -> Wrap:
+    """Return the function that wraps a whole layer in a mode."""
     if mode == "selective":
         make = context_maker()
-        return lambda module: _wrapped(module, context_fn=make)
-    return _wrapped
+        return lambda module: _wrap(module, context_fn=make)
+    return _wrap
 
 
 class _PartWrapper(CheckpointWrapper):  # type: ignore[misc]  # torch says Any
-    """A wrapper that `isinstance` takes for what is in it, too: Ernie 4.5 VL asks its MLP whether it has experts.
+    """A wrapper that is also an instance of the wrapped class, as Ernie 4.5 VL checks the class of its MLP.
 
-    Not for a whole layer: FSDP2 gives that another class.
+    Not for a whole layer, whose class FSDP2 changes.
     """
 
     @property  # type: ignore[misc]  # torch has an attribute there
@@ -193,12 +193,12 @@ class _PartWrapper(CheckpointWrapper):  # type: ignore[misc]  # torch says Any
         return type(self.__dict__.get("_modules", {}).get("_checkpoint_wrapped_module", self))
 
 
-def _wrapped_part(module: nn.Module) -> nn.Module:
+def _wrap_part(module: nn.Module) -> nn.Module:
     wrapper: nn.Module = _PartWrapper(module, CheckpointImpl.NO_REENTRANT, preserve_rng_state=True)
     return wrapper
 
 
-def _wrapped(module: nn.Module, **settings: Any) -> nn.Module:
+def _wrap(module: nn.Module, **settings: Any) -> nn.Module:
     wrapper: nn.Module = checkpoint_wrapper(
         module, checkpoint_impl=CheckpointImpl.NO_REENTRANT, preserve_rng_state=True, **settings
     )
@@ -206,19 +206,19 @@ def _wrapped(module: nn.Module, **settings: Any) -> nn.Module:
 
 
 def _checkpoint_layer(model: nn.Module, layer: Layer, wrap: Wrap) -> bool:
-    """Puts a wrapper in the place of a layer; False for a list, which is none."""
-    if is_container(unwrapped(layer.module)):
+    """Replace a layer by its wrapper; return False for a list, which is not a layer."""
+    if is_container(unwrap(layer.module)):
         return False
     if not isinstance(layer.module, CheckpointWrapper):
         path, _, key = layer.name.rpartition(".")
         parent = submodule(model, path)
         assert parent is not None, layer.name
-        unwrapped(parent).register_module(key, wrap(layer.module))
+        unwrap(parent).register_module(key, wrap(layer.module))
     return True
 
 
 def _part_names(model: nn.Module) -> _PartNames:
-    """The usual names, and those that model types in the model have for themselves."""
+    """Return the usual names of submodules, and those that model types in the model add."""
     types = {str(getattr(config, "model_type", "")) for config in _configs(model)}
     rows = [row for each in types for row in corrections_of(each).layer_parts]
     return _PartNames(
@@ -227,20 +227,20 @@ def _part_names(model: nn.Module) -> _PartNames:
     )
 
 
-def _checkpoint_parts(layer: nn.Module, wanted: Collection[str]) -> bool:
-    """Puts wrappers around the parts of a layer with these names; False when it has none."""
-    parts = [part for part in _parts(unwrapped(layer)) if part.name in wanted]
+def _checkpoint_parts(layer: nn.Module, names: Collection[str]) -> bool:
+    """Wrap the submodules of a layer with these names; return False if it has none."""
+    parts = [part for part in _parts(unwrap(layer)) if part.name in names]
     for part in parts:
         if not isinstance(part.module, CheckpointWrapper):
-            part.parent.register_module(part.name, _wrapped_part(part.module))
+            part.parent.register_module(part.name, _wrap_part(part.module))
     return bool(parts)
 
 
 def _parts(layer: nn.Module) -> Iterator[_ChildModule]:
-    """The registered children of a layer.
+    """Yield the registered children of a layer.
 
-    T5 has a list of sublayers in each layer; their children are taken then. A property that shows a child under a
-    second name is not asked: a wrapper there would be a second parameter name.
+    T5 has a list of sublayers in each layer, whose children are yielded. A property that returns a child under a second
+    name is not followed: a wrapper there would give its parameters second names.
     """
     for name, child in layer._modules.items():
         if child is None:
@@ -265,10 +265,9 @@ def _stop_caching(model: nn.Module) -> None:
 
 
 @contextmanager
-def configs_as_given(model: nn.Module) -> Iterator[None]:
-    """Within it, the configs of a model are as they were before `checkpoint_activations`: how a model is trained is no
-    part of what is saved."""
-    caching = [config for config in unwrapped(model).__dict__.get(_CACHING, ()) if config.use_cache is False]
+def original_configs(model: nn.Module) -> Iterator[None]:
+    """Restore `use_cache` in the configs within the block, as before `checkpoint_activations`."""
+    caching = [config for config in unwrap(model).__dict__.get(_CACHING, ()) if config.use_cache is False]
     for config in caching:
         config.use_cache = True
     try:
@@ -279,7 +278,7 @@ def configs_as_given(model: nn.Module) -> Iterator[None]:
 
 
 def _configs(model: nn.Module) -> list[Any]:
-    """Every config in the model: that of each module, since encoder-decoders copy theirs, and those nested in it."""
+    """Return every config in the model: one per module, as encoder-decoders copy theirs, and all nested ones."""
     found: dict[int, Any] = {}
     waiting = [config for module in model.modules() if (config := module.__dict__.get("config")) is not None]
     while waiting:
@@ -291,4 +290,4 @@ def _configs(model: nn.Module) -> list[Any]:
 
 
 def _class_name(model: nn.Module) -> str:
-    return type(unwrapped(model)).__name__
+    return type(unwrap(model)).__name__

@@ -1,1 +1,1 @@
-"""Pipeline stages: the model's own forward on each of them, and what must travel between them."""
+"""Pipeline stages: the model's own forward on each stage, and the values sent between stages."""

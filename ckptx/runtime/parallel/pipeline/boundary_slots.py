@@ -1,8 +1,8 @@
-"""Where a value lies among the arguments of a call: how it is found there, and put there.
+"""Slots: places among the arguments of a call, and functions that read and write the value of a slot.
 
     decoder layer 3, its first call, argument "shared_kv_states", key "full_attention", the second of 2
 
-Arguments are one dict: positional ones under their index, the others under their name.
+Arguments are one dict: positional arguments by index, keyword arguments by name.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Arguments = dict[Any, Any]
 
 
 class ContainerStep(NamedTuple):
-    """One step into a container: a key of a dict (`length` is -1), or an index of a tuple or list of that length."""
+    """One step into a container: a dict key (`length` is -1), or an index into a sequence of `length` items."""
 
     key: Any
     length: int = -1
@@ -29,8 +29,8 @@ class BoundarySlot(NamedTuple):
 
     Attributes:
         point: Canonical name of the module that is called.
-        call: How often it was called before, in one forward pass.
-        steps: From the arguments to the value.
+        call: Number of earlier calls of this module in the same forward pass.
+        steps: Path from the arguments to the value.
     """
 
     point: str
@@ -44,7 +44,7 @@ class BoundarySlot(NamedTuple):
 
 
 def leaves(value: Any, steps: tuple[ContainerStep, ...] = ()) -> Iterator[tuple[tuple[ContainerStep, ...], Any]]:
-    """Everything in nested dicts, tuples and lists that is none of these, with its place."""
+    """Yield every value in nested dicts, tuples and lists that is not a container itself, with its path."""
     if isinstance(value, (dict, UserDict)):
         for key, item in value.items():
             yield from leaves(item, (*steps, ContainerStep(key)))
@@ -56,7 +56,7 @@ def leaves(value: Any, steps: tuple[ContainerStep, ...] = ()) -> Iterator[tuple[
 
 
 def get(value: Any, steps: tuple[ContainerStep, ...]) -> Any:
-    """What lies there; None where nothing does."""
+    """Return the value at a path; None if the path does not exist."""
     for key, length in steps:
         if isinstance(value, (dict, UserDict)) if length < 0 else isinstance(value, (tuple, list)):
             value = value.get(key) if length < 0 else value[key] if key < len(value) else None
@@ -66,7 +66,7 @@ def get(value: Any, steps: tuple[ContainerStep, ...]) -> Any:
 
 
 def put(container: Any, steps: tuple[ContainerStep, ...], value: Any) -> None:
-    """Puts a value there. Dicts are changed in place, for layers share them; tuples and lists are made anew."""
+    """Set the value at a path. Dicts are changed in place, as layers share them; tuples and lists are replaced."""
     (key, _), *rest = steps
     if not rest:
         container[key] = value
@@ -84,7 +84,10 @@ def put(container: Any, steps: tuple[ContainerStep, ...], value: Any) -> None:
 
 
 def is_same(a: Any, b: Any) -> bool:
-    """Whether two values are equal, bit for bit; NaN is equal to nothing. Of other objects the types are compared."""
+    """Return True if two values are equal bit for bit; NaN equals nothing.
+
+    Objects that are neither tensors nor plain values are equal if their types are.
+    """
     if isinstance(a, Tensor) and isinstance(b, Tensor):
         return bool(a.shape == b.shape and a.dtype == b.dtype and torch.equal(a, b))
     if type(a) is not type(b):

@@ -1,4 +1,4 @@
-"""Looks at what the layers of a model, and the modules on the way to them, are given, and changes it."""
+"""Hooks that read and change the arguments of a model's layers and of the modules on the path to them."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from ckptx.runtime.parallel.pipeline.boundary_slots import Arguments
 from ckptx.runtime.parallel.pipeline.stage import modules_on_the_path
 from ckptx.runtime.torch_private import compiled_call, set_compiled_call
 
-Call = tuple[str, int]  # the canonical name of a module, and how often it was called before in this forward pass
+Call = tuple[str, int]  # canonical name of a module, number of its earlier calls in this forward pass
 BeforeCall = Callable[[Call, Arguments], None]
 AfterCall = Callable[[Call, Any], None]
 
 
 def hook_points(model: nn.Module, stages: StageMap) -> dict[str, nn.Module]:
-    """The modules that are looked at: those on the way to the layers, the layers, and what runs right around them.
+    """Return the modules to hook by name: on the path to the layers, the layers, and those right around them.
 
-    Of a module in wrappers it is the outermost wrapper.
+    For a wrapped module, the outermost wrapper is returned.
     """
     lists = {stack.path for stack in stages.stacks}
     names = [name for name in modules_on_the_path(stages) if name and name not in lists]
@@ -34,10 +34,10 @@ def hook_points(model: nn.Module, stages: StageMap) -> dict[str, nn.Module]:
 
 
 class CallHooks:
-    """Hooks on the points of a model; they do nothing but within `watching`.
+    """Hooks on the modules of `hook_points`; they do nothing outside of `active`.
 
-    They run before those of wrappers, and not again when activations are recomputed. A module that is compiled runs its
-    own hooks within what is compiled, which must not change with what they are told: there they are put around it.
+    They run before the hooks of wrappers, and not again when activations are recomputed. A compiled module runs its own
+    hooks inside the compiled graph, which must not depend on the callbacks; there the hooks wrap the compiled call.
     """
 
     def __init__(self, model: nn.Module, stages: StageMap) -> None:
@@ -57,7 +57,7 @@ class CallHooks:
 
     @contextmanager
     def active(self, before: BeforeCall, after: AfterCall | None = None) -> Iterator[None]:
-        """For one forward pass.
+        """Call the callbacks during one forward pass.
 
         Args:
             before: Called with the arguments of each call; may change them in place.
@@ -71,7 +71,7 @@ class CallHooks:
             self._before_call = self._after_call = None
 
     def remove(self) -> None:
-        """Takes the hooks away."""
+        """Remove the hooks."""
         for handle in self._handles:
             handle.remove()
 
@@ -112,5 +112,5 @@ class _CompiledCallHooks:
         set_compiled_call(module, call)
 
     def remove(self) -> None:
-        """Leaves the compiled call alone."""
+        """Restore the compiled call."""
         set_compiled_call(self._module, self._compiled)

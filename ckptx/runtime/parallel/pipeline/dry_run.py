@@ -22,7 +22,7 @@ from ckptx.runtime.parallel.pipeline.boundary_slots import is_same
 from ckptx.runtime.parallel.pipeline.run import StageRun, as_stage_inputs, backward_roots, clone_outputs, input_grads
 from ckptx.runtime.torch_private import stage_backward_input, stage_backward_weight
 
-_TOLERANCE = 1e-5  # of the largest number of a gradient, in float32: what is summed in another order is nearer by far
+_TOLERANCE = 1e-5  # relative to the largest element of a float32 gradient; another order of sums differs far less
 
 Gradients = dict[str, Tensor]
 
@@ -36,43 +36,43 @@ def dry_run_stages(
     *,
     split_backward: bool = False,
 ) -> None:
-    """Runs all stages on each batch.
+    """Run all stages on each batch and compare outputs and gradients with the unsplit model.
 
     Args:
-        model: As `discover_boundaries` was given it.
-        stages: How it is cut.
-        boundaries: The values that travel between stages.
+        model: The model that was passed to `discover_boundaries`.
+        stages: Assignment of layers to stages.
+        boundaries: Values that stages send each other.
         batches: Arguments for its forward.
-        output: Takes from what the model returns what counts.
-        split_backward: Compute gradients of inputs and of weights apart, as zero-bubble schedules do.
+        output: Takes the tensor to compare from the output of the model.
+        split_backward: Compute gradients of inputs and of weights separately, as zero-bubble schedules do.
 
     Raises:
-        UnsupportedError: The stages give something else than the model in one piece, or fail.
+        UnsupportedError: The stages fail, or differ from the unsplit model.
     """
     name = type(model).__name__
     parts = [
         StageRun(stage_of(model, stages, each, boundaries.forms), stages, each, boundaries) for each in range(stages.pp)
     ]
     for batch in batches:
-        with _gradients(model) as wanted:
-            right = output(model(**batch))
-            _loss(right).backward()
+        with _gradients(model) as expected_gradients:
+            expected = output(model(**batch))
+            _loss(expected).backward()
         with _gradients(model) as found:
             try:
                 given, sent, last = _forward(parts, batch, output)
-                if not is_same(last.detach(), right.detach()):
+                if not is_same(last.detach(), expected.detach()):
                     raise UnsupportedError(
-                        f"{name}: {stages.pp} pipeline stages give something else than the whole model; something "
-                        "travels between its layers by another way than arguments; leave out --pp"
+                        f"{name}: the output of {stages.pp} pipeline stages differs from that of the whole model; "
+                        "state passes between layers other than as an argument; leave out --pp"
                     )
                 _backward(parts, given, [*sent, (_loss(last),)], split=split_backward)
             except RuntimeError as error:
-                said = str(error).splitlines()[0] if str(error) else type(error).__name__
-                way = "use --schedule 1f1b, which goes backward in one part, or " if split_backward else ""
+                reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+                hint = "use --schedule 1f1b, which does not split the backward pass, or " if split_backward else ""
                 raise UnsupportedError(
-                    f"{name}: {stages.pp} pipeline stages of it cannot be run: {said[:160]}; {way}leave out --pp"
+                    f"{name}: cannot run it as {stages.pp} pipeline stages: {reason[:160]}; {hint}leave out --pp"
                 ) from error
-        _compare(name, wanted, found)
+        _compare(name, expected_gradients, found)
 
 
 def _loss(found: Tensor) -> Tensor:
@@ -82,7 +82,7 @@ def _loss(found: Tensor) -> Tensor:
 def _forward(
     parts: Sequence[StageRun], batch: Batch, output: Callable[[Any], Tensor]
 ) -> tuple[list[tuple[Any, ...]], list[tuple[Any, ...]], Tensor]:
-    """What each stage was given, what each but the last sent, and what the last gave."""
+    """Return the inputs of each stage, the values that each stage but the last sends, and the output of the last."""
     given: list[tuple[Any, ...]] = [()]
     sent: list[tuple[Any, ...]] = []
     for part in parts:
@@ -97,7 +97,7 @@ def _forward(
 def _backward(
     parts: Sequence[StageRun], given: Sequence[Sequence[Any]], sent: Sequence[Sequence[Any]], *, split: bool
 ) -> None:
-    """From the last stage to the first."""
+    """Run the backward passes from the last stage to the first."""
     later: list[Callable[[], Any]] = []
     for part in reversed(parts):
         outputs, gradients = list(sent[part.number]), None
@@ -115,7 +115,7 @@ def _backward(
 
 @contextmanager
 def _gradients(model: nn.Module) -> Iterator[Gradients]:
-    """The gradients that come in the block, filled at its end; the model keeps none."""
+    """Collect the gradients of the block, filled in at its end; the model keeps none."""
     found: Gradients = {}
     model.zero_grad(set_to_none=True)
     try:
@@ -127,10 +127,10 @@ def _gradients(model: nn.Module) -> Iterator[Gradients]:
 
 
 def _compare(name: str, wanted: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> None:
-    for parameter, right in wanted.items():
+    for parameter, expected in wanted.items():
         gradient = found.get(parameter)
-        size = float(right.abs().max()) if right.numel() else 0.0
-        difference = size if gradient is None else float((right - gradient).abs().max()) if right.numel() else 0.0
+        size = float(expected.abs().max()) if expected.numel() else 0.0
+        difference = size if gradient is None else float((expected - gradient).abs().max()) if expected.numel() else 0.0
         if not difference <= _TOLERANCE * size:
             raise UnsupportedError(
                 f"{name}: split into pipeline stages, the gradient of {parameter} differs by {difference:.3g} from "

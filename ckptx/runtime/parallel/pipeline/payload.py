@@ -1,12 +1,12 @@
-"""What is sent from a stage to the next: tensors of fixed shapes, for every microbatch the same.
+"""The payload that a stage sends to the next: tensors of fixed shapes, the same for every microbatch.
 
-Buffers of a pipeline are made once. What differs between microbatches (features of as many images as there are, a mask
-that only some have) is padded to the largest, and its true shape is sent along:
+The buffers of a pipeline are allocated once. A value whose shape differs between microbatches (features of any number
+of images, an optional mask) is padded to the largest shape, and its true shape is sent along:
 
     header      (values, 1 + dims)      -1 for None, else 1; then the true shape
     values      each of the shape of its `PayloadSlot`
 
-All of it is floating-point numbers: before torch 2.13 every buffer of a pipeline gets gradients, which no others have.
+All of it is floating-point: before torch 2.13 every buffer of a pipeline gets gradients, which only floats can have.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ _NONE = -1
 
 
 class PayloadSlot(NamedTuple):
-    """The room for one value.
+    """The buffer for one value.
 
     Attributes:
-        shape: The largest of any microbatch, dim by dim.
-        dtype: Of the value.
-        is_trained: Whether gradients come back.
+        shape: Largest size of each dim over all microbatches.
+        dtype: Dtype of the value.
+        is_trained: True if gradients are sent back.
     """
 
     shape: tuple[int, ...]
@@ -41,64 +41,64 @@ class PayloadSlot(NamedTuple):
 
     @property
     def wire(self) -> torch.dtype:
-        """The dtype it is sent in, which has all its values."""
+        """The dtype that is sent, which can represent every value of `dtype`."""
         if self.dtype.is_floating_point:
             return self.dtype
         return torch.float64 if self.dtype.itemsize > 2 else torch.float32
 
 
-def places_of(
+def merge_payload_slots(
     slots: Sequence[BoundarySlot], microbatches: Sequence[Sequence[PayloadSlot | None]]
 ) -> tuple[PayloadSlot, ...]:
-    """The room for the values of every microbatch.
+    """Return one buffer per slot that is large enough for every microbatch.
 
     Raises:
-        UnsupportedError: Values of one slot have other dtypes or numbers of dims from microbatch to microbatch.
+        UnsupportedError: The dtype or the number of dims of a slot differs between microbatches.
     """
-    return tuple(_largest(slot, found) for slot, found in zip(slots, zip(*microbatches, strict=True), strict=True))
+    return tuple(_merge(slot, found) for slot, found in zip(slots, zip(*microbatches, strict=True), strict=True))
 
 
-def _largest(slot: BoundarySlot, found: Sequence[PayloadSlot | None]) -> PayloadSlot:
+def _merge(slot: BoundarySlot, found: Sequence[PayloadSlot | None]) -> PayloadSlot:
     there = [each for each in found if each is not None]
     if not there:
         return PayloadSlot((0,), torch.float32, is_trained=False)
     if len({(len(each.shape), each.dtype) for each in there}) > 1:
         forms = " and ".join(sorted({f"{each.dtype} of {len(each.shape)} dims" for each in there}))
         raise UnsupportedError(
-            f"{slot}: found {forms} in the microbatches of one step, needed one form; give microbatches of one kind, "
-            "or leave out --pp"
+            f"{slot}: the microbatches of one step have {forms}, expected one dtype and number of dims; use "
+            "microbatches of one kind, or leave out --pp"
         )
     shape = tuple(max(sizes) for sizes in zip(*(each.shape for each in there), strict=True))
     return PayloadSlot(shape, there[0].dtype, any(each.is_trained for each in there))
 
 
-def place_of(slot: BoundarySlot, value: Any) -> PayloadSlot | None:
-    """The room that a value needs.
+def payload_slot(slot: BoundarySlot, value: Any) -> PayloadSlot | None:
+    """Return the buffer that a value requires; None for None.
 
     Raises:
-        UnsupportedError: It is no tensor that can be sent.
+        UnsupportedError: The value is not a tensor that can be sent.
     """
     if value is None:
         return None
     if not isinstance(value, Tensor) or isinstance(value, DTensor) or value.is_complex() or value.dim() > _MOST_DIMS:
         raise UnsupportedError(
-            f"{slot}: found a {type(value).__name__}, needed a plain tensor to send it between pipeline stages; leave "
+            f"{slot}: cannot send a {type(value).__name__} between pipeline stages, expected a plain tensor; leave "
             "out --pp"
         )
     return PayloadSlot(tuple(value.shape), value.dtype, value.requires_grad)
 
 
-def receive_buffers(places: Sequence[PayloadSlot]) -> tuple[Tensor, ...]:
-    """The payload of these places, on the meta device."""
-    header = torch.empty((len(places), 1 + _MOST_DIMS), dtype=torch.float64, device="meta")
-    values = (torch.empty(each.shape, dtype=each.wire, device="meta", requires_grad=each.is_trained) for each in places)
+def receive_buffers(slots: Sequence[PayloadSlot]) -> tuple[Tensor, ...]:
+    """Return an empty payload for these slots, on the meta device."""
+    header = torch.empty((len(slots), 1 + _MOST_DIMS), dtype=torch.float64, device="meta")
+    values = (torch.empty(each.shape, dtype=each.wire, device="meta", requires_grad=each.is_trained) for each in slots)
     return header, *values
 
 
-def pack(values: Sequence[Any], places: Sequence[PayloadSlot], device: torch.device) -> tuple[Tensor, ...]:
-    """The payload of one microbatch: contiguous, and nothing that the sender goes on with."""
-    rows, tensors = rows_of(values), []
-    for value, place in zip(values, places, strict=True):
+def pack(values: Sequence[Any], slots: Sequence[PayloadSlot], device: torch.device) -> tuple[Tensor, ...]:
+    """Return the payload of one microbatch: contiguous tensors that share no memory with the sender's values."""
+    rows, tensors = header_rows(values), []
+    for value, place in zip(values, slots, strict=True):
         if value is None:
             empty = torch.zeros(place.shape, dtype=place.wire, device=device)
             tensors.append(empty.requires_grad_(place.is_trained))
@@ -112,12 +112,12 @@ def pack(values: Sequence[Any], places: Sequence[PayloadSlot], device: torch.dev
             sent = sent.clone(memory_format=torch.contiguous_format)
         tensors.append(sent)
     shape = (len(rows), 1 + _MOST_DIMS)
-    header = torch.empty(shape, dtype=torch.float64, device=device)  # no view: that could not be detached
+    header = torch.empty(shape, dtype=torch.float64, device=device)  # not a view, which could not be detached
     return header.copy_(torch.tensor(rows, dtype=torch.float64).reshape(shape)), *tensors
 
 
-def rows_of(values: Sequence[Any]) -> list[list[int]]:
-    """The header of values, or of the places that they need."""
+def header_rows(values: Sequence[Any]) -> list[list[int]]:
+    """Return the header of values, or of their slots."""
     return [
         [_NONE] * (1 + _MOST_DIMS) if each is None else [1, *each.shape, *[_NONE] * (_MOST_DIMS - len(each.shape))]
         for each in values
@@ -125,23 +125,23 @@ def rows_of(values: Sequence[Any]) -> list[list[int]]:
 
 
 def unpack(
-    payload: Sequence[Tensor], places: Sequence[PayloadSlot], rows: Sequence[Sequence[float]] | None = None
+    payload: Sequence[Tensor], slots: Sequence[PayloadSlot], rows: Sequence[Sequence[float]] | None = None
 ) -> tuple[Any, ...]:
-    """The values of one microbatch, as they were packed.
+    """Return the values of one microbatch that were packed.
 
     Args:
-        payload: What arrived.
-        places: As `pack` was given them.
-        rows: Its header, where it is known; else it is read.
+        payload: Received tensors.
+        slots: Slots that `pack` got.
+        rows: Header of the payload; None reads it from the payload.
     """
-    arrived = list(payload)
+    received = list(payload)
     trained = [index for index, tensor in enumerate(payload) if tensor.requires_grad]
     if trained:
         for index, tensor in zip(trained, _ReceivedTensors.apply(*(payload[index] for index in trained)), strict=True):
-            arrived[index] = tensor
-    header, *tensors = arrived
+            received[index] = tensor
+    header, *tensors = received
     values: list[Any] = []
-    for row, tensor, place in zip(rows or header.detach().tolist(), tensors, places, strict=True):
+    for row, tensor, place in zip(rows or header.detach().tolist(), tensors, slots, strict=True):
         if row[0] == _NONE:
             values.append(None)
             continue
@@ -155,7 +155,7 @@ def unpack(
 
 
 class _ReceivedTensors(torch.autograd.Function):  # type: ignore[misc]
-    """Does nothing forward; every gradient that goes back is there, and contiguous, as receive buffers are."""
+    """Identity; in the backward pass every gradient is present and contiguous, as receive buffers require."""
 
     @staticmethod
     def forward(ctx: Any, *tensors: Tensor) -> tuple[Tensor, ...]:

@@ -1,4 +1,4 @@
-"""Cuts a model into pipeline stages: where, what travels between them, and the stages that a rank has."""
+"""Plans the pipeline stages of a model: the split, the values at each boundary, and the stages of a rank."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from ckptx.runtime.parallel.distributed import broadcast_object, raise_on_all_ra
 from ckptx.runtime.parallel.pipeline.boundaries import Batch, StageBoundaries, discover_boundaries
 from ckptx.runtime.parallel.pipeline.dry_run import dry_run_stages
 from ckptx.runtime.parallel.pipeline.pipeline import Pipeline
-from ckptx.runtime.parallel.pipeline.schedules import Schedule, check_schedule, find_schedule, with_fsdp
+from ckptx.runtime.parallel.pipeline.schedules import Schedule, check_schedule, find_schedule, fsdp_refusal
 from ckptx.runtime.parallel.pipeline.stage import make_stage
 from ckptx.runtime.parallel.pipeline.ties import Tie, ties_across_stages
 
@@ -34,14 +34,14 @@ BoundaryFinder = Callable[[nn.Module, StageMap, Schedule, Batches, Output], Stag
 
 @dataclass(frozen=True, slots=True)
 class PipelinePlan:
-    """How a model is cut into pipeline stages.
+    """The split of a model into pipeline stages, and the schedule that runs them.
 
     Attributes:
-        schedule: In which order they run.
-        stages: Who has what.
-        boundaries: The values that travel between stages.
-        ties: Parameters of several stages.
-        microbatches: Of each step.
+        schedule: Schedule that runs the stages.
+        stages: Assignment of layers to stages.
+        boundaries: Values that stages send each other.
+        ties: Parameters that several stages share.
+        microbatches: Microbatches per step.
     """
 
     schedule: Schedule
@@ -52,15 +52,15 @@ class PipelinePlan:
 
     @property
     def copies(self) -> dict[str, str]:
-        """Names of copies on later stages -> what the whole model calls them."""
+        """Names of copies on later stages -> the name in the whole model."""
         return {name: tie.name for tie in self.ties for name in tie.copies.values()}
 
     def models(self, whole: nn.Module, mesh: DeviceMesh) -> dict[int, nn.Module]:
-        """The stages of this rank by number, without storage: each is to be made parallel, materialized and loaded.
+        """Return the stages of this rank by number, without storage, ready for `parallelize`.
 
         Args:
-            whole: The model that was cut, on the meta device; stays as it is.
-            mesh: As `mesh_of` made it.
+            whole: The model that was split, on the meta device; left unchanged.
+            mesh: Mesh from `mesh_of`.
         """
         found = {}
         for number in self.schedule.stages_of(mesh["pp"].get_local_rank(), mesh["pp"].size()):
@@ -71,26 +71,26 @@ class PipelinePlan:
     def pipeline(
         self, models: Mapping[int, nn.Module], mesh: DeviceMesh, kind: Callable[..., Pipeline] = Pipeline
     ) -> Pipeline:
-        """Runs them together; every rank calls it when its stages are loaded.
+        """Return the pipeline that runs the stages; every rank calls it once its stages are loaded.
 
         Args:
             models: The stages of this rank, by number.
-            mesh: As `mesh_of` made it.
-            kind: Makes the pipeline, given what `Pipeline` takes.
+            mesh: Mesh from `mesh_of`.
+            kind: Class of the pipeline, called with the arguments of `Pipeline`.
 
         Raises:
-            InputError, UnsupportedError: As `Pipeline`; and of a schedule that does not go with FSDP2, which mixed
-                precision needs on one data rank, too.
+            InputError, UnsupportedError: See `Pipeline`; also for a schedule that cannot be combined with FSDP2, which
+                mixed precision needs even on one data rank.
         """
         is_managed = any(isinstance(each, FSDPModule) for model in models.values() for each in model.modules())
         if is_managed and self.schedule.splits_backward:
-            raise UnsupportedError(with_fsdp(self.schedule, "it manages these stages"))
+            raise UnsupportedError(fsdp_refusal(self.schedule, "which manages these stages"))
         device = torch.device(mesh.device_type)
         return kind(models, self.stages, self.boundaries, self.schedule, mesh.get_group("pp"), device, self.ties)
 
 
 def text_batches(model: nn.Module) -> list[dict[str, Tensor]]:
-    """A text, and one with padding where the class takes a mask."""
+    """Return a batch of text, and a second one with padding if the class takes an attention mask."""
     batch = text_for(model)
     if "input_ids" not in batch or "attention_mask" not in inspect.signature(type(model).forward).parameters:
         return [batch]
@@ -100,7 +100,7 @@ def text_batches(model: nn.Module) -> list[dict[str, Tensor]]:
 
 
 def logits_of(model: nn.Module, output: Any) -> Tensor:
-    """What a language model gives."""
+    """Return the logits from the output of a language model."""
     found: Tensor = output.logits
     return found
 
@@ -118,23 +118,24 @@ def plan_pipeline(
     output: Output = logits_of,
     find_boundaries: BoundaryFinder | None = None,
 ) -> PipelinePlan:
-    """Finds out how a model is cut into stages; every rank calls it.
+    """Plan how a model is split into stages; every rank calls it.
 
     Args:
-        model: Whole, on the meta device, before anything made it parallel.
-        config: The contents of its `config.json`.
-        dims: Of the mesh.
-        microbatches: Of each step.
-        schedule: Its name, see `schedules`.
-        split: Layers of each stage, see `ckptx.layout.stages`.
-        activation_checkpointing: As `parallelize` will be given it.
+        model: The whole model, on the meta device, before anything made it parallel.
+        config: Contents of its `config.json`.
+        dims: Sizes of the mesh.
+        microbatches: Microbatches per step.
+        schedule: Name of a schedule, see `schedules`.
+        split: Rule or layer counts of the stages, see `ckptx.layout.stages`.
+        activation_checkpointing: The value that `parallelize` will get.
         batches: Makes arguments of each kind that will come (with a mask, with an image) for a small model of the
-            class: what the stages of that one need for them is what these stages send each other.
-        output: Takes from what the model gives what counts.
-        find_boundaries: Finds the values that travel; None means `boundaries_from_rank_0`, which every rank must call.
+            class; the values that its stages need for them are what these stages send each other.
+        output: Takes the tensor to compare from the output of the model.
+        find_boundaries: Finds the values at the boundaries; None means `boundaries_from_rank_0`, which every rank must
+            call.
 
     Raises:
-        UnsupportedError: It cannot be cut, or not so.
+        UnsupportedError: The model cannot be split, or not in this way.
         UsageError: There is no such schedule or split, or there are too few microbatches.
     """
     architecture = find_architecture(config)
@@ -166,7 +167,7 @@ def plan_pipeline_of_stacks(
     output: Output,
     find_boundaries: BoundaryFinder | None = None,
 ) -> PipelinePlan:
-    """`plan_pipeline` where the layers are known; without a number of microbatches there is one for each stage."""
+    """Plan a pipeline like `plan_pipeline`, for known layer stacks; None means one microbatch per stage."""
     chosen = find_schedule(schedule)
     number = microbatches or dims.pp * chosen.stages
     check_schedule(
@@ -185,7 +186,7 @@ def plan_pipeline_of_stacks(
 def boundaries_from_rank_0(
     model: nn.Module, stages: StageMap, schedule: Schedule, batches: Batches, output: Output
 ) -> StageBoundaries:
-    """`find_and_check_boundaries` by one rank, and told to all."""
+    """Return the boundaries that `find_and_check_boundaries` finds on rank 0, on every rank."""
     found = None
     with raise_on_all_ranks():
         if dist.get_rank() == 0:
@@ -197,7 +198,7 @@ def boundaries_from_rank_0(
 def find_and_check_boundaries(
     model: nn.Module, stages: StageMap, batches: Batches, output: Output, *, split_backward: bool = False
 ) -> StageBoundaries:
-    """What travels, found and tried with a small model of the class; see `plan_pipeline`."""
+    """Discover the boundaries with a small model of the class, and check them with a dry run."""
     small = tiny_model(model.config, type(model))
     given = batches(small)
     found = discover_boundaries(small, stages, given, lambda each: output(small, each))

@@ -1,4 +1,4 @@
-"""Runs a stage: its model's own forward, with what came from the stage before put where it is missing."""
+"""Runs a stage: its model's own forward, with the values from the previous stage injected where they are missing."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from ckptx.runtime.parallel.pipeline.call_hooks import Call, CallHooks
 
 
 class StageRun:
-    """The forward of a stage.
+    """The forward of one stage.
 
     Attributes:
-        model: The stage, as `make_stage` made it; wrapped and sharded by now, or not.
-        number: Of the stage.
-        received: The places of what it is given by the stage before.
-        sent: Of what it gives to the next.
+        model: The stage, from `make_stage`; wrapped and sharded or not.
+        number: Number of the stage.
+        input_slots: Slots that the previous stage fills.
+        output_slots: Slots whose values are sent to the next stage.
     """
 
     def __init__(self, model: nn.Module, stages: StageMap, number: int, boundaries: StageBoundaries) -> None:
@@ -30,45 +30,49 @@ class StageRun:
         self.input_slots = boundaries.slots[number]
         self.output_slots = boundaries.slots[number + 1] if number + 1 < stages.pp else ()
         self._hooks = CallHooks(model, stages)
-        self._into, self._out_of = _by_call(self.input_slots), _by_call(self.output_slots)
+        self._inputs_by_call, self._outputs_by_call = (
+            _group_by_call(self.input_slots),
+            _group_by_call(self.output_slots),
+        )
 
     def __call__(
         self, forward: Callable[..., Any], batch: Mapping[str, Tensor], values: Sequence[Any]
     ) -> tuple[Any, tuple[Any, ...]]:
-        """Runs one microbatch.
+        """Run one microbatch.
 
         Args:
-            forward: The model, or its own forward where `model.forward` is another.
-            batch: What the unsplit model would be given.
-            values: What the stage before sent, in the order of `received`.
+            forward: The model, or its original forward if `model.forward` was replaced.
+            batch: Arguments of the unsplit model.
+            values: Values from the previous stage, in the order of `input_slots`.
 
         Returns:
-            What the model gave (NaN but on the last stage), and what is to be sent, in the order of `sent`.
+            The output of the model (NaN except on the last stage), and the values to send, in the order of
+            `output_slots`.
         """
         slots = self._boundaries.slots_for(batch)
-        mine, theirs = set(slots[self.number]), set(slots[self.number + 1] if self.output_slots else ())
+        received, sent = set(slots[self.number]), set(slots[self.number + 1] if self.output_slots else ())
         given = dict(zip(self.input_slots, values, strict=True))
         found: dict[BoundarySlot, Any] = {}
 
         def before(call: Call, arguments: Arguments) -> None:
-            for slot in self._into.get(call, ()):
-                if slot in mine:
+            for slot in self._inputs_by_call.get(call, ()):
+                if slot in received:
                     put(arguments, slot.steps, given[slot])
-            for slot in self._out_of.get(call, ()):
+            for slot in self._outputs_by_call.get(call, ()):
                 found[slot] = get(arguments, slot.steps)
 
         with self._hooks.active(before):
             output = forward(**stage_arguments(self.number, batch))
-        return output, tuple(found.get(slot) if slot in theirs else None for slot in self.output_slots)
+        return output, tuple(found.get(slot) if slot in sent else None for slot in self.output_slots)
 
 
 def clone_outputs(values: Sequence[Any]) -> tuple[Any, ...]:
-    """What is sent, which must be no view."""
+    """Return copies of the values to send, as none may be a view."""
     return tuple(each.clone() if isinstance(each, Tensor) else each for each in values)
 
 
 def as_stage_inputs(values: Sequence[Any]) -> tuple[Any, ...]:
-    """What a stage is given, as the leaves of a graph of its own, whose gradients are for the stage before."""
+    """Return the values as leaves of a new graph, so that their gradients can be sent to the previous stage."""
     return tuple(
         each.detach().clone().requires_grad_(each.requires_grad) if isinstance(each, Tensor) else each
         for each in values
@@ -76,11 +80,11 @@ def as_stage_inputs(values: Sequence[Any]) -> tuple[Any, ...]:
 
 
 def backward_roots(sent: Sequence[Any], gradients: Sequence[Tensor | None]) -> tuple[list[Tensor], list[Tensor]]:
-    """Where the backward pass of a stage begins, and with what: of all that it sent, what has a gradient.
+    """Return the sent tensors that need gradients, and the gradients with which their backward pass begins.
 
     Args:
-        sent: By the stage.
-        gradients: Of what the next one made of it with `received`; None counts as zeros.
+        sent: Values that the stage sent.
+        gradients: For each value, its gradient from the next stage; None counts as zeros.
     """
     pairs = [
         (value, gradient if gradient is not None else torch.zeros_like(value))
@@ -91,11 +95,11 @@ def backward_roots(sent: Sequence[Any], gradients: Sequence[Tensor | None]) -> t
 
 
 def input_grads(given: Sequence[Any]) -> list[Tensor | None]:
-    """Those that the backward pass left at `received` values."""
+    """Return the gradients that the backward pass left on the inputs of a stage; None where there is none."""
     return [each.grad if isinstance(each, Tensor) else None for each in given]
 
 
-def _by_call(slots: Sequence[BoundarySlot]) -> dict[Call, list[BoundarySlot]]:
+def _group_by_call(slots: Sequence[BoundarySlot]) -> dict[Call, list[BoundarySlot]]:
     found: dict[Call, list[BoundarySlot]] = defaultdict(list)
     for slot in slots:
         found[slot.point, slot.call].append(slot)

@@ -1,7 +1,7 @@
-"""Pipeline schedules by name: which stages a rank has, and what cannot be combined.
+"""Pipeline schedules by name: the stages of each rank, and the combinations that are refused.
 
-torch.distributed.pipelining has them all. Two of its combinations give wrong gradients in silence, or fail late; these
-are refused here, each with the reason.
+torch.distributed.pipelining implements the schedules. Some combinations give wrong gradients silently, or fail late;
+these are refused here, each with the reason.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ class Schedule:
     """A schedule of torch.
 
     Attributes:
-        name: As torch spells it.
-        stages: Of each rank.
-        is_v: Whether ranks have stages in the form of a V (0 and 3, 1 and 2) instead of a loop (0 and 2, 1 and 3).
-        splits_backward: Whether gradients of inputs and of weights are computed at different times ("zero bubble").
+        name: Name as torch spells it.
+        stages: Stages per rank.
+        is_v: True if ranks have stages in the form of a V (0 and 3, 1 and 2) instead of a loop (0 and 2, 1 and 3).
+        splits_backward: True if gradients of inputs and of weights are computed at different times ("zero bubble").
     """
 
     name: str
@@ -35,23 +35,23 @@ class Schedule:
 
     @property
     def cls(self) -> Any:
-        """The class of torch."""
+        """The schedule class of torch."""
         return get_schedule_class(self.name)
 
     def stages_of(self, rank: int, pp: int) -> tuple[int, ...]:
-        """The stages of a rank of the pipeline, in ascending order."""
+        """Return the stages of a rank of the pipeline, in ascending order."""
         if self.is_v:
             return (rank, 2 * pp - 1 - rank)
         return tuple(range(rank, pp * self.stages, pp))
 
     def rank_of(self, stage: int, pp: int) -> int:
-        """The rank that has a stage."""
+        """Return the rank of the pipeline that has a stage."""
         return 2 * pp - 1 - stage if self.is_v and stage >= pp else stage % pp
 
     def bubble_fraction(self, pp: int, microbatches: int) -> float:
-        """The part of a step in which a rank waits, when forward and backward of every stage take the same time.
+        """Return the fraction of a step in which a rank is idle, if all forward and backward passes take the same time.
 
-        The zero-bubble schedules fill most of this with gradients of weights: for them it is a bound.
+        The zero-bubble schedules fill most of this with gradients of weights: for them it is an upper bound.
         """
         return (pp - 1) / (self.stages * microbatches + pp - 1)
 
@@ -69,22 +69,22 @@ SCHEDULES = {
 }
 
 
-def splits_backward_right() -> bool:
-    """Whether this torch can run the schedules that split the backward."""
+def can_split_backward() -> bool:
+    """Return True if this torch can run the schedules that split the backward pass."""
     major, minor = torch.__version__.split(".")[:2]
     return (int(major), int(minor)) >= _SPLITS_SINCE
 
 
 def find_schedule(name: str) -> Schedule:
-    """The schedule of a name, in any case.
+    """Return the schedule of a name, in any case.
 
     Raises:
-        UsageError: There is none.
+        UsageError: No schedule has this name.
     """
     found = SCHEDULES.get(name.lower())
     if found is None:
         names = ", ".join(sorted(SCHEDULES))
-        raise UsageError(f"--schedule {name}: is unknown, needed one of {names}")
+        raise UsageError(f"--schedule {name}: unknown schedule; choose one of {names}")
     return found
 
 
@@ -97,50 +97,52 @@ def check_schedule(
     activation_checkpointing: str,
     sequence_parallel: bool,
 ) -> None:
-    """Refuses what torch computes wrongly, or not at all.
+    """Refuse combinations that torch computes wrongly or cannot run.
 
     Raises:
-        UnsupportedError: A combination that is not right; the message says which.
-        UsageError: Too few microbatches.
+        UnsupportedError: The combination gives wrong gradients or fails; the message names it.
+        UsageError: There are too few microbatches.
     """
-    said = f"--schedule {schedule.name.lower()}"
+    option = f"--schedule {schedule.name.lower()}"
     if schedule.splits_backward and data_parallel > 1:
-        raise UnsupportedError(with_fsdp(schedule, f"dp_shard x dp_replicate is {data_parallel}"))
+        raise UnsupportedError(fsdp_refusal(schedule, f"dp_shard x dp_replicate is {data_parallel}"))
     if schedule.splits_backward and activation_checkpointing == "selective":
         raise UnsupportedError(
-            f"{said}: with --activation-checkpointing selective torch goes backward through a layer a second time, "
-            "which it cannot; use full, or 1f1b"
+            f"{option}: cannot be combined with --activation-checkpointing selective, as torch would run the backward "
+            "pass of a layer twice; use full, or 1f1b"
         )
-    if schedule.splits_backward and not splits_backward_right():
+    if schedule.splits_backward and not can_split_backward():
         raise UnsupportedError(
-            f"{said}: torch {torch.__version__} cannot compute gradients of inputs and of weights apart when anything "
-            "that is sent has no gradient, needed torch 2.13; use 1f1b, interleaved1f1b or gpipe"
+            f"{option}: requires torch 2.13, as torch {torch.__version__} cannot split the backward pass when a value "
+            "between stages has no gradient; use 1f1b, interleaved1f1b or gpipe"
         )
     if sequence_parallel:
         raise UnsupportedError(
-            f"{said}: pipeline stages send whole activations, needed no sequence parallel; leave it out"
+            f"{option}: cannot be combined with sequence parallelism, as stages send whole activations; leave out "
+            "sequence parallelism"
         )
     stages = pp * schedule.stages
     if schedule.name == "1F1B" and microbatches < stages:
         raise UsageError(
-            f"{said}: found {microbatches} microbatches for {stages} stages, needed as many at least; give more, or "
+            f"{option}: requires at least {stages} microbatches for {stages} stages, not {microbatches}; use more, or "
             "use gpipe"
         )
     rounds = max(1, microbatches // pp)
     if schedule.name.startswith("Interleaved") and microbatches % rounds:
         raise UsageError(
-            f"{said}: found {microbatches} microbatches for {rounds} rounds over {pp} ranks of the pipeline, needed as "
-            f"many in each; give a multiple of {pp}"
+            f"{option}: {microbatches} microbatches cannot be divided evenly into {rounds} rounds over {pp} pipeline "
+            f"ranks; use a multiple of {pp}"
         )
     if schedule.name == "DualPipeV" and microbatches < 2 * pp:
         raise UsageError(
-            f"{said}: found {microbatches} microbatches for {2 * pp} stages, needed as many at least; use zbvzerobubble"
+            f"{option}: requires at least {2 * pp} microbatches for {2 * pp} stages, not {microbatches}; use more, or "
+            "use zbvzerobubble"
         )
 
 
-def with_fsdp(schedule: Schedule, why: str) -> str:
-    """Why a schedule that splits the backward is refused with FSDP2."""
+def fsdp_refusal(schedule: Schedule, reason: str) -> str:
+    """Return the message that refuses a schedule that splits the backward pass with FSDP2."""
     return (
-        f"--schedule {schedule.name.lower()}: with FSDP2 ({why}) torch gives wrong gradients, for it computes those of "
-        "weights at another time than FSDP2 sums them; use 1f1b, interleaved1f1b or gpipe"
+        f"--schedule {schedule.name.lower()}: with FSDP2 ({reason}) torch gives wrong gradients, as it computes those "
+        "of weights at another time than FSDP2 reduces them; use 1f1b, interleaved1f1b or gpipe"
     )

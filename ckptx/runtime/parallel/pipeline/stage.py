@@ -1,11 +1,11 @@
 """Makes a pipeline stage of a model: the same model, with storage for its own parameters alone.
 
-    a layer, an embedding, a tower, a norm, a head of another stage     answers NaN in the form of the original
-    the list of layers                                                  keeps its length, so that indices stay right
-    a parameter of another stage beside them                            is NaN, and takes no memory
-    everything else                                                     is the model's own, and runs on every stage
+    layer, embedding, tower, norm or head of another stage      returns NaN in the structure of the original output
+    the list of layers                                          keeps its length, so that indices stay right
+    other parameter of another stage                            is NaN, and takes no memory
+    everything else                                             is the model's own, and runs on every stage
 
-What a stage lacks to compute is put among the arguments of the calls where it is missing: see `boundaries`.
+Values that a stage lacks are injected into the arguments of the calls that need them: see `boundaries`.
 """
 
 from __future__ import annotations
@@ -21,27 +21,27 @@ from ckptx.errors import UnsupportedError
 from ckptx.layout.stages import StageMap
 from ckptx.runtime.model.layers import is_container
 
-_MOST_FORMS = 64  # kept by a stub, of different shapes of what it is asked
+_MOST_FORMS = 64  # outputs that a stub caches, one for each set of input shapes
 
-# What a module answers: LIKE for a tensor of the shape of the first that it is given, in tuples, lists and dicts.
+# The structure of a module's output: tuples, lists and dicts with LIKE for a tensor shaped like its first input.
 Form = Any
 
 
 class FirstInputShape:
-    """Stands for a tensor of the shape of the first that a module is given."""
+    """Placeholder for a tensor with the shape and dtype of the first tensor that a module gets."""
 
 
 LIKE = FirstInputShape()
 
 
 class Stub(nn.Module):  # type: ignore[misc]
-    """Stands in for a module of another stage, and answers NaN in its form.
+    """A placeholder for a module of another stage that returns NaN in the structure of its output.
 
-    Attributes of the original can be read, as models read the type of attention of a layer; tensors among them are NaN.
+    Attributes of the original can be read, as models read the attention type of a layer; tensors among them are NaN.
     """
 
     def __init__(self, original: nn.Module, form: Form, device: torch.device | str) -> None:
-        """Without a form, the original is asked on the meta device what it would answer."""
+        """Create a stub; with form None, the original runs on the meta device to find its output."""
         super().__init__()
         object.__setattr__(self, "_original", original)
         self._form = form
@@ -59,13 +59,13 @@ class Stub(nn.Module):  # type: ignore[misc]
         first = next((each for each in (*args, *kwargs.values()) if isinstance(each, Tensor)), None)
         if first is None:
             raise UnsupportedError(
-                f"{type(self.__dict__['_original']).__name__}: is given no tensor, needed one to stand in for it on a "
-                "pipeline stage; leave out --pp"
+                f"{type(self.__dict__['_original']).__name__}: gets no tensor, so no pipeline stage can replace it by "
+                "a placeholder; leave out --pp"
             )
-        form = self._form if self._form is not None else self._asked(args, kwargs)
-        return _filled(form, first)
+        form = self._form if self._form is not None else self._form_on_meta(args, kwargs)
+        return _fill(form, first)
 
-    def _asked(self, args: Any, kwargs: Any) -> Any:
+    def _form_on_meta(self, args: Any, kwargs: Any) -> Any:
         given = (each for each in (*args, *kwargs.values()) if isinstance(each, Tensor))
         key = tuple((tuple(each.shape), each.dtype) for each in given)
         if key not in self._forms:
@@ -79,20 +79,20 @@ class Stub(nn.Module):  # type: ignore[misc]
 def make_stage(
     model: nn.Module, stages: StageMap, stage: int, forms: Mapping[str, Form], device: torch.device | str = "cpu"
 ) -> None:
-    """Takes from a model what other stages have, in place.
+    """Remove from a model, in place, what other stages have.
 
     Args:
-        model: Without wrappers, on the meta device or anywhere else; what is taken from it goes to the meta device.
-        stages: Says who has what.
-        stage: Which one to make.
-        forms: What layers, and modules after the last of them, answer; see `form_of`.
-        device: Where the model will be.
+        model: Model without wrappers, on any device; what is removed is moved to the meta device.
+        stages: Assignment of layers to stages.
+        stage: Number of the stage to make.
+        forms: For each layer and each module after the last layer, by name: the structure of its output, see `form_of`.
+        device: Device that the model will be on.
 
     Raises:
-        UnsupportedError: A module beside the layers belongs to several stages.
+        UnsupportedError: A module other than a layer belongs to several stages.
     """
-    on_the_way = set(modules_on_the_path(stages))
-    last = {name for stack in stages.stacks for name in stack.after}
+    path_modules = set(modules_on_the_path(stages))
+    modules_after = {name for stack in stages.stacks for name in stack.after}
 
     def strip(module: nn.Module, path: str) -> None:
         lead = f"{path}." if path else ""
@@ -100,14 +100,14 @@ def make_stage(
             name = f"{lead}{key}"
             if child is None:
                 continue
-            if name in on_the_way or is_container(child):
+            if name in path_modules or is_container(child):
                 strip(child, name)
                 continue
             owners = {stages.stage_of(f"{name}.{each}") for each in _stored_names(child)}
             if len(owners) > 1:
                 raise UnsupportedError(
-                    f"{type(model).__name__}: {name} would be on the pipeline stages "
-                    f"{', '.join(map(str, sorted(owners)))}, needed one; leave out --pp"
+                    f"{type(model).__name__}: {name} would be on several pipeline stages "
+                    f"({', '.join(map(str, sorted(owners)))}), must be on one; leave out --pp"
                 )
             if owners and stage not in owners:
                 module._modules[key] = Stub(child.to("meta"), forms.get(name), device)
@@ -116,14 +116,16 @@ def make_stage(
             for key, tensor in list(tensors.items()):
                 if tensor is not None and key in stored and stages.stage_of(f"{lead}{key}") != stage:
                     del tensors[key]
-                    shape = () if f"{lead}{key}" in last else tensor.shape  # what it is added to is like an input
+                    shape = (
+                        () if f"{lead}{key}" in modules_after else tensor.shape
+                    )  # what it is added to is like an input
                     object.__setattr__(module, key, _nan(shape, tensor.dtype, device))
 
     strip(model, "")
 
 
 def modules_on_the_path(stages: StageMap) -> list[str]:
-    """The modules on the way to the layers, the lists of layers included, and "" for the model; outermost first."""
+    """Return the modules on the path to the layers, with "" for the model and the lists; outermost first."""
     found = {"": None}
     for stack in stages.stacks:
         parts = stack.path.split(".")
@@ -132,7 +134,7 @@ def modules_on_the_path(stages: StageMap) -> list[str]:
 
 
 def form_of(output: Any) -> Form:
-    """What a stub has to answer where a module gave `output`."""
+    """Return the structure in which a stub returns NaN for a module with this output."""
     if isinstance(output, Tensor):
         return LIKE
     if isinstance(output, Mapping):
@@ -144,13 +146,13 @@ def form_of(output: Any) -> Form:
 
 
 def _stored_names(module: nn.Module) -> list[str]:
-    """Names of parameters and of buffers that are stored, each under every name that it has."""
+    """Return the names of parameters and of stored buffers; a tied one has several."""
     names = [name for name, _ in module.named_parameters(remove_duplicate=False)]
     return names + [name for name in module.state_dict(keep_vars=True) if name not in set(names)]
 
 
 def _nan(shape: Sequence[int], dtype: torch.dtype, device: torch.device | str) -> Tensor:
-    """NaN, or zeros where nothing can be; takes no memory."""
+    """Return NaN, or zeros for a dtype without NaN, in storage for one element."""
     value = math.nan if dtype.is_floating_point or dtype.is_complex else 0
     return torch.full((), value, dtype=dtype, device=device).expand(tuple(shape))
 
@@ -163,14 +165,14 @@ def _to_meta(value: Any) -> Any:
     return type(value)(map(_to_meta, value)) if type(value) in (tuple, list) else value
 
 
-def _filled(form: Form, first: Tensor) -> Any:
-    """NaN in this form; where nothing can be NaN, zeros."""
+def _fill(form: Form, first: Tensor) -> Any:
+    """Return NaN in this structure; zeros for a dtype without NaN."""
     if isinstance(form, (FirstInputShape, Tensor)):
         like = first if isinstance(form, FirstInputShape) else form
-        return _nan(like.shape, like.dtype, first.device).contiguous()  # it may be changed in place
+        return _nan(like.shape, like.dtype, first.device).contiguous()  # the model may change it in place
     if isinstance(form, Mapping):
         kind: Any = type(form)
-        return kind({key: _filled(item, first) for key, item in form.items()})
+        return kind({key: _fill(item, first) for key, item in form.items()})
     if type(form) in (tuple, list):
-        return type(form)(_filled(item, first) for item in form)
+        return type(form)(_fill(item, first) for item in form)
     return form

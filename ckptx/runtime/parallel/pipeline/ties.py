@@ -1,7 +1,7 @@
-"""Names that share a parameter, on several stages: each has its own copy, and both gradients are summed on all of them.
+"""Tied parameters on several stages: each stage has a copy, and every copy gets the sum of all gradients.
 
-The copies begin with the same bytes, get the same gradient bit for bit, and so stay equal under any optimizer that
-looks at one parameter at a time.
+The copies start bit-identical, get bit-identical gradients, and so stay equal under any optimizer that updates
+parameters independently of each other.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Tie(NamedTuple):
-    """A parameter of several stages.
+    """A parameter that several stages share.
 
     Attributes:
-        name: The first that it has in the whole model.
-        copies: Its first name on each stage that has it.
+        name: Its first name in the whole model.
+        copies: Its first name on each stage that has it, by stage.
     """
 
     name: str
@@ -36,11 +36,11 @@ class Tie(NamedTuple):
 
 
 def ties_across_stages(model: nn.Module, stages: StageMap) -> list[Tie]:
-    """The parameters of a whole model that several stages get.
+    """Return the parameters of a whole model that several stages share.
 
     Args:
-        model: Whole, on whatever device.
-        stages: How it will be cut.
+        model: The whole model, on any device.
+        stages: Assignment of layers to stages.
     """
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -56,7 +56,7 @@ def ties_across_stages(model: nn.Module, stages: StageMap) -> list[Tie]:
 
 
 def later_copies(ties: Sequence[Tie], models: Mapping[int, nn.Module]) -> list[Tensor]:
-    """Every copy but that on the first stage of its tie, of the stages of this rank: what counts once is there."""
+    """Return the copies on this rank except those on the first stage of their tie, which count once for all."""
     return [
         parameter_of(models[stage], name)
         for tie in ties
@@ -66,40 +66,40 @@ def later_copies(ties: Sequence[Tie], models: Mapping[int, nn.Module]) -> list[T
 
 
 def take_gradients(ties: Sequence[Tie], models: Mapping[int, nn.Module]) -> dict[str, Tensor]:
-    """Takes from every copy what was summed in earlier steps, which must not be summed again; by name of the tie."""
-    held = {}
+    """Remove from every copy the gradient of earlier steps, which is summed already; return them by name of the tie."""
+    gradients = {}
     for tie in ties:
         for stage, name in tie.copies.items():
             if stage in models:
                 parameter = parameter_of(models[stage], name)
                 if parameter.grad is not None:
-                    held[tie.name] = _local(parameter.grad)
+                    gradients[tie.name] = _local(parameter.grad)
                     parameter.grad = None
-    return held
+    return gradients
 
 
 def sum_gradients(
     ties: Sequence[Tie],
     models: Mapping[int, nn.Module],
-    rank_of: Mapping[int, int],
+    ranks_by_stage: Mapping[int, int],
     group: dist.ProcessGroup,
-    held: Mapping[str, Tensor],
+    earlier: Mapping[str, Tensor],
 ) -> None:
-    """Gives every copy the sum of the gradients of all, in the order of the stages.
+    """Give every copy the sum of the gradients of all copies, added in the order of the stages.
 
     Args:
         ties: From `ties_across_stages`; the same on every rank.
         models: The stages of this rank, by number.
-        rank_of: Of every stage, the rank among all processes; those of this pipeline.
-        group: The ranks of the pipeline; each calls this when its step is over, and FSDP2 has reduced.
-        held: From `take_gradients` before the step; is added to the sum.
+        ranks_by_stage: Global rank of each stage of this pipeline.
+        group: Ranks of the pipeline; each calls this after its step, when FSDP2 has reduced.
+        earlier: Gradients from `take_gradients` before the step, which are added to the sum.
 
     Raises:
-        UnsupportedError: The stages do not cut a parameter alike.
+        UnsupportedError: The stages shard a parameter differently.
     """
     here = dist.get_rank()
     for tie in ties:
-        ranks = [rank_of[stage] for stage in tie.copies]
+        ranks = [ranks_by_stage[stage] for stage in tie.copies]
         if here not in ranks:
             continue
         own = {stage: parameter_of(models[stage], name) for stage, name in tie.copies.items() if stage in models}
@@ -126,14 +126,14 @@ def sum_gradients(
                 if rank != here:
                     dist.send(total, dst=rank, group=group)
         assert total is not None
-        if tie.name in held:
-            total = held[tie.name] + total
+        if tie.name in earlier:
+            total = earlier[tie.name] + total
         for parameter in own.values():
             _set_gradient(parameter, total.clone())
 
 
 def _checksum(tensor: Tensor) -> str:
-    """Of its bits; two numbers that depend on all of them and on their places."""
+    """Return a checksum of the bits of a tensor: two numbers that depend on all elements and their positions."""
     found = [0, 0]
     bits = tensor.contiguous().reshape(-1).view(_BITS[tensor.element_size()])
     for index, band in enumerate(bits.split(_BAND)):
@@ -144,15 +144,18 @@ def _checksum(tensor: Tensor) -> str:
 
 
 def check_copies_are_equal(ties: Sequence[Tie], models: Mapping[int, nn.Module], group: dist.ProcessGroup) -> None:
-    """Refuses copies that stages cut differently, whose gradients could not be summed up part by part, and such that
-    do not hold the same.
+    """Refuse copies of a tied parameter that are sharded differently, or have different values.
+
+    Gradients of copies with different shards could not be added shard by shard.
 
     Raises:
-        InputError: Copies hold other values; on every rank of the pipeline.
-        UnsupportedError: They are cut in other ways; likewise.
+        InputError: Copies have different values; raised on every rank of the pipeline.
+        UnsupportedError: Copies are sharded differently; raised on every rank of the pipeline.
     """
-    mine = {
-        tie.name: [_form(parameter_of(models[stage], name)) for stage, name in tie.copies.items() if stage in models]
+    own_forms = {
+        tie.name: [
+            _sharding_of(parameter_of(models[stage], name)) for stage, name in tie.copies.items() if stage in models
+        ]
         for tie in ties
     }
     sums = {
@@ -166,28 +169,28 @@ def check_copies_are_equal(ties: Sequence[Tie], models: Mapping[int, nn.Module],
     everyone: list[tuple[dict[str, list[str]], dict[str, list[str]]]] = [
         ({}, {}) for _ in range(dist.get_world_size(group))
     ]
-    dist.all_gather_object(everyone, (mine, sums), group=group)
+    dist.all_gather_object(everyone, (own_forms, sums), group=group)
     for tie in ties:
         forms = sorted({form for each, _ in everyone for form in each[tie.name]})
         if len(forms) > 1:
             raise UnsupportedError(
-                f"{tie.name}: its copies {', '.join(tie.copies.values())} on several pipeline stages are cut in other "
-                f"ways ({' and '.join(forms)}), needed one; give both one style with --tp-plan, or leave out --pp"
+                f"{tie.name}: its copies {', '.join(tie.copies.values())} on several pipeline stages are sharded "
+                f"differently ({' and '.join(forms)}); set one style for both with --tp-plan, or leave out --pp"
             )
         if len({each for _, found in everyone for each in found[tie.name]}) > 1:
             raise InputError(
-                f"{tie.name}: the config ties {' and '.join(tie.copies.values())}, and they hold different values; set "
+                f"{tie.name}: the config ties {' and '.join(tie.copies.values())}, but their values differ; set "
                 "tie_word_embeddings to false, or use a checkpoint where they are equal"
             )
 
 
-def _form(parameter: Tensor) -> str:
+def _sharding_of(parameter: Tensor) -> str:
     placed = f", {parameter.placements}" if isinstance(parameter, DTensor) else ""
     return f"{tuple(_local(parameter).shape)}{placed}"
 
 
 def parameter_of(model: nn.Module, name: str) -> nn.Parameter:
-    """The parameter of a stage by one of its names, without wrappers."""
+    """Return the parameter of a stage by one of its canonical names."""
     return next(each for other, each in model.named_parameters(remove_duplicate=False) if canonical_name(other) == name)
 
 

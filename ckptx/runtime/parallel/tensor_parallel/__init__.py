@@ -1,1 +1,1 @@
-"""Tensor parallelism: which plan a model gets, how it is cut, and how the stock forward pass runs on the pieces."""
+"""Tensor parallelism: plans, sharded parameters, and the stock forward pass on the shards."""

@@ -1,6 +1,6 @@
 """The six differentiable collectives of tensor parallelism, over one process group.
 
-Activations and gradients are either the same on all ranks ("whole") or one slice per rank, and a gradient may be
+Activations and gradients are either equal on all ranks ("whole") or one slice per rank, and a gradient may be
 partial: each rank has its own summand. Forward and backward of each function (Megatron-LM, arXiv 1909.08053 and
 2205.05198):
 
@@ -11,7 +11,7 @@ partial: each rank has its own summand. Forward and backward of each function (M
     gather_partial  slices -> whole         backward: sum over ranks, own slice
     scatter_sum     partial -> own slice    backward: gather
 
-Slices are ceil-chunks as `torch.chunk` makes them, so the last ones may be shorter or empty.
+Slices are ceil-chunks, as from `torch.chunk`, so the last ones may be shorter or empty.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ _reduce_scatter = getattr(functional, "reduce_scatter_single", None) or function
 
 
 class TpRanks(NamedTuple):
-    """The TP ranks.
+    """The TP ranks of a model.
 
     Attributes:
-        mesh: One dim.
+        mesh: Mesh with one dim.
         group: Their process group.
-        rank: Of this process among them.
-        size: How many they are.
+        rank: TP rank of this process.
+        size: Number of TP ranks.
     """
 
     mesh: DeviceMesh
@@ -49,40 +49,40 @@ class TpRanks(NamedTuple):
 
     @classmethod
     def of(cls, mesh: DeviceMesh) -> TpRanks:
-        """Of a mesh of one dim."""
+        """Return the ranks of a mesh with one dim."""
         return cls(mesh, mesh.get_group(), mesh.get_local_rank(), mesh.size())
 
 
 def all_reduce(x: torch.Tensor, op: str, ranks: TpRanks) -> torch.Tensor:
-    """The reduction over ranks, in a new tensor; no gradient."""
+    """Return the reduction over ranks in a new tensor; no gradient."""
     return functional.wait_tensor(functional.all_reduce(x.contiguous(), op, ranks.group))
 
 
 def all_gather(x: torch.Tensor, dim: int, total: int, ranks: TpRanks) -> torch.Tensor:
-    """Slices of ceil-chunks put together along `dim`, which is `total` long; no gradient."""
+    """Concatenate the ceil-chunks of all ranks along `dim`, which has size `total`; no gradient."""
     chunks = ceil_chunks(total, ranks.size)
     width = chunks[0][1]
-    padded = _padded(x.movedim(dim, 0), width)
+    padded = _pad(x.movedim(dim, 0), width)
     gathered = functional.wait_tensor(_all_gather(padded, 0, ranks.group))
-    return gathered[:total].movedim(0, dim)  # only the end is padding: chunks before a short one are full
+    return gathered[:total].movedim(0, dim)  # padding is at the end only: chunks before a short one are full
 
 
 def reduce_scatter(x: torch.Tensor, dim: int, ranks: TpRanks) -> torch.Tensor:
-    """This rank's ceil-chunk along `dim` of the sum over ranks; no gradient."""
+    """Return this rank's ceil-chunk along `dim` of the sum over ranks; no gradient."""
     chunks = ceil_chunks(x.shape[dim], ranks.size)
-    padded = _padded(x.movedim(dim, 0), chunks[0][1] * ranks.size)
+    padded = _pad(x.movedim(dim, 0), chunks[0][1] * ranks.size)
     own = functional.wait_tensor(_reduce_scatter(padded, "sum", 0, ranks.group))
     return own[: chunks[ranks.rank][1]].movedim(0, dim)
 
 
 def own_slice(x: torch.Tensor, dim: int, ranks: TpRanks) -> torch.Tensor:
-    """This rank's ceil-chunk along `dim`."""
+    """Return this rank's ceil-chunk along `dim`."""
     begin, length = ceil_chunks(x.shape[dim], ranks.size)[ranks.rank]
     return x.narrow(dim, begin, length)
 
 
 def own_part(full: torch.Tensor, dim: int, regions: Sequence[Region]) -> torch.Tensor:
-    """The rectangles of a tensor one after the other along `dim`: what a rank holds of it."""
+    """Concatenate rectangles of a tensor along `dim`: the shard of one rank."""
     parts = [full.narrow(dim, region.offsets[dim], region.sizes[dim]) for region in regions]
     return torch.cat(parts, dim) if parts else full.narrow(dim, 0, 0)
 
@@ -90,17 +90,17 @@ def own_part(full: torch.Tensor, dim: int, regions: Sequence[Region]) -> torch.T
 def gather_parts(
     local: torch.Tensor, shape: Sequence[int], dim: int, regions: Sequence[Sequence[Region]], ranks: TpRanks
 ) -> torch.Tensor:
-    """The whole tensor from what the ranks hold of it; no gradient.
+    """Return the whole tensor from the shards of all ranks; no gradient.
 
     Args:
-        local: What this rank holds.
-        shape: Of the whole tensor.
-        dim: The dim it is cut along.
-        regions: By rank, its rectangles in their order.
-        ranks: Who they are.
+        local: Shard of this rank.
+        shape: Shape of the whole tensor.
+        dim: Sharded dim.
+        regions: For each rank, its rectangles in their order.
+        ranks: TP ranks.
     """
     widths = [sum(region.sizes[dim] for region in parts) for parts in regions]
-    padded = _padded(local.movedim(dim, 0), max(widths))
+    padded = _pad(local.movedim(dim, 0), max(widths))
     gathered = functional.wait_tensor(_all_gather(padded, 0, ranks.group)).movedim(0, dim)
     full = local.new_empty(tuple(shape))
     for rank, parts in enumerate(regions):
@@ -112,8 +112,8 @@ def gather_parts(
     return full
 
 
-def _padded(x: torch.Tensor, rows: int) -> torch.Tensor:
-    """Contiguous, with zeros at the end of dim 0."""
+def _pad(x: torch.Tensor, rows: int) -> torch.Tensor:
+    """Return a contiguous tensor, padded with zeros at the end of dim 0."""
     if x.shape[0] == rows:
         return x.contiguous()
     padded = x.new_zeros((rows, *x.shape[1:]))
@@ -159,7 +159,7 @@ class _Split(torch.autograd.Function):  # type: ignore[misc]  # torch says Any
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, dim: int, is_partial: bool, ranks: TpRanks) -> torch.Tensor:
         ctx.dim, ctx.total, ctx.ranks = dim, x.shape[dim], ranks
-        # a copy: a view made in a custom function may not be changed in place
+        # a copy: a view from a custom function must not be changed in place
         return reduce_scatter(x, dim, ranks) if is_partial else own_slice(x, dim, ranks).clone()
 
     @staticmethod
@@ -186,7 +186,7 @@ class _GatherParts(torch.autograd.Function):  # type: ignore[misc]  # torch says
 
 
 def copy_in(x: torch.Tensor, ranks: TpRanks) -> torch.Tensor:
-    """A whole tensor that enters computations that differ by rank: their gradients are summed."""
+    """Return a whole tensor as input of computations that differ by rank: its gradients are summed."""
     if not (torch.is_grad_enabled() and x.requires_grad):
         return x
     found: torch.Tensor = _CopyIn.apply(x, ranks)
@@ -194,31 +194,31 @@ def copy_in(x: torch.Tensor, ranks: TpRanks) -> torch.Tensor:
 
 
 def sum_out(x: torch.Tensor, ranks: TpRanks) -> torch.Tensor:
-    """The sum of what the ranks computed."""
+    """Return the sum of the ranks' partial results."""
     found: torch.Tensor = _SumOut.apply(x, ranks)
     return found
 
 
 def gather(x: torch.Tensor, dim: int, total: int, ranks: TpRanks) -> torch.Tensor:
-    """The slices of all ranks, for computations that are the same on all of them."""
+    """Gather the slices of all ranks, for computations that are equal on all of them."""
     found: torch.Tensor = _Gather.apply(x, dim, total, False, ranks)
     return found
 
 
 def gather_partial(x: torch.Tensor, dim: int, total: int, ranks: TpRanks) -> torch.Tensor:
-    """The slices of all ranks, for computations that differ by rank."""
+    """Gather the slices of all ranks, for computations that differ by rank."""
     found: torch.Tensor = _Gather.apply(x, dim, total, True, ranks)
     return found
 
 
 def split(x: torch.Tensor, dim: int, ranks: TpRanks) -> torch.Tensor:
-    """This rank's slice."""
+    """Return this rank's slice."""
     found: torch.Tensor = _Split.apply(x, dim, False, ranks)
     return found
 
 
 def scatter_sum(x: torch.Tensor, dim: int, ranks: TpRanks) -> torch.Tensor:
-    """This rank's slice of the sum of what the ranks computed."""
+    """Return this rank's slice of the sum of the ranks' partial results."""
     found: torch.Tensor = _Split.apply(x, dim, True, ranks)
     return found
 
@@ -226,6 +226,6 @@ def scatter_sum(x: torch.Tensor, dim: int, ranks: TpRanks) -> torch.Tensor:
 def whole_parameter(
     local: torch.Tensor, shape: Sequence[int], dim: int, regions: Sequence[Sequence[Region]], ranks: TpRanks
 ) -> torch.Tensor:
-    """The whole of a parameter, for computations that are the same on all ranks: no gradient is summed."""
+    """Return a whole parameter, for computations that are equal on all ranks: its gradient is not summed."""
     found: torch.Tensor = _GatherParts.apply(local, shape, dim, regions, ranks)
     return found

@@ -1,8 +1,7 @@
-"""What is known by hand about the forward pass of a class of transformers, put together for the runtime.
+"""Collects the verified facts about the forward pass of a transformers class, for the runtime.
 
 The rows are those of its model type (section `forward` of its corrections). A class that was wrapped with
-``type(name, (Mixin, cls), ...)`` and kept module and name is found; a class of somebody else that has the same bare
-name is not.
+``type(name, (Mixin, cls), ...)`` and kept module and name is found; a third-party class with the same bare name is not.
 """
 
 from __future__ import annotations
@@ -18,16 +17,16 @@ from ckptx.architecture.corrections import corrections_of_class
 
 @dataclass(frozen=True, slots=True)
 class ForwardTraits:
-    """What the runtime may do with a class; see `ckptx.architecture.correction_rows.ForwardRow`.
+    """The ways in which the runtime may run a class; see `ckptx.architecture.correction_rows.ForwardRow`.
 
     Attributes:
-        head: The module whose output stays sharded over the vocabulary, empty for none.
-        sequence: Where norms and residuals may run on a slice of the sequence; None for nowhere.
-        runs: Patterns of plan rows with which the forward pass runs on shards, too.
-        styles: Styles that the forward pass needs beside them; they cut nothing.
+        head: Module whose output stays sharded over the vocabulary; empty for none.
+        sequence: Modules whose norms and residuals may run on a slice of the sequence; None if not supported.
+        runs: Patterns of plan rules whose tensors the forward pass can also use as shards.
+        styles: Additional styles that the forward pass requires; they shard nothing.
         reads_weight: Modules whose forward reads a weight of another module.
-        reads_when: A key of the text model's config; `reads_weight` counts only where it is not zero.
-        reason: Of `runs`, `styles` and `reads_weight`.
+        reads_when: Key of the text model's config; `reads_weight` applies only if it is nonzero.
+        reason: Reason for `runs`, `styles` and `reads_weight`.
     """
 
     head: str = ""
@@ -40,12 +39,12 @@ class ForwardTraits:
 
 
 def qualified_name(cls: type) -> str:
-    """Module and name of a class, for messages."""
+    """Return module and name of a class, for messages."""
     return f"{cls.__module__}.{cls.__qualname__}"
 
 
 def forward_traits_of(model: nn.Module) -> ForwardTraits:
-    """What the rows of the model's class say together, an empty one where there are none."""
+    """Return the merged rows of the model's class; empty if it has none."""
     cls = type(model)
     rows = of_class(corrections_of_class(cls.__qualname__, cls.__module__).forward, cls.__qualname__)
     return ForwardTraits(
@@ -60,5 +59,5 @@ def forward_traits_of(model: nn.Module) -> ForwardTraits:
 
 
 def is_stock(model: nn.Module) -> bool:
-    """True when the forward pass is one of transformers, also in a class that was wrapped: its plan speaks of it."""
+    """Return True if the forward pass is one of transformers, even in a wrapped class: then its plan applies."""
     return str(type(model).forward.__module__).startswith("transformers.")

@@ -1,6 +1,6 @@
 """The loss of a language model on logits that stay sharded over the vocabulary.
 
-Cross entropy needs three numbers of each position from all ranks: the largest logit, the sum of exponentials, and the
+Cross entropy needs three numbers per position from all ranks: the largest logit, the sum of exponentials, and the
 logit of the target, which one rank has. The logits themselves are never gathered (Megatron-LM, arXiv 1909.08053).
 """
 
@@ -28,18 +28,17 @@ def causal_lm_loss(
     shift_labels: torch.Tensor | None = None,
     **_: Any,
 ) -> torch.Tensor:
-    """What `ForCausalLMLoss` of transformers gives on whole logits, in float32.
+    """Return the value of transformers' `ForCausalLMLoss`, in float32, also for sharded logits.
 
     Args:
-        logits: [B, S, V]; a DTensor cut along its last dim, or whole.
-        labels: [B, S]; the label of a position is its token, the loss compares it with the position before.
-        vocab_size: Not needed; here so that `model.loss_function` can be this.
-        num_items_in_batch: What the sum is divided by; the number of labels that count when left out.
-        ignore_index: A label that does not count.
-        shift_labels: Labels that are shifted already, in the place of `labels`.
+        logits: [B, S, V]; a DTensor sharded along its last dim, or whole. labels: [B, S]; the label of a position is
+        its token, which is compared with the logits of the previous position. vocab_size: Ignored; accepted so that
+        `model.loss_function` can be this function. num_items_in_batch: Divisor of the sum; None means the number of
+        labels that count. ignore_index: Label that does not count. shift_labels: Labels that are already shifted, used
+        instead of `labels`.
 
     Raises:
-        UsageError: The logits are a DTensor that is cut along another dim.
+        UsageError: The logits are a DTensor that is sharded along another dim.
     """
     if shift_labels is None:
         shift_labels = functions.pad(labels, (0, 1), value=ignore_index)[..., 1:]
@@ -55,38 +54,41 @@ def causal_lm_loss(
 
 
 def token_losses(labels: Sequence[torch.Tensor], items: torch.Tensor) -> Callable[[Any, int], torch.Tensor]:
-    """The loss of each microbatch of a step, for `Pipeline.step`: every label of the step counts the same.
+    """Return a loss function per microbatch for `Pipeline.step` that weights every label of the step equally.
 
     Args:
-        labels: Of each microbatch, [B, S], as `causal_lm_loss` takes them.
-        items: What each sum is divided by, from `gradients.labels_per_rank` of the same labels.
+        labels: Labels of each microbatch, [B, S], as for `causal_lm_loss`.
+        items: Divisor of each sum, from `gradients.labels_per_rank` of the same labels.
     """
     return lambda output, index: causal_lm_loss(output.logits, labels[index], num_items_in_batch=items)
 
 
 def use_sharded_loss(model: nn.Module) -> None:
-    """Makes `model(labels=...)` compute its loss on sharded logits."""
+    """Make `model(labels=...)` compute its loss on sharded logits."""
     model.loss_function = causal_lm_loss
 
 
 def _sharded_losses(logits: DTensor, targets: torch.Tensor, ignore_index: int) -> torch.Tensor:
-    """Loss by position, [B * S]."""
+    """Return the loss by position, [B * S]."""
     (placement,) = logits.placements
     if not placement.is_shard(logits.dim() - 1):
         raise UsageError(
-            f"logits: found the placement {placement}, needed Shard({logits.dim() - 1}), the vocabulary; "
+            f"logits: must be sharded over the vocabulary, Shard({logits.dim() - 1}), not {placement}; "
             "gather them with full_tensor()"
         )
     ranks = TpRanks.of(logits.device_mesh)
     begin, _ = ceil_chunks(logits.shape[-1], ranks.size)[ranks.rank]
     local = logits.to_local()
-    flat = local.reshape(targets.numel(), local.shape[-1]).float()  # -1 says nothing of an empty slice
+    flat = local.reshape(targets.numel(), local.shape[-1]).float()  # -1 is ambiguous for an empty slice
     losses: torch.Tensor = _CrossEntropy.apply(flat, targets, begin, ignore_index, ranks)
     return losses
 
 
 class _CrossEntropy(torch.autograd.Function):  # type: ignore[misc]  # torch says Any
-    """From [N, V / tp] and [N] to [N]. Each rank's gradient is that of its own logits: softmax minus one-hot."""
+    """Cross entropy from [N, V / tp] and [N] to [N].
+
+    Each rank has the gradient of its own logits: softmax minus one-hot.
+    """
 
     @staticmethod
     def forward(

@@ -1,9 +1,10 @@
-"""Which tensor parallel plan a model gets: one lookup, with the same rules that cut files.
+"""Selects the tensor parallel plan of a model: one lookup, with the same rules that shard files.
 
-Order of trust: the user's plan; overrides and optimized plans; the model's own plan; replicate. A rule says two things:
-how a tensor is cut, and how the forward pass runs on the pieces. The first is followed always, so that a rank holds
-what `ckptx reshard` writes for it. The second only where the plan was made for running (the model's own plan, or one
-verified here): elsewhere the tensors of a module are gathered around its forward pass, which is right for every model.
+Precedence: the user's plan; overrides and optimized plans; the model's own plan; replicate. A rule decides how a tensor
+is sharded, and how the forward pass runs on the shards. The first is always followed, so that a rank holds the shards
+that `ckptx reshard` writes for it. The second only if the plan was made for running (the model's own plan, or one
+verified here): otherwise the tensors of a module are gathered around its forward pass, which is correct for every
+model.
 
     model.layers.*.self_attn.q_proj   colwise   model plan -> runs on shards
     transformer.h.*.attn.c_attn       colwise   override   -> sharded, gathered around transformer.h.*.attn
@@ -31,47 +32,47 @@ from ckptx.runtime.parallel.tensor_parallel.forward_traits import (
     qualified_name,
 )
 
-GATHERING = ("colwise_gather_output", "colwise_rep")  # styles that need no whole heads
-SPLITTING = ("rowwise_split_input", "rowwise_rep")  # and these none
-# A number of heads counts only where this flag of the same config is true.
+GATHER_STYLES = ("colwise_gather_output", "colwise_rep")  # styles whose shards may split heads
+SPLIT_STYLES = ("rowwise_split_input", "rowwise_rep")  # styles whose shards may split heads, too
+# A number of heads applies only if this flag of the same config is true.
 _ONLY_WITH = {"num_global_key_value_heads": "attention_k_eq_v"}
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """How a model is cut, and how it runs.
+    """The sharding of a model's parameters, and the ways its forward pass runs on them.
 
     Attributes:
-        class_name: Of the model, for messages.
-        cuts: What `ckptx.layout.tensor_parallel_plan.decide` follows.
-        origins: Pattern -> who decided it, for patterns of this model.
-        runs: Patterns whose tensors the forward pass uses as shards; all others are gathered.
-        sharded_head: The module whose output stays sharded over the vocabulary, empty for none.
+        class_name: Class name of the model, for messages.
+        sharding: Rules for `ckptx.layout.tensor_parallel_plan.decide`.
+        origins: Pattern -> source of the decision, for patterns of this model.
+        runnable: Patterns whose tensors the forward pass uses as shards; all others are gathered.
+        sharded_head: Module whose output stays sharded over the vocabulary; empty for none.
         reads_weight: Module -> another module whose weight its forward reads.
-        sequence: Where norms and residuals run on slices of the sequence; None for nowhere.
+        sequence: Modules whose norms and residuals run on slices of the sequence; None without sequence parallelism.
     """
 
     class_name: str
-    cuts: TensorParallelPlan
+    sharding: TensorParallelPlan
     origins: Mapping[str, str]
-    runs: frozenset[str]
+    runnable: frozenset[str]
     sharded_head: str = ""
     reads_weight: Mapping[str, str] = field(default_factory=dict)
     sequence: Sequence | None = None
 
     def rule_of(self, path: str) -> tuple[str, Rule] | None:
-        """The pattern and rule for a parameter, or for a module whose own name matches."""
-        return self.cuts.rule_for(path)
+        """Return the pattern and rule for a parameter, or for a module whose own name matches."""
+        return self.sharding.rule_for(path)
 
     def style_of(self, module: str) -> str:
-        """The style of the module itself, "replicate" when no rule names it."""
-        found = self.cuts.rule_for(f"{module}._")
+        """Return the style of the module itself; "replicate" if no rule matches it."""
+        found = self.sharding.rule_for(f"{module}._")
         return found[1].style if found else "replicate"
 
     def runs_on_shards(self, parameter: str) -> bool:
-        """Whether the forward pass uses a parameter as it is cut."""
-        found = self.cuts.rule_for(parameter)
-        return found is not None and found[0] in self.runs
+        """Return True if the forward pass uses a parameter as shards."""
+        found = self.sharding.rule_for(parameter)
+        return found is not None and found[0] in self.runnable
 
 
 def find_plan(
@@ -81,59 +82,62 @@ def find_plan(
     sequence_parallel: bool = False,
     names: Iterable[str] | None = None,
 ) -> Plan:
-    """The plan of a model.
+    """Return the plan of a model.
 
     Args:
-        model: Of any device; a pipeline stage is fine.
-        config: The contents of its `config.json`.
-        user: Pattern -> style, on top of everything else.
+        model: Model on any device; a pipeline stage is fine.
+        config: Contents of its `config.json`.
+        user: User's plan, pattern -> style, which takes precedence over everything else.
         sequence_parallel: Run norms and residuals on slices of the sequence.
-        names: Of all parameters of the whole model, where `model` is but a stage of it.
+        names: Names of all parameters of the whole model, if `model` is a stage of it; None means those of `model`.
 
     Raises:
         UsageError: The user's plan matches no parameter, or has an unknown style.
-        UnsupportedError: The model's plan does, or sequence parallel is not verified for the class.
+        UnsupportedError: The model's own plan does, or sequence parallelism is not verified for the class.
     """
-    known = list(names) if names is not None else [name for name, _ in model.named_parameters(remove_duplicate=False)]
-    row = forward_traits_of(model)
-    base = _base_plan(model, config, known)
-    running = _running(base, row) if is_stock(model) or base.decided_by == "class" else frozenset[str]()
-    cuts = base.plan
-    if row.styles:
-        rules = {pattern: Rule(style, "optimized plan", row.reason) for pattern, style in row.styles.items()}
-        cuts, running = TensorParallelPlan(rules, cuts), running | rules.keys()
+    parameter_names = (
+        list(names) if names is not None else [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    )
+    traits = forward_traits_of(model)
+    base = _base_plan(model, config, parameter_names)
+    runnable = _runnable_patterns(base, traits) if is_stock(model) or base.decided_by == "class" else frozenset[str]()
+    sharding = base.plan
+    if traits.styles:
+        rules = {pattern: Rule(style, "optimized plan", traits.reason) for pattern, style in traits.styles.items()}
+        sharding, runnable = TensorParallelPlan(rules, sharding), runnable | rules.keys()
     if user is not None:
-        cuts = TensorParallelPlan.from_user(user, "tensor parallel plan", fallback=cuts)
-        if user and len(cuts.unmatched(known)) == len(cuts.rules):
+        sharding = TensorParallelPlan.from_user(user, "tensor parallel plan", fallback=sharding)
+        if user and len(sharding.unmatched(parameter_names)) == len(sharding.rules):
             raise UsageError(
                 f"tensor parallel plan: none of its {len(user)} patterns matches a parameter of "
-                f"{type(model).__name__}, needed names such as {known[0] if known else 'none'}; correct the patterns"
+                f"{type(model).__name__}, such as {parameter_names[0] if parameter_names else 'none'}; correct the "
+                "patterns"
             )
-        agreeing = {pattern for pattern, style in user.items() if _agrees(base.plan, pattern, style, running)}
-        running = (running - user.keys()) | agreeing
-    if sequence_parallel and row.sequence is None:
+        confirmed = {pattern for pattern, style in user.items() if _is_confirmed(base.plan, pattern, style, runnable)}
+        runnable = (runnable - user.keys()) | confirmed
+    if sequence_parallel and traits.sequence is None:
         raise UnsupportedError(
             f"{qualified_name(type(model))}: sequence parallel is not verified for this class; "
             "run it without sequence parallel"
         )
     return Plan(
         type(model).__name__,
-        cuts,
-        _origins(cuts, known, row),
-        running,
-        row.head if _is_own_head(cuts, row.head) else "",
-        row.reads_weight if _says(model, row.reads_when) else {},
-        row.sequence if sequence_parallel else None,
+        sharding,
+        _origins(sharding, parameter_names, traits),
+        runnable,
+        traits.head if _is_own_head(sharding, traits.head) else "",
+        traits.reads_weight if _is_key_set(model, traits.reads_when) else {},
+        traits.sequence if sequence_parallel else None,
     )
 
 
 def check_heads(config: Mapping[str, Any], tp: int, architecture: Architecture) -> None:
-    """Refuses a number of TP ranks that does not divide the heads of attention, before anything is built.
+    """Refuse a number of TP ranks that does not divide the attention heads, before anything is built.
 
-    Only heads that the forward pass sees sharded count: a projection whose output is gathered may be cut anywhere.
+    Only heads that the forward pass uses as shards count: a projection whose output is gathered may be split anywhere.
 
     Raises:
-        UnsupportedError: A number of heads does not divide by `tp`.
+        UnsupportedError: A number of heads is not a multiple of `tp`.
     """
     plan = architecture.tensor_parallel_plan(config)
     text = _text_config(config, architecture)
@@ -142,79 +146,82 @@ def check_heads(config: Mapping[str, Any], tp: int, architecture: Architecture) 
         if found is None or tp == 1 or not _needs_heads(plan, found[0], found[1]):
             continue
         for count, _ in found[1].heads:
-            key = _field_of(text, count)
+            key = _config_key_of(text, count)
             flag = _ONLY_WITH.get(key)
             if count % tp and (flag is None or text.get(flag)):
                 raise UnsupportedError(
-                    f"{architecture.class_name}: {key} is {count}, needed a multiple of tp={tp} for {pattern}; "
+                    f"{architecture.class_name}: {key} is {count}, must be a multiple of tp={tp} for {pattern}; "
                     f"choose a tp that divides {count}"
                 )
 
 
 class _BasePlan(NamedTuple):
-    """The plan below the user's; `decided_by` is "table" or "class"."""
+    """The plan without the user's; `decided_by` is "table" or "class"."""
 
     plan: TensorParallelPlan
     decided_by: str
 
 
 def _base_plan(model: nn.Module, config: Mapping[str, Any], names: list[str]) -> _BasePlan:
-    """Overrides and the model's own plan, from the table, else from the class itself.
+    """Return overrides and the model's own plan, from the table, else from the class itself.
 
     Raises:
-        UnsupportedError: The class has a plan that matches nothing, or a style that nobody knows.
+        UnsupportedError: The plan of the class matches nothing, or has an unknown style.
     """
     architecture = find_architecture(config)
     if architecture is not None:
         plan = architecture.tensor_parallel_plan(config)
         if plan.patterns() and len(_unmatched(plan, names)) < len(plan.patterns()):
             return _BasePlan(plan, "table")
-    stated = getattr(model, "tp_plan", None) or getattr(model, "_tp_plan", None) or {}
+    class_plan = getattr(model, "tp_plan", None) or getattr(model, "_tp_plan", None) or {}
     decided_by = f"plan of {type(model).__name__}"
-    plan = TensorParallelPlan({pattern: Rule(style, decided_by) for pattern, style in stated.items()})
-    if stated and len(plan.unmatched(names)) == len(stated):
+    plan = TensorParallelPlan({pattern: Rule(style, decided_by) for pattern, style in class_plan.items()})
+    if class_plan and len(plan.unmatched(names)) == len(class_plan):
         raise UnsupportedError(
-            f"{qualified_name(type(model))}: none of the {len(stated)} patterns of its tensor parallel plan matches a "
-            "parameter; give a plan of your own"
+            f"{qualified_name(type(model))}: none of the {len(class_plan)} patterns of its tensor parallel plan "
+            "matches a parameter; pass your own plan"
         )
     return _BasePlan(plan, "class")
 
 
-def _running(base: _BasePlan, row: ForwardTraits) -> frozenset[str]:
-    """Patterns of rules that were made for running."""
+def _runnable_patterns(base: _BasePlan, traits: ForwardTraits) -> frozenset[str]:
+    """Return the patterns of rules that were made for running."""
     found = set()
     for pattern in base.plan.patterns():
         hit = base.plan.rule_for(pattern)
         if hit is None or hit[0] != pattern:
             continue
-        if _is_made_for_running(base.plan, pattern, hit[1]) or pattern in row.runs:
+        if _is_made_for_running(base.plan, pattern, hit[1]) or pattern in traits.runs:
             found.add(pattern)
     return frozenset(found)
 
 
 def _is_made_for_running(plan: TensorParallelPlan, pattern: str, rule: Rule) -> bool:
-    """True for the model's own plan, for an override that repeats it, and for embeddings and output heads."""
+    """Return True for the model's own plan, for an override that repeats it, and for embeddings and output heads."""
     if rule.decided_by != "override":
         return True
     own = plan.fallback.rules.get(pattern) if plan.fallback is not None else None
-    is_vocabulary = rule.style in ("embedding_rowwise", *GATHERING)  # either of them gives its module's whole output
+    is_vocabulary = rule.style in (
+        "embedding_rowwise",
+        *GATHER_STYLES,
+    )  # either of them gives its module's whole output
     return (own is not None and own.style == rule.style) or is_vocabulary
 
 
-def _agrees(plan: TensorParallelPlan, pattern: str, style: str, running: frozenset[str]) -> bool:
-    """Whether a plan says the same of a pattern, and was made for running there."""
+def _is_confirmed(plan: TensorParallelPlan, pattern: str, style: str, runnable: frozenset[str]) -> bool:
+    """Return True if the plan has the same style for a pattern, and was made for running there."""
     found = plan.rule_for(pattern) or plan.rule_for(f"{pattern}._")
-    return found is not None and found[1].style == style and found[0] in running
+    return found is not None and found[1].style == style and found[0] in runnable
 
 
 def _needs_heads(plan: TensorParallelPlan, pattern: str, rule: Rule) -> bool:
     kind = STYLES[rule.style]
-    is_sharded = kind in (Kind.COLWISE, Kind.ROWWISE) and rule.style not in (*GATHERING, *SPLITTING)
+    is_sharded = kind in (Kind.COLWISE, Kind.ROWWISE) and rule.style not in (*GATHER_STYLES, *SPLIT_STYLES)
     return bool(rule.heads) and is_sharded and _is_made_for_running(plan, pattern, rule)
 
 
 def _text_config(config: Mapping[str, Any], architecture: Architecture) -> Mapping[str, Any]:
-    """The config of the layers."""
+    """Return the config of the text layers."""
     structure = architecture.structure
     found: Any = config
     for key in (*structure.root, *filter(None, structure.text.split("."))):
@@ -222,35 +229,35 @@ def _text_config(config: Mapping[str, Any], architecture: Architecture) -> Mappi
     return found if isinstance(found, Mapping) else config
 
 
-def _field_of(config: Mapping[str, Any], count: int) -> str:
-    """The key of a config that says a number of heads; the most special one of several that say the same."""
+def _config_key_of(config: Mapping[str, Any], count: int) -> str:
+    """Return the config key with this number of heads; the most specific one if several have it."""
     values = [*config.items(), *(item for layer in layer_overrides(config) for item in layer.items())]
     fields = [key for key, value in values if key.endswith(("heads", "n_head")) and value == count]
     return max(fields, key=lambda key: len(key), default="the number of attention heads")
 
 
-def _says(model: nn.Module, key: str) -> bool:
-    """Whether the config of the text model has this key, and not zero."""
+def _is_key_set(model: nn.Module, key: str) -> bool:
+    """Return True if the config of the text model has this key with a nonzero value."""
     config: Any = getattr(model, "config", None)
     return bool(key) and config is not None and bool(getattr(config.get_text_config(), key, None))
 
 
 def _is_own_head(plan: TensorParallelPlan, head: str) -> bool:
-    """Whether the plan cuts the head by its rows and gathers its output: a user may want it otherwise."""
+    """Return True if the plan shards the head by rows and gathers its output, which a user may override."""
     found = plan.rule_for(f"{head}.weight") if head else None
-    return found is not None and found[1].style in GATHERING
+    return found is not None and found[1].style in GATHER_STYLES
 
 
-def _origins(plan: TensorParallelPlan, names: list[str], row: ForwardTraits) -> dict[str, str]:
-    """Who decided, by pattern, in the order of the parameters."""
+def _origins(plan: TensorParallelPlan, names: list[str], traits: ForwardTraits) -> dict[str, str]:
+    """Return the source of each decision by pattern, in the order of the parameters."""
     found: dict[str, str] = {}
     for name in names:
         hit = plan.rule_for(name)
         if hit is not None:
-            found[hit[0]] = "optimized plan" if hit[0] in (row.head, *row.runs) else hit[1].decided_by
+            found[hit[0]] = "optimized plan" if hit[0] in (traits.head, *traits.runs) else hit[1].decided_by
     return found
 
 
 def _unmatched(plan: TensorParallelPlan, names: list[str]) -> list[str]:
-    below = _unmatched(plan.fallback, names) if plan.fallback is not None else []
-    return [*plan.unmatched(names), *below]
+    of_fallback = _unmatched(plan.fallback, names) if plan.fallback is not None else []
+    return [*plan.unmatched(names), *of_fallback]

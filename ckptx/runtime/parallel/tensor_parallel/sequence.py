@@ -1,11 +1,12 @@
-"""Sequence parallelism: what a layer computes on a slice of the sequence, and around what the slices are put together.
+"""Sequence parallelism: modules that run on a slice of the sequence, and modules that get the full sequence.
 
-    layer     [B, S / tp, H]   norms, residuals, routers: each rank has its slice, gradients of parameters are summed
-    passage   [B, S, H]        attention, MLP: the slices are gathered before it, and a slice of its output goes on
+    layer          [B, S / tp, H]  norms, residuals, routers: each rank has its slice, gradients of parameters are
+    summed full sequence  [B, S, H]       attention, MLP: the slices are gathered before it, and its output is split
+    again
 
-Whatever TP does in a passage is right if all ranks take the same and give the same: the output is cut. Where what a
-rank gives is a summand instead, the sum and the cut are one collective, and so are their opposites in the backward pass
-(Megatron-LM, arXiv 2205.05198). Which of the two a passage is follows from its parameters.
+TP in a full-sequence module is correct if all ranks have equal inputs and outputs: then the output is split. If a
+rank's output is a summand instead, sum and split are one collective, and so are their counterparts in the backward pass
+(Megatron-LM, arXiv 2205.05198). The parameters of the module decide between the two.
 
 Legend: B batch, S sequence, H hidden size.
 """
@@ -31,12 +32,12 @@ _TOKENS, _SEQUENCE = 0, 1  # dims of [B * S, H] and of [B, S, H]
 
 
 class FullSequenceModule(NamedTuple):
-    """A module that takes the whole sequence.
+    """A module that gets the full sequence.
 
     Attributes:
-        path: Of the module.
-        dim: Of the sequence in what it takes and gives.
-        is_summand: Whether each rank gives a summand, and takes gradients that are partial.
+        path: Path of the module.
+        dim: Sequence dim of its inputs and outputs.
+        is_summand: True if each rank's output is a summand, and its gradients are partial.
     """
 
     path: str
@@ -46,43 +47,44 @@ class FullSequenceModule(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class SequenceSharding:
-    """Where the sequence of a model is cut.
+    """The modules that run on slices of the sequence, and those that get it whole.
 
     Attributes:
-        layers: From the first that is here to the last.
-        passages: In them.
-        on_slices: Modules in them with parameters of their own that see a slice.
-        arguments: What a layer takes besides the hidden states that goes along the sequence.
+        layers: Paths of the layers, from the first on this stage to the last.
+        full_modules: Modules in the layers that get the full sequence.
+        on_slices: Modules in the layers with parameters of their own that get a slice.
+        arguments: Arguments of a layer, besides the hidden states, that have a sequence dim.
     """
 
     layers: tuple[str, ...] = ()
-    passages: tuple[FullSequenceModule, ...] = ()
+    full_modules: tuple[FullSequenceModule, ...] = ()
     on_slices: tuple[str, ...] = ()
     arguments: tuple[str, ...] = ()
 
     def is_summand(self, path: str) -> bool:
-        """Whether a module is in a passage whose sum belongs to the passage."""
-        return any(each.is_summand and is_in(path, each.path) for each in self.passages)
+        """Return True if a module is in a full-sequence module that sums its outputs."""
+        return any(each.is_summand and is_in(path, each.path) for each in self.full_modules)
 
 
 def is_in(path: str, scope: str) -> bool:
-    """Whether a module is another one, or below it."""
+    """Return True if a module is the scope itself, or inside it."""
     return path == scope or path.startswith(f"{scope}.")
 
 
-def cut_sequence(
+def shard_sequence(
     modules: Mapping[str, nn.Module], plan: Plan, is_sharded: Collection[str], gathered: Collection[str]
 ) -> SequenceSharding:
-    """Where the sequence is cut.
+    """Return the sharding of the sequence in a model.
 
     Args:
-        modules: All of the model, or of a pipeline stage of it.
-        plan: With a `sequence`; without one, nothing is cut.
-        is_sharded: Modules that hold shards.
-        gathered: Modules around which parameters are gathered.
+        modules: All modules of the model, or of a pipeline stage, by path.
+        plan: Plan of the model; without `sequence`, nothing is sharded.
+        is_sharded: Modules with sharded parameters.
+        gathered: Modules whose parameters are gathered around their forward pass.
 
     Raises:
-        UnsupportedError: A layer is not as its `sequence` row says, so that nobody knows what in it may see a slice.
+        UnsupportedError: A layer does not match its `sequence` row, so it is unknown which of its modules may get a
+            slice.
     """
     if plan.sequence is None:
         return SequenceSharding()
@@ -91,57 +93,60 @@ def cut_sequence(
         for path, module in modules.items()
         if path.rpartition(".")[0] == plan.sequence.layers and next(module.parameters(), None) is not None
     ]
-    passages = [each for layer in found for each in _passages(modules, layer, plan, is_sharded, gathered)]
-    inside = [each.path for each in passages]
-    on_slices = [path for layer in found for path in _on_slices(modules, layer, inside)]
+    full_modules = [
+        each for layer in found for each in _full_sequence_modules(modules, layer, plan, is_sharded, gathered)
+    ]
+    inside = [each.path for each in full_modules]
+    on_slices = [path for layer in found for path in _modules_on_slices(modules, layer, inside)]
     for path in on_slices:
         if path in is_sharded or not _is_tokenwise(modules[path], path, found, plan.sequence.tokenwise):
-            what = "cut by the plan" if path in is_sharded else f"a {type(modules[path]).__name__}"
+            what = "sharded by the plan" if path in is_sharded else f"a {type(modules[path]).__name__}"
             raise UnsupportedError(
-                f"{plan.class_name}: sequence parallel: {path} is {what}, needed whole and known to compute each token "
-                "by itself; run it without sequence parallel"
+                f"{plan.class_name}: sequence parallel: {path} is {what}, must be replicated and known to compute each "
+                "token independently; run it without sequence parallel"
             )
-    return SequenceSharding(tuple(found), tuple(passages), tuple(on_slices), plan.sequence.arguments)
+    return SequenceSharding(tuple(found), tuple(full_modules), tuple(on_slices), plan.sequence.arguments)
 
 
-def sum_gradients(modules: Mapping[str, nn.Module], cut: SequenceSharding, ranks: TpRanks) -> None:
-    """For what sees slices: its parameters are whole, and their gradients are not."""
-    for path in cut.on_slices:
-        sliced(modules[path], ranks)
+def sum_gradients(modules: Mapping[str, nn.Module], sharding: SequenceSharding, ranks: TpRanks) -> None:
+    """Sum the gradients of whole parameters in modules that get slices."""
+    for path in sharding.on_slices:
+        sum_slice_gradients(modules[path], ranks)
 
 
-def install(modules: Mapping[str, nn.Module], cut: SequenceSharding, ranks: TpRanks) -> None:
-    """After all other styles: the sequence is whole around whatever they do."""
-    for each in cut.passages:
-        passage(modules[each.path], each.dim, each.is_summand, ranks)
-    for path in cut.layers:
+def install(modules: Mapping[str, nn.Module], sharding: SequenceSharding, ranks: TpRanks) -> None:
+    """Install the sharding after all other styles, so that the sequence is whole around them."""
+    for each in sharding.full_modules:
+        gather_around(modules[each.path], each.dim, each.is_summand, ranks)
+    for path in sharding.layers:
         module = modules[path]
-        if path == cut.layers[0]:
-            first_layer(module, ranks)
-        if path == cut.layers[-1]:
-            last_layer(module, ranks)
-        if cut.arguments:
-            arguments(module, cut.arguments, path == cut.layers[0], ranks)
+        if path == sharding.layers[0]:
+            split_at_first_layer(module, ranks)
+        if path == sharding.layers[-1]:
+            gather_at_last_layer(module, ranks)
+        if sharding.arguments:
+            slice_arguments(module, sharding.arguments, path == sharding.layers[0], ranks)
 
 
-def sliced(module: nn.Module, ranks: TpRanks) -> None:
-    """A module with whole parameters that sees a slice of the sequence."""
+def sum_slice_gradients(module: nn.Module, ranks: TpRanks) -> None:
+    """Sum the gradients of a module with whole parameters that gets a slice of the sequence."""
     styles.partial_gradient(module, ranks)
 
 
-def passage(module: nn.Module, dim: int, is_summand: bool, ranks: TpRanks) -> None:
-    """A module that takes the whole sequence among modules that see a slice.
+def gather_around(module: nn.Module, dim: int, is_summand: bool, ranks: TpRanks) -> None:
+    """Gather the sequence before a module that requires all of it, and split its output.
 
     Args:
-        module: Takes hidden states first, or by that name; gives them, alone or first in a tuple.
-        dim: 1 of [B, S, H]; 0 of [B * S, H]: there, everything it takes is gathered, and the order of tokens is
-            another one, which the experts of a mixture do not see.
-        is_summand: See `Passage`; the styles in it scatter what they sum, so that a bias is added to the slice.
-        ranks: Who has the other slices.
+        module: Takes hidden states first, or by that name; returns them, alone or first in a tuple.
+        dim: 1 for [B, S, H]; 0 for [B * S, H], where all inputs are gathered. The tokens are then in another order, to
+            which the experts of a mixture are insensitive.
+        is_summand: See `FullSequenceModule`; the styles in the module scatter their sum, so that a bias is added to the
+            slice.
+        ranks: TP ranks.
     """
     stock = module.forward
 
-    def entering(value: Any) -> Any:
+    def gather_input(value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
             return value
         total = value.shape[dim] * ranks.size
@@ -149,27 +154,27 @@ def passage(module: nn.Module, dim: int, is_summand: bool, ranks: TpRanks) -> No
             return all_gather(value, dim, total, ranks)
         if is_summand:
             return gather_partial(value, dim, total, ranks).contiguous()
-        # Views of it are taken, so it is contiguous, and noise is put on it in place (Mixtral), so it is no view
+        # Modules take views of it, so it is contiguous, and add noise to it in place (Mixtral), so it is not a view
         return gather(value, dim, total, ranks).clone(memory_format=torch.contiguous_format)
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         if dim == _TOKENS:
-            args, kwargs = tuple(map(entering, args)), {key: entering(each) for key, each in kwargs.items()}
+            args, kwargs = tuple(map(gather_input, args)), {key: gather_input(each) for key, each in kwargs.items()}
         elif args:
-            args = (entering(args[0]), *args[1:])
+            args = (gather_input(args[0]), *args[1:])
         else:
-            kwargs["hidden_states"] = entering(kwargs["hidden_states"])
+            kwargs["hidden_states"] = gather_input(kwargs["hidden_states"])
         found = stock(*args, **kwargs)
-        return found if is_summand else _first(found, lambda x: split(x, dim, ranks))
+        return found if is_summand else _map_hidden_states(found, lambda x: split(x, dim, ranks))
 
     module.forward = forward
 
 
-def first_layer(layer: nn.Module, ranks: TpRanks) -> None:
-    """The first layer takes its slice of the sequence [B, S / tp, H].
+def split_at_first_layer(layer: nn.Module, ranks: TpRanks) -> None:
+    """Make the first layer take its slice of the sequence, [B, S / tp, H].
 
-    The length must divide by the number of ranks: then every slice tells how long the whole is, and nothing about a
-    batch needs to be remembered until its backward pass.
+    The length must be divisible by the number of ranks: then the length of a slice gives that of the sequence, and
+    nothing about a batch is stored until its backward pass.
     """
     stock = layer.forward
 
@@ -177,68 +182,70 @@ def first_layer(layer: nn.Module, ranks: TpRanks) -> None:
         length = hidden_states.shape[_SEQUENCE]
         if length % ranks.size:
             raise UsageError(
-                f"sequence parallel: a sequence of {length}, needed a multiple of tp={ranks.size}; pad the batch"
+                f"sequence parallel: sequence length {length} must be a multiple of tp={ranks.size}; pad the batch"
             )
         return stock(split(hidden_states, _SEQUENCE, ranks), *args, **kwargs)
 
     layer.forward = forward
 
 
-def last_layer(layer: nn.Module, ranks: TpRanks) -> None:
-    """The last layer gives the whole sequence back."""
+def gather_at_last_layer(layer: nn.Module, ranks: TpRanks) -> None:
+    """Make the last layer return the full sequence."""
     stock = layer.forward
 
     def whole(x: torch.Tensor) -> torch.Tensor:
         return gather(x, _SEQUENCE, x.shape[_SEQUENCE] * ranks.size, ranks).contiguous()
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        return _first(stock(*args, **kwargs), whole)
+        return _map_hidden_states(stock(*args, **kwargs), whole)
 
     layer.forward = forward
 
 
-def arguments(layer: nn.Module, names: tuple[str, ...], is_whole: bool, ranks: TpRanks) -> None:
-    """A layer takes its slice of arguments [B, S, ...] that are whole.
+def slice_arguments(layer: nn.Module, names: tuple[str, ...], is_whole: bool, ranks: TpRanks) -> None:
+    """Make a layer take its slice of whole arguments [B, S, ...].
 
     Args:
-        layer: Takes the hidden states first.
-        names: Of the arguments, which may be None.
-        is_whole: Whether the hidden states are, too: they are not cut yet.
-        ranks: Who has the other slices.
+        layer: Layer that takes the hidden states first.
+        names: Names of the arguments, whose values may be None.
+        is_whole: True if the hidden states are not split yet either.
+        ranks: TP ranks.
     """
     stock = layer.forward
-    order = list(inspect.signature(type(layer).forward).parameters)[2:]  # after itself and the hidden states
+    order = list(inspect.signature(type(layer).forward).parameters)[2:]  # after self and the hidden states
 
-    def own(value: Any, hidden_states: torch.Tensor) -> Any:
+    def own_part(value: Any, hidden_states: torch.Tensor) -> Any:
         if value is None:
             return None
         length = hidden_states.shape[_SEQUENCE] * (1 if is_whole else ranks.size)
         if value.shape[_SEQUENCE] != length or length % ranks.size:
             raise UsageError(
-                f"sequence parallel: {' or '.join(names)} of {value.shape[_SEQUENCE]} tokens, needed {length}, a "
+                f"sequence parallel: {' or '.join(names)} has {value.shape[_SEQUENCE]} tokens, expected {length}, a "
                 f"multiple of tp={ranks.size}; pad the batch, and keep the logits of all tokens"
             )
         return split(value, _SEQUENCE, ranks)
 
     def forward(hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        given = [own(each, hidden_states) if name in names else each for name, each in zip(order, args, strict=False)]
-        named = {key: own(each, hidden_states) if key in names else each for key, each in kwargs.items()}
+        given = [
+            own_part(each, hidden_states) if name in names else each for name, each in zip(order, args, strict=False)
+        ]
+        named = {key: own_part(each, hidden_states) if key in names else each for key, each in kwargs.items()}
         return stock(hidden_states, *given, **named)
 
     layer.forward = forward
 
 
-def _first(found: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """What a module gives, with the hidden states changed."""
+def _map_hidden_states(found: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """Return the output of a module with its hidden states changed."""
     return (change(found[0]), *found[1:]) if isinstance(found, tuple) else change(found)
 
 
-def _on_slices(modules: Mapping[str, nn.Module], layer: str, passages: Collection[str]) -> Iterable[str]:
-    """Modules in a layer, and it itself, that have parameters of their own and are in no passage."""
-    passages = [path for path in passages if is_in(path, layer)]
+def _modules_on_slices(modules: Mapping[str, nn.Module], layer: str, full_modules: Collection[str]) -> Iterable[str]:
+    """Yield the layer and modules in it that have parameters of their own, outside of full-sequence modules."""
+    full_modules = [path for path in full_modules if is_in(path, layer)]
     for path, module in modules.items():
         has_parameters = any(each is not None for each in module._parameters.values())
-        if has_parameters and is_in(path, layer) and not any(is_in(path, each) for each in passages):
+        if has_parameters and is_in(path, layer) and not any(is_in(path, each) for each in full_modules):
             yield path
 
 
@@ -247,43 +254,43 @@ def _is_tokenwise(module: nn.Module, path: str, layers: Iterable[str], names: It
     return is_known or "Norm" in type(module).__name__
 
 
-def _passages(
+def _full_sequence_modules(
     modules: Mapping[str, nn.Module],
     layer: str,
     plan: Plan,
     is_sharded: Collection[str],
     gathered: Collection[str],
 ) -> Iterable[FullSequenceModule]:
-    """Where the sequence is gathered and split inside of one layer."""
+    """Yield the modules of one layer around which the sequence is gathered and split."""
     assert plan.sequence is not None
     forward = type(modules[layer]).forward
     missing = [name for name in plan.sequence.whole if f"{layer}.{name}" not in modules]
     if missing or not str(forward.__module__).startswith("transformers."):
         raise UnsupportedError(
             f"{plan.class_name}: sequence parallel: {layer} is a {type(modules[layer]).__name__} "
-            f"{'without ' + missing[0] if missing else 'with a forward of its own'}, needed the layer of transformers; "
+            f"{'without ' + missing[0] if missing else 'with a custom forward'}, expected the layer of transformers; "
             "run it without sequence parallel"
         )
     for name in plan.sequence.whole:
         path = f"{layer}.{name}"
-        yield FullSequenceModule(path, _SEQUENCE, _gives_a_summand(modules, path, plan, is_sharded, gathered))
+        yield FullSequenceModule(path, _SEQUENCE, _gives_summand(modules, path, plan, is_sharded, gathered))
     for name in plan.sequence.experts:
         path = f"{layer}.{name}"
         if path in modules:
             yield FullSequenceModule(path, _TOKENS, _are_experts_cut(path, plan, is_sharded, gathered))
 
 
-def _gives_a_summand(
+def _gives_summand(
     modules: Mapping[str, nn.Module],
     path: str,
     plan: Plan,
     is_sharded: Collection[str],
     gathered: Collection[str],
 ) -> bool:
-    """Whether projections that are cut are all that meets the hidden states: then the sums of the others are its sums.
+    """Return True if the output is a sum over ranks: only sharded projections use the hidden states.
 
-    What else has a parameter of one dim, such as a norm of queries, stands between projections. A router or a latent
-    projection is a matrix that every rank has; what it takes and gives is whole.
+    Other parameters with one dim, such as a norm of queries, lie between projections. A router or a latent projection
+    is a replicated matrix, whose input and output are whole.
     """
     if any(is_in(scope, path) or is_in(path, scope) for scope in gathered):
         return False

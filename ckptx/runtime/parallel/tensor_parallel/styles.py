@@ -1,7 +1,7 @@
-"""What each tensor parallel style does to the forward pass of a module whose parameters are cut.
+"""The forward pass of a module under each tensor parallel style, on sharded parameters.
 
-Each function puts a forward of its own in front of the module's. It reads the parameters when it runs, so that FSDP may
-exchange them; and where they are whole at that moment (gathered by a module around it), it steps aside.
+Each function replaces the module's forward. The new one reads the parameters when it runs, so that FSDP may swap them;
+if they are whole at that moment (gathered by an outer module), it calls the stock forward.
 
 Legend: B batch, S sequence, I and O input and output features, V vocabulary.
 """
@@ -31,11 +31,11 @@ from ckptx.runtime.parallel.tensor_parallel.collectives import (
 )  # fmt: skip
 
 _TOKENS, _SEQUENCE = 0, 1  # dims of [B * S, I] and of [B, S, I]
-EXPERTS = ("moe_tp_experts", "all_reduce", "local")  # styles of a module that holds fused experts
+EXPERTS = ("moe_tp_experts", "all_reduce", "local")  # styles of a module with fused experts
 
 
 class TpSharding(NamedTuple):
-    """How one parameter is cut: which rectangles each rank holds, one after the other along `dim`."""
+    """The sharding of one parameter: the rectangles of each rank, concatenated along `dim`."""
 
     shape: tuple[int, ...]
     dim: int
@@ -43,21 +43,21 @@ class TpSharding(NamedTuple):
 
 
 class LocalParameter(NamedTuple):
-    """A parameter that is cut, by its place in the model."""
+    """A sharded parameter and its place in the model."""
 
     module: nn.Module
     name: str
-    cut: TpSharding
+    sharding: TpSharding
 
 
 def colwise(module: nn.Module, ranks: TpRanks, *, output: str = "sharded", on_sequence: bool = False) -> None:
-    """A Linear with its output features cut.
+    """Shard the output features of a Linear.
 
     Args:
-        module: Weight [O / tp, I].
-        ranks: Who has the others.
-        output: "sharded", "gathered", or "dtensor": sharded, and said so.
-        on_sequence: The input was gathered along the sequence, which sums its gradient already.
+        module: Linear with weight [O / tp, I].
+        ranks: TP ranks.
+        output: "sharded", "gathered", or "dtensor": sharded, as a DTensor.
+        on_sequence: True if the input was gathered along the sequence, which already sums its gradient.
     """
     stock = module.forward
     features = int(module.weight.shape[0])
@@ -68,7 +68,7 @@ def colwise(module: nn.Module, ranks: TpRanks, *, output: str = "sharded", on_se
             return stock(x)
         if not on_sequence:
             x = copy_in(x, ranks)
-        y = functions.linear(x, local_of(weight), None if bias is None else _own_rows(bias, ranks))
+        y = functions.linear(x, local_of(weight), None if bias is None else _own_bias(bias, ranks))
         if output == "gathered":
             return gather(y, y.dim() - 1, features, ranks)
         return _as_dtensor(y, features, ranks) if output == "dtensor" else y
@@ -77,13 +77,13 @@ def colwise(module: nn.Module, ranks: TpRanks, *, output: str = "sharded", on_se
 
 
 def rowwise(module: nn.Module, ranks: TpRanks, *, splits_input: bool = False, on_sequence: bool = False) -> None:
-    """A Linear with its input features cut: what the ranks compute is summed, then the bias is added once.
+    """Shard the input features of a Linear: partial results are summed, then the bias is added once.
 
     Args:
-        module: Weight [O, I / tp], bias [O].
-        ranks: Who has the others.
-        splits_input: The input is whole.
-        on_sequence: The output is scattered along the sequence.
+        module: Linear with weight [O, I / tp] and bias [O].
+        ranks: TP ranks.
+        splits_input: True if the input is whole.
+        on_sequence: True if the output is scattered along the sequence.
     """
     stock = module.forward
 
@@ -104,9 +104,9 @@ def rowwise(module: nn.Module, ranks: TpRanks, *, splits_input: bool = False, on
 
 
 def embedding_rowwise(module: nn.Module, ranks: TpRanks) -> None:
-    """An embedding with its vocabulary cut: a rank has zeros for the tokens of others, and all are summed.
+    """Shard the vocabulary of an embedding: a rank has zeros for the tokens of other ranks, and the results are summed.
 
-    The module's forward may do anything linear with a row, such as scaling it.
+    The module's forward may apply any linear function to a row, such as scaling.
     """
     stock = module.forward
 
@@ -122,7 +122,7 @@ def embedding_rowwise(module: nn.Module, ranks: TpRanks) -> None:
         own_ids = (ids - begin).masked_fill(is_foreign, 0)
         padding = module.padding_idx
         is_padding_here = padding is not None and begin <= padding < begin + rows
-        with swapped([(module, "weight", local)]):
+        with swap_parameters([(module, "weight", local)]):
             module.padding_idx = padding - begin if is_padding_here else None
             try:
                 found = stock(own_ids, *args, **kwargs)
@@ -134,14 +134,14 @@ def embedding_rowwise(module: nn.Module, ranks: TpRanks) -> None:
 
 
 def embedding_colwise(module: nn.Module, ranks: TpRanks) -> None:
-    """An embedding with its vectors cut: the slices are gathered."""
+    """Shard the vectors of an embedding: the slices are gathered."""
     stock = module.forward
 
     def forward(ids: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         weight = module._parameters["weight"]
         if not isinstance(weight, DTensor):
             return stock(ids, *args, **kwargs)
-        with swapped([(module, "weight", local_of(weight))]):
+        with swap_parameters([(module, "weight", local_of(weight))]):
             found = stock(ids, *args, **kwargs)
         return gather(found, found.dim() - 1, weight.shape[1], ranks)
 
@@ -149,25 +149,25 @@ def embedding_colwise(module: nn.Module, ranks: TpRanks) -> None:
 
 
 def experts(module: nn.Module, ranks: TpRanks, *, on_sequence: bool = False) -> None:
-    """Fused experts [E, O, I] with the features inside each expert cut: what the ranks compute is summed.
+    """Shard the features inside each fused expert [E, O, I]: partial results are summed.
 
-    Everything that enters, the routing weights too, gets partial gradients, which are summed.
+    All inputs, including the routing weights, get partial gradients, which are summed.
 
     Args:
-        module: With the shards of all experts.
-        ranks: Who has the others.
-        on_sequence: What enters was gathered along the tokens, which sums its gradients; the output is scattered.
+        module: Module with the shards of all experts.
+        ranks: TP ranks.
+        on_sequence: True if inputs were gathered along the tokens, which sums their gradients; the output is scattered.
     """
     stock = module.forward
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        sharded = _sharded(module)
+        sharded = _sharded_parameters(module)
         if not sharded:
             return stock(*args, **kwargs)
         if not on_sequence:
-            args = tuple(_entering(each, ranks) for each in args)
-            kwargs = {key: _entering(each, ranks) for key, each in kwargs.items()}
-        with swapped((module, name, local_of(tensor)) for name, tensor in sharded):
+            args = tuple(_copy_in_floats(each, ranks) for each in args)
+            kwargs = {key: _copy_in_floats(each, ranks) for key, each in kwargs.items()}
+        with swap_parameters((module, name, local_of(tensor)) for name, tensor in sharded):
             found = stock(*args, **kwargs)
         return scatter_sum(found, _TOKENS, ranks) if on_sequence else sum_out(found, ranks)
 
@@ -175,21 +175,21 @@ def experts(module: nn.Module, ranks: TpRanks, *, on_sequence: bool = False) -> 
 
 
 def local_params(module: nn.Module, ranks: TpRanks) -> None:
-    """A module that uses its own parameters as shards, such as one number for each head."""
+    """Run a module on the shards of its own parameters, such as one number for each head."""
     stock = module.forward
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        with swapped((module, name, local_of(tensor)) for name, tensor in _sharded(module)):
+        with swap_parameters((module, name, local_of(tensor)) for name, tensor in _sharded_parameters(module)):
             return stock(*args, **kwargs)
 
     module.forward = forward
 
 
 def partial_gradient(module: nn.Module, ranks: TpRanks) -> None:
-    """A module with whole parameters that sees the heads, or the slice of the sequence, of its rank alone.
+    """Sum the gradients of whole parameters in a module that gets a part of the heads or of the sequence.
 
-    Its gradients are summed in the graph, not afterwards: a hook on the gradient would sum what was accumulated before
-    once more, and would not see the parameters that FSDP puts in.
+    They are summed in the graph, not afterwards: a hook on the gradient would sum the already accumulated gradient
+    again, and would miss the parameters that FSDP swaps in.
     """
     stock = module.forward
 
@@ -199,15 +199,17 @@ def partial_gradient(module: nn.Module, ranks: TpRanks) -> None:
             for name, tensor in module._parameters.items()
             if tensor is not None and not isinstance(tensor, DTensor)
         ]
-        with swapped(whole):
+        with swap_parameters(whole):
             return stock(*args, **kwargs)
 
     module.forward = forward
 
 
 def mla_kv_a_proj(module: nn.Module, ranks: TpRanks, rope_dim: int) -> None:
-    """The latent projection [.., latent + rope]: the rotary part goes to the heads of each rank without another
-    projection that would sum its gradient."""
+    """Sum the gradient of the rotary part of a latent projection [.., latent + rope].
+
+    The heads of each rank use that part without a further projection that would sum it.
+    """
     stock = module.forward
 
     def forward(*args: Any, **kwargs: Any) -> torch.Tensor:
@@ -218,7 +220,7 @@ def mla_kv_a_proj(module: nn.Module, ranks: TpRanks, rope_dim: int) -> None:
 
 
 def identity_expert(module: nn.Module, ranks: TpRanks) -> None:
-    """An expert without weights among `experts`, where the sum over ranks would count it once for each."""
+    """Divide the output of an expert without weights by the TP size, as it would be summed over ranks."""
     stock = module.forward
 
     def forward(x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -227,64 +229,64 @@ def identity_expert(module: nn.Module, ranks: TpRanks) -> None:
     module.forward = forward
 
 
-def gathered(scope: nn.Module, parameters: Sequence[LocalParameter], ranks: TpRanks) -> None:
-    """Gathers parameters around the forward pass of a module that holds them, or reads them: always right.
+def gather_parameters(scope: nn.Module, parameters: Sequence[LocalParameter], ranks: TpRanks) -> None:
+    """Gather parameters around a module that holds or reads them, which is correct for every module.
 
-    All ranks then compute the same, and a rank's gradient is its part of a gradient that is whole everywhere.
+    All ranks then compute the same, and a rank's gradient is its shard of a gradient that is whole on every rank.
     """
     stock = scope.forward
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        with swapped(_gathered_now(parameters, ranks)):
+        with swap_parameters(_gather_shards(parameters, ranks)):
             return stock(*args, **kwargs)
 
     scope.forward = forward
 
 
 @contextmanager
-def swapped(tensors: Iterable[tuple[nn.Module, str, torch.Tensor]]) -> Iterator[None]:
-    """Other tensors in the place of parameters, for the time of a block."""
+def swap_parameters(tensors: Iterable[tuple[nn.Module, str, torch.Tensor]]) -> Iterator[None]:
+    """Replace parameters by other tensors within the block."""
     before = []
     try:
         for module, name, tensor in tensors:
             before.append((module, name, module._parameters[name]))
-            module._parameters[name] = tensor  # a parameter's stand-in need not be one
+            module._parameters[name] = tensor  # need not be an nn.Parameter
         yield
     finally:
         for module, name, parameter in reversed(before):
             module._parameters[name] = parameter
 
 
-def _gathered_now(
+def _gather_shards(
     parameters: Sequence[LocalParameter], ranks: TpRanks
 ) -> Iterator[tuple[nn.Module, str, torch.Tensor]]:
-    """Whole tensors for what is a shard at this moment; a parameter that two modules share is gathered once."""
+    """Yield whole tensors for parameters that are sharded at this moment; a tied one is gathered once."""
     whole: dict[int, torch.Tensor] = {}
-    for module, name, cut in parameters:
+    for module, name, sharding in parameters:
         tensor = module._parameters.get(name)
         if not isinstance(tensor, DTensor):
             continue
         if id(tensor) not in whole:
-            whole[id(tensor)] = whole_parameter(local_of(tensor), cut.shape, cut.dim, cut.regions, ranks)
+            whole[id(tensor)] = whole_parameter(local_of(tensor), sharding.shape, sharding.dim, sharding.regions, ranks)
         yield module, name, whole[id(tensor)]
 
 
-def _sharded(module: nn.Module) -> list[tuple[str, DTensor]]:
+def _sharded_parameters(module: nn.Module) -> list[tuple[str, DTensor]]:
     return [(name, tensor) for name, tensor in module._parameters.items() if isinstance(tensor, DTensor)]
 
 
-def _own_rows(bias: torch.Tensor, ranks: TpRanks) -> torch.Tensor:
-    """The part of a bias that goes with the rows of this rank; it is whole where another module shares it."""
+def _own_bias(bias: torch.Tensor, ranks: TpRanks) -> torch.Tensor:
+    """Return this rank's part of a bias, which is whole if another module shares it."""
     return local_of(bias) if isinstance(bias, DTensor) else split(bias, 0, ranks)
 
 
-def _entering(value: Any, ranks: TpRanks) -> Any:
+def _copy_in_floats(value: Any, ranks: TpRanks) -> Any:
     is_float = isinstance(value, torch.Tensor) and value.is_floating_point()
     return copy_in(value, ranks) if is_float else value
 
 
 def _as_dtensor(y: torch.Tensor, features: int, ranks: TpRanks) -> torch.Tensor:
-    """Says that a tensor is a slice of [.., features]."""
+    """Return a slice of [.., features] as a DTensor."""
     shape = torch.Size((*y.shape[:-1], features))
     stride = torch.empty(shape, device="meta").stride()
     return DTensor.from_local(y, ranks.mesh, [Shard(y.dim() - 1)], run_check=False, shape=shape, stride=stride)

@@ -25,7 +25,7 @@ from ckptx.runtime.parallel.activation_checkpointing.wrap import (
     KVSharingFallback,
     canonical_name,
     checkpoint_activations,
-    configs_as_given,
+    original_configs,
     shares_kv,
 )
 from ckptx.runtime.parallel.distributed import mesh_of
@@ -219,7 +219,9 @@ def test_frozen_layers_stay_as_they_are() -> None:
 
 @pytest.mark.parametrize("mode", WRAPPING)
 def test_a_scope_without_layers_is_refused(mode: str) -> None:
-    with pytest.raises(UnsupportedError, match=f"^LlamaForCausalLM: mode {mode} with scope audio checkpoints 0 layers"):
+    with pytest.raises(
+        UnsupportedError, match=f"^LlamaForCausalLM: mode {mode} with scope audio would checkpoint no layer"
+    ):
         checkpoint_activations(build(EVERY[LLAMA]), mode, "audio")
 
 
@@ -230,14 +232,14 @@ def test_a_list_taken_for_a_layer_is_noticed(mode: str, monkeypatch: pytest.Monk
 
     monkeypatch.setattr(activation_checkpointing, "layer_groups", whole_lists)
     model = build(EVERY["gemma3-vlm"])
-    with pytest.raises(UnsupportedError, match="checkpoints 0 layers"):
+    with pytest.raises(UnsupportedError, match="would checkpoint no layer"):
         checkpoint_activations(model, mode)
     assert wrappers(model) == []
 
 
 @pytest.mark.parametrize(("mode", "scope"), [("half", "all"), ("full", "multimodal"), ("Full", "all")])
 def test_an_unknown_mode_or_scope_is_refused(mode: str, scope: str) -> None:
-    with pytest.raises(UsageError, match=r"activation checkpointing (mode|scope) .* needed one of"):
+    with pytest.raises(UsageError, match=r"activation checkpointing: unknown (mode|scope) .*; choose one of"):
         checkpoint_activations(build(EVERY[LLAMA]), mode, scope)
 
 
@@ -275,7 +277,7 @@ def test_configs_are_saved_as_they_were_given(name: str) -> None:
     for _ in range(2):
         checkpoint_activations(model, "full")
         assert model.config.to_dict() != given
-        with configs_as_given(model):
+        with original_configs(model):
             assert model.config.to_dict() == given
         assert not model.config.get_text_config().use_cache
 
@@ -284,7 +286,7 @@ def test_a_cache_that_was_off_stays_off() -> None:
     model = build(EVERY[LLAMA])
     model.config.use_cache = False
     checkpoint_activations(model, "full")
-    with configs_as_given(model):
+    with original_configs(model):
         assert model.config.use_cache is False
 
 

@@ -165,7 +165,7 @@ def test_a_copy_to_the_host_is_kept(source: str, target: str, kept: bool) -> Non
 
 
 def test_what_fsdp_does_ahead_of_time_is_not_counted() -> None:
-    selective.do_not_count()
+    selective.exclude_from_count()
     assert torch.ops.fsdp.all_gather_copy_in.default in SAC_IGNORED_OPS
     assert torch.ops.profiler._record_function_enter_new.default in SAC_IGNORED_OPS
     assert aten.mm.default not in SAC_IGNORED_OPS
@@ -202,7 +202,7 @@ def test_a_trace_goes_to_stderr_where_nobody_set_up_logging(monkeypatch: pytest.
     for _ in range(2):
         trace = selective.trace_from_environment()
         assert trace is not None
-    trace.say(aten.mm.default, "saved")
+    trace.log_once(aten.mm.default, "saved")
     assert stream.getvalue() == "selective activation checkpointing: aten.mm.default: saved\n"
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ckptx.runtime.parallel.pipeline.schedules import splits_backward_right
+from ckptx.runtime.parallel.pipeline.schedules import can_split_backward
 
 _HERE = Path(__file__).parent
 _WORDS = (
@@ -18,7 +18,7 @@ _WORDS = (
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skips them with another torch."""
-    if splits_backward_right():
+    if can_split_backward():
         return
     skip = pytest.mark.skip(reason=f"torch {torch.__version__} cannot go backward in two parts, needed 2.13")
     for item in items:

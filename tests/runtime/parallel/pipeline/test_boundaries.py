@@ -187,8 +187,8 @@ def test_state_that_travels_by_an_attribute_is_refused(way: str) -> None:
     with pytest.raises(UnsupportedError) as caught:
         made_up(way)
     assert str(caught.value) == (
-        "Model: its pipeline stage 1 computes something else than the whole model even when all its layers are given "
-        "the same; something travels by another way than arguments; leave out --pp"
+        "Model: pipeline stage 1 differs from the whole model even when its layers get the same arguments; state "
+        "passes between layers other than as an argument; leave out --pp"
     )
 
 
@@ -205,4 +205,4 @@ def test_what_the_first_stage_has_not_is_refused() -> None:
     stages = StageMap([Stack("layers", 4, before=("embed",), after=("norm",))], 2)
     with pytest.raises(UnsupportedError) as caught:
         discover_boundaries(Later("none"), stages, [{"input_ids": torch.arange(6).reshape(2, 3)}], output_of)
-    assert "Later: its first pipeline stage has not layers.0(0), which later ones need" in str(caught.value)
+    assert "Later: the first pipeline stage lacks layers.0(0), which later stages need" in str(caught.value)

@@ -156,7 +156,7 @@ def spoiled(rank: int, world_size: int) -> Any:
 def test_a_norm_that_is_not_finite_is_refused_on_every_stage(pool: GlooPool) -> None:
     for rank, (said, is_left, total, is_anything_left) in enumerate(pool.run(spoiled, 2)):
         where = "in model.norm.weight" if rank else "on other ranks"
-        assert f"the norm of order 2.0 is inf, by gradients {where}, needed a finite one" in said
+        assert f"the norm of order 2.0 is inf due to gradients {where}, must be finite" in said
         assert is_left
         assert total == inf
         assert not is_anything_left, "divided by infinity, as torch does"

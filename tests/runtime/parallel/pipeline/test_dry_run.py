@@ -46,7 +46,7 @@ def test_a_class_that_cannot_go_backward_in_two_parts_is_refused_for_such_schedu
     stages = stages_of(model, 4)
     carry = discover_boundaries(model, stages, batches, logits)
     dry_run_stages(model, stages, carry, batches, logits)
-    with pytest.raises(UnsupportedError, match=r"^T5For.* 4 pipeline stages .*a second time.*use --schedule 1f1b"):
+    with pytest.raises(UnsupportedError, match=r"^T5For.* 4 pipeline stages: .*a second time.*use --schedule 1f1b"):
         dry_run_stages(model, stages, carry, batches, logits, split_backward=True)
 
 
@@ -56,7 +56,7 @@ def test_what_is_not_sent_is_noticed(lost: int) -> None:
     stages = stages_of(model, 2)
     carry = discover_boundaries(model, stages, batches, logits)
     left = tuple(slot for index, slot in enumerate(carry.slots[1]) if index != lost)
-    with pytest.raises(UnsupportedError, match="Gemma4ForCausalLM: 2 pipeline stages give something else"):
+    with pytest.raises(UnsupportedError, match="Gemma4ForCausalLM: the output of 2 pipeline stages differs"):
         dry_run_stages(model, stages, replace(carry, slots=((), left)), batches, logits)
 
 

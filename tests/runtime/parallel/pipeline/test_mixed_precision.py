@@ -44,7 +44,7 @@ def staged(rank: int, world_size: int, name: str, schedule: str, length: int, po
     for model in run.models.values():
         assert {each.dtype for each in model.parameters()} == {torch.float32}
         gradients |= gradients_of(model)
-    sent = {str(place.dtype) for places in run.pipeline._places.values() for place in places}
+    sent = {str(place.dtype) for places in run.pipeline._payload_slots.values() for place in places}
     return [run.logits[index] for index in sorted(run.logits)], gradients, sent
 
 
@@ -125,4 +125,4 @@ def refused(rank: int, world_size: int) -> str:
 
 def test_a_split_backward_is_refused_with_mixed_precision_on_one_data_rank_too(pool: GlooPool) -> None:
     for said in pool.run(refused, 2):
-        assert said.startswith("--schedule zbvzerobubble: with FSDP2 (it manages these stages)")
+        assert said.startswith("--schedule zbvzerobubble: with FSDP2 (which manages these stages)")

@@ -12,7 +12,14 @@ from torch import Tensor
 
 from ckptx.errors import UnsupportedError
 from ckptx.runtime.parallel.pipeline.boundary_slots import BoundarySlot, ContainerStep
-from ckptx.runtime.parallel.pipeline.payload import PayloadSlot, pack, place_of, places_of, receive_buffers, unpack
+from ckptx.runtime.parallel.pipeline.payload import (
+    PayloadSlot,
+    merge_payload_slots,
+    pack,
+    payload_slot,
+    receive_buffers,
+    unpack,
+)
 
 CPU = torch.device("cpu")
 DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.bool, torch.int64, torch.int32, torch.uint8)
@@ -24,8 +31,8 @@ def slots(count: int) -> list[BoundarySlot]:
 
 def places(*microbatches: list[Any]) -> tuple[PayloadSlot, ...]:
     those = slots(len(microbatches[0]))
-    found = [[place_of(slot, value) for slot, value in zip(those, each, strict=True)] for each in microbatches]
-    return places_of(those, found)
+    found = [[payload_slot(slot, value) for slot, value in zip(those, each, strict=True)] for each in microbatches]
+    return merge_payload_slots(those, found)
 
 
 def travel(values: list[Any], room: tuple[PayloadSlot, ...]) -> tuple[Any, ...]:
@@ -177,8 +184,8 @@ def test_gradients_reach_what_was_padded() -> None:
 @pytest.mark.parametrize(
     ("other", "said"),
     [
-        (torch.ones(2, dtype=torch.float64), "found torch.float32 of 1 dims and torch.float64 of 1 dims"),
-        (torch.ones(2, 2), "found torch.float32 of 1 dims and torch.float32 of 2 dims"),
+        (torch.ones(2, dtype=torch.float64), "have torch.float32 of 1 dims and torch.float64 of 1 dims"),
+        (torch.ones(2, 2), "have torch.float32 of 1 dims and torch.float32 of 2 dims"),
     ],
 )
 def test_values_of_two_forms_are_refused(other: Tensor, said: str) -> None:
@@ -195,5 +202,7 @@ def test_values_of_two_forms_are_refused(other: Tensor, said: str) -> None:
 )
 def test_what_cannot_be_sent_is_refused(value: Any, kind: str) -> None:
     with pytest.raises(UnsupportedError) as caught:
-        place_of(slots(1)[0], value)
-    assert f"layers.0(hidden_states): found a {kind}, needed a plain tensor" in str(caught.value)
+        payload_slot(slots(1)[0], value)
+    assert f"layers.0(hidden_states): cannot send a {kind} between pipeline stages, expected a plain" in str(
+        caught.value
+    )

@@ -96,7 +96,7 @@ def test_an_unknown_schedule_is_refused_with_the_names_that_there_are() -> None:
     with pytest.raises(UsageError) as caught:
         find_schedule("2f2b")
     names = "1f1b, dualpipev, gpipe, interleaved1f1b, interleavedzerobubble, zbvzerobubble"
-    assert str(caught.value) == f"--schedule 2f2b: is unknown, needed one of {names}"
+    assert str(caught.value) == f"--schedule 2f2b: unknown schedule; choose one of {names}"
 
 
 @pytest.mark.parametrize("pp", [1, 2, 3, 4])
@@ -154,8 +154,8 @@ def test_split_backward_with_fsdp_is_refused(name: str) -> None:
     with pytest.raises(UnsupportedError) as caught:
         check_schedule(SCHEDULES[name], **PLAIN | {"data_parallel": 4})
     assert str(caught.value) == (
-        f"--schedule {name}: with FSDP2 (dp_shard x dp_replicate is 4) torch gives wrong gradients, for it computes "
-        "those of weights at another time than FSDP2 sums them; use 1f1b, interleaved1f1b or gpipe"
+        f"--schedule {name}: with FSDP2 (dp_shard x dp_replicate is 4) torch gives wrong gradients, as it computes "
+        "those of weights at another time than FSDP2 reduces them; use 1f1b, interleaved1f1b or gpipe"
     )
 
 
@@ -164,8 +164,8 @@ def test_split_backward_with_selective_checkpointing_is_refused(name: str) -> No
     with pytest.raises(UnsupportedError) as caught:
         check_schedule(SCHEDULES[name], **PLAIN | {"activation_checkpointing": "selective"})
     assert str(caught.value) == (
-        f"--schedule {name}: with --activation-checkpointing selective torch goes backward through a layer a second "
-        "time, which it cannot; use full, or 1f1b"
+        f"--schedule {name}: cannot be combined with --activation-checkpointing selective, as torch would run the "
+        "backward pass of a layer twice; use full, or 1f1b"
     )
 
 
@@ -174,20 +174,21 @@ def test_sequence_parallel_is_refused(name: str) -> None:
     with pytest.raises(UnsupportedError) as caught:
         check_schedule(SCHEDULES[name], **PLAIN | {"sequence_parallel": True})
     assert str(caught.value) == (
-        f"--schedule {name}: pipeline stages send whole activations, needed no sequence parallel; leave it out"
+        f"--schedule {name}: cannot be combined with sequence parallelism, as stages send whole activations; "
+        "leave out sequence parallelism"
     )
 
 
-ROUNDS = "microbatches for 2 rounds over {} ranks of the pipeline, needed as many in each; give a multiple of"
+ROUNDS = "microbatches cannot be divided evenly into 2 rounds over {} pipeline ranks; use a multiple of"
 
 
 @pytest.mark.parametrize(
     ("name", "pp", "microbatches", "said"),
     [
-        ("1f1b", 4, 3, "found 3 microbatches for 4 stages, needed as many at least; give more, or use gpipe"),
-        ("interleaved1f1b", 2, 5, f"found 5 {ROUNDS.format(2)} 2"),
-        ("interleavedzerobubble", 3, 7, f"found 7 {ROUNDS.format(3)} 3"),
-        ("dualpipev", 2, 3, "found 3 microbatches for 4 stages, needed as many at least; use zbvzerobubble"),
+        ("1f1b", 4, 3, "requires at least 4 microbatches for 4 stages, not 3; use more, or use gpipe"),
+        ("interleaved1f1b", 2, 5, f"5 {ROUNDS.format(2)} 2"),
+        ("interleavedzerobubble", 3, 7, f"7 {ROUNDS.format(3)} 3"),
+        ("dualpipev", 2, 3, "requires at least 4 microbatches for 4 stages, not 3; use more, or use zbvzerobubble"),
     ],
 )
 def test_too_few_microbatches_are_refused(name: str, pp: int, microbatches: int, said: str) -> None:

@@ -174,7 +174,7 @@ def test_a_stub_that_is_given_no_tensor_says_so() -> None:
     with pytest.raises(UnsupportedError) as caught:
         Stub(nn.Linear(1, 1), LIKE, "cpu")(None, mask=3)
     assert str(caught.value) == (
-        "Linear: is given no tensor, needed one to stand in for it on a pipeline stage; leave out --pp"
+        "Linear: gets no tensor, so no pipeline stage can replace it by a placeholder; leave out --pp"
     )
 
 
@@ -185,7 +185,7 @@ def test_a_module_of_several_stages_is_refused() -> None:
     stages = StageMap([Stack("layers", 2, before=("ends.first",), after=("ends.last",))], 2)
     with pytest.raises(UnsupportedError) as caught:
         make_stage(model, stages, 0, {})
-    assert "ends would be on the pipeline stages 0, 1, needed one; leave out --pp" in str(caught.value)
+    assert "ends would be on several pipeline stages (0, 1), must be on one; leave out --pp" in str(caught.value)
 
 
 def test_the_ways_to_layers_go_from_the_outermost_in() -> None:

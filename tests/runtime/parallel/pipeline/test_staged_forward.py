@@ -41,5 +41,7 @@ def test_text_goes_by_a_layer_that_looks_at_images_where_a_stage_begins() -> Non
 
 def test_a_kind_of_microbatch_that_was_not_shown_is_refused() -> None:
     carry = StageBoundaries(((), ()), {}, {frozenset({"input_ids"}): ((), ())})
-    with pytest.raises(UnsupportedError, match=r"a microbatch of input_ids, pixel_values, needed one of input_ids,"):
+    with pytest.raises(
+        UnsupportedError, match=r"unknown for a microbatch of input_ids, pixel_values, known for input_ids;"
+    ):
         carry.slots_for({"input_ids": torch.ones(1), "pixel_values": torch.ones(1)})

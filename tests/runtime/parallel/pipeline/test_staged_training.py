@@ -197,8 +197,11 @@ def test_a_loss_that_is_divided_by_microbatch_would_be_seen(pool: GlooPool, tmp_
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (("Batches(data_index(mesh))", "Batches(place.rank)"), "ranks of one pipeline have other microbatches"),
-        (('[{"input_ids": ids}', '[{"input_ids": ids, "labels": ids}'), "found labels among the inputs"),
+        (("Batches(data_index(mesh))", "Batches(place.rank)"), "the microbatches differ between ranks of one pipeline"),
+        (
+            ('[{"input_ids": ids}', '[{"input_ids": ids, "labels": ids}'),
+            "the inputs, which every stage gets, contain labels",
+        ),
     ],
 )
 def test_inputs_that_would_be_learned_wrongly_are_refused(

@@ -141,9 +141,9 @@ def test_masks_of_whole_activations_are_equal_and_of_cut_ones_differ(
 @pytest.mark.parametrize(
     ("name", "defect", "said"),
     [
-        ("gpt-neox", "_begins", "slices are dropped alike"),
-        ("starcoder2", "_ends", "went on differently|what is whole is dropped differently"),
-        ("phi3", "_inside", "slices are dropped alike"),
+        ("gpt-neox", "_own_after", "slices are dropped alike"),
+        ("starcoder2", "_shared_before", "went on differently|what is whole is dropped differently"),
+        ("phi3", "_own_within", "slices are dropped alike"),
     ],
 )
 def test_a_planted_defect_is_found(pool: GlooPool, name: str, defect: str, said: str) -> None:
@@ -237,15 +237,15 @@ def seeded_by_rank(rank: int, world_size: int) -> str:
 
 def test_generators_that_differ_are_refused_before_the_first_step(pool: GlooPool) -> None:
     for said in pool.run(seeded_by_rank, 2):
-        assert said.startswith("dropout: TP ranks 0 and 1 would draw other random numbers, needed the same")
+        assert said.startswith("dropout: the RNG states of TP ranks 0 and 1 differ, must be equal")
 
 
 def test_a_model_that_drops_nothing_is_left_alone() -> None:
     model = build(EVERY["llama-tied"])
-    assert not dropout.drops(model)
-    assert dropout.drops(dropping("llama-tied"))
+    assert not dropout.has_dropout(model)
+    assert dropout.has_dropout(dropping("llama-tied"))
     model.config.attention_dropout = 0.1
-    assert dropout.drops(model)
+    assert dropout.has_dropout(model)
 
 
 @pytest.mark.parametrize(
@@ -255,9 +255,9 @@ def test_a_model_that_drops_nothing_is_left_alone() -> None:
 def test_a_nested_config_may_be_a_plain_dict(nested: Any, expected: bool) -> None:
     """As that of the vision tower of Idefics."""
     model = build(EVERY["llama-tied"])
-    assert not dropout.drops(model)
+    assert not dropout.has_dropout(model)
     model.config = SimpleNamespace(sub_configs={"vision_config": object}, vision_config=nested)
-    assert dropout.drops(model) is expected
+    assert dropout.has_dropout(model) is expected
 
 
 # ------------------------------------------------------------------------------------------------ states
@@ -290,5 +290,5 @@ def test_a_state_brings_back_every_generator() -> None:
     kept.load_state_dict(state)
     assert kept.state_dict().keys() == state.keys()
     assert drawn() == first
-    with pytest.raises(InputError, match="the state has numpy, torch, needed python, too"):
+    with pytest.raises(InputError, match="the state has numpy, torch, python is missing"):
         kept.load_state_dict({key: state[key] for key in ("numpy", "torch")})

@@ -49,7 +49,7 @@ def as_it_runs(model: Any) -> list[Any]:
         plan = find_plan(model, config_of(model), None, True)
     except UnsupportedError:
         plan = find_plan(model, config_of(model))
-    return [plan.runs, plan.sharded_head, plan.reads_weight, plan.sequence, plan.cuts.patterns()]
+    return [plan.runnable, plan.sharded_head, plan.reads_weight, plan.sequence, plan.sharding.patterns()]
 
 
 def unused_rows(rows: dict[str, list[ForwardRow]]) -> set[tuple[str, str]]:
@@ -121,8 +121,8 @@ def test_a_class_of_the_same_bare_name_does_not_get_it() -> None:
     stock = on_meta("llama-untied")
     plan = find_plan(LlamaForCausalLM(stock), config_of(stock))
     assert plan.sharded_head == ""
-    assert not plan.runs
-    assert plan.cuts.rule_for("lm_head.weight") is not None  # cut as `reshard` cuts it, and gathered
+    assert not plan.runnable
+    assert plan.sharding.rule_for("lm_head.weight") is not None  # cut as `reshard` cuts it, and gathered
 
 
 def test_the_users_plan_goes_on_top() -> None:
@@ -155,7 +155,7 @@ def test_a_class_that_nobody_knows_has_its_own_plan(style: str) -> None:
 
 def test_without_any_plan_everything_is_whole() -> None:
     plan = find_plan(Foreign({}), {})
-    assert (plan.origins, plan.runs) == ({}, frozenset())
+    assert (plan.origins, plan.runnable) == ({}, frozenset())
     assert plan.style_of("up") == "replicate"
 
 
@@ -235,19 +235,19 @@ GEMMA4_VLM = {
 @pytest.mark.parametrize(
     ("config", "tp", "said"),
     [
-        (LLAMA, 8, "LlamaForCausalLM: num_key_value_heads is 4, needed a multiple of tp=8"),
-        (LLAMA, 3, "LlamaForCausalLM: num_attention_heads is 8, needed a multiple of tp=3"),
-        ({**LLAMA, "num_key_value_heads": 1}, 2, "LlamaForCausalLM: num_key_value_heads is 1, needed a multiple of"),
-        (GEMMA4, 4, "Gemma4ForCausalLM: num_global_key_value_heads is 2, needed a multiple of tp=4"),
+        (LLAMA, 8, "LlamaForCausalLM: num_key_value_heads is 4, must be a multiple of tp=8"),
+        (LLAMA, 3, "LlamaForCausalLM: num_attention_heads is 8, must be a multiple of tp=3"),
+        ({**LLAMA, "num_key_value_heads": 1}, 2, "LlamaForCausalLM: num_key_value_heads is 1, must be a multiple of"),
+        (GEMMA4, 4, "Gemma4ForCausalLM: num_global_key_value_heads is 2, must be a multiple of tp=4"),
         (
             {**GEMMA4_BY_LAYER, "architectures": ["Gemma4ForCausalLM"]}, 4,
-            "Gemma4ForCausalLM: num_key_value_heads is 2, needed a multiple of tp=4",
+            "Gemma4ForCausalLM: num_key_value_heads is 2, must be a multiple of tp=4",
         ),
-        (GEMMA4_VLM, 4, "Gemma4ForConditionalGeneration: num_key_value_heads is 2, needed a multiple of tp=4"),
+        (GEMMA4_VLM, 4, "Gemma4ForConditionalGeneration: num_key_value_heads is 2, must be a multiple of tp=4"),
         (
             {"architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3", "text_config": {
                 "model_type": "gemma3_text", "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 8}},
-            8, "Gemma3ForConditionalGeneration: num_key_value_heads is 4, needed a multiple of tp=8",
+            8, "Gemma3ForConditionalGeneration: num_key_value_heads is 4, must be a multiple of tp=8",
         ),
     ],
 )  # fmt: skip

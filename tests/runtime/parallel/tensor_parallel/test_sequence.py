@@ -18,7 +18,7 @@ from ckptx.runtime.parallel.tensor_parallel.apply import apply
 from ckptx.runtime.parallel.tensor_parallel.collectives import TpRanks, gather
 from ckptx.runtime.parallel.tensor_parallel.forward_traits import forward_traits_of
 from ckptx.runtime.parallel.tensor_parallel.plans import find_plan
-from ckptx.runtime.parallel.tensor_parallel.sequence import SequenceSharding, cut_sequence
+from ckptx.runtime.parallel.tensor_parallel.sequence import SequenceSharding, shard_sequence
 from tests.support import models
 from tests.support import tensor_parallel as worker
 from tests.support.checkpointed import LiveBytes
@@ -129,7 +129,7 @@ def test_what_is_gathered_is_right_on_the_whole_sequence(
     ],
 )
 def test_a_forgotten_sum_of_gradients_is_seen(pool: GlooPool, name: str, sign: str) -> None:
-    found = pool.run(partial(sequence_parallel, defect="sliced"), 2, name)[0]
+    found = pool.run(partial(sequence_parallel, defect="sum_slice_gradients"), 2, name)[0]
     assert found.logits < CLOSE
     assert found.gradients[sign] > 100 * CLOSE
 
@@ -162,12 +162,14 @@ def cut_of(name: str, gathered: tuple[str, ...] = (), whole: tuple[str, ...] = (
     is_sharded = {
         path for path in modules if plan.runs_on_shards(f"{path}.weight") or plan.runs_on_shards(f"{path}.gate_up_proj")
     }
-    return cut_sequence(modules, plan, is_sharded - set(whole), gathered)
+    return shard_sequence(modules, plan, is_sharded - set(whole), gathered)
 
 
 def passages(cut: SequenceSharding) -> dict[str, bool]:
     """In the first layer, by name, whether it gives a summand."""
-    return {each.path.removeprefix("model.layers.0."): each.is_summand for each in cut.passages if ".0." in each.path}
+    return {
+        each.path.removeprefix("model.layers.0."): each.is_summand for each in cut.full_modules if ".0." in each.path
+    }
 
 
 @pytest.mark.parametrize(
@@ -246,7 +248,7 @@ def stage(rank: int, world_size: int, container: str) -> tuple[float, tuple[str,
     for each in (model, cut):
         worker.compute(each, inputs)[1].backward()
     differences = worker.gradient_differences(model, cut, layout, TpRanks.of(mesh))
-    return max(differences.values()), cut_sequence(modules, plan, (), ()).layers
+    return max(differences.values()), shard_sequence(modules, plan, (), ()).layers
 
 
 # Refusals
@@ -277,16 +279,16 @@ def refusal(rank: int, world_size: int, name: str, what: str, settings: dict[str
 @pytest.mark.parametrize(
     ("name", "what", "settings", "said"),
     [
-        ("llama-tied", "length", {}, "UsageError: sequence parallel: a sequence of 7, needed a multiple of tp=2; pad"),
-        ("gemma4-ple", "length", {}, "UsageError: sequence parallel: per_layer_input of 7 tokens, needed 7, a multi"),
+        ("llama-tied", "length", {}, "UsageError: sequence parallel: sequence length 7 must be a multiple of tp=2; p"),
+        ("gemma4-ple", "length", {}, "UsageError: sequence parallel: per_layer_input has 7 tokens, expected 7, a mu"),
         pytest.param(
             "gemma4-shared-kv", "", {"logits_to_keep": 1},
-            "UsageError: sequence parallel: per_layer_input of 1 tokens, needed 2, a multiple of tp=2; pad the batch,",
+            "UsageError: sequence parallel: per_layer_input has 1 tokens, expected 2, a multiple of tp=2; pad the batc",
             marks=pytest.mark.skipif(not IS_ASKED, reason=f"{INSTALLED} gives each layer the whole sequence"),
         ),
         (
             "llama-tied", "layer", {},
-            "UnsupportedError: LlamaForCausalLM: sequence parallel: model.layers.0 is a Mine with a forward of its own",
+            "UnsupportedError: LlamaForCausalLM: sequence parallel: model.layers.0 is a Mine with a custom forward",
         ),
         (
             "qwen3", "attention", {},
@@ -294,11 +296,11 @@ def refusal(rank: int, world_size: int, name: str, what: str, settings: dict[str
         ),
         (
             "gemma2", "module", {},
-            "UnsupportedError: Gemma2ForCausalLM: sequence parallel: model.layers.0.conv is a Conv1d, needed whole and",
+            "UnsupportedError: Gemma2ForCausalLM: sequence parallel: model.layers.0.conv is a Conv1d, must be",
         ),
         (
             "gemma4-ple", "plan", {},
-            "UnsupportedError: Gemma4ForCausalLM: sequence parallel: model.layers.0.per_layer_projection is cut by the",
+            "UnsupportedError: Gemma4ForCausalLM: sequence parallel: model.layers.0.per_layer_projection is sharded",
         ),
     ],
 )  # fmt: skip
@@ -346,6 +348,6 @@ def test_a_class_without_a_row_is_not_cut() -> None:
         model = EVERY["falcon"].model()
     assert forward_traits_of(model).sequence is None
     assert (
-        cut_sequence(dict(model.named_modules()), find_plan(model, worker.config_of(model)), (), ())
+        shard_sequence(dict(model.named_modules()), find_plan(model, worker.config_of(model)), (), ())
         == SequenceSharding()
     )

@@ -202,7 +202,7 @@ def test_a_rank_holds_what_reshard_gives_it(pool: GlooPool, name: str) -> None:
 @pytest.mark.parametrize("part", range(5))
 def test_a_rank_of_any_stock_class_holds_what_reshard_gives_it(pool: GlooPool, part: int) -> None:
     for faults, cut, free in pool.run(worker.many_on_meta, 2, part, 5):
-        assert {name for name, said in faults.items() if "inside a head, needed heads" not in said} == set()
+        assert {name for name, said in faults.items() if "inside a head of size" not in said} == set()
         assert faults.keys() <= {"PI0ForConditionalGeneration", "PaliGemmaForConditionalGeneration"}  # one key head
         assert cut > 40
         assert free > 25
@@ -231,7 +231,7 @@ def test_fsdp_goes_around_it(pool: GlooPool, name: str) -> None:
 def test_heads_that_do_not_divide_are_refused_by_name(pool: GlooPool) -> None:
     said = pool.run(worker.applied, 4, "llama-tied")[0]
     assert said.startswith(
-        "UnsupportedError: LlamaForCausalLM: tp=4 cuts model.layers.0.self_attn.k_proj.weight inside"
+        "UnsupportedError: LlamaForCausalLM: tp=4 would split model.layers.0.self_attn.k_proj.weight inside a head"
     )
     assert pool.run(worker.applied, 4, "olmo2")[0] == ""  # gathers what heads need
 
