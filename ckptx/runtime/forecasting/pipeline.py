@@ -51,7 +51,7 @@ class IsolatedPipeline(Pipeline):
     def _check_ties(self) -> None:
         """Nothing: there are no values that could be alike."""
 
-    def _measure(self, batches: Sequence[Batch]) -> None:
+    def _measure_payloads(self, batches: Sequence[Batch]) -> None:
         """One says what all of them take."""
         super()._measure_payloads(batches[:1])
 
@@ -61,11 +61,11 @@ class IsolatedPipeline(Pipeline):
     def _receive(self, stage: int) -> tuple[Any, ...]:
         return tuple(map(_made, self._boundaries[stage]))
 
-    def _packed(self, part: StageRun, sent: Sequence[Any]) -> tuple[Tensor, ...]:
+    def _pack(self, part: StageRun, sent: Sequence[Any]) -> tuple[Tensor, ...]:
         with self._ledger.labelled(CARRIED):
             return super()._pack(part, sent)
 
-    def _unpacked(self, part: StageRun, payload: Sequence[Tensor]) -> tuple[Any, ...]:
+    def _unpack(self, part: StageRun, payload: Sequence[Tensor]) -> tuple[Any, ...]:
         self._ledger.label(payload, CARRIED)
         return unpack(payload, self._payload_slots[part.number], header_rows(self._boundaries[part.number]))
 
