@@ -69,15 +69,15 @@ def run_one(path: Path, pieces: int, count: int) -> dict[str, Any]:
     torch.set_num_threads(2)
     process = RankContext(0, 1, torch.device("cpu"))
     side = ModelSide(path, path, RunOptions(device="cpu", compute_dtype="auto"))
-    seen = side.look()
+    seen = side.inspect_model()
     batches = side.batches(seen, count)
     model, stacks = side.stacked()
-    budget = Budget(model, stacks, batches, backward=True, both=False)
+    budget = Budget(model, stacks, batches, backward=True, includes_checkpoint=False)
     running: Any = WholeReference(side, batches, process, backward=True)
-    expected = budget.whole
+    expected = budget.whole_bytes
     if pieces > 1:
         stages = StageMap(stacks, pieces)
-        expected = budget.needed(stages)
+        expected = budget.peak_bytes(stages)
         running = OffloadedReference(side, batches, process, partition_reference(model, stages, seen), backward=True)
     base = peak_rss()
     found = running.forward()

@@ -102,7 +102,7 @@ def _refused(rank: int, world_size: int, path: str, memory: int) -> tuple[str, s
 def test_a_size_is_a_size(hf: Path) -> None:
     with pytest.raises(UsageError, match='--reference-memory: "lots" is not a size'):
         ckptx.verify(hf, hf, run=True, reference_memory="lots")
-    with pytest.raises(SpaceError, match=r"may take 1\.00 MiB"):
+    with pytest.raises(SpaceError, match=r"the limit is 1\.00 MiB"):
         ckptx.verify(hf, hf, run=True, device="cpu", reference_memory="1MiB")
 
 

@@ -78,7 +78,7 @@ def test_what_cannot_be_run_says_so(pool: GlooPool, tmp_path: Path) -> None:
     write(Recipe(_hears_without_text, dict, dtype=torch.float32), tmp_path / "ctc")
     kind, said = verified(pool, tmp_path / "ctc", tmp_path / "ctc", tp=1, dp_shard=2)
     assert kind == "UnsupportedError"
-    assert "cannot be run on input_ids, attention_mask: TypeError" in said
+    assert "fails on inputs input_ids, attention_mask: TypeError" in said
 
 
 def _hears_without_text() -> Any:
@@ -180,7 +180,7 @@ def test_a_key_that_changes_nothing_is_a_note(pool: GlooPool, hf_of: Callable[[s
     (other / "config.json").write_text(json.dumps(config | {"eos_token_id": 7, "attention_dropout": 0.5}))
     document, text = verified(pool, hf_of("llama-untied"), other, **TWO)
     assert_equal(document, text, ParallelDims(**TWO))
-    (note,) = (each for each in document["warnings"] if each.startswith("configs differ in what changes nothing"))
+    (note,) = (each for each in document["warnings"] if each.startswith("config differences without effect"))
     assert "eos_token_id (2 in the reference, 7 in the checkpoint)" in note
     assert "attention_dropout (0.0 in the reference, 0.5 in the checkpoint)" in note
 

@@ -1,13 +1,13 @@
-"""How many pieces the reference of `verify --run` is cut into, so that it takes no more memory than it may.
+"""Choose the number of stages of the reference of `verify --run` so that it stays within its memory limit.
 
-What is counted, where it is most:
+Counted at the peak:
 
-    weights          of a piece, and of the last one beside the first where they share a parameter
-    gradients        of the piece; once more while batches are added up for the moved embeddings
-    activations      of one batch through the piece, by the widths of its matrices
-    between pieces   what each is given, of every batch and compute_pass
-    logits           of every batch, and some copies of one in float32
-    comparing        some elements at a time, in float64
+    weights          of a stage, and of the last one if it shares a parameter with the first
+    gradients        of the stage; twice while those of several batches are summed for perturbed embeddings
+    activations      of one batch through the stage, by the widths of its matrices
+    between stages   inputs of each stage, for every batch and compute pass
+    logits           of every batch, and some float32 copies of one
+    comparison       some elements at a time, in float64
 """
 
 from __future__ import annotations
@@ -38,26 +38,26 @@ _PER_WIDTH = 3  # activations for each input and output of a matrix: before, aft
 
 @dataclass(frozen=True)
 class Budget:
-    """What a model takes in pieces.
+    """Memory of a model that runs stage by stage.
 
     Attributes:
-        model: On the meta device, without wrappers.
-        stacks: Its layers.
+        model: Model on the meta device, without wrappers.
+        stacks: Lists of layers of the model.
         batches: Microbatches of a step.
-        backward: Compute gradients, too.
-        both: The checkpoint is walked by the same process, after each piece of the reference.
-        ways: What else a user can do about it.
+        backward: Also compute gradients.
+        includes_checkpoint: The same process runs each stage of the checkpoint after that of the reference.
+        advice: Other ways for the user to save memory.
     """
 
     model: nn.Module
     stacks: Sequence[Stack]
     batches: Sequence[Inputs]
     backward: bool
-    both: bool
-    ways: Sequence[str] = ()
+    includes_checkpoint: bool
+    advice: Sequence[str] = ()
 
     def partition(self, limit: int) -> StageMap:
-        """The fewest pieces that stay below a limit, in bytes.
+        """Return the assignment to the fewest stages that stay within a limit, in bytes.
 
         Raises:
             SpaceError: There is no such number; the message names the least limit.
@@ -66,21 +66,21 @@ class Budget:
         least: int | None = None
         for count in range(2, layers + 1):
             stages = self._stages(count)
-            needed = self.needed(stages)
+            needed = self.peak_bytes(stages)
             if needed <= limit:
                 return stages
             least = needed if least is None else min(least, needed)
-        name, ways = type(self.model).__name__, ", ".join([*self.ways, "a machine with more"])
+        name, advice = type(self.model).__name__, ", ".join([*self.advice, "a machine with more"])
         if least is None:
             raise SpaceError(
-                f"{name}: the reference takes {human_bytes(self.whole)} in one piece and may take "
-                f"{human_bytes(limit)}; found {counted(layers, 'layer')}, needed two or more to run it in pieces; use "
-                f"{ways}, or compare the bytes without --run"
+                f"{name}: the reference requires {human_bytes(self.whole_bytes)} as a whole, the limit is "
+                f"{human_bytes(limit)}, and a model with {counted(layers, 'layer')} cannot be split into stages; use "
+                f"{advice}, or compare the bytes without --run"
             )
         raise SpaceError(
-            f"{name}: the reference may take {human_bytes(limit)}, needed {human_bytes(least)} at least, in up to "
-            f"{layers} pieces; use --reference-memory {-(-least // 10**6)}MB, {ways}, or compare the bytes without "
-            "--run"
+            f"{name}: the reference requires at least {human_bytes(least)} when split into up to {layers} stages, and "
+            f"the limit is {human_bytes(limit)}; use --reference-memory {-(-least // 10**6)}MB, {advice}, or compare "
+            "the bytes without --run"
         )
 
     def _stages(self, count: int) -> StageMap:
@@ -88,7 +88,7 @@ class Budget:
 
     @cached_property
     def _parameters(self) -> list[tuple[tuple[str, ...], nn.Parameter]]:
-        """Each with all its names."""
+        """Each parameter with all its names."""
         names: dict[int, list[str]] = {}
         found = {}
         for name, parameter in self.model.named_parameters(remove_duplicate=False):
@@ -97,12 +97,12 @@ class Budget:
         return [(tuple(each), found[key]) for key, each in names.items()]
 
     @cached_property
-    def whole(self) -> int:
-        """Bytes at the peak, in one piece."""
-        return self.needed(StageMap(self.stacks, 1))
+    def whole_bytes(self) -> int:
+        """Peak bytes as a whole model."""
+        return self.peak_bytes(StageMap(self.stacks, 1))
 
-    def needed(self, stages: StageMap) -> int:
-        """Bytes at the peak, when it is cut like this."""
+    def peak_bytes(self, stages: StageMap) -> int:
+        """Return the peak bytes with this assignment of layers to stages."""
         weights, largest, activations = Counter[int](), Counter[int](), Counter[int]()
         tokens = max((each.labels.numel() for each in self.batches), default=0)
         for names, parameter in self._parameters:
@@ -124,26 +124,28 @@ class Budget:
         peaks = []
         for stage in range(stages.pp):
             own = weights[stage] + activations[stage] + shared[stage]
-            if self.backward:  # what is largest is tied, perhaps: its gradient comes from two places
+            if self.backward:  # the largest may be tied: its gradient has two sources
                 own += weights[stage] + largest[stage] + (weights[stage] if again else largest[stage])
-            second = 3 * weights[stage] + activations[stage] if self.both and self.backward else 0
+            second = 3 * weights[stage] + activations[stage] if self.includes_checkpoint and self.backward else 0
             peaks.append(max(own, second))
         compared = max((each.numel() for _, each in self._parameters), default=0)
         counted = max(peaks) + kept + self._between(stages, tokens) + min(compared, BAND) * _TO_COMPARE
         return int(counted * _LOST)
 
     def _between(self, stages: StageMap, tokens: int) -> int:
-        """Hidden states and logits."""
+        """Return the bytes of hidden states and logits, which stay between stages."""
         try:
             weight = getattr(self.model.get_input_embeddings(), "weight", None)
-        except (AttributeError, NotImplementedError):  # a class that only listens, or of another library
+        except (AttributeError, NotImplementedError):  # an audio-only class, or one of another library
             weight = None
         if weight is None or weight.dim() != 2:
             return 0
         words, width = weight.shape
-        passes = _PASSES + self.both
+        passes = _PASSES + self.includes_checkpoint
         hidden = tokens * width * weight.element_size() * len(self.batches) * passes * stages.pp
-        logits = tokens * words * (weight.element_size() * len(self.batches) * (1 + self.both) + 4 * _COPIES)
+        logits = (
+            tokens * words * (weight.element_size() * len(self.batches) * (1 + self.includes_checkpoint) + 4 * _COPIES)
+        )
         return int(hidden + logits)
 
 

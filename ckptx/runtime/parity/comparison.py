@@ -1,7 +1,7 @@
-"""Holds what each rank computed against what the reference computed, and names what is further away than it may be.
+"""Compare what each rank computed with the reference, and name every difference beyond its tolerance.
 
-How far something may be away is measured, see `ckptx.runtime.parity.noise`. Where that is more than the thing itself is
-large, nothing could have been found: then it is named as undecided, and never as equal.
+Tolerances are measured, see `ckptx.runtime.parity.noise`. A tolerance larger than the compared values themselves could
+not reveal any defect: such a tensor is reported as inconclusive, never as equal.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ _NONE_HERE = "no gradient"
 
 
 class Reference(NamedTuple):
-    """What the reference computed forward, and how much its own rounding moves that.
+    """Forward results of the reference, and how much its own rounding changes them.
 
     Attributes:
-        outcome: Of the unmoved model.
-        logits: Largest difference of logits over all draws.
-        loss: Of losses.
-        is_repeatable: Whether the device gives the same, bit for bit, when it is asked again.
+        outcome: Result with the original embeddings.
+        logits: Largest absolute difference of logits over all draws of noise.
+        loss: Largest absolute difference of losses over all draws of noise.
+        is_repeatable: True if a second run on this device gives the same bits.
     """
 
     outcome: ForwardResult
@@ -44,9 +44,9 @@ class Gradient(NamedTuple):
     """A gradient of the reference.
 
     Attributes:
-        name: Of the parameter in the whole model.
-        tensor: Whole.
-        moved: How much the rounding of the reference moves it, over all draws.
+        name: Name of the parameter in the whole model.
+        tensor: Gradient of the whole parameter.
+        moved: Largest absolute difference that the noise of the reference causes, over all draws.
     """
 
     name: str
@@ -54,13 +54,13 @@ class Gradient(NamedTuple):
     moved: float
 
 
-class HeldParameter(NamedTuple):
-    """A parameter of this rank.
+class RankParameter(NamedTuple):
+    """A parameter, or this rank's shard of it.
 
     Attributes:
-        name: In the whole model; copies of a tied one on several stages have one name.
-        parameter: What this rank has of it.
-        regions: What TP left of it, where its DTensor does not say it.
+        name: Name in the whole model; copies of a tied parameter on several stages have one name.
+        parameter: The local parameter: a plain tensor or a DTensor.
+        regions: Regions of the whole parameter that TP assigned to this rank; None if its DTensor tells them.
     """
 
     name: str
@@ -68,7 +68,7 @@ class HeldParameter(NamedTuple):
     regions: Sequence[Region] | None
 
     def distance(self, whole: torch.Tensor) -> tuple[torch.Tensor, float]:
-        """The local part of its gradient, and how far that is from a whole one."""
+        """Return the local part of its gradient, and its largest absolute difference from a whole gradient."""
         assert self.parameter.grad is not None
         local = _local(self.parameter.grad)
         pieces = local_shards_of(self.name, self.parameter, self.regions)
@@ -78,17 +78,17 @@ class HeldParameter(NamedTuple):
 
 
 class _GradientDistances(NamedTuple):
-    """A gradient of this rank that was held against that of the reference.
+    """Comparison of a gradient of this rank with the gradient of the reference.
 
     Attributes:
-        name: Of the parameter.
-        distance: How far it is away.
-        limit: How far it may be.
-        size: The largest number of the reference's.
-        ours: The largest number of this rank's.
-        dtype: Of both.
-        is_exact: Whether they should be equal bit for bit.
-        what: What else is wrong with it.
+        name: Name of the parameter.
+        distance: Largest absolute difference.
+        limit: Tolerance of that difference.
+        size: Largest absolute value in the gradient of the reference.
+        ours: Largest absolute value in the gradient of this rank.
+        dtype: Dtype of both gradients.
+        is_exact: True if both must be equal bit for bit.
+        what: Another defect, such as values that are not finite; empty for none.
     """
 
     name: str
@@ -103,17 +103,17 @@ class _GradientDistances(NamedTuple):
 
 @dataclass(slots=True)
 class Comparison:
-    """What this rank finds; the first rank has the reference and tells it to the others.
+    """Differences that this rank finds; the first rank has the reference and broadcasts it.
 
     Attributes:
-        process: Of this rank.
+        process: Context of this rank.
         stored: Names on disk by name in the model.
-        is_exact: Whether the same operations ran in the same order on both sides; the first rank says it.
-        copied: Names of parameters that several stages have: their gradients are summed in another order.
-        rows: Differences beyond the limit.
-        undecided: What is not further away than its limit, where the limit could not have refused anything.
-        numbers: For the report.
-        gradients: How far each gradient is away and may be, by name in the model.
+        is_exact: True if the same operations ran in the same order on both sides; broadcast by the first rank.
+        copied: Names of parameters with a copy on several stages: their gradients are summed in another order.
+        rows: Differences beyond the tolerance.
+        undecided: Tensors within a tolerance that is too large to reveal a defect.
+        numbers: Values of the report, by key.
+        gradients: Largest difference and tolerance of each gradient, by name in the model.
     """
 
     process: RankContext
@@ -124,14 +124,19 @@ class Comparison:
     undecided: list[dict[str, Any]] = field(default_factory=list)
     numbers: dict[str, Any] = field(default_factory=dict)
     gradients: dict[str, tuple[float, float]] = field(default_factory=dict)
-    _held: dict[str, list[HeldParameter]] = field(default_factory=dict)
+    _pending: dict[str, list[RankParameter]] = field(default_factory=dict)
     _sizes: dict[str, float] = field(default_factory=dict)
     _measured: list[_GradientDistances] = field(default_factory=list)
 
     def forward(self, expected: Reference | None, found: ForwardResult, index: int) -> None:
-        """Logits of this rank's batches, which begin at `index` of all, and the loss of all.
+        """Compare the logits of this rank's batches, and the loss over all batches.
 
-        A rank without the last stage of a pipeline has none.
+        A rank without the last stage of a pipeline has no logits, and compares the loss alone.
+
+        Args:
+            expected: Results of the reference; None on every rank but the first.
+            found: Results of this rank.
+            index: Index of this rank's first batch among all batches.
         """
         known = None
         if expected is not None:
@@ -145,7 +150,7 @@ class Comparison:
         losses = [each for each, is_last in all_gather_object((found.loss, bool(found.logits))) if is_last]
         ours_loss = sum(losses) / len(losses)
         limit = 0.0 if self.is_exact else noise.ALLOWED * noise_of_logits
-        # A mean can come out the same three times by chance; it is no more exact than its last place for that.
+        # A mean can be equal in all draws by chance; its tolerance is at least the rounding of its last place.
         rounding = noise.rounding(torch.float32, abs(loss))
         limit_of_loss = 0.0 if self.is_exact else max(noise.ALLOWED * noise_of_loss, rounding)
         self.numbers |= {
@@ -180,18 +185,18 @@ class Comparison:
         elif not limit <= deviation and not self.rows:
             self._add_inconclusive("forward", "logits", limit=limit, size=deviation)
 
-    def backward(self, expected: Sequence[Gradient] | None, held: Iterable[HeldParameter]) -> None:
-        """Holds the part of some gradients that this rank has against those of the reference, and drops it.
+    def backward(self, expected: Sequence[Gradient] | None, parameters: Iterable[RankParameter]) -> None:
+        """Compare some gradients with this rank's shards of them, and release those shards.
 
-        Every rank calls it as often as the reference has some; `settle` ends it.
+        Every rank calls it once for each portion of gradients that the reference has; `finish_gradients` ends it.
 
         Args:
-            expected: On the first rank.
-            held: Parameters of this rank whose gradients are there now, and were not in a call before.
+            expected: Gradients of the reference; None on every rank but the first.
+            parameters: Parameters of this rank whose gradients are new since the last call.
         """
-        for each in held:
-            self._held.setdefault(each.name, []).append(each)
-        anywhere = frozenset().union(*all_gather_object(set(self._held)))
+        for each in parameters:
+            self._pending.setdefault(each.name, []).append(each)
+        anywhere = frozenset().union(*all_gather_object(set(self._pending)))
         known = None
         if expected is not None:
             known = [
@@ -203,7 +208,7 @@ class Comparison:
             is_exact = self.is_exact and name not in self.copied
             limit = 0.0 if is_exact else max(noise.ALLOWED * moved, noise.rounding(dtype, size))
             self._sizes[name] = size
-            here = self._held.pop(name, ())  # nothing of a parameter of another stage
+            here = self._pending.pop(name, ())  # empty for a parameter of another stage
             if name not in anywhere or any(each.parameter.grad is None for each in here):
                 self._measured.append(_GradientDistances(name, size, limit, size, 0.0, dtype, is_exact, _NONE_HERE))
                 continue
@@ -214,18 +219,18 @@ class Comparison:
                 each.parameter.grad = None
 
     def report_missing_gradients(self) -> None:
-        """Names what this rank has gradients of, and the reference was not asked for or has none."""
-        for name, found in self._held.items():
+        """Report gradients of this rank for which the reference has none."""
+        for name, found in self._pending.items():
             for each in found:
                 gradient = each.parameter.grad
                 if gradient is not None and bool(_local(gradient).any()):
                     self._add("gradients", name, max_abs=distances.largest(_local(gradient)), limit=0.0,
                               what="the reference has no gradient")  # fmt: skip
-        self._held.clear()
+        self._pending.clear()
 
     def finish_gradients(self) -> None:
-        """Decides about the gradients, now that the sizes of all of them are known."""
-        beside = _largest_beside(self._sizes)
+        """Judge all gradients, now that their sizes are known."""
+        module_sizes = _largest_by_module(self._sizes)
         worst, largest = ("", 0.0), 0.0
         for each in self._measured:
             name, distance, limit = each.name, each.distance, each.limit
@@ -237,8 +242,8 @@ class Comparison:
             if distance >= self.gradients.get(name, (0.0, 0.0))[0]:
                 self.gradients[name] = distance, limit
             if not each.what:
-                if not each.is_exact and max(each.size, each.ours) <= noise.rounding(each.dtype, beside[name]):
-                    continue  # zero but for rounding, as those of key biases are, which softmax does not see
+                if not each.is_exact and max(each.size, each.ours) <= noise.rounding(each.dtype, module_sizes[name]):
+                    continue  # zero up to rounding, as the gradients of key biases, which softmax cancels
                 if not distance <= limit:
                     self._add("gradients", name, max_abs=distance, limit=limit)
                 elif limit > each.size:
@@ -255,8 +260,8 @@ class Comparison:
         self.undecided.append({**difference(level, self.process.rank, name, self.stored), **values})
 
 
-def _measure(held: HeldParameter, whole: torch.Tensor, known: _GradientDistances) -> _GradientDistances:
-    local, distance = held.distance(whole)
+def _measure(parameter: RankParameter, whole: torch.Tensor, known: _GradientDistances) -> _GradientDistances:
+    local, distance = parameter.distance(whole)
     known = known._replace(distance=distance, ours=distances.largest(local))
     bad = [side for side, part in (("reference", whole), ("checkpoint", local)) if not distances.is_finite(part)]
     if bad:
@@ -265,7 +270,7 @@ def _measure(held: HeldParameter, whole: torch.Tensor, known: _GradientDistances
 
 
 def difference(level: str, rank: int, name: str, stored: dict[str, tuple[str, ...]]) -> dict[str, Any]:
-    """A difference: by its name on disk, and by that in the model where it is another."""
+    """Return the row of a difference: its name on disk, and its name in the model if that is another."""
     on_disk = stored.get(name, (name,))
     row: dict[str, Any] = {"level": level, "rank": rank, "name": on_disk[0]}
     if len(on_disk) > 1:
@@ -275,8 +280,11 @@ def difference(level: str, rank: int, name: str, stored: dict[str, tuple[str, ..
     return row
 
 
-def _largest_beside(sizes: dict[str, float]) -> dict[str, float]:
-    """The largest number among the gradients of a module and of those beside it, as of all that an attention has."""
+def _largest_by_module(sizes: dict[str, float]) -> dict[str, float]:
+    """Return, for each parameter, the largest gradient value in its module and the sibling modules.
+
+    All projections of one attention, for example, share one value.
+    """
     scopes = {name: ".".join(name.split(".")[:-2]) for name in sizes}
     found: dict[str, float] = {}
     for name, scope in scopes.items():

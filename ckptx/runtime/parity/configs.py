@@ -1,8 +1,8 @@
-"""Compares what two configs make of a model, key by key, before anything is run.
+"""Compare two configs as their classes read them, key by key, before anything is run.
 
-Inputs of a run are short: a window of 4,096 that became 64 moves no logit of twelve tokens. So a key that differs is a
-difference by itself, unless it is known to change nothing that a forward or backward pass without dropout computes.
-What no list knows counts as computing.
+The inputs of a run are short: a window of 64 in place of 4,096 changes no logit of twelve tokens. So each key that
+differs is a difference, unless it is known to have no effect on a forward or backward pass without dropout. Unknown
+keys count as having an effect.
 """
 
 from __future__ import annotations
@@ -12,29 +12,29 @@ import re
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any, NamedTuple
 
-# Where a model came from, how it was made, what generating or a loss with labels does with it. By the last part of a
-# key, in whichever part of the config it stands.
+# Keys about the origin of a model, its initialization, generation, or the loss with labels. Matched by the last part of
+# a dotted key, in any part of the config.
 _NOTED = frozenset(
     {
         # bookkeeping
         "_name_or_path", "name_or_path", "transformers_version", "_commit_hash", "auto_map", "tokenizer_class",
         "processor_class", "task_specific_params", "finetuning_task", "id2label", "label2id", "problem_type",
         "bad_words_ids", "_diffusers_version",
-        # how it is stored, and which kernels compute it
+        # storage and kernels
         "dtype", "torch_dtype", "_attn_implementation", "attn_implementation", "_attn_implementation_autoset",
         "_attn_implementation_internal", "_experts_implementation", "_experts_implementation_internal",
         "experts_implementation", "chunk_size_feed_forward", "pretraining_tp", "use_flash_attention", "torchscript",
         "use_mamba_kernels", "use_bfloat16", "pruned_heads",
-        # what is given back beside the logits
+        # additional outputs
         "use_cache", "output_attentions", "output_hidden_states", "output_router_logits", "return_dict",
         "use_return_dict", "return_dict_in_generate", "output_scores",
-        # first values and training
+        # initialization and training
         "initializer_range", "initializer_factor", "init_std", "initializer_cutoff_factor", "init_method",
         "gradient_checkpointing", "router_aux_loss_coef", "aux_loss_alpha", "router_z_loss_coef", "z_loss_coefficient",
         "router_jitter_noise", "router_aux_loss_weight", "seq_aux", "label_smoothing", "use_gradient_checkpointing",
         "mask_time_prob", "mask_time_length", "mask_time_min_masks", "mask_feature_prob", "mask_feature_length",
         "mask_feature_min_masks", "apply_spec_augment",
-        # generating
+        # generation
         "bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "cls_token_id", "decoder_start_token_id",
         "forced_bos_token_id", "forced_eos_token_id", "suppress_tokens", "begin_suppress_tokens", "max_new_tokens",
         "do_sample", "num_beams", "num_beam_groups", "diversity_penalty", "repetition_penalty", "length_penalty",
@@ -42,15 +42,15 @@ _NOTED = frozenset(
         "remove_invalid_values", "exponential_decay_length_penalty", "generation_config",
     }
 )  # fmt: skip
-_DROPPED = re.compile(r"dropout|drop_path|droppath|layerdrop|stochastic_depth|_pdrop$|^pdrop$|drop_rate")
-_USED = frozenset({"token_dropout"})  # of ESM: it scales embeddings when nothing is dropped, too
-# What the tensors themselves answer.
+_DROPOUT = re.compile(r"dropout|drop_path|droppath|layerdrop|stochastic_depth|_pdrop$|^pdrop$|drop_rate")
+_USED = frozenset({"token_dropout"})  # ESM: it scales embeddings even if no token is dropped
+# Keys whose effect shows in the tensors themselves.
 _BY_VALUES = frozenset({"tie_word_embeddings"})
-_ABSENT = "not there"
+_ABSENT = "absent"
 
 
 class ConfigDifference(NamedTuple):
-    """A key with two values, as JSON; `is_noted` says that nothing which is compared depends on it."""
+    """A key with two values, as JSON; `is_noted` is True if no compared value depends on it."""
 
     key: str
     reference: str
@@ -61,12 +61,12 @@ class ConfigDifference(NamedTuple):
 def compare_configs(
     reference: Mapping[str, Any], checkpoint: Mapping[str, Any], *, used: Collection[str] = ()
 ) -> list[ConfigDifference]:
-    """Keys that differ, sorted.
+    """Return the keys that differ, sorted.
 
     Args:
-        reference: What the config class makes of the file: `to_dict()`.
-        checkpoint: The same of the other.
-        used: Keys that this class computes with, though most others do not.
+        reference: Config of the reference, from `to_dict()` of its class.
+        checkpoint: Config of the checkpoint, likewise.
+        used: Keys that this class computes with, although most others do not.
     """
     ours, theirs = dict(_leaves(reference)), dict(_leaves(checkpoint))
     found = []
@@ -75,12 +75,12 @@ def compare_configs(
         name = key.rpartition(".")[2]
         if _is_same(a, b) or name in _BY_VALUES:
             continue
-        found.append(ConfigDifference(key, _said(key, ours), _said(key, theirs), _is_noted(key, used)))
+        found.append(ConfigDifference(key, _json_value(key, ours), _json_value(key, theirs), _is_noted(key, used)))
     return found
 
 
 def _leaves(values: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
-    """Dotted keys and values; an object without any is as none at all."""
+    """Yield dotted keys and values; an empty object yields nothing."""
     for key, value in values.items():
         if isinstance(value, Mapping):
             yield from _leaves(value, f"{before}{key}.")
@@ -89,7 +89,7 @@ def _leaves(values: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, 
 
 
 def _is_same(a: Any, b: Any) -> bool:
-    """1 and 1.0 are one number, a list and a tuple one list; True is no number. What is not there is None."""
+    """Compare values: 1 equals 1.0, a list equals a tuple, True does not equal 1, and an absent value is None."""
     if isinstance(a, bool) != isinstance(b, bool):
         return False
     if isinstance(a, list | tuple) and isinstance(b, list | tuple):
@@ -101,8 +101,8 @@ def _is_same(a: Any, b: Any) -> bool:
 
 def _is_noted(key: str, used: Collection[str]) -> bool:
     parts = [part for part in key.split(".") if part not in used and part not in _USED]
-    return any(part in _NOTED or _DROPPED.search(part) for part in parts)
+    return any(part in _NOTED or _DROPOUT.search(part) for part in parts)
 
 
-def _said(key: str, values: Mapping[str, Any]) -> str:
+def _json_value(key: str, values: Mapping[str, Any]) -> str:
     return json.dumps(values[key], default=str)[:120] if key in values else _ABSENT

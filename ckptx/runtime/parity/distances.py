@@ -1,4 +1,4 @@
-"""How far two tensors are apart, in numbers that a NaN cannot hide in; computed in float64, some elements at a time."""
+"""Differences between two tensors as numbers that reveal a NaN; computed in float64, in bands of elements."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from collections.abc import Iterator
 import torch
 from torch.nn.functional import log_softmax
 
-BAND = 1 << 16  # elements: what is made of them stays in the cache
+BAND = 1 << 16  # elements: the float64 intermediates of a band fit in the cache
 
 
 def badness(value: float) -> tuple[bool, float]:
-    """What to order numbers by: one that is none is the worst; `max` takes what comes first."""
+    """Return a sort key by which NaN is the worst value; plain `max` ignores NaN unless it comes first."""
     return math.isnan(value), value
 
 
 def furthest(a: torch.Tensor, b: torch.Tensor) -> float:
-    """The largest absolute difference; infinite where one is not finite and the other differs."""
+    """Return the largest absolute difference; infinite if one value is not finite and the other differs."""
     return max((_furthest(*pair) for pair in zip(_bands(a), _bands(b), strict=True)), default=0.0)
 
 
@@ -28,22 +28,22 @@ def _furthest(a: torch.Tensor, b: torch.Tensor) -> float:
 
 
 def _bands(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Its elements, some at a time: what is done with them in float64 takes little memory then."""
+    """Split a tensor into bands of elements, so that float64 copies take little memory."""
     yield from () if not tensor.numel() else tensor.reshape(-1).split(BAND)
 
 
 def is_finite(tensor: torch.Tensor) -> bool:
-    """True if no element is NaN or infinite."""
+    """Return True if no element is NaN or infinite."""
     return all(bool(band.isfinite().all()) for band in _bands(tensor))
 
 
 def largest(tensor: torch.Tensor) -> float:
-    """The largest absolute value; 0 of nothing."""
+    """Return the largest absolute value; 0 for an empty tensor."""
     return max((float(band.abs().max()) for band in _bands(tensor)), default=0.0)
 
 
 def divergence(reference: torch.Tensor, other: torch.Tensor) -> float:
-    """Mean KL divergence of the distributions over the last dim, in nats."""
+    """Return the mean KL divergence of the distributions over the last dim, in nats."""
     width = reference.shape[-1]
     rows = max(1, BAND // width)
     bands = zip(reference.reshape(-1, width).split(rows), other.reshape(-1, width).split(rows), strict=True)
@@ -56,7 +56,7 @@ def _total_divergence(reference: torch.Tensor, other: torch.Tensor) -> float:
 
 
 def cosine(a: torch.Tensor, b: torch.Tensor) -> float:
-    """Of the angle between all elements of the two as vectors; 1 of two that are nothing but zeros."""
+    """Return the cosine of the angle between two flattened tensors; 1 if both are all zeros."""
     ab, aa, bb = (_product(*pair) for pair in ((a, b), (a, a), (b, b)))
     return float(ab / (aa * bb) ** 0.5) if aa and bb else float(aa == bb)
 
@@ -66,6 +66,6 @@ def _product(a: torch.Tensor, b: torch.Tensor) -> float:
 
 
 def deviation(tensor: torch.Tensor) -> float:
-    """Standard deviation of all elements."""
+    """Return the standard deviation of all elements."""
     mean = sum(float(band.double().sum()) for band in _bands(tensor)) / tensor.numel()
     return float((sum(float((band.double() - mean).square().sum()) for band in _bands(tensor)) / tensor.numel()) ** 0.5)

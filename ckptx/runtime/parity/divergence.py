@@ -1,8 +1,8 @@
-"""Where two models part: the first module, in the order of the reference, that gives something else.
+"""Find the first module, in the order of the reference, whose output differs.
 
-Outputs are compared where they have the shape of the reference's: not inside of modules that TP cuts, and not where
-experts get other tokens. A pipeline stage, and a piece, shows what is its own; on the way to its layers only the last
-one has what the whole model has.
+Outputs are compared if both have the same shape, which excludes the insides of modules that TP shards and experts that
+get other tokens. A pipeline stage records its own modules only; modules that contain the layers are recorded on the
+last stage, which alone gives the same output as the whole model.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ Outputs = dict[ModuleCall, torch.Tensor]
 def first_divergence(
     reference: Iterator[tuple[Outputs, Outputs]], checkpoint: Iterator[Outputs], *, is_exact: bool
 ) -> dict[str, Any] | None:
-    """The first call whose output is further away than its noise allows.
+    """Return the first call whose output differs by more than its tolerance, or None.
 
     Args:
-        reference: What its calls gave, and what they gave with moved embeddings; of one piece after another.
-        checkpoint: What its calls gave, of one stage after another; as many are asked for as it takes.
-        is_exact: Whether both sides should be equal bit for bit.
+        reference: Outputs of the reference without and with perturbed embeddings, stage by stage.
+        checkpoint: Outputs of the checkpoint, stage by stage; consumed only as far as necessary.
+        is_exact: True if both sides must be equal bit for bit.
     """
     ours: Outputs = {}
     for seen, other in reference:
@@ -52,18 +52,17 @@ def first_divergence(
 def record_outputs(
     model: nn.Module, into: Outputs, stages: StageMap | None = None, number: int = 0
 ) -> AbstractContextManager[None]:
-    """Keeps what each call of a module gives within the block, whole, on the CPU, as it was before anything was added
-    to it in place.
+    """Record the output of each module call within the block: whole, on the CPU, copied before any in-place change.
 
     Args:
-        model: As a whole; or a stage.
-        into: Gets it.
-        stages: Which stage `number` is one of.
-        number: See `stages`.
+        model: The whole model, or one stage of it.
+        into: Dict that receives the outputs.
+        stages: Assignment of layers to stages; None for a whole model.
+        number: Number of the stage that `model` is.
     """
-    unless = {canonical_name(name) for name, module in model.named_modules() if isinstance(module, Stub)}
+    excluded = {canonical_name(name) for name, module in model.named_modules() if isinstance(module, Stub)}
     if stages is not None and number < stages.pp - 1:
-        unless |= set(modules_on_the_path(stages))
+        excluded |= set(modules_on_the_path(stages))
     return module_hooks(
-        model, lambda call, found: into.__setitem__(call, execution.full_tensor(found).to("cpu", copy=True)), unless
+        model, lambda call, found: into.__setitem__(call, execution.full_tensor(found).to("cpu", copy=True)), excluded
     )

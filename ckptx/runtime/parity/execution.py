@@ -1,4 +1,4 @@
-"""Running a model once, forward and backward, and keeping what can be compared."""
+"""Run a model once, forward and backward, and keep the results that can be compared."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ _OUTPUTS = ("logits", "prediction_logits", "last_hidden_state")
 
 @dataclass(slots=True)
 class ForwardResult:
-    """What a model computed.
+    """Results of one step of a model.
 
     Attributes:
-        logits: Of each batch, whole; (rows, length, vocabulary), or hidden states of a class without a head.
+        logits: Full logits of each batch, (batch, length, vocabulary), or hidden states of a class without a head.
         loss: Mean over the batches.
-        gradients: By canonical name, as the parameter holds them; empty without a backward pass.
+        gradients: Gradients by canonical name, as the parameters store them; empty without a backward pass.
     """
 
     logits: list[torch.Tensor] = field(default_factory=list)
@@ -41,20 +41,21 @@ def run(
     batches: Sequence[Inputs],
     *,
     backward: bool,
-    see: Callable[[str, torch.Tensor], None] | None = None,
+    on_gradient: Callable[[str, torch.Tensor], None] | None = None,
 ) -> ForwardResult:
-    """Runs the batches one after another, as microbatches of one step; gradients are those of the mean loss.
+    """Run the batches one after another, as microbatches of one step; gradients are those of the mean loss.
 
-    Dropout is off. Parameters lose the gradients they had.
+    Dropout is off. Existing gradients of the parameters are dropped.
 
     Args:
-        model: With storage.
-        batches: What to run it on.
-        backward: Compute gradients, too.
-        see: Gets each gradient by canonical name as soon as it is complete. It is not kept then: the outcome has none.
+        model: Model with storage.
+        batches: Microbatches to run.
+        backward: Also compute gradients.
+        on_gradient: Called with the canonical name and each gradient as soon as it is complete. The gradient is then
+            released, and the result has none.
 
     Raises:
-        UnsupportedError: The class gives nothing that can be compared, or cannot run on these inputs.
+        UnsupportedError: The class returns nothing that can be compared, or cannot run on these inputs.
         SpaceError: There is not enough memory.
     """
     model.eval()
@@ -67,7 +68,9 @@ def run(
                 found = _forward(model, inputs)
                 loss = loss_of(found, inputs) / len(batches)
             if backward:
-                with gradient_hooks(parameters if see is not None and number == len(batches) else {}, see):
+                with gradient_hooks(
+                    parameters if on_gradient is not None and number == len(batches) else {}, on_gradient
+                ):
                     loss.backward()
         outcome.loss += float(loss.detach())
         outcome.logits.append(full_tensor(found.detach()))
@@ -76,18 +79,18 @@ def run(
         for name, parameter in model.named_parameters()
         if parameter.grad is not None
     }
-    if see is None:
+    if on_gradient is None:
         outcome.gradients = gradients
-    else:  # of parameters that the last batch did not reach
+    else:  # gradients of parameters that the last batch did not reach
         for name, gradient in gradients.items():
-            see(name, gradient)
+            on_gradient(name, gradient)
         model.zero_grad(set_to_none=True)
     return outcome
 
 
 @contextmanager
 def translate_model_errors(model: nn.Module) -> Iterator[None]:
-    """What goes wrong in a kernel, in our words."""
+    """Turn errors of kernels into errors of ckptx that name the class and a next step."""
     try:
         yield
     except CkptxError:
@@ -95,22 +98,22 @@ def translate_model_errors(model: nn.Module) -> Iterator[None]:
     except (RuntimeError, MemoryError) as error:  # a kernel that cannot have these shapes or dtypes, or no memory
         space = lack_of_memory(model, error, "use more ranks, or a smaller --reference-memory")
         raise space or UnsupportedError(
-            f"{class_of(model)}: fails when it is run like this: {brief(error)}; use another layout or "
-            "--compute-dtype, or compare the bytes without --run"
+            f"{class_of(model)}: this run fails: {brief(error)}; use another layout or --compute-dtype, or compare the "
+            "bytes without --run"
         ) from error
 
 
 @contextmanager
 def gradient_hooks(
-    parameters: Mapping[str, nn.Parameter], see: Callable[[str, torch.Tensor], None] | None
+    parameters: Mapping[str, nn.Parameter], on_gradient: Callable[[str, torch.Tensor], None] | None
 ) -> Iterator[None]:
-    """Shows the gradient of each of these as it is accumulated, by the name given here, and drops it."""
+    """Pass the gradient of each parameter to a callback as it is accumulated, by the name given here, and drop it."""
 
     def hook(name: str) -> Callable[[torch.Tensor], None]:
         def after(parameter: torch.Tensor) -> None:
-            assert see is not None
+            assert on_gradient is not None
             assert parameter.grad is not None
-            see(name, parameter.grad)
+            on_gradient(name, parameter.grad)
             parameter.grad = None
 
         return after
@@ -124,10 +127,10 @@ def gradient_hooks(
 
 
 def tokens_used(model: nn.Module) -> frozenset[str]:
-    """Ids of tokens in the config that the class computes with.
+    """Return the config keys of special tokens that affect what the class computes.
 
-    RoBERTa counts positions from that of padding; a classifier takes the last token that is no padding, or the end.
-    Elsewhere they say which row of the embedding is not trained, and what generating begins and ends with.
+    RoBERTa counts positions from the padding token; a classifier takes the last token before padding, or the end token.
+    In other classes these keys name an embedding that is not trained, and the tokens that begin and end generation.
     """
     if "ForSequenceClassification" in class_of(model):
         return frozenset({"pad_token_id", "eos_token_id"})
@@ -142,38 +145,38 @@ class ModuleCall(NamedTuple):
     """One call of a module in a forward pass: layers that share one module call it many times.
 
     Attributes:
-        module: Its canonical name.
-        number: How often it was called before.
+        module: Canonical name of the module.
+        number: Number of earlier calls of this module.
     """
 
     module: str
     number: int
 
 
-See = Callable[[ModuleCall, torch.Tensor], None]
+OnOutput = Callable[[ModuleCall, torch.Tensor], None]
 
 
 def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor of activations, gathered when it is sharded. Every rank that has a part must ask."""
+    """Return an activation, gathered if it is sharded: then every rank that has a shard must call it."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def observed(model: nn.Module, inputs: Inputs, see: See) -> None:
-    """Runs one batch forward and shows the first tensor each call of a module gives, in the order in which they end."""
-    with module_hooks(model, see), torch.no_grad():
+def observe_outputs(model: nn.Module, inputs: Inputs, on_output: OnOutput) -> None:
+    """Run one batch forward and pass the first tensor of each module call to a callback, in the order they end."""
+    with module_hooks(model, on_output), torch.no_grad():
         _forward(model, inputs)
 
 
 @contextmanager
-def module_hooks(model: nn.Module, see: See, unless: Collection[str] = ()) -> Iterator[None]:
-    """Shows what calls of modules give within the block.
+def module_hooks(model: nn.Module, on_output: OnOutput, excluded: Collection[str] = ()) -> Iterator[None]:
+    """Pass the outputs of module calls to a callback within the block.
 
-    A wrapper and what is inside of it are one module.
+    A wrapper and the module that it wraps count as one module.
 
     Args:
-        model: What is called, itself not shown.
-        see: Is shown each call, and the first tensor it gave.
-        unless: Canonical names of modules that are not shown.
+        model: Model whose modules are hooked; its own output is not passed.
+        on_output: Called with each call and the first tensor that it returned.
+        excluded: Canonical names of modules without a hook.
     """
     calls: Counter[str] = Counter()
 
@@ -183,15 +186,15 @@ def module_hooks(model: nn.Module, see: See, unless: Collection[str] = ()) -> It
             calls[name] += 1
             first = _first_tensor(output)
             if first is not None and first.is_floating_point():
-                see(call, first.detach())
+                on_output(call, first.detach())
 
         return after
 
     modules: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
-        modules.setdefault(canonical_name(name), module)  # a wrapper comes before what is inside of it
+        modules.setdefault(canonical_name(name), module)  # a wrapper comes before the wrapped module
     handles = [
-        module.register_forward_hook(hook(name)) for name, module in modules.items() if name and name not in unless
+        module.register_forward_hook(hook(name)) for name, module in modules.items() if name and name not in excluded
     ]
     try:
         yield
@@ -206,14 +209,14 @@ def _forward(model: nn.Module, inputs: Inputs) -> torch.Tensor:
         output = model(**batch)
     except (TypeError, AttributeError, ValueError) as error:
         raise UnsupportedError(
-            f"{class_of(model)}: cannot be run on {', '.join(batch)}: {type(error).__name__}: {brief(error)}; "
-            "the bytes can be compared without --run"
+            f"{class_of(model)}: fails on inputs {', '.join(batch)}: {type(error).__name__}: {brief(error)}; "
+            "compare the bytes without --run"
         ) from error
     return logits_or_hidden_states(model, output)
 
 
 def arguments(model: nn.Module, inputs: Inputs) -> dict[str, torch.Tensor]:
-    """What to give a model, where it computes and in what it computes in."""
+    """Return the arguments of `forward`, on the device and in the dtype of the model."""
     device, dtype = _device_of(model), _dtype_of(model)
     return {
         name: tensor.to(device, dtype) if tensor.is_floating_point() else tensor.to(device)
@@ -222,20 +225,22 @@ def arguments(model: nn.Module, inputs: Inputs) -> dict[str, torch.Tensor]:
 
 
 def logits_or_hidden_states(model: nn.Module, output: Any) -> torch.Tensor:
-    """What is compared of an output: logits, or hidden states of a class without a head.
+    """Return the output that is compared: logits, or hidden states of a class without a head.
 
     Raises:
-        UnsupportedError: It has neither.
+        UnsupportedError: The output has neither.
     """
     for name in _OUTPUTS:
         found = output.get(name) if isinstance(output, Mapping) else getattr(output, name, None)
         if isinstance(found, torch.Tensor):
             return found
-    raise UnsupportedError(f"{class_of(model)}: gives none of {', '.join(_OUTPUTS)}; compare its bytes without --run")
+    raise UnsupportedError(
+        f"{class_of(model)}: the output has none of {', '.join(_OUTPUTS)}; compare the bytes without --run"
+    )
 
 
 def loss_of(found: torch.Tensor, inputs: Inputs) -> torch.Tensor:
-    """Cross entropy of the next token where there are logits for it, else something that every output enters."""
+    """Return the next-token cross entropy if there are logits for it, else the mean square of all outputs."""
     if found.dim() == 3 and found.shape[:2] == inputs.labels.shape and found.shape[-1] > int(inputs.labels.max()):
         return causal_lm_loss(found, inputs.labels)
     return full_tensor(found).float().pow(2).mean()

@@ -1,4 +1,4 @@
-"""`verify --run`: what a checkpoint computes under TP x PP x FSDP2, held against the reference model.
+"""`verify --run`: compare what a checkpoint computes under TP x PP x FSDP2 with the reference model.
 
 Four levels, the cheap ones first:
 
@@ -53,13 +53,15 @@ from ckptx.runtime.parity.unreached import UnreachedParameters
 
 
 def verify_run(reference: Path, checkpoint: Path, options: RunOptions, log: Log) -> RunReport:
-    """Compares what two checkpoints compute; every rank of the mesh calls it.
+    """Compare what two checkpoints compute; every rank of the mesh calls it.
 
     Args:
-        reference: What the other should compute.
-        checkpoint: Loaded under the layout of `options`. One without a config.json gets that of the reference.
-        options: How to run.
-        log: Has what the user should know, on every rank alike.
+        reference: Checkpoint with the expected results.
+        checkpoint: Checkpoint to test, loaded under the layout of `options`. Without a config.json, that of the
+            reference
+            is used.
+        options: Options of the run.
+        log: Log that receives the notes for the user, the same on every rank.
 
     Returns:
         On every rank the same. Its `exit` is 1 when something differs.
@@ -74,14 +76,16 @@ def verify_run(reference: Path, checkpoint: Path, options: RunOptions, log: Log)
     with process_group(options.device, options.backend) as process:
         mesh = mesh_of(options.dims, process.device.type)
         with raise_on_all_ranks():
-            first, second, seen, other = both_sides(reference, checkpoint, options)
-            configs = compare_configs(seen.config, other.config, used=other.tokens_used)
+            first, second, reference_facts, checkpoint_facts = both_sides(reference, checkpoint, options)
+            configs = compare_configs(
+                reference_facts.config, checkpoint_facts.config, used=checkpoint_facts.tokens_used
+            )
             dtypes = stored_dtypes_of(first, second)
-        plan = plan_stages(second, other, log) if options.dims.pp > 1 else None
+        plan = plan_stages(second, checkpoint_facts, log) if options.dims.pp > 1 else None
         microbatches = plan.microbatches if plan is not None else 1
         with raise_on_all_ranks():
-            batches = second.batches(other, microbatches)
-            running = reference_of(first, seen, batches, process) if process.rank == 0 else None
+            batches = second.batches(checkpoint_facts, microbatches)
+            running = reference_of(first, reference_facts, batches, process) if process.rank == 0 else None
             expected = running.forward() if running is not None else None
         with raise_on_all_ranks():
             loaded: ModelUnderTest = ResidentModel(second, mesh, plan)
@@ -93,17 +97,17 @@ def verify_run(reference: Path, checkpoint: Path, options: RunOptions, log: Log)
         unread = [
             in_all(all_gather_object(_of_model(each))) for each in (record.without_place, record.unread)
         ]  # on no stage
-        left, added = map(_left, unread)
-        rows += _added(added, left) if process.rank == 0 else []
+        uncompared, added = map(_uncompared, unread)
+        rows += _added(added, uncompared) if process.rank == 0 else []
         rows += [difference("bytes", process.rank, name, record.stored) for name in record.wrong]
         index = data_index(mesh) * microbatches
         own = batches[index : index + microbatches]
         with raise_on_all_ranks() if plan is None else report_failure_to_peers():
-            found, taken = _run(loaded, own, options, process)
+            found, peak = _run(loaded, own, options, process)
         comparison = Comparison(process, record.stored, _is_exact(expected, process, options), loaded.copied)
         comparison.forward(expected, found, index)
         expected = None
-        not_reached = _compare_gradients(comparison, running, loaded, seen) if options.backward else None
+        not_reached = _compare_gradients(comparison, running, loaded, reference_facts) if options.backward else None
         rows += comparison.rows
         if plan is not None:
             rows = [{**row, "stage": stage_of(plan, row)} for row in rows]
@@ -117,7 +121,7 @@ def verify_run(reference: Path, checkpoint: Path, options: RunOptions, log: Log)
         share = {
             "rows": rows,
             "undecided": comparison.undecided,
-            "taken": taken,
+            "taken": peak,
             "dtype": " and ".join(sorted(record.dtypes)),
             "read": record.bytes_read,
             "nbytes": record.nbytes,
@@ -131,7 +135,15 @@ def verify_run(reference: Path, checkpoint: Path, options: RunOptions, log: Log)
         share["by_tensor"] = comparison.gradients
         everyone = all_gather_object(share)
     inputs = batches[0]
-    note(log, record.architecture, configs, left, inputs, everyone[0].get("unreached"), first.apart | second.apart)
+    note(
+        log,
+        record.architecture,
+        configs,
+        uncompared,
+        inputs,
+        everyone[0].get("unreached"),
+        first.separate_names | second.separate_names,
+    )
     if options.dims.tp > 1 and not any(share["sharded"] for share in everyone):
         log.note(
             f"--tp {options.dims.tp} shards no parameter of {record.architecture}: every TP rank ran the whole model; "
@@ -141,7 +153,9 @@ def verify_run(reference: Path, checkpoint: Path, options: RunOptions, log: Log)
     log.note(*unread_notes([row for row in unread_rows if row["may_be_there"]]))
     log.note(*dtype_notes(dtypes, everyone[0]["dtype"]))
     worst = worst_by_tensor(everyone, record.stored)
-    small = {key: [value, windows.SMALL] for key, value in {**seen.windows, **other.windows}.items()}
+    small = {
+        key: [value, windows.SMALL] for key, value in {**reference_facts.windows, **checkpoint_facts.windows}.items()
+    }
     report = report_of(options, everyone, inputs, small, worst, plan)
     report = replace(report, unread=unread_rows, dtype_differences=dtypes)
     return stopwatch.stop(replace(report, warnings=list(log.notes)))
@@ -150,7 +164,7 @@ def verify_run(reference: Path, checkpoint: Path, options: RunOptions, log: Log)
 def _run(
     loaded: ModelUnderTest, own: Sequence[Inputs], options: RunOptions, process: RankContext
 ) -> tuple[ForwardResult, int | None]:
-    """What the checkpoint computes; and the bytes at the peak of it, where they are counted."""
+    """Run the checkpoint; returns the results, and the peak bytes if they are measured."""
     if not options.measures:
         return loaded.run(own, backward=options.backward), None
     found: list[ForwardResult] = []
@@ -167,17 +181,17 @@ def _rows_of(configs: Sequence[ConfigDifference]) -> list[dict[str, Any]]:
 
 
 def _of_model(found: Mapping[str, str] | None) -> dict[str, str]:
-    """Leave out the training state of what nothing read."""
+    """Drop optimizer and other training state from stored names that nothing reads."""
     return {name: reason for name, reason in (found or {}).items() if reason not in (OPTIMIZER, OTHER_STATE)}
 
 
-def _left(found: Mapping[str, str]) -> dict[str, str]:
-    """Of what nothing read, what would be of a model."""
+def _uncompared(found: Mapping[str, str]) -> dict[str, str]:
+    """Select the stored names without a known place in the model."""
     return {name: reason for name, reason in found.items() if reason in (NO_PLACE, UNKNOWN)}
 
 
 def _added(checkpoint: Mapping[str, str], reference: Mapping[str, str]) -> list[dict[str, Any]]:
-    """Tensors that nothing reads, and that the reference does not have either."""
+    """Return rows for tensors that nothing reads and that the reference lacks."""
     return [
         {"level": "bytes", "rank": 0, "name": name, "what": f"{reason}, and not in the reference"}
         for name, reason in checkpoint.items()
@@ -186,18 +200,22 @@ def _added(checkpoint: Mapping[str, str], reference: Mapping[str, str]) -> list[
 
 
 def _is_exact(expected: Reference | None, process: RankContext, options: RunOptions) -> bool:
-    """Whether both sides do the same operations in the same order: stages of a pipeline reorder nothing."""
+    """Return True if both sides do the same operations in the same order; pipeline stages reorder nothing."""
     if expected is None or not expected.is_repeatable or options.compile:
         return False
     return process.world_size == options.dims.pp
 
 
 def _compare_gradients(
-    comparison: Comparison, reference: ReferenceModel | None, loaded: ModelUnderTest, seen: ModelFacts
+    comparison: Comparison, reference: ReferenceModel | None, loaded: ModelUnderTest, facts: ModelFacts
 ) -> list[dict[str, Any]] | None:
-    """Holds gradients against those of the reference, as these come; on its rank, gives what no gradient reached."""
+    """Compare gradients with those of the reference, portion by portion.
+
+    Returns:
+        On the rank of the reference, rows of the parameters that no gradient reaches; None on the others.
+    """
     portions = reference.gradients() if reference is not None else None
-    reached = UnreachedParameters(seen)
+    reached = UnreachedParameters(facts)
     for number in itertools.count():
         with raise_on_all_ranks():
             portion = next(portions, None) if portions is not None else None
@@ -207,7 +225,7 @@ def _compare_gradients(
             comparison.backward(portion, held)
             if not loaded.is_whole:
                 comparison.report_missing_gradients()
-        reached.look({each.name: each.tensor for each in portion or ()})
+        reached.record({each.name: each.tensor for each in portion or ()})
         portion = None  # the next one needs the room
     comparison.report_missing_gradients()
     comparison.finish_gradients()
@@ -217,7 +235,7 @@ def _compare_gradients(
 def _first_divergence(
     reference: ReferenceModel | None, loaded: ModelUnderTest, inputs: Inputs, *, is_exact: bool
 ) -> dict[str, Any] | None:
-    """On the first rank; every rank runs the same batch as the reference."""
+    """Return the first divergence, on the first rank; every rank runs the same batch as the reference."""
     with raise_on_all_ranks():
         ours = list(loaded.observed(inputs)) if loaded.is_whole else loaded.observed(inputs)
     with raise_on_all_ranks():

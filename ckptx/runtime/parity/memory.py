@@ -1,6 +1,6 @@
-"""How much memory `verify --run` may take, asked before anything has storage.
+"""Memory limits of `verify --run`, determined before any model has storage.
 
-A process that the kernel ends for want of memory says nothing.
+A process that the out-of-memory killer ends could not report the reason.
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ from ckptx.runtime.parity.side import ModelFacts
 
 _MEMINFO = Path("/proc/meminfo")
 _CGROUP = Path("/sys/fs/cgroup")
-_USED = 0.9  # of what is free: what is not counted needs room, too
+_USED = 0.9  # of the free memory; the rest is for allocations that are not counted
 
 
 class MemoryLimits(NamedTuple):
-    """What the reference may take, in bytes, beside what any process takes; None is anything.
+    """Memory limits of the reference in bytes, on top of the baseline of a process; None for no limit.
 
-    On one rank that is for both sides together.
+    With one rank, a limit covers both models.
 
     Attributes:
-        whole: In one piece.
-        pieces: In pieces, which run while the checkpoint is there, with its gradients.
+        whole: Limit if the reference is run as a whole.
+        pieces: Limit if it is run stage by stage, while the checkpoint and its gradients stay in memory.
     """
 
     whole: int | None
     pieces: int | None
 
 
-def memory_limits(seen: ModelFacts, options: RunOptions, process: RankContext) -> MemoryLimits:
-    """What the user says, or what is free."""
+def memory_limits(facts: ModelFacts, options: RunOptions, process: RankContext) -> MemoryLimits:
+    """Return the limits from --reference-memory, or from the free memory."""
     if options.reference_bytes is not None:
         return MemoryLimits(options.reference_bytes, options.reference_bytes)
     free = free_bytes(process.device)
@@ -47,29 +47,29 @@ def memory_limits(seen: ModelFacts, options: RunOptions, process: RankContext) -
     if dims.world_size == 1:
         return MemoryLimits(free, free)
     here = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if process.device.type == "cpu" else 1
-    others = needed_bytes(seen.nbytes, backward=options.backward) * here // (dims.tp * dims.pp * dims.dp_shard)
-    kept = seen.nbytes if options.backward else 0  # gradients of the whole reference, until they are compared
+    others = needed_bytes(facts.nbytes, backward=options.backward) * here // (dims.tp * dims.pp * dims.dp_shard)
+    kept = facts.nbytes if options.backward else 0  # gradients of the whole reference, until they are compared
     return MemoryLimits(free if kept + others <= free else 0, max(0, free - others))
 
 
-def advice_to_save_memory(seen: ModelFacts, options: RunOptions) -> list[str]:
-    """Options with which a run takes less, each with what the reference takes in one piece then."""
-    ways = []
+def advice_to_save_memory(facts: ModelFacts, options: RunOptions) -> list[str]:
+    """Return options that save memory, each with the bytes that the whole reference would take."""
+    advice = []
     if options.backward:
-        ways.append(f"--no-backward ({human_bytes(needed_bytes(seen.nbytes, backward=False))} in one piece)")
-    if options.compute_dtype == "fp32" and seen.stored_nbytes < seen.nbytes:
-        as_stored = needed_bytes(seen.stored_nbytes, backward=options.backward)
-        ways.append(f"--compute-dtype auto, which finds less ({human_bytes(as_stored)} in one piece)")
-    return ways
+        advice.append(f"--no-backward (whole reference: {human_bytes(needed_bytes(facts.nbytes, backward=False))})")
+    if options.compute_dtype == "fp32" and facts.stored_nbytes < facts.nbytes:
+        as_stored = needed_bytes(facts.stored_nbytes, backward=options.backward)
+        advice.append(f"--compute-dtype auto, which detects less (whole reference: {human_bytes(as_stored)})")
+    return advice
 
 
 def needed_bytes(weights: int, *, backward: bool) -> int:
-    """What a model in one piece holds at once: the weights, and as many gradients."""
+    """Return the bytes of the weights of a whole model, and of as many gradients with a backward pass."""
     return weights * 2 if backward else weights
 
 
 def free_bytes(device: torch.device) -> int | None:
-    """Bytes that can still be had, or None where nobody says."""
+    """Return the bytes that can still be allocated, or None if that is unknown."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     try:
@@ -82,7 +82,7 @@ def free_bytes(device: torch.device) -> int | None:
 
 
 def _within_group() -> int | None:
-    """What the control group of this process still allows."""
+    """Return the bytes that the control group of this process still allows; None for no limit."""
     try:
         limit = (_CGROUP / "memory.max").read_text().strip()
         used = int((_CGROUP / "memory.current").read_text())

@@ -1,4 +1,4 @@
-"""The checkpoint's side as this rank has it: one model, the stages of a pipeline that are here, or piece by piece."""
+"""The checkpoint on this rank: one model, some pipeline stages, or all stages one after another."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ckptx.runtime.parallel.pipeline.plan import PipelinePlan
 from ckptx.runtime.parallel.pipeline.stage import make_stage
 from ckptx.runtime.parallel.release import release
 from ckptx.runtime.parity import execution
-from ckptx.runtime.parity.comparison import HeldParameter
+from ckptx.runtime.parity.comparison import RankParameter
 from ckptx.runtime.parity.divergence import Outputs, record_outputs
 from ckptx.runtime.parity.execution import ForwardResult
 from ckptx.runtime.parity.inputs.batch import Inputs
@@ -28,22 +28,22 @@ from ckptx.runtime.parity.stages import LocalStages
 
 @dataclass(slots=True)
 class LoadRecord:
-    """What loading did, on this rank.
+    """Results of loading, on this rank.
 
     Attributes:
-        stored: The names on disk of each tensor of the whole model.
-        architecture: Name of the class.
-        dtypes: What the parameters are computed in.
+        stored: Names on disk of each tensor of the whole model.
+        architecture: Name of the model class.
+        dtypes: Dtypes of the parameters, such as "bfloat16".
         wrapped_layers: Layers of this rank that recompute activations.
         gathered: Modules of this rank that did not run on their TP shards alone: what was gathered, "parameters" or
             "output", and whether the shards are aligned.
         sharded: Parameters of this rank that TP shards.
-        names: Of what was loaded.
-        wrong: Of these, what is not what the reference has.
-        unread: What no part of this rank has a place for, with the reason.
-        without_place: Of what the reference stores, what no part of this rank has a place for.
-        bytes_read: From the files.
-        nbytes: Of what was loaded.
+        names: Names of the loaded tensors.
+        wrong: Names of loaded tensors that differ from the reference.
+        unread: Stored names that no model part of this rank reads, with the reason; None before the first part.
+        without_place: Stored names of the reference that no model part of this rank has, with the reason; likewise.
+        bytes_read: Bytes read from the files.
+        nbytes: Bytes of the loaded tensors.
     """
 
     stored: dict[str, tuple[str, ...]] = field(default_factory=dict)
@@ -67,7 +67,7 @@ class LoadRecord:
         device: torch.device,
         copies: Mapping[str, str],
     ) -> None:
-        """Gives a part storage and its values, and holds them against those of the reference.
+        """Load a model part, and compare its values with the reference.
 
         Raises:
             InputError, UnsupportedError: As `load_from`.
@@ -100,12 +100,12 @@ class LoadRecord:
 
 
 class ModelUnderTest(Protocol):
-    """The checkpoint's side on this rank.
+    """The checkpoint on this rank.
 
     Attributes:
-        record: What loading it did.
-        copied: Names of parameters that several stages have, whose gradients are summed in another order.
-        is_whole: Whether all gradients are there at once.
+        record: Results of loading.
+        copied: Names of parameters with a copy on several stages, whose gradients are summed in another order.
+        is_whole: True if all gradients exist at the same time.
     """
 
     record: LoadRecord
@@ -113,11 +113,11 @@ class ModelUnderTest(Protocol):
     is_whole: bool
 
     def load(self, reference: ModelSide, device: torch.device) -> None:
-        """Gives every part storage, and its values; see `LoadRecord.load`."""
+        """Load every part of the model; see `LoadRecord.load`."""
         ...
 
     def run(self, batches: Sequence[Inputs], *, backward: bool) -> ForwardResult:
-        """One step on these batches.
+        """Run one step on these batches.
 
         Raises:
             UnsupportedError, SpaceError: As `execution.run`.
@@ -125,21 +125,22 @@ class ModelUnderTest(Protocol):
         ...
 
     @contextmanager
-    def parameters_of_stage(self, number: int) -> Iterator[Iterator[HeldParameter]]:
-        """Parameters of this rank with their gradients, within the block; of all that it has, those that come as the
-        `number`th portion.
+    def parameters_of_stage(self, number: int) -> Iterator[Iterator[RankParameter]]:
+        """Yield the parameters of one stage with their gradients, within the block.
+
+        Stages are numbered from the last. A model whose gradients exist all at once yields everything for number 0.
         """
         ...
 
     def observed(self, inputs: Inputs) -> Iterator[Outputs]:
-        """What calls of modules give, of one part after another, in the order of the model."""
+        """Yield the outputs of module calls, part by part, in the order of the model."""
         ...
 
 
 class ResidentModel(ModelUnderTest):
-    """One model, or the stages of a pipeline that are here: all of it is there, with all gradients after a step.
+    """One model, or the pipeline stages of this rank, that stay in memory with all gradients.
 
-    Gradients of copies on several stages are summed up.
+    Gradients of copies on several stages are summed.
     """
 
     def __init__(self, side: ModelSide, mesh: DeviceMesh, plan: PipelinePlan | None) -> None:
@@ -162,7 +163,7 @@ class ResidentModel(ModelUnderTest):
         return self._stages.run(batches, backward=backward)
 
     @contextmanager
-    def parameters_of_stage(self, number: int) -> Iterator[Iterator[HeldParameter]]:
+    def parameters_of_stage(self, number: int) -> Iterator[Iterator[RankParameter]]:
         yield (each for built in self._built if not number for each in _local_parameters(built, self._copies))
 
     def observed(self, inputs: Inputs) -> Iterator[Outputs]:
@@ -176,7 +177,7 @@ class ResidentModel(ModelUnderTest):
 
 
 class OffloadedModelUnderTest(ModelUnderTest):
-    """Pieces that are built, loaded, run and released one after another, on one rank."""
+    """All stages of the model on one rank, each built, loaded, run and released in turn."""
 
     def __init__(self, side: ModelSide, mesh: DeviceMesh, partition: StagePartition, device: torch.device) -> None:
         self._side, self._mesh, self._partition, self._device = side, mesh, partition, device
@@ -199,12 +200,12 @@ class OffloadedModelUnderTest(ModelUnderTest):
         return outcome
 
     @contextmanager
-    def parameters_of_stage(self, number: int) -> Iterator[Iterator[HeldParameter]]:
+    def parameters_of_stage(self, number: int) -> Iterator[Iterator[RankParameter]]:
         assert self._model is not None
         with self._model.backward(self._partition.last - number) as part:
             later = {tie.copies.get(part.number) for tie in self._partition.ties if part.number != min(tie.copies)}
             found = ((canonical_name(name), each) for name, each in part.model.named_parameters())
-            yield (HeldParameter(self._copies.get(name, name), each, None) for name, each in found if name not in later)
+            yield (RankParameter(self._copies.get(name, name), each, None) for name, each in found if name not in later)
 
     def observed(self, inputs: Inputs) -> Iterator[Outputs]:
         for (found,) in OffloadedModel(self._partition, [inputs], [ComputePass()], self._open, self._device).observed():
@@ -225,15 +226,15 @@ class OffloadedModelUnderTest(ModelUnderTest):
         return built.model
 
 
-def _local_parameters(built: ShardedMetaModel, copies: Mapping[str, str]) -> Iterator[HeldParameter]:
+def _local_parameters(built: ShardedMetaModel, copies: Mapping[str, str]) -> Iterator[RankParameter]:
     for found, parameter in built.model.named_parameters():
         name = canonical_name(found)
         regions = None if built.regions is None else built.regions(name)
-        yield HeldParameter(copies.get(name, name), parameter, regions)
+        yield RankParameter(copies.get(name, name), parameter, regions)
 
 
 def in_all(found: Sequence[Mapping[str, str]]) -> dict[str, str]:
-    """What is in each of them."""
+    """Return the entries whose name is in all of the mappings."""
     return {name: reason for name, reason in found[0].items() if all(name in each for each in found)}
 
 

@@ -1,7 +1,7 @@
-"""How much a model's own rounding moves what it computes: the yardstick for differences that come from reordered sums.
+"""Measure how much a model's own rounding changes its results: the tolerance for sums in another order.
 
-Every embedding is moved by one unit in the last place, up or down at random. What that does to logits, loss and
-gradients is what any computation with these weights must be allowed to differ by; no one has to pick a tolerance.
+Every embedding element is perturbed by one unit in the last place (ULP), up or down at random. The change of logits,
+loss and gradients is what any computation with these weights may differ by, so nobody has to choose a tolerance.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def embeddings_of(model: nn.Module) -> dict[str, str]:
-    """The parameters of every `nn.Embedding`: all names of each -> the first."""
+    """Return the parameters of every `nn.Embedding`: each of their names -> the first name."""
     own = {id(each.weight) for each in model.modules() if isinstance(each, nn.Embedding)}
     first: dict[int, str] = {}
     found = {}
@@ -35,14 +35,14 @@ def embeddings_of(model: nn.Module) -> dict[str, str]:
 
 @contextmanager
 def perturbed_embeddings(model: nn.Module, draw: int, embeddings: Mapping[str, str] | None = None) -> Iterator[None]:
-    """Moves every embedding by one unit in the last place; afterwards they are what they were, bit for bit.
+    """Perturb every embedding by one ULP within the block; afterwards the values are restored bit for bit.
 
-    No copy is kept: the steps are drawn again to be taken back.
+    No copy is kept: the same steps are drawn again and subtracted.
 
     Args:
-        model: With storage; or a part of a model.
-        draw: Which steps; those of an embedding depend on its first name, too, and on nothing else.
-        embeddings: From `embeddings_of` the model that this is a part of.
+        model: Model with storage, or a part of one.
+        draw: Seed of the steps; those of an embedding depend on this and its first name only.
+        embeddings: Result of `embeddings_of` for the whole model; None if `model` is whole.
     """
     known = embeddings_of(model) if embeddings is None else embeddings
     done = []
@@ -63,12 +63,12 @@ def _steps_of(name: str, draw: int) -> torch.Generator:
 
 
 def rounding(dtype: torch.dtype, size: float) -> float:
-    """What the last place of numbers of `size` may come to: the least that anything summed from them may differ by."""
+    """Return the tolerance for values of magnitude `size`: rounding alone may change a sum by this much."""
     return float(ALLOWED * torch.finfo(dtype).eps * size)
 
 
 def perturbed(tensor: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """`tensor` with each finite element that is not zero replaced by the next one, away from zero or towards it."""
+    """Return a copy in which each finite, normal element is replaced by one of its two neighbors, at random."""
     found = tensor.detach().clone(memory_format=torch.contiguous_format)
     _perturb(found, generator)
     return found
@@ -77,15 +77,15 @@ def perturbed(tensor: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
 def _perturb(
     tensor: torch.Tensor, generator: torch.Generator, back: Sequence[torch.Tensor] | None = None
 ) -> list[torch.Tensor]:
-    """Moves the elements in place, some at a time so that it takes little memory.
+    """Perturb the elements in place, in bands so that it takes little memory.
 
     Args:
-        tensor: On any device.
-        generator: Of the CPU, so that every device gets the same steps.
-        back: What moving it gave, to take it back.
+        tensor: Tensor on any device.
+        generator: CPU generator, so that every device gets the same steps.
+        back: Result of an earlier call with the same steps, to undo it; None to perturb.
 
     Returns:
-        By band, which elements can be moved now and could not before, or the other way round.
+        For each band, the indices of elements that became perturbable, or ceased to be, by this step.
     """
     row_major = tensor.contiguous()
     at_the_edge = []

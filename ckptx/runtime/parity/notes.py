@@ -1,4 +1,4 @@
-"""What the user of `verify --run` should know besides its result."""
+"""Notes of `verify --run` that a user should read besides its result."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ def note(
     log: Log,
     name: str,
     configs: Sequence[ConfigDifference],
-    left: Mapping[str, str],
+    uncompared: Mapping[str, str],
     inputs: Inputs,
-    not_reached: Sequence[Mapping[str, Any]] | None,
-    apart: frozenset[str],
+    unreached: Sequence[Mapping[str, Any]] | None,
+    separate_names: frozenset[str],
 ) -> None:
-    """Notes what was not compared, or is no difference though it looks like one.
+    """Note what was not compared, and differences without effect.
 
     Args:
-        log: Takes the notes.
-        name: Of the class.
-        configs: How they differ.
-        left: What nothing read of both checkpoints, with the reason.
-        inputs: What the models were given.
-        not_reached: From `Reached`; None without a backward pass.
-        apart: Names that one side ties and the other does not.
+        log: Log that receives the notes.
+        name: Name of the model class.
+        configs: Differences of the configs.
+        uncompared: Stored tensors that neither side reads, with the reason of each.
+        inputs: Inputs that the models ran on.
+        unreached: Rows from `UnreachedParameters`; None without a backward pass.
+        separate_names: Names that are tied in one checkpoint and separate in the other.
     """
     noted = [
         f"{each.key} ({each.reference} in the reference, {each.checkpoint} in the checkpoint)"
@@ -38,28 +38,28 @@ def note(
         if each.is_noted
     ]
     if noted:
-        log.note(f"configs differ in what changes nothing that is compared: {', '.join(noted)}")
-    if apart:
+        log.note(f"config differences without effect on this comparison: {', '.join(noted)}")
+    if separate_names:
         log.note(
-            f"one checkpoint ties {_some(sorted(apart))}, the other stores it by itself: both ran with a parameter of "
-            "its own, so that training goes on with two in one and with one in the other"
+            f"{_some(sorted(separate_names))}: tied in one checkpoint and separate in the other; compared as separate "
+            "parameters. Further training would differ"
         )
-    if left:
+    if uncompared:
         log.note(
-            "the reference has tensors that its class does not compute with, and they were not compared: "
-            f"{_some([f'{each} ({reason})' for each, reason in left.items()])}"
+            "tensors of the reference that its class does not compute with were not compared: "
+            f"{_some([f'{each} ({reason})' for each, reason in uncompared.items()])}"
         )
     if inputs.missing:
         log.note(
-            f"{name}: no {' and no '.join(inputs.missing)} among the inputs, for ckptx does not know the form that "
-            "this class takes; what works on them was compared by its bytes alone"
+            f"{name}: the inputs have no {' and no '.join(inputs.missing)}, because ckptx does not know the input form "
+            "of this class; the modules that take them were compared by their bytes only"
         )
-    if not_reached:
-        said = [
+    if unreached:
+        descriptions = [
             f"{row['name']} of {_experts(row['experts'])}" if "experts" in row else str(row["name"])
-            for row in not_reached
+            for row in unreached
         ]
-        log.note(f"{name}: no gradient reaches {_some(said)}; how these compute was compared forward at most")
+        log.note(f"{name}: no gradient reaches {_some(descriptions)}; these were compared in the forward pass at most")
 
 
 def unread_notes(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:

@@ -1,14 +1,14 @@
-"""Runs a model that is not there as a whole: piece by piece, of which one has storage at a time.
+"""Run a model that never needs to be in memory as a whole: stage by stage, with storage for one stage at a time.
 
-Pieces are pipeline stages that run one after another in one process. All batches go through a piece while it is loaded,
-and what it gives to the next is kept. Backward, from the last piece to the first, each is loaded again, and computes
-again what it is to be differentiated.
+These are pipeline stages that run one after another in one process. All batches go through a stage while it is loaded,
+and its outputs are kept for the next. Backward, from the last stage to the first, each stage is loaded again and
+recomputes its forward pass.
 
     forward     load 0, run every batch, release    load 1, run, release    ...    load n: logits, loss
-    backward    load n, run, go back, release       ...                            load 0, run, go back, release
+    backward    load n, run, backward, release      ...                        load 0, run, backward, release
 
-What several pieces have, as a tied embedding and head, gets the sum of its gradients batch by batch, as autograd sums
-in a whole model: the results are the same, bit for bit.
+A parameter of several stages, such as a tied embedding and head, gets the sum of its gradients batch by batch, as
+autograd sums them in a whole model: the results are equal bit for bit.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ OnGradient = Callable[["ComputePass", str, Tensor], None]
 
 
 class StagePartition(NamedTuple):
-    """How a model is cut into pieces.
+    """The stages of an offloaded model, and what connects them.
 
     Attributes:
-        stages: Who has what.
-        boundaries: What one gives to the next.
-        ties: Parameters of several pieces.
-        embeddings: See `noise.embeddings_of`, of the whole model.
-        dtype: Of its first parameter: what inputs are given in.
+        stages: Assignment of layers to stages.
+        boundaries: Values that each stage passes to the next.
+        ties: Parameters that several stages share.
+        embeddings: Result of `noise.embeddings_of` for the whole model.
+        dtype: Dtype of the first floating-point parameter, to which floating-point inputs are converted.
     """
 
     stages: StageMap
@@ -66,14 +66,14 @@ class StagePartition(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class ComputePass:
-    """One of the computations that go through the pieces side by side.
+    """One of several computations that run through the stages together, such as a run with perturbed embeddings.
 
     Attributes:
-        draw: Of the embeddings that are moved, if any.
+        draw: Seed of the perturbed embeddings; None leaves them unchanged.
         loss: Mean over the batches.
-        stage_inputs: Of each piece that was reached, what it is given of each batch.
-        output_grads: Of each batch, the gradients of what the piece was given that last went back.
-        tied_grads: Gradients of a tied parameter from later pieces, by its name and batch.
+        stage_inputs: Inputs of each stage that was reached, one tuple per batch.
+        output_grads: For each batch, gradients of the inputs of the last stage that ran backward.
+        tied_grads: Gradients of tied parameters from later stages, by name of the tie and index of the batch.
     """
 
     draw: int | None = None
@@ -83,12 +83,12 @@ class ComputePass:
     tied_grads: dict[tuple[str, int], Tensor] = field(default_factory=dict)
 
 
-# Makes a piece, loaded; with these parameters, by name, instead of its own.
+# Builds and loads the stage of a number, with the given parameters (by name) in place of its own.
 StageOpener = Callable[[int, Mapping[str, nn.Parameter]], nn.Module]
 
 
 class OffloadedModel:
-    """Takes passes through the pieces of a model."""
+    """A model whose stages are loaded, run and released one after another."""
 
     def __init__(
         self,
@@ -99,11 +99,11 @@ class OffloadedModel:
         device: torch.device,
     ) -> None:
         """Args:
-        cut: How the model is cut.
+        partition: Stages of the model, and what connects them.
         batches: Microbatches of one step; gradients are those of the mean loss.
-        passes: What is computed.
-        open_stage: Builds and loads a piece.
-        device: Where to.
+        passes: Computations to run.
+        open_stage: Builds and loads a stage.
+        device: Device of the inputs and stages.
         """
         self.partition, self._passes, self._opener, self._device = partition, passes, open_stage, device
         self._batches = batches
@@ -117,11 +117,11 @@ class OffloadedModel:
         return_memory()
 
     def forward(self, on_logits: Callable[[ComputePass, Tensor], None], *, backward: bool) -> None:
-        """Runs everything forward.
+        """Run all passes forward.
 
         Args:
-            on_logits: Is shown the logits of each pass and batch, in order.
-            backward: Keep what the backward pass begins with.
+            on_logits: Called with the logits of each pass and batch, in order.
+            backward: Keep the stage inputs for a backward pass.
 
         Raises:
             UnsupportedError, SpaceError: As `execution.run`.
@@ -153,7 +153,7 @@ class OffloadedModel:
                 compute_pass.stage_inputs[part.number + 1].append(as_stage_inputs(sent))
 
     def observed(self) -> Iterator[list[Outputs]]:
-        """What calls of modules give, of one piece after another, in each pass; of the first batch."""
+        """Yield the outputs of module calls on the first batch, stage by stage; each item has one dict per pass."""
         given: list[tuple[Any, ...]] = [()] * len(self._passes)
         for number in range(self.partition.stages.pp):
             seen: list[Outputs] = [{} for _ in self._passes]
@@ -169,12 +169,12 @@ class OffloadedModel:
 
     @contextmanager
     def backward(self, number: int, on_gradient: OnGradient | None = None) -> Iterator[StageRun]:
-        """Goes back through a piece, from the last one to the first; within the block it is there.
+        """Run a stage backward, from the last to the first; yields it while it is loaded.
 
-        Its gradients are complete; that of a tied parameter is with the first piece that has it.
+        Its gradients are complete; that of a tied parameter belongs to the first stage that has it.
 
         Args:
-            number: Of the piece.
+            number: Number of the stage.
             on_gradient: Called with each gradient of each pass as soon as it is complete; the parameter does not keep
                 the gradient. With None, the parameters keep the gradients of the only pass.
         """
@@ -182,13 +182,13 @@ class OffloadedModel:
             for compute_pass in self._passes:
                 compute_pass.output_grads = [[] for _ in self._batches]
         with self._open_stage(number) as part:
-            with self._tied_head_stage(part) as beside:
+            with self._tied_head_stage(part) as head:
                 for compute_pass in self._passes:
                     with (
                         self._perturbed(part.model, compute_pass),
-                        self._perturbed(beside and beside.model, compute_pass, part.model),
+                        self._perturbed(head and head.model, compute_pass, part.model),
                     ):
-                        self._backward(part, beside, compute_pass, on_gradient)
+                        self._backward(part, head, compute_pass, on_gradient)
             yield part
         if number < self.partition.last or not self._recomputed_ties:
             for compute_pass in self._passes:
@@ -239,7 +239,7 @@ class OffloadedModel:
     def _backward_of_batch(
         self, part: StageRun, compute_pass: ComputePass, index: int, wanted: Sequence[Tensor]
     ) -> None:
-        """One batch: forward again, and back."""
+        """Recompute one batch forward, then run it backward."""
         given = as_stage_inputs(compute_pass.stage_inputs[part.number][index])
         leaves = [each for each in given if isinstance(each, Tensor) and each.requires_grad]
         with torch.enable_grad():
@@ -259,8 +259,8 @@ class OffloadedModel:
 
     @property
     def _recomputed_ties(self) -> frozenset[str]:
-        """Ties of the last piece and one other, as those of a head: the last one is there again with the other, and
-        computes their gradient then. Otherwise it would have to be kept, of each batch and pass, until then.
+        """Ties of the last stage and one other, such as a tied head: their gradient is computed when the other runs,
+        with the last one loaded again. Otherwise it would have to be kept for each batch and pass until then.
         """
         return frozenset(
             tie.name for tie in self.partition.ties if len(tie.copies) == 2 and self.partition.last in tie.copies
@@ -269,10 +269,11 @@ class OffloadedModel:
     def _tied(
         self, part: StageRun, plain: dict[str, nn.Parameter]
     ) -> tuple[dict[str, nn.Parameter], dict[str, nn.Parameter]]:
-        """Takes from the parameters of a piece those that it shares with others.
+        """Remove the tied parameters of a stage from `plain`, and return them.
 
         Returns:
-            By the name of the tie, those of which this is the first piece, and those of which it is a later one.
+            Tied parameters by name of the tie: those whose first stage this is, and those whose first stage is an
+            earlier one.
         """
         first: dict[str, nn.Parameter] = {}
         later: dict[str, nn.Parameter] = {}
@@ -287,7 +288,7 @@ class OffloadedModel:
     def _add_later_grads(
         self, head: StageRun | None, first: Mapping[str, nn.Parameter], compute_pass: ComputePass, index: int
     ) -> None:
-        """Gives tied parameters the gradients of later pieces, to which autograd will add their own."""
+        """Set the gradients of tied parameters from later stages, to which autograd adds their own."""
         for name, parameter in first.items():
             parameter.grad = compute_pass.tied_grads.pop((name, index), None)
         again = [parameter for name, parameter in first.items() if name in self._recomputed_ties]
@@ -302,20 +303,20 @@ class OffloadedModel:
 
     @contextmanager
     def _tied_head_stage(self, part: StageRun) -> Iterator[StageRun | None]:
-        """The last piece, with tied parameters of this one, where they get a gradient from it."""
+        """Load the last stage again with tied parameters of this stage; None if it has no gradient for this stage."""
         shared = {
             tie.copies[self.partition.last]: parameter_of(part.model, tie.copies[part.number])
             for tie in self.partition.ties
             if tie.name in self._recomputed_ties and part.number == min(tie.copies)
         }
-        with self._open_stage(self.partition.last, shared) if shared else nullcontext() as beside:
-            yield beside
+        with self._open_stage(self.partition.last, shared) if shared else nullcontext() as head:
+            yield head
 
     # ------------------------------------------------------------------------------------------- memory
 
     @contextmanager
     def _open_stage(self, number: int, shared: Mapping[str, nn.Parameter] | None = None) -> Iterator[StageRun]:
-        """A piece with storage, but for what is shared, which is another's."""
+        """Load a stage; parameters in `shared` belong to another stage, and keep their storage at the end."""
         model = self._opener(number, shared or {})
         try:
             yield StageRun(model, self.partition.stages, number, self.partition.boundaries)
@@ -323,7 +324,7 @@ class OffloadedModel:
             release(model, (shared or {}).values())
 
     def _perturbed(self, model: nn.Module | None, compute_pass: ComputePass, other: nn.Module | None = None) -> Any:
-        """Moves the embeddings of a piece, but those that it shares with another."""
+        """Perturb the embeddings of a stage, except those that it shares with `other`."""
         if model is None or compute_pass.draw is None:
             return nullcontext()
         known = self.partition.embeddings
@@ -335,7 +336,7 @@ class OffloadedModel:
 
 
 def share_parameters(model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> None:
-    """Puts parameters of another model in the place of those of these names, which have no storage yet."""
+    """Replace the parameters of these names, which have no storage yet, by parameters of another model."""
     for name, parameter in parameters.items():
         own = parameter_of(model, name)
         for module in model.modules():

@@ -1,6 +1,6 @@
-"""The reference of `verify --run`: on one device, as a whole, or in pieces where it is too large for that.
+"""The reference of `verify --run`: on one device, as a whole, or stage by stage if it is too large for that.
 
-Either way it runs as it is, and again with its embeddings moved by one unit in the last place: see `noise`.
+Either way it runs unchanged, and again with its embeddings perturbed by one ULP: see `noise`.
 """
 
 from __future__ import annotations
@@ -31,88 +31,88 @@ from ckptx.runtime.parity.side import ModelFacts, ModelSide
 from ckptx.runtime.parity.stages import small_batches
 
 
-def reference_of(side: ModelSide, seen: ModelFacts, batches: Sequence[Inputs], process: RankContext) -> ReferenceModel:
-    """The reference as a whole, or in the fewest pieces that take no more memory than they may.
+def reference_of(side: ModelSide, facts: ModelFacts, batches: Sequence[Inputs], process: RankContext) -> ReferenceModel:
+    """Return the reference as a whole, or in the fewest stages that stay within the memory limit.
 
     Args:
-        side: The reference.
-        seen: What is known of it.
+        side: Side of the reference.
+        facts: Facts about its model.
         batches: Microbatches of one step, of all ranks.
-        process: Where it runs.
+        process: Context of the rank that runs it.
 
     Raises:
-        SpaceError: It takes too much in any number of pieces; the message names the least.
-        UnsupportedError: It would have to be cut, and cannot be.
+        SpaceError: It exceeds the limit with any number of stages; the message names the smallest sufficient limit.
+        UnsupportedError: It has to be split into stages, and cannot be.
     """
     options = side.options
-    limits = memory.memory_limits(seen, options, process)
+    limits = memory.memory_limits(facts, options, process)
     model, stacks = side.stacked()
-    ways = memory.advice_to_save_memory(seen, options)
+    ways = memory.advice_to_save_memory(facts, options)
     budget = Budget(model, stacks, batches, options.backward, process.world_size == 1, ways)
-    if limits.whole is None or limits.pieces is None or budget.whole <= limits.whole:
+    if limits.whole is None or limits.pieces is None or budget.whole_bytes <= limits.whole:
         return WholeReference(side, batches, process, options.backward)
     return OffloadedReference(
         side,
         batches,
         process,
-        partition_reference(model, budget.partition(limits.pieces), seen),
+        partition_reference(model, budget.partition(limits.pieces), facts),
         backward=options.backward,
     )
 
 
-def partition_reference(model: nn.Module, stages: StageMap, seen: ModelFacts) -> StagePartition:
-    """What `OffloadedReference` needs to know.
+def partition_reference(model: nn.Module, stages: StageMap, facts: ModelFacts) -> StagePartition:
+    """Split the reference into stages, and find what connects them.
 
     Args:
-        model: On the meta device.
-        stages: The pieces.
-        seen: What is known of it.
+        model: Model on the meta device.
+        stages: Assignment of layers to stages.
+        facts: Facts about the model.
 
     Raises:
-        UnsupportedError: The pieces cannot be made to compute what it does.
+        UnsupportedError: The stages do not compute the same as the whole model.
     """
     dtype = next((each.dtype for each in model.parameters() if each.is_floating_point()), torch.float32)
     ties = tuple(ties_across_stages(model, stages))
-    boundaries = find_and_check_boundaries(model, stages, small_batches(model, seen), logits_or_hidden_states)
+    boundaries = find_and_check_boundaries(model, stages, small_batches(model, facts), logits_or_hidden_states)
     return StagePartition(stages, boundaries, ties, noise.embeddings_of(model), dtype)
 
 
 class ReferenceModel(Protocol):
-    """A reference that runs.
+    """A runnable reference.
 
     Attributes:
-        partition: Into which pieces, if any.
+        partition: Its stages; None for a model that runs as a whole.
     """
 
     partition: StagePartition | None
 
     @property
     def stage_count(self) -> int:
-        """How many."""
+        """Number of stages; 1 for a model that runs as a whole."""
         return 1 if self.partition is None else self.partition.stages.pp
 
     def forward(self) -> Reference:
-        """Computes logits and loss, and how much rounding moves them."""
+        """Compute logits and loss, and how much the noise changes them."""
         ...
 
     def gradients(self) -> Iterator[list[Gradient]]:
-        """After `forward`: some gradients at a time, until there are no more."""
+        """Yield the gradients after `forward`, some at a time."""
         ...
 
     def observed(self, inputs: Inputs) -> Iterator[tuple[Outputs, Outputs]]:
-        """What calls of modules give, as it is and with moved embeddings; of one part after another."""
+        """Yield the outputs of module calls without and with perturbed embeddings, part by part."""
         ...
 
 
 @dataclass(slots=True)
 class WholeReference(ReferenceModel):
-    """A reference that fits.
+    """A reference that fits in memory.
 
     Attributes:
-        side: The reference.
+        side: Side of the reference.
         batches: Microbatches of one step.
-        process: Where it runs.
-        backward: Compute gradients, too.
+        process: Context of the rank that runs it.
+        backward: Also compute gradients.
     """
 
     side: ModelSide
@@ -123,7 +123,7 @@ class WholeReference(ReferenceModel):
     _gradients: list[Gradient] = field(default_factory=list)
 
     def forward(self) -> Reference:
-        """Of the moved runs only distances are kept, each taken when its gradient is complete."""
+        """Run the model; of perturbed runs, only the distance of each gradient is kept."""
         model = self.side.whole(self.process)
         outcome = run(model, self.batches, backward=self.backward)
         is_repeatable = self.process.device.type == "cpu" or self._is_repeated(model, outcome)
@@ -137,7 +137,7 @@ class WholeReference(ReferenceModel):
 
         for draw in range(noise.DRAWS):
             with noise.perturbed_embeddings(model, draw):
-                other = run(model, self.batches, backward=self.backward, see=measure)
+                other = run(model, self.batches, backward=self.backward, on_gradient=measure)
             logits = max(logits, *(furthest(a, b) for a, b in zip(outcome.logits, other.logits, strict=True)))
             loss = max(loss, abs(outcome.loss - other.loss))
         self._gradients = [Gradient(name, each, distances[name]) for name, each in gradients.items()]
@@ -158,22 +158,22 @@ class WholeReference(ReferenceModel):
         yield seen, other
 
     def _is_repeated(self, model: nn.Module, outcome: ForwardResult) -> bool:
-        """Whether the device gives the same again, bit for bit."""
+        """Return True if the device gives the same bits again."""
         differing: list[str] = []
 
         def compare(name: str, gradient: Tensor) -> None:
             if not torch.equal(outcome.gradients[name], gradient):
                 differing.append(name)
 
-        again = run(model, self.batches, backward=self.backward, see=compare)
+        again = run(model, self.batches, backward=self.backward, on_gradient=compare)
         logits = all(torch.equal(a, b) for a, b in zip(outcome.logits, again.logits, strict=True))
         return not differing and logits and outcome.loss == again.loss
 
 
 class OffloadedReference(ReferenceModel):
-    """A reference that is loaded, run and released piece by piece; on a CPU it gives what the whole one gives.
+    """A reference that is loaded, run and released stage by stage; on a CPU it equals the whole one bit for bit.
 
-    Another device is not asked whether it gives the same twice: results are held against noise there.
+    Other devices are not tested for repeatability: their results are compared within the noise.
     """
 
     def __init__(
@@ -186,17 +186,17 @@ class OffloadedReference(ReferenceModel):
         backward: bool,
     ) -> None:
         """Args:
-        side: The reference.
+        side: Side of the reference.
         batches: Microbatches of one step.
-        process: Where it runs.
-        partition: How it is partition.
-        backward: Compute gradients, too.
+        process: Context of the rank that runs it.
+        partition: Its stages.
+        backward: Also compute gradients.
         """
         self.partition: StagePartition | None = partition
         self._passes = [ComputePass(), *map(ComputePass, range(noise.DRAWS))]
         self._backward, self._is_repeatable = backward, process.device.type == "cpu"
-        self._opened = partial(_open_stage, side, partition, process.device)
-        self._model = OffloadedModel(partition, batches, self._passes, self._opened, process.device)
+        self._opener = partial(_open_stage, side, partition, process.device)
+        self._model = OffloadedModel(partition, batches, self._passes, self._opener, process.device)
         self._device = process.device
 
     def forward(self) -> Reference:
@@ -236,7 +236,7 @@ class OffloadedReference(ReferenceModel):
 
     def observed(self, inputs: Inputs) -> Iterator[tuple[Outputs, Outputs]]:
         passes = [ComputePass(), ComputePass(0)]
-        found = OffloadedModel(self._model.partition, [inputs], passes, self._opened, self._device).observed()
+        found = OffloadedModel(self._model.partition, [inputs], passes, self._opener, self._device).observed()
         yield from ((seen, other) for seen, other in found)
 
 

@@ -1,8 +1,8 @@
-"""Sends half of the tokens to experts in turn, so that a short text reaches each of them.
+"""Send half of the tokens to experts in turn, so that a short text reaches each expert.
 
-A router sends the tokens of a short text to a few experts. What the others hold would be compared by its bytes alone,
-and how they compute not at all. The first half of the tokens goes where the router says, so that the router is compared
-as well. The weights that it gives stay as they are, and with them the path of its gradient.
+A router sends the tokens of a short text to a few experts. The weights of the other experts would be compared by their
+bytes only, and their computation not at all. The first half of the tokens follows the router, so that it is tested,
+too. The routing weights stay as they are, and with them the path of their gradient.
 """
 
 from __future__ import annotations
@@ -16,25 +16,25 @@ from torch import nn
 
 from ckptx.runtime.model.layers import canonical_name
 
-# What experts call the numbers of those that each token goes to, (tokens, chosen).
+# Parameters of `forward` with the experts of each token, (tokens, chosen).
 _INDICES = ("top_k_index", "router_indices", "selected_experts")
 _ROUTERS = ("Router", "Gating")  # the last word of a class
 _CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk", "moe_top_k", "top_k_experts")
 
 
 class Routing(NamedTuple):
-    """Where a model routes.
+    """Experts and routers of a model.
 
     Attributes:
-        experts: Modules that are told which experts each token goes to -> how many experts they have.
-        scores: Modules that give a score for each expert, where none is told -> how many scores.
+        experts: Modules whose `forward` takes the experts of each token -> number of experts.
+        scores: Routers that return a score per expert, where no module takes the choice -> number of scores.
     """
 
     experts: Mapping[str, int]
     scores: Mapping[str, int]
 
     def tokens_needed(self, config: Mapping[str, Any]) -> int:
-        """Tokens that reach each expert when they are sent to them in turn; none without experts.
+        """Return the tokens that reach each expert when they are sent to them in turn; 0 without experts.
 
         One more than there are turns: the last token of a text predicts nothing, and gets no gradient.
         """
@@ -46,7 +46,7 @@ class Routing(NamedTuple):
 
 
 def routing_of(model: nn.Module) -> Routing:
-    """Finds the experts of a model, on whatever device."""
+    """Find the experts of a model, on any device."""
     experts, scores = {}, {}
     for path, module in model.named_modules():
         name = canonical_name(path)
@@ -66,19 +66,21 @@ def routing_of(model: nn.Module) -> Routing:
 
 
 def steer(model: nn.Module, routing: Routing) -> None:
-    """From now on, each call sends the second half of its tokens to all experts in turn."""
+    """Install hooks by which each call sends the second half of its tokens to all experts in turn."""
     for path, module in model.named_modules():
         name = canonical_name(path)
         if name in routing.experts:
             place = _place_of_indices(module)
             if place is not None:
-                module.register_forward_pre_hook(_in_turn(place, routing.experts[name]), prepend=True, with_kwargs=True)
+                module.register_forward_pre_hook(
+                    _turn_hook(place, routing.experts[name]), prepend=True, with_kwargs=True
+                )
         elif name in routing.scores:
-            module.register_forward_hook(_rolled)
+            module.register_forward_hook(_roll_scores)
 
 
 def _place_of_indices(module: nn.Module) -> tuple[int, str] | None:
-    """The argument that says which experts: its place behind `self`, and its name."""
+    """Return the position (without `self`) and name of the parameter with the chosen experts, or None."""
     names = list(inspect.signature(type(module).forward).parameters)[1:]
     return next(((place, name) for place, name in enumerate(names) if name in _INDICES), None)
 
@@ -88,14 +90,14 @@ def _count_of(module: nn.Module) -> int:
     return int(fused.shape[0]) if fused is not None else len(list(module.children()))
 
 
-def _in_turn(place: tuple[int, str], count: int) -> Callable[..., tuple[Any, Any] | None]:
+def _turn_hook(place: tuple[int, str], count: int) -> Callable[..., tuple[Any, Any] | None]:
     at, name = place
 
     def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
         given = kwargs[name] if name in kwargs else args[at] if at < len(args) else None
         if not isinstance(given, torch.Tensor) or given.dim() != 2 or given.shape[1] > count:
             return None
-        changed = _turned(given, count)
+        changed = _replace_by_turns(given, count)
         if name in kwargs:
             return args, {**kwargs, name: changed}
         return (*args[:at], changed, *args[at + 1 :]), kwargs
@@ -103,16 +105,16 @@ def _in_turn(place: tuple[int, str], count: int) -> Callable[..., tuple[Any, Any
     return before
 
 
-def _turned(indices: torch.Tensor, count: int) -> torch.Tensor:
-    """(tokens, chosen), those of the second half replaced by one expert after another."""
+def _replace_by_turns(indices: torch.Tensor, count: int) -> torch.Tensor:
+    """Replace the second half of (tokens, chosen) by one expert after another."""
     tokens, chosen = indices.shape
     half = tokens // 2
     turn = torch.arange((tokens - half) * chosen, device=indices.device).reshape(-1, chosen) % count
     return torch.cat([indices[:half], turn.to(indices.dtype)])
 
 
-def _rolled(module: nn.Module, args: Any, output: Any) -> Any:
-    """Scores (tokens, experts), those of the second half rolled so that the largest is that of one after another."""
+def _roll_scores(module: nn.Module, args: Any, output: Any) -> Any:
+    """Roll the second half of scores (tokens, experts) so that one expert after another has the largest score."""
     scores = output[0] if isinstance(output, tuple) else output
     if not isinstance(scores, torch.Tensor) or scores.dim() < 2:
         return None
@@ -127,7 +129,7 @@ def _rolled(module: nn.Module, args: Any, output: Any) -> Any:
 
 
 def _numbers(config: Mapping[str, Any], keys: tuple[str, ...]) -> list[int]:
-    """The values of these keys, in every part of a config."""
+    """Return the values of these keys, in every part of a config."""
     found = [int(config[key]) for key in keys if isinstance(config.get(key), int)]
     for value in config.values():
         if isinstance(value, Mapping):

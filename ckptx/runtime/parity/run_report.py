@@ -26,13 +26,13 @@ def report_of(
     worst: list[dict[str, Any]],
     plan: PipelinePlan | None = None,
 ) -> RunReport:
-    """What all ranks found, in one report."""
+    """Combine the results of all ranks into one report."""
     dims = options.dims
     tensors = len({name for share in everyone for name in share["names"]})
     stages = plan.stages.pp if plan is not None else 1
     microbatches = plan.microbatches if plan is not None else 1
     bubble = plan.schedule.bubble_fraction(dims.pp, microbatches) if plan is not None else 0.0
-    layers = sum(share["wrapped"] for share in everyone[:: dims.per_stage])  # of one rank of each pipeline rank
+    layers = sum(share["wrapped"] for share in everyone[:: dims.per_stage])  # one rank of each pipeline rank
     rows = [row for share in everyone for row in share["rows"]]
     undecided = _once(row for share in everyone for row in share["undecided"])
     first = everyone[0]
@@ -111,8 +111,8 @@ def rows_of_unread(reference: Mapping[str, str], checkpoint: Mapping[str, str]) 
     """List the stored tensors that no part of the model reads.
 
     Args:
-        reference: Reason for each name on disk in the reference.
-        checkpoint: The same of the checkpoint.
+        reference: Reason for each unread name of the reference.
+        checkpoint: Reason for each unread name of the checkpoint.
 
     Returns:
         A row for each name: `name`, `reason`, `stored_in` ("reference", "checkpoint", or both), and `may_be_there`,
@@ -128,7 +128,7 @@ def rows_of_unread(reference: Mapping[str, str], checkpoint: Mapping[str, str]) 
 
 
 def _once(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Of each name the first row: a limit is the same on every rank."""
+    """Keep the first row of each name: a tolerance is the same on every rank."""
     found: dict[tuple[str, str], dict[str, Any]] = {}
     for row in rows:
         found.setdefault((row["level"], row["name"]), row)
@@ -136,7 +136,7 @@ def _once(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def worst_by_tensor(everyone: list[dict[str, Any]], stored: dict[str, tuple[str, ...]]) -> list[dict[str, Any]]:
-    """Of each gradient, how far it is away on the rank where it is furthest."""
+    """Return a row for each gradient, with the largest difference over all ranks."""
     found: dict[str, tuple[int, float, float]] = {}
     for rank, share in enumerate(everyone):
         for name, (distance, limit) in share["by_tensor"].items():
@@ -149,7 +149,7 @@ def worst_by_tensor(everyone: list[dict[str, Any]], stored: dict[str, tuple[str,
 
 
 def _plain(value: Any) -> Any:
-    """A value as JSON can hold it: numbers that are not finite become texts."""
+    """Return a value as JSON can store it: numbers that are not finite become strings."""
     if isinstance(value, float) and not isfinite(value):
         return str(value)
     if isinstance(value, list | tuple):

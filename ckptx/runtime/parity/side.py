@@ -1,7 +1,7 @@
-"""The two checkpoints of `verify --run`, each as a model: on the meta device, in one piece, or parallel.
+"""The two checkpoints of `verify --run` as models: on the meta device, loaded as a whole, or parallelized.
 
-What differs between the two on purpose is only how they run. So where one of them ties two names and the other stores
-both, both get two parameters; and windows that no short text would cross are made small in both.
+The two models differ only in how they run. If one checkpoint ties two names and the other stores both, both models get
+two parameters; and attention windows longer than the inputs are shrunk in both.
 """
 
 from __future__ import annotations
@@ -35,24 +35,24 @@ from ckptx.runtime.parity.inputs import windows
 from ckptx.runtime.parity.inputs.batch import Inputs, inputs_for
 from ckptx.runtime.parity.routing import Routing, routing_of, steer
 
-_ROWS = 2  # of each batch
+_ROWS = 2  # batch size
 _DTYPES = {"auto": None, "bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 class ModelFacts(NamedTuple):
-    """What is known of a side before anything has storage.
+    """Properties of a model that are known before it has storage.
 
     Attributes:
-        config: What the config class makes of the file.
-        tokens_used: See `execution.tokens_used`.
-        windows: Windows that are run smaller than the config says: key -> what it says.
+        config: Config as its class reads it.
+        tokens_used: Config keys of special tokens that affect the computation; see `execution.tokens_used`.
+        windows: Attention windows that are shrunk: config key -> size in the config.
         tied: Names that share the parameter of another name -> that name.
-        names: Of all parameters.
-        routing: Of its experts.
-        takes_mask: Whether the class takes a mask of padding.
+        names: Names of all parameters, with all names of tied ones.
+        routing: Experts and routers of the model.
+        takes_mask: True if `forward` has an `attention_mask`.
         trained: Names of the parameters that get gradients, one for each.
-        nbytes: Of the parameters in the dtype that they are computed in.
-        stored_nbytes: Of what is stored of the model.
+        nbytes: Bytes of the parameters in the dtype of the computation.
+        stored_nbytes: Bytes of the tensors that the checkpoint stores for the model.
     """
 
     config: dict[str, Any]
@@ -68,11 +68,11 @@ class ModelFacts(NamedTuple):
 
 
 class ShardedMetaModel(NamedTuple):
-    """A model, parallel and without storage.
+    """A parallelized model without storage.
 
     Attributes:
-        model: On the meta device.
-        done: What was done to it.
+        model: Model on the meta device.
+        done: Result of `parallelize`.
         stored: The names on disk of each tensor of the whole model.
     """
 
@@ -82,7 +82,10 @@ class ShardedMetaModel(NamedTuple):
 
     @property
     def regions(self) -> RegionsOf | None:
-        """What TP left of each parameter on this rank, where its DTensor does not say it."""
+        """A function from a parameter name to the regions that TP assigned to this rank; None without TP.
+
+        It returns None for a parameter that TP does not shard.
+        """
         layout = self.done.layout
         if layout is None:
             return None
@@ -91,19 +94,19 @@ class ShardedMetaModel(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ModelSide:
-    """One of the two checkpoints.
+    """One of the two checkpoints, and how its model is run.
 
     Attributes:
-        path: Of the checkpoint.
-        fallback: Has the config of one without.
-        options: How to run.
-        apart: Names that get a parameter of their own although this side ties them, as the other side does not.
+        path: Path of the checkpoint.
+        fallback: Checkpoint whose config is used if `path` has none.
+        options: Options of the run.
+        separate_names: Names tied on this side that get a parameter of their own, because the other side stores them.
     """
 
     path: Path
     fallback: Path
     options: RunOptions
-    apart: frozenset[str] = frozenset()
+    separate_names: frozenset[str] = frozenset()
 
     @contextmanager
     def open_checkpoint(self) -> Iterator[OpenCheckpoint]:
@@ -127,21 +130,29 @@ class ModelSide:
         )
 
     def _home(self, source: OpenCheckpoint) -> Path:
-        """The directory of the config."""
+        """Return the directory of the config.
+
+        Raises:
+            InputError: Neither this checkpoint nor the fallback has a config.
+        """
         if source.view.catalog.config is not None:
             return directory_of_config(source.view.catalog)
         with self._source(self.fallback) as other:
             if other.view.catalog.config is None:
                 raise InputError(
-                    f"{self.path}: found no config.json beside it or the reference, needed one to build it"
+                    f"{self.path}: neither this checkpoint nor the reference has a config.json; add one to build the "
+                    "model"
                 )
             return directory_of_config(other.view.catalog)
 
-    def look(self) -> ModelFacts:
-        """Builds it on the meta device; refuses what cannot run on this mesh before anything has storage."""
+    def inspect_model(self) -> ModelFacts:
+        """Build the model on the meta device, and refuse what cannot run on this mesh before anything has storage."""
         with self.open_checkpoint() as source:
             if source.architecture is None or source.config is None:
-                raise UnsupportedError(f"{self.path}: its class is unknown, needed one of transformers to run it")
+                raise UnsupportedError(
+                    f"{self.path}: no class of transformers is known for this checkpoint, and --run requires one; "
+                    "compare the bytes without --run"
+                )
             name, _, config = read_config(self._home(source), trust_remote_code=self.options.trust_remote_code)
             check_heads(source.config, self.options.dims.tp, source.architecture)
             model = self.model(source)
@@ -161,38 +172,38 @@ class ModelSide:
         )
 
     def model(self, source: OpenCheckpoint) -> nn.Module:
-        """On the meta device."""
+        """Build the model on the meta device."""
         options = self.options
         model = build_model(
             self._home(source),
             dtype=_DTYPES[options.compute_dtype],
             stored=source.dtype,
             trust_remote_code=options.trust_remote_code,
-            untied={*source.untied(), *self.apart},
+            untied={*source.untied(), *self.separate_names},
             edit=windows.shrink,
         )
         steer(model, routing_of(model))
         return model
 
     def stacked(self) -> tuple[nn.Module, Sequence[Stack]]:
-        """On the meta device, with its lists of layers."""
+        """Build the model on the meta device; returns it with its lists of layers."""
         with self.open_checkpoint() as source:
             assert source.architecture is not None and source.config is not None
             return self.model(source), source.architecture.stacks(source.config)
 
-    def batches(self, seen: ModelFacts, microbatches: int = 1) -> list[Inputs]:
-        """Batches for each data-parallel rank, those of the first rank first."""
+    def batches(self, facts: ModelFacts, microbatches: int = 1) -> list[Inputs]:
+        """Return the batches of all data-parallel ranks, those of the first rank first."""
         dims = self.options.dims
         with self.open_checkpoint() as source:
             config = self.model(source).config.to_dict()  # with the defaults of the class
-        length = seen.routing.tokens_needed(config) * 2 // _ROWS  # half of all tokens are sent to experts in turn
+        length = facts.routing.tokens_needed(config) * 2 // _ROWS  # half of all tokens are sent to experts in turn
         return [
-            inputs_for(config, rows=_ROWS, seed=index, shards=dims.tp, at_least=length, is_padded=seen.takes_mask)
+            inputs_for(config, rows=_ROWS, seed=index, shards=dims.tp, at_least=length, is_padded=facts.takes_mask)
             for index in range(dims.dp * microbatches)
         ]
 
     def whole(self, process: RankContext) -> nn.Module:
-        """Loaded, in one piece."""
+        """Load the whole model on the device of this process."""
         with self.open_checkpoint() as source:
             model = self.model(source)
             materialize(model, process.device)
@@ -202,11 +213,11 @@ class ModelSide:
     def build(
         self, mesh: DeviceMesh, make_stage_in_place: Callable[[nn.Module], None] | None = None
     ) -> ShardedMetaModel:
-        """Parallel and without storage.
+        """Build and parallelize the model, without storage.
 
         Args:
-            mesh: Of all ranks.
-            make_stage_in_place: Makes a pipeline stage of the whole model, in place.
+            mesh: Mesh of all ranks.
+            make_stage_in_place: Turns the whole model into a pipeline stage, in place; None keeps it whole.
         """
         options = self.options
         with self.open_checkpoint() as source:
@@ -228,13 +239,16 @@ class ModelSide:
         return ShardedMetaModel(model, done, stored)
 
     def load(self, model: nn.Module, source: OpenCheckpoint, regions: RegionsOf | None) -> LoadLedger:
-        """`load_from` with the ties of this side."""
+        """Load values with `load_from` and the ties of this side."""
         return load_from(model, source, regions=regions, tied=source.tied())
 
     def config_mismatches(
         self, model: nn.Module, source: OpenCheckpoint, regions: RegionsOf | None
     ) -> tuple[list[str], dict[str, str]]:
-        """Names of what a model holds that is not what this side stores, and what of this side it has no place for."""
+        """Return names of loaded parameters that differ from this side, and stored names that the model lacks.
+
+        The second value maps each stored name to the reason.
+        """
         tied = source.tied()
         return (
             differing(model, source, regions=regions, tied=tied),
@@ -245,16 +259,16 @@ class ModelSide:
 def both_sides(
     reference: Path, checkpoint: Path, options: RunOptions
 ) -> tuple[ModelSide, ModelSide, ModelFacts, ModelFacts]:
-    """The reference and the checkpoint with the same parameters, and what is known of each."""
+    """Return both sides with the same set of parameters, and the facts of each."""
     first, second = ModelSide(reference, reference, options), ModelSide(checkpoint, reference, options)
-    seen, other = first.look(), second.look()
+    seen, other = first.inspect_model(), second.inspect_model()
     ours, theirs = (seen.tied.keys() - other.tied.keys(), other.tied.keys() - seen.tied.keys())
     if ours & other.names:
-        first = replace(first, apart=frozenset(ours & other.names))
-        seen = first.look()
+        first = replace(first, separate_names=frozenset(ours & other.names))
+        seen = first.inspect_model()
     if theirs & seen.names:
-        second = replace(second, apart=frozenset(theirs & seen.names))
-        other = second.look()
+        second = replace(second, separate_names=frozenset(theirs & seen.names))
+        other = second.inspect_model()
     return first, second, seen, other
 
 

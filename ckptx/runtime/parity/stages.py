@@ -1,4 +1,4 @@
-"""The checkpoint's side as pipeline stages: how it is split, what travels, and the stages of this rank."""
+"""The checkpoint as pipeline stages: how it is split, what the stages exchange, and the stages of this rank."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ from ckptx.runtime.parity.inputs.batch import Inputs, inputs_for
 from ckptx.runtime.parity.side import ModelFacts, ModelSide, ShardedMetaModel
 
 
-def plan_stages(side: ModelSide, seen: ModelFacts, log: Log) -> PipelinePlan:
-    """Cuts a side into pipeline stages; every rank calls it.
+def plan_stages(side: ModelSide, facts: ModelFacts, log: Log) -> PipelinePlan:
+    """Split a model into pipeline stages; every rank calls it.
 
     Args:
-        side: Whose model.
-        seen: What is known of it.
-        log: Is told of a pipeline that cannot be filled.
+        side: Side whose model is split.
+        facts: Facts about that model.
+        log: Log that receives a note if the microbatches do not fill the pipeline.
 
     Raises:
         UnsupportedError: It cannot be split into stages, or not in this way.
-        UsageError: Options do not go together.
+        UsageError: Two options conflict.
     """
     options = side.options
     model, stacks = side.stacked()
@@ -51,43 +51,43 @@ def plan_stages(side: ModelSide, seen: ModelFacts, log: Log) -> PipelinePlan:
         schedule=options.schedule,
         split=options.pp_split,
         activation_checkpointing=options.recomputed,
-        batches=small_batches(model, seen),
+        batches=small_batches(model, facts),
         output=logits_or_hidden_states,
     )
     if plan.microbatches < plan.stages.pp:
         log.note(
-            f"--microbatches {plan.microbatches}: do not fill {plan.stages.pp} pipeline stages, so that a rank waits "
-            f"{plan.schedule.bubble_fraction(options.dims.pp, plan.microbatches):.0%} of a step at best; speed is no "
-            "matter here"
+            f"--microbatches {plan.microbatches} does not fill {plan.stages.pp} pipeline stages: each rank is idle for "
+            f"at least {plan.schedule.bubble_fraction(options.dims.pp, plan.microbatches):.0%} of a step, which "
+            "affects speed only"
         )
     return plan
 
 
 def stage_of(plan: PipelinePlan, row: Mapping[str, Any]) -> int | None:
-    """The stage of a difference: that of its tensor; the last one of what the whole model gives."""
+    """Return the stage of a difference: that of its tensor, or the last one for an output of the model."""
     if row["level"] == "config":
         return None
     last = plan.stages.pp - 1
     return last if row["level"] == "forward" else plan.stages.stage_of(row.get("model_name", row["name"]))
 
 
-def small_batches(model: nn.Module, seen: ModelFacts) -> Callable[[nn.Module], list[dict[str, torch.Tensor]]]:
-    """Makes inputs of every kind that a model takes, with padding and without, for a small one of its class."""
+def small_batches(model: nn.Module, facts: ModelFacts) -> Callable[[nn.Module], list[dict[str, torch.Tensor]]]:
+    """Return a function that makes inputs of all kinds that a small model of a class takes, padded and unpadded."""
 
     def batches(small: nn.Module) -> list[dict[str, torch.Tensor]]:
         config = {**small.config.to_dict(), "architectures": model.config.architectures}
         return [
-            inputs_for(config, rows=2, seed=int(padded), is_padded=padded).batch for padded in {False, seen.takes_mask}
+            inputs_for(config, rows=2, seed=int(padded), is_padded=padded).batch for padded in {False, facts.takes_mask}
         ]
 
     return batches
 
 
 class LocalStages:
-    """The stages of this rank, which together run as one model.
+    """The pipeline stages of this rank.
 
     Attributes:
-        built: By number, in ascending order.
+        built: Stages by number, in ascending order.
     """
 
     def __init__(self, side: ModelSide, mesh: DeviceMesh, plan: PipelinePlan) -> None:
@@ -105,7 +105,7 @@ class LocalStages:
             self.built[number] = side.build(mesh, make)
 
     def run(self, batches: Sequence[Inputs], *, backward: bool) -> ForwardResult:
-        """One step; logits and the loss are there on the ranks that have the last stage."""
+        """Run one step; ranks that have the last stage return logits and the loss."""
         models = {number: built.model for number, built in self.built.items()}
         for model in models.values():
             model.eval()
@@ -113,7 +113,7 @@ class LocalStages:
         self._batches, self._logits = batches, {}
         given = [arguments(model, each) for each in batches]
         with translate_model_errors(model):
-            if self._pipeline is None:  # once: it gives the models another `forward`
+            if self._pipeline is None:  # only once, because it replaces `forward` of the models
                 self._pipeline = self._plan.pipeline(models, self._mesh)
             pipeline = self._pipeline
             losses = pipeline.step(given, self._loss) if backward else pipeline.forward(given, self._loss)
@@ -127,9 +127,9 @@ class LocalStages:
         return loss_of(found, self._batches[index]) / len(self._batches)
 
     def observed(self, inputs: Inputs) -> Iterator[Outputs]:
-        """What calls of modules give, of one stage after another, on the first rank; nothing on the others.
+        """Yield the outputs of module calls, stage by stage, on the first rank; nothing on the others.
 
-        All ranks run the same batch.
+        All ranks must call it with the same batch.
         """
         found: dict[int, Outputs] = {number: {} for number in self.built}
         with ExitStack() as stack:
@@ -141,11 +141,15 @@ class LocalStages:
             return
         for number in range(self._plan.stages.pp):
             owner = dist.get_global_rank(self._group, self._plan.schedule.rank_of(number, size))
-            said = [found.get(number)]
+            outputs = [found.get(number)]
             if owner != first and here == owner:
-                dist.send_object_list(said, dst=first, group=self._group, device=torch.device(self._mesh.device_type))
+                dist.send_object_list(
+                    outputs, dst=first, group=self._group, device=torch.device(self._mesh.device_type)
+                )
             elif owner != first and here == first:
-                dist.recv_object_list(said, src=owner, group=self._group, device=torch.device(self._mesh.device_type))
+                dist.recv_object_list(
+                    outputs, src=owner, group=self._group, device=torch.device(self._mesh.device_type)
+                )
             if here == first:
-                assert said[0] is not None
-                yield said[0]
+                assert outputs[0] is not None
+                yield outputs[0]

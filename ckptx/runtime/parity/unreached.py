@@ -1,4 +1,4 @@
-"""Which parameters of a reference no input reached: they got no gradient, or a gradient of nothing but zeros."""
+"""Find parameters of a reference that no input reaches: they have no gradient, or one of zeros only."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from ckptx.runtime.parity.side import ModelFacts
 
 
 class UnreachedParameters:
-    """Looks at gradients, some at a time."""
+    """Parameters without a gradient, collected from some gradients at a time."""
 
-    def __init__(self, seen: ModelFacts) -> None:
-        """Of the model that is known as `seen`."""
-        self._seen = seen
+    def __init__(self, facts: ModelFacts) -> None:
+        """Expect gradients of the model that `facts` describes."""
+        self._facts = facts
         self._rows: dict[str, dict[str, Any] | None] = {}
 
-    def look(self, gradients: Mapping[str, torch.Tensor]) -> None:
-        """Takes note of gradients of one backward step, by canonical name."""
+    def record(self, gradients: Mapping[str, torch.Tensor]) -> None:
+        """Record gradients of one backward step, by canonical name."""
         self._rows |= {name: self._row(name, each) for name, each in gradients.items()}
 
     def rows(self) -> list[dict[str, Any]]:
-        """A row for each parameter, with its `name`, and with `experts` where only some of them were not reached."""
-        found = (self._rows.get(name, {"name": name}) for name in sorted(self._seen.trained))
+        """Return a row for each unreached parameter: its `name`, and `experts` if only some were not reached."""
+        found = (self._rows.get(name, {"name": name}) for name in sorted(self._facts.trained))
         return [row for row in found if row is not None]
 
     def _row(self, name: str, gradient: torch.Tensor) -> dict[str, Any] | None:
         if not bool(gradient.any()):
             return {"name": name}
-        count = self._seen.routing.experts.get(name.rpartition(".")[0])
+        count = self._facts.routing.experts.get(name.rpartition(".")[0])
         if count is not None and gradient.dim() > 1 and gradient.shape[0] == count:
             missing = [expert for expert in range(count) if not bool(gradient[expert].any())]
             if missing:

@@ -75,11 +75,11 @@ def side_of(path: Path, *, tied: bool) -> tuple[ModelSide, ModelFacts]:
     )  # fmt: skip
     randomise(transformers.LlamaForCausalLM(config)).save_pretrained(path)
     side = ModelSide(path, path, RunOptions(device="cpu"))
-    return side, side.look()
+    return side, side.inspect_model()
 
 
 def budget_of(side: ModelSide, seen: ModelFacts, batches: int, **settings: Any) -> Budget:
-    given = {"backward": True, "both": False, **settings}
+    given = {"backward": True, "includes_checkpoint": False, **settings}
     model, stacks = side.stacked()
     return Budget(model, stacks, side.batches(seen, batches), **given)
 
@@ -100,50 +100,52 @@ def test_what_is_live_at_a_time_stays_below_what_is_counted(
         running.forward()
         for portion in running.gradients():
             del portion
-    assert 0.4 < live.peak / budget.needed(stages) <= 1
+    assert 0.4 < live.peak / budget.peak_bytes(stages) <= 1
 
 
 def test_the_fewest_pieces_that_fit_are_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(budget_module, "BAND", 1)  # else that is most of what so small a model takes
     budget = budget_of(*side_of(tmp_path, tied=True), 1)
-    needed = {pieces: budget.needed(StageMap(budget.stacks, pieces)) for pieces in range(2, 9)}
-    assert budget.whole > needed[2] > needed[4] > needed[8]
+    needed = {pieces: budget.peak_bytes(StageMap(budget.stacks, pieces)) for pieces in range(2, 9)}
+    assert budget.whole_bytes > needed[2] > needed[4] > needed[8]
     for pieces in (2, 4, 8):
         assert budget.partition(needed[pieces]).pp == pieces
     assert budget.partition(needed[2] - 1).pp == 3
 
 
 def test_the_least_is_named(tmp_path: Path) -> None:
-    budget = budget_of(*side_of(tmp_path, tied=True), 1, ways=("--no-backward",))
-    least = min(budget.needed(StageMap(budget.stacks, pieces)) for pieces in range(2, 9))
+    budget = budget_of(*side_of(tmp_path, tied=True), 1, advice=("--no-backward",))
+    least = min(budget.peak_bytes(StageMap(budget.stacks, pieces)) for pieces in range(2, 9))
     assert budget.partition(least).pp <= 8
     with pytest.raises(SpaceError) as refused:
         budget.partition(least - 1)
     assert f"use --reference-memory {-(-least // 10**6)}MB, --no-backward, a machine with more" in str(refused.value)
-    assert "in up to 8 pieces" in str(refused.value)
+    assert "split into up to 8 stages" in str(refused.value)
 
 
 def test_a_single_layer_cannot_be_cut(tmp_path: Path) -> None:
     side, seen = side_of(tmp_path, tied=True)
     budget = budget_of(side, seen, 1)
     one = Budget(budget.model, [budget.stacks[0].__class__("model.layers", 1)], budget.batches, True, False)
-    with pytest.raises(SpaceError, match="found 1 layer, needed two or more"):
+    with pytest.raises(SpaceError, match="a model with 1 layer cannot be split into stages"):
         one.partition(1000)
 
 
 @pytest.mark.parametrize(
-    ("settings", "is_more"), [({"backward": False}, False), ({"both": True, "backward": False}, False)]
+    ("settings", "is_more"), [({"backward": False}, False), ({"includes_checkpoint": True, "backward": False}, False)]
 )
 def test_without_gradients_it_takes_less(tmp_path: Path, settings: dict[str, bool], is_more: bool) -> None:
     side, seen = side_of(tmp_path, tied=True)
     stages = StageMap(budget_of(side, seen, 1).stacks, 4)
-    assert (budget_of(side, seen, 1, **settings).needed(stages) > budget_of(side, seen, 1).needed(stages)) == is_more
+    assert (
+        budget_of(side, seen, 1, **settings).peak_bytes(stages) > budget_of(side, seen, 1).peak_bytes(stages)
+    ) == is_more
 
 
 def test_more_batches_take_more(tmp_path: Path) -> None:
     side, seen = side_of(tmp_path, tied=True)
     stages = StageMap(budget_of(side, seen, 1).stacks, 4)
-    one, two, three = (budget_of(side, seen, count).needed(stages) for count in (1, 2, 3))
+    one, two, three = (budget_of(side, seen, count).peak_bytes(stages) for count in (1, 2, 3))
     assert one < two < three
 
 
@@ -157,4 +159,4 @@ def test_a_class_without_an_embedding_takes_something_too(tmp_path: Path, error:
         def get_input_embeddings(self) -> torch.nn.Module:
             raise error
 
-    assert Budget(Listens(), [], [], True, False).whole > 4 * (9 + 3) * 2
+    assert Budget(Listens(), [], [], True, False).whole_bytes > 4 * (9 + 3) * 2

@@ -17,7 +17,7 @@ from torch import nn
 from ckptx.catalog.region import Region
 from ckptx.runtime.parallel.distributed import RankContext, process_group
 from ckptx.runtime.parity import comparison, distances
-from ckptx.runtime.parity.comparison import Comparison, Gradient, HeldParameter, Reference, difference
+from ckptx.runtime.parity.comparison import Comparison, Gradient, RankParameter, Reference, difference
 from ckptx.runtime.parity.distances import furthest
 from ckptx.runtime.parity.execution import ForwardResult
 from ckptx.runtime.parity.noise import ALLOWED
@@ -223,7 +223,7 @@ def backward(
     **gradients: torch.Tensor,
 ) -> Comparison:  # fmt: skip
     made = Comparison(process, {"a": ("disk.a",), "b": ("b.0", "b.1")}, exact)
-    held = [HeldParameter(name, each, regions and regions(name)) for name, each in model.named_parameters()]
+    held = [RankParameter(name, each, regions and regions(name)) for name, each in model.named_parameters()]
     made.backward([Gradient(name, each, moved) for name, each in gradients.items()], held)
     made.report_missing_gradients()
     made.finish_gradients()
@@ -232,7 +232,7 @@ def backward(
 
 def test_copies_on_several_stages_are_each_compared_and_not_to_the_last_bit(process: RankContext) -> None:
     for copied, far in ((("a",), 1), ((), 2)):
-        copies = [HeldParameter("a", Two(GRADIENT + each).a, None) for each in (0.0, 2.0**-22, 1.0)]
+        copies = [RankParameter("a", Two(GRADIENT + each).a, None) for each in (0.0, 2.0**-22, 1.0)]
         made = Comparison(process, {}, is_exact=True, copied=copied)
         made.backward([Gradient("a", GRADIENT, 0.0)], copies)
         made.finish_gradients()
@@ -241,7 +241,7 @@ def test_copies_on_several_stages_are_each_compared_and_not_to_the_last_bit(proc
 
 
 def test_of_copies_one_without_a_gradient_is_named(process: RankContext) -> None:
-    copies = [HeldParameter("a", Two(each).a, None) for each in (None, GRADIENT.clone())]
+    copies = [RankParameter("a", Two(each).a, None) for each in (None, GRADIENT.clone())]
     made = Comparison(process, {}, is_exact=True, copied=("a",))
     made.backward([Gradient("a", GRADIENT, 0.0)], copies)
     made.finish_gradients()
@@ -269,7 +269,7 @@ def test_gradients_may_come_in_portions_in_any_order(process: RankContext) -> No
         made = Comparison(process, {}, is_exact=False)
         for number in order:
             name, gradient = (("layer.k.bias", tiny), ("layer.q.bias", large))[number]
-            held = HeldParameter(name, nn.Parameter(torch.zeros(2)), None)
+            held = RankParameter(name, nn.Parameter(torch.zeros(2)), None)
             held.parameter.grad = gradient * (3 if number == 0 else 1)
             made.backward([Gradient(name, gradient, 0.0)], [held])
         made.report_missing_gradients()

@@ -78,7 +78,7 @@ def test_ids_count_where_a_class_computes_with_them() -> None:
 
 def test_what_is_not_there_is_said_to_be_missing() -> None:
     (found,) = compare_configs(CONFIG, changed("sliding_window", ...))
-    assert (found.reference, found.checkpoint) == ("4096", "not there")
+    assert (found.reference, found.checkpoint) == ("4096", "absent")
 
 
 values = st.recursive(

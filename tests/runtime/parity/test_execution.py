@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from ckptx.errors import CkptxError, SpaceError, UnsupportedError
-from ckptx.runtime.parity.execution import ModuleCall, observed, run
+from ckptx.runtime.parity.execution import ModuleCall, observe_outputs, run
 from ckptx.runtime.parity.inputs.batch import Inputs
 from tests.support.small import Looped, Scaled, inputs_of
 
@@ -192,7 +192,7 @@ def test_a_gradient_that_is_shown_is_not_kept() -> None:
         assert name not in shown
         shown[name] = gradient.clone()
 
-    outcome = run(model, batches, backward=True, see=see)
+    outcome = run(model, batches, backward=True, on_gradient=see)
     assert (outcome.gradients, shown.keys()) == ({}, expected.keys())
     assert all(torch.equal(shown[name], each) for name, each in expected.items())
     assert all(parameter.grad is None for parameter in model.parameters())
@@ -203,7 +203,7 @@ def test_a_gradient_that_is_shown_is_not_kept() -> None:
 
 def watched(model: nn.Module, inputs: Inputs | None = None) -> dict[ModuleCall, list[Any]]:
     found: dict[ModuleCall, list[Any]] = {}
-    observed(model, inputs or inputs_of([[0, 1]]), lambda call, output: found.__setitem__(call, output.tolist()))
+    observe_outputs(model, inputs or inputs_of([[0, 1]]), lambda call, output: found.__setitem__(call, output.tolist()))
     return found
 
 

@@ -55,7 +55,7 @@ def test_the_ranks_of_this_machine_need_memory_too(monkeypatch: pytest.MonkeyPat
 def test_only_what_would_help_is_advised() -> None:
     few, many = seen(20 * GIB, 10 * GIB), seen(20 * GIB, 20 * GIB)
     first, second = memory.advice_to_save_memory(few, RunOptions())
-    assert first == "--no-backward (20.00 GiB in one piece)"
+    assert first == "--no-backward (whole reference: 20.00 GiB)"
     assert second.startswith("--compute-dtype auto") and "20.00 GiB" in second
     assert memory.advice_to_save_memory(many, RunOptions()) == [first]
     assert memory.advice_to_save_memory(few, RunOptions(compute_dtype="auto", backward=False)) == []

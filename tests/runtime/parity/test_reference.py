@@ -44,7 +44,7 @@ def all_of(running: ReferenceModel) -> Given:
 
 def both(path: Path, pieces: int, batches: int, split: str = "even", **options: str) -> tuple[Given, Given]:
     side = ModelSide(path, path, RunOptions(device="cpu", **options))
-    seen = side.look()
+    seen = side.inspect_model()
     model, stacks = side.stacked()
     given = side.batches(seen, batches)
     stages = StageMap(stacks, pieces, split)

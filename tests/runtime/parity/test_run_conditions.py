@@ -108,13 +108,13 @@ class Wandering:
     def __init__(self, what: str, by: float) -> None:
         self.what, self.by, self.runs = what, by, 0
 
-    def __call__(self, model: Any, batches: Any, *, backward: bool, see: Any = None) -> ForwardResult:
+    def __call__(self, model: Any, batches: Any, *, backward: bool, on_gradient: Any = None) -> ForwardResult:
         self.runs += 1
         logits, loss, gradient = (self._number(what) for what in ("logits", "loss", "gradient"))
         gradients = {"weight": torch.full((3,), gradient)}
-        for name, each in gradients.items() if see is not None else ():
-            see(name, each)
-        return ForwardResult([torch.full((1, 2, 3), logits)], loss, gradients if see is None else {})
+        for name, each in gradients.items() if on_gradient is not None else ():
+            on_gradient(name, each)
+        return ForwardResult([torch.full((1, 2, 3), logits)], loss, gradients if on_gradient is None else {})
 
     def _number(self, what: str) -> float:
         return 1 + self.by * self.runs * (what == self.what)
@@ -158,8 +158,8 @@ def test_a_tower_that_gets_no_input_is_named(pool: GlooPool, tmp_path: Path) -> 
     assert "no gradient reaches model.multi_modal_projector" in unreached
     assert {row["name"].split(".")[1] for row in found["unreached"]} == {"multi_modal_projector", "vision_tower"}
     assert said == (
-        "Gemma3ForConditionalGeneration: no images among the inputs, for ckptx does not know the form that this class "
-        "takes; what works on them was compared by its bytes alone"
+        "Gemma3ForConditionalGeneration: the inputs have no images, because ckptx does not know the input form of this "
+        "class; the modules that take them were compared by their bytes only"
     )
 
 

@@ -67,7 +67,7 @@ def test_ties_are_judged_by_values(written: dict[str, Path], reference: str, che
 
 def test_a_tie_on_one_side_alone_is_said(written: dict[str, Path]) -> None:
     (said,) = verified(written["tied"], written["untied, equal"])["warnings"]
-    assert said.startswith("one checkpoint ties lm_head.weight, the other stores it by itself")
+    assert said.startswith("lm_head.weight: tied in one checkpoint and separate in the other; compared as separate")
     assert verified(written["tied"], written["tied, stored equal"])["warnings"] == []
 
 
@@ -113,5 +113,7 @@ def test_rows_have_padding_where_the_class_takes_a_mask(tmp_path: Path) -> None:
 def test_what_does_not_fit_is_refused_before_it_has_storage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(EVERY["llama-untied"], tmp_path)
     monkeypatch.setattr(memory, "free_bytes", lambda device: 1000)
-    with pytest.raises(Exception, match=r"the reference may take 900 B, needed .* at least, in up to 2 pieces"):
+    with pytest.raises(
+        Exception, match=r"the reference requires at least .* when split into up to 2 stages, and the limit is 900 B"
+    ):
         verified(tmp_path, tmp_path)

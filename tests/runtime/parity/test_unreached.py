@@ -20,7 +20,7 @@ def unreached(gradients: dict[str, torch.Tensor], known: ModelFacts) -> list[dic
     """Of gradients that come one by one."""
     found = UnreachedParameters(known)
     for name, each in gradients.items():
-        found.look({name: each})
+        found.record({name: each})
     return found.rows()
 
 

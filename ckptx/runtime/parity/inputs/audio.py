@@ -1,9 +1,9 @@
-"""One sound for each row, in the smallest form that the config of a class allows: a function for each form.
+"""One sound per sequence, in the smallest form that the config of a class allows: a function for each form.
 
-Which form a class takes, the section `inputs` of its corrections says, with settings. Shapes, masks and the number of
-tokens are those that the processors and towers of transformers 5.17 to 5.23 agree on. Where a tower wants a window of
-fixed length (Whisper's 30 seconds), the sound is at its beginning and the mask says so; towers without a mask hear all
-of it.
+The section `inputs` of the corrections of a class names its form and settings. Shapes, masks and the number of tokens
+are those that the processors and towers of transformers 5.17 to 5.23 agree on. If a tower requires a window of fixed
+length (Whisper's 30 seconds), the sound is at its beginning and the mask marks it; towers without a mask process the
+whole window.
 """
 
 from __future__ import annotations
@@ -17,26 +17,28 @@ import torch
 from ckptx.runtime.parity.inputs.multimodal import LENGTH, Batch, MultimodalInput, random_of
 
 Config = Mapping[str, Any]
-Sound = Callable[..., MultimodalInput | None]  # of a config, rows and a generator, with the settings of its row
-Heard = Callable[..., Batch]
+SoundForm = Callable[
+    ..., MultimodalInput | None
+]  # takes a config, a batch size, a generator, and the settings of its row
+EncoderForm = Callable[..., Batch]
 
-_TOKENS = 4  # for a sound, where its length is free
+_TOKENS = 4  # length of a sound in tokens, unless the class fixes it
 
 
 def _insert(config: Config, count: int, tensors: Batch, begin: str = "", end: str = "") -> MultimodalInput:
-    """`count` placeholders, between the tokens that these keys of the config name."""
+    """Return `count` placeholders, between the tokens that these keys of the config name."""
     token = int(config["audio_token_id"] if "audio_token_id" in config else config["audio_token_index"])
     first, last = ([int(config[key])] if config.get(key) is not None else [] for key in (begin, end))
     return MultimodalInput([*first, *[token] * count, *last], token, tensors)
 
 
 def _mask(rows: int, total: int, valid: int) -> torch.Tensor:
-    """Which frames count: the first ones, (rows, total), 0 or 1."""
+    """Return a mask (rows, total) of 0 and 1 whose first frames are valid."""
     return (torch.arange(total) < valid).long().repeat(rows, 1)
 
 
 def _halved(length: int, times: int) -> int:
-    """What convolutions of stride 2 leave, with the padding that keeps the first frame."""
+    """Return the length after convolutions of stride 2 with padding that keeps the first frame."""
     for _ in range(times):
         length = (length + 1) // 2
     return length
@@ -45,7 +47,7 @@ def _halved(length: int, times: int) -> int:
 def _window(
     config: Config, rows: int, generator: torch.Generator, mask: str, begin: str = "", end: str = ""
 ) -> MultimodalInput:
-    """Whisper's encoder with a pooling behind it: a full window of mels, and a mask for what is in it."""
+    """Encoder of Whisper followed by a pooling: a full window of mels, and a mask of the valid frames."""
     audio = config["audio_config"]
     total = 2 * int(audio["max_source_positions"])
     valid = min(4 * _TOKENS, total)
@@ -57,7 +59,7 @@ def _window(
 
 
 def _whole_window(config: Config, rows: int, generator: torch.Generator) -> MultimodalInput:
-    """A full window of mels without a mask; `intermediate_size` numbers of the encoder make a token."""
+    """A full window of mels without a mask; `intermediate_size` features of the encoder make a token."""
     audio = config["audio_config"]
     positions = int(audio["max_source_positions"])
     features = random_of(generator, rows, int(audio["num_mel_bins"]), 2 * positions)
@@ -66,7 +68,7 @@ def _whole_window(config: Config, rows: int, generator: torch.Generator) -> Mult
 
 
 def _added_to_text(config: Config, rows: int, generator: torch.Generator) -> MultimodalInput:
-    """Sound is added to every token of the text, so that it has no token of its own."""
+    """Sound that is added to every token of the text, and so has no token of its own."""
     audio = config["audio_config"]
     frames = 2 * int(config["downsample_factor"]) * LENGTH
     features = random_of(generator, rows, int(audio["num_mel_bins"]), frames)
@@ -74,7 +76,7 @@ def _added_to_text(config: Config, rows: int, generator: torch.Generator) -> Mul
 
 
 def _four_frames(config: Config, rows: int, generator: torch.Generator) -> MultimodalInput:
-    """Four frames behind the convolutions make a token: the class has this number in its code, not in its config."""
+    """Four frames after the convolutions make a token: a constant in the code of the class, not in its config."""
     audio = config["audio_config"]
     frames = 2 * 4 * _TOKENS
     tensors = {
@@ -85,7 +87,7 @@ def _four_frames(config: Config, rows: int, generator: torch.Generator) -> Multi
 
 
 def _one_window(config: Config, rows: int, generator: torch.Generator) -> MultimodalInput:
-    """One window of the projector; the mask is about the tokens that it gives."""
+    """One window of the projector; the mask covers the tokens that it returns."""
     window, mels = int(config["window_size"]), int(config["encoder_config"]["input_dim"])
     count = window // int(config["downsample_rate"])
     tensors = {
@@ -96,7 +98,7 @@ def _one_window(config: Config, rows: int, generator: torch.Generator) -> Multim
 
 
 def _masked_chunk(config: Config, rows: int, generator: torch.Generator) -> MultimodalInput:
-    """One chunk of the encoder: three convolutions."""
+    """One chunk of an encoder with three convolutions."""
     audio = config["audio_config"]
     total = 2 * int(audio["n_window"])
     valid = min(8 * _TOKENS, total)
@@ -108,7 +110,7 @@ def _masked_chunk(config: Config, rows: int, generator: torch.Generator) -> Mult
 
 
 def _chunk(config: Config, rows: int, generator: torch.Generator, convolutions: int) -> MultimodalInput:
-    """At most one chunk of the encoder. A pooling halves as a convolution does where it is about whole pairs."""
+    """At most one chunk of the encoder. A pooling halves like a convolution if it pools whole pairs."""
     audio = config["audio_config"]
     frames = min(2**convolutions * _TOKENS, 2 * int(audio["n_window"]))
     tensors = {
@@ -119,7 +121,7 @@ def _chunk(config: Config, rows: int, generator: torch.Generator, convolutions: 
 
 
 def _two_convolutions(config: Config, rows: int, generator: torch.Generator) -> MultimodalInput | None:
-    """Two convolutions. How many mels there are stands in the channels of the first: a projection is made for them."""
+    """Two convolutions; the number of mels follows from the channels of the first, which fit a projection."""
     audio = config["audio_config"]
     if audio is None:
         return None
@@ -132,7 +134,7 @@ def _two_convolutions(config: Config, rows: int, generator: torch.Generator) -> 
 
 
 def _frames(config: Config, rows: int, generator: torch.Generator) -> MultimodalInput | None:
-    """No tower: a frame of the waveform is a token."""
+    """No tower: each frame of the waveform is a token."""
     if config["audio_config"] is None:
         return None
     tensors = {
@@ -143,7 +145,7 @@ def _frames(config: Config, rows: int, generator: torch.Generator) -> Multimodal
 
 
 def _filled(config: Config, rows: int, generator: torch.Generator) -> MultimodalInput:
-    """However short a sound, the class fills it up to a fixed number of tokens."""
+    """A sound that the class pads to a fixed number of tokens, however short it is."""
     audio, count = config["audio_config"], int(config["audio_soft_tokens_per_image"])
     per_token = prod(int(time) for time, _ in audio["sscp_conv_stride_size"]) * int(audio["conf_reduction_factor"])
     frames = per_token * min(_TOKENS, count)
@@ -167,7 +169,7 @@ def _embedded_sizes(config: Config, rows: int, generator: torch.Generator) -> Mu
 
 
 def _folded_waveform(config: Config, rows: int, generator: torch.Generator) -> MultimodalInput:
-    """A waveform; every layer of the tower folds some samples into one."""
+    """A waveform; every layer of the tower folds several samples into one."""
     samples = prod(int(size) for size in config["audio_config"]["patch_sizes"]) * _TOKENS
     tensors = {
         "input_values": random_of(generator, rows, samples),
@@ -176,8 +178,8 @@ def _folded_waveform(config: Config, rows: int, generator: torch.Generator) -> M
     return _insert(config, _TOKENS, tensors)
 
 
-# By the name that the rows of a model type say: sounds in a row of text. None for a config without a tower.
-FORMS: Mapping[str, Sound] = {
+# Functions by the name that the rows of a model type use. They return None for a config without a tower.
+FORMS: Mapping[str, SoundForm] = {
     "added_to_text": _added_to_text,
     "chunk": _chunk,
     "embedded_sizes": _embedded_sizes,
@@ -201,7 +203,7 @@ def _mel_window(config: Config, rows: int, generator: torch.Generator) -> Batch:
 def _waveform(
     config: Config, rows: int, generator: torch.Generator, *, convolutions: Iterable[tuple[int, int]]
 ) -> Batch:
-    """As many samples as convolutions without padding, (kernel, stride) from the first to the last, need for a few."""
+    """A waveform from which unpadded convolutions, (kernel, stride) from first to last, make `_TOKENS` outputs."""
     samples = _TOKENS
     for kernel, stride in reversed(list(convolutions)):
         samples = kernel + (samples - 1) * stride
@@ -209,19 +211,19 @@ def _waveform(
 
 
 def _waveform_of_config(config: Config, rows: int, generator: torch.Generator) -> Batch:
-    """A waveform for the convolutions that the config says."""
+    """A waveform for the convolutions of the config."""
     convolutions = zip(config["conv_kernel"], config["conv_stride"], strict=True)
     return _waveform(config, rows, generator, convolutions=convolutions)
 
 
 def _stacked_mels(config: Config, rows: int, generator: torch.Generator) -> Batch:
-    """Stacked mels; an adaptor behind the encoder folds them."""
+    """Stacked mels; an adaptor after the encoder folds them."""
     frames = int(config["adaptor_stride"]) * _TOKENS
     return {"input_features": random_of(generator, rows, frames, int(config["feature_projection_input_dim"]))}
 
 
 def _framed_waveform(config: Config, rows: int, generator: torch.Generator) -> Batch:
-    """A waveform in frames of some milliseconds, behind them two convolutions."""
+    """A waveform in frames of some milliseconds, followed by two convolutions."""
     audio = config["encoder_config"]
     frame = round(int(audio["sample_rate"]) * float(audio["frame_ms"]) / 1000)
     return {"input_values": random_of(generator, rows, frame * 4 * _TOKENS)}
@@ -233,8 +235,8 @@ def _mels(config: Config, rows: int, generator: torch.Generator) -> Batch:
     return {"input_features": random_of(generator, rows, frames, width)}
 
 
-# What an encoder hears while its decoder writes; there are no tokens of input.
-HEARD: Mapping[str, Heard] = {
+# Inputs of an encoder whose decoder generates text; these have no tokens.
+ENCODER_FORMS: Mapping[str, EncoderForm] = {
     "framed_waveform": _framed_waveform,
     "mel_window": _mel_window,
     "mels": _mels,

@@ -1,8 +1,8 @@
-"""Inputs for a model from its config alone: the same on every machine, so that two models can be compared.
+"""Inputs for a model, from its config only: equal on every machine, so that two models can be compared.
 
-Text is random tokens, from everywhere in the vocabulary: an embedding that is cut over the vocabulary is looked up in
-every part, at both ends. Models that look at images or listen get one image and one sound per row, and the tokens that
-stand for them, in the smallest form their config allows. Of other multimodal models the text part is run.
+Text is random tokens spread over the vocabulary, including both ends of each shard of a sharded embedding. Vision and
+audio models get one image and one sound per sequence, and their placeholder tokens, in the smallest form that the
+config allows. Of other multimodal models, only the text part is run.
 """
 
 from __future__ import annotations
@@ -21,26 +21,26 @@ from ckptx.runtime.parity.inputs import audio, images
 from ckptx.runtime.parity.inputs.multimodal import LENGTH, Batch, MultimodalInput
 
 _PADDING = 3  # tokens
-_FIRST = 3  # the ids before are those of padding, begin and end in most vocabularies
-# The functions that rows name, by the kind of the row.
+_FIRST = 3  # smaller ids are padding, begin and end in most vocabularies
+# Form functions by kind of correction row.
 FORMS: Mapping[str, Mapping[str, Callable[..., Any]]] = {
     "images": images.FORMS,
     "audio": audio.FORMS,
-    "heard": audio.HEARD,
+    "heard": audio.ENCODER_FORMS,
 }
-# Parts of a config that describe a tower, and what it takes.
+# Keys of a config that describe a tower, and the kind of input that the tower takes.
 _TOWERS = {"vision_config": "images", "audio_config": "audio", "speech_config": "audio", "encoder_config": "audio"}
 
 
 class Inputs(NamedTuple):
-    """What to run a model on.
+    """Inputs and labels of one batch.
 
     Attributes:
-        batch: Arguments of `forward`, the first dim of each text tensor is the batch.
-        labels: What the logits are held against, (batch, length); -100 where they do not count.
-        kinds: What is in it: "text", "images", "audio".
-        missing: What the model has a tower for, and these inputs lack.
-        words: How many different tokens of text there are, and how many the model knows.
+        batch: Arguments of `forward`; the first dim of each text tensor is the batch.
+        labels: Target tokens, (batch, length); -100 for positions without a loss.
+        kinds: Kinds of input in the batch: "text", "images", "audio".
+        missing: Kinds of input that the model has a tower for, but the batch lacks.
+        words: Number of distinct text tokens, and size of the vocabulary.
     """
 
     batch: Batch
@@ -60,27 +60,26 @@ def inputs_for(
     is_padded: bool = False,
     images: int | None = None,
 ) -> Inputs:
-    """Inputs for a model with this `config.json`.
+    """Return inputs for a model with this `config.json`.
 
     Args:
-        config: As a mapping, with the defaults of its class.
-        rows: Rows of the batch.
-        seed: Other seeds give other tokens, pixels and sounds.
-        shards: Parts that the vocabulary may be cut into; the first and the last token of each are in every batch.
-        at_least: Tokens of text in a row.
-        is_padded: Whether the end of the first row is padding, and a mask says so.
-        images: In each row, of a model that looks at them; with 0, nothing to listen to either. One of each when left
-            out.
+        config: Config as a mapping, with the defaults of its class.
+        rows: Batch size.
+        seed: Seed of tokens, pixels and sounds.
+        shards: Number of vocabulary shards; the first and last token of each shard are in every batch.
+        at_least: Minimum number of text tokens per sequence.
+        is_padded: Pad the end of the first sequence, and add an attention mask.
+        images: Images, and sounds, per sequence, for a model that takes them. None is one of each.
 
     Raises:
-        UnsupportedError: The model neither reads text nor writes it, or has special tokens alone.
+        UnsupportedError: The model has no vocabulary, or one of special tokens only.
     """
     generator = torch.Generator().manual_seed(seed)
     is_padded = is_padded and rows > 1
     ids = _tokens(config, rows, generator, shards, at_least, is_padded)
     forms = _rows_by_kind(config)
     heard = forms.get("heard")
-    if heard is not None and config.get("is_encoder_decoder"):  # its decoder by itself only reads
+    if heard is not None and config.get("is_encoder_decoder"):  # a decoder on its own takes no sound
         batch = _made(heard, config, rows, generator)
         return Inputs({**batch, "decoder_input_ids": ids}, ids.clone(), ("audio",), (), _words(config, ids))
     if config.get("is_encoder_decoder"):
@@ -96,17 +95,17 @@ def inputs_for(
 
 
 def inserts_for(config: Mapping[str, Any], rows: int, generator: torch.Generator) -> dict[str, MultimodalInput]:
-    """One image and one sound for each row, by kind, of what a model with this `config.json` looks at and listens to.
+    """Return one image and one sound per sequence, by kind, as far as the model takes them.
 
     Args:
-        config: As a mapping, with the defaults of its class.
-        rows: Rows of the batch.
-        generator: For pixels and sounds.
+        config: Config as a mapping, with the defaults of its class.
+        rows: Batch size.
+        generator: Generator of pixels and sounds.
     """
     forms, inserts = _rows_by_kind(config), {}
     for name in ("images", "audio"):
         insert = _made(forms[name], config, rows, generator) if name in forms else None
-        if insert is not None:  # else a config without this tower
+        if insert is not None:  # None for a config without this tower
             inserts[name] = insert
     return inserts
 
@@ -114,7 +113,7 @@ def inserts_for(config: Mapping[str, Any], rows: int, generator: torch.Generator
 def _repeated(
     config: Mapping[str, Any], rows: int, times: int, generator: torch.Generator
 ) -> dict[str, MultimodalInput]:
-    """`inserts_for` with several of each in a row, one after another."""
+    """Return `inserts_for` with several of each kind per sequence, one after another."""
     if not times:
         return {}
     found = inserts_for(config, rows * times, generator)
@@ -122,7 +121,7 @@ def _repeated(
 
 
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The part of a config that describes the language model."""
+    """Return the part of a config that describes the language model."""
     for key in ("text_config", "llm_config", "language_config"):
         if isinstance(config.get(key), Mapping):
             return {**config, **config[key]}
@@ -131,30 +130,34 @@ def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _rows_by_kind(config: Mapping[str, Any]) -> dict[str, InputRow]:
-    """What is known of the inputs of a class, by kind."""
+    """Return the correction rows about the inputs of a class, by kind."""
     names = ("", *(config.get("architectures") or ()))
     rows = corrections_of(str(config.get("model_type"))).inputs
     return {row.kind: row for row in rows if row.class_name in names}
 
 
 def _made(row: InputRow, config: Mapping[str, Any], rows: int, generator: torch.Generator) -> Any:
-    """What the form of a row makes of a config."""
+    """Call the form function of a correction row.
+
+    Raises:
+        FaultyCorrectionError: The row names an unknown form, or settings that it does not take.
+    """
     make, forms = FORMS[row.kind].get(row.form), ", ".join(FORMS[row.kind])
     if make is None:
         raise FaultyCorrectionError(
-            f'{config.get("model_type")}: "{row.form}" is no form of {row.kind}, needed one of {forms}'
+            f'{config.get("model_type")}: "{row.form}" is not a form of {row.kind}; use one of {forms}'
         )
     try:
         inspect.signature(make).bind(config, rows, generator, **row.settings)
     except TypeError as error:
         raise FaultyCorrectionError(
-            f'{config.get("model_type")}: the form "{row.form}" cannot take its settings: {error}'
+            f'{config.get("model_type")}: the form "{row.form}" does not accept its settings: {error}'
         ) from error
     return make(config, rows, generator, **row.settings)
 
 
 def _mask(ids: torch.Tensor, is_padded: bool) -> Batch:
-    """Which tokens count, (rows, length): not the last of the first row, where there is padding."""
+    """Return an attention mask (batch, length) without the padding of the first sequence; empty without padding."""
     if not is_padded:
         return {}
     mask = torch.ones_like(ids)
@@ -170,23 +173,23 @@ def _tokens(
     at_least: int = 0,
     is_padded: bool = False,
 ) -> torch.Tensor:
-    """Random tokens that stand for nothing but themselves, (rows, length); with padding, the first row ends with one.
+    """Return random tokens that are not special, (batch, length); with padding, the first sequence ends with one token.
 
     Raises:
-        UnsupportedError: The model reads no tokens, or has none but special ones.
+        UnsupportedError: The model has no vocabulary, or one of special tokens only.
     """
     words = text_config(config).get("vocab_size")
     if not isinstance(words, int):
         raise UnsupportedError(
-            f"{config.get('model_type')}: its config has no vocab_size, needed a model that reads text; compare the "
-            "bytes without --run"
+            f"{config.get('model_type')}: the config has no vocab_size, and --run requires a model that reads text; "
+            "compare the bytes without --run"
         )
     special = {value for key, value in _numbers(config) if key.endswith(("_token_id", "_token_index"))}
     allowed = torch.tensor([token for token in range(_FIRST, words) if token not in special], dtype=torch.long)
     if not len(allowed):
         raise UnsupportedError(
-            f"{config.get('model_type')}: found a vocab_size of {words}, needed a token from {_FIRST} on that is not "
-            "special; compare the bytes without --run"
+            f"{config.get('model_type')}: vocab_size {words} leaves no token from {_FIRST} on that is not special; "
+            "compare the bytes without --run"
         )
     ends = _ends(allowed, words, shards)
     padding = _PADDING if is_padded else 0
@@ -200,17 +203,17 @@ def _tokens(
 
 
 def _ends(allowed: torch.Tensor, words: int, shards: int) -> torch.Tensor:
-    """The first and the last token of each part of the vocabulary, cut as DTensor cuts it: in parts of one size."""
+    """Return the first and last allowed token of each vocabulary shard; DTensor shards have equal size."""
     size = -(-words // shards)
     begins = torch.arange(0, words, size)
     first = torch.searchsorted(allowed, begins)
     last = torch.searchsorted(allowed, begins + size) - 1
-    is_filled = first <= last  # a part of special tokens alone has none
+    is_filled = first <= last  # a shard of special tokens only has none
     return allowed[torch.cat([first[is_filled], last[is_filled]])].unique()
 
 
 def _with(inserts: Iterable[MultimodalInput], ids: torch.Tensor) -> tuple[Batch, torch.Tensor]:
-    """The arguments of `forward` and the labels, with everything put in after the first two tokens."""
+    """Return the arguments of `forward` and the labels, with all placeholders inserted after the first two tokens."""
     inserts = list(inserts)
     tokens = [token for each in inserts for token in each.tokens]
     middle = torch.tensor(tokens, dtype=torch.long).expand(len(ids), -1)
@@ -239,11 +242,11 @@ def _words(config: Mapping[str, Any], *ids: torch.Tensor) -> tuple[int, int]:
 
 
 def _numbers(config: Mapping[str, Any]) -> list[tuple[str, int]]:
-    """Every whole number in a config, with its key."""
+    """Return every integer of a config, with its key."""
     found = []
     for key, value in config.items():
         if isinstance(value, Mapping):
             found += _numbers(value)
         elif isinstance(value, int) and not isinstance(value, bool):
-            found.append((str(key), value))  # Aria's has numbers for keys
+            found.append((str(key), value))  # Aria's config has integer keys
     return found

@@ -1,4 +1,4 @@
-"""What the configs of classes that look have in common: the names of tokens and sizes of an image."""
+"""Config keys that vision models share: tokens and sizes of an image."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ import torch
 from ckptx.runtime.parity.inputs.multimodal import Batch, MultimodalInput, random_of
 
 Config = Mapping[str, Any]
-Seen = Callable[[Config, int, torch.Generator], MultimodalInput]
-# With the settings of its row; None for a config without the tower.
+ImageForm = Callable[[Config, int, torch.Generator], MultimodalInput]
+# Also takes the settings of its correction row; returns None for a config without the tower.
 Form = Callable[..., MultimodalInput | None]
 
-SIDE = 2  # tokens that an image is high, where the class takes images of any size
-WIDE = SIDE + 1  # and wide, so that the two cannot be exchanged
+SIDE = 2  # height of an image in tokens, for classes that take any size
+WIDE = SIDE + 1  # width, different so that swapped sizes are detected
 
 
 def token_of(config: Config) -> int:
-    """The token that the features of an image replace; classes have one name or the other for it."""
+    """Return the placeholder token that image features replace; its key depends on the class."""
     for key in ("image_token_id", "image_token_index"):
         if isinstance(config.get(key), int):
             return int(config[key])
@@ -27,7 +27,7 @@ def token_of(config: Config) -> int:
 
 
 def between(config: Config, tokens: list[int]) -> list[int]:
-    """The tokens of an image with those for its begin and end, where the config has them."""
+    """Return the tokens of an image between its begin and end tokens, if the config has them."""
     for kind in ("vision", "image"):
         ends = [config.get(f"{kind}_{end}_token_id") for end in ("start", "end")]
         if all(isinstance(end, int) for end in ends):
@@ -36,7 +36,7 @@ def between(config: Config, tokens: list[int]) -> list[int]:
 
 
 def first_of(size: Any) -> int:
-    """A size that may be given as height and width."""
+    """Return a size, or the first of a height and width."""
     return int(size[0] if isinstance(size, list | tuple) else size)
 
 
@@ -46,7 +46,7 @@ def channels(config: Config) -> int:
 
 
 def patches_along(config: Config) -> int:
-    """Patches along one side of an image of the tower's size."""
+    """Return the number of patches along one side of an image of the tower's size."""
     vision = config["vision_config"]
     return first_of(vision["image_size"]) // first_of(vision["patch_size"])
 

@@ -1,8 +1,8 @@
-"""One image for each row, in the smallest form that the config of a class allows: a function for each form.
+"""One image per sequence, in the smallest form that the config of a class allows: a function for each form.
 
-Here are the forms of whole images, and the names of all; those of patches are in `patches`. Which form a class takes,
-the section `inputs` of its corrections says. Shapes and masks are those that the processor of the class gives. `n`
-below is the number of rows.
+This module has the forms of whole images and the table of all forms; those of patches are in `patches`. The section
+`inputs` of the corrections of a class names its form. Shapes and masks are those that the processor of the class
+returns. `n` below is the batch size.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ckptx.runtime.parity.inputs.config_keys import (
     WIDE,
     Config,
     Form,
-    Seen,
+    ImageForm,
     channels,
     first_of,
     patches_along,
@@ -29,14 +29,14 @@ from ckptx.runtime.parity.inputs.config_keys import (
 )
 from ckptx.runtime.parity.inputs.multimodal import Batch, MultimodalInput, random_of
 
-# ---------------------------------------------------------------------------------- images of the one size of the tower
+# -------------------------------------------------------------------------------------- images of the tower's only size
 
 
-def _fixed(count: Callable[[Config, int], int]) -> Seen:
-    """Classes whose tower has one position for each patch of `image_size`; `pixel_values` is (n, channels, size, size).
+def _fixed(count: Callable[[Config, int], int]) -> ImageForm:
+    """Towers with one position per patch of `image_size`; `pixel_values` is (n, channels, size, size).
 
     Args:
-        count: The tokens of an image, from the config and the patches along one side.
+        count: Function from the config and the patches along one side to the tokens of an image.
     """
 
     def image(config: Config, rows: int, generator: torch.Generator) -> MultimodalInput:
@@ -51,7 +51,7 @@ def _every_patch(config: Config, side: int) -> int:
 
 
 def _of_any_tower(config: Config, rows: int, generator: torch.Generator) -> MultimodalInput:
-    """Llava: the tower may be of any make, and rows about its model type say what it takes."""
+    """Llava: the tower may be of any model type, and the corrections of that type give its form."""
     if any(row.any_size for row in _tower(config)):
         return _any_size(1, config, rows, generator)
     return _fixed(_selected)(config, rows, generator)
@@ -62,7 +62,7 @@ def _tower(config: Config) -> tuple[TowerRow, ...]:
 
 
 def _selected(config: Config, side: int) -> int:
-    """All that the tower gives, or all but the first, which is the class token of CLIP; others may have none."""
+    """Return all patches, or all but the first, which is the class token of CLIP; other towers may have none."""
     has_class = all(row.class_token for row in _tower(config))
     return side * side + has_class - int(config.get("vision_feature_select_strategy", "default") == "default")
 
@@ -72,7 +72,7 @@ def _downsampled(config: Config, side: int) -> int:
 
 
 def _halved_twice(config: Config, side: int) -> int:
-    """Two convolutions of stride 2 with a border, which round up."""
+    """Two padded convolutions of stride 2, which round up."""
     return (-(-side // 4)) ** 2
 
 
@@ -84,7 +84,7 @@ def _pooled(config: Config, rows: int, generator: torch.Generator) -> Multimodal
 
 
 def _of_timm(config: Config, rows: int, generator: torch.Generator) -> MultimodalInput | None:
-    """The tower is of timm and has no size in its config; its processor makes 768 pixels."""
+    """Towers of timm have no size in the config; the processor makes 768 pixels."""
     if config.get("vision_config") is None:
         return None
     token, count = token_of(config), int(config["vision_soft_tokens_per_image"])
@@ -93,7 +93,7 @@ def _of_timm(config: Config, rows: int, generator: torch.Generator) -> Multimoda
 
 
 def _prompt(config: Config, rows: int, generator: torch.Generator) -> MultimodalInput:
-    """A prompt without an answer: all of it, the image too, is of type 0 and sees all of itself."""
+    """A prompt without an answer: all tokens, those of the image included, have type 0 and attend to each other."""
     return _fixed(_every_patch)(config, rows, generator)._replace(types=("token_type_ids", 0))
 
 
@@ -105,10 +105,10 @@ def _shuffled(config: Config, rows: int, generator: torch.Generator) -> Multimod
 
 
 def _cross_attended(config: Config, rows: int, generator: torch.Generator) -> MultimodalInput:
-    """One image of as many tiles as there can be, so that none is of padding.
+    """One image with the largest number of tiles, so that no tile is padding.
 
-    It is not put in: text from its token on sees it by cross attention. `pixel_values` is (n, 1, tiles, channels, size,
-    size).
+    The image has no tokens in the text, which attends to it from its placeholder on. `pixel_values` is (n, 1, tiles,
+    channels, size, size).
     """
     vision, token = config["vision_config"], token_of(config)
     tiles, size = int(vision["max_num_tiles"]), first_of(vision["image_size"])
@@ -126,11 +126,11 @@ def _cross_attended(config: Config, rows: int, generator: torch.Generator) -> Mu
     return MultimodalInput([token], token, tensors, row=seen_by)
 
 
-# --------------------------------------------------------------------- tiles of the size of the tower, and one overview
+# ------------------------------------------------------------------------------ tiles of the tower's size, one overview
 
 
 def _tiles(config: Config, rows: int, generator: torch.Generator) -> MultimodalInput:
-    """An image of the smallest size that is offered: an overview, then its tiles, each row of patches with a newline.
+    """An image of the smallest size offered: an overview, then its tiles, each row of patches followed by a newline.
 
     `pixel_values` is (n, 1 + tiles, channels, size, size).
     """
@@ -148,13 +148,13 @@ def _tiles(config: Config, rows: int, generator: torch.Generator) -> MultimodalI
 # -------------------------------------------------------------------------------------------------- images of any size
 
 
-def _told(config: Config, rows: int, generator: torch.Generator) -> MultimodalInput:
-    """A tower as Pixtral's, which is told the size of each image; the config says how many patches make a token."""
+def _with_sizes(config: Config, rows: int, generator: torch.Generator) -> MultimodalInput:
+    """Pixtral and similar towers take the size of each image; `spatial_merge_size` patches per side make a token."""
     return _any_size(int(config["spatial_merge_size"]), config, rows, generator)
 
 
 def _any_size(merge: int, config: Config, rows: int, generator: torch.Generator) -> MultimodalInput:
-    """`merge` patches along a side make one token."""
+    """`merge` patches per side make one token."""
     token, size = token_of(config), first_of(config["vision_config"]["patch_size"]) * merge
     high, wide = size * SIDE, size * WIDE
     tensors = {
@@ -165,7 +165,7 @@ def _any_size(merge: int, config: Config, rows: int, generator: torch.Generator)
 
 
 def _downsampled_of_any_size(config: Config, rows: int, generator: torch.Generator) -> MultimodalInput:
-    """Positions are interpolated. One token is `1 / downsample_ratio` patches high and wide."""
+    """Interpolated positions; one token is `1 / downsample_ratio` patches high and wide."""
     patch, token = config["vision_config"]["patch_size"], token_of(config)
     high, wide = patch if isinstance(patch, list | tuple) else (patch, patch)
     side = round(SIDE / float(config["downsample_ratio"]))
@@ -175,7 +175,7 @@ def _downsampled_of_any_size(config: Config, rows: int, generator: torch.Generat
 
 
 def _folded(config: Config, rows: int, generator: torch.Generator) -> MultimodalInput:
-    """Positions are interpolated; two convolutions of stride 2 make one token of four patches along a side."""
+    """Interpolated positions; two convolutions of stride 2 make one token of four patches per side."""
     token, size = token_of(config), first_of(config["vision_config"]["patch_size"]) * 4 * SIDE
     return MultimodalInput(
         [token] * SIDE**2, token, {"pixel_values": random_of(generator, rows, channels(config), size, size)}
@@ -183,7 +183,7 @@ def _folded(config: Config, rows: int, generator: torch.Generator) -> Multimodal
 
 
 def _queries(config: Config, rows: int, generator: torch.Generator) -> MultimodalInput:
-    """A number of queries for each number of patches: the image with the fewest."""
+    """A fixed number of queries for each number of patches; the image has the fewest patches."""
     queries = {int(patches): int(count) for patches, count in config["projector_patch_to_query_dict"].items()}
     token, fewest = token_of(config), min(queries)
     size = isqrt(fewest) * first_of(config["vision_config"]["patch_size"])
@@ -194,12 +194,12 @@ def _queries(config: Config, rows: int, generator: torch.Generator) -> Multimoda
     return MultimodalInput([token] * queries[fewest], token, tensors)
 
 
-def _masked(count: Callable[[Config], int], side: Callable[[Config], int]) -> Seen:
-    """Classes that take (n, images, channels, height, width) and a mask of pixels.
+def _masked(count: Callable[[Config], int], side: Callable[[Config], int]) -> ImageForm:
+    """Classes that take (n, images, channels, height, width) and a pixel mask.
 
     Args:
-        count: The tokens of an image.
-        side: The patches along a side of the smallest image.
+        count: Function from the config to the tokens of an image.
+        side: Function from the config to the patches per side of the smallest image.
     """
 
     def image(config: Config, rows: int, generator: torch.Generator) -> MultimodalInput:
@@ -217,11 +217,11 @@ _resampled = _masked(lambda config: int(config["perceiver_config"]["resampler_n_
 _masked_shuffled = _masked(lambda config: SIDE**2, lambda config: int(config["scale_factor"]) * SIDE)
 
 
-# By the name that the rows of a model type say. None for a config without a tower.
+# Functions by the name that the rows of a model type use. They return None for a config without a tower.
 FORMS: Mapping[str, Form] = {
     "any_size_downsampled": _downsampled_of_any_size,
     "any_size_folded": _folded,
-    "any_size_told": _told,
+    "any_size_told": _with_sizes,
     "fixed_downsampled": _fixed(_downsampled),
     "fixed_every_patch": _fixed(_every_patch),
     "fixed_halved_twice": _fixed(_halved_twice),

@@ -1,4 +1,4 @@
-"""What a model gets beside text: tensors of its own, and the tokens that stand for them in every row."""
+"""Non-text inputs of a model: further tensors, and the tokens that stand for them in every sequence."""
 
 from __future__ import annotations
 
@@ -9,19 +9,20 @@ import torch
 
 Batch = dict[str, torch.Tensor]
 
-LENGTH = 12  # tokens of text in a row
+LENGTH = 12  # text tokens per sequence
 
 
 class MultimodalInput(NamedTuple):
-    """One image or one sound in every row.
+    """One image or one sound per sequence.
 
     Attributes:
-        tokens: What is put into every row, in order.
-        placeholder: The one of them that the model replaces, its place has no label; -1 where it replaces none.
+        tokens: Tokens inserted into every sequence, in order.
+        placeholder: Token that the model replaces with features, and that has no label; -1 if it replaces none.
         tensors: Further arguments of `forward`.
-        types: An argument that says of each token what it stands for, and the number for this kind; None where the
-            class has no such argument.
-        row: Makes the arguments that are as long as a row from the finished tokens, (rows, length); None for none.
+        types: Argument of `forward` with the type of each token, and the type of this kind; None if the class has no
+            such
+            argument.
+        row: Makes arguments of sequence length from the finished tokens, (rows, length); None if there are none.
     """
 
     tokens: list[int]
@@ -32,5 +33,5 @@ class MultimodalInput(NamedTuple):
 
 
 def random_of(generator: torch.Generator, *shape: int) -> torch.Tensor:
-    """Pixels or features as a processor gives them: around zero."""
+    """Return random pixels or features around zero, as a processor would."""
     return torch.randn(shape, generator=generator)

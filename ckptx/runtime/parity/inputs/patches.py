@@ -1,6 +1,6 @@
-"""One image for each row, for classes whose processor cuts images into patches: a function for each form.
+"""One image per sequence, for classes whose processor splits images into patches: a function for each form.
 
-`n` below is the number of rows. An image is wider than high, where the class takes that.
+`n` below is the batch size. An image is wider than high if the class allows that.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ def flat(config: Config, rows: int, generator: torch.Generator) -> MultimodalInp
 
 
 def flat_untyped(config: Config, rows: int, generator: torch.Generator) -> MultimodalInput:
-    """The same for classes that see where images are without types of tokens."""
+    """`flat` for classes that find images without token types."""
     return flat(config, rows, generator)._replace(types=None)
 
 
 def flat_for_experts(config: Config, rows: int, generator: torch.Generator) -> MultimodalInput:
-    """Ernie 4.5 VL: patches have no frames, the projector puts an image beside itself.
+    """Ernie 4.5 VL: patches have no frames, because the projector pairs an image with itself.
 
     Its tokens, and those for begin and end, go to experts of their own.
     """
@@ -54,7 +54,7 @@ def flat_renamed(config: Config, rows: int, generator: torch.Generator) -> Multi
 
 
 def large(config: Config, rows: int, generator: torch.Generator) -> MultimodalInput:
-    """Large patches, each a token: (n * patches, frames, patch, patch, channels)."""
+    """Large patches, each one a token: (n * patches, frames, patch, patch, channels)."""
     vision, token = config["vision_config"], token_of(config)
     patch, frames = int(vision["patch_size"]), int(vision["temporal_patch_size"])
     pixels = random_of(generator, rows * SIDE, frames, patch, patch, channels(config))
@@ -62,7 +62,7 @@ def large(config: Config, rows: int, generator: torch.Generator) -> MultimodalIn
 
 
 def square(config: Config, rows: int, generator: torch.Generator) -> MultimodalInput:
-    """Patches are squares, (n * patches, channels, patch, patch)."""
+    """Square patches, (n * patches, channels, patch, patch)."""
     vision, token = config["vision_config"], token_of(config)
     patch = first_of(vision["patch_size"])
     high, wide = (int(merged) * side for merged, side in zip(vision["merge_kernel_size"], (SIDE, WIDE), strict=True))
@@ -74,7 +74,7 @@ def square(config: Config, rows: int, generator: torch.Generator) -> MultimodalI
 
 
 def flat_unmerged(config: Config, rows: int, generator: torch.Generator) -> MultimodalInput:
-    """Patches of an image are not merged, those of a film are."""
+    """Patches of images are not merged, those of videos are."""
     patch, token = int(config["vision_config"]["patch_size"]), token_of(config)
     tensors = {
         "pixel_values": random_of(generator, rows * SIDE * WIDE, channels(config) * patch * patch),
@@ -85,7 +85,7 @@ def flat_unmerged(config: Config, rows: int, generator: torch.Generator) -> Mult
 
 
 def padded(config: Config, rows: int, generator: torch.Generator) -> MultimodalInput:
-    """Patches of each image, (n, patches, channels * patch * patch), none of them padding."""
+    """Patches of each image without padding, (n, patches, channels * patch * patch)."""
     patch, merged = int(config["vision_config"]["patch_size"]), int(config["downsample_factor"])
     high, wide, token = merged * SIDE, merged * WIDE, token_of(config)
     tensors = {
@@ -97,13 +97,13 @@ def padded(config: Config, rows: int, generator: torch.Generator) -> MultimodalI
 
 
 def placed(config: Config, rows: int, generator: torch.Generator, *, pooled_in_model: bool) -> MultimodalInput | None:
-    """Patches with the place of each, (n, patches, 3 * patch * patch), from 0 to 1.
+    """Patches with positions, (n, patches, 3 * patch * patch), from 0 to 1.
 
     Args:
-        config: Of the class; None is given for one without the tower.
-        rows: Of the batch.
-        generator: For the pixels.
-        pooled_in_model: Whether the tower makes one token of several patches. If not, the processor has done so.
+        config: Config of the class; the result is None if it has no tower.
+        rows: Batch size.
+        generator: Generator of the pixels.
+        pooled_in_model: True if the tower merges several patches into a token; otherwise the processor has done so.
     """
     if config.get("vision_config") is None:
         return None

@@ -1,7 +1,7 @@
-"""Windows of attention, made so small that a short text crosses them.
+"""Shrink attention windows so that even a short text is longer than a window.
 
-A layer whose window is as long as the text computes what a layer without a window does: how it masks was not run then.
-Both sides of a comparison get the same small window; that the configs say the same is compared before.
+A layer whose window covers the text computes what a layer without a window does, so its mask would not be tested. Both
+sides of a comparison get the same small window; the windows in the configs are compared before.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 
 SMALL = 5  # tokens, fewer than half of a text
 
-# Keys of a config of text that say how many tokens a layer sees. Chunks that a kernel merely works in are none.
+# Keys of a text config with the number of tokens that a layer attends to. Chunk sizes of kernels are not among them.
 _KEYS = (
     "sliding_window", "sliding_window_size", "attention_window_size", "attention_chunk_size", "local_attention",
     "local_attention_window_len", "window_size",
@@ -19,12 +19,12 @@ _KEYS = (
 
 
 def shrunk(config: Any) -> dict[str, int]:
-    """Keys of the windows that `shrink` makes smaller, with what the config says."""
+    """Return the keys of the windows that `shrink` reduces, with their sizes in the config."""
     return {key: value for _, key, value in _found(config)}
 
 
 def shrink(config: Any) -> None:
-    """Makes windows longer than `SMALL` that long, in place, in every part of a `PreTrainedConfig`."""
+    """Reduce windows longer than `SMALL` to that size, in place, in every part of a `PreTrainedConfig`."""
     for part, key, _ in _found(config):
         setattr(part, key, SMALL)
 
@@ -38,7 +38,7 @@ def _found(config: Any) -> Iterator[tuple[Any, str, int]]:
 
 
 def _parts(config: Any) -> Iterator[Any]:
-    """A config and the configs in it, of which those of text say how many words there are."""
+    """Yield the text configs: those of a config and its nested configs that have a vocabulary size."""
     if isinstance(getattr(config, "vocab_size", None), int):
         yield config
     for value in vars(config).values():

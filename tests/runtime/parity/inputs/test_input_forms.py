@@ -34,10 +34,10 @@ def test_settings_are_those_of_the_form(model_type: str, row: InputRow) -> None:
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        (InputRow("images", "shapes", "r"), 'made-up: "shapes" is no form of images, needed one of any_size'),
-        (InputRow("images", "chunk", "r"), 'made-up: "chunk" is no form of images'),
-        (InputRow("audio", "chunk", "r"), 'made-up: the form "chunk" cannot take its settings: missing'),
-        (InputRow("audio", "chunk", "r", {"windows": 3}), 'made-up: the form "chunk" cannot take its settings: '),
+        (InputRow("images", "shapes", "r"), 'made-up: "shapes" is not a form of images; use one of any_size'),
+        (InputRow("images", "chunk", "r"), 'made-up: "chunk" is not a form of images'),
+        (InputRow("audio", "chunk", "r"), 'made-up: the form "chunk" does not accept its settings: missing'),
+        (InputRow("audio", "chunk", "r", {"windows": 3}), 'made-up: the form "chunk" does not accept its settings: '),
     ],
 )
 def test_a_form_that_is_none_is_refused_by_name(row: InputRow, message: str) -> None:
