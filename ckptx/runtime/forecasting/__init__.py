@@ -1,1 +1,1 @@
-"""What a training step will take, counted before it runs: the runtime itself, on tensors without storage."""
+"""Forecast a training step before it runs: the runtime itself runs on tensors without storage, and is counted."""

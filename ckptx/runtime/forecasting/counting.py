@@ -1,4 +1,4 @@
-"""What a step computes and sends, counted operation by operation."""
+"""Count floating-point operations and communicated bytes of a step, operation by operation."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ _SDPA_CPU = "aten::_scaled_dot_product_flash_attention_for_cpu"
 
 @dataclass(slots=True)
 class Tally:
-    """What a part of a step computes and sends.
+    """Floating-point operations and communication of a part of a step.
 
     Attributes:
-        flops: Of all passes, a multiplication with an addition counted as two.
-        recomputed: Those of them that are computed a second time.
-        sent: Bytes of this rank's part of each kind of collective: what it gives to a reduction, what it gets of a
-            gathering, what it sends to the next stage.
+        flops: Floating-point operations of all passes; a multiply-add counts as two.
+        recomputed: Those of `flops` that activation checkpointing recomputes.
+        sent: Bytes by kind of collective, for this rank's share: the input of a reduction, the output of a gather, the
+            payload sent to the next stage.
     """
 
     flops: int = 0
@@ -44,7 +44,7 @@ class Tally:
     sent: Counter[str] = field(default_factory=Counter)
 
     def add(self, other: Tally, times: int = 1) -> None:
-        """Adds another so often."""
+        """Add another tally, `times` times."""
         self.flops += times * other.flops
         self.recomputed += times * other.recomputed
         for kind, nbytes in other.sent.items():
@@ -52,7 +52,7 @@ class Tally:
 
 
 def sum_of(tallies: Iterable[Tally]) -> Tally:
-    """All of them together."""
+    """Return the sum of tallies."""
     found = Tally()
     for each in tallies:
         found.add(each)
@@ -60,23 +60,23 @@ def sum_of(tallies: Iterable[Tally]) -> Tally:
 
 
 class Counts:
-    """Floating-point operations, and bytes that are sent.
+    """Counters of floating-point operations and communicated bytes.
 
     Attributes:
-        by_turn: Of each pass: its part of the step, and which one.
+        by_turn: Tally of each pass, by part of the step and number of the pass.
     """
 
     def __init__(self) -> None:
         self.begin()
 
     def begin(self) -> None:
-        """Forgets what was counted so far."""
+        """Reset all counters."""
         self.by_turn: dict[tuple[str, int], Tally] = {}
 
     def record_operation(
         self, moment: Callable[[], StepPhase], func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any
     ) -> None:
-        """An operation, as `ShapeTensors` shows it."""
+        """Count an operation that `ShapeTensors` reports."""
         flops = _flops(func, args, kwargs, out)
         if flops:
             now = moment()
@@ -109,14 +109,14 @@ def _flops(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) 
         return _attention_flops(*args[:3])
     if name == f"{_SDPA_CPU}_backward":
         return 5 * _attention_flops(*args[1:4]) // 2
-    if name == "aten::_grouped_mm":  # each row meets one expert, whichever
+    if name == "aten::_grouped_mm":  # each token is multiplied with one expert
         left, right = args[0], args[1]
         return 2 * int(left.numel()) * int(right.shape[-1])
     return 0
 
 
 def _attention_flops(query: Tensor, key: Tensor, value: Tensor) -> int:
-    """Of two products for each head of the queries, which may share keys and values."""
+    """Count the two matrix products of each query head; heads may share keys and values."""
     return 2 * int(query.numel()) * int(key.shape[-2]) + 2 * int(query.numel() // query.shape[-1]) * int(
         key.shape[-2] * value.shape[-1]
     )

@@ -1,9 +1,9 @@
-"""A step of a whole model from steps of the same model with fewer layers.
+"""Extrapolate a step of a whole model from steps of the same model with fewer layers.
 
-The step of the smallest is taken segment by segment. One with another period of layers has the same segments and some
-more, which are those of the period. What they change the bytes by, and what every other segment changes them by, is
-then as it would be with all periods; from the start of the step the bytes are added up again, and only then is the
-largest taken. A third step, with two more periods, has to come out as the first two say, else nothing is believed.
+The step of the smallest model is divided into segments. A model with another period of layers has the same segments
+plus those of the period. The memory changes of the period and of all other segments are extrapolated to the full number
+of periods; memory is then accumulated from the start of the step, and its maximum taken last. A third step, with two
+more periods, must match the extrapolation, else the result is rejected.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ckptx.runtime.forecasting.run import RankForecast
 from ckptx.runtime.forecasting.timeline import Bytes, Segment, Unit, timeline_from
 from ckptx.runtime.memory.storage_ledger import BACKWARD, KINDS, StorageLifetime
 
-_CLOSE = 2e-5  # of the peak: what the third step may differ by
+_CLOSE = 2e-5  # tolerance of the third step, relative to the peak
 _NOTHING: Bytes = (0,) * len(KINDS)
 
 
@@ -28,8 +28,8 @@ class ShortModel:
     """A step of a model with fewer layers.
 
     Attributes:
-        forecast: Of one rank.
-        kept: The layers of each list that it has, by their numbers in the whole model.
+        forecast: Forecast of one rank.
+        kept: Layers that remain of each list, by their numbers in the whole model.
     """
 
     forecast: RankForecast
@@ -37,15 +37,15 @@ class ShortModel:
 
 
 class _Place(NamedTuple):
-    """Where in a step a segment is.
+    """Position of a segment in a step.
 
     Attributes:
         part: forward, backward, ...
-        turn: Which pass.
-        path: Of the list of the layer, or of the last one before what is outside of layers.
-        layer: Its number in the whole model; of one of a period that may be left out, its place in the period.
-        is_outside: Whether it is no segment of the layer itself.
-        time: How often there was such a segment before.
+        turn: Number of the forward or backward pass.
+        path: Path of the list of the layer, or of the last layer before a segment outside layers.
+        layer: Number of the layer in the whole model; within a period that may be left out, its number in the period.
+        is_outside: True for a segment outside layers, after this layer.
+        time: Number of earlier segments with the same values.
     """
 
     part: str
@@ -57,14 +57,14 @@ class _Place(NamedTuple):
 
 
 class _Step(NamedTuple):
-    """A segment, and by how much it changes the bytes.
+    """A segment, and its changes of memory.
 
     Attributes:
-        place: Where it is.
-        axis: Which repeat it is of; None for what no layer can be left out of.
-        segment: As it was found.
-        most: By how much the bytes are above those at its start when they are most.
-        last: And at its end.
+        place: Position in the step.
+        axis: Index of the repeat that the segment belongs to; None if its layer is always kept.
+        segment: Segment as counted.
+        most: Bytes of each kind at the peak of the segment, relative to its start.
+        last: Bytes of each kind at its end, relative to its start.
     """
 
     place: _Place
@@ -76,23 +76,23 @@ class _Step(NamedTuple):
 
 @dataclass(slots=True)
 class _Base:
-    """What the steps say together: segments, and where others go between them."""
+    """Segments of the smallest model, with those of the larger models aligned to them."""
 
     steps: list[_Step]
-    grown: list[list[_Step]] = field(default_factory=list)  # of each axis: the same with one more period
-    blocks: dict[int, list[tuple[int, list[_Step]]]] = field(default_factory=dict)  # by position: axis, a period
+    grown: list[list[_Step]] = field(default_factory=list)  # per axis: the same segments with one more period
+    blocks: dict[int, list[tuple[int, list[_Step]]]] = field(default_factory=dict)  # by position: axis, its period
 
 
 def extrapolated(
     repeats: Sequence[RepeatedLayers], base: ShortModel, grown: Sequence[ShortModel], third: ShortModel | None
 ) -> RankForecast | None:
-    """What the whole model takes; None where the steps do not agree.
+    """Return the forecast of the whole model, or None if the steps do not agree.
 
     Args:
-        repeats: What was left out of the layers of this rank.
-        base: Without any of it.
-        grown: For each repeat, with one period of it.
-        third: With two periods of each; what it says is held against the others. None is not held against anything.
+        repeats: Layers of this rank that were left out.
+        base: Step without any of their periods.
+        grown: Steps with one period, one for each repeat.
+        third: Step with two periods of each repeat, which must match the extrapolation. None skips this check.
     """
     found = _base_of(repeats, base, grown)
     if found is None:
@@ -137,7 +137,7 @@ def _base_of(repeats: Sequence[RepeatedLayers], base: ShortModel, grown: Sequenc
 
 
 def _steps(repeats: Sequence[RepeatedLayers], run: ShortModel) -> Iterator[_Step]:
-    """The segments of a step, with the layers numbered as in the whole model."""
+    """Yield the segments of a step, with layers numbered as in the whole model."""
     seen: Counter[tuple[object, ...]] = Counter()
     start = _NOTHING
     path, index, axis = "", -1, None
@@ -170,7 +170,7 @@ def _number_of(unit: Unit, kept: Mapping[str, Sequence[int]]) -> int:
 
 
 def _predicted(base: _Base, repeats: Sequence[RepeatedLayers], extra: Sequence[int]) -> list[tuple[Segment, _Step]]:
-    """The segments with so many periods of each repeat, each with what it was made from."""
+    """Return the segments with `extra` periods of each repeat, each with the segment it was made from."""
     found: list[tuple[Segment, _Step]] = []
     now = _NOTHING
 
@@ -202,7 +202,7 @@ def _predicted(base: _Base, repeats: Sequence[RepeatedLayers], extra: Sequence[i
 def _forecast_of(
     base: ShortModel, grown: Sequence[ShortModel], extra: Sequence[int], segments: Sequence[Segment]
 ) -> RankForecast:
-    """What a rank takes, with what it computes and sends in proportion."""
+    """Return the forecast of a rank with these segments, and with work in proportion to the periods."""
     first, others = base.forecast, [each.forecast for each in grown]
     return replace(
         first,
@@ -216,7 +216,7 @@ def _forecast_of(
 
 
 def _agree(expected: RankForecast, found: RankForecast) -> bool:
-    """Whether a step came out as it was expected."""
+    """Return True if a step matches its extrapolation."""
     one, other = expected.course.segments, found.course.segments
     if [(each.part, each.turn) for each in one] != [(each.part, each.turn) for each in other]:
         return False
@@ -229,7 +229,7 @@ def _agree(expected: RankForecast, found: RankForecast) -> bool:
 
 
 def _with_tensors(whole: RankForecast, alike: Segment, kept: Mapping[str, Sequence[int]]) -> RankForecast:
-    """Tells of the tensors that live in a segment of the largest model that ran, as those of the one with the most."""
+    """Replace the tensors at the peak by those of the same segment in the largest model that ran, renumbered."""
     course = whole.course
     told = replace(
         course.worst,

@@ -1,4 +1,4 @@
-"""One rank of a world whose other ranks are not there."""
+"""One rank of a world whose other ranks do not exist."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ _DEVICE = torch.device("cpu")  # fake tensors of CUDA need a torch that was buil
 
 @contextmanager
 def fake_world(rank: int, world_size: int, device: torch.device = _DEVICE) -> Iterator[RankContext]:
-    """This process as a rank of a world of any size; what it sends goes nowhere, and what it receives has a shape.
+    """Make this process a rank of a world of any size; sends are dropped, and received tensors have a shape only.
 
-    Objects that ranks tell each other, to agree on something, are those of this rank.
+    `all_gather_object` returns the object of this rank for every rank.
 
     Args:
-        rank: Which.
-        world_size: Of how many.
-        device: What it computes on.
+        rank: Global rank of this process.
+        world_size: Number of ranks.
+        device: Device of the computation.
 
     Raises:
-        Defect: The process is in a group already.
+        Defect: The process is already in a process group.
     """
-    # its import registers the backend, and is all that torch has of it
+    # the import registers the backend
     from ckptx.runtime.torch_private import FakeStore
 
     if dist.is_initialized():
-        raise Defect("a forecast needs a process of its own, found one in a process group; please report this")
+        raise Defect("a forecast requires a process outside of any process group; please report this")
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
     gather = dist.all_gather_object
     dist.all_gather_object = _gather_own

@@ -1,4 +1,4 @@
-"""The config.json that a forecast is made from; no weights are read."""
+"""Find or write the config.json that a forecast uses; no weights are read."""
 
 from __future__ import annotations
 
@@ -19,43 +19,41 @@ _CONFIG = "config.json"
 def config_of_model(
     model: str, *, revision: str | None = None, token: str | None = None, cache_dir: str | Path | None = None
 ) -> Path:
-    """The directory of the config.json of a model.
+    """Return the directory of the config.json of a model.
 
     Args:
         model: A config.json, a directory with one, or a Hub id.
-        revision: Of the Hub id.
-        token: For the Hub.
-        cache_dir: Of the Hub.
+        revision: Git revision on the Hub; None for the default branch.
+        token: Access token of the Hub; None for the stored one.
+        cache_dir: Cache directory of the Hub; None for the default.
 
     Raises:
-        InputError: There is none.
-        UsageError: It is a file of another name.
+        InputError: The directory has no config.json, or the Hub id cannot be fetched.
+        UsageError: The path is a file with another name.
     """
     found = resolve(model, revision=revision, token=token, cache_dir=cache_dir, patterns=CONFIG_FILES)
     if found.is_file():
         if found.name != _CONFIG:
-            raise UsageError(
-                f"{found}: found a file of this name, needed a config.json, a directory with one, or a Hub id"
-            )
+            raise UsageError(f"{found} is not a config.json; pass a config.json, a directory that has one, or a Hub id")
         return found.parent
     if not (found / _CONFIG).is_file():
-        raise InputError(f"{found}: has no config.json, needed one; name the directory that has it")
+        raise InputError(f"{found}: has no config.json; pass the directory that has it")
     return found
 
 
 def config_of_recipe(model: ModelBlock, directory: Path) -> tuple[Path, tuple[str, ...]]:
-    """Writes the config.json of what a recipe trains.
+    """Write the config.json of the model that a recipe trains.
 
     Args:
-        model: Of the recipe.
-        directory: Where to.
+        model: Model block of the recipe.
+        directory: Directory to write to.
 
     Returns:
-        The directory, and notes.
+        The directory, and notes for the user.
 
     Raises:
-        InputError: Its checkpoint cannot be had, and the recipe has no keys to take in its place.
-        UsageError: It names no model.
+        InputError: The config of its checkpoint is unavailable, and the recipe has no keys as a fallback.
+        UsageError: The recipe names no model.
     """
     values, notes = _values_of(model)
     directory.mkdir(parents=True, exist_ok=True)
@@ -67,7 +65,7 @@ def config_of_recipe(model: ModelBlock, directory: Path) -> tuple[Path, tuple[st
 def _values_of(model: ModelBlock) -> tuple[Mapping[str, Any], tuple[str, ...]]:
     if model.pretrained is None:
         if not model.config:
-            raise UsageError("model: found neither pretrained nor config, needed one of them; name a checkpoint")
+            raise UsageError("model: has neither pretrained nor config; set model.pretrained to a checkpoint")
         return {}, ()
     try:
         return read_json(config_of_model(model.pretrained, revision=model.revision) / _CONFIG), ()
@@ -75,5 +73,5 @@ def _values_of(model: ModelBlock) -> tuple[Mapping[str, Any], tuple[str, ...]]:
         if not model.shrunk_from:
             raise
         return model.shrunk_from, (
-            f"{model.pretrained}: its config.json cannot be had here; the keys of model.shrunk_from are taken for it",
+            f"{model.pretrained}: its config.json is not available here; using the keys of model.shrunk_from",
         )

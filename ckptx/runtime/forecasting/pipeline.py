@@ -1,7 +1,7 @@
-"""Pipeline stages whose neighbours are not there: what would arrive is made in the form in which it was sent.
+"""Pipeline stages without neighbors: received tensors are created with the shapes in which they were sent.
 
-Ranks of a pipeline are forecast one after another. What the stages of one send is remembered, as the room it takes, and
-those of the next are given it.
+The ranks of a pipeline are forecast one after another. The shapes that the stages of one rank send are recorded, and
+the stages of the next rank receive tensors of these shapes.
 """
 
 from __future__ import annotations
@@ -18,41 +18,41 @@ from ckptx.runtime.parallel.pipeline.payload import PayloadSlot, header_rows, un
 from ckptx.runtime.parallel.pipeline.pipeline import Pipeline, TorchStage
 from ckptx.runtime.parallel.pipeline.run import StageRun
 
-Boundaries = dict[int, list[PayloadSlot | None]]  # what each stage is given by the one before it
+Boundaries = dict[int, list[PayloadSlot | None]]  # inputs of each stage from the previous stage
 
 
 class _IsolatedStage(TorchStage):
-    """Has no other stages to agree with."""
+    """A stage that does not synchronize with other stages."""
 
     def _warmup_backward_result(self, received_result: Tensor | None = None) -> Tensor:
-        """All of them know the shapes, as this one does; asked since torch 2.13."""
+        """Return the result of the stage itself, as all stages know the shapes; called since torch 2.13."""
         return torch.ones(1, dtype=torch.int32)
 
 
 class IsolatedPipeline(Pipeline):
-    """`Pipeline` on a rank whose neighbours are not there; all microbatches have one shape."""
+    """A `Pipeline` on a rank without neighbors; all microbatches have one shape."""
 
     stage_class = _IsolatedStage
 
     def __init__(self, *args: Any, boundaries: Boundaries, ledger: StorageLedger) -> None:
         """Args:
-        args: As `Pipeline` takes them.
-        boundaries: What is known; what these stages send is added.
-        ledger: Is told what is carried.
+        args: Arguments of `Pipeline`.
+        boundaries: Known inputs of stages; the values that these stages send are added.
+        ledger: Ledger in which communication buffers are labelled.
         """
         self._boundaries, self._ledger = boundaries, ledger
         super().__init__(*args)
 
     @classmethod
     def maker(cls, boundaries: Boundaries, ledger: StorageLedger) -> Callable[..., IsolatedPipeline]:
-        """What `Cut.pipeline` makes one with."""
+        """Return a function with the signature that `PipelinePlan.pipeline` expects of a pipeline class."""
         return lambda *args: cls(*args, boundaries=boundaries, ledger=ledger)
 
     def _check_ties(self) -> None:
-        """Nothing: there are no values that could be alike."""
+        """Skip the check: there are no values that could be compared."""
 
     def _measure_payloads(self, batches: Sequence[Batch]) -> None:
-        """One says what all of them take."""
+        """Measure the first batch only, as all have one shape."""
         super()._measure_payloads(batches[:1])
 
     def _send(self, values: tuple[Any, ...], stage: int) -> None:

@@ -1,7 +1,7 @@
-"""The ranks of a task, one of each stage of the pipeline: each in forks of this process.
+"""Forecast the ranks of a task, one per pipeline rank, in forked processes.
 
-Where many layers are alike, models with a few of them run in place of the whole one, side by side; `extrapolation` says
-what that one takes, or that it has to run itself.
+If many layers repeat, models with fewer of them run in place of the whole one, in parallel; `extrapolation` computes
+the forecast of the whole model from them, or rejects them, and the whole model runs.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from ckptx.runtime.parallel.pipeline.boundaries import StageBoundaries
 from ckptx.runtime.parallel.pipeline.schedules import find_schedule
 
 T = TypeVar("T")
-Carries = dict[tuple[Any, ...], StageBoundaries]  # of a model, by how it is cut into stages
+Carries = dict[tuple[Any, ...], StageBoundaries]  # boundaries of a model, by how it is split into stages
 
 
 def stages_of(pp: int, schedule: str) -> int:
-    """The stages of a pipeline."""
+    """Return the number of pipeline stages; 1 without a pipeline."""
     return pp * find_schedule(schedule).stages if pp > 1 else 1
 
 
@@ -40,21 +40,21 @@ def ranks_of(
     carries: Carries | None = None,
     directory: Path | None = None,
 ) -> list[RankForecast]:
-    """What the first rank of each stage of the pipeline takes.
+    """Return the forecasts of the first rank of each pipeline rank.
 
     Args:
-        task: What is done.
-        all_layers: Run all of them, also where many are alike.
-        is_tried: Hold what a few layers say against a run with some more; without that it is taken as it comes.
-        few_ranks: Of a pipeline run only those one of which takes most: the first, which has most microbatches on the
-            way, the one with most parameters, and the last, which has the logits.
-        in_place: One after another, and without a pipeline in this process, which keeps what it learns of operations
-            and cannot be forked then.
-        carries: What is known of what travels between stages; what is found out is added.
-        directory: Where configs with fewer layers are written to; who may be killed does not remove them itself.
+        task: Step to forecast.
+        all_layers: Run all layers, even if many repeat.
+        is_tried: Validate the extrapolation with a third, larger model.
+        few_ranks: Run only pipeline ranks that can have the peak: the first rank, which has most microbatches in
+            flight, the one with most parameters, and the last, which has the logits.
+        in_place: Run one after another, and without a pipeline in this process, which caches facts about operations and
+            must not be forked afterwards.
+        carries: Known stage boundaries; new ones are added. None for none.
+        directory: Parent of temporary configs with fewer layers, for processes that may be killed before they clean up.
 
     Raises:
-        UnsupportedError: The class cannot run like that, or computes by values that nobody knows before.
+        UnsupportedError: The class cannot run in this layout, or its shapes depend on values.
     """
     with tempfile.TemporaryDirectory(prefix="ckptx-layers-", dir=directory) as own:
         short = None if all_layers else _short_models(task, Path(own), is_tried)
@@ -80,9 +80,9 @@ class _Short:
     """Models with fewer layers.
 
     Attributes:
-        plan: What was left out.
-        tasks: With as little as can be, with one more of each axis, and, where it is tried, with two of all.
-        extra: Of each of them, the periods of each axis.
+        plan: Layers that can be left out.
+        tasks: Tasks with as few layers as possible, with one more period per axis, and, to validate, with two of all.
+        extra: For each task, the additional periods of each axis.
     """
 
     plan: ShorteningPlan
@@ -90,7 +90,7 @@ class _Short:
     extra: tuple[tuple[int, ...], ...]
 
     def of_rank(self, rank: int) -> list[int]:
-        """The axes that have layers of a pipeline rank."""
+        """Return the axes that have layers of a pipeline rank."""
         return [axis for axis, repeat in enumerate(self.plan.of_rank(rank)) if repeat is not None]
 
 
@@ -108,7 +108,7 @@ def _short_models(task: Task, directory: Path, is_tried: bool) -> _Short | None:
 
 
 class _Ranks:
-    """Runs the ranks of a task one after another, as each needs to know what the one before it sends."""
+    """The ranks of a task, which run in order because each needs the shapes that the previous one sends."""
 
     def __init__(self, task: Task, short: _Short | None, in_place: bool, carries: Carries) -> None:
         self._task, self._short, self._in_place = task, short, in_place
@@ -116,13 +116,13 @@ class _Ranks:
         self._carries = carries
 
     def run(self, ranks: Sequence[int]) -> list[RankForecast]:
-        """What each takes; what one is given by another that is left out is taken for what the second stage is given.
+        """Return the forecasts; a rank whose predecessor is left out receives what the second stage receives.
 
-        Where stages are not given as many values, none is left out.
+        If stages receive different numbers of values, no rank is left out.
         """
         layout = self._task.recipe.layout
         stages = stages_of(layout.pp, layout.schedule)
-        if layout.pp > 1 and stages > layout.pp:  # what stages send is found as if each had a rank of its own
+        if layout.pp > 1 and stages > layout.pp:  # find what stages send as if each had a rank of its own
             at = 0 if self._short is None else 1
             for number in range(stages):
                 self._learn(at, self._answers(walk_stage, [(self._task_at(at), stages, number, self._known(at))])[0])
@@ -168,7 +168,7 @@ class _Ranks:
     def _answers(self, work: Callable[..., T], calls: Sequence[tuple[Any, ...]]) -> list[T]:
         if not self._in_place:
             return in_children(work, calls)
-        if self._task.dims.pp > 1:  # DTensor remembers groups by their mesh, and each rank has others
+        if self._task.dims.pp > 1:  # DTensor caches groups by mesh, and each rank has other groups
             return in_children(work, calls, most=1)
         return [work(*each) for each in calls]
 

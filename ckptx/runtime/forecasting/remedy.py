@@ -1,4 +1,4 @@
-"""A mesh on which a step fits that does not fit as it was asked for."""
+"""Find a larger mesh for a step that does not fit."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from ckptx.runtime.forecasting.search import NODE, with_layout
 from ckptx.runtime.forecasting.task import Task
 from ckptx.runtime.memory.reserve import reserved
 
-_MOST = 64  # times as many ranks
+_MOST = 64  # largest factor of the number of ranks
 
 
 def mesh_that_fits(task: Task, memory: int) -> tuple[ParallelDims, int] | None:
-    """The smallest mesh with more ranks for TP or FSDP2 on which a step fits, and its peak; None where none does.
+    """Return the smallest mesh with more TP or FSDP2 ranks on which a step fits, and its peak; None if there is none.
 
-    Each data rank has as many rows as before. Few layers and few ranks of a pipeline run, as in a search.
+    The batch per data-parallel rank stays the same. As in a search, few layers and few pipeline ranks run.
 
     Args:
-        task: What does not fit.
-        memory: Of each GPU, in bytes.
+        task: Step that does not fit.
+        memory: Memory per GPU, in bytes.
     """
     if reserved(0) >= memory:
         return None
@@ -38,7 +38,7 @@ def mesh_that_fits(task: Task, memory: int) -> tuple[ParallelDims, int] | None:
             asked = with_layout(same, dims, mode, task.microbatches)
             peak = max(each.peak for each in ranks_of(asked, is_tried=False, few_ranks=True, carries=carries))
         except CkptxError:
-            continue  # the model cannot be cut so
+            continue  # the model cannot be sharded like this
         if peak + reserved(peak) <= memory:
             return dims, peak
     return None

@@ -1,8 +1,8 @@
-"""Which layers of a model are alike, and how many of them can be left out so that the rest says what all would take.
+"""Find layers of a model that repeat, and how many of them can be left out without losing information.
 
-Layers are compared as they are built: their modules, tensors and plain attributes, and what lists of the config say of
-each. A row of layers in which the same pattern comes again and again (one kind, or five with a window and one without)
-is as good with fewer of its periods. What is found here is tried before it is believed: see `extrapolation`.
+Layers are compared as built: their modules, tensors and plain attributes, and the per-layer lists of the config. A
+sequence of layers with a periodic pattern (one kind, or five with a window and one without) can be shortened by whole
+periods. The result is validated before use: see `extrapolation`.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from torch import nn
 
 from ckptx.runtime.model.layers import Container, containers
 
-_LONGEST = 12  # layers of a pattern
-_LEAST = 3  # layers that are left of a row: FSDP2 gathers the next one while one computes
-ABSENT = "absent"  # of a layer that a table says nothing of
-_LAYERS = re.compile(r"layer|block|ind(ex|ic)|idx")  # in names of config keys that have numbers of layers
+_LONGEST = 12  # maximum period, in layers
+_LEAST = 3  # minimum number of layers that stay: FSDP2 gathers the next layer while one computes
+ABSENT = "absent"  # value of a layer that a table does not mention
+_LAYERS = re.compile(r"layer|block|ind(ex|ic)|idx")  # names of config keys with numbers of layers
 _PLAIN = (bool, int, float, str, type(None))
-_NUMBERS = ("idx", "index", "layer_id", "layer_number", "layer_nr")  # attributes that say which layer one is
+_NUMBERS = ("idx", "index", "layer_id", "layer_number", "layer_nr")  # attributes with the number of a layer
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,10 +31,10 @@ class RepeatedLayers:
     """Layers of which some periods can be left out.
 
     Attributes:
-        path: Of their list: "model.layers".
-        at: The first that can be left out.
-        period: How many go together.
-        most: How many periods can be left out; at least one more than are tried.
+        path: Path of their list, such as "model.layers".
+        at: First layer that can be left out.
+        period: Layers per period.
+        most: Number of periods that can be left out.
     """
 
     path: str
@@ -44,22 +44,22 @@ class RepeatedLayers:
 
     @property
     def stop(self) -> int:
-        """The first layer behind those that can be left out."""
+        """First layer after those that can be left out."""
         return self.at + self.period * self.most
 
     def left_out(self, extra: int) -> range:
-        """The layers that are left out where `extra` periods more than necessary stay."""
+        """Return the layers to leave out if `extra` of the removable periods stay."""
         return range(self.at, self.stop - self.period * extra)
 
 
 def layer_kinds(model: nn.Module, homes: Mapping[str, str]) -> dict[str, list[Hashable]]:
-    """What each layer of a model is, by list; lists of layers that share a parameter are left out.
+    """Return a description of each layer, by list; lists of layers that share a parameter are omitted.
 
-    Two layers for which this gives the same value compute in the same way, as far as can be seen.
+    Two layers with equal descriptions run the same computation, as far as their structure shows.
 
     Args:
-        model: Whole, before anything was made parallel.
-        homes: Of each list, the nested config that says how long it is, as `config_parts` names it.
+        model: Whole model, before it is parallelized.
+        homes: For each list, the nested config with its length, as named by `config_parts`.
     """
     nested = dict(config_parts(model.config.to_dict()))
     owners = Counter(id(tensor) for tensor in _tensors(model))
@@ -76,12 +76,12 @@ def layer_kinds(model: nn.Module, homes: Mapping[str, str]) -> dict[str, list[Ha
 
 
 def lists_of_layers(model: nn.Module) -> Iterator[Container]:
-    """Every list of layers of a model."""
+    """Yield every list of layers of a model."""
     return chain.from_iterable(containers(model).values())
 
 
 def config_parts(config: Mapping[str, Any], name: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
-    """The contents of a config.json and of the configs nested in it, each with its dotted name; the whole has none."""
+    """Yield the contents of a config.json and its nested configs, with their dotted names; the whole has none."""
     yield name, config  # type: ignore[misc]  # a dict, as JSON has it
     for key, value in config.items():
         if isinstance(value, dict) and "model_type" in value:
@@ -89,9 +89,9 @@ def config_parts(config: Mapping[str, Any], name: str = "") -> Iterator[tuple[st
 
 
 def by_layer(part: Mapping[str, Any], count: int) -> dict[str, list[Any]]:
-    """What a config says of each of so many layers, by its key.
+    """Return the per-layer values of a config, by key.
 
-    It may be a list as long as that of the layers, a table by the number of a layer, or a list of such numbers.
+    The value may be a list of one value per layer, a table by number of the layer, or a list of such numbers.
     """
     found: dict[str, list[Any]] = {}
     for key, value in sorted(part.items()):
@@ -105,28 +105,28 @@ def by_layer(part: Mapping[str, Any], count: int) -> dict[str, list[Any]]:
     return found
 
 
-def as_before(value: Any, said: Sequence[Any], count: int) -> Any:
-    """What `by_layer` found, of fewer layers, in the form that it had.
+def as_before(value: Any, values: Sequence[Any], count: int) -> Any:
+    """Convert per-layer values of fewer layers back to the form that they have in the config.
 
     Args:
-        value: What was in the config.
-        said: Of each layer that is left.
-        count: Of layers that there were.
+        value: Original value of the config.
+        values: Values of the layers that remain.
+        count: Original number of layers.
     """
     if isinstance(value, dict):
-        return {number: each for number, each in enumerate(said) if each is not ABSENT}
-    return list(said) if len(value) == count else [number for number, is_in in enumerate(said) if is_in]
+        return {number: each for number, each in enumerate(values) if each is not ABSENT}
+    return list(values) if len(value) == count else [number for number, is_in in enumerate(values) if is_in]
 
 
 def repeat_in(path: str, kinds: Sequence[Hashable], first: int, stop: int, runs: int) -> RepeatedLayers | None:
-    """The layers from `first` to `stop` of a list that can be left out; None where that would save nothing.
+    """Return the removable layers from `first` to `stop` of a list, or None if that would save nothing.
 
     Args:
-        path: Of the list.
-        kinds: Of all its layers.
-        first: As above.
-        stop: As above.
-        runs: How many models with fewer layers will run.
+        path: Path of the list.
+        kinds: Descriptions of all its layers.
+        first: First layer of the range.
+        stop: End of the range, exclusive.
+        runs: Number of models with fewer layers that will run.
     """
     found, saved = None, 0
     for period in range(1, min(_LONGEST, (stop - first) // runs) + 1):

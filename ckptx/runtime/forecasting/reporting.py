@@ -1,4 +1,4 @@
-"""The reports of what was counted."""
+"""Build the reports of `forecast`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _GIB = 2**30
 
 
 def report_of(task: Task, ranks: Sequence[RankForecast], memory: int | None) -> ForecastReport:
-    """The report of what was found."""
+    """Return the report of a forecast."""
     dims, training = task.dims, task.recipe.training
     rows = [_row(rank, memory) for rank in ranks]
     peak = max(row["peak"] for row in rows)
@@ -87,17 +87,17 @@ def _told(life: StorageLifetime) -> dict[str, Any]:
 
 
 def search_report_of(question: SearchSpace, found: SearchResult) -> SearchReport:
-    """The report of what was searched for."""
+    """Return the report of a layout search."""
     task, outcomes = question.task, found.outcomes
     best = [each.best for each in outcomes if each.best is not None]
     missing = best[0].missing if best else ()
     said = assumptions_of(task, missing, False)
     said.append(
-        "every layout does the same step, and ran with few of the layers that are alike, few microbatches and, of a "
-        "pipeline, few ranks; the row that says checked ran with every rank, and its layers were held against others"
+        "every layout runs the same step; layouts are forecast with few of the repeated layers, few microbatches and, "
+        "with a pipeline, few ranks; the row marked checked was run on every rank, with its layers validated"
     )
     if question.pins.tp is None and question.gpus > NODE:
-        said.append(f"tensor parallelism stays within {NODE} GPUs, as a node has them; --tp takes another size")
+        said.append(f"tensor parallelism is limited to the {NODE} GPUs of a node; --tp sets another size")
     return SearchReport(
         command="forecast",
         exit=0 if best else 1,
@@ -140,7 +140,7 @@ def _mesh(dims: ParallelDims) -> dict[str, int]:
 
 
 def _settings(task: Task) -> dict[str, Any]:
-    """What a step does in any layout."""
+    """Return the settings that do not depend on the layout."""
     layout = task.recipe.layout
     return {
         "seq": task.seq,
@@ -154,37 +154,34 @@ def _settings(task: Task) -> dict[str, Any]:
 
 
 def assumptions_of(task: Task, missing: Sequence[str], is_extrapolated: bool) -> list[str]:
-    """What the numbers of a task do and do not say.
+    """Return the assumptions behind the numbers of a task.
 
     Args:
-        task: What is done.
-        missing: What the model has a tower for, and rows of the step lack.
-        is_extrapolated: Whether some layers stood for others.
+        task: Step that was forecast.
+        missing: Kinds of input that the model has a tower for, but the step lacks.
+        is_extrapolated: True if repeated layers were extrapolated.
     """
     loss = {
-        "sharded": "the loss is computed in float32, on logits that stay cut over the vocabulary under TP",
-        "whole": "the loss is computed as transformers does it: on whole logits, in float32",
-        "none": "no loss: logits are summed up",
+        "sharded": "the loss is computed in float32, on logits that stay sharded over the vocabulary under TP",
+        "whole": "the loss is computed as in transformers: on full logits, in float32",
+        "none": "no loss: the logits are summed",
     }[task.loss]
     said = [
-        "bytes of tensors, on the first rank of each stage, which has the largest part of what is cut",
+        "bytes of tensors, on the first rank of each stage, which has the largest shards",
         loss,
         (
-            "attention as on a CPU: fused, without whole scores wherever transformers chooses sdpa; kernels of CUDA "
-            "that fall back to whole scores take more"
+            "assumes fused SDPA (no attention-score matrix) wherever transformers selects sdpa; CUDA kernels that fall "
+            "back to a score matrix take more"
         ),
         (
-            "not counted: workspaces of kernels, NCCL, the context of CUDA, fragmentation; kept free for them are "
-            f"{CONTEXT / _GIB:.1f} GiB and {FRAGMENTATION:.0%} of the peak"
+            "not counted: kernel workspaces, NCCL, CUDA context, fragmentation; reserve for them: "
+            f"{CONTEXT / _GIB:.1f} GiB + {FRAGMENTATION:.0%} of the peak"
         ),
     ]
     if task.optimizer in ("adam", "adamw"):
-        said.append("the optimizer goes one tensor at a time (foreach=False), as TP needs it")
+        said.append("the optimizer updates one tensor at a time (foreach=False), as TP requires")
     if is_extrapolated:
-        said.append(
-            "of layers that are alike a few ran: steps of three models, each with some more of them, agree on what "
-            "each part of a step takes for one"
-        )
+        said.append("repeated layers were extrapolated from three small models that agree")
     if missing and not task.images:
-        said.append(f"text alone: nothing for its {' and '.join(missing)} tower to do; see --images")
+        said.append(f"text only: the inputs have nothing for the {' and '.join(missing)} tower; see --images")
     return said

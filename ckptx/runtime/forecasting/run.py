@@ -35,11 +35,11 @@ from ckptx.runtime.training.assembly import AssembledModel, lay_out
 
 @dataclass(slots=True)
 class SharedFacts:
-    """What one fork finds and the next needs.
+    """Facts that one forked process finds and later ones need.
 
     Attributes:
-        carry: What travels between the stages of a pipeline.
-        boundaries: What each stage is given.
+        carry: Boundaries between pipeline stages; None until they are found.
+        boundaries: Shapes of the inputs of each stage.
     """
 
     carry: StageBoundaries | None = None
@@ -48,7 +48,7 @@ class SharedFacts:
     def find_boundaries(
         self, model: nn.Module, stages: StageMap, schedule: Schedule, batches: Any, output: Any
     ) -> StageBoundaries:
-        """What `plan_pipeline_of_stacks` takes: found once, on a small model that has values."""
+        """Find stage boundaries for `plan_pipeline_of_stacks`, once, on a small model with values."""
         if self.carry is None:
             self.carry = find_and_check_boundaries(
                 model, stages, batches, output, split_backward=schedule.splits_backward
@@ -58,18 +58,18 @@ class SharedFacts:
 
 @dataclass(frozen=True, slots=True)
 class RankForecast:
-    """What a rank will take.
+    """Forecast of one rank.
 
     Attributes:
-        architecture: The class of the model.
-        parameters: Of the whole model.
-        missing: What the model has a tower for, and rows of the step lack.
-        stages: Its pipeline stages by number; 0 alone without a pipeline.
-        course: Its bytes over the step.
-        turns: What it computes and sends in each pass: its part of the step, and which one.
-        wrapped_layers: Layers that compute again.
-        inputs: Bytes of the rows of a microbatch.
-        left_out: Layers that did not run, as others are alike.
+        architecture: Name of the model class.
+        parameters: Number of parameters of the whole model.
+        missing: Kinds of input that the model has a tower for, but the step lacks.
+        stages: Numbers of its pipeline stages; (0,) without a pipeline.
+        course: Memory over the step.
+        turns: Work of each pass, by part of the step and number of the pass.
+        wrapped_layers: Layers that recompute activations.
+        inputs: Bytes of the inputs of a microbatch.
+        left_out: Number of repeated layers that did not run.
     """
 
     architecture: str
@@ -84,25 +84,25 @@ class RankForecast:
 
     @property
     def peak(self) -> int:
-        """The most bytes of the step."""
+        """Peak bytes of the step."""
         return sum(self.course.worst.most)
 
     @property
     def work(self) -> Tally:
-        """What it computes and sends in the step."""
+        """Work of the whole step."""
         return sum_of(self.turns.values())
 
 
 def run_rank(task: Task, pipeline_rank: int, known: SharedFacts) -> tuple[RankForecast, SharedFacts]:
-    """Runs a step on the first of the ranks that share pipeline stages: it has the largest part of what is cut.
+    """Run a step on the first of the ranks that share pipeline stages, which has the largest shards.
 
     Args:
-        task: What is done.
-        pipeline_rank: Which pipeline stages.
-        known: From the stages before.
+        task: Step to run.
+        pipeline_rank: Rank within the pipeline.
+        known: Facts from earlier stages.
 
     Raises:
-        UnsupportedError: The class cannot run like that, or computes by values that nobody knows before.
+        UnsupportedError: The class cannot run in this layout, or its shapes depend on values.
     """
     whole_model = build_model(task.source, trust_remote_code=task.recipe.model.trust_remote_code)
     parameters = sum(each.numel() for each in whole_model.parameters())
@@ -135,16 +135,16 @@ def run_rank(task: Task, pipeline_rank: int, known: SharedFacts) -> tuple[RankFo
 
 
 def walk_stage(task: Task, stages: int, number: int, known: SharedFacts) -> SharedFacts:
-    """Finds what a stage sends, as one of a pipeline whose ranks have one stage each.
+    """Find the shapes that a stage sends, in a pipeline with one stage per rank.
 
     Args:
-        task: What is done.
-        stages: How many there are.
-        number: Which.
-        known: From those before.
+        task: Step to run.
+        stages: Number of stages.
+        number: Number of this stage.
+        known: Facts from earlier stages.
 
     Raises:
-        UnsupportedError: As `run_rank`.
+        UnsupportedError: As for `run_rank`.
     """
     layout = structs.replace(task.recipe.layout, pp=stages, schedule="gpipe")
     task = replace(task, recipe=structs.replace(task.recipe, layout=layout))
@@ -159,15 +159,15 @@ def walk_stage(task: Task, stages: int, number: int, known: SharedFacts) -> Shar
 
 @contextmanager
 def _laid_out(task: Task, pipeline_rank: int, known: SharedFacts) -> Iterator[AssembledModel]:
-    """The stages of a rank, without storage."""
+    """Parallelize the model of a rank, without storage."""
     with fake_world(pipeline_rank * task.dims.per_stage, task.dims.world_size) as place, warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of torch, about groups of one rank; what counts is said in errors
+        warnings.simplefilter("ignore")  # torch warns about groups of one rank; real problems raise errors
         yield lay_out(task.recipe, task.source, place, find_boundaries=known.find_boundaries)
 
 
 @contextmanager
 def _shapes(assembled: AssembledModel, see: Callable[..., None]) -> Iterator[None]:
-    """Within it there are shapes alone; what cannot be known without values is said in our words."""
+    """Run the block on tensors without storage; shapes that depend on values raise an `UnsupportedError`."""
     name = assembled.models[0].config.architectures[0]  # FSDP2 gives a model another class
     try:
         with ShapeTensors(see):
@@ -176,17 +176,17 @@ def _shapes(assembled: AssembledModel, see: Callable[..., None]) -> Iterator[Non
         raise
     except (DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode) as error:
         raise UnsupportedError(
-            f"{name}: computes by values that are not known before it runs ({error}), needed a class whose shapes "
-            "follow from those of its inputs; its memory cannot be forecast"
+            f"{name}: its shapes depend on values that are unknown before it runs ({error}), so that its memory cannot "
+            "be forecast; a forecast requires shapes that follow from those of the inputs"
         ) from error
 
 
 def _one_step(
     assembled: AssembledModel, task: Task, inputs: Inputs, ledger: StorageLedger, counts: Counts, boundaries: Boundaries
 ) -> tuple[int, int]:
-    """Runs it; the numbers of its first event, and of the first after it.
+    """Run one step; returns the numbers of its first event and of the first event after it.
 
-    Before it is what happens once: the optimizer gets its state, and a pipeline the room for what is sent.
+    One-time work comes before: the optimizer creates its state, and a pipeline its communication buffers.
     """
     for model in assembled.models:
         give_storage(model, torch.device("cpu"))
@@ -206,7 +206,7 @@ def _one_step(
 
 
 def _give_state(optimizer: torch.optim.Optimizer, ledger: StorageLedger) -> None:
-    """Lets the optimizer make its state, as the first step does; what gets no gradient in the step has none."""
+    """Create the optimizer state as the first step does; parameters without a gradient in the step lose it again."""
     trained = optimizer.param_groups[0]["params"]
     for each in trained:
         each.grad = torch.empty_like(each)

@@ -1,9 +1,9 @@
-"""Which layouts of so many GPUs fit, with the least that is computed again and the least that is sent.
+"""Search the layouts of a number of GPUs that fit, with least recomputation and least communication.
 
-Every layout does the same step: the same rows, over all GPUs. Of the modes of activation checkpointing the first that
-fits is taken, from what recomputes least to what recomputes most, and for it the microbatches that are best: fewer of
-them gather parameters less often, and leave a pipeline idle for longer. Candidates run with few layers, of a pipeline
-few ranks, and few microbatches; the best one is then forecast with every stage.
+Every layout runs the same step: the same global batch over all GPUs. Modes of activation checkpointing are tried from
+least to most recomputation; the first that fits is used, with its best number of microbatches: fewer microbatches
+gather parameters less often, but leave a pipeline idle for longer. Candidates run with few layers, few microbatches
+and, of a pipeline, few ranks; the best one is then forecast with every stage.
 """
 
 from __future__ import annotations
@@ -29,26 +29,26 @@ from ckptx.runtime.memory.storage_ledger import GRADIENTS, KINDS, OPTIMIZER, PAR
 from ckptx.runtime.model.build import build_model
 from ckptx.runtime.parallel.pipeline.schedules import find_schedule
 
-MODES = ("none", "selective", "submodule", "full")  # from what recomputes least
-NODE = 8  # GPUs that are near each other: TP stays among so many
-_STEADY = 4  # microbatches without a pipeline: the first, two alike, the last
-_FILLED = 3  # those of a pipeline beyond one for each of its ranks
-_CONFIRMED = 3  # rows at the top that are forecast with everything, until one of them fits
+MODES = ("none", "selective", "submodule", "full")  # in ascending order of recomputation
+NODE = 8  # GPUs with a fast interconnect: TP stays within them
+_STEADY = 4  # microbatches without a pipeline: the first, two identical ones, the last
+_FILLED = 3  # microbatches of a pipeline beyond one for each of its ranks
+_CONFIRMED = 3  # candidates that are forecast in full, until one of them fits
 
 _logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FixedDims:
-    """What is not searched.
+    """Dimensions that are not searched.
 
     Attributes:
-        tp: Ranks that share each tensor; None is searched, as with the others.
+        tp: TP ranks; None to search, as for the others.
         pp: Pipeline ranks.
         dp_shard: FSDP2 ranks.
         dp_replicate: Replicas.
-        microbatches: Of a step, on each data rank.
-        mode: Of activation checkpointing.
+        microbatches: Microbatches per step and data-parallel rank.
+        mode: Mode of activation checkpointing.
     """
 
     tp: int | None = None
@@ -61,17 +61,17 @@ class FixedDims:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A way to run the step.
+    """One way to run the step.
 
     Attributes:
-        task: All of it.
-        peak: Bytes of tensors of the rank with the most.
-        between_steps: And between steps.
-        flops: Of a step, on the rank that computes most.
-        recomputed: Those of them that are computed a second time.
-        sent: Bytes by collective, of the rank that sends most.
-        missing: What the model has a tower for, and rows of the step lack.
-        is_whole: Whether every stage was forecast, and layers that were left out held against others.
+        task: Step in this layout.
+        peak: Peak bytes of tensors, on the rank with the most.
+        between_steps: Bytes between steps, on the rank with the most.
+        flops: Floating-point operations of a step, on the rank with the most.
+        recomputed: Those of `flops` that are recomputed.
+        sent: Bytes by collective, on the rank that sends most.
+        missing: Kinds of input that the model has a tower for, but the step lacks.
+        is_whole: True if every stage was forecast, and the extrapolation of layers was validated.
     """
 
     task: Task
@@ -85,31 +85,31 @@ class Candidate:
 
     @property
     def idle(self) -> float:
-        """The part of a step in which ranks of a pipeline wait for each other."""
+        """Fraction of a step in which pipeline ranks are idle."""
         layout = self.task.recipe.layout
         return find_schedule(layout.schedule).bubble_fraction(layout.pp, self.task.microbatches)
 
     @property
     def order(self) -> tuple[float, int, int]:
-        """The first is the best: least time beside what has to be computed, least sent, least memory."""
+        """Sort key, best first: least overhead in time, least communication, least memory."""
         useful = (1 - self.recomputed / self.flops if self.flops else 1.0) * (1 - self.idle)
         return round(1 / useful, 3), sum(self.sent.values()), self.peak
 
     def fits(self, memory: int) -> bool:
-        """Whether it does, with what is kept free."""
+        """Return True if the step fits, reserve included."""
         return self.peak + reserved(self.peak) <= memory
 
 
 @dataclass(frozen=True, slots=True)
 class SearchSpace:
-    """What is searched for.
+    """A layout search.
 
     Attributes:
-        task: The step, with any layout.
-        gpus: How many there are.
-        memory: Of each, in bytes.
-        pins: What is not searched.
-        directory: For files that are gone with the search.
+        task: Step, in any layout.
+        gpus: Number of GPUs.
+        memory: Memory per GPU, in bytes.
+        pins: Dimensions that are not searched.
+        directory: Directory for temporary files; None for the default.
     """
 
     task: Task
@@ -121,14 +121,14 @@ class SearchSpace:
 
 @dataclass(frozen=True, slots=True)
 class MeshResult:
-    """What was found of one mesh.
+    """Search result of one mesh.
 
     Attributes:
-        dims: The mesh.
-        best: The way to run the step that is taken; None where none fits.
-        least: Bytes of the smallest step that was looked at, or that it cannot be below.
-        refused: Why it cannot be.
-        tried: Steps that were looked at.
+        dims: Mesh that was searched.
+        best: Best candidate; None if none fits.
+        least: Lowest peak in bytes of the candidates, or a lower bound if none was run.
+        refused: Reason why the mesh is impossible; empty if it is not.
+        tried: Number of candidates that were run.
     """
 
     dims: ParallelDims
@@ -140,12 +140,12 @@ class MeshResult:
 
 @dataclass(frozen=True, slots=True)
 class SearchResult:
-    """What a search found.
+    """Result of a layout search.
 
     Attributes:
-        architecture: The class of the model.
-        parameters: Of the whole model.
-        outcomes: Of every mesh, those that fit first, the best of them first.
+        architecture: Name of the model class.
+        parameters: Number of parameters of the whole model.
+        outcomes: Results of all meshes; those that fit come first, best first.
     """
 
     architecture: str
@@ -154,10 +154,10 @@ class SearchResult:
 
 
 def search(question: SearchSpace) -> SearchResult:
-    """Looks at every mesh, several side by side.
+    """Search all meshes, several in parallel.
 
     Raises:
-        UsageError: There is no such mesh.
+        UsageError: No mesh has the given dimensions.
         InputError, UnsupportedError: The model cannot be built.
     """
     meshes = layouts(question.gpus, question.pins)
@@ -165,7 +165,7 @@ def search(question: SearchSpace) -> SearchResult:
     model: Any = build_model(question.task.source, trust_remote_code=trust)
     parameters = sum(each.numel() for each in model.parameters())
     together: dict[tuple[int, int], list[ParallelDims]] = {}
-    for number, dims in enumerate(meshes):  # those of as many stages, whose stages send the same
+    for number, dims in enumerate(meshes):  # group meshes with equal pp, whose stages send the same
         together.setdefault((dims.pp, number if dims.pp == 1 else 0), []).append(dims)
     calls = [(question, each, parameters) for _, each in sorted(together.items(), reverse=True)]
     outcomes = [each for found in in_children(outcomes_of, calls) for each in found]
@@ -182,19 +182,19 @@ def search(question: SearchSpace) -> SearchResult:
 
 
 def outcomes_of(question: SearchSpace, meshes: Sequence[ParallelDims], parameters: int) -> list[MeshResult]:
-    """What is found of meshes with as many stages, one after another.
+    """Return the results of some meshes, one after another.
 
     Args:
-        question: What is searched for.
-        meshes: All of one number of stages.
-        parameters: Of the model.
+        question: Search to run.
+        meshes: Meshes with the same number of stages.
+        parameters: Number of parameters of the model.
     """
     carries: Carries = {}
     return [_outcome(question, dims, parameters, carries) for dims in meshes]
 
 
 def _outcome(question: SearchSpace, dims: ParallelDims, parameters: int, carries: Carries) -> MeshResult:
-    """The first mode that fits a mesh, with the microbatches that are best for it."""
+    """Return the first mode that fits a mesh, with its best number of microbatches."""
     task, pins = question.task, question.pins
     least = least_bytes(task, parameters, dims)
     if least + reserved(least) > question.memory:
@@ -202,12 +202,12 @@ def _outcome(question: SearchSpace, dims: ParallelDims, parameters: int, carries
     counts = list(microbatches_of(task, dims, pins))
     if not counts:
         return MeshResult(
-            dims, refused="its data ranks have too few rows for a microbatch on each rank of the pipeline"
+            dims, refused="the batch of a data-parallel rank is smaller than one microbatch per pipeline rank"
         )
     smallest, tried = math.inf, 0
     for mode in (pins.mode,) if pins.mode is not None else MODES:
         best = None
-        for count in counts:  # the most first: they take least
+        for count in counts:  # in descending order: more microbatches take less memory
             try:
                 candidate = _candidate(
                     with_layout(task, dims, mode, count), is_tried=False, few_ranks=True, in_place=True,
@@ -224,14 +224,14 @@ def _outcome(question: SearchSpace, dims: ParallelDims, parameters: int, carries
                 break
             best = candidate if best is None else min(best, candidate, key=lambda each: each.order)
             if dims.dp_shard == 1:
-                break  # nothing is gathered, so fewer would send as much
+                break  # without FSDP nothing is gathered, so fewer microbatches would not send less
         if best is not None:
             return MeshResult(dims, best, best.peak, tried=tried)
     return MeshResult(dims, least=int(smallest), tried=tried)
 
 
 def confirmed(outcome: MeshResult, memory: int) -> MeshResult:
-    """The same mesh, forecast with every stage, and with layers that are held against others."""
+    """Forecast the mesh again with every stage, and with the extrapolation of layers validated."""
     assert outcome.best is not None
     best = replace(_candidate(outcome.best.task), is_whole=True)
     tried = outcome.tried + 1
@@ -252,10 +252,10 @@ def _order(outcome: MeshResult) -> tuple[float, int, int]:
 
 
 def layouts(gpus: int, pins: FixedDims) -> list[ParallelDims]:
-    """Every mesh of so many GPUs; TP stays within a node unless it is pinned.
+    """Return every mesh of a number of GPUs; TP stays within a node unless it is fixed.
 
     Raises:
-        UsageError: There is none.
+        UsageError: No mesh has the given dimensions.
     """
     found = [
         ParallelDims(tp=tp, pp=pp, dp_shard=rest // pins.dp_replicate, dp_replicate=pins.dp_replicate)
@@ -268,19 +268,19 @@ def layouts(gpus: int, pins: FixedDims) -> list[ParallelDims]:
     ]
     if not found:
         raise UsageError(
-            f"--gpus {gpus}: found no mesh of so many GPUs with the sizes that are given, needed one whose product it "
-            "is; leave one of them out"
+            f"--gpus {gpus}: no mesh of this many GPUs has the given dimensions, whose product must divide it; leave "
+            "one of them out"
         )
     return found
 
 
 def divisors(number: int) -> list[int]:
-    """Of a number, in ascending order."""
+    """Return the divisors of a number, in ascending order."""
     return [each for each in range(1, number + 1) if number % each == 0]
 
 
 def microbatches_of(task: Task, dims: ParallelDims, pins: FixedDims) -> Iterator[int]:
-    """How many there may be on each data rank, the most first: of one row, two, four, ... each."""
+    """Yield the possible numbers of microbatches per data-parallel rank, for microbatches of 1, 2, 4, ... sequences."""
     rows, rest = divmod(task.recipe.training.global_batch, dims.dp)
     if rest:
         return
@@ -291,7 +291,7 @@ def microbatches_of(task: Task, dims: ParallelDims, pins: FixedDims) -> Iterator
 
 
 def with_layout(task: Task, dims: ParallelDims, mode: str, microbatches: int) -> Task:
-    """The same step on another mesh."""
+    """Return the same step on another mesh."""
     recipe = task.recipe
     layout = structs.replace(
         recipe.layout, tp=dims.tp, pp=dims.pp, dp_shard=dims.dp_shard, dp_replicate=dims.dp_replicate,
@@ -302,7 +302,7 @@ def with_layout(task: Task, dims: ParallelDims, mode: str, microbatches: int) ->
 
 
 def with_microbatches(task: Task, count: int, rows: int | None = None) -> Task:
-    """The step with so many microbatches, of as many rows each as before when `rows` is left out."""
+    """Return the step with `count` microbatches of `rows` sequences; None keeps the microbatch size."""
     recipe = task.recipe
     rows = task.microbatch if rows is None else rows
     training = structs.replace(
@@ -315,15 +315,15 @@ def with_microbatches(task: Task, count: int, rows: int | None = None) -> Task:
 
 
 def most_that_differ(task: Task) -> int:
-    """As many microbatches as take the most memory that any number of them takes, and have two that are alike."""
+    """Return the fewest microbatches that reach the peak memory of any larger number and include two identical ones."""
     if task.dims.pp > 1 and task.recipe.layout.schedule != "1f1b":
-        return task.microbatches  # how many are on the way grows with them
+        return task.microbatches  # the number in flight grows with them
     most = _STEADY if task.dims.pp == 1 else task.dims.pp + _FILLED
     return min(task.microbatches, most)
 
 
 def least_bytes(task: Task, parameters: int, dims: ParallelDims) -> int:
-    """No rank with the most takes less: parameters, gradients and the state of the optimizer, cut evenly."""
+    """Return a lower bound of the peak: evenly sharded parameters, gradients and optimizer state."""
     size = 4 if task.recipe.model.dtype == "float32" else 2
     copies = 2 + (2 if task.optimizer in ("adam", "adamw") else 0)
     if task.recipe.model.freeze:
@@ -332,13 +332,13 @@ def least_bytes(task: Task, parameters: int, dims: ParallelDims) -> int:
 
 
 def has_steady_turns(rank: RankForecast) -> bool:
-    """Whether microbatches that are neither the first nor the last compute and send the same."""
+    """Return True if the second and the third microbatch do the same work."""
     return all(rank.turns.get((part, 1)) == rank.turns.get((part, 2)) is not None for part in ("forward", "backward"))
 
 
 def candidate_of(task: Task, ranks: Sequence[RankForecast], more: int) -> Candidate:
-    """What ranks take together, with so many microbatches more than ran."""
-    count = task.microbatches - more  # that ran
+    """Combine the forecasts of ranks, adding `more` microbatches to those that ran."""
+    count = task.microbatches - more  # microbatches that ran
     work = []
     for rank in ranks:
         tally = rank.work
@@ -359,7 +359,7 @@ def candidate_of(task: Task, ranks: Sequence[RankForecast], more: int) -> Candid
 
 
 def _of_microbatch(rank: RankForecast, count: int) -> int:
-    """Bytes that each of so many microbatches takes for the whole step: its rows, and what a pipeline keeps for it."""
+    """Return the bytes that a microbatch keeps for the whole step: its inputs and its pipeline buffers."""
     states = (PARAMETERS, OPTIMIZER, GRADIENTS)
     kept = sum(size for kind, size in zip(KINDS, rank.course.between, strict=True) if kind not in states)
     return rank.inputs + kept // count

@@ -1,4 +1,4 @@
-"""The same model with fewer layers: a config that builds what is left when layers are taken out of some lists."""
+"""Build the same model with fewer layers, from a config that describes the remaining layers."""
 
 from __future__ import annotations
 
@@ -30,24 +30,24 @@ from ckptx.runtime.forecasting.task import Task
 from ckptx.runtime.model.build import build_model
 from ckptx.runtime.parallel.pipeline.schedules import find_schedule
 
-_COUNTS = re.compile(r"layer|depth|block")  # in names of config keys that say how many layers there are
+_COUNTS = re.compile(r"layer|depth|block")  # names of config keys with a number of layers
 _USUAL = ("num_hidden_layers", "num_layers", "n_layer", "n_layers", "depth", "encoder_layers", "decoder_layers")
 
 
 @dataclass(frozen=True, slots=True)
 class ShorteningPlan:
-    """What of a model can be left out.
+    """Layers of a model that can be left out.
 
     Attributes:
-        parameters: Of the whole model.
-        architecture: Its class.
-        counts: Layers of each list.
-        axes: Repeats that are lengthened together: of every pipeline rank at most one.
-        ranks: Of each axis, the pipeline rank of each repeat.
-        stages: Where the layers of the pipeline lie; None without one.
-        config: Of the whole model, as transformers writes it.
-        homes: Of each list, the nested config and the key in it that say how many layers it has.
-        kinds: Of the layers of each list.
+        parameters: Number of parameters of the whole model.
+        architecture: Name of the model class.
+        counts: Number of layers of each list.
+        axes: Groups of repeats that are lengthened together; each has at most one repeat per pipeline rank.
+        ranks: For each axis, the pipeline rank of each repeat.
+        stages: Assignment of layers to stages; None without a pipeline.
+        config: Config of the whole model, from `to_dict()`.
+        homes: For each list, the nested config and its key with the number of layers.
+        kinds: Descriptions of the layers of each list.
     """
 
     parameters: int
@@ -61,17 +61,17 @@ class ShorteningPlan:
     kinds: Mapping[str, Sequence[Hashable]]
 
     def of_rank(self, rank: int) -> list[RepeatedLayers | None]:
-        """Of each axis, the repeat of a pipeline rank."""
+        """Return the repeat of a pipeline rank on each axis; None where it has none."""
         return [
             next((each for each, owner in zip(axis, ranks, strict=True) if owner == rank), None)
             for axis, ranks in zip(self.axes, self.ranks, strict=True)
         ]
 
     def kept(self, extra: Sequence[int]) -> dict[str, list[int]]:
-        """The layers of each list that stay.
+        """Return the layers that remain of each list.
 
         Args:
-            extra: Of each axis, how many periods more than necessary.
+            extra: For each axis, the number of removable periods that stay.
         """
         out: dict[str, set[int]] = {path: set() for path in self.counts}
         for axis, number in zip(self.axes, extra, strict=True):
@@ -81,17 +81,17 @@ class ShorteningPlan:
 
 
 def plan_of(task: Task, runs: int) -> ShorteningPlan | None:
-    """What of the model of a task can be left out; None where nothing can.
+    """Return the layers of a model that can be left out, or None if there are none.
 
     Args:
-        task: With the whole model.
-        runs: How many models with fewer layers will run in place of the whole one.
+        task: Task with the whole model.
+        runs: Number of models with fewer layers that will run.
 
     Raises:
         InputError, UnsupportedError: The model cannot be built.
     """
     if task.recipe.model.trust_remote_code:
-        return None  # its config goes with its code
+        return None  # its custom code may depend on the config
     model = build_model(task.source, dtype=_dtype_of(task))
     values = {**model.config.to_dict(), "architectures": model.config.architectures}
     counts = {each.name: len(each.module) for each in lists_of_layers(model)}
@@ -134,10 +134,10 @@ def plan_of(task: Task, runs: int) -> ShorteningPlan | None:
 
 
 def stages_of_model(model: nn.Module, task: Task) -> StageMap:
-    """The pipeline stages of the model of a task.
+    """Return the pipeline stages of the model of a task.
 
     Raises:
-        UnsupportedError, UsageError: It has no layers to split, or too few.
+        UnsupportedError, UsageError: The model has no layers to split, or too few.
     """
     config: Any = model.config
     values = {**config.to_dict(), "architectures": config.architectures}
@@ -149,13 +149,13 @@ def stages_of_model(model: nn.Module, task: Task) -> StageMap:
 
 
 def shortened(task: Task, plan: ShorteningPlan, extra: Sequence[int], directory: Path) -> Task | None:
-    """The task with a model that has fewer layers; None where no config builds it.
+    """Return the task with a model of fewer layers, or None if no config builds it.
 
     Args:
-        task: With the whole model.
-        plan: What can be left out.
-        extra: Of each axis, how many periods more than necessary stay.
-        directory: Where the config is written to.
+        task: Task with the whole model.
+        plan: Layers that can be left out.
+        extra: For each axis, the number of removable periods that stay.
+        directory: Directory to write the config to.
     """
     kept = plan.kept(extra)
     expected = {path: [plan.kinds[path][each] for each in layers] for path, layers in kept.items()}
@@ -168,7 +168,7 @@ def shortened(task: Task, plan: ShorteningPlan, extra: Sequence[int], directory:
     try:
         model = build_model(directory, dtype=_dtype_of(task))
     except CkptxError:
-        return None  # the config says something of layers that are not there
+        return None  # the config refers to layers that do not exist
     found = layer_kinds(model, {path: part for path, (part, _) in plan.homes.items()})
     if {path: found.get(path) for path in expected} != expected:
         return None
@@ -187,7 +187,7 @@ def shortened(task: Task, plan: ShorteningPlan, extra: Sequence[int], directory:
 
 
 def _home_of(config: Mapping[str, Any], path: str, count: int) -> tuple[str, str] | None:
-    """The nested config and the key in it that say how long a list of layers is; None where several could."""
+    """Return the nested config and its key with the length of a list of layers; None if it is ambiguous."""
     found = {
         name: [key for key, value in part.items() if type(value) is int and value == count and _COUNTS.search(key)]
         for name, part in config_parts(config)
@@ -203,7 +203,7 @@ def _home_of(config: Mapping[str, Any], path: str, count: int) -> tuple[str, str
 
 
 def _shorten(config: Mapping[str, Any], home: tuple[str, str], count: int, layers: Sequence[int]) -> None:
-    """Lets a config, in place, say that a list has these layers alone."""
+    """Edit a config in place so that a list has these layers only."""
     name, key = home
     values = dict(config_parts(config))[name]
     for other, said in by_layer(values, count).items():

@@ -1,5 +1,5 @@
-"""One step as `Trainer` does it, on made-up rows, with any of the losses: the forecast runs it without storage, and
-what holds the forecast against real tensors runs it with them.
+"""Run one step as `Trainer` does, on synthetic sequences and with any loss: a forecast runs it without storage, and
+its validation with real tensors.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from ckptx.runtime.training.optimization import make_optimizer
 
 @dataclass(frozen=True, slots=True)
 class StepSpec:
-    """What a step is made of, on one rank.
+    """A training step on one rank.
 
     Attributes:
-        assembled: The model, or its stages, with storage and, where there are stages, connected.
-        task: What is done.
-        inputs: Of one microbatch; all of them are alike.
-        optimizer: None where the task has none.
+        assembled: Model, or its connected pipeline stages, with storage.
+        task: Task of the step.
+        inputs: Inputs of one microbatch; all microbatches are equal.
+        optimizer: Optimizer, or None if the task has none.
     """
 
     assembled: AssembledModel
@@ -43,10 +43,10 @@ class StepSpec:
     optimizer: torch.optim.Optimizer | None
 
     def run(self, ledger: StorageLedger) -> None:
-        """Forward and backward of every microbatch, clipping, the optimizer.
+        """Run forward and backward for every microbatch, gradient clipping, and the optimizer.
 
         Args:
-            ledger: Is told what is what; one that sees nothing takes note of nothing.
+            ledger: Ledger in which tensors and phases are labelled; may be one that records nothing.
 
         Raises:
             UnsupportedError: The code of the model fails.
@@ -90,12 +90,12 @@ class StepSpec:
 
 
 def inputs_of(task: Task, config: Mapping[str, Any]) -> Inputs:
-    """Of one microbatch, for a model with this config."""
+    """Return the inputs of one microbatch, for a model with this config."""
     return inputs_for(config, rows=task.microbatch, at_least=task.seq, images=task.images)
 
 
 def batches_of(task: Task, inputs: Inputs) -> list[dict[str, Tensor]]:
-    """Arguments of the model for each microbatch of a step, every one with storage of its own."""
+    """Return the arguments of the model for each microbatch of a step, each with storage of its own."""
     dtype = getattr(torch, task.recipe.model.dtype)
     batch = dict(inputs.batch)
     if task.padded and "input_ids" in batch:
@@ -108,7 +108,7 @@ def batches_of(task: Task, inputs: Inputs) -> list[dict[str, Tensor]]:
 
 
 def optimizer_of(task: Task, parameters: Sequence[Tensor]) -> torch.optim.Optimizer | None:
-    """The optimizer of a task, over what is trained."""
+    """Return the optimizer of a task over the trained parameters, or None."""
     block = task.recipe.optimizer
     trained = [each for each in parameters if each.requires_grad]
     if task.optimizer == "none":
@@ -121,7 +121,7 @@ def optimizer_of(task: Task, parameters: Sequence[Tensor]) -> torch.optim.Optimi
 def _loss_of(logits: Tensor, labels: Tensor, items: Tensor, kind: Loss) -> Tensor:
     if kind == "none":
         return (logits.to_local() if isinstance(logits, DTensor) else logits).sum()
-    if logits.dim() != 3 or logits.shape[:2] != labels.shape:  # of a class without a head
+    if logits.dim() != 3 or logits.shape[:2] != labels.shape:  # hidden states of a class without a head
         return full_tensor(logits).float().pow(2).mean()
     if kind == "whole":
         logits = full_tensor(logits).float()

@@ -1,4 +1,4 @@
-"""What is forecast: a recipe, and what a step does beside what it says."""
+"""The step to forecast: a recipe, and properties of the step that no recipe has."""
 
 from __future__ import annotations
 
@@ -21,15 +21,16 @@ class Task:
     """A step to forecast.
 
     Attributes:
-        recipe: What is trained; `training.local_batch` rows of each data rank go through a model or a schedule at once,
-            `training.global_batch` over all data ranks in a step.
+        recipe: Recipe of the run. `training.local_batch` is the number of sequences that a data-parallel rank passes to
+            a
+            model or a pipeline schedule; `training.global_batch` is the number over all data-parallel ranks in a step.
         source: Directory of the config.json.
-        seq: Tokens of a row.
-        images: In each row.
-        padded: Whether rows come with a mask, as those of a recipe's data do.
-        loss: sharded: that of the runtime, on logits that stay cut over the vocabulary; whole: as transformers computes
-            it, on whole logits in float32; none: their sum.
-        optimizer: adamw, adam, sgd (without momentum) or none.
+        seq: Sequence length in tokens.
+        images: Images per sequence.
+        padded: True if sequences come with an attention mask, as those of a recipe do.
+        loss: "sharded" computes the loss on logits that stay sharded over the vocabulary; "whole" computes it as
+            transformers does, on full float32 logits; "none" sums the logits.
+        optimizer: "adamw", "adam", "sgd" (without momentum) or "none".
     """
 
     recipe: Recipe
@@ -42,23 +43,23 @@ class Task:
 
     @property
     def dims(self) -> ParallelDims:
-        """The mesh."""
+        """Mesh dimensions."""
         return self.recipe.layout.dims
 
     @property
     def microbatch(self) -> int:
-        """Rows of a microbatch."""
+        """Sequences per microbatch."""
         training = self.recipe.training
         return training.microbatch if self.dims.pp > 1 else training.local_batch
 
     @property
     def microbatches(self) -> int:
-        """Of a step, on each data rank."""
+        """Microbatches per step and data-parallel rank."""
         return max(1, self.recipe.training.global_batch // self.dims.dp // self.microbatch)
 
 
 def task_of_recipe(recipe: Recipe, source: Path) -> Task:
-    """The step of a recipe: its data has images where its name says so, and rows as long as they may be, padded."""
+    """Return the step of a recipe, with padded sequences of full length, and images if its dataset has them."""
     return Task(
         recipe=recipe,
         source=source,
@@ -72,15 +73,15 @@ def task_of_recipe(recipe: Recipe, source: Path) -> Task:
 def task_of_options(source: Path, options: ForecastOptions | SearchOptions, stages: int) -> Task:
     """Return the step that the options of `forecast` describe.
 
-    With `search`, it is the smallest one: the search finds the rest.
+    With `search`, this is the smallest step; the search varies it.
 
     Args:
         source: Directory of the config.json.
-        options: The options.
-        stages: Stages of the pipeline.
+        options: Options of the command.
+        stages: Number of pipeline stages.
 
     Raises:
-        UsageError: An option has a value it cannot have.
+        UsageError: An option has an invalid value.
     """
     is_search = isinstance(options, SearchOptions)
     dims = ParallelDims() if is_search else options.dims
@@ -89,7 +90,7 @@ def task_of_options(source: Path, options: ForecastOptions | SearchOptions, stag
     if isinstance(options, ForecastOptions):
         schedule, pp_split, ac_scope = options.schedule, options.pp_split, options.ac_scope
     if pp_split not in SPLITS and not all(each.strip().isdecimal() for each in pp_split.split(",")):
-        raise UsageError(f'--pp-split: "{pp_split}" must be {", ".join(SPLITS)}, or a count for each stage')
+        raise UsageError(f'--pp-split: "{pp_split}" must be {", ".join(SPLITS)}, or a number of layers for each stage')
     microbatches = 1 if is_search else options.microbatches
     batch, dtype, param_dtype = options.batch, options.dtype, options.param_dtype
     portions = microbatches or (stages if dims.pp > 1 else 1)
@@ -122,10 +123,10 @@ def task_of_options(source: Path, options: ForecastOptions | SearchOptions, stag
 
 
 def stored_dtype(source: Path) -> str:
-    """What a config says that parameters are stored in; float32 where it says nothing.
+    """Return the dtype that a config declares for its parameters; float32 if it declares none.
 
     Raises:
-        UsageError: It says something else.
+        UsageError: It declares an unsupported dtype.
     """
     config = read_json(source / "config.json")
     parts = (config, *(each for each in config.values() if isinstance(each, dict)))
@@ -133,6 +134,6 @@ def stored_dtype(source: Path) -> str:
     name = str(found[0]) if found else "float32"
     if name not in DTYPES.values():
         raise UsageError(
-            f"{source / 'config.json'}: found dtype {name}, needed one of {', '.join(DTYPES)}; give --dtype"
+            f"{source / 'config.json'}: dtype {name} is not supported, use one of {', '.join(DTYPES)}; pass --dtype"
         )
     return name

@@ -1,4 +1,4 @@
-"""The bytes of a step over its course, by kind: where they are most, and what they are then."""
+"""Memory over a step, by kind: the peak, and the tensors that cause it."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from ckptx.runtime.memory.storage_ledger import (
     StorageLifetime,
 )
 
-LARGEST = 5  # tensors that are told of
-Bytes = tuple[int, ...]  # of each of KINDS
+LARGEST = 5  # number of tensors that are reported
+Bytes = tuple[int, ...]  # bytes of each of KINDS
 
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """A layer, or what is around the layers.
+    """A layer, or everything outside layers.
 
     Attributes:
-        stack: The list that the layer is in; "" for what is in none.
-        index: Of the layer.
+        stack: Path of the list that contains the layer; "" outside layers.
+        index: Number of the layer in its list.
     """
 
     stack: str = ""
@@ -35,16 +35,16 @@ class Unit:
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """What happens to one unit at a time, in one part of a step.
+    """Consecutive operations of one unit, in one part of a step.
 
     Attributes:
         part: forward, backward, clipping or optimizer.
-        turn: Which forward or backward pass.
-        unit: Whose operations.
-        most: The bytes of each kind when their sum is largest.
-        last: Those at its end.
-        peak: What was made when they were most.
-        largest: Some of what lives then, the largest first.
+        turn: Number of the forward or backward pass.
+        unit: Unit that runs.
+        most: Bytes of each kind at the largest sum.
+        last: Bytes of each kind at the end.
+        peak: Storage whose allocation reached the largest sum; None if the sum never rose.
+        largest: Largest storages alive at that time, in descending order.
     """
 
     part: str
@@ -58,12 +58,12 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class MemoryTimeline:
-    """The bytes of a step.
+    """Memory of a step.
 
     Attributes:
-        segments: In their order.
-        worst: The one with the most.
-        between: The bytes of each kind between this step and the next.
+        segments: Segments in order.
+        worst: Segment with the peak.
+        between: Bytes of each kind between this step and the next.
     """
 
     segments: tuple[Segment, ...]
@@ -72,10 +72,10 @@ class MemoryTimeline:
 
 
 def kind_of(life: StorageLifetime) -> str:
-    """What a storage is, when it is over or the step is.
+    """Return the kind of a storage, once it is freed or the step has ended.
 
-    What is made in a forward pass and lives past it is an activation; what a layer computes again for its backward
-    pass likewise.
+    A storage allocated in a forward pass that outlives it is an activation, and so is one that a layer recomputes for
+    its backward pass.
     """
     if life.label is not None:
         return life.label
@@ -89,7 +89,7 @@ def kind_of(life: StorageLifetime) -> str:
 
 
 def units_of(layers: Iterable[str]) -> dict[str, Unit]:
-    """The unit of each layer, by its name."""
+    """Return the unit of each layer, by its name."""
     found = {}
     for name in layers:
         stack, _, index = name.rpartition(".")
@@ -98,12 +98,12 @@ def units_of(layers: Iterable[str]) -> dict[str, Unit]:
 
 
 def timeline_of(events: Sequence[Event], begin: int, layers: Iterable[str]) -> MemoryTimeline:
-    """The course of a step.
+    """Return the memory of a step.
 
     Args:
-        events: Of a ledger.
-        begin: The first event of the step; what lives then was made before.
-        layers: Their names.
+        events: Events of a ledger.
+        begin: Index of the first event of the step; earlier allocations may still be alive.
+        layers: Names of all layers.
     """
     units = units_of(layers)
     index = {kind: number for number, kind in enumerate(KINDS)}
@@ -140,12 +140,12 @@ def timeline_of(events: Sequence[Event], begin: int, layers: Iterable[str]) -> M
 
 
 def timeline_from(segments: Sequence[Segment], between: Bytes) -> MemoryTimeline:
-    """The course that segments make."""
+    """Return the timeline of some segments."""
     return MemoryTimeline(tuple(segments), max(segments, key=lambda each: sum(each.most)), between)
 
 
 def _with_largest(segments: Iterable[Segment], events: Iterable[Event]) -> Iterator[Segment]:
-    """Adds what lives when the bytes of each are most."""
+    """Add the largest storages that are alive at the peak of each segment."""
     alive: dict[int, StorageLifetime] = {}
     changes = iter(events)
     for segment in segments:

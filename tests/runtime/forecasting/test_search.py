@@ -67,7 +67,7 @@ def test_every_mesh_is_looked_at_once(gpus: int) -> None:
 def test_what_is_given_is_not_searched() -> None:
     assert {each.tp for each in layouts(32, FixedDims(tp=16))} == {16}
     assert layouts(16, FixedDims(tp=2, pp=2, dp_shard=2, dp_replicate=2)) == [ParallelDims(2, 2, 2, 2)]
-    with pytest.raises(UsageError, match="--gpus 8: found no mesh"):
+    with pytest.raises(UsageError, match="--gpus 8: no mesh of this many GPUs"):
         layouts(8, FixedDims(tp=3))
 
 
@@ -205,7 +205,7 @@ def test_what_cannot_be_cut_says_why(source: Path) -> None:
             "forecast --search does not take --pp-split",
         ),
         ({"search": True, "gpus": 8, "gpu_memory": "1GB", "activation_checkpointing": "some"}, "some"),
-        ({"search": True, "gpus": 8, "gpu_memory": "1GB", "tp": 3}, "--gpus 8: found no mesh"),
+        ({"search": True, "gpus": 8, "gpu_memory": "1GB", "tp": 3}, "--gpus 8: no mesh of this many GPUs"),
     ],
 )
 def test_half_a_search_is_refused(options: dict[str, Any], said: str, source: Path) -> None:
