@@ -56,7 +56,7 @@ def default_of(field: Any) -> str:
     """In a cell of a table."""
     if field.default_factory is not NODEFAULT:
         return f"`{shown(field.default_factory())}`"
-    return "needed" if field.default is NODEFAULT else f"`{shown(field.default)}`"
+    return "required" if field.default is NODEFAULT else f"`{shown(field.default)}`"
 
 
 def kind_of(hint: Any) -> str:

@@ -1,4 +1,4 @@
-"""The model of a recipe on this rank: built, frozen in part, cut into stages, made parallel, and loaded."""
+"""Build the model of a recipe on this rank: frozen in part, split into stages, parallelized, and loaded."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ from ckptx.runtime.training.recipe import LayoutBlock, Recipe
 
 @dataclass(slots=True)
 class AssembledModel:
-    """What a rank trains.
+    """The model of a rank, or its pipeline stages.
 
     Attributes:
-        stages: Its models: one, or the stages of a pipeline that it has, by number.
-        layouts: What TP did to each; None where it did nothing.
-        mesh: Of all ranks.
-        cut: How the model was cut into stages; None without a pipeline.
-        pipeline: Runs the stages; None without.
-        frozen: Names that are not trained, as the whole model has them.
-        wrapped_layers: Layers of this rank that recompute their activations.
+        stages: Models by number of the stage; one model with number 0 without a pipeline.
+        layouts: TP layout of each model; None without TP.
+        mesh: Mesh of all ranks.
+        pipeline_plan: Plan of the pipeline; None without one.
+        pipeline: Pipeline that runs the stages; None before `connect`, or without one.
+        frozen: Names of the parameters that are not trained, as in the whole model.
+        wrapped_layers: Number of layers of this rank that recompute activations.
     """
 
     stages: dict[int, nn.Module]
@@ -54,48 +54,48 @@ class AssembledModel:
 
     @property
     def models(self) -> list[nn.Module]:
-        """The models of this rank."""
+        """Models of this rank."""
         return list(self.stages.values())
 
     @property
     def layout(self) -> TensorParallelLayout | None:
-        """What TP did to all of them."""
+        """Merged TP layout of all models; None without TP."""
         return TensorParallelLayout.merge(self.layouts)
 
     def parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """Every parameter of this rank once, by its first name in the whole model."""
+        """Yield every parameter of this rank once, with its first name in the whole model."""
         for model in self.models:
             for name, parameter in model.named_parameters():
                 yield self.whole_name(canonical_name(name)), parameter
 
     def whole_name(self, name: str) -> str:
-        """What the whole model calls a parameter of a stage."""
+        """Return the name in the whole model of a parameter of a stage."""
         return self.pipeline_plan.copies.get(name, name) if self.pipeline_plan is not None else name
 
     def load(self, path: Path) -> None:
-        """Fills parameters and buffers from a checkpoint of any layout."""
+        """Load parameters and buffers from a checkpoint of any layout."""
         for model, layout in zip(self.models, self.layouts, strict=True):
             load(model, path, regions=layout.local_regions if layout is not None else None)
 
     def release(self) -> None:
-        """Gives back what the models take; they cannot be used then."""
+        """Free the memory of the models, which are unusable afterwards."""
         for model in self.models:
             release(model)
         self.stages, self.layouts, self.pipeline, self.pipeline_plan = {}, [], None, None
 
 
 def assemble(recipe: Recipe, source: Path, place: RankContext, layout: LayoutBlock | None = None) -> AssembledModel:
-    """Builds the model of a recipe, parallel and with storage, and not loaded; every rank calls it.
+    """Build the model of a recipe, parallelized and with storage but not loaded; every rank calls it.
 
     Args:
-        recipe: What is trained.
-        source: The checkpoint it begins with, whose config says what to build.
-        place: This rank, in its process group.
-        layout: The mesh, in place of the recipe's.
+        recipe: Recipe of the run.
+        source: Checkpoint whose config is used.
+        place: Context of this rank.
+        layout: Mesh to use in place of the recipe's; None for the recipe's.
 
     Raises:
-        UnsupportedError: The class cannot run like that.
-        UsageError: There are not as many ranks as the mesh needs.
+        UnsupportedError: The class cannot run in this layout.
+        UsageError: The number of ranks differs from the size of the mesh.
     """
     assembled = lay_out(recipe, source, place, layout)
     for model in assembled.models:
@@ -111,17 +111,17 @@ def lay_out(
     *,
     find_boundaries: BoundaryFinder = boundaries_from_rank_0,
 ) -> AssembledModel:
-    """`assemble` without storage.
+    """Build and parallelize the model as `assemble` does, without storage.
 
     Args:
-        recipe: As there, as the next three.
-        source: As there.
-        place: As there.
-        layout: As there.
-        find_boundaries: Finds what travels between pipeline stages, as `plan_pipeline_of_stacks` takes it.
+        recipe: Recipe of the run.
+        source: Checkpoint whose config is used.
+        place: Context of this rank.
+        layout: Mesh to use in place of the recipe's; None for the recipe's.
+        find_boundaries: Finds the values that travel between stages; see `plan_pipeline_of_stacks`.
 
     Raises:
-        UnsupportedError, UsageError: As there.
+        UnsupportedError, UsageError: As for `assemble`.
     """
     layout = layout or recipe.layout
     mesh = mesh_of(layout.dims, place.device.type)
@@ -169,18 +169,18 @@ def lay_out(
 
 
 def connect(assembled: AssembledModel) -> None:
-    """Makes a pipeline of stages that are loaded; nothing happens without stages."""
+    """Connect loaded stages to a pipeline; does nothing without stages."""
     if assembled.pipeline_plan is not None and assembled.pipeline is None:
         assembled.pipeline = assembled.pipeline_plan.pipeline(assembled.stages, assembled.mesh)
 
 
 def mixed_inputs(assembled: AssembledModel) -> MixedInputs | None:
-    """What lets data ranks have images of their own; a pipeline does that by itself."""
+    """Return support for images on some data-parallel ranks only; None with a pipeline, which has its own."""
     return MixedInputs(assembled.models[0]) if assembled.pipeline_plan is None else None
 
 
 def _policy(recipe: Recipe, layout: LayoutBlock) -> MixedPrecisionPolicy | None:
-    """What FSDP2 casts; None where it casts nothing."""
+    """Return the mixed-precision policy of FSDP2; None if it casts nothing."""
     if layout.param_dtype is None and layout.reduce_dtype is None:
         return None
     return MixedPrecisionPolicy(
@@ -190,6 +190,6 @@ def _policy(recipe: Recipe, layout: LayoutBlock) -> MixedPrecisionPolicy | None:
 
 
 def _small_batches(small: nn.Module) -> Sequence[dict[str, Tensor]]:
-    """Arguments of every kind that the data has, for a small model of the class: with padding, and without."""
+    """Return arguments of all kinds in the data for a small model of the class, without and with padding."""
     config = {**small.config.to_dict(), "architectures": small.config.architectures}
     return [inputs_for(config, rows=2, seed=int(padded), is_padded=padded).batch for padded in (False, True)]

@@ -1,12 +1,12 @@
-"""The checkpoints of a run, in one directory: which are complete, which is the one to go on from, which may go.
+"""The checkpoints of a run in one directory: complete ones, the one to resume from, and those to remove.
 
-    root/step-3/                              published: its metadata is there, and every file that it names, in full
-    root/latest                               "step-3": where a run goes on; moved after the step is published
+    root/step-3/                              published: its metadata and every file that it names are complete
+    root/latest                               "step-3": the step to resume from; updated after it is published
     root/.step-6.ckptx-partial/               a step that is being saved, or whose save was killed
-    root/.step-3.removed.ckptx-partial/tree/  a step on its way out
+    root/.step-3.removed.ckptx-partial/tree/  a step that is being removed
 
-A step leaves its name in one rename, before the first of its files goes. So whatever is called `step-N` here and is
-ours was published in full; nothing else is believed, and `latest` is not either.
+A step is renamed before the first of its files is removed. So each `step-N` here that ckptx wrote was published
+completely; everything else, `latest` included, is verified before use.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ _LEFT = re.compile(r"\.(step-(?:0|[1-9][0-9]*)(?:\.removed)?)\.ckptx-partial")
 
 
 class ResumePoint(NamedTuple):
-    """Where to go on.
+    """The step to resume from.
 
     Attributes:
-        step: None where there is no complete step.
-        note: Why it is not simply what `latest` says; empty where it is.
+        step: Number of the step; None if no step is complete.
+        note: Reason why it is not simply the step that `latest` names; empty if it is.
     """
 
     step: int | None
@@ -46,25 +46,25 @@ class ResumePoint(NamedTuple):
 
 
 class StepDirectories:
-    """The steps below one directory. It remembers nothing: each question looks at the disk.
+    """Checkpoints below one directory; without a cache, every method reads the disk.
 
-    Any rank may ask; one alone, rank 0, marks and removes.
+    Any rank may read; only rank 0 marks and removes.
 
     Attributes:
-        root: The directory; it need not exist yet.
+        root: Directory of the checkpoints; need not exist yet.
     """
 
     def __init__(self, root: Path) -> None:
         self.root = root
 
     def path(self, step: int) -> Path:
-        """Where a step is, or will be."""
+        """Return the directory of a step, which need not exist."""
         return self.root / f"step-{step}"
 
     def is_published(self, step: int) -> bool:
-        """True when the step is a directory whose metadata can be read, and whose files are there in full.
+        """Return True if the step is a directory with readable metadata and complete files.
 
-        It is seen from the metadata and from names and sizes of files; no payload is read.
+        It reads metadata, names and sizes of files, but no payload.
         """
         try:
             if not stat.S_ISDIR(os.lstat(self.path(step)).st_mode):
@@ -75,11 +75,11 @@ class StepDirectories:
         return True
 
     def published(self) -> list[int]:
-        """Every step that is complete, ascending."""
+        """Return the complete steps, in ascending order."""
         return [step for step in self._named() if self.is_published(step)]
 
     def _named(self) -> list[int]:
-        """The numbers of whatever is called as a step is."""
+        """Return the numbers of all entries that are named like a step."""
         try:
             names = os.listdir(self.root)
         except FileNotFoundError:
@@ -89,11 +89,11 @@ class StepDirectories:
     # -------------------------------------------------------------------------------------------------- the latest
 
     def latest(self) -> int | None:
-        """The step to go on from; see `choose`."""
+        """Return the step to resume from; see `choose`."""
         return self.choose().step
 
     def choose(self) -> ResumePoint:
-        """What `latest` says if that step is complete, else the newest that is."""
+        """Return the step that `latest` names if it is complete, else the newest complete step."""
         said, doubt = self._said()
         newest = next((step for step in reversed(self._named()) if self.is_published(step)), None)
         if said is not None and self.is_published(said):
@@ -108,7 +108,7 @@ class StepDirectories:
         )
 
     def _said(self) -> tuple[int | None, str]:
-        """The step that `latest` names, or what is wrong with it; neither where there is none."""
+        """Return the step that `latest` names, or the problem with that file; neither if there is no file."""
         path = self.root / LATEST
         if not os.path.lexists(path):
             return None, ""
@@ -120,14 +120,14 @@ class StepDirectories:
         return (int(found[1]), "") if found else (None, "names no step")
 
     def mark_latest(self, step: int) -> None:
-        """Has `latest` name a step, in one rename, durably.
+        """Make `latest` name a step, durably, in one rename.
 
         Raises:
             UsageError: The step is not published.
             OutputError, SpaceError: It cannot be written.
         """
         if not self.is_published(step):
-            raise UsageError(f"{self.path(step)}: is no complete step, and {LATEST} must name one; save it first")
+            raise UsageError(f"{self.path(step)}: is not a complete step, and {LATEST} must name one; save it first")
         with DirectoryHandle.at(Path(os.path.realpath(self.root))) as root:
             try:
                 if root.stat(_NEW) is not None:
@@ -143,22 +143,22 @@ class StepDirectories:
     # -------------------------------------------------------------------------------------------------- removing
 
     def retain(self, keep: int) -> list[int]:
-        """Removes all but the newest complete steps, and but what `latest` names. Finishes what was cut before.
+        """Remove complete steps except the newest and the one that `latest` names; finish interrupted removals.
 
-        What is incomplete, or holds something that is no part of a checkpoint, is not ours and stays.
+        Incomplete steps, and steps that contain other files, were not written by ckptx alone and are kept.
 
         Args:
-            keep: How many of the newest complete steps stay.
+            keep: Number of newest complete steps to keep.
 
         Returns:
-            The steps that are gone.
+            Steps that were removed.
 
         Raises:
             UsageError: `keep` is less than one.
             OutputError: A step cannot be removed.
         """
         if keep < 1:
-            raise UsageError(f"keep: found {keep}, needed at least 1; the newest complete step always stays")
+            raise UsageError(f"keep is {keep} and must be 1 or more; the newest complete step always stays")
         self.clean_up()
         complete = self.published()
         kept = {*complete[-keep:], self.latest()}
@@ -169,9 +169,9 @@ class StepDirectories:
         return removed
 
     def _remove(self, step: int, newest: int) -> bool:
-        """Takes a step out of its name, then its files; False where it is not for us to remove.
+        """Rename a step, then remove its files; returns False if it contains files of others.
 
-        What was carried along into every step, whatever it is called, is in the newest as well.
+        Extra files that are copied into every step, whatever their names, are recognized by those of the newest step.
         """
         path = Path(os.path.realpath(self.root)) / f"step-{step}"
         try:
@@ -181,7 +181,7 @@ class StepDirectories:
         with Staging(path.with_name(f"{path.name}.removed")) as leaving:
             try:
                 os.rename(path, leaving.tree)
-                for each in (path.parent, leaving.root):  # before the first file goes, or a crash might undo this
+                for each in (path.parent, leaving.root):  # before files are removed, or a crash might undo the rename
                     _sync(each)
             except OSError as error:
                 raise unwritable(path, error) from error
@@ -189,12 +189,12 @@ class StepDirectories:
         return True
 
     def clean_up(self) -> list[Path]:
-        """Removes what killed saves and cut removals left, if nobody is at work in it.
+        """Remove the remains of killed saves and interrupted removals that no process works on.
 
-        Where the file system knows no locks nobody can say, and it stays.
+        On a file system without locks this is unknown, and they are kept.
 
         Returns:
-            What is gone.
+            Paths that were removed.
         """
         left = [] if not self.root.is_dir() else [self.root / name for name in sorted(os.listdir(self.root))]
         return [path for path in left if _LEFT.fullmatch(path.name) and self._discard(path)]
@@ -210,7 +210,7 @@ class StepDirectories:
 
 
 def _is_unlocked(staging: Path) -> bool:
-    """True when nobody works in a staging directory, as its lock says."""
+    """Return True if no process holds the lock of a staging directory."""
     with DirectoryHandle.at(staging) as held:
         if held.stat("lock") is None:
             return not held.names()

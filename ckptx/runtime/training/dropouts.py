@@ -1,4 +1,4 @@
-"""How much a model drops at random: the keys of its config that say so."""
+"""Find and set the dropout probabilities in a model config."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _OTHERS = ("layerdrop", "drop_path", "classifier", "summary", "num_", "layer_dro
 
 
 def dropouts_of(config: Any) -> list[tuple[tuple[str, ...], str]]:
-    """Where a config says how much is dropped: the path of a part, and the key; nothing where it never does."""
+    """Return the path of the nested config and the key of each dropout probability."""
     found: list[tuple[tuple[str, ...], str]] = []
 
     def walk(part: Any, path: tuple[str, ...]) -> None:
@@ -27,16 +27,14 @@ def dropouts_of(config: Any) -> list[tuple[tuple[str, ...], str]]:
 
 
 def set_dropout(config: Any, share: float) -> None:
-    """Sets all of them, in place.
+    """Set all dropout probabilities, in place.
 
     Raises:
-        UsageError: There is none, and something shall be dropped.
+        UsageError: `share` is not zero, and the config has no dropout key.
     """
     places = dropouts_of(config)
     if share and not places:
-        raise UsageError(
-            f"training.dropout: {type(config).__name__} has no key for dropout, needed one; set it to null"
-        )
+        raise UsageError(f"training.dropout: {type(config).__name__} has no dropout key; set training.dropout to null")
     for path, key in places:
         part = config
         for step in path:

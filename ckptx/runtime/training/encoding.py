@@ -1,10 +1,11 @@
-"""A question with its answer as tensors of one length, in which the answer alone is to be learned.
+"""Encode a question and its answer as tensors of fixed length; only the answer has labels.
 
     ids       begin, image, question, answer, end, padding
     labels     -100   -100    -100    answer  end    -100
 
-What marks the answer: the template's own `{% generation %}`, where it has one; else it begins where the conversation
-with the answer and the one that asks for it part. What is too long loses the beginning of its question, not its answer.
+The answer is marked by `{% generation %}` of the chat template; without it, the answer begins where the conversation
+with the answer differs from the one that asks for it. A sample that is too long loses the beginning of its question,
+not its answer.
 """
 
 from __future__ import annotations
@@ -33,12 +34,12 @@ _ROW = 1
 
 
 class _Tokens(NamedTuple):
-    """A conversation.
+    """A tokenized conversation.
 
     Attributes:
-        ids: Of all of it.
-        learned: Which of them are the answer.
-        kept: How many at the beginning must stay.
+        ids: Token ids.
+        learned: True for each token of the answer.
+        kept: Number of tokens at the beginning that must not be truncated.
     """
 
     ids: list[int]
@@ -50,16 +51,16 @@ class Encoder:
     """Makes samples for the model of a checkpoint."""
 
     def __init__(self, source: Path, length: int, *, trust_remote_code: bool = False) -> None:
-        """Reads tokenizer, config and, where there is one, the processor for images.
+        """Read the tokenizer and config; an image processor is read when it is first used.
 
         Args:
             source: Directory of the checkpoint.
-            length: Tokens of a sample.
-            trust_remote_code: Run code from the checkpoint.
+            length: Tokens per sample.
+            trust_remote_code: Allow custom code from the checkpoint.
 
         Raises:
-            InputError: It has no tokenizer.
-            UnsupportedError: The model reads and writes two texts.
+            InputError: The tokenizer cannot be read.
+            UnsupportedError: The model is an encoder-decoder.
         """
         from transformers import AutoTokenizer
 
@@ -67,7 +68,7 @@ class Encoder:
         name, _, config = read_config(source, trust_remote_code=trust_remote_code)
         if config.is_encoder_decoder:
             raise UnsupportedError(
-                f"{name}: has an encoder beside its decoder, needed a model that goes on with a text"
+                f"{name}: is an encoder-decoder, and training requires a decoder-only model; choose another model"
             )
         self._config = config
         self._values: dict[str, Any] = {**config.to_dict(), "architectures": [name]}
@@ -85,20 +86,20 @@ class Encoder:
 
     @property
     def padding(self) -> int:
-        """The token that fills a sample."""
+        """Token that pads a sample."""
         for found in (self._tokenizer.pad_token_id, self._tokenizer.eos_token_id, 0):
             if found is not None:
                 return int(found)
         raise AssertionError
 
     def __call__(self, question: QuestionExample) -> dict[str, Tensor]:
-        """A sample: each tensor has a first dim of 1, or of the patches or tiles of its image.
+        """Return a sample; the first dim of each tensor is 1, or the number of patches or tiles of its image.
 
-        `input_ids`, `attention_mask` and `labels` are (1, length). With an image, there are the arguments that the
-        class has for it.
+        `input_ids`, `attention_mask` and `labels` are (1, length). A sample with an image also has the image arguments
+        of the class.
 
         Raises:
-            UsageError: The model sees no images, or the length is not enough for one.
+            UsageError: The model takes no images, or an image does not fit the length.
         """
         if question.image is not None and any((self._source / each).is_file() for each in _PROCESSORS):
             return self._processed(question)
@@ -135,7 +136,7 @@ class Encoder:
         return _Tokens(ids, _behind(ids, before))
 
     def _fitted(self, tokens: _Tokens, further: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
-        """Tokens of the one length; with `further` tensors, (1, tokens), cut and filled with zeros in the same way."""
+        """Truncate and pad tokens to the fixed length; `further` tensors, (1, tokens), likewise with zeros."""
         places = self._places(tokens)
         filled = self._length - len(places)
         ids = [tokens.ids[at] for at in places]
@@ -150,13 +151,13 @@ class Encoder:
         return sample
 
     def _places(self, tokens: _Tokens) -> list[int]:
-        """Which tokens stay: all, or not those at the beginning of the question, and then not the end of the answer."""
+        """Return the tokens that stay: the beginning of the question is truncated first, then the end of the answer."""
         count = len(tokens.ids)
         excess = max(0, count - self._length)
         if tokens.kept >= self._length:
             raise UsageError(
-                f"data.sequence_length: found {self._length}, needed more than the {tokens.kept} tokens of an image in "
-                "this model; give more"
+                f"data.sequence_length is {self._length}, but an image has {tokens.kept} tokens in this model; "
+                "increase data.sequence_length"
             )
         learned = tokens.learned.index(True) if True in tokens.learned else count
         dropped = range(tokens.kept, tokens.kept + min(excess, max(0, learned - tokens.kept)))
@@ -165,18 +166,18 @@ class Encoder:
     # ---------------------------------------------------------------------------------------------------------- images
 
     def _image(self, image: Any) -> MultimodalInput:
-        """Pixels in the form of the class, drawn with the picture as a seed: nothing says how to make them of it."""
+        """Return pixels in the form of the class, drawn with the image as seed: no processor can convert it."""
         number = int.from_bytes(blake2b(_bytes_of(image), digest_size=7).digest(), "little")
         insert = inserts_for(self._values, _ROW, torch.Generator().manual_seed(number)).get("images")
         if insert is None:
             raise UsageError(
-                f"data.dataset: has images, and {self._values['architectures'][0]} takes none that are known, needed "
-                "text; give squad or synthetic_text"
+                f"data.dataset has images, and no image inputs are known for {self._values['architectures'][0]}; use "
+                "squad or synthetic_text"
             )
         return insert
 
     def _shown(self, sample: dict[str, Tensor], insert: MultimodalInput) -> dict[str, Tensor]:
-        """The arguments of a class for an image."""
+        """Return the image arguments of the class."""
         ids, found = sample["input_ids"], dict(insert.tensors)
         if insert.types is not None:
             name, number = insert.types
@@ -186,14 +187,14 @@ class Encoder:
         return found
 
     def _blank(self, sample: dict[str, Tensor]) -> dict[str, Tensor]:
-        """What a class that sees images is told of a text: that there are none."""
+        """Return the arguments of a vision class for a sample without images."""
         insert = inserts_for(self._values, _ROW, torch.Generator()).get("images")
         ids = sample["input_ids"]
         found = {} if insert is None or insert.row is None else insert.row(ids)
         return found if insert is None or insert.types is None else {**found, insert.types[0]: torch.zeros_like(ids)}
 
     def _processed(self, question: QuestionExample) -> dict[str, Tensor]:
-        """With the processor of the checkpoint."""
+        """Return a sample made by the processor of the checkpoint."""
         if self._processor is None:
             self._processor = self._read_processor()
         content = [{"type": "image", "image": _picture(question.image)}, {"type": "text", "text": question.text}]
@@ -219,12 +220,12 @@ class Encoder:
         except Exception as error:  # a processor class may raise anything
             raise InputError(
                 f"{self._source}: its processor cannot be read: {type(error).__name__}: "
-                f"{one_line((str(error).splitlines() or ['no reason'])[0], 300)}; without processor_config.json and "
-                "preprocessor_config.json images are made up for the class"
+                f"{one_line((str(error).splitlines() or ['no reason'])[0], 300)}; remove processor_config.json and "
+                "preprocessor_config.json to use synthetic images"
             ) from error
 
     def _behind_image(self, ids: list[int]) -> int:
-        """How many tokens there are up to the end of the image."""
+        """Return the number of tokens up to the end of the image."""
         names = ("image_token_id", "image_token_index")
         token = next((self._values[each] for each in names if self._values.get(each) is not None), None)
         special = set(self._tokenizer.all_special_ids)
@@ -235,7 +236,7 @@ class Encoder:
 
 
 def _behind(ids: list[int], before: list[int]) -> list[bool]:
-    """Which tokens come behind what both begin with."""
+    """Return True for each token after the common prefix."""
     same = next((at for at, (a, b) in enumerate(zip(ids, before, strict=False)) if a != b), min(len(ids), len(before)))
     return [at >= same for at in range(len(ids))]
 
@@ -251,8 +252,8 @@ def _bytes_of(image: Any) -> bytes:
 
 
 def _picture(image: Any) -> Any:
-    """As processors take it: of PIL, in colours."""
-    if isinstance(image, Mapping):  # as a folder has it that says nothing of images
+    """Return an image as processors take it: an RGB PIL image, if it is not a tensor."""
+    if isinstance(image, Mapping):  # encoded bytes, if the data set declares no image column
         try:
             from PIL import Image
         except ImportError as error:

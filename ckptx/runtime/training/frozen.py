@@ -1,4 +1,4 @@
-"""What of a model is not trained: its token tables, its towers, or its language model."""
+"""Freeze parts of a model: its token embeddings, its towers, or its language model."""
 
 from __future__ import annotations
 
@@ -13,18 +13,19 @@ _TOWERS = ("vision", "audio")
 
 
 def freeze(model: nn.Module, parts: Sequence[str]) -> frozenset[str]:
-    """Takes parameters out of training, in place.
+    """Exclude parameters from training, in place.
 
     Args:
-        model: Whole, before anything made it parallel.
-        parts: embeddings: every table of tokens, and a head that is tied to one. vision, audio: a tower, without what
-            leads from it to the language model. language: its layers, its tables and its head.
+        model: Whole model, before it is parallelized.
+        parts: "embeddings": every token embedding, and a head tied to one. "vision", "audio": a tower, without its
+            projector
+            to the language model. "language": its layers, embeddings and head.
 
     Returns:
-        Their names; of a parameter with several, all of them.
+        Names of the frozen parameters, with all names of tied ones.
 
     Raises:
-        UnsupportedError: The model lacks a part, or nothing would be left to train.
+        UnsupportedError: The model lacks a part, or no parameter would be trained.
     """
     roots = {part: _roots_of(model, part) for part in parts}
     for part, found in roots.items():
@@ -41,14 +42,14 @@ def freeze(model: nn.Module, parts: Sequence[str]) -> frozenset[str]:
             parameter.requires_grad_(False)
     if not any(each.requires_grad for each in model.parameters()):
         raise UnsupportedError(
-            f"{type(model).__name__}: nothing is left to train without {', '.join(parts)}; freeze less"
+            f"{type(model).__name__}: no parameter is trained if {', '.join(parts)} are frozen; freeze less"
         )
     named = model.named_parameters(remove_duplicate=False)
     return frozenset(canonical_name(name) for name, each in named if id(each) in chosen)
 
 
 def _roots_of(model: nn.Module, part: str) -> list[str]:
-    """Names of the modules that are a part, "" for the whole model."""
+    """Return the names of the modules that make up a part; "" is the whole model."""
     groups = {group: [layer.name for layer in layers] for group, layers in layer_groups(model).items()}
     if part in _TOWERS:
         others = [name for group, names in groups.items() if group != part for name in names]
@@ -63,7 +64,7 @@ def _roots_of(model: nn.Module, part: str) -> list[str]:
 
 
 def _outermost(names: Iterable[str], others: Collection[str]) -> list[str]:
-    """For each name the outermost module around it that has none of the others in it."""
+    """Return, for each name, the outermost module around it that contains none of the others."""
     found: dict[str, None] = {}
     for name in names:
         parts = name.split(".")
@@ -74,7 +75,7 @@ def _outermost(names: Iterable[str], others: Collection[str]) -> list[str]:
 
 
 def _tables(model: nn.Module, towers: Collection[str]) -> list[str]:
-    """Every table of tokens: what is given `input_ids`, and what lies beside it, in no tower."""
+    """Return every token embedding outside of towers: the one for `input_ids` and those of equal size."""
     main = model.get_input_embeddings()
     found = []
     for name, module in model.named_modules():
@@ -85,7 +86,7 @@ def _tables(model: nn.Module, towers: Collection[str]) -> list[str]:
 
 
 def _has_rows_of(module: nn.Embedding, main: nn.Module | None) -> bool:
-    """Whether it has a row for each token, as tables of positions have not."""
+    """Return True if an embedding has as many entries as the vocabulary, unlike position embeddings."""
     return isinstance(main, nn.Embedding) and module.num_embeddings == main.num_embeddings
 
 

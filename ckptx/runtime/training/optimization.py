@@ -1,4 +1,4 @@
-"""The optimizer and the learning rate of a recipe."""
+"""Optimizer and learning-rate schedule of a recipe."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ckptx.runtime.training.recipe import OptimizerBlock, ScheduleBlock
 
 
 def make_optimizer(block: OptimizerBlock, parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
-    """Adam or AdamW of torch, over what is trained; one tensor at a time, for lists cannot mix DTensors with others."""
+    """Return Adam or AdamW over the trained parameters; without foreach, which cannot mix DTensors with tensors."""
     cls = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam}[block.name]
     trained = [each for each in parameters if each.requires_grad]
     beta1, beta2 = block.betas
@@ -23,19 +23,19 @@ def make_optimizer(block: OptimizerBlock, parameters: Iterable[Tensor]) -> torch
 
 
 def make_scheduler(block: ScheduleBlock, optimizer: torch.optim.Optimizer, total_steps: int, lr: float) -> LambdaLR:
-    """The rate as a function of the step alone: what goes on after a step has the rate of what never stopped.
+    """Return a schedule that depends on the step alone, so that a resumed run has the rates of an uninterrupted one.
 
     Args:
-        block: Its form.
-        optimizer: Whose rate.
-        total_steps: Where it ends, however far this run goes.
-        lr: The largest rate.
+        block: Schedule of the recipe.
+        optimizer: Optimizer whose learning rate is scheduled.
+        total_steps: Step at which the schedule ends, whether or not this run reaches it.
+        lr: Maximum learning rate.
     """
     return LambdaLR(optimizer, lambda step: factor(block, step, total_steps, lr))
 
 
 def factor(block: ScheduleBlock, step: int, total_steps: int, lr: float) -> float:
-    """What the largest rate is multiplied by in the step after `step` steps."""
+    """Return the factor of the maximum learning rate in the step after `step` steps."""
     if step < block.warmup_steps:
         return (step + 1) / (block.warmup_steps + 1)
     if block.decay == "constant":

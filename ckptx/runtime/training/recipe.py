@@ -1,6 +1,7 @@
-"""What a training run is made of: the nouns of a recipe, with what each key means.
+"""Blocks and keys of a training recipe, with the meaning of each key.
 
-A recipe is YAML with one block for each class here; `recipe_file` reads it, and refuses what has no meaning.
+A recipe is YAML with one block for each class here; `recipe_file` reads it, and refuses unknown keys and invalid
+values.
 """
 
 from __future__ import annotations
@@ -16,25 +17,28 @@ Freezable = Literal["embeddings", "vision", "audio", "language"]
 
 
 class RecipeBlock(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A mapping of a recipe file: each field is a key, and its type says what the key may hold."""
+    """A mapping of a recipe file: each field is a key, and its type determines the valid values."""
 
 
 class ModelBlock(RecipeBlock, kw_only=True, frozen=True):
-    """The model that is trained.
+    """Model to train.
 
     Attributes:
-        pretrained: A directory or a Hub id; None where `config` says all there is to know.
-        revision: Of the Hub id.
-        config: Keys of config.json, `architectures` and `model_type` among them. With `pretrained`, they replace those
-            of the checkpoint; without, the weights are random.
-        shrunk: Random weights in narrow layers, and few of them: what a CPU can train of a large model. Its layers are
-            of the same kinds, in the same order.
-        shrunk_from: Keys of config.json that `shrunk` begins with, so that nothing is downloaded; where there are none,
-            it is the config of `pretrained`. They change nothing without `shrunk`. `config` replaces keys of them.
-        dtype: Of the parameters: float32 or bfloat16.
-        attn_implementation: eager, sdpa, ...; None is what transformers chooses.
-        freeze: What is not trained.
-        trust_remote_code: Run code from the checkpoint for an unknown class.
+        pretrained: Checkpoint directory or Hub id; null if `config` describes the whole model.
+        revision: Git revision of the Hub id; null for the default branch.
+        config: Keys of config.json, such as `architectures` and `model_type`. With `pretrained`, they override those of
+            the
+            checkpoint; without it, the weights are random.
+        shrunk: Train a small version of the model that fits a CPU, with random weights: fewer and narrower layers, of
+            the
+            same kinds in the same order.
+        shrunk_from: Keys of config.json to use as the base of `shrunk`, so that nothing is downloaded; if empty, the
+            config
+            of `pretrained` is used. They have no effect without `shrunk`. `config` overrides them.
+        dtype: Dtype of the parameters: float32 or bfloat16.
+        attn_implementation: Attention implementation, such as eager or sdpa; null for the default of transformers.
+        freeze: Parts of the model that are not trained.
+        trust_remote_code: Allow custom model code from the checkpoint.
     """
 
     pretrained: str | None = None
@@ -49,14 +53,16 @@ class ModelBlock(RecipeBlock, kw_only=True, frozen=True):
 
 
 class DataBlock(RecipeBlock, kw_only=True, frozen=True):
-    """What it is trained on.
+    """Training data.
 
     Attributes:
-        dataset: synthetic_text and synthetic_images make what the others read: questions with answers, and with images.
-        path: Of a data set on the Hub, or its local snapshot; None is its public id.
-        split: As `datasets` names it.
-        samples: The first so many of it, or how many are made; None is all of it, or 64.
-        sequence_length: Tokens of a sample, padding included; what is longer is cut.
+        dataset: Name of the data set. synthetic_text and synthetic_images generate samples in the format of squad
+            (questions
+            with answers) and medpix (questions about images).
+        path: Hub id of the data set, or its local snapshot; null for its public id.
+        split: Split of the data set, as named in `datasets`.
+        samples: Number of samples to use, from the first, or to generate; null for all, or 64 generated ones.
+        sequence_length: Tokens per sample, padding included; longer samples are truncated.
     """
 
     dataset: Literal["synthetic_text", "synthetic_images", "squad", "medpix"] = "synthetic_text"
@@ -67,18 +73,18 @@ class DataBlock(RecipeBlock, kw_only=True, frozen=True):
 
 
 class TrainingBlock(RecipeBlock, kw_only=True, frozen=True):
-    """How long, and in which portions.
+    """Length of the run, and its batch sizes.
 
     Attributes:
-        steps: Where the run stops.
-        total_steps: Where its schedule ends; None is `steps`.
-        save_at: The steps after which it saves; the last step is always saved.
-        global_batch: Samples of a step.
-        local_batch: Samples of one forward pass on a data rank; with a pipeline, of all microbatches of one schedule.
-        microbatch: Samples of a microbatch of the pipeline.
-        seed: Of random numbers, and of the order of the data.
-        dropout: Of every kind the config has; None leaves what it says.
-        clip: The largest norm of all gradients; None clips nothing.
+        steps: Number of steps of the run.
+        total_steps: Step at which the learning-rate schedule ends; null for `steps`.
+        save_at: Steps after which a checkpoint is saved; one is always saved after the last step.
+        global_batch: Samples per step, over all data-parallel ranks.
+        local_batch: Samples per forward pass and data-parallel rank; with a pipeline, samples of all its microbatches.
+        microbatch: Samples per microbatch of the pipeline.
+        seed: Seed of the random number generators and of the data order.
+        dropout: Probability of all kinds of dropout in the config; null keeps the values of the config.
+        clip: Maximum norm of all gradients; null disables clipping.
     """
 
     steps: int = 6
@@ -93,14 +99,14 @@ class TrainingBlock(RecipeBlock, kw_only=True, frozen=True):
 
 
 class OptimizerBlock(RecipeBlock, kw_only=True, frozen=True):
-    """torch's Adam or AdamW.
+    """Adam or AdamW of torch.
 
     Attributes:
-        name: Which.
-        lr: The highest learning rate.
-        betas: Of the two moments.
-        eps: Added to the root of the second.
-        weight_decay: In every step.
+        name: Optimizer class: AdamW or Adam.
+        lr: Maximum learning rate.
+        betas: Decay rates of the first and second moment.
+        eps: Term added to the square root of the second moment.
+        weight_decay: Weight decay coefficient, applied in every step.
     """
 
     name: Literal["adamw", "adam"] = "adamw"
@@ -111,12 +117,12 @@ class OptimizerBlock(RecipeBlock, kw_only=True, frozen=True):
 
 
 class ScheduleBlock(RecipeBlock, kw_only=True, frozen=True):
-    """The learning rate over the steps.
+    """Learning-rate schedule.
 
     Attributes:
-        decay: After the warm-up: a cosine down to `min_lr`, or the same throughout.
-        warmup_steps: In which it grows by the same number each.
-        min_lr: Where the cosine ends.
+        decay: Schedule after warm-up: cosine decay to `min_lr`, or a constant rate.
+        warmup_steps: Steps of linear warm-up.
+        min_lr: Learning rate at the end of the cosine decay.
     """
 
     decay: Literal["cosine", "constant"] = "cosine"
@@ -125,19 +131,19 @@ class ScheduleBlock(RecipeBlock, kw_only=True, frozen=True):
 
 
 class LayoutBlock(RecipeBlock, kw_only=True, frozen=True):
-    """The mesh, as `ckptx verify --run` takes it.
+    """Device mesh and parallelism, as in `ckptx verify --run`.
 
     Attributes:
-        tp: Ranks that share each tensor.
-        pp: Ranks of the pipeline.
-        dp_shard: FSDP2 ranks; None is as many as the ranks there are allow, and 1 where their number is not known.
-        dp_replicate: Replicas of all of them.
-        pp_split: Layers of each stage: even, vllm, titan, hf, or counts with commas.
-        schedule: Of the pipeline.
-        activation_checkpointing: What layers recompute.
-        ac_scope: Which layers.
-        param_dtype: What FSDP2 computes in; None is that of the parameters.
-        reduce_dtype: What it sums gradients in; None is that of the parameters.
+        tp: Number of tensor-parallel ranks.
+        pp: Number of pipeline ranks.
+        dp_shard: Number of FSDP2 ranks; null to use all available ranks, or 1 if their number is unknown.
+        dp_replicate: Number of replicas of the sharded model.
+        pp_split: Assignment of layers to stages: even, vllm, titan, hf, or a comma-separated list of counts.
+        schedule: Pipeline schedule.
+        activation_checkpointing: Parts of a layer that are recomputed in the backward pass.
+        ac_scope: Layers to which activation checkpointing applies.
+        param_dtype: Dtype of the computation under FSDP2; null for the dtype of the parameters.
+        reduce_dtype: Dtype of gradient reduction under FSDP2; null for the dtype of the parameters.
     """
 
     tp: int = 1
@@ -153,7 +159,7 @@ class LayoutBlock(RecipeBlock, kw_only=True, frozen=True):
 
     @property
     def dims(self) -> ParallelDims:
-        """The mesh, where `dp_shard` is known; `recipe_file` fills it in."""
+        """Mesh dimensions; requires a known `dp_shard`, which `recipe_file` fills in."""
         return ParallelDims(
             tp=self.tp, pp=self.pp, dp_shard=1 if self.dp_shard is None else self.dp_shard,
             dp_replicate=self.dp_replicate,
@@ -161,11 +167,11 @@ class LayoutBlock(RecipeBlock, kw_only=True, frozen=True):
 
 
 class CheckpointBlock(RecipeBlock, kw_only=True, frozen=True):
-    """How it saves.
+    """Saving of checkpoints.
 
     Attributes:
         asynchronous: Write in the background, while the next steps run.
-        keep: How many published steps stay; None is all of them.
+        keep: Number of published checkpoints to keep; null keeps all.
     """
 
     asynchronous: bool = False
@@ -173,25 +179,26 @@ class CheckpointBlock(RecipeBlock, kw_only=True, frozen=True):
 
 
 class ExternalBlock(RecipeBlock, kw_only=True, frozen=True):
-    """A trainer that is not ours, and where it leaves what it did.
+    """A third-party trainer, and the places of its output.
 
     Attributes:
-        command: What to run, in a shell's words. `{steps}`: where it stops; `{total_steps}`: where its schedule ends;
-            `{save_at}`: the step after which it saves; `{out}`: where; `{resume}`: the checkpoint it goes on from, see
-            `resume`; `{python}`: the interpreter of this process; `{recipe}`: the folder of the recipe.
-        resume: What stands for `{resume}` when it goes on from `{checkpoint}`; it is empty when it starts.
-        checkpoint: Where, below `{out}`, the checkpoint of step `{step}` is. `{step:07d}` is padded with zeros to 7
-            digits, as in Megatron's `iter_{step:07d}`; so can be all numbers of steps in every key.
-        losses: Where, below `{out}`, its losses are: a file of JSON lines, a text with `pattern`, a folder of
-            TensorBoard files, or a trainer_state.json; `{steps}` is as in `command`. What the command prints is in
-            output.log there.
-        losses_kind: Which of them.
-        pattern: A regular expression with groups `step` and `loss`.
-        step_key: The name of the step in JSON lines.
-        loss_key: The name of the loss; in TensorBoard, the tag.
-        zero_steps: Whether it can go on for no step and save again.
-        time_limit: Seconds that one run of the command may take.
-        environment: Variables for the command.
+        command: Command to run, in shell syntax. `{steps}` is the step at which it stops; `{total_steps}` the step at
+            which its schedule ends; `{save_at}` the step after which it saves; `{out}` the output directory; `{resume}`
+            the checkpoint to resume from, see `resume`; `{python}` the interpreter of this process; `{recipe}` the
+            directory of the recipe.
+        resume: Value of `{resume}` when the trainer resumes from `{checkpoint}`; empty when it starts.
+        checkpoint: Path of the checkpoint of step `{step}`, relative to `{out}`. `{step:07d}` is padded with zeros to 7
+            digits, as in Megatron's `iter_{step:07d}`; step numbers in all keys support such a format.
+        losses: Path of the losses, relative to `{out}`: a JSON lines file, a text file for `pattern`, a directory of
+            TensorBoard files, or a trainer_state.json; `{steps}` is as in `command`. The output of the command is in
+            output.log of that directory.
+        losses_kind: Format of the losses.
+        pattern: Regular expression with groups `step` and `loss`.
+        step_key: Key of the step in JSON lines.
+        loss_key: Key of the loss in JSON lines, or its TensorBoard tag.
+        zero_steps: True if the trainer can resume, run no step, and save again.
+        time_limit: Maximum time of one run of the command, in seconds.
+        environment: Environment variables of the command.
     """
 
     command: str
@@ -208,13 +215,13 @@ class ExternalBlock(RecipeBlock, kw_only=True, frozen=True):
 
 
 class ChecksBlock(RecipeBlock, kw_only=True, frozen=True):
-    """What robustness does with it.
+    """Checks of `ckptx robustness`.
 
     Attributes:
-        layouts: Other meshes that what was saved is taken to.
-        sharded: Whether parameters must be sharded; None does not ask.
-        loss_times_noise: How many times the noise measured a loss may be away.
-        logits_times_noise: The same for logits.
+        layouts: Other meshes to which checkpoints are resharded.
+        sharded: Require parameters to be sharded (true) or not (false); null for no requirement.
+        loss_times_noise: Tolerance of losses, as a multiple of the measured noise.
+        logits_times_noise: Tolerance of logits, as a multiple of the measured noise.
     """
 
     layouts: tuple[LayoutBlock, ...] = ()
@@ -227,7 +234,7 @@ class RecipeKeys(RecipeBlock, kw_only=True, frozen=True):
     """The content of a recipe file.
 
     Attributes:
-        description: One line.
+        description: One-line description of the recipe.
         train: Set for an external trainer; `model`, `data`, `optimizer` and `schedule` then have no effect.
     """
 
@@ -248,7 +255,7 @@ class Recipe(RecipeKeys, kw_only=True, frozen=True):
 
     Attributes:
         name: The name of its file, without the ending.
-        notes: What `recipe_file` found that the user should know.
+        notes: Notes for the user from `recipe_file`.
     """
 
     name: str

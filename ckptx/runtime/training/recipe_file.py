@@ -1,4 +1,4 @@
-"""A recipe from its file: found by name, changed by `--set`, checked against the blocks of `recipe`."""
+"""Read a recipe: find its file by name, apply `--set`, and check it against the blocks of `recipe`."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ _MOST_BYTES = 1 << 20
 
 
 def shipped_recipes() -> tuple[str, ...]:
-    """The names of the recipes that come with ckptx."""
+    """Return the names of the recipes that come with ckptx."""
     return tuple(sorted(each.stem for each in SHIPPED.glob("*.yaml")))
 
 
 def find_recipe(name_or_file: str | Path) -> Path:
-    """The file of a recipe.
+    """Return the file of a recipe.
 
     Args:
-        name_or_file: A file, or the name of a recipe that comes with ckptx.
+        name_or_file: File, or name of a recipe that comes with ckptx.
 
     Raises:
-        UsageError: There is neither; the message has the nearest name, and all of them.
+        UsageError: No such file or name; the message lists the names, and the closest one.
         UnsupportedError: It is a URL.
     """
     refuse_remote(name_or_file)
@@ -42,14 +42,14 @@ def find_recipe(name_or_file: str | Path) -> Path:
     if text.endswith(_ENDINGS) or "/" in text:
         path = Path(text)
         if not path.is_file():
-            raise UsageError(f"{one_line(text)}: no such file; needed a recipe in YAML, or a name: {_names()}")
+            raise UsageError(f"{one_line(text)}: no such file; pass a recipe in YAML, or one of {_names()}")
         return path
     if text in shipped_recipes():
         return SHIPPED / f"{text}.yaml"
     near = difflib.get_close_matches(text, shipped_recipes(), 1, 0.5)
-    offered = f'did you mean "{near[0]}"? There are' if near else "there are"
+    offered = f'did you mean "{near[0]}"? Known names:' if near else "known names:"
     raise UsageError(
-        f"{one_line(text)}: no recipe has this name; {offered} {_names()}; a file of your own ends with .yaml"
+        f"{one_line(text)}: no recipe has this name; {offered} {_names()}; the name of a file must end with .yaml"
     )
 
 
@@ -58,32 +58,33 @@ def _names() -> str:
 
 
 def read_recipe(name_or_file: str | Path, sets: Sequence[str] = (), world_size: int | None = None) -> Recipe:
-    """A recipe that can be run.
+    """Return a complete and valid recipe.
 
     Args:
-        name_or_file: As `find_recipe` takes it.
-        sets: Changes as `layout.tp=2`: the path of a key, and its value in YAML. They are made in order. Null in place
-            of a block, and a path through one that is not there, make it.
-        world_size: The ranks there are: `dp_shard` is filled in from it, and a layout of another number is refused.
-            Without it, `dp_shard` is 1 unless the recipe says otherwise. The layouts of `checks` are filled in from the
-            ranks of the recipe's own; one that needs more than these has 1.
+        name_or_file: File or name, as for `find_recipe`.
+        sets: Changes such as `layout.tp=2`: the path of a key, and its value in YAML. They are applied in order.
+            Missing
+            blocks on the path, and blocks that are null, are created.
+        world_size: Number of ranks: it determines `dp_shard`, and a layout for another number is refused. With None,
+            `dp_shard` is 1 unless the recipe sets it. Layouts of `checks` are completed for the ranks of the recipe's
+            own layout; one that requires more ranks gets a `dp_shard` of 1.
 
     Raises:
-        UsageError: A key is unknown, a value is of another type, or the numbers cannot be run together.
-        UnsupportedError: A schedule that is not right with this layout, or a path that is a URL.
+        UsageError: A key is unknown, a value has another type, or the sizes are invalid together.
+        UnsupportedError: The schedule is not supported with this layout, or a path is a URL.
     """
     path = find_recipe(name_or_file)
     values = parse_yaml(_text_of(path), str(path))
     if not isinstance(values, dict):
         raise UsageError(
-            f"{path}: found {found_as(values)}, needed a mapping with the blocks of a recipe; see docs/recipes.md"
+            f"{path}: expected a mapping with the blocks of a recipe, found {found_as(values)}; see docs/recipes.md"
         )
     set_by: dict[str, str] = {}
     for each in sets:
         _set(values, each, set_by)
 
     def subject(*keys: str) -> str:
-        """The option that sets one of these keys, or what is above or below it; else the file."""
+        """Return the option that sets one of these keys, its parent or its child; else the file."""
         for key in keys:
             for place, option in reversed(set_by.items()):
                 if f"{key}.".startswith((f"{place}.", f"{place}[")) or place.startswith(f"{key}."):
@@ -103,7 +104,7 @@ def _refuse_remote_paths(recipe: Recipe) -> None:
 
 
 def _checked(recipe: Recipe, subject: Subject, world_size: int | None) -> Recipe:
-    """With numbers of data ranks, and notes."""
+    """Fill in data-parallel sizes, check all sizes, and add notes."""
     layout = with_data_ranks(recipe.layout, world_size, subject)
     ranks = layout.dims.world_size
     others = tuple(
@@ -115,7 +116,7 @@ def _checked(recipe: Recipe, subject: Subject, world_size: int | None) -> Recipe
 
 
 def _ranks_of(layout: LayoutBlock, ranks: int) -> int | None:
-    """What `dp_shard` of a layout of `checks` is filled in from; None where it is given, or is to be 1."""
+    """Return the number of ranks that determines `dp_shard` of a layout of `checks`; None if it is given or 1."""
     needed = layout.tp * layout.pp * layout.dp_replicate
     return None if layout.dp_shard is not None or needed > ranks else ranks
 
@@ -125,28 +126,26 @@ def _text_of(path: Path) -> str:
         with path.open("rb") as file:
             content = file.read(_MOST_BYTES + 1)
     except OSError as error:
-        raise UsageError(f"{path}: cannot be read: {error.strerror}; needed a recipe in YAML") from error
+        raise UsageError(f"{path}: cannot read this recipe: {error.strerror}") from error
     if len(content) > _MOST_BYTES:
-        raise UsageError(f"{path}: has more than {_MOST_BYTES:,} bytes, needed a recipe; is it another file?")
+        raise UsageError(f"{path}: has more than {_MOST_BYTES:,} bytes, too many for a recipe; pass a recipe in YAML")
     try:
         return content.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise UsageError(
-            f"{path}: byte {error.start} is no UTF-8, needed a recipe in YAML; is it another file?"
-        ) from error
+        raise UsageError(f"{path}: byte {error.start} is not valid UTF-8; pass a recipe in YAML") from error
 
 
 def _set(values: dict[str, Any], option: str, set_by: dict[str, str]) -> None:
-    """Makes one change, in place.
+    """Apply one change, in place.
 
     Raises:
-        UsageError: It is no change, or its path leads through a value that has no keys.
+        UsageError: It has no key and value, or its path leads through a value that is not a mapping.
     """
     said = f"--set {one_line(option, 200)}"
     path, sign, text = option.partition("=")
     keys = path.strip().split(".")
     if not sign or not all(keys):
-        raise UsageError(f"{said}: found no key with a value, needed both, such as layout.tp=2")
+        raise UsageError(f"{said}: expected KEY=VALUE, such as layout.tp=2")
     block: Any = values
     for at, key in enumerate(keys[:-1]):
         below = block.get(key)
@@ -154,7 +153,7 @@ def _set(values: dict[str, Any], option: str, set_by: dict[str, str]) -> None:
             below = block[key] = {}
         if not isinstance(below, dict):
             where = one_line(".".join(keys[: at + 1]), 200)
-            raise UsageError(f"{said}: {where} is {found_as(below)}, needed a mapping; set the whole of {where}")
+            raise UsageError(f"{said}: {where} is {found_as(below)}, not a mapping; set {where} as a whole")
         block = below
     block[keys[-1]] = parse_yaml(text, said)
     set_by[".".join(keys)] = option

@@ -1,7 +1,7 @@
 """Decode plain values into the blocks of a recipe; the types of their fields are the schema.
 
-msgspec decodes and says where a value is wrong. The error that a user reads is made here, from the value and the type
-at that place: the key with its path, what was found and what was needed, and for an unknown key the nearest one.
+msgspec decodes and locates errors. The error message for the user is made here from the value and the type at that
+place: the path of the key, the value found and the value expected, and for an unknown key the closest known one.
 """
 
 from __future__ import annotations
@@ -21,19 +21,20 @@ B = TypeVar("B", bound=msgspec.Struct)
 Subject = Callable[..., str]  # of the paths of keys: the option that sets one of them, or the file
 
 _WORDS = {bool: "true or false", int: "an integer", float: "a number", str: "a string", type(None): "null"}
-# How msgspec ends an error: the path of the value, in which the keys of mappings are not named. `decode` wraps the
-# whole, so that there always is a path and no text of the file can stand in its place.
+_PLURALS = {int: "integers", float: "numbers", str: "strings"}
+# The end of a msgspec error: the path of the value, without keys of mappings. `decode` wraps the whole value in a list,
+# so that there always is a path, and no text of the file can be mistaken for it.
 _PLACE = re.compile(r" - at `\$\[0\](?P<path>[\w.\[\]]*)`\Z")
 _PART = re.compile(r"\.(?P<key>\w+)|\[(?P<index>\d+)\]|\[\.\.\.\]")
 
 
 class _InvalidValue(NamedTuple):
-    """The value that msgspec refused.
+    """A value that msgspec refused.
 
     Attributes:
-        path: Its key, "" for the whole.
+        path: Path of its key; "" for the whole.
         hint: The type that is required there.
-        value: What was found.
+        value: Value found there.
     """
 
     path: str
@@ -62,9 +63,9 @@ def decode(values: Any, block: type[B], subject: Subject) -> B:
 
 
 def unknown(name: str, known: Collection[str], where: str, else_needed: str = "") -> UsageError:
-    """Return the refusal of an unknown name, with the nearest known one, or else what is needed or all known names."""
+    """Return the error for an unknown name, with the closest known one, else with `else_needed` or all known names."""
     near = difflib.get_close_matches(str(name), known, 1, 0.6)
-    needed = else_needed or f"needed one of {', '.join(known)}"
+    needed = else_needed or f"use one of {', '.join(known)}"
     offered = f'did you mean "{near[0]}"?' if near else needed
     return UsageError(f"{where}: is unknown; {offered}")
 
@@ -77,7 +78,9 @@ def described(hint: Any) -> str:
     if origin is Literal:
         return ", ".join(map(str, arguments))
     if origin is tuple:
-        return "a list" if is_block(arguments[0]) else f"a list of {described(arguments[0])}"
+        return (
+            "a list" if is_block(arguments[0]) else f"a list of {_PLURALS.get(arguments[0]) or described(arguments[0])}"
+        )
     if is_block(hint) or _is_mapping(hint):
         return "a mapping"
     return _WORDS[hint]
@@ -126,7 +129,7 @@ def _is_valid(value: Any, hint: Any) -> bool:
 
 
 def _refusal(fault: _InvalidValue, subject: Subject) -> UsageError:
-    """Say what is wrong with a value."""
+    """Return the error for an invalid value."""
     block = _without_null(fault.hint)
     if is_block(block) and isinstance(fault.value, Mapping):
         fields = {each.name: each for each in msgspec.structs.fields(block)}
@@ -138,19 +141,19 @@ def _refusal(fault: _InvalidValue, subject: Subject) -> UsageError:
         key = next(name for name, each in fields.items() if each.required and name not in fault.value)
         where = f"{prefix}{key}"
         return UsageError(
-            f"{subject(where, fault.path)}: {where}: found nothing, needed {described(fields[key].type)}; add it"
+            f"{subject(where, fault.path)}: {where} is missing, expected {described(fields[key].type)}; add it"
         )
     where = f"{one_line(fault.path, 200)}: " if fault.path else ""
     advice = "correct it"
     if get_origin(block) is Literal:
         near = difflib.get_close_matches(str(fault.value), get_args(block), 1, 0.6)
-        advice = f'did you mean "{near[0]}"?' if near else "give one of them"
+        advice = f'did you mean "{near[0]}"?' if near else "use one of them"
     needed = described(block if get_origin(block) is Literal else fault.hint)
-    return UsageError(f"{subject(fault.path)}: {where}found {found_as(fault.value)}, needed {needed}; {advice}")
+    return UsageError(f"{subject(fault.path)}: {where}expected {needed}, found {found_as(fault.value)}; {advice}")
 
 
 def _without_null(hint: Any) -> Any:
-    """Return the type that stands beside None in a union; other types as they are."""
+    """Return the type without None if it is a union; other types unchanged."""
     if get_origin(hint) not in (Union, types.UnionType):
         return hint
     (found,) = (each for each in get_args(hint) if each is not type(None))

@@ -1,7 +1,7 @@
-"""Rows of questions with answers: public data sets by their ids, and made-up ones of the very same columns.
+"""Samples of questions with answers: public data sets by their ids, and synthetic ones with the same columns.
 
-squad     id, title, context, question, answers {text, answer_start}       synthetic_text makes these
-medpix    image_id, mode, case_id, question, answer                        synthetic_images makes these
+squad     id, title, context, question, answers {text, answer_start}       also made by synthetic_text
+medpix    image_id, mode, case_id, question, answer                        also made by synthetic_images
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ _COLUMNS = {
     "squad": ("id", "title", "context", "question", "answers"),
     "medpix": ("image_id", "mode", "case_id", "question", "answer"),
 }
-_SAMPLES = 64  # of a made-up set, where the recipe says nothing
-_SAVED = "state.json"  # in a folder that `Dataset.save_to_disk` wrote
+_SAMPLES = 64  # default number of synthetic samples
+_SAVED = "state.json"  # in a directory that `Dataset.save_to_disk` wrote
 _SIDE = 24  # pixels
 _COLOURS = {"red": (220, 30, 30), "green": (30, 200, 30), "blue": (30, 30, 220), "grey": (120, 120, 120)}
 
 
 class QuestionExample(NamedTuple):
-    """What a model is asked.
+    """A question to the model, with the expected answer.
 
     Attributes:
-        text: The question with its context.
-        answer: What it learns to say.
-        image: What it is shown: of PIL, or bytes, (3, height, width); None for text alone.
+        text: Question with its context.
+        answer: Answer to learn.
+        image: PIL image, or uint8 tensor (3, height, width); None for a text-only question.
     """
 
     text: str
@@ -46,29 +46,29 @@ class QuestionExample(NamedTuple):
 
 
 def open_rows(data: DataBlock, seed: int) -> Sequence[Row]:
-    """The rows of a data set.
+    """Return the samples of a data set.
 
     Args:
-        data: Says which.
-        seed: Of made-up ones.
+        data: Data block of the recipe.
+        seed: Seed of synthetic samples.
 
     Raises:
-        InputError: The data set cannot be had, or has other columns.
+        InputError: The data set is unavailable, or has other columns.
         EnvironmentProblem: The package `datasets` is missing.
-        UsageError: A path is given for made-up rows.
+        UsageError: A path is given for synthetic samples.
     """
     if data.dataset in _IDS:
         return _public(data)
     if data.path is not None:
         raise UsageError(
-            f"data.path: found {one_line(data.path)} with data.dataset {data.dataset}, which is made up, needed null; "
-            "leave it out, or give another data set"
+            f"data.path is {one_line(data.path)}, but data.dataset {data.dataset} is synthetic and has no path; leave "
+            "it out, or set another data set"
         )
     return SyntheticSequences(data.dataset == "synthetic_images", data.samples or _SAMPLES, seed)
 
 
 def question_of(row: Row) -> QuestionExample:
-    """A row of either kind as a question."""
+    """Convert a sample of either kind to a question."""
     if "answers" in row:
         answers = row["answers"]["text"]
         return QuestionExample(f"{row['context']} {row['question']}", answers[0] if answers else "")
@@ -92,18 +92,18 @@ def _public(data: DataBlock) -> Sequence[Row]:
     except Exception as error:  # its own kinds, those of pyarrow, of the Hub and of the network
         raise InputError(
             f"{one_line(where)}: the data set cannot be read: {type(error).__name__}: "
-            f"{one_line((str(error).splitlines() or ['no reason'])[0], 300)}; needed it on the Hub, in the cache, or "
-            f"as data.path; made-up rows of the same columns are --set data.dataset={_MADE_UP[data.dataset]}"
+            f"{one_line((str(error).splitlines() or ['no reason'])[0], 300)}; set data.path, or use synthetic samples "
+            f"with the same columns: --set data.dataset={_MADE_UP[data.dataset]}"
         ) from error
     lacking = [each for each in _COLUMNS[data.dataset] if each not in found.column_names]
     if lacking:
         raise InputError(
-            f"{one_line(where)}: found columns {', '.join(map(one_line, found.column_names))}, needed "
-            f"{', '.join(lacking)} too, as {_IDS[data.dataset]} has them; give another data set"
+            f"{one_line(where)}: has columns {', '.join(map(one_line, found.column_names))}, but lacks "
+            f"{', '.join(lacking)} of {_IDS[data.dataset]}; use another data set"
         )
     rows: Sequence[Row] = found if data.samples is None else found.select(range(min(data.samples, len(found))))
     if not len(rows):
-        raise InputError(f"{one_line(where)}: has no rows in {data.split}, needed some; give another split")
+        raise InputError(f"{one_line(where)}: split {data.split} is empty; set another data.split")
     return rows
 
 
@@ -111,7 +111,7 @@ def _public(data: DataBlock) -> Sequence[Row]:
 
 
 class SyntheticSequences(Sequence[Row]):
-    """Rows that depend on a seed and their number alone; short, so that one fits into 32 bytes with its answer."""
+    """Synthetic samples that depend on a seed and their index only; each fits into 32 bytes with its answer."""
 
     def __init__(self, has_images: bool, length: int, seed: int) -> None:
         self._has_images, self._length, self._seed = has_images, length, seed
@@ -138,7 +138,7 @@ class SyntheticSequences(Sequence[Row]):
 
 
 def _text_row(draw: random.Random, index: int) -> Row:
-    """A few names with numbers, of which one is asked for."""
+    """Make a few names with numbers, and ask for one of the numbers."""
     names = draw.sample("abcdefghijklmnopqrstuvwxyz", 2 + index % 2)
     facts = [f"{name}={draw.randrange(100)}" for name in names]
     asked = draw.choice(facts)
@@ -150,7 +150,7 @@ def _text_row(draw: random.Random, index: int) -> Row:
 
 
 def _image_row(draw: random.Random, index: int) -> Row:
-    """A picture of one colour with a lighter corner; what is asked for is the colour."""
+    """Make a picture of one color with a lighter corner, and ask for the color."""
     colour = draw.choice(sorted(_COLOURS))
     image = torch.tensor(_COLOURS[colour], dtype=torch.uint8)[:, None, None].repeat(1, _SIDE, _SIDE)
     size = draw.randrange(2, _SIDE // 2)

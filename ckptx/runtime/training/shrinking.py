@@ -1,11 +1,11 @@
-"""The config of a large model as one that a CPU can train: narrow layers, few of them, a vocabulary of bytes.
+"""Shrink the config of a large model to one that a CPU can train: few narrow layers and a vocabulary of bytes.
 
-Which layers there are is decided by their kinds, and a few of each kind are run as all of them would be:
+The layers that stay are a prefix that has every kind of layer:
 
     sliding x 5, full, sliding x 5, full, ...   60 layers     sliding x 5, full     6 layers
     one kind                                    40 layers                           4 layers
 
-Widths are those that `tiny_config` finds. Tokens that the config names get small numbers, in their order.
+Widths come from `tiny_config`. Special tokens of the config get small ids, in their original order.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from ckptx.runtime.training.source_tokenizer import MOST_TOKENS
 
 _LAYERS = "num_hidden_layers"
 _KINDS = ("layer_types", "layers_block_type", "mlp_layer_types")
-_LEAST = 4  # layers of a language model, so that stages can have several
+_LEAST = 4  # minimum layers of a language model, so that a stage can have several
 _LEAST_OF_TOWER = 2
-_FROM_THE_END = "num_kv_shared_layers"  # counts layers from the end, which a prefix has not
+_FROM_THE_END = "num_kv_shared_layers"  # counts layers from the end, so that a prefix would change them
 
 Values = dict[str, Any]
 
 
 def with_few_layers(values: Values, config: PreTrainedConfig, kept: Mapping[str, Any]) -> Values:
-    """Keys of config.json with few layers in each part.
+    """Return keys of config.json with few layers in each part.
 
     Args:
-        values: The keys.
-        config: What their class makes of them, with the defaults.
-        kept: Keys, nested as those are, that somebody set: their numbers of layers stay.
+        values: Keys of config.json.
+        config: Config that their class builds from them, with its defaults.
+        kept: Keys set by the user, nested like `values`; numbers of layers among them are kept.
     """
     found = copy.deepcopy(values)
     for path, part in _parts_at(config):
@@ -60,7 +60,7 @@ def with_few_layers(values: Values, config: PreTrainedConfig, kept: Mapping[str,
 
 
 def shrunk_config(config: PreTrainedConfig, cls: type[PreTrainedModel]) -> PreTrainedConfig:
-    """A copy with narrow layers and a small vocabulary.
+    """Return a copy with narrow layers and a small vocabulary.
 
     Raises:
         UnsupportedError: No such config can be built and run; see `tiny_config`.
@@ -81,7 +81,7 @@ def shrunk_config(config: PreTrainedConfig, cls: type[PreTrainedModel]) -> PreTr
 
 
 def _parts_at(config: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """A config and those nested in it, each with its keys."""
+    """Yield a config and its nested configs, each with its path of keys."""
     yield path, config
     for key, value in vars(config).items():
         if isinstance(value, PreTrainedConfig):
@@ -89,14 +89,14 @@ def _parts_at(config: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[s
 
 
 def _at(values: Any, path: tuple[str, ...]) -> Values:
-    """The keys of a part; none where the values do not mention it."""
+    """Return the nested values at a path; empty if there are none."""
     for key in path:
         values = values.get(key) if isinstance(values, Mapping) else None
     return values if isinstance(values, dict) else {}
 
 
 def _few(part: Any, count: int) -> int:
-    """The shortest beginning that has all kinds of layers, and a few."""
+    """Return the length of the shortest prefix that has all kinds of layers and a minimum number of them."""
     least = _LEAST if isinstance(vars(part).get("vocab_size"), int) else _LEAST_OF_TOWER
     for key in _KINDS:
         kinds = vars(part).get(key)
@@ -106,6 +106,6 @@ def _few(part: Any, count: int) -> int:
 
 
 def _points_behind(value: list[Any], few: int, count: int) -> bool:
-    """Whether a list is about single layers of which some would be gone."""
+    """Return True if a list has numbers of layers some of which would be removed."""
     numbers = all(isinstance(each, int) for each in value)
     return numbers and len(value) != count and any(few <= each < count for each in value)

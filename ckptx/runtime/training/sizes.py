@@ -1,6 +1,6 @@
-"""What the numbers of a recipe say together: whether they can be run, and what a person should know of them.
+"""Check whether the sizes in a recipe are valid together, and note what a user should know about them.
 
-global_batch = steps of accumulation x local_batch x data ranks          data ranks = dp_replicate x dp_shard
+global_batch = accumulation steps x local_batch x data-parallel ranks        dp = dp_replicate x dp_shard
 local_batch = microbatches x microbatch
 """
 
@@ -21,54 +21,54 @@ _SEED_BITS = 32
 
 
 def with_data_ranks(layout: LayoutBlock, world_size: int | None, subject: Subject, path: str = "layout") -> LayoutBlock:
-    """A layout whose `dp_shard` is a number.
+    """Fill in `dp_shard` of a layout.
 
     Args:
-        layout: Of a recipe.
-        world_size: The ranks there are, None where that is not known: then `dp_shard` is 1 unless it is given.
-        subject: Of errors, by the path of a key.
-        path: Of the layout.
+        layout: Layout of a recipe.
+        world_size: Number of ranks; None if unknown, in which case a missing `dp_shard` becomes 1.
+        subject: Returns the subject of an error from the path of a key.
+        path: Path of the layout in the recipe.
 
     Raises:
-        UsageError: The ranks that there are cannot be laid out so.
+        UsageError: The layout is impossible with this number of ranks.
     """
     for key in ("tp", "pp", "dp_shard", "dp_replicate"):
         size = getattr(layout, key)
         if size is not None and not 1 <= size <= RANKS:
-            raise UsageError(f"{subject(f'{path}.{key}')}: {path}.{key}: found {size}, needed 1 to {RANKS}; correct it")
+            raise UsageError(f"{subject(f'{path}.{key}')}: {path}.{key} is {size} and must be 1 to {RANKS}; correct it")
     others = layout.tp * layout.pp * layout.dp_replicate
     if layout.dp_shard is None:
         if world_size is not None and world_size % others:
             raise UsageError(
-                f"{subject(path)}: {path}: tp x pp x dp_replicate is {others}, found {counted(world_size, 'rank')}, "
-                f"needed a multiple of {others}; start other ranks, or set another layout"
+                f"{subject(path)}: {path}: tp x pp x dp_replicate is {others}, which does not divide "
+                f"{counted(world_size, 'rank')}; start a multiple of {others} ranks, or set another layout"
             )
         return replace(layout, dp_shard=(world_size or others) // others)
     needed = others * layout.dp_shard
     if world_size is not None and needed != world_size:
         raise UsageError(
-            f"{subject(path)}: {path}: tp x pp x dp_shard x dp_replicate is {needed}, found "
-            f"{counted(world_size, 'rank')}, needed {needed}; start so many, or set another layout"
+            f"{subject(path)}: {path}: tp x pp x dp_shard x dp_replicate is {needed}, but there are "
+            f"{counted(world_size, 'rank')}; start {needed}, or set another layout"
         )
     return layout
 
 
 def check_sizes(recipe: Recipe, subject: Subject) -> tuple[str, ...]:
-    """Refuses numbers that cannot be, each or together.
+    """Refuse invalid sizes and combinations of sizes.
 
     Args:
-        recipe: With known numbers of data ranks.
-        subject: Of errors, by the path of a key.
+        recipe: Recipe with a known number of data-parallel ranks.
+        subject: Returns the subject of an error from the path of a key.
 
     Returns:
-        What a person should know, of a recipe that runs.
+        Notes for the user about a valid recipe.
 
     Raises:
-        UsageError: The message has the rule.
-        UnsupportedError: A schedule that is not right with this layout.
+        UsageError: A size breaks a rule, which the message names.
+        UnsupportedError: The schedule is not supported with this layout.
     """
     for path, value, bound in _out_of_bounds(recipe):
-        raise UsageError(f"{subject(path)}: {path}: found {value}, needed {bound}; correct it")
+        raise UsageError(f"{subject(path)}: {path} is {value} and must be {bound}; correct it")
     _check_steps(recipe, subject)
     if recipe.train is not None:
         return ()
@@ -82,7 +82,7 @@ def check_sizes(recipe: Recipe, subject: Subject) -> tuple[str, ...]:
 
 
 def _out_of_bounds(recipe: Recipe) -> Iterator[tuple[str, object, str]]:
-    """Path, value and bound of each number that means nothing by itself."""
+    """Yield the path, value and bound of each number out of its bounds."""
     training, optimizer, schedule = recipe.training, recipe.optimizer, recipe.schedule
     betas = [(f"optimizer.betas[{at}]", each) for at, each in enumerate(optimizer.betas)]
     rows: list[tuple[str, float | None, float, float | None]] = [
@@ -111,7 +111,7 @@ def _out_of_bounds(recipe: Recipe) -> Iterator[tuple[str, object, str]]:
     if training.clip is not None and training.clip <= 0:
         yield "training.clip", training.clip, "a number above 0, or null"
     if len(optimizer.betas) != 2:
-        yield "optimizer.betas", counted(len(optimizer.betas), "number"), "two"
+        yield "optimizer.betas", f"a list of {counted(len(optimizer.betas), 'number')}", "a list of two"
 
 
 def _check_steps(recipe: Recipe, subject: Subject) -> None:
@@ -120,42 +120,42 @@ def _check_steps(recipe: Recipe, subject: Subject) -> None:
         if not 1 <= step <= training.steps:
             where = f"training.save_at[{at}]"
             raise UsageError(
-                f"{subject(where)}: {where}: found step {step}, needed 1 to training.steps, which is {training.steps}; "
+                f"{subject(where)}: {where} is step {step} and must be 1 to training.steps, which is {training.steps}; "
                 "correct one of them"
             )
     if list(training.save_at) != sorted(set(training.save_at)):
         raise UsageError(
-            f"{subject('training.save_at')}: training.save_at: found {list(training.save_at)}, needed steps in "
-            "ascending order, each once; sort them"
+            f"{subject('training.save_at')}: training.save_at is {list(training.save_at)} and must have distinct "
+            "steps in ascending order; sort them"
         )
 
 
 def _check_batches(training: TrainingBlock, layout: LayoutBlock, path: str, subject: Subject) -> None:
-    """Samples are dealt out evenly."""
+    """Check that samples can be split evenly."""
     dp = layout.dims.dp
     needed = training.local_batch * dp
     if training.global_batch % needed:
         raise UsageError(
-            f"{subject('training.global_batch', 'training.local_batch', path)}: training.global_batch: found "
-            f"{training.global_batch}, needed a multiple of {needed}, which is training.local_batch "
-            f"({training.local_batch}) x data ranks of {path} ({dp}); change one of them"
+            f"{subject('training.global_batch', 'training.local_batch', path)}: training.global_batch is "
+            f"{training.global_batch} and must be a multiple of {needed}, which is training.local_batch "
+            f"({training.local_batch}) x data-parallel ranks of {path} ({dp}); change one of them"
         )
     if training.local_batch % training.microbatch:
         raise UsageError(
-            f"{subject('training.local_batch', 'training.microbatch')}: training.local_batch: found "
-            f"{training.local_batch}, needed a multiple of training.microbatch, which is {training.microbatch}; change "
-            "one of them"
+            f"{subject('training.local_batch', 'training.microbatch')}: training.local_batch is "
+            f"{training.local_batch} and must be a multiple of training.microbatch, which is {training.microbatch}; "
+            "change one of them"
         )
 
 
 def _check_stages(training: TrainingBlock, layout: LayoutBlock, path: str, subject: Subject) -> Iterator[str]:
-    """A pipeline that can be run."""
+    """Check that the pipeline is valid, and yield notes about it."""
     split = layout.pp_split
     counts = split.split(",")
     if split not in SPLITS and not (len(counts) == layout.pp and all(each.strip().isdecimal() for each in counts)):
         raise UsageError(
-            f'{subject(f"{path}.pp_split")}: {path}.pp_split: found "{split}", needed {", ".join(SPLITS)}, or a count '
-            f"for each of {counted(layout.pp, 'stage')} with commas between them; correct it"
+            f'{subject(f"{path}.pp_split")}: {path}.pp_split is "{split}" and must be {", ".join(SPLITS)}, or '
+            f"comma-separated numbers of layers for {counted(layout.pp, 'stage')}; correct it"
         )
     if layout.pp == 1 and layout.schedule == LayoutBlock().schedule:
         return
@@ -180,6 +180,6 @@ def _check_stages(training: TrainingBlock, layout: LayoutBlock, path: str, subje
     stages = layout.pp * schedule.stages
     if microbatches < stages:
         yield (
-            f"{path}: {counted(microbatches, 'microbatch')} for {counted(stages, 'stage')}, so that some stages wait "
-            "throughout; training.local_batch / training.microbatch is how many there are"
+            f"{path}: {counted(microbatches, 'microbatch')} for {counted(stages, 'stage')}, so that some stages are "
+            "always idle; training.local_batch / training.microbatch is the number of microbatches"
         )

@@ -1,4 +1,4 @@
-"""The checkpoint that a run begins with: a pretrained one, or random weights, where transformers reads them."""
+"""Prepare the checkpoint that a run starts from, pretrained or random, in a directory that transformers can read."""
 
 from __future__ import annotations
 
@@ -34,33 +34,33 @@ from ckptx.runtime.training.source_tokenizer import make_tokenizer
 _CONFIG = "config.json"
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 _SHARD = "2GB"
-_JITTER = 0.1  # of what a class sets to one number: norms, biases, scales
+_JITTER = 0.1  # standard deviation of noise on tensors that a class sets to a constant: norms, biases, scales
 _BOUND = 8.0  # in place of an infinite bound
-# Of torch.Tensor and torch.nn.init: what draws, and what a truncated normal makes of it.
+# Functions of torch.Tensor and torch.nn.init that draw values, and one that a truncated normal uses.
 _DRAWING = ("normal_", "uniform_", "kaiming_uniform_", "kaiming_normal_", "trunc_normal_", "erfinv_")
-# Keys that every class takes.
+# Config keys that every class accepts.
 _ALWAYS = ("attn_implementation", "torch_dtype", "rope_theta", "rope_scaling", "rope_parameters", "auto_map")
 
 Values = dict[str, Any]
 
 
 def prepare_source(recipe: Recipe, directory: Path) -> Path:
-    """The directory of the checkpoint that a run begins with; for one process, before there are ranks, or for one rank.
+    """Return the directory of the checkpoint that a run starts from; called by one process or one rank.
 
-    A pretrained checkpoint that nothing changes is left where it is. Where the recipe changes its config, `directory`
-    has the changed one and copies of small files, with links to weights. Random weights are the same for the same
-    recipe; a model is held once to write them, in the dtype of the recipe.
+    A pretrained checkpoint without changes is used in place. If the recipe changes its config, `directory` gets the new
+    config, copies of small files and links to the weights. Random weights depend on the recipe only; the model is built
+    once in memory to write them, in the dtype of the recipe.
 
     Args:
-        recipe: Says which model.
-        directory: Where to write; it need not exist.
+        recipe: Recipe that names the model.
+        directory: Directory to write to; created if necessary.
 
     Returns:
-        The directory to read.
+        Directory to read the checkpoint from.
 
     Raises:
-        InputError: There is no such checkpoint, or it has no config.
-        UsageError: The recipe names no model, or keys that mean nothing to it.
+        InputError: The checkpoint does not exist, or has no config.
+        UsageError: The recipe names no model, or keys that its class does not have.
         UnsupportedError: The class is unknown, cannot be built, or cannot be shrunk.
     """
     model, dropout = recipe.model, recipe.training.dropout
@@ -88,7 +88,7 @@ def prepare_source(recipe: Recipe, directory: Path) -> Path:
 
 @contextlib.contextmanager
 def _said_of_the_recipe(directory: Path) -> Iterator[None]:
-    """What is found wrong with the config that the recipe makes is wrong with the recipe, and its file is gone soon."""
+    """Attribute errors about the generated config.json, a temporary file, to `model.config` of the recipe."""
     written = re.escape(str(directory / _CONFIG))
     try:
         yield
@@ -101,7 +101,7 @@ def _said_of_the_recipe(directory: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _without_bars() -> Iterator[None]:
-    """transformers shows a bar for a file that is written in milliseconds."""
+    """Hide the progress bar of transformers for a file that is written in milliseconds."""
     shown = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:
@@ -112,7 +112,7 @@ def _without_bars() -> Iterator[None]:
 
 
 def merged(values: Mapping[str, Any], changes: Mapping[str, Any]) -> Values:
-    """Keys of a config with others in place of some: mappings key by key, everything else as a whole."""
+    """Return a config with some keys overridden; mappings are merged key by key, other values replaced."""
     found = dict(values)
     for key, change in changes.items():
         below = found.get(key)
@@ -125,10 +125,10 @@ def merged(values: Mapping[str, Any], changes: Mapping[str, Any]) -> Values:
 
 
 def _linked(root: Path, directory: Path, values: Values, recipe: Recipe) -> Path:
-    """A directory with another config and the same weights."""
+    """Create a directory with another config and links to the same weights."""
     if directory.resolve() == root.resolve():
         raise UsageError(
-            f"{directory}: is the checkpoint that model.pretrained names, needed another; give another --out"
+            f"{directory}: is the checkpoint of model.pretrained, which must not be changed; choose another --out"
         )
     directory.mkdir(parents=True, exist_ok=True)
     for each in sorted(root.iterdir()):
@@ -159,7 +159,7 @@ def _write_config(directory: Path, values: Values) -> None:
 
 
 def _with_attention(values: Values, model: ModelBlock) -> Values:
-    """transformers takes `attn_implementation` of config.json, so that whoever builds the model has the same."""
+    """Add `attn_implementation`, which transformers reads from config.json whenever the model is built."""
     if model.attn_implementation is None:
         return values
     return {**values, "attn_implementation": model.attn_implementation}
@@ -169,25 +169,25 @@ def _with_attention(values: Values, model: ModelBlock) -> Values:
 
 
 def _first_values(model: ModelBlock) -> Values:
-    """Keys of config.json to begin with."""
+    """Return the initial keys of config.json."""
     if model.shrunk and model.shrunk_from:
         return merged(model.shrunk_from, model.config)
     if model.pretrained is not None:
         try:
             root = resolve(model.pretrained, revision=model.revision)
         except InputError as error:
-            raise InputError(f"{error}; or give model.shrunk_from keys of a config.json to begin with") from error
+            raise InputError(f"{error}; or set model.shrunk_from to keys of a config.json") from error
         return merged(read_json(root / _CONFIG), model.config)
     if not model.config:
         raise UsageError(
-            "model: found neither pretrained nor config, needed one of them; name a checkpoint, or give keys of a "
-            "config.json with architectures"
+            "model: has neither pretrained nor config; set model.pretrained to a checkpoint, or model.config to keys "
+            "of a config.json with architectures"
         )
     return dict(model.config)
 
 
 def _random_config(values: Values, directory: Path, recipe: Recipe) -> tuple[Any, type[PreTrainedModel], str]:
-    """The config of a model with random weights, its class, and the name of that."""
+    """Return the config of a model with random weights, its class, and the name of the class."""
     trusts = recipe.model.trust_remote_code
     _write_config(directory, values)
     name, cls, config = read_config(directory, trust_remote_code=trusts)
@@ -203,27 +203,27 @@ def _random_config(values: Values, directory: Path, recipe: Recipe) -> tuple[Any
 
 
 def _refuse_other_type(given: Mapping[str, Any], name: str, config: PreTrainedConfig) -> None:
-    """Refuses a model type that is not that of the class, which decides.
+    """Refuse a model type that differs from that of the class.
 
     Raises:
-        UsageError: It is another.
+        UsageError: The types differ.
     """
     needed = type(config).model_type
     found = given.get("model_type", needed)
     if found != needed:
         raise UsageError(
-            f'model.config.model_type: found "{found}", needed "{needed}", that of {name}; leave it out, or '
-            "name another class in model.config.architectures"
+            f'model.config.model_type is "{found}", but that of {name} is "{needed}"; leave it out, or name another '
+            "class in model.config.architectures"
         )
 
 
 def _refuse_unknown(given: Mapping[str, Any], config: Any, path: str = "model.config") -> None:
-    """Refuses keys that mean nothing to the class: transformers would take them in silence.
+    """Refuse keys that the class does not read, and that transformers would ignore.
 
-    A class need not declare what it reads: a key that its code mentions is known, too.
+    A class may read keys that it does not declare: keys mentioned in its code are accepted, too.
 
     Raises:
-        UsageError: One is unknown.
+        UsageError: A key is unknown.
     """
     kind = type(config)
     declared = {key for each in kind.__mro__ for key in getattr(each, "__annotations__", {}) if not key.startswith("_")}
@@ -231,20 +231,20 @@ def _refuse_unknown(given: Mapping[str, Any], config: Any, path: str = "model.co
     words = set(re.findall(r"\w+", "".join(map(_code_of, (kind.__module__, _modeling(kind.__module__))))))
     for key, value in given.items():
         if words and key not in known and key not in words:
-            raise unknown(key, sorted(known), f"{path}.{key}", f"needed a key of {kind.__name__}; leave it out")
+            raise unknown(key, sorted(known), f"{path}.{key}", f"{kind.__name__} has no such key; leave it out")
         part = vars(config).get(key)
         if isinstance(value, Mapping) and isinstance(part, PreTrainedConfig):
             _refuse_unknown(value, part, f"{path}.{key}")
 
 
 def _modeling(module: str) -> str:
-    """The module of the models, beside that of their configs."""
+    """Return the name of the module with the models for a module with configs."""
     package, _, name = module.rpartition(".")
     return f"{package}.{name.replace('configuration_', 'modeling_')}"
 
 
 def _code_of(module: str) -> str:
-    """The text of a module; none where it is not there."""
+    """Return the source code of a module; empty if it is unavailable."""
     try:
         return inspect.getsource(importlib.import_module(module))
     except (ImportError, OSError, TypeError):
@@ -252,16 +252,16 @@ def _code_of(module: str) -> str:
 
 
 def random_model(cls: type[PreTrainedModel], config: Any, dtype: torch.dtype, seed: int) -> PreTrainedModel:
-    """A model with random weights, none of which is all zeros, ones or infinite; names that are tied stay tied.
+    """Return a model with random weights, none of which is all zeros, all ones or infinite; tied names stay tied.
 
-    What multiplies is drawn so that it keeps the size of what it is given. What a class sets to one number, as norms
-    and biases, is moved a little from there, so that one that is lost is seen. Persistent buffers are, too.
+    Weights of products are drawn so that they preserve the scale of their input. Tensors that a class sets to a
+    constant, such as norms and biases, get some noise, so that their loss is noticed. So do persistent buffers.
 
     Args:
-        cls: Of the model.
-        config: Of the model.
-        dtype: Of its parameters.
-        seed: The same one gives the same weights.
+        cls: Class of the model.
+        config: Config of the model.
+        dtype: Dtype of the parameters.
+        seed: Seed of the weights.
     """
     with torch.random.fork_rng(devices=[]), _SkipWeightInit():
         torch.manual_seed(seed)
@@ -277,7 +277,7 @@ def random_model(cls: type[PreTrainedModel], config: Any, dtype: torch.dtype, se
 
 
 class _SkipWeightInit(TorchFunctionMode):  # type: ignore[misc]  # torch says Any
-    """Gives zeros to what `_draw` draws anyway: torch draws a weight when it makes a layer, and its class once more."""
+    """Replaces initializations by zeros that `_draw` overwrites: torch draws each weight, and its class once more."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -290,12 +290,12 @@ class _SkipWeightInit(TorchFunctionMode):  # type: ignore[misc]  # torch says An
 
 
 def _multiplies(tensor: Tensor) -> bool:
-    """Whether `_draw` draws it anew, whatever is in it."""
+    """Return True if `_draw` replaces the whole tensor, so that earlier values do not matter."""
     return isinstance(tensor, Parameter) and tensor.dim() >= 2 and tensor.is_floating_point()
 
 
 def _draw(name: str, tensor: Tensor, generator: torch.Generator) -> None:
-    """Random values in place."""
+    """Draw random values, in place."""
     if _multiplies(tensor):
         fan_in = tensor.shape[-1] if tensor.dim() < 4 else tensor[0].numel()
         tensor.normal_(0, fan_in**-0.5, generator=generator)

@@ -1,6 +1,6 @@
-"""A tokenizer for a model with random weights: the bytes of UTF-8, the tokens that its config names, a chat template.
+"""Build a tokenizer for a model with random weights: bytes, special tokens of its config, and a chat template.
 
-It is made of the config alone, and every text is a text of it. Stock transformers reads what is written.
+It depends on the config only, and can encode any text. Stock transformers reads it.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from ckptx.errors import UsageError, missing_package
 from ckptx.runtime.model.shrink_config import parts
 
 _BYTES = 256
-# What a config may not name, and a chat needs.
+# Tokens that a chat requires, even if the config does not name them.
 _ROLES = {"pad": "<pad>", "bos": "<bos>", "eos": "<eos>"}
-MOST_TOKENS = _BYTES + len(_ROLES)  # and those that a config names
+MOST_TOKENS = _BYTES + len(_ROLES)  # without other special tokens of a config
 
-# The answer with its end is what `{% generation %}` marks. An image is one token, which data sets replace by many.
+# `{% generation %}` marks the answer and its end token. An image is one token, which data sets replace by many.
 _TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}"
     "{% if message['role'] == 'assistant' %}"
@@ -28,14 +28,14 @@ _TEMPLATE = (
 
 
 def make_tokenizer(config: Any) -> Any:
-    """A fast tokenizer of transformers for a config, which gets ids for padding, begin and end where it has none.
+    """Return a fast tokenizer for a config; missing ids for padding, begin and end are set in the config.
 
     Args:
-        config: A `PreTrainedConfig`; its text part is changed in place where it lacks one of the three.
+        config: A `PreTrainedConfig`; its text part is changed in place if it lacks one of the three.
 
     Raises:
         UsageError: The vocabulary is too small for bytes.
-        EnvironmentProblem: tokenizers is missing.
+        EnvironmentProblem: The package `tokenizers` is missing.
     """
     try:
         from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -48,8 +48,8 @@ def make_tokenizer(config: Any) -> Any:
     lacking = [role for role in _ROLES.values() if role not in named]
     if len(free) < _BYTES + len(lacking):
         raise UsageError(
-            f"model.config: vocab_size is {text.vocab_size}, of which {len(named)} are special tokens; needed "
-            f"{_BYTES + len(lacking)} more than these for a tokenizer of bytes; give {len(named) + MOST_TOKENS}"
+            f"model.config: vocab_size is {text.vocab_size}, of which {len(named)} are special tokens; a byte "
+            f"tokenizer requires {_BYTES + len(lacking)} more than these; set vocab_size to {len(named) + MOST_TOKENS}"
         )
     rest = iter(free)
     for key, role in _ROLES.items():
@@ -67,11 +67,11 @@ def make_tokenizer(config: Any) -> Any:
 
 
 def _named(config: Any) -> dict[str, int]:
-    """Token -> its id, of those that a config names; `image_token_id` makes <image>."""
+    """Return the ids of the special tokens that a config names, by token; `image_token_id` becomes <image>."""
     found: dict[str, int] = {}
     known: set[int] = set()
     text = config.get_text_config(decoder=True)
-    for part in (text, *parts(config)):  # the text part first: it has the last word on padding, begin and end
+    for part in (text, *parts(config)):  # the text part first: it determines padding, begin and end
         for key, value in sorted(vars(part).items()):
             for ending in ("_token_id", "_token_index", "_token_ids", "_bos_id", "_eos_id"):
                 if not key.endswith(ending):

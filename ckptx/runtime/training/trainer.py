@@ -1,12 +1,12 @@
-"""Trains the model of a recipe, step by step, and saves all that is needed to go on as if it had never stopped.
+"""Train the model of a recipe step by step, and save all state so that a resumed run equals an uninterrupted one.
 
-    Trainer(recipe, source, dataset, place)   built and loaded with what `source` holds
-    .step()                                   one step of the optimizer
-    .state(), save.save(...)                  everything in one publish
-    .resume(checkpoint)                       and back, on the same mesh or another
+    Trainer(recipe, source, dataset, place)   built, and loaded from `source`
+    .step()                                   one optimizer step
+    .state(), save.save(...)                  all state in one publish
+    .resume(checkpoint)                       resume on the same mesh or another
 
-What is drawn at random in a step comes from the generators of the process alone, and which samples it sees from one
-global count; both are saved, and nothing else draws in between.
+Random numbers of a step come from the generators of the process only, and its samples follow from one global count;
+both are saved, and nothing else draws random numbers in between.
 """
 
 from __future__ import annotations
@@ -47,18 +47,18 @@ Event = Callable[["Trainer"], None]
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
-    """What a step prints, and writes as a line of JSON.
+    """Metrics of a step, printed and written as a line of JSON.
 
     Attributes:
-        step: Its number, from 1.
-        epoch: Of its first sample, from 0.
-        loss: Mean over the labels of the step, on all ranks.
-        grad_norm: Of all gradients, before clipping.
-        lr: The rate of this step.
-        mem: Most bytes that this rank took, in GiB; of its device, or of the process on a CPU.
-        tps: Tokens a second, of all ranks; padding does not count.
-        tps_per_gpu: Of each.
-        num_label_tokens: Labels of the step, on all ranks.
+        step: Number of the step, from 1.
+        epoch: Epoch of its first sample, from 0.
+        loss: Mean loss over the labels of the step, on all ranks.
+        grad_norm: Norm of all gradients before clipping.
+        lr: Learning rate of this step.
+        mem: Peak memory of this rank in GiB, of its GPU, or of the process on a CPU.
+        tps: Tokens per second over all ranks, without padding.
+        tps_per_gpu: Tokens per second and rank.
+        num_label_tokens: Number of labels of the step, on all ranks.
     """
 
     step: int
@@ -72,7 +72,7 @@ class StepRecord:
     num_label_tokens: int
 
     def line(self) -> str:
-        """For a person."""
+        """Return the metrics as a line for the terminal."""
         return (
             f"step {self.step} | epoch {self.epoch} | loss {self.loss:.4f} | grad_norm {self.grad_norm:.4f} | "
             f"lr {self.lr:.2e} | mem {self.mem:.2f} GiB | tps {self.tps:.2f}({self.tps_per_gpu:.2f}/gpu) | "
@@ -81,21 +81,21 @@ class StepRecord:
 
 
 class Trainer:
-    """A run on this rank.
+    """A training run on this rank.
 
     Attributes:
-        recipe: What is trained.
-        source: The checkpoint it began with.
-        resumed_from: The checkpoint it went on from, or None.
-        dataset: What it is trained on.
-        data_rank: Which of the ranks that see other data this one is.
-        assembled: The model, or the stages of it that are here.
-        optimizer: Of what is trained.
-        scheduler: Of its rate.
-        sampler: Which samples come next.
-        random: The generators of this process.
-        done: Steps of the optimizer so far.
-        notes: What the user should know.
+        recipe: Recipe of the run.
+        source: Checkpoint that the run started from.
+        resumed_from: Checkpoint that the run resumed from; None if it did not.
+        dataset: Training data.
+        data_rank: Data-parallel rank.
+        assembled: Model of this rank, or its pipeline stages.
+        optimizer: Optimizer of the trained parameters.
+        scheduler: Learning-rate scheduler.
+        sampler: Sampler of the training data.
+        random: Random number generators of this process.
+        done: Number of optimizer steps so far.
+        notes: Notes for the user.
     """
 
     def __init__(
@@ -108,19 +108,20 @@ class Trainer:
         layout: LayoutBlock | None = None,
         events: Mapping[str, Event] | None = None,
     ) -> None:
-        """Builds the model and loads what `source` holds; every rank calls it.
+        """Build the model and load it from `source`; every rank calls it.
 
         Args:
-            recipe: What is trained.
-            source: The checkpoint it begins with.
-            dataset: What it is trained on.
-            place: This rank, in its process group.
-            layout: The mesh, in place of the recipe's.
-            events: Called at moments of the run, by name: "loaded", "resumed", "gradients" (before the optimizer's
-                step), "stepped".
+            recipe: Recipe of the run.
+            source: Checkpoint to start from.
+            dataset: Training data.
+            place: Context of this rank.
+            layout: Mesh to use in place of the recipe's; None for the recipe's.
+            events: Callbacks by event: "loaded", "resumed", "gradients" (before the optimizer step), "stepped". None
+                for
+                none.
 
         Raises:
-            UnsupportedError: The class cannot run like that.
+            UnsupportedError: The class cannot run in this layout.
             InputError: The checkpoint is damaged.
         """
         self.recipe = recipe if layout is None else structs.replace(recipe, layout=layout)
@@ -142,11 +143,11 @@ class Trainer:
         self._at("loaded")
 
     def step(self) -> StepRecord:
-        """One step of the optimizer; every rank calls it.
+        """Run one optimizer step; every rank calls it.
 
         Raises:
             UnsupportedError: The code of the model fails.
-            SpaceError: The memory of a GPU is not enough.
+            SpaceError: The GPU runs out of memory.
         """
         begin = time.perf_counter()
         connect(self.assembled)
@@ -177,7 +178,7 @@ class Trainer:
         )  # fmt: skip
 
     def microbatches(self, indices: Sequence[int]) -> list[dict[str, Tensor]]:
-        """What this data rank sees of the samples of a step: arguments of the model, and labels."""
+        """Return the microbatches of this data-parallel rank for the samples of a step: model arguments and labels."""
         training = self.recipe.training
         own = part(indices, self.data_rank, self._data_ranks())
         size = training.microbatch if self.assembled.pipeline_plan is not None else training.local_batch
@@ -186,14 +187,14 @@ class Trainer:
         return [{name: self._placed(value) for name, value in each.items()} for each in made]
 
     def state(self) -> dict[str, Any]:
-        """What is saved besides model and optimizer, for `save(training_state=...)`."""
+        """Return the state besides model and optimizer, for `save(training_state=...)`."""
         return {"scheduler": self.scheduler, "sampler": self.sampler, "rng": PerRank(self.random)}
 
     def save(self, path: Path) -> None:
-        """Publishes everything as one checkpoint, and moves `latest` to it then; every rank calls it.
+        """Publish all state as one checkpoint, then point `latest` to it; every rank calls it.
 
-        An asynchronous one is written while the next steps run; `settle` waits for it. A step that is there already,
-        as a run that was killed before it moved `latest` leaves one, is replaced at once.
+        An asynchronous save is written while the next steps run; `wait_for_save` waits for it. An existing checkpoint
+        of this step, left by a run that was killed before it updated `latest`, is replaced.
 
         Args:
             path: `StepDirectories(root).path(step)` of this step.
@@ -216,20 +217,20 @@ class Trainer:
             save(self.assembled.models, self.optimizer, path, **given)
 
     def wait_for_save(self) -> None:
-        """Waits for what is being saved; every rank calls it.
+        """Wait for a save in progress; every rank calls it.
 
         Raises:
-            Exception: What went wrong with it.
+            Exception: The save failed.
         """
         if self._saver is not None:
             saver, self._saver = self._saver, None
             saver.close()
 
     def resume(self, path: Path) -> None:
-        """Becomes what was saved; every rank calls it, before the first step.
+        """Restore all state from a checkpoint; every rank calls it, before the first step.
 
-        With another number of data ranks or stages nobody can say whose random numbers were whose: they follow from
-        the seed, the step and the data rank then, and a note says so.
+        With another number of data-parallel ranks or stages, saved generators cannot be assigned to ranks: they are
+        seeded from the seed, the step and the data-parallel rank, with a note.
         """
         self.resumed_from = path
         self.assembled.load(path)
@@ -237,29 +238,29 @@ class Trainer:
         mesh = self.assembled.mesh
         state = {"scheduler": self.scheduler, "sampler": self.sampler}
         self.done = int(load_training_state(path, state, mesh=mesh)["step"])
-        try:  # last, for nothing may draw from them before the next step
+        try:  # last, because nothing may draw random numbers before the next step
             load_training_state(path, {"rng": PerRank(self.random)}, mesh=mesh)
         except UnsupportedError:
             seed(_derived(self.recipe.training.seed, self.done), mesh)
             self.notes.append(
-                f"{path.name}: was saved on another number of data ranks or stages; random numbers follow from the "
-                "seed, the step and the data rank"
+                f"{path.name}: was saved with another number of data-parallel ranks or stages; random numbers are "
+                "seeded from the seed, the step and the data-parallel rank"
             )
         self._at("resumed")
 
     def next_indices(self) -> list[int]:
-        """The samples of the next step, on all data ranks; nothing moves on."""
+        """Return the samples of the next step on all data-parallel ranks, without advancing."""
         training = self.recipe.training
         ahead = Sampler(len(self.dataset), seed=training.seed, global_batch=training.global_batch)
         ahead.load_state_dict(self.sampler.state_dict())
         return ahead.next_step()
 
     def next_batches(self) -> list[dict[str, Tensor]]:
-        """What the next step will see on this rank; nothing moves on."""
+        """Return the microbatches of the next step on this rank, without advancing."""
         return self.microbatches(self.next_indices())
 
     def logits(self, batches: Sequence[Mapping[str, Tensor]]) -> list[Tensor] | None:
-        """What the model gives without dropout, whole, in float32 on the CPU; None on ranks that have no head."""
+        """Return the full logits without dropout, as float32 on the CPU; None on ranks without the head."""
         connect(self.assembled)
         models, pipeline = self.assembled.models, self.assembled.pipeline
         found: list[Tensor] = []
@@ -284,7 +285,7 @@ class Trainer:
         return found or None
 
     def release(self) -> None:
-        """Gives back what model and optimizer take, in place: whoever still has one of them holds nothing."""
+        """Free the memory of model and optimizer, in place, even if other references to them exist."""
         for state in self.optimizer.state.values():
             for value in state.values():
                 if isinstance(value, Tensor):
@@ -296,7 +297,7 @@ class Trainer:
         self._mixed, self._events = None, {}
 
     def _backward(self, batches: Sequence[Mapping[str, Tensor]], items: Tensor) -> float:
-        """Forward and backward of each microbatch; the loss of this data rank's part of the step."""
+        """Run forward and backward of each microbatch; returns this rank's share of the loss of the step."""
         model, total = self.assembled.models[0], 0.0
         assert self._mixed is not None
         for index, batch in enumerate(batches):
@@ -308,7 +309,7 @@ class Trainer:
         return total
 
     def _schedules(self, batches: Sequence[Mapping[str, Tensor]], items: Tensor) -> float:
-        """The same through the stages: as many microbatches at a time as the recipe puts into one schedule."""
+        """Do the same with a pipeline, with as many microbatches per schedule as the recipe sets."""
         assert self.assembled.pipeline is not None
         count = self.recipe.training.local_batch // self.recipe.training.microbatch
         total = 0.0
@@ -320,7 +321,7 @@ class Trainer:
         return total
 
     def _is_counted(self) -> bool:
-        """Whether this rank speaks for its data rank: the first that has the loss."""
+        """Return True if this rank reports for its data-parallel rank: the first one that has the loss."""
         mesh, cut = self.assembled.mesh, self.assembled.pipeline_plan
         has_loss = cut is None or cut.stages.pp - 1 in self.assembled.stages
         return has_loss and mesh["tp"].get_local_rank() == 0

@@ -1,8 +1,8 @@
 """Read the YAML of a recipe as plain values: None, booleans, numbers, strings, lists and mappings with string keys.
 
-ruamel.yaml parses the text into nodes, and no constructor runs: `_value` knows all values there are. A plain scalar
-means what the core schema of YAML 1.2.2 (chapter 10.3) says, whatever version a `%YAML` line asks for; ruamel.yaml
-would also accept dates, 1_000, 0b1 and merge keys. What a recipe has no use for is refused.
+ruamel.yaml parses the text into nodes, and no constructor runs: `_value` handles every kind of value. Plain scalars
+follow the core schema of YAML 1.2.2 (chapter 10.3), whatever version a `%YAML` line asks for; ruamel.yaml would also
+accept dates, 1_000, 0b1 and merge keys. Features that recipes do not use are refused.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _NOT_FINITE = re.compile(r"[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)")
 
 
 class _YamlError(MarkedYAMLError):  # type: ignore[misc]  # mypy skips ruamel.yaml
-    """Valid YAML that a recipe has no use for; the message is ours."""
+    """Valid YAML that recipes do not support, with our message."""
 
 
 class _PlainComposer(Composer):  # type: ignore[misc]
@@ -38,9 +38,9 @@ class _PlainComposer(Composer):  # type: ignore[misc]
     def compose_node(self, parent: Any, index: Any) -> Any:
         event = self.parser.peek_event()
         if isinstance(event, AliasEvent):
-            _refuse(f"an alias, *{event.anchor}, needed the value itself; write it out", event)
+            _refuse(f"an alias, *{event.anchor}, which recipes do not support; write out the value", event)
         if event.ctag is not None:
-            _refuse(f"a tag, {event.ctag}, needed plain values; leave it out", event)
+            _refuse(f"a tag, {event.ctag}, which recipes do not support; leave it out", event)
         return super().compose_node(parent, index)
 
 
@@ -61,7 +61,7 @@ def parse_yaml(text: str, where: str) -> Any:
     try:
         return _value(yaml.compose(text))
     except MaxDepthExceededError as error:
-        raise UsageError(f"{where}: is nested too deeply, needed at most {_DEPTH} levels; write it flatter") from error
+        raise UsageError(f"{where}: is nested deeper than {_DEPTH} levels; write it flatter") from error
     except MarkedYAMLError as error:
         mark = error.problem_mark
         at = f" in line {mark.line + 1}" if mark is not None and "\n" in text.rstrip() else ""
@@ -107,7 +107,7 @@ def _scalar(node: ScalarNode) -> Any:
             _refuse(f"a number of more than {_INTEGER_BITS} bits; give a smaller one", node)
         return int(text)
     if _NOT_FINITE.fullmatch(text) or (_NUMBER.fullmatch(text) and float(text) in (float("inf"), float("-inf"))):
-        _refuse(f"{text}, needed a finite number", node)
+        _refuse(f"{text}, but numbers must be finite; correct it", node)
     return float(text) if _NUMBER.fullmatch(text) else text
 
 

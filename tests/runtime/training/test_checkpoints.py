@@ -98,7 +98,7 @@ def test_what_is_incomplete_is_never_chosen_marked_or_removed(
     assert steps.published() == [3, 6]
     assert steps.choose().step == 6
     assert "names step-10, which is not complete; step-6 is the newest complete" in steps.choose().note
-    with pytest.raises(UsageError, match="step-10: is no complete step"):
+    with pytest.raises(UsageError, match="step-10: is not a complete step"):
         steps.mark_latest(10)
     assert steps.retain(1) == [3]
     assert steps.published() == [6]
@@ -175,7 +175,7 @@ def test_the_newest_stay_and_what_latest_names(steps: StepDirectories, keep: int
 
 
 def test_at_least_one_is_kept(steps: StepDirectories) -> None:
-    with pytest.raises(UsageError, match="keep: found 0"):
+    with pytest.raises(UsageError, match="keep is 0 and must be 1 or more"):
         steps.retain(0)
     assert steps.published() == [3, 6, 10]
 

@@ -27,7 +27,7 @@ def test_every_shipped_recipe_is_right(name: str) -> None:
 
 
 def test_an_unknown_name_offers_the_nearest_and_all() -> None:
-    with pytest.raises(UsageError, match=r'did you mean "llama_tiny"\? There are .*llama_tiny') as caught:
+    with pytest.raises(UsageError, match=r'did you mean "llama_tiny"\? Known names: .*llama_tiny') as caught:
         find_recipe("lama_tiny")
     assert "\n" not in str(caught.value)
     with pytest.raises(UsageError, match="no such file"):
@@ -64,38 +64,38 @@ def test_changes_are_made_in_order_and_reach_into_mappings() -> None:
         ("modle.dtype=float32", 'modle: is unknown; did you mean "model"?'),
         ("name=x", "name: is unknown"),
         ("notes=[x]", "notes: is unknown"),
-        ("layout.tp=two", 'layout.tp: found the string "two", needed an integer'),
-        ("layout.tp=2.0", "found 2.0, needed an integer"),
-        ("training.steps=true", "found true, needed an integer"),
-        ("optimizer.lr='1e-5'", 'found the string "1e-5", needed a number'),
-        ("training.clip=big", 'found the string "big", needed a number or null'),
-        ("model.dtype=float16", 'found the string "float16", needed float32, bfloat16; did you mean "bfloat16"?'),
-        ("model.freeze=[eyes]", "model.freeze[0]: found"),
-        ("model.freeze=vision", "needed a list of"),
-        ("model=3", "model: found 3, needed a mapping"),
-        ("training.steps.a=3", "training.steps is 6, needed a mapping"),
-        ("train.zero_steps=true", "train.command: found nothing, needed a string; add it"),
-        ("checks.layouts=[{tp: x}]", "checks.layouts[0].tp: found"),
-        ("optimizer.lr=.nan", "found .nan, needed a finite number"),
-        ("optimizer.lr=1e999", "needed a finite number"),
-        ("optimizer.lr=-1", "optimizer.lr: found -1.0, needed 0 or more"),
-        ("optimizer.betas=[0.9]", "optimizer.betas: found 1 number, needed two"),
-        ("optimizer.betas=[0.9, 1]", "optimizer.betas[1]: found 1.0"),
-        ("layout.tp=0", "layout.tp: found 0, needed 1 to"),
-        ("layout.pp=-2", "layout.pp: found -2"),
-        ("training.clip=0", "needed a number above 0, or null"),
-        ("training.global_batch=6", "needed a multiple of 4, which is training.local_batch (2) x data ranks"),
-        ("training.microbatch=4", "needed a multiple of training.microbatch, which is 4"),
-        ("training.save_at=[7]", "found step 7, needed 1 to training.steps, which is 6"),
-        ("training.save_at=[4, 2]", "needed steps in ascending order"),
-        ("training.total_steps=3", "training.total_steps: found 3, needed 6 or more"),
-        ("training.seed=4294967296", "training.seed: found"),
-        ("layout.pp=4", "requires at least 4 microbatches for 4 stages, not 2"),
-        ("layout.schedule=1f2b", "unknown schedule; choose one of 1f1b"),
-        ("layout.pp_split=2,x", 'layout.pp_split: found "2,x", needed even'),
-        ("=3", "found no key with a value"),
-        ("training", "found no key with a value"),
-        ("training..steps=3", "found no key with a value"),
+        ("layout.tp=two", 'layout.tp: expected an integer, found the string "two"'),
+        ("layout.tp=2.0", "expected an integer, found 2.0"),
+        ("training.steps=true", "expected an integer, found true"),
+        ("optimizer.lr='1e-5'", 'expected a number, found the string "1e-5"'),
+        ("training.clip=big", 'expected a number or null, found the string "big"'),
+        ("model.dtype=float16", 'expected float32, bfloat16, found the string "float16"; did you mean "bfloat16"?'),
+        ("model.freeze=[eyes]", "model.freeze[0]: expected"),
+        ("model.freeze=vision", "expected a list of"),
+        ("model=3", "model: expected a mapping, found 3"),
+        ("training.steps.a=3", "training.steps is 6, not a mapping"),
+        ("train.zero_steps=true", "train.command is missing, expected a string; add it"),
+        ("checks.layouts=[{tp: x}]", "checks.layouts[0].tp: expected an integer"),
+        ("optimizer.lr=.nan", "found .nan, but numbers must be finite"),
+        ("optimizer.lr=1e999", "but numbers must be finite"),
+        ("optimizer.lr=-1", "optimizer.lr is -1.0 and must be 0 or more"),
+        ("optimizer.betas=[0.9]", "optimizer.betas is a list of 1 number and must be a list of two"),
+        ("optimizer.betas=[0.9, 1]", "optimizer.betas[1] is 1.0"),
+        ("layout.tp=0", "layout.tp is 0 and must be 1 to"),
+        ("layout.pp=-2", "layout.pp is -2"),
+        ("training.clip=0", "must be a number above 0, or null"),
+        ("training.global_batch=6", "must be a multiple of 4, which is training.local_batch (2) x data-parallel ranks"),
+        ("training.microbatch=4", "must be a multiple of training.microbatch, which is 4"),
+        ("training.save_at=[7]", "is step 7 and must be 1 to training.steps, which is 6"),
+        ("training.save_at=[4, 2]", "must have distinct steps in ascending order"),
+        ("training.total_steps=3", "training.total_steps is 3 and must be 6 or more"),
+        ("training.seed=4294967296", "training.seed is 4294967296 and must be 0 to"),
+        ("layout.pp=4", "found 2 microbatches for 4 stages, needed as many at least"),
+        ("layout.schedule=1f2b", "is unknown, needed one of 1f1b"),
+        ("layout.pp_split=2,x", 'layout.pp_split is "2,x" and must be even'),
+        ("=3", "expected KEY=VALUE"),
+        ("training", "expected KEY=VALUE"),
+        ("training..steps=3", "expected KEY=VALUE"),
         ("model.config=[", "invalid YAML"),
     ],
 )  # fmt: skip
@@ -125,13 +125,13 @@ def test_a_mistake_of_the_file_names_the_file(tmp_path: Path) -> None:
         ("model: {config: {[1]: 2}}", "a key that is not a string, but a mapping or a list;"),
         ("model: !!python/name:os.system x", "a tag"),
         ("model: {pretrained: !!str 5}", "a tag"),
-        ("- 1", "found a list, needed a mapping"),
-        ("", "found null, needed a mapping"),
+        ("- 1", "expected a mapping with the blocks of a recipe, found a list"),
+        ("", "expected a mapping with the blocks of a recipe, found null"),
         ("--- {}\n--- {}\n", "another document"),
         ("a: [", "invalid YAML"),
         ("a: \x00", "is not valid YAML"),
-        ("a: " + "[" * 40 + "]" * 40, "nested too deeply"),
-        ("[" * 5000, "nested too deeply"),
+        ("a: " + "[" * 40 + "]" * 40, "nested deeper than 32 levels"),
+        ("[" * 5000, "nested deeper than 32 levels"),
         ("training: {seed: 99999999999999999999}", "more than 63 bits"),
     ],
 )
@@ -145,7 +145,7 @@ def test_what_a_recipe_has_no_use_for_is_refused(tmp_path: Path, text: str, said
 def test_what_is_no_text_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
     path.write_bytes(b"model: \xff\xfe")
-    with pytest.raises(UsageError, match=r"byte 7 is no UTF-8"):
+    with pytest.raises(UsageError, match=r"byte 7 is not valid UTF-8"):
         read_recipe(path)
     path.write_bytes(b" " * (1 << 20) + b"x")
     with pytest.raises(UsageError, match="more than 1,048,576 bytes"):
@@ -172,9 +172,11 @@ def test_data_ranks_are_those_that_are_left() -> None:
     assert read_recipe(TINY, free[:1]).layout.dp_shard == 1
     recipe = read_recipe(TINY, free, world_size=6)
     assert (recipe.layout.dp_shard, recipe.checks.layouts[0].dp_shard) == (6, 3)
-    with pytest.raises(UsageError, match="tp x pp x dp_replicate is 4, found 6 ranks, needed a multiple of 4"):
+    with pytest.raises(
+        UsageError, match="tp x pp x dp_replicate is 4, which does not divide 6 ranks; start a multiple of 4"
+    ):
         read_recipe(TINY, [*free, "layout.tp=4"], world_size=6)
-    with pytest.raises(UsageError, match="found 3 ranks, needed 2; start so many"):
+    with pytest.raises(UsageError, match="is 2, but there are 3 ranks; start 2"):
         read_recipe(TINY, world_size=3)
 
 
@@ -184,7 +186,9 @@ def test_a_mesh_of_checks_may_need_more_ranks_than_there_are() -> None:
         (layout,) = read_recipe(TINY, more, world_size).checks.layouts
         assert (layout.dp_shard, layout.dims.world_size) == (1, 4)
     uneven = ["layout.dp_shard=3", "training.global_batch=24", "checks.layouts=[{tp: 2}]"]
-    with pytest.raises(UsageError, match=r"checks.layouts\[0\]: tp x pp x dp_replicate is 2, found 3 ranks"):
+    with pytest.raises(
+        UsageError, match=r"checks.layouts\[0\]: tp x pp x dp_replicate is 2, which does not divide 3 ranks"
+    ):
         read_recipe(TINY, uneven)
 
 
@@ -209,5 +213,5 @@ def test_a_trainer_that_is_not_ours_needs_no_model(tmp_path: Path) -> None:
     )
     assert recipe.train is not None
     assert recipe.train.environment == {"A": "1"}
-    with pytest.raises(UsageError, match=r"train.environment.A: found 1, needed a string"):
+    with pytest.raises(UsageError, match=r"train.environment.A: expected a string, found 1"):
         read_recipe(written(tmp_path, "train: {command: run, environment: {A: 1}}\n"))

@@ -54,7 +54,9 @@ def test_each_epoch_has_an_order_of_its_own_that_the_seed_decides() -> None:
     assert len({tuple(each) for seed in (1, 2) for each in orders(seed)}) == 6
 
 
-@pytest.mark.parametrize(("length", "seed", "said"), [(9, 1, "length 8, this run 9"), (8, 2, "seed 1, this run 2")])
+@pytest.mark.parametrize(
+    ("length", "seed", "said"), [(9, 1, "length 8 and this run 9"), (8, 2, "seed 1 and this run 2")]
+)
 def test_a_place_in_other_data_is_refused(length: int, seed: int, said: str) -> None:
     sampler = Sampler(length, seed, 4)
     with pytest.raises(UsageError, match=said):
@@ -64,7 +66,7 @@ def test_a_place_in_other_data_is_refused(length: int, seed: int, said: str) -> 
 
 def test_sizes_that_mean_nothing_are_refused() -> None:
     for length, batch in ((0, 1), (1, 0)):
-        with pytest.raises(UsageError, match="needed 1 or more"):
+        with pytest.raises(UsageError, match="must be 1 or more"):
             Sampler(length, 1, batch)
-    with pytest.raises(UsageError, match="6 samples for 4 data ranks"):
+    with pytest.raises(UsageError, match="6 samples cannot be split over 4 data-parallel ranks"):
         part(range(6), 0, 4)

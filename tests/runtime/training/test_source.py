@@ -152,11 +152,11 @@ def test_a_changed_config_stands_beside_the_same_weights(tmp_path: Path) -> None
     assert {each.name for each in here.iterdir()} == names
     assert (here / "model.safetensors").resolve() == there / "model.safetensors"
     assert transformers.AutoModelForCausalLM.from_pretrained(here).config._attn_implementation == "eager"
-    with pytest.raises(UsageError, match=r"is the checkpoint that model.pretrained names"):
+    with pytest.raises(UsageError, match=r"is the checkpoint of model.pretrained"):
         prepare_source(read_recipe("llama_tiny", sets), there)
     for keys, said in [
         ("{rms_norm_ep: 1e-3}", 'did you mean "rms_norm_eps"'),
-        ("{model_type: mistral}", 'found "mistral", needed "llama"'),
+        ("{model_type: mistral}", 'is "mistral", but that of LlamaForCausalLM is "llama"'),
         ("{hidden_act: [1]}", "from model.config of the recipe: "),
     ]:
         wrong = read_recipe("llama_tiny", [f"model.config={keys}", f"model.pretrained={there}"])
@@ -168,15 +168,15 @@ def test_a_changed_config_stands_beside_the_same_weights(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("sets", "error", "said"),
     [
-        (["model.config={}"], UsageError, "found neither pretrained nor config"),
+        (["model.config={}"], UsageError, "has neither pretrained nor config"),
         (["model.config={model_type: llama}"], InputError, '"architectures" names no class'),
         (["model.config.num_hidden_layer=2"], UsageError, 'did you mean "num_hidden_layers"?'),
         (["model.config.vocab_size=200"], UsageError, "vocab_size is 200"),
         (["model.config.hidden_act=nope"], UnsupportedError, "cannot build it from model.config of the recipe: "),
         (["model.config.hidden_size=0"], UnsupportedError, "cannot build it from model.config of the recipe: "),
         (["model.config.model_type=[1]"], InputError, "model.config of the recipe: model_type is [1], needed a word"),
-        (["model.config.model_type=nope"], UsageError, 'found "nope", needed "llama", that of LlamaForCausalLM'),
-        (["model.pretrained=no/such", "model.shrunk=true", "model.config={}"], InputError, "or give model.shrunk_from"),
+        (["model.config.model_type=nope"], UsageError, 'is "nope", but that of LlamaForCausalLM is "llama"'),
+        (["model.pretrained=no/such", "model.shrunk=true", "model.config={}"], InputError, "or set model.shrunk_from"),
         (["model.pretrained=no/such"], InputError, "no/such"),
     ],
 )

@@ -1,6 +1,6 @@
-"""A loop as the documents of accelerate have it: prepare, save_state, load_state, skip_first_batches.
+"""A training loop as in the documentation of accelerate: prepare, save_state, load_state, skip_first_batches.
 
-It knows nothing of ckptx. `accelerate.yaml` runs it:
+It is independent of ckptx. `accelerate.yaml` runs it:
 
     torchrun --nproc-per-node 2 accelerate_loop.py --out DIR --steps 6 --total-steps 8 --save-at 3 [--resume DIR/step-3]
 """
@@ -20,7 +20,7 @@ SAMPLES, BATCH, LENGTH, VOCABULARY = 64, 2, 16, 96
 
 
 class Progress:
-    """How many steps were taken; accelerate saves it with the rest."""
+    """Counter of steps, which accelerate saves with the other state."""
 
     def __init__(self):
         self.step = 0
@@ -33,7 +33,7 @@ class Progress:
 
 
 def main():
-    """Trains."""
+    """Train a small Llama on random tokens."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--steps", type=int, required=True)
@@ -52,7 +52,7 @@ def main():
     )  # fmt: skip
     model = LlamaForCausalLM(config).train()
     ids = torch.randint(VOCABULARY, (SAMPLES, LENGTH), generator=torch.Generator().manual_seed(1))
-    # A generator of its own: an iterator of the loader draws from it, and not from what load_state restored.
+    # A separate generator: iterators of the loader draw from it, not from the generator that load_state restores.
     loader = DataLoader(ids, batch_size=BATCH, shuffle=True, generator=torch.Generator().manual_seed(1))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, args.total_steps)
@@ -90,8 +90,8 @@ def main():
                 break
     if saved != progress.step:
         save()
-    accelerator.wait_for_everyone()  # without end_training: gloo groups that DDP still holds may wait for ever there
-    os._exit(0)  # a thread of gloo that drops a tensor while the interpreter ends would abort it
+    accelerator.wait_for_everyone()  # not end_training: gloo groups that DDP still uses may wait forever there
+    os._exit(0)  # a gloo thread that frees a tensor while the interpreter exits would abort it
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""A training script as the tutorials of torch have it: FSDP2, one stateful object around everything, dcp.save.
+"""A training script as in the tutorials of torch: FSDP2, one Stateful object for all state, dcp.save.
 
-It knows nothing of ckptx. `fsdp2_script.yaml` runs it:
+It is independent of ckptx. `fsdp2_script.yaml` runs it:
 
     torchrun --nproc-per-node 2 fsdp2.py --out DIR --steps 6 --total-steps 6 --save-at 3 [--resume DIR/step-3]
 """
@@ -24,7 +24,7 @@ SAMPLES, BATCH, LENGTH, VOCABULARY = 64, 2, 16, 96
 
 
 class Tokens(Dataset):
-    """Random tokens, always the same."""
+    """Random tokens from a fixed seed."""
 
     def __init__(self):
         self.ids = torch.randint(VOCABULARY, (SAMPLES, LENGTH), generator=torch.Generator().manual_seed(1))
@@ -37,7 +37,7 @@ class Tokens(Dataset):
 
 
 class ShuffledSampler(Sampler):
-    """An order for each epoch, the share of this rank in it, and how far it has come."""
+    """Sampler with an order per epoch, the share of this rank, and its progress."""
 
     def __init__(self, rank, world_size):
         self.rank, self.world_size, self.seen = rank, world_size, 0
@@ -58,7 +58,7 @@ class ShuffledSampler(Sampler):
 
 
 class App(Stateful):
-    """Everything that is saved."""
+    """All state that is saved."""
 
     def __init__(self, model, optimizer, scheduler, sampler, rank):
         self.model, self.optimizer, self.scheduler = model, optimizer, scheduler
@@ -84,7 +84,7 @@ class App(Stateful):
 
 
 def main():
-    """Trains."""
+    """Train a small Llama on random tokens."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--steps", type=int, required=True)
@@ -113,7 +113,7 @@ def main():
     loader = DataLoader(Tokens(), batch_size=BATCH, sampler=sampler)
     app = App(model, optimizer, scheduler, sampler, rank)
 
-    batches = iter(loader)  # it draws a random number, so it comes before random numbers are restored
+    batches = iter(loader)  # draws a random number, so create it before the generators are restored
     if args.resume:
         dcp.load({"app": app}, checkpoint_id=args.resume)
 
@@ -140,7 +140,7 @@ def main():
     if saved != app.step:
         save()
     dist.destroy_process_group()
-    os._exit(0)  # a thread of gloo that drops a tensor while the interpreter ends would abort it
+    os._exit(0)  # a gloo thread that frees a tensor while the interpreter exits would abort it
 
 
 if __name__ == "__main__":

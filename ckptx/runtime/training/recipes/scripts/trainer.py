@@ -1,4 +1,4 @@
-"""transformers' Trainer in its shortest form; it knows nothing of ckptx. `transformers_trainer.yaml` runs it:
+"""Minimal use of the Trainer of transformers, independent of ckptx. `transformers_trainer.yaml` runs it:
 
 torchrun --nproc-per-node 2 trainer.py --out DIR --steps 6 --save-at 3 [--resume DIR/checkpoint-3]
 """
@@ -13,7 +13,7 @@ SAMPLES, BATCH, LENGTH, VOCABULARY = 64, 2, 16, 96
 
 
 def main():
-    """Trains."""
+    """Train a small Llama on random tokens."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", required=True)
     parser.add_argument("--steps", type=int, required=True)
@@ -45,7 +45,7 @@ def main():
     trainer.train(resume_from_checkpoint=args.resume)
     trainer.save_state()
     trainer.accelerator.wait_for_everyone()
-    os._exit(0)  # a thread of gloo that drops a tensor while the interpreter ends would abort it
+    os._exit(0)  # a gloo thread that frees a tensor while the interpreter exits would abort it
 
 
 if __name__ == "__main__":
