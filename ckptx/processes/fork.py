@@ -1,7 +1,7 @@
-"""Calls a function in a process of its own, whose memory is gone afterwards.
+"""Call a function in a separate process, whose memory is freed afterwards.
 
-The process is a fork: it has what this one has imported and opened, and meets no other, as a rank would. A process that
-has run a backward pass cannot be forked for another one, so it starts interpreters instead, which takes seconds.
+The process is a fork: it inherits the imports and open files of this process, and has no peers. A process that has run
+a backward pass cannot be forked for another one; it starts new interpreters instead, which takes seconds.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ _LEAVING = 5.0  # seconds between an answer and the end of its process
 
 
 def in_child(work: Callable[..., T], *args: Any, context: Any = None) -> T:
-    """Return what a function gives, computed in a process of its own.
+    """Return the result of a function that runs in a separate process.
 
     Args:
-        work: Its result can be pickled.
+        work: Function with a result that can be pickled.
         args: Arguments of the function.
-        context: Context of multiprocessing that starts the process. When left out, it is a fork of this process, or an
-            interpreter if the fork fails because this process has run a backward pass.
+        context: multiprocessing context that starts the process. None forks this process, or starts an interpreter if
+            the fork fails because this process has run a backward pass.
 
     Raises:
         CkptxError: The function raised it.
@@ -43,15 +43,15 @@ def in_child(work: Callable[..., T], *args: Any, context: Any = None) -> T:
 
 
 def in_children(work: Callable[..., T], calls: Sequence[tuple[Any, ...]], most: int | None = None) -> list[T]:
-    """Return what a function gives for each of several calls, computed in processes of their own that run side by side.
+    """Return the results of a function for several calls that run in parallel, each in a separate process.
 
     Args:
-        work: Its results can be pickled.
+        work: Function with results that can be pickled.
         calls: Arguments of each call.
-        most: Processes at a time; as many as there are cores when left out.
+        most: Maximum number of processes at a time; None for the number of cores.
 
     Raises:
-        CkptxError, Defect: As in `in_child`; the others are ended then.
+        CkptxError, Defect: As for `in_child`; the other processes are then ended.
     """
     return _answers(work, calls, most or len(os.sched_getaffinity(0)), None)
 
@@ -60,7 +60,7 @@ def _answers(work: Callable[..., T], calls: Sequence[tuple[Any, ...]], most: int
     try:
         return _side_by_side(work, calls, most, context or multiprocessing.get_context("fork"))
     except Defect as error:
-        message = f"{error} {error.__cause__}"  # a pipeline of torch puts its own words before it
+        message = f"{error} {error.__cause__}"  # a pipeline of torch wraps the error in its own
         if context is not None or _FORKED not in message:
             raise
     with hide_main_module():
@@ -84,7 +84,8 @@ def _side_by_side(work: Callable[..., T], calls: Sequence[tuple[Any, ...]], most
                 worker.end(_LEAVING)
     except WorkerDied as died:
         raise Defect(
-            f"a process of its own ended with code {died.code}, needed a result; is the machine out of memory?"
+            f"a child process ended with code {died.code} and without a result; "
+            "check whether the machine is out of memory"
         ) from None
     finally:
         for _, worker in running.values():
@@ -94,7 +95,7 @@ def _side_by_side(work: Callable[..., T], calls: Sequence[tuple[Any, ...]], most
 
 @contextmanager
 def hide_main_module() -> Iterator[None]:
-    """Keep multiprocessing from importing the script that started this process into every process that it starts."""
+    """Keep multiprocessing from importing the main script of this process into every process that it starts."""
     before = sys.modules["__main__"]
     sys.modules["__main__"] = types.ModuleType("__main__")
     try:
@@ -104,7 +105,7 @@ def hide_main_module() -> Iterator[None]:
 
 
 def _leave(*_: Any) -> None:
-    """End this process and what it started, without raising: an exception would be lost in a callback."""
+    """End this process and its children without raising: an exception in a callback would be lost."""
     for each in multiprocessing.active_children():
         each.terminate()
     os._exit(128 + signal.SIGTERM)
@@ -115,7 +116,7 @@ def _run(pipe: Connection, work: Callable[..., Any], args: tuple[Any, ...]) -> N
         signal.SIGINT, signal.SIG_IGN
     )  # a terminal sends it to all; the process that started this one ends it
     signal.signal(signal.SIGTERM, _leave)
-    use_one_thread()  # threads of the parent are not here
-    gc.freeze()  # what was there before will not go
+    use_one_thread()  # threads of the parent do not exist in a fork
+    gc.freeze()  # objects of the parent are never freed here
     reply(pipe, work, *args)
-    os._exit(0)  # without what the parent registered for its own end
+    os._exit(0)  # skips exit handlers of the parent

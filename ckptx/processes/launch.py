@@ -1,11 +1,11 @@
-"""Starts the ranks of a command on this machine if torchrun did not start them.
+"""Start the ranks of a command on this machine if torchrun did not start them.
 
     this process      options.json  ->  each rank: `python -m ckptx.cli.rank`, stderr in a file
     rank 0            report.json   ->  this process
 
-A rank is a program and no worker with a pipe, as it is under torchrun: its errors are in the report of rank 0, with
-the exit code of the command. The last lines of stderr are shown only for a rank that died before there was a report.
-Nothing here imports torch: the process that starts the ranks only waits for them.
+A rank is a program, not a worker with a pipe, as under torchrun: its errors are in the report of rank 0, with the exit
+code of the command. The end of stderr is shown only for a rank that died before there was a report. Nothing here
+imports torch: the process that starts the ranks only waits for them.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ from typing import Any
 from ckptx.errors import EnvironmentProblem
 from ckptx.processes.rendezvous import LAUNCHED_BY_US, rank_variables
 
-_GRACE = 20.0  # seconds that the others get to say what they have to say once one has failed
+_GRACE = 20.0  # seconds that the other ranks get to report after one has failed
 _POLL = 0.05
 _LAST_WORDS = 2000  # characters of stderr
 
 
 def launch(order: str, world_size: int) -> dict[str, Any]:
-    """Run a command on `world_size` processes of this machine; each gets the same options as one document.
+    """Run a command in `world_size` processes on this machine, with the same options for each.
 
     Args:
-        order: What `ckptx.options.document.to_json` makes of the options; `ckptx.cli.rank` reads it.
+        order: Options as JSON from `ckptx.options.document.to_json`, which `ckptx.cli.rank` reads.
         world_size: Number of processes.
 
     Returns:
-        The report of rank 0, as `--report` writes it; its `exit` and `error` say how it ended.
+        Report of rank 0, as `--report` writes it; `exit` and `error` are those of the command.
 
     Raises:
-        EnvironmentProblem: A rank ended, and there is no report.
+        EnvironmentProblem: A rank ended without a report.
     """
     with tempfile.TemporaryDirectory(prefix="ckptx-run-") as directory:
         options, report = Path(directory, "options.json"), Path(directory, "report.json")
@@ -62,13 +62,13 @@ def launch(order: str, world_size: int) -> dict[str, Any]:
             return document
         last = errors[rank].read_text(errors="replace")[-_LAST_WORDS:].strip()
         raise EnvironmentProblem(
-            f"rank {rank} of {world_size} ended with code {processes[rank].returncode}, needed a report; "
-            f"it said: {last or 'nothing'}"
+            f"rank {rank} of {world_size} ended with code {processes[rank].returncode} and without a report; "
+            f"its stderr: {last or 'empty'}"
         )
 
 
 def _wait(processes: Sequence[subprocess.Popen[bytes]]) -> int:
-    """Wait for all ranks, and return the one that failed first, or 0; the others have a while then, and are ended."""
+    """Wait for all ranks, and return the first that failed, or 0; the others are killed after a grace period."""
     first: int | None = None
     deadline = math.inf
     try:
@@ -79,7 +79,7 @@ def _wait(processes: Sequence[subprocess.Popen[bytes]]) -> int:
             time.sleep(_POLL)
     finally:
         for process in processes:
-            process.kill()  # does nothing to one that has ended
+            process.kill()  # has no effect on an ended process
             process.wait()
     return first if first is not None else next((rank for rank, each in enumerate(processes) if each.returncode), 0)
 

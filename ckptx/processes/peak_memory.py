@@ -1,4 +1,4 @@
-"""The peak resident memory of this process, and of the processes that it started."""
+"""Peak resident memory of this process and of its children."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ _KIB = 1024
 def peak_memory(pid: int | None = None) -> int:
     """Return the peak resident set size of a program, in bytes.
 
-    The kernel's VmHWM begins anew when a process becomes another program; `ru_maxrss` keeps what the one before took,
-    so it is asked only where there is no /proc.
+    VmHWM of the kernel is reset when a process executes another program; `ru_maxrss` includes the program before, so it
+    is used only without /proc.
 
     Args:
-        pid: Process id; this process when left out.
+        pid: Process id; None for this process.
 
     Returns:
-        0 for another process that is gone, or that there is no /proc for.
+        Peak in bytes; 0 for another process that has ended, or without /proc.
     """
     try:
         for line in Path("/proc", "self" if pid is None else str(pid), "status").read_bytes().splitlines():
@@ -30,5 +30,5 @@ def peak_memory(pid: int | None = None) -> int:
 
 
 def peak_of_children() -> int:
-    """Return the largest peak of the processes that ended below this one and were waited for, in bytes."""
+    """Return the largest peak of ended and awaited child processes, in bytes."""
     return resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * _KIB

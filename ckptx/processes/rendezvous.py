@@ -1,8 +1,8 @@
 """Read the environment variables that a launcher (torchrun or ckptx) sets for a rank, and open the store of the ranks.
 
-    RANK, LOCAL_RANK, WORLD_SIZE       which rank this process is, of how many
+    RANK, LOCAL_RANK, WORLD_SIZE       rank of this process, and number of ranks
     MASTER_ADDR, MASTER_PORT           a key-value store: that of torchrun's agent, or else of rank 0
-    TORCHELASTIC_RESTART_COUNT         how often torchrun has started all of them again, after a failure
+    TORCHELASTIC_RESTART_COUNT         number of restarts by torchrun after failures
 
 It imports torch only to open the store.
 """
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch.distributed import Store
 
-PATIENCE = 300.0  # seconds that ranks may start apart
+PATIENCE = 300.0  # maximum seconds between the starts of ranks
 LAUNCHED_BY_US = "CKPTX_LAUNCHED"
 _OF_LAUNCHERS = re.compile(
     r"(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_(ADDR|PORT)|TORCHELASTIC_.+|TORCH_NCCL_ASYNC_ERROR_HANDLING"
@@ -26,32 +26,32 @@ _OF_LAUNCHERS = re.compile(
 
 
 def is_launched() -> bool:
-    """True when torchrun, or anything that speaks as it does, started this process."""
+    """Return True if torchrun, or a compatible launcher, started this process."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
 def is_launched_by_us() -> bool:
-    """True when `launch` started this process, which asked before whether what it does can be done."""
+    """Return True if `launch` started this process, after checking that the command can run."""
     return LAUNCHED_BY_US in os.environ
 
 
 def is_first_rank() -> bool:
-    """True for rank 0, and for a process that is no rank."""
+    """Return True for rank 0, and for a process without a rank."""
     return os.environ.get("RANK", "0") == "0"
 
 
 def launched_world_size() -> int | None:
-    """Return the number of ranks that were launched; None for a process that is no rank."""
+    """Return the number of launched ranks; None for a process without a rank."""
     return int(os.environ["WORLD_SIZE"]) if is_launched() else None
 
 
 def rank_variables(rank: int, world_size: int) -> dict[str, str]:
-    """Return the variables of a rank, if all of them are on this machine."""
+    """Return the environment variables of a rank, if all ranks are on this machine."""
     return {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}
 
 
 def without_launcher(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables for a process below a rank that is no rank itself, but would take itself for one."""
+    """Return the environment for a child process of a rank that is no rank itself."""
     return {key: value for key, value in environment.items() if not _OF_LAUNCHERS.fullmatch(key)}
 
 
@@ -62,7 +62,7 @@ def open_store(host: str, port: int, rank: int, name: str) -> Store:
         host: MASTER_ADDR.
         port: MASTER_PORT.
         rank: Rank of this process.
-        name: Separates the keys of this meeting from those of others; the same on every rank.
+        name: Name of the meeting, which separates its keys from others; the same on every rank.
     """
     from torch.distributed import PrefixStore, TCPStore
 

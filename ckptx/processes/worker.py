@@ -1,9 +1,9 @@
-"""A process that answers calls over a pipe: one way to start it, to call it, to carry its errors back, and to end it.
+"""A process that answers calls over a pipe: start it, call it, return its errors, and end it.
 
-    call      what the worker is given; how it is written is a matter of who calls it
+    call      sent to the worker, in a form that the caller chooses
     answer    pickled: True and the result, or False and the class, the message and the traceback of an error
 
-A worker that is forked for one call gets it with the fork (`fork.py`). The ranks of a run get many calls, pickled
+A worker forked for one call gets the call with the fork (`fork.py`). The ranks of a run get many calls, pickled
 (`robustness_suite/ranks.py`).
 """
 
@@ -18,7 +18,7 @@ from typing import Any
 from ckptx.errors import CkptxError, Defect, PeerFailure
 from ckptx.processes.peak_memory import peak_memory
 
-_GRACE = 30.0  # seconds between the last word of a process and its end
+_GRACE = 30.0  # seconds between the last message of a process and its end
 _PATIENCE = 5.0  # seconds between SIGTERM and SIGKILL
 
 
@@ -35,10 +35,10 @@ class WorkerDied(Exception):
 
 
 class Worker:
-    """A process that answers calls, seen by the process that started it.
+    """A process that answers calls, from the view of the process that started it.
 
     Attributes:
-        pipe: Is ready to be read once an answer is there or the worker is gone.
+        pipe: Pipe that becomes readable when an answer is there or the worker has ended.
     """
 
     def __init__(self, context: Any, target: Callable[..., None], *args: Any, **how: Any) -> None:
@@ -62,7 +62,7 @@ class Worker:
 
     @property
     def peak_rss(self) -> int:
-        """The peak resident set size of the process in bytes; 0 once it is gone."""
+        """Peak resident set size of the process in bytes; 0 once it has ended."""
         return peak_memory(self._process.pid)
 
     def answer(self) -> Any:
@@ -71,7 +71,7 @@ class Worker:
         Raises:
             CkptxError: The call raised it.
             Defect: The call raised something else.
-            WorkerDied: There is no answer.
+            WorkerDied: The worker ended without an answer.
         """
         try:
             is_done, found = pickle.loads(self.pipe.recv_bytes())
@@ -86,10 +86,10 @@ class Worker:
         )
 
     def end(self, patience: float = 0.0) -> None:
-        """End the process, and what it started, whatever it does.
+        """End the process and its children, whatever it does.
 
         Args:
-            patience: Seconds that it gets to end by itself, as an idle one does when nobody calls any more.
+            patience: Seconds to wait for the process to end on its own, as an idle one does once the pipe is closed.
         """
         self.pipe.close()
         self._process.join(patience)
@@ -100,10 +100,10 @@ class Worker:
 
 
 def reply(pipe: Connection, work: Callable[..., Any], *args: Any) -> bool:
-    """Call a function in a worker, and send its result or its error; return False if nobody waits for it any more."""
+    """Call a function in a worker and send its result or error; return False if the caller has gone."""
     try:
         answer = pickle.dumps((True, work(*args)))
-    except BaseException as error:  # raised again where the call came from
+    except BaseException as error:  # raised again in the calling process
         kind, text = type(error), str(error)
         if not isinstance(error, CkptxError):
             kind, text = Defect, f"{type(error).__name__}: {error}; please report this"

@@ -24,8 +24,11 @@ time.sleep(60)
 @pytest.mark.parametrize(
     ("body", "said"),
     [
-        ("sys.exit('no such device')", "rank 1 of 2 ended with code 1, needed a report; it said: no such device"),
-        ("os.kill(os.getpid(), 9)", "rank 1 of 2 ended with code -9, needed a report; it said: nothing"),
+        (
+            "sys.exit('no such device')",
+            "rank 1 of 2 ended with code 1 and without a report; its stderr: no such device",
+        ),
+        ("os.kill(os.getpid(), 9)", "rank 1 of 2 ended with code -9 and without a report; its stderr: empty"),
     ],
 )
 def test_a_rank_that_dies_is_named_and_the_others_end(

@@ -73,7 +73,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, seconds in (("_BEAT", 0.05), ("_FAREWELL", 3.0)):
         monkeypatch.setattr(processes, name, seconds)
     monkeypatch.setattr(processes, "_SILENCE", 20)
-    monkeypatch.setattr(processes, "_LAST_LOOKS", 6)
+    monkeypatch.setattr(processes, "_LAST_READS", 6)
 
 
 def exchange(here: PeerProcesses) -> list[Any]:
@@ -184,7 +184,9 @@ def test_the_end_of_the_process_that_has_the_store_is_noticed() -> None:
 
     found = together(listen, end)[0]
     assert isinstance(found, EnvironmentProblem)
-    assert str(found).startswith(f"rank 1: lost connection to 127.0.0.1:{meeting.port}, where the processes meet: ")
+    assert str(found).startswith(
+        f"rank 1: lost the connection to 127.0.0.1:{meeting.port}, the store of the processes: "
+    )
 
 
 class Wire:
@@ -235,7 +237,7 @@ def test_a_lost_connection_ends_both_sides_and_names_the_rank() -> None:
     near, far = together(meeting.attend(0, listen), cut)
     assert isinstance(near, PeerFailure) and str(near) == f"rank 1: {processes._GONE}"
     assert isinstance(far, EnvironmentProblem)
-    assert str(far).startswith(f"rank 1: lost connection to 127.0.0.1:{meeting.port}"), far
+    assert str(far).startswith(f"rank 1: lost the connection to 127.0.0.1:{meeting.port}"), far
 
 
 @pytest.mark.parametrize("is_dead", [True, False])
@@ -277,7 +279,7 @@ def test_after_sigterm_a_rank_that_never_came_is_named() -> None:
 
     (found,) = together(Meeting(2).attend(0, ended))
     assert isinstance(found, PeerFailure)
-    assert str(found) == "rank 1: had not come when the run was stopped; look at its output"
+    assert str(found) == "rank 1: had not started when the run was stopped; look at its output"
 
 
 def test_who_is_told_to_end_before_there_is_a_connection_ends(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -295,7 +297,7 @@ def test_who_is_told_to_end_before_there_is_a_connection_ends(monkeypatch: pytes
     began = time.monotonic()
     (found,) = together(ended)
     assert isinstance(found, PeerFailure) and not found.is_said
-    words = "rank 1: had found no connection to nowhere when the run was stopped; look at the output of rank 0"
+    words = "rank 1: had no connection to nowhere when the run was stopped; look at the output of rank 0"
     assert str(found) == words
     assert time.monotonic() - began < 10
 
@@ -304,7 +306,7 @@ def test_another_that_never_comes_is_not_waited_for(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(processes, "PATIENCE", 0.3)
     (found,) = together(Meeting(3).attend(0, lambda here: here.hear(1, "word")))
     assert isinstance(found, EnvironmentProblem)
-    assert str(found) == "rank 1: did not come within 0 s; was it started?"
+    assert str(found) == "rank 1: did not start within 0 s; check that it was started"
 
 
 def test_a_store_that_nobody_brings_is_named() -> None:
@@ -314,7 +316,7 @@ def test_a_store_that_nobody_brings_is_named() -> None:
         return TCPStore("127.0.0.1", meeting.port, None, False, timedelta(seconds=0.2), False)
 
     here = PeerProcesses(1, 2, connect, f"127.0.0.1:{meeting.port}")
-    with pytest.raises(EnvironmentProblem, match=rf"rank 1: found no connection to 127.0.0.1:{meeting.port}"):
+    with pytest.raises(EnvironmentProblem, match=rf"rank 1: has no connection to 127.0.0.1:{meeting.port}"):
         here.hear(0, "word")
 
 
@@ -342,7 +344,7 @@ def test_a_process_on_its_own_meets_nobody(monkeypatch: pytest.MonkeyPatch, give
 )  # fmt: skip
 def test_several_processes_need_a_place_to_meet(monkeypatch: pytest.MonkeyPatch, given: dict[str, str]) -> None:
     clear(monkeypatch, RANK="0", WORLD_SIZE="2", **given)
-    with pytest.raises(EnvironmentProblem, match="needed where the processes meet"):
+    with pytest.raises(EnvironmentProblem, match="are not the address of a store"):
         PeerProcesses.from_environment()
 
 

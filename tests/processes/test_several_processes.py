@@ -143,7 +143,7 @@ def test_a_killed_rank_fails_all_and_leaves_nothing(hf: Path, tmp_path: Path) ->
     arguments: list[object] = [hf, dst, "--tp", 2, "--pp", 2]
     found = finish(start(*[arguments] * 3, codes={1: KILLED}))
     assert [code for code, _ in found] == [7, -signal.SIGKILL, 7]
-    said = "error: rank 1: ended without a word, or its connection was lost; look at its output\n"
+    said = "error: rank 1: ended without a message, or its connection was lost; look at its output\n"
     assert [said for _, said in found] == [said, "", ""]
     assert names_in(dst.parent) == []
 
@@ -157,7 +157,7 @@ def test_after_rank_0_was_killed_the_next_run_publishes(
     arguments: list[object] = [hf, dst, "--tp", 2, "--pp", 2]
     found = finish(start(arguments, arguments, codes={0: KILLED}, forks=False))
     assert [code for code, _ in found] == [-signal.SIGKILL, 7]
-    assert found[1][1].startswith("error: rank 1: lost connection to 127.0.0.1:"), found[1][1]
+    assert found[1][1].startswith("error: rank 1: lost the connection to 127.0.0.1:"), found[1][1]
     assert found[1][1].count("\n") == 1
     assert set(names_in(dst.parent)) <= {STAGING}
     assert finish(start(*[[*arguments, *options]] * 2)) == [(0, "")] * 2
@@ -207,7 +207,9 @@ def test_torchrun_names_a_rank_that_was_killed(hf: Path, tmp_path: Path, monkeyp
     done = torchrun(2, "reshard", hf, dst, "--tp", 2, "--pp", 2, module="killed")
     assert done.returncode != 0
     ours = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
-    assert ours == ["error: rank 1: ended without a word, or its connection was lost; look at its output"], done.stderr
+    assert ours == ["error: rank 1: ended without a message, or its connection was lost; look at its output"], (
+        done.stderr
+    )
     assert names_in(dst.parent) == []
 
 
