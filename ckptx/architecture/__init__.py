@@ -1,1 +1,1 @@
-"""What ckptx knows about model classes: names, ties, precision rules."""
+"""Facts about model classes: names, ties, precision rules."""

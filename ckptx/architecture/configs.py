@@ -1,4 +1,4 @@
-"""The contents of ``config.json`` as plain dicts: which parts shape the model, and where remote code lies."""
+"""The contents of ``config.json`` as plain dicts: keys that shape the model, and references to remote code."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from ckptx.errors import InputError
 
 FLAG = "tie_word_embeddings"
 
-# Of the environment a checkpoint was made in, not of its tensors: they would demand kernels or quantizers
-# here.
+# Keys about the environment of a checkpoint, not about its tensors: they would require kernels or quantizers.
 _NOT_STRUCTURE = (
     "quantization_config",
     "attn_implementation",
@@ -22,13 +21,13 @@ _NOT_STRUCTURE = (
 
 
 def flag_at(config: Mapping[str, Any], path: Sequence[str]) -> bool | None:
-    """The boolean at a path of keys, None where the config does not have the key.
+    """Return the boolean at a path of keys, or None if the config does not have the key.
 
-    Nothing but `true` and `false` is read as a flag: nearly every config class of transformers refuses what is neither,
-    `null` too, and the few that take `null` read it as false whatever their default is.
+    Only `true` and `false` are flags: nearly every config class of transformers refuses other values, `null` included,
+    and the few that accept `null` read it as false whatever their default.
 
     Raises:
-        InputError: There is something else, or a config on the way to it is no object.
+        InputError: The value is not a boolean, or a config on the path is not an object.
     """
     node: Any = config
     for at, key in enumerate(path):
@@ -45,27 +44,27 @@ def flag_at(config: Mapping[str, Any], path: Sequence[str]) -> bool | None:
 
 
 def refusal(path: Sequence[str], found: object, needed: str) -> str:
-    """The line that names a key of ``config.json`` with a value of the wrong kind."""
+    """Return the error message for a key of ``config.json`` with a value of the wrong kind."""
     said = json.dumps(found)
     said = said if len(said) <= 60 else f"{said[:57]}..."
-    return f"config.json: {'.'.join(path)} is {said}, needed {needed}; correct it"
+    return f"config.json: {'.'.join(path)} is {said} and must be {needed}; correct it"
 
 
 def structural(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A deep copy with only what decides names and shapes, at every level."""
+    """Return a deep copy with only the keys that determine names and shapes, at every level."""
     kept = {key: copy.deepcopy(value) for key, value in config.items() if key not in _NOT_STRUCTURE}
     return {key: structural(value) if isinstance(value, dict) else value for key, value in kept.items()}
 
 
 def without_flag(value: Any) -> Any:
-    """A copy without the tie flag, at every level."""
+    """Return a copy without the tie flag, at every level."""
     if isinstance(value, dict):
         return {key: without_flag(below) for key, below in value.items() if key != FLAG}
     return value
 
 
 def remote_reference(config: Mapping[str, Any], name: str) -> str | None:
-    """The ``file.Class`` of ``auto_map`` for a class name or an auto class name, None when there is none."""
+    """Return the ``file.Class`` of ``auto_map`` for a class name or an auto class name, or None."""
     for auto_name, reference in (config.get("auto_map") or {}).items():
         for each in reference if isinstance(reference, list) else [reference]:
             if each and (auto_name == name or each.rpartition(".")[2] == name):

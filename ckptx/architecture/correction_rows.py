@@ -1,10 +1,11 @@
-"""The nouns of what is corrected by hand: one kind of row for each section of a file in `corrections/`.
+"""Kinds of rows for manual corrections: one for each section of a file in `corrections/`.
 
 Every row has its reason. Patterns of a plan and of absent tensors are relative: ``@layers`` is a list of layers,
-``@around`` the module that holds it; alternatives stand in braces. Expressions (`expressions`) read the config of the
+``@around`` the module that contains it; alternatives are in braces. Expressions (`expressions`) read the config of the
 text model. Paths and modules of the other rows are FQNs of the class that the row names.
 
-The rows are named tuples: `inspect` reads some, and a dozen dataclasses would take it longer to make than to use.
+The rows are named tuples: `inspect` reads only some, and creating a dozen dataclasses would take longer than using
+them.
 """
 
 from __future__ import annotations
@@ -16,18 +17,18 @@ from ckptx.architecture.structure import Heads
 
 
 class PlanRow(NamedTuple):
-    """A tensor parallel rule that the plan of transformers leaves out or gets wrong.
+    """A tensor-parallel rule that the plan of transformers lacks or has wrong.
 
-    It says which elements belong together, not how a forward pass would run: rows of ``[q|k|v]`` are three groups.
+    It defines which elements belong together, not how a forward pass would run: rows of ``[q|k|v]`` are three groups.
 
     Attributes:
-        patterns: Of modules or parameters.
-        style: As in `ckptx.layout.styles`.
-        reason: Why the row is here; reports repeat it.
-        groups: Widths of what is fused along the cut dim, expressions.
-        heads: Candidates for what the cut dim is made of, expressions.
-        when: An expression; the row counts if it is not 0.
-        note: For whoever changes the row: what the tensors are made of, or what stays whole beside them.
+        patterns: Patterns of modules or parameters.
+        style: Style as in `ckptx.layout.styles`.
+        reason: Reason for the row, which reports repeat.
+        groups: Widths of the fused parts along the sharded dim, as expressions.
+        heads: Candidate factors of the sharded dim, as expressions.
+        when: Expression; the row applies if it is not 0.
+        note: Note for maintainers: the contents of the tensors, or related tensors that stay replicated.
     """
 
     patterns: str
@@ -40,12 +41,12 @@ class PlanRow(NamedTuple):
 
 
 class AbsentRow(NamedTuple):
-    """Tensors that the layers from `first` on do not have, or do not use where they are on disk.
+    """Tensors that the layers from `first` on do not have, or do not use if they are on disk.
 
     Attributes:
-        patterns: Of modules.
-        first: An expression: the first layer without them.
-        reason: Why the layers can do without.
+        patterns: Patterns of modules.
+        first: First layer without them, as an expression.
+        reason: Reason why the layers do not need them.
     """
 
     patterns: str
@@ -54,19 +55,19 @@ class AbsentRow(NamedTuple):
 
 
 class NoStacksRow(NamedTuple):
-    """The layers of the class are no list that runs from its first to its last, so no pipeline can split it."""
+    """The layers of the class are not a list that runs from first to last, so that no pipeline can split it."""
 
     reason: str
 
 
 class DefaultsRow(NamedTuple):
-    """The least that makes a class build whose own defaults do not; for `tools/build_tables.py`.
+    """The minimal config with which a class can be built whose own defaults fail; for `tools/build_tables.py`.
 
-    The values choose sizes only: names and ties are the same for every checkpoint of the class.
+    The values affect sizes only: names and ties are the same for every checkpoint of the class.
 
     Attributes:
-        config: What its config class is given.
-        reason: What is wrong with the defaults.
+        config: Values for its config class.
+        reason: Problem with the defaults.
     """
 
     config: Mapping[str, Any]
@@ -74,16 +75,16 @@ class DefaultsRow(NamedTuple):
 
 
 class Sequence(NamedTuple):
-    """Where the sequence is cut; see `ckptx.runtime.parallel.tensor_parallel.sequence`.
+    """Modules for sequence parallelism; see `ckptx.runtime.parallel.tensor_parallel.sequence`.
 
-    What a model is asked to give of the inside of its layers, such as their hidden states, are slices.
+    Inner outputs of layers that a caller requests, such as hidden states, are slices of the sequence.
 
     Attributes:
-        layers: The list of decoder layers.
+        layers: Path of the list of decoder layers.
         whole: Modules of every layer that need the whole sequence [B, S, H].
-        experts: Modules of some layers that need all tokens [B * S, H], and what goes with each, in any order.
-        tokenwise: Modules of some layers that compute each token by itself, as norms do everywhere.
-        arguments: Arguments of a layer [B, S, ...] that go with the hidden states.
+        experts: Modules of some layers that need all tokens [B * S, H], and the values per token, in any order.
+        tokenwise: Modules of some layers that process tokens independently, as norms do everywhere.
+        arguments: Arguments of a layer [B, S, ...] that are sliced with the hidden states.
     """
 
     layers: str
@@ -94,17 +95,17 @@ class Sequence(NamedTuple):
 
 
 class ForwardRow(NamedTuple):
-    """What the forward pass of a class may do under tensor parallelism; all of it is held by tests.
+    """Options of the forward pass of a class under tensor parallelism, all of them verified by tests.
 
     Attributes:
-        class_name: A class may have several rows, each for something else.
-        reason: Why it may.
-        head: The module whose output stays sharded over the vocabulary, empty for none.
-        sequence: Where norms and residuals may run on a slice of the sequence; None for nowhere.
-        runs: Patterns of plan rows, made to cut files, with which the forward pass runs on shards, too.
-        styles: Styles that the forward pass needs beside them; they cut nothing.
-        reads_weight: Modules whose forward reads a weight of another module: that weight is gathered around it.
-        reads_when: A key of the text model's config; `reads_weight` counts only where it is not zero.
+        class_name: Name of the class, which may have several rows with different options.
+        reason: Reason why the options are valid.
+        head: Module whose output stays sharded over the vocabulary; empty for none.
+        sequence: Modules for sequence parallelism; None if it is not supported.
+        runs: Patterns of plan rows for sharding files that are valid for the forward pass, too.
+        styles: Additional styles that the forward pass needs; they shard nothing.
+        reads_weight: Modules whose forward reads a weight of another module, which is gathered around it.
+        reads_when: Key of the text model's config; `reads_weight` applies only if it is not zero.
     """
 
     class_name: str
@@ -118,17 +119,17 @@ class ForwardRow(NamedTuple):
 
 
 class LayersRow(NamedTuple):
-    """Where a multimodal class keeps its lists of layers, by group.
+    """Paths of the lists of layers of a multimodal class, by group.
 
-    Each group holds alternatives, FQNs under which one release of transformers or another, or one kind of tower or
-    another, keeps the same list. The first that is there is meant, so that a list with two names counts once.
+    Each group has alternatives: FQNs of the same list in different releases of transformers, or with different towers.
+    The first that exists is used, so that a list with two names counts once.
 
     Attributes:
-        class_name: Whose lists these are.
-        reason: Why these places and no others.
-        language: The decoder.
-        vision: The tower for images.
-        audio: The tower for sounds.
+        class_name: Name of the class.
+        reason: Reason for these paths.
+        language: Paths of the decoder layers.
+        vision: Paths of the layers of the vision tower.
+        audio: Paths of the layers of the audio tower.
     """
 
     class_name: str
@@ -139,13 +140,13 @@ class LayersRow(NamedTuple):
 
 
 class LayerPartsRow(NamedTuple):
-    """Names that no other model type has for parts of a layer, so that activation checkpointing finds them.
+    """Names of parts of a layer that only this model type uses, for activation checkpointing.
 
     Attributes:
-        reason: What the parts are.
-        attention: Of what mixes tokens.
-        mlp: Of what computes each token by itself.
-        norms: Of norms.
+        reason: Description of the parts.
+        attention: Names of modules that mix tokens.
+        mlp: Names of modules that process tokens independently.
+        norms: Names of norms.
     """
 
     reason: str
@@ -155,15 +156,15 @@ class LayerPartsRow(NamedTuple):
 
 
 class InputRow(NamedTuple):
-    """What a class is given to see or to hear.
+    """An image or audio input of a class.
 
     Attributes:
-        kind: "images" or "audio" for what stands in a row of text, "heard" for what an encoder hears whose decoder
-            writes.
-        form: The function in `ckptx.runtime.parity.inputs` that makes it.
-        reason: What the class takes.
+        kind: "images" or "audio" for inputs within a text sequence; "heard" for the audio input of an encoder whose
+            decoder generates text.
+        form: Name of the function in `ckptx.runtime.parity.inputs` that makes it.
+        reason: Description of the input.
         settings: Arguments of that function.
-        class_name: The only class of the model type that takes it; empty for all.
+        class_name: The only class of the model type with this input; empty for all.
     """
 
     kind: str
@@ -174,12 +175,12 @@ class InputRow(NamedTuple):
 
 
 class TowerRow(NamedTuple):
-    """What is otherwise than in CLIP where a model of this type is the tower behind a class that takes any.
+    """Differences from CLIP for a model of this type as the tower of a class that accepts any tower.
 
     Attributes:
-        reason: What it does otherwise.
-        any_size: Whether it takes images of any size, and is told which.
-        class_token: Whether it gives a token for the whole image before those of the patches.
+        reason: Description of the difference.
+        any_size: True if it takes images of any size, together with their sizes.
+        class_token: True if it returns a token for the whole image before those of the patches.
     """
 
     reason: str
@@ -188,12 +189,12 @@ class TowerRow(NamedTuple):
 
 
 class TorchtitanRow(NamedTuple):
-    """A class that torchtitan has a model of.
+    """A class for which torchtitan has a model.
 
     Attributes:
-        class_name: The class.
-        form: The names of `ckptx.architecture.trainer_naming.torchtitan` that it has there.
-        reason: In what it differs from the others.
+        class_name: Name of the class.
+        form: Form of the names, see `ckptx.architecture.trainer_naming.torchtitan`.
+        reason: Difference from other classes.
     """
 
     class_name: str
@@ -220,12 +221,12 @@ class Corrections(NamedTuple):
 
 
 def of_class(rows: tuple[_ClassRow, ...], class_name: str) -> tuple[_ClassRow, ...]:
-    """The rows that name a class."""
+    """Return the rows that name a class."""
     return tuple(row for row in rows if row.class_name == class_name)
 
 
 def expanded(patterns: str) -> list[str]:
-    """Every pattern of a text with braces.
+    """Return all patterns of a string with alternatives in braces.
 
     Example:
         a.{b,c}.d -> a.b.d, a.c.d

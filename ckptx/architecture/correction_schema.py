@@ -1,4 +1,4 @@
-"""From the JSON of a corrections file to its rows: what is no row is refused, with the names of file and row.
+"""Decode the JSON of a corrections file to rows; invalid rows are refused with the names of file and row.
 
 This is written by hand although recipes are decoded with msgspec: `inspect` reads a file of corrections in 0.5 ms, and
 importing msgspec takes 15 ms.
@@ -34,20 +34,20 @@ Read = Callable[[Any], Any]
 
 
 class FaultyCorrectionError(ValueError):
-    """A file of corrections says something that has no meaning; the message names file, section and row."""
+    """A file of corrections is invalid; the message names file, section and row."""
 
 
 class _NeededError(Exception):
-    """What a value should have been."""
+    """The kind of value that was expected."""
 
 
 class _Key(NamedTuple):
     """A key of a row in JSON.
 
     Attributes:
-        attribute: Of the row.
-        read: Gives the value of the attribute.
-        is_required: Whether every row has it.
+        attribute: Attribute of the row.
+        read: Function that returns the value of the attribute.
+        is_required: True if every row must have the key.
     """
 
     attribute: str
@@ -56,23 +56,23 @@ class _Key(NamedTuple):
 
 
 def decode(text: bytes | str, file: str) -> Corrections:
-    """The rows of a file.
+    """Return the rows of a file.
 
     Args:
-        text: Its contents.
-        file: Its name, for messages.
+        text: Contents of the file.
+        file: Name of the file, for messages.
 
     Raises:
-        FaultyCorrectionError: It is no JSON, or has a section, a key or a value that has no meaning.
+        FaultyCorrectionError: It is not JSON, or has an unknown section or key, or an invalid value.
     """
     try:
         found = json.loads(text, object_pairs_hook=_without_repeats)
     except ValueError as error:
         raise FaultyCorrectionError(f"{file}: {error}") from error
     if not isinstance(found, dict) or not all(isinstance(rows, list) and rows for rows in found.values()):
-        raise FaultyCorrectionError(f"{file}: needed an object of sections, each a list of one row or more")
+        raise FaultyCorrectionError(f"{file}: expected an object of sections, each a list of at least one row")
     for section in sorted(found.keys() - _SECTIONS.keys()):
-        raise FaultyCorrectionError(f'{file}: section "{section}" is unknown, needed one of {", ".join(_SECTIONS)}')
+        raise FaultyCorrectionError(f'{file}: section "{section}" is unknown; use one of {", ".join(_SECTIONS)}')
     sections: dict[str, Any] = {}
     for section, rows in found.items():
         kind, keys = _SECTIONS[section]
@@ -84,37 +84,37 @@ def decode(text: bytes | str, file: str) -> Corrections:
 
 
 def _row(row: Any, kind: Callable[..., Any], keys: Mapping[str, _Key], place: str) -> Any:
-    """One row, or what is nested in one."""
+    """Decode a row, or an object nested in one."""
     if not isinstance(row, dict):
-        raise FaultyCorrectionError(f"{place}: found {json.dumps(row)}, needed an object")
+        raise FaultyCorrectionError(f"{place}: expected an object, found {json.dumps(row)}")
     for key in sorted(row.keys() - keys.keys()):
-        raise FaultyCorrectionError(f'{place}: key "{key}" is unknown, needed one of {", ".join(keys)}')
+        raise FaultyCorrectionError(f'{place}: key "{key}" is unknown; use one of {", ".join(keys)}')
     for key, known in keys.items():
         if known.is_required and key not in row:
-            raise FaultyCorrectionError(f'{place}: has no "{key}", needed one')
+            raise FaultyCorrectionError(f'{place}: has no "{key}"; add it')
     values = {}
     for key, value in row.items():
         try:
             values[keys[key].attribute] = keys[key].read(value)
         except _NeededError as needed:
-            raise FaultyCorrectionError(f"{place}: {key} is {json.dumps(value)}, needed {needed}") from None
+            raise FaultyCorrectionError(f"{place}: {key} is {json.dumps(value)} and must be {needed}") from None
     return kind(**values)
 
 
 def _refuse_two(sections: Mapping[str, Any], file: str) -> None:
-    """Refuses rows of which only one can count: the second would never be looked at."""
+    """Refuse rows that set the same value: the second would have no effect."""
     said: set[tuple[str, ...]] = set()
     for section, rows in sections.items():
         for number, row in enumerate(rows, 1):
             for identity in _identities(section, row):
                 if (section, *identity) in said:
                     what = " of ".join(filter(None, identity))
-                    raise FaultyCorrectionError(f"{file}: {section}, row {number}: a row before it says {what} already")
+                    raise FaultyCorrectionError(f"{file}: {section}, row {number}: an earlier row sets {what} already")
                 said.add((section, *identity))
 
 
 def _identities(section: str, row: Any) -> list[tuple[str, ...]]:
-    """What nothing else in the section may say; plan rows may overlap, the last one counts."""
+    """Return the values that only one row of a section may set; plan rows may overlap, and the last one applies."""
     if isinstance(row, ForwardRow):
         names = [name for name in row._fields if name not in ("class_name", "reason") and getattr(row, name)]
         return [(name, row.class_name) for name in names]
@@ -129,17 +129,17 @@ def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for key, value in pairs:
         if key in found:
-            raise ValueError(f'key "{key}" is there twice in one object')
+            raise ValueError(f'key "{key}" appears twice in one object')
         found[key] = value
     return found
 
 
-# ------------------------------------------------------------------------------------------------------- what keys hold
+# ------------------------------------------------------------------------------------------------------ values of keys
 
 
 def _text(value: Any) -> str:
     if not isinstance(value, str) or not value:
-        raise _NeededError("a text")
+        raise _NeededError("a string")
     return value
 
 
@@ -188,12 +188,12 @@ def _pair(value: Any) -> tuple[str, str]:
 
 
 def _patterns(value: Any) -> tuple[str, ...]:
-    """FQNs, of which several may stand in one text by alternatives in braces."""
+    """Return FQNs; one string may have several, as alternatives in braces."""
     return tuple(each for text in _many(_text)(value) for each in expanded(text))
 
 
 def _by_pattern(read: Read) -> Read:
-    """Values by FQN, likewise."""
+    """Return a reader of values by FQN, likewise."""
     return lambda value: {name: read(each) for text, each in _object(value).items() for name in expanded(text)}
 
 
@@ -204,7 +204,7 @@ def _sequence(value: Any) -> Sequence:
     try:
         found = _row(value, Sequence, keys, "sequence")
     except FaultyCorrectionError as error:
-        raise _NeededError(f"an object with a meaning ({error})") from None
+        raise _NeededError(f"a valid object ({error})") from None
     assert isinstance(found, Sequence)
     return found
 

@@ -1,11 +1,11 @@
-"""What is corrected by hand, one file for each model type beside the generated one, and the only reader of it.
+"""Manual corrections, one file for each model type next to the generated one; this is the only reader of them.
 
     corrections/gemma3n_text.json    {"plan": [{"modules": ..., "style": ..., "reason": ...}, ...], "absent": [...]}
 
-A section is a list of rows, each with its reason; `correction_rows` says what the rows mean, `correction_schema`
-refuses those that mean nothing. A model type without a file is as transformers says. Only the file of the model type
-at hand is opened: what a checkpoint calls its model type is looked up among the names of the files, and becomes no
-part of a path.
+A section is a list of rows, each with its reason; `correction_rows` defines the meaning of rows, and
+`correction_schema` refuses invalid ones. A model type without a file needs no correction. Only the file of the required
+model type is opened: the model type of a checkpoint is looked up among the names of the files, and never becomes part
+of a path.
 """
 
 from __future__ import annotations
@@ -25,26 +25,26 @@ _NOTHING = Corrections()
 
 
 def corrected_types() -> list[str]:
-    """Every model type that has a file, sorted."""
+    """Return the model types that have a file, sorted."""
     return sorted(_files())
 
 
 def corrections_of(model_type: str) -> Corrections:
-    """The rows of a model type, none where it has no file.
+    """Return the rows of a model type; empty if it has no file.
 
     Raises:
-        FaultyCorrectionError: The file has a row that means nothing.
+        FaultyCorrectionError: The file has an invalid row.
     """
     return _contents(model_type) if model_type in _files() else _NOTHING
 
 
 def corrections_of_class(class_name: str, module: str | None = None) -> Corrections:
-    """The rows of the model type of a class, none for an unknown class.
+    """Return the rows of the model type of a class; empty for an unknown class.
 
     Args:
-        class_name: Of the class.
-        module: Where it is defined. When given, a class of somebody else that has the same name is unknown: the module
-            must be one of the directory that the generated file was made from.
+        class_name: Name of the class.
+        module: Module that defines the class. If given, a third-party class of the same name counts as unknown: the
+            module must be in one of the directories from which the generated file was made. None skips this check.
     """
     model_type = index()["classes"].get(class_name)
     if model_type is None:
@@ -58,20 +58,20 @@ def corrections_of_class(class_name: str, module: str | None = None) -> Correcti
 
 
 def plan_rows(text_type: str, model_type: str) -> tuple[PlanRow, ...]:
-    """The plan rows of a class: those of the model type of its text model, else those of its own.
+    """Return the plan rows of a class: those of the model type of its text model, else those of its own.
 
-    Rows that lie with the text model hold for every composite around it.
+    Rows of the text model apply to every composite around it.
     """
     return corrections_of(text_type).plan or corrections_of(model_type).plan
 
 
 def absent_rows(text_type: str, model_type: str) -> tuple[AbsentRow, ...]:
-    """The rows of absent tensors, found as the plan rows are."""
+    """Return the rows of absent tensors, found like plan rows."""
     return corrections_of(text_type).absent or corrections_of(model_type).absent
 
 
 def plan_keys(text_type: str, model_type: str) -> frozenset[str]:
-    """The keys of the text model's config that its plan rows and rows of absent tensors read."""
+    """Return the keys of the text model's config that its plan rows and rows of absent tensors read."""
     expressions = [row.first for row in absent_rows(text_type, model_type)]
     for row in plan_rows(text_type, model_type):
         expressions += [*row.groups, *chain.from_iterable(row.heads), row.when]

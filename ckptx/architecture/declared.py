@@ -1,4 +1,4 @@
-"""What model classes declare about their ties, brought into one form: a dict of plain names."""
+"""Convert the tie declarations of model classes to one form: a dict of plain names."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from typing import Any
 
 
 def existing(declared: Mapping[str, str], names: Mapping[str, Any]) -> dict[str, str]:
-    """Only pairs of tensors that exist; a few classes leave a regex anchor at the end of a plain name."""
+    """Return the pairs of tensors that exist; a few classes leave a regex anchor at the end of a plain name."""
     pairs = {target.removesuffix("$"): source.removesuffix("$") for target, source in declared.items()}
     return {target: source for target, source in pairs.items() if target in names and source in names}
 
 
 def mapping_of_list(targets: Iterable[str], source: str | None, shapes: Mapping[str, Any]) -> dict[str, str]:
-    """The dict form of the list that classes for transformers 4 declare.
+    """Convert the list that classes for transformers 4 declare to a dict.
 
-    Every listed name was a target; its source was the input embedding, or for the bias of a prediction head
-    the bias of the module around it.
+    Every listed name is a target; its source is the input embedding, or for the bias of a prediction head the bias of
+    the module around it.
 
     Args:
         targets: Names or regular expressions.
-        source: Name of the input embedding's weight, None when the model has none.
-        shapes: Every parameter of the model.
+        source: Name of the input embedding's weight; None if the model has none.
+        shapes: Shapes of all parameters of the model.
 
     Example:
         >>> mapping_of_list(["lm_head.weight"], "wte.weight", {"wte.weight": (8, 4), "lm_head.weight": (8,
@@ -42,7 +42,7 @@ def mapping_of_list(targets: Iterable[str], source: str | None, shapes: Mapping[
 
 
 def flatten(pairs: Mapping[str, str]) -> dict[str, str]:
-    """Follow chains, so that no source is itself a target; self-references and cycles are cut.
+    """Follow chains, so that no source is itself a target; self-references and cycles are dropped.
 
     Example:
         >>> flatten({"c": "b", "b": "a"})

@@ -1,4 +1,4 @@
-"""Finds, for each tied pair, the naming that a checkpoint uses, also for names it does not hold."""
+"""Find the naming that a checkpoint uses for each tied pair, including names that it does not contain."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ from ckptx.architecture.spec import Architecture, TiePair
 
 
 class NamesOnDisk:
-    """The names of one checkpoint, with the questions that tie decisions ask about them."""
+    """The names of one checkpoint, with the queries that tie decisions need."""
 
     def __init__(self, architecture: Architecture, names: Collection[str]) -> None:
-        """Keep both; nothing is computed until asked."""
+        """Store both; everything else is computed on demand."""
         self._architecture = architecture
         self._names = names
 
     def __contains__(self, name: str) -> bool:
-        """Whether a tensor of exactly this name is on disk."""
+        """Return True if a tensor of exactly this name is on disk."""
         return name in self._names
 
     @functools.cached_property
     def match(self) -> float:
-        """The fraction of names that belong to the architecture."""
+        """Fraction of names that belong to the architecture."""
         return self._architecture.match(self._names)
 
     @functools.cached_property
     def _modules(self) -> frozenset[str]:
-        """Every dotted prefix: ``a.b.c`` gives ``a`` and ``a.b``."""
+        """All dotted prefixes: ``a.b.c`` gives ``a`` and ``a.b``."""
         found: set[str] = set()
         level = {name.rpartition(".")[0] for name in self._names}
         while level:
@@ -36,7 +36,7 @@ class NamesOnDisk:
         return frozenset(found - {""})
 
     def foreignness(self, name: str) -> int:
-        """How many modules around ``name`` the checkpoint does not have; the own dialect has the fewest."""
+        """Return the number of modules around ``name`` that the checkpoint lacks; its own naming has the fewest."""
         module = name.rpartition(".")[0]
         count = 0
         while module and module not in self._modules:
@@ -45,7 +45,7 @@ class NamesOnDisk:
         return count
 
     def has_other_form(self, name: str) -> bool:
-        """Whether the module of an absent tensor holds tensors unknown to the class, like a quantized one."""
+        """Return True if the module of an absent tensor has tensors unknown to the class, like a quantized one."""
         module = name.rpartition(".")[0]
         if module not in self._modules:
             return False
@@ -53,24 +53,24 @@ class NamesOnDisk:
         return any(each.startswith(lead) and not self._architecture.knows(each) for each in self._names)
 
     def is_without_base_prefix(self, pair: TiePair, source: str) -> bool:
-        """Whether ``source`` is spelled as in a checkpoint of the base model alone."""
+        """Return True if ``source`` is spelled as in a checkpoint of the base model alone."""
         prefix = self._architecture.base_prefix
         return bool(prefix) and any(source_name == f"{prefix}.{source}" for _, source_name in pair.namings)
 
     def prefixes_of(self, name: str) -> list[str]:
-        """What stands in front of ``name`` in the names that end with it."""
+        """Return the prefixes before ``name`` in the names that end with it."""
         ending = "." + name
         return [each.removesuffix(name) for each in self._names if each.endswith(ending)]
 
 
 def name_pairs(ties: Sequence[TiePair], names: NamesOnDisk) -> list[tuple[str, str]]:
-    """``(target, source)`` of each pair as the checkpoint spells it; pairs of one source agree on it."""
+    """Return ``(target, source)`` of each pair as in the checkpoint; pairs with one source agree on its name."""
     sources = {pair.namings[0][1]: _source_naming(pair.namings[0][1], ties, names) for pair in ties}
     return [_spelled(pair, sources[pair.namings[0][1]], names) for pair in ties]
 
 
 def _source_naming(model_name: str, ties: Sequence[TiePair], names: NamesOnDisk) -> str:
-    candidates: dict[str, int] = {}  # naming -> names on disk that speak for it, in order of first mention
+    candidates: dict[str, int] = {}  # naming -> number of names on disk that support it, in order of first mention
     for pair in ties:
         if pair.namings[0][1] == model_name:
             for target, source in pair.namings:
@@ -88,8 +88,8 @@ def _spelled(pair: TiePair, source: str, names: NamesOnDisk) -> tuple[str, str]:
 
 
 def _behind_a_prefix(pair: TiePair, names: NamesOnDisk) -> tuple[str, str] | None:
-    """The pair in a dialect that nobody wrote down: one unknown prefix in front of known names."""
-    votes: dict[tuple[int, str], int] = {}  # (naming, prefix) -> names on disk that fit
+    """Return the pair in an unknown naming: one unknown prefix before known names."""
+    votes: dict[tuple[int, str], int] = {}  # (naming, prefix) -> number of names on disk that fit
     for at, naming in enumerate(pair.namings):
         for name in naming:
             for prefix in names.prefixes_of(name):
@@ -100,6 +100,6 @@ def _behind_a_prefix(pair: TiePair, names: NamesOnDisk) -> tuple[str, str] | Non
     first = min(at for (at, _), count in votes.items() if count == most)
     prefixes = [prefix for (at, prefix), count in votes.items() if count == most and at == first]
     if len(prefixes) > 1:
-        return None  # two candidates, and nothing to choose by
+        return None  # two candidates that cannot be told from each other
     target, source = pair.namings[first]
     return prefixes[0] + target, prefixes[0] + source

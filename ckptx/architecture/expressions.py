@@ -1,9 +1,8 @@
-"""Numbers that follow from ``config.json``, as data: ``head_dim ?? hidden_size // num_attention_heads``.
+"""Numbers that follow from ``config.json``, as expressions: ``head_dim ?? hidden_size // num_attention_heads``.
 
-An expression holds whole numbers, keys, ``+ - * //``, parentheses, and ``a ?? b`` for "a, or b where the config does
-not say a", which binds weakest. A key with dots goes into sub-configs: ``text_config.hidden_size``; ``#key`` is the
-length of a list. A key that ``config.json`` leaves out has the default of its config class, which the table records;
-``null`` has no value.
+An expression has integers, keys, ``+ - * //``, parentheses, and ``a ?? b`` for "a, or b if the config does not have a",
+which binds weakest. A key with dots is in a sub-config: ``text_config.hidden_size``; ``#key`` is the length of a list.
+A key that ``config.json`` omits has the default of its config class, which the table records; ``null`` has no value.
 """
 
 from __future__ import annotations
@@ -19,18 +18,18 @@ from ckptx.errors import InputError
 _TOKEN = re.compile(r"\s*(?:([0-9]+)|(#?[A-Za-z_][A-Za-z0-9_.]*)|(\?\?|//|[-+*()]))")
 
 
-# In front of a key in `Scope.defaults`: its value where not only the key, but the whole sub-config is absent.
+# Prefix of a key in `Scope.defaults`: its value if the whole sub-config is absent, not only the key.
 MADE = "!"
 
 
 class Scope(NamedTuple):
-    """Where keys get their values.
+    """Source of the values of keys.
 
     Attributes:
-        config: The contents of `config.json`.
-        defaults: Per dotted key, what the config class takes where the key is absent.
-        aliases: Per dotted key, another naming of its last part that the config class accepts.
-        root: Keys to follow in `config` before anything else: a text model over the config of its composite.
+        config: Contents of `config.json`.
+        defaults: Defaults of the config class for absent keys, by dotted key.
+        aliases: Alias of the last part of a key that the config class accepts, by dotted key.
+        root: Keys to follow in `config` first: for a text model over the config of its composite.
     """
 
     config: Mapping[str, Any]
@@ -39,13 +38,14 @@ class Scope(NamedTuple):
     root: tuple[str, ...] = ()
 
     def value(self, key: str) -> int | None:
-        """The number of a dotted key, or with `#` in front the length of its list; None where nothing says it.
+        """Return the number of a dotted key, or with `#` before it the length of its list; None if it is unknown.
 
-        Some composites are published with the keys of their text model at the root: a sub-config that is absent is
-        read there. One that is nowhere is the one that the composite makes, whose values may be its own (`MADE`).
+        Some composites are published with the keys of their text model at the root: keys of an absent sub-config are
+        read there. If they are absent, too, the sub-config is the one that the composite builds, possibly with values
+        of its own (`MADE`).
 
         Raises:
-            InputError: The key holds text or a fraction, which no config class takes for a number.
+            InputError: The value is a string or a fraction, which no config class accepts as a number.
         """
         kind = _length if key.startswith("#") else _number
         *path, last = key.removeprefix("#").split(".")
@@ -66,33 +66,32 @@ class Scope(NamedTuple):
 
 
 def evaluate(expression: str, scope: Scope) -> int:
-    """The value of an expression under a config.
+    """Return the value of an expression under a config.
 
     Raises:
-        InputError: A key has no value, or the division of two keys is by zero.
-        ValueError: The text is no expression.
+        InputError: A key has no value, or a division is by zero.
+        ValueError: The text is not an expression.
     """
     value = attempt(expression, scope)
     if value is None:
         missing = [key for key in keys_of(expression) if scope.value(key) is None]
         raise InputError(
-            f"config.json: {expression}: found no number for {', '.join(missing) or 'it'}, needed one; "
-            "add the key to config.json"
+            f"config.json: {expression}: no number for {', '.join(missing) or 'it'}; add the key to config.json"
         )
     return value
 
 
 def attempt(expression: str, scope: Scope) -> int | None:
-    """The value of an expression, None where a key that it needs has none."""
+    """Return the value of an expression; None if a key that it needs has none."""
     return _value(_parsed(expression), scope)
 
 
 def keys_of(expression: str) -> frozenset[str]:
-    """The dotted keys that an expression reads."""
+    """Return the dotted keys that an expression reads."""
     return frozenset(found[2].removeprefix("#") for found in _TOKEN.finditer(expression) if found[2])
 
 
-# A number, a key, or an operator between two of these.
+# A number, a key, or an operator with two operands.
 _Tree = int | str | tuple[str, Any, Any]
 
 
@@ -128,7 +127,7 @@ def _tokens(expression: str) -> Iterator[str]:
     while at < len(text):
         found = _TOKEN.match(text, at)
         if found is None:
-            raise ValueError(f'expression "{expression}": found "{text[at:]}", needed a number, a key or an operator')
+            raise ValueError(f'expression "{expression}": "{text[at:]}" is not a number, a key or an operator')
         yield found[0].strip()
         at = found.end()
 
@@ -142,7 +141,7 @@ def _alternatives(tokens: list[str]) -> tuple[_Tree, list[str]]:
 
 
 def _chain(tokens: list[str], operators: tuple[str, ...]) -> tuple[_Tree, list[str]]:
-    """Operands of one precedence, from left to right."""
+    """Parse operands of one precedence, from left to right."""
 
     def operand(rest: list[str]) -> tuple[_Tree, list[str]]:
         return _chain(rest, ("*", "//")) if "+" in operators else _atom(rest)
@@ -157,17 +156,17 @@ def _chain(tokens: list[str], operators: tuple[str, ...]) -> tuple[_Tree, list[s
 
 def _atom(tokens: list[str]) -> tuple[_Tree, list[str]]:
     if not tokens:
-        raise ValueError("expression: found its end, needed a number or a key")
+        raise ValueError("expression: ends where a number or a key is expected")
     first, rest = tokens[0], tokens[1:]
     if first == "(":
         tree, rest = _alternatives(rest)
         if rest[:1] != [")"]:
-            raise ValueError('expression: found no ")" for a "("')
+            raise ValueError('expression: a "(" has no ")"')
         return tree, rest[1:]
     if first.isdecimal():
         return int(first), rest
     if not (first[0].isalpha() or first[0] in "#_"):
-        raise ValueError(f'expression: found "{first}", needed a number or a key')
+        raise ValueError(f'expression: "{first}" is not a number or a key')
     return first, rest
 
 
@@ -176,5 +175,5 @@ def _length(value: Any) -> int | None:
 
 
 def _number(value: Any) -> int | None:
-    """A whole number of `config.json`; booleans count as 0 and 1, the rest (null, lists, words) has no number."""
+    """Return an integer of `config.json`; booleans count as 0 and 1, other values (null, lists, strings) as None."""
     return int(value) if isinstance(value, int) else None

@@ -1,8 +1,8 @@
-"""Tensors that a class does not have: which of them a checkpoint may hold all the same, and why.
+"""Tensors that a class does not have: kinds that a checkpoint may still contain, and why.
 
-Most published checkpoints hold something that their class does not load: buffers that it computes, layers for
-speculative decoding, what belongs to a quantized weight. `ROWS` lists these kinds, each with its reason. Any other
-tensor inside a module of the class belongs to another model: loaders drop it, and the model computes something else.
+Most published checkpoints have tensors that their class does not load: buffers that it computes, layers for speculative
+decoding, parts of a quantized weight. `ROWS` lists these kinds, each with its reason. Any other tensor inside a module
+of the class belongs to another model: loaders drop it, and the model computes something else.
 
     mtp.fc.weight                               may be there: a layer that predicts further tokens
     model.layers.0.self_attn.q_norm.weight      no Llama has it, and every Llama has model.layers.0.self_attn
@@ -25,17 +25,17 @@ from ckptx.mapping.quantization_scales import parent_of
 
 
 class ExtraRow(NamedTuple):
-    """One kind of tensor that a checkpoint may hold although its class does not have it.
+    """A kind of tensor that a checkpoint may have although its class does not.
 
     Attributes:
         kind: Short name of the kind.
-        pattern: Regular expression that is searched in a name with `*` for each index.
-        reason: Why such a tensor may be there; reports repeat it.
-        is_computed: True for what a class computes itself when it is built. Conversions do not mention it.
-        dims: Number of dims that such a tensor has; empty for any number.
-        parent: Regular expression that replaces `pattern` in the name and gives the name of a tensor that the class
-            must have; empty for none.
-        beside_weight: True if the name must begin with the name of a weight of the class or of its module.
+        pattern: Regular expression that is searched in a name with `*` for indices.
+        reason: Reason for such a tensor, which reports repeat.
+        is_computed: True for tensors that the class computes when it is built; conversions do not mention them.
+        dims: Allowed numbers of dims; empty for any.
+        parent: Regular expression that replaces `pattern` in the name to get a tensor that the class must have; empty
+            for none.
+        beside_weight: True if the name must begin with the name of a weight of the class, or of its module.
     """
 
     kind: str
@@ -134,7 +134,7 @@ ROWS: tuple[ExtraRow, ...] = (
         parent=r".parametrizations.weight.original1",
     ),
 )
-"""The kinds, in the order in which they are asked. Adapters are not among them: they change the weights beside them,
+"""The kinds, in the order in which they are tried. Adapters are not among them: they change the weights next to them,
 and `ckptx.formats.hf.reader.refuse_adapters` refuses them."""
 
 IGNORED = "ignored by the class"
@@ -143,15 +143,15 @@ OUTSIDE = "outside of the modules of the class"
 _PACKED = "packed weight"
 # Heads of classifiers, taggers and models that answer questions, by their names in most classes.
 _TASK_HEADS = frozenset({"score", "classifier", "classification_head", "qa_outputs"})
-_LEAST_PARTS = 2  # of a name that a class of a tower must know
+_LEAST_PARTS = 2  # minimum parts of a name that a class of a tower must know
 
 
 class ExtraTensor(NamedTuple):
     """A tensor that the class does not have.
 
     Attributes:
-        reason: Why it may be there; empty for a tensor of another model.
-        module: Innermost module of the class that it lies in, with `*` for indices; empty where there is none.
+        reason: Reason why a checkpoint may have it; empty for a tensor of another model.
+        module: Innermost module of the class that contains it, with `*` for indices; empty if there is none.
         is_computed: True if the class computes it.
         may_be_left_out: True if the model is the same without it: a row of `ROWS` matches it, the class ignores it,
             or it belongs to a quantized weight.
@@ -167,16 +167,16 @@ class ExtraTensors:
     """The tensors of a checkpoint that its class does not have.
 
     Attributes:
-        found: Name -> what is known of it, in the order of the checkpoint. Empty for a class whose names are unknown.
+        found: Extra tensors by name, in the order of the checkpoint. Empty for a class whose names are unknown.
     """
 
     def __init__(
         self, architecture: Architecture, config: Mapping[str, Any], tensors: Mapping[str, TensorEntry]
     ) -> None:
-        """Find them.
+        """Find the extra tensors.
 
         Args:
-            architecture: The class, under the names of `tensors`.
+            architecture: Architecture of the class, under the names of `tensors`.
             config: Contents of `config.json`.
             tensors: Tensors of the model by name.
         """
@@ -190,7 +190,7 @@ class ExtraTensors:
                 self.found[name] = extra
 
     def is_of_quantized_weight(self, name: str) -> bool:
-        """Return True if a tensor lies beside a quantized weight of the class, or is the weight."""
+        """Return True if a tensor belongs to a quantized weight of the class, or is the weight."""
         parent = parent_of(name, self._knows)
         if parent is None:
             return False
@@ -240,7 +240,7 @@ class ExtraTensors:
         return self._reasons[pattern, dims] or self._by_place(name, pattern)
 
     def _by_kind(self, pattern: str, dims: int) -> ExtraTensor | None:
-        """Return the first row that matches a pattern, None if no row does and the class does not ignore it."""
+        """Return the first row that matches a pattern, or the class's own ignore rule; None if neither matches."""
         row = next((row for row in ROWS if self._is_of(row, pattern, dims)), None)
         if row is not None:
             return ExtraTensor(row.reason, is_computed=row.is_computed, may_be_left_out=True)
@@ -261,7 +261,7 @@ class ExtraTensors:
         is_head = not self._is_below_base(pattern) and (bool(other) or pattern.split(".")[0] in _TASK_HEADS)
         if is_head and self._lacks_own_head:
             return ExtraTensor("", module or "the place of the own head, which is not stored")
-        if other and pattern.rpartition(".")[0] not in self._modules:  # no bias that the own head does not have
+        if other and pattern.rpartition(".")[0] not in self._modules:  # not a bias that the own head lacks
             return ExtraTensor(f"of {other}, another class of this model type", module)
         return ExtraTensor("", module) if module else ExtraTensor(OUTSIDE)
 
@@ -274,7 +274,7 @@ class ExtraTensors:
 
     @functools.cached_property
     def _quantized_modules(self) -> frozenset[str]:
-        """Names of weights without ".weight", of which a tensor is packed, or no plain float."""
+        """Names of weights, without ".weight", that are packed or not of a plain float dtype."""
         packed = [re.compile(row.pattern) for row in ROWS if row.kind == _PACKED]
         found = set()
         for name, entry in self._tensors.items():
@@ -292,10 +292,10 @@ class ExtraTensors:
 
     @functools.cached_property
     def _lacks_own_head(self) -> bool:
-        """True if the class has a head, and the checkpoint has nothing of it.
+        """True if the class has a head, and the checkpoint has no tensor of it.
 
-        A head of another class then makes it a checkpoint of that class: a classifier beside the config of a language
-        model whose own head is tied, and so is not stored.
+        A head of another class then makes it a checkpoint of that class: a classifier with the config of a language
+        model whose own head is tied, and so not stored.
         """
         patterns = {pattern_of(name) for name in self._tensors}
         if not self._architecture.base_prefix or not any(map(self._is_below_base, patterns)):
@@ -304,7 +304,7 @@ class ExtraTensors:
         return bool(own) and not own & patterns
 
     def _other_class(self, pattern: str) -> str:
-        """Return a class of the same model type, or of the type of a tower, that has the tensor; else nothing."""
+        """Return a class of the same model type, or of the type of a tower, that has the tensor, or an empty string."""
         for each in self._siblings:
             if each.owns(pattern):
                 return each.class_name

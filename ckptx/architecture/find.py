@@ -1,4 +1,4 @@
-"""From the contents of ``config.json`` to an architecture: the table first, then the meta model."""
+"""Find the architecture for the contents of ``config.json``: in the table, else from the meta model."""
 
 from __future__ import annotations
 
@@ -20,22 +20,21 @@ def find_architecture(
     config_dir: Path | None = None,
     trust_remote_code: bool = False,
 ) -> Architecture | None:
-    """What is known about the class that a checkpoint names.
+    """Return the architecture of the class that a checkpoint names.
 
     Args:
         config: The contents of ``config.json``.
-        config_dir: The directory it lies in, for remote code.
-        trust_remote_code: Whether Python files in ``config_dir`` may be executed.
+        config_dir: Directory of the config, for remote code.
+        trust_remote_code: Allow Python files in ``config_dir`` to be executed.
 
     Returns:
-        None when the config names no class. ``known_from`` says where the answer comes from; ``suffix table``
-        means that the class is unknown and only the most common tied names are considered.
+        The architecture, or None if the config names no class. ``known_from`` is its source; ``suffix table`` means
+        that the class is unknown and only the most common tied names are considered.
 
     Raises:
-        InputError: A key that says which class it is holds something of another kind.
-        EnvironmentProblem: The class must be built and torch, transformers or a package of the model is
-            missing.
-        UnsupportedError: The class exists and cannot be built from this config.
+        InputError: A key that identifies the class has a value of another kind.
+        EnvironmentProblem: The class has to be built, and torch, transformers or a package of the model is missing.
+        UnsupportedError: The class exists but cannot be built from this config.
     """
     _refuse_other_kinds(config)
     names = config.get("architectures")
@@ -43,23 +42,23 @@ def find_architecture(
         return None
     class_name, model_type = names[0], str(config.get("model_type") or "")
     brings_code = bool(config.get("auto_map"))
-    # A class name is not unique among remote code; with code of its own the model type must agree as well.
+    # Class names are not unique among remote code; a config with code of its own must match the model type, too.
     row = find_row(class_name, model_type if brings_code else None)
     known = row.architecture_for(config) if row is not None and row.covers(config) else None
     if known is not None:
         return _placed(known, config)
     if row is None and ((brings_code and not trust_remote_code) or not class_name.isidentifier()):
-        return suffix_architecture(class_name, model_type)  # no class has such a name: nothing is imported to look
+        return suffix_architecture(class_name, model_type)  # not a possible class name, so nothing is imported
     built = _introspected(config, class_name, config_dir, trust_remote_code and row is None)
     return _placed(built, config) if built else suffix_architecture(class_name, model_type)
 
 
 def _refuse_other_kinds(config: Mapping[str, Any]) -> None:
-    """Names the first of the keys that say which class it is whose value is none that they can have."""
+    """Refuse the first key identifying the class whose value is of another kind."""
     names = config.get("architectures")
     if names is not None and not (isinstance(names, (list, tuple)) and all(isinstance(each, str) for each in names)):
         raise InputError(refusal(("architectures",), names, "a list of class names"))
-    for key, kind, needed in (("model_type", str, "a word"), ("auto_map", dict, "an object")):
+    for key, kind, needed in (("model_type", str, "a string"), ("auto_map", dict, "an object")):
         if config.get(key) is not None and not isinstance(config[key], kind):
             raise InputError(refusal((key,), config[key], needed))
     if config.get("text_config") is not None and not isinstance(config["text_config"], Mapping):
@@ -67,7 +66,7 @@ def _refuse_other_kinds(config: Mapping[str, Any]) -> None:
 
 
 def _placed(architecture: Architecture, config: Mapping[str, Any]) -> Architecture:
-    """Read keys below ``text_config`` when a text-only class is used with the config of its composite."""
+    """Move keys to ``text_config`` if a text-only class is used with the config of its composite."""
     nested = config.get("text_config")
     if not isinstance(nested, Mapping) or config.get("model_type") == architecture.model_type:
         return architecture
@@ -85,8 +84,8 @@ def _introspected(
     config: Mapping[str, Any], class_name: str, config_dir: Path | None, trust_remote_code: bool
 ) -> Architecture | None:
     try:
-        # costs seconds: only for a class that the table cannot answer
+        # takes seconds, so only for a class that the table does not have
         from ckptx.architecture.introspection import meta_model
     except ImportError as error:
-        raise missing_package(f"{class_name}: the table does not answer for it, so it must be built", error) from error
+        raise missing_package(f"{class_name}: not covered by the table, so it must be built", error) from error
     return meta_model.introspect(config, config_dir=config_dir, trust_remote_code=trust_remote_code)

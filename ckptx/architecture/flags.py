@@ -1,8 +1,7 @@
-"""Asks a config class, once per combination of keys, what ``tie_word_embeddings`` becomes.
+"""Measure the effective ``tie_word_embeddings`` of a config class, once per combination of keys.
 
-Nothing here imports torch or transformers: the config class comes in as a function from a
-``config.json``-like dict to an object, and the sub-model's own config as a path of attributes inside that
-object.
+It does not import torch or transformers: the config class is a function from a ``config.json``-like dict to an object,
+and the config of the sub-model a path of attributes in that object.
 """
 
 from __future__ import annotations
@@ -16,14 +15,14 @@ from typing import Any
 from ckptx.architecture.configs import FLAG
 from ckptx.architecture.spec import TieFlag
 
-# other keys that some config classes turn into the flag: Lfm2 the first, CSM the second
+# other keys that some config classes translate to the flag: the first in Lfm2, the second in CSM
 _ALIASES = ("tie_embedding", "tie_codebooks_embeddings")
 _ABSENT = object()
 _VALUES = (_ABSENT, False, True)
 
 
 class UnmeasurableFlagError(Exception):
-    """The config class refused every combination, or too many keys matter."""
+    """The config class refused every combination, or too many keys affect the flag."""
 
 
 def measure_flag(
@@ -32,16 +31,16 @@ def measure_flag(
     owner: Sequence[str],
     nested: Sequence[tuple[str, ...]],
 ) -> TieFlag:
-    """The truth table of the flag of the config at attribute path ``owner``.
+    """Return the truth table of the flag of the config at attribute path ``owner``.
 
     Args:
-        build: Turns a dict into a config object; may raise for a combination that the class refuses.
-        base: The dict to vary. Its own tie keys are overwritten.
+        build: Builds a config object from a dict; may raise for a combination that the class refuses.
+        base: Dict to vary. Its own tie keys are overwritten.
         owner: Attribute names from the root config to the config that the tying sub-model reads.
-        nested: Paths of the sub-configs inside the root, whose keys may matter too.
+        nested: Paths of the sub-configs of the root whose keys may matter, too.
 
     Raises:
-        UnmeasurableFlagError: More than three keys matter, or nothing could be built.
+        UnmeasurableFlagError: More than three keys matter, or no config could be built.
     """
     roots: list[tuple[str, ...]] = [()]
     places = roots + [tuple(path) for path in nested]
@@ -73,12 +72,12 @@ def measure_flag(
     ]
     if answers[0] is None:
         raise UnmeasurableFlagError("the config class cannot be built from its defaults")
-    # a refused combination never reaches a model; it reads as not tied
+    # a refused combination never reaches a model; it counts as not tied
     return TieFlag(tuple(relevant), "".join("1" if answer else "0" for answer in answers))
 
 
 def config_tree(config: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """The config and every config inside it, each with its attribute path, the root first."""
+    """Yield the config and all nested configs, with their attribute paths, the root first."""
     yield path, config
     if len(path) > 4:
         return
@@ -89,7 +88,7 @@ def config_tree(config: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple
 
 
 def path_of(config: Any, tree: Sequence[tuple[tuple[str, ...], Any]]) -> tuple[str, ...]:
-    """Where a sub-model's config lies in the tree; a copy made by ``__init__`` counts as the original."""
+    """Return the path of a sub-model's config in the tree; a copy made by ``__init__`` counts as the original."""
     for path, candidate in tree:
         if candidate is config:
             return path
@@ -100,7 +99,7 @@ def path_of(config: Any, tree: Sequence[tuple[tuple[str, ...], Any]]) -> tuple[s
 
 
 def flag_places(config: Any, owner: tuple[str, ...]) -> list[tuple[str, ...]]:
-    """Paths of the nested configs whose own flag may matter; vision and audio configs have none."""
+    """Return the paths of nested configs whose own flag may matter; vision and audio configs have none."""
     return [
         path
         for path, nested in config_tree(config)
@@ -114,7 +113,7 @@ def _matters(
     owner: Sequence[str],
     ask: Callable[[Mapping[tuple[str, ...], Any]], bool | None],
 ) -> bool:
-    """Whether some value of ``path`` changes the answer, alone or beside another key that may hide it."""
+    """Return True if some value of ``path`` changes the flag, alone or with another key that may hide it."""
     beside: list[dict[tuple[str, ...], Any]] = [{}]
     hiding = () if path[-1] != FLAG else ((FLAG,), ("text_config", FLAG), (*owner, FLAG))
     for other in hiding:
@@ -128,7 +127,7 @@ def _matters(
 
 
 def _write(config: dict[str, Any], path: tuple[str, ...], value: Any) -> None:
-    """Set or remove one key, without creating a nested dict only to leave it empty."""
+    """Set or remove one key, without creating a nested dict that would stay empty."""
     node = config
     for key in path[:-1]:
         below = node.get(key)

@@ -1,4 +1,4 @@
-"""Which projections hold attention heads or several fused parts, and in which order: the rows of `fused.json`.
+"""Read `fused.json`: projections with attention heads or several fused parts, and the order of the parts.
 
     {"modules": ["gate_up_proj", "Wi"], "equal": 2, "reason": "[gate|up]"}
 
@@ -96,7 +96,7 @@ def compositions_of(structure: Structure, scopes: Sequence[Scope]) -> Compositio
 
 
 def compositions_of_unknown(config: Mapping[str, Any] | None) -> Compositions:
-    """Return what the names of modules and the keys of a config show for a class that nothing is known about."""
+    """Return the compositions that module names and config keys suggest for an unknown class."""
     config = config or {}
     texts = [config[key] for key in _TEXT_CONFIGS if isinstance(config.get(key), Mapping)]
     return Compositions(_by_module([(Scope(each), "") for each in (*texts, config)], str(config.get("model_type", ""))))
@@ -117,7 +117,7 @@ def _by_module(scopes: Iterable[tuple[Scope, str]], text_type: str) -> dict[str,
 
 
 def _numbers(pairs: Pairs, scope: Scope, text: str) -> tuple[Part, ...] | None:
-    """Return the numbers of a candidate; None if the config lacks one, or has something else than a number there."""
+    """Return the numbers of a candidate; None if the config lacks one, or has a value that is not a number."""
     try:
         numbers = [(attempt(under(count, text), scope), attempt(under(size, text), scope)) for count, size in pairs]
     except InputError:

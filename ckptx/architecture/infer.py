@@ -1,6 +1,6 @@
-"""The class of a model whose config says its model type and not its class: the one whose names the tensors have.
+"""Infer the class of a model whose config has a model type but no class, from the names of its tensors.
 
-That is what `model.config.save_pretrained` leaves of a model that was built from a config and never saved as a whole.
+`model.config.save_pretrained` writes such a config for a model that was built from a config and never saved as a whole.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from ckptx.architecture.spec import Architecture
 from ckptx.architecture.table import lookup
 from ckptx.mapping.names import assign_roles, is_optimizer, is_trainer_state, pattern_of
 
-# Of classes whose names fit alike: the one that more checkpoints are of.
+# Order among classes whose names fit equally: the more common ones first.
 _PREFERRED = (
     "ForCausalLM", "LMHeadModel", "ForConditionalGeneration", "ForMaskedLM", "ForPreTraining",
     "ForSequenceClassification", "Model",
@@ -22,11 +22,11 @@ _MASKED = "ForMaskedLM"
 
 
 class InferredClass(NamedTuple):
-    """A class that was found by its names.
+    """A class that was inferred from tensor names.
 
     Attributes:
-        class_name: It.
-        note: Says so, and which other classes have the same names.
+        class_name: Name of the class.
+        note: Note for the user about the choice, with other classes that have the same names.
     """
 
     class_name: str
@@ -34,14 +34,14 @@ class InferredClass(NamedTuple):
 
 
 class _Fit(NamedTuple):
-    """How well a class fits, the best first; fewer of each is better.
+    """Quality of the fit of a class; sorts best first, and fewer of each count is better.
 
     Attributes:
-        unknown: Patterns on disk that the class does not have.
-        missing: Patterns of its head that are not on disk, and not tied to one that is.
-        respelled: Patterns on disk that are not spelled as in the model.
-        rank: Of its kind of class.
-        class_name: For an order among equals.
+        unknown: Number of patterns on disk that the class does not have.
+        missing: Number of modules of its head without tensors on disk, tied ones included.
+        respelled: Number of patterns on disk that are spelled differently in the model.
+        rank: Rank of its kind of class.
+        class_name: Name of the class, to order equal fits.
     """
 
     unknown: int
@@ -52,21 +52,21 @@ class _Fit(NamedTuple):
 
 
 def infer_class(config: Mapping[str, Any], names: Collection[str]) -> InferredClass | None:
-    """The class of the config's model type that has the names of a checkpoint.
+    """Return the class of the config's model type that has the names of a checkpoint.
 
-    A head decides: a class with one is chosen where its tensors are there, or where the config ties them to some that
-    are. Of classes that fit alike, the one whose own names are spelled as on disk comes first, then a causal language
-    model, and the note names the others.
+    The head decides: a class with one is chosen if its tensors are present, or tied by the config to some that are.
+    Among equal fits, a class whose own names are spelled as on disk comes first, then a causal language model, and the
+    note lists the others.
 
     Args:
-        config: The contents of `config.json`; it names no class.
-        names: Of all tensors, with whatever a trainer put in front of them.
+        config: Contents of `config.json`, which names no class.
+        names: Names of all tensors, including any prefix of a trainer.
 
     Returns:
-        None where the model type is unknown, or no class of it has half of the names.
+        The class, or None if the model type is unknown, or none of its classes has half of the names.
 
     Raises:
-        InputError: A key that decides a tie holds something else than true or false.
+        InputError: A key that determines a tie is not a boolean.
     """
     model_type = config.get("model_type")
     if not isinstance(model_type, str) or not model_type:
@@ -79,14 +79,14 @@ def infer_class(config: Mapping[str, Any], names: Collection[str]) -> InferredCl
         return None
     best = fits[0]
     equal = [each.class_name for each in fits[1:] if each[:3] == best[:3]]
-    said = f'config.json names no architecture: taken for {best.class_name}, a "{model_type}" with these names'
+    said = f'config.json names no architecture: assuming {best.class_name}, a "{model_type}" with these names'
     if equal:
-        said += f"; as good: {', '.join(equal[:5])}{', ...' if len(equal) > 5 else ''}; say in config.json which it is"
+        said += f"; equally likely: {', '.join(equal[:5])}{', ...' if len(equal) > 5 else ''}; name it in config.json"
     return InferredClass(best.class_name, said)
 
 
 def _is_held_several_times(fit: _Fit, patterns: set[str], model_type: str) -> bool:
-    """True when what is unknown are mostly the names of the class once more, below other prefixes."""
+    """Return True if most unknown names are copies of the class's names under other prefixes."""
     known = lookup(fit.class_name, model_type)
     if known is None or fit.unknown == len(patterns):
         return False
@@ -108,16 +108,16 @@ def _fit(known: Architecture, config: Mapping[str, Any], patterns: set[str]) -> 
 
 
 def _rank(class_name: str, is_decoder: bool) -> int:
-    """The place of a kind of class; an encoder is a masked language model unless it is made a decoder."""
+    """Return the rank of a kind of class; an encoder is a masked language model unless it is made a decoder."""
     if class_name.endswith(_MASKED) and not is_decoder:
         return -1
     return next((at for at, end in enumerate(_PREFERRED) if class_name.endswith(end)), len(_PREFERRED))
 
 
 def _missing_head(known: Architecture, config: Mapping[str, Any], owned: set[str]) -> set[str]:
-    """Modules beside the base model that have no tensor on disk, and none that is tied to one.
+    """Return modules outside of the base model without a tensor on disk, their own or a tied one.
 
-    A part of the base model is no head, also where another kind of it has names on disk that begin with that part.
+    A part of the base model is not a head, even if another kind of it has disk names that begin with that part.
     """
     lead = f"{known.base_prefix}."
     below = [each for each in known.model_names if known.base_prefix and each.startswith(lead)]

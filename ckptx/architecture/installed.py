@@ -1,4 +1,4 @@
-"""Whether the installed transformers is the one that the generated files were made from, as far as a class goes."""
+"""Compare the installed transformers with the version from which the generated files were made, for one class."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from ckptx.architecture.spec import Architecture
 
 
 def source_digest(models: Path, directories: Iterable[str]) -> str:
-    """A digest of the code that says what models are.
+    """Return a digest of the code that defines models.
 
     Args:
-        models: The directory `models` of a transformers package.
-        directories: Of models in it.
+        models: Directory `models` of a transformers package.
+        directories: Names of model directories in it.
     """
-    import hashlib  # takes longer than the rest of this file, and is needed where versions differ
+    import hashlib  # slower to import than the rest of this file, and needed only if versions differ
 
     found = hashlib.sha256()
     for directory in sorted(directories):
@@ -29,19 +29,19 @@ def source_digest(models: Path, directories: Iterable[str]) -> str:
 
 
 def _package() -> Path | None:
-    """The directory of the installed transformers; None where there is none."""
+    """Return the directory of the installed transformers; None if it is not installed."""
     try:
         spec = find_spec("transformers")
-    except (ImportError, ValueError):  # as a finder that hides it, or a module that was put in its place, makes it
+    except (ImportError, ValueError):  # a finder hides it, or a module replaces it
         return None
     return None if spec is None or spec.origin is None else Path(spec.origin).parent
 
 
 @functools.cache
 def version_note(class_name: str) -> str | None:
-    """What to say when another transformers is installed, whose code for this class is not what was asked; else None.
+    """Return a note if the installed transformers has other code for this class than the introspected version.
 
-    Nothing of transformers is imported. Where it is not installed there is nothing to differ from.
+    Nothing of transformers is imported. Without transformers there is no note.
     """
     asked, package = index()["transformers"], _package()
     if package is None:
@@ -52,13 +52,13 @@ def version_note(class_name: str) -> str | None:
     if source is None or source_digest(package / "models", source["directories"]) == source["digest"]:
         return None
     return (
-        f"{class_name}: its names, ties and plans are known from transformers {asked}; the installed one has other "
-        "code for it, which was not looked at"
+        f"{class_name}: names, ties and plans are those of transformers {asked}; the installed version has different "
+        "code for this class, which was not checked"
     )
 
 
 def note_on(architecture: Architecture | None) -> str | None:
-    """The note for a class that the generated files answer for."""
+    """Return the version note for a class from the generated files."""
     if architecture is None or architecture.known_from != "table":
         return None
     return version_note(architecture.class_name)

@@ -1,13 +1,13 @@
-"""What is known of each model type, one generated file each, and the index that says which classes there are.
+"""Facts about each model type, one generated file each, and the index of the classes.
 
     classes.json         {"schema": 4, "transformers": "5.23.0", "classes": {"LlamaForCausalLM": "llama", ...}}
     models/llama.json    {"source": {"directories": ["llama"], "digest": ...}, "classes": {...}, "bodies": {...},
                           "structures": {...}, "shapes": {...}, "shape_bodies": {...}}
 
-A file has one key a line and is complete in itself: `classes`, `bodies` and `structures` are described in `rows`,
-`shapes` and `shape_bodies` in `shape_rows`; `tools/model_file_writer.py` writes them. `source` tells the code that was
-asked from other code of the same name. Only the file of the class at hand is opened. Which file that is, the index
-says: what a checkpoint calls its class or its model type becomes no part of a path.
+A file has one key per line and is self-contained: `classes`, `bodies` and `structures` are described in `rows`,
+`shapes` and `shape_bodies` in `shape_rows`; `tools/model_file_writer.py` writes them. `source` distinguishes the code
+that was introspected from other code of the same name. Only the file of the required class is opened. The index names
+the file: the class and model type of a checkpoint never become part of a path.
 """
 
 from __future__ import annotations
@@ -28,36 +28,36 @@ Sections = Mapping[str, Mapping[str, Any]]
 
 @functools.cache
 def index() -> Mapping[str, Any]:
-    """The index: `transformers` is the version that was asked, `classes` the model type of each class."""
+    """Return the index: `transformers` is the introspected version, `classes` the model type of each class."""
     found: dict[str, Any] = json.loads(INDEX.read_bytes())
     assert found["schema"] == SCHEMA, f"{INDEX.name} has schema {found['schema']}, this reader needs {SCHEMA}"
     return found
 
 
 def class_names() -> list[str]:
-    """Every class that is known, sorted."""
+    """Return the names of all known classes, sorted."""
     return list(index()["classes"])
 
 
 def classes_of(model_type: str) -> list[str]:
-    """Every class whose own config has this model type, sorted."""
+    """Return the classes whose own config has this model type, sorted."""
     return [name for name, known in index()["classes"].items() if known == model_type]
 
 
 def sections_of(class_name: str) -> Sections | None:
-    """The contents of the file that holds a class; None for an unknown class."""
+    """Return the contents of the file of a class; None for an unknown class."""
     model_type = index()["classes"].get(class_name)
     return None if model_type is None else _contents(model_type)
 
 
 def source_of(class_name: str) -> Mapping[str, Any] | None:
-    """`directories` of transformers that hold the code of a class, and its `digest`; None for an unknown class."""
+    """Return `directories` of transformers with the code of a class, and its `digest`; None for an unknown class."""
     sections = sections_of(class_name)
     return None if sections is None else sections["source"]
 
 
 def file_of(model_type: str) -> Path:
-    """Where the file of a model type that the index knows lies."""
+    """Return the path of the file of a model type from the index."""
     return MODELS / f"{model_type or 'no-model-type'}.json"
 
 

@@ -1,4 +1,4 @@
-"""The model in the names of a training checkpoint: what it is called there, and which other models there are."""
+"""Find the model among the names of a training checkpoint: its prefix and naming, and other models."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from ckptx.mapping.ops import Conversion
 
 
 class ModelNames(NamedTuple):
-    """The model that the names of a checkpoint show.
+    """The model found in the names of a checkpoint.
 
     Attributes:
         unwrapped: Names without wrappers.
-        models: The model among them, by names without wrappers.
-        architecture: Under the names of the checkpoint; None when it is unknown.
+        models: The model and other models, by names without wrappers.
+        architecture: Architecture under the names of the checkpoint; None if unknown.
         trainer_naming: Conversions to published names, see `ModelView`.
     """
 
@@ -36,13 +36,13 @@ def find_names(
     config: dict[str, Any] | None,
     prefix: str | None,
 ) -> ModelNames:
-    """Finds the model in the names of a training checkpoint.
+    """Find the model in the names of a training checkpoint.
 
     Args:
         names: Names of its tensors.
-        published: The architecture under published names.
-        config: The contents of `config.json`.
-        prefix: Prefix of the model's names; None finds it.
+        published: Architecture under published names; None if unknown.
+        config: Contents of `config.json`; None without one.
+        prefix: Prefix of the model's names; None to detect it.
 
     Raises:
         InputError: No name has the prefix.
@@ -57,7 +57,7 @@ def find_names(
 def in_naming_of(
     published: Architecture | None, config: dict[str, Any] | None, names: Collection[str]
 ) -> tuple[Architecture | None, tuple[Conversion, ...]]:
-    """The architecture under the names of a checkpoint, and the conversions from these names to published ones."""
+    """Return the architecture under the names of a checkpoint, and the conversions to published names."""
     if published is None or config is None:
         return published, ()
     trainer_naming = trainer_naming_of(published, config, names)
@@ -65,7 +65,7 @@ def in_naming_of(
 
 
 def known_names(architecture: Architecture | None, config: dict[str, Any] | None) -> KnownNames | None:
-    """The names of the architecture under this config; None where none are known."""
+    """Return the names of the architecture under this config; None if they are unknown."""
     if architecture is None or config is None or not architecture.name_patterns:
         return None
     optional: set[str] = set()
@@ -77,7 +77,7 @@ def known_names(architecture: Architecture | None, config: dict[str, Any] | None
         if says_layers(architecture, config):
             layers = {stack.path: stack.count for stack in architecture.stacks(config)}
         expected = expected_of(architecture, config)
-    except InputError:  # said by whoever needs the number
+    except InputError:  # reported by the code that requires the number
         expected = None
     if expected is not None:
         tied = {pattern_of(name) for pair in architecture.ties for naming in pair.namings for name in naming}

@@ -1,8 +1,7 @@
-"""The namings of a model's names that load into it: hub originals, saved files, without a prefix.
+"""The namings of a model's tensors that load into it: hub originals, saved files, names without a prefix.
 
-transformers keeps a list of renamings per model. A renaming that only drops a prefix cannot be undone with
-certainty, so each subset of those is one dialect, and a naming counts only if the loader maps it back to
-the parameter it came from.
+transformers has a list of renamings per model. A renaming that only drops a prefix cannot be reversed with certainty,
+so each subset of those is one naming, and it counts only if the loader maps its names back to the original parameters.
 """
 
 from __future__ import annotations
@@ -21,14 +20,14 @@ def aligned_namings(
     load: Rename,
     prefix: str,
 ) -> tuple[tuple[str, str], ...]:
-    """Both names of a tied pair in every dialect that loads, the model's own names first.
+    """Return both names of a tied pair in every naming that loads; the model's own names come first.
 
     Args:
         target: Model name of the alias.
         source: Model name it is tied to.
         namings: Functions from a model name to a disk name.
         load: The loader's function from a disk name to a model name.
-        prefix: Name of the base model inside the class, empty for none.
+        prefix: Name of the base model in the class; empty for none.
     """
     found: dict[tuple[str, str], None] = {(target, source): None}
     for dialect in namings:
@@ -40,7 +39,7 @@ def aligned_namings(
 
 
 def subsets(optional: list[Any]) -> list[tuple[Any, ...]]:
-    """Every subset, small ones first; only none and all when there are too many to try."""
+    """Return all subsets, small ones first; only the empty and the full one if there are too many to try."""
     if len(optional) > 3:
         return [(), tuple(optional)]
     return [chosen for size in range(len(optional) + 1) for chosen in itertools.combinations(optional, size)]

@@ -1,15 +1,15 @@
-"""What transformers cannot say: tied names of classes that nobody here can build.
+"""Tied names of classes that cannot be built, which transformers cannot tell.
 
-Used only for a class that neither the table nor the installed transformers has, or that is remote code
-without permission to run it. Each row gives a target, its source, and the models it is known from; a name
-counts with anything in front of it (``language_model.lm_head.weight``), if only one tensor ends like that.
+Used only for a class that neither the table nor the installed transformers has, or that is remote code without
+permission to run it. Each row has a target, its source, and the models it is known from; a name may have any prefix
+(``language_model.lm_head.weight``), if only one tensor ends like that.
 """
 
 from __future__ import annotations
 
 from ckptx.architecture.spec import Architecture, TieFlag, TiePair
 
-# (target, source, why the row is here)
+# (target, source, reason for the row)
 SUFFIX_TIES: tuple[tuple[str, str, str], ...] = (
     (
         "lm_head.weight",
@@ -31,16 +31,16 @@ SUFFIX_TIES: tuple[tuple[str, str, str], ...] = (
     ("lm_head.weight", "model.decoder.embed_tokens.weight", "the OPT layout"),
 )
 
-# Root first, then text_config; untied when neither says anything, as transformers 5 reads an absent key.
+# Root first, then text_config; untied if both are absent, as in transformers 5.
 SUFFIX_FLAG = TieFlag((("tie_word_embeddings",), ("text_config", "tie_word_embeddings")), "001000111")
 
 SUFFIX_TABLE = "suffix table"
 
 
 def suffix_architecture(class_name: str, model_type: str) -> Architecture:
-    """The last resort for an unknown class: one candidate pair, its names unknown otherwise.
+    """Return a fallback for an unknown class: one candidate pair, and no other names.
 
-    ``match`` is 0.0 for it, and ``resolve_ties`` never refuses on its behalf: a missing name proves nothing.
+    Its ``match`` is 0.0, and ``resolve_ties`` never refuses because of it: a missing name proves nothing.
     """
     pair = TiePair(tuple((target, source) for target, source, _ in SUFFIX_TIES), SUFFIX_FLAG)
     return Architecture(

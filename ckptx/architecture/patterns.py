@@ -12,18 +12,18 @@ from ckptx.mapping.names import pattern_of
 
 
 def patterns_of(names: Iterable[str]) -> frozenset[str]:
-    """The distinct patterns of ``names``."""
+    """Return the distinct patterns of ``names``."""
     return frozenset(pattern_of(name) for name in names)
 
 
-# A whole layer by its number, behind the last one that the model builds: it predicts further tokens.
+# A single layer after the last one that the model builds, by number: it predicts further tokens (MTP).
 _LAYER = re.compile(r"(?P<layers>.*layers\\?\.)[0-9]+(\\?\.)?(\.\*)?\$?")
-# What such a layer has besides the names of every layer.
+# Modules of such a layer that other layers do not have.
 _MTP_MODULE = r"(embed_tokens|eh_proj|enorm|hnorm|shared_head)\."
 
 
 def regex_for_patterns(regex: str) -> str:
-    """A regular expression for names as one for patterns, in which every index is ``*``.
+    """Convert a regular expression for names to one for patterns, in which every index is ``*``.
 
     Example:
         >>> regex_for_patterns(r"layers\\.\\d+\\.bias")

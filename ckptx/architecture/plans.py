@@ -1,7 +1,6 @@
-"""From a structure and a ``config.json`` to what the layout needs: plan, stacks, conversions in numbers.
+"""Evaluate a structure under a ``config.json``: plan, stacks, and conversions with numbers.
 
-Order of trust for a plan: the rows by hand (`corrections`), then the model's own plan; what neither names is
-replicated.
+Precedence for a plan: correction rows (`corrections`), then the model's own plan; unmatched tensors are replicated.
 """
 
 from __future__ import annotations
@@ -27,14 +26,14 @@ _VOCABULARY = "vocabulary rows"
 def plan_of(
     structure: Structure, model_type: str, config: Mapping[str, Any], names: frozenset[str], version: str
 ) -> TensorParallelPlan:
-    """The plan of a class: its plan rows, and below them its own plan.
+    """Return the plan of a class: its correction rows, then its own plan.
 
     Args:
-        structure: Of the class.
-        model_type: Of its config.
-        config: The contents of `config.json`.
+        structure: Structure of the class.
+        model_type: Model type of its config.
+        config: Contents of `config.json`.
         names: Patterns of its tensors.
-        version: Of the transformers library that was asked.
+        version: Version of transformers that was introspected.
     """
     scope = _scope(structure, config)
     scopes = _scopes_of_layers(structure, scope)
@@ -58,10 +57,10 @@ def plan_of(
 
 
 def stacks_of(structure: Structure, config: Mapping[str, Any]) -> tuple[Stack, ...]:
-    """The lists of layers in the order they run.
+    """Return the lists of layers in the order they run.
 
     Raises:
-        InputError: `config.json` does not say how many layers there are.
+        InputError: `config.json` does not tell the number of layers.
     """
     scope = _scope(structure, config)
     return tuple(Stack(stack.path, _layers(stack, scope), stack.before, stack.after) for stack in structure.stacks)
@@ -70,16 +69,14 @@ def stacks_of(structure: Structure, config: Mapping[str, Any]) -> tuple[Stack, .
 def _layers(stack: StackRule, scope: Scope) -> int:
     count = evaluate(stack.length, scope)
     if not 0 <= count <= LAYERS:
-        raise InputError(
-            f"config.json: {stack.length}: found {count} layers, needed 0 to {LAYERS}; correct config.json"
-        )
+        raise InputError(f"config.json: {stack.length} is {count} and must be 0 to {LAYERS}; correct config.json")
     return count
 
 
 def conversions_of(structure: Structure, config: Mapping[str, Any]) -> tuple[Conversion, ...]:
-    """What loading does to every naming, the one that `save_pretrained` writes first.
+    """Return the conversions of every naming, that of `save_pretrained` first.
 
-    A name of the model that is written as it is, and has another naming that loads, is there with itself.
+    A name of the model that is written unchanged, and has another naming that loads, is mapped to itself.
     """
     scope = _scope(structure, config)
     written = {target for change in structure.changes for target in change.targets}
@@ -95,7 +92,7 @@ def conversions_of(structure: Structure, config: Mapping[str, Any]) -> tuple[Con
 
 
 def lacks(structure: Structure, model_type: str, name: str, config: Mapping[str, Any]) -> bool:
-    """Whether the model has no use for a tensor, although its pattern is one of the class."""
+    """Return True if the model does not use a tensor, although its pattern is one of the class."""
     rows = absent_rows(structure.text_type, model_type)
     if not rows:
         return False
@@ -135,7 +132,7 @@ def _rules_by_hand(structure: Structure, model_type: str, scopes: Sequence[Scope
 
 
 def _placed(row: PlanRow, structure: Structure) -> Iterator[str]:
-    """The patterns of a row, for every list of layers."""
+    """Yield the patterns of a row, for every list of layers."""
     for stack in structure.stacks:
         around = stack.path.rpartition(".")[0]
         text = row.patterns.replace("@layers", stack.path)
@@ -143,13 +140,13 @@ def _placed(row: PlanRow, structure: Structure) -> Iterator[str]:
 
 
 def _numbers(heads: Heads, scopes: Sequence[Scope]) -> tuple[tuple[int, int], ...]:
-    """The candidates that the config gives numbers for, in any of its layers."""
+    """Return the candidates for which the config has numbers, in any of its layers."""
     found = ((attempt(count, scope), attempt(size, scope)) for scope in scopes for count, size in heads)
     return tuple(dict.fromkeys((count, size) for count, size in found if count and size))
 
 
 def _scopes_of_layers(structure: Structure, scope: Scope) -> list[Scope]:
-    """The scope of a config, and one for each kind of layer that `per_layer_config` gives other numbers."""
+    """Return the scope of a config, and one for each set of numbers in `per_layer_config`."""
     path = (*scope.root, *filter(None, structure.text.split(".")))
     node: Any = scope.config
     for key in path:
@@ -158,9 +155,9 @@ def _scopes_of_layers(structure: Structure, scope: Scope) -> list[Scope]:
 
 
 def layer_overrides(text: Any) -> list[dict[str, int]]:
-    """The whole numbers that single layers have instead of those of the config of a text model, each kind once.
+    """Return the integers with which single layers override the config of a text model, each set once.
 
-    transformers from 5.23 on writes them: ``{"per_layer_config": {"5": {"head_dim": 512}}}``.
+    transformers 5.23 and later write them: ``{"per_layer_config": {"5": {"head_dim": 512}}}``.
     """
     layers = text.get("per_layer_config") if isinstance(text, Mapping) else None
     kinds: dict[tuple[tuple[str, int], ...], None] = {}
@@ -171,14 +168,14 @@ def layer_overrides(text: Any) -> list[dict[str, int]]:
 
 
 def _replaced(config: Mapping[str, Any], path: Sequence[str], numbers: Mapping[str, int]) -> dict[str, Any]:
-    """A config with other numbers in the part at `path`."""
+    """Return a config with other numbers in the part at `path`."""
     if not path:
         return {**config, **numbers}
     return {**config, path[0]: _replaced(config[path[0]], path[1:], numbers)}
 
 
 def _op(text: str, scope: Scope) -> Op:
-    """An operation from its text: kind, numbers, and after a colon expressions."""
+    """Parse an operation: kind, numbers, and expressions after a colon."""
     (kind, *numbers), expressions = op_parts(text)
     if kind.startswith("unsupported:"):
         return Op(kind)

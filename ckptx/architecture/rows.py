@@ -4,8 +4,8 @@
     bodies        LlamaForCausalLM -> names below the base model, without its prefix, shared by the classes around it
     structures    LlamaForCausalLM -> plan, layers and conversions below that prefix, see `structure_rows`
 
-`body` names the entry of `bodies`, and `body_below` the prefix that its names have in the class. A class with
-`introspect` has no names: the reason there says why only the real config can give them.
+`body` names the entry of `bodies`, and `body_below` the prefix of its names in the class. A class with `introspect` has
+no names: its value is the reason why only the real config can give them.
 """
 
 from __future__ import annotations
@@ -26,15 +26,13 @@ class Row:
     """One class of the table.
 
     Attributes:
-        class_name: As in ``architectures``.
-        model_type: Of the class's config.
-        introspect: Why the class must be built with its real config; empty when ``architecture`` is valid
-            for all.
-        sub_models: Per config key of an exchangeable sub-model, the model types that the row was measured
-            with.
-        architecture: None when ``introspect`` says why.
-        structures: The structure with other sub-models, by the model type of the text model.
-        shared: How ties between layers follow from the config; ``architecture`` has them only for a config.
+        class_name: Name as in ``architectures``.
+        model_type: Model type of the class's config.
+        introspect: Reason why the class must be built with its real config; empty if ``architecture`` is valid for all.
+        sub_models: Config key of an exchangeable sub-model -> model types with which the row was measured.
+        architecture: Architecture of the class; None if ``introspect`` is set.
+        structures: Structures with other sub-models, by model type of the text model.
+        shared: Rule for ties between layers; ``architecture`` has them only for a config.
     """
 
     class_name: str
@@ -46,7 +44,7 @@ class Row:
     shared: SharedLayers | None = None
 
     def architecture_for(self, config: Mapping[str, Any]) -> Architecture | None:
-        """The architecture with the text model and the ties between layers that this ``config.json`` says."""
+        """Return the architecture with the text model and the ties between layers of this ``config.json``."""
         if self.architecture is not None and self.shared is not None:
             if not self.shared.covers(config):
                 return None
@@ -59,7 +57,7 @@ class Row:
         return dataclasses.replace(self.architecture, structure=structure)
 
     def covers(self, config: Mapping[str, Any]) -> bool:
-        """Whether the row is right for this ``config.json``: its sub-models and lists of layers were measured."""
+        """Return True if the row is valid for this ``config.json``: its sub-models and layer lists were measured."""
         if self.architecture is None or (self.shared is not None and not self.shared.covers(config)):
             return False
         for key, measured in self.sub_models.items():
@@ -73,13 +71,13 @@ class Row:
 def decode_row(
     class_name: str, model_type: str, sections: Mapping[str, Mapping[str, Any]], transformers_version: str
 ) -> Row:
-    """The row of one class.
+    """Return the row of a class.
 
     Args:
-        class_name: Of the class.
-        model_type: Of its config.
-        sections: Of the file that holds it.
-        transformers_version: Of the library that was asked.
+        class_name: Name of the class.
+        model_type: Model type of its config.
+        sections: Sections of the file of the class.
+        transformers_version: Version of transformers that was introspected.
     """
     values = sections["classes"][class_name]
     if "introspect" in values:

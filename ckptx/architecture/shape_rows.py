@@ -1,13 +1,13 @@
 """Read the shapes of a model file: JSON becomes `ShapeRules`.
 
-What lies below the base model of a class is written once for all classes around that base model, without its prefix:
+The tensors in the base model of a class are written once for all classes around that base model, without its prefix:
 
     shapes          LlamaForCausalLM -> {"body": "LlamaModel", "body_below": "model", "shapes": {...}, ...}
     shape_bodies    LlamaModel -> {"shapes": {"layers.*.mlp.up_proj.weight": "intermediate_size, hidden_size"}, ...}
 
-A shape is written as its sizes with commas between them, `?` for one that is not known, and several shapes with a bar.
-Patterns with a shape are required unless they are among `optional`; `without_shape` are required as well. `switches`
-names the values of keys that add or remove patterns, `others` the patterns of the measured config that have no shape.
+A shape is written as its sizes separated by commas, with `?` for an unknown one; several shapes are separated by bars.
+Patterns with a shape are required unless they are in `optional`; `without_shape` are required as well. `switches` has
+the values of keys that add or remove patterns, `others` the patterns of the measured config without a shape.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from ckptx.architecture.shape_rules import Condition, ShapeRules, Switch, plain
 
 
 def decode_shapes(class_name: str, sections: Mapping[str, Mapping[str, Any]]) -> ShapeRules | None:
-    """Return the rules of a class; None where there are none.
+    """Return the rules of a class; None if there are none.
 
     Args:
-        class_name: The class.
-        sections: The sections of the file that holds it.
+        class_name: Name of the class.
+        sections: Sections of the file of the class.
     """
     values = sections["shapes"].get(class_name)
     if values is None:
@@ -79,7 +79,7 @@ def _beside(row: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
 
 @lru_cache
 def _shapes(text: str) -> tuple[tuple[str, ...], ...]:
-    """Return the shapes of a tensor: sizes as expressions, "" for one that is not known."""
+    """Return the shapes of a tensor: sizes as expressions, "" for an unknown size."""
     return tuple(
         tuple("" if size == "?" else size for size in shape.split(", ")) if shape else () for shape in text.split(" | ")
     )

@@ -1,7 +1,7 @@
-"""What a class says of its tensors under a config: which must be there, and which shape each has.
+"""Rules of a class about its tensors under a config: required tensors, and the shape of each.
 
-Sizes are expressions over ``config.json`` (`expressions`), measured on meta models and not read off any code. Where a
-config says something that was not measured, nothing is said.
+Sizes are expressions over ``config.json`` (`expressions`), measured on meta models and not read from code. For a config
+with values that were not measured, the rules return nothing.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from ckptx.architecture.configs import refusal
 from ckptx.architecture.expressions import Scope, attempt, keys_of
 from ckptx.errors import InputError
 
-Sizes = tuple[int | None, ...]  # of a tensor; None where a size is not known
+Sizes = tuple[int | None, ...]  # of a tensor; None for an unknown size
 
-_MOST = 1 << 20  # layers, experts: a number beyond it is no count
+_MOST = 1 << 20  # maximum number of layers or experts
 
 
 class Condition(NamedTuple):
-    """What a config must say for some rules to be right.
+    """A condition on a config under which some rules are valid.
 
     Attributes:
-        key: Dotted.
-        kind: "is": the value, where the config has the key. "set": neither ``null`` nor 0. "among": a list of no other
-            words.
-        values: The value, or the words.
+        key: Dotted key of the config.
+        kind: "is": the key, if present, has the value. "set": it is neither ``null`` nor 0. "among": it is a list of
+            these strings only.
+        values: The value, or the strings.
     """
 
     key: str
@@ -34,7 +34,7 @@ class Condition(NamedTuple):
     values: tuple[Any, ...]
 
     def holds(self, config: Mapping[str, Any], aliases: Mapping[str, str] = {}, root: Sequence[str] = ()) -> bool:
-        """Whether the config says so; a key that it leaves out has the default that was measured."""
+        """Return True if the config fulfills the condition; an absent key has the default that was measured."""
         found = _values_at(config, self.key, aliases, root)
         return self._accepts(found[0]) if found else True
 
@@ -52,12 +52,12 @@ class Switch(NamedTuple):
 
     Attributes:
         key: Dotted key of the config.
-        effect: "adds": the patterns exist only with another value than `value`, which is the one that was measured.
-            "adds where given": the same, and nothing is known of a config without the key. "may add": they exist with
-            other values, and with `value` it depends on other keys. "removes": they do not exist with `value`.
-        value: The value, with a tuple for a list.
-        beside: Other dotted keys that were set together with `key` to see the patterns, each with the value it got: the
-            patterns exist only where all of them are set.
+        effect: "adds": the patterns exist only with another value than `value`, which is the measured one. "adds where
+            given": the same, and nothing is known for a config without the key. "may add": they exist with other
+            values, and with `value` it depends on other keys. "removes": they do not exist with `value`.
+        value: The value, with tuples for lists.
+        beside: Other dotted keys that were set together with `key` to get the patterns, with their values: the patterns
+            exist only if all of them are set.
     """
 
     key: str
@@ -76,15 +76,15 @@ class Switch(NamedTuple):
         return all(_is_same(value, self.value) for value in values)
 
     def is_opposite(self, config: Mapping[str, Any], aliases: Mapping[str, str] = {}, root: Sequence[str] = ()) -> bool:
-        """Return True if the config gives the other one of two booleans, and sets every key beside it."""
+        """Return True if the config has the opposite boolean, and sets every key in `beside`."""
         values = _values_at(config, self.key, aliases, root)
         is_other = bool(values) and all(isinstance(value, bool) and value is not self.value for value in values)
         return is_other and all(self._are_set(config, aliases, root))
 
     def _are_set(self, config: Mapping[str, Any], aliases: Mapping[str, str], root: Sequence[str]) -> Iterator[bool]:
-        """Yield for each key beside this one whether the config sets it as it was set to see the patterns.
+        """Yield, for each key in `beside`, whether the config sets it as in the measurement.
 
-        A number is set where it is positive: which one it is decides sizes, not names.
+        A positive number counts as set, because its value affects sizes, not names.
         """
         for key, tried in self.beside:
             values = [plain(value) for value in _values_at(config, key, aliases, root)]
@@ -100,12 +100,12 @@ def plain(value: Any) -> Any:
 
 
 def _is_same(a: Any, b: Any) -> bool:
-    """Return True if both are equal and neither is a boolean where the other is a number."""
+    """Return True if both are equal and of the same kind, as a boolean and a number are not."""
     return isinstance(a, bool) == isinstance(b, bool) and bool(a == b)
 
 
 def _values_at(config: Mapping[str, Any], key: str, aliases: Mapping[str, str], root: Sequence[str]) -> list[Any]:
-    """Return what the config holds under a dotted key and its alias; nothing where it leaves both out."""
+    """Return the values of a dotted key and its alias in the config; empty if both are absent."""
     *path, last = key.split(".")
     node: Mapping[str, Any] = config
     for part in (*root, *path):
@@ -115,15 +115,15 @@ def _values_at(config: Mapping[str, Any], key: str, aliases: Mapping[str, str], 
 
 
 class ExpectedShapes(NamedTuple):
-    """What a model has under one config.
+    """Tensors of a model under one config.
 
     Attributes:
-        shapes: Pattern of the model's names -> the shapes that its tensors may have.
-        counts: Path in front of a star -> how many there are.
-        required: Patterns of tensors that must be there, one for each index of each star.
-        stated: Paths in front of a first star whose count the config says; the others are as measured.
-        absent: Patterns of the class that a model with this config does not have, each with the keys that decide it.
-        added: Patterns that a model has because of a key of this config, each with that key.
+        shapes: Pattern of model names -> possible shapes of its tensors.
+        counts: Path before a star -> number of indices.
+        required: Patterns of required tensors, one for each index of each star.
+        stated: Paths before a first star whose count the config states; the others are measured.
+        absent: Patterns of the class that a model with this config does not have, with the keys that determine it.
+        added: Patterns that a model has because of a key of this config, with that key.
     """
 
     shapes: Mapping[str, tuple[Sizes, ...]]
@@ -139,16 +139,16 @@ class ShapeRules:
     """The rules of one class.
 
     Attributes:
-        shapes: Pattern of the model's names -> the shapes that its tensors may have, each a size per dim as an
-            expression, empty where it is not known.
-        counts: Path in front of a star -> how many there are, an expression.
-        required: Patterns that every config gives, for each index of each star.
-        conditions: What must hold, and for which patterns.
-        models: Per config key of an exchangeable part the model type that all of this was measured with.
-        defaults: As of `Scope`; they count for parts that the config has.
-        aliases: As of `Scope`.
-        switches: Which value of a key adds or removes which patterns.
-        others: Patterns that the measured config gives and that are in neither `shapes` nor `required`.
+        shapes: Pattern of model names -> possible shapes of its tensors, with an expression for each size; empty if
+            unknown.
+        counts: Path before a star -> number of indices, as an expression.
+        required: Patterns that exist under every config, for each index of each star.
+        conditions: Conditions, with the patterns that depend on them.
+        models: Config key of an exchangeable part -> model type with which the rules were measured.
+        defaults: Defaults as in `Scope`; used for parts that the config has.
+        aliases: Aliases as in `Scope`.
+        switches: Values of keys that add or remove patterns.
+        others: Patterns of the measured config that are in neither `shapes` nor `required`.
     """
 
     shapes: Mapping[str, tuple[tuple[str, ...], ...]]
@@ -164,19 +164,19 @@ class ShapeRules:
     def under(
         self, config: Mapping[str, Any], root: tuple[str, ...] = (), every: frozenset[str] = frozenset()
     ) -> ExpectedShapes | None:
-        """What a model has under the contents of ``config.json``.
+        """Return the tensors of a model under the contents of ``config.json``.
 
         Args:
-            config: It.
-            root: Keys to follow in it before any other, see `Scope`.
+            config: Contents of ``config.json``.
+            root: Keys to follow first, see `Scope`.
             every: Patterns of all tensors that the class has under any config.
 
         Returns:
-            None where the config has a part that was not measured, or no number that a rule reads: one that somebody
-            wrote by hand, to name the class alone.
+            None if the config has a part that was not measured, or none of the numbers that rules read, as a config
+            written by hand to name the class only.
 
         Raises:
-            InputError: A number in it is none, or a size that follows is below one.
+            InputError: A value is not a number, or a resulting size is below one.
         """
         for key, model_type in self.models.items():
             nested = config.get(key)
@@ -198,7 +198,7 @@ class ShapeRules:
             for pattern, told in self.shapes.items()
             if pattern not in doubtful
         }
-        # a size of nothing: the config switches it off
+        # size 0: the config disables the tensor
         shapes = {pattern: told for pattern, told in shapes.items() if all(0 not in shape for shape in told)}
         absent = {pattern for pattern in self.shapes if pattern not in shapes}
         required = frozenset(
@@ -210,9 +210,9 @@ class ShapeRules:
         )
 
     def _added(self, config: Mapping[str, Any], root: tuple[str, ...]) -> dict[str, str]:
-        """Return the patterns that a boolean of this config adds to those of the measured one, each with its key.
+        """Return the patterns that a boolean of this config adds to the measured ones, with its key.
 
-        As in `_left_out`, every other key that matters must have the value that was measured.
+        As in `_left_out`, every other key that matters must have its measured value.
         """
         unusual = {each.key for each in self.conditions if not each.holds(config, self.aliases, root)}
         unusual |= {
@@ -228,10 +228,10 @@ class ShapeRules:
         return found
 
     def _left_out(self, config: Mapping[str, Any], root: tuple[str, ...], every: frozenset[str]) -> dict[str, str]:
-        """Return the patterns that no tensor has under this config, each with the keys that decide it.
+        """Return the patterns that no tensor has under this config, with the keys that determine it.
 
-        Only what was measured counts: wherever another key that matters for names or shapes has a value that was not
-        measured, nothing is left out.
+        Only measurements count: if another key that affects names or shapes has a value that was not measured, nothing
+        is left out.
         """
         unusual = {each.key for each in self.conditions if not each.holds(config, self.aliases, root)}
         by_pattern: dict[str, list[Switch]] = {}
@@ -252,7 +252,7 @@ class ShapeRules:
             for each in self.switches
             if each.effect in ("adds", "adds where given")
         )
-        if self.models and is_as_measured:  # names of other parts than those that the config has
+        if self.models and is_as_measured:  # names of other parts than those of the config
             measured = self.shapes.keys() | self.required | self.others
             kinds = ", ".join(f"{key}.model_type" for key in self.models)
             found |= dict.fromkeys(every - measured - by_pattern.keys(), kinds)
@@ -266,9 +266,9 @@ class ShapeRules:
 
 
 def _has_part(config: Mapping[str, Any], path: str) -> bool:
-    """Whether the config holds the sub-config at a dotted path.
+    """Return True if the config has the sub-config at a dotted path.
 
-    Only of a part do authors leave out what is as usual. What is absent at the root was taken out by hand, for
+    Defaults may be omitted in a part only. A key that is absent at the root was removed by hand, because
     transformers writes every key there.
     """
     if not path:
@@ -280,7 +280,7 @@ def _has_part(config: Mapping[str, Any], path: str) -> bool:
 
 
 def paths_of(pattern: str) -> list[str]:
-    """What stands in front of each star of a pattern."""
+    """Return the prefix of a pattern before each star."""
     parts = pattern.split(".")
     return [".".join(parts[:at]) for at, part in enumerate(parts) if part == "*"]
 

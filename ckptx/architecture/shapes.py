@@ -1,4 +1,4 @@
-"""What the tensors of a model must be under its config: from the table of shapes, else from a model without storage."""
+"""Expected shapes of a model's tensors under its config: from the table, else from a model without storage."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from ckptx.mapping.rules import ShapeOf
 
 
 def expected_of(architecture: Architecture, config: Mapping[str, Any]) -> ExpectedShapes | None:
-    """Names and shapes of a model, None where the table says nothing of its class under this config.
+    """Return names and shapes of a model; None if the table has none for its class under this config.
 
     Args:
-        architecture: Of the class, under published names.
-        config: The contents of `config.json`.
+        architecture: Architecture of the class, under published names.
+        config: Contents of `config.json`.
 
     Raises:
-        InputError: A number in the config is none.
+        InputError: A value in the config is not a number.
     """
     if architecture.known_from != "table":
         return None
@@ -35,21 +35,21 @@ def expected_of(architecture: Architecture, config: Mapping[str, Any]) -> Expect
 
 
 def says_layers(architecture: Architecture, config: Mapping[str, Any]) -> bool:
-    """Whether the config itself gives a number of layers; one that names the class alone has the class's defaults."""
+    """Return True if the config itself has a number of layers; one that only names the class has its defaults."""
     structure = architecture.structure
     told = Scope(config, {}, structure.aliases, structure.root)
     return any(told.value(key) is not None for stack in structure.stacks for key in keys_of(stack.length))
 
 
 def shapes_of(architecture: Architecture, config: Mapping[str, Any]) -> ShapeOf:
-    """Shape of a tensor of the model by its name; None where it is not known.
+    """Return a function from the name of a model tensor to its shape; None for an unknown shape.
 
-    What the table does not know is looked up in a model without storage, which costs the import of torch: only for
-    tensors that are on disk transposed or not, for which names alone do not tell.
+    Shapes that the table lacks come from a model without storage, which requires importing torch: only for tensors that
+    may be stored transposed, which names alone do not tell.
 
     Args:
-        architecture: Of the class, under published names.
-        config: The contents of `config.json`.
+        architecture: Architecture of the class, under published names.
+        config: Contents of `config.json`.
     """
     needed = _without_a_form(architecture.conversions(config))
 
@@ -85,7 +85,7 @@ def shapes_of(architecture: Architecture, config: Mapping[str, Any]) -> ShapeOf:
 
 
 def _without_a_form(conversions: Collection[Conversion]) -> frozenset[str]:
-    """Patterns of the model's tensors that no operation says the form on disk of."""
+    """Return the patterns of model tensors whose form on disk no operation determines."""
     return frozenset(
         pattern_of(target)
         for conversion in conversions

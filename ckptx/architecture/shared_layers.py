@@ -1,6 +1,6 @@
-"""Layers that share a module: of the layers that a config lists under one word, only the first few have their own.
+"""Layers that share a module: of the layers of one kind in a config, only the first few have their own.
 
-Which names are tied then follows from the config alone, and no model has to be built to know them.
+The tied names then follow from the config alone, without building a model.
 """
 
 from __future__ import annotations
@@ -11,23 +11,23 @@ from typing import Any
 
 from ckptx.architecture.spec import TieFlag, TiePair
 
-_MOST = 1 << 12  # layers in a list: one that is longer is no list of layers
+_MOST = 1 << 12  # maximum number of layers in a list
 
 
 @dataclass(frozen=True, slots=True)
 class SharedLayers:
-    """How the layers of one kind take turns with the modules that they share.
+    """Rule by which the layers of one kind share modules in turn.
 
     Attributes:
-        paths: Of the list of layers, in model names first, then as other namings that load have it.
-        kinds: The config key that lists the kind of every layer.
-        kind: Of the layers that share.
-        count: The config key that lists how many layers there are.
-        period: The config key of how many of these layers have modules of their own; empty where one has.
-        default: What `period` is where the config leaves it out.
-        names: Pattern below a layer -> the config key that switches the tensor on, empty where all models have it. A
-            star stands for the places, among the layers of this kind, of those that share the tensor.
-        flag: When they are tied.
+        paths: Paths of the list of layers, in model names first, then in other namings that load.
+        kinds: Config key that lists the kind of every layer.
+        kind: Kind of the layers that share.
+        count: Config key with the number of layers.
+        period: Config key with the number of these layers that have modules of their own; empty if it is one.
+        default: Value of `period` if the config omits it.
+        names: Pattern below a layer -> config key that enables the tensor, empty if all models have it. A star stands
+            for the positions, among the layers of this kind, of those that share the tensor.
+        flag: Rule for when they are tied.
     """
 
     paths: tuple[str, ...]
@@ -40,7 +40,7 @@ class SharedLayers:
     flag: TieFlag
 
     def covers(self, config: Mapping[str, Any]) -> bool:
-        """Whether a ``config.json`` spells out all that the ties follow from, in the form that was measured."""
+        """Return True if a ``config.json`` has everything that the ties follow from, in the measured form."""
         kinds = config.get(self.kinds)
         if not isinstance(kinds, list) or not all(isinstance(each, str) for each in kinds):
             return False
@@ -57,7 +57,7 @@ class SharedLayers:
         )
 
     def ties(self, config: Mapping[str, Any]) -> tuple[TiePair, ...]:
-        """Every pair under a config that this `covers`."""
+        """Return all pairs under a config that this `covers`."""
         layers = [at for at, kind in enumerate(config[self.kinds]) if kind == self.kind]
         period = self._period(config)
         found = []
@@ -72,7 +72,7 @@ class SharedLayers:
         return config.get(self.period, self.default) if self.period else 1
 
     def _names_at(self, config: Mapping[str, Any], places: range) -> list[str]:
-        """Names below a layer, of the module that the layers at these places share."""
+        """Return the names below a layer for the module that the layers at these positions share."""
         there = [name for name, switch in self.names.items() if not switch or config.get(switch, False)]
         return [
             each

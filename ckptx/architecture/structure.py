@@ -1,4 +1,4 @@
-"""The nouns of how a class is built: its plan, its layers, its heads, and how disk names become model names.
+"""Structure of a class: its plan, layers and heads, and the conversion of disk names to model names.
 
 Numbers are expressions over ``config.json`` (`expressions`); tensor names are patterns, indices replaced by ``*``.
 """
@@ -15,12 +15,12 @@ from ckptx.architecture.expressions import MADE
 
 
 class StackRule(NamedTuple):
-    """One list of layers; see `ckptx.layout.stages.Stack`.
+    """A list of layers; see `ckptx.layout.stages.Stack`.
 
     Attributes:
-        path: Of the list, in model names.
-        length: How many layers it has, an expression.
-        before: Modules and parameters that run right before the first layer (only of a second stack).
+        path: Path of the list, in model names.
+        length: Number of layers, as an expression.
+        before: Modules and parameters that run right before the first layer (of a second stack only).
         after: Modules and parameters that run after the last layer.
     """
 
@@ -31,13 +31,13 @@ class StackRule(NamedTuple):
 
 
 class LoadConversion(NamedTuple):
-    """How tensors on disk become tensors of the model; a rename when there are no operations.
+    """Conversion of tensors on disk to tensors of the model; a rename if there are no operations.
 
     Attributes:
         sources: Patterns on disk.
         targets: Patterns in the model.
-        ops: Per operation, in the order of loading: its kind, its numbers, and after a colon expressions with
-            semicolons between them (``merge 0``, ``transpose 1 2 0``, ``split 0 : hidden_size ; head_dim``).
+        ops: Operations in the order of loading: kind, numbers, and after a colon expressions separated by semicolons
+            (``merge 0``, ``transpose 1 2 0``, ``split 0 : hidden_size ; head_dim``).
     """
 
     sources: tuple[str, ...]
@@ -50,23 +50,23 @@ Heads = tuple[tuple[str, str], ...]  # candidates (count, size), both expression
 
 @dataclass(frozen=True, slots=True)
 class Structure:
-    """How a model class is built, as far as cutting its tensors needs it.
+    """Structure of a model class, as far as sharding its tensors requires it.
 
     Attributes:
         text: Dotted path from the root config to the config of the layers (``text_config``), empty for the root.
         text_type: The model type of that config.
-        head: The module that maps to the vocabulary, empty when there is none.
-        embedding: The module that maps from it, likewise.
-        plan: The model's own tensor parallel plan, pattern -> style, without entries that match nothing.
+        head: Module that maps to the vocabulary; empty if there is none.
+        embedding: Module that maps from the vocabulary, likewise.
+        plan: Tensor-parallel plan of the model, pattern -> style, without entries that match nothing.
         stacks: Lists of layers in the order they run.
-        heads: Per pattern of the plan, what the cut dim of an attention projection is made of.
-        transposed: Modules whose weight is stored [in, out].
-        changes: Between what `save_pretrained` writes and the model: every pair of names that differ, and every tensor
-            that is put together otherwise on disk.
-        variants: The same for the other namings that load, where they differ from `changes`.
-        defaults: What the config classes take for the keys of expressions that `config.json` leaves out.
-        aliases: Another naming of a key that the config class accepts; the last part of the dotted key only.
-        root: Keys to follow in `config.json` before any other, see `Scope`.
+        heads: For each pattern of the plan, candidate factors of the sharded dim of an attention projection.
+        transposed: Modules whose weight is stored as [in, out].
+        changes: Conversions between the output of `save_pretrained` and the model: all names that differ, and all
+            tensors that are stored in another form.
+        variants: The same for the other namings that can be loaded, as far as they differ from `changes`.
+        defaults: Defaults of the config classes for keys of expressions that `config.json` omits.
+        aliases: Alias of a key that the config class accepts; the last part of the dotted key only.
+        root: Keys to follow in `config.json` first, see `Scope`.
     """
 
     text: str = ""
@@ -84,7 +84,7 @@ class Structure:
     root: tuple[str, ...] = ()
 
     def joined(self, other: Structure) -> Structure:
-        """With what `other`, the same class under another config, has besides."""
+        """Add the entries of `other`, the same class under another config."""
         return dataclasses.replace(
             self,
             plan={**other.plan, **self.plan},
@@ -98,13 +98,13 @@ class Structure:
         )
 
     def with_changes_of(self, other: Structure) -> Structure:
-        """With the changes of `other`, the same class with another sub-model, too."""
+        """Add the changes of `other`, the same class with another sub-model."""
         changes = self.changes | other.changes
         variants = (self.variants | other.variants) - changes
         return dataclasses.replace(self, changes=changes, variants=variants)
 
     def expressions(self) -> set[str]:
-        """Every expression in it."""
+        """Return all expressions of the structure."""
         found = {stack.length for stack in self.stacks}
         found |= {each for pairs in self.heads.values() for pair in pairs for each in pair}
         for change in self.changes | self.variants:
@@ -114,7 +114,7 @@ class Structure:
 
 
 def _joined_stacks(ours: tuple[StackRule, ...], theirs: tuple[StackRule, ...]) -> tuple[StackRule, ...]:
-    """Our stacks, with what stands before and after theirs of the same path."""
+    """Return our stacks, with the modules before and after their stacks of the same path added."""
     if not ours:
         return theirs
     others = {stack.path: stack for stack in theirs}
@@ -130,33 +130,33 @@ def _joined_stacks(ours: tuple[StackRule, ...], theirs: tuple[StackRule, ...]) -
 
 
 def _joined_ends(stack: StackRule, ours: tuple[str, ...], theirs: tuple[str, ...]) -> tuple[str, ...]:
-    """Both, what lies beside the list of layers before what lies around it, as rows keep them."""
+    """Return both, modules next to the list of layers before modules around it, as in rows."""
     lead = stack.path.rpartition(".")[0] + "."
     names = dict.fromkeys((*ours, *theirs))
     return tuple(sorted(names, key=lambda name: not name.startswith(lead)))
 
 
 def _of_given(defaults: Mapping[str, int | None]) -> dict[str, int | None]:
-    """Without the values of sub-configs that a composite makes: a variant has them from whoever varied them."""
+    """Drop the values of sub-configs that a composite builds: a variant gets them from the measured variation."""
     return {key: value for key, value in defaults.items() if not key.startswith(MADE)}
 
 
 def op_parts(text: str) -> tuple[list[str], list[str]]:
-    """The words of an operation of a `Change` (kind and numbers), and its expressions."""
+    """Split an operation of a `LoadConversion` into its words (kind and numbers) and its expressions."""
     words, _, expressions = text.partition(" : ")
     return words.split(), expressions.split(" ; ") if expressions else []
 
 
 def below(path: str, name: str) -> str:
-    """`name` below the module or config at `path`, which may be empty."""
+    """Return the path of `name` in the module or config at `path`, which may be empty."""
     return f"{path}.{name}" if path else name
 
 
 def under(expression: str, path: str) -> str:
-    """The expression with every key below the config at `path`."""
+    """Return the expression with every key moved into the config at `path`."""
     return re.sub(r"[A-Za-z_][A-Za-z0-9_.]*", lambda key: below(path, key[0]), expression)
 
 
 def is_live(pattern: str, names: Iterable[str]) -> bool:
-    """Whether a pattern of a plan names a parameter, or a module around one."""
+    """Return True if a pattern of a plan names a parameter, or a module that contains one."""
     return any(name == pattern or name.startswith(pattern + ".") for name in names)

@@ -1,7 +1,7 @@
 """Read the structures of a model file: JSON becomes a `Structure`.
 
-What lies below the base model of a class is the same for all classes around that base model, so it is written once,
-without the base model's prefix, and a class adds what is its own, the head above all:
+The structure in the base model of a class is the same for all classes around that base model, so it is written once,
+without the base model's prefix, and a class adds its own parts, above all the head:
 
     structures                       LlamaForCausalLM -> {"plan": {"layers.*.mlp.up_proj": "colwise", ...}, ...}
     classes, LlamaForCausalLM        "structure": {"body": "LlamaForCausalLM", "head": "lm_head", ...}
@@ -22,9 +22,9 @@ def decode_structure(own: Mapping[str, Any], shared: Mapping[str, Any], lead: st
     """Return the structure of a class.
 
     Args:
-        own: What the class adds.
-        shared: What lies below its base model.
-        lead: The prefix of the base model with its dot, "" if the class is a base model itself.
+        own: Structure that the class adds.
+        shared: Structure of its base model.
+        lead: Prefix of the base model with its dot; "" if the class is a base model itself.
     """
     base, above = _read(shared, lead), _read(own, "")
     stacks = list(base.stacks)

@@ -1,4 +1,4 @@
-"""Layers behind the last one that the config says: those that predict further tokens, and those of another model."""
+"""Layers after the last one of the config: those that predict further tokens (MTP), and those of another model."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from ckptx.architecture.extra_tensors import ExtraTensor
 from ckptx.architecture.shape_rules import paths_of
 from ckptx.mapping.names import split_pattern
 
-# A layer behind the last one with any of these modules predicts further tokens.
+# A layer after the last one with any of these modules predicts further tokens.
 _PREDICTS = re.compile(r"\.(eh_proj|enorm|hnorm|shared_head|embed_tokens|mtp[a-z0-9_]*)\.")
-# Keys that say how many such layers follow the last one.
+# Keys with the number of such layers.
 _KEYS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_layers", "mtp_num_hidden_layers", "num_mtp_modules")
 
 
@@ -29,7 +29,7 @@ class SurplusLayer(NamedTuple):
 
 
 def layer_behind(model_name: str, counts: Mapping[str, int]) -> SurplusLayer | None:
-    """Return the layer that a tensor is of if that lies behind the last one, else None.
+    """Return the layer of a tensor if it is after the last one, else None.
 
     Args:
         model_name: Name of the tensor in the model.
@@ -48,10 +48,10 @@ def unexplained_layers(
     config: Mapping[str, Any],
     extras: Mapping[str, ExtraTensor],
 ) -> Iterator[tuple[str, SurplusLayer]]:
-    """Find the layers that do not predict further tokens, each with the name of its first tensor.
+    """Yield the layers that do not predict further tokens, with the name of their first tensor.
 
     Args:
-        layers: Layer of each tensor that lies behind the last one, by name.
+        layers: Layer of each tensor after the last one, by name.
         counts: Number of layers by path of the list.
         config: Contents of `config.json`.
         extras: Tensors that the class does not have, by name.
@@ -71,7 +71,7 @@ def _may_be_there(extra: ExtraTensor | None) -> bool:
 
 
 def _further_layers(config: Mapping[str, Any]) -> int:
-    """Return how many layers the config puts behind the last one."""
+    """Return the number of layers that the config adds after the last one."""
     nested = config.get("text_config")
     places: Iterable[Mapping[str, Any]] = (each for each in (config, nested) if isinstance(each, Mapping))
     return max((count for place in places for key in _KEYS if type(count := place.get(key)) is int), default=0)

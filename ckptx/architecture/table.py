@@ -1,4 +1,4 @@
-"""What the generated files say of one class, without importing torch."""
+"""Look up a class in the generated files, without importing torch."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from ckptx.architecture.spec import Architecture
 
 
 def lookup(class_name: str, model_type: str | None = None) -> Architecture | None:
-    """The architecture of a class, if the generated files alone can give it.
+    """Return the architecture of a class if the generated files are sufficient for it.
 
     Args:
-        class_name: As in ``architectures`` of ``config.json``.
-        model_type: When given, it must be the one of the class: another model may use the same class name.
+        class_name: Name as in ``architectures`` of ``config.json``.
+        model_type: Required model type, because another model may use the same class name; None to skip this check.
 
     Returns:
-        None for an unknown class, another model type, or a class that needs its real config.
+        The architecture, or None for an unknown class, another model type, or a class that needs its real config.
     """
     row = find_row(class_name, model_type)
     return row.architecture if row and row.shared is None else None
@@ -27,7 +27,7 @@ def lookup(class_name: str, model_type: str | None = None) -> Architecture | Non
 
 @functools.cache
 def find_row(class_name: str, model_type: str | None = None) -> Row | None:
-    """What is known of a class, also where that is only why the class must be introspected."""
+    """Return the row of a class, even if it only has the reason to introspect the class; None if unknown."""
     sections, own = sections_of(class_name), index()["classes"].get(class_name)
     if sections is None or (model_type is not None and own != model_type):
         return None
@@ -36,6 +36,6 @@ def find_row(class_name: str, model_type: str | None = None) -> Row | None:
 
 @functools.cache
 def shape_rules(class_name: str) -> ShapeRules | None:
-    """The rules for the shapes of a class, None where there are none."""
+    """Return the shape rules of a class; None if there are none."""
     sections = sections_of(class_name)
     return None if sections is None else decode_shapes(class_name, sections)

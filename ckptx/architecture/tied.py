@@ -1,8 +1,8 @@
-"""Decides, pair by pair, which names of a checkpoint are one tensor.
+"""Decide, pair by pair, which names of a checkpoint are one tensor.
 
-The config flag is not the truth: checkpoints with ``tie_word_embeddings: true`` hold two different tensors,
-and T5 forces the flag for all. The contents decide, exactly as ``from_pretrained`` does, and where it would
-leave a parameter with random values in silence, this refuses.
+The config flag is not sufficient: checkpoints with ``tie_word_embeddings: true`` may have two different tensors, and T5
+forces the flag for all. The stored tensors decide, exactly as in ``from_pretrained``; where that would silently leave a
+parameter with random values, this refuses.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ Case = Literal[
     "equal",
     "different",
     "mismatched",  # other shape or dtype
-    "undeclared",  # both there and not tied: two plain tensors
+    "undeclared",  # both present and not tied: two plain tensors
     "base-model",  # not tied, and the files hold a base model without its head
-    "other-form",  # the missing tensor is there in another form, as a quantized module
-    "missing",  # neither, and it does not matter or cannot be judged
+    "other-form",  # the missing tensor is present in another form, as a quantized module
+    "missing",  # neither, which does not matter or cannot be judged
 ]
 
-# Fewer known names than this, and the checkpoint is not one of the class: an absent name proves nothing.
+# With a smaller fraction of known names, the checkpoint is not one of the class, and an absent name proves nothing.
 _BELONGS = 0.5
 
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """What the catalog knows about a name on disk."""
+    """Shape and dtype of a tensor on disk."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -43,18 +43,17 @@ class StoredTensor:
 
 @dataclass(frozen=True, slots=True)
 class TieDecision:
-    """What happens to one candidate pair.
+    """Decision about one candidate pair.
 
     Attributes:
-        target: The alias, in the naming of the checkpoint.
-        source: The name that a HF checkpoint stores, in the naming of the checkpoint.
-        case: The row of the tie table.
-        action: ``alias``: one tensor, found on disk under ``stored``. ``keep-both``: two tensors.
-            ``none``: there is nothing to tie.
-        stored: For ``alias``, the name on disk that holds the bytes; it may be a third name of the same tie.
-        declared: Whether the config ties the pair. An undeclared alias (``--tie-missing``) must be stored
-            under both names in a HF checkpoint, for no loader would tie it.
-        evidence: One sentence for the report.
+        target: Name of the alias, in the naming of the checkpoint.
+        source: Name that a HF checkpoint stores, in the naming of the checkpoint.
+        case: Row of the tie table.
+        action: ``alias``: one tensor, stored as ``stored``. ``keep-both``: two tensors. ``none``: nothing to tie.
+        stored: For ``alias``, the name on disk with the data, possibly a third name of the same tie; else None.
+        declared: True if the config ties the pair. An undeclared alias (``--tie-missing``) must be stored under both
+            names in a HF checkpoint, because no loader would tie it.
+        evidence: Sentence for the report.
     """
 
     target: str
@@ -68,11 +67,11 @@ class TieDecision:
 
 @dataclass(frozen=True, slots=True)
 class UntyingEdits:
-    """Changes to ``config.json`` so that it stops calling different tensors tied.
+    """Changes to ``config.json`` so that it no longer declares different tensors as tied.
 
     Attributes:
         values: New values by key path.
-        note: One sentence on what was edited or why not; empty when there is nothing to say.
+        note: Sentence about the edits, or why there are none; empty if there is nothing to report.
     """
 
     values: Mapping[tuple[str, ...], bool] = field(default_factory=dict)
@@ -88,19 +87,19 @@ def resolve_ties(
     tie_missing: bool = False,
     accepted: list[str] | None = None,
 ) -> list[TieDecision]:
-    """One decision per pair of ``architecture.ties``, in that order.
+    """Return one decision per pair of ``architecture.ties``, in that order.
 
     Args:
-        architecture: Of the checkpoint's class.
-        config: The contents of ``config.json``.
-        on_disk: Every tensor of the checkpoint.
-        equal: Compares the bytes of two names. Called only for declared pairs whose names are both on disk
-            with the same shape and dtype.
-        tie_missing: Treat a pair as tied when one name is missing, whatever the config says.
-        accepted: Gets a sentence for each name that is missing and that nothing on disk can stand for.
+        architecture: Architecture of the checkpoint's class.
+        config: Contents of ``config.json``.
+        on_disk: Tensors of the checkpoint by name.
+        equal: Compares the bytes of two names. Called only for declared pairs whose names are both on disk with equal
+            shape and dtype.
+        tie_missing: Treat a pair as tied if one name is missing, whatever the config declares.
+        accepted: List that receives a sentence for each missing name that no stored tensor can replace; None to refuse.
 
     Raises:
-        InputError: There is such a name, and no ``accepted``.
+        InputError: There is such a name, and ``accepted`` is None.
     """
     names = NamesOnDisk(architecture, on_disk)
     named = name_pairs(architecture.ties, names)
@@ -120,12 +119,12 @@ def resolve_ties(
 def config_edits(
     architecture: Architecture, config: Mapping[str, Any], decisions: Sequence[TieDecision]
 ) -> UntyingEdits:
-    """The edits for pairs that the config declares and that hold different tensors.
+    """Return the edits for pairs that the config ties although their tensors differ.
 
     Args:
-        architecture: As given to ``resolve_ties``.
-        config: As given to ``resolve_ties``.
-        decisions: What it returned.
+        architecture: Architecture passed to ``resolve_ties``.
+        config: Config passed to ``resolve_ties``.
+        decisions: Result of ``resolve_ties``.
     """
     judged = list(zip(architecture.ties, decisions, strict=True))
     untied = [pair for pair, decision in judged if decision.declared and decision.action == "keep-both"]
@@ -165,7 +164,7 @@ def _anchors(
     on_disk: Mapping[str, StoredTensor],
     tie_missing: bool,
 ) -> dict[str, str]:
-    """Per source (model name), what stands for it on disk: itself, or the first target tied to it."""
+    """Return, for each source (model name), its name on disk: itself, or the first target tied to it."""
     anchors: dict[str, str] = {}
     for pair, (_, source) in zip(ties, named, strict=True):
         if source in on_disk:
@@ -178,7 +177,7 @@ def _anchors(
 
 @dataclass(slots=True)
 class _TieJudge:
-    """The tie table, applied to one pair at a time; collects refusals so that all are reported at once."""
+    """The tie table, applied to one pair at a time; collects refusals to report all of them together."""
 
     architecture: Architecture
     config: Mapping[str, Any]
@@ -210,7 +209,7 @@ class _TieJudge:
         return self._declared(target, source, anchor, decided)
 
     def _declared(self, target: str, source: str, anchor: str, decided: Callable[..., TieDecision]) -> TieDecision:
-        """The pair is one tensor unless both are there and differ; ``anchor`` is on disk."""
+        """Decide a tied pair: one tensor unless both are present and differ; ``anchor`` is on disk."""
         if target not in self.on_disk:
             case: Case = "source-only" if anchor == source else "third-name"
             return decided(case, "alias", f"{target} absent, {anchor} present")
@@ -225,7 +224,7 @@ class _TieJudge:
         return decided("different", "keep-both", f"{target} and {anchor} hold different bytes")
 
     def _undeclared(self, pair: TiePair, target: str, source: str, decided: Callable[..., TieDecision]) -> TieDecision:
-        """At most one name is there, and the config does not tie it to the other."""
+        """Decide a pair that the config does not tie, and of which at most one name is present."""
         has_target, has_source = target in self.on_disk, source in self.on_disk
         if not has_target and not has_source:
             return self._neither(pair, target, source, decided)
@@ -233,7 +232,7 @@ class _TieJudge:
         present, missing = (target, source) if has_target else (source, target)
         if has_source and self.names.is_without_base_prefix(pair, source):
             return decided("base-model", "none", f"{target} absent, the names are those of a base model")
-        # the outer bias of a prediction head is only a second name for the decoder's own, which forward reads
+        # the outer bias of a prediction head is only an alias of the decoder's own bias, which forward reads
         unread = has_target and not pair.is_primary and source.endswith(".bias")
         if unread or not self._can_judge():
             return decided(case, "none", f"{missing} absent")
@@ -246,8 +245,7 @@ class _TieJudge:
         return decided(case, "none", f"{missing} absent")
 
     def _neither(self, pair: TiePair, target: str, source: str, decided: Callable[..., TieDecision]) -> TieDecision:
-        # a secondary pair that is absent as a whole is a head that was never trained: every loader
-        # initialises it
+        # a secondary pair that is absent as a whole is a head that was never trained: every loader initializes it
         if pair.is_primary and self._can_judge():
             self.problems.append(
                 f"{target}, {source}: neither is in the checkpoint, "

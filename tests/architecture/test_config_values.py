@@ -50,14 +50,14 @@ def test_a_flag_is_true_or_false_or_absent(value: Any) -> None:
         for flag in (True, False):
             assert flag_at(placed(path, flag), path) is flag
         assert flag_at({}, path) is None
-        with pytest.raises(InputError, match=f"config.json: {'.'.join(path)} is .*, needed true or false"):
+        with pytest.raises(InputError, match=f"config.json: {'.'.join(path)} is .* and must be true or false"):
             flag_at(placed(path, value), path)
 
 
 @given(value=st.one_of(st.text(), st.integers(), st.lists(st.integers())))
 def test_a_config_on_the_way_to_a_flag_is_an_object(value: Any) -> None:
     path = ("text_config", "tie_word_embeddings")
-    with pytest.raises(InputError, match=r"config.json: text_config is .*, needed an object"):
+    with pytest.raises(InputError, match=r"config.json: text_config is .* and must be an object"):
         flag_at({"text_config": value}, path)
 
 
@@ -84,7 +84,7 @@ def test_a_number_is_no_text_and_no_fraction(class_name: str, value: Any) -> Non
     assert known is not None
     for key in sorted({key for each in known.structure.expressions() for key in keys_of(each)}):
         scope = Scope(placed(tuple(key.split(".")), value))
-        with pytest.raises(InputError, match=f"config.json: {key} is .*, needed a whole number"):
+        with pytest.raises(InputError, match=f"config.json: {key} is .* and must be a whole number"):
             scope.value(key)
 
 
@@ -107,7 +107,7 @@ def test_every_command_that_reads_a_key_names_it(tmp_path: Path, key: str, value
     ):
         with pytest.raises(InputError) as caught:
             run()
-        assert f"config.json: {key} is {json.dumps(value)}, needed" in str(caught.value)
+        assert f"config.json: {key} is {json.dumps(value)} and must be" in str(caught.value)
         assert not (tmp_path / "out").exists()
 
 

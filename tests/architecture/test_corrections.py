@@ -44,28 +44,28 @@ def without(row: dict[str, Any], key: str) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("document", "message"),
     [
-        ({"plans": [ROW]}, 'x.json: section "plans" is unknown, needed one of plan, absent'),
-        ({"plan": [ROW, {**ROW, "module": "y"}]}, 'x.json: plan, row 2: key "module" is unknown, needed one of mod'),
-        ({"plan": [without(ROW, "reason")]}, 'x.json: plan, row 1: has no "reason", needed one'),
-        ({"plan": [{**ROW, "reason": ""}]}, 'x.json: plan, row 1: reason is "", needed a text'),
-        ({"plan": [{**ROW, "modules": 3}]}, "x.json: plan, row 1: modules is 3, needed a text"),
-        ({"plan": [{**ROW, "style": "colwize"}]}, 'x.json: plan, row 1: style is "colwize", needed one of colwise'),
-        ({"plan": [{**ROW, "heads": [["a"]]}]}, "needed pairs of a number of heads and their size"),
-        ({"plan": [{**ROW, "groups": "hidden_size"}]}, 'groups is "hidden_size", needed a list'),
-        ({"plan": [{**ROW, "when": "a +"}]}, 'when is "a +", needed an expression'),
-        ({"plan": [3]}, "x.json: plan, row 1: found 3, needed an object"),
-        ({"plan": []}, "x.json: needed an object of sections, each a list of one row or more"),
-        ([ROW], "x.json: needed an object of sections"),
-        ({"inputs": [{**INPUT, "kind": "smells"}]}, 'inputs, row 1: kind is "smells", needed one of images'),
-        ({"inputs": [{**INPUT, "settings": [1]}]}, "settings is [1], needed an object"),
-        ({"inputs": [INPUT, INPUT]}, "x.json: inputs, row 2: a row before it says images already"),
+        ({"plans": [ROW]}, 'x.json: section "plans" is unknown; use one of plan, absent'),
+        ({"plan": [ROW, {**ROW, "module": "y"}]}, 'x.json: plan, row 2: key "module" is unknown; use one of mod'),
+        ({"plan": [without(ROW, "reason")]}, 'x.json: plan, row 1: has no "reason"; add it'),
+        ({"plan": [{**ROW, "reason": ""}]}, 'x.json: plan, row 1: reason is "" and must be a string'),
+        ({"plan": [{**ROW, "modules": 3}]}, "x.json: plan, row 1: modules is 3 and must be a string"),
+        ({"plan": [{**ROW, "style": "colwize"}]}, 'x.json: plan, row 1: style is "colwize" and must be one of colwise'),
+        ({"plan": [{**ROW, "heads": [["a"]]}]}, "and must be pairs of a number of heads and their size"),
+        ({"plan": [{**ROW, "groups": "hidden_size"}]}, 'groups is "hidden_size" and must be a list'),
+        ({"plan": [{**ROW, "when": "a +"}]}, 'when is "a +" and must be an expression'),
+        ({"plan": [3]}, "x.json: plan, row 1: expected an object, found 3"),
+        ({"plan": []}, "x.json: expected an object of sections, each a list of at least one row"),
+        ([ROW], "x.json: expected an object of sections"),
+        ({"inputs": [{**INPUT, "kind": "smells"}]}, 'inputs, row 1: kind is "smells" and must be one of images'),
+        ({"inputs": [{**INPUT, "settings": [1]}]}, "settings is [1] and must be an object"),
+        ({"inputs": [INPUT, INPUT]}, "x.json: inputs, row 2: an earlier row sets images already"),
         ({"layers": [without(LAYERS, "language")]}, 'x.json: layers, row 1: has no "language"'),
-        ({"layers": [LAYERS, LAYERS]}, "x.json: layers, row 2: a row before it says layers of A already"),
-        ({"as_tower": [{"any_size": 1, "reason": "r"}]}, "any_size is 1, needed true or false"),
+        ({"layers": [LAYERS, LAYERS]}, "x.json: layers, row 2: an earlier row sets layers of A already"),
+        ({"as_tower": [{"any_size": 1, "reason": "r"}]}, "any_size is 1 and must be true or false"),
         ({"forward": [{"class": "A", "sequence": {"layer": "x"}, "reason": "r"}]}, 'key "layer" is unknown'),
         (
             {"forward": [{"class": "A", "head": "h", "reason": "r"}, {"class": "A", "head": "g", "reason": "r"}]},
-            "x.json: forward, row 2: a row before it says head of A already",
+            "x.json: forward, row 2: an earlier row sets head of A already",
         ),
     ],
 )  # fmt: skip
@@ -76,7 +76,7 @@ def test_what_is_no_row_is_refused_by_file_and_row(document: Any, message: str) 
 
 
 @pytest.mark.parametrize(
-    ("text", "message"), [("{", "x.json: Expecting"), ('{"plan": [], "plan": []}', 'x.json: key "plan" is there twice')]
+    ("text", "message"), [("{", "x.json: Expecting"), ('{"plan": [], "plan": []}', 'x.json: key "plan" appears twice')]
 )
 def test_what_is_no_json_is_refused(text: str, message: str) -> None:
     with pytest.raises(FaultyCorrectionError, match=message):
@@ -214,7 +214,7 @@ def test_every_form_of_torchtitan_is_of_a_class() -> None:
     rows = [row for each in every().values() for row in each.torchtitan]
     assert {row.form for row in rows} == set(torchtitan.FORMS)
     row = TorchtitanRow("MixtralForCausalLM", "none", "for a test")
-    with changed("mixtral", torchtitan=(row,)), pytest.raises(FaultyCorrectionError, match="is no form of names"):
+    with changed("mixtral", torchtitan=(row,)), pytest.raises(FaultyCorrectionError, match="is not a form of names"):
         torchtitan.form_of("MixtralForCausalLM")
 
 

@@ -74,7 +74,7 @@ def test_aliases_and_a_root() -> None:
 
 
 def test_a_number_that_nothing_says_is_refused_by_its_key() -> None:
-    with pytest.raises(InputError, match=r"config\.json: gone // heads: found no number for gone"):
+    with pytest.raises(InputError, match=r"config\.json: gone // heads: no number for gone"):
         evaluate("gone // heads", Scope(CONFIG))
     with pytest.raises(InputError, match="n_layer // zero"):
         evaluate("n_layer // zero", Scope({"n_layer": 1, "zero": 0}))

@@ -171,7 +171,7 @@ def test_experts_cut_by_rows_are_cut_in_torchtitans_one_tensor(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("class_name", "config", "error", "message"),
     [
-        ("MixtralForCausalLM", {}, UnsupportedError, "MixtralForCausalLM: has no names in torchtitan"),
+        ("MixtralForCausalLM", {}, UnsupportedError, "MixtralForCausalLM: torchtitan names are known for"),
         ("LlamaForCausalLM", {"attention_bias": True}, UnsupportedError, "attention_bias is true"),
         ("LlamaForCausalLM", {"mlp_bias": True}, UnsupportedError, "mlp_bias is true"),
         ("LlamaForCausalLM", {}, InputError, "num_attention_heads is None"),

@@ -44,7 +44,7 @@ def has_model(model_type: str) -> bool:
 
 def without_version_note(text: str) -> str:
     """What a command of another process said, without the note that another transformers is installed."""
-    return text if IS_ASKED else re.sub(r"^note: .* are known from transformers .*\n", "", text, flags=re.MULTILINE)
+    return text if IS_ASKED else re.sub(r"^note: .* are those of transformers .*\n", "", text, flags=re.MULTILINE)
 
 
 def _distributed(name: str) -> Any:

@@ -1,1 +1,1 @@
-"""Models built without storage, and asked for what no table knows; it imports torch and transformers."""
+"""Build models without storage to find out facts that no table has; imports torch and transformers."""

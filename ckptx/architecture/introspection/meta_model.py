@@ -1,8 +1,7 @@
-"""Builds any model class on the meta device from its config and reads off its architecture.
+"""Build any model class on the meta device from its config, and read its architecture.
 
-No weights, no network. The only file of this room that imports torch and transformers, and nobody imports
-it at module top: the two cost about two seconds. ``tools/build_tables.py`` runs it over every class of
-transformers to write the table.
+It needs no weights and no network. It imports torch and transformers, which takes about two seconds, so it is imported
+only where it is used. ``tools/build_tables.py`` runs it over every class of transformers to write the table.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ ConfigBuilder = Callable[[dict[str, Any]], Any]
 
 
 class MetaModelNames(NamedTuple):
-    """What `Architecture` says of names, for one config of a class or for several."""
+    """The part of an `Architecture` about names, for one config of a class or for several."""
 
     patterns: frozenset[str]
     ignored: frozenset[str]
@@ -47,18 +46,18 @@ class MetaModelNames(NamedTuple):
 
     @classmethod
     def of(cls, known: Architecture) -> MetaModelNames:
-        """Those of one architecture."""
+        """Return those of one architecture."""
         return cls(known.name_patterns, frozenset(known.ignored), known.structure)
 
     def put_into(self, known: Architecture) -> Architecture:
-        """The architecture with these instead of its own."""
+        """Return the architecture with these names in place of its own."""
         return dataclasses.replace(
             known, name_patterns=self.patterns, ignored=tuple(sorted(self.ignored)), structure=self.structure
         )
 
 
 def known_class(class_name: str) -> type[PreTrainedModel] | None:
-    """The class of this name in the installed transformers, or None."""
+    """Return the class of this name in the installed transformers, or None."""
     found = getattr(transformers, class_name, None)
     return found if inspect.isclass(found) and issubclass(found, PreTrainedModel) else None
 
@@ -73,15 +72,15 @@ def introspect(
 
     Args:
         config: The contents of ``config.json``.
-        config_dir: Where it lies; remote code is loaded from there.
-        trust_remote_code: Whether Python files next to the config may be executed.
+        config_dir: Directory of the config, from which remote code is loaded.
+        trust_remote_code: Allow Python files next to the config to be executed.
 
     Returns:
-        None when neither transformers nor trusted remote code has the class.
+        The architecture, or None if neither transformers nor trusted remote code has the class.
 
     Raises:
         EnvironmentProblem: The class needs a package that is not installed.
-        UnsupportedError: The class exists and cannot be built from this config.
+        UnsupportedError: The class exists but cannot be built from this config.
     """
     class_name = config["architectures"][0]
     cls = known_class(class_name)
@@ -112,7 +111,7 @@ def derive(
     base: Mapping[str, Any],
     known_from: str = "meta model",
 ) -> Architecture:
-    """The architecture of one class under one config (as a dict; empty for the class's defaults)."""
+    """Return the architecture of a class under a config (as a dict; empty for the defaults of the class)."""
     config = build_config(copy.deepcopy(dict(base)))
     model = build_with_ties(cls, config)
     names = {name: value.shape for name, value in model.state_dict(keep_vars=True).items()}
@@ -136,7 +135,7 @@ def derive(
 
 
 def names_of(model: PreTrainedModel, known: MetaModelNames) -> MetaModelNames:
-    """`known` and the names of the class under one more config; cheap when the model has none that are new."""
+    """Add the names of the class under one more config to `known`; cheap if the model has no new names."""
     patterns, ignored, structure = known.patterns, known.ignored | _ignored(model), known.structure
     if not patterns_of(model.state_dict(keep_vars=True)) <= patterns:
         disk = names_on_disk(model)
@@ -146,13 +145,13 @@ def names_of(model: PreTrainedModel, known: MetaModelNames) -> MetaModelNames:
 
 
 def build_with_ties(cls: type[PreTrainedModel], config: Any) -> PreTrainedModel:
-    """`build` under the config with every tie asked for."""
+    """Return `build` under the config with every tie enabled."""
     _force_flags(config)
     return build(cls, config)
 
 
 def build(cls: type[PreTrainedModel], config: Any) -> PreTrainedModel:
-    """An instance on the meta device: names and shapes, nothing tied, nothing initialised."""
+    """Return an instance on the meta device: names and shapes, nothing tied, nothing initialized."""
     with (
         torch.device("meta"),
         initialization.meta_device_safe_creation_ops(),
@@ -164,12 +163,12 @@ def build(cls: type[PreTrainedModel], config: Any) -> PreTrainedModel:
 
 
 class OpaqueTower(nn.Module):  # type: ignore[misc]  # torch says Any
-    """Stands for a sub-model whose package is not installed: it has names, and nobody here knows them."""
+    """Placeholder of a sub-model whose package is not installed, so that its names are unknown."""
 
 
 @contextlib.contextmanager
 def _opaque_towers() -> Iterator[None]:
-    """Build a composite although one tower's package (timm, Pillow) is missing: the ties lie elsewhere."""
+    """Allow building a composite while the package of one tower (timm, Pillow) is missing: it has no ties."""
     auto_model: Any = transformers.AutoModel
     original = auto_model.from_config
 
@@ -183,7 +182,7 @@ def _opaque_towers() -> Iterator[None]:
     try:
         yield
     finally:
-        del auto_model.from_config  # the inherited one shows again
+        del auto_model.from_config  # uncovers the inherited method
 
 
 # ------------------------------------------------------------------------------------------- ties
@@ -219,7 +218,7 @@ def _ties(
 def _undeclared(
     model: PreTrainedModel, names: Mapping[str, Any], pairs: Mapping[str, str], name_pair: Callable[..., Any]
 ) -> list[TiePair]:
-    """The output embedding against the input embedding, when the class itself never ties them."""
+    """Return the pair of output and input embedding if the class itself never ties them."""
     target = _weight_name(model, _output_embeddings(model))
     source = _weight_name(model, _input_embeddings(model))
     if target is None or source is None or target == source or names.get(target) != names.get(source):
@@ -230,7 +229,7 @@ def _undeclared(
 
 
 def _owners(model: PreTrainedModel, names: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
-    """For each tied target, the attribute path of the config that its sub-model reads the flag from."""
+    """Return, for each tied target, the attribute path of the config from which its sub-model reads the flag."""
     tree = list(config_tree(model.config))
     owners: dict[str, tuple[str, ...]] = {}
     for prefix, module in model.named_modules(remove_duplicate=False):
@@ -240,17 +239,17 @@ def _owners(model: PreTrainedModel, names: Mapping[str, Any]) -> dict[str, tuple
         expanded = module.get_expanded_tied_weights_keys()
         targets = existing({lead + t: lead + s for t, s in expanded.items()}, names)
         for target in targets:
-            # parents come first: the outermost sub-model that declares the pair decides it
+            # parents come first: the outermost sub-model that declares the pair determines its flag
             owners.setdefault(target, path_of(module.config, tree))
     return owners
 
 
 @contextlib.contextmanager
 def _list_form_ties() -> Iterator[None]:
-    """Let classes written for transformers 4 (``_tied_weights_keys = ["lm_head.weight"]``) be built.
+    """Allow building classes written for transformers 4 (``_tied_weights_keys = ["lm_head.weight"]``).
 
-    The old meaning: every listed name is a target, its source is the input embedding. transformers 5 needs a
-    dict and fails in ``__init__`` of a tied model otherwise.
+    In transformers 4, every listed name is a target, and its source is the input embedding. transformers 5 requires a
+    dict, and fails in ``__init__`` of a tied model otherwise.
     """
     base: Any = PreTrainedModel
     original = base.get_expanded_tied_weights_keys
@@ -277,7 +276,7 @@ def _opaque(model: PreTrainedModel) -> frozenset[str]:
 
 
 def _ignored(model: PreTrainedModel) -> frozenset[str]:
-    """The names that transformers drops without a warning, by the rule of ``_adjust_missing_and_unexpected_keys``."""
+    """Return the names that transformers drops without a warning, as in ``_adjust_missing_and_unexpected_keys``."""
     declared = {each for each in model._keys_to_ignore_on_load_unexpected or () if isinstance(each, str)}
     for name, _ in model.named_buffers():
         if name.endswith("rotary_emb.inv_freq"):
@@ -286,7 +285,7 @@ def _ignored(model: PreTrainedModel) -> frozenset[str]:
             declared.add(r"(^|\.)position_ids$")
     own = patterns_of(model.state_dict(keep_vars=True))
     found = {each: regex_for_patterns(each) for each in declared}
-    # of a single layer, but all layers look the same in patterns: k_proj of a layer that shares the keys of another
+    # the regex of a single layer, such as k_proj of a layer that shares keys, would match all layers as a pattern
     usual = {each for each, regex in found.items() if each != regex and any(re.search(regex, name) for name in own)}
     return frozenset(regex for each, regex in found.items() if each not in usual)
 
@@ -295,7 +294,7 @@ def _ignored(model: PreTrainedModel) -> frozenset[str]:
 
 
 def _force_flags(config: Any) -> None:
-    """Ask for every tie, so that the candidates show whatever the config says."""
+    """Enable every tie, so that all candidates show regardless of the config."""
     for _, each in config_tree(config):
         with contextlib.suppress(AttributeError):
             setattr(each, FLAG, True)
@@ -304,7 +303,7 @@ def _force_flags(config: Any) -> None:
 def _is_editable(
     model: PreTrainedModel, ties: tuple[TiePair, ...], build_config: ConfigBuilder, base: Mapping[str, Any]
 ) -> bool:
-    """Whether writing the flag as false unties, and changes nothing else."""
+    """Return True if the flag as false unties the pairs, and changes nothing else."""
     declared = [pair.flag for pair in ties if pair.flag != NEVER]
     if not declared or all(flag.is_constant for flag in declared):
         return False
@@ -313,7 +312,7 @@ def _is_editable(
         return False
     try:
         on, off = (build_config({**copy.deepcopy(dict(base)), FLAG: value}) for value in (True, False))
-    except Exception:  # a config class that refuses one of the values
+    except Exception:  # the config class refuses one of the values
         return False
     return bool(without_flag(on.to_dict()) == without_flag(off.to_dict()))
 
@@ -330,7 +329,7 @@ def _forward_reads_flag(module: Any) -> bool:
 def _input_embeddings(model: Any) -> Any:
     try:
         return model.get_input_embeddings()
-    except Exception:  # vision and audio models raise different things here
+    except Exception:  # vision and audio models raise different exceptions here
         return None
 
 
@@ -357,7 +356,7 @@ def _is_embedding(model: PreTrainedModel, name: str) -> bool:
 
 
 def default_builder(cls: Any) -> ConfigBuilder:
-    """The config class of ``cls`` as a function of a dict."""
+    """Return the config class of ``cls`` as a function of a dict."""
     return lambda values: cls.config_class(**values)
 
 
@@ -386,7 +385,8 @@ def _remote_class(config: Mapping[str, Any], class_name: str, config_dir: Path) 
         raise missing_package(f"{class_name}: its remote code", error) from error
     except OSError as error:
         raise UnsupportedError(
-            f"{class_name}: {reference} of auto_map is not in {config_dir.name}; put the Python file beside config.json"
+            f"{class_name}: {reference} of auto_map is not in {config_dir.name}; put the Python file next to "
+            "config.json"
         ) from error
     return found
 

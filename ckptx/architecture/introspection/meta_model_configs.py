@@ -1,4 +1,4 @@
-"""What the config of a meta model says, and what its class takes for keys that ``config.json`` leaves out.
+"""Read the config of a meta model, and the defaults of its class for keys that ``config.json`` omits.
 
 Imports transformers; see `meta_model`.
 """
@@ -16,7 +16,7 @@ from ckptx.architecture.expressions import MADE, Scope, attempt, keys_of
 
 
 def config_around(model: PreTrainedModel, path: str) -> Any:
-    """The config of the nearest module around `path` that has one."""
+    """Return the config of the nearest module around `path` that has one."""
     while path:
         path = path.rpartition(".")[0]
         config = getattr(model.get_submodule(path), "config", None)
@@ -26,11 +26,11 @@ def config_around(model: PreTrainedModel, path: str) -> Any:
 
 
 def class_defaults(keys: set[str], root: Any, expressions: set[str]) -> tuple[dict[str, int | None], dict[str, str]]:
-    """What the config classes take for absent keys, and the other naming of keys."""
+    """Return the defaults of the config classes for absent keys, and the aliases of keys."""
     defaults: dict[str, int | None] = {}
     aliases: dict[str, str] = {}
     resolved: dict[str, int | None] = {}
-    made: set[str] = set()  # paths of sub-configs that their composite makes with values of its own
+    made: set[str] = set()  # paths of sub-configs that their composite builds with values of its own
     for key in sorted(keys):
         *path, name = key.split(".")
         config = root
@@ -48,7 +48,7 @@ def class_defaults(keys: set[str], root: Any, expressions: set[str]) -> tuple[di
     for key, value in resolved.items():
         if value is not None and key.rpartition(".")[0] in made:
             defaults[MADE + key] = value
-    # what the class works out in __init__ from other keys, where no expression says how
+    # values that the class derives in __init__ from other keys, without a known expression
     for expression in sorted(expressions):
         if attempt(expression, Scope({}, defaults)) is None:
             defaults |= {key: resolved[key] for key in sorted(keys_of(expression)) if key not in defaults}
@@ -57,15 +57,15 @@ def class_defaults(keys: set[str], root: Any, expressions: set[str]) -> tuple[di
 
 @functools.cache
 def _plain(config_class: Callable[[], Any]) -> Any:
-    """A config of nothing but defaults."""
+    """Return a config with all defaults, or None."""
     try:
         return config_class()
-    except Exception:  # one that its defaults do not make
+    except Exception:  # the class cannot be built from its defaults
         return None
 
 
 def class_default(config: Any, name: str) -> int | None:
-    """The default that the config class declares, before its __init__ works anything out."""
+    """Return the default that the config class declares, before its __init__ derives other values."""
     declared = inspect.getattr_static(type(config), name, None)
     if _whole(declared) is not None:
         return _whole(declared)
@@ -74,7 +74,7 @@ def class_default(config: Any, name: str) -> int | None:
 
 
 def read(config: Any, name: str) -> Any:
-    """The value of a key for the model as a whole, also where single layers have values of their own."""
+    """Return the value of a key for the whole model, even if single layers have values of their own."""
     if config is None:
         return None
     values = vars(config)
@@ -83,7 +83,7 @@ def read(config: Any, name: str) -> Any:
         return values[attribute]
     try:
         return getattr(config, attribute, None)
-    except Exception:  # a property that refuses
+    except Exception:  # a property that raises
         return None
 
 

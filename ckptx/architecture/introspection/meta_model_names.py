@@ -1,7 +1,7 @@
-"""How the names of a meta model are spelled on disk, and what loading does to the tensors behind them.
+"""Names of a meta model on disk, and the effect of loading on the tensors behind them.
 
-Asked of transformers: every name is sent through its own reverse conversion, in each dialect that it can load, and
-back through its loader. Imports transformers; see `meta_model`.
+The facts come from transformers: every name passes through its own reverse conversion, in each naming that it can load,
+and back through its loader. Imports transformers; see `meta_model`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _RENUMBERED = "unsupported:Renumbering"
 
 
 class LoadTarget(NamedTuple):
-    """Where the loader puts a name on disk: the (first) model name, and the converter it goes through."""
+    """Result of the loader for a name on disk: the (first) model name, and the converter of the tensor."""
 
     name: str
     converter: WeightConverter | None
@@ -38,7 +38,7 @@ class LoadTarget(NamedTuple):
 
 
 def namings(model: PreTrainedModel) -> list[Rename]:
-    """Functions from a model name to a disk name, the one that ``save_pretrained`` writes first."""
+    """Return functions from a model name to a disk name; the first is that of ``save_pretrained``."""
 
     def in_trainer_naming(optional: tuple[Any, ...], name: str) -> str:
         written = _reverted(model, {name: torch.empty(0, device="meta")}, optional)
@@ -48,13 +48,13 @@ def namings(model: PreTrainedModel) -> list[Rename]:
 
 
 def loader(model: PreTrainedModel) -> Rename:
-    """The function from a disk name to a model name that ``from_pretrained`` applies."""
+    """Return the function from a disk name to a model name that ``from_pretrained`` applies."""
     load = _full_loader(model)
     return lambda name: load(name).name
 
 
 def names_on_disk(model: PreTrainedModel) -> list[list[str]]:
-    """Every name of the model on disk, one list per dialect, the one that ``save_pretrained`` writes first."""
+    """Return the disk names of the model, one list per naming; the first is that of ``save_pretrained``."""
     state = {name: value.detach() for name, value in model.state_dict(keep_vars=True).items()}
     return [list(_reverted(model, dict(state), optional)) for optional in _optional_renamings(model)]
 
@@ -62,14 +62,14 @@ def names_on_disk(model: PreTrainedModel) -> list[list[str]]:
 def changes(
     model: PreTrainedModel, disk: list[list[str]]
 ) -> tuple[frozenset[LoadConversion], frozenset[LoadConversion]]:
-    """What loading does to names that are no model names already, or whose tensors it puts together.
+    """Return the effect of loading on names that differ from those of the model, or whose tensors it converts.
 
     Args:
-        model: On the meta device.
-        disk: Its names on disk, see `names_on_disk`.
+        model: Model on the meta device.
+        disk: Its names on disk, from `names_on_disk`.
 
     Returns:
-        For the first dialect in `disk`, and what the others add to that.
+        The conversions of the first naming in `disk`, and the additional ones of the others.
     """
     owned = model.state_dict(keep_vars=True)
     load = _full_loader(model)
@@ -92,7 +92,7 @@ def _changes(names: list[str], owned: Mapping[str, Any], load: Callable[[str], L
 
 
 def _rename(source: str, target: str) -> LoadConversion:
-    """One name for another; layers that are counted from another number on are more than that."""
+    """Return a rename; layers with shifted numbers are an unsupported operation."""
     old, new = _aligned(source, target)
     return (
         LoadConversion((old,), (new,))
@@ -102,7 +102,7 @@ def _rename(source: str, target: str) -> LoadConversion:
 
 
 def _aligned(source: str, target: str) -> tuple[str, str]:
-    """Both names as patterns, in which an index that only one of them has stays a number; empty if none fit.
+    """Return both names as patterns; an index that only one of them has stays a number. Empty if none fit.
 
     Example:
         layers.7.mlp.0.weight, layers.7.fc1.weight -> layers.*.mlp.0.weight, layers.*.fc1.weight
@@ -120,7 +120,7 @@ def _aligned(source: str, target: str) -> tuple[str, str]:
 
 
 def _conversion(target: str, parts: list[tuple[str, LoadTarget]]) -> Iterator[LoadConversion]:
-    """The tensors that one converter makes of `parts`, all of which it sends to `target` first."""
+    """Yield the conversion of `parts`, all of which one converter sends to `target` first."""
     converter = parts[0][1].converter
     assert converter is not None
     order = converter.source_patterns
@@ -136,9 +136,9 @@ def _conversion(target: str, parts: list[tuple[str, LoadTarget]]) -> Iterator[Lo
     yield LoadConversion(sources, targets, tuple(filter(None, ops)))
 
 
-# Operations that take no list of modules, whose indices must be those of the model.
+# Operations that do not take a list of modules, so that their indices must be those of the model.
 _ONE_BY_ONE = frozenset({"Chunk", "Concatenate", "Interleave", "PermuteForRope", "Split", "Transpose"})
-# Operations of transformers as kinds and numbers; what has no row is unsupported, by its name.
+# Operations of transformers as kind and numbers; those without a row are unsupported, by name.
 _OPS: Mapping[str, Callable[[Any, list[str]], str]] = {
     "Chunk": lambda op, _: f"chunk {op.dim}" if op.num_shards_attribute is None else "unsupported:Chunk",
     "Concatenate": lambda op, _: f"concat {op.dim}",
@@ -151,13 +151,13 @@ _OPS: Mapping[str, Callable[[Any, list[str]], str]] = {
 
 
 def _op(op: Any, tensors: list[str]) -> str:
-    """The text of an operation on tensors of these patterns, empty when it does nothing to them."""
+    """Return an operation on tensors of these patterns as text; empty if it does not affect them."""
     kind = type(op).__name__
     return _OPS[kind](op, tensors) if kind in _OPS else f"unsupported:{kind}"
 
 
 def _permutation(op: Any, tensors: list[str]) -> str:
-    """Whether it is the way back, which of the tensors it permutes (none for all), and the number of heads."""
+    """Return a RoPE permutation as text: direction, tensors that it permutes (none for all), number of heads."""
     parts: list[str] = []
     if op.permute_layer_names is not None:
         parts = [str(at) for at, name in enumerate(tensors) if any(each in name for each in op.permute_layer_names)]
@@ -175,7 +175,7 @@ def _indices(name: str) -> list[str]:
 
 
 def _optional_renamings(model: PreTrainedModel) -> list[tuple[int, ...]]:
-    """Positions of the prefix changes in the conversion list, as the subsets worth trying."""
+    """Return subsets of the positions of prefix changes in the conversion list."""
     conversions = get_model_conversion_mapping(model, add_legacy=False)
     return subsets([at for at, entry in enumerate(conversions) if isinstance(entry, PrefixChange)])
 
@@ -189,7 +189,7 @@ def _reverted(model: Any, tensors: dict[str, Any], optional: tuple[int, ...]) ->
     model._weight_conversions = kept
     try:
         reverted: dict[str, Any] = revert_weight_conversion(model, tensors)
-    except Exception:  # an op that cannot run on a lone or empty tensor has no such naming
+    except Exception:  # an operation that cannot run on a single or empty tensor has no such naming
         return tensors
     finally:
         model._weight_conversions = previous
@@ -214,5 +214,5 @@ def _full_loader(model: PreTrainedModel) -> Callable[[str], LoadTarget]:
 
 
 def name_patterns(model: PreTrainedModel, disk: list[list[str]]) -> frozenset[str]:
-    """The patterns of the model's own names and of those on disk."""
+    """Return the patterns of the model's own names and of its disk names."""
     return patterns_of(model.state_dict(keep_vars=True)).union(*map(patterns_of, disk))

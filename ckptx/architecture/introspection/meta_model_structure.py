@@ -1,8 +1,8 @@
-"""Reads plan, layers and heads off a meta model. Imports transformers; see `meta_model`.
+"""Read plan, layers and heads from a meta model. Imports transformers; see `meta_model`.
 
-Nothing is guessed from a name that the model could say itself: layers come from the pipeline plan or from
-`get_encoder`/`get_decoder`, heads from the shapes of attention modules. Only what runs after the last layer is known
-by name, for the order in which modules are registered does not tell (`_LAST`).
+Nothing is inferred from names that the model itself can tell: layers come from the pipeline plan or from
+`get_encoder`/`get_decoder`, heads from the shapes of attention modules. Only modules that run after the last layer are
+recognized by name (`_LAST`), because the order of registration does not tell.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ckptx.architecture.introspection.meta_model_configs import class_default, c
 from ckptx.architecture.structure import Heads, LoadConversion, StackRule, Structure, below, is_live, under
 from ckptx.mapping.names import pattern_of
 
-# Children of the module that holds the layers, and of those around it, that run after the last layer.
+# Modules that run after the last layer: children of the module with the layers, and of the modules around it.
 _LAST = frozenset(
     {
         "LayerNorm", "emb_layer_norm_after", "embedding_norm", "final_input", "final_layer_norm", "final_layernorm",
@@ -37,7 +37,7 @@ _LAST = frozenset(
         "text_decoder_postnet", "text_projection", "vocab_layer_norm", "vocab_projector", "vocab_transform",
     }
 )  # fmt: skip
-# Of those, the ones that are registered before the layers only if they run after them all the same.
+# Subset of `_LAST` that runs after the layers even if it is registered before them.
 _LAST_ANYWHERE = _LAST - {"LayerNorm", "embedding_norm", "layer_norm", "layernorm", "rms_norm"}
 _COUNTS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers", "depth")
 _COUNTS_BY_ROLE = {
@@ -49,7 +49,7 @@ _HEADS = "num_attention_heads"
 _KV = "num_key_value_heads ?? num_attention_heads"
 _SIZE = "head_dim ?? hidden_size // num_attention_heads"
 _PLAIN_SIZE = "hidden_size // num_attention_heads"
-# What the cut dim of an attention projection can be made of, in the order they are tried with a real config.
+# Factors of the sharded dim of an attention projection, in the order in which they are tried with a real config.
 _CANDIDATES: Heads = (
     (_HEADS, _SIZE), (_KV, _SIZE), (_HEADS, _PLAIN_SIZE), (_KV, _PLAIN_SIZE),
     (_HEADS, "global_head_dim"), (f"num_global_key_value_heads ?? {_KV}", "global_head_dim"),
@@ -59,17 +59,17 @@ _CANDIDATES: Heads = (
     ("linear_num_key_heads", "linear_key_head_dim"), ("linear_num_value_heads", "linear_value_head_dim"),
 )  # fmt: skip
 _CANDIDATE_KEYS = frozenset(key for pair in _CANDIDATES for each in pair for key in keys_of(each))
-_CUTS = {"colwise": -2, "rowwise": -1}  # the dim whose heads matter; styles that gather or split need no heads
+_CUTS = {"colwise": -2, "rowwise": -1}  # sharded dim, in whole heads; styles that gather or split need no heads
 
 
 def structure_of(
     model: PreTrainedModel, changes: tuple[frozenset[LoadConversion], frozenset[LoadConversion]]
 ) -> Structure:
-    """What `model` says about itself, with defaults for the keys that the rows by hand read, too.
+    """Return the structure of a model, with defaults for the keys that correction rows read, too.
 
     Args:
-        model: On the meta device.
-        changes: Of its names, see `meta_model_names`.
+        model: Model on the meta device.
+        changes: Conversions of its names, see `meta_model_names`.
     """
     names = {pattern_of(name) for name in model.state_dict(keep_vars=True)}
     plan = {key: style for key, style in (model.tp_plan or {}).items() if is_live(key, names)}
@@ -114,7 +114,7 @@ def _stacks(model: PreTrainedModel, tree: Sequence[Any]) -> tuple[StackRule, ...
     else:
         planned = [path for path in model.pp_plan or {} if path.endswith("layers") and path in lists]
         outer = _path_of(model, decoder)
-        # a class that calls its head `decoder` gives that one
+        # a class whose head is named `decoder` returns the head
         inner = [path for path in lists if _is_below(path, outer)] or lists
         paths = planned if len(planned) == 1 else [_main(model, inner)]
     found = []
@@ -134,7 +134,7 @@ def _reads_text(model: PreTrainedModel) -> bool:
 
 
 def _layer_lists(model: PreTrainedModel) -> list[str]:
-    """Every list of modules with parameters that is in no other list."""
+    """Return the paths of lists of modules with parameters that are not inside another list."""
     ends = [_path_of(model, _call(model, f"get_{end}_embeddings")) for end in ("input", "output")]
     found = []
     for path, module in model.named_modules():
@@ -146,7 +146,7 @@ def _layer_lists(model: PreTrainedModel) -> list[str]:
 
 
 def _main(model: PreTrainedModel, paths: Sequence[str]) -> str | None:
-    """The list of decoder layers: nearest to the input embedding, then to the root, then the largest."""
+    """Return the list of decoder layers: nearest to the input embedding, then to the root, then the largest."""
     embedding = _path_of(model, _call(model, "get_input_embeddings")) or ""
 
     def rank(path: str) -> tuple[int, int, int]:
@@ -161,7 +161,7 @@ def _main(model: PreTrainedModel, paths: Sequence[str]) -> str | None:
 
 
 def _count(model: PreTrainedModel, path: str, role: str, tree: Sequence[Any]) -> str | None:
-    """The config key whose value is the length of the list, as an expression."""
+    """Return the config key whose value is the length of the list, as an expression."""
     config = config_around(model, path)
     if config is None:
         return None
@@ -174,17 +174,17 @@ def _count(model: PreTrainedModel, path: str, role: str, tree: Sequence[Any]) ->
     lists: list[str] = []
     fallbacks: list[str] = []
     if not has_default and keys[0] in _COUNTS:
-        # a property of the config class: the length of the list that says what each layer is
+        # the count is a property of the config class: the length of a list with one entry per layer
         lists = [f"#{key}" for key, value in vars(config).items() if isinstance(value, list) and len(value) == length][
             :1
         ]
     elif not has_default:
-        fallbacks = keys[1:2]  # T5: as many layers in the decoder as in the encoder, if nothing is said
+        fallbacks = keys[1:2]  # T5: as many decoder as encoder layers by default
     return under(" ?? ".join([*lists, keys[0], *fallbacks]), place)
 
 
 def _stack(model: PreTrainedModel, path: str, count: str, other: str, role: str) -> StackRule:
-    """The stack at `path`; modules shared with the `other` stack belong to neither, except heads."""
+    """Return the stack at `path`; modules shared with the `other` stack belong to neither, except heads."""
     parts = path.split(".")
     head = _path_of(model, _call(model, "get_output_embeddings")) or ""
     before: list[str] = []
@@ -208,7 +208,7 @@ def _stack(model: PreTrainedModel, path: str, count: str, other: str, role: str)
 
 
 def _children(model: PreTrainedModel, path: str) -> list[str]:
-    """Direct children with persistent tensors, and tensors of the module itself."""
+    """Return the direct children with persistent tensors, and tensors of the module itself."""
     lead = f"{path}." if path else ""
     own = [name.removeprefix(lead) for name in model.state_dict(keep_vars=True) if name.startswith(lead)]
     with_tensors = {name.split(".")[0] for name in own}
@@ -226,7 +226,7 @@ def _transposed(model: PreTrainedModel) -> frozenset[str]:
 
 
 def _heads(model: PreTrainedModel, plan: Mapping[str, str], tree: Sequence[Any]) -> dict[str, Heads]:
-    """Per pattern of the plan within an attention module, the candidates that its cut dim is a product of."""
+    """Return, for each pattern of the plan in an attention module, candidate factors of its sharded dim."""
     dims: dict[str, tuple[set[int], str, Any]] = {}
     for path, module in model.named_modules():
         kind = type(module).__name__
@@ -255,16 +255,16 @@ def _fitting(dims: set[int], place: str, config: Any) -> Heads:
         if None in numbers or numbers[0] * numbers[1] not in dims:  # type: ignore[operator]  # None is ruled out
             continue
         if (count, _SIZE) in found and size == _PLAIN_SIZE:
-            continue  # the same while head_dim is not set, and wrong once it is
+            continue  # equal as long as head_dim is not set, and wrong once it is
         found.append((count, size))
     return tuple((under(count, place), under(size, place)) for count, size in found)
 
 
 def _sized(model: PreTrainedModel, change: LoadConversion, tree: Sequence[Any]) -> LoadConversion:
-    """A change with the sizes that its last operation needs of the model's own tensors, where they are known.
+    """Add the sizes that the last operation of a change needs, as far as the model tells them.
 
-    A tensor of attention that is split: the sizes of the parts. A tensor that is transposed unless it already has the
-    shape of the model: its size along the second dim.
+    A split needs the sizes of the parts, as heads of attention. A transpose that is skipped if the tensor already has
+    the shape of the model needs its size along the second dim.
     """
     kind, *numbers = change.ops[-1].split(" ") if change.ops else ("",)
     if kind == "split":
@@ -283,7 +283,7 @@ def _sized(model: PreTrainedModel, change: LoadConversion, tree: Sequence[Any]) 
 def _size_as_expression(
     model: PreTrainedModel, target: str, dim: int, keys: Sequence[str], tree: Sequence[Any]
 ) -> str | None:
-    """The size of a tensor along `dim` as one of `keys`, or as heads of attention."""
+    """Return the size of a tensor along `dim` as one of `keys`, or as a number of heads times their size."""
     path = next(name for name in model.state_dict(keep_vars=True) if pattern_of(name) == target)
     config = config_around(model, path)
     if config is None:
@@ -300,7 +300,7 @@ def _size_as_expression(
 
 
 def _text_config(model: PreTrainedModel, tree: Sequence[Any]) -> tuple[tuple[str, ...], Any]:
-    """The config of the language model: of the module around the input embedding."""
+    """Return the path and config of the language model: the nearest config around the decoder."""
     path = _path_of(model, _call(model, "get_decoder"))
     config = config_around(model, below(path, "x")) if path is not None else model.config
     return (path_of(config, tree), config) if config is not None else ((), model.config)
@@ -309,7 +309,7 @@ def _text_config(model: PreTrainedModel, tree: Sequence[Any]) -> tuple[tuple[str
 def _call(model: Any, method: str) -> Any:
     try:
         return getattr(model, method)()
-    except Exception:  # models that have no such part raise different things
+    except Exception:  # models without such a part raise different exceptions
         return None
 
 

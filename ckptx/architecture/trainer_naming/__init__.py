@@ -1,1 +1,1 @@
-"""Names that trainers give to models they have code of their own for."""
+"""Names of trainers that have their own model code."""

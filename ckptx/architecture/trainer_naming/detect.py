@@ -1,4 +1,4 @@
-"""Notices when a checkpoint speaks a trainer's dialect, and gives the architecture in those names."""
+"""Detect the naming of a trainer in a checkpoint, and convert the architecture to it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def scheme_of(architecture: Architecture, names: Collection[str]) -> TrainerSche
 def trainer_naming_of(
     architecture: Architecture, config: Mapping[str, Any], names: Collection[str]
 ) -> tuple[Conversion, ...]:
-    """The conversions from the names of a checkpoint to published ones; none when they are that already.
+    """Return the conversions from the names of a checkpoint to published ones; empty for published names.
 
     Raises:
         UnsupportedError: The names are those of a trainer that does not have the model like this.
@@ -36,7 +36,7 @@ def trainer_naming_of(
 
 
 def in_trainer_naming(architecture: Architecture, conversions: tuple[Conversion, ...]) -> Architecture:
-    """The architecture under the names that `conversions` start from: its tensors and its ties."""
+    """Return the architecture under the names that `conversions` start from, with its tensors and ties."""
     namings: dict[str, list[str]] = {}
     for conversion in conversions:
         if not conversion.ops:

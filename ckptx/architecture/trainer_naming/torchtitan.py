@@ -1,8 +1,8 @@
 """torchtitan's names for Llama 3 and Qwen3, as in the state dict adapters of torchtitan 0.2.2 and 0.3.0.
 
-Only its Llama rotates neighbouring rows (complex RoPE), where Hugging Face rotates halves of a head: there the rows of
-the q and k projections are permuted. A tied head is a tensor of its own in torchtitan. The section `torchtitan` of the
-corrections of a model type says which form of the names a class has.
+Only its Llama rotates adjacent rows (complex RoPE), where Hugging Face rotates halves of a head: there the rows of the
+q and k projections are permuted. A tied head is a separate tensor in torchtitan. The section `torchtitan` of the
+corrections of a model type names the form of a class.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from ckptx.architecture.trainer_naming.scheme import TrainerScheme
 from ckptx.errors import InputError, UnsupportedError
 from ckptx.mapping.ops import Conversion, Op
 
-# What the names of a class are made of beside those that all have.
+# Names that a class has besides those that all have.
 FORMS = ("complex_rope", "head_norms", "head_norms_and_experts")
 _COMPLEX_ROPE, _, _WITH_EXPERTS = FORMS
 
-# torchtitan's name, and that on the hub.
+# Name in torchtitan, and name on the hub.
 _PLAIN = (
     ("tok_embeddings.weight", "model.embed_tokens.weight"),
     ("layers.*.attention.qkv_linear.wv.weight", "model.layers.*.self_attn.v_proj.weight"),
@@ -44,13 +44,13 @@ _QK_NORMS = (
     ("layers.*.attention.k_norm.weight", "model.layers.*.self_attn.k_norm.weight"),
 )
 _ROUTER = (("layers.*.moe.router.gate.weight", "model.layers.*.mlp.gate.weight"),)
-# The experts of a layer are one tensor each.
+# The experts of a layer are one tensor per projection.
 _EXPERTS = (
     ("layers.*.moe.routed_experts.inner_experts.w1_EFD", "model.layers.*.mlp.experts.*.gate_proj.weight"),
     ("layers.*.moe.routed_experts.inner_experts.w3_EFD", "model.layers.*.mlp.experts.*.up_proj.weight"),
     ("layers.*.moe.routed_experts.inner_experts.w2_EDF", "model.layers.*.mlp.experts.*.down_proj.weight"),
 )
-# What torchtitan 0.2.2 and earlier called otherwise.
+# Names in torchtitan 0.2.2 and earlier.
 _EARLIER = {
     "layers.*.attention.qkv_linear.wq.weight": "layers.*.attention.wq.weight",
     "layers.*.attention.qkv_linear.wk.weight": "layers.*.attention.wk.weight",
@@ -63,33 +63,32 @@ _EARLIER = {
 
 
 def form_of(class_name: str) -> str | None:
-    """Which of `FORMS` a class has; None for one that torchtitan has no model of."""
+    """Return the form of a class, one of `FORMS`; None if torchtitan has no model of it."""
     rows = of_class(corrections_of_class(class_name).torchtitan, class_name)
     if not rows:
         return None
     form = rows[0].form
     if form not in FORMS:
-        raise FaultyCorrectionError(f'{class_name}: "{form}" is no form of names, needed one of {", ".join(FORMS)}')
+        raise FaultyCorrectionError(f'{class_name}: "{form}" is not a form of names; use one of {", ".join(FORMS)}')
     return form
 
 
 def conversions(class_name: str, config: Mapping[str, Any]) -> tuple[Conversion, ...]:
-    """The conversions from torchtitan's names to those on the hub; backwards, current names are written.
+    """Return the conversions from torchtitan's names to those on the hub; in reverse, they write current names.
 
     Args:
-        class_name: As in `architectures` of `config.json`.
-        config: The contents of `config.json`.
+        class_name: Name as in `architectures` of `config.json`.
+        config: Contents of `config.json`.
 
     Raises:
-        UnsupportedError: torchtitan has no such model, or not with these biases.
-        InputError: The config does not say how many heads there are.
+        UnsupportedError: torchtitan has no such model, or has it without these biases.
+        InputError: The config does not tell the number of heads.
     """
     form = form_of(class_name)
     if form is None:
         known = sorted(row.class_name for each in corrected_types() for row in corrections_of(each).torchtitan)
         raise UnsupportedError(
-            f"{class_name}: has no names in torchtitan that ckptx knows, needed one of {', '.join(known)}; keep the "
-            "names of the hub"
+            f"{class_name}: torchtitan names are known for {', '.join(known)} only; keep the names of the hub"
         )
     for key in ("attention_bias", "mlp_bias"):
         if flag_at(config, (key,)):
@@ -116,13 +115,13 @@ def conversions(class_name: str, config: Mapping[str, Any]) -> tuple[Conversion,
 
 
 def _heads(config: Mapping[str, Any]) -> tuple[int, int]:
-    """Heads of q, and of k."""
+    """Return the number of heads of q, and of k."""
     heads = config.get("num_attention_heads")
     kv_heads = config.get("num_key_value_heads") or heads
     if not isinstance(heads, int) or not isinstance(kv_heads, int):
         raise InputError(
-            f"config.json: num_attention_heads is {heads!r}, needed the number of heads, whose rows torchtitan orders "
-            "in another way; take config.json from the original model"
+            f"config.json: num_attention_heads is {heads!r} and must be the number of heads, which torchtitan's order "
+            "of rows depends on; take config.json from the original model"
         )
     return heads, kv_heads
 

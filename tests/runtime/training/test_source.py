@@ -174,7 +174,7 @@ def test_a_changed_config_stands_beside_the_same_weights(tmp_path: Path) -> None
         (["model.config.vocab_size=200"], UsageError, "vocab_size is 200"),
         (["model.config.hidden_act=nope"], UnsupportedError, "cannot build it from model.config of the recipe: "),
         (["model.config.hidden_size=0"], UnsupportedError, "cannot build it from model.config of the recipe: "),
-        (["model.config.model_type=[1]"], InputError, "model.config of the recipe: model_type is [1], needed a word"),
+        (["model.config.model_type=[1]"], InputError, "of the recipe: model_type is [1] and must be a string"),
         (["model.config.model_type=nope"], UsageError, 'is "nope", but that of LlamaForCausalLM is "llama"'),
         (["model.pretrained=no/such", "model.shrunk=true", "model.config={}"], InputError, "or set model.shrunk_from"),
         (["model.pretrained=no/such"], InputError, "no/such"),
