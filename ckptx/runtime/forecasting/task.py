@@ -22,8 +22,8 @@ class Task:
 
     Attributes:
         recipe: Recipe of the run. `training.local_batch` is the number of sequences that a data-parallel rank passes to
-            a
-            model or a pipeline schedule; `training.global_batch` is the number over all data-parallel ranks in a step.
+            a model or a pipeline schedule; `training.global_batch` is the number over all data-parallel ranks in a
+            step.
         source: Directory of the config.json.
         seq: Sequence length in tokens.
         images: Images per sequence.

@@ -18,8 +18,7 @@ def freeze(model: nn.Module, parts: Sequence[str]) -> frozenset[str]:
     Args:
         model: Whole model, before it is parallelized.
         parts: "embeddings": every token embedding, and a head tied to one. "vision", "audio": a tower, without its
-            projector
-            to the language model. "language": its layers, embeddings and head.
+            projector to the language model. "language": its layers, embeddings and head.
 
     Returns:
         Names of the frozen parameters, with all names of tied ones.

@@ -27,14 +27,11 @@ class ModelBlock(RecipeBlock, kw_only=True, frozen=True):
         pretrained: Checkpoint directory or Hub id; null if `config` describes the whole model.
         revision: Git revision of the Hub id; null for the default branch.
         config: Keys of config.json, such as `architectures` and `model_type`. With `pretrained`, they override those of
-            the
-            checkpoint; without it, the weights are random.
+            the checkpoint; without it, the weights are random.
         shrunk: Train a small version of the model that fits a CPU, with random weights: fewer and narrower layers, of
-            the
-            same kinds in the same order.
+            the same kinds in the same order.
         shrunk_from: Keys of config.json to use as the base of `shrunk`, so that nothing is downloaded; if empty, the
-            config
-            of `pretrained` is used. They have no effect without `shrunk`. `config` overrides them.
+            config of `pretrained` is used. They have no effect without `shrunk`. `config` overrides them.
         dtype: Dtype of the parameters: float32 or bfloat16.
         attn_implementation: Attention implementation, such as eager or sdpa; null for the default of transformers.
         freeze: Parts of the model that are not trained.
@@ -57,8 +54,7 @@ class DataBlock(RecipeBlock, kw_only=True, frozen=True):
 
     Attributes:
         dataset: Name of the data set. synthetic_text and synthetic_images generate samples in the format of squad
-            (questions
-            with answers) and medpix (questions about images).
+            (questions with answers) and medpix (questions about images).
         path: Hub id of the data set, or its local snapshot; null for its public id.
         split: Split of the data set, as named in `datasets`.
         samples: Number of samples to use, from the first, or to generate; null for all, or 64 generated ones.

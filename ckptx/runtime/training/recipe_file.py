@@ -63,8 +63,7 @@ def read_recipe(name_or_file: str | Path, sets: Sequence[str] = (), world_size: 
     Args:
         name_or_file: File or name, as for `find_recipe`.
         sets: Changes such as `layout.tp=2`: the path of a key, and its value in YAML. They are applied in order.
-            Missing
-            blocks on the path, and blocks that are null, are created.
+            Missing blocks on the path, and blocks that are null, are created.
         world_size: Number of ranks: it determines `dp_shard`, and a layout for another number is refused. With None,
             `dp_shard` is 1 unless the recipe sets it. Layouts of `checks` are completed for the ranks of the recipe's
             own layout; one that requires more ranks gets a `dp_shard` of 1.

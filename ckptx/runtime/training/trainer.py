@@ -117,8 +117,7 @@ class Trainer:
             place: Context of this rank.
             layout: Mesh to use in place of the recipe's; None for the recipe's.
             events: Callbacks by event: "loaded", "resumed", "gradients" (before the optimizer step), "stepped". None
-                for
-                none.
+                for none.
 
         Raises:
             UnsupportedError: The class cannot run in this layout.

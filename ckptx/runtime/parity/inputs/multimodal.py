@@ -20,8 +20,7 @@ class MultimodalInput(NamedTuple):
         placeholder: Token that the model replaces with features, and that has no label; -1 if it replaces none.
         tensors: Further arguments of `forward`.
         types: Argument of `forward` with the type of each token, and the type of this kind; None if the class has no
-            such
-            argument.
+            such argument.
         row: Makes arguments of sequence length from the finished tokens, (rows, length); None if there are none.
     """
 
