@@ -67,8 +67,8 @@ def rows_of(case: Case, source: Path, pool: GlooPool) -> Iterator[dict[str, Any]
         return
     layer = layer_parameters(source) * 2  # in bfloat16
     for stage, (forecast, real) in enumerate(zip(forecasts, measured, strict=True)):
-        found = sum(forecast.course.worst.most)
-        ratio, between = found / real.peak, sum(forecast.course.between) / real.before
+        found = sum(forecast.timeline.worst.most)
+        ratio, between = found / real.peak, sum(forecast.timeline.between) / real.before
         is_close = abs(ratio - 1) <= (_CLOSE if param_dtype is None else _CLOSE_MIXED)
         yield {
             **shown, "stage": stage, "forecast": found, "measured": real.peak, "ratio": round(ratio, 4),

@@ -70,7 +70,7 @@ def _forecast(recipe: Recipe, source: Path, gpu_memory: int | None, shares: bool
             f"{recipe.name}: its ranks take {human_bytes(needed)} of tensors at the peak of a step, found "
             f"{human_bytes(free)} free on this machine; set a shorter data.sequence_length, or a smaller model"
         )
-    return peak, max(sum(each.course.between) for each in ranks)
+    return peak, max(sum(each.timeline.between) for each in ranks)
 
 
 def _advice(dims: ParallelDims, fitting: tuple[ParallelDims, int] | None) -> str:

@@ -247,7 +247,7 @@ def endless(path: Path) -> None:
         (broken, 3, "config.json"),
         (lambda path: None, 3, "has no config.json"),
         (unknown, 4, "NoSuchLM"),
-        (endless, 3, "found 2000000 layers"),
+        (endless, 3, "num_hidden_layers is 2000000 and must be"),
     ],
     ids=["broken", "absent", "unknown", "endless"],
 )

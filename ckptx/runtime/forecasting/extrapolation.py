@@ -99,18 +99,18 @@ def extrapolated(
         return None
     if third is not None:
         twice = [2] * len(repeats)
-        expected = _forecast_of(base, grown, twice, [each for each, _ in _predicted(found, repeats, twice)])
+        expected = _forecast_of(base, grown, twice, [each for each, _ in _predict(found, repeats, twice)])
         if not _agree(expected, third.forecast):
             return None
     most = [each.most for each in repeats]
-    predicted = _predicted(found, repeats, most)
+    predicted = _predict(found, repeats, most)
     whole = _forecast_of(base, grown, most, [each for each, _ in predicted])
     whole = replace(whole, left_out=sum(each.period * each.most for each in repeats))
     if third is None:
         return whole
-    source = next(step for segment, step in predicted if segment is whole.course.worst)
-    alike = [each for each in _steps(repeats, third) if (each.axis, each.place) == (source.axis, source.place)]
-    return _with_tensors(whole, alike[0].segment, third.kept)
+    source = next(step for segment, step in predicted if segment is whole.timeline.worst)
+    same = [each for each in _steps(repeats, third) if (each.axis, each.place) == (source.axis, source.place)]
+    return _with_tensors(whole, same[0].segment, third.kept)
 
 
 def _base_of(repeats: Sequence[RepeatedLayers], base: ShortModel, grown: Sequence[ShortModel]) -> _Base | None:
@@ -142,7 +142,7 @@ def _steps(repeats: Sequence[RepeatedLayers], run: ShortModel) -> Iterator[_Step
     start = _NOTHING
     path, index, axis = "", -1, None
     part = None
-    for segment in run.forecast.course.segments:
+    for segment in run.forecast.timeline.segments:
         unit = segment.unit
         if (segment.part, segment.turn) != part:
             part = segment.part, segment.turn
@@ -169,7 +169,7 @@ def _number_of(unit: Unit, kept: Mapping[str, Sequence[int]]) -> int:
     return unit.index if layers is None else layers[unit.index]
 
 
-def _predicted(base: _Base, repeats: Sequence[RepeatedLayers], extra: Sequence[int]) -> list[tuple[Segment, _Step]]:
+def _predict(base: _Base, repeats: Sequence[RepeatedLayers], extra: Sequence[int]) -> list[tuple[Segment, _Step]]:
     """Return the segments with `extra` periods of each repeat, each with the segment it was made from."""
     found: list[tuple[Segment, _Step]] = []
     now = _NOTHING
@@ -206,7 +206,7 @@ def _forecast_of(
     first, others = base.forecast, [each.forecast for each in grown]
     return replace(
         first,
-        course=timeline_from(segments, segments[-1].last),
+        timeline=timeline_from(segments, segments[-1].last),
         turns={
             turn: _tally(first.turns.get(turn, Tally()), [each.turns.get(turn, Tally()) for each in others], extra)
             for turn in dict.fromkeys(turn for each in (first, *others) for turn in each.turns)
@@ -217,10 +217,10 @@ def _forecast_of(
 
 def _agree(expected: RankForecast, found: RankForecast) -> bool:
     """Return True if a step matches its extrapolation."""
-    one, other = expected.course.segments, found.course.segments
+    one, other = expected.timeline.segments, found.timeline.segments
     if [(each.part, each.turn) for each in one] != [(each.part, each.turn) for each in other]:
         return False
-    most = _CLOSE * sum(found.course.worst.most)
+    most = _CLOSE * sum(found.timeline.worst.most)
     for left, right in zip(one, other, strict=True):
         pairs = zip((*left.most, *left.last), (*right.most, *right.last), strict=True)
         if any(abs(a - b) > most for a, b in pairs):
@@ -228,18 +228,18 @@ def _agree(expected: RankForecast, found: RankForecast) -> bool:
     return expected.turns == found.turns and expected.wrapped_layers == found.wrapped_layers
 
 
-def _with_tensors(whole: RankForecast, alike: Segment, kept: Mapping[str, Sequence[int]]) -> RankForecast:
+def _with_tensors(whole: RankForecast, same: Segment, kept: Mapping[str, Sequence[int]]) -> RankForecast:
     """Replace the tensors at the peak by those of the same segment in the largest model that ran, renumbered."""
-    course = whole.course
-    told = replace(
-        course.worst,
-        peak=_renumbered(alike.peak, kept) if alike.peak is not None else None,
-        largest=tuple(_renumbered(each, kept) for each in alike.largest),
+    timeline = whole.timeline
+    segment = replace(
+        timeline.worst,
+        peak=_renumber(same.peak, kept) if same.peak is not None else None,
+        largest=tuple(_renumber(each, kept) for each in same.largest),
     )
-    return replace(whole, course=replace(course, worst=told))
+    return replace(whole, timeline=replace(timeline, worst=segment))
 
 
-def _renumbered(life: StorageLifetime, kept: Mapping[str, Sequence[int]]) -> StorageLifetime:
+def _renumber(life: StorageLifetime, kept: Mapping[str, Sequence[int]]) -> StorageLifetime:
     module = life.born.module
     for path, layers in kept.items():
         index, _, rest = module.removeprefix(f"{path}.").partition(".")

@@ -22,7 +22,7 @@ from ckptx.runtime.parallel.pipeline.boundaries import StageBoundaries
 from ckptx.runtime.parallel.pipeline.schedules import find_schedule
 
 T = TypeVar("T")
-Carries = dict[tuple[Any, ...], StageBoundaries]  # boundaries of a model, by how it is split into stages
+KnownBoundaries = dict[tuple[Any, ...], StageBoundaries]  # boundaries of a model, by how it is split into stages
 
 
 def stages_of(pp: int, schedule: str) -> int:
@@ -34,10 +34,10 @@ def ranks_of(
     task: Task,
     *,
     all_layers: bool = False,
-    is_tried: bool = True,
+    validate_extrapolation: bool = True,
     few_ranks: bool = False,
     in_place: bool = False,
-    carries: Carries | None = None,
+    known_boundaries: KnownBoundaries | None = None,
     directory: Path | None = None,
 ) -> list[RankForecast]:
     """Return the forecasts of the first rank of each pipeline rank.
@@ -45,25 +45,25 @@ def ranks_of(
     Args:
         task: Step to forecast.
         all_layers: Run all layers, even if many repeat.
-        is_tried: Validate the extrapolation with a third, larger model.
+        validate_extrapolation: Validate the extrapolation with a third, larger model.
         few_ranks: Run only pipeline ranks that can have the peak: the first rank, which has most microbatches in
             flight, the one with most parameters, and the last, which has the logits.
         in_place: Run one after another, and without a pipeline in this process, which caches facts about operations and
             must not be forked afterwards.
-        carries: Known stage boundaries; new ones are added. None for none.
+        known_boundaries: Known stage boundaries; new ones are added. None for none.
         directory: Parent of temporary configs with fewer layers, for processes that may be killed before they clean up.
 
     Raises:
         UnsupportedError: The class cannot run in this layout, or its shapes depend on values.
     """
     with tempfile.TemporaryDirectory(prefix="ckptx-layers-", dir=directory) as own:
-        short = None if all_layers else _short_models(task, Path(own), is_tried)
-        return _Ranks(task, short, in_place, {} if carries is None else carries).run(
-            _telling_ranks(task) if few_ranks else range(task.dims.pp)
+        short = None if all_layers else _short_models(task, Path(own), validate_extrapolation)
+        return _Ranks(task, short, in_place, {} if known_boundaries is None else known_boundaries).run(
+            _peak_candidates(task) if few_ranks else range(task.dims.pp)
         )
 
 
-def _telling_ranks(task: Task) -> list[int]:
+def _peak_candidates(task: Task) -> list[int]:
     layout = task.recipe.layout
     if layout.pp == 1 or find_schedule(layout.schedule).stages > 1:
         return list(range(layout.pp))
@@ -94,13 +94,13 @@ class _Short:
         return [axis for axis, repeat in enumerate(self.plan.of_rank(rank)) if repeat is not None]
 
 
-def _short_models(task: Task, directory: Path, is_tried: bool) -> _Short | None:
-    plan = plan_of(task, runs=3 if is_tried else 2)
+def _short_models(task: Task, directory: Path, validate_extrapolation: bool) -> _Short | None:
+    plan = plan_of(task, runs=3 if validate_extrapolation else 2)
     if plan is None:
         return None
     count = len(plan.axes)
     extra = [tuple(int(axis == each) for each in range(count)) for axis in range(-1, count)]
-    if is_tried:
+    if validate_extrapolation:
         extra.append((2,) * count)
     tasks = [shortened(task, plan, each, directory / "-".join(map(str, each))) for each in extra]
     found = tuple(each for each in tasks if each is not None)
@@ -110,10 +110,10 @@ def _short_models(task: Task, directory: Path, is_tried: bool) -> _Short | None:
 class _Ranks:
     """The ranks of a task, which run in order because each needs the shapes that the previous one sends."""
 
-    def __init__(self, task: Task, short: _Short | None, in_place: bool, carries: Carries) -> None:
+    def __init__(self, task: Task, short: _Short | None, in_place: bool, known_boundaries: KnownBoundaries) -> None:
         self._task, self._short, self._in_place = task, short, in_place
         self._boundaries = SharedFacts().boundaries
-        self._carries = carries
+        self._known_boundaries = known_boundaries
 
     def run(self, ranks: Sequence[int]) -> list[RankForecast]:
         """Return the forecasts; a rank whose predecessor is left out receives what the second stage receives.
@@ -137,7 +137,7 @@ class _Ranks:
         return list(found.values())
 
     def _are_given_as_many(self) -> bool:
-        return all(len({len(slots) for slots in each.slots[1:]}) == 1 for each in self._carries.values())
+        return all(len({len(slots) for slots in each.slots[1:]}) == 1 for each in self._known_boundaries.values())
 
     def _rank(self, rank: int) -> RankForecast:
         found = self._rank_of_few_layers(rank)
@@ -180,9 +180,9 @@ class _Ranks:
         return layout.pp, layout.schedule, layout.pp_split
 
     def _known(self, at: int) -> SharedFacts:
-        return SharedFacts(self._carries.get(self._stages_at(at)), self._boundaries)
+        return SharedFacts(self._known_boundaries.get(self._stages_at(at)), self._boundaries)
 
     def _learn(self, at: int, known: SharedFacts) -> None:
-        if known.carry is not None:
-            self._carries[self._stages_at(at)] = known.carry
+        if known.stage_boundaries is not None:
+            self._known_boundaries[self._stages_at(at)] = known.stage_boundaries
         self._boundaries = {**self._boundaries, **known.boundaries}

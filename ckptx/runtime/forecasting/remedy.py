@@ -9,7 +9,7 @@ from msgspec import structs
 
 from ckptx.errors import CkptxError
 from ckptx.layout.parallel_dims import ParallelDims
-from ckptx.runtime.forecasting.ranks import Carries, ranks_of
+from ckptx.runtime.forecasting.ranks import KnownBoundaries, ranks_of
 from ckptx.runtime.forecasting.search import NODE, with_layout
 from ckptx.runtime.forecasting.task import Task
 from ckptx.runtime.memory.reserve import reserved
@@ -28,15 +28,20 @@ def mesh_that_fits(task: Task, memory: int) -> tuple[ParallelDims, int] | None:
     """
     if reserved(0) >= memory:
         return None
-    carries: Carries = {}
+    known_boundaries: KnownBoundaries = {}
     for dims in _larger(task.dims):
         rows = task.recipe.training.global_batch // task.dims.dp * dims.dp
         training = structs.replace(task.recipe.training, global_batch=rows)
         same = replace(task, recipe=structs.replace(task.recipe, training=training))
         mode = task.recipe.layout.activation_checkpointing
         try:
-            asked = with_layout(same, dims, mode, task.microbatches)
-            peak = max(each.peak for each in ranks_of(asked, is_tried=False, few_ranks=True, carries=carries))
+            candidate = with_layout(same, dims, mode, task.microbatches)
+            peak = max(
+                each.peak
+                for each in ranks_of(
+                    candidate, validate_extrapolation=False, few_ranks=True, known_boundaries=known_boundaries
+                )
+            )
         except CkptxError:
             continue  # the model cannot be sharded like this
         if peak + reserved(peak) <= memory:

@@ -68,9 +68,9 @@ def layer_kinds(model: nn.Module, homes: Mapping[str, str]) -> dict[str, list[Ha
         layers = list(container.module.children())
         if any(owners[id(tensor)] > 1 for layer in layers for tensor in _tensors(layer)):
             continue
-        said = list(by_layer(nested.get(homes.get(container.name, ""), {}), len(layers)).values())
+        by_key = list(by_layer(nested.get(homes.get(container.name, ""), {}), len(layers)).values())
         found[container.name] = [
-            (_kind(layer), *(repr(each[number]) for each in said)) for number, layer in enumerate(layers)
+            (_kind(layer), *(repr(each[number]) for each in by_key)) for number, layer in enumerate(layers)
         ]
     return found
 
@@ -136,9 +136,9 @@ def repeat_in(path: str, kinds: Sequence[Hashable], first: int, stop: int, runs:
             if is_same:
                 end = number + 1
                 continue
-            alike = end + period - begin if end > begin else 0
-            stay = alike % period + max(2 * period, _LEAST)
-            most = (alike - stay) // period
+            length = end + period - begin if end > begin else 0
+            stay = length % period + max(2 * period, _LEAST)
+            most = (length - stay) // period
             each = stop - first - most * period  # layers of the smallest model
             if most >= runs and stop - first - runs * (each + period) > saved:
                 saved = stop - first - runs * (each + period)
@@ -156,9 +156,9 @@ def _are_layers(numbers: Sequence[Any], count: int) -> bool:
     return all(type(each) is int and 0 <= each < count for each in numbers) and list(numbers) == sorted(set(numbers))
 
 
-def _is_of_layer(key: Any, said: Any, count: int) -> bool:
+def _is_of_layer(key: Any, value: Any, count: int) -> bool:
     is_number = isinstance(key, int) or (isinstance(key, str) and key.isdecimal())
-    return isinstance(said, dict) and is_number and 0 <= int(key) < count
+    return isinstance(value, dict) and is_number and 0 <= int(key) < count
 
 
 def _kind(layer: nn.Module) -> Hashable:

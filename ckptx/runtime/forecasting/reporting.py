@@ -50,16 +50,16 @@ def report_of(task: Task, ranks: Sequence[RankForecast], memory: int | None) -> 
 
 
 def _row(rank: RankForecast, memory: int | None) -> dict[str, Any]:
-    course = rank.course
-    worst, work, peak = course.worst, rank.work, rank.peak
+    timeline = rank.timeline
+    worst, work, peak = timeline.worst, rank.work, rank.peak
     return {
         "stages": list(rank.stages),
         "peak": peak,
-        "between_steps": sum(course.between),
+        "between_steps": sum(timeline.between),
         "by_kind": dict(zip(KINDS, worst.most, strict=True)),
-        "between_by_kind": dict(zip(KINDS, course.between, strict=True)),
-        "at": _told(worst.peak) if worst.peak is not None else None,
-        "largest": [_told(each) for each in worst.largest],
+        "between_by_kind": dict(zip(KINDS, timeline.between, strict=True)),
+        "at": _storage_row(worst.peak) if worst.peak is not None else None,
+        "largest": [_storage_row(each) for each in worst.largest],
         "flops": work.flops,
         "recomputed": work.recomputed,
         "sent": dict(work.sent),
@@ -67,12 +67,12 @@ def _row(rank: RankForecast, memory: int | None) -> dict[str, Any]:
         "fits": None if memory is None else peak + reserved(peak) <= memory,
         "course": [
             [each.part, each.turn, f"{each.unit.stack}.{each.unit.index}" if each.unit.stack else "", *each.most]
-            for each in course.segments
+            for each in timeline.segments
         ],
     }
 
 
-def _told(life: StorageLifetime) -> dict[str, Any]:
+def _storage_row(life: StorageLifetime) -> dict[str, Any]:
     return {
         "nbytes": life.nbytes,
         "kind": kind_of(life),
@@ -86,25 +86,25 @@ def _told(life: StorageLifetime) -> dict[str, Any]:
     }
 
 
-def search_report_of(question: SearchSpace, found: SearchResult) -> SearchReport:
+def search_report_of(space: SearchSpace, found: SearchResult) -> SearchReport:
     """Return the report of a layout search."""
-    task, outcomes = question.task, found.outcomes
+    task, outcomes = space.task, found.outcomes
     best = [each.best for each in outcomes if each.best is not None]
     missing = best[0].missing if best else ()
-    said = assumptions_of(task, missing, False)
-    said.append(
+    assumptions = assumptions_of(task, missing, False)
+    assumptions.append(
         "every layout runs the same step; layouts are forecast with few of the repeated layers, few microbatches and, "
         "with a pipeline, few ranks; the row marked checked was run on every rank, with its layers validated"
     )
-    if question.pins.tp is None and question.gpus > NODE:
-        said.append(f"tensor parallelism is limited to the {NODE} GPUs of a node; --tp sets another size")
+    if space.fixed.tp is None and space.gpus > NODE:
+        assumptions.append(f"tensor parallelism is limited to the {NODE} GPUs of a node; --tp sets another size")
     return SearchReport(
         command="forecast",
         exit=0 if best else 1,
         architecture=found.architecture,
         parameters=found.parameters,
-        gpus=question.gpus,
-        gpu_memory=question.memory,
+        gpus=space.gpus,
+        gpu_memory=space.memory,
         settings={"rows": task.recipe.training.global_batch, **_settings(task)},
         found=[_candidate(each) for each in best],
         too_large=[
@@ -114,7 +114,7 @@ def search_report_of(question: SearchSpace, found: SearchResult) -> SearchReport
         ],
         refused=[{"layout": _mesh(each.dims), "reason": each.refused} for each in outcomes if each.refused],
         tried=sum(each.tried for each in outcomes),
-        assumptions=said,
+        assumptions=assumptions,
     )
 
 
@@ -166,7 +166,7 @@ def assumptions_of(task: Task, missing: Sequence[str], is_extrapolated: bool) ->
         "whole": "the loss is computed as in transformers: on full logits, in float32",
         "none": "no loss: the logits are summed",
     }[task.loss]
-    said = [
+    assumptions = [
         "bytes of tensors, on the first rank of each stage, which has the largest shards",
         loss,
         (
@@ -179,9 +179,9 @@ def assumptions_of(task: Task, missing: Sequence[str], is_extrapolated: bool) ->
         ),
     ]
     if task.optimizer in ("adam", "adamw"):
-        said.append("the optimizer updates one tensor at a time (foreach=False), as TP requires")
+        assumptions.append("the optimizer updates one tensor at a time (foreach=False), as TP requires")
     if is_extrapolated:
-        said.append("repeated layers were extrapolated from three small models that agree")
+        assumptions.append("repeated layers were extrapolated from three small models that agree")
     if missing and not task.images:
-        said.append(f"text only: the inputs have nothing for the {' and '.join(missing)} tower; see --images")
-    return said
+        assumptions.append(f"text only: the inputs have nothing for the {' and '.join(missing)} tower; see --images")
+    return assumptions

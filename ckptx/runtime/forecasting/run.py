@@ -38,22 +38,22 @@ class SharedFacts:
     """Facts that one forked process finds and later ones need.
 
     Attributes:
-        carry: Boundaries between pipeline stages; None until they are found.
+        stage_boundaries: Boundaries between pipeline stages; None until they are found.
         boundaries: Shapes of the inputs of each stage.
     """
 
-    carry: StageBoundaries | None = None
+    stage_boundaries: StageBoundaries | None = None
     boundaries: Boundaries = field(default_factory=dict)
 
     def find_boundaries(
         self, model: nn.Module, stages: StageMap, schedule: Schedule, batches: Any, output: Any
     ) -> StageBoundaries:
         """Find stage boundaries for `plan_pipeline_of_stacks`, once, on a small model with values."""
-        if self.carry is None:
-            self.carry = find_and_check_boundaries(
+        if self.stage_boundaries is None:
+            self.stage_boundaries = find_and_check_boundaries(
                 model, stages, batches, output, split_backward=schedule.splits_backward
             )
-        return self.carry
+        return self.stage_boundaries
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ class RankForecast:
         parameters: Number of parameters of the whole model.
         missing: Kinds of input that the model has a tower for, but the step lacks.
         stages: Numbers of its pipeline stages; (0,) without a pipeline.
-        course: Memory over the step.
+        timeline: Memory over the step.
         turns: Work of each pass, by part of the step and number of the pass.
         wrapped_layers: Layers that recompute activations.
         inputs: Bytes of the inputs of a microbatch.
@@ -76,7 +76,7 @@ class RankForecast:
     parameters: int
     missing: tuple[str, ...]
     stages: tuple[int, ...]
-    course: MemoryTimeline
+    timeline: MemoryTimeline
     turns: Mapping[tuple[str, int], Tally]
     wrapped_layers: int
     inputs: int = 0
@@ -85,7 +85,7 @@ class RankForecast:
     @property
     def peak(self) -> int:
         """Peak bytes of the step."""
-        return sum(self.course.worst.most)
+        return sum(self.timeline.worst.most)
 
     @property
     def work(self) -> Tally:
@@ -108,25 +108,25 @@ def run_rank(task: Task, pipeline_rank: int, known: SharedFacts) -> tuple[RankFo
     parameters = sum(each.numel() for each in whole_model.parameters())
     config = {**whole_model.config.to_dict(), "architectures": whole_model.config.architectures}
     inputs = inputs_of(task, config)
-    with _laid_out(task, pipeline_rank, known) as assembled:
+    with _parallelized(task, pipeline_rank, known) as assembled:
         ledger, counts = StorageLedger(), Counts()
 
-        def see(*operation: Any) -> None:
+        def on_operation(*operation: Any) -> None:
             ledger.record_operation(*operation)
             counts.record_operation(ledger.moment, *operation)
 
-        with _shapes(assembled, see), ledger.watching(assembled.models):
+        with _shapes(assembled, on_operation), ledger.watching(assembled.models):
             begin, end = _one_step(assembled, task, inputs, ledger, counts, known.boundaries)
             layers = [
                 layer.name for model in assembled.models for group in layer_groups(model).values() for layer in group
             ]
-            course = timeline_of(ledger.events[:end], begin, layers)
+            timeline = timeline_of(ledger.events[:end], begin, layers)
         found = RankForecast(
             architecture=str(config["architectures"][0]),
             parameters=parameters,
             missing=inputs.missing,
             stages=tuple(assembled.stages),
-            course=course,
+            timeline=timeline,
             turns=counts.by_turn,
             wrapped_layers=assembled.wrapped_layers,
             inputs=sum(each.nbytes for each in (*inputs.batch.values(), inputs.labels)),
@@ -144,11 +144,11 @@ def walk_stage(task: Task, stages: int, number: int, known: SharedFacts) -> Shar
         known: Facts from earlier stages.
 
     Raises:
-        UnsupportedError: As for `run_rank`.
+        UnsupportedError: See `run_rank`.
     """
     layout = structs.replace(task.recipe.layout, pp=stages, schedule="gpipe")
     task = replace(task, recipe=structs.replace(task.recipe, layout=layout))
-    with _laid_out(task, number, known) as assembled:
+    with _parallelized(task, number, known) as assembled:
         model = assembled.models[0]
         inputs = inputs_of(task, {**model.config.to_dict(), "architectures": model.config.architectures})
         with _shapes(assembled, lambda *_: None):
@@ -158,7 +158,7 @@ def walk_stage(task: Task, stages: int, number: int, known: SharedFacts) -> Shar
 
 
 @contextmanager
-def _laid_out(task: Task, pipeline_rank: int, known: SharedFacts) -> Iterator[AssembledModel]:
+def _parallelized(task: Task, pipeline_rank: int, known: SharedFacts) -> Iterator[AssembledModel]:
     """Parallelize the model of a rank, without storage."""
     with fake_world(pipeline_rank * task.dims.per_stage, task.dims.world_size) as place, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch warns about groups of one rank; real problems raise errors
@@ -166,11 +166,11 @@ def _laid_out(task: Task, pipeline_rank: int, known: SharedFacts) -> Iterator[As
 
 
 @contextmanager
-def _shapes(assembled: AssembledModel, see: Callable[..., None]) -> Iterator[None]:
+def _shapes(assembled: AssembledModel, on_operation: Callable[..., None]) -> Iterator[None]:
     """Run the block on tensors without storage; shapes that depend on values raise an `UnsupportedError`."""
     name = assembled.models[0].config.architectures[0]  # FSDP2 gives a model another class
     try:
-        with ShapeTensors(see):
+        with ShapeTensors(on_operation):
             yield
     except CkptxError:
         raise

@@ -21,7 +21,7 @@ from msgspec import structs
 from ckptx.errors import CkptxError, Defect, UsageError
 from ckptx.layout.parallel_dims import ParallelDims
 from ckptx.processes.fork import in_children
-from ckptx.runtime.forecasting.ranks import Carries, ranks_of
+from ckptx.runtime.forecasting.ranks import KnownBoundaries, ranks_of
 from ckptx.runtime.forecasting.run import RankForecast
 from ckptx.runtime.forecasting.task import Task
 from ckptx.runtime.memory.reserve import reserved
@@ -108,14 +108,14 @@ class SearchSpace:
         task: Step, in any layout.
         gpus: Number of GPUs.
         memory: Memory per GPU, in bytes.
-        pins: Dimensions that are not searched.
+        fixed: Dimensions that are not searched.
         directory: Directory for temporary files; None for the default.
     """
 
     task: Task
     gpus: int
     memory: int
-    pins: FixedDims
+    fixed: FixedDims
     directory: Path | None = None
 
 
@@ -153,26 +153,26 @@ class SearchResult:
     outcomes: tuple[MeshResult, ...]
 
 
-def search(question: SearchSpace) -> SearchResult:
+def search(space: SearchSpace) -> SearchResult:
     """Search all meshes, several in parallel.
 
     Raises:
         UsageError: No mesh has the given dimensions.
         InputError, UnsupportedError: The model cannot be built.
     """
-    meshes = layouts(question.gpus, question.pins)
-    trust = question.task.recipe.model.trust_remote_code
-    model: Any = build_model(question.task.source, trust_remote_code=trust)
+    meshes = layouts(space.gpus, space.fixed)
+    trust = space.task.recipe.model.trust_remote_code
+    model: Any = build_model(space.task.source, trust_remote_code=trust)
     parameters = sum(each.numel() for each in model.parameters())
     together: dict[tuple[int, int], list[ParallelDims]] = {}
     for number, dims in enumerate(meshes):  # group meshes with equal pp, whose stages send the same
         together.setdefault((dims.pp, number if dims.pp == 1 else 0), []).append(dims)
-    calls = [(question, each, parameters) for _, each in sorted(together.items(), reverse=True)]
+    calls = [(space, each, parameters) for _, each in sorted(together.items(), reverse=True)]
     outcomes = [each for found in in_children(outcomes_of, calls) for each in found]
     fitting = sorted((each for each in outcomes if each.best is not None), key=_order)
     rest = [each for each in outcomes if each.best is None]
     for number, outcome in enumerate(fitting[:_CONFIRMED]):
-        fitting[number] = confirmed(outcome, question.memory)
+        fitting[number] = confirmed(outcome, space.memory)
         if fitting[number].best is not None:
             break
     rest += [each for each in fitting if each.best is None]
@@ -181,37 +181,37 @@ def search(question: SearchSpace) -> SearchResult:
     return SearchResult(str(model.config.architectures[0]), parameters, (*fitting, *rest))
 
 
-def outcomes_of(question: SearchSpace, meshes: Sequence[ParallelDims], parameters: int) -> list[MeshResult]:
+def outcomes_of(space: SearchSpace, meshes: Sequence[ParallelDims], parameters: int) -> list[MeshResult]:
     """Return the results of some meshes, one after another.
 
     Args:
-        question: Search to run.
+        space: Search to run.
         meshes: Meshes with the same number of stages.
         parameters: Number of parameters of the model.
     """
-    carries: Carries = {}
-    return [_outcome(question, dims, parameters, carries) for dims in meshes]
+    known_boundaries: KnownBoundaries = {}
+    return [_outcome(space, dims, parameters, known_boundaries) for dims in meshes]
 
 
-def _outcome(question: SearchSpace, dims: ParallelDims, parameters: int, carries: Carries) -> MeshResult:
+def _outcome(space: SearchSpace, dims: ParallelDims, parameters: int, known_boundaries: KnownBoundaries) -> MeshResult:
     """Return the first mode that fits a mesh, with its best number of microbatches."""
-    task, pins = question.task, question.pins
+    task, fixed = space.task, space.fixed
     least = least_bytes(task, parameters, dims)
-    if least + reserved(least) > question.memory:
+    if least + reserved(least) > space.memory:
         return MeshResult(dims, least=least)
-    counts = list(microbatches_of(task, dims, pins))
+    counts = list(microbatches_of(task, dims, fixed))
     if not counts:
         return MeshResult(
             dims, refused="the batch of a data-parallel rank is smaller than one microbatch per pipeline rank"
         )
     smallest, tried = math.inf, 0
-    for mode in (pins.mode,) if pins.mode is not None else MODES:
+    for mode in (fixed.mode,) if fixed.mode is not None else MODES:
         best = None
         for count in counts:  # in descending order: more microbatches take less memory
             try:
                 candidate = _candidate(
-                    with_layout(task, dims, mode, count), is_tried=False, few_ranks=True, in_place=True,
-                    carries=carries, directory=question.directory,
+                    with_layout(task, dims, mode, count), validate_extrapolation=False, few_ranks=True, in_place=True,
+                    known_boundaries=known_boundaries, directory=space.directory,
                 )  # fmt: skip
             except Defect:
                 raise
@@ -220,7 +220,7 @@ def _outcome(question: SearchSpace, dims: ParallelDims, parameters: int, carries
             tried += 1
             smallest = min(smallest, candidate.peak)
             _logger.info("%s, %s, %d microbatches: %d bytes", dims, mode, count, candidate.peak)
-            if not candidate.fits(question.memory):
+            if not candidate.fits(space.memory):
                 break
             best = candidate if best is None else min(best, candidate, key=lambda each: each.order)
             if dims.dp_shard == 1:
@@ -251,20 +251,20 @@ def _order(outcome: MeshResult) -> tuple[float, int, int]:
     return outcome.best.order
 
 
-def layouts(gpus: int, pins: FixedDims) -> list[ParallelDims]:
+def layouts(gpus: int, fixed: FixedDims) -> list[ParallelDims]:
     """Return every mesh of a number of GPUs; TP stays within a node unless it is fixed.
 
     Raises:
         UsageError: No mesh has the given dimensions.
     """
     found = [
-        ParallelDims(tp=tp, pp=pp, dp_shard=rest // pins.dp_replicate, dp_replicate=pins.dp_replicate)
+        ParallelDims(tp=tp, pp=pp, dp_shard=rest // fixed.dp_replicate, dp_replicate=fixed.dp_replicate)
         for tp in divisors(gpus)
-        if pins.tp in (None, tp) and (tp <= NODE or pins.tp == tp)
+        if fixed.tp in (None, tp) and (tp <= NODE or fixed.tp == tp)
         for pp in divisors(gpus // tp)
-        if pins.pp in (None, pp)
+        if fixed.pp in (None, pp)
         for rest in (gpus // tp // pp,)
-        if rest % pins.dp_replicate == 0 and pins.dp_shard in (None, rest // pins.dp_replicate)
+        if rest % fixed.dp_replicate == 0 and fixed.dp_shard in (None, rest // fixed.dp_replicate)
     ]
     if not found:
         raise UsageError(
@@ -279,14 +279,14 @@ def divisors(number: int) -> list[int]:
     return [each for each in range(1, number + 1) if number % each == 0]
 
 
-def microbatches_of(task: Task, dims: ParallelDims, pins: FixedDims) -> Iterator[int]:
+def microbatches_of(task: Task, dims: ParallelDims, fixed: FixedDims) -> Iterator[int]:
     """Yield the possible numbers of microbatches per data-parallel rank, for microbatches of 1, 2, 4, ... sequences."""
     rows, rest = divmod(task.recipe.training.global_batch, dims.dp)
     if rest:
         return
     sizes: Iterable[int] = (2**power for power in range(rows.bit_length()))
     for size in sizes:
-        if rows % size == 0 and rows // size >= dims.pp and pins.microbatches in (None, rows // size):
+        if rows % size == 0 and rows // size >= dims.pp and fixed.microbatches in (None, rows // size):
             yield rows // size
 
 
@@ -350,7 +350,7 @@ def candidate_of(task: Task, ranks: Sequence[RankForecast], more: int) -> Candid
     return Candidate(
         task,
         max(each.peak + more * _of_microbatch(each, count) for each in ranks),
-        max(sum(each.course.between) for each in ranks),
+        max(sum(each.timeline.between) for each in ranks),
         most.flops,
         most.recomputed,
         Counter(sender.sent),
@@ -361,5 +361,5 @@ def candidate_of(task: Task, ranks: Sequence[RankForecast], more: int) -> Candid
 def _of_microbatch(rank: RankForecast, count: int) -> int:
     """Return the bytes that a microbatch keeps for the whole step: its inputs and its pipeline buffers."""
     states = (PARAMETERS, OPTIMIZER, GRADIENTS)
-    kept = sum(size for kind, size in zip(KINDS, rank.course.between, strict=True) if kind not in states)
+    kept = sum(size for kind, size in zip(KINDS, rank.timeline.between, strict=True) if kind not in states)
     return rank.inputs + kept // count

@@ -206,8 +206,8 @@ def _shorten(config: Mapping[str, Any], home: tuple[str, str], count: int, layer
     """Edit a config in place so that a list has these layers only."""
     name, key = home
     values = dict(config_parts(config))[name]
-    for other, said in by_layer(values, count).items():
-        values[other] = as_before(values[other], [said[each] for each in layers], count)
+    for other, by_number in by_layer(values, count).items():
+        values[other] = as_before(values[other], [by_number[each] for each in layers], count)
     values[key] = len(layers)
 
 

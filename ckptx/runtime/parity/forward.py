@@ -63,13 +63,13 @@ def verify_run(reference: Path, checkpoint: Path, options: RunOptions, log: Log)
         log: Log that receives the notes for the user, the same on every rank.
 
     Returns:
-        On every rank the same. Its `exit` is 1 when something differs.
+        The report, the same on every rank; its `exit` is 1 if anything differs.
 
     Raises:
-        UnsupportedError: The class cannot run like that; the message says why.
+        UnsupportedError: The class cannot run in this layout; the message names the reason.
         InputError: A checkpoint is incomplete.
-        SpaceError: There is not enough memory; the message says how much it takes.
-        CkptxError: Whatever else is in the way, on whichever rank.
+        SpaceError: There is not enough memory; the message names the required amount.
+        CkptxError: Any other failure, on any rank.
     """
     stopwatch = Stopwatch()
     with process_group(options.device, options.backend) as process:
@@ -220,8 +220,8 @@ def _compare_gradients(
             portion = next(portions, None) if portions is not None else None
         if not broadcast_object(portion is not None):
             break
-        with loaded.parameters_of_stage(number) as held:
-            comparison.backward(portion, held)
+        with loaded.parameters_of_stage(number) as parameters:
+            comparison.backward(portion, parameters)
             if not loaded.is_whole:
                 comparison.report_missing_gradients()
         reached.record({each.name: each.tensor for each in portion or ()})

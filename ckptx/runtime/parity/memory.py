@@ -28,11 +28,11 @@ class MemoryLimits(NamedTuple):
 
     Attributes:
         whole: Limit if the reference is run as a whole.
-        pieces: Limit if it is run stage by stage, while the checkpoint and its gradients stay in memory.
+        offloaded: Limit if it is run stage by stage, while the checkpoint and its gradients stay in memory.
     """
 
     whole: int | None
-    pieces: int | None
+    offloaded: int | None
 
 
 def memory_limits(facts: ModelFacts, options: RunOptions, process: RankContext) -> MemoryLimits:

@@ -70,7 +70,7 @@ class LoadRecord:
         """Load a model part, and compare its values with the reference.
 
         Raises:
-            InputError, UnsupportedError: As `load_from`.
+            InputError, UnsupportedError: See `load_from`.
         """
         materialize(built.model, device)
         with side.open_checkpoint() as source:
@@ -79,8 +79,8 @@ class LoadRecord:
             wrong, without_place = reference.config_mismatches(built.model, source, built.regions)
         self.stored, self.architecture = built.stored, built.model.config.architectures[0]
         self.dtypes |= {str(each.dtype).removeprefix("torch.") for each in built.model.parameters()}
-        self.wrapped_layers += built.done.wrapped_layers
-        layout = built.done.layout
+        self.wrapped_layers += built.parallelized.wrapped_layers
+        layout = built.parallelized.layout
         if layout is not None:
             self.gathered |= {name: ("output", aligned) for name, aligned in layout.gathered_outputs.items()}
             self.gathered |= {
@@ -120,7 +120,7 @@ class ModelUnderTest(Protocol):
         """Run one step on these batches.
 
         Raises:
-            UnsupportedError, SpaceError: As `execution.run`.
+            UnsupportedError, SpaceError: See `execution.run`.
         """
         ...
 

@@ -124,7 +124,7 @@ class OffloadedModel:
             backward: Keep the stage inputs for a backward pass.
 
         Raises:
-            UnsupportedError, SpaceError: As `execution.run`.
+            UnsupportedError, SpaceError: See `execution.run`.
         """
         for compute_pass in self._passes:
             compute_pass.stage_inputs[0] = [()] * len(self._batches)
@@ -199,7 +199,7 @@ class OffloadedModel:
     ) -> None:
         plain = {canonical_name(name): each for name, each in part.model.named_parameters() if each.requires_grad}
         first, later = self._tied(part, plain)
-        wanted = [
+        parameters = [
             *plain.values(),
             *first.values(),
             *(each for name, each in later.items() if name not in self._recomputed_ties),
@@ -217,7 +217,7 @@ class OffloadedModel:
                 translate_model_errors(part.model),
                 gradient_hooks(plain if is_last and on_gradient is not None else {}, complete),
             ):
-                self._backward_of_batch(part, compute_pass, index, wanted)
+                self._backward_of_batch(part, compute_pass, index, parameters)
             for name, parameter in first.items():
                 if parameter.grad is not None:
                     totals[name] = totals[name].add_(parameter.grad) if name in totals else parameter.grad
@@ -237,7 +237,7 @@ class OffloadedModel:
                 parameter.grad = None
 
     def _backward_of_batch(
-        self, part: StageRun, compute_pass: ComputePass, index: int, wanted: Sequence[Tensor]
+        self, part: StageRun, compute_pass: ComputePass, index: int, parameters: Sequence[Tensor]
     ) -> None:
         """Recompute one batch forward, then run it backward."""
         given = as_stage_inputs(compute_pass.stage_inputs[part.number][index])
@@ -249,7 +249,7 @@ class OffloadedModel:
             else:
                 outputs, gradients = backward_roots(clone_outputs(sent), compute_pass.output_grads[index])
         if outputs:
-            torch.autograd.backward(outputs, gradients, inputs=[*wanted, *leaves])
+            torch.autograd.backward(outputs, gradients, inputs=[*parameters, *leaves])
         compute_pass.output_grads[index] = input_grads(given)
 
     def _loss(self, part: StageRun, output: Any, index: int) -> Tensor:

@@ -47,15 +47,15 @@ def reference_of(side: ModelSide, facts: ModelFacts, batches: Sequence[Inputs], 
     options = side.options
     limits = memory.memory_limits(facts, options, process)
     model, stacks = side.stacked()
-    ways = memory.advice_to_save_memory(facts, options)
-    budget = Budget(model, stacks, batches, options.backward, process.world_size == 1, ways)
-    if limits.whole is None or limits.pieces is None or budget.whole_bytes <= limits.whole:
+    advice = memory.advice_to_save_memory(facts, options)
+    budget = Budget(model, stacks, batches, options.backward, process.world_size == 1, advice)
+    if limits.whole is None or limits.offloaded is None or budget.whole_bytes <= limits.whole:
         return WholeReference(side, batches, process, options.backward)
     return OffloadedReference(
         side,
         batches,
         process,
-        partition_reference(model, budget.partition(limits.pieces), facts),
+        partition_reference(model, budget.partition(limits.offloaded), facts),
         backward=options.backward,
     )
 

@@ -72,12 +72,12 @@ class ShardedMetaModel(NamedTuple):
 
     Attributes:
         model: Model on the meta device.
-        done: Result of `parallelize`.
+        parallelized: Result of `parallelize`.
         stored: The names on disk of each tensor of the whole model.
     """
 
     model: nn.Module
-    done: ParallelizedModel
+    parallelized: ParallelizedModel
     stored: dict[str, tuple[str, ...]]
 
     @property
@@ -86,7 +86,7 @@ class ShardedMetaModel(NamedTuple):
 
         It returns None for a parameter that TP does not shard.
         """
-        layout = self.done.layout
+        layout = self.parallelized.layout
         if layout is None:
             return None
         return lambda name: layout.local_regions(name) if layout.placements.get(name) is not None else None
@@ -228,7 +228,7 @@ class ModelSide:
             stored = dict(source.stored)
         if make_stage_in_place is not None:
             make_stage_in_place(model)
-        done = parallelize(
+        parallelized = parallelize(
             model,
             mesh,
             plan,
@@ -236,7 +236,7 @@ class ModelSide:
             scope=options.ac_scope,
             compile=options.compile,
         )
-        return ShardedMetaModel(model, done, stored)
+        return ShardedMetaModel(model, parallelized, stored)
 
     def load(self, model: nn.Module, source: OpenCheckpoint, regions: RegionsOf | None) -> LoadLedger:
         """Load values with `load_from` and the ties of this side."""

@@ -1,1 +1,1 @@
-"""A small, exact trainer on the runtime: what a recipe says is trained, saved and resumed, bit for bit."""
+"""A small, exact trainer on the runtime: it trains a recipe, saves, and resumes bit-exactly."""

@@ -121,7 +121,7 @@ def lay_out(
         find_boundaries: Finds the values that travel between stages; see `plan_pipeline_of_stacks`.
 
     Raises:
-        UnsupportedError, UsageError: As for `assemble`.
+        UnsupportedError, UsageError: See `assemble`.
     """
     layout = layout or recipe.layout
     mesh = mesh_of(layout.dims, place.device.type)
@@ -139,9 +139,9 @@ def lay_out(
         check_heads(config, layout.tp, architecture)
     frozen = freeze(whole, recipe.model.freeze)
     plan = find_plan(whole, config) if layout.tp > 1 else None
-    cut, stages = None, {0: whole}
+    pipeline_plan, stages = None, {0: whole}
     if layout.pp > 1:
-        cut = plan_pipeline(
+        pipeline_plan = plan_pipeline(
             whole,
             config,
             layout.dims,
@@ -152,7 +152,7 @@ def lay_out(
             batches=_small_batches,
             find_boundaries=find_boundaries,
         )
-        stages = cut.models(whole, mesh)
+        stages = pipeline_plan.models(whole, mesh)
     layouts, wrapped = [], 0
     for model in stages.values():
         done = parallelize(
@@ -165,7 +165,7 @@ def lay_out(
         )
         layouts.append(done.layout)
         wrapped += done.wrapped_layers
-    return AssembledModel(stages, layouts, mesh, cut, None, frozen, wrapped)
+    return AssembledModel(stages, layouts, mesh, pipeline_plan, None, frozen, wrapped)
 
 
 def connect(assembled: AssembledModel) -> None:

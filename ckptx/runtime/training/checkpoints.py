@@ -30,7 +30,7 @@ LATEST = "latest"
 _NEW = ".latest.ckptx-new"
 _LATEST_BYTES = 256
 _STEP = re.compile(r"step-(0|[1-9][0-9]*)")
-_LEFT = re.compile(r"\.(step-(?:0|[1-9][0-9]*)(?:\.removed)?)\.ckptx-partial")
+_REMAINS = re.compile(r"\.(step-(?:0|[1-9][0-9]*)(?:\.removed)?)\.ckptx-partial")
 
 
 class ResumePoint(NamedTuple):
@@ -94,20 +94,20 @@ class StepDirectories:
 
     def choose(self) -> ResumePoint:
         """Return the step that `latest` names if it is complete, else the newest complete step."""
-        said, doubt = self._said()
+        named, doubt = self._named_by_latest()
         newest = next((step for step in reversed(self._named()) if self.is_published(step)), None)
-        if said is not None and self.is_published(said):
-            note = "" if said == newest else f"{self.path(said)}: {LATEST} names it; step-{newest} is complete, too"
-            return ResumePoint(said, note)
-        if said is not None:
-            doubt = f"names step-{said}, which is not complete"
+        if named is not None and self.is_published(named):
+            note = "" if named == newest else f"{self.path(named)}: {LATEST} names it; step-{newest} is complete, too"
+            return ResumePoint(named, note)
+        if named is not None:
+            doubt = f"names step-{named}, which is not complete"
         if newest is None:
             return ResumePoint(None, f"{self.root / LATEST}: {doubt}; there is no complete step" if doubt else "")
         return ResumePoint(
-            newest, f"{self.root / LATEST}: {doubt or 'is not there'}; step-{newest} is the newest complete"
+            newest, f"{self.root / LATEST}: {doubt or 'does not exist'}; using step-{newest}, the newest complete step"
         )
 
-    def _said(self) -> tuple[int | None, str]:
+    def _named_by_latest(self) -> tuple[int | None, str]:
         """Return the step that `latest` names, or the problem with that file; neither if there is no file."""
         path = self.root / LATEST
         if not os.path.lexists(path):
@@ -196,11 +196,11 @@ class StepDirectories:
         Returns:
             Paths that were removed.
         """
-        left = [] if not self.root.is_dir() else [self.root / name for name in sorted(os.listdir(self.root))]
-        return [path for path in left if _LEFT.fullmatch(path.name) and self._discard(path)]
+        entries = [] if not self.root.is_dir() else [self.root / name for name in sorted(os.listdir(self.root))]
+        return [path for path in entries if _REMAINS.fullmatch(path.name) and self._discard(path)]
 
     def _discard(self, path: Path) -> bool:
-        found = _LEFT.fullmatch(path.name)
+        found = _REMAINS.fullmatch(path.name)
         assert found is not None
         with suppress(OutputError):
             if _is_unlocked(path):
@@ -211,10 +211,10 @@ class StepDirectories:
 
 def _is_unlocked(staging: Path) -> bool:
     """Return True if no process holds the lock of a staging directory."""
-    with DirectoryHandle.at(staging) as held:
-        if held.stat("lock") is None:
-            return not held.names()
-        descriptor = held.create("lock", keep=True)
+    with DirectoryHandle.at(staging) as handle:
+        if handle.stat("lock") is None:
+            return not handle.names()
+        descriptor = handle.create("lock", keep=True)
         try:
             return take_lock(descriptor, staging / "lock") is True
         finally:

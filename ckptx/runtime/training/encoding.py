@@ -118,8 +118,8 @@ class Encoder:
     # ------------------------------------------------------------------------------------------------------------ text
 
     def _tokens(self, question: QuestionExample) -> _Tokens:
-        asked = [{"role": "user", "content": question.text}]
-        whole = [*asked, {"role": "assistant", "content": question.answer}]
+        prompt = [{"role": "user", "content": question.text}]
+        whole = [*prompt, {"role": "assistant", "content": question.answer}]
         if not self._has_template:
             before: list[int] = self._tokenizer(f"{question.text}\n")["input_ids"]
             answer = self._tokenizer(question.answer, add_special_tokens=False)["input_ids"]
@@ -131,7 +131,7 @@ class Encoder:
             return _Tokens(list(found["input_ids"]), [bool(each) for each in found["assistant_masks"]])
         ids = list(self._tokenizer.apply_chat_template(whole, return_dict=True)["input_ids"])
         before = list(
-            self._tokenizer.apply_chat_template(asked, add_generation_prompt=True, return_dict=True)["input_ids"]
+            self._tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=True)["input_ids"]
         )
         return _Tokens(ids, _behind(ids, before))
 
@@ -198,11 +198,11 @@ class Encoder:
         if self._processor is None:
             self._processor = self._read_processor()
         content = [{"type": "image", "image": _picture(question.image)}, {"type": "text", "text": question.text}]
-        asked = [{"role": "user", "content": content}]
-        whole = [*asked, {"role": "assistant", "content": [{"type": "text", "text": question.answer}]}]
-        how = {"tokenize": True, "return_dict": True, "return_tensors": "pt"}
-        found = dict(self._processor.apply_chat_template(whole, **how))
-        before = self._processor.apply_chat_template(asked, add_generation_prompt=True, **how)["input_ids"]
+        prompt = [{"role": "user", "content": content}]
+        whole = [*prompt, {"role": "assistant", "content": [{"type": "text", "text": question.answer}]}]
+        options = {"tokenize": True, "return_dict": True, "return_tensors": "pt"}
+        found = dict(self._processor.apply_chat_template(whole, **options))
+        before = self._processor.apply_chat_template(prompt, add_generation_prompt=True, **options)["input_ids"]
         ids = found.pop("input_ids")
         found.pop("attention_mask", None)
         rows = {name: each for name, each in found.items() if each.shape == ids.shape}

@@ -140,11 +140,11 @@ def _set(values: dict[str, Any], option: str, set_by: dict[str, str]) -> None:
     Raises:
         UsageError: It has no key and value, or its path leads through a value that is not a mapping.
     """
-    said = f"--set {one_line(option, 200)}"
+    option_text = f"--set {one_line(option, 200)}"
     path, sign, text = option.partition("=")
     keys = path.strip().split(".")
     if not sign or not all(keys):
-        raise UsageError(f"{said}: expected KEY=VALUE, such as layout.tp=2")
+        raise UsageError(f"{option_text}: expected KEY=VALUE, such as layout.tp=2")
     block: Any = values
     for at, key in enumerate(keys[:-1]):
         below = block.get(key)
@@ -152,7 +152,7 @@ def _set(values: dict[str, Any], option: str, set_by: dict[str, str]) -> None:
             below = block[key] = {}
         if not isinstance(below, dict):
             where = one_line(".".join(keys[: at + 1]), 200)
-            raise UsageError(f"{said}: {where} is {found_as(below)}, not a mapping; set {where} as a whole")
+            raise UsageError(f"{option_text}: {where} is {found_as(below)}, not a mapping; set {where} as a whole")
         block = below
-    block[keys[-1]] = parse_yaml(text, said)
+    block[keys[-1]] = parse_yaml(text, option_text)
     set_by[".".join(keys)] = option

@@ -28,7 +28,7 @@ _COLUMNS = {
 _SAMPLES = 64  # default number of synthetic samples
 _SAVED = "state.json"  # in a directory that `Dataset.save_to_disk` wrote
 _SIDE = 24  # pixels
-_COLOURS = {"red": (220, 30, 30), "green": (30, 200, 30), "blue": (30, 30, 220), "grey": (120, 120, 120)}
+_COLORS = {"red": (220, 30, 30), "green": (30, 200, 30), "blue": (30, 30, 220), "grey": (120, 120, 120)}
 
 
 class QuestionExample(NamedTuple):
@@ -141,20 +141,20 @@ def _text_row(draw: random.Random, index: int) -> Row:
     """Make a few names with numbers, and ask for one of the numbers."""
     names = draw.sample("abcdefghijklmnopqrstuvwxyz", 2 + index % 2)
     facts = [f"{name}={draw.randrange(100)}" for name in names]
-    asked = draw.choice(facts)
+    fact = draw.choice(facts)
     context = " ".join(facts)
     return {
-        "id": f"{index:08x}", "title": "made up", "context": context, "question": f"{asked[0]}?",
-        "answers": {"text": [asked[2:]], "answer_start": [context.index(asked) + 2]},
+        "id": f"{index:08x}", "title": "made up", "context": context, "question": f"{fact[0]}?",
+        "answers": {"text": [fact[2:]], "answer_start": [context.index(fact) + 2]},
     }  # fmt: skip
 
 
 def _image_row(draw: random.Random, index: int) -> Row:
     """Make a picture of one color with a lighter corner, and ask for the color."""
-    colour = draw.choice(sorted(_COLOURS))
-    image = torch.tensor(_COLOURS[colour], dtype=torch.uint8)[:, None, None].repeat(1, _SIDE, _SIDE)
+    color = draw.choice(sorted(_COLORS))
+    image = torch.tensor(_COLORS[color], dtype=torch.uint8)[:, None, None].repeat(1, _SIDE, _SIDE)
     size = draw.randrange(2, _SIDE // 2)
     image[:, :size, :size] = draw.randrange(235, 256)
     return {
-        "image_id": image, "mode": "train", "case_id": f"{index:08x}", "question": "colour?", "answer": colour,
+        "image_id": image, "mode": "train", "case_id": f"{index:08x}", "question": "colour?", "answer": color,
     }  # fmt: skip

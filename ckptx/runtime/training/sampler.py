@@ -55,9 +55,9 @@ class Sampler:
         found: list[int] = []
         while len(found) < self._global_batch:
             begin = self.samples % self._length
-            taken = self._of_epoch(self.epoch)[begin : begin + self._global_batch - len(found)]
-            found += taken
-            self.samples += len(taken)
+            share = self._of_epoch(self.epoch)[begin : begin + self._global_batch - len(found)]
+            found += share
+            self.samples += len(share)
         return found
 
     def _of_epoch(self, epoch: int) -> list[int]:

@@ -172,10 +172,10 @@ def _check_stages(training: TrainingBlock, layout: LayoutBlock, path: str, subje
             activation_checkpointing=layout.activation_checkpointing, sequence_parallel=False,
         )  # fmt: skip
     except CkptxError as error:
-        said = str(error).removeprefix(f"--schedule {layout.schedule.lower()}: ").removeprefix("--schedule ")
+        reason = str(error).removeprefix(f"--schedule {layout.schedule.lower()}: ").removeprefix("--schedule ")
         raise type(error)(
             f"{subject(where, path, 'training.local_batch', 'training.microbatch')}: {where} {layout.schedule}, with "
-            f"training.local_batch / training.microbatch = {microbatches}: {said}"
+            f"training.local_batch / training.microbatch = {microbatches}: {reason}"
         ) from error
     stages = layout.pp * schedule.stages
     if microbatches < stages:

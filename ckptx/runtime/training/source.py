@@ -69,11 +69,11 @@ def prepare_source(recipe: Recipe, directory: Path) -> Path:
         if not model.config and dropout is None and model.attn_implementation is None:
             return root
         values = merged(read_json(root / _CONFIG), model.config)
-        with _said_of_the_recipe(directory):
+        with _errors_about_the_recipe(directory):
             return _linked(root, directory, values, recipe)
     values = _first_values(model)
     directory.mkdir(parents=True, exist_ok=True)
-    with _said_of_the_recipe(directory):
+    with _errors_about_the_recipe(directory):
         config, cls, name = _random_config(values, directory, recipe)
         tokenizer = make_tokenizer(config)
         with building(name, directory):
@@ -87,16 +87,16 @@ def prepare_source(recipe: Recipe, directory: Path) -> Path:
 
 
 @contextlib.contextmanager
-def _said_of_the_recipe(directory: Path) -> Iterator[None]:
+def _errors_about_the_recipe(directory: Path) -> Iterator[None]:
     """Attribute errors about the generated config.json, a temporary file, to `model.config` of the recipe."""
     written = re.escape(str(directory / _CONFIG))
     try:
         yield
     except CkptxError as error:
-        said = re.sub(rf"{written}|(?<![\w./-]){re.escape(_CONFIG)}", "model.config of the recipe", str(error))
-        if said == str(error):
+        message = re.sub(rf"{written}|(?<![\w./-]){re.escape(_CONFIG)}", "model.config of the recipe", str(error))
+        if message == str(error):
             raise
-        raise type(error)(said) from error
+        raise type(error)(message) from error
 
 
 @contextlib.contextmanager
@@ -276,7 +276,7 @@ def random_model(cls: type[PreTrainedModel], config: Any, dtype: torch.dtype, se
     return model.eval()
 
 
-class _SkipWeightInit(TorchFunctionMode):  # type: ignore[misc]  # torch says Any
+class _SkipWeightInit(TorchFunctionMode):  # type: ignore[misc]  # torch types it as Any
     """Replaces initializations by zeros that `_draw` overwrites: torch draws each weight, and its class once more."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -168,12 +168,12 @@ class Trainer:
         self._at("stepped")
         tokens = sum(int(each.get("attention_mask", each["input_ids"] >= 0).sum()) for each in batches)
         found = all_gather_object((losses, tokens, self._is_counted()))
-        told = [loss for loss, _, is_counted in found if is_counted]
+        losses_by_rank = [loss for loss, _, is_counted in found if is_counted]
         seconds = time.perf_counter() - begin
         tps = sum(each for _, each, is_counted in found if is_counted) / seconds
         return StepRecord(
-            self.done, epoch, sum(told) / len(told), float(norm), rate, _memory(self.place.device), tps,
-            tps / self.place.world_size, round(float(items) * self._data_ranks()),
+            self.done, epoch, sum(losses_by_rank) / len(losses_by_rank), float(norm), rate, _memory(self.place.device),
+            tps, tps / self.place.world_size, round(float(items) * self._data_ranks()),
         )  # fmt: skip
 
     def microbatches(self, indices: Sequence[int]) -> list[dict[str, Tensor]]:
@@ -321,8 +321,8 @@ class Trainer:
 
     def _is_counted(self) -> bool:
         """Return True if this rank reports for its data-parallel rank: the first one that has the loss."""
-        mesh, cut = self.assembled.mesh, self.assembled.pipeline_plan
-        has_loss = cut is None or cut.stages.pp - 1 in self.assembled.stages
+        mesh, plan = self.assembled.mesh, self.assembled.pipeline_plan
+        has_loss = plan is None or plan.stages.pp - 1 in self.assembled.stages
         return has_loss and mesh["tp"].get_local_rank() == 0
 
     def _data_ranks(self) -> int:

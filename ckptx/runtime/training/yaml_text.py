@@ -66,8 +66,8 @@ def parse_yaml(text: str, where: str) -> Any:
         mark = error.problem_mark
         at = f" in line {mark.line + 1}" if mark is not None and "\n" in text.rstrip() else ""
         problem = one_line(str(error.problem), 400)
-        said = problem if isinstance(error, _YamlError) else f"invalid YAML: {problem}; correct it"
-        raise UsageError(f"{where}: found{at} {said}") from error
+        message = problem if isinstance(error, _YamlError) else f"invalid YAML: {problem}; correct it"
+        raise UsageError(f"{where}: found{at} {message}") from error
     except YAMLError as error:
         reason = one_line((str(error).splitlines() or ["no reason"])[0], 400)
         raise UsageError(f"{where}: is not valid YAML: {reason}; correct it") from error

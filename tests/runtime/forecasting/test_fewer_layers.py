@@ -89,24 +89,24 @@ def deep(model: str, directory: Path, layers: int = 20) -> Path:
 
 def assert_same(few: RankForecast, every: RankForecast) -> None:
     """Each part of the step, in bytes of each kind; what is computed and sent; what is told of the peak."""
-    one, other = few.course.segments, every.course.segments
+    one, other = few.timeline.segments, every.timeline.segments
     assert [(each.part, each.turn, each.unit, each.most, each.last) for each in one] == [
         (each.part, each.turn, each.unit, each.most, each.last) for each in other
     ]
     assert few.turns == every.turns
-    told = ("left_out", "course", "turns")
+    told = ("left_out", "timeline", "turns")
     assert all(
         getattr(few, each.name) == getattr(every, each.name)
         for each in dataclasses.fields(few)
         if each.name not in told
     )
-    worst, expected = few.course.worst, every.course.worst
+    worst, expected = few.timeline.worst, every.timeline.worst
     assert [each.nbytes for each in worst.largest] == [each.nbytes for each in expected.largest]
     assert worst.peak is not None and expected.peak is not None
     assert (worst.peak.op, worst.peak.shape, worst.peak.born) == (
         expected.peak.op, expected.peak.shape, expected.peak.born,
     )  # fmt: skip
-    assert few.course.between == every.course.between
+    assert few.timeline.between == every.timeline.between
 
 
 _CASES = [
@@ -170,13 +170,13 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[RepeatedLayers, list
 def test_a_third_step_is_held_against_the_first_two(runs: tuple[RepeatedLayers, list[ShortModel]]) -> None:
     repeat, (base, grown, third) = runs
     assert extrapolated([repeat], base, [grown], third) is not None
-    segment = third.forecast.course.segments[7]
+    segment = third.forecast.timeline.segments[7]
     for key in ("most", "last"):
         other = tuple(size + (2**20 if number == 4 else 0) for number, size in enumerate(getattr(segment, key)))
-        changed = list(third.forecast.course.segments)
+        changed = list(third.forecast.timeline.segments)
         changed[7] = dataclasses.replace(segment, **{key: other})
-        course = dataclasses.replace(third.forecast.course, segments=tuple(changed))
-        spoiled = dataclasses.replace(third, forecast=dataclasses.replace(third.forecast, course=course))
+        timeline = dataclasses.replace(third.forecast.timeline, segments=tuple(changed))
+        spoiled = dataclasses.replace(third, forecast=dataclasses.replace(third.forecast, timeline=timeline))
         assert extrapolated([repeat], base, [grown], spoiled) is None
 
 
@@ -193,4 +193,4 @@ def test_where_they_do_not_agree_all_layers_run(tmp_path: Path, monkeypatch: pyt
     task: Task = task_of(deep("llama", tmp_path, 13), "dp1", "none")
     (found,) = ranks_of(task)
     assert found.left_out == 0
-    assert len({each.unit for each in found.course.segments}) == 14
+    assert len({each.unit for each in found.timeline.segments}) == 14

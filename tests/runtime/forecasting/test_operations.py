@@ -72,9 +72,9 @@ def test_what_ranks_agree_on_is_what_this_one_says() -> None:
 def test_what_gets_no_gradient_has_no_state(tmp_path: Path) -> None:
     """A tower that rows of text do not reach: neither moments nor counts of steps, which the optimizer makes late."""
     model = forecasts_here(task_of(write_config("qwen2.5-vl", tmp_path), "dp1", "none"))[0]
-    between = dict(zip(KINDS, model.course.between, strict=True))
+    between = dict(zip(KINDS, model.timeline.between, strict=True))
     text = forecasts_here(task_of(write_config("llama", tmp_path), "dp1", "none"))[0]
-    state = dict(zip(KINDS, text.course.between, strict=True))
+    state = dict(zip(KINDS, text.timeline.between, strict=True))
     tower = between[PARAMETERS] - state[PARAMETERS]
     assert tower > 0
     assert between[OPTIMIZER] == pytest.approx(state[OPTIMIZER], rel=1e-3)  # biases of its attention

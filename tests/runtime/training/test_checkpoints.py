@@ -97,7 +97,7 @@ def test_what_is_incomplete_is_never_chosen_marked_or_removed(
     spoil(steps.path(10))
     assert steps.published() == [3, 6]
     assert steps.choose().step == 6
-    assert "names step-10, which is not complete; step-6 is the newest complete" in steps.choose().note
+    assert "names step-10, which is not complete; using step-6, the newest complete step" in steps.choose().note
     with pytest.raises(UsageError, match="step-10: is not a complete step"):
         steps.mark_latest(10)
     assert steps.retain(1) == [3]
@@ -140,13 +140,13 @@ def test_latest_that_names_no_step_is_not_believed(steps: StepDirectories, said:
     (steps.root / "latest").write_text(said)
     choice = steps.choose()
     assert choice.step == 10
-    assert "step-10 is the newest complete" in choice.note
+    assert "using step-10, the newest complete step" in choice.note
 
 
 def test_latest_may_be_missing(steps: StepDirectories) -> None:
     (steps.root / "latest").unlink()
     assert steps.choose().step == 10
-    assert "is not there" in steps.choose().note
+    assert "does not exist" in steps.choose().note
 
 
 def test_marking_writes_through_nothing_that_lies_in_its_way(steps: StepDirectories, tmp_path: Path) -> None:

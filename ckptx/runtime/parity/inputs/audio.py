@@ -47,7 +47,7 @@ def _halved(length: int, times: int) -> int:
 def _window(
     config: Config, rows: int, generator: torch.Generator, mask: str, begin: str = "", end: str = ""
 ) -> MultimodalInput:
-    """Encoder of Whisper followed by a pooling: a full window of mels, and a mask of the valid frames."""
+    """Make a full window of mels, and a mask of the valid frames: Whisper's encoder followed by a pooling."""
     audio = config["audio_config"]
     total = 2 * int(audio["max_source_positions"])
     valid = min(4 * _TOKENS, total)
@@ -59,7 +59,7 @@ def _window(
 
 
 def _whole_window(config: Config, rows: int, generator: torch.Generator) -> MultimodalInput:
-    """A full window of mels without a mask; `intermediate_size` features of the encoder make a token."""
+    """Make a full window of mels without a mask; `intermediate_size` features of the encoder make a token."""
     audio = config["audio_config"]
     positions = int(audio["max_source_positions"])
     features = random_of(generator, rows, int(audio["num_mel_bins"]), 2 * positions)
@@ -68,7 +68,7 @@ def _whole_window(config: Config, rows: int, generator: torch.Generator) -> Mult
 
 
 def _added_to_text(config: Config, rows: int, generator: torch.Generator) -> MultimodalInput:
-    """Sound that is added to every token of the text, and so has no token of its own."""
+    """Make sound that is added to every token of the text, and so has no token of its own."""
     audio = config["audio_config"]
     frames = 2 * int(config["downsample_factor"]) * LENGTH
     features = random_of(generator, rows, int(audio["num_mel_bins"]), frames)
@@ -76,7 +76,7 @@ def _added_to_text(config: Config, rows: int, generator: torch.Generator) -> Mul
 
 
 def _four_frames(config: Config, rows: int, generator: torch.Generator) -> MultimodalInput:
-    """Four frames after the convolutions make a token: a constant in the code of the class, not in its config."""
+    """Make frames of which four are a token after the convolutions, a constant in the code of the class."""
     audio = config["audio_config"]
     frames = 2 * 4 * _TOKENS
     tensors = {
@@ -87,7 +87,7 @@ def _four_frames(config: Config, rows: int, generator: torch.Generator) -> Multi
 
 
 def _one_window(config: Config, rows: int, generator: torch.Generator) -> MultimodalInput:
-    """One window of the projector; the mask covers the tokens that it returns."""
+    """Make one window of the projector; the mask covers the tokens that it returns."""
     window, mels = int(config["window_size"]), int(config["encoder_config"]["input_dim"])
     count = window // int(config["downsample_rate"])
     tensors = {
@@ -98,7 +98,7 @@ def _one_window(config: Config, rows: int, generator: torch.Generator) -> Multim
 
 
 def _masked_chunk(config: Config, rows: int, generator: torch.Generator) -> MultimodalInput:
-    """One chunk of an encoder with three convolutions."""
+    """Make one chunk of an encoder with three convolutions."""
     audio = config["audio_config"]
     total = 2 * int(audio["n_window"])
     valid = min(8 * _TOKENS, total)
@@ -110,7 +110,7 @@ def _masked_chunk(config: Config, rows: int, generator: torch.Generator) -> Mult
 
 
 def _chunk(config: Config, rows: int, generator: torch.Generator, convolutions: int) -> MultimodalInput:
-    """At most one chunk of the encoder. A pooling halves like a convolution if it pools whole pairs."""
+    """Make at most one chunk of the encoder. A pooling halves like a convolution if it pools whole pairs."""
     audio = config["audio_config"]
     frames = min(2**convolutions * _TOKENS, 2 * int(audio["n_window"]))
     tensors = {
@@ -121,7 +121,7 @@ def _chunk(config: Config, rows: int, generator: torch.Generator, convolutions: 
 
 
 def _two_convolutions(config: Config, rows: int, generator: torch.Generator) -> MultimodalInput | None:
-    """Two convolutions; the number of mels follows from the channels of the first, which fit a projection."""
+    """Make mels for two convolutions; their number follows from the channels of the first, which fit a projection."""
     audio = config["audio_config"]
     if audio is None:
         return None
@@ -134,7 +134,7 @@ def _two_convolutions(config: Config, rows: int, generator: torch.Generator) -> 
 
 
 def _frames(config: Config, rows: int, generator: torch.Generator) -> MultimodalInput | None:
-    """No tower: each frame of the waveform is a token."""
+    """Make frames of a waveform for a class without a tower: each frame is a token."""
     if config["audio_config"] is None:
         return None
     tensors = {
@@ -145,7 +145,7 @@ def _frames(config: Config, rows: int, generator: torch.Generator) -> Multimodal
 
 
 def _filled(config: Config, rows: int, generator: torch.Generator) -> MultimodalInput:
-    """A sound that the class pads to a fixed number of tokens, however short it is."""
+    """Make a sound that the class pads to a fixed number of tokens, however short it is."""
     audio, count = config["audio_config"], int(config["audio_soft_tokens_per_image"])
     per_token = prod(int(time) for time, _ in audio["sscp_conv_stride_size"]) * int(audio["conf_reduction_factor"])
     frames = per_token * min(_TOKENS, count)
@@ -169,7 +169,7 @@ def _embedded_sizes(config: Config, rows: int, generator: torch.Generator) -> Mu
 
 
 def _folded_waveform(config: Config, rows: int, generator: torch.Generator) -> MultimodalInput:
-    """A waveform; every layer of the tower folds several samples into one."""
+    """Make a waveform; every layer of the tower folds several samples into one."""
     samples = prod(int(size) for size in config["audio_config"]["patch_sizes"]) * _TOKENS
     tensors = {
         "input_values": random_of(generator, rows, samples),
@@ -203,7 +203,7 @@ def _mel_window(config: Config, rows: int, generator: torch.Generator) -> Batch:
 def _waveform(
     config: Config, rows: int, generator: torch.Generator, *, convolutions: Iterable[tuple[int, int]]
 ) -> Batch:
-    """A waveform from which unpadded convolutions, (kernel, stride) from first to last, make `_TOKENS` outputs."""
+    """Make a waveform from which unpadded convolutions, (kernel, stride) in order, make `_TOKENS` outputs."""
     samples = _TOKENS
     for kernel, stride in reversed(list(convolutions)):
         samples = kernel + (samples - 1) * stride
@@ -211,19 +211,19 @@ def _waveform(
 
 
 def _waveform_of_config(config: Config, rows: int, generator: torch.Generator) -> Batch:
-    """A waveform for the convolutions of the config."""
+    """Make a waveform for the convolutions of the config."""
     convolutions = zip(config["conv_kernel"], config["conv_stride"], strict=True)
     return _waveform(config, rows, generator, convolutions=convolutions)
 
 
 def _stacked_mels(config: Config, rows: int, generator: torch.Generator) -> Batch:
-    """Stacked mels; an adaptor after the encoder folds them."""
+    """Make stacked mels, which an adaptor after the encoder folds."""
     frames = int(config["adaptor_stride"]) * _TOKENS
     return {"input_features": random_of(generator, rows, frames, int(config["feature_projection_input_dim"]))}
 
 
 def _framed_waveform(config: Config, rows: int, generator: torch.Generator) -> Batch:
-    """A waveform in frames of some milliseconds, followed by two convolutions."""
+    """Make a waveform in frames of some milliseconds, which two convolutions follow."""
     audio = config["encoder_config"]
     frame = round(int(audio["sample_rate"]) * float(audio["frame_ms"]) / 1000)
     return {"input_values": random_of(generator, rows, frame * 4 * _TOKENS)}

@@ -33,7 +33,7 @@ from ckptx.runtime.parity.inputs.multimodal import Batch, MultimodalInput, rando
 
 
 def _fixed(count: Callable[[Config, int], int]) -> ImageForm:
-    """Towers with one position per patch of `image_size`; `pixel_values` is (n, channels, size, size).
+    """Return the form of towers with one position per patch of `image_size`; pixels are (n, channels, size, size).
 
     Args:
         count: Function from the config and the patches along one side to the tokens of an image.
@@ -51,7 +51,7 @@ def _every_patch(config: Config, side: int) -> int:
 
 
 def _of_any_tower(config: Config, rows: int, generator: torch.Generator) -> MultimodalInput:
-    """Llava: the tower may be of any model type, and the corrections of that type give its form."""
+    """Make an image for Llava, whose tower may be of any model type; the corrections of that type give its form."""
     if any(row.any_size for row in _tower(config)):
         return _any_size(1, config, rows, generator)
     return _fixed(_selected)(config, rows, generator)
@@ -72,7 +72,7 @@ def _downsampled(config: Config, side: int) -> int:
 
 
 def _halved_twice(config: Config, side: int) -> int:
-    """Two padded convolutions of stride 2, which round up."""
+    """Return the tokens after two padded convolutions of stride 2, which round up."""
     return (-(-side // 4)) ** 2
 
 
@@ -84,7 +84,7 @@ def _pooled(config: Config, rows: int, generator: torch.Generator) -> Multimodal
 
 
 def _of_timm(config: Config, rows: int, generator: torch.Generator) -> MultimodalInput | None:
-    """Towers of timm have no size in the config; the processor makes 768 pixels."""
+    """Make an image of 768 pixels, as the processor does: towers of timm have no size in the config."""
     if config.get("vision_config") is None:
         return None
     token, count = token_of(config), int(config["vision_soft_tokens_per_image"])
@@ -93,7 +93,7 @@ def _of_timm(config: Config, rows: int, generator: torch.Generator) -> Multimoda
 
 
 def _prompt(config: Config, rows: int, generator: torch.Generator) -> MultimodalInput:
-    """A prompt without an answer: all tokens, those of the image included, have type 0 and attend to each other."""
+    """Make a prompt without an answer: all tokens, those of the image included, have type 0 and see each other."""
     return _fixed(_every_patch)(config, rows, generator)._replace(types=("token_type_ids", 0))
 
 
@@ -105,7 +105,7 @@ def _shuffled(config: Config, rows: int, generator: torch.Generator) -> Multimod
 
 
 def _cross_attended(config: Config, rows: int, generator: torch.Generator) -> MultimodalInput:
-    """One image with the largest number of tiles, so that no tile is padding.
+    """Make one image with the largest number of tiles, so that no tile is padding.
 
     The image has no tokens in the text, which attends to it from its placeholder on. `pixel_values` is (n, 1, tiles,
     channels, size, size).
@@ -130,7 +130,7 @@ def _cross_attended(config: Config, rows: int, generator: torch.Generator) -> Mu
 
 
 def _tiles(config: Config, rows: int, generator: torch.Generator) -> MultimodalInput:
-    """An image of the smallest size offered: an overview, then its tiles, each row of patches followed by a newline.
+    """Make an image of the smallest size offered: an overview and its tiles, each row of patches with a newline.
 
     `pixel_values` is (n, 1 + tiles, channels, size, size).
     """
@@ -149,12 +149,12 @@ def _tiles(config: Config, rows: int, generator: torch.Generator) -> MultimodalI
 
 
 def _with_sizes(config: Config, rows: int, generator: torch.Generator) -> MultimodalInput:
-    """Pixtral and similar towers take the size of each image; `spatial_merge_size` patches per side make a token."""
+    """Make an image and its size, for Pixtral and similar towers; `spatial_merge_size` patches per side are a token."""
     return _any_size(int(config["spatial_merge_size"]), config, rows, generator)
 
 
 def _any_size(merge: int, config: Config, rows: int, generator: torch.Generator) -> MultimodalInput:
-    """`merge` patches per side make one token."""
+    """Make an image of which `merge` patches per side are one token."""
     token, size = token_of(config), first_of(config["vision_config"]["patch_size"]) * merge
     high, wide = size * SIDE, size * WIDE
     tensors = {
@@ -165,7 +165,7 @@ def _any_size(merge: int, config: Config, rows: int, generator: torch.Generator)
 
 
 def _downsampled_of_any_size(config: Config, rows: int, generator: torch.Generator) -> MultimodalInput:
-    """Interpolated positions; one token is `1 / downsample_ratio` patches high and wide."""
+    """Make an image for interpolated positions; a token is `1 / downsample_ratio` patches high and wide."""
     patch, token = config["vision_config"]["patch_size"], token_of(config)
     high, wide = patch if isinstance(patch, list | tuple) else (patch, patch)
     side = round(SIDE / float(config["downsample_ratio"]))
@@ -175,7 +175,7 @@ def _downsampled_of_any_size(config: Config, rows: int, generator: torch.Generat
 
 
 def _folded(config: Config, rows: int, generator: torch.Generator) -> MultimodalInput:
-    """Interpolated positions; two convolutions of stride 2 make one token of four patches per side."""
+    """Make an image for interpolated positions; two convolutions of stride 2 make a token of four patches per side."""
     token, size = token_of(config), first_of(config["vision_config"]["patch_size"]) * 4 * SIDE
     return MultimodalInput(
         [token] * SIDE**2, token, {"pixel_values": random_of(generator, rows, channels(config), size, size)}
@@ -183,7 +183,7 @@ def _folded(config: Config, rows: int, generator: torch.Generator) -> Multimodal
 
 
 def _queries(config: Config, rows: int, generator: torch.Generator) -> MultimodalInput:
-    """A fixed number of queries for each number of patches; the image has the fewest patches."""
+    """Make the image with the fewest patches, for a fixed number of queries per number of patches."""
     queries = {int(patches): int(count) for patches, count in config["projector_patch_to_query_dict"].items()}
     token, fewest = token_of(config), min(queries)
     size = isqrt(fewest) * first_of(config["vision_config"]["patch_size"])
@@ -195,7 +195,7 @@ def _queries(config: Config, rows: int, generator: torch.Generator) -> Multimoda
 
 
 def _masked(count: Callable[[Config], int], side: Callable[[Config], int]) -> ImageForm:
-    """Classes that take (n, images, channels, height, width) and a pixel mask.
+    """Return the form of classes that take (n, images, channels, height, width) and a pixel mask.
 
     Args:
         count: Function from the config to the tokens of an image.

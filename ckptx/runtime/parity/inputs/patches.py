@@ -12,7 +12,7 @@ from ckptx.runtime.parity.inputs.multimodal import MultimodalInput, random_of
 
 
 def flat(config: Config, rows: int, generator: torch.Generator) -> MultimodalInput:
-    """Qwen2-VL and what came after: the patches of all images in one dim, and the grid of each image.
+    """Make patches as for Qwen2-VL and its successors: those of all images in one dim, and the grid of each image.
 
     `pixel_values` is (n * patches, channels * frames * patch * patch): an image is a film that stands still. The class
     sees where images are from the type of each token. Where layers see a window of the image, it has more than one.
@@ -31,12 +31,12 @@ def flat(config: Config, rows: int, generator: torch.Generator) -> MultimodalInp
 
 
 def flat_untyped(config: Config, rows: int, generator: torch.Generator) -> MultimodalInput:
-    """`flat` for classes that find images without token types."""
+    """Make `flat` patches for classes that find images without token types."""
     return flat(config, rows, generator)._replace(types=None)
 
 
 def flat_for_experts(config: Config, rows: int, generator: torch.Generator) -> MultimodalInput:
-    """Ernie 4.5 VL: patches have no frames, because the projector pairs an image with itself.
+    """Make patches for Ernie 4.5 VL, which have no frames, because the projector pairs an image with itself.
 
     Its tokens, and those for begin and end, go to experts of their own.
     """
@@ -47,14 +47,14 @@ def flat_for_experts(config: Config, rows: int, generator: torch.Generator) -> M
 
 
 def flat_renamed(config: Config, rows: int, generator: torch.Generator) -> MultimodalInput:
-    """Muse Spark: the form of Qwen2-VL with other names for the sizes."""
+    """Make patches for Muse Spark: the form of Qwen2-VL with other names for the sizes."""
     vision = config["vision_config"]
     renamed = {"spatial_merge_size": vision["merge_size"], "temporal_patch_size": vision["patch_temporal"]}
     return flat_untyped({**config, "vision_config": {**vision, **renamed}}, rows, generator)
 
 
 def large(config: Config, rows: int, generator: torch.Generator) -> MultimodalInput:
-    """Large patches, each one a token: (n * patches, frames, patch, patch, channels)."""
+    """Make large patches, each one a token: (n * patches, frames, patch, patch, channels)."""
     vision, token = config["vision_config"], token_of(config)
     patch, frames = int(vision["patch_size"]), int(vision["temporal_patch_size"])
     pixels = random_of(generator, rows * SIDE, frames, patch, patch, channels(config))
@@ -62,7 +62,7 @@ def large(config: Config, rows: int, generator: torch.Generator) -> MultimodalIn
 
 
 def square(config: Config, rows: int, generator: torch.Generator) -> MultimodalInput:
-    """Square patches, (n * patches, channels, patch, patch)."""
+    """Make square patches, (n * patches, channels, patch, patch)."""
     vision, token = config["vision_config"], token_of(config)
     patch = first_of(vision["patch_size"])
     high, wide = (int(merged) * side for merged, side in zip(vision["merge_kernel_size"], (SIDE, WIDE), strict=True))
@@ -74,7 +74,7 @@ def square(config: Config, rows: int, generator: torch.Generator) -> MultimodalI
 
 
 def flat_unmerged(config: Config, rows: int, generator: torch.Generator) -> MultimodalInput:
-    """Patches of images are not merged, those of videos are."""
+    """Make patches that are not merged, unlike those of videos."""
     patch, token = int(config["vision_config"]["patch_size"]), token_of(config)
     tensors = {
         "pixel_values": random_of(generator, rows * SIDE * WIDE, channels(config) * patch * patch),
@@ -85,7 +85,7 @@ def flat_unmerged(config: Config, rows: int, generator: torch.Generator) -> Mult
 
 
 def padded(config: Config, rows: int, generator: torch.Generator) -> MultimodalInput:
-    """Patches of each image without padding, (n, patches, channels * patch * patch)."""
+    """Make the patches of each image without padding, (n, patches, channels * patch * patch)."""
     patch, merged = int(config["vision_config"]["patch_size"]), int(config["downsample_factor"])
     high, wide, token = merged * SIDE, merged * WIDE, token_of(config)
     tensors = {
@@ -97,7 +97,7 @@ def padded(config: Config, rows: int, generator: torch.Generator) -> MultimodalI
 
 
 def placed(config: Config, rows: int, generator: torch.Generator, *, pooled_in_model: bool) -> MultimodalInput | None:
-    """Patches with positions, (n, patches, 3 * patch * patch), from 0 to 1.
+    """Make patches with positions, (n, patches, 3 * patch * patch), from 0 to 1.
 
     Args:
         config: Config of the class; the result is None if it has no tower.
