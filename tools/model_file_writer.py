@@ -293,7 +293,7 @@ def _shape_values(known: ShapeRules, lead: str, is_below: bool) -> Values:
                 "key": switch.key,
                 "effect": switch.effect,
                 "value": switch.value,
-                **({"beside": dict(switch.beside)} if switch.beside else {}),
+                **({"beside": dict(switch.companions)} if switch.companions else {}),
                 "names": chosen(names),
             }
             for switch, names in sorted(known.switches.items(), key=str)

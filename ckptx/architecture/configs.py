@@ -45,9 +45,9 @@ def flag_at(config: Mapping[str, Any], path: Sequence[str]) -> bool | None:
 
 def refusal(path: Sequence[str], found: object, needed: str) -> str:
     """Return the error message for a key of ``config.json`` with a value of the wrong kind."""
-    said = json.dumps(found)
-    said = said if len(said) <= 60 else f"{said[:57]}..."
-    return f"config.json: {'.'.join(path)} is {said} and must be {needed}; correct it"
+    shown = json.dumps(found)
+    shown = shown if len(shown) <= 60 else f"{shown[:57]}..."
+    return f"config.json: {'.'.join(path)} is {shown} and must be {needed}; correct it"
 
 
 def structural(config: Mapping[str, Any]) -> dict[str, Any]:

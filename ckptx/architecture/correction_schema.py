@@ -103,14 +103,14 @@ def _row(row: Any, kind: Callable[..., Any], keys: Mapping[str, _Key], place: st
 
 def _refuse_two(sections: Mapping[str, Any], file: str) -> None:
     """Refuse rows that set the same value: the second would have no effect."""
-    said: set[tuple[str, ...]] = set()
+    seen: set[tuple[str, ...]] = set()
     for section, rows in sections.items():
         for number, row in enumerate(rows, 1):
             for identity in _identities(section, row):
-                if (section, *identity) in said:
+                if (section, *identity) in seen:
                     what = " of ".join(filter(None, identity))
                     raise FaultyCorrectionError(f"{file}: {section}, row {number}: an earlier row sets {what} already")
-                said.add((section, *identity))
+                seen.add((section, *identity))
 
 
 def _identities(section: str, row: Any) -> list[tuple[str, ...]]:

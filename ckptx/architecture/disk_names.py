@@ -100,6 +100,6 @@ def _behind_a_prefix(pair: TiePair, names: NamesOnDisk) -> tuple[str, str] | Non
     first = min(at for (at, _), count in votes.items() if count == most)
     prefixes = [prefix for (at, prefix), count in votes.items() if count == most and at == first]
     if len(prefixes) > 1:
-        return None  # two candidates that cannot be told from each other
+        return None  # two candidates are equally likely
     target, source = pair.namings[first]
     return prefixes[0] + target, prefixes[0] + source

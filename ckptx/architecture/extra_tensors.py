@@ -198,7 +198,7 @@ class ExtraTensors:
             return True
         return parent.weight.removesuffix(".weight") in self._quantized_modules
 
-    # -- what the class has
+    # -- tensors of the class
 
     def _knows(self, name: str) -> bool:
         """Return True if the class has a tensor of this name."""
@@ -265,7 +265,7 @@ class ExtraTensors:
             return ExtraTensor(f"of {other}, another class of this model type", module)
         return ExtraTensor("", module) if module else ExtraTensor(OUTSIDE)
 
-    # -- tensors beside it
+    # -- related tensors
 
     @functools.cached_property
     def _is_quantized(self) -> bool:

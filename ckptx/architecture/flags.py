@@ -114,12 +114,12 @@ def _matters(
     ask: Callable[[Mapping[tuple[str, ...], Any]], bool | None],
 ) -> bool:
     """Return True if some value of ``path`` changes the flag, alone or with another key that may hide it."""
-    beside: list[dict[tuple[str, ...], Any]] = [{}]
+    contexts: list[dict[tuple[str, ...], Any]] = [{}]
     hiding = () if path[-1] != FLAG else ((FLAG,), ("text_config", FLAG), (*owner, FLAG))
     for other in hiding:
         if other in keys and other != path:
-            beside += [{other: False}, {other: True}]
-    for values in beside:
+            contexts += [{other: False}, {other: True}]
+    for values in contexts:
         answers = {ask(values | ({} if value is _ABSENT else {path: value})) for value in _VALUES}
         if len(answers - {None}) > 1:
             return True

@@ -79,10 +79,10 @@ def infer_class(config: Mapping[str, Any], names: Collection[str]) -> InferredCl
         return None
     best = fits[0]
     equal = [each.class_name for each in fits[1:] if each[:3] == best[:3]]
-    said = f'config.json names no architecture: assuming {best.class_name}, a "{model_type}" with these names'
+    note = f'config.json names no architecture: assuming {best.class_name}, a "{model_type}" with these names'
     if equal:
-        said += f"; equally likely: {', '.join(equal[:5])}{', ...' if len(equal) > 5 else ''}; name it in config.json"
-    return InferredClass(best.class_name, said)
+        note += f"; equally likely: {', '.join(equal[:5])}{', ...' if len(equal) > 5 else ''}; name it in config.json"
+    return InferredClass(best.class_name, note)
 
 
 def _is_held_several_times(fit: _Fit, patterns: set[str], model_type: str) -> bool:

@@ -43,16 +43,16 @@ def version_note(class_name: str) -> str | None:
 
     Nothing of transformers is imported. Without transformers there is no note.
     """
-    asked, package = index()["transformers"], _package()
+    version, package = index()["transformers"], _package()
     if package is None:
         return None
-    if (package.parent / f"transformers-{asked}.dist-info").is_dir():
+    if (package.parent / f"transformers-{version}.dist-info").is_dir():
         return None
     source = source_of(class_name)
     if source is None or source_digest(package / "models", source["directories"]) == source["digest"]:
         return None
     return (
-        f"{class_name}: names, ties and plans are those of transformers {asked}; the installed version has different "
+        f"{class_name}: names, ties and plans are those of transformers {version}; the installed version has different "
         "code for this class, which was not checked"
     )
 

@@ -180,14 +180,14 @@ def _op(text: str, scope: Scope) -> Op:
     if kind.startswith("unsupported:"):
         return Op(kind)
     values = [int(number) for number in numbers]
-    told = tuple(evaluate(each, scope) for each in expressions)
+    arguments = tuple(evaluate(each, scope) for each in expressions)
     if kind == "transpose":
-        return Op(kind, values[0], values[1], (1, *told) if values[2] else ())
+        return Op(kind, values[0], values[1], (1, *arguments) if values[2] else ())
     if kind == "interleave":
         return Op(kind, values[0], args=(1,) if values[1] else ())
     if kind == "permute_rope":
-        return Op(kind, 0, args=(*told, *values))
-    return Op(kind, values[0], args=told)
+        return Op(kind, 0, args=(*arguments, *values))
+    return Op(kind, values[0], args=arguments)
 
 
 def _scope(structure: Structure, config: Mapping[str, Any]) -> Scope:

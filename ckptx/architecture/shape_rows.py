@@ -66,14 +66,14 @@ def _read(values: Mapping[str, Any], lead: str) -> ShapeRules:
         defaults=values.get("defaults", {}),
         aliases=values.get("aliases", {}),
         switches={
-            Switch(each["key"], each["effect"], plain(each["value"]), _beside(each)): names(each)
+            Switch(each["key"], each["effect"], plain(each["value"]), _companions(each)): names(each)
             for each in values.get("switches", ())
         },
         others=names(values, "others"),
     )
 
 
-def _beside(row: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
+def _companions(row: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
     return tuple((key, plain(value)) for key, value in row.get("beside", {}).items())
 
 

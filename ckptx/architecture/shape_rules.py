@@ -43,8 +43,8 @@ class Condition(NamedTuple):
             return value not in (None, 0)
         if self.kind == "among":
             return value is None or (isinstance(value, list) and all(each in self.values for each in value))
-        held = self.values[0]
-        return bool(value == (list(held) if isinstance(held, tuple) else held))
+        expected = self.values[0]
+        return bool(value == (list(expected) if isinstance(expected, tuple) else expected))
 
 
 class Switch(NamedTuple):
@@ -56,37 +56,37 @@ class Switch(NamedTuple):
             given": the same, and nothing is known for a config without the key. "may add": they exist with other
             values, and with `value` it depends on other keys. "removes": they do not exist with `value`.
         value: The value, with tuples for lists.
-        beside: Other dotted keys that were set together with `key` to get the patterns, with their values: the patterns
-            exist only if all of them are set.
+        companions: Other dotted keys that were set together with `key` to get the patterns, with their values: the
+            patterns exist only if all of them are set.
     """
 
     key: str
     effect: str
     value: Any
-    beside: tuple[tuple[str, Any], ...] = ()
+    companions: tuple[tuple[str, Any], ...] = ()
 
     def leaves_out(self, config: Mapping[str, Any], aliases: Mapping[str, str] = {}, root: Sequence[str] = ()) -> bool:
         """Return True if the config surely has none of these tensors as far as this key decides it."""
         values = [plain(value) for value in _values_at(config, self.key, aliases, root)]
         if self.effect == "removes":
             return any(_is_same(value, self.value) for value in values)
-        is_told = bool(values) or self.effect == "adds"
-        if self.effect == "may add" or not is_told or any(self._are_set(config, aliases, root)):
+        is_known = bool(values) or self.effect == "adds"
+        if self.effect == "may add" or not is_known or any(self._are_set(config, aliases, root)):
             return False
         return all(_is_same(value, self.value) for value in values)
 
     def is_opposite(self, config: Mapping[str, Any], aliases: Mapping[str, str] = {}, root: Sequence[str] = ()) -> bool:
-        """Return True if the config has the opposite boolean, and sets every key in `beside`."""
+        """Return True if the config has the opposite boolean, and sets every key in `companions`."""
         values = _values_at(config, self.key, aliases, root)
         is_other = bool(values) and all(isinstance(value, bool) and value is not self.value for value in values)
         return is_other and all(self._are_set(config, aliases, root))
 
     def _are_set(self, config: Mapping[str, Any], aliases: Mapping[str, str], root: Sequence[str]) -> Iterator[bool]:
-        """Yield, for each key in `beside`, whether the config sets it as in the measurement.
+        """Yield, for each key in `companions`, whether the config sets it as in the measurement.
 
         A positive number counts as set, because its value affects sizes, not names.
         """
-        for key, tried in self.beside:
+        for key, tried in self.companions:
             values = [plain(value) for value in _values_at(config, key, aliases, root)]
             if type(tried) is int:
                 yield any(type(value) is int and value > 0 for value in values)
@@ -182,9 +182,9 @@ class ShapeRules:
             nested = config.get(key)
             if isinstance(nested, Mapping) and nested.get("model_type") not in (None, model_type):
                 return None
-        told = {key: value for key, value in self.defaults.items() if _has_part(config, key.rpartition(".")[0])}
-        scope = Scope(config, told, self.aliases, root)
-        if not self._speaks(scope):
+        defaults = {key: value for key, value in self.defaults.items() if _has_part(config, key.rpartition(".")[0])}
+        scope = Scope(config, defaults, self.aliases, root)
+        if not self._has_number(scope):
             return None
         doubtful = {
             pattern
@@ -194,12 +194,16 @@ class ShapeRules:
         }
         counts = {path: found for path, text in self.counts.items() if (found := _count(text, scope)) is not None}
         shapes = {
-            pattern: tuple(tuple(_size(text, scope) for text in shape) for shape in told)
-            for pattern, told in self.shapes.items()
+            pattern: tuple(tuple(_size(text, scope) for text in shape) for shape in alternatives)
+            for pattern, alternatives in self.shapes.items()
             if pattern not in doubtful
         }
         # size 0: the config disables the tensor
-        shapes = {pattern: told for pattern, told in shapes.items() if all(0 not in shape for shape in told)}
+        shapes = {
+            pattern: alternatives
+            for pattern, alternatives in shapes.items()
+            if all(0 not in shape for shape in alternatives)
+        }
         absent = {pattern for pattern in self.shapes if pattern not in shapes}
         required = frozenset(
             each for each in self.required - absent - doubtful if all(path in counts for path in paths_of(each))
@@ -258,7 +262,7 @@ class ShapeRules:
             found |= dict.fromkeys(every - measured - by_pattern.keys(), kinds)
         return found
 
-    def _speaks(self, scope: Scope) -> bool:
+    def _has_number(self, scope: Scope) -> bool:
         bare = scope._replace(defaults={})
         texts = {text for shapes in self.shapes.values() for shape in shapes for text in shape if text}
         keys = {key for text in texts | set(self.counts.values()) for key in keys_of(text)}

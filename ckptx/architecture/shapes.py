@@ -37,8 +37,8 @@ def expected_of(architecture: Architecture, config: Mapping[str, Any]) -> Expect
 def says_layers(architecture: Architecture, config: Mapping[str, Any]) -> bool:
     """Return True if the config itself has a number of layers; one that only names the class has its defaults."""
     structure = architecture.structure
-    told = Scope(config, {}, structure.aliases, structure.root)
-    return any(told.value(key) is not None for stack in structure.stacks for key in keys_of(stack.length))
+    shape_in_table = Scope(config, {}, structure.aliases, structure.root)
+    return any(shape_in_table.value(key) is not None for stack in structure.stacks for key in keys_of(stack.length))
 
 
 def shapes_of(architecture: Architecture, config: Mapping[str, Any]) -> ShapeOf:
@@ -68,7 +68,7 @@ def shapes_of(architecture: Architecture, config: Mapping[str, Any]) -> ShapeOf:
         return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
 
     @functools.cache
-    def told(pattern: str) -> Shape | None:
+    def shape_in_table(pattern: str) -> Shape | None:
         known = expected()
         shapes = known.shapes.get(pattern, ()) if known is not None else ()
         if len(shapes) != 1:
@@ -78,7 +78,7 @@ def shapes_of(architecture: Architecture, config: Mapping[str, Any]) -> ShapeOf:
 
     def shape_of(name: str) -> Shape | None:
         pattern = pattern_of(name)
-        shape = told(pattern)
+        shape = shape_in_table(pattern)
         return built().get(name) if shape is None and pattern in needed else shape
 
     return shape_of

@@ -52,11 +52,11 @@ class TieFlag:
         """Return the reason for ``effective``, for a report."""
         if not self.paths:
             return "the class always ties" if self.truth == "1" else "the class never ties"
-        said = [(".".join(path), _STATES[_state(config, path)]) for path in self.paths]
-        if all(state == "absent" for _, state in said):
+        states = [(".".join(path), _STATES[_state(config, path)]) for path in self.paths]
+        if all(state == "absent" for _, state in states):
             default = "true" if self.effective(config) else "false"
-            return f"{said[0][0]} absent from config.json, class default {default}"
-        return ", ".join(f"{key}={state}" for key, state in said if state != "absent") + " (config.json)"
+            return f"{states[0][0]} absent from config.json, class default {default}"
+        return ", ".join(f"{key}={state}" for key, state in states if state != "absent") + " (config.json)"
 
     @property
     def is_constant(self) -> bool:

@@ -131,7 +131,7 @@ def config_edits(
     if not untied:
         return UntyingEdits()
     if not architecture.ties_flag_editable:
-        return UntyingEdits(note=f"tie_word_embeddings stays as it is: {architecture.class_name} computes with it")
+        return UntyingEdits(note=f"tie_word_embeddings is unchanged: {architecture.class_name} computes with it")
     paths: set[tuple[str, ...]] = {("tie_word_embeddings",)}
     if isinstance(config.get("text_config"), Mapping):
         paths.add(("text_config", "tie_word_embeddings"))
@@ -140,7 +140,7 @@ def config_edits(
     edited = _edited(config, paths)
     aliases = [d for pair, d in judged if d.declared and d.action == "alias" and not pair.flag.effective(edited)]
     if aliases:
-        return UntyingEdits(note=f"tie_word_embeddings stays as it is: {aliases[0].target} still needs it")
+        return UntyingEdits(note=f"tie_word_embeddings is unchanged: {aliases[0].target} still needs it")
     listed = ", ".join(sorted(".".join(path) for path in paths))
     return UntyingEdits(dict.fromkeys(sorted(paths), False), f"{listed} written as false: the tensors differ")
 
@@ -192,9 +192,9 @@ class _TieJudge:
         reason = pair.flag.evidence(self.config)
         has_target, has_source = target in self.on_disk, source in self.on_disk
 
-        def decided(case: Case, action: Literal["alias", "keep-both", "none"], said: str) -> TieDecision:
+        def decided(case: Case, action: Literal["alias", "keep-both", "none"], fact: str) -> TieDecision:
             stored = anchor if action == "alias" else None
-            return TieDecision(target, source, case, action, stored, declared, f"{said}, {reason}")
+            return TieDecision(target, source, case, action, stored, declared, f"{fact}, {reason}")
 
         if has_target and has_source and not declared:
             return decided("undeclared", "keep-both", f"{target} and {source} both present")
@@ -217,8 +217,8 @@ class _TieJudge:
             return decided("target-only", "alias", f"{source} absent, {target} present")
         first, second = self.on_disk[target], self.on_disk[anchor]
         if first != second:
-            said = f"{target} is {first.dtype} {first.shape}, {anchor} is {second.dtype} {second.shape}"
-            return decided("mismatched", "keep-both", said)
+            fact = f"{target} is {first.dtype} {first.shape}, {anchor} is {second.dtype} {second.shape}"
+            return decided("mismatched", "keep-both", fact)
         if self.equal(target, anchor):
             return decided("equal", "alias", f"{target} and {anchor} hold the same bytes")
         return decided("different", "keep-both", f"{target} and {anchor} hold different bytes")

@@ -51,7 +51,7 @@ def in_children(work: Callable[..., T], calls: Sequence[tuple[Any, ...]], most: 
         most: Maximum number of processes at a time; None for the number of cores.
 
     Raises:
-        CkptxError, Defect: As for `in_child`; the other processes are then ended.
+        CkptxError, Defect: See `in_child`; the other processes are then ended.
     """
     return _answers(work, calls, most or len(os.sched_getaffinity(0)), None)
 

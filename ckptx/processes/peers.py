@@ -273,21 +273,21 @@ class PeerProcesses:
     def _exchange(self, store: Store) -> None:
         """Send the messages of the outbox, and receive those that are waited for."""
         with self._changed:
-            said, wanted = list(self._outbox), list(self._wanted)
-        for key, data in said:
+            messages, wanted = list(self._outbox), list(self._wanted)
+        for key, data in messages:
             if key == "failed":
                 store.compare_set(key, "", data.decode())
             else:
                 _put(store, key, data)
         failed = json.loads(store.get("failed")) if self._failure is None and store.check(["failed"]) else None
-        heard = {key: json.loads(_take(store, key)) for key in wanted if store.check([key])}
+        received = {key: json.loads(_take(store, key)) for key in wanted if store.check([key])}
         with self._changed:
-            for _ in said:
+            for _ in messages:
                 self._outbox.popleft()
             if failed is not None:
                 self._failure = PeerFailure(*failed)
-            self._received |= heard
-            self._wanted -= heard.keys()
+            self._received |= received
+            self._wanted -= received.keys()
             self._round_at = time.monotonic()
             self._changed.notify_all()
             if not self._is_leaving:

@@ -162,7 +162,7 @@ def build(cls: type[PreTrainedModel], config: Any) -> PreTrainedModel:
         return cls(config)
 
 
-class OpaqueTower(nn.Module):  # type: ignore[misc]  # torch says Any
+class OpaqueTower(nn.Module):  # type: ignore[misc]  # torch types it as Any
     """Placeholder of a sub-model whose package is not installed, so that its names are unknown."""
 
 

@@ -112,11 +112,11 @@ def _aligned(source: str, target: str) -> tuple[str, str]:
         new, old = _aligned(target, source)
         return old, new
     parts, kept = source.split("."), iter(theirs)
-    wanted = next(kept, None)
+    index = next(kept, None)
     for at, part in enumerate(parts):
-        if part.isdecimal() and part == wanted:
-            parts[at], wanted = "*", next(kept, None)
-    return (".".join(parts), pattern_of(target)) if wanted is None else ("", "")
+        if part.isdecimal() and part == index:
+            parts[at], index = "*", next(kept, None)
+    return (".".join(parts), pattern_of(target)) if index is None else ("", "")
 
 
 def _conversion(target: str, parts: list[tuple[str, LoadTarget]]) -> Iterator[LoadConversion]:

@@ -59,7 +59,7 @@ _CANDIDATES: Heads = (
     ("linear_num_key_heads", "linear_key_head_dim"), ("linear_num_value_heads", "linear_value_head_dim"),
 )  # fmt: skip
 _CANDIDATE_KEYS = frozenset(key for pair in _CANDIDATES for each in pair for key in keys_of(each))
-_CUTS = {"colwise": -2, "rowwise": -1}  # sharded dim, in whole heads; styles that gather or split need no heads
+_SHARDED_DIMS = {"colwise": -2, "rowwise": -1}  # sharded dim, in whole heads; styles that gather or split need no heads
 
 
 def structure_of(
@@ -239,16 +239,16 @@ def _heads(model: PreTrainedModel, plan: Mapping[str, str], tree: Sequence[Any])
         for name, value in module.named_parameters():
             pattern = pattern_of(below(path, name))
             key = pattern if pattern in plan else pattern.rpartition(".")[0]
-            cut = _CUTS.get(plan.get(key, ""))
-            if cut is not None and value.ndim >= -cut and name.rpartition(".")[2] == "weight":
+            dim = _SHARDED_DIMS.get(plan.get(key, ""))
+            if dim is not None and value.ndim >= -dim and name.rpartition(".")[2] == "weight":
                 place = ".".join(path_of(config, tree))
-                dims.setdefault(key, (set(), place, config))[0].add(value.shape[cut])
-    return {key: found for key, told in dims.items() if (found := _fitting(*told))}
+                dims.setdefault(key, (set(), place, config))[0].add(value.shape[dim])
+    return {key: found for key, facts in dims.items() if (found := _fitting(*facts))}
 
 
 def _fitting(dims: set[int], place: str, config: Any) -> Heads:
-    held = {key: read(config, key) for key in _CANDIDATE_KEYS}
-    scope = Scope({key: value for key, value in held.items() if isinstance(value, int)})
+    values = {key: read(config, key) for key in _CANDIDATE_KEYS}
+    scope = Scope({key: value for key, value in values.items() if isinstance(value, int)})
     found: list[tuple[str, str]] = []
     for count, size in _CANDIDATES:
         numbers = attempt(count, scope), attempt(size, scope)

@@ -272,7 +272,7 @@ def test_trusted_remote_code_with_a_list_of_ties_is_built(far: tuple[dict[str, A
 def test_trusted_remote_code_that_is_not_there_is_refused(far: tuple[dict[str, Any], Path]) -> None:
     config, folder = far
     (folder / "modeling_far.py").unlink()
-    with pytest.raises(UnsupportedError, match=r"put the Python file beside config\.json"):
+    with pytest.raises(UnsupportedError, match=r"put the Python file next to config\.json"):
         find_architecture(config, config_dir=folder, trust_remote_code=True)
 
 
