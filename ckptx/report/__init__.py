@@ -1,1 +1,1 @@
-"""What a command has to say, as data; then as text or JSON."""
+"""Reports of commands: dataclasses for `--json`, and their rendering as text, HTML and JUnit XML."""

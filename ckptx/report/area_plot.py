@@ -1,7 +1,7 @@
-"""The memory of a step over its course as inline SVG: areas by kind, stacked, with the peak marked.
+"""Plot of memory over one training step as inline SVG: stacked areas by kind, with the peak marked.
 
-Time is not known, so each part of a step is as wide as any other: a layer in one forward or backward pass, or what is
-around the layers.
+Time is unknown, so all parts of a step have the same width. A part is one layer in one forward or backward pass, or the
+work outside the layers.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ from ckptx.report.report import human_bytes
 from ckptx.untrusted.printable import one_line
 
 _MOST_SLOTS = 600
-_HEADROOM = 1.22  # above the peak there is room for its label
+_HEADROOM = 1.22  # leaves room for a label above the peak
 _ABOVE_MEMORY = 1.17
-_NEAR = 2.5  # GPU memory is drawn up to so many times the peak
+_NEAR = 2.5  # GPU memory is drawn up to this multiple of the peak
 _MOST_MARKS = 6
 _UNITS = ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
 _STEPS = (0.2, 0.25, 0.5, 1, 2, 5, 10, 20, 25, 50, 100, 200, 250, 500, 1000, 10000)
-_PERCENT_A_LETTER = 0.72  # of the drawing
+_PERCENT_A_LETTER = 0.72  # of the plot width
 
 
 class StepPart(NamedTuple):
-    """A part of a step.
+    """A part of a step, drawn as one slot of the plot.
 
     Attributes:
-        part: forward, backward, or another word.
-        turn: Which forward or backward pass.
-        unit: The layer; "" for what is around the layers.
-        sizes: The bytes of each kind when their sum is largest.
+        part: "forward", "backward", or another part such as "optimizer".
+        turn: Index of the forward or backward pass (microbatch).
+        unit: Name of the layer; "" outside layers.
+        sizes: Bytes by kind, at the time when their sum is largest.
     """
 
     part: str
@@ -43,11 +43,11 @@ class StepPart(NamedTuple):
 
 
 class Area(NamedTuple):
-    """What is drawn of a kind.
+    """One stacked area of the plot.
 
     Attributes:
-        at: Where its bytes are in the sizes of a slot.
-        color: Which of the colours.
+        at: Index of its bytes in `StepPart.sizes`.
+        color: Number of its color in report.css.
     """
 
     at: int
@@ -55,12 +55,12 @@ class Area(NamedTuple):
 
 
 class Scale(NamedTuple):
-    """What drawings that are compared have in common.
+    """Vertical scale, shared by the plots of one page.
 
     Attributes:
         top: Bytes at the upper edge.
-        memory: Of a GPU, where it lies within the drawing.
-        reserved: What is kept free of it.
+        memory: GPU memory in bytes; None if not given or above the range of the plot.
+        reserved: Bytes of GPU memory reserved for allocations other than tensors.
     """
 
     top: float
@@ -69,18 +69,18 @@ class Scale(NamedTuple):
 
     @classmethod
     def of(cls, peak: int, memory: int | None, reserved: int) -> Scale:
-        """A scale on which the highest peak can be read."""
+        """Return a scale that fits the highest peak and, if it is near, the GPU memory."""
         top = max(1, peak) * _HEADROOM
         if memory is None or memory > _NEAR * peak:
             return cls(top, None, reserved)
         return cls(max(top, memory * _ABOVE_MEMORY), memory, reserved)
 
     def down(self, size: float) -> float:
-        """How far down it is drawn."""
+        """Return the distance of a size from the upper edge, in units of the drawing."""
         return HIGH * (1 - size / self.top)
 
     def marks(self) -> list[Mark]:
-        """Return round sizes, and how far down they are."""
+        """Return tick marks at round sizes."""
         unit, name = next((each for each in _UNITS if self.top >= each[0]), (1, "B"))
         most = self.top / unit
         step = next((each for each in _STEPS if most / each <= _MOST_MARKS), most)
@@ -89,20 +89,20 @@ class Scale(NamedTuple):
 
 
 def slots_of(course: Sequence[Sequence[Any]]) -> list[StepPart]:
-    """The course of a report, with a slot for each layer and pass: what happens around a layer goes with it.
+    """Return a slot for each layer and pass, with the work around a layer merged into the layer.
 
     Args:
-        course: Rows of part, turn, unit and the bytes of each kind.
+        course: Rows of part, turn, unit and the bytes by kind.
     """
-    return _fewer(_without_gaps([StepPart(part, turn, unit, tuple(sizes)) for part, turn, unit, *sizes in course]))
+    return _downsample(_merge_gaps([StepPart(part, turn, unit, tuple(sizes)) for part, turn, unit, *sizes in course]))
 
 
-def _most(slot: StepPart) -> int:
+def _total(slot: StepPart) -> int:
     return sum(slot.sizes)
 
 
-def _without_gaps(slots: Sequence[StepPart]) -> list[StepPart]:
-    """Within a pass, what is between two layers, or two parts of one, goes with the first of them."""
+def _merge_gaps(slots: Sequence[StepPart]) -> list[StepPart]:
+    """Merge work between two layers of a pass, or between two parts of one layer, into the first of them."""
     found: list[StepPart] = []
     for _, each in groupby(slots, key=lambda slot: slot[:2]):
         group = list(each)
@@ -111,21 +111,21 @@ def _without_gaps(slots: Sequence[StepPart]) -> list[StepPart]:
         for index, slot in enumerate(group):
             layer = found[-1].unit if len(found) > begin else ""
             if layer and (slot.unit == layer or (not slot.unit and index < last)):
-                found[-1] = max(found[-1], slot, key=_most)._replace(unit=layer)
+                found[-1] = max(found[-1], slot, key=_total)._replace(unit=layer)
             else:
                 found.append(slot)
     return found
 
 
-def _fewer(slots: list[StepPart]) -> list[StepPart]:
-    """So few that each can be seen: of neighbours in a pass the one with the most."""
+def _downsample(slots: list[StepPart]) -> list[StepPart]:
+    """Keep at most `_MOST_SLOTS` slots: of neighbors in a pass, the one with the highest memory."""
     together = -(-len(slots) // _MOST_SLOTS)
     if together == 1:
         return slots
     found = []
     for _, each in groupby(slots, key=lambda slot: slot[:2]):
         group = list(each)
-        found += [max(group[at : at + together], key=_most) for at in range(0, len(group), together)]
+        found += [max(group[at : at + together], key=_total) for at in range(0, len(group), together)]
     return found
 
 
@@ -135,41 +135,41 @@ def area_plot(
     scale: Scale,
     *,
     peak: str,
-    said: Callable[[StepPart], str],
+    slot_text: Callable[[StepPart], str],
     pass_names: Callable[[str, int], Sequence[str]],
 ) -> Plot:
-    """Return the drawing.
+    """Return the plot.
 
     Args:
-        slots: At least one.
-        areas: From below to above.
-        scale: Of the drawing.
-        peak: What stands at the mark of the peak.
-        said: What a slot is.
-        pass_names: What a pass is called, the longest name first.
+        slots: Parts of the step; at least one.
+        areas: Areas, bottom first.
+        scale: Vertical scale.
+        peak: Label of the peak.
+        slot_text: Returns the tooltip of a slot.
+        pass_names: Returns the names of a pass, longest first; the first that fits is shown.
     """
     wide = WIDE / len(slots)
-    at = max(range(len(slots)), key=lambda index: _most(slots[index]))
+    at = max(range(len(slots)), key=lambda index: _total(slots[index]))
     shapes = [*_passes(slots, wide), *_reserved(scale), *_areas(slots, areas, scale, wide), *_memory(scale)]
-    shapes += [rect("slot", index * wide, 0, wide, HIGH, one_line(said(slot))) for index, slot in enumerate(slots)]
-    x, y = (at + 0.5) * wide, scale.down(_most(slots[at]))
+    shapes += [rect("slot", index * wide, 0, wide, HIGH, one_line(slot_text(slot))) for index, slot in enumerate(slots)]
+    x, y = (at + 0.5) * wide, scale.down(_total(slots[at]))
     shapes += [path("peak", f"M{x:.1f} 0V{HIGH}"), path("dot", f"M{x:.1f} {y:.1f}h0")]
     over = [_label(x / WIDE, peak)]
     if scale.memory is not None:
-        far = "right" if WIDE / 2 <= x < 0.7 * WIDE or x < 0.2 * WIDE else "left"  # away from the label of the peak
+        far = "right" if WIDE / 2 <= x < 0.7 * WIDE or x < 0.2 * WIDE else "left"  # clear of the peak label
         place = f"top:{100 * scale.down(scale.memory) / HIGH:.2f}%;{far}:6px"
-        free = f"{human_bytes(scale.reserved)} kept free"
+        free = f"{human_bytes(scale.reserved)} reserved"
         over.append(Label(f"GPU memory {human_bytes(scale.memory)}, {free}", place, "memory"))
-    return Plot("memory of a step over its course", scale.marks(), list(_names(slots, wide, pass_names)), shapes, over)
+    return Plot("memory over one training step", scale.marks(), list(_names(slots, wide, pass_names)), shapes, over)
 
 
-def _label(x: float, said: str) -> Label:
+def _label(x: float, text: str) -> Label:
     side = f"left:{100 * x:.2f}%" if x < 0.5 else f"right:{100 - 100 * x:.2f}%"
-    return Label(said, side, f"peak {'after' if x < 0.5 else 'before'}")
+    return Label(text, side, f"peak {'after' if x < 0.5 else 'before'}")
 
 
 def _groups(slots: Sequence[StepPart]) -> Iterator[tuple[str, int, int, int]]:
-    """Each pass: its part, its turn, its first slot, and how many it has."""
+    """Yield part, turn, first slot and number of slots of each pass."""
     begin = 0
     for (part, turn), each in groupby(slots, key=lambda slot: (slot.part, slot.turn)):
         count = len(list(each))

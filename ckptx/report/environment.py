@@ -1,4 +1,4 @@
-"""What a run ran with: versions and machine, for a report that is read elsewhere and later."""
+"""Versions and machine of a run, for a report that is read elsewhere and later."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _PACKAGES = ("torch", "transformers", "numpy")
 
 
 def installed(package: str) -> str | None:
-    """The version of a package, without importing it; None where it is not installed."""
+    """Return the version of a package without importing it; None if it is not installed."""
     try:
         return version(package)
     except PackageNotFoundError:
@@ -20,10 +20,10 @@ def installed(package: str) -> str | None:
 
 
 def environment(**more: str) -> dict[str, str]:
-    """Versions and machine, name -> text.
+    """Return versions and machine by name.
 
     Args:
-        more: What else is to be said: a device, a backend.
+        more: Additional entries, such as device and backend.
     """
     packages = {package: found for package in _PACKAGES if (found := installed(package)) is not None}
     return {

@@ -1,4 +1,4 @@
-"""What `forecast` says to a person: a block for each stage, then the verdict and what it rests on."""
+"""Text of `forecast`: a block for each stage, then the assumptions and the verdict."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from typing import Any
 
 from ckptx.report.documents.forecast import ForecastReport
 from ckptx.report.forecast_words import (
-    called,
+    batch_text,
     flops_text,
-    mesh,
     moment_text,
     place_text,
-    rows_text,
+    ranks_text,
     sent_text,
     settings_text,
+    stages_text,
     tensor_text,
     verdict,
 )
@@ -22,30 +22,30 @@ from ckptx.report.report import counted, human_bytes
 
 
 def forecast_text(report: ForecastReport, red: Callable[[str], str] = str) -> str:
-    """What `forecast` says.
+    """Return the summary that `forecast` prints.
 
     Args:
-        report: What was counted.
-        red: Makes a text red, where the terminal can.
+        report: Report of `forecast`.
+        red: Colors a string red if the terminal supports it.
     """
     lines = [
-        f"{report.architecture}, {report.parameters:,} parameters, on {mesh(report)}",
-        f"a step on each data rank: {rows_text(report)}",
+        f"{report.architecture}, {report.parameters:,} parameters, on {ranks_text(report)}",
+        f"per data-parallel rank: {batch_text(report)}",
         settings_text(report),
     ]
     for row in report.by_stage:
         lines += _stage(report, row, red)
     lines.append(f"all ranks: {flops_text(report)}")
-    lines.append("assumed:")
+    lines.append("assumptions:")
     lines += [f"  {each}" for each in report.assumptions]
-    said = verdict(report)
-    lines.append(said if report.fits is not False else red(said))
-    lines.append(f"counted in {report.seconds:.2f} s")
+    last = verdict(report)
+    lines.append(last if report.fits is not False else red(last))
+    lines.append(f"done in {report.seconds:.1f} s")
     return "\n".join(lines)
 
 
 def forecast_verdict(report: ForecastReport) -> str:
-    """What `forecast -q` says, in one line."""
+    """Return the one line that `forecast -q` prints."""
     return verdict(report)
 
 
@@ -53,21 +53,21 @@ def _stage(report: ForecastReport, row: Mapping[str, Any], red: Callable[[str], 
     peak = f"peak {human_bytes(row['peak'])}"
     layers = f", {counted(row['wrapped_layers'], 'layer')} checkpointed" if row["wrapped_layers"] else ""
     yield (
-        f"{called(report, row)}: {red(peak) if row['fits'] is False else peak}, "
+        f"{stages_text(report, row)}: {red(peak) if row['fits'] is False else peak}, "
         f"{human_bytes(row['between_steps'])} between steps{layers}"
     )
     at = row["at"]
     if at is not None:
-        yield f"  at  {moment_text(report, at)}, when {at['op']} makes {tensor_text(at)}"
-    yield f"  {'':<12} {'at the peak':>12} {'between':>12}"
+        yield f"  peak during {moment_text(report, at)}: {at['op']} allocates {tensor_text(at)}"
+    yield f"  {'':<12} {'at the peak':>13} {'between steps':>13}"
     for kind in report.kinds:
         numbers = row["by_kind"][kind], row["between_by_kind"][kind]
         if any(numbers):
-            yield f"  {kind:<12} {human_bytes(numbers[0]):>12} {human_bytes(numbers[1]):>12}"
-    yield "  largest at the peak"
+            yield f"  {kind:<12} {human_bytes(numbers[0]):>13} {human_bytes(numbers[1]):>13}"
+    yield "  largest tensors at the peak"
     for each in row["largest"]:
         yield (
-            f"    {human_bytes(each['nbytes']):>11}  {each['kind']:<12} {tensor_text(each)} by {each['op']} "
+            f"    {human_bytes(each['nbytes']):>11}  {each['kind']:<12} {tensor_text(each)} from {each['op']}, "
             f"{place_text(each['module'])}"
         )
     yield f"  {flops_text(row)}{f'; {sent_text(row)}' if row['sent'] else ''}"

@@ -1,7 +1,7 @@
-"""The report of `forecast` as one HTML page: the memory of a step over its course, and what it is at its peak.
+"""HTML page of `forecast`: memory over one training step, and its largest tensors at the peak.
 
-This module says what the page shows, in rows; `templates/forecast.html` says how. Nothing in the page runs, and it asks
-for nothing outside of itself. Names of modules and of models are anybody's text; the template escapes them.
+This module computes the content; `templates/forecast.html` is the markup. The page has no scripts and loads nothing.
+Names of modules and models are untrusted; the template escapes them.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from typing import Any
 from ckptx.report.area_plot import Area, Scale, StepPart, area_plot, slots_of
 from ckptx.report.documents.forecast import ForecastReport
 from ckptx.report.forecast_words import (
-    called,
+    batch_text,
     flops_text,
-    mesh,
     moment_text,
     pass_text,
     place_text,
-    rows_text,
+    ranks_text,
     sent_text,
     settings_text,
+    stages_text,
     tensor_text,
     verdict,
     worst_of,
@@ -31,7 +31,7 @@ from ckptx.report.plots import Plot
 from ckptx.report.report import Report, counted, human_bytes
 
 _STYLES = ("report.css", "forecast.css")
-# From below to above, what lives long first; with the colour of each.
+# Kinds from bottom to top, longest-lived first, with the number of their color.
 _STACKED = {
     "parameters": 0, "optimizer": 5, "gradients": 2, "gathered": 3, "activations": 1, "carried": 6, "temporaries": 4,
 }  # fmt: skip
@@ -42,25 +42,25 @@ class ForecastHeading:
     """The head of the page.
 
     Attributes:
-        title: The class of the model.
-        path: The model as it was asked for; "" where the title says it.
-        kind: "ok", "bad", or "known" where no GPU memory was given.
-        word: FITS, DOES NOT FIT, ...
-        said: The rest of the verdict.
-        facts: Terms with values.
+        title: Architecture class of the model.
+        path: Model argument of the command; "" if it is the title.
+        kind: "ok", "bad", or "known" if no GPU memory was given.
+        word: First word of the verdict: FITS, DOES NOT FIT, PEAK or ERROR.
+        text: Rest of the verdict.
+        facts: Pairs of term and value.
     """
 
     title: str
     path: str
     kind: str
     word: str
-    said: str
+    text: str
     facts: Sequence[tuple[str, str]]
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryKind:
-    """A kind of tensors: its bytes at the peak and between steps, and its color in the drawing."""
+    """A kind of tensors, with its bytes at the peak and between steps, and its color in the plot."""
 
     name: str
     color: int
@@ -70,19 +70,19 @@ class MemoryKind:
 
 @dataclass(frozen=True, slots=True)
 class LargeTensor:
-    """A tensor at the peak.
+    """A tensor that is allocated at the peak.
 
     Attributes:
-        nbytes: Its size.
-        kind: Its kind.
-        said: Its shape and dtype.
-        op: The operation that made it.
-        place: The module it belongs to.
+        nbytes: Size in bytes.
+        kind: Kind of tensor, such as "activations".
+        text: Dtype and shape.
+        op: Operation that allocated it.
+        place: Module that allocated it, in words.
     """
 
     nbytes: int
     kind: str
-    said: str
+    text: str
     op: str
     place: str
 
@@ -92,14 +92,14 @@ class StageRow:
     """A pipeline stage.
 
     Attributes:
-        title: Its name.
+        title: Name of the stage or stages.
         peak: Bytes at the peak.
         between_steps: Bytes between steps.
-        is_too_large: Whether it does not fit.
-        facts: What else is known, in words.
-        plot: Its memory over a step; None where nothing was recorded.
-        kinds: Kinds of tensors in the order of the drawing.
-        largest: The largest tensors at the peak.
+        is_too_large: True if it does not fit in GPU memory.
+        facts: Memory between steps, FLOPs and communication, in words.
+        plot: Memory over one step; None if no step was recorded.
+        kinds: Kinds of tensors, top of the plot first.
+        largest: Largest tensors at the peak.
     """
 
     title: str
@@ -116,9 +116,8 @@ def forecast_page(report: Report, subject: str) -> str:
     """Return the page.
 
     Args:
-        report: The report of `forecast`; a plain report is that of a step that could not be forecast, and the page says
-            why.
-        subject: The model as it was asked for.
+        report: Report of `forecast`; a plain `Report` is that of a failed run, and the page shows its error.
+        subject: Model argument of the command.
     """
     stages: Sequence[StageRow] = ()
     assumptions: Sequence[str] | None = None
@@ -128,9 +127,9 @@ def forecast_page(report: Report, subject: str) -> str:
         heading, assumptions = _heading(report, subject), report.assumptions
         stages = [_stage(report, row, scale) for row in report.by_stage]
         if report.gpu_memory is not None and scale.memory is None:
-            note = f"GPU memory, {human_bytes(report.gpu_memory)}, is far above what is drawn."
+            note = f"GPU memory ({human_bytes(report.gpu_memory)}) is above the range of the plot."
     else:
-        heading = ForecastHeading(subject, "", "bad", "NOT FORECAST", report.error or "no reason was given", [])
+        heading = ForecastHeading(subject, "", "bad", "ERROR", report.error or "no reason was given", [])
     return page(
         "forecast.html",
         f"{heading.title} - forecast",
@@ -144,16 +143,16 @@ def forecast_page(report: Report, subject: str) -> str:
 
 
 def _heading(report: ForecastReport, subject: str) -> ForecastHeading:
-    word, _, said = verdict(report).partition(": ")
+    word, _, text = verdict(report).partition(": ")
     facts = [
-        ("mesh", mesh(report)),
-        ("per data-parallel rank", rows_text(report)),
+        ("mesh", ranks_text(report)),
+        ("per data-parallel rank", batch_text(report)),
         ("parameters", f"{report.parameters:,}"),
         ("all ranks", flops_text(report)),
         ("settings", settings_text(report)),
     ]
     kind = {True: "ok", False: "bad", None: "known"}[report.fits]
-    return ForecastHeading(report.architecture, subject, kind, word, said, facts)
+    return ForecastHeading(report.architecture, subject, kind, word, text, facts)
 
 
 def _stage(report: ForecastReport, row: Mapping[str, Any], scale: Scale) -> StageRow:
@@ -165,7 +164,7 @@ def _stage(report: ForecastReport, row: Mapping[str, Any], scale: Scale) -> Stag
     drawn = zip(*(each[3:] for each in row["course"]), strict=True)
     has = {kind for kind, sizes in zip(report.kinds, drawn, strict=True) if any(sizes)}
     return StageRow(
-        title=called(report, row).capitalize(),
+        title=stages_text(report, row).capitalize(),
         peak=row["peak"],
         between_steps=row["between_steps"],
         is_too_large=row["fits"] is False,
@@ -191,7 +190,7 @@ def _chart(report: ForecastReport, row: Mapping[str, Any], scale: Scale) -> Plot
         return None
     kinds = list(report.kinds)
 
-    def said(slot: StepPart) -> str:
+    def slot_text(slot: StepPart) -> str:
         parts = [f"{kind} {human_bytes(size)}" for kind, size in zip(kinds, slot.sizes, strict=True) if size]
         place = pass_text(report, slot.part, slot.turn)
         return f"{place}, {slot.unit or 'outside layers'}: {human_bytes(sum(slot.sizes))}: {', '.join(parts)}"
@@ -207,4 +206,4 @@ def _chart(report: ForecastReport, row: Mapping[str, Any], scale: Scale) -> Plot
         peak = f"{peak}: {moment_text(report, row['at'])}"
     order = [kind for kind in _STACKED if kind in kinds]
     areas = [Area(kinds.index(kind), _STACKED[kind]) for kind in order]
-    return area_plot(slots, areas, scale, peak=peak, said=said, pass_names=names)
+    return area_plot(slots, areas, scale, peak=peak, slot_text=slot_text, pass_names=names)

@@ -1,4 +1,4 @@
-"""What `forecast --search` says to a person: a table of what fits, and why the rest does not."""
+"""Text of `forecast --search`: a table of layouts that fit, and the reasons against the others."""
 
 from __future__ import annotations
 
@@ -9,68 +9,67 @@ from ckptx.report.documents.forecast import SearchReport
 from ckptx.report.forecast_words import mesh_text, step_text
 from ckptx.report.report import counted, human_bytes
 
-_HEADS = ("layout", "checkpointing", "microbatches", "peak", "to spare", "recomputed", "idle", "sent by a rank", "")
+_HEADS = ("layout", "checkpointing", "microbatches", "peak", "free", "recomputed", "idle", "sent per rank", "")
 
 
 def search_text(report: SearchReport, red: Callable[[str], str] = str) -> str:
-    """What `forecast --search` says.
+    """Return the summary that `forecast --search` prints.
 
     Args:
-        report: What was found.
-        red: Makes a text red, where the terminal can.
+        report: Report of the search.
+        red: Colors a string red if the terminal supports it.
     """
     step = report.settings
-    images = f" and {counted(step['images'], 'image')}" if step["images"] else ""
+    images = f" with {counted(step['images'], 'image')} each" if step["images"] else ""
     lines = [
-        f"{report.architecture}, {report.parameters:,} parameters, on {_gpus(report)}",
-        f"a step over all GPUs: {counted(step['rows'], 'row')} of {step['seq']:,} tokens{images}",
+        f"{report.architecture}, {report.parameters:,} parameters, on {_gpus_text(report)}",
+        f"per step, over all GPUs: batch {step['rows']:,} x {step['seq']:,} tokens{images}",
         step_text(step),
     ]
     if report.found:
-        lines += _table([_HEADS, *(_row(report, each) for each in report.found)])
+        lines += _table([_HEADS, *(_cells(report, each) for each in report.found)])
     if report.too_large:
-        lines.append("do not fit in any mode, at the least:")
+        lines.append("too large in every checkpointing mode (smallest peak):")
         lines += [f"  {_mesh(each['layout'])}: {human_bytes(each['peak'])}" for each in report.too_large]
     if report.refused:
-        lines.append("cannot be:")
+        lines.append("not supported:")
         lines += [f"  {_mesh(each['layout'])}: {each['reason']}" for each in report.refused]
-    lines.append("assumed:")
+    lines.append("assumptions:")
     lines += [f"  {each}" for each in report.assumptions]
-    said = search_verdict(report)
-    lines.append(said if report.found else red(said))
-    lines.append(f"searched in {report.seconds:.0f} s, {counted(report.tried, 'step')}")
+    last = search_verdict(report)
+    lines.append(last if report.found else red(last))
+    lines.append(f"done in {report.seconds:.0f} s, {counted(report.tried, 'step')} evaluated")
     return "\n".join(lines)
 
 
 def search_verdict(report: SearchReport) -> str:
-    """`BEST: ...`, or that nothing fits."""
+    """Return the verdict: `BEST: ` and the options of the best layout, or `NOTHING FITS ...`."""
     if not report.found:
         least = min((each["peak"] for each in report.too_large), default=None)
-        close = f"; the least takes {human_bytes(least)} of tensors" if least is not None else ""
-        return f"NOTHING FITS {_gpus(report)}{close}"
+        close = f"; the smallest peak is {human_bytes(least)}" if least is not None else ""
+        return f"NOTHING FITS on {_gpus_text(report)}{close}"
     return f"BEST: {options_of(report.found[0])}"
 
 
 def options_of(found: Mapping[str, Any]) -> str:
-    """The options of `forecast` that say a layout that was found."""
+    """Return the options of `forecast` for a layout of the search."""
     sizes = {"--tp": "tp", "--pp": "pp", "--dp-shard": "dp_shard", "--dp-replicate": "dp_replicate"}
-    said = [f"{option} {found['layout'][axis]}" for option, axis in sizes.items() if found["layout"][axis] > 1]
-    said.append(f"--batch {found['microbatches'] * found['rows']} --microbatches {found['microbatches']}")
+    options = [f"{option} {found['layout'][axis]}" for option, axis in sizes.items() if found["layout"][axis] > 1]
+    options.append(f"--batch {found['microbatches'] * found['rows']} --microbatches {found['microbatches']}")
     if found["activation_checkpointing"] != "none":
-        said.append(f"--activation-checkpointing {found['activation_checkpointing']}")
-    return " ".join(said)
+        options.append(f"--activation-checkpointing {found['activation_checkpointing']}")
+    return " ".join(options)
 
 
-def _gpus(report: SearchReport) -> str:
+def _gpus_text(report: SearchReport) -> str:
     return f"{counted(report.gpus, 'GPU')} of {human_bytes(report.gpu_memory)}"
 
 
-def _row(report: SearchReport, found: Mapping[str, Any]) -> tuple[str, ...]:
-    rows = counted(found["rows"], "row")
+def _cells(report: SearchReport, found: Mapping[str, Any]) -> tuple[str, ...]:
     return (
         _mesh(found["layout"]),
         found["activation_checkpointing"],
-        f"{found['microbatches']} of {rows}",
+        f"{found['microbatches']} x {counted(found['rows'], 'sequence')}",
         human_bytes(found["peak"]),
         human_bytes(report.gpu_memory - found["peak"] - found["reserved"]),
         f"{found['recomputed'] / found['flops']:.1%}" if found["recomputed"] else "none",

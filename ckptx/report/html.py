@@ -1,9 +1,9 @@
-"""The layout of a checkpoint as one HTML page: mesh, bytes of each rank, and how each tensor is sharded.
+"""HTML page of the layout of a checkpoint: mesh, bytes per rank, and the shards of each tensor.
 
-This module says what the page shows, in rows; `templates/layout.html` says how. The page asks for nothing outside of
-itself and says so in its Content-Security-Policy; what it shows stands in it without scripts, which add search and the
-drawing of a tensor to scale. Names in a checkpoint are anybody's text: the template escapes them, in the data they go
-through `embedded`, and in the script into text nodes alone.
+This module computes the content; `templates/layout.html` is the markup. The page loads nothing, as its
+Content-Security-Policy states, and is readable without its script, which adds search and the drawing of a tensor to
+scale. Names in a checkpoint are untrusted: the template escapes them, `embedded` escapes the JSON data, and the script
+writes them into text nodes only.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from markupsafe import Markup
 
 from ckptx.model_view.rank_layout import Holder, Layout, TensorGroup, spans, spans_text
 from ckptx.report.documents.inspection import InspectionReport
-from ckptx.report.html_data import colors_of, cut_text, embedded, name_of, page_data, symbol_id, thumbnails
+from ckptx.report.html_data import colors_of, embedded, name_of, page_data, sharding_text, symbol_id, thumbnails
 from ckptx.report.page import asset, page
 from ckptx.report.ranks import balance_text
 from ckptx.report.report import counted, human_bytes
@@ -24,10 +24,10 @@ from ckptx.untrusted.printable import one_line, shown
 
 _MOST_CELLS = 4096  # ranks drawn one by one
 _MOST_BARS = 2048
-_MOST_ROWS = 400  # patterns listed without a search
-_ROOMY = 64  # ranks that leave room for a number of bytes in each cell,
-_ROOMY_TP = 12  # where no more than these stand side by side in 1,300 px
-_MOST_TP = 32  # cells side by side; more go on in the next line
+_MOST_ROWS = 400  # patterns listed before a search
+_ROOMY = 64  # up to so many ranks, each cell has room for its bytes,
+_ROOMY_TP = 12  # if a line has no more than these in 1,300 px
+_MOST_TP = 32  # cells in a line; further TP ranks wrap to the next line
 _MOST_OUTSIDE = 4
 
 
@@ -36,11 +36,11 @@ class LayoutHeading:
     """The head of the page.
 
     Attributes:
-        title: The name of the checkpoint.
-        path: Its path.
-        facts: Terms with values.
-        dtypes: Names of dtypes with the number of their tensors.
-        note: Set if the page is about a part of the checkpoint; else "".
+        title: Name of the checkpoint.
+        path: Path of the checkpoint.
+        facts: Pairs of term and value.
+        dtypes: Pairs of dtype and number of tensors.
+        note: Note that the page shows a part of the checkpoint; "" if it shows all.
     """
 
     title: str
@@ -52,17 +52,17 @@ class LayoutHeading:
 
 @dataclass(frozen=True, slots=True)
 class RankCell:
-    """A rank, or a file, in its stage.
+    """A rank, or a file, in the drawing of its stage.
 
     Attributes:
-        index: Its number among all holders.
-        line: The label of the line that begins with it; None inside a line.
-        label: The number of the rank, or the name of the file.
+        index: Index among all holders.
+        line: Label of the line that begins with this cell; None inside a line.
+        label: Number of the rank, or name of the file.
         nbytes: Bytes of tensor data.
         part: `nbytes` relative to the largest holder.
-        said: What it is, in words.
-        hue: Of its color, in degrees of OKLCH.
-        light: The lightness of its color.
+        text: Coordinates, bytes and number of tensors, for the tooltip.
+        hue: Hue of the cell, in degrees of OKLCH.
+        light: Lightness of the cell, in OKLCH.
     """
 
     index: int
@@ -70,7 +70,7 @@ class RankCell:
     label: str
     nbytes: int
     part: str
-    said: str
+    text: str
     hue: int
     light: float
 
@@ -80,13 +80,13 @@ class MeshStage:
     """A pipeline stage, or files that belong to no rank.
 
     Attributes:
-        title: Its name.
+        title: Name of the stage.
         nbytes: Bytes of tensor data.
-        layers: Its layers, in words.
-        outside: Modules outside of the layers.
-        cells_kind: The class of the list of its cells; None if they are too many to draw.
-        columns: What stands above the columns of cells.
-        cells: The cells, row by row.
+        layers: Layers of the stage, in words.
+        outside: Names of modules outside layers.
+        cells_kind: CSS class of the list of cells; None if there are too many to draw.
+        columns: Headers of the columns of cells.
+        cells: Cells, row by row.
     """
 
     title: str
@@ -104,11 +104,11 @@ class Mesh:
 
     Attributes:
         title: "Mesh" or "Files".
-        sentence: What the drawing shows.
-        note: Set if ranks are too many to draw; else "".
-        is_roomy: Whether each cell has room for a number of bytes.
-        line: Cells side by side.
-        stages: The stages.
+        sentence: Mesh and meaning of the drawing.
+        note: Note that there are too many ranks to draw; "" if all are drawn.
+        is_roomy: True if cells have room for their bytes.
+        line: Number of cells in a line.
+        stages: Pipeline stages, or a single group of files.
     """
 
     title: str
@@ -121,16 +121,16 @@ class Mesh:
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """The bytes of a holder, or the most of several, in a chart that is 100 high.
+    """Bytes of a holder, or the maximum of several, in a chart that is 100 high.
 
     Attributes:
-        x: Its left edge; a holder is 1 wide.
-        y: Its upper edge.
-        width: Its width.
-        height: Its height.
-        index: The number of the holder; None for several.
-        hue: As in `Cell`.
-        light: As in `Cell`.
+        x: Left edge; a holder is 1 wide.
+        y: Upper edge.
+        width: Width.
+        height: Height.
+        index: Index of the holder; None for several.
+        hue: Hue, in degrees of OKLCH.
+        light: Lightness, in OKLCH.
     """
 
     x: str
@@ -148,16 +148,16 @@ class Chart:
 
     Attributes:
         kind: "rank" or "file".
-        said: How balanced they are, in words.
-        top: Bytes of the largest.
-        mean: How far down the mean is.
-        bars: A bar for each holder, or for each few of them.
-        first: The label of the first bar.
-        last: The label of the last bar.
+        balance: Mean and extremes, in words.
+        top: Bytes of the largest holder.
+        mean: Distance of the mean from the upper edge, in percent.
+        bars: A bar for each holder, or for each group of neighbors.
+        first: Label of the first bar.
+        last: Label of the last bar.
     """
 
     kind: str
-    said: str
+    balance: str
     top: int
     mean: float
     bars: Sequence[Bar]
@@ -170,14 +170,14 @@ class TensorRow:
     """A pattern in the list of tensors.
 
     Attributes:
-        index: Its number among all groups.
-        target: The name of its first tensor, quoted for an address.
-        symbol: The id of its small picture.
-        pattern: The pattern.
-        count: How many tensors it stands for.
-        dtype: Their dtype.
-        shape: Their shape.
-        cut: How they are sharded, in words.
+        index: Index among all groups.
+        target: Name of the first tensor, quoted for a URL.
+        symbol: Id of the thumbnail.
+        pattern: Pattern of names.
+        count: Number of tensors that match.
+        dtype: Dtype of the tensors.
+        shape: Shape of the tensors.
+        sharding: Sharding of the tensors, in words.
     """
 
     index: int
@@ -187,7 +187,7 @@ class TensorRow:
     count: int
     dtype: str
     shape: str
-    cut: str
+    sharding: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,9 +195,9 @@ class Tensors:
     """The list of tensors.
 
     Attributes:
-        lead: What it has.
-        rows: Patterns, those that are listed without a search.
-        note: Set if there are more; else "".
+        lead: Numbers of tensors and patterns.
+        rows: Patterns that are listed before a search.
+        note: Note that there are more patterns; "" if all are listed.
     """
 
     lead: str
@@ -209,8 +209,8 @@ def layout_page(report: InspectionReport, layout: Layout) -> str:
     """Return the page.
 
     Args:
-        report: The report of `inspect`.
-        layout: Who holds what; a part of the checkpoint when a glob narrowed it.
+        report: Report of `inspect`.
+        layout: Layout of the checkpoint, or of the tensors that a glob selected.
     """
     listed = _listed(layout)
     heading = _heading(report, layout)
@@ -242,15 +242,13 @@ def _heading(report: InspectionReport, layout: Layout) -> LayoutHeading:
         path=str(report.path),
         facts=facts,
         dtypes=[(name, f"{count:,}") for name, count in report.dtypes["before"].items()],
-        note=f"This page is about {drawn:,} of the {counted(report.tensors, 'tensor')}."
-        if drawn < report.tensors
-        else "",
+        note=f"This page shows {drawn:,} of {counted(report.tensors, 'tensor')}." if drawn < report.tensors else "",
     )
 
 
 def _mesh(layout: Layout) -> Mesh:
     tp = 1 if layout.dims is None else layout.dims.tp
-    many = f"More than {_MOST_CELLS:,} ranks are not drawn one by one; --ranks --json lists them."
+    many = f"Meshes of more than {_MOST_CELLS:,} ranks are not drawn; --ranks --json lists all ranks."
     return Mesh(
         title="Mesh" if layout.by_rank else "Files",
         sentence=_mesh_sentence(layout),
@@ -262,19 +260,19 @@ def _mesh(layout: Layout) -> Mesh:
 
 
 def _line(tp: int) -> int:
-    """Return how many cells stand in a line: those of all TP ranks, or as many lines of equal length as they need."""
+    """Return the number of cells in a line: all TP ranks, or equal parts of them if they do not fit."""
     lines = -(-tp // _MOST_TP)
     return -(-tp // lines)
 
 
 def _mesh_sentence(layout: Layout) -> Markup:
     if not layout.by_rank:
-        said = "No file belongs to a rank"
-        return Markup("{}.").format(said if layout.cut_tensors else f"{said}; each tensor is stored whole in one file")
+        text = "Files are not assigned to ranks"
+        return Markup("{}.").format(text if layout.cut_tensors else f"{text}; each tensor is stored whole in one file")
     dims = layout.dims
     if dims is None:
         sentence = Markup(
-            "<b>{}</b> by the names of the files. The mesh is unknown without a ckptx.json; ranks that hold layers in "
+            "<b>{}</b>, from file names. The mesh is unknown without a ckptx.json; ranks that have layers in "
             "common are shown as one stage."
         ).format(counted(len(layout.holders), "rank"))
     else:
@@ -326,21 +324,21 @@ def _cells(layout: Layout, holders: Sequence[Holder]) -> Iterator[RankCell]:
             label=holder.label if holder.rank is None else str(holder.rank),
             nbytes=holder.nbytes,
             part=f"{holder.nbytes / most:.3f}",
-            said=f"{holder.label}{place}: {human_bytes(holder.nbytes)}, {counted(holder.tensors, 'tensor')}",
+            text=f"{holder.label}{place}: {human_bytes(holder.nbytes)}, {counted(holder.tensors, 'tensor')}",
             hue=hue,
             light=light,
         )
 
 
 def _line_label(holder: Holder, *, is_whole: bool) -> str:
-    """Return what stands before a line of cells: its DP rank; and where lines go on, the TP rank it begins with."""
+    """Return the label of a line of cells: its DP rank and, if lines are wrapped, its first TP rank."""
     if is_whole:
         return f"{'dp ' if holder.dp == 0 else ''}{holder.dp}"
     return f"dp {holder.dp} tp {holder.tp}"
 
 
 def _chart(layout: Layout) -> Chart | None:
-    """Return the chart; None without tensor data."""
+    """Return the chart; None if there is no tensor data."""
     balance = layout.balance()
     if balance is None:
         return None
@@ -368,7 +366,7 @@ def _chart(layout: Layout) -> Chart | None:
     ends = (layout.holders[0].label, layout.holders[-1].label) if layout.by_rank else ("first file", "last file")
     return Chart(
         kind="rank" if layout.by_rank else "file",
-        said=balance_text(balance),
+        balance=balance_text(balance),
         top=top,
         mean=round(100 - 100 * balance["mean"] / top, 2),
         bars=bars,
@@ -383,15 +381,15 @@ def _tensors(layout: Layout, listed: Sequence[tuple[int, TensorGroup]]) -> Tenso
     sharded = f"{layout.cut_tensors:,}" if layout.cut_tensors else "none"
     more = len(groups) - _MOST_ROWS
     return Tensors(
-        lead=f"{counted(sum(group.count for group in groups), 'tensor')} of {patterns}; {sharded} in more than one "
-        "shard. Select one to see its shards.",
+        lead=f"{counted(sum(group.count for group in groups), 'tensor')} in {patterns}; {sharded} sharded. "
+        "Select a tensor to see its shards.",
         rows=[_row(layout, index, group) for index, group in listed],
         note=f"{counted(more, 'more pattern')}; search finds them." if more > 0 else "",
     )
 
 
 def _listed(layout: Layout) -> list[tuple[int, TensorGroup]]:
-    """Return groups with their indices, those of one pattern together, as many as are listed without a search."""
+    """Return the first `_MOST_ROWS` groups with their indices, sorted so that groups of one pattern are adjacent."""
     order = {group.pattern: index for index, group in reversed(list(enumerate(layout.groups)))}
     return sorted(enumerate(layout.groups), key=lambda item: order[item[1].pattern])[:_MOST_ROWS]
 
@@ -407,5 +405,5 @@ def _row(layout: Layout, index: int, group: TensorGroup) -> TensorRow:
         count=group.count,
         dtype=group.dtype.name,
         shape=", ".join(map(str, cut.shape)),
-        cut=cut_text(cut),
+        sharding=sharding_text(cut),
     )

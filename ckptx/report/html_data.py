@@ -1,4 +1,4 @@
-"""What the script of the layout page draws from: cuts once, tensors by reference; and the small pictures of cuts."""
+"""Data and thumbnails of the layout page: each sharding once, and tensors by reference to it."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from typing import Any, NamedTuple
 from ckptx.catalog.region import Region
 from ckptx.model_view.rank_layout import Layout, Sharding, TensorGroup, distinct, spans_text
 
-_WIDTH, _HEIGHT = 48, 32  # of a small picture
-_MOST_THUMBNAIL = 64  # rectangles in it
-_MOST_FILES = 6  # named for each rank
+_WIDTH, _HEIGHT = 48, 32  # of a thumbnail
+_MOST_THUMBNAIL = 64  # rectangles in a thumbnail
+_MOST_FILES = 6  # named per rank
 
 
 class Axes(NamedTuple):
-    """Which dims of a tensor are drawn: down and across, None for a dim it does not have; `others` are left over."""
+    """Dims of a tensor that are drawn `down` and `across` (None if it has too few), and the `others`."""
 
     down: int | None
     across: int | None
@@ -25,34 +25,35 @@ class Axes(NamedTuple):
 
 
 def axes_of(cut: Sharding) -> Axes:
-    """The two dims to draw: those that are cut first, then the longest; the first of them goes down."""
+    """Return the two dims to draw: sharded dims first, then the longest; the lower dim is drawn down."""
     dims = range(len(cut.shape))
     if len(dims) < 2:
         return Axes(None, 0 if len(dims) else None, ())
-    is_cut = [_cuts_along(cut, dim) > 1 for dim in dims]
-    chosen = sorted(sorted(dims, key=lambda dim: (not is_cut[dim], -cut.shape[dim], dim))[:2])
+    is_split = [_splits_along(cut, dim) > 1 for dim in dims]
+    chosen = sorted(sorted(dims, key=lambda dim: (not is_split[dim], -cut.shape[dim], dim))[:2])
     return Axes(chosen[0], chosen[1], tuple(dim for dim in dims if dim not in chosen))
 
 
-def cut_text(cut: Sharding) -> str:
-    """A cut in words: `dim 0 in 4, dim 1 in 2`; `whole on 4`."""
-    parts = [(dim, _cuts_along(cut, dim)) for dim in range(len(cut.shape))]
-    said = ", ".join(f"dim {dim} in {count}" for dim, count in parts if count > 1) or "whole"
-    copies = max((len(holders) for _, holders in distinct(cut)), default=1)
-    return said if copies == 1 else f"{said}, {copies} copies"
+def sharding_text(cut: Sharding) -> str:
+    """Return a sharding in words: `split 4-way on dim 0, 2-way on dim 1`; `whole, 4 replicas`."""
+    parts = [(dim, _splits_along(cut, dim)) for dim in range(len(cut.shape))]
+    splits = ", ".join(f"{count}-way on dim {dim}" for dim, count in parts if count > 1)
+    text = f"split {splits}" if splits else "whole"
+    replicas = max((len(holders) for _, holders in distinct(cut)), default=1)
+    return text if replicas == 1 else f"{text}, {replicas} replicas"
 
 
-def _cuts_along(cut: Sharding, dim: int) -> int:
-    """Spans along a dim that differ. Sorted: hashes of numbers can be made to collide."""
+def _splits_along(cut: Sharding, dim: int) -> int:
+    """Count the distinct spans along a dim, by sorting, as untrusted numbers can be made to collide in a hash table."""
     spans = sorted((p.region.offsets[dim], p.region.sizes[dim]) for p in cut.pieces if p.region.numel)
     return sum(1 for _ in groupby(spans))
 
 
 def colors_of(layout: Layout) -> list[tuple[int, float]]:
-    """Hue and lightness (OKLCH) of each rank_in_stage of a stage, or of each holder where there is no mesh.
+    """Return hue and lightness (OKLCH) of each rank of a stage, or of each holder if there is no mesh.
 
-    Hues part TP ranks as far as they go; FSDP ranks of one TP rank lie between it and the next. All are light enough
-    for dark text.
+    TP ranks are spread over all hues; FSDP ranks of one TP rank have hues between it and the next. All colors are light
+    enough for dark text.
     """
     dims = layout.dims
     if dims is None:
@@ -68,13 +69,13 @@ def colors_of(layout: Layout) -> list[tuple[int, float]]:
 
 
 def name_of(pattern: str, numbers: str) -> str:
-    """A tensor's name from its pattern and its numbers."""
+    """Return the name of a tensor from its pattern and the numbers for its stars."""
     left = iter(numbers.split(".") if numbers else ())
     return ".".join(next(left, "*") if part == "*" else part for part in pattern.split("."))
 
 
 def page_data(layout: Layout) -> dict[str, Any]:
-    """The data of the page. Holders are indices; a cut counts them from the first holder of the tensor."""
+    """Return the data of the script. Holders are indices, in a sharding relative to the first holder of the tensor."""
     return {
         "unit": "rank" if layout.by_rank else "file",
         "colors": colors_of(layout),
@@ -103,7 +104,7 @@ def _cut_row(cut: Sharding) -> dict[str, Any]:
     axes = axes_of(cut)
     return {
         "shape": cut.shape,
-        "says": cut_text(cut),
+        "text": sharding_text(cut),
         "down": axes.down,
         "across": axes.across,
         "others": axes.others,
@@ -112,28 +113,28 @@ def _cut_row(cut: Sharding) -> dict[str, Any]:
 
 
 def embedded(data: dict[str, Any]) -> str:
-    """JSON that no name can end early: the three characters HTML could act on are escaped."""
+    """Return JSON for a script element: `<`, `>` and `&` are escaped, so that no name can end the element."""
     text = json.dumps(data, separators=(",", ":"), ensure_ascii=True)
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
 def symbol_id(layout: Layout, cut: int, first: int) -> str:
-    """The small picture of a cut whose first holder is `first`: stages share pictures, ranks within one do not."""
+    """Return the id of the thumbnail of a sharding whose first holder is `first`; stages share thumbnails."""
     return f"c{cut}-{first % len(colors_of(layout)) if layout.dims is not None else first}"
 
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """A shard in a small picture.
+    """A shard in a thumbnail.
 
     Attributes:
-        x: Its left edge.
-        y: Its upper edge.
-        width: Its width.
-        height: Its height.
-        hue: The hue of its first holder, in degrees of OKLCH.
-        light: The lightness of its first holder.
-        is_replicated: Whether several holders have it.
+        x: Left edge.
+        y: Upper edge.
+        width: Width.
+        height: Height.
+        hue: Hue of the first holder, in degrees of OKLCH.
+        light: Lightness of the first holder, in OKLCH.
+        is_replicated: True if several holders have the shard.
     """
 
     x: float
@@ -147,25 +148,25 @@ class Box:
 
 @dataclass(frozen=True, slots=True)
 class Thumbnail:
-    """The small picture of how a tensor is sharded, used by reference.
+    """Thumbnail of a sharding, used by reference.
 
     Attributes:
-        id: What refers to it.
-        width: The width of the picture.
-        height: Its height.
-        said: What stands in place of shards that are too many to draw, or none; None where they are drawn.
-        boxes: The shards.
+        id: Id that `<use>` refers to.
+        width: Width of the picture.
+        height: Height of the picture.
+        text: Shown instead of shards if there are none or too many to draw; None if shards are drawn.
+        boxes: Shards.
     """
 
     id: str
     width: int
     height: int
-    said: str | None
+    text: str | None
     boxes: Sequence[Box]
 
 
 def thumbnails(layout: Layout, groups: Iterable[TensorGroup]) -> list[Thumbnail]:
-    """Return the small pictures of these tensors, each once."""
+    """Return the thumbnails of these tensors, each once."""
     known: dict[str, Thumbnail] = {}
     for group in groups:
         first = next(iter(group.members))
@@ -197,9 +198,9 @@ def _others(region: Region, axes: Axes) -> tuple[tuple[int, int], ...]:
 
 
 def _span(cut: Sharding, region: Region, dim: int | None, room: int) -> tuple[float, float]:
-    """Where a rectangle begins and how long it is, in a picture `room` wide; a hair is left between two."""
+    """Return start and length of a rectangle along a dim, in a picture `room` wide, with a gap between neighbors."""
     if dim is None:
         return (0, room)
     begin, size = region.offsets[dim] * room / cut.shape[dim], region.sizes[dim] * room / cut.shape[dim]
-    hair = 0.5 if size > 2 and region.sizes[dim] < cut.shape[dim] else 0
-    return round(begin, 2), round(max(size - hair, 0.3), 2)
+    gap = 0.5 if size > 2 and region.sizes[dim] < cut.shape[dim] else 0
+    return round(begin, 2), round(max(size - gap, 0.3), 2)

@@ -1,10 +1,10 @@
-"""The report of `robustness` as JUnit XML, which GitHub, GitLab and Jenkins show beside other tests.
+"""JUnit XML of `robustness`, which GitHub, GitLab and Jenkins show with other tests.
 
-There is no standard; what all of them read is this: `testsuites` of one `testsuite` with counts and `properties`, and a
-`testcase` with `classname`, `name`, `time` and at most one `failure`, `error` or `skipped`. A phase is a test case, and
-so is each of its oracles, in a class of the name of the phase: a phase that fails says all there is to say, an oracle
-its own part, and both fail, as a reader may look at either. XML has no place for most control characters, in no form;
-they are written as escapes.
+JUnit XML has no standard. All of them read this subset: `testsuites` with one `testsuite` with counts and `properties`,
+and a `testcase` with `classname`, `name`, `time` and at most one `failure`, `error` or `skipped`. A phase is a test
+case, and so is each of its oracles, in a class named after the phase. A failing phase reports all of its failures, an
+oracle its own, and both fail, as a reader may look at either. XML 1.0 cannot contain most control characters, not even
+as character references; they are written as escapes.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from ckptx.report.robustness_words import (
     cause_text,
     failing_oracles,
     first_cause,
+    first_items,
     items_of,
     kill_text,
     memory_faults,
-    mesh,
+    mesh_text,
     noise_text,
     notes_of,
     oracle_text,
-    some,
     unchecked_text,
     verdict,
-    widened,
+    widened_oracles,
     widened_text,
 )
 from ckptx.untrusted.printable import one_line
@@ -41,32 +41,32 @@ _MOST_ITEMS = 40
 
 
 def junit_xml(report: Report, recipe: str) -> str:
-    """The document.
+    """Return the document.
 
     Args:
-        report: Of `robustness`; a plain report is that of a run that could not be judged, which is an error.
-        recipe: As it was asked for.
+        report: Report of `robustness`; a plain `Report` is that of a failed run, and becomes an `error`.
+        recipe: Recipe argument of the command.
     """
     name = report.recipe if isinstance(report, RobustnessReport) else recipe
-    suite = ET.Element("testsuite", {"name": _clean(name)})
-    kind = f"ckptx.robustness.{_class(name)}"
+    suite = ET.Element("testsuite", {"name": _xml_text(name)})
+    kind = f"ckptx.robustness.{_class_name(name)}"
     if isinstance(report, RobustnessReport):
         _properties(suite, report)
         for phase in report.phases:
             _phase(suite, report, phase, kind)
         for row in report.kills or ():
-            said = kill_text(row)
-            wrong = (
-                None if row["ok"] else (said, ["the last good step cannot be loaded, or another can be taken for it"])
+            text = kill_text(row)
+            failure = (
+                None if row["ok"] else (text, ["the last good step cannot be loaded, or another step looks complete"])
             )
-            _case(suite, f"{kind}.killed", said, 0.0, failure=wrong)
+            _case(suite, f"{kind}.killed", text, 0.0, failure=failure)
         if not report.ok and not suite.findall("testcase/failure"):
             _case(suite, kind, "verdict", report.seconds, failure=(verdict(report), list(report.warnings)))
     else:
         case = _case(suite, kind, "run", report.seconds)
-        said = report.error or "no reason was given"
-        error = ET.SubElement(case, "error", {"message": _clean(said), "type": f"exit {report.exit}"})
-        error.text = "\n".join(map(_clean, [said, *report.warnings]))
+        message = report.error or "no reason was given"
+        error = ET.SubElement(case, "error", {"message": _xml_text(message), "type": f"exit {report.exit}"})
+        error.text = "\n".join(map(_xml_text, [message, *report.warnings]))
     counts = {
         "tests": len(suite.findall("testcase")),
         "failures": len(suite.findall("testcase/failure")),
@@ -82,74 +82,74 @@ def junit_xml(report: Report, recipe: str) -> str:
 
 
 def _properties(suite: ET.Element, report: RobustnessReport) -> None:
-    said = {
+    values = {
         "recipe_file": report.recipe_file,
-        "mesh": mesh(report),
+        **({"mesh": ranks} if (ranks := mesh_text(report)) else {}),
         "trainer": report.trainer,
         "out": report.out,
         **{f"set {key}": value for key, value in report.settings.items()},
-        **({"planted": report.injected} if report.injected else {}),
-        **({"cause": said_cause} if (said_cause := cause_text(report)) else {}),
+        **({"injected fault": report.injected} if report.injected else {}),
+        **({"cause": cause} if (cause := cause_text(report)) else {}),
         **{f"noise of {what}": text for what in ("loss", "logits") if (text := noise_text(report, what))},
-        **{f"widened {phase} {row['name']}": widened_text(phase, row) for phase, row in widened(report)},
+        **{f"widened {phase} {row['name']}": widened_text(phase, row) for phase, row in widened_oracles(report)},
         **report.environment,
     }
     properties = ET.SubElement(suite, "properties")
-    for name, value in said.items():
-        ET.SubElement(properties, "property", {"name": _clean(name), "value": _clean(str(value))})
+    for name, value in values.items():
+        ET.SubElement(properties, "property", {"name": _xml_text(name), "value": _xml_text(str(value))})
 
 
 def _phase(suite: ET.Element, report: RobustnessReport, phase: Mapping[str, Any], kind: str) -> None:
     name, notes = str(phase["name"]), notes_of(phase)
     if phase["ok"] is None:
         case = _case(suite, kind, name, 0.0)
-        ET.SubElement(case, "skipped", {"message": _clean(notes[0] if notes else "not run")})
+        ET.SubElement(case, "skipped", {"message": _xml_text(notes[0] if notes else "not run")})
         return
     failure = None
     if phase["ok"] is False:
         failing, memory = failing_oracles(phase), memory_faults(phase)
-        told = [f"{row['name']}: {oracle_text(row)}" for row in failing] + [f"memory: {fault}" for fault in memory]
-        told = told or [*notes] or [str(phase.get("title") or "failed")]
+        parts = [f"{row['name']}: {oracle_text(row)}" for row in failing] + [f"memory: {fault}" for fault in memory]
+        parts = parts or [*notes] or [str(phase.get("title") or "failed")]
         if phase is next(each for each in report.phases if each["ok"] is False):
             cause = first_cause(report)
-            told += [str(cause_text(report))] if cause is not None and cause["cause"] not in told else []
+            parts += [str(cause_text(report))] if cause is not None and cause["cause"] not in parts else []
         lines = [line for row in failing for line in _oracle_lines(report, phase, row)]
-        failure = ("; ".join(told), [*lines, *memory, *notes])
+        failure = ("; ".join(parts), [*lines, *memory, *notes])
     case = _case(suite, kind, name, float(phase["seconds"]), failure=failure)
     if failure is None and notes:
-        ET.SubElement(case, "system-out").text = "\n".join(map(_clean, notes))
+        ET.SubElement(case, "system-out").text = "\n".join(map(_xml_text, notes))
     for row in phase.get("oracles") or ():
         of_oracle = (oracle_text(row), _oracle_lines(report, phase, row)) if row["ok"] is False else None
-        case = _case(suite, f"{kind}.{_class(name)}", str(row["name"]), 0.0, failure=of_oracle)
+        case = _case(suite, f"{kind}.{_class_name(name)}", str(row["name"]), 0.0, failure=of_oracle)
         if row["ok"] is None:
-            ET.SubElement(case, "skipped", {"message": _clean(unchecked_text(row))})
+            ET.SubElement(case, "skipped", {"message": _xml_text(unchecked_text(row))})
 
 
 def _oracle_lines(report: RobustnessReport, phase: Mapping[str, Any], row: Mapping[str, Any]) -> list[str]:
     name = str(row["name"])
-    items = [f"    {item}" for item in some(items_of(report, phase, name), _MOST_ITEMS)]
+    items = [f"    {item}" for item in first_items(items_of(report, phase, name), _MOST_ITEMS)]
     cause = cause_of(report, phase, name)
-    return [f"{name}: {oracle_text(row)}", *items, *([] if cause is None else [f"    that is: {cause}"])]
+    return [f"{name}: {oracle_text(row)}", *items, *([] if cause is None else [f"    diagnosis: {cause}"])]
 
 
 def _case(
     suite: ET.Element, kind: str, name: str, seconds: float, failure: tuple[str, Iterable[str]] | None = None
 ) -> ET.Element:
-    """A test case; `failure` is what it says in one line and in several."""
-    attributes = {"classname": _clean(kind), "name": _clean(name), "time": f"{seconds:.3f}"}
+    """Add a test case; `failure` is its message and the lines of its text."""
+    attributes = {"classname": _xml_text(kind), "name": _xml_text(name), "time": f"{seconds:.3f}"}
     case = ET.SubElement(suite, "testcase", attributes)
     if failure is not None:
         message, lines = failure
-        found = ET.SubElement(case, "failure", {"message": _clean(message), "type": "robustness"})
-        found.text = "\n".join(map(_clean, lines)) or _clean(message)
+        found = ET.SubElement(case, "failure", {"message": _xml_text(message), "type": "robustness"})
+        found.text = "\n".join(map(_xml_text, lines)) or _xml_text(message)
     return case
 
 
-def _clean(text: str) -> str:
-    """A text as one line of what XML may hold: beside controls and half surrogates, two characters are excluded."""
+def _xml_text(text: str) -> str:
+    """Return a string as one line of valid XML: no controls or surrogates, and neither U+FFFE nor U+FFFF."""
     return one_line(text).replace("\ufffe", "\\ufffe").replace("\uffff", "\\uffff")
 
 
-def _class(name: str) -> str:
-    """A part of the name of a class, which readers split at points."""
+def _class_name(name: str) -> str:
+    """Return a name as part of a class name, which readers split at dots."""
     return re.sub(r"[.\s/]+", "_", name) or "_"

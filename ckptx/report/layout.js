@@ -1,4 +1,4 @@
-// Search, and the drawing of one tensor to scale. Every text of a checkpoint goes into text nodes, never into markup.
+// Search, and the drawing of one tensor to scale. Names from a checkpoint go into text nodes, never into markup.
 "use strict";
 (() => {
   const data = JSON.parse(document.getElementById("data").textContent);
@@ -173,7 +173,7 @@
       readout.textContent = "\u00a0";
       if (p === null) return;
       const [at, offsets, sizes] = cut.pieces[p];
-      const copies = at.length > 1 ? `, ${at.length} copies` : "";
+      const copies = at.length > 1 ? `, ${at.length} replicas` : "";
       readout.textContent = `${ranges(at.map((i) => first + i))}: offsets ${list(offsets)}, sizes ${list(sizes)}, ${human(nbytes(dtype, sizes))}${copies}`;
     };
     const figure = make("div", { class: "figure" });
@@ -181,17 +181,17 @@
     for (const [title, indices] of facets.slice(0, 16)) {
       if (title && facets.length > 1) figure.append(make("h4", {}, title));
       const svg = figureOf(cut, indices, first, tell);
-      svg.setAttribute("aria-label", `${name} ${list(cut.shape)}: ${cut.says}, on ${ranges(held)}. Arrow keys go through its pieces.`);
+      svg.setAttribute("aria-label", `${name} ${list(cut.shape)}: ${cut.text}, on ${ranges(held)}. Arrow keys step through its shards.`);
       figure.append(svg);
     }
     const asides = [];
-    if (facets.length > 16) asides.push(`${facets.length - 16} more slices in the table`);
-    if (facets.length === 1 && cut.others.length) asides.push(cut.others.map((dim) => `dim ${dim} of ${cut.shape[dim]} is not drawn, it is whole`).join("; "));
-    if (!cut.pieces.length) asides.push("it has no elements");
-    else if (!boxOf(cut)[2]) asides.push("not to scale: the shorter side is drawn longer");
+    if (facets.length > 16) asides.push(`${facets.length - 16} more slices, listed in the table`);
+    if (facets.length === 1 && cut.others.length) asides.push(cut.others.map((dim) => `dim ${dim} (size ${cut.shape[dim]}) is not split and not drawn`).join("; "));
+    if (!cut.pieces.length) asides.push("the tensor has no elements");
+    else if (!boxOf(cut)[2]) asides.push("not to scale: the shorter side is enlarged");
     if (cut.pieces.some(([at]) => at.length > 1)) asides.push(`hatched: several ${unit}s hold the same elements`);
-    const facts = make("p", { class: "facts" }, make("b", {}, `${dtype} ${list(cut.shape)}`), ` \u00b7 ${human(nbytes(dtype, cut.shape))} \u00b7 `, make("b", {}, cut.says), held.length ? ` \u00b7 ${ranges(held)}` : "");
-    const table = make("details", {}, make("summary", {}, `${counted(cut.pieces.reduce((n, [at]) => n + at.length, 0), "piece")} as a table`));
+    const facts = make("p", { class: "facts" }, make("b", {}, `${dtype} ${list(cut.shape)}`), ` \u00b7 ${human(nbytes(dtype, cut.shape))} \u00b7 `, make("b", {}, cut.text), held.length ? ` \u00b7 ${ranges(held)}` : "");
+    const table = make("details", {}, make("summary", {}, `${counted(cut.pieces.reduce((n, [at]) => n + at.length, 0), "shard")} as a table`));
     table.addEventListener("toggle", () => table.open && table.children.length === 1 && table.append(tableOf(cut, dtype, first)));
     detail.replaceChildren(make("h3", {}, name), facts);
     if (all.length > 1) {
@@ -200,7 +200,7 @@
       on.disabled = index === all.length - 1;
       back.onclick = () => go({ tensor: all[index - 1].name });
       on.onclick = () => go({ tensor: all[index + 1].name });
-      detail.append(make("div", { class: "steps" }, back, on, `${(index + 1).toLocaleString("en")} of ${counted(all.length, "tensor")} cut alike`));
+      detail.append(make("div", { class: "steps" }, back, on, `${(index + 1).toLocaleString("en")} of ${counted(all.length, "tensor")} with this sharding`));
     }
     table.open = cut.pieces.length > 1 && cut.pieces.length <= MOST_OPEN;
     detail.append(make("div", { class: "drawn" }, figure, table), readout);
@@ -246,7 +246,7 @@
     );
   };
 
-  // ---- the address says what is shown: #tensor=NAME&rank=INDEX&find=WORDS
+  // ---- the URL holds the selection: #tensor=NAME&rank=INDEX&find=WORDS
 
   const asked = () => new URLSearchParams(location.hash.slice(1));
   const go = (changes) => {
@@ -261,12 +261,12 @@
     const wanted = now.get("tensor"), found = wanted === null ? null : find(wanted);
     if (found) showTensor(found, index);
     else if (wanted !== null) {
-      detail.replaceChildren(make("p", {}, `No tensor is called ${wanted} here.`));
+      detail.replaceChildren(make("p", {}, `No tensor is named ${wanted}.`));
       markHolders([], index);
     } else if (groups.length) showTensor(start, index);
   };
 
-  // The tensor to begin with: one cut along most dims, the largest of these.
+  // The first selection: a tensor sharded along the most dims, the largest of these.
   const spread = (cut) => cut.shape.filter((_, dim) => new Set(cut.pieces.map((piece) => piece[1][dim])).size > 1).length;
   const rankOf = ([, dtype, c]) => [spread(cuts[c]), nbytes(dtype, cuts[c].shape)];
   let best = 0;

@@ -1,7 +1,7 @@
-"""The numbers that several reports show: one function computes each, and one says it.
+"""Numbers that several reports show: one function computes each, and one formats it.
 
-written, stored, copies, aliases   `conversion.ledger` counts them; `stored_text`, `written_text`
-bytes read                         `TensorReader.bytes_read`, added up over readers and ranks; `bytes_read_text`
+written, stored, copies, aliases   counted by `conversion.ledger`; `stored_text`, `written_text`
+bytes read                         `TensorReader.bytes_read`, summed over readers and ranks; `bytes_read_text`
 peak memory                        `peak_memory` of a process, `peak_of_processes` of several; `peak_memory_text`
 speed                              `report.written_gb_per_s`; `speed_text`
 """
@@ -16,7 +16,7 @@ from ckptx.wording import counted
 
 
 class PeakOfProcesses(TypedDict):
-    """The fields of a report that say how much memory its largest process took."""
+    """Fields of a report for the peak memory of its largest process."""
 
     peak_rss: int
     peak_rss_of: str
@@ -33,7 +33,7 @@ def peak_of_processes(peaks_bytes: Iterable[int], *, are_ranks: bool) -> PeakOfP
 
 
 def peak_memory_text(report: Report) -> tuple[str, str]:
-    """Return whose peak memory a report has, and the bytes: `peak memory of the largest rank`, `1.20 GiB`."""
+    """Return label and value of the peak memory: `peak memory of the largest rank`, `1.20 GiB`."""
     label = "peak memory" if report.peak_rss_of == THIS_PROCESS else f"peak memory of the {report.peak_rss_of}"
     return label, human_bytes(report.peak_rss)
 
@@ -56,17 +56,17 @@ def written_text(output_bytes: int, written_bytes: int) -> str:
         written_bytes: Bytes of them that this run wrote; 0 for none.
     """
     before = output_bytes - written_bytes
-    rest = f", {human_bytes(before)} of it in an interrupted run before" if written_bytes and before else ""
+    rest = f", {human_bytes(before)} of it by an earlier, interrupted run" if written_bytes and before else ""
     return f"{human_bytes(output_bytes)}{rest}"
 
 
 def stored_text(stored: int, *, copies: int = 0, aliases: int = 0) -> str:
-    """Return how many names of tensors have bytes of their own: `90 stored + 1 alias`; empty where all have.
+    """Return the number of tensors by kind of storage: `90 stored + 1 alias`; empty if all are stored once.
 
     Args:
         stored: Tensors whose bytes are stored.
-        copies: Names that hold the same bytes once more.
-        aliases: Names that share the bytes of another.
+        copies: Tied tensors that are stored as copies.
+        aliases: Tied tensors that share the bytes of another.
     """
     parts = [counted(count, noun) for count, noun in ((copies, "copy"), (aliases, "alias")) if count]
     return " + ".join([f"{stored:,} stored", *parts]) if parts else ""

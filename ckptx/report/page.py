@@ -1,8 +1,8 @@
-"""Render a page of HTML that stands alone: its template, its style, its policy, and how untrusted text gets into it.
+"""Render a self-contained HTML page from its template, with its Content-Security-Policy and escaping.
 
-Templates lie in `templates/`, one for each page. What they print is escaped, and each string is shown as one line
-without active characters (`one_line`), as names in a checkpoint are anybody's; only `Markup` goes in as it is. This
-module imports jinja2, so commands import it when they write a page.
+Templates are in `templates/`, one for each page. Their output is escaped, and each string is shown as one line without
+control characters (`one_line`), as names in a checkpoint are untrusted; only `Markup` is inserted as it is. This module
+imports jinja2, so commands import it when they write a page.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from ckptx.wording import counted
 
 
 def page(template: str, title: str, styles: Iterable[str], script: str | None = None, **content: Any) -> str:
-    """Return a page that asks for nothing outside of itself, and says so in its Content-Security-Policy.
+    """Return a page that loads nothing, as its Content-Security-Policy requires.
 
     Args:
-        template: The name of a template; it extends `page.html`.
-        title: The title of the page.
-        styles: Names of the style sheets that come after `page.css`.
-        script: The only script that may run.
-        **content: What the template shows.
+        template: Name of a template that extends `page.html`.
+        title: Title of the page.
+        styles: Names of the style sheets after `page.css`.
+        script: The only script that may run; None for none.
+        **content: Variables of the template.
     """
     digest = b64encode(hashlib.sha256((script or "").encode()).digest()).decode()
     scripts = "" if script is None else f" script-src 'sha256-{digest}';"
@@ -56,7 +56,7 @@ def _environment() -> Environment:
     environment = Environment(
         loader=FunctionLoader(lambda name: asset(f"templates/{name}")),
         autoescape=True,
-        finalize=_finalized,
+        finalize=_printable,
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
@@ -67,6 +67,6 @@ def _environment() -> Environment:
     return environment
 
 
-def _finalized(value: Any) -> Any:
-    """Return what a template prints: a string without characters that act on the text around it."""
+def _printable(value: Any) -> Any:
+    """Return a value as a template prints it: strings on one line, without control characters."""
     return one_line(value) if isinstance(value, str) and not isinstance(value, Markup) else value

@@ -1,8 +1,8 @@
-"""Plots as inline SVG: runs over their steps, how far each is from the first, in decades, and the frame of any plot.
+"""Plots as inline SVG: losses over steps, differences from the first run on a log scale, and the frame of any plot.
 
-This module computes shapes; the macro `plot` in `templates/parts.html` writes them with the words beside them. The SVG
-is stretched to the width there is, so lines keep their width by `non-scaling-stroke`, and dots are lines without length
-and a round end.
+This module computes shapes; the macro `plot` in `templates/parts.html` writes them and their labels. The SVG is
+stretched to the available width, so lines keep their width by `non-scaling-stroke`, and dots are lines of length 0 with
+round caps.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from markupsafe import Markup
 
 WIDE, HIGH = 1000, 400  # units of the drawing
 _MOST_TICKS = 9
-_MOST_DOTS = 60  # of a run; a longer one is a line alone
+_MOST_DOTS = 60  # of a run; a longer run is drawn as a line only
 _LEAST_DECADE = -12
-_NONE, _ROOM_FOR_NONE = 12, 46  # where numbers that are none are drawn, and how far below it the others begin
+_NONFINITE, _ROOM_FOR_NONFINITE = 12, 46  # height of NaN and infinity, and the upper edge of the finite numbers
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,7 @@ class Mark:
 
     Attributes:
         down: Distance from the top, in units of the drawing.
-        text: The words.
+        text: Label.
     """
 
     down: float
@@ -44,10 +44,10 @@ class Label:
     """A label on a plot or below it.
 
     Attributes:
-        text: The words.
-        style: Its place, as CSS.
-        kind: Its class; "" for none.
-        title: What it says in full; "" for no more than `text`.
+        text: Label.
+        style: Position, as CSS.
+        kind: CSS class; "" for none.
+        title: Full text for the tooltip; "" for none.
     """
 
     text: str
@@ -58,14 +58,16 @@ class Label:
 
 @dataclass(frozen=True, slots=True)
 class Plot:
-    """A drawing with what is written around it.
+    """A plot with its labels.
 
     Attributes:
-        label: What is drawn.
-        marks: The marks of its vertical axis.
-        below: The labels of its horizontal axis.
-        shapes: SVG.
-        over: Labels that lie on the drawing.
+        label: Accessible name of the plot.
+        marks: Tick labels of the vertical axis.
+        below: Labels of the horizontal axis.
+        shapes: SVG elements.
+        over: Labels on top of the drawing.
+        width: Width of the drawing, in its own units.
+        height: Height of the drawing, in its own units.
     """
 
     label: str
@@ -78,17 +80,17 @@ class Plot:
 
     @property
     def grid(self) -> str:
-        """The path of the lines at the marks."""
+        """Return the SVG path of the grid lines."""
         return "".join(f"M0 {mark.down:.1f}H{WIDE}" for mark in self.marks)
 
 
 class RunCurve(NamedTuple):
-    """A run: its name, its steps, and a number at each, which may be NaN.
+    """A run, with a number at each of its steps.
 
     Attributes:
-        name: As the report has it.
-        color: Which of the colours of runs.
-        points: (step, number).
+        name: Name of the run in the report.
+        color: Number of its color in report.css.
+        points: Pairs of step and number, which may be NaN.
     """
 
     name: str
@@ -97,14 +99,19 @@ class RunCurve(NamedTuple):
 
 
 class Band(NamedTuple):
-    """How far apart means nothing: what was measured, and what is allowed."""
+    """Differences without meaning.
+
+    Attributes:
+        noise: Measured noise; None if it was not measured.
+        limit: Tolerance; None if no phase has one.
+    """
 
     noise: float | None
     limit: float | None
 
 
 def runs_plot(runs: Sequence[RunCurve]) -> Plot | None:
-    """Return numbers over steps, the first run broad, the others thin upon it; None if there is no number."""
+    """Plot numbers over steps, the first run as a broad line below the others; None if there is no number."""
     steps = _steps(runs)
     numbers = [number for run in runs for _, number in run.points if isfinite(number)]
     if not steps or not numbers:
@@ -112,22 +119,22 @@ def runs_plot(runs: Sequence[RunCurve]) -> Plot | None:
     low, high = min(numbers), max(numbers)
     room = (high - low) * 0.08 or abs(high) * 0.01 or 1.0
     low, high = low - room, high + room
-    has_none = _has_none(runs)
+    has_none = _has_nonfinite(runs)
 
     def down(value: float) -> float:
-        top = _ROOM_FOR_NONE if has_none else 0
+        top = _ROOM_FOR_NONFINITE if has_none else 0
         return top + (HIGH - top) * (high - value) / (high - low)
 
     values = [(low + (high - low) * part / 4) for part in range(5)]
-    marks = [*([Mark(_NONE, "nan")] if has_none else []), *(Mark(down(value), f"{value:.4g}") for value in values)]
-    shapes = [shape for index, run in enumerate(runs) for shape in _line(run, steps, down, is_first=index == 0)]
-    return Plot(f"loss over steps of {', '.join(run.name for run in runs)}", marks, _below(steps), shapes)
+    marks = [*([Mark(_NONFINITE, "nan")] if has_none else []), *(Mark(down(value), f"{value:.4g}") for value in values)]
+    shapes = [shape for index, run in enumerate(runs) for shape in _curve(run, steps, down, is_first=index == 0)]
+    return Plot(f"loss over steps of {', '.join(run.name for run in runs)}", marks, _step_labels(steps), shapes)
 
 
 def distances_plot(runs: Sequence[RunCurve], band: Band) -> Plot | None:
-    """Return the differences of runs from another, by decades; None if there are no steps.
+    """Plot the differences of runs from the first, on a log scale; None if there are no steps.
 
-    Equal numbers are drawn at the bottom, and what is no number above the top.
+    Equal numbers are drawn at the bottom, NaN and infinity above the top.
     """
     steps = _steps(runs)
     known = [band.noise, band.limit, *(number for run in runs for _, number in run.points)]
@@ -142,7 +149,7 @@ def distances_plot(runs: Sequence[RunCurve], band: Band) -> Plot | None:
         if value <= 0:
             return HIGH - 12.0
         above = (log10(value) - first) / decades
-        return _ROOM_FOR_NONE + (1 - min(1.0, max(0.0, above))) * (HIGH - _ROOM_FOR_NONE - 60)
+        return _ROOM_FOR_NONFINITE + (1 - min(1.0, max(0.0, above))) * (HIGH - _ROOM_FOR_NONFINITE - 60)
 
     shapes = []
     for name, value in (("limit", band.limit), ("noise", band.noise)):
@@ -150,23 +157,23 @@ def distances_plot(runs: Sequence[RunCurve], band: Band) -> Plot | None:
             shapes.append(rect(name, 0, down(value), WIDE, HIGH))
             shapes.append(path(name, f"M0 {down(value):.1f}H{WIDE}"))
     for run in runs:
-        shapes += _line(run, steps, down, is_first=False)
+        shapes += _curve(run, steps, down, is_first=False)
     every = -(-decades // 5)
     marks = [Mark(down(10.0**power), f"1e{power}") for power in range(first, last + 1, every)]
     marks.append(Mark(down(0.0), "equal"))
-    if _has_none(runs):
-        marks.append(Mark(_NONE, "nan"))
+    if _has_nonfinite(runs):
+        marks.append(Mark(_NONFINITE, "nan"))
     names = ", ".join(run.name for run in runs)
-    return Plot(f"difference of {names} from the first run", marks, _below(steps), shapes)
+    return Plot(f"difference of {names} from the first run", marks, _step_labels(steps), shapes)
 
 
 def path(kind: str, d: str) -> Markup:
-    """Return a path of SVG."""
+    """Return an SVG path."""
     return Markup('<path class="{}" d="{}"/>').format(kind, d)
 
 
 def rect(kind: str, x: float, y: float, width: float, height: float, title: str = "") -> Markup:
-    """Return a rectangle of SVG; `title` is shown under the pointer."""
+    """Return an SVG rectangle; `title` is its tooltip."""
     place = f'x="{x:.2f}" y="{y:.1f}" width="{width:.2f}" height="{height:.1f}"'
     if not title:
         return Markup('<rect class="{}" {}/>').format(kind, Markup(place))
@@ -177,7 +184,7 @@ def _steps(runs: Sequence[RunCurve]) -> list[float]:
     return sorted({step for run in runs for step, _ in run.points})
 
 
-def _has_none(runs: Sequence[RunCurve]) -> bool:
+def _has_nonfinite(runs: Sequence[RunCurve]) -> bool:
     return any(not isfinite(number) for run in runs for _, number in run.points)
 
 
@@ -186,12 +193,14 @@ def _across(step: float, steps: Sequence[float]) -> float:
     return WIDE / 2 if not room else 20 + (WIDE - 40) * (step - steps[0]) / room
 
 
-def _line(run: RunCurve, steps: Sequence[float], down: Callable[[float], float], *, is_first: bool) -> Iterator[Markup]:
-    """A run as a line with a gap where a number is none, and its dots; what is no number is a dot at the top."""
+def _curve(
+    run: RunCurve, steps: Sequence[float], down: Callable[[float], float], *, is_first: bool
+) -> Iterator[Markup]:
+    """Draw a run as a line and dots; NaN and infinity leave a gap and are dots at the top."""
     line, dots, is_drawing = "", "", False
     for step, number in run.points:
         if not isfinite(number):
-            yield path("dot nan", f"M{_across(step, steps):.1f} {_NONE}h0")
+            yield path("dot nan", f"M{_across(step, steps):.1f} {_NONFINITE}h0")
             is_drawing = False
             continue
         place = f"{_across(step, steps):.1f} {down(number):.1f}"
@@ -205,7 +214,7 @@ def _line(run: RunCurve, steps: Sequence[float], down: Callable[[float], float],
         yield path(f"dot {kind}", dots)
 
 
-def _below(steps: Sequence[float]) -> list[Label]:
+def _step_labels(steps: Sequence[float]) -> list[Label]:
     return [Label(f"{step:g}", f"left:{100 * _across(step, steps) / WIDE:.2f}%") for step in _ticks(steps)]
 
 

@@ -1,4 +1,4 @@
-"""What `inspect --ranks` says: rows for `--json`, and a table that stays readable for a thousand ranks."""
+"""Output of `inspect --ranks`: rows for `--json`, and a table that is readable for a thousand ranks."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from ckptx.model_view.rank_layout import Holder, Layout, spans, spans_text
 from ckptx.report.documents.inspection import RanksOfInspection
 from ckptx.report.report import counted, human_bytes
 
-_MOST_RANKS = 64  # more are summed up by stage
+_MOST_RANKS = 64  # more are summarized by stage
 _EXTREMES = 3
 _MOST_LAYERS = 60  # characters
 
 
 def layout_of(layout: Layout) -> RanksOfInspection:
-    """The mesh and its balance; where no file names a rank, files take the place of ranks."""
+    """Return the mesh and its balance, with a row for each file if no file name has a rank."""
     dims, mesh = layout.dims, None
     if dims is not None:
         stages = [spans(_layers(holders)) for _, holders in layout.bands()]
@@ -33,7 +33,7 @@ def layout_of(layout: Layout) -> RanksOfInspection:
 
 
 def rank_rows(layout: Layout) -> list[dict[str, Any]]:
-    """What each rank holds; nothing where no file names a rank."""
+    """Return a row for each rank; none if no file name has a rank."""
     return [
         {
             "rank": holder.rank,
@@ -50,37 +50,40 @@ def rank_rows(layout: Layout) -> list[dict[str, Any]]:
 
 
 def mesh_text(layout: dict[str, Any] | None, ranks: int) -> str:
-    """The mesh in words, from `layout_of`."""
+    """Return the mesh in words: `tp 2 x dp_shard 2 x pp 1, 4 ranks`."""
     if not ranks:
-        return "not laid out for ranks"
+        return "not sharded"
     if layout is None:
-        return f"unknown, {counted(ranks, 'rank')} by file names"
+        return f"unknown, {counted(ranks, 'rank')} from file names"
     sizes = f"tp {layout['tp']} x dp_shard {layout['dp_shard']} x pp {layout['pp']}"
     return f"{sizes}, {counted(ranks, 'rank')}"
 
 
 def rank_lines(found: RanksOfInspection, rows: Sequence[dict[str, Any]]) -> list[str]:
-    """The layout for a person, with the rows of `rank_rows`."""
+    """Return the lines of the summary.
+
+    Args:
+        found: Mesh, balance and files, from `layout_of`.
+        rows: Rows of ranks, from `rank_rows`.
+    """
     mesh = mesh_text(found.layout, len(rows))
     if rows and found.layout is None:
-        mesh += "; stages by the layers that ranks have in common"
+        mesh += "; ranks that have layers in common are shown as one stage"
     lines = [f"  mesh          {mesh}"]
-    cut = found.cut_tensors
-    said = f"{counted(cut, 'tensor')} in more than one piece" if cut else "nothing is cut: each tensor lies whole"
-    lines.append(f"  cut           {said}")
+    lines.append(f"  sharded       {counted(found.cut_tensors, 'tensor') if found.cut_tensors else 'no tensors'}")
     if not rows:
-        lines += _by_file(found.by_file or ())
+        lines += _file_lines(found.by_file or ())
     elif len(rows) <= _MOST_RANKS:
         lines += _table(_RANK_HEAD, [_rank_row(row, found.balance) for row in rows])
     else:
-        lines += _summary(rows, found.balance)
+        lines += _summary_lines(rows, found.balance)
     if found.balance:
         lines.append(f"  balance       {balance_text(found.balance)}")
     return lines
 
 
 def balance_text(balance: dict[str, Any]) -> str:
-    """Mean and extremes of the bytes of ranks."""
+    """Return mean and extremes of the bytes of ranks."""
     most, least = (
         f"{human_bytes(balance[end])}{'' if rank is None else f' (rank {rank})'}"
         for end, rank in (("max", balance["max_rank"]), ("min", balance["min_rank"]))
@@ -88,14 +91,14 @@ def balance_text(balance: dict[str, Any]) -> str:
     return f"mean {human_bytes(balance['mean'])}, max {most}, min {least}, max/mean {balance['max_over_mean']:.2f}"
 
 
-_RANK_HEAD = ("rank", "stage", "dp", "tp", "layers", "tensors", "bytes", "x mean", "files")
+_RANK_HEAD = ("rank", "stage", "dp", "tp", "layers", "tensors", "bytes", "vs mean", "files")
 
 
 def _rank_row(row: dict[str, Any], balance: dict[str, Any] | None) -> list[str]:
     return [
         str(row["rank"]),
         *("-" if row[axis] is None else str(row[axis]) for axis in ("stage", "dp", "tp")),
-        _shortened(row["layers"]),
+        _layers_text(row["layers"]),
         f"{row['tensors']:,}",
         human_bytes(row["bytes"]),
         f"{row['bytes'] / balance['mean']:.2f}" if balance else "-",
@@ -103,16 +106,16 @@ def _rank_row(row: dict[str, Any], balance: dict[str, Any] | None) -> list[str]:
     ]
 
 
-def _by_file(rows: Sequence[dict[str, Any]]) -> list[str]:
+def _file_lines(rows: Sequence[dict[str, Any]]) -> list[str]:
     shown = rows[:_MOST_RANKS]
-    cells = [[r["file"], _shortened(r["layers"]), f"{r['tensors']:,}", human_bytes(r["bytes"])] for r in shown]
+    cells = [[r["file"], _layers_text(r["layers"]), f"{r['tensors']:,}", human_bytes(r["bytes"])] for r in shown]
     left = len(rows) - len(shown)
     more = [f"    and {counted(left, 'more file')}, --json lists all"] if left else []
     return _table(("file", "layers", "tensors", "bytes"), cells) + more
 
 
-def _summary(rows: Sequence[dict[str, Any]], balance: dict[str, Any] | None) -> list[str]:
-    """A line for each stage, then the fullest and the emptiest ranks."""
+def _summary_lines(rows: Sequence[dict[str, Any]], balance: dict[str, Any] | None) -> list[str]:
+    """Return a line for each stage, then the largest and smallest ranks."""
     by_stage: dict[int | None, list[dict[str, Any]]] = {}
     for row in rows:
         by_stage.setdefault(row["stage"], []).append(row)
@@ -126,24 +129,24 @@ def _summary(rows: Sequence[dict[str, Any]], balance: dict[str, Any] | None) -> 
             [
                 "-" if stage is None else str(stage),
                 ranges_text([row["rank"] for row in members]),
-                _shortened(layers),
+                _layers_text(layers),
                 human_bytes(min(sizes)),
                 human_bytes(mean),
                 human_bytes(max(sizes)),
                 f"{mean / balance['mean']:.2f}" if balance else "-",
             ]
         )
-    lines = _table(("stage", "ranks", "layers", "least", "mean", "most", "x mean"), cells)
+    lines = _table(("stage", "ranks", "layers", "min", "mean", "max", "vs mean"), cells)
     if len(shown) > _MOST_RANKS:
         lines.append(f"    and {counted(len(shown) - _MOST_RANKS, 'more stage')}, --json lists all ranks")
     ordered = sorted(rows, key=lambda row: (-row["bytes"], row["rank"]))
     extremes = [*ordered[:_EXTREMES], *ordered[-_EXTREMES:]]
-    lines.append("    the fullest and the emptiest ranks; --json lists all")
+    lines.append("    largest and smallest ranks; --json lists all")
     return lines + _table(_RANK_HEAD, [_rank_row(row, balance) for row in extremes])
 
 
 def ranges_text(numbers: Sequence[int]) -> str:
-    """Numbers as people write them: `0-3, 8`."""
+    """Return numbers as ranges: `0-3, 8`."""
     return spans_text(spans(("", number) for number in set(numbers))).strip()
 
 
@@ -151,12 +154,12 @@ def _layers(holders: list[Holder]) -> set[tuple[str, int]]:
     return {layer for holder in holders for layer in holder.layers}
 
 
-def _shortened(layers: Sequence[tuple[str, int, int]]) -> str:
+def _layers_text(layers: Sequence[tuple[str, int, int]]) -> str:
     text = spans_text(layers)
     return text if len(text) <= _MOST_LAYERS else f"{text[: _MOST_LAYERS - 4].rstrip(' ,;')} ..."
 
 
-_TO_THE_LEFT = {"layers", "file", "ranks"}
+_LEFT_ALIGNED = {"layers", "file", "ranks"}
 
 
 def _table(head: Sequence[str], rows: list[list[str]]) -> list[str]:
@@ -164,7 +167,7 @@ def _table(head: Sequence[str], rows: list[list[str]]) -> list[str]:
     lines = []
     for row in (head, *rows):
         cells = (
-            cell.ljust(width) if title in _TO_THE_LEFT else cell.rjust(width)
+            cell.ljust(width) if title in _LEFT_ALIGNED else cell.rjust(width)
             for title, cell, width in zip(head, row, widths, strict=True)
         )
         lines.append("    " + "  ".join(cells).rstrip())

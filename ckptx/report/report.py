@@ -1,4 +1,4 @@
-"""The report of a run: one object for the summary, `--json`, `--report` and the Python API."""
+"""Report of a run: one object for the summary, `--json`, `--report` and the Python API."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
 from ckptx.processes.peak_memory import peak_memory, peak_of_children
 from ckptx.wording import counted as counted
 
-if TYPE_CHECKING:  # help pages import this module, and need no catalog
+if TYPE_CHECKING:  # help pages import this module and must not import the catalog
     from ckptx.catalog.entry import TensorEntry
 
 SCHEMA_VERSION = 2
@@ -21,7 +21,7 @@ THIS_PROCESS, LARGEST_RANK, LARGEST_PROCESS = "this process", "largest rank", "l
 
 
 class HasNotes(Protocol):
-    """What a step of a command found: a value that says what the user should know of it."""
+    """Result of a step of a command, with notes for the user."""
 
     @property
     def notes(self) -> tuple[str, ...]: ...
@@ -32,48 +32,48 @@ R = TypeVar("R", bound="Report")
 
 
 class Log:
-    """The notes of a run, in the order of its steps. It is there for a run that fails, too, which gives no report."""
+    """Notes of a run, in the order of its steps. It also serves a run that fails, which has no report."""
 
     def __init__(self) -> None:
         self.notes: list[str] = []
 
     def __call__(self, value: V) -> V:
-        """The value; its notes are taken down."""
+        """Record the notes of a value, and return the value."""
         self.note(*value.notes)
         return value
 
     def note(self, *notes: str) -> None:
-        """Add notes before there is a value; a note that two steps have is kept once."""
+        """Record notes without a value; a note of two steps is kept once."""
         self.notes.extend(note for note in dict.fromkeys(notes) if note not in self.notes)
 
 
-# Metadata of a field that is left out of the document while it is None.
+# Metadata of a field that is omitted from the document if it is None.
 OPTIONAL = {"optional": True}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """Top level of `--json`. docs/report.md defines every word of it.
+    """Fields that every report has. docs/report.md defines each of them.
 
     Attributes:
-        commands: Words of the commands that print it, other names included; empty for reports of failures alone.
-        command: "convert hf2dcp", "verify", ...
-        exit: The exit code; `ok` is true when it is 0.
-        error: The one line of an error, or None.
-        tensors: Names of tensors in the checkpoint that was written, or looked at; of a comparison, the reference.
+        commands: Names of the commands that print this report, aliases included; empty for reports of failures.
+        command: Name of the command: "convert hf2dcp", "verify", ...
+        exit: Exit code; `ok` is true if it is 0.
+        error: Error message on one line; null if there is none.
+        tensors: Number of tensor names in the checkpoint that was written or read; for a comparison, in the reference.
         bytes_read: Bytes of tensor data read.
-        bytes_written: Bytes of every file written: weights, sidecars, index, manifest.
-        aliases: Name in that checkpoint -> name it shares bytes with.
-        ties: Decisions on tied names: target, source, case, action, evidence.
-        dropped: Tensors left out: name, reason.
+        bytes_written: Bytes of all files written: weights, sidecars, index, manifest.
+        aliases: Names in that checkpoint that share the bytes of another name -> that name.
+        ties: Decisions on tied weights: target, source, case, action, evidence.
+        dropped: Tensors that were dropped: name, reason.
         edits: Changes to config.json: key, before, after.
-        dtypes: Counts by dtype, {"before": {...}, "after": {...}}.
-        ranks: A row for each rank.
-        warnings: What the user should know.
-        seconds: Wall-clock time.
+        dtypes: Number of tensors by dtype, {"before": {...}, "after": {...}}.
+        ranks: A row for each rank; empty for commands without ranks.
+        warnings: Warnings and notes for the user.
+        seconds: Wall-clock time in seconds.
         gb_per_s: Gigabytes (1e9 bytes) written per second; 0 for a dry run.
-        peak_rss: Peak resident set size of the process that `peak_rss_of` names, in bytes.
-        peak_rss_of: "this process"; "largest rank" or "largest process" of a run of several, this one included.
+        peak_rss: Peak resident set size in bytes, of the process named by `peak_rss_of`.
+        peak_rss_of: Process with that peak: "this process", or "largest rank" or "largest process" of several.
     """
 
     commands: ClassVar[Sequence[str]] = ()
@@ -98,11 +98,11 @@ class Report:
 
     @property
     def ok(self) -> bool:
-        """True when the command did what was asked and found nothing wrong."""
+        """Return True if the command succeeded and found no difference."""
         return self.exit == 0
 
     def to_dict(self) -> dict[str, Any]:
-        """The document that `--json` prints."""
+        """Return the document that `--json` prints."""
         document: dict[str, Any] = {"schema_version": SCHEMA_VERSION}
         for each in fields(self):
             value = getattr(self, each.name)
@@ -114,7 +114,7 @@ class Report:
         return document
 
     def to_json(self) -> str:
-        """`to_dict` as text."""
+        """Return the document as JSON."""
         return json.dumps(self.to_dict(), indent=2) + "\n"
 
     def summary(self) -> str:
@@ -130,48 +130,48 @@ class Report:
         return summary_html(self)
 
     def write(self, path: str | Path) -> None:
-        """Writes the document to a file."""
-        from ckptx.publishing.report_file import write_text  # most reports are printed alone
+        """Write the document to a file."""
+        from ckptx.publishing.report_file import write_text  # most reports are only printed
 
         write_text(path, self.to_json())
 
 
 class Stopwatch:
-    """Takes the time from when it is made, and the memory of the processes that end meanwhile."""
+    """Measure time from its creation, and the peak memory of child processes that end meanwhile."""
 
     def __init__(self) -> None:
         self._started, self._children = time.perf_counter(), peak_of_children()
 
     def stop(self, report: R) -> R:
-        """Return the report with the time that passed, and with the peak memory of the largest process of the run."""
+        """Return the report with the elapsed time and the peak memory of the largest process of the run."""
         seconds = time.perf_counter() - self._started
         speed = written_gb_per_s(report, seconds)
         own, children, owner = peak_memory(), peak_of_children(), report.peak_rss_of
         peak = report.peak_rss if owner == LARGEST_RANK and report.peak_rss else max(own, report.peak_rss)
-        if children > max(peak, own, self._children):  # a child inherits the peak of this process until it takes more
+        if children > max(peak, own, self._children):  # a child starts with the peak of this process
             peak, owner = children, LARGEST_PROCESS if owner == THIS_PROCESS else owner
         return replace(report, seconds=seconds, gb_per_s=speed, peak_rss=peak, peak_rss_of=owner)
 
 
 def written_gb_per_s(report: Report, seconds: float) -> float:
-    """Compute the speed of writing, in 1e9 bytes per second; 0 for a dry run, which writes nothing.
+    """Return the write throughput in 1e9 bytes per second; 0 for a dry run, which writes nothing.
 
     Args:
-        report: What was written, or would be.
-        seconds: Wall-clock time of the run.
+        report: Report with `bytes_written`.
+        seconds: Wall-clock time of the run, in seconds.
     """
     is_dry = bool(getattr(report, "dry_run", False))
     return 0.0 if is_dry or not seconds else report.bytes_written / seconds / 1e9
 
 
 def count_dtypes(tensors: Iterable[TensorEntry]) -> dict[str, int]:
-    """Number of tensors by dtype, by name of the dtype."""
+    """Count tensors by name of their dtype, sorted."""
     counts = Counter(entry.dtype for entry in tensors)
     return dict(sorted((dtype.name, count) for dtype, count in counts.items()))
 
 
 def human_bytes(nbytes: float) -> str:
-    """`nbytes` in binary units: 1.92 GiB."""
+    """Return a size in binary units: 1.92 GiB."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(nbytes) < 1024:
             return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.2f} {unit}"

@@ -1,4 +1,4 @@
-"""What `robustness` says to a person: a line for each phase, and below it what failed."""
+"""Text of `robustness`: a line for each phase, with its failures below it."""
 
 from __future__ import annotations
 
@@ -8,119 +8,121 @@ from typing import Any
 from ckptx.report.documents.robustness import FaultsReport, RobustnessReport
 from ckptx.report.report import counted
 from ckptx.report.robustness_words import (
-    called,
     cause_of,
     cause_text,
     failing_oracles,
+    first_items,
     items_of,
     kill_text,
     memory_faults,
-    mesh,
+    mesh_text,
     noise_text,
     notes_of,
     oracle_text,
-    some,
+    phase_name,
     step_memory_text,
     unchecked_oracles,
     unchecked_text,
     verdict,
-    widened,
+    widened_oracles,
     widened_text,
 )
-from ckptx.report.text import cost
+from ckptx.report.text import cost_text
 
-_WIDTH = len("0 source parity")  # the longest that a phase is called
+_WIDTH = len("0 source parity")  # the longest name of a phase
 _WORDS = {True: "ok", False: "FAILED", None: "not run"}
 
 
-def robustness_text(report: RobustnessReport, red: Callable[[str], str] = str, told: int | None = None) -> str:
-    """What `robustness` says.
+def robustness_text(report: RobustnessReport, red: Callable[[str], str] = str, printed: int | None = None) -> str:
+    """Return the summary that `robustness` prints.
 
     Args:
-        report: What was found.
-        red: Makes a text red, where the terminal can.
-        told: How many phases `progress_text` has told of; None is nothing.
+        report: Report of `robustness`.
+        red: Colors a string red if the terminal supports it.
+        printed: Number of phases that `progress_text` has printed; None if it has printed nothing.
     """
-    lines = [progress_text(report, red, told)] if told is None or report.phases[told:] else []
+    lines = [progress_text(report, red, printed)] if printed is None or report.phases[printed:] else []
     for what in ("loss", "logits"):
         noise = noise_text(report, what)
         if noise is not None:
             lines.append(f"noise of {what}: {noise}")
     memory = step_memory_text(report)
     if memory is not None:
-        lines.append(f"tensors of a step, on the rank with the most: {memory}")
-    lines += [red(f"WIDENED by the recipe: {widened_text(phase, row)}") for phase, row in widened(report)]
+        lines.append(f"tensor memory of one step (max over ranks): {memory}")
+    lines += [red(f"WIDENED by the recipe: {widened_text(phase, row)}") for phase, row in widened_oracles(report)]
     lines += _kills(report, red)
-    lines.append(f"everything that was written: {report.out or 'removed, it was in a temporary folder'}")
+    lines.append(f"output: {report.out or 'temporary, removed'}")
     lines.append(verdict(report) if report.ok else red(verdict(report)))
-    lines.append(cost(report))
+    lines.append(cost_text(report))
     cause = cause_text(report)
     if cause is not None:
         lines.append(red(cause))
     return "\n".join(lines)
 
 
-def progress_text(report: RobustnessReport, red: Callable[[str], str] = str, told: int | None = None) -> str:
-    """What there is to say when the last of the phases of a report that is not done has ended.
+def progress_text(report: RobustnessReport, red: Callable[[str], str] = str, printed: int | None = None) -> str:
+    """Return the lines to print when a phase of a running report has ended.
 
     Args:
-        report: What was found so far.
-        red: As `robustness_text` has it.
-        told: How many of its phases are known already; None is not even what it runs.
+        report: Report so far.
+        red: Colors a string red if the terminal supports it.
+        printed: Number of phases that are printed already; None if the opening is not printed either.
     """
-    lines = [] if told is not None else _opening(report)
-    for phase in report.phases[told or 0 :]:
+    lines = [] if printed is not None else _opening(report)
+    for phase in report.phases[printed or 0 :]:
         lines += _phase(report, phase, red)
     return "\n".join(lines)
 
 
 def _opening(report: RobustnessReport) -> list[str]:
-    ours = "" if report.trainer == "ckptx" else f", trained by: {report.trainer}"
-    lines = [f"{report.recipe} on {mesh(report)}{ours}"]
+    ranks = mesh_text(report)
+    lines = [f"{report.recipe} on {ranks}" if ranks else report.recipe]
+    if report.trainer != "ckptx":
+        lines.append(f"  trainer: {report.trainer}")
     lines += [f"  {key} = {value}" for key, value in report.settings.items()]
     if report.injected:
-        lines.append(f"  planted: {report.injected}")
+        lines.append(f"  injected fault: {report.injected}")
     return lines
 
 
 def robustness_verdict(report: RobustnessReport) -> str:
-    """Return one line for `robustness -q`: passed, or the first failing item with its cause."""
-    said, cause = verdict(report), cause_text(report)
+    """Return the one line that `robustness -q` prints: the verdict, with the first difference and its cause."""
+    lead, cause = verdict(report), cause_text(report)
     end = "" if cause is None else f"; {cause}"
     for phase in report.phases:
         for row in failing_oracles(phase):
             items = items_of(report, phase, str(row["name"]))
-            return f"{said}; {phase['name']}: {row['name']}: {'; '.join([oracle_text(row), *items[:1]])}{end}"
-    return said + end
+            return f"{lead}; {phase['name']}: {row['name']}: {'; '.join([oracle_text(row), *items[:1]])}{end}"
+    return lead + end
 
 
 def phase_text(report: RobustnessReport, phase: Mapping[str, Any]) -> str:
-    """What `robustness` says of one phase."""
+    """Return the lines of one phase."""
     return "\n".join(_phase(report, phase, str, width=0))
 
 
 def faults_text(report: FaultsReport) -> str:
-    """What `robustness --inject list` says."""
+    """Return the faults that `robustness --inject list` prints."""
     width = max(map(len, report.faults), default=0)
-    return "\n".join(f"{name:<{width}}  {says}" for name, says in report.faults.items())
+    return "\n".join(f"{name:<{width}}  {text}" for name, text in report.faults.items())
 
 
 def _phase(
     report: RobustnessReport, phase: Mapping[str, Any], red: Callable[[str], str], width: int = _WIDTH
 ) -> list[str]:
     notes = notes_of(phase)
-    said = notes[0] if phase["ok"] is None and notes else str(phase.get("title") or "")
-    took = "" if phase["ok"] is None else f"{phase['seconds']:.1f} s"
+    title = notes[0] if phase["ok"] is None and notes else str(phase.get("title") or "")
+    seconds = "" if phase["ok"] is None else f"{phase['seconds']:.1f} s"
     word = f"{_WORDS[phase['ok']]:<7}"
-    line = f"  {called(phase):<{width}}  {red(word) if phase['ok'] is False else word} {took:>8}  {said}"
+    line = f"  {phase_name(phase):<{width}}  {red(word) if phase['ok'] is False else word} {seconds:>8}  {title}"
     lines = [line.rstrip()]
     for row in failing_oracles(phase):
         name = str(row["name"])
         lines.append(f"      {red(name)}: {oracle_text(row)}")
-        lines += [f"          {item}" for item in some(items_of(report, phase, name))]
+        lines += [f"          {item}" for item in first_items(items_of(report, phase, name))]
         cause = cause_of(report, phase, name)
         if cause is not None:
-            lines.append(f"          that is: {cause}")
+            lines.append(f"          diagnosis: {cause}")
     lines += [
         f"      {row['name']}: {unchecked_text(row)}" for row in unchecked_oracles(phase) if phase["ok"] is not None
     ]
@@ -134,7 +136,7 @@ def _kills(report: RobustnessReport, red: Callable[[str], str]) -> list[str]:
     if not kills:
         return []
     good = sum(1 for row in kills if row["ok"])
-    lines = [f"killed while saving: {counted(len(kills), 'time')}, {good:,} left the last good step and nothing else"]
+    lines = [f"killed while saving: {counted(len(kills), 'time')}, {good:,} left only the last good step"]
     return lines + [
-        f"  {red('FAILED')} {text}" for text in some([kill_text(row) for row in kills if not row["ok"]], 20)
+        f"  {red('FAILED')} {text}" for text in first_items([kill_text(row) for row in kills if not row["ok"]], 20)
     ]

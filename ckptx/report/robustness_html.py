@@ -1,8 +1,7 @@
-"""The report of `robustness` as one HTML page: verdicts, losses, memory, what differs, and what it ran with.
+"""HTML page of `robustness`: verdicts, losses, memory, differences and environment.
 
-This module says what the page shows, in rows; `templates/robustness.html` says how. Nothing in the page runs, and it
-asks for nothing outside of itself. Names of tensors, recipes and trainers are anybody's text; the template escapes
-them.
+This module computes the content; `templates/robustness.html` is the markup. The page has no scripts and loads nothing.
+Names of tensors, recipes and trainers are untrusted; the template escapes them.
 """
 
 from __future__ import annotations
@@ -18,33 +17,33 @@ from ckptx.report.page import page
 from ckptx.report.plots import Band, Plot, RunCurve, distances_plot, runs_plot
 from ckptx.report.report import Report, counted, human_bytes
 from ckptx.report.robustness_words import (
-    called,
     cause_of,
     cause_text,
     failing_oracles,
-    is_of,
+    first_items,
+    is_in_phase,
     items_of,
     kill_text,
     memory_faults,
-    mesh,
+    mesh_text,
     noise_of,
     noise_text,
     notes_of,
-    number_of,
     oracle_text,
-    some,
+    parse_number,
+    phase_name,
     step_memory_text,
     unchecked_text,
     verdict,
-    widened,
+    widened_oracles,
     widened_text,
 )
 
 _KINDS = {True: "ok", False: "bad", None: "left"}
 _STYLES = ("report.css", "robustness.css")
 _MOST_ROWS = 400
-_MOST_RUNS = 6  # drawn, beside the first
-_MOST_FOUND = 12  # items named below an oracle
+_MOST_RUNS = 6  # drawn in addition to the first
+_MOST_FOUND = 12  # items listed below an oracle
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,13 +52,13 @@ class VerdictRow:
 
     Attributes:
         kind: "ok" or "bad".
-        word: PASSED, FAILED, ...
-        said: The rest of the sentence.
+        word: First word of the line: PASSED, FAILED, CAUSE, WIDENED or ERROR.
+        text: Rest of the line.
     """
 
     kind: str
     word: str
-    said: str
+    text: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,9 +66,9 @@ class RobustnessHeading:
     """The head of the page.
 
     Attributes:
-        title: The name of the recipe.
-        verdicts: The verdict, and what explains it.
-        facts: Terms with values.
+        title: Name of the recipe.
+        verdicts: Verdict, then its cause and widened tolerances.
+        facts: Pairs of term and value.
     """
 
     title: str
@@ -82,16 +81,16 @@ class Oracle:
     """The result of an oracle.
 
     Attributes:
-        name: Its name.
-        said: The result, in words.
-        is_failed: Whether it found a difference.
-        is_widened: Whether the recipe widened its tolerance.
-        items: What differs, the first of it.
-        cause: Why it may have failed; "" if nothing is known or it did not fail.
+        name: Name of the oracle.
+        result: Result, in words.
+        is_failed: True if the oracle found a difference.
+        is_widened: True if the recipe widened the tolerance.
+        items: First items that differ.
+        cause: Possible causes of the difference; "" if none is known or the oracle passed.
     """
 
     name: str
-    said: str
+    result: str
     is_failed: bool
     is_widened: bool
     items: Sequence[str] = ()
@@ -104,12 +103,12 @@ class PhaseRow:
 
     Attributes:
         kind: "ok", "bad" or "left" (not run).
-        name: Its name.
-        title: What it proves.
-        time: Its duration, or "not run".
-        oracles: Its oracles, those that failed first.
-        memory_faults: What it did not release.
-        notes: What the user should know.
+        name: Number and name of the phase.
+        title: Property that the phase tests.
+        time: Duration, or "not run".
+        oracles: Oracles of the phase, failed ones first.
+        memory_faults: Memory and threads that the phase did not release.
+        notes: Notes for the user.
     """
 
     kind: str
@@ -126,14 +125,14 @@ class LossPlots:
     """Losses of the runs, and their differences from the first.
 
     Attributes:
-        lead: The noise.
-        runs: The runs that are drawn, the uninterrupted one first.
-        plot: Their losses; None if there are no numbers.
-        differences: The other runs with their differences from the first, where they have steps in common.
-        differences_lead: Which of them are equal.
-        differences_plot: Their differences; None if there are no steps.
+        lead: Noise of the loss, as a sentence.
+        runs: Runs that are drawn, the uninterrupted one first.
+        plot: Plot of losses; None if there are no numbers.
+        differences: Differences of the other runs from the first, at common steps.
+        differences_lead: Names of the runs that are bit-equal, as a sentence.
+        differences_plot: Plot of differences; None if there are no steps.
         band: Noise and tolerance.
-        note: Set if runs are left out; else "".
+        note: Note that runs are omitted; "" if all are drawn.
     """
 
     lead: str
@@ -148,16 +147,16 @@ class LossPlots:
 
 @dataclass(frozen=True, slots=True)
 class Use:
-    """Memory that is retained after a phase.
+    """Memory, or threads, retained after a phase.
 
     Attributes:
-        said: In words.
-        is_over: Whether it is above the baseline.
-        part: In percent of the most of all phases.
-        baseline_part: The baseline, likewise.
+        text: Value, with the baseline if it is exceeded.
+        is_over: True if the value exceeds the baseline.
+        part: Value, in percent of the maximum over phases.
+        baseline_part: Baseline, in percent of the same maximum.
     """
 
-    said: str
+    text: str
     is_over: bool
     part: float
     baseline_part: float
@@ -165,7 +164,7 @@ class Use:
 
 @dataclass(frozen=True, slots=True)
 class Retained:
-    """Memory and threads after a phase."""
+    """Memory and threads retained after a phase."""
 
     phase: str
     tensors: Use
@@ -177,7 +176,7 @@ class Kill:
     """A process that was killed while saving; `kind` is "ok" or "bad"."""
 
     kind: str
-    said: str
+    text: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,17 +184,17 @@ class PageContent:
     """Everything below the head.
 
     Attributes:
-        summary: How many phases passed.
-        phases: The phases.
-        losses: None without runs.
-        memory: Empty where none was taken.
-        step_memory: Memory of one step, in words; "" where it was not taken.
-        differences: Cells of the first differences; None for what is not known.
-        differences_count: The number of all differences.
+        summary: Numbers of phases that passed, failed and did not run.
+        phases: Phases in order.
+        losses: Losses; None if there are no runs.
+        memory: Retained memory by phase; empty if it was not measured.
+        step_memory: Memory of one step, in words; "" if it was not measured.
+        differences: Cells of the first differences; None in a cell for an unknown value.
+        differences_count: Number of all differences.
         kills: Processes that were killed.
-        kills_lead: How many of these ended well.
-        settings: What the run was asked for.
-        environment: Names with versions.
+        kills_lead: Number of kills that left a valid checkpoint, as a sentence.
+        settings: Pairs of setting and value.
+        environment: Pairs of name and version.
     """
 
     summary: str
@@ -215,14 +214,13 @@ def robustness_page(report: Report, recipe: str) -> str:
     """Return the page.
 
     Args:
-        report: The report of `robustness`; a plain report is that of a run that could not be judged, and the page says
-            why.
-        recipe: The recipe as it was asked for.
+        report: Report of `robustness`; a plain `Report` is that of a failed run, and the page shows its error.
+        recipe: Recipe argument of the command.
     """
     if isinstance(report, RobustnessReport):
         heading, content = _heading(report), _content(report)
     else:
-        why = VerdictRow("bad", "NOT JUDGED", report.error or "no reason was given")
+        why = VerdictRow("bad", "ERROR", report.error or "no reason was given")
         facts = [("exit", str(report.exit)), ("time", f"{report.seconds:.1f} s")]
         heading, content = RobustnessHeading(recipe, [why], facts), None
     title = f"{heading.title} - robustness"
@@ -230,16 +228,17 @@ def robustness_page(report: Report, recipe: str) -> str:
 
 
 def _heading(report: RobustnessReport) -> RobustnessHeading:
-    word, _, said = verdict(report).partition(": ")
-    verdicts = [VerdictRow("ok" if report.ok else "bad", word, said)]
+    word, _, text = verdict(report).partition(": ")
+    verdicts = [VerdictRow("ok" if report.ok else "bad", word, text)]
     cause = cause_text(report)
     if cause is not None:
         verdicts.append(VerdictRow("bad", "CAUSE", cause.partition(": ")[2]))
     verdicts += [
-        VerdictRow("bad", "WIDENED", f"by the recipe: {widened_text(phase, row)}") for phase, row in widened(report)
+        VerdictRow("bad", "WIDENED", f"by the recipe: {widened_text(phase, row)}")
+        for phase, row in widened_oracles(report)
     ]
     facts = [
-        ("mesh", mesh(report)),
+        *(("mesh", each) for each in [mesh_text(report)] if each),
         ("trainer", report.trainer),
         ("time", f"{report.seconds:.1f} s"),
         peak_memory_text(report),
@@ -253,7 +252,7 @@ def _content(report: RobustnessReport) -> PageContent:
     good = sum(1 for row in kills if row["ok"])
     settings = {
         "recipe": report.recipe_file,
-        "written to": report.out or "a temporary folder, removed",
+        "output": report.out or "temporary, removed",
         **report.settings,
     }
     return PageContent(
@@ -265,9 +264,9 @@ def _content(report: RobustnessReport) -> PageContent:
         differences=[_difference(report, row) for row in report.differing[:_MOST_ROWS]],
         differences_count=len(report.differing),
         kills=[Kill(_KINDS[bool(row["ok"])], kill_text(row)) for row in kills[:_MOST_ROWS]],
-        kills_lead=f"{counted(len(kills), 'time')}; {good:,} left the last good step and nothing else.",
-        settings=[(str(key), str(said)) for key, said in settings.items()],
-        environment=[(str(key), str(said)) for key, said in report.environment.items()],
+        kills_lead=f"{counted(len(kills), 'time')}; {good:,} left only the last good step.",
+        settings=[(str(key), str(value)) for key, value in settings.items()],
+        environment=[(str(key), str(value)) for key, value in report.environment.items()],
     )
 
 
@@ -283,7 +282,7 @@ def _phase(report: RobustnessReport, phase: Mapping[str, Any]) -> PhaseRow:
     good = [row for row in rows if row["ok"] is not False]
     return PhaseRow(
         kind=_KINDS[phase["ok"]],
-        name=called(phase),
+        name=phase_name(phase),
         title=str(phase.get("title") or ""),
         time="not run" if phase["ok"] is None else f"{phase['seconds']:.1f} s",
         oracles=[_oracle(report, phase, row) for row in (*failing_oracles(phase), *good)],
@@ -295,12 +294,12 @@ def _phase(report: RobustnessReport, phase: Mapping[str, Any]) -> PhaseRow:
 def _oracle(report: RobustnessReport, phase: Mapping[str, Any], row: Mapping[str, Any]) -> Oracle:
     name, is_widened = str(row["name"]), bool(row.get("widened"))
     if row["ok"] is False:
-        items = list(some(items_of(report, phase, name), _MOST_FOUND))
+        items = list(first_items(items_of(report, phase, name), _MOST_FOUND))
         return Oracle(name, oracle_text(row), True, is_widened, items, cause_of(report, phase, name) or "")
     if not row["ok"]:
         return Oracle(name, unchecked_text(row), False, is_widened)
-    said = f"{row['compared']:,} identical" if row.get("value") is None else oracle_text(row)
-    return Oracle(name, said, False, is_widened)
+    result = f"{row['compared']:,} identical" if row.get("value") is None else oracle_text(row)
+    return Oracle(name, result, False, is_widened)
 
 
 def _losses(report: RobustnessReport) -> LossPlots | None:
@@ -312,32 +311,32 @@ def _losses(report: RobustnessReport) -> LossPlots | None:
     differences = [found for run in runs[1:] if (found := _difference_of_runs(runs[0], run)).points]
     left = len(report.losses) - len(runs)
     return LossPlots(
-        lead=f"Noise, as measured in this run: {noise}." if noise else "No noise was measured.",
+        lead=f"Noise measured in this run: {noise}." if noise else "Noise was not measured.",
         runs=runs,
         plot=runs_plot(runs),
         differences=differences,
         differences_lead=_differences_lead(differences),
         differences_plot=distances_plot(differences, band),
         band=band,
-        note=f"{counted(left, 'more run')} in the document of --json." if left > 0 else "",
+        note=f"{counted(left, 'more run')} in the --json report." if left > 0 else "",
     )
 
 
 def _runs(report: RobustnessReport) -> list[RunCurve]:
-    first, others = report.losses[:1], sorted(report.losses[1:], key=_drawn_late)
+    first, others = report.losses[:1], sorted(report.losses[1:], key=_drawing_order)
     rows = [*first, *others[:_MOST_RUNS]]
     return [
         RunCurve(
             str(row["run"]),
             index,
-            [(float(step), number_of(loss)) for step, loss in zip(row["steps"], row["losses"], strict=False)],
+            [(float(step), parse_number(loss)) for step, loss in zip(row["steps"], row["losses"], strict=False)],
         )
         for index, row in enumerate(rows)
     ]
 
 
-def _drawn_late(row: Mapping[str, Any]) -> int:
-    """Sort resumed runs first, and last those with a moved embedding: they are the noise, which is drawn as a band."""
+def _drawing_order(row: Mapping[str, Any]) -> int:
+    """Return a sort key: resumed runs first, and runs with a perturbed embedding last, as noise is drawn as a band."""
     name = str(row["run"])
     return 0 if name.startswith("resumed") else 2 if name.startswith("moved") else 1
 
@@ -363,11 +362,11 @@ def _differences_lead(runs: Sequence[RunCurve]) -> str:
 def _limit(report: RobustnessReport) -> float | None:
     """Return the strictest tolerance of the loss among the phases that allow any difference.
 
-    A row whose limit is the noise itself is where the noise was measured; it allows nothing.
+    A row whose limit is the noise itself belongs to the phase that measured the noise, and has no tolerance.
     """
     rows = [row for phase in report.phases for row in phase.get("oracles") or () if row["name"] == "loss"]
     judged = [row for row in rows if row.get("times_noise") != 1.0] or rows
-    limits = [number_of(row["limit"]) for row in judged if row.get("limit") is not None]
+    limits = [parse_number(row["limit"]) for row in judged if row.get("limit") is not None]
     return min((limit for limit in limits if isfinite(limit) and limit > 0), default=None)
 
 
@@ -382,14 +381,14 @@ def _memory(report: RobustnessReport) -> Iterator[Retained]:
     def use(memory: Mapping[str, int], key: str, shown: Callable[[int], str]) -> Use:
         value, baseline = memory[key], memory[f"baseline_{key}"]
         is_over = value > baseline
-        said = f"{shown(value)}{f', {shown(baseline)} before' if is_over else ''}"
-        return Use(said, is_over, 100 * value / most[key], 100 * baseline / most[key])
+        text = f"{shown(value)}{f', baseline {shown(baseline)}' if is_over else ''}"
+        return Use(text, is_over, 100 * value / most[key], 100 * baseline / most[key])
 
     for phase, memory in rows:
-        yield Retained(called(phase), use(memory, "tensor_bytes", human_bytes), use(memory, "threads", str))
+        yield Retained(phase_name(phase), use(memory, "tensor_bytes", human_bytes), use(memory, "threads", str))
 
 
 def _difference(report: RobustnessReport, row: Mapping[str, Any]) -> list[str | None]:
-    phase = next((called(each) for each in report.phases if is_of(row, each)), row.get("phase"))
+    phase = next((phase_name(each) for each in report.phases if is_in_phase(row, each)), row.get("phase"))
     cells = [phase, *(row.get(key) for key in ("oracle", "item", "rank", "reference", "found"))]
     return [None if cell is None else str(cell) for cell in cells]

@@ -1,4 +1,4 @@
-"""What the rows of a robustness report say in words, the same in text, on the page and in JUnit XML."""
+"""Phrases for the rows of a robustness report, shared by its text, page and JUnit XML."""
 
 from __future__ import annotations
 
@@ -9,31 +9,31 @@ from typing import Any
 from ckptx.report.documents.robustness import RobustnessReport
 from ckptx.report.report import counted, human_bytes
 
-# What it means that an oracle fails, and where to look. docs/ci.md says more of each.
+# Meaning and possible causes of a failing oracle. docs/ci.md explains each.
 CAUSES: Mapping[str, str] = {
-    "reference": "a run changed files of the run that it is compared with; let each run write into its own folder",
-    "readable": "what was published does not open: cut short, incomplete, or published before it was whole",
-    "sharded": "the trainer cut its parameters otherwise than the recipe expects; it may have run unsharded in silence",
-    "finite": "a NaN or an infinity is in the state or in a loss; what was saved can already hold it",
-    "names": "tensors are missing, left over, or named after a wrapper; a head is tied on one side alone",
+    "reference": "a run changed files of the reference run; use a separate output folder for each run",
+    "readable": "a published checkpoint cannot be opened: truncated, or published before it was complete",
+    "sharded": "parameters are not sharded as the recipe expects; the trainer may have run unsharded without an error",
+    "finite": "the state or a loss contains NaN or infinity; saved checkpoints may already contain it",
+    "names": "tensors are missing, unexpected, or named after a wrapper; or a head is tied on one side only",
     "model": "parameters or buffers differ; possible causes: weights of another step, swapped rows or shards, a cast",
     "second model": "a second copy of the model, such as an EMA, differs; possible cause: it was not restored",
     "moments": "optimizer state differs; possible causes: not restored, loaded for other parameters, or cast",
-    "master weights": "master weights of the optimizer differ; possible causes: not restored, or made from the model",
+    "master weights": "optimizer master weights differ; possible causes: not restored, or recreated from the model",
     "adam step": "step counts of the optimizer, which set its bias correction, differ; possible cause: not restored",
     "group": "settings of the optimizer's param groups differ; possible cause: they were not restored",
     "scheduler": "scheduler state differs; possible causes: it was not restored, or was made for another step count",
     "step": "the step counter differs; possible cause: it was not restored",
     "epoch": "the epoch differs; possible cause: it was not restored",
-    "samples": "the count of samples differs; possible cause: it was not restored, so that data repeats or is left out",
-    "rng": "RNG state differs; possible causes: another rank's state, an old one, or a draw after it was restored",
-    "replicas": "ranks that hold the same tensor hold different numbers; one of them was saved for all",
-    "batch": "the next samples differ; possible causes: position in the data not restored, or that of another rank",
+    "samples": "the count of samples differs; possible cause: it was not restored, so that data is repeated or skipped",
+    "rng": "RNG state differs; possible causes: state of another rank, stale state, or a draw after restoring it",
+    "replicas": "replicas of a tensor differ between ranks; only one of them was saved",
+    "batch": "the next samples differ; possible causes: data position not restored, or that of another rank",
     "rate": "the learning rate differs; possible causes: the scheduler or optimizer state was not restored",
-    "memory": "something holds the model after its phase, or a process group was not ended; the latter is 6 threads",
-    "other": "state that ckptx has no word for differs; the items say which",
-    "loss": "more than noise; where no exact oracle fails, look at what is no state: dropout, kernels, reductions",
-    "logits": "more than noise; the model computes something else with the same weights",
+    "memory": "the model is still referenced after its phase, or a process group (6 threads) was not destroyed",
+    "other": "state that ckptx does not recognize differs; the items name it",
+    "loss": "difference exceeds noise; if no exact oracle fails, check non-state causes: dropout, kernels, reductions",
+    "logits": "difference exceeds noise; the model computes other outputs with the same weights",
 }
 
 _NOTHING: Mapping[str, str] = {
@@ -41,42 +41,42 @@ _NOTHING: Mapping[str, str] = {
     "loss": "no loss",
     "logits": "no logits",
     "finite": "no floating-point state",
-    "memory": "no rank was asked",
+    "memory": "not measured on any rank",
 }
 _SETTINGS = {"lr": "learning rate", "initial_lr": "initial learning rate", "weight_decay": "weight decay"}
 
-MOST_ITEMS = 4  # of an oracle, named in a line
+MOST_ITEMS = 4  # of an oracle, listed in a line
 
 
-def number(value: float | str | None) -> str:
-    """A measured number; one that is not finite is a text in the report, as JSON has no name for it."""
-    return "none" if value is None else f"{number_of(value):.3g}"
+def number_text(value: float | str | None) -> str:
+    """Return a measured number in words; NaN and infinity are strings in the report, as JSON cannot represent them."""
+    return "none" if value is None else f"{parse_number(value):.3g}"
 
 
-def number_of(value: float | str | None) -> float:
-    """A number of the report, NaN for what is none."""
+def parse_number(value: float | str | None) -> float:
+    """Return a number of the report as a float; NaN for None and for other strings."""
     try:
         return float("nan") if value is None else float(value)
     except ValueError:
         return float("nan")
 
 
-def mesh(report: RobustnessReport) -> str:
-    """`tp 2 x dp_shard 2, 4 ranks`."""
+def mesh_text(report: RobustnessReport) -> str:
+    """Return the mesh and its number of ranks: `tp 2 x dp_shard 2, 4 ranks`; empty if the number is unknown."""
     if report.world_size is None:
-        return "an unknown number of ranks"
+        return ""
     dims = [f"{name} {size}" for name, size in report.layout.items() if size > 1]
     return f"{' x '.join(dims)}{', ' if dims else ''}{counted(report.world_size, 'rank')}"
 
 
 def notes_of(phase: Mapping[str, Any]) -> list[str]:
-    """What there is to say of a phase."""
+    """Return the notes of a phase."""
     notes = phase.get("notes") or ()
     return [notes] if isinstance(notes, str) else [str(note) for note in notes]
 
 
 def failing_oracles(phase: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """The rows of its oracles that are not ok."""
+    """Return the rows of oracles that failed."""
     return [row for row in phase.get("oracles") or () if row["ok"] is False]
 
 
@@ -86,12 +86,12 @@ def unchecked_oracles(phase: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 
 def unchecked_text(row: Mapping[str, Any]) -> str:
-    """Say why an oracle did not judge."""
+    """Return the reason why an oracle had no result: `not checked: no loss`."""
     return f"not checked: {_NOTHING.get(str(row['name']), 'nothing to compare')}"
 
 
-def widened(report: RobustnessReport) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """The name of a phase and a row of its oracles, for each limit that the recipe made wider."""
+def widened_oracles(report: RobustnessReport) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Yield the name of the phase and the row of each oracle whose tolerance the recipe widened."""
     for phase in report.phases:
         for row in phase.get("oracles") or ():
             if row.get("widened"):
@@ -99,8 +99,8 @@ def widened(report: RobustnessReport) -> Iterator[tuple[str, Mapping[str, Any]]]
 
 
 def widened_text(phase: str, row: Mapping[str, Any]) -> str:
-    """What a limit was widened to."""
-    return f"{phase}: {row['name']} may be {row['times_noise']:g} x the noise away, {number(row['limit'])}"
+    """Return a widened tolerance: `resume: loss tolerance 3.82e-06 (8 x noise)`."""
+    return f"{phase}: {row['name']} tolerance {number_text(row['limit'])} ({row['times_noise']:g} x noise)"
 
 
 def oracle_text(row: Mapping[str, Any]) -> str:
@@ -114,110 +114,110 @@ def oracle_text(row: Mapping[str, Any]) -> str:
         differ = "differs" if row["count"] == 1 else "differ"
         parts.append(f"{row['count']:,} of {counted(row['compared'], 'item')} {differ}")
     elif row.get("value") is None:
-        parts.append(f"{counted(row['compared'], 'item')} {'alike' if row['ok'] else 'compared'}")
+        parts.append(f"{counted(row['compared'], 'item')} {'identical' if row['ok'] else 'compared'}")
     if row.get("value") is not None:
         times = row.get("times_noise")
-        rule = f"{times:g} x noise{_noise_of(row)}" if times is not None else "equal bits required"
-        parts.append(f"difference {number(row['value'])}, tolerance {number(row['limit'])} ({rule})")
+        rule = f"{times:g} x noise{_noise_text(row)}" if times is not None else "equal bits required"
+        parts.append(f"difference {number_text(row['value'])}, tolerance {number_text(row['limit'])} ({rule})")
     return "; ".join(parts)
 
 
-def _noise_of(row: Mapping[str, Any]) -> str:
-    """Return the noise that the tolerance of a row is a multiple of; nothing for a report that does not have it."""
-    return "" if row.get("noise") is None else f" {number(row['noise'])}"
+def _noise_text(row: Mapping[str, Any]) -> str:
+    """Return the noise that the tolerance of a row is a multiple of; empty for a report without it."""
+    return "" if row.get("noise") is None else f" {number_text(row['noise'])}"
 
 
 def items_of(report: RobustnessReport, phase: Mapping[str, Any], oracle: str) -> list[str]:
-    """Each item of an oracle that differs, with its ranks, and what it is where that is known: `a on rank 1: x, y`."""
+    """Return items of an oracle that differ, with ranks and values: `a on rank 1: expected x, got y`."""
     found: dict[tuple[str, object], list[Mapping[str, Any]]] = {}
     for row in report.differing:
-        if is_of(row, phase) and row.get("oracle") == oracle:
-            said = row.get("found") if row.get("rank") is None else None  # of no rank, as several things a kill left
-            found.setdefault((str(row["item"]), said), []).append(row)
+        if is_in_phase(row, phase) and row.get("oracle") == oracle:
+            value = row.get("found") if row.get("rank") is None else None  # several faults of one kill, without a rank
+            found.setdefault((str(row["item"]), value), []).append(row)
     if not found:
         (names,) = (row.get("differing") or () for row in phase["oracles"] if row["name"] == oracle)
         return [str(name) for name in names]
-    return [f"{item}{_ranks(rows)}{_values(rows[0])}" for (item, _), rows in found.items()]
+    return [f"{item}{_ranks_text(rows)}{_values_text(rows[0])}" for (item, _), rows in found.items()]
 
 
 def cause_of(report: RobustnessReport, phase: Mapping[str, Any], oracle: str) -> str | None:
-    """Return what it means that an oracle fails; for param groups, only the settings that differ are named."""
+    """Return the meaning of a failing oracle; for param groups, with only the settings that differ."""
     if oracle != "group":
         return CAUSES.get(oracle)
-    items = [str(row["item"]) for row in report.differing if is_of(row, phase) and row.get("oracle") == oracle]
+    items = [str(row["item"]) for row in report.differing if is_in_phase(row, phase) and row.get("oracle") == oracle]
     keys = list(dict.fromkeys(item.rpartition(".")[2] for item in items))
     if not keys:
         return CAUSES[oracle]
-    names = ", ".join(some([_SETTINGS.get(key, key) for key in keys]))
+    names = ", ".join(first_items([_SETTINGS.get(key, key) for key in keys]))
     return f"{names} in the optimizer's param groups: different; possible cause: not restored"
 
 
-def is_of(row: Mapping[str, Any], phase: Mapping[str, Any]) -> bool:
-    """Whether a row of `differing` is about a phase, which it names by its number or its name."""
+def is_in_phase(row: Mapping[str, Any], phase: Mapping[str, Any]) -> bool:
+    """Return True if a row of `differing` belongs to a phase, given by number or name."""
     return row.get("phase") in (phase["name"], phase.get("number", phase["name"]))
 
 
-def called(phase: Mapping[str, Any]) -> str:
-    """The number and the name of a phase: `6 resume`."""
+def phase_name(phase: Mapping[str, Any]) -> str:
+    """Return the number and the name of a phase: `6 resume`."""
     number = phase.get("number")
     return str(phase["name"]) if number is None else f"{number} {phase['name']}"
 
 
-def _ranks(rows: Sequence[Mapping[str, Any]]) -> str:
+def _ranks_text(rows: Sequence[Mapping[str, Any]]) -> str:
     ranks = sorted({row["rank"] for row in rows if row.get("rank") is not None})
     if not ranks:
         return ""
     return f" on {'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks[:8]))}{', ...' * (len(ranks) > 8)}"
 
 
-def _values(row: Mapping[str, Any]) -> str:
+def _values_text(row: Mapping[str, Any]) -> str:
     reference, found = row.get("reference"), row.get("found")
     if reference is None and found is None:
         return ""
     if found is None:
-        return ": is missing"
-    return f": {found}, there is none in the reference" if reference is None else f": {found}, should be {reference}"
+        return ": missing"
+    return f": {found}, not in the reference" if reference is None else f": expected {reference}, got {found}"
 
 
-def some(items: Sequence[str], most: int = MOST_ITEMS) -> list[str]:
-    """The first of some items, and how many more there are."""
+def first_items(items: Sequence[str], most: int = MOST_ITEMS) -> list[str]:
+    """Return the first `most` items, and the number of further items as a last line."""
     more = [f"and {len(items) - most:,} more"] if len(items) > most else []
     return [*items[:most], *more]
 
 
 def step_memory_text(report: RobustnessReport) -> str | None:
-    """What a step was forecast to take, and took."""
+    """Return forecast and measured memory of a step; None if it was not measured."""
     found = report.step_memory
-    said = []
-    for name, words in (("peak", "at the peak"), ("between_steps", "between steps")):
+    parts = []
+    for name, label in (("peak", "peak"), ("between_steps", "between steps")):
         forecast, measured = found.get(f"forecast_{name}"), found.get(f"measured_{name}")
         if measured is not None:
-            expected = f", forecast {human_bytes(forecast)} ({measured / forecast:.3f} x)" if forecast else ""
-            said.append(f"{human_bytes(measured)} {words}{expected}")
-    return "; ".join(said) or None
+            expected = f" (forecast {human_bytes(forecast)}, ratio {measured / forecast:.3f})" if forecast else ""
+            parts.append(f"{label} {human_bytes(measured)}{expected}")
+    return "; ".join(parts) or None
 
 
 def noise_text(report: RobustnessReport, what: str) -> str | None:
-    """What the noise of `loss` or `logits` is, and what it was measured with; None where it was not."""
+    """Return the noise of `loss` or `logits` and its two measurements; None if it was not measured."""
     row = report.noise.get(what)
     if not row:
         return None
-    parts = [("two runs alike", row.get("repeated")), ("embedding moved by a unit", row.get("moved"))]
-    said = ", ".join(f"{words} {number(value)}" for words, value in parts if value is not None)
-    return f"{number(noise_of(report, what))} ({said})" if said else None
+    parts = [("identical rerun", row.get("repeated")), ("embedding perturbed by 1 ULP", row.get("moved"))]
+    text = "; ".join(f"{label}: {number_text(value)}" for label, value in parts if value is not None)
+    return f"{number_text(noise_of(report, what))} ({text})" if text else None
 
 
 def noise_of(report: RobustnessReport, what: str) -> float | None:
-    """The larger of the two, NaN if one is NaN; None where it was not measured."""
+    """Return the larger of both measurements of noise, NaN if one is NaN; None if it was not measured."""
     row = report.noise.get(what) or {}
-    values = [number_of(row[key]) for key in ("repeated", "moved") if row.get(key) is not None]
+    values = [parse_number(row[key]) for key in ("repeated", "moved") if row.get(key) is not None]
     if not values:
         return None
     return max(values) if all(map(isfinite, values)) else float("nan")
 
 
 def memory_faults(phase: Mapping[str, Any]) -> list[str]:
-    """What a phase that failed left behind, above the baseline, where no oracle says it."""
+    """Return memory and threads above the baseline after a failed phase, if no oracle reports them."""
     memory = phase.get("memory")
     is_judged = any(row["name"] == "memory" for row in phase.get("oracles") or ())
     if phase["ok"] is not False or not memory or is_judged:
@@ -225,67 +225,67 @@ def memory_faults(phase: Mapping[str, Any]) -> list[str]:
     faults = []
     if memory["tensor_bytes"] > memory["baseline_tensor_bytes"]:
         baseline = human_bytes(memory["baseline_tensor_bytes"])
-        faults.append(f"{human_bytes(memory['tensor_bytes'])} of tensors are live after it, {baseline} before")
+        faults.append(f"{human_bytes(memory['tensor_bytes'])} of tensors retained after the phase, baseline {baseline}")
     if memory["threads"] > memory["baseline_threads"]:
         threads = counted(memory["threads"], "thread")
-        faults.append(f"{threads} after it, {memory['baseline_threads']} before; a process group is 6")
+        faults.append(f"{threads} after the phase, baseline {memory['baseline_threads']} (a process group has 6)")
     return faults
 
 
 def kill_text(row: Mapping[str, Any]) -> str:
-    """Who was killed where, and what could be loaded then."""
+    """Return place and ranks of a kill, and the latest step that could be loaded after it."""
     how = "asynchronous" if row.get("asynchronous") else "synchronous"
     latest = "no step" if row.get("latest") is None else f"latest {row['latest']}"
-    return f"at {row.get('at')}, {how}, {_killed(row.get('ranks'))}: {latest}"
+    return f"at {row.get('at')}, {how}, {_killed_ranks(row.get('ranks'))}: {latest}"
 
 
-def _killed(ranks: Any) -> str:
+def _killed_ranks(ranks: Any) -> str:
     if isinstance(ranks, list | tuple):
         return f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))}" if ranks else "no rank"
     return str(ranks) if isinstance(ranks, str) else f"rank {ranks}"
 
 
 def verdict(report: RobustnessReport) -> str:
-    """The last word: PASSED, or what failed."""
+    """Return the verdict: `PASSED: ...`, or `FAILED: ...` with the phases and oracles that failed."""
     failed = [phase for phase in report.phases if phase["ok"] is False]
     ran = [phase for phase in report.phases if phase["ok"] is not None]
-    planted = f"; planted: {report.injected}" if report.injected else ""
+    fault = f"; injected fault: {report.injected}" if report.injected else ""
     if report.ok and not failed:
         skipped = len(report.phases) - len(ran)
         left = f", {skipped} not run" if skipped else ""
-        return f"PASSED: {report.recipe}, {counted(len(ran), 'phase')}{left}{planted}"
-    said = [f"{phase['name']}{_named_by(phase)}" for phase in failed]
-    return f"FAILED: {report.recipe}: {'; '.join(said) or 'see the notes'}{planted}"
+        return f"PASSED: {report.recipe}, {counted(len(ran), 'phase')}{left}{fault}"
+    names = [f"{phase['name']}{_oracles_text(phase)}" for phase in failed]
+    return f"FAILED: {report.recipe}: {'; '.join(names) or 'see the notes'}{fault}"
 
 
-def _named_by(phase: Mapping[str, Any]) -> str:
+def _oracles_text(phase: Mapping[str, Any]) -> str:
     names = [str(row["name"]) for row in failing_oracles(phase)]
     names += ["memory"] if memory_faults(phase) else []
     return f" ({', '.join(names)})" if names else ""
 
 
 def first_cause(report: RobustnessReport) -> dict[str, Any] | None:
-    """Return what failed first in a run, and why: `phase`, `oracle` (None where the phase has none), `cause` in words.
+    """Return the first failure of a run: `phase`, `oracle` (None if the phase has none) and `cause` in words.
 
-    Later phases repeat the failure of an earlier one, as every step spreads it. None where no phase failed.
+    Later phases repeat the failure of an earlier one, as every step spreads it. None if no phase failed.
     """
     for phase in report.phases:
         if phase["ok"] is False:
             failing = [str(row["name"]) for row in failing_oracles(phase)]
             failing += ["memory"] if memory_faults(phase) else []
             oracle = failing[0] if failing else None
-            said = (
+            cause = (
                 phase.get("cause")
                 or (cause_of(report, phase, oracle) if oracle else None)
                 or next(iter(notes_of(phase)), "")
                 or "unknown"
             )
-            return {"phase": str(phase["name"]), "oracle": oracle, "cause": str(said)}
+            return {"phase": str(phase["name"]), "oracle": oracle, "cause": str(cause)}
     return None
 
 
 def cause_text(report: RobustnessReport) -> str | None:
-    """Say in one line what failed first: `cause: resume, oracle rng: ...`; None where no phase failed."""
+    """Return the first failure in one line: `cause: resume, oracle rng: ...`; None if no phase failed."""
     found = first_cause(report)
     if found is None:
         return None

@@ -1,4 +1,4 @@
-"""The JSON schema of reports, from the dataclasses that they are."""
+"""JSON schema of reports, generated from their dataclasses."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def reports() -> list[type[Report]]:
 
 
 def schema() -> dict[str, Any]:
-    """The schema, draft 2020-12, of every document that `--json` prints."""
-    definitions = {"Failure": _failure(), **{made.__name__: _report(made) for made in reports()}}
+    """Return the schema, draft 2020-12, of all documents that `--json` prints."""
+    definitions = {"Failure": _failure_schema(), **{made.__name__: _report_schema(made) for made in reports()}}
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": f"A report of ckptx, schema_version {SCHEMA_VERSION}",
@@ -38,24 +38,24 @@ def schema() -> dict[str, Any]:
     }
 
 
-def _failure() -> dict[str, Any]:
-    made = _object(Report)
+def _failure_schema() -> dict[str, Any]:
+    made = _object_schema(Report)
     made["properties"]["error"] = {**made["properties"]["error"], "type": "string"}
     made["properties"]["ok"] = {"const": False}
-    return {**made, "description": "Of a command that could not do what was asked."}
+    return {**made, "description": "Report of a command that failed."}
 
 
-def _report(made: type[Report]) -> dict[str, Any]:
-    found = _object(made)
-    if made is InspectionReport:  # what `--ranks` adds stands beside the other fields
-        found["properties"].update(_object(RanksOfInspection)["properties"])
+def _report_schema(made: type[Report]) -> dict[str, Any]:
+    found = _object_schema(made)
+    if made is InspectionReport:  # the fields of `--ranks` are on the same level
+        found["properties"].update(_object_schema(RanksOfInspection)["properties"])
     found["properties"]["command"] = {**found["properties"]["command"], "enum": list(made.commands)}
     found["properties"]["error"] = {**found["properties"]["error"], "type": "null"}
     return found
 
 
-def _object(made: type[Any]) -> dict[str, Any]:
-    """Describe the fields of a dataclass, and of a report also what every document has beside them."""
+def _object_schema(made: type[Any]) -> dict[str, Any]:
+    """Return the schema of a dataclass; of a report, with the fields that every document has in addition."""
     types = msgspec.json.schema_components([made])[1][made.__name__]["properties"]
     described = _descriptions(made)
     properties: dict[str, Any] = {}
@@ -64,7 +64,7 @@ def _object(made: type[Any]) -> dict[str, Any]:
         properties |= {"schema_version": {"const": SCHEMA_VERSION}, "ok": {"type": "boolean"}}
         required = ["schema_version", "ok"]
     for each in (each for each in fields(made) if each.name != "by_rank"):
-        types[each.name].pop("default", None)  # a document has all fields, or leaves one out that is optional
+        types[each.name].pop("default", None)  # a document has all fields, except optional ones
         properties[each.name] = {**types[each.name], "description": described[each.name]}
         if not each.metadata.get("optional"):
             required.append(each.name)
@@ -72,7 +72,7 @@ def _object(made: type[Any]) -> dict[str, Any]:
 
 
 def _descriptions(made: type[Any]) -> dict[str, str]:
-    """What the docstrings of a dataclass and of those it is made of say of each attribute."""
+    """Return the description of each attribute, from the docstrings of a dataclass and its bases."""
     found: dict[str, str] = {}
     for each in reversed(made.__mro__):
         for name, text in _DESCRIBED.findall(each.__doc__ or ""):

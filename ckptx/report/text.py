@@ -1,4 +1,4 @@
-"""Reports as text: what a person reads after a run."""
+"""Text of reports: the summary that a command prints after a run."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from ckptx.report.numbers import bytes_read_text, peak_memory_text, speed_text, stored_text, written_text
 from ckptx.report.report import Report, counted, human_bytes
 
-if TYPE_CHECKING:  # a command makes the report that it gives, and no other
+if TYPE_CHECKING:  # a command imports only the report that it returns
     from ckptx.report.documents.comparison import DiffReport, VerifyReport
     from ckptx.report.documents.conversion import ConversionReport
     from ckptx.report.documents.inspection import InspectionReport
@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 _MOST_ROWS = 20
 _RULES = {"override": "a built-in rule", "user plan": "--tp-plan"}
-# What became of a tie, by its action.
+# Result of a tie, by its action.
 _TIES = {
     "alias": "one tensor with two names",
     "copy": "stored under both names",
@@ -27,12 +27,15 @@ _TIES = {
 
 
 def conversion_text(report: ConversionReport) -> str:
-    """The summary of `convert`."""
+    """Return the summary that `convert` and `reshard` print."""
     lines = [_output_line(report)]
     if report.dry_run:
         files = report.files or ()
         lines[0] += f"; would read {human_bytes(report.bytes_read)}; buffers up to {human_bytes(report.memory or 0)}"
-        lines += [f"  {row['name']}  {human_bytes(row['bytes'])}" + _of(row["tensors"]) for row in _first(files)]
+        lines += [
+            f"  {row['name']}  {human_bytes(row['bytes'])}" + _tensors_text(row["tensors"])
+            for row in _first_rows(files)
+        ]
         if len(files) > _MOST_ROWS:
             lines.append(f"  and {counted(len(files) - _MOST_ROWS, 'more file')}, --json lists all")
     if report.architecture:
@@ -41,43 +44,43 @@ def conversion_text(report: ConversionReport) -> str:
         lines.append(f"config.json: {report.fit['note']}")
     if report.prefix:
         lines.append(f'prefix: "{report.prefix}" removed from names')
-    lines.append(f"dtypes: {_dtypes(report)}")
+    lines.append(f"dtypes: {_dtypes_text(report)}")
     if report.layout is not None:
-        lines += _layout(report, report.layout)
+        lines += _layout_lines(report, report.layout)
     lines += [
         f"tie: {row['target']} <- {row['source']}: {row['case']}, {_TIES.get(row['action'], row['action'])} "
         f"({row['evidence']})"
-        for row in _first([row for row in report.ties if row["declared"] or row["action"] in _TIES])
+        for row in _first_rows([row for row in report.ties if row["declared"] or row["action"] in _TIES])
     ]
-    lines += [f"alias: {name} -> {stored}" for name, stored in _first(list(report.aliases.items()))]
+    lines += [f"alias: {name} -> {stored}" for name, stored in _first_rows(list(report.aliases.items()))]
     for reason, count in Counter(row["reason"] for row in report.dropped).items():
         lines.append(f"dropped: {counted(count, 'tensor')} ({reason})")
-    lines += [f"config.json: {row['key']}: {_changed(row)}" for row in report.edits]
+    lines += [f"config.json: {row['key']}: {_edit_text(row)}" for row in report.edits]
     kept = report.kept_dtype
     if kept:
         lines.append(f"dtype kept: {counted(len(kept), 'tensor')} ({kept[0]}{', ...' if len(kept) > 1 else ''})")
     lines.append(_source_line(report))
-    lines.append(cost(report))
+    lines.append(cost_text(report))
     return "\n".join(lines)
 
 
-def _changed(edit: dict[str, Any]) -> str:
+def _edit_text(edit: dict[str, Any]) -> str:
     return "removed" if edit["after"] is None else f"{edit['before']!r} -> {edit['after']!r}"
 
 
 def _output_line(report: ConversionReport) -> str:
-    """Return what DST holds, and how much of it this run wrote."""
+    """Return the contents of the output, and how much of it this run wrote."""
     target = report.ledger["target"]
     stored = stored_text(target["stored"], copies=target["copies"], aliases=target["aliases"])
     tensors = counted(report.tensors, "tensor") + (f" ({stored})" if stored else "")
-    held = f"{tensors}, {written_text(report.output_bytes, report.bytes_written)}"
+    content = f"{tensors}, {written_text(report.output_bytes, report.bytes_written)}"
     if report.dry_run:
-        return f"would write {held}"
-    return f"wrote {held}" if report.bytes_written else f"wrote nothing, the output is complete: {held}"
+        return f"would write {content}"
+    return f"wrote {content}" if report.bytes_written else f"wrote nothing, the output is complete: {content}"
 
 
 def _source_line(report: ConversionReport) -> str:
-    """Return where the tensors of the source ended: `source tensors: 43 (20 written, 1 tied, 22 skipped: ...)`."""
+    """Return the fate of the source tensors: `source tensors: 43 (20 written, 1 tied, 22 optimizer skipped)`."""
     ledger = report.ledger
     stored = ledger["target"]["stored"]
     parts = [f"{ledger['written']:,} written"]
@@ -85,51 +88,51 @@ def _source_line(report: ConversionReport) -> str:
         parts[0] += f" as {counted(stored, 'tensor')}"
     if ledger["aliases"]:
         parts.append(f"{ledger['aliases']:,} tied")
-    kinds = Counter(_kind_of(row["reason"]) for row in report.dropped)
+    kinds = Counter(_state_kind(row["reason"]) for row in report.dropped)
     parts += [f"{count:,} {kind}skipped" for kind, count in kinds.items()]
     return f"source tensors: {ledger['source']:,} ({', '.join(parts)})"
 
 
-def _kind_of(reason: str) -> str:
-    """Return the kind of a tensor that was left out, from the reason."""
+def _state_kind(reason: str) -> str:
+    """Return the kind of a dropped tensor, from the reason: `optimizer `, `training ` or empty."""
     return next((f"{kind} " for kind in ("optimizer", "training") if reason.startswith(kind)), "")
 
 
-def _layout(report: ConversionReport, layout: dict[str, Any]) -> list[str]:
-    """The mesh, the layers of each stage, and which rules cut how many tensors."""
+def _layout_lines(report: ConversionReport, layout: dict[str, Any]) -> list[str]:
+    """Return the mesh, the layers of each stage, and the number of tensors sharded by each rule."""
     rules = report.rules or ()
     sizes = [row["bytes"] for row in report.ranks]
     mean = sum(sizes) / len(sizes)
     mesh = f"tp {layout['tp']} x pp {layout['pp']} x dp_shard {layout['dp_shard']}"
-    lines = [f"layout: {mesh}, {human_bytes(mean)} a rank, the largest {human_bytes(max(sizes))}"]
+    lines = [f"layout: {mesh}, {human_bytes(mean)} per rank, the largest {human_bytes(max(sizes))}"]
     if layout["pp"] > 1:
         for stage, spans in enumerate(layout["stages"][:_MOST_ROWS]):
-            said = ", ".join(f"{path}.{first}-{stop - 1}" for path, first, stop in spans) or "no layers"
-            lines.append(f"  stage {stage}: {said}")
+            layers = ", ".join(f"{path}.{first}-{stop - 1}" for path, first, stop in spans) or "no layers"
+            lines.append(f"  stage {stage}: {layers}")
         if layout["pp"] > _MOST_ROWS:
             lines.append(f"  and {counted(layout['pp'] - _MOST_ROWS, 'more stage')}")
     counts: Counter[tuple[str, bool]] = Counter()
     for row in rules if layout["tp"] > 1 else ():
         counts[row["rule"], row["dim"] is not None] += row["tensors"]
-    for (rule, is_cut), count in counts.items():
+    for (rule, is_sharded), count in counts.items():
         if rule == "default":
             lines.append(f"  {counted(count, 'tensor')} replicated (no TP rule)")
         else:
             lines.append(
-                f"  {counted(count, 'tensor')} {'sharded' if is_cut else 'replicated'} by {_RULES.get(rule, rule)}"
+                f"  {counted(count, 'tensor')} {'sharded' if is_sharded else 'replicated'} by {_RULES.get(rule, rule)}"
             )
     return lines
 
 
 def inspect_text(report: InspectionReport) -> str:
-    """What `inspect` says."""
+    """Return the summary that `inspect` prints."""
     lines = [
         f"{report.path}",
         f"  format        {report.format}, {counted(len(report.files), 'file')}",
         f"  architecture  {report.architecture or 'unknown'}",
-        f"  tensors       {_names(report)} in {counted(report.chunks, 'chunk')}, {human_bytes(report.bytes)}",
+        f"  tensors       {_names_text(report)} in {counted(report.chunks, 'chunk')}, {human_bytes(report.bytes)}",
         f"  parameters    {report.parameters:,}",
-        f"  dtypes        {_counts(report.dtypes['before'])}",
+        f"  dtypes        {_counts_text(report.dtypes['before'])}",
     ]
     if report.prefix:
         lines.append(f'  prefix        "{report.prefix}"')
@@ -137,15 +140,17 @@ def inspect_text(report: InspectionReport) -> str:
     if optimizer["tensors"]:
         lines.append(f"  optimizer     {counted(optimizer['tensors'], 'tensor')}, {human_bytes(optimizer['bytes'])}")
     if report.other:
-        lines.append(f"  other         {counted(len(report.other), 'tensor')}: {_some(report.other)}")
+        lines.append(f"  other         {counted(len(report.other), 'tensor')}: {_first_names(report.other)}")
     if report.objects:
-        lines.append(f"  objects       {report.objects} pickled, never opened")
-    lines += [f"  shared        {' = '.join(names)}" for names in _first(report.shared)]
-    lines += [f"  tied          {' = '.join(names)}, stored apart, counted once" for names in _first(report.tied)]
+        lines.append(f"  objects       {report.objects} pickled, not loaded")
+    lines += [f"  shared        {' = '.join(names)}" for names in _first_rows(report.shared)]
+    lines += [
+        f"  tied          {' = '.join(names)}, stored separately, counted once" for names in _first_rows(report.tied)
+    ]
     if report.unknown:
-        lines.append(f"  unknown       {counted(len(report.unknown), 'tensor')}: {_some(report.unknown)}")
+        lines.append(f"  unknown       {counted(len(report.unknown), 'tensor')}: {_first_names(report.unknown)}")
     if report.sidecars:
-        lines.append(f"  sidecars      {_some(report.sidecars, 12)}")
+        lines.append(f"  sidecars      {_first_names(report.sidecars, 12)}")
     if report.listed is not None:
         lines += _table(
             [
@@ -155,9 +160,9 @@ def inspect_text(report: InspectionReport) -> str:
         )
     elif report.by_rank is None:
         rows = [[row["pattern"], str(row["tensors"]), human_bytes(row["bytes"])] for row in report.groups]
-        lines += _table(_first(rows))
+        lines += _table(_first_rows(rows))
     if report.by_rank is not None:
-        from ckptx.report.ranks import rank_lines  # which other texts do without
+        from ckptx.report.ranks import rank_lines  # not needed for other reports
 
         lines += rank_lines(report.by_rank, report.ranks)
     if report.html:
@@ -165,26 +170,26 @@ def inspect_text(report: InspectionReport) -> str:
     return "\n".join(lines)
 
 
-def _names(report: Report) -> str:
-    """How many names there are, and how many of them share the bytes of others."""
+def _names_text(report: Report) -> str:
+    """Return the number of tensor names, and how many of them are aliases."""
     aliases = len(report.aliases)
     stored = stored_text(report.tensors - aliases, aliases=aliases)
     return f"{report.tensors:,} ({stored})" if stored else f"{report.tensors:,}"
 
 
 def diff_text(report: DiffReport) -> str:
-    """What `diff` says."""
+    """Return the summary that `diff` prints."""
     lines = [f"tied: {row['name']} only in {row['only_in']}, tied to {row['tied_to']}" for row in report.tied]
-    lines += _differing(report.differing)
+    lines += _difference_lines(report.differing)
     verdict = "differ" if report.exit else "have equal names, shapes and dtypes"
     lines.append(f"{counted(report.compared, 'common name')}: the checkpoints {verdict}")
     return "\n".join(lines)
 
 
 def verify_text(report: VerifyReport) -> str:
-    """What `verify` says."""
+    """Return the summary that `verify` prints."""
     rows = report.differing
-    lines = _differing(rows)
+    lines = _difference_lines(rows)
     compared = counted(report.compared, "tensor")
     if report.exit == 0:
         lines.append(f"equal: {compared} compared bit for bit, {bytes_read_text(report)}")
@@ -193,18 +198,18 @@ def verify_text(report: VerifyReport) -> str:
         lines.append(f"DIFFERENT: {len(rows):,} of {counted(every, 'tensor')} {'differs' if every == 1 else 'differ'}")
     else:
         lines.append("DIFFERENT: neither checkpoint has a tensor to compare")
-    lines.append(cost(report))
+    lines.append(cost_text(report))
     return "\n".join(lines)
 
 
 def verify_verdict(report: VerifyReport) -> str:
-    """What `verify -q` says: equal or not, with the first difference, in one line."""
+    """Return the one line that `verify -q` prints: the verdict, with the first difference."""
     lines = verify_text(report).splitlines()
     verdict, first = lines[-2], lines[0]
     return verdict if first is verdict else f"{verdict}; {first}"
 
 
-def _differing(rows: Sequence[dict[str, Any]]) -> list[str]:
+def _difference_lines(rows: Sequence[dict[str, Any]]) -> list[str]:
     lines = []
     for row in rows[:_MOST_ROWS]:
         if row["what"] == "content":
@@ -219,30 +224,30 @@ def _differing(rows: Sequence[dict[str, Any]]) -> list[str]:
     return lines
 
 
-def cost(report: Report) -> str:
-    """The time that was taken, the speed of writing and the memory, in a line."""
+def cost_text(report: Report) -> str:
+    """Return time, write throughput and peak memory in one line."""
     speed = speed_text(report)
     return f"{report.seconds:.2f} s, {f'{speed}, ' if speed else ''}{' '.join(peak_memory_text(report))}"
 
 
-def _dtypes(report: Report) -> str:
-    before, after = _counts(report.dtypes["before"]), _counts(report.dtypes["after"])
+def _dtypes_text(report: Report) -> str:
+    before, after = _counts_text(report.dtypes["before"]), _counts_text(report.dtypes["after"])
     return before if before == after else f"{before} -> {after}"
 
 
-def _counts(counts: Mapping[str, int]) -> str:
+def _counts_text(counts: Mapping[str, int]) -> str:
     return ", ".join(f"{name} {count}" for name, count in counts.items())
 
 
-def _of(tensors: int) -> str:
+def _tensors_text(tensors: int) -> str:
     return f"  {counted(tensors, 'tensor')}" if tensors else ""
 
 
-def _some(names: Sequence[str], most: int = 3) -> str:
+def _first_names(names: Sequence[str], most: int = 3) -> str:
     return ", ".join(names[:most]) + (f", and {len(names) - most} more" if len(names) > most else "")
 
 
-def _first(rows: Sequence[T]) -> Sequence[T]:
+def _first_rows(rows: Sequence[T]) -> Sequence[T]:
     return rows[:_MOST_ROWS]
 
 

@@ -261,7 +261,7 @@ def test_a_model_that_cannot_be_is_one_line(
     (line,) = result.stderr.splitlines()
     assert line.startswith("error: ") and said in line
     assert json.loads(report.read_text())["exit"] == code
-    assert "NOT FORECAST" in html.read_text() and fault_of_page(html.read_text(), has_script=False) is None
+    assert "<b>ERROR</b>" in html.read_text() and fault_of_page(html.read_text(), has_script=False) is None
 
 
 def test_a_refusal_of_the_runtime_is_exit_4(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

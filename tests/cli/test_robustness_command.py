@@ -110,7 +110,7 @@ def test_everything_is_written_when_it_fails(stub: StubRun, tmp_path: Path, erro
     result = ran("llama_tiny", *(word for name, path in files.items() for word in (f"--{name}", path)))
     code = error.exit_code if isinstance(error, CkptxError) else 130
     assert result.return_value == code
-    assert "NOT JUDGED" in files["html"].read_text()
+    assert "<b>ERROR</b>" in files["html"].read_text()
     assert fault_of_page(files["html"].read_text(), has_script=False) is None
     assert [each.get("type") for each in ET.parse(files["junit"]).iter("error")] == [f"exit {code}"]
     assert json.loads(files["report"].read_text())["exit"] == code

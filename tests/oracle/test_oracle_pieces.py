@@ -57,7 +57,7 @@ def test_on_one_rank_both_sides_are_walked_in_pieces(
     found, text = verified(pool, hf, tmp_path / "cut", 1, 1, reference_memory=_SMALL, **settings)
     assert_equal(found, text, ParallelDims(), wrapped=6 if settings else 0)
     assert found["reference_pieces"] > 2
-    assert f"reference  in {found['reference_pieces']} pieces, one after another" in text
+    assert f"reference  run in {found['reference_pieces']} parts, one after another" in text
     same = ("loss", "max_abs", "max_abs_limit", "grad_max_abs", "gradients", "compared", "bytes_read", "unreached")
     assert {name: found[name] for name in same} == {name: whole[name] for name in same}
     assert (found["max_abs"], found["grad_max_abs"]) == (0, 0)

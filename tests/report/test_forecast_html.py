@@ -45,7 +45,7 @@ def test_names_are_text_whatever_they_say(name: str) -> None:
 def test_the_verdict_has_a_word_and_a_colour() -> None:
     for report, kind, word in ((forecasted(), "ok", "FITS"), (too_large(), "bad", "DOES NOT FIT")):
         (said,) = Page(forecast_page(report, "m")).all("p", "verdict")
-        assert said.has(kind) and said.text.startswith(f"{word} 40.00 MiB at the peak of stage 1")
+        assert said.has(kind) and said.text.startswith(f"{word} peak 40.00 MiB (stage 1) + reserve 24.00 MiB")
     (said,) = Page(forecast_page(forecasted(gpu_memory=None, fits=None), "m")).all("p", "verdict")
     assert said.has("known") and said.text.startswith("PEAK ")
 
@@ -54,7 +54,7 @@ def test_what_could_not_be_forecast_says_why() -> None:
     text = forecast_page(Report(command="forecast", exit=3, error="config.json: <b>is none", warnings=["a note"]), "m")
     assert fault(text) is None
     found = Page(text)
-    assert found.all("p", "verdict")[0].text == "NOT FORECAST config.json: <b>is none"
+    assert found.all("p", "verdict")[0].text == "ERROR config.json: <b>is none"
     assert [each.text for each in found.all("p", "note")] == ["a note"]
 
 
@@ -109,16 +109,16 @@ def test_each_slot_says_what_it_is() -> None:
         "backward of microbatch 0, layers.0: 20.00 MiB: parameters 4.00 MiB, gradients 4.00 MiB, "
         "optimizer 8.00 MiB, activations 2.00 MiB, temporaries 2.00 MiB"
     )
-    assert titles[3].startswith("the optimizer, outside layers: 12.00 MiB")
+    assert titles[3].startswith("optimizer step, outside layers: 12.00 MiB")
 
 
 def test_gpu_memory_is_a_line_where_it_is_near() -> None:
     near = Page(forecast_page(too_large(), "m"))
     assert len(near.all("path", "memory")) == len(near.all("rect", "reserved")) == 2
-    assert {each.text for each in near.all("span", "memory")} == {"GPU memory 50.00 MiB, 24.00 MiB kept free"}
+    assert {each.text for each in near.all("span", "memory")} == {"GPU memory 50.00 MiB, 24.00 MiB reserved"}
     far = Page(forecast_page(forecasted(), "m"))
     assert not far.all("path", "memory")
-    assert "GPU memory, 1.00 GiB, is far above what is drawn." in [each.text for each in far.all("p", "note")]
+    assert "GPU memory (1.00 GiB) is above the range of the plot." in [each.text for each in far.all("p", "note")]
     none = Page(forecast_page(forecasted(gpu_memory=None, fits=None), "m"))
     assert not none.all("path", "memory") and not none.all("p", "note")
 

@@ -1,4 +1,4 @@
-"""What `forecast --search` says to a person."""
+"""Text of `forecast --search`."""
 
 from __future__ import annotations
 
@@ -10,34 +10,34 @@ from tests.report.made import searched
 
 
 def test_a_table_of_what_fits_and_why_the_rest_does_not() -> None:
-    kept = "tp 2 x dp_shard 4  none           2 of 1 row    600.00 MiB  400.00 MiB"
+    kept = "tp 2 x dp_shard 4  none           2 x 1 sequence   600.00 MiB  400.00 MiB"
     assert search_text(searched(seconds=12.4)).splitlines() == [
         "SomeForCausalLM, 4,000,000 parameters, on 8 GPUs of 1.00 GiB",
-        "a step over all GPUs: 8 rows of 1,024 tokens",
+        "per step, over all GPUs: batch 8 x 1,024 tokens",
         "float32, gathered in bfloat16, adamw, loss on sharded logits",
         (
-            "layout             checkpointing  microbatches  peak        to spare    recomputed  idle  sent by a rank"
+            "layout             checkpointing  microbatches     peak        free        recomputed  idle  sent per rank"
         ),
-        f"{kept}  none        none  4.00 MiB        checked",
-        "pp 2 x dp_shard 4  full           1 of 2 rows   600.00 MiB  400.00 MiB  25.0%       20%   4.00 MiB",
-        "do not fit in any mode, at the least:",
+        f"{kept}  none        none  4.00 MiB       checked",
+        "pp 2 x dp_shard 4  full           1 x 2 sequences  600.00 MiB  400.00 MiB  25.0%       20%   4.00 MiB",
+        "too large in every checkpointing mode (smallest peak):",
         "  dp_shard 8: 2.00 GiB",
-        "cannot be:",
+        "not supported:",
         "  tp 8: tp 8 of 4 heads",
-        "assumed:",
+        "assumptions:",
         "  bytes of tensors",
         "BEST: --tp 2 --dp-shard 4 --batch 2 --microbatches 2",
-        "searched in 12 s, 9 steps",
+        "done in 12 s, 9 steps evaluated",
     ]  # fmt: skip
 
 
 def test_nothing_fits() -> None:
     report = searched(found=[], exit=1)
-    said = "NOTHING FITS 8 GPUs of 1.00 GiB; the least takes 2.00 GiB of tensors"
+    said = "NOTHING FITS on 8 GPUs of 1.00 GiB; the smallest peak is 2.00 GiB"
     assert search_verdict(report) == said
     text = search_text(report, lambda each: f"<{each}>")
-    assert f"<{said}>" in text and "checkpointing" not in text
-    assert search_verdict(searched(found=[], too_large=[])) == "NOTHING FITS 8 GPUs of 1.00 GiB"
+    assert f"<{said}>" in text and "microbatches" not in text
+    assert search_verdict(searched(found=[], too_large=[])) == "NOTHING FITS on 8 GPUs of 1.00 GiB"
 
 
 def test_the_options_of_a_row_are_those_of_a_forecast() -> None:

@@ -1,4 +1,4 @@
-"""What `forecast` says to a person."""
+"""Text of `forecast`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from jsonschema import Draft202012Validator
 
 from ckptx.report.forecast import forecast_text, forecast_verdict
-from ckptx.report.forecast_words import human_count, mesh, moment_text, rows_text, settings_text
+from ckptx.report.forecast_words import batch_text, human_count, moment_text, ranks_text, settings_text
 from ckptx.untrusted.printable import shown
 from tests.report.made import COURSE, forecasted, largest, stage, too_large
 from tests.report.test_html import EVIL
@@ -36,16 +36,16 @@ def test_a_block_for_each_stage_and_the_verdict_at_the_end() -> None:
     lines = forecast_text(forecasted(seconds=2.5)).splitlines()
     assert lines == [
         "SomeForCausalLM, 4,000,000 parameters, on tp 2 x pp 2, 4 ranks",
-        "a step on each data rank: 2 rows of 1,024 tokens in 2 microbatches, 1f1b",
+        "per data-parallel rank: batch 2 x 1,024 tokens in 2 microbatches, 1f1b",
         "float32, gathered in bfloat16, adamw, loss on sharded logits, activation checkpointing full",
         *block("stage 0", 1),
         *block("stage 1", 2),
-        "all ranks: 16 TFLOPs, 25.0% of them recomputed",
-        "assumed:",
+        "all ranks: 16 TFLOPs, 25.0% recomputed",
+        "assumptions:",
         "  bytes of tensors",
         "  no fragmentation",
-        "FITS: 40.00 MiB at the peak of stage 1 and 24.00 MiB kept free, of 1.00 GiB; 960.00 MiB to spare",
-        "counted in 2.50 s",
+        "FITS: peak 40.00 MiB (stage 1) + reserve 24.00 MiB of 1.00 GiB GPU memory; 960.00 MiB free",
+        "done in 2.5 s",
     ]
 
 
@@ -56,43 +56,43 @@ def block(name: str, times: int) -> list[str]:
         said = (
             "0 B" if not each else f"{each * times}.00 MiB" for each in (peak, peak if between is None else between)
         )
-        return f"  {kind:<12} {next(said):>12} {next(said):>12}"
+        return f"  {kind:<12} {next(said):>13} {next(said):>13}"
 
     return [
         f"{name}: peak {20 * times}.00 MiB, {12 * times}.00 MiB between steps, 2 layers checkpointed",
-        "  at  backward of microbatch 1, in lm_head, when aten::exp makes float32 [2, 3]",
-        f"  {'':<12}  at the peak      between",
+        "  peak during backward of microbatch 1, in lm_head: aten::exp allocates float32 [2, 3]",
+        f"  {'':<12}   at the peak between steps",
         row("parameters", 4), row("gradients", 4, 0), row("optimizer", 8), row("activations", 2, 0),
         row("temporaries", 2, 0),
-        "  largest at the peak",
-        "       2.00 MiB  temporaries  float32 [2, 3] by aten::exp in lm_head",
-        "       1.00 MiB  temporaries  float32 [2, 3] by aten::exp outside of modules",
-        "  4 TFLOPs, 25.0% of them recomputed; sends all-gather 1.00 MiB",
+        "  largest tensors at the peak",
+        "       2.00 MiB  temporaries  float32 [2, 3] from aten::exp, in lm_head",
+        "       1.00 MiB  temporaries  float32 [2, 3] from aten::exp, outside modules",
+        "  4 TFLOPs, 25.0% recomputed; sends all-gather 1.00 MiB",
     ]  # fmt: skip
 
 
 def test_what_does_not_fit_is_red_with_what_is_too_much() -> None:
     text = forecast_text(too_large(), lambda said: f"<{said}>")
     assert "stage 0: peak 20.00 MiB" in text and "stage 1: <peak 40.00 MiB>" in text
-    said = "DOES NOT FIT: 40.00 MiB at the peak of stage 1 and 24.00 MiB kept free, of 50.00 MiB; 14.00 MiB too much"
+    said = "DOES NOT FIT: peak 40.00 MiB (stage 1) + reserve 24.00 MiB exceeds 50.00 MiB GPU memory by 14.00 MiB"
     assert f"<{said}>" in text
     assert forecast_verdict(too_large()) == said
 
 
 def test_without_a_size_nothing_is_judged() -> None:
     said = forecast_verdict(forecasted(gpu_memory=None, fits=None))
-    assert said == "PEAK: 40.00 MiB at the peak of stage 1, 24.00 MiB between steps"
-    assert forecast_verdict(alone(gpu_memory=None, fits=None)) == "PEAK: 20.00 MiB at the peak, 12.00 MiB between steps"
+    assert said == "PEAK: 40.00 MiB (stage 1), 24.00 MiB between steps"
+    assert forecast_verdict(alone(gpu_memory=None, fits=None)) == "PEAK: 20.00 MiB, 12.00 MiB between steps"
 
 
 def test_one_rank_and_one_microbatch_are_not_numbered() -> None:
     report = alone()
-    assert mesh(report) == "1 rank"
-    assert rows_text(report) == "2 rows of 1,024 tokens"
+    assert ranks_text(report) == "1 rank"
+    assert batch_text(report) == "batch 2 x 1,024 tokens"
     assert "each rank: peak 20.00 MiB" in forecast_text(report)
-    assert moment_text(report, largest(1)) == "backward, outside of modules"
-    assert moment_text(report, largest(1, "a", recomputed=True)) == "backward, in a, computed again"
-    assert moment_text(report, largest(1, part="optimizer")) == "the optimizer"
+    assert moment_text(report, largest(1)) == "backward, outside modules"
+    assert moment_text(report, largest(1, "a", recomputed=True)) == "backward, in a, recomputed"
+    assert moment_text(report, largest(1, part="optimizer")) == "optimizer step"
 
 
 def test_settings_are_said() -> None:
@@ -101,10 +101,10 @@ def test_settings_are_said() -> None:
         "reduce_dtype": "float32", "batch": 1,
     }  # fmt: skip
     report = alone(settings=step)
-    assert rows_text(report) == "1 row of 1,024 tokens and 2 images in 2 microbatches, 1f1b"
+    assert batch_text(report) == "batch 1 x 1,024 tokens with 2 images each in 2 microbatches, 1f1b"
     assert settings_text(report) == (
         "float32, gathered in bfloat16, reduced in float32, no optimizer, no loss, "
-        "activation checkpointing full of vision layers"
+        "activation checkpointing full (vision layers)"
     )
 
 
@@ -112,7 +112,7 @@ def test_a_rank_may_have_several_stages() -> None:
     rows = [stage(0, COURSE, stages=[0, 2], sent={}, recomputed=0, wrapped_layers=0, at=None), stage(1, COURSE)]
     text = forecast_text(forecasted(by_stage=rows))
     assert "stages 0, 2: peak 20.00 MiB, 12.00 MiB between steps\n  " in text
-    assert "  4 TFLOPs, none of them recomputed\n" in text
+    assert "  4 TFLOPs, none recomputed\n" in text
 
 
 @pytest.mark.parametrize(

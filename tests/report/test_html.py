@@ -21,7 +21,7 @@ from ckptx.layout.parallel_dims import ParallelDims
 from ckptx.layout.placement import Placement, cut
 from ckptx.model_view.rank_layout import Layout, Shard, Sharding, mesh_of, survey
 from ckptx.report.html import layout_page
-from ckptx.report.html_data import axes_of, colors_of, cut_text, name_of
+from ckptx.report.html_data import axes_of, colors_of, name_of, sharding_text
 from ckptx.report.report import count_dtypes
 from ckptx.untrusted.printable import one_line
 from tests.report.made import inspected
@@ -174,7 +174,7 @@ def test_ranks_that_are_too_many_to_draw_are_said() -> None:
     text, _ = page_of(catalog_of([("layers.0.w", (64, 64), 0)], dims), dims)
     assert fault_of_page(text) is None
     assert not Page(text).all("a", "cell")
-    assert "not drawn one by one" in text
+    assert "Meshes of more than 4,096 ranks are not drawn" in text
 
 
 def test_files_take_the_place_of_ranks_where_nothing_is_cut() -> None:
@@ -201,15 +201,25 @@ def region(*spans: tuple[int, int]) -> Region:
     [
         ((), [region()], (None, None, ()), "whole"),
         ((8,), [region((0, 8))], (None, 0, ()), "whole"),
-        ((8,), [region((0, 8)), region((0, 8))], (None, 0, ()), "whole, 2 copies"),
-        ((8,), [region((0, 5)), region((5, 3))], (None, 0, ()), "dim 0 in 2"),
-        ((4, 6), [region((0, 4), (0, 3)), region((0, 4), (3, 3))], (0, 1, ()), "dim 1 in 2"),
-        ((4, 99, 6), [region((0, 2), (0, 99), (0, 6)), region((2, 2), (0, 99), (0, 6))], (0, 1, (2,)), "dim 0 in 2"),
-        ((4, 9, 6), [region((0, 4), (0, 9), (0, 3)), region((0, 4), (0, 9), (3, 3))], (1, 2, (0,)), "dim 2 in 2"),
+        ((8,), [region((0, 8)), region((0, 8))], (None, 0, ()), "whole, 2 replicas"),
+        ((8,), [region((0, 5)), region((5, 3))], (None, 0, ()), "split 2-way on dim 0"),
+        ((4, 6), [region((0, 4), (0, 3)), region((0, 4), (3, 3))], (0, 1, ()), "split 2-way on dim 1"),
+        (
+            (4, 99, 6),
+            [region((0, 2), (0, 99), (0, 6)), region((2, 2), (0, 99), (0, 6))],
+            (0, 1, (2,)),
+            "split 2-way on dim 0",
+        ),
+        (
+            (4, 9, 6),
+            [region((0, 4), (0, 9), (0, 3)), region((0, 4), (0, 9), (3, 3))],
+            (1, 2, (0,)),
+            "split 2-way on dim 2",
+        ),
         ((0, 4), [region((0, 0), (0, 4))], (0, 1, ()), "whole"),
     ],
 )
-def test_a_cut_in_words_and_which_dims_are_drawn(
+def test_a_sharding_in_words_and_which_dims_are_drawn(
     shape: Shape, regions: list[Region], axes: tuple[object, ...], said: str
 ) -> None:
     held: dict[Region, int] = {}
@@ -219,7 +229,7 @@ def test_a_cut_in_words_and_which_dims_are_drawn(
         held[each] = holder
     made = Sharding(shape, tuple(pieces))
     assert tuple(axes_of(made)) == axes
-    assert cut_text(made) == said
+    assert sharding_text(made) == said
 
 
 @pytest.mark.parametrize("replicate", [True, False])

@@ -66,7 +66,7 @@ def test_an_address_opens_a_tensor_and_its_cut_is_drawn_to_scale(browser: list[s
     cells = [cell.text for cell in page.all("td")]
     assert cells[:4] == ["rank 8", "[0, 0]", "[4, 3]", "24 B"]
     assert len(cells) == 4 * 8
-    assert "4 of 4 tensors cut alike" in page.all("div", "steps")[0].text
+    assert "4 of 4 tensors with this sharding" in page.all("div", "steps")[0].text
 
 
 def test_a_rank_in_the_address_is_described_and_set_off(browser: list[str], tmp_path: Path) -> None:
@@ -121,7 +121,7 @@ def test_a_name_that_is_not_there_is_said(browser: list[str], tmp_path: Path) ->
     path = tmp_path / "layout.html"
     path.write_text(small()[0])
     page = opened(browser, path, tensor=EVIL[0], rank="99999")
-    assert page.by_id("detail").text.strip() == f"No tensor is called {EVIL[0]} here."
+    assert page.by_id("detail").text.strip() == f"No tensor is named {EVIL[0]}."
     assert not page.all("img")
 
 
@@ -185,4 +185,4 @@ def test_a_resharded_checkpoint_is_drawn(browser: list[str], tmp_path: Path) -> 
     assert [cell.attributes["data-h"] for cell in page.all("a", "cell") if cell.has("on")] == ["2", "3"]
     page = opened(browser, tmp_path / "layout.html", tensor="model.norm.weight")
     assert len(pieces(page)) == 1 and len(page.all("rect", "hatch")) > 1
-    assert "2 copies" in page.by_id("detail").text
+    assert "2 replicas" in page.by_id("detail").text

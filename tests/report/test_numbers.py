@@ -205,7 +205,7 @@ def test_an_interrupted_run_that_is_resumed(tmp_path: Path, direction: str, made
     assert 0 < report.bytes_written <= report.output_bytes
     head = conversion_text(report).splitlines()[0]
     earlier = report.output_bytes - report.bytes_written
-    assert (f"{human_bytes(earlier)} of it in an interrupted run before" in head) is (earlier > 0)
+    assert (f"{human_bytes(earlier)} of it by an earlier, interrupted run" in head) is (earlier > 0)
 
 
 def test_a_number_that_no_pattern_reads_is_told() -> None:

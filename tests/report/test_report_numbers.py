@@ -8,7 +8,7 @@ import pytest
 
 from ckptx.report import numbers
 from ckptx.report.report import LARGEST_PROCESS, LARGEST_RANK, THIS_PROCESS, Stopwatch, written_gb_per_s
-from ckptx.report.text import cost
+from ckptx.report.text import cost_text
 from tests.report.made import converted
 
 MIB = 1 << 20
@@ -35,7 +35,7 @@ def test_the_largest_process_is_that_of_a_run(peaks: list[int], are_ranks: bool,
 )
 def test_peak_memory_has_a_label(of: str, label: str) -> None:
     assert numbers.peak_memory_text(converted(peak_rss=3 * MIB, peak_rss_of=of)) == (label, "3.00 MiB")
-    assert cost(converted(peak_rss=3 * MIB, peak_rss_of=of)) == f"0.00 s, {label} 3.00 MiB"
+    assert cost_text(converted(peak_rss=3 * MIB, peak_rss_of=of)) == f"0.00 s, {label} 3.00 MiB"
 
 
 @pytest.mark.parametrize(
@@ -56,7 +56,7 @@ def test_names_that_share_bytes_are_said(counts: tuple[int, int, int], said: str
     ("output", "written", "said"),
     [
         (3 * MIB, 3 * MIB, "3.00 MiB"),
-        (3 * MIB, MIB, "3.00 MiB, 2.00 MiB of it in an interrupted run before"),
+        (3 * MIB, MIB, "3.00 MiB, 2.00 MiB of it by an earlier, interrupted run"),
         (3 * MIB, 0, "3.00 MiB"),
     ],
 )
@@ -77,4 +77,4 @@ def test_a_dry_run_has_no_speed_in_text_or_document() -> None:
     for report, has_speed in ((wrote, True), (dry, False)):
         done = Stopwatch().stop(report)
         assert (done.to_dict()["gb_per_s"] > 0) is has_speed
-        assert ("/s" in cost(done)) is has_speed
+        assert ("/s" in cost_text(done)) is has_speed

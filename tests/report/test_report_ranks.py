@@ -31,7 +31,7 @@ def ranks_of(dims: ParallelDims) -> list[Holder]:
 def test_a_row_for_each_rank() -> None:
     lines = said(dims := ParallelDims(2, 2), ranks_of(dims))
     assert lines[6] == "  mesh          tp 2 x dp_shard 1 x pp 2, 4 ranks"
-    assert " ".join(lines[8].split()) == "rank stage dp tp layers tensors bytes x mean files"
+    assert " ".join(lines[8].split()) == "rank stage dp tp layers tensors bytes vs mean files"
     assert " ".join(lines[11].split()) == "2 1 0 0 layers 1 3 1.00 KiB 1.00 1"
     assert lines[-1] == "  balance       mean 1.00 KiB, max 1.00 KiB (rank 3), min 1.00 KiB (rank 0), max/mean 1.00"
     assert not any(line.split()[:1] == ["w"] for line in lines)
@@ -48,14 +48,17 @@ def test_many_ranks_are_summed_up_by_stage() -> None:
 
 def test_what_is_unknown_is_a_dash() -> None:
     lines = said(None, [Holder("rank 0", 0, tensors=1, nbytes=4), Holder("rank 7", 7)])
-    assert "  mesh          unknown, 2 ranks by file names; stages by the layers that ranks have in common" in lines
-    assert "  cut           nothing is cut: each tensor lies whole" in lines
+    assert (
+        "  mesh          unknown, 2 ranks from file names; ranks that have layers in common are shown as one stage"
+        in lines
+    )
+    assert "  sharded       no tensors" in lines
     assert " ".join(lines[-2].split()) == "7 - - - - 0 0 B 0.00 0"
 
 
 def test_files_are_listed_where_there_are_no_ranks() -> None:
     lines = said(None, [Holder(f"model-{i:05d}.safetensors", tensors=1, nbytes=4) for i in range(70)])
-    assert "  mesh          not laid out for ranks" in lines
+    assert "  mesh          not sharded" in lines
     assert lines[-2] == "    and 6 more files, --json lists all"
     assert lines[-3].split() == ["model-00063.safetensors", "-", "1", "4", "B"]
 

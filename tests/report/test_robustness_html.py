@@ -65,9 +65,9 @@ def test_a_planted_defect_is_found(search: str, replace: str, said: str) -> None
 def test_verdicts_are_words_and_marks() -> None:
     found = Page(robustness_page(broken(), "small"))
     assert [each.text for each in found.all("p", "verdict")] == [
-        "FAILED small: replicas (memory); resume (rng, loss); planted: stale_rng",
+        "FAILED small: replicas (memory); resume (rng, loss); injected fault: stale_rng",
         f"CAUSE replicas, oracle memory: {CAUSES['memory']}",
-        "WIDENED by the recipe: resume: loss may be 100 x the noise away, 4.8e-05",
+        "WIDENED by the recipe: resume: loss tolerance 4.8e-05 (100 x noise)",
     ]
     assert [each.attributes["aria-label"] for each in found.all("b", "mark")][:4] == [
         "ok",
@@ -76,7 +76,7 @@ def test_verdicts_are_words_and_marks() -> None:
         "failed",
     ]
     failing = [each.text for each in found.all("li", "bad")]
-    assert failing[0].startswith("rng 2 of 185 items differ\ntorch on ranks 0, 1: 1f2a, should be 9c3d")
+    assert failing[0].startswith("rng 2 of 185 items differ\ntorch on ranks 0, 1: expected 9c3d, got 1f2a")
     assert "widened" in failing[1]
     passing = Page(robustness_page(robust(), "small"))
     assert [each.text for each in passing.all("p", "verdict")] == ["PASSED small, 2 phases"]
@@ -85,7 +85,7 @@ def test_verdicts_are_words_and_marks() -> None:
 
 def test_memory_above_the_baseline_is_set_off() -> None:
     cells = [each.text for each in Page(robustness_page(broken(), "small")).all("td", "bad")]
-    assert cells == ["4.00 KiB, 0 B before", "14, 8 before"]
+    assert cells == ["4.00 KiB, baseline 0 B", "14, baseline 8"]
 
 
 def test_runs_are_bit_equal_or_said_not_to_be() -> None:
@@ -98,7 +98,7 @@ def test_what_could_not_be_judged_says_why() -> None:
     text = robustness_page(report, "</title><script>1</script>")
     assert fault(text) is None
     found = Page(text)
-    assert found.all("p", "verdict")[0].text == "NOT JUDGED recipe.yaml: <b>is none"
+    assert found.all("p", "verdict")[0].text == "ERROR recipe.yaml: <b>is none"
     assert found.all("dd")[0].text == "3"
     assert fault(robustness_page(Report(command="robustness", exit=130), "x")) is None
 
@@ -106,7 +106,7 @@ def test_what_could_not_be_judged_says_why() -> None:
 def test_a_report_of_next_to_nothing() -> None:
     report = robust(phases=[], noise={}, losses=[], environment={}, layout={})
     text = robustness_page(report, "small")
-    assert fault(text) is None and "No phase was run." in text
+    assert fault(text) is None and "No phase ran." in text
     assert not Page(text).all("svg")
 
 

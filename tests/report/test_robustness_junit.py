@@ -116,7 +116,7 @@ def test_a_case_for_each_phase_and_each_oracle_below_it() -> None:
     assert skipped is not None and skipped.get("message") == "--phases left it out"
     oracle_failure = found["ckptx.robustness.small.resume rng"].find("failure")
     assert oracle_failure is not None and oracle_failure.get("message") == "2 of 185 items differ"
-    assert "torch on ranks 0, 1: 1f2a, should be 9c3d" in str(oracle_failure.text)
+    assert "torch on ranks 0, 1: expected 9c3d, got 1f2a" in str(oracle_failure.text)
     whole = found["ckptx.robustness.small resume"].find("failure")
     assert whole is not None and "a note" in str(whole.text) and "loss: difference 0.003" in str(whole.get("message"))
     assert found["ckptx.robustness.small.killed at fsync 2, asynchronous, rank 1: no step"].find("failure") is not None
@@ -128,8 +128,8 @@ def test_properties_say_what_it_ran_with() -> None:
     suite = ET.fromstring(junit_xml(broken(), "small").encode())[0]
     said = {each.get("name"): each.get("value") for each in suite.iter("property")}
     assert said["set checks.loss_times_noise"] == "100"
-    assert said["planted"] == "stale_rng" and said["torch"] == "2.13.0"
-    assert said["widened resume loss"] == "resume: loss may be 100 x the noise away, 4.8e-05"
+    assert said["injected fault"] == "stale_rng" and said["torch"] == "2.13.0"
+    assert said["widened resume loss"] == "resume: loss tolerance 4.8e-05 (100 x noise)"
 
 
 def test_what_could_not_be_judged_is_an_error() -> None:

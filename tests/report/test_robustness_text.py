@@ -1,4 +1,4 @@
-"""What `robustness` says as text: verdicts, what differs, noise, widened limits, kills; one line with -q."""
+"""Text of `robustness`: verdicts, differences, noise, widened tolerances, kills; one line with -q."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ from ckptx.report.environment import environment
 from ckptx.report.junit import junit_xml
 from ckptx.report.robustness import faults_text, robustness_text, robustness_verdict
 from ckptx.report.robustness_html import robustness_page
-from ckptx.report.robustness_words import CAUSES, noise_of, notes_of, number, number_of, verdict
+from ckptx.report.robustness_words import CAUSES, noise_of, notes_of, number_text, parse_number, verdict
 from ckptx.robustness_suite.oracles import ORDER, Difference, Verdict
 from ckptx.untrusted.printable import shown
 from tests.report.made import broken, oracle, phase, robust
+from tests.report.pages import Page
 
 SCHEMA = Path(__file__).resolve().parent.parent.parent / "docs" / "report.schema.json"
 EVIL = ["\x1b[2J\rgone", "a\nPASSED: forged", "\u202eright to left", "\ud800", "<b>&amp;]]></b>", "\x00", ""]
@@ -52,9 +53,9 @@ def test_a_line_for_each_phase_and_the_verdict_at_the_end() -> None:
     lines = robustness_text(robust(seconds=3.5)).splitlines()
     assert lines[0] == "small on dp_shard 2, 2 ranks"
     assert lines[1].split() == ["straight", "ok", "1.2", "s", "what", "straight", "proves"]
-    assert lines[-4] == "noise of loss: 4.8e-07 (two runs alike 0, embedding moved by a unit 4.8e-07)"
+    assert lines[-4] == "noise of loss: 4.8e-07 (identical rerun: 0; embedding perturbed by 1 ULP: 4.8e-07)"
     assert lines[-3:] == [
-        "everything that was written: /runs/out",
+        "output: /runs/out",
         "PASSED: small, 2 phases",
         "3.50 s, peak memory 0 B",
     ]
@@ -62,21 +63,21 @@ def test_a_line_for_each_phase_and_the_verdict_at_the_end() -> None:
 
 def test_what_fails_is_named_below_its_phase() -> None:
     text = robustness_text(broken())
-    assert "rng: 2 of 185 items differ\n          torch on ranks 0, 1: 1f2a, should be 9c3d\n" in text
-    assert "          python on rank 1: is missing\n" in text
-    assert f"          that is: {CAUSES['rng']}\n" in text
+    assert "rng: 2 of 185 items differ\n          torch on ranks 0, 1: expected 9c3d, got 1f2a\n" in text
+    assert "          python on rank 1: missing\n" in text
+    assert f"          diagnosis: {CAUSES['rng']}\n" in text
     assert "loss: difference 0.003, tolerance 4.8e-05 (100 x noise 4.8e-07)" in text
-    assert "memory: 14 threads after it, 8 before" in text
-    assert "memory: 4.00 KiB of tensors are live after it, 0 B before" in text
+    assert "memory: 14 threads after the phase, baseline 8 (a process group has 6)" in text
+    assert "memory: 4.00 KiB of tensors retained after the phase, baseline 0 B" in text
     assert re.search("layouts +not run +--phases left it out\n", text)
     assert "FAILED at fsync 2, asynchronous, rank 1: no step" in text
-    assert "FAILED: small: replicas (memory); resume (rng, loss); planted: stale_rng" in text
+    assert "FAILED: small: replicas (memory); resume (rng, loss); injected fault: stale_rng" in text
 
 
 def test_a_widened_limit_is_red_even_where_all_passed() -> None:
     wide = oracle("loss", ok=True, value=1e-5, limit=4.8e-5, times_noise=100.0, widened=True)
     text = robustness_text(robust(phases=[phase("resume", True, wide)]), lambda said: f"<{said}>")
-    assert "<WIDENED by the recipe: resume: loss may be 100 x the noise away, 4.8e-05>" in text
+    assert "<WIDENED by the recipe: resume: loss tolerance 4.8e-05 (100 x noise)>" in text
     assert "<PASSED" not in text and "PASSED" in text
 
 
@@ -94,7 +95,7 @@ def test_several_things_at_one_place_are_each_said() -> None:
         for found in said
     ]
     text = robustness_text(broken(phases=[phase("kills", False, oracle("readable", ["write a"]))], differing=rows))
-    assert all(f"write a: {each}, should be none" in text for each in said)
+    assert all(f"write a: expected none, got {each}" in text for each in said)
 
 
 def test_items_come_from_the_oracle_where_the_report_has_no_rows() -> None:
@@ -107,15 +108,15 @@ def test_a_phase_is_called_by_its_number_where_it_has_one() -> None:
     judged = phase("resume", False, oracle("rng", ["torch"]), oracle("memory", ["threads"]), number=6)
     judged["memory"]["threads"] = 14
     text = robustness_text(robust(exit=1, phases=[judged], differing=rows))
-    assert "  6 resume         FAILED" in text and "torch on rank 1: b, should be a" in text
+    assert "  6 resume         FAILED" in text and "torch on rank 1: expected a, got b" in text
     assert text.count("memory: ") == 1, "an oracle says it"
 
 
 def test_quiet_is_one_line_with_the_first_item() -> None:
     assert robustness_verdict(robust()) == "PASSED: small, 2 phases"
     assert robustness_verdict(broken()) == (
-        "FAILED: small: replicas (memory); resume (rng, loss); planted: stale_rng; "
-        "resume: rng: 2 of 185 items differ; torch on ranks 0, 1: 1f2a, should be 9c3d; "
+        "FAILED: small: replicas (memory); resume (rng, loss); injected fault: stale_rng; "
+        "resume: rng: 2 of 185 items differ; torch on ranks 0, 1: expected 9c3d, got 1f2a; "
         f"cause: replicas, oracle memory: {CAUSES['memory']}"
     )
 
@@ -127,12 +128,12 @@ def test_a_failure_without_a_phase_is_one() -> None:
 
 
 def test_numbers_that_are_none() -> None:
-    assert [number(each) for each in (None, "nan", "inf", 1e-3)] == ["none", "nan", "inf", "0.001"]
-    assert number_of("x") != number_of("x")
+    assert [number_text(each) for each in (None, "nan", "inf", 1e-3)] == ["none", "nan", "inf", "0.001"]
+    assert parse_number("x") != parse_number("x")
     noise = {"loss": {"repeated": "nan", "moved": 1.0}, "logits": {"repeated": 1.0, "moved": None}}
     found = [noise_of(robust(noise=noise), what) for what in ("loss", "logits", "other")]
     assert found[0] != found[0] and found[1:] == [1.0, None]
-    assert "noise of loss: nan (two runs alike nan" in robustness_text(robust(noise=noise))
+    assert "noise of loss: nan (identical rerun: nan; " in robustness_text(robust(noise=noise))
     assert notes_of({"notes": "one"}) == ["one"] and notes_of({}) == []
 
 
@@ -147,8 +148,10 @@ def test_no_name_starts_a_line_or_moves_the_cursor(text: str) -> None:
 
 def test_ranks_that_are_not_known_are_not_counted() -> None:
     report = robust(layout={}, world_size=None, trainer="torchrun train.py")
-    said = robustness_text(report).splitlines()[0]
-    assert said.endswith(" on an unknown number of ranks, trained by: torchrun train.py")
+    lines = robustness_text(report).splitlines()
+    assert lines[:2] == [report.recipe, "  trainer: torchrun train.py"]
+    assert "mesh" not in [each.text for each in Page(robustness_page(report, "r")).all("dt")]
+    assert 'name="mesh"' not in junit_xml(report, "r")
 
 
 def test_every_oracle_has_a_cause() -> None:

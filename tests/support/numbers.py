@@ -163,7 +163,7 @@ def check_conversion(said: Said, before: Held, after: Held | None, *, dst: Path)
     head = lines.one(
         rf"(would write |wrote |wrote nothing, the output is complete: )({NUMBER}) tensors?"
         rf"(?: \(({NUMBER}) stored(?: \+ ({NUMBER}) cop(?:y|ies))?(?: \+ ({NUMBER}) alias(?:es)?)?\))?, ({SIZE})"
-        rf"(?:, ({SIZE}) of it in an interrupted run before)?"
+        rf"(?:, ({SIZE}) of it by an earlier, interrupted run)?"
         rf"(?:; would read ({SIZE}); buffers up to ({SIZE}))?"
     )
     verb, tensors, stored, copies, aliases, size, rest, reads, buffers = head.groups()
@@ -259,7 +259,7 @@ def _check_ties(lines: Lines, document: Mapping[str, Any], after: Held | None) -
 
 def _check_layout(lines: Lines, document: Mapping[str, Any], dst: Path | None) -> None:
     layout = document.get("layout")
-    found = lines.every(rf"layout: tp (\d+) x pp (\d+) x dp_shard (\d+), ({SIZE}) a rank, the largest ({SIZE})")
+    found = lines.every(rf"layout: tp (\d+) x pp (\d+) x dp_shard (\d+), ({SIZE}) per rank, the largest ({SIZE})")
     assert len(found) == (layout is not None)
     if layout is None:
         return

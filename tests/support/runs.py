@@ -156,5 +156,5 @@ def assert_equal(document: dict[str, Any], text: str, dims: ParallelDims, *, wra
     said = f"equal: {', '.join(level for level in levels if level not in doubted)}"
     if doubted:
         assert document["compute_dtype"] == "bfloat16"  # in float32 every limit could refuse
-        said += f"; NOT DECIDED: {', '.join(level for level in levels if level in doubted)}"
+        said += f"; INCONCLUSIVE: {', '.join(level for level in levels if level in doubted)}"
     assert text.splitlines()[-2] == said

@@ -1,4 +1,4 @@
-"""What each command reports beside what every report has; docs/report.md defines the words.
+"""Reports of each command, in addition to the common fields of `Report`; docs/report.md defines all fields.
 
 Each has a file of its own, so that a command makes the classes it needs and no others.
 """

@@ -1,4 +1,4 @@
-"""What `diff` and `verify` report."""
+"""Reports of `diff` and `verify`."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from ckptx.report.report import Report
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DiffReport(Report):
-    """Of `diff`.
+    """Report of `diff`.
 
     Attributes:
-        parameters: Of the first checkpoint.
-        compared: Names that both have.
+        parameters: Number of parameters of the first checkpoint.
+        compared: Number of tensor names that both checkpoints have.
         differing: A row for each difference.
-        tied: Names that one side leaves out, because they are tied to one that both have.
+        tied: A row for each name that only one checkpoint has, as it is tied to a name that both have.
     """
 
     commands: ClassVar[Sequence[str]] = ("diff",)
@@ -30,11 +30,11 @@ class DiffReport(Report):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerifyReport(Report):
-    """Of `verify`.
+    """Report of `verify`.
 
     Attributes:
-        parameters: Of the reference.
-        compared: Pairs of tensors that were compared.
+        parameters: Number of parameters of the reference.
+        compared: Number of pairs of tensors that were compared.
         differing: A row for each difference.
     """
 

@@ -1,4 +1,4 @@
-"""What `convert` and `reshard` report."""
+"""Report of `convert` and `reshard`."""
 
 from __future__ import annotations
 
@@ -11,35 +11,35 @@ from ckptx.report.report import OPTIONAL, Report
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConversionReport(Report):
-    """Of `convert` and `reshard`.
+    """Report of `convert` and `reshard`.
 
     Attributes:
-        parameters: Elements of the model's tensors, each tensor once.
-        output_bytes: Bytes of all files of the output, whichever run wrote them.
-        architecture: `class` and `known_from`, or None.
-        ledger: How many names of the source ended how, and what the target is made of.
-        fit: Names and shapes held against the config.
-        prefix: What was removed from names.
+        parameters: Number of parameters: elements of the model's tensors, each tensor counted once.
+        output_bytes: Bytes of all files of the output, including those of an earlier, interrupted run.
+        architecture: `class` and `known_from`; null if the class is unknown.
+        ledger: Number of source tensors by outcome (`written`, `aliases`, `dropped`), and of target tensors by storage.
+        fit: Comparison of names and shapes with the config.
+        prefix: Prefix that was removed from names.
         unknown: Names that the class does not have.
-        kept_dtype: Names that `--dtype` left as they were.
-        base_dtypes: What `--dtype base` did.
-        overflows: `name` and `count` of each tensor in which the cast made finite numbers infinite.
-        underflows: `name` and `count` of each tensor in which the cast made numbers other than zero zero.
-        optimizer: Tensors and bytes of optimizer state that was dropped.
-        objects: Pickled objects that were dropped or carried.
-        state_without_parameter: Optimizer tensors of no known parameter.
-        state_replicated: Optimizer tensors whose shape differs from their parameter's.
-        layout: The mesh, and the layers of each stage.
-        chunks: Pieces that tensors were cut into.
-        rules: Which rule decided, for each pattern of names.
-        unaligned: Names of tensors whose shards do not hold whole heads or groups of every fused part.
+        kept_dtype: Names of tensors whose dtype `--dtype` did not change.
+        base_dtypes: Dtypes that `--dtype base` restored from the base checkpoint.
+        overflows: `name` and `count` of each tensor in which the cast turned finite numbers into infinity.
+        underflows: `name` and `count` of each tensor in which the cast turned nonzero numbers into zero.
+        optimizer: Number of tensors and bytes of optimizer state that was dropped.
+        objects: Pickled objects that were dropped or copied.
+        state_without_parameter: Names of optimizer tensors that belong to no known parameter.
+        state_replicated: Names of optimizer tensors whose shape differs from that of their parameter.
+        layout: Sizes of the mesh, and the layers of each stage.
+        chunks: Number of shards that tensors were split into.
+        rules: A row for each pattern of names, with the rule that determined its sharding.
+        unaligned: Names of tensors whose shards do not align with heads or groups of every fused part.
         replicated: Tensors of the model that TP does not shard: their number, their bytes and their share of the bytes
             of the model, each tensor counted once; only with TP.
-        passed_through: Names that the model does not have.
-        dry_run: True when nothing was written.
-        files: Of a dry run: `name`, `bytes` and `tensors` of each file.
-        memory: Of a dry run: bytes of buffers.
-        free_space: Of a dry run: bytes free at the target.
+        passed_through: Names of tensors that do not belong to the model and were copied.
+        dry_run: True if nothing was written.
+        files: For a dry run, `name`, `bytes` and `tensors` of each file.
+        memory: For a dry run, bytes of buffers.
+        free_space: For a dry run, bytes free at the target.
     """
 
     commands: ClassVar[Sequence[str]] = (

@@ -1,4 +1,4 @@
-"""What `env` reports."""
+"""Report of `env`."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from ckptx.report.report import Report
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnvironmentReport(Report):
-    """Of `env`.
+    """Report of `env`.
 
     Attributes:
-        ckptx: Its version.
+        ckptx: Version of ckptx.
         python: Version of Python.
         platform: Name of the platform.
-        cores: That this process may use.
-        packages: Version of each package, or None.
-        tested_with: Versions that the tests run with.
-        defaults: A row for each default from a file or the environment: `option`, `value` (secrets are not shown),
-            `origin` (file and key, or variable), and the `commands` that it is for.
+        cores: Number of CPU cores that this process may use.
+        packages: Version of each package; null if it is not installed.
+        tested_with: Version of each package that the tests run with.
+        defaults: A row for each default from a file or environment variable: `option`, `value` (secrets are hidden),
+            `origin` (file and key, or variable), and the `commands` that it applies to.
     """
 
     commands: ClassVar[Sequence[str]] = ("env",)

@@ -1,4 +1,4 @@
-"""What `forecast` reports."""
+"""Reports of `forecast` and `forecast --search`."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from ckptx.report.report import Report
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForecastReport(Report):
-    """Of `forecast`. All bytes are of tensors on one rank; each stage's are those of its first rank, which has most.
+    """Report of `forecast`. Bytes are those of tensors on the first rank of a stage, which has the most.
 
     Attributes:
-        architecture: The class of the model.
-        parameters: Of the whole model.
-        layout: The mesh.
-        settings: What a step does: batch, seq, microbatches, dtypes, optimizer, loss, ...
-        by_stage: A row for each rank of the pipeline, one without a pipeline: `stages`, `peak`, `between_steps`,
-            `by_kind` (bytes at the peak), `between_by_kind`, `at` (where the peak is), `largest` (tensors that live
-            then), `flops`, `recomputed`, `sent` (bytes by collective), `wrapped_layers`, `fits`, `course` (the parts of
-            the step in their order, with the bytes of each kind when they are most).
-        kinds: Names of the numbers in each row of `course`.
-        gpu_memory: Of each GPU, in bytes; None where it was not given.
-        reserved: What is kept of it for what is no tensor, for the largest peak.
-        fits: Whether every stage fits; None without `gpu_memory`.
-        flops: Of a step, on all ranks.
-        recomputed: Those of them that are computed a second time.
-        assumptions: What the numbers do and do not say.
+        architecture: Name of the model class.
+        parameters: Number of parameters of the whole model.
+        layout: Sizes of the mesh: `tp`, `pp`, `dp_shard`, `dp_replicate`.
+        settings: Settings of a step: batch, seq, microbatches, dtypes, optimizer, loss, ...
+        by_stage: A row for each rank of the pipeline, one row without a pipeline: `stages`, `peak`, `between_steps`,
+            `by_kind` (bytes at the peak), `between_by_kind`, `at` (operation of the peak), `largest` (largest tensors
+            at the peak), `flops`, `recomputed`, `sent` (bytes by collective), `wrapped_layers`, `fits`, `course` (parts
+            of the step in order, each with the bytes by kind at its own peak).
+        kinds: Kinds of tensors, in the order of the numbers in each row of `course`.
+        gpu_memory: Memory of a GPU in bytes; null if it was not given.
+        reserved: Bytes of GPU memory reserved for allocations other than tensors, for the largest peak.
+        fits: True if every stage fits in `gpu_memory`; null if it was not given.
+        flops: FLOPs of a step, summed over ranks.
+        recomputed: FLOPs of activations that are recomputed; part of `flops`.
+        assumptions: Assumptions and limits of the forecast.
     """
 
     commands: ClassVar[Sequence[str]] = ("forecast",)
@@ -49,22 +49,22 @@ class ForecastReport(Report):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchReport(Report):
-    """Of `forecast --search`. Bytes are of tensors on one rank.
+    """Report of `forecast --search`. Bytes are those of tensors on one rank.
 
     Attributes:
-        architecture: The class of the model.
-        parameters: Of the whole model.
-        gpus: How many.
-        gpu_memory: Of each, in bytes.
-        settings: What a step does, on all GPUs: rows, seq, images, dtypes, optimizer, loss.
-        found: What fits, the best first: `layout`, `activation_checkpointing`, `microbatches` (of each data rank),
-            `rows` (of each of them), `peak`, `between_steps`, `reserved`, `flops`, `recomputed` (of the rank that
-            computes most), `idle` (the part of a step in which ranks of a pipeline wait), `sent` (by collective, of the
-            rank that sends most), `is_whole` (whether every stage and layer was counted, or held against others).
-        too_large: What does not fit in any mode: `layout`, and the `peak` of the least that was looked at.
-        refused: What cannot be: `layout` and `reason`.
-        tried: Steps that were looked at.
-        assumptions: What the numbers do and do not say.
+        architecture: Name of the model class.
+        parameters: Number of parameters of the whole model.
+        gpus: Number of GPUs.
+        gpu_memory: Memory of a GPU in bytes.
+        settings: Settings of a step over all GPUs: rows (sequences), seq, images, dtypes, optimizer, loss.
+        found: Layouts that fit, the best first: `layout`, `activation_checkpointing`, `microbatches` (per data-parallel
+            rank), `rows` (sequences per microbatch), `peak`, `between_steps`, `reserved`, `flops`, `recomputed` (of the
+            rank that computes most), `idle` (bubble fraction of the pipeline), `sent` (bytes by collective, of the rank
+            that sends most), `is_whole` (true if every stage and layer was evaluated, or compared with others).
+        too_large: Layouts that fit with no activation checkpointing mode: `layout`, and the smallest `peak` evaluated.
+        refused: Layouts that are not supported: `layout` and `reason`.
+        tried: Number of steps that were evaluated.
+        assumptions: Assumptions and limits of the forecast.
     """
 
     commands: ClassVar[Sequence[str]] = ("forecast",)

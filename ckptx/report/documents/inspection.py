@@ -1,4 +1,4 @@
-"""What `inspect` reports."""
+"""Report of `inspect`."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from ckptx.report.report import OPTIONAL, Report
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RanksOfInspection:
-    """What `inspect --ranks` adds.
+    """Additional fields of `inspect --ranks`.
 
     Attributes:
-        layout: The mesh and the layers of each stage, or None where it is unknown.
-        cut_tensors: Tensors in more than one piece.
-        balance: Mean and extremes of the bytes of ranks, or None.
-        by_file: Where no file names a rank: a row for each file.
+        layout: Sizes of the mesh and the layers of each stage; null if the mesh is unknown.
+        cut_tensors: Number of sharded tensors.
+        balance: Mean and extremes of the bytes of ranks; null without tensor data.
+        by_file: A row for each file, if no file name has a rank.
     """
 
     layout: dict[str, Any] | None
@@ -28,29 +28,29 @@ class RanksOfInspection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InspectionReport(Report):
-    """Of `inspect`.
+    """Report of `inspect`.
 
     Attributes:
-        path: Where the checkpoint lies.
+        path: Path of the checkpoint.
         format: Name of the format, as in docs/formats.md.
-        bytes: Bytes of tensor data, shared bytes once.
-        parameters: Elements of the model's tensors, each tensor once.
-        architecture: Name of the class, or None.
-        prefix: What names of the model begin with.
-        files: Bytes of each file that holds tensor data.
-        sidecars: Files that travel with the weights.
-        chunks: Chunks that tensors are stored in; those that names share count once.
+        bytes: Bytes of tensor data, shared bytes counted once.
+        parameters: Number of parameters: elements of the model's tensors, each tensor counted once.
+        architecture: Name of the model class; null if it is unknown.
+        prefix: Prefix of the names of the model; empty for none.
+        files: Bytes of each file that contains tensor data.
+        sidecars: Names of the files that belong to the checkpoint besides the weights, such as config and tokenizer.
+        chunks: Number of chunks that tensors are stored in; shared chunks count once.
         shared: Groups of names that share bytes.
-        tied: Groups of names that are stored apart and count once.
-        optimizer: Tensors and bytes of optimizer state.
-        other: Names that are neither model nor optimizer.
+        tied: Groups of tied names that are stored separately and counted once.
+        optimizer: Number of tensors and bytes of optimizer state.
+        other: Names that are neither model nor optimizer state.
         objects: Number of pickled objects.
         unknown: Names that the class does not have.
-        fit: Names and shapes held against the config.
-        groups: Tensors and bytes by pattern.
-        listed: A row for each tensor that was asked for.
-        by_rank: Of `--ranks`; in the document its fields stand beside the others.
-        html: Where the page is.
+        fit: Comparison of names and shapes with the config.
+        groups: Number of tensors and bytes for each pattern of names.
+        listed: A row for each tensor that was selected for listing.
+        by_rank: Additional fields of `--ranks`; in the document they are on the same level as the others.
+        html: Path of the HTML page.
     """
 
     commands: ClassVar[Sequence[str]] = ("inspect",)
@@ -77,7 +77,7 @@ class InspectionReport(Report):
     html: str | None = field(default=None, metadata=OPTIONAL)
 
     def to_dict(self) -> dict[str, Any]:
-        """The document that `--json` prints."""
+        """Return the document that `--json` prints."""
         document = Report.to_dict(self)
         by_rank = document.pop("by_rank", None)
         if by_rank is not None:

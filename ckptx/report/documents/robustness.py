@@ -1,4 +1,4 @@
-"""What `robustness` reports."""
+"""Reports of `robustness`."""
 
 from __future__ import annotations
 
@@ -11,39 +11,38 @@ from ckptx.report.report import OPTIONAL, Report
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RobustnessReport(Report):
-    """Of `robustness`. Numbers that are not finite are texts in it: "nan", "inf".
+    """Report of `robustness`. NaN and infinity are the strings "nan" and "inf".
 
     Attributes:
-        recipe: Its name.
-        recipe_file: Where it was read from.
-        settings: What `--set` changed: key -> value, as texts.
-        injected: The fault that was planted, or None.
-        out: The folder with everything that was written; empty where it was a temporary one, and nothing differed.
-        world_size: Number of ranks; None where a trainer that is not ours does not say it.
-        layout: The mesh.
-        trainer: "ckptx", or the command of another.
-        phases: A row for each, in order: `number`, `name`, `title` (what it proves, in words), `ok` (None where it did
-            not run or nothing was compared, with the reason in `notes`), `seconds`, `oracles`, `notes` (texts),
-            `memory` (None where none was taken), and of a trainer that is not ours `cause` (why it failed, or that this
-            is unknown). A row of `oracles`: `name` (finite, names, model, moments, ...), `ok` (None where there was
-            nothing to compare), `compared` (how many items), `differing` (the names of those that differ, the first of
-            them), `count` (how many differ), `value` and `limit` (of a measure, else None), `times_noise` and `noise`
-            (whose product the limit is; None where equal bits are required), `widened` (by the recipe).
-            `memory`: `tensor_bytes` and `threads` of the rank with the most, after the phase was released,
-            and `baseline_tensor_bytes`, `baseline_threads`.
-        cause: The first failure: `phase`, `oracle` (None where the phase failed without one), `cause` in words; None
-            where nothing failed.
-        noise: `loss` and `logits`, each with the largest difference between runs that should not differ (`repeated`)
-            and between those whose embedding was moved by one unit in the last place (`moved`); None where there was
-            none of them.
-        losses: A row for each run: `run`, `steps`, `losses`. The first is the one that did not stop; the others are
-            held against it.
-        differing: A row for each item that differs: `phase` (its number), `oracle`, `item`, and what else is known
-            (`rank`, `reference`, `found`).
+        recipe: Name of the recipe.
+        recipe_file: Path of the recipe file.
+        settings: Recipe keys that `--set` changed, with their values as strings.
+        injected: Name of the injected fault; null for none.
+        out: Path of the output folder; empty if it was temporary and was removed, as nothing differed.
+        world_size: Number of ranks; null if a custom trainer does not report it.
+        layout: Sizes of the mesh; empty for a custom trainer.
+        trainer: "ckptx", or the command of a custom trainer.
+        phases: A row for each phase, in order: `number`, `name`, `title` (property that the phase tests), `ok` (null if
+            it did not run or compared nothing, with the reason in `notes`), `seconds`, `oracles`, `notes` (strings),
+            `memory` (null if it was not measured) and, for a custom trainer, `cause` (why it failed, or that the cause
+            is unknown). A row of `oracles`: `name` (finite, names, model, moments, ...), `ok` (null if there was
+            nothing to compare), `compared` (number of items), `differing` (names of the first items that differ),
+            `count` (number of items that differ), `value` and `limit` (difference and tolerance of a measurement, else
+            null), `times_noise` and `noise` (factors of the tolerance; null if equal bits are required), `widened`
+            (true if the recipe widened the tolerance). `memory`: `tensor_bytes` and `threads` after the phase was
+            released, maximum over ranks, and `baseline_tensor_bytes`, `baseline_threads`.
+        cause: First failure: `phase`, `oracle` (null if the phase failed without one), `cause` in words; null if
+            nothing failed.
+        noise: `loss` and `logits`, each with the largest difference between identical runs (`repeated`) and between
+            runs whose embedding was perturbed by 1 ULP (`moved`); null if there were no such runs.
+        losses: A row for each run: `run`, `steps`, `losses`. The first run is the uninterrupted one; the others are
+            compared with it.
+        differing: A row for each item that differs: `phase` (its number), `oracle`, `item` and, if known, `rank`,
+            `reference` and `found`.
         kills: A row for each process that was killed while saving: `at`, `ranks`, `asynchronous`, `latest`, `ok`.
-        step_memory: Bytes of tensors of the rank with the most in one step: `forecast_peak`, `forecast_between_steps`,
-            `measured_peak`, `measured_between_steps`; empty where nothing was.
-        environment: What it ran with: ckptx, python, torch, transformers, device, ... -> version or name.
+        step_memory: Bytes of tensors in one step, maximum over ranks: `forecast_peak`, `forecast_between_steps`,
+            `measured_peak`, `measured_between_steps`; empty if it was not measured.
+        environment: Versions of ckptx, python, torch and transformers, and names of device and platform.
     """
 
     commands: ClassVar[Sequence[str]] = ("robustness",)
@@ -68,10 +67,10 @@ class RobustnessReport(Report):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FaultsReport(Report):
-    """Of `robustness --inject list`.
+    """Report of `robustness --inject list`.
 
     Attributes:
-        faults: Name of each fault that can be planted -> what it does.
+        faults: Name of each fault that can be injected -> its description.
     """
 
     commands: ClassVar[Sequence[str]] = ("robustness",)

@@ -1,4 +1,4 @@
-"""What `verify --run` reports."""
+"""Report of `verify --run`."""
 
 from __future__ import annotations
 
@@ -11,54 +11,54 @@ from ckptx.report.report import OPTIONAL, Report
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunReport(Report):
-    """Of `verify --run`. Numbers that are not finite are texts in it: "nan", "inf".
+    """Report of `verify --run`. NaN and infinity are the strings "nan" and "inf".
 
     Attributes:
-        run: True.
-        compared: Tensors that each rank loads.
+        run: Always true; distinguishes this report from that of `verify` without `--run`.
+        compared: Number of tensors that each rank loads.
         differing: A row for each difference: `level` is config, bytes, forward or gradients.
-        undecided: A row for each result that is not away further than its limit, where that is more than `size`, the
-            deviation of the logits or the largest number of a gradient: nothing could have been found there.
+        undecided: A row for each inconclusive result: it is within its tolerance, but the tolerance exceeds `size`, the
+            standard deviation of the logits or the largest value of a gradient, so that no defect could be detected.
         world_size: Number of ranks.
-        layout: The mesh.
+        layout: Sizes of the mesh.
         stages: Number of pipeline stages.
-        bubble_fraction: The part of a step in which a rank of the pipeline waits, at best; 0 without a pipeline.
-        microbatches: Of a step, on each data-parallel rank.
-        reference_pieces: In how many the reference ran, one after another; 1 is as a whole.
-        inputs: What the model was given: "text", "image", ...
-        tokens: How many different tokens of text, and how many the vocabulary has.
-        windows: Windows of attention that were run smaller than the configs say, so that the text crosses them: key ->
-            what the config says, and what was run.
-        unreached: Parameters that got no gradient: `name`, and `experts` where it is only some of them; None without a
+        bubble_fraction: Lower bound of the fraction of a step in which a pipeline rank is idle; 0 without a pipeline.
+        microbatches: Number of microbatches per step and data-parallel rank.
+        reference_pieces: Number of consecutive parts that the reference was run in; 1 means as a whole.
+        inputs: Kinds of model inputs: "text", "image", ...
+        tokens: Number of distinct tokens in the input text, and size of the vocabulary.
+        windows: Attention windows that were reduced so that the sequence exceeds them: config key -> size in the
+            config, size in the run.
+        unreached: Parameters without a gradient: `name`, and `experts` if only some of them have none; null without a
             backward step.
-        compute_dtype: Of the parameters, on both sides.
-        wrapped_layers: Layers that recompute their activations.
+        compute_dtype: Dtype of the parameters in the run, on both sides.
+        wrapped_layers: Number of layers with activation checkpointing.
         gathered: A row for each pattern of modules that did not run on their TP shards alone: `pattern`, the number of
             `modules`, `what` was gathered ("parameters" around the forward pass, or its "output"), and whether the
             shards are `aligned` with heads and fused parts. Empty without TP.
         bytes_read_per_rank: Bytes of the checkpoint that each rank read to load its part; `bytes_read` is their sum.
-            What is read of the reference is not counted.
-        max_abs: Largest distance of logits; `max_abs_limit` is what noise allows.
-        max_abs_limit: See `max_abs`.
+            Reads of the reference are not counted.
+        max_abs: Largest absolute difference of logits.
+        max_abs_limit: Tolerance of `max_abs`, from the measured noise.
         logits_deviation: Standard deviation of the logits of the reference.
-        kl: Largest KL divergence of logits.
-        cosine: Smallest cosine of logits.
-        loss: Of the checkpoint.
-        loss_reference: Of the reference.
-        loss_limit: How far the two may be apart.
-        gradients: How many were compared; None without a backward step.
-        grad_max_abs: Largest distance of gradients.
-        grad_of_limit: The gradient nearest to its limit, and what part of it that is.
-        first_divergence: The first module whose output differs.
-        gradient_differences: How far each gradient is away.
-        forecast_peak: Bytes of tensors of the checkpoint's side at the peak of the run, on the rank with the most, as
-            they were forecast; where `--gpu-memory` asked.
-        measured_peak: What they were.
+        kl: Largest KL divergence of the logits of a token.
+        cosine: Smallest cosine similarity of the logits of a token.
+        loss: Loss of the checkpoint.
+        loss_reference: Loss of the reference.
+        loss_limit: Tolerance of the difference of both losses.
+        gradients: Number of gradients that were compared; null without a backward step.
+        grad_max_abs: Largest absolute difference of gradients; null without a backward step.
+        grad_of_limit: Name of the gradient whose difference is largest relative to its tolerance, and that ratio.
+        first_divergence: First module whose output differs, with its `max_abs`; null if none does.
+        gradient_differences: A row for each gradient, with its difference from the reference.
+        forecast_peak: Forecast of the peak bytes of tensors of the checkpoint's side, maximum over ranks; only with
+            `--gpu-memory`.
+        measured_peak: Measured value of `forecast_peak`.
         unread: A row for each stored tensor that no part of the model reads: `name`, `reason`, `stored_in` (reference,
-            checkpoint), and `may_be_there`, False for one that the class does not have for no known reason.
-        dtype_differences: A row for each pair of dtypes: `against` (reference or config), `stored`, `expected`,
-            `tensors` and the first `names`.
-        peak_rss_rank_0: Peak resident set size of rank 0, where this process started the ranks.
+            checkpoint), and `may_be_there`, false for a tensor that the class does not have for no known reason.
+        dtype_differences: A row for each pair of dtypes that differ: `against` (reference or config), `stored`,
+            `expected`, `tensors` (their number) and the first `names`.
+        peak_rss_rank_0: Peak resident set size of rank 0 in bytes, if this process started the ranks.
     """
 
     commands: ClassVar[Sequence[str]] = ("verify",)
