@@ -33,7 +33,7 @@ def robustness(options: RobustnessOptions) -> RobustnessReport:
 
 
 def known_faults() -> Mapping[str, str]:
-    """The faults that `inject` can plant: name -> what each does."""
+    """Return the faults that `inject` accepts, with their descriptions."""
     from ckptx.errors import missing_package
 
     try:

@@ -1,7 +1,7 @@
-"""Causes of differences after a resume for zero steps: which state differs, and why that may be.
+"""Causes of differences after a resume for zero steps: which state differs, and possible reasons.
 
-Each sentence is about items that differ. What is certain is stated, the rest is a list of possible causes; state that
-ckptx has no word for is called by its own name, and no cause is named for it.
+Each sentence describes items that differ: the certain difference, then possible causes. State that ckptx does not
+recognize is given by its name, without a cause.
 """
 
 from __future__ import annotations
@@ -14,12 +14,11 @@ from ckptx.robustness_suite.item_names import RATES, inner_words, is_moment
 from ckptx.robustness_suite.oracles import ORDER, Difference, Items, Verdict
 
 IN_NO_CHECKPOINT = (
-    "all state in the checkpoint came back; there are two possible causes. Either the state that was not restored is "
-    "in no checkpoint, as the position in the data, a scheduler or an EMA may be: save it with the rest. Or the "
-    "checkpoint was taken at the wrong moment, as weights before optimizer.step() or before scheduler.step() are. The "
-    "files cannot tell these apart: log a digest of every state before the first step after the save, once in the run "
-    "without a stop and once after the resume; state that differs there and is in the checkpoint was saved at the "
-    "wrong moment"
+    "all state in the checkpoint was restored; there are two possible causes. Either some state is missing from the "
+    "checkpoint, such as the data position, a scheduler or an EMA: save it as well. Or the checkpoint was saved at the "
+    "wrong time, such as before optimizer.step() or before scheduler.step(). The files do not show which: log a digest "
+    "of all state before the first step after the save, in the uninterrupted run and after the resume; state that "
+    "differs there and is in the checkpoint was saved at the wrong time"
 )
 
 _RANK = re.compile(r"rank[ _-]?(\d+)", re.IGNORECASE)
@@ -46,16 +45,16 @@ class _CauseInputs(NamedTuple):
     after: Items
 
     def count(self, oracle: str) -> int:
-        """Return how many items of an oracle there were before."""
+        """Return the number of items of an oracle before the resume."""
         return sum(1 for each, _ in self.before if each == oracle)
 
     def is_whole(self, oracle: str) -> bool:
-        """Return True where every item of an oracle differs."""
+        """Return True if every item of an oracle differs."""
         return len(self.differences.get(oracle, ())) >= self.count(oracle) > 0
 
 
 def likely_causes(verdicts: Sequence[Verdict], before: Items, after: Items) -> list[str]:
-    """Say which state differs and what may have caused it, a sentence for each kind of state.
+    """Return sentences on the state that differs and its possible causes, one for each kind of state.
 
     Args:
         verdicts: Verdicts of the comparison.
@@ -63,7 +62,7 @@ def likely_causes(verdicts: Sequence[Verdict], before: Items, after: Items) -> l
         after: Items of the checkpoint that was saved again.
 
     Returns:
-        Lines for the report; none where nothing differs.
+        Lines for the report; empty if nothing differs.
     """
     differences = {each.oracle: each.differences for each in verdicts if each.differences}
     comparison = _CauseInputs(differences, before, after)
@@ -96,7 +95,7 @@ def _of_second_model(differences: Sequence[Difference], comparison: _CauseInputs
         models = {value for (oracle, _), value in comparison.after.items() if oracle == "model"}
         tensors = [each.found for each in those if each.found is not None and _TENSOR.fullmatch(each.found)]
         is_restarted = bool(tensors) and all(value in models for value in tensors)
-        how = "; it starts again from the weights of the model" if is_restarted else ""
+        how = "; it restarts from the weights of the model" if is_restarted else ""
         yield (
             f'second model under "{root}" (an EMA, for example): not restored{how} '
             f"({_count(those, comparison.count('second model'))}{_example(those)})"
@@ -106,19 +105,21 @@ def _of_second_model(differences: Sequence[Difference], comparison: _CauseInputs
 def _of_moments(differences: Sequence[Difference], comparison: _CauseInputs) -> Iterator[str]:
     names = _listed(dict.fromkeys(map(_moment, differences)))
     if comparison.is_whole("moments"):
-        cause = "possible causes: the optimizer state was not restored, or it was cast on the way"
+        cause = "possible causes: the optimizer state was not restored, or it was cast"
     else:
-        cause = "possible causes: optimizer state of some parameters was not restored, or was loaded for other ones"
+        cause = (
+            "possible causes: optimizer state of some parameters was not restored, or was loaded for other parameters"
+        )
     yield from _of_tensors(f"optimizer state ({names})", differences, comparison.count("moments"), cause)
 
 
 def _of_masters(differences: Sequence[Difference], comparison: _CauseInputs) -> Iterator[str]:
-    cause = "possible causes: they were not restored, or were made anew from the weights of lower precision"
+    cause = "possible causes: they were not restored, or were recreated from the weights of lower precision"
     yield from _of_tensors("master weight", differences, comparison.count("master weights"), cause)
 
 
 def _of_adam_step(differences: Sequence[Difference], comparison: _CauseInputs) -> Iterator[str]:
-    cause = "possible causes: they were not restored, or a step was taken to make state to load into"
+    cause = "possible causes: they were not restored, or a step was run to initialize the state before loading"
     count = _count(differences, comparison.count("adam step"))
     yield f"step counts of the optimizer differ ({count}{_example(differences)}); {cause}"
 
@@ -139,7 +140,7 @@ def _of_groups(differences: Sequence[Difference], comparison: _CauseInputs) -> I
         yield f"{_settings(rates)}; possible causes: {causes}"
     if others:
         filled = "dcp.load fills tensors in place; settings come back with set_state_dict or load_state_dict"
-        yield f"{_settings(others)}; possible causes: {groups} ({filled}), or were made anew from the config"
+        yield f"{_settings(others)}; possible causes: {groups} ({filled}), or were recreated from the config"
 
 
 def _of_rates(differences: Sequence[Difference], comparison: _CauseInputs) -> Iterator[str]:
@@ -172,8 +173,8 @@ def _of_random(differences: Sequence[Difference], comparison: _CauseInputs) -> I
     of_others = _states_of_other_ranks(differences, comparison)
     if of_others is not None:
         yield (
-            f"RNG state of another rank was restored{of_others}; save and load the state of each rank under a name of "
-            "its own"
+            f"RNG state of another rank was restored{of_others}; save and load the state of each rank under its own "
+            "name"
         )
         return
     causes = ["it was not restored"]
@@ -184,7 +185,7 @@ def _of_random(differences: Sequence[Difference], comparison: _CauseInputs) -> I
     if any(_is_of_torch(each) for each in differences):
         causes.append(
             "random numbers were drawn after it was restored, as iter(loader) does (make the iterator first, or give "
-            "the loader a generator of its own)"
+            "the loader its own generator)"
         )
     else:
         causes.append("random numbers were drawn after it was restored")
@@ -196,7 +197,7 @@ def _of_data(differences: Sequence[Difference], _: _CauseInputs) -> Iterator[str
     is_epoch = all(each.item.rpartition(".")[2].lower() in ("epoch", "epochs") for each in differences)
     ranks = _ranks_of(differences)
     where = f" on {_rank_text(ranks)}" if ranks else ""
-    name = "sampler epoch" if is_epoch else "position in the data"
+    name = "sampler epoch" if is_epoch else "data position"
     causes = "state of the sampler or data loader was not restored, or was advanced after that"
     yield f"{name} differs{where}{_values(differences)}; possible causes: {causes}"
 

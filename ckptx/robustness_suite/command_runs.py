@@ -1,4 +1,4 @@
-"""The runs of a trainer that is a command: its arguments, its exit, and the places of its checkpoints."""
+"""Runs of a custom trainer: arguments, exit, and paths of its checkpoints and losses."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class CommandRun(NamedTuple):
     """One run of the command.
 
     Attributes:
-        name: Name of its phase.
-        out: Its folder.
+        name: Name of the phase.
+        out: Output folder of the run.
         ended: Exit code, time and output.
     """
 
@@ -46,21 +46,22 @@ class CommandRun(NamedTuple):
 
     @property
     def failure(self) -> str:
-        """One line on how it failed, with the last lines that it printed."""
-        said = " | ".join(self.ended.last_lines) or "it printed nothing"
+        """Return the failure in one line, with the last lines of the output."""
+        tail = " | ".join(self.ended.last_lines)
+        ends = f"ends with: {tail}" if tail else "is empty"
         failure, output = self.ended.failure(), self.out / OUTPUT
-        return f"train.command, {self.name}: {failure}; its output is in {output}, and ends: {said}"
+        return f"train.command, {self.name}: {failure}; its output {output} {ends}"
 
 
 class CommandRuns:
-    """The command of a recipe, run several times, each time in a folder of its own."""
+    """Runs of the command of a recipe, each in its own folder."""
 
     def __init__(self, block: ExternalBlock, training: TrainingBlock, out: Path, folder: Path) -> None:
         """Prepare runs; nothing is run or written.
 
         Args:
             block: The command with its options.
-            training: Number of steps, and the steps after which it saves.
+            training: Number of steps, and the steps that are saved.
             out: Parent of the folders of all runs.
             folder: Folder of the recipe, for `{recipe}`.
         """
@@ -69,41 +70,43 @@ class CommandRuns:
         self._out, self._folder = out, folder
 
     def check(self) -> None:
-        """Refuse a command that could not start, or whose runs could not be told from each other.
+        """Check that the command can start, and that its runs and checkpoints have separate paths.
 
         Raises:
-            UsageError: One of these; the message names the key of the recipe.
-            OutputError: The parent of the folders holds something.
+            UsageError: A check fails; the message names the key of the recipe.
+            OutputError: The parent of the folders is not empty.
         """
         block, values = self.block, self._values(self._out, 0, None)
         words = words_of(block.command, values, "train.command")
         filled(block.resume, {**values, "checkpoint": ""}, "train.resume")
         check_environment(self._environment(self._out, values))
         if any("\0" in word for word in words):
-            raise UsageError("train.command: has a NUL in it, which no program can be given; leave it out")
+            raise UsageError("train.command: contains NUL, which no argument of a program can; remove it")
         if not block.time_limit > 0:
-            raise UsageError(f"train.time_limit: found {block.time_limit:g}, needed seconds above 0; correct it")
+            raise UsageError(f"train.time_limit: {block.time_limit:g} must be more than 0 seconds")
         given = " ".join((block.command, *map(str, block.environment.values())))
-        if not _is_told_of_checkpoint(given, block.resume):
+        if not _has_checkpoint(given, block.resume):
             raise UsageError(
-                "train.command: is not told of {checkpoint}, needed {resume} in it, and {checkpoint} in train.resume; "
-                "every run would start from scratch, and all would end in the same state whatever a checkpoint lacks"
+                "train.command: does not receive {checkpoint}, so every run would start from scratch; use {resume}, "
+                "and {checkpoint} in train.resume"
             )
         for key, text in (("checkpoint", block.checkpoint), ("losses", block.losses)):
             place = filled(text, dict.fromkeys(("step", "steps", "save_at", "total_steps"), "1"), f"train.{key}")
             if place.startswith("/") or ".." in Path(place).parts:
                 raise UsageError(
-                    f"train.{key}: {one_line(text, 200)} is not below {{out}}, needed a path from there: each run "
-                    "has a folder of its own; correct it"
+                    f"train.{key}: {one_line(text, 200)} must be a path relative to {{out}} and inside it, as each run "
+                    "has its own folder"
                 )
         if "step" not in placeholders(block.checkpoint):
             raise UsageError(
-                f"train.checkpoint: {one_line(block.checkpoint, 200)} is the same for every step, needed {{step}} "
-                "in it; save each step in a folder of its own"
+                f"train.checkpoint: {one_line(block.checkpoint, 200)} is the same for every step; save each step in "
+                "its own folder, with {step} in the path"
             )
         check_losses(block)
         if self._out.exists() and any(self._out.iterdir()):
-            raise OutputError(f"{self._out}: holds something already, and trainers go on from what they find; empty it")
+            raise OutputError(
+                f"{self._out}: is not empty, and a trainer may resume from its files; use an empty folder"
+            )
 
     def out_of(self, name: str) -> Path:
         """Return the folder of the run of a phase."""
@@ -115,7 +118,7 @@ class CommandRuns:
         Args:
             name: Name of the phase.
             steps: Step after which it stops.
-            checkpoint: Checkpoint that it resumes from, None to begin anew.
+            checkpoint: Checkpoint to resume from; None to start from scratch.
 
         Raises:
             OutputError: Its folder cannot be created.
@@ -125,7 +128,7 @@ class CommandRuns:
         try:
             out.mkdir(parents=True)
         except OSError as error:
-            raise OutputError(f"{out}: cannot be made: {error.strerror}") from error
+            raise OutputError(f"{out}: cannot be created: {error.strerror}") from error
         values = self._values(out, steps, checkpoint)
         words = words_of(self.block.command, values, "train.command")
         environment = self._environment(out, values)
@@ -134,11 +137,11 @@ class CommandRuns:
     # ---------------------------------------------------------------------------------------------- results
 
     def losses_path(self, out: Path) -> Path:
-        """Return where a run in this folder leaves its losses."""
+        """Return the path of the losses of a run in this folder."""
         return self._place(out, self.block.losses)
 
     def checkpoint_path(self, out: Path, step: int) -> Path:
-        """Return where a run in this folder leaves the checkpoint of a step."""
+        """Return the path of the checkpoint of a step of a run in this folder."""
         return self._place(out, self.block.checkpoint, step)
 
     def checkpoint(self, run: CommandRun, step: int) -> Path:
@@ -149,7 +152,7 @@ class CommandRuns:
         """
         path = self.checkpoint_path(run.out, step)
         if not path.exists():
-            raise InputError(f"{path}: no checkpoint of step {step} after the command, {_what_is_in(run.out)}")
+            raise InputError(f"{path}: the command saved no checkpoint of step {step}; {_content(run.out)}")
         return path
 
     def items(self, run: CommandRun, step: int) -> Items:
@@ -181,7 +184,7 @@ class CommandRuns:
         """
         place = self.losses_path(run.out)
         if not place.exists():
-            raise InputError(f"{place}: no losses after the command, {_what_is_in(run.out)}")
+            raise InputError(f"{place}: the command wrote no losses; {_content(run.out)}")
         return read_losses(place, self.block)
 
     # -------------------------------------------------------------------------------------------- arguments
@@ -213,14 +216,14 @@ class CommandRuns:
         return out / filled(text, values, "train.checkpoint")
 
 
-def _is_told_of_checkpoint(command: str, resume: str) -> bool:
-    """Return whether a command line has the checkpoint in it, itself or through `{resume}`."""
+def _has_checkpoint(command: str, resume: str) -> bool:
+    """Return True if a command line contains `{checkpoint}`, directly or through `{resume}`."""
     names = placeholders(command)
     return "checkpoint" in names or ("resume" in names and "checkpoint" in placeholders(resume))
 
 
-def _what_is_in(out: Path) -> str:
+def _content(out: Path) -> str:
     names = sorted(str(path.relative_to(out)) for path in out.glob("*")) + sorted(
         str(path.relative_to(out)) for path in out.glob("*/*")
     )
-    return f"there is {', '.join(names[:12])}{', ...' * (len(names) > 12)}" if names else "its folder is empty"
+    return f"its folder has {', '.join(names[:12])}{', ...' * (len(names) > 12)}" if names else "its folder is empty"

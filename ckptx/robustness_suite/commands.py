@@ -1,4 +1,4 @@
-"""Commands of trainers that are not ours: put together from a recipe, run, and ended with everything they started."""
+"""Commands of custom trainers: built from a recipe, run, and ended with all processes that they started."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ _RAISED = re.compile(r"(\[\w+\]:\s*)?([A-Za-z_][\w.]*(Error|Exception|Interrupt)
 
 
 class CommandResult(NamedTuple):
-    """How a command ended.
+    """Result of a command.
 
     Attributes:
-        code: Its exit code; below zero the signal that ended it.
-        seconds: How long it ran.
-        last_lines: What it printed last; before it the first exception, which launchers print much after.
-        is_late: It was ended because it took too long.
-        left: Command lines of processes that still ran after it had ended, and were ended then.
-        unkillable: Command lines of those that could not be ended.
+        code: Exit code; negative for the signal that ended the command.
+        seconds: Wall-clock time in seconds.
+        last_lines: Last lines of the output, after the first exception, which launchers print long before.
+        is_late: True if the command exceeded its time limit and was ended.
+        left: Command lines of processes that were still running after the command, and were ended.
+        unkillable: Command lines of processes that could not be ended.
     """
 
     code: int
@@ -50,29 +50,29 @@ class CommandResult(NamedTuple):
     unkillable: Sequence[str] = ()
 
     def failure(self) -> str:
-        """Why it did not end well, in a line."""
+        """Return the reason of the failure in one line."""
         if self.is_late:
             return f"was ended after {self.seconds:.0f} seconds, its time limit"
         return f"was ended by signal {-self.code}" if self.code < 0 else f"ended with exit code {self.code}"
 
     def notes(self) -> Iterator[str]:
-        """Say which processes the command left running."""
+        """Yield notes on processes that were still running after the command."""
         for found, fate in ((self.left, "ended by ckptx"), (self.unkillable, "could not be ended")):
             if found:
                 shown = "; ".join(one_line(each, 120) for each in found[:_LISTED])
                 more = f"; and {len(found) - _LISTED} more" if len(found) > _LISTED else ""
-                yield f"{counted(len(found), 'process')} of the command still ran after it: {shown}{more}; {fate}"
+                yield f"{counted(len(found), 'process')} of the command still running after it: {shown}{more}; {fate}"
 
 
 def words_of(template: str, values: Mapping[str, str], subject: str) -> list[str]:
-    """The words of a command, as a shell takes them apart, with values in the place of placeholders.
+    """Split a command into words as a shell does, and replace placeholders by values.
 
-    The template is taken apart first, so that a value is never more than a part of a word, whatever is in it. A word
+    The template is split first, so that a value is never more than a part of a word, whatever it contains. A word
     that is nothing but `{resume}` becomes the words of that value, or none: options are written so.
 
     Args:
-        template: With `{name}` for each value.
-        values: By name; that of `resume` is a text of words, quoted as for a shell.
+        template: Command with placeholders such as `{out}`.
+        values: Values by name of the placeholder; that of `resume` is a string of words, quoted as for a shell.
         subject: Key of the recipe, for error messages.
 
     Raises:
@@ -92,18 +92,18 @@ def words_of(template: str, values: Mapping[str, str], subject: str) -> list[str
         else:
             words.append(filled(part, values, subject))
     if not words:
-        raise UsageError(f"{subject}: is empty, needed a command")
+        raise UsageError(f"{subject}: is empty; set it to the command of the trainer")
     return words
 
 
 def filled(text: str, values: Mapping[str, str], subject: str) -> str:
-    """A text with values in the place of placeholders.
+    """Replace the placeholders in a string by values.
 
-    A number of steps may have a width, with a zero before it to fill it up: `{step:07d}`. No other format is known, so
+    A number of steps may have a width, with a zero before it for zero padding: `{step:07d}`. No other format exists, so
     that braces with anything else in them, as in JSON, stay as they are.
 
     Raises:
-        UsageError: A placeholder is unknown; the nearest is named. Or its format is not a width, or is one of a text.
+        UsageError: A placeholder is unknown (the nearest is suggested), or its format is not a valid width.
     """
 
     def value(found: re.Match[str]) -> str:
@@ -112,10 +112,8 @@ def filled(text: str, values: Mapping[str, str], subject: str) -> str:
             if form and not (form != ":" and _WIDTH.fullmatch(form)):
                 return found[0]
             near = get_close_matches(name, values, 1, 0.5)
-            said = (
-                f"did you mean {{{near[0]}}}?" if near else f"needed one of {', '.join(map('{{{}}}'.format, values))}"
-            )
-            raise UsageError(f"{subject}: the placeholder {{{one_line(name, 80)}}} is unknown; {said}")
+            hint = f"did you mean {{{near[0]}}}?" if near else f"use one of {', '.join(map('{{{}}}'.format, values))}"
+            raise UsageError(f"{subject}: the placeholder {{{one_line(name, 80)}}} is unknown; {hint}")
         if not form:
             return values[name]
         if name not in _NUMBERS:
@@ -139,32 +137,32 @@ def placeholders(text: str) -> set[str]:
 
 
 def check_environment(variables: Mapping[str, str]) -> None:
-    """Refuses variables that no process can have.
+    """Check that a process can have these environment variables.
 
     Raises:
-        UsageError: A name is empty or has "=" in it, or something has a NUL.
+        UsageError: A name is empty or contains "=", or a name or value contains NUL.
     """
     for key, value in variables.items():
         if not key or "=" in key or "\0" in key + value:
             raise UsageError(
-                f'train.environment: {one_line(key, 80)!r} is no variable, needed a name without "=", and no NUL; '
-                "correct it"
+                f"train.environment: {one_line(key, 80)!r} is not a valid variable; the name must not be empty or "
+                'contain "=", and neither name nor value may contain NUL'
             )
 
 
 def run_command(words: Sequence[str], log: Path, environment: Mapping[str, str], time_limit: float) -> CommandResult:
-    """Runs a command to its end, with its output in a file.
+    """Run a command to its end, with its output in a file.
 
-    Whatever ends this call, an interruption too, ends the command and all that it started.
+    If this call ends early, as by an interruption, the command and all processes that it started are ended.
 
     Args:
-        words: The command.
-        log: Gets what it prints.
-        environment: Variables besides those of this process.
-        time_limit: Seconds.
+        words: Words of the command.
+        log: File for its output.
+        environment: Environment variables in addition to those of this process.
+        time_limit: Time limit in seconds.
 
     Raises:
-        EnvironmentProblem: It cannot be started.
+        EnvironmentProblem: The command cannot be started.
         OutputError: The file cannot be written.
     """
     variables = {**without_launcher(os.environ), **environment}
@@ -193,17 +191,17 @@ def run_command(words: Sequence[str], log: Path, environment: Mapping[str, str],
 
 
 def _report_of(supervisor: subprocess.Popen[bytes], order: bytes) -> dict[str, Any]:
-    """Tell the supervisor what to run, and return its report; an interruption makes it end everything.
+    """Send the command to the supervisor, and return its report; on an interruption, it ends all processes.
 
     Raises:
-        EnvironmentProblem: It ended without a report.
+        EnvironmentProblem: The supervisor ended without a report.
     """
     assert supervisor.stdin is not None and supervisor.stdout is not None
     try:
-        with suppress(BrokenPipeError):  # it has ended; no report says so below
+        with suppress(BrokenPipeError):  # it has ended; the missing report is handled below
             supervisor.stdin.write(order)
             supervisor.stdin.flush()
-        said = supervisor.stdout.read()
+        answer = supervisor.stdout.read()
     finally:
         with suppress(BrokenPipeError):
             supervisor.stdin.close()
@@ -211,7 +209,7 @@ def _report_of(supervisor: subprocess.Popen[bytes], order: bytes) -> dict[str, A
             supervisor.wait(_FAREWELL)
         supervisor.stdout.close()
     try:
-        found: dict[str, Any] = json.loads(said)
+        found: dict[str, Any] = json.loads(answer)
     except ValueError:
         raise EnvironmentProblem(
             f"train.command: the process that waits for it ended with code {supervisor.returncode} and no report; "

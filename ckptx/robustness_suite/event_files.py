@@ -5,7 +5,7 @@
 
 as in TensorFlow's `record_writer.h`. TensorBoard's own package decodes the events and the tensors in them. The records
 are taken apart here: the readers of TensorBoard and of tbparse end in silence at a damaged record, and read whatever
-length it claims. A run that is still writing, or was killed, leaves half a record at the end; a note says so.
+length it claims. A run that is still writing, or was killed, leaves half a record at the end, which a note reports.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def require_tensorboard(subject: str) -> None:
     """Check that event files can be read.
 
     Args:
-        subject: What needs it, for the error.
+        subject: Option or key that requires TensorBoard, for the error message.
 
     Raises:
         EnvironmentProblem: TensorBoard is not installed.
@@ -57,7 +57,7 @@ def scalars(path: Path, notes: list[str]) -> Iterator[Scalar]:
 
     Args:
         path: The file.
-        notes: Gets a line if the file ends in the middle of a record.
+        notes: Receives a line if the file ends in the middle of a record.
 
     Raises:
         InputError: The file is damaged.

@@ -1,17 +1,16 @@
-"""A trainer that is not ours, judged by what it leaves on disk: it is run four times, without a hook in its code.
+"""Test a custom trainer by its output on disk: its command runs four times, without a hook in its code.
 
-    straight      A    all steps, with a checkpoint at N on the way
-    again         A'   the same once more: what differs is noise, and the noise of the loss is measured so
-    saved again   Z    goes on from A's checkpoint of N for no step, and saves
-    resumed       R    goes on from A's checkpoint of N to the end
+    straight      A    all steps, with a checkpoint at step N
+    again         A'   an identical run: differences from A are noise, and give the noise of the loss
+    saved again   Z    resumes from A's checkpoint of N for zero steps, and saves
+    resumed       R    resumes from A's checkpoint of N to the end
 
-Z has to hold what A held at N, item by item: what differs names what was not restored. Steps would hide that: one with
-a fresh optimizer changes every parameter. R has to end where A ended, in what A and A' have in common, and its losses
-after N have to be those of A, as far as the noise goes. Losses up to N are not looked at: some trainers write the old
-ones again when they go on.
+Z must contain the state of A at N, item by item: items that differ were not restored. Steps would hide this, as one
+step with a fresh optimizer changes every parameter. R must end in the state of A, in the items that A and A' have in
+common, and its losses after N must equal those of A within the noise. Losses up to N are ignored, as some trainers log
+them again when they resume.
 
-No run may change what A wrote: its files are digested before each run and after it, and what is compared was read as
-soon as A had ended.
+No run may change the files of A: they are digested before and after each run, and the items of A are read when A ends.
 """
 
 from __future__ import annotations
@@ -47,34 +46,34 @@ from ckptx.runtime.training.recipe import ChecksBlock, ExternalBlock, Recipe
 from ckptx.untrusted.printable import one_line
 from ckptx.wording import counted
 
-_NAMED = 4  # files that a cause names
+_NAMED = 4  # files listed in a cause
 SHIPPED = Path(ckptx.runtime.training.__file__).parent / "recipes"
 STRAIGHT, AGAIN, SAVED_AGAIN, RESUMED = "straight", "again", "saved again", "resumed"
 _TITLES = {
-    STRAIGHT: "all steps in one run: everything in its checkpoints is finite",
-    "sharded": "each rank had a part of the parameters",
-    AGAIN: "the same once more: what differs is noise",
-    SAVED_AGAIN: "resumed for no step and saved: all that was saved is there again",
-    RESUMED: "resumed to the end: it ends where the run ended that did not stop",
+    STRAIGHT: "uninterrupted run: all state in its checkpoints is finite",
+    "sharded": "parameters were sharded over ranks",
+    AGAIN: "identical rerun: measures numerical noise",
+    SAVED_AGAIN: "load + save round trip preserves all state",
+    RESUMED: "resumed run ends in the same state as the uninterrupted run",
 }
 _COULD_NOT_BE_NAMED = (
-    "this trainer cannot resume for no step, so the ends are compared: that something differs is certain, what was not "
-    "restored is not, as one step spreads it to every parameter"
+    "this trainer cannot resume for zero steps, so only final states are compared: a difference is certain, but not "
+    "which state was not restored, as one step spreads the difference to every parameter"
 )
-_TIMES = "differ between two identical runs, as files with times or paths in them do"
+_TIMES = "differ between two identical runs, as files that contain times or paths do"
 _AT_THE_END = (
-    "all state in the checkpoint came back, so other state was not saved, or the checkpoint was saved within a step"
+    "all state in the checkpoint was restored, so other state was not saved, or the checkpoint was saved within a step"
 )
-_RESUMING = {SAVED_AGAIN: "run resumed for no step", RESUMED: "resumed run"}
+_RESUMING = {SAVED_AGAIN: "run resumed for zero steps", RESUMED: "resumed run"}
 _FROM_MODIFIED = (
-    "it resumed from a checkpoint that an earlier run had modified, so that its differences can come from that"
+    "the run resumed from a checkpoint that an earlier run had modified, which may have caused its differences"
 )
-# Where the oracle itself is the cause.
+# Oracles that state the cause themselves.
 _SELF_EVIDENT = {
-    "finite": "a NaN or an infinity is in the state or in a loss",
-    "sharded": "the parameters are not placed on ranks as checks.sharded requires",
+    "finite": "the state or a loss contains NaN or infinity",
+    "sharded": "parameters are not sharded as checks.sharded requires",
 }
-# What a step does not spread to: it differs because it was not restored.
+# State that differs only if it was not restored, as a step does not spread differences to it.
 _OF_ITSELF = ("adam step", "group", "scheduler", "step", "epoch", "samples", "rng", "batch", "rate")
 
 
@@ -90,20 +89,20 @@ def run_foreign(
     *,
     folder: Path = SHIPPED,
 ) -> Judge:
-    """Runs the command of a recipe four times, and judges what it left.
+    """Run the command of a recipe four times, and compare its checkpoints and losses.
 
     Args:
-        recipe: With a `train` block.
-        out: Where the runs go, a folder for each with its output in output.log. It has to be empty, or not there.
-        log: Gets what the user should know.
-        on_phase: Called after each phase with what was found so far.
-        folder: That of the recipe, for `{recipe}`.
+        recipe: Recipe with a `train` block.
+        out: Parent of the folders of runs, each with the output of its command in output.log; absent or empty.
+        log: Receives notes for the user.
+        on_phase: Called after each phase with the results so far.
+        folder: Folder of the recipe, for `{recipe}`.
 
     Raises:
         UsageError: The recipe has no command, an unknown placeholder, or no step to save at before the last.
-        OutputError: `out` holds something, or cannot be written.
-        EnvironmentProblem: The command cannot be started, or the run without a resume fails: there is nothing to judge.
-        InputError: A checkpoint or the losses are not where the recipe says, or damaged.
+        OutputError: `out` is not empty, or cannot be written.
+        EnvironmentProblem: The command cannot be started, or a run without a resume fails, so nothing can be compared.
+        InputError: A checkpoint or the losses are missing at the path in the recipe, or damaged.
     """
     phases = _CommandPhases(recipe, out, log or Log(), on_phase, folder)
     phases.check()
@@ -116,11 +115,11 @@ def run_foreign(
 
 
 class _CommandPhases:
-    """The four runs, in order, and what each shows."""
+    """The four runs of a command, and the phase of each."""
 
     def __init__(self, recipe: Recipe, out: Path, log: Log, on_phase: OnPhase, folder: Path) -> None:
         if recipe.train is None:
-            raise UsageError(f"{recipe.name}: has no train.command, needed one of a trainer that is not ours")
+            raise UsageError(f"{recipe.name}: has no train.command, which a custom trainer requires")
         self.block: ExternalBlock = recipe.train
         self.checks: ChecksBlock = recipe.checks
         self.training = recipe.training
@@ -137,11 +136,12 @@ class _CommandPhases:
         self._is_modified = False
 
     def check(self) -> None:
-        """Refuses what cannot be run, before anything is."""
+        """Check recipe and command before the first run."""
         steps = self.training.steps
         if not 0 < self.save_at < steps:
             raise UsageError(
-                f"training.save_at: {self.save_at}, needed a step before the last, {steps}: what follows it is compared"
+                f"training.save_at: {self.save_at} is not before the last step {steps}, so there are no steps after a "
+                "resume to compare; set training.steps or training.save_at"
             )
         if self.block.losses_kind == "tensorboard":
             require_tensorboard("train.losses_kind tensorboard")
@@ -150,7 +150,7 @@ class _CommandPhases:
     # ------------------------------------------------------------------------------------------------- the phases
 
     def straight(self) -> None:
-        """A: everything is measured by it."""
+        """Run A, the reference of all other runs."""
         run = self._run(STRAIGHT, self.training.steps, None)
         if run.has_failed:
             raise EnvironmentProblem(run.failure)
@@ -167,17 +167,17 @@ class _CommandPhases:
         self._say(run, [all_finite([end], losses.by_step)], notes)
 
     def sharded(self) -> None:
-        """Whether ranks had parts of the parameters, where the recipe asks."""
+        """Check that parameters were sharded, or not, if the recipe has `checks.sharded`."""
         found = self._sharding
         if self.checks.sharded is None:
             return
         is_right = found.is_sharded == self.checks.sharded
-        said, wanted = ("sharded" if each else "whole" for each in (found.is_sharded, self.checks.sharded))
-        differences = [] if is_right else [Difference("sharded", "placement of parameters", None, wanted, said)]
-        self._add("sharded", Findings([Verdict("sharded", 1, differences)], [f"{said}: {found.how}"]), 0.0)
+        got, expected = ("sharded" if each else "not sharded" for each in (found.is_sharded, self.checks.sharded))
+        differences = [] if is_right else [Difference("sharded", "placement of parameters", None, expected, got)]
+        self._add("sharded", Findings([Verdict("sharded", 1, differences)], [f"{got}: {found.how}"]), 0.0)
 
     def again(self) -> None:
-        """A': the noise."""
+        """Run A', and measure the noise."""
         run = self._run(AGAIN, self.training.steps, None)
         if run.has_failed:
             raise EnvironmentProblem(run.failure)
@@ -198,11 +198,11 @@ class _CommandPhases:
             count = sum(len(each.differences) for each in different)
             where = ", ".join(each.oracle for each in different)
             notes.append(
-                f"two runs alike do not end alike: {counted(count, 'item')} ({where}) differ, and are not compared at "
-                "the end of the resumed run; set seeds and deterministic kernels to have them compared"
+                f"two identical runs end in different states: {counted(count, 'item')} ({where}), which are not "
+                "compared at the end of the resumed run; set seeds and deterministic kernels to have them compared"
             )
             if not self._noise:
-                notes.append("no loss shows it: the losses that are printed have too few digits, or come before it")
+                notes.append("losses do not show it: they are logged with too few digits, or before the difference")
         same = [each for each in verdicts if not each.differences]
         lacking = sorted(set(self._losses) ^ set(losses.by_step))
         missing = [_lacking(step, self._losses, losses.by_step) for step in lacking]
@@ -211,7 +211,7 @@ class _CommandPhases:
         self._say(run, [*same, loss], notes, "two identical runs do not log the same losses")
 
     def saved_again(self) -> None:
-        """Z against A at the step it was saved: names what was not restored."""
+        """Run Z, and compare it with A at step N: items that differ were not restored."""
         if not self.block.zero_steps:
             self._add(SAVED_AGAIN, Findings(skipped=_COULD_NOT_BE_NAMED), 0.0)
             return
@@ -225,7 +225,7 @@ class _CommandPhases:
             return
         stray = self._stray(run, self.save_at)
         if stray is not None:
-            self._say(run, [stray], [], f"the run counts steps otherwise: {stray.differences[0].found}")
+            self._say(run, [stray], [], f"step count differs: {stray.differences[0].found}")
             return
         after = self._read(run, lambda: self._runs.items(run, self.save_at))
         if after is None:
@@ -240,11 +240,11 @@ class _CommandPhases:
         if noisy:
             notes.append(not_compared_line(noisy, _TIMES))
         if follows:
-            notes.append(not_compared_line(follows, "are the number of steps that the command was given"))
+            notes.append(not_compared_line(follows, "are the number of steps given to the command"))
         self._say(run, verdicts, notes, "; ".join(causes))
 
     def resumed(self) -> None:
-        """R against A at the end, and the losses on the way."""
+        """Run R, and compare its final state and its losses with those of A."""
         source = self._runs.checkpoint_path(self._runs.out_of(STRAIGHT), self.save_at)
         run = self._run(RESUMED, self.training.steps, source)
         if run.has_failed:
@@ -265,7 +265,7 @@ class _CommandPhases:
         self._say(run, verdicts, [*losses.notes, *why], "; ".join(["unknown", short, *why[1:]]) if why else "")
 
     def _why(self, verdicts: Sequence[Verdict]) -> Iterator[str]:
-        """What the ends say of the cause, where the run for no step said nothing."""
+        """Yield notes on the cause of different final states, if the run for zero steps has none."""
         failed = [each.oracle for each in failing(verdicts)]
         was_named = any(row["name"] == SAVED_AGAIN and row["ok"] is False for row in self.judge.phases)
         if not failed or was_named:
@@ -273,14 +273,14 @@ class _CommandPhases:
         yield IN_NO_CHECKPOINT if self.block.zero_steps else _COULD_NOT_BE_NAMED
         first = [oracle for oracle in _OF_ITSELF if oracle in failed]
         if first:
-            yield f"begin with {', '.join(first)}: no step spreads a fault there"
+            yield f"check {', '.join(first)} first: it differs only if it was not restored"
 
     def _of_losses(self, found: Mapping[int, float]) -> Verdict:
         after = {step: loss for step, loss in self._losses.items() if step > self.save_at}
         if not after:
             raise InputError(
-                f"{self._runs.losses_path(self._runs.out_of(STRAIGHT))}: no loss after step {self.save_at}, where "
-                "the resumed run goes on; log every step"
+                f"{self._runs.losses_path(self._runs.out_of(STRAIGHT))}: no loss after step {self.save_at}, from which "
+                "the resumed run continues; log every step"
             )
         times, default = self.checks.loss_times_noise, ChecksBlock().loss_times_noise
         verdict = measured("loss", _pairs(after, found, self.save_at), self._noise, times, default)
@@ -298,14 +298,14 @@ class _CommandPhases:
         return run
 
     def _snapshot(self) -> RunFiles:
-        """Digest what the straight run wrote."""
+        """Digest the files of the straight run."""
         out = self._runs.out_of(STRAIGHT)
         steps = (self.save_at, self.training.steps)
         places = [self._runs.checkpoint_path(out, step) for step in steps]
         return snapshot(out, [*places, self._runs.losses_path(out)])
 
     def _check_reference(self, run: CommandRun) -> None:
-        """Notice what a run has changed of what the straight run wrote."""
+        """Compare the files of the straight run with those before another run."""
         self._changed = None
         if self._reference is not None:
             after = self._snapshot()
@@ -313,10 +313,10 @@ class _CommandPhases:
             self._reference = after
 
     def _read(self, run: CommandRun, read: Callable[[], T]) -> T | None:
-        """Return what a run left, or None, with the phase failed, where a run that changed the reference left nothing.
+        """Return the results of a run; None, with the phase failed, if a run that changed the reference has none.
 
         Raises:
-            InputError: It left nothing, and changed nothing: the recipe is wrong.
+            InputError: The run has no results and did not change the reference, so the recipe is wrong.
         """
         try:
             return read()
@@ -331,7 +331,7 @@ class _CommandPhases:
         self._say(run, [], [run.failure], run.failure, failed=True)
 
     def _stray(self, run: CommandRun, step: int) -> Verdict | None:
-        """Return the failed verdict on a run that saved another step in place of the one where it had to stop."""
+        """Return a failed verdict if a run saved another step than the one where it had to stop, else None."""
         other = self._runs.last_other_step(run, step)
         if other is None:
             return None
@@ -372,22 +372,22 @@ def _without(items: Items, keys: set[tuple[str, str]]) -> Items:
 
 
 def _modified(run: CommandRun, changed: Verdict) -> str:
-    """Say which files of the reference a run has modified."""
+    """Return the cause of a failed `reference` verdict: the files that a run has modified."""
     shown = [f"{each.item} {each.found}" for each in changed.differences[:_NAMED]]
     more = len(changed.differences) - len(shown)
     listed = ", ".join(shown) + (f", and {more:,} more" if more else "")
     who = _RESUMING.get(run.name, "repeated run")
-    return f"reference checkpoint was modified by the {who}: {listed}; let each run write into its own folder"
+    return f"reference checkpoint was modified by the {who}: {listed}; use a separate output folder for each run"
 
 
 def _unknown(bad: Sequence[Verdict]) -> str:
-    """Say what differs first, where its cause is not known."""
+    """Return the cause of a failed phase: the first oracle, and that its cause is unknown."""
     if not bad:
         return "unknown"
     first = bad[0]
     if first.oracle in _SELF_EVIDENT:
         return _SELF_EVIDENT[first.oracle]
-    found = f"{counted(len(first.differences), 'item')} of {first.compared:,}" if first.differences else "a measure"
+    found = f"{counted(len(first.differences), 'item')} of {first.compared:,}" if first.differences else "a measurement"
     named = f", the first is {one_line(first.differences[0].item, 200)}" if first.differences else ""
     return f"unknown; {found} of {first.oracle} {'differs' if len(first.differences) < 2 else 'differ'}{named}"
 

@@ -1,6 +1,6 @@
-"""Faults to plant: each changes state or files as a real defect did somewhere, and nothing else.
+"""Faults to inject: each changes state or files as a real defect did, and nothing else.
 
-What an oracle says of them is the proof that it can say no. Oracles and phases know nothing of this file.
+They prove that oracles can fail. Oracles and phases do not import this module.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from ckptx.robustness_suite.runs import Run
 from ckptx.robustness_suite.session import InjectedFault
 from ckptx.runtime.training.recipe import Recipe
 
-_kept: list[Any] = []  # by faults that do not let go
+_kept: list[Any] = []  # objects that faults leak
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
-    """One defect.
+    """A fault to inject.
 
     Attributes:
-        says: What it does, in a sentence.
-        oracle: The oracle that has to name it.
-        phase: Number of the phase that has to fail.
-        run: The run in which it is planted.
-        needs: Sizes of the mesh without which there is nothing to plant it in.
+        says: Description of the fault.
+        oracle: Oracle that must detect the fault.
+        phase: Number of the phase that must fail.
+        run: Name of the run with the fault.
+        needs: Minimum sizes of the mesh, by axis, for the fault to have an effect.
         planted: Function that a session calls to inject the fault.
     """
 
@@ -58,17 +58,17 @@ def fault(
     event: str = "resumed",
     needs: Mapping[str, int] | None = None,
 ) -> Callable[[F], F]:
-    """Declare a function as a fault of its name.
+    """Register a function as a fault with its name.
 
     Args:
-        says: What it does, in a sentence.
-        oracle: The oracle that has to name it.
-        on: What the function changes: the trainer at an event, on every rank; the run before it starts; or the files
-            in the folder of a run that is over.
-        phase: Number of the phase that has to fail.
-        run: The run in which it is planted: straight, resumed (in new processes), resumed-2, ...
-        event: The event at which the trainer is changed.
-        needs: Sizes of the mesh without which there is nothing to plant it in.
+        says: Description of the fault.
+        oracle: Oracle that must detect the fault.
+        on: Argument of the function: "trainer" at an event, on every rank; "run" before it starts; or "files" in the
+            folder of a run that has ended.
+        phase: Number of the phase that must fail.
+        run: Name of the run with the fault: straight, resumed (in new processes), resumed-2, ...
+        event: Event at which the trainer is changed.
+        needs: Minimum sizes of the mesh, by axis, for the fault to have an effect.
     """
 
     def declared(function: F) -> F:
@@ -102,43 +102,43 @@ def _local(tensor: Any) -> Any:
     return local_tensor(tensor).detach()
 
 
-@fault("one first moment is zeros after a resume", oracle="moments")
+@fault("one first moment (exp_avg) is zero after a resume", oracle="moments")
 def one_moment_lost(trainer: Any) -> None:
     _local(_states(trainer)[-1]["exp_avg"]).zero_()
 
 
-@fault("all moments are zeros after a resume", oracle="moments")
+@fault("all Adam moments are zero after a resume", oracle="moments")
 def all_moments_lost(trainer: Any) -> None:
     for state in _states(trainer):
         _local(state["exp_avg"]).zero_()
         _local(state["exp_avg_sq"]).zero_()
 
 
-@fault("the optimizer begins anew", oracle="moments")
+@fault("optimizer state is empty after a resume", oracle="moments")
 def optimizer_fresh(trainer: Any) -> None:
     trainer.optimizer.state.clear()
 
 
-@fault("Adam counts its steps from 0 again", oracle="adam step")
+@fault("Adam step counts are reset to 0", oracle="adam step")
 def adam_step_reset(trainer: Any) -> None:
     for state in _states(trainer):
         state["step"].zero_()
 
 
-@fault("Adam is one step ahead", oracle="adam step")
+@fault("Adam step counts are one too high", oracle="adam step")
 def adam_step_off_by_one(trainer: Any) -> None:
     for state in _states(trainer):
         state["step"].add_(1)
 
 
-@fault("moments went through bfloat16", oracle="moments")
+@fault("moments are rounded to bfloat16", oracle="moments")
 def moments_through_bf16(trainer: Any) -> None:
     for state in _states(trainer):
         for name in ("exp_avg", "exp_avg_sq"):
             _local(state[name]).copy_(_local(state[name]).bfloat16())
 
 
-@fault("one number of a moment is NaN", oracle="finite")
+@fault("one element of a moment is NaN", oracle="finite")
 def nan_in_a_moment(trainer: Any) -> None:
     value = next(each for each in (_local(state["exp_avg"]) for state in _states(trainer)) if each.numel())
     value.view(-1)[0] = float("nan")
@@ -150,18 +150,18 @@ def weight_decay_lost(trainer: Any) -> None:
         group["weight_decay"] = 0.0
 
 
-@fault("the next rate is 5 % higher", oracle="rate")
+@fault("the next learning rate is 5% too high", oracle="rate")
 def rate_wrong(trainer: Any) -> None:
     for group in trainer.optimizer.param_groups:
         group["lr"] *= 1.05
 
 
-@fault("the scheduler is a step ahead", oracle="scheduler")
+@fault("the scheduler is one step ahead", oracle="scheduler")
 def scheduler_off_by_one(trainer: Any) -> None:
     trainer.scheduler.last_epoch += 1
 
 
-@fault("the scheduler begins anew", oracle="scheduler")
+@fault("the scheduler is reset", oracle="scheduler")
 def scheduler_reset(trainer: Any) -> None:
     trainer.scheduler.last_epoch = 0
 
@@ -169,18 +169,18 @@ def scheduler_reset(trainer: Any) -> None:
 # -------------------------------------------------------------------------------------------- the counters
 
 
-@fault("the step is counted from 0 again", oracle="step")
+@fault("the step counter is reset to 0", oracle="step")
 def step_reset(trainer: Any) -> None:
     trainer.done = 0
 
 
-@fault("the data begins anew", oracle="samples")
+@fault("the data restarts from the first sample", oracle="samples")
 def data_restarted(trainer: Any) -> None:
     trainer.sampler.samples = 0
 
 
 class _ShiftedDataset:
-    """A data set of which every sample is another one."""
+    """Dataset whose samples are shifted by an offset."""
 
     def __init__(self, dataset: Any, by: int) -> None:
         self._dataset, self._by = dataset, by
@@ -192,38 +192,38 @@ class _ShiftedDataset:
         return self._dataset[(index + self._by) % len(self._dataset)]
 
 
-@fault("every sample is the one after it", oracle="batch")
+@fault("every sample is replaced by the next one", oracle="batch")
 def data_off_by_one(trainer: Any) -> None:
     trainer.dataset = _ShiftedDataset(trainer.dataset, 1)
 
 
-@fault("data ranks see each other's samples", oracle="batch", needs={"dp": 2})
+@fault("data-parallel ranks get each other's samples", oracle="batch", needs={"dp": 2})
 def data_ranks_swapped(trainer: Any) -> None:
-    """Each data rank sees what the next one should."""
+    """Give each data-parallel rank the samples of the next one."""
     trainer.data_rank = (trainer.data_rank + 1) % trainer.recipe.layout.dims.dp
 
 
 # -------------------------------------------------------------------------------------------- random numbers
 
 
-@fault("random numbers are those of the first step", oracle="rng")
+@fault("RNG state is that of the first step", oracle="rng")
 def rng_stale(trainer: Any) -> None:
-    """Those of the first step."""
+    """Reset RNG state to that of the first step."""
     from ckptx.runtime.parallel.randomness import seed
 
     seed(trainer.recipe.training.seed, trainer.assembled.mesh)
 
 
-@fault("every rank has the random numbers of rank 0", oracle="rng", needs={"dp": 2})
+@fault("every rank has the RNG state of rank 0", oracle="rng", needs={"dp": 2})
 def rng_of_rank_0(trainer: Any) -> None:
     from ckptx.runtime.parallel.distributed import broadcast_object
 
     trainer.random.load_state_dict(broadcast_object(trainer.random.state_dict()))
 
 
-@fault("an iterator is made after random numbers were restored", oracle="rng")
+@fault("a DataLoader iterator is created after RNG state was restored", oracle="rng")
 def rng_before_the_iterator(trainer: Any) -> None:
-    """One draw after it was restored, as `iter` of a DataLoader makes."""
+    """Draw once after RNG state was restored, as `iter` of a DataLoader does."""
     import torch
 
     torch.empty((), dtype=torch.int64).random_()
@@ -237,7 +237,7 @@ def _parameters(trainer: Any) -> list[tuple[str, Any]]:
 
 
 def _matrix(trainer: Any) -> Any:
-    """Of a matrix in the middle, what this rank has."""
+    """Return the local shard of a matrix in the middle of the model."""
     found = [_local(each) for _, each in _parameters(trainer) if each.dim() == 2 and len(_local(each)) > 1]
     return found[len(found) // 2]
 
@@ -248,9 +248,9 @@ def rows_swapped(trainer: Any) -> None:
     values[[0, 1]] = values[[1, 0]].clone()
 
 
-@fault("two ranks have each other's part of a matrix", oracle="model", needs={"ranks": 2})
+@fault("two ranks have each other's shard of a matrix", oracle="model", needs={"ranks": 2})
 def shards_swapped(trainer: Any) -> None:
-    """Neighbours in the world exchange what they have of one matrix."""
+    """Exchange the shards of one matrix between neighboring ranks."""
     from ckptx.runtime.parallel.distributed import all_gather_object
 
     values = _matrix(trainer)
@@ -261,7 +261,7 @@ def shards_swapped(trainer: Any) -> None:
 
 
 def _older(trainer: Any, path: Path, is_meant: Callable[[str], bool]) -> None:
-    """What parameters of these names were in another checkpoint."""
+    """Load parameters with these names from another checkpoint."""
     before = [(name, _local(each), _local(each).clone()) for name, each in _parameters(trainer)]
     trainer.assembled.load(path)
     for name, values, own in before:
@@ -269,13 +269,13 @@ def _older(trainer: Any, path: Path, is_meant: Callable[[str], bool]) -> None:
             values.copy_(own)
 
 
-@fault("one rank has the weights of the beginning", oracle="model")
+@fault("one rank has the initial weights", oracle="model")
 def one_rank_old(trainer: Any) -> None:
     last = trainer.place.rank == trainer.place.world_size - 1
     _older(trainer, trainer.source, lambda _: last)
 
 
-@fault("one rank has the weights of a step before", oracle="model", run="resumed-2")
+@fault("one rank has the weights of an earlier step", oracle="model", run="resumed-2")
 def one_rank_one_step_old(trainer: Any) -> None:
     steps = sorted(trainer.resumed_from.parent.glob("step-*"), key=lambda each: int(each.name.partition("-")[2]))
     before = steps[steps.index(trainer.resumed_from) - 1]
@@ -283,20 +283,20 @@ def one_rank_one_step_old(trainer: Any) -> None:
     _older(trainer, before, lambda _: last)
 
 
-@fault("the head is that of the beginning", oracle="model")
+@fault("the head has its initial weights", oracle="model")
 def head_stale(trainer: Any) -> None:
     names = [name for name, each in _parameters(trainer) if each.dim() == 2]
     heads = [name for name in names if "lm_head" in name] or names[-1:]
     _older(trainer, trainer.source, lambda name: name in heads)
 
 
-@fault("one norm is that of the beginning", oracle="model")
+@fault("one norm has its initial weights", oracle="model")
 def norm_stale(trainer: Any) -> None:
     norms = [name for name, each in _parameters(trainer) if each.dim() == 1 and "norm" in name]
     _older(trainer, trainer.source, lambda name: name in norms[-1:])
 
 
-@fault("weights went through bfloat16", oracle="model")
+@fault("weights are rounded to bfloat16", oracle="model")
 def weights_through_bf16(trainer: Any) -> None:
     for _, each in _parameters(trainer):
         _local(each).copy_(_local(each).bfloat16())
@@ -308,7 +308,7 @@ def nan_in_a_row(trainer: Any) -> None:
 
 
 @fault(
-    "what TP ranks hold alike drifts apart while training",
+    "replicated parameters drift apart between TP ranks",
     oracle="replicas",
     phase=2,
     run="straight",
@@ -316,7 +316,7 @@ def nan_in_a_row(trainer: Any) -> None:
     needs={"tp": 2},
 )
 def replicas_drifted(trainer: Any) -> None:
-    """What TP ranks hold whole is trained on in one of them as it should not be."""
+    """Scale norm weights on all TP ranks but the first, after each step."""
     if trainer.assembled.mesh["tp"].get_local_rank():
         for name, each in _parameters(trainer):
             if each.dim() == 1 and "norm" in name:
@@ -331,15 +331,15 @@ def _data_files(folder: Path) -> list[Path]:
     return sorted((each for step in steps for each in step.glob("*.distcp")), key=lambda each: -each.stat().st_size)
 
 
-@fault("files of tensors end too early", oracle="readable", on="files", phase=3, run="straight")
+@fault("files of tensors are truncated", oracle="readable", on="files", phase=3, run="straight")
 def shard_truncated(folder: Path) -> None:
     for each in _data_files(folder):
         os.truncate(each, each.stat().st_size // 2)
 
 
-@fault("one bit of each file of tensors is another", oracle="readable", on="files", phase=3, run="straight")
+@fault("one bit of each file of tensors is flipped", oracle="readable", on="files", phase=3, run="straight")
 def byte_changed(folder: Path) -> None:
-    """One bit in the middle of each file of tensors."""
+    """Flip one bit in the middle of each file of tensors."""
     for each in _data_files(folder):
         with each.open("r+b") as stream:
             stream.seek(each.stat().st_size // 2)
@@ -354,27 +354,29 @@ def metadata_missing(folder: Path) -> None:
         each.unlink()
 
 
-@fault("at another number of data ranks the data goes on elsewhere", oracle="samples", phase=5, run="layout-1")
+@fault(
+    "the data position is wrong with another number of data-parallel ranks", oracle="samples", phase=5, run="layout-1"
+)
 def data_counted_by_rank(trainer: Any) -> None:
-    """A loader that counts what its rank has seen, at another number of data ranks."""
+    """Halve the sample count, as a loader that counts samples of its own rank would."""
     trainer.sampler.samples //= 2
 
 
 def _unfinished(root: Path) -> tuple[Path, int]:
-    """What a killed save left hidden, and the number of its step."""
+    """Return the hidden folder of a killed save, and the number of its step."""
     hidden = next(root.glob(".step-*.ckptx-partial"))
     return hidden, int(hidden.name.split(".")[1].partition("-")[2])
 
 
-@fault("latest moves before the step is published", oracle="readable", on="files", phase=7, run="killed-1")
+@fault("latest is updated before the step is published", oracle="readable", on="files", phase=7, run="killed-1")
 def latest_too_early(root: Path) -> None:
-    """`latest` names the step that was being saved."""
+    """Write the step that was being saved into `latest`."""
     (root / "latest").write_text(f"step-{_unfinished(root)[1]}\n", encoding="utf-8")
 
 
-@fault("a step that was not finished lies where loaders look", oracle="readable", on="files", phase=7, run="killed-1")
+@fault("an incomplete step has the name of a complete one", oracle="readable", on="files", phase=7, run="killed-1")
 def half_published(root: Path) -> None:
-    """What there was of the step lies where loaders look."""
+    """Publish the incomplete step under its final name."""
     hidden, step = _unfinished(root)
     shutil.copytree(hidden / "tree", root / f"step-{step}")
 
@@ -385,14 +387,14 @@ def only_good_step_removed(root: Path) -> None:
 
 
 @fault(
-    "a step that was there is overwritten in place, and that is cut short",
+    "overwriting an existing step in place is interrupted",
     oracle="readable",
     on="files",
     phase=7,
     run="killed-1",
 )
 def overwritten_in_part(root: Path) -> None:
-    """One file of the last good step is that of the step after it: sound in itself, and of the same size."""
+    """Replace one file of the last good step by that of the next step, which is valid and of the same size."""
     step = next(root.glob("step-*"))
     after = root.parent / "straight" / f"step-{int(step.name.partition('-')[2]) + 1}"
     file = sorted(step.glob("*.distcp"))[0]
@@ -404,20 +406,20 @@ def overwritten_in_part(root: Path) -> None:
 
 @fault("every rank trains the whole model", oracle="sharded", on="run", phase=1, run="straight", needs={"dp_shard": 2})
 def unsharded(run: Run) -> Run:
-    """Every rank holds all of it."""
+    """Replicate all parameters on every rank."""
     layout = run.recipe.layout
     whole = structs.replace(layout, dp_shard=1, dp_replicate=(layout.dp_shard or 1) * layout.dp_replicate)
     return replace(run, layout=whole)
 
 
-@fault("something keeps the model after it was released", oracle="memory", phase=1, run="straight", event="stepped")
+@fault("a reference keeps the model alive after its release", oracle="memory", phase=1, run="straight", event="stepped")
 def model_pinned(trainer: Any) -> None:
     _kept.append((trainer.assembled.models, [each.detach() for _, each in _parameters(trainer)]))
 
 
-@fault("a group of processes is never ended", oracle="memory", phase=1, run="straight", event="loaded")
+@fault("a process group is never destroyed", oracle="memory", phase=1, run="straight", event="loaded")
 def group_leaked(trainer: Any) -> None:
-    """A group of processes that nobody ends."""
+    """Create a process group that is never destroyed."""
     import torch.distributed as dist
 
     from ckptx.runtime.torch_private import default_store
@@ -427,10 +429,10 @@ def group_leaked(trainer: Any) -> None:
 
 
 def find_fault(name: str, recipe: Recipe) -> Fault:
-    """A fault by its name.
+    """Return a fault by its name.
 
     Raises:
-        UsageError: There is none of this name, or nothing to plant it in on this mesh.
+        UsageError: The name is unknown, or the mesh is too small for the fault.
     """
     if name not in FAULTS:
         near = difflib.get_close_matches(name, FAULTS, 1, 0.5)

@@ -16,15 +16,15 @@ _LONGEST_LINE = 400  # characters of them
 
 
 def noisy_files(first: Items, second: Items, third: Items) -> set[tuple[str, str]]:
-    """Finds the files that differ between two identical runs, of those that are compared by their bytes.
+    """Return the files that differ between two identical runs, among those that are compared by their bytes.
 
     Names may have times in them: so a file that only the third checkpoint has is one of these, too, if its name is that
     of such a file but for digits.
 
     Args:
-        first: The items of a checkpoint.
-        second: Those of the same step in an identical run; no item is noisy without it.
-        third: Those of the checkpoint that is compared with the first.
+        first: Items of a checkpoint.
+        second: Items of the same step in an identical run; if empty, no file is noisy.
+        third: Items of the checkpoint that is compared with the first.
     """
     if not second:
         return set()
@@ -37,28 +37,28 @@ def noisy_files(first: Items, second: Items, third: Items) -> set[tuple[str, str
 
 
 def following_steps(before: Items, after: Items, steps: int, save_at: int) -> set[tuple[str, str]]:
-    """Finds settings of a trainer that are the number of steps it was told to take.
+    """Return settings of a trainer that are equal to the number of steps it was given.
 
     Args:
-        before: The items of the checkpoint that was resumed from.
-        after: Those of the one that was saved again.
-        steps: Which the first run was told to take.
-        save_at: Which the second was told to take.
+        before: Items of the checkpoint that was resumed from.
+        after: Items of the checkpoint that was saved again.
+        steps: Number of steps of the first run.
+        save_at: Number of steps of the second run.
     """
     wanted = (str(steps), str(save_at))
     return {key for key in before if key[0] in _OF_SETTINGS and (before[key], after.get(key)) == wanted}
 
 
 def not_compared_line(keys: Iterable[tuple[str, str]], why: str) -> str:
-    """A line on items that are left out, and why."""
+    """Return a note on items that are not compared, with the reason."""
     return f"not compared: {_listed(sorted({name for _, name in keys}))}: {why}"
 
 
 def lines_on_files(found: Mapping[str, Sequence[str]]) -> Iterator[str]:
-    """Lines on files that are left out.
+    """Yield notes on files that are not compared.
 
     Args:
-        found: Their names by the reason.
+        found: Names of files by reason.
     """
     return (f"not compared ({reason}): {_listed(names)}" for reason, names in sorted(found.items()))
 

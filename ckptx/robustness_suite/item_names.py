@@ -1,11 +1,11 @@
-"""Which oracle speaks of something in a checkpoint, from its name and the file it is in.
+"""Assign items of a checkpoint to oracles, by their names and files.
 
 Trainers agree on words, not on their places: `optimizer.state.<name>.exp_avg` (torchtitan), `app.optim.state.<name>...`
 (a script with one stateful object around all), `optimizer.pt` (transformers), `random_states_1.pkl` (accelerate). So a
 name is read from its front: what holds everything is passed over, the first word that is known decides, and the last
 one refines. What no word is known for is a parameter if it is a tensor outside of pickled state, and "other" if not.
 
-Names of a trainer's own are recognized by `state_kinds`, which looks at all items of a checkpoint at once.
+Names of custom trainers are recognized by `state_kinds`, which considers all items of a checkpoint together.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ _FILES = (
 
 
 def word_of_file(stem: str) -> str | None:
-    """What a file or folder holds by its name without ending, as a name in a checkpoint would begin; None if unknown.
+    """Return the name prefix for the contents of a file or folder, from its name without suffix; None if unknown.
 
     Example:
         optimizer_0 -> optimizer.0, random_states_1 -> rng.rank 1
@@ -88,11 +88,11 @@ def word_of_file(stem: str) -> str | None:
 
 
 def oracles_of(name: str, is_tensor: bool) -> tuple[str, ...]:
-    """The oracles that speak of an item: one, or two for a learning rate in the groups of an optimizer.
+    """Return the oracles of an item: one, or two for a learning rate in the groups of an optimizer.
 
     Args:
-        name: Its path in the checkpoint, with dots.
-        is_tensor: It is a tensor that the format itself names, not one inside a pickled object.
+        name: Path in the checkpoint, with dots.
+        is_tensor: True for a tensor that the format itself names, not one inside a pickled object.
 
     Example:
         app.optim.state.model.norm.weight.exp_avg -> moments; optimizer.param_groups.0.lr -> group and rate

@@ -1,11 +1,11 @@
-"""Judges phases: their findings become rows of the report, the same for our trainer and for one that is a command.
+"""Turn the findings of phases into rows of the report, for the runtime's trainer and for custom trainers.
 
 Findings                  the verdicts of the oracles, and notes, of one phase
 phase_row                 the row of the phase
 rows_of_differences       a row for each item that differs
 Judge                     the rows of all phases so far, and the report that is made of them
 
-How a phase comes to its findings differs: `phases.py` asks ranks of its own, `foreign.py` reads what a command left.
+`phases.py` gets findings from its own ranks, `external_trainer.py` from the files of a command.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Findings:
 
     Attributes:
         verdicts: The verdicts of its oracles.
-        notes: What the user should know.
+        notes: Notes for the user.
         skipped: The reason why it did not run; None for a phase that ran.
         has_failed: True if a run of the phase failed, whatever the oracles say.
     """
@@ -70,13 +70,13 @@ def phase_row(
     """Return the row of a phase.
 
     Args:
-        name: Its name.
-        title: What it proves.
-        found: What it found.
-        seconds: Wall-clock time that it took.
-        number: Its number, as `--phases` chooses it; None for a phase without one.
-        memory: Bytes, parameters and threads that it left in the ranks, and those of the baseline; None if nobody
-            measured.
+        name: Name of the phase.
+        title: Property that the phase tests.
+        found: Findings of the phase.
+        seconds: Wall-clock time in seconds.
+        number: Number of the phase, for `--phases`; None for a phase of a custom trainer.
+        memory: Bytes, parameters and threads retained after the phase, and those of the baseline; None if they were
+            not measured.
         cause: The reason why a phase without a number failed, if it failed.
     """
     row = {

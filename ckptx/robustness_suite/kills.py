@@ -1,4 +1,4 @@
-"""Kills a rank at a named operation on files, not at a time: before a rename, in the middle of a write.
+"""Kill a rank at a named file operation, not at a time: before a rename, or in the middle of a write.
 
     with rehearse(root) as names:            what a save does below `root` on this rank, in order:
         save(...)                            "open __0_0.distcp", "write __0_0.distcp", "write __0_0.distcp #2", ...
@@ -48,10 +48,10 @@ Act = Callable[[str], bool]  # told the name before the operation; True where a 
 
 @contextmanager
 def record_operations(root: Path) -> Iterator[list[str]]:
-    """Notes every operation of this process below a directory, in order; a name that occurs again is numbered.
+    """Record all file operations of this process below a directory, in order; repeated names are numbered.
 
     Args:
-        root: The directory of all steps.
+        root: Directory of all steps.
 
     Yields:
         The names so far.
@@ -68,12 +68,12 @@ def record_operations(root: Path) -> Iterator[list[str]]:
 
 @contextmanager
 def killing(root: Path, at: str, also: Collection[int] = ()) -> Iterator[None]:
-    """Ends this process, by SIGKILL, just before an operation, or in the middle of it where it writes.
+    """End this process by SIGKILL just before an operation, or in the middle of a write.
 
     Args:
-        root: As it was rehearsed.
-        at: The name of the operation.
-        also: Processes that end with it: the other ranks.
+        root: Directory of all steps, as in the rehearsal.
+        at: Name of the operation.
+        also: Further processes to kill: the other ranks.
     """
 
     def end(name: str) -> bool:
@@ -91,11 +91,11 @@ def killing(root: Path, at: str, also: Collection[int] = ()) -> Iterator[None]:
 
 
 def kill_points(names: Sequence[str], count: int) -> list[str]:
-    """Some operations of a save, spread over what it does: of each kind the last, the first, then those between.
+    """Select operations of a save: of each kind the last, the first, then those between.
 
     Args:
-        names: As they were rehearsed.
-        count: How many; fewer where there are not so many.
+        names: Names of operations, from the rehearsal.
+        count: Number to select; fewer if there are not enough.
     """
     queues = [_from_the_ends([each for each in names if kind_of(each) == kind]) for kind in KINDS]
     chosen: set[str] = set()
@@ -107,13 +107,13 @@ def kill_points(names: Sequence[str], count: int) -> list[str]:
 
 
 def _from_the_ends(names: list[str]) -> list[str]:
-    """The last, the first, the one in the middle, and then the others."""
+    """Sort names: the last, the first, the middle one, then the others."""
     order = [-1, 0, len(names) // 2] if names else []
     return list(dict.fromkeys([*(names[index] for index in order), *names]))
 
 
 def kind_of(name: str) -> str:
-    """What an operation is for: one of `KINDS`."""
+    """Return the kind of an operation, one of `KINDS`."""
     verb, _, what = name.partition(" ")
     if ".removed." in what:
         return "retention"
@@ -158,7 +158,7 @@ class _PatchedFunctions:
         self._readlink = os.readlink
 
     def replacements(self) -> Iterator[tuple[str, Callable[..., Any]]]:
-        """By the names they have in `os`."""
+        """Yield replacements by their name in `os`."""
         for name in _BY_PATH:
             yield name, self._naming(name, getattr(os, name), self._by_path)
         for name in _BY_DESCRIPTOR:
@@ -170,7 +170,7 @@ class _PatchedFunctions:
         yield "open", self._naming("open", os.open, self._by_flags)
 
     def opened(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """`open`, whose files tell of each write that reaches the system."""
+        """Return an `open` whose files report each write that reaches the system."""
 
         @wraps(function)
         def replacement(
@@ -188,7 +188,7 @@ class _PatchedFunctions:
         return replacement
 
     def exchanging(self, function: Callable[[int, str, int, str], bool]) -> Callable[[int, str, int, str], bool]:
-        """The exchange of two names, which is a call into the C library."""
+        """Return a replacement for the exchange of two names, which is a call into the C library."""
 
         @wraps(function)
         def replacement(a: int, name: str, b: int, other: str) -> bool:
@@ -200,12 +200,12 @@ class _PatchedFunctions:
         return replacement
 
     def cut(self, descriptor: int) -> bool:
-        """Tells of a write; True where half of it is all there will be."""
+        """Report a write; return True if only half of it must be written."""
         role = self._role(descriptor)
         return role is not None and self._tell(f"write {role}")
 
     def end(self) -> None:
-        """After half a write."""
+        """End this process after half a write."""
         self._half_way()
 
     def _naming(self, verb: str, function: Callable[..., Any], what: Callable[..., str | None]) -> Callable[..., Any]:
@@ -244,7 +244,7 @@ class _PatchedFunctions:
         return None if roles == (None, None) else f"{roles[0] or 'elsewhere'} -> {roles[1] or 'elsewhere'}"
 
     def _role(self, path: Any, directory: int | None = None) -> str | None:
-        """What a file or directory is, by its place below the root; None for one that is elsewhere."""
+        """Return the role of a file or directory by its path below the root; None if it is outside."""
         try:
             if isinstance(path, int):
                 full = self._path_of(path)
@@ -271,7 +271,7 @@ class _PatchedFunctions:
 
 
 class _Raw(io.FileIO):
-    """A file without a buffer that tells of each write."""
+    """Unbuffered file that reports each write."""
 
     watch: _PatchedFunctions
 

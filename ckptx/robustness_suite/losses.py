@@ -1,12 +1,12 @@
-"""The losses of a run by step, from where its trainer left them.
+"""Read the losses of a run by step, from the file or folder that its trainer wrote.
 
-    jsonl           a file with one JSON object a line
-    regex           a text, such as what the command printed, and an expression with the groups `step` and `loss`
+    jsonl           a file with one JSON object per line
+    regex           a text file, such as the output of the command, and an expression with the groups `step` and `loss`
     tensorboard     a folder with event files, at any depth
     trainer_state   a trainer_state.json, whose `log_history` also has what was logged before a resume
 
-A step with two losses that differ is refused: nobody can say which counts. NaN is a loss like any other here; the
-oracles refuse it.
+A step with two different losses is refused, as it is unknown which is valid. NaN is accepted here; the oracles refuse
+it.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ _START = 10.0  # seconds in which an interpreter starts on a busy machine
 
 
 class Losses(NamedTuple):
-    """What was logged.
+    """Losses of a run.
 
     Attributes:
-        by_step: In the order of the steps.
-        notes: What the user should know: a file that is cut off.
+        by_step: Loss of each step, sorted by step.
+        notes: Notes for the user, such as a truncated file.
     """
 
     by_step: dict[int, float]
@@ -50,15 +50,15 @@ class Losses(NamedTuple):
 
 
 def read_losses(place: Path, block: ExternalBlock) -> Losses:
-    """The losses of one run.
+    """Read the losses of one run.
 
     Args:
-        place: The file, or the folder of event files.
-        block: How they are written there.
+        place: File, or folder of event files.
+        block: Block of the recipe with format and keys of the losses.
 
     Raises:
         InputError: There are none, the file is damaged, or a step has two losses.
-        UsageError: The expression of the recipe is none, or lacks a group.
+        UsageError: The expression of the recipe is invalid, or lacks a group.
     """
     notes: list[str] = []
     if block.losses_kind == "tensorboard":
@@ -74,20 +74,20 @@ def read_losses(place: Path, block: ExternalBlock) -> Losses:
         before = found.setdefault(step, loss)
         if before != loss and not (isnan(before) and isnan(loss)):
             raise InputError(
-                f"{place}: step {step} has the losses {before!r} and {loss!r}, needed one; log from one rank, and "
-                "each run into a folder of its own"
+                f"{place}: step {step} has two different losses, {before!r} and {loss!r}; log from one rank only, and "
+                "each run into its own folder"
             )
     if not found:
-        raise InputError(f"{place}: no loss in it, {_looked_for(block)}; correct train.losses in the recipe")
+        raise InputError(f"{place}: contains no loss, {_searched_text(block)}; correct train.losses in the recipe")
     return Losses(dict(sorted(found.items())), notes)
 
 
-def _looked_for(block: ExternalBlock) -> str:
+def _searched_text(block: ExternalBlock) -> str:
     if block.losses_kind == "regex":
-        return f"looked for {one_line(str(block.pattern), _SHOWN)}"
+        return f"searched for {one_line(str(block.pattern), _SHOWN)}"
     if block.losses_kind == "tensorboard":
-        return f'looked for the tag "{block.loss_key}"'
-    return f'looked for "{block.step_key}" and "{block.loss_key}"'
+        return f'searched for the tag "{block.loss_key}"'
+    return f'searched for "{block.step_key}" and "{block.loss_key}"'
 
 
 def _of_lines(place: Path, block: ExternalBlock, notes: list[str]) -> Iterator[tuple[int, float]]:
@@ -101,7 +101,7 @@ def _of_lines(place: Path, block: ExternalBlock, notes: list[str]) -> Iterator[t
         except InputError:
             if number < len(lines):
                 raise
-            notes.append(f"{place.name}: its last line is cut off, and was left out")
+            notes.append(f"{place.name}: the last line is incomplete and was ignored")
             continue
         if isinstance(row, dict):
             yield from _of_row(row, block, f"{place}, line {number}")
@@ -110,12 +110,12 @@ def _of_lines(place: Path, block: ExternalBlock, notes: list[str]) -> Iterator[t
 def _of_row(row: dict[str, Any], block: ExternalBlock, where: str) -> Iterator[tuple[int, float]]:
     step, loss = _under(row, block.step_key), _under(row, block.loss_key)
     if step is None or loss is None:
-        return  # a line of something else: an evaluation, a message
+        return  # a line without step and loss: an evaluation, a message
     yield _step(step, where), _number(loss, where)
 
 
 def _under(row: dict[str, Any], key: str) -> Any:
-    """The value of a key, or of one below another: `train.loss`."""
+    """Return the value of a key, also of a nested key such as `train.loss`; None if it is missing."""
     value: Any = row
     if key in row:
         return row[key]
@@ -130,7 +130,7 @@ def _step(value: Any, where: str) -> int:
     except (TypeError, ValueError, OverflowError):
         found = None
     if found is None or isinstance(value, bool) or not 0 <= found < 1 << _STEP_BITS:
-        raise InputError(f"{where}: the step is {one_line(repr(value), _SHOWN)}, needed a whole number")
+        raise InputError(f"{where}: the step is {one_line(repr(value), _SHOWN)}; expected an integer")
     return found
 
 
@@ -140,14 +140,14 @@ def _number(value: Any, where: str) -> float:
             return float(value)
     except (TypeError, ValueError, OverflowError):
         pass
-    raise InputError(f"{where}: the loss is {one_line(repr(value), _SHOWN)}, needed a number")
+    raise InputError(f"{where}: the loss is {one_line(repr(value), _SHOWN)}; expected a number")
 
 
 def check_losses(block: ExternalBlock) -> None:
-    """Refuses what losses cannot be read with, before there are some.
+    """Check the pattern of the losses before the first run.
 
     Raises:
-        UsageError: The pattern is no regular expression, or lacks a group.
+        UsageError: The pattern is no valid regular expression, or lacks a group.
     """
     if block.losses_kind == "regex":
         _pattern(block)
@@ -156,11 +156,11 @@ def check_losses(block: ExternalBlock) -> None:
 def _pattern(block: ExternalBlock) -> re.Pattern[str]:
     if block.pattern is None:
         raise UsageError(
-            r"train.pattern: found nothing, needed one with losses_kind: regex; write (?P<step>\d+) and (?P<loss>\S+)"
+            r"train.pattern: losses_kind: regex requires a pattern with the groups (?P<step>\d+) and (?P<loss>\S+)"
         )
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of expressions that a later Python will read otherwise
+            warnings.simplefilter("ignore")  # FutureWarning on syntax whose meaning may change
             pattern = re.compile(block.pattern)
     except (re.error, ValueError, OverflowError, RecursionError) as error:
         raise UsageError(f"train.pattern: {block.pattern!r} is no regular expression: {error}; correct it") from error
@@ -181,11 +181,11 @@ def _of_text(place: Path, block: ExternalBlock) -> Iterator[tuple[int, float]]:
 
 
 def _matches(pattern: str, lines: Sequence[str], place: Path) -> Sequence[tuple[int, str, str]]:
-    """Return the number of the line, the step and the loss of each match.
+    """Return line number, step and loss of each match.
 
     Raises:
         UsageError: The expression takes too long on a line.
-        EnvironmentProblem: The process that matches ended without an answer.
+        EnvironmentProblem: The process that matches failed.
     """
     order = json.dumps({"pattern": pattern, "lines": [*lines], "seconds": _SECONDS})
     command = [sys.executable, "-IS", "-W", "ignore", str(_MATCHER)]
@@ -195,7 +195,7 @@ def _matches(pattern: str, lines: Sequence[str], place: Path) -> Sequence[tuple[
             command, input=order.encode(), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, timeout=limit,
             check=False, start_new_session=True,
         )  # fmt: skip
-    except subprocess.TimeoutExpired:  # where the engine does not look for signals
+    except subprocess.TimeoutExpired:  # if the engine does not check for signals
         found: dict[str, Any] = {"late": None}
     else:
         if done.returncode:
@@ -219,7 +219,7 @@ def _of_trainer_state(place: Path, block: ExternalBlock) -> Iterator[tuple[int, 
     state = parse_json(read_small(place, INDEX_BYTES).decode("utf-8", "replace"), place)
     history = state.get("log_history") if isinstance(state, dict) else None
     if not isinstance(history, list):
-        raise InputError(f'{place}: has no list "log_history", needed the trainer_state.json of transformers')
+        raise InputError(f'{place}: has no list "log_history"; expected the trainer_state.json of transformers')
     for index, row in enumerate(history):
         if isinstance(row, dict):
             yield from _of_row(row, block, f"{place}, log_history[{index}]")
@@ -228,7 +228,7 @@ def _of_trainer_state(place: Path, block: ExternalBlock) -> Iterator[tuple[int, 
 def _of_tensorboard(place: Path, block: ExternalBlock, notes: list[str]) -> Iterator[tuple[int, float]]:
     files = sorted(place.rglob("*tfevents*")) if place.is_dir() else [place]
     if not files:
-        raise InputError(f"{place}: no event files of TensorBoard in it; set train.losses to the folder they are in")
+        raise InputError(f"{place}: contains no event files of TensorBoard; set train.losses to their folder")
     tags: set[str] = set()
     for file in files:
         for scalar in scalars(file, notes):
@@ -237,4 +237,4 @@ def _of_tensorboard(place: Path, block: ExternalBlock, notes: list[str]) -> Iter
                 yield scalar.step, scalar.value
     if block.loss_key not in tags:
         listed = ", ".join(json.dumps(one_line(tag, _SHOWN)) for tag in sorted(tags)[:8]) or "none"
-        raise InputError(f'{place}: no scalar "{block.loss_key}" in its event files; the tags there are: {listed}')
+        raise InputError(f'{place}: no scalar "{block.loss_key}" in its event files; their tags are: {listed}')

@@ -1,4 +1,4 @@
-"""What a step of a recipe will take, found before it is run, and what it took."""
+"""Memory of one step of a recipe: forecast before it runs, and compare with the measurement."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ Memory = dict[str, int]
 
 
 def forecast_memory(session: Session, gpu_memory: int | None) -> Memory:
-    """The forecast of a session, made in a process of its own; a note where the class cannot be forecast.
+    """Forecast the memory of a step in a new process; add a note if the class cannot be forecast.
 
     Args:
-        session: Whose source is prepared.
-        gpu_memory: Of each GPU, in bytes; None does not ask.
+        session: Session with a prepared source.
+        gpu_memory: Memory of a GPU in bytes; None for no check.
 
     Raises:
-        SpaceError: It does not fit, in a GPU or in the memory that ranks on a CPU share.
-        CkptxError: Whether it fits cannot be known.
+        SpaceError: The step does not fit in a GPU, or in the memory that ranks on a CPU share.
+        CkptxError: `gpu_memory` is set and the memory cannot be forecast.
     """
     try:
         shares = session.devices is None and not session.ranks.is_launched
@@ -38,13 +38,13 @@ def forecast_memory(session: Session, gpu_memory: int | None) -> Memory:
 
 
 def _forecast(recipe: Recipe, source: Path, gpu_memory: int | None, shares: bool) -> tuple[int, int]:
-    """Peak and what is left between steps, on the rank with the most.
+    """Return the peak and the bytes between steps, maximum over ranks.
 
     Args:
-        recipe: Whose step it is.
-        source: The checkpoint.
-        gpu_memory: Of each GPU, in bytes; None does not ask.
-        shares: Whether the ranks share the memory of this machine.
+        recipe: Recipe of the step.
+        source: Path of the checkpoint.
+        gpu_memory: Memory of a GPU in bytes; None for no check.
+        shares: True if all ranks share the memory of this machine.
     """
     import torch
 
@@ -60,15 +60,15 @@ def _forecast(recipe: Recipe, source: Path, gpu_memory: int | None, shares: bool
     if gpu_memory is not None and peak + reserved(peak) > gpu_memory:
         raise SpaceError(
             f"--gpu-memory: {recipe.name} takes {human_bytes(peak)} of tensors at the peak of a step and "
-            f"{human_bytes(reserved(peak))} beside them, found {human_bytes(gpu_memory)}; "
+            f"{human_bytes(reserved(peak))} of reserve, more than {human_bytes(gpu_memory)}; "
             f"{_advice(task.dims, mesh_that_fits(task, gpu_memory))}"
         )
     free = free_bytes(torch.device("cpu")) if shares else None
     needed = sum(each.peak for each in ranks) * recipe.layout.dims.per_stage
     if free is not None and needed > free:
         raise SpaceError(
-            f"{recipe.name}: its ranks take {human_bytes(needed)} of tensors at the peak of a step, found "
-            f"{human_bytes(free)} free on this machine; set a shorter data.sequence_length, or a smaller model"
+            f"{recipe.name}: its ranks take {human_bytes(needed)} of tensors at the peak of a step, but only "
+            f"{human_bytes(free)} are free on this machine; reduce data.sequence_length, or use a smaller model"
         )
     return peak, max(sum(each.timeline.between) for each in ranks)
 
@@ -85,7 +85,7 @@ def _advice(dims: ParallelDims, fitting: tuple[ParallelDims, int] | None) -> str
 
 
 def with_measured(memory: Memory, taken: tuple[int, int] | None) -> Memory:
-    """With what a step took."""
+    """Add the measured bytes of a step."""
     if taken is None:
         return memory
     return {**memory, "measured_peak": taken[0], "measured_between_steps": taken[1]}

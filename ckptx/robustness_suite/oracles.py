@@ -1,28 +1,28 @@
-"""The oracles: what two moments of a run have to have in common, to the last bit, and what of it differs.
+"""Oracles: compare two snapshots of the state of a run bit for bit, and name the items that differ.
 
-A moment is a set of items, each with the digest of its bytes, under the oracle that speaks of it:
+A snapshot is a set of items, each with the digest of its bytes, under the oracle that compares it:
 
-    reference    the files of the run that did not stop: no other run changes them
-    readable     what was published opens, and is complete
-    sharded      parameters are cut over ranks, where the recipe says so
+    reference    the files of the uninterrupted run: no other run changes them
+    readable     a published checkpoint opens, and is complete
+    sharded      parameters are sharded over ranks, as the recipe requires
     finite       no NaN; no infinity in a parameter, a moment or a loss
     names        the same names; no wrapper of FSDP2, compile or checkpointing in one; heads tied as the table says
     model        parameters and persistent buffers
-    second model   a copy of the model that is kept beside it, as an EMA
-    moments      exp_avg, exp_avg_sq and what else an optimizer keeps for each parameter
-    master weights  parameters in full precision, which an optimizer keeps
-    adam step    how many steps each parameter has taken
-    group        what the optimizer does with each parameter: betas, eps, weight decay, ...
-    scheduler    its state
-    step, epoch, samples   where the run is, and what it has seen
-    rng          python, numpy, torch and device, of each rank
-    replicas     what ranks hold whole, against each other
+    second model   another copy of the model, such as an EMA
+    moments      exp_avg, exp_avg_sq and other optimizer state of each parameter
+    master weights  parameters in full precision, kept by an optimizer
+    adam step    the number of optimizer steps of each parameter
+    group        settings of the optimizer's param groups: betas, eps, weight decay, ...
+    scheduler    state of the learning rate scheduler
+    step, epoch, samples   position of the run, and number of samples seen
+    rng          RNG state of python, numpy, torch and device, for each rank
+    replicas     state that is replicated on several ranks
     batch        the samples of the next step, by rank
     rate         the learning rate of the next step
-    memory       what a phase leaves in the process, against what a released warm-up left
-    other        what a trainer stores and ckptx has no word for
+    memory       memory and threads after a phase, compared with those after a released warm-up
+    other        state that ckptx does not recognize
 
-Loss and logits come last, and against the noise that was measured in the same run.
+Loss and logits come last; their tolerance is a multiple of the noise measured in the same run.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ Items = Mapping[tuple[str, str], str]  # (oracle, item) -> digest, or the value 
 
 
 class Difference(NamedTuple):
-    """One item that is not what it should be.
+    """One item that differs.
 
     Attributes:
-        oracle: Whose it is.
-        item: Its name.
-        rank: Where, or None where it is no rank's own.
-        reference: What it should be; None where it should not be at all.
-        found: What it is; None where it is missing.
+        oracle: Name of the oracle.
+        item: Name of the item.
+        rank: Global rank that has the item; None if it belongs to no rank.
+        reference: Expected value; None if the item is not in the reference.
+        found: Value that was found; None if the item is missing.
     """
 
     oracle: str
@@ -61,17 +61,17 @@ class Difference(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """What one oracle says of one phase.
+    """Result of one oracle in one phase.
 
     Attributes:
-        oracle: Its name.
-        compared: How many items it looked at.
-        differences: Those that differ.
-        value: Of a measure: the largest distance.
-        limit: What it may be.
-        times_noise: The limit as a multiple of the noise; None if no noise is allowed, and the limit is 0.
-        noise: The noise that the limit is a multiple of; None where `times_noise` is.
-        is_widened: Whether the recipe made it more than it is by default.
+        oracle: Name of the oracle.
+        compared: Number of items compared.
+        differences: Items that differ.
+        value: Largest difference of a measurement; None for an exact oracle.
+        limit: Tolerance of `value`; None for an exact oracle.
+        times_noise: Tolerance as a multiple of the noise; None if equal bits are required and the tolerance is 0.
+        noise: Noise that the tolerance is a multiple of; None if `times_noise` is.
+        is_widened: True if the recipe raised the tolerance above its default.
     """
 
     oracle: str
@@ -85,7 +85,7 @@ class Verdict(NamedTuple):
 
     @property
     def ok(self) -> bool | None:
-        """Nothing differs, and what was measured is a number within its limit; None where nothing was compared."""
+        """Return True if nothing differs and the measurement is within its tolerance; None if nothing was compared."""
         if self.differences:
             return False
         if not self.compared:
@@ -93,7 +93,7 @@ class Verdict(NamedTuple):
         return self.value is None or (self.limit is not None and self.value <= self.limit)
 
     def row(self) -> dict[str, Any]:
-        """What the report has of it."""
+        """Return the row of the report."""
         return {
             "name": self.oracle,
             "ok": self.ok,
@@ -109,13 +109,13 @@ class Verdict(NamedTuple):
 
 
 def compare(reference: Sequence[Items], found: Sequence[Items], oracles: Iterable[str] = EXACT) -> list[Verdict]:
-    """What differs between two moments, rank by rank.
+    """Compare two snapshots rank by rank.
 
     Args:
-        reference: The items of each rank, of the run that did not stop.
-        found: Of the other, with as many ranks.
-        oracles: Which are asked; one without a single item on either side is not. What is missing is no finite number
-            and no NaN either: the oracle that speaks of it says so.
+        reference: Items of each rank in the uninterrupted run.
+        found: Items of each rank in the other run, with the same number of ranks.
+        oracles: Oracles to apply; one without items on either side has no verdict. A missing tensor is reported by its
+            own oracle, not by `finite`.
     """
     wanted = set(oracles)
     compared: dict[str, int] = {}
@@ -132,7 +132,7 @@ def compare(reference: Sequence[Items], found: Sequence[Items], oracles: Iterabl
 
 
 def replicas(by_rank: Sequence[Mapping[tuple[str, str], str]]) -> Verdict:
-    """What ranks hold alike, against the first that has it."""
+    """Compare replicated state with the first rank that has it."""
     first: dict[tuple[str, str], tuple[int, str]] = {}
     compared, differences = 0, []
     for rank, held in enumerate(by_rank):
@@ -142,12 +142,14 @@ def replicas(by_rank: Sequence[Mapping[tuple[str, str], str]]) -> Verdict:
                 continue
             compared += 1
             if first[key][1] != found:
-                differences.append(Difference("replicas", key[0], rank, f"as on rank {first[key][0]}", "other bytes"))
+                differences.append(
+                    Difference("replicas", key[0], rank, f"bytes of rank {first[key][0]}", "different bytes")
+                )
     return Verdict("replicas", compared, differences)
 
 
 def all_finite(by_rank: Sequence[Items], losses: Mapping[int, float] | None = None) -> Verdict:
-    """Require that no NaN is anywhere, and no infinity in what is trained or in a loss, by step."""
+    """Check that no item is NaN, and that trained state and losses by step have no infinity."""
     compared, differences = 0, []
     for rank, items in enumerate(by_rank):
         for (oracle, name), said in items.items():
@@ -165,14 +167,14 @@ def all_finite(by_rank: Sequence[Items], losses: Mapping[int, float] | None = No
 def measured(
     oracle: str, pairs: Iterable[tuple[float, float]], noise: float | None, times: float, default: float
 ) -> Verdict:
-    """Numbers against those they should be, with a limit of so many times the noise.
+    """Compare numbers with a tolerance that is a multiple of the noise.
 
     Args:
-        oracle: loss or logits.
-        pairs: What should be, and what is.
-        noise: The largest difference that means nothing, as it was measured; None where equal bits are required.
-        times: By how much that may be exceeded, as the recipe says.
-        default: As it is by default.
+        oracle: "loss" or "logits".
+        pairs: Pairs of expected and found number.
+        noise: Measured noise; None if equal bits are required.
+        times: Factor of the noise, from the recipe.
+        default: Default of that factor.
     """
     distances = [distance(*pair) for pair in pairs]
     return within_noise(oracle, len(distances), largest(distances), noise, times, default)
@@ -181,7 +183,7 @@ def measured(
 def within_noise(
     oracle: str, compared: int, value: float, noise: float | None, times: float, default: float
 ) -> Verdict:
-    """Judge a distance that was measured, as `measured` does."""
+    """Compare a largest difference with a tolerance, as `measured` does."""
     if noise is None:
         return Verdict(oracle, compared, value=value, limit=0.0)
     return Verdict(
@@ -190,12 +192,12 @@ def within_noise(
 
 
 def distance(reference: float, found: float) -> float:
-    """How far apart two numbers are; NaN where one of them is no finite number."""
+    """Return the absolute difference of two numbers; NaN if one of them is not finite."""
     return abs(reference - found) if isfinite(reference) and isfinite(found) else nan
 
 
 def largest(values: Iterable[float]) -> float:
-    """The largest of some numbers, 0 of none, NaN if one is NaN (Python's `max` depends on their order then)."""
+    """Return the largest number, 0 for none, NaN if one is NaN (the result of `max` would depend on their order)."""
     found = 0.0
     for value in values:
         if value != value:
@@ -205,12 +207,12 @@ def largest(values: Iterable[float]) -> float:
 
 
 def plain_number(value: float | None) -> float | str | None:
-    """A number as JSON can say it."""
+    """Return a number as JSON can represent it: NaN and infinity become strings."""
     return value if value is None or isfinite(value) else str(value)
 
 
 def failing(verdicts: Iterable[Verdict]) -> Iterator[Verdict]:
-    """Those that are not ok, in the order of the oracles."""
+    """Yield the verdicts that failed, in the order of the oracles."""
     return (each for each in sorted(verdicts, key=lambda each: ORDER.index(each.oracle)) if each.ok is False)
 
 

@@ -1,13 +1,13 @@
-"""The phases: each proves one thing about what a training run saves, and says what it compared.
+"""Phases: each tests one property of the checkpoints of a training run.
 
-0 source parity   the runtime computes what stock transformers computes
-1 straight run    twice the same; and the noise, by which later phases judge losses and logits
-2 replicas        what ranks hold alike is alike, and what was saved loads to the same logits
-3 save again      saved, loaded and saved again is the same, in the foreground and in the background
-4 export          as plain files it computes the same in stock transformers
-5 other layouts   cut for other meshes it is the same, to the bit, and trains the same, within the noise
-6 resume          what goes on is what never stopped: to the bit, also in new processes, twice, past an epoch
-7 kills           what is killed while it saves leaves the last good step, and nothing that looks like one
+0 source parity   the runtime gives the same logits as stock transformers
+1 straight run    two identical runs match; measures the noise that limits later differences of losses and logits
+2 replicas        replicated state matches across ranks, and a checkpoint loads to the same logits
+3 save again      load + save preserves all state, with synchronous and asynchronous saves
+4 export          exported HF files give the same logits in stock transformers
+5 other layouts   a checkpoint resharded for other meshes is bit-equal, and trains equally within the noise
+6 resume          a resumed run equals an uninterrupted run: bit for bit, in new processes, twice, past an epoch
+7 kills           a killed save leaves the last good step, and no incomplete step that looks complete
 """
 
 from __future__ import annotations
@@ -49,17 +49,17 @@ from ckptx.runtime.training.checkpoints import LATEST
 from ckptx.runtime.training.recipe import ChecksBlock, LayoutBlock, Recipe
 
 _DEFAULTS = ChecksBlock()
-_OF_NO_RANK = ("scheduler", "step", "samples", "rate")  # what is the same on every mesh
+_OF_NO_RANK = ("scheduler", "step", "samples", "rate")  # state that is the same on every mesh
 
 
 class Phase(NamedTuple):
-    """One of them.
+    """One phase.
 
     Attributes:
-        number: As `--phases` chooses it.
-        name: In a word or two.
-        title: What it proves.
-        run: Does it.
+        number: Number of the phase, for `--phases`.
+        name: Name of the phase.
+        title: Property that the phase tests.
+        run: Function that runs the phase.
     """
 
     number: int
@@ -69,14 +69,14 @@ class Phase(NamedTuple):
 
 
 def source_parity(session: Session) -> Findings:
-    """Phase 0."""
+    """Run phase 0."""
     reference, noise = session.run_task("source_logits", session.recipe, session.source, DRAWS)
     found = session.run_task("runtime_logits", session.run_of())
     return Findings([_logits(session, reference, found, noise)])
 
 
 def straight_run(session: Session) -> Findings:
-    """Phase 1."""
+    """Run phase 1."""
     straight, again = session.straight, session.again
     found = Findings([_sharded(session, straight)] if session.recipe.checks.sharded is not None else [])
     found.verdicts += _finite(straight)
@@ -85,7 +85,7 @@ def straight_run(session: Session) -> Findings:
             found.verdicts += compare(straight.items[step], again.items[step])
         found.verdicts.append(_losses(session, straight, again, noise=None))
     else:
-        found.notes.append("two runs alike need not have the same bits on this device; their difference is noise")
+        found.notes.append("identical runs may differ in bits on this device; their difference is noise")
     noise = session.noise
     found.notes.append(
         f"noise of the loss {max(noise['loss'].values()):.3g}, of logits {max(noise['logits'].values()):.3g}"
@@ -99,7 +99,7 @@ def _saving(recipe: Recipe, is_asynchronous: bool) -> Recipe:
 
 
 def replicas_and_reference(session: Session) -> Findings:
-    """Phase 2."""
+    """Run phase 2."""
     straight, last = session.straight, session.stops[-1]
     found = Findings([replicas(straight.held[step]) for step in session.stops])
     with found.reading(f"step-{last}"):
@@ -110,7 +110,7 @@ def replicas_and_reference(session: Session) -> Findings:
 
 
 def save_again(session: Session) -> Findings:
-    """Phase 3."""
+    """Run phase 3."""
     step = session.boundary
     first = session.checkpoint(step)
     found = Findings()
@@ -125,15 +125,13 @@ def save_again(session: Session) -> Findings:
 
 
 def export(session: Session) -> Findings:
-    """Phase 4."""
+    """Run phase 4."""
     last = session.stops[-1]
     checkpoint, exported = session.checkpoint(last), session.out / "export"
     found = Findings()
     architecture = find_architecture(read_json(session.source / "config.json"))
     is_known = architecture is not None and architecture.name_patterns
-    names: Names | None = (
-        "disk" if is_known else None
-    )  # experts that the run had fused are apart where they are published
+    names: Names | None = "disk" if is_known else None  # experts that are fused in the run are separate on the Hub
     with found.reading(f"step-{last}"):
         convert("dcp2hf", checkpoint, exported, base=str(session.source), names=names, overwrite=True)
         found.verdicts.append(_names(session.source, exported))
@@ -144,14 +142,14 @@ def export(session: Session) -> Findings:
 
 
 def other_layouts(session: Session) -> Findings:
-    """Phase 5."""
+    """Run phase 5."""
     step, found = session.boundary, Findings()
     layouts = session.recipe.checks.layouts
     if not layouts:
-        return Findings(skipped="the recipe names no other layouts; add checks.layouts")
+        return Findings(skipped="the recipe has no other layouts; add checks.layouts")
     left = [each for each in layouts if not session.can_have(each.dims.world_size)]
     notes = [
-        f"{session.on(each)}: not run, it needs {each.dims.world_size} ranks, and there are others" for each in left
+        f"{session.on(each)}: not run, requires {each.dims.world_size} ranks, which are not available" for each in left
     ]
     if len(left) == len(layouts):
         return Findings(skipped="; ".join(notes))
@@ -174,7 +172,7 @@ def other_layouts(session: Session) -> Findings:
 def _on_other_layout(
     session: Session, layout: LayoutBlock, number: int, base: RunResult, steady: Recipe
 ) -> Iterator[Verdict]:
-    """What was saved, cut for another mesh, loaded there, saved, and trained further."""
+    """Reshard a checkpoint for another mesh, load it there, save it, and continue training."""
     step, words, dims = session.boundary, session.on(layout), layout.dims
     checkpoint = session.checkpoint(step)
     cut, saved = session.out / f"layout-{number}-cut", session.saved(f"layout-{number}", step)
@@ -191,7 +189,7 @@ def _on_other_layout(
 
 @contextmanager
 def _naming(key: str) -> Iterator[None]:
-    """Around what a model may have no form for: the error names the key of the recipe that asks for it."""
+    """Prefix errors of layouts that a model does not support with the key of the recipe."""
     try:
         yield
     except (UsageError, UnsupportedError) as error:
@@ -199,7 +197,7 @@ def _naming(key: str) -> Iterator[None]:
 
 
 def resume(session: Session) -> Findings:
-    """Phase 6."""
+    """Run phase 6."""
     found = Findings()
     noise = None if session.is_exact else session.noise_of("loss")
     steps = [each for each in session.stops if each < session.recipe.training.steps]
@@ -216,7 +214,7 @@ def resume(session: Session) -> Findings:
             found.verdicts += at_start
             if session.is_exact and all(
                 each.ok is not False for each in at_start
-            ):  # what comes later follows from the start
+            ):  # later steps can only be equal if the start is
                 for each in later:
                     found.verdicts += compare(session.straight.items[each], outcome.items[each])
             found.verdicts += _finite(outcome)
@@ -225,7 +223,7 @@ def resume(session: Session) -> Findings:
 
 
 def kills(session: Session) -> Findings:
-    """Phase 7."""
+    """Run phase 7."""
     found, good = Findings(), session.boundary
     first = session.checkpoint(good)
     ways = ((False, False), (False, True), (True, False))  # asynchronous, all ranks
@@ -244,7 +242,7 @@ def kills(session: Session) -> Findings:
         left = session.run_task("left_over", root, good, before.digests)
         faults = list(left.faults)
         if not ended:
-            faults.append(f"{at}: no rank was ended there")
+            faults.append(f"{at}: no rank was killed at this operation")
         try:
             session.run_task("saved_under_watch", run, KillPoint(root=root))
         except (InputError, OutputError) as error:
@@ -255,13 +253,13 @@ def kills(session: Session) -> Findings:
         session.kills.append(
             {"at": at, "ranks": ended, "asynchronous": is_asynchronous, "latest": left.latest, "ok": not faults}
         )
-        differences = [Difference("readable", at, None, "the last good step, and no other", each) for each in faults]
+        differences = [Difference("readable", at, None, "only the last good step", each) for each in faults]
         found.verdicts.append(Verdict("readable", 1, differences))
     return _merged(found)
 
 
 def _root_with(session: Session, name: str, first: Path) -> Path:
-    """A directory of steps with one published step."""
+    """Create a directory of steps with one published step."""
     root = session.folder(name)
     session.once(_begin_with, root, first)
     return root
@@ -273,14 +271,14 @@ def _begin_with(root: Path, first: Path) -> None:
 
 
 PHASES: tuple[Phase, ...] = (
-    Phase(0, "source parity", "the runtime computes what stock transformers computes", source_parity),
-    Phase(1, "straight run", "two runs alike are alike, and what noise is", straight_run),
-    Phase(2, "replicas", "what ranks hold alike is alike, and loads to the same logits", replicas_and_reference),
-    Phase(3, "save again", "saved, loaded and saved again is the same", save_again),
-    Phase(4, "export", "plain files compute the same in stock transformers", export),
-    Phase(5, "other layouts", "cut for another mesh it is the same, and trains the same", other_layouts),
-    Phase(6, "resume", "what goes on is what never stopped", resume),
-    Phase(7, "kills", "what is killed while it saves leaves the last good step", kills),
+    Phase(0, "source parity", "the runtime gives the same logits as stock transformers", source_parity),
+    Phase(1, "straight run", "two identical runs match; measures numerical noise", straight_run),
+    Phase(2, "replicas", "replicated state matches across ranks; logits survive a reload", replicas_and_reference),
+    Phase(3, "save again", "load + save round trip preserves all state", save_again),
+    Phase(4, "export", "exported HF files give the same logits in transformers", export),
+    Phase(5, "other layouts", "resharded for another mesh, state is equal and training matches", other_layouts),
+    Phase(6, "resume", "a resumed run equals an uninterrupted run", resume),
+    Phase(7, "kills", "a killed save leaves the last good step", kills),
 )
 
 
@@ -288,7 +286,7 @@ PHASES: tuple[Phase, ...] = (
 
 
 def _merged(found: Findings) -> Findings:
-    """One verdict for each oracle: of several comparisons, the worst measure and all differences."""
+    """Merge the verdicts of each oracle: keep the largest difference of a measurement, and all items that differ."""
     by_oracle: dict[str, list[Verdict]] = {}
     for each in found.verdicts:
         by_oracle.setdefault(each.oracle, []).append(each)
@@ -316,7 +314,7 @@ def _finite(outcome: RunResult) -> list[Verdict]:
 def _sharded(session: Session, outcome: RunResult) -> Verdict:
     parts, every = outcome.sharded
     is_sharded, wanted = parts > 0, session.recipe.checks.sharded
-    words = {True: "sharded", False: "whole on every rank"}
+    words = {True: "sharded", False: "not sharded"}
     differences = (
         [Difference("sharded", f"{parts} of {every} parameters", None, words[bool(wanted)], words[is_sharded])]
         if is_sharded != wanted
@@ -338,10 +336,10 @@ def _logits(session: Session, reference: Logits, found: Logits, noise: float | N
 
 
 def _same_bytes(reference: Path, found: Path, where: str = "") -> Verdict:
-    """Every tensor of two models, in whatever format and layout."""
+    """Compare all tensors of two models bit for bit, in any format and layout."""
     report = verify_bytes(
         CompareOptions(reference, found), with_state=False
-    )  # which other oracles judge, each what it names
+    )  # other oracles compare the rest of the state
     lead = f"{where}: " if where else ""
     differences = [
         Difference("model", f"{lead}{row['name']}", None, "the same", str(row.get("kind", "differs")))
@@ -350,12 +348,12 @@ def _same_bytes(reference: Path, found: Path, where: str = "") -> Verdict:
     return Verdict("model", report.compared, differences)
 
 
-# What a run has besides the model that is the same on every mesh: random numbers are each rank's own.
+# State besides the model that is the same on every mesh; RNG state belongs to a rank.
 _OF_A_RUN = ("moments", "adam step", "group", "rate", "scheduler", "step", "batch", "samples")
 
 
 def _same_state(reference: Path, found: Path, where: str) -> list[Verdict]:
-    """What two checkpoints of a run have besides the model."""
+    """Compare the state of two checkpoints besides the model."""
     verdicts = compare([items_of(reference)], [items_of(found)], _OF_A_RUN)
     return [
         each._replace(differences=[one._replace(item=f"{where}: {one.item}", rank=None) for one in each.differences])
@@ -364,29 +362,29 @@ def _same_state(reference: Path, found: Path, where: str) -> list[Verdict]:
 
 
 def _names(reference: Path, found: Path) -> Verdict:
-    """The names in two checkpoints of one format: none new, none of a wrapper, none lost; a tied head as it was."""
+    """Compare the names in two checkpoints of one format, so that none is added, lost or named after a wrapper."""
     before, after = (set(open_checkpoint(each).tensors) for each in (reference, found))
-    differences = [Difference("names", name, None, "there", "not there") for name in sorted(before - after)]
-    differences += [Difference("names", name, None, "not there", "there") for name in sorted(after - before)]
+    differences = [Difference("names", name, None, "present", "missing") for name in sorted(before - after)]
+    differences += [Difference("names", name, None, "missing", "present") for name in sorted(after - before)]
     return Verdict("names", len(before | after), differences)
 
 
 def _same_files(reference: Path, found: Path) -> Verdict:
-    """Every file of two folders, byte for byte."""
+    """Compare all files of two folders byte for byte."""
     names = sorted({each.name for folder in (reference, found) for each in folder.iterdir()})
     differences = []
     for name in names:
         first, second = reference / name, found / name
         if not (first.is_file() and second.is_file()):
-            here = "there" if first.is_file() else "not there"
-            differences.append(Difference("names", name, None, here, "there" if second.is_file() else "not there"))
+            state = "present" if first.is_file() else "missing"
+            differences.append(Difference("names", name, None, state, "present" if second.is_file() else "missing"))
         elif not filecmp.cmp(first, second, shallow=False):
-            differences.append(Difference("model", name, None, "the same bytes", "other bytes"))
+            differences.append(Difference("model", name, None, "equal bytes", "different bytes"))
     return Verdict("model", len(names), differences)
 
 
 def chosen(text: str | None) -> Sequence[Phase]:
-    """The phases that `--phases` names: numbers and ranges with commas between them, or names."""
+    """Return the phases that `--phases` selects by numbers, ranges or names, separated by commas."""
     if text is None:
         return PHASES
     known = {str(each.number): each for each in PHASES} | {each.name: each for each in PHASES}

@@ -1,9 +1,9 @@
-"""Pickles of any trainer as values with names: what they name is recorded, and nothing of it is imported or run.
+"""Read pickles of any trainer as named values: names in them are recorded, and nothing is imported or executed.
 
 `pickle_graph` reads a pickle, `pickled_kinds` gives what torch, numpy and Python write its meaning, and `canonical` has
 the digests. Here a file is opened, and its value is divided into parts, each with the name under which it is compared.
 
-A digest speaks of values alone. The order of the keys of a dict, that of a set (which differs from process to process),
+A digest depends on values only. The order of the keys of a dict, that of a set (which differs from process to process),
 what was written once and referred to, and how often, do not enter it.
 """
 
@@ -87,7 +87,7 @@ class Reader:
             file: Its name.
             where: Subject of error messages.
             tensors: Digests of tensors in the file.
-            offset: Where the archive begins.
+            offset: First byte of the archive in the file.
             nbytes: Its length; the rest of the file by default.
 
         Raises:

@@ -58,7 +58,7 @@ class Tensor:
     """A dense tensor.
 
     Attributes:
-        ref: Which elements of its storage it has.
+        ref: Elements of the storage that belong to the tensor.
         storage: Has its bytes.
         kind: Its class.
         requires_grad: The flag that was pickled.
@@ -120,7 +120,7 @@ class Kinds:
         self._ids = ObjectIds()
 
     def of(self, value: Any) -> Any:
-        """The meaning of a value; the value itself where there is none beside it."""
+        """Return the meaning of a value, or the value itself if it has none."""
         if not isinstance(value, (CallResult, Mapping, External)):
             return value
         found = self._found.get(self._ids(value))

@@ -1,4 +1,4 @@
-"""What every rank needs: the process that ranks are forked from imports this, and so does a rank that is not forked.
+"""Imports of every rank: imported by the process that ranks are forked from, and by ranks in new interpreters.
 
 What is imported stays. To search it for garbage takes a fifth of the time of importing it, and in forked processes
 pages that they would share; so it is not searched, neither now nor after a task.

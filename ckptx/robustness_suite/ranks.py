@@ -1,6 +1,6 @@
-"""The ranks of a run: processes that live for several phases, forked from one that has imported, measured after each.
+"""Ranks of a run: processes that live for several phases, forked from a preloaded process, measured after each phase.
 
-    this process     imports no torch, has no group, touches no device; it waits, and judges
+    this process     imports no torch, has no process group, uses no device; it waits and compares
       the preload process    imports once, before it has a thread; multiprocessing's fork server
         rank 0..n    forked from it; each phase is a world of its own that ends with the phase
 
@@ -44,12 +44,12 @@ _PATIENCE = 1.0  # seconds in which the threads of a group that was ended are go
 
 
 class LeakedMemory(NamedTuple):
-    """What a rank still has when a phase is over and its world has ended.
+    """Memory and threads of a rank after a phase, when its process group is destroyed.
 
     Attributes:
-        tensor_bytes: Of tensors that are alive, each storage once; without the constants that modules keep.
-        parameters: Of models, how many are alive, with storage or without.
-        threads: Of the process; those that were ending when they were counted are given the time to.
+        tensor_bytes: Bytes of live tensors, each storage once, without constants that modules keep.
+        parameters: Number of live model parameters, with storage or without.
+        threads: Number of threads of the process; threads that are ending get time to end.
     """
 
     tensor_bytes: int
@@ -59,12 +59,12 @@ class LeakedMemory(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class TaskResult:
-    """What came of a task on one rank.
+    """Result of a task on one rank.
 
     Attributes:
-        value: What it returned.
-        residue: What it left.
-        died: The signal that ended the process, where one did.
+        value: Return value of the task.
+        residue: Memory and threads after the task.
+        died: Signal that ended the process; None if it is alive.
     """
 
     value: Any = None
@@ -73,14 +73,14 @@ class TaskResult:
 
 
 class Settings(NamedTuple):
-    """What each rank is told when it starts.
+    """Settings of a rank, sent when it starts.
 
     Attributes:
-        device: auto, cpu or cuda.
-        backend: auto, gloo or nccl.
-        gpu_memory: Bytes that it may use of a GPU, or None.
-        directory: Where the ranks of this machine meet.
-        is_launched: Whether somebody else, as torchrun, launched the processes above the ranks.
+        device: "auto", "cpu" or "cuda".
+        backend: "auto", "gloo" or "nccl".
+        gpu_memory: Limit of GPU memory in bytes; None for no limit.
+        directory: Folder for the rendezvous of the ranks of this machine.
+        is_launched: True if a launcher such as torchrun started the parent processes of the ranks.
     """
 
     device: str
@@ -91,18 +91,18 @@ class Settings(NamedTuple):
 
 
 class Ranks:
-    """The ranks of this machine, or under torchrun the one below this process."""
+    """Ranks of this machine, or under torchrun the one rank below this process."""
 
     def __init__(
         self, *, device: str = "auto", backend: str = "auto", gpu_memory: int | None = None, is_fresh: bool = False
     ) -> None:
-        """Nothing is started before the first task.
+        """Prepare ranks, which start with the first task.
 
         Args:
-            device: auto, cpu or cuda.
-            backend: auto, gloo or nccl.
-            gpu_memory: Bytes that a rank may use of a GPU; None is all there are.
-            is_fresh: Each rank is an interpreter of its own, which imports everything itself.
+            device: "auto", "cpu" or "cuda".
+            backend: "auto", "gloo" or "nccl".
+            gpu_memory: Limit of GPU memory of a rank in bytes; None for no limit.
+            is_fresh: True to start each rank as a new interpreter instead of forking it.
         """
         self._is_fresh = is_fresh
         self._workers: dict[int, Worker] = {}
@@ -113,16 +113,17 @@ class Ranks:
     def run(
         self, task: str | Callable[..., Any], *args: Any, world_size: int, may_die: bool = False
     ) -> dict[int, TaskResult]:
-        """Calls `task(place, *args)` on every rank, in a world of its own; gives the answers of the ranks here.
+        """Call `task(place, *args)` on all ranks, in a new process group, and return the results of the ranks here.
 
         Args:
-            task: A function of a module, or its name in `robustness_suite/tasks.py`, which need not be imported here.
-            args: Are pickled.
-            world_size: Number of ranks; under torchrun that of torchrun.
-            may_die: A rank that a signal ends is an answer, and no failure; what the others say then is none either.
+            task: Function of a module, or its name in `robustness_suite/tasks.py`, which is not imported here.
+            args: Picklable arguments.
+            world_size: Number of ranks; under torchrun, that of torchrun.
+            may_die: True if a rank that a signal ends is a result, not a failure; errors of other ranks are then
+                ignored.
 
         Raises:
-            CkptxError: As a rank raised it.
+            CkptxError: A rank raised it.
             PeerFailure: A rank died.
         """
         here = [int(os.environ["RANK"])] if self._settings.is_launched else list(range(world_size))
@@ -147,21 +148,21 @@ class Ranks:
         }
 
     def run_in_subprocess(self, function: Callable[..., Any], *args: Any) -> Any:
-        """What a function gives in a process of its own, which is no rank and may have children.
+        """Call a function in a new process, which is no rank and may have children, and return its result.
 
         Args:
-            function: Of a module.
-            args: Are pickled.
+            function: Function of a module.
+            args: Picklable arguments.
 
         Raises:
-            CkptxError: As the function raised it.
-            Defect: It raised something else, or its process died.
+            CkptxError: The function raised it.
+            Defect: The function raised another error, or its process died.
         """
         with _inherited():
             return in_child(function, *args, context=_fork_server())
 
     def fresh(self) -> Ranks:
-        """The same in interpreters of their own, none of which is started yet."""
+        """Return ranks with the same settings in new interpreters, none of which is started yet."""
         settings = self._settings
         found = Ranks(device=settings.device, backend=settings.backend, gpu_memory=settings.gpu_memory, is_fresh=True)
         found._peaks = self._peaks
@@ -169,20 +170,20 @@ class Ranks:
 
     @property
     def peak_rss(self) -> int:
-        """Peak resident set size of the largest rank on this machine so far, in bytes; 0 if the system does not say."""
+        """Return the peak resident set size of the largest rank on this machine so far, in bytes; 0 if unknown."""
         return max(self._peaks)
 
     @property
     def is_launched(self) -> bool:
-        """Whether other processes do the same, each with a rank of its own."""
+        """Return True if a launcher started this process and others, each with a rank of its own."""
         return self._settings.is_launched
 
     def can_have(self, world_size: int) -> bool:
-        """Whether there can be so many ranks: under torchrun only as many as it started."""
+        """Return True if this number of ranks is possible: under torchrun, only that of torchrun."""
         return launched_world_size() in (None, world_size)
 
     def close(self) -> None:
-        """Ends the ranks."""
+        """End the ranks."""
         self._stop(list(self._workers))
         self._directory.cleanup()
 
@@ -216,7 +217,7 @@ class Ranks:
             if not ready:
                 break
         for rank in waiting.values():
-            found[rank] = PeerFailure(f"rank {rank}: gave no answer when another had ended", 7, is_said=False)
+            found[rank] = PeerFailure(f"rank {rank}: did not answer after another rank had ended", 7, is_said=False)
         return found
 
     def _answer(self, rank: int) -> TaskResult | BaseException:
@@ -228,7 +229,7 @@ class Ranks:
             if died.code is not None and died.code < 0:
                 return _RankKilled(rank, -died.code)
             return EnvironmentProblem(
-                f"rank {rank}: ended with code {died.code} and without a word; look at its output"
+                f"rank {rank}: ended with exit code {died.code} and no error message; see its output"
             )
         except CkptxError as error:
             return error
@@ -248,12 +249,12 @@ class _RankKilled(PeerFailure):
 
     def __init__(self, rank: int, signal: int) -> None:
         why = " and unless somebody did that, memory was short" if signal == SIGKILL else ""
-        super().__init__(f"rank {rank}: ended by signal {signal}{why}; look at its output", 7, is_said=False)
+        super().__init__(f"rank {rank}: ended by signal {signal}{why}; see its output", 7, is_said=False)
         self.signal = signal
 
 
 def _first(failed: Mapping[int, BaseException]) -> BaseException:
-    """Why it failed: who failed by itself, before those who only lost the connection to another."""
+    """Return the error to raise: that of a rank that failed on its own, before those of ranks that lost a peer."""
     errors = [failed[rank] for rank in sorted(failed)]
     return min(errors, key=lambda each: (not isinstance(each, _RankKilled), isinstance(each, PeerFailure)))
 
@@ -299,7 +300,7 @@ def _inherited() -> Iterator[None]:
 
 
 def _work(pipe: Connection, rank: int, settings: Settings) -> None:
-    """Do one task after another, until nobody asks any more."""
+    """Run tasks until the pipe is closed."""
     importlib.import_module(_PRELOAD)  # is there already but in an interpreter of its own
     from transformers.utils import logging
 
@@ -315,7 +316,7 @@ def _work(pipe: Connection, rank: int, settings: Settings) -> None:
 
 
 def _done(call: bytes, rank: int, settings: Settings) -> tuple[bytes, LeakedMemory]:
-    """Do one task, in a world that ends with it; return its pickled result, and what it left."""
+    """Run one task in its own process group; return the pickled result, and memory and threads after it."""
     from ckptx.runtime.parallel.distributed import process_group, report_failure_to_peers
 
     task, args, world_size, world = pickle.loads(call)
@@ -332,7 +333,7 @@ def _done(call: bytes, rank: int, settings: Settings) -> tuple[bytes, LeakedMemo
 
 
 def _bound(settings: Settings, device: Any) -> None:
-    """Keeps a rank from using more of a GPU than it was given."""
+    """Limit the GPU memory of a rank."""
     if settings.gpu_memory is None:
         return
     if device.type != "cuda":  # the forecast has asked whether it would fit
@@ -344,7 +345,7 @@ def _bound(settings: Settings, device: Any) -> None:
 
 
 def _store(settings: Settings, rank: int, world: int, world_size: int) -> Any:
-    """Where the ranks of a world meet: in a file, or at the address of who launched them, under a name of their own."""
+    """Return the store of a process group: a file, or that of the launcher with a prefix of its own."""
     import torch.distributed as dist
 
     if not settings.is_launched:
@@ -358,7 +359,7 @@ _opened: list[Any] = []  # the last store: the one of rank 0, where no agent has
 
 
 def _residue() -> LeakedMemory:
-    """What is still alive in this process; garbage is collected first."""
+    """Measure live tensors, parameters and threads of this process after a garbage collection."""
     import torch
 
     from ckptx.runtime.parallel.live_tensors import live_tensors, tensors_among
@@ -381,7 +382,7 @@ _threads_before: list[int] = []  # the fewest that this process has had after a 
 
 
 def _threads() -> int:
-    """Threads that stay: a group's are told to end with it, and the system lists each until it has."""
+    """Count threads, after waiting for those of a destroyed process group to end."""
     until = time.monotonic() + _PATIENCE
     found = _listed_threads()
     while _threads_before and found > _threads_before[0] and time.monotonic() < until:

@@ -1,4 +1,4 @@
-"""Notice when a run changes the files of the run that it is compared with.
+"""Detect a run that changes the files of the run that it is compared with.
 
 A comparison with files that the other side can write proves nothing: a resumed run that writes its own state over the
 checkpoint it began with is equal to it. So the files of the reference run are digested before another run starts, and
@@ -31,7 +31,7 @@ class _FileState(NamedTuple):
 
     Attributes:
         content: Its kind, with the digest of a file or the target of a link.
-        state: What `stat` says of a file when its content was read; None of everything else.
+        state: Result of `stat` when the content of a file was read; None for folders and links.
     """
 
     content: str
@@ -84,7 +84,7 @@ def snapshot(root: Path, followed: Iterable[Path] = (), known: RunFiles | None =
 
 
 def changes(before: RunFiles, after: RunFiles) -> Verdict:
-    """Return the verdict of the oracle `reference`: every name below a folder, and what has become of it."""
+    """Return the verdict of the oracle `reference` on all names below a folder: changed, deleted or renamed."""
     gone = {name: before.seen[name].content for name in before.seen if name not in after.seen}
     new = {name: after.seen[name].content for name in after.seen if name not in before.seen}
     differences = []

@@ -1,4 +1,4 @@
-"""`ckptx robustness`: a recipe is read, its phases run on shared ranks, and what they found becomes a report."""
+"""Implementation of `ckptx robustness`: read a recipe, run its phases on shared ranks, and build the report."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def robustness(options: RobustnessOptions) -> RobustnessReport:
     wanted = chosen(phases)
     planted = InjectedFault()
     if inject is not None:
-        from ckptx.robustness_suite.faults import find_fault  # the only one that knows them
+        from ckptx.robustness_suite.faults import find_fault  # imported only if a fault is injected
 
         fault = find_fault(inject, read)
         planted = fault.planted
@@ -74,7 +74,7 @@ def robustness(options: RobustnessOptions) -> RobustnessReport:
                     log=log,
                     planted=planted,
                 )
-                if ranks.is_launched:  # a temporary folder is that of rank 0
+                if ranks.is_launched:  # all ranks use the temporary folder of rank 0
                     folder = session.out = session.run_task("agreed", folder)
                     report = replace(report, out=str(folder))
                 on_phase(report)
@@ -83,10 +83,10 @@ def robustness(options: RobustnessOptions) -> RobustnessReport:
                 forecast = forecast_memory(session, memory)
                 report = _run(report, session, wanted, forecast, on_phase)
                 if ranks.is_launched:
-                    session.run_task("agreed", None)  # nobody reads any more
+                    session.run_task("agreed", None)  # wait until all ranks have finished reading
             report = replace(report, **peak_of_processes([ranks.peak_rss], are_ranks=True))
-    except BaseException as error:  # nothing was judged
-        stays = read.train is not None and isinstance(error, CkptxError)  # with what the command printed
+    except BaseException as error:  # there is no report
+        stays = read.train is not None and isinstance(error, CkptxError)  # keep the output of the command
         if is_mine and not (stays and any(mine.iterdir())):
             shutil.rmtree(mine, ignore_errors=True)
         elif not is_mine and folder.is_dir() and not any(folder.iterdir()):
@@ -99,28 +99,28 @@ def robustness(options: RobustnessOptions) -> RobustnessReport:
 
 
 def _refuse_nothing_after(recipe: Recipe) -> None:
-    """Refuses a run that saves nothing to go on from.
+    """Check that a run saves a checkpoint to resume from.
 
     Raises:
-        UsageError: It saves at the last step alone.
+        UsageError: The run saves only at the last step.
     """
     training = recipe.training
     if min(training.save_at, default=training.steps) >= training.steps:
         raise UsageError(
-            f"training.save_at: found {list(training.save_at)}, needed a step before the last, {training.steps}: what "
-            "follows it is compared; set training.steps or training.save_at"
+            f"training.save_at: {list(training.save_at)} has no step before the last step {training.steps}, so there "
+            "are no steps after a resume to compare; set training.steps or training.save_at"
         )
 
 
 def _refuse_foreign(recipe: Recipe, phases: str | None, inject: str | None) -> None:
-    """Refuses what has no meaning for a trainer that is not ours.
+    """Refuse options that do not apply to a custom trainer.
 
     Raises:
-        UsageError: There is something.
+        UsageError: Such an option is set, or torchrun launched this process.
     """
     for option, value in (("--phases", phases), ("--inject", inject)):
         if value is not None:
-            raise UsageError(f"{option}: has no meaning for {recipe.name}, whose trainer is a command; leave it out")
+            raise UsageError(f"{option} does not apply to {recipe.name}, whose trainer is a command; leave it out")
     if is_launched():
         raise UsageError(f"{recipe.name}: its command starts its own ranks; run ckptx without torchrun")
 
@@ -128,7 +128,7 @@ def _refuse_foreign(recipe: Recipe, phases: str | None, inject: str | None) -> N
 def _foreign(
     report: RobustnessReport, recipe: Recipe, path: Path, log: Log, on_phase: Callable[[RobustnessReport], None]
 ) -> RobustnessReport:
-    """What a trainer that is not ours left."""
+    """Run a custom trainer, and add its results to the report."""
     from ckptx.robustness_suite.external_trainer import run_foreign
 
     assert recipe.train is not None
@@ -143,7 +143,7 @@ def _run(
     report: RobustnessReport, session: Session, phases: Sequence[Phase], forecast: Memory,
     on_phase: Callable[[RobustnessReport], None],
 ) -> RobustnessReport:  # fmt: skip
-    """The phases one after another."""
+    """Run the phases in order, and add their results to the report."""
     baseline = baseline_of(session)
     judge = Judge(lambda so_far: on_phase(so_far.report(report)), session.world_size)
     for phase in phases:
@@ -173,9 +173,9 @@ def run_phase(judge: Judge, session: Session, phase: Phase, baseline: LeakedMemo
 
 
 def baseline_of(session: Session) -> LeakedMemory:
-    """What is left of a run of two steps that was released: the least that a process which has trained has.
+    """Measure memory and threads after a run of two steps was released: the minimum of a process that has trained.
 
-    The second of them is like all that follow: what it took is measured.
+    The second step is like all later steps; its memory is measured.
     """
     outcome = session.run_task("train", replace(session.run_of(until=2), measures=True))
     session.taken = outcome.taken
@@ -191,7 +191,7 @@ def _most(residues: Sequence[LeakedMemory]) -> LeakedMemory:
 
 
 def _memory(session: Session, baseline: LeakedMemory) -> Verdict:
-    """Whether the ranks gave back what a phase took."""
+    """Compare memory and threads after a phase with the baseline."""
     found = _most(session.residues)
     differences = [
         Difference("memory", name.replace("_", " "), None, f"at most {most}", str(left))
@@ -202,17 +202,15 @@ def _memory(session: Session, baseline: LeakedMemory) -> Verdict:
 
 
 def _folder(out: str | Path | None) -> tuple[Path, bool]:
-    """Where everything is written, and whether it is ours to remove."""
+    """Return the output folder, and True if it is temporary and this process has to remove it."""
     if out is None:
         if is_launched() and not is_first_rank():
-            return Path(), False  # rank 0 tells
+            return Path(), False  # rank 0 creates the folder
         return Path(tempfile.mkdtemp(prefix="ckptx-robustness-")), True
     folder = Path(out)
     try:
-        if is_first_rank() and folder.exists() and any(folder.iterdir()):  # others may come when it writes already
-            raise OutputError(
-                f"{folder}: holds other files, needed a folder that is absent or empty; use another --out"
-            )
+        if is_first_rank() and folder.exists() and any(folder.iterdir()):  # rank 0 may write already
+            raise OutputError(f"{folder}: already contains files; use another --out, or an empty folder")
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise OutputError(f"{folder}: cannot be written: {error.strerror}; use another --out") from error

@@ -1,4 +1,4 @@
-"""What the ranks are told to do, and what they answer: nothing here needs torch."""
+"""Requests to ranks and their results; this module does not import torch."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ Logits = Sequence[NDArray[np.float32]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """One run of the trainer, as it is told to the ranks.
+    """One run of the trainer, as sent to the ranks.
 
     Attributes:
-        recipe: What is trained.
-        source: The checkpoint it begins with.
-        resumed: The checkpoint it goes on from; None begins.
-        until: The step it stops after; 0 stops before the first.
-        saves: Step -> where it saves after it.
-        looks: Steps after which its items are taken; that of `resumed` is before the first step.
-        layout: The mesh, in place of the recipe's.
-        moved: Which draw of the embedding moved by one unit in the last place; None moves nothing.
-        probes: Whether logits are taken at the end.
-        events: Called at moments of the run, see `Trainer`.
-        lines: A file for a line of JSON of each step, or None.
-        measures: Whether the bytes of the last step are counted.
+        recipe: Recipe of the run.
+        source: Path of the initial checkpoint.
+        resumed: Path of the checkpoint to resume from; None to start from `source`.
+        until: Last step of the run; 0 stops before the first step.
+        saves: Step -> path of the checkpoint that is saved after it.
+        looks: Steps after which items are collected; the step of `resumed` means before the first step.
+        layout: Layout that replaces the recipe's; None for the recipe's.
+        moved: Seed of the perturbation of the embedding by 1 ULP; None for no perturbation.
+        probes: True to compute the logits of the probe at the end.
+        events: Functions that are called at events of the run, see `Trainer`.
+        lines: File for a line of JSON per step; None for no file.
+        measures: True to measure the tensor memory of the last step.
     """
 
     recipe: Recipe
@@ -52,13 +52,13 @@ class Run:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KillPoint:
-    """What is done about the operations on files of a save.
+    """File operation of a save at which ranks are killed.
 
     Attributes:
-        root: The directory of all steps.
-        at: The operation at which a rank ends; None notes all of them.
-        rank: Which one.
-        everyone: Whether all others end with it.
+        root: Directory of all steps.
+        at: Name of the operation; None records all operations and kills nothing.
+        rank: Global rank that is killed.
+        everyone: True to kill all ranks.
     """
 
     root: Path
@@ -69,20 +69,19 @@ class KillPoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunResult:
-    """What all ranks found in a run.
+    """Results of a run on all ranks.
 
     Attributes:
         losses: Step -> loss.
-        said: A line for each step.
-        start: The items of each rank before the first step; empty where none were asked for.
-        items: Step -> the items of each rank.
-        held: Step -> what each rank holds of the model.
-        logits: At the end, of the probe, in float32; None where they were not taken.
-        sharded: How many parameters of the model are cut over ranks, of how many.
-        wrapped_layers: Layers that recompute their activations, on the rank with the most.
-        notes: What the user should know.
-        taken: Bytes of tensors at the peak of the last step, and after it, of the rank with the most; None where they
-            were not counted.
+        said: Log line of each step.
+        start: Items of each rank before the first step; empty if they were not requested.
+        items: Step -> items of each rank.
+        held: Step -> digests of the model's local shards, for each rank.
+        logits: Logits of the probe at the end, in float32; None if they were not requested.
+        sharded: Number of parameters that are sharded over ranks, and number of all parameters.
+        wrapped_layers: Number of layers with activation checkpointing, maximum over ranks.
+        notes: Notes for the user.
+        taken: Bytes of tensors at the peak of the last step and after it, maximum over ranks; None if not measured.
     """
 
     losses: Mapping[int, float]
@@ -98,7 +97,7 @@ class RunResult:
 
 
 def away(reference: Logits, found: Logits) -> float:
-    """The largest distance of two sets of logits; NaN where one is not finite, or of another shape."""
+    """Return the largest absolute difference of two sets of logits; NaN if one is not finite or shapes differ."""
     distances = [
         float(np.abs(first - second).max()) if first.shape == second.shape else float("nan")
         for first, second in zip(reference, found, strict=True)

@@ -1,4 +1,4 @@
-"""What the phases of one run share: the recipe, the ranks, and what earlier phases found, each found once."""
+"""State that the phases of one run share: recipe, ranks, and cached results of earlier phases."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ DRAWS = 3  # runs with the embedding moved by one unit in the last place
 
 @dataclass(frozen=True, slots=True)
 class InjectedFault:
-    """What a fault does, by the run that it does it in; nothing is planted where all of it is empty.
+    """Functions of an injected fault, by name of the run; all empty for no fault.
 
     Attributes:
-        events: What is called at moments of a run, on its ranks.
-        altered: What makes another run of it.
-        published: What is called with its folder, when it is over.
+        events: Run -> event -> function that is called with the trainer at that event, on all ranks.
+        altered: Run -> function that returns a changed `Run` before it starts.
+        published: Run -> function that is called with the folder of the run when it has ended.
     """
 
     events: Mapping[str, Mapping[str, Event]] = field(default_factory=dict)
@@ -40,22 +40,23 @@ class InjectedFault:
 
 @dataclass(slots=True)
 class Session:
-    """One `ckptx robustness`.
+    """State of one run of `ckptx robustness`.
 
     Attributes:
-        recipe: What is trained, its mesh filled in.
-        source: The checkpoint it begins with.
-        out: Where everything is written.
-        ranks: Live over the phases.
-        is_exact: Whether two runs alike are expected to have the same bits, as on a CPU.
-        devices: How many there are where each rank needs one; None where any number of ranks has room.
-        log: What the user should know.
-        planted: A fault, or nothing.
-        losses: Of each run, by its name.
+        recipe: Recipe, with a complete mesh.
+        source: Path of the initial checkpoint.
+        out: Output folder.
+        ranks: Ranks, which live over all phases.
+        is_exact: True if identical runs must be bit-equal, as on a CPU.
+        devices: Number of devices if each rank requires its own; None if ranks can share, as on a CPU.
+        log: Receives notes for the user.
+        planted: Injected fault; empty for none.
+        losses: Losses of each run, by name of the run.
         kills: A row for each rank that was killed.
-        residues: What ranks held after each task since it was last looked at.
-        reference: The files that the straight run saved, as they were last seen; None before it ran.
-        taken: Bytes of tensors at the peak of a step and after it, on the rank with the most; None before that.
+        residues: Memory and threads of ranks after each task of the current phase.
+        reference: Last snapshot of the files that the straight run saved; None before it ran.
+        taken: Measured bytes of tensors at the peak of a step and after it, maximum over ranks; None before the
+            measurement.
     """
 
     recipe: Recipe
@@ -75,29 +76,29 @@ class Session:
 
     @property
     def world_size(self) -> int:
-        """Number of ranks of the recipe's mesh."""
+        """Return the number of ranks of the recipe's mesh."""
         return self.recipe.layout.dims.world_size
 
     @property
     def boundary(self) -> int:
-        """The step that resumed runs go on from."""
+        """Return the step that resumed runs start from."""
         return self.recipe.training.save_at[0]
 
     def can_have(self, world_size: int) -> bool:
-        """Whether there can be so many ranks: under torchrun as many as it started, else one for each device."""
+        """Return True if this number of ranks is possible: that of torchrun, or at most one per device."""
         return self.ranks.can_have(world_size) and (
             self.ranks.is_launched or self.devices is None or world_size <= self.devices
         )
 
     def run_task(self, task: str, *args: Any, world_size: int | None = None, ranks: Ranks | None = None) -> Any:
-        """What a task found; each rank knows what all of them found."""
+        """Run a task on all ranks, and return its result, which is the same on each of them."""
         answers = (ranks or self.ranks).run(task, *args, world_size=world_size or self.world_size)
         if ranks is None:
             self.residues += [each.residue for each in answers.values() if each.residue is not None]
         return next(iter(answers.values())).value
 
     def run_until_killed(self, task: str, *args: Any) -> list[int]:
-        """A task in which a rank may be killed; the ranks that a signal ended."""
+        """Run a task in which ranks may be killed, and return the ranks that were."""
         answers = self.ranks.run(task, *args, world_size=self.world_size, may_die=True)
         ended = [rank for rank, each in answers.items() if each.died is not None]
         if self.ranks.is_launched:  # each process saw its own
@@ -105,15 +106,15 @@ class Session:
         return ended
 
     def once(self, function: Callable[..., object], *args: Any) -> Any:
-        """Calls what is about files in one process: here, or under torchrun in rank 0, while all others wait for it.
+        """Call a function on files in one process: here, or under torchrun on rank 0 while the others wait.
 
-        Conversions need no such thing: under torchrun they are one that all processes have a part in.
+        Conversions do not need this: under torchrun, all processes take part in them.
         """
         call = partial(function, *args)
         return self.run_task("called", call) if self.ranks.is_launched else call()
 
     def train(self, name: str, run: Run, ranks: Ranks | None = None) -> RunResult:
-        """One run of the trainer, under a name that its losses and its faults go by."""
+        """Run the trainer; `name` identifies the run for its losses and for an injected fault."""
         run = replace(run, events=self.planted.events.get(name, {}), lines=self.out / f"{name}.jsonl")
         if name in self.planted.altered:
             run = self.planted.altered[name](run)
@@ -128,20 +129,20 @@ class Session:
         return outcome
 
     def plant(self, name: str, folder: Path) -> None:
-        """What a fault does to the folder of a run that is over."""
+        """Apply an injected fault to the folder of a run that has ended."""
         if name in self.planted.published:
             self.once(self.planted.published[name], folder)
 
     def folder(self, name: str) -> Path:
-        """Where a run saves."""
+        """Return the folder of a run's checkpoints."""
         return self.out / name
 
     def saved(self, name: str, step: int) -> Path:
-        """Where a run saves after a step."""
+        """Return the path of a run's checkpoint of a step."""
         return self.folder(name) / f"step-{step}"
 
     def reference_verdict(self) -> Verdict | None:
-        """Return whether what the straight run saved is as it was when this was last asked; None before it ran."""
+        """Compare the files of the straight run with the last snapshot of them; None before it ran."""
         if self.reference is None:
             return None
         before = self.reference
@@ -150,29 +151,29 @@ class Session:
 
     @contextmanager
     def fresh_ranks(self) -> Iterator[Ranks]:
-        """Interpreters of their own, which have nothing of the runs before."""
+        """Yield ranks in new interpreters, which share no state with earlier runs."""
         with self.ranks.fresh() as found:
             yield found
 
     def checkpoint(self, step: int) -> Path:
-        """What the straight run saved after a step; it runs first, if it has not."""
+        """Return the checkpoint of a step of the straight run, which runs first if it has not."""
         assert self.straight
         return self.saved("straight", step)
 
     def run_of(self, **settings: Any) -> Run:
-        """A run of the recipe to its end, with some settings."""
+        """Return a run of the recipe to its end, with these fields of `Run` changed."""
         given: dict[str, Any] = {"until": self.recipe.training.steps, **settings}
         return Run(recipe=self.recipe, source=self.source, **given)
 
     @property
     def stops(self) -> list[int]:
-        """Steps after which the straight run saves: as the recipe says, one after the first of these, and the last."""
+        """Return the steps that the straight run saves: those of the recipe, the one after the first, and the last."""
         training = self.recipe.training
         return sorted({*training.save_at, min(self.boundary + 1, training.steps), training.steps})
 
     @property
     def straight(self) -> RunResult:
-        """The run that does not stop; everything else is held against it."""
+        """Return the result of the uninterrupted run, the reference of all other runs."""
         if "straight" not in self._found:
             saves = {step: self.saved("straight", step) for step in self.stops}
             run = self.run_of(saves=saves, looks=self.stops, probes=True)
@@ -184,7 +185,7 @@ class Session:
 
     @property
     def again(self) -> RunResult:
-        """The same once more, without saving."""
+        """Return the result of an identical run without saves."""
         if "again" not in self._found:
             self._found["again"] = self.train("again", self.run_of(looks=self.stops, probes=True))
         found = self._found["again"]
@@ -193,7 +194,7 @@ class Session:
 
     @property
     def noise(self) -> Mapping[str, Mapping[str, float]]:
-        """What differences mean nothing: of two runs alike, and of runs from an embedding moved a little."""
+        """Return the noise: differences of identical runs, and of runs with an embedding perturbed by 1 ULP."""
         if "noise" not in self._found:
             repeated = _differences(self.straight, self.again)
             moved = [
@@ -208,23 +209,23 @@ class Session:
 
     @property
     def noise_found(self) -> Mapping[str, Mapping[str, float]]:
-        """The noise, if a phase needed it."""
+        """Return the noise, empty if no phase has measured it."""
         found: Mapping[str, Mapping[str, float]] = self._found.get("noise", {})
         return found
 
     def noise_of(self, kind: str) -> float:
-        """The larger of the two."""
+        """Return the larger of both measurements of noise, for "loss" or "logits"."""
         return largest(self.noise[kind].values())
 
     @property
     def reference_logits(self) -> Logits:
-        """Of the model as the straight run left it."""
+        """Return the logits of the model at the end of the straight run."""
         if self.straight.logits is None:
-            raise Defect("robustness: no rank of the straight run had logits, needed those of the last stage")
+            raise Defect("robustness: no rank of the straight run returned the logits of the last stage")
         return self.straight.logits
 
     def on(self, layout: LayoutBlock) -> str:
-        """A layout in words."""
+        """Return a layout in words."""
         sizes = {
             "tp": layout.tp,
             "pp": layout.pp,
@@ -241,5 +242,5 @@ def _differences(reference: RunResult, found: RunResult) -> dict[str, float]:
 
 
 def of_steps(losses: Mapping[int, float], steps: Sequence[int]) -> list[float]:
-    """Losses of these steps, NaN where there is none."""
+    """Return the losses of these steps, NaN for a step without one."""
     return [losses.get(step, float("nan")) for step in steps]

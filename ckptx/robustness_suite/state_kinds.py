@@ -250,7 +250,7 @@ class _Checkpoint:
         return entry.item.shape in _DEVICE_GENERATOR and entry.holder not in self._with_floats
 
     def _is_of_numpy(self, holder: Holder) -> bool:
-        """Return True for what holds a state of numpy as a dict: the generator's name beside its numbers."""
+        """Return True for a dict with an RNG state of numpy: the name of the generator and its numbers."""
         file, words = holder
         names = self._beside[holder]
         return (

@@ -1,4 +1,4 @@
-"""A moment of a run as items with digests: what this rank has of model, optimizer, random numbers and data."""
+"""Snapshot of the state of this rank as items with digests: model, optimizer, RNG state and data position."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ _ADAM_STEP = "step"
 
 
 def items_of(trainer: Trainer, *, with_batch: bool = True) -> dict[tuple[str, str], str]:
-    """The items of this rank; nothing of the run moves on.
+    """Return the items of this rank without changing the state of the run.
 
     Args:
-        trainer: Between two steps.
-        with_batch: Whether there is a next step to look at.
+        trainer: Trainer between two steps.
+        with_batch: True to include the samples of the next step.
     """
     found: dict[tuple[str, str], str] = {}
     for name, value in _model(trainer):
@@ -59,7 +59,7 @@ def items_of(trainer: Trainer, *, with_batch: bool = True) -> dict[tuple[str, st
 
 
 def held_whole(trainer: Trainer) -> dict[tuple[str, str], str]:
-    """What of the model this rank has: (name, which part of it) -> digest; ranks with the same part must agree."""
+    """Return digests of the model's local shards by name and shard; ranks with the same shard must agree."""
     layout = trainer.assembled.layout
     found = {}
     for name, value in _model(trainer):
@@ -70,7 +70,7 @@ def held_whole(trainer: Trainer) -> dict[tuple[str, str], str]:
 
 
 def digest(value: Any) -> str:
-    """Of the bytes, dtype and shape that this rank has of a tensor."""
+    """Return a digest of bytes, dtype and shape of the local shard of a tensor."""
     if not isinstance(value, Tensor):
         return _said(value)
     local = _local(value).detach().contiguous()
@@ -81,7 +81,7 @@ def digest(value: Any) -> str:
 
 
 def finite(value: Any, *, may_be_infinite: bool = False) -> str:
-    """ "finite", or what it has that is not; buffers of limits may be infinite."""
+    """Return "finite", or a description of NaN and infinity; `may_be_infinite` allows infinity."""
     if not isinstance(value, Tensor) or not (value.is_floating_point() or value.is_complex()):
         return "finite"
     local = _local(value).detach()
@@ -102,7 +102,7 @@ def _local(value: Tensor) -> Tensor:
 
 
 def _place_of(value: Any) -> str:
-    """Which part of it a DTensor holds here."""
+    """Return the shard of a DTensor that is on this rank, in words."""
     if not isinstance(value, DTensor):
         return ""
     coordinate = value.device_mesh.get_coordinate() or ()
@@ -115,7 +115,7 @@ def _place_of(value: Any) -> str:
 
 
 def _said(value: Any) -> str:
-    """A plain value as a text; tensors in it by their digests."""
+    """Return a plain value as a string, with digests for tensors."""
     if isinstance(value, Tensor):
         return digest(value)
     if isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-"""What a checkpoint on disk holds, whoever wrote it, as items that oracles compare. Nothing in it is executed.
+"""Read the checkpoint of any trainer as items that oracles compare. Nothing in it is executed.
 
     a folder with `.metadata`           DCP: of ckptx, of torchtitan, of a script with one stateful object
     model.safetensors, optimizer.pt,    transformers' Trainer, accelerate's save_state, and what trainers of their own
@@ -76,12 +76,12 @@ _NEVER_NOISE = _FINITE | {"adam step", "group", "rate"}
 
 
 class LayoutOfRun(NamedTuple):
-    """Whether the ranks of a run each had a part of the parameters, and what says so.
+    """Sharding of a run, as its files show it.
 
     Attributes:
-        is_sharded: The answer.
-        how: What it was read from.
-        world_size: How many ranks wrote, where the files say.
+        is_sharded: True if each rank had a shard of the parameters.
+        how: Evidence in the files, in words.
+        world_size: Number of ranks that wrote files; None if unknown.
     """
 
     is_sharded: bool
@@ -90,11 +90,11 @@ class LayoutOfRun(NamedTuple):
 
 
 def items_of(path: Path, run: Path | None = None) -> Items:
-    """What a checkpoint holds.
+    """Return the items of a checkpoint.
 
     Args:
-        path: A folder or a file.
-        run: The folder of the run that wrote it: strings in JSON may have its path in them, which is no state.
+        path: Folder or file.
+        run: Folder of the run that wrote it; its path is removed from strings in JSON, as it is no state.
 
     Returns:
         (oracle, name) -> digest, or the value itself where it is short. ("finite", name) -> "finite", or how many
@@ -119,7 +119,7 @@ def items_of(path: Path, run: Path | None = None) -> Items:
 
 
 def not_compared(path: Path) -> dict[str, list[str]]:
-    """The files in a checkpoint that are not compared, by the reason.
+    """Return the files in a checkpoint that are not compared, by reason.
 
     Raises:
         InputError: See `items_of`.
@@ -132,12 +132,12 @@ def not_compared(path: Path) -> dict[str, list[str]]:
 
 
 def is_of_bytes(value: str | None) -> bool:
-    """True of the value of an item that is a whole file by its bytes: times and paths in it count as well."""
+    """Return True if the value of an item is the digest of a whole file, which may contain times and paths."""
     return value is not None and value.startswith(FILE)
 
 
 def sharding_of(path: Path) -> LayoutOfRun:
-    """Whether a run was sharded, from what it wrote.
+    """Return whether and how a run was sharded, from its checkpoint.
 
     Raises:
         InputError: It is no checkpoint, or is damaged.
@@ -282,7 +282,7 @@ def _read_zip(place: ComparedFile, items: _Items) -> None:
 
 
 def _read_members(place: ComparedFile, items: _Items) -> None:
-    """The arrays of a `.npy` or `.npz`, or the members of another archive."""
+    """Add the arrays of a `.npy` or `.npz`, or the members of another archive."""
     contents = {ARRAY: contents_of_array, TAR: contents_of_tar}.get(place.kind, contents_of_zip)
     for name, text in contents(place.path):
         whole_name = place.name(name) if name or place.word else place.label
@@ -342,7 +342,7 @@ def _add_leaves(
 
 
 def _parameter_names(reader: Reader) -> Mapping[tuple[str, ...], Mapping[str, str]]:
-    """Of each optimizer in a pickle: the number of each parameter -> its name, where the groups have `param_names`.
+    """Return for each optimizer in a pickle the names of parameters by number, if its groups have `param_names`.
 
     torch has them in `state_dict` where an optimizer was made of `named_parameters()`.
     """
@@ -365,7 +365,7 @@ def _string_items(reader: Reader, node: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _with_names(path: tuple[str, ...], names: Mapping[tuple[str, ...], Mapping[str, str]]) -> Iterator[str]:
-    """A path of an optimizer's state with names in the place of numbers."""
+    """Yield the words of a path in optimizer state, with names of parameters instead of numbers."""
     for index, part in enumerate(path):
         is_number = index and path[index - 1] == "state" and path[: index - 1] in names
         yield names[path[: index - 1]].get(part, part) if is_number else part

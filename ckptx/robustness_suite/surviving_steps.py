@@ -1,7 +1,6 @@
-"""What a killed save left: the last good step loads, and nothing else is taken for good.
+"""Check the directory of steps after a killed save: the last good step loads, and no other step looks complete.
 
-Two judges: `StepDirectories`, and a loader that does not know it, which loads the highest step number with
-stock torch.
+Two loaders check it: `StepDirectories`, and an independent one that loads the highest step number with stock torch.
 """
 
 from __future__ import annotations
@@ -25,15 +24,15 @@ from ckptx.runtime.training.checkpoints import LATEST, StepDirectories
 
 
 class SurvivingSteps(NamedTuple):
-    """What there is.
+    """State of a directory of steps.
 
     Attributes:
-        published: The complete steps.
-        latest: The one to go on from.
-        note: Why it is not simply what `latest` says.
-        digests: Of all that each of them holds.
-        hidden: What no loader looks at: left-overs of saves and removals.
-        faults: What should not be; empty where all is well.
+        published: Complete steps.
+        latest: Step to resume from; None if there is none.
+        note: Reason why it is not the step in the file `latest`; "" if it is.
+        digests: Step -> digest of its contents.
+        hidden: Names that loaders ignore: remains of interrupted saves and removals.
+        faults: Violations; empty if the directory is valid.
     """
 
     published: list[int]
@@ -51,13 +50,13 @@ def survivors(
     known: Mapping[int, str] | None = None,
     next_save: Callable[[], int] | None = None,
 ) -> SurvivingSteps:
-    """Looks at what is below a directory of steps, in one process.
+    """Check a directory of steps, in one process.
 
     Args:
-        root: The directory of all steps.
-        good: The newest step that was published, and marked as the latest, before; it or a newer one must be there.
-        known: What steps must hold, by the `digests` of an earlier look.
-        next_save: Saves a step on all ranks, and gives its number; it must work, and that step be the latest then.
+        root: Directory of all steps.
+        good: Newest step that was published and latest before the kill; it or a newer step must exist.
+        known: Expected digests of steps, from an earlier check.
+        next_save: Saves a step on all ranks and returns its number; it must succeed, and that step must be the latest.
     """
     steps = StepDirectories(root)
     published, choice = steps.published(), steps.choose()
@@ -66,10 +65,10 @@ def survivors(
         try:
             digests[step] = content_of(steps.path(step))
         except Exception as error:  # whatever a loader says
-            faults.append(f"step-{step}: is complete, and does not load: {type(error).__name__}: {error}")
+            faults.append(f"step-{step}: looks complete, but does not load: {type(error).__name__}: {error}")
         else:
             if (known or {}).get(step, digests[step]) != digests[step]:
-                faults.append(f"step-{step}: holds something else than was saved")
+                faults.append(f"step-{step}: contents differ from what was saved")
     faults += _of_choice(steps, published, choice.step, good)
     hidden = []
     for path in _directories(root):
@@ -79,7 +78,7 @@ def survivors(
         if any(part.startswith(".") for part in path.relative_to(root).parts):
             hidden.append(name)
         elif path.name.startswith("step-") or _loads(path):
-            faults.append(f"{name}: is no complete step, and lies where loaders look for one")
+            faults.append(f"{name}: is incomplete, but loaders may load it")
     if next_save is not None:
         faults += _of_next_save(root, next_save, known)
     return SurvivingSteps(published, choice.step, choice.note, digests, hidden, faults)
@@ -87,12 +86,12 @@ def survivors(
 
 def _of_choice(steps: StepDirectories, published: list[int], latest: int | None, good: int | None) -> Iterator[str]:
     if latest is not None and latest not in published:
-        yield f"step-{latest}: is chosen, and is not complete"
+        yield f"step-{latest}: is selected as latest, but is incomplete"
     said = steps.root / LATEST
     if os.path.lexists(said) and said.read_text().strip() not in {f"step-{each}" for each in published}:
-        yield f"{LATEST}: names {said.read_text().strip()}, which is not complete"
+        yield f"{LATEST}: names {said.read_text().strip()}, which is incomplete"
     if good is not None and (latest is None or latest < good):
-        yield f"step-{good}: was complete, and step-{latest} is what there is to go on from"
+        yield f"step-{good}: was complete, but {'no step' if latest is None else f'step-{latest}'} is now the latest"
 
 
 def _of_next_save(root: Path, next_save: Callable[[], int], known: Mapping[int, str] | None) -> list[str]:
@@ -108,12 +107,12 @@ def _of_next_save(root: Path, next_save: Callable[[], int], known: Mapping[int, 
 
 
 def content_of(path: Path) -> str:
-    """A digest of everything in a DCP, as stock torch loads it; what ckptx reads must be the same.
+    """Return a digest of all contents of a DCP as stock torch loads it, and check that ckptx reads the same.
 
     Raises:
         CkptxError: ckptx cannot read it, or torch cannot.
         Exception: torch cannot read its metadata.
-        ValueError: They do not agree.
+        ValueError: ckptx and torch read different contents.
     """
     state = _loaded(path)
     with open_state(path) as stored:
@@ -130,7 +129,7 @@ def content_of(path: Path) -> str:
 
 
 def _loaded(path: Path) -> dict[str, Any]:
-    """All of a DCP, by stock torch in this process."""
+    """Load all contents of a DCP with stock torch in this process."""
     reader = dcp.FileSystemReader(path)
     state: dict[str, Any] = {}
     for name, entry in reader.read_metadata().state_dict_metadata.items():

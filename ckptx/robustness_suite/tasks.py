@@ -1,6 +1,6 @@
-"""What ranks do in a phase: each function here runs on every rank, and returns what all of them found.
+"""Tasks of ranks in a phase: each function runs on all ranks, and returns the gathered result.
 
-A rank builds what it needs, and gives all of it back before it answers.
+A rank builds model and data for a task, and releases them before it returns.
 """
 
 from __future__ import annotations
@@ -37,7 +37,10 @@ LABELS = "labels"
 
 
 def prepared(place: RankContext, recipe: Recipe, directory: Path) -> tuple[Path, int | None]:
-    """The checkpoint that a recipe begins with, written by rank 0 where it has none; the GPUs here, None on a CPU."""
+    """Return the initial checkpoint of a recipe, which rank 0 writes if there is none, and the number of GPUs.
+
+    The number is None on a CPU.
+    """
     found: Path | None = None
     with raise_on_all_ranks():
         if place.rank == 0:
@@ -47,17 +50,17 @@ def prepared(place: RankContext, recipe: Recipe, directory: Path) -> tuple[Path,
 
 
 def agreed(place: RankContext, value: Any) -> Any:
-    """What the process above rank 0 said, where several say something."""
+    """Return the value of the parent process of rank 0 to all ranks."""
     return broadcast_object(value)
 
 
 def gathered(place: RankContext, value: Any) -> list[Any]:
-    """What the process above each rank said."""
+    """Return the values of the parent processes of all ranks."""
     return all_gather_object(value)
 
 
 def called(place: RankContext, call: Callable[[], object]) -> Any:
-    """Calls it on rank 0; the others wait for what it gives."""
+    """Call a function on rank 0, and return its result on all ranks."""
     found: object = None
     with raise_on_all_ranks():
         if place.rank == 0:
@@ -66,7 +69,7 @@ def called(place: RankContext, call: Callable[[], object]) -> Any:
 
 
 def train(place: RankContext, run: Run) -> RunResult:
-    """One run, from its beginning or from a checkpoint."""
+    """Run the trainer, from the initial checkpoint or resumed."""
     dataset = opened(run.recipe, run.source)
     trainer = Trainer(run.recipe, run.source, dataset, place, layout=run.layout, events=run.events)
     try:
@@ -86,7 +89,7 @@ def _trained(place: RankContext, run: Run, trainer: Trainer, dataset: Dataset) -
     said: list[str] = []
 
     def pause() -> None:
-        """What is done between two steps."""
+        """Save and collect items between two steps, if the run requests it for this step."""
         if trainer.done in run.saves:
             trainer.save(run.saves[trainer.done])
         if trainer.done in run.looks:
@@ -135,9 +138,9 @@ def _most_of(taken: Sequence[MeasuredMemory | None]) -> tuple[int, int]:
 
 
 def saved_under_watch(place: RankContext, run: Run, watch: KillPoint) -> list[list[str]]:
-    """Goes on from a checkpoint for one step and saves it; the operations on files that took, by rank.
+    """Resume for one step and save it; return the file operations of the save by rank.
 
-    Where the watch says so, a rank ends at one of them.
+    A rank is killed at the operation that `watch` names, if any.
     """
     dataset = opened(run.recipe, run.source)
     trainer = Trainer(run.recipe, run.source, dataset, place, layout=run.layout, events=run.events)
@@ -161,12 +164,12 @@ def saved_under_watch(place: RankContext, run: Run, watch: KillPoint) -> list[li
 
 
 def _machine() -> tuple[str, str]:
-    """Where the number of a process means this process."""
+    """Return the machine and the PID namespace in which the number of a process is unique."""
     return socket.gethostname(), os.readlink("/proc/self/ns/pid") if os.path.exists("/proc/self/ns/pid") else ""
 
 
 def left_over(place: RankContext, root: Path, good: int, known: Mapping[int, str]) -> SurvivingSteps:
-    """What rank 0 finds below a directory of steps, see `survivors`."""
+    """Check a directory of steps after a kill, on rank 0; see `survivors`."""
     found: SurvivingSteps | None = None
     with raise_on_all_ranks():
         if place.rank == 0:
@@ -176,8 +179,8 @@ def left_over(place: RankContext, root: Path, good: int, known: Mapping[int, str
 
 
 def source_logits(place: RankContext, recipe: Recipe, path: Path, draws: int) -> tuple[Logits, float]:
-    """What stock transformers computes on rank 0, and how far that moves with the embedding, by one unit in the last
-    place: the noise of the logits.
+    """Return the logits of stock transformers on rank 0, and their noise: the difference after perturbing the embedding
+    by 1 ULP.
     """
     found: tuple[Logits, float] | None = None
     with raise_on_all_ranks():
@@ -214,7 +217,7 @@ def _stock(recipe: Recipe, path: Path, place: RankContext, draws: int) -> tuple[
 
 
 def runtime_logits(place: RankContext, run: Run) -> Logits | None:
-    """What the runtime computes on the mesh, of the source or of a checkpoint."""
+    """Return the logits of the runtime on the mesh, for the source or a checkpoint."""
     dataset = opened(run.recipe, run.source)
     trainer = Trainer(run.recipe, run.source, dataset, place, layout=run.layout, events=run.events)
     try:
@@ -226,13 +229,13 @@ def runtime_logits(place: RankContext, run: Run) -> Logits | None:
 
 
 def opened(recipe: Recipe, source: Path) -> Dataset:
-    """The data; what one rank cannot open fails on all."""
+    """Open the data; if one rank fails, all do."""
     with raise_on_all_ranks():
         return open_dataset(recipe, source)
 
 
 def probe(recipe: Recipe, dataset: Dataset, place: RankContext) -> list[dict[str, Tensor]]:
-    """The first samples, one by one, without labels: the same on every rank."""
+    """Return the first samples as batches of one without labels, the same on every rank."""
     dtype = getattr(torch, recipe.model.dtype)
     found = []
     for index in range(min(_PROBED, len(dataset))):
@@ -247,14 +250,14 @@ def probe(recipe: Recipe, dataset: Dataset, place: RankContext) -> list[dict[str
 
 
 def probed(trainer: Trainer, dataset: Dataset) -> Logits | None:
-    """Logits of the probe, from the first rank that has them."""
+    """Return the logits of the probe, from the first rank that has them."""
     given = trainer.logits(probe(trainer.recipe, dataset, trainer.place))
     own = None if given is None else [each.numpy() for each in given]
     return next((each for each in all_gather_object(own) if each is not None), None)
 
 
 def move(trainer: Trainer, draw: int) -> None:
-    """Moves the token table by one unit in the last place, here and there, on each rank that has a part of it."""
+    """Perturb the token embedding by 1 ULP, up or down at random, on each rank that has a shard of it."""
     table = _token_table(trainer)
     for name, parameter in trainer.assembled.parameters():
         if name in table:
@@ -264,7 +267,7 @@ def move(trainer: Trainer, draw: int) -> None:
 
 
 def _token_table(trainer: Trainer) -> set[str]:
-    """The names of what is given `input_ids`, from the first stage."""
+    """Return the name of the token embedding, gathered from the ranks that have it."""
     own: set[str] = set()
     for model in trainer.assembled.models:
         table = getattr(model.get_input_embeddings(), "weight", None)
@@ -273,12 +276,12 @@ def _token_table(trainer: Trainer) -> set[str]:
 
 
 def _drawn(draw: int) -> torch.Generator:
-    """Says which way each number goes."""
+    """Return the generator for the perturbation of one draw."""
     return torch.Generator().manual_seed(draw)
 
 
 def _sharded(trainer: Trainer) -> tuple[int, int]:
-    """Parameters of which a rank has only a part, and all."""
+    """Return the number of sharded parameters, and of all parameters."""
     layout = trainer.assembled.layout
     parts = every = 0
     for name, parameter in trainer.assembled.parameters():

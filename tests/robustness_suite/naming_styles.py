@@ -136,7 +136,7 @@ SENTENCES: Mapping[str, str] = {
     "step": r"step counter differs \([^;]+: 3 in the reference, 0 after the resume",
     "epoch": r"epoch counter differs \([^;]+: 1 in the reference, 0 after the resume",
     "samples": r"count of samples or tokens differs \([^;]+: 24 in the reference, 0 after the resume",
-    "sampler": r"position in the data differs ",
+    "sampler": r"data position differs ",
     "sampler epoch": r"sampler epoch differs \([^;]+: 1 in the reference, 0 after the resume",
     "clock": r'other: state under "\S+" was not restored as it was saved \(\S*done: 3 in the reference, 0 after',
 }

@@ -71,7 +71,7 @@ def test_one_that_is_right_passes(tmp_path: Path) -> None:
     ("fault", "oracle", "said"),
     [
         ("iterator", "rng", "random numbers were drawn after it was restored"),
-        ("data", "batch", "position in the data differs (sampler.seen: 4 in the reference, 0 after the resume)"),
+        ("data", "batch", "data position differs (sampler.seen: 4 in the reference, 0 after the resume)"),
         ("moments", "moments", "optimizer state (exp_avg) differs (1 of 1"),
     ],
 )
@@ -89,14 +89,18 @@ def test_without_zero_steps_the_ends_are_compared(tmp_path: Path) -> None:
     assert row["ok"] is None and "cannot resume for no step" in row["notes"][0]
     assert {"model", "moments", "batch", "loss"} <= set(failed(outcome)["resumed"])
     said = notes(outcome, "resumed")
-    assert "what was not restored is not" in said and "begin with batch: no step spreads a fault there" in said
+    assert (
+        "not which state was not restored" in said
+        and "check batch first: it differs only if it was not restored" in said
+    )
 
 
 def test_what_is_in_no_checkpoint_shows_at_the_end(tmp_path: Path) -> None:
     outcome = run(tmp_path, "late iterator")
     assert set(failed(outcome)) == {"resumed"}
     said = notes(outcome, "resumed")
-    assert "is in no checkpoint" in said and "taken at the wrong moment" in said and "begin with rng: no step" in said
+    assert "some state is missing from the checkpoint" in said and "was saved at the wrong time" in said
+    assert "check rng first: it differs only if it was not restored" in said
     named = run(tmp_path / "named", "iterator")  # by the run for no step, so that nothing more is said of the end
     assert not notes(named, "resumed")
 
@@ -104,7 +108,7 @@ def test_what_is_in_no_checkpoint_shows_at_the_end(tmp_path: Path) -> None:
 def test_noise_is_measured_and_not_compared(tmp_path: Path) -> None:
     outcome = run(tmp_path, "noise")
     assert 0 < outcome.noise["loss"]["repeated"] < 1e-8
-    assert "two runs alike do not end alike: 1 item (model)" in notes(outcome, "again")
+    assert "two identical runs end in different states: 1 item (model)" in notes(outcome, "again")
     assert outcome.ok
 
 
@@ -131,7 +135,7 @@ def test_files_with_times_and_settings_are_no_fault(tmp_path: Path) -> None:
     said = notes(outcome, "saved again")
     assert "not compared: log.txt, trace-" in said and "as files with times or paths in them do" in said
     assert "not compared: steps: are the number of steps that the command was given" in said
-    assert "do not end alike" not in notes(outcome, "again")
+    assert "two identical runs end in different states" not in notes(outcome, "again")
 
 
 def test_state_in_a_file_of_no_known_format_is_named(tmp_path: Path) -> None:
@@ -162,10 +166,10 @@ def test_a_resume_that_fails_is_a_phase_that_fails(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("fault", "said"),
     [
-        ("no losses", r"losses\.jsonl: no losses after the command, there is output\.log, step-2"),
+        ("no losses", r"losses\.jsonl: the command wrote no losses; its folder has output\.log, step-2"),
         (
             "no checkpoint",
-            r"step-5: no checkpoint of step 5 after the command, there is losses\.jsonl, output\.log, step-2",
+            r"step-5: the command saved no checkpoint of step 5; its folder has losses\.jsonl, output\.log, step-2",
         ),
     ],
 )
@@ -188,14 +192,14 @@ def test_what_is_missing_is_named_with_what_is_there(tmp_path: Path, fault: str,
         ({"checkpoint": "/all/step-{step}"}, r"train.checkpoint: /all/step-{step} is not below {out}"),
         ({"checkpoint": "../step-{step}"}, r"train.checkpoint: .* is not below {out}"),
         ({"losses": "/all/losses"}, r"train.losses: /all/losses is not below {out}"),
-        ({"losses_kind": "regex"}, r"train.pattern: found nothing, needed one with losses_kind: regex"),
+        ({"losses_kind": "regex"}, r"train.pattern: losses_kind: regex requires a pattern with the groups"),
         ({"losses_kind": "regex", "pattern": "("}, r"train.pattern: .* is no regular expression"),
-        ({"time_limit": 0.0}, r"train.time_limit: found 0, needed seconds above 0"),
-        ({"environment": {"A=B": "1"}}, r"train.environment: 'A=B' is no variable"),
-        ({"environment": {"A": "x\0"}}, r"train.environment: 'A' is no variable"),
-        ({"command": "x {resume} '\0'"}, r"train.command: has a NUL in it"),
-        ({"command": "x {steps}"}, r"train.command: is not told of {checkpoint}, needed {resume} in it"),
-        ({"resume": "--continue"}, r"train.command: is not told of {checkpoint}"),
+        ({"time_limit": 0.0}, r"train.time_limit: 0 must be more than 0 seconds"),
+        ({"environment": {"A=B": "1"}}, r"train.environment: 'A=B' is not a valid variable"),
+        ({"environment": {"A": "x\0"}}, r"train.environment: 'A' is not a valid variable"),
+        ({"command": "x {resume} '\0'"}, r"train.command: contains NUL"),
+        ({"command": "x {steps}"}, r"train.command: does not receive {checkpoint}, .*; use {resume}"),
+        ({"resume": "--continue"}, r"train.command: does not receive {checkpoint}"),
     ],
 )
 def test_a_recipe_that_cannot_be_run_is_refused_before_anything_is(tmp_path: Path, keys: Any, said: str) -> None:
@@ -215,7 +219,7 @@ def test_without_tensorboard_nothing_is_run(tmp_path: Path, monkeypatch: pytest.
 def test_steps_that_leave_nothing_to_compare(tmp_path: Path) -> None:
     for save_at in ((), (5,), (0,)):
         training = TrainingBlock(steps=5, save_at=save_at)
-        with pytest.raises(UsageError, match="needed a step before the last, 5"):
+        with pytest.raises(UsageError, match="is not before the last step 5"):
             run_foreign(Recipe(name="x", train=ExternalBlock(command="x"), training=training), tmp_path / "o")
     with pytest.raises(UsageError, match=r"has no train\.command"):
         run_foreign(Recipe(name="x"), tmp_path / "o")
@@ -224,7 +228,7 @@ def test_steps_that_leave_nothing_to_compare(tmp_path: Path) -> None:
 def test_a_folder_with_something_in_it_is_refused(tmp_path: Path) -> None:
     (tmp_path / "o").mkdir()
     (tmp_path / "o" / "x").touch()
-    with pytest.raises(OutputError, match="holds something already"):
+    with pytest.raises(OutputError, match="is not empty, and a trainer may resume from its files"):
         run_foreign(recipe(), tmp_path / "o", folder=Path(__file__).parent)
 
 

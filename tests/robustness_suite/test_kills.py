@@ -158,11 +158,11 @@ PUBLISH = "rename .step-N.ckptx-partial/tree -> step-N"
         (
             in_its_place,
             "rename step-N/.metadata.tmp -> step-N/.metadata",
-            "step-9: is no complete step, and lies where",
+            "step-9: is incomplete, but loaders may load it",
         ),
         (over_the_last, "write step-N/__0_0.distcp #2", "step-6: "),
         (over_the_last, "rename step-N/.metadata.tmp -> step-N/.metadata", "step-6: "),
-        (keeps_nothing, PUBLISH, "step-6: was complete, and step-None is what there is to go on from"),
+        (keeps_nothing, PUBLISH, "step-6: was complete, but no step is now the latest"),
     ],
 )
 def test_a_planted_defect_is_found(rehearsed: Rehearsed, tmp_path: Path, how: Any, at: str, fault: str) -> None:
@@ -184,7 +184,7 @@ def test_a_half_published_directory_that_is_chosen_is_found(
     monkeypatch.setattr(StepDirectories, "is_published", lambda steps, step: steps.path(step).is_dir())
     if believes == "what latest says":
         (root / "latest").write_text("step-9\n")
-    assert any("step-9: is complete, and does not load" in each for each in survivors(root).faults)
+    assert any("step-9: looks complete, but does not load" in each for each in survivors(root).faults)
 
 
 def test_a_next_save_that_fails_or_is_not_the_latest_is_found(rehearsed: Rehearsed) -> None:
@@ -250,7 +250,7 @@ def test_a_removal_without_a_rename_is_found(rehearsed: Rehearsed, tmp_path: Pat
         process.start()
         process.join()
         found += survivors(root, good=6).faults
-    assert any("step-3: is no complete step" in each for each in found)
+    assert any("step-3: is incomplete" in each for each in found)
 
 
 def removed(root: Path, deletes: str) -> None:

@@ -45,14 +45,14 @@ def test_keys_of_a_recipe_and_keys_below_keys(tmp_path: Path) -> None:
 
 def test_a_last_line_that_is_cut_off_is_said(tmp_path: Path) -> None:
     found = read_losses(written(tmp_path / "l", '{"step": 1, "loss": 2}\n{"step": 2, "lo'), block())
-    assert found.by_step == {1: 2} and found.notes == ["l: its last line is cut off, and was left out"]
+    assert found.by_step == {1: 2} and found.notes == ["l: the last line is incomplete and was ignored"]
 
 
 def test_a_loss_twice_is_one_and_two_losses_are_refused(tmp_path: Path) -> None:
     same = '{"step": 1, "loss": 2}\n{"step": 1, "loss": 2.0}\n{"step": 2, "loss": NaN}\n{"step": 2, "loss": NaN}\n'
     assert [*read_losses(written(tmp_path / "l", same), block()).by_step] == [1, 2]
     other = '{"step": 1, "loss": 2}\n{"step": 1, "loss": 2.1}\n'
-    with pytest.raises(InputError, match=r"step 1 has the losses 2.0 and 2.1, needed one; log from one rank"):
+    with pytest.raises(InputError, match=r"step 1 has two different losses, 2.0 and 2.1; log from one rank only"):
         read_losses(written(tmp_path / "l", other), block())
     with pytest.raises(InputError, match=r"step 1 has the losses nan and 2\.0"):
         read_losses(written(tmp_path / "l", '{"step":1,"loss":NaN}\n{"step":1,"loss":2}\n'), block())
@@ -61,14 +61,14 @@ def test_a_loss_twice_is_one_and_two_losses_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("", 'no loss in it, looked for "step" and "loss"'),
-        ('{"step": 1, "value": 2}\n', "no loss in it"),
+        ("", 'contains no loss, searched for "step" and "loss"'),
+        ('{"step": 1, "value": 2}\n', "contains no loss"),
         ('x\n{"step": 1, "loss": 2}\n', "line 1: not JSON"),
-        ('{"step": 1.5, "loss": 2}\n', "line 1: the step is 1.5, needed a whole number"),
+        ('{"step": 1.5, "loss": 2}\n', "line 1: the step is 1.5; expected an integer"),
         ('{"step": true, "loss": 2}\n', "the step is True"),
         ('{"step": -1, "loss": 2}\n', "the step is -1"),
         ('{"step": 1e300, "loss": 2}\n', "the step is 1e[+]300"),
-        ('{"step": 1, "loss": [2]}\n', r"the loss is \[2\], needed a number"),
+        ('{"step": 1, "loss": [2]}\n', r"the loss is \[2\]; expected a number"),
         ('{"step": 1, "loss": "x\\u001b[31m"}\n', r"the loss is 'x\\x1b"),
         ('{"step": 1, "step": 2, "loss": 2}\n{}\n', "appears twice"),
     ],
@@ -95,7 +95,7 @@ def test_a_pattern_that_is_none(tmp_path: Path) -> None:
         read_losses(path, block("regex", pattern="("))
     with pytest.raises(UsageError, match="has no groups named step and loss"):
         read_losses(path, block("regex", pattern=r"(?P<step>\d+)"))
-    with pytest.raises(InputError, match=r"no loss in it, looked for x"):
+    with pytest.raises(InputError, match=r"contains no loss, searched for x"):
         read_losses(path, block("regex", pattern=r"x(?P<step>\d+)(?P<loss>\d+)"))
 
 

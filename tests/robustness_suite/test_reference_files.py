@@ -14,7 +14,7 @@ from tests.robustness_suite.tampering import CHANGES, NO_CHANGES, tamper
 from tests.robustness_suite.test_foreign_trainer import failed, notes, run
 
 FILES = ("step-2/state.json", "step-2/model.safetensors", "step-5/optimizer.safetensors", "losses.jsonl", "step-2")
-RUNS = {"again": "repeated run", "saved-again": "run resumed for no step", "resumed": "resumed run"}
+RUNS = {"again": "repeated run", "saved-again": "run resumed for zero steps", "resumed": "resumed run"}
 WORDS = {
     "other contents": "has other contents", "emptied": "has other contents", "appended": "has other contents",
     "one bit": "has other contents", "deleted": "was deleted", "renamed": "was renamed to", "added": "was added",
@@ -148,5 +148,5 @@ def test_a_run_that_writes_into_the_folder_of_another_is_named(tmp_path: Path) -
     outcome = run(tmp_path, "writes elsewhere")
     assert failed(outcome)["saved again"] == ["reference"]
     said = notes(outcome, "saved again")
-    assert "reference checkpoint was modified by the run resumed for no step" in said
-    assert "no checkpoint of step 2 after the command" in said
+    assert "reference checkpoint was modified by the run resumed for zero steps" in said
+    assert "the command saved no checkpoint of step 2" in said

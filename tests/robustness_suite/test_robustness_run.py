@@ -110,9 +110,9 @@ def test_every_phase_of_the_smallest_recipe_passes(tmp_path: Path) -> None:
         (["llama_tiny", "--device", "tpu"], '--device: "tpu" must be one of auto, cpu, cuda'),
         (
             ["llama_tiny", "--set", "training.save_at=[]"],
-            "training.save_at: found [], needed a step before the last, 6",
+            "training.save_at: [] has no step before the last step 6",
         ),
-        (["llama_tiny", "--set", "training.save_at=[6]"], "training.save_at: found [6], needed a step before the last"),
+        (["llama_tiny", "--set", "training.save_at=[6]"], "training.save_at: [6] has no step before the last step 6"),
     ],
 )
 def test_wrong_usage_is_one_line(arguments: list[str], said: str, capfd: pytest.CaptureFixture[str]) -> None:
@@ -131,7 +131,7 @@ def test_wrong_usage_is_one_line(arguments: list[str], said: str, capfd: pytest.
 
 def test_a_folder_that_holds_something_is_refused(tmp_path: Path) -> None:
     (tmp_path / "mine").touch()
-    with pytest.raises(OutputError, match="holds other files"):
+    with pytest.raises(OutputError, match="already contains files"):
         ckptx.robustness("llama_tiny", out=tmp_path, device="cpu")
     assert [each.name for each in tmp_path.iterdir()] == ["mine"]
 
@@ -158,7 +158,9 @@ def test_ranks_on_a_cpu_share_its_memory(tmp_path: Path, monkeypatch: pytest.Mon
     recipe = read_recipe("llama_tiny")
     source = prepare_source(recipe, tmp_path)
     monkeypatch.setattr("ckptx.runtime.parity.memory.free_bytes", lambda device: 6 << 20)
-    with pytest.raises(SpaceError, match=r"llama_tiny: its ranks take .* at the peak of a step, found 6.00 MiB free"):
+    with pytest.raises(
+        SpaceError, match=r"llama_tiny: its ranks take .* at the peak of a step, but only 6.00 MiB are free"
+    ):
         _forecast(recipe, source, None, shares=True)
     assert _forecast(recipe, source, None, shares=False)[0] < 6 << 20  # of one rank
 
