@@ -1,1 +1,1 @@
-"""How tensors are laid out over a mesh of TP x PP x DP ranks: who holds which rectangle. Pure arithmetic, no torch."""
+"""Layout of tensors over a mesh of TP x PP x DP ranks: the rectangles of each rank. Pure arithmetic, no torch."""

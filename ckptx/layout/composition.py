@@ -79,7 +79,7 @@ def holds_whole_parts(shape: Shape, placement: Placement, parts: Sequence[Part],
 
     Args:
         shape: Shape of the whole tensor.
-        placement: How TP shards it.
+        placement: Placement of its TP shards.
         parts: Parts along the sharded dim; they add up to it.
         tp: Number of TP ranks.
     """
@@ -108,9 +108,9 @@ def _spans_by_rank(parts: Iterable[Part], tp: int) -> list[list[Span]]:
             if not n:
                 continue
             span = (start + begin * size, n * size)
-            held = spans[rank]
-            if held and sum(held[-1]) == span[0]:
-                held[-1] = (held[-1][0], held[-1][1] + span[1])
+            rank_spans = spans[rank]
+            if rank_spans and sum(rank_spans[-1]) == span[0]:
+                rank_spans[-1] = (rank_spans[-1][0], rank_spans[-1][1] + span[1])
             else:
-                held.append(span)
+                rank_spans.append(span)
     return spans

@@ -1,9 +1,9 @@
-"""The mesh: how many ranks each kind of parallelism takes, and which rank sits where.
+"""Mesh dimensions: the size of each kind of parallelism, and the coordinates of each rank.
 
 rank = (pp * dp + dp_index) * tp + tp_index        tp runs fastest, pp slowest
-dp_index = replica * dp_shard + shard              of dp = dp_replicate * dp_shard ranks that see other data
+dp_index = replica * dp_shard + shard              dp = dp_replicate * dp_shard ranks that see different data
 
-Files know no replicas: each would hold the same.
+Checkpoint files do not depend on dp_replicate, as all replicas hold the same.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from ckptx.untrusted.limits import RANKS
 
 @dataclass(frozen=True, slots=True)
 class ParallelDims:
-    """The size of the mesh along each of its axes.
+    """Size of the mesh along each of its axes.
 
     Attributes:
-        tp: Ranks that share each tensor.
-        pp: Pipeline stages.
-        dp_shard: Ranks over which FSDP cuts what TP left to one of them.
-        dp_replicate: Groups of `dp_shard` ranks that each hold all of it (HSDP).
+        tp: Number of tensor-parallel ranks.
+        pp: Number of pipeline stages.
+        dp_shard: Number of ranks over which FSDP shards the parameters of a TP rank.
+        dp_replicate: Number of groups of `dp_shard` ranks that replicate the parameters (HSDP).
 
     Raises:
         UsageError: A size is below 1.
@@ -37,39 +37,39 @@ class ParallelDims:
         sizes = {"tp": self.tp, "pp": self.pp, "dp_shard": self.dp_shard, "dp_replicate": self.dp_replicate}
         for axis, size in sizes.items():
             if size < 1:
-                raise UsageError(f"mesh: {axis} is {size}, needed 1 or more; give 1 to leave it out")
+                raise UsageError(f"mesh: {axis} must be 1 or more, found {size}; use 1 to disable it")
         if self.world_size > RANKS:
-            raise UsageError(f"mesh: {self.world_size} ranks, allowed at most {RANKS}; use fewer")
+            raise UsageError(f"mesh: {self.world_size} ranks, but at most {RANKS} are allowed; use fewer ranks")
 
     @property
     def world_size(self) -> int:
-        """Ranks in all."""
+        """Return the total number of ranks."""
         return self.pp * self.per_stage
 
     @property
     def dp(self) -> int:
-        """Ranks that see other data: shards of all replicas."""
+        """Return the number of data-parallel ranks, `dp_replicate * dp_shard`."""
         return self.dp_replicate * self.dp_shard
 
     @property
     def per_stage(self) -> int:
-        """Ranks of one pipeline stage."""
+        """Return the number of ranks of one pipeline stage."""
         return self.tp * self.dp
 
     def rank(self, pp: int, dp: int, tp: int) -> int:
-        """The rank at a place in the mesh."""
+        """Return the global rank at the given coordinates."""
         return (pp * self.dp + dp) * self.tp + tp
 
     def coordinates(self, rank: int) -> tuple[int, int, int]:
-        """The place (pp, dp, tp) of a rank."""
+        """Return the coordinates (pp, dp, tp) of a global rank."""
         rest, tp = divmod(rank, self.tp)
         pp, dp = divmod(rest, self.dp)
         return pp, dp, tp
 
     def rank_in_stage(self, dp: int, tp: int) -> int:
-        """The rank within its pipeline stage."""
+        """Return the rank within its pipeline stage."""
         return dp * self.tp + tp
 
     def ranks_of_stage(self, pp: int) -> range:
-        """The ranks of a stage, by rank_in_stage."""
+        """Return the global ranks of a stage, in the order of rank_in_stage."""
         return range(pp * self.per_stage, (pp + 1) * self.per_stage)

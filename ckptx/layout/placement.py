@@ -1,13 +1,13 @@
-"""Where a tensor is cut, and the rectangles that the ranks of one pipeline stage get.
+"""Placement of a tensor, and the rectangles that the ranks of one pipeline stage get.
 
-TP cuts first, along one dim; FSDP then cuts the rows of what a TP rank holds. Both cut as `torch.chunk` and DTensor
-do: pieces of ceil(n / parts), then a shorter one, then none at all.
+TP shards first, along one dim; FSDP then shards the rows of each TP shard. Both follow `torch.chunk` and DTensor:
+chunks of ceil(n / parts), then a shorter one, then empty ones.
 
     10 rows, tp=2, dp_shard=2       rows    dp0   dp1
                                     tp0     0:3   3:5
                                     tp1     5:8   8:10
 
-A fused tensor is cut group by group, so that a rank gets its part of each: one rectangle per rank and group.
+A fused tensor is sharded group by group, so that a rank gets its part of each: one rectangle per rank and group.
 
     [gate|up] of 8 + 8 rows, tp=2   tp0     0:4   8:12
                                     tp1     4:8   12:16
@@ -25,19 +25,19 @@ from ckptx.catalog.region import Region, Shape, whole
 from ckptx.errors import Defect
 from ckptx.layout.parallel_dims import ParallelDims
 
-Span = tuple[int, int]  # where it begins, how long it is
+Span = tuple[int, int]  # start and length
 
-_UNKNOWN = "no known scale of its weight, replicated"
+_UNKNOWN = "not a known kind of scale, replicated"
 
 
 class Placement(NamedTuple):
-    """How TP cuts a tensor.
+    """Sharding of a tensor by TP.
 
     Attributes:
-        dim: The dim it is cut along.
-        groups: Widths along `dim` of what is fused there ([q|k|v], [gate|up]), each cut on its own; they add up to
-            the dim. One group is DTensor's `Shard(dim)`.
-        align: Width of a head. It never moves a cut, it tells whether the cut falls between heads.
+        dim: Sharded dim.
+        groups: Widths along `dim` of the parts that are fused there ([q|k|v], [gate|up]), each sharded separately;
+            they add up to the dim. One group is DTensor's `Shard(dim)`.
+        align: Width of a head. It does not change the shards, but tells whether their bounds fall between heads.
     """
 
     dim: int
@@ -46,7 +46,7 @@ class Placement(NamedTuple):
 
 
 def ceil_chunks(n: int, parts: int) -> tuple[Span, ...]:
-    """`parts` spans of 0..n, as `torch.chunk` cuts and DTensor shards; the last ones may be shorter or empty.
+    """Return `parts` spans of 0..n, as `torch.chunk` and DTensor split it; the last ones may be shorter or empty.
 
     Example:
         >>> ceil_chunks(5, 4)
@@ -56,20 +56,20 @@ def ceil_chunks(n: int, parts: int) -> tuple[Span, ...]:
 
 
 def tp_rectangles(shape: Shape, placement: Placement | None, tp: int, pack: int = 1) -> tuple[tuple[Region, ...], ...]:
-    """What each TP rank holds of a tensor.
+    """Return the rectangles of a tensor that each TP rank holds.
 
     Args:
-        shape: Of the whole tensor.
-        placement: How it is cut; None when every rank holds all of it.
+        shape: Shape of the whole tensor.
+        placement: TP placement; None if every rank holds the whole tensor.
         tp: Number of TP ranks.
         pack: Elements that share a byte along the last dim and stay together; 2 for F4.
 
     Returns:
-        By TP rank, its rectangles in the order of the groups; empty ones are left out. A rank's local tensor is their
-        concatenation along the dim. A tensor whose groups do not divide into whole bytes is not cut.
+        For each TP rank its nonempty rectangles, in the order of the groups. The local tensor of a rank is their
+        concatenation along the dim. A tensor whose groups do not divide into whole bytes is replicated.
 
     Raises:
-        Defect: The placement is not one of this shape.
+        Defect: The placement does not match the shape.
     """
     if placement is None or not _is_cut(shape, placement, pack):
         return ((whole(shape),),) * tp
@@ -89,29 +89,28 @@ def tp_rectangles(shape: Shape, placement: Placement | None, tp: int, pack: int 
 def cut(
     shape: Shape, placement: Placement | None, dims: ParallelDims, replicate: bool, pack: int = 1
 ) -> tuple[Block, ...]:
-    """The blocks that the ranks of one pipeline stage hold of a tensor.
+    """Return the blocks of a tensor that the ranks of one pipeline stage hold.
 
     Args:
-        shape: Of the whole tensor.
-        placement: How TP cuts it; None when it does not.
-        dims: The mesh; of pp nothing is used.
-        replicate: Give a tensor that TP does not cut to every TP rank, marked as replicas but for the first. Otherwise
-            the first TP rank alone holds it.
+        shape: Shape of the whole tensor.
+        placement: TP placement; None if TP does not shard it.
+        dims: Mesh dimensions; `pp` is ignored.
+        replicate: True to store a tensor that TP does not shard on every TP rank, all but the first marked as
+            replicas; False to store it on the first only.
         pack: Elements that share a byte along the last dim and stay together; 2 for F4.
 
     Returns:
-        Blocks by `rank_in_stage`, then group. Those that are no replicas tile the tensor. A block without elements is
-        left out, but a tensor without elements is one block of rank 0. FSDP never cuts a 0-d tensor: the first of its
-        ranks holds it.
+        Blocks by `rank_in_stage`, then group. Those that are not replicas tile the tensor. Empty blocks are omitted,
+        but a tensor without elements is one block of rank 0. FSDP never shards a 0-d tensor: its first rank holds it.
 
     Raises:
-        Defect: The placement is not one of this shape.
+        Defect: The placement does not match the shape.
     """
     if not prod(shape):
         return (Block(0, whole(shape)),)
     local_regions = tp_rectangles(shape, placement, dims.tp, pack)
     is_cut = placement is not None and _is_cut(shape, placement, pack)
-    stacked = is_cut and placement is not None and placement.dim == 0  # the rows of the groups lie one after another
+    stacked = is_cut and placement is not None and placement.dim == 0  # the rows of the groups follow each other
     unit = pack if len(shape) == 1 else 1
     return tuple(
         Block(dims.rank_in_stage(dp, tp), region, replica=not is_cut and tp > 0)
@@ -122,7 +121,7 @@ def cut(
 
 
 def is_aligned(shape: Shape, placement: Placement | None, tp: int) -> bool:
-    """True when TP cuts between heads only, in every group."""
+    """Return True if the bounds of all TP shards fall between heads, in every group."""
     if placement is None or not shape:
         return True
     return all(
@@ -133,16 +132,16 @@ def is_aligned(shape: Shape, placement: Placement | None, tp: int) -> bool:
 def scale_placement(
     weight_shape: Shape, weight_placement: Placement | None, shape: Shape, tp: int
 ) -> tuple[Placement | None, str]:
-    """How TP cuts a scale, given how it cuts the weight.
+    """Return the TP placement of a scale, derived from that of its weight.
 
     Args:
-        weight_shape: Of the whole weight.
-        weight_placement: How the weight is cut, None when it is not.
-        shape: Of the whole scale.
+        weight_shape: Shape of the whole weight.
+        weight_placement: TP placement of the weight; None if it is not sharded.
+        shape: Shape of the whole scale.
         tp: Number of TP ranks.
 
     Returns:
-        The placement, None to replicate, and a few words for the report.
+        The placement, None to replicate, and a reason for the report.
     """
     if not shape:
         return None, "scale replicated: one value for the whole weight"
@@ -161,23 +160,23 @@ def scale_placement(
         return None, f"scale replicated: one value along dim {dim}"
     starts = list(accumulate(groups, initial=0))[:-1]
     if any(start % block for start in starts) or any(not _cuts_between_blocks(n, block, tp) for n in groups):
-        return None, f"scale replicated: the weight is cut inside a block of {block}"
+        return None, f"scale replicated: a shard of the weight ends inside a block of {block}"
     return Placement(dim, tuple(-(-n // block) for n in groups)), f"scale follows its weight in blocks of {block}"
 
 
 def _is_cut(shape: Shape, placement: Placement, pack: int) -> bool:
-    """False when a group along the last dim does not divide into packs."""
+    """Return False if a group along the last dim does not divide into packs, so that the tensor is not sharded."""
     dim, groups, _ = placement
     if not 0 <= dim < len(shape) or sum(groups) != shape[dim]:
         raise Defect(
-            f"placement: dim {dim} with groups {list(groups)}, needed groups that add up to that dim of "
-            f"{list(shape)}; please report this"
+            f"placement: groups {list(groups)} of dim {dim} must add up to the size of that dim in {list(shape)}; "
+            "please report this"
         )
     return dim != len(shape) - 1 or all(width % pack == 0 for width in groups)
 
 
 def _rows_of(rectangles: tuple[Region, ...], stacked: bool, dp: int, dp_shard: int, unit: int) -> list[Region]:
-    """The part of a TP rank's local tensor that one of its FSDP ranks holds, as rectangles of the whole tensor."""
+    """Return the FSDP shard of a TP rank's local tensor, as rectangles of the whole tensor."""
     if dp_shard == 1 or not rectangles:
         return list(rectangles)
     if not rectangles[0].sizes:
@@ -198,7 +197,7 @@ def _rows_of(rectangles: tuple[Region, ...], stacked: bool, dp: int, dp_shard: i
 
 @lru_cache(maxsize=4096)
 def _chunks(n: int, parts: int, unit: int) -> tuple[Span, ...]:
-    """`ceil_chunks` in whole units; all of it is the first part's when it does not divide into units."""
+    """Split like `ceil_chunks`, in whole units; if `n` does not divide into units, the first part gets all."""
     if n % unit:
         return ((0, n), *((n, 0),) * (parts - 1))
     step = -(-(n // unit) // parts) * unit
@@ -207,16 +206,16 @@ def _chunks(n: int, parts: int, unit: int) -> tuple[Span, ...]:
 
 
 def _narrow(region: Region, dim: int, span: Span) -> Region:
-    """The rectangle with its extent along one dim replaced."""
+    """Return the rectangle with another extent along one dim."""
     offsets, sizes = region
     return Region((*offsets[:dim], span[0], *offsets[dim + 1 :]), (*sizes[:dim], span[1], *sizes[dim + 1 :]))
 
 
 def _block(n: int, size: int) -> int | None:
-    """Elements of the weight for each of the scale's, along one dim; None when no number explains the sizes.
+    """Return the number of weight elements per scale element along one dim; None if no number explains the sizes.
 
     `size` is ceil(n / block) for several blocks. At most one of them is a power of two, and that is the block in every
-    published format; failing that the blocks must divide the dim.
+    published format; otherwise the blocks must divide the dim.
     """
     if size == n:
         return 1
@@ -232,6 +231,6 @@ def _block(n: int, size: int) -> int | None:
 
 
 def _cuts_between_blocks(n: int, block: int, tp: int) -> bool:
-    """True when cutting the blocks of a group gives each rank the blocks of the elements it has."""
+    """Return True if sharding the blocks of a group gives each rank the blocks of its elements."""
     blocks = ceil_chunks(-(-n // block), tp)
     return all(min(i * block, n) == begin for (begin, _), (i, _) in zip(ceil_chunks(n, tp), blocks, strict=True))

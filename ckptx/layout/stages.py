@@ -1,13 +1,13 @@
-"""Which pipeline stage holds which layer, and with it every tensor.
+"""Assignment of layers, and of all other tensors, to pipeline stages.
 
-Every framework splits layers over stages in its own way, and a stage that finds a layer in another's file has to read
-that one too. So the rule is named, or the counts are given:
+Frameworks split layers over stages differently, and a stage whose layer is in the file of another stage has to read
+that file too. So the user names the rule of a framework, or gives the counts:
 
-    10 layers, 4 stages     even    3 3 2 2     the first stages take the remainder
-                            vllm    2 3 3 2     middle stages take it, the last never does (vLLM, get_pp_indices)
+    10 layers, 4 stages     even    3 3 2 2     the first stages get the remainder
+                            vllm    2 3 3 2     middle stages get it, the last never does (vLLM, get_pp_indices)
                             titan   2 3 3 2     embedding and head count as a layer each (torchtitan)
-                            hf      2 2 2 4     the last stage takes it (transformers)
-                            1,4,4,1             as given
+                            hf      2 2 2 4     the last stage gets it (transformers)
+                            1,4,4,1             explicit counts
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ SPLITS = ("even", "vllm", "titan", "hf")
 
 
 def split_layers(count: int, pp: int, how: str = "even") -> tuple[int, ...]:
-    """Layers per stage.
+    """Return the number of layers of each stage.
 
     Args:
-        count: Layers in all.
+        count: Total number of layers.
         pp: Number of stages.
-        how: One of `SPLITS`, or the counts themselves with commas between them. Only these may leave a stage empty.
+        how: One of `SPLITS`, or comma-separated counts. Only counts may leave a stage empty.
 
     Raises:
-        UsageError: The rule is unknown, there are fewer layers than stages, or counts do not fit.
+        UsageError: The rule is unknown, there are fewer layers than stages, or the counts do not match.
     """
     if how not in SPLITS:
         return _explicit(count, pp, how)
     if 1 < pp > count:
         raise UsageError(
-            f"pipeline split {how}: found {counted(count, 'layer')} for {counted(pp, 'stage')}, needed one for each; "
-            "use fewer stages, or give the counts, of which some may be 0"
+            f"pipeline split {how}: {counted(count, 'layer')} for {counted(pp, 'stage')}, but each stage requires a "
+            "layer; use fewer stages, or pass explicit counts, which may be 0"
         )
     share, rest = divmod(count, pp)
     counts = [share + (stage < rest) for stage in range(pp)]
@@ -55,22 +55,22 @@ def split_layers(count: int, pp: int, how: str = "even") -> tuple[int, ...]:
         counts[-1] -= 1
     if pp > 1 and min(counts) < 1:
         raise UsageError(
-            f"pipeline split {how}: {counted(count, 'layer')} over {counted(pp, 'stage')} make "
-            f"{','.join(map(str, counts))}, needed one for each stage; use fewer stages, or "
-            "give these counts if that is what you want"
+            f"pipeline split {how}: {counted(count, 'layer')} over {counted(pp, 'stage')} give "
+            f"{','.join(map(str, counts))}, but each stage requires a layer; use fewer stages, or pass these counts "
+            "explicitly"
         )
     return tuple(counts)
 
 
 @dataclass(frozen=True, slots=True)
 class Stack:
-    """A list of layers that run one after another.
+    """List of layers that run one after another.
 
     Attributes:
-        path: Of the list, in the names of the model: "model.layers".
-        count: Its layers.
-        before: Modules or parameters that run right before its first layer.
-        after: Modules or parameters that run right after its last: "model.norm", "lm_head".
+        path: Path of the list in the model: "model.layers".
+        count: Number of layers.
+        before: Modules or parameters that run right before the first layer.
+        after: Modules or parameters that run right after the last layer: "model.norm", "lm_head".
     """
 
     path: str
@@ -80,31 +80,31 @@ class Stack:
 
 
 class StageMap:
-    """The stage of every tensor of a model.
+    """Assignment of every tensor of a model to a stage.
 
     Attributes:
         pp: Number of stages.
-        counts: Layers of each stage, over all stacks.
-        stacks: In the order they run.
+        counts: Number of layers of each stage, over all stacks.
+        stacks: Lists of layers in forward order.
     """
 
     def __init__(self, stacks: Sequence[Stack], pp: int, how: str = "even", subject: str = "this model") -> None:
-        """Splits the layers of the stacks, one stack after another in the order they run.
+        """Split the layers of the stacks over the stages, in forward order.
 
         Args:
-            stacks: In forward order; the encoder before the decoder.
+            stacks: Lists of layers in forward order; the encoder before the decoder.
             pp: Number of stages.
-            how: As in `split_layers`.
+            how: Rule or counts, see `split_layers`.
             subject: Name of the model class, for errors.
 
         Raises:
             UnsupportedError: There is no stack and more than one stage.
-            UsageError: The layers cannot be split so.
+            UsageError: The split is invalid.
         """
         if not stacks and pp > 1:
             raise UnsupportedError(
-                f"{subject}: no list of layers is known for it, needed one to split it into {pp} pipeline stages; "
-                "leave out --pp"
+                f"{subject}: cannot find the layer list, which splitting into {pp} pipeline stages requires; pass "
+                "--trust-remote-code to use the model's own code, or leave out --pp"
             )
         self.pp = pp
         self.counts = split_layers(sum(stack.count for stack in stacks), pp, how) if stacks else (0,)
@@ -120,14 +120,14 @@ class StageMap:
             self._stage_at |= dict.fromkeys(stack.before, first) | dict.fromkeys(stack.after, last)
         self._is_plain = [
             not any(path.startswith(f"{stack.path}.") for path in self._stage_at) for stack in stacks
-        ]  # nothing before or after a stack lies inside of one of its layers
+        ]  # nothing that runs before or after a stack is inside one of its layers
 
     def stage_of(self, name: str) -> int:
-        """The stage that holds a tensor, by the longest path that is known.
+        """Return the stage of a tensor, by its longest known path.
 
-        A layer is where the split puts it, a layer behind the last of its stack (an MTP layer) where
-        that last one is, and what runs before or after a stack at that end of it. The rest, embeddings and towers, is
-        on stage 0.
+        A layer is on the stage of the split, a layer after the last of its stack (an MTP layer) on the stage of that
+        last layer, and modules that run before or after a stack on the stage of its first or last layer. The rest,
+        embeddings and towers, is on stage 0.
         """
         layer = self._layer_of(name)
         if layer is not None and self._is_plain[layer[0]]:
@@ -142,12 +142,12 @@ class StageMap:
         return self._layer_of(name) is not None
 
     def is_extra(self, name: str) -> bool:
-        """True for a tensor of a layer behind the last one of its stack."""
+        """Return True for a tensor of a layer after the last one of its stack."""
         layer = self._layer_of(name)
         return layer is not None and layer[1] >= self.stacks[layer[0]].count
 
     def layers_of(self, stage: int) -> list[tuple[str, int, int]]:
-        """The layers of a stage as (path of the stack, first, stop); stacks it has no layer of are left out."""
+        """Return the layers of a stage as (path of the stack, first, stop), without stacks that have no layer there."""
         begin = sum(self.counts[:stage])
         end = begin + self.counts[stage]
         spans = []
@@ -158,12 +158,12 @@ class StageMap:
         return spans
 
     def _stage(self, stack: int, layer: int) -> int:
-        """The stage of a layer; of the nearest one before it where there is no such layer."""
+        """Return the stage of a layer, or of the last layer if the index is beyond it."""
         index = self._firsts[stack] + min(layer, self.stacks[stack].count - 1)
         return self._stage_of_layer[max(index, 0)] if self._stage_of_layer else 0
 
     def _layer_of(self, name: str) -> tuple[int, int] | None:
-        """The stack, and the index in it, of the innermost layer that holds a tensor."""
+        """Return stack and index of the innermost layer that holds a tensor; None if there is none."""
         for lead, stack in self._leads:
             if name.startswith(lead):
                 index = name[len(lead) :].partition(".")[0]
@@ -172,7 +172,7 @@ class StageMap:
         return None
 
     def _longest(self, name: str) -> str:
-        """The longest path among those before and after stacks that holds a tensor."""
+        """Return the longest path before or after a stack that holds a tensor; "" if there is none."""
         path = name
         while path and path not in self._stage_at:
             path = path.rpartition(".")[0]
@@ -180,16 +180,17 @@ class StageMap:
 
 
 def _explicit(count: int, pp: int, how: str) -> tuple[int, ...]:
-    """Counts that the user gave."""
+    """Parse and check explicit counts."""
     try:
         counts = tuple(int(part) for part in how.split(","))
     except ValueError:
         raise UsageError(
-            f'pipeline split "{how}": needed one of {", ".join(SPLITS)}, or the layers of each stage, such as "8,9,8,7"'
+            f'pipeline split "{how}": must be one of {", ".join(SPLITS)}, or the layers of each stage, such as '
+            '"8,9,8,7"'
         ) from None
     if len(counts) != pp or min(counts) < 0 or sum(counts) != count:
         raise UsageError(
-            f'pipeline split "{how}": found {counted(len(counts), "stage")} of {counted(sum(counts), "layer")}, '
-            f"needed {counted(pp, 'stage')} of {counted(count, 'layer')}, none below 0; give one count for each stage"
+            f'pipeline split "{how}": expected {counted(pp, "stage")} with {counted(count, "layer")}, none below 0, '
+            f"found {counted(len(counts), 'stage')} with {counted(sum(counts), 'layer')}; pass one count for each stage"
         )
     return counts

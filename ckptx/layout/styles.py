@@ -1,4 +1,4 @@
-"""Every tensor parallel style that a plan may name, and what it does to the tensors of the module it is given to.
+"""Tensor parallel styles that a plan may name, and the sharding that each implies for the tensors of a module.
 
 The names are those of transformers 5.23 (`ALL_PARALLEL_STYLES`) and of the versions before it.
 """
@@ -9,20 +9,20 @@ from enum import Enum
 
 
 class Kind(Enum):
-    """What a style cuts."""
+    """Sharding that a style implies."""
 
-    COLWISE = "colwise"  # output features: rows of a Linear's weight, and the bias
+    COLWISE = "colwise"  # output features: rows of the weight of a Linear, and its bias
     ROWWISE = "rowwise"  # input features: columns of the weight; the bias is whole
     PACKED_COLWISE = "packed_colwise"  # two fused halves along the output features
     PACKED_ROWWISE = "packed_rowwise"  # two fused halves along the last dim
     EMBEDDING_ROWWISE = "embedding_rowwise"  # vocabulary
     EMBEDDING_COLWISE = "embedding_colwise"  # hidden size
-    REPLICATE = "replicate"  # nothing: the style is about the forward pass alone
+    REPLICATE = "replicate"  # no sharding: the style affects only the forward pass
     EXPERT = "expert"  # whole experts, which is expert parallelism
 
     @property
     def cuts(self) -> bool:
-        """True when tensors are cut over TP ranks."""
+        """Return True if tensors are sharded over TP ranks."""
         return self not in (Kind.REPLICATE, Kind.EXPERT)
 
 

@@ -1,14 +1,14 @@
-"""A tensor parallel plan, pattern -> style, and what it decides about each tensor.
+"""Tensor parallel plan, pattern -> style, and the placement of each tensor that follows from it.
 
     {"model.layers.*.self_attn.q_proj": "colwise", "model.layers.*.self_attn.o_proj": "rowwise"}
 
-The same plan that shards modules cuts files. What a style does to a tensor follows transformers
-(`distributed/tensor_parallel.py`) with these differences, all of them about tensors that it does not cut well:
+The plan that shards modules at run time also shards files. Styles follow transformers
+(`distributed/tensor_parallel.py`) except for these tensors, which it does not shard correctly:
 
-* a bias of a packed weight is cut in the groups of its weight, there it is cut as if it were not packed;
-* a bias of fused experts ([E, out], named `*_bias`) is cut along its last dim or not at all, never by expert;
-* a scale is cut only where its weight is cut between blocks;
-* a dim of one element stays whole, there the first rank has it and the others have nothing.
+* a bias of a packed weight is sharded in the groups of its weight; transformers ignores the packing;
+* a bias of fused experts ([E, out], named `*_bias`) is sharded along its last dim or not at all, never by expert;
+* a scale is sharded only if the shards of its weight end between blocks;
+* a dim of one element is replicated; in transformers only the first rank has it.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ _NO_COMPOSITIONS = Compositions()
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """What a plan says about the tensors of one pattern.
+    """Rule of a plan for the tensors of one pattern.
 
     Attributes:
         style: One of `STYLES`.
-        decided_by: Who says so: "user plan", "override", "model plan".
-        reason: Why, where it is not plain from the decided_by.
-        groups: Widths of what is fused along the cut dim; empty when nothing is.
-        heads: Candidates (count, size): the cut dim holds `count` heads of `size` elements. The first whose product is
-            the dim counts; when none is, cuts are not checked against heads.
-        transposed: The weight is stored [in, out], as Conv1D stores it.
+        decided_by: Origin of the rule: "user plan", "override", "model plan".
+        reason: Explanation for the report; "" if the origin is enough.
+        groups: Widths of the parts that are fused along the sharded dim; empty for a single part.
+        heads: Candidates (count, size): the sharded dim holds `count` heads of `size` elements. The first whose product
+            equals the dim is used; if none does, shards are not checked against heads.
+        transposed: True if the weight is stored [in, out], as in Conv1D.
     """
 
     style: str
@@ -51,14 +51,14 @@ class Rule:
 
 @dataclass(frozen=True, slots=True)
 class TensorParallelPlan:
-    """Rules by pattern, in the names of the model.
+    """Rules by pattern, in model names.
 
     A pattern is the name of a parameter or of the module that holds it. A component `*` stands for any index.
 
     Attributes:
-        rules: By pattern.
-        fallback: The plan that is asked where this one has no rule, whatever is more specific there.
-        compositions: Heads and fused parts of the model's tensors; None to ask the fallback.
+        rules: Rule for each pattern.
+        fallback: Plan for parameters without a rule here, even if its rules are more specific; None for none.
+        compositions: Heads and fused parts of the tensors of the model; None to use those of the fallback.
 
     Raises:
         UnsupportedError: A rule has an unknown style.
@@ -74,8 +74,8 @@ class TensorParallelPlan:
         for pattern, rule in self.rules.items():
             if rule.style not in STYLES:
                 raise UnsupportedError(
-                    f'{rule.decided_by}: "{pattern}" has the style "{rule.style}", known are {_known_styles()}; '
-                    "name one of these for it in a plan of your own"
+                    f'{rule.decided_by}: "{pattern}" has the unknown style "{rule.style}"; override it in your own TP '
+                    f"plan with one of {_known_styles()}"
                 )
             by_stars.setdefault(_starred(pattern), []).append(pattern)
         ordered = {key: tuple(sorted(patterns, key=_vagueness)) for key, patterns in by_stars.items()}
@@ -85,38 +85,35 @@ class TensorParallelPlan:
     def from_user(
         cls, plan: object, source: str = "--tp-plan", fallback: TensorParallelPlan | None = None
     ) -> TensorParallelPlan:
-        """A plan as a user wrote it: a mapping of pattern -> style.
+        """Create a plan from the mapping of pattern -> style that a user wrote.
 
         Args:
-            plan: What was parsed.
-            source: Where it comes from, for errors.
-            fallback: The plan of the model.
+            plan: Parsed JSON value.
+            source: Option or file it comes from, for errors.
+            fallback: Plan of the model; None for none.
 
         Raises:
-            UsageError: It is no such mapping, a pattern cannot match any name, or a style is unknown.
+            UsageError: The value is not such a mapping, a pattern cannot match any name, or a style is unknown.
         """
         if not isinstance(plan, Mapping):
             raise UsageError(
-                f"{source}: found {type(plan).__name__}, needed an object of pattern -> style, such as "
-                '{"model.layers.*.self_attn.q_proj": "colwise"}'
+                f"{source}: expected an object of pattern -> style, such as "
+                f'{{"model.layers.*.self_attn.q_proj": "colwise"}}, found {type(plan).__name__}'
             )
         for pattern, style in plan.items():
             if not isinstance(pattern, str) or not _is_pattern(pattern):
                 raise UsageError(
-                    f"{source}: found the pattern {pattern!r}, needed names joined by dots, with `*` for a whole "
-                    'index, such as "model.layers.*.self_attn.q_proj"'
+                    f"{source}: invalid pattern {pattern!r}; use names joined by dots, with `*` for a whole index, "
+                    'such as "model.layers.*.self_attn.q_proj"'
                 )
             if not isinstance(style, str) or style not in STYLES:
-                raise UsageError(
-                    f'{source}: found the style {style!r} for "{pattern}", known are {_known_styles()}; '
-                    "name one of these"
-                )
+                raise UsageError(f'{source}: unknown style {style!r} for "{pattern}"; use one of {_known_styles()}')
         return cls({pattern: Rule(style, USER) for pattern, style in plan.items()}, fallback)
 
     def rule_for(self, name: str) -> tuple[str, Rule] | None:
-        """The pattern and the rule for a parameter.
+        """Return the pattern and the rule for a parameter; None if there is no rule.
 
-        A pattern of the parameter itself goes before one of its module, and concrete indices before `*`.
+        A pattern of the parameter itself takes precedence over one of its module, and concrete indices over `*`.
         """
         pattern = self._match(name) or ("." in name and self._match(name.rpartition(".")[0]))
         if pattern:
@@ -136,13 +133,13 @@ class TensorParallelPlan:
         return self.fallback.known_compositions() if self.fallback is not None else _NO_COMPOSITIONS
 
     def patterns(self) -> list[str]:
-        """Every pattern of this plan, then those of the fallback."""
+        """Return the patterns of this plan, then those of the fallback."""
         return [*self.rules, *(self.fallback.patterns() if self.fallback is not None else ())]
 
     def unmatched(self, names: Iterable[str]) -> list[str]:
-        """The patterns of this plan, the fallback aside, that apply to none of `names`, in the order of the plan.
+        """Return the patterns of this plan, without its fallback, that match none of `names`, in the order of the plan.
 
-        A style that cuts nothing may name a module that holds parameters at any depth.
+        A style without sharding may name a module that holds parameters at any depth.
         """
         missing = dict(self.rules)
         for name in names:
@@ -157,7 +154,7 @@ class TensorParallelPlan:
         return list(missing)
 
     def _matches(self, path: str) -> Iterable[str]:
-        """Patterns of exactly this parameter or module, the most concrete first."""
+        """Yield the patterns of exactly this parameter or module, the most concrete first."""
         key = _starred(path)
         return (found for found in self._by_stars.get(key, ()) if found == key or _stands_for(found, path))
 
@@ -167,13 +164,13 @@ class TensorParallelPlan:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """How TP cuts one tensor, and who decided it.
+    """Decision on the TP placement of one tensor.
 
     Attributes:
-        placement: None when it is replicated.
-        decided_by: `Rule.decided_by`, or "default" when no rule matches.
-        reason: A few words for the report.
-        aligned: True when each rank holds whole heads, or groups, of every part that is fused along the sharded dim,
+        placement: TP placement; None if the tensor is replicated.
+        decided_by: `Rule.decided_by`, or "default" if no rule matches.
+        reason: Short explanation for the report.
+        aligned: True if each rank holds whole heads, or groups, of every part that is fused along the sharded dim,
             so that a TP kernel can use the shard as it is stored; True for a tensor that is not sharded.
     """
 
@@ -190,12 +187,12 @@ def decide(
     tp: int,
     weight: tuple[Shape, Placement | None] | None = None,
 ) -> Decision:
-    """How TP cuts one tensor of the model.
+    """Decide the TP placement of one tensor of the model.
 
     Args:
-        plan: What to follow.
-        name: In the names of the model.
-        shape: Of the whole tensor.
+        plan: Tensor parallel plan.
+        name: Model name of the tensor.
+        shape: Shape of the whole tensor.
         tp: Number of TP ranks.
         weight: Shape and placement of the weight of the same module, for a tensor that may be its scale.
     """
@@ -206,9 +203,9 @@ def decide(
     is_companion = not is_named and leaf not in ("weight", "bias")
     if is_companion and weight is not None:
         placement, reason = (None, "tp is 1") if tp == 1 else scale_placement(*weight, shape, tp)
-        beside = name.removesuffix(leaf) + "weight"
+        weight_name = name.removesuffix(leaf) + "weight"
         aligned = placement is None or (
-            is_aligned(shape, placement, tp) and _is_aligned(plan, beside, weight[0], weight[1], tp)
+            is_aligned(shape, placement, tp) and _is_aligned(plan, weight_name, weight[0], weight[1], tp)
         )
         return Decision(placement, decided_by, reason, aligned)
     if found is None:
@@ -218,18 +215,18 @@ def decide(
     if tp == 1:
         return Decision(None, decided_by, "tp is 1", True)
     if kind is Kind.EXPERT:
-        return Decision(None, decided_by, "expert parallel is not a TP cut", True)
+        return Decision(None, decided_by, "expert parallelism is not TP; replicated", True)
     if is_companion and kind.cuts:
         return Decision(None, decided_by, "quantization scale without a weight, replicated", True)
     dim = _cut_dim(kind, leaf, len(shape), _is_transposed(plan, name))
     if dim is None:
-        return Decision(None, decided_by, _because(f"{rule.style} keeps it whole", rule), True)
+        return Decision(None, decided_by, _with_reason(f"{rule.style} keeps it whole", rule), True)
     decision = _cut_along(dim, kind, rule, shape, tp)
     return replace(decision, aligned=_is_aligned(plan, name, shape, decision.placement, tp))
 
 
 def _cut_along(dim: int, kind: Kind, rule: Rule, shape: Shape, tp: int) -> Decision:
-    """The decision once the dim is known: what is fused along it, and where its heads are."""
+    """Return the decision to shard along `dim`, with the groups and head size along it."""
     n = shape[dim]
     if n < 2:
         return Decision(None, rule.decided_by, f"dim {dim} has size {n}, replicated", True)
@@ -244,7 +241,7 @@ def _cut_along(dim: int, kind: Kind, rule: Rule, shape: Shape, tp: int) -> Decis
     align = next((size for count, size in rule.heads if count * size == n), 1)
     placement = Placement(dim, groups, align)
     fused = f" in groups {'+'.join(map(str, groups))}" if len(groups) > 1 else ""
-    reason = _because(f"{rule.style} cuts dim {dim}{fused}", rule)
+    reason = _with_reason(f"{rule.style} shards dim {dim}{fused}", rule)
     return Decision(placement, rule.decided_by, reason, True)
 
 
@@ -269,12 +266,11 @@ def _is_aligned(plan: TensorParallelPlan, name: str, shape: Shape, placement: Pl
 def _parts_of(plan: TensorParallelPlan, name: str, shape: Shape, dim: int) -> tuple[Part, ...] | None:
     """Return the parts that lie along a dim.
 
-    What the rules of the model say of groups and heads counts first, whichever rule shards the tensor; then the
+    Groups and heads in the rules of the model take precedence, whichever rule shards the tensor; then comes the
     composition of the module.
 
     Returns:
-        None where the rule that shards the tensor is all that is known; nothing for heads or fused parts of unknown
-        size.
+        The parts; None if only the rule that shards the tensor is known; empty for heads or parts of unknown size.
     """
     leaf, n = name.rpartition(".")[2], shape[dim]
     is_transposed, is_elsewhere = _is_transposed(plan, name), False
@@ -317,9 +313,9 @@ def _feature_dims(side: str, leaf: str, ndim: int, transposed: bool) -> tuple[in
 
 
 def _cut_dim(kind: Kind, leaf: str, ndim: int, transposed: bool) -> int | None:
-    """The dim that a style cuts of a tensor, None when it keeps it whole.
+    """Return the dim of a tensor that a style shards; None if it keeps the tensor whole.
 
-    An nn.Linear is [out, in], fused experts are [experts, out, in].
+    The weight of an nn.Linear is [out, in], fused experts are [experts, out, in].
     """
     is_bias = leaf == "bias" or leaf.endswith("_bias")
     out_dim, in_dim = (ndim - 1, ndim - 2) if transposed and ndim == 2 else (ndim - 2, ndim - 1)
@@ -338,22 +334,22 @@ def _cut_dim(kind: Kind, leaf: str, ndim: int, transposed: bool) -> int | None:
     return None
 
 
-def _because(what: str, rule: Rule) -> str:
-    return f"{what}; {rule.reason}" if rule.reason else what
+def _with_reason(text: str, rule: Rule) -> str:
+    return f"{text}; {rule.reason}" if rule.reason else text
 
 
 def _starred(path: str) -> str:
-    """The path with every index as `*`."""
+    """Return the path with every index replaced by `*`."""
     return INDEX.sub("*", path)
 
 
 def _stands_for(pattern: str, path: str) -> bool:
-    """True when a pattern matches a path that has the same components but for indices."""
+    """Return True if a pattern matches a path that differs from it only in indices."""
     return all(a in ("*", b) for a, b in zip(pattern.split("."), path.split("."), strict=True))
 
 
 def _vagueness(pattern: str) -> tuple[int, list[bool]]:
-    """Sort key: fewer `*` first; among equals a concrete index further left first."""
+    """Return a sort key: fewer `*` first, then a concrete index further left first."""
     stars = [part == "*" for part in pattern.split(".")]
     return sum(stars), stars
 

@@ -64,7 +64,7 @@ def test_a_report_says_layout_rules_and_ranks(hf: Path, dst: Path) -> None:
     rules = {row["pattern"]: row | {"rule": row["rule"].partition(" (")[0]} for row in report["rules"]}
     assert rules["model.layers.*.self_attn.o_proj.weight"] == {
         "pattern": "model.layers.*.self_attn.o_proj.weight", "tensors": 2, "dim": 1, "groups": None,
-        "rule": "model plan", "reason": "rowwise cuts dim 1", "aligned": True,
+        "rule": "model plan", "reason": "rowwise shards dim 1", "aligned": True,
     }  # fmt: skip
     assert (rules["model.norm.weight"]["dim"], rules["model.norm.weight"]["rule"]) == (None, "default")
     assert sum(row["tensors"] for row in report["rules"]) == report["tensors"] == len(llama())
@@ -154,9 +154,9 @@ def test_a_rule_of_the_user_goes_first(tmp_path: Path, hf: Path, dst: Path) -> N
     [
         ({"model.layers.*.mlp.up": "colwise"}, '"model.layers.*.mlp.up" matches no tensor'),
         ({"model.layers.7.mlp.up_proj": "colwise"}, '"model.layers.7.mlp.up_proj" matches no tensor'),
-        ({"model.layers.*.mlp.up_proj": "columnwise"}, "found the style 'columnwise'"),
-        ({"model.layers.*.mlp.up_*": "colwise"}, "found the pattern 'model.layers.*.mlp.up_*'"),
-        (["colwise"], 'holds a list, needed {"pattern": "style"}'),
+        ({"model.layers.*.mlp.up_proj": "columnwise"}, "unknown style 'columnwise'"),
+        ({"model.layers.*.mlp.up_*": "colwise"}, "invalid pattern 'model.layers.*.mlp.up_*'"),
+        (["colwise"], 'expected a JSON object such as {"model.layers.*.self_attn.q_proj": "colwise"}, found list'),
     ],
 )
 @pytest.mark.parametrize("to", ["dcp", "safetensors"])
@@ -178,9 +178,13 @@ def test_a_plan_that_is_not_there_or_no_json_is_usage(tmp_path: Path, hf: Path, 
 @pytest.mark.parametrize(
     ("options", "code", "said"),
     [
-        (["--pp", "3"], 2, "found 2 layers for 3 stages"),
-        (["--pp", "2", "--pp-split", "1,2"], 2, "found 2 stages of 3 layers"),
-        (["--pp", "2", "--pp-split", "balanced"], 2, "needed one of even, vllm, titan, hf"),
+        (["--pp", "3"], 2, "2 layers for 3 stages, but each stage requires a layer"),
+        (
+            ["--pp", "2", "--pp-split", "1,2"],
+            2,
+            "expected 2 stages with 2 layers, none below 0, found 2 stages with 3 layers",
+        ),
+        (["--pp", "2", "--pp-split", "balanced"], 2, "must be one of even, vllm, titan, hf"),
         (["--tp", "0"], 2, "--tp"),
         (["--to", "gguf"], 2, "--to"),
         (["--to", "safetensors", "--tied", "alias"], 2, "--tied alias"),
@@ -195,7 +199,7 @@ def test_what_cannot_be_asked_for(hf: Path, dst: Path, options: list[str], code:
 def test_stages_of_a_class_that_nobody_knows(tmp_path: Path, dst: Path) -> None:
     config = {**CONFIG, "architectures": ["SomebodysForCausalLM"], "model_type": "somebodys"}
     unknown = write_hf(tmp_path / "in" / "unknown", llama(), config=config)
-    refused(dst, 4, "no list of layers is known for it", unknown, dst, "--pp", 2)
+    refused(dst, 4, "cannot find the layer list", unknown, dst, "--pp", 2)
     report = report_of(unknown, dst, "--tp", 2)
     assert {row["rule"] for row in report["rules"]} == {"default"}
 
@@ -256,9 +260,15 @@ def truncate_a_shard(root: Path) -> None:
 _EMBEDDING = 'tensor "model.embed_tokens.weight" of shape [16, 8]'
 FAULTS: list[tuple[Callable[[Path], None], str]] = [
     (lose_a_middle_shard, f"{_EMBEDDING}: no shard covers [4:8, 0:8]; there is no {shard(1)}"),
-    (lose_the_last_stage, 'does not fit its config: "model.layers.1": found nothing'),
-    (duplicate_a_shard, f"duplicated shard: {shard(1)} and {shard(8)} both contain"),
-    (change_a_replica, f'tensor "model.layers.0.input_layernorm.weight": {shard(1)} holds other bytes'),
+    (
+        lose_the_last_stage,
+        'does not match its config: "model.layers.1": expected one of 2 layers by config.json, found nothing',
+    ),
+    (duplicate_a_shard, f"duplicated shard: {shard(1)} and {shard(8)} both hold"),
+    (
+        change_a_replica,
+        f'tensor "model.layers.0.input_layernorm.weight": {shard(1)} and {shard(0)} have different bytes',
+    ),
     (shift_an_offset, f"{_EMBEDDING}: {shard(0)} and {shard(1)} both cover"),
     (truncate_a_shard, shard(2)),
 ]
@@ -285,7 +295,11 @@ def test_shards_without_the_last_stage_can_be_taken_as_they_are(hf: Path, tmp_pa
     (source / "ckptx.json").unlink()
     lose_the_last_stage(source)
     looked = CliRunner().invoke(cli, ["inspect", str(source)], standalone_mode=False)
-    assert not looked.return_value and 'does not fit its config: "model.layers.1": found nothing' in looked.stderr
+    assert (
+        not looked.return_value
+        and 'does not match its config: "model.layers.1": expected one of 2 layers by config.json, found nothing'
+        in looked.stderr
+    )
     report = report_of(source, dst, "--allow-config-mismatch")
     assert {row["name"].split(".")[2] for row in report["fit"]["misfits"] if "layers" in row["name"]} == {"1"}
 

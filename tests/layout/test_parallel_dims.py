@@ -34,5 +34,5 @@ def test_replicas_are_between_stages_and_shards() -> None:
 @pytest.mark.parametrize("axis", ["tp", "pp", "dp_shard", "dp_replicate"])
 @pytest.mark.parametrize("size", [0, -1])
 def test_an_axis_below_1_is_refused(axis: str, size: int) -> None:
-    with pytest.raises(UsageError, match=f"{axis} is {size}, needed 1 or more"):
+    with pytest.raises(UsageError, match=f"{axis} must be 1 or more, found {size}"):
         ParallelDims(**{axis: size})

@@ -53,25 +53,25 @@ def test_every_layer_is_on_one_stage(how: str) -> None:
 
 @pytest.mark.parametrize("how", SPLITS)
 def test_more_stages_than_layers_is_refused(how: str) -> None:
-    with pytest.raises(UsageError, match=f"split {how}: found 3 layers for 4 stages, needed one for each"):
+    with pytest.raises(UsageError, match=f"split {how}: 3 layers for 4 stages, but each stage requires a layer"):
         split_layers(3, 4, how)
 
 
 def test_a_rule_leaves_no_stage_empty() -> None:
-    with pytest.raises(UsageError, match="make 1,2,0, needed one for each stage"):
+    with pytest.raises(UsageError, match="give 1,2,0, but each stage requires a layer"):
         split_layers(3, 3, "titan")
     assert split_layers(3, 3, "1,2,0") == (1, 2, 0)
 
 
 @pytest.mark.parametrize("how", ["", "evn", "a,b", "5,5,", "5;5", "5.0,5"])
 def test_what_is_no_rule_and_no_counts_is_refused(how: str) -> None:
-    with pytest.raises(UsageError, match=r"needed one of even, vllm, titan, hf, or the layers of each stage"):
+    with pytest.raises(UsageError, match=r"must be one of even, vllm, titan, hf, or the layers of each stage"):
         split_layers(10, 2, how)
 
 
 @pytest.mark.parametrize("how", ["10", "4,5", "5,6", "3,3,4", "-1,11"])
 def test_counts_that_do_not_fit_are_refused(how: str) -> None:
-    with pytest.raises(UsageError, match="needed 2 stages of 10 layers"):
+    with pytest.raises(UsageError, match="expected 2 stages with 10 layers"):
         split_layers(10, 2, how)
 
 
@@ -168,5 +168,5 @@ def test_layers_of_all_stages_are_all_layers() -> None:
 
 
 def test_a_model_without_known_layers_cannot_be_split() -> None:
-    with pytest.raises(UnsupportedError, match="Oddball: no list of layers is known for it, needed one to split it"):
+    with pytest.raises(UnsupportedError, match="Oddball: cannot find the layer list, which splitting into"):
         StageMap([], 2, subject="Oddball")

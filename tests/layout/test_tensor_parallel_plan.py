@@ -103,24 +103,27 @@ def test_a_user_plan_is_remembered_as_such() -> None:
 def test_an_unknown_style_is_refused_with_those_that_are_known(style: object) -> None:
     with pytest.raises(UsageError) as error:
         TensorParallelPlan.from_user({"model.layers.*.q_proj": style}, "plan.json")
-    assert str(error.value).startswith(f'plan.json: found the style {style!r} for "model.layers.*.q_proj", known are ')
+    assert str(error.value).startswith(f'plan.json: unknown style {style!r} for "model.layers.*.q_proj"; use one of ')
     assert "colwise, colwise_gather_output, rowwise" in str(error.value)
 
 
 @pytest.mark.parametrize("plan", [None, [], "colwise", [["q", "colwise"]]])
 def test_what_is_no_mapping_is_refused(plan: object) -> None:
-    with pytest.raises(UsageError, match=f"--tp-plan: found {type(plan).__name__}, needed an object"):
+    with pytest.raises(UsageError, match=f"--tp-plan: expected an object of .*, found {type(plan).__name__}"):
         TensorParallelPlan.from_user(plan)
 
 
 @pytest.mark.parametrize("pattern", ["", "a..b", ".a", "a.", "layers.*_proj", "layers.**", " a", "a. b", 3, None])
 def test_a_pattern_that_can_match_nothing_is_refused(pattern: object) -> None:
-    with pytest.raises(UsageError, match="found the pattern"):
+    with pytest.raises(UsageError, match="invalid pattern"):
         TensorParallelPlan.from_user({pattern: "colwise"})
 
 
 def test_a_rule_of_a_style_that_nobody_knows_is_refused() -> None:
-    with pytest.raises(UnsupportedError, match='model plan: "q" has the style "diagonal", known are'):
+    with pytest.raises(
+        UnsupportedError,
+        match='model plan: "q" has the unknown style "diagonal"; override it in your own TP plan with one of',
+    ):
         TensorParallelPlan({"q": Rule("diagonal", "model plan")})
 
 
@@ -205,7 +208,7 @@ def test_fused_groups() -> None:
     rule = Rule("colwise", "override", "fused q, k, v", groups=(32, 16, 16))
     found = decided(rule, "weight", (64, 32))
     assert found == Decision(
-        Placement(0, (32, 16, 16)), "override", "colwise cuts dim 0 in groups 32+16+16; fused q, k, v", True
+        Placement(0, (32, 16, 16)), "override", "colwise shards dim 0 in groups 32+16+16; fused q, k, v", True
     )
     assert decided(rule, "bias", (64,)).placement == Placement(0, (32, 16, 16))
     wrong = decided(rule, "weight", (65, 32))
@@ -234,7 +237,7 @@ def test_a_tensor_without_a_rule_is_replicated() -> None:
 
 
 def test_experts_by_ownership_are_no_tp_cut() -> None:
-    assert decided("grouped_gemm", "x", (4, 8, 6)).reason == "expert parallel is not a TP cut"
+    assert decided("grouped_gemm", "x", (4, 8, 6)).reason == "expert parallelism is not TP; replicated"
 
 
 def test_one_rank_cuts_nothing_and_still_tells_who_decides() -> None:

@@ -185,7 +185,7 @@ def test_scales_of_blocks_come_back(hf: Path, tmp_path: Path, to: str, tp: int, 
     parts = {each.offsets[0] for each in held["model.layers.0.self_attn.q_proj.weight_scale_inv"]}
     assert len(parts) == (4 if tp == 4 else 2 if tp == 2 else 1)
     reasons = {row["pattern"].split(".")[-2]: row["reason"] for row in report.rules if "scale" in row["pattern"]}
-    assert reasons["up_proj"] == "scale replicated: the weight is cut inside a block of 8"
+    assert reasons["up_proj"] == "scale replicated: a shard of the weight ends inside a block of 8"
 
 
 STRANGE = {

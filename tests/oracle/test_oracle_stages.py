@@ -145,7 +145,7 @@ def test_a_rank_opens_the_files_of_its_stage_alone(
         ({"dp_shard": 2, "schedule": "zbvzerobubble"}, "with FSDP2"),
         ({"schedule": "interleavedzerobubble", "activation_checkpointing": "selective"}, "a second time"),
         ({"microbatches": 1}, "found 1 microbatches for 2 stages"),
-        ({"pp_split": "3,0"}, "of 3 layers, needed 2 stages of 2 layers"),
+        ({"pp_split": "3,0"}, "expected 2 stages with 2 layers, none below 0, found 2 stages with 3 layers"),
     ],
 )
 def test_what_cannot_be_combined_is_refused_by_name(

@@ -145,7 +145,7 @@ def _(box: Box) -> Any:
     return ("reshard", mamba2(box), box.dst, "--tp", "65536", "--to", "dcp", "--dry-run")
 
 
-@situation(AREA, "a plan with a style that no one knows", 2, r'style .*"diagonal"|found the style')
+@situation(AREA, "a plan with a style that no one knows", 2, r"unknown style .*diagonal")
 def _(box: Box) -> Any:
     return ("reshard", phi(box), box.dst, "--tp", "2", "--tp-plan", plan(box, {QKV: "diagonal"}))
 

@@ -165,7 +165,7 @@ def test_without_any_plan_everything_is_whole() -> None:
 @pytest.mark.parametrize(
     ("plan", "said"),
     [
-        ({"up": "diagonal"}, 'plan of Foreign: "up" has the style "diagonal", known are'),
+        ({"up": "diagonal"}, 'plan of Foreign: "up" has the unknown style "diagonal"; override it in'),
         ({"down": "colwise"}, "Foreign: none of the 1 patterns of its tensor parallel plan matches a parameter"),
     ],
 )
@@ -178,7 +178,7 @@ def test_a_wrong_plan_of_a_class_is_refused(plan: dict[str, str], said: str) -> 
 @pytest.mark.parametrize(
     ("user", "said"),
     [
-        ({Q: "diagonal"}, f"found the style 'diagonal' for \"{Q}\", known are"),
+        ({Q: "diagonal"}, f"unknown style 'diagonal' for \"{Q}\"; use one of"),
         ({"layers.*.q": "colwise"}, "none of its 1 patterns matches a parameter of LlamaForCausalLM"),
     ],
 )
