@@ -1,4 +1,4 @@
-"""Edits to config.json: listed, then made."""
+"""Edits to config.json: functions that list them, and one that applies them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
-# What holds what without rounding, the narrowest first.
+# Dtype -> dtypes that it represents without rounding, the narrowest first.
 _HOLDS = {
     "bfloat16": frozenset({"BF16"}),
     "float16": frozenset({"F16"}),
@@ -17,10 +17,10 @@ _TORCH_NAMES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
 
 def dtype_edits(config: dict[str, Any] | None, dtype: str) -> list[dict[str, Any]]:
-    """Edits that make a config say the dtype its tensors were cast to, in sub-configs too.
+    """Return edits that set the dtypes of a config and its sub-configs to the dtype its tensors were cast to.
 
     Returns:
-        `{"key": dotted path, "before": ..., "after": ...}` for each `dtype` or `torch_dtype` that says otherwise.
+        `{"key": dotted path, "before": ..., "after": ...}` for each `dtype` or `torch_dtype` with another value.
     """
     if config is None or dtype not in _TORCH_NAMES:
         return []
@@ -29,7 +29,7 @@ def dtype_edits(config: dict[str, Any] | None, dtype: str) -> list[dict[str, Any
 
 
 def dtypes_in(config: Mapping[str, Any], path: str = "") -> dict[str, str]:
-    """What a config says of dtypes, in its sub-configs too: dotted path of the key -> dtype."""
+    """Return the dtypes in a config and its sub-configs: dotted path of the key -> dtype."""
     found: dict[str, str] = {}
     for key, value in config.items():
         if isinstance(value, dict) and key.endswith("config") and key != "quantization_config":
@@ -40,34 +40,34 @@ def dtypes_in(config: Mapping[str, Any], path: str = "") -> dict[str, str]:
 
 
 def widened(config: Mapping[str, Any], floats: Collection[str]) -> list[dict[str, Any]]:
-    """Edits after which loading in the dtype of the config rounds nothing.
+    """Return edits after which loading in the dtype of the config rounds nothing.
 
-    A loader casts the floats of a checkpoint to the dtype that the config names. One that cannot hold them becomes the
-    narrowest that can; one that is wider than need be loses nothing and stays.
+    A loader casts the floats of a checkpoint to the dtype of the config. A dtype that cannot represent them is replaced
+    by the narrowest that can; one that is wider than necessary loses nothing and stays.
 
     Args:
-        config: The config.
-        floats: Dtypes to hold, by safetensors name.
+        config: Config to edit.
+        floats: Dtypes to represent, by safetensors name.
 
     Returns:
-        As `dtype_edits`.
+        Edits in the form of `dtype_edits`.
     """
-    needed = frozenset(floats)
-    after = next(name for name, held in _HOLDS.items() if needed <= held)
+    required = frozenset(floats)
+    after = next(name for name, exact in _HOLDS.items() if required <= exact)
     return [
         {"key": key, "before": value, "after": after}
         for key, value in dtypes_in(config).items()
-        if value in _HOLDS and not needed <= _HOLDS[value]
+        if value in _HOLDS and not required <= _HOLDS[value]
     ]
 
 
-def is_held(dtype: str, said: str) -> bool:
-    """True when every value of a dtype (safetensors name) is one of the dtype that a config names."""
-    return said not in _HOLDS or dtype in _HOLDS[said]
+def is_held(dtype: str, config_dtype: str) -> bool:
+    """Return True if the dtype of a config represents every value of `dtype` (safetensors name)."""
+    return config_dtype not in _HOLDS or dtype in _HOLDS[config_dtype]
 
 
 def dequantized(config: Mapping[str, Any], path: str = "") -> list[dict[str, Any]]:
-    """Edits after which a config, its sub-configs too, says nothing of quantisation; `after` is None: the key goes."""
+    """Return edits that remove the quantization from a config and its sub-configs; their `after` is None."""
     found = []
     for key, value in config.items():
         if key == "quantization_config" and value is not None:
@@ -78,7 +78,7 @@ def dequantized(config: Mapping[str, Any], path: str = "") -> list[dict[str, Any
 
 
 def edited_config(config: dict[str, Any], edits: Iterable[dict[str, Any]]) -> bytes:
-    """The config with the edits made, as transformers writes one; a key whose `after` is None is taken out."""
+    """Apply edits to a config and format it as transformers does; a key whose `after` is None is removed."""
     config = json.loads(json.dumps(config))
     for edit in edits:
         *parents, key = edit["key"].split(".")

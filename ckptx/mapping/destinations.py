@@ -1,4 +1,4 @@
-"""Where a tensor goes in a conversion, and what lies beside a quantized weight with it."""
+"""Destinations of tensors in conversions; quantization scales follow their weight."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from ckptx.mapping.names import pattern_of
 from ckptx.mapping.ops import Conversion
 from ckptx.mapping.quantization_scales import parent_of
 
-# Index of a conversion, and the indices that what goes into it together shares.
+# Index of a conversion, and the indices that the tensors it combines share.
 Run = tuple[int, tuple[int, ...]]
 
 
 class Destination(NamedTuple):
-    """Where a tensor goes: into one run of a conversion.
+    """Destination of a tensor in one run of a conversion.
 
     Attributes:
         conversion: Index of the conversion.
-        fixed: The indices that the whole run shares: its layer.
-        column: Index of the pattern on this side.
-        at: Position in a module list, 0 outside of one.
+        fixed: Indices that the whole run shares, such as its layer.
+        column: Index of the pattern among the sources or targets.
+        at: Position in a module list; 0 outside of one.
     """
 
     conversion: int
@@ -31,17 +31,17 @@ class Destination(NamedTuple):
 
     @property
     def run(self) -> Run:
-        """What the tensors that go together share: `conversion` and `fixed`."""
+        """Return the key of the tensors that are converted together: `conversion` and `fixed`."""
         return self[:2]
 
 
 def named(pattern: str, fixed: tuple[int, ...], at: int) -> str:
-    """The name that a pattern of a run stands for; `at` counts for a module list only."""
+    """Return the name that a pattern gives in a run; `at` is ignored outside of a module list."""
     return fill(pattern, fixed if pattern.count("*") == len(fixed) else (*fixed, at))
 
 
 class ResolvedNames(NamedTuple):
-    """Places of names, and the runs that stay as they are for the sake of what lies beside their weights."""
+    """Destinations of names, and the runs that are kept because their quantization scales cannot be converted."""
 
     places: dict[str, Destination | str | None]
     unconvertible: set[Run]
@@ -54,18 +54,18 @@ def with_scales(
     renamed: Callable[[Destination], str],
     is_possible: Callable[[str], bool] = lambda weight: True,
 ) -> ResolvedNames:
-    """Gives what no rule knows but lies beside a weight a place beside it again.
+    """Add destinations for names that no rule knows but that belong to a weight, such as scales.
 
     Args:
-        places: Of all names; None where no rule knows one.
-        conversions: What places refer to.
-        place_of: Where a weight goes, whether it is there or only what was made of it.
-        renamed: The name at a place of a conversion without ops.
-        is_possible: False for a pattern of weights that have no place, whatever their numbers.
+        places: Destination of each name; None if no rule knows it.
+        conversions: Conversions that destinations refer to.
+        place_of: Function that returns the destination of a weight, which need not be in the checkpoint.
+        renamed: Function that returns the name at a destination of a conversion without ops.
+        is_possible: Function that returns False for a pattern of weights without destination, whatever their indices.
     """
     settled = ResolvedNames(places, set())
     found = []
-    apart: dict[str, bool] = {}  # by pattern: whether there can be no weight beside its names
+    apart: dict[str, bool] = {}  # pattern -> True if its names belong to no weight
     for name in [name for name, place in places.items() if place is None]:
         pattern = pattern_of(name)
         if pattern not in apart:
@@ -96,6 +96,6 @@ def _is_rebuilt(conversion: Conversion) -> bool:
 
 
 def renamed_at(conversions: Sequence[Conversion], place: Destination) -> str:
-    """The name at a place of a conversion that only renames, or the first that what is there goes into."""
+    """Return the target name of a destination, the first if its column has none of its own."""
     targets = conversions[place.conversion].targets
     return named(targets[place.column if place.column < len(targets) else 0], place.fixed, place.at)

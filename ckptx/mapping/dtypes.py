@@ -1,4 +1,4 @@
-"""What `--dtype` casts and what it leaves alone."""
+"""Target dtypes of `--dtype`: tensors that it casts and tensors that keep their dtype."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Mapping
 from ckptx.catalog.dtype import DType
 from ckptx.catalog.entry import TensorEntry
 
-# Companions of quantised weights; rounding them scales whole blocks of weights wrongly.
+# Scales of quantized weights; rounding them would scale whole blocks of weights wrongly.
 _SCALE_ENDINGS = ("_scale", "_scales", "_scale_inv", "_scale_2", ".scales", ".absmax", ".scale", ".zero_point", "_zp")
 _QUANTISED = frozenset({"F8_E4M3", "F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ", "F4", "F8_E8M0", "I8", "U8", "I32"})
 
@@ -18,17 +18,17 @@ def cast_targets(
     keeps_fp32: Callable[[str], bool],
     also_fp32: Collection[str] = (),
 ) -> dict[str, DType]:
-    """The dtype each tensor gets.
+    """Return the target dtype of each tensor.
 
     Args:
-        tensors: By the name they have in the output.
-        target: The dtype asked for, or None to keep each tensor's own.
-        keeps_fp32: True for a name the model keeps in float32.
-        also_fp32: Names kept in float32 because a base checkpoint keeps them so.
+        tensors: Tensors by output name.
+        target: Requested dtype; None to keep the dtype of each tensor.
+        keeps_fp32: Function that returns True for a name that the model keeps in float32.
+        also_fp32: Names that stay in float32 because a base checkpoint stores them so.
 
     Returns:
-        A dtype for every name. Integers, quantised floats, scales of quantised weights, and what must stay float32 keep
-        their own.
+        A dtype for every name. Integers, quantized floats, scales of quantized weights, and tensors that must stay in
+        float32 keep their dtype.
     """
     if target is None:
         return {name: entry.dtype for name, entry in tensors.items()}
@@ -45,15 +45,15 @@ def cast_targets(
 
 
 def base_targets(tensors: Mapping[str, TensorEntry], base: Mapping[str, DType]) -> dict[str, DType]:
-    """The dtype each tensor gets when it is to be as in a base checkpoint.
+    """Return the target dtype of each tensor for `--dtype base`.
 
     Args:
-        tensors: By the name they have in the output.
-        base: Dtypes in the base, by the same names; it may lack some.
+        tensors: Tensors by output name.
+        base: Dtypes in the base by the same names; some may be missing.
 
     Returns:
-        A dtype for every name. Floats that are plain floats in both get that of the base; everything else keeps its
-        own, and so do scales of quantised weights.
+        A dtype for every name. Plain floats in both checkpoints get the dtype of the base; all other tensors, and
+        scales of quantized weights, keep theirs.
     """
     quantised = any(is_quantised_weight(entry) for entry in tensors.values())
     result = {}
@@ -65,5 +65,5 @@ def base_targets(tensors: Mapping[str, TensorEntry], base: Mapping[str, DType]) 
 
 
 def is_quantised_weight(entry: TensorEntry) -> bool:
-    """True for a matrix in a quantised dtype; an integer vector or counter is none."""
+    """Return True for a matrix in a quantized dtype; an integer vector or counter is not a weight."""
     return entry.dtype.name in _QUANTISED and len(entry.shape) >= 2

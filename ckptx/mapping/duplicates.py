@@ -1,4 +1,4 @@
-"""Two names on disk for one tensor of the model: a checkpoint that was saved twice, in an old naming and a new one."""
+"""Two names on disk for one model tensor, as in a checkpoint with an old and a new naming."""
 
 from __future__ import annotations
 
@@ -10,14 +10,13 @@ from ckptx.mapping.rules import NameRules
 
 
 def second_namings(rules: NameRules, names: Iterable[str]) -> dict[str, str]:
-    """Names that load into a tensor of the model that another name loads into, and that other name.
+    """Map each second name on disk of a model tensor to the name that is kept.
 
-    The name that the model itself has is the one that counts, else the first. Parts that are put together into one
-    tensor have places of their own in it and are no two names.
+    The model's own name is kept, else the first. Parts of one combined tensor are different tensors, not two names.
 
     Args:
-        rules: Between the names on disk and those of the model.
-        names: On disk.
+        rules: Rules between names on disk and model names.
+        names: Names on disk.
     """
     modern = {name: _modern(name) for name in names}
     places = rules.places(dict.fromkeys(modern.values()))
@@ -48,7 +47,7 @@ def _modern(name: str) -> str:
 
 
 def _keys(rules: NameRules, place: Destination | str) -> Iterable[object]:
-    """The destination of a name: a tensor of the model, or a place in one that is made of several."""
+    """Return the destination of a name: a tensor of the model, or a position in a combined one."""
     if isinstance(place, str):
         return (place,)
     conversion = rules.conversions[place.conversion]

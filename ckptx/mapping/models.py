@@ -1,7 +1,7 @@
-"""The models in the names of a checkpoint: a trainer may keep several, each below a prefix of its own.
+"""Models in a checkpoint: a trainer may store several, each under its own prefix.
 
-A trained model beside its moving average, a teacher, a reference policy or a critic has the names of one architecture
-several times. Which one is meant, nothing in the names says.
+With a moving average, a teacher, a reference policy or a critic, a checkpoint has the names of one architecture several
+times. The names alone do not tell which model the user wants.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from typing import NamedTuple
 
 from ckptx.mapping.names import LEGACY_LEAVES, Roles, is_of_state, is_trainer_state, pattern_of
 
-_MOST_COMPONENTS = 3  # of a prefix, where the architecture is unknown
+_MOST_COMPONENTS = 3  # of a prefix, if the architecture is unknown
 
 
 @dataclass(frozen=True, slots=True)
 class KnownNames:
-    """The names of an architecture.
+    """Names of an architecture.
 
     Attributes:
-        patterns: Every name, indices replaced by `*`.
-        base_prefix: The name of the base model inside the class; names may come with or without it.
-        optional: Patterns that a complete model may lack, as those of tied tensors.
-        layers: Path of each list of layers -> the number of layers, where the config gives it.
+        patterns: Every name, with indices replaced by `*`.
+        base_prefix: Name of the base model inside the class; names on disk may omit it.
+        optional: Patterns that a complete model may lack, such as those of tied tensors.
+        layers: Path of each list of layers -> number of layers in the config.
     """
 
     patterns: frozenset[str]
@@ -36,12 +36,12 @@ class KnownNames:
 
     @property
     def spellings(self) -> frozenset[str]:
-        """The patterns, with and without the prefix of the base model."""
+        """Return the patterns, with and without the prefix of the base model."""
         lead = f"{self.base_prefix}."
         return self.patterns | {each.removeprefix(lead) for each in self.patterns if self.base_prefix}
 
     def spelling(self, name: str) -> str | None:
-        """The name as the architecture has it, None when it is none of its names."""
+        """Return the name in the spelling of the architecture; None if it is not one of its names."""
         for old, new in LEGACY_LEAVES.items():
             if name.endswith(old):
                 name = name.removesuffix(old) + new
@@ -54,7 +54,7 @@ class KnownNames:
         return name if known else None
 
     def is_required(self, name: str) -> bool:
-        """True for a name that every complete model has."""
+        """Return True for a name that every complete model has."""
         if pattern_of(name) in self.optional:
             return False
         for path, count in self.layers.items():
@@ -65,12 +65,12 @@ class KnownNames:
 
 
 class OtherModel(NamedTuple):
-    """Names of the architecture below another prefix than that of the model.
+    """Names of the architecture under another prefix than that of the model.
 
     Attributes:
         prefix: Prefix of the names.
-        names: They, with the prefix.
-        is_complete: No name that the model has and needs is missing.
+        names: Names with the prefix.
+        is_complete: True if no required name of the model is missing.
     """
 
     prefix: str
@@ -79,17 +79,17 @@ class OtherModel(NamedTuple):
 
     @property
     def description(self) -> str:
-        """A phrase for messages."""
+        """Return a phrase for messages."""
         return f"{'second model' if self.is_complete else 'part of a second model'} {below(self.prefix)}"
 
 
 class Models(NamedTuple):
-    """The model of a checkpoint, and what else its names hold.
+    """Model of a checkpoint, and other models in it.
 
     Attributes:
-        roles: Role of each name; `other` has all names that belong to neither the model nor the optimizer.
-        others: Further models, complete or in part.
-        twins: Name outside of the prefix -> the name of the model that is called the same without the prefix.
+        roles: Role of each name; `other` has all names of neither model nor optimizer.
+        others: Other models, complete or partial.
+        twins: Name outside of the prefix -> name of the model that equals it without the prefix.
     """
 
     roles: Roles
@@ -98,7 +98,7 @@ class Models(NamedTuple):
 
     @property
     def complete(self) -> tuple[str, ...]:
-        """The prefixes of all complete models, that of the model first; one where there is no second model."""
+        """Return the prefixes of all complete models, that of the model first."""
         return (self.roles.prefix, *(each.prefix for each in self.others if each.is_complete))
 
 
@@ -108,12 +108,12 @@ def below(prefix: str) -> str:
 
 
 def find_models(roles: Roles, known: KnownNames | None, *, is_given: bool) -> Models:
-    """Looks for further models in the names of a checkpoint.
+    """Find other models in the names of a checkpoint.
 
     Args:
-        roles: Roles of the names, by the prefix that was given or found.
-        known: The names of the architecture; None when it is unknown, or its names are.
-        is_given: The prefix was given: names outside of it that are called like names below it are meant to be left.
+        roles: Roles of the names under the prefix that was given or detected.
+        known: Names of the architecture; None if they are unknown.
+        is_given: True if the user gave the prefix, so that equal names outside of it are not duplicates.
     """
     outside = [name for name in roles.other if not is_trainer_state(name)]
     found = _other_copies(roles, outside) if known is None else _other_models(roles, outside, known)
@@ -126,7 +126,7 @@ def find_models(roles: Roles, known: KnownNames | None, *, is_given: bool) -> Mo
 
 
 def _other_copies(roles: Roles, outside: Iterable[str]) -> list[OtherModel]:
-    """Names that are those of the model below another prefix, where nothing else is known."""
+    """Return models whose names equal those of the model under another prefix, for an unknown architecture."""
     if not roles.prefix:
         return []
 
@@ -139,7 +139,7 @@ def _other_copies(roles: Roles, outside: Iterable[str]) -> list[OtherModel]:
 
 
 def _other_models(roles: Roles, outside: Iterable[str], known: KnownNames) -> list[OtherModel]:
-    """Names of the architecture that are not those of the model."""
+    """Return models of the architecture under other prefixes."""
     own = {short: spelled for short in roles.model if (spelled := known.spelling(short)) is not None}
     rest = [*outside, *(full for short, full in roles.model.items() if short not in own)]
     if not own or not rest:
@@ -156,10 +156,9 @@ def _other_models(roles: Roles, outside: Iterable[str], known: KnownNames) -> li
 
 
 def _settled(roles: Roles, found: Iterable[OtherModel]) -> Models:
-    """Takes other models out of the model, and copies of its names that are state out of them.
+    """Separate other models from the model, and copies of its names that are optimizer state from both.
 
-    What has names of the architecture below the prefix of the model and is no whole model stays: heads that predict
-    further tokens have the names of a layer.
+    An incomplete model under the prefix of the model stays part of it: MTP heads have the names of a layer.
     """
     moments: set[str] = set()
     taken: set[str] = set()
@@ -192,7 +191,7 @@ def _order(other: OtherModel) -> tuple[bool, str]:
 
 
 def _groups_of_model(names: list[str], known: KnownNames) -> dict[str, tuple[str, ...]]:
-    """The names of an architecture by the prefix that leaves them; as it has them, else without its base prefix."""
+    """Group names by the prefix before a name of the architecture, which may lack its base prefix."""
     lead = f"{known.base_prefix}." if known.base_prefix else None
     exact: dict[str, tuple[int, ...]] = {}
     short: dict[str, tuple[int, ...]] = {}
@@ -229,9 +228,9 @@ def _grouped(places: Iterable[tuple[str, tuple[int, ...]]]) -> dict[str, tuple[s
 
 
 def repeated_prefixes(names: Iterable[str]) -> tuple[str, ...]:
-    """Prefixes that leave the same names, as those of two models of an unknown architecture; none where there are none.
+    """Return prefixes with equal names under them, probably models of an unknown architecture; empty if there are none.
 
-    The first components alone are looked at, and no list of layers is a list of models.
+    Only the first components are considered, and a list of layers is not a list of models.
     """
     counts = Counter(pattern_of(name) for name in names)
     found: dict[str, set[tuple[str, int]]] = {}

@@ -1,4 +1,4 @@
-"""Finds the patterns that a tensor name fits, among hundreds, for tens of thousands of names."""
+"""Index that finds the patterns that a tensor name matches, among hundreds, for tens of thousands of names."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from ckptx.mapping.names import pattern_of, split_pattern
 
 
 class PatternMatch(NamedTuple):
-    """A pattern that a name fits.
+    """Pattern that a name matches.
 
     Attributes:
-        group: Which group of patterns it is in.
-        column: Its place in the group.
-        indices: What its stars stand for.
+        group: Index of its group of patterns.
+        column: Index within the group.
+        indices: Numbers that its stars stand for.
     """
 
     group: int
@@ -25,7 +25,7 @@ class PatternMatch(NamedTuple):
 
 
 class _IndexedPattern(NamedTuple):
-    """A pattern by what it has for each index of a name: a number, or None for a star."""
+    """Pattern with a number, or None for a star, for each index of a name."""
 
     group: int
     column: int
@@ -33,10 +33,10 @@ class _IndexedPattern(NamedTuple):
 
 
 class NameIndex:
-    """Groups of patterns, as they are the sides of conversions.
+    """Index of groups of patterns, such as the sources or targets of conversions.
 
-    A pattern is a name with `*` for each index between dots; it may hold some indices as they are, and a `*` within
-    a component (`shard_*`).
+    A pattern is a name with `*` for each index between dots; it may contain concrete indices, and a `*` within a
+    component (`shard_*`).
     """
 
     def __init__(self, groups: Iterable[Sequence[str]]) -> None:
@@ -53,16 +53,16 @@ class NameIndex:
                 self._entries.setdefault(pattern_of(pattern), []).append(_IndexedPattern(group, column, numbers))
 
     def counts(self, name: str) -> bool:
-        """True when it may depend on the numbers in `name` which patterns it fits."""
+        """Return True if the patterns that `name` matches may depend on its numbers."""
         entries = self._entries.get(pattern_of(name), ())
         return bool(self._embedded) or any(number is not None for entry in entries for number in entry.numbers)
 
     def may_fit(self, name: str) -> bool:
-        """False when no name of the same pattern as `name` fits one of these, whatever its numbers."""
+        """Return False if no name with the pattern of `name` matches, whatever its numbers."""
         return bool(self._embedded) or pattern_of(name) in self._entries
 
     def find(self, name: str) -> Iterator[PatternMatch]:
-        """The patterns that `name` fits, in the order of their groups, those with a star in a component last."""
+        """Yield the patterns that `name` matches in the order of groups, those with a star in a component last."""
         pattern, found = split_pattern(name)
         entries = self._entries.get(pattern)
         if entries:
@@ -77,12 +77,12 @@ class NameIndex:
 
 
 def indices_of(name: str) -> tuple[int, ...]:
-    """The indices in a name, left to right."""
+    """Return the indices in a name, left to right."""
     return split_pattern(name)[1]
 
 
 def fill(pattern: str, indices: Sequence[int]) -> str:
-    """The name that a pattern gives with these indices for its stars.
+    """Return the name that a pattern gives with these indices for its stars.
 
     Example:
         >>> fill("model.layers.*.mlp.experts.*.up_proj.weight", (3, 17))

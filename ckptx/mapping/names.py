@@ -1,4 +1,4 @@
-"""Which tensors of a training checkpoint are the model, and what their names are without prefixes and wrappers."""
+"""Roles of names in a training checkpoint (model, optimizer, other), and names without prefixes and wrappers."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from ckptx.untrusted.limits import INDEX
 
 _INDICES = re.compile(f"({INDEX.pattern})")  # a group, so that `split` keeps them
 
-# What torch leaves in the names of parameters it wraps; meaningless outside of the run that wrapped them.
+# Components that torch adds to the names of wrapped parameters; meaningless outside of the run that wrapped them.
 WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module", "module"})
 
-# `module` is a name that models use themselves; nobody but torch writes the others.
+# `module` is also a name in models; only torch writes the others.
 _LIKE_A_MODULE = frozenset({"module"})
 
 # transformers renames these two while loading, for every model
 LEGACY_LEAVES = {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"}
 
-# Moments of an optimizer, for trainers that put the name of the parameter behind them: `exp_avg.model.norm.weight`.
+# Moments of an optimizer, for trainers that append the name of the parameter: `exp_avg.model.norm.weight`.
 _MOMENTS = frozenset({"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "momentum_buffer", "square_avg"})
-# First components under which trainers keep state that is not the model.
+# First components under which trainers store state other than the model.
 _OPTIMIZER_ROOTS = _MOMENTS | {
     "optimizer", "optimizers", "optim", "optimizer_state_dict", "optimizer_states"
 }  # fmt: skip
@@ -46,10 +46,10 @@ class UnwrappedNames(NamedTuple):
     """Names without wrappers.
 
     Attributes:
-        names: Old name to new, each new name once.
-        counts: How often each wrapper was removed.
-        duplicates: Name that is another one in a wrapper -> that other name, as both are in the checkpoint.
-        kept: Names that keep a `module.`, because a name without it is there that the architecture does not know.
+        names: Old name -> new name; each new name occurs once.
+        counts: Wrapper -> number of names it was removed from.
+        duplicates: Name that equals another one except for wrappers -> that other name; both are in the checkpoint.
+        kept: Names that keep a `module.`, because the name without it also exists and is unknown to the architecture.
     """
 
     names: dict[str, str]
@@ -59,11 +59,11 @@ class UnwrappedNames(NamedTuple):
 
 
 def strip_wrappers(names: Iterable[str], patterns: frozenset[str] = frozenset()) -> UnwrappedNames:
-    """Removes wrapper components at any depth, except from names the architecture has itself (`patterns`).
+    """Remove wrapper components at any depth, except from names of the architecture (`patterns`).
 
-    A wrapper wraps something: the last component of a name is never one. Two names that differ in nothing but wrappers
-    are one tensor stored twice. But models have modules called `module`, so where the architecture does not know the
-    name without it, both names stay; and no `module` is removed where nothing is known of the architecture.
+    The last component of a name is never a wrapper. Two names that differ only in wrappers are one tensor stored twice.
+    But models have modules called `module`, so if the architecture does not know the name without it, both names stay;
+    and no `module` is removed for an unknown architecture.
 
     Example:
         model._orig_mod.layers.0._checkpoint_wrapped_module.weight -> model.layers.0.weight
@@ -85,7 +85,7 @@ def strip_wrappers(names: Iterable[str], patterns: frozenset[str] = frozenset())
             counts.update(_removed(name, short))
         kept = owner.setdefault(short, name)
         if kept != name:
-            # The plain name is the one to keep: a trainer that reads one of the two asks for it.
+            # Keep the plain name, which is the one that a trainer reads.
             owner[short] = name if name == short else kept
             duplicates[kept if name == short else name] = owner[short]
     duplicates = {name: owner[shorts[name]] for name in duplicates}
@@ -113,10 +113,10 @@ def _without(name: str, wrappers: frozenset[str], patterns: frozenset[str]) -> s
 
 @lru_cache(maxsize=1 << 12)
 def _own_end(pattern: str, patterns: frozenset[str]) -> tuple[int, tuple[int, ...]] | None:
-    """The end of a name that is one of the architecture, whose own names have components like wrappers.
+    """Find the end of a name that is a name of the architecture with components like wrappers.
 
     Returns:
-        The number of components of the end, and which of them are the name; None where the name has no such end.
+        The number of components of the end, and the indices of those that are the name; None if there is no such end.
     """
     parts = pattern.split(".")
     for own in _with_wrappers(patterns):
@@ -135,20 +135,20 @@ def _own_end(pattern: str, patterns: frozenset[str]) -> tuple[int, tuple[int, ..
 
 @lru_cache(maxsize=64)
 def _with_wrappers(patterns: frozenset[str]) -> tuple[str, ...]:
-    """The names of an architecture that have components like wrappers, the longest first."""
+    """Return the names of an architecture that have components like wrappers, the longest first."""
     found = [each for each in patterns if not WRAPPERS.isdisjoint(each.split("."))]
     return tuple(sorted(found, key=lambda each: (-each.count("."), each)))
 
 
 def _removed(name: str, short: str) -> Counter[str]:
-    """The components that `name` has and `short` has not."""
+    """Return the components that `name` has and `short` lacks."""
     return Counter(_parents(name)) - Counter(_parents(short))
 
 
 def _names_of_modules(shorts: Mapping[str, str], patterns: frozenset[str]) -> set[str]:
-    """Names whose `module` may be one of the model: without it they are others, which the architecture does not know.
+    """Return names whose `module` may be a module: the same names without it exist and the architecture lacks them.
 
-    State that belongs to such a name is among them.
+    State that belongs to such a name is included.
     """
     together: dict[str, list[str]] = {}
     for name, short in shorts.items():
@@ -171,19 +171,19 @@ def _names_of_modules(shorts: Mapping[str, str], patterns: frozenset[str]) -> se
 
 
 def _ends_known(name: str, patterns: frozenset[str]) -> bool:
-    """True when `name` is one of `patterns` below some prefix."""
+    """Return True if `name` is one of `patterns` under some prefix."""
     parts = pattern_of(name).split(".")
     return any(".".join(parts[begin:]) in patterns for begin in range(len(parts)))
 
 
 class Roles(NamedTuple):
-    """The tensors of a checkpoint by what they are.
+    """Names in a checkpoint by role.
 
     Attributes:
-        prefix: What was stripped.
+        prefix: Prefix removed from model names.
         model: Name without prefix -> name in the checkpoint.
-        optimizer: Optimizer state.
-        other: State of neither model nor optimizer (schedulers, counters, data loaders).
+        optimizer: Names of optimizer state.
+        other: Names of other state, such as schedulers, counters and data loaders.
     """
 
     prefix: str
@@ -193,12 +193,12 @@ class Roles(NamedTuple):
 
 
 def is_optimizer(name: str) -> bool:
-    """True for the name of optimizer state, wherever the trainer put it."""
+    """Return True for the name of optimizer state, in any trainer."""
     return _root_among(name, _OPTIMIZER_ROOTS)
 
 
 def is_trainer_state(name: str) -> bool:
-    """True for the name of a scheduler, counter, data loader or RNG state."""
+    """Return True for the name of a scheduler, counter, data loader or RNG state."""
     return _root_among(name, _TRAINER_ROOTS)
 
 
@@ -208,20 +208,20 @@ def _root_among(name: str, roots: frozenset[str]) -> bool:
 
 
 def is_of_state(prefix: str) -> bool:
-    """True for a prefix of names that repeat those of the model, and are moments or gradients of its parameters."""
+    """Return True for a prefix that marks repeated model names as moments or gradients of the parameters."""
     parts = prefix.split(".")
     roots = _OPTIMIZER_ROOTS | _TRAINER_ROOTS | _GRADIENTS
     return any(part in roots or _OF_OPTIMIZER.fullmatch(part) is not None for part in parts)
 
 
 def assign_roles(names: Iterable[str], patterns: frozenset[str] | None, prefix: str | None = None) -> Roles:
-    """Splits `names` into model, optimizer and the rest, and finds the prefix of the model.
+    """Split `names` into model, optimizer and other, and detect the prefix of the model.
 
     Args:
         names: Names of tensors, without wrappers.
-        patterns: The names the architecture has, as `pattern_of` gives them; None when it is unknown.
-        prefix: What to strip; None finds the prefix that leaves the most known names. Nothing is stripped when the
-            architecture is unknown, or knows no more names without a prefix than with it.
+        patterns: Name patterns of the architecture, see `pattern_of`; None if it is unknown.
+        prefix: Prefix to remove; None to detect the one that leaves the most known names. Nothing is removed if the
+            architecture is unknown, or if removing a prefix leaves no more known names.
 
     Raises:
         InputError: `prefix` was given and no tensor has it.
@@ -250,10 +250,10 @@ def assign_roles(names: Iterable[str], patterns: frozenset[str] | None, prefix: 
     if prefix and not model:
         if any(name.startswith(prefix) for name in optimizer):
             raise InputError(
-                f'the tensors under "{prefix}" are optimizer state, not a model; look at their names with '
+                f'the tensors under "{prefix}" are optimizer state, not a model; list the names with '
                 "`ckptx inspect --tensors`"
             )
-        raise InputError(f'no tensor name begins with "{prefix}"; look at them with `ckptx inspect --tensors`')
+        raise InputError(f'no tensor name begins with "{prefix}"; list the names with `ckptx inspect --tensors`')
     return Roles(prefix, model, optimizer, other)
 
 
@@ -277,17 +277,17 @@ def _best_prefix(names: list[str], patterns: frozenset[str]) -> str:
 
 @lru_cache(maxsize=1 << 16)
 def split_pattern(name: str) -> tuple[str, tuple[int, ...]]:
-    """The pattern of a name, and the indices that its stars stand for, left to right.
+    """Return the pattern of a name, and the indices that its stars stand for, left to right.
 
     Example:
         model.layers.31.mlp.up_proj.weight -> model.layers.*.mlp.up_proj.weight, (31,)
     """
     parts = _INDICES.split(name)
-    # One text for thousands of names: its hash is known, and it is compared by identity.
+    # Intern the pattern that thousands of names share: its hash is cached, and it is compared by identity.
     return intern("*".join(parts[::2])), tuple(map(int, parts[1::2]))
 
 
 @lru_cache(maxsize=1 << 16)
 def pattern_of(name: str) -> str:
-    """`name` with every all-digit component replaced by `*`."""
+    """Return `name` with every all-digit component replaced by `*`."""
     return split_pattern(name)[0]

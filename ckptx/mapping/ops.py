@@ -1,4 +1,4 @@
-"""What becomes of tensors between two namings of a checkpoint, as data, and how it is done to their entries.
+"""Conversions of tensors between two namings of a checkpoint, as data, and their application to catalog entries.
 
 experts.0.gate [I, H] --+                         target[0, 0:I, :]   chunk of experts.0.gate
 experts.0.up   [I, H] --+- merge(0), concat(1) -> target[0, I:2I, :]  chunk of experts.0.up
@@ -26,21 +26,20 @@ class Op:
     """One step of a conversion.
 
     Attributes:
-        kind: What it does. In the order of the loader:
-            "merge": the tensors of a module list become one, with a new dim; "unmerge": back.
-            "concat": tensors one after the other along a dim; "chunk": one tensor into equal parts, as `torch.chunk`;
-            "split": into parts of given sizes.
-            "transpose": two dims exchanged. "same": nothing.
-            "interleave": along a dim, a0 b0 a1 b1 becomes a0 a1 b0 b1, or back.
-            "permute_rope": rows of each head from rotary pairs to halves, or back.
-            "unsupported:<Class>": something ckptx does not do.
-        dim: Where; for merge the new dim.
-        other: The second dim of "transpose".
-        args: "split": the sizes. "concat": the sizes for the way back, or nothing when they are equal. "chunk": the
-            number of parts, or nothing for one part for each target. "transpose": (1,) when the tensor may also be
-            stored as the model has it, which its shape then tells. "interleave": (1,) for the way back.
-            "permute_rope": (heads, 1 for the way back, parts...); the parts are indices of the tensors that are
-            permuted, none for all.
+        kind: Operation, in the direction of the loader:
+            "merge": stack the tensors of a module list along a new dim; "unmerge": the inverse.
+            "concat": concatenate tensors along a dim; "chunk": split into equal parts, as `torch.chunk`;
+            "split": split into parts of given sizes.
+            "transpose": exchange two dims. "same": no change.
+            "interleave": along a dim, reorder a0 b0 a1 b1 to a0 a1 b0 b1, or the inverse.
+            "permute_rope": reorder the rows of each head from rotary pairs to halves, or the inverse.
+            "unsupported:<Class>": an operation that ckptx lacks.
+        dim: Dim of the operation; for merge the new dim.
+        other: Second dim of "transpose".
+        args: "split": sizes of the parts. "concat": sizes for the inverse; empty if they are equal. "chunk": number of
+            parts; empty for one part per target. "transpose": (1,) if the tensor may also be stored in the layout of
+            the model, which its shape then shows. "interleave": (1,) for the inverse. "permute_rope": (heads, 1 for
+            the inverse, parts...); the parts are indices of the permuted tensors, none for all.
     """
 
     kind: str
@@ -50,7 +49,7 @@ class Op:
 
     @property
     def inverse(self) -> Op:
-        """What undoes it. What may be stored transposed or not is written as the model has it, as transformers does."""
+        """Return the inverse; a tensor that may be stored transposed is written in the layout of the model."""
         if self.kind in ("chunk", "split"):
             return Op("concat", self.dim, args=self.args if self.kind == "split" else ())
         if self.kind == "concat" and self.args:
@@ -67,15 +66,15 @@ class Op:
 
 @dataclass(frozen=True, slots=True)
 class Conversion:
-    """Tensors of one naming that become tensors of another.
+    """Conversion of tensors of one naming to tensors of another.
 
-    Patterns are whole names, with `*` for an index between dots; they may hold an index as well. Where one side is a
-    module list, its patterns have one `*` more than the other side, the last one.
+    Patterns are whole names, with `*` for an index between dots; they may contain concrete indices. If one side is a
+    module list, its patterns have one more `*` than the other side, the last one.
 
     Attributes:
         sources: Patterns of the first naming, in the order of the first op.
-        targets: Patterns of the second.
-        ops: What to do, in this order; nothing for a renaming.
+        targets: Patterns of the second naming.
+        ops: Operations in order; empty for a renaming.
     """
 
     sources: tuple[str, ...]
@@ -89,7 +88,7 @@ class Conversion:
 
     @property
     def unsupported(self) -> str:
-        """The class of transformers that ckptx has no rewrite for; empty when there is none."""
+        """Return the transformers operation that ckptx lacks; empty if it has all."""
         return next((op.kind.removeprefix(UNSUPPORTED) for op in self.ops if op.kind.startswith(UNSUPPORTED)), "")
 
 
@@ -97,19 +96,19 @@ Columns = list[list[TensorEntry]]
 
 
 def convert(conversion: Conversion, columns: Columns, shapes: Sequence[Shape | None]) -> Columns:
-    """Runs the ops of a conversion.
+    """Apply the ops of a conversion.
 
     Args:
-        conversion: What to do.
-        columns: For each source pattern its tensors: several of a module list, else one.
-        shapes: For each target pattern the shape wanted, where it is known.
+        conversion: Conversion to apply.
+        columns: Tensors of each source pattern: several of a module list, else one.
+        shapes: Expected shape of each target pattern; None if unknown.
 
     Returns:
-        For each target pattern its tensors. Names are those of some source.
+        The tensors of each target pattern, with the name of one of their sources.
 
     Raises:
-        InputError: The tensors do not fit together.
-        UnsupportedError: An op is none of ckptx's, or needs a shape that is not known.
+        InputError: The tensors do not match.
+        UnsupportedError: An op is unknown to ckptx, or requires an unknown shape.
     """
     for op in conversion.ops:
         columns = _applied(op, columns, len(conversion.targets), shapes)
@@ -120,7 +119,7 @@ def convert(conversion: Conversion, columns: Columns, shapes: Sequence[Shape | N
 
 
 def _applied(op: Op, columns: Columns, count: int, shapes: Sequence[Shape | None]) -> Columns:
-    """`columns` after one op; `count` is the number of target patterns."""
+    """Apply one op to `columns`; `count` is the number of target patterns."""
     if op.kind == "same":
         return columns
     if op.kind == "merge":
@@ -149,8 +148,8 @@ def _applied(op: Op, columns: Columns, count: int, shapes: Sequence[Shape | None
         ]
     name = op.kind.removeprefix(UNSUPPORTED)
     raise UnsupportedError(
-        f'tensor "{columns[0][0].name}": the model holds it in another form, made by {name} of transformers, which '
-        "ckptx does not have; keep the names that it has on disk"
+        f'tensor "{columns[0][0].name}": the model stores it in another form, produced by {name} of transformers, '
+        "which ckptx does not support; keep its current names"
     )
 
 
@@ -164,16 +163,16 @@ def _part_sizes(op: Op, entry: TensorEntry, count: int, shapes: Sequence[Shape |
         sizes = op.args or tuple(known)
         if len(sizes) != (len(op.args) or count):
             raise UnsupportedError(
-                f'tensor "{entry.name}": the model holds it in {counted(count, "part")} whose sizes are not '
-                "known; keep the names that it has on disk"
+                f'tensor "{entry.name}": the model splits it into {counted(count, "part")} of unknown sizes; '
+                "keep its current names"
             )
         return sizes
     size, parts = entry.shape[op.dim], op.args[0] if op.args else count
     step = -(-size // parts)
     if step * (parts - 1) >= size > 0 or parts < 2:
         raise InputError(
-            f'tensor "{entry.name}": shape {list(entry.shape)}, needed {parts} equal parts along dim {op.dim}; '
-            "the config is not that of this checkpoint"
+            f'tensor "{entry.name}": shape {list(entry.shape)} does not split into {parts} equal parts along dim '
+            f"{op.dim}; use the config that belongs to this checkpoint"
         )
     return tuple(min(step, size - i * step) for i in range(parts))
 
@@ -182,8 +181,8 @@ def _transposed(entry: TensorEntry, op: Op, wanted: Shape | None) -> TensorEntry
     if op.args[:1] == (1,):
         if wanted is None:
             raise UnsupportedError(
-                f'tensor "{entry.name}": may be stored transposed or not, and the shape that the model wants is not '
-                "known; keep the names that it has on disk"
+                f'tensor "{entry.name}": may be stored transposed, and the expected shape is unknown; '
+                "keep its current names"
             )
         if entry.shape == wanted:
             return entry

@@ -1,9 +1,9 @@
-"""The cut of a model's tensors as the cut of the tensors on disk that they are made of.
+"""Shards of tensors on disk, derived from the shards of the model tensors that are made of them.
 
-The conversion itself says where: it is run once on tensors without bytes, and the chunks that come out tell which
-rectangle of the model's tensor is which of the disk's.
+The conversion is run once on tensors without bytes; the resulting chunks show which rectangle of a model tensor is
+which rectangle of a tensor on disk.
 
-    model [E, 2I, H], rows of gate and of up cut in two        disk, any expert
+    model [E, 2I, H], rows of gate and of up split in two      disk, any expert
     rank_in_stage 0: [0:E, 0:I/2, :] and [0:E, I:3I/2, :]        ->     gate: [0:I/2, :]    up: [0:I/2, :]
     rank_in_stage 1: [0:E, I/2:I, :] and [0:E, 3I/2:2I, :]       ->     gate: [I/2:I, :]    up: [I/2:I, :]
 """
@@ -30,19 +30,19 @@ _BYTE = BY_NAME["U8"]
 
 
 class _SourceSpan(NamedTuple):
-    """A stretch of a model tensor that lies in one disk tensor; `target` is the index of the model tensor."""
+    """Part of a model tensor that lies in one disk tensor; `target` is the index of the model tensor."""
 
     target: int
     chunk: Chunk
 
 
 class _Trace(NamedTuple):
-    """One conversion for given shapes.
+    """Trace of one conversion for given shapes.
 
     Attributes:
-        shapes: Of the model tensors.
-        names: Of the model tensors: the index of the pattern, and the position in its module list.
-        parts: By (column, position) of a disk tensor, where its elements went.
+        shapes: Shapes of the model tensors.
+        names: Index of the pattern and position in its module list, for each model tensor.
+        parts: (column, position) of a disk tensor -> positions of its elements in model tensors.
     """
 
     shapes: tuple[Shape, ...]
@@ -51,15 +51,15 @@ class _Trace(NamedTuple):
 
 
 class PullBack:
-    """Pulls back one cut for the tensors of one checkpoint; tensors that are alike share the answer."""
+    """Mapping from shards of the model to shards on disk, for the tensors of one checkpoint; results are cached."""
 
     def __init__(self, rules: NameRules, shapes: Mapping[str, Shape], cut: BlocksOf) -> None:
-        """Look the names up.
+        """Look up the destinations of all names.
 
         Args:
-            rules: From disk to model.
-            shapes: Of all tensors on disk.
-            cut: The blocks of a tensor of the model, by its name and shape.
+            rules: Rules from disk names to model names.
+            shapes: Shapes of all tensors on disk.
+            cut: Function that returns the blocks of a model tensor from its name and shape.
         """
         self._rules, self._shapes, self._cut = rules, shapes, cut
         self._places = rules.places(shapes)
@@ -72,11 +72,11 @@ class PullBack:
         self._ids = ObjectIds()
 
     def blocks(self, disk_name: str) -> tuple[Block, ...] | None:
-        """The blocks of a disk tensor: the ranks that hold its elements in the model, by rank_in_stage.
+        """Return the blocks of a disk tensor, each on the rank that holds its elements in the model.
 
         Returns:
-            Blocks that tile the tensor, replicas aside. None when no model tensor is made of it, when its elements do
-            not lie in rectangles (rows permuted across a cut), or when ckptx has no rewrite for its conversion.
+            Blocks that tile the tensor, apart from replicas. None if no model tensor is made of it, if its elements do
+            not form rectangles (rows permuted across shards), or if ckptx does not support its conversion.
         """
         place = self._places[disk_name]
         shape = self._shapes[disk_name]
@@ -113,7 +113,7 @@ class PullBack:
         return self._trace_of[place.run]
 
     def _traced(self, place: Destination, members: list[dict[int, str]]) -> _Trace | None:
-        """The trace of a run, shared with those of the same shapes: other layers."""
+        """Return the trace of a run, shared with runs of the same shapes, such as other layers."""
         conversion = self._rules.conversions[place.conversion]
         check_complete(conversion, place.fixed, members)
         columns = [[self._shapes[column[at]] for at in sorted(column)] for column in members]
@@ -125,7 +125,7 @@ class PullBack:
 
 
 def _traced(conversion: Conversion, columns: list[list[Shape]], wanted: Sequence[Shape | None]) -> _Trace | None:
-    """Runs a conversion on tensors of bytes whose "file" says which of them it is; None when it cannot be run."""
+    """Run a conversion on byte tensors whose "file" identifies them; return None if it is unsupported."""
     entries = [
         [
             TensorEntry(f"{i}/{at}", _BYTE, shape, (Chunk(whole(shape), f"{i}/{at}", 0, prod(shape)),))
@@ -151,7 +151,7 @@ def _traced(conversion: Conversion, columns: list[list[Shape]], wanted: Sequence
 
 
 def _pulled(shape: Shape, parts: Iterable[_SourceSpan], cuts: list[tuple[Block, ...]]) -> tuple[Block, ...] | None:
-    """The blocks of one disk tensor; None when they are more than those of the model's tensors."""
+    """Return the blocks of one disk tensor; None if it has more blocks per rank than the model tensors."""
     by_holder: dict[tuple[int, bool], list[Region]] = {}
     allowed: dict[tuple[int, bool], int] = {}
     for target in {part.target for part in parts}:
@@ -173,9 +173,9 @@ def _pulled(shape: Shape, parts: Iterable[_SourceSpan], cuts: list[tuple[Block, 
 
 
 def _rectangles(shape: Shape, chunk: Chunk, share: Region) -> Iterator[Region]:
-    """`share` of a chunk as rectangles of the disk tensor, which is row-major and begins at byte 0 of its file.
+    """Yield `share` of a chunk as rectangles of the disk tensor, which is row-major and begins at byte 0 of its file.
 
-    A dim that steps over rows gives one rectangle for each of them.
+    A dim that steps over rows gives one rectangle for each index.
     """
     pitches = tuple(prod(shape[dim + 1 :]) for dim in range(len(shape)))
     lengths = chunk.region.sizes
@@ -201,7 +201,7 @@ def _rectangles(shape: Shape, chunk: Chunk, share: Region) -> Iterator[Region]:
 
 
 def _joined(regions: list[Region]) -> list[Region]:
-    """The same elements in fewer rectangles: neighbours that differ along one dim become one."""
+    """Merge adjacent rectangles that differ along one dim."""
     dims = len(regions[0].sizes)
     before = 0
     while before != len(regions) and len(regions) > 1:

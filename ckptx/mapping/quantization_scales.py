@@ -1,13 +1,13 @@
-"""What lies beside a quantized weight and belongs to it: scales, zero points, packed forms, by whatever name.
+"""Tensors that belong to a quantized weight: scales, zero points and packed forms, in several naming schemes.
 
     q_proj.weight  q_proj.weight_scale_inv       fp8 in blocks
     q_proj.qweight q_proj.qzeros q_proj.scales   GPTQ, AWQ: there is no weight
     q_proj.weight  q_proj.weight.absmax          bitsandbytes
     experts.gate_up_proj_blocks, ..._scales      mxfp4
 
-A scale goes where its weight goes. Where the weight only gets another name, so does its scale. Where weights
-are put together or taken apart, the scales of fp8 in blocks go through the same steps, as transformers does it; every
-other kind stays as it is, weights and quantization scales, under the names it has.
+A scale follows its weight. If the weight is only renamed, so is its scale. If weights are combined or split, the scales
+of block-wise fp8 go through the same steps, as in transformers; weights and scales of every other kind stay unchanged
+under their current names.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ from ckptx.mapping.ops import Conversion, Op
 
 SCALE_OF_BLOCKS = "_scale_inv"
 _WEIGHT = ".weight"
-_UP = 3  # weight.quant_state.bitsandbytes__nf4 lies two below its module
+_UP = 3  # weight.quant_state.bitsandbytes__nf4 is two levels under its module
 _ALSO_FOR_SCALES = frozenset({"merge", "unmerge", "concat", "chunk", "same", "transpose"})
 
 
 class Parent(NamedTuple):
-    """The weight that a scale belongs to.
+    """Weight that a scale belongs to.
 
     Attributes:
-        weight: Its name; the tensor itself need not be there.
-        base: What the names of both begin with.
+        weight: Name of the weight, which need not be in the checkpoint.
+        base: Common beginning of both names.
     """
 
     weight: str
     base: str
 
     def beside(self, scale: str, weight: str) -> str | None:
-        """The name of `scale` once its weight is called `weight`; None when that has another form of name."""
+        """Return the name of `scale` after its weight is renamed to `weight`; None if the new name has another form."""
         tail = scale[len(self.base) :]
         if self.base == self.weight:
             return weight + tail
@@ -43,7 +43,7 @@ class Parent(NamedTuple):
 
 
 def parents(name: str) -> Iterator[Parent]:
-    """The weights that `name` may be a scale of, the likeliest first."""
+    """Yield the weights that `name` may be a scale of, the likeliest first."""
     module, _, leaf = name.rpartition(".")
     words = leaf.split("_")
     for end in range(len(words) - 1, 0, -1):
@@ -58,24 +58,24 @@ def parents(name: str) -> Iterator[Parent]:
 
 
 def parent_of(name: str, is_known: Callable[[str], bool]) -> Parent | None:
-    """The weight that `name` is a scale of; None for a tensor of its own.
+    """Return the weight that `name` is a scale of; None if there is none.
 
     Args:
-        name: Of a tensor that is not known itself.
-        is_known: Whether a name is one of a weight.
+        name: Name of a tensor that the class does not have.
+        is_known: Function that returns True for the name of a weight.
     """
     return next((parent for parent in parents(name) if is_known(parent.weight)), None)
 
 
 def with_scales_of_blocks(conversions: Sequence[Conversion], config: Mapping[str, Any]) -> tuple[Conversion, ...]:
-    """The conversions of a class, and those of the scales of its quantized weights.
+    """Return the conversions of a class, with those of the scales of its quantized weights.
 
-    Only fp8 with a scale for each block of rows and columns has them: it is what transformers keeps beside fused
-    experts, `gate_up_proj_scale_inv` beside `gate_up_proj`.
+    Only fp8 with a scale for each block of rows and columns has them: transformers stores these with fused experts, as
+    `gate_up_proj_scale_inv` for `gate_up_proj`.
 
     Args:
-        conversions: Of weights, disk to model.
-        config: The contents of `config.json`.
+        conversions: Conversions of weights, disk to model.
+        config: Contents of `config.json`.
     """
     quantization = config.get("quantization_config")
     if not isinstance(quantization, Mapping) or quantization.get("quant_method") != "fp8":
@@ -87,7 +87,7 @@ def with_scales_of_blocks(conversions: Sequence[Conversion], config: Mapping[str
 
 
 def _goes_for_scales(conversion: Conversion) -> bool:
-    """True when the steps mean the same for blocks: no sizes in elements, no rows of heads, no look at a shape."""
+    """Return True if the ops apply to blocks too: no sizes in elements, no rows of heads, no dependence on shape."""
     weights = all(source.endswith(_WEIGHT) for source in conversion.sources)
     return weights and all(op.kind in _ALSO_FOR_SCALES and _is_without_sizes(op) for op in conversion.ops)
 
@@ -105,7 +105,7 @@ def _of_scales(conversion: Conversion) -> Conversion:
 
 
 def bases_of_scales(conversions: Sequence[Conversion]) -> dict[int, int]:
-    """For each conversion of scales the one of their weights, by index."""
+    """Map the index of each conversion of scales to that of their weights."""
     indices = {conversion: index for index, conversion in enumerate(conversions)}
     return {
         indices[scales]: index

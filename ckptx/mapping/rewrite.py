@@ -1,6 +1,6 @@
-"""Rewrites of catalog entries: a tensor made of others, whose chunks lie where those of the others do.
+"""Rewrites of catalog entries: tensors made of others, whose chunks refer to the same bytes.
 
-No byte moves. What reads the new tensor reads the files of the old ones; recorded checksums stay with the chunks.
+No bytes are moved. Reading a new tensor reads the files of the old ones; recorded checksums stay with the chunks.
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ from ckptx.catalog.dtype import DType
 from ckptx.catalog.entry import Chunk, TensorEntry
 from ckptx.catalog.region import Region, Shape
 from ckptx.errors import Defect, InputError, UnsupportedError
+from ckptx.wording import counted
 
 
 def merge(entries: Sequence[TensorEntry], dim: int) -> TensorEntry:
-    """Tensors of one shape as slices of a new dim.
+    """Stack tensors of one shape along a new dim.
 
     Example:
         three of shape (4, 2), dim 0 -> (3, 4, 2)
@@ -43,7 +44,7 @@ def merge(entries: Sequence[TensorEntry], dim: int) -> TensorEntry:
 
 
 def unmerge(entry: TensorEntry, dim: int) -> list[TensorEntry]:
-    """The slices of a tensor along a dim, without that dim."""
+    """Return the slices of a tensor along a dim, without that dim."""
     _check_dim(entry, dim)
     return [
         _rebuilt(part, _but(part.shape, dim), lambda chunk: _without(chunk, dim, entry.dtype))
@@ -58,7 +59,7 @@ def _without(chunk: Chunk, dim: int, dtype: DType) -> Chunk:
 
 
 def concat(entries: Sequence[TensorEntry], dim: int) -> TensorEntry:
-    """Tensors one after the other along a dim."""
+    """Concatenate tensors along a dim."""
     first = entries[0]
     for entry in entries:
         _check_dim(entry, dim)
@@ -78,7 +79,7 @@ def concat(entries: Sequence[TensorEntry], dim: int) -> TensorEntry:
 
 
 def split(entry: TensorEntry, dim: int, sizes: Sequence[int]) -> list[TensorEntry]:
-    """The parts of a tensor along a dim.
+    """Split a tensor along a dim.
 
     Raises:
         InputError: The sizes do not add up to the dim.
@@ -86,8 +87,8 @@ def split(entry: TensorEntry, dim: int, sizes: Sequence[int]) -> list[TensorEntr
     _check_dim(entry, dim)
     if sum(sizes) != entry.shape[dim]:
         raise InputError(
-            f'tensor "{entry.name}": shape {list(entry.shape)}, needed parts of {_brief(sizes)} along dim {dim}; the '
-            "config is not that of this checkpoint"
+            f'tensor "{entry.name}": shape {list(entry.shape)} does not split into parts of {_brief(sizes)} along dim '
+            f"{dim}; use the config that belongs to this checkpoint"
         )
     edges = list(accumulate(sizes, initial=0))
     parts: list[list[Chunk]] = [[] for _ in sizes]
@@ -111,7 +112,7 @@ def split(entry: TensorEntry, dim: int, sizes: Sequence[int]) -> list[TensorEntr
 
 
 def transpose(entry: TensorEntry, a: int, b: int) -> TensorEntry:
-    """Two dims exchanged.
+    """Exchange two dims.
 
     Raises:
         UnsupportedError: The dtype packs two elements into a byte along one of them.
@@ -122,7 +123,7 @@ def transpose(entry: TensorEntry, a: int, b: int) -> TensorEntry:
     if entry.dtype.bits % 8 and order[-1] != len(order) - 1:
         raise UnsupportedError(
             f'tensor "{entry.name}": {entry.dtype} elements share bytes along the last dim and cannot be transposed; '
-            "keep the names that it has on disk"
+            "keep its current names"
         )
 
     def exchanged(values: Shape) -> Shape:
@@ -137,16 +138,19 @@ def transpose(entry: TensorEntry, a: int, b: int) -> TensorEntry:
 
 
 def interleave(entry: TensorEntry, dim: int, back: bool) -> TensorEntry:
-    """Along a dim, a0 b0 a1 b1 as a0 a1 b0 b1; `back`: a0 a1 b0 b1 as a0 b0 a1 b1."""
+    """Reorder a0 b0 a1 b1 along a dim to a0 a1 b0 b1; with `back`, apply the inverse."""
     _check_dim(entry, dim)
     size = entry.shape[dim]
     if size % 2:
-        raise InputError(f'tensor "{entry.name}": shape {list(entry.shape)}, needed pairs along dim {dim}')
+        raise InputError(
+            f'tensor "{entry.name}": shape {list(entry.shape)} does not split into pairs along dim {dim}; use the '
+            "config that belongs to this checkpoint"
+        )
     return regroup(entry, dim, *((2, size // 2) if back else (size // 2, 2)))
 
 
 def permute_rope(entry: TensorEntry, heads: int, back: bool) -> TensorEntry:
-    """The rows of each head from rotary pairs (x0 y0 x1 y1) to halves (x0 x1 y0 y1); `back`: from halves to pairs.
+    """Reorder the rows of each head from rotary pairs (x0 y0 x1 y1) to halves (x0 x1 y0 y1); `back` is the inverse.
 
     Raises:
         InputError: The rows do not divide into that many heads of pairs.
@@ -154,17 +158,17 @@ def permute_rope(entry: TensorEntry, heads: int, back: bool) -> TensorEntry:
     rows = entry.shape[0] if entry.shape else 0
     if heads < 1 or rows % (2 * heads):
         raise InputError(
-            f'tensor "{entry.name}": shape {list(entry.shape)}, needed rows for {heads} heads of rotary pairs; the '
-            "config is not that of this checkpoint"
+            f'tensor "{entry.name}": shape {list(entry.shape)} does not split into {heads} heads of rotary pairs; use '
+            "the config that belongs to this checkpoint"
         )
     half = rows // heads // 2
     return regroup(entry, 0, *((2, half) if back else (half, 2)))
 
 
 def regroup(entry: TensorEntry, dim: int, a: int, b: int) -> TensorEntry:
-    """Along a dim, groups of `a` times `b` elements with the order of `a` and `b` exchanged.
+    """Exchange the order of `a` and `b` in groups of `a` times `b` elements along a dim.
 
-    As `x.unflatten(dim, (-1, a, b)).transpose(dim + 1, dim + 2).flatten(dim, dim + 2)`.
+    Equals `x.unflatten(dim, (-1, a, b)).transpose(dim + 1, dim + 2).flatten(dim, dim + 2)`.
 
     Example:
         a=2, b=3: x0 x1 x2 y0 y1 y2 -> x0 y0 x1 y1 x2 y2
@@ -180,9 +184,9 @@ def regroup(entry: TensorEntry, dim: int, a: int, b: int) -> TensorEntry:
 
 
 class RegroupedRows(Sequence[Chunk]):
-    """The chunks of a regrouped tensor: one for each index of the dim and source chunk, made when asked for.
+    """Chunks of a regrouped tensor: one for each index of the dim and source chunk, created on access.
 
-    A permuted projection of an 8B model has thousands of them, which the catalog need not hold.
+    A permuted projection of an 8B model has thousands of them, which the catalog does not store.
     """
 
     __slots__ = ("_a", "_b", "_dim", "_first", "_starts")
@@ -232,7 +236,7 @@ class RegroupedRows(Sequence[Chunk]):
 
 
 def narrow(chunk: Chunk, part: Region, entry: TensorEntry) -> Chunk:
-    """The chunk that holds `part` of the region of `chunk`; its elements stay where they are.
+    """Return the chunk for `part` of the region of `chunk`, referring to the same bytes.
 
     Raises:
         UnsupportedError: The part begins or ends inside a byte.
@@ -243,8 +247,7 @@ def narrow(chunk: Chunk, part: Region, entry: TensorEntry) -> Chunk:
     starts = tuple(a - b for a, b in zip(part.offsets, chunk.region.offsets, strict=True))
     if dtype.bits % 8 and (dtype.pack == 1 or starts[-1] % dtype.pack or part.sizes[-1] % dtype.pack):
         raise UnsupportedError(
-            f'tensor "{entry.name}": {dtype} elements share bytes and cannot be cut at {part}; keep the names that it '
-            "has on disk"
+            f'tensor "{entry.name}": {dtype} elements share bytes and cannot be split at {part}; keep its current names'
         )
     strides = _strides(_opened(chunk, entry.name), dtype)
     sizes = _items(part.sizes, dtype)
@@ -259,7 +262,7 @@ def narrow(chunk: Chunk, part: Region, entry: TensorEntry) -> Chunk:
 
 
 def _strides(chunk: Chunk, dtype: DType) -> Shape:
-    """The strides of a chunk in torch elements, also where they are the plain ones."""
+    """Return the strides of a chunk in torch elements, including row-major ones."""
     if chunk.strides is not None:
         return chunk.strides
     sizes = _items(chunk.region.sizes, dtype)
@@ -267,12 +270,12 @@ def _strides(chunk: Chunk, dtype: DType) -> Shape:
 
 
 def _items(counts: Shape, dtype: DType) -> Shape:
-    """Elements along each dim as torch counts them."""
+    """Return the number of torch elements along each dim."""
     return (*counts[:-1], counts[-1] // dtype.pack) if counts and dtype.pack > 1 else counts
 
 
 def _or_none(sizes: Shape, strides: Shape) -> Shape | None:
-    """None for row-major strides."""
+    """Return the strides, or None if they are row-major."""
     expected = 1
     for size, stride in zip(reversed(sizes), reversed(strides), strict=True):
         if size != 1 and stride != expected:
@@ -287,7 +290,7 @@ def _rebuilt(entry: TensorEntry, shape: Shape, change: Callable[[Chunk], Chunk])
 
 
 def _spanned(region: Region, dim: int, begin: int, size: int) -> Region:
-    """`region` with another extent along one dim."""
+    """Return `region` with another extent along one dim."""
     offsets, sizes = region
     return Region((*offsets[:dim], begin, *offsets[dim + 1 :]), (*sizes[:dim], size, *sizes[dim + 1 :]))
 
@@ -310,19 +313,19 @@ def _but(shape: Shape, dim: int) -> Shape:
 
 
 def _brief(sizes: Sequence[int]) -> str:
-    return str(list(sizes)) if len(sizes) <= 8 else f"{len(sizes)} sizes, {sum(sizes)} in all,"
+    return str(list(sizes)) if len(sizes) <= 8 else f"{counted(len(sizes), 'size')}, {sum(sizes)} in all,"
 
 
 def _check_dim(entry: TensorEntry, dim: int) -> None:
     if dim >= len(entry.shape):
         raise InputError(
-            f'tensor "{entry.name}": shape {list(entry.shape)}, needed one with a dim {dim}; it is of another model'
+            f'tensor "{entry.name}": shape {list(entry.shape)} has no dim {dim}; the tensor belongs to another model'
         )
 
 
 def _check_alike(first: TensorEntry, other: TensorEntry, a: Shape, b: Shape) -> None:
     if first.dtype is not other.dtype or a != b:
         raise InputError(
-            f'tensor "{other.name}": {other.dtype} of shape {list(other.shape)}, needed to go together with '
-            f'"{first.name}", {first.dtype} of shape {list(first.shape)}; one of them is of another model'
+            f'tensor "{other.name}": {other.dtype} of shape {list(other.shape)} cannot be combined with '
+            f'"{first.name}", {first.dtype} of shape {list(first.shape)}; one of them belongs to another model'
         )

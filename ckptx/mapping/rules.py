@@ -1,8 +1,8 @@
-"""Names of one checkpoint in those of another: which tensor goes into which, and the entries it gives.
+"""Rules between two namings of a checkpoint: the destination of each tensor, and the converted catalog entries.
 
-A checkpoint may come in several namings that all load: as published, as saved today, in the model's own names, with
-or without the name of the base model in front. So names are never read off a table of one of them: each is looked up,
-and those of the model stay as they are.
+A checkpoint may come in several namings that all load: published names, names of current transformers, model names,
+with or without the name of the base model in front. So each name is looked up in all of them, and model names stay
+unchanged.
 """
 
 from __future__ import annotations
@@ -24,15 +24,14 @@ ShapeOf = Callable[[str], "Shape | None"]
 
 
 class Renamed(NamedTuple):
-    """Tensors in other names.
+    """Tensors under other names.
 
     Attributes:
-        tensors: By new name, in the order of their first sources.
-        sources: The old names that went into each, in the order of the conversion.
-        unknown: Names that no rule knows; their tensors pass through as they are.
-        notes: What the user should know.
-        kept: Names that stay although a rule speaks of them: quantized weights of a kind that no rule can put together
-            or take apart with what lies beside them.
+        tensors: Tensors by new name, in the order of their first sources.
+        sources: New name -> old names of the tensors it is made of, in the order of the conversion.
+        unknown: Names that no rule knows; their tensors pass through unchanged.
+        notes: Notes for the user.
+        kept: Names that stay although a rule applies: quantized weights whose scales no rule can combine or split.
     """
 
     tensors: dict[str, TensorEntry]
@@ -43,11 +42,11 @@ class Renamed(NamedTuple):
 
     @classmethod
     def not_yet(cls, tensors: Mapping[str, TensorEntry]) -> Renamed:
-        """Tensors in the names they have."""
+        """Create a renaming that keeps all names."""
         return cls(dict(tensors), {name: (name,) for name in tensors}, [], [])
 
     def then(self, second: Renamed) -> Renamed:
-        """This renaming and after it another, made of this one's tensors."""
+        """Return the composition of this renaming and a second one, which was applied to its tensors."""
         sources = {
             name: tuple(dict.fromkeys(old for each in names for old in self.sources[each]))
             for name, names in second.sources.items()
@@ -58,14 +57,13 @@ class Renamed(NamedTuple):
 
 
 class _PatternEntry(NamedTuple):
-    """What is found for every name of one pattern, whatever its numbers.
+    """Result of a lookup that holds for every name of one pattern.
 
     Attributes:
-        conversion: Index of the conversion, None when there is none.
-        column: As in `Destination`.
-        in_list: True when the last index is a position in a module list.
-        plain: What to put in front of the name, and how much of it to leave out, to make it one of the model's own;
-            None when it is none.
+        conversion: Index of the conversion; None if there is none.
+        column: Index of the pattern among the sources, see `Destination`.
+        in_list: True if the last index is a position in a module list.
+        plain: Text to prepend and number of characters to remove to get a model name; None if it is not one.
     """
 
     conversion: int | None
@@ -75,11 +73,11 @@ class _PatternEntry(NamedTuple):
 
 
 class NameRules:
-    """The rules between the namings of a checkpoint ("disk") and one set of names ("model").
+    """Rules between the namings of a checkpoint ("disk") and one set of names ("model").
 
     Attributes:
-        conversions: Disk to model. Where several give a model name, the first is what is written.
-        shape_of: Shape of a tensor of the model by its name, None where it is not known.
+        conversions: Conversions from disk to model. If several give a model name, the first is used for writing.
+        shape_of: Function that returns the shape of a model tensor; None if unknown.
     """
 
     def __init__(
@@ -91,16 +89,16 @@ class NameRules:
         shape_of: ShapeOf | None = None,
         is_extra: Callable[[str], bool] | None = None,
     ) -> None:
-        """Keep them.
+        """Build the indices of the rules.
 
         Args:
-            conversions: Those that load, in order of preference. One without ops from a name to itself says that the
-                model's own name is also what is written.
-            base_prefix: Name of the base model inside the class; disk names may come with or without it.
-            model_patterns: The model's own names, with `*` for indices; the targets of the conversions are among them.
-            shape_of: Shape of a tensor of the model by its name, None where it is not known.
-            is_extra: True for a model name that the model does not want although a pattern fits (a layer behind the
-                last); such tensors are unknown.
+            conversions: Conversions that load, in order of preference. One without ops from a name to itself means
+                that the model name is also the name to write.
+            base_prefix: Name of the base model inside the class; disk names may omit it.
+            model_patterns: Model names, with `*` for indices; the targets of the conversions are added.
+            shape_of: Function that returns the shape of a model tensor; None if unknown.
+            is_extra: Function that returns True for a name that matches a pattern but is not in the model, such as
+                that of a layer after the last; such tensors are unknown.
         """
         self.conversions = tuple(conversions)
         self._back = tuple(conversion.inverse for conversion in self.conversions)
@@ -120,32 +118,32 @@ class NameRules:
         self._alike: dict[str, _PatternEntry | None] = {}
         self._run_names: dict[tuple[int, tuple[int, ...]], str] = {}
 
-    # -- which tensor goes where
+    # -- destinations
 
     def model_name(self, disk_name: str) -> str | None:
-        """The model tensor that a disk tensor goes into, the first when there are several; None when it is unknown."""
+        """Return the model tensor that a disk tensor is converted to, the first of several; None if it is unknown."""
         if disk_name not in self._model_names:
             place, plain = self._look_up(disk_name)
             self._model_names[disk_name] = plain if place is None else self._run_name(place)
         return self._model_names[disk_name]
 
     def _run_name(self, place: Destination) -> str:
-        """The first model tensor of a run, which thousands of experts may share."""
+        """Return the first model tensor of a run, which thousands of experts may share."""
         name = self._run_names.get(place.run)
         if name is None:
             name = self._run_names[place.run] = next(self._target_names(place))
         return name
 
     def places(self, names: Iterable[str]) -> dict[str, Destination | str | None]:
-        """For each disk name its place in a conversion, its model name when it only changes that, or None.
+        """Map each disk name to its destination in a conversion, its model name if it is one, or None if unknown.
 
-        A name may be one of the model and of the disk: norm0 -> norm1 -> norm2. It is the model's when what it would
-        become is there already. What lies beside a weight is renamed as its weight is.
+        A name may be both a disk name and a model name: norm0 -> norm1 -> norm2. It counts as a model name if its
+        target already exists. Scales are renamed like their weight.
         """
         return self._places(names).places
 
     def are_model_names(self, names: Iterable[str]) -> bool:
-        """True when none of these names is one of the disk alone."""
+        """Return True if all of these names may be model names."""
         return not any(isinstance(place, Destination) for place in self.places(names).values())
 
     def _places(self, names: Iterable[str]) -> ResolvedNames:
@@ -175,7 +173,7 @@ class NameRules:
         )
 
     def _look_up(self, name: str) -> tuple[Destination | None, str | None]:
-        """How a disk name is converted, and what it is called as one of the model's own; None for what it is not."""
+        """Return the destination of a disk name and its model name, each None if the name is not of that kind."""
         known = self._looked_up.get(name)
         if known is None:
             known = self._looked_up[name] = self._resolve(name)
@@ -197,7 +195,7 @@ class NameRules:
         return Destination(alike.conversion, indices, alike.column), plain
 
     def _depends_on_indices(self, name: str) -> bool:
-        """True when it may depend on the numbers in a name what is found for it."""
+        """Return True if the result of a lookup may depend on the numbers in the name."""
         if self._asks_extra or any(self._sources.counts(naming) for naming in self._spellings(name)):
             return True
         return bool(indices_of(self._prefix))
@@ -246,24 +244,23 @@ class NameRules:
 
     @staticmethod
     def _place(conversion: int, column: int, indices: tuple[int, ...], other_side: str) -> Destination:
-        """The last index is a position in a module list when the other side has fewer."""
+        """Return the destination; the last index is a position in a module list if the other side has fewer indices."""
         if len(indices) > other_side.count("*"):
             return Destination(conversion, indices[:-1], column, indices[-1])
         return Destination(conversion, indices, column)
 
     def _target_names(self, place: Destination) -> Iterator[str]:
-        """The model tensors of a run; of a module list the first."""
+        """Yield the model tensors of a run, for a module list the first."""
         return (named(target, place.fixed, 0) for target in self.conversions[place.conversion].targets)
 
     # -- catalogs
 
     def to_model(self, tensors: Mapping[str, TensorEntry]) -> Renamed:
-        """The tensors of a checkpoint in model names.
+        """Convert the tensors of a checkpoint to model names.
 
         Raises:
-            InputError: Part of what makes up a model tensor is missing, does not fit together, or two tensors claim
-                one name.
-            UnsupportedError: A conversion is none of ckptx's.
+            InputError: Parts of a model tensor are missing or do not match, or two tensors have one destination.
+            UnsupportedError: ckptx does not support a conversion.
         """
         settled = self._places(tensors)
         places, kept = self._keep_unconvertible(settled, self.conversions)
@@ -272,22 +269,22 @@ class NameRules:
             plain = [(old, new) for old, new in places.items() if isinstance(new, str)]
             added = sum(new == self._prefix + old for old, new in plain)
             removed = sum(old == self._prefix + new for old, new in plain)
-            for count, what in ((added, "added to"), (removed, "removed from")):
+            for count, action in ((added, "added to"), (removed, "removed from")):
                 if count:
-                    renamed.notes.append(f'base model prefix "{self._prefix}" {what} {counted(count, "name")}')
+                    renamed.notes.append(f'base model prefix "{self._prefix}" {action} {counted(count, "name")}')
         return renamed
 
     def to_disk(self, tensors: Mapping[str, TensorEntry], wanted: Iterable[str] | None = None) -> Renamed:
-        """Tensors in model names in those of a checkpoint.
+        """Convert tensors from model names to disk names.
 
         Args:
-            tensors: By model name.
-            wanted: The names to come back to, as of the checkpoint that the tensors once came from. Tensors that none
-                of them speaks for, and all when it is None, get the names that `save_pretrained` writes.
+            tensors: Tensors by model name.
+            wanted: Disk names to restore, such as those of the original checkpoint. Other tensors, and all if it is
+                None, get the names that `save_pretrained` writes.
 
         Raises:
-            InputError: As `to_model`.
-            UnsupportedError: As `to_model`.
+            InputError: See `to_model`.
+            UnsupportedError: See `to_model`.
         """
         names: dict[Destination, str] = {}
         plain: dict[str, str] = {}
@@ -312,10 +309,10 @@ class NameRules:
     def _keep_unconvertible(
         self, settled: ResolvedNames, conversions: Sequence[Conversion]
     ) -> tuple[dict[str, Destination | str | None], tuple[str, ...]]:
-        """The places once quantized weights that cannot be converted stay as they are, and which do.
+        """Keep the names of quantized weights that cannot be converted; return the places and these names.
 
         Raises:
-            UnsupportedError: One would have the name of the tensor that it should have become.
+            UnsupportedError: A kept name equals the name of its target, which has another order of elements.
         """
         if not settled.unconvertible:
             return settled.places, ()
@@ -326,15 +323,15 @@ class NameRules:
             if isinstance(place, Destination) and place.run in staying:
                 if name in {named(target, place.fixed, place.at) for target in conversions[place.conversion].targets}:
                     raise UnsupportedError(
-                        f'tensor "{name}": quantized, and the other names call for another order of its elements; keep '
-                        "the names that it has on disk"
+                        f'tensor "{name}": is quantized, and the other names require another order of its elements; '
+                        "keep its current names"
                     )
                 places[name] = name
                 kept.append(name)
         return places, tuple(kept)
 
     def _place_back(self, name: str, runs: Collection[Run]) -> Destination | str | None:
-        """Where a model tensor goes on its way to disk; one of `runs` if it can."""
+        """Return the destination of a model tensor on disk, in one of `runs` if possible."""
         fallback: Destination | str | None = name if self._is_known(name) else None
         first = True
         for fit in self._targets.find(name):
@@ -348,7 +345,7 @@ class NameRules:
 
 
 class _Rewrite:
-    """One pass over a catalog: gathers the tensors of each run, converts them, names what comes out."""
+    """Application of conversions to a catalog: gathers the tensors of each run, converts and renames them."""
 
     def __init__(
         self,
@@ -362,7 +359,7 @@ class _Rewrite:
         self._result = Renamed({}, {}, [], [])
 
     def run(self, places: Mapping[str, Destination | str | None], kept: tuple[str, ...] = ()) -> Renamed:
-        """The tensors at their places; those without one pass through, `kept` are there already."""
+        """Convert tensors with a destination; others pass through, and `kept` names only add a note."""
         runs = gather(places, self._conversions)
         done = set()
         for name, place in places.items():
@@ -375,8 +372,8 @@ class _Rewrite:
                 self._convert(place, runs[place.run])
         if kept:
             self._result.notes.append(
-                f"quantized, names kept as they are: {_counted(kept)} with what lies beside them; ckptx puts together "
-                "and takes apart the scales of fp8 in blocks alone"
+                f"quantized, names unchanged: {_counted(kept)} with their scales; ckptx combines and splits only "
+                "the scales of block-wise fp8"
             )
         return self._result._replace(kept=kept)
 
@@ -394,8 +391,8 @@ class _Rewrite:
                 name = self._names.get(made) or named(target, place.fixed, at)
                 if shape is not None and conversion.ops and entry.shape != shape:
                     raise InputError(
-                        f'tensor "{name}": made of {_counted(sources)} it has shape {list(entry.shape)}, needed '
-                        f"{list(shape)}; some are missing, or the config is of another model"
+                        f'tensor "{name}": made of {_counted(sources)} it has shape {list(entry.shape)}, expected '
+                        f"{list(shape)}; some are missing, or the config belongs to another model"
                     )
                 self._add(name, entry, sources)
 
@@ -412,10 +409,10 @@ class _Rewrite:
 def gather(
     places: Mapping[str, Destination | str | None], conversions: Sequence[Conversion]
 ) -> dict[tuple[int, tuple[int, ...]], list[dict[int, str]]]:
-    """The names of each run of a conversion, by column and position.
+    """Group names by run of a conversion, column and position.
 
     Raises:
-        InputError: Two names claim one place.
+        InputError: Two names have one destination.
     """
     runs: dict[tuple[int, tuple[int, ...]], list[dict[int, str]]] = {}
     for name, place in places.items():
@@ -431,10 +428,10 @@ def gather(
 
 
 def check_complete(conversion: Conversion, fixed: tuple[int, ...], members: Sequence[Mapping[int, str]]) -> None:
-    """Refuses a run that lacks a tensor.
+    """Refuse a run with a missing tensor.
 
     Raises:
-        InputError: It names the first one missing.
+        InputError: A tensor is missing; the message names the first.
     """
     count = 1 + max(at for column in members for at in column)
     for pattern, column in zip(conversion.sources, members, strict=True):
@@ -443,7 +440,7 @@ def check_complete(conversion: Conversion, fixed: tuple[int, ...], members: Sequ
         at = next(at for at in range(count) if at not in column)
         present = next(name for column in members for name in column.values())
         raise InputError(
-            f'tensor "{named(pattern, fixed, at)}": not in the checkpoint, but needed for '
+            f'tensor "{named(pattern, fixed, at)}": missing, but required for '
             f'"{named(conversion.targets[0], fixed, 0)}" together with "{present}"; the checkpoint is incomplete, '
             "download it again"
         )

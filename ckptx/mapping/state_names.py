@@ -1,4 +1,4 @@
-"""Optimizer state of a DCP: which tensors and objects belong to which parameter, whatever trainer wrote them."""
+"""Optimizer state of a DCP: the parameter that each tensor and object belongs to, for any trainer."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from ckptx.mapping.names import is_optimizer, pattern_of
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """One name of optimizer state.
+    """Name of optimizer state, split around the name of its parameter.
 
     Attributes:
-        name: On disk.
-        parameter: The model's tensor it belongs to, as the view calls it.
-        before: What stands before the name of the parameter.
-        name_in_state: The name of the parameter as it stands there.
-        after: What stands behind it.
+        name: Name on disk.
+        parameter: Name in the view of the parameter it belongs to.
+        before: Text before the name of the parameter.
+        name_in_state: Name of the parameter as it occurs in `name`.
+        after: Text after the name of the parameter.
     """
 
     name: str
@@ -29,16 +29,16 @@ class State:
     after: str
 
     def of(self, name_in_state: str) -> str:
-        """The name of the same state of another parameter."""
+        """Return the name of the same state of another parameter."""
         return f"{self.before}{name_in_state}{self.after}"
 
 
 @dataclass(slots=True)
 class Owners:
-    """Finds the parameter inside the name of a state.
+    """Index that finds the parameter in the name of a state.
 
     Attributes:
-        names: Every naming of a parameter's name -> the view's name of it.
+        names: Every spelling of a parameter name -> its name in the view.
     """
 
     names: Mapping[str, str]
@@ -46,11 +46,11 @@ class Owners:
 
     @classmethod
     def of(cls, on_disk: Mapping[str, str], prefix: str = "") -> Owners:
-        """Of parameters by the view's name -> name on disk; the longest naming is found first.
+        """Create the index of a model.
 
         Args:
-            on_disk: The names.
-            prefix: What names of the model begin with on disk, and those of its state do not; wrappers they share.
+            on_disk: Parameter name in the view -> name on disk.
+            prefix: Prefix of model names on disk that names of their state may lack.
         """
         names = {disk.removeprefix(prefix): name for name, disk in on_disk.items()} if prefix else {}
         names |= {name: name for name in on_disk}
@@ -58,7 +58,7 @@ class Owners:
         return cls(names)
 
     def find(self, name: str) -> State | None:
-        """The state that `name` is, or None when no parameter is named in it."""
+        """Return the state with this name, by the longest parameter name in it; None if it contains none."""
         parts = name.split(".")
         known = self._spans.get(pattern_of(name))
         if known is not None:
@@ -83,7 +83,7 @@ class Owners:
 
 
 def refuse_indices(names: Iterable[str], where: str) -> None:
-    """Optimizers that count parameters (0, 1, ...) do not say which is which once a mesh splits them.
+    """Refuse state that is keyed by parameter index, which is ambiguous once a mesh splits the parameters.
 
     Raises:
         UnsupportedError: A state is keyed by an index.
@@ -92,6 +92,6 @@ def refuse_indices(names: Iterable[str], where: str) -> None:
         parts = name.split(".")
         if is_optimizer(name) and any(part == "state" and following.isdecimal() for part, following in pairwise(parts)):
             raise UnsupportedError(
-                f'{where}: optimizer state "{name}" is keyed by the index of a parameter, needed its name; save it '
+                f'{where}: optimizer state "{name}" is keyed by the index of a parameter instead of its name; save it '
                 "with torch's get_optimizer_state_dict, or pass --optimizer drop"
             )

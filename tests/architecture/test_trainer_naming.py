@@ -188,7 +188,7 @@ def test_heads_of_another_model_are_seen(tmp_path: Path) -> None:
     model, _ = saved("llama-untied", tmp_path)
     config = {**model.config.to_dict(), "num_attention_heads": 5}
     rules = NameRules(torchtitan.conversions("LlamaForCausalLM", config))
-    with pytest.raises(InputError, match=r"q_proj.weight.*needed rows for 5 heads"):
+    with pytest.raises(InputError, match=r"q_proj.weight.*does not split into 5 heads"):
         rules.to_disk(open_checkpoint(tmp_path).tensors)
 
 

@@ -79,7 +79,7 @@ def test_parts_may_take_their_sizes_from_the_model(tmp_path: Path) -> None:
     fused = numbers(12, 5)
     parts = convert(conversion, [[store(tmp_path, "x", fused)]], [(10, 5), (2, 5)])
     assert torch.equal(bits(read(tmp_path, parts[1][0])), bits(fused[10:]))
-    with pytest.raises(UnsupportedError, match=r'"x".*2 parts whose sizes are not known'):
+    with pytest.raises(UnsupportedError, match=r'"x".*splits it into 2 parts of unknown sizes'):
         convert(conversion, [[store(tmp_path, "x", fused)]], [(10, 5), None])
 
 
@@ -99,7 +99,7 @@ def test_what_may_be_stored_transposed_is_told_by_its_shape(tmp_path: Path) -> N
     ((turned,),) = convert(conversion, [[entry]], [(3, 6, 4)])
     assert kept == entry
     assert torch.equal(bits(read(tmp_path, turned)), bits(tensor.transpose(1, 2)))
-    with pytest.raises(UnsupportedError, match='"x": may be stored transposed or not'):
+    with pytest.raises(UnsupportedError, match='"x": may be stored transposed, and the expected shape is unknown'):
         convert(conversion, [[entry]], [None])
     assert convert(conversion.inverse, [[turned]], [None]) == [[turned]]
 
@@ -157,16 +157,20 @@ def entry_of(shape: tuple[int, ...], dtype: str = "BF16", name: str = "x") -> Te
 @pytest.mark.parametrize(
     ("op", "columns", "message"),
     [
-        (Op("merge"), [[entry_of((4, 6)), entry_of((4, 5), name="y")]], '"y": BF16 of shape .4, 5., needed .* "x"'),
+        (
+            Op("merge"),
+            [[entry_of((4, 6)), entry_of((4, 5), name="y")]],
+            '"y": BF16 of shape .4, 5. cannot be combined with "x"',
+        ),
         (Op("merge"), [[entry_of((4,)), entry_of((4,), "F32", "y")]], '"y": F32'),
         (Op("concat", 1), [[entry_of((4, 6))], [entry_of((3, 6), name="y")]], '"y": BF16 of shape .3, 6.'),
-        (Op("concat", 2), [[entry_of((4, 6))]], "needed one with a dim 2"),
-        (Op("split", 0, args=(3, 2)), [[entry_of((4, 6))]], "needed parts of .3, 2. along dim 0"),
-        (Op("chunk", 0, args=(3,)), [[entry_of((4, 6))]], "needed 3 equal parts along dim 0"),
-        (Op("interleave", 1), [[entry_of((4, 5))]], "needed pairs along dim 1"),
+        (Op("concat", 2), [[entry_of((4, 6))]], "has no dim 2"),
+        (Op("split", 0, args=(3, 2)), [[entry_of((4, 6))]], "does not split into parts of .3, 2. along dim 0"),
+        (Op("chunk", 0, args=(3,)), [[entry_of((4, 6))]], "does not split into 3 equal parts along dim 0"),
+        (Op("interleave", 1), [[entry_of((4, 5))]], "does not split into pairs along dim 1"),
         (Op("permute_rope", args=(3, 0)), [[entry_of((16, 2))]], "3 heads of rotary pairs"),
-        (Op("transpose", 0, 1), [[entry_of((4,))]], "needed one with a dim 1"),
-        (Op("unmerge", 1), [[entry_of((4,))]], "needed one with a dim 1"),
+        (Op("transpose", 0, 1), [[entry_of((4,))]], "has no dim 1"),
+        (Op("unmerge", 1), [[entry_of((4,))]], "has no dim 1"),
     ],
 )
 def test_tensors_that_do_not_fit_are_refused(op: Op, columns: list[list[TensorEntry]], message: str) -> None:
