@@ -1,4 +1,4 @@
-"""Blocks while they are written, and the two ways in which the bytes of a tensor reach them."""
+"""Writers of blocks, and the two sinks that distribute the bytes of a tensor over them."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from ckptx.transfer.grid import Grid
 from ckptx.transfer.outfile import OutFile
 from ckptx.transfer.small_tensors import crc_note
 
-_LONG = 256 << 10  # bytes of a piece that are worth a write of their own
+_LONG = 256 << 10  # bytes; a longer piece is written with its own system call
 
 
 class BlockWriter:
-    """A block while it is written, or the share of it that belongs to this run.
+    """Writer of a block, or of the share of it that belongs to this run.
 
     Attributes:
-        out: The file.
-        at: Where its next byte goes.
-        left: Bytes that are missing.
-        begin: Bytes of the block before this share.
-        nbytes: Bytes of this share.
-        frame: Around the block, or None.
-        crc: Of the bytes so far, when there is a frame.
-        hash: Of the bytes so far, when there is no CRC and the digest of the tensor does not say as much.
+        out: Output file.
+        at: Position of the next byte in the file.
+        left: Number of bytes still to write.
+        begin: Number of bytes of the block before this share.
+        nbytes: Number of bytes of this share.
+        frame: Frame around the block; None for none.
+        crc: CRC-32 of the bytes so far; 0 without a frame.
+        hash: Hash of the bytes so far; None with a frame, or if the block is the whole tensor, which has a digest.
     """
 
     __slots__ = ("at", "begin", "crc", "frame", "hash", "is_hashed", "left", "nbytes", "out")
@@ -38,18 +38,18 @@ class BlockWriter:
         self.hash = block_digest() if is_hashed and frame is None else None
 
     def evidence(self) -> bytes:
-        """What the journal notes of it; nothing for a block that is the whole tensor."""
+        """Return the journal entry of the block; empty for a block that is the whole tensor."""
         if not self.is_hashed:
             return b""
         return crc_note(self.crc) if self.hash is None else self.hash.digest()
 
     def add(self, view: memoryview) -> None:
-        """Takes note of bytes that were put into the buffer of `out`."""
+        """Account for bytes that were put into the buffer of `out`."""
         self._note(view)
         self.out.advance(len(view))
 
     def pass_on(self, view: memoryview) -> None:
-        """Takes note of bytes that are in no buffer of `out`, and has them written."""
+        """Write bytes that are not in a buffer of `out`, and account for them."""
         self._note(view)
         self.out.write_through(view)
 
@@ -62,24 +62,24 @@ class BlockWriter:
         self.left -= len(view)
 
 
-Close = Callable[[BlockWriter], None]  # called with each block when it is full
+Close = Callable[[BlockWriter], None]  # called with each complete block
 
 
 class Direct:
-    """A sink whose memory is the buffer of the file that is written next.
+    """Sink that fills the buffer of the file that is written next.
 
-    Long pieces of blocks in turn go through one buffer instead, which stays in the cache: what is left of a piece in
-    the buffer of its file would be out of it when the next piece of that file comes.
+    Long pieces go through one shared buffer instead, which stays in the cache: the buffer of a file would be evicted
+    before the next piece of that file comes.
     """
 
     def __init__(self, close: Close, grid: Grid, blocks: dict[int, BlockWriter], buffer: memoryview | None) -> None:
-        """Begins.
+        """Start at the first piece of the grid.
 
         Args:
-            close: Called with each block when it is full.
-            grid: How the tensor is cut.
-            blocks: By index in the grid.
-            buffer: For long pieces; None where there is one block.
+            close: Called with each complete block.
+            grid: Grid of the tensor.
+            blocks: Writers by index in the grid.
+            buffer: Buffer for long pieces; None if there is one block.
         """
         self.digest = TreeDigest()
         self._close, self._blocks, self._buffer = close, blocks, buffer
@@ -111,7 +111,7 @@ class Direct:
 
 
 class Tiles:
-    """A sink that collects whole rows, or a part of one long row, and cuts the blocks out of them."""
+    """Sink that collects whole rows, or a part of one long row, and copies the blocks out of them."""
 
     def __init__(self, close: Close, grid: Grid, blocks: dict[int, BlockWriter], buffer: memoryview) -> None:
         self.digest = TreeDigest()

@@ -1,7 +1,7 @@
-"""`--dtype`: float casts, rounded as torch rounds them.
+"""`--dtype`: float casts with the rounding of torch.
 
-Torch rounds to nearest even, and to bf16 and fp16 from float32: a float64 goes through float32 first. A NaN stays a
-NaN; where processors or torch's vector instructions disagree on its bits (torch gives 0x7FC0 or 0xFFFF for bf16), it
+Torch rounds to nearest even, and casts to bf16 and fp16 from float32: a float64 goes through float32 first. A NaN stays
+a NaN; if processors or torch's vector instructions disagree on its bits (torch gives 0x7FC0 or 0xFFFF for bf16), it
 becomes the plain quiet NaN, so that the same input gives the same bytes everywhere.
 """
 
@@ -25,18 +25,18 @@ _MAGNITUDES: dict[str, tuple[Any, Any, Any]] = {
     "F16": (np.uint16, np.uint16((1 << 15) - 1), np.uint16(0x1F << 10)),
     "BF16": (np.uint16, np.uint16((1 << 15) - 1), np.uint16(0xFF << 7)),
 }
-# Targets that hold every number of a source, so that a cast loses nothing.
+# Source and target dtypes whose cast is exact.
 _HOLDS_ALL = {("BF16", "F32"), ("BF16", "F64"), ("F16", "BF16"), ("F16", "F32"), ("F16", "F64"), ("F32", "F64")}
 
 
 def cast(view: memoryview, source: DType, target: DType, losses: CastLosses | None = None) -> memoryview:
-    """The elements in `view` as `target`.
+    """Cast the elements in `view` to `target`.
 
     Args:
         view: Whole elements of `source`, row-major.
-        source: One of F64, F32, F16, BF16.
-        target: Likewise.
-        losses: Receives the number of overflows and underflows; None counts none.
+        source: Source dtype, one of F64, F32, F16, BF16.
+        target: Target dtype, one of the same.
+        losses: Receives the number of overflows and underflows; None to skip counting.
 
     Returns:
         The bytes of the cast elements.
@@ -61,7 +61,7 @@ def cast(view: memoryview, source: DType, target: DType, losses: CastLosses | No
 
 
 def _count_losses(view: memoryview, result: Any, source: str, target: str, losses: CastLosses) -> None:
-    """Compare the magnitudes before and after a cast; the source is looked at only where a loss is possible."""
+    """Compare the magnitudes before and after a cast; the source is read only if a loss is possible."""
     kind, mask, infinity = _MAGNITUDES[target]
     after = result.view(kind) & mask
     may_overflow, may_underflow = after.max() >= infinity, not after.min()
@@ -82,7 +82,7 @@ def _to_bf16(values: Any) -> Any:
 
 
 class CastSink:
-    """Casts what it is given and passes it on."""
+    """Sink that casts its input and passes it to another sink."""
 
     def __init__(
         self, sink: Sink, source: DType, target: DType, scratch: memoryview, losses: CastLosses | None = None
@@ -95,7 +95,7 @@ class CastSink:
         return self._scratch[self._filled : self._filled + nbytes]
 
     def commit(self, view: memoryview) -> None:
-        """Casts the whole elements that have arrived; part of an element waits for the rest."""
+        """Cast the complete elements received so far; part of an element waits for the rest."""
         self._filled += len(view)
         ready = self._filled // self._source.itemsize * self._source.itemsize
         if not ready:

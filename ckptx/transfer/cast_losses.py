@@ -1,4 +1,4 @@
-"""Count the numbers that a cast does not merely round: those that become infinite, and those that become zero."""
+"""Counts of the numbers that a cast makes infinite or zero."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from dataclasses import dataclass
 
 @dataclass(slots=True)
 class CastLosses:
-    """The losses of one tensor.
+    """Losses of one tensor.
 
     Attributes:
-        overflows: Finite numbers that became infinite.
-        underflows: Numbers other than zero that became zero.
+        overflows: Number of finite elements that became infinite.
+        underflows: Number of nonzero elements that became zero.
     """
 
     overflows: int = 0
@@ -26,7 +26,7 @@ class CastLosses:
 
 
 class LossesByTensor:
-    """The losses of all tensors of one copy, which several threads add to."""
+    """Losses of all tensors of one copy; several threads may add to it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -40,12 +40,12 @@ class LossesByTensor:
 
     @property
     def overflows(self) -> dict[str, int]:
-        """Number of overflows by tensor; tensors without one are left out."""
+        """Return the number of overflows by tensor, without tensors that have none."""
         return _counts({name: each.overflows for name, each in self._losses.items()})
 
     @property
     def underflows(self) -> dict[str, int]:
-        """Number of underflows by tensor; tensors without one are left out."""
+        """Return the number of underflows by tensor, without tensors that have none."""
         return _counts({name: each.underflows for name, each in self._losses.items()})
 
 

@@ -1,24 +1,24 @@
-"""Copies of columns between buffers: cutting rows into narrower ones, and weaving narrow ones into rows."""
+"""Copies of columns between buffers: extracting columns from rows, and weaving columns into rows."""
 
 from __future__ import annotations
 
 from functools import cache
 from types import ModuleType
 
-# A slice costs the interpreter as much as a kilobyte costs the memory. Narrower rows are left to numpy, which takes
-# longer to import than most checkpoints without such rows take in all.
+# A slice costs the interpreter as much as copying a kilobyte. Narrower rows are copied by numpy, whose import takes
+# longer than the whole conversion of most checkpoints without such rows.
 _WIDE = 1024
 
 
 def cut_rows(out: memoryview, rows: memoryview, pitch: int, column: int, width: int) -> None:
-    """Fills `out` with the bytes `column` to `column + width` of each row.
+    """Fill `out` with the bytes `column` to `column + width` of each row.
 
     Args:
-        out: `width` bytes for each row.
-        rows: Rows of `pitch` bytes.
-        pitch: Bytes from one row to the next.
-        column: First byte taken.
-        width: Bytes taken of each.
+        out: Destination, `width` bytes for each row.
+        rows: Source rows of `pitch` bytes.
+        pitch: Number of bytes from one row to the next.
+        column: First byte to copy of each row.
+        width: Number of bytes to copy of each row.
     """
     if width == pitch:
         out[:] = rows
@@ -32,7 +32,7 @@ def cut_rows(out: memoryview, rows: memoryview, pitch: int, column: int, width: 
 
 
 def weave_rows(out: memoryview, out_width: int, column: int, rows: memoryview, pitch: int, width: int) -> None:
-    """Lays `width` bytes every `pitch` bytes of `rows` to `column` of rows of `out_width` bytes."""
+    """Copy `width` bytes every `pitch` bytes of `rows` to `column` of rows of `out_width` bytes."""
     if width == out_width == pitch:
         out[:] = rows[: len(out)]
     elif width >= _WIDE:

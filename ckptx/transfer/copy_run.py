@@ -1,7 +1,7 @@
-"""One worker's pass over a run: reads each tensor once, in row-major order, and fills the blocks it is cut into.
+"""Pass of one worker over a run: read each tensor once, in row-major order, and fill its blocks.
 
-A block whose rows are long goes from file to file through the buffer that is written next. Short rows are read whole
-into a tile first and cut out of it in memory: a system call for a row of a narrow shard would cost more than its bytes.
+A block with long rows is read directly into the buffer that is written next. Short rows are read into a tile first and
+copied out of it in memory, because a system call per row of a narrow shard would cost more than its bytes.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from ckptx.transfer.stream import Sink, TensorReader
 
 BLOCK = 1 << 20
 _LEAST_BLOCK = 64 << 10
-# Buffers of all files of a group together: what is cut apart should still be in the cache when it is written.
+# Buffers of all files of a group together; they should still be in the cache when they are written.
 _GROUP_BUFFERS = 4 << 20
-_DIRECT = 64 << 10  # a row of a block this long is worth a system call
+_DIRECT = 64 << 10  # bytes per row of a block from which one system call per row pays off
 
-_LEAF_NBYTES = 16  # of a digest in the journal
-_MAX_JOURNAL = 64 << 20  # of one run; a longer one is not ours, and what lies behind is copied again
+_LEAF_NBYTES = 16  # bytes per digest in the journal
+_MAX_JOURNAL = 64 << 20  # bytes per run; entries beyond are ignored, and their tensors are copied again
 
 
 class Cancelled(Exception):
@@ -46,19 +46,19 @@ class Cancelled(Exception):
 
 @dataclass(frozen=True, slots=True)
 class CopyContext:
-    """What the passes of one copy share; what they find out is in the dicts and lists.
+    """State that the passes of one copy share; they add their results to the dicts and lists.
 
     Attributes:
-        plan: What to copy.
-        tree: Where the target files are.
-        journal: Where each pass notes which tensors are finished.
-        resumed: Files and journal of an interrupted run may be there.
-        split: By group and step of a large tensor: what the passes that copy parts of it tell each other.
-        files: The target files, by index in the plan.
-        file_digests: What is known of the digest of each target file, by index in the plan.
-        digests: Of each finished tensor, by target name.
+        plan: Copy plan.
+        tree: Directory of the target files.
+        journal: Directory of the journals of finished tensors.
+        resumed: True if files and journals of an interrupted run may exist.
+        split: (group, step) of a large tensor -> results of the passes that copy parts of it.
+        files: Target files by index in the plan.
+        file_digests: Partial digests of target files by index in the plan.
+        digests: Digest of each finished tensor by target name, in hex.
         losses: Numbers that casts made infinite or zero, by target name.
-        written: Bytes written, by worker.
+        written: Number of bytes written by each worker.
         stop: Set when a pass failed or the run is interrupted.
     """
 
@@ -76,22 +76,22 @@ class CopyContext:
 
 
 class Buffers:
-    """The buffers of one worker, made when first used; pages that are not touched take no memory."""
+    """Buffers of one worker, allocated on first use; untouched pages use no memory."""
 
     def __init__(self) -> None:
         self._made: dict[int, memoryview] = {}
 
     def get(self, index: int) -> memoryview:
-        """Buffer number `index`, of `BLOCK` bytes."""
+        """Return buffer number `index`, of `BLOCK` bytes."""
         if index not in self._made:
             self._made[index] = memoryview(mmap.mmap(-1, BLOCK))
         return self._made[index]
 
 
 class _StepSharding(NamedTuple):
-    """How a tensor is cut, the same for all that are cut alike.
+    """Sharding of a tensor, shared by all tensors with the same blocks.
 
-    `is_whole` says that one block is all of it; `small` is there for what fits into a buffer.
+    `is_whole` is True if one block is the whole tensor; `small` is None unless the tensor fits into a buffer.
     """
 
     grid: Grid
@@ -103,7 +103,7 @@ class _StepSharding(NamedTuple):
 
 
 def _is_buffered(ends: list[tuple[OutFile, int]]) -> bool:
-    """True when some of the blocks that end there is not written yet."""
+    """Return True if a block that ends at one of these positions is not written yet."""
     for out, end in ends:  # noqa: SIM110 (any() takes thrice as long)
         if out.position < end and out.fill:
             return True
@@ -111,10 +111,10 @@ def _is_buffered(ends: list[tuple[OutFile, int]]) -> bool:
 
 
 class CopyRun:
-    """One pass over a run."""
+    """Pass of one worker over a run."""
 
     def __init__(self, copy: CopyContext, run: StepRange, reader: TensorReader, buffers: Buffers, worker: int) -> None:
-        """Prepares; `run` does it."""
+        """Prepare the buffers; `run` copies."""
         self._copy, self._plan, self._reader, self._worker = copy, copy.plan, reader, worker
         self._run, self._buffers = run, buffers
         self._group = copy.plan.groups[run.group]
@@ -132,7 +132,7 @@ class CopyRun:
         self._journal_name = f"{run.group:05d}-{run.first:07d}{share}"
 
     def run(self) -> None:
-        """Copies what an interrupted run has not finished."""
+        """Copy the tensors that an interrupted run did not finish."""
         steps = self._group.steps[self._run.first : self._run.stop]
         self._journal = self._copy.journal.open_output(self._journal_name, None, keep=self._copy.resumed)
         try:
@@ -153,7 +153,7 @@ class CopyRun:
         return self._copy.files[self._group.files[self._numbers[name]]]
 
     def _out(self, name: str, position: int) -> OutFile:
-        """The file `name`, ready to go on at `position`."""
+        """Return the file `name`, positioned at `position`."""
         out = self._outs.get(name)
         if out is not None:
             out.seek(position)
@@ -192,7 +192,7 @@ class CopyRun:
         blocks = chunks.blocks if type(chunks) is ShardedChunks else None
         if blocks is None and len(chunks) > 1:
             return self._make_cut(step, [chunk.region for chunk in chunks], False)
-        # One piece is always the whole tensor.
+        # A single chunk is always the whole tensor.
         key = (self._ids(blocks), step.target.dtype, step.target.shape, step.framed)
         cut = self._cuts.get(key)
         if cut is None:
@@ -212,14 +212,14 @@ class CopyRun:
         return _StepSharding(grid, frames, sizes, has_replicas, is_whole, small)
 
     def _places(self, step: CopyStep) -> Iterator[tuple[str, int]]:
-        """File and offset of each block, frame included."""
+        """Return file and offset of each block, including its frame."""
         chunks = step.target.chunks
         if type(chunks) is ShardedChunks:
             return zip(chunks.files, chunks.offsets, strict=True)
         return ((chunk.file, chunk.offset) for chunk in chunks)
 
     def _share(self, step: CopyStep, cut: _StepSharding) -> Grid:
-        """The part of the grid that belongs to this run."""
+        """Return the part of the grid that belongs to this run."""
         rows = self._run.rows
         return cut.grid if rows is None else cut.grid.share(*rows, step.target.shape[0])
 
@@ -241,7 +241,7 @@ class CopyRun:
         self._finish(step, cut, blocks, sink.digest, records)
 
     def _stream(self, step: CopyStep, grid: Grid, sink: Sink, records: list[RecordPart] | None) -> CastLosses:
-        """Reads the share of a tensor that belongs to this run, and casts it."""
+        """Read and cast the share of a tensor that belongs to this run; return the losses of the cast."""
         losses = CastLosses()
         if grid.nbytes:
             stream_as(self._reader, step.source, self._region(step), step.target.dtype, sink, records, losses)
@@ -254,7 +254,7 @@ class CopyRun:
         return Region((rows[0],) + (0,) * (len(shape) - 1), (rows[1] - rows[0], *shape[1:]))
 
     def _open_blocks(self, step: CopyStep, cut: _StepSharding, grid: Grid) -> dict[int, BlockWriter]:
-        """The blocks that get something from this run; where one begins, its head is written."""
+        """Return writers for the blocks that this run fills, after writing the head of each that starts here."""
         places = list(self._places(step))
         blocks = {}
         for cell in grid.cells:
@@ -270,14 +270,14 @@ class CopyRun:
         return blocks
 
     def close(self, block: BlockWriter) -> None:
-        """Writes what comes after a block that is complete; of a shared one, the last worker does that."""
+        """Write the tail of a complete block; for a shared block, the last worker does that."""
         if block.frame is not None and self._shared is None:
             tail = block.frame.tail(block.crc)
             block.out.write(tail)
             block.at += len(tail)
 
     def _copy_small(self, step: CopyStep, cut: _StepSharding) -> bool:
-        """Copies a tensor that fits into the buffer; False when it does not, or is no simple one."""
+        """Copy a tensor that fits into the buffer; return False if it does not, or needs the general path."""
         source, target, small = step.source, step.target, cut.small
         if small is None or small.largest > self._size or target.dtype is not source.dtype:
             return False
@@ -297,7 +297,7 @@ class CopyRun:
         tree: TreeDigest,
         records: list[RecordPart] | None,
     ) -> None:
-        """All of the tensor, or of its share, is in buffers or written."""
+        """Record the results of a tensor, or of its share, once all of it is in buffers or written."""
         note = b"".join(tree.leaves) or leaf_digest(b"")
         note += b"".join([block.evidence() for block in blocks.values()])
         self._finished.append(([(block.out, block.at) for block in blocks.values()], note))
@@ -315,16 +315,16 @@ class CopyRun:
         parts: list[tuple[int, ChecksumPart]],
         records: list[RecordPart],
     ) -> None:
-        """Tells the other workers on this tensor what this share found; the last one completes the blocks."""
+        """Add the results of this share to those of the other workers; the last worker completes the blocks."""
         shared, rows = self._shared, self._run.rows
         assert shared is not None and rows is not None
         first = rows[0] * (step.target.nbytes // step.target.shape[0]) // digest.LEAF
         if not shared.add(enumerate(leaves, first), parts, records):
             return
         for (file, record), found in shared.records.items():
-            all_of_it = joined(found)
-            if all_of_it.nbytes == record.nbytes and all_of_it.crc != record.crc:
-                raise self._reader.crc_error(step.source.name, file, record, all_of_it.crc)
+            total = joined(found)
+            if total.nbytes == record.nbytes and total.crc != record.crc:
+                raise self._reader.crc_error(step.source.name, file, record, total.crc)
         for index, (name, offset) in enumerate(self._places(step)):
             frame = cut.frames[index]
             if frame is not None:
@@ -338,7 +338,7 @@ class CopyRun:
     # ------------------------------------------------------------------------------------------------------- journal
 
     def _note_finished(self) -> None:
-        """Journals the tensors of which nothing is left in a buffer."""
+        """Record in the journal the tensors that are completely written."""
         done = b""
         while self._finished and not _is_buffered(self._finished[0][0]):
             done += self._finished.popleft()[1]
@@ -347,10 +347,10 @@ class CopyRun:
             self._journal_at += len(done)
 
     def _resume(self, steps: tuple[CopyStep, ...]) -> tuple[int, int]:
-        """Return the steps that an interrupted run finished, whose bytes still have their digests and are those of
-        the source; and the position at which the journal continues.
+        """Return the number of steps that an interrupted run finished and that still match their digests and the
+        source, and the position at which the journal continues.
 
-        The source is read again for this: neither names nor sizes nor times tell whether somebody rewrote it in place.
+        The source is read again for this, because names, sizes and times do not show whether it was rewritten in place.
         """
         recorded = self._journal.read(min(self._journal.size, _MAX_JOURNAL), 0)
         at = 0
@@ -368,9 +368,9 @@ class CopyRun:
         return len(steps), at
 
     def _is_on_disk(self, step: CopyStep, cut: _StepSharding, grid: Grid, note: bytes) -> bool:
-        """True when the blocks lie in the target as they were noted, and the source still has these bytes.
+        """Return True if the blocks in the target match the journal and the source still has these bytes.
 
-        What they are is then entered as if written.
+        Their digests are then recorded as if they had been written.
         """
         count = max(1, -(-grid.nbytes // digest.LEAF)) * _LEAF_NBYTES
         leaves = [note[at : at + _LEAF_NBYTES] for at in range(0, count, _LEAF_NBYTES)]
@@ -411,7 +411,7 @@ class CopyRun:
         return True
 
     def _read_back(self, file: OutputFile, start: int, nbytes: int) -> tuple[list[bytes], bytes, int]:
-        """Digests of blocks, hash and CRC-32 of bytes in the target; short when the file is."""
+        """Return block digests, hash and CRC-32 of bytes in the target, of fewer bytes if the file is shorter."""
         tree, hashed, crc, at = TreeDigest(), block_digest(), 0, 0
         buffer = self._buffers.get(0)
         while at < nbytes:

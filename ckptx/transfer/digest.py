@@ -1,8 +1,8 @@
-"""Checksums of the bytes on their way: CRC-32 for torch archives, and the layout-independent tree digest.
+"""Checksums of copied bytes: CRC-32 for torch archives, and the layout-independent tree digest.
 
 The digest of a tensor is xxh3-128 over the xxh3-128 of each 16 MiB block of its row-major bytes, and the digest of a
 file is the same tree over the bytes of the file. Blocks are independent, so that workers can share a tensor, and the
-digest of a tensor does not depend on the format or on how it is cut.
+digest of a tensor does not depend on the format or on its shards.
 """
 
 from __future__ import annotations
@@ -35,28 +35,28 @@ LEAF = 16 << 20
 
 leaf_digest = xxhash.xxh3_128_digest
 hash_of = xxhash.xxh3_64_digest
-block_digest = xxhash.xxh3_64  # of a block while it is written; tells a resumed run what it may keep
+block_digest = xxhash.xxh3_64  # of a block while it is written; a resumed run keeps blocks with equal hashes
 
 _POLYNOMIAL = 0xEDB88320  # of CRC-32, lowest bit first
 
 
 def tree_digest(leaves: Iterable[bytes]) -> bytes:
-    """The digest from the digests of the blocks, in order."""
+    """Return the digest from the digests of the blocks, in order."""
     return leaf_digest(b"".join(leaves))
 
 
 def digest_bytes(data: bytes) -> str:
-    """The digest of bytes in memory, in hex."""
+    """Return the digest of bytes in memory, in hex."""
     return tree_digest(leaf_digest(data[at : at + LEAF]) for at in range(0, len(data), LEAF)).hex()
 
 
 def file_digest(file: OutputFile) -> bytes:
-    """The digest of an open file, read from its begin to its end."""
+    """Return the digest of an open file, read from beginning to end."""
     return tree_digest(map(leaf_digest, file.blocks(LEAF)))
 
 
 def join_crc32(first: int, second: int, nbytes: int) -> int:
-    """The CRC-32 of two strings one after the other, from that of each; the second has `nbytes` bytes.
+    """Return the CRC-32 of two concatenated strings from that of each; the second has `nbytes` bytes.
 
     Appending a zero bit multiplies a CRC by x modulo the polynomial, so the first is multiplied by x^(8 nbytes).
     """
@@ -79,7 +79,7 @@ def _multiply(a: int, b: int) -> int:
 
 
 class TreeDigest:
-    """Digests a stream. `room` says how many bytes fit before the next block begins; never update across it."""
+    """Digest of a stream; `room` is the number of bytes before the next block, which no update may cross."""
 
     __slots__ = ("_hasher", "leaves", "room")
 
@@ -89,7 +89,7 @@ class TreeDigest:
         self._hasher: xxhash.xxh3_128 | None = None
 
     def update(self, view: memoryview, last: bool = False) -> None:
-        """Adds `view`, at most `room` bytes; `last` says that the stream ends with it."""
+        """Add `view`, at most `room` bytes; `last` is True for the end of the stream."""
         room = self.room - len(view)
         if self._hasher is None and (last or not room):
             self.leaves.append(leaf_digest(view))  # a block in one piece needs no hasher
@@ -105,5 +105,5 @@ class TreeDigest:
         self.room = room
 
     def digest(self) -> bytes:
-        """The digest of all blocks finished so far."""
+        """Return the digest of all blocks finished so far."""
         return tree_digest(self.leaves)

@@ -1,4 +1,4 @@
-"""Where a stream of a tensor can go besides a file: through a cast, into a digest."""
+"""Sink that digests a tensor, and streaming through a cast."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _BUFFER = 1 << 20
 
 
 class DigestSink:
-    """Digests a tensor and keeps nothing."""
+    """Sink that digests a tensor and discards its bytes."""
 
     def __init__(self, nbytes: int, buffer: memoryview) -> None:
         self.digest = TreeDigest()
@@ -38,19 +38,19 @@ def stream_as(
     parts: list[RecordPart] | None = None,
     losses: CastLosses | None = None,
 ) -> None:
-    """Sends `region` of `entry` to `sink`, cast to `dtype` where it has another; `parts` as in `stream`.
+    """Send `region` of `entry` to `sink`, cast to `dtype` if it differs; for `parts` see `TensorReader.stream`.
 
-    `losses` receives what the cast did not merely round.
+    `losses` receives the numbers of overflows and underflows of the cast.
     """
     if entry.dtype is not dtype:
-        from ckptx.transfer.cast import CastSink  # numpy, which most conversions do without
+        from ckptx.transfer.cast import CastSink  # imports numpy, which most conversions do not use
 
         sink = CastSink(sink, entry.dtype, dtype, memoryview(bytearray(_BUFFER)), losses)
     reader.stream(entry, region, sink, parts)
 
 
 def digest_of(reader: TensorReader, entry: TensorEntry, dtype: DType, losses: CastLosses | None = None) -> TreeDigest:
-    """The layout-independent digest of a tensor cast to `dtype`, from its bytes."""
+    """Return the layout-independent digest of a tensor cast to `dtype`, from its bytes."""
     nbytes = dtype.nbytes(entry.numel)
     sink = DigestSink(nbytes, memoryview(bytearray(min(_BUFFER, max(1, nbytes)))))
     stream_as(reader, entry, whole(entry.shape), dtype, sink, losses=losses)

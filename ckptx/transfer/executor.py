@@ -1,6 +1,6 @@
-"""The only code that moves bytes.
+"""Executor of a copy plan, the only code that copies tensor data.
 
-Each worker thread takes runs of tensors and passes over them front to back: blocks of 1 MiB are filled from the source,
+Each worker thread takes runs of tensors and copies them front to back: blocks of 1 MiB are filled from the source,
 checksummed while in cache, and written to the files of the group. Results depend on the plan alone, never on the number
 of workers or their timing.
 """
@@ -26,26 +26,26 @@ from ckptx.transfer.plan import CopyPlan, StepRange
 from ckptx.transfer.split_tensor import SplitTensor
 from ckptx.transfer.stream import TensorReader
 
-# Workers wait for the interpreter after each system call, at most so long; the default is as long as ten of them take.
+# Maximum wait of a worker for the interpreter after a system call; the default equals ten system calls.
 _SWITCH = 0.0002  # seconds
 _logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
 class CopyResult:
-    """What a copy found out on its way.
+    """Result of a copy.
 
     Attributes:
-        digests: Digest of each tensor by target name, of its logical bytes, however it is cut.
+        digests: Digest of the row-major bytes of each tensor by target name, independent of its shards.
         file_digests: Digest of each target file by name.
-        bytes_read: Bytes read from the source, those included that a resumed run only compares.
-        bytes_written: Bytes written; less than planned when a run was resumed.
-        unrecorded: Source records whose writer left no CRC.
-        was_locked: False when the file system of the output knows no locks.
-        was_complete: True when nothing was copied, as the files were there already.
-        overflows: Finite numbers that a cast made infinite, by target name.
-        underflows: Numbers other than zero that a cast made zero, by target name.
-        peak_rss: Peak resident set size of the largest of the other processes that copied, in bytes.
+        bytes_read: Number of bytes read from the source, including those that a resumed run only compares.
+        bytes_written: Number of bytes written; less than planned if the run was resumed.
+        unrecorded: Number of source records without a CRC.
+        was_locked: False if the file system of the output has no locks.
+        was_complete: True if nothing was copied because the files were already complete.
+        overflows: Number of finite elements that a cast made infinite, by target name.
+        underflows: Number of nonzero elements that a cast made zero, by target name.
+        peak_rss: Peak resident set size in bytes, maximum over the other processes that copied; 0 for none.
     """
 
     digests: dict[str, str] = field(default_factory=dict)
@@ -60,7 +60,7 @@ class CopyResult:
     peak_rss: int = 0
 
     def add(self, other: CopyResult) -> None:
-        """Adds what another process found out about other files."""
+        """Add the result of another process, which copied other files."""
         self.digests |= other.digests
         self.file_digests |= other.file_digests
         self.bytes_read += other.bytes_read
@@ -82,22 +82,22 @@ def execute(
     on_progress: Callable[[int], None] = lambda nbytes: None,
     groups: Collection[int] | None = None,
 ) -> CopyResult:
-    """Writes the files of `plan` below `tree`.
+    """Write the files of `plan` to `tree`.
 
     Args:
-        plan: What to copy.
+        plan: Copy plan.
         source: Files of the source.
-        tree: Where the target files go; it keeps them open, to know them again.
-        journal: Directory that remembers finished tensors; those it names are compared with the source and not
+        tree: Directory of the target files, which it keeps open to detect replaced files.
+        journal: Directory of the journals of finished tensors; recorded tensors are compared with the source and not
             written again.
         workers: Number of threads.
-        max_memory: Bytes of buffers in flight, all workers together.
-        resumed: Files and journal of an interrupted run may be there; otherwise a file that is there is refused.
-        on_progress: Called by the calling thread now and then with the bytes written so far.
-        groups: Indices of the groups to write; None writes all. The outcome is about these alone.
+        max_memory: Memory for I/O buffers of all workers together, in bytes.
+        resumed: True if files and journals of an interrupted run may exist; False to refuse existing files.
+        on_progress: Called regularly in the calling thread with the number of bytes written so far.
+        groups: Indices of the groups to write; None for all. The result covers only these.
 
     Raises:
-        InputError: The source turned out to be corrupt.
+        InputError: The source is corrupt.
         SpaceError: The disk is full.
         OutputError: The target cannot be written.
     """
@@ -105,7 +105,7 @@ def execute(
 
 
 class Copy:
-    """One execution: the queue, the threads, what they found."""
+    """One execution of a plan, with its queue, threads and results."""
 
     def __init__(
         self,
@@ -148,7 +148,7 @@ class Copy:
         )
 
     def run(self, on_progress: Callable[[int], None]) -> CopyResult:
-        """Does it all; raises what the first failing worker raised."""
+        """Copy everything; raise the error of the first worker that failed."""
         patience = sys.getswitchinterval()
         sys.setswitchinterval(_SWITCH)
         try:
@@ -164,7 +164,7 @@ class Copy:
                         thread.join(0.1)
                         on_progress(sum(self.written))
                 on_progress(sum(self.written))
-            except BaseException:  # workers are ended first; raised again
+            except BaseException:  # stop the workers first, then re-raise
                 self.stop.set()
                 for thread in threads:
                     thread.join()
@@ -192,7 +192,7 @@ class Copy:
                 CopyRun(self._context, run, reader, buffers, worker).run()
         except Cancelled:
             pass
-        except BaseException as error:  # handed to the calling thread, which raises it
+        except BaseException as error:  # re-raised in the calling thread
             self.errors.append(error)
             self.stop.set()
         with self._lock:
@@ -200,7 +200,7 @@ class Copy:
             self.outcome.unrecorded += reader.unrecorded
 
     def _digest_files(self) -> None:
-        """Joins the digests of file blocks; what straddles two runs is read back, it is in the page cache."""
+        """Combine the digests of file blocks; blocks that span two runs are read back from the page cache."""
         missing: deque[tuple[int, int, int]] = deque()
         for index in self.files:
             nbytes = self.plan.files[index].nbytes
@@ -225,12 +225,12 @@ class Copy:
     def _cut_short(self, index: int, found: int) -> OutputError:
         file = self.plan.files[index]
         return OutputError(
-            f"{self.tree.path / file.name}: has {found} bytes, {file.nbytes} were written; somebody else works in the "
-            "staging directory, nothing was published, run again"
+            f"{self.tree.path / file.name}: has {found} bytes, but {file.nbytes} were written; another process changed "
+            "the staging directory, nothing was published, run again"
         )
 
     def _read_back(self, missing: deque[tuple[int, int, int]]) -> None:
-        """Digests the rest of blocks of files, until none is left: file, block, position to begin at."""
+        """Digest the rest of the file blocks in the queue: file, block, first position."""
         buffer = memoryview(bytearray(BLOCK))
         try:
             while missing:
@@ -248,12 +248,12 @@ class Copy:
                         raise self._cut_short(index, at + got)
                     tree.update(view, last=at + len(view) == end)
                 (digests.leaves[leaf],) = tree.leaves
-        except BaseException as error:  # handed to the calling thread
+        except BaseException as error:  # re-raised in the calling thread
             self.errors.append(error)
 
 
 def _spans(plan: CopyPlan, run: StepRange) -> Iterator[tuple[str, int, int]]:
-    """The chunks that a run reads: file, offset and number of bytes, in order."""
+    """Yield file, offset and number of bytes of the chunks that a run reads, in order."""
     for step in plan.groups[run.group].steps[run.first : run.stop]:
         entry = step.source
         region = whole(entry.shape)
@@ -266,7 +266,7 @@ def _spans(plan: CopyPlan, run: StepRange) -> Iterator[tuple[str, int, int]]:
 
 
 def _split_steps(runs: list[StepRange]) -> dict[tuple[int, int], SplitTensor]:
-    """A meeting place for the workers that copy parts of one large tensor, by group and step."""
+    """Create the shared results of each tensor that several workers copy, by group and step."""
     counts: dict[tuple[int, int], int] = {}
     for run in runs:
         if run.rows is not None:

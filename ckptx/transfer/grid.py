@@ -1,6 +1,6 @@
-"""A cut tensor as a grid of bytes: rows of equal width, and the cell of each block in them.
+"""Sharded tensor as a grid of bytes: rows of equal width, and the cell of each block in them.
 
-    tensor (4, 6) cut on dim 1 for two ranks        rows 4, width 6 * itemsize
+    tensor (4, 6) sharded on dim 1 over two ranks   rows 4, width 6 * itemsize
     +-----+-----+                                   cell of block 0: rows 0:4, bytes 0 : 3 * itemsize
     |  0  |  1  |                                   cell of block 1: rows 0:4, bytes 3 * itemsize : 6 * itemsize
     +-----+-----+
@@ -22,9 +22,9 @@ from ckptx.errors import Defect
 
 
 class Cell(NamedTuple):
-    """Rows `top` to `bottom`, and of each the bytes `left` to `right`.
+    """Bytes `left` to `right` of the rows `top` to `bottom`.
 
-    `block` is the index of the block, `begin` the number of its bytes that come before the cell, in another share.
+    `block` is the index of the block, `begin` the number of its bytes before the cell, which are in another share.
     """
 
     block: int
@@ -36,19 +36,19 @@ class Cell(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes in the cell."""
+        """Return the number of bytes in the cell."""
         return (self.bottom - self.top) * (self.right - self.left)
 
 
 class Piece(NamedTuple):
-    """Bytes of one cell that follow each other in the tensor."""
+    """Contiguous bytes of one cell in the tensor."""
 
     block: int
     nbytes: int
 
 
 class Grid(NamedTuple):
-    """`rows` of `width` bytes, and the cells in them; `inner` rows belong to an index of dim 0 (0: part of a row)."""
+    """Rows of `width` bytes and the cells in them; `inner` rows belong to an index of dim 0 (0: part of a row)."""
 
     rows: int
     width: int
@@ -57,16 +57,16 @@ class Grid(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the whole grid."""
+        """Return the number of bytes of the whole grid."""
         return self.rows * self.width
 
     @property
     def narrowest(self) -> int:
-        """Bytes of a row of the narrowest cell."""
+        """Return the row width of the narrowest cell in bytes."""
         return min((cell.right - cell.left for cell in self.cells if cell.nbytes), default=self.width)
 
     def share(self, begin: int, end: int, dim0: int) -> Grid:
-        """The part that belongs to indices `begin` to `end` of dim 0 of `dim0`; blocks keep their index."""
+        """Return the part for indices `begin` to `end` of dim 0, which has size `dim0`; blocks keep their index."""
         if self.inner:
             top, bottom, left, right = begin * self.inner, end * self.inner, 0, self.width
         else:
@@ -82,7 +82,7 @@ class Grid(NamedTuple):
         return Grid(bottom - top, right - left, self.inner, tuple(cells))
 
     def pieces(self) -> Iterator[Piece]:
-        """The bytes in row-major order, cell by cell."""
+        """Yield the pieces in row-major order."""
         filled = [cell for cell in self.cells if cell.nbytes]
         points = sorted({point for cell in filled for point in (cell.top, cell.bottom)})
         for top, bottom in pairwise(points):
@@ -98,7 +98,7 @@ class Grid(NamedTuple):
 
 
 def is_grid(shape: Shape, regions: Sequence[Region]) -> bool:
-    """True when `regions` are cut on dim 0 and at most one other dim."""
+    """Return True if `regions` are sharded on dim 0 and at most one other dim."""
     cut = _cut_dims(shape, regions)
     return not any(0 < dim < cut[-1] for dim in cut)
 
@@ -108,14 +108,14 @@ def _cut_dims(shape: Shape, regions: Sequence[Region]) -> list[int]:
 
 
 def grid_of(dtype: DType, shape: Shape, regions: Sequence[Region]) -> Grid:
-    """The grid of a tensor cut into `regions`, on dim 0 and at most one other dim, as TP with FSDP inside it cuts.
+    """Return the grid of a tensor sharded into `regions`, on dim 0 and at most one other dim, as TP with FSDP gives.
 
     Raises:
-        Defect: The regions are cut on more dims than that.
+        Defect: The regions are sharded on more dims.
     """
     cut = _cut_dims(shape, regions)
     if not is_grid(shape, regions):
-        raise Defect(f"a tensor of shape {list(shape)} cut on dims {cut}; this is a defect of ckptx, please report it")
+        raise Defect(f"a tensor of shape {list(shape)} sharded on dims {cut}; this is a bug in ckptx, please report it")
     dim = cut[-1] if cut else 0
     unit = prod(shape[dim + 1 :]) * dtype.bits  # of one index of `dim`, in bits: half a byte for F4
     width = dtype.nbytes(prod(shape[dim:]))

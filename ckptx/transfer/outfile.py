@@ -1,4 +1,4 @@
-"""A file being written front to back through one buffer, digested on the way."""
+"""Output file that is written front to back through one buffer and digested on the way."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from ckptx.transfer.digest import TreeDigest
 
 
 class FileDigests:
-    """What is known of the digest of a file that several passes write.
+    """Partial digests of a file that several passes write.
 
     Attributes:
-        leaves: Digests of whole blocks, by number.
-        begun: Of blocks of which the bytes came by in order up to some position; by that position.
+        leaves: Block number -> digest of the complete block.
+        begun: Position -> digest of the block that was written in order up to there.
     """
 
     __slots__ = ("begun", "leaves")
@@ -24,21 +24,22 @@ class FileDigests:
         self.begun: dict[int, TreeDigest] = {}
 
     def missing(self, nbytes: int) -> list[tuple[int, int]]:
-        """Blocks of a file of `nbytes` that are not digested: number, and the position from which on it is."""
+        """Return number and first position to read of each block of a file of `nbytes` that is not digested yet."""
         begun = {position // digest.LEAF: position for position in self.begun}
         count = -(-nbytes // digest.LEAF)
         return [(leaf, begun.get(leaf, leaf * digest.LEAF)) for leaf in range(count) if leaf not in self.leaves]
 
 
 class OutFile:
-    """One pass over a stretch of a target file.
+    """One pass over a range of a target file.
 
     The buffer is written with one call when it ends at a multiple of its size, so that writes are aligned as long as
-    the pass goes front to back; it may also seek, as two blocks of one tensor in the same file make it do.
+    the pass goes front to back; it may also seek, for two blocks of one tensor in the same file.
 
     Attributes:
-        position: Where the buffer goes.
-        fill: Bytes in it.
+        position: Position of the buffer in the file.
+        fill: Number of bytes in the buffer.
+        nbytes: Total size of the file.
     """
 
     __slots__ = ("_buffer", "_digest", "_digests", "_file", "_on_write", "fill", "nbytes", "position")
@@ -52,15 +53,15 @@ class OutFile:
         on_write: Callable[[int], None],
         position: int,
     ) -> None:
-        """Begins at `position`.
+        """Start at `position`.
 
         Args:
-            file: Open for writing.
-            nbytes: What the file will have in all.
-            buffer: Its size divides the size of a digest block.
-            digests: Gets the digest of each block of the file that this pass completes.
+            file: File, open for writing.
+            nbytes: Total size of the file.
+            buffer: Buffer whose size divides the size of a digest block.
+            digests: Receives the digest of each block of the file that this pass completes.
             on_write: Called with the number of bytes before they are written.
-            position: Where to begin.
+            position: First position to write.
         """
         self.nbytes, self.position, self.fill = nbytes, position, 0
         self._file, self._buffer, self._digests, self._on_write = file, buffer, digests, on_write
@@ -68,35 +69,35 @@ class OutFile:
 
     @property
     def end(self) -> int:
-        """Where the next byte goes."""
+        """Return the position of the next byte."""
         return self.position + self.fill
 
     def seek(self, position: int) -> None:
-        """Goes on at `position`."""
+        """Continue at `position`."""
         if position != self.position + self.fill:
             self.leave()
             self.position = position
             self._digest = self._digests.begun.pop(position, None)
 
     def space(self, nbytes: int) -> memoryview:
-        """Room for the next bytes, at least one and at most `nbytes`."""
+        """Return memory for the next bytes, at least one and at most `nbytes`."""
         size = len(self._buffer)
         return self._buffer[self.fill : self.fill + min(nbytes, size - (self.position + self.fill) % size)]
 
     def reserve(self, nbytes: int) -> memoryview:
-        """Room for exactly `nbytes`, which must fit into the buffer."""
+        """Return memory for exactly `nbytes`, which must fit into the buffer."""
         if self.fill + nbytes > len(self._buffer):
             self.flush()
         return self._buffer[self.fill : self.fill + nbytes]
 
     def advance(self, nbytes: int) -> None:
-        """The room handed out last has been filled."""
+        """Account for `nbytes` that were written to the memory returned last."""
         self.fill += nbytes
         if self.fill == len(self._buffer) or (self.position + self.fill) % len(self._buffer) == 0:
             self.flush()
 
     def write(self, data: bytes) -> None:
-        """Adds bytes that belong to the file alone: a header, a frame."""
+        """Add bytes that are not tensor data: a header, a frame."""
         if len(data) <= len(self._buffer) - self.fill:
             self._buffer[self.fill : self.fill + len(data)] = data
             self.advance(len(data))
@@ -109,12 +110,12 @@ class OutFile:
             self.advance(len(view))
 
     def write_through(self, view: memoryview) -> None:
-        """Writes bytes that are in a buffer of the caller; what is in the buffer goes before them."""
+        """Write bytes from a buffer of the caller, after flushing the own buffer."""
         self.flush()
         self._put(view)
 
     def flush(self) -> None:
-        """Writes what is in the buffer."""
+        """Write the contents of the buffer."""
         if self.fill:
             self._put(self._buffer[: self.fill])
             self.fill = 0
@@ -131,13 +132,13 @@ class OutFile:
         self.position = position
 
     def leave(self) -> None:
-        """Writes what is in the buffer; whoever goes on where it ends goes on with the digest of that block, too."""
+        """Flush, and store the digest of the current block for the pass that continues at this position."""
         self.flush()
         if self._digest is not None:
             self._digests.begun[self.position], self._digest = self._digest, None
 
     def _digest_piece(self, piece: memoryview, position: int) -> None:
-        """Digests blocks of the file whose bytes come by in order; of the others, the rest is read back at the end."""
+        """Digest blocks of the file that are written in order; the rest of other blocks is read back at the end."""
         if position % digest.LEAF == 0:
             self._digest = TreeDigest()
         if self._digest is None:

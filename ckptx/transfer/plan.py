@@ -1,12 +1,12 @@
-"""The nouns of a copy: which tensors go into which files.
+"""Copy plan: the tensors to copy, and the files and positions they go to.
 
 Files that hold parts of the same tensors are written together, as a group, so that a byte of the source is read once:
 
-    source          group of one stage, tp 2            a step is one tensor on its way
-    +-------+       rank 0      rank 1                  into the files of a group; a run is
-    | q     |  ->   q[:n/2]     q[n/2:]                 what one worker does in one pass:
-    | o     |  ->   o[:, :n/2]  o[:, n/2:]              some consecutive steps, or some rows
-    +-------+                                           of a single large one
+    source          group of one stage, tp 2            a step copies one tensor into the
+    +-------+       rank 0      rank 1                  files of a group; a run is the part
+    | q     |  ->   q[:n/2]     q[n/2:]                 that one worker copies in one pass:
+    | o     |  ->   o[:, :n/2]  o[:, n/2:]              consecutive steps, or some rows of
+    +-------+                                           a single large tensor
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from ckptx.catalog.entry import Frame, TensorEntry
 from ckptx.catalog.region import Shape
 from ckptx.transfer import digest
 
-# One worker takes this much at a time: long enough for one sequential pass, short enough to share out.
+# Bytes that one worker takes at a time: long enough for a sequential pass, short enough to balance workers.
 RUN = 128 << 20
 
 FrameOf = Callable[[DType, Shape], Frame]
 
 
 class CopyStep(NamedTuple):
-    """One tensor: `target` says where its blocks go, `source` where its elements are; their dtypes may differ.
+    """Copy of one tensor from the chunks of `source` to those of `target`; their dtypes may differ.
 
-    `framed` is False for bytes that are copied as they are, pickled objects.
+    `framed` is False for pickled objects, whose bytes are copied without a frame.
     """
 
     target: TensorEntry
@@ -39,7 +39,7 @@ class CopyStep(NamedTuple):
 
 
 class TargetFile(NamedTuple):
-    """A file to write: `prologue`, then blocks without a hole; `blocks` is their number."""
+    """File to write: `prologue`, then blocks without gaps; `blocks` is their number."""
 
     name: str
     nbytes: int
@@ -48,7 +48,7 @@ class TargetFile(NamedTuple):
 
 
 class FileGroup(NamedTuple):
-    """Files that are written together, as indices, and the tensors in them in the order of their blocks."""
+    """Indices of files that are written together, and the tensors in them in the order of their blocks."""
 
     files: tuple[int, ...]
     steps: tuple[CopyStep, ...]
@@ -65,14 +65,14 @@ class StepRange(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class CopyPlan:
-    """Everything the executor needs.
+    """Complete plan of a copy.
 
     Attributes:
-        files: What to write.
-        groups: Which of them together, and from what.
-        frame_of: Frame around a block, for formats that have one.
-        bytes_read: Bytes of tensor data that will be read.
-        bytes_written: Sum of the file sizes.
+        files: Files to write.
+        groups: Groups of files that are written together, with their steps.
+        frame_of: Function that returns the frame around a block; None for formats without frames.
+        bytes_read: Number of bytes of tensor data to read.
+        bytes_written: Sum of the file sizes in bytes.
     """
 
     files: tuple[TargetFile, ...]
@@ -82,12 +82,12 @@ class CopyPlan:
     bytes_written: int
 
     def steps(self) -> Iterator[CopyStep]:
-        """Every step."""
+        """Yield every step."""
         for group in self.groups:
             yield from group.steps
 
     def lines(self) -> Iterator[str]:
-        """The plan in words: each group, and for each tensor in it where it is read and where its blocks go."""
+        """Yield a text description: each group, and source and destination of each tensor in it."""
         for number, group in enumerate(self.groups):
             names = [self.files[index].name for index in group.files]
             yield f"group {number}: {', '.join(names)}"
@@ -96,7 +96,7 @@ class CopyPlan:
                 yield f"  {form} <- {step.source.name} {_places(step.source)} -> {_places(step.target)}"
 
     def runs(self) -> list[StepRange]:
-        """The work, in an order in which neighbours are of different groups: two writers on one file wait in turn."""
+        """Return the runs, ordered so that neighbors are in different groups: writers of one file block each other."""
         ordered: list[tuple[int, StepRange]] = []
         for index, group in enumerate(self.groups):
             ordered += enumerate(_runs_of(index, group))
@@ -105,7 +105,7 @@ class CopyPlan:
 
 
 def _places(entry: TensorEntry) -> str:
-    """File and first byte of the first chunk, and how many chunks follow."""
+    """Return file and offset of the first chunk, and the number of further chunks, as text."""
     first = entry.chunks[0]
     more = f" and {len(entry.chunks) - 1} more" if len(entry.chunks) > 1 else ""
     return f"{first.file}:{first.offset}{more}"
@@ -117,9 +117,7 @@ def _runs_of(index: int, group: FileGroup) -> Iterator[StepRange]:
         shares = list(_shares(step)) if step.target.nbytes > RUN else []
         if len(shares) > 1:
             if first < i or i == 0:
-                yield StepRange(
-                    index, first, i
-                )  # also when it is empty: the first run writes what stands before all blocks
+                yield StepRange(index, first, i)  # even if it is empty, because the first run writes the prologues
             yield from (StepRange(index, i, i + 1, rows) for rows in shares)
             first, size = i + 1, 0
             continue
@@ -132,7 +130,7 @@ def _runs_of(index: int, group: FileGroup) -> Iterator[StepRange]:
 
 
 def _shares(step: CopyStep) -> Iterator[tuple[int, int]]:
-    """Ranges of dim 0 of about `RUN` bytes that begin where a block of the tensor's digest begins."""
+    """Yield ranges of dim 0 of about `RUN` bytes that start at a block of the digest of the tensor."""
     shape, dtype = step.target.shape, step.target.dtype
     row_bits = prod(shape[1:]) * dtype.bits
     if not shape or row_bits % 8:

@@ -1,4 +1,4 @@
-"""From two catalogs to a copy plan, with the proof that every element of the target is written exactly once."""
+"""Planner of a copy between two catalogs, with a check that every target element is written exactly once."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ckptx.catalog.region import Shape, coverage_fault, whole
 from ckptx.errors import Defect
 from ckptx.transfer.plan import CopyPlan, CopyStep, FileGroup, FrameOf, TargetFile
 
-_REPORT = "this is a defect of ckptx, please report it"
+_REPORT = "this is a bug in ckptx, please report it"
 
 
 def plan_copy(
@@ -24,15 +24,17 @@ def plan_copy(
     prologues: Mapping[str, bytes] | None = None,
     groups: Iterable[Sequence[str]] | None = None,
 ) -> CopyPlan:
-    """Plans the copy of every tensor of `target` from its tensor of `source`.
+    """Plan the copy of every tensor of `target` from its tensor of `source`.
 
     Args:
-        source: Opened, payloads located.
-        target: Allocated: every chunk has its file and offset. Tensors of one group are in the order of their blocks.
-        source_names: Name in `target` -> name in `source`, of tensors and of objects.
-        frame_of: Frame around a block, for formats that have one; chunks of `target` then span the frame too.
-        prologues: First bytes of a target file, by file name.
-        groups: Names of files that are written together; None writes each alone.
+        source: Source catalog, with payloads located.
+        target: Target catalog, in which every chunk has its file and offset. Tensors of one group are in the order of
+            their blocks.
+        source_names: Name in `target` -> name in `source`, for tensors and objects.
+        frame_of: Function that returns the frame around a block, which chunks of `target` then include; None for
+            formats without frames.
+        prologues: File name -> first bytes of the file.
+        groups: Names of files that are written together; None to write each file on its own.
 
     Raises:
         Defect: The target is not exactly covered by its chunks, or a file is not exactly covered by blocks.
@@ -75,13 +77,13 @@ def plan_copy(
 
 
 def _as_tensor(place: BytesEntry) -> TensorEntry:
-    """A pickled object as so many bytes."""
+    """Return an entry for a pickled object as a tensor of bytes."""
     shape = (place.nbytes,)
     return TensorEntry(place.name, BY_NAME["U8"], shape, (Chunk(whole(shape), place.file, place.offset, place.nbytes),))
 
 
 class _Proof:
-    """Coverage, proved once for all tensors that are cut alike."""
+    """Check of coverage, done once for all tensors with the same blocks."""
 
     def __init__(self) -> None:
         self._proved: set[tuple[int, Shape]] = set()
@@ -91,7 +93,7 @@ class _Proof:
         target = step.target
         if step.source.shape != target.shape:
             raise Defect(
-                f'tensor "{target.name}": planned with shape {target.shape}, the source has {step.source.shape}; '
+                f'tensor "{target.name}": planned with shape {target.shape}, but the source has {step.source.shape}; '
                 f"{_REPORT}"
             )
         chunks = target.chunks
@@ -121,7 +123,7 @@ def _check_replicas(target: TensorEntry, blocks: Sequence[Block]) -> None:
 def _check_files(
     steps: Sequence[CopyStep], files: frozenset[str], position: dict[str, int], blocks: dict[str, int]
 ) -> None:
-    """Walks the blocks of a group in order; each must begin where the one before it in its file ended."""
+    """Check that each block of a group begins where the one before it in its file ends."""
     for step in steps:
         chunks = step.target.chunks
         places: Iterable[tuple[str, int, int]]
@@ -134,7 +136,7 @@ def _check_files(
                 raise Defect(f'{file}: block of "{step.target.name}" planned outside of its group; {_REPORT}')
             if offset != position[file]:
                 raise Defect(
-                    f'{file}: block of "{step.target.name}" planned at byte {offset}, needed {position[file]}; '
+                    f'{file}: block of "{step.target.name}" planned at byte {offset}, expected {position[file]}; '
                     f"{_REPORT}"
                 )
             position[file] = offset + nbytes

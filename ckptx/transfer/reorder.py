@@ -1,4 +1,4 @@
-"""Strided copies in memory. The only part of a copy that needs numpy; loaded when a tensor needs it."""
+"""Strided copies in memory; the only part of a copy that requires numpy, imported when a tensor needs it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from numpy.lib.stride_tricks import as_strided
 
 
 def weave(out: memoryview, out_width: int, column: int, rows: memoryview, pitch: int, width: int) -> None:
-    """Lays the rows of a strip into a tile: `width` bytes every `pitch` bytes, to `column` of rows of `out_width`."""
+    """Copy the rows of a strip to a tile: `width` bytes every `pitch` bytes, to `column` of rows of `out_width`."""
     target = np.frombuffer(out, np.uint8).reshape(-1, out_width)
     if pitch == width:
         source = np.frombuffer(rows, np.uint8)[: target.shape[0] * width].reshape(-1, width)
@@ -19,7 +19,7 @@ def weave(out: memoryview, out_width: int, column: int, rows: memoryview, pitch:
 
 
 def cut(out: memoryview, rows: memoryview, pitch: int, column: int, width: int) -> None:
-    """Takes `width` bytes from `column` on of each row of `pitch` bytes."""
+    """Copy `width` bytes at `column` of each row of `pitch` bytes."""
     target = np.frombuffer(out, np.uint8).reshape(-1, width)
     source = np.frombuffer(rows, np.uint8)[: target.shape[0] * pitch].reshape(-1, pitch)
     target[:] = source[:, column : column + width]
@@ -33,14 +33,14 @@ def unstride(
     strides: Sequence[int],
     itemsize: int,
 ) -> None:
-    """Copies strided elements into row-major order.
+    """Copy strided elements into row-major order.
 
     Args:
         out: Row-major destination of `sizes` elements.
-        sizes: One per dim.
-        at: Dims that are fixed at a position; `span` holds the elements of the others.
-        span: Bytes from the first element on.
-        strides: Of the source, in elements, one per dim.
+        sizes: Size of each dim.
+        at: Dims that are fixed -> their position; `span` holds the elements of the other dims.
+        span: Source bytes from the first element on.
+        strides: Source stride of each dim, in elements.
         itemsize: Bytes per element.
     """
     free = [dim for dim in range(len(sizes)) if dim not in at]

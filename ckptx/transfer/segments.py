@@ -1,6 +1,6 @@
-"""How a region of a tensor is read in row-major order from the chunks that hold it.
+"""Reads that give a region of a tensor in row-major order from its chunks.
 
-    chunks cut along rows             chunks cut along columns
+    chunks split along rows           chunks split along columns
     +---------+                       +----+----+
     |    A    |   A, then B:          | A  | B  |   row by row, A and B in turn: the tile
     +---------+   two spans           |    |    |   reads whole rows of A and of B, then
@@ -21,14 +21,14 @@ from typing import NamedTuple
 from ckptx.catalog.entry import Chunk, TensorEntry
 from ckptx.catalog.region import Region, Shape
 
-# A row segment shorter than this is read together with its neighbours and woven in memory: one system call for a row
-# of a narrow shard would cost more than the bytes.
+# A row segment shorter than this is read together with its neighbors and woven in memory, because one system call per
+# row of a narrow shard would cost more than its bytes.
 _MIN_SPAN = 64 << 10
 TILE = 1 << 20
 
 
 class Span(NamedTuple):
-    """Bytes that follow each other in the source and in the target alike.
+    """Bytes that are contiguous in both source and target.
 
     `chunk` is the index of the chunk in its entry, `offset` a position in the file of that chunk.
     """
@@ -39,7 +39,7 @@ class Span(NamedTuple):
 
 
 class Strip(NamedTuple):
-    """Part of a tile: `rows` rows of `width` bytes, which begin at `offset` and every `pitch` bytes after it."""
+    """Part of a tile: `rows` rows of `width` bytes, the first at `offset`, each `pitch` bytes after the one before."""
 
     chunk: int
     offset: int
@@ -58,7 +58,7 @@ class Tile(NamedTuple):
 
 
 class Strided(NamedTuple):
-    """A part of a chunk whose elements are not row-major: `region` of the tensor, read through strides."""
+    """Part of a chunk whose elements are not row-major: `region` of the tensor, read through strides."""
 
     chunk: int
     region: Region
@@ -68,9 +68,9 @@ Segment = Span | Tile | Strided
 
 
 def segments(entry: TensorEntry, region: Region) -> Iterator[Segment]:
-    """The reads that give `region` of `entry` in row-major order.
+    """Yield the reads that give `region` of `entry` in row-major order.
 
-    Sub-byte dtypes (F4) must be cut at whole bytes.
+    Chunks of sub-byte dtypes (F4) must begin and end at whole bytes.
     """
     if not region.numel:
         return
@@ -83,7 +83,7 @@ def segments(entry: TensorEntry, region: Region) -> Iterator[Segment]:
 
 
 class _Cutter:
-    """Splits the dims of a region into: outer (looped), rows (flattened), the cut dim, and an uncut unit."""
+    """Splitter of the dims of a region into outer (looped), rows (flattened), the sharded dim, and a whole unit."""
 
     def __init__(self, entry: TensorEntry, region: Region, shares: list[tuple[int, Region]]) -> None:
         self.entry, self.region, self.shares = entry, region, shares
@@ -96,7 +96,7 @@ class _Cutter:
         ]
         self.cut_dim = cut[-1] if cut else 0
         self.row_dim = cut[-2] if len(cut) > 1 else 0
-        # In bits: one F4 element, where the last dim is cut, is no whole byte.
+        # In bits, because one F4 element is not a whole byte if the last dim is sharded.
         self.unit_bits = prod(region.sizes[self.cut_dim + 1 :]) * entry.dtype.bits
 
     def segments(self) -> Iterator[Segment]:
@@ -118,7 +118,7 @@ class _Cutter:
                 yield from self._rows(outer, inside)
 
     def _by_first_index(self) -> dict[int, list[tuple[int, Region]]]:
-        """The shares that hold each index of dim 0: of hundreds of experts, one at a time."""
+        """Return the shares that hold each index of dim 0, such as each of hundreds of experts."""
         found: dict[int, list[tuple[int, Region]]] = {}
         for i, share in self.shares:
             for at in range(share.offsets[0], share.offsets[0] + share.sizes[0]):
@@ -126,7 +126,7 @@ class _Cutter:
         return found
 
     def _bands(self, outer: Shape, inside: list[tuple[int, Region]], strided: bool) -> Iterator[Segment]:
-        """Shares one after the other along the cut dim."""
+        """Yield the shares one after the other along the sharded dim."""
         dim = self.cut_dim
         for i, share in sorted(inside, key=lambda item: item[1].offsets[dim : dim + 1]):
             if strided and self.entry.chunks[i].strides is not None:
@@ -135,9 +135,9 @@ class _Cutter:
                 yield Span(i, self._position(i, outer, share, dim), self._nbytes(prod(share.sizes[dim : dim + 1])))
 
     def _rows(self, outer: Shape, inside: list[tuple[int, Region]]) -> Iterator[Segment]:
-        """Shares side by side along the cut dim, in rows."""
+        """Yield the shares side by side along the sharded dim, in rows."""
         first, dim = self.row_dim, self.cut_dim
-        inner_rows = prod(self.region.sizes[first + 1 : dim])  # uncut dims between: their rows follow each other
+        inner_rows = prod(self.region.sizes[first + 1 : dim])  # whole dims in between: their rows follow each other
         width = self._nbytes(self.region.sizes[dim])
         for low, high, members in _row_bands(inside, first):
             members = sorted(members, key=lambda item: item[1].offsets[dim])
@@ -169,14 +169,14 @@ class _Cutter:
                 )
 
     def _pitch(self, index: int) -> int:
-        """Bytes from one row to the next in a chunk."""
+        """Return the number of bytes from one row to the next in a chunk."""
         return self._nbytes(self.entry.chunks[index].region.sizes[self.cut_dim])
 
     def _nbytes(self, units: int) -> int:
         return units * self.unit_bits // 8
 
     def _position(self, index: int, outer: Shape, share: Region, dim: int) -> int:
-        """Where in its file the share begins, given the coordinates of the outer dims."""
+        """Return the position in its file at which a share begins, given the coordinates of the outer dims."""
         chunk: Chunk = self.entry.chunks[index]
         begin, sizes = chunk.region
         at = (*outer, *share.offsets[len(outer) :])
@@ -187,7 +187,7 @@ class _Cutter:
 
 
 def _row_bands(inside: list[tuple[int, Region]], dim: int) -> Iterator[tuple[int, int, list[tuple[int, Region]]]]:
-    """Ranges along `dim` within which the same shares lie side by side."""
+    """Yield ranges along `dim` with the shares that lie side by side in each."""
     points = sorted(
         {point for _, share in inside for point in (share.offsets[dim], share.offsets[dim] + share.sizes[dim])}
     )

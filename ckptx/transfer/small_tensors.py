@@ -1,7 +1,7 @@
-"""Tensors that fit into a buffer. A checkpoint of experts has tens of thousands, and their calls cost more than bytes.
+"""Copy of tensors that fit into a buffer; a MoE checkpoint has tens of thousands, and their calls cost more than bytes.
 
-What a pass does in general, in a third of the time: such a tensor is read at once, each of its blocks is cut out of
-memory, and a block enters the buffer of its file together with its frame.
+It takes a third of the time of the general path: such a tensor is read with one call, its blocks are copied from
+memory, and each block enters the buffer of its file together with its frame.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from ckptx.transfer.grid import Grid
 from ckptx.transfer.outfile import OutFile
 from ckptx.transfer.stream import TensorReader
 
-HASH_NBYTES = 8  # of a block, in the journal
+HASH_NBYTES = 8  # bytes per block in the journal
 
 
 def crc_note(crc: int) -> bytes:
-    """A CRC-32 as the journal notes it."""
+    """Return a CRC-32 in the form of the journal."""
     return crc.to_bytes(HASH_NBYTES, "little")
 
 
 class _Column(NamedTuple):
-    """A block as the part of a tensor in memory: `width` bytes at `column` of each row of `pitch` bytes.
+    """Block as a part of a tensor in memory: `width` bytes at `column` of each row of `pitch` bytes.
 
-    `begin` and `end` are the rows it is in, as bytes; `total` counts its frame, too.
+    `begin` and `end` are the byte range of its rows; `total` is its size with the frame.
     """
 
     begin: int
@@ -42,7 +42,7 @@ class _Column(NamedTuple):
 
 
 class SmallSharding(NamedTuple):
-    """How a small tensor is cut; `largest` is the length of its longest block, frame included."""
+    """Sharding of a small tensor; `largest` is the size of its largest block, including the frame."""
 
     strips: tuple[_Column, ...]
     nbytes: int
@@ -50,7 +50,7 @@ class SmallSharding(NamedTuple):
 
 
 class CopiedTensor(NamedTuple):
-    """What was found out: the digest of the tensor, hash or CRC of each block, and where in its file each ends."""
+    """Result of a copy: digest of the tensor, hash or CRC of each block, and the end of each block in its file."""
 
     leaf: bytes
     hashes: bytes
@@ -58,7 +58,7 @@ class CopiedTensor(NamedTuple):
 
 
 def small_sharding(grid: Grid, frames: Sequence[Frame | None]) -> SmallSharding:
-    """The blocks of a grid, in its order."""
+    """Return the blocks of a grid, in its order."""
     strips = []
     for cell, frame in zip(grid.cells, frames, strict=True):
         around = 0 if frame is None else len(frame.head) + frame.tail_nbytes
@@ -73,23 +73,23 @@ def small_sharding(grid: Grid, frames: Sequence[Frame | None]) -> SmallSharding:
 
 
 class SmallCopies:
-    """Copies small tensors of one pass."""
+    """Copier of the small tensors of one pass."""
 
     def __init__(
         self, reader: TensorReader, tile: memoryview, outs: dict[str, OutFile], open_out: Callable[[str, int], OutFile]
     ) -> None:
-        """Keep them.
+        """Store the arguments.
 
         Args:
-            reader: Of the source.
-            tile: Memory for a tensor.
-            outs: Files that were opened, by name.
-            open_out: Opens one, to go on at a position.
+            reader: Reader of the source.
+            tile: Memory for one tensor.
+            outs: Open output files by name.
+            open_out: Function that opens an output file at a position.
         """
         self._reader, self._tile, self._outs, self._open_out = reader, tile, outs, open_out
 
     def copy(self, target: TensorEntry, source: TensorEntry, cut: SmallSharding, is_whole: bool) -> CopiedTensor | None:
-        """Copies `source` into the blocks of `target`; None when it cannot be read at once."""
+        """Copy `source` into the blocks of `target`; return None if it cannot be read with one call per chunk."""
         if is_whole:
             return self._copy_whole(target, source, cut)
         tile = self._tile[: cut.nbytes]
@@ -125,7 +125,7 @@ class SmallCopies:
         return CopiedTensor(leaf_digest(tile), b"".join(hashes), ends)
 
     def _copy_whole(self, target: TensorEntry, source: TensorEntry, cut: SmallSharding) -> CopiedTensor | None:
-        """Reads into the buffer that is written next."""
+        """Read the tensor directly into the buffer of its file."""
         (strip,), (file, offset) = cut.strips, target.place
         frame = strip.frame
         out = self._open_out(file, offset)

@@ -1,4 +1,4 @@
-"""What workers that write one large tensor together tell each other; the last of them puts the pieces together."""
+"""Shared results of the workers that write one large tensor; the last worker combines them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ckptx.transfer.digest import join_crc32
 
 
 class ChecksumPart(NamedTuple):
-    """The CRC-32 of `nbytes` bytes that begin at `begin` of something."""
+    """CRC-32 of `nbytes` bytes at offset `begin` of a block or record."""
 
     begin: int
     nbytes: int
@@ -19,7 +19,7 @@ class ChecksumPart(NamedTuple):
 
 
 class RecordPart(NamedTuple):
-    """A part of a checksummed record of the source."""
+    """Part of a checksummed record of the source."""
 
     file: str
     record: Record
@@ -27,7 +27,7 @@ class RecordPart(NamedTuple):
 
 
 class SplitTensor:
-    """Collects, for one tensor: the digests of its blocks, and CRC-32s of parts of target blocks and source records."""
+    """Digests of the blocks of one tensor, and CRC-32s of parts of its target blocks and source records."""
 
     def __init__(self, shares: int) -> None:
         self._left = shares
@@ -42,7 +42,7 @@ class SplitTensor:
         blocks: Iterable[tuple[int, ChecksumPart]],
         records: Iterable[RecordPart],
     ) -> bool:
-        """Adds what one share found out; True for the last one."""
+        """Add the results of one share; return True for the last one."""
         with self._lock:
             self.leaves.update(leaves)
             for block, part in blocks:
@@ -54,7 +54,7 @@ class SplitTensor:
 
 
 def joined(parts: Iterable[ChecksumPart]) -> ChecksumPart:
-    """Parts that follow each other as one; a gap ends it, as a share that an earlier run wrote leaves one."""
+    """Combine contiguous parts, up to the first gap, which a share written by an earlier run leaves."""
     begin = end = crc = 0
     for part in sorted(parts):
         if part.begin != end:

@@ -1,7 +1,7 @@
-"""Reads a region of a tensor, in row-major order, into whatever wants it.
+"""Streaming of a region of a tensor, in row-major order, into a sink.
 
-A sink hands out the memory, so that a plain copy reads from the file straight into the buffer that is written next. On
-the way the CRC-32 that the source recorded is checked; stock torch never looks at it.
+The sink provides the memory, so that a plain copy reads from the file directly into the buffer that is written next.
+The recorded CRC-32 of the source is checked on the way; stock torch never checks it.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from ckptx.untrusted.numbers import packed
 
 
 class Sink(Protocol):
-    """Takes a stream of bytes."""
+    """Destination of a stream of bytes."""
 
     def space(self, nbytes: int) -> memoryview:
-        """Memory for the next bytes: at least one, at most `nbytes`."""
+        """Return memory for the next bytes: at least one, at most `nbytes`."""
 
     def commit(self, view: memoryview) -> None:
-        """The memory handed out last has been filled."""
+        """Accept `view`, the filled part of the memory returned last."""
 
 
 def push(sink: Sink, data: memoryview) -> None:
-    """Copies `data` into `sink`."""
+    """Copy `data` into `sink`."""
     while len(data):
         view = sink.space(len(data))
         view[:] = data[: len(view)]
@@ -45,7 +45,7 @@ def push(sink: Sink, data: memoryview) -> None:
 
 
 class _FrameBuffers(NamedTuple):
-    """What should stand around the elements of an archive, and memory for what does."""
+    """Expected bytes around the elements of an archive, and memory for the actual ones."""
 
     head: bytes
     before_crc: bytes
@@ -62,16 +62,16 @@ class _FrameBuffers(NamedTuple):
 
 
 class _ArchiveSlot(NamedTuple):
-    """Where the elements of an archive go in a tensor in memory.
+    """Position of the elements of an archive in a tensor in memory.
 
     Attributes:
-        begin: First byte of the rows that they are in.
-        end: Where these rows end.
-        pitch: Bytes of a row; 0 where the elements are all there is from `begin` to `end`.
-        column: Where they begin in each row.
-        width: Their bytes in each row.
-        nbytes: Their bytes in all.
-        frame: Around them.
+        begin: First byte of their rows.
+        end: End of their rows.
+        pitch: Bytes per row; 0 if the elements fill everything from `begin` to `end`.
+        column: First byte of the elements in each row.
+        width: Bytes of the elements in each row.
+        nbytes: Total bytes of the elements.
+        frame: Frame around the elements.
     """
 
     begin: int
@@ -92,11 +92,11 @@ class _ArchiveSlot(NamedTuple):
 
 
 class TensorReader:
-    """Streams tensors of one checkpoint; one reader per thread.
+    """Reader of the tensors of one checkpoint; each thread has its own.
 
     Attributes:
-        bytes_read: Bytes read from the files so far.
-        unrecorded: Records met whose writer left no CRC.
+        bytes_read: Number of bytes read from the files so far.
+        unrecorded: Number of records without a CRC so far.
     """
 
     def __init__(self, files: SourceFiles, max_memory: int = 64 << 20) -> None:
@@ -113,18 +113,18 @@ class TensorReader:
         self._ids = ObjectIds()
 
     def stream(self, entry: TensorEntry, region: Region, sink: Sink, parts: list[RecordPart] | None = None) -> None:
-        """Sends `region` of `entry` to `sink`.
+        """Send `region` of `entry` to `sink`.
 
         Args:
-            entry: The tensor.
-            region: What of it.
-            sink: Gets it.
-            parts: When given, `region` is some indices of dim 0 of a tensor that others read the rest of: the CRC-32 of
-                a part of a record is put here, to be checked when all parts are known.
+            entry: Tensor to read.
+            region: Region of the tensor.
+            sink: Destination.
+            parts: Receives the CRC-32 of partial records, to be checked when all parts are known, if `region` is a
+                range of dim 0 and other workers read the rest; None to require whole records.
 
         Raises:
-            InputError: A file ends early, or bytes do not have the CRC-32 their archive records.
-            UnsupportedError: A strided payload needs more memory than allowed.
+            InputError: A file ends early, or bytes do not match the CRC-32 in their archive.
+            UnsupportedError: A strided payload requires more memory than allowed.
         """
         running = self._begin_checks(entry, region, parts is not None)
         for segment in segments(entry, region):
@@ -145,14 +145,14 @@ class TensorReader:
                 raise self.crc_error(entry.name, chunk.file, chunk.record, crc)
 
     def read_all(self, entry: TensorEntry, view: memoryview) -> bool:
-        """Fills `view` with a simple tensor, each chunk by one read; for small ones, of which there are many.
+        """Fill `view` with a tensor, with one read per chunk; faster than `stream` for many small tensors.
 
         Returns:
-            False for what `stream` alone can read: chunks that are not row-major, form no grid or are a part of a
-            checksummed record, and an archive that is not laid out as its length promised.
+            False if only `stream` can read it: chunks that are not row-major, do not form a grid or are part of a
+            checksummed record, and archives with an unexpected layout.
 
         Raises:
-            InputError: As `stream`.
+            InputError: See `stream`.
         """
         chunks = entry.chunks
         if type(chunks) is ArchivedChunks:
@@ -183,7 +183,7 @@ class TensorReader:
         return True
 
     def _read_archives(self, entry: TensorEntry, chunks: ArchivedChunks, view: memoryview) -> bool:
-        """`read_all` of archives, which are looked into as they are read."""
+        """Read archives as `read_all` does, checking their frames in the same read."""
         archives = chunks.archives
         parts = self._parts(entry, chunks)
         places = zip(parts, archives.files, archives.offsets, archives.lengths, strict=False)
@@ -200,7 +200,7 @@ class TensorReader:
         return bool(parts)
 
     def _parts(self, entry: TensorEntry, chunks: ArchivedChunks) -> Sequence[_ArchiveSlot]:
-        """Where the elements of each archive go; empty when no grid says it. Tensors that are cut alike share it."""
+        """Return the slot of each archive, cached for tensors with the same regions; empty if they form no grid."""
         regions, shape, dtype = chunks.archives.regions, entry.shape, entry.dtype
         key = (dtype, shape, self._ids(regions))
         known = self._known_parts.get(key)
@@ -222,7 +222,7 @@ class TensorReader:
     def _read_archive(
         self, name: str, frame: _FrameBuffers, file: str, offset: int, length: int, view: memoryview
     ) -> bool:
-        """Fills `view` with the elements in an archive; False when they are not where they should be."""
+        """Fill `view` with the elements of an archive; return False if its layout is unexpected."""
         head, before, behind, first, after, around = frame
         nbytes = len(view)
         if not before or nbytes + around > length:
@@ -248,7 +248,7 @@ class TensorReader:
                 raise self.crc_error(entry.name, chunk.file, record, crc)
 
     def _grid(self, entry: TensorEntry, chunks: Sequence[Chunk]) -> Grid | None:
-        """How the chunks of a tensor lie in it; None when no grid says it. Tensors that are cut alike share it."""
+        """Return the grid of the chunks, cached for tensors with the same regions; None if they form no grid."""
         regions = tuple([chunk.region for chunk in chunks])
         key = (entry.dtype, packed(len(entry.shape), entry.shape, *chain.from_iterable(regions)))
         if key not in self._grids:
@@ -256,7 +256,7 @@ class TensorReader:
         return self._grids[key]
 
     def _begin_checks(self, entry: TensorEntry, region: Region, is_share: bool) -> dict[int, int]:
-        """Chunks whose CRC can be checked while streaming, at CRC 0; others are checked now, in a pass of their own."""
+        """Return CRC 0 for each chunk whose CRC can be checked while streaming; check the others in a separate read."""
         running: dict[int, int] = {}
         for index, chunk in enumerate(entry.chunks):
             record = chunk.record
@@ -295,10 +295,10 @@ class TensorReader:
             raise self.crc_error(name, chunk.file, record, crc)
 
     def crc_error(self, name: str, file: str, record: Record, found: int) -> InputError:
-        """The refusal of bytes of tensor `name` that do not have the CRC-32 their record says."""
+        """Return the error for bytes of tensor `name` that do not match the CRC-32 of their record."""
         assert record.crc is not None
         return InputError(
-            f'{self.files.root / file}: tensor "{name}": CRC-32 of its bytes is {found:08x}, the archive records '
+            f'{self.files.root / file}: tensor "{name}": CRC-32 of its bytes is {found:08x}, but the archive records '
             f"{record.crc:08x}; the file is corrupt, restore it from a copy"
         )
 
@@ -308,8 +308,8 @@ class TensorReader:
             more = self.files.read_into(file, offset + got, [view[got:]])
             if not more:
                 raise InputError(
-                    f'{self.files.root / file}: ends at byte {offset + got} inside tensor "{name}", needed up to '
-                    f"{offset + len(view)}; the file was cut short"
+                    f'{self.files.root / file}: ends at byte {offset + got} inside tensor "{name}", which extends to '
+                    f"byte {offset + len(view)}; the file is truncated, restore it from a copy"
                 )
             got += more
         self.bytes_read += len(view)
@@ -328,7 +328,7 @@ class TensorReader:
             sink.commit(view)
 
     def _weave(self, entry: TensorEntry, tile: Tile, running: dict[int, int], sink: Sink) -> None:
-        """Reads the rows of each strip in one go and lays them side by side, where there is room in `sink` itself."""
+        """Read the rows of each strip with one call and copy them side by side, into memory of `sink` if it fits."""
         lengths = [(strip.rows - 1) * strip.pitch + strip.width for strip in tile.strips]
         buffer = self._strip_buffer(sum(lengths))
         views, at = [], 0
@@ -353,10 +353,10 @@ class TensorReader:
             row += max(1, count)
 
     def _read_strided(self, entry: TensorEntry, part: Strided, sink: Sink) -> None:
-        """Sends a region of a chunk that is not row-major, some rows at a time, so that memory stays bounded.
+        """Send a region of a chunk that is not row-major, some rows at a time, so that memory stays bounded.
 
-        Dims with a longer stride than the row dim are looped, one read each; what lies inside them is read as one
-        span, gaps included, and reordered in memory.
+        Dims with a longer stride than the row dim are looped, one read each; the dims inside them are read as one
+        span, including gaps, and reordered in memory.
         """
         chunk = entry.chunks[part.chunk]
         itemsize = entry.dtype.itemsize
@@ -386,7 +386,7 @@ class TensorReader:
         if span > self._max_memory:
             raise UnsupportedError(
                 f'{self.files.root / chunk.file}: tensor "{entry.name}" is stored with strides {strides}; one row '
-                f"spans {span} bytes, allowed {self._max_memory}; raise --max-memory"
+                f"spans {span} bytes, but {self._max_memory} are allowed; raise --max-memory"
             )
         out = self._tile_buffer(prod(sizes) * itemsize)[: prod(sizes) * itemsize]
         buffer = self._strip_buffer(span)[:span]
@@ -408,7 +408,7 @@ class TensorReader:
 
 
 def _part(entry: TensorEntry, chunk: Chunk, region: Region, crc: int) -> ChecksumPart:
-    """The part of a row-major chunk inside `region`, which is some indices of dim 0 or holds all of the chunk."""
+    """Return the part of a row-major chunk inside `region`, a range of dim 0 or a region that contains the chunk."""
     common = chunk.region if chunk.region == region else chunk.region.intersect(region)
     if common is None or common == chunk.region:
         return ChecksumPart(0, chunk.nbytes, crc)
