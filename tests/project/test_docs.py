@@ -104,6 +104,49 @@ def test_every_page_is_linked_from_the_list() -> None:
         assert path.name == "README.md" or f"]({path.name})" in listed, path.name
 
 
+# ------------------------------------------------------------------------------------------ paths and names of the code
+
+CODE = [path for folder in ("ckptx", "tests", "tools", "benchmarks") for path in (ROOT / folder).rglob("*.py")]
+# Names of other programs and libraries, and placeholders.
+OTHER_NAMES = re.compile(
+    r"NAME|hello|<model_type>|MODEL|CKPTX_|_pretrained|constraints|\.(txt|yml|toml|json|md|venv)|^-|^[<#]"
+)
+
+# Pages that name files of checkpoints, or options of other programs.
+OTHER_PAGES = {GENERATED, "CHANGELOG.md", "docs/formats.md", "docs/options.md"} | {
+    f"docs/from_{trainer}.md" for trainer in ("accelerate", "torchtitan")
+}
+
+
+def unknown_code(text: str) -> list[str]:
+    """Return the inline code of a page that names a path or an identifier that the repository does not have."""
+    paths = {f"/{path.relative_to(ROOT)}" for path in CODE} | {f"/{path.parent.relative_to(ROOT)}/" for path in CODE}
+    words = {word for path in CODE for word in re.findall(r"\w+", path.read_text(encoding="utf-8"))}
+    words |= {path.stem for path in CODE}
+    found = []
+    for code in re.findall(r"`([^`]+)`", prose_of(text)):
+        names = re.findall(r"\b(?:[A-Z]\w*[a-z]\w*|\w*[a-z]_\w+)\b", code)
+        is_path = re.fullmatch(r"[\w/]+(?:/|\.py)", code) is not None
+        exists = not is_path or (ROOT / code).exists() or any(f"/{code}" in path for path in paths)
+        if not OTHER_NAMES.search(code) and not (exists and words.issuperset(names)):
+            found.append(code)
+    return found
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page not in OTHER_PAGES])
+def test_paths_and_names_exist(page: str) -> None:
+    assert unknown_code(text_of(page)) == []
+
+
+def test_a_name_that_is_gone_is_found() -> None:
+    gone = "no_such" + "_function", "ckptx/formats/" + "gone.py", "No" + "ClassOfThisName"
+    assert unknown_code(f"`{gone[0]}` `{gone[1]}` `a() -> {gone[2]}` `formats/registry.py` `_locate_file`") == [
+        gone[0],
+        gone[1],
+        f"a() -> {gone[2]}",
+    ]
+
+
 # ----------------------------------------------------------------------------------------------------------- options
 
 
