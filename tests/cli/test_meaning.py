@@ -425,7 +425,7 @@ def test_the_script_for_a_shell(shell: str, tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
     assert "_CKPTX_COMPLETE" in done.stdout
-    assert f"{shell}_source" in Path("README.md").read_text(encoding="utf-8")
+    assert f"{shell}_source" in Path("docs/options.md").read_text(encoding="utf-8")
     if shell == "bash":
         (tmp_path / "script").write_text(done.stdout)
         assert subprocess.run(["bash", "-n", str(tmp_path / "script")]).returncode == 0
