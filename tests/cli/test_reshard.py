@@ -264,7 +264,7 @@ FAULTS: list[tuple[Callable[[Path], None], str]] = [
         lose_the_last_stage,
         'does not match its config: "model.layers.1": expected one of 2 layers by config.json, found nothing',
     ),
-    (duplicate_a_shard, f"duplicated shard: {shard(1)} and {shard(8)} both hold"),
+    (duplicate_a_shard, f"duplicated shard: {shard(1)} and {shard(8)} both contain"),
     (
         change_a_replica,
         f'tensor "model.layers.0.input_layernorm.weight": {shard(1)} and {shard(0)} have different bytes',
