@@ -73,6 +73,6 @@ def replica_pairs(catalog: Catalog) -> Iterator[tuple[TensorEntry, Chunk, Chunk]
     """Iterate over replicas, each with its tensor and the chunk of the same region; readers compare both."""
     for entry in catalog.tensors.values():
         if entry.replicas:
-            held = {salted(chunk.region): chunk for chunk in entry.chunks}
+            chunks = {salted(chunk.region): chunk for chunk in entry.chunks}
             for replica in entry.replicas:
-                yield entry, held[salted(replica.region)], replica
+                yield entry, chunks[salted(replica.region)], replica

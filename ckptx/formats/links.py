@@ -27,13 +27,13 @@ def leading_out(source: Source, names: Iterable[str]) -> list[tuple[str, Locatio
     found = []
     for name in names:
         real = source.spellings(name)[-1]
-        above = tuple(_above(real))
-        if home not in above and (blobs is None or blobs not in above):
+        parents = tuple(_parents(real))
+        if home not in parents and (blobs is None or blobs not in parents):
             found.append((name, real))
     return found
 
 
-def _above(location: Location) -> Iterator[Location]:
+def _parents(location: Location) -> Iterator[Location]:
     """Iterate over the parent directories of a location."""
     while location.parent != location:
         location = location.parent

@@ -30,8 +30,8 @@ ShapesIn = Callable[[Location], Shapes | None]
 
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth")
 _NAMED = 4
-_LOOKED_INTO = 8
-_LOOKED_INTO_BELOW, _DEPTH = 16, 8  # directories of one directory, and levels, that are searched for weights
+_MAX_OPENED = 8
+_MAX_SEARCHED, _DEPTH = 16, 8  # directories of one directory, and levels, that are searched for weights
 _WORLD_SIZE_KEYS = ("world_size", "tp_size", "tensor_parallel_size", "num_ranks")
 _NEXT_STEP = (
     "save a DCP or the whole model where it was trained, and pass that (if each rank holds a whole model, put its "
@@ -47,10 +47,10 @@ def without_part_files(source: Source, names: Sequence[str], shapes_in: ShapesIn
     """
     families = _families(source, names, shapes_in, directories=False)
     parts = {name for family in families for name in family.names}
-    left = [name for name in names if name not in parts]
-    if not left:
+    complete = [name for name in names if name not in parts]
+    if not complete:
         raise _parts_error(source.location, families[0])
-    return left
+    return complete
 
 
 def without_part_directories(source: Source, names: Sequence[str], shapes_in: ShapesIn) -> list[str]:
@@ -72,12 +72,12 @@ def without_part_directories(source: Source, names: Sequence[str], shapes_in: Sh
     refused: dict[str, tuple[Location, Family]] = {}
     for (above, below), together in siblings.items():
         where = source.at(source.location / above) if above else source
-        for family in _families(where, sorted(together), _below(below, shapes_in), directories=True):
+        for family in _families(where, sorted(together), _in_subdirectory(below, shapes_in), directories=True):
             refused.update((_joined(above, name, below), (where.location, family)) for name in family.names)
-    left = [name for name in names if name not in refused]
-    if not left:
+    complete = [name for name in names if name not in refused]
+    if not complete:
         raise _parts_error(*refused[names[0]])
-    return left
+    return complete
 
 
 def _joined(*parts: str) -> str:
@@ -119,12 +119,12 @@ def refuse_part_file(
         UnsupportedError: It is a part.
     """
     for file in source.spellings(name):  # the name of a link may not contain the rank
-        beside = source.at(file.parent)
+        directory = source.at(file.parent)
         _refuse(
-            beside,
+            directory,
             file.name,
-            [each for each in beside.listing() if each.endswith(WEIGHTS)],
-            _knowing(file, shapes, shapes_in),
+            [each for each in directory.listing() if each.endswith(WEIGHTS)],
+            _with_known_shapes(file, shapes, shapes_in),
             metadata,
             directories=False,
             subject=source.location / name,
@@ -154,13 +154,13 @@ def _refuse_part_at(
     directory, below, above = absolute, "", 0
     while directory.name and (not above or (is_rank_alone(directory.name) and above < _ABOVE)):
         if may_be_part(directory.name):
-            beside = source.at(directory.parent)
-            config = read_config(source.at(absolute), beside) or {}
+            parent = source.at(directory.parent)
+            config = read_config(source.at(absolute), parent) or {}
             _refuse(
-                beside,
+                parent,
                 directory.name,
-                beside.listing().directories(),
-                _knowing(directory, shapes, _below(below, shapes_in)),
+                parent.listing().directories(),
+                _with_known_shapes(directory, shapes, _in_subdirectory(below, shapes_in)),
                 {**metadata, **config},
                 directories=True,
                 subject=source.location,
@@ -171,12 +171,12 @@ def _refuse_part_at(
 _ABOVE = 3  # nested directories for tp, pp and dp
 
 
-def _below(below: str, shapes_in: ShapesIn) -> ShapesIn:
+def _in_subdirectory(below: str, shapes_in: ShapesIn) -> ShapesIn:
     """Return a function that opens the subdirectory `below` of a directory."""
     return lambda location: shapes_in(location / below if below else location)
 
 
-def _knowing(known: Location, shapes: Shapes, shapes_in: ShapesIn) -> ShapesIn:
+def _with_known_shapes(known: Location, shapes: Shapes, shapes_in: ShapesIn) -> ShapesIn:
     """Return a function like `shapes_in` that returns known shapes for one path without opening it."""
     return lambda path: shapes if path == known else shapes_in(path)
 
@@ -275,7 +275,7 @@ def _are_parts(where: Source, family: Family, name: str, shapes_in: ShapesIn, di
 
 
 def _some_others(family: Family, name: str) -> list[str]:
-    return [each for each in family.names if each != name][:_LOOKED_INTO]
+    return [each for each in family.names if each != name][:_MAX_OPENED]
 
 
 def _split_by_name(where: Source, family: Family, name: str, shapes_in: ShapesIn) -> bool:
@@ -312,7 +312,7 @@ def _lists_weights(listing: Listing, depth: int) -> bool:
     if any(name.endswith((*WEIGHTS, ".distcp")) for name in listing.names - set(directories)):
         return True
     inner = [name for name in directories if not listing.is_link(name)]
-    for name in inner[:_LOOKED_INTO_BELOW] if depth else ():
+    for name in inner[:_MAX_SEARCHED] if depth else ():
         try:
             if _lists_weights(listing.below(name), depth - 1):
                 return True
@@ -332,8 +332,8 @@ def _listed(names: Sequence[str]) -> str:
 def _world_size(metadata: Mapping[str, Any]) -> int:
     """Return the largest world size in the metadata of a file or config, else 1."""
     mapping = metadata.get("mapping")  # in the config.json of TensorRT-LLM
-    held = [metadata, mapping if isinstance(mapping, Mapping) else {}]
-    values = [str(block.get(key)) for block in held for key in _WORLD_SIZE_KEYS]
+    blocks = [metadata, mapping if isinstance(mapping, Mapping) else {}]
+    values = [str(block.get(key)) for block in blocks for key in _WORLD_SIZE_KEYS]
     return max((int(value) for value in values if re.fullmatch(r"\d{1,6}", value, re.ASCII)), default=1)
 
 

@@ -154,15 +154,15 @@ def _number(stem: str, match: re.Match[str]) -> _Number:
     value = int(match[0])
     total = _OF.match(after)
     word = _WORD.search(before)
-    said = word[1].lower() if word is not None else ""
-    if said == "of":
-        return _Number("other", value, said)
-    if said in _RANK or said.endswith("rank"):
-        return _Number("rank", value, said, None if total is None else int(total[1]))
+    word_before = word[1].lower() if word is not None else ""
+    if word_before == "of":
+        return _Number("other", value, word_before)
+    if word_before in _RANK or word_before.endswith("rank"):
+        return _Number("rank", value, word_before, None if total is None else int(total[1]))
     if total is not None:
-        return _Number("index of", value, said, int(total[1]))
+        return _Number("index of", value, word_before, int(total[1]))
     is_size = after[:1].isalpha()  # 7b, 128k
     is_version = re.search(r"\d\.$", before) is not None or re.match(r"\.\d", after) is not None  # 3.1
-    if said in _OTHER or is_size or is_version or len(match[0]) > 9:
-        return _Number("other", value, said)
-    return _Number("plain", value, said)
+    if word_before in _OTHER or is_size or is_version or len(match[0]) > 9:
+        return _Number("other", value, word_before)
+    return _Number("plain", value, word_before)

@@ -79,10 +79,10 @@ def open_checkpoint(place: str | Path | Source) -> Catalog:
     located, catalog = _catalog_of(located)
     if not catalog.tensors:
         raise InputError(f"{located.root}: contains no tensors; pass another checkpoint")
-    _refuse_absurd(catalog)
+    _check_limits(catalog)
     _refuse_part(located, catalog)
     note_no_file(source, catalog.notes)
-    _add_surroundings(catalog, located)
+    _add_sidecars(catalog, located)
     catalog.identities = {**before, **catalog.identities}
     catalog.opened_from = place.location
     return catalog
@@ -145,7 +145,7 @@ def _metadata_of(catalog: Catalog, weights: str) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def _refuse_absurd(catalog: Catalog) -> None:
+def _check_limits(catalog: Catalog) -> None:
     """Refuse overlong names, and more tensors than any model has."""
     longest = max(map(len, (*catalog.tensors, *catalog.objects)))
     if longest > NAME_LENGTH:
@@ -158,23 +158,23 @@ def _refuse_absurd(catalog: Catalog) -> None:
         )
 
 
-def _add_surroundings(catalog: Catalog, located: LocatedCheckpoint) -> None:
+def _add_sidecars(catalog: Catalog, located: LocatedCheckpoint) -> None:
     source = located.source
-    beside = find_hf_metadata(catalog)
-    catalog.config = None if beside is None else config_in(beside)
+    hf_metadata = find_hf_metadata(catalog)
+    catalog.config = None if hf_metadata is None else config_in(hf_metadata)
     if catalog.config is not None:
         return  # the sidecars are in that directory, too
     catalog.config = config_in(source)
     used = frozenset((*catalog.files, *located.weights, *catalog.verbatim))
     is_megatron = located.kind == "dcp" and is_torch_dist(source)
     if located.kind != "dcp" or catalog.config is not None:
-        around = look_around(source, used) if _has_own_directory(located) else beside_one_file(source)
-        catalog.sidecars = around.carried
-        catalog.identities = {**around.identities, **catalog.identities}
+        sidecars = look_around(source, used) if _has_own_directory(located) else beside_one_file(source)
+        catalog.sidecars = sidecars.carried
+        catalog.identities = {**sidecars.identities, **catalog.identities}
         named = {note.split(" ", 1)[0] for note in catalog.notes}
-        left = [name for name in around.dropped if name not in named and not (is_megatron and name == COMMON_FILE)]
-        if left:
-            listed = ", ".join(left[:5]) + (f", and {len(left) - 5} more" if len(left) > 5 else "")
+        dropped = [name for name in sidecars.dropped if name not in named and not (is_megatron and name == COMMON_FILE)]
+        if dropped:
+            listed = ", ".join(dropped[:5]) + (f", and {len(dropped) - 5} more" if len(dropped) > 5 else "")
             catalog.notes.append(f"not carried: {listed}")
     if is_megatron:
         known = {sidecar.name: sidecar for sidecar in (*catalog.sidecars, *torch_dist_sidecars(source))}
@@ -286,14 +286,14 @@ def locate(source: Source) -> LocatedCheckpoint:
     if here is not None:
         return here
     refusals: list[UnsupportedError] = []
-    below = dict(_candidates(source, "", _LEVELS, refusals))
-    if len(below) == 1:
-        return next(iter(below.values()))
-    if below:
-        left = without_part_directories(source, list(below), shapes_in)
-        listed = ", ".join(str(path / name) for name in left[:8])
-        more = f" and {len(left) - 8} more" if len(left) > 8 else ""
-        raise InputError(f"{path}: contains {len(below)} checkpoints; choose one: {listed}{more}")
+    candidates = dict(_candidates(source, "", _LEVELS, refusals))
+    if len(candidates) == 1:
+        return next(iter(candidates.values()))
+    if candidates:
+        complete = without_part_directories(source, list(candidates), shapes_in)
+        listed = ", ".join(str(path / name) for name in complete[:8])
+        more = f" and {len(complete) - 8} more" if len(complete) > 8 else ""
+        raise InputError(f"{path}: contains {len(candidates)} checkpoints; choose one: {listed}{more}")
     refuse_below(source, _LEVELS)
     if refusals:
         raise refusals[0]
@@ -337,9 +337,9 @@ def _candidates(
     for name in source.listing().directories():
         if name.startswith("."):
             continue
-        below = source.at(source.location / name)
+        directory = source.at(source.location / name)
         try:
-            located = _locate_directory(below)
+            located = _locate_directory(directory)
         except (InputError, UnsupportedError) as error:
             if isinstance(error, UnsupportedError):
                 refusals.append(error)
@@ -347,4 +347,4 @@ def _candidates(
         if located is not None:
             yield lead + name, located
         elif depth > 1:
-            yield from _candidates(below, f"{lead}{name}/", depth - 1, refusals)
+            yield from _candidates(directory, f"{lead}{name}/", depth - 1, refusals)

@@ -84,48 +84,48 @@ def look_around(source: Source, used: frozenset[str]) -> SidecarFiles:
     modules = _modules(source)
     homes = {_parent(name) for name in used}
     carried: list[str] = []
-    left: list[str] = []
+    dropped: list[str] = []
     for directory, names in _walk(source, source.listing(), 0):
         inside = [name for name in names if name not in used and _base(name) not in _OWN]
         weights = [name for name in inside if name.endswith(_WEIGHTS + _INDEXES) or is_unsupported_weights(_base(name))]
         if directory == ".":
             carried.extend(name for name in inside if name not in weights)
-            left.extend(weights)
+            dropped.extend(weights)
         elif directory.partition("/")[0] in modules:
             carried.extend(inside)
         elif weights or directory in homes:
-            left.extend(inside)
+            dropped.extend(inside)
         else:
             carried.extend(name for name in inside if name.endswith(_TEXTS))
-            left.extend(name for name in inside if not name.endswith(_TEXTS))
-    left.extend(name for name in carried if name_fault(name) is not None)
-    return _surroundings(source, carried, tuple(sorted(left)))
+            dropped.extend(name for name in inside if not name.endswith(_TEXTS))
+    dropped.extend(name for name in carried if name_fault(name) is not None)
+    return _carry(source, carried, tuple(sorted(dropped)))
 
 
 def beside_one_file(source: Source) -> SidecarFiles:
     """List the sidecars of one weight file with a custom name, in a directory that may contain unrelated files."""
     listing = source.listing()
     names = [name for name in listing if _KNOWN.fullmatch(name) and listing.is_file(name)]
-    return _surroundings(source, names, ())
+    return _carry(source, names, ())
 
 
-def _surroundings(source: Source, names: list[str], left: tuple[str, ...]) -> SidecarFiles:
+def _carry(source: Source, names: list[str], dropped: tuple[str, ...]) -> SidecarFiles:
     """Return the sidecars for names that are allowed in a manifest."""
     names = [name for name in sorted(names) if name_fault(name) is None]
     identities = source.identities(names)
     carried = (Sidecar(name, identities[name].nbytes if name in identities else source.size(name)) for name in names)
-    return SidecarFiles(tuple(carried), left, identities)
+    return SidecarFiles(tuple(carried), dropped, identities)
 
 
-def _walk(source: Source, listing: Listing, depth: int, below: str = ".") -> Iterator[tuple[str, list[str]]]:
+def _walk(source: Source, listing: Listing, depth: int, path: str = ".") -> Iterator[tuple[str, list[str]]]:
     """Iterate over directories and the files in them, as paths relative to the source."""
-    lead = "" if below == "." else f"{below}/"
+    lead = "" if path == "." else f"{path}/"
     names = [name for name in listing if name not in _OWN]
     for name in names:
         if listing.kind(name) is EntryKind.DANGLING:
             source.size(lead + name)  # raises an error with the target of the link
             raise changed(source.location / (lead + name))
-    yield below, [lead + name for name in names if listing.is_file(name)]
+    yield path, [lead + name for name in names if listing.is_file(name)]
     if depth < _MAX_DEPTH:
         for name in names:
             if listing.is_directory(name) and not name.startswith("."):

@@ -217,12 +217,12 @@ def refuse_below(source: Source, depth: int) -> None:
     """
     level = [source.location]
     for _ in range(depth + 1):
-        below: list[Location] = []
+        next_level: list[Location] = []
         for directory in level:
             try:
                 listing = source.at(directory).listing()
             except InputError:
                 continue  # the directory cannot be listed
             refuse_directory(directory, listing.names)
-            below += [directory / name for name in listing.directories() if not name.startswith(".")]
-        level = below
+            next_level += [directory / name for name in listing.directories() if not name.startswith(".")]
+        level = next_level

@@ -46,8 +46,8 @@ def refuse_interrupted(source: Source) -> None:
 def _has_shards(source: Source, name: str, shapes_in: ShapesIn) -> bool:
     if not source.listing().is_directory(name):
         return False
-    below = source.at(source.location / name)
-    if any(map(is_shard, below.listing())):
+    directory = source.at(source.location / name)
+    if any(map(is_shard, directory.listing())):
         return True
-    weights = weights_in(below, shapes_in)
+    weights = weights_in(directory, shapes_in)
     return weights is not None and weights.kind == "sharded"

@@ -75,12 +75,12 @@ def allocate(root: Location, tensors: Iterable[TensorEntry], files: int | None) 
         if (dtype, shape) not in known:
             length = archive_length(dtype, torch_shape(dtype, shape, name))
             known[dtype, shape] = (Block(0, whole(shape)),), (length,)
-    alike = [known[entry.dtype, entry.shape] for entry in entries]
-    sizes = [length for _, (length,) in alike]
+    placements = [known[entry.dtype, entry.shape] for entry in entries]
+    sizes = [length for _, (length,) in placements]
     count = min(files or file_count(sum(sizes)), max(1, len(entries)))
     names = [(f"__{index}_0.distcp",) for index in range(count)]
     catalog = Catalog(root, "dcp", {})
-    for entry, (blocks, lengths), size, index in zip(entries, alike, sizes, deal(sizes, count), strict=True):
+    for entry, (blocks, lengths), size, index in zip(entries, placements, sizes, deal(sizes, count), strict=True):
         (file,) = names[index]
         at = catalog.files.get(file, 0)
         chunks = ShardedChunks(blocks, names[index], lengths, array("q", [at]), archive=True)
@@ -149,7 +149,7 @@ def allocate_cut(
     sizes: dict[tuple[int, int], int] = {}
     for stage, members in enumerate(stages):
         ranks = dims.ranks_of_stage(stage)
-        for part, inside in _parts_of(members, min(parts, len(members))):
+        for part, inside in _split_into_parts(members, min(parts, len(members))):
             filled = _append(catalog, inside, [f"__{rank}_{part}.distcp" for rank in ranks])
             sizes.update(((ranks[rank_in_stage], part), nbytes) for rank_in_stage, nbytes in filled.items())
     last = max((part for rank, part in sizes if rank == 0), default=0)
@@ -167,7 +167,7 @@ def allocate_cut(
 _Members = list[tuple[TensorEntry, tuple[Block, ...]]]
 
 
-def _parts_of(members: _Members, count: int) -> Iterator[tuple[int, _Members]]:
+def _split_into_parts(members: _Members, count: int) -> Iterator[tuple[int, _Members]]:
     parts: list[_Members] = [[] for _ in range(count)]
     for member, part in zip(members, deal([entry.nbytes for entry, _ in members], count), strict=True):
         parts[part].append(member)
@@ -195,22 +195,22 @@ def _append(catalog: Catalog, members: _Members, names: list[str]) -> dict[int, 
     filled: dict[int, int] = {}
     for entry, blocks in members:
         name, dtype, shape, _, _ = entry
-        alike = known.get((id(blocks), dtype))
-        if alike is None:
-            alike = known[id(blocks), dtype] = _alike(entry, blocks)
+        sharding = known.get((id(blocks), dtype))
+        if sharding is None:
+            sharding = known[id(blocks), dtype] = _shared_sharding(entry, blocks)
             # A separate object for each dtype, because shardings are numbered by the identity of these objects.
             files_of[id(blocks)] = tuple([names[block.rank_in_stage] for block in blocks])
-            for rank, _ in alike.sums:
+            for rank, _ in sharding.sums:
                 filled.setdefault(rank, 0)
-        offsets = array("q", [filled[rank] + before for rank, before in alike.places])
-        for rank, nbytes in alike.sums:
+        offsets = array("q", [filled[rank] + before for rank, before in sharding.places])
+        for rank, nbytes in sharding.sums:
             filled[rank] += nbytes
-        chunks = ShardedChunks(blocks, files_of[id(blocks)], alike.lengths, offsets, archive=True)
+        chunks = ShardedChunks(blocks, files_of[id(blocks)], sharding.lengths, offsets, archive=True)
         catalog.tensors[name] = TensorEntry(name, dtype, shape, chunks)
     return filled
 
 
-def _alike(entry: TensorEntry, blocks: tuple[Block, ...]) -> _SharedSharding:
+def _shared_sharding(entry: TensorEntry, blocks: tuple[Block, ...]) -> _SharedSharding:
     assert not any(block.replica for block in blocks)
     dtype, name = entry.dtype, entry.name
     lengths = tuple(archive_length(dtype, torch_shape(dtype, block.region.sizes, name)) for block in blocks)
@@ -247,10 +247,10 @@ def metadata_bytes(
         entry = catalog.tensors[on_disk]
         chunks = entry.chunks
         regions = id(chunks.blocks) if type(chunks) is ShardedChunks else tuple([chunk.region for chunk in chunks])
-        cut = (regions, entry.dtype, entry.shape)
-        tensor = known.get(cut)
+        sharding = (regions, entry.dtype, entry.shape)
+        tensor = known.get(sharding)
         if tensor is None:
-            tensor = known[cut] = _describe(entry)
+            tensor = known[sharding] = _describe(entry)
         described[name] = tensor
     objects = list(catalog.objects)
     if planner_data is not None:
@@ -292,11 +292,11 @@ def extended(planner_data: Mapping[str, Any], names: Iterable[str], twins: Mappi
     paths = dict(planner_data)
     for name in names:
         if name not in paths:
-            paths[name] = _beside(name, paths.get(twins.get(name, "")))
+            paths[name] = _sibling_path(name, paths.get(twins.get(name, "")))
     return paths
 
 
-def _beside(name: str, path: Any) -> tuple[Any, ...]:
+def _sibling_path(name: str, path: Any) -> tuple[Any, ...]:
     if not isinstance(path, tuple):
         return (name,)
     front, back, rest = 0, len(path), name

@@ -39,5 +39,5 @@ def torch_dist_sidecars(source: Source) -> tuple[Sidecar, ...]:
 
 def without_backend(source: Source, sidecars: Iterable[Sidecar]) -> list[str]:
     """Return the sidecars for an output in another format, which `metadata.json` would misdescribe as `torch_dist`."""
-    left = {BACKEND_FILE} if is_torch_dist(source) else set()
-    return [sidecar.name for sidecar in sidecars if sidecar.name not in left]
+    dropped = {BACKEND_FILE} if is_torch_dist(source) else set()
+    return [sidecar.name for sidecar in sidecars if sidecar.name not in dropped]

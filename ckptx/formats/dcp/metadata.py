@@ -187,11 +187,11 @@ def _parse(root: object, where: str, nbytes: int) -> DcpMetadata:
             f"{where}: expected the metadata of a torch DCP, found a pickled {type(root).__name__}; copy it again"
         )
     fields = vars(root)
-    shapes, texts = ShapeCache(), _Strings()
+    shapes, strings = ShapeCache(), _Strings()
     try:
-        tensors, objects = _parse_state(fields["state_dict_metadata"], shapes, texts, nbytes)
-        storage = _parse_storage(fields["storage_data"], shapes, texts)
-        planner_data = _planner_data(fields.get("planner_data"), texts, nbytes)
+        tensors, objects = _parse_state(fields["state_dict_metadata"], shapes, strings, nbytes)
+        storage = _parse_storage(fields["storage_data"], shapes, strings)
+        planner_data = _check_planner_data(fields.get("planner_data"), strings, nbytes)
     except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
         raise InputError(f"{where}: damaged metadata ({type(error).__name__}: {error!s:.120}); copy it again") from None
     version = fields.get("version")
@@ -206,16 +206,16 @@ class ShapeCache:
     the unpickled values and the stored ones outlive the cache.
     """
 
-    _met: dict[int, Shape] = field(default_factory=dict)
-    _seen: UniqueTuples[Shape] = field(default_factory=UniqueTuples)
+    _by_id: dict[int, Shape] = field(default_factory=dict)
+    _stored: UniqueTuples[Shape] = field(default_factory=UniqueTuples)
     _regions: dict[tuple[int, int], Region] = field(default_factory=dict)
     _faults: dict[int, str | None] = field(default_factory=dict)
 
     def shape(self, value: Any) -> Shape:
         """Return the stored shape that equals `value`; the caller keeps `value` alive."""
-        known = self._met.get(id(value))
+        known = self._by_id.get(id(value))
         if known is None:
-            known = self._met[id(value)] = self.keep(value)
+            known = self._by_id[id(value)] = self.keep(value)
         return known
 
     def keep(self, value: Any) -> Shape:
@@ -223,11 +223,11 @@ class ShapeCache:
         # Checked before hashing, because hashing a deeply nested tuple could take forever.
         if type(value) is not tuple or len(value) > DIMS or not _NUMBERS.issuperset(map(type, value)):
             raise ValueError("a size is not a tuple of counts")
-        known = self._seen.get(value)
+        known = self._stored.get(value)
         if known is None:
             if any(not 0 <= size < 1 << ELEMENT_BITS for size in value):
                 raise ValueError("a size is not a tuple of counts")
-            known = self._seen.keep(value)
+            known = self._stored.keep(value)
         return known
 
     def region(self, offsets: Any, sizes: Any) -> Region:
@@ -252,18 +252,18 @@ class ShapeCache:
 class _Strings:
     """Checks that strings can be encoded as UTF-8, each once: a pickle may refer to one of megabytes many times."""
 
-    _tried: set[str] = field(default_factory=set)
+    _checked: set[str] = field(default_factory=set)
 
     def check(self, value: Any) -> None:
         if type(value) is not str:
             raise TypeError(f"a name is a {type(value).__name__}, not a string")
-        if not value.isascii() and value not in self._tried:
+        if not value.isascii() and value not in self._checked:
             value.encode()  # raises for lone surrogates, which cannot be printed or written
-            self._tried.add(value)
+            self._checked.add(value)
 
 
 def _parse_state(
-    state: Any, shapes: ShapeCache, texts: _Strings, most: int
+    state: Any, shapes: ShapeCache, strings: _Strings, most: int
 ) -> tuple[dict[str, TensorMetadata], tuple[str, ...]]:
     """Parse tensors and objects with at most `most` chunks: tensors may share one pickled list of chunks."""
     tensors: dict[str, TensorMetadata] = {}
@@ -271,7 +271,7 @@ def _parse_state(
     if len(state) > TENSORS:
         raise ValueError(f"{len(state):,} names, allowed at most {TENSORS:,}")
     for fqn, described in dict.items(state):
-        texts.check(fqn)
+        strings.check(fqn)
         fields = vars(described)
         if type(described) is _TensorStorage:
             dtype = fields["properties"].dtype
@@ -295,7 +295,7 @@ def _parse_state(
     return tensors, tuple(objects)
 
 
-def _parse_storage(storage: Any, shapes: ShapeCache, texts: _Strings) -> dict[Key, StorageInfo]:
+def _parse_storage(storage: Any, shapes: ShapeCache, strings: _Strings) -> dict[Key, StorageInfo]:
     found: dict[Key, StorageInfo] = {}
     for index, info in dict.items(storage):
         named = vars(index)
@@ -303,8 +303,8 @@ def _parse_storage(storage: Any, shapes: ShapeCache, texts: _Strings) -> dict[Ke
         key = (fqn, None if offsets is None else shapes.shape(offsets))
         fields = vars(info)
         path, offset, length = fields["relative_path"], fields["offset"], fields["length"]
-        texts.check(fqn)
-        texts.check(path)
+        strings.check(fqn)
+        strings.check(path)
         if type(offset) is not int or type(length) is not int or not 0 <= offset <= offset + length < 1 << 63:
             raise ValueError(f"{fqn!r} lies at no valid byte range")
         if key in found:
@@ -323,7 +323,7 @@ def _names_of(transforms: Any) -> tuple[str, ...]:
     return tuple(each[:80] if isinstance(each, str) else f"a {type(each).__name__}" for each in transforms[:8])
 
 
-def _planner_data(value: Any, texts: _Strings, most: int) -> Any:
+def _check_planner_data(value: Any, strings: _Strings, most: int) -> Any:
     """Check `planner_data` level by level before any code recurses into it, and return it.
 
     Args:
@@ -336,19 +336,19 @@ def _planner_data(value: Any, texts: _Strings, most: int) -> Any:
     """
     level = [value]
     for _ in range(JSON_DEPTH):
-        below: list[Any] = []
+        next_level: list[Any] = []
         for each in level:
             if isinstance(each, str):
-                texts.check(str(each))
+                strings.check(str(each))
             elif isinstance(each, dict):
-                below.extend(each)
-                below.extend(each.values())
+                next_level.extend(each)
+                next_level.extend(each.values())
             elif isinstance(each, tuple | list):
-                below.extend(each)
-            if len(below) > most:
+                next_level.extend(each)
+            if len(next_level) > most:
                 raise ValueError("planner_data holds more values than bytes")
-        if not below:
+        if not next_level:
             return value
-        most -= len(below)
-        level = below
+        most -= len(next_level)
+        level = next_level
     raise ValueError(f"planner_data is nested deeper than {JSON_DEPTH} levels")

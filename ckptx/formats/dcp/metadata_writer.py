@@ -108,7 +108,9 @@ def emit(
 def _emit_storage(storage: Iterable[StorageLine | StoredSharding], out: Emitter) -> Iterator[bytes]:
     key = out.new(METADATA_MODULE, "MetadataIndex") + out.text("fqn")
     lines = _Lines(out)
-    alike: dict[tuple[int, int, int], list[tuple[bytes, bytes]]] = {}  # the objects live as long as the catalog
+    known_shardings: dict[
+        tuple[int, int, int], list[tuple[bytes, bytes]]
+    ] = {}  # the objects live as long as the catalog
     for each in storage:
         name = key + out.text(each.fqn)
         if isinstance(each, StorageLine):
@@ -116,12 +118,14 @@ def _emit_storage(storage: Iterable[StorageLine | StoredSharding], out: Emitter)
             yield name + begin + pickled_int(each.place.offset) + end
             continue
         _, chunks, files, offsets, lengths = each
-        cut = (id(chunks), id(files), id(lengths))
-        known = alike.get(cut)
+        sharding = (id(chunks), id(files), id(lengths))
+        known = known_shardings.get(sharding)
         if known is None:
-            for begin, end, at in lines.of_cut(each):
+            for begin, end, at in lines.of_sharding(each):
                 yield name + begin + pickled_int(at) + end
-            alike[cut] = [(begin, end) for begin, end, _ in lines.of_cut(each)]  # shorter, as in `emit`
+            known_shardings[sharding] = [
+                (begin, end) for begin, end, _ in lines.of_sharding(each)
+            ]  # shorter, as in `emit`
             continue
         codes: list[bytes] = []
         before, code = -1, b""
@@ -150,9 +154,9 @@ class _Lines:
             end += out.text("transform_descriptors") + out.plain(list(place.transforms))
         return begin, end + b"ub"
 
-    def of_cut(self, cut: StoredSharding) -> Iterator[tuple[bytes, bytes, int]]:
+    def of_sharding(self, sharding: StoredSharding) -> Iterator[tuple[bytes, bytes, int]]:
         """Yield for each entry the opcodes before and after its offset, and the offset."""
-        places = zip(cut.chunks, cut.files, cut.offsets, cut.lengths, strict=True)
+        places = zip(sharding.chunks, sharding.files, sharding.offsets, sharding.lengths, strict=True)
         for number, (region, file, at, length) in enumerate(places):
             yield *self.around(number, region.offsets, StorageInfo(file, at, length)), at
 

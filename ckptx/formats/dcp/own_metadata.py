@@ -217,12 +217,12 @@ class _OwnMetadataReader:
         places: dict[str, ChunkLocations] = {}
         known: dict[int, _RepeatedLines | None] = {}  # by `id`: equal tensors are one object
         for (fqn, tensor), name in zip(tensors.items(), names, strict=False):  # objects follow
-            alike = known.get(id(tensor))
-            offsets = None if alike is None else self._offsets(name, alike)
-            if alike is None or offsets is None:
+            repeated = known.get(id(tensor))
+            offsets = None if repeated is None else self._offsets(name, repeated)
+            if repeated is None or offsets is None:
                 known[id(tensor)], places[fqn] = self._lines(name, tensor)
             else:
-                places[fqn] = ChunkLocations(alike.files, offsets, alike.lengths)
+                places[fqn] = ChunkLocations(repeated.files, offsets, repeated.lengths)
         return places
 
     def _read_place(self, name: bytes) -> StorageInfo:
@@ -243,31 +243,31 @@ class _OwnMetadataReader:
             return None, ChunkLocations(
                 tuple([line.file for line in lines]), offsets, tuple([line.length for line in lines])
             )
-        alike = _RepeatedLines.of(lines)
-        return alike, ChunkLocations(alike.files, offsets, alike.lengths)
+        repeated = _RepeatedLines.of(lines)
+        return repeated, ChunkLocations(repeated.files, offsets, repeated.lengths)
 
-    def _offsets(self, name: bytes, alike: _RepeatedLines) -> Sequence[int] | None:
+    def _offsets(self, name: bytes, repeated: _RepeatedLines) -> Sequence[int] | None:
         """Read the offsets of entries that otherwise equal those of another tensor; None if they differ in more."""
-        data, at, form = self._data, self._at, alike.form
+        data, at, form = self._data, self._at, repeated.form
         if len(data) - at >= form.size:
             values = form.unpack_from(data, at)
             offsets = values[3::4]
             if (
-                values[::4] == alike.before
-                and values[2::4] == alike.behind
+                values[::4] == repeated.before
+                and values[2::4] == repeated.behind
                 and values[1::4].count(name) == len(offsets)
                 and max(offsets) < 1 << 31
-                and alike.longest < 1 << 62  # so no block ends where positions do
+                and repeated.longest < 1 << 62  # so no block ends where positions do
             ):
                 self._at = at + form.size
                 return offsets
-        return self._offsets_of_any_length(name, alike)
+        return self._offsets_of_any_length(name, repeated)
 
-    def _offsets_of_any_length(self, name: bytes, alike: _RepeatedLines) -> list[int] | None:
+    def _offsets_of_any_length(self, name: bytes, repeated: _RepeatedLines) -> list[int] | None:
         data, at = self._data, self._at
         lead, end = _LINE + name, b""
         offsets = []
-        for begin, end in alike.around:
+        for begin, end in repeated.around:
             head = lead + begin
             if not data.startswith(head, at):
                 return None
@@ -279,7 +279,7 @@ class _OwnMetadataReader:
                 offset, at = self._number_at(at)
                 offsets.append(offset)
             lead = end + _LINE + name
-        if not data.startswith(end, at) or max(offsets) + alike.longest >= 1 << 63:
+        if not data.startswith(end, at) or max(offsets) + repeated.longest >= 1 << 63:
             return None
         self._at = at + len(end)
         return offsets

@@ -52,11 +52,12 @@ def open_dcp(source: Source) -> Catalog:
         root = source.location
         catalog = Catalog(root, "dcp", {}, identities=source.identities((METADATA,)), storage=source)
         data = _read_metadata(source)
-        metadata = parse_own(data) or _with_places(parse_metadata(data, f"{root / METADATA}"), root)
-        cuts, places = _SharedMetadata(root), metadata.places
+        metadata = parse_own(data) or _locate_chunks(parse_metadata(data, f"{root / METADATA}"), root)
+        shardings, places = _SharedMetadata(root), metadata.places
         in_order: dict[int, bool] = {}
         entries = [
-            _tensor(name, cuts.of(name, tensor), places[name], in_order) for name, tensor in metadata.tensors.items()
+            _tensor(name, shardings.of(name, tensor), places[name], in_order)
+            for name, tensor in metadata.tensors.items()
         ]
         entries.sort(key=lambda entry: entry.place if entry.chunks else ("", 0))
         catalog.tensors = {entry.name: entry for entry in entries}
@@ -90,10 +91,10 @@ def _read_metadata(source: Source) -> bytes:
     return data
 
 
-def _with_places(metadata: DcpMetadata, root: Location) -> LocatedMetadata:
+def _locate_chunks(metadata: DcpMetadata, root: Location) -> LocatedMetadata:
     """Combine chunks and objects with their locations."""
     storage = metadata.storage
-    places = {name: _places(name, tensor, storage, root) for name, tensor in metadata.tensors.items()}
+    places = {name: _chunk_locations(name, tensor, storage, root) for name, tensor in metadata.tensors.items()}
     objects = {}
     for name in metadata.objects:
         place = storage.get((name, None))
@@ -117,7 +118,9 @@ def _unclaimed(metadata: DcpMetadata) -> Key:
     return next(key for key in metadata.storage if key not in claimed)
 
 
-def _places(name: str, tensor: TensorMetadata, storage: Mapping[Key, StorageInfo], root: Location) -> ChunkLocations:
+def _chunk_locations(
+    name: str, tensor: TensorMetadata, storage: Mapping[Key, StorageInfo], root: Location
+) -> ChunkLocations:
     found = []
     for region in tensor.chunks:
         place = storage.get((name, region.offsets))
@@ -151,7 +154,7 @@ class _SharedMetadata:
     def __init__(self, root: Location) -> None:
         self._where = str(root / METADATA)
         self._known: dict[int, _TensorSharding] = {}  # by `id` of the `TensorMetadata`, which outlives this object
-        self._proved: dict[tuple[DType, bytes], _TensorSharding] = {}
+        self._checked: dict[tuple[DType, bytes], _TensorSharding] = {}
 
     def of(self, name: str, tensor: TensorMetadata) -> _TensorSharding:
         """Return the sharding of a tensor.
@@ -161,15 +164,15 @@ class _SharedMetadata:
         """
         known = self._known.get(id(tensor))
         if known is None:
-            known = self._known[id(tensor)] = self._look_at(name, tensor)
+            known = self._known[id(tensor)] = self._check(name, tensor)
         return known
 
-    def _look_at(self, name: str, tensor: TensorMetadata) -> _TensorSharding:
+    def _check(self, name: str, tensor: TensorMetadata) -> _TensorSharding:
         dtype, where = BY_TORCH.get(tensor.dtype), f'{self._where}: tensor "{name}"'
         if dtype is None:
             raise UnsupportedError(f"{where} has dtype {tensor.dtype}, which is not supported")
         key = (dtype, identity((tensor.size, *tensor.chunks)))  # equal shapes and regions are one object
-        proved = self._proved.get(key)
+        proved = self._checked.get(key)
         if proved is not None:
             return proved
         shape, regions = _widen(dtype, tensor.size), tensor.chunks
@@ -179,17 +182,17 @@ class _SharedMetadata:
             _check_coverage(where, shape, regions)
         if dtype.pack > 1 and not shape:
             raise UnsupportedError(f"{where} is a 0-d {tensor.dtype}, which is not supported")
-        proved = self._proved[key] = _TensorSharding(dtype, shape, regions)
+        proved = self._checked[key] = _TensorSharding(dtype, shape, regions)
         return proved
 
 
-def _tensor(name: str, cut: _TensorSharding, places: ChunkLocations, in_order: dict[int, bool]) -> TensorEntry:
+def _tensor(name: str, sharding: _TensorSharding, places: ChunkLocations, in_order: dict[int, bool]) -> TensorEntry:
     """Return the entry of a tensor; `in_order` caches, by `id`, whether a list of files is ascending."""
     files = places.files
     if id(files) not in in_order:
         in_order[id(files)] = all(file < following for file, following in pairwise(files))
-    chunks = StoredChunks(cut.regions, *places)
-    return TensorEntry(name, cut.dtype, cut.shape, chunks if in_order[id(files)] else chunks.in_order())
+    chunks = StoredChunks(sharding.regions, *places)
+    return TensorEntry(name, sharding.dtype, sharding.shape, chunks if in_order[id(files)] else chunks.in_order())
 
 
 def _widen(dtype: DType, sizes: Shape) -> Shape:
@@ -227,19 +230,19 @@ def _check_coverage(where: str, shape: Shape, regions: Sequence[Region]) -> None
 
 def _check_files(catalog: Catalog) -> dict[str, FileIdentity]:
     """Return the identities of the files in `.metadata`, checked to be as long as their last chunk requires."""
-    source, needed = catalog.source, _ends(catalog)
-    paths = {name: inside(catalog.root, name) for name in sorted(needed)}
+    source, required = catalog.source, _ends(catalog)
+    paths = {name: inside(catalog.root, name) for name in sorted(required)}
     found = source.identities(paths)
     for name, path in paths.items():
         size = found[name].nbytes if name in found else source.size(name)
-        is_odd = size < needed[name] or name not in found
+        is_odd = size < required[name] or name not in found
         if is_odd and source.head(name, len(_LFS_POINTER)) == _LFS_POINTER:
             raise InputError(f"{path}: a git-lfs pointer, not the data; run `git lfs pull`")
         if name not in found:
             raise changed(path)
-        if size < needed[name]:
+        if size < required[name]:
             raise InputError(
-                f"{path}: has {size} bytes, but .metadata refers to bytes up to {needed[name]}; "
+                f"{path}: has {size} bytes, but .metadata refers to bytes up to {required[name]}; "
                 "the file is truncated, copy or download it again"
             )
     return found
@@ -247,17 +250,19 @@ def _check_files(catalog: Catalog) -> dict[str, FileIdentity]:
 
 def _ends(catalog: Catalog) -> dict[str, int]:
     """Return for each file in `.metadata` the end of its last chunk or object, in bytes."""
-    alike: dict[tuple[int, int], tuple[StoredChunks, list[Sequence[int]]]] = {}  # by `id` of files and lengths
+    offsets_by_layout: dict[
+        tuple[int, int], tuple[StoredChunks, list[Sequence[int]]]
+    ] = {}  # by `id` of files and lengths
     for entry in catalog.tensors.values():
         chunks = entry.chunks
         assert type(chunks) is StoredChunks
         key = id(chunks.files), id(chunks.lengths)
-        if key not in alike:
-            alike[key] = chunks, []
-        alike[key][1].append(chunks.offsets)
+        if key not in offsets_by_layout:
+            offsets_by_layout[key] = chunks, []
+        offsets_by_layout[key][1].append(chunks.offsets)
     places = [
         zip(chunks.files, map(max, zip(*offsets, strict=True)), chunks.lengths, strict=True)
-        for chunks, offsets in alike.values()
+        for chunks, offsets in offsets_by_layout.values()
     ]
     ends: dict[str, int] = {}
     for file, offset, nbytes in chain(*places, (pickled[1:] for pickled in catalog.objects.values())):

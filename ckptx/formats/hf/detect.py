@@ -56,7 +56,8 @@ def weights_in(source: Source, shapes_in: ShapesIn) -> LocatedCheckpoint | None:
     if len(found) > 1:
         found = without_part_files(source, found, shapes_in)
         raise InputError(
-            f"{source.location}: no model.safetensors or index, but {', '.join(found[:8])}; pass one of them as SRC"
+            f"{source.location}: no model.safetensors or index, but {', '.join(found[:8])}; choose one "
+            "and pass it as SRC"
         )
     return LocatedCheckpoint(source, "huggingface", (found[0],))
 
@@ -67,15 +68,17 @@ def located_by_header(source: Source, weights: str) -> LocatedCheckpoint:
     A file that records offsets may still contain whole tensors: it is taken alone if an index lists it or its name is
     model.safetensors, unless other files in the directory record offsets, too.
     """
-    by_itself = LocatedCheckpoint(source, "huggingface", (weights,))
+    alone = LocatedCheckpoint(source, "huggingface", (weights,))
     if weights.endswith(".json") or not that_record_offsets(source, [weights]):
-        return by_itself
-    beside = [name for name in source.listing() if name != weights]
-    for index in beside:
+        return alone
+    other_names = [name for name in source.listing() if name != weights]
+    for index in other_names:
         if index.endswith(".safetensors.index.json"):
             listed = parse_index(read_text(source, index, INDEX_BYTES), source.location / index).values()
             if weights in listed and open_huggingface(source, index) is not None:
-                return by_itself
-    if weights != SINGLE or that_record_offsets(source, [name for name in beside if name.endswith(".safetensors")]):
+                return alone
+    if weights != SINGLE or that_record_offsets(
+        source, [name for name in other_names if name.endswith(".safetensors")]
+    ):
         return LocatedCheckpoint(source, "sharded", (".",))
-    return by_itself
+    return alone

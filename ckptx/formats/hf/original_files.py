@@ -135,21 +135,23 @@ def _check_header(text: str, catalog: Catalog, shard: list[TensorEntry], file: s
         header = parse_header(lambda at, n: frame[at : at + n], catalog.files[file], where)
     except CkptxError as error:
         raise _refused(error, where) from error
-    said = {tensor.name: tensor[1:] for tensor in header.tensors}
-    if len(said) != len(shard):
-        raise InputError(f"{where}: lists {len(said)} tensors, but the file has {len(shard)}; {_NEXT}")
+    listed = {tensor.name: tensor[1:] for tensor in header.tensors}
+    if len(listed) != len(shard):
+        raise InputError(f"{where}: lists {len(listed)} tensors, but the file has {len(shard)}; {_NEXT}")
     for entry in shard:
         chunk = catalog.tensors[entry.name].chunks[0]
         planned = (entry.dtype, entry.shape, chunk.offset, chunk.offset + chunk.nbytes)
-        if said.get(entry.name) != planned:
-            raise InputError(f'{where}: tensor "{entry.name}" {_said(said.get(entry.name), planned)}; {_NEXT}')
+        if listed.get(entry.name) != planned:
+            raise InputError(
+                f'{where}: tensor "{entry.name}" {_describe_mismatch(listed.get(entry.name), planned)}; {_NEXT}'
+            )
 
 
-def _said(found: _Place | None, planned: _Place) -> str:
+def _describe_mismatch(found: _Place | None, planned: _Place) -> str:
     if found is None:
         return "is missing"
-    said = [f"{dtype} {list(shape)} at bytes {begin} to {end}" for dtype, shape, begin, end in (found, planned)]
-    return f"is {said[0]}, expected {said[1]}"
+    descriptions = [f"{dtype} {list(shape)} at bytes {begin} to {end}" for dtype, shape, begin, end in (found, planned)]
+    return f"is {descriptions[0]}, expected {descriptions[1]}"
 
 
 def _check_index(index: OriginalIndex, catalog: Catalog, where: str) -> None:
@@ -162,5 +164,5 @@ def _check_index(index: OriginalIndex, catalog: Catalog, where: str) -> None:
 
 def _refused(error: CkptxError, where: str) -> InputError:
     """Return the error with the next step that applies to a manifest."""
-    said = str(error).rpartition(";")[0] or str(error)
-    return InputError(f"{said if said.startswith(where) else f'{where}: {said}'}; {_NEXT}")
+    problem = str(error).rpartition(";")[0] or str(error)
+    return InputError(f"{problem if problem.startswith(where) else f'{where}: {problem}'}; {_NEXT}")

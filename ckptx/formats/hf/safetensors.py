@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from ckptx.catalog.dtype import BY_NAME, DType
 from ckptx.catalog.region import Shape
 from ckptx.errors import InputError, UnsupportedError
-from ckptx.untrusted.json_text import half_surrogate, has_half_surrogate
+from ckptx.untrusted.json_text import has_lone_surrogate, lone_surrogate
 from ckptx.untrusted.limits import ELEMENT_BITS, TENSORS, shape_fault
 
 # The library refuses longer headers, so no loader could open such a file.
@@ -92,8 +92,8 @@ def parse_header(read: Read, size: int, where: str) -> Header:
         raise InputError(f"{where}: header is not JSON ({error}); the file is corrupt") from error
     if not text.startswith("{") or not isinstance(parsed, dict):
         raise InputError(f"{where}: header is not a JSON object; the file is corrupt")
-    if has_half_surrogate(text):
-        raise half_surrogate(where)
+    if has_lone_surrogate(text):
+        raise lone_surrogate(where)
     metadata = parsed.pop("__metadata__", None)
     _refuse_duplicate_keys(text, len(parsed), where)
     kinds: dict[str, _Kind] = {}

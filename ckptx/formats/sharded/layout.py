@@ -106,24 +106,24 @@ class _Stage:
             for number in range(counts[rank_in_stage])
         }
         self._files = {name: _File() for name in self._names.values()}
-        self._cuts: dict[tuple[int, DType], tuple[tuple[str, ...], tuple[int, ...], list[dict[str, Shape]]]] = {}
+        self._shardings: dict[tuple[int, DType], tuple[tuple[str, ...], tuple[int, ...], list[dict[str, Shape]]]] = {}
         self.placed: list[tuple[TensorEntry, ShardedChunks]] = []
 
     def append(self, entry: TensorEntry, blocks: tuple[Block, ...]) -> None:
         key = (id(blocks), entry.dtype)
-        cut = self._cuts.get(key)
-        if cut is None:
+        sharding = self._shardings.get(key)
+        if sharding is None:
             files = tuple(self._names[place] for place in self._places[id(blocks)])
             lengths = tuple(_block_nbytes(entry, block) for block in blocks)
-            cut = self._cuts[key] = files, lengths, [{OFFSETS: block.region.offsets} for block in blocks]
+            sharding = self._shardings[key] = files, lengths, [{OFFSETS: block.region.offsets} for block in blocks]
         offsets = array("q")
-        for block, name, length, begin in zip(blocks, *cut, strict=True):
+        for block, name, length, begin in zip(blocks, *sharding, strict=True):
             file = self._files[name]
             offsets.append(file.nbytes)
             file.rows.append((entry.name, entry.dtype, block.region.sizes, file.nbytes, file.nbytes + length))
             file.offsets[entry.name] = begin
             file.nbytes += length
-        self.placed.append((entry, ShardedChunks(blocks, *cut[:2], offsets)))
+        self.placed.append((entry, ShardedChunks(blocks, *sharding[:2], offsets)))
 
     def finish(self) -> Iterable[tuple[str, bytes, int]]:
         """Yield name, header and bytes of tensors of each file."""

@@ -61,15 +61,15 @@ def open_sharded(source: Source, expected_shapes: Mapping[str, Shape] | None = N
     catalog = Catalog(root, "sharded", {}, storage=source)
     recorded = _recorded_shapes(source, names, catalog.notes)
     with without_garbage_collection():
-        pieces = _Pieces(root)
+        headers = _ShardHeaders(root)
         for name in names:
             with source.open() as files:
                 identity = files.identity(name)
                 catalog.files[name], catalog.identities[name] = identity.nbytes, identity
-                pieces.add(name, read_header(files, name))
+                headers.add(name, read_header(files, name))
         assembly = _Assembly(root, names)
         catalog.tensors = {
-            name: assembly.entry(name, pieces.dtypes[name][0], chunks) for name, chunks in pieces.chunks.items()
+            name: assembly.entry(name, headers.dtypes[name][0], chunks) for name, chunks in headers.chunks.items()
         }
     if recorded is None:
         assembly.refuse_doubled_shards()
@@ -85,13 +85,13 @@ def _shards_in(source: Source) -> list[str]:
     strays = sorted(set(others).difference(that_record_offsets(source, others)))
     if strays:
         raise InputError(
-            f"{source.location}: contains {', '.join(strays[:3])} next to {_kind(names, strays)}, and loaders would "
-            "read both; move one kind to another directory, or pass a file or index as SRC"
+            f"{source.location}: contains {', '.join(strays[:3])} next to {_describe_shards(names, strays)}, and "
+            "loaders would read both; move one kind to another directory, or pass a file or index as SRC"
         )
     return sorted(names, key=natural_key)
 
 
-def _kind(names: Iterable[str], strays: Iterable[str]) -> str:
+def _describe_shards(names: Iterable[str], strays: Iterable[str]) -> str:
     """Describe the shards among the names, for error messages."""
     shards = sorted(set(names).difference(strays))
     return "shard-* files" if any(map(is_shard, shards)) else f"{shards[0]}, a shard by its {SHARDING_INFO}"
@@ -123,7 +123,7 @@ def _recorded_shapes(source: Source, names: Iterable[str], notes: list[str]) -> 
     return {name: row.shape for name, row in manifest.tensors.items()}
 
 
-class _Pieces:
+class _ShardHeaders:
     """The shards of each tensor, collected from the headers.
 
     Attributes:
@@ -171,23 +171,23 @@ class _Assembly:
         self._root, self._names = root, names
         self._own: Counter[str] = Counter()
         self._coverage = CoverageCheck()
-        self._doubled: dict[tuple[str, str], tuple[str, Region]] = {}
+        self._duplicates: dict[tuple[str, str], tuple[str, Region]] = {}
 
-    def entry(self, name: str, dtype: DType, pieces: list[Chunk]) -> TensorEntry:
+    def entry(self, name: str, dtype: DType, shards: list[Chunk]) -> TensorEntry:
         """Return the tensor that consists of the shards `pieces`.
 
         Raises:
             InputError: They leave a gap, or overlap without being equal.
         """
-        if len(pieces) == 1 and not any(pieces[0].region.offsets):
-            self._own[pieces[0].file] += 1
-            return TensorEntry(name, dtype, pieces[0].region.sizes, tuple(pieces))
-        dims = range(len(pieces[0].region.sizes))
+        if len(shards) == 1 and not any(shards[0].region.offsets):
+            self._own[shards[0].file] += 1
+            return TensorEntry(name, dtype, shards[0].region.sizes, tuple(shards))
+        dims = range(len(shards[0].region.sizes))
         shape = self._whole(
-            name, tuple(max(chunk.region.offsets[dim] + chunk.region.sizes[dim] for chunk in pieces) for dim in dims)
+            name, tuple(max(chunk.region.offsets[dim] + chunk.region.sizes[dim] for chunk in shards) for dim in dims)
         )
         # Ranks without elements have empty shards, all with the same offsets.
-        filled = [chunk for chunk in pieces if chunk.region.numel] or [Chunk(whole(shape), *pieces[0][1:])]
+        filled = [chunk for chunk in shards if chunk.region.numel] or [Chunk(whole(shape), *shards[0][1:])]
         chunks, replicas = split_replicas(filled)
         if len(chunks) > 1 or chunks[0].region.sizes != shape:
             self._check_coverage(name, shape, chunks)
@@ -210,7 +210,7 @@ class _Assembly:
             return
         where = f'{self._root}: tensor "{name}" of shape {list(shape)}'
         if fault.kind == "gap":
-            raise InputError(f"{where}: no shard covers {fault.region}; {self._lost()}")
+            raise InputError(f"{where}: no shard covers {fault.region}; {self._describe_missing()}")
         if fault.kind == "tangle":
             raise UnsupportedError(
                 f"{where}: its {len(chunks)} shards are split at too many positions to be checked; save it sharded "
@@ -222,7 +222,7 @@ class _Assembly:
             "remove it"
         )
 
-    def _lost(self) -> str:
+    def _describe_missing(self) -> str:
         """Describe the files that are missing according to the numbers in file names."""
         if not all(map(is_shard, self._names)):
             return "a shard is missing or damaged, copy the checkpoint again"
@@ -235,17 +235,17 @@ class _Assembly:
             for number in range(1, counts.get(shard, usual) + 1)
         )
         # Only the first few, because the numbers in a name may be astronomically large.
-        lost = [shard_name(*numbers) for numbers in islice((each for each in wanted if each not in present), 4)]
-        if not lost:
+        missing = [shard_name(*numbers) for numbers in islice((each for each in wanted if each not in present), 4)]
+        if not missing:
             return "a shard is missing or damaged, copy the checkpoint again"
-        more = " and more" if len(lost) > 3 else ""
-        return f"missing {', '.join(lost[:3])}{more}, copy the checkpoint again"
+        more = " and more" if len(missing) > 3 else ""
+        return f"missing {', '.join(missing[:3])}{more}, copy the checkpoint again"
 
     def _count(self, name: str, chunks: Iterable[Chunk], replicas: Iterable[Chunk]) -> None:
         holders = {salted(chunk.region): chunk.file for chunk in chunks}
         shared = set()
         for replica in replicas:
-            self._doubled.setdefault((holders[salted(replica.region)], replica.file), (name, replica.region))
+            self._duplicates.setdefault((holders[salted(replica.region)], replica.file), (name, replica.region))
             shared.add(salted(replica.region))
         self._own.update(file for region, file in holders.items() if region not in shared)
 
@@ -257,7 +257,7 @@ class _Assembly:
         Raises:
             InputError: There is such a file.
         """
-        for (first, second), (name, region) in self._doubled.items():
+        for (first, second), (name, region) in self._duplicates.items():
             if not self._own[first] or not self._own[second]:
                 raise InputError(
                     f'{self._root}: duplicated shard: {first} and {second} both contain {region} of tensor "{name}", '
