@@ -19,7 +19,7 @@ from ckptx.transfer.plan import CopyPlan, CopyStep
 from ckptx.transfer.stream import TensorReader
 
 
-def outcome_of_written(target: Source, plan: CopyPlan, source: SourceFiles, max_memory: int) -> CopyResult | None:
+def result_of_existing_files(target: Source, plan: CopyPlan, source: SourceFiles, max_memory: int) -> CopyResult | None:
     """Return the result that a copy would have, from files that were written before.
 
     Reads all of the source, and all of the files as a loader reads them.

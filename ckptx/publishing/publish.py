@@ -21,10 +21,10 @@ from ckptx.formats.hf.reader import stray_notes
 from ckptx.formats.sidecars import MANIFEST
 from ckptx.processes.peak_memory import peak_memory
 from ckptx.processes.peers import PeerProcesses
-from ckptx.publishing.completeness import outcome_of_written
+from ckptx.publishing.completeness import result_of_existing_files
 from ckptx.publishing.publisher import Claim, Publisher
 from ckptx.publishing.source_contents import require_unchanged
-from ckptx.publishing.source_state import FileIdentities, agreement, is_agreed, seen_of
+from ckptx.publishing.source_state import FileIdentities, agreement, is_agreed, recorded_identities
 from ckptx.publishing.staging import Staging, open_staged
 from ckptx.storage.directory_handle import refuse_clashes
 from ckptx.storage.interface import ExpectedFile, OutputTree, Source, SourceFiles, StoredFile
@@ -127,23 +127,23 @@ def publish(
         OutputError, SpaceError: The output cannot be written, or another process changed it.
         InputError: The source is corrupt, or changed while it was read.
     """
-    seen = seen_of(job.source, *beside)
+    seen = recorded_identities(job.source, *beside)
     if processes is not None and processes.rank:
-        return _assist(job, target, files, workers, max_memory, on_progress, processes, seen)
+        return _write_share(job, target, files, workers, max_memory, on_progress, processes, seen)
     together = processes.failing_together() if processes is not None else nullcontext()
     with claim(target, overwrite=overwrite, resume=resume, may_replace=may_replace) as staging, together:
         seen.touched()
-        done = _done(staging, job, files, seen, max_memory) if resume else None
+        done = _existing_result(staging, job, files, seen, max_memory) if resume else None
         if done is not None:
             staging.discard()
             if processes is not None:
                 processes.say("plan", "complete")
             return done
         staging.refuse_target_unless(overwrite)
-        resumed = _begin(job, staging, seen, resume)
+        resumed = _prepare(job, staging, seen, resume)
         _logger.info("staged in %s%s", staging.output.path, ", resuming an interrupted run" if resumed else "")
         if processes is not None:
-            processes.say("plan", {"agreed": _agreed(job, files), "resumed": resumed})
+            processes.say("plan", {"agreed": _agreement(job, files), "resumed": resumed})
         outcome = execute(
             job.plan,
             files,
@@ -152,7 +152,7 @@ def publish(
             workers=workers,
             max_memory=max_memory,
             resumed=resumed,
-            on_progress=_watching(on_progress, processes),
+            on_progress=_with_peer_checks(on_progress, processes),
             groups=None if processes is None else _share(job.plan, processes),
         )
         outcome.was_locked = staging.is_locked
@@ -195,7 +195,7 @@ def manifest_size(job: Job) -> int:
     return len(_manifest_bytes(job, CopyResult(defaultdict(lambda: digest)), files, sidecars))
 
 
-def _begin(job: Job, staging: Publisher, seen: FileIdentities, resume: bool) -> bool:
+def _prepare(job: Job, staging: Publisher, seen: FileIdentities, resume: bool) -> bool:
     """Prepare the staging directory; return True if an interrupted run of the same job is resumed."""
     plan = repr((seen.states(), _layout(job.plan), sorted(job.options.items()))).encode()
     resumed = staging.begin(plan, resume)
@@ -205,7 +205,7 @@ def _begin(job: Job, staging: Publisher, seen: FileIdentities, resume: bool) -> 
     return resumed
 
 
-def _assist(
+def _write_share(
     job: Job,
     target: Path,
     files: SourceFiles,
@@ -220,7 +220,7 @@ def _assist(
     wanted = processes.hear(0, "plan")
     if wanted == "complete":
         return None
-    if not is_agreed(wanted["agreed"], _agreed(job, files)):
+    if not is_agreed(wanted["agreed"], _agreement(job, files)):
         raise InputError(
             f"{job.source.root}: the checkpoint or the options of rank {processes.rank} differ from those of rank 0; "
             "start all ranks with the same options, on a directory that all nodes share"
@@ -234,11 +234,11 @@ def _assist(
             workers=workers,
             max_memory=max_memory,
             resumed=wanted["resumed"],
-            on_progress=_watching(on_progress, processes),
+            on_progress=_with_peer_checks(on_progress, processes),
             groups=_share(job.plan, processes),
         )
         require_unchanged(seen, job.plan, outcome.digests, files, job.opened, job.is_decision_unchanged, max_memory)
-        tree.sync_held()  # rank 0 may be on another node
+        tree.sync_tracked()  # rank 0 may be on another node
         own = set(outcome.file_digests)
         processes.say("outcome", asdict(outcome))
         processes.hear(0, "written")
@@ -263,7 +263,7 @@ def _check(job: Job, outcome: CopyResult, staging: Publisher, expected: Mapping[
         raise
 
 
-def _agreed(job: Job, files: SourceFiles) -> dict[str, str]:
+def _agreement(job: Job, files: SourceFiles) -> dict[str, str]:
     """Return the values that must be equal on all ranks before any rank writes."""
     return agreement(job.source, files, _layout(job.plan), repr(sorted(job.options.items())))
 
@@ -307,7 +307,7 @@ def _share(plan: CopyPlan, processes: PeerProcesses) -> list[int]:
     return sorted(mine)
 
 
-def _watching(on_progress: Callable[[int], None], processes: PeerProcesses | None) -> Callable[[int], None]:
+def _with_peer_checks(on_progress: Callable[[int], None], processes: PeerProcesses | None) -> Callable[[int], None]:
     """Return a callback that also checks the other ranks whenever progress is reported."""
     if processes is None:
         return on_progress
@@ -319,7 +319,9 @@ def _watching(on_progress: Callable[[int], None], processes: PeerProcesses | Non
     return watch
 
 
-def _done(staging: Publisher, job: Job, files: SourceFiles, seen: FileIdentities, max_memory: int) -> CopyResult | None:
+def _existing_result(
+    staging: Publisher, job: Job, files: SourceFiles, seen: FileIdentities, max_memory: int
+) -> CopyResult | None:
     """Return the result of a copy whose target is complete already, or None if it is not.
 
     Checks the manifest at the target, the files on disk, and that a new run would write the same manifest.
@@ -332,7 +334,7 @@ def _done(staging: Publisher, job: Job, files: SourceFiles, seen: FileIdentities
         return None
     if not is_intact(staging, manifest, job, seen):
         return None
-    outcome = outcome_of_written(staging.published, job.plan, files, max_memory)
+    outcome = result_of_existing_files(staging.published, job.plan, files, max_memory)
     if outcome is None:
         return None
     job.refuse(outcome)

@@ -66,9 +66,9 @@ def refuse_foreign(target: Path, kept_in: Path | None = None) -> None:
     manifest = _digests(resolved)
     try:
         with ExitStack() as stack:
-            held = stack.enter_context(DirectoryHandle.at(resolved))
+            directory = stack.enter_context(DirectoryHandle.at(resolved))
             kept = None if kept_in is None else stack.enter_context(DirectoryHandle.at(kept_in))
-            foreign = sorted(_foreign(held, manifest or {}, kept))
+            foreign = sorted(_foreign_files(directory, manifest or {}, kept))
     except OSError as error:
         raise OutputError(f"{target}: cannot be listed: {error.strerror}; choose another DST") from error
     if foreign:
@@ -111,12 +111,16 @@ def _digests(root: Path) -> Mapping[str, str] | None:
         return None
 
 
-def _foreign(held: DirectoryHandle, digests: Mapping[str, str], kept: DirectoryHandle | None) -> Iterator[str]:
-    for name, found in held.walk():
+def _foreign_files(
+    directory: DirectoryHandle, digests: Mapping[str, str], kept: DirectoryHandle | None
+) -> Iterator[str]:
+    for name, found in directory.walk():
         if stat.S_ISLNK(found.st_mode):
             is_foreign = not is_known_name(name)
         elif stat.S_ISREG(found.st_mode):
-            is_foreign = not (is_known_name(name) or _is_ours(held, name, digests) or _is_in(held, name, kept))
+            is_foreign = not (
+                is_known_name(name) or _is_ours(directory, name, digests) or _is_kept(directory, name, kept)
+            )
         else:
             is_foreign = True
         if is_foreign:
@@ -139,21 +143,21 @@ def _is_known(base: str) -> bool:
     return is_known_sidecar(base) or any(known.fullmatch(base) for known in (_WEIGHTS, _TRAINER_STATE))
 
 
-def _is_ours(held: DirectoryHandle, name: str, digests: Mapping[str, str]) -> bool:
+def _is_ours(directory: DirectoryHandle, name: str, digests: Mapping[str, str]) -> bool:
     """Return True for a file with the bytes that ckptx wrote, or a report or page of ckptx."""
     try:
-        with held.reading(name) as file:
+        with directory.reading(name) as file:
             return file_digest(file).hex() == digests[name] if name in digests else is_earlier_output(file)
     except (CkptxError, OSError):
         return False
 
 
-def _is_in(held: DirectoryHandle, name: str, kept: DirectoryHandle | None) -> bool:
+def _is_kept(directory: DirectoryHandle, name: str, kept: DirectoryHandle | None) -> bool:
     """Return True for a file that another directory contains, too, with the same bytes."""
     if kept is None:
         return False
     try:
-        with held.reading(name) as file, kept.reading(name) as other:
+        with directory.reading(name) as file, kept.reading(name) as other:
             blocks = zip(file.blocks(_BLOCK), other.blocks(_BLOCK), strict=False)
             return file.size == other.size and all(a == b for a, b in blocks)
     except (CkptxError, OSError):

@@ -95,7 +95,7 @@ class FileIdentities:
                 at += len(block)
 
 
-def seen_of(source: Catalog, *others: Catalog) -> FileIdentities:
+def recorded_identities(source: Catalog, *others: Catalog) -> FileIdentities:
     """Return the identities that the catalogs recorded when they were opened."""
     catalogs = (source, *others)
     files = {
@@ -121,11 +121,11 @@ def agreement(source: Catalog, files: SourceFiles, *more: str) -> dict[str, str]
     leaves = [leaf_digest(text.encode("utf-8", "surrogatepass")) for text in (repr(states), *more)]
     leaves += [leaf_digest(text.encode("utf-8", "surrogatepass")) for text in header_texts(source)]
     leaves += [leaf_digest(sample) for sample in _samples(source, files)]
-    held = [(name, source.identities[name].holder) for name in source.files]
+    holders = [(name, source.identities[name].holder) for name in source.files]
     return {
         "digest": tree_digest(leaves).hex(),
         "place": _place(),
-        "files": leaf_digest(repr(held).encode("utf-8", "surrogatepass")).hex(),
+        "files": leaf_digest(repr(holders).encode("utf-8", "surrogatepass")).hex(),
     }
 
 

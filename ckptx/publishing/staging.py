@@ -88,21 +88,21 @@ class Staging:
         try:
             self._acquire()
             self._sign()
-            self._repair_cut_swap()
+            self._repair_interrupted_overwrite()
             refuse_existing(self.target, overwrite or resume)
         except OSError as error:
-            self._leave()
+            self._close()
             raise unwritable(self.root, error) from error
         except BaseException:  # close all descriptors, and raise it again
-            self._remove_if_bare()
-            self._leave()
+            self._discard_if_unused()
+            self._close()
             raise
 
     def _keep(self, directory: DirectoryHandle) -> DirectoryHandle:
         self._opened.append(directory)
         return directory
 
-    def _leave(self) -> None:
+    def _close(self) -> None:
         for directory in self._opened:
             directory.close()
         if self._lock >= 0:
@@ -172,14 +172,14 @@ class Staging:
         """Return False if another run has taken over the directory, which is possible without locks."""
         return self.is_locked or self._root.read("lock") == self._signature
 
-    def _repair_cut_swap(self) -> None:
+    def _repair_interrupted_overwrite(self) -> None:
         """Restore the old directory if a run was killed between the two renames of an overwrite.
 
         It is recognized by the inode that the run recorded before; any other directory of that name is not touched.
         """
         found = self._parent.stat(self._aside)
         if found is not None:
-            if not stat.S_ISDIR(found.st_mode) or self._root.read("aside") != _noted(found):
+            if not stat.S_ISDIR(found.st_mode) or self._root.read("aside") != _inode_record(found):
                 raise OutputError(
                     f"{self._parent.path / self._aside}: exists, but is not the directory that ckptx moved there; move "
                     "it elsewhere and run again"
@@ -188,13 +188,13 @@ class Staging:
                 self._parent.remove(self._aside)
             else:
                 self._rename(self._parent, self._aside, self._parent, self.target.name)
-        self._forget("aside")
+        self._remove_if_present("aside")
 
-    def _forget(self, name: str) -> None:
+    def _remove_if_present(self, name: str) -> None:
         if self._root.stat(name) is not None:
             self._root.remove(name)
 
-    def _remove_if_bare(self) -> None:
+    def _discard_if_unused(self) -> None:
         if self._lock >= 0 and self._root.names() == ["lock"]:
             self.discard()
 
@@ -204,7 +204,7 @@ class Staging:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         if isinstance(error, Exception):
             self.discard()
-        self._leave()
+        self._close()
 
     @property
     def written(self) -> LocalSource:
@@ -235,7 +235,7 @@ class Staging:
         try:
             if not same:
                 for name in ("plan", "tree", "journal"):
-                    self._forget(name)
+                    self._remove_if_present(name)
             self.output = self._keep(self._root.below("tree", make=True))
             self.notes = self._keep(self._root.below("journal", make=True))
             if not same:
@@ -274,7 +274,7 @@ class Staging:
             else:
                 self._rename(self._root, "tree", self._parent, self.target.name)
             if not self._is_published():
-                self._take_back()
+                self._undo_publish()
             os.fsync(self._parent.descriptor)
         except OSError as error:
             if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
@@ -313,7 +313,7 @@ class Staging:
         except FileNotFoundError:
             return False
 
-    def _take_back(self) -> None:
+    def _undo_publish(self) -> None:
         """Undo the rename and raise an error, because the target is not the directory that was written."""
         with suppress(OSError):
             if self.output.is_at(self._parent, self.target.name) and self._root.stat("tree") is None:
@@ -333,15 +333,15 @@ class Staging:
         with suppress(OSError):
             for held, name in ((getattr(self, "output", None), "tree"), (getattr(self, "notes", None), "journal")):
                 if held is None or held.is_at(self._root, name):
-                    self._forget(name)
+                    self._remove_if_present(name)
         # Errors are ignored: the next run may claim the directory once the lock is removed, and a failed run reports
         # its own error.
         with suppress(OSError):
-            self._forget("plan")
+            self._remove_if_present("plan")
             if self._parent.stat(self._aside) is None:
-                self._forget("aside")
+                self._remove_if_present("aside")
             if self._root.names() == ["lock"]:  # the next run handles files that could not be removed, under its lock
-                self._forget("lock")
+                self._remove_if_present("lock")
                 if self._root.is_at(self._parent, self.root.name):
                     os.rmdir(self.root.name, dir_fd=self._parent.descriptor)
 
@@ -354,7 +354,7 @@ class Staging:
         is_swapped = _exchange_names(self._root.descriptor, "tree", self._parent.descriptor, self.target.name)
         if not is_swapped:
             place = (self._parent, self._aside)
-            self._root.write("aside", [_noted(os.fstat(old.descriptor))])
+            self._root.write("aside", [_inode_record(os.fstat(old.descriptor))])
             self._rename(self._parent, self.target.name, *place)
             try:
                 self._rename(self._root, "tree", self._parent, self.target.name)
@@ -379,7 +379,7 @@ class Staging:
         os.rename(name, other, src_dir_fd=a.descriptor, dst_dir_fd=b.descriptor)
 
 
-def _noted(found: os.stat_result) -> bytes:
+def _inode_record(found: os.stat_result) -> bytes:
     """Return the record of a directory that is moved aside: its inode."""
     return f"{found.st_ino}\n".encode()
 

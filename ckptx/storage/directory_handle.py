@@ -25,7 +25,7 @@ from ckptx.untrusted.printable import one_line
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _FILE = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # non-blocking, because opening a pipe waits for its other end
 # Errors of opening a name that is not a file or directory as expected.
-_IN_THE_WAY = {errno.ELOOP, errno.EMLINK, errno.ENOTDIR, errno.EISDIR, errno.ENXIO, errno.EEXIST}
+_UNEXPECTED_KIND = {errno.ELOOP, errno.EMLINK, errno.ENOTDIR, errno.EISDIR, errno.ENXIO, errno.EEXIST}
 
 PROBE = "probe"  # created and removed to find out the owner of our files
 
@@ -77,7 +77,7 @@ class DirectoryHandle:
         """Take ownership of `descriptor`."""
         self.path, self.descriptor = path, descriptor
         self._directories: dict[tuple[str, ...], int] = {}
-        self._held: dict[str, int] = {}
+        self._tracked: dict[str, int] = {}
 
     @classmethod
     def at(cls, path: Path) -> DirectoryHandle:
@@ -114,10 +114,10 @@ class DirectoryHandle:
 
     def close(self) -> None:
         """Close every descriptor."""
-        for descriptor in (*self._held.values(), *self._directories.values(), self.descriptor):
+        for descriptor in (*self._tracked.values(), *self._directories.values(), self.descriptor):
             with suppress(OSError):  # such as an exceeded quota, which fsync has reported already
                 os.close(descriptor)
-        self._held, self._directories, self.descriptor = {}, {}, -1
+        self._tracked, self._directories, self.descriptor = {}, {}, -1
 
     # ------------------------------------------------------------------------------------------------------- files
 
@@ -155,7 +155,7 @@ class DirectoryHandle:
     def create_tracked(self, name: str, *, keep: bool = False) -> OpenFile:
         """Create a file and keep its descriptor, so that `fsync_and_verify` can recognize the file; see `create`."""
         descriptor = self.create(name, keep=keep)
-        self._held[name] = descriptor
+        self._tracked[name] = descriptor
         return OpenFile(descriptor, self.path / name)
 
     def open_output(self, name: str, nbytes: int | None, *, keep: bool = False) -> OpenFile:
@@ -229,7 +229,7 @@ class DirectoryHandle:
 
     def identity(self, name: str) -> tuple[int, int]:
         """Return device and inode of a file whose descriptor was kept."""
-        found = os.fstat(self._held[name])
+        found = os.fstat(self._tracked[name])
         return found.st_dev, found.st_ino
 
     def _directory(self, parts: tuple[str, ...], *, make: bool = True) -> int:
@@ -316,19 +316,19 @@ class DirectoryHandle:
             OutputError: A file is missing, unexpected, was replaced, or has another size or other bytes.
             SpaceError: The disk is full.
         """
-        left = {"/".join(parts_of(name)): what for name, what in (expected or {}).items()}
+        missing = {"/".join(parts_of(name)): what for name, what in (expected or {}).items()}
         directories = set()
         for name in [name for name, _ in self.walk()]:
-            if expected is not None and name not in left:
+            if expected is not None and name not in missing:
                 raise self._changed(name, "was created by another process")
             try:
                 descriptor = self.open(name)
             except FileNotFoundError:
                 raise self._changed(name, "was removed") from None
             try:
-                what = left.pop(name, None)
+                what = missing.pop(name, None)
                 if what is not None:
-                    self._hold_against(name, os.fstat(descriptor), what)
+                    self._check_state(name, os.fstat(descriptor), what)
                     if what.reads_as is not None and not what.reads_as(OpenFile(descriptor, self.path / name)):
                         raise self._changed(name, "has other bytes than were written")
                 os.fsync(descriptor)
@@ -337,15 +337,15 @@ class DirectoryHandle:
             finally:
                 os.close(descriptor)
             directories.add(parts_of(name)[:-1])
-        if left:
-            raise self._changed(min(left), "was removed")
+        if missing:
+            raise self._changed(min(missing), "was removed")
         for parts in directories:
             os.fsync(self._directory(parts, make=False))
         os.fsync(self.descriptor)
 
-    def sync_held(self) -> None:
+    def sync_tracked(self) -> None:
         """Flush the files that this process wrote to disk."""
-        for name, held in self._held.items():
+        for name, held in self._tracked.items():
             try:
                 os.fsync(held)
             except OSError as error:
@@ -354,7 +354,7 @@ class DirectoryHandle:
     def expect(self, sizes: Mapping[str, int]) -> dict[str, ExpectedFile]:
         """Return the expected state of files from their sizes, with the inode of those that this process wrote."""
         return {
-            name: ExpectedFile(nbytes, self.identity(name) if name in self._held else None)
+            name: ExpectedFile(nbytes, self.identity(name) if name in self._tracked else None)
             for name, nbytes in sizes.items()
         }
 
@@ -372,9 +372,9 @@ class DirectoryHandle:
                 raise self._changed(name, "was removed") from None
             if not stat.S_ISREG(found.st_mode):
                 raise self._changed(name, "was replaced")
-            self._hold_against(name, found, what)
+            self._check_state(name, found, what)
 
-    def _hold_against(self, name: str, found: os.stat_result, expected: ExpectedFile) -> None:
+    def _check_state(self, name: str, found: os.stat_result, expected: ExpectedFile) -> None:
         if expected.holder is not None and (found.st_dev, found.st_ino) != expected.holder:
             raise self._changed(name, "was replaced")
         if found.st_size != expected.nbytes:
@@ -389,7 +389,7 @@ class DirectoryHandle:
 
 def refusal(path: Path, error: OSError) -> CkptxError:
     """Return the error for a file or directory that could not be opened or created in a staging directory."""
-    if error.errno in _IN_THE_WAY:
+    if error.errno in _UNEXPECTED_KIND:
         return OutputError(
             f"{path}: cannot be opened: {error.strerror}; ckptx did not write it, remove it and run again"
         )

@@ -227,15 +227,15 @@ def read_small(path: Path, limit: int) -> bytes:
     try:
         size = os.fstat(descriptor).st_size
         parts: list[bytes] = []
-        left = limit + 1 if size <= limit else 0
-        while left and (part := os.read(descriptor, min(left, max(size + 1, 1 << 16)))):
+        remaining = limit + 1 if size <= limit else 0
+        while remaining and (part := os.read(descriptor, min(remaining, max(size + 1, 1 << 16)))):
             parts.append(part)
-            left -= len(part)
+            remaining -= len(part)
     except OSError as error:
         raise unreadable(path, error) from error
     finally:
         os.close(descriptor)
-    if not left:
+    if not remaining:
         raise _too_large(path, max(size, limit + 1), limit)
     return b"".join(parts)
 

@@ -26,7 +26,10 @@ class Listing:
     """The names in one directory."""
 
     def __init__(
-        self, kinds: Mapping[str, EntryKind], follow: Callable[[str], EntryKind], below: Callable[[str], Listing]
+        self,
+        kinds: Mapping[str, EntryKind],
+        follow: Callable[[str], EntryKind],
+        list_directory: Callable[[str], Listing],
     ) -> None:
         """Store the entries of a directory.
 
@@ -35,7 +38,7 @@ class Listing:
             follow: Returns the kind of the target of a link.
             below: Lists a subdirectory.
         """
-        self._kinds, self._follow, self._below = kinds, follow, below
+        self._kinds, self._follow, self._list_directory = kinds, follow, list_directory
         self._followed: dict[str, EntryKind] = {}
 
     def __len__(self) -> int:
@@ -66,7 +69,7 @@ class Listing:
         if kind is not EntryKind.DIRECTORY:
             return None
         try:
-            return self._below(first).kind(rest)
+            return self._list_directory(first).kind(rest)
         except CkptxError:
             return None
 
@@ -102,5 +105,5 @@ class Listing:
         """
         listing = self
         for part in name.split("/"):
-            listing = listing._below(part)
+            listing = listing._list_directory(part)
         return listing

@@ -337,7 +337,7 @@ def test_a_change_during_one_run(
         monkeypatch.setattr(module, function, called)
 
     if moment == "opened":
-        before(publish_module, "seen_of")
+        before(publish_module, "recorded_identities")
     elif moment == "first write":
         before(open_file, "write_at")
     else:

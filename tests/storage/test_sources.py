@@ -14,7 +14,7 @@ from ckptx.errors import CkptxError, InputError, OutputError, SpaceError, Unsupp
 from ckptx.formats.registry import open_checkpoint
 from ckptx.model_view.parameter_count import parameters_of
 from ckptx.model_view.view import manifest_beside, view_model
-from ckptx.publishing.source_state import seen_of
+from ckptx.publishing.source_state import recorded_identities
 from ckptx.storage.directory_handle import DirectoryHandle
 from ckptx.storage.interface import OutputTree, Source, StoredFile, local_path, name_below
 from ckptx.storage.listing import EntryKind
@@ -211,7 +211,7 @@ def test_a_source_goes_to_another_process(tmp_path: Path) -> None:
 def test_a_run_is_resumed_though_the_disk_of_its_source_was_mounted_again(tmp_path: Path) -> None:
     """The number of a device may be another one then; that of another file never is the same."""
     source = open_checkpoint(write_hf(tmp_path / "hf", llama()))
-    states = seen_of(source).states()
+    states = recorded_identities(source).states()
     (name,) = source.files
     identity = source.identities[name]
     for changed, is_same in (
@@ -221,7 +221,7 @@ def test_a_run_is_resumed_though_the_disk_of_its_source_was_mounted_again(tmp_pa
         ({"nbytes": 1}, False),
     ):
         source.identities[name] = identity._replace(**changed)
-        assert (seen_of(source).states() == states) == is_same
+        assert (recorded_identities(source).states() == states) == is_same
 
 
 def test_listings_that_are_many_are_not_all_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
