@@ -74,8 +74,8 @@ def missing_package(subject: str, error: ImportError) -> EnvironmentProblem:
         )
     if package:
         return EnvironmentProblem(f"{subject}: requires the package {package}, which is not installed; install it")
-    said = (str(error).splitlines() or ["an import failed"])[0]
-    return EnvironmentProblem(f"{subject}: a package is missing: {said.rstrip('.')}; install it")
+    reason = (str(error).splitlines() or ["an import failed"])[0]
+    return EnvironmentProblem(f"{subject}: a package is missing: {reason.rstrip('.')}; install it")
 
 
 class PeerFailure(CkptxError):

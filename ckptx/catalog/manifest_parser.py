@@ -76,7 +76,7 @@ def parse_manifest(data: bytes, where: str) -> Manifest:
     found = _json(data, where)
     version = found.get("ckptx")
     if type(version) is not int or version < 1:
-        raise _not_one(where, f"ckptx must be the version of the manifest, found {version!r:.60}")
+        raise _invalid(where, f"ckptx must be the version of the manifest, found {version!r:.60}")
     if version != SCHEMA:
         raise UnsupportedError(
             f"{where}: manifest version is {version}, but this ckptx supports {SCHEMA}; use a newer ckptx, or remove "
@@ -85,7 +85,7 @@ def parse_manifest(data: bytes, where: str) -> Manifest:
     try:
         manifest = _ManifestReader().manifest(found, where)
     except _Fault as fault:
-        raise _not_one(where, f"{fault.field} must be {fault.needed}, found {fault.found}") from None
+        raise _invalid(where, f"{fault.field} must be {fault.required}, found {fault.found}") from None
     contradiction = contradiction_in(manifest)
     if contradiction is not None:
         field, value, required = contradiction
@@ -97,26 +97,26 @@ def parse_manifest(data: bytes, where: str) -> Manifest:
 
 def _json(data: bytes, where: str) -> dict[str, Any]:
     if sum(data.count(char) for char in b"[{,") > _MAX_VALUES:
-        raise _not_one(where, f"has more than {_MAX_VALUES} values, the limit")
+        raise _invalid(where, f"has more than {_MAX_VALUES} values, the limit")
     try:
         found = parse_json(data.decode("utf-8"), "the text")
     except (UnicodeDecodeError, InputError) as error:
-        raise _not_one(where, f"{error!s:.120}") from error
+        raise _invalid(where, f"{error!s:.120}") from error
     if not isinstance(found, dict):
-        raise _not_one(where, f"expected a JSON object, found a {type(found).__name__}")
+        raise _invalid(where, f"expected a JSON object, found a {type(found).__name__}")
     return found
 
 
-def _not_one(where: str, reason: str) -> InputError:
+def _invalid(where: str, reason: str) -> InputError:
     return InputError(f"{where}: not a valid manifest ({reason}); remove it if it is damaged, no loader needs it")
 
 
 class _Fault(Exception):
     """A field has an invalid value."""
 
-    def __init__(self, field: str, found: Any, needed: str, said: str | None = None) -> None:
+    def __init__(self, field: str, found: Any, required: str, shown: str | None = None) -> None:
         super().__init__(field)
-        self.field, self.found, self.needed = field, said or f"{found!r:.60}", needed
+        self.field, self.found, self.required = field, shown or f"{found!r:.60}", required
 
 
 class _ManifestReader:
@@ -216,22 +216,24 @@ class _ManifestReader:
 
     def _cut(self, cut: Any, files: int, at: str) -> ShardingRecord:
         cut = self._object(cut, at)
-        held, offsets, sizes, replicas = (
+        block_files, offsets, sizes, replicas = (
             self._list(cut.get(key), f"{at}.{key}") for key in ("files", "offsets", "sizes", "replicas")
         )
-        if not len(held) == len(offsets) == len(sizes):
-            self._refuse(at, f"{len(held)}, {len(offsets)}, {len(sizes)}", "equally many files, offsets and sizes")
-        for file in held:
+        if not len(block_files) == len(offsets) == len(sizes):
+            self._refuse(
+                at, f"{len(block_files)}, {len(offsets)}, {len(sizes)}", "equally many files, offsets and sizes"
+            )
+        for file in block_files:
             self._index(file, files, f"{at}.files")
         for replica in replicas:
-            self._index(replica, len(held), f"{at}.replicas")
+            self._index(replica, len(block_files), f"{at}.replicas")
         regions = []
         for begin, size in zip(offsets, sizes, strict=True):
             region = Region(self._shape(begin, f"{at}.offsets"), self._shape(size, f"{at}.sizes"))
             if len(region.offsets) != len(region.sizes):
                 self._refuse(f"{at}.offsets", begin, f"{len(size)} integers, one per dim")
             regions.append(region)
-        return ShardingRecord(tuple(held), tuple(regions), tuple(replicas))
+        return ShardingRecord(tuple(block_files), tuple(regions), tuple(replicas))
 
     def _layout(self, layout: Any, at: str) -> LayoutRecord:
         layout = self._object(layout, at)
@@ -262,7 +264,7 @@ class _ManifestReader:
         index = None if index is None else self._original_index(index, f"{at}.index")
         fault = weights_fault([file.name for file in files], None if index is None else index.name)
         if fault is not None:
-            raise _Fault(f"{at}.files", None, "valid file names of an HF checkpoint", said=fault)
+            raise _Fault(f"{at}.files", None, "valid file names of an HF checkpoint", shown=fault)
         at_tensors = f"{at}.tensors"
         tensors = self._object(original.get("tensors"), at_tensors)
         for name, file in tensors.items():
@@ -341,19 +343,19 @@ class _ManifestReader:
             self._refuse(at, value, "a list of sizes")
         fault = shape_fault(shape)
         if fault is not None:
-            raise _Fault(at, None, "a shape that fits into memory", said=fault)
+            raise _Fault(at, None, "a shape that fits into memory", shown=fault)
         try:
             return self._shapes.keep(shape)
         except SharedHash as error:
-            raise _Fault(at, None, "sizes of real tensors", said=str(error)) from None
+            raise _Fault(at, None, "sizes of real tensors", shown=str(error)) from None
 
     def _digest(self, value: Any, at: str) -> str:
         if type(value) is not str or not _DIGEST.fullmatch(value):
             self._refuse(at, value, "a digest of 32 hex digits")
         return value
 
-    def _refuse(self, at: str, found: Any, needed: str) -> NoReturn:
-        raise _Fault(at, found, needed)
+    def _refuse(self, at: str, found: Any, required: str) -> NoReturn:
+        raise _Fault(at, found, required)
 
 
 def _at(key: str, name: str) -> str:

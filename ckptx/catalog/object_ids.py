@@ -13,13 +13,13 @@ class ObjectIds:
         known[ids(blocks), dtype] = ...
     """
 
-    __slots__ = ("_held",)
+    __slots__ = ("_kept",)
 
     def __init__(self) -> None:
-        self._held: dict[int, object] = {}
+        self._kept: dict[int, object] = {}
 
     def __call__(self, value: object) -> int:
         """Return the id of an object, and keep the object alive."""
         key = id(value)
-        self._held[key] = value
+        self._kept[key] = value
         return key

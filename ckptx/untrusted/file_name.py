@@ -74,9 +74,9 @@ def weights_fault(files: Sequence[str], index: str | None) -> str | None:
             return f"{index!r:.80}: {fault}"
     elif len(files) != 1:
         return f"{len(files)} files require an index"
-    beside = index if index is not None else files[0]
-    if "/" in beside:
-        return f"{beside!r:.80}: it is not at the top of the checkpoint"
+    main_file = index if index is not None else files[0]
+    if "/" in main_file:
+        return f"{main_file!r:.80}: it is not at the top of the checkpoint"
     if len(files) > 1 and _SINGLE in files:
         return f'"{_SINGLE}": loaders would ignore the other files'
     twice = colliding_name([*files, *([] if index is None else [index])])

@@ -29,13 +29,13 @@ def parse_json(text: str, where: object, what: str = "file") -> Any:
         raise InputError(f"{where}: not JSON ({error}); the {what} is corrupt") from error
     except ValueError as error:  # Python refuses numbers of more than 4,300 digits
         raise _too_long(where) from error
-    _check_nest(value, where)
-    if has_half_surrogate(text):
-        raise half_surrogate(where)
+    _check_nesting(value, where)
+    if has_lone_surrogate(text):
+        raise lone_surrogate(where)
     return value
 
 
-def has_half_surrogate(text: str) -> bool:
+def has_lone_surrogate(text: str) -> bool:
     r"""Return True if a JSON text has a lone surrogate in a string, such as `"\ud800"`, which is invalid in UTF-8."""
     if "\\u" not in text:
         return False
@@ -46,7 +46,7 @@ def has_half_surrogate(text: str) -> bool:
     return False
 
 
-def half_surrogate(where: object) -> InputError:
+def lone_surrogate(where: object) -> InputError:
     """Return the error for a string that cannot be encoded as UTF-8."""
     return InputError(f"{where}: a string has a lone surrogate, which is invalid Unicode; correct that string")
 
@@ -60,22 +60,22 @@ def _unique(pairs: list[tuple[str, Any]], where: object) -> dict[str, Any]:
     return keys
 
 
-def _check_nest(value: Any, where: object) -> None:
+def _check_nesting(value: Any, where: object) -> None:
     """Check depth and numbers level by level, without recursion."""
     level = [value]
     for _ in range(JSON_DEPTH):
-        below: list[Any] = []
+        next_level: list[Any] = []
         for each in level:
             inside = each.values() if isinstance(each, dict) else each if isinstance(each, list) else (each,)
             for item in inside:
                 kind = type(item)
                 if kind is dict or kind is list:
-                    below.append(item)
+                    next_level.append(item)
                 elif kind is int and item.bit_length() > JSON_BITS:
                     raise _too_long(where)
-        if not below:
+        if not next_level:
             return
-        level = below
+        level = next_level
     raise _too_deep(where)
 
 
