@@ -53,10 +53,10 @@ def verify_bytes(options: CompareOptions, *, with_state: bool = True) -> VerifyR
     tensors, parameters = len(first.catalog.tensors), parameters_of(first).count
     with first.catalog.source.open() as files_a, second.catalog.source.open() as files_b:
         with_state = with_state and has_state(first) and has_state(second)
-        a, b = _located(first, files_a, log, with_state), _located(second, files_b, log, with_state)
+        a, b = _locate(first, files_a, log, with_state), _locate(second, files_b, log, with_state)
         first, second = in_common_names(a, b)
         targets, ties = _targets(first, dtype), TiedNames.of(first, second)
-        pairs, rows = _pair_up(first, second, targets, ties)
+        pairs, rows = _pair_tensors(first, second, targets, ties)
         if with_state:
             state = pair_state(a, b, ties, in_model_names=first is not a)
             pairs += [_Pair(name, x, y, x.dtype) for name, x, y in state.pairs]
@@ -93,7 +93,7 @@ def verify_bytes(options: CompareOptions, *, with_state: bool = True) -> VerifyR
     return stopwatch.stop(report)
 
 
-def _located(view: ModelView, files: SourceFiles, log: Log, with_state: bool) -> ModelView:
+def _locate(view: ModelView, files: SourceFiles, log: Log, with_state: bool) -> ModelView:
     """Locate every block of the model, and of its state with `with_state`; compare tensors that are stored twice."""
     view = locate_all(view, files) if with_state and view.catalog.form.has_archives else locate_archives(view, files)
     compare_replicas(view.catalog, files)
@@ -142,7 +142,7 @@ class _Pair:
     dtype: DType
 
 
-def _pair_up(
+def _pair_tensors(
     a: ModelView, b: ModelView, targets: dict[str, DType], ties: TiedNames
 ) -> tuple[list[_Pair], list[dict[str, Any]]]:
     """Return pairs of tensors to compare, and rows for differences in headers.

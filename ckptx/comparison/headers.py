@@ -45,7 +45,12 @@ def diff(options: DiffOptions) -> DiffReport:
     for view in (first, second):
         log.note(*(f"{view.catalog.root}: {note}" for note in view.notes))
     for view in (a_view, b_view):
-        log.note(*(f"{view.catalog.root}: {note}" for note in (*view.notes_on_others("not compared"), *_twice(view))))
+        log.note(
+            *(
+                f"{view.catalog.root}: {note}"
+                for note in (*view.notes_on_others("not compared"), *_note_on_duplicates(view))
+            )
+        )
     rows = differing_headers(first, second)
     report = DiffReport(
         command="diff",
@@ -59,7 +64,7 @@ def diff(options: DiffOptions) -> DiffReport:
         parameters=parameters_of(a_view).count,
         compared=len(first.tensors.keys() & second.tensors.keys()),
         differing=rows,
-        tied=_tied_apart(first, second),
+        tied=_ties_in_one(first, second),
     )
     return stopwatch.stop(report)
 
@@ -75,7 +80,7 @@ def seen_together(a: Catalog, b: Catalog, *, prefix: str | None = None) -> tuple
     Raises:
         InputError, UnsupportedError: A checkpoint cannot be viewed, or neither has a model under the prefix.
     """
-    views = _seen_beside(a, b, prefix), _seen_beside(b, a, prefix)
+    views = _view_with_config_of(a, b, prefix), _view_with_config_of(b, a, prefix)
     if prefix is not None and not any(view.catalog.form.is_of_training and view.prefix == prefix for view in views):
         raise InputError(
             f'--source-prefix "{prefix}": neither {a.root} nor {b.root} is a DCP with a model {below(prefix)}; list '
@@ -84,7 +89,7 @@ def seen_together(a: Catalog, b: Catalog, *, prefix: str | None = None) -> tuple
     return views
 
 
-def _seen_beside(catalog: Catalog, other: Catalog, prefix: str | None) -> ModelView:
+def _view_with_config_of(catalog: Catalog, other: Catalog, prefix: str | None) -> ModelView:
     if catalog.config is not None or other.config is None:
         return view_model_under(catalog, prefix)
     try:
@@ -100,7 +105,7 @@ def _seen_beside(catalog: Catalog, other: Catalog, prefix: str | None) -> ModelV
     return replace(view, notes=(*view.notes, note))
 
 
-def _twice(view: ModelView) -> list[str]:
+def _note_on_duplicates(view: ModelView) -> list[str]:
     """Return a note on tensors that are stored under two names, whose bytes `diff` does not compare."""
     rules = rules_of(view) if not view.trainer_naming else None
     names = [*view.duplicates, *(second_namings(rules, view.tensors) if rules is not None else ())]
@@ -148,7 +153,7 @@ def in_common_names(a: ModelView, b: ModelView) -> tuple[ModelView, ModelView]:
 
 def differing_headers(a: ModelView, b: ModelView) -> list[dict[str, Any]]:
     """Return a row for each name that differs, with the kind of difference and the value in each checkpoint."""
-    tied = {row["name"] for row in _tied_apart(a, b)}
+    tied = {row["name"] for row in _ties_in_one(a, b)}
     rows: list[dict[str, Any]] = []
     for name in [*a.tensors, *(name for name in b.tensors if name not in a.tensors)]:
         row = difference_of(name, a.tensors.get(name), b.tensors.get(name))
@@ -166,14 +171,14 @@ def difference_of(name: str, a: TensorEntry | None, b: TensorEntry | None) -> di
         what = "shape"
     elif a.dtype is not b.dtype:
         what = "dtype"
-    return None if what is None else {"name": name, "what": what, "a": _said(a), "b": _said(b)}
+    return None if what is None else {"name": name, "what": what, "a": _describe(a), "b": _describe(b)}
 
 
-def _said(entry: TensorEntry | None) -> str | None:
+def _describe(entry: TensorEntry | None) -> str | None:
     return None if entry is None else f"{entry.dtype.name} {list(entry.shape)}"
 
 
-def _tied_apart(a: ModelView, b: ModelView) -> list[dict[str, str]]:
+def _ties_in_one(a: ModelView, b: ModelView) -> list[dict[str, str]]:
     """Return the tied names that only one side stores, each with the tied name that both have."""
     rows = []
     ties = TiedNames.of(a, b)

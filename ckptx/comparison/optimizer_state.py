@@ -17,7 +17,7 @@ from ckptx.model_view.view import ModelView, rules_of, trainer_rules
 from ckptx.storage.interface import SourceFiles
 from ckptx.wording import counted, first_of
 
-_PIECE = 1 << 20  # bytes of an object per read
+_READ_BYTES = 1 << 20  # bytes of an object per read
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +83,7 @@ def notes_on_objects(
 
 
 @dataclass(frozen=True, slots=True)
-class _Held:
+class _StateTensor:
     """Tensor of the training state, with the parts of its name if it belongs to a parameter."""
 
     entry: TensorEntry
@@ -91,17 +91,17 @@ class _Held:
     parameter: str = ""
 
 
-def _by_key(view: ModelView, in_model_names: bool) -> dict[str, _Held]:
+def _by_key(view: ModelView, in_model_names: bool) -> dict[str, _StateTensor]:
     owners = Owners.of({name: entry.name for name, entry in view.tensors.items()}, view.prefix)
-    found: dict[str, _Held] = {}
+    found: dict[str, _StateTensor] = {}
     for name in (*view.optimizer, *view.other):
         entry, state = view.catalog.tensors[name], owners.find(name)
         if state is None:
-            found[name] = _Held(entry, None)
+            found[name] = _StateTensor(entry, None)
             continue
         parameter = _model_name(view, state.parameter) if in_model_names else state.parameter
         key = state.of(parameter)
-        found[name if key in found else key] = _Held(entry, state, parameter)
+        found[name if key in found else key] = _StateTensor(entry, state, parameter)
     return found
 
 
@@ -112,11 +112,11 @@ def _model_name(view: ModelView, name: str) -> str:
     return name if rules is None else rules.model_name(name) or name
 
 
-def _twin(held: _Held, others: Mapping[str, _Held], ties: TiedNames) -> _Held | None:
+def _twin(state_tensor: _StateTensor, others: Mapping[str, _StateTensor], ties: TiedNames) -> _StateTensor | None:
     """Return the same state of a name that the parameter is tied to; None if there is none."""
-    if held.state is None:
+    if state_tensor.state is None:
         return None
-    twins = (held.state.of(name) for name in sorted(ties.groups.get(held.parameter, ())))
+    twins = (state_tensor.state.of(name) for name in sorted(ties.groups.get(state_tensor.parameter, ())))
     return next((others[key] for key in twins if key in others), None)
 
 
@@ -131,10 +131,10 @@ def not_compared(view: ModelView) -> str:
 def _are_equal(a: BytesEntry, b: BytesEntry, files: tuple[SourceFiles, SourceFiles]) -> bool:
     if a.nbytes != b.nbytes:
         return False
-    for at in range(0, a.nbytes, _PIECE):
+    for at in range(0, a.nbytes, _READ_BYTES):
         pieces = []
         for each, pool in zip((a, b), files, strict=True):
-            piece = bytearray(min(_PIECE, each.nbytes - at))
+            piece = bytearray(min(_READ_BYTES, each.nbytes - at))
             if pool.read_into(each.file, each.offset + at, [memoryview(piece)]) < len(piece):
                 return False  # the file ends before the object does
             pieces.append(piece)

@@ -65,12 +65,12 @@ def with_scales(
     """
     settled = ResolvedNames(places, set())
     found = []
-    apart: dict[str, bool] = {}  # pattern -> True if its names belong to no weight
+    is_separate: dict[str, bool] = {}  # pattern -> True if its names belong to no weight
     for name in [name for name, place in places.items() if place is None]:
         pattern = pattern_of(name)
-        if pattern not in apart:
-            apart[pattern] = parent_of(pattern, is_possible) is None
-        if apart[pattern]:
+        if pattern not in is_separate:
+            is_separate[pattern] = parent_of(pattern, is_possible) is None
+        if is_separate[pattern]:
             continue
         parent = parent_of(name, lambda weight: place_of(weight) is not None)
         weight = None if parent is None else place_of(parent.weight)

@@ -18,7 +18,7 @@ def second_namings(rules: NameRules, names: Iterable[str]) -> dict[str, str]:
         rules: Rules between names on disk and model names.
         names: Names on disk.
     """
-    modern = {name: _modern(name) for name in names}
+    modern = {name: _current_name(name) for name in names}
     places = rules.places(dict.fromkeys(modern.values()))
     owner: dict[object, str] = {}
     found: dict[str, str] = {}
@@ -30,16 +30,16 @@ def second_namings(rules: NameRules, names: Iterable[str]) -> dict[str, str]:
                 if place == name and places[modern[kept]] != kept:
                     owner[key], kept, name = name, name, kept
                 found[name] = kept
-    return {name: _last(found, kept) for name, kept in found.items()}
+    return {name: _final_name(found, kept) for name, kept in found.items()}
 
 
-def _last(found: dict[str, str], name: str) -> str:
+def _final_name(found: dict[str, str], name: str) -> str:
     while name in found:
         name = found[name]
     return name
 
 
-def _modern(name: str) -> str:
+def _current_name(name: str) -> str:
     for old, new in LEGACY_LEAVES.items():
         if name.endswith(old):
             return name.removesuffix(old) + new

@@ -117,7 +117,7 @@ def find_models(roles: Roles, known: KnownNames | None, *, is_given: bool) -> Mo
     """
     outside = [name for name in roles.other if not is_trainer_state(name)]
     found = _other_copies(roles, outside) if known is None else _other_models(roles, outside, known)
-    models = _settled(roles, found)
+    models = _separate(roles, found)
     if is_given or not roles.prefix:
         return models
     model = models.roles.model
@@ -134,7 +134,7 @@ def _other_copies(roles: Roles, outside: Iterable[str]) -> list[OtherModel]:
         parts = name.split(".")
         return tuple(at for at in range(len(parts)) if ".".join(parts[at:]) in roles.model)
 
-    found = _grouped((name, depths(name)) for name in outside)
+    found = _group_by_prefix((name, depths(name)) for name in outside)
     return [OtherModel(prefix, names, len(names) == len(roles.model)) for prefix, names in found.items()]
 
 
@@ -155,13 +155,13 @@ def _other_models(roles: Roles, outside: Iterable[str], known: KnownNames) -> li
     return others
 
 
-def _settled(roles: Roles, found: Iterable[OtherModel]) -> Models:
+def _separate(roles: Roles, found: Iterable[OtherModel]) -> Models:
     """Separate other models from the model, and copies of its names that are optimizer state from both.
 
     An incomplete model under the prefix of the model stays part of it: MTP heads have the names of a layer.
     """
     moments: set[str] = set()
-    taken: set[str] = set()
+    foreign: set[str] = set()
     others = []
     for each in found:
         if each.prefix.startswith(roles.prefix) and not each.is_complete:
@@ -170,23 +170,23 @@ def _settled(roles: Roles, found: Iterable[OtherModel]) -> Models:
             moments.update(each.names)
         else:
             others.append(each)
-            taken.update(each.names)
-    if not moments and not taken:
+            foreign.update(each.names)
+    if not moments and not foreign:
         return Models(roles)
     model, optimizer, other = {}, list(roles.optimizer), []
     for short, name in roles.model.items():
         if name in moments:
             optimizer.append(name)
-        elif name in taken:
+        elif name in foreign:
             other.append(name)
         else:
             model[short] = name
     optimizer += [name for name in roles.other if name in moments]
     other += [name for name in roles.other if name not in moments]
-    return Models(Roles(roles.prefix, model, optimizer, other), tuple(sorted(others, key=_order)))
+    return Models(Roles(roles.prefix, model, optimizer, other), tuple(sorted(others, key=_sort_key)))
 
 
-def _order(other: OtherModel) -> tuple[bool, str]:
+def _sort_key(other: OtherModel) -> tuple[bool, str]:
     return not other.is_complete, other.prefix
 
 
@@ -206,13 +206,13 @@ def _groups_of_model(names: list[str], known: KnownNames) -> dict[str, tuple[str
         if pattern not in exact:
             exact[pattern] = depths(name, "")
             short[pattern] = () if exact[pattern] or lead is None else depths(name, lead)
-    found = _grouped((name, exact[pattern_of(name)]) for name in names)
-    for prefix, group in _grouped((name, short[pattern_of(name)]) for name in names).items():
+    found = _group_by_prefix((name, exact[pattern_of(name)]) for name in names)
+    for prefix, group in _group_by_prefix((name, short[pattern_of(name)]) for name in names).items():
         found[prefix] = (*found.get(prefix, ()), *group)
     return found
 
 
-def _grouped(places: Iterable[tuple[str, tuple[int, ...]]]) -> dict[str, tuple[str, ...]]:
+def _group_by_prefix(places: Iterable[tuple[str, tuple[int, ...]]]) -> dict[str, tuple[str, ...]]:
     """Group names by prefix; a name with several prefixes goes to the one that most names have."""
     candidates = {}
     counts: Counter[str] = Counter()

@@ -102,7 +102,7 @@ def _without(name: str, wrappers: frozenset[str], patterns: frozenset[str]) -> s
     *parents, last = name.split(".")
     if wrappers.isdisjoint(parents):
         return name
-    own = _own_end(pattern_of(name), patterns)
+    own = _find_own_end(pattern_of(name), patterns)
     parents = parents[: len(parents) + 1 - own[0]] if own else parents
     kept = [part for part in parents if part not in wrappers]
     if not own:
@@ -112,7 +112,7 @@ def _without(name: str, wrappers: frozenset[str], patterns: frozenset[str]) -> s
 
 
 @lru_cache(maxsize=1 << 12)
-def _own_end(pattern: str, patterns: frozenset[str]) -> tuple[int, tuple[int, ...]] | None:
+def _find_own_end(pattern: str, patterns: frozenset[str]) -> tuple[int, tuple[int, ...]] | None:
     """Find the end of a name that is a name of the architecture with components like wrappers.
 
     Returns:
@@ -157,8 +157,8 @@ def _names_of_modules(shorts: Mapping[str, str], patterns: frozenset[str]) -> se
     found: set[str] = set()
     modules: set[str] = set()
     for short, each in collisions.items():
-        apart = {_without(name, WRAPPERS - _LIKE_A_MODULE, patterns) for name in each}
-        if len(apart) == 1 or is_optimizer(short) or is_trainer_state(short) or _ends_known(short, patterns):
+        spellings = {_without(name, WRAPPERS - _LIKE_A_MODULE, patterns) for name in each}
+        if len(spellings) == 1 or is_optimizer(short) or is_trainer_state(short) or _ends_known(short, patterns):
             continue
         modules.add(short)
         found.update(each)

@@ -111,14 +111,14 @@ def convert(conversion: Conversion, columns: Columns, shapes: Sequence[Shape | N
         UnsupportedError: An op is unknown to ckptx, or requires an unknown shape.
     """
     for op in conversion.ops:
-        columns = _applied(op, columns, len(conversion.targets), shapes)
+        columns = _apply(op, columns, len(conversion.targets), shapes)
     if len(columns) != len(conversion.targets):
         gave = counted(len(columns), "tensor")
         raise Defect(f"{conversion}: gave {gave}; this is a defect of ckptx, please report it")
     return columns
 
 
-def _applied(op: Op, columns: Columns, count: int, shapes: Sequence[Shape | None]) -> Columns:
+def _apply(op: Op, columns: Columns, count: int, shapes: Sequence[Shape | None]) -> Columns:
     """Apply one op to `columns`; `count` is the number of target patterns."""
     if op.kind == "same":
         return columns
@@ -135,8 +135,8 @@ def _applied(op: Op, columns: Columns, count: int, shapes: Sequence[Shape | None
         return [parts] if count == 1 else [[part] for part in parts]
     if op.kind == "transpose":
         return [
-            [_transposed(entry, op, shape) for entry in column]
-            for column, shape in zip(columns, _padded(shapes, len(columns)), strict=True)
+            [_transpose(entry, op, shape) for entry in column]
+            for column, shape in zip(columns, _pad(shapes, len(columns)), strict=True)
         ]
     if op.kind == "interleave":
         return [[interleave(entry, op.dim, back=op.args[:1] == (1,)) for entry in column] for column in columns]
@@ -153,7 +153,7 @@ def _applied(op: Op, columns: Columns, count: int, shapes: Sequence[Shape | None
     )
 
 
-def _padded(shapes: Sequence[Shape | None], count: int) -> Sequence[Shape | None]:
+def _pad(shapes: Sequence[Shape | None], count: int) -> Sequence[Shape | None]:
     return shapes if len(shapes) == count else (None,) * count
 
 
@@ -177,7 +177,7 @@ def _part_sizes(op: Op, entry: TensorEntry, count: int, shapes: Sequence[Shape |
     return tuple(min(step, size - i * step) for i in range(parts))
 
 
-def _transposed(entry: TensorEntry, op: Op, wanted: Shape | None) -> TensorEntry:
+def _transpose(entry: TensorEntry, op: Op, wanted: Shape | None) -> TensorEntry:
     if op.args[:1] == (1,):
         if wanted is None:
             raise UnsupportedError(

@@ -96,7 +96,7 @@ class PullBack:
         ]
         key = (self._ids(trace), place.column, place.at, *map(self._ids, cuts))
         if key not in self._answers:
-            pulled = _pulled(shape, trace.parts.get((place.column, place.at), []), cuts)
+            pulled = _pull_back_blocks(shape, trace.parts.get((place.column, place.at), []), cuts)
             self._answers[key] = None if pulled is None else self._interned.setdefault(pulled, pulled)
         return self._answers[key]
 
@@ -150,7 +150,9 @@ def _traced(conversion: Conversion, columns: list[list[Shape]], wanted: Sequence
     return _Trace(tuple(shapes), tuple(names), parts)
 
 
-def _pulled(shape: Shape, parts: Iterable[_SourceSpan], cuts: list[tuple[Block, ...]]) -> tuple[Block, ...] | None:
+def _pull_back_blocks(
+    shape: Shape, parts: Iterable[_SourceSpan], cuts: list[tuple[Block, ...]]
+) -> tuple[Block, ...] | None:
     """Return the blocks of one disk tensor; None if it has more blocks per rank than the model tensors."""
     by_holder: dict[tuple[int, bool], list[Region]] = {}
     allowed: dict[tuple[int, bool], int] = {}
@@ -165,7 +167,7 @@ def _pulled(shape: Shape, parts: Iterable[_SourceSpan], cuts: list[tuple[Block, 
                 by_holder.setdefault((block.rank_in_stage, block.replica), []).extend(_rectangles(shape, chunk, share))
     blocks = []
     for holder in sorted(by_holder, key=lambda each: (each[0], each[1])):
-        regions = _joined(by_holder[holder])
+        regions = _merge(by_holder[holder])
         if len(regions) > allowed[holder]:
             return None
         blocks += [Block(holder[0], region, holder[1]) for region in regions]
@@ -200,23 +202,23 @@ def _rectangles(shape: Shape, chunk: Chunk, share: Region) -> Iterator[Region]:
         yield Region(tuple(offsets), tuple(sizes))
 
 
-def _joined(regions: list[Region]) -> list[Region]:
+def _merge(regions: list[Region]) -> list[Region]:
     """Merge adjacent rectangles that differ along one dim."""
     dims = len(regions[0].sizes)
     before = 0
     while before != len(regions) and len(regions) > 1:
         before = len(regions)
         for dim in range(dims):
-            regions = _joined_along(regions, dim)
+            regions = _merge_along(regions, dim)
     return sorted(regions)
 
 
-def _joined_along(regions: list[Region], dim: int) -> list[Region]:
+def _merge_along(regions: list[Region], dim: int) -> list[Region]:
     def others(region: Region) -> tuple[Shape, Shape]:
         offsets, sizes = region
         return (*offsets[:dim], *offsets[dim + 1 :]), (*sizes[:dim], *sizes[dim + 1 :])
 
-    joined: list[Region] = []
+    merged: list[Region] = []
     regions = sorted(regions, key=lambda region: (others(region), region.offsets[dim]))
     for _, row in groupby(regions, others):
         last: Region | None = None
@@ -226,8 +228,8 @@ def _joined_along(regions: list[Region], dim: int) -> list[Region]:
                 last = last._replace(sizes=(*sizes[:dim], sizes[dim] + region.sizes[dim], *sizes[dim + 1 :]))
                 continue
             if last is not None:
-                joined.append(last)
+                merged.append(last)
             last = region
         if last is not None:
-            joined.append(last)
-    return joined
+            merged.append(last)
+    return merged

@@ -26,13 +26,13 @@ def merge(entries: Sequence[TensorEntry], dim: int) -> TensorEntry:
     """
     first = entries[0]
     for entry in entries:
-        _check_alike(first, entry, first.shape, entry.shape)
+        _check_compatible(first, entry, first.shape, entry.shape)
 
     def placed(chunk: Chunk, index: int) -> Chunk:
         offsets, sizes = chunk.region
         region = Region((*offsets[:dim], index, *offsets[dim:]), (*sizes[:dim], 1, *sizes[dim:]))
         strides = None if chunk.strides is None else (*chunk.strides[:dim], 1, *chunk.strides[dim:])
-        return _opened(chunk, first.name)._replace(region=region, strides=strides)
+        return _require_located(chunk, first.name)._replace(region=region, strides=strides)
 
     return TensorEntry(
         first.name,
@@ -47,14 +47,14 @@ def unmerge(entry: TensorEntry, dim: int) -> list[TensorEntry]:
     """Return the slices of a tensor along a dim, without that dim."""
     _check_dim(entry, dim)
     return [
-        _rebuilt(part, _but(part.shape, dim), lambda chunk: _without(chunk, dim, entry.dtype))
+        _map_chunks(part, _without_dim(part.shape, dim), lambda chunk: _drop_dim(chunk, dim, entry.dtype))
         for part in split(entry, dim, (1,) * entry.shape[dim])
     ]
 
 
-def _without(chunk: Chunk, dim: int, dtype: DType) -> Chunk:
-    region = Region(_but(chunk.region.offsets, dim), _but(chunk.region.sizes, dim))
-    strides = None if chunk.strides is None else _or_none(_items(region.sizes, dtype), _but(chunk.strides, dim))
+def _drop_dim(chunk: Chunk, dim: int, dtype: DType) -> Chunk:
+    region = Region(_without_dim(chunk.region.offsets, dim), _without_dim(chunk.region.sizes, dim))
+    strides = None if chunk.strides is None else _or_none(_items(region.sizes, dtype), _without_dim(chunk.strides, dim))
     return chunk._replace(region=region, strides=strides)
 
 
@@ -63,11 +63,11 @@ def concat(entries: Sequence[TensorEntry], dim: int) -> TensorEntry:
     first = entries[0]
     for entry in entries:
         _check_dim(entry, dim)
-        _check_alike(first, entry, _but(first.shape, dim), _but(entry.shape, dim))
+        _check_compatible(first, entry, _without_dim(first.shape, dim), _without_dim(entry.shape, dim))
     *starts, total = accumulate((entry.shape[dim] for entry in entries), initial=0)
 
     def moved(chunks: Iterable[Chunk], start: int) -> Iterator[Chunk]:
-        return (_shifted(_opened(chunk, first.name), dim, start) for chunk in chunks)
+        return (_shift(_require_located(chunk, first.name), dim, start) for chunk in chunks)
 
     return TensorEntry(
         first.name,
@@ -87,8 +87,8 @@ def split(entry: TensorEntry, dim: int, sizes: Sequence[int]) -> list[TensorEntr
     _check_dim(entry, dim)
     if sum(sizes) != entry.shape[dim]:
         raise InputError(
-            f'tensor "{entry.name}": shape {list(entry.shape)} does not split into parts of {_brief(sizes)} along dim '
-            f"{dim}; use the config that belongs to this checkpoint"
+            f'tensor "{entry.name}": shape {list(entry.shape)} does not split into parts of {_summarize(sizes)} along '
+            f"dim {dim}; use the config that belongs to this checkpoint"
         )
     edges = list(accumulate(sizes, initial=0))
     parts: list[list[Chunk]] = [[] for _ in sizes]
@@ -101,8 +101,8 @@ def split(entry: TensorEntry, dim: int, sizes: Sequence[int]) -> list[TensorEntr
             while at < len(sizes) and edges[at] < high:
                 begin, end = max(low, edges[at]), min(high, edges[at + 1])
                 if begin < end:
-                    part = narrow(chunk, _spanned(chunk.region, dim, begin, end - begin), entry)
-                    kept[at].append(_shifted(part, dim, -edges[at]))
+                    part = narrow(chunk, _with_extent(chunk.region, dim, begin, end - begin), entry)
+                    kept[at].append(_shift(part, dim, -edges[at]))
                 at += 1
     shapes = [(*entry.shape[:dim], size, *entry.shape[dim + 1 :]) for size in sizes]
     return [
@@ -131,10 +131,10 @@ def transpose(entry: TensorEntry, a: int, b: int) -> TensorEntry:
 
     def turned(chunk: Chunk) -> Chunk:
         region = Region(exchanged(chunk.region.offsets), exchanged(chunk.region.sizes))
-        strides = exchanged(_strides(_opened(chunk, entry.name), entry.dtype))
+        strides = exchanged(_strides(_require_located(chunk, entry.name), entry.dtype))
         return chunk._replace(region=region, strides=_or_none(_items(region.sizes, entry.dtype), strides))
 
-    return _rebuilt(entry, exchanged(entry.shape), turned)
+    return _map_chunks(entry, exchanged(entry.shape), turned)
 
 
 def interleave(entry: TensorEntry, dim: int, back: bool) -> TensorEntry:
@@ -193,12 +193,12 @@ class RegroupedRows(Sequence[Chunk]):
 
     def __init__(self, entry: TensorEntry, chunks: Sequence[Chunk], dim: int, a: int, b: int) -> None:
         self._dim, self._a, self._b = dim, a, b
-        filled = [_opened(chunk, entry.name) for chunk in chunks if chunk.region.numel]
+        filled = [_require_located(chunk, entry.name) for chunk in chunks if chunk.region.numel]
         self._starts = list(accumulate((chunk.region.sizes[dim] for chunk in filled), initial=0))
         # The first row of each source chunk, and the bytes from one row to the next.
         self._first = [
             (
-                narrow(chunk, _spanned(chunk.region, dim, chunk.region.offsets[dim], 1), entry),
+                narrow(chunk, _with_extent(chunk.region, dim, chunk.region.offsets[dim], 1), entry),
                 _strides(chunk, entry.dtype)[dim] * entry.dtype.itemsize,
             )
             for chunk in filled
@@ -242,14 +242,14 @@ def narrow(chunk: Chunk, part: Region, entry: TensorEntry) -> Chunk:
         UnsupportedError: The part begins or ends inside a byte.
     """
     if part == chunk.region:
-        return _opened(chunk, entry.name)
+        return _require_located(chunk, entry.name)
     dtype = entry.dtype
     starts = tuple(a - b for a, b in zip(part.offsets, chunk.region.offsets, strict=True))
     if dtype.bits % 8 and (dtype.pack == 1 or starts[-1] % dtype.pack or part.sizes[-1] % dtype.pack):
         raise UnsupportedError(
             f'tensor "{entry.name}": {dtype} elements share bytes and cannot be split at {part}; keep its current names'
         )
-    strides = _strides(_opened(chunk, entry.name), dtype)
+    strides = _strides(_require_located(chunk, entry.name), dtype)
     sizes = _items(part.sizes, dtype)
     first = sum(start * stride for start, stride in zip(_items(starts, dtype), strides, strict=True))
     span = 1 + sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
@@ -284,35 +284,35 @@ def _or_none(sizes: Shape, strides: Shape) -> Shape | None:
     return None
 
 
-def _rebuilt(entry: TensorEntry, shape: Shape, change: Callable[[Chunk], Chunk]) -> TensorEntry:
+def _map_chunks(entry: TensorEntry, shape: Shape, change: Callable[[Chunk], Chunk]) -> TensorEntry:
     chunks = tuple([change(chunk) for chunk in entry.chunks])
     return entry._replace(shape=shape, chunks=chunks, replicas=tuple([change(chunk) for chunk in entry.replicas]))
 
 
-def _spanned(region: Region, dim: int, begin: int, size: int) -> Region:
+def _with_extent(region: Region, dim: int, begin: int, size: int) -> Region:
     """Return `region` with another extent along one dim."""
     offsets, sizes = region
     return Region((*offsets[:dim], begin, *offsets[dim + 1 :]), (*sizes[:dim], size, *sizes[dim + 1 :]))
 
 
-def _shifted(chunk: Chunk, dim: int, by: int) -> Chunk:
+def _shift(chunk: Chunk, dim: int, by: int) -> Chunk:
     if not by:
         return chunk
     offsets, sizes = chunk.region
     return chunk._replace(region=Region((*offsets[:dim], offsets[dim] + by, *offsets[dim + 1 :]), sizes))
 
 
-def _opened(chunk: Chunk, name: str) -> Chunk:
+def _require_located(chunk: Chunk, name: str) -> Chunk:
     if chunk.archive:
         raise Defect(f'tensor "{name}": rewritten before its payload was located; please report this')
     return chunk
 
 
-def _but(shape: Shape, dim: int) -> Shape:
+def _without_dim(shape: Shape, dim: int) -> Shape:
     return (*shape[:dim], *shape[dim + 1 :])
 
 
-def _brief(sizes: Sequence[int]) -> str:
+def _summarize(sizes: Sequence[int]) -> str:
     return str(list(sizes)) if len(sizes) <= 8 else f"{counted(len(sizes), 'size')}, {sum(sizes)} in all,"
 
 
@@ -323,7 +323,7 @@ def _check_dim(entry: TensorEntry, dim: int) -> None:
         )
 
 
-def _check_alike(first: TensorEntry, other: TensorEntry, a: Shape, b: Shape) -> None:
+def _check_compatible(first: TensorEntry, other: TensorEntry, a: Shape, b: Shape) -> None:
     if first.dtype is not other.dtype or a != b:
         raise InputError(
             f'tensor "{other.name}": {other.dtype} of shape {list(other.shape)} cannot be combined with '

@@ -115,7 +115,7 @@ class NameRules:
         self._looked_up: dict[str, tuple[Destination | None, str | None]] = {}
         self._model_names: dict[str, str | None] = {}
         self._known_patterns: dict[str, bool] = {}
-        self._alike: dict[str, _PatternEntry | None] = {}
+        self._by_pattern: dict[str, _PatternEntry | None] = {}
         self._run_names: dict[tuple[int, tuple[int, ...]], str] = {}
 
     # -- destinations
@@ -156,15 +156,15 @@ class NameRules:
                 doubtful[name] = place, plain
         if doubtful:
             taken = {plain for plain in found.values() if isinstance(plain, str)}
-            settled = False
-            while not settled:
-                settled = True
+            resolved = False
+            while not resolved:
+                resolved = True
                 for name, (place, plain) in list(doubtful.items()):
                     if any(target in taken for target in self._target_names(place)):
                         found[name] = plain
                         taken.add(plain)
                         del doubtful[name]
-                        settled = False
+                        resolved = False
         return with_scales(
             found,
             self.conversions,
@@ -181,18 +181,22 @@ class NameRules:
 
     def _resolve(self, name: str) -> tuple[Destination | None, str | None]:
         pattern, indices = split_pattern(name)
-        alike = self._alike.get(pattern)
-        if alike is None:
+        entry_of_pattern = self._by_pattern.get(pattern)
+        if entry_of_pattern is None:
             found = self._resolve_uncached(name)
-            if pattern not in self._alike:
-                self._alike[pattern] = None if self._depends_on_indices(name) else self._pattern_entry(name, *found)
+            if pattern not in self._by_pattern:
+                self._by_pattern[pattern] = (
+                    None if self._depends_on_indices(name) else self._pattern_entry(name, *found)
+                )
             return found
-        plain = None if alike.plain is None else alike.plain[0] + name[alike.plain[1] :]
-        if alike.conversion is None:
+        plain = (
+            None if entry_of_pattern.plain is None else entry_of_pattern.plain[0] + name[entry_of_pattern.plain[1] :]
+        )
+        if entry_of_pattern.conversion is None:
             return None, plain
-        if alike.in_list:
-            return Destination(alike.conversion, indices[:-1], alike.column, indices[-1]), plain
-        return Destination(alike.conversion, indices, alike.column), plain
+        if entry_of_pattern.in_list:
+            return Destination(entry_of_pattern.conversion, indices[:-1], entry_of_pattern.column, indices[-1]), plain
+        return Destination(entry_of_pattern.conversion, indices, entry_of_pattern.column), plain
 
     def _depends_on_indices(self, name: str) -> bool:
         """Return True if the result of a lookup may depend on the numbers in the name."""
@@ -262,9 +266,9 @@ class NameRules:
             InputError: Parts of a model tensor are missing or do not match, or two tensors have one destination.
             UnsupportedError: ckptx does not support a conversion.
         """
-        settled = self._places(tensors)
-        places, kept = self._keep_unconvertible(settled, self.conversions)
-        renamed = _Rewrite(tensors, self.conversions, self.shape_of).run(places, kept)
+        resolved = self._places(tensors)
+        places, kept = self._keep_unconvertible(resolved, self.conversions)
+        renamed = _Converter(tensors, self.conversions, self.shape_of).run(places, kept)
         if self._prefix:
             plain = [(old, new) for old, new in places.items() if isinstance(new, str)]
             added = sum(new == self._prefix + old for old, new in plain)
@@ -296,31 +300,31 @@ class NameRules:
         runs = {place.run for place in names}
         found = {name: plain.get(name) or self._place_back(name, runs) for name in tensors}
         known = set(map(pattern_of, plain))
-        settled = with_scales(
+        resolved = with_scales(
             found,
             self._back,
             lambda weight: found.get(weight) or plain.get(weight) or self._place_back(weight, runs),
             lambda place: names.get(place) or renamed_at(self._back, place),
             lambda weight: pattern_of(weight) in known or self._targets.may_fit(weight) or self._is_known(weight),
         )
-        places, kept = self._keep_unconvertible(settled, self._back)
-        return _Rewrite(tensors, self._back, lambda name: None, names).run(places, kept)
+        places, kept = self._keep_unconvertible(resolved, self._back)
+        return _Converter(tensors, self._back, lambda name: None, names).run(places, kept)
 
     def _keep_unconvertible(
-        self, settled: ResolvedNames, conversions: Sequence[Conversion]
+        self, resolved: ResolvedNames, conversions: Sequence[Conversion]
     ) -> tuple[dict[str, Destination | str | None], tuple[str, ...]]:
         """Keep the names of quantized weights that cannot be converted; return the places and these names.
 
         Raises:
             UnsupportedError: A kept name equals the name of its target, which has another order of elements.
         """
-        if not settled.unconvertible:
-            return settled.places, ()
-        scales = {(k, fixed) for k, base in self._bases.items() for j, fixed in settled.unconvertible if j == base}
-        staying = settled.unconvertible | scales
-        places, kept = dict(settled.places), []
-        for name, place in settled.places.items():
-            if isinstance(place, Destination) and place.run in staying:
+        if not resolved.unconvertible:
+            return resolved.places, ()
+        scales = {(k, fixed) for k, base in self._bases.items() for j, fixed in resolved.unconvertible if j == base}
+        unconvertible = resolved.unconvertible | scales
+        places, kept = dict(resolved.places), []
+        for name, place in resolved.places.items():
+            if isinstance(place, Destination) and place.run in unconvertible:
                 if name in {named(target, place.fixed, place.at) for target in conversions[place.conversion].targets}:
                     raise UnsupportedError(
                         f'tensor "{name}": is quantized, and the other names require another order of its elements; '
@@ -344,7 +348,7 @@ class NameRules:
         return fallback
 
 
-class _Rewrite:
+class _Converter:
     """Application of conversions to a catalog: gathers the tensors of each run, converts and renames them."""
 
     def __init__(

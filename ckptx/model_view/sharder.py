@@ -236,20 +236,20 @@ class _Decisions:
     def of(self, name: str) -> Decision:
         """Return the decision for a tensor, in the form in which it is stored."""
         shape = self._shapes[name]
-        weight, beside = None, self._weight_of(name)
-        if beside is not None:
-            weight = self._shapes[beside], self.of(beside).placement
+        weight, weight_name = None, self._weight_of(name)
+        if weight_name is not None:
+            weight = self._shapes[weight_name], self.of(weight_name).placement
         model_name = self.model_name(name)
         place = self._places.get(name)
         if weight is None and type(place) is Destination and place.conversion in self._rebuilding:
-            return self._seen_from_disk(name)
+            return self._decision_on_disk_form(name)
         key = (model_name if self._has_indices else pattern_of(model_name or name), shape, weight)
         decision = self._known.get(key)
         if decision is None:
             decision = self._known[key] = decide(self._plan, model_name or name, shape, self._tp, weight)
         return decision
 
-    def _seen_from_disk(self, name: str) -> Decision:
+    def _decision_on_disk_form(self, name: str) -> Decision:
         """Return the decision for a tensor that is a part of model tensors, or combines several of them."""
         assert self._pull_back is not None
         shape = self._shapes[name]
@@ -257,7 +257,7 @@ class _Decisions:
         known = self._of_experts.get(key)
         if known is not None:
             return known
-        decision = self._pulled_decision(name, shape)
+        decision = self._derive_decision(name, shape)
         place = self._places[name]
         if isinstance(place, Destination) and self._rules is not None and not self._has_indices:
             target = self._of_targets.get(self.model_name(name) or "")
@@ -267,17 +267,17 @@ class _Decisions:
                 self._of_experts[key] = decision  # tensors of a module list have the same shards, except along the list
         return decision
 
-    def _pulled_decision(self, name: str, shape: Shape) -> Decision:
+    def _derive_decision(self, name: str, shape: Shape) -> Decision:
         assert self._pull_back is not None
         blocks = self._pull_back.blocks(name)
         decision = self._of_targets.get(self.model_name(name) or "")
         if blocks is None or decision is None:
-            return _UNCUT
+            return _REPLICATED
         if all(block.region.sizes == shape for block in blocks):
             return replace(decision, placement=None)
         placement = placement_of(shape, blocks, self._tp)
         if placement is None:
-            return _UNCUT
+            return _REPLICATED
         reason = f"{decision.reason} of the model's tensor"
         return Decision(placement, decision.decided_by, reason, decision.aligned)
 
@@ -288,7 +288,7 @@ class _Decisions:
 
 
 _PASSED = Decision(None, "default", "not in the model; replicated", True)
-_UNCUT = Decision(None, "default", "stored in a form that cannot be sharded like the model; replicated", True)
+_REPLICATED = Decision(None, "default", "stored in a form that cannot be sharded like the model; replicated", True)
 
 
 def placement_of(shape: Shape, blocks: Iterable[Block], tp: int) -> Placement | None:

@@ -124,7 +124,7 @@ class CopyRun:
             self._size //= 2
         self._outs: dict[str, OutFile] = {}
         self._small = SmallCopies(reader, buffers.get(0), self._outs, self._out)
-        self._cuts: dict[tuple[int, DType, Shape, bool], _StepSharding] = {}
+        self._shardings: dict[tuple[int, DType, Shape, bool], _StepSharding] = {}
         self._ids = ObjectIds()
         self._shared = copy.split[run.group, run.first] if run.rows is not None else None
         self._finished: deque[tuple[list[tuple[OutFile, int]], bytes]] = deque()  # (file, end) of blocks, digests
@@ -187,21 +187,21 @@ class CopyRun:
 
     # ------------------------------------------------------------------------------------------------------- tensors
 
-    def _cut_of(self, step: CopyStep) -> _StepSharding:
+    def _sharding_of(self, step: CopyStep) -> _StepSharding:
         chunks = step.target.chunks
         blocks = chunks.blocks if type(chunks) is ShardedChunks else None
         if blocks is None and len(chunks) > 1:
-            return self._make_cut(step, [chunk.region for chunk in chunks], False)
+            return self._make_sharding(step, [chunk.region for chunk in chunks], False)
         # A single chunk is always the whole tensor.
         key = (self._ids(blocks), step.target.dtype, step.target.shape, step.framed)
-        cut = self._cuts.get(key)
-        if cut is None:
+        sharding = self._shardings.get(key)
+        if sharding is None:
             regions = [whole(step.target.shape)] if blocks is None else [block.region for block in blocks]
             replicas = blocks is not None and any(block.replica for block in blocks)
-            cut = self._cuts[key] = self._make_cut(step, regions, replicas)
-        return cut
+            sharding = self._shardings[key] = self._make_sharding(step, regions, replicas)
+        return sharding
 
-    def _make_cut(self, step: CopyStep, regions: list[Region], has_replicas: bool) -> _StepSharding:
+    def _make_sharding(self, step: CopyStep, regions: list[Region], has_replicas: bool) -> _StepSharding:
         dtype, shape = step.target.dtype, step.target.shape
         frame_of = self._plan.frame_of if step.framed else None
         frames = tuple([frame_of(dtype, region.sizes) if frame_of else None for region in regions])
@@ -218,27 +218,27 @@ class CopyRun:
             return zip(chunks.files, chunks.offsets, strict=True)
         return ((chunk.file, chunk.offset) for chunk in chunks)
 
-    def _share(self, step: CopyStep, cut: _StepSharding) -> Grid:
+    def _share(self, step: CopyStep, sharding: _StepSharding) -> Grid:
         """Return the part of the grid that belongs to this run."""
         rows = self._run.rows
-        return cut.grid if rows is None else cut.grid.share(*rows, step.target.shape[0])
+        return sharding.grid if rows is None else sharding.grid.share(*rows, step.target.shape[0])
 
     def _copy_step(self, step: CopyStep) -> None:
-        cut = self._cut_of(step)
-        if self._shared is None and self._copy_small(step, cut):
+        sharding = self._sharding_of(step)
+        if self._shared is None and self._copy_small(step, sharding):
             return
-        grid = self._share(step, cut)
-        blocks = self._open_blocks(step, cut, grid)
+        grid = self._share(step, sharding)
+        blocks = self._open_blocks(step, sharding, grid)
         sink: Direct | Tiles
-        if cut.is_whole or (not cut.has_replicas and grid.narrowest >= _DIRECT):
-            sink = Direct(self.close, grid, blocks, None if cut.is_whole else self._buffers.get(0))
+        if sharding.is_whole or (not sharding.has_replicas and grid.narrowest >= _DIRECT):
+            sink = Direct(self.close, grid, blocks, None if sharding.is_whole else self._buffers.get(0))
         else:
             sink = Tiles(self.close, grid, blocks, self._buffers.get(0)[: self._size])
         records: list[RecordPart] | None = None if self._shared is None else []
         self._copy.losses.add(step.target.name, self._stream(step, grid, sink, records))
         for block in blocks.values():
             assert not block.left, f"{step.target.name}: {block.left} bytes were not produced"
-        self._finish(step, cut, blocks, sink.digest, records)
+        self._finish(step, sharding, blocks, sink.digest, records)
 
     def _stream(self, step: CopyStep, grid: Grid, sink: Sink, records: list[RecordPart] | None) -> CastLosses:
         """Read and cast the share of a tensor that belongs to this run; return the losses of the cast."""
@@ -253,18 +253,18 @@ class CopyRun:
             return whole(shape)
         return Region((rows[0],) + (0,) * (len(shape) - 1), (rows[1] - rows[0], *shape[1:]))
 
-    def _open_blocks(self, step: CopyStep, cut: _StepSharding, grid: Grid) -> dict[int, BlockWriter]:
+    def _open_blocks(self, step: CopyStep, sharding: _StepSharding, grid: Grid) -> dict[int, BlockWriter]:
         """Return writers for the blocks that this run fills, after writing the head of each that starts here."""
         places = list(self._places(step))
         blocks = {}
         for cell in grid.cells:
             name, offset = places[cell.block]
-            frame, nbytes = cut.frames[cell.block], cell.nbytes
+            frame, nbytes = sharding.frames[cell.block], cell.nbytes
             at = offset + (len(frame.head) if frame is not None else 0) + cell.begin
             out = self._out(name, at if cell.begin else offset)
             if frame is not None and not cell.begin:
                 out.write(frame.head)
-            block = blocks[cell.block] = BlockWriter(out, at, cell.begin, nbytes, frame, not cut.is_whole)
+            block = blocks[cell.block] = BlockWriter(out, at, cell.begin, nbytes, frame, not sharding.is_whole)
             if not nbytes:
                 self.close(block)
         return blocks
@@ -276,12 +276,12 @@ class CopyRun:
             block.out.write(tail)
             block.at += len(tail)
 
-    def _copy_small(self, step: CopyStep, cut: _StepSharding) -> bool:
+    def _copy_small(self, step: CopyStep, sharding: _StepSharding) -> bool:
         """Copy a tensor that fits into the buffer; return False if it does not, or needs the general path."""
-        source, target, small = step.source, step.target, cut.small
+        source, target, small = step.source, step.target, sharding.small
         if small is None or small.largest > self._size or target.dtype is not source.dtype:
             return False
-        copied = self._small.copy(target, source, small, cut.is_whole)
+        copied = self._small.copy(target, source, small, sharding.is_whole)
         if copied is None:
             return False
         leaf, hashes, ends = copied
@@ -292,7 +292,7 @@ class CopyRun:
     def _finish(
         self,
         step: CopyStep,
-        cut: _StepSharding,
+        sharding: _StepSharding,
         blocks: dict[int, BlockWriter],
         tree: TreeDigest,
         records: list[RecordPart] | None,
@@ -305,12 +305,12 @@ class CopyRun:
             self._copy.digests[step.target.name] = tree.digest().hex()
         else:
             parts = [(index, ChecksumPart(block.begin, block.nbytes, block.crc)) for index, block in blocks.items()]
-            self._join(step, cut, tree.leaves, parts, records)
+            self._join(step, sharding, tree.leaves, parts, records)
 
     def _join(
         self,
         step: CopyStep,
-        cut: _StepSharding,
+        sharding: _StepSharding,
         leaves: list[bytes],
         parts: list[tuple[int, ChecksumPart]],
         records: list[RecordPart],
@@ -326,10 +326,10 @@ class CopyRun:
             if total.nbytes == record.nbytes and total.crc != record.crc:
                 raise self._reader.crc_error(step.source.name, file, record, total.crc)
         for index, (name, offset) in enumerate(self._places(step)):
-            frame = cut.frames[index]
+            frame = sharding.frames[index]
             if frame is not None:
                 tail = frame.tail(joined(shared.blocks[index]).crc)
-                self._file(name).write(tail, offset + len(frame.head) + cut.sizes[index])
+                self._file(name).write(tail, offset + len(frame.head) + sharding.sizes[index])
                 self._on_write(len(tail))
         self._copy.digests[step.target.name] = tree_digest(
             shared.leaves[index] for index in sorted(shared.leaves)
@@ -357,17 +357,19 @@ class CopyRun:
         for number, step in enumerate(steps):
             if self._copy.stop.is_set():
                 raise Cancelled
-            cut = self._cut_of(step)
-            grid = self._share(step, cut)
+            sharding = self._sharding_of(step)
+            grid = self._share(step, sharding)
             count = max(1, -(-grid.nbytes // digest.LEAF))
-            hashes = 0 if cut.is_whole else len(grid.cells)
+            hashes = 0 if sharding.is_whole else len(grid.cells)
             note = recorded[at : at + count * _LEAF_NBYTES + hashes * HASH_NBYTES]
-            if len(note) < count * _LEAF_NBYTES + hashes * HASH_NBYTES or not self._is_on_disk(step, cut, grid, note):
+            if len(note) < count * _LEAF_NBYTES + hashes * HASH_NBYTES or not self._is_on_disk(
+                step, sharding, grid, note
+            ):
                 return number, at
             at += len(note)
         return len(steps), at
 
-    def _is_on_disk(self, step: CopyStep, cut: _StepSharding, grid: Grid, note: bytes) -> bool:
+    def _is_on_disk(self, step: CopyStep, sharding: _StepSharding, grid: Grid, note: bytes) -> bool:
         """Return True if the blocks in the target match the journal and the source still has these bytes.
 
         Their digests are then recorded as if they had been written.
@@ -382,12 +384,12 @@ class CopyRun:
         for cell in grid.cells:
             name, offset = places[cell.block]
             file = self._file(name)
-            frame = cut.frames[cell.block]
+            frame = sharding.frames[cell.block]
             start = offset + (len(frame.head) if frame is not None else 0) + cell.begin
             tree, hashed, crc = self._read_back(file, start, cell.nbytes)
-            if cut.is_whole and tree != leaves:
+            if sharding.is_whole and tree != leaves:
                 return False
-            if not cut.is_whole:
+            if not sharding.is_whole:
                 hashes += hashed if frame is None else crc_note(crc)
             if frame is not None and not cell.begin and file.read(len(frame.head), offset) != frame.head:
                 return False
@@ -407,7 +409,7 @@ class CopyRun:
         if self._shared is None:
             self._copy.digests[step.target.name] = tree_digest(leaves).hex()
         else:
-            self._join(step, cut, leaves, parts, records)
+            self._join(step, sharding, leaves, parts, records)
         return True
 
     def _read_back(self, file: OutputFile, start: int, nbytes: int) -> tuple[list[bytes], bytes, int]:

@@ -120,8 +120,8 @@ class Copy:
     ) -> None:
         self.plan, self.source, self.tree, self.resumed = plan, source, tree, resumed
         runs = [run for run in plan.runs() if groups is None or run.group in groups]
-        chosen = range(len(plan.groups)) if groups is None else groups
-        self.files = sorted(index for group in chosen for index in plan.groups[group].files)
+        indices = range(len(plan.groups)) if groups is None else groups
+        self.files = sorted(index for group in indices for index in plan.groups[group].files)
         self.queue = deque(runs)
         self.workers = max(1, min(workers, len(runs)))
         self.memory_each = max_memory // self.workers
@@ -149,7 +149,7 @@ class Copy:
 
     def run(self, on_progress: Callable[[int], None]) -> CopyResult:
         """Copy everything; raise the error of the first worker that failed."""
-        patience = sys.getswitchinterval()
+        interval = sys.getswitchinterval()
         sys.setswitchinterval(_SWITCH)
         try:
             for index in self.files:
@@ -173,7 +173,7 @@ class Copy:
                 raise self.errors[0]
             self._digest_files()
         finally:
-            sys.setswitchinterval(patience)
+            sys.setswitchinterval(interval)
         self.outcome.bytes_written = sum(self.written)
         self.outcome.overflows, self.outcome.underflows = self._losses.overflows, self._losses.underflows
         return self.outcome
@@ -206,7 +206,7 @@ class Copy:
             nbytes = self.plan.files[index].nbytes
             found = self.targets[index].size
             if found != nbytes:
-                raise self._cut_short(index, found)
+                raise self._size_error(index, found)
             missing += [(index, *each) for each in self.file_digests[index].missing(nbytes)]
         readers = [
             threading.Thread(target=self._read_back, args=(missing,), daemon=True)
@@ -222,7 +222,7 @@ class Copy:
             file, leaves = self.plan.files[index], self.file_digests[index].leaves
             self.outcome.file_digests[file.name] = tree_digest(leaves[leaf] for leaf in sorted(leaves)).hex()
 
-    def _cut_short(self, index: int, found: int) -> OutputError:
+    def _size_error(self, index: int, found: int) -> OutputError:
         file = self.plan.files[index]
         return OutputError(
             f"{self.tree.path / file.name}: has {found} bytes, but {file.nbytes} were written; another process changed "
@@ -245,7 +245,7 @@ class Copy:
                     view = buffer[: min(BLOCK, end - at)]
                     got = self.targets[index].read_into(view, at)
                     if got != len(view):
-                        raise self._cut_short(index, at + got)
+                        raise self._size_error(index, at + got)
                     tree.update(view, last=at + len(view) == end)
                 (digests.leaves[leaf],) = tree.leaves
         except BaseException as error:  # re-raised in the calling thread

@@ -45,7 +45,7 @@ def plan_copy(
         CopyStep(_as_tensor(place), _as_tensor(source.objects[source_names[place.name]]), False)
         for place in target.objects.values()
     ]
-    proof = _Proof()
+    proof = _CoverageCheck()
     for step in steps:
         proof.check(step)
     names = [tuple(group) for group in groups] if groups is not None else [(name,) for name in target.files]
@@ -82,11 +82,11 @@ def _as_tensor(place: BytesEntry) -> TensorEntry:
     return TensorEntry(place.name, BY_NAME["U8"], shape, (Chunk(whole(shape), place.file, place.offset, place.nbytes),))
 
 
-class _Proof:
+class _CoverageCheck:
     """Check of coverage, done once for all tensors with the same blocks."""
 
     def __init__(self) -> None:
-        self._proved: set[tuple[int, Shape]] = set()
+        self._checked: set[tuple[int, Shape]] = set()
         self._ids = ObjectIds()
 
     def check(self, step: CopyStep) -> None:
@@ -99,8 +99,8 @@ class _Proof:
         chunks = target.chunks
         if type(chunks) is ShardedChunks:
             key = (self._ids(chunks.blocks), target.shape)
-            if key not in self._proved:
-                self._proved.add(key)
+            if key not in self._checked:
+                self._checked.add(key)
                 _check_coverage(target, [block for block in chunks.blocks if not block.replica])
                 _check_replicas(target, chunks.blocks)
         elif len(chunks) != 1 or chunks[0].region.sizes != target.shape:

@@ -79,10 +79,10 @@ def segments(entry: TensorEntry, region: Region) -> Iterator[Segment]:
         yield Span(0, chunks[0].offset, entry.dtype.nbytes(region.numel))
         return
     shares = [(i, share) for i, chunk in enumerate(chunks) if (share := chunk.region.intersect(region))]
-    yield from _Cutter(entry, region, shares).segments()
+    yield from _Splitter(entry, region, shares).segments()
 
 
-class _Cutter:
+class _Splitter:
     """Splitter of the dims of a region into outer (looped), rows (flattened), the sharded dim, and a whole unit."""
 
     def __init__(self, entry: TensorEntry, region: Region, shares: list[tuple[int, Region]]) -> None:
@@ -94,15 +94,15 @@ class _Cutter:
                 not share.sizes[dim] == region.sizes[dim] == entry.chunks[i].region.sizes[dim] for i, share in shares
             )
         ]
-        self.cut_dim = cut[-1] if cut else 0
+        self.sharded_dim = cut[-1] if cut else 0
         self.row_dim = cut[-2] if len(cut) > 1 else 0
         # In bits, because one F4 element is not a whole byte if the last dim is sharded.
-        self.unit_bits = prod(region.sizes[self.cut_dim + 1 :]) * entry.dtype.bits
+        self.unit_bits = prod(region.sizes[self.sharded_dim + 1 :]) * entry.dtype.bits
 
     def segments(self) -> Iterator[Segment]:
         begin, sizes = self.region
         strided = any(self.entry.chunks[i].strides is not None for i, _ in self.shares)
-        outer_dims = self.cut_dim if strided else self.row_dim
+        outer_dims = self.sharded_dim if strided else self.row_dim
         at_first = self._by_first_index() if outer_dims else {}
         for outer in product(*(range(b, b + n) for b, n in zip(begin, sizes[:outer_dims], strict=False))):
             inside = at_first[outer[0]] if outer else self.shares
@@ -112,7 +112,7 @@ class _Cutter:
                     for i, share in inside
                     if all(o <= at < o + n for o, n, at in zip(*share, outer, strict=False))
                 ]
-            if strided or self.cut_dim == self.row_dim:
+            if strided or self.sharded_dim == self.row_dim:
                 yield from self._bands(outer, inside, strided)
             else:
                 yield from self._rows(outer, inside)
@@ -127,7 +127,7 @@ class _Cutter:
 
     def _bands(self, outer: Shape, inside: list[tuple[int, Region]], strided: bool) -> Iterator[Segment]:
         """Yield the shares one after the other along the sharded dim."""
-        dim = self.cut_dim
+        dim = self.sharded_dim
         for i, share in sorted(inside, key=lambda item: item[1].offsets[dim : dim + 1]):
             if strided and self.entry.chunks[i].strides is not None:
                 yield Strided(i, Region((*outer, *share.offsets[dim:]), (1,) * dim + share.sizes[dim:]))
@@ -136,7 +136,7 @@ class _Cutter:
 
     def _rows(self, outer: Shape, inside: list[tuple[int, Region]]) -> Iterator[Segment]:
         """Yield the shares side by side along the sharded dim, in rows."""
-        first, dim = self.row_dim, self.cut_dim
+        first, dim = self.row_dim, self.sharded_dim
         inner_rows = prod(self.region.sizes[first + 1 : dim])  # whole dims in between: their rows follow each other
         width = self._nbytes(self.region.sizes[dim])
         for low, high, members in _row_bands(inside, first):
@@ -170,7 +170,7 @@ class _Cutter:
 
     def _pitch(self, index: int) -> int:
         """Return the number of bytes from one row to the next in a chunk."""
-        return self._nbytes(self.entry.chunks[index].region.sizes[self.cut_dim])
+        return self._nbytes(self.entry.chunks[index].region.sizes[self.sharded_dim])
 
     def _nbytes(self, units: int) -> int:
         return units * self.unit_bits // 8
