@@ -143,8 +143,8 @@ def test_a_rank_opens_the_files_of_its_stage_alone(
     ("settings", "said"),
     [
         ({"dp_shard": 2, "schedule": "zbvzerobubble"}, "with FSDP2"),
-        ({"schedule": "interleavedzerobubble", "activation_checkpointing": "selective"}, "a second time"),
-        ({"microbatches": 1}, "found 1 microbatches for 2 stages"),
+        ({"schedule": "interleavedzerobubble", "activation_checkpointing": "selective"}, "pass of a layer twice"),
+        ({"microbatches": 1}, "requires at least 2 microbatches for 2 stages, not 1"),
         ({"pp_split": "3,0"}, "expected 2 stages with 2 layers, none below 0, found 2 stages with 3 layers"),
     ],
 )

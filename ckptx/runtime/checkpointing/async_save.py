@@ -63,7 +63,7 @@ class Saver:
     ) -> None:
         """Copy the state to CPU memory, and start to write it.
 
-        Waits for the previous save, so that at most one copy is in memory.
+        It waits for the previous save, so that at most one copy is in memory.
 
         Args:
             model: The model, or the pipeline stages of this rank.
@@ -185,7 +185,7 @@ def _end_groups(groups: list[dist.ProcessGroup]) -> None:
             dist.destroy_process_group(groups.pop())
 
 
-def _print_unreported(unheard: list[str]) -> None:
+def _print_unreported(unreported: list[str]) -> None:
     """Print errors that no call of `wait` raised."""
-    for each in unheard:
+    for each in unreported:
         print(f"error: {each}", file=sys.stderr)

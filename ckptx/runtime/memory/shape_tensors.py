@@ -107,14 +107,14 @@ class ShapeTensors(TorchDispatchMode):  # type: ignore[misc]  # torch says Any
             self._on_operation(func, args, kwargs, out)
         return out
 
-    def _contiguous(self, given: Any) -> Any:
+    def _contiguous(self, argument: Any) -> Any:
         """Return an argument of a kernel that copies non-contiguous inputs, and record that copy."""
-        if not isinstance(given, FakeTensor) or given.is_contiguous():
-            return given
+        if not isinstance(argument, FakeTensor) or argument.is_contiguous():
+            return argument
         clone, form = torch.ops.aten.clone.default, {"memory_format": torch.contiguous_format}
-        copy = clone(given, **form)
+        copy = clone(argument, **form)
         if self._on_operation is not None:
-            self._on_operation(clone, (given,), form, copy)
+            self._on_operation(clone, (argument,), form, copy)
         return copy
 
     def _compute(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -150,7 +150,7 @@ class ShapeTensors(TorchDispatchMode):  # type: ignore[misc]  # torch says Any
         if kwargs.get("device") == _META:
             with unset_fake_temporarily():
                 return func(*args, **kwargs)
-        return self._compute_real(func, args, kwargs, most=_MAX_REAL_NUMEL if given else _MAX_MADE_NUMEL)
+        return self._compute_real(func, args, kwargs, max_numel=_MAX_REAL_NUMEL if given else _MAX_MADE_NUMEL)
 
     def _compute_on_meta(
         self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], given: Sequence[Tensor]
@@ -164,14 +164,14 @@ class ShapeTensors(TorchDispatchMode):  # type: ignore[misc]  # torch says Any
         with unset_fake_temporarily():
             return func(*args, **kwargs)
 
-    def _compute_real(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], most: int) -> Any:
+    def _compute_real(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], max_numel: int) -> Any:
         """Compute on real tensors if the result is small, by its size on fake ones."""
         if not schema_of(func).is_mutable and not _is_view(func):
             try:
                 shapes = func(*args, **kwargs)
             except Exception:  # it depends on values, which are real
                 shapes = None
-            if any(_is_large(each, most) for each in tensors_in((shapes,), {})):
+            if any(_is_large(each, max_numel) for each in tensors_in((shapes,), {})):
                 return shapes
         with unset_fake_temporarily():
             return func(*args, **kwargs)

@@ -103,11 +103,11 @@ def _find_config(config: PreTrainedConfig, cls: type[PreTrainedModel]) -> tuple[
         return plain, None
     _check_input(cls, plain)
     faults: list[str] = []
-    for most in (_TARGET_BYTES, _MAX_BYTES):
+    for max_bytes in (_TARGET_BYTES, _MAX_BYTES):
         for policy in _ATTEMPTS:
             try:
                 candidate = shrink_config(plain, policy)
-                fault = _difference(large, _shape_of(candidate, cls), most)
+                fault = _difference(large, _shape_of(candidate, cls), max_bytes)
                 if not fault:
                     return candidate, _run_once(candidate, cls)
             except Exception as error:  # a config or a model class may raise anything
@@ -161,15 +161,15 @@ def _without_experts(name: str) -> str:
     return _EXPERT.sub(".*", name)
 
 
-def _difference(large: _Shape, small: _Shape, most: int) -> str:
+def _difference(large: _Shape, small: _Shape, max_bytes: int) -> str:
     """Return the first structural difference, or that the model is too large; empty if it passes."""
     for lacks, has, verb in ((small, large, "lacks"), (large, small, "has in addition")):
         for those, these in ((lacks.modules, has.modules), (lacks.tensors, has.tensors)):
             missing = sorted(these - those)
             if missing:
                 return f"it {verb} {missing[0][0]}, {missing[0][1]}"
-    if small.nbytes > most:
-        return f"it has {small.nbytes // _MIB} MiB of parameters, limit {most // _MIB} MiB"
+    if small.nbytes > max_bytes:
+        return f"it has {small.nbytes // _MIB} MiB of parameters, limit {max_bytes // _MIB} MiB"
     return ""
 
 

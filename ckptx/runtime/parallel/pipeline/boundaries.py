@@ -225,12 +225,12 @@ class _StageProbe:
     ) -> list[BoundarySlot]:
         """Return the slots of the next stage whose values this stage does not have either."""
         found: dict[BoundarySlot, None] = {}
-        for batch, known in zip(batches, traces, strict=True):
+        for batch, trace in zip(batches, traces, strict=True):
 
-            def before(call: Call, arguments: Arguments, known: BatchTrace = known) -> None:
-                _inject(call, arguments, required, known.call_inputs)
+            def before(call: Call, arguments: Arguments, trace: BatchTrace = trace) -> None:
+                _inject(call, arguments, required, trace.call_inputs)
                 for slot in next_slots:
-                    right = known.call_inputs[call].get(slot.steps) if call == slot[:2] else None
+                    right = trace.call_inputs[call].get(slot.steps) if call == slot[:2] else None
                     if right is not None and not is_same(get(arguments, slot.steps), right):
                         found[slot] = None
 

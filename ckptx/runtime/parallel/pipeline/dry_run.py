@@ -95,15 +95,19 @@ def _forward(
 
 
 def _backward(
-    parts: Sequence[StageRun], given: Sequence[Sequence[Any]], sent: Sequence[Sequence[Any]], *, split: bool
+    parts: Sequence[StageRun],
+    inputs_by_stage: Sequence[Sequence[Any]],
+    outputs_by_stage: Sequence[Sequence[Any]],
+    *,
+    split: bool,
 ) -> None:
     """Run the backward passes from the last stage to the first."""
     later: list[Callable[[], Any]] = []
     for part in reversed(parts):
-        outputs, gradients = list(sent[part.number]), None
+        outputs, gradients = list(outputs_by_stage[part.number]), None
         if part is not parts[-1]:
-            outputs, gradients = backward_roots(outputs, input_grads(given[part.number + 1]))
-        inputs = [each for each in given[part.number] if isinstance(each, Tensor) and each.requires_grad]
+            outputs, gradients = backward_roots(outputs, input_grads(inputs_by_stage[part.number + 1]))
+        inputs = [each for each in inputs_by_stage[part.number] if isinstance(each, Tensor) and each.requires_grad]
         if split and part.number:
             _, groups = stage_backward_input(outputs, gradients, inputs, part.model.parameters())
             later.append(partial(stage_backward_weight, part.model.parameters(), groups))
@@ -126,8 +130,8 @@ def _gradients(model: nn.Module) -> Iterator[Gradients]:
         model.zero_grad(set_to_none=True)
 
 
-def _compare(name: str, wanted: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> None:
-    for parameter, expected in wanted.items():
+def _compare(name: str, expected_gradients: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> None:
+    for parameter, expected in expected_gradients.items():
         gradient = found.get(parameter)
         size = float(expected.abs().max()) if expected.numel() else 0.0
         difference = size if gradient is None else float((expected - gradient).abs().max()) if expected.numel() else 0.0

@@ -255,12 +255,12 @@ class Pipeline:
             for value, is_trained in payload[0]
         )
 
-    def _wrap_forward(self, part: StageRun, own: Callable[..., Any]) -> Callable[..., Any]:
+    def _wrap_forward(self, part: StageRun, stock_forward: Callable[..., Any]) -> Callable[..., Any]:
         """Return the only forward with which the model is called, so that FSDP2 gathers and casts around it."""
 
         def forward(*, given: tuple[Batch, _OpaqueValues]) -> tuple[Any, tuple[Any, ...]]:
             batch, sealed = given
-            return part(own, batch, sealed.values)
+            return part(stock_forward, batch, sealed.values)
 
         return forward
 

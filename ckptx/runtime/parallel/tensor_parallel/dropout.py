@@ -219,7 +219,7 @@ def _dropouts_on_slices(modules: Mapping[str, nn.Module], sharding: SequenceShar
 
 
 def _check_states_on_first_pass(model: nn.Module, ranks: TpRanks) -> None:
-    """Before the first pass in training mode, compare the generator states of the TP ranks."""
+    """Compare the generator states of the TP ranks before the first pass in training mode."""
 
     def compare(module: nn.Module, *_: Any) -> None:
         if not module.training:

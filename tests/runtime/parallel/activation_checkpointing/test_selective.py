@@ -73,7 +73,7 @@ def test_selective_runs_attention_choice_of_experts_and_half_of_the_products_onc
 
 
 def test_a_router_that_scales_in_place_needs_copies(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(selective, "_WRITTEN_INTO", ())
+    monkeypatch.setattr(selective, "_MUTATED_RESULTS", ())
     loss = loss_of(prepared("mixtral", "selective"), tokens())
     with pytest.raises(RuntimeError, match="has been mutated"):
         loss.backward()
