@@ -1,9 +1,9 @@
-"""Writes `fixtures/dcp/`: small checkpoints by stock torch, and beside each the same tensors by stock safetensors.
+"""Write `fixtures/dcp/`: small checkpoints of stock torch, and the same tensors as files of stock safetensors.
 
     python tools/build_fixtures.py
 
-`fixtures/dcp/<name>/` is what `torch.distributed.checkpoint.save` wrote, `fixtures/dcp/<name>.safetensors` what its
-tensors hold, row-major. ckptx takes no part, so that its readers are tested against what users' trainers write.
+`torch.distributed.checkpoint.save` writes `fixtures/dcp/<name>/`; `fixtures/dcp/<name>.safetensors` contains the same
+tensors, row-major. The script does not use ckptx, so that tests compare its readers with what users' trainers write.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def random(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
 
 
 def raw(*shape: int, dtype: torch.dtype) -> torch.Tensor:
-    """Every byte pattern is a value of these dtypes; a NaN must survive too."""
+    """Return random bytes as a tensor: every bit pattern is a valid value of these dtypes, NaN included."""
     nbytes = torch.empty(shape, dtype=dtype).nbytes
     return torch.randint(0, 256, (nbytes,), dtype=torch.uint8).view(dtype).reshape(shape)
 
@@ -88,7 +88,7 @@ def single_process() -> dict[str, dict[str, Any]]:
 
 
 def trainer() -> dict[str, Any]:
-    """One step of AdamW, saved the way FSDP2 trainers do."""
+    """Return the state after one step of AdamW, as FSDP2 trainers save it."""
     model = torch.nn.Sequential(torch.nn.Embedding(7, 4), torch.nn.Linear(4, 6), torch.nn.LayerNorm(6))
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.arange(5)).square().sum().backward()
@@ -98,7 +98,7 @@ def trainer() -> dict[str, Any]:
 
 
 def flatten(state: Any, prefix: str = "") -> dict[str, torch.Tensor]:
-    """Tensors by FQN, as DCP names them."""
+    """Return the tensors of a state dict by FQN, as DCP names them."""
     if isinstance(state, torch.Tensor):
         return {prefix: state}
     items = state.items() if isinstance(state, dict) else enumerate(state) if isinstance(state, list) else ()
@@ -119,7 +119,7 @@ def save(name: str, state: dict[str, Any], threads: int = 1) -> None:
 
 
 def sharded(rank: int, store: str) -> None:
-    """Rows and columns that do not divide by the world size, one rank without any row."""
+    """Save tensors with uneven shards, including a rank without rows."""
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=WORLD_SIZE)
     mesh = init_device_mesh("cpu", (WORLD_SIZE,))
     torch.manual_seed(5)
@@ -138,7 +138,7 @@ def sharded(rank: int, store: str) -> None:
 def main() -> None:
     shutil.rmtree(ROOT, ignore_errors=True)
     ROOT.mkdir(parents=True)
-    os.chdir(ROOT)  # torch writes the path of the checkpoint into it; a relative one tells nothing
+    os.chdir(ROOT)  # torch stores the path of the checkpoint in it, and a relative path does not reveal the machine
     torch.manual_seed(0)
     for name, state in single_process().items():
         save(name, state)

@@ -1,11 +1,11 @@
-"""Writes `fixtures/megatron/`: a small `torch_dist` checkpoint by megatron-core itself, and beside it its tensors.
+"""Write `fixtures/megatron/`: a small `torch_dist` checkpoint of megatron-core, and its tensors as safetensors.
 
     pip install megatron-core==0.16.1 psutil
     torchrun --nproc-per-node 2 tools/build_megatron_fixture.py
 
-`fixtures/megatron/torch_dist/` is what two tensor parallel ranks saved, `fixtures/megatron/torch_dist.safetensors` what
-megatron-core reads from it. ckptx takes no part. It runs without a GPU: the two calls into CUDA of megatron's writer
-have nothing to wait for, and are replaced.
+Two tensor-parallel ranks save `fixtures/megatron/torch_dist/`; `fixtures/megatron/torch_dist.safetensors` contains the
+tensors that megatron-core reads from it. The script does not use ckptx. It runs without a GPU: it replaces the two CUDA
+calls of megatron's writer, which would have nothing to wait for.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ WORLD_SIZE = 2
 
 
 def build() -> dict[str, Any]:
-    """The sharded state dict of a GPT of two layers, with one optimizer state as the trainer names it."""
+    """Return the sharded state dict of a GPT of two layers, with one optimizer state under the trainer's name."""
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.models.gpt.gpt_model import GPTModel
     from megatron.core.transformer.transformer_config import TransformerConfig
@@ -62,7 +62,7 @@ def main() -> None:
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=WORLD_SIZE)
     torch.manual_seed(dist.get_rank())
     ROOT.mkdir(parents=True, exist_ok=True)
-    os.chdir(ROOT)  # .metadata holds the path as it was passed
+    os.chdir(ROOT)  # .metadata stores the path as passed
     if dist.get_rank() == 0:
         shutil.rmtree(TARGET, ignore_errors=True)
         os.mkdir(TARGET)
@@ -72,7 +72,7 @@ def main() -> None:
     tensors = dist_checkpointing.load_plain_tensors(TARGET)
     if dist.get_rank() == 0:
         plain = {name: value.contiguous() for name, value in tensors.items() if isinstance(value, torch.Tensor)}
-        save_file(plain, f"{TARGET}.safetensors")  # without what common.pt holds
+        save_file(plain, f"{TARGET}.safetensors")  # without the contents of common.pt
     dist.destroy_process_group()
 
 

@@ -1,4 +1,4 @@
-"""Writes the tables of docs/recipes.md, one for each block of a recipe, from their classes.
+"""Write the tables of docs/recipes.md, one for each block of a recipe, from their classes.
 
 python tools/build_recipes_page.py
 """
@@ -31,7 +31,7 @@ def blocks() -> Iterator[tuple[str, Any]]:
 
 
 def meanings_of(cls: Any) -> dict[str, str]:
-    """What the docstring of a class says of each key."""
+    """Return the description of each key from the docstring of a class."""
     _, _, text = (cls.__doc__ or "").partition("Attributes:\n")
     found: dict[str, str] = {}
     for line in text.splitlines():
@@ -44,7 +44,7 @@ def meanings_of(cls: Any) -> dict[str, str]:
 
 
 def shown(value: Any) -> str:
-    """A default as YAML has it."""
+    """Return a default value in YAML."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     if isinstance(value, tuple | list):
@@ -53,20 +53,20 @@ def shown(value: Any) -> str:
 
 
 def default_of(field: Any) -> str:
-    """In a cell of a table."""
+    """Return the default of a key for a cell of a table."""
     if field.default_factory is not NODEFAULT:
         return f"`{shown(field.default_factory())}`"
     return "required" if field.default is NODEFAULT else f"`{shown(field.default)}`"
 
 
 def kind_of(hint: Any) -> str:
-    """In a cell of a table: what a key holds."""
+    """Return the type of a key for a cell of a table."""
     inner = next(filter(is_block, get_args(hint)), None)
     return f"a list of mappings as `{inner.__name__.removesuffix('Block').lower()}`" if inner else described(hint)
 
 
 def tables() -> str:
-    """A heading and a table for each block."""
+    """Return a heading and a table for each block."""
     found = []
     for name, cls in blocks():
         meanings = meanings_of(cls)
@@ -81,7 +81,7 @@ def tables() -> str:
 
 
 def page(text: str) -> str:
-    """A page with the tables of today."""
+    """Return a page with the current tables."""
     before, after = text.index(_BEGIN) + len(_BEGIN), text.index(_END)
     return f"{text[:before]}\n{tables()}{text[after:]}"
 

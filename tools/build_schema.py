@@ -1,4 +1,4 @@
-"""Writes docs/report.schema.json, the JSON schema of reports.
+"""Write docs/report.schema.json, the JSON schema of reports.
 
 python tools/build_schema.py
 """

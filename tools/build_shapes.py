@@ -3,8 +3,8 @@
     python tools/build_shapes.py [--workers 2] [model type or class ...]
 
 `tools/classes_with_shapes.txt` lists the classes to measure. The shapes in a file depend on this list, the transformers
-version and the corrections, and not on what the file held before. Names restrict the work to the files of these model
-types; without names it takes about ten minutes. `build_tables` must have written the files.
+version and the corrections, and not on the previous contents of the file. Names restrict the work to the files of these
+model types; without names it takes about ten minutes. `build_tables` must have written the files.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def row_of(class_name: str) -> Row:
     for seed in starts(known.model_type):
         try:
             rules = learned(cls, meta_model.default_builder(cls), seed, tied)
-        except Exception as error:  # whatever the class raises: it has no row
+        except Exception as error:  # any error of the class means that it has no row
             print(f"{class_name}: {type(error).__name__}: {error}", file=sys.stderr)
         if rules is not None:
             break
@@ -64,7 +64,7 @@ def classes_to_measure() -> list[str]:
 
 
 def write_shapes(rules: Mapping[str, tuple[str, ShapeRules]], model_types: Collection[str]) -> int:
-    """Write shapes into the files of model types, in place of those that are there, and count the files that changed.
+    """Replace the shapes in the files of model types, and return how many files changed.
 
     Args:
         rules: The prefix of the base model, and the rules, by class; other classes have no shapes afterwards.

@@ -1,12 +1,12 @@
-"""Writes ckptx/architecture/models/: asks a meta model of every class of the installed transformers.
+"""Write ckptx/architecture/models/ from a meta model of every class of the installed transformers.
 
     python tools/build_tables.py [--workers 2] [model type or class ...]
 
-The output depends only on the transformers version; what names a model type or a class writes the files of these model
-types alone, and without names, files of model types that are gone are removed. Classes that need their real config.json
-(defaults that cannot be built, ties between numbered layers by no rule that `shared_ties` finds) get a row that says
-so; `ckptx.architecture.find` builds those when they are met. The names of a row are those of the default config and of
-its variants (`config_variants`). Shapes stay as they are: see `build_shapes`.
+The output depends only on the transformers version and the corrections. Names restrict the work to the files of these
+model types; without names, files of model types that no longer exist are removed. Classes that need their real
+config.json (defaults that cannot be built, or ties between numbered layers without a rule that `shared_ties` finds) get
+a row with the reason; `ckptx.architecture.find` builds them when a checkpoint has such a class. The names of a row are
+those of the default config and of its variants (`config_variants`). Shapes do not change: see `build_shapes`.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ TEXT_TYPES = ("gemma", "gemma2", "llama", "mistral", "phi3", "qwen2", "qwen3")
 
 
 def class_names() -> list[str]:
-    """Every concrete model class that transformers exports, sorted."""
+    """Return every concrete model class that transformers exports, sorted."""
     import transformers
     from transformers import PreTrainedModel
 
@@ -58,7 +58,7 @@ def class_names() -> list[str]:
         try:
             module = importlib.import_module(f"transformers.models.{path.parent.name}.{path.stem}")
         except ImportError:
-            continue  # its classes cannot be met without the same package
+            continue  # no checkpoint can use its classes without the same package
         for name, value in vars(module).items():
             if isinstance(value, type) and issubclass(value, PreTrainedModel) and not _is_abstract(name):
                 found.add(name)
@@ -70,7 +70,13 @@ def _is_abstract(name: str) -> bool:
 
 
 class Measured(NamedTuple):
-    """What was found of one class: its row, the directory of transformers that holds its code, the seconds it took."""
+    """The result for one class.
+
+    Attributes:
+        row: Row of the class.
+        directory: Directory of transformers that contains its code.
+        seconds: Time that the measurement took.
+    """
 
     row: Row
     directory: str
@@ -78,7 +84,7 @@ class Measured(NamedTuple):
 
 
 def row_of(class_name: str) -> Measured:
-    """The row of one class."""
+    """Measure one class."""
     warnings.filterwarnings("ignore")
     logging.disable(logging.CRITICAL)
     from ckptx.architecture.introspection import meta_model
@@ -90,7 +96,7 @@ def row_of(class_name: str) -> Measured:
 
 
 def model_types() -> dict[str, str]:
-    """Every concrete model class that transformers exports, with the model type of its config."""
+    """Return every concrete model class that transformers exports, with the model type of its config."""
     from ckptx.architecture.introspection import meta_model
 
     classes = {name: meta_model.known_class(name) for name in class_names()}
@@ -98,13 +104,12 @@ def model_types() -> dict[str, str]:
 
 
 def starts(model_type: str) -> list[dict[str, Any]]:
-    """What the config class of a model type may be given, the first that builds a class counts: its own defaults, and
-    what is said to build where they do not."""
+    """Return the config values to try for a model type, in order: its defaults, then those of the corrections."""
     return [{}, *(dict(row.config) for row in corrections_of(model_type).defaults)]
 
 
 def measured_row(class_name: str) -> Row:
-    """Ask the meta model of a class; a class that its defaults do not determine says so."""
+    """Return the row of a class from its meta model, or a row with the reason if the defaults do not determine it."""
     from config_variants import names_of_variants
     from shared_ties import is_numbered, measured
 
@@ -119,7 +124,7 @@ def measured_row(class_name: str) -> Row:
         try:
             known = meta_model.derive(cls, builder, seed, known_from="table")
             break
-        except Exception:  # whatever the class raises: the next seed, or a row without names
+        except Exception:  # any error of the class means the next seed, or a row without names
             continue
     if known is None:
         return Row(class_name, model_type, "its defaults cannot be built", None)
@@ -139,7 +144,7 @@ def measured_row(class_name: str) -> Row:
 def _exchangeable(
     cls: type, builder: Callable[[dict[str, Any]], Any], known: Architecture
 ) -> tuple[dict[str, tuple[str, ...]], MetaModelNames, dict[str, Structure]]:
-    """The text models for which a composite class keeps its ties, the names with all of them, and its structures."""
+    """Return the text models with which a composite keeps its ties, the names with all of them, and its structures."""
     from ckptx.architecture.introspection import meta_model
 
     measured: dict[str, tuple[str, ...]] = {}
@@ -168,7 +173,7 @@ def _exchangeable(
 
 
 def write_models(measured: Iterable[Measured], models: Path) -> int:
-    """Writes the files of model types whose classes were all measured; how many of them changed.
+    """Write the files of model types whose classes were all measured, and return how many files changed.
 
     Args:
         measured: The classes.
@@ -187,14 +192,14 @@ def write_models(measured: Iterable[Measured], models: Path) -> int:
 
 
 def known_sections(model_type: str) -> dict[str, Mapping[str, Any]]:
-    """The sections of the file of a model type that there is already, which may be none."""
+    """Return the sections of the existing file of a model type; empty if it does not exist."""
     path = model_files.file_of(model_type)
     known = json.loads(path.read_bytes()) if path.exists() else {}
     return {name: known.get(name, {}) for name in model_files.SECTIONS}
 
 
 def write_if_new(path: Path, text: str) -> bool:
-    """Writes a file unless it says that already; whether it was written."""
+    """Write a file unless it has these contents already, and return True if it was written."""
     if path.exists() and path.read_text(encoding="utf-8") == text:
         return False
     path.parent.mkdir(exist_ok=True)
@@ -203,7 +208,7 @@ def write_if_new(path: Path, text: str) -> bool:
 
 
 def main() -> None:
-    """Measures classes in worker processes and writes the files of their model types."""
+    """Measure classes in worker processes and write the files of their model types."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", help="model types, or classes of them (default: all)")
     parser.add_argument("--workers", type=int, default=2)

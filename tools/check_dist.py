@@ -1,4 +1,4 @@
-"""Build the sdist and the wheel, check them, and use the wheel where nothing else is installed (`make dist`).
+"""Build the sdist and the wheel, check them, and try the wheel in an empty environment (`make dist`).
 
     python tools/check_dist.py
 
@@ -78,7 +78,7 @@ def run(*command: str | Path, cwd: Path = ROOT) -> None:
 
 def build() -> tuple[Path, Path]:
     """Build both packages and return their paths: sdist and wheel."""
-    for stale in (DIST, ROOT / "build" / "lib"):  # a module that was removed would stay in the wheel
+    for stale in (DIST, ROOT / "build" / "lib"):  # a deleted module would remain in the wheel
         shutil.rmtree(stale, ignore_errors=True)
     run(sys.executable, "-m", "build", "--outdir", DIST)
     (sdist,), (wheel,) = DIST.glob("*.tar.gz"), DIST.glob("*.whl")

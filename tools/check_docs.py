@@ -16,7 +16,7 @@ their reasons. `--write` replaces the output in a `console` block by what its co
 The blocks of a page run in order and find these checkpoints in their directory:
 
     model                         the checkpoint of `make demo`
-    MODEL                         a small one of the same class
+    MODEL                         a small checkpoint of the same class
     step-1000                     a DCP of MODEL in float32, with optimizer state and without a config
     outputs/checkpoint/step-1000  the same as torchtitan writes it, under torchtitan's names
     state-1000                    the same as accelerate writes it with FSDP and SHARDED_STATE_DICT
@@ -48,7 +48,7 @@ _FENCE = re.compile(r"( *)(`{3,})(\w*)\s*")
 _REASON = re.compile(r"\s*<!-- not run: (.+) -->\s*")
 _SECONDS_FOR_A_BLOCK = 900
 
-# What a machine decides: time, memory, and how the kernels of a CPU round.
+# Output that depends on the machine: time, memory, and rounding of CPU kernels.
 _MACHINE = (
     (re.compile(r"[\d.]+ s\b"), "T s"),
     (re.compile(r"[\d.]+ [KMG]?i?B/s"), "V"),
@@ -116,7 +116,7 @@ def steps_of(session: str) -> list[tuple[str, str]]:
 
 
 def without_numbers(printed: str) -> str:
-    """Return what a command prints without what depends on the machine."""
+    """Return the output of a command without the numbers that depend on the machine."""
     lines = []
     for line in printed.strip("\n").splitlines():
         for pattern, instead in _MACHINE:
@@ -126,7 +126,7 @@ def without_numbers(printed: str) -> str:
 
 
 def run(block: Block, directory: Path) -> str:
-    """Run a block in a directory; return what is wrong with it, empty if nothing is."""
+    """Run a block in a directory; return a description of the fault, empty if there is none."""
     if block.language == "sh":
         return _fault(["bash", "-euo", "pipefail", "-c", block.text], directory)
     if block.language == "python":
@@ -138,8 +138,8 @@ def run_session(session: str, directory: Path) -> tuple[str, str]:
     """Run the commands of a session.
 
     Returns:
-        What is wrong with the session, empty if nothing is; and the session with what its commands print now. Output
-        that differs only in numbers that depend on the machine stays as written.
+        The faults of the session, empty if there are none; and the session with the current output of its commands.
+        Output that differs only in numbers that depend on the machine stays as written.
     """
     faults, steps = [], []
     for command, expected in steps_of(session):
@@ -190,7 +190,7 @@ def write_checkpoints(directory: Path) -> None:
     model = Qwen3ForCausalLM(Qwen3Config(**sizes, **heads, tie_word_embeddings=True))
     model.to(torch.bfloat16).save_pretrained(directory / "MODEL")
     state = {name: value.float() for name, value in model.state_dict().items()}
-    trained = {name: value.float() for name, value in model.named_parameters()}  # a tied one once
+    trained = {name: value.float() for name, value in model.named_parameters()}  # tied parameters once
     counter = {"train_state": {"step": torch.tensor(1000)}}
     _save_dcp({"model": state, "optimizer": optimizer_of(trained), **counter}, directory / "step-1000")
     _save_dcp({"model": state}, directory / "state-1000" / "pytorch_model_fsdp_0")
@@ -230,7 +230,7 @@ def _save_dcp(state: dict[str, object], path: Path) -> None:
 
 
 def run_and_write(block: Block, directory: Path) -> str:
-    """Run a session, put its output into its page, and return what is wrong, empty if nothing is."""
+    """Run a session, put its output into its page, and return a description of the fault, empty if there is none."""
     fault, session = run_session(block.text, directory)
     if session == block.text:
         return fault
@@ -244,7 +244,7 @@ def run_and_write(block: Block, directory: Path) -> str:
 
 
 def types_fault(blocks: list[Block], directory: Path) -> str:
-    """Return what mypy reports for Python blocks."""
+    """Return the errors that mypy reports for Python blocks."""
     for number, block in enumerate(blocks):
         where = block.page.replace("/", "_").removesuffix(".md")
         (directory / f"{where}_{block.line}_{number}.py").write_text(block.text, encoding="utf-8")
@@ -259,7 +259,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("pages", nargs="*", default=PAGES, help=f"{', '.join(PAGES)} [default: all]")
     parser.add_argument("--list", action="store_true", help="list the blocks; run nothing")
-    parser.add_argument("--write", action="store_true", help="put what sessions print now into the pages")
+    parser.add_argument("--write", action="store_true", help="replace the output in the pages by the current output")
     options = parser.parse_args()
 
     blocks = [block for page in options.pages for block in blocks_of(page, (ROOT / page).read_text(encoding="utf-8"))]

@@ -1,12 +1,12 @@
-"""Converts, reshards and merges the same checkpoints with two source trees of ckptx, and compares files and reports.
+"""Convert, reshard and merge the same checkpoints with two source trees of ckptx, and compare files and reports.
 
     python tools/compare_trees.py OLD [NEW] [--match llama] [--work DIR]
 
-OLD and NEW are directories that hold the package `ckptx`; NEW is this one unless given. Checkpoints are the tiny models
-of the tests, and a training checkpoint of each with the states of AdamW. Each tree works in a process of its own. What
-differs is printed: a file by its name, a report by its field. Fields that say how long it took, how much memory it took
-and how much space is left are not compared. Exits with 1 when anything differs but the wording of notes, which is
-listed once.
+OLD and NEW are directories that contain the package `ckptx`; the default of NEW is this checkout. The checkpoints are
+the tiny models of the tests, and a training checkpoint of each with the states of AdamW. Each tree runs in a separate
+process. The script prints each file, by its name, and each field of a report that differs. It does not compare fields
+with times, memory and free space. The exit code is 1 if anything differs except the wording of notes, which is listed
+once.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from typing import Any
 HERE = Path(__file__).resolve().parent.parent
 MEASURED = {"seconds", "gb_per_s", "peak_rss", "free_space"}
 
-# Runs in a process of each tree: reads one call a line, answers with one report a line.
+# Program of the process of each tree: it reads one call per line and prints one report per line.
 WORKER = """
 import json, sys
 sys.path.insert(0, sys.argv[1])
@@ -47,7 +47,7 @@ Call = tuple[list[str], dict[str, Any]]
 
 
 def calls(hf: str, trained: str) -> Iterator[tuple[Call, str]]:
-    """What is done with one model, each with the name of its output; `OUT/` in a path is the directory of outputs."""
+    """Yield the calls for one model, each with the name of its output; `OUT/` in a path is the directory of outputs."""
 
     def convert(direction: str, source: str, target: str, **options: Any) -> tuple[Call, str]:
         return (["convert", direction, source, f"OUT/{target}"], options), target
@@ -89,7 +89,7 @@ def calls(hf: str, trained: str) -> Iterator[tuple[Call, str]]:
 
 
 class Tree:
-    """A source tree at work."""
+    """A process that runs the calls with one source tree."""
 
     def __init__(self, root: Path, work: Path) -> None:
         self.out = work
@@ -103,13 +103,13 @@ class Tree:
         )
 
     def send(self, call: Call) -> None:
-        """Begins one call."""
+        """Start one call."""
         words, options = call
         assert self._process.stdin is not None
         print(json.dumps([[self._at(word) for word in words], options]), file=self._process.stdin, flush=True)
 
     def receive(self) -> dict[str, Any]:
-        """Its report, with the paths of this tree taken out."""
+        """Return the report of the call, without the paths of this tree."""
         assert self._process.stdout is not None
         said: dict[str, Any] = json.loads(self._process.stdout.readline().replace(str(self.out), "OUT"))
         return {name: value for name, value in said.items() if name not in MEASURED}
@@ -119,7 +119,7 @@ class Tree:
 
 
 def differing_files(old: Path, new: Path) -> list[str]:
-    """Relative paths of files that only one has, or that hold other bytes."""
+    """Return the relative paths of files that only one directory has, or whose bytes differ."""
     names = {str(path.relative_to(root)) for root in (old, new) for path in root.rglob("*") if path.is_file()}
     found = []
     for name in sorted(names):
@@ -130,7 +130,7 @@ def differing_files(old: Path, new: Path) -> list[str]:
 
 
 def differing_fields(old: dict[str, Any], new: dict[str, Any], wording: Counter[tuple[str, ...]]) -> list[str]:
-    """Names of fields that differ; notes that differ are counted in `wording` instead."""
+    """Return the names of fields that differ; notes that differ are counted in `wording` instead."""
     found = [name for name in sorted(old.keys() | new.keys()) if name != "warnings" and old.get(name) != new.get(name)]
     before, after = (Counter(said.get("warnings", ())) for said in (old, new))
     if before != after:
@@ -139,7 +139,7 @@ def differing_fields(old: dict[str, Any], new: dict[str, Any], wording: Counter[
 
 
 def write_trained(hf: Path, target: Path) -> None:
-    """A training checkpoint of a model: its tensors, and moments of the shape of each, as AdamW has them."""
+    """Write a training checkpoint of a model: its tensors, and the two moments of AdamW for each."""
     import torch.distributed.checkpoint as dcp
 
     from tests.support.models import read_hf
@@ -154,12 +154,12 @@ def write_trained(hf: Path, target: Path) -> None:
 
 
 def main() -> int:
-    """Compares two trees model by model."""
-    parser = argparse.ArgumentParser(description="compares what two source trees of ckptx make of tiny models")
+    """Compare two trees model by model; return 1 if they differ."""
+    parser = argparse.ArgumentParser(description="compare the outputs of two source trees of ckptx for tiny models")
     parser.add_argument("old", type=Path)
     parser.add_argument("new", type=Path, nargs="?", default=HERE)
-    parser.add_argument("--match", default="", help="only models whose name has this in it")
-    parser.add_argument("--work", type=Path, help="where to write; a temporary directory otherwise")
+    parser.add_argument("--match", default="", help="only models whose name contains this string")
+    parser.add_argument("--work", type=Path, help="parent of the temporary directory for the outputs")
     options = parser.parse_args()
     sys.path[:0] = [str(HERE)]
     from tests.support.models import EVERY, write

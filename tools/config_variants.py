@@ -1,9 +1,9 @@
-"""Which other configs of a class are worth building, so that a table row knows every name a config can switch on.
+"""Find the other configs of a class that add tensor names, so that its table row has every possible name.
 
-A class builds other modules when its config says so: biases, gated MLPs, experts, towers. `names_of_variants` changes
+A class builds additional modules for some configs: biases, gated MLPs, experts, towers. `names_of_variants` changes
 one key of the config at a time, among those that the model reads while it is built, and builds each on the meta device;
-a change that brings new names is the start of further changes. Configs that cannot be built are skipped. Sizes do not
-matter: nothing but names is kept.
+a change that adds names is the start of further changes. Configs that cannot be built are skipped. Sizes do not matter:
+only names are kept.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from ckptx.architecture.patterns import patterns_of
 Values = dict[str, Any]
 Reads = set[tuple[type, str]]
 
-# What flipping one key cannot reach: keys that a config class turns into others, words among many, and keys that mean
-# something together only. Tried wherever a config, at any level, has the first key.
+# Changes that one key cannot make: keys that a config class converts into others, one of many strings, and keys that
+# have an effect only together. They are tried for every config, at any level, that has the first key.
 SWITCHES: tuple[Values, ...] = (
     {"feed_forward_proj": "gated-gelu"},  # T5 v1.1, UMT5: wi_0, wi_1
     {"word_embed_proj_dim": 16},  # OPT 350m: project_in, project_out
     {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 8},  # Gemma 4
-    {"is_decoder": True, "add_cross_attention": True},  # decoders made of BERT and its kin
+    {"is_decoder": True, "add_cross_attention": True},  # decoders made of BERT and similar models
     {
         "relative_attention": True, "norm_rel_ebd": "layer_norm", "conv_kernel_size": 3, "position_buckets": 8,
         "share_att_key": False, "pos_att_type": ["p2c", "c2p"],
     },  # every published DeBERTa v2 and v3
     {"relative_attention": True, "pos_att_type": ["p2c", "c2p"]},  # DeBERTa v1
-    {"feat_extract_norm": "layer"},  # wav2vec 2.0 large and its kin: a norm after every convolution
+    {"feat_extract_norm": "layer"},  # wav2vec 2.0 large and similar models: a norm after every convolution
     {"encoder_attention_type": "transient-global"},  # LongT5
     {"position_embedding_type": "rotary"},  # ESM 2
     {"position_embedding_type": "relative_key"},
@@ -52,10 +52,10 @@ SWITCHES: tuple[Values, ...] = (
     {"interleave_moe_layer_step": 2, "moe_layers": None},  # Llama 4 Maverick
     {"mlp_layer_types": ["dense", "sparse"], "layer_types": None, "num_hidden_layers": 2},  # MiniMax M3: all sparse
 )  # fmt: skip
-# Towers that composites with any vision model are published with.
+# Towers of published composites that accept any vision model.
 VISION_TYPES = ("clip_vision_model", "pixtral", "siglip_vision_model")
 
-# Read by models and no matter of names.
+# Keys that models read and that do not affect names.
 _WITHOUT_NAMES = frozenset(
     {
         "architectures", "chunk_size_feed_forward", "dtype", "initializer_range", "is_encoder_decoder",
@@ -69,7 +69,7 @@ _LAYERS = frozenset(
     }
 )  # fmt: skip
 _EXPERTS = frozenset({"n_routed_experts", "num_experts", "num_local_experts"})
-_FEW = 8  # of them
+_FEW = 8  # layers or experts
 _SMALL = 4  # for a count that is 0, 1 or absent
 _MOST = 96  # builds per class
 
@@ -82,7 +82,7 @@ class Change(NamedTuple):
 
 
 def names_of_variants(cls: Any, build_config: ConfigBuilder, base: Values, names: MetaModelNames) -> MetaModelNames:
-    """`names` and those of the same class under other configs.
+    """Return `names` and those of the same class under other configs.
 
     Args:
         cls: The model class.
@@ -103,7 +103,7 @@ def names_of_variants(cls: Any, build_config: ConfigBuilder, base: Values, names
             with _recorded() as reads:
                 model = meta_model.build_with_ties(cls, config)
             found = meta_model.names_of(model, names)
-        except Exception:  # whatever the class raises: no checkpoint has such a config
+        except Exception:  # any error of the class means that no checkpoint has such a config
             continue
         if change is not None and (found.patterns, found.ignored) == (names.patterns, names.ignored):
             continue
@@ -117,7 +117,7 @@ def names_of_variants(cls: Any, build_config: ConfigBuilder, base: Values, names
 
 
 def _small_base(cls: Any, build_config: ConfigBuilder, base: Values) -> Values:
-    """`base` with few layers and experts if that has the same names, for building them all takes most of the time."""
+    """Return `base` with few layers and experts if the names are the same; building them takes most of the time."""
     whole = _state_names(cls, build_config, base)
     for counts in (_LAYERS | _EXPERTS, _LAYERS):
         try:
@@ -138,7 +138,7 @@ def _state_names(cls: Any, build_config: ConfigBuilder, values: Values) -> froze
 
 
 def _configs(config: Any, place: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Mapping[str, Any]]]:
-    """The config and those below: where, and the values."""
+    """Yield the attribute path and the values of the config and of those below it."""
     yield place, vars(config)
     for key, value in sorted(vars(config).items()):
         if isinstance(value, PreTrainedConfig):
@@ -152,7 +152,7 @@ def _is_more(value: Any, count: int) -> bool:
 def _all_at_once(
     cls: Any, build_config: ConfigBuilder, base: Values, effective: list[Change], names: MetaModelNames
 ) -> MetaModelNames:
-    """With every change that mattered alone: biases of the modules that another key brings."""
+    """Add the names under all effective changes together, such as biases of modules that another key adds."""
     if len(effective) < 2:
         return names
     try:
@@ -164,7 +164,7 @@ def _all_at_once(
 
 
 def _changes(config: Any, reads: Reads, place: tuple[str, ...] = ()) -> Iterator[Change]:
-    """Every change of one key, or of one switch, here and in the configs below."""
+    """Yield every change of one key, or of one switch, in this config and those below it."""
     held = vars(config)
     for switch in SWITCHES:
         if next(iter(switch)) in held:
@@ -180,7 +180,7 @@ def _changes(config: Any, reads: Reads, place: tuple[str, ...] = ()) -> Iterator
 
 
 def _others(config: Any, key: str, value: Any) -> Iterator[Any]:
-    """What else the value of a key can be."""
+    """Yield the other values that a key can have."""
     kinds = _kinds(config, key)
     if key.startswith("_") or key.endswith(("_token_id", "_token_index")) or "drop" in key:
         return
@@ -210,7 +210,7 @@ def _is_exchangeable(config: Any, key: str) -> bool:
 
 
 def _kinds(config: Any, key: str) -> list[Any]:
-    """The types, and the words of a `Literal`, that the config class declares for a key."""
+    """Return the types, and the choices of a `Literal`, that the config class declares for a key."""
     for base in type(config).__mro__:
         annotations = inspect.get_annotations(base)
         if key in annotations:
@@ -221,7 +221,7 @@ def _kinds(config: Any, key: str) -> list[Any]:
 
 
 def _changed(values: Values, build_config: ConfigBuilder, change: Change) -> Values:
-    """A copy of `values` with the change; the configs on the way to it are spelled out as the class has them."""
+    """Return a copy of `values` with the change; configs above the key get all values that are not the default."""
     result = copy.deepcopy(values)
     config, node = build_config(copy.deepcopy(values)), result
     for key in change.place:
@@ -235,7 +235,7 @@ def _changed(values: Values, build_config: ConfigBuilder, change: Change) -> Val
 
 @contextlib.contextmanager
 def _recorded() -> Iterator[Reads]:
-    """Which keys of which config classes are read meanwhile."""
+    """Record the keys that are read, with their config classes."""
     reads: Reads = set()
     base: Any = PreTrainedConfig
     original: Callable[[Any, str], Any] = base.__getattribute__

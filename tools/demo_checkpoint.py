@@ -1,4 +1,4 @@
-"""Writes a small Qwen3 checkpoint with random weights and a tied head: python demo_checkpoint.py DIRECTORY."""
+"""Write a small Qwen3 checkpoint with random weights and a tied head: python demo_checkpoint.py DIRECTORY."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def main(directory: Path) -> None:
-    """Saves the model as transformers saves one, in several shards."""
+    """Save the model with transformers, in several shards."""
     os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
@@ -29,7 +29,7 @@ def main(directory: Path) -> None:
     model = Qwen3ForCausalLM(config).to(torch.bfloat16)
     model.save_pretrained(directory, max_shard_size="40MB")
     for file in directory.glob("*.safetensors"):
-        file.chmod(0o644)  # safetensors writes 0600 whatever the umask
+        file.chmod(0o644)  # safetensors writes 0600 and ignores the umask
 
 
 if __name__ == "__main__":

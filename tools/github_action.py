@@ -35,7 +35,7 @@ Report = Mapping[str, Any]
 
 
 def annotation(kind: str, title: str, message: str, file: str = "") -> str:
-    """Return a workflow command that GitHub shows beside the job, and beside the file if there is one.
+    """Return a workflow command that GitHub shows next to the job, and next to the file if there is one.
 
     Args:
         kind: `error`, `warning` or `notice`.
@@ -53,7 +53,7 @@ def annotations(report: Report, workspace: Path) -> list[str]:
 
     Args:
         report: Document of `--report`.
-        workspace: Directory of the repository, in which a recipe has an annotation of its own file.
+        workspace: Directory of the repository; the annotation of a recipe in it names the file.
     """
     title = f"ckptx {report['command']}"
     file = _in_repository(report.get("recipe_file"), workspace)
@@ -98,7 +98,7 @@ def _in_repository(path: str | None, workspace: Path) -> str:
 
 
 def differences(report: Report) -> list[tuple[str, str, str]]:
-    """Return a row for each difference: what kind it is of, which item differs, and how."""
+    """Return a row for each difference: its kind, the item that differs, and how it differs."""
     if report["command"] == "robustness":
         return [*_failed_oracles(report), *_failed_kills(report)]
     rows = []

@@ -1,12 +1,12 @@
-"""Writes what is known of model classes as the JSON documents that `ckptx.architecture.model_files` reads.
+"""Write the data about model classes as the JSON documents that `ckptx.architecture.model_files` reads.
 
     encode_rows      Row         -> the sections "classes", "bodies" and "structures"
     encode_shapes    ShapeRules  -> the sections "shapes" and "shape_bodies"
     encode_model     sections    -> the document of a model type, one key a line
     encode_index     classes     -> classes.json
 
-What lies below the base model of several classes is written once, without its prefix, and named after the first of
-these classes. The same contents give the same bytes.
+The data below the base model that several classes share is written once, without its prefix, and named after the first
+of these classes. The same contents give the same bytes.
 """
 
 from __future__ import annotations

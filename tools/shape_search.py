@@ -1,4 +1,4 @@
-"""Finds an expression over whole numbers that gives the same sizes, under every config that was tried."""
+"""Find an expression over integers that gives the same sizes under every config that was tried."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ _CONSTANTS = (2, 3, 4)
 
 
 class Search:
-    """Expressions over some keys, whose values are known for each config.
+    """Search for expressions over some keys, whose values are known for each config.
 
-    A size depends on the keys that change it when they alone change. So few keys matter for one size, and all
-    expressions over these up to a size can be tried, short ones first.
+    A size depends on the keys that change it when only they change. So one size depends on few keys, and all
+    expressions over these up to a certain length can be tried, short ones first.
     """
 
     def __init__(self, values: Mapping[str, Sequence[int]]) -> None:
-        """Takes the values of each key, one for each config, the first config first."""
+        """Take the values of each key, one for each config, the first config first."""
         self._values = {key: np.array(row, dtype=np.int64) for key, row in values.items()}
         self._levels: dict[tuple[str, ...], list[dict[bytes, str]]] = {}
 
     def find(self, sizes: Sequence[int]) -> str | None:
-        """The expression of a size, None where no short one gives it under all configs."""
+        """Return the expression of a size; None if no short expression gives it under all configs."""
         wanted = np.array(sizes, dtype=np.int64)
         if (wanted == wanted[0]).all():
             return str(int(wanted[0]))
@@ -33,7 +33,7 @@ class Search:
         return self._over(keys, wanted)
 
     def _keys_behind(self, wanted: np.ndarray) -> tuple[str, ...] | None:
-        """The keys that change the size: alone where each was changed alone, or all that ever differ with it."""
+        """Return the keys that change the size when only they change; None if it changes without any key."""
         found = set()
         first = {key: row[0] for key, row in self._values.items()}
         for at in range(1, len(wanted)):
@@ -58,7 +58,7 @@ class Search:
         return None
 
     def _built(self, keys: tuple[str, ...]) -> list[dict[bytes, str]]:
-        """Keys, then pairs, then pairs with a third; vectors that were there before are left out."""
+        """Return the expressions of up to three terms, by their values under all configs, without duplicates."""
         if keys not in self._levels:
             length = len(self._values[keys[0]])
             ones = [(self._values[key], key) for key in keys]
@@ -80,7 +80,7 @@ class Search:
         return self._levels[keys]
 
     def _scaled(self, levels: list[dict[bytes, str]], wanted: np.ndarray) -> Iterator[str]:
-        """A constant times, or more than, what is there."""
+        """Yield the expressions that, multiplied by a constant or plus a constant, give the size."""
         for level in levels:
             for code, text in level.items():
                 row = np.frombuffer(code, dtype=np.int64)
@@ -94,7 +94,7 @@ class Search:
                     yield from _affine(row, text, wanted)
 
     def _in_two(self, levels: list[dict[bytes, str]], wanted: np.ndarray) -> str | None:
-        """Two of those together."""
+        """Return the sum or product of two expressions that gives the size."""
         known = {code: text for level in levels for code, text in level.items()}
         for level in levels[:2] + levels[2:]:
             for code, text in level.items():
@@ -108,7 +108,7 @@ class Search:
 
 
 def _affine(row: np.ndarray, text: str, wanted: np.ndarray) -> Iterator[str]:
-    """`a * row + b`."""
+    """Yield `a * row + b` if it gives the size."""
     at = int(np.argmax(row != row[0]))
     rise, run = int(wanted[at] - wanted[0]), int(row[at] - row[0])
     if rise % run:

@@ -1,9 +1,9 @@
-"""Learns the shapes of a class: builds it under configs that differ in their numbers, and solves for the expressions.
+"""Derive the shapes of a class: build it under configs that differ in their numbers, and solve for the expressions.
 
-Every whole number that the class reads while it is built is changed alone, then several at a time. A dim is the first
-expression over those numbers, from short to long, that gives its size under all of these configs; nothing is read off
-the code or guessed from a name. What else the class reads (flags, words, fractions, lists) is changed once, too: a
-pattern that looks otherwise then gets a condition, and nothing is said of it where the condition does not hold.
+Every integer that the class reads while it is built is changed separately, then several at a time. A dimension is the
+first expression over those numbers, from short to long, that gives its size under all of these configs; nothing is
+derived from the code or from a name. The other values that the class reads (booleans, strings, floats, lists) are
+changed once, too: a pattern with other shapes then gets a condition, and has no rule where the condition is false.
 """
 
 from __future__ import annotations
@@ -33,22 +33,22 @@ _JOINT = 10  # configs with several numbers changed
 _FACTORS = (3, 2, 5)
 _FEW_LAYERS = (4, 8)
 _BESIDE = 24
-_PLAIN = 4  # a constant up to it is one of the class itself
+_PLAIN = 4  # a constant up to this value is attributed to the class itself
 _SIZED = re.compile(r"size|dim|num|heads|rank|width|length")
 _UNLISTED = 48
 _LABELS = "num_labels"
 _LABELS_TEXT = "(num_labels ?? #id2label ?? 2)"
-# Numbers that no shape follows from, and that config classes check against others.
+# Numbers that do not determine shapes, and that config classes compare with others.
 _NO_SIZE = re.compile(r"(_token_id|_token_index|_token|token_ids?)$|drop|^_|^initializer|^use_cache$")
 
 
 class Seen(NamedTuple):
-    """One config and the model that it gives.
+    """One config and the shapes of its model.
 
     Attributes:
-        changed: The dotted keys that were given another value than at first.
-        numbers: Every whole number of the config by dotted key.
-        shapes: Of the tensors of the model by name.
+        changed: The dotted keys whose values differ from the first config.
+        numbers: Every integer of the config by dotted key.
+        shapes: Shapes of the tensors of the model by name.
     """
 
     changed: frozenset[str]
@@ -57,13 +57,13 @@ class Seen(NamedTuple):
 
 
 def learned(cls: Any, build_config: ConfigBuilder, base: Values, tied: Iterable[str]) -> ShapeRules | None:
-    """The rules of one class; None where its first config cannot be built.
+    """Return the rules of one class; None if its first config cannot be built.
 
     Args:
         cls: The model class.
         build_config: Its config class as a function of a dict.
         base: The dict to start from.
-        tied: Names that another tensor may stand for; none of them is required.
+        tied: Names of tied tensors; a checkpoint may omit each of them.
     """
     lab = _Lab(cls, build_config)
     found = lab.first(base)
@@ -82,22 +82,22 @@ class _Lab:
 
     def __init__(self, cls: Any, build_config: ConfigBuilder) -> None:
         self.cls, self.build_config = cls, build_config
-        self.unlisted: list[tuple[str, ...]] = []  # keys that the model reads and the config class does not have
-        self.unmoved: list[int] = []  # numbers that no other number could be tried for
+        self.unlisted: list[tuple[str, ...]] = []  # keys that the model reads and the config class does not define
+        self.unmoved: list[int] = []  # numbers for which no other number could be tried
 
     def observed(self, values: Values, changed: frozenset[str]) -> Seen | None:
-        """The model of a config, None where there is none."""
+        """Return the shapes of the model of a config; None if it cannot be built."""
         try:
             config = self.build_config(copy.deepcopy(values))
             with _without_values():
                 model = meta_model.build(self.cls, config)
             shapes = {name: tuple(value.shape) for name, value in model.state_dict(keep_vars=True).items()}
-        except Exception:  # whatever the class raises: no checkpoint has such a config
+        except Exception:  # any error of the class means that no checkpoint has such a config
             return None
         return Seen(changed, numbers_of(config), shapes)
 
     def first(self, base: Values) -> tuple[Values, set[tuple[tuple[str, ...], str]]] | None:
-        """`base` with few layers and every number spelled out, and the keys that are read, by place."""
+        """Return `base` with few layers and every number set explicitly, and the keys that are read, with paths."""
         for few in (*_FEW_LAYERS, None):
             values = copy.deepcopy(base)
             try:
@@ -108,7 +108,7 @@ class _Lab:
                     model = meta_model.build(self.cls, config)
                 names = {pattern_of(name) for name in model.state_dict(keep_vars=True)}
                 if few is not None and _words_of(config) != _words_of(self.build_config(copy.deepcopy(base))):
-                    continue  # a kind of layer that is only among more of them
+                    continue  # a kind of layer that occurs only in a deeper model
             except Exception:
                 continue
             reads = {
@@ -117,7 +117,7 @@ class _Lab:
                 for key in held
                 if (type(_at(config, place)), key) in read
             }
-            if getattr(config, "sub_configs", None):  # a composite may hand its own numbers to its parts
+            if getattr(config, "sub_configs", None):  # a composite may pass its numbers to its parts
                 reads |= {((), key) for key, value in vars(config).items() if type(value) is int}
             spelled = self._spelled_out(values, config, reads)
             seen = self.observed(spelled, frozenset())
@@ -135,7 +135,7 @@ class _Lab:
         reads: set[tuple[tuple[str, ...], str]],
         seen: Seen,
     ) -> tuple[Values, set[tuple[tuple[str, ...], str]]]:
-        """With a number for each key that the model asks for, that its config class does not list, and that matters."""
+        """Set a number for each key that the model reads, its config class does not define, and that changes shapes."""
         for place, held in _configs(config):
             owner = _at(config, place)
             for kind, key in sorted(read, key=str):
@@ -166,7 +166,7 @@ class _Lab:
         return spelled
 
     def with_other_numbers(self, start: Values, reads: Iterable[tuple[tuple[str, ...], str]]) -> Iterator[Seen]:
-        """One number changed, for each; then several."""
+        """Yield the results of changing each number separately, then several at a time."""
         config = self.build_config(copy.deepcopy(start))
         changes: dict[tuple[str, ...], int] = {}
         for place, key in sorted(reads):
@@ -186,7 +186,7 @@ class _Lab:
         if labels is not None:
             changes[_LABELS,] = 7
             yield labels
-        chooser = random.Random(7)  # the same choice each time: the table depends on the classes alone
+        chooser = random.Random(7)  # a fixed seed: the table depends only on the classes
         done, paths = 0, sorted(changes)
         for _ in range(4 * _JOINT):
             if done == _JOINT or len(paths) < 2:
@@ -201,12 +201,12 @@ class _Lab:
     def with_other_words(
         self, start: Values, reads: Iterable[tuple[tuple[str, ...], str]]
     ) -> Iterator[tuple[Any, ...]]:
-        """Yield (place and key, value at first, other value, what was seen, keys set beside it) for all but numbers.
+        """Yield (path of the key, first value, other value, result, keys set with it) for values that are not numbers.
 
-        Nothing was seen where none of the other values gives a model: whatever depends on them stays unknown.
+        The result is None if no other value gives a model: what depends on the key remains unknown.
         """
         config = self.build_config(copy.deepcopy(start))
-        together = set()  # keys that mean something only beside others
+        together = set()  # keys that have an effect only together with others
         for place, own in _configs(config):
             for switch in SWITCHES:
                 key = next(iter(switch))
@@ -238,11 +238,11 @@ class _Lab:
     def absent(
         self, start: Values, path: tuple[str, ...], others: Sequence[Mapping[tuple[str, ...], int]]
     ) -> Iterator[Any]:
-        """The config under each of `others` without a key: the dict, and the config made of it."""
+        """Yield the config without a key for each of `others`: the dict, and the config built from it."""
         config = self.build_config(copy.deepcopy(start))
         for changes in others:
             values = copy.deepcopy(start)
-            with contextlib.suppress(Exception):  # as everywhere: no checkpoint has such a config
+            with contextlib.suppress(Exception):  # any error means that no checkpoint has such a config
                 for each, value in changes.items():
                     if each != path:
                         _write(values, each, value, config)
@@ -255,7 +255,7 @@ class _Lab:
 
 @contextlib.contextmanager
 def _without_values() -> Iterator[None]:
-    """Modules are made as they are, but for the first values of their weights, which take most of the time."""
+    """Build modules without initializing their weights, which takes most of the time."""
     kinds = (nn.Linear, nn.Embedding, nn.LayerNorm, nn.modules.conv._ConvNd)
     before = [kind.reset_parameters for kind in kinds]
     for kind in kinds:
@@ -268,7 +268,7 @@ def _without_values() -> Iterator[None]:
 
 
 def numbers_of(config: Any) -> dict[str, int]:
-    """Every whole number in a config and those below it, by dotted key."""
+    """Return every integer in a config and those below it, by dotted key."""
     numbers = {}
     for place, held in _configs(config):
         for key, value in held.items():
@@ -280,7 +280,7 @@ def numbers_of(config: Any) -> dict[str, int]:
 
 
 def _other_words(config: Any, key: str, value: Any) -> Iterator[Any]:
-    """What to try for a value that is no number, or a number that switches something."""
+    """Yield the other values to try for a value that is not a number, or for a number that acts as a switch."""
     if isinstance(value, bool) or value is None or isinstance(value, str) or value == []:
         yield from _others(config, key, value)
     elif isinstance(value, float):
@@ -302,7 +302,7 @@ def _at(config: Any, place: Sequence[str]) -> Any:
 
 
 def _write(values: Values, path: Sequence[str], value: Any, config: Any) -> None:
-    """Sets one key; the configs on the way to it are spelled out as the class has them."""
+    """Set one key; the configs above it get all values that differ from the defaults of their classes."""
     node = values
     for key in path[:-1]:
         config = getattr(config, key)
@@ -318,7 +318,7 @@ def _write(values: Values, path: Sequence[str], value: Any, config: Any) -> None
 
 
 def _is_of_layers(key: str, value: Any) -> bool:
-    """A list with a word or flag for each layer, which config classes make themselves where it is not given."""
+    """Tell if a value is a list with a string or boolean per layer, which config classes create if it is not set."""
     return (
         isinstance(value, list)
         and ("layer" in key or "block" in key)
@@ -327,7 +327,7 @@ def _is_of_layers(key: str, value: Any) -> bool:
 
 
 class _Solver:
-    """From what was seen to rules."""
+    """Solver that derives the rules from the results."""
 
     def __init__(
         self,
@@ -342,7 +342,7 @@ class _Solver:
         self.first = sized[0]
         self.by_pattern = [_grouped(seen.shapes) for seen in sized]
         own = self.first.numbers
-        # a number that a config class works out itself, whatever was given, is no number of the file
+        # a number that a config class always computes is not read from the file
         fixed = {key for seen in sized for key in seen.changed if seen.numbers.get(key) == own.get(key)}
         given = set().union(*(seen.changed for seen in sized))
         self.keys = sorted((given - fixed) & own.keys())
@@ -396,7 +396,7 @@ class _Solver:
         return self._texts[key]
 
     def _may_hide(self, text: str) -> bool:
-        """Whether a constant may be a number of the config that was not changed."""
+        """Tell if a constant may be a number of the config that was not changed."""
         constants = [int(each) for each in re.findall(r"(?<![\w.])[0-9]+(?![\w.])", text)]
         if text.isdecimal() and self.lab.unmoved and int(text) > _PLAIN:
             return True
@@ -404,7 +404,7 @@ class _Solver:
         return any((each > 1 and each in self.lab.unmoved) or (each > _PLAIN and each in held) for each in constants)
 
     def _shapes_of(self, pattern: str) -> tuple[tuple[str, ...], ...]:
-        """The shapes that tensors of a pattern may have, in the order of the first tensor that has each."""
+        """Return the shapes that tensors of a pattern may have, in the order of the first tensor with each shape."""
         seen = [list(dict.fromkeys(each[pattern].values())) for each in self.by_pattern]
         number = len(seen[0])
         if number > 3 or any(len(shapes) != number for shapes in seen):
@@ -423,7 +423,7 @@ class _Solver:
     # -- names
 
     def _counts(self, patterns: Iterable[str]) -> dict[str, str]:
-        """How many there are of what a star stands for, by the path in front of it."""
+        """Return the number of indices that each star stands for, by the path in front of it."""
         paths = {
             ".".join(parts[:at]) for parts in (each.split(".") for each in patterns)
             for at, part in enumerate(parts) if part == "*"
@@ -450,7 +450,7 @@ class _Solver:
         return True
 
     def _may_be_missing(self, patterns: Iterable[str]) -> set[str]:
-        """Buffers, tied names, and what transformers does not miss while it loads."""
+        """Return the patterns that a checkpoint may omit: buffers, tied names, keys that transformers may miss."""
         model = meta_model.build(self.lab.cls, self.lab.build_config(copy.deepcopy(self.start)))
         buffers = {pattern_of(name) for name, _ in model.named_buffers()}
         regexes = [each for each in model._keys_to_ignore_on_load_missing or () if isinstance(each, str)]
@@ -466,7 +466,7 @@ class _Solver:
     def _conditions(
         self, dims: Mapping[str, Any], counts: Mapping[str, str], required: frozenset[str]
     ) -> dict[Condition, frozenset[str]]:
-        """What must hold for the rules of a pattern to be right, by what was seen when it did not."""
+        """Return the conditions under which the rules are valid, each with its patterns; see `with_other_words`."""
         found: dict[Condition, set[str]] = {}
         patterns = set(dims) | required
         for path, held, other, seen, _ in self.others:
@@ -487,7 +487,7 @@ class _Solver:
         return {condition: frozenset(names) for condition, names in sorted(found.items(), key=str)}
 
     def _all_patterns(self) -> set[str]:
-        """Give the patterns of the first config, and of the one that it was cut down from."""
+        """Return the patterns of the first config, and of the same config with all layers."""
         whole = self.lab.observed(self.base, frozenset())
         shapes = {**self.first.shapes, **(whole.shapes if whole is not None else {})}
         return set(map(pattern_of, shapes))
@@ -505,7 +505,7 @@ class _Solver:
             # Whether a number removes a layer of some kind depends on how many layers there are.
             if not beside and first - patterns and (other is None or isinstance(other, bool | str)):
                 found.setdefault(Switch(key, "removes", plain(other)), set()).update(first - patterns)
-        for switch in [each for each in found if each.companions]:  # what the key adds by itself is a row of its own
+        for switch in [each for each in found if each.companions]:  # what the key adds without the others is a separate row
             found[switch] -= found.get(switch._replace(companions=()), set())
             if not found[switch]:
                 del found[switch]
@@ -523,7 +523,7 @@ class _Solver:
             return False
 
     def _models(self) -> dict[str, str]:
-        """The model types of exchangeable parts that all of this was measured with."""
+        """Return the model types of the exchangeable parts with which the class was measured."""
         config = self.lab.build_config(copy.deepcopy(self.start))
         found = {}
         for key, kind in sorted(getattr(config, "sub_configs", {}).items()):
@@ -535,7 +535,7 @@ class _Solver:
     # -- keys
 
     def _resolution(self, used: Sequence[str]) -> tuple[dict[str, str], dict[str, int], dict[str, str]]:
-        """What absent keys stand for: an expression over others, or a number; and their other namings."""
+        """Return the values of absent keys, as expressions over others or as numbers, and the other names of keys."""
         config = self.lab.build_config(copy.deepcopy(self.start))
         resolved: dict[str, str] = {}
         defaults: dict[str, int] = {}
@@ -576,7 +576,7 @@ class _Solver:
     def _without(
         self, path: tuple[str, ...], changes: Sequence[Mapping[tuple[str, ...], int]]
     ) -> Iterator[tuple[Mapping[str, int], int | None]]:
-        """(numbers of the config, what it takes for the key) where the key is not given."""
+        """Yield (numbers of the config, its value of the key) for configs without the key."""
         beside = [each for each in changes if len(each) != 1 or next(iter(each))[:-1] == path[:-1]][:_BESIDE]
         for values, config in self.lab.absent(self.start, path, beside):
             if path in self.lab.unlisted:
@@ -586,7 +586,7 @@ class _Solver:
                 yield numbers_of(config), value if type(value) is int else None
 
     def _as_if_given(self, path: tuple[str, ...], values: Values) -> int | None:
-        """The value of an unlisted key that gives the shapes that the model has without it."""
+        """Return the value of an unlisted key that gives the same shapes as the model without it."""
         seen = self.lab.observed(values, frozenset())
         key = ".".join(path)
         if seen is None:
@@ -605,7 +605,7 @@ class _Solver:
 
 
 def _words_of(config: Any) -> dict[str, list[str]]:
-    """Lists of words, one for each layer, by dotted key: other words are other layers."""
+    """Return the lists with a string per layer, by dotted key; other strings mean other layers."""
     return {
         ".".join((*place, key)): sorted(set(value))
         for place, held in _configs(config)
@@ -615,7 +615,7 @@ def _words_of(config: Any) -> dict[str, list[str]]:
 
 
 def _nested(numbers: Mapping[str, int]) -> Values:
-    """Dotted keys as a config."""
+    """Return dotted keys as a nested dict."""
     config: Values = {}
     for key, value in numbers.items():
         node = config
@@ -627,7 +627,7 @@ def _nested(numbers: Mapping[str, int]) -> Values:
 
 
 def _condition(key: str, held: Any, other: Any) -> Condition:
-    """What tells the config that was measured from the one with the other value."""
+    """Return the condition that separates the measured config from the one with the other value."""
     if other is None or (other == 0 and type(other) is int and held != 1):
         return Condition(key, "set", ())
     value = list(held) if isinstance(held, tuple) else held
@@ -642,7 +642,7 @@ def _grouped(shapes: Shapes) -> dict[str, dict[str, tuple[int, ...]]]:
 
 
 def _number_below(path: str, names: Iterable[str]) -> int | None:
-    """How many indices follow `path`; None where two places of that path have other numbers, or some are left out."""
+    """Return the number of indices after `path`; None if it differs between tensors of the path or has gaps."""
     depth = path.count(".") + 1
     found: dict[str, set[int]] = {}
     for name in names:

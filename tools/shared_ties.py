@@ -1,4 +1,4 @@
-"""Finds by which rule layers share modules: builds a class under other lists of layers, and holds the rule to each."""
+"""Find the rule by which layers share modules, and check it on models with other lists of layers."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ Values = dict[str, Any]
 Pairs = dict[str, str]
 
 _COUNT = "num_hidden_layers"
-_LAYERS = (3, 1, 1, 1, 2, 1)  # how many of another kind stand in front of each shared layer, and at the end
-_LISTS = ("wwwww", ".w.w", "..ww.w..w.w.w", "w....", "...w.ww.")  # w: one that shares
+_LAYERS = (3, 1, 1, 1, 2, 1)  # layers of another kind in front of each shared layer
+_LISTS = ("wwwww", ".w.w", "..ww.w..w.w.w", "w....", "...w.ww.")  # w: a layer that shares
 
 
 def is_numbered(pair: TiePair) -> bool:
-    """Whether a tie is one of a layer, by its number."""
+    """Tell if a tie is between numbered layers."""
     return any(part.isdigit() for name in pair.namings[0] for part in name.split("."))
 
 
 def measured(cls: Any, build: ConfigBuilder, known: Architecture) -> tuple[SharedLayers, Values] | None:
-    """The rule of a class and a config with few layers; None where its ties follow no such rule.
+    """Return the rule of a class and a config with few layers; None if its ties do not follow such a rule.
 
     Args:
         cls: The model class.
@@ -61,7 +61,7 @@ class _Lab:
         return {self.bare.kinds: kinds, _COUNT: len(kinds), **changes}
 
     def rule(self) -> SharedLayers | None:
-        """From what the base and each of its switches and numbers do."""
+        """Derive the rule from the effects of the base config and of each of its switches and numbers."""
         plain = self.pairs(self.base)
         if not plain:
             return None
@@ -81,21 +81,21 @@ class _Lab:
         return SharedLayers(bare.paths, bare.kinds, bare.kind, bare.count, period, default, names, bare.flag)
 
     def holds(self, rule: SharedLayers) -> bool:
-        """Whether the rule gives the ties of every list, period and set of switches that is tried."""
+        """Tell if the rule gives the ties of every list, period and set of switches that is tried."""
         switches = sorted({key for key in rule.names.values() if key})
         for text, period, on in product(_LISTS, (1, 2, 3) if rule.period else (1,), (False, True)):
             values = self.listed(text, **dict.fromkeys(switches, on), **({rule.period: period} if rule.period else {}))
             pairs, told = self.pairs(values), dict(pair.namings[0] for pair in rule.ties(values))
-            # a class may refuse a list in which nobody shares
+            # a class may reject a list without shared layers
             if not rule.covers(values) or (pairs != told and (pairs is not None or told)):
                 return False
         return True
 
     def pairs(self, values: Values) -> Pairs | None:
-        """Target -> source of every tie between layers, None where there is no such model."""
+        """Return target -> source of every tie between layers; None if the model cannot be built."""
         try:
             model = meta_model.build_with_ties(self.cls, self.build(copy.deepcopy(values)))
-        except Exception:  # whatever the class raises: no checkpoint has such a config
+        except Exception:  # any error of the class means that no checkpoint has such a config
             return None
         names = {name: value.shape for name, value in model.state_dict(keep_vars=True).items()}
         declared = existing(model.all_tied_weights_keys, names)
@@ -104,7 +104,7 @@ class _Lab:
         return {target: source for target, source in flatten(same).items() if target.startswith(lead)}
 
     def names(self, pairs: Pairs) -> set[str]:
-        """Patterns below a layer: a number that runs over all layers that share becomes a star."""
+        """Return the patterns below a layer; a number that takes the index of every shared layer becomes a star."""
         lead = f"{self.bare.paths[0]}."
         places = {str(at) for at in range(len(_LAYERS))}
         tails = {target.removeprefix(lead).partition(".")[2] for target in pairs}
@@ -120,7 +120,7 @@ class _Lab:
 
 
 def _split(pair: TiePair) -> tuple[str, ...] | None:
-    """What stands in front of the first number in every naming; None unless both names agree but for that number."""
+    """Return the path before the first number in every naming; None unless both names differ only in that number."""
     paths = []
     for names in pair.namings:
         both = [name.split(".") for name in names]
@@ -136,7 +136,7 @@ def _without(parts: list[str], at: int) -> list[str]:
 
 
 def _lists(config: Values, pairs: Iterable[TiePair], paths: tuple[str, ...]) -> Iterator[tuple[str, str]]:
-    """Keys of the config that list a kind for every layer, with the kind of the layers that are tied."""
+    """Yield the keys of the config that list a kind for every layer, with the kind of the tied layers."""
     lead = f"{paths[0]}."
     tied = {int(name.removeprefix(lead).split(".")[0]) for pair in pairs for name in pair.namings[0]}
     for key, value in sorted(config.items()):

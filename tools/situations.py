@@ -1,4 +1,4 @@
-"""Plays every hostile situation of tests/situations and writes what became of each: docs/situations.md."""
+"""Run every case of malformed input in tests/situations and write the results to docs/situations.md."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ terminal, and `ckptx verify` finds the output of a successful run equal to its s
 
 
 def main() -> int:
-    """Writes the page; the exit code is 1 when a situation ended otherwise than it must."""
+    """Write the page; return 1 if a case did not end as required."""
     load_all()
     rows, right, wrong = [], Counter[str](), 0
     runner = Runner()
@@ -50,7 +50,7 @@ def main() -> int:
 
 
 def _cell(text: str, root: Path | None = None) -> str:
-    """Text as it may stand in a cell: short, without this machine's paths and with pipes escaped."""
+    """Return text for a cell of a table: short, without local paths, with pipes escaped."""
     if root is not None:
         text = text.replace(f"{root}/", "").replace(str(root), ".")
     text = re.sub(r"\d+(\.\d+)? s, .*", "", text)
