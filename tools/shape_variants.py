@@ -505,7 +505,7 @@ class _Solver:
             # Whether a number removes a layer of some kind depends on how many layers there are.
             if not beside and first - patterns and (other is None or isinstance(other, bool | str)):
                 found.setdefault(Switch(key, "removes", plain(other)), set()).update(first - patterns)
-        for switch in [each for each in found if each.companions]:  # what the key adds without the others is a separate row
+        for switch in [each for each in found if each.companions]:  # without them, the key adds what another row says
             found[switch] -= found.get(switch._replace(companions=()), set())
             if not found[switch]:
                 del found[switch]
