@@ -12,10 +12,10 @@ from ckptx.errors import InputError, OutputError, UsageError
 from ckptx.robustness_suite.commands import (
     CommandResult,
     check_environment,
-    filled,
+    command_words,
+    fill_placeholders,
     placeholders,
     run_command,
-    words_of,
 )
 from ckptx.robustness_suite.losses import Losses, check_losses, read_losses
 from ckptx.robustness_suite.oracles import Items
@@ -77,8 +77,8 @@ class CommandRuns:
             OutputError: The parent of the folders is not empty.
         """
         block, values = self.block, self._values(self._out, 0, None)
-        words = words_of(block.command, values, "train.command")
-        filled(block.resume, {**values, "checkpoint": ""}, "train.resume")
+        words = command_words(block.command, values, "train.command")
+        fill_placeholders(block.resume, {**values, "checkpoint": ""}, "train.resume")
         check_environment(self._environment(self._out, values))
         if any("\0" in word for word in words):
             raise UsageError("train.command: contains NUL, which no argument of a program can; remove it")
@@ -91,7 +91,9 @@ class CommandRuns:
                 "and {checkpoint} in train.resume"
             )
         for key, text in (("checkpoint", block.checkpoint), ("losses", block.losses)):
-            place = filled(text, dict.fromkeys(("step", "steps", "save_at", "total_steps"), "1"), f"train.{key}")
+            place = fill_placeholders(
+                text, dict.fromkeys(("step", "steps", "save_at", "total_steps"), "1"), f"train.{key}"
+            )
             if place.startswith("/") or ".." in Path(place).parts:
                 raise UsageError(
                     f"train.{key}: {one_line(text, 200)} must be a path relative to {{out}} and inside it, as each run "
@@ -130,7 +132,7 @@ class CommandRuns:
         except OSError as error:
             raise OutputError(f"{out}: cannot be created: {error.strerror}") from error
         values = self._values(out, steps, checkpoint)
-        words = words_of(self.block.command, values, "train.command")
+        words = command_words(self.block.command, values, "train.command")
         environment = self._environment(out, values)
         return CommandRun(name, out, run_command(words, out / OUTPUT, environment, self.block.time_limit))
 
@@ -203,17 +205,17 @@ class CommandRuns:
         }
         if checkpoint is not None:
             quoted = {key: quote(value) for key, value in values.items()}
-            values["resume"] = filled(self.block.resume, quoted, "train.resume")
+            values["resume"] = fill_placeholders(self.block.resume, quoted, "train.resume")
         return values
 
     def _environment(self, out: Path, values: Mapping[str, str]) -> dict[str, str]:
         given = self.block.environment
-        return {key: filled(str(value), values, f"train.environment.{key}") for key, value in given.items()}
+        return {key: fill_placeholders(str(value), values, f"train.environment.{key}") for key, value in given.items()}
 
     def _place(self, out: Path, text: str, step: int = 0) -> Path:
         values = self._values(out, self.training.steps, None)
         values["step"] = str(step)
-        return out / filled(text, values, "train.checkpoint")
+        return out / fill_placeholders(text, values, "train.checkpoint")
 
 
 def _has_checkpoint(command: str, resume: str) -> bool:

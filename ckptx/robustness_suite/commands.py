@@ -64,7 +64,7 @@ class CommandResult(NamedTuple):
                 yield f"{counted(len(found), 'process')} of the command still running after it: {shown}{more}; {fate}"
 
 
-def words_of(template: str, values: Mapping[str, str], subject: str) -> list[str]:
+def command_words(template: str, values: Mapping[str, str], subject: str) -> list[str]:
     """Split a command into words as a shell does, and replace placeholders by values.
 
     The template is split first, so that a value is never more than a part of a word, whatever it contains. A word
@@ -90,13 +90,13 @@ def words_of(template: str, values: Mapping[str, str], subject: str) -> list[str
         if part == "{resume}" and "resume" in values:
             words += shlex.split(values["resume"])
         else:
-            words.append(filled(part, values, subject))
+            words.append(fill_placeholders(part, values, subject))
     if not words:
         raise UsageError(f"{subject}: is empty; set it to the command of the trainer")
     return words
 
 
-def filled(text: str, values: Mapping[str, str], subject: str) -> str:
+def fill_placeholders(text: str, values: Mapping[str, str], subject: str) -> str:
     """Replace the placeholders in a string by values.
 
     A number of steps may have a width, with a zero before it for zero padding: `{step:07d}`. No other format exists, so

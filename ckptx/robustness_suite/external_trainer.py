@@ -81,7 +81,7 @@ T = TypeVar("T")
 OnPhase = Callable[[Judge], None]
 
 
-def run_foreign(
+def run_external(
     recipe: Recipe,
     out: Path,
     log: Log | None = None,
@@ -164,7 +164,7 @@ class _CommandPhases:
         self._reference = self._snapshot()
         notes = [*losses.notes, f"{counted(len(end), 'item')} in its last checkpoint"]
         notes += lines_on_files(not_compared(self._runs.checkpoint(run, self.training.steps)))
-        self._say(run, [all_finite([end], losses.by_step)], notes)
+        self._add_run(run, [all_finite([end], losses.by_step)], notes)
 
     def sharded(self) -> None:
         """Check that parameters were sharded, or not, if the recipe has `checks.sharded`."""
@@ -205,10 +205,10 @@ class _CommandPhases:
                 notes.append("losses do not show it: they are logged with too few digits, or before the difference")
         same = [each for each in verdicts if not each.differences]
         lacking = sorted(set(self._losses) ^ set(losses.by_step))
-        missing = [_lacking(step, self._losses, losses.by_step) for step in lacking]
+        missing = [_missing_loss(step, self._losses, losses.by_step) for step in lacking]
         loss = measured("loss", _pairs(self._losses, losses.by_step, 0), self._noise, 1.0, 1.0)
         loss = loss._replace(compared=len(self._losses), differences=missing)
-        self._say(run, [*same, loss], notes, "two identical runs do not log the same losses")
+        self._add_run(run, [*same, loss], notes, "two identical runs do not log the same losses")
 
     def saved_again(self) -> None:
         """Run Z, and compare it with A at step N: items that differ were not restored."""
@@ -221,11 +221,11 @@ class _CommandPhases:
         )
         run = self._run(SAVED_AGAIN, self.save_at, source)
         if run.has_failed:
-            self._say_failed(run)
+            self._add_failed_run(run)
             return
         stray = self._stray(run, self.save_at)
         if stray is not None:
-            self._say(run, [stray], [], f"step count differs: {stray.differences[0].found}")
+            self._add_run(run, [stray], [], f"step count differs: {stray.differences[0].found}")
             return
         after = self._read(run, lambda: self._runs.items(run, self.save_at))
         if after is None:
@@ -241,14 +241,14 @@ class _CommandPhases:
             notes.append(not_compared_line(noisy, _TIMES))
         if follows:
             notes.append(not_compared_line(follows, "are the number of steps given to the command"))
-        self._say(run, verdicts, notes, "; ".join(causes))
+        self._add_run(run, verdicts, notes, "; ".join(causes))
 
     def resumed(self) -> None:
         """Run R, and compare its final state and its losses with those of A."""
         source = self._runs.checkpoint_path(self._runs.out_of(STRAIGHT), self.save_at)
         run = self._run(RESUMED, self.training.steps, source)
         if run.has_failed:
-            self._say_failed(run)
+            self._add_failed_run(run)
             return
         read = self._read(run, lambda: (self._runs.items(run, self.training.steps), self._read_losses(run)))
         if read is None:
@@ -260,11 +260,11 @@ class _CommandPhases:
         compared = {key: value for key, value in found.items() if key in shared or key not in known}
         verdicts = compare([reference], [compared])
         verdicts += [self._of_losses(losses.by_step)]
-        why = [*self._why(verdicts)]
+        why = [*self._cause_notes(verdicts)]
         short = _AT_THE_END if self.block.zero_steps else "one step spreads a fault to every parameter"
-        self._say(run, verdicts, [*losses.notes, *why], "; ".join(["unknown", short, *why[1:]]) if why else "")
+        self._add_run(run, verdicts, [*losses.notes, *why], "; ".join(["unknown", short, *why[1:]]) if why else "")
 
-    def _why(self, verdicts: Sequence[Verdict]) -> Iterator[str]:
+    def _cause_notes(self, verdicts: Sequence[Verdict]) -> Iterator[str]:
         """Yield notes on the cause of different final states, if the run for zero steps has none."""
         failed = [each.oracle for each in failing(verdicts)]
         was_named = any(row["name"] == SAVED_AGAIN and row["ok"] is False for row in self.judge.phases)
@@ -285,7 +285,7 @@ class _CommandPhases:
         times, default = self.checks.loss_times_noise, ChecksBlock().loss_times_noise
         verdict = measured("loss", _pairs(after, found, self.save_at), self._noise, times, default)
         steps = sorted({step for step in {*after, *found} if step > self.save_at})
-        missing = [_lacking(step, after, found) for step in steps if (step in after) != (step in found)]
+        missing = [_missing_loss(step, after, found) for step in steps if (step in after) != (step in found)]
         return verdict._replace(compared=len(after), differences=missing)
 
     # ---------------------------------------------------------------------------------------------------- the runs
@@ -323,12 +323,12 @@ class _CommandPhases:
         except InputError as error:
             if self._changed is None or self._changed.ok is not False:
                 raise
-            self._say(run, [], [str(error)], failed=True)
+            self._add_run(run, [], [str(error)], failed=True)
             return None
 
-    def _say_failed(self, run: CommandRun) -> None:
+    def _add_failed_run(self, run: CommandRun) -> None:
         """Report a run of the command that failed."""
-        self._say(run, [], [run.failure], run.failure, failed=True)
+        self._add_run(run, [], [run.failure], run.failure, failed=True)
 
     def _stray(self, run: CommandRun, step: int) -> Verdict | None:
         """Return a failed verdict if a run saved another step than the one where it had to stop, else None."""
@@ -346,14 +346,14 @@ class _CommandPhases:
 
     # ------------------------------------------------------------------------------------------------- the report
 
-    def _say(
+    def _add_run(
         self, run: CommandRun, verdicts: Sequence[Verdict], notes: Sequence[str], cause: str = "", failed: bool = False
     ) -> None:
         notes = [*notes, *run.ended.notes()]
         if self._changed is not None:
             verdicts = [self._changed, *verdicts]
             if self._changed.ok is False:
-                cause = _modified(run, self._changed)
+                cause = _modified_cause(run, self._changed)
                 notes = [cause, *notes]
                 self._is_modified = True
             elif self._is_modified and run.name in _RESUMING:
@@ -361,7 +361,7 @@ class _CommandPhases:
         self._add(run.name, Findings([*verdicts], [*notes], has_failed=failed), run.ended.seconds, cause)
 
     def _add(self, name: str, found: Findings, seconds: float, cause: str = "") -> None:
-        cause = cause or _unknown([*failing(found.verdicts)])
+        cause = cause or _unknown_cause([*failing(found.verdicts)])
         row = self.judge.add(name, _TITLES[name], found, seconds, cause=cause)
         if row["ok"] is False:
             self._log.note(*(f"{row['name']}: {note}" for note in row["notes"]))
@@ -371,7 +371,7 @@ def _without(items: Items, keys: set[tuple[str, str]]) -> Items:
     return {key: value for key, value in items.items() if key not in keys}
 
 
-def _modified(run: CommandRun, changed: Verdict) -> str:
+def _modified_cause(run: CommandRun, changed: Verdict) -> str:
     """Return the cause of a failed `reference` verdict: the files that a run has modified."""
     shown = [f"{each.item} {each.found}" for each in changed.differences[:_NAMED]]
     more = len(changed.differences) - len(shown)
@@ -380,7 +380,7 @@ def _modified(run: CommandRun, changed: Verdict) -> str:
     return f"reference checkpoint was modified by the {who}: {listed}; use a separate output folder for each run"
 
 
-def _unknown(bad: Sequence[Verdict]) -> str:
+def _unknown_cause(bad: Sequence[Verdict]) -> str:
     """Return the cause of a failed phase: the first oracle, and that its cause is unknown."""
     if not bad:
         return "unknown"
@@ -396,6 +396,6 @@ def _pairs(reference: Mapping[int, float], found: Mapping[int, float], after: in
     return ((loss, found[step]) for step, loss in reference.items() if step > after and step in found)
 
 
-def _lacking(step: int, reference: Mapping[int, float], found: Mapping[int, float]) -> Difference:
+def _missing_loss(step: int, reference: Mapping[int, float], found: Mapping[int, float]) -> Difference:
     said = [repr(each[step]) if step in each else None for each in (reference, found)]
     return Difference("loss", f"loss of step {step}", None, *said)

@@ -260,7 +260,7 @@ def shards_swapped(trainer: Any) -> None:
         values.copy_(other)
 
 
-def _older(trainer: Any, path: Path, is_meant: Callable[[str], bool]) -> None:
+def _load_older(trainer: Any, path: Path, is_meant: Callable[[str], bool]) -> None:
     """Load parameters with these names from another checkpoint."""
     before = [(name, _local(each), _local(each).clone()) for name, each in _parameters(trainer)]
     trainer.assembled.load(path)
@@ -272,7 +272,7 @@ def _older(trainer: Any, path: Path, is_meant: Callable[[str], bool]) -> None:
 @fault("one rank has the initial weights", oracle="model")
 def one_rank_old(trainer: Any) -> None:
     last = trainer.place.rank == trainer.place.world_size - 1
-    _older(trainer, trainer.source, lambda _: last)
+    _load_older(trainer, trainer.source, lambda _: last)
 
 
 @fault("one rank has the weights of an earlier step", oracle="model", run="resumed-2")
@@ -280,20 +280,20 @@ def one_rank_one_step_old(trainer: Any) -> None:
     steps = sorted(trainer.resumed_from.parent.glob("step-*"), key=lambda each: int(each.name.partition("-")[2]))
     before = steps[steps.index(trainer.resumed_from) - 1]
     last = trainer.place.rank == trainer.place.world_size - 1
-    _older(trainer, before, lambda _: last)
+    _load_older(trainer, before, lambda _: last)
 
 
 @fault("the head has its initial weights", oracle="model")
 def head_stale(trainer: Any) -> None:
     names = [name for name, each in _parameters(trainer) if each.dim() == 2]
     heads = [name for name in names if "lm_head" in name] or names[-1:]
-    _older(trainer, trainer.source, lambda name: name in heads)
+    _load_older(trainer, trainer.source, lambda name: name in heads)
 
 
 @fault("one norm has its initial weights", oracle="model")
 def norm_stale(trainer: Any) -> None:
     norms = [name for name, each in _parameters(trainer) if each.dim() == 1 and "norm" in name]
-    _older(trainer, trainer.source, lambda name: name in norms[-1:])
+    _load_older(trainer, trainer.source, lambda name: name in norms[-1:])
 
 
 @fault("weights are rounded to bfloat16", oracle="model")

@@ -108,13 +108,13 @@ def _of_lines(place: Path, block: ExternalBlock, notes: list[str]) -> Iterator[t
 
 
 def _of_row(row: dict[str, Any], block: ExternalBlock, where: str) -> Iterator[tuple[int, float]]:
-    step, loss = _under(row, block.step_key), _under(row, block.loss_key)
+    step, loss = _nested_value(row, block.step_key), _nested_value(row, block.loss_key)
     if step is None or loss is None:
         return  # a line without step and loss: an evaluation, a message
     yield _step(step, where), _number(loss, where)
 
 
-def _under(row: dict[str, Any], key: str) -> Any:
+def _nested_value(row: dict[str, Any], key: str) -> Any:
     """Return the value of a key, also of a nested key such as `train.loss`; None if it is missing."""
     value: Any = row
     if key in row:

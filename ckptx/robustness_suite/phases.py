@@ -42,7 +42,7 @@ from ckptx.robustness_suite.oracles import (
     replicas,
     within_noise,
 )
-from ckptx.robustness_suite.runs import KillPoint, Logits, RunResult, away
+from ckptx.robustness_suite.runs import KillPoint, Logits, RunResult, max_difference
 from ckptx.robustness_suite.session import DRAWS, Session, of_steps
 from ckptx.robustness_suite.stored_items import items_of
 from ckptx.runtime.training.checkpoints import LATEST
@@ -90,7 +90,7 @@ def straight_run(session: Session) -> Findings:
     found.notes.append(
         f"noise of the loss {max(noise['loss'].values()):.3g}, of logits {max(noise['logits'].values()):.3g}"
     )
-    return _merged(found)
+    return _merge_verdicts(found)
 
 
 def _saving(recipe: Recipe, is_asynchronous: bool) -> Recipe:
@@ -106,7 +106,7 @@ def replicas_and_reference(session: Session) -> Findings:
         logits = session.run_task("runtime_logits", session.run_of(resumed=session.checkpoint(last)))
         noise = None if session.is_exact else session.noise_of("logits")
         found.verdicts.append(_logits(session, session.reference_logits, logits, noise))
-    return _merged(found)
+    return _merge_verdicts(found)
 
 
 def save_again(session: Session) -> Findings:
@@ -121,7 +121,7 @@ def save_again(session: Session) -> Findings:
             outcome = session.train(name, replace(run, recipe=recipe))
             found.verdicts += compare(session.straight.items[step], outcome.items[step])
             found.verdicts.append(_same_files(first, session.saved(name, step)))
-    return _merged(found)
+    return _merge_verdicts(found)
 
 
 def export(session: Session) -> Findings:
@@ -138,7 +138,7 @@ def export(session: Session) -> Findings:
         found.verdicts.append(_same_bytes(checkpoint, exported))
         logits, noise = session.run_task("source_logits", session.recipe, exported, DRAWS)  # of a forward pass alone
         found.verdicts.append(_logits(session, session.reference_logits, logits, noise))
-    return _merged(found)
+    return _merge_verdicts(found)
 
 
 def other_layouts(session: Session) -> Findings:
@@ -161,12 +161,12 @@ def other_layouts(session: Session) -> Findings:
         if layout in left:
             continue
         words = session.on(layout)
-        with found.reading(f"step-{step} on {words}"), _naming(f"checks.layouts[{number - 1}]"):
+        with found.reading(f"step-{step} on {words}"), _errors_name_key(f"checks.layouts[{number - 1}]"):
             if base is None:
                 run = replace(session.run_of(resumed=checkpoint, looks=[step]), recipe=steady)
                 base = session.train("without-dropout", run)
             found.verdicts += _on_other_layout(session, layout, number, base, steady)
-    return _merged(found)
+    return _merge_verdicts(found)
 
 
 def _on_other_layout(
@@ -188,7 +188,7 @@ def _on_other_layout(
 
 
 @contextmanager
-def _naming(key: str) -> Iterator[None]:
+def _errors_name_key(key: str) -> Iterator[None]:
     """Prefix errors of layouts that a model does not support with the key of the recipe."""
     try:
         yield
@@ -219,7 +219,7 @@ def resume(session: Session) -> Findings:
                     found.verdicts += compare(session.straight.items[each], outcome.items[each])
             found.verdicts += _finite(outcome)
             found.verdicts.append(_losses(session, session.straight, outcome, noise))
-    return _merged(found)
+    return _merge_verdicts(found)
 
 
 def kills(session: Session) -> Findings:
@@ -255,7 +255,7 @@ def kills(session: Session) -> Findings:
         )
         differences = [Difference("readable", at, None, "only the last good step", each) for each in faults]
         found.verdicts.append(Verdict("readable", 1, differences))
-    return _merged(found)
+    return _merge_verdicts(found)
 
 
 def _root_with(session: Session, name: str, first: Path) -> Path:
@@ -285,7 +285,7 @@ PHASES: tuple[Phase, ...] = (
 # --------------------------------------------------------------------------------------------- verdicts
 
 
-def _merged(found: Findings) -> Findings:
+def _merge_verdicts(found: Findings) -> Findings:
     """Merge the verdicts of each oracle: keep the largest difference of a measurement, and all items that differ."""
     by_oracle: dict[str, list[Verdict]] = {}
     for each in found.verdicts:
@@ -332,7 +332,9 @@ def _losses(session: Session, reference: RunResult, found: RunResult, noise: flo
 
 def _logits(session: Session, reference: Logits, found: Logits, noise: float | None) -> Verdict:
     times = session.recipe.checks.logits_times_noise
-    return within_noise("logits", len(reference), away(reference, found), noise, times, _DEFAULTS.logits_times_noise)
+    return within_noise(
+        "logits", len(reference), max_difference(reference, found), noise, times, _DEFAULTS.logits_times_noise
+    )
 
 
 def _same_bytes(reference: Path, found: Path, where: str = "") -> Verdict:
@@ -383,7 +385,7 @@ def _same_files(reference: Path, found: Path) -> Verdict:
     return Verdict("model", len(names), differences)
 
 
-def chosen(text: str | None) -> Sequence[Phase]:
+def select_phases(text: str | None) -> Sequence[Phase]:
     """Return the phases that `--phases` selects by numbers, ranges or names, separated by commas."""
     if text is None:
         return PHASES

@@ -326,13 +326,13 @@ def _done(call: bytes, rank: int, settings: Settings) -> tuple[bytes, LeakedMemo
     if isinstance(task, str):
         task = getattr(importlib.import_module(_TASKS), task)
     with process_group(settings.device, settings.backend, store) as place, report_failure_to_peers():
-        _bound(settings, place.device)
+        _limit_gpu_memory(settings, place.device)
         result = pickle.dumps(task(place, *args))
     del args, place, store
     return result, _residue()
 
 
-def _bound(settings: Settings, device: Any) -> None:
+def _limit_gpu_memory(settings: Settings, device: Any) -> None:
     """Limit the GPU memory of a rank."""
     if settings.gpu_memory is None:
         return

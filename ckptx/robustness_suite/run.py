@@ -21,7 +21,7 @@ from ckptx.report.robustness_words import first_cause
 from ckptx.robustness_suite.judge import Judge
 from ckptx.robustness_suite.memory import Memory, forecast_memory, with_measured
 from ckptx.robustness_suite.oracles import Difference, Verdict
-from ckptx.robustness_suite.phases import Phase, chosen
+from ckptx.robustness_suite.phases import Phase, select_phases
 from ckptx.robustness_suite.ranks import LeakedMemory, Ranks
 from ckptx.robustness_suite.session import InjectedFault, Session
 from ckptx.runtime.training.recipe import Recipe
@@ -43,7 +43,7 @@ def robustness(options: RobustnessOptions) -> RobustnessReport:
     path = find_recipe(options.recipe)
     read = read_recipe(path, settings, launched_world_size())
     log(read)
-    wanted = chosen(phases)
+    wanted = select_phases(phases)
     planted = InjectedFault()
     if inject is not None:
         from ckptx.robustness_suite.faults import find_fault  # imported only if a fault is injected
@@ -53,16 +53,16 @@ def robustness(options: RobustnessOptions) -> RobustnessReport:
         if phases is None:
             wanted = [each for each in wanted if each.number == fault.phase]
     if read.train is not None:
-        _refuse_foreign(read, phases, inject)
+        _check_external_options(read, phases, inject)
     else:
-        _refuse_nothing_after(read)
+        _check_save_at(read)
     folder, is_mine = _folder(options.out)
     mine = folder
     try:
         report = _report(read, path, settings, inject, folder)
         report = replace(report, environment=environment(device=device, backend=backend))
         if read.train is not None:
-            report = _foreign(report, read, path, log, on_phase)
+            report = _run_external(report, read, path, log, on_phase)
         else:
             with Ranks(device=device, backend=backend, gpu_memory=memory) as ranks:
                 session = Session(
@@ -98,7 +98,7 @@ def robustness(options: RobustnessOptions) -> RobustnessReport:
     return stopwatch.stop(replace(report, warnings=log.notes, cause=first_cause(report)))
 
 
-def _refuse_nothing_after(recipe: Recipe) -> None:
+def _check_save_at(recipe: Recipe) -> None:
     """Check that a run saves a checkpoint to resume from.
 
     Raises:
@@ -112,7 +112,7 @@ def _refuse_nothing_after(recipe: Recipe) -> None:
         )
 
 
-def _refuse_foreign(recipe: Recipe, phases: str | None, inject: str | None) -> None:
+def _check_external_options(recipe: Recipe, phases: str | None, inject: str | None) -> None:
     """Refuse options that do not apply to a custom trainer.
 
     Raises:
@@ -125,15 +125,15 @@ def _refuse_foreign(recipe: Recipe, phases: str | None, inject: str | None) -> N
         raise UsageError(f"{recipe.name}: its command starts its own ranks; run ckptx without torchrun")
 
 
-def _foreign(
+def _run_external(
     report: RobustnessReport, recipe: Recipe, path: Path, log: Log, on_phase: Callable[[RobustnessReport], None]
 ) -> RobustnessReport:
     """Run a custom trainer, and add its results to the report."""
-    from ckptx.robustness_suite.external_trainer import run_foreign
+    from ckptx.robustness_suite.external_trainer import run_external
 
     assert recipe.train is not None
     report = replace(report, trainer=recipe.train.command, layout={})
-    found = run_foreign(
+    found = run_external(
         recipe, Path(report.out), log, lambda so_far: on_phase(so_far.report(report)), folder=path.parent
     )
     return found.report(report, log)

@@ -96,7 +96,7 @@ class RunResult:
     taken: tuple[int, int] | None = None
 
 
-def away(reference: Logits, found: Logits) -> float:
+def max_difference(reference: Logits, found: Logits) -> float:
     """Return the largest absolute difference of two sets of logits; NaN if one is not finite or shapes differ."""
     distances = [
         float(np.abs(first - second).max()) if first.shape == second.shape else float("nan")

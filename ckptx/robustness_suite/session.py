@@ -15,7 +15,7 @@ from ckptx.report.report import Log
 from ckptx.robustness_suite.oracles import Verdict, distance, largest
 from ckptx.robustness_suite.ranks import LeakedMemory, Ranks
 from ckptx.robustness_suite.reference_files import RunFiles, changes, snapshot
-from ckptx.robustness_suite.runs import Event, Logits, Run, RunResult, away
+from ckptx.robustness_suite.runs import Event, Logits, Run, RunResult, max_difference
 from ckptx.runtime.training.recipe import LayoutBlock, Recipe
 
 _logger = logging.getLogger(__name__)
@@ -237,7 +237,7 @@ class Session:
 
 def _differences(reference: RunResult, found: RunResult) -> dict[str, float]:
     losses = [distance(reference.losses[step], found.losses[step]) for step in reference.losses]
-    logits = away(reference.logits or (), found.logits or ())
+    logits = max_difference(reference.logits or (), found.logits or ())
     return {"loss": largest(losses), "logits": logits}
 
 

@@ -41,16 +41,16 @@ def items_of(trainer: Trainer, *, with_batch: bool = True) -> dict[tuple[str, st
                     found["finite", f"{name}.{key}"] = finite(value)
             for key, value in group.items():
                 if key not in ("params", "lr"):
-                    found["group", f"{name}.{key}"] = _said(value)
+                    found["group", f"{name}.{key}"] = _value_text(value)
         found["rate", "lr"] = repr(float(group["lr"]))
     for key, value in trainer.scheduler.state_dict().items():
-        found["scheduler", key] = _said(value)
+        found["scheduler", key] = _value_text(value)
     found["step", "step"] = str(trainer.done)
     for key, value in trainer.sampler.state_dict().items():
-        found["samples", key] = _said(value)
+        found["samples", key] = _value_text(value)
     found["samples", "of the next step"] = str(trainer.next_indices())
     for kind, value in trainer.random.state_dict().items():
-        found["rng", kind] = _said(value)
+        found["rng", kind] = _value_text(value)
     if with_batch:
         for index, batch in enumerate(trainer.next_batches()):
             for name, value in batch.items():
@@ -58,7 +58,7 @@ def items_of(trainer: Trainer, *, with_batch: bool = True) -> dict[tuple[str, st
     return found
 
 
-def held_whole(trainer: Trainer) -> dict[tuple[str, str], str]:
+def shard_digests(trainer: Trainer) -> dict[tuple[str, str], str]:
     """Return digests of the model's local shards by name and shard; ranks with the same shard must agree."""
     layout = trainer.assembled.layout
     found = {}
@@ -72,7 +72,7 @@ def held_whole(trainer: Trainer) -> dict[tuple[str, str], str]:
 def digest(value: Any) -> str:
     """Return a digest of bytes, dtype and shape of the local shard of a tensor."""
     if not isinstance(value, Tensor):
-        return _said(value)
+        return _value_text(value)
     local = _local(value).detach().contiguous()
     found = xxhash.xxh3_128(f"{local.dtype} {tuple(local.shape)}".encode())
     if local.numel():
@@ -114,12 +114,12 @@ def _place_of(value: Any) -> str:
     return f" {parts}" if parts else ""
 
 
-def _said(value: Any) -> str:
+def _value_text(value: Any) -> str:
     """Return a plain value as a string, with digests for tensors."""
     if isinstance(value, Tensor):
         return digest(value)
     if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{key!r}: {_said(value[key])}" for key in sorted(value, key=repr)) + "}"
+        return "{" + ", ".join(f"{key!r}: {_value_text(value[key])}" for key in sorted(value, key=repr)) + "}"
     if isinstance(value, (list, tuple)):
-        return "[" + ", ".join(map(_said, value)) + "]"
+        return "[" + ", ".join(map(_value_text, value)) + "]"
     return repr(value)

@@ -114,7 +114,7 @@ def content_of(path: Path) -> str:
         Exception: torch cannot read its metadata.
         ValueError: ckptx and torch read different contents.
     """
-    state = _loaded(path)
+    state = _load_with_torch(path)
     with open_state(path) as stored:
         for name, entry in stored.tensors.items():
             tensor = torch.empty(entry.shape, dtype=getattr(torch, str(entry.dtype.torch)))
@@ -128,7 +128,7 @@ def content_of(path: Path) -> str:
     return found.hexdigest()
 
 
-def _loaded(path: Path) -> dict[str, Any]:
+def _load_with_torch(path: Path) -> dict[str, Any]:
     """Load all contents of a DCP with stock torch in this process."""
     reader = dcp.FileSystemReader(path)
     state: dict[str, Any] = {}
@@ -146,7 +146,7 @@ def _loaded(path: Path) -> dict[str, Any]:
 
 def _loads(path: Path) -> bool:
     try:
-        _loaded(path)
+        _load_with_torch(path)
     except Exception:  # whatever a loader says
         return False
     return True

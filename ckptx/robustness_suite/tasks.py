@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from ckptx.robustness_suite.kills import killing, record_operations
-from ckptx.robustness_suite.runs import KillPoint, Logits, Run, RunResult, away
-from ckptx.robustness_suite.state_snapshot import held_whole, items_of
+from ckptx.robustness_suite.runs import KillPoint, Logits, Run, RunResult, max_difference
+from ckptx.robustness_suite.state_snapshot import items_of, shard_digests
 from ckptx.robustness_suite.surviving_steps import SurvivingSteps, survivors
 from ckptx.runtime.memory.measured_memory import MeasuredMemory, measured
 from ckptx.runtime.model.build import read_config
@@ -70,7 +70,7 @@ def called(place: RankContext, call: Callable[[], object]) -> Any:
 
 def train(place: RankContext, run: Run) -> RunResult:
     """Run the trainer, from the initial checkpoint or resumed."""
-    dataset = opened(run.recipe, run.source)
+    dataset = open_dataset_on_all_ranks(run.recipe, run.source)
     trainer = Trainer(run.recipe, run.source, dataset, place, layout=run.layout, events=run.events)
     try:
         return _trained(place, run, trainer, dataset)
@@ -83,7 +83,7 @@ def _trained(place: RankContext, run: Run, trainer: Trainer, dataset: Dataset) -
         with raise_on_all_ranks():
             trainer.resume(run.resumed)
     if run.moved is not None:
-        move(trainer, run.moved)
+        perturb_embedding(trainer, run.moved)
     looks: dict[int, list[Any]] = {}
     losses: dict[int, float] = {}
     said: list[str] = []
@@ -93,7 +93,7 @@ def _trained(place: RankContext, run: Run, trainer: Trainer, dataset: Dataset) -
         if trainer.done in run.saves:
             trainer.save(run.saves[trainer.done])
         if trainer.done in run.looks:
-            looks[trainer.done] = all_gather_object((items_of(trainer), held_whole(trainer)))
+            looks[trainer.done] = all_gather_object((items_of(trainer), shard_digests(trainer)))
 
     start = all_gather_object(items_of(trainer)) if run.looks else []
     pause()
@@ -117,7 +117,7 @@ def _trained(place: RankContext, run: Run, trainer: Trainer, dataset: Dataset) -
         pause()
     trainer.wait_for_save()
     sharded = all_gather_object(_sharded(trainer))
-    logits = probed(trainer, dataset) if run.probes else None
+    logits = probe_logits(trainer, dataset) if run.probes else None
     return RunResult(
         losses=losses,
         said=said,
@@ -142,7 +142,7 @@ def saved_under_watch(place: RankContext, run: Run, watch: KillPoint) -> list[li
 
     A rank is killed at the operation that `watch` names, if any.
     """
-    dataset = opened(run.recipe, run.source)
+    dataset = open_dataset_on_all_ranks(run.recipe, run.source)
     trainer = Trainer(run.recipe, run.source, dataset, place, layout=run.layout, events=run.events)
     try:
         assert run.resumed is not None
@@ -211,24 +211,24 @@ def _stock(recipe: Recipe, path: Path, place: RankContext, draws: int) -> tuple[
     kept = table.detach().clone()
     for draw in range(draws):
         with torch.no_grad():
-            table.copy_(perturbed(kept, _drawn(draw)))
-        noise = max(noise, away(reference, logits()))
+            table.copy_(perturbed(kept, _generator(draw)))
+        noise = max(noise, max_difference(reference, logits()))
     return reference, noise
 
 
 def runtime_logits(place: RankContext, run: Run) -> Logits | None:
     """Return the logits of the runtime on the mesh, for the source or a checkpoint."""
-    dataset = opened(run.recipe, run.source)
+    dataset = open_dataset_on_all_ranks(run.recipe, run.source)
     trainer = Trainer(run.recipe, run.source, dataset, place, layout=run.layout, events=run.events)
     try:
         if run.resumed is not None:
             trainer.resume(run.resumed)
-        return probed(trainer, dataset)
+        return probe_logits(trainer, dataset)
     finally:
         trainer.release()
 
 
-def opened(recipe: Recipe, source: Path) -> Dataset:
+def open_dataset_on_all_ranks(recipe: Recipe, source: Path) -> Dataset:
     """Open the data; if one rank fails, all do."""
     with raise_on_all_ranks():
         return open_dataset(recipe, source)
@@ -249,21 +249,21 @@ def probe(recipe: Recipe, dataset: Dataset, place: RankContext) -> list[dict[str
     return found
 
 
-def probed(trainer: Trainer, dataset: Dataset) -> Logits | None:
+def probe_logits(trainer: Trainer, dataset: Dataset) -> Logits | None:
     """Return the logits of the probe, from the first rank that has them."""
     given = trainer.logits(probe(trainer.recipe, dataset, trainer.place))
     own = None if given is None else [each.numpy() for each in given]
     return next((each for each in all_gather_object(own) if each is not None), None)
 
 
-def move(trainer: Trainer, draw: int) -> None:
+def perturb_embedding(trainer: Trainer, draw: int) -> None:
     """Perturb the token embedding by 1 ULP, up or down at random, on each rank that has a shard of it."""
     table = _token_table(trainer)
     for name, parameter in trainer.assembled.parameters():
         if name in table:
             local = local_tensor(parameter)
             with torch.no_grad():
-                local.copy_(perturbed(local, _drawn(draw)))
+                local.copy_(perturbed(local, _generator(draw)))
 
 
 def _token_table(trainer: Trainer) -> set[str]:
@@ -275,7 +275,7 @@ def _token_table(trainer: Trainer) -> set[str]:
     return {name for each in all_gather_object(own) for name in each}
 
 
-def _drawn(draw: int) -> torch.Generator:
+def _generator(draw: int) -> torch.Generator:
     """Return the generator for the perturbation of one draw."""
     return torch.Generator().manual_seed(draw)
 

@@ -42,7 +42,7 @@ def judge(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunTrainer:
         if which is not None:
             plant_in(tmp_path / "recipes" / SCRIPTS[trainer], MISTAKES[trainer][which])
         recipe = read_recipe(tmp_path / "recipes" / f"{trainer}.yaml")
-        return foreign.run_foreign(recipe, tmp_path / "out", folder=tmp_path / "recipes")
+        return foreign.run_external(recipe, tmp_path / "out", folder=tmp_path / "recipes")
 
     return run
 

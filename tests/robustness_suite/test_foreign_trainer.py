@@ -15,8 +15,8 @@ import pytest
 from ckptx.errors import EnvironmentProblem, InputError, OutputError, UsageError
 from ckptx.report.report import Log
 from ckptx.robustness_suite.causes import likely_causes
-from ckptx.robustness_suite.commands import run_command, words_of
-from ckptx.robustness_suite.external_trainer import run_foreign
+from ckptx.robustness_suite.commands import command_words, run_command
+from ckptx.robustness_suite.external_trainer import run_external
 from ckptx.robustness_suite.judge import Judge
 from ckptx.robustness_suite.oracles import compare
 from ckptx.runtime.training.recipe import ChecksBlock, ExternalBlock, Recipe, TrainingBlock
@@ -37,7 +37,7 @@ def recipe(fault: str = "", checks: dict[str, Any] | None = None, **keys: Any) -
 
 def run(tmp_path: Path, fault: str = "", **keys: Any) -> Judge:
     """Its outcome, in a folder whose name needs quotes."""
-    return run_foreign(recipe(fault, **keys), tmp_path / "it's $HOME; out", folder=Path(__file__).parent)
+    return run_external(recipe(fault, **keys), tmp_path / "it's $HOME; out", folder=Path(__file__).parent)
 
 
 def failed(outcome: Judge) -> dict[str, list[str]]:
@@ -53,7 +53,7 @@ def notes(outcome: Judge, name: str) -> str:
 
 def test_one_that_is_right_passes(tmp_path: Path) -> None:
     seen: list[str] = []
-    outcome = run_foreign(
+    outcome = run_external(
         recipe(),
         tmp_path / "out",
         Log(),
@@ -86,7 +86,7 @@ def test_what_was_not_restored_is_named(tmp_path: Path, fault: str, oracle: str,
 def test_without_zero_steps_the_ends_are_compared(tmp_path: Path) -> None:
     outcome = run(tmp_path, "data", zero_steps=False)
     row = next(row for row in outcome.phases if row["name"] == "saved again")
-    assert row["ok"] is None and "cannot resume for no step" in row["notes"][0]
+    assert row["ok"] is None and "cannot resume for zero steps" in row["notes"][0]
     assert {"model", "moments", "batch", "loss"} <= set(failed(outcome)["resumed"])
     said = notes(outcome, "resumed")
     assert (
@@ -133,7 +133,7 @@ def test_files_with_times_and_settings_are_no_fault(tmp_path: Path) -> None:
     outcome = run(tmp_path, "files")
     assert outcome.ok, outcome.differing
     said = notes(outcome, "saved again")
-    assert "not compared: log.txt, trace-" in said and "as files with times or paths in them do" in said
+    assert "not compared: log.txt, trace-" in said and "as files that contain times or paths do" in said
     assert "not compared: steps: are the number of steps that the command was given" in said
     assert "two identical runs end in different states" not in notes(outcome, "again")
 
@@ -188,10 +188,16 @@ def test_what_is_missing_is_named_with_what_is_there(tmp_path: Path, fault: str,
         ({"resume": "--from {checkpont}"}, r"train.resume: .* did you mean {checkpoint}\?"),
         ({"environment": {"A": "{otu}"}}, r"train.environment.A: .* did you mean {out}\?"),
         ({"checkpoint": "{stp}"}, r"train.checkpoint: .* did you mean {step}\?"),
-        ({"checkpoint": "last"}, r"train.checkpoint: last is the same for every step, needed {step} in it"),
-        ({"checkpoint": "/all/step-{step}"}, r"train.checkpoint: /all/step-{step} is not below {out}"),
-        ({"checkpoint": "../step-{step}"}, r"train.checkpoint: .* is not below {out}"),
-        ({"losses": "/all/losses"}, r"train.losses: /all/losses is not below {out}"),
+        (
+            {"checkpoint": "last"},
+            r"train.checkpoint: last is the same for every step; save each step in its own folder, with {step}",
+        ),
+        (
+            {"checkpoint": "/all/step-{step}"},
+            r"train.checkpoint: /all/step-{step} must be a path relative to {out} and inside it",
+        ),
+        ({"checkpoint": "../step-{step}"}, r"train.checkpoint: .* must be a path relative to {out} and inside it"),
+        ({"losses": "/all/losses"}, r"train.losses: /all/losses must be a path relative to {out} and inside it"),
         ({"losses_kind": "regex"}, r"train.pattern: losses_kind: regex requires a pattern with the groups"),
         ({"losses_kind": "regex", "pattern": "("}, r"train.pattern: .* is no regular expression"),
         ({"time_limit": 0.0}, r"train.time_limit: 0 must be more than 0 seconds"),
@@ -220,16 +226,16 @@ def test_steps_that_leave_nothing_to_compare(tmp_path: Path) -> None:
     for save_at in ((), (5,), (0,)):
         training = TrainingBlock(steps=5, save_at=save_at)
         with pytest.raises(UsageError, match="is not before the last step 5"):
-            run_foreign(Recipe(name="x", train=ExternalBlock(command="x"), training=training), tmp_path / "o")
+            run_external(Recipe(name="x", train=ExternalBlock(command="x"), training=training), tmp_path / "o")
     with pytest.raises(UsageError, match=r"has no train\.command"):
-        run_foreign(Recipe(name="x"), tmp_path / "o")
+        run_external(Recipe(name="x"), tmp_path / "o")
 
 
 def test_a_folder_with_something_in_it_is_refused(tmp_path: Path) -> None:
     (tmp_path / "o").mkdir()
     (tmp_path / "o" / "x").touch()
     with pytest.raises(OutputError, match="is not empty, and a trainer may resume from its files"):
-        run_foreign(recipe(), tmp_path / "o", folder=Path(__file__).parent)
+        run_external(recipe(), tmp_path / "o", folder=Path(__file__).parent)
 
 
 def test_a_program_that_is_not_there(tmp_path: Path) -> None:
@@ -251,11 +257,11 @@ def test_a_program_that_is_not_there(tmp_path: Path) -> None:
     ],
 )
 def test_values_are_parts_of_words(template: str, words: list[str]) -> None:
-    assert words_of(template, {"x": "1 2; rm", "resume": "--from 'x y'"}, "train.command") == words
+    assert command_words(template, {"x": "1 2; rm", "resume": "--from 'x y'"}, "train.command") == words
 
 
 def test_nothing_is_left_of_an_empty_resume() -> None:
-    assert words_of("a {resume}", {"resume": ""}, "train.command") == ["a"]
+    assert command_words("a {resume}", {"resume": ""}, "train.command") == ["a"]
 
 
 def test_variables_of_a_launcher_are_not_handed_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -154,7 +154,7 @@ PUBLISH = "rename .step-N.ckptx-partial/tree -> step-N"
 @pytest.mark.parametrize(
     ("how", "at", "fault"),
     [
-        (marks_first, PUBLISH, "latest: names step-9, which is not complete"),
+        (marks_first, PUBLISH, "latest: names step-9, which is incomplete"),
         (
             in_its_place,
             "rename step-N/.metadata.tmp -> step-N/.metadata",

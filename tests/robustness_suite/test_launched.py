@@ -37,7 +37,7 @@ def test_all_phases_pass_and_only_rank_0_speaks(tmp_path: Path) -> None:
     ran = launched(tmp_path)
     assert ran.returncode == 0, ran.stdout + ran.stderr
     assert ran.stdout.count("PASSED: llama_tiny, 8 phases") == 1
-    assert "one rank: not run, it needs 1 ranks" in ran.stdout
+    assert "one rank: not run, requires 1 ranks" in ran.stdout
     assert "Traceback" not in ran.stderr
     assert not list(tmp_path.glob("ckptx-robustness-*"))
 

@@ -11,7 +11,7 @@ import pytest
 
 from ckptx.errors import UsageError
 from ckptx.robustness_suite import losses
-from ckptx.robustness_suite.commands import filled, placeholders, words_of
+from ckptx.robustness_suite.commands import command_words, fill_placeholders, placeholders
 from ckptx.robustness_suite.losses import check_losses, read_losses
 from ckptx.runtime.training.recipe import ExternalBlock
 from tests.robustness_suite.test_foreign_trainer import run
@@ -87,36 +87,36 @@ NO_WIDTHS = (
 @pytest.mark.parametrize(("name", "width"), product(NUMBERS, WIDTHS))
 def test_a_number_of_steps_may_have_a_width(name: str, width: str) -> None:
     text = f"iter_{{{name}{width}}}/x"
-    assert filled(text, VALUES, "train.checkpoint") == f"iter_{format(int(VALUES[name]), width[1:])}/x"
+    assert fill_placeholders(text, VALUES, "train.checkpoint") == f"iter_{format(int(VALUES[name]), width[1:])}/x"
     assert placeholders(text) == {name}
 
 
 @pytest.mark.parametrize(("name", "width"), product(("step", "steps"), NO_WIDTHS))
 def test_another_format_is_refused_with_its_key(name: str, width: str) -> None:
     if "{" in width:  # braces in braces are no placeholder, as ever
-        assert filled(f"{{{name}{width}}}", VALUES, "train.checkpoint") == f"{{{name}:6d}}"
+        assert fill_placeholders(f"{{{name}{width}}}", VALUES, "train.checkpoint") == f"{{{name}:6d}}"
         return
     with pytest.raises(UsageError, match=r"^train\.checkpoint: the placeholder .* which must be a width below 100"):
-        filled(f"iter_{{{name}{width}}}", VALUES, "train.checkpoint")
+        fill_placeholders(f"iter_{{{name}{width}}}", VALUES, "train.checkpoint")
 
 
 @pytest.mark.parametrize(("name", "form"), product(("out", "resume", "python"), (":07d", ":7", "!r", ".x", ":x")))
 def test_a_text_has_no_width(name: str, form: str) -> None:
     with pytest.raises(UsageError, match=r"^train\.command: the placeholder .* has a format, which only {save_at}, "):
-        words_of(f"run {{{name}{form}}}", VALUES, "train.command")
+        command_words(f"run {{{name}{form}}}", VALUES, "train.command")
 
 
 @pytest.mark.parametrize("form", [":d", ":07d", ":4"])
 def test_an_unknown_name_with_a_width_is_refused(form: str) -> None:
     with pytest.raises(UsageError, match=r"{stp} is unknown; did you mean {step}\?"):
-        filled(f"{{stp{form}}}", VALUES, "train.checkpoint")
+        fill_placeholders(f"{{stp{form}}}", VALUES, "train.checkpoint")
 
 
 @pytest.mark.parametrize(
     "text", ['{"k": 1}', "{layers:[1,2]}", "{a: 1}", "{0}", "{}", "{{", "{lr:1e-3}", "{x!r}", "{a.b}"]
 )
 def test_other_braces_stay(text: str) -> None:
-    assert filled(text, VALUES, "train.command") == text
+    assert fill_placeholders(text, VALUES, "train.command") == text
 
 
 @pytest.mark.sampled(2)

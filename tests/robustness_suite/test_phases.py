@@ -104,7 +104,7 @@ def test_meshes_that_need_more_devices_than_there_are_are_left_out(tmp_path: Pat
         session = session_with("[{tp: 4}, {tp: 2, pp: 2}]", tmp_path, stack, devices=2)
         found = other_layouts(session)
     assert not found.verdicts  # nothing was compared, and so nothing passes
-    said = "not run, it needs 4 ranks, and there are others"
+    said = "not run, requires 4 ranks, which are not available"
     assert found.skipped == f"tp4: {said}; tp2 x pp2: {said}"
 
 

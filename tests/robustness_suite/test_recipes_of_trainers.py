@@ -88,7 +88,7 @@ def test_every_recipe_has_what_its_command_names() -> None:
 )
 def test_a_trainer_that_is_right_passes(name: str, tmp_path: Path) -> None:
     begin = time.monotonic()
-    outcome = foreign.run_foreign(read(name), tmp_path / "out")
+    outcome = foreign.run_external(read(name), tmp_path / "out")
     assert outcome.ok and failed(outcome) == {} and outcome.world_size == 2
     assert outcome.noise["loss"]["repeated"] == 0
     assert time.monotonic() - begin < 240  # two minutes on idle cores

@@ -17,7 +17,7 @@ import ckptx
 from ckptx.cli.main import cli
 from ckptx.errors import EnvironmentProblem, OutputError, SpaceError, UnsupportedError, UsageError
 from ckptx.robustness_suite.memory import _forecast
-from ckptx.robustness_suite.phases import PHASES, chosen
+from ckptx.robustness_suite.phases import PHASES, select_phases
 from ckptx.runtime.training.recipe_file import read_recipe
 from ckptx.runtime.training.source import prepare_source
 from tests.support.runner import CliRunner
@@ -137,13 +137,13 @@ def test_a_folder_that_holds_something_is_refused(tmp_path: Path) -> None:
 
 
 def test_phases_are_chosen_by_numbers_ranges_and_names() -> None:
-    assert [each.number for each in chosen("0-2,6")] == [0, 1, 2, 6]
-    assert [each.number for each in chosen("6, export")] == [4, 6]
-    assert chosen(None) == PHASES
+    assert [each.number for each in select_phases("0-2,6")] == [0, 1, 2, 6]
+    assert [each.number for each in select_phases("6, export")] == [4, 6]
+    assert select_phases(None) == PHASES
 
 
 def test_what_cannot_fit_is_refused_before_it_trains(temporary: Path) -> None:
-    with pytest.raises(SpaceError, match=r"--gpu-memory: llama_tiny takes .* found 953\.67 MiB"):
+    with pytest.raises(SpaceError, match=r"--gpu-memory: llama_tiny takes .* more than 953\.67 MiB"):
         ckptx.robustness("llama_tiny", settings=SMALLER[1::2], gpu_memory="1GB", device="cpu")
     assert not [*temporary.glob("ckptx-*")]
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from ckptx.robustness_suite.state_snapshot import held_whole
+from ckptx.robustness_suite.state_snapshot import shard_digests
 from ckptx.runtime.parallel.distributed import RankContext
 from ckptx.runtime.training.data import open_dataset
 from ckptx.runtime.training.recipe import Recipe
@@ -34,10 +34,10 @@ def moved(rank: int, world_size: int, recipe: Recipe, source: Path, steps: int) 
     """Trains, and compares the bytes of this rank before and after."""
     place = RankContext(rank, world_size, torch.device("cpu"))
     trainer = Trainer(recipe, source, open_dataset(recipe, source), place)
-    before = held_whole(trainer)
+    before = shard_digests(trainer)
     for _ in range(steps):
         trainer.step()
-    after = held_whole(trainer)
+    after = shard_digests(trainer)
     names = {id(parameter): name for name, parameter in trainer.assembled.parameters()}
     found = Moved(
         frozenset(name for name, part in before if before[name, part] != after[name, part]),
