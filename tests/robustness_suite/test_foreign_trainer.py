@@ -134,7 +134,7 @@ def test_files_with_times_and_settings_are_no_fault(tmp_path: Path) -> None:
     assert outcome.ok, outcome.differing
     said = notes(outcome, "saved again")
     assert "not compared: log.txt, trace-" in said and "as files that contain times or paths do" in said
-    assert "not compared: steps: are the number of steps that the command was given" in said
+    assert "not compared: steps: are the number of steps given to the command" in said
     assert "two identical runs end in different states" not in notes(outcome, "again")
 
 
