@@ -39,12 +39,12 @@ from ckptx.options.forecast import ForecastOptions
 from ckptx.runtime.forecasting.fake_world import fake_world
 from ckptx.runtime.forecasting.step import StepSpec, inputs_of, optimizer_of
 from ckptx.runtime.forecasting.task import Task, task_of_options
-from ckptx.runtime.memory.measured_memory import measured
-from ckptx.runtime.memory.reserve import reserved
+from ckptx.runtime.memory.measured_memory import measure_step
+from ckptx.runtime.memory.reserve import reserve_bytes
 from ckptx.runtime.memory.storage_ledger import StorageLedger
 from ckptx.runtime.model.build import materialize
 from ckptx.runtime.parallel.distributed import device_of, mesh_of
-from ckptx.runtime.training.assembly import AssembledModel, lay_out
+from ckptx.runtime.training.assembly import AssembledModel, build_on_mesh
 from ckptx.runtime.training.recipe_file import read_recipe
 
 _GIB = 2**30
@@ -170,7 +170,7 @@ def taken_of(task: Task, device: torch.device) -> Row:
     """What the step takes on the card: the second one, as the first makes the state of the optimizer."""
     with fake_world(0, task.dims.world_size, device) as place:
         before = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
-        assembled = lay_out(task.recipe, task.source, place)
+        assembled = build_on_mesh(task.recipe, task.source, place)
         row = {"before": before, **_taken(_filled(assembled, task, device), device)}
         assembled.release()
     gc.collect()
@@ -187,7 +187,7 @@ def _taken(step: StepSpec, device: torch.device) -> Row:
 
     run()
     start = time.perf_counter()
-    found = measured(run, step.assembled.models, device)
+    found = measure_step(run, step.assembled.models, device)
     row = {"measured": found.peak, "measured_between": found.between_steps, "seconds": time.perf_counter() - start}
     if device.type == "cuda":
         row["reserved"] = torch.cuda.max_memory_reserved(device)
@@ -302,7 +302,7 @@ def _said(rows: list[Row]) -> str:
         short = [
             row["case"]
             for each, row in zip(needed, held, strict=True)
-            if each > row["forecast"] + reserved(row["forecast"])
+            if each > row["forecast"] + reserve_bytes(row["forecast"])
         ]
         said += (
             f" Tensors and what is beside the allocator are at most {above / _GIB:.2f} GiB above the forecast; above "

@@ -83,12 +83,12 @@ class PeerFailure(CkptxError):
 
     Attributes:
         exit_code: Exit code of that process.
-        is_said: True if another process prints the error: the rank that failed, or rank 0 for a rank that died.
+        is_reported: True if another process prints the error: the rank that failed, or rank 0 for a rank that died.
     """
 
-    def __init__(self, message: str, exit_code: int, is_said: bool = True) -> None:
+    def __init__(self, message: str, exit_code: int, is_reported: bool = True) -> None:
         super().__init__(message)
-        self.exit_code, self.is_said = exit_code, is_said
+        self.exit_code, self.is_reported = exit_code, is_reported
 
 
 class Terminated(BaseException):

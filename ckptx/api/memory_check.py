@@ -13,7 +13,7 @@ from ckptx.options.forecast import ForecastOptions
 from ckptx.options.verify import RunOptions
 from ckptx.processes.fork import in_child
 from ckptx.report.report import human_bytes
-from ckptx.runtime.memory.reserve import reserved
+from ckptx.runtime.memory.reserve import reserve_bytes
 
 _LENGTH = 32  # tokens per sequence of the batches that models are compared on
 
@@ -37,10 +37,10 @@ def require_fit(reference: Path, checkpoint: Path, options: RunOptions, gpu_memo
         source, **options.shared_with(ForecastOptions), dtype=options.compute_dtype, seq=_LENGTH, optimizer="none"
     )
     peak, fitting = in_child(_peak, source, step, gpu_memory)
-    if peak + reserved(peak) > gpu_memory:
+    if peak + reserve_bytes(peak) > gpu_memory:
         raise SpaceError(
             f"--gpu-memory: a run of {checkpoint} requires {human_bytes(peak)} of tensors and "
-            f"{human_bytes(reserved(peak))} of reserve per GPU, and a GPU has {human_bytes(gpu_memory)}; "
+            f"{human_bytes(reserve_bytes(peak))} of reserve per GPU, and a GPU has {human_bytes(gpu_memory)}; "
             f"{_advice(options.dims, fitting)}"
         )
     return int(peak)
@@ -61,4 +61,4 @@ def _peak(source: Path, options: ForecastOptions, gpu_memory: int) -> tuple[int,
 
     task = task_of_options(source, options, stages_of(options.dims.pp, options.schedule))
     peak = max(each.peak for each in ranks_of(task))
-    return peak, None if peak + reserved(peak) <= gpu_memory else mesh_that_fits(task, gpu_memory)
+    return peak, None if peak + reserve_bytes(peak) <= gpu_memory else mesh_that_fits(task, gpu_memory)

@@ -60,7 +60,7 @@ def _report_of_rank_0(document: dict[str, Any], log: Log, stopwatch: Stopwatch) 
     """
     log.note(*document["warnings"])
     if document["error"] is not None:
-        raise PeerFailure(document["error"], document["exit"], is_said=False)
+        raise PeerFailure(document["error"], document["exit"], is_reported=False)
     ours = {each.name for each in fields(RunReport)}
     report = RunReport(**{name: value for name, value in document.items() if name in ours})
     first = report.ranks[0].get("peak_rss", report.peak_rss) if report.ranks else report.peak_rss

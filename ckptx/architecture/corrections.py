@@ -24,7 +24,7 @@ CORRECTIONS = Path(__file__).with_name("corrections")
 _NOTHING = Corrections()
 
 
-def corrected_types() -> list[str]:
+def model_types_with_corrections() -> list[str]:
     """Return the model types that have a file, sorted."""
     return sorted(_files())
 

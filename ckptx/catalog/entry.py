@@ -248,7 +248,7 @@ class TensorEntry(NamedTuple):
         """Bytes of the tensor, row-major and unpadded."""
         return (prod(self.shape) * self.dtype.bits + 7) // 8  # `DType.nbytes` inlined, as this is called very often
 
-    def called(self, name: str) -> TensorEntry:
+    def renamed(self, name: str) -> TensorEntry:
         """Return the tensor under another name."""
         return self if self.name == name else TensorEntry(name, *self[1:])
 

@@ -137,7 +137,7 @@ class Output:
         """Write a report of the failure and print the error; return the exit code."""
         code = EnvironmentProblem.exit_code if isinstance(raised, MemoryError) else exit_code_of(raised)
         code = self._write(stopwatch.stop(replace(report, exit=code, error=failure))) or code
-        if self._is_first or not (isinstance(raised, PeerFailure) and raised.is_said):
+        if self._is_first or not (isinstance(raised, PeerFailure) and raised.is_reported):
             print_error(failure)
         return code
 

@@ -174,6 +174,6 @@ def _publish(
         resume=options.resume,
         on_progress=lambda done: options.on_progress(done, total),
         processes=processes,
-        beside=() if base.catalog is None else (base.catalog,),
+        other_sources=() if base.catalog is None else (base.catalog,),
         may_replace=refuse_foreign,
     )

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from ckptx.storage.interface import Location, Source
 
 
-def leading_out(source: Source, names: Iterable[str]) -> list[tuple[str, Location]]:
+def links_outside(source: Source, names: Iterable[str]) -> list[tuple[str, Location]]:
     """Return the files of a checkpoint that resolve to a location outside it, each with that location.
 
     Args:

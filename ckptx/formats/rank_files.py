@@ -314,7 +314,7 @@ def _lists_weights(listing: Listing, depth: int) -> bool:
     inner = [name for name in directories if not listing.is_link(name)]
     for name in inner[:_MAX_SEARCHED] if depth else ():
         try:
-            if _lists_weights(listing.below(name), depth - 1):
+            if _lists_weights(listing.subdirectory(name), depth - 1):
                 return True
         except InputError:
             continue

@@ -35,8 +35,8 @@ from ckptx.formats.rank_files import (
 )
 from ckptx.formats.sharded import detect as sharded
 from ckptx.formats.sharded.file_names import is_shard
-from ckptx.formats.sharding_info import that_record_offsets
-from ckptx.formats.sidecars import MANIFEST, beside_one_file, look_around
+from ckptx.formats.sharding_info import files_with_offsets
+from ckptx.formats.sidecars import MANIFEST, list_sidecars, sidecars_of_file
 from ckptx.formats.unsupported import refuse_below, refuse_directory, refuse_file
 from ckptx.mapping.names import is_optimizer, is_trainer_state
 from ckptx.storage.interface import Location, Source
@@ -168,7 +168,7 @@ def _add_sidecars(catalog: Catalog, located: LocatedCheckpoint) -> None:
     used = frozenset((*catalog.files, *located.weights, *catalog.verbatim))
     is_megatron = located.kind == "dcp" and is_torch_dist(source)
     if located.kind != "dcp" or catalog.config is not None:
-        sidecars = look_around(source, used) if _has_own_directory(located) else beside_one_file(source)
+        sidecars = list_sidecars(source, used) if _has_own_directory(located) else sidecars_of_file(source)
         catalog.sidecars = sidecars.carried
         catalog.identities = {**sidecars.identities, **catalog.identities}
         named = {note.split(" ", 1)[0] for note in catalog.notes}
@@ -308,7 +308,7 @@ def _locate_file(source: Source, name: str) -> LocatedCheckpoint:
     ranks = fsdp.located_by_file(source, name)
     if ranks is not None:
         return ranks
-    if not (name.endswith(".safetensors") and that_record_offsets(source, [name])):
+    if not (name.endswith(".safetensors") and files_with_offsets(source, [name])):
         refuse_file(source, name)
     if name.endswith((".safetensors", ".safetensors.index.json")):
         return hf.located_by_header(source, name)

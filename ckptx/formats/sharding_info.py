@@ -116,7 +116,7 @@ def holds_parts(header: Header, where: str) -> bool:
     return found
 
 
-def that_record_offsets(source: Source, names: Iterable[str]) -> list[str]:
+def files_with_offsets(source: Source, names: Iterable[str]) -> list[str]:
     """Return the safetensors files among `names` whose headers record offsets, without parsing them.
 
     A damaged file counts as one without offsets; the error is raised when it is opened.

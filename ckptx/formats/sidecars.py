@@ -68,7 +68,7 @@ class SidecarFiles(NamedTuple):
     identities: Mapping[str, FileIdentity]
 
 
-def look_around(source: Source, used: frozenset[str]) -> SidecarFiles:
+def list_sidecars(source: Source, used: frozenset[str]) -> SidecarFiles:
     """List the sidecars of a checkpoint.
 
     A directory with other weights (`onnx/`, `original/`) is dropped, unless `modules.json` of sentence-transformers
@@ -102,7 +102,7 @@ def look_around(source: Source, used: frozenset[str]) -> SidecarFiles:
     return _carry(source, carried, tuple(sorted(dropped)))
 
 
-def beside_one_file(source: Source) -> SidecarFiles:
+def sidecars_of_file(source: Source) -> SidecarFiles:
     """List the sidecars of one weight file with a custom name, in a directory that may contain unrelated files."""
     listing = source.listing()
     names = [name for name in listing if _KNOWN.fullmatch(name) and listing.is_file(name)]
@@ -129,7 +129,7 @@ def _walk(source: Source, listing: Listing, depth: int, path: str = ".") -> Iter
     if depth < _MAX_DEPTH:
         for name in names:
             if listing.is_directory(name) and not name.startswith("."):
-                yield from _walk(source, listing.below(name), depth + 1, lead + name)
+                yield from _walk(source, listing.subdirectory(name), depth + 1, lead + name)
 
 
 def _parent(name: str) -> str:

@@ -30,13 +30,13 @@ class UnsupportedKind(NamedTuple):
     """
 
     names: str
-    what: str
+    description: str
     next_step: str
     whole_alone: bool = False
 
 
 # In the order of precedence: names of one framework before suffixes that many frameworks use.
-FOREIGN_KINDS = (
+UNSUPPORTED_KINDS = (
     UnsupportedKind(
         r"__\d+\.metadata",
         "a DCP saved without collectives, one .metadata per rank,",
@@ -150,7 +150,7 @@ FOREIGN_KINDS = (
 @cache
 def _compiled() -> list[tuple[re.Pattern[str], UnsupportedKind]]:
     """Return the compiled pattern of each kind, lazily because most checkpoints need none."""
-    return [(re.compile(kind.names), kind) for kind in FOREIGN_KINDS]
+    return [(re.compile(kind.names), kind) for kind in UNSUPPORTED_KINDS]
 
 
 def kind_of_name(name: str) -> UnsupportedKind | None:
@@ -190,7 +190,7 @@ def refuse_file(source: Source, name: str) -> None:
         return
     if kind.whole_alone and [each for each in source.listing() if kind_of_name(each) is kind] == [name]:
         return
-    raise UnsupportedError(f"{source.location / name}: {kind.what} is not supported; {kind.next_step}")
+    raise UnsupportedError(f"{source.location / name}: {kind.description} is not supported; {kind.next_step}")
 
 
 def refuse_directory(path: Location, names: Collection[str]) -> None:
@@ -205,7 +205,7 @@ def refuse_directory(path: Location, names: Collection[str]) -> None:
     kind, found = known
     more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
     raise UnsupportedError(
-        f"{path}: {kind.what} is not supported (found {', '.join(found[:_SHOWN])}{more}); {kind.next_step}"
+        f"{path}: {kind.description} is not supported (found {', '.join(found[:_SHOWN])}{more}); {kind.next_step}"
     )
 
 

@@ -22,40 +22,40 @@ from ckptx.wording import counted
 SPLITS = ("even", "vllm", "titan", "hf")
 
 
-def split_layers(count: int, pp: int, how: str = "even") -> tuple[int, ...]:
+def split_layers(layers: int, stages: int, how: str = "even") -> tuple[int, ...]:
     """Return the number of layers of each stage.
 
     Args:
-        count: Total number of layers.
-        pp: Number of stages.
+        layers: Total number of layers.
+        stages: Number of stages.
         how: One of `SPLITS`, or comma-separated counts. Only counts may leave a stage empty.
 
     Raises:
         UsageError: The rule is unknown, there are fewer layers than stages, or the counts do not match.
     """
     if how not in SPLITS:
-        return _explicit(count, pp, how)
-    if 1 < pp > count:
+        return _explicit(layers, stages, how)
+    if 1 < stages > layers:
         raise UsageError(
-            f"pipeline split {how}: {counted(count, 'layer')} for {counted(pp, 'stage')}, but each stage requires a "
-            "layer; use fewer stages, or pass explicit counts, which may be 0"
+            f"pipeline split {how}: {counted(layers, 'layer')} for {counted(stages, 'stage')}, but each stage requires "
+            "a layer; use fewer stages, or pass explicit counts, which may be 0"
         )
-    share, rest = divmod(count, pp)
-    counts = [share + (stage < rest) for stage in range(pp)]
+    share, rest = divmod(layers, stages)
+    counts = [share + (stage < rest) for stage in range(stages)]
     if how == "vllm":
-        counts = [share] * pp
+        counts = [share] * stages
         for stage in range(rest):
-            counts[pp - 2 - stage] += 1
+            counts[stages - 2 - stage] += 1
     elif how == "hf":
-        counts = [share] * (pp - 1) + [share + rest]
+        counts = [share] * (stages - 1) + [share + rest]
     elif how == "titan":
-        share, rest = divmod(count + 2, pp)
-        counts = [share + (stage < rest) for stage in range(pp)]
+        share, rest = divmod(layers + 2, stages)
+        counts = [share + (stage < rest) for stage in range(stages)]
         counts[0] -= 1
         counts[-1] -= 1
-    if pp > 1 and min(counts) < 1:
+    if stages > 1 and min(counts) < 1:
         raise UsageError(
-            f"pipeline split {how}: {counted(count, 'layer')} over {counted(pp, 'stage')} give "
+            f"pipeline split {how}: {counted(layers, 'layer')} over {counted(stages, 'stage')} give "
             f"{','.join(map(str, counts))}, but each stage requires a layer; use fewer stages, or pass these counts "
             "explicitly"
         )
@@ -83,17 +83,17 @@ class StageMap:
     """Assignment of every tensor of a model to a stage.
 
     Attributes:
-        pp: Number of stages.
+        count: Number of stages.
         counts: Number of layers of each stage, over all stacks.
         stacks: Lists of layers in forward order.
     """
 
-    def __init__(self, stacks: Sequence[Stack], pp: int, how: str = "even", subject: str = "this model") -> None:
+    def __init__(self, stacks: Sequence[Stack], count: int, how: str = "even", subject: str = "this model") -> None:
         """Split the layers of the stacks over the stages, in forward order.
 
         Args:
             stacks: Lists of layers in forward order; the encoder before the decoder.
-            pp: Number of stages.
+            count: Number of stages.
             how: Rule or counts, see `split_layers`.
             subject: Name of the model class, for errors.
 
@@ -101,13 +101,13 @@ class StageMap:
             UnsupportedError: There is no stack and more than one stage.
             UsageError: The split is invalid.
         """
-        if not stacks and pp > 1:
+        if not stacks and count > 1:
             raise UnsupportedError(
-                f"{subject}: cannot find the layer list, which splitting into {pp} pipeline stages requires; pass "
+                f"{subject}: cannot find the layer list, which splitting into {count} pipeline stages requires; pass "
                 "--trust-remote-code to use the model's own code, or leave out --pp"
             )
-        self.pp = pp
-        self.counts = split_layers(sum(stack.count for stack in stacks), pp, how) if stacks else (0,)
+        self.count = count
+        self.counts = split_layers(sum(stack.count for stack in stacks), count, how) if stacks else (0,)
         self.stacks = tuple(stacks)
         self._firsts = tuple(accumulate((stack.count for stack in stacks), initial=0))  # global index of layer 0
         self._stage_of_layer = [stage for stage, count in enumerate(self.counts) for _ in range(count)]
@@ -116,7 +116,7 @@ class StageMap:
         self._stage_at: dict[str, int] = {}
         for index, stack in enumerate(stacks):
             first = self._stage(index, 0) if index else 0
-            last = self._stage(index, stack.count - 1) if index < len(stacks) - 1 else pp - 1
+            last = self._stage(index, stack.count - 1) if index < len(stacks) - 1 else count - 1
             self._stage_at |= dict.fromkeys(stack.before, first) | dict.fromkeys(stack.after, last)
         self._is_plain = [
             not any(path.startswith(f"{stack.path}.") for path in self._stage_at) for stack in stacks
@@ -179,7 +179,7 @@ class StageMap:
         return path
 
 
-def _explicit(count: int, pp: int, how: str) -> tuple[int, ...]:
+def _explicit(layers: int, stages: int, how: str) -> tuple[int, ...]:
     """Parse and check explicit counts."""
     try:
         counts = tuple(int(part) for part in how.split(","))
@@ -188,9 +188,10 @@ def _explicit(count: int, pp: int, how: str) -> tuple[int, ...]:
             f'pipeline split "{how}": must be one of {", ".join(SPLITS)}, or the layers of each stage, such as '
             '"8,9,8,7"'
         ) from None
-    if len(counts) != pp or min(counts) < 0 or sum(counts) != count:
+    if len(counts) != stages or min(counts) < 0 or sum(counts) != layers:
         raise UsageError(
-            f'pipeline split "{how}": expected {counted(pp, "stage")} with {counted(count, "layer")}, none below 0, '
-            f"found {counted(len(counts), 'stage')} with {counted(sum(counts), 'layer')}; pass one count for each stage"
+            f'pipeline split "{how}": expected {counted(stages, "stage")} with {counted(layers, "layer")}, none below '
+            f"0, found {counted(len(counts), 'stage')} with {counted(sum(counts), 'layer')}; pass one count for each "
+            "stage"
         )
     return counts

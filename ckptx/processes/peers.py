@@ -96,11 +96,11 @@ class PeerProcesses:
             )
         return cls(int(rank), int(world_size), _store_at(host, int(port), int(rank)), f"{host}:{port}")
 
-    def say(self, topic: str, what: Any) -> None:
+    def send(self, topic: str, what: Any) -> None:
         """Send a message to all other ranks."""
         self._post(f"{self.rank}/{topic}", json.dumps(what).encode())
 
-    def hear(self, rank: int, topic: str) -> Any:
+    def receive(self, rank: int, topic: str) -> Any:
         """Wait for a message of a rank.
 
         Raises:
@@ -130,7 +130,7 @@ class PeerProcesses:
     def session(self) -> Iterator[None]:
         """Run the work of this rank in the block: its errors are sent to the others, and all ranks leave together."""
         try:
-            with self.failing_together():
+            with self.shared_failure():
                 yield
         finally:
             if self.rank == 0:
@@ -141,7 +141,7 @@ class PeerProcesses:
             self._thread.join(_FAREWELL if self._is_worth_waiting() else 0)
 
     @contextmanager
-    def failing_together(self) -> Iterator[None]:
+    def shared_failure(self) -> Iterator[None]:
         """Make a failure in the block end all ranks: once it is raised, no other rank writes any more."""
         try:
             yield
@@ -152,7 +152,7 @@ class PeerProcesses:
             if not isinstance(failure, PeerFailure):
                 self._send_failure(f"rank {self.rank}: {str(failure) or type(failure).__name__}", exit_code_of(failure))
             elif failure is not self._failure:
-                self._send_failure(str(failure), failure.exit_code, is_said=failure.is_said)
+                self._send_failure(str(failure), failure.exit_code, is_reported=failure.is_reported)
             if self.rank == 0:
                 self._await_ends()
             if found is not None:
@@ -195,7 +195,7 @@ class PeerProcesses:
                     f"rank {self.rank}: had no connection to {self._place} when the run was stopped; "
                     "look at the output of rank 0"
                 )
-                return PeerFailure(message, EnvironmentProblem.exit_code, is_said=False)
+                return PeerFailure(message, EnvironmentProblem.exit_code, is_reported=False)
             before = list(self._beats)
             self._await_reads(_LAST_READS)
             if self._failure is not None or self._problem:
@@ -221,9 +221,9 @@ class PeerProcesses:
     def _expected(self) -> Iterator[int]:
         return (rank for rank in range(self.world_size) if rank != self.rank and rank not in self._given_up)
 
-    def _send_failure(self, message: str, exit_code: int, is_said: bool = True) -> None:
+    def _send_failure(self, message: str, exit_code: int, is_reported: bool = True) -> None:
         """Send a failure to the others, unless another rank sent one before, and wait until it is sent."""
-        self._post("failed", json.dumps([message, exit_code, is_said]).encode())
+        self._post("failed", json.dumps([message, exit_code, is_reported]).encode())
         until = time.monotonic() + _FAREWELL
         with self._changed:
             while self._outbox and self._is_worth_waiting() and time.monotonic() < until:
@@ -296,7 +296,7 @@ class PeerProcesses:
 
 def _silent_peer(rank: int, words: str) -> PeerFailure:
     """Return the failure of a rank that does not answer. Rank 0 reports it; that of rank 0 is reported by all."""
-    return PeerFailure(f"rank {rank}: {words}", EnvironmentProblem.exit_code, is_said=rank != 0)
+    return PeerFailure(f"rank {rank}: {words}", EnvironmentProblem.exit_code, is_reported=rank != 0)
 
 
 def _put(store: Store, key: str, data: bytes) -> None:

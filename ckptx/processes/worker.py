@@ -81,9 +81,9 @@ class Worker:
         if is_done:
             return found
         kind, text, trace = found
-        raise (PeerFailure(text, 7, is_said=False) if issubclass(kind, PeerFailure) else kind(text)) from RuntimeError(
-            trace
-        )
+        raise (
+            PeerFailure(text, 7, is_reported=False) if issubclass(kind, PeerFailure) else kind(text)
+        ) from RuntimeError(trace)
 
     def end(self, patience: float = 0.0) -> None:
         """End the process and its children, whatever it does.

@@ -97,7 +97,7 @@ def publish(
     resume: bool,
     on_progress: Callable[[int], None],
     processes: PeerProcesses | None = None,
-    beside: Iterable[Catalog] = (),
+    other_sources: Iterable[Catalog] = (),
     may_replace: Callable[[Path], None] = lambda target: None,
     claim: Claim = Staging,
 ) -> CopyResult | None:
@@ -127,23 +127,23 @@ def publish(
         OutputError, SpaceError: The output cannot be written, or another process changed it.
         InputError: The source is corrupt, or changed while it was read.
     """
-    seen = recorded_identities(job.source, *beside)
+    seen = recorded_identities(job.source, *other_sources)
     if processes is not None and processes.rank:
         return _write_share(job, target, files, workers, max_memory, on_progress, processes, seen)
-    together = processes.failing_together() if processes is not None else nullcontext()
+    together = processes.shared_failure() if processes is not None else nullcontext()
     with claim(target, overwrite=overwrite, resume=resume, may_replace=may_replace) as staging, together:
         seen.touched()
         done = _existing_result(staging, job, files, seen, max_memory) if resume else None
         if done is not None:
             staging.discard()
             if processes is not None:
-                processes.say("plan", "complete")
+                processes.send("plan", "complete")
             return done
         staging.refuse_target_unless(overwrite)
         resumed = _prepare(job, staging, seen, resume)
         _logger.info("staged in %s%s", staging.output.path, ", resuming an interrupted run" if resumed else "")
         if processes is not None:
-            processes.say("plan", {"agreed": _agreement(job, files), "resumed": resumed})
+            processes.send("plan", {"agreed": _agreement(job, files), "resumed": resumed})
         outcome = execute(
             job.plan,
             files,
@@ -158,7 +158,7 @@ def publish(
         outcome.was_locked = staging.is_locked
         if processes is not None:
             for rank in range(1, processes.world_size):
-                outcome.add(CopyResult(**processes.hear(rank, "outcome")))
+                outcome.add(CopyResult(**processes.receive(rank, "outcome")))
         job.refuse(outcome)
         require_unchanged(seen, job.plan, outcome.digests, files, job.opened, job.is_decision_unchanged, max_memory)
         expected = staging.output.expect({file.name: file.nbytes for file in job.plan.files})
@@ -167,13 +167,13 @@ def publish(
         _logger.info("checked: files match the plan")
         expected |= _write_rest(staging.output, job, outcome, seen)
         if processes is not None:
-            processes.say("written", True)
+            processes.send("written", True)
             for rank in range(1, processes.world_size):
-                outcome.peak_rss = max(outcome.peak_rss, processes.hear(rank, "held"))
+                outcome.peak_rss = max(outcome.peak_rss, processes.receive(rank, "held"))
         staging.publish(expected)
         _logger.info("published as %s", target)
     if processes is not None:
-        processes.say("published", True)
+        processes.send("published", True)
     return outcome
 
 
@@ -217,7 +217,7 @@ def _write_share(
 ) -> CopyResult | None:
     """Write the share of a rank other than 0, and wait until rank 0 has published the output."""
     seen.touched()
-    wanted = processes.hear(0, "plan")
+    wanted = processes.receive(0, "plan")
     if wanted == "complete":
         return None
     if not is_agreed(wanted["agreed"], _agreement(job, files)):
@@ -240,11 +240,11 @@ def _write_share(
         require_unchanged(seen, job.plan, outcome.digests, files, job.opened, job.is_decision_unchanged, max_memory)
         tree.sync_tracked()  # rank 0 may be on another node
         own = set(outcome.file_digests)
-        processes.say("outcome", asdict(outcome))
-        processes.hear(0, "written")
+        processes.send("outcome", asdict(outcome))
+        processes.receive(0, "written")
         tree.require(tree.expect({file.name: file.nbytes for file in job.plan.files if file.name in own}))
-        processes.say("held", peak_memory())
-        processes.hear(0, "published")
+        processes.send("held", peak_memory())
+        processes.receive(0, "published")
     return outcome
 
 

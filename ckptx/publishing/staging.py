@@ -113,7 +113,7 @@ class Staging:
         reason = OutputError(f"{self.root}: was removed by another process {_TRIES} times; wait for it and run again")
         for _ in range(_TRIES):
             try:
-                root = self._parent.below(self.root.name, make=True)
+                root = self._parent.open_directory(self.root.name, make=True)
             except OutputError as error:
                 if self._parent.stat(self.root.name) is not None:
                     raise
@@ -236,8 +236,8 @@ class Staging:
             if not same:
                 for name in ("plan", "tree", "journal"):
                     self._remove_if_present(name)
-            self.output = self._keep(self._root.below("tree", make=True))
-            self.notes = self._keep(self._root.below("journal", make=True))
+            self.output = self._keep(self._root.open_directory("tree", make=True))
+            self.notes = self._keep(self._root.open_directory("journal", make=True))
             if not same:
                 self._root.write("plan", [plan])
         except OSError as error:
@@ -348,7 +348,7 @@ class Staging:
     def _exchange(self) -> None:
         """Exchange the tree and the target, and remove the old target unless files were added to it meanwhile."""
         self._may_replace(self.target)
-        old = self._keep(self._parent.below(self.target.name))
+        old = self._keep(self._parent.open_directory(self.target.name))
         known = {name for name, _ in old.walk()}
         place = (self._root, "tree")
         is_swapped = _exchange_names(self._root.descriptor, "tree", self._parent.descriptor, self.target.name)
@@ -421,7 +421,11 @@ def open_staged(target: Path) -> Iterator[tuple[DirectoryHandle, DirectoryHandle
         OutputError: They cannot be opened.
     """
     root = Path(os.path.realpath(target)).parent / staged(target)[0].parent.name
-    with DirectoryHandle.at(root) as held, held.below("tree") as tree, held.below("journal") as journal:
+    with (
+        DirectoryHandle.at(root) as held,
+        held.open_directory("tree") as tree,
+        held.open_directory("journal") as journal,
+    ):
         yield tree, journal
 
 

@@ -51,16 +51,16 @@ def _forecast(recipe: Recipe, source: Path, gpu_memory: int | None, shares: bool
     from ckptx.runtime.forecasting.ranks import ranks_of
     from ckptx.runtime.forecasting.remedy import mesh_that_fits
     from ckptx.runtime.forecasting.task import task_of_recipe
-    from ckptx.runtime.memory.reserve import reserved
+    from ckptx.runtime.memory.reserve import reserve_bytes
     from ckptx.runtime.parity.memory import free_bytes
 
     task = task_of_recipe(recipe, source)
     ranks = ranks_of(task)
     peak = max(each.peak for each in ranks)
-    if gpu_memory is not None and peak + reserved(peak) > gpu_memory:
+    if gpu_memory is not None and peak + reserve_bytes(peak) > gpu_memory:
         raise SpaceError(
             f"--gpu-memory: {recipe.name} takes {human_bytes(peak)} of tensors at the peak of a step and "
-            f"{human_bytes(reserved(peak))} of reserve, more than {human_bytes(gpu_memory)}; "
+            f"{human_bytes(reserve_bytes(peak))} of reserve, more than {human_bytes(gpu_memory)}; "
             f"{_advice(task.dims, mesh_that_fits(task, gpu_memory))}"
         )
     free = free_bytes(torch.device("cpu")) if shares else None

@@ -217,7 +217,7 @@ class Ranks:
             if not ready:
                 break
         for rank in waiting.values():
-            found[rank] = PeerFailure(f"rank {rank}: did not answer after another rank had ended", 7, is_said=False)
+            found[rank] = PeerFailure(f"rank {rank}: did not answer after another rank had ended", 7, is_reported=False)
         return found
 
     def _answer(self, rank: int) -> TaskResult | BaseException:
@@ -249,7 +249,7 @@ class _RankKilled(PeerFailure):
 
     def __init__(self, rank: int, signal: int) -> None:
         why = " and unless somebody did that, memory was short" if signal == SIGKILL else ""
-        super().__init__(f"rank {rank}: ended by signal {signal}{why}; see its output", 7, is_said=False)
+        super().__init__(f"rank {rank}: ended by signal {signal}{why}; see its output", 7, is_reported=False)
         self.signal = signal
 
 

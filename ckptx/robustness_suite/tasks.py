@@ -21,7 +21,7 @@ from ckptx.robustness_suite.kills import killing, record_operations
 from ckptx.robustness_suite.runs import KillPoint, Logits, Run, RunResult, max_difference
 from ckptx.robustness_suite.state_snapshot import items_of, shard_digests
 from ckptx.robustness_suite.surviving_steps import SurvivingSteps, survivors
-from ckptx.runtime.memory.measured_memory import MeasuredMemory, measured
+from ckptx.runtime.memory.measured_memory import MeasuredMemory, measure_step
 from ckptx.runtime.model.build import read_config
 from ckptx.runtime.parallel.distributed import RankContext, all_gather_object, broadcast_object, raise_on_all_ranks
 from ckptx.runtime.parity.noise import perturbed
@@ -105,7 +105,7 @@ def _trained(place: RankContext, run: Run, trainer: Trainer, dataset: Dataset) -
 
     while trainer.done < run.until:
         if run.measures and trainer.done == run.until - 1:
-            taken = measured(step, trainer.assembled.models, place.device)
+            taken = measure_step(step, trainer.assembled.models, place.device)
         else:
             step()
         record = records[-1]

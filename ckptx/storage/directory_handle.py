@@ -91,7 +91,7 @@ class DirectoryHandle:
         except OSError as error:
             raise refusal(path, error) from error
 
-    def below(self, name: str, *, make: bool = False) -> DirectoryHandle:
+    def open_directory(self, name: str, *, make: bool = False) -> DirectoryHandle:
         """Open a subdirectory; with `make` it is created if it does not exist.
 
         Raises:

@@ -97,7 +97,7 @@ class Listing:
         """Return the subdirectories and the links to directories, sorted."""
         return [name for name in self._kinds if self.is_directory(name)]
 
-    def below(self, name: str) -> Listing:
+    def subdirectory(self, name: str) -> Listing:
         """List a subdirectory, given by its relative path.
 
         Raises:

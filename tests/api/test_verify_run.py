@@ -149,7 +149,7 @@ def test_an_error_of_rank_0_is_raised_with_its_exit(launched: Launched, code: in
     log = Log()
     with pytest.raises(PeerFailure, match=r"^a: no config\.json$") as error:
         run(tp=2, log=log)
-    assert (error.value.exit_code, error.value.is_said) == (code, False)
+    assert (error.value.exit_code, error.value.is_reported) == (code, False)
     assert list(log.notes) == ["said"]
 
 

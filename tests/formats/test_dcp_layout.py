@@ -16,7 +16,7 @@ from ckptx.errors import UnsupportedError
 from ckptx.formats.dcp.layout import (
     DcpLayout,
     allocate,
-    allocate_cut,
+    allocate_sharded,
     deal,
     extended,
     file_count,
@@ -125,7 +125,7 @@ OBJECTS = {"rng": b"\x80\x02N.", "lr_scheduler": b"\x80\x02K\x01."}
 
 def cut(parts: int | None = None, objects: bool = True) -> DcpLayout:
     pickled = [BytesEntry(name, "elsewhere", 7, len(data)) for name, data in OBJECTS.items()] if objects else []
-    return allocate_cut(Path("x"), cuts(TENSORS, PLAN), DIMS, pickled, parts)
+    return allocate_sharded(Path("x"), cuts(TENSORS, PLAN), DIMS, pickled, parts)
 
 
 def test_cut_tensors_are_described_as_chunk_by_chunk() -> None:
@@ -133,7 +133,7 @@ def test_cut_tensors_are_described_as_chunk_by_chunk() -> None:
     alike = {f"expert.{i}": value("BF16", 10, 3, seed=i) for i in range(40)}
     plan = {name: (0, halves((10, 3), 4)) for name in alike}
     shared = plan["expert.0"]
-    catalog = allocate_cut(
+    catalog = allocate_sharded(
         Path("x"), cuts({**TENSORS, **alike}, {**PLAN, **dict.fromkeys(plan, shared)}), DIMS, (), 1
     ).catalog
     data = metadata_bytes(catalog, {"twin": "expert.3"})
@@ -186,7 +186,7 @@ def test_blocks_of_a_file_follow_each_other_and_objects_come_last(parts: int) ->
 
 
 def test_objects_alone_have_a_file_of_rank_0() -> None:
-    layout = allocate_cut(
+    layout = allocate_sharded(
         Path("x"), cuts(TENSORS, {"norm": (1, once((3,)))}), ParallelDims(pp=2), [BytesEntry("a", "", 0, 5)]
     )
     assert list(layout.catalog.files) == ["__0_0.distcp", "__1_0.distcp"]
@@ -196,7 +196,7 @@ def test_objects_alone_have_a_file_of_rank_0() -> None:
 def test_tensors_cut_alike_share_all_but_offsets() -> None:
     blocks = [along((8, 2), 0, 4) for _ in range(2)]
     pair = [(TensorEntry(f"t{i}", BY_NAME["BF16"], (8, 2), ()), 0, blocks[i]) for i in (0, 1)]
-    layout = allocate_cut(Path("x"), pair, ParallelDims(tp=4), files_per_rank=1)
+    layout = allocate_sharded(Path("x"), pair, ParallelDims(tp=4), files_per_rank=1)
     first, second = (entry.chunks for entry in layout.catalog.tensors.values())
     for field in ("blocks", "files", "lengths"):
         assert getattr(first, field) is getattr(second, field)
@@ -251,18 +251,18 @@ def test_what_is_written_reads_back(tmp_path: Path, parts: int) -> None:
 
 def test_pairs_of_four_bits_are_counted_as_torch_does() -> None:
     entry = TensorEntry("x", BY_NAME["F4"], (2, 8), ())
-    layout = allocate_cut(Path("x"), [(entry, 0, along((2, 8), 1, 2))], ParallelDims(tp=2))
+    layout = allocate_sharded(Path("x"), [(entry, 0, along((2, 8), 1, 2))], ParallelDims(tp=2))
     parsed = parse_metadata(metadata_bytes(layout.catalog, {}), "x").tensors["x"]
     assert (parsed.size, parsed.chunks) == ((2, 4), (((0, 0), (2, 2)), ((0, 2), (2, 2))))
     odd = (Block(0, Region((0, 0), (2, 3))), Block(1, Region((0, 3), (2, 5))))
     with pytest.raises(UnsupportedError, match='tensor "x" has dtype F4'):
-        allocate_cut(Path("x"), [(entry, 0, odd)], ParallelDims(tp=2))
+        allocate_sharded(Path("x"), [(entry, 0, odd)], ParallelDims(tp=2))
 
 
 def test_a_replica_is_never_stored_in_a_dcp() -> None:
     blocks = (*once((3,)), Block(1, Region((0,), (3,)), replica=True))
     with pytest.raises(AssertionError):
-        allocate_cut(Path("x"), cuts(TENSORS, {"norm": (0, blocks)}), ParallelDims(tp=2))
+        allocate_sharded(Path("x"), cuts(TENSORS, {"norm": (0, blocks)}), ParallelDims(tp=2))
 
 
 PATHS: dict[str, Any] = {
@@ -311,6 +311,6 @@ def test_planner_data_is_carried_over_with_aliases_and_copies() -> None:
 def test_metadata_of_many_chunks_stays_small() -> None:
     shapes = [along((256, 4), 0, 64)] * 200
     tensors = [(TensorEntry(f"t{i}", BY_NAME["BF16"], (256, 4), ()), 0, blocks) for i, blocks in enumerate(shapes)]
-    layout = allocate_cut(Path("x"), tensors, ParallelDims(tp=64), files_per_rank=1)
+    layout = allocate_sharded(Path("x"), tensors, ParallelDims(tp=64), files_per_rank=1)
     data = metadata_bytes(layout.catalog, {})
     assert len(data) < 200 * 64 * 100

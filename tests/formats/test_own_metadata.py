@@ -13,7 +13,7 @@ from ckptx.catalog.entry import Block, Chunk, TensorEntry
 from ckptx.catalog.region import Region, whole
 from ckptx.errors import CkptxError
 from ckptx.formats.dcp import own_metadata
-from ckptx.formats.dcp.layout import allocate, allocate_cut, metadata_bytes
+from ckptx.formats.dcp.layout import allocate, allocate_sharded, metadata_bytes
 from ckptx.formats.dcp.metadata import DcpMetadata, LocatedMetadata, StorageInfo, TensorMetadata, parse_metadata
 from ckptx.formats.dcp.metadata_writer import Emitter, emit_metadata
 from ckptx.formats.dcp.own_metadata import parse_own
@@ -64,7 +64,7 @@ def of_cut(count: int, planner_data: dict[str, Any] | None = None) -> bytes:
         for number in range(count)
         for name, shape, blocks in (("rows", (3, 4), rows), ("columns", (3, 4), columns), ("alone", (5,), alone))
     ]
-    layout = allocate_cut(Path("x"), tensors, ParallelDims(tp=2, pp=2))
+    layout = allocate_sharded(Path("x"), tensors, ParallelDims(tp=2, pp=2))
     return metadata_bytes(layout.catalog, {"again": "layer.1.rows"}, planner_data)
 
 

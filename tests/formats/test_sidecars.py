@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from ckptx.errors import InputError
-from ckptx.formats.sidecars import beside_one_file, look_around
+from ckptx.formats.sidecars import list_sidecars, sidecars_of_file
 from ckptx.storage.local import LocalSource
 from tests.support.memory import MemoryPath
 
@@ -20,7 +20,7 @@ def lay_out(root: MemoryPath, *names: str) -> None:
 
 
 def around(root: MemoryPath, *used: str) -> tuple[list[str], list[str]]:
-    found = look_around(root, frozenset(used))
+    found = list_sidecars(root, frozenset(used))
     assert all(sidecar.nbytes == root.size(sidecar.name) for sidecar in found.carried)
     return [sidecar.name for sidecar in found.carried], list(found.dropped)
 
@@ -79,17 +79,17 @@ def test_the_directories_of_a_checkpoint_in_parts_hold_no_sidecars(place: Memory
 def test_one_file_among_anything_takes_only_what_is_a_models(place: MemoryPath) -> None:
     lay_out(place, "config.json", "tokenizer.json", "tokenizer_config.json", "modeling_x.py", "merges.txt")
     lay_out(place, "holiday.jpg", "notes.txt", "other.safetensors", "setup.py", "photos/a.json")
-    names = [sidecar.name for sidecar in beside_one_file(place).carried]
+    names = [sidecar.name for sidecar in sidecars_of_file(place).carried]
     assert names == ["config.json", "merges.txt", "modeling_x.py", "tokenizer.json", "tokenizer_config.json"]
 
 
 def test_a_link_that_leads_nowhere_is_refused(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").symlink_to("../blobs/abc")
     with pytest.raises(InputError, match=r"tokenizer\.json: symbolic link to \.\./blobs/abc, which does not exist"):
-        look_around(LocalSource(tmp_path), frozenset())
+        list_sidecars(LocalSource(tmp_path), frozenset())
 
 
 def test_a_directory_that_contains_itself_ends(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "loop").symlink_to(".")
-    assert "config.json" in [each.name for each in look_around(LocalSource(tmp_path), frozenset()).carried]
+    assert "config.json" in [each.name for each in list_sidecars(LocalSource(tmp_path), frozenset()).carried]

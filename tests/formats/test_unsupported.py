@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from ckptx.errors import UnsupportedError
 from ckptx.formats.registry import open_checkpoint
 from ckptx.formats.sharded.file_names import shard_name
-from ckptx.formats.unsupported import FOREIGN_KINDS, UnsupportedKind, is_unsupported_weights, kind_of_name
+from ckptx.formats.unsupported import UNSUPPORTED_KINDS, UnsupportedKind, is_unsupported_weights, kind_of_name
 from tests.formats.cut_writer import write_shard
 from tests.support.memory import MemoryPath
 from tests.support.writers import llama, value, write_dcp, write_hf
@@ -92,7 +92,7 @@ def names_of(kind: UnsupportedKind) -> st.SearchStrategy[str]:
     return names.filter(lambda name: name not in (".", "..") and len(name) < 100 and kind_of_name(name) is kind)
 
 
-KINDS = st.sampled_from(FOREIGN_KINDS).flatmap(lambda kind: st.tuples(st.just(kind), names_of(kind)))
+KINDS = st.sampled_from(UNSUPPORTED_KINDS).flatmap(lambda kind: st.tuples(st.just(kind), names_of(kind)))
 
 
 def lay(root: MemoryPath, *names: str) -> None:
@@ -128,7 +128,7 @@ def test_each_file_that_says_so_is_refused_by_itself(place: MemoryPath, writer: 
     for name in known:
         kind = kind_of_name(Path(name).name)
         assert kind is not None
-        assert kind.what in refusal(place / name)
+        assert kind.description in refusal(place / name)
 
 
 @settings(max_examples=200, deadline=None)
@@ -139,7 +139,7 @@ def test_any_name_of_a_kind_names_it_at_any_depth(drawn: tuple[UnsupportedKind, 
         root = Path(scratch)
         lay(root.joinpath(*["below"] * depth), name, *([beside] if beside else []))
         said = refusal(root)
-        assert said.count(kind.what) == 1 and said.endswith(kind.next_step) and name in said
+        assert said.count(kind.description) == 1 and said.endswith(kind.next_step) and name in said
 
 
 def _hf(root: MemoryPath) -> None:

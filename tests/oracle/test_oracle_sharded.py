@@ -25,7 +25,7 @@ from ckptx.catalog.dtype import BY_TORCH
 from ckptx.catalog.entry import BytesEntry, TensorEntry
 from ckptx.errors import InputError
 from ckptx.formats.assembly import replica_pairs
-from ckptx.formats.dcp.layout import allocate_cut, metadata_bytes
+from ckptx.formats.dcp.layout import allocate_sharded, metadata_bytes
 from ckptx.formats.registry import open_checkpoint
 from ckptx.formats.sharded.file_names import shard_name
 from ckptx.formats.sharded.layout import allocate
@@ -192,7 +192,7 @@ def write_cut(kind: str, root: Path, hf: Path) -> Path:
         layout = allocate(root, cut, MESH)
         write_sharded(root, layout.catalog, layout.prologues, values)
     else:
-        catalog = allocate_cut(root, cut, MESH, files_per_rank=2).catalog
+        catalog = allocate_sharded(root, cut, MESH, files_per_rank=2).catalog
         write_cut_dcp(root, catalog, metadata_bytes(catalog, {}), values)
     shutil.copy(hf / "config.json", root)
     return root
@@ -309,7 +309,7 @@ def test_stock_torch_loads_any_cut_with_objects_and_aliases(tmp_path: Path, part
     data = (tmp_path / "object").read_bytes()
     cut = cuts(values, {f"model.{name}": (i % 2, ODD[name][2]) for i, name in enumerate(plain)})
     objects = [BytesEntry("trainer.rng", "", 0, len(data))]
-    catalog = allocate_cut(tmp_path, cut, ParallelDims(tp=2, pp=2, dp_shard=2), objects, parts).catalog
+    catalog = allocate_sharded(tmp_path, cut, ParallelDims(tp=2, pp=2, dp_shard=2), objects, parts).catalog
     planner_data = {f"model.{name}": ("model", name) for name in plain} | {"trainer.rng": ("trainer", "rng")}
     metadata = metadata_bytes(catalog, {"model.twin": "model.fused", "top": "model.grid"}, planner_data)
     write_cut_dcp(tmp_path / "dcp", catalog, metadata, values, {"trainer.rng": data})

@@ -78,8 +78,8 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def exchange(here: PeerProcesses) -> list[Any]:
     """Says something and hears all."""
-    here.say("word", here.rank * 10)
-    return [here.hear(rank, "word") for rank in range(here.world_size)]
+    here.send("word", here.rank * 10)
+    return [here.receive(rank, "word") for rank in range(here.world_size)]
 
 
 def fail(here: PeerProcesses) -> None:
@@ -100,10 +100,10 @@ def test_a_word_of_any_length_arrives(nbytes: int) -> None:
     meeting, word = Meeting(2), "ä" + "x" * nbytes
 
     def speak(here: PeerProcesses) -> None:
-        here.say("word", {"long": word})
+        here.send("word", {"long": word})
 
     def listen(here: PeerProcesses) -> Any:
-        return here.hear(0, "word")
+        return here.receive(0, "word")
 
     assert together(meeting.attend(0, speak), meeting.attend(1, listen))[1] == {"long": word}
 
@@ -112,14 +112,15 @@ def test_a_word_of_any_length_arrives(nbytes: int) -> None:
 def test_all_fail_with_the_one_that_fails(failing: int) -> None:
     meeting = Meeting(3)
     ranks = [
-        meeting.attend(rank, fail if rank == failing else lambda here: here.hear(failing, "word")) for rank in range(3)
+        meeting.attend(rank, fail if rank == failing else lambda here: here.receive(failing, "word"))
+        for rank in range(3)
     ]
     for rank, found in enumerate(together(*ranks)):
         assert found.exit_code == 3
         assert isinstance(found, InputError if rank == failing else PeerFailure)
         if rank != failing:
             assert str(found) == f"rank {failing}: a.safetensors: is damaged; restore it"
-            assert found.is_said
+            assert found.is_reported
 
 
 def test_who_fails_later_does_not_cover_who_failed_first() -> None:
@@ -152,19 +153,19 @@ def test_a_rank_that_dies_without_a_word_is_named_to_all() -> None:
 
     def dies() -> None:
         here = meeting.come(1)
-        here.hear(0, "word")
+        here.receive(0, "word")
         here._count = lambda store: gone.set()  # type: ignore[method-assign]  # no more signs of life
 
     def listen(here: PeerProcesses) -> None:
-        here.say("word", 1)
-        here.hear(1, "word")
+        here.send("word", 1)
+        here.receive(1, "word")
 
-    first, _, last = together(meeting.attend(0, listen), dies, meeting.attend(2, lambda here: here.hear(1, "word")))
+    first, _, last = together(meeting.attend(0, listen), dies, meeting.attend(2, lambda here: here.receive(1, "word")))
     assert gone.is_set()
     for found in (first, last):
         assert isinstance(found, PeerFailure)
         assert (found.exit_code, str(found)) == (7, f"rank 1: {processes._GONE}")
-        assert found.is_said, "by rank 0"
+        assert found.is_reported, "by rank 0"
 
 
 def test_the_end_of_the_process_that_has_the_store_is_noticed() -> None:
@@ -174,8 +175,8 @@ def test_the_end_of_the_process_that_has_the_store_is_noticed() -> None:
     def listen() -> None:
         here = meeting.come(1)
         with here.session():
-            here.say("word", 1)
-            here.hear(0, "word")
+            here.send("word", 1)
+            here.receive(0, "word")
 
     def end() -> None:
         nonlocal store
@@ -223,16 +224,16 @@ def test_a_lost_connection_ends_both_sides_and_names_the_rank() -> None:
     meeting = Meeting(2)
 
     def listen(here: PeerProcesses) -> None:
-        here.say("word", 1)
-        here.hear(1, "never")
+        here.send("word", 1)
+        here.receive(1, "never")
 
     def cut() -> None:
         wire = Wire(meeting.port)
         here = meeting.come(1, wire.port)
         with here.session():
-            here.hear(0, "word")
+            here.receive(0, "word")
             wire.is_cut = True
-            here.hear(0, "never")
+            here.receive(0, "never")
 
     near, far = together(meeting.attend(0, listen), cut)
     assert isinstance(near, PeerFailure) and str(near) == f"rank 1: {processes._GONE}"
@@ -247,15 +248,15 @@ def test_after_sigterm_the_rank_that_died_is_named(is_dead: bool) -> None:
 
     def other() -> None:
         here = meeting.come(1)
-        here.say("word", 1)
-        here.hear(0, "word")
+        here.send("word", 1)
+        here.receive(0, "word")
         if is_dead:
             here._count = lambda store: None  # type: ignore[method-assign]  # no more signs of life
         done.wait(5)
 
     def ended(here: PeerProcesses) -> None:
-        here.say("word", 0)
-        here.hear(1, "word")
+        here.send("word", 0)
+        here.receive(1, "word")
         time.sleep(0.2)
         raise Terminated
 
@@ -296,7 +297,7 @@ def test_who_is_told_to_end_before_there_is_a_connection_ends(monkeypatch: pytes
 
     began = time.monotonic()
     (found,) = together(ended)
-    assert isinstance(found, PeerFailure) and not found.is_said
+    assert isinstance(found, PeerFailure) and not found.is_reported
     words = "rank 1: had no connection to nowhere when the run was stopped; look at the output of rank 0"
     assert str(found) == words
     assert time.monotonic() - began < 10
@@ -304,7 +305,7 @@ def test_who_is_told_to_end_before_there_is_a_connection_ends(monkeypatch: pytes
 
 def test_another_that_never_comes_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(processes, "PATIENCE", 0.3)
-    (found,) = together(Meeting(3).attend(0, lambda here: here.hear(1, "word")))
+    (found,) = together(Meeting(3).attend(0, lambda here: here.receive(1, "word")))
     assert isinstance(found, EnvironmentProblem)
     assert str(found) == "rank 1: did not start within 0 s; check that it was started"
 
@@ -317,7 +318,7 @@ def test_a_store_that_nobody_brings_is_named() -> None:
 
     here = PeerProcesses(1, 2, connect, f"127.0.0.1:{meeting.port}")
     with pytest.raises(EnvironmentProblem, match=rf"rank 1: has no connection to 127.0.0.1:{meeting.port}"):
-        here.hear(0, "word")
+        here.receive(0, "word")
 
 
 def clear(monkeypatch: pytest.MonkeyPatch, **given: str) -> None:
@@ -361,8 +362,8 @@ def test_the_environment_says_where_to_meet_and_runs_do_not_hear_each_other(monk
 
         def attend(here: PeerProcesses, run: int = run) -> Any:
             with here.session():
-                here.say("word", [here.rank, run])
-                return here.hear(1 - here.rank, "word")
+                here.send("word", [here.rank, run])
+                return here.receive(1 - here.rank, "word")
 
         found = together(lambda first=first: attend(first), lambda second=second: attend(second))
         assert found == [[1, run], [0, run]]

@@ -16,7 +16,7 @@ from ckptx.catalog.dtype import BY_NAME
 from ckptx.catalog.form import FORMS
 from ckptx.cli.main import cli, commands
 from ckptx.errors import CkptxError, Defect
-from ckptx.formats.unsupported import FOREIGN_KINDS
+from ckptx.formats.unsupported import UNSUPPORTED_KINDS
 from ckptx.report.robustness_words import CAUSES
 from ckptx.robustness_suite.faults import FAULTS
 from tests.support.tool import tool
@@ -269,8 +269,8 @@ def test_formats_and_dtypes_are_those_of_the_code() -> None:
     text = text_of("docs/formats.md")
     rows = rows_of(text)
     assert {row[0].strip("`") for row in rows if row[0].startswith("`")} >= FORMS.keys()
-    for kind in FOREIGN_KINDS:
-        assert (kind.what.rstrip(","), kind.next_step) in rows
+    for kind in UNSUPPORTED_KINDS:
+        assert (kind.description.rstrip(","), kind.next_step) in rows
     dtypes = {row[0]: set(row[1].split()) for row in rows if len(row) == 2}
     assert dtypes["may be cast"] == {each.name for each in BY_NAME.values() if each.cast}
     assert dtypes["in safetensors alone"] == {each.name for each in BY_NAME.values() if each.torch is None}

@@ -81,7 +81,7 @@ def test_a_listing_has_names_and_kinds_sorted(place: Place) -> None:
     assert not listing.is_file("model") and listing.is_directory("model") and not listing.is_link("model")
     for name in ("none", "none/.metadata", "model/none", "config.json/x", ""):
         assert not listing.has(name) and listing.kind(name) is None, name
-    assert list(listing.below("model")) == [".metadata", "a.distcp"]
+    assert list(listing.subdirectory("model")) == [".metadata", "a.distcp"]
 
 
 @pytest.mark.parametrize("name", ["none", "config.json", "model/none"])
@@ -89,7 +89,7 @@ def test_what_is_no_directory_is_not_listed(place: Place, name: str) -> None:
     with pytest.raises(InputError, match=name):
         place.source.at(place.source.location / name).listing()
     with pytest.raises(InputError):
-        place.source.listing().below(name)
+        place.source.listing().subdirectory(name)
 
 
 def test_a_listing_remembers_and_a_fresh_source_looks_again(place: Place) -> None:

@@ -14,7 +14,7 @@ from ckptx.architecture.correction_rows import Corrections, ForwardRow, LayersRo
 
 def every() -> dict[str, Corrections]:
     """The rows of every model type that has some."""
-    return {each: corrections.corrections_of(each) for each in corrections.corrected_types()}
+    return {each: corrections.corrections_of(each) for each in corrections.model_types_with_corrections()}
 
 
 @contextmanager

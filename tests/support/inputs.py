@@ -8,13 +8,15 @@ from typing import Any
 import torch
 
 from ckptx.architecture.correction_rows import InputRow
-from ckptx.architecture.corrections import corrected_types, corrections_of
+from ckptx.architecture.corrections import corrections_of, model_types_with_corrections
 from ckptx.runtime.parity.inputs.batch import FORMS
 
 
 def model_types(kind: str) -> set[str]:
     """Those with a form of "images", "audio" or "heard"."""
-    return {name for name in corrected_types() if any(row.kind == kind for row in corrections_of(name).inputs)}
+    return {
+        name for name in model_types_with_corrections() if any(row.kind == kind for row in corrections_of(name).inputs)
+    }
 
 
 def form_of(kind: str, model_type: str) -> str:

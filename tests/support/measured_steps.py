@@ -26,7 +26,7 @@ from ckptx.runtime.model.build import build_model, materialize
 from ckptx.runtime.model.layers import layer_groups
 from ckptx.runtime.parallel.distributed import RankContext, process_group
 from ckptx.runtime.parallel.live_tensors import live_tensors
-from ckptx.runtime.training.assembly import connect, lay_out
+from ckptx.runtime.training.assembly import build_on_mesh, connect
 from tests.support.pool import GlooPool
 
 _SIZES = {
@@ -169,7 +169,7 @@ def _measured(step: StepSpec, others: Mapping[int, torch.UntypedStorage]) -> Mea
 
 
 def _prepared(task: Task, place: RankContext) -> StepSpec:
-    assembled = lay_out(task.recipe, task.source, place)
+    assembled = build_on_mesh(task.recipe, task.source, place)
     for model in assembled.models:
         materialize(model, place.device)
     parameters = [each for _, each in assembled.parameters()]

@@ -426,7 +426,7 @@ class MemoryTree:
             if len(data) != wanted.nbytes or wanted.holder not in (None, (number,)):
                 raise OutputError(f"{self.path / name}: was replaced; nothing was published, run again")
 
-    def settle(self, expected: Mapping[str, ExpectedFile]) -> None:
+    def verify_files(self, expected: Mapping[str, ExpectedFile]) -> None:
         """Check that there are these files and no others, and read those again that say how."""
         self.require(expected)
         for name in self._files():
@@ -509,7 +509,7 @@ class MemoryPublisher:
             raise OutputError(f"{self._claim}: was removed or replaced by another process; nothing was published")
 
     def publish(self, expected: Mapping[str, ExpectedFile]) -> None:
-        self.output.settle(expected)
+        self.output.verify_files(expected)
         self.require_own()
         if self.target.is_dir() and any(self.target.iterdir()):
             assert self._overwrite

@@ -140,7 +140,7 @@ def run_stages(
     Returns:
         Logits, and gradients, which are added to those that the model has; the stages share its tensors.
     """
-    parts = [StageRun(stage_of(model, stages, each, carry.forms), stages, each, carry) for each in range(stages.pp)]
+    parts = [StageRun(stage_of(model, stages, each, carry.forms), stages, each, carry) for each in range(stages.count)]
     received: list[tuple[Any, ...]] = [()]
     output: Any = None
     all_sent = []

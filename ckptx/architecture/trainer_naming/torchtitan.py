@@ -13,7 +13,7 @@ from typing import Any
 from ckptx.architecture.configs import flag_at
 from ckptx.architecture.correction_rows import of_class
 from ckptx.architecture.correction_schema import FaultyCorrectionError
-from ckptx.architecture.corrections import corrected_types, corrections_of, corrections_of_class
+from ckptx.architecture.corrections import corrections_of, corrections_of_class, model_types_with_corrections
 from ckptx.architecture.trainer_naming.scheme import TrainerScheme
 from ckptx.errors import InputError, UnsupportedError
 from ckptx.mapping.ops import Conversion, Op
@@ -86,7 +86,9 @@ def conversions(class_name: str, config: Mapping[str, Any]) -> tuple[Conversion,
     """
     form = form_of(class_name)
     if form is None:
-        known = sorted(row.class_name for each in corrected_types() for row in corrections_of(each).torchtitan)
+        known = sorted(
+            row.class_name for each in model_types_with_corrections() for row in corrections_of(each).torchtitan
+        )
         raise UnsupportedError(
             f"{class_name}: torchtitan names are known for {', '.join(known)} only; keep the names of the hub"
         )

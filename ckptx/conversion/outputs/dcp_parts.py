@@ -63,7 +63,7 @@ def allocate_dcp(
     parts = source.parts
     for part in parts or (None,):
         part_contents = contents if part is None else _contents_of_part(contents, part, parts)
-        layout = dcp_layout.allocate_cut(root, part_contents.tensors, dims, part_contents.objects.values(), files)
+        layout = dcp_layout.allocate_sharded(root, part_contents.tensors, dims, part_contents.objects.values(), files)
         lead = "" if part is None or part.directory == "." else f"{part.directory}/"
         _append(output, layout, lead)
         names = {} if part is None else part.names

@@ -14,7 +14,7 @@ from ckptx.formats.dcp.megatron import is_torch_dist
 from ckptx.formats.hf.hf_metadata import config_in, find_hf_metadata, read_hf_metadata, source_of_config
 from ckptx.formats.hf.hub import resolve
 from ckptx.formats.registry import open_checkpoint
-from ckptx.formats.sidecars import MANIFEST, look_around
+from ckptx.formats.sidecars import MANIFEST, list_sidecars
 from ckptx.model_view.view import manifest_beside
 from ckptx.options.conversion import ConversionOptions
 from ckptx.publishing.output_place import refuse_overlap
@@ -113,7 +113,7 @@ def _without_config(base: BaseCheckpoint) -> BaseCheckpoint:
     manifest = manifest_beside(source, notes)
     if manifest is None or manifest.original is None or "config.json" in manifest.sidecars:
         raise no_config_error(source)
-    around = look_around(source.source, frozenset(source.files))
+    around = list_sidecars(source.source, frozenset(source.files))
     sidecars = tuple(sidecar for sidecar in around.carried if sidecar.name in manifest.sidecars)
     identities = {sidecar.name: around.identities[sidecar.name] for sidecar in sidecars}
     note = f"no config.json: restoring the files that {MANIFEST} records; tied weights are not detected"
@@ -163,7 +163,7 @@ def _open_base(options: ConversionOptions) -> Catalog | None:
             beside = LocalSource(root)
             before = beside.identities(("config.json",))
             base = Catalog(root, "huggingface", {}, config=config_in(beside), storage=beside)
-            around = look_around(beside, frozenset())
+            around = list_sidecars(beside, frozenset())
             base.sidecars, base.identities = around.carried, {**around.identities, **before}
     else:
         base = open_checkpoint(root)

@@ -8,7 +8,7 @@ from typing import Any
 
 from ckptx.conversion.steps.base import BaseCheckpoint
 from ckptx.formats.hf.reader import json_in
-from ckptx.formats.links import leading_out
+from ckptx.formats.links import links_outside
 from ckptx.formats.sidecars import QUANTIZATION_FILES
 from ckptx.mapping.config import edited_config
 from ckptx.storage.interface import StoredFile
@@ -50,7 +50,7 @@ def collect_sidecars(base: BaseCheckpoint, names: Sequence[str], edits: Sequence
         names = [name for name in names if name not in dropped]
         notes.extend(f"{name}: not copied, it describes the quantization of the base" for name in dropped)
     files: dict[str, StoredFile | bytes] = {name: StoredFile(source, name) for name in names}
-    outside = [f"{name} -> {real}" for name, real in leading_out(source, files)]
+    outside = [f"{name} -> {real}" for name, real in links_outside(source, files)]
     if outside:
         more = f" and {len(outside) - _NAMED_LINKS} more" if len(outside) > _NAMED_LINKS else ""
         notes.append(

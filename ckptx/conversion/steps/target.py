@@ -37,7 +37,7 @@ class TargetTensors:
     @classmethod
     def of(cls, source: Catalog, tensors: Mapping[str, TensorEntry]) -> TargetTensors:
         """Create a target with every tensor under its key; the entries are those of the source, with names on disk."""
-        renamed = {name: entry.called(name) for name, entry in tensors.items()}
+        renamed = {name: entry.renamed(name) for name, entry in tensors.items()}
         on_disk = {name: entry.name for name, entry in tensors.items()}
         return cls(source, renamed, on_disk, {name: (disk,) for name, disk in on_disk.items()})
 
@@ -53,7 +53,7 @@ class TargetTensors:
         """Return the same target under other names."""
         return replace(
             self,
-            tensors={names(name): entry.called(names(name)) for name, entry in self.tensors.items()},
+            tensors={names(name): entry.renamed(names(name)) for name, entry in self.tensors.items()},
             source_names={names(name): stored for name, stored in self.source_names.items()},
             read={names(name): on_disk for name, on_disk in self.read.items()},
             aliases={names(name): names(stored) for name, stored in self.aliases.items()},
@@ -67,7 +67,7 @@ class TargetTensors:
             return self
         return replace(
             self,
-            tensors={**self.tensors, **{name: self.tensors[stored].called(name) for name, stored in copied.items()}},
+            tensors={**self.tensors, **{name: self.tensors[stored].renamed(name) for name, stored in copied.items()}},
             source_names={**self.source_names, **{name: self.source_names[stored] for name, stored in copied.items()}},
             read={**self.read, **{name: self.read[stored] for name, stored in copied.items()}},
             aliases={name: stored for name, stored in self.aliases.items() if name not in copied},
@@ -109,7 +109,7 @@ def share(view: ModelView, decisions: Iterable[TieDecision], *, tied: str, can_a
     aliases: dict[str, str] = {}
 
     def store_as(name: str, stored: str) -> None:
-        tensors[name] = tensors[stored].called(name)
+        tensors[name] = tensors[stored].renamed(name)
         source_names[name], read[name] = source_names[stored], read[stored]
 
     def drop(name: str) -> None:

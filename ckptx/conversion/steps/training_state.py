@@ -263,7 +263,7 @@ class _StateMapper:
             self.object_source_names[name] = on_disk
             return
         entry = self.source.tensors[on_disk]
-        self.tensors[name], self.source_names[name] = entry.called(name), on_disk
+        self.tensors[name], self.source_names[name] = entry.renamed(name), on_disk
         if self.mesh is not None:
             self.places[name] = self._place(entry, parameter, self.mesh)
 

@@ -1,6 +1,6 @@
 """Plan `.distcp` files: assign each tensor a file and a byte offset before any data is written.
 
-`allocate` keeps tensors whole; `allocate_cut` shards them and gives every rank of a mesh its own files.
+`allocate` keeps tensors whole; `allocate_sharded` shards them and gives every rank of a mesh its own files.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ def parts_per_rank(stages: Sequence[int], ranks: int) -> int:
     return 2 if alone and sum(stages) > _BYTES_FOR_ONE_WRITER else parts
 
 
-def allocate_cut(
+def allocate_sharded(
     root: Location,
     tensors: Iterable[ShardedTensor],
     dims: ParallelDims,

@@ -9,7 +9,7 @@ from ckptx.errors import InputError
 from ckptx.formats.hf.reader import INDEX, SINGLE, open_huggingface, parse_index, read_text
 from ckptx.formats.located_checkpoint import LocatedCheckpoint
 from ckptx.formats.rank_files import ShapesIn, without_part_files
-from ckptx.formats.sharding_info import that_record_offsets
+from ckptx.formats.sharding_info import files_with_offsets
 from ckptx.formats.unsupported import kind_of_name
 from ckptx.storage.interface import Source
 from ckptx.untrusted.limits import INDEX_BYTES
@@ -48,7 +48,7 @@ def weights_in(source: Source, shapes_in: ShapesIn) -> LocatedCheckpoint | None:
     if len(indexes) == 1:
         return LocatedCheckpoint(source, "huggingface", (indexes[0],))
     files = [name for name in listing if name.endswith(".safetensors")]
-    if not indexes and that_record_offsets(source, files):
+    if not indexes and files_with_offsets(source, files):
         return LocatedCheckpoint(source, "sharded", (".",))
     found = indexes or [name for name in files if kind_of_name(name) is None]
     if not found:
@@ -69,7 +69,7 @@ def located_by_header(source: Source, weights: str) -> LocatedCheckpoint:
     model.safetensors, unless other files in the directory record offsets, too.
     """
     alone = LocatedCheckpoint(source, "huggingface", (weights,))
-    if weights.endswith(".json") or not that_record_offsets(source, [weights]):
+    if weights.endswith(".json") or not files_with_offsets(source, [weights]):
         return alone
     other_names = [name for name in source.listing() if name != weights]
     for index in other_names:
@@ -77,8 +77,6 @@ def located_by_header(source: Source, weights: str) -> LocatedCheckpoint:
             listed = parse_index(read_text(source, index, INDEX_BYTES), source.location / index).values()
             if weights in listed and open_huggingface(source, index) is not None:
                 return alone
-    if weights != SINGLE or that_record_offsets(
-        source, [name for name in other_names if name.endswith(".safetensors")]
-    ):
+    if weights != SINGLE or files_with_offsets(source, [name for name in other_names if name.endswith(".safetensors")]):
         return LocatedCheckpoint(source, "sharded", (".",))
     return alone

@@ -18,7 +18,7 @@ from ckptx.catalog.dtype import BY_NAME, DType
 from ckptx.catalog.entry import Sidecar
 from ckptx.errors import InputError, UnsupportedError
 from ckptx.formats.hf.reader import json_in
-from ckptx.formats.sidecars import look_around
+from ckptx.formats.sidecars import list_sidecars
 from ckptx.storage.interface import Source, local_path
 
 # By format of the checkpoint; weights in verl's directory are ignored.
@@ -87,7 +87,7 @@ def read_hf_metadata(source: Source) -> HfMetadata:
         InputError: A file is damaged or has invalid values.
         UnsupportedError: A dtype is not one safetensors defines.
     """
-    carried = look_around(source, frozenset()).carried
+    carried = list_sidecars(source, frozenset()).carried
     return HfMetadata(
         source,
         config_in(source),

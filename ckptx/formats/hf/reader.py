@@ -16,7 +16,7 @@ from ckptx.catalog.entry import Chunk, TensorEntry
 from ckptx.catalog.region import Region, Shape, whole
 from ckptx.errors import InputError, UnsupportedError
 from ckptx.formats.hf.safetensors import Header, parse_header
-from ckptx.formats.sharding_info import SHARDING_INFO, holds_parts, that_record_offsets
+from ckptx.formats.sharding_info import SHARDING_INFO, files_with_offsets, holds_parts
 from ckptx.storage.files import inside
 from ckptx.storage.interface import Location, Source, SourceFiles
 from ckptx.storage.local import LocalSource
@@ -96,7 +96,7 @@ def _is_continued(source: Source, files: SourceFiles, names: set[str]) -> bool:
     others = {name for name in source.listing() if name.endswith(".safetensors")} - names
     return any(
         holds_parts(read_header(files, name), str(source.location / name))
-        for name in that_record_offsets(source, others)
+        for name in files_with_offsets(source, others)
     )
 
 

@@ -30,10 +30,10 @@ from ckptx.formats.sharded.file_names import is_shard, shard_name, shard_numbers
 from ckptx.formats.sharding_info import (
     SHARDING_INFO,
     check_offsets,
+    files_with_offsets,
     offsets_of,
     refuse_unheld,
     sharding_info,
-    that_record_offsets,
 )
 from ckptx.formats.sidecars import MANIFEST
 from ckptx.formats.torch_archive.unpickle import without_garbage_collection
@@ -82,7 +82,7 @@ def open_sharded(source: Source, expected_shapes: Mapping[str, Shape] | None = N
 def _shards_in(source: Source) -> list[str]:
     names = [name for name in source.listing() if name.endswith(".safetensors")]
     others = [name for name in names if not is_shard(name)]
-    strays = sorted(set(others).difference(that_record_offsets(source, others)))
+    strays = sorted(set(others).difference(files_with_offsets(source, others)))
     if strays:
         raise InputError(
             f"{source.location}: contains {', '.join(strays[:3])} next to {_describe_shards(names, strays)}, and "

@@ -27,7 +27,7 @@ from torch.optim import Optimizer
 from ckptx.errors import CkptxError, UsageError
 from ckptx.runtime.checkpointing.save import publish
 from ckptx.runtime.checkpointing.save_request import SaveOptions, SaveRequest
-from ckptx.runtime.checkpointing.snapshot import Snapshot, take
+from ckptx.runtime.checkpointing.snapshot import Snapshot, take_snapshot
 from ckptx.runtime.parallel.distributed import all_gather_object
 
 if TYPE_CHECKING:  # Python 3.10 has it only there
@@ -78,7 +78,7 @@ class Saver:
         if not self._groups:
             raise UsageError("Saver: is closed, or lost a rank; create a new one")
         request = SaveRequest(model, optimizer, path, **options)
-        snapshot = take(request, copies=True)
+        snapshot = take_snapshot(request, copies=True)
         self._writing = _WriterThread(snapshot, path, request.overwrite, request.then, self._groups, self._unreported)
         self._writing.start()
 

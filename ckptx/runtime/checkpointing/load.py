@@ -106,7 +106,7 @@ def load_from(
     )
 
 
-def differing(
+def find_differing(
     model: nn.Module,
     source: OpenCheckpoint,
     *,
@@ -123,7 +123,7 @@ def differing(
     return [read.name for read in plan.reads if not all(reader.is_equal(*job) for job in read.jobs())]
 
 
-def unread(
+def find_unread(
     model: nn.Module,
     source: OpenCheckpoint,
     *,

@@ -29,7 +29,15 @@ from ckptx.publishing.replacing import refuse_foreign
 from ckptx.publishing.staging import Staging
 from ckptx.runtime.checkpointing.save_planner import AliasWriter, SavePlanner
 from ckptx.runtime.checkpointing.save_request import SaveOptions, SaveRequest
-from ckptx.runtime.checkpointing.snapshot import GROUPS, STATE, Names, Snapshot, local_regions_of, parameters_of, take
+from ckptx.runtime.checkpointing.snapshot import (
+    GROUPS,
+    STATE,
+    Names,
+    Snapshot,
+    local_regions_of,
+    parameters_of,
+    take_snapshot,
+)
 from ckptx.runtime.checkpointing.stored_state import StoredState, open_state
 from ckptx.runtime.parallel.distributed import raise_on_all_ranks
 from ckptx.runtime.parallel.tensor_parallel.apply import TensorParallelLayout
@@ -63,7 +71,7 @@ def save(
     if not dist.is_initialized():
         raise UsageError("save: requires a process group; use distributed.process_group")
     request = SaveRequest(model, optimizer, path, **options)
-    publish(take(request, copies=False), path, overwrite=request.overwrite, then=request.then)
+    publish(take_snapshot(request, copies=False), path, overwrite=request.overwrite, then=request.then)
 
 
 def load_optimizer(

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from ckptx.catalog.region import Region
 from ckptx.errors import UnsupportedError, UsageError
-from ckptx.formats.sidecars import look_around
+from ckptx.formats.sidecars import list_sidecars
 from ckptx.runtime.checkpointing.save_planner import DTensorShards
 from ckptx.runtime.checkpointing.save_request import SaveRequest
 from ckptx.runtime.checkpointing.training_state import ROOT, STEP, collect
@@ -47,7 +47,7 @@ class Snapshot(NamedTuple):
     files: Mapping[str, bytes]
 
 
-def take(request: SaveRequest, *, copies: bool) -> Snapshot:
+def take_snapshot(request: SaveRequest, *, copies: bool) -> Snapshot:
     """Take a snapshot; every rank calls it.
 
     Args:
@@ -117,7 +117,7 @@ def _sidecars(model: Any, beside: Path | None) -> dict[str, bytes]:
             return {"config.json": model.config.to_json_string().encode()}
     source = LocalSource(beside)
     return {
-        each.name: source.read_small(each.name, _SIDECAR_BYTES) for each in look_around(source, frozenset()).carried
+        each.name: source.read_small(each.name, _SIDECAR_BYTES) for each in list_sidecars(source, frozenset()).carried
     }
 
 

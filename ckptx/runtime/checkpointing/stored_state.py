@@ -156,7 +156,7 @@ class _PlainValues:
 # ----------------------------------------------------------------------------------------------- to be stored
 
 
-def plain(value: Any, where: str) -> Any:
+def to_plain(value: Any, where: str) -> Any:
     """Return a copy of a value that can be stored: builtin types, and row-major CPU tensors.
 
     Args:
@@ -175,9 +175,9 @@ def plain(value: Any, where: str) -> Any:
     if isinstance(value, Tensor) and not isinstance(value, DTensor) and value.layout is torch.strided:
         return value.detach().cpu().clone(memory_format=torch.contiguous_format)
     if isinstance(value, Mapping):
-        return {_key(key, where): plain(item, f"{where}.{key}") for key, item in value.items()}
+        return {_key(key, where): to_plain(item, f"{where}.{key}") for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        items = [plain(item, f"{where}.{index}") for index, item in enumerate(value)]
+        items = [to_plain(item, f"{where}.{index}") for index, item in enumerate(value)]
         return items if isinstance(value, list) else tuple(items)
     found = f"the number {value}, which exceeds 64 bits" if isinstance(value, int) else f"a {type(value).__name__}"
     raise UnsupportedError(

@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ckptx.errors import InputError, UnsupportedError, UsageError
 from ckptx.layout.parallel_dims import ParallelDims
 from ckptx.runtime.checkpointing.save_planner import WholeObject
-from ckptx.runtime.checkpointing.stored_state import StoredState, digest_of, open_state, plain
+from ckptx.runtime.checkpointing.stored_state import StoredState, digest_of, open_state, to_plain
 from ckptx.runtime.parallel.distributed import MESH_DIMS, all_gather_object, raise_on_all_ranks
 
 ROOT, STEP = "training_state", "step"
@@ -68,7 +68,7 @@ def _collect_local(training_state: Mapping[str, Any], mesh: DeviceMesh | None) -
         if not isinstance(name, str) or not name or "." in name:
             raise UsageError(f"{ROOT}: invalid name {name!r}, must be a string without dots; rename it")
         where = f"{ROOT}.{name}"
-        value = plain(_state_of(each.value if isinstance(each, PerRank) else each), where)
+        value = to_plain(_state_of(each.value if isinstance(each, PerRank) else each), where)
         if isinstance(each, PerRank):
             dims, place = _position_in(mesh, name)
             found[name] = {f"{_RANK}{dims.rank(*place)}": WholeObject({"mesh": _sizes_of(dims), "value": value})}

@@ -62,7 +62,7 @@ class IsolatedPipeline(Pipeline):
         return tuple(map(_made, self._boundaries[stage]))
 
     def _pack(self, part: StageRun, sent: Sequence[Any]) -> tuple[Tensor, ...]:
-        with self._ledger.labelled(CARRIED):
+        with self._ledger.label_all(CARRIED):
             return super()._pack(part, sent)
 
     def _unpack(self, part: StageRun, payload: Sequence[Tensor]) -> tuple[Any, ...]:

@@ -12,7 +12,7 @@ from ckptx.layout.parallel_dims import ParallelDims
 from ckptx.runtime.forecasting.ranks import KnownBoundaries, ranks_of
 from ckptx.runtime.forecasting.search import NODE, with_layout
 from ckptx.runtime.forecasting.task import Task
-from ckptx.runtime.memory.reserve import reserved
+from ckptx.runtime.memory.reserve import reserve_bytes
 
 _MOST = 64  # largest factor of the number of ranks
 
@@ -26,7 +26,7 @@ def mesh_that_fits(task: Task, memory: int) -> tuple[ParallelDims, int] | None:
         task: Step that does not fit.
         memory: Memory per GPU, in bytes.
     """
-    if reserved(0) >= memory:
+    if reserve_bytes(0) >= memory:
         return None
     known_boundaries: KnownBoundaries = {}
     for dims in _larger(task.dims):
@@ -44,7 +44,7 @@ def mesh_that_fits(task: Task, memory: int) -> tuple[ParallelDims, int] | None:
             )
         except CkptxError:
             continue  # the model cannot be sharded like this
-        if peak + reserved(peak) <= memory:
+        if peak + reserve_bytes(peak) <= memory:
             return dims, peak
     return None
 

@@ -11,7 +11,7 @@ from ckptx.runtime.forecasting.run import RankForecast
 from ckptx.runtime.forecasting.search import NODE, Candidate, SearchResult, SearchSpace
 from ckptx.runtime.forecasting.task import Task
 from ckptx.runtime.forecasting.timeline import kind_of
-from ckptx.runtime.memory.reserve import CONTEXT, FRAGMENTATION, reserved
+from ckptx.runtime.memory.reserve import CONTEXT, FRAGMENTATION, reserve_bytes
 from ckptx.runtime.memory.storage_ledger import KINDS, StorageLifetime
 
 _GIB = 2**30
@@ -41,7 +41,7 @@ def report_of(task: Task, ranks: Sequence[RankForecast], memory: int | None) -> 
         by_stage=rows,
         kinds=KINDS,
         gpu_memory=memory,
-        reserved=reserved(peak),
+        reserved=reserve_bytes(peak),
         fits=fits,
         flops=sum(each.work.flops for each in ranks) * dims.per_stage,
         recomputed=sum(each.work.recomputed for each in ranks) * dims.per_stage,
@@ -64,7 +64,7 @@ def _row(rank: RankForecast, memory: int | None) -> dict[str, Any]:
         "recomputed": work.recomputed,
         "sent": dict(work.sent),
         "wrapped_layers": rank.wrapped_layers,
-        "fits": None if memory is None else peak + reserved(peak) <= memory,
+        "fits": None if memory is None else peak + reserve_bytes(peak) <= memory,
         "course": [
             [each.part, each.turn, f"{each.unit.stack}.{each.unit.index}" if each.unit.stack else "", *each.most]
             for each in timeline.segments
@@ -126,7 +126,7 @@ def _candidate(each: Candidate) -> dict[str, Any]:
         "rows": each.task.microbatch,
         "peak": each.peak,
         "between_steps": each.between_steps,
-        "reserved": reserved(each.peak),
+        "reserved": reserve_bytes(each.peak),
         "flops": each.flops,
         "recomputed": each.recomputed,
         "idle": each.idle,

@@ -30,7 +30,7 @@ from ckptx.runtime.parallel.pipeline.plan import find_and_check_boundaries
 from ckptx.runtime.parallel.pipeline.schedules import Schedule
 from ckptx.runtime.parity.inputs.batch import Inputs
 from ckptx.runtime.torch_private import DataDependentOutputException, DynamicOutputShapeException
-from ckptx.runtime.training.assembly import AssembledModel, lay_out
+from ckptx.runtime.training.assembly import AssembledModel, build_on_mesh
 
 
 @dataclass(slots=True)
@@ -113,9 +113,9 @@ def run_rank(task: Task, pipeline_rank: int, known: SharedFacts) -> tuple[RankFo
 
         def on_operation(*operation: Any) -> None:
             ledger.record_operation(*operation)
-            counts.record_operation(ledger.moment, *operation)
+            counts.record_operation(ledger.current_phase, *operation)
 
-        with _shapes(assembled, on_operation), ledger.watching(assembled.models):
+        with _shapes(assembled, on_operation), ledger.watch(assembled.models):
             begin, end = _one_step(assembled, task, inputs, ledger, counts, known.boundaries)
             layers = [
                 layer.name for model in assembled.models for group in layer_groups(model).values() for layer in group
@@ -162,7 +162,7 @@ def _parallelized(task: Task, pipeline_rank: int, known: SharedFacts) -> Iterato
     """Parallelize the model of a rank, without storage."""
     with fake_world(pipeline_rank * task.dims.per_stage, task.dims.world_size) as place, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch warns about groups of one rank; real problems raise errors
-        yield lay_out(task.recipe, task.source, place, find_boundaries=known.find_boundaries)
+        yield build_on_mesh(task.recipe, task.source, place, find_boundaries=known.find_boundaries)
 
 
 @contextmanager

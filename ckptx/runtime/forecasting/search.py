@@ -24,7 +24,7 @@ from ckptx.processes.fork import in_children
 from ckptx.runtime.forecasting.ranks import KnownBoundaries, ranks_of
 from ckptx.runtime.forecasting.run import RankForecast
 from ckptx.runtime.forecasting.task import Task
-from ckptx.runtime.memory.reserve import reserved
+from ckptx.runtime.memory.reserve import reserve_bytes
 from ckptx.runtime.memory.storage_ledger import GRADIENTS, KINDS, OPTIMIZER, PARAMETERS
 from ckptx.runtime.model.build import build_model
 from ckptx.runtime.parallel.pipeline.schedules import find_schedule
@@ -97,7 +97,7 @@ class Candidate:
 
     def fits(self, memory: int) -> bool:
         """Return True if the step fits, reserve included."""
-        return self.peak + reserved(self.peak) <= memory
+        return self.peak + reserve_bytes(self.peak) <= memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,7 +197,7 @@ def _outcome(space: SearchSpace, dims: ParallelDims, parameters: int, known_boun
     """Return the first mode that fits a mesh, with its best number of microbatches."""
     task, fixed = space.task, space.fixed
     least = least_bytes(task, parameters, dims)
-    if least + reserved(least) > space.memory:
+    if least + reserve_bytes(least) > space.memory:
         return MeshResult(dims, least=least)
     counts = list(microbatches_of(task, dims, fixed))
     if not counts:

@@ -107,7 +107,7 @@ def plan_of(task: Task, runs: int) -> ShorteningPlan | None:
         schedule, stages = find_schedule(layout.schedule), stages_of_model(model, task)
         for stack in stages.stacks:
             spans[stack.path] = []
-        for number in range(stages.pp):
+        for number in range(stages.count):
             for path, first, stop in stages.layers_of(number):
                 spans[path].append((schedule.rank_of(number, layout.pp), first, stop))
     axes: dict[tuple[str, int], list[tuple[RepeatedLayers, int]]] = {}
@@ -180,7 +180,7 @@ def shortened(task: Task, plan: ShorteningPlan, extra: Sequence[int], directory:
                 for path, first, stop in plan.stages.layers_of(number)
                 for each in kept.get(path, range(first, stop))
             )
-            for number in range(plan.stages.pp)
+            for number in range(plan.stages.count)
         ]
         layout = structs.replace(layout, pp_split=",".join(map(str, counts)))
     return replace(task, source=directory, recipe=structs.replace(task.recipe, layout=layout))

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from ckptx.options.forecast import Loss
 from ckptx.runtime.forecasting.task import Task
 from ckptx.runtime.memory.storage_ledger import ACTIVATIONS, GRADIENTS, StorageLedger
-from ckptx.runtime.model.model_errors import running
+from ckptx.runtime.model.model_errors import translate_runtime_errors
 from ckptx.runtime.parallel.gradients import clip_grad_norm, labels_per_rank
 from ckptx.runtime.parallel.mixed_inputs import MixedInputs
 from ckptx.runtime.parallel.tensor_parallel.loss import causal_lm_loss
@@ -52,16 +52,16 @@ class StepSpec:
             UnsupportedError: The code of the model fails.
         """
         assembled, most = self.assembled, self.task.recipe.training.clip
-        with running(assembled.models[0]):
+        with translate_runtime_errors(assembled.models[0]):
             self._passes(ledger)
         ledger.label((each.grad for _, each in assembled.parameters() if each.grad is not None), GRADIENTS)
         if most is not None:
-            with ledger.during("clipping"):
+            with ledger.phase("clipping"):
                 if assembled.pipeline is not None:
                     assembled.pipeline.clip_grad_norm(most)
                 else:
                     clip_grad_norm(assembled.models, most)
-        with ledger.during("optimizer"):
+        with ledger.phase("optimizer"):
             if self.optimizer is not None:
                 self.optimizer.step()
             for model in assembled.models:
@@ -69,7 +69,7 @@ class StepSpec:
 
     def _passes(self, ledger: StorageLedger) -> None:
         assembled = self.assembled
-        with ledger.labelled(ACTIVATIONS):
+        with ledger.label_all(ACTIVATIONS):
             batches = batches_of(self.task, self.inputs)
             labels = [self.inputs.labels.clone() for _ in batches]
         items = labels_per_rank(labels, assembled.mesh)

@@ -28,7 +28,7 @@ class MeasuredMemory(NamedTuple):
     before: int
 
 
-def measured(step: Callable[[], object], models: Iterable[nn.Module], device: torch.device) -> MeasuredMemory:
+def measure_step(step: Callable[[], object], models: Iterable[nn.Module], device: torch.device) -> MeasuredMemory:
     """Run a step and measure its memory, by the CUDA allocator or by every storage on a CPU.
 
     Args:
@@ -45,7 +45,7 @@ def measured(step: Callable[[], object], models: Iterable[nn.Module], device: to
     ledger = StorageLedger()
     ledger.adopt(each for each in live_tensors() if each.device == device)
     before = ledger.nbytes
-    with ledger.watching(models), unseen_shapes_of_dtensor(), _LedgerMode(ledger):
+    with ledger.watch(models), unseen_shapes_of_dtensor(), _LedgerMode(ledger):
         step()
     return MeasuredMemory(_peak_of(ledger), ledger.nbytes, before)
 

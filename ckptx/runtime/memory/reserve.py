@@ -6,7 +6,7 @@ CONTEXT = 3 * 2**29  # bytes: the context of CUDA, libraries and NCCL
 FRAGMENTATION = 0.05  # fraction of the peak: rounding, fragmentation, workspaces of kernels
 
 
-def reserved(peak: int) -> int:
+def reserve_bytes(peak: int) -> int:
     """Return the bytes that are reserved in addition to a peak.
 
     On an H100 the context took 0.92 GiB, with an NCCL group of one rank 1.16 GiB, and tensors up to 1.2% more than

@@ -113,7 +113,7 @@ class StorageLedger:
     # ------------------------------------------------------------------------------------------------------ when, where
 
     @contextmanager
-    def watching(self, models: Iterable[nn.Module]) -> Iterator[None]:
+    def watch(self, models: Iterable[nn.Module]) -> Iterator[None]:
         """Record calls of modules of these models, and storages that are resized, within the block."""
         roots = set()
         for model in models:
@@ -163,7 +163,7 @@ class StorageLedger:
         self._turns = {FORWARD: -1, BACKWARD: -1}
 
     @contextmanager
-    def during(self, part: str) -> Iterator[None]:
+    def phase(self, part: str) -> Iterator[None]:
         """Name the part of the step that the block runs, other than a forward or backward pass."""
         before, self._part = self._part, part
         try:
@@ -175,7 +175,7 @@ class StorageLedger:
         self._numbers.append(next_node_number())
         self._modules.append(self._stack[-1] if self._stack else "")
 
-    def moment(self) -> StepPhase:
+    def current_phase(self) -> StepPhase:
         """Return the current phase of the step."""
         task = backward_pass()
         if task is None:
@@ -229,7 +229,7 @@ class StorageLedger:
                 known[0].nbytes = 0
 
     @contextmanager
-    def labelled(self, label: str) -> Iterator[None]:
+    def label_all(self, label: str) -> Iterator[None]:
         """Label all storages that are made within the block."""
         before, self._forced = self._forced, label
         try:
@@ -246,7 +246,7 @@ class StorageLedger:
             self.label(tensors_in(args, {}), GRADIENTS)
 
     def _add(self, storage: Any, tensor: Tensor, op: str) -> None:
-        born, shape, key = self.moment(), tuple(tensor.shape), storage_key(storage)
+        born, shape, key = self.current_phase(), tuple(tensor.shape), storage_key(storage)
         life = StorageLifetime(storage.nbytes(), op, shape, tensor.dtype, born, label=self._forced)
         if born.part == BACKWARD and not born.is_again and self._is_of_parameter(born.module, shape):
             life.label = GRADIENTS
@@ -263,7 +263,7 @@ class StorageLedger:
             return
         old, reference = known
         self._record_death(old)
-        life = StorageLifetime(storage.nbytes(), old.op, old.shape, old.dtype, self.moment(), label=old.label)
+        life = StorageLifetime(storage.nbytes(), old.op, old.shape, old.dtype, self.current_phase(), label=old.label)
         self._lives[storage_key(storage)] = life, reference
         self._record_birth(life)
 
@@ -272,6 +272,6 @@ class StorageLedger:
         self.events.append(Event(life, True))
 
     def _record_death(self, life: StorageLifetime) -> None:
-        life.died = self.moment()
+        life.died = self.current_phase()
         self.nbytes -= life.nbytes
         self.events.append(Event(life, False))

@@ -62,7 +62,7 @@ def build_model(
         EnvironmentProblem: A package that the class requires is missing.
     """
     name, cls, config = read_config(config_dir, trust_remote_code=trust_remote_code)
-    with building(name, config_dir):
+    with translate_build_errors(name, config_dir):
         if edit is not None:
             edit(config)
         model = build_on_meta(cls, config, dtype or _dtype_of(config) or stored or torch.float32, attn_implementation)
@@ -93,12 +93,12 @@ def read_config(config_dir: Path, *, trust_remote_code: bool = False) -> tuple[s
     architecture = find_architecture(values)
     if architecture is not None:
         architecture.stacks(values)  # refuses an impossible number of layers before they are built
-    with building(names[0], config_dir):
+    with translate_build_errors(names[0], config_dir):
         return names[0], *_class_and_config(names[0], values, config_dir, trust_remote_code)
 
 
 @contextlib.contextmanager
-def building(name: str, config_dir: Path) -> Iterator[None]:
+def translate_build_errors(name: str, config_dir: Path) -> Iterator[None]:
     """Translate errors of transformers within the block.
 
     Args:

@@ -23,7 +23,7 @@ def class_of(model: nn.Module) -> str:
 
 
 @contextmanager
-def running(model: nn.Module) -> Iterator[None]:
+def translate_runtime_errors(model: nn.Module) -> Iterator[None]:
     """Translate errors of a forward and backward pass within the block.
 
     Raises:
@@ -36,26 +36,26 @@ def running(model: nn.Module) -> Iterator[None]:
         raise
     except Exception as error:  # a model class may raise anything
         cause = _first_cause(error)
-        space = lack_of_memory(model, cause, "use more ranks, or a smaller batch size")
+        space = out_of_memory_error(model, cause, "use more ranks, or a smaller batch size")
         if space is not None:
             raise space from error
         if not _is_raised_by_a_model(cause.__traceback__):
             raise
         raise UnsupportedError(
-            f"{class_of(model)}: the code of the model failed: {type(cause).__name__}: {brief(cause)}; check its "
+            f"{class_of(model)}: the code of the model failed: {type(cause).__name__}: {first_line(cause)}; check its "
             "config, or use another layout"
         ) from error
 
 
-def lack_of_memory(model: nn.Module, error: BaseException, advice: str) -> SpaceError | None:
+def out_of_memory_error(model: nn.Module, error: BaseException, advice: str) -> SpaceError | None:
     """Return the refusal for an out-of-memory error of a GPU or of the machine; None for any other error."""
     of_cpu = isinstance(error, RuntimeError) and _NO_MEMORY in str(error)
     if of_cpu or isinstance(error, (torch.OutOfMemoryError, MemoryError)):
-        return SpaceError(f"{class_of(model)}: {brief(error)}; {advice}")
+        return SpaceError(f"{class_of(model)}: {first_line(error)}; {advice}")
     return None
 
 
-def brief(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
     """Return the first line of an error, or its class if it has no message."""
     return (str(error).splitlines() or [type(error).__name__])[0][:200]
 

@@ -105,7 +105,7 @@ def process_group(
             raise
         code = EnvironmentProblem.exit_code
         message = f"rank {rank}: another rank exited before all ranks had joined; check its output"
-        raise PeerFailure(message, code, is_said=False) from error
+        raise PeerFailure(message, code, is_reported=False) from error
     try:
         yield process
     finally:
@@ -197,7 +197,7 @@ def report_failure_to_peers() -> Iterator[None]:
             else:
                 store.set(_FAILURE_KEY, f"{exit_code_of(error)}:rank {dist.get_rank()}: {error}")
         if report is not None:
-            raise PeerFailure(report[1], int(report[0]), is_said=False) from error
+            raise PeerFailure(report[1], int(report[0]), is_reported=False) from error
         raise
 
 

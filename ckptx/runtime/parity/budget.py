@@ -113,7 +113,7 @@ class Budget:
                 if parameter.dim() > 1:
                     width = sum(parameter.shape[-2:]) * _PER_WIDTH
                     activations[stage] += tokens * min(width, parameter.numel()) * max(parameter.element_size(), 2)
-        shared, kept, last = Counter[int](), 0, stages.pp - 1
+        shared, kept, last = Counter[int](), 0, stages.count - 1
         again = len(self.batches) > 1
         for tie in ties_across_stages(self.model, stages) if self.backward else ():
             parameter = next(each for names, each in self._parameters if tie.name in names)
@@ -122,7 +122,7 @@ class Budget:
             else:
                 kept += _bytes_of(parameter) * _PASSES * len(self.batches)
         peaks = []
-        for stage in range(stages.pp):
+        for stage in range(stages.count):
             own = weights[stage] + activations[stage] + shared[stage]
             if self.backward:  # the largest may be tied: its gradient has two sources
                 own += weights[stage] + largest[stage] + (weights[stage] if again else largest[stage])
@@ -142,7 +142,7 @@ class Budget:
             return 0
         words, width = weight.shape
         passes = _PASSES + self.includes_checkpoint
-        hidden = tokens * width * weight.element_size() * len(self.batches) * passes * stages.pp
+        hidden = tokens * width * weight.element_size() * len(self.batches) * passes * stages.count
         logits = (
             tokens * words * (weight.element_size() * len(self.batches) * (1 + self.includes_checkpoint) + 4 * _COPIES)
         )

@@ -61,7 +61,7 @@ def record_outputs(
         number: Number of the stage that `model` is.
     """
     excluded = {canonical_name(name) for name, module in model.named_modules() if isinstance(module, Stub)}
-    if stages is not None and number < stages.pp - 1:
+    if stages is not None and number < stages.count - 1:
         excluded |= set(modules_on_the_path(stages))
     return module_hooks(
         model, lambda call, found: into.__setitem__(call, execution.full_tensor(found).to("cpu", copy=True)), excluded

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from ckptx.errors import CkptxError, UnsupportedError
 from ckptx.runtime.model.layers import canonical_name
-from ckptx.runtime.model.model_errors import brief, class_of, lack_of_memory
+from ckptx.runtime.model.model_errors import class_of, first_line, out_of_memory_error
 from ckptx.runtime.parallel.tensor_parallel.loss import causal_lm_loss
 from ckptx.runtime.parity.inputs.batch import Inputs
 
@@ -96,10 +96,10 @@ def translate_model_errors(model: nn.Module) -> Iterator[None]:
     except CkptxError:
         raise
     except (RuntimeError, MemoryError) as error:  # a kernel that cannot have these shapes or dtypes, or no memory
-        space = lack_of_memory(model, error, "use more ranks, or a smaller --reference-memory")
+        space = out_of_memory_error(model, error, "use more ranks, or a smaller --reference-memory")
         raise space or UnsupportedError(
-            f"{class_of(model)}: this run fails: {brief(error)}; use another layout or --compute-dtype, or compare the "
-            "bytes without --run"
+            f"{class_of(model)}: this run fails: {first_line(error)}; use another layout or --compute-dtype, or "
+            "compare the bytes without --run"
         ) from error
 
 
@@ -209,7 +209,7 @@ def _forward(model: nn.Module, inputs: Inputs) -> torch.Tensor:
         output = model(**batch)
     except (TypeError, AttributeError, ValueError) as error:
         raise UnsupportedError(
-            f"{class_of(model)}: fails on inputs {', '.join(batch)}: {type(error).__name__}: {brief(error)}; "
+            f"{class_of(model)}: fails on inputs {', '.join(batch)}: {type(error).__name__}: {first_line(error)}; "
             "compare the bytes without --run"
         ) from error
     return logits_or_hidden_states(model, output)

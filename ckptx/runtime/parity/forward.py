@@ -26,7 +26,7 @@ from ckptx.processes.peak_memory import peak_memory
 from ckptx.report.documents.running import RunReport
 from ckptx.report.report import Log, Stopwatch
 from ckptx.runtime.checkpointing.load_report import NO_PLACE, OPTIMIZER, OTHER_STATE, UNKNOWN
-from ckptx.runtime.memory.measured_memory import measured
+from ckptx.runtime.memory.measured_memory import measure_step
 from ckptx.runtime.parallel.distributed import (
     RankContext,
     all_gather_object,
@@ -167,7 +167,7 @@ def _run(
     if not options.measures:
         return loaded.run(own, backward=options.backward), None
     found: list[ForwardResult] = []
-    taken = measured(lambda: found.append(loaded.run(own, backward=options.backward)), (), process.device)
+    taken = measure_step(lambda: found.append(loaded.run(own, backward=options.backward)), (), process.device)
     return found[0], taken.peak - taken.before + loaded.record.nbytes  # others, as the reference, are there as well
 
 

@@ -187,7 +187,7 @@ class OffloadedModelUnderTest(ModelUnderTest):
         self.record = LoadRecord()
 
     def load(self, reference: ModelSide, device: torch.device) -> None:
-        for number in range(self._partition.stages.pp):
+        for number in range(self._partition.stages.count):
             built = self._build(number, {})
             self.record.load(self._side, built, reference, device, self._copies)
             release(built.model)

@@ -61,7 +61,7 @@ class StagePartition(NamedTuple):
 
     @property
     def last(self) -> int:
-        return self.stages.pp - 1
+        return self.stages.count - 1
 
 
 @dataclass(slots=True, eq=False)
@@ -128,7 +128,7 @@ class OffloadedModel:
         """
         for compute_pass in self._passes:
             compute_pass.stage_inputs[0] = [()] * len(self._batches)
-        for number in range(self.partition.stages.pp):
+        for number in range(self.partition.stages.count):
             with self._open_stage(number) as part:
                 for compute_pass in self._passes:
                     with self._perturbed(part.model, compute_pass), torch.set_grad_enabled(backward):
@@ -155,7 +155,7 @@ class OffloadedModel:
     def observed(self) -> Iterator[list[Outputs]]:
         """Yield the outputs of module calls on the first batch, stage by stage; each item has one dict per pass."""
         given: list[tuple[Any, ...]] = [()] * len(self._passes)
-        for number in range(self.partition.stages.pp):
+        for number in range(self.partition.stages.count):
             seen: list[Outputs] = [{} for _ in self._passes]
             with self._open_stage(number) as part, torch.no_grad():
                 for index, compute_pass in enumerate(self._passes):

@@ -89,7 +89,7 @@ class ReferenceModel(Protocol):
     @property
     def stage_count(self) -> int:
         """Number of stages; 1 for a model that runs as a whole."""
-        return 1 if self.partition is None else self.partition.stages.pp
+        return 1 if self.partition is None else self.partition.stages.count
 
     def forward(self) -> Reference:
         """Compute logits and loss, and how much the noise changes them."""
@@ -228,7 +228,7 @@ class OffloadedReference(ReferenceModel):
             elif name in own:
                 distances[name] = max(distances[name], furthest(own[name], gradient))
 
-        for number in reversed(range(self._model.partition.stages.pp)):
+        for number in reversed(range(self._model.partition.stages.count)):
             with self._model.backward(number, record):
                 pass
             yield [Gradient(name, each, distances[name]) for name, each in own.items()]

@@ -29,7 +29,7 @@ def report_of(
     """Combine the results of all ranks into one report."""
     dims = options.dims
     tensors = len({name for share in everyone for name in share["names"]})
-    stages = plan.stages.pp if plan is not None else 1
+    stages = plan.stages.count if plan is not None else 1
     microbatches = plan.microbatches if plan is not None else 1
     bubble = plan.schedule.bubble_fraction(dims.pp, microbatches) if plan is not None else 0.0
     layers = sum(share["wrapped"] for share in everyone[:: dims.per_stage])  # one rank of each pipeline rank

@@ -23,7 +23,7 @@ from ckptx.formats.hf.hf_metadata import directory_of_config
 from ckptx.layout.stages import Stack
 from ckptx.model_view.sharder import read_plan
 from ckptx.options.verify import RunOptions
-from ckptx.runtime.checkpointing.load import RegionsOf, differing, load_from, unread
+from ckptx.runtime.checkpointing.load import RegionsOf, find_differing, find_unread, load_from
 from ckptx.runtime.checkpointing.load_report import LoadLedger
 from ckptx.runtime.checkpointing.reading import OpenCheckpoint, open_source
 from ckptx.runtime.model.build import build_model, materialize, read_config
@@ -251,8 +251,8 @@ class ModelSide:
         """
         tied = source.tied()
         return (
-            differing(model, source, regions=regions, tied=tied),
-            unread(model, source, regions=regions, tied=tied),
+            find_differing(model, source, regions=regions, tied=tied),
+            find_unread(model, source, regions=regions, tied=tied),
         )
 
 

@@ -54,10 +54,10 @@ def plan_stages(side: ModelSide, facts: ModelFacts, log: Log) -> PipelinePlan:
         batches=small_batches(model, facts),
         output=logits_or_hidden_states,
     )
-    if plan.microbatches < plan.stages.pp:
+    if plan.microbatches < plan.stages.count:
         log.note(
-            f"--microbatches {plan.microbatches} does not fill {plan.stages.pp} pipeline stages: each rank is idle for "
-            f"at least {plan.schedule.bubble_fraction(options.dims.pp, plan.microbatches):.0%} of a step, which "
+            f"--microbatches {plan.microbatches} does not fill {plan.stages.count} pipeline stages: each rank is idle "
+            f"for at least {plan.schedule.bubble_fraction(options.dims.pp, plan.microbatches):.0%} of a step, which "
             "affects speed only"
         )
     return plan
@@ -67,7 +67,7 @@ def stage_of(plan: PipelinePlan, row: Mapping[str, Any]) -> int | None:
     """Return the stage of a difference: that of its tensor, or the last one for an output of the model."""
     if row["level"] == "config":
         return None
-    last = plan.stages.pp - 1
+    last = plan.stages.count - 1
     return last if row["level"] == "forward" else plan.stages.stage_of(row.get("model_name", row["name"]))
 
 
@@ -139,7 +139,7 @@ class LocalStages:
         here, first, size = dist.get_rank(), 0, dist.get_world_size(self._group)
         if first not in dist.get_process_group_ranks(self._group):
             return
-        for number in range(self._plan.stages.pp):
+        for number in range(self._plan.stages.count):
             owner = dist.get_global_rank(self._group, self._plan.schedule.rank_of(number, size))
             outputs = [found.get(number)]
             if owner != first and here == owner:

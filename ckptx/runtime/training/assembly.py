@@ -97,13 +97,13 @@ def assemble(recipe: Recipe, source: Path, place: RankContext, layout: LayoutBlo
         UnsupportedError: The class cannot run in this layout.
         UsageError: The number of ranks differs from the size of the mesh.
     """
-    assembled = lay_out(recipe, source, place, layout)
+    assembled = build_on_mesh(recipe, source, place, layout)
     for model in assembled.models:
         materialize(model, place.device)
     return assembled
 
 
-def lay_out(
+def build_on_mesh(
     recipe: Recipe,
     source: Path,
     place: RankContext,

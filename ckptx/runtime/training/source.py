@@ -24,7 +24,7 @@ from transformers.utils import logging
 from ckptx.errors import CkptxError, InputError, UsageError
 from ckptx.formats.hf.hub import resolve
 from ckptx.formats.hf.reader import read_json
-from ckptx.runtime.model.build import building, read_config
+from ckptx.runtime.model.build import read_config, translate_build_errors
 from ckptx.runtime.training.dropouts import dropouts_of, set_dropout
 from ckptx.runtime.training.recipe import ModelBlock, Recipe
 from ckptx.runtime.training.recipe_schema import unknown
@@ -76,7 +76,7 @@ def prepare_source(recipe: Recipe, directory: Path) -> Path:
     with _errors_about_the_recipe(directory):
         config, cls, name = _random_config(values, directory, recipe)
         tokenizer = make_tokenizer(config)
-        with building(name, directory):
+        with translate_build_errors(name, directory):
             made = random_model(cls, config, getattr(torch, model.dtype), recipe.training.seed)
     made.config.architectures = [name]
     with _without_bars():

@@ -27,7 +27,7 @@ from ckptx.processes.peak_memory import peak_memory
 from ckptx.runtime.checkpointing.async_save import Saver
 from ckptx.runtime.checkpointing.save import load_optimizer, save
 from ckptx.runtime.checkpointing.training_state import PerRank, load_training_state
-from ckptx.runtime.model.model_errors import running
+from ckptx.runtime.model.model_errors import translate_runtime_errors
 from ckptx.runtime.parallel.distributed import RankContext, all_gather_object, data_index
 from ckptx.runtime.parallel.gradients import clip_grad_norm, labels_per_rank
 from ckptx.runtime.parallel.randomness import RandomState, seed
@@ -156,7 +156,7 @@ class Trainer:
         labels = [each[_LABELS] for each in batches]
         mesh, pipeline = self.assembled.mesh, self.assembled.pipeline
         items = labels_per_rank(labels, mesh)
-        with running(self.assembled.models[0]):
+        with translate_runtime_errors(self.assembled.models[0]):
             losses = self._backward(batches, items) if pipeline is None else self._schedules(batches, items)
         self._at("gradients")
         most = self.recipe.training.clip if self.recipe.training.clip is not None else float("inf")
@@ -272,7 +272,7 @@ class Trainer:
             found.append(logits.detach().float().cpu())
             return logits.float().mean()
 
-        with running(models[0]):
+        with translate_runtime_errors(models[0]):
             if pipeline is not None:
                 pipeline.forward(given, take)
             else:
@@ -322,7 +322,7 @@ class Trainer:
     def _is_counted(self) -> bool:
         """Return True if this rank reports for its data-parallel rank: the first one that has the loss."""
         mesh, plan = self.assembled.mesh, self.assembled.pipeline_plan
-        has_loss = plan is None or plan.stages.pp - 1 in self.assembled.stages
+        has_loss = plan is None or plan.stages.count - 1 in self.assembled.stages
         return has_loss and mesh["tp"].get_local_rank() == 0
 
     def _data_ranks(self) -> int:

@@ -34,7 +34,7 @@ from ckptx.runtime.forecasting.search import (
     with_layout,
 )
 from ckptx.runtime.forecasting.task import Task, task_of_options
-from ckptx.runtime.memory.reserve import reserved
+from ckptx.runtime.memory.reserve import reserve_bytes
 from tests.support.measured_steps import CONFIGS
 from tests.support.slow import slow_but
 
@@ -153,7 +153,7 @@ def test_what_is_found_is_what_a_forecast_says(source: Path) -> None:
     one = forecast(source, tp=2, batch=2, microbatches=2, seq=64, dtype="bf16")
     assert isinstance(one, ForecastReport)
     peak = one.by_stage[0]["peak"]
-    memory = peak + reserved(peak)
+    memory = peak + reserve_bytes(peak)
     found = ckptx.forecast(source, search=True, gpus=2, gpu_memory=memory, seq=64, dtype="bf16")
     assert isinstance(found, SearchReport)
     assert found.ok and found.parameters == one.parameters
@@ -165,7 +165,7 @@ def test_what_is_found_is_what_a_forecast_says(source: Path) -> None:
     assert all(each["peak"] + each["reserved"] <= memory for each in found.found)
     seen = [each["layout"] for each in (*found.found, *found.too_large, *found.refused)]
     assert sorted(tuple(each.values()) for each in seen) == [(1, 1, 2, 1), (1, 2, 1, 1), (2, 1, 1, 1)]
-    assert all(each["peak"] + reserved(each["peak"]) > memory for each in found.too_large)
+    assert all(each["peak"] + reserve_bytes(each["peak"]) > memory for each in found.too_large)
 
 
 @pytest.mark.slow
@@ -175,7 +175,7 @@ def test_a_mode_is_taken_when_those_that_recompute_less_do_not_fit(source: Path)
         mode: ranks_of(with_layout(task, ParallelDims(), mode, 1))[0].peak for mode in ("none", "selective", "full")
     }
     assert peaks["full"] < peaks["selective"] < peaks["none"]
-    memory = peaks["selective"] + reserved(peaks["selective"])
+    memory = peaks["selective"] + reserve_bytes(peaks["selective"])
     (outcome,) = search(SearchSpace(task, 1, memory, FixedDims())).outcomes
     assert outcome.best is not None and outcome.tried == 3  # none, selective, selective with everything
     assert outcome.best.task.recipe.layout.activation_checkpointing == "selective"
@@ -220,8 +220,8 @@ def test_the_smallest_mesh_that_fits_is_named(source: Path) -> None:
     task = step(source, 1, seq=1024)
     half = with_layout(task, ParallelDims(tp=2), "none", 1)
     peak = ranks_of(half)[0].peak
-    assert mesh_that_fits(task, peak + reserved(peak)) == (ParallelDims(tp=2), peak)
-    assert mesh_that_fits(task, reserved(0)) is None
+    assert mesh_that_fits(task, peak + reserve_bytes(peak)) == (ParallelDims(tp=2), peak)
+    assert mesh_that_fits(task, reserve_bytes(0)) is None
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ from transformers.models.llama import modeling_llama
 
 from ckptx.errors import InputError, SpaceError, UnsupportedError
 from ckptx.runtime.model import model_errors
-from ckptx.runtime.model.model_errors import running
+from ckptx.runtime.model.model_errors import translate_runtime_errors
 
 IDS = torch.zeros(1, 3, dtype=torch.long)
 
@@ -38,7 +38,7 @@ def rigged(model: LlamaForCausalLM, error: Exception, module: str) -> None:
 @pytest.mark.parametrize("kind", [RuntimeError, IndexError, KeyError, TypeError, AttributeError, ZeroDivisionError])
 def test_a_model_that_fails_is_unsupported(model: LlamaForCausalLM, module: str, kind: type[Exception]) -> None:
     rigged(model, kind("index 9 out of range\nat line 3"), module)
-    with pytest.raises(UnsupportedError) as caught, running(model):
+    with pytest.raises(UnsupportedError) as caught, translate_runtime_errors(model):
         model(IDS)
     said = str(caught.value)
     assert said.startswith(f"LlamaForCausalLM: the code of the model failed: {kind.__name__}: ")
@@ -47,7 +47,10 @@ def test_a_model_that_fails_is_unsupported(model: LlamaForCausalLM, module: str,
 
 def test_what_torch_says_of_a_stage_is_not_the_cause(model: LlamaForCausalLM) -> None:
     rigged(model, RuntimeError("the cause"), modeling_llama.__name__)
-    with pytest.raises(UnsupportedError, match="RuntimeError: the cause; check its config"), running(model):
+    with (
+        pytest.raises(UnsupportedError, match="RuntimeError: the cause; check its config"),
+        translate_runtime_errors(model),
+    ):
         try:
             model(IDS)
         except RuntimeError as error:
@@ -57,15 +60,15 @@ def test_what_torch_says_of_a_stage_is_not_the_cause(model: LlamaForCausalLM) ->
 @pytest.mark.parametrize("module", [model_errors.__name__, distributed_c10d.__name__])
 def test_what_is_ours_or_of_another_rank_stays_what_it_is(model: LlamaForCausalLM, module: str) -> None:
     rigged(model, RuntimeError("Connection closed by peer"), module)
-    with pytest.raises(RuntimeError, match=r"^Connection closed by peer$"), running(model):
+    with pytest.raises(RuntimeError, match=r"^Connection closed by peer$"), translate_runtime_errors(model):
         model(IDS)
-    with pytest.raises(KeyError, match="mine"), running(nn.Module()):
+    with pytest.raises(KeyError, match="mine"), translate_runtime_errors(nn.Module()):
         raise KeyError("mine")
 
 
 def test_refusals_pass_and_memory_is_space(model: LlamaForCausalLM) -> None:
     rigged(model, InputError("a: damaged"), modeling_llama.__name__)
-    with pytest.raises(InputError, match=r"^a: damaged$"), running(model):
+    with pytest.raises(InputError, match=r"^a: damaged$"), translate_runtime_errors(model):
         model(IDS)
     for error in (
         torch.OutOfMemoryError("CUDA out of memory. Tried"),
@@ -73,6 +76,6 @@ def test_refusals_pass_and_memory_is_space(model: LlamaForCausalLM) -> None:
         RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried"),
     ):
         rigged(model, error, modeling_llama.__name__)
-        with pytest.raises(SpaceError) as caught, running(model):
+        with pytest.raises(SpaceError) as caught, translate_runtime_errors(model):
             model(IDS)
         assert str(caught.value) == f"LlamaForCausalLM: {error}; use more ranks, or a smaller batch size"

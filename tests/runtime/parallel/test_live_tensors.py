@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from ckptx.runtime.memory.measured_memory import measured
+from ckptx.runtime.memory.measured_memory import measure_step
 from ckptx.runtime.parallel.live_tensors import live_tensors
 
 
@@ -22,7 +22,7 @@ def test_tensors_without_storage_are_left_out() -> None:
 def test_a_step_beside_sparse_tensors_is_measured() -> None:
     sparse, device = torch.eye(3).to_sparse(), torch.device("cpu")
     kept = []
-    taken = measured(
+    taken = measure_step(
         lambda: kept.append(torch.ones(1000) + torch.sparse.mm(sparse, torch.ones(3, 1)).sum()), (), device
     )
     assert taken.between_steps - taken.before >= 4000

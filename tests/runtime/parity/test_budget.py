@@ -109,14 +109,14 @@ def test_the_fewest_pieces_that_fit_are_made(tmp_path: Path, monkeypatch: pytest
     needed = {pieces: budget.peak_bytes(StageMap(budget.stacks, pieces)) for pieces in range(2, 9)}
     assert budget.whole_bytes > needed[2] > needed[4] > needed[8]
     for pieces in (2, 4, 8):
-        assert budget.partition(needed[pieces]).pp == pieces
-    assert budget.partition(needed[2] - 1).pp == 3
+        assert budget.partition(needed[pieces]).count == pieces
+    assert budget.partition(needed[2] - 1).count == 3
 
 
 def test_the_least_is_named(tmp_path: Path) -> None:
     budget = budget_of(*side_of(tmp_path, tied=True), 1, advice=("--no-backward",))
     least = min(budget.peak_bytes(StageMap(budget.stacks, pieces)) for pieces in range(2, 9))
-    assert budget.partition(least).pp <= 8
+    assert budget.partition(least).count <= 8
     with pytest.raises(SpaceError) as refused:
         budget.partition(least - 1)
     assert f"use --reference-memory {-(-least // 10**6)}MB, --no-backward, a machine with more" in str(refused.value)

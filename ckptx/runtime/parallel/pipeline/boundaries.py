@@ -122,12 +122,14 @@ def _discover_common(
         forms: dict[str, Form] = {}
         fresh = _shared_copy(model)  # a run may leave results in attributes, which a stage must not see
         traces = [_record(model, stages, batch, output, forms) for batch in batches]
-        parts = [stage_of(fresh, stages, number, forms) for number in range(stages.pp)]
-        slots: list[tuple[BoundarySlot, ...]] = [()] * stages.pp
-        for number in range(stages.pp - 1, -1, -1):
+        parts = [stage_of(fresh, stages, number, forms) for number in range(stages.count)]
+        slots: list[tuple[BoundarySlot, ...]] = [()] * stages.count
+        for number in range(stages.count - 1, -1, -1):
             part = _StageProbe(parts[number], stages, number, output, CallHooks(parts[number], stages))
             required = part.required_slots(batches, traces)
-            missing = part.missing_slots(batches, traces, required, slots[number + 1] if number + 1 < stages.pp else ())
+            missing = part.missing_slots(
+                batches, traces, required, slots[number + 1] if number + 1 < stages.count else ()
+            )
             slots[number] = (*required, *missing)
             if number == 0 and slots[0]:
                 raise UnsupportedError(
@@ -275,7 +277,7 @@ class _StageProbe:
             raise
         except Exception:  # a layer may raise anything on NaN or None
             return False
-        return not pending and (self.number < self.stages.pp - 1 or is_same(output, trace.output))
+        return not pending and (self.number < self.stages.count - 1 or is_same(output, trace.output))
 
     def _run(self, batch: Batch, before: BeforeCall, after: AfterCall | None = None) -> Tensor:
         with self.hooks.active(before, after):

@@ -51,7 +51,8 @@ def dry_run_stages(
     """
     name = type(model).__name__
     parts = [
-        StageRun(stage_of(model, stages, each, boundaries.forms), stages, each, boundaries) for each in range(stages.pp)
+        StageRun(stage_of(model, stages, each, boundaries.forms), stages, each, boundaries)
+        for each in range(stages.count)
     ]
     for batch in batches:
         with _gradients(model) as expected_gradients:
@@ -62,7 +63,7 @@ def dry_run_stages(
                 given, sent, last = _forward(parts, batch, output)
                 if not is_same(last.detach(), expected.detach()):
                     raise UnsupportedError(
-                        f"{name}: the output of {stages.pp} pipeline stages differs from that of the whole model; "
+                        f"{name}: the output of {stages.count} pipeline stages differs from that of the whole model; "
                         "state passes between layers other than as an argument; leave out --pp"
                     )
                 _backward(parts, given, [*sent, (_loss(last),)], split=split_backward)
@@ -70,7 +71,7 @@ def dry_run_stages(
                 reason = str(error).splitlines()[0] if str(error) else type(error).__name__
                 hint = "use --schedule 1f1b, which does not split the backward pass, or " if split_backward else ""
                 raise UnsupportedError(
-                    f"{name}: cannot run it as {stages.pp} pipeline stages: {reason[:160]}; {hint}leave out --pp"
+                    f"{name}: cannot run it as {stages.count} pipeline stages: {reason[:160]}; {hint}leave out --pp"
                 ) from error
         _compare(name, expected_gradients, found)
 

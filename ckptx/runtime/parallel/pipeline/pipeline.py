@@ -131,7 +131,7 @@ class Pipeline:
         numbers = torch.arange(len(batches), device=self._device)
         losses: list[Tensor] = []
         arguments = (numbers,) if self.parts[0].number == 0 else ()
-        is_last = self.parts[-1].number == self._stages.pp - 1
+        is_last = self.parts[-1].number == self._stages.count - 1
         earlier_gradients = take_gradients(self._ties, self._models)
         for each in self._mixed:
             each.set_zero_fill(is_mixed)
@@ -143,7 +143,7 @@ class Pipeline:
             return_outputs=False,
         )  # fmt: skip
         self._batches, self._loss = (), None
-        ranks = {number: self._peer(number) for number in range(self._stages.pp)}
+        ranks = {number: self._peer(number) for number in range(self._stages.count)}
         sum_gradients(self._ties, self._models, ranks, self._group, earlier_gradients)
         return [each.detach() for each in losses]
 
@@ -155,7 +155,7 @@ class Pipeline:
             for index, batch in enumerate(batches):
 
                 def collect_loss(part: StageRun, output: Any, index: int = index) -> None:
-                    if part.number == self._stages.pp - 1:
+                    if part.number == self._stages.count - 1:
                         losses.append(loss(output, index))
 
                 self.run_one_batch(batch, collect_loss)
@@ -197,7 +197,7 @@ class Pipeline:
                 values = tuple(_detach(each) for each in sent)
                 if self._peer(part.number + 1) != dist.get_rank():
                     self._send(values, part.number + 1)
-        return [found.get(number, []) for number in range(self._stages.pp)]
+        return [found.get(number, []) for number in range(self._stages.count)]
 
     def _check_ties(self) -> None:
         check_copies_are_equal(self._ties, self._models, self._group)
@@ -271,7 +271,7 @@ class Pipeline:
             index = int(number)
             values = self._unpack(part, payload) if part.number else ()
             output, sent = model(given=(self._batches[index], _OpaqueValues(values)))
-            if part.number == self._stages.pp - 1:
+            if part.number == self._stages.count - 1:
                 assert self._loss is not None
                 return self._loss(output, index)
             return self._pack(part, sent)
@@ -317,7 +317,7 @@ class Pipeline:
                 self._microbatch_runner(part),
                 part.model,
                 part.number,
-                self._stages.pp,
+                self._stages.count,
                 self._device,
                 input_args=receive_buffers(self._payload_slots[part.number])
                 if part.number
@@ -331,10 +331,10 @@ class Pipeline:
         ]
         size = dist.get_world_size(self._group)
         _logger.info("%s: stages %s of %d, %d microbatches", self._schedule.name, [each.number for each in self.parts],
-                     self._stages.pp, microbatches)  # fmt: skip
+                     self._stages.count, microbatches)  # fmt: skip
         for stage in stages:
             stage.stage_index_to_group_rank = {
-                number: self._schedule.rank_of(number, size) for number in range(self._stages.pp)
+                number: self._schedule.rank_of(number, size) for number in range(self._stages.count)
             }
         return self._schedule.cls(
             stages if self._schedule.stages > 1 else stages[0],

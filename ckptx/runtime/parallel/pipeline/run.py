@@ -28,7 +28,7 @@ class StageRun:
     def __init__(self, model: nn.Module, stages: StageMap, number: int, boundaries: StageBoundaries) -> None:
         self.model, self.number, self._boundaries = model, number, boundaries
         self.input_slots = boundaries.slots[number]
-        self.output_slots = boundaries.slots[number + 1] if number + 1 < stages.pp else ()
+        self.output_slots = boundaries.slots[number + 1] if number + 1 < stages.count else ()
         self._hooks = CallHooks(model, stages)
         self._inputs_by_call, self._outputs_by_call = (
             _group_by_call(self.input_slots),

@@ -98,7 +98,7 @@ def test_without_any_one_of_what_travels_the_result_is_another(name: str) -> Non
 def run_forward(model: nn.Module, stages: StageMap, carry: StageBoundaries, batch: dict[str, Tensor]) -> Tensor:
     values: tuple[Any, ...] = ()
     output = None
-    for number in range(stages.pp):
+    for number in range(stages.count):
         part = StageRun(stage_of(model, stages, number, carry.forms), stages, number, carry)
         output, values = part(part.model, batch, values)
     return output_of(output)

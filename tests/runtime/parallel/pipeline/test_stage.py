@@ -78,7 +78,7 @@ def test_every_parameter_is_where_the_map_says_and_nowhere_else(name: str) -> No
     model = deep(name, 4)
     stages = stages_of(model, 3)
     found: Counter[str] = Counter()
-    for number in range(stages.pp):
+    for number in range(stages.count):
         own = stored(stage_of(model, stages, number, {}))
         assert own == {each for each in stored(model) if stages.stage_of(each) == number}
         found.update(own)
@@ -208,7 +208,7 @@ def test_nothing_of_a_class_is_patched(name: str) -> None:
     after = {(each, key): value for each in classes for key, value in vars(each).items() if not key.startswith("_abc")}
     assert after.keys() == before.keys()
     assert all(after[key] is value for key, value in before.items())
-    for number in range(stages.pp):
+    for number in range(stages.count):
         part = stage_of(model, stages, number, carry.forms)
         assert type(part) is type(model)
         for path, module in part.named_modules():
