@@ -1,4 +1,4 @@
-"""Runs the cases of a benchmark one by one within a time limit, and writes what there is after each."""
+"""Run the cases of a benchmark in order within a time limit, and write the results so far after each."""
 
 from __future__ import annotations
 

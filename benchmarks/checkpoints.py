@@ -1,6 +1,6 @@
-"""Generates checkpoints for the benchmarks: true shapes, headers and configs, written in constant memory.
+"""Generate checkpoints for the benchmarks: real shapes, headers and configs, written in constant memory.
 
-The bytes are random, or, for a checkpoint larger than the machine, zeros that take no room on the disk.
+The bytes are random or, for a checkpoint larger than the machine, zeros that occupy no disk space.
 """
 
 from __future__ import annotations

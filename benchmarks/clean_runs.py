@@ -1,10 +1,10 @@
-"""Runs `verify --run` on models that are what their reference is, over and over: every difference is a false alarm.
+"""Run `verify --run` on models that are equal to their reference: every reported difference is a false alarm.
 
     python benchmarks/clean_runs.py [--results DIR] [MODEL ...]
 
-Every tiny model of the tests, written with 5 seeds, 3 scales of weights, in float32 and bfloat16, converted to a DCP,
-and run at tp2 and at tp2 x dp_shard2, so that every pair of values is met: 16 runs of a model. The table has, for each
-model, how near to its limit anything came.
+Every tiny model of the tests is written with 5 seeds and 3 scales of weights in float32 and bfloat16, converted to a
+DCP, and run at tp2 and at tp2 x dp_shard2, so that every pair of values occurs: 16 runs per model. The table has, for
+each model, the largest difference as a part of its tolerance.
 """
 
 from __future__ import annotations

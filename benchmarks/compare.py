@@ -1,9 +1,9 @@
-"""Times this checkout against another in one run: conversions of checkpoints whose experts are many.
+"""Time this checkout against another one in one run: conversions of checkpoints with many experts.
 
     python benchmarks/compare.py OTHER [--rounds 5] [--parts experts,qwen3-moe] [--ram /dev/shm] [--results DIR]
 
-OTHER is the directory of another checkout, as `git worktree add` makes one. Both run with this environment. Each
-command is compared with a `cp -r` of what it reads, right before it.
+OTHER is the directory of another checkout, for example from `git worktree add`. Both run in this environment. Each
+command is compared with a `cp -r` of its input, which runs immediately before it.
 """
 
 from __future__ import annotations

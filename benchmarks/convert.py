@@ -1,4 +1,4 @@
-"""Times HF <-> DCP conversions as whole processes, against `cp -r` and the stock torch way.
+"""Time HF <-> DCP conversions as whole processes, against `cp -r` and conversions with stock torch.
 
 python benchmarks/convert.py [--rounds 5] [--parts llama,experts,qwen3-moe,inspect,flat,disk]
                              [--ram /dev/shm] [--disk DIR]

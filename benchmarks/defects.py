@@ -1,10 +1,10 @@
-"""Plants defects in small models, runs `verify --run` over them, and tables which are found and by what.
+"""Inject defects into small models, run `verify --run` on them, and list which are found and by which check.
 
     python benchmarks/defects.py [--results DIR] [--dtypes float32,bfloat16] [PART OF A ROW ...]
 
-Defects of a checkpoint are written to disk, defects of the runtime are put into its parallel model. Everything runs on
-two gloo ranks, tp 2, and computes in float32, whatever is stored. The bytes are left out: that another byte is found is
-told elsewhere. A defect counts as found when the config, the forward pass or the gradients differ.
+Defects of a checkpoint are written to disk; defects of the runtime are injected into its parallel model. Every run has
+two gloo ranks, tp 2, and computes in float32 for every stored dtype. Bytes are not compared: other tests show that a
+changed byte is found. A defect counts as found if the config, the forward pass or the gradients differ.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
-"""Every fault that `ckptx robustness --inject` knows: which oracle names it, and what the loss shows of it.
+"""Run every fault of `ckptx robustness --inject`: which oracle identifies it, and how much the loss changes.
 
     python benchmarks/faults.py [--ram /dev/shm] [--results DIR] [NAME ...]
 
-`llama_tiny` on two data ranks, or with tp 2 where a fault needs it; each fault is planted in the phase that has to name
-it. Beside the oracle stands what a comparison of losses would have had to go by: how far the loss of the first step
-after the fault is away, and the largest of those that follow. Faults of a resumed run share the straight run before it.
+`llama_tiny` runs on two data-parallel ranks, or with tp 2 if a fault needs it; each fault is injected in the phase that
+must identify it. For comparison, the table has the differences that a comparison of losses would see: the difference of
+the loss in the first step after the fault, and the largest in later steps. Faults of a resumed run share the
+uninterrupted run before it.
 """
 
 from __future__ import annotations

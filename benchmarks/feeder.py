@@ -1,8 +1,8 @@
-"""Frees memory while a command takes it: python -I -S feeder.py NBYTES; says "ready", and ends with its stdin.
+"""Free memory while a command allocates it: python -I -S feeder.py NBYTES; prints "ready", and exits with its stdin.
 
-A virtual machine gives memory that has been free for two seconds back to its host, and getting it again takes up to
-four times as long as a copy. So this process takes as much as the command will, and frees it bit by bit as the command
-goes on: what that is given was in use a moment ago, from the first byte to the last.
+A virtual machine returns memory that has been free for two seconds to its host, and allocating it again takes up to
+four times as long as a copy. So this process allocates as much as the command will, and frees it step by step while the
+command runs: all memory that the command gets was in use a moment ago.
 """
 
 import mmap

@@ -1,11 +1,11 @@
-"""Holds the forecast of a training step against what real tensors take in the very same step.
+"""Compare the forecast of a training step with the memory of real tensors in the same step.
 
     python benchmarks/forecast.py [--layouts dp1,tp4] [--modes none,full] [--add] [--results DIR] [MODEL ...]
 
-Small models of six kinds run a step of AdamW on one to four gloo ranks, and torch's profiler sees what the allocator of
-the CPU gives out; the peak of a rank of each pipeline stage is compared with that of its forecast. Bytes do not
-depend on the machine. What gloo takes to send something is its own, and NCCL needs none of it: it is left out of the
-measured peak, and has a column.
+Small models of six kinds run a step of AdamW on one to four gloo ranks, and torch's profiler records the allocations of
+the CPU allocator; the peak of one rank per pipeline stage is compared with its forecast. Bytes do not depend on the
+machine. The send buffers of gloo, which NCCL does not need, are subtracted from the measured peak and have a separate
+column.
 """
 
 from __future__ import annotations

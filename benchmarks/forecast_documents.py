@@ -1,8 +1,8 @@
-"""Forecasts of runs whose memory somebody else measured on GPUs and wrote down, side by side with what they wrote.
+"""Compare forecasts with memory on GPUs that others have measured and published.
 
     python benchmarks/forecast_documents.py [--results DIR] [NAME ...]
 
-What a report does not say (tokens of a row, precision, checkpointing) had to be inferred; the table says so.
+If a report omits a value (sequence length, precision, checkpointing), it was inferred; the table marks it.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
-"""Holds the forecast of a training step against what the allocator of one card gives out in the very same step.
+"""Compare the forecast of a training step with the allocations on one GPU in the same step.
 
     python benchmarks/forecast_gpu.py [--tiny] [--device cuda|cpu] [--only PART,...] [--results DIR]
 
-Layers have their real shapes, and there are as many of them as a card of 80 GB holds. `ckptx forecast` runs for each
-case in a process of its own; then the same step runs on the card, with random weights. Other ranks are torch's fake
-process group: shapes and memory are true, values are not, and sending takes no time. NCCL is not there, but for the
-first row, which shows what a group of one rank takes.
+Layers have their real shapes, and there are as many of them as fit on a GPU of 80 GB. For each case, `ckptx forecast`
+runs in a separate process; then the same step runs on the GPU, with random weights. Torch's fake process group stands
+for the other ranks: shapes and memory are real, values are not, and communication takes no time. NCCL is not used,
+except in the first row, which shows the memory of a group of one rank.
 
-forecast_gpu.json and forecast_gpu.md are written after each case. Exit is 1 when a case fails, or a ratio is off by
-more than 5 %.
+The script writes forecast_gpu.json and forecast_gpu.md after each case. It exits with 1 if a case fails, or if a ratio
+is wrong by more than 5 %.
 """
 
 from __future__ import annotations

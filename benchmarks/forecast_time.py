@@ -1,4 +1,4 @@
-"""How long a forecast and a search take, from the shell, and the memory of the largest of their processes.
+"""Measure the time of a forecast and of a search from the shell, and the memory of their largest process.
 
 python benchmarks/forecast_time.py [--results DIR] [NAME ...]
 """

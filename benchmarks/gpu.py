@@ -1,15 +1,16 @@
-"""Measures what one card can show of the runtime, with random weights that it makes itself.
+"""Measure the runtime on one GPU, with generated random weights.
 
     python benchmarks/gpu.py [--tiny] [--device cuda|cpu] [--parts verify,activation_checkpointing,tensor_parallel]
 
-verify: a Llama of 1.03 B parameters, converted to DCP, loaded and run on the card, against the stock model.
+verify: a Llama of 1.03 B parameters, converted to DCP, loaded and run on the GPU, against the stock model.
 activation_checkpointing: memory and time of a training step in each mode, Llama 3.1 8B and a dense Gemma 4.
-tensor_parallel: memory and time of rank 0 of 4 with Llama 3.1 8B, logits gathered and sharded over the vocabulary. The
-other ranks are torch's fake process group: shapes and memory are true, values are not, and sending takes no time.
+tensor_parallel: memory and time of rank 0 of 4 with Llama 3.1 8B, with logits gathered and sharded over the vocabulary.
+Torch's fake process group stands for the other ranks: shapes and memory are real, values are not, and communication
+takes no time.
 
-Each measurement is a case of its own, and gpu.json and gpu.md are written after each, so that nothing measured is lost.
-A case that fails, or finds something wrong, is shown, and the exit code is 1. Cases that no time is left for are shown
-as not run.
+Each measurement is a separate case, and gpu.json and gpu.md are written after each, so that no result is lost. The
+script reports each case that fails or finds an error, and exits with 1. It marks cases for which no time remains as not
+run.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
-"""Holds every tiny model of the tests against a transformers that knows nothing of ckptx, and tables what came of it.
+"""Compare every tiny model of the tests with transformers in processes without ckptx, and write a table.
 
     python benchmarks/judges.py [--results DIR] [MODEL ...]
 
-Each is loaded and run by the runtime, and by transformers in processes that never import ckptx: in one piece, where all
-must be equal bit for bit, and under tensor parallelism of two ranks, where transformers follows its own plan. Beside a
-difference stands what rounding allows. What transformers refuses is listed with what it says.
+The runtime loads and runs each model, and so does transformers in processes that never import ckptx: as a whole, where
+everything must be equal bit for bit, and under tensor parallelism of two ranks, where transformers uses its own plan.
+Each difference is listed next to its tolerance for rounding. Models that transformers rejects are listed with its
+error.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Saves that are killed: at twenty named operations on files, sync and async, one rank and all, and what is left.
+"""Kill saves at twenty file operations, sync and async, on one rank and on all, and check the remaining files.
 
     python benchmarks/kills.py [--ram /dev/shm] [--results DIR]
 
-Two ranks save a small model and its AdamW. Steps 3 and 6 are there, step 9 is killed: sixteen operations are of rank 0,
-which publishes, four of rank 1. A cell has the step that a run goes on from. Of each step the bytes are held against
-what was saved, no other directory may load or lie where loaders look, and step 9 is saved again then.
+Two ranks save a small model and its AdamW state. Steps 3 and 6 are complete, and step 9 is killed: sixteen operations
+are on rank 0, which publishes, four on rank 1. A cell has the step from which a run resumes. The bytes of each step are
+compared with the saved state, no other directory may load or be where loaders look, and step 9 is then saved again.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Runs a command and prints seconds from fork to exit and peak RSS in bytes: python -I -S launch.py COMMAND..."""
+"""Run a command; print seconds from fork to exit and peak RSS in bytes: python -I -S launch.py COMMAND..."""
 
 import os
 import sys

@@ -1,12 +1,13 @@
-"""Measures what it takes one rank of a TP of 4 to load its part of a Llama.
+"""Measure how one rank of a TP mesh of 4 loads its part of a Llama.
 
     python benchmarks/load.py [--rounds 5] [--ram /dev/shm] [--results DIR] [--tiny]
 
-The checkpoint is a DCP that `ckptx reshard --tp 4` wrote. `ckptx.runtime.load` is compared with stock `dcp.load` into
-the same DTensors, and with `from_pretrained` of the whole model, of which the rank takes its part: safetensors maps
-files, so that only pages it touches are read, and count as memory as long as they are mapped. See load_rank.py.
+The checkpoint is a DCP from `ckptx reshard --tp 4`. `ckptx.runtime.load` is compared with stock `dcp.load` into the
+same DTensors, and with `from_pretrained` of the whole model, from which the rank takes its shards: safetensors maps
+files, so that only pages that it touches are read, and count as memory while they are mapped. See load_rank.py.
 
---tiny: a model of half a megabyte, two ranks once and nothing raced: it shows that bytes, files and digests are right.
+--tiny: a model of half a megabyte and two ranks, one run without timing; it shows that bytes, files and digests are
+right.
 """
 
 from __future__ import annotations

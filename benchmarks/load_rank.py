@@ -1,12 +1,12 @@
-"""What one rank of a TP mesh does to get its part of a Llama: python load_rank.py WORLD RANK WARM {HOW CHECKPOINT}...
+"""Load the shards of one rank of a TP mesh: python load_rank.py WORLD RANK WARM {HOW CHECKPOINT}...
 
-HOW is "ckptx" (`ckptx.runtime.load`), "stock" (`dcp.load` into the same DTensors) or "whole" (`from_pretrained` of all
-of it, of which the rank takes its part). Only this rank exists: a fake process group stands for the others. Each loads
-a tiny model at WARM first, so that imports do not count; then the time runs from a model on the meta device to one that
-is filled.
+HOW is "ckptx" (`ckptx.runtime.load`), "stock" (`dcp.load` into the same DTensors) or "whole" (`from_pretrained` of the
+whole model, from which the rank takes its shards). Only this rank exists: a fake process group stands for the others.
+Each method first loads a tiny model at WARM, so that imports do not count; then the time runs from a model on the meta
+device to a model with all its weights.
 
-Prints a JSON list: tensors; bytes that the rank needs; bytes that the kernel gave it through read calls (mapped files
-do not show there); files that it opened; by how much its memory grew at most; seconds; a digest of what it has then.
+The output is a JSON list: tensors; bytes that the rank needs; bytes from read calls (mapped files do not count); files
+that it opened; its largest growth of memory; seconds; a digest of the loaded weights.
 """
 
 from __future__ import annotations

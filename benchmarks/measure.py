@@ -1,9 +1,9 @@
-"""Times commands as whole processes, in rounds, against `cp -r` of the same round, and writes the tables.
+"""Time commands as whole processes, in rounds, against `cp -r` of the same round, and write the tables.
 
-Every round runs every command once, in turn, so a drift of the machine meets all of them; the first does not count. On
-a RAM disk each command is compared with a `cp -r` right before it, when as much memory is taken as then, and both are
-given memory that was in use a moment ago (`feeder.py`): without that a virtual machine makes whoever takes longer than
-two seconds pay for getting it back from the host.
+Every round runs every command once, in turn, so that a drift of the machine affects all of them; the first round does
+not count. On a RAM disk each command is compared with a `cp -r` immediately before it, with the same amount of memory
+in use, and both get memory that was in use a moment ago (`feeder.py`): otherwise, on a virtual machine, every command
+of more than two seconds would pay for getting memory back from the host.
 """
 
 from __future__ import annotations

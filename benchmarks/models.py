@@ -1,9 +1,9 @@
-"""Runs every tiny model of the tests under TP x FSDP2 on four gloo ranks, and tables how far it is from one piece.
+"""Run every tiny model of the tests under TP x FSDP2 on four gloo ranks, and list the differences from one rank.
 
     python benchmarks/models.py [--tp 2] [--dp-shard 2] [--dtypes fp32,bf16] [--results DIR] [MODEL ...]
 
-Not a matter of time but of differences: beside each stands what the model's own rounding allows, measured in the same
-run. A model that cannot be run is listed with the reason.
+The script measures differences, not time: each is listed next to its tolerance, which is the model's own rounding in
+the same run. A model that cannot be run is listed with the reason.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""Peak memory of a reference in pieces, against the same reference as a whole.
+"""Compare the peak memory of a reference that runs layer by layer with that of the whole reference.
 
     python benchmarks/pieces.py [--ram /dev/shm] [--results DIR]
 
-Llamas of 0.7 B parameters stored in bfloat16, run as stored: one with an untied head, one tied, and one with the large
-vocabulary of Llama 3. Each run is a process of its own that does what rank 0 does with its reference, and nothing else:
-forward, gradients and noise, of one batch and of two. What it takes is its peak RSS above that before the model was
-built. A digest of logits, loss, gradients and noise says whether the results are the same, bit for bit.
+The models are Llamas of 0.7 B parameters stored in bfloat16 and run as stored: one with an untied head, one tied, and
+one with the large vocabulary of Llama 3. Each run is a separate process that does only the work of rank 0 on its
+reference: forward, gradients and noise, for one batch and for two. The table has the peak RSS above the RSS before the
+model was built. A digest of logits, loss, gradients and noise shows if the results are equal bit for bit.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Times cutting for a mesh and merging again, and measures what the cut is good for.
+"""Time resharding for a mesh and merging, and measure the benefit of sharded tensors.
 
     python benchmarks/reshard.py [--rounds 5] [--parts llama,experts,qwen3-moe,flat,loading,planning] [--ram /dev/shm]
 
 llama, experts, qwen3-moe: whole processes against `cp -r`. flat: peak RSS against size. loading: bytes that stock
-`dcp.load` reads on one rank, from a DCP whose tensors are whole and from one that is cut. planning: `--dry-run` for
+`dcp.load` reads on one rank, from a DCP with whole tensors and from one with sharded tensors. planning: `--dry-run` for
 1,024 ranks.
 """
 

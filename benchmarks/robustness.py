@@ -1,9 +1,9 @@
-"""`ckptx robustness` over layouts and recipes, on CPU ranks: phases that pass, time, memory, and noise.
+"""Run `ckptx robustness` over layouts and recipes on CPU ranks: phases that pass, time, memory, and noise.
 
     python benchmarks/robustness.py [--ram /dev/shm] [--results DIR] [NAME ...]
 
-Each row is one command, and its ranks after a resume are interpreters of their own. Memory is the peak of the largest
-process. Large recipes have narrow layers, and few of them, as the comments in their files say, and save earlier.
+Each row is one command; after a resume, each rank is a new interpreter. Memory is the peak of the largest process.
+Large recipes have few and narrow layers, as the comments in their files explain, and save earlier.
 """
 
 from __future__ import annotations

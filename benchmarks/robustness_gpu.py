@@ -1,10 +1,10 @@
-"""`ckptx robustness` on one card: layers of their real shapes, as many as its time and memory allow.
+"""Run `ckptx robustness` on one GPU: layers with real shapes, as many as time and memory allow.
 
     python benchmarks/robustness_gpu.py [--tiny] [--device cuda|cpu] [--work DIR] [--results DIR] [NAME ...]
 
-The recipes of phi-4 and Gemma 4 31B with their own layers, fewer of them, random weights and made-up rows: a machine
-without a network has no others. Phases 0 to 4 and 6: whether the runtime computes what transformers does, what two runs
-differ by, what is saved, exported, and resumed. Exit is 1 when a phase fails.
+The script uses the recipes of phi-4 and Gemma 4 31B with their real layers, but fewer of them, random weights and
+generated data, because the machine has no network. It runs phases 0 to 4 and 6: equality of the runtime and
+transformers, the noise between two runs, saved state, export, and resume. It exits with 1 if a phase fails.
 """
 
 from __future__ import annotations

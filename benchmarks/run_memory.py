@@ -1,10 +1,10 @@
-"""Peak memory of rank 0 in `verify --run`, and the threads of a process that verifies many times.
+"""Measure peak memory of rank 0 in `verify --run`, and the threads of a process that verifies many times.
 
     python benchmarks/run_memory.py [--other CHECKOUT] [--runs 50] [--ram /dev/shm] [--results DIR]
 
-A Llama of 317 M parameters, stored in bfloat16, at tp2. Rank 0 holds the reference in one piece: its weights, and as
-many gradients; what it takes beyond these is the last column. CHECKOUT is another directory of ckptx, to be measured
-beside this one.
+The model is a Llama of 317 M parameters, stored in bfloat16, at tp2. Rank 0 has the whole reference: its weights and as
+many gradients; the last column is the memory beyond these. CHECKOUT is another directory of ckptx, which is measured
+for comparison.
 """
 
 from __future__ import annotations

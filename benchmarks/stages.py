@@ -1,10 +1,10 @@
-"""Cuts every tiny model of the tests into pipeline stages, and tables how far it is from one piece, and what travels.
+"""Split every tiny model of the tests into pipeline stages; list differences and the tensors between stages.
 
     python benchmarks/stages.py [--parts cuts,schedules,images] [--results DIR] [MODEL ...]
 
-The first table is of one process that runs the stages one after another. The second is of two gloo ranks that run them
-under the schedules of torch. The next two are of microbatches that have no image (or sound), one, and three. Not a
-matter of time but of differences. Parts that are not run stay as they are in DIR.
+The first table is for one process that runs the stages in order. The second is for two gloo ranks that run them under
+the schedules of torch. The next two are for microbatches with no, one and three images (or audio clips). The script
+measures differences, not time. Tables of parts that are not run remain unchanged in DIR.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
-"""Runs `verify --run` on tiny models in stages under TP and FSDP2, and tables how near to its limit anything comes.
+"""Run `verify --run` on tiny models in stages under TP and FSDP2, and list differences relative to tolerances.
 
     python benchmarks/stages_matrix.py [--results DIR] [MODEL ...]
 
-tp 2 x pp 2 x dp_shard 2 on 8 gloo ranks in float32, with every kind of activation checkpointing; pp 2, and tp 2 x pp
-2, in bfloat16 as stored. Each model with its head tied, and not, whatever its recipe says. Models that look at images
-have them in some microbatches, and the two data ranks in others. Not a matter of time but of differences.
+The meshes are tp 2 x pp 2 x dp_shard 2 on 8 gloo ranks in float32, with every kind of activation checkpointing; and
+pp 2, and tp 2 x pp 2, in bfloat16 as stored. Each model runs with a tied and with an untied head, independent of its
+recipe. Vision models have images in some microbatches only, and each of the two data-parallel ranks in different ones.
+The script measures differences, not time.
 """
 
 from __future__ import annotations

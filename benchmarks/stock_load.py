@@ -1,8 +1,8 @@
-"""What stock torch reads when one rank of a TP mesh loads a DCP of a Llama: python stock_load.py DCP WORLD RANK.
+"""Measure stock torch on one rank of a TP mesh that loads a DCP of a Llama: python stock_load.py DCP WORLD RANK.
 
-Prints JSON: the bytes that the rank needs, the bytes that the kernel gave to the process meanwhile, seconds, and a
-digest of what was loaded. The plan is the one that a model of transformers has. Only this rank exists: a fake process
-group stands for the others.
+The output is JSON: bytes that the rank needs, bytes that the kernel gave to the process during the load, seconds, and a
+digest of the loaded weights. The plan is the one that transformers has for the model. Only this rank exists: a fake
+process group stands for the others.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""Trainers that know nothing of ckptx: each script as it is, and with one line that is a known mistake.
+"""Run trainers that do not use ckptx: each script unchanged, and with a known mistake in one line.
 
     python benchmarks/trainers.py [--ram /dev/shm] [--results DIR] [NAME ...]
 
-A row is one command, `ckptx robustness RECIPE`, on a copy of the recipes in which that line is changed. Nothing of a
-script asks for ckptx, so what names the mistake is what lies in its checkpoints. Scripts are those that are shipped,
-and three that were written to be unlike them: `benchmarks/planted/external`. A mistake is found if the phase fails that
-can see it, and the cause in the last line is the right one, or is called unknown.
+A row is one command, `ckptx robustness RECIPE`, on a copy of the recipes with that line changed. The scripts do not use
+ckptx, so that only their checkpoints can show the mistake. The scripts are those of the package, and three that differ
+from them: `benchmarks/planted/external`. A mistake is found if the phase that can detect it fails, and if the cause in
+the last line is right or reported as unknown.
 """
 
 from __future__ import annotations

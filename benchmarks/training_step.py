@@ -1,4 +1,4 @@
-"""Models with random weights for gpu.py, and what a training step of one takes: memory, seconds, loss, gradients."""
+"""Build models with random weights for gpu.py, and measure a training step: memory, seconds, loss, gradients."""
 
 from __future__ import annotations
 
