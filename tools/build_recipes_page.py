@@ -71,7 +71,7 @@ def tables() -> str:
     for name, cls in blocks():
         meanings = meanings_of(cls)
         first = (cls.__doc__ or "").strip().splitlines()[0]
-        found.append(f"### {name}\n\n{first}\n\n| key | holds | default | meaning |\n|---|---|---|---|\n")
+        found.append(f"### {name}\n\n{first}\n\n| key | type | default | meaning |\n|---|---|---|---|\n")
         for each in structs.fields(cls):
             cells = (f"`{each.name}`", kind_of(each.type), default_of(each), meanings[each.name])
             row = re.sub(r"\bNone\b", "null", " | ".join(cells))
