@@ -102,7 +102,7 @@ def try_wheel(wheel: Path) -> None:
         run(ckptx, "convert", "dcp2hf", "dcp", "back", cwd=folder)
         for path in (folder / "model").iterdir():
             if path.read_bytes() != (folder / "back" / path.name).read_bytes():
-                raise SystemExit(f"{path.name}: the bytes that came back differ")
+                raise SystemExit(f"{path.name}: the bytes differ after a round trip")
 
 
 def main() -> int:

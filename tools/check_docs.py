@@ -148,7 +148,7 @@ def run_session(session: str, directory: Path) -> tuple[str, str]:
         if done.returncode:
             return f"{command}\nended with {done.returncode}\n{done.stdout}", session
         if without_numbers(printed) != without_numbers(expected):
-            faults.append(f"{command}\nprinted\n{done.stdout}\nthe page says\n{expected}")
+            faults.append(f"{command}\nprinted\n{done.stdout}\nthe page has\n{expected}")
         else:
             printed = expected
         steps.append(f"$ {command}\n" + (f"{printed}\n" if printed else ""))

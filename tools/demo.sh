@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# `make demo`: the main job on a small checkpoint with a real architecture.
+# `make demo`: convert, verify, reshard and inspect a small checkpoint with a real architecture.
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
 work=$1
@@ -21,4 +21,4 @@ run ckptx inspect model-tp2-pp2 --ranks
 run ckptx verify model model-tp2-pp2 --run --tp 2
 run ckptx convert dcp2hf model-tp2-pp2 model-back
 run diff -r model model-back --exclude ckptx.json
-printf '\nThe files that came back are the files that went in.\n'
+printf '\nThe converted files are equal to the original files, byte for byte.\n'

@@ -265,7 +265,7 @@ def encode_shapes(rules: Mapping[str, tuple[str, ShapeRules]]) -> dict[str, dict
 
 
 def _shape_values(known: ShapeRules, lead: str, is_below: bool) -> Values:
-    """Return what lies below `lead`, or what does not; defaults, aliases and model types go with the first."""
+    """Return the rules below `lead`, or the others; defaults, aliases and model types are part of the first."""
 
     def chosen(names: Iterable[str]) -> list[str]:
         return sorted(name.removeprefix(lead) for name in names if name.startswith(lead) is is_below)

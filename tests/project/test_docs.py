@@ -231,7 +231,7 @@ def test_a_session_is_its_commands_and_what_they_print(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("language", "text", "said"),
     [
-        ("console", "$ echo 3 tensors\n4 tensors\n", "the page says"),
+        ("console", "$ echo 3 tensors\n4 tensors\n", "the page has"),
         ("console", "$ false\n", "ended with 1"),
         ("sh", "false\ntrue\n", "ended with 1"),
         ("sh", "ckptx inspect none | cat\n", "ended with 3"),
