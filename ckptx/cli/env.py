@@ -21,7 +21,7 @@ _ALSO = ("huggingface-hub", "numpy", "xxhash", "isal", "click", "tqdm", "msgspec
 
 @define("env", examples=["ckptx env", "ckptx env --json"])
 def command(call: CommandCall) -> int:
-    """Print versions, system information and the option defaults in force. Does not import the listed packages."""
+    """Print versions, system information and the option values that files and the environment set."""
     return Output(call.output).run("env", _make_report, _text)
 
 

@@ -74,7 +74,7 @@ class Output:
         text: Callable[[R], str],
         verdict: Callable[[R], str] | None = None,
     ) -> int:
-        """Run a command, and print and write its report, also on failure.
+        """Run a command, and print and write its report, even on failure.
 
         Args:
             command: Name of the command in the report.

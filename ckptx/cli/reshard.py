@@ -18,7 +18,7 @@ from ckptx.cli.output import Output
 def command(call: CommandCall) -> int:
     """Reshard a checkpoint for a TP x PP x FSDP mesh, so that each rank reads its own files.
 
-    Standard loaders can read the result on any other mesh.
+    The loaders of torch and transformers can read the result on any other mesh.
     """
     from ckptx.api.reshard import reshard
     from ckptx.report.text import conversion_text

@@ -56,7 +56,7 @@ COMMANDS: Mapping[str, Command] = {
         "ckptx.api.reshard:reshard", "output:ReportOutput", is_converting=True,
     ),
     "diff": Command(
-        "Compare names, shapes, dtypes and ties of two checkpoints", ["diff:DiffOptions"],
+        "Compare names, shapes, dtypes and tied weights of two checkpoints", ["diff:DiffOptions"],
         "ckptx.comparison.headers:diff",
     ),
     "verify": Command(

@@ -43,12 +43,16 @@ class ConversionOptions(CallbackOptions, HubOptions, BufferOptions, RemoteCodeOp
         Option(
             "Naming scheme: disk (as on the Hub), model (transformers module names) or torchtitan.",
             CONTENT,
-            default="disk; model for safetensors by rank",
+            default="disk; model for sharded safetensors",
         ),
     ] = None
     tied: Annotated[
         Literal["auto", "alias", "copy", "drop"],
-        Option("Tied weights: alias (one shared copy, DCP only), copy, drop, or auto (by output format).", CONTENT),
+        Option(
+            "Tied weights: alias (two names for one stored tensor, DCP only), copy (stored twice), drop (one name), or "
+            "auto (by output format).",
+            CONTENT,
+        ),
     ] = "auto"
     tie_missing: Annotated[
         bool, Option("Tie a missing output head to the embedding even if the config does not.", SOURCE)
@@ -219,7 +223,7 @@ class ReshardOptions(DcpOptions, ShardingOptions, kw_only=False):
     _: KW_ONLY
     to: Annotated[
         Literal["dcp", "safetensors"] | None,
-        Option("Output format: a DCP, or safetensors by rank.", CONTENT, default="that of SRC"),
+        Option("Output format: a DCP, or sharded safetensors.", CONTENT, default="that of SRC"),
     ] = None
 
     def check(self) -> None:
@@ -228,7 +232,7 @@ class ReshardOptions(DcpOptions, ShardingOptions, kw_only=False):
             self.check_sharded()
 
     def check_sharded(self) -> None:
-        """Check the options against an output in safetensors by rank.
+        """Check the options against an output in sharded safetensors.
 
         Raises:
             UsageError: An option requires DCP output.

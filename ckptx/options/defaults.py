@@ -107,7 +107,7 @@ def applicable_defaults(words: str, given: Mapping[str, Any]) -> dict[str, Defau
 
 
 def all_defaults() -> Iterator[tuple[Default, list[str]]]:
-    """Iterate over the defaults in force, each with the names of its commands.
+    """Iterate over the defaults in effect, each with the names of its commands.
 
     Raises:
         UsageError: A file or a variable has an unknown key or a value that is not allowed.

@@ -29,7 +29,10 @@ OptimizerName = Literal["adamw", "adam", "sgd", "none"]
 FloatDtype = Literal["bf16", "bfloat16", "fp16", "float16", "fp32", "float32"]
 _BESIDE_A_RECIPE = ("recipe", "settings", "gpu_memory", "search", "gpus")
 _MODEL = "A config.json, a directory that contains one, or a Hub id."
-_SEARCH = "Find layouts for --gpus GPUs that fit --gpu-memory, with the checkpointing and microbatches that each needs."
+_SEARCH = (
+    "Find layouts for --gpus GPUs that fit --gpu-memory, with the activation checkpointing and microbatches that each "
+    "needs."
+)
 
 
 class StepOptions(
@@ -93,8 +96,8 @@ class StepOptions(
     loss: Annotated[
         Loss,
         Option(
-            "Cross-entropy loss on sharded logits, on whole logits in fp32 as in transformers, or none (the sum of the "
-            "logits).",
+            "Cross-entropy loss on sharded logits, on full logits in fp32 as in transformers (whole), or the sum of "
+            "the logits without a loss (none).",
             STEP,
             shorthands={"--no-loss": "none", "--loss-fp32": "whole"},
         ),

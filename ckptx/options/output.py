@@ -13,7 +13,7 @@ class JsonOutput(Options):
     """Option for the report as JSON on stdout."""
 
     as_json: Annotated[
-        bool, Option("Print the report as JSON on stdout, also on failure.", OUTPUT, flags=("--json",))
+        bool, Option("Print the report as JSON on stdout, even on failure.", OUTPUT, flags=("--json",))
     ] = False
 
 
@@ -23,7 +23,7 @@ class ReportOutput(JsonOutput):
     report_file: Annotated[
         str | Path | None,
         Option(
-            "Write the JSON report to FILE, also on failure.",
+            "Write the JSON report to FILE, even on failure.",
             OUTPUT,
             flags=("--report",),
             metavar="FILE",
@@ -45,7 +45,12 @@ class GlobalOptions(Options):
     """Options of the program, accepted before and after the command."""
 
     quiet: Annotated[
-        bool, Option("Print errors only; checks still print a one-line verdict.", GLOBAL, flags=("-q", "--quiet"))
+        bool,
+        Option(
+            "Print errors only; verify, forecast and robustness still print one line.",
+            GLOBAL,
+            flags=("-q", "--quiet"),
+        ),
     ] = False
     verbose: Annotated[bool, Option("Log each step and show tracebacks.", GLOBAL, flags=("-v", "--verbose"))] = False
     no_color: Annotated[bool, Option("Disable colors.", GLOBAL)] = False

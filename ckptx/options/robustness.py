@@ -18,6 +18,12 @@ def _ignore(report: RobustnessReport) -> None:
     """Ignore a partial report."""
 
 
+_PHASES = (
+    "Run only these phases, e.g. 0-3,6: 0 source parity, 1 straight run, 2 replicas, 3 save again, 4 export, "
+    "5 other layouts, 6 resume, 7 kills."
+)
+
+
 class RobustnessOptions(CallbackOptions, GpuMemoryOptions, DeviceOptions, RecipeOptions, kw_only=False):
     """Options of `robustness`."""
 
@@ -25,9 +31,7 @@ class RobustnessOptions(CallbackOptions, GpuMemoryOptions, DeviceOptions, Recipe
 
     recipe: Annotated[str | Path, Argument("Name of a built-in recipe, or a YAML file.", "RECIPE", is_optional=True)]
     _: KW_ONLY
-    phases: Annotated[str | None, Option("Run only these phases, e.g. 0-3,6.", RUN, metavar="LIST", default="all")] = (
-        None
-    )
+    phases: Annotated[str | None, Option(_PHASES, RUN, metavar="LIST", default="all")] = None
     inject: Annotated[
         str | None,
         Option(

@@ -52,7 +52,10 @@ class RunOptions(
     ] = "fp32"
     compile: Annotated[bool, Option("Compile each layer with torch.compile.", RUNNING)] = False
     backward: Annotated[bool, Option("Also compare gradients of one training step.", STEP, off="--no-backward")] = True
-    strict: Annotated[bool, Option("Also exit 1 if the result is inconclusive.", RUNNING)] = False
+    strict: Annotated[
+        bool,
+        Option("Also exit 1 if the result is inconclusive (the tolerance is too large to detect errors).", RUNNING),
+    ] = False
 
     @property
     def reference_bytes(self) -> int | None:

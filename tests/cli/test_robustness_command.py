@@ -20,6 +20,7 @@ from ckptx.errors import CkptxError, EnvironmentProblem, InputError, UsageError
 from ckptx.options.robustness import RobustnessOptions
 from ckptx.report.documents.robustness import RobustnessReport
 from ckptx.report.robustness import robustness_text
+from ckptx.robustness_suite.phases import PHASES
 from tests.report.made import broken, robust
 from tests.report.pages import fault_of_page
 from tests.support.runner import CliRunner
@@ -229,6 +230,11 @@ def test_help_names_the_sections(stub: StubRun) -> None:
         "Examples:",
     ]
     assert "ckptx robustness llama_tiny" in said
+
+
+def test_help_lists_the_phases(stub: StubRun) -> None:
+    shown = " ".join(ran("--help").stdout.split())
+    assert ", ".join(f"{each.number} {each.name}" for each in PHASES) in shown
 
 
 # ---------------------------------------------------------------------------------------------- the package is callable
