@@ -273,16 +273,19 @@ def test_formats_and_dtypes_are_those_of_the_code() -> None:
         assert (kind.description.rstrip(","), kind.next_step) in rows
     dtypes = {row[0]: set(row[1].split()) for row in rows if len(row) == 2}
     assert dtypes["may be cast"] == {each.name for each in BY_NAME.values() if each.cast}
-    assert dtypes["in safetensors alone"] == {each.name for each in BY_NAME.values() if each.torch is None}
-    assert dtypes["in torch alone"] == {each.name for each in BY_NAME.values() if not each.in_safetensors}
-    named = (dtypes[row] for row in ("may be cast", "moved", "in safetensors alone", "in torch alone"))
-    assert set().union(*named) == BY_NAME.keys()
+    assert dtypes["copied only, in safetensors"] == {each.name for each in BY_NAME.values() if each.torch is None}
+    assert dtypes["copied only, in torch formats"] == {
+        each.name for each in BY_NAME.values() if not each.in_safetensors
+    }
+    kinds = ("may be cast", "copied only", "copied only, in safetensors", "copied only, in torch formats")
+    assert set().union(*(dtypes[row] for row in kinds)) == BY_NAME.keys()
 
 
 def test_what_is_known_is_counted() -> None:
     text = " ".join(text_of("docs/formats.md").split())
     classes = model_files.index()["classes"]
-    assert f"{len(classes):,} classes of {len(set(classes.values()))} model types" in text
+    counted = f"{len(classes):,} classes of {len(set(classes.values()))} model types"
+    assert counted in text and counted in " ".join(text_of("README.md").split())
     assert f"transformers {model_files.index()['transformers'].rpartition('.')[0]}" in text
     shapes = sum(len(json.loads(path.read_bytes())["shapes"]) for path in model_files.MODELS.glob("*.json"))
     assert f"{shapes} so far" in text

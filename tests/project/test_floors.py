@@ -265,7 +265,7 @@ def test_a_planted_look_at_a_disk_is_found() -> None:
 def test_the_document_lists_every_package_once_and_no_other() -> None:
     text = DOCUMENT.read_text(encoding="utf-8")
     assert set(LAYER) == {package_of(file) for file in FILES}
-    steps = text[text.index("## One conversion") : text.index("## What is known")]
+    steps = text[text.index("## One conversion") : text.index("## Model tables")]
     for name in set(re.findall(r"`(\w+(?:/\w+)*\.py)`", steps)):
         assert (ROOT / name).is_file() or (ROOT / "conversion" / name).is_file(), name
 

@@ -104,6 +104,37 @@ DIALECT = (
     Word("comes? back|came back", "is restored, returns", "The files that came back."),
     Word("takes? it for|taken? for|takes? for", "mistake for, interpret as", "A loader takes it for a checkpoint."),
     Word(
+        "(?:is|are)(?: then)? (?:an error|errors)",
+        "raises an error, fails with exit code N",
+        "A duplicate key is an error.",
+    ),
+    Word("also (?:if|on failure)", "even if, even on failure", "The report is written, also on failure."),
+    Word("sounds?", "audio", "An image or a sound."),
+    Word("data sets?", "dataset", "A public data set."),
+    Word("rotary heads?", "query and key projections, RoPE", "The rows of rotary heads are reordered."),
+    Word("rests? on", "assumption, based on", "What the numbers rest on."),
+    Word("shrunken", "small version of", "The recipes with shrunken models."),
+    Word("pro(?:of|ofs|ves?|ved|ven|ving)", "verify, check, show", "It proves that the result is right."),
+    Word("tiles? (?:each|every|the|a)|must tile", "cover without gaps or overlaps", "Shards must tile every tensor."),
+    Word(
+        "nothing (?:is|was|has been) published|publish(?:es|ed)? nothing",
+        "DST is not created",
+        "The conversion fails and publishes nothing.",
+    ),
+    Word("(?:files?|tensors?) of single ranks", "per-rank files", "Files of single ranks are rejected."),
+    Word("passed through", "write unchanged", "Names that are passed through."),
+    Word("ends? elsewhere|or worse", "a different state, uninitialized memory", "The resumed run ends elsewhere."),
+    Word(
+        "(?:biases|sinks|norms) of (?:attention|norms|queries|keys|the head)",
+        "attention biases, query and key norms",
+        "It has biases of attention.",
+    ),
+    Word(
+        "(?:a|the|each|every|such a) (?:torchtitan|training) step (?:to|as a|that was|stores)|resumes? a step",
+        "training checkpoint",
+        "It converts a training step to safetensors.",
+    ),
+    Word(
         "(?:behaviou?r|colou?r|honou?r|neighbou?r|favou?r)(?<=our)\\w*|centre[sd]?|\\w+(?<!prec)(?<!prom)(?<!exerc)(?:ognis|antis|alis|imis|oris)(?:e|ed|es|ing|ation)",
         "American spelling",
         "The quantised model.",
@@ -112,7 +143,7 @@ DIALECT = (
 
 # Sentences with words that look like dialect and are not.
 ALLOWED = (
-    "For a matrix with 10 rows, row 3 is on rank 1; rows of rotary heads are reordered.",
+    "For a matrix with 10 rows, row 3 is on rank 1; rows of the projections are reordered.",
     "There is no gradient. It is no longer needed.",
     "Do not run `cut_model` or read `docs/cut.md` for the learning rate at any data rate.",
     "The check `rate` compares the learning rates.",
@@ -120,6 +151,7 @@ ALLOWED = (
     "The promise is precise; initialize, generalization, exercised, realistic.",
     "Checkpoints of torch are shared, sharded and replicated; the layout is balanced.",
     "Add a text model, not a vision model.",
+    "It raises an error, even on failure; exit 1 also means a difference. It runs in one training step.",
 )
 
 
