@@ -259,7 +259,7 @@ def truncate_a_shard(root: Path) -> None:
 
 _EMBEDDING = 'tensor "model.embed_tokens.weight" of shape [16, 8]'
 FAULTS: list[tuple[Callable[[Path], None], str]] = [
-    (lose_a_middle_shard, f"{_EMBEDDING}: no shard covers [4:8, 0:8]; there is no {shard(1)}"),
+    (lose_a_middle_shard, f"{_EMBEDDING}: no shard covers [4:8, 0:8]; missing {shard(1)}"),
     (
         lose_the_last_stage,
         'does not match its config: "model.layers.1": expected one of 2 layers by config.json, found nothing',
