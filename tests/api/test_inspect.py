@@ -121,7 +121,7 @@ def test_a_page_is_written_over_what_was_there(cut: Path, tmp_path: Path) -> Non
     assert report.html == str(page) and report.ranks == []
     assert len(Page(page.read_text()).all("a", "cell")) == 8
     ckptx.inspect(cut, html=page, match="*norm*")
-    assert "This page is about 5 of the" in page.read_text()
+    assert "This page shows 5 of" in page.read_text()
 
 
 def test_a_page_that_cannot_be_written_is_an_error_of_the_output(cut: Path, tmp_path: Path) -> None:

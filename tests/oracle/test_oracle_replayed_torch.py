@@ -398,7 +398,7 @@ class TestFormatUtilsNoDist:
         refused = CliRunner().invoke(
             cli, ["convert", "hf2dcp", str(tmp_path / "nested.pt"), str(tmp_path / "no")], standalone_mode=False
         )
-        assert (refused.return_value, "'model' is a nested dict" in refused.stderr) == (4, True)
+        assert (refused.return_value, "found a nested dict at 'model'" in refused.stderr) == (4, True)
 
 
 class TestFormatUtils:

@@ -157,7 +157,7 @@ def test_a_flipped_bit_in_a_slice_is_named_with_its_rank(pool: GlooPool, hf_of: 
     assert document["exit"] == 1
     found = [(row["rank"], row["name"]) for row in document["differing"] if row["level"] == "bytes"]
     assert found == [(1, "model.layers.1.mlp.up_proj.weight")]
-    assert "bytes: model.layers.1.mlp.up_proj.weight: is not what the reference has (rank 1)" in text
+    assert "bytes: model.layers.1.mlp.up_proj.weight: differs from the reference (rank 1)" in text
 
 
 def test_another_eps_in_the_config_is_named_and_shows_in_the_forward_pass(

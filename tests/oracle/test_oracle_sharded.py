@@ -97,7 +97,7 @@ def test_without_a_rank_what_torch_saved_is_refused_where_stock_torch_loads_it(p
     state = {"uneven": torch.zeros(101, 6, dtype=torch.bfloat16)}
     dcp.load(state, storage_reader=dcp.HuggingFaceStorageReader(str(tmp_path)), no_dist=True)
     assert raw(state["uneven"]) != raw(cut_ranks.tensors_to_save()["uneven"])
-    with pytest.raises(InputError, match=rf"no shard covers .*; there is no {shard_name(2, 1, 1)}, copy"):
+    with pytest.raises(InputError, match=rf"no shard covers .*; missing {shard_name(2, 1, 1)}, copy"):
         open_sharded(LocalSource(tmp_path))
 
 
