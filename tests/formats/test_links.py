@@ -48,7 +48,7 @@ def test_it_is_carried_and_named(tmp_path: Path, kind: str, name: str, to: str, 
         report = ckptx.convert("dcp2hf", write_dcp(tmp_path / "dcp", llama()), dst, base=root)
     assert (dst / name).read_bytes() == (root / name).read_bytes()
     assert not (dst / name).is_symlink()
-    said = [warning for warning in report.warnings if "out of the checkpoint" in warning]
+    said = [warning for warning in report.warnings if "point outside the checkpoint" in warning]
     assert len(said) == leads_out
     assert all(f"{name} -> " in line and "private" in line for line in said)
 

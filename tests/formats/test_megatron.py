@@ -104,7 +104,7 @@ def test_resharding_leaves_a_torch_dist_checkpoint(tmp_path: Path) -> None:
 
 
 def test_without_a_base_the_error_says_that_names_are_megatrons_own(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"Megatron's own names.*--base none"):
+    with pytest.raises(InputError, match=r"Megatron-Core names.*--base none"):
         ckptx.convert("dcp2hf", TORCH_DIST, tmp_path / "hf")
 
 

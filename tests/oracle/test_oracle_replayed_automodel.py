@@ -215,7 +215,7 @@ def test_consolidate_keeps_float_when_original_dtype_is_quantized(tmp_path: Path
     report = consolidated(tmp_path / "in", tmp_path / "out", "--dtype", "base")
     assert_same_tensors(loaded(tmp_path / "out"), {"weight": arange(4)})
     assert any(
-        "base, which is quantised" in line and '"weight" is F8_E4M3 there, F32 here' in line
+        "quantized in the base" in line and '"weight" is F8_E4M3 in the base, F32 here' in line
         for line in report["warnings"]
     )
 
