@@ -218,7 +218,8 @@ def _surplus(
 ) -> Iterator[Mismatch]:
     """Yield one mismatch for each layer after the last one, except MTP layers."""
     for name, layer in unexplained_layers(behind, counts, config, extras):
-        yield Mismatch(name, f"layer {layer.number}", f"{counts[layer.path]} of {layer.path} by config.json")
+        required = f"a layer index below {counts[layer.path]} in {layer.path} (config.json)"
+        yield Mismatch(name, f"layer {layer.number}", required)
 
 
 def _layers_below(path: str, names: Iterable[str]) -> set[int]:

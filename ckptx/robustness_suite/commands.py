@@ -61,7 +61,7 @@ class CommandResult(NamedTuple):
             if found:
                 shown = "; ".join(one_line(each, 120) for each in found[:_LISTED])
                 more = f"; and {len(found) - _LISTED} more" if len(found) > _LISTED else ""
-                yield f"{counted(len(found), 'process')} of the command still running after it: {shown}{more}; {fate}"
+                yield f"{counted(len(found), 'process')} of the command still ran after it ended: {shown}{more}; {fate}"
 
 
 def command_words(template: str, values: Mapping[str, str], subject: str) -> list[str]:

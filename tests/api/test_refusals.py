@@ -467,7 +467,9 @@ def _(tensor: Value) -> bytes:
     return archive(("F32", (2, 4), tensor[2]))
 
 
-@payload_case("a payload with a bit flipped", 3, rf'tensor "{W}": CRC-32 of its bytes is [0-9a-f]{{8}}, but the archive')
+@payload_case(
+    "a payload with a bit flipped", 3, rf'tensor "{W}": CRC-32 of its bytes is [0-9a-f]{{8}}, but the archive'
+)
 def _(tensor: Value) -> bytes:
     data = bytearray(archive(tensor))
     data[len(archive_head(BY_NAME["F32"], (4, 2))) + 3] ^= 0x10

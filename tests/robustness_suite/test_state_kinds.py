@@ -347,7 +347,7 @@ def test_a_second_model_that_starts_again_from_the_first_is_recognized() -> None
     before = {("model", "a"): TENSOR, ("second model", "ema.a"): TENSOR.replace("0" * 32, "1" * 32)}
     after = before | {("second model", "ema.a"): TENSOR}
     (said,) = likely_causes(compare([before], [after]), before, after)
-    assert 'second model under "ema"' in said and "it starts again from the weights of the model" in said
+    assert 'second model under "ema"' in said and "it restarts from the weights of the model" in said
 
 
 @pytest.mark.parametrize("has_schedule", [False, True])

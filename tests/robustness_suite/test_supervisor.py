@@ -98,7 +98,7 @@ def test_what_a_command_leaves_is_ended(
         assert found.code == ENDS[end]
         assert found.left and any(f"(pid {number})" in each for number in numbers for each in found.left)
         (said,) = found.notes()
-        assert "of the command still ran after it: " in said and said.endswith("; ended by ckptx")
+        assert "of the command still ran after it ended: " in said and said.endswith("; ended by ckptx")
 
 
 def test_a_helper_that_ends_by_itself_is_not_named(tmp_path: Path) -> None:
@@ -139,6 +139,6 @@ def test_a_note_of_the_phase_names_it(tmp_path: Path) -> None:
     outcome = run(tmp_path, command=command)
     assert outcome.ok and failed(outcome) == {} and time.monotonic() - begin < 60
     for name in ("straight", "again", "saved again", "resumed"):
-        assert "1 process of the command still ran after it: " in notes(outcome, name) and "sleep 611" in notes(
+        assert "1 process of the command still ran after it ended: " in notes(outcome, name) and "sleep 611" in notes(
             outcome, name
         )

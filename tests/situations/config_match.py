@@ -56,7 +56,7 @@ _OTHER_MODELS: dict[str, tuple[dict[str, Value], dict[str, Any], str]] = {
         {"attention_bias": False}, r"q_proj\.bias.*it depends on attention_bias",
     ),
     "no biases of attention though the config switches them on": (
-        {}, {"attention_bias": True}, r"k_proj\.bias.*config\.json sets attention_bias",
+        {}, {"attention_bias": True}, r"k_proj\.bias.*\(attention_bias in config\.json\), found no such tensor",
     ),
     "a shared expert, as in Qwen2-MoE": (
         _in_layers("mlp.shared_expert.up_proj.weight", shape=(24, 8)), {}, _NO_TENSOR.format(rf"{_MODULE}\.mlp"),
@@ -76,10 +76,11 @@ _OTHER_MODELS: dict[str, tuple[dict[str, Value], dict[str, Any], str]] = {
         {"lm_head.bias": value("BF16", 16)}, {}, _NO_TENSOR.format("lm_head"),
     ),
     "a tensor of a layer behind the last": (
-        {"model.layers.7.input_layernorm.weight": value("BF16", 8)}, {}, r"layer 7.*2 of model\.layers",
+        {"model.layers.7.input_layernorm.weight": value("BF16", 8)}, {},
+        r"index below 2 in model\.layers.*found layer 7",
     ),
     "an unknown tensor of a layer behind the last": (
-        {"model.layers.2.strange.weight": value("BF16", 8)}, {}, r"layer 2.*2 of model\.layers",
+        {"model.layers.2.strange.weight": value("BF16", 8)}, {}, r"index below 2 in model\.layers.*found layer 2",
     ),
     "a misspelled name of a weight": (
         {f"{_LAYERS[0]}.mlp.up_proj.wieght": value("BF16", 24, 8)}, {}, _NO_TENSOR.format(rf"{_MODULE}\.mlp\.up_proj"),
@@ -104,9 +105,7 @@ for _command, _lay in _COMMANDS.items():
         again = {name.replace("layers.1.", "layers.01."): each for name, each in llama().items()}
         return lay(box, {**llama(), **again}, _CONFIG)
 
-    @situation(
-        "config match", f"{_command}: a classifier, and a config with a tied head", 3, r'"score\.weight" lies in'
-    )
+    @situation("config match", f"{_command}: a classifier, and a config with a tied head", 3, r'"score\.weight" is in')
     def _(box: Box, lay: Any = _lay) -> Any:
         tied = {**_CONFIG, "tie_word_embeddings": True}
         return lay(box, {**llama(head=False), "score.weight": value("BF16", 2, 8)}, tied)

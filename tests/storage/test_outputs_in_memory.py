@@ -133,7 +133,7 @@ def test_a_defect_of_a_writer_is_found_before_it_is_published(
         real(file, b"\0" + bytes(data)[1:] if is_head else data, offset)
 
     monkeypatch.setattr(MemoryFile, "write", spoiled)
-    with pytest.raises(Defect, match=r"__1_0\.distcp: holds no archive of"):
+    with pytest.raises(Defect, match=r"__1_0\.distcp: contains no archive of"):
         made(source, place / "out", MemoryPublisher)
     assert not (place / "out").exists()
 
