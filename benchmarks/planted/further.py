@@ -293,7 +293,7 @@ _RUNTIME = [
         r("window ignored in all layers", at.window_ignored),
     ),
     *of("bloom", r("ALiBi slopes of the other rank", at.slopes_of_the_other_rank)),
-    *of("qwen3", r("queries normalised as keys in one layer", at.queries_normalised_as_keys)),
+    *of("qwen3", r("queries normalized as keys in one layer", at.queries_normalized_as_keys)),
     *of("qwen3_next", r("A_log in bfloat16 in one layer", at.parameter_in_bfloat16("layers.2.linear_attn", "A_log"))),
     *of("gemma3", r("rotary table of windows in all layers", at.rope_of_the_window)),
     *of("gemma3n", r("keys and values shared with another kind of layer", at.keys_of_another_kind_of_layer)),

@@ -146,7 +146,7 @@ def values_of_the_other_rank(built: Built) -> None:
     leaving(module, lambda found: _of_other_rank(found, found.dim() - 1, built.ranks))
 
 
-def queries_normalised_as_keys(built: Built) -> None:
+def queries_normalized_as_keys(built: Built) -> None:
     """In one layer the norm of the keys does both."""
     attention = module_of(built, _ATTENTION)
     attention.q_norm.forward = attention.k_norm.forward

@@ -60,8 +60,8 @@ def norm_in_the_dtype_of_its_input(built: Built) -> None:
     """The last norm does not go to float32 for its mean."""
     module: Any = module_of(built, "model.norm")
 
-    def normalised(x: torch.Tensor) -> torch.Tensor:
+    def normalized(x: torch.Tensor) -> torch.Tensor:
         scale = torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + module.variance_epsilon)
         return module._parameters["weight"] * (x * scale)
 
-    module.forward = normalised
+    module.forward = normalized

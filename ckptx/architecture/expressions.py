@@ -74,10 +74,10 @@ def evaluate(expression: str, scope: Scope) -> int:
     """
     value = attempt(expression, scope)
     if value is None:
-        missing = [key for key in keys_of(expression) if scope.value(key) is None]
-        raise InputError(
-            f"config.json: {expression}: no number for {', '.join(missing) or 'it'}; add the key to config.json"
-        )
+        missing = dict.fromkeys(_missing_keys(_parsed(expression), scope))
+        if not missing:  # the only other cause
+            raise InputError(f"config.json: {expression}: division by zero; correct the divisor in config.json")
+        raise InputError(f"config.json: {expression}: no number for {', '.join(missing)}; add it to config.json")
     return value
 
 
@@ -110,6 +110,17 @@ def _value(tree: _Tree, scope: Scope) -> int | None:
     if operator == "//":
         return left // right if right else None
     return {"+": left + right, "-": left - right, "*": left * right}[operator]
+
+
+def _missing_keys(tree: _Tree, scope: Scope) -> Iterator[str]:
+    """Yield the keys whose missing values leave an expression without a value."""
+    if isinstance(tree, int) or _value(tree, scope) is not None:
+        return
+    if isinstance(tree, str):
+        yield tree
+    else:
+        yield from _missing_keys(tree[1], scope)
+        yield from _missing_keys(tree[2], scope)
 
 
 @functools.cache

@@ -23,7 +23,7 @@ class UnsupportedKind(NamedTuple):
 
     Attributes:
         names: Regular expression for the whole name of its files or directories.
-        what: Description, the subject of "is not supported".
+        description: Noun phrase that precedes "is not supported" in the error.
         next_step: Way to convert its weights to a supported format.
         whole_alone: True if the only file of this kind in a directory may be a whole state dict; passed as SRC, it is
             opened like any `.pt` file.

@@ -9,7 +9,7 @@ from ckptx.catalog.entry import TensorEntry
 
 # Scales of quantized weights; rounding them would scale whole blocks of weights wrongly.
 _SCALE_ENDINGS = ("_scale", "_scales", "_scale_inv", "_scale_2", ".scales", ".absmax", ".scale", ".zero_point", "_zp")
-_QUANTISED = frozenset({"F8_E4M3", "F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ", "F4", "F8_E8M0", "I8", "U8", "I32"})
+_QUANTIZED = frozenset({"F8_E4M3", "F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ", "F4", "F8_E8M0", "I8", "U8", "I32"})
 
 
 def cast_targets(
@@ -32,12 +32,12 @@ def cast_targets(
     """
     if target is None:
         return {name: entry.dtype for name, entry in tensors.items()}
-    quantised = any(is_quantised_weight(entry) for entry in tensors.values())
+    quantized = any(is_quantized_weight(entry) for entry in tensors.values())
     result = {}
     for name, entry in tensors.items():
         keep = (
             not entry.dtype.cast
-            or (quantised and name.endswith(_SCALE_ENDINGS))
+            or (quantized and name.endswith(_SCALE_ENDINGS))
             or (entry.dtype.name == "F32" and (keeps_fp32(name) or name in also_fp32))
         )
         result[name] = entry.dtype if keep else target
@@ -55,15 +55,15 @@ def base_targets(tensors: Mapping[str, TensorEntry], base: Mapping[str, DType]) 
         A dtype for every name. Plain floats in both checkpoints get the dtype of the base; all other tensors, and
         scales of quantized weights, keep theirs.
     """
-    quantised = any(is_quantised_weight(entry) for entry in tensors.values())
+    quantized = any(is_quantized_weight(entry) for entry in tensors.values())
     result = {}
     for name, entry in tensors.items():
         wanted = base.get(name, entry.dtype)
-        keep = not (entry.dtype.cast and wanted.cast) or (quantised and name.endswith(_SCALE_ENDINGS))
+        keep = not (entry.dtype.cast and wanted.cast) or (quantized and name.endswith(_SCALE_ENDINGS))
         result[name] = entry.dtype if keep else wanted
     return result
 
 
-def is_quantised_weight(entry: TensorEntry) -> bool:
+def is_quantized_weight(entry: TensorEntry) -> bool:
     """Return True for a matrix in a quantized dtype; an integer vector or counter is not a weight."""
-    return entry.dtype.name in _QUANTISED and len(entry.shape) >= 2
+    return entry.dtype.name in _QUANTIZED and len(entry.shape) >= 2

@@ -115,7 +115,7 @@ def publish(
         resume: Resume an interrupted run.
         on_progress: Called periodically with the number of bytes written.
         processes: The other processes that write the same output; None for a single process.
-        beside: Other checkpoints from which the output is made.
+        other_sources: Other checkpoints from which the output is made.
         may_replace: Raises OutputError for a directory that must not be replaced.
         claim: Claims the target in its storage.
 

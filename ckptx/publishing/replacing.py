@@ -76,12 +76,12 @@ def refuse_foreign(target: Path, kept_in: Path | None = None) -> None:
         more = f" and {len(foreign) - _NAMED} more" if len(foreign) > _NAMED else ""
         raise OutputError(
             f"{target}: contains files that do not belong to a checkpoint: {named}{more}; --overwrite would delete "
-            "them, move them elsewhere or choose another DST"
+            "them; move them elsewhere, or choose another DST"
         )
     if manifest is None and not _opens(resolved):
         raise OutputError(
-            f"{target}: cannot be opened as a checkpoint and has no {MANIFEST}; --overwrite replaces only checkpoints, "
-            "remove it yourself or choose another DST"
+            f"{target}: cannot be opened as a checkpoint and has no {MANIFEST}; --overwrite replaces only checkpoints; "
+            "remove it yourself, or choose another DST"
         )
 
 

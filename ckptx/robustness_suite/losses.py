@@ -29,7 +29,7 @@ from ckptx.untrusted.json_text import parse_json
 from ckptx.untrusted.limits import INDEX_BYTES
 from ckptx.untrusted.printable import one_line
 
-_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
+_COLOR = re.compile(r"\x1b\[[0-9;]*m")
 _STEP_BITS = 63
 _SHOWN = 80
 _MATCHER = Path(__file__).with_name("matcher.py")
@@ -174,7 +174,7 @@ def _pattern(block: ExternalBlock) -> re.Pattern[str]:
 
 def _of_text(place: Path, block: ExternalBlock) -> Iterator[tuple[int, float]]:
     pattern = _pattern(block).pattern
-    text = _COLOUR.sub("", read_small(place, INDEX_BYTES).decode("utf-8", "replace"))
+    text = _COLOR.sub("", read_small(place, INDEX_BYTES).decode("utf-8", "replace"))
     for number, step, loss in _matches(pattern, text.split("\n"), place):
         where = f"{place}, line {number}"
         yield _step(step, where), _number(loss, where)

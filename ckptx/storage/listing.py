@@ -36,7 +36,7 @@ class Listing:
         Args:
             kinds: Kind of each name, in the order of names.
             follow: Returns the kind of the target of a link.
-            below: Lists a subdirectory.
+            list_directory: Lists a subdirectory, given its name.
         """
         self._kinds, self._follow, self._list_directory = kinds, follow, list_directory
         self._followed: dict[str, EntryKind] = {}

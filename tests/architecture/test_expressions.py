@@ -76,8 +76,22 @@ def test_aliases_and_a_root() -> None:
 def test_a_number_that_nothing_says_is_refused_by_its_key() -> None:
     with pytest.raises(InputError, match=r"config\.json: gone // heads: no number for gone"):
         evaluate("gone // heads", Scope(CONFIG))
-    with pytest.raises(InputError, match="n_layer // zero"):
-        evaluate("n_layer // zero", Scope({"n_layer": 1, "zero": 0}))
+
+
+@pytest.mark.parametrize("expression", ["n_layer // zero", "n_layer + n_layer // zero", "2 * (n_layer // zero)"])
+def test_a_division_by_zero_is_named(expression: str) -> None:
+    with pytest.raises(InputError, match=r"division by zero; correct the divisor") as caught:
+        evaluate(expression, Scope({"n_layer": 1, "zero": 0}))
+    assert "no number" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("expression", "missing"),
+    [("gone + lost", "gone, lost"), ("gone ?? lost", "gone, lost"), ("(gone ?? heads) * lost", "lost")],
+)
+def test_only_keys_that_matter_are_named(expression: str, missing: str) -> None:
+    with pytest.raises(InputError, match=rf"no number for {missing}; add it to config\.json"):
+        evaluate(expression, Scope({"heads": 4}))
 
 
 @pytest.mark.parametrize("text", ["", "heads +", "(heads", "heads)", "heads heads", "heads % 2", "+ 2", "a; b"])

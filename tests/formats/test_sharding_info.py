@@ -267,7 +267,7 @@ def test_a_half_alone_is_no_tensor(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("at", [1, 3])
 def test_no_manifest_makes_whole_tensors_look_like_parts(tmp_path: Path, at: int) -> None:
-    """Stock readers would take the output for the last rows of larger tensors, the rest of them uninitialised."""
+    """Stock readers would take the output for the last rows of larger tensors, the rest of them uninitialized."""
     write_whole(tmp_path / "hf", 1)
     convert("hf2dcp", tmp_path / "hf", tmp_path / "dcp")
     manifest = json.loads((tmp_path / "dcp" / "ckptx.json").read_text())

@@ -274,7 +274,7 @@ def _(box: Box) -> Any:
     return Try(hf2dcp(box, box.hf()), before=lambda: signal.pthread_sigmask(signal.SIG_BLOCK, block))
 
 
-@situation("environment", "two runs write the same DST at once: one wins with 0, the other is told with 5", 0)
+@situation("environment", "two runs write the same DST at once: one exits with 0, the other with 5", 0)
 def _(box: Box) -> Any:
     both = '"$@" >/dev/null 2>&1 & other=$!; "$@"; one=$?; wait $other; exit $((one + $? - 5))'
     return Try(hf2dcp(box, box.hf()), shell=both)

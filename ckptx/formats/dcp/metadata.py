@@ -328,7 +328,7 @@ def _check_planner_data(value: Any, strings: _Strings, most: int) -> Any:
 
     Args:
         value: `planner_data` of the writer. A dict is carried into an output, so it must not contain itself.
-        texts: Checks the strings in it.
+        strings: Checks the strings in it.
         most: Maximum number of values.
 
     Raises:

@@ -93,13 +93,13 @@ def load_from(
         _run((partial(_compare_tied, reader, tie, *job) for tie in plan.ties for job in tie.jobs()), workers)
         retie(model)
     _logger.info(
-        "%s: %d tensors loaded, %d tied, %d initialised, %d bytes read of %s", type(model).__name__, len(plan.loaded),
-        len(plan.tied), len(plan.initialised), reader.bytes_read, source.files.root,
+        "%s: %d tensors loaded, %d tied, %d initialized, %d bytes read of %s", type(model).__name__, len(plan.loaded),
+        len(plan.tied), len(plan.initialized), reader.bytes_read, source.files.root,
     )  # fmt: skip
     return LoadLedger(
         loaded=plan.loaded,
         tied=plan.tied,
-        initialised=plan.initialised,
+        initialized=plan.initialized,
         unread=source.unread | _unread(source, plan),
         bytes_read=reader.bytes_read,
         unchecked=reader.unchecked,
@@ -177,7 +177,7 @@ class _LoadPlan:
     ties: list[_TensorRead] = field(default_factory=list)
     loaded: dict[str, LoadedTensor] = field(default_factory=dict)
     tied: dict[str, str] = field(default_factory=dict)
-    initialised: tuple[str, ...] = ()
+    initialized: tuple[str, ...] = ()
     used: set[str] = field(default_factory=set)
 
     def jobs(self) -> list[RegionRead]:
@@ -216,7 +216,7 @@ def _plan(model: nn.Module, source: OpenCheckpoint, regions: RegionsOf | None, t
             f'{source.root}: tensor "{missing[0]}"{more}: not in the checkpoint, required by '
             f"{type(model).__name__}; missing weights are not allowed, use a complete checkpoint of this class"
         )
-    plan.initialised = tuple(computed)
+    plan.initialized = tuple(computed)
     return plan
 
 
@@ -346,7 +346,7 @@ def _compare_tied(reader: RegionReader, tie: _TensorRead, entry: TensorEntry, re
 def _tied_values_differ(name: str, other: str) -> InputError:
     return InputError(
         f'tensors "{name}" and "{other}": the config ties them, but their values in the checkpoint differ; set '
-        "tie_word_embeddings to false in config.json, or build the model with `untied`"
+        "tie_word_embeddings to false in config.json, or pass their names to build_model(untied=...)"
     )
 
 

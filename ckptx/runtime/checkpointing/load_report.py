@@ -34,7 +34,7 @@ class LoadLedger:
         loaded: Loaded tensors by model name; a tied parameter has its first name.
         tied: Other names of loaded parameters -> that first name; and names that were loaded from the name to which
             they are tied, because the checkpoint has only that one -> its model name.
-        initialised: Buffers that were computed from the config, not read from the checkpoint.
+        initialized: Buffers that were computed from the config, not read from the checkpoint.
         unread: Names on disk of tensors that were not read, with the reason.
         bytes_read: Bytes read from the files. More than `nbytes` if rows are too short to be read one by one.
         unchecked: Bytes whose checksum was not verified because it also covers bytes of other ranks.
@@ -42,7 +42,7 @@ class LoadLedger:
 
     loaded: Mapping[str, LoadedTensor]
     tied: Mapping[str, str]
-    initialised: tuple[str, ...]
+    initialized: tuple[str, ...]
     unread: Mapping[str, str]
     bytes_read: int
     unchecked: int

@@ -142,7 +142,7 @@ def _class_and_config(
         code = (
             f"pass --trust-remote-code to use its code, {reference} of auto_map"
             if reference
-            else ("correct architectures in config.json, or install a transformers that has it")
+            else ('correct "architectures" in config.json, or install a transformers version that has this class')
         )
         raise UnsupportedError(f"{name}: transformers {transformers.__version__} has no such class; {code}")
     return known, known.config_class.from_pretrained(str(config_dir))

@@ -102,7 +102,7 @@ def test_the_ledger_names_what_was_read_and_from_what(tmp_path: Path) -> None:
     assert len(fused.stored) == 8 and all(".experts." in name for name in fused.stored)
     assert fused.nbytes == 2 * model.model.layers[0].mlp.experts.gate_up_proj.numel()
     assert ledger.nbytes == ledger.bytes_read == sum(2 * tensor.numel() for tensor in model.parameters())
-    assert "model.rotary_emb.inv_freq" in ledger.initialised
+    assert "model.rotary_emb.inv_freq" in ledger.initialized
 
 
 def test_a_tied_name_is_loaded_through_the_other(llama: Path) -> None:
