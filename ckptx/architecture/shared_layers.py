@@ -1,4 +1,4 @@
-"""Layers that share a module: of the layers of one kind in a config, only the first few have their own.
+"""Layers that share a module: only the first few layers of each kind in a config have modules of their own.
 
 The tied names then follow from the config alone, without building a model.
 """

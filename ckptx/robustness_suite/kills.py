@@ -91,10 +91,10 @@ def killing(root: Path, at: str, also: Collection[int] = ()) -> Iterator[None]:
 
 
 def kill_points(names: Sequence[str], count: int) -> list[str]:
-    """Select operations of a save: of each kind the last, the first, then those between.
+    """Select operations of a save: the last of each kind, the first of each kind, then those between.
 
     Args:
-        names: Names of operations, from the rehearsal.
+        names: Names of all operations, as `record_operations` recorded them.
         count: Number to select; fewer if there are not enough.
     """
     queues = [_from_the_ends([each for each in names if kind_of(each) == kind]) for kind in KINDS]

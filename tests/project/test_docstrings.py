@@ -13,7 +13,7 @@ import ckptx
 
 ROOT = Path(ckptx.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
-_FRAGMENT = re.compile(r"(Of|What|Where|Whether|How|As|Who|Which|When|Why)\b")
+_FRAGMENT = re.compile(r"(Of|What|Where|Whether|How|As|Who|Which|When|Why)\b|Args:")
 _ENTRY = re.compile(r"\s+\*{0,2}[a-z_]\w*(?:, \w+)*: (?P<text>.*)")
 _NAMES = re.compile(r"\*{0,2}(?P<names>[A-Za-z_]\w*(?:, [A-Za-z_]\w*)*): ")
 _FORMULA = re.compile(r", needed\b|\bneeded (a|an|one|two)\b")

@@ -28,7 +28,7 @@ def trainer_naming_of(
     """Return the conversions from the names of a checkpoint to published ones; empty for published names.
 
     Raises:
-        UnsupportedError: The names are those of a trainer that does not have the model like this.
+        UnsupportedError: The names are those of a training framework that has no naming scheme for this model.
         InputError: The config lacks a number that a conversion needs.
     """
     scheme = scheme_of(architecture, names)

@@ -35,10 +35,12 @@ class IsolatedPipeline(Pipeline):
     stage_class = _IsolatedStage
 
     def __init__(self, *args: Any, boundaries: Boundaries, ledger: StorageLedger) -> None:
-        """Args:
-        args: Arguments of `Pipeline`.
-        boundaries: Known inputs of stages; the values that these stages send are added.
-        ledger: Ledger in which communication buffers are labelled.
+        """Create a pipeline that records its communication buffers.
+
+        Args:
+            args: Arguments of `Pipeline`.
+            boundaries: Known inputs of stages; the values that these stages send are added.
+            ledger: Ledger in which communication buffers are labeled.
         """
         self._boundaries, self._ledger = boundaries, ledger
         super().__init__(*args)

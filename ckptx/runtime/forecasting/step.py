@@ -46,7 +46,7 @@ class StepSpec:
         """Run forward and backward for every microbatch, gradient clipping, and the optimizer.
 
         Args:
-            ledger: Ledger in which tensors and phases are labelled; may be one that records nothing.
+            ledger: Ledger in which tensors and phases are labeled; may be one that records nothing.
 
         Raises:
             UnsupportedError: The code of the model fails.

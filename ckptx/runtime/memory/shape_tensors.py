@@ -1,8 +1,8 @@
 """Tensors without storage, on which a training step runs as it would on real ones.
 
 Floating-point tensors are fake: they have a shape, a dtype, strides and an autograd graph, and no memory. Small integer
-and boolean tensors, and results that depend on these alone, are real, as models branch on them: where a sequence is
-padded, the size of an image, the index of the next microbatch. So the same code runs as in training, masks included,
+and boolean tensors, and results that depend on these alone, are real, because models branch on them: the padding of a
+sequence, the size of an image, the index of the next microbatch. So the same code runs as in training, masks included,
 and values that it cannot know (the expert that a router selects) fail by name instead of being guessed.
 """
 
@@ -73,8 +73,10 @@ class ShapeTensors(TorchDispatchMode):  # type: ignore[misc]  # torch says Any
     """
 
     def __init__(self, on_operation: OperationCallback | None = None) -> None:
-        """Args:
-        on_operation: Called after every operation on plain tensors with the function, its arguments and its result.
+        """Create the mode; operations are changed only within its `with` block.
+
+        Args:
+            on_operation: Called after every operation on plain tensors with the function, its arguments and its result.
         """
         super().__init__()
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)

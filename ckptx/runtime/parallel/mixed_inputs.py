@@ -45,8 +45,10 @@ class MixedInputs:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        """Args:
-        model: Model from `parallelize`; it needs storage and values when the first microbatch comes.
+        """Find the data-parallel groups of a model.
+
+        Args:
+            model: Model from `parallelize`; it needs storage and values when the first microbatch comes.
         """
         self._model = model
         self._groups = _data_groups(model)

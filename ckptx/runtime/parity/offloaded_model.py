@@ -98,12 +98,14 @@ class OffloadedModel:
         open_stage: StageOpener,
         device: torch.device,
     ) -> None:
-        """Args:
-        partition: Stages of the model, and what connects them.
-        batches: Microbatches of one step; gradients are those of the mean loss.
-        passes: Computations to run.
-        open_stage: Builds and loads a stage.
-        device: Device of the inputs and stages.
+        """Move the inputs to the device; no stage is loaded yet.
+
+        Args:
+            partition: Stages of the model, and what connects them.
+            batches: Microbatches of one step; gradients are those of the mean loss.
+            passes: Computations to run.
+            open_stage: Builds and loads a stage.
+            device: Device of the inputs and stages.
         """
         self.partition, self._passes, self._opener, self._device = partition, passes, open_stage, device
         self._batches = batches

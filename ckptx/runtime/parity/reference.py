@@ -185,12 +185,14 @@ class OffloadedReference(ReferenceModel):
         *,
         backward: bool,
     ) -> None:
-        """Args:
-        side: Side of the reference.
-        batches: Microbatches of one step.
-        process: Context of the rank that runs it.
-        partition: Its stages.
-        backward: Also compute gradients.
+        """Prepare the passes; no stage is loaded yet.
+
+        Args:
+            side: Side of the reference.
+            batches: Microbatches of one step.
+            process: Context of the rank that runs it.
+            partition: Its stages.
+            backward: Also compute gradients.
         """
         self.partition: StagePartition | None = partition
         self._passes = [ComputePass(), *map(ComputePass, range(noise.DRAWS))]

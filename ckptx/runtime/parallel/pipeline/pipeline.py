@@ -82,14 +82,16 @@ class Pipeline:
         device: torch.device,
         ties: Sequence[Tie] = (),
     ) -> None:
-        """Args:
-        models: The stages of this rank by number, already parallel; their `forward` is replaced.
-        stages: Assignment of layers to stages.
-        boundaries: Values that stages send each other.
-        schedule: Schedule that runs the stages.
-        group: Ranks of the pipeline.
-        device: Device of the models.
-        ties: From `ties_across_stages`; the gradients of their copies are summed at the end of each step.
+        """Prepare the stages of this rank to run under a schedule.
+
+        Args:
+            models: The stages of this rank by number, already parallel; their `forward` is replaced.
+            stages: Assignment of layers to stages.
+            boundaries: Values that stages send each other.
+            schedule: Schedule that runs the stages.
+            group: Ranks of the pipeline.
+            device: Device of the models.
+            ties: From `ties_across_stages`; the gradients of their copies are summed at the end of each step.
 
         Raises:
             UnsupportedError: The copies of a tied parameter are sharded differently.
