@@ -10,18 +10,16 @@ model types; without names it takes about ten minutes. `build_tables` must have 
 from __future__ import annotations
 
 import argparse
-import logging
 import multiprocessing
 import sys
 import time
-import warnings
 from collections.abc import Collection, Mapping
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))  # run from a checkout, installed or not
 sys.path.insert(0, str(Path(__file__).parent))
 
-from build_tables import known_sections, starts, write_if_new
+from build_tables import known_sections, silence, starts, write_if_new
 from model_file_writer import encode_model, encode_shapes
 
 from ckptx.architecture import model_files, table
@@ -35,8 +33,6 @@ Row = tuple[str, str, "ShapeRules | None", float]  # class, prefix of its base m
 
 def row_of(class_name: str) -> Row:
     """Measure the rules of one class."""
-    warnings.filterwarnings("ignore")
-    logging.disable(logging.CRITICAL)
     from shape_variants import learned
 
     from ckptx.architecture.introspection import meta_model
@@ -94,7 +90,7 @@ def main() -> None:
         parser.error(f"neither a model type nor a class: {', '.join(sorted(wanted - set(types.values())))}")
     names = [name for name in listed if types.get(name) in wanted]
     started = time.perf_counter()
-    with multiprocessing.get_context("spawn").Pool(options.workers) as pool:
+    with multiprocessing.get_context("spawn").Pool(options.workers, initializer=silence) as pool:
         rows = pool.map(row_of, names, chunksize=8)
     rules = {name: (prefix, found) for name, prefix, found, _ in rows if found is not None and found.shapes}
     changed = write_shapes(rules, wanted)

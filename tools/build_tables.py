@@ -83,10 +83,14 @@ class Measured(NamedTuple):
     seconds: float
 
 
-def row_of(class_name: str) -> Measured:
-    """Measure one class."""
+def silence() -> None:
+    """Disable log records and warnings of transformers in a worker process."""
     warnings.filterwarnings("ignore")
     logging.disable(logging.CRITICAL)
+
+
+def row_of(class_name: str) -> Measured:
+    """Measure one class."""
     from ckptx.architecture.introspection import meta_model
 
     started = time.perf_counter()
@@ -215,7 +219,7 @@ def main() -> None:
     options = parser.parse_args()
 
     started = time.perf_counter()
-    with multiprocessing.get_context("spawn").Pool(options.workers) as pool:
+    with multiprocessing.get_context("spawn").Pool(options.workers, initializer=silence) as pool:
         types = pool.apply(model_types)
         wanted = {types.get(name, name) for name in options.names} or set(types.values())
         if wanted - set(types.values()):
