@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import signal
 from collections import defaultdict
@@ -66,6 +67,14 @@ def signals_as_in_a_terminal() -> None:
     """Children inherit what is ignored: SIGHUP under nohup, SIGINT in the background of a script."""
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def unchanged_process() -> Iterator[None]:
+    """Check that the tests of a file leave logging and the working directory as they were, for the files after it."""
+    before = logging.root.manager.disable, os.getcwd()
+    yield
+    assert (logging.root.manager.disable, os.getcwd()) == before
 
 
 @pytest.fixture(scope="module", autouse=True)
