@@ -120,9 +120,8 @@ class FilePool:
         descriptor = self._descriptors.get(name)
         if descriptor is None:
             path = inside(self.root, name)
-            descriptor = open_regular(path)
-            is_recorded = name in self._recorded
-            if is_recorded and not Identity.of(os.fstat(descriptor)).has_same_contents(self._recorded[name]):
+            descriptor, state = open_with_state(path)
+            if name in self._recorded and not Identity.of(state).has_same_contents(self._recorded[name]):
                 os.close(descriptor)
                 raise changed(path)
             descriptor = self._keep(name, descriptor)
@@ -136,11 +135,18 @@ class FilePool:
 
     def size(self, name: str) -> int:
         """Return the size of a file in bytes."""
-        return os.fstat(self.fd(name)).st_size
+        return self._state(name).st_size
 
     def identity(self, name: str) -> Identity:
         """Return the identity of the file that is open as `name`."""
-        return Identity.of(os.fstat(self.fd(name)))
+        return Identity.of(self._state(name))
+
+    def _state(self, name: str) -> os.stat_result:
+        descriptor = self.fd(name)
+        try:
+            return os.fstat(descriptor)
+        except OSError as error:  # a server of the file system that is gone
+            raise unreadable(self.root / name, error) from error
 
     def expect(self, spans: Iterable[tuple[str, int, int]]) -> None:
         """Ignore the hint: the kernel reads ahead by itself."""
@@ -183,6 +189,15 @@ def open_regular(path: Path) -> int:
     """Open a regular file, or a link to one, for reading, and return its descriptor.
 
     Raises:
+        CkptxError: See `open_with_state`.
+    """
+    return open_with_state(path)[0]
+
+
+def open_with_state(path: Path) -> tuple[int, os.stat_result]:
+    """Open a regular file, or a link to one, for reading, and return its descriptor and its state.
+
+    Raises:
         InputError: It is missing, is a broken link, a directory, pipe, socket or device, or cannot be read.
         EnvironmentProblem: Too many files are open.
     """
@@ -193,10 +208,15 @@ def open_regular(path: Path) -> int:
         raise unreadable(path, error) from error
     except ValueError as error:  # a null byte in the name
         raise InputError(f"{path}: not a valid file name: {error}") from error
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+    try:
+        state = os.fstat(descriptor)
+    except OSError as error:
+        os.close(descriptor)
+        raise unreadable(path, error) from error
+    if not stat.S_ISREG(state.st_mode):
         os.close(descriptor)
         raise InputError(f"{path}: expected a regular file, found a directory, pipe or device; pass another path")
-    return descriptor
+    return descriptor, state
 
 
 def head_of(path: Path, nbytes: int) -> bytes:
@@ -208,6 +228,8 @@ def head_of(path: Path, nbytes: int) -> bytes:
     descriptor = open_regular(path)
     try:
         return os.pread(descriptor, nbytes, 0)
+    except OSError as error:
+        raise unreadable(path, error) from error
     finally:
         os.close(descriptor)
 
@@ -223,9 +245,9 @@ def read_small(path: Path, limit: int) -> bytes:
     Raises:
         InputError: The file is larger than `limit`; see also `open_regular`.
     """
-    descriptor = open_regular(path)
+    descriptor, state = open_with_state(path)
     try:
-        size = os.fstat(descriptor).st_size
+        size = state.st_size
         parts: list[bytes] = []
         remaining = limit + 1 if size <= limit else 0
         while remaining and (part := os.read(descriptor, min(remaining, max(size + 1, 1 << 16)))):
@@ -246,11 +268,10 @@ def refuse_large(path: Path, limit: int) -> None:
     Raises:
         InputError: The file is larger than `limit` bytes; see also `open_regular`.
     """
-    descriptor = open_regular(path)
-    size = os.fstat(descriptor).st_size
+    descriptor, state = open_with_state(path)
     os.close(descriptor)
-    if size > limit:
-        raise _too_large(path, size, limit)
+    if state.st_size > limit:
+        raise _too_large(path, state.st_size, limit)
 
 
 def _too_large(path: Path, nbytes: int, limit: int) -> InputError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 from collections.abc import Iterable, Mapping
@@ -13,6 +14,9 @@ from ckptx.storage.files import FilePool, unreadable
 from ckptx.storage.interface import FileIdentity, Location, local_path
 from ckptx.storage.listing import EntryKind, Listing
 from ckptx.untrusted.limits import LISTED_NAMES, REMEMBERED_NAMES
+
+# Errors of `stat` which mean that the name does not exist; a link to such a name is broken.
+_NOTHING_THERE = {errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG}
 
 
 class LocalSource:
@@ -57,11 +61,16 @@ class LocalSource:
         return tuple(dict.fromkeys((Path(os.path.abspath(path)), Path(os.path.realpath(path)))))
 
     def kind(self) -> EntryKind | None:
-        """Return the kind of the entry at the path, following links; None if it is missing or not accessible."""
+        """Return the kind of the entry at the path, following links; None if nothing exists there.
+
+        Raises:
+            InputError: It is not accessible.
+        """
         try:
-            return _kind_of_mode(os.stat(self._path).st_mode)
-        except (OSError, ValueError):
-            return EntryKind.DANGLING if os.path.islink(self._path) else None
+            kind = _follow(self._path)
+        except ValueError:  # a null byte in the name
+            return None
+        return None if kind is EntryKind.DANGLING and not os.path.islink(self._path) else kind
 
     def listing(self) -> Listing:
         """Return the names in the directory.
@@ -149,7 +158,9 @@ def _own_kind(entry: os.DirEntry[str]) -> EntryKind:
 def _follow(path: Path) -> EntryKind:
     try:
         return _kind_of_mode(os.stat(path).st_mode)
-    except OSError:
+    except OSError as error:
+        if error.errno not in _NOTHING_THERE:
+            raise unreadable(path, error) from error
         return EntryKind.DANGLING
 
 
