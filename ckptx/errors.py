@@ -25,6 +25,19 @@ class InputError(CkptxError):
     exit_code = 3
 
 
+class ReadError(InputError):
+    """The storage did not deliver a file that exists: an I/O error, a stale handle, missing permission.
+
+    Attributes:
+        is_denied: True if permission is missing. Then the rest of a directory can still be searched; after any other
+            failure the result of a search is unknown.
+    """
+
+    def __init__(self, message: str, is_denied: bool = False) -> None:
+        super().__init__(message)
+        self.is_denied = is_denied
+
+
 class UnsupportedError(CkptxError):
     """The input is valid, but of a kind that ckptx does not support; the message names it."""
 

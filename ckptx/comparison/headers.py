@@ -8,7 +8,7 @@ from typing import Any
 from ckptx.catalog.catalog import Catalog
 from ckptx.catalog.entry import Chunk, TensorEntry
 from ckptx.catalog.region import whole
-from ckptx.errors import InputError, UnsupportedError
+from ckptx.errors import InputError, ReadError, UnsupportedError
 from ckptx.formats.hf.hub import resolve
 from ckptx.formats.registry import open_checkpoint
 from ckptx.mapping.duplicates import second_namings
@@ -97,7 +97,7 @@ def _view_with_config_of(catalog: Catalog, other: Catalog, prefix: str | None) -
             view_model_under(catalog, prefix, config=other.config),
             f"no config.json; using that of {other.root}",
         )
-    except SeveralModels:
+    except (SeveralModels, ReadError):
         raise
     except (InputError, UnsupportedError) as error:
         view = view_model_under(catalog, prefix)

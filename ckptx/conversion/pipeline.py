@@ -148,7 +148,7 @@ def convert_opened(
     )
     state_of_run = ConversionState(
         dst, options, opened.processes, model, ties, config_check, dropped_state, cast, sharded, contents, allocation,
-        sidecars, job, ledger,
+        sidecars, job, job.nbytes, ledger,
     )  # fmt: skip
     outcome = None if options.dry_run else _publish(job, dst, files, options, opened.processes, base)
     return report_of(command, state_of_run, outcome, log)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ckptx.errors import CkptxError, InputError, UnsupportedError
+from ckptx.errors import CkptxError, InputError, ReadError, UnsupportedError
 from ckptx.formats.sidecars import MANIFEST
 from ckptx.storage.interface import Source
 from ckptx.untrusted.limits import MANIFEST_BYTES
@@ -26,6 +26,9 @@ def manifest_in(source: Source, notes: list[str]) -> Manifest | None:
 
     Returns:
         None if there is no manifest, or if it is ignored.
+
+    Raises:
+        ReadError: The storage failed. The manifest may be valid, and checks that compare it must not be skipped.
     """
     if not source.listing().has(MANIFEST):
         return None
@@ -33,6 +36,8 @@ def manifest_in(source: Source, notes: list[str]) -> Manifest | None:
 
     try:
         return parse_manifest(source.read_small(MANIFEST, MANIFEST_BYTES), str(source.location / MANIFEST))
+    except ReadError:
+        raise
     except (InputError, UnsupportedError) as error:
         notes.append(_note(error))
         return None
@@ -44,6 +49,8 @@ def note_no_file(source: Source, notes: list[str]) -> None:
         return
     try:
         source.refuse_large(MANIFEST, MANIFEST_BYTES)
+    except ReadError:
+        raise
     except InputError as error:
         notes.append(_note(error))
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from ckptx.catalog.region import Shape
-from ckptx.errors import CkptxError, InputError, UnsupportedError
+from ckptx.errors import CkptxError, InputError, ReadError, UnsupportedError
 from ckptx.formats.rank_names import Family, family_of, has_rank, is_rank_alone, may_be_part, world_size_in
 from ckptx.mapping.names import pattern_of
 from ckptx.storage.interface import Location, Source
@@ -92,8 +92,12 @@ def refuse_parts_below(source: Source, depth: int, shapes_in: ShapesIn) -> None:
     """
     try:
         listing = source.listing()
+    except ReadError as error:
+        if error.is_denied:
+            return
+        raise
     except InputError:
-        return  # the directory cannot be listed
+        return  # not a directory, or one with too many names
     names = [name for name in listing if name.endswith(WEIGHTS)]
     families = _families(source, names, shapes_in, directories=False)
     if families:
@@ -303,8 +307,12 @@ def _has_weights(source: Source) -> bool:
     """Return True if the directory or a subdirectory contains a weight file; links to directories are not followed."""
     try:
         return _lists_weights(source.listing(), _DEPTH)
+    except ReadError as error:
+        if error.is_denied:
+            return False
+        raise
     except InputError:
-        return False  # a directory that cannot be listed
+        return False  # not a directory, or one with too many names
 
 
 def _lists_weights(listing: Listing, depth: int) -> bool:
@@ -316,6 +324,9 @@ def _lists_weights(listing: Listing, depth: int) -> bool:
         try:
             if _lists_weights(listing.subdirectory(name), depth - 1):
                 return True
+        except ReadError as error:
+            if not error.is_denied:
+                raise
         except InputError:
             continue
     return False

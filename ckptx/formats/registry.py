@@ -17,7 +17,7 @@ from ckptx.catalog.catalog import Catalog, CheckpointPart
 from ckptx.catalog.entry import StoredChunks, TensorEntry
 from ckptx.catalog.form import FORMS
 from ckptx.catalog.object_ids import ObjectIds
-from ckptx.errors import CkptxError, InputError, UnsupportedError
+from ckptx.errors import CkptxError, InputError, ReadError, UnsupportedError
 from ckptx.formats.dcp import detect as dcp
 from ckptx.formats.dcp.megatron import COMMON_FILE, is_torch_dist, torch_dist_sidecars
 from ckptx.formats.fsdp import detect as fsdp
@@ -341,6 +341,8 @@ def _candidates(
         try:
             located = _locate_directory(directory)
         except (InputError, UnsupportedError) as error:
+            if isinstance(error, ReadError) and not error.is_denied:
+                raise
             if isinstance(error, UnsupportedError):
                 refusals.append(error)
             continue  # a broken directory is no candidate; its error is reported if it is passed itself

@@ -11,7 +11,7 @@ from collections.abc import Collection
 from functools import cache
 from typing import NamedTuple
 
-from ckptx.errors import InputError, UnsupportedError
+from ckptx.errors import InputError, ReadError, UnsupportedError
 from ckptx.formats.fsdp.file_names import STATE_FILES
 from ckptx.storage.interface import Location, Source
 
@@ -221,8 +221,12 @@ def refuse_below(source: Source, depth: int) -> None:
         for directory in level:
             try:
                 listing = source.at(directory).listing()
+            except ReadError as error:
+                if error.is_denied:
+                    continue
+                raise
             except InputError:
-                continue  # the directory cannot be listed
+                continue  # not a directory, or one with too many names
             refuse_directory(directory, listing.names)
             next_level += [directory / name for name in listing.directories() if not name.startswith(".")]
         level = next_level

@@ -24,7 +24,7 @@ from ckptx.architecture.surplus_layers import SurplusLayer, layer_behind, unexpl
 from ckptx.catalog.dtype import BY_NAME
 from ckptx.catalog.entry import Chunk, TensorEntry
 from ckptx.catalog.region import Shape, whole
-from ckptx.errors import CkptxError, InputError
+from ckptx.errors import CkptxError, InputError, ReadError
 from ckptx.mapping.destinations import Destination, named
 from ckptx.mapping.name_index import fill, indices_of
 from ckptx.mapping.names import pattern_of, split_pattern
@@ -171,6 +171,8 @@ def match_config_with_notes(view: ModelView, notes: list[str]) -> dict[str, Any]
         return None
     try:
         fit = match_config(view)
+    except ReadError:
+        raise
     except CkptxError as error:
         notes.append(str(error))
         return None

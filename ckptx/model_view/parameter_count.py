@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from ckptx.catalog.catalog import Catalog
 from ckptx.catalog.entry import TensorEntry
 from ckptx.catalog.region import Region, whole
-from ckptx.errors import InputError, UnsupportedError
+from ckptx.errors import InputError, ReadError, UnsupportedError
 from ckptx.model_view.view import ModelView
 
 if TYPE_CHECKING:
@@ -122,6 +122,8 @@ def _with_equal_rows(view: ModelView, names: list[str]) -> list[list[str]]:
             reader = TensorReader(files)
             for name, entry in entries.items():
                 found.setdefault(tuple(_samples(reader, entry)), []).append(name)
+    except ReadError:
+        raise
     except (InputError, UnsupportedError):  # reported by commands that read the bytes
         return [names]
     return list(found.values())

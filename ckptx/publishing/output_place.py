@@ -33,7 +33,7 @@ def refuse_existing(target: Path, overwrite: bool) -> None:
     """
     if not os.path.lexists(target):
         return
-    if not target.is_dir():
+    if not os.path.isdir(target):
         raise OutputError(f"{target}: not a directory; choose another DST")
     try:
         is_empty = not any(target.iterdir())
@@ -126,6 +126,6 @@ def _is_same_as_one_of(path: Path, others: Iterable[Path]) -> bool:
 def free_space(target: Path) -> int:
     """Return the free space of the file system of `target`, in bytes."""
     place = Path(os.path.realpath(target)).parent
-    while not place.exists():
+    while not os.path.exists(place):
         place = place.parent
     return shutil.disk_usage(place).free

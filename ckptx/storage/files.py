@@ -12,12 +12,14 @@ import os
 import resource
 import stat
 from collections.abc import Iterable, Mapping
-from contextlib import suppress
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple, TypeVar, cast
 
-from ckptx.errors import CkptxError, EnvironmentProblem, InputError, OutputError, SpaceError
+from ckptx.errors import CkptxError, EnvironmentProblem, InputError, OutputError, ReadError, SpaceError
 from ckptx.storage.interface import FileIdentity, Location
+
+# Errors of `stat` which mean that the name does not exist; a link to such a name is broken.
+_NOTHING_THERE = {errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG}
 
 _Location = TypeVar("_Location", bound=Location)
 
@@ -71,11 +73,30 @@ def identities(root: Path, names: Iterable[str]) -> dict[str, Identity]:
     """Return the identities of existing regular files, which reveal later changes if taken before reading."""
     found: dict[str, Identity] = {}
     for name in names:
-        with suppress(OSError):  # reading the file raises the error
-            state = os.stat(root / name)
-            if stat.S_ISREG(state.st_mode):
-                found[name] = Identity.of(state)
+        state = state_of(root / name)
+        if state is not None and stat.S_ISREG(state.st_mode):
+            found[name] = Identity.of(state)
     return found
+
+
+def state_of(path: Path, *, follow_links: bool = True) -> os.stat_result | None:
+    """Return the state of a file or directory, or None if nothing exists there.
+
+    Args:
+        path: The path.
+        follow_links: True returns the state of the target of a link, and None for a broken link.
+
+    Raises:
+        ReadError: It is not accessible.
+    """
+    try:
+        return os.stat(path) if follow_links else os.lstat(path)
+    except ValueError:  # a null byte in the name
+        return None
+    except OSError as error:
+        if error.errno in _NOTHING_THERE:
+            return None
+        raise unreadable(path, error) from error
 
 
 def changed(path: Location) -> InputError:
@@ -306,7 +327,7 @@ def unreadable(path: Path, error: OSError) -> CkptxError:
         return InputError(f"{path}: symbolic link to {os.readlink(path)}, which does not exist; restore the target")
     if isinstance(error, FileNotFoundError):
         return InputError(f"{path}: no such file; the checkpoint is incomplete")
-    return InputError(f"{path}: cannot be read: {error.strerror}")
+    return ReadError(f"{path}: cannot be read: {error.strerror}", isinstance(error, PermissionError))
 
 
 def write_at(descriptor: int, data: memoryview | bytes, offset: int, path: Path) -> None:

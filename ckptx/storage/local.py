@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import stat
 from collections.abc import Iterable, Mapping
@@ -10,13 +9,10 @@ from pathlib import Path
 
 from ckptx.errors import InputError
 from ckptx.storage import files
-from ckptx.storage.files import FilePool, unreadable
+from ckptx.storage.files import FilePool, state_of, unreadable
 from ckptx.storage.interface import FileIdentity, Location, local_path
 from ckptx.storage.listing import EntryKind, Listing
 from ckptx.untrusted.limits import LISTED_NAMES, REMEMBERED_NAMES
-
-# Errors of `stat` which mean that the name does not exist; a link to such a name is broken.
-_NOTHING_THERE = {errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG}
 
 
 class LocalSource:
@@ -66,11 +62,8 @@ class LocalSource:
         Raises:
             InputError: It is not accessible.
         """
-        try:
-            kind = _follow(self._path)
-        except ValueError:  # a null byte in the name
-            return None
-        return None if kind is EntryKind.DANGLING and not os.path.islink(self._path) else kind
+        kind = _follow(self._path)
+        return None if kind is EntryKind.DANGLING and state_of(self._path, follow_links=False) is None else kind
 
     def listing(self) -> Listing:
         """Return the names in the directory.
@@ -156,12 +149,8 @@ def _own_kind(entry: os.DirEntry[str]) -> EntryKind:
 
 
 def _follow(path: Path) -> EntryKind:
-    try:
-        return _kind_of_mode(os.stat(path).st_mode)
-    except OSError as error:
-        if error.errno not in _NOTHING_THERE:
-            raise unreadable(path, error) from error
-        return EntryKind.DANGLING
+    state = state_of(path)
+    return EntryKind.DANGLING if state is None else _kind_of_mode(state.st_mode)
 
 
 def _kind_of_mode(mode: int) -> EntryKind:

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from ckptx.catalog.catalog import Catalog
 from ckptx.catalog.dtype import DType
-from ckptx.errors import InputError, UnsupportedError
+from ckptx.errors import InputError, ReadError, UnsupportedError
 from ckptx.formats.dcp.megatron import is_torch_dist
 from ckptx.formats.hf.hf_metadata import config_in, find_hf_metadata, read_hf_metadata, source_of_config
 from ckptx.formats.hf.hub import resolve
@@ -20,6 +20,7 @@ from ckptx.options.conversion import ConversionOptions
 from ckptx.publishing.output_place import refuse_overlap
 from ckptx.publishing.replacing import refuse_files_of
 from ckptx.storage.interface import local_path
+from ckptx.storage.listing import EntryKind
 from ckptx.storage.local import LocalSource
 
 # Behavior without a config: convert; convert only if a manifest records that there was none; refuse.
@@ -155,15 +156,17 @@ def _open_base(options: ConversionOptions) -> Catalog | None:
     if options.base in (None, "none"):
         return None
     root = resolve(str(options.base), revision=options.revision, token=options.token, cache_dir=options.cache_dir)
-    if root.is_dir() and (root / "config.json").is_file():
+    source = LocalSource(root)
+    if source.kind() is EntryKind.DIRECTORY and source.listing().is_file("config.json"):
         try:
             base = open_checkpoint(root)
+        except ReadError:
+            raise
         except InputError:
             # A directory with only config and tokenizer is a valid base.
-            beside = LocalSource(root)
-            before = beside.identities(("config.json",))
-            base = Catalog(root, "huggingface", {}, config=config_in(beside), storage=beside)
-            around = list_sidecars(beside, frozenset())
+            before = source.identities(("config.json",))
+            base = Catalog(root, "huggingface", {}, config=config_in(source), storage=source)
+            around = list_sidecars(source, frozenset())
             base.sidecars, base.identities = around.carried, {**around.identities, **before}
     else:
         base = open_checkpoint(root)

@@ -14,6 +14,7 @@ from ckptx.conversion.steps.model import ConfigCheck, DroppedState, SourceModel,
 from ckptx.conversion.steps.sharding import ShardedTarget, rank_rows
 from ckptx.conversion.steps.sidecars import Sidecars
 from ckptx.conversion.steps.tie_actions import tie_actions
+from ckptx.errors import ReadError
 from ckptx.formats.sidecars import MANIFEST
 from ckptx.model_view.view import tie_rows
 from ckptx.options.conversion import ConversionOptions
@@ -24,13 +25,18 @@ from ckptx.publishing.publish import Job, manifest_size
 from ckptx.report.documents.conversion import ConversionReport
 from ckptx.report.numbers import peak_of_processes
 from ckptx.report.report import Log, human_bytes
+from ckptx.storage.files import size_of
 from ckptx.transfer.executor import CopyResult
 from ckptx.wording import counted
 
 
 @dataclass(frozen=True, slots=True)
 class ConversionState:
-    """Results of the steps of one conversion; each is described at its class."""
+    """Results of the steps of one conversion; each is described at its class.
+
+    Attributes:
+        nbytes: Size of the output in bytes, without the manifest.
+    """
 
     dst: Path
     options: ConversionOptions
@@ -45,6 +51,7 @@ class ConversionState:
     allocation: Allocation
     sidecars: Sidecars
     job: Job
+    nbytes: int
     ledger: Ledger
 
 
@@ -145,10 +152,14 @@ def _cost(run: ConversionState, outcome: CopyResult | None, dry_run: dict[str, A
     if dry_run:
         size = sum(file["bytes"] for file in dry_run["files"])
         return job.plan.bytes_read, size, size
-    manifest = (dst / MANIFEST).stat().st_size
+    try:
+        manifest = size_of(dst / MANIFEST)
+    except ReadError as error:
+        log.note(f"{error}; {dst} is complete")
+        manifest = manifest_size(job)
     if outcome is None or outcome.was_complete:
         log.note(f"{dst} is already complete; nothing to resume")
-        return 0, 0, job.nbytes + manifest
+        return 0, 0, run.nbytes + manifest
     if outcome.unrecorded:
         log.note(
             f"{counted(outcome.unrecorded, 'archive')} without a recorded CRC-32: their bytes could not be checked"
@@ -157,5 +168,5 @@ def _cost(run: ConversionState, outcome: CopyResult | None, dry_run: dict[str, A
         log.note(
             f"{dst.parent}: the file system has no locks; a concurrent run that writes {dst.name} would not be detected"
         )
-    size = job.nbytes + manifest
+    size = run.nbytes + manifest
     return outcome.bytes_read, size - job.plan.bytes_written + outcome.bytes_written, size

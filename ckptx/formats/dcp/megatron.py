@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from ckptx.catalog.entry import Sidecar
-from ckptx.errors import InputError
+from ckptx.errors import InputError, ReadError
 from ckptx.formats.hf.reader import json_in
 from ckptx.storage.interface import Source
 
@@ -26,6 +26,8 @@ def is_torch_dist(source: Source) -> bool:
         return False
     try:
         return json_in(source, BACKEND_FILE).get("sharded_backend") == _BACKEND
+    except ReadError:
+        raise
     except InputError:
         return False  # a file of the same name from another program
 

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ckptx.errors import EnvironmentProblem, InputError
+from ckptx.storage.files import state_of
 from ckptx.untrusted.remote_name import refuse_remote
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
@@ -57,7 +58,7 @@ def resolve(
     if not source:  # an unset variable of a shell, not the current directory
         raise InputError('"": no such file or directory')
     path = Path(source)
-    if os.path.lexists(path):  # `Path.exists` raises for a name that is too long and in an unreadable directory
+    if state_of(path, follow_links=False) is not None:
         return path
     if not _HUB_ID.fullmatch(source):
         raise InputError(f"{source}: no such file or directory")

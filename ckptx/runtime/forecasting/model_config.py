@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ckptx.errors import InputError, UsageError
+from ckptx.errors import InputError, ReadError, UsageError
 from ckptx.formats.hf.hub import CONFIG_FILES, resolve
 from ckptx.formats.hf.reader import read_json
 from ckptx.runtime.training.recipe import ModelBlock
@@ -69,8 +69,8 @@ def _values_of(model: ModelBlock) -> tuple[Mapping[str, Any], tuple[str, ...]]:
         return {}, ()
     try:
         return read_json(config_of_model(model.pretrained, revision=model.revision) / _CONFIG), ()
-    except InputError:
-        if not model.shrunk_from:
+    except InputError as error:
+        if isinstance(error, ReadError) or not model.shrunk_from:
             raise
         return model.shrunk_from, (
             f"{model.pretrained}: its config.json is not available here; using the keys of model.shrunk_from",
