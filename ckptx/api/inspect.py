@@ -59,15 +59,15 @@ def inspect(options: InspectOptions) -> InspectionReport:
         files=catalog.files,
         sidecars=[sidecar.name for sidecar in catalog.sidecars],
         chunks=sum(len(entry.chunks) for name, entry in catalog.tensors.items() if name not in aliases),
-        shared=_shared_names(aliases),
-        tied=parameters.tied,
+        alias_groups=_shared_names(aliases),
+        tied_groups=parameters.tied,
         optimizer={"tensors": len(view.optimizer), "bytes": view.nbytes(view.optimizer)},
-        other=list(view.other),
+        other_tensors=list(view.other),
         objects=len(catalog.objects),
-        unknown=list(view.unknown),
-        fit=match_config_with_notes(view, log.notes),
+        unknown_tensors=list(view.unknown),
+        config_check=match_config_with_notes(view, log.notes),
         groups=_groups_of(view),
-        listed=[_describe(catalog, name) for name in names] if is_listed else None,
+        selected_tensors=[_describe(catalog, name) for name in names] if is_listed else None,
     )
     if ranks or html is not None:
         report = _with_layout(report, view, names, ranks, html, log)

@@ -64,7 +64,7 @@ def diff(options: DiffOptions) -> DiffReport:
         parameters=parameters_of(a_view).count,
         compared=len(first.tensors.keys() & second.tensors.keys()),
         differing=rows,
-        tied=_ties_in_one(first, second),
+        tied_tensors=_ties_in_one(first, second),
     )
     return stopwatch.stop(report)
 

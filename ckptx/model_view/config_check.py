@@ -67,17 +67,17 @@ class ConfigMatch:
 
     Attributes:
         checked: "names and shapes", "layers" or "nothing".
-        misfits: Mismatches in the order of model names; at most 1000 missing tensors, as a config can require any
+        mismatches: Mismatches in the order of model names; at most 1000 missing tensors, as a config can require any
             number.
         unchecked: Number of model tensors whose expected shape is unknown.
-        is_cut_short: True if more tensors are missing than `misfits` lists.
+        is_truncated: True if more tensors are missing than `mismatches` lists.
         extras: Tensors that the class does not have, by name.
     """
 
     checked: str
-    misfits: tuple[Mismatch, ...] = ()
+    mismatches: tuple[Mismatch, ...] = ()
     unchecked: int = 0
-    is_cut_short: bool = False
+    is_truncated: bool = False
     extras: Mapping[str, ExtraTensor] = field(default_factory=dict)
 
     @property
@@ -90,15 +90,15 @@ class ConfigMatch:
         return None
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the `fit` entry of the report."""
-        misfits = [misfit._asdict() for misfit in self.misfits]
+        """Return the `config_check` entry of the report."""
+        mismatches = [misfit._asdict() for misfit in self.mismatches]
         return {
             "checked": self.checked,
             "unchecked": self.unchecked,
             "note": self.note,
-            "misfits": misfits,
-            "is_cut_short": self.is_cut_short,
-            "extras": [
+            "mismatches": mismatches,
+            "is_truncated": self.is_truncated,
+            "extra_tensors": [
                 {"reason": reason, "tensors": len(names), "names": names[:_EXTRAS_NAMED]}
                 for reason, names in self._accepted().items()
             ],
@@ -121,9 +121,9 @@ class ConfigMatch:
 
     def summary(self, subject: str) -> str:
         """Return one line with the first three mismatches."""
-        first = "; ".join(each.description() for each in self.misfits[:3])
-        over = "over " * self.is_cut_short
-        more = f"; and {over}{len(self.misfits) - 3:,} more" if len(self.misfits) > 3 else ""
+        first = "; ".join(each.description() for each in self.mismatches[:3])
+        over = "over " * self.is_truncated
+        more = f"; and {over}{len(self.mismatches) - 3:,} more" if len(self.mismatches) > 3 else ""
         return f"{subject}: does not match its config: {first}{more}"
 
 
@@ -165,7 +165,7 @@ def match_config_with_notes(view: ModelView, notes: list[str]) -> dict[str, Any]
     """Check a checkpoint against its config without failing, and add mismatches and extra tensors to `notes`.
 
     Returns:
-        The `fit` entry of the report; None for a checkpoint without a config or of an unknown class.
+        The `config_check` entry of the report; None for a checkpoint without a config or of an unknown class.
     """
     if view.published is None or view.config is None:
         return None
@@ -178,7 +178,7 @@ def match_config_with_notes(view: ModelView, notes: list[str]) -> dict[str, Any]
         return None
     root = view.catalog.root
     notes += [f"{root}: {note}" for note in fit.extra_notes(view.published.class_name)]
-    if fit.misfits:
+    if fit.mismatches:
         notes.append(fit.summary(str(root)))
     return fit.to_dict()
 
@@ -191,16 +191,16 @@ def _match_layers(
     view: ModelView, architecture: Architecture, config: Mapping[str, Any], extras: Mapping[str, ExtraTensor]
 ) -> ConfigMatch:
     """Check layers, names and vocabulary size, for a class whose shapes are unknown."""
-    misfits = _missing_vocab_rows(view, architecture, config)
+    mismatches = _missing_vocab_rows(view, architecture, config)
     stacks = architecture.stacks(config) if says_layers(architecture, config) else ()
     found = {stack: below for stack in stacks if (below := _layers_below(stack.path, view.tensors))}
     counts = {stack.path: stack.count for stack in found}
     behind = {name: layer for name in view.tensors if (layer := layer_behind(name, counts)) is not None}
-    misfits += _of_other_models(extras, behind, architecture.class_name)
-    misfits += _surplus(behind, counts, config, extras)
+    mismatches += _of_other_models(extras, behind, architecture.class_name)
+    mismatches += _surplus(behind, counts, config, extras)
     lost = list(islice(_missing_layers({s.path: _Empty.of(s.count, below) for s, below in found.items()}), _NAMED + 1))
-    checked = "layers" if misfits or found else "nothing"
-    return ConfigMatch(checked, (*misfits, *lost[:_NAMED]), is_cut_short=len(lost) > _NAMED, extras=extras)
+    checked = "layers" if mismatches or found else "nothing"
+    return ConfigMatch(checked, (*mismatches, *lost[:_NAMED]), is_truncated=len(lost) > _NAMED, extras=extras)
 
 
 def _of_other_models(
@@ -236,13 +236,13 @@ def _missing_vocab_rows(view: ModelView, architecture: Architecture, config: Map
     nested = config.get("text_config")
     sizes = [each.get("vocab_size") for each in (config, nested) if isinstance(each, Mapping)]
     words = min((size for size in sizes if isinstance(size, int)), default=0)
-    misfits = []
+    mismatches = []
     for pair in architecture.ties:
         for name in sorted({name for naming in pair.namings for name in naming}) if pair.is_primary else ():
             entry = view.tensors.get(name)
             if entry is not None and len(entry.shape) == 2 and entry.shape[0] < words:
-                misfits.append(Mismatch(name, str(list(entry.shape)), f"{words} rows (vocab_size)"))
-    return misfits
+                mismatches.append(Mismatch(name, str(list(entry.shape)), f"{words} rows (vocab_size)"))
+    return mismatches
 
 
 class _Empty(NamedTuple):
@@ -312,11 +312,11 @@ class _ConfigMatcher:
         for name, place in places.items():
             if place is None:
                 self._foreign |= self._modules_of(name)
-        misfits = [found for name, place in places.items() if (found := self._check(name, place, tensors[name]))]
+        mismatches = [found for name, place in places.items() if (found := self._check(name, place, tensors[name]))]
         behind = self._surplus_layers(places)
-        misfits = [each for each in misfits if each.name not in behind]  # of layers that the model does not have
-        misfits += _of_other_models(self.extras.found, behind, self.architecture.class_name)
-        misfits += _surplus(behind, self.expected.counts, self.config, self.extras.found)
+        mismatches = [each for each in mismatches if each.name not in behind]  # of layers that the model does not have
+        mismatches += _of_other_models(self.extras.found, behind, self.architecture.class_name)
+        mismatches += _surplus(behind, self.expected.counts, self.config, self.extras.found)
         prefix = self.architecture.base_prefix
         has_base = bool(prefix) and any(each.startswith(f"{prefix}.") for each in self.expected.required)
         is_base = has_base and not any(name.startswith(f"{prefix}.") for name in tensors)
@@ -325,7 +325,7 @@ class _ConfigMatcher:
             _missing_layers(empty), self._missing(is_base, empty), self._missing_added(), self._incomplete_runs()
         )
         named = list(islice(lost, _NAMED + 1))
-        every = (*misfits, *named[:_NAMED])
+        every = (*mismatches, *named[:_NAMED])
         return ConfigMatch("names and shapes", every, self._unchecked, len(named) > _NAMED, self.extras.found)
 
     def _modules_of(self, name: str) -> set[str]:

@@ -124,7 +124,7 @@ class Layout:
         return bool(self.holders) and self.holders[0].rank is not None
 
     @property
-    def cut_tensors(self) -> int:
+    def sharded_tensors(self) -> int:
         """Return the number of tensors with more than one shard, not counting replicas."""
         return sum(group.count for group in self.groups if len(distinct(self.cuts[group.cut])) > 1)
 

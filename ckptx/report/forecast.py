@@ -51,23 +51,23 @@ def forecast_verdict(report: ForecastReport) -> str:
 
 def _stage(report: ForecastReport, row: Mapping[str, Any], red: Callable[[str], str]) -> Iterator[str]:
     peak = f"peak {human_bytes(row['peak'])}"
-    layers = f", {counted(row['wrapped_layers'], 'layer')} checkpointed" if row["wrapped_layers"] else ""
+    layers = f", {counted(row['checkpointed_layers'], 'layer')} checkpointed" if row["checkpointed_layers"] else ""
     yield (
         f"{stages_text(report, row)}: {red(peak) if row['fits'] is False else peak}, "
         f"{human_bytes(row['between_steps'])} between steps{layers}"
     )
-    at = row["at"]
+    at = row["peak_tensor"]
     if at is not None:
         yield f"  peak during {moment_text(report, at)}: {at['op']} allocates {tensor_text(at)}"
     yield f"  {'':<12} {'at the peak':>13} {'between steps':>13}"
     for kind in report.kinds:
-        numbers = row["by_kind"][kind], row["between_by_kind"][kind]
+        numbers = row["by_kind"][kind], row["between_steps_by_kind"][kind]
         if any(numbers):
             yield f"  {kind:<12} {human_bytes(numbers[0]):>13} {human_bytes(numbers[1]):>13}"
     yield "  largest tensors at the peak"
-    for each in row["largest"]:
+    for each in row["largest_tensors"]:
         yield (
-            f"    {human_bytes(each['nbytes']):>11}  {each['kind']:<12} {tensor_text(each)} from {each['op']}, "
+            f"    {human_bytes(each['bytes']):>11}  {each['kind']:<12} {tensor_text(each)} from {each['op']}, "
             f"{place_text(each['module'])}"
         )
-    yield f"  {flops_text(row)}{f'; {sent_text(row)}' if row['sent'] else ''}"
+    yield f"  {flops_text(row)}{f'; {sent_text(row)}' if row['sent_bytes'] else ''}"

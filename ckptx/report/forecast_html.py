@@ -157,11 +157,11 @@ def _heading(report: ForecastReport, subject: str) -> ForecastHeading:
 
 def _stage(report: ForecastReport, row: Mapping[str, Any], scale: Scale) -> StageRow:
     facts = [f"{human_bytes(row['between_steps'])} between steps", flops_text(row)]
-    if row["wrapped_layers"]:
-        facts.append(f"{counted(row['wrapped_layers'], 'layer')} checkpointed")
-    if row["sent"]:
+    if row["checkpointed_layers"]:
+        facts.append(f"{counted(row['checkpointed_layers'], 'layer')} checkpointed")
+    if row["sent_bytes"]:
         facts.append(sent_text(row))
-    drawn = zip(*(each[3:] for each in row["course"]), strict=True)
+    drawn = zip(*(each[3:] for each in row["timeline"]), strict=True)
     has = {kind for kind, sizes in zip(report.kinds, drawn, strict=True) if any(sizes)}
     return StageRow(
         title=stages_text(report, row).capitalize(),
@@ -171,21 +171,21 @@ def _stage(report: ForecastReport, row: Mapping[str, Any], scale: Scale) -> Stag
         facts=", ".join(facts),
         plot=_chart(report, row, scale),
         kinds=[
-            MemoryKind(kind, _STACKED[kind], row["by_kind"][kind], row["between_by_kind"][kind])
+            MemoryKind(kind, _STACKED[kind], row["by_kind"][kind], row["between_steps_by_kind"][kind])
             for kind in reversed(_STACKED)
             if kind in has
         ],
         largest=[
             LargeTensor(
-                each["nbytes"], str(each["kind"]), tensor_text(each), str(each["op"]), place_text(each["module"])
+                each["bytes"], str(each["kind"]), tensor_text(each), str(each["op"]), place_text(each["module"])
             )
-            for each in row["largest"]
+            for each in row["largest_tensors"]
         ],
     )
 
 
 def _chart(report: ForecastReport, row: Mapping[str, Any], scale: Scale) -> Plot | None:
-    slots = slots_of(row["course"])
+    slots = slots_of(row["timeline"])
     if not slots:
         return None
     kinds = list(report.kinds)
@@ -202,8 +202,8 @@ def _chart(report: ForecastReport, row: Mapping[str, Any], scale: Scale) -> Plot
         return [pass_text(report, part, turn), f"{part} {turn}", f"{letter}{turn}"]
 
     peak = f"peak {human_bytes(row['peak'])}"
-    if row["at"] is not None:
-        peak = f"{peak}: {moment_text(report, row['at'])}"
+    if row["peak_tensor"] is not None:
+        peak = f"{peak}: {moment_text(report, row['peak_tensor'])}"
     order = [kind for kind in _STACKED if kind in kinds]
     areas = [Area(kinds.index(kind), _STACKED[kind]) for kind in order]
     return area_plot(slots, areas, scale, peak=peak, slot_text=slot_text, pass_names=names)

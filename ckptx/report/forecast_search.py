@@ -23,39 +23,39 @@ def search_text(report: SearchReport, red: Callable[[str], str] = str) -> str:
     images = f" with {counted(step['images'], 'image')} each" if step["images"] else ""
     lines = [
         f"{report.architecture}, {report.parameters:,} parameters, on {_gpus_text(report)}",
-        f"per step, over all GPUs: batch {step['rows']:,} x {step['seq']:,} tokens{images}",
+        f"per step, over all GPUs: batch {step['sequences']:,} x {step['seq']:,} tokens{images}",
         step_text(step),
     ]
-    if report.found:
-        lines += _table([_HEADS, *(_cells(report, each) for each in report.found)])
-    if report.too_large:
+    if report.layouts:
+        lines += _table([_HEADS, *(_cells(report, each) for each in report.layouts)])
+    if report.layouts_too_large:
         lines.append("too large in every checkpointing mode (smallest peak):")
-        lines += [f"  {_mesh(each['layout'])}: {human_bytes(each['peak'])}" for each in report.too_large]
-    if report.refused:
+        lines += [f"  {_mesh(each['layout'])}: {human_bytes(each['peak'])}" for each in report.layouts_too_large]
+    if report.unsupported_layouts:
         lines.append("not supported:")
-        lines += [f"  {_mesh(each['layout'])}: {each['reason']}" for each in report.refused]
+        lines += [f"  {_mesh(each['layout'])}: {each['reason']}" for each in report.unsupported_layouts]
     lines.append("assumptions:")
     lines += [f"  {each}" for each in report.assumptions]
     last = search_verdict(report)
-    lines.append(last if report.found else red(last))
-    lines.append(f"done in {report.seconds:.0f} s, {counted(report.tried, 'step')} evaluated")
+    lines.append(last if report.layouts else red(last))
+    lines.append(f"done in {report.seconds:.0f} s, {counted(report.evaluated_steps, 'step')} evaluated")
     return "\n".join(lines)
 
 
 def search_verdict(report: SearchReport) -> str:
     """Return the verdict: `BEST: ` and the options of the best layout, or `NOTHING FITS ...`."""
-    if not report.found:
-        least = min((each["peak"] for each in report.too_large), default=None)
+    if not report.layouts:
+        least = min((each["peak"] for each in report.layouts_too_large), default=None)
         close = f"; the smallest peak is {human_bytes(least)}" if least is not None else ""
         return f"NOTHING FITS on {_gpus_text(report)}{close}"
-    return f"BEST: {options_of(report.found[0])}"
+    return f"BEST: {options_of(report.layouts[0])}"
 
 
 def options_of(found: Mapping[str, Any]) -> str:
     """Return the options of `forecast` for a layout of the search."""
     sizes = {"--tp": "tp", "--pp": "pp", "--dp-shard": "dp_shard", "--dp-replicate": "dp_replicate"}
     options = [f"{option} {found['layout'][axis]}" for option, axis in sizes.items() if found["layout"][axis] > 1]
-    options.append(f"--batch {found['microbatches'] * found['rows']} --microbatches {found['microbatches']}")
+    options.append(f"--batch {found['microbatches'] * found['sequences']} --microbatches {found['microbatches']}")
     if found["activation_checkpointing"] != "none":
         options.append(f"--activation-checkpointing {found['activation_checkpointing']}")
     return " ".join(options)
@@ -69,13 +69,13 @@ def _cells(report: SearchReport, found: Mapping[str, Any]) -> tuple[str, ...]:
     return (
         _mesh(found["layout"]),
         found["activation_checkpointing"],
-        f"{found['microbatches']} x {counted(found['rows'], 'sequence')}",
+        f"{found['microbatches']} x {counted(found['sequences'], 'sequence')}",
         human_bytes(found["peak"]),
         human_bytes(report.gpu_memory - found["peak"] - found["reserved"]),
-        f"{found['recomputed'] / found['flops']:.1%}" if found["recomputed"] else "none",
-        f"{found['idle']:.0%}" if found["idle"] else "none",
-        human_bytes(sum(found["sent"].values())),
-        "checked" if found["is_whole"] else "",
+        f"{found['recomputed_flops'] / found['flops']:.1%}" if found["recomputed_flops"] else "none",
+        f"{found['bubble_fraction']:.0%}" if found["bubble_fraction"] else "none",
+        human_bytes(sum(found["sent_bytes"].values())),
+        "checked" if found["is_checked"] else "",
     )
 
 

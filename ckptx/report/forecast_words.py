@@ -75,7 +75,7 @@ def place_text(module: str) -> str:
 
 def moment_text(report: ForecastReport, at: Mapping[str, Any]) -> str:
     """Return the time of the peak: `backward of microbatch 1, in lm_head, recomputed`."""
-    recomputed = ", recomputed" if at["recomputed"] else ""
+    recomputed = ", recomputed" if at["is_recomputed"] else ""
     part = pass_text(report, at["part"], at["microbatch"])
     return f"{part}, {place_text(at['module'])}{recomputed}" if at["part"] in _PASSES else part
 
@@ -87,8 +87,8 @@ def tensor_text(tensor: Mapping[str, Any]) -> str:
 
 def flops_text(row: Mapping[str, Any] | ForecastReport) -> str:
     """Return the FLOPs and the recomputed share of them: `56.2 TFLOPs, 8.1% recomputed`."""
-    flops, recomputed = (row.flops, row.recomputed) if isinstance(row, ForecastReport) else (
-        row["flops"], row["recomputed"],
+    flops, recomputed = (row.flops, row.recomputed_flops) if isinstance(row, ForecastReport) else (
+        row["flops"], row["recomputed_flops"],
     )  # fmt: skip
     share = f"{recomputed / flops:.1%}" if recomputed else "none"
     return f"{human_count(flops)}FLOPs, {share} recomputed"
@@ -96,7 +96,7 @@ def flops_text(row: Mapping[str, Any] | ForecastReport) -> str:
 
 def sent_text(row: Mapping[str, Any]) -> str:
     """Return the bytes that a rank sends in a step, by collective."""
-    return f"sends {', '.join(f'{name} {human_bytes(nbytes)}' for name, nbytes in row['sent'].items())}"
+    return f"sends {', '.join(f'{name} {human_bytes(nbytes)}' for name, nbytes in row['sent_bytes'].items())}"
 
 
 def human_count(number: float) -> str:

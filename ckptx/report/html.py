@@ -268,7 +268,9 @@ def _line(tp: int) -> int:
 def _mesh_sentence(layout: Layout) -> Markup:
     if not layout.by_rank:
         text = "Files are not assigned to ranks"
-        return Markup("{}.").format(text if layout.cut_tensors else f"{text}; each tensor is stored whole in one file")
+        return Markup("{}.").format(
+            text if layout.sharded_tensors else f"{text}; each tensor is stored whole in one file"
+        )
     dims = layout.dims
     if dims is None:
         sentence = Markup(
@@ -283,7 +285,7 @@ def _mesh_sentence(layout: Layout) -> Markup:
             dims.tp, dims.dp_shard, dims.pp, counted(dims.world_size, "rank"),
             "; hue shows TP, shade DP." if dims.tp > 1 and dims.dp_shard > 1 else ".",
         )  # fmt: skip
-    return sentence if layout.cut_tensors else sentence + " No tensor is sharded: each is stored whole on one rank."
+    return sentence if layout.sharded_tensors else sentence + " No tensor is sharded: each is stored whole on one rank."
 
 
 def _stage(layout: Layout, stage: int | None, holders: Sequence[Holder]) -> MeshStage:
@@ -378,7 +380,7 @@ def _chart(layout: Layout) -> Chart | None:
 def _tensors(layout: Layout, listed: Sequence[tuple[int, TensorGroup]]) -> Tensors:
     groups = layout.groups
     patterns = counted(len({group.pattern for group in groups}), "pattern")
-    sharded = f"{layout.cut_tensors:,}" if layout.cut_tensors else "none"
+    sharded = f"{layout.sharded_tensors:,}" if layout.sharded_tensors else "none"
     more = len(groups) - _MOST_ROWS
     return Tensors(
         lead=f"{counted(sum(group.count for group in groups), 'tensor')} in {patterns}; {sharded} sharded. "

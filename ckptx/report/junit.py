@@ -86,9 +86,9 @@ def _properties(suite: ET.Element, report: RobustnessReport) -> None:
         "recipe_file": report.recipe_file,
         **({"mesh": ranks} if (ranks := mesh_text(report)) else {}),
         "trainer": report.trainer,
-        "out": report.out,
+        "out": report.output_dir,
         **{f"set {key}": value for key, value in report.settings.items()},
-        **({"injected fault": report.injected} if report.injected else {}),
+        **({"injected fault": report.injected_fault} if report.injected_fault else {}),
         **({"cause": cause} if (cause := cause_text(report)) else {}),
         **{f"noise of {what}": text for what in ("loss", "logits") if (text := noise_text(report, what))},
         **{f"widened {phase} {row['name']}": widened_text(phase, row) for phase, row in widened_oracles(report)},
@@ -118,7 +118,7 @@ def _phase(suite: ET.Element, report: RobustnessReport, phase: Mapping[str, Any]
     case = _case(suite, kind, name, float(phase["seconds"]), failure=failure)
     if failure is None and notes:
         ET.SubElement(case, "system-out").text = "\n".join(map(_xml_text, notes))
-    for row in phase.get("oracles") or ():
+    for row in phase.get("checks") or ():
         of_oracle = (oracle_text(row), _oracle_lines(report, phase, row)) if row["ok"] is False else None
         case = _case(suite, f"{kind}.{_class_name(name)}", str(row["name"]), 0.0, failure=of_oracle)
         if row["ok"] is None:

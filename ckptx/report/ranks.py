@@ -26,7 +26,7 @@ def layout_of(layout: Layout) -> RanksOfInspection:
     ]
     return RanksOfInspection(
         layout=mesh,
-        cut_tensors=layout.cut_tensors,
+        sharded_tensors=layout.sharded_tensors,
         balance=layout.balance(),
         by_file=None if layout.by_rank else by_file,
     )
@@ -70,7 +70,9 @@ def rank_lines(found: RanksOfInspection, rows: Sequence[dict[str, Any]]) -> list
     if rows and found.layout is None:
         mesh += "; ranks that have layers in common are shown as one stage"
     lines = [f"  mesh          {mesh}"]
-    lines.append(f"  sharded       {counted(found.cut_tensors, 'tensor') if found.cut_tensors else 'no tensors'}")
+    lines.append(
+        f"  sharded       {counted(found.sharded_tensors, 'tensor') if found.sharded_tensors else 'no tensors'}"
+    )
     if not rows:
         lines += _file_lines(found.by_file or ())
     elif len(rows) <= _MOST_RANKS:

@@ -16,7 +16,7 @@ from ckptx.wording import counted as counted
 if TYPE_CHECKING:  # help pages import this module and must not import the catalog
     from ckptx.catalog.entry import TensorEntry
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 THIS_PROCESS, LARGEST_RANK, LARGEST_PROCESS = "this process", "largest rank", "largest process"
 
 
@@ -68,7 +68,7 @@ class Report:
         dropped: Tensors that were dropped: name, reason.
         edits: Changes to config.json: key, before, after.
         dtypes: Number of tensors by dtype, {"before": {...}, "after": {...}}.
-        ranks: A row for each rank; empty for commands without ranks.
+        ranks: One entry per rank; empty for commands without ranks.
         warnings: Warnings and notes for the user.
         seconds: Wall-clock time in seconds.
         gb_per_s: Gigabytes (1e9 bytes) written per second; 0 for a dry run.

@@ -51,7 +51,7 @@ def robustness_text(report: RobustnessReport, red: Callable[[str], str] = str, p
         lines.append(f"tensor memory of one step (max over ranks): {memory}")
     lines += [red(f"WIDENED by the recipe: {widened_text(phase, row)}") for phase, row in widened_oracles(report)]
     lines += _kills(report, red)
-    lines.append(f"output: {report.out or 'temporary, removed'}")
+    lines.append(f"output: {report.output_dir or 'temporary, removed'}")
     lines.append(verdict(report) if report.ok else red(verdict(report)))
     lines.append(cost_text(report))
     cause = cause_text(report)
@@ -80,8 +80,8 @@ def _opening(report: RobustnessReport) -> list[str]:
     if report.trainer != "ckptx":
         lines.append(f"  trainer: {report.trainer}")
     lines += [f"  {key} = {value}" for key, value in report.settings.items()]
-    if report.injected:
-        lines.append(f"  injected fault: {report.injected}")
+    if report.injected_fault:
+        lines.append(f"  injected fault: {report.injected_fault}")
     return lines
 
 

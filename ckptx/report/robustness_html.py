@@ -242,7 +242,7 @@ def _heading(report: RobustnessReport) -> RobustnessHeading:
         ("trainer", report.trainer),
         ("time", f"{report.seconds:.1f} s"),
         peak_memory_text(report),
-        *(("injected fault", each) for each in [report.injected] if each),
+        *(("injected fault", each) for each in [report.injected_fault] if each),
     ]
     return RobustnessHeading(report.recipe, verdicts, facts)
 
@@ -252,7 +252,7 @@ def _content(report: RobustnessReport) -> PageContent:
     good = sum(1 for row in kills if row["ok"])
     settings = {
         "recipe": report.recipe_file,
-        "output": report.out or "temporary, removed",
+        "output": report.output_dir or "temporary, removed",
         **report.settings,
     }
     return PageContent(
@@ -278,7 +278,7 @@ def _summary(report: RobustnessReport) -> str:
 
 
 def _phase(report: RobustnessReport, phase: Mapping[str, Any]) -> PhaseRow:
-    rows = phase.get("oracles") or ()
+    rows = phase.get("checks") or ()
     good = [row for row in rows if row["ok"] is not False]
     return PhaseRow(
         kind=_KINDS[phase["ok"]],
@@ -292,7 +292,7 @@ def _phase(report: RobustnessReport, phase: Mapping[str, Any]) -> PhaseRow:
 
 
 def _oracle(report: RobustnessReport, phase: Mapping[str, Any], row: Mapping[str, Any]) -> Oracle:
-    name, is_widened = str(row["name"]), bool(row.get("widened"))
+    name, is_widened = str(row["name"]), bool(row.get("is_widened"))
     if row["ok"] is False:
         items = list(first_items(items_of(report, phase, name), _MOST_FOUND))
         return Oracle(name, oracle_text(row), True, is_widened, items, cause_of(report, phase, name) or "")
@@ -364,9 +364,9 @@ def _limit(report: RobustnessReport) -> float | None:
 
     A row whose limit is the noise itself belongs to the phase that measured the noise, and has no tolerance.
     """
-    rows = [row for phase in report.phases for row in phase.get("oracles") or () if row["name"] == "loss"]
-    judged = [row for row in rows if row.get("times_noise") != 1.0] or rows
-    limits = [parse_number(row["limit"]) for row in judged if row.get("limit") is not None]
+    rows = [row for phase in report.phases for row in phase.get("checks") or () if row["name"] == "loss"]
+    judged = [row for row in rows if row.get("noise_factor") != 1.0] or rows
+    limits = [parse_number(row["tolerance"]) for row in judged if row.get("tolerance") is not None]
     return min((limit for limit in limits if isfinite(limit) and limit > 0), default=None)
 
 
@@ -390,5 +390,5 @@ def _memory(report: RobustnessReport) -> Iterator[Retained]:
 
 def _difference(report: RobustnessReport, row: Mapping[str, Any]) -> list[str | None]:
     phase = next((phase_name(each) for each in report.phases if is_in_phase(row, each)), row.get("phase"))
-    cells = [phase, *(row.get(key) for key in ("oracle", "item", "rank", "reference", "found"))]
+    cells = [phase, *(row.get(key) for key in ("check", "item", "rank", "reference", "actual"))]
     return [None if cell is None else str(cell) for cell in cells]

@@ -77,12 +77,12 @@ def notes_of(phase: Mapping[str, Any]) -> list[str]:
 
 def failing_oracles(phase: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     """Return the rows of oracles that failed."""
-    return [row for row in phase.get("oracles") or () if row["ok"] is False]
+    return [row for row in phase.get("checks") or () if row["ok"] is False]
 
 
 def unchecked_oracles(phase: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     """Return the rows of oracles that had nothing to compare."""
-    return [row for row in phase.get("oracles") or () if row["ok"] is None]
+    return [row for row in phase.get("checks") or () if row["ok"] is None]
 
 
 def unchecked_text(row: Mapping[str, Any]) -> str:
@@ -93,14 +93,14 @@ def unchecked_text(row: Mapping[str, Any]) -> str:
 def widened_oracles(report: RobustnessReport) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """Yield the name of the phase and the row of each oracle whose tolerance the recipe widened."""
     for phase in report.phases:
-        for row in phase.get("oracles") or ():
-            if row.get("widened"):
+        for row in phase.get("checks") or ():
+            if row.get("is_widened"):
                 yield str(phase["name"]), row
 
 
 def widened_text(phase: str, row: Mapping[str, Any]) -> str:
     """Return a widened tolerance: `resume: loss tolerance 3.82e-06 (8 x noise)`."""
-    return f"{phase}: {row['name']} tolerance {number_text(row['limit'])} ({row['times_noise']:g} x noise)"
+    return f"{phase}: {row['name']} tolerance {number_text(row['tolerance'])} ({row['noise_factor']:g} x noise)"
 
 
 def oracle_text(row: Mapping[str, Any]) -> str:
@@ -116,9 +116,9 @@ def oracle_text(row: Mapping[str, Any]) -> str:
     elif row.get("value") is None:
         parts.append(f"{counted(row['compared'], 'item')} {'identical' if row['ok'] else 'compared'}")
     if row.get("value") is not None:
-        times = row.get("times_noise")
+        times = row.get("noise_factor")
         rule = f"{times:g} x noise{_noise_text(row)}" if times is not None else "equal bits required"
-        parts.append(f"difference {number_text(row['value'])}, tolerance {number_text(row['limit'])} ({rule})")
+        parts.append(f"difference {number_text(row['value'])}, tolerance {number_text(row['tolerance'])} ({rule})")
     return "; ".join(parts)
 
 
@@ -131,11 +131,11 @@ def items_of(report: RobustnessReport, phase: Mapping[str, Any], oracle: str) ->
     """Return items of an oracle that differ, with ranks and values: `a on rank 1: expected x, got y`."""
     found: dict[tuple[str, object], list[Mapping[str, Any]]] = {}
     for row in report.differing:
-        if is_in_phase(row, phase) and row.get("oracle") == oracle:
-            value = row.get("found") if row.get("rank") is None else None  # several faults of one kill, without a rank
+        if is_in_phase(row, phase) and row.get("check") == oracle:
+            value = row.get("actual") if row.get("rank") is None else None  # several faults of one kill, without a rank
             found.setdefault((str(row["item"]), value), []).append(row)
     if not found:
-        (names,) = (row.get("differing") or () for row in phase["oracles"] if row["name"] == oracle)
+        (names,) = (row.get("differing") or () for row in phase["checks"] if row["name"] == oracle)
         return [str(name) for name in names]
     return [f"{item}{_ranks_text(rows)}{_values_text(rows[0])}" for (item, _), rows in found.items()]
 
@@ -144,7 +144,7 @@ def cause_of(report: RobustnessReport, phase: Mapping[str, Any], oracle: str) ->
     """Return the meaning of a failing oracle; for param groups, with only the settings that differ."""
     if oracle != "group":
         return CAUSES.get(oracle)
-    items = [str(row["item"]) for row in report.differing if is_in_phase(row, phase) and row.get("oracle") == oracle]
+    items = [str(row["item"]) for row in report.differing if is_in_phase(row, phase) and row.get("check") == oracle]
     keys = list(dict.fromkeys(item.rpartition(".")[2] for item in items))
     if not keys:
         return CAUSES[oracle]
@@ -171,7 +171,7 @@ def _ranks_text(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _values_text(row: Mapping[str, Any]) -> str:
-    reference, found = row.get("reference"), row.get("found")
+    reference, found = row.get("reference"), row.get("actual")
     if reference is None and found is None:
         return ""
     if found is None:
@@ -202,7 +202,7 @@ def noise_text(report: RobustnessReport, what: str) -> str | None:
     row = report.noise.get(what)
     if not row:
         return None
-    parts = [("identical rerun", row.get("repeated")), ("embedding perturbed by 1 ULP", row.get("moved"))]
+    parts = [("identical rerun", row.get("repeated")), ("embedding perturbed by 1 ULP", row.get("perturbed"))]
     text = "; ".join(f"{label}: {number_text(value)}" for label, value in parts if value is not None)
     return f"{number_text(noise_of(report, what))} ({text})" if text else None
 
@@ -210,7 +210,7 @@ def noise_text(report: RobustnessReport, what: str) -> str | None:
 def noise_of(report: RobustnessReport, what: str) -> float | None:
     """Return the larger of both measurements of noise, NaN if one is NaN; None if it was not measured."""
     row = report.noise.get(what) or {}
-    values = [parse_number(row[key]) for key in ("repeated", "moved") if row.get(key) is not None]
+    values = [parse_number(row[key]) for key in ("repeated", "perturbed") if row.get(key) is not None]
     if not values:
         return None
     return max(values) if all(map(isfinite, values)) else float("nan")
@@ -219,7 +219,7 @@ def noise_of(report: RobustnessReport, what: str) -> float | None:
 def memory_faults(phase: Mapping[str, Any]) -> list[str]:
     """Return memory and threads above the baseline after a failed phase, if no oracle reports them."""
     memory = phase.get("memory")
-    is_judged = any(row["name"] == "memory" for row in phase.get("oracles") or ())
+    is_judged = any(row["name"] == "memory" for row in phase.get("checks") or ())
     if phase["ok"] is not False or not memory or is_judged:
         return []
     faults = []
@@ -234,9 +234,9 @@ def memory_faults(phase: Mapping[str, Any]) -> list[str]:
 
 def kill_text(row: Mapping[str, Any]) -> str:
     """Return place and ranks of a kill, and the latest step that could be loaded after it."""
-    how = "asynchronous" if row.get("asynchronous") else "synchronous"
-    latest = "no step" if row.get("latest") is None else f"latest {row['latest']}"
-    return f"at {row.get('at')}, {how}, {_killed_ranks(row.get('ranks'))}: {latest}"
+    how = "asynchronous" if row.get("is_async") else "synchronous"
+    latest = "no step" if row.get("latest_step") is None else f"latest {row['latest_step']}"
+    return f"at {row.get('operation')}, {how}, {_killed_ranks(row.get('ranks'))}: {latest}"
 
 
 def _killed_ranks(ranks: Any) -> str:
@@ -249,7 +249,7 @@ def verdict(report: RobustnessReport) -> str:
     """Return the verdict: `PASSED: ...`, or `FAILED: ...` with the phases and oracles that failed."""
     failed = [phase for phase in report.phases if phase["ok"] is False]
     ran = [phase for phase in report.phases if phase["ok"] is not None]
-    fault = f"; injected fault: {report.injected}" if report.injected else ""
+    fault = f"; injected fault: {report.injected_fault}" if report.injected_fault else ""
     if report.ok and not failed:
         skipped = len(report.phases) - len(ran)
         left = f", {skipped} not run" if skipped else ""
@@ -265,7 +265,7 @@ def _oracles_text(phase: Mapping[str, Any]) -> str:
 
 
 def first_cause(report: RobustnessReport) -> dict[str, Any] | None:
-    """Return the first failure of a run: `phase`, `oracle` (None if the phase has none) and `cause` in words.
+    """Return the first failure of a run: `phase`, `check` (None if the phase has none) and `cause` in words.
 
     Later phases repeat the failure of an earlier one, as every step spreads it. None if no phase failed.
     """
@@ -280,14 +280,14 @@ def first_cause(report: RobustnessReport) -> dict[str, Any] | None:
                 or next(iter(notes_of(phase)), "")
                 or "unknown"
             )
-            return {"phase": str(phase["name"]), "oracle": oracle, "cause": str(cause)}
+            return {"phase": str(phase["name"]), "check": oracle, "cause": str(cause)}
     return None
 
 
 def cause_text(report: RobustnessReport) -> str | None:
-    """Return the first failure in one line: `cause: resume, oracle rng: ...`; None if no phase failed."""
+    """Return the first failure in one line: `cause: resume, check rng: ...`; None if no phase failed."""
     found = first_cause(report)
     if found is None:
         return None
-    oracle = f", oracle {found['oracle']}" if found["oracle"] else ""
+    oracle = f", check {found['check']}" if found["check"] else ""
     return f"cause: {found['phase']}{oracle}: {found['cause']}"

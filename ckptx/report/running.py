@@ -39,24 +39,25 @@ def run_text(report: RunReport) -> str:
         lines.append(
             f"memory     peak of tensors (max over ranks): forecast {human_bytes(report.forecast_peak)}{measured}"
         )
-    if report.reference_pieces > 1:
-        lines.append(f"reference  run in {report.reference_pieces} parts, one after another")
-    for key, (configured, used) in report.windows.items():
+    if report.reference_parts > 1:
+        lines.append(f"reference  run in {report.reference_parts} parts, one after another")
+    for key, (configured, used) in report.attention_windows.items():
         lines.append(f"{key} {configured:,} reduced to {used:,} on both sides, so that the sequence exceeds it")
-    if report.wrapped_layers:
-        lines.append(f"activation checkpointing of {counted(report.wrapped_layers, 'layer')}")
+    if report.checkpointed_layers:
+        lines.append(f"activation checkpointing of {counted(report.checkpointed_layers, 'layer')}")
     lines += _gathered_lines(report)
     lines.append(
         f"logits     max abs difference {_number_text(report.max_abs)} "
-        f"(tolerance {_number_text(report.max_abs_limit)}), "
+        f"(tolerance {_number_text(report.max_abs_tolerance)}), "
         f"KL {_number_text(report.kl)}, cosine {float(report.cosine):.9g}"
     )
     loss, reference = float(report.loss), float(report.loss_reference)
     lines.append(
-        f"loss       {loss:.7g}, difference {abs(loss - reference):.3g} (tolerance {_number_text(report.loss_limit)})"
+        f"loss       {loss:.7g}, difference {abs(loss - reference):.3g} "
+        f"(tolerance {_number_text(report.loss_tolerance)})"
     )
-    if report.grad_of_limit is not None and report.grad_max_abs is not None:
-        name, share = report.grad_of_limit
+    if report.grad_closest_to_tolerance is not None and report.grad_max_abs is not None:
+        name, share = report.grad_closest_to_tolerance
         is_shown = name and not report.differing
         nearest = f"; closest to its tolerance: {name} ({float(share):.0%})" if is_shown else ""
         lines.append(
@@ -72,8 +73,8 @@ def _gathered_lines(report: RunReport) -> list[str]:
     """Return warnings about modules whose shards were gathered instead of used as stored."""
     lines = []
     for what, kept in (
-        ("parameters", [row for row in report.gathered if row["what"] == "parameters"]),
-        ("outputs", [row for row in report.gathered if row["what"] == "output" and not row["aligned"]]),
+        ("parameters", [row for row in report.gathered_modules if row["what"] == "parameters"]),
+        ("outputs", [row for row in report.gathered_modules if row["what"] == "output" and not row["aligned"]]),
     ):
         if not kept:
             continue
@@ -99,30 +100,30 @@ def _verdict_text(report: RunReport) -> str:
     """Return the verdict: the levels that differ or are equal, and those that are inconclusive."""
     levels = _LEVELS if report.gradients is not None else _LEVELS[:-1]
     different = {row["level"] for row in report.differing}
-    undecided = {row["level"] for row in report.undecided} - different
+    inconclusive = {row["level"] for row in report.inconclusive} - different
     if different:
         words = [f"DIFFERENT: {', '.join(level for level in levels if level in different)}"]
     else:
-        words = [f"equal: {', '.join(level for level in levels if level not in undecided)}"]
-    if undecided:
-        words.append(f"INCONCLUSIVE: {', '.join(level for level in levels if level in undecided)}")
+        words = [f"equal: {', '.join(level for level in levels if level not in inconclusive)}"]
+    if inconclusive:
+        words.append(f"INCONCLUSIVE: {', '.join(level for level in levels if level in inconclusive)}")
     return "; ".join(words)
 
 
 def _inconclusive_lines(report: RunReport) -> list[str]:
     """Return a line for each level with results that are no larger than their tolerance."""
     lines = []
-    forward, gradients = ([row for row in report.undecided if row["level"] == level] for level in _LEVELS[2:])
+    forward, gradients = ([row for row in report.inconclusive if row["level"] == level] for level in _LEVELS[2:])
     if forward:
         lines.append(
-            f"logits     inconclusive: tolerance {_number_text(report.max_abs_limit)} for rounding in "
-            f"{report.compute_dtype}, standard deviation of the logits {_number_text(report.logits_deviation)}"
+            f"logits     inconclusive: tolerance {_number_text(report.max_abs_tolerance)} for rounding in "
+            f"{report.compute_dtype}, standard deviation of the logits {_number_text(report.logits_std)}"
         )
     if gradients:
         first = gradients[0]
         lines.append(
             f"gradients  {len(gradients)} of {report.gradients} inconclusive, first {first['name']}: tolerance "
-            f"{_number_text(first['limit'])} for rounding, largest value {_number_text(first['size'])}"
+            f"{_number_text(first['tolerance'])} for rounding, largest value {_number_text(first['magnitude'])}"
         )
     if lines and report.compute_dtype != "float32":
         lines.append("           use --compute-dtype fp32 for a smaller tolerance")
@@ -154,7 +155,7 @@ def _difference_text(level: str, found: list[dict[str, Any]]) -> str:
     worst = max(found, key=lambda row: float(row["max_abs"]))
     return (
         worst.get("what")
-        or f"max abs difference {_number_text(worst['max_abs'])}, tolerance {_number_text(worst['limit'])}"
+        or f"max abs difference {_number_text(worst['max_abs'])}, tolerance {_number_text(worst['tolerance'])}"
     )
 
 

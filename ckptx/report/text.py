@@ -31,7 +31,9 @@ def conversion_text(report: ConversionReport) -> str:
     lines = [_output_line(report)]
     if report.dry_run:
         files = report.files or ()
-        lines[0] += f"; would read {human_bytes(report.bytes_read)}; buffers up to {human_bytes(report.memory or 0)}"
+        lines[0] += (
+            f"; would read {human_bytes(report.bytes_read)}; buffers up to {human_bytes(report.buffer_bytes or 0)}"
+        )
         lines += [
             f"  {row['name']}  {human_bytes(row['bytes'])}" + _tensors_text(row["tensors"])
             for row in _first_rows(files)
@@ -40,8 +42,8 @@ def conversion_text(report: ConversionReport) -> str:
             lines.append(f"  and {counted(len(files) - _MOST_ROWS, 'more file')}, --json lists all")
     if report.architecture:
         lines.append(f"architecture: {report.architecture['class']} ({report.architecture['known_from']})")
-    if report.fit and report.fit["note"]:
-        lines.append(f"config.json: {report.fit['note']}")
+    if report.config_check and report.config_check["note"]:
+        lines.append(f"config.json: {report.config_check['note']}")
     if report.prefix:
         lines.append(f'prefix: "{report.prefix}" removed from names')
     lines.append(f"dtypes: {_dtypes_text(report)}")
@@ -56,7 +58,7 @@ def conversion_text(report: ConversionReport) -> str:
     for reason, count in Counter(row["reason"] for row in report.dropped).items():
         lines.append(f"dropped: {counted(count, 'tensor')} ({reason})")
     lines += [f"config.json: {row['key']}: {_edit_text(row)}" for row in report.edits]
-    kept = report.kept_dtype
+    kept = report.dtype_unchanged
     if kept:
         lines.append(f"dtype kept: {counted(len(kept), 'tensor')} ({kept[0]}{', ...' if len(kept) > 1 else ''})")
     lines.append(_source_line(report))
@@ -139,23 +141,28 @@ def inspect_text(report: InspectionReport) -> str:
     optimizer = report.optimizer
     if optimizer["tensors"]:
         lines.append(f"  optimizer     {counted(optimizer['tensors'], 'tensor')}, {human_bytes(optimizer['bytes'])}")
-    if report.other:
-        lines.append(f"  other         {counted(len(report.other), 'tensor')}: {_first_names(report.other)}")
+    if report.other_tensors:
+        lines.append(
+            f"  other         {counted(len(report.other_tensors), 'tensor')}: {_first_names(report.other_tensors)}"
+        )
     if report.objects:
         lines.append(f"  objects       {report.objects} pickled, not loaded")
-    lines += [f"  shared        {' = '.join(names)}" for names in _first_rows(report.shared)]
+    lines += [f"  shared        {' = '.join(names)}" for names in _first_rows(report.alias_groups)]
     lines += [
-        f"  tied          {' = '.join(names)}, stored separately, counted once" for names in _first_rows(report.tied)
+        f"  tied          {' = '.join(names)}, stored separately, counted once"
+        for names in _first_rows(report.tied_groups)
     ]
-    if report.unknown:
-        lines.append(f"  unknown       {counted(len(report.unknown), 'tensor')}: {_first_names(report.unknown)}")
+    if report.unknown_tensors:
+        lines.append(
+            f"  unknown       {counted(len(report.unknown_tensors), 'tensor')}: {_first_names(report.unknown_tensors)}"
+        )
     if report.sidecars:
         lines.append(f"  sidecars      {_first_names(report.sidecars, 12)}")
-    if report.listed is not None:
+    if report.selected_tensors is not None:
         lines += _table(
             [
                 [row["name"], row["dtype"], str(row["shape"]), human_bytes(row["bytes"]), ", ".join(row["files"])]
-                for row in report.listed
+                for row in report.selected_tensors
             ]
         )
     elif report.by_rank is None:
@@ -179,7 +186,7 @@ def _names_text(report: Report) -> str:
 
 def diff_text(report: DiffReport) -> str:
     """Return the summary that `diff` prints."""
-    lines = [f"tied: {row['name']} only in {row['only_in']}, tied to {row['tied_to']}" for row in report.tied]
+    lines = [f"tied: {row['name']} only in {row['only_in']}, tied to {row['tied_to']}" for row in report.tied_tensors]
     lines += _difference_lines(report.differing)
     verdict = "differ" if report.exit else "have equal names, shapes and dtypes"
     lines.append(f"{counted(report.compared, 'common name')}: the checkpoints {verdict}")

@@ -187,7 +187,7 @@ class _CommandPhases:
         first, (end, losses) = self._ends[0], found
         self._ends = (first, end)
         self._noise = largest(distance(*pair) for pair in _pairs(self._losses, losses.by_step, 0))
-        self.judge.noise = {"loss": {"repeated": plain_number(self._noise), "moved": None}}
+        self.judge.noise = {"loss": {"repeated": plain_number(self._noise), "perturbed": None}}
         by_time = noisy_files(first, end, {})
         verdicts = compare([_without(first, by_time)], [_without(end, by_time)])
         notes = [*losses.notes, f"noise of the loss: {self._noise:.3g}"]

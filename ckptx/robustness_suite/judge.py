@@ -85,7 +85,7 @@ def phase_row(
         "title": title,
         "ok": found.ok,
         "seconds": seconds,
-        "oracles": [each.row() for each in found.verdicts],
+        "checks": [each.row() for each in found.verdicts],
         "notes": [*found.notes, *([found.skipped] if found.skipped else [])],
         "memory": memory,
     }
@@ -99,7 +99,18 @@ def rows_of_differences(phase: int | str, verdicts: Iterable[Verdict]) -> list[d
         phase: Number of the phase, or its name where it has no number: the items of a command are of no rank.
         verdicts: The verdicts of its oracles.
     """
-    rows = [{"phase": phase, **each._asdict()} for verdict in verdicts for each in verdict.differences]
+    rows = [
+        {
+            "phase": phase,
+            "check": each.oracle,
+            "item": each.item,
+            "rank": each.rank,
+            "reference": each.reference,
+            "actual": each.found,
+        }
+        for verdict in verdicts
+        for each in verdict.differences
+    ]
     unknown = () if isinstance(phase, int) else ("rank",)
     return [{key: value for key, value in row.items() if key not in unknown} for row in rows]
 

@@ -69,8 +69,8 @@ class Verdict(NamedTuple):
         differences: Items that differ.
         value: Largest difference of a measurement; None for an exact oracle.
         limit: Tolerance of `value`; None for an exact oracle.
-        times_noise: Tolerance as a multiple of the noise; None if equal bits are required and the tolerance is 0.
-        noise: Noise that the tolerance is a multiple of; None if `times_noise` is.
+        noise_factor: Tolerance as a multiple of the noise; None if equal bits are required and the tolerance is 0.
+        noise: Noise that the tolerance is a multiple of; None if `noise_factor` is.
         is_widened: True if the recipe raised the tolerance above its default.
     """
 
@@ -79,7 +79,7 @@ class Verdict(NamedTuple):
     differences: Sequence[Difference] = ()
     value: float | None = None
     limit: float | None = None
-    times_noise: float | None = None
+    noise_factor: float | None = None
     noise: float | None = None
     is_widened: bool = False
 
@@ -101,10 +101,10 @@ class Verdict(NamedTuple):
             "count": len(self.differences),
             "differing": [each.item for each in self.differences[:_SHOWN]],
             "value": plain_number(self.value),
-            "limit": plain_number(self.limit),
-            "times_noise": self.times_noise,
+            "tolerance": plain_number(self.limit),
+            "noise_factor": self.noise_factor,
             "noise": plain_number(self.noise),
-            "widened": self.is_widened,
+            "is_widened": self.is_widened,
         }
 
 
@@ -187,7 +187,7 @@ def within_noise(
     if noise is None:
         return Verdict(oracle, compared, value=value, limit=0.0)
     return Verdict(
-        oracle, compared, value=value, limit=times * noise, times_noise=times, noise=noise, is_widened=times > default
+        oracle, compared, value=value, limit=times * noise, noise_factor=times, noise=noise, is_widened=times > default
     )
 
 

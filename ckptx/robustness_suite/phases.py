@@ -251,7 +251,7 @@ def kills(session: Session) -> Findings:
             after = session.run_task("left_over", root, good + 1, before.digests)
             faults += [f"after the next save: {each}" for each in after.faults]
         session.kills.append(
-            {"at": at, "ranks": ended, "asynchronous": is_asynchronous, "latest": left.latest, "ok": not faults}
+            {"operation": at, "ranks": ended, "is_async": is_asynchronous, "latest_step": left.latest, "ok": not faults}
         )
         differences = [Difference("readable", at, None, "only the last good step", each) for each in faults]
         found.verdicts.append(Verdict("readable", 1, differences))

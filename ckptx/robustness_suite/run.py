@@ -76,7 +76,7 @@ def robustness(options: RobustnessOptions) -> RobustnessReport:
                 )
                 if ranks.is_launched:  # all ranks use the temporary folder of rank 0
                     folder = session.out = session.run_task("agreed", folder)
-                    report = replace(report, out=str(folder))
+                    report = replace(report, output_dir=str(folder))
                 on_phase(report)
                 session.source, session.devices = session.run_task("prepared", read, folder / "source")
                 session.is_exact = session.devices is None
@@ -94,7 +94,7 @@ def robustness(options: RobustnessOptions) -> RobustnessReport:
         raise
     if is_mine and not report.exit:
         shutil.rmtree(folder, ignore_errors=True)
-        report = replace(report, out="")
+        report = replace(report, output_dir="")
     return stopwatch.stop(replace(report, warnings=log.notes, cause=first_cause(report)))
 
 
@@ -134,7 +134,7 @@ def _run_external(
     assert recipe.train is not None
     report = replace(report, trainer=recipe.train.command, layout={})
     found = run_external(
-        recipe, Path(report.out), log, lambda so_far: on_phase(so_far.report(report)), folder=path.parent
+        recipe, Path(report.output_dir), log, lambda so_far: on_phase(so_far.report(report)), folder=path.parent
     )
     return found.report(report, log)
 
@@ -224,8 +224,8 @@ def _report(recipe: Recipe, path: Path, settings: Sequence[str], inject: str | N
         recipe=recipe.name,
         recipe_file=str(path),
         settings=dict(each.partition("=")[::2] for each in settings),
-        injected=inject,
-        out=str(out),
+        injected_fault=inject,
+        output_dir=str(out),
         world_size=dims.world_size,
         layout={"tp": dims.tp, "pp": dims.pp, "dp_shard": dims.dp_shard, "dp_replicate": dims.dp_replicate},
         trainer="ckptx",

@@ -202,7 +202,8 @@ class Session:
                 for draw in range(DRAWS)
             ]
             self._found["noise"] = {
-                kind: {"repeated": repeated[kind], "moved": largest(each[kind] for each in moved)} for kind in repeated
+                kind: {"repeated": repeated[kind], "perturbed": largest(each[kind] for each in moved)}
+                for kind in repeated
             }
         found: Mapping[str, Mapping[str, float]] = self._found["noise"]
         return found

@@ -19,7 +19,7 @@ def test_a_tied_head_counts_once_in_every_format(tmp_path: Path) -> None:
     ckptx.convert("hf2dcp", tmp_path / "hf", tmp_path / "dcp")
     there, here = ckptx.inspect(tmp_path / "hf"), ckptx.inspect(tmp_path / "dcp")
     assert here.tensors == there.tensors + 1
-    assert here.shared == [["model.embed_tokens.weight", "lm_head.weight"]]
+    assert here.alias_groups == [["model.embed_tokens.weight", "lm_head.weight"]]
     for key in ("parameters", "bytes"):
         assert getattr(here, key) == getattr(there, key)
     groups = {row["pattern"]: row for row in here.groups}
@@ -35,13 +35,13 @@ def test_what_is_not_the_model_is_told_apart(tmp_path: Path) -> None:
     report = ckptx.inspect(tmp_path / "dcp")
     assert report.prefix == "model."
     assert report.optimizer["tensors"] == len(moments)
-    assert report.other == ["train_state.step"]
-    assert not report.unknown
+    assert report.other_tensors == ["train_state.step"]
+    assert not report.unknown_tensors
 
 
 def test_a_glob_lists_what_matches(tmp_path: Path) -> None:
     write_hf(tmp_path / "hf", llama(), shards=2)
-    listed = ckptx.inspect(tmp_path / "hf", match="*norm*").listed
+    listed = ckptx.inspect(tmp_path / "hf", match="*norm*").selected_tensors
     assert {row["name"] for row in listed} == {name for name in llama() if "norm" in name}
     row = next(row for row in listed if row["name"] == "model.norm.weight")
     assert (row["dtype"], row["shape"], row["bytes"], row["chunks"]) == ("BF16", [8], 16, 1)
@@ -82,8 +82,8 @@ def test_bytes_of_ranks_are_those_stock_torch_reads(cut: Path) -> None:
 def test_a_glob_narrows_ranks(cut: Path) -> None:
     report = ckptx.inspect(cut, ranks=True, match="model.norm.weight")
     assert [(row["rank"], row["bytes"]) for row in report.ranks if row["tensors"]] == [(4, 8), (6, 8)]
-    assert report.listed is None and "listed" not in report.to_dict()
-    assert ckptx.inspect(cut, ranks=True, tensors=True, match="*norm*").to_dict()["listed"]
+    assert report.selected_tensors is None and "selected_tensors" not in report.to_dict()
+    assert ckptx.inspect(cut, ranks=True, tensors=True, match="*norm*").to_dict()["selected_tensors"]
 
 
 @pytest.mark.parametrize("spoil", ["gone", "damaged", "of other files"])
@@ -106,7 +106,7 @@ def test_without_a_manifest_ranks_come_from_file_names(cut: Path, spoil: str) ->
 def test_what_is_not_cut_is_told_by_file(tmp_path: Path) -> None:
     write_hf(tmp_path / "hf", llama(), shards=2)
     report = ckptx.inspect(tmp_path / "hf", ranks=True)
-    assert report.ranks == [] and report.by_rank.cut_tensors == 0
+    assert report.ranks == [] and report.by_rank.sharded_tensors == 0
     assert [row["file"] for row in report.by_rank.by_file] == sorted(report.files)
     assert sum(row["bytes"] for row in report.by_rank.by_file) == report.bytes
 

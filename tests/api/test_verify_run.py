@@ -25,15 +25,15 @@ def report(**changes: Any) -> RunReport:
     made: dict[str, Any] = {
         "command": "verify", "exit": 0, "tensors": 4, "bytes_read": 7, "compared": 4, "world_size": 2,
         "layout": {"tp": 2, "pp": 1, "dp_shard": 1, "dp_replicate": 1}, "stages": 1, "inputs": ["text"],
-        "wrapped_layers": 0,
-        "bubble_fraction": 0.0, "microbatches": 1, "reference_pieces": 1,
-        "tokens": [24, 99], "windows": {}, "unreached": [],
-        "gathered": [],
-        "bytes_read_per_rank": [3, 4], "differing": [], "undecided": [], "compute_dtype": "float32", "max_abs": 0.5,
-        "max_abs_limit": 1.0, "logits_deviation": 2.0, "kl": 0.0,
-        "cosine": "nan", "loss": 1.0, "loss_reference": 1.0, "loss_limit": 0.0, "gradients": 4, "grad_max_abs": 0.0,
-        "grad_of_limit": ["x", 0.5], "first_divergence": None, "gradient_differences": [], "warnings": ["said"],
-        "peak_rss": 123456789, "seconds": 99.0,
+        "checkpointed_layers": 0,
+        "bubble_fraction": 0.0, "microbatches": 1, "reference_parts": 1,
+        "tokens": [24, 99], "attention_windows": {}, "without_gradient": [],
+        "gathered_modules": [],
+        "bytes_read_per_rank": [3, 4], "differing": [], "inconclusive": [], "compute_dtype": "float32", "max_abs": 0.5,
+        "max_abs_tolerance": 1.0, "logits_std": 2.0, "kl": 0.0,
+        "cosine": "nan", "loss": 1.0, "loss_reference": 1.0, "loss_tolerance": 0.0, "gradients": 4, "grad_max_abs": 0.0,
+        "grad_closest_to_tolerance": ["x", 0.5], "first_divergence": None, "gradient_differences": [],
+        "warnings": ["said"], "peak_rss": 123456789, "seconds": 99.0,
     }  # fmt: skip
     return RunReport(**made | changes)
 

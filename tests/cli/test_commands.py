@@ -160,7 +160,7 @@ def test_inspect_lists_what_matches(hf: Path) -> None:
     assert result.stdout.count("layernorm") == 4
     assert "model.norm.weight" in result.stdout
     assert "lm_head.weight" not in result.stdout
-    assert len(document(run("inspect", hf, "--tensors", "--json"))["listed"]) == 21
+    assert len(document(run("inspect", hf, "--tensors", "--json"))["selected_tensors"]) == 21
 
 
 @pytest.mark.parametrize("place", ["before", "between", "after"])

@@ -301,7 +301,9 @@ def test_shards_without_the_last_stage_can_be_taken_as_they_are(hf: Path, tmp_pa
         in looked.stderr
     )
     report = report_of(source, dst, "--allow-config-mismatch")
-    assert {row["name"].split(".")[2] for row in report["fit"]["misfits"] if "layers" in row["name"]} == {"1"}
+    assert {row["name"].split(".")[2] for row in report["config_check"]["mismatches"] if "layers" in row["name"]} == {
+        "1"
+    }
 
 
 @pytest.mark.parametrize(("damage", "said"), FAULTS, ids=[damage.__name__ for damage, _ in FAULTS])

@@ -101,7 +101,7 @@ def test_a_difference_ends_with_1(stub: StubRun, tmp_path: Path) -> None:
     (line,) = ran("-q", "llama_tiny").stdout.splitlines()
     assert line.startswith("FAILED: small: ")
     document = json.loads(ran("llama_tiny", "--json").stdout)
-    assert (document["exit"], document["ok"], document["injected"]) == (1, False, "stale_rng")
+    assert (document["exit"], document["ok"], document["injected_fault"]) == (1, False, "stale_rng")
 
 
 @pytest.mark.parametrize("error", [UsageError("x"), InputError("x"), EnvironmentProblem("x"), KeyboardInterrupt()])

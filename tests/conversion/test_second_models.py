@@ -101,9 +101,9 @@ def test_inspect_describes_one_and_names_the_others(tmp_path: Path) -> None:
     assert report.exit == 0 and any("holds 2 complete models" in note for note in report.warnings)
     for prefix, other in (("model.", "ema."), ("ema.", "model.")):
         report = ckptx.inspect(saved, source_prefix=prefix)
-        assert report.prefix == prefix and not report.unknown
+        assert report.prefix == prefix and not report.unknown_tensors
         assert any(f'second model under "{other}"' in note for note in report.warnings)
-        assert sorted(report.other) == sorted(other + name for name in MODEL)
+        assert sorted(report.other_tensors) == sorted(other + name for name in MODEL)
     with pytest.raises(UsageError, match="--source-prefix"):
         ckptx.inspect(write_hf(tmp_path / "hf", MODEL), source_prefix="model.")
 

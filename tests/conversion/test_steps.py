@@ -105,7 +105,7 @@ def test_a_model_that_does_not_fit_is_refused_or_noted(tmp_path: Path) -> None:
         with pytest.raises(InputError, match="allow-config-mismatch"):
             check_against_config(view, allow_config_mismatch=False)
         held = check_against_config(view, allow_config_mismatch=True)
-        assert held.fit is not None and [each.name for each in held.fit.misfits] == [NORM]
+        assert held.fit is not None and [each.name for each in held.fit.mismatches] == [NORM]
         assert (
             held.notes[0]
             == '1 tensor unknown to LlamaForCausalLM, passed through: "strange" (outside of the modules of the class)'

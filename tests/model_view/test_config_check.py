@@ -107,7 +107,7 @@ def llama_shapes(**sizes: int) -> dict[str, Shape]:
 def test_every_recipe_fits(name: str) -> None:
     config, shapes = recipe(name)
     found = fit(config, shapes)
-    assert found.misfits == ()
+    assert found.mismatches == ()
     assert found.checked == "names and shapes"
 
 
@@ -115,7 +115,7 @@ def test_every_recipe_fits(name: str) -> None:
 def test_every_popular_class_fits(name: str) -> None:
     config, shapes = popular(name)
     found = fit(config, shapes)
-    assert found.misfits == ()
+    assert found.mismatches == ()
     assert found.checked == ("layers" if name in UNMEASURED else "names and shapes")
 
 
@@ -124,7 +124,7 @@ def test_half_an_embedding_of_any_popular_class_is_found(name: str) -> None:
     config, shapes = popular(name)
     tables = (each for each, shape in shapes.items() if len(shape) == 2 and ("embed" in each or "wte" in each))
     table = next(each for each in tables if "vision" not in each)
-    assert fit(config, {**shapes, table: (shapes[table][0] // 2, *shapes[table][1:])}).misfits
+    assert fit(config, {**shapes, table: (shapes[table][0] // 2, *shapes[table][1:])}).mismatches
 
 
 LAYERS, MILLION = {"num_hidden_layers": 65_536}, {"num_experts": 1 << 20}
@@ -146,9 +146,9 @@ def test_whatever_counts_a_config_has_no_more_is_looked_for_than_is_named(
         shapes[f"model.layers.0.mlp.experts.{index}.up_proj.weight"] = (24, 16)
         shapes[f"model.layers.{index}.input_layernorm.weight"] = (16,)
     found = fit({**EXPERTS, **counts}, shapes)
-    assert 0 < len(found.misfits) < 1100
+    assert 0 < len(found.mismatches) < 1100
     if "num_hidden_layers" in counts:
-        assert found.is_cut_short and "; and over " in found.summary("x")
+        assert found.is_truncated and "; and over " in found.summary("x")
 
 
 # Lists of which the number does not follow from the config: towers of Gemma 4, a projector of two linear layers.
@@ -170,7 +170,7 @@ def test_a_layer_of_any_recipe_that_is_wholly_gone_is_found(name: str) -> None:
         for index in {min(indices), max(indices)}:
             rest = {each: shape for each, shape in shapes.items() if not each.startswith(f"{path}.{index}.")}
             is_uncounted = config["model_type"].startswith(("gemma4", "qwen")) and UNCOUNTED.fullmatch(path)
-            assert fit(config, rest).misfits or is_uncounted, f"{path}.{index}"
+            assert fit(config, rest).mismatches or is_uncounted, f"{path}.{index}"
 
 
 @pytest.mark.sampled(6)
@@ -180,7 +180,9 @@ def test_half_a_tensor_of_any_recipe_is_found(name: str) -> None:
     config, shapes = recipe(name)
     assert shape_rules(config["architectures"][0]) is not None
     large = [each for each, shape in shapes.items() if shape and shape[0] > 1]
-    found = [each for each in large if fit(config, {**shapes, each: (shapes[each][0] // 2, *shapes[each][1:])}).misfits]
+    found = [
+        each for each in large if fit(config, {**shapes, each: (shapes[each][0] // 2, *shapes[each][1:])}).mismatches
+    ]
     assert len(found) >= LEAST.get(name, 0.3) * len(large), set(large) - set(found)
 
 
@@ -192,12 +194,12 @@ def test_experts_fit_as_they_are_published_and_as_the_model_has_them() -> None:
 def test_a_base_model_without_its_prefix_fits(prefix: str) -> None:
     shapes = {name.removeprefix("model."): shape for name, shape in llama_shapes().items() if name != "lm_head.weight"}
     config = {**CONFIG, "architectures": ["LlamaModel"]}
-    assert fit(config, {prefix + name: shape for name, shape in shapes.items()}).misfits == ()
+    assert fit(config, {prefix + name: shape for name, shape in shapes.items()}).mismatches == ()
 
 
 def test_names_that_the_model_does_not_have_are_no_misfit() -> None:
     shapes = {**llama_shapes(), "mtp.head.weight": (3, 3), "model.layers.0.self_attn.rotary_emb.inv_freq": (2,)}
-    assert fit(CONFIG, shapes).misfits == ()
+    assert fit(CONFIG, shapes).mismatches == ()
 
 
 def test_a_config_that_names_the_class_alone_is_not_held_against_anything() -> None:
@@ -209,13 +211,13 @@ def test_quantized_modules_have_forms_of_their_own(leaf: str) -> None:
     shapes = llama_shapes()
     at = "model.layers.1.mlp.up_proj"
     shapes = {name: shape for name, shape in shapes.items() if name != f"{at}.weight"}
-    assert fit(CONFIG, {**shapes, f"{at}.{leaf}": (3, 24), f"{at}.scales": (1, 24)}).misfits == ()
-    assert fit(CONFIG, shapes).misfits[0].name == f"{at}.weight"
+    assert fit(CONFIG, {**shapes, f"{at}.{leaf}": (3, 24), f"{at}.scales": (1, 24)}).mismatches == ()
+    assert fit(CONFIG, shapes).mismatches[0].name == f"{at}.weight"
 
 
 @pytest.mark.parametrize("dtype", ["I8", "U8", "F8_E4M3"])
 def test_the_shape_of_what_is_no_plain_float_is_not_judged(dtype: str) -> None:
-    assert fit(CONFIG, dict.fromkeys(llama_shapes(), (3, 3)), dtype).misfits == ()
+    assert fit(CONFIG, dict.fromkeys(llama_shapes(), (3, 3)), dtype).mismatches == ()
 
 
 # ------------------------------------------------------------------------------- what does not
@@ -228,7 +230,7 @@ def test_a_tensor_that_is_gone_is_named(model: str, data: st.DataObject) -> None
     config, shapes = (CONFIG, llama_shapes()) if model == "llama" else (EXPERTS, published_experts())
     names = sorted(set(shapes) - {"lm_head.weight", "model.embed_tokens.weight"})  # those are for whoever decides ties
     gone = data.draw(st.lists(st.sampled_from(names), min_size=1, max_size=4, unique=True))
-    found = {each.name for each in fit(config, {name: s for name, s in shapes.items() if name not in gone}).misfits}
+    found = {each.name for each in fit(config, {name: s for name, s in shapes.items() if name not in gone}).mismatches}
     assert found == set(gone) or {name.replace("gate_proj", "up_proj") for name in found} >= {
         name.replace("gate_proj", "up_proj") for name in gone
     }
@@ -251,7 +253,7 @@ def test_a_tensor_of_another_shape_is_named(model: str, data: st.DataObject) -> 
         del shape[dim]
     else:
         shape = [*shape, 1]
-    found = fit(config, {**shapes, name: tuple(shape)}).misfits
+    found = fit(config, {**shapes, name: tuple(shape)}).mismatches
     assert [each.name for each in found] == [name]
     assert str(shape) in found[0].found
     assert str(list(shapes[name])) in found[0].needed
@@ -263,41 +265,41 @@ def test_another_number_in_the_config_does_not_fit(key: str, other: int) -> None
     found = fit({**CONFIG, key: other}, llama_shapes())
     same = other == SIZES[key] or (key == "num_attention_heads" and 8 // other * other == 8 and 8 // other * 2 == 8)
     if same:
-        assert found.misfits == ()
+        assert found.mismatches == ()
     elif key != "num_attention_heads" and key != "num_key_value_heads":
-        assert found.misfits
+        assert found.mismatches
 
 
 @pytest.mark.parametrize("layers", [1, 3, 4, 8])
 def test_layers_are_counted(layers: int) -> None:
     found = fit({**CONFIG, "num_hidden_layers": layers}, llama_shapes(layers=2))
-    assert found.misfits
-    assert all(each.name.startswith("model.layers.") for each in found.misfits)
+    assert found.mismatches
+    assert all(each.name.startswith("model.layers.") for each in found.mismatches)
 
 
 def test_a_layer_that_predicts_further_tokens_is_not_one_too_many() -> None:
     extra = {name: shape for name, shape in llama_shapes(layers=3).items() if ".2." in name}
     shapes = llama_shapes(layers=2)
-    assert fit(CONFIG, {**shapes, **extra}).misfits
-    assert fit(CONFIG, {**shapes, **extra, "model.layers.2.eh_proj.weight": (8, 16)}).misfits == ()
-    assert fit({**CONFIG, "num_nextn_predict_layers": 1}, {**shapes, **extra}).misfits == ()
+    assert fit(CONFIG, {**shapes, **extra}).mismatches
+    assert fit(CONFIG, {**shapes, **extra, "model.layers.2.eh_proj.weight": (8, 16)}).mismatches == ()
+    assert fit({**CONFIG, "num_nextn_predict_layers": 1}, {**shapes, **extra}).mismatches == ()
 
 
 def test_one_expert_more_or_less_is_named() -> None:
     shapes = published_experts()
     last = "model.layers.1.mlp.experts.3."
     fewer = {name: shape for name, shape in shapes.items() if not name.startswith(last)}
-    assert {each.name for each in fit(EXPERTS, fewer).misfits} == {name for name in shapes if name.startswith(last)}
+    assert {each.name for each in fit(EXPERTS, fewer).mismatches} == {name for name in shapes if name.startswith(last)}
     more = {**shapes, "model.layers.1.mlp.experts.4.up_proj.weight": (24, 16)}
-    assert "model.layers.1.mlp.experts.4.up_proj.weight" in {each.name for each in fit(EXPERTS, more).misfits}
+    assert "model.layers.1.mlp.experts.4.up_proj.weight" in {each.name for each in fit(EXPERTS, more).mismatches}
 
 
 def test_a_class_without_rows_has_its_layers_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ckptx.architecture.shapes.shape_rules", lambda name: None)
     found = fit({**CONFIG, "num_hidden_layers": 4}, llama_shapes())
     assert found.checked == "layers"
-    assert [each.name for each in found.misfits] == ["model.layers.2", "model.layers.3"]
-    assert "shapes not checked" in str(replace(found, misfits=()).note)
+    assert [each.name for each in found.mismatches] == ["model.layers.2", "model.layers.3"]
+    assert "shapes not checked" in str(replace(found, mismatches=()).note)
 
 
 @pytest.mark.parametrize("rows", [15, 16, 17])
@@ -306,7 +308,7 @@ def test_a_class_without_rows_has_the_rows_of_its_embeddings_counted(
 ) -> None:
     monkeypatch.setattr("ckptx.architecture.shapes.shape_rules", lambda name: None)
     found = fit(CONFIG, {**llama_shapes(), "model.embed_tokens.weight": (rows, 8)})
-    assert [each.name for each in found.misfits] == ["model.embed_tokens.weight"] * (rows < 16)
+    assert [each.name for each in found.mismatches] == ["model.embed_tokens.weight"] * (rows < 16)
 
 
 # --------------------------------------------------------------------------------- the commands
@@ -379,7 +381,7 @@ def test_what_does_not_fit_is_refused_unless_allowed(tmp_path: Path, case: str, 
     assert not (tmp_path / "out").exists()
     report = COMMANDS[command](tmp_path, allow_config_mismatch=True)
     assert report.ok
-    assert report.fit["misfits"]
+    assert report.config_check["mismatches"]
     assert any("does not match its config" in each for each in report.warnings)
 
 
@@ -389,7 +391,7 @@ def test_inspect_diff_and_verify_only_note_it(tmp_path: Path, case: str) -> None
     write_hf(tmp_path / "a", tensors, config={**CONFIG, **changes})
     report = ckptx.inspect(tmp_path / "a")
     assert report.ok
-    assert report.fit["misfits"]
+    assert report.config_check["mismatches"]
     compared, verified = ckptx.diff(tmp_path / "a", tmp_path / "a"), ckptx.verify(tmp_path / "a", tmp_path / "a")
     for each in (report, compared, verified):
         assert each.ok
@@ -404,7 +406,7 @@ def test_what_lies_outside_of_the_class_passes_with_a_warning(tmp_path: Path, co
     write_dcp(tmp_path / "dcp", tensors, config=CONFIG)
     write_dcp(tmp_path / "bare", tensors, config=None)
     report = COMMANDS[command](tmp_path)
-    assert report.ok and report.fit["misfits"] == []
-    assert [row["tensors"] for row in report.fit["extras"]] == [2]
+    assert report.ok and report.config_check["mismatches"] == []
+    assert [row["tensors"] for row in report.config_check["extra_tensors"]] == [2]
     (note,) = (each for each in report.warnings if "passed through" in each)
     assert note.startswith('2 tensors unknown to LlamaForCausalLM, passed through: "vision_tower.blocks.0.weight"')

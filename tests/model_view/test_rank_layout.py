@@ -124,7 +124,7 @@ def test_bytes_add_up_by_rank_and_a_shared_name_adds_nothing() -> None:
     assert layout.balance() == {
         "mean": 21.0, "max": 26, "max_rank": 1, "min": 16, "min_rank": 0, "max_over_mean": 26 / 21,
     }  # fmt: skip
-    assert layout.cut_tensors == 2
+    assert layout.sharded_tensors == 2
     assert layout.outside == {0: ["norm", "twin"]}
 
 
@@ -132,7 +132,7 @@ def test_a_replica_takes_room_and_is_no_cut() -> None:
     whole_tensor = {"layers.0.norm": [(0, whole((4,)))]}
     layout = look(catalog_of(whole_tensor, {"layers.0.norm": [(1, whole((4,)))]}), ParallelDims(tp=2))
     assert [h.nbytes for h in layout.holders] == [8, 8]
-    assert layout.cut_tensors == 0
+    assert layout.sharded_tensors == 0
     assert [piece.replica for piece in layout.cuts[0].pieces] == [False, True]
 
 

@@ -134,11 +134,11 @@ def test_a_config_fits_exactly_where_transformers_loads_everything(
         with beside(places[weights, False], places[config, False], tmp_path / "pair") as place:
             report = judged_by_transformers(place, SIBLINGS[config].class_name)
             fit = judged(place)
-            assert bool(fit.misfits) == bool(report), (weights, config, report, fit.misfits[:3])
+            assert bool(fit.mismatches) == bool(report), (weights, config, report, fit.mismatches[:3])
             if weights == config:
-                assert not fit.misfits and not fit.extras
+                assert not fit.mismatches and not fit.extras
             for name in report.get("unexpected_keys", ()):
-                assert name in {each.name for each in fit.misfits} or len(fit.misfits) > 0
+                assert name in {each.name for each in fit.mismatches} or len(fit.mismatches) > 0
 
 
 @pytest.mark.parametrize("config", TIED)
@@ -148,11 +148,11 @@ def test_tied_embeddings_hide_no_other_class(places: dict[tuple[str, bool], Path
         with beside(places[weights, True], places[config, True], tmp_path / "pair") as place:
             report = judged_by_transformers(place, SIBLINGS[config].class_name)
             fit = judged(place)
-            assert bool(fit.misfits) == bool(report), (weights, config, report, fit.misfits[:3])
+            assert bool(fit.mismatches) == bool(report), (weights, config, report, fit.mismatches[:3])
 
 
 def test_there_are_pairs_of_both_kinds(places: dict[tuple[str, bool], Path], tmp_path: Path) -> None:
     """Mistral and Llama have the same names, so that both answers occur."""
     with beside(places["mistral", False], places["llama", False], tmp_path / "pair") as place:
-        assert not judged(place).misfits
+        assert not judged(place).mismatches
     assert len(PAIRS) == len(SIBLINGS) * (len(SIBLINGS) - 1)

@@ -226,7 +226,7 @@ def test_tensors_kept_in_float32_are_the_ones_transformers_keeps(
     found = metadata(tmp_path / "dcp")
     still = {name for name, entry in found.items() if entry.properties.dtype is torch.float32}
     assert still == {name for name in found if kept is not None and name.endswith(kept)}
-    assert set(report.kept_dtype or ()) == still
+    assert set(report.dtype_unchanged or ()) == still
 
 
 def test_cast_of_every_kind_of_float_is_that_of_torch(tmp_path: Path) -> None:

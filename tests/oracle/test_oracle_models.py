@@ -143,4 +143,4 @@ def test_every_tensor_is_accounted_for(model: Converted) -> None:
 
 def test_every_name_on_disk_is_known(model: Converted) -> None:
     for report in model.reports:
-        assert list(report.unknown or ()) == []
+        assert list(report.unknown_tensors or ()) == []

@@ -94,7 +94,7 @@ def test_verify_run_reports_the_memory_of_the_largest_rank(tmp_path: Path, mesh:
     assert ran and int(ran[1]) * int(ran[2]) == whole(ran[3]) == document["world_size"]
     assert whole(ran[4]) == document["tensors"] == document["compared"]
     assert sum(document["bytes_read_per_rank"]) == document["bytes_read"]
-    assert document["gathered"] == [] or mesh == ("--tp", "2")
+    assert document["gathered_modules"] == [] or mesh == ("--tp", "2")
 
 
 @pytest.mark.slow
@@ -104,7 +104,7 @@ def test_modules_that_ran_gathered_are_named(tmp_path: Path) -> None:
     write(RECIPES["gpt2"], hf)
     found = watched("verify", hf, hf, "--run", "--tp", "2", "--no-backward", "--report", report)
     assert found["exit"] == 0, found["err"]
-    rows = {row["pattern"]: row for row in json.loads(report.read_text())["gathered"]}
+    rows = {row["pattern"]: row for row in json.loads(report.read_text())["gathered_modules"]}
     layers = json.loads((hf / "config.json").read_text())["n_layer"]
     attention = rows["transformer.h.*.attn"]
     assert (attention["modules"], attention["what"]) == (layers, "parameters")
@@ -148,16 +148,16 @@ def test_forecast_counts_what_it_shows(tmp_path: Path) -> None:
     peak = lines.one(rf"each rank: peak ({SIZE}), ({SIZE}) between steps.*")
     assert is_size(peak[1], row["peak"]) and is_size(peak[2], row["between_steps"])
     assert sum(row["by_kind"].values()) == row["peak"]
-    assert sum(row["between_by_kind"].values()) == row["between_steps"]
+    assert sum(row["between_steps_by_kind"].values()) == row["between_steps"]
     kinds = lines.every(rf"  (\w+) +({SIZE}) +({SIZE})")
     assert [match[1] for match in kinds] == [
-        kind for kind in document["kinds"] if row["by_kind"][kind] or row["between_by_kind"][kind]
+        kind for kind in document["kinds"] if row["by_kind"][kind] or row["between_steps_by_kind"][kind]
     ]
     for match in kinds:
-        assert is_size(match[2], row["by_kind"][match[1]]) and is_size(match[3], row["between_by_kind"][match[1]])
+        assert is_size(match[2], row["by_kind"][match[1]]) and is_size(match[3], row["between_steps_by_kind"][match[1]])
     shown = re.findall(rf"^ +({SIZE})  \w+ +", text, re.MULTILINE)
-    assert len(shown) == len(row["largest"])
-    assert all(is_size(size, each["nbytes"]) for size, each in zip(shown, row["largest"], strict=True))
+    assert len(shown) == len(row["largest_tensors"])
+    assert all(is_size(size, each["bytes"]) for size, each in zip(shown, row["largest_tensors"], strict=True))
     assert whole(re.findall(rf"({NUMBER}) parameters", text)[0]) == document["parameters"]
     assert document["peak_rss_of"] in ("this process", "largest process")
     assert document["peak_rss"] > 100 << 20

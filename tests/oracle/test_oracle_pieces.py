@@ -53,12 +53,21 @@ def test_on_one_rank_both_sides_are_walked_in_pieces(
 ) -> None:
     ckptx.reshard(hf, tmp_path / "cut", to="dcp", pp=2)
     whole, _ = verified(pool, hf, tmp_path / "cut", 1, 1)
-    assert whole["reference_pieces"] == 1
+    assert whole["reference_parts"] == 1
     found, text = verified(pool, hf, tmp_path / "cut", 1, 1, reference_memory=_SMALL, **settings)
     assert_equal(found, text, ParallelDims(), wrapped=6 if settings else 0)
-    assert found["reference_pieces"] > 2
-    assert f"reference  run in {found['reference_pieces']} parts, one after another" in text
-    same = ("loss", "max_abs", "max_abs_limit", "grad_max_abs", "gradients", "compared", "bytes_read", "unreached")
+    assert found["reference_parts"] > 2
+    assert f"reference  run in {found['reference_parts']} parts, one after another" in text
+    same = (
+        "loss",
+        "max_abs",
+        "max_abs_tolerance",
+        "grad_max_abs",
+        "gradients",
+        "compared",
+        "bytes_read",
+        "without_gradient",
+    )
     assert {name: found[name] for name in same} == {name: whole[name] for name in same}
     assert (found["max_abs"], found["grad_max_abs"]) == (0, 0)
 
@@ -70,17 +79,17 @@ def test_ranks_are_held_against_a_reference_in_pieces(pool: GlooPool, hf: Path, 
     whole, _ = verified(pool, hf, hf, **given)
     found, text = verified(pool, hf, hf, reference_memory=_SMALL, **given)
     assert_equal(found, text, ParallelDims(**given))
-    assert (whole["reference_pieces"], found["reference_pieces"] > 2) == (1, True)
-    same = ("loss_reference", "loss_limit", "max_abs_limit", "gradients", "logits_deviation")
+    assert (whole["reference_parts"], found["reference_parts"] > 2) == (1, True)
+    same = ("loss_reference", "loss_tolerance", "max_abs_tolerance", "gradients", "logits_std")
     assert {name: found[name] for name in same} == {name: whole[name] for name in same}
-    limits = [{row["name"]: row["limit"] for row in each["gradient_differences"]} for each in (whole, found)]
+    limits = [{row["name"]: row["tolerance"] for row in each["gradient_differences"]} for each in (whole, found)]
     assert limits[0] == limits[1]
 
 
 def test_without_a_backward_pass_too(pool: GlooPool, hf: Path) -> None:
     found, text = verified(pool, hf, hf, 1, 1, reference_memory=16_000_000, backward=False)
     assert (found["exit"], found["gradients"], found["max_abs"]) == (0, None, 0), text
-    assert found["reference_pieces"] > 1
+    assert found["reference_parts"] > 1
 
 
 def test_the_least_is_named_and_is_enough(pool: GlooPool, hf: Path) -> None:
@@ -129,7 +138,7 @@ def test_what_differs_is_named_in_pieces_and_stages_as_in_the_whole(
         assert found["first_divergence"]["module"] == module
         documents.append(found)
     whole, pieces = documents
-    assert (whole["reference_pieces"], pieces["reference_pieces"] > 1) == (1, True)
+    assert (whole["reference_parts"], pieces["reference_parts"] > 1) == (1, True)
     assert whole["first_divergence"] == pieces["first_divergence"]
     rows = [{(row["level"], row["name"], row.get("max_abs")) for row in each["differing"]} for each in documents]
     assert rows[0] == rows[1]

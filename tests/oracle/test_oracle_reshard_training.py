@@ -300,7 +300,7 @@ def test_a_dropped_optimizer_is_gone(pool: GlooPool, untied: Path, tmp_path: Pat
     every = {part: stock_load(part.parent) for part in (tmp_path / "cut").rglob(".metadata")}
     names = {name for tensors in every.values() for name in tensors}
     assert names == {f"{'model.' if layout == 'model-optim' else ''}{name}" for name in read_expected(tmp_path)}
-    assert report.optimizer["tensors"] == len(report.dropped) == 3 * len(names)
+    assert report.dropped_optimizer["tensors"] == len(report.dropped) == 3 * len(names)
 
 
 def read_expected(root: Path) -> dict[str, torch.Tensor]:

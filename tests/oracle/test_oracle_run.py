@@ -118,7 +118,7 @@ def test_on_one_rank_results_are_equal_bit_for_bit(hf_of: Callable[[str], Path],
     result = CliRunner().invoke(cli, ["verify", *arguments], standalone_mode=False)
     document = json.loads(result.stdout)
     assert (result.return_value, document["exit"], document["world_size"]) == (0, 0, 1)
-    assert document["max_abs"] == document["max_abs_limit"] == document["grad_max_abs"] == 0.0
+    assert document["max_abs"] == document["max_abs_tolerance"] == document["grad_max_abs"] == 0.0
 
 
 def test_the_python_function_runs_models_too(hf_of: Callable[[str], Path]) -> None:

@@ -27,7 +27,7 @@ MORE = tuple(name for name in EVERY if name not in RUN)
 def test_stages_compute_the_same_to_the_last_bit(pool: GlooPool, hf_of: Callable[[str], Path], name: str) -> None:
     document, text = verified(pool, hf_of(name), hf_of(name), 1, 1, pp=2)
     assert_equal(document, text, ParallelDims(pp=2))
-    assert (document["max_abs"], document["max_abs_limit"], document["loss"]) == (0, 0, document["loss_reference"])
+    assert (document["max_abs"], document["max_abs_tolerance"], document["loss"]) == (0, 0, document["loss_reference"])
     assert (document["stages"], document["microbatches"], document["bubble_fraction"]) == (2, 2, 1 / 3)
     assert sum(not row["max_abs"] for row in document["gradient_differences"]) >= document["gradients"] - 1
 
@@ -55,11 +55,11 @@ def test_tp_fsdp2_and_checkpointing_inside_of_stages_stay_within_their_noise(
 ) -> None:
     given = {"tp": 1, "dp_shard": 1, "pp": 2, **mesh}
     document, text = verified(pool, hf_of(name), hf_of(name), **given, **settings)
-    layers = document["wrapped_layers"]
+    layers = document["checkpointed_layers"]
     assert_equal(document, text, ParallelDims(**given), wrapped=layers)
     if "activation_checkpointing" in settings:
         whole, said = verified(pool, hf_of(name), hf_of(name), 1, 1, **settings)
-        assert whole["wrapped_layers"] == layers > 0, said
+        assert whole["checkpointed_layers"] == layers > 0, said
 
 
 @pytest.mark.slow
@@ -70,8 +70,8 @@ def test_compiled_layers_of_stages_stay_within_their_noise(
     """Several microbatches: a graph that keeps something of one must not be used to recompute another."""
     settings = {"compile": True, "activation_checkpointing": mode, "microbatches": 4}
     document, text = verified(pool, hf_of("llama-tied"), hf_of("llama-tied"), 1, 1, pp=2, **settings)
-    assert_equal(document, text, ParallelDims(pp=2), wrapped=document["wrapped_layers"])
-    assert 0 < document["max_abs"] < document["max_abs_limit"], "inductor reorders what eager mode does not"
+    assert_equal(document, text, ParallelDims(pp=2), wrapped=document["checkpointed_layers"])
+    assert 0 < document["max_abs"] < document["max_abs_tolerance"], "inductor reorders what eager mode does not"
 
 
 @pytest.mark.slow
@@ -123,7 +123,7 @@ def test_one_unit_in_the_last_place_is_a_difference(pool: GlooPool, hf_of: Calla
     """Also on the ranks that do not have the reference."""
     document, _ = verified(pool, hf_of("llama-tied"), hf_of("llama-tied"), 1, 1, pp=2, plant="last place")
     (row,) = document["differing"]
-    assert (document["exit"], row["level"], row["rank"], row["limit"]) == (1, "forward", 1, 0)
+    assert (document["exit"], row["level"], row["rank"], row["tolerance"]) == (1, "forward", 1, 0)
 
 
 @pytest.mark.parametrize("to", ["dcp", "safetensors"])

@@ -148,7 +148,7 @@ def test_prefix_is_found_and_optimizer_state_is_counted(
     report = ckptx.convert("dcp2hf", saved, tmp_path / "out", base=str(hf))
     assert_same_tensors(read_hf(tmp_path / "out"), read_file(tmp_path / "expected.safetensors"))
     assert report.prefix == prefix
-    assert report.optimizer == {"tensors": len(state), "bytes": sum(state.values())}
+    assert report.dropped_optimizer == {"tensors": len(state), "bytes": sum(state.values())}
     assert report.objects["count"] == len(objects)
     root = "optimizer." if layout == "two-directories" else ""
     assert {row["name"] for row in report.dropped} == {f"{root}{name}" for name in state}
@@ -255,7 +255,7 @@ def test_a_name_with_and_without_a_wrapper_is_one_tensor_where_the_bytes_are_equ
     dcp.save(dict(wrapped), storage_writer=dcp.FileSystemWriter(tmp_path / "dcp"), no_dist=True)
     report = ckptx.convert("dcp2hf", tmp_path / "dcp", tmp_path / "out", base=str(hf))
     assert any("two names" in warning and "_orig_mod.lm_head.weight" in warning for warning in report.warnings)
-    assert report.ledger["aliases"] == 1 and not report.unknown
+    assert report.ledger["aliases"] == 1 and not report.unknown_tensors
     assert_same_tensors(read_hf(tmp_path / "out"), state)
     wrapped["_orig_mod.lm_head.weight"] += 1
     dcp.save(dict(wrapped), storage_writer=dcp.FileSystemWriter(tmp_path / "other"), no_dist=True)

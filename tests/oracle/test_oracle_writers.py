@@ -85,7 +85,7 @@ def test_names_of_modules_are_known(recipe: str, tmp_path: Path) -> None:
     write(EVERY[recipe], tmp_path / "hf")
     saved = save({f"model.{name}": t for name, t in load(tmp_path / "hf").state_dict().items()}, tmp_path / "dcp")
     report = ckptx.convert("dcp2hf", saved, tmp_path / "out", base=str(tmp_path / "hf"))
-    assert list(report.unknown or ()) == []
+    assert list(report.unknown_tensors or ()) == []
 
 
 # Writers

@@ -15,8 +15,9 @@ def inspected(**fields: Any) -> InspectionReport:
     """A report of `inspect` with these fields, and otherwise of next to nothing."""
     made: dict[str, Any] = {
         "command": "inspect", "path": "made", "format": "dcp", "bytes": 1, "parameters": 1, "architecture": None,
-        "prefix": "", "files": {}, "sidecars": [], "chunks": 9, "shared": [], "tied": [],
-        "optimizer": {"tensors": 0, "bytes": 0}, "other": [], "objects": 0, "unknown": [], "fit": None,
+        "prefix": "", "files": {}, "sidecars": [], "chunks": 9, "alias_groups": [],
+        "tied_groups": [], "optimizer": {"tensors": 0, "bytes": 0}, "other_tensors": [], "objects": 0,
+        "unknown_tensors": [], "config_check": None,
         "groups": [{"pattern": "w", "tensors": 9, "bytes": 1}], "dtypes": {"before": {"F32": 9}, "after": {"F32": 9}},
     }  # fmt: skip
     return InspectionReport(**{**made, **fields})
@@ -38,7 +39,7 @@ def oracle(name: str, differing: Sequence[str] = (), *, compared: int = 185, **m
     """A row of an oracle, as `Verdict.row` makes it."""
     made = {
         "name": name, "ok": not differing, "compared": compared, "count": len(differing), "differing": list(differing),
-        "value": None, "limit": None, "times_noise": None, "noise": None, "widened": False,
+        "value": None, "tolerance": None, "noise_factor": None, "noise": None, "is_widened": False,
     }  # fmt: skip
     return {**made, **more}
 
@@ -47,7 +48,7 @@ def phase(name: str, ok: bool | None = True, *oracles: dict[str, Any], **more: A
     """A row of a phase."""
     memory = {"tensor_bytes": 0, "threads": 8, "baseline_tensor_bytes": 0, "baseline_threads": 8}
     made = {
-        "name": name, "title": f"what {name} proves", "ok": ok, "seconds": 1.25, "oracles": list(oracles), "notes": [],
+        "name": name, "title": f"what {name} proves", "ok": ok, "seconds": 1.25, "checks": list(oracles), "notes": [],
         "memory": None if ok is None else memory,
     }  # fmt: skip
     return {**made, **more}
@@ -56,10 +57,10 @@ def phase(name: str, ok: bool | None = True, *oracles: dict[str, Any], **more: A
 def robust(**fields: Any) -> RobustnessReport:
     """A report of `robustness` with these fields: two phases passed."""
     made: dict[str, Any] = {
-        "command": "robustness", "recipe": "small", "recipe_file": "/recipes/small.yaml", "out": "/runs/out",
+        "command": "robustness", "recipe": "small", "recipe_file": "/recipes/small.yaml", "output_dir": "/runs/out",
         "world_size": 2, "layout": {"tp": 1, "pp": 1, "dp_shard": 2, "dp_replicate": 1}, "trainer": "ckptx",
         "phases": [phase("straight", True, oracle("model")), phase("resume", True, oracle("model"), oracle("rng"))],
-        "noise": {"loss": {"repeated": 0.0, "moved": 4.8e-7}, "logits": None},
+        "noise": {"loss": {"repeated": 0.0, "perturbed": 4.8e-7}, "logits": None},
         "losses": [
             {"run": "straight", "steps": [1, 2, 3, 4], "losses": [6.25, 6.125, 6.0, 5.875]},
             {"run": "resumed", "steps": [3, 4], "losses": [6.0, 5.875]},
@@ -71,7 +72,9 @@ def robust(**fields: Any) -> RobustnessReport:
 
 def broken(**fields: Any) -> RobustnessReport:
     """A report of `robustness` that found something of every kind."""
-    wide = oracle("loss", compared=3, ok=False, value=3e-3, limit=4.8e-5, times_noise=100.0, noise=4.8e-7, widened=True)
+    wide = oracle(
+        "loss", compared=3, ok=False, value=3e-3, tolerance=4.8e-5, noise_factor=100.0, noise=4.8e-7, is_widened=True
+    )
     leaked = {"tensor_bytes": 4096, "threads": 14, "baseline_tensor_bytes": 0, "baseline_threads": 8}
     made: dict[str, Any] = {
         "exit": 1,
@@ -86,15 +89,15 @@ def broken(**fields: Any) -> RobustnessReport:
             {"run": "resumed", "steps": [3, 4], "losses": [6.003, "nan"]},
         ],
         "differing": [
-            {"phase": "resume", "oracle": "rng", "item": "torch", "rank": rank, "reference": "9c3d", "found": "1f2a"}
+            {"phase": "resume", "check": "rng", "item": "torch", "rank": rank, "reference": "9c3d", "actual": "1f2a"}
             for rank in (0, 1)
-        ] + [{"phase": "resume", "oracle": "rng", "item": "python", "rank": 1, "reference": "77", "found": None}],
+        ] + [{"phase": "resume", "check": "rng", "item": "python", "rank": 1, "reference": "77", "actual": None}],
         "kills": [
-            {"at": "rename 1", "ranks": [0, 1], "asynchronous": False, "latest": 3, "ok": True},
-            {"at": "fsync 2", "ranks": [1], "asynchronous": True, "latest": None, "ok": False},
+            {"operation": "rename 1", "ranks": [0, 1], "is_async": False, "latest_step": 3, "ok": True},
+            {"operation": "fsync 2", "ranks": [1], "is_async": True, "latest_step": None, "ok": False},
         ],
         "settings": {"checks.loss_times_noise": "100"},
-        "injected": "stale_rng",
+        "injected_fault": "stale_rng",
     }  # fmt: skip
     return robust(**{**made, **fields})
 
@@ -102,8 +105,8 @@ def broken(**fields: Any) -> RobustnessReport:
 def largest(nbytes: int, module: str = "", **more: Any) -> dict[str, Any]:
     """A tensor, as `forecast` tells of it."""
     made = {
-        "nbytes": nbytes, "kind": "temporaries", "op": "aten::exp", "module": module, "part": "backward",
-        "microbatch": 1, "recomputed": False, "shape": [2, 3], "dtype": "float32",
+        "bytes": nbytes, "kind": "temporaries", "op": "aten::exp", "module": module, "part": "backward",
+        "microbatch": 1, "is_recomputed": False, "shape": [2, 3], "dtype": "float32",
     }  # fmt: skip
     return {**made, **more}
 
@@ -113,10 +116,10 @@ def stage(number: int, course: Sequence[Sequence[Any]], **more: Any) -> dict[str
     worst, last = max(course, key=lambda row: sum(row[3:]))[3:], course[-1][3:]
     made = {
         "stages": [number], "peak": sum(worst), "between_steps": sum(last),
-        "by_kind": dict(zip(KINDS, worst, strict=True)), "between_by_kind": dict(zip(KINDS, last, strict=True)),
-        "at": largest(2 << 20, "lm_head"), "largest": [largest(2 << 20, "lm_head"), largest(1 << 20)],
-        "flops": 4 * 10**12, "recomputed": 10**12, "sent": {"all-gather": 1 << 20}, "wrapped_layers": 2, "fits": True,
-        "course": course,
+        "by_kind": dict(zip(KINDS, worst, strict=True)), "between_steps_by_kind": dict(zip(KINDS, last, strict=True)),
+        "peak_tensor": largest(2 << 20, "lm_head"), "largest_tensors": [largest(2 << 20, "lm_head"), largest(1 << 20)],
+        "flops": 4 * 10**12, "recomputed_flops": 10**12, "sent_bytes": {"all-gather": 1 << 20},
+        "checkpointed_layers": 2, "fits": True, "timeline": course,
     }  # fmt: skip
     return {**made, **more}
 
@@ -143,7 +146,7 @@ def forecasted(**fields: Any) -> ForecastReport:
             "reduce_dtype": None, "optimizer": "adamw", "loss": "sharded",
         },
         "by_stage": rows, "kinds": KINDS, "gpu_memory": 1 << 30, "reserved": 24 << 20, "fits": True,
-        "flops": 16 * 10**12, "recomputed": 4 * 10**12, "assumptions": ["bytes of tensors", "no fragmentation"],
+        "flops": 16 * 10**12, "recomputed_flops": 4 * 10**12, "assumptions": ["bytes of tensors", "no fragmentation"],
     }  # fmt: skip
     return ForecastReport(**{**made, **fields})
 
@@ -160,24 +163,27 @@ def searched(**fields: Any) -> SearchReport:
     """A report of `forecast --search`: two layouts fit, one does not, one cannot be."""
     first = {
         "layout": {"tp": 2, "pp": 1, "dp_shard": 4, "dp_replicate": 1}, "activation_checkpointing": "none",
-        "microbatches": 2, "rows": 1, "peak": 600 << 20, "between_steps": 90 << 20, "reserved": 24 << 20,
-        "flops": 10**12, "recomputed": 0, "idle": 0.0, "sent": {"all-gather": 3 << 20, "all-reduce": 1 << 20},
-        "is_whole": True,
+        "microbatches": 2, "sequences": 1, "peak": 600 << 20, "between_steps": 90 << 20, "reserved": 24 << 20,
+        "flops": 10**12, "recomputed_flops": 0, "bubble_fraction": 0.0,
+        "sent_bytes": {"all-gather": 3 << 20, "all-reduce": 1 << 20},
+        "is_checked": True,
     }  # fmt: skip
     second = {
         **first, "layout": {"tp": 1, "pp": 2, "dp_shard": 4, "dp_replicate": 1}, "activation_checkpointing": "full",
-        "microbatches": 1, "rows": 2, "recomputed": 25 * 10**10, "idle": 0.2, "is_whole": False,
+        "microbatches": 1, "sequences": 2, "recomputed_flops": 25 * 10**10, "bubble_fraction": 0.2, "is_checked": False,
     }  # fmt: skip
     made: dict[str, Any] = {
         "command": "forecast", "architecture": "SomeForCausalLM", "parameters": 4_000_000, "gpus": 8,
         "gpu_memory": 1 << 30,
         "settings": {
-            "rows": 8, "seq": 1024, "images": 0, "dtype": "float32", "param_dtype": "bfloat16", "reduce_dtype": None,
-            "optimizer": "adamw", "loss": "sharded",
+            "sequences": 8, "seq": 1024, "images": 0, "dtype": "float32", "param_dtype": "bfloat16",
+            "reduce_dtype": None, "optimizer": "adamw", "loss": "sharded",
         },
-        "found": [first, second],
-        "too_large": [{"layout": {"tp": 1, "pp": 1, "dp_shard": 8, "dp_replicate": 1}, "peak": 2 << 30}],
-        "refused": [{"layout": {"tp": 8, "pp": 1, "dp_shard": 1, "dp_replicate": 1}, "reason": "tp 8 of 4 heads"}],
-        "tried": 9, "assumptions": ["bytes of tensors"],
+        "layouts": [first, second],
+        "layouts_too_large": [{"layout": {"tp": 1, "pp": 1, "dp_shard": 8, "dp_replicate": 1}, "peak": 2 << 30}],
+        "unsupported_layouts": [
+            {"layout": {"tp": 8, "pp": 1, "dp_shard": 1, "dp_replicate": 1}, "reason": "tp 8 of 4 heads"},
+        ],
+        "evaluated_steps": 9, "assumptions": ["bytes of tensors"],
     }  # fmt: skip
     return SearchReport(**{**made, **fields})

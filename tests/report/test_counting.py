@@ -161,7 +161,7 @@ def test_rows_that_differ_make_two_tensors(tmp_path: Path, row: int) -> None:
     tensors[HEAD] = ("BF16", shape, bytes(other))
     config = CONFIG | {"tie_word_embeddings": True, "vocab_size": 4}
     report = ckptx.inspect(write_hf(tmp_path / "hf", tensors, config=config))
-    assert report.tied == []
+    assert report.tied_groups == []
     assert report.parameters == sum(prod(each[1]) for each in tensors.values())
 
 

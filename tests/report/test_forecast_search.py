@@ -32,23 +32,23 @@ def test_a_table_of_what_fits_and_why_the_rest_does_not() -> None:
 
 
 def test_nothing_fits() -> None:
-    report = searched(found=[], exit=1)
+    report = searched(layouts=[], exit=1)
     said = "NOTHING FITS on 8 GPUs of 1.00 GiB; the smallest peak is 2.00 GiB"
     assert search_verdict(report) == said
     text = search_text(report, lambda each: f"<{each}>")
     assert f"<{said}>" in text and "microbatches" not in text
-    assert search_verdict(searched(found=[], too_large=[])) == "NOTHING FITS on 8 GPUs of 1.00 GiB"
+    assert search_verdict(searched(layouts=[], layouts_too_large=[])) == "NOTHING FITS on 8 GPUs of 1.00 GiB"
 
 
 def test_the_options_of_a_row_are_those_of_a_forecast() -> None:
-    first, second = searched().found
+    first, second = searched().layouts
     assert options_of(first) == "--tp 2 --dp-shard 4 --batch 2 --microbatches 2"
     assert options_of(second) == "--pp 2 --dp-shard 4 --batch 2 --microbatches 1 --activation-checkpointing full"
 
 
 @pytest.mark.parametrize("text", ["\x1b[31mred", "a\nb", "\u202egnp"])
 def test_what_a_config_says_is_printed_safely(text: str) -> None:
-    report = searched(architecture=text, refused=[{"layout": {"tp": 2}, "reason": text}])
+    report = searched(architecture=text, unsupported_layouts=[{"layout": {"tp": 2}, "reason": text}])
     said = search_text(shown(report))
     assert text not in said
     assert len(said.splitlines()) == len(search_text(searched()).splitlines())

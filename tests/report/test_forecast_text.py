@@ -28,7 +28,7 @@ def alone(**fields: Any) -> Any:
 def hostile(text: str) -> Any:
     """With this name wherever a config or a model has one."""
     course = [[row[0], row[1], text, *row[3:]] for row in COURSE]
-    row = stage(0, course, at=largest(1, text), largest=[largest(1, text, op=text)])
+    row = stage(0, course, peak_tensor=largest(1, text), largest_tensors=[largest(1, text, op=text)])
     return forecasted(architecture=text, by_stage=[row], assumptions=[text], warnings=[text])
 
 
@@ -91,7 +91,7 @@ def test_one_rank_and_one_microbatch_are_not_numbered() -> None:
     assert batch_text(report) == "batch 2 x 1,024 tokens"
     assert "each rank: peak 20.00 MiB" in forecast_text(report)
     assert moment_text(report, largest(1)) == "backward, outside modules"
-    assert moment_text(report, largest(1, "a", recomputed=True)) == "backward, in a, recomputed"
+    assert moment_text(report, largest(1, "a", is_recomputed=True)) == "backward, in a, recomputed"
     assert moment_text(report, largest(1, part="optimizer")) == "optimizer step"
 
 
@@ -109,7 +109,10 @@ def test_settings_are_said() -> None:
 
 
 def test_a_rank_may_have_several_stages() -> None:
-    rows = [stage(0, COURSE, stages=[0, 2], sent={}, recomputed=0, wrapped_layers=0, at=None), stage(1, COURSE)]
+    rows = [
+        stage(0, COURSE, stages=[0, 2], sent_bytes={}, recomputed_flops=0, checkpointed_layers=0, peak_tensor=None),
+        stage(1, COURSE),
+    ]
     text = forecast_text(forecasted(by_stage=rows))
     assert "stages 0, 2: peak 20.00 MiB, 12.00 MiB between steps\n  " in text
     assert "  4 TFLOPs, none recomputed\n" in text

@@ -37,7 +37,7 @@ def test_the_document_is_written_as_printed(tmp_path: Path) -> None:
     report.write(tmp_path / "report.json")
     assert (tmp_path / "report.json").read_text() == report.to_json()
     document = json.loads(report.to_json())
-    assert (document["ok"], document["compared"], document["schema_version"]) == (False, 3, 2)
+    assert (document["ok"], document["compared"], document["schema_version"]) == (False, 3, 3)
 
 
 REPORTS = [each for each in vars(documents).values() if isinstance(each, type) and issubclass(each, Report)]
@@ -54,9 +54,9 @@ def test_a_document_says_everything_but_what_is_optional(made: type[Report]) -> 
 
 
 def test_what_ranks_hold_stands_beside_the_other_fields() -> None:
-    by_rank = RanksOfInspection(layout=None, cut_tensors=3, balance=None, by_file=[{"file": "a"}])
+    by_rank = RanksOfInspection(layout=None, sharded_tensors=3, balance=None, by_file=[{"file": "a"}])
     document = inspected(by_rank=by_rank).to_dict()
-    assert (document["layout"], document["cut_tensors"], document["balance"]) == (None, 3, None)
+    assert (document["layout"], document["sharded_tensors"], document["balance"]) == (None, 3, None)
     assert document["by_file"] == [{"file": "a"}] and "by_rank" not in document
     assert "by_file" not in inspected(by_rank=replace(by_rank, by_file=None)).to_dict()
 
@@ -87,7 +87,7 @@ def test_a_summary_names_what_was_done_and_what_was_not() -> None:
         aliases={f"alias{i:02d}": "w" for i in range(30)},
         dropped=[{"name": f"optimizer.{i}", "reason": "optimizer state is not converted to HF"} for i in range(3)],
         edits=[{"key": "dtype", "before": "float32", "after": "bfloat16"}],
-        kept_dtype=["a", "b"],
+        dtype_unchanged=["a", "b"],
         prefix="model.",
     )
     lines = conversion_text(report).splitlines()
@@ -110,5 +110,5 @@ def test_a_long_list_of_differences_is_cut_and_says_so() -> None:
 
 
 def test_a_diff_without_differences() -> None:
-    report = DiffReport(command="diff", parameters=9, compared=1, differing=[], tied=[])
+    report = DiffReport(command="diff", parameters=9, compared=1, differing=[], tied_tensors=[])
     assert diff_text(report) == "1 common name: the checkpoints have equal names, shapes and dtypes"

@@ -66,7 +66,7 @@ def test_verdicts_are_words_and_marks() -> None:
     found = Page(robustness_page(broken(), "small"))
     assert [each.text for each in found.all("p", "verdict")] == [
         "FAILED small: replicas (memory); resume (rng, loss); injected fault: stale_rng",
-        f"CAUSE replicas, oracle memory: {CAUSES['memory']}",
+        f"CAUSE replicas, check memory: {CAUSES['memory']}",
         "WIDENED by the recipe: resume: loss tolerance 4.8e-05 (100 x noise)",
     ]
     assert [each.attributes["aria-label"] for each in found.all("b", "mark")][:4] == [
@@ -120,8 +120,8 @@ def test_runs_without_steps_in_common() -> None:
 def test_resumed_runs_are_drawn_before_those_that_are_noise() -> None:
     names = ["straight", "again", *(f"moved-{at}" for at in range(9)), "resumed", "resumed-2"]
     losses = [{"run": name, "steps": [1], "losses": [1.0]} for name in names]
-    exact = oracle("loss", ok=True, value=0.0, limit=0.0, times_noise=8.0)
-    noisy = oracle("loss", ok=True, value=0.0, limit=3.84e-6, times_noise=8.0)
+    exact = oracle("loss", ok=True, value=0.0, tolerance=0.0, noise_factor=8.0)
+    noisy = oracle("loss", ok=True, value=0.0, tolerance=3.84e-6, noise_factor=8.0)
     phases = [phase("straight", True, exact), phase("layouts", True, noisy)]
     text = robustness_page(robust(losses=losses, phases=phases), "small")
     legend = Page(text).all("p", "legend")[1].text
@@ -129,7 +129,7 @@ def test_resumed_runs_are_drawn_before_those_that_are_noise() -> None:
 
 
 def test_long_lists_are_cut_and_counted() -> None:
-    rows = [{"phase": "resume", "oracle": "model", "item": f"layers.{at}", "rank": 0} for at in range(5000)]
+    rows = [{"phase": "resume", "check": "model", "item": f"layers.{at}", "rank": 0} for at in range(5000)]
     row = oracle("model", ["layers.0"], count=5000, compared=5000)
     runs = [{"run": f"run {at}", "steps": [1], "losses": [1.0]} for at in range(20)]
     report = robust(exit=1, phases=[phase("resume", False, row)], differing=rows, losses=runs)

@@ -33,19 +33,19 @@ def hostile(text: str) -> RobustnessReport:
     return broken(
         recipe=text,
         recipe_file=text,
-        out=text or "x",
+        output_dir=text or "x",
         trainer=text,
-        injected=text or "x",
+        injected_fault=text or "x",
         settings={text: text},
         environment={text: text},
         warnings=[text],
         phases=[phase(text, False, *rows, title=text, notes=[text]), phase(text + "2", None, notes=[text])],
         losses=[{"run": text, "steps": [1, 2], "losses": [1.0, 2.0]}, {"run": text, "steps": [2], "losses": [2.5]}],
         differing=[
-            {"phase": text, "oracle": text, "item": text, "rank": 0, "reference": text, "found": text},
-            {"phase": text, "oracle": "model", "item": text},
+            {"phase": text, "check": text, "item": text, "rank": 0, "reference": text, "actual": text},
+            {"phase": text, "check": "model", "item": text},
         ],
-        kills=[{"at": text, "ranks": text, "asynchronous": True, "latest": text, "ok": False}],
+        kills=[{"operation": text, "ranks": text, "is_async": True, "latest_step": text, "ok": False}],
     )
 
 
@@ -75,7 +75,7 @@ def test_what_fails_is_named_below_its_phase() -> None:
 
 
 def test_a_widened_limit_is_red_even_where_all_passed() -> None:
-    wide = oracle("loss", ok=True, value=1e-5, limit=4.8e-5, times_noise=100.0, widened=True)
+    wide = oracle("loss", ok=True, value=1e-5, tolerance=4.8e-5, noise_factor=100.0, is_widened=True)
     text = robustness_text(robust(phases=[phase("resume", True, wide)]), lambda said: f"<{said}>")
     assert "<WIDENED by the recipe: resume: loss tolerance 4.8e-05 (100 x noise)>" in text
     assert "<PASSED" not in text and "PASSED" in text
@@ -83,7 +83,7 @@ def test_a_widened_limit_is_red_even_where_all_passed() -> None:
 
 def test_more_items_than_a_line_names_are_counted() -> None:
     names = [f"layers.{layer}" for layer in range(8)]
-    rows = [{"phase": "resume", "oracle": "model", "item": f"layers.{layer}", "rank": 0} for layer in range(20)]
+    rows = [{"phase": "resume", "check": "model", "item": f"layers.{layer}", "rank": 0} for layer in range(20)]
     report = robust(exit=1, phases=[phase("resume", False, oracle("model", names, count=20))], differing=rows)
     assert "          layers.3 on rank 0\n          and 16 more\n" in robustness_text(report)
 
@@ -91,7 +91,7 @@ def test_more_items_than_a_line_names_are_counted() -> None:
 def test_several_things_at_one_place_are_each_said() -> None:
     said = ["step-3: is no complete step", "the next save: step-3 is there"]
     rows = [
-        {"phase": "kills", "oracle": "readable", "item": "write a", "rank": None, "reference": "none", "found": found}
+        {"phase": "kills", "check": "readable", "item": "write a", "rank": None, "reference": "none", "actual": found}
         for found in said
     ]
     text = robustness_text(broken(phases=[phase("kills", False, oracle("readable", ["write a"]))], differing=rows))
@@ -104,7 +104,7 @@ def test_items_come_from_the_oracle_where_the_report_has_no_rows() -> None:
 
 
 def test_a_phase_is_called_by_its_number_where_it_has_one() -> None:
-    rows = [{"phase": 6, "oracle": "rng", "item": "torch", "rank": 1, "reference": "a", "found": "b"}]
+    rows = [{"phase": 6, "check": "rng", "item": "torch", "rank": 1, "reference": "a", "actual": "b"}]
     judged = phase("resume", False, oracle("rng", ["torch"]), oracle("memory", ["threads"]), number=6)
     judged["memory"]["threads"] = 14
     text = robustness_text(robust(exit=1, phases=[judged], differing=rows))
@@ -117,7 +117,7 @@ def test_quiet_is_one_line_with_the_first_item() -> None:
     assert robustness_verdict(broken()) == (
         "FAILED: small: replicas (memory); resume (rng, loss); injected fault: stale_rng; "
         "resume: rng: 2 of 185 items differ; torch on ranks 0, 1: expected 9c3d, got 1f2a; "
-        f"cause: replicas, oracle memory: {CAUSES['memory']}"
+        f"cause: replicas, check memory: {CAUSES['memory']}"
     )
 
 
@@ -130,7 +130,7 @@ def test_a_failure_without_a_phase_is_one() -> None:
 def test_numbers_that_are_none() -> None:
     assert [number_text(each) for each in (None, "nan", "inf", 1e-3)] == ["none", "nan", "inf", "0.001"]
     assert parse_number("x") != parse_number("x")
-    noise = {"loss": {"repeated": "nan", "moved": 1.0}, "logits": {"repeated": 1.0, "moved": None}}
+    noise = {"loss": {"repeated": "nan", "perturbed": 1.0}, "logits": {"repeated": 1.0, "perturbed": None}}
     found = [noise_of(robust(noise=noise), what) for what in ("loss", "logits", "other")]
     assert found[0] != found[0] and found[1:] == [1.0, None]
     assert "noise of loss: nan (identical rerun: nan; " in robustness_text(robust(noise=noise))
@@ -161,7 +161,7 @@ def test_every_oracle_has_a_cause() -> None:
 def test_rows_of_the_oracles_are_understood() -> None:
     """What `oracles.Verdict` makes of a difference is what the text reads."""
     row = Verdict("rng", 3, [Difference("rng", "torch", 1, "a", "b")]).row()
-    loss = Verdict("loss", 2, value=float("nan"), limit=1e-6, times_noise=8.0, noise=1.25e-7).row()
+    loss = Verdict("loss", 2, value=float("nan"), limit=1e-6, noise_factor=8.0, noise=1.25e-7).row()
     text = robustness_text(robust(exit=1, phases=[phase("resume", False, row, loss)]))
     assert "rng: 1 of 3 items differs\n          torch\n" in text
     assert "loss: difference nan, tolerance 1e-06 (8 x noise 1.25e-07)" in text
@@ -198,7 +198,7 @@ def test_only_settings_that_differ_are_named(first: int, count: int, form: str) 
     words = {"lr": "learning rate", "initial_lr": "initial learning rate", "weight_decay": "weight decay"}
     keys = [settings[(first + index) % len(settings)] for index in range(count)]
     row = oracle("group", [f"o.param_groups.0.{key}" for key in keys])
-    rows = [{"phase": "resume", "oracle": "group", "item": item, "rank": 0} for item in row["differing"]]
+    rows = [{"phase": "resume", "check": "group", "item": item, "rank": 0} for item in row["differing"]]
     report = robust(exit=1, phases=[phase("resume", False, row)], differing=rows)
     forms = {
         "text": robustness_text,

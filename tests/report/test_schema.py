@@ -109,7 +109,7 @@ def test_documents_are_as_the_schema_says(
         lambda document: document.update(more=1),
         lambda document: document.update(tensors="7"),
         lambda document: document.update(command="verify"),
-        lambda document: document.update(schema_version=1),
+        lambda document: document.update(schema_version=2),
         lambda document: document.update(error="something"),
     ],
 )
@@ -126,14 +126,14 @@ def test_a_report_of_a_run_is_allowed(validator: Draft202012Validator) -> None:
     from ckptx.report.documents.running import RunReport
 
     report = RunReport(
-        command="verify", compared=1, differing=[{"level": "bytes"}], undecided=[],
+        command="verify", compared=1, differing=[{"level": "bytes"}], inconclusive=[],
         world_size=1, layout={"tp": 1}, stages=1,
-        inputs=["text"], tokens=[24, 99], windows={"sliding_window": [512, 5]},
-        unreached=[{"name": "x", "experts": [1]}], compute_dtype="float32", wrapped_layers=0,
-            bubble_fraction=0.25, microbatches=3, reference_pieces=1,
-        gathered=[], bytes_read_per_rank=[1], max_abs="nan",
-        max_abs_limit=0.0, logits_deviation=1.0, kl=0.0,
-        cosine=1.0, loss=1.5, loss_reference=1.5, loss_limit=0.0, gradients=None, grad_max_abs=None,
-        grad_of_limit=None, first_divergence=None, gradient_differences=[],
+        inputs=["text"], tokens=[24, 99], attention_windows={"sliding_window": [512, 5]},
+        without_gradient=[{"name": "x", "experts": [1]}], compute_dtype="float32", checkpointed_layers=0,
+            bubble_fraction=0.25, microbatches=3, reference_parts=1,
+        gathered_modules=[], bytes_read_per_rank=[1], max_abs="nan",
+        max_abs_tolerance=0.0, logits_std=1.0, kl=0.0,
+        cosine=1.0, loss=1.5, loss_reference=1.5, loss_tolerance=0.0, gradients=None, grad_max_abs=None,
+        grad_closest_to_tolerance=None, first_divergence=None, gradient_differences=[],
     )  # fmt: skip
     assert [error.message for error in validator.iter_errors(report.to_dict())] == []

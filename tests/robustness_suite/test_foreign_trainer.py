@@ -42,7 +42,7 @@ def run(tmp_path: Path, fault: str = "", **keys: Any) -> Judge:
 
 def failed(outcome: Judge) -> dict[str, list[str]]:
     """The oracles that failed, by phase."""
-    rows = {row["name"]: [each["name"] for each in row["oracles"] if not each["ok"]] for row in outcome.phases}
+    rows = {row["name"]: [each["name"] for each in row["checks"] if not each["ok"]] for row in outcome.phases}
     return {name: oracles for name, oracles in rows.items() if oracles}
 
 
@@ -63,7 +63,7 @@ def test_one_that_is_right_passes(tmp_path: Path) -> None:
     assert outcome.ok and seen == ["straight", "again", "saved again", "resumed"]
     assert [row["run"] for row in outcome.losses] == ["straight", "again", "resumed"]
     assert outcome.losses[2]["steps"] == [3, 4, 5] and outcome.losses[2]["losses"] == outcome.losses[0]["losses"][2:]
-    assert outcome.noise == {"loss": {"repeated": 0.0, "moved": None}} and outcome.differing == []
+    assert outcome.noise == {"loss": {"repeated": 0.0, "perturbed": None}} and outcome.differing == []
     assert all(row["seconds"] > 0 and row["memory"] is None for row in outcome.phases)
 
 
@@ -80,7 +80,7 @@ def test_what_was_not_restored_is_named(tmp_path: Path, fault: str, oracle: str,
     assert failed(outcome)["saved again"] == [oracle] and not outcome.ok
     assert said in notes(outcome, "saved again")
     assert "loss" in failed(outcome)["resumed"]
-    assert {row["oracle"] for row in outcome.differing if row["phase"] == "saved again"} == {oracle}
+    assert {row["check"] for row in outcome.differing if row["phase"] == "saved again"} == {oracle}
 
 
 def test_without_zero_steps_the_ends_are_compared(tmp_path: Path) -> None:

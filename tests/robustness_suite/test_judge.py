@@ -31,16 +31,16 @@ def test_a_phase_is_ok_if_nothing_failed_and_something_was_compared(found: Findi
 
 def test_a_row_has_a_number_only_where_the_phase_has_one() -> None:
     ours = phase_row("resume", "same end", Findings([BAD], ["note"]), 1.5, number=6, memory={"threads": 2})
-    assert list(ours) == ["name", "number", "title", "ok", "seconds", "oracles", "notes", "memory"]
+    assert list(ours) == ["name", "number", "title", "ok", "seconds", "checks", "notes", "memory"]
     assert (ours["number"], ours["notes"], ours["memory"]) == (6, ["note"], {"threads": 2})
-    assert ours["oracles"] == [BAD.row()]
+    assert ours["checks"] == [BAD.row()]
     external = phase_row("resumed", "same end", Findings(skipped="cannot resume"), 0.0)
     assert "number" not in external and external["memory"] is None and external["notes"] == ["cannot resume"]
 
 
 def test_items_of_a_command_are_of_no_rank() -> None:
     (ours,) = rows_of_differences(6, [GOOD, BAD])
-    assert ours == {"phase": 6, "oracle": "moments", "item": "w.exp_avg", "rank": 1, "reference": "a", "found": "b"}
+    assert ours == {"phase": 6, "check": "moments", "item": "w.exp_avg", "rank": 1, "reference": "a", "actual": "b"}
     (external,) = rows_of_differences("resumed", [BAD])
     assert external == {**{key: value for key, value in ours.items() if key != "rank"}, "phase": "resumed"}
 
@@ -56,7 +56,14 @@ def test_what_cannot_be_read_is_a_finding() -> None:
 
 
 REPORT = RobustnessReport(
-    command="robustness", recipe="r", recipe_file="r.yaml", out="", world_size=9, layout={}, trainer="ckptx", phases=[]
+    command="robustness",
+    recipe="r",
+    recipe_file="r.yaml",
+    output_dir="",
+    world_size=9,
+    layout={},
+    trainer="ckptx",
+    phases=[],
 )
 
 

@@ -78,7 +78,7 @@ FAILING = robust(
         phase("export", None, notes=["not asked for"]),
         phase("resume", False, oracle("rng", ["torch"]), number=6),
     ],
-    differing=[{"phase": 6, "oracle": "rng", "item": "torch", "rank": 1, "reference": "9c3d", "found": "1f2a"}],
+    differing=[{"phase": 6, "check": "rng", "item": "torch", "rank": 1, "reference": "9c3d", "actual": "1f2a"}],
 )
 
 
@@ -169,7 +169,7 @@ def test_the_fixture_runs_a_recipe_and_asserts_nothing(project: Project, pyteste
         def test_checkpoints(checkpoint_robustness, tmp_path):
             report = checkpoint_robustness("broken", settings=["layout.tp=2"])
             assert not report.ok
-            assert report.phases[-1]["oracles"][0]["name"] == "rng"
+            assert report.phases[-1]["checks"][0]["name"] == "rng"
             assert not checkpoint_robustness("broken", settings=[], out=tmp_path / "mine").ok
     """)
     project.run().assert_outcomes(passed=1)

@@ -66,7 +66,7 @@ def with_mistake(straight: Any, tmp_path: Path, name: str, mistake: Mistake) -> 
 
 def failed(outcome: Judge) -> dict[str, list[str]]:
     """The oracles that failed, by phase."""
-    rows = {row["name"]: [each["name"] for each in row["oracles"] if each["ok"] is False] for row in outcome.phases}
+    rows = {row["name"]: [each["name"] for each in row["checks"] if each["ok"] is False] for row in outcome.phases}
     return {name: oracles for name, oracles in rows.items() if oracles}
 
 
@@ -94,7 +94,7 @@ def test_a_trainer_that_is_right_passes(name: str, tmp_path: Path) -> None:
     assert time.monotonic() - begin < 240  # two minutes on idle cores
     (end,) = (row for row in outcome.phases if row["name"] == "resumed")
     assert {"model", "moments", "adam step", "group", "scheduler", "rng", "loss"} <= {
-        each["name"] for each in end["oracles"]
+        each["name"] for each in end["checks"]
     }
 
 

@@ -128,7 +128,7 @@ def test_a_run_that_changes_the_reference_fails(tmp_path: Path, when: str, file:
     assert first["cause"].startswith(f"reference checkpoint was modified by the {RUNS[when]}: ")
     expected = "extra.json" if change == "added" else file
     assert expected in first["cause"] and first["cause"] in first["notes"]
-    rows = [row for row in outcome.differing if row["oracle"] == "reference"]
+    rows = [row for row in outcome.differing if row["check"] == "reference"]
     assert rows and {row["phase"] for row in rows} == {first["name"]}
 
 

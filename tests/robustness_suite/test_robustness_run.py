@@ -67,7 +67,7 @@ def test_a_run_that_passes_leaves_nothing(temporary: Path) -> None:
     assert memory["measured_between_steps"] == pytest.approx(memory["forecast_between_steps"], rel=0.01)
     assert memory["measured_peak"] > memory["measured_between_steps"] > 0
     assert "Warning" not in said
-    assert document["out"] == ""
+    assert document["output_dir"] == ""
     assert not [*temporary.glob("ckptx-*")]
 
 
@@ -75,9 +75,9 @@ def test_a_fault_runs_the_phase_that_names_it_and_everything_stays(temporary: Pa
     pages = [f"--{kind}={tmp_path / kind}" for kind in ("html", "junit", "report")]
     document, _ = ran("llama_tiny", *SMALLER, "--inject", "byte_changed", *pages, code=1)
     (phase,) = document["phases"]
-    assert (phase["name"], phase["ok"], document["injected"]) == ("save again", False, "byte_changed")
-    assert {each["oracle"] for each in document["differing"]} == {"readable"}
-    assert (Path(document["out"]) / "straight" / "step-2").is_dir()
+    assert (phase["name"], phase["ok"], document["injected_fault"]) == ("save again", False, "byte_changed")
+    assert {each["check"] for each in document["differing"]} == {"readable"}
+    assert (Path(document["output_dir"]) / "straight" / "step-2").is_dir()
     assert "byte_changed" in (tmp_path / "html").read_text(encoding="utf-8")
     assert "<failure" in (tmp_path / "junit").read_text(encoding="utf-8")
     assert json.loads((tmp_path / "report").read_text(encoding="utf-8"))["exit"] == 1
@@ -94,7 +94,7 @@ def test_every_phase_of_the_smallest_recipe_passes(tmp_path: Path) -> None:
     assert not [each for each in tmp_path.iterdir() if each.name.startswith(("ckptx-", "pymp-"))]
     assert [each["ok"] for each in document["phases"]] == [True] * len(PHASES)
     assert all(each["ok"] for each in document["kills"])
-    assert document["noise"]["loss"]["repeated"] == 0.0 < document["noise"]["loss"]["moved"] < 1e-5
+    assert document["noise"]["loss"]["repeated"] == 0.0 < document["noise"]["loss"]["perturbed"] < 1e-5
 
 
 @pytest.mark.parametrize(

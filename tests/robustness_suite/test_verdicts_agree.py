@@ -35,37 +35,37 @@ def test_a_limit_is_the_product_that_is_printed(noise: float | None, times: floa
     assert found is not None, oracle_text(row)
     value, limit, factor, printed_noise = found.groups()
     if noise is None:
-        assert (limit, factor, row["limit"], row["times_noise"], row["noise"]) == ("0", None, 0.0, None, None)
+        assert (limit, factor, row["tolerance"], row["noise_factor"], row["noise"]) == ("0", None, 0.0, None, None)
         assert not verdict.is_widened
     else:
         product_of_both = times * noise
-        assert float(factor) == row["times_noise"] == times
-        assert float(row["limit"]) == product_of_both or isnan(product_of_both)
+        assert float(factor) == row["noise_factor"] == times
+        assert float(row["tolerance"]) == product_of_both or isnan(product_of_both)
         assert isnan(product_of_both) or limit == f"{product_of_both:.3g}"
         assert printed_noise == f"{noise:.3g}"
     assert value == f"{float(row['value']):.3g}"
     if not pairs:
         assert verdict.ok is None
     else:
-        assert verdict.ok is (float(row["value"]) <= float(row["limit"]))
+        assert verdict.ok is (float(row["value"]) <= float(row["tolerance"]))
 
 
 @pytest.mark.parametrize("fault", ["", "noise", "data", "nan"])
 def test_numbers_of_a_whole_run_agree(tmp_path: Path, fault: str) -> None:
     outcome = run(tmp_path, fault)
-    rows = [row for each in outcome.phases for row in each["oracles"] if row["value"] is not None]
+    rows = [row for each in outcome.phases for row in each["checks"] if row["value"] is not None]
     assert len(rows) == 2
     for row in rows:
         assert str(row["noise"]) == str(outcome.noise["loss"]["repeated"])
-        assert isnan(float(row["limit"])) or float(row["limit"]) == row["times_noise"] * row["noise"]
+        assert isnan(float(row["tolerance"])) or float(row["tolerance"]) == row["noise_factor"] * row["noise"]
 
 
 def test_the_page_draws_the_limit_of_what_is_judged() -> None:
     """And not that of the phase which measured the noise."""
-    rows = [oracle("loss", value=1e-9, limit=noise * 1e-9, times_noise=noise, noise=1e-9) for noise in (1.0, 8.0)]
+    rows = [oracle("loss", value=1e-9, tolerance=noise * 1e-9, noise_factor=noise, noise=1e-9) for noise in (1.0, 8.0)]
     report = robust(
         phases=[phase("again", True, rows[0]), phase("resumed", True, rows[1])],
-        noise={"loss": {"repeated": 1e-9, "moved": None}},
+        noise={"loss": {"repeated": 1e-9, "perturbed": None}},
     )
     assert "tolerance 8e-09" in re.sub("<[^>]*>", "", robustness_page(report, "small"))
 
@@ -123,7 +123,7 @@ def test_the_last_line_names_what_failed_first(tmp_path: Path, fault: str) -> No
     report = robustness(recipe, out=tmp_path / "out")
     name, which = FAULTS[fault]
     assert report.exit == 1 and report.cause is not None
-    assert (report.cause["phase"], report.cause["oracle"]) == (name, which)
+    assert (report.cause["phase"], report.cause["check"]) == (name, which)
     last = robustness_text(report).splitlines()[-1]
     assert last == cause_text(report) == f"cause: {name}{f', oracle {which}' if which else ''}: {report.cause['cause']}"
     assert robustness_verdict(report).endswith(last)
@@ -148,4 +148,4 @@ def test_the_earliest_phase_and_its_first_oracle(name: str, later: str) -> None:
             phase("fourth", False, oracle(later, ["c"])),
         ],
     )  # fmt: skip
-    assert first_cause(report) == {"phase": "third", "oracle": name, "cause": CAUSES[name]}
+    assert first_cause(report) == {"phase": "third", "check": name, "cause": CAUSES[name]}

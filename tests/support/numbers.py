@@ -175,7 +175,7 @@ def check_conversion(said: Said, before: Held, after: Held | None, *, dst: Path)
     assert is_size(size, document["output_bytes"])
     assert (verb == "would write ") is is_dry and (reads is not None) is is_dry
     if is_dry:
-        assert is_size(reads, document["bytes_read"]) and is_size(buffers, document["memory"])
+        assert is_size(reads, document["bytes_read"]) and is_size(buffers, document["buffer_bytes"])
         listed = lines.every(rf"  (\S+)  ({SIZE})(?:  ({NUMBER}) tensors?)?")
         rows = {row["name"]: row for row in document["files"]}
         for match in listed:
@@ -203,7 +203,9 @@ def check_conversion(said: Said, before: Held, after: Held | None, *, dst: Path)
     lines.every(r"config\.json: .*")
     lines.every(r'prefix: ".*" removed from names')
     kept = lines.every(rf"dtype kept: ({NUMBER}) tensors? \(.*\)")
-    assert [whole(match[1]) for match in kept] == ([len(document["kept_dtype"])] if document.get("kept_dtype") else [])
+    assert [whole(match[1]) for match in kept] == (
+        [len(document["dtype_unchanged"])] if document.get("dtype_unchanged") else []
+    )
     _check_cost(lines, document)
     lines.end()
     assert ledger["source"] == len(before.dtypes)
@@ -335,7 +337,7 @@ def check_inspection(said: Said, found: Held, parameters: int | None = None) -> 
         assert whole(match[1]) == len(names)
         assert document["optimizer"]["bytes"] == sum(found.nbytes[name] for name in names if name not in found.aliases)
     groups = lines.every(rf"    (\S+)\s+({NUMBER})\s+({SIZE})")
-    others = document["optimizer"]["tensors"] + len(document["other"])
+    others = document["optimizer"]["tensors"] + len(document["other_tensors"])
     assert sum(row["tensors"] for row in document["groups"]) == document["tensors"] - others
     for match, row in zip(groups, document["groups"], strict=False):
         assert (match[1], whole(match[2])) == (row["pattern"], row["tensors"]) and is_size(match[3], row["bytes"])
@@ -374,7 +376,7 @@ def check_difference(said: Said, common: int) -> None:
     lines = Lines(said.text)
     line = lines.one(rf"({NUMBER}) common names?: .*")
     assert whole(line[1]) == said.document["compared"] == common
-    assert len(lines.every(r"tied: .*")) == len(said.document["tied"])
+    assert len(lines.every(r"tied: .*")) == len(said.document["tied_tensors"])
     rows = len(said.document["differing"])
     assert len(lines.every(r"[\w.]+: (?:missing|shape|dtype).*")) == min(20, rows)
     more = lines.every(r"and (\d+) more, --json lists all")

@@ -148,11 +148,11 @@ def verified(
 def assert_equal(document: dict[str, Any], text: str, dims: ParallelDims, *, wrapped: int = 0) -> None:
     assert document["exit"] == 0, text
     assert (document["differing"], document["world_size"]) == ([], dims.world_size)
-    assert document["wrapped_layers"] == wrapped
+    assert document["checkpointed_layers"] == wrapped
     assert len(document["bytes_read_per_rank"]) == dims.world_size
     assert document["gradients"] > 0
     levels = ["config", "bytes", "forward", "gradients"]
-    doubted = {row["level"] for row in document["undecided"]}
+    doubted = {row["level"] for row in document["inconclusive"]}
     said = f"equal: {', '.join(level for level in levels if level not in doubted)}"
     if doubted:
         assert document["compute_dtype"] == "bfloat16"  # in float32 every limit could refuse

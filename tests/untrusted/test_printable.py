@@ -110,7 +110,7 @@ def test_no_way_lets_a_name_act(
             document = json.loads(out)
             assert out.isascii()
             if way == "listed":
-                assert [row["name"] for row in document["listed"]] == [name]  # documents keep the names
+                assert [row["name"] for row in document["selected_tensors"]] == [name]  # documents keep the names
         elif way == "refused":
             assert len(err.splitlines()) == 1
 

@@ -149,7 +149,7 @@ def check_against_config(view: ModelView, *, allow_config_mismatch: bool) -> Con
         return ConfigCheck(None, (note,))
     fit = match_config(view)
     notes = fit.extra_notes(architecture.class_name)
-    if fit.misfits:
+    if fit.mismatches:
         mismatch = fit.summary(str(view.catalog.root))
         if not allow_config_mismatch:
             raise InputError(

@@ -92,15 +92,15 @@ def report_of(command: str, run: ConversionState, outcome: CopyResult | None, lo
         if architecture is None
         else {"class": architecture.class_name, "known_from": architecture.known_from},
         ledger=run.ledger.to_dict(),
-        fit=None if run.config_check.fit is None else run.config_check.fit.to_dict(),
+        config_check=None if run.config_check.fit is None else run.config_check.fit.to_dict(),
         prefix=view.prefix or None,
-        unknown=list(view.unknown) if view.unknown and known else None,
-        kept_dtype=run.cast.kept,
+        unknown_tensors=list(view.unknown) if view.unknown and known else None,
+        dtype_unchanged=run.cast.kept,
         base_dtypes=run.cast.base_dtypes,
         overflows=rows_of(outcome.overflows) if outcome is not None and outcome.overflows else None,
         underflows=rows_of(outcome.underflows) if outcome is not None and outcome.underflows else None,
-        optimizer=run.dropped_state.optimizer,
-        objects={"count": carried, "carried": True} if carried else run.dropped_state.objects,
+        dropped_optimizer=run.dropped_state.optimizer,
+        objects={"count": carried, "is_copied": True} if carried else run.dropped_state.objects,
         state_without_parameter=list(state.without_parameter) or None,
         state_replicated=list(state.replicated) or None,
         **peak_of_processes(
@@ -121,9 +121,9 @@ def _mesh(sharded: ShardedTarget) -> dict[str, Any]:
         "layout": {"tp": dims.tp, "pp": dims.pp, "dp_shard": dims.dp_shard, "stages": model.layers()},
         "chunks": sum(len(placed.blocks) for placed in model.placed.values()),
         "rules": model.rules(),
-        "unaligned": model.unaligned,
+        "unaligned_tensors": model.unaligned,
         "replicated": None if sharded.replication is None else sharded.replication.to_dict(),
-        "passed_through": list(model.passed),
+        "other_tensors": list(model.passed),
     }
 
 
@@ -143,7 +143,7 @@ def _dry_run_rows(run: ConversionState, log: Log) -> dict[str, Any]:
     if free < needed:
         log.note(f"not enough space: {human_bytes(needed)} required, {human_bytes(free)} free at {dst}")
     files = [{"name": name, "bytes": nbytes, "tensors": tensors} for name, nbytes, tensors in sizes]
-    return {"dry_run": True, "files": files, "memory": options.buffer_bytes, "free_space": free}
+    return {"dry_run": True, "files": files, "buffer_bytes": options.buffer_bytes, "free_space": free}
 
 
 def _cost(run: ConversionState, outcome: CopyResult | None, dry_run: dict[str, Any], log: Log) -> tuple[int, int, int]:

@@ -16,8 +16,8 @@ class DiffReport(Report):
     Attributes:
         parameters: Number of parameters of the first checkpoint.
         compared: Number of tensor names that both checkpoints have.
-        differing: A row for each difference.
-        tied: A row for each name that only one checkpoint has, as it is tied to a name that both have.
+        differing: One entry per difference.
+        tied_tensors: One entry per name that only one checkpoint has, as it is tied to a name that both have.
     """
 
     commands: ClassVar[Sequence[str]] = ("diff",)
@@ -25,7 +25,7 @@ class DiffReport(Report):
     parameters: int
     compared: int
     differing: Sequence[dict[str, Any]]
-    tied: Sequence[dict[str, Any]]
+    tied_tensors: Sequence[dict[str, Any]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +35,7 @@ class VerifyReport(Report):
     Attributes:
         parameters: Number of parameters of the reference.
         compared: Number of pairs of tensors that were compared.
-        differing: A row for each difference.
+        differing: One entry per difference.
     """
 
     commands: ClassVar[Sequence[str]] = ("verify",)

@@ -16,29 +16,31 @@ class ConversionReport(Report):
     Attributes:
         parameters: Number of parameters: elements of the model's tensors, each tensor counted once.
         output_bytes: Bytes of all files of the output, including those of an earlier, interrupted run.
-        architecture: `class` and `known_from`; null if the class is unknown.
+        architecture: `class` and `known_from` (source of the model metadata); null if the class is unknown.
         ledger: Number of source tensors by outcome (`written`, `aliases`, `dropped`), and of target tensors by storage.
-        fit: Comparison of names and shapes with the config.
+        config_check: Comparison of names and shapes with the config: `checked` (what was compared), `unchecked`
+            (number of tensors whose expected shape is unknown), `note` (null if everything was checked), `mismatches`,
+            `is_truncated` (true if there are more), `extra_tensors` (allowed tensors that the class does not have).
         prefix: Prefix that was removed from names.
-        unknown: Names that the class does not have.
-        kept_dtype: Names of tensors whose dtype `--dtype` did not change.
+        unknown_tensors: Names that the class does not have.
+        dtype_unchanged: Names of tensors whose dtype `--dtype` did not change.
         base_dtypes: Dtypes that `--dtype base` restored from the base checkpoint.
         overflows: `name` and `count` of each tensor in which the cast turned finite numbers into infinity.
         underflows: `name` and `count` of each tensor in which the cast turned nonzero numbers into zero.
-        optimizer: Number of tensors and bytes of optimizer state that was dropped.
-        objects: Pickled objects that were dropped or copied.
+        dropped_optimizer: Number of `tensors` and `bytes` of optimizer state that was dropped.
+        objects: Pickled objects: their `count`, and `bytes` if they were dropped, or `is_copied`.
         state_without_parameter: Names of optimizer tensors that belong to no known parameter.
         state_replicated: Names of optimizer tensors whose shape differs from that of their parameter.
         layout: Sizes of the mesh, and the layers of each stage.
         chunks: Number of shards that tensors were split into.
-        rules: A row for each pattern of names, with the rule that determined its sharding.
-        unaligned: Names of tensors whose shards do not align with heads or groups of every fused part.
+        rules: One entry per pattern of names, with the rule that determined its sharding.
+        unaligned_tensors: Names of tensors whose shards do not align with heads or groups of every fused part.
         replicated: Tensors of the model that TP does not shard: their number, their bytes and their share of the bytes
             of the model, each tensor counted once; only with TP.
-        passed_through: Names of tensors that do not belong to the model and were copied.
+        other_tensors: Names of tensors that do not belong to the model; they were copied unchanged.
         dry_run: True if nothing was written.
         files: For a dry run, `name`, `bytes` and `tensors` of each file.
-        memory: For a dry run, bytes of buffers.
+        buffer_bytes: For a dry run, bytes of I/O buffers.
         free_space: For a dry run, bytes free at the target.
     """
 
@@ -54,24 +56,24 @@ class ConversionReport(Report):
     output_bytes: int
     architecture: dict[str, str] | None
     ledger: dict[str, Any]
-    fit: dict[str, Any] | None = field(default=None, metadata=OPTIONAL)
+    config_check: dict[str, Any] | None = field(default=None, metadata=OPTIONAL)
     prefix: str | None = field(default=None, metadata=OPTIONAL)
-    unknown: Sequence[str] | None = field(default=None, metadata=OPTIONAL)
-    kept_dtype: Sequence[str] | None = field(default=None, metadata=OPTIONAL)
+    unknown_tensors: Sequence[str] | None = field(default=None, metadata=OPTIONAL)
+    dtype_unchanged: Sequence[str] | None = field(default=None, metadata=OPTIONAL)
     base_dtypes: dict[str, Any] | None = field(default=None, metadata=OPTIONAL)
     overflows: Sequence[dict[str, Any]] | None = field(default=None, metadata=OPTIONAL)
     underflows: Sequence[dict[str, Any]] | None = field(default=None, metadata=OPTIONAL)
-    optimizer: dict[str, int] | None = field(default=None, metadata=OPTIONAL)
+    dropped_optimizer: dict[str, int] | None = field(default=None, metadata=OPTIONAL)
     objects: dict[str, Any] | None = field(default=None, metadata=OPTIONAL)
     state_without_parameter: Sequence[str] | None = field(default=None, metadata=OPTIONAL)
     state_replicated: Sequence[str] | None = field(default=None, metadata=OPTIONAL)
     layout: dict[str, Any] | None = field(default=None, metadata=OPTIONAL)
     chunks: int | None = field(default=None, metadata=OPTIONAL)
     rules: Sequence[dict[str, Any]] | None = field(default=None, metadata=OPTIONAL)
-    unaligned: Sequence[str] | None = field(default=None, metadata=OPTIONAL)
+    unaligned_tensors: Sequence[str] | None = field(default=None, metadata=OPTIONAL)
     replicated: dict[str, Any] | None = field(default=None, metadata=OPTIONAL)
-    passed_through: Sequence[str] | None = field(default=None, metadata=OPTIONAL)
+    other_tensors: Sequence[str] | None = field(default=None, metadata=OPTIONAL)
     dry_run: bool | None = field(default=None, metadata=OPTIONAL)
     files: Sequence[dict[str, Any]] | None = field(default=None, metadata=OPTIONAL)
-    memory: int | None = field(default=None, metadata=OPTIONAL)
+    buffer_bytes: int | None = field(default=None, metadata=OPTIONAL)
     free_space: int | None = field(default=None, metadata=OPTIONAL)

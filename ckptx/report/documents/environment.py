@@ -20,7 +20,7 @@ class EnvironmentReport(Report):
         cores: Number of CPU cores that this process may use.
         packages: Version of each package; null if it is not installed.
         tested_with: Version of each package that the tests run with.
-        defaults: A row for each default from a file or environment variable: `option`, `value` (secrets are hidden),
+        defaults: One entry per default from a file or environment variable: `option`, `value` (secrets are hidden),
             `origin` (file and key, or variable), and the `commands` that it applies to.
     """
 

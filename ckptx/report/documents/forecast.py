@@ -18,16 +18,17 @@ class ForecastReport(Report):
         parameters: Number of parameters of the whole model.
         layout: Sizes of the mesh: `tp`, `pp`, `dp_shard`, `dp_replicate`.
         settings: Settings of a step: batch, seq, microbatches, dtypes, optimizer, loss, ...
-        by_stage: A row for each rank of the pipeline, one row without a pipeline: `stages`, `peak`, `between_steps`,
-            `by_kind` (bytes at the peak), `between_by_kind`, `at` (operation of the peak), `largest` (largest tensors
-            at the peak), `flops`, `recomputed`, `sent` (bytes by collective), `wrapped_layers`, `fits`, `course` (parts
-            of the step in order, each with the bytes by kind at its own peak).
-        kinds: Kinds of tensors, in the order of the numbers in each row of `course`.
+        by_stage: One entry per rank of the pipeline, or a single entry without a pipeline: `stages`, `peak` and
+            `between_steps` (bytes), `by_kind` (bytes at the peak), `between_steps_by_kind`, `peak_tensor` (tensor whose
+            allocation is the peak), `largest_tensors` (at the peak), `flops`, `recomputed_flops`, `sent_bytes` (by
+            collective), `checkpointed_layers`, `fits`, `timeline` (parts of the step in order, each with the bytes by
+            kind at its own peak).
+        kinds: Kinds of memory, in the order of the numbers in each entry of `timeline`.
         gpu_memory: Memory of a GPU in bytes; null if it was not given.
         reserved: Bytes of GPU memory reserved for allocations other than tensors, for the largest peak.
         fits: True if every stage fits in `gpu_memory`; null if it was not given.
         flops: FLOPs of a step, summed over ranks.
-        recomputed: FLOPs of activations that are recomputed; part of `flops`.
+        recomputed_flops: FLOPs of activations that are recomputed; part of `flops`.
         assumptions: Assumptions and limits of the forecast.
     """
 
@@ -43,7 +44,7 @@ class ForecastReport(Report):
     reserved: int
     fits: bool | None
     flops: int
-    recomputed: int
+    recomputed_flops: int
     assumptions: Sequence[str]
 
 
@@ -56,14 +57,16 @@ class SearchReport(Report):
         parameters: Number of parameters of the whole model.
         gpus: Number of GPUs.
         gpu_memory: Memory of a GPU in bytes.
-        settings: Settings of a step over all GPUs: rows (sequences), seq, images, dtypes, optimizer, loss.
-        found: Layouts that fit, the best first: `layout`, `activation_checkpointing`, `microbatches` (per data-parallel
-            rank), `rows` (sequences per microbatch), `peak`, `between_steps`, `reserved`, `flops`, `recomputed` (of the
-            rank that computes most), `idle` (bubble fraction of the pipeline), `sent` (bytes by collective, of the rank
-            that sends most), `is_whole` (true if every stage and layer was evaluated, or compared with others).
-        too_large: Layouts that fit with no activation checkpointing mode: `layout`, and the smallest `peak` evaluated.
-        refused: Layouts that are not supported: `layout` and `reason`.
-        tried: Number of steps that were evaluated.
+        settings: Settings of a step over all GPUs: sequences (their number), seq, images, dtypes, optimizer, loss.
+        layouts: Layouts that fit, the best first: `layout`, `activation_checkpointing`, `microbatches` (per
+            data-parallel rank), `sequences` (per microbatch), `peak`, `between_steps` and `reserved` (bytes), `flops`
+            and `recomputed_flops` (of the rank that computes most), `bubble_fraction` (fraction of a step in which a
+            pipeline rank is idle), `sent_bytes` (by collective, of the rank that sends most), `is_checked` (true if
+            every stage and layer was evaluated, or compared with others).
+        layouts_too_large: Layouts that fit with no activation checkpointing mode: `layout`, and the smallest `peak`
+            evaluated, in bytes.
+        unsupported_layouts: Layouts that are not supported: `layout` and `reason`.
+        evaluated_steps: Number of steps that were evaluated.
         assumptions: Assumptions and limits of the forecast.
     """
 
@@ -74,8 +77,8 @@ class SearchReport(Report):
     gpus: int
     gpu_memory: int
     settings: Mapping[str, Any]
-    found: Sequence[dict[str, Any]]
-    too_large: Sequence[dict[str, Any]]
-    refused: Sequence[dict[str, Any]]
-    tried: int
+    layouts: Sequence[dict[str, Any]]
+    layouts_too_large: Sequence[dict[str, Any]]
+    unsupported_layouts: Sequence[dict[str, Any]]
+    evaluated_steps: int
     assumptions: Sequence[str]

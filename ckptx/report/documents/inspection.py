@@ -15,13 +15,13 @@ class RanksOfInspection:
 
     Attributes:
         layout: Sizes of the mesh and the layers of each stage; null if the mesh is unknown.
-        cut_tensors: Number of sharded tensors.
+        sharded_tensors: Number of sharded tensors.
         balance: Mean and extremes of the bytes of ranks; null without tensor data.
-        by_file: A row for each file, if no file name has a rank.
+        by_file: One entry per file, if no file name has a rank.
     """
 
     layout: dict[str, Any] | None
-    cut_tensors: int
+    sharded_tensors: int
     balance: dict[str, Any] | None
     by_file: Sequence[dict[str, Any]] | None = None
 
@@ -40,15 +40,16 @@ class InspectionReport(Report):
         files: Bytes of each file that contains tensor data.
         sidecars: Names of the files that belong to the checkpoint besides the weights, such as config and tokenizer.
         chunks: Number of chunks that tensors are stored in; shared chunks count once.
-        shared: Groups of names that share bytes.
-        tied: Groups of tied names that are stored separately and counted once.
+        alias_groups: Groups of names that share bytes.
+        tied_groups: Groups of tied names that are stored separately; each counts as one parameter.
         optimizer: Number of tensors and bytes of optimizer state.
-        other: Names that are neither model nor optimizer state.
+        other_tensors: Names that are neither model nor optimizer state.
         objects: Number of pickled objects.
-        unknown: Names that the class does not have.
-        fit: Comparison of names and shapes with the config.
+        unknown_tensors: Names that the class does not have.
+        config_check: Comparison of names and shapes with the config, as in `convert`; null without a config or for an
+            unknown class.
         groups: Number of tensors and bytes for each pattern of names.
-        listed: A row for each tensor that was selected for listing.
+        selected_tensors: One entry per tensor that was selected for listing.
         by_rank: Additional fields of `--ranks`; in the document they are on the same level as the others.
         html: Path of the HTML page.
     """
@@ -64,15 +65,15 @@ class InspectionReport(Report):
     files: Mapping[str, int]
     sidecars: Sequence[str]
     chunks: int
-    shared: Sequence[Sequence[str]]
-    tied: Sequence[Sequence[str]]
+    alias_groups: Sequence[Sequence[str]]
+    tied_groups: Sequence[Sequence[str]]
     optimizer: dict[str, int]
-    other: Sequence[str]
+    other_tensors: Sequence[str]
     objects: int
-    unknown: Sequence[str]
-    fit: dict[str, Any] | None
+    unknown_tensors: Sequence[str]
+    config_check: dict[str, Any] | None
     groups: Sequence[dict[str, Any]]
-    listed: Sequence[dict[str, Any]] | None = field(default=None, metadata=OPTIONAL)
+    selected_tensors: Sequence[dict[str, Any]] | None = field(default=None, metadata=OPTIONAL)
     by_rank: RanksOfInspection | None = field(default=None, metadata=OPTIONAL)
     html: str | None = field(default=None, metadata=OPTIONAL)
 
@@ -81,7 +82,11 @@ class InspectionReport(Report):
         document = Report.to_dict(self)
         by_rank = document.pop("by_rank", None)
         if by_rank is not None:
-            document |= {"layout": by_rank.layout, "cut_tensors": by_rank.cut_tensors, "balance": by_rank.balance}
+            document |= {
+                "layout": by_rank.layout,
+                "sharded_tensors": by_rank.sharded_tensors,
+                "balance": by_rank.balance,
+            }
             if by_rank.by_file is not None:
                 document["by_file"] = by_rank.by_file
         return document

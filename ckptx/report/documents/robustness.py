@@ -17,29 +17,30 @@ class RobustnessReport(Report):
         recipe: Name of the recipe.
         recipe_file: Path of the recipe file.
         settings: Recipe keys that `--set` changed, with their values as strings.
-        injected: Name of the injected fault; null for none.
-        out: Path of the output folder; empty if it was temporary and was removed, as nothing differed.
+        injected_fault: Name of the injected fault; null for none.
+        output_dir: Path of the output folder; empty if it was temporary and was removed, as nothing differed.
         world_size: Number of ranks; null if a custom trainer does not report it.
         layout: Sizes of the mesh; empty for a custom trainer.
         trainer: "ckptx", or the command of a custom trainer.
-        phases: A row for each phase, in order: `number`, `name`, `title` (property that the phase tests), `ok` (null if
-            it did not run or compared nothing, with the reason in `notes`), `seconds`, `oracles`, `notes` (strings),
+        phases: One entry per phase, in order: `number`, `name`, `title` (property that the phase tests), `ok` (null if
+            it did not run or compared nothing, with the reason in `notes`), `seconds`, `checks`, `notes` (strings),
             `memory` (null if it was not measured) and, for a custom trainer, `cause` (why it failed, or that the cause
-            is unknown). A row of `oracles`: `name` (finite, names, model, moments, ...), `ok` (null if there was
+            is unknown). An entry of `checks`: `name` (finite, names, model, moments, ...), `ok` (null if there was
             nothing to compare), `compared` (number of items), `differing` (names of the first items that differ),
-            `count` (number of items that differ), `value` and `limit` (difference and tolerance of a measurement, else
-            null), `times_noise` and `noise` (factors of the tolerance; null if equal bits are required), `widened`
-            (true if the recipe widened the tolerance). `memory`: `tensor_bytes` and `threads` after the phase was
-            released, maximum over ranks, and `baseline_tensor_bytes`, `baseline_threads`.
-        cause: First failure: `phase`, `oracle` (null if the phase failed without one), `cause` in words; null if
+            `count` (number of items that differ), `value` and `tolerance` (of a measurement, else null), `noise_factor`
+            and `noise` (factors of the tolerance; null if equal bits are required), `is_widened` (true if the recipe
+            widened the tolerance). `memory`: `tensor_bytes` and `threads` after the phase was released, maximum over
+            ranks, and `baseline_tensor_bytes`, `baseline_threads`.
+        cause: First failure: `phase`, `check` (null if the phase failed without one), `cause` in words; null if
             nothing failed.
         noise: `loss` and `logits`, each with the largest difference between identical runs (`repeated`) and between
-            runs whose embedding was perturbed by 1 ULP (`moved`); null if there were no such runs.
-        losses: A row for each run: `run`, `steps`, `losses`. The first run is the uninterrupted one; the others are
+            runs whose embedding was perturbed by 1 ULP (`perturbed`); null if there were no such runs.
+        losses: One entry per run: `run`, `steps`, `losses`. The first run is the uninterrupted one; the others are
             compared with it.
-        differing: A row for each item that differs: `phase` (its number), `oracle`, `item` and, if known, `rank`,
-            `reference` and `found`.
-        kills: A row for each process that was killed while saving: `at`, `ranks`, `asynchronous`, `latest`, `ok`.
+        differing: One entry per item that differs: `phase` (its number), `check`, `item` and, if known, `rank`,
+            `reference` and `actual`.
+        kills: One entry per process that was killed while saving: `operation` (file system operation at which it was
+            killed), `ranks`, `is_async`, `latest_step` (null if none could be loaded), `ok`.
         step_memory: Bytes of tensors in one step, maximum over ranks: `forecast_peak`, `forecast_between_steps`,
             `measured_peak`, `measured_between_steps`; empty if it was not measured.
         environment: Versions of ckptx, python, torch and transformers, and names of device and platform.
@@ -50,8 +51,8 @@ class RobustnessReport(Report):
     recipe: str
     recipe_file: str
     settings: Mapping[str, str] = field(default_factory=dict)
-    injected: str | None = None
-    out: str
+    injected_fault: str | None = None
+    output_dir: str
     world_size: int | None
     layout: dict[str, int]
     trainer: str

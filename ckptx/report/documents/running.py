@@ -16,47 +16,51 @@ class RunReport(Report):
     Attributes:
         run: Always true; distinguishes this report from that of `verify` without `--run`.
         compared: Number of tensors that each rank loads.
-        differing: A row for each difference: `level` is config, bytes, forward or gradients.
-        undecided: A row for each inconclusive result: it is within its tolerance, but the tolerance exceeds `size`, the
-            standard deviation of the logits or the largest value of a gradient, so that no defect could be detected.
+        differing: One entry per difference: `level` is config, bytes, forward or gradients.
+        inconclusive: One entry per inconclusive result: it is within its `tolerance`, but the tolerance exceeds
+            `magnitude`, the standard deviation of the logits or the largest value of a gradient, so that no error could
+            be detected.
         world_size: Number of ranks.
         layout: Sizes of the mesh.
         stages: Number of pipeline stages.
         bubble_fraction: Lower bound of the fraction of a step in which a pipeline rank is idle; 0 without a pipeline.
         microbatches: Number of microbatches per step and data-parallel rank.
-        reference_pieces: Number of consecutive parts that the reference was run in; 1 means as a whole.
+        reference_parts: Number of consecutive parts in which the reference ran; 1 means as a whole.
         inputs: Kinds of model inputs: "text", "image", ...
         tokens: Number of distinct tokens in the input text, and size of the vocabulary.
-        windows: Attention windows that were reduced so that the sequence exceeds them: config key -> size in the
-            config, size in the run.
-        unreached: Parameters without a gradient: `name`, and `experts` if only some of them have none; null without a
-            backward step.
+        attention_windows: Attention windows that were reduced so that the sequence exceeds them: config key -> size in
+            the config, size in the run, in tokens.
+        without_gradient: Parameters without a gradient: `name`, and `experts` if only some of them have none; null
+            without a backward step.
         compute_dtype: Dtype of the parameters in the run, on both sides.
-        wrapped_layers: Number of layers with activation checkpointing.
-        gathered: A row for each pattern of modules that did not run on their TP shards alone: `pattern`, the number of
-            `modules`, `what` was gathered ("parameters" around the forward pass, or its "output"), and whether the
-            shards are `aligned` with heads and fused parts. Empty without TP.
+        checkpointed_layers: Number of layers with activation checkpointing.
+        gathered_modules: One entry per pattern of modules that did not run on their TP shards alone: `pattern`, the
+            number of `modules`, `what` was gathered ("parameters" around the forward pass, or its "output"), and
+            whether the shards are `aligned` with heads and fused parts. Empty without TP.
         bytes_read_per_rank: Bytes of the checkpoint that each rank read to load its part; `bytes_read` is their sum.
             Reads of the reference are not counted.
         max_abs: Largest absolute difference of logits.
-        max_abs_limit: Tolerance of `max_abs`, from the measured noise.
-        logits_deviation: Standard deviation of the logits of the reference.
+        max_abs_tolerance: Tolerance of `max_abs`, from the measured noise.
+        logits_std: Standard deviation of the logits of the reference.
         kl: Largest KL divergence of the logits of a token.
         cosine: Smallest cosine similarity of the logits of a token.
         loss: Loss of the checkpoint.
         loss_reference: Loss of the reference.
-        loss_limit: Tolerance of the difference of both losses.
+        loss_tolerance: Tolerance of the difference of both losses.
         gradients: Number of gradients that were compared; null without a backward step.
         grad_max_abs: Largest absolute difference of gradients; null without a backward step.
-        grad_of_limit: Name of the gradient whose difference is largest relative to its tolerance, and that ratio.
-        first_divergence: First module whose output differs, with its `max_abs`; null if none does.
-        gradient_differences: A row for each gradient, with its difference from the reference.
-        forecast_peak: Forecast of the peak bytes of tensors of the checkpoint's side, maximum over ranks; only with
+        grad_closest_to_tolerance: Name of the gradient whose difference is largest relative to its tolerance, and that
+            ratio; null without a backward step.
+        first_divergence: First module whose output differs, with its `max_abs` and `tolerance`; null if none does.
+        gradient_differences: One entry per gradient, with `max_abs` (its difference from the reference) and
+            `tolerance`.
+        forecast_peak: Forecast of the peak bytes of tensors of the checkpoint's model, maximum over ranks; only with
             `--gpu-memory`.
         measured_peak: Measured value of `forecast_peak`.
-        unread: A row for each stored tensor that no part of the model reads: `name`, `reason`, `stored_in` (reference,
-            checkpoint), and `may_be_there`, false for a tensor that the class does not have for no known reason.
-        dtype_differences: A row for each pair of dtypes that differ: `against` (reference or config), `stored`,
+        unread_tensors: One entry per stored tensor that no part of the model reads: `name`, `reason`, `stored_in`
+            (reference, checkpoint), and `is_expected`, false for a tensor that the class does not have for no known
+            reason.
+        dtype_differences: One entry per pair of dtypes that differ: `against` (reference or config), `stored`,
             `expected`, `tensors` (their number) and the first `names`.
         peak_rss_rank_0: Peak resident set size of rank 0 in bytes, if this process started the ranks.
     """
@@ -66,35 +70,35 @@ class RunReport(Report):
     run: bool = True
     compared: int
     differing: Sequence[dict[str, Any]]
-    undecided: Sequence[dict[str, Any]]
+    inconclusive: Sequence[dict[str, Any]]
     world_size: int
     layout: dict[str, int]
     stages: int
     bubble_fraction: float
     microbatches: int
-    reference_pieces: int
+    reference_parts: int
     inputs: Sequence[str]
     tokens: Sequence[int]
-    windows: dict[str, Sequence[int]]
-    unreached: Sequence[dict[str, Any]] | None
+    attention_windows: dict[str, Sequence[int]]
+    without_gradient: Sequence[dict[str, Any]] | None
     compute_dtype: str
-    wrapped_layers: int
-    gathered: Sequence[dict[str, Any]]
+    checkpointed_layers: int
+    gathered_modules: Sequence[dict[str, Any]]
     bytes_read_per_rank: Sequence[int]
     max_abs: float | str
-    max_abs_limit: float | str
-    logits_deviation: float | str
+    max_abs_tolerance: float | str
+    logits_std: float | str
     kl: float | str
     cosine: float | str
     loss: float | str
     loss_reference: float | str
-    loss_limit: float | str
+    loss_tolerance: float | str
     gradients: int | None
     grad_max_abs: float | str | None
-    grad_of_limit: Sequence[Any] | None
+    grad_closest_to_tolerance: Sequence[Any] | None
     first_divergence: Any
     gradient_differences: Sequence[dict[str, Any]]
-    unread: Sequence[dict[str, Any]] = field(default_factory=list)
+    unread_tensors: Sequence[dict[str, Any]] = field(default_factory=list)
     dtype_differences: Sequence[dict[str, Any]] = field(default_factory=list)
     forecast_peak: int | None = field(default=None, metadata=OPTIONAL)
     measured_peak: int | None = field(default=None, metadata=OPTIONAL)

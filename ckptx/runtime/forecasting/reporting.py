@@ -44,7 +44,7 @@ def report_of(task: Task, ranks: Sequence[RankForecast], memory: int | None) -> 
         reserved=reserve_bytes(peak),
         fits=fits,
         flops=sum(each.work.flops for each in ranks) * dims.per_stage,
-        recomputed=sum(each.work.recomputed for each in ranks) * dims.per_stage,
+        recomputed_flops=sum(each.work.recomputed for each in ranks) * dims.per_stage,
         assumptions=assumptions_of(task, ranks[0].missing, any(each.left_out for each in ranks)),
     )
 
@@ -57,15 +57,15 @@ def _row(rank: RankForecast, memory: int | None) -> dict[str, Any]:
         "peak": peak,
         "between_steps": sum(timeline.between),
         "by_kind": dict(zip(KINDS, worst.most, strict=True)),
-        "between_by_kind": dict(zip(KINDS, timeline.between, strict=True)),
-        "at": _storage_row(worst.peak) if worst.peak is not None else None,
-        "largest": [_storage_row(each) for each in worst.largest],
+        "between_steps_by_kind": dict(zip(KINDS, timeline.between, strict=True)),
+        "peak_tensor": _storage_row(worst.peak) if worst.peak is not None else None,
+        "largest_tensors": [_storage_row(each) for each in worst.largest],
         "flops": work.flops,
-        "recomputed": work.recomputed,
-        "sent": dict(work.sent),
-        "wrapped_layers": rank.wrapped_layers,
+        "recomputed_flops": work.recomputed,
+        "sent_bytes": dict(work.sent),
+        "checkpointed_layers": rank.wrapped_layers,
         "fits": None if memory is None else peak + reserve_bytes(peak) <= memory,
-        "course": [
+        "timeline": [
             [each.part, each.turn, f"{each.unit.stack}.{each.unit.index}" if each.unit.stack else "", *each.most]
             for each in timeline.segments
         ],
@@ -74,13 +74,13 @@ def _row(rank: RankForecast, memory: int | None) -> dict[str, Any]:
 
 def _storage_row(life: StorageLifetime) -> dict[str, Any]:
     return {
-        "nbytes": life.nbytes,
+        "bytes": life.nbytes,
         "kind": kind_of(life),
         "op": life.op,
         "module": life.born.module,
         "part": life.born.part,
         "microbatch": life.born.turn,
-        "recomputed": life.born.is_again,
+        "is_recomputed": life.born.is_again,
         "shape": list(life.shape),
         "dtype": str(life.dtype).removeprefix("torch."),
     }
@@ -105,15 +105,15 @@ def search_report_of(space: SearchSpace, found: SearchResult) -> SearchReport:
         parameters=found.parameters,
         gpus=space.gpus,
         gpu_memory=space.memory,
-        settings={"rows": task.recipe.training.global_batch, **_settings(task)},
-        found=[_candidate(each) for each in best],
-        too_large=[
+        settings={"sequences": task.recipe.training.global_batch, **_settings(task)},
+        layouts=[_candidate(each) for each in best],
+        layouts_too_large=[
             {"layout": _mesh(each.dims), "peak": each.least}
             for each in outcomes
             if each.best is None and not each.refused
         ],
-        refused=[{"layout": _mesh(each.dims), "reason": each.refused} for each in outcomes if each.refused],
-        tried=sum(each.tried for each in outcomes),
+        unsupported_layouts=[{"layout": _mesh(each.dims), "reason": each.refused} for each in outcomes if each.refused],
+        evaluated_steps=sum(each.tried for each in outcomes),
         assumptions=assumptions,
     )
 
@@ -123,15 +123,15 @@ def _candidate(each: Candidate) -> dict[str, Any]:
         "layout": _mesh(each.task.dims),
         "activation_checkpointing": each.task.recipe.layout.activation_checkpointing,
         "microbatches": each.task.microbatches,
-        "rows": each.task.microbatch,
+        "sequences": each.task.microbatch,
         "peak": each.peak,
         "between_steps": each.between_steps,
         "reserved": reserve_bytes(each.peak),
         "flops": each.flops,
-        "recomputed": each.recomputed,
-        "idle": each.idle,
-        "sent": dict(each.sent),
-        "is_whole": each.is_whole,
+        "recomputed_flops": each.recomputed,
+        "bubble_fraction": each.idle,
+        "sent_bytes": dict(each.sent),
+        "is_checked": each.is_checked,
     }
 
 

@@ -71,7 +71,7 @@ class Candidate:
         recomputed: Those of `flops` that are recomputed.
         sent: Bytes by collective, on the rank that sends most.
         missing: Kinds of input that the model has a tower for, but the step lacks.
-        is_whole: True if every stage was forecast, and the extrapolation of layers was validated.
+        is_checked: True if every stage was forecast, and the extrapolation of layers was validated.
     """
 
     task: Task
@@ -81,7 +81,7 @@ class Candidate:
     recomputed: int
     sent: Mapping[str, int]
     missing: tuple[str, ...] = ()
-    is_whole: bool = False
+    is_checked: bool = False
 
     @property
     def idle(self) -> float:
@@ -233,7 +233,7 @@ def _outcome(space: SearchSpace, dims: ParallelDims, parameters: int, known_boun
 def confirmed(outcome: MeshResult, memory: int) -> MeshResult:
     """Forecast the mesh again with every stage, and with the extrapolation of layers validated."""
     assert outcome.best is not None
-    best = replace(_candidate(outcome.best.task), is_whole=True)
+    best = replace(_candidate(outcome.best.task), is_checked=True)
     tried = outcome.tried + 1
     return MeshResult(outcome.dims, best if best.fits(memory) else None, best.peak, tried=tried)
 

@@ -111,7 +111,7 @@ class Comparison:
         is_exact: True if the same operations ran in the same order on both sides; broadcast by the first rank.
         copied: Names of parameters with a copy on several stages: their gradients are summed in another order.
         rows: Differences beyond the tolerance.
-        undecided: Tensors within a tolerance that is too large to reveal a defect.
+        inconclusive: Tensors within a tolerance that is too large to reveal a defect.
         numbers: Values of the report, by key.
         gradients: Largest difference and tolerance of each gradient, by name in the model.
     """
@@ -121,7 +121,7 @@ class Comparison:
     is_exact: bool
     copied: Collection[str] = ()
     rows: list[dict[str, Any]] = field(default_factory=list)
-    undecided: list[dict[str, Any]] = field(default_factory=list)
+    inconclusive: list[dict[str, Any]] = field(default_factory=list)
     numbers: dict[str, Any] = field(default_factory=dict)
     gradients: dict[str, tuple[float, float]] = field(default_factory=dict)
     _pending: dict[str, list[RankParameter]] = field(default_factory=dict)
@@ -155,18 +155,18 @@ class Comparison:
         limit_of_loss = 0.0 if self.is_exact else max(noise.ALLOWED * noise_of_loss, rounding)
         self.numbers |= {
             "max_abs": 0.0,
-            "max_abs_limit": limit,
-            "logits_deviation": distances.deviation(whole[index]),
+            "max_abs_tolerance": limit,
+            "logits_std": distances.deviation(whole[index]),
             "kl": 0.0,
             "cosine": 1.0,
             "loss": ours_loss,
             "loss_reference": loss,
-            "loss_limit": limit_of_loss,
+            "loss_tolerance": limit_of_loss,
         }
         for ours, theirs in zip(found.logits, whole[index:], strict=False):
             self._compare_logits(ours, theirs, limit)
         if not abs(ours_loss - loss) <= limit_of_loss and not self.rows:
-            self._add("forward", "loss", max_abs=abs(ours_loss - loss), limit=limit_of_loss)
+            self._add("forward", "loss", max_abs=abs(ours_loss - loss), tolerance=limit_of_loss)
 
     def _compare_logits(self, ours: torch.Tensor, theirs: torch.Tensor, limit: float) -> None:
         distance, deviation = distances.furthest(theirs, ours), distances.deviation(theirs)
@@ -179,11 +179,11 @@ class Comparison:
         for side, logits in (("reference", theirs), ("checkpoint", ours)):
             bad = int((~torch.isfinite(logits)).sum())
             if bad:
-                self._add("forward", "logits", max_abs=float("nan"), limit=limit, what=f"{bad} not finite, {side}")
+                self._add("forward", "logits", max_abs=float("nan"), tolerance=limit, what=f"{bad} not finite, {side}")
         if not distance <= limit and not self.rows:
-            self._add("forward", "logits", max_abs=distance, limit=limit)
+            self._add("forward", "logits", max_abs=distance, tolerance=limit)
         elif not limit <= deviation and not self.rows:
-            self._add_inconclusive("forward", "logits", limit=limit, size=deviation)
+            self._add_inconclusive("forward", "logits", tolerance=limit, magnitude=deviation)
 
     def backward(self, expected: Sequence[Gradient] | None, parameters: Iterable[RankParameter]) -> None:
         """Compare some gradients with this rank's shards of them, and release those shards.
@@ -224,7 +224,7 @@ class Comparison:
             for each in found:
                 gradient = each.parameter.grad
                 if gradient is not None and bool(_local(gradient).any()):
-                    self._add("gradients", name, max_abs=distances.largest(_local(gradient)), limit=0.0,
+                    self._add("gradients", name, max_abs=distances.largest(_local(gradient)), tolerance=0.0,
                               what="the reference has no gradient")  # fmt: skip
         self._pending.clear()
 
@@ -235,7 +235,7 @@ class Comparison:
         for each in self._measured:
             name, distance, limit = each.name, each.distance, each.limit
             if each.what:
-                self._add("gradients", name, max_abs=distance, limit=limit, what=each.what)
+                self._add("gradients", name, max_abs=distance, tolerance=limit, what=each.what)
             if each.what == _NONE_HERE:
                 continue
             largest = max(largest, distance)
@@ -245,19 +245,23 @@ class Comparison:
                 if not each.is_exact and max(each.size, each.ours) <= noise.rounding(each.dtype, module_sizes[name]):
                     continue  # zero up to rounding, as the gradients of key biases, which softmax cancels
                 if not distance <= limit:
-                    self._add("gradients", name, max_abs=distance, limit=limit)
+                    self._add("gradients", name, max_abs=distance, tolerance=limit)
                 elif limit > each.size:
-                    self._add_inconclusive("gradients", name, limit=limit, size=each.size)
+                    self._add_inconclusive("gradients", name, tolerance=limit, magnitude=each.size)
             if limit and distance / limit > worst[1]:
                 worst = name, distance / limit
-        self.numbers |= {"gradients": len(self._sizes), "grad_max_abs": largest, "grad_of_limit": list(worst)}
+        self.numbers |= {
+            "gradients": len(self._sizes),
+            "grad_max_abs": largest,
+            "grad_closest_to_tolerance": list(worst),
+        }
         self._measured.clear()
 
     def _add(self, level: str, name: str, **values: Any) -> None:
         self.rows.append({**difference(level, self.process.rank, name, self.stored), **values})
 
     def _add_inconclusive(self, level: str, name: str, **values: Any) -> None:
-        self.undecided.append({**difference(level, self.process.rank, name, self.stored), **values})
+        self.inconclusive.append({**difference(level, self.process.rank, name, self.stored), **values})
 
 
 def _measure(parameter: RankParameter, whole: torch.Tensor, known: _GradientDistances) -> _GradientDistances:

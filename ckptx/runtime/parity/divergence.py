@@ -45,7 +45,7 @@ def first_divergence(
             limit = 0.0 if is_exact else noise.ALLOWED * furthest(output, moved)
             distance = furthest(output, found)
             if not distance <= limit:
-                return {"module": call.module, "max_abs": distance, "limit": limit}
+                return {"module": call.module, "max_abs": distance, "tolerance": limit}
     return None
 
 

@@ -112,14 +112,14 @@ def verify_run(reference: Path, checkpoint: Path, options: RunOptions, log: Log)
             rows = [{**row, "stage": stage_of(plan, row)} for row in rows]
         numbers = {
             **comparison.numbers,
-            "unreached": not_reached,
+            "without_gradient": not_reached,
             "pieces": running.stage_count if running is not None else 1,
         }
         if any(all_gather_object(any(row["level"] == "forward" for row in rows))):
             numbers["first_divergence"] = _first_divergence(running, loaded, batches[0], is_exact=comparison.is_exact)
         share = {
             "rows": rows,
-            "undecided": comparison.undecided,
+            "inconclusive": comparison.inconclusive,
             "taken": peak,
             "dtype": " and ".join(sorted(record.dtypes)),
             "read": record.bytes_read,
@@ -140,7 +140,7 @@ def verify_run(reference: Path, checkpoint: Path, options: RunOptions, log: Log)
         configs,
         uncompared,
         inputs,
-        everyone[0].get("unreached"),
+        everyone[0].get("without_gradient"),
         first.separate_names | second.separate_names,
     )
     if options.dims.tp > 1 and not any(share["sharded"] for share in everyone):
@@ -149,14 +149,14 @@ def verify_run(reference: Path, checkpoint: Path, options: RunOptions, log: Log)
             "pass --tp-plan FILE with rules for it, or leave out --tp"
         )
     unread_rows = rows_of_unread(*unread)
-    log.note(*unread_notes([row for row in unread_rows if row["may_be_there"]]))
+    log.note(*unread_notes([row for row in unread_rows if row["is_expected"]]))
     log.note(*dtype_notes(dtypes, everyone[0]["dtype"]))
     worst = worst_by_tensor(everyone, record.stored)
     small = {
         key: [value, windows.SMALL] for key, value in {**reference_facts.windows, **checkpoint_facts.windows}.items()
     }
     report = report_of(options, everyone, inputs, small, worst, plan)
-    report = replace(report, unread=unread_rows, dtype_differences=dtypes)
+    report = replace(report, unread_tensors=unread_rows, dtype_differences=dtypes)
     return stopwatch.stop(replace(report, warnings=list(log.notes)))
 
 

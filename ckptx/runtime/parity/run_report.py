@@ -34,7 +34,7 @@ def report_of(
     bubble = plan.schedule.bubble_fraction(dims.pp, microbatches) if plan is not None else 0.0
     layers = sum(share["wrapped"] for share in everyone[:: dims.per_stage])  # one rank of each pipeline rank
     rows = [row for share in everyone for row in share["rows"]]
-    undecided = _once(row for share in everyone for row in share["undecided"])
+    inconclusive = _once(row for share in everyone for row in share["inconclusive"])
     first = everyone[0]
     ranks = [
         {
@@ -47,24 +47,26 @@ def report_of(
         }
         for rank, share in enumerate(everyone)
     ]
-    by_gradients: dict[str, Any] = {"gradients": None, "grad_max_abs": None, "grad_of_limit": None}
+    by_gradients: dict[str, Any] = {"gradients": None, "grad_max_abs": None, "grad_closest_to_tolerance": None}
     if options.backward:
         by_gradients = {
             "gradients": first["gradients"],
             "grad_max_abs": max(share["grad_max_abs"] for share in everyone),
-            "grad_of_limit": max((share["grad_of_limit"] for share in everyone), key=lambda found: found[1]),
+            "grad_closest_to_tolerance": max(
+                (share["grad_closest_to_tolerance"] for share in everyone), key=lambda found: found[1]
+            ),
         }
     found = {
         "differing": rows,
-        "undecided": undecided,
+        "inconclusive": inconclusive,
         "max_abs": max(share["max_abs"] for share in everyone),
-        "max_abs_limit": first["max_abs_limit"],
-        "logits_deviation": first["logits_deviation"],
+        "max_abs_tolerance": first["max_abs_tolerance"],
+        "logits_std": first["logits_std"],
         "kl": max((share["kl"] for share in everyone), key=badness),
         "cosine": max((share["cosine"] for share in everyone), key=lambda found: badness(-found)),
         "loss": first["loss"],
         "loss_reference": first["loss_reference"],
-        "loss_limit": first["loss_limit"],
+        "loss_tolerance": first["loss_tolerance"],
         "first_divergence": first.get("first_divergence"),
         "gradient_differences": worst,
         **by_gradients,
@@ -72,7 +74,7 @@ def report_of(
     bytes_read_per_rank = [int(share["read"]) for share in everyone]
     return RunReport(
         command="verify",
-        exit=1 if rows or (undecided and options.strict) else 0,
+        exit=1 if rows or (inconclusive and options.strict) else 0,
         tensors=tensors,
         bytes_read=sum(bytes_read_per_rank),
         ranks=ranks,
@@ -82,14 +84,14 @@ def report_of(
         stages=stages,
         bubble_fraction=bubble,
         microbatches=microbatches,
-        reference_pieces=first["pieces"],
+        reference_parts=first["pieces"],
         inputs=list(inputs.kinds),
         tokens=list(inputs.words),
-        windows=dict(small),
-        unreached=first.get("unreached"),
+        attention_windows=dict(small),
+        without_gradient=first.get("without_gradient"),
         compute_dtype=first["dtype"],
-        wrapped_layers=layers,
-        gathered=gathered_rows(share["gathered"] for share in everyone),
+        checkpointed_layers=layers,
+        gathered_modules=gathered_rows(share["gathered"] for share in everyone),
         measured_peak=max((share["taken"] for share in everyone), default=None) if options.measures else None,
         **peak_of_processes((share["peak_rss"] for share in everyone), are_ranks=dims.world_size > 1),
         bytes_read_per_rank=bytes_read_per_rank,
@@ -115,15 +117,15 @@ def rows_of_unread(reference: Mapping[str, str], checkpoint: Mapping[str, str]) 
         checkpoint: Reason for each unread name of the checkpoint.
 
     Returns:
-        A row for each name: `name`, `reason`, `stored_in` ("reference", "checkpoint", or both), and `may_be_there`,
+        A row for each name: `name`, `reason`, `stored_in` ("reference", "checkpoint", or both), and `is_expected`,
         which is False for a tensor that the class does not have and that no reason is known for.
     """
     rows = []
     for name in dict.fromkeys([*reference, *checkpoint]):
         sides = [side for side, found in (("reference", reference), ("checkpoint", checkpoint)) if name in found]
         reason = reference.get(name) or checkpoint[name]
-        may_be_there = reason not in (NO_PLACE, UNKNOWN)
-        rows.append({"name": name, "reason": reason, "stored_in": sides, "may_be_there": may_be_there})
+        is_expected = reason not in (NO_PLACE, UNKNOWN)
+        rows.append({"name": name, "reason": reason, "stored_in": sides, "is_expected": is_expected})
     return rows
 
 
@@ -143,7 +145,7 @@ def worst_by_tensor(everyone: list[dict[str, Any]], stored: dict[str, tuple[str,
             if name not in found or distance > found[name][1]:
                 found[name] = rank, distance, limit
     return [
-        {**difference("gradients", rank, name, stored), "max_abs": _plain(distance), "limit": _plain(limit)}
+        {**difference("gradients", rank, name, stored), "max_abs": _plain(distance), "tolerance": _plain(limit)}
         for name, (rank, distance, limit) in found.items()
     ]
 

@@ -180,7 +180,7 @@ def test_a_third_step_is_held_against_the_first_two(runs: tuple[RepeatedLayers, 
         assert extrapolated([repeat], base, [grown], spoiled) is None
 
 
-@pytest.mark.parametrize("what", ["turns", "wrapped_layers"])
+@pytest.mark.parametrize("what", ["turns", "checkpointed_layers"])
 def test_so_is_what_it_computes(what: str, runs: tuple[RepeatedLayers, list[ShortModel]]) -> None:
     repeat, (base, grown, third) = runs
     other: Any = {} if what == "turns" else 7

@@ -157,15 +157,15 @@ def test_what_is_found_is_what_a_forecast_says(source: Path) -> None:
     found = ckptx.forecast(source, search=True, gpus=2, gpu_memory=memory, seq=64, dtype="bf16")
     assert isinstance(found, SearchReport)
     assert found.ok and found.parameters == one.parameters
-    best = found.found[0]
-    assert best["is_whole"] and best["layout"]["tp"] == 2 and best["microbatches"] == 2
-    assert (best["peak"], best["flops"], best["sent"]) == (
-        peak, one.by_stage[0]["flops"], one.by_stage[0]["sent"],
+    best = found.layouts[0]
+    assert best["is_checked"] and best["layout"]["tp"] == 2 and best["microbatches"] == 2
+    assert (best["peak"], best["flops"], best["sent_bytes"]) == (
+        peak, one.by_stage[0]["flops"], one.by_stage[0]["sent_bytes"],
     )  # fmt: skip
-    assert all(each["peak"] + each["reserved"] <= memory for each in found.found)
-    seen = [each["layout"] for each in (*found.found, *found.too_large, *found.refused)]
+    assert all(each["peak"] + each["reserved"] <= memory for each in found.layouts)
+    seen = [each["layout"] for each in (*found.layouts, *found.layouts_too_large, *found.unsupported_layouts)]
     assert sorted(tuple(each.values()) for each in seen) == [(1, 1, 2, 1), (1, 2, 1, 1), (2, 1, 1, 1)]
-    assert all(each["peak"] + reserve_bytes(each["peak"]) > memory for each in found.too_large)
+    assert all(each["peak"] + reserve_bytes(each["peak"]) > memory for each in found.layouts_too_large)
 
 
 @pytest.mark.slow

@@ -132,7 +132,7 @@ def test_what_is_the_same_differs_nowhere(process: RankContext) -> None:
     made = forward(process, LOGITS.clone(), exact=True)
     assert made.rows == []
     numbers = made.numbers
-    assert (numbers["max_abs"], numbers["max_abs_limit"], numbers["loss_limit"]) == (0, 0, 0)
+    assert (numbers["max_abs"], numbers["max_abs_tolerance"], numbers["loss_tolerance"]) == (0, 0, 0)
     assert (numbers["loss"], numbers["loss_reference"]) == (2, 2)
     assert (numbers["kl"], numbers["cosine"]) == (pytest.approx(0, abs=1e-12), pytest.approx(1))
 
@@ -145,8 +145,8 @@ def test_logits_may_be_as_far_away_as_the_limit(process: RankContext, exact: boo
         found[0, 1, 0] += sign * (limit + further)
         made = forward(process, found, exact=exact)
         assert names_of(made) == names
-        assert (made.numbers["max_abs"], made.numbers["max_abs_limit"]) == (limit + further, limit)
-        assert [(row["max_abs"], row["limit"]) for row in made.rows] == [(limit + further, limit)] * len(names)
+        assert (made.numbers["max_abs"], made.numbers["max_abs_tolerance"]) == (limit + further, limit)
+        assert [(row["max_abs"], row["tolerance"]) for row in made.rows] == [(limit + further, limit)] * len(names)
 
 
 @pytest.mark.parametrize(
@@ -162,7 +162,7 @@ def test_the_loss_may_too_and_by_its_last_place(
             given = {"exact": exact, "noise_of_loss": noise_of_loss, "expected_loss": 2.0 * scale}
             made = forward(process, LOGITS.clone(), loss=2.0 * scale + sign * (limit + further), **given)  # type: ignore[arg-type]  # of several types
             assert names_of(made) == names
-            assert made.numbers["loss_limit"] == limit
+            assert made.numbers["loss_tolerance"] == limit
 
 
 @pytest.mark.parametrize("value", [NAN, INF, -INF])
@@ -255,10 +255,10 @@ def test_a_gradient_may_be_as_far_away_as_its_limit(process: RankContext, exact:
         found[2, 1] -= limit + further
         made = backward(process, Two(found, GRADIENT.clone()), exact=exact, a=GRADIENT, b=GRADIENT)
         assert names_of(made) == ([("gradients", "disk.a")] if further else [])
-        assert all((row["max_abs"], row["limit"]) == (limit + further, limit) for row in made.rows)
+        assert all((row["max_abs"], row["tolerance"]) == (limit + further, limit) for row in made.rows)
         assert made.gradients == {"a": (limit + further, limit), "b": (0.0, limit)}
         assert (made.numbers["gradients"], made.numbers["grad_max_abs"]) == (2, limit + further)
-        assert made.numbers["grad_of_limit"] == (["", 0.0] if exact else ["a", (limit + further) / limit])
+        assert made.numbers["grad_closest_to_tolerance"] == (["", 0.0] if exact else ["a", (limit + further) / limit])
 
 
 def test_gradients_may_come_in_portions_in_any_order(process: RankContext) -> None:
@@ -274,7 +274,7 @@ def test_gradients_may_come_in_portions_in_any_order(process: RankContext) -> No
             made.backward([Gradient(name, gradient, 0.0)], [held])
         made.report_missing_gradients()
         made.finish_gradients()
-        assert (made.rows, made.undecided, made.numbers["gradients"]) == ([], [], 2)
+        assert (made.rows, made.inconclusive, made.numbers["gradients"]) == ([], [], 2)
 
 
 @pytest.mark.parametrize("value", [NAN, INF])
@@ -284,7 +284,7 @@ def test_a_gradient_that_is_no_number_differs(process: RankContext, value: float
     made = backward(process, Two(found), a=GRADIENT)
     assert names_of(made) == [("gradients", "disk.a")]
     assert made.rows[0]["max_abs"] == INF
-    assert made.numbers["grad_of_limit"] == ["a", INF]
+    assert made.numbers["grad_closest_to_tolerance"] == ["a", INF]
 
 
 @pytest.mark.parametrize(("reference", "largest"), [(GRADIENT - 9, 8.0), (torch.empty(0, 2), 0.0)])
@@ -294,7 +294,7 @@ def test_a_gradient_that_is_lost_is_named_with_its_size(
     for names in ({"a": reference}, {"c": reference}):  # without a gradient; not in the model at all
         made = backward(process, Two(None), **names)
         (row,) = made.rows
-        assert (row["level"], row["max_abs"], row["limit"]) == ("gradients", largest, ALLOWED * 0.25)
+        assert (row["level"], row["max_abs"], row["tolerance"]) == ("gradients", largest, ALLOWED * 0.25)
         assert (row["name"], row.get("model_name", "c")) == (("disk.a", "a") if "a" in names else ("c", "c"))
         assert made.gradients == {}
 
@@ -302,7 +302,7 @@ def test_a_gradient_that_is_lost_is_named_with_its_size(
 def test_a_gradient_too_many_is_named_unless_it_is_zero(process: RankContext) -> None:
     made = backward(process, Two(GRADIENT.clone(), -GRADIENT), a=GRADIENT)
     (row,) = made.rows
-    assert (row["name"], row["names"], row["model_name"], row["max_abs"], row["limit"]) == ("b.0", 2, "b", 6, 0)
+    assert (row["name"], row["names"], row["model_name"], row["max_abs"], row["tolerance"]) == ("b.0", 2, "b", 6, 0)
     assert backward(process, Two(GRADIENT.clone(), torch.zeros(2)), a=GRADIENT).rows == []
 
 
@@ -334,13 +334,13 @@ def test_logits_that_may_be_further_away_than_they_deviate_are_undecided(
 ) -> None:
     """1, 2, 3, 4 deviate by the root of 1.25; eight times the noise is 1, or 2."""
     made = forward(process, LOGITS.clone(), noise=noise_is)
-    assert made.numbers["logits_deviation"] == pytest.approx(1.25**0.5)
+    assert made.numbers["logits_std"] == pytest.approx(1.25**0.5)
     assert made.rows == []
-    assert [(row["level"], row["name"]) for row in made.undecided] == names
-    assert [(row["limit"], row["size"]) for row in made.undecided] == [(2.0, 1.25**0.5)] * len(names)
-    assert forward(process, LOGITS.clone(), noise=noise_is, exact=True).undecided == []
+    assert [(row["level"], row["name"]) for row in made.inconclusive] == names
+    assert [(row["tolerance"], row["magnitude"]) for row in made.inconclusive] == [(2.0, 1.25**0.5)] * len(names)
+    assert forward(process, LOGITS.clone(), noise=noise_is, exact=True).inconclusive == []
     found = forward(process, LOGITS + 4, noise=noise_is)
-    assert (names_of(found), found.undecided) == ([("forward", "logits")], [])
+    assert (names_of(found), found.inconclusive) == ([("forward", "logits")], [])
 
 
 @pytest.mark.parametrize(("size", "is_decided"), [(2.5, True), (2.0, True), (1.5, False)])
@@ -351,11 +351,13 @@ def test_a_gradient_that_may_be_further_away_than_it_is_large_is_undecided(
     reference = torch.tensor([[size, -1.0]])
     made = backward(process, Two(reference + 0.25), a=reference)
     assert made.rows == []
-    rows = [(row["level"], row["name"], row["model_name"], row["limit"], row["size"]) for row in made.undecided]
+    rows = [
+        (row["level"], row["name"], row["model_name"], row["tolerance"], row["magnitude"]) for row in made.inconclusive
+    ]
     assert rows == ([] if is_decided else [("gradients", "disk.a", "a", 2.0, size)])
-    assert backward(process, Two(reference.clone()), exact=True, a=reference).undecided == []
+    assert backward(process, Two(reference.clone()), exact=True, a=reference).inconclusive == []
     made = backward(process, Two(reference + 2.25), a=reference)
-    assert (names_of(made), made.undecided) == ([("gradients", "disk.a")], [])
+    assert (names_of(made), made.inconclusive) == ([("gradients", "disk.a")], [])
 
 
 @pytest.mark.parametrize("size", [0.5, 2.0])

@@ -62,7 +62,7 @@ def test_what_is_added_in_place_belongs_to_what_comes_after() -> None:
     with torch.no_grad():
         other.scale += 1
     found = first_divergence(InPlace(), other)
-    assert found == {"module": "last", "max_abs": 1.0, "limit": 0.0}
+    assert found == {"module": "last", "max_abs": 1.0, "tolerance": 0.0}
 
 
 @pytest.mark.parametrize(("factor", "is_far"), [(8, False), (9, True), (-8, False), (-9, True)])
@@ -72,9 +72,9 @@ def test_a_module_may_differ_by_eight_times_its_noise(factor: int, is_far: bool)
     with torch.no_grad():
         other.embed.weight[3] += factor * ULP
     found = first_divergence(Scaled(), other, is_exact=False)
-    assert found == ({"module": "embed", "max_abs": 9 * ULP, "limit": 8 * ULP} if is_far else None)
+    assert found == ({"module": "embed", "max_abs": 9 * ULP, "tolerance": 8 * ULP} if is_far else None)
     exact = first_divergence(Scaled(), other)
-    assert exact == {"module": "embed", "max_abs": abs(factor) * ULP, "limit": 0.0}
+    assert exact == {"module": "embed", "max_abs": abs(factor) * ULP, "tolerance": 0.0}
 
 
 @pytest.mark.parametrize("ids", [IDS, [[0]], [[1]], [[2]], [[3]]])
@@ -144,10 +144,10 @@ def test_a_model_without_embeddings_has_no_noise() -> None:
 def share_of(**found: Any) -> dict[str, Any]:
     """What one rank tells the others."""
     plain: dict[str, Any] = {
-        "rows": [], "undecided": [], "dtype": "float32", "read": 10, "nbytes": 8, "max_abs": 0.0, "max_abs_limit": 1.0,
-        "logits_deviation": 3.0, "kl": 0.0, "cosine": 1.0,
-        "loss": 2.0, "loss_reference": 2.0, "loss_limit": 0.5, "gradients": 3, "grad_max_abs": 0.0,
-        "grad_of_limit": ["", 0.0], "by_tensor": {}, "names": list("abcde"), "wrapped": 0, "pieces": 1,
+        "rows": [], "inconclusive": [], "dtype": "float32", "read": 10, "nbytes": 8, "max_abs": 0.0,
+        "max_abs_tolerance": 1.0, "logits_std": 3.0, "kl": 0.0, "cosine": 1.0,
+        "loss": 2.0, "loss_reference": 2.0, "loss_tolerance": 0.5, "gradients": 3, "grad_max_abs": 0.0,
+        "grad_closest_to_tolerance": ["", 0.0], "by_tensor": {}, "names": list("abcde"), "wrapped": 0, "pieces": 1,
         "gathered": {}, "sharded": 1, "peak_rss": 1 << 20,
     }  # fmt: skip
     return plain | found
@@ -163,13 +163,17 @@ def report_of(*shares: dict[str, Any], **settings: bool) -> dict[str, Any]:
 
 
 def test_the_report_has_the_worst_of_all_ranks() -> None:
-    first = share_of(max_abs=0.25, kl=0.5, cosine=0.75, grad_max_abs=1.0, grad_of_limit=["a", 0.5], nbytes=6)
-    second = share_of(max_abs=0.5, kl=0.25, cosine=0.5, grad_max_abs=2.0, grad_of_limit=["b", 0.25], read=30)
+    first = share_of(
+        max_abs=0.25, kl=0.5, cosine=0.75, grad_max_abs=1.0, grad_closest_to_tolerance=["a", 0.5], nbytes=6
+    )
+    second = share_of(
+        max_abs=0.5, kl=0.25, cosine=0.5, grad_max_abs=2.0, grad_closest_to_tolerance=["b", 0.25], read=30
+    )
     for shares in ((first, second), (second, first)):
         found = report_of(*shares)
         assert (found["exit"], found["bytes_read"]) == (0, 40)
         assert found["bytes_read_per_rank"] == [each["read"] for each in shares]
-        numbers = [found[name] for name in ("max_abs", "kl", "cosine", "grad_max_abs", "grad_of_limit")]
+        numbers = [found[name] for name in ("max_abs", "kl", "cosine", "grad_max_abs", "grad_closest_to_tolerance")]
         assert numbers == [0.5, 0.5, 0.5, 2.0, ["a", 0.5]]
         assert [row["max_abs"] for row in found["ranks"]] == [each["max_abs"] for each in shares]
         assert [row["bytes"] for row in found["ranks"]] == [each["nbytes"] for each in shares]
@@ -194,19 +198,19 @@ def test_a_row_of_any_rank_makes_the_exit_1() -> None:
 
 @pytest.mark.parametrize(("strict", "code"), [(False, 0), (True, 1)])
 def test_what_is_undecided_is_listed_once_and_strict_makes_the_exit_1(strict: bool, code: int) -> None:
-    rows = [{"level": "gradients", "rank": rank, "name": "x", "limit": 2.0, "size": 1.0} for rank in (0, 1)]
-    other = {"level": "forward", "rank": 1, "name": "logits", "limit": 2.0, "size": 1.0}
-    found = report_of(share_of(undecided=rows[:1]), share_of(undecided=[*rows[1:], other]), strict=strict)
-    assert (found["exit"], found["differing"], found["undecided"]) == (code, [], [rows[0], other])
+    rows = [{"level": "gradients", "rank": rank, "name": "x", "tolerance": 2.0, "magnitude": 1.0} for rank in (0, 1)]
+    other = {"level": "forward", "rank": 1, "name": "logits", "tolerance": 2.0, "magnitude": 1.0}
+    found = report_of(share_of(inconclusive=rows[:1]), share_of(inconclusive=[*rows[1:], other]), strict=strict)
+    assert (found["exit"], found["differing"], found["inconclusive"]) == (code, [], [rows[0], other])
     assert report_of(share_of(), share_of(), strict=strict)["exit"] == 0
 
 
 def test_without_a_backward_pass_the_report_has_no_gradients() -> None:
     share = share_of()
-    for name in ("gradients", "grad_max_abs", "grad_of_limit"):
+    for name in ("gradients", "grad_max_abs", "grad_closest_to_tolerance"):
         del share[name]
     found = report_of(share, backward=False)
-    assert [found[name] for name in ("gradients", "grad_max_abs", "grad_of_limit")] == [None] * 3
+    assert [found[name] for name in ("gradients", "grad_max_abs", "grad_closest_to_tolerance")] == [None] * 3
 
 
 def test_each_gradient_is_that_of_the_rank_where_it_is_furthest() -> None:
@@ -214,7 +218,7 @@ def test_each_gradient_is_that_of_the_rank_where_it_is_furthest() -> None:
         {"a": (0.5, 1.0), "b": (0.0, 4.0)}, {"a": (0.75, 2.0)}, {"a": (0.25, 3.0), "c": (float("inf"), 1.0)},
     )]  # fmt: skip
     rows = run_report.worst_by_tensor(shares, {"a": ("disk.a",)})
-    assert [(row["rank"], row["name"], row["max_abs"], row["limit"]) for row in rows] == [
+    assert [(row["rank"], row["name"], row["max_abs"], row["tolerance"]) for row in rows] == [
         (1, "disk.a", 0.75, 2.0), (0, "b", 0.0, 4.0), (2, "c", "inf", 1.0),
     ]  # fmt: skip
     assert {row["level"] for row in rows} == {"gradients"}
@@ -228,7 +232,7 @@ def test_the_layers_of_every_stage_are_counted_once() -> None:
     shares = [share_of(wrapped=wrapped, names=names) for wrapped, names in ((3, "ab"), (3, "ab"), (2, "bc"), (2, "bc"))]
     options = RunOptions(tp=dims.tp, pp=dims.pp, dp_shard=dims.dp_shard, dp_replicate=dims.dp_replicate)
     found = run_report.report_of(options, shares, inputs_of(IDS), {}, [], cut).to_dict()
-    assert (found["wrapped_layers"], found["compared"], found["stages"], found["microbatches"]) == (5, 3, 2, 3)
+    assert (found["checkpointed_layers"], found["compared"], found["stages"], found["microbatches"]) == (5, 3, 2, 3)
     assert found["bubble_fraction"] == 0.25
     assert found["layout"] == {"tp": 2, "pp": 2, "dp_shard": 1, "dp_replicate": 1}
 
@@ -250,7 +254,7 @@ def test_modules_that_ran_gathered_are_counted_by_pattern_and_memory_is_that_of_
         share_of(gathered={**layers, "lm_head": ("output", True)}, peak_rss=9 << 20),
     ]
     found = report_of(*shares)
-    assert found["gathered"] == [
+    assert found["gathered_modules"] == [
         {"pattern": "model.layers.*.self_attn", "modules": 3, "what": "parameters", "aligned": False},
         {"pattern": "lm_head", "modules": 1, "what": "output", "aligned": True},
     ]

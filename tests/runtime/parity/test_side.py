@@ -93,11 +93,11 @@ def test_a_window_that_no_text_crosses_is_run_small(tmp_path: Path) -> None:
     longer = with_config(tmp_path / "plain", tmp_path / "longer", sliding_window=4095)
     none = with_config(tmp_path / "plain", tmp_path / "none", sliding_window=None)
     same = verified(long, long)
-    assert (same["exit"], same["windows"]) == (0, {"sliding_window": [4096, 5]})
+    assert (same["exit"], same["attention_windows"]) == (0, {"sliding_window": [4096, 5]})
     assert {row["level"] for row in verified(long, longer)["differing"]} == {"config"}
     other = verified(long, none)
     assert {row["level"] for row in other["differing"]} == {"config", "forward", "gradients"}
-    assert verified(none, none)["windows"] == {}
+    assert verified(none, none)["attention_windows"] == {}
 
 
 def test_rows_have_padding_where_the_class_takes_a_mask(tmp_path: Path) -> None:

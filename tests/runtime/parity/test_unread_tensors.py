@@ -43,9 +43,9 @@ def test_what_may_be_there_is_a_note_that_names_it_with_its_reason(tmp_path: Pat
     extra = {name: value("BF16", *shape) for name, shape in EXAMPLES[kind]}
     report = run(tmp_path, extra, side)
     assert (report.exit, list(report.differing)) == (0, [])
-    assert {row["name"] for row in report.unread} == set(extra)
-    for row in report.unread:
-        assert (row["reason"], row["may_be_there"]) == (REASONS[kind], True)
+    assert {row["name"] for row in report.unread_tensors} == set(extra)
+    for row in report.unread_tensors:
+        assert (row["reason"], row["is_expected"]) == (REASONS[kind], True)
         assert row["stored_in"] == sides_of(side)
     (note,) = (each for each in report.warnings if REASONS[kind] in each)
     assert note.startswith(f"the {' and the '.join(sides_of(side))} hold") and next(iter(extra)) in note
@@ -59,8 +59,8 @@ def test_a_tensor_of_another_model_is_a_difference_unless_the_reference_has_it(
 ) -> None:
     report = run(tmp_path, {name: value("BF16", 4)}, side)
     assert [row["name"] for row in report.differing] == ([name] if side == "checkpoint" else [])
-    (row,) = report.unread
-    assert (row["name"], row["may_be_there"], row["stored_in"]) == (name, False, sides_of(side))
+    (row,) = report.unread_tensors
+    assert (row["name"], row["is_expected"], row["stored_in"]) == (name, False, sides_of(side))
     if side != "checkpoint":
         assert any(name in each and "were not compared" in each for each in report.warnings)
 
