@@ -5,7 +5,8 @@
 OLD and NEW are directories that contain the package `ckptx`; the default of NEW is this checkout. The checkpoints are
 the tiny models of the tests, and a training checkpoint of each with the states of AdamW. Each tree runs in a separate
 process. The script prints each file, by its name, and each field of a report that differs. It does not compare fields
-with times, memory and free space. The exit code is 1 if anything differs except the wording of notes, which is listed
+with times, memory and free space. Fields of an older `schema_version` are compared under their new names, from
+tools/renamed_fields.json. The exit code is 1 if anything differs except the wording of notes, which is listed
 once.
 """
 
@@ -26,6 +27,7 @@ from typing import Any
 
 HERE = Path(__file__).resolve().parent.parent
 MEASURED = {"seconds", "gb_per_s", "peak_rss", "free_space"}
+RENAMED: dict[str, Any] = json.loads((HERE / "tools" / "renamed_fields.json").read_text(encoding="utf-8"))
 
 # Program of the process of each tree: it reads one call per line and prints one report per line.
 WORKER = """
@@ -112,10 +114,28 @@ class Tree:
         """Return the report of the call, without the paths of this tree."""
         assert self._process.stdout is not None
         said: dict[str, Any] = json.loads(self._process.stdout.readline().replace(str(self.out), "OUT"))
-        return {name: value for name, value in said.items() if name not in MEASURED}
+        return {name: value for name, value in with_new_names(said).items() if name not in MEASURED}
 
     def _at(self, word: str) -> str:
         return str(self.out / word.removeprefix("OUT/")) if word.startswith("OUT/") else word
+
+
+def with_new_names(document: dict[str, Any]) -> dict[str, Any]:
+    """Return a document of an older `schema_version` with the field names of the current one."""
+    if document.get("schema_version", RENAMED["schema_version"]) >= RENAMED["schema_version"]:
+        return document
+    names = RENAMED["commands"].get(document["command"].split()[0], {})
+    renamed: dict[str, Any] = _renamed(document, names, "")
+    return renamed | {"schema_version": RENAMED["schema_version"]}
+
+
+def _renamed(value: Any, names: dict[str, str], path: str) -> Any:
+    """Rename the keys of a value. `path` has the old names that lead to it; entries of a list have that of the list."""
+    if isinstance(value, list):
+        return [_renamed(each, names, path) for each in value]
+    if not isinstance(value, dict):
+        return value
+    return {names.get(f"{path}{name}", name): _renamed(each, names, f"{path}{name}.") for name, each in value.items()}
 
 
 def differing_files(old: Path, new: Path) -> list[str]:

@@ -28,6 +28,8 @@ MOST_ANNOTATIONS = 10
 MOST_ROWS = 50
 LONGEST_TEXT = 500
 
+SCHEMA_VERSION = 3  # of the reports that this script reads
+
 Report = Mapping[str, Any]
 
 
@@ -72,8 +74,8 @@ def _errors(report: Report) -> list[str]:
 
 
 def _warnings(report: Report) -> list[str]:
-    undecided = [f"inconclusive: {row['level']}: {row['name']}" for row in report.get("undecided") or ()]
-    return [*report["warnings"], *undecided]
+    inconclusive = [f"inconclusive: {row['level']}: {row['name']}" for row in report.get("inconclusive") or ()]
+    return [*report["warnings"], *inconclusive]
 
 
 def _limited(lines: list[str], kind: str, title: str) -> list[str]:
@@ -121,15 +123,15 @@ def _failed_oracles(report: Report) -> list[tuple[str, str, str]]:
     for phase in report.get("phases") or ():
         if phase["ok"] is not False:
             continue
-        failed = [oracle for oracle in phase["oracles"] if oracle["ok"] is False]
+        failed = [oracle for oracle in phase["checks"] if oracle["ok"] is False]
         for oracle in failed:
             parts = []
             if oracle["count"]:
                 items = ", ".join(dict.fromkeys(map(str, oracle["differing"])))
                 parts.append(f"{oracle['count']:,} of {oracle['compared']:,} items: {items}")
             if oracle["value"] is not None:
-                parts.append(f"difference {oracle['value']}, tolerance {oracle['limit']}")
-            if (first.get("phase"), first.get("oracle")) == (phase["name"], oracle["name"]):
+                parts.append(f"difference {oracle['value']}, tolerance {oracle['tolerance']}")
+            if (first.get("phase"), first.get("check")) == (phase["name"], oracle["name"]):
                 parts.append(str(first["cause"]))
             rows.append((str(phase["name"]), str(oracle["name"]), "; ".join(parts)))
         if not failed:
@@ -140,7 +142,7 @@ def _failed_oracles(report: Report) -> list[tuple[str, str, str]]:
 
 def _failed_kills(report: Report) -> list[tuple[str, str, str]]:
     return [
-        ("killed while saving", str(row["at"]), "the last good step cannot be loaded")
+        ("killed while saving", str(row["operation"]), "the last good step cannot be loaded")
         for row in report.get("kills") or ()
         if not row["ok"]
     ]
@@ -169,7 +171,7 @@ def summary(report: Report) -> str:
     found = differences(report)
     if found:
         head = (
-            ("phase", "oracle", "difference") if report["command"] == "robustness" else ("level", "name", "difference")
+            ("phase", "check", "difference") if report["command"] == "robustness" else ("level", "name", "difference")
         )
         lines += _table(head, found[:MOST_ROWS])
     if len(found) > MOST_ROWS:
@@ -259,6 +261,13 @@ def main() -> int:
             text = f"exit {code}: no report was written; the log of the step has the reason"
             print(annotation("error", f"ckptx {command}", text), flush=True)
             markdown = f"### `ckptx {command}`: failed, exit {code}\n\nNo report was written.\n\n"
+        elif report["schema_version"] != SCHEMA_VERSION:
+            text = (
+                f"exit {code}: the report has schema_version {report['schema_version']}, this action reads "
+                f"{SCHEMA_VERSION}; use the action and ckptx of the same version"
+            )
+            print(annotation("error", f"ckptx {command}", text), flush=True)
+            markdown = f"### `ckptx {command}`: exit {code}\n\n{_cell(text)}\n\n"
         else:
             for line in annotations(report, workspace):
                 print(line, flush=True)

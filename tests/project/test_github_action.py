@@ -9,14 +9,15 @@ from typing import Any
 
 import pytest
 
+from ckptx.report.report import SCHEMA_VERSION
 from tests.support.tool import tool
 from tests.support.writers import LLAMA, llama, write_dcp, write_hf
 
 action = tool("github_action")
 
 REPORT: dict[str, Any] = {"command": "verify", "ok": False, "exit": 1, "error": None, "warnings": [], "seconds": 1.0}
-ORACLE = {"ok": False, "compared": 36, "count": 2, "differing": ["torch", "torch"], "value": None, "limit": None}
-PHASE = {"name": "resume", "title": "t", "ok": False, "seconds": 2.0, "oracles": [], "notes": []}
+ORACLE = {"ok": False, "compared": 36, "count": 2, "differing": ["torch", "torch"], "value": None, "tolerance": None}
+PHASE = {"name": "resume", "title": "t", "ok": False, "seconds": 2.0, "checks": [], "notes": []}
 
 
 def missing(name: str) -> dict[str, Any]:
@@ -44,10 +45,10 @@ def test_ten_annotations_name_the_number_of_the_others(tmp_path: Path) -> None:
 
 
 def test_levels_of_a_run_and_inconclusive_results(tmp_path: Path) -> None:
-    rows = [{"level": "gradients", "rank": 1, "name": "w", "max_abs": 0.5, "limit": 0.1}]
-    report = REPORT | {"differing": rows, "undecided": [{"level": "forward", "name": "logits"}]}
+    rows = [{"level": "gradients", "rank": 1, "name": "w", "max_abs": 0.5, "tolerance": 0.1}]
+    report = REPORT | {"differing": rows, "inconclusive": [{"level": "forward", "name": "logits"}]}
     assert action.annotations(report, tmp_path) == [
-        "::error title=ckptx verify::gradients: w: rank 1, max_abs 0.5, limit 0.1",
+        "::error title=ckptx verify::gradients: w: rank 1, max_abs 0.5, tolerance 0.1",
         "::warning title=ckptx verify::inconclusive: forward: logits",
     ]
 
@@ -55,14 +56,14 @@ def test_levels_of_a_run_and_inconclusive_results(tmp_path: Path) -> None:
 def test_oracles_are_named_beside_the_recipe(tmp_path: Path) -> None:
     phases = [
         PHASE
-        | {"oracles": [ORACLE | {"name": "rng"}, ORACLE | {"name": "loss", "count": 0, "value": 0.5, "limit": 0}]},
+        | {"checks": [ORACLE | {"name": "rng"}, ORACLE | {"name": "loss", "count": 0, "value": 0.5, "tolerance": 0}]},
         PHASE | {"name": "export", "notes": ["out of memory"]},
         PHASE | {"name": "kills", "ok": None},
     ]
-    cause = {"phase": "resume", "oracle": "rng", "cause": "RNG state differs"}
+    cause = {"phase": "resume", "check": "rng", "cause": "RNG state differs"}
     report = REPORT | {
         "command": "robustness", "phases": phases, "cause": cause, "recipe_file": str(tmp_path / "ci/ours.yaml"),
-        "kills": [{"at": "rename", "ok": False}, {"at": "write", "ok": True}],
+        "kills": [{"operation": "rename", "ok": False}, {"operation": "write", "ok": True}],
     }  # fmt: skip
     head = "::error file=ci/ours.yaml,title=ckptx robustness::"
     assert action.annotations(report, tmp_path) == [
@@ -117,3 +118,18 @@ def test_exit_codes_are_those_of_ckptx(
     assert started() == 2
     text = (tmp_path / "summary.md").read_text(encoding="utf-8")
     assert text.index("passed") < text.index("failed, exit 1") < text.index("No report was written")
+
+
+def test_a_report_of_another_version_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(tmp_path / "summary.md"))
+    monkeypatch.setattr(sys, "argv", ["github_action.py", "--reports", str(tmp_path), "--verify", "a b"])
+    monkeypatch.setattr(action, "run", lambda *_: (1, REPORT | {"schema_version": 2}))
+    assert action.main() == 1
+    assert "schema_version 2, this action reads 3" in capfd.readouterr().out
+    assert "use the action and ckptx of the same version" in (tmp_path / "summary.md").read_text(encoding="utf-8")
+
+
+def test_the_script_reads_the_version_that_ckptx_writes() -> None:
+    assert action.SCHEMA_VERSION == SCHEMA_VERSION
