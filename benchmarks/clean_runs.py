@@ -95,7 +95,7 @@ def on_rank(work: Path, names: Sequence[str], dp_shard: int) -> None:
             try:
                 report = verify_run(work / "hf", work / "dcp", options, Log()).to_dict()
                 row |= {key: report[key] for key in _KEPT}
-                row["undecided"] = len(report["undecided"])
+                row["inconclusive"] = len(report["inconclusive"])
             except CkptxError as error:
                 row |= {"exit": error.exit_code, "error": str(error).replace(f"{work}/", "")}
             rows.append(row)
@@ -105,21 +105,21 @@ def on_rank(work: Path, names: Sequence[str], dp_shard: int) -> None:
     dist.destroy_process_group()
 
 
-_KEPT = ("exit", "error", "max_abs", "max_abs_limit", "grad_of_limit", "differing")
+_KEPT = ("exit", "error", "max_abs", "max_abs_tolerance", "grad_closest_to_tolerance", "differing")
 _COLUMNS = ("model", "runs", "equal", "refused", "not decided", "logits: most of their limit", "a gradient: most")
 
 
 def shown(name: str, rows: Sequence[dict[str, Any]]) -> tuple[object, ...]:
     """A line of the table: all runs of a model."""
     ran = [row for row in rows if row["error"] is None]
-    shares = [row["max_abs"] / row["max_abs_limit"] for row in ran if row["max_abs_limit"]]
-    gradients = [row["grad_of_limit"][1] for row in ran]
+    shares = [row["max_abs"] / row["max_abs_tolerance"] for row in ran if row["max_abs_tolerance"]]
+    gradients = [row["grad_closest_to_tolerance"][1] for row in ran]
     return (
         name,
         len(rows),
         sum(row["exit"] == 0 for row in ran),
         len(rows) - len(ran),
-        sum(bool(row["undecided"]) for row in ran),
+        sum(bool(row["inconclusive"]) for row in ran),
         f"{max(shares, default=0):.0%}",
         f"{max(gradients, default=0):.0%}",
     )

@@ -99,8 +99,8 @@ def judged(pair: Pair) -> Row:
         "exit": report["exit"],
         "levels": [level for level in LEVELS if level in seen],
         "error": None,
-        "logits": _multiple(report["max_abs"], report["max_abs_limit"]),
-        "gradient": report["grad_of_limit"][1],
+        "logits": _multiple(report["max_abs"], report["max_abs_tolerance"]),
+        "gradient": report["grad_closest_to_tolerance"][1],
     }
 
 

@@ -64,7 +64,7 @@ def named(session: Session, baseline: LeakedMemory, name: str | None, number: in
     session.planted = fault.planted if fault is not None else InjectedFault()
     judge = Judge(lambda _: None)
     row = run_phase(judge, session, PHASES[number], baseline)
-    failed = [each["name"] for each in row["oracles"] if not each["ok"]]
+    failed = [each["name"] for each in row["checks"] if not each["ok"]]
     run = fault.run if fault is not None else "resumed"
     found = session.losses.get(run, {}) if number == _RESUME else {}
     away = [

@@ -59,7 +59,7 @@ def _peak(report: ForecastReport) -> int:
 
 
 def _forward(report: ForecastReport) -> int:
-    return max(sum(each[3:]) for row in report.by_stage for each in row["course"] if each[0] == "forward")
+    return max(sum(each[3:]) for row in report.by_stage for each in row["timeline"] if each[0] == "forward")
 
 
 def _between(report: ForecastReport) -> int:
@@ -122,7 +122,7 @@ def row_of(name: str, case: Case) -> dict[str, Any]:
         "written": case.written,
         "forecast": case.found(report) / _GIB,
         "kinds": ", ".join(f"{kind} {nbytes / _GIB:.1f}" for kind, nbytes in kinds),
-        "at": f"{worst['at']['part']} of {worst['at']['module'] or 'the model'}",
+        "at": f"{worst['peak_tensor']['part']} of {worst['peak_tensor']['module'] or 'the model'}",
         "fits": report.fits,
         "inferred": case.inferred,
         "seconds": report.seconds,

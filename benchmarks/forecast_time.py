@@ -42,7 +42,7 @@ def row_of(name: str, directory: Path) -> dict[str, Any]:
     report = directory / "report.json"
     seconds, peak = timed([*command, "--report", str(report)])
     found = json.loads(report.read_text())
-    rows = found.get("by_stage") or found["found"]
+    rows = found.get("by_stage") or found["layouts"]
     return {
         "case": name,
         "seconds": seconds,

@@ -62,8 +62,8 @@ def on_rank(work: Path, names: list[str], tp: int, dp_shard: int, dtype: str) ->
 
 
 _KEPT = (
-    "exit", "error", "max_abs", "max_abs_limit", "kl", "cosine", "loss", "loss_reference", "loss_limit", "gradients",
-    "grad_max_abs", "grad_of_limit",
+    "exit", "error", "max_abs", "max_abs_tolerance", "kl", "cosine", "loss", "loss_reference", "loss_tolerance",
+    "gradients", "grad_max_abs", "grad_closest_to_tolerance",
 )  # fmt: skip
 
 
@@ -78,10 +78,10 @@ def shown(row: dict[str, Any]) -> tuple[object, ...]:
     return (
         row["model"],
         "equal" if row["exit"] == 0 else "DIFFERENT",
-        f"{row['max_abs']:.1e} of {row['max_abs_limit']:.1e}",
+        f"{row['max_abs']:.1e} of {row['max_abs_tolerance']:.1e}",
         f"{row['kl']:.0e}",
-        f"{away:.1e} of {row['loss_limit']:.1e}",
-        f"{row['grad_max_abs']:.1e}, {row['grad_of_limit'][1]:.0%} of its limit",
+        f"{away:.1e} of {row['loss_tolerance']:.1e}",
+        f"{row['grad_max_abs']:.1e}, {row['grad_closest_to_tolerance'][1]:.0%} of its limit",
     )
 
 

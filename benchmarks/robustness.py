@@ -91,7 +91,7 @@ def measured(name: str, work: Path) -> Row:
         "passed": [phase["number"] for phase in report["phases"] if phase["ok"]],
         "failed": [phase["number"] for phase in report["phases"] if phase["ok"] is False],
         "not_run": [phase["number"] for phase in report["phases"] if phase["ok"] is None],
-        "compared": sum(oracle["compared"] for phase in report["phases"] for oracle in phase["oracles"]),
+        "compared": sum(oracle["compared"] for phase in report["phases"] for oracle in phase["checks"]),
         "differing": report["differing"], "seconds": round(report["seconds"], 1),
         "peak_rss": _peak(report, work / "out"),
         "noise": {kind: max(found.values()) for kind, found in noise.items()},

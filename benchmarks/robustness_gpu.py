@@ -94,7 +94,7 @@ def row_of(name: str, case: Case, work: Path, device: str, is_tiny: bool) -> Row
         "exit": done.returncode, "error": found["error"], "seconds": seconds, "peak_rss": found["peak_rss"],
         "phases": {f"{each['number']} {each['name']}": [each["ok"], each["seconds"]] for each in phases},
         "failed": {
-            each["name"]: [oracle["name"] for oracle in each["oracles"] if not oracle["ok"]]
+            each["name"]: [oracle["name"] for oracle in each["checks"] if not oracle["ok"]]
             for each in phases if not each["ok"]
         },
         "noise": noise, "losses": found.get("losses"), "memory": found.get("step_memory") or {},

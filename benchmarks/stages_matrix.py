@@ -37,7 +37,8 @@ CASES: dict[str, dict[str, Any]] = {
     "bf16, tp 2 x pp 2": {"tp": 2, "pp": 2, "dp_shard": 1, "dtype": "auto"},
 }
 _KEPT = (
-    "exit", "max_abs", "max_abs_limit", "grad_max_abs", "grad_of_limit", "wrapped_layers", "compute_dtype", "differing",
+    "exit", "max_abs", "max_abs_tolerance", "grad_max_abs", "grad_closest_to_tolerance",
+    "checkpointed_layers", "compute_dtype", "differing",
 )  # fmt: skip
 
 
@@ -53,11 +54,11 @@ def run(pool: Any, name: str, case: str, work: Path) -> dict[str, Any]:
     document, text = verified(pool, path, path, **settings)
     if not isinstance(document, dict):
         return {**row, "error": text.replace(f"{work}/", "")}
-    row |= {key: document[key] for key in _KEPT} | {"undecided": len(document["undecided"])}
+    row |= {key: document[key] for key in _KEPT} | {"inconclusive": len(document["inconclusive"])}
     if "activation_checkpointing" in settings:
         mode = settings["activation_checkpointing"]
-        row["unsplit_wrapped_layers"] = verified(pool, path, path, 1, 1, activation_checkpointing=mode)[0][
-            "wrapped_layers"
+        row["unsplit_checkpointed_layers"] = verified(pool, path, path, 1, 1, activation_checkpointing=mode)[0][
+            "checkpointed_layers"
         ]
     return row
 
@@ -82,21 +83,21 @@ def written(name: str, work: Path, *, is_stored_in_bf16: bool) -> Path:
 
 def is_right(row: dict[str, Any]) -> bool:
     """Whether everything is within its limit, and as many layers are wrapped as without stages."""
-    wrapped = row.get("unsplit_wrapped_layers")
-    return row.get("exit") == 0 and (wrapped is None or row["wrapped_layers"] == wrapped > 0)
+    wrapped = row.get("unsplit_checkpointed_layers")
+    return row.get("exit") == 0 and (wrapped is None or row["checkpointed_layers"] == wrapped > 0)
 
 
 def cell(row: dict[str, Any]) -> str:
     """How much of their limit logits and a gradient take, and how many layers are wrapped."""
     if "error" in row:
         return str(row["error"]).replace("|", "\\|")
-    share = row["max_abs"] / row["max_abs_limit"] if row["max_abs_limit"] else 0.0
-    exact = row["max_abs"] == row["max_abs_limit"] == 0
-    said = f"{'bit-equal' if exact else f'{share:.0%}'}, {row['grad_of_limit'][1]:.0%}"
-    if "unsplit_wrapped_layers" in row:
-        said += f", {row['wrapped_layers']} of {row['unsplit_wrapped_layers']} wrapped"
-    if row["undecided"]:
-        said += f", {row['undecided']} not decided"
+    share = row["max_abs"] / row["max_abs_tolerance"] if row["max_abs_tolerance"] else 0.0
+    exact = row["max_abs"] == row["max_abs_tolerance"] == 0
+    said = f"{'bit-equal' if exact else f'{share:.0%}'}, {row['grad_closest_to_tolerance'][1]:.0%}"
+    if "unsplit_checkpointed_layers" in row:
+        said += f", {row['checkpointed_layers']} of {row['unsplit_checkpointed_layers']} wrapped"
+    if row["inconclusive"]:
+        said += f", {row['inconclusive']} not decided"
     return said if is_right(row) else f"DIFFERENT: {said}"
 
 

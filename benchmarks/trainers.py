@@ -68,7 +68,7 @@ def judged(recipe: str, which: str, work: Path) -> Row:
         raise SystemExit(f"{recipe}, {which}: exit {ended.returncode}: {ended.stderr[-2000:]}")
     report = json.loads(ended.stdout)
     failed = {
-        phase["name"]: [each["name"] for each in phase["oracles"] if each["ok"] is False]
+        phase["name"]: [each["name"] for each in phase["checks"] if each["ok"] is False]
         for phase in report["phases"]
         if phase["ok"] is False
     }
