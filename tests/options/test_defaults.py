@@ -44,7 +44,7 @@ def test_the_strongest_source_holds(monkeypatch: pytest.MonkeyPatch) -> None:
     words = ["reshard", "hf", "out", "--dry-run"]
 
     def memory(*more: str) -> Any:
-        return document(*words, *more)["memory"]
+        return document(*words, *more)["buffer_bytes"]
 
     assert memory() == 256 * 10**6
     files(project='[tool.ckptx]\nmax-memory = "101MB"')
@@ -56,7 +56,9 @@ def test_the_strongest_source_holds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CKPTX_MAX_MEMORY", "104MB")
     assert memory() == 104 * 10**6
     assert memory("--max-memory", "105MB") == 105 * 10**6
-    assert ckptx.reshard("hf", "out", dry_run=True).memory == 256 * 10**6, "Python functions have no such defaults"
+    assert ckptx.reshard("hf", "out", dry_run=True).buffer_bytes == 256 * 10**6, (
+        "Python functions have no such defaults"
+    )
 
 
 def test_a_table_is_for_one_command_or_a_group() -> None:

@@ -235,4 +235,4 @@ def test_heads_that_do_not_divide_are_cut_all_the_same_and_said_so(
     assert [warning for warning in report.warnings if warning.startswith("not aligned: ") and "8 tensors" in warning]
     assert {name.split(".")[-2] for name in report.unaligned_tensors} == {"q_proj", "k_proj", "v_proj", "o_proj"}
     assert_same_tensors(stock_load(tmp_path / "cut"), read_hf(hf))
-    assert ckptx.reshard(hf, tmp_path / "two", to="dcp", tp=2).unaligned == []
+    assert ckptx.reshard(hf, tmp_path / "two", to="dcp", tp=2).unaligned_tensors == []

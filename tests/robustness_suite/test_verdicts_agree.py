@@ -125,7 +125,7 @@ def test_the_last_line_names_what_failed_first(tmp_path: Path, fault: str) -> No
     assert report.exit == 1 and report.cause is not None
     assert (report.cause["phase"], report.cause["check"]) == (name, which)
     last = robustness_text(report).splitlines()[-1]
-    assert last == cause_text(report) == f"cause: {name}{f', oracle {which}' if which else ''}: {report.cause['cause']}"
+    assert last == cause_text(report) == f"cause: {name}{f', check {which}' if which else ''}: {report.cause['cause']}"
     assert robustness_verdict(report).endswith(last)
     suite = ET.fromstring(junit_xml(report, "stub").encode())
     failures = [each.get("message") or "" for each in suite.iter("failure")]
