@@ -38,14 +38,14 @@ def row_of(class_name: str) -> Row:
     from ckptx.architecture.introspection import meta_model
 
     started = time.perf_counter()
-    known, cls = table.lookup(class_name), meta_model.known_class(class_name)
+    known, cls = table.lookup(class_name), meta_model.find_class(class_name)
     if known is None or cls is None:
         return class_name, "", None, 0.0
     tied = {pattern_of(name) for pair in known.ties for naming in pair.namings for name in naming}
     rules = None
     for seed in starts(known.model_type):
         try:
-            rules = learned(cls, meta_model.default_builder(cls), seed, tied)
+            rules = learned(cls, meta_model.default_config_builder(cls), seed, tied)
         except Exception as error:  # any error of the class means that it has no row
             print(f"{class_name}: {type(error).__name__}: {error}", file=sys.stderr)
         if rules is not None:
@@ -73,7 +73,7 @@ def write_shapes(rules: Mapping[str, tuple[str, ShapeRules]], model_types: Colle
         assert source is not None
         shapes = encode_shapes({name: rules[name] for name in names if name in rules})
         sections = {**known_sections(model_type), **shapes}
-        changed += write_if_new(model_files.file_of(model_type), encode_model(source, sections))
+        changed += write_if_new(model_files.model_file(model_type), encode_model(source, sections))
     return changed
 
 
@@ -84,7 +84,7 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=2)
     options = parser.parse_args()
 
-    types, listed = model_files.index()["classes"], classes_to_measure()
+    types, listed = model_files.read_index()["classes"], classes_to_measure()
     wanted = {types.get(name, name) for name in options.names} or set(types.values())
     if wanted - set(types.values()):
         parser.error(f"neither a model type nor a class: {', '.join(sorted(wanted - set(types.values())))}")
@@ -103,7 +103,7 @@ def main() -> None:
     )
     slow = sorted(((seconds, name) for name, _, _, seconds in rows), reverse=True)
     print("slowest:", ", ".join(f"{name} {seconds:.1f} s" for seconds, name in slow[:5]))
-    faults = [f"{name} is not in {model_files.INDEX.name}" for name in listed if name not in types]
+    faults = [f"{name} is not in {model_files.INDEX_FILE.name}" for name in listed if name not in types]
     faults += [f"{name} cannot be measured" for name in names if name not in rules]
     if faults:
         sys.exit("\n".join(f"tools/{CLASSES.name}: {fault}" for fault in faults))

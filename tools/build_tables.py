@@ -35,7 +35,7 @@ from model_file_writer import encode_index, encode_model, encode_rows
 from ckptx.architecture import model_files
 from ckptx.architecture.corrections import corrections_of
 from ckptx.architecture.installed import source_digest
-from ckptx.architecture.rows import Row
+from ckptx.architecture.rows import ClassRow
 from ckptx.architecture.spec import Architecture
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ class Measured(NamedTuple):
         seconds: Time that the measurement took.
     """
 
-    row: Row
+    row: ClassRow
     directory: str
     seconds: float
 
@@ -94,7 +94,7 @@ def row_of(class_name: str) -> Measured:
     from ckptx.architecture.introspection import meta_model
 
     started = time.perf_counter()
-    row, cls = measured_row(class_name), meta_model.known_class(class_name)
+    row, cls = measured_row(class_name), meta_model.find_class(class_name)
     assert cls is not None, class_name
     return Measured(row, cls.__module__.split(".")[2], time.perf_counter() - started)
 
@@ -103,7 +103,7 @@ def model_types() -> dict[str, str]:
     """Return every concrete model class that transformers exports, with the model type of its config."""
     from ckptx.architecture.introspection import meta_model
 
-    classes = {name: meta_model.known_class(name) for name in class_names()}
+    classes = {name: meta_model.find_class(name) for name in class_names()}
     return {name: str(getattr(cls.config_class, "model_type", "")) for name, cls in classes.items() if cls is not None}
 
 
@@ -112,37 +112,37 @@ def starts(model_type: str) -> list[dict[str, Any]]:
     return [{}, *(dict(row.config) for row in corrections_of(model_type).defaults)]
 
 
-def measured_row(class_name: str) -> Row:
+def measured_row(class_name: str) -> ClassRow:
     """Return the row of a class from its meta model, or a row with the reason if the defaults do not determine it."""
     from config_variants import names_of_variants
     from shared_ties import is_numbered, measured
 
     from ckptx.architecture.introspection import meta_model
 
-    cls = meta_model.known_class(class_name)
+    cls = meta_model.find_class(class_name)
     assert cls is not None, class_name
-    builder = meta_model.default_builder(cls)
+    builder = meta_model.default_config_builder(cls)
     model_type = str(getattr(cls.config_class, "model_type", ""))
     known, seed = None, {}
     for seed in starts(model_type):
         try:
-            known = meta_model.derive(cls, builder, seed, known_from="table")
+            known = meta_model.derive_architecture(cls, builder, seed, known_from="table")
             break
         except Exception:  # any error of the class means the next seed, or a row without names
             continue
     if known is None:
-        return Row(class_name, model_type, "its defaults cannot be built", None)
+        return ClassRow(class_name, model_type, "its defaults cannot be built", None)
     shared = None
     if any(map(is_numbered, known.ties)):
         found = measured(cls, builder, known)
         if found is None:
-            return Row(class_name, known.model_type, "ties between numbered layers", None)
+            return ClassRow(class_name, known.model_type, "ties between numbered layers", None)
         shared, seed = found
         known = dataclasses.replace(known, ties=tuple(pair for pair in known.ties if not is_numbered(pair)))
     sub_models, names, structures = _exchangeable(cls, builder, known)
     every = names_of_variants(cls, builder, seed, names)
-    structures = {text: each.with_changes_of(every.structure) for text, each in structures.items()}
-    return Row(class_name, known.model_type, "", every.put_into(known), sub_models, structures, shared)
+    structures = {text: each.with_conversions_of(every.structure) for text, each in structures.items()}
+    return ClassRow(class_name, known.model_type, "", every.applied_to(known), sub_models, structures, shared)
 
 
 def _exchangeable(
@@ -152,7 +152,7 @@ def _exchangeable(
     from ckptx.architecture.introspection import meta_model
 
     measured: dict[str, tuple[str, ...]] = {}
-    names = meta_model.MetaModelNames.of(known)
+    names = meta_model.MetaModelNames.from_architecture(known)
     structures: dict[str, Structure] = {}
     config = builder({})
     for key in sorted(getattr(config, "sub_configs", {})):
@@ -162,10 +162,12 @@ def _exchangeable(
         types = [str(nested.model_type)]
         for model_type in TEXT_TYPES if known.ties and key == "text_config" else ():
             try:
-                other = meta_model.derive(cls, builder, {key: {"model_type": model_type}}, known_from="table")
+                other = meta_model.derive_architecture(
+                    cls, builder, {key: {"model_type": model_type}}, known_from="table"
+                )
             except Exception:  # a text model that does not fit is not listed
                 continue
-            if meta_model.MetaModelNames.of(known).put_into(other) == known:
+            if meta_model.MetaModelNames.from_architecture(known).applied_to(other) == known:
                 types.append(model_type)
                 names = names._replace(
                     patterns=names.patterns | other.name_patterns, ignored=names.ignored | set(other.ignored)
@@ -191,13 +193,13 @@ def write_models(measured: Iterable[Measured], models: Path) -> int:
         directories = sorted({each.directory for each in found})
         source = {"directories": directories, "digest": source_digest(models, directories)}
         sections = {**known_sections(model_type), **encode_rows(each.row for each in found)}
-        changed += write_if_new(model_files.file_of(model_type), encode_model(source, sections))
+        changed += write_if_new(model_files.model_file(model_type), encode_model(source, sections))
     return changed
 
 
 def known_sections(model_type: str) -> dict[str, Mapping[str, Any]]:
     """Return the sections of the existing file of a model type; empty if it does not exist."""
-    path = model_files.file_of(model_type)
+    path = model_files.model_file(model_type)
     known = json.loads(path.read_bytes()) if path.exists() else {}
     return {name: known.get(name, {}) for name in model_files.SECTIONS}
 
@@ -230,16 +232,16 @@ def main() -> None:
     changed = write_models(measured, Path(transformers.origin).parent / "models")
     known = {each.row.class_name: each.row.model_type for each in measured}
     if options.names:
-        others = {name: found for name, found in model_files.index()["classes"].items() if found not in wanted}
-        text = encode_index({**others, **known}, model_files.index()["transformers"])
+        others = {name: found for name, found in model_files.read_index()["classes"].items() if found not in wanted}
+        text = encode_index({**others, **known}, model_files.read_index()["transformers"])
     else:
         text = encode_index(known, version("transformers"))
-        kept = {model_files.file_of(found) for found in known.values()}
-        for path in set(model_files.MODELS.glob("*.json")) - kept:
+        kept = {model_files.model_file(found) for found in known.values()}
+        for path in set(model_files.MODELS_DIR.glob("*.json")) - kept:
             path.unlink()
-    write_if_new(model_files.INDEX, text)
+    write_if_new(model_files.INDEX_FILE, text)
 
-    reasons = Counter(each.row.introspect or "known" for each in measured)
+    reasons = Counter(each.row.introspection_reason or "known" for each in measured)
     files = len({each.row.model_type for each in measured})
     took = time.perf_counter() - started
     print(f"{len(measured)} classes of {files} model types, {changed} files changed, {took:.0f} s")

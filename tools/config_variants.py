@@ -101,8 +101,8 @@ def names_of_variants(cls: Any, build_config: ConfigBuilder, base: Values, names
         try:
             config = build_config(copy.deepcopy(values))
             with _recorded() as reads:
-                model = meta_model.build_with_ties(cls, config)
-            found = meta_model.names_of(model, names)
+                model = meta_model.build_with_all_ties(cls, config)
+            found = meta_model.add_names_of(model, names)
         except Exception:  # any error of the class means that no checkpoint has such a config
             continue
         if change is not None and (found.patterns, found.ignored) == (names.patterns, names.ignored):
@@ -134,7 +134,7 @@ def _small_base(cls: Any, build_config: ConfigBuilder, base: Values) -> Values:
 
 
 def _state_names(cls: Any, build_config: ConfigBuilder, values: Values) -> frozenset[str]:
-    return patterns_of(meta_model.build(cls, build_config(copy.deepcopy(values))).state_dict(keep_vars=True))
+    return patterns_of(meta_model.build_on_meta(cls, build_config(copy.deepcopy(values))).state_dict(keep_vars=True))
 
 
 def _configs(config: Any, place: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Mapping[str, Any]]]:
@@ -158,7 +158,7 @@ def _all_at_once(
     try:
         for change in effective:
             base = _changed(base, build_config, change)
-        return meta_model.names_of(meta_model.build_with_ties(cls, build_config(copy.deepcopy(base))), names)
+        return meta_model.add_names_of(meta_model.build_with_all_ties(cls, build_config(copy.deepcopy(base))), names)
     except Exception:  # they exclude each other
         return names
 

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from ckptx.architecture.model_files import SCHEMA, SECTIONS, Sections
-from ckptx.architecture.rows import Row
+from ckptx.architecture.rows import ClassRow
 from ckptx.architecture.shape_rules import ShapeRules
 from ckptx.architecture.shared_layers import SharedLayers
 from ckptx.architecture.spec import TiePair
@@ -78,7 +78,7 @@ def _has_objects(values: Iterable[Any]) -> bool:
 # -------------------------------------------------------------------------------------------------------------- classes
 
 
-def encode_rows(rows: Iterable[Row]) -> dict[str, dict[str, Any]]:
+def encode_rows(rows: Iterable[ClassRow]) -> dict[str, dict[str, Any]]:
     """Return the sections of the classes of one model type."""
     ordered = sorted(rows, key=lambda row: row.class_name)
     bodies: dict[tuple[str, ...], str] = {}  # names -> the first class that has them
@@ -90,10 +90,10 @@ def encode_rows(rows: Iterable[Row]) -> dict[str, dict[str, Any]]:
     }
 
 
-def _encoded(row: Row, bodies: dict[tuple[str, ...], str], structures: dict[str, str]) -> Values:
+def _encoded(row: ClassRow, bodies: dict[tuple[str, ...], str], structures: dict[str, str]) -> Values:
     known = row.architecture
     if known is None:
-        return {"introspect": row.introspect}
+        return {"introspect": row.introspection_reason}
     lead = f"{known.base_prefix}." if known.base_prefix else ""
     below = {name for name in known.name_patterns if lead and name.startswith(lead)}
     lead = lead if below else ""
@@ -109,7 +109,7 @@ def _encoded(row: Row, bodies: dict[tuple[str, ...], str], structures: dict[str,
         "keep_in_fp32": list(known.keep_in_fp32),
         "keep_in_fp32_strict": list(known.keep_in_fp32_strict),
         "ignored": list(known.ignored),
-        "shared_layers": _encoded_shared(row.shared) if row.shared else {},
+        "shared_layers": _encoded_shared(row.shared_layers) if row.shared_layers else {},
         "sub_models": {key: list(types) for key, types in row.sub_models.items()},
         "structure": encode_structure(known.structure, lead, structures, row.class_name),
         "structures_by_text_model": {
@@ -164,8 +164,8 @@ def encode_structure(known: Structure, lead: str, shared_parts: dict[str, str], 
         stacks=tuple(_shared_stack(stack, lead) for stack in known.stacks if stack.path.startswith(lead)),
         heads={key: pairs for key, pairs in known.heads.items() if key.startswith(lead)},
         transposed=frozenset(each for each in known.transposed if each.startswith(lead)),
-        changes=frozenset(each for each in known.changes if _is_below(each, lead)),
-        variants=frozenset(each for each in known.variants if _is_below(each, lead)),
+        conversions=frozenset(each for each in known.conversions if _is_below(each, lead)),
+        other_conversions=frozenset(each for each in known.other_conversions if _is_below(each, lead)),
     )
     own = Structure(
         head=known.head,
@@ -174,8 +174,8 @@ def encode_structure(known: Structure, lead: str, shared_parts: dict[str, str], 
         stacks=tuple(stack for stack in known.stacks if not stack.path.startswith(lead)),
         heads={key: pairs for key, pairs in known.heads.items() if not key.startswith(lead)},
         transposed=known.transposed - shared.transposed,
-        changes=known.changes - shared.changes,
-        variants=known.variants - shared.variants,
+        conversions=known.conversions - shared.conversions,
+        other_conversions=known.other_conversions - shared.other_conversions,
     )
     values = _structure_values(own, "")
     ends = [_own_ends(stack, lead) for stack in known.stacks if stack.path.startswith(lead)]
@@ -201,7 +201,7 @@ def _is_below(change: LoadConversion, lead: str) -> bool:
 def _structure_values(known: Structure, lead: str) -> Values:
     """Return the fields that are not empty, with names without `lead`."""
     values = {
-        "text": known.text,
+        "text": known.text_config_path,
         "text_type": known.text_type,
         "head": known.head,
         "embedding": known.embedding.removeprefix(lead),
@@ -209,10 +209,10 @@ def _structure_values(known: Structure, lead: str) -> Values:
         "stacks": [_stack_values(stack, lead) for stack in known.stacks],
         "heads": {key.removeprefix(lead): [list(pair) for pair in pairs] for key, pairs in sorted(known.heads.items())},
         "transposed": sorted(each.removeprefix(lead) for each in known.transposed),
-        "renames": _renames(known.changes, lead),
-        "changes": _changes(known.changes, lead),
-        "other_renames": _renames(known.variants, lead),
-        "other_changes": _changes(known.variants, lead),
+        "renames": _renames(known.conversions, lead),
+        "changes": _changes(known.conversions, lead),
+        "other_renames": _renames(known.other_conversions, lead),
+        "other_changes": _changes(known.other_conversions, lead),
         "defaults": dict(sorted(known.defaults.items())),
         "aliases": dict(sorted(known.aliases.items())),
     }
@@ -299,7 +299,7 @@ def _shape_values(known: ShapeRules, lead: str, is_below: bool) -> Values:
             for switch, names in sorted(known.switches.items(), key=str)
             if chosen(names)
         ],
-        "others": chosen(known.others),
+        "others": chosen(known.other_patterns),
     }
     if is_below:
         values |= {"models": dict(known.models), "defaults": dict(known.defaults), "aliases": dict(known.aliases)}

@@ -20,10 +20,10 @@ from shape_search import Search
 from torch import nn
 from transformers import PreTrainedConfig
 
-from ckptx.architecture.expressions import Scope, attempt
+from ckptx.architecture.expressions import Scope, try_evaluate
 from ckptx.architecture.introspection import meta_model
 from ckptx.architecture.introspection.meta_model import ConfigBuilder
-from ckptx.architecture.shape_rules import Condition, ShapeRules, Switch, plain
+from ckptx.architecture.shape_rules import Condition, ShapeRules, Switch, as_hashable
 from ckptx.mapping.names import pattern_of
 
 Values = dict[str, Any]
@@ -90,7 +90,7 @@ class _Lab:
         try:
             config = self.build_config(copy.deepcopy(values))
             with _without_values():
-                model = meta_model.build(self.cls, config)
+                model = meta_model.build_on_meta(self.cls, config)
             shapes = {name: tuple(value.shape) for name, value in model.state_dict(keep_vars=True).items()}
         except Exception:  # any error of the class means that no checkpoint has such a config
             return None
@@ -105,7 +105,7 @@ class _Lab:
                     values = self._cut_down(values, few)
                 config = self.build_config(copy.deepcopy(values))
                 with _recorded() as read:
-                    model = meta_model.build(self.cls, config)
+                    model = meta_model.build_on_meta(self.cls, config)
                 names = {pattern_of(name) for name in model.state_dict(keep_vars=True)}
                 if few is not None and _words_of(config) != _words_of(self.build_config(copy.deepcopy(base))):
                     continue  # a kind of layer that occurs only in a deeper model
@@ -215,7 +215,9 @@ class _Lab:
                 seen = self._changed(start, {(*place, each): value for each, value in switch.items()}, config)
                 if seen is not None:
                     together.add((*place, key))
-                    others = {".".join((*place, each)): plain(value) for each, value in switch.items() if each != key}
+                    others = {
+                        ".".join((*place, each)): as_hashable(value) for each, value in switch.items() if each != key
+                    }
                     yield (*place, key), own[key], switch[key], seen, tuple(sorted(others.items()))
         for place, key in sorted(reads):
             held = vars(_at(config, place)).get(key)
@@ -383,7 +385,7 @@ class _Solver:
             defaults=defaults,
             aliases=aliases,
             switches=self._switches(every),
-            others=frozenset(every) - set(dims) - required,
+            other_patterns=frozenset(every) - set(dims) - required,
         )
 
     # -- expressions
@@ -451,7 +453,7 @@ class _Solver:
 
     def _may_be_missing(self, patterns: Iterable[str]) -> set[str]:
         """Return the patterns that a checkpoint may omit: buffers, tied names, keys that transformers may miss."""
-        model = meta_model.build(self.lab.cls, self.lab.build_config(copy.deepcopy(self.start)))
+        model = meta_model.build_on_meta(self.lab.cls, self.lab.build_config(copy.deepcopy(self.start)))
         buffers = {pattern_of(name) for name, _ in model.named_buffers()}
         regexes = [each for each in model._keys_to_ignore_on_load_missing or () if isinstance(each, str)]
         names: dict[str, str] = {}
@@ -498,13 +500,13 @@ class _Solver:
         first = set(map(pattern_of, self.first.shapes))
         for path, held, other, seen, beside in self.others:
             patterns = set(map(pattern_of, seen.shapes)) if seen is not None else first
-            key, value = ".".join(path), plain(held)
+            key, value = ".".join(path), as_hashable(held)
             if patterns - first:
                 effect = "adds" if self._is_default(path, value) else "adds where given"
                 found.setdefault(Switch(key, effect, value, beside), set()).update(patterns - first)
             # Whether a number removes a layer of some kind depends on how many layers there are.
             if not beside and first - patterns and (other is None or isinstance(other, bool | str)):
-                found.setdefault(Switch(key, "removes", plain(other)), set()).update(first - patterns)
+                found.setdefault(Switch(key, "removes", as_hashable(other)), set()).update(first - patterns)
         for switch in [each for each in found if each.companions]:  # without them, the key adds what another row says
             found[switch] -= found.get(switch._replace(companions=()), set())
             if not found[switch]:
@@ -518,7 +520,7 @@ class _Solver:
         """Return True if a config without the key has this value: a part has the defaults of its own class."""
         try:
             owner = _at(self.lab.build_config(copy.deepcopy(self.start)), path[:-1])
-            return bool(plain(vars(type(owner)()).get(path[-1])) == value)
+            return bool(as_hashable(vars(type(owner)()).get(path[-1])) == value)
         except Exception:  # a class that cannot be built without arguments has no defaults
             return False
 
@@ -597,7 +599,7 @@ class _Solver:
                 if grouped is None:
                     continue
                 size = next(iter(grouped.values()))[dim]
-                tried = [attempt(text, Scope(_nested({**seen.numbers, key: at}))) for at in (1, 2)]
+                tried = [try_evaluate(text, Scope(_nested({**seen.numbers, key: at}))) for at in (1, 2)]
                 rise = (tried[1] or 0) - (tried[0] or 0)
                 if rise and (size - (tried[0] or 0)) % rise == 0:
                     return 1 + (size - (tried[0] or 0)) // rise

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from itertools import product
 from typing import Any
 
-from ckptx.architecture.declared import existing, flatten
+from ckptx.architecture.declared import existing_pairs, flatten_chains
 from ckptx.architecture.introspection import meta_model
 from ckptx.architecture.introspection.meta_model import ConfigBuilder
 from ckptx.architecture.shared_layers import SharedLayers
@@ -94,14 +94,14 @@ class _Lab:
     def pairs(self, values: Values) -> Pairs | None:
         """Return target -> source of every tie between layers; None if the model cannot be built."""
         try:
-            model = meta_model.build_with_ties(self.cls, self.build(copy.deepcopy(values)))
+            model = meta_model.build_with_all_ties(self.cls, self.build(copy.deepcopy(values)))
         except Exception:  # any error of the class means that no checkpoint has such a config
             return None
         names = {name: value.shape for name, value in model.state_dict(keep_vars=True).items()}
-        declared = existing(model.all_tied_weights_keys, names)
+        declared = existing_pairs(model.all_tied_weights_keys, names)
         same = {target: source for target, source in declared.items() if names[target] == names[source]}
         lead = f"{self.bare.paths[0]}."
-        return {target: source for target, source in flatten(same).items() if target.startswith(lead)}
+        return {target: source for target, source in flatten_chains(same).items() if target.startswith(lead)}
 
     def names(self, pairs: Pairs) -> set[str]:
         """Return the patterns below a layer; a number that takes the index of every shared layer becomes a star."""

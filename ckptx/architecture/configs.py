@@ -9,10 +9,10 @@ from typing import Any
 
 from ckptx.errors import InputError
 
-FLAG = "tie_word_embeddings"
+TIE_FLAG = "tie_word_embeddings"
 
 # Keys about the environment of a checkpoint, not about its tensors: they would require kernels or quantizers.
-_NOT_STRUCTURE = (
+_NON_STRUCTURAL_KEYS = (
     "quantization_config",
     "attn_implementation",
     "_attn_implementation",
@@ -20,7 +20,7 @@ _NOT_STRUCTURE = (
 )
 
 
-def flag_at(config: Mapping[str, Any], path: Sequence[str]) -> bool | None:
+def read_flag(config: Mapping[str, Any], path: Sequence[str]) -> bool | None:
     """Return the boolean at a path of keys, or None if the config does not have the key.
 
     Only `true` and `false` are flags: nearly every config class of transformers refuses other values, `null` included,
@@ -30,36 +30,36 @@ def flag_at(config: Mapping[str, Any], path: Sequence[str]) -> bool | None:
         InputError: The value is not a boolean, or a config on the path is not an object.
     """
     node: Any = config
-    for at, key in enumerate(path):
+    for depth, key in enumerate(path):
         if key not in node:
             return None
         node = node[key]
-        if at < len(path) - 1 and not isinstance(node, Mapping):
+        if depth < len(path) - 1 and not isinstance(node, Mapping):
             if node is None:
                 return None  # a composite without this part
-            raise InputError(refusal(path[: at + 1], node, "an object"))
+            raise InputError(invalid_value_message(path[: depth + 1], node, "an object"))
     if not isinstance(node, bool):
-        raise InputError(refusal(path, node, "true or false"))
+        raise InputError(invalid_value_message(path, node, "true or false"))
     return node
 
 
-def refusal(path: Sequence[str], found: object, needed: str) -> str:
+def invalid_value_message(path: Sequence[str], value: object, expected: str) -> str:
     """Return the error message for a key of ``config.json`` with a value of the wrong kind."""
-    shown = json.dumps(found)
+    shown = json.dumps(value)
     shown = shown if len(shown) <= 60 else f"{shown[:57]}..."
-    return f"config.json: {'.'.join(path)} is {shown} and must be {needed}; correct it"
+    return f"config.json: {'.'.join(path)} is {shown} and must be {expected}; correct it"
 
 
-def structural(config: Mapping[str, Any]) -> dict[str, Any]:
+def structural_config(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return a deep copy with only the keys that determine names and shapes, at every level."""
-    kept = {key: copy.deepcopy(value) for key, value in config.items() if key not in _NOT_STRUCTURE}
-    return {key: structural(value) if isinstance(value, dict) else value for key, value in kept.items()}
+    kept = {key: copy.deepcopy(value) for key, value in config.items() if key not in _NON_STRUCTURAL_KEYS}
+    return {key: structural_config(value) if isinstance(value, dict) else value for key, value in kept.items()}
 
 
-def without_flag(value: Any) -> Any:
+def without_tie_flag(value: Any) -> Any:
     """Return a copy without the tie flag, at every level."""
     if isinstance(value, dict):
-        return {key: without_flag(below) for key, below in value.items() if key != FLAG}
+        return {key: without_tie_flag(below) for key, below in value.items() if key != TIE_FLAG}
     return value
 
 

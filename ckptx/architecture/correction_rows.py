@@ -41,16 +41,16 @@ class PlanRow(NamedTuple):
 
 
 class AbsentRow(NamedTuple):
-    """Tensors that the layers from `first` on do not have, or do not use if they are on disk.
+    """Tensors that the layers from `first_layer` on do not have, or do not use if they are on disk.
 
     Attributes:
         patterns: Patterns of modules.
-        first: First layer without them, as an expression.
+        first_layer: First layer without them, as an expression.
         reason: Reason why the layers do not need them.
     """
 
     patterns: str
-    first: str
+    first_layer: str
     reason: str
 
 
@@ -74,7 +74,7 @@ class DefaultsRow(NamedTuple):
     reason: str
 
 
-class Sequence(NamedTuple):
+class SequenceParallelModules(NamedTuple):
     """Modules for sequence parallelism; see `ckptx.runtime.parallel.tensor_parallel.sequence`.
 
     Inner outputs of layers that a caller requests, such as hidden states, are slices of the sequence.
@@ -111,7 +111,7 @@ class ForwardRow(NamedTuple):
     class_name: str
     reason: str
     head: str = ""
-    sequence: Sequence | None = None
+    sequence: SequenceParallelModules | None = None
     runs: tuple[str, ...] = ()
     styles: Mapping[str, str] = {}
     reads_weight: Mapping[str, str] = {}
@@ -220,12 +220,12 @@ class Corrections(NamedTuple):
     torchtitan: tuple[TorchtitanRow, ...] = ()
 
 
-def of_class(rows: tuple[_ClassRow, ...], class_name: str) -> tuple[_ClassRow, ...]:
+def rows_of_class(rows: tuple[_ClassRow, ...], class_name: str) -> tuple[_ClassRow, ...]:
     """Return the rows that name a class."""
     return tuple(row for row in rows if row.class_name == class_name)
 
 
-def expanded(patterns: str) -> list[str]:
+def expand_braces(patterns: str) -> list[str]:
     """Return all patterns of a string with alternatives in braces.
 
     Example:
@@ -235,4 +235,4 @@ def expanded(patterns: str) -> list[str]:
     if not brace:
         return [patterns]
     choices, _, back = rest.partition("}")
-    return [front + choice + ending for choice in choices.split(",") for ending in expanded(back)]
+    return [front + choice + ending for choice in choices.split(",") for ending in expand_braces(back)]

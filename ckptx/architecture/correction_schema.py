@@ -20,28 +20,28 @@ from ckptx.architecture.correction_rows import (
     LayersRow,
     NoStacksRow,
     PlanRow,
-    Sequence,
+    SequenceParallelModules,
     TorchtitanRow,
     TowerRow,
-    expanded,
+    expand_braces,
 )
-from ckptx.architecture.expressions import Scope, attempt
+from ckptx.architecture.expressions import Scope, try_evaluate
 from ckptx.layout.styles import STYLES
 
-KINDS = ("images", "audio", "heard")  # of an `InputRow`
+INPUT_KINDS = ("images", "audio", "heard")  # of an `InputRow`
 
-Read = Callable[[Any], Any]
+ValueReader = Callable[[Any], Any]
 
 
-class FaultyCorrectionError(ValueError):
+class InvalidCorrectionError(ValueError):
     """A file of corrections is invalid; the message names file, section and row."""
 
 
-class _NeededError(Exception):
+class _InvalidValueError(Exception):
     """The kind of value that was expected."""
 
 
-class _Key(NamedTuple):
+class _KeySpec(NamedTuple):
     """A key of a row in JSON.
 
     Attributes:
@@ -51,11 +51,11 @@ class _Key(NamedTuple):
     """
 
     attribute: str
-    read: Read
+    read: ValueReader
     is_required: bool = False
 
 
-def decode(text: bytes | str, file: str) -> Corrections:
+def decode_corrections(text: bytes | str, file: str) -> Corrections:
     """Return the rows of a file.
 
     Args:
@@ -63,57 +63,57 @@ def decode(text: bytes | str, file: str) -> Corrections:
         file: Name of the file, for messages.
 
     Raises:
-        FaultyCorrectionError: It is not JSON, or has an unknown section or key, or an invalid value.
+        InvalidCorrectionError: It is not JSON, or has an unknown section or key, or an invalid value.
     """
     try:
-        found = json.loads(text, object_pairs_hook=_without_repeats)
+        document = json.loads(text, object_pairs_hook=_refuse_duplicate_keys)
     except ValueError as error:
-        raise FaultyCorrectionError(f"{file}: {error}") from error
-    if not isinstance(found, dict) or not all(isinstance(rows, list) and rows for rows in found.values()):
-        raise FaultyCorrectionError(f"{file}: expected an object of sections, each a list of at least one row")
-    for section in sorted(found.keys() - _SECTIONS.keys()):
-        raise FaultyCorrectionError(f'{file}: section "{section}" is unknown; use one of {", ".join(_SECTIONS)}')
+        raise InvalidCorrectionError(f"{file}: {error}") from error
+    if not isinstance(document, dict) or not all(isinstance(rows, list) and rows for rows in document.values()):
+        raise InvalidCorrectionError(f"{file}: expected an object of sections, each a list of at least one row")
+    for section in sorted(document.keys() - _SECTIONS.keys()):
+        raise InvalidCorrectionError(f'{file}: section "{section}" is unknown; use one of {", ".join(_SECTIONS)}')
     sections: dict[str, Any] = {}
-    for section, rows in found.items():
-        kind, keys = _SECTIONS[section]
+    for section, rows in document.items():
+        row_type, keys = _SECTIONS[section]
         sections[section] = tuple(
-            _row(row, kind, keys, f"{file}: {section}, row {number}") for number, row in enumerate(rows, 1)
+            _decode_row(row, row_type, keys, f"{file}: {section}, row {number}") for number, row in enumerate(rows, 1)
         )
-    _refuse_two(sections, file)
+    _refuse_conflicting_rows(sections, file)
     return Corrections(**sections)
 
 
-def _row(row: Any, kind: Callable[..., Any], keys: Mapping[str, _Key], place: str) -> Any:
+def _decode_row(row: Any, row_type: Callable[..., Any], keys: Mapping[str, _KeySpec], location: str) -> Any:
     """Decode a row, or an object nested in one."""
     if not isinstance(row, dict):
-        raise FaultyCorrectionError(f"{place}: expected an object, found {json.dumps(row)}")
+        raise InvalidCorrectionError(f"{location}: expected an object, found {json.dumps(row)}")
     for key in sorted(row.keys() - keys.keys()):
-        raise FaultyCorrectionError(f'{place}: key "{key}" is unknown; use one of {", ".join(keys)}')
-    for key, known in keys.items():
-        if known.is_required and key not in row:
-            raise FaultyCorrectionError(f'{place}: has no "{key}"; add it')
+        raise InvalidCorrectionError(f'{location}: key "{key}" is unknown; use one of {", ".join(keys)}')
+    for key, key_spec in keys.items():
+        if key_spec.is_required and key not in row:
+            raise InvalidCorrectionError(f'{location}: has no "{key}"; add it')
     values = {}
     for key, value in row.items():
         try:
             values[keys[key].attribute] = keys[key].read(value)
-        except _NeededError as needed:
-            raise FaultyCorrectionError(f"{place}: {key} is {json.dumps(value)} and must be {needed}") from None
-    return kind(**values)
+        except _InvalidValueError as needed:
+            raise InvalidCorrectionError(f"{location}: {key} is {json.dumps(value)} and must be {needed}") from None
+    return row_type(**values)
 
 
-def _refuse_two(sections: Mapping[str, Any], file: str) -> None:
+def _refuse_conflicting_rows(sections: Mapping[str, Any], file: str) -> None:
     """Refuse rows that set the same value: the second would have no effect."""
     seen: set[tuple[str, ...]] = set()
     for section, rows in sections.items():
         for number, row in enumerate(rows, 1):
-            for identity in _identities(section, row):
+            for identity in _exclusive_values(section, row):
                 if (section, *identity) in seen:
                     what = " of ".join(filter(None, identity))
-                    raise FaultyCorrectionError(f"{file}: {section}, row {number}: an earlier row sets {what} already")
+                    raise InvalidCorrectionError(f"{file}: {section}, row {number}: an earlier row sets {what} already")
                 seen.add((section, *identity))
 
 
-def _identities(section: str, row: Any) -> list[tuple[str, ...]]:
+def _exclusive_values(section: str, row: Any) -> list[tuple[str, ...]]:
     """Return the values that only one row of a section may set; plan rows may overlap, and the last one applies."""
     if isinstance(row, ForwardRow):
         names = [name for name in row._fields if name not in ("class_name", "reason") and getattr(row, name)]
@@ -125,7 +125,7 @@ def _identities(section: str, row: Any) -> list[tuple[str, ...]]:
     return [(section,)] if isinstance(row, TowerRow | NoStacksRow) else []
 
 
-def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _refuse_duplicate_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for key, value in pairs:
         if key in found:
@@ -137,143 +137,154 @@ def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 # ------------------------------------------------------------------------------------------------------ values of keys
 
 
-def _text(value: Any) -> str:
+def _read_string(value: Any) -> str:
     if not isinstance(value, str) or not value:
-        raise _NeededError("a string")
+        raise _InvalidValueError("a string")
     return value
 
 
-def _flag(value: Any) -> bool:
+def _read_boolean(value: Any) -> bool:
     if not isinstance(value, bool):
-        raise _NeededError("true or false")
+        raise _InvalidValueError("true or false")
     return value
 
 
-def _object(value: Any) -> dict[str, Any]:
+def _read_object(value: Any) -> dict[str, Any]:
     if not isinstance(value, dict):
-        raise _NeededError("an object")
+        raise _InvalidValueError("an object")
     return value
 
 
-def _one_of(*words: str) -> Read:
+def _choice_reader(*words: str) -> ValueReader:
     def read(value: Any) -> str:
         if value not in words:
-            raise _NeededError(f"one of {', '.join(words)}")
+            raise _InvalidValueError(f"one of {', '.join(words)}")
         return str(value)
 
     return read
 
 
-def _expression(value: Any) -> str:
+def _read_expression(value: Any) -> str:
     try:
-        attempt(_text(value), Scope({}))
+        try_evaluate(_read_string(value), Scope({}))
     except ValueError as error:
-        raise _NeededError(f"an expression ({error})") from error
+        raise _InvalidValueError(f"an expression ({error})") from error
     return str(value)
 
 
-def _many(read: Read) -> Read:
+def _list_reader(read: ValueReader) -> ValueReader:
     def read_all(value: Any) -> tuple[Any, ...]:
         if not isinstance(value, list) or not value:
-            raise _NeededError("a list")
+            raise _InvalidValueError("a list")
         return tuple(map(read, value))
 
     return read_all
 
 
-def _pair(value: Any) -> tuple[str, str]:
+def _read_pair(value: Any) -> tuple[str, str]:
     if not isinstance(value, list) or len(value) != 2:
-        raise _NeededError("pairs of a number of heads and their size")
-    return _expression(value[0]), _expression(value[1])
+        raise _InvalidValueError("pairs of a number of heads and their size")
+    return _read_expression(value[0]), _read_expression(value[1])
 
 
-def _patterns(value: Any) -> tuple[str, ...]:
+def _read_patterns(value: Any) -> tuple[str, ...]:
     """Return FQNs; one string may have several, as alternatives in braces."""
-    return tuple(each for text in _many(_text)(value) for each in expanded(text))
+    return tuple(each for text in _list_reader(_read_string)(value) for each in expand_braces(text))
 
 
-def _by_pattern(read: Read) -> Read:
+def _mapping_reader(read: ValueReader) -> ValueReader:
     """Return a reader of values by FQN, likewise."""
-    return lambda value: {name: read(each) for text, each in _object(value).items() for name in expanded(text)}
+    return lambda value: {
+        name: read(each) for text, each in _read_object(value).items() for name in expand_braces(text)
+    }
 
 
-def _sequence(value: Any) -> Sequence:
+def _read_sequence_parallel(value: Any) -> SequenceParallelModules:
     keys = {
-        name: _Key(name, _text if name == "layers" else _many(_text), name == "layers") for name in Sequence._fields
+        name: _KeySpec(name, _read_string if name == "layers" else _list_reader(_read_string), name == "layers")
+        for name in SequenceParallelModules._fields
     }
     try:
-        found = _row(value, Sequence, keys, "sequence")
-    except FaultyCorrectionError as error:
-        raise _NeededError(f"a valid object ({error})") from None
-    assert isinstance(found, Sequence)
+        found = _decode_row(value, SequenceParallelModules, keys, "sequence")
+    except InvalidCorrectionError as error:
+        raise _InvalidValueError(f"a valid object ({error})") from None
+    assert isinstance(found, SequenceParallelModules)
     return found
 
 
 # ------------------------------------------------------------------------------------------------------------- sections
 
-_style = _one_of(*STYLES)
-_REASON = {"reason": _Key("reason", _text, True)}
-_CLASS = {"class": _Key("class_name", _text, True)}
+_read_style = _choice_reader(*STYLES)
+_REASON_KEY = {"reason": _KeySpec("reason", _read_string, True)}
+_CLASS_KEY = {"class": _KeySpec("class_name", _read_string, True)}
 
-_SECTIONS: Mapping[str, tuple[Callable[..., Any], Mapping[str, _Key]]] = {
+_SECTIONS: Mapping[str, tuple[Callable[..., Any], Mapping[str, _KeySpec]]] = {
     "plan": (
         PlanRow,
         {
-            "modules": _Key("patterns", _text, True),
-            "style": _Key("style", _style, True),
-            "groups": _Key("groups", _many(_expression)),
-            "heads": _Key("heads", _many(_pair)),
-            "when": _Key("when", _expression),
-            "note": _Key("note", _text),
-            **_REASON,
+            "modules": _KeySpec("patterns", _read_string, True),
+            "style": _KeySpec("style", _read_style, True),
+            "groups": _KeySpec("groups", _list_reader(_read_expression)),
+            "heads": _KeySpec("heads", _list_reader(_read_pair)),
+            "when": _KeySpec("when", _read_expression),
+            "note": _KeySpec("note", _read_string),
+            **_REASON_KEY,
         },
     ),
     "absent": (
         AbsentRow,
-        {"modules": _Key("patterns", _text, True), "from_layer": _Key("first", _expression, True), **_REASON},
+        {
+            "modules": _KeySpec("patterns", _read_string, True),
+            "from_layer": _KeySpec("first_layer", _read_expression, True),
+            **_REASON_KEY,
+        },
     ),
-    "no_stacks": (NoStacksRow, _REASON),
-    "defaults": (DefaultsRow, {"config": _Key("config", _object, True), **_REASON}),
+    "no_stacks": (NoStacksRow, _REASON_KEY),
+    "defaults": (DefaultsRow, {"config": _KeySpec("config", _read_object, True), **_REASON_KEY}),
     "forward": (
         ForwardRow,
         {
-            **_CLASS,
-            "head": _Key("head", _text),
-            "sequence": _Key("sequence", _sequence),
-            "runs": _Key("runs", _patterns),
-            "styles": _Key("styles", _by_pattern(_style)),
-            "reads_weight": _Key("reads_weight", _by_pattern(_text)),
-            "reads_when": _Key("reads_when", _text),
-            **_REASON,
+            **_CLASS_KEY,
+            "head": _KeySpec("head", _read_string),
+            "sequence": _KeySpec("sequence", _read_sequence_parallel),
+            "runs": _KeySpec("runs", _read_patterns),
+            "styles": _KeySpec("styles", _mapping_reader(_read_style)),
+            "reads_weight": _KeySpec("reads_weight", _mapping_reader(_read_string)),
+            "reads_when": _KeySpec("reads_when", _read_string),
+            **_REASON_KEY,
         },
     ),
     "layers": (
         LayersRow,
         {
-            **_CLASS,
-            "language": _Key("language", _many(_text), True),
-            "vision": _Key("vision", _many(_text)),
-            "audio": _Key("audio", _many(_text)),
-            **_REASON,
+            **_CLASS_KEY,
+            "language": _KeySpec("language", _list_reader(_read_string), True),
+            "vision": _KeySpec("vision", _list_reader(_read_string)),
+            "audio": _KeySpec("audio", _list_reader(_read_string)),
+            **_REASON_KEY,
         },
     ),
     "layer_parts": (
         LayerPartsRow,
-        {**{name: _Key(name, _many(_text)) for name in ("attention", "mlp", "norms")}, **_REASON},
+        {**{name: _KeySpec(name, _list_reader(_read_string)) for name in ("attention", "mlp", "norms")}, **_REASON_KEY},
     ),
     "inputs": (
         InputRow,
         {
-            "kind": _Key("kind", _one_of(*KINDS), True),
-            "form": _Key("form", _text, True),
-            "settings": _Key("settings", _object),
-            "class": _Key("class_name", _text),
-            **_REASON,
+            "kind": _KeySpec("kind", _choice_reader(*INPUT_KINDS), True),
+            "form": _KeySpec("form", _read_string, True),
+            "settings": _KeySpec("settings", _read_object),
+            "class": _KeySpec("class_name", _read_string),
+            **_REASON_KEY,
         },
     ),
     "as_tower": (
         TowerRow,
-        {"any_size": _Key("any_size", _flag), "class_token": _Key("class_token", _flag), **_REASON},
+        {
+            "any_size": _KeySpec("any_size", _read_boolean),
+            "class_token": _KeySpec("class_token", _read_boolean),
+            **_REASON_KEY,
+        },
     ),
-    "torchtitan": (TorchtitanRow, {**_CLASS, "form": _Key("form", _text, True), **_REASON}),
+    "torchtitan": (TorchtitanRow, {**_CLASS_KEY, "form": _KeySpec("form", _read_string, True), **_REASON_KEY}),
 }

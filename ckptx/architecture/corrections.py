@@ -17,25 +17,25 @@ from pathlib import Path
 
 from ckptx.architecture.correction_rows import AbsentRow, Corrections, PlanRow
 from ckptx.architecture.expressions import keys_of
-from ckptx.architecture.model_files import index, source_of
+from ckptx.architecture.model_files import read_index, source_of
 
-CORRECTIONS = Path(__file__).with_name("corrections")
+CORRECTIONS_DIR = Path(__file__).with_name("corrections")
 
-_NOTHING = Corrections()
+_NO_CORRECTIONS = Corrections()
 
 
 def model_types_with_corrections() -> list[str]:
     """Return the model types that have a file, sorted."""
-    return sorted(_files())
+    return sorted(_corrected_model_types())
 
 
 def corrections_of(model_type: str) -> Corrections:
     """Return the rows of a model type; empty if it has no file.
 
     Raises:
-        FaultyCorrectionError: The file has an invalid row.
+        InvalidCorrectionError: The file has an invalid row.
     """
-    return _contents(model_type) if model_type in _files() else _NOTHING
+    return _read_corrections(model_type) if model_type in _corrected_model_types() else _NO_CORRECTIONS
 
 
 def corrections_of_class(class_name: str, module: str | None = None) -> Corrections:
@@ -46,14 +46,14 @@ def corrections_of_class(class_name: str, module: str | None = None) -> Correcti
         module: Module that defines the class. If given, a third-party class of the same name counts as unknown: the
             module must be in one of the directories from which the generated file was made. None skips this check.
     """
-    model_type = index()["classes"].get(class_name)
+    model_type = read_index()["classes"].get(class_name)
     if model_type is None:
-        return _NOTHING
+        return _NO_CORRECTIONS
     if module is not None:
         source = source_of(class_name)
         directories = source["directories"] if source is not None else ()
         if not any(module.startswith(f"transformers.models.{each}.") for each in directories):
-            return _NOTHING
+            return _NO_CORRECTIONS
     return corrections_of(model_type)
 
 
@@ -72,20 +72,20 @@ def absent_rows(text_type: str, model_type: str) -> tuple[AbsentRow, ...]:
 
 def plan_keys(text_type: str, model_type: str) -> frozenset[str]:
     """Return the keys of the text model's config that its plan rows and rows of absent tensors read."""
-    expressions = [row.first for row in absent_rows(text_type, model_type)]
+    expressions = [row.first_layer for row in absent_rows(text_type, model_type)]
     for row in plan_rows(text_type, model_type):
         expressions += [*row.groups, *chain.from_iterable(row.heads), row.when]
     return frozenset(chain.from_iterable(map(keys_of, expressions)))
 
 
 @functools.cache
-def _files() -> frozenset[str]:
-    return frozenset(name.removesuffix(".json") for name in os.listdir(CORRECTIONS) if name.endswith(".json"))
+def _corrected_model_types() -> frozenset[str]:
+    return frozenset(name.removesuffix(".json") for name in os.listdir(CORRECTIONS_DIR) if name.endswith(".json"))
 
 
 @functools.cache
-def _contents(model_type: str) -> Corrections:
-    from ckptx.architecture.correction_schema import decode  # most model types have no file to decode
+def _read_corrections(model_type: str) -> Corrections:
+    from ckptx.architecture.correction_schema import decode_corrections  # most model types have no file to decode
 
-    path = CORRECTIONS / f"{model_type}.json"
-    return decode(path.read_bytes(), f"{CORRECTIONS.name}/{path.name}")
+    path = CORRECTIONS_DIR / f"{model_type}.json"
+    return decode_corrections(path.read_bytes(), f"{CORRECTIONS_DIR.name}/{path.name}")

@@ -7,13 +7,13 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 
-def existing(declared: Mapping[str, str], names: Mapping[str, Any]) -> dict[str, str]:
+def existing_pairs(declared: Mapping[str, str], names: Mapping[str, Any]) -> dict[str, str]:
     """Return the pairs of tensors that exist; a few classes leave a regex anchor at the end of a plain name."""
     pairs = {target.removesuffix("$"): source.removesuffix("$") for target, source in declared.items()}
     return {target: source for target, source in pairs.items() if target in names and source in names}
 
 
-def mapping_of_list(targets: Iterable[str], source: str | None, shapes: Mapping[str, Any]) -> dict[str, str]:
+def ties_from_list(targets: Iterable[str], source: str | None, shapes: Mapping[str, Any]) -> dict[str, str]:
     """Convert the list that classes for transformers 4 declare to a dict.
 
     Every listed name is a target; its source is the input embedding, or for the bias of a prediction head the bias of
@@ -33,15 +33,15 @@ def mapping_of_list(targets: Iterable[str], source: str | None, shapes: Mapping[
     for target in (name for name in shapes if any(re.search(pattern, name) for pattern in patterns)):
         module, _, leaf = target.rpartition(".")
         outer = module.rpartition(".")[0]
-        twin = f"{outer}.{leaf}" if outer else leaf
+        outer_name = f"{outer}.{leaf}" if outer else leaf
         if target != source and source is not None and shapes[target] == shapes.get(source):
             mapping[target] = source
-        elif leaf == "bias" and shapes.get(twin) == shapes[target]:
-            mapping[target] = twin
+        elif leaf == "bias" and shapes.get(outer_name) == shapes[target]:
+            mapping[target] = outer_name
     return mapping
 
 
-def flatten(pairs: Mapping[str, str]) -> dict[str, str]:
+def flatten_chains(pairs: Mapping[str, str]) -> dict[str, str]:
     """Follow chains, so that no source is itself a target; self-references and cycles are dropped.
 
     Example:

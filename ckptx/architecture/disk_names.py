@@ -8,7 +8,7 @@ from collections.abc import Collection, Sequence
 from ckptx.architecture.spec import Architecture, TiePair
 
 
-class NamesOnDisk:
+class CheckpointNames:
     """The names of one checkpoint, with the queries that tie decisions need."""
 
     def __init__(self, architecture: Architecture, names: Collection[str]) -> None:
@@ -21,9 +21,9 @@ class NamesOnDisk:
         return name in self._names
 
     @functools.cached_property
-    def match(self) -> float:
+    def match_fraction(self) -> float:
         """Fraction of names that belong to the architecture."""
-        return self._architecture.match(self._names)
+        return self._architecture.match_fraction(self._names)
 
     @functools.cached_property
     def _modules(self) -> frozenset[str]:
@@ -35,7 +35,7 @@ class NamesOnDisk:
             level = {module.rpartition(".")[0] for module in level} - found
         return frozenset(found - {""})
 
-    def foreignness(self, name: str) -> int:
+    def count_missing_modules(self, name: str) -> int:
         """Return the number of modules around ``name`` that the checkpoint lacks; its own naming has the fewest."""
         module = name.rpartition(".")[0]
         count = 0
@@ -50,9 +50,9 @@ class NamesOnDisk:
         if module not in self._modules:
             return False
         lead = module + "."
-        return any(each.startswith(lead) and not self._architecture.knows(each) for each in self._names)
+        return any(each.startswith(lead) and not self._architecture.expects(each) for each in self._names)
 
-    def is_without_base_prefix(self, pair: TiePair, source: str) -> bool:
+    def lacks_base_prefix(self, pair: TiePair, source: str) -> bool:
         """Return True if ``source`` is spelled as in a checkpoint of the base model alone."""
         prefix = self._architecture.base_prefix
         return bool(prefix) and any(source_name == f"{prefix}.{source}" for _, source_name in pair.namings)
@@ -63,42 +63,44 @@ class NamesOnDisk:
         return [each.removesuffix(name) for each in self._names if each.endswith(ending)]
 
 
-def name_pairs(ties: Sequence[TiePair], names: NamesOnDisk) -> list[tuple[str, str]]:
+def tie_names(ties: Sequence[TiePair], names: CheckpointNames) -> list[tuple[str, str]]:
     """Return ``(target, source)`` of each pair as in the checkpoint; pairs with one source agree on its name."""
-    sources = {pair.namings[0][1]: _source_naming(pair.namings[0][1], ties, names) for pair in ties}
-    return [_spelled(pair, sources[pair.namings[0][1]], names) for pair in ties]
+    sources = {pair.namings[0][1]: _choose_source_name(pair.namings[0][1], ties, names) for pair in ties}
+    return [_choose_pair_names(pair, sources[pair.namings[0][1]], names) for pair in ties]
 
 
-def _source_naming(model_name: str, ties: Sequence[TiePair], names: NamesOnDisk) -> str:
+def _choose_source_name(model_name: str, ties: Sequence[TiePair], names: CheckpointNames) -> str:
     candidates: dict[str, int] = {}  # naming -> number of names on disk that support it, in order of first mention
     for pair in ties:
         if pair.namings[0][1] == model_name:
             for target, source in pair.namings:
                 candidates[source] = candidates.get(source, 0) + (target in names)
-    return min(candidates, key=lambda source: (-candidates[source] - (source in names), names.foreignness(source)))
+    return min(
+        candidates, key=lambda source: (-candidates[source] - (source in names), names.count_missing_modules(source))
+    )
 
 
-def _spelled(pair: TiePair, source: str, names: NamesOnDisk) -> tuple[str, str]:
+def _choose_pair_names(pair: TiePair, source: str, names: CheckpointNames) -> tuple[str, str]:
     targets = [target for target, paired in pair.namings if paired == source]
     targets = targets or [target for target, _ in pair.namings]
-    target = min(targets, key=lambda name: (name not in names, names.foreignness(name)))
+    target = min(targets, key=lambda name: (name not in names, names.count_missing_modules(name)))
     if target in names or source in names or not pair.is_primary:
         return target, source
-    return _behind_a_prefix(pair, names) or (target, source)
+    return _pair_with_unknown_prefix(pair, names) or (target, source)
 
 
-def _behind_a_prefix(pair: TiePair, names: NamesOnDisk) -> tuple[str, str] | None:
+def _pair_with_unknown_prefix(pair: TiePair, names: CheckpointNames) -> tuple[str, str] | None:
     """Return the pair in an unknown naming: one unknown prefix before known names."""
     votes: dict[tuple[int, str], int] = {}  # (naming, prefix) -> number of names on disk that fit
-    for at, naming in enumerate(pair.namings):
+    for index, naming in enumerate(pair.namings):
         for name in naming:
             for prefix in names.prefixes_of(name):
-                votes[at, prefix] = votes.get((at, prefix), 0) + 1
+                votes[index, prefix] = votes.get((index, prefix), 0) + 1
     if not votes:
         return None
     most = max(votes.values())
-    first = min(at for (at, _), count in votes.items() if count == most)
-    prefixes = [prefix for (at, prefix), count in votes.items() if count == most and at == first]
+    first = min(index for (index, _), count in votes.items() if count == most)
+    prefixes = [prefix for (index, prefix), count in votes.items() if count == most and index == first]
     if len(prefixes) > 1:
         return None  # two candidates are equally likely
     target, source = pair.namings[first]

@@ -12,14 +12,14 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-from ckptx.architecture.configs import refusal
+from ckptx.architecture.configs import invalid_value_message
 from ckptx.errors import InputError
 
 _TOKEN = re.compile(r"\s*(?:([0-9]+)|(#?[A-Za-z_][A-Za-z0-9_.]*)|(\?\?|//|[-+*()]))")
 
 
 # Prefix of a key in `Scope.defaults`: its value if the whole sub-config is absent, not only the key.
-MADE = "!"
+COMPOSITE_PREFIX = "!"
 
 
 class Scope(NamedTuple):
@@ -42,26 +42,26 @@ class Scope(NamedTuple):
 
         Some composites are published with the keys of their text model at the root: keys of an absent sub-config are
         read there. If they are absent, too, the sub-config is the one that the composite builds, possibly with values
-        of its own (`MADE`).
+        of its own (`COMPOSITE_PREFIX`).
 
         Raises:
             InputError: The value is a string or a fraction, which no config class accepts as a number.
         """
-        kind = _length if key.startswith("#") else _number
+        convert = _list_length if key.startswith("#") else _integer
         *path, last = key.removeprefix("#").split(".")
         node: Mapping[str, Any] = self.config
         is_absent = False
         for part in (*self.root, *path):
-            below = node.get(part)
-            is_absent = is_absent or not isinstance(below, Mapping)
-            node = below if isinstance(below, Mapping) else node
+            nested = node.get(part)
+            is_absent = is_absent or not isinstance(nested, Mapping)
+            node = nested if isinstance(nested, Mapping) else node
         for name in (last, self.aliases.get(key, last)):
             if name in node:
                 if isinstance(node[name], (str, float)):
-                    raise InputError(refusal((*self.root, *path, name), node[name], "a whole number"))
-                return kind(node[name])
-        if is_absent and MADE + key in self.defaults:
-            return self.defaults[MADE + key]
+                    raise InputError(invalid_value_message((*self.root, *path, name), node[name], "a whole number"))
+                return convert(node[name])
+        if is_absent and COMPOSITE_PREFIX + key in self.defaults:
+            return self.defaults[COMPOSITE_PREFIX + key]
         return self.defaults.get(key)
 
 
@@ -72,18 +72,18 @@ def evaluate(expression: str, scope: Scope) -> int:
         InputError: A key has no value, or a division is by zero.
         ValueError: The text is not an expression.
     """
-    value = attempt(expression, scope)
+    value = try_evaluate(expression, scope)
     if value is None:
-        missing = dict.fromkeys(_missing_keys(_parsed(expression), scope))
+        missing = dict.fromkeys(_missing_keys(_parse(expression), scope))
         if not missing:  # the only other cause
             raise InputError(f"config.json: {expression}: division by zero; correct the divisor in config.json")
         raise InputError(f"config.json: {expression}: no number for {', '.join(missing)}; add it to config.json")
     return value
 
 
-def attempt(expression: str, scope: Scope) -> int | None:
+def try_evaluate(expression: str, scope: Scope) -> int | None:
     """Return the value of an expression; None if a key that it needs has none."""
-    return _value(_parsed(expression), scope)
+    return _evaluate_tree(_parse(expression), scope)
 
 
 def keys_of(expression: str) -> frozenset[str]:
@@ -95,16 +95,16 @@ def keys_of(expression: str) -> frozenset[str]:
 _Tree = int | str | tuple[str, Any, Any]
 
 
-def _value(tree: _Tree, scope: Scope) -> int | None:
+def _evaluate_tree(tree: _Tree, scope: Scope) -> int | None:
     if isinstance(tree, int):
         return tree
     if isinstance(tree, str):
         return scope.value(tree)
     operator, first, second = tree
-    left = _value(first, scope)
+    left = _evaluate_tree(first, scope)
     if operator == "??":
-        return left if left is not None else _value(second, scope)
-    right = _value(second, scope)
+        return left if left is not None else _evaluate_tree(second, scope)
+    right = _evaluate_tree(second, scope)
     if left is None or right is None:
         return None
     if operator == "//":
@@ -114,7 +114,7 @@ def _value(tree: _Tree, scope: Scope) -> int | None:
 
 def _missing_keys(tree: _Tree, scope: Scope) -> Iterator[str]:
     """Yield the keys whose missing values leave an expression without a value."""
-    if isinstance(tree, int) or _value(tree, scope) is not None:
+    if isinstance(tree, int) or _evaluate_tree(tree, scope) is not None:
         return
     if isinstance(tree, str):
         yield tree
@@ -124,53 +124,53 @@ def _missing_keys(tree: _Tree, scope: Scope) -> Iterator[str]:
 
 
 @functools.cache
-def _parsed(expression: str) -> _Tree:
-    tokens = list(_tokens(expression))
-    tree, rest = _alternatives(tokens)
+def _parse(expression: str) -> _Tree:
+    tokens = list(_tokenize(expression))
+    tree, rest = _parse_alternatives(tokens)
     if rest:
         raise ValueError(f'expression "{expression}": found "{rest[0]}" where it should end')
     return tree
 
 
-def _tokens(expression: str) -> Iterator[str]:
-    at = 0
+def _tokenize(expression: str) -> Iterator[str]:
+    position = 0
     text = expression.rstrip()
-    while at < len(text):
-        found = _TOKEN.match(text, at)
+    while position < len(text):
+        found = _TOKEN.match(text, position)
         if found is None:
-            raise ValueError(f'expression "{expression}": "{text[at:]}" is not a number, a key or an operator')
+            raise ValueError(f'expression "{expression}": "{text[position:]}" is not a number, a key or an operator')
         yield found[0].strip()
-        at = found.end()
+        position = found.end()
 
 
-def _alternatives(tokens: list[str]) -> tuple[_Tree, list[str]]:
-    tree, rest = _chain(tokens, ("+", "-"))
+def _parse_alternatives(tokens: list[str]) -> tuple[_Tree, list[str]]:
+    tree, rest = _parse_chain(tokens, ("+", "-"))
     if rest and rest[0] == "??":
-        second, rest = _alternatives(rest[1:])
+        second, rest = _parse_alternatives(rest[1:])
         tree = ("??", tree, second)
     return tree, rest
 
 
-def _chain(tokens: list[str], operators: tuple[str, ...]) -> tuple[_Tree, list[str]]:
+def _parse_chain(tokens: list[str], operators: tuple[str, ...]) -> tuple[_Tree, list[str]]:
     """Parse operands of one precedence, from left to right."""
 
-    def operand(rest: list[str]) -> tuple[_Tree, list[str]]:
-        return _chain(rest, ("*", "//")) if "+" in operators else _atom(rest)
+    def parse_operand(rest: list[str]) -> tuple[_Tree, list[str]]:
+        return _parse_chain(rest, ("*", "//")) if "+" in operators else _parse_atom(rest)
 
-    tree, rest = operand(tokens)
+    tree, rest = parse_operand(tokens)
     while rest and rest[0] in operators:
         operator = rest[0]
-        second, rest = operand(rest[1:])
+        second, rest = parse_operand(rest[1:])
         tree = (operator, tree, second)
     return tree, rest
 
 
-def _atom(tokens: list[str]) -> tuple[_Tree, list[str]]:
+def _parse_atom(tokens: list[str]) -> tuple[_Tree, list[str]]:
     if not tokens:
         raise ValueError("expression: ends where a number or a key is expected")
     first, rest = tokens[0], tokens[1:]
     if first == "(":
-        tree, rest = _alternatives(rest)
+        tree, rest = _parse_alternatives(rest)
         if rest[:1] != [")"]:
             raise ValueError('expression: a "(" has no ")"')
         return tree, rest[1:]
@@ -181,10 +181,10 @@ def _atom(tokens: list[str]) -> tuple[_Tree, list[str]]:
     return first, rest
 
 
-def _length(value: Any) -> int | None:
+def _list_length(value: Any) -> int | None:
     return len(value) if isinstance(value, list) else None
 
 
-def _number(value: Any) -> int | None:
+def _integer(value: Any) -> int | None:
     """Return an integer of `config.json`; booleans count as 0 and 1, other values (null, lists, strings) as None."""
     return int(value) if isinstance(value, int) else None

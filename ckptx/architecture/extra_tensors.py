@@ -1,8 +1,8 @@
 """Tensors that a class does not have: kinds that a checkpoint may still contain, and why.
 
 Most published checkpoints have tensors that their class does not load: buffers that it computes, layers for speculative
-decoding, parts of a quantized weight. `ROWS` lists these kinds, each with its reason. Any other tensor inside a module
-of the class belongs to another model: loaders drop it, and the model computes something else.
+decoding, parts of a quantized weight. `EXTRA_ROWS` lists these kinds, each with its reason. Any other tensor inside a
+module of the class belongs to another model: loaders drop it, and the model computes something else.
 
     mtp.fc.weight                               may be there: a layer that predicts further tokens
     model.layers.0.self_attn.q_norm.weight      no Llama has it, and every Llama has model.layers.0.self_attn
@@ -35,7 +35,7 @@ class ExtraRow(NamedTuple):
         dims: Allowed numbers of dims; empty for any.
         parent: Regular expression that replaces `pattern` in the name to get a tensor that the class must have; empty
             for none.
-        beside_weight: True if the name must begin with the name of a weight of the class, or of its module.
+        needs_weight: True if the name must begin with the name of a weight of the class, or of its module.
     """
 
     kind: str
@@ -44,10 +44,10 @@ class ExtraRow(NamedTuple):
     is_computed: bool = False
     dims: tuple[int, ...] = ()
     parent: str = ""
-    beside_weight: bool = False
+    needs_weight: bool = False
 
 
-ROWS: tuple[ExtraRow, ...] = (
+EXTRA_ROWS: tuple[ExtraRow, ...] = (
     ExtraRow(
         "rotary buffer",
         r"(^|[._])inv_freq$|(^|\.)(rotary_emb|rotary_pos_emb|rope)\.(cos|sin|freqs)(_cached|_cis)?$"
@@ -105,7 +105,7 @@ ROWS: tuple[ExtraRow, ...] = (
         r"|weight_scale(s|_inv|_2)?|weight_global_scale|SCB|weight_format|absmax|quant_map|nested_absmax"
         r"|nested_quant_map|quant_state\.[a-z_0-9]+|codes|codebooks|centroids|indices|Qidxs|SU|SV|trellis|suh|svh)$",
         "form or scale of a quantized weight",
-        beside_weight=True,
+        needs_weight=True,
     ),
     ExtraRow(
         "scale of activations",
@@ -119,7 +119,7 @@ ROWS: tuple[ExtraRow, ...] = (
         r"_(blocks|scales|scale|scale_inv|scale_2|packed|bias_scale|zero_point|qdata)$|\.(scale|zero|qscale_weight"
         r"|qscale_act)$",
         "form or scale of a quantized weight",
-        beside_weight=True,
+        needs_weight=True,
     ),
     ExtraRow(
         "weight norm",
@@ -137,13 +137,13 @@ ROWS: tuple[ExtraRow, ...] = (
 """The kinds, in the order in which they are tried. Adapters are not among them: they change the weights next to them,
 and `ckptx.formats.hf.reader.refuse_adapters` refuses them."""
 
-IGNORED = "ignored by the class"
-OTHER_FORM = "part of a quantized weight of the class"
-OUTSIDE = "outside of the modules of the class"
-_PACKED = "packed weight"
+IGNORED_REASON = "ignored by the class"
+QUANTIZED_REASON = "part of a quantized weight of the class"
+OUTSIDE_REASON = "outside of the modules of the class"
+_PACKED_KIND = "packed weight"
 # Heads of classifiers, taggers and models that answer questions, by their names in most classes.
 _TASK_HEADS = frozenset({"score", "classifier", "classification_head", "qa_outputs"})
-_LEAST_PARTS = 2  # minimum parts of a name that a class of a tower must know
+_MIN_PARTS = 2  # minimum parts of a name that a class of a tower must know
 
 
 class ExtraTensor(NamedTuple):
@@ -153,21 +153,21 @@ class ExtraTensor(NamedTuple):
         reason: Reason why a checkpoint may have it; empty for a tensor of another model.
         module: Innermost module of the class that contains it, with `*` for indices; empty if there is none.
         is_computed: True if the class computes it.
-        may_be_left_out: True if the model is the same without it: a row of `ROWS` matches it, the class ignores it,
-            or it belongs to a quantized weight.
+        is_safe_to_drop: True if the model is the same without it: a row of `EXTRA_ROWS` matches it, the class ignores
+            it, or it belongs to a quantized weight.
     """
 
     reason: str
     module: str = ""
     is_computed: bool = False
-    may_be_left_out: bool = False
+    is_safe_to_drop: bool = False
 
 
 class ExtraTensors:
     """The tensors of a checkpoint that its class does not have.
 
     Attributes:
-        found: Extra tensors by name, in the order of the checkpoint. Empty for a class whose names are unknown.
+        by_name: Extra tensors by name, in the order of the checkpoint. Empty for a class whose names are unknown.
     """
 
     def __init__(
@@ -181,17 +181,17 @@ class ExtraTensors:
             tensors: Tensors of the model by name.
         """
         self._architecture, self._config, self._tensors = architecture, config, tensors
-        self._known: dict[str, bool] = {}
-        self._reasons: dict[tuple[str, int], ExtraTensor | None] = {}
-        self.found: dict[str, ExtraTensor] = {}
+        self._ownership: dict[str, bool] = {}
+        self._by_pattern: dict[tuple[str, int], ExtraTensor | None] = {}
+        self.by_name: dict[str, ExtraTensor] = {}
         for name, entry in tensors.items() if architecture.name_patterns else ():
-            extra = self._find(name, entry)
+            extra = self._classify(name, entry)
             if extra is not None:
-                self.found[name] = extra
+                self.by_name[name] = extra
 
-    def is_of_quantized_weight(self, name: str) -> bool:
+    def is_part_of_quantized_weight(self, name: str) -> bool:
         """Return True if a tensor belongs to a quantized weight of the class, or is the weight."""
-        parent = parent_of(name, self._knows)
+        parent = parent_of(name, self._owns)
         if parent is None:
             return False
         if self._is_quantized and parent.weight not in self._tensors:
@@ -200,70 +200,70 @@ class ExtraTensors:
 
     # -- tensors of the class
 
-    def _knows(self, name: str) -> bool:
+    def _owns(self, name: str) -> bool:
         """Return True if the class has a tensor of this name."""
         pattern = pattern_of(name)
-        if pattern not in self._known:
-            self._known[pattern] = self._architecture.owns(pattern)
-        return self._known[pattern]
+        if pattern not in self._ownership:
+            self._ownership[pattern] = self._architecture.owns(pattern)
+        return self._ownership[pattern]
 
     @functools.cached_property
     def _modules(self) -> frozenset[str]:
         """Patterns of all modules of the class, with and without the name of the base model."""
         prefix = self._architecture.base_prefix
-        lead = f"{prefix}." if prefix else ""
+        dotted_prefix = f"{prefix}." if prefix else ""
         found = set()
         for pattern in self._architecture.name_patterns:
             parts = pattern.removesuffix(".**").split(".")
             found |= {".".join(parts[:end]) for end in range(1, len(parts) + pattern.endswith(".**"))}
-        found |= {each.removeprefix(lead) for each in found}
-        found |= {lead + each for each in found if not each.startswith(lead)}
+        found |= {each.removeprefix(dotted_prefix) for each in found}
+        found |= {dotted_prefix + each for each in found if not each.startswith(dotted_prefix)}
         # Towers and heads lie directly in the base model, so that it is no module in this sense.
         return frozenset(found - {prefix})
 
-    def _module_of(self, pattern: str) -> str:
+    def _innermost_module(self, pattern: str) -> str:
         parts = pattern.split(".")
         paths = (".".join(parts[:end]) for end in range(len(parts) - 1, 0, -1))
         return next((path for path in paths if path in self._modules), "")
 
-    def _is_below_base(self, pattern: str) -> bool:
+    def _is_in_base_model(self, pattern: str) -> bool:
         return pattern.startswith(f"{self._architecture.base_prefix}.")
 
     # -- one tensor
 
-    def _find(self, name: str, entry: TensorEntry) -> ExtraTensor | None:
-        if self._knows(name):
+    def _classify(self, name: str, entry: TensorEntry) -> ExtraTensor | None:
+        if self._owns(name):
             return None
         pattern, dims = pattern_of(name), len(entry.shape)
-        if (pattern, dims) not in self._reasons:
-            self._reasons[pattern, dims] = self._by_kind(pattern, dims)
-        return self._reasons[pattern, dims] or self._by_place(name, pattern)
+        if (pattern, dims) not in self._by_pattern:
+            self._by_pattern[pattern, dims] = self._classify_by_pattern(pattern, dims)
+        return self._by_pattern[pattern, dims] or self._classify_by_module(name, pattern)
 
-    def _by_kind(self, pattern: str, dims: int) -> ExtraTensor | None:
+    def _classify_by_pattern(self, pattern: str, dims: int) -> ExtraTensor | None:
         """Return the first row that matches a pattern, or the class's own ignore rule; None if neither matches."""
-        row = next((row for row in ROWS if self._is_of(row, pattern, dims)), None)
+        row = next((row for row in EXTRA_ROWS if self._matches_row(row, pattern, dims)), None)
         if row is not None:
-            return ExtraTensor(row.reason, is_computed=row.is_computed, may_be_left_out=True)
-        return ExtraTensor(IGNORED, may_be_left_out=True) if self._architecture.knows(pattern) else None
+            return ExtraTensor(row.reason, is_computed=row.is_computed, is_safe_to_drop=True)
+        return ExtraTensor(IGNORED_REASON, is_safe_to_drop=True) if self._architecture.expects(pattern) else None
 
-    def _is_of(self, row: ExtraRow, pattern: str, dims: int) -> bool:
-        place = re.search(row.pattern, pattern)
-        if place is None or (row.dims and dims not in row.dims):
+    def _matches_row(self, row: ExtraRow, pattern: str, dims: int) -> bool:
+        match = re.search(row.pattern, pattern)
+        if match is None or (row.dims and dims not in row.dims):
             return False
-        if row.parent and not self._knows(pattern[: place.start()] + row.parent):
+        if row.parent and not self._owns(pattern[: match.start()] + row.parent):
             return False
-        return not row.beside_weight or parent_of(pattern, self._knows) is not None
+        return not row.needs_weight or parent_of(pattern, self._owns) is not None
 
-    def _by_place(self, name: str, pattern: str) -> ExtraTensor:
-        if self.is_of_quantized_weight(name):
-            return ExtraTensor(OTHER_FORM, may_be_left_out=True)
-        other, module = self._other_class(pattern), self._module_of(pattern)
-        is_head = not self._is_below_base(pattern) and (bool(other) or pattern.split(".")[0] in _TASK_HEADS)
+    def _classify_by_module(self, name: str, pattern: str) -> ExtraTensor:
+        if self.is_part_of_quantized_weight(name):
+            return ExtraTensor(QUANTIZED_REASON, is_safe_to_drop=True)
+        other, module = self._other_class(pattern), self._innermost_module(pattern)
+        is_head = not self._is_in_base_model(pattern) and (bool(other) or pattern.split(".")[0] in _TASK_HEADS)
         if is_head and self._lacks_own_head:
             return ExtraTensor("", module or "the place of the own head, which is not stored")
         if other and pattern.rpartition(".")[0] not in self._modules:  # not a bias that the own head lacks
             return ExtraTensor(f"of {other}, another class of this model type", module)
-        return ExtraTensor("", module) if module else ExtraTensor(OUTSIDE)
+        return ExtraTensor("", module) if module else ExtraTensor(OUTSIDE_REASON)
 
     # -- related tensors
 
@@ -275,14 +275,14 @@ class ExtraTensors:
     @functools.cached_property
     def _quantized_modules(self) -> frozenset[str]:
         """Names of weights, without ".weight", that are packed or not of a plain float dtype."""
-        packed = [re.compile(row.pattern) for row in ROWS if row.kind == _PACKED]
+        packed = [re.compile(row.pattern) for row in EXTRA_ROWS if row.kind == _PACKED_KIND]
         found = set()
         for name, entry in self._tensors.items():
-            if self._knows(name):
+            if self._owns(name):
                 weight = None if entry.dtype.cast else name
             else:
                 is_packed = not entry.dtype.cast or any(each.search(name) for each in packed)
-                parent = parent_of(name, self._knows) if is_packed else None
+                parent = parent_of(name, self._owns) if is_packed else None
                 weight = None if parent is None else parent.weight
             if weight is not None:
                 found.add(weight.removesuffix(".weight"))
@@ -298,9 +298,9 @@ class ExtraTensors:
         model whose own head is tied, and so not stored.
         """
         patterns = {pattern_of(name) for name in self._tensors}
-        if not self._architecture.base_prefix or not any(map(self._is_below_base, patterns)):
+        if not self._architecture.base_prefix or not any(map(self._is_in_base_model, patterns)):
             return False
-        own = {each for each in self._architecture.name_patterns if not self._is_below_base(each)}
+        own = {each for each in self._architecture.name_patterns if not self._is_in_base_model(each)}
         return bool(own) and not own & patterns
 
     def _other_class(self, pattern: str) -> str:
@@ -309,21 +309,21 @@ class ExtraTensors:
             if each.owns(pattern):
                 return each.class_name
         parts = pattern.split(".")
-        below = [".".join(parts[start:]) for start in range(1, len(parts) - _LEAST_PARTS + 1)]
-        return next((each.class_name for each in self._towers if any(map(each.owns, below))), "")
+        suffixes = [".".join(parts[start:]) for start in range(1, len(parts) - _MIN_PARTS + 1)]
+        return next((each.class_name for each in self._towers if any(map(each.owns, suffixes))), "")
 
     @functools.cached_property
     def _siblings(self) -> tuple[Architecture, ...]:
-        return _classes_of(self._architecture.model_type, but=self._architecture.class_name)
+        return _architectures_of_type(self._architecture.model_type, excluded_class=self._architecture.class_name)
 
     @functools.cached_property
     def _towers(self) -> tuple[Architecture, ...]:
         """Classes of the parts of a composite model."""
         nested = (each for each in self._config.values() if isinstance(each, Mapping))
         types = dict.fromkeys(str(each.get("model_type")) for each in nested if each.get("model_type"))
-        return tuple(known for each in types for known in _classes_of(each))
+        return tuple(known for each in types for known in _architectures_of_type(each))
 
 
-def _classes_of(model_type: str, but: str = "") -> tuple[Architecture, ...]:
-    found = (lookup(name) for name in classes_of(model_type) if name != but)
+def _architectures_of_type(model_type: str, excluded_class: str = "") -> tuple[Architecture, ...]:
+    found = (lookup(name) for name in classes_of(model_type) if name != excluded_class)
     return tuple(each for each in found if each is not None)

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ckptx.architecture.configs import refusal
+from ckptx.architecture.configs import invalid_value_message
 from ckptx.architecture.overrides import suffix_architecture
 from ckptx.architecture.spec import Architecture, TieFlag
 from ckptx.architecture.table import find_row
@@ -36,36 +36,36 @@ def find_architecture(
         EnvironmentProblem: The class has to be built, and torch, transformers or a package of the model is missing.
         UnsupportedError: The class exists but cannot be built from this config.
     """
-    _refuse_other_kinds(config)
+    _refuse_invalid_keys(config)
     names = config.get("architectures")
     if not names:
         return None
     class_name, model_type = names[0], str(config.get("model_type") or "")
-    brings_code = bool(config.get("auto_map"))
+    has_remote_code = bool(config.get("auto_map"))
     # Class names are not unique among remote code; a config with code of its own must match the model type, too.
-    row = find_row(class_name, model_type if brings_code else None)
+    row = find_row(class_name, model_type if has_remote_code else None)
     known = row.architecture_for(config) if row is not None and row.covers(config) else None
     if known is not None:
-        return _placed(known, config)
-    if row is None and ((brings_code and not trust_remote_code) or not class_name.isidentifier()):
+        return _with_text_config_paths(known, config)
+    if row is None and ((has_remote_code and not trust_remote_code) or not class_name.isidentifier()):
         return suffix_architecture(class_name, model_type)  # not a possible class name, so nothing is imported
-    built = _introspected(config, class_name, config_dir, trust_remote_code and row is None)
-    return _placed(built, config) if built else suffix_architecture(class_name, model_type)
+    built = _introspect(config, class_name, config_dir, trust_remote_code and row is None)
+    return _with_text_config_paths(built, config) if built else suffix_architecture(class_name, model_type)
 
 
-def _refuse_other_kinds(config: Mapping[str, Any]) -> None:
+def _refuse_invalid_keys(config: Mapping[str, Any]) -> None:
     """Refuse the first key identifying the class whose value is of another kind."""
     names = config.get("architectures")
     if names is not None and not (isinstance(names, (list, tuple)) and all(isinstance(each, str) for each in names)):
-        raise InputError(refusal(("architectures",), names, "a list of class names"))
-    for key, kind, needed in (("model_type", str, "a string"), ("auto_map", dict, "an object")):
+        raise InputError(invalid_value_message(("architectures",), names, "a list of class names"))
+    for key, kind, expected in (("model_type", str, "a string"), ("auto_map", dict, "an object")):
         if config.get(key) is not None and not isinstance(config[key], kind):
-            raise InputError(refusal((key,), config[key], needed))
+            raise InputError(invalid_value_message((key,), config[key], expected))
     if config.get("text_config") is not None and not isinstance(config["text_config"], Mapping):
-        raise InputError(refusal(("text_config",), config["text_config"], "an object"))
+        raise InputError(invalid_value_message(("text_config",), config["text_config"], "an object"))
 
 
-def _placed(architecture: Architecture, config: Mapping[str, Any]) -> Architecture:
+def _with_text_config_paths(architecture: Architecture, config: Mapping[str, Any]) -> Architecture:
     """Move keys to ``text_config`` if a text-only class is used with the config of its composite."""
     nested = config.get("text_config")
     if not isinstance(nested, Mapping) or config.get("model_type") == architecture.model_type:
@@ -80,7 +80,7 @@ def _placed(architecture: Architecture, config: Mapping[str, Any]) -> Architectu
     return dataclasses.replace(architecture, ties=tuple(ties), structure=structure)
 
 
-def _introspected(
+def _introspect(
     config: Mapping[str, Any], class_name: str, config_dir: Path | None, trust_remote_code: bool
 ) -> Architecture | None:
     try:

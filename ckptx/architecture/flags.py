@@ -12,11 +12,11 @@ import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from ckptx.architecture.configs import FLAG
+from ckptx.architecture.configs import TIE_FLAG
 from ckptx.architecture.spec import TieFlag
 
 # other keys that some config classes translate to the flag: the first in Lfm2, the second in CSM
-_ALIASES = ("tie_embedding", "tie_codebooks_embeddings")
+_FLAG_ALIASES = ("tie_embedding", "tie_codebooks_embeddings")
 _ABSENT = object()
 _VALUES = (_ABSENT, False, True)
 
@@ -27,53 +27,53 @@ class UnmeasurableFlagError(Exception):
 
 def measure_flag(
     build: Callable[[dict[str, Any]], Any],
-    base: Mapping[str, Any],
-    owner: Sequence[str],
-    nested: Sequence[tuple[str, ...]],
+    base_config: Mapping[str, Any],
+    config_path: Sequence[str],
+    nested_paths: Sequence[tuple[str, ...]],
 ) -> TieFlag:
-    """Return the truth table of the flag of the config at attribute path ``owner``.
+    """Return the truth table of the flag of the config at attribute path ``config_path``.
 
     Args:
         build: Builds a config object from a dict; may raise for a combination that the class refuses.
-        base: Dict to vary. Its own tie keys are overwritten.
-        owner: Attribute names from the root config to the config that the tying sub-model reads.
-        nested: Paths of the sub-configs of the root whose keys may matter, too.
+        base_config: Dict to vary. Its own tie keys are overwritten.
+        config_path: Attribute names from the root config to the config that the tying sub-model reads.
+        nested_paths: Paths of the sub-configs of the root whose keys may matter, too.
 
     Raises:
         UnmeasurableFlagError: More than three keys matter, or no config could be built.
     """
     roots: list[tuple[str, ...]] = [()]
-    places = roots + [tuple(path) for path in nested]
-    keys = [(*place, key) for place in places for key in (FLAG, *_ALIASES)]
+    locations = roots + [tuple(path) for path in nested_paths]
+    keys = [(*place, key) for place in locations for key in (TIE_FLAG, *_FLAG_ALIASES)]
 
     @functools.cache
-    def answer(values: frozenset[tuple[tuple[str, ...], bool]]) -> bool | None:
-        given = dict(values)
-        variant = copy.deepcopy(dict(base))
+    def build_and_read(values: frozenset[tuple[tuple[str, ...], bool]]) -> bool | None:
+        settings = dict(values)
+        variant = copy.deepcopy(dict(base_config))
         for path in keys:
-            _write(variant, path, given.get(path, _ABSENT))
+            _set_key(variant, path, settings.get(path, _ABSENT))
         try:
             config = build(variant)
         except Exception:  # whatever a config class raises means "this combination is refused"
             return None
-        for name in owner:
+        for name in config_path:
             config = getattr(config, name)
-        return bool(getattr(config, FLAG, False))
+        return bool(getattr(config, TIE_FLAG, False))
 
-    def ask(values: Mapping[tuple[str, ...], Any]) -> bool | None:
-        return answer(frozenset((path, value) for path, value in values.items() if value is not _ABSENT))
+    def flag_under(values: Mapping[tuple[str, ...], Any]) -> bool | None:
+        return build_and_read(frozenset((path, value) for path, value in values.items() if value is not _ABSENT))
 
-    relevant = [path for path in keys if _matters(path, keys, owner, ask)]
+    relevant = [path for path in keys if _affects_flag(path, keys, config_path, flag_under)]
     if len(relevant) > 3:
         raise UnmeasurableFlagError(f"{len(relevant)} config keys decide the tie flag")
     answers = [
-        ask(dict(zip(relevant, combination, strict=True)))
+        flag_under(dict(zip(relevant, combination, strict=True)))
         for combination in itertools.product(_VALUES, repeat=len(relevant))
     ]
     if answers[0] is None:
         raise UnmeasurableFlagError("the config class cannot be built from its defaults")
     # a refused combination never reaches a model; it counts as not tied
-    return TieFlag(tuple(relevant), "".join("1" if answer else "0" for answer in answers))
+    return TieFlag(tuple(relevant), "".join("1" if build_and_read else "0" for build_and_read in answers))
 
 
 def config_tree(config: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
@@ -82,12 +82,12 @@ def config_tree(config: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple
     if len(path) > 4:
         return
     for name in sorted(getattr(config, "sub_configs", None) or ()):
-        below = getattr(config, name, None)
-        if below is not None and hasattr(below, "to_dict"):
-            yield from config_tree(below, (*path, name))
+        nested = getattr(config, name, None)
+        if nested is not None and hasattr(nested, "to_dict"):
+            yield from config_tree(nested, (*path, name))
 
 
-def path_of(config: Any, tree: Sequence[tuple[tuple[str, ...], Any]]) -> tuple[str, ...]:
+def find_config_path(config: Any, tree: Sequence[tuple[tuple[str, ...], Any]]) -> tuple[str, ...]:
     """Return the path of a sub-model's config in the tree; a copy made by ``__init__`` counts as the original."""
     for path, candidate in tree:
         if candidate is config:
@@ -98,44 +98,44 @@ def path_of(config: Any, tree: Sequence[tuple[tuple[str, ...], Any]]) -> tuple[s
     return ()
 
 
-def flag_places(config: Any, owner: tuple[str, ...]) -> list[tuple[str, ...]]:
+def flag_config_paths(config: Any, config_path: tuple[str, ...]) -> list[tuple[str, ...]]:
     """Return the paths of nested configs whose own flag may matter; vision and audio configs have none."""
     return [
         path
         for path, nested in config_tree(config)
-        if path and (hasattr(nested, FLAG) or path == owner or path[-1] == "text_config")
+        if path and (hasattr(nested, TIE_FLAG) or path == config_path or path[-1] == "text_config")
     ]
 
 
-def _matters(
+def _affects_flag(
     path: tuple[str, ...],
     keys: Sequence[tuple[str, ...]],
-    owner: Sequence[str],
-    ask: Callable[[Mapping[tuple[str, ...], Any]], bool | None],
+    config_path: Sequence[str],
+    flag_under: Callable[[Mapping[tuple[str, ...], Any]], bool | None],
 ) -> bool:
     """Return True if some value of ``path`` changes the flag, alone or with another key that may hide it."""
     contexts: list[dict[tuple[str, ...], Any]] = [{}]
-    hiding = () if path[-1] != FLAG else ((FLAG,), ("text_config", FLAG), (*owner, FLAG))
-    for other in hiding:
+    masking_keys = () if path[-1] != TIE_FLAG else ((TIE_FLAG,), ("text_config", TIE_FLAG), (*config_path, TIE_FLAG))
+    for other in masking_keys:
         if other in keys and other != path:
             contexts += [{other: False}, {other: True}]
     for values in contexts:
-        answers = {ask(values | ({} if value is _ABSENT else {path: value})) for value in _VALUES}
+        answers = {flag_under(values | ({} if value is _ABSENT else {path: value})) for value in _VALUES}
         if len(answers - {None}) > 1:
             return True
     return False
 
 
-def _write(config: dict[str, Any], path: tuple[str, ...], value: Any) -> None:
+def _set_key(config: dict[str, Any], path: tuple[str, ...], value: Any) -> None:
     """Set or remove one key, without creating a nested dict that would stay empty."""
     node = config
     for key in path[:-1]:
-        below = node.get(key)
-        if not isinstance(below, dict):
+        nested = node.get(key)
+        if not isinstance(nested, dict):
             if value is _ABSENT:
                 return
-            below = node[key] = {}
-        node = below
+            nested = node[key] = {}
+        node = nested
     if value is _ABSENT:
         node.pop(path[-1], None)
     else:

@@ -22,17 +22,17 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ckptx.architecture.expressions import Scope, attempt
-from ckptx.architecture.structure import Structure, under
+from ckptx.architecture.expressions import Scope, try_evaluate
+from ckptx.architecture.structure import Structure, in_sub_config
 from ckptx.errors import InputError
 from ckptx.layout.composition import Composition, Compositions, Part, Side
 
-ROWS = Path(__file__).with_name("fused.json")
+FUSED_FILE = Path(__file__).with_name("fused.json")
 
 _TEXT_CONFIGS = ("text_config", "llm_config", "language_config")
-_WORD = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
-Pairs = tuple[tuple[str, str], ...]
+CountSizePairs = tuple[tuple[str, str], ...]
 
 
 class FusedRow(NamedTuple):
@@ -48,7 +48,7 @@ class FusedRow(NamedTuple):
     """
 
     modules: tuple[str, ...]
-    candidates: tuple[Pairs, ...]
+    candidates: tuple[CountSizePairs, ...]
     equal: int
     side: Side
     types: tuple[str, ...]
@@ -58,16 +58,16 @@ class FusedRow(NamedTuple):
 @functools.cache
 def fused_rows() -> tuple[FusedRow, ...]:
     """Return the rows of `fused.json`, with the names of its expressions replaced."""
-    document = json.loads(ROWS.read_text(encoding="utf-8"))
+    document = json.loads(FUSED_FILE.read_text(encoding="utf-8"))
     names: dict[str, str] = document["names"]
 
-    def expanded(expression: str) -> str:
-        return _WORD.sub(lambda word: f"({expanded(names[word[0]])})" if word[0] in names else word[0], expression)
+    def expand(expression: str) -> str:
+        return _IDENTIFIER.sub(lambda word: f"({expand(names[word[0]])})" if word[0] in names else word[0], expression)
 
     return tuple(
         FusedRow(
             tuple(row["modules"]),
-            tuple(tuple((expanded(count), expanded(size)) for count, size in pairs) for pairs in row.get("parts", ())),
+            tuple(tuple((expand(count), expand(size)) for count, size in pairs) for pairs in row.get("parts", ())),
             row.get("equal", 0),
             row.get("side", "out"),
             tuple(row.get("types", ())),
@@ -84,11 +84,11 @@ def compositions_of(structure: Structure, scopes: Sequence[Scope]) -> Compositio
         structure: Structure of the class.
         scopes: The scope of the config, then one for each kind of layer with numbers of its own.
     """
-    layers = [(scope, structure.text) for scope in scopes]
+    layers = [(scope, structure.text_config_path) for scope in scopes]
     towers = [(Scope(each), "") for each in scopes[0].config.values() if isinstance(each, Mapping)]
     return Compositions(
-        _by_module(layers, structure.text_type),
-        _by_module([*towers, *layers], structure.text_type),
+        _compositions_by_module(layers, structure.text_type),
+        _compositions_by_module([*towers, *layers], structure.text_type),
         tuple(stack.path for stack in structure.stacks),
         structure.transposed,
         is_complete=True,
@@ -99,27 +99,35 @@ def compositions_of_unknown(config: Mapping[str, Any] | None) -> Compositions:
     """Return the compositions that module names and config keys suggest for an unknown class."""
     config = config or {}
     texts = [config[key] for key in _TEXT_CONFIGS if isinstance(config.get(key), Mapping)]
-    return Compositions(_by_module([(Scope(each), "") for each in (*texts, config)], str(config.get("model_type", ""))))
+    return Compositions(
+        _compositions_by_module([(Scope(each), "") for each in (*texts, config)], str(config.get("model_type", "")))
+    )
 
 
-def _by_module(scopes: Iterable[tuple[Scope, str]], text_type: str) -> dict[str, Composition]:
+def _compositions_by_module(scopes: Iterable[tuple[Scope, str]], text_type: str) -> dict[str, Composition]:
     """Return the compositions by module name, with the numbers of all scopes as candidates."""
     scopes = list(scopes)
-    found: dict[str, Composition] = {}
+    compositions: dict[str, Composition] = {}
     for row in fused_rows():
         if row.types and text_type not in row.types:
             continue
-        numbers = (_numbers(pairs, scope, text) for scope, text in scopes for pairs in row.candidates)
-        composition = Composition(row.side, tuple(dict.fromkeys(each for each in numbers if each)), row.equal)
+        candidates = (_evaluate_parts(pairs, scope, text) for scope, text in scopes for pairs in row.candidates)
+        composition = Composition(row.side, tuple(dict.fromkeys(each for each in candidates if each)), row.equal)
         for module in row.modules:
-            found.setdefault(module, composition)
-    return found
+            compositions.setdefault(module, composition)
+    return compositions
 
 
-def _numbers(pairs: Pairs, scope: Scope, text: str) -> tuple[Part, ...] | None:
+def _evaluate_parts(pairs: CountSizePairs, scope: Scope, text_config_path: str) -> tuple[Part, ...] | None:
     """Return the numbers of a candidate; None if the config lacks one, or has a value that is not a number."""
     try:
-        numbers = [(attempt(under(count, text), scope), attempt(under(size, text), scope)) for count, size in pairs]
+        numbers = [
+            (
+                try_evaluate(in_sub_config(count, text_config_path), scope),
+                try_evaluate(in_sub_config(size, text_config_path), scope),
+            )
+            for count, size in pairs
+        ]
     except InputError:
         return None
     found = tuple((count, size) for count, size in numbers if count and size and count > 0 and size > 0)

@@ -14,11 +14,11 @@ from ckptx.architecture.table import lookup
 from ckptx.mapping.names import assign_roles, is_optimizer, is_trainer_state, pattern_of
 
 # Order among classes whose names fit equally: the more common ones first.
-_PREFERRED = (
+_PREFERRED_ENDINGS = (
     "ForCausalLM", "LMHeadModel", "ForConditionalGeneration", "ForMaskedLM", "ForPreTraining",
     "ForSequenceClassification", "Model",
 )  # fmt: skip
-_MASKED = "ForMaskedLM"
+_MASKED_LM = "ForMaskedLM"
 
 
 class InferredClass(NamedTuple):
@@ -33,20 +33,20 @@ class InferredClass(NamedTuple):
     note: str
 
 
-class _Fit(NamedTuple):
+class _ClassFit(NamedTuple):
     """Quality of the fit of a class; sorts best first, and fewer of each count is better.
 
     Attributes:
-        unknown: Number of patterns on disk that the class does not have.
-        missing: Number of modules of its head without tensors on disk, tied ones included.
-        respelled: Number of patterns on disk that are spelled differently in the model.
+        unknown_patterns: Number of patterns on disk that the class does not have.
+        missing_head_modules: Number of modules of its head without tensors on disk, tied ones included.
+        renamed_patterns: Number of patterns on disk that are spelled differently in the model.
         rank: Rank of its kind of class.
         class_name: Name of the class, to order equal fits.
     """
 
-    unknown: int
-    missing: int
-    respelled: int
+    unknown_patterns: int
+    missing_head_modules: int
+    renamed_patterns: int
     rank: int
     class_name: str
 
@@ -74,8 +74,10 @@ def infer_class(config: Mapping[str, Any], names: Collection[str]) -> InferredCl
     patterns = {pattern_of(name) for name in names}
     patterns = {each for each in patterns if not (is_optimizer(each) or is_trainer_state(each))}
     candidates = (lookup(name, model_type) for name in classes_of(model_type))
-    fits = sorted(_fit(known, config, patterns) for known in candidates if known is not None)
-    if not fits or (2 * fits[0].unknown > len(patterns) and not _is_held_several_times(fits[0], patterns, model_type)):
+    fits = sorted(_fit_class(known, config, patterns) for known in candidates if known is not None)
+    if not fits or (
+        2 * fits[0].unknown_patterns > len(patterns) and not _is_stored_several_times(fits[0], patterns, model_type)
+    ):
         return None
     best = fits[0]
     equal = [each.class_name for each in fits[1:] if each[:3] == best[:3]]
@@ -85,48 +87,48 @@ def infer_class(config: Mapping[str, Any], names: Collection[str]) -> InferredCl
     return InferredClass(best.class_name, note)
 
 
-def _is_held_several_times(fit: _Fit, patterns: set[str], model_type: str) -> bool:
+def _is_stored_several_times(fit: _ClassFit, patterns: set[str], model_type: str) -> bool:
     """Return True if most unknown names are copies of the class's names under other prefixes."""
     known = lookup(fit.class_name, model_type)
-    if known is None or fit.unknown == len(patterns):
+    if known is None or fit.unknown_patterns == len(patterns):
         return False
     parts = (pattern.split(".") for pattern in patterns)
-    named = sum(any(".".join(each[at:]) in known.name_patterns for at in range(len(each))) for each in parts)
-    return 2 * named >= len(patterns)
+    matching = sum(any(".".join(each[start:]) in known.name_patterns for start in range(len(each))) for each in parts)
+    return 2 * matching >= len(patterns)
 
 
-def _fit(known: Architecture, config: Mapping[str, Any], patterns: set[str]) -> _Fit:
-    there = set(assign_roles(patterns, known.name_patterns).model)
-    owned = {each for each in there if known.owns(each)}
-    return _Fit(
+def _fit_class(known: Architecture, config: Mapping[str, Any], patterns: set[str]) -> _ClassFit:
+    present = set(assign_roles(patterns, known.name_patterns).model)
+    owned = {each for each in present if known.owns(each)}
+    return _ClassFit(
         len(patterns) - len(owned),
-        len(_missing_head(known, config, owned)),
+        len(_missing_head_modules(known, config, owned)),
         len(owned - known.model_names),
-        _rank(known.class_name, config.get("is_decoder") is True),
+        _class_rank(known.class_name, config.get("is_decoder") is True),
         known.class_name,
     )
 
 
-def _rank(class_name: str, is_decoder: bool) -> int:
+def _class_rank(class_name: str, is_decoder: bool) -> int:
     """Return the rank of a kind of class; an encoder is a masked language model unless it is made a decoder."""
-    if class_name.endswith(_MASKED) and not is_decoder:
+    if class_name.endswith(_MASKED_LM) and not is_decoder:
         return -1
-    return next((at for at, end in enumerate(_PREFERRED) if class_name.endswith(end)), len(_PREFERRED))
+    return next((at for at, end in enumerate(_PREFERRED_ENDINGS) if class_name.endswith(end)), len(_PREFERRED_ENDINGS))
 
 
-def _missing_head(known: Architecture, config: Mapping[str, Any], owned: set[str]) -> set[str]:
+def _missing_head_modules(known: Architecture, config: Mapping[str, Any], owned: set[str]) -> set[str]:
     """Return modules outside of the base model without a tensor on disk, their own or a tied one.
 
     A part of the base model is not a head, even if another kind of it has disk names that begin with that part.
     """
-    lead = f"{known.base_prefix}."
-    below = [each for each in known.model_names if known.base_prefix and each.startswith(lead)]
-    heads = known.model_names - set(below) if below else frozenset[str]()
-    modules = _first_parts(heads) - _first_parts(each.removeprefix(lead) for each in below)
+    prefix = f"{known.base_prefix}."
+    base_names = [each for each in known.model_names if known.base_prefix and each.startswith(prefix)]
+    heads = known.model_names - set(base_names) if base_names else frozenset[str]()
+    modules = _first_parts(heads) - _first_parts(each.removeprefix(prefix) for each in base_names)
     tied = {
         name.partition(".")[0]
         for pair in known.ties
-        if pair.flag.effective(config)
+        if pair.flag.is_set(config)
         for naming in pair.namings
         if any(pattern_of(each) in owned for each in naming)
         for name in naming

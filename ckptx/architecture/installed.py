@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from importlib.util import find_spec
 from pathlib import Path
 
-from ckptx.architecture.model_files import index, source_of
+from ckptx.architecture.model_files import read_index, source_of
 from ckptx.architecture.spec import Architecture
 
 
@@ -20,15 +20,15 @@ def source_digest(models: Path, directories: Iterable[str]) -> str:
     """
     import hashlib  # slower to import than the rest of this file, and needed only if versions differ
 
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for directory in sorted(directories):
         for path in sorted((models / directory).glob("*.py")):
             if path.name.startswith(("modeling_", "configuration_")):
-                found.update(f"{directory}/{path.name}\0".encode() + path.read_bytes())
-    return found.hexdigest()[:32]
+                digest.update(f"{directory}/{path.name}\0".encode() + path.read_bytes())
+    return digest.hexdigest()[:32]
 
 
-def _package() -> Path | None:
+def _transformers_directory() -> Path | None:
     """Return the directory of the installed transformers; None if it is not installed."""
     try:
         spec = find_spec("transformers")
@@ -43,7 +43,7 @@ def version_note(class_name: str) -> str | None:
 
     Nothing of transformers is imported. Without transformers there is no note.
     """
-    version, package = index()["transformers"], _package()
+    version, package = read_index()["transformers"], _transformers_directory()
     if package is None:
         return None
     if (package.parent / f"transformers-{version}.dist-info").is_dir():
@@ -57,7 +57,7 @@ def version_note(class_name: str) -> str | None:
     )
 
 
-def note_on(architecture: Architecture | None) -> str | None:
+def architecture_note(architecture: Architecture | None) -> str | None:
     """Return the version note for a class from the generated files."""
     if architecture is None or architecture.known_from != "table":
         return None

@@ -19,35 +19,35 @@ from pathlib import Path
 from typing import Any
 
 SCHEMA = 4
-INDEX = Path(__file__).with_name("classes.json")
-MODELS = Path(__file__).with_name("models")
+INDEX_FILE = Path(__file__).with_name("classes.json")
+MODELS_DIR = Path(__file__).with_name("models")
 SECTIONS = ("classes", "bodies", "structures", "shapes", "shape_bodies")
 
 Sections = Mapping[str, Mapping[str, Any]]
 
 
 @functools.cache
-def index() -> Mapping[str, Any]:
+def read_index() -> Mapping[str, Any]:
     """Return the index: `transformers` is the introspected version, `classes` the model type of each class."""
-    found: dict[str, Any] = json.loads(INDEX.read_bytes())
-    assert found["schema"] == SCHEMA, f"{INDEX.name} has schema {found['schema']}, this reader needs {SCHEMA}"
+    found: dict[str, Any] = json.loads(INDEX_FILE.read_bytes())
+    assert found["schema"] == SCHEMA, f"{INDEX_FILE.name} has schema {found['schema']}, this reader needs {SCHEMA}"
     return found
 
 
 def class_names() -> list[str]:
     """Return the names of all known classes, sorted."""
-    return list(index()["classes"])
+    return list(read_index()["classes"])
 
 
 def classes_of(model_type: str) -> list[str]:
     """Return the classes whose own config has this model type, sorted."""
-    return [name for name, known in index()["classes"].items() if known == model_type]
+    return [name for name, known in read_index()["classes"].items() if known == model_type]
 
 
 def sections_of(class_name: str) -> Sections | None:
     """Return the contents of the file of a class; None for an unknown class."""
-    model_type = index()["classes"].get(class_name)
-    return None if model_type is None else _contents(model_type)
+    model_type = read_index()["classes"].get(class_name)
+    return None if model_type is None else _read_model_file(model_type)
 
 
 def source_of(class_name: str) -> Mapping[str, Any] | None:
@@ -56,12 +56,12 @@ def source_of(class_name: str) -> Mapping[str, Any] | None:
     return None if sections is None else sections["source"]
 
 
-def file_of(model_type: str) -> Path:
+def model_file(model_type: str) -> Path:
     """Return the path of the file of a model type from the index."""
-    return MODELS / f"{model_type or 'no-model-type'}.json"
+    return MODELS_DIR / f"{model_type or 'no-model-type'}.json"
 
 
 @functools.cache
-def _contents(model_type: str) -> Sections:
-    found: dict[str, Mapping[str, Any]] = json.loads(file_of(model_type).read_bytes())
+def _read_model_file(model_type: str) -> Sections:
+    found: dict[str, Mapping[str, Any]] = json.loads(model_file(model_type).read_bytes())
     return found

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Any, NamedTuple
 
-from ckptx.architecture.shapes import expected_of, says_layers
+from ckptx.architecture.shapes import expected_shapes, states_layer_count
 from ckptx.architecture.spec import Architecture
-from ckptx.architecture.trainer_naming.detect import in_trainer_naming, trainer_naming_of
+from ckptx.architecture.trainer_naming.detect import find_trainer_conversions, with_trainer_names
 from ckptx.errors import InputError
 from ckptx.mapping.models import KnownNames, Models, find_models
 from ckptx.mapping.names import UnwrappedNames, assign_roles, pattern_of, strip_wrappers
@@ -21,18 +21,18 @@ class ModelNames(NamedTuple):
         unwrapped: Names without wrappers.
         models: The model and other models, by names without wrappers.
         architecture: Architecture under the names of the checkpoint; None if unknown.
-        trainer_naming: Conversions to published names, see `ModelView`.
+        trainer_conversions: Conversions to published names, see `ModelView`.
     """
 
     unwrapped: UnwrappedNames
     models: Models
     architecture: Architecture | None = None
-    trainer_naming: tuple[Conversion, ...] = ()
+    trainer_conversions: tuple[Conversion, ...] = ()
 
 
-def find_names(
+def find_model_names(
     names: Collection[str],
-    published: Architecture | None,
+    disk_architecture: Architecture | None,
     config: dict[str, Any] | None,
     prefix: str | None,
 ) -> ModelNames:
@@ -40,28 +40,32 @@ def find_names(
 
     Args:
         names: Names of its tensors.
-        published: Architecture under published names; None if unknown.
+        disk_architecture: Architecture under published names; None if unknown.
         config: Contents of `config.json`; None without one.
         prefix: Prefix of the model's names; None to detect it.
 
     Raises:
         InputError: No name has the prefix.
     """
-    architecture, trainer_naming = in_naming_of(published, config, names)
+    architecture, trainer_conversions = apply_trainer_naming(disk_architecture, config, names)
     known = known_names(architecture, config)
     unwrapped = strip_wrappers(names, frozenset() if known is None else known.spellings)
     roles = assign_roles(unwrapped.names.values(), None if known is None else known.patterns, prefix)
-    return ModelNames(unwrapped, find_models(roles, known, is_given=prefix is not None), architecture, trainer_naming)
+    return ModelNames(
+        unwrapped, find_models(roles, known, is_given=prefix is not None), architecture, trainer_conversions
+    )
 
 
-def in_naming_of(
-    published: Architecture | None, config: dict[str, Any] | None, names: Collection[str]
+def apply_trainer_naming(
+    disk_architecture: Architecture | None, config: dict[str, Any] | None, names: Collection[str]
 ) -> tuple[Architecture | None, tuple[Conversion, ...]]:
     """Return the architecture under the names of a checkpoint, and the conversions to published names."""
-    if published is None or config is None:
-        return published, ()
-    trainer_naming = trainer_naming_of(published, config, names)
-    return (in_trainer_naming(published, trainer_naming) if trainer_naming else published), trainer_naming
+    if disk_architecture is None or config is None:
+        return disk_architecture, ()
+    trainer_conversions = find_trainer_conversions(disk_architecture, config, names)
+    return (
+        with_trainer_names(disk_architecture, trainer_conversions) if trainer_conversions else disk_architecture
+    ), trainer_conversions
 
 
 def known_names(architecture: Architecture | None, config: dict[str, Any] | None) -> KnownNames | None:
@@ -72,11 +76,11 @@ def known_names(architecture: Architecture | None, config: dict[str, Any] | None
     layers: dict[str, int] = {}
     try:
         for pair in architecture.ties:
-            if pair.flag.effective(config):
+            if pair.flag.is_set(config):
                 optional.update(pattern_of(name) for naming in pair.namings for name in naming)
-        if says_layers(architecture, config):
+        if states_layer_count(architecture, config):
             layers = {stack.path: stack.count for stack in architecture.stacks(config)}
-        expected = expected_of(architecture, config)
+        expected = expected_shapes(architecture, config)
     except InputError:  # reported by the code that requires the number
         expected = None
     if expected is not None:

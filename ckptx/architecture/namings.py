@@ -13,7 +13,7 @@ from typing import Any
 Rename = Callable[[str], str]
 
 
-def aligned_namings(
+def loadable_namings(
     target: str,
     source: str,
     namings: list[Rename],
@@ -29,13 +29,13 @@ def aligned_namings(
         load: The loader's function from a disk name to a model name.
         prefix: Name of the base model in the class; empty for none.
     """
-    found: dict[tuple[str, str], None] = {(target, source): None}
-    for dialect in namings:
-        pair = dialect(target), dialect(source)
-        for variant in (pair, _without(pair, prefix)):
-            if load(variant[0]) == target and load(variant[1]) == source:
-                found[variant] = None
-    return tuple(found)
+    pairs: dict[tuple[str, str], None] = {(target, source): None}
+    for to_disk_name in namings:
+        pair = to_disk_name(target), to_disk_name(source)
+        for candidate in (pair, _without_prefix(pair, prefix)):
+            if load(candidate[0]) == target and load(candidate[1]) == source:
+                pairs[candidate] = None
+    return tuple(pairs)
 
 
 def subsets(optional: list[Any]) -> list[tuple[Any, ...]]:
@@ -45,6 +45,6 @@ def subsets(optional: list[Any]) -> list[tuple[Any, ...]]:
     return [chosen for size in range(len(optional) + 1) for chosen in itertools.combinations(optional, size)]
 
 
-def _without(pair: tuple[str, str], prefix: str) -> tuple[str, str]:
+def _without_prefix(pair: tuple[str, str], prefix: str) -> tuple[str, str]:
     drop = f"{prefix}." if prefix else ""
     return pair[0].removeprefix(drop), pair[1].removeprefix(drop)

@@ -34,7 +34,7 @@ SUFFIX_TIES: tuple[tuple[str, str, str], ...] = (
 # Root first, then text_config; untied if both are absent, as in transformers 5.
 SUFFIX_FLAG = TieFlag((("tie_word_embeddings",), ("text_config", "tie_word_embeddings")), "001000111")
 
-SUFFIX_TABLE = "suffix table"
+FROM_SUFFIX_TABLE = "suffix table"
 
 
 def suffix_architecture(class_name: str, model_type: str) -> Architecture:
@@ -53,6 +53,6 @@ def suffix_architecture(class_name: str, model_type: str) -> Architecture:
         keep_in_fp32_strict=(),
         ties_flag_editable=True,
         has_output_embeddings=False,
-        known_from=SUFFIX_TABLE,
+        known_from=FROM_SUFFIX_TABLE,
         transformers_version="",
     )

@@ -17,7 +17,7 @@ def patterns_of(names: Iterable[str]) -> frozenset[str]:
 
 
 # A single layer after the last one that the model builds, by number: it predicts further tokens (MTP).
-_LAYER = re.compile(r"(?P<layers>.*layers\\?\.)[0-9]+(\\?\.)?(\.\*)?\$?")
+_SINGLE_LAYER = re.compile(r"(?P<layers>.*layers\\?\.)[0-9]+(\\?\.)?(\.\*)?\$?")
 # Modules of such a layer that other layers do not have.
 _MTP_MODULE = r"(embed_tokens|eh_proj|enorm|hnorm|shared_head)\."
 
@@ -29,7 +29,7 @@ def regex_for_patterns(regex: str) -> str:
         >>> regex_for_patterns(r"layers\\.\\d+\\.bias")
         'layers\\\\.\\\\*\\\\.bias'
     """
-    layer = _LAYER.fullmatch(regex)
+    layer = _SINGLE_LAYER.fullmatch(regex)
     if layer:
         return layer["layers"] + r"\*\." + _MTP_MODULE
     return re.sub(r"(?<=\.)([0-9]+|\\d\+|\[0-9\]\+)(?=\\?\.|$)", r"\\*", regex)

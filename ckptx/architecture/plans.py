@@ -8,11 +8,19 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from ckptx.architecture.correction_rows import PlanRow, expanded
+from ckptx.architecture.correction_rows import PlanRow, expand_braces
 from ckptx.architecture.corrections import absent_rows, plan_rows
-from ckptx.architecture.expressions import Scope, attempt, evaluate
+from ckptx.architecture.expressions import Scope, evaluate, try_evaluate
 from ckptx.architecture.fused import compositions_of
-from ckptx.architecture.structure import Heads, LoadConversion, StackRule, Structure, is_live, op_parts, under
+from ckptx.architecture.structure import (
+    Heads,
+    LoadConversion,
+    StackRule,
+    Structure,
+    in_sub_config,
+    matches_parameter,
+    split_op,
+)
 from ckptx.errors import InputError
 from ckptx.layout.stages import Stack
 from ckptx.layout.tensor_parallel_plan import Rule, TensorParallelPlan
@@ -20,7 +28,7 @@ from ckptx.mapping.names import pattern_of
 from ckptx.mapping.ops import Conversion, Op
 from ckptx.untrusted.limits import LAYERS
 
-_VOCABULARY = "vocabulary rows"
+_VOCABULARY_REASON = "vocabulary rows"
 
 
 def plan_of(
@@ -35,24 +43,30 @@ def plan_of(
         names: Patterns of its tensors.
         version: Version of transformers that was introspected.
     """
-    scope = _scope(structure, config)
-    scopes = _scopes_of_layers(structure, scope)
-    own = {
+    scope = _structure_scope(structure, config)
+    scopes = _layer_scopes(structure, scope)
+    model_rules = {
         pattern: Rule(
             style,
             f"model plan (transformers {version})",
-            heads=_numbers(structure.heads.get(pattern, ()), scopes),
+            heads=_evaluate_heads(structure.heads.get(pattern, ()), scopes),
             transposed=pattern in structure.transposed,
         )
         for pattern, style in structure.plan.items()
     }
     compositions = compositions_of(structure, scopes)
-    plan = TensorParallelPlan(own, compositions=compositions)
-    overrides = dict(_rules_by_hand(structure, model_type, scopes))
-    ends = ((structure.embedding, "embedding_rowwise"), (structure.head, "colwise_gather_output"))
-    for path, style in ends:
-        if path and structure.stacks and is_live(path, names) and path not in overrides and path not in own:
-            overrides[path] = Rule(style, "override", _VOCABULARY)
+    plan = TensorParallelPlan(model_rules, compositions=compositions)
+    overrides = dict(_correction_rules(structure, model_type, scopes))
+    vocabulary_modules = ((structure.embedding, "embedding_rowwise"), (structure.head, "colwise_gather_output"))
+    for path, style in vocabulary_modules:
+        if (
+            path
+            and structure.stacks
+            and matches_parameter(path, names)
+            and path not in overrides
+            and path not in model_rules
+        ):
+            overrides[path] = Rule(style, "override", _VOCABULARY_REASON)
     return TensorParallelPlan(overrides, plan, compositions) if overrides else plan
 
 
@@ -62,11 +76,11 @@ def stacks_of(structure: Structure, config: Mapping[str, Any]) -> tuple[Stack, .
     Raises:
         InputError: `config.json` does not tell the number of layers.
     """
-    scope = _scope(structure, config)
-    return tuple(Stack(stack.path, _layers(stack, scope), stack.before, stack.after) for stack in structure.stacks)
+    scope = _structure_scope(structure, config)
+    return tuple(Stack(stack.path, _layer_count(stack, scope), stack.before, stack.after) for stack in structure.stacks)
 
 
-def _layers(stack: StackRule, scope: Scope) -> int:
+def _layer_count(stack: StackRule, scope: Scope) -> int:
     count = evaluate(stack.length, scope)
     if not 0 <= count <= LAYERS:
         raise InputError(f"config.json: {stack.length} is {count} and must be 0 to {LAYERS}; correct config.json")
@@ -78,46 +92,52 @@ def conversions_of(structure: Structure, config: Mapping[str, Any]) -> tuple[Con
 
     A name of the model that is written unchanged, and has another naming that loads, is mapped to itself.
     """
-    scope = _scope(structure, config)
-    written = {target for change in structure.changes for target in change.targets}
-    same = sorted({target for change in structure.variants for target in change.targets} - written)
+    scope = _structure_scope(structure, config)
+    saved_targets = {target for change in structure.conversions for target in change.targets}
+    unchanged = sorted({target for change in structure.other_conversions for target in change.targets} - saved_targets)
     changes = (
-        *sorted(structure.changes),
-        *(LoadConversion((name,), (name,)) for name in same),
-        *sorted(structure.variants),
+        *sorted(structure.conversions),
+        *(LoadConversion((name,), (name,)) for name in unchanged),
+        *sorted(structure.other_conversions),
     )
     return tuple(
-        Conversion(change.sources, change.targets, tuple(_op(op, scope) for op in change.ops)) for change in changes
+        Conversion(change.sources, change.targets, tuple(_parse_op(op, scope) for op in change.ops))
+        for change in changes
     )
 
 
-def lacks(structure: Structure, model_type: str, name: str, config: Mapping[str, Any]) -> bool:
+def is_unused(structure: Structure, model_type: str, name: str, config: Mapping[str, Any]) -> bool:
     """Return True if the model does not use a tensor, although its pattern is one of the class."""
     rows = absent_rows(structure.text_type, model_type)
     if not rows:
         return False
     pattern = pattern_of(name)
     for stack in structure.stacks:
-        lead = stack.path + "."
-        for row in rows if name.startswith(lead) else ():
-            index = name.removeprefix(lead).split(".")[0]
-            modules = expanded(row.patterns.replace("@layers", stack.path))
-            if index.isdecimal() and any(is_live(module, (pattern,)) for module in modules):
-                return int(index) >= evaluate(under(row.first, structure.text), _scope(structure, config))
+        prefix = stack.path + "."
+        for row in rows if name.startswith(prefix) else ():
+            index = name.removeprefix(prefix).split(".")[0]
+            modules = expand_braces(row.patterns.replace("@layers", stack.path))
+            if index.isdecimal() and any(matches_parameter(module, (pattern,)) for module in modules):
+                return int(index) >= evaluate(
+                    in_sub_config(row.first_layer, structure.text_config_path), _structure_scope(structure, config)
+                )
     return False
 
 
-def _rules_by_hand(structure: Structure, model_type: str, scopes: Sequence[Scope]) -> Iterator[tuple[str, Rule]]:
+def _correction_rules(structure: Structure, model_type: str, scopes: Sequence[Scope]) -> Iterator[tuple[str, Rule]]:
     scope = scopes[0]
     for row in plan_rows(structure.text_type, model_type):
-        if not attempt(under(row.when, structure.text), scope):
+        if not try_evaluate(in_sub_config(row.when, structure.text_config_path), scope):
             continue
-        groups = [attempt(under(each, structure.text), scope) for each in row.groups]
+        groups = [try_evaluate(in_sub_config(each, structure.text_config_path), scope) for each in row.groups]
         if None in groups:
             continue
-        pairs = tuple((under(count, structure.text), under(size, structure.text)) for count, size in row.heads)
-        rule_heads = _numbers(pairs, scopes)
-        for pattern in _placed(row, structure):
+        pairs = tuple(
+            (in_sub_config(count, structure.text_config_path), in_sub_config(size, structure.text_config_path))
+            for count, size in row.heads
+        )
+        rule_heads = _evaluate_heads(pairs, scopes)
+        for pattern in _row_patterns(row, structure):
             yield (
                 pattern,
                 Rule(
@@ -131,27 +151,27 @@ def _rules_by_hand(structure: Structure, model_type: str, scopes: Sequence[Scope
             )
 
 
-def _placed(row: PlanRow, structure: Structure) -> Iterator[str]:
+def _row_patterns(row: PlanRow, structure: Structure) -> Iterator[str]:
     """Yield the patterns of a row, for every list of layers."""
     for stack in structure.stacks:
-        around = stack.path.rpartition(".")[0]
+        container = stack.path.rpartition(".")[0]
         text = row.patterns.replace("@layers", stack.path)
-        yield from expanded(text.replace("@around.", f"{around}." if around else ""))
+        yield from expand_braces(text.replace("@around.", f"{container}." if container else ""))
 
 
-def _numbers(heads: Heads, scopes: Sequence[Scope]) -> tuple[tuple[int, int], ...]:
+def _evaluate_heads(heads: Heads, scopes: Sequence[Scope]) -> tuple[tuple[int, int], ...]:
     """Return the candidates for which the config has numbers, in any of its layers."""
-    found = ((attempt(count, scope), attempt(size, scope)) for scope in scopes for count, size in heads)
+    found = ((try_evaluate(count, scope), try_evaluate(size, scope)) for scope in scopes for count, size in heads)
     return tuple(dict.fromkeys((count, size) for count, size in found if count and size))
 
 
-def _scopes_of_layers(structure: Structure, scope: Scope) -> list[Scope]:
+def _layer_scopes(structure: Structure, scope: Scope) -> list[Scope]:
     """Return the scope of a config, and one for each set of numbers in `per_layer_config`."""
-    path = (*scope.root, *filter(None, structure.text.split(".")))
+    path = (*scope.root, *filter(None, structure.text_config_path.split(".")))
     node: Any = scope.config
     for key in path:
         node = node.get(key) if isinstance(node, Mapping) else None
-    return [scope, *(scope._replace(config=_replaced(scope.config, path, each)) for each in layer_overrides(node))]
+    return [scope, *(scope._replace(config=_with_numbers(scope.config, path, each)) for each in layer_overrides(node))]
 
 
 def layer_overrides(text: Any) -> list[dict[str, int]]:
@@ -167,16 +187,16 @@ def layer_overrides(text: Any) -> list[dict[str, int]]:
     return [dict(kind) for kind in kinds if kind]
 
 
-def _replaced(config: Mapping[str, Any], path: Sequence[str], numbers: Mapping[str, int]) -> dict[str, Any]:
+def _with_numbers(config: Mapping[str, Any], path: Sequence[str], numbers: Mapping[str, int]) -> dict[str, Any]:
     """Return a config with other numbers in the part at `path`."""
     if not path:
         return {**config, **numbers}
-    return {**config, path[0]: _replaced(config[path[0]], path[1:], numbers)}
+    return {**config, path[0]: _with_numbers(config[path[0]], path[1:], numbers)}
 
 
-def _op(text: str, scope: Scope) -> Op:
+def _parse_op(text: str, scope: Scope) -> Op:
     """Parse an operation: kind, numbers, and expressions after a colon."""
-    (kind, *numbers), expressions = op_parts(text)
+    (kind, *numbers), expressions = split_op(text)
     if kind.startswith("unsupported:"):
         return Op(kind)
     values = [int(number) for number in numbers]
@@ -190,5 +210,5 @@ def _op(text: str, scope: Scope) -> Op:
     return Op(kind, values[0], args=arguments)
 
 
-def _scope(structure: Structure, config: Mapping[str, Any]) -> Scope:
+def _structure_scope(structure: Structure, config: Mapping[str, Any]) -> Scope:
     return Scope(config, structure.defaults, structure.aliases, structure.root)

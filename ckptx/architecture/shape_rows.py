@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
 
-from ckptx.architecture.shape_rules import Condition, ShapeRules, Switch, plain
+from ckptx.architecture.shape_rules import Condition, ShapeRules, Switch, as_hashable
 
 
 def decode_shapes(class_name: str, sections: Mapping[str, Mapping[str, Any]]) -> ShapeRules | None:
@@ -29,56 +29,56 @@ def decode_shapes(class_name: str, sections: Mapping[str, Mapping[str, Any]]) ->
     values = sections["shapes"].get(class_name)
     if values is None:
         return None
-    lead = f"{values['body_below']}." if "body_below" in values else ""
-    below, own = _read(sections["shape_bodies"][values["body"]], lead), _read(values, "")
-    conditions, switches = dict(below.conditions), dict(below.switches)
-    for condition, names in own.conditions.items():
+    prefix = f"{values['body_below']}." if "body_below" in values else ""
+    base_rules, own_rules = _read_rules(sections["shape_bodies"][values["body"]], prefix), _read_rules(values, "")
+    conditions, switches = dict(base_rules.conditions), dict(base_rules.switches)
+    for condition, names in own_rules.conditions.items():
         conditions[condition] = conditions.get(condition, frozenset()) | names
-    for switch, names in own.switches.items():
+    for switch, names in own_rules.switches.items():
         switches[switch] = switches.get(switch, frozenset()) | names
     return ShapeRules(
-        shapes={**below.shapes, **own.shapes},
-        counts={**below.counts, **own.counts},
-        required=below.required | own.required,
+        shapes={**base_rules.shapes, **own_rules.shapes},
+        counts={**base_rules.counts, **own_rules.counts},
+        required=base_rules.required | own_rules.required,
         conditions=conditions,
-        models={**below.models, **own.models},
-        defaults={**below.defaults, **own.defaults},
-        aliases={**below.aliases, **own.aliases},
+        models={**base_rules.models, **own_rules.models},
+        defaults={**base_rules.defaults, **own_rules.defaults},
+        aliases={**base_rules.aliases, **own_rules.aliases},
         switches=switches,
-        others=below.others | own.others,
+        other_patterns=base_rules.other_patterns | own_rules.other_patterns,
     )
 
 
-def _read(values: Mapping[str, Any], lead: str) -> ShapeRules:
-    def names(of: Mapping[str, Any], key: str = "names") -> frozenset[str]:
-        return frozenset([lead + each for each in of.get(key, ())])
+def _read_rules(values: Mapping[str, Any], prefix: str) -> ShapeRules:
+    def names(row: Mapping[str, Any], key: str = "names") -> frozenset[str]:
+        return frozenset([prefix + each for each in row.get(key, ())])
 
-    shapes = {lead + name: _shapes(text) for name, text in values.get("shapes", {}).items()}
+    shapes = {prefix + name: _parse_shapes(text) for name, text in values.get("shapes", {}).items()}
     return ShapeRules(
         shapes=shapes,
-        counts={lead + path: text for path, text in values.get("counts", {}).items()},
+        counts={prefix + path: text for path, text in values.get("counts", {}).items()},
         required=frozenset(shapes) - names(values, "optional") | names(values, "without_shape"),
         conditions={
-            Condition(each["key"], each["kind"], tuple(map(plain, each.get("values", ())))): names(each)
+            Condition(each["key"], each["kind"], tuple(map(as_hashable, each.get("values", ())))): names(each)
             for each in values.get("conditions", ())
         },
         models=values.get("models", {}),
         defaults=values.get("defaults", {}),
         aliases=values.get("aliases", {}),
         switches={
-            Switch(each["key"], each["effect"], plain(each["value"]), _companions(each)): names(each)
+            Switch(each["key"], each["effect"], as_hashable(each["value"]), _read_companions(each)): names(each)
             for each in values.get("switches", ())
         },
-        others=names(values, "others"),
+        other_patterns=names(values, "others"),
     )
 
 
-def _companions(row: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
-    return tuple((key, plain(value)) for key, value in row.get("beside", {}).items())
+def _read_companions(row: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
+    return tuple((key, as_hashable(value)) for key, value in row.get("beside", {}).items())
 
 
 @lru_cache
-def _shapes(text: str) -> tuple[tuple[str, ...], ...]:
+def _parse_shapes(text: str) -> tuple[tuple[str, ...], ...]:
     """Return the shapes of a tensor: sizes as expressions, "" for an unknown size."""
     return tuple(
         tuple("" if size == "?" else size for size in shape.split(", ")) if shape else () for shape in text.split(" | ")

@@ -10,13 +10,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from ckptx.architecture.configs import refusal
-from ckptx.architecture.expressions import Scope, attempt, keys_of
+from ckptx.architecture.configs import invalid_value_message
+from ckptx.architecture.expressions import Scope, keys_of, try_evaluate
 from ckptx.errors import InputError
 
 Sizes = tuple[int | None, ...]  # of a tensor; None for an unknown size
 
-_MOST = 1 << 20  # maximum number of layers or experts
+_MAX_COUNT = 1 << 20  # maximum number of layers or experts
 
 
 class Condition(NamedTuple):
@@ -33,9 +33,9 @@ class Condition(NamedTuple):
     kind: str
     values: tuple[Any, ...]
 
-    def holds(self, config: Mapping[str, Any], aliases: Mapping[str, str] = {}, root: Sequence[str] = ()) -> bool:
+    def is_met(self, config: Mapping[str, Any], aliases: Mapping[str, str] = {}, root: Sequence[str] = ()) -> bool:
         """Return True if the config fulfills the condition; an absent key has the default that was measured."""
-        found = _values_at(config, self.key, aliases, root)
+        found = _config_values(config, self.key, aliases, root)
         return self._accepts(found[0]) if found else True
 
     def _accepts(self, value: Any) -> bool:
@@ -65,52 +65,54 @@ class Switch(NamedTuple):
     value: Any
     companions: tuple[tuple[str, Any], ...] = ()
 
-    def leaves_out(self, config: Mapping[str, Any], aliases: Mapping[str, str] = {}, root: Sequence[str] = ()) -> bool:
+    def excludes(self, config: Mapping[str, Any], aliases: Mapping[str, str] = {}, root: Sequence[str] = ()) -> bool:
         """Return True if the config surely has none of these tensors as far as this key decides it."""
-        values = [plain(value) for value in _values_at(config, self.key, aliases, root)]
+        values = [as_hashable(value) for value in _config_values(config, self.key, aliases, root)]
         if self.effect == "removes":
-            return any(_is_same(value, self.value) for value in values)
+            return any(_is_same_value(value, self.value) for value in values)
         is_known = bool(values) or self.effect == "adds"
-        if self.effect == "may add" or not is_known or any(self._are_set(config, aliases, root)):
+        if self.effect == "may add" or not is_known or any(self._companion_states(config, aliases, root)):
             return False
-        return all(_is_same(value, self.value) for value in values)
+        return all(_is_same_value(value, self.value) for value in values)
 
     def is_opposite(self, config: Mapping[str, Any], aliases: Mapping[str, str] = {}, root: Sequence[str] = ()) -> bool:
         """Return True if the config has the opposite boolean, and sets every key in `companions`."""
-        values = _values_at(config, self.key, aliases, root)
+        values = _config_values(config, self.key, aliases, root)
         is_other = bool(values) and all(isinstance(value, bool) and value is not self.value for value in values)
-        return is_other and all(self._are_set(config, aliases, root))
+        return is_other and all(self._companion_states(config, aliases, root))
 
-    def _are_set(self, config: Mapping[str, Any], aliases: Mapping[str, str], root: Sequence[str]) -> Iterator[bool]:
+    def _companion_states(
+        self, config: Mapping[str, Any], aliases: Mapping[str, str], root: Sequence[str]
+    ) -> Iterator[bool]:
         """Yield, for each key in `companions`, whether the config sets it as in the measurement.
 
         A positive number counts as set, because its value affects sizes, not names.
         """
-        for key, tried in self.companions:
-            values = [plain(value) for value in _values_at(config, key, aliases, root)]
-            if type(tried) is int:
+        for key, measured in self.companions:
+            values = [as_hashable(value) for value in _config_values(config, key, aliases, root)]
+            if type(measured) is int:
                 yield any(type(value) is int and value > 0 for value in values)
             else:
-                yield any(_is_same(value, tried) for value in values)
+                yield any(_is_same_value(value, measured) for value in values)
 
 
-def plain(value: Any) -> Any:
+def as_hashable(value: Any) -> Any:
     """Return the value with tuples for lists, so that it can be compared and hashed."""
-    return tuple(map(plain, value)) if isinstance(value, list | tuple) else value
+    return tuple(map(as_hashable, value)) if isinstance(value, list | tuple) else value
 
 
-def _is_same(a: Any, b: Any) -> bool:
+def _is_same_value(a: Any, b: Any) -> bool:
     """Return True if both are equal and of the same kind, as a boolean and a number are not."""
     return isinstance(a, bool) == isinstance(b, bool) and bool(a == b)
 
 
-def _values_at(config: Mapping[str, Any], key: str, aliases: Mapping[str, str], root: Sequence[str]) -> list[Any]:
+def _config_values(config: Mapping[str, Any], key: str, aliases: Mapping[str, str], root: Sequence[str]) -> list[Any]:
     """Return the values of a dotted key and its alias in the config; empty if both are absent."""
     *path, last = key.split(".")
     node: Mapping[str, Any] = config
     for part in (*root, *path):
-        below = node.get(part)
-        node = below if isinstance(below, Mapping) else node
+        nested = node.get(part)
+        node = nested if isinstance(nested, Mapping) else node
     return [node[name] for name in dict.fromkeys((last, aliases.get(key, last))) if name in node]
 
 
@@ -121,17 +123,18 @@ class ExpectedShapes(NamedTuple):
         shapes: Pattern of model names -> possible shapes of its tensors.
         counts: Path before a star -> number of indices.
         required: Patterns of required tensors, one for each index of each star.
-        stated: Paths before a first star whose count the config states; the others are measured.
-        absent: Patterns of the class that a model with this config does not have, with the keys that determine it.
-        added: Patterns that a model has because of a key of this config, with that key.
+        stated_paths: Paths before a first star whose count the config states; the others are measured.
+        absent_patterns: Patterns of the class that a model with this config does not have, with the keys that determine
+            it.
+        added_patterns: Patterns that a model has because of a key of this config, with that key.
     """
 
     shapes: Mapping[str, tuple[Sizes, ...]]
     counts: Mapping[str, int]
     required: frozenset[str]
-    stated: frozenset[str]
-    absent: Mapping[str, str] = {}
-    added: Mapping[str, str] = {}
+    stated_paths: frozenset[str]
+    absent_patterns: Mapping[str, str] = {}
+    added_patterns: Mapping[str, str] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +151,7 @@ class ShapeRules:
         defaults: Defaults as in `Scope`; used for parts that the config has.
         aliases: Aliases as in `Scope`.
         switches: Values of keys that add or remove patterns.
-        others: Patterns of the measured config that are in neither `shapes` nor `required`.
+        other_patterns: Patterns of the measured config that are in neither `shapes` nor `required`.
     """
 
     shapes: Mapping[str, tuple[tuple[str, ...], ...]]
@@ -159,17 +162,17 @@ class ShapeRules:
     defaults: Mapping[str, int | None] = field(default_factory=dict)
     aliases: Mapping[str, str] = field(default_factory=dict)
     switches: Mapping[Switch, frozenset[str]] = field(default_factory=dict)
-    others: frozenset[str] = frozenset()
+    other_patterns: frozenset[str] = frozenset()
 
-    def under(
-        self, config: Mapping[str, Any], root: tuple[str, ...] = (), every: frozenset[str] = frozenset()
+    def evaluate(
+        self, config: Mapping[str, Any], root: tuple[str, ...] = (), all_patterns: frozenset[str] = frozenset()
     ) -> ExpectedShapes | None:
         """Return the tensors of a model under the contents of ``config.json``.
 
         Args:
             config: Contents of ``config.json``.
             root: Keys to follow first, see `Scope`.
-            every: Patterns of all tensors that the class has under any config.
+            all_patterns: Patterns of all tensors that the class has under any config.
 
         Returns:
             None if the config has a part that was not measured, or none of the numbers that rules read, as a config
@@ -182,21 +185,25 @@ class ShapeRules:
             nested = config.get(key)
             if isinstance(nested, Mapping) and nested.get("model_type") not in (None, model_type):
                 return None
-        defaults = {key: value for key, value in self.defaults.items() if _has_part(config, key.rpartition(".")[0])}
+        defaults = {
+            key: value for key, value in self.defaults.items() if _has_sub_config(config, key.rpartition(".")[0])
+        }
         scope = Scope(config, defaults, self.aliases, root)
         if not self._has_number(scope):
             return None
-        doubtful = {
+        unmeasured_patterns = {
             pattern
             for condition, patterns in self.conditions.items()
-            if not condition.holds(config, self.aliases, root)
+            if not condition.is_met(config, self.aliases, root)
             for pattern in patterns
         }
-        counts = {path: found for path, text in self.counts.items() if (found := _count(text, scope)) is not None}
+        counts = {
+            path: found for path, text in self.counts.items() if (found := _evaluate_count(text, scope)) is not None
+        }
         shapes = {
-            pattern: tuple(tuple(_size(text, scope) for text in shape) for shape in alternatives)
+            pattern: tuple(tuple(_evaluate_size(text, scope) for text in shape) for shape in alternatives)
             for pattern, alternatives in self.shapes.items()
-            if pattern not in doubtful
+            if pattern not in unmeasured_patterns
         }
         # size 0: the config disables the tensor
         shapes = {
@@ -206,61 +213,68 @@ class ShapeRules:
         }
         absent = {pattern for pattern in self.shapes if pattern not in shapes}
         required = frozenset(
-            each for each in self.required - absent - doubtful if all(path in counts for path in paths_of(each))
+            each
+            for each in self.required - absent - unmeasured_patterns
+            if all(path in counts for path in star_prefixes(each))
         )
-        stated = frozenset(path for path in counts if "*" not in path and keys_of(self.counts[path]))
+        stated_paths = frozenset(path for path in counts if "*" not in path and keys_of(self.counts[path]))
         return ExpectedShapes(
-            shapes, counts, required, stated, self._left_out(config, root, every), self._added(config, root)
+            shapes,
+            counts,
+            required,
+            stated_paths,
+            self._absent_patterns(config, root, all_patterns),
+            self._added_patterns(config, root),
         )
 
-    def _added(self, config: Mapping[str, Any], root: tuple[str, ...]) -> dict[str, str]:
+    def _added_patterns(self, config: Mapping[str, Any], root: tuple[str, ...]) -> dict[str, str]:
         """Return the patterns that a boolean of this config adds to the measured ones, with its key.
 
-        As in `_left_out`, every other key that matters must have its measured value.
+        As in `_absent_patterns`, every other key that matters must have its measured value.
         """
-        unusual = {each.key for each in self.conditions if not each.holds(config, self.aliases, root)}
-        unusual |= {
-            each.key
-            for each in self.switches
-            if each.effect == "removes" and each.leaves_out(config, self.aliases, root)
+        unmeasured_keys = {each.key for each in self.conditions if not each.is_met(config, self.aliases, root)}
+        unmeasured_keys |= {
+            each.key for each in self.switches if each.effect == "removes" and each.excludes(config, self.aliases, root)
         }
-        found: dict[str, str] = {}
+        added: dict[str, str] = {}
         for switch, patterns in self.switches.items():
             is_boolean = switch.effect in ("adds", "adds where given") and isinstance(switch.value, bool)
-            if is_boolean and not unusual - {switch.key} and switch.is_opposite(config, self.aliases, root):
-                found |= dict.fromkeys((each for each in patterns if each.endswith((".weight", ".bias"))), switch.key)
-        return found
+            if is_boolean and not unmeasured_keys - {switch.key} and switch.is_opposite(config, self.aliases, root):
+                added |= dict.fromkeys((each for each in patterns if each.endswith((".weight", ".bias"))), switch.key)
+        return added
 
-    def _left_out(self, config: Mapping[str, Any], root: tuple[str, ...], every: frozenset[str]) -> dict[str, str]:
+    def _absent_patterns(
+        self, config: Mapping[str, Any], root: tuple[str, ...], all_patterns: frozenset[str]
+    ) -> dict[str, str]:
         """Return the patterns that no tensor has under this config, with the keys that determine it.
 
         Only measurements count: if another key that affects names or shapes has a value that was not measured, nothing
         is left out.
         """
-        unusual = {each.key for each in self.conditions if not each.holds(config, self.aliases, root)}
+        unmeasured_keys = {each.key for each in self.conditions if not each.is_met(config, self.aliases, root)}
         by_pattern: dict[str, list[Switch]] = {}
         for switch, patterns in self.switches.items():
             for pattern in patterns:
                 by_pattern.setdefault(pattern, []).append(switch)
-        found = {}
+        absent = {}
         for pattern, switches in by_pattern.items():
-            if unusual - {each.key for each in switches}:
+            if unmeasured_keys - {each.key for each in switches}:
                 continue
-            verdicts = [each.leaves_out(config, self.aliases, root) for each in switches]
+            exclusions = [each.excludes(config, self.aliases, root) for each in switches]
             is_present = switches[0].effect == "removes"  # in the measured config
-            if any(verdicts) if is_present else all(verdicts):
-                keys = dict.fromkeys(each.key for each, is_out in zip(switches, verdicts, strict=True) if is_out)
-                found[pattern] = ", ".join(keys)
-        is_as_measured = not unusual and all(
-            each.leaves_out(config, self.aliases, root)
+            if any(exclusions) if is_present else all(exclusions):
+                keys = dict.fromkeys(each.key for each, is_out in zip(switches, exclusions, strict=True) if is_out)
+                absent[pattern] = ", ".join(keys)
+        is_as_measured = not unmeasured_keys and all(
+            each.excludes(config, self.aliases, root)
             for each in self.switches
             if each.effect in ("adds", "adds where given")
         )
         if self.models and is_as_measured:  # names of other parts than those of the config
-            measured = self.shapes.keys() | self.required | self.others
+            measured = self.shapes.keys() | self.required | self.other_patterns
             kinds = ", ".join(f"{key}.model_type" for key in self.models)
-            found |= dict.fromkeys(every - measured - by_pattern.keys(), kinds)
-        return found
+            absent |= dict.fromkeys(all_patterns - measured - by_pattern.keys(), kinds)
+        return absent
 
     def _has_number(self, scope: Scope) -> bool:
         bare = scope._replace(defaults={})
@@ -269,7 +283,7 @@ class ShapeRules:
         return any(bare.value(key) is not None for key in keys)
 
 
-def _has_part(config: Mapping[str, Any], path: str) -> bool:
+def _has_sub_config(config: Mapping[str, Any], path: str) -> bool:
     """Return True if the config has the sub-config at a dotted path.
 
     Defaults may be omitted in a part only. A key that is absent at the root was removed by hand, because
@@ -283,19 +297,19 @@ def _has_part(config: Mapping[str, Any], path: str) -> bool:
     return isinstance(node, Mapping)
 
 
-def paths_of(pattern: str) -> list[str]:
+def star_prefixes(pattern: str) -> list[str]:
     """Return the prefix of a pattern before each star."""
     parts = pattern.split(".")
     return [".".join(parts[:at]) for at, part in enumerate(parts) if part == "*"]
 
 
-def _count(text: str, scope: Scope) -> int | None:
-    found = attempt(text, scope)
-    if found is not None and not 0 <= found <= _MOST:
+def _evaluate_count(text: str, scope: Scope) -> int | None:
+    found = try_evaluate(text, scope)
+    if found is not None and not 0 <= found <= _MAX_COUNT:
         keys = sorted(keys_of(text))
-        raise InputError(refusal(keys[0].split("."), scope.value(keys[0]), "the number of modules"))
+        raise InputError(invalid_value_message(keys[0].split("."), scope.value(keys[0]), "the number of modules"))
     return found
 
 
-def _size(text: str, scope: Scope) -> int | None:
-    return attempt(text, scope) if text else None
+def _evaluate_size(text: str, scope: Scope) -> int | None:
+    return try_evaluate(text, scope) if text else None

@@ -16,7 +16,7 @@ from ckptx.mapping.ops import Conversion
 from ckptx.mapping.rules import ShapeOf
 
 
-def expected_of(architecture: Architecture, config: Mapping[str, Any]) -> ExpectedShapes | None:
+def expected_shapes(architecture: Architecture, config: Mapping[str, Any]) -> ExpectedShapes | None:
     """Return names and shapes of a model; None if the table has none for its class under this config.
 
     Args:
@@ -31,17 +31,17 @@ def expected_of(architecture: Architecture, config: Mapping[str, Any]) -> Expect
     rules = shape_rules(architecture.class_name)
     if rules is None:
         return None
-    return rules.under(config, architecture.structure.root, architecture.name_patterns)
+    return rules.evaluate(config, architecture.structure.root, architecture.name_patterns)
 
 
-def says_layers(architecture: Architecture, config: Mapping[str, Any]) -> bool:
+def states_layer_count(architecture: Architecture, config: Mapping[str, Any]) -> bool:
     """Return True if the config itself has a number of layers; one that only names the class has its defaults."""
     structure = architecture.structure
-    shape_in_table = Scope(config, {}, structure.aliases, structure.root)
-    return any(shape_in_table.value(key) is not None for stack in structure.stacks for key in keys_of(stack.length))
+    scope = Scope(config, {}, structure.aliases, structure.root)
+    return any(scope.value(key) is not None for stack in structure.stacks for key in keys_of(stack.length))
 
 
-def shapes_of(architecture: Architecture, config: Mapping[str, Any]) -> ShapeOf:
+def shape_lookup(architecture: Architecture, config: Mapping[str, Any]) -> ShapeOf:
     """Return a function from the name of a model tensor to its shape; None for an unknown shape.
 
     Shapes that the table lacks come from a model without storage, which requires importing torch: only for tensors that
@@ -51,25 +51,25 @@ def shapes_of(architecture: Architecture, config: Mapping[str, Any]) -> ShapeOf:
         architecture: Architecture of the class, under published names.
         config: Contents of `config.json`.
     """
-    needed = _without_a_form(architecture.conversions(config))
+    ambiguous_patterns = _ambiguous_patterns(architecture.conversions(config))
 
     @functools.cache
-    def expected() -> ExpectedShapes | None:
-        return expected_of(architecture, config)
+    def table_shapes() -> ExpectedShapes | None:
+        return expected_shapes(architecture, config)
 
     @functools.cache
-    def built() -> dict[str, Shape]:
-        from ckptx.architecture.introspection.meta_model import build, known_class
+    def built_shapes() -> dict[str, Shape]:
+        from ckptx.architecture.introspection.meta_model import build_on_meta, find_class
 
-        cls: Any = known_class(architecture.class_name)
+        cls: Any = find_class(architecture.class_name)
         if cls is None:
             return {}
-        model = build(cls, cls.config_class.from_dict(dict(config)))
+        model = build_on_meta(cls, cls.config_class.from_dict(dict(config)))
         return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
 
     @functools.cache
-    def shape_in_table(pattern: str) -> Shape | None:
-        known = expected()
+    def table_shape(pattern: str) -> Shape | None:
+        known = table_shapes()
         shapes = known.shapes.get(pattern, ()) if known is not None else ()
         if len(shapes) != 1:
             return None
@@ -78,13 +78,13 @@ def shapes_of(architecture: Architecture, config: Mapping[str, Any]) -> ShapeOf:
 
     def shape_of(name: str) -> Shape | None:
         pattern = pattern_of(name)
-        shape = shape_in_table(pattern)
-        return built().get(name) if shape is None and pattern in needed else shape
+        shape = table_shape(pattern)
+        return built_shapes().get(name) if shape is None and pattern in ambiguous_patterns else shape
 
     return shape_of
 
 
-def _without_a_form(conversions: Collection[Conversion]) -> frozenset[str]:
+def _ambiguous_patterns(conversions: Collection[Conversion]) -> frozenset[str]:
     """Return the patterns of model tensors whose form on disk no operation determines."""
     return frozenset(
         pattern_of(target)

@@ -11,7 +11,7 @@ from typing import Any
 
 from ckptx.architecture.spec import TieFlag, TiePair
 
-_MOST = 1 << 12  # maximum number of layers in a list
+_MAX_LAYERS = 1 << 12  # maximum number of layers in a list
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class SharedLayers:
         period = self._period(config)
         return (
             len(kinds) == config.get(self.count)
-            and len(kinds) <= _MOST
+            and len(kinds) <= _MAX_LAYERS
             and "layer_types" not in {*config} - {self.kinds}
             and isinstance(period, int)
             and not isinstance(period, bool)
@@ -60,24 +60,24 @@ class SharedLayers:
         """Return all pairs under a config that this `covers`."""
         layers = [at for at, kind in enumerate(config[self.kinds]) if kind == self.kind]
         period = self._period(config)
-        found = []
-        for place, layer in list(enumerate(layers))[period:]:
-            owner = layers[place % period]
-            for name in self._names_at(config, range(place % period, len(layers), period)):
-                namings = tuple((f"{path}.{layer}.{name}", f"{path}.{owner}.{name}") for path in self.paths)
-                found.append(TiePair(namings, self.flag, is_primary=False))
-        return tuple(found)
+        pairs = []
+        for position, layer in list(enumerate(layers))[period:]:
+            source_layer = layers[position % period]
+            for name in self._shared_names(config, range(position % period, len(layers), period)):
+                namings = tuple((f"{path}.{layer}.{name}", f"{path}.{source_layer}.{name}") for path in self.paths)
+                pairs.append(TiePair(namings, self.flag, is_primary=False))
+        return tuple(pairs)
 
     def _period(self, config: Mapping[str, Any]) -> Any:
         return config.get(self.period, self.default) if self.period else 1
 
-    def _names_at(self, config: Mapping[str, Any], places: range) -> list[str]:
+    def _shared_names(self, config: Mapping[str, Any], positions: range) -> list[str]:
         """Return the names below a layer for the module that the layers at these positions share."""
-        there = [name for name, switch in self.names.items() if not switch or config.get(switch, False)]
+        enabled_names = [name for name, switch in self.names.items() if not switch or config.get(switch, False)]
         return [
             each
-            for name in sorted(there)
-            for each in ([name.replace("*", str(place)) for place in places] if "*" in name else [name])
+            for name in sorted(enabled_names)
+            for each in ([name.replace("*", str(place)) for place in positions] if "*" in name else [name])
         ]
 
 

@@ -7,15 +7,15 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from ckptx.architecture.configs import flag_at
-from ckptx.architecture.plans import conversions_of, lacks, plan_of, stacks_of
+from ckptx.architecture.configs import read_flag
+from ckptx.architecture.plans import conversions_of, is_unused, plan_of, stacks_of
 from ckptx.architecture.structure import Structure
 from ckptx.layout.stages import Stack
 from ckptx.layout.tensor_parallel_plan import TensorParallelPlan
 from ckptx.mapping.names import LEGACY_LEAVES, pattern_of
 from ckptx.mapping.ops import Conversion
 
-_STATES = ("absent", "false", "true")
+_FLAG_STATES = ("absent", "false", "true")
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class TieFlag:
     def __post_init__(self) -> None:
         assert len(self.truth) == 3 ** len(self.paths), (self.paths, self.truth)
 
-    def effective(self, config: Mapping[str, Any]) -> bool:
+    def is_set(self, config: Mapping[str, Any]) -> bool:
         """Return the flag that the model reads, given the contents of ``config.json``.
 
         Raises:
@@ -45,16 +45,16 @@ class TieFlag:
         """
         index = 0
         for path in self.paths:
-            index = 3 * index + _state(config, path)
+            index = 3 * index + _flag_state(config, path)
         return self.truth[index] == "1"
 
-    def evidence(self, config: Mapping[str, Any]) -> str:
-        """Return the reason for ``effective``, for a report."""
+    def explain(self, config: Mapping[str, Any]) -> str:
+        """Return the reason for ``is_set``, for a report."""
         if not self.paths:
             return "the class always ties" if self.truth == "1" else "the class never ties"
-        states = [(".".join(path), _STATES[_state(config, path)]) for path in self.paths]
+        states = [(".".join(path), _FLAG_STATES[_flag_state(config, path)]) for path in self.paths]
         if all(state == "absent" for _, state in states):
-            default = "true" if self.effective(config) else "false"
+            default = "true" if self.is_set(config) else "false"
             return f"{states[0][0]} absent from config.json, class default {default}"
         return ", ".join(f"{key}={state}" for key, state in states if state != "absent") + " (config.json)"
 
@@ -64,8 +64,8 @@ class TieFlag:
         return len(set(self.truth)) == 1
 
 
-ALWAYS = TieFlag((), "1")
-NEVER = TieFlag((), "0")
+ALWAYS_TIED = TieFlag((), "1")
+NEVER_TIED = TieFlag((), "0")
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +124,7 @@ class Architecture:
     ignored: tuple[str, ...] = ()
     structure: Structure = field(default_factory=Structure)
 
-    def knows(self, name: str) -> bool:
+    def expects(self, name: str) -> bool:
         """Return True if a name on disk is expected: it belongs to the class or is ignored."""
         if self.owns(name):
             return True
@@ -137,20 +137,22 @@ class Architecture:
         for old, new in LEGACY_LEAVES.items():
             if pattern.endswith(old):
                 pattern = pattern.removesuffix(old) + new
-        if self._has(pattern):
+        if self._has_pattern(pattern):
             return True
         if not self.base_prefix:
             return False
         prefix = self.base_prefix + "."
-        return self._has(prefix + pattern) or (pattern.startswith(prefix) and self._has(pattern.removeprefix(prefix)))
+        return self._has_pattern(prefix + pattern) or (
+            pattern.startswith(prefix) and self._has_pattern(pattern.removeprefix(prefix))
+        )
 
-    def _has(self, pattern: str) -> bool:
+    def _has_pattern(self, pattern: str) -> bool:
         if pattern in self.name_patterns:
             return True
         parts = pattern.split(".")
         return any(".".join(parts[:end]) + ".**" in self.name_patterns for end in range(1, len(parts)))
 
-    def match(self, names: Iterable[str]) -> float:
+    def match_fraction(self, names: Iterable[str]) -> float:
         """Return the fraction of ``names`` that belong to the class; 0.0 without names."""
         owned = [self.owns(name) for name in names]
         return sum(owned) / len(owned) if owned else 0.0
@@ -179,14 +181,14 @@ class Architecture:
         """
         return conversions_of(self.structure, config)
 
-    def lacks(self, name: str, config: Mapping[str, Any]) -> bool:
+    def is_unused(self, name: str, config: Mapping[str, Any]) -> bool:
         """Return True if the model does not use this tensor, such as one that another layer's tensor replaces."""
-        return lacks(self.structure, self.model_type, name, config)
+        return is_unused(self.structure, self.model_type, name, config)
 
     @property
     def model_names(self) -> frozenset[str]:
         """Patterns of `name_patterns` that are names of the model itself."""
-        changes = self.structure.changes | self.structure.variants
+        changes = self.structure.conversions | self.structure.other_conversions
         disk = {pattern_of(name) for change in changes for name in change.sources}
         own = {pattern_of(name) for change in changes for name in change.targets}
         return (self.name_patterns - disk) | own
@@ -203,6 +205,6 @@ class Architecture:
         return any(re.search(pattern.replace("*", ".*"), name) for pattern in patterns)
 
 
-def _state(config: Mapping[str, Any], path: tuple[str, ...]) -> int:
-    flag = flag_at(config, path)
+def _flag_state(config: Mapping[str, Any], path: tuple[str, ...]) -> int:
+    flag = read_flag(config, path)
     return 0 if flag is None else 1 + flag

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from ckptx.architecture.expressions import MADE
+from ckptx.architecture.expressions import COMPOSITE_PREFIX
 
 
 class StackRule(NamedTuple):
@@ -53,7 +53,8 @@ class Structure:
     """Structure of a model class, as far as sharding its tensors requires it.
 
     Attributes:
-        text: Dotted path from the root config to the config of the layers (``text_config``), empty for the root.
+        text_config_path: Dotted path from the root config to the config of the layers (``text_config``), empty for the
+            root.
         text_type: The model type of that config.
         head: Module that maps to the vocabulary; empty if there is none.
         embedding: Module that maps from the vocabulary, likewise.
@@ -61,15 +62,15 @@ class Structure:
         stacks: Lists of layers in the order they run.
         heads: For each pattern of the plan, candidate factors of the sharded dim of an attention projection.
         transposed: Modules whose weight is stored as [in, out].
-        changes: Conversions between the output of `save_pretrained` and the model: all names that differ, and all
+        conversions: Conversions between the output of `save_pretrained` and the model: all names that differ, and all
             tensors that are stored in another form.
-        variants: The same for the other namings that can be loaded, as far as they differ from `changes`.
+        other_conversions: The same for the other namings that can be loaded, as far as they differ from `conversions`.
         defaults: Defaults of the config classes for keys of expressions that `config.json` omits.
         aliases: Alias of a key that the config class accepts; the last part of the dotted key only.
         root: Keys to follow in `config.json` first, see `Scope`.
     """
 
-    text: str = ""
+    text_config_path: str = ""
     text_type: str = ""
     head: str = ""
     embedding: str = ""
@@ -77,86 +78,86 @@ class Structure:
     stacks: tuple[StackRule, ...] = ()
     heads: Mapping[str, Heads] = field(default_factory=dict)
     transposed: frozenset[str] = frozenset()
-    changes: frozenset[LoadConversion] = frozenset()
-    variants: frozenset[LoadConversion] = frozenset()
+    conversions: frozenset[LoadConversion] = frozenset()
+    other_conversions: frozenset[LoadConversion] = frozenset()
     defaults: Mapping[str, int | None] = field(default_factory=dict)
     aliases: Mapping[str, str] = field(default_factory=dict)
     root: tuple[str, ...] = ()
 
-    def joined(self, other: Structure) -> Structure:
+    def merged_with(self, other: Structure) -> Structure:
         """Add the entries of `other`, the same class under another config."""
         return dataclasses.replace(
             self,
             plan={**other.plan, **self.plan},
             heads={**other.heads, **self.heads},
-            stacks=_joined_stacks(self.stacks, other.stacks),
+            stacks=_merge_stacks(self.stacks, other.stacks),
             transposed=self.transposed | other.transposed,
-            changes=self.changes | other.changes,
-            variants=(self.variants | other.variants) - self.changes - other.changes,
-            defaults={**_of_given(other.defaults), **self.defaults},
+            conversions=self.conversions | other.conversions,
+            other_conversions=(self.other_conversions | other.other_conversions) - self.conversions - other.conversions,
+            defaults={**_without_composite_defaults(other.defaults), **self.defaults},
             aliases={**other.aliases, **self.aliases},
         )
 
-    def with_changes_of(self, other: Structure) -> Structure:
+    def with_conversions_of(self, other: Structure) -> Structure:
         """Add the changes of `other`, the same class with another sub-model."""
-        changes = self.changes | other.changes
-        variants = (self.variants | other.variants) - changes
-        return dataclasses.replace(self, changes=changes, variants=variants)
+        changes = self.conversions | other.conversions
+        variants = (self.other_conversions | other.other_conversions) - changes
+        return dataclasses.replace(self, conversions=changes, other_conversions=variants)
 
     def expressions(self) -> set[str]:
         """Return all expressions of the structure."""
         found = {stack.length for stack in self.stacks}
         found |= {each for pairs in self.heads.values() for pair in pairs for each in pair}
-        for change in self.changes | self.variants:
+        for change in self.conversions | self.other_conversions:
             for op in change.ops:
-                found.update(op_parts(op)[1])
+                found.update(split_op(op)[1])
         return found
 
 
-def _joined_stacks(ours: tuple[StackRule, ...], theirs: tuple[StackRule, ...]) -> tuple[StackRule, ...]:
+def _merge_stacks(own_stacks: tuple[StackRule, ...], other_stacks: tuple[StackRule, ...]) -> tuple[StackRule, ...]:
     """Return our stacks, with the modules before and after their stacks of the same path added."""
-    if not ours:
-        return theirs
-    others = {stack.path: stack for stack in theirs}
+    if not own_stacks:
+        return other_stacks
+    others = {stack.path: stack for stack in other_stacks}
     return tuple(
         stack._replace(
-            before=_joined_ends(stack, stack.before, others[stack.path].before),
-            after=_joined_ends(stack, stack.after, others[stack.path].after),
+            before=_merge_modules(stack, stack.before, others[stack.path].before),
+            after=_merge_modules(stack, stack.after, others[stack.path].after),
         )
         if stack.path in others
         else stack
-        for stack in ours
+        for stack in own_stacks
     )
 
 
-def _joined_ends(stack: StackRule, ours: tuple[str, ...], theirs: tuple[str, ...]) -> tuple[str, ...]:
+def _merge_modules(stack: StackRule, own_modules: tuple[str, ...], other_modules: tuple[str, ...]) -> tuple[str, ...]:
     """Return both, modules next to the list of layers before modules around it, as in rows."""
     lead = stack.path.rpartition(".")[0] + "."
-    names = dict.fromkeys((*ours, *theirs))
+    names = dict.fromkeys((*own_modules, *other_modules))
     return tuple(sorted(names, key=lambda name: not name.startswith(lead)))
 
 
-def _of_given(defaults: Mapping[str, int | None]) -> dict[str, int | None]:
+def _without_composite_defaults(defaults: Mapping[str, int | None]) -> dict[str, int | None]:
     """Drop the values of sub-configs that a composite builds: a variant gets them from the measured variation."""
-    return {key: value for key, value in defaults.items() if not key.startswith(MADE)}
+    return {key: value for key, value in defaults.items() if not key.startswith(COMPOSITE_PREFIX)}
 
 
-def op_parts(text: str) -> tuple[list[str], list[str]]:
+def split_op(text: str) -> tuple[list[str], list[str]]:
     """Split an operation of a `LoadConversion` into its words (kind and numbers) and its expressions."""
     words, _, expressions = text.partition(" : ")
     return words.split(), expressions.split(" ; ") if expressions else []
 
 
-def below(path: str, name: str) -> str:
+def join_path(path: str, name: str) -> str:
     """Return the path of `name` in the module or config at `path`, which may be empty."""
     return f"{path}.{name}" if path else name
 
 
-def under(expression: str, path: str) -> str:
+def in_sub_config(expression: str, path: str) -> str:
     """Return the expression with every key moved into the config at `path`."""
-    return re.sub(r"[A-Za-z_][A-Za-z0-9_.]*", lambda key: below(path, key[0]), expression)
+    return re.sub(r"[A-Za-z_][A-Za-z0-9_.]*", lambda key: join_path(path, key[0]), expression)
 
 
-def is_live(pattern: str, names: Iterable[str]) -> bool:
+def matches_parameter(pattern: str, names: Iterable[str]) -> bool:
     """Return True if a pattern of a plan names a parameter, or a module that contains one."""
     return any(name == pattern or name.startswith(pattern + ".") for name in names)

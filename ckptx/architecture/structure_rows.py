@@ -18,61 +18,61 @@ from typing import Any
 from ckptx.architecture.structure import LoadConversion, StackRule, Structure
 
 
-def decode_structure(own: Mapping[str, Any], shared: Mapping[str, Any], lead: str) -> Structure:
+def decode_structure(own: Mapping[str, Any], shared: Mapping[str, Any], prefix: str) -> Structure:
     """Return the structure of a class.
 
     Args:
         own: Structure that the class adds.
         shared: Structure of its base model.
-        lead: Prefix of the base model with its dot; "" if the class is a base model itself.
+        prefix: Prefix of the base model with its dot; "" if the class is a base model itself.
     """
-    base, above = _read(shared, lead), _read(own, "")
+    base, additions = _read_structure(shared, prefix), _read_structure(own, "")
     stacks = list(base.stacks)
-    for at, ends in enumerate(own.get("ends", ())):
-        stack = stacks[at]
-        stacks[at] = stack._replace(
+    for index, ends in enumerate(own.get("ends", ())):
+        stack = stacks[index]
+        stacks[index] = stack._replace(
             before=stack.before + tuple(ends["before"]), after=stack.after + tuple(ends["after"])
         )
     return dataclasses.replace(
         base,
-        head=above.head,
-        embedding=above.embedding or base.embedding,
-        plan={**above.plan, **base.plan},
-        stacks=(*stacks, *above.stacks),
-        heads={**above.heads, **base.heads},
-        transposed=base.transposed | above.transposed,
-        changes=base.changes | above.changes,
-        variants=base.variants | above.variants,
+        head=additions.head,
+        embedding=additions.embedding or base.embedding,
+        plan={**additions.plan, **base.plan},
+        stacks=(*stacks, *additions.stacks),
+        heads={**additions.heads, **base.heads},
+        transposed=base.transposed | additions.transposed,
+        conversions=base.conversions | additions.conversions,
+        other_conversions=base.other_conversions | additions.other_conversions,
     )
 
 
-def _read(values: Mapping[str, Any], lead: str) -> Structure:
-    def names(key: str, of: Mapping[str, Any] = values) -> tuple[str, ...]:
-        return tuple(lead + each for each in of.get(key, ()))
+def _read_structure(values: Mapping[str, Any], prefix: str) -> Structure:
+    def names(key: str, row: Mapping[str, Any] = values) -> tuple[str, ...]:
+        return tuple(prefix + each for each in row.get(key, ()))
 
-    def changes(renames: Iterable[Any], others: Iterable[Mapping[str, Any]]) -> Iterator[LoadConversion]:
+    def conversions(renames: Iterable[Any], others: Iterable[Mapping[str, Any]]) -> Iterator[LoadConversion]:
         for source, target in renames:
-            yield LoadConversion((lead + source,), (lead + target,))
+            yield LoadConversion((prefix + source,), (prefix + target,))
         for each in others:
             yield LoadConversion(names("sources", each), names("targets", each), tuple(each["ops"]))
 
     return Structure(
-        text=values.get("text", ""),
+        text_config_path=values.get("text", ""),
         text_type=values.get("text_type", ""),
         head=values.get("head", ""),
-        embedding=lead + values["embedding"] if "embedding" in values else "",
-        plan={lead + pattern: style for pattern, style in values.get("plan", {}).items()},
+        embedding=prefix + values["embedding"] if "embedding" in values else "",
+        plan={prefix + pattern: style for pattern, style in values.get("plan", {}).items()},
         stacks=tuple(
-            StackRule(lead + each["path"], each["length"], names("before", each), names("after", each))
+            StackRule(prefix + each["path"], each["length"], names("before", each), names("after", each))
             for each in values.get("stacks", ())
         ),
         heads={
-            lead + pattern: tuple((count, size) for count, size in pairs)
+            prefix + pattern: tuple((count, size) for count, size in pairs)
             for pattern, pairs in values.get("heads", {}).items()
         },
         transposed=frozenset(names("transposed")),
-        changes=frozenset(changes(values.get("renames", ()), values.get("changes", ()))),
-        variants=frozenset(changes(values.get("other_renames", ()), values.get("other_changes", ()))),
+        conversions=frozenset(conversions(values.get("renames", ()), values.get("changes", ()))),
+        other_conversions=frozenset(conversions(values.get("other_renames", ()), values.get("other_changes", ()))),
         defaults=values.get("defaults", {}),
         aliases=values.get("aliases", {}),
     )

@@ -7,13 +7,19 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from ckptx.architecture.extra_tensors import ExtraTensor
-from ckptx.architecture.shape_rules import paths_of
+from ckptx.architecture.shape_rules import star_prefixes
 from ckptx.mapping.names import split_pattern
 
 # A layer after the last one with any of these modules predicts further tokens.
-_PREDICTS = re.compile(r"\.(eh_proj|enorm|hnorm|shared_head|embed_tokens|mtp[a-z0-9_]*)\.")
+_MTP_MODULES = re.compile(r"\.(eh_proj|enorm|hnorm|shared_head|embed_tokens|mtp[a-z0-9_]*)\.")
 # Keys with the number of such layers.
-_KEYS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_layers", "mtp_num_hidden_layers", "num_mtp_modules")
+_MTP_COUNT_KEYS = (
+    "num_nextn_predict_layers",
+    "num_mtp_layers",
+    "mtp_num_layers",
+    "mtp_num_hidden_layers",
+    "num_mtp_modules",
+)
 
 
 class SurplusLayer(NamedTuple):
@@ -21,14 +27,14 @@ class SurplusLayer(NamedTuple):
 
     Attributes:
         path: Path of the list of layers.
-        number: Its index in the list.
+        layer_index: Its index in the list.
     """
 
     path: str
-    number: int
+    layer_index: int
 
 
-def layer_behind(model_name: str, counts: Mapping[str, int]) -> SurplusLayer | None:
+def find_surplus_layer(model_name: str, counts: Mapping[str, int]) -> SurplusLayer | None:
     """Return the layer of a tensor if it is after the last one, else None.
 
     Args:
@@ -36,7 +42,7 @@ def layer_behind(model_name: str, counts: Mapping[str, int]) -> SurplusLayer | N
         counts: Number of layers by path of the list.
     """
     pattern, indices = split_pattern(model_name)
-    for path in paths_of(pattern)[:1]:
+    for path in star_prefixes(pattern)[:1]:
         if indices[0] >= counts.get(path, indices[0] + 1):
             return SurplusLayer(path, indices[0])
     return None
@@ -56,22 +62,24 @@ def unexplained_layers(
         config: Contents of `config.json`.
         extras: Tensors that the class does not have, by name.
     """
-    further = _further_layers(config)
-    explained = {layer for name, layer in layers.items() if _PREDICTS.search(name) or _may_be_there(extras.get(name))}
+    mtp_layers = _count_mtp_layers(config)
+    explained = {layer for name, layer in layers.items() if _MTP_MODULES.search(name) or _has_reason(extras.get(name))}
     first: dict[SurplusLayer, str] = {}
     for name, layer in layers.items():
         first.setdefault(layer, name)
     for layer, name in first.items():
-        if layer not in explained and layer.number >= counts[layer.path] + further:
+        if layer not in explained and layer.layer_index >= counts[layer.path] + mtp_layers:
             yield name, layer
 
 
-def _may_be_there(extra: ExtraTensor | None) -> bool:
+def _has_reason(extra: ExtraTensor | None) -> bool:
     return extra is not None and bool(extra.reason) and not extra.is_computed
 
 
-def _further_layers(config: Mapping[str, Any]) -> int:
+def _count_mtp_layers(config: Mapping[str, Any]) -> int:
     """Return the number of layers that the config adds after the last one."""
     nested = config.get("text_config")
     places: Iterable[Mapping[str, Any]] = (each for each in (config, nested) if isinstance(each, Mapping))
-    return max((count for place in places for key in _KEYS if type(count := place.get(key)) is int), default=0)
+    return max(
+        (count for place in places for key in _MTP_COUNT_KEYS if type(count := place.get(key)) is int), default=0
+    )

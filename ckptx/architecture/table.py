@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 
-from ckptx.architecture.model_files import index, sections_of
-from ckptx.architecture.rows import Row, decode_row
+from ckptx.architecture.model_files import read_index, sections_of
+from ckptx.architecture.rows import ClassRow, decode_row
 from ckptx.architecture.shape_rows import decode_shapes
 from ckptx.architecture.shape_rules import ShapeRules
 from ckptx.architecture.spec import Architecture
@@ -22,16 +22,16 @@ def lookup(class_name: str, model_type: str | None = None) -> Architecture | Non
         The architecture, or None for an unknown class, another model type, or a class that needs its real config.
     """
     row = find_row(class_name, model_type)
-    return row.architecture if row and row.shared is None else None
+    return row.architecture if row and row.shared_layers is None else None
 
 
 @functools.cache
-def find_row(class_name: str, model_type: str | None = None) -> Row | None:
+def find_row(class_name: str, model_type: str | None = None) -> ClassRow | None:
     """Return the row of a class, even if it only has the reason to introspect the class; None if unknown."""
-    sections, own = sections_of(class_name), index()["classes"].get(class_name)
+    sections, own = sections_of(class_name), read_index()["classes"].get(class_name)
     if sections is None or (model_type is not None and own != model_type):
         return None
-    return decode_row(class_name, own, sections, index()["transformers"])
+    return decode_row(class_name, own, sections, read_index()["transformers"])
 
 
 @functools.cache

@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from ckptx.architecture.disk_names import NamesOnDisk, name_pairs
-from ckptx.architecture.overrides import SUFFIX_TABLE
+from ckptx.architecture.disk_names import CheckpointNames, tie_names
+from ckptx.architecture.overrides import FROM_SUFFIX_TABLE
 from ckptx.architecture.spec import Architecture, TiePair
 from ckptx.errors import InputError
 
@@ -30,7 +30,7 @@ Case = Literal[
 ]
 
 # With a smaller fraction of known names, the checkpoint is not one of the class, and an absent name proves nothing.
-_BELONGS = 0.5
+_MIN_MATCH_FRACTION = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,42 +81,43 @@ class UntyingEdits:
 def resolve_ties(
     architecture: Architecture,
     config: Mapping[str, Any],
-    on_disk: Mapping[str, StoredTensor],
-    equal: Callable[[str, str], bool],
+    stored_tensors: Mapping[str, StoredTensor],
+    are_equal: Callable[[str, str], bool],
     *,
     tie_missing: bool = False,
-    accepted: list[str] | None = None,
+    accepted_problems: list[str] | None = None,
 ) -> list[TieDecision]:
     """Return one decision per pair of ``architecture.ties``, in that order.
 
     Args:
         architecture: Architecture of the checkpoint's class.
         config: Contents of ``config.json``.
-        on_disk: Tensors of the checkpoint by name.
-        equal: Compares the bytes of two names. Called only for declared pairs whose names are both on disk with equal
-            shape and dtype.
+        stored_tensors: Tensors of the checkpoint by name.
+        are_equal: Compares the bytes of two names. Called only for declared pairs whose names are both on disk with
+            equal shape and dtype.
         tie_missing: Treat a pair as tied if one name is missing, whatever the config declares.
-        accepted: List that receives a sentence for each missing name that no stored tensor can replace; None to refuse.
+        accepted_problems: List that receives a sentence for each missing name that no stored tensor can replace; None
+            to refuse.
 
     Raises:
-        InputError: There is such a name, and ``accepted`` is None.
+        InputError: There is such a name, and ``accepted_problems`` is None.
     """
-    names = NamesOnDisk(architecture, on_disk)
-    named = name_pairs(architecture.ties, names)
-    anchors = _anchors(architecture.ties, named, config, on_disk, tie_missing)
-    judge = _TieJudge(architecture, config, on_disk, names, equal, tie_missing)
+    names = CheckpointNames(architecture, stored_tensors)
+    pair_names = tie_names(architecture.ties, names)
+    stored_names = _stored_names(architecture.ties, pair_names, config, stored_tensors, tie_missing)
+    resolver = _TieResolver(architecture, config, stored_tensors, names, are_equal, tie_missing)
     decisions = [
-        judge.decide(pair, target, source, anchors.get(pair.namings[0][1]))
-        for pair, (target, source) in zip(architecture.ties, named, strict=True)
+        resolver.decide(pair, target, source, stored_names.get(pair.namings[0][1]))
+        for pair, (target, source) in zip(architecture.ties, pair_names, strict=True)
     ]
-    if judge.problems and accepted is None:
-        raise InputError("; ".join(judge.problems))
-    if accepted is not None:
-        accepted += judge.problems
+    if resolver.problems and accepted_problems is None:
+        raise InputError("; ".join(resolver.problems))
+    if accepted_problems is not None:
+        accepted_problems += resolver.problems
     return decisions
 
 
-def config_edits(
+def untying_edits(
     architecture: Architecture, config: Mapping[str, Any], decisions: Sequence[TieDecision]
 ) -> UntyingEdits:
     """Return the edits for pairs that the config ties although their tensors differ.
@@ -126,8 +127,8 @@ def config_edits(
         config: Config passed to ``resolve_ties``.
         decisions: Result of ``resolve_ties``.
     """
-    judged = list(zip(architecture.ties, decisions, strict=True))
-    untied = [pair for pair, decision in judged if decision.declared and decision.action == "keep-both"]
+    decided_pairs = list(zip(architecture.ties, decisions, strict=True))
+    untied = [pair for pair, decision in decided_pairs if decision.declared and decision.action == "keep-both"]
     if not untied:
         return UntyingEdits()
     if not architecture.ties_flag_editable:
@@ -137,122 +138,128 @@ def config_edits(
         paths.add(("text_config", "tie_word_embeddings"))
     for pair in untied:
         paths.update(pair.flag.paths)
-    edited = _edited(config, paths)
-    aliases = [d for pair, d in judged if d.declared and d.action == "alias" and not pair.flag.effective(edited)]
+    edited = _with_flags_off(config, paths)
+    aliases = [d for pair, d in decided_pairs if d.declared and d.action == "alias" and not pair.flag.is_set(edited)]
     if aliases:
         return UntyingEdits(note=f"tie_word_embeddings is unchanged: {aliases[0].target} still needs it")
     listed = ", ".join(sorted(".".join(path) for path in paths))
     return UntyingEdits(dict.fromkeys(sorted(paths), False), f"{listed} written as false: the tensors differ")
 
 
-def _edited(config: Mapping[str, Any], paths: set[tuple[str, ...]]) -> dict[str, Any]:
+def _with_flags_off(config: Mapping[str, Any], paths: set[tuple[str, ...]]) -> dict[str, Any]:
     result = dict(config)
     for path in paths:
         node = result
         for key in path[:-1]:
-            below = node.get(key)
-            node[key] = dict(below) if isinstance(below, Mapping) else {}
+            nested = node.get(key)
+            node[key] = dict(nested) if isinstance(nested, Mapping) else {}
             node = node[key]
         node[path[-1]] = False
     return result
 
 
-def _anchors(
+def _stored_names(
     ties: Sequence[TiePair],
-    named: Sequence[tuple[str, str]],
+    pair_names: Sequence[tuple[str, str]],
     config: Mapping[str, Any],
-    on_disk: Mapping[str, StoredTensor],
+    stored_tensors: Mapping[str, StoredTensor],
     tie_missing: bool,
 ) -> dict[str, str]:
     """Return, for each source (model name), its name on disk: itself, or the first target tied to it."""
-    anchors: dict[str, str] = {}
-    for pair, (_, source) in zip(ties, named, strict=True):
-        if source in on_disk:
-            anchors[pair.namings[0][1]] = source
-    for pair, (target, _) in zip(ties, named, strict=True):
-        if target in on_disk and (tie_missing or pair.flag.effective(config)):
-            anchors.setdefault(pair.namings[0][1], target)
-    return anchors
+    stored_names: dict[str, str] = {}
+    for pair, (_, source) in zip(ties, pair_names, strict=True):
+        if source in stored_tensors:
+            stored_names[pair.namings[0][1]] = source
+    for pair, (target, _) in zip(ties, pair_names, strict=True):
+        if target in stored_tensors and (tie_missing or pair.flag.is_set(config)):
+            stored_names.setdefault(pair.namings[0][1], target)
+    return stored_names
 
 
 @dataclass(slots=True)
-class _TieJudge:
+class _TieResolver:
     """The tie table, applied to one pair at a time; collects refusals to report all of them together."""
 
     architecture: Architecture
     config: Mapping[str, Any]
-    on_disk: Mapping[str, StoredTensor]
-    names: NamesOnDisk
-    equal: Callable[[str, str], bool]
+    stored_tensors: Mapping[str, StoredTensor]
+    names: CheckpointNames
+    are_equal: Callable[[str, str], bool]
     tie_missing: bool
     problems: list[str] = field(default_factory=list)
 
-    def decide(self, pair: TiePair, target: str, source: str, anchor: str | None) -> TieDecision:
-        declared = pair.flag.effective(self.config)
-        reason = pair.flag.evidence(self.config)
-        has_target, has_source = target in self.on_disk, source in self.on_disk
+    def decide(self, pair: TiePair, target: str, source: str, stored_name: str | None) -> TieDecision:
+        is_declared = pair.flag.is_set(self.config)
+        reason = pair.flag.explain(self.config)
+        has_target, has_source = target in self.stored_tensors, source in self.stored_tensors
 
-        def decided(case: Case, action: Literal["alias", "keep-both", "none"], fact: str) -> TieDecision:
-            stored = anchor if action == "alias" else None
-            return TieDecision(target, source, case, action, stored, declared, f"{fact}, {reason}")
+        def make_decision(case: Case, action: Literal["alias", "keep-both", "none"], fact: str) -> TieDecision:
+            stored = stored_name if action == "alias" else None
+            return TieDecision(target, source, case, action, stored, is_declared, f"{fact}, {reason}")
 
-        if has_target and has_source and not declared:
-            return decided("undeclared", "keep-both", f"{target} and {source} both present")
+        if has_target and has_source and not is_declared:
+            return make_decision("undeclared", "keep-both", f"{target} and {source} both present")
         absent = [name for name, there in ((target, has_target), (source, has_source)) if not there]
         for name in absent:
             if self.names.has_other_form(name):
-                return decided("other-form", "none", f"{name} present in another form")
-        if not declared and not self.tie_missing:
-            return self._undeclared(pair, target, source, decided)
-        if anchor is None:
-            return self._neither(pair, target, source, decided)
-        return self._declared(target, source, anchor, decided)
+                return make_decision("other-form", "none", f"{name} present in another form")
+        if not is_declared and not self.tie_missing:
+            return self._decide_untied(pair, target, source, make_decision)
+        if stored_name is None:
+            return self._decide_absent(pair, target, source, make_decision)
+        return self._decide_tied(target, source, stored_name, make_decision)
 
-    def _declared(self, target: str, source: str, anchor: str, decided: Callable[..., TieDecision]) -> TieDecision:
-        """Decide a tied pair: one tensor unless both are present and differ; ``anchor`` is on disk."""
-        if target not in self.on_disk:
-            case: Case = "source-only" if anchor == source else "third-name"
-            return decided(case, "alias", f"{target} absent, {anchor} present")
-        if anchor == target:
-            return decided("target-only", "alias", f"{source} absent, {target} present")
-        first, second = self.on_disk[target], self.on_disk[anchor]
+    def _decide_tied(
+        self, target: str, source: str, stored_name: str, make_decision: Callable[..., TieDecision]
+    ) -> TieDecision:
+        """Decide a tied pair: one tensor unless both are present and differ; ``stored_name`` is on disk."""
+        if target not in self.stored_tensors:
+            case: Case = "source-only" if stored_name == source else "third-name"
+            return make_decision(case, "alias", f"{target} absent, {stored_name} present")
+        if stored_name == target:
+            return make_decision("target-only", "alias", f"{source} absent, {target} present")
+        first, second = self.stored_tensors[target], self.stored_tensors[stored_name]
         if first != second:
-            fact = f"{target} is {first.dtype} {first.shape}, {anchor} is {second.dtype} {second.shape}"
-            return decided("mismatched", "keep-both", fact)
-        if self.equal(target, anchor):
-            return decided("equal", "alias", f"{target} and {anchor} hold the same bytes")
-        return decided("different", "keep-both", f"{target} and {anchor} hold different bytes")
+            fact = f"{target} is {first.dtype} {first.shape}, {stored_name} is {second.dtype} {second.shape}"
+            return make_decision("mismatched", "keep-both", fact)
+        if self.are_equal(target, stored_name):
+            return make_decision("equal", "alias", f"{target} and {stored_name} hold the same bytes")
+        return make_decision("different", "keep-both", f"{target} and {stored_name} hold different bytes")
 
-    def _undeclared(self, pair: TiePair, target: str, source: str, decided: Callable[..., TieDecision]) -> TieDecision:
+    def _decide_untied(
+        self, pair: TiePair, target: str, source: str, make_decision: Callable[..., TieDecision]
+    ) -> TieDecision:
         """Decide a pair that the config does not tie, and of which at most one name is present."""
-        has_target, has_source = target in self.on_disk, source in self.on_disk
+        has_target, has_source = target in self.stored_tensors, source in self.stored_tensors
         if not has_target and not has_source:
-            return self._neither(pair, target, source, decided)
+            return self._decide_absent(pair, target, source, make_decision)
         case: Case = "target-only" if has_target else "source-only"
         present, missing = (target, source) if has_target else (source, target)
-        if has_source and self.names.is_without_base_prefix(pair, source):
-            return decided("base-model", "none", f"{target} absent, the names are those of a base model")
+        if has_source and self.names.lacks_base_prefix(pair, source):
+            return make_decision("base-model", "none", f"{target} absent, the names are those of a base model")
         # the outer bias of a prediction head is only an alias of the decoder's own bias, which forward reads
-        unread = has_target and not pair.is_primary and source.endswith(".bias")
-        if unread or not self._can_judge():
-            return decided(case, "none", f"{missing} absent")
-        why = pair.flag.evidence(self.config)
+        is_unread = has_target and not pair.is_primary and source.endswith(".bias")
+        if is_unread or not self._is_of_class():
+            return make_decision(case, "none", f"{missing} absent")
+        why = pair.flag.explain(self.config)
         self.problems.append(
             f"{missing}: not in the checkpoint, and not tied to {present} ({why}), so "
             f"{self.architecture.class_name} would start with random values there; "
             f"pass --tie-missing to use {present} for it, or add the tensor"
         )
-        return decided(case, "none", f"{missing} absent")
+        return make_decision(case, "none", f"{missing} absent")
 
-    def _neither(self, pair: TiePair, target: str, source: str, decided: Callable[..., TieDecision]) -> TieDecision:
+    def _decide_absent(
+        self, pair: TiePair, target: str, source: str, make_decision: Callable[..., TieDecision]
+    ) -> TieDecision:
         # a secondary pair that is absent as a whole is a head that was never trained: every loader initializes it
-        if pair.is_primary and self._can_judge():
+        if pair.is_primary and self._is_of_class():
             self.problems.append(
                 f"{target}, {source}: neither is in the checkpoint, "
                 f"{self.architecture.class_name} needs one of them; the checkpoint is incomplete "
                 "(--tie-missing cannot help: there is nothing to tie to)"
             )
-        return decided("missing", "none", f"{target} and {source} absent")
+        return make_decision("missing", "none", f"{target} and {source} absent")
 
-    def _can_judge(self) -> bool:
-        return self.architecture.known_from != SUFFIX_TABLE and self.names.match >= _BELONGS
+    def _is_of_class(self) -> bool:
+        return self.architecture.known_from != FROM_SUFFIX_TABLE and self.names.match_fraction >= _MIN_MATCH_FRACTION

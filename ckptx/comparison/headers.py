@@ -214,7 +214,7 @@ class TiedNames:
                     ties._join(name, kept)
             if view.architecture is not None and view.config is not None:
                 for pair in view.architecture.ties:
-                    if pair.flag.effective(view.config):
+                    if pair.flag.is_set(view.config):
                         for target, source in pair.namings:
                             ties._join(target, source)
                             ties.sources.setdefault(target, set()).add(source)

@@ -16,11 +16,11 @@ from math import prod
 from typing import Any, NamedTuple
 
 from ckptx.architecture.extra_tensors import ExtraTensor, ExtraTensors
-from ckptx.architecture.overrides import SUFFIX_TABLE
-from ckptx.architecture.shape_rules import ExpectedShapes, Sizes, paths_of
-from ckptx.architecture.shapes import expected_of, says_layers
+from ckptx.architecture.overrides import FROM_SUFFIX_TABLE
+from ckptx.architecture.shape_rules import ExpectedShapes, Sizes, star_prefixes
+from ckptx.architecture.shapes import expected_shapes, states_layer_count
 from ckptx.architecture.spec import Architecture
-from ckptx.architecture.surplus_layers import SurplusLayer, layer_behind, unexplained_layers
+from ckptx.architecture.surplus_layers import SurplusLayer, find_surplus_layer, unexplained_layers
 from ckptx.catalog.dtype import BY_NAME
 from ckptx.catalog.entry import Chunk, TensorEntry
 from ckptx.catalog.region import Shape, whole
@@ -134,14 +134,14 @@ def match_config(view: ModelView) -> ConfigMatch:
         InputError: The config has an invalid number.
     """
     architecture, config = view.published, view.config
-    if architecture is None or config is None or architecture.known_from == SUFFIX_TABLE:
+    if architecture is None or config is None or architecture.known_from == FROM_SUFFIX_TABLE:
         return ConfigMatch("nothing")
-    expected = expected_of(architecture, config)
+    expected = expected_shapes(architecture, config)
     rules = rules_of(view)
     assert view.architecture is not None
     extras = ExtraTensors(view.architecture, config, view.tensors)
     if expected is None or rules is None:
-        return _match_layers(view, architecture, config, extras.found)
+        return _match_layers(view, architecture, config, extras.by_name)
     tensors = view.tensors
     try:
         if view.trainer_naming:
@@ -192,10 +192,10 @@ def _match_layers(
 ) -> ConfigMatch:
     """Check layers, names and vocabulary size, for a class whose shapes are unknown."""
     mismatches = _missing_vocab_rows(view, architecture, config)
-    stacks = architecture.stacks(config) if says_layers(architecture, config) else ()
+    stacks = architecture.stacks(config) if states_layer_count(architecture, config) else ()
     found = {stack: below for stack in stacks if (below := _layers_below(stack.path, view.tensors))}
     counts = {stack.path: stack.count for stack in found}
-    behind = {name: layer for name in view.tensors if (layer := layer_behind(name, counts)) is not None}
+    behind = {name: layer for name in view.tensors if (layer := find_surplus_layer(name, counts)) is not None}
     mismatches += _of_other_models(extras, behind, architecture.class_name)
     mismatches += _surplus(behind, counts, config, extras)
     lost = list(islice(_missing_layers({s.path: _Empty.of(s.count, below) for s, below in found.items()}), _NAMED + 1))
@@ -221,7 +221,7 @@ def _surplus(
     """Yield one mismatch for each layer after the last one, except MTP layers."""
     for name, layer in unexplained_layers(behind, counts, config, extras):
         required = f"a layer index below {counts[layer.path]} in {layer.path} (config.json)"
-        yield Mismatch(name, f"layer {layer.number}", required)
+        yield Mismatch(name, f"layer {layer.layer_index}", required)
 
 
 def _layers_below(path: str, names: Iterable[str]) -> set[int]:
@@ -315,8 +315,8 @@ class _ConfigMatcher:
         mismatches = [found for name, place in places.items() if (found := self._check(name, place, tensors[name]))]
         behind = self._surplus_layers(places)
         mismatches = [each for each in mismatches if each.name not in behind]  # of layers that the model does not have
-        mismatches += _of_other_models(self.extras.found, behind, self.architecture.class_name)
-        mismatches += _surplus(behind, self.expected.counts, self.config, self.extras.found)
+        mismatches += _of_other_models(self.extras.by_name, behind, self.architecture.class_name)
+        mismatches += _surplus(behind, self.expected.counts, self.config, self.extras.by_name)
         prefix = self.architecture.base_prefix
         has_base = bool(prefix) and any(each.startswith(f"{prefix}.") for each in self.expected.required)
         is_base = has_base and not any(name.startswith(f"{prefix}.") for name in tensors)
@@ -326,7 +326,7 @@ class _ConfigMatcher:
         )
         named = list(islice(lost, _NAMED + 1))
         every = (*mismatches, *named[:_NAMED])
-        return ConfigMatch("names and shapes", every, self._unchecked, len(named) > _NAMED, self.extras.found)
+        return ConfigMatch("names and shapes", every, self._unchecked, len(named) > _NAMED, self.extras.by_name)
 
     def _modules_of(self, name: str) -> set[str]:
         """Return the module of a name that the model lacks, under its name on disk and in the model."""
@@ -342,7 +342,7 @@ class _ConfigMatcher:
         if isinstance(place, str):
             pattern, indices = split_pattern(place)
             self._present.setdefault(pattern, set()).add(indices)
-            if pattern in self.expected.absent:
+            if pattern in self.expected.absent_patterns:
                 return self._switched_off(name, [pattern])
             return self._mismatch(name, entry, (pattern,), lambda: self.expected.shapes.get(pattern))
         number, fixed, column, at = place
@@ -351,7 +351,7 @@ class _ConfigMatcher:
             run = self._runs[place.run] = self._run_at(self.rules.conversions[number], fixed)
         run.positions[column].add(at)
         patterns = [pattern_of(named(target, fixed, 0)) for target in run.conversion.targets]
-        if all(pattern in self.expected.absent for pattern in patterns):
+        if all(pattern in self.expected.absent_patterns for pattern in patterns):
             return self._switched_off(name, patterns)
         return self._mismatch(
             name, entry, (number, column, run.patterns), lambda: self._shapes_on_disk(run.conversion, place)
@@ -359,9 +359,9 @@ class _ConfigMatcher:
 
     def _switched_off(self, name: str, patterns: Sequence[str]) -> Mismatch | None:
         """A tensor that the class has under another config alone."""
-        if self.extras.is_of_quantized_weight(name):
+        if self.extras.is_part_of_quantized_weight(name):
             return None  # some packages store a bias beside each packed weight
-        keys = ", ".join(dict.fromkeys(self.expected.absent[pattern] for pattern in patterns))
+        keys = ", ".join(dict.fromkeys(self.expected.absent_patterns[pattern] for pattern in patterns))
         class_name = self.architecture.class_name
         return Mismatch(
             name, f"is not a tensor of {class_name} with this config.json (it depends on {keys})", _NO_TENSOR
@@ -374,7 +374,11 @@ class _ConfigMatcher:
         names = [named(target, fixed, 0) for target in conversion.targets]
         positions: list[set[int]] = [set() for _ in conversion.sources]
         return _NumberedRun(
-            conversion, fixed, positions, tuple(map(pattern_of, names)), layer_behind(names[0], self.expected.counts)
+            conversion,
+            fixed,
+            positions,
+            tuple(map(pattern_of, names)),
+            find_surplus_layer(names[0], self.expected.counts),
         )
 
     def _note_target(self, target: str, fixed: tuple[int, ...]) -> None:
@@ -464,7 +468,7 @@ class _ConfigMatcher:
     def _missing_added(self) -> Iterator[Mismatch]:
         """Yield the tensors that a config key adds to the class if no layer has any of them."""
         tied = {name for pair in self.architecture.ties for naming in pair.namings for name in naming}
-        for pattern, key in sorted(self.expected.added.items()):
+        for pattern, key in sorted(self.expected.added_patterns.items()):
             name = fill(pattern, (0,) * pattern.count("*"))
             is_there = pattern in self._present or any(pattern == each for each, _ in self._filled)
             if not is_there and name not in tied and not self._has_other_form(name):
@@ -472,7 +476,7 @@ class _ConfigMatcher:
 
     def _indices(self, pattern: str, empty: Mapping[str, _Empty]) -> Iterator[tuple[int, ...]]:
         """Yield the indices of a required pattern, without empty layers and lists that one tensor holds."""
-        paths = paths_of(pattern)
+        paths = star_prefixes(pattern)
         if not paths:
             yield ()
             return
@@ -486,8 +490,8 @@ class _ConfigMatcher:
 
     def _empty_layers(self) -> dict[str, _Empty]:
         """Return for each list of layers with a known length the layers that have any tensor."""
-        counts = {path: self.expected.counts[path] for path in self.expected.stated}
-        if says_layers(self.architecture, self.config):
+        counts = {path: self.expected.counts[path] for path in self.expected.stated_paths}
+        if states_layer_count(self.architecture, self.config):
             counts |= {stack.path: stack.count for stack in self.architecture.stacks(self.config)}
         found = {}
         for path, count in counts.items():
@@ -533,7 +537,7 @@ class _ConfigMatcher:
             if isinstance(place, Destination):
                 layer = runs.get(place.run) if runs else None
             else:
-                layer = layer_behind(place or name, self.expected.counts)
+                layer = find_surplus_layer(place or name, self.expected.counts)
             if layer is not None:
                 found[name] = layer
         return found

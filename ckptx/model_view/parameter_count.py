@@ -92,7 +92,7 @@ def _tied_names(view: ModelView) -> dict[str, str]:
     """Map each name that the config ties to a representative, equal for all names of one tie."""
     if view.architecture is None or view.config is None:
         return {}
-    declared = (pair for pair in view.architecture.ties if pair.flag.effective(view.config))
+    declared = (pair for pair in view.architecture.ties if pair.flag.is_set(view.config))
     return _leaders(names for pair in declared for names in pair.namings)
 
 

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from ckptx.architecture.find import find_architecture
 from ckptx.architecture.infer import infer_class
-from ckptx.architecture.installed import note_on
-from ckptx.architecture.names_found import ModelNames, find_names, in_naming_of, known_names
-from ckptx.architecture.shapes import shapes_of
+from ckptx.architecture.installed import architecture_note
+from ckptx.architecture.names_found import ModelNames, apply_trainer_naming, find_model_names, known_names
+from ckptx.architecture.shapes import shape_lookup
 from ckptx.architecture.spec import Architecture
 from ckptx.catalog.catalog import Catalog
 from ckptx.catalog.entry import Chunk, TensorEntry
@@ -147,12 +147,12 @@ def view_model(
     for name in tensors:
         names_by_pattern.setdefault(pattern_of(name), []).append(name)
     refuse_adapters(names_by_pattern, catalog.root)
-    note = note_on(published)
+    note = architecture_note(published)
     if note is not None:
         notes.append(note)
     unknown: set[str] = set()
     if architecture is not None and patterns:
-        unknown = {name for key, names in names_by_pattern.items() if not architecture.knows(key) for name in names}
+        unknown = {name for key, names in names_by_pattern.items() if not architecture.expects(key) for name in names}
         if isinstance(config, dict) and "quantization_config" in config:
             unknown = {name for name in unknown if not _lies_beside_a_weight(name, architecture)}
     return ModelView(
@@ -165,7 +165,7 @@ def view_model(
         unwrapped.counts,
         architecture,
         published,
-        found.trainer_naming,
+        found.trainer_conversions,
         tuple(name for name in tensors if name in unknown) if unknown else (),
         tuple(each._replace(names=tuple(on_disk[name] for name in each.names)) for each in found.models.others),
         {**unwrapped.duplicates, **{on_disk[name]: on_disk[kept] for name, kept in found.models.twins.items()}},
@@ -219,7 +219,7 @@ def _refuse_stars(catalog: Catalog) -> None:
 
 
 def _lies_beside_a_weight(name: str, architecture: Architecture) -> bool:
-    return parent_of(name, lambda weight: architecture.knows(pattern_of(weight))) is not None
+    return parent_of(name, lambda weight: architecture.expects(pattern_of(weight))) is not None
 
 
 def _with_class(config: dict[str, Any], catalog: Catalog, notes: list[str]) -> dict[str, Any]:
@@ -242,7 +242,7 @@ def _names_of_model(
     plain = UnwrappedNames({name: name for name in catalog.tensors}, {})
     as_they_are = plain, Models(Roles("", plain.names, [], []))
     if not catalog.form.is_of_training:
-        architecture, trainer_naming = in_naming_of(published, config, catalog.tensors)
+        architecture, trainer_naming = apply_trainer_naming(published, config, catalog.tensors)
         others = find_models(as_they_are[1].roles, known_names(architecture, config), is_given=False).others
         notes.extend(
             f"holds a second complete model {below(each.prefix)}, {counted(len(each.names), 'tensor')}, treated as "
@@ -251,7 +251,7 @@ def _names_of_model(
             if each.is_complete
         )
         return ModelNames(*as_they_are, architecture, trainer_naming)
-    found = find_names(catalog.tensors, published, config, prefix)
+    found = find_model_names(catalog.tensors, published, config, prefix)
     unwrapped, models = found.unwrapped, found.models
     roles = models.roles
     if unwrapped.counts or unwrapped.duplicates or roles.optimizer or roles.other:
@@ -305,7 +305,7 @@ def _rules_between(architecture: Architecture | None, config: dict[str, Any] | N
         return None
     conversions = with_scales_of_blocks(architecture.conversions(config), config)
     return NameRules(
-        conversions, architecture.base_prefix, architecture.model_names, shape_of=shapes_of(architecture, config)
+        conversions, architecture.base_prefix, architecture.model_names, shape_of=shape_lookup(architecture, config)
     )
 
 
@@ -485,7 +485,9 @@ def decide_ties(
         first, second = view.tensors[a], view.tensors[b]
         return first.chunks == second.chunks or leaves_of(first) == leaves_of(second)
 
-    return resolve_ties(view.architecture, view.config, stored, equal, tie_missing=tie_missing, accepted=accepted)
+    return resolve_ties(
+        view.architecture, view.config, stored, equal, tie_missing=tie_missing, accepted_problems=accepted
+    )
 
 
 def tie_rows(decisions: list[TieDecision]) -> list[dict[str, Any]]:

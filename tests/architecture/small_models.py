@@ -74,7 +74,7 @@ SMALL: dict[str, dict[str, Any]] = {
 
 def small_model(class_name: str, **config: Any) -> tuple[PreTrainedModel, dict[str, Any]]:
     """A model with random values in every tensor, and the contents of its `config.json`."""
-    cls: Any = meta_model.known_class(class_name)
+    cls: Any = meta_model.find_class(class_name)
     built = cls.config_class(**config)
     torch.manual_seed(0)
     model: PreTrainedModel = cls(built)

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ckptx
-from ckptx.architecture.configs import flag_at
+from ckptx.architecture.configs import read_flag
 from ckptx.architecture.expressions import Scope, keys_of
 from ckptx.architecture.find import find_architecture
 from ckptx.architecture.model_files import class_names
@@ -48,17 +48,17 @@ def placed(path: tuple[str, ...], value: Any) -> dict[str, Any]:
 def test_a_flag_is_true_or_false_or_absent(value: Any) -> None:
     for path in flag_paths():
         for flag in (True, False):
-            assert flag_at(placed(path, flag), path) is flag
-        assert flag_at({}, path) is None
+            assert read_flag(placed(path, flag), path) is flag
+        assert read_flag({}, path) is None
         with pytest.raises(InputError, match=f"config.json: {'.'.join(path)} is .* and must be true or false"):
-            flag_at(placed(path, value), path)
+            read_flag(placed(path, value), path)
 
 
 @given(value=st.one_of(st.text(), st.integers(), st.lists(st.integers())))
 def test_a_config_on_the_way_to_a_flag_is_an_object(value: Any) -> None:
     path = ("text_config", "tie_word_embeddings")
     with pytest.raises(InputError, match=r"config.json: text_config is .* and must be an object"):
-        flag_at({"text_config": value}, path)
+        read_flag({"text_config": value}, path)
 
 
 @pytest.mark.parametrize(
@@ -72,7 +72,7 @@ def test_no_class_takes_another_value_for_its_flag(class_name: str, value: Any) 
     for pair in known.ties:
         for path in pair.flag.paths:
             config = placed(path, value)
-            for ask in (pair.flag.effective, pair.flag.evidence):
+            for ask in (pair.flag.is_set, pair.flag.explain):
                 with pytest.raises(InputError, match=".".join(path)):
                     ask(config)
 

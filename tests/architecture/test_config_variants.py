@@ -78,14 +78,14 @@ def variants() -> ModuleType:
 
 @pytest.fixture(scope="module")
 def default() -> MetaModelNames:
-    known = meta_model.derive(Switches, meta_model.default_builder(Switches), {})
-    return MetaModelNames.of(known)
+    known = meta_model.derive_architecture(Switches, meta_model.default_config_builder(Switches), {})
+    return MetaModelNames.from_architecture(known)
 
 
 @pytest.fixture(scope="module")
 def found(variants: ModuleType, default: MetaModelNames) -> frozenset[str]:
     built.clear()
-    names = variants.names_of_variants(Switches, meta_model.default_builder(Switches), {}, default)
+    names = variants.names_of_variants(Switches, meta_model.default_config_builder(Switches), {}, default)
     assert isinstance(names.patterns, frozenset)
     return names.patterns
 
@@ -124,5 +124,5 @@ def test_keys_that_the_model_does_not_read_are_left_alone_and_layers_are_few(fou
 
 def test_transformers_is_left_as_it_was(variants: ModuleType, default: MetaModelNames) -> None:
     before = PreTrainedConfig.__getattribute__
-    variants.names_of_variants(Switches, meta_model.default_builder(Switches), {}, default)
+    variants.names_of_variants(Switches, meta_model.default_config_builder(Switches), {}, default)
     assert PreTrainedConfig.__getattribute__ is before

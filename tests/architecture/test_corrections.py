@@ -16,12 +16,12 @@ from ckptx.architecture.correction_rows import (
     Corrections,
     ForwardRow,
     PlanRow,
-    Sequence,
+    SequenceParallelModules,
     TorchtitanRow,
-    expanded,
-    of_class,
+    expand_braces,
+    rows_of_class,
 )
-from ckptx.architecture.correction_schema import FaultyCorrectionError, decode
+from ckptx.architecture.correction_schema import InvalidCorrectionError, decode_corrections
 from ckptx.architecture.corrections import corrections_of, corrections_of_class, plan_keys, plan_rows
 from ckptx.architecture.trainer_naming import torchtitan
 from tests.support.corrections import changed, every
@@ -70,8 +70,8 @@ def without(row: dict[str, Any], key: str) -> dict[str, Any]:
     ],
 )  # fmt: skip
 def test_what_is_no_row_is_refused_by_file_and_row(document: Any, message: str) -> None:
-    with pytest.raises(FaultyCorrectionError) as caught:
-        decode(json.dumps(document), "x.json")
+    with pytest.raises(InvalidCorrectionError) as caught:
+        decode_corrections(json.dumps(document), "x.json")
     assert message in str(caught.value)
 
 
@@ -79,8 +79,8 @@ def test_what_is_no_row_is_refused_by_file_and_row(document: Any, message: str) 
     ("text", "message"), [("{", "x.json: Expecting"), ('{"plan": [], "plan": []}', 'x.json: key "plan" appears twice')]
 )
 def test_what_is_no_json_is_refused(text: str, message: str) -> None:
-    with pytest.raises(FaultyCorrectionError, match=message):
-        decode(text, "x.json")
+    with pytest.raises(InvalidCorrectionError, match=message):
+        decode_corrections(text, "x.json")
 
 
 def test_rows_are_what_the_file_says() -> None:
@@ -93,13 +93,13 @@ def test_rows_are_what_the_file_says() -> None:
             }
         ],
     }  # fmt: skip
-    assert decode(json.dumps(document), "x.json") == Corrections(
+    assert decode_corrections(json.dumps(document), "x.json") == Corrections(
         plan=(
             PlanRow("@layers.*.mlp.fc", "colwise", "for a test", (), (("num_heads", "head_dim ?? 4"),), "gated ?? 0"),
         ),
         forward=(
             ForwardRow(
-                "A", "for a test", "", Sequence("m.layers", ("attn",)), ("m.a.q", "m.b.q"),
+                "A", "for a test", "", SequenceParallelModules("m.layers", ("attn",)), ("m.a.q", "m.b.q"),
                 {"m.a.n": "replicate", "m.b.n": "replicate"},
             ),
         ),
@@ -107,7 +107,7 @@ def test_rows_are_what_the_file_says() -> None:
 
 
 def test_alternatives_are_spelled_out() -> None:
-    assert expanded("a.{b,c}.{d,e}") == ["a.b.d", "a.b.e", "a.c.d", "a.c.e"]
+    assert expand_braces("a.{b,c}.{d,e}") == ["a.b.d", "a.b.e", "a.c.d", "a.c.e"]
 
 
 @pytest.mark.parametrize("said", ["../models/llama", "llama/../llama", "/etc/passwd", "", "llama\0", "LLAMA", "*"])
@@ -119,7 +119,7 @@ def test_what_a_checkpoint_calls_its_model_type_is_no_part_of_a_path(
 
 
 def test_the_file_at_hand_is_opened_and_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    corrections._contents.cache_clear()
+    corrections._read_corrections.cache_clear()
     read: list[str] = []
     real = Path.read_bytes
     monkeypatch.setattr(Path, "read_bytes", lambda path: read.append(path.name) or real(path))
@@ -161,7 +161,7 @@ def test_plan_rows_of_a_composite_may_lie_with_itself_or_with_its_text_model() -
 
 
 def test_every_file_is_of_a_known_model_type_and_its_classes_are_of_that_type() -> None:
-    types = model_files.index()["classes"]
+    types = model_files.read_index()["classes"]
     for model_type, rows in every().items():
         assert model_type in types.values(), model_type
         named = [*rows.forward, *rows.layers, *rows.torchtitan, *(row for row in rows.inputs if row.class_name)]
@@ -171,14 +171,14 @@ def test_every_file_is_of_a_known_model_type_and_its_classes_are_of_that_type() 
 
 def test_rows_of_one_class_stand_in_one_file() -> None:
     rows = corrections_of("deepseek_v3").forward
-    assert of_class(rows, "DeepseekV3ForCausalLM") == rows and len(rows) == 2
-    assert of_class(rows, "DeepseekV3Model") == ()
+    assert rows_of_class(rows, "DeepseekV3ForCausalLM") == rows and len(rows) == 2
+    assert rows_of_class(rows, "DeepseekV3Model") == ()
 
 
 def names_by_type() -> dict[str, set[str]]:
     """The patterns of names of all classes of a model type."""
     found: dict[str, set[str]] = {}
-    for class_name, model_type in model_files.index()["classes"].items():
+    for class_name, model_type in model_files.read_index()["classes"].items():
         architecture = table.lookup(class_name)
         found.setdefault(model_type, set()).update(architecture.model_names if architecture else ())
     return found
@@ -214,7 +214,7 @@ def test_every_form_of_torchtitan_is_of_a_class() -> None:
     rows = [row for each in every().values() for row in each.torchtitan]
     assert {row.form for row in rows} == set(torchtitan.FORMS)
     row = TorchtitanRow("MixtralForCausalLM", "none", "for a test")
-    with changed("mixtral", torchtitan=(row,)), pytest.raises(FaultyCorrectionError, match="is not a form of names"):
+    with changed("mixtral", torchtitan=(row,)), pytest.raises(InvalidCorrectionError, match="is not a form of names"):
         torchtitan.form_of("MixtralForCausalLM")
 
 
@@ -231,7 +231,7 @@ def test_rows_for_making_the_files_change_what_is_made(model_type: str) -> None:
     from ckptx.architecture.introspection import meta_model
 
     rows = corrections_of(model_type)
-    classes = [meta_model.known_class(name) for name in model_files.classes_of(model_type)]
+    classes = [meta_model.find_class(name) for name in model_files.classes_of(model_type)]
     assert not rows.defaults or any(not builds(cls, {}) and builds(cls, rows.defaults[0].config) for cls in classes)
     if rows.no_stacks:
         before = [stacks(cls) for cls in classes]
@@ -243,7 +243,7 @@ def builds(cls: Any, values: Mapping[str, Any]) -> bool:
     from ckptx.architecture.introspection import meta_model
 
     try:
-        return bool(meta_model.derive(cls, meta_model.default_builder(cls), values))
+        return bool(meta_model.derive_architecture(cls, meta_model.default_config_builder(cls), values))
     except Exception:  # whatever the class raises
         return False
 
@@ -252,6 +252,6 @@ def stacks(cls: Any) -> tuple[Any, ...]:
     from ckptx.architecture.introspection import meta_model
 
     try:
-        return meta_model.derive(cls, meta_model.default_builder(cls), {}).structure.stacks
+        return meta_model.derive_architecture(cls, meta_model.default_config_builder(cls), {}).structure.stacks
     except Exception:  # whatever the class raises
         return ()

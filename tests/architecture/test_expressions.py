@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from ckptx.architecture.expressions import Scope, evaluate, keys_of
-from ckptx.architecture.structure import under
+from ckptx.architecture.structure import in_sub_config
 from ckptx.errors import InputError
 
 CONFIG: dict[str, Any] = {
@@ -102,6 +102,6 @@ def test_what_is_no_expression(text: str) -> None:
 
 def test_keys() -> None:
     assert keys_of(SIZE) == {"head_dim", "size", "heads"}
-    assert under(SIZE, "text_config") == "text_config.head_dim ?? text_config.size // text_config.heads"
-    assert under(SIZE, "") == SIZE
-    assert keys_of("#kinds") == {"kinds"} and under("#kinds", "text_config") == "#text_config.kinds"
+    assert in_sub_config(SIZE, "text_config") == "text_config.head_dim ?? text_config.size // text_config.heads"
+    assert in_sub_config(SIZE, "") == SIZE
+    assert keys_of("#kinds") == {"kinds"} and in_sub_config("#kinds", "text_config") == "#text_config.kinds"

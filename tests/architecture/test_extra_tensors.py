@@ -10,7 +10,15 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from ckptx.architecture.extra_tensors import IGNORED, OTHER_FORM, OUTSIDE, ROWS, ExtraRow, ExtraTensor, ExtraTensors
+from ckptx.architecture.extra_tensors import (
+    EXTRA_ROWS,
+    IGNORED_REASON,
+    OUTSIDE_REASON,
+    QUANTIZED_REASON,
+    ExtraRow,
+    ExtraTensor,
+    ExtraTensors,
+)
 from ckptx.architecture.model_files import class_names
 from ckptx.architecture.spec import Architecture
 from ckptx.architecture.table import find_row, lookup
@@ -36,7 +44,7 @@ def found(
     architecture: Architecture, shapes: Mapping[str, Shape], config: Mapping[str, Any] = LLAMA, dtype: str = "BF16"
 ) -> dict[str, ExtraTensor]:
     """What is known of tensors without bytes."""
-    return ExtraTensors(architecture, config, {name: entry(name, s, dtype) for name, s in shapes.items()}).found
+    return ExtraTensors(architecture, config, {name: entry(name, s, dtype) for name, s in shapes.items()}).by_name
 
 
 def names_of(architecture: Architecture, index: int = 0) -> list[str]:
@@ -57,18 +65,18 @@ CASES = [(kind, *example) for kind, examples in EXAMPLES.items() for example in 
 @pytest.mark.parametrize(("kind", "name", "shape"), CASES)
 def test_every_kind_of_the_table_is_accepted_with_its_reason(kind: str, name: str, shape: Shape) -> None:
     assert CLASS is not None
-    row = next(row for row in ROWS if row.kind == kind)
+    row = next(row for row in EXTRA_ROWS if row.kind == kind)
     extra = found(CLASS, {**dict.fromkeys(llama(), (2, 2)), name: shape})[name]
-    assert (extra.reason, extra.may_be_left_out, extra.is_computed) == (row.reason, True, row.is_computed)
+    assert (extra.reason, extra.is_safe_to_drop, extra.is_computed) == (row.reason, True, row.is_computed)
 
 
 def test_every_row_has_examples_and_a_reason() -> None:
-    kinds = {row.kind for row in ROWS}
+    kinds = {row.kind for row in EXTRA_ROWS}
     assert kinds == set(EXAMPLES) | {"weight norm"}
-    assert all(row.reason and re.compile(row.pattern) for row in ROWS)
+    assert all(row.reason and re.compile(row.pattern) for row in EXTRA_ROWS)
 
 
-@pytest.mark.parametrize("row", [row for row in ROWS if row.kind == "weight norm"], ids=lambda row: row.pattern)
+@pytest.mark.parametrize("row", [row for row in EXTRA_ROWS if row.kind == "weight norm"], ids=lambda row: row.pattern)
 def test_a_weight_norm_has_older_names_where_the_class_has_one(row: ExtraRow) -> None:
     known, leaf = lookup("Wav2Vec2ForCTC"), row.pattern.strip("\\.$")
     assert known is not None and CLASS is not None
@@ -98,7 +106,7 @@ def test_a_strange_tensor_in_any_module_of_any_class_is_of_another_model() -> No
         for name, extra in found(known, dict.fromkeys(names, (2,)), {}).items():
             tried += 1
             if any(re.search(each, pattern_of(name)) for each in known.ignored):
-                assert extra == ExtraTensor(IGNORED, may_be_left_out=True)
+                assert extra == ExtraTensor(IGNORED_REASON, is_safe_to_drop=True)
             else:
                 assert not extra.reason and extra.module, (known.class_name, name)
     assert tried > 10_000
@@ -111,7 +119,7 @@ def test_an_index_with_zeros_in_front_is_no_name_of_any_class(padding: str) -> N
         names = [each for each in known.name_patterns if each.count("*") and not each.endswith("**")]
         names = [each.replace("*", f"{padding}1", 1).replace("*", "1") for each in sorted(names)[:4]]
         for name, extra in found(known, dict.fromkeys(names, (2, 2)), {}).items():
-            assert not extra.reason or extra.may_be_left_out, (known.class_name, name)
+            assert not extra.reason or extra.is_safe_to_drop, (known.class_name, name)
         assert found(known, dict.fromkeys(names, (2, 2)), {}).keys() == set(names)
 
 
@@ -124,7 +132,7 @@ def test_what_a_class_of_transformers_ignores_is_accepted(data: st.DataObject) -
     alphabet = st.characters(codec="ascii", categories=("Lu", "Ll", "Nd"), include_characters="._*")
     name = data.draw(st.from_regex(regex, alphabet=alphabet), label="name").replace("*", "0")
     assume(re.search(regex, pattern_of(name)) and not known.owns(name) and "" not in name.split("."))
-    assert found(known, {name: (2, 2)}, {})[name].may_be_left_out
+    assert found(known, {name: (2, 2)}, {})[name].is_safe_to_drop
 
 
 # --------------------------------------------------------------------------------- what lies beside it
@@ -146,8 +154,8 @@ def test_anything_may_lie_beside_a_quantized_weight_and_nothing_beside_a_plain_o
         tensors[f"{module}.qweight"] = entry("qweight", (2, 2), "I32")
     if form == "fp8":
         tensors[f"{module}.weight"] = entry("weight", (2, 2), "F8_E4M3")
-    extras = ExtraTensors(CLASS, QUANTIZED if form == "config" else LLAMA, tensors).found
-    assert extras[f"{module}.{leaf}"].reason == ("" if form == "plain" else OTHER_FORM)
+    extras = ExtraTensors(CLASS, QUANTIZED if form == "config" else LLAMA, tensors).by_name
+    assert extras[f"{module}.{leaf}"].reason == ("" if form == "plain" else QUANTIZED_REASON)
 
 
 @pytest.mark.parametrize("module", ["q_norm", "sinks", "o_proj.sub"])
@@ -155,7 +163,7 @@ def test_a_quantized_model_has_no_tensors_of_other_models_either(module: str) ->
     assert CLASS is not None
     tensors = {name: entry(name, (2, 2), "F8_E4M3" if "proj" in name else "BF16") for name in llama()}
     name = f"model.layers.0.self_attn.{module}.weight"
-    extra = ExtraTensors(CLASS, QUANTIZED, {**tensors, name: entry(name)}).found[name]
+    extra = ExtraTensors(CLASS, QUANTIZED, {**tensors, name: entry(name)}).by_name[name]
     assert bool(extra.reason) is module.startswith("o_proj")
 
 
@@ -163,7 +171,7 @@ def test_a_quantized_model_has_no_tensors_of_other_models_either(module: str) ->
 def test_what_lies_outside_of_all_modules_is_accepted_and_may_not_be_left_out(name: str) -> None:
     assert CLASS is not None
     extra = found(CLASS, {**dict.fromkeys(llama(), (2, 2)), name: (2, 2)})[name]
-    assert extra == ExtraTensor(OUTSIDE)
+    assert extra == ExtraTensor(OUTSIDE_REASON)
 
 
 # bert-base-uncased: config of BertForMaskedLM, and the heads of BertForPreTraining and BertModel
@@ -184,7 +192,7 @@ def test_the_head_of_another_class_may_lie_beside_a_whole_model(class_name: str,
     known = lookup(class_name)
     assert known is not None
     extra = found(known, dict.fromkeys([*names_of(known), name], (2, 2)), {})[name]
-    assert "another class of this model type" in extra.reason and not extra.may_be_left_out
+    assert "another class of this model type" in extra.reason and not extra.is_safe_to_drop
 
 
 TEXT = ["LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "Gemma2ForCausalLM", "MistralForCausalLM"]

@@ -18,7 +18,7 @@ import pytest
 from ckptx.architecture import installed, model_files, table
 from ckptx.architecture.find import find_architecture
 from ckptx.architecture.infer import infer_class
-from ckptx.architecture.rows import Row, decode_row
+from ckptx.architecture.rows import ClassRow, decode_row
 from ckptx.architecture.table import lookup
 from tests.support.installed import IS_ASKED, compares_the_files
 from tests.support.tables import known
@@ -53,7 +53,7 @@ def test_lookup_needs_the_model_type_to_agree_when_given() -> None:
 
 
 def test_lookup_opens_one_file_of_one_model_type(monkeypatch: pytest.MonkeyPatch) -> None:
-    for cached in (table.find_row, model_files.index, model_files._contents):
+    for cached in (table.find_row, model_files.read_index, model_files._read_model_file):
         cached.cache_clear()
     read: list[str] = []
     real = Path.read_bytes
@@ -73,15 +73,17 @@ def test_what_a_checkpoint_calls_itself_is_no_part_of_a_path(said: str, monkeypa
     infer_class({"model_type": said}, {})
     ours = {path.name for path in read if path.name.endswith(".json")}
     assert ours <= {"classes.json", "llama.json", "no-model-type.json"}
-    assert not any(path.is_relative_to(model_files.MODELS) and path.parent != model_files.MODELS for path in read)
+    assert not any(
+        path.is_relative_to(model_files.MODELS_DIR) and path.parent != model_files.MODELS_DIR for path in read
+    )
 
 
 def test_every_file_is_small_whole_and_of_one_model_type() -> None:
-    files = {path.name: path for path in model_files.MODELS.iterdir()}
-    types = set(model_files.index()["classes"].values())
-    assert files.keys() == {model_files.file_of(each).name for each in types}
+    files = {path.name: path for path in model_files.MODELS_DIR.iterdir()}
+    types = set(model_files.read_index()["classes"].values())
+    assert files.keys() == {model_files.model_file(each).name for each in types}
     for model_type in types:
-        text = model_files.file_of(model_type).read_text(encoding="utf-8")
+        text = model_files.model_file(model_type).read_text(encoding="utf-8")
         assert len(text) < 250_000
         sections = json.loads(text)
         assert set(sections["classes"]) == set(model_files.classes_of(model_type))
@@ -94,7 +96,7 @@ def test_every_file_is_small_whole_and_of_one_model_type() -> None:
 
 def test_every_file_is_what_its_classes_say() -> None:
     """What is read and written again is the same document, to the byte."""
-    for model_type in set(model_files.index()["classes"].values()):
+    for model_type in set(model_files.read_index()["classes"].values()):
         names = model_files.classes_of(model_type)
         rows = {name: table.find_row(name) for name in names}
         rules = {
@@ -103,7 +105,7 @@ def test_every_file_is_what_its_classes_say() -> None:
             if row is not None and row.architecture is not None and (found := table.shape_rules(name)) is not None
         }
         sections = {**writer.encode_rows(rows.values()), **writer.encode_shapes(rules)}
-        text = model_files.file_of(model_type).read_text(encoding="utf-8")
+        text = model_files.model_file(model_type).read_text(encoding="utf-8")
         assert writer.encode_model(model_files.source_of(names[0]), sections) == text, model_type
 
 
@@ -124,11 +126,11 @@ def test_lookup_does_not_import_torch() -> None:
 def test_rows_survive_being_written() -> None:
     row = table.find_row("LlavaForConditionalGeneration")
     assert row is not None
-    empty = Row("Nameless", row.model_type, "a reason", None)
+    empty = ClassRow("Nameless", row.model_type, "a reason", None)
     sections = json.loads(json.dumps(writer.encode_rows([empty, row])))
     assert sections["classes"]["Nameless"] == {"introspect": "a reason"}
     assert row.structures and len(sections["structures"]) > 1
-    assert decode_row(row.class_name, row.model_type, sections, model_files.index()["transformers"]) == row
+    assert decode_row(row.class_name, row.model_type, sections, model_files.read_index()["transformers"]) == row
     assert decode_row("Nameless", row.model_type, sections, "0") == empty
 
 
@@ -138,11 +140,11 @@ def test_rows_survive_being_written() -> None:
 @pytest.fixture
 def copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """The generated files, in another place, to be written over."""
-    shutil.copytree(model_files.MODELS, tmp_path / "models")
-    shutil.copy(model_files.INDEX, tmp_path)
-    monkeypatch.setattr(model_files, "MODELS", tmp_path / "models")
-    monkeypatch.setattr(model_files, "INDEX", tmp_path / "classes.json")
-    caches = (table.find_row, table.shape_rules, model_files.index, model_files._contents)
+    shutil.copytree(model_files.MODELS_DIR, tmp_path / "models")
+    shutil.copy(model_files.INDEX_FILE, tmp_path)
+    monkeypatch.setattr(model_files, "MODELS_DIR", tmp_path / "models")
+    monkeypatch.setattr(model_files, "INDEX_FILE", tmp_path / "classes.json")
+    caches = (table.find_row, table.shape_rules, model_files.read_index, model_files._read_model_file)
     for each in caches:
         each.cache_clear()
     yield tmp_path
@@ -190,7 +192,7 @@ def test_a_removed_file_is_built_again_to_the_byte(
 ) -> None:
     before, names = contents(copied), model_files.classes_of("olmo2")
     transformers = Path(str(importlib.util.find_spec("transformers").origin)).parent / "models"  # type: ignore[union-attr]
-    model_files.file_of("olmo2").unlink()
+    model_files.model_file("olmo2").unlink()
     assert build_tables.write_models([build_tables.row_of(name) for name in names], transformers) == 1
     rows = [build_shapes.row_of(name) for name in build_shapes.classes_to_measure() if name in names]
     assert [name for name, *_ in rows] == ["Olmo2ForCausalLM"]
@@ -212,7 +214,7 @@ def test_shapes_of_classes_that_are_not_measured_go(copied: Path, build_shapes: 
 
 def test_the_installed_transformers_is_noticed_where_it_is_another() -> None:
     installed.version_note.cache_clear()
-    assert (installed.note_on(known("LlamaForCausalLM")) is None) is IS_ASKED
+    assert (installed.architecture_note(known("LlamaForCausalLM")) is None) is IS_ASKED
 
 
 @compares_the_files
@@ -230,14 +232,14 @@ def test_another_transformers_is_noticed_where_its_code_differs(
     installed.version_note.cache_clear()
     with (package / "models" / "mistral" / "modeling_mistral.py").open("a") as file:
         file.write("# one line more\n")
-    assert installed.note_on(known("LlamaForCausalLM")) is None
-    note = installed.note_on(known("MistralForCausalLM"))
+    assert installed.architecture_note(known("LlamaForCausalLM")) is None
+    note = installed.architecture_note(known("MistralForCausalLM"))
     assert note is not None and note.startswith("MistralForCausalLM: ") and "5.23.0" in note
-    assert installed.note_on(None) is None
-    asked = model_files.index()["transformers"]
+    assert installed.architecture_note(None) is None
+    asked = model_files.read_index()["transformers"]
     (package.parent / f"transformers-{asked}.dist-info").mkdir()
     installed.version_note.cache_clear()
-    assert installed.note_on(known("MistralForCausalLM")) is None
+    assert installed.architecture_note(known("MistralForCausalLM")) is None
     (package.parent / f"transformers-{asked}.dist-info").rmdir()
 
     def hidden(name: str) -> None:
@@ -246,5 +248,5 @@ def test_another_transformers_is_noticed_where_its_code_differs(
     for finder in (lambda name: None, hidden):
         monkeypatch.setattr(installed, "find_spec", finder)
         installed.version_note.cache_clear()
-        assert installed.note_on(known("MistralForCausalLM")) is None
+        assert installed.architecture_note(known("MistralForCausalLM")) is None
     installed.version_note.cache_clear()

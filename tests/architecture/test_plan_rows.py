@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from ckptx.architecture import model_files, table
-from ckptx.architecture.correction_rows import PlanRow, expanded
+from ckptx.architecture.correction_rows import PlanRow, expand_braces
 from ckptx.architecture.corrections import corrections_of, plan_keys
 from ckptx.architecture.expressions import keys_of
 from ckptx.architecture.spec import Architecture
@@ -53,7 +53,7 @@ def configs(architecture: Architecture, row: PlanRow) -> Iterator[dict[str, Any]
     numbers = {key: 840 * (at + 1) for at, key in enumerate(sorted(read - set(keys)))}  # they divide by most
     for values in product((0, 1), repeat=len(keys)):
         config = {**numbers, **dict(zip(keys, values, strict=True))}
-        yield {**config, architecture.structure.text: config}
+        yield {**config, architecture.structure.text_config_path: config}
 
 
 def changes(row: PlanRow, architecture: Architecture) -> bool:
@@ -73,7 +73,7 @@ def changes(row: PlanRow, architecture: Architecture) -> bool:
 def placed(row: PlanRow, architecture: Architecture) -> list[str]:
     return [
         path for stack in architecture.structure.stacks
-        for path in expanded(row.patterns.replace("@layers", stack.path))
+        for path in expand_braces(row.patterns.replace("@layers", stack.path))
     ]  # fmt: skip
 
 
@@ -89,7 +89,7 @@ def test_patterns_are_relative_to_the_layers() -> None:
     rows = [(kind, row) for kind, each in every().items() for row in (*each.plan, *each.absent)]
     assert len({kind for kind, _ in rows}) > 30
     for kind, row in rows:
-        assert all(each.startswith(("@layers.*.", "@around.")) for each in expanded(row.patterns)), (kind, row)
+        assert all(each.startswith(("@layers.*.", "@around.")) for each in expand_braces(row.patterns)), (kind, row)
 
 
 def test_every_plan_row_changes_how_a_class_is_cut() -> None:
@@ -113,14 +113,15 @@ def test_every_absent_row_names_tensors_of_its_model_type() -> None:
     classes = classes_by_text_type()
     for kind, rows in every().items():
         for row in rows.absent:
-            config = dict.fromkeys(keys_of(row.first), 1)
+            config = dict.fromkeys(keys_of(row.first_layer), 1)
             assert any(
-                architecture.lacks(
-                    f"{module.replace('*', '7')}.weight", {architecture.structure.text or "": config, **config}
+                architecture.is_unused(
+                    f"{module.replace('*', '7')}.weight",
+                    {architecture.structure.text_config_path or "": config, **config},
                 )
                 for architecture in classes[kind]
                 for stack in architecture.structure.stacks
-                for module in expanded(row.patterns.replace("@layers", stack.path))
+                for module in expand_braces(row.patterns.replace("@layers", stack.path))
             ), (kind, row)
 
 

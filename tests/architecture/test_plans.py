@@ -231,12 +231,12 @@ def test_layers_that_use_the_keys_of_others_lack_their_own() -> None:
     gemma = known("Gemma4ForConditionalGeneration")
     config = {"text_config": {"num_hidden_layers": 6, "num_kv_shared_layers": 2}}
     lead = "model.language_model.layers"
-    assert gemma.lacks(f"{lead}.4.self_attn.k_proj.weight", config)
-    assert gemma.lacks(f"{lead}.5.self_attn.k_norm.weight", config)
-    assert not gemma.lacks(f"{lead}.3.self_attn.k_proj.weight", config)
-    assert not gemma.lacks(f"{lead}.4.self_attn.q_proj.weight", config)
-    assert not gemma.lacks(f"{lead}.4.self_attn.k_proj.weight", {"text_config": {"num_hidden_layers": 6}})
-    assert not known("LlamaForCausalLM").lacks("model.layers.4.self_attn.k_proj.weight", {})
+    assert gemma.is_unused(f"{lead}.4.self_attn.k_proj.weight", config)
+    assert gemma.is_unused(f"{lead}.5.self_attn.k_norm.weight", config)
+    assert not gemma.is_unused(f"{lead}.3.self_attn.k_proj.weight", config)
+    assert not gemma.is_unused(f"{lead}.4.self_attn.q_proj.weight", config)
+    assert not gemma.is_unused(f"{lead}.4.self_attn.k_proj.weight", {"text_config": {"num_hidden_layers": 6}})
+    assert not known("LlamaForCausalLM").is_unused("model.layers.4.self_attn.k_proj.weight", {})
 
 
 # ----------------------------------------------------------------------------------- conversions
@@ -312,7 +312,7 @@ def test_model_names_are_told_from_names_on_disk() -> None:
 # ---------------------------------------------------------------------------------- text and back
 
 STRUCTURE = Structure(
-    text="text_config",
+    text_config_path="text_config",
     text_type="llama",
     head="lm_head",
     embedding="model.embed",
@@ -323,7 +323,7 @@ STRUCTURE = Structure(
     ),
     heads={"model.layers.*.q": (("h", "d ?? s // h"), ("k", "d")), "model.a": (("h", "d"),)},
     transposed=frozenset({"model.layers.*.q", "other"}),
-    changes=frozenset(
+    conversions=frozenset(
         {
             LoadConversion(("model.old.w",), ("model.new.w",)),
             LoadConversion(("text.old.w",), ("model.new.b",)),
@@ -332,7 +332,7 @@ STRUCTURE = Structure(
             LoadConversion(("q",), ("model.k", "model.v"), ("split 0 : h * d ; k * d",)),
         }
     ),
-    variants=frozenset(
+    other_conversions=frozenset(
         {
             LoadConversion(("model.older.w",), ("model.new.w",)),
             LoadConversion(("v",), ("model.v",), ("transpose 0 1 0",)),

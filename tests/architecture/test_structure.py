@@ -19,7 +19,7 @@ from ckptx.architecture import table
 from ckptx.architecture.corrections import corrections_of_class
 from ckptx.architecture.find import find_architecture
 from ckptx.architecture.introspection import meta_model
-from ckptx.architecture.introspection.meta_model_names import loader, names_on_disk
+from ckptx.architecture.introspection.meta_model_names import disk_names_by_naming, load_rename
 from ckptx.architecture.spec import Architecture
 from ckptx.layout.stages import Stack, StageMap
 from ckptx.layout.tensor_parallel_plan import TensorParallelPlan
@@ -78,12 +78,12 @@ def known(class_name: str) -> Architecture:
 
 def default_model(class_name: str) -> tuple[PreTrainedModel, dict[str, Any]]:
     """A meta model of the class's defaults, and the config it was asked for."""
-    cls = meta_model.known_class(class_name)
+    cls = meta_model.find_class(class_name)
     assert cls is not None
     seeds: list[dict[str, Any]] = [{}, *(dict(row.config) for row in corrections_of_class(class_name).defaults)]
     for seed in seeds:
         try:
-            return meta_model.build(cls, meta_model.default_builder(cls)(copy.deepcopy(seed))), seed
+            return meta_model.build_on_meta(cls, meta_model.default_config_builder(cls)(copy.deepcopy(seed))), seed
         except Exception:  # the class's own defaults cannot be built
             continue
     raise AssertionError(class_name)
@@ -93,9 +93,9 @@ def asked(class_name: str, config: dict[str, Any]) -> Architecture:
     """What is known of the class: by the table, and under another transformers than the table's by asking that one."""
     if IS_ASKED:
         return known(class_name)
-    cls = meta_model.known_class(class_name)
+    cls = meta_model.find_class(class_name)
     assert cls is not None
-    return meta_model.derive(cls, meta_model.default_builder(cls), config)
+    return meta_model.derive_architecture(cls, meta_model.default_config_builder(cls), config)
 
 
 def own_plan(plan: TensorParallelPlan) -> TensorParallelPlan:
@@ -257,8 +257,8 @@ def test_every_name_on_disk_is_one_of_the_model_or_converted(class_name: str) ->
     conversions = known(class_name).conversions(config)
     sources = {pattern_of(name) for each in conversions for name in each.sources}
     targets = {pattern_of(name) for each in conversions for name in each.targets}
-    written, *others = names_on_disk(model)
-    load = loader(model)
+    written, *others = disk_names_by_naming(model)
+    load = load_rename(model)
     for names in (written, *([name for name in each if load(name) in own] for each in others)):
         assert not {pattern_of(name) for name in names if name not in own} - sources
     assert targets <= known(class_name).model_names

@@ -29,13 +29,13 @@ def test_no_config_lacks_what_is_there_or_has_what_is_not(class_name: str, monke
     monkeypatch.syspath_prepend(str(ROOT / "tools"))
     import config_variants as variants
 
-    known, cls, rules = lookup(class_name), meta_model.known_class(class_name), shape_rules(class_name)
+    known, cls, rules = lookup(class_name), meta_model.find_class(class_name), shape_rules(class_name)
     assert known is not None and rules is not None
-    build, chooser, tried = meta_model.default_builder(cls), random.Random(class_name), 0
+    build, chooser, tried = meta_model.default_config_builder(cls), random.Random(class_name), 0
     try:
         base = variants._small_base(cls, build, {})
         with variants._recorded() as reads:
-            meta_model.build(cls, build(copy.deepcopy(base)))
+            meta_model.build_on_meta(cls, build(copy.deepcopy(base)))
     except Exception:
         pytest.skip("its defaults cannot be built")
     changes = list(variants._changes(build(copy.deepcopy(base)), reads))
@@ -45,15 +45,15 @@ def test_no_config_lacks_what_is_there_or_has_what_is_not(class_name: str, monke
             for change in chooser.sample(changes, min(len(changes), chooser.choice((1, 1, 2, 3)))):
                 values = variants._changed(values, build, change)
             config = build(copy.deepcopy(values))
-            there = set(map(pattern_of, meta_model.build(cls, config).state_dict(keep_vars=True)))
+            there = set(map(pattern_of, meta_model.build_on_meta(cls, config).state_dict(keep_vars=True)))
         except Exception:  # no checkpoint has such a config
             continue
         tried += 1
         for document in (json.loads(config.to_json_string()), {**values, "model_type": known.model_type}):
-            expected = rules.under(document, known.structure.root, known.name_patterns)
+            expected = rules.evaluate(document, known.structure.root, known.name_patterns)
             if expected is not None:
-                assert not expected.absent.keys() & there
-                assert expected.added.keys() <= there
+                assert not expected.absent_patterns.keys() & there
+                assert expected.added_patterns.keys() <= there
     assert tried
 
 
@@ -61,9 +61,9 @@ def test_no_config_lacks_what_is_there_or_has_what_is_not(class_name: str, monke
 @pytest.mark.parametrize("effect", ["adds", "adds where given", "may add", "removes"])
 def test_a_switch_decides_only_what_was_measured(effect: str, value: object) -> None:
     switch = Switch("attention_bias", effect, False)
-    says = switch.leaves_out({"attention_bias": value})
+    says = switch.excludes({"attention_bias": value})
     assert says is (value is False and effect != "may add")
-    assert switch.leaves_out({}) is (effect == "adds")
+    assert switch.excludes({}) is (effect == "adds")
     assert switch.is_opposite({"attention_bias": value}) is (value is True)
     assert not switch.is_opposite({})
 
@@ -74,7 +74,7 @@ def test_the_biases_of_attention_follow_from_the_config(class_name: str) -> None
     assert known is not None and rules is not None
     key = "attention_bias" if class_name.startswith("Llama") else "qkv_bias"
     bias = "model.layers.*.self_attn.q_proj.bias"
-    off = rules.under({"hidden_size": 8, key: False}, (), known.name_patterns)
-    on = rules.under({"hidden_size": 8, key: True}, (), known.name_patterns)
+    off = rules.evaluate({"hidden_size": 8, key: False}, (), known.name_patterns)
+    on = rules.evaluate({"hidden_size": 8, key: True}, (), known.name_patterns)
     assert off is not None and on is not None
-    assert off.absent[bias] == key and bias not in on.absent
+    assert off.absent_patterns[bias] == key and bias not in on.absent_patterns

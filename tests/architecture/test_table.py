@@ -79,17 +79,19 @@ def test_variants_of_the_config_add_names_and_change_nothing_else(class_name: st
 
     found = lookup(class_name)
     assert found is not None
-    cls = meta_model.known_class(class_name)
+    cls = meta_model.find_class(class_name)
     assert cls is not None
-    default = meta_model.derive(cls, meta_model.default_builder(cls), {}, known_from="table")
+    default = meta_model.derive_architecture(cls, meta_model.default_config_builder(cls), {}, known_from="table")
     assert default.name_patterns <= found.name_patterns and set(default.ignored) <= set(found.ignored)
     ours, theirs = found.structure, default.structure
     assert theirs.plan.items() <= ours.plan.items() and theirs.heads.items() <= ours.heads.items()
-    assert theirs.changes <= ours.changes and theirs.variants <= ours.changes | ours.variants
+    assert (
+        theirs.conversions <= ours.conversions and theirs.other_conversions <= ours.conversions | ours.other_conversions
+    )
     assert [(stack.path, stack.length) for stack in theirs.stacks] == [
         (stack.path, stack.length) for stack in ours.stacks
     ]
-    assert meta_model.MetaModelNames.of(default).put_into(found) == default
+    assert meta_model.MetaModelNames.from_architecture(default).applied_to(found) == default
 
 
 @compares_the_files
@@ -162,7 +164,7 @@ def test_no_source_is_a_target() -> None:
         if found is not None:
             targets = {pair.namings[0][0] for pair in found.ties}
             assert not targets & {pair.namings[0][1] for pair in found.ties}, class_name
-            assert all(found.knows(name) for pair in found.ties for each in pair.namings for name in each)
+            assert all(found.expects(name) for pair in found.ties for each in pair.namings for name in each)
 
 
 FLAGS: list[tuple[str, bool | None, bool | None, bool]] = [
@@ -200,13 +202,13 @@ def test_the_effective_flag(class_name: str, root: bool | None, nested: bool | N
         config["tie_word_embeddings"] = root
     if nested is not None:
         config["text_config"]["tie_word_embeddings"] = nested
-    assert known(class_name).ties[0].flag.effective(config) is expected
+    assert known(class_name).ties[0].flag.is_set(config) is expected
 
 
 def test_renamed_key_of_the_flag() -> None:
     (pair,) = known("Lfm2ForCausalLM").ties
-    assert not pair.flag.effective({"tie_embedding": False})
-    assert pair.flag.effective({"tie_word_embeddings": False, "tie_embedding": True})
+    assert not pair.flag.is_set({"tie_embedding": False})
+    assert pair.flag.is_set({"tie_word_embeddings": False, "tie_embedding": True})
 
 
 def test_the_flag_is_not_editable_where_forward_reads_it() -> None:
@@ -236,11 +238,11 @@ def test_precision_rules_depend_on_the_target() -> None:
 
 def test_names_match_in_model_and_disk_spelling_with_and_without_prefix() -> None:
     mixtral = known("MixtralForCausalLM")
-    assert mixtral.match(["model.layers.0.mlp.experts.gate_up_proj"]) == 1.0
-    assert mixtral.match(["model.layers.0.block_sparse_moe.experts.7.w1.weight"]) == 1.0
-    assert mixtral.match(["layers.0.block_sparse_moe.experts.7.w1.weight", "mtp.weight"]) == 0.5
-    assert known("BertModel").match(["bert.embeddings.LayerNorm.gamma", "embeddings.LayerNorm.beta"]) == 1.0
-    assert mixtral.match([]) == 0.0
+    assert mixtral.match_fraction(["model.layers.0.mlp.experts.gate_up_proj"]) == 1.0
+    assert mixtral.match_fraction(["model.layers.0.block_sparse_moe.experts.7.w1.weight"]) == 1.0
+    assert mixtral.match_fraction(["layers.0.block_sparse_moe.experts.7.w1.weight", "mtp.weight"]) == 0.5
+    assert known("BertModel").match_fraction(["bert.embeddings.LayerNorm.gamma", "embeddings.LayerNorm.beta"]) == 1.0
+    assert mixtral.match_fraction([]) == 0.0
 
 
 @pytest.mark.parametrize(
@@ -264,7 +266,7 @@ def test_names_match_in_model_and_disk_spelling_with_and_without_prefix() -> Non
     ],
 )
 def test_names_that_a_config_switches_on_are_known(class_name: str, name: str) -> None:
-    assert known(class_name).match([name]) == 1.0
+    assert known(class_name).match_fraction([name]) == 1.0
 
 
 @pytest.mark.parametrize(
@@ -279,22 +281,22 @@ def test_names_that_a_config_switches_on_are_known(class_name: str, name: str) -
     ],
 )
 def test_names_that_transformers_ignores_are_known_and_prove_nothing(class_name: str, name: str) -> None:
-    assert known(class_name).knows(name)
-    assert known(class_name).match([name]) == 0.0
+    assert known(class_name).expects(name)
+    assert known(class_name).match_fraction([name]) == 0.0
 
 
 def test_a_layer_that_is_ignored_by_its_number_does_not_hide_other_layers() -> None:
     deepseek = known("DeepseekV3ForCausalLM")
-    assert not deepseek.knows("model.layers.61.stray.weight") and not deepseek.knows("model.layers.3.stray.weight")
-    assert not deepseek.knows("model.layers.3.mlp.down_proj.weight_packed")
+    assert not deepseek.expects("model.layers.61.stray.weight") and not deepseek.expects("model.layers.3.stray.weight")
+    assert not deepseek.expects("model.layers.3.mlp.down_proj.weight_packed")
     gemma = known("Gemma4ForCausalLM")
-    assert not gemma.knows("model.layers.3.self_attn.k_proj.weight_packed")
+    assert not gemma.expects("model.layers.3.self_attn.k_proj.weight_packed")
 
 
 def test_a_tower_of_a_missing_package_matches_any_name_below_it() -> None:
     gemma = known("Gemma3nForConditionalGeneration")
-    assert gemma.knows("model.vision_tower.timm_model.blocks.0.1.conv.weight")
-    assert not gemma.knows("model.other_tower.timm_model.blocks.0.1.conv.weight")
+    assert gemma.expects("model.vision_tower.timm_model.blocks.0.1.conv.weight")
+    assert not gemma.expects("model.other_tower.timm_model.blocks.0.1.conv.weight")
 
 
 # --------------------------------------------------------------------------------------- patterns

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from ckptx.architecture.find import find_architecture
-from ckptx.architecture.spec import ALWAYS, Architecture, TieFlag, TiePair
+from ckptx.architecture.spec import ALWAYS_TIED, Architecture, TieFlag, TiePair
 from ckptx.architecture.table import lookup
-from ckptx.architecture.tied import StoredTensor, TieDecision, config_edits, resolve_ties
+from ckptx.architecture.tied import StoredTensor, TieDecision, resolve_ties, untying_edits
 from ckptx.errors import InputError
 
 HEAD, EMBED = "lm_head.weight", "model.embed_tokens.weight"
@@ -92,7 +92,7 @@ def test_both_different_declared_keeps_both_and_edits_the_config() -> None:
     architecture = causal_lm()
     found = decide(architecture, TIED, disk(HEAD, EMBED), equal=lambda *_: False)
     assert (only(found).case, only(found).action, only(found).stored) == ("different", "keep-both", None)
-    edits = config_edits(architecture, TIED, found)
+    edits = untying_edits(architecture, TIED, found)
     assert dict(edits.values) == {("tie_word_embeddings",): False}
     assert "tie_word_embeddings written as false" in edits.note
 
@@ -107,7 +107,7 @@ def test_both_undeclared_are_two_plain_tensors_and_never_compared() -> None:
     architecture = causal_lm()
     found = decide(architecture, UNTIED, disk(HEAD, EMBED))
     assert (only(found).case, only(found).action, only(found).declared) == ("undeclared", "keep-both", False)
-    assert not config_edits(architecture, UNTIED, found).values
+    assert not untying_edits(architecture, UNTIED, found).values
 
 
 @pytest.mark.parametrize(("there", "missing"), [(EMBED, HEAD), (HEAD, EMBED)])
@@ -229,7 +229,7 @@ def test_t5_flag_is_never_edited() -> None:
     architecture = lookup("T5ForConditionalGeneration")
     assert architecture is not None and not architecture.ties_flag_editable
     found = list(t5("shared.weight", HEAD, equal=lambda *_: False).values())
-    edits = config_edits(architecture, {}, found)
+    edits = untying_edits(architecture, {}, found)
     assert not edits.values and "T5ForConditionalGeneration computes with it" in edits.note
 
 
@@ -285,7 +285,7 @@ def test_an_edit_that_would_untie_another_pair_is_not_made() -> None:
     architecture = lookup("BertForMaskedLM")
     assert architecture is not None
     found = bert({}, WORDS, f"{DECODER}.weight", "cls.predictions.bias", equal=lambda *_: False)
-    edits = config_edits(architecture, {}, list(found.values()))
+    edits = untying_edits(architecture, {}, list(found.values()))
     assert not edits.values and f"{DECODER}.bias still needs it" in edits.note
 
 
@@ -311,12 +311,12 @@ def test_nested_flags_are_edited_with_the_root() -> None:
     config = {"text_config": {"tie_word_embeddings": True, "hidden_size": 8}}
     architecture = causal_lm(flag)
     found = decide(architecture, config, disk(HEAD, EMBED), equal=lambda *_: False)
-    assert set(config_edits(architecture, config, found).values) == set(flag.paths)
+    assert set(untying_edits(architecture, config, found).values) == set(flag.paths)
     assert config == {"text_config": {"tie_word_embeddings": True, "hidden_size": 8}}
 
 
 def test_every_refusal_of_a_checkpoint_is_reported_at_once() -> None:
-    pair = TiePair((("second.weight", "other.weight"),), ALWAYS)
+    pair = TiePair((("second.weight", "other.weight"),), ALWAYS_TIED)
     two = causal_lm(ties=(causal_lm().ties[0], pair))
     with pytest.raises(InputError) as refusal:
         decide(two, UNTIED, disk(EMBED))

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from ckptx.architecture.model_files import class_names
-from ckptx.architecture.names_found import ModelNames, find_names
+from ckptx.architecture.names_found import ModelNames, find_model_names
 from ckptx.architecture.spec import Architecture
 from ckptx.architecture.table import lookup
 from ckptx.errors import CkptxError
@@ -36,7 +36,7 @@ def _filled(parts: list[str]) -> Iterator[str]:
 
 
 def found(known: Architecture, names: list[str], prefix: str | None = None) -> ModelNames:
-    return find_names(names, known, {"architectures": [known.class_name], "model_type": known.model_type}, prefix)
+    return find_model_names(names, known, {"architectures": [known.class_name], "model_type": known.model_type}, prefix)
 
 
 @pytest.mark.parametrize("chunk", CHUNKS)

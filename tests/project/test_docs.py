@@ -11,7 +11,7 @@ import click
 import pytest
 
 from ckptx.architecture import model_files
-from ckptx.architecture.correction_schema import decode
+from ckptx.architecture.correction_schema import decode_corrections
 from ckptx.catalog.dtype import BY_NAME
 from ckptx.catalog.form import FORMS
 from ckptx.cli.main import cli, commands
@@ -283,17 +283,17 @@ def test_formats_and_dtypes_are_those_of_the_code() -> None:
 
 def test_what_is_known_is_counted() -> None:
     text = " ".join(text_of("docs/formats.md").split())
-    classes = model_files.index()["classes"]
+    classes = model_files.read_index()["classes"]
     counted = f"{len(classes):,} classes of {len(set(classes.values()))} model types"
     assert counted in text and counted in " ".join(text_of("README.md").split())
-    assert f"transformers {model_files.index()['transformers'].rpartition('.')[0]}" in text
-    shapes = sum(len(json.loads(path.read_bytes())["shapes"]) for path in model_files.MODELS.glob("*.json"))
+    assert f"transformers {model_files.read_index()['transformers'].rpartition('.')[0]}" in text
+    shapes = sum(len(json.loads(path.read_bytes())["shapes"]) for path in model_files.MODELS_DIR.glob("*.json"))
     assert f"{shapes} so far" in text
 
 
 def test_the_corrections_of_the_recipe_can_be_read() -> None:
     (example,) = (b.text for b in check_docs.blocks_of("p", text_of("CONTRIBUTING.md")) if b.language == "json")
-    assert decode(example, "llama.json").plan
+    assert decode_corrections(example, "llama.json").plan
 
 
 def test_every_oracle_is_explained() -> None:

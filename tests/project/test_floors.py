@@ -296,7 +296,7 @@ NO_MODELS = {"mamba", "vit"}
 @lru_cache
 def model_words() -> frozenset[str]:
     """The classes and model types of transformers."""
-    known = model_files.index()["classes"]
+    known = model_files.read_index()["classes"]
     return frozenset(known) | frozenset(known.values()) - {""} - NO_MODELS
 
 

@@ -21,10 +21,12 @@ def every() -> dict[str, Corrections]:
 def changed(model_type: str, **sections: Any) -> Iterator[None]:
     """Within it, these sections of a model type hold other rows."""
     other = corrections.corrections_of(model_type)._replace(**sections)
-    real, files = corrections._contents, corrections._files()
+    real, files = corrections._read_corrections, corrections._corrected_model_types()
     with (
-        mock.patch.object(corrections, "_contents", lambda asked: other if asked == model_type else real(asked)),
-        mock.patch.object(corrections, "_files", lambda: files | {model_type}),
+        mock.patch.object(
+            corrections, "_read_corrections", lambda asked: other if asked == model_type else real(asked)
+        ),
+        mock.patch.object(corrections, "_corrected_model_types", lambda: files | {model_type}),
     ):
         yield
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 INSTALLED = version("transformers")
-ASKED = model_files.index()["transformers"]
+ASKED = model_files.read_index()["transformers"]
 IS_ASKED = INSTALLED == ASKED
 PACKAGE = Path(str(find_spec("transformers").origin)).parent  # type: ignore[union-attr]  # not imported to be looked at
 

@@ -21,14 +21,26 @@ import transformers
 from torch import nn
 from transformers import PreTrainedModel, initialization
 
-from ckptx.architecture.configs import FLAG, remote_reference, structural, without_flag
-from ckptx.architecture.declared import existing, flatten, mapping_of_list
-from ckptx.architecture.flags import UnmeasurableFlagError, config_tree, flag_places, measure_flag, path_of
-from ckptx.architecture.introspection.meta_model_names import changes, loader, name_patterns, names_on_disk, namings
-from ckptx.architecture.introspection.meta_model_structure import structure_of
-from ckptx.architecture.namings import aligned_namings
+from ckptx.architecture.configs import TIE_FLAG, remote_reference, structural_config, without_tie_flag
+from ckptx.architecture.declared import existing_pairs, flatten_chains, ties_from_list
+from ckptx.architecture.flags import (
+    UnmeasurableFlagError,
+    config_tree,
+    find_config_path,
+    flag_config_paths,
+    measure_flag,
+)
+from ckptx.architecture.introspection.meta_model_names import (
+    disk_names_by_naming,
+    disk_renames,
+    load_conversions,
+    load_rename,
+    name_patterns,
+)
+from ckptx.architecture.introspection.meta_model_structure import read_structure
+from ckptx.architecture.namings import loadable_namings
 from ckptx.architecture.patterns import patterns_of, regex_for_patterns
-from ckptx.architecture.spec import NEVER, Architecture, TieFlag, TiePair
+from ckptx.architecture.spec import NEVER_TIED, Architecture, TieFlag, TiePair
 from ckptx.architecture.structure import Structure
 from ckptx.errors import UnsupportedError, missing_package
 
@@ -45,18 +57,18 @@ class MetaModelNames(NamedTuple):
     structure: Structure
 
     @classmethod
-    def of(cls, known: Architecture) -> MetaModelNames:
+    def from_architecture(cls, known: Architecture) -> MetaModelNames:
         """Return those of one architecture."""
         return cls(known.name_patterns, frozenset(known.ignored), known.structure)
 
-    def put_into(self, known: Architecture) -> Architecture:
+    def applied_to(self, known: Architecture) -> Architecture:
         """Return the architecture with these names in place of its own."""
         return dataclasses.replace(
             known, name_patterns=self.patterns, ignored=tuple(sorted(self.ignored)), structure=self.structure
         )
 
 
-def known_class(class_name: str) -> type[PreTrainedModel] | None:
+def find_class(class_name: str) -> type[PreTrainedModel] | None:
     """Return the class of this name in the installed transformers, or None."""
     found = getattr(transformers, class_name, None)
     return found if inspect.isclass(found) and issubclass(found, PreTrainedModel) else None
@@ -83,17 +95,17 @@ def introspect(
         UnsupportedError: The class exists but cannot be built from this config.
     """
     class_name = config["architectures"][0]
-    cls = known_class(class_name)
+    cls = find_class(class_name)
     if trust_remote_code and config_dir is not None and remote_reference(config, class_name):
         cls = _remote_class(config, class_name, config_dir)
     if cls is None:
         return None
-    base = structural(config)
-    nested = base.get("text_config")
+    base_config = structural_config(config)
+    nested = base_config.get("text_config")
     if isinstance(nested, dict) and getattr(cls.config_class, "model_type", None) == nested.get("model_type"):
-        base = nested  # a text-only class over the config of its composite
+        base_config = nested  # a text-only class over the config of its composite
     try:
-        return derive(cls, _config_builder(cls, config, config_dir, trust_remote_code), base)
+        return derive_architecture(cls, _config_builder(cls, config, config_dir, trust_remote_code), base_config)
     except ImportError as error:
         raise missing_package(f"{class_name}: building it", error) from error
     except UnmeasurableFlagError as error:
@@ -105,59 +117,59 @@ def introspect(
         ) from error
 
 
-def derive(
+def derive_architecture(
     cls: type[PreTrainedModel],
     build_config: ConfigBuilder,
-    base: Mapping[str, Any],
+    base_config: Mapping[str, Any],
     known_from: str = "meta model",
 ) -> Architecture:
     """Return the architecture of a class under a config (as a dict; empty for the defaults of the class)."""
-    config = build_config(copy.deepcopy(dict(base)))
-    model = build_with_ties(cls, config)
+    config = build_config(copy.deepcopy(dict(base_config)))
+    model = build_with_all_ties(cls, config)
     names = {name: value.shape for name, value in model.state_dict(keep_vars=True).items()}
-    ties = _ties(model, names, build_config, base)
-    disk = names_on_disk(model)
+    ties = _find_ties(model, names, build_config, base_config)
+    disk_names = disk_names_by_naming(model)
     return Architecture(
         class_name=cls.__name__,
         model_type=str(config.model_type),
         ties=ties,
-        name_patterns=name_patterns(model, disk) | _opaque(model),
+        name_patterns=name_patterns(model, disk_names) | _opaque_patterns(model),
         base_prefix=str(model.base_model_prefix),
         keep_in_fp32=tuple(sorted(model._keep_in_fp32_modules or ())),
         keep_in_fp32_strict=tuple(sorted(model._keep_in_fp32_modules_strict or ())),
-        ties_flag_editable=_is_editable(model, ties, build_config, base),
+        ties_flag_editable=_is_flag_editable(model, ties, build_config, base_config),
         has_output_embeddings=_output_embeddings(model) is not None,
         known_from=known_from,
         transformers_version=VERSION,
-        ignored=tuple(sorted(_ignored(model))),
-        structure=structure_of(model, changes(model, disk)),
+        ignored=tuple(sorted(_ignored_patterns(model))),
+        structure=read_structure(model, load_conversions(model, disk_names)),
     )
 
 
-def names_of(model: PreTrainedModel, known: MetaModelNames) -> MetaModelNames:
+def add_names_of(model: PreTrainedModel, known: MetaModelNames) -> MetaModelNames:
     """Add the names of the class under one more config to `known`; cheap if the model has no new names."""
-    patterns, ignored, structure = known.patterns, known.ignored | _ignored(model), known.structure
+    patterns, ignored, structure = known.patterns, known.ignored | _ignored_patterns(model), known.structure
     if not patterns_of(model.state_dict(keep_vars=True)) <= patterns:
-        disk = names_on_disk(model)
-        patterns |= name_patterns(model, disk) | _opaque(model)
-        structure = structure.joined(structure_of(model, changes(model, disk)))
+        disk_names = disk_names_by_naming(model)
+        patterns |= name_patterns(model, disk_names) | _opaque_patterns(model)
+        structure = structure.merged_with(read_structure(model, load_conversions(model, disk_names)))
     return MetaModelNames(patterns, ignored, structure)
 
 
-def build_with_ties(cls: type[PreTrainedModel], config: Any) -> PreTrainedModel:
-    """Return `build` under the config with every tie enabled."""
-    _force_flags(config)
-    return build(cls, config)
+def build_with_all_ties(cls: type[PreTrainedModel], config: Any) -> PreTrainedModel:
+    """Return `build_on_meta` under the config with every tie enabled."""
+    _enable_all_ties(config)
+    return build_on_meta(cls, config)
 
 
-def build(cls: type[PreTrainedModel], config: Any) -> PreTrainedModel:
+def build_on_meta(cls: type[PreTrainedModel], config: Any) -> PreTrainedModel:
     """Return an instance on the meta device: names and shapes, nothing tied, nothing initialized."""
     with (
         torch.device("meta"),
         initialization.meta_device_safe_creation_ops(),
         initialization.no_tie_weights(),
-        _list_form_ties(),
-        _opaque_towers(),
+        _support_list_ties(),
+        _allow_missing_towers(),
     ):
         return cls(config)
 
@@ -167,7 +179,7 @@ class OpaqueTower(nn.Module):  # type: ignore[misc]  # torch types it as Any
 
 
 @contextlib.contextmanager
-def _opaque_towers() -> Iterator[None]:
+def _allow_missing_towers() -> Iterator[None]:
     """Allow building a composite while the package of one tower (timm, Pillow) is missing: it has no ties."""
     auto_model: Any = transformers.AutoModel
     original = auto_model.from_config
@@ -188,34 +200,36 @@ def _opaque_towers() -> Iterator[None]:
 # ------------------------------------------------------------------------------------------- ties
 
 
-def _ties(
-    model: PreTrainedModel, names: Mapping[str, Any], build_config: ConfigBuilder, base: Mapping[str, Any]
+def _find_ties(
+    model: PreTrainedModel, names: Mapping[str, Any], build_config: ConfigBuilder, base_config: Mapping[str, Any]
 ) -> tuple[TiePair, ...]:
     declared = {
         target: source
-        for target, source in existing(model.all_tied_weights_keys, names).items()
+        for target, source in existing_pairs(model.all_tied_weights_keys, names).items()
         if names[target] == names[source]
     }
-    pairs = flatten(declared)
-    owners = _owners(model, names)
+    pairs = flatten_chains(declared)
+    config_paths = _flag_config_paths(model, names)
     prefix = str(model.base_model_prefix)
-    name_pair = functools.partial(aligned_namings, namings=namings(model), load=loader(model), prefix=prefix)
+    name_pair = functools.partial(loadable_namings, namings=disk_renames(model), load=load_rename(model), prefix=prefix)
     flags: dict[tuple[str, ...], TieFlag] = {}
-    plain = build_config(copy.deepcopy(dict(base)))  # the model's own config has its flags forced
-    ends = {_weight_name(model, _output_embeddings(model)), _weight_name(model, _input_embeddings(model))}
+    unforced_config = build_config(copy.deepcopy(dict(base_config)))  # the model's own config has its flags forced
+    embedding_names = {_weight_name(model, _output_embeddings(model)), _weight_name(model, _input_embeddings(model))}
     result = []
     for target, source in pairs.items():
-        owner = owners.get(target, ())
-        if owner not in flags:
-            places = flag_places(plain, owner)
-            flags[owner] = measure_flag(build_config, base, owner, places)
-        primary = bool({target, source} & ends) or _is_embedding(model, source) or _is_embedding(model, target)
-        result.append(TiePair(name_pair(target, source), flags[owner], primary))
-    result += _undeclared(model, names, pairs, name_pair)
+        config_path = config_paths.get(target, ())
+        if config_path not in flags:
+            nested_paths = flag_config_paths(unforced_config, config_path)
+            flags[config_path] = measure_flag(build_config, base_config, config_path, nested_paths)
+        is_primary = (
+            bool({target, source} & embedding_names) or _is_embedding(model, source) or _is_embedding(model, target)
+        )
+        result.append(TiePair(name_pair(target, source), flags[config_path], is_primary))
+    result += _undeclared_pairs(model, names, pairs, name_pair)
     return tuple(result)
 
 
-def _undeclared(
+def _undeclared_pairs(
     model: PreTrainedModel, names: Mapping[str, Any], pairs: Mapping[str, str], name_pair: Callable[..., Any]
 ) -> list[TiePair]:
     """Return the pair of output and input embedding if the class itself never ties them."""
@@ -225,27 +239,27 @@ def _undeclared(
         return []
     if target in pairs or source in pairs:
         return []
-    return [TiePair(name_pair(target, source), NEVER, True)]
+    return [TiePair(name_pair(target, source), NEVER_TIED, True)]
 
 
-def _owners(model: PreTrainedModel, names: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
+def _flag_config_paths(model: PreTrainedModel, names: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
     """Return, for each tied target, the attribute path of the config from which its sub-model reads the flag."""
     tree = list(config_tree(model.config))
-    owners: dict[str, tuple[str, ...]] = {}
+    config_paths: dict[str, tuple[str, ...]] = {}
     for prefix, module in model.named_modules(remove_duplicate=False):
         if not isinstance(module, PreTrainedModel):
             continue
-        lead = f"{prefix}." if prefix else ""
+        dotted_prefix = f"{prefix}." if prefix else ""
         expanded = module.get_expanded_tied_weights_keys()
-        targets = existing({lead + t: lead + s for t, s in expanded.items()}, names)
+        targets = existing_pairs({dotted_prefix + t: dotted_prefix + s for t, s in expanded.items()}, names)
         for target in targets:
             # parents come first: the outermost sub-model that declares the pair determines its flag
-            owners.setdefault(target, path_of(module.config, tree))
-    return owners
+            config_paths.setdefault(target, find_config_path(module.config, tree))
+    return config_paths
 
 
 @contextlib.contextmanager
-def _list_form_ties() -> Iterator[None]:
+def _support_list_ties() -> Iterator[None]:
     """Allow building classes written for transformers 4 (``_tied_weights_keys = ["lm_head.weight"]``).
 
     In transformers 4, every listed name is a target, and its source is the input embedding. transformers 5 requires a
@@ -254,14 +268,14 @@ def _list_form_ties() -> Iterator[None]:
     base: Any = PreTrainedModel
     original = base.get_expanded_tied_weights_keys
 
-    def expanded(self: Any, all_submodels: bool = False) -> Any:
+    def expand(self: Any, all_submodels: bool = False) -> Any:
         if isinstance(self._tied_weights_keys, (list, tuple, set, frozenset)):
             shapes = {name: value.shape for name, value in self.named_parameters(remove_duplicate=False)}
             source = _weight_name(self, _input_embeddings(self))
-            self._tied_weights_keys = mapping_of_list(self._tied_weights_keys, source, shapes)
+            self._tied_weights_keys = ties_from_list(self._tied_weights_keys, source, shapes)
         return original(self, all_submodels=all_submodels)
 
-    base.get_expanded_tied_weights_keys = expanded
+    base.get_expanded_tied_weights_keys = expand
     try:
         yield
     finally:
@@ -271,11 +285,11 @@ def _list_form_ties() -> Iterator[None]:
 # ------------------------------------------------------------------------------------------ names
 
 
-def _opaque(model: PreTrainedModel) -> frozenset[str]:
+def _opaque_patterns(model: PreTrainedModel) -> frozenset[str]:
     return frozenset(f"{name}.**" for name, module in model.named_modules() if isinstance(module, OpaqueTower))
 
 
-def _ignored(model: PreTrainedModel) -> frozenset[str]:
+def _ignored_patterns(model: PreTrainedModel) -> frozenset[str]:
     """Return the names that transformers drops without a warning, as in ``_adjust_missing_and_unexpected_keys``."""
     declared = {each for each in model._keys_to_ignore_on_load_unexpected or () if isinstance(each, str)}
     for name, _ in model.named_buffers():
@@ -284,37 +298,39 @@ def _ignored(model: PreTrainedModel) -> frozenset[str]:
         if name.endswith("position_ids"):
             declared.add(r"(^|\.)position_ids$")
     own = patterns_of(model.state_dict(keep_vars=True))
-    found = {each: regex_for_patterns(each) for each in declared}
+    regexes = {each: regex_for_patterns(each) for each in declared}
     # the regex of a single layer, such as k_proj of a layer that shares keys, would match all layers as a pattern
-    usual = {each for each, regex in found.items() if each != regex and any(re.search(regex, name) for name in own)}
-    return frozenset(regex for each, regex in found.items() if each not in usual)
+    used_by_model = {
+        each for each, regex in regexes.items() if each != regex and any(re.search(regex, name) for name in own)
+    }
+    return frozenset(regex for each, regex in regexes.items() if each not in used_by_model)
 
 
 # ------------------------------------------------------------------------------- flag, embeddings
 
 
-def _force_flags(config: Any) -> None:
+def _enable_all_ties(config: Any) -> None:
     """Enable every tie, so that all candidates show regardless of the config."""
     for _, each in config_tree(config):
         with contextlib.suppress(AttributeError):
-            setattr(each, FLAG, True)
+            setattr(each, TIE_FLAG, True)
 
 
-def _is_editable(
-    model: PreTrainedModel, ties: tuple[TiePair, ...], build_config: ConfigBuilder, base: Mapping[str, Any]
+def _is_flag_editable(
+    model: PreTrainedModel, ties: tuple[TiePair, ...], build_config: ConfigBuilder, base_config: Mapping[str, Any]
 ) -> bool:
     """Return True if the flag as false unties the pairs, and changes nothing else."""
-    declared = [pair.flag for pair in ties if pair.flag != NEVER]
+    declared = [pair.flag for pair in ties if pair.flag != NEVER_TIED]
     if not declared or all(flag.is_constant for flag in declared):
         return False
     modules: set[Any] = {type(module) for module in model.modules()}
     if any(_forward_reads_flag(module) for module in modules):
         return False
     try:
-        on, off = (build_config({**copy.deepcopy(dict(base)), FLAG: value}) for value in (True, False))
+        on, off = (build_config({**copy.deepcopy(dict(base_config)), TIE_FLAG: value}) for value in (True, False))
     except Exception:  # the config class refuses one of the values
         return False
-    return bool(without_flag(on.to_dict()) == without_flag(off.to_dict()))
+    return bool(without_tie_flag(on.to_dict()) == without_tie_flag(off.to_dict()))
 
 
 @functools.cache
@@ -323,7 +339,7 @@ def _forward_reads_flag(module: Any) -> bool:
         source = str(inspect.getsource(module.forward))
     except (OSError, TypeError):
         return False
-    return FLAG in source
+    return TIE_FLAG in source
 
 
 def _input_embeddings(model: Any) -> Any:
@@ -355,7 +371,7 @@ def _is_embedding(model: PreTrainedModel, name: str) -> bool:
 # ---------------------------------------------------------------------------------------- configs
 
 
-def default_builder(cls: Any) -> ConfigBuilder:
+def default_config_builder(cls: Any) -> ConfigBuilder:
     """Return the config class of ``cls`` as a function of a dict."""
     return lambda values: cls.config_class(**values)
 

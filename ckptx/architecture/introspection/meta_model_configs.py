@@ -12,10 +12,10 @@ from typing import Any
 
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from ckptx.architecture.expressions import MADE, Scope, attempt, keys_of
+from ckptx.architecture.expressions import COMPOSITE_PREFIX, Scope, keys_of, try_evaluate
 
 
-def config_around(model: PreTrainedModel, path: str) -> Any:
+def nearest_config(model: PreTrainedModel, path: str) -> Any:
     """Return the config of the nearest module around `path` that has one."""
     while path:
         path = path.rpartition(".")[0]
@@ -30,7 +30,7 @@ def class_defaults(keys: set[str], root: Any, expressions: set[str]) -> tuple[di
     defaults: dict[str, int | None] = {}
     aliases: dict[str, str] = {}
     resolved: dict[str, int | None] = {}
-    made: set[str] = set()  # paths of sub-configs that their composite builds with values of its own
+    composite_built: set[str] = set()  # paths of sub-configs that their composite builds with values of its own
     for key in sorted(keys):
         *path, name = key.split(".")
         config = root
@@ -42,21 +42,21 @@ def class_defaults(keys: set[str], root: Any, expressions: set[str]) -> tuple[di
         value = class_default(config, attribute)
         if value is not None:
             defaults[key] = value
-        resolved[key] = _whole(read(config, name))
-        if path and resolved[key] != _whole(read(_plain(config.__class__), name)):
-            made.add(".".join(path))
+        resolved[key] = _as_integer(read_key(config, name))
+        if path and resolved[key] != _as_integer(read_key(_default_config(config.__class__), name)):
+            composite_built.add(".".join(path))
     for key, value in resolved.items():
-        if value is not None and key.rpartition(".")[0] in made:
-            defaults[MADE + key] = value
+        if value is not None and key.rpartition(".")[0] in composite_built:
+            defaults[COMPOSITE_PREFIX + key] = value
     # values that the class derives in __init__ from other keys, without a known expression
     for expression in sorted(expressions):
-        if attempt(expression, Scope({}, defaults)) is None:
+        if try_evaluate(expression, Scope({}, defaults)) is None:
             defaults |= {key: resolved[key] for key in sorted(keys_of(expression)) if key not in defaults}
     return {key: value for key, value in sorted(defaults.items()) if value is not None}, aliases
 
 
 @functools.cache
-def _plain(config_class: Callable[[], Any]) -> Any:
+def _default_config(config_class: Callable[[], Any]) -> Any:
     """Return a config with all defaults, or None."""
     try:
         return config_class()
@@ -67,13 +67,13 @@ def _plain(config_class: Callable[[], Any]) -> Any:
 def class_default(config: Any, name: str) -> int | None:
     """Return the default that the config class declares, before its __init__ derives other values."""
     declared = inspect.getattr_static(type(config), name, None)
-    if _whole(declared) is not None:
-        return _whole(declared)
+    if _as_integer(declared) is not None:
+        return _as_integer(declared)
     parameter = inspect.signature(type(config).__init__).parameters.get(name)
-    return _whole(parameter.default) if parameter is not None else None
+    return _as_integer(parameter.default) if parameter is not None else None
 
 
-def read(config: Any, name: str) -> Any:
+def read_key(config: Any, name: str) -> Any:
     """Return the value of a key for the whole model, even if single layers have values of their own."""
     if config is None:
         return None
@@ -87,5 +87,5 @@ def read(config: Any, name: str) -> Any:
         return None
 
 
-def _whole(value: Any) -> int | None:
+def _as_integer(value: Any) -> int | None:
     return int(value) if isinstance(value, int) else None

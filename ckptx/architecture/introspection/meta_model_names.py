@@ -23,10 +23,10 @@ from transformers.core_model_loading import (
 
 from ckptx.architecture.namings import Rename, subsets
 from ckptx.architecture.patterns import patterns_of
-from ckptx.architecture.structure import LoadConversion, below
+from ckptx.architecture.structure import LoadConversion, join_path
 from ckptx.mapping.names import pattern_of
 
-_RENUMBERED = "unsupported:Renumbering"
+_RENUMBERING = "unsupported:Renumbering"
 
 
 class LoadTarget(NamedTuple):
@@ -37,47 +37,49 @@ class LoadTarget(NamedTuple):
     source: str = ""
 
 
-def namings(model: PreTrainedModel) -> list[Rename]:
+def disk_renames(model: PreTrainedModel) -> list[Rename]:
     """Return functions from a model name to a disk name; the first is that of ``save_pretrained``."""
 
-    def in_trainer_naming(optional: tuple[Any, ...], name: str) -> str:
-        written = _reverted(model, {name: torch.empty(0, device="meta")}, optional)
-        return next(iter(written)) if len(written) == 1 else name
+    def to_disk_name(optional: tuple[Any, ...], name: str) -> str:
+        reverted = _revert_conversions(model, {name: torch.empty(0, device="meta")}, optional)
+        return next(iter(reverted)) if len(reverted) == 1 else name
 
-    return [functools.partial(in_trainer_naming, chosen) for chosen in _optional_renamings(model)] + [str]
+    return [functools.partial(to_disk_name, chosen) for chosen in _prefix_change_subsets(model)] + [str]
 
 
-def loader(model: PreTrainedModel) -> Rename:
+def load_rename(model: PreTrainedModel) -> Rename:
     """Return the function from a disk name to a model name that ``from_pretrained`` applies."""
-    load = _full_loader(model)
+    load = _load_function(model)
     return lambda name: load(name).name
 
 
-def names_on_disk(model: PreTrainedModel) -> list[list[str]]:
+def disk_names_by_naming(model: PreTrainedModel) -> list[list[str]]:
     """Return the disk names of the model, one list per naming; the first is that of ``save_pretrained``."""
     state = {name: value.detach() for name, value in model.state_dict(keep_vars=True).items()}
-    return [list(_reverted(model, dict(state), optional)) for optional in _optional_renamings(model)]
+    return [list(_revert_conversions(model, dict(state), optional)) for optional in _prefix_change_subsets(model)]
 
 
-def changes(
-    model: PreTrainedModel, disk: list[list[str]]
+def load_conversions(
+    model: PreTrainedModel, disk_names: list[list[str]]
 ) -> tuple[frozenset[LoadConversion], frozenset[LoadConversion]]:
     """Return the effect of loading on names that differ from those of the model, or whose tensors it converts.
 
     Args:
         model: Model on the meta device.
-        disk: Its names on disk, from `names_on_disk`.
+        disk_names: Its names on disk, from `disk_names_by_naming`.
 
     Returns:
-        The conversions of the first naming in `disk`, and the additional ones of the others.
+        The conversions of the first naming in `disk_names`, and the additional ones of the others.
     """
     owned = model.state_dict(keep_vars=True)
-    load = _full_loader(model)
-    written, *others = (frozenset(_changes(names, owned, load)) for names in disk)
-    return written, frozenset[LoadConversion]().union(*others) - written
+    load = _load_function(model)
+    saved, *others = (frozenset(_conversions_of_naming(names, owned, load)) for names in disk_names)
+    return saved, frozenset[LoadConversion]().union(*others) - saved
 
 
-def _changes(names: list[str], owned: Mapping[str, Any], load: Callable[[str], LoadTarget]) -> Iterator[LoadConversion]:
+def _conversions_of_naming(
+    names: list[str], owned: Mapping[str, Any], load: Callable[[str], LoadTarget]
+) -> Iterator[LoadConversion]:
     fused: dict[str, list[tuple[str, LoadTarget]]] = {}
     for name in names:
         loaded = load(name)
@@ -86,107 +88,112 @@ def _changes(names: list[str], owned: Mapping[str, Any], load: Callable[[str], L
         if loaded.converter is not None:
             fused.setdefault(loaded.name, []).append((name, loaded))
         elif loaded.name != name:
-            yield _rename(name, loaded.name)
+            yield _rename_conversion(name, loaded.name)
     for target, parts in fused.items():
-        yield from _conversion(target, parts)
+        yield from _fused_conversion(target, parts)
 
 
-def _rename(source: str, target: str) -> LoadConversion:
+def _rename_conversion(source: str, target: str) -> LoadConversion:
     """Return a rename; layers with shifted numbers are an unsupported operation."""
-    old, new = _aligned(source, target)
+    old, new = _align_patterns(source, target)
     return (
         LoadConversion((old,), (new,))
         if old
-        else LoadConversion((pattern_of(source),), (pattern_of(target),), (_RENUMBERED,))
+        else LoadConversion((pattern_of(source),), (pattern_of(target),), (_RENUMBERING,))
     )
 
 
-def _aligned(source: str, target: str) -> tuple[str, str]:
+def _align_patterns(source: str, target: str) -> tuple[str, str]:
     """Return both names as patterns; an index that only one of them has stays a number. Empty if none fit.
 
     Example:
         layers.7.mlp.0.weight, layers.7.fc1.weight -> layers.*.mlp.0.weight, layers.*.fc1.weight
     """
-    ours, theirs = _indices(source), _indices(target)
-    if len(ours) < len(theirs):
-        new, old = _aligned(target, source)
+    source_indices, target_indices = _index_components(source), _index_components(target)
+    if len(source_indices) < len(target_indices):
+        new, old = _align_patterns(target, source)
         return old, new
-    parts, kept = source.split("."), iter(theirs)
-    index = next(kept, None)
-    for at, part in enumerate(parts):
+    parts, remaining = source.split("."), iter(target_indices)
+    index = next(remaining, None)
+    for position, part in enumerate(parts):
         if part.isdecimal() and part == index:
-            parts[at], index = "*", next(kept, None)
+            parts[position], index = "*", next(remaining, None)
     return (".".join(parts), pattern_of(target)) if index is None else ("", "")
 
 
-def _conversion(target: str, parts: list[tuple[str, LoadTarget]]) -> Iterator[LoadConversion]:
+def _fused_conversion(target: str, parts: list[tuple[str, LoadTarget]]) -> Iterator[LoadConversion]:
     """Yield the conversion of `parts`, all of which one converter sends to `target` first."""
     converter = parts[0][1].converter
     assert converter is not None
     order = converter.source_patterns
-    has_list = any(type(op).__name__ not in _ONE_BY_ONE for op in converter.operations)
+    has_list = any(type(op).__name__ not in _NON_LIST_OPS for op in converter.operations)
     by_source = {
-        pattern_of(name) if has_list else _aligned(name, target)[0] or pattern_of(name): order.index(loaded.source)
+        pattern_of(name) if has_list else _align_patterns(name, target)[0] or pattern_of(name): order.index(
+            loaded.source
+        )
         for name, loaded in parts
     }
     sources = tuple(sorted(by_source, key=lambda name: by_source[name]))
     first, *others = converter.target_patterns
     targets = tuple(pattern_of(target.replace(first, each)) for each in (first, *others))
-    ops = [_op(each, order if at == 0 else converter.target_patterns) for at, each in enumerate(converter.operations)]
+    ops = [
+        _op_text(each, order if index == 0 else converter.target_patterns)
+        for index, each in enumerate(converter.operations)
+    ]
     yield LoadConversion(sources, targets, tuple(filter(None, ops)))
 
 
 # Operations that do not take a list of modules, so that their indices must be those of the model.
-_ONE_BY_ONE = frozenset({"Chunk", "Concatenate", "Interleave", "PermuteForRope", "Split", "Transpose"})
+_NON_LIST_OPS = frozenset({"Chunk", "Concatenate", "Interleave", "PermuteForRope", "Split", "Transpose"})
 # Operations of transformers as kind and numbers; those without a row are unsupported, by name.
-_OPS: Mapping[str, Callable[[Any, list[str]], str]] = {
+_OP_TEXTS: Mapping[str, Callable[[Any, list[str]], str]] = {
     "Chunk": lambda op, _: f"chunk {op.dim}" if op.num_shards_attribute is None else "unsupported:Chunk",
     "Concatenate": lambda op, _: f"concat {op.dim}",
     "Interleave": lambda op, _: f"interleave {op.dim} {int(op.inverse)}",
     "MergeModulelist": lambda op, _: f"merge {op.dim}",
-    "PermuteForRope": lambda op, tensors: _permutation(op, tensors),
+    "PermuteForRope": lambda op, tensors: _permutation_text(op, tensors),
     "Split": lambda op, _: f"split {op.dim}",
     "Transpose": lambda op, _: f"transpose {op.dim0} {op.dim1} {int(op.check_dims)}",
 }
 
 
-def _op(op: Any, tensors: list[str]) -> str:
+def _op_text(op: Any, tensors: list[str]) -> str:
     """Return an operation on tensors of these patterns as text; empty if it does not affect them."""
     kind = type(op).__name__
-    return _OPS[kind](op, tensors) if kind in _OPS else f"unsupported:{kind}"
+    return _OP_TEXTS[kind](op, tensors) if kind in _OP_TEXTS else f"unsupported:{kind}"
 
 
-def _permutation(op: Any, tensors: list[str]) -> str:
+def _permutation_text(op: Any, tensors: list[str]) -> str:
     """Return a RoPE permutation as text: direction, tensors that it permutes (none for all), number of heads."""
     parts: list[str] = []
     if op.permute_layer_names is not None:
         parts = [str(at) for at, name in enumerate(tensors) if any(each in name for each in op.permute_layer_names)]
         if not parts:
             return ""
-    heads = below(op.subconfig_key or "", "num_attention_heads")
+    heads = join_path(op.subconfig_key or "", "num_attention_heads")
     return (
         " ".join(["permute_rope", str(int(op.inverse)), *(parts if len(parts) < len(tensors) else [])])
         + f" : {heads} ?? 1"
     )
 
 
-def _indices(name: str) -> list[str]:
+def _index_components(name: str) -> list[str]:
     return [part for part in name.split(".") if part.isdecimal()]
 
 
-def _optional_renamings(model: PreTrainedModel) -> list[tuple[int, ...]]:
+def _prefix_change_subsets(model: PreTrainedModel) -> list[tuple[int, ...]]:
     """Return subsets of the positions of prefix changes in the conversion list."""
     conversions = get_model_conversion_mapping(model, add_legacy=False)
-    return subsets([at for at, entry in enumerate(conversions) if isinstance(entry, PrefixChange)])
+    return subsets([index for index, entry in enumerate(conversions) if isinstance(entry, PrefixChange)])
 
 
-def _reverted(model: Any, tensors: dict[str, Any], optional: tuple[int, ...]) -> dict[str, Any]:
+def _revert_conversions(model: Any, tensors: dict[str, Any], optional: tuple[int, ...]) -> dict[str, Any]:
     conversions = get_model_conversion_mapping(model, add_legacy=False)
-    kept = [c for at, c in enumerate(conversions) if at in optional or not isinstance(c, PrefixChange)]
-    if not kept:
+    selected = [c for at, c in enumerate(conversions) if at in optional or not isinstance(c, PrefixChange)]
+    if not selected:
         return tensors
     previous = getattr(model, "_weight_conversions", None)
-    model._weight_conversions = kept
+    model._weight_conversions = selected
     try:
         reverted: dict[str, Any] = revert_weight_conversion(model, tensors)
     except Exception:  # an operation that cannot run on a single or empty tensor has no such naming
@@ -196,23 +203,23 @@ def _reverted(model: Any, tensors: dict[str, Any], optional: tuple[int, ...]) ->
     return reverted
 
 
-def _full_loader(model: PreTrainedModel) -> Callable[[str], LoadTarget]:
+def _load_function(model: PreTrainedModel) -> Callable[[str], LoadTarget]:
     conversions = get_model_conversion_mapping(model)
     renamings = [entry for entry in conversions if isinstance(entry, WeightRenaming)]
     converters = [entry for entry in conversions if isinstance(entry, WeightConverter)]
     by_source = {source: converter for converter in converters for source in converter.source_patterns}
-    meta = model.state_dict(keep_vars=True)
+    state = model.state_dict(keep_vars=True)
     prefix = model.base_model_prefix
 
     def load(name: str) -> LoadTarget:
-        renamed, source = rename_source_key(name, renamings, converters, prefix, meta)
-        if renamed not in meta and name in meta:
-            renamed, source = rename_source_key(name, [], [], prefix, meta)
+        renamed, source = rename_source_key(name, renamings, converters, prefix, state)
+        if renamed not in state and name in state:
+            renamed, source = rename_source_key(name, [], [], prefix, state)
         return LoadTarget(renamed, by_source[source], source) if source is not None else LoadTarget(renamed, None)
 
     return load
 
 
-def name_patterns(model: PreTrainedModel, disk: list[list[str]]) -> frozenset[str]:
+def name_patterns(model: PreTrainedModel, disk_names: list[list[str]]) -> frozenset[str]:
     """Return the patterns of the model's own names and of its disk names."""
-    return patterns_of(model.state_dict(keep_vars=True)).union(*map(patterns_of, disk))
+    return patterns_of(model.state_dict(keep_vars=True)).union(*map(patterns_of, disk_names))

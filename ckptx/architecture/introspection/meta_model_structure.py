@@ -2,7 +2,7 @@
 
 Nothing is inferred from names that the model itself can tell: layers come from the pipeline plan or from
 `get_encoder`/`get_decoder`, heads from the shapes of attention modules. Only modules that run after the last layer are
-recognized by name (`_LAST`), because the order of registration does not tell.
+recognized by name (`_MODULES_AFTER_LAYERS`), because the order of registration does not tell.
 """
 
 from __future__ import annotations
@@ -15,14 +15,22 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ckptx.architecture.corrections import corrections_of, plan_keys
-from ckptx.architecture.expressions import Scope, attempt, keys_of
-from ckptx.architecture.flags import config_tree, path_of
-from ckptx.architecture.introspection.meta_model_configs import class_default, class_defaults, config_around, read
-from ckptx.architecture.structure import Heads, LoadConversion, StackRule, Structure, below, is_live, under
+from ckptx.architecture.expressions import Scope, keys_of, try_evaluate
+from ckptx.architecture.flags import config_tree, find_config_path
+from ckptx.architecture.introspection.meta_model_configs import class_default, class_defaults, nearest_config, read_key
+from ckptx.architecture.structure import (
+    Heads,
+    LoadConversion,
+    StackRule,
+    Structure,
+    in_sub_config,
+    join_path,
+    matches_parameter,
+)
 from ckptx.mapping.names import pattern_of
 
 # Modules that run after the last layer: children of the module with the layers, and of the modules around it.
-_LAST = frozenset(
+_MODULES_AFTER_LAYERS = frozenset(
     {
         "LayerNorm", "emb_layer_norm_after", "embedding_norm", "final_input", "final_layer_norm", "final_layernorm",
         "final_norm", "hc_head", "last_layernorm", "layer_norm", "layernorm", "layernorm_final", "ln", "ln_f",
@@ -37,105 +45,109 @@ _LAST = frozenset(
         "text_decoder_postnet", "text_projection", "vocab_layer_norm", "vocab_projector", "vocab_transform",
     }
 )  # fmt: skip
-# Subset of `_LAST` that runs after the layers even if it is registered before them.
-_LAST_ANYWHERE = _LAST - {"LayerNorm", "embedding_norm", "layer_norm", "layernorm", "rms_norm"}
-_COUNTS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers", "depth")
-_COUNTS_BY_ROLE = {
-    "encoder": ("encoder_layers", "num_encoder_layers", *_COUNTS),
-    "decoder": ("decoder_layers", "num_decoder_layers", *_COUNTS),
+# Subset of `_MODULES_AFTER_LAYERS` that runs after the layers even if it is registered before them.
+_ALWAYS_AFTER_LAYERS = _MODULES_AFTER_LAYERS - {"LayerNorm", "embedding_norm", "layer_norm", "layernorm", "rms_norm"}
+_COUNT_KEYS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers", "depth")
+_COUNT_KEYS_BY_ROLE = {
+    "encoder": ("encoder_layers", "num_encoder_layers", *_COUNT_KEYS),
+    "decoder": ("decoder_layers", "num_decoder_layers", *_COUNT_KEYS),
 }
 
-_HEADS = "num_attention_heads"
-_KV = "num_key_value_heads ?? num_attention_heads"
-_SIZE = "head_dim ?? hidden_size // num_attention_heads"
-_PLAIN_SIZE = "hidden_size // num_attention_heads"
+_NUM_HEADS = "num_attention_heads"
+_NUM_KV_HEADS = "num_key_value_heads ?? num_attention_heads"
+_HEAD_DIM = "head_dim ?? hidden_size // num_attention_heads"
+_DERIVED_HEAD_DIM = "hidden_size // num_attention_heads"
 # Factors of the sharded dim of an attention projection, in the order in which they are tried with a real config.
-_CANDIDATES: Heads = (
-    (_HEADS, _SIZE), (_KV, _SIZE), (_HEADS, _PLAIN_SIZE), (_KV, _PLAIN_SIZE),
-    (_HEADS, "global_head_dim"), (f"num_global_key_value_heads ?? {_KV}", "global_head_dim"),
-    (_HEADS, f"2 * ({_SIZE})"), (_HEADS, f"3 * ({_SIZE})"),
-    (_HEADS, "qk_nope_head_dim + qk_rope_head_dim"), (_HEADS, "qk_nope_head_dim + v_head_dim"),
-    (_HEADS, "v_head_dim"), (_KV, "v_head_dim"),
+_HEAD_CANDIDATES: Heads = (
+    (_NUM_HEADS, _HEAD_DIM), (_NUM_KV_HEADS, _HEAD_DIM),
+    (_NUM_HEADS, _DERIVED_HEAD_DIM), (_NUM_KV_HEADS, _DERIVED_HEAD_DIM),
+    (_NUM_HEADS, "global_head_dim"), (f"num_global_key_value_heads ?? {_NUM_KV_HEADS}", "global_head_dim"),
+    (_NUM_HEADS, f"2 * ({_HEAD_DIM})"), (_NUM_HEADS, f"3 * ({_HEAD_DIM})"),
+    (_NUM_HEADS, "qk_nope_head_dim + qk_rope_head_dim"), (_NUM_HEADS, "qk_nope_head_dim + v_head_dim"),
+    (_NUM_HEADS, "v_head_dim"), (_NUM_KV_HEADS, "v_head_dim"),
     ("linear_num_key_heads", "linear_key_head_dim"), ("linear_num_value_heads", "linear_value_head_dim"),
 )  # fmt: skip
-_CANDIDATE_KEYS = frozenset(key for pair in _CANDIDATES for each in pair for key in keys_of(each))
+_CANDIDATE_KEYS = frozenset(key for pair in _HEAD_CANDIDATES for each in pair for key in keys_of(each))
 _SHARDED_DIMS = {"colwise": -2, "rowwise": -1}  # sharded dim, in whole heads; styles that gather or split need no heads
 
 
-def structure_of(
-    model: PreTrainedModel, changes: tuple[frozenset[LoadConversion], frozenset[LoadConversion]]
+def read_structure(
+    model: PreTrainedModel, conversions: tuple[frozenset[LoadConversion], frozenset[LoadConversion]]
 ) -> Structure:
     """Return the structure of a model, with defaults for the keys that correction rows read, too.
 
     Args:
         model: Model on the meta device.
-        changes: Conversions of its names, see `meta_model_names`.
+        conversions: Conversions of its names, see `meta_model_names`.
     """
     names = {pattern_of(name) for name in model.state_dict(keep_vars=True)}
-    plan = {key: style for key, style in (model.tp_plan or {}).items() if is_live(key, names)}
+    plan = {key: style for key, style in (model.tp_plan or {}).items() if matches_parameter(key, names)}
     tree = list(config_tree(model.config))
     text, text_config = _text_config(model, tree)
-    stacks = _stacks(model, tree)
-    heads = _heads(model, plan, tree)
-    embedding = _call(model, "get_input_embeddings")
-    bare = Structure(
-        text=".".join(text),
+    stacks = _read_stacks(model, tree)
+    heads = _head_candidates(model, plan, tree)
+    embedding = _call_or_none(model, "get_input_embeddings")
+    structure = Structure(
+        text_config_path=".".join(text),
         text_type=str(getattr(text_config, "model_type", "")),
-        head=_path_of(model, _call(model, "get_output_embeddings")) or "",
-        embedding=(_path_of(model, embedding) or "") if isinstance(embedding, nn.Embedding) else "",
+        head=_module_path(model, _call_or_none(model, "get_output_embeddings")) or "",
+        embedding=(_module_path(model, embedding) or "") if isinstance(embedding, nn.Embedding) else "",
         plan=plan,
         stacks=stacks,
         heads=heads,
-        transposed=_transposed(model),
-        changes=frozenset(_sized(model, change, tree) for change in changes[0]),
-        variants=frozenset(_sized(model, change, tree) for change in changes[1]),
+        transposed=_transposed_modules(model),
+        conversions=frozenset(_with_sizes(model, change, tree) for change in conversions[0]),
+        other_conversions=frozenset(_with_sizes(model, change, tree) for change in conversions[1]),
     )
-    keys = {key for each in bare.expressions() for key in keys_of(each)}
-    keys |= {below(bare.text, key) for key in plan_keys(bare.text_type, str(model.config.model_type))}
-    defaults, aliases = class_defaults(keys, model.config, bare.expressions())
-    return dataclasses.replace(bare, defaults=defaults, aliases=aliases)
+    keys = {key for each in structure.expressions() for key in keys_of(each)}
+    keys |= {
+        join_path(structure.text_config_path, key)
+        for key in plan_keys(structure.text_type, str(model.config.model_type))
+    }
+    defaults, aliases = class_defaults(keys, model.config, structure.expressions())
+    return dataclasses.replace(structure, defaults=defaults, aliases=aliases)
 
 
 # ----------------------------------------------------------------------------------------- layers
 
 
-def _stacks(model: PreTrainedModel, tree: Sequence[Any]) -> tuple[StackRule, ...]:
+def _read_stacks(model: PreTrainedModel, tree: Sequence[Any]) -> tuple[StackRule, ...]:
     if corrections_of(str(model.config.model_type)).no_stacks or not _reads_text(model):
         return ()
-    encoder, decoder = _call(model, "get_encoder"), _call(model, "get_decoder")
+    encoder, decoder = _call_or_none(model, "get_encoder"), _call_or_none(model, "get_decoder")
     is_pair = bool(getattr(model.config, "is_encoder_decoder", False)) and encoder not in (None, decoder, model)
     lists = _layer_lists(model)
     if is_pair:
-        first = _path_of(model, encoder)
-        inner = [path for path in lists if first is not None and path.startswith(first + ".")]
-        outer = _path_of(model, decoder)
-        rest = [path for path in lists if path not in inner and _is_below(path, outer)]
-        paths = [_main(model, inner), _main(model, rest)]
+        encoder_path = _module_path(model, encoder)
+        inner_lists = [path for path in lists if encoder_path is not None and path.startswith(encoder_path + ".")]
+        decoder_path = _module_path(model, decoder)
+        rest = [path for path in lists if path not in inner_lists and _is_inside(path, decoder_path)]
+        paths = [_decoder_layer_list(model, inner_lists), _decoder_layer_list(model, rest)]
     else:
         planned = [path for path in model.pp_plan or {} if path.endswith("layers") and path in lists]
-        outer = _path_of(model, decoder)
+        decoder_path = _module_path(model, decoder)
         # a class whose head is named `decoder` returns the head
-        inner = [path for path in lists if _is_below(path, outer)] or lists
-        paths = planned if len(planned) == 1 else [_main(model, inner)]
-    found = []
-    for at, path in enumerate(paths):
-        role = "encoder" if is_pair and at == 0 else "decoder"
-        count = _count(model, path, role, tree) if path else None
+        inner_lists = [path for path in lists if _is_inside(path, decoder_path)] or lists
+        paths = planned if len(planned) == 1 else [_decoder_layer_list(model, inner_lists)]
+    stacks = []
+    for index, path in enumerate(paths):
+        role = "encoder" if is_pair and index == 0 else "decoder"
+        count = _count_expression(model, path, role, tree) if path else None
         if path is None or count is None:
             return ()
         others = [other for other in paths if other and other != path]
-        found.append(_stack(model, path, count, others[0] if others else "", role))
-    return tuple(found)
+        stacks.append(_stack_rule(model, path, count, others[0] if others else "", role))
+    return tuple(stacks)
 
 
 def _reads_text(model: PreTrainedModel) -> bool:
-    embedding = _call(model, "get_input_embeddings")
-    return isinstance(embedding, nn.Embedding) or _call(model, "get_output_embeddings") is not None
+    embedding = _call_or_none(model, "get_input_embeddings")
+    return isinstance(embedding, nn.Embedding) or _call_or_none(model, "get_output_embeddings") is not None
 
 
 def _layer_lists(model: PreTrainedModel) -> list[str]:
     """Return the paths of lists of modules with parameters that are not inside another list."""
-    ends = [_path_of(model, _call(model, f"get_{end}_embeddings")) for end in ("input", "output")]
+    ends = [_module_path(model, _call_or_none(model, f"get_{end}_embeddings")) for end in ("input", "output")]
     found = []
     for path, module in model.named_modules():
         is_outermost = not any(part.isdecimal() for part in path.split("."))
@@ -145,9 +157,9 @@ def _layer_lists(model: PreTrainedModel) -> list[str]:
     return found
 
 
-def _main(model: PreTrainedModel, paths: Sequence[str]) -> str | None:
+def _decoder_layer_list(model: PreTrainedModel, paths: Sequence[str]) -> str | None:
     """Return the list of decoder layers: nearest to the input embedding, then to the root, then the largest."""
-    embedding = _path_of(model, _call(model, "get_input_embeddings")) or ""
+    embedding = _module_path(model, _call_or_none(model, "get_input_embeddings")) or ""
 
     def rank(path: str) -> tuple[int, int, int]:
         common = 0
@@ -160,49 +172,49 @@ def _main(model: PreTrainedModel, paths: Sequence[str]) -> str | None:
     return min(paths, key=rank) if paths else None
 
 
-def _count(model: PreTrainedModel, path: str, role: str, tree: Sequence[Any]) -> str | None:
+def _count_expression(model: PreTrainedModel, path: str, role: str, tree: Sequence[Any]) -> str | None:
     """Return the config key whose value is the length of the list, as an expression."""
-    config = config_around(model, path)
+    config = nearest_config(model, path)
     if config is None:
         return None
-    place = ".".join(path_of(config, tree))
+    config_path = ".".join(find_config_path(config, tree))
     length = len(model.get_submodule(path))
-    keys = [key for key in _COUNTS_BY_ROLE[role] if read(config, key) == length]
+    keys = [key for key in _COUNT_KEYS_BY_ROLE[role] if read_key(config, key) == length]
     if not keys:
         return None
     has_default = class_default(config, getattr(config, "attribute_map", {}).get(keys[0], keys[0])) is not None
     lists: list[str] = []
     fallbacks: list[str] = []
-    if not has_default and keys[0] in _COUNTS:
+    if not has_default and keys[0] in _COUNT_KEYS:
         # the count is a property of the config class: the length of a list with one entry per layer
         lists = [f"#{key}" for key, value in vars(config).items() if isinstance(value, list) and len(value) == length][
             :1
         ]
     elif not has_default:
         fallbacks = keys[1:2]  # T5: as many decoder as encoder layers by default
-    return under(" ?? ".join([*lists, keys[0], *fallbacks]), place)
+    return in_sub_config(" ?? ".join([*lists, keys[0], *fallbacks]), config_path)
 
 
-def _stack(model: PreTrainedModel, path: str, count: str, other: str, role: str) -> StackRule:
-    """Return the stack at `path`; modules shared with the `other` stack belong to neither, except heads."""
+def _stack_rule(model: PreTrainedModel, path: str, count: str, other_path: str, role: str) -> StackRule:
+    """Return the stack at `path`; modules shared with the `other_path` stack belong to neither, except heads."""
     parts = path.split(".")
-    head = _path_of(model, _call(model, "get_output_embeddings")) or ""
+    head = _module_path(model, _call_or_none(model, "get_output_embeddings")) or ""
     before: list[str] = []
     after: list[str] = []
     for depth in range(len(parts) - 1, -1, -1):
-        around = ".".join(parts[:depth])
-        is_shared = bool(other) and _is_below(other, around)
+        container = ".".join(parts[:depth])
+        is_shared = bool(other_path) and _is_inside(other_path, container)
         if is_shared and role == "encoder":
             break
         seen = False
-        for name in _children(model, around):
+        for name in _children(model, container):
             if name == parts[depth]:
                 seen = True
                 continue
-            child = below(around, name)
-            if name in (_LAST if seen else _LAST_ANYWHERE) or (head and _is_below(head, child)):
+            child = join_path(container, name)
+            if name in (_MODULES_AFTER_LAYERS if seen else _ALWAYS_AFTER_LAYERS) or (head and _is_inside(head, child)):
                 after.append(child)
-            elif role == "decoder" and other and not is_shared:
+            elif role == "decoder" and other_path and not is_shared:
                 before.append(child)
     return StackRule(path, count, tuple(before), tuple(after))
 
@@ -216,7 +228,7 @@ def _children(model: PreTrainedModel, path: str) -> list[str]:
     return registered + sorted(with_tensors - set(registered))
 
 
-def _transposed(model: PreTrainedModel) -> frozenset[str]:
+def _transposed_modules(model: PreTrainedModel) -> frozenset[str]:
     from transformers.pytorch_utils import Conv1D
 
     return frozenset(pattern_of(path) for path, module in model.named_modules() if isinstance(module, Conv1D))
@@ -225,7 +237,7 @@ def _transposed(model: PreTrainedModel) -> frozenset[str]:
 # ------------------------------------------------------------------------------------------ heads
 
 
-def _heads(model: PreTrainedModel, plan: Mapping[str, str], tree: Sequence[Any]) -> dict[str, Heads]:
+def _head_candidates(model: PreTrainedModel, plan: Mapping[str, str], tree: Sequence[Any]) -> dict[str, Heads]:
     """Return, for each pattern of the plan in an attention module, candidate factors of its sharded dim."""
     dims: dict[str, tuple[set[int], str, Any]] = {}
     for path, module in model.named_modules():
@@ -233,66 +245,66 @@ def _heads(model: PreTrainedModel, plan: Mapping[str, str], tree: Sequence[Any])
         config = getattr(module, "config", None)
         if not ("Attention" in kind or "Attn" in kind or kind.endswith("DeltaNet")):
             continue
-        config = config if isinstance(config, PreTrainedConfig) else config_around(model, path)
+        config = config if isinstance(config, PreTrainedConfig) else nearest_config(model, path)
         if config is None:
             continue
         for name, value in module.named_parameters():
-            pattern = pattern_of(below(path, name))
+            pattern = pattern_of(join_path(path, name))
             key = pattern if pattern in plan else pattern.rpartition(".")[0]
             dim = _SHARDED_DIMS.get(plan.get(key, ""))
             if dim is not None and value.ndim >= -dim and name.rpartition(".")[2] == "weight":
-                place = ".".join(path_of(config, tree))
-                dims.setdefault(key, (set(), place, config))[0].add(value.shape[dim])
-    return {key: found for key, facts in dims.items() if (found := _fitting(*facts))}
+                config_path = ".".join(find_config_path(config, tree))
+                dims.setdefault(key, (set(), config_path, config))[0].add(value.shape[dim])
+    return {key: found for key, facts in dims.items() if (found := _matching_candidates(*facts))}
 
 
-def _fitting(dims: set[int], place: str, config: Any) -> Heads:
-    values = {key: read(config, key) for key in _CANDIDATE_KEYS}
+def _matching_candidates(dims: set[int], config_path: str, config: Any) -> Heads:
+    values = {key: read_key(config, key) for key in _CANDIDATE_KEYS}
     scope = Scope({key: value for key, value in values.items() if isinstance(value, int)})
-    found: list[tuple[str, str]] = []
-    for count, size in _CANDIDATES:
-        numbers = attempt(count, scope), attempt(size, scope)
+    matching: list[tuple[str, str]] = []
+    for count, size in _HEAD_CANDIDATES:
+        numbers = try_evaluate(count, scope), try_evaluate(size, scope)
         if None in numbers or numbers[0] * numbers[1] not in dims:  # type: ignore[operator]  # None is ruled out
             continue
-        if (count, _SIZE) in found and size == _PLAIN_SIZE:
+        if (count, _HEAD_DIM) in matching and size == _DERIVED_HEAD_DIM:
             continue  # equal as long as head_dim is not set, and wrong once it is
-        found.append((count, size))
-    return tuple((under(count, place), under(size, place)) for count, size in found)
+        matching.append((count, size))
+    return tuple((in_sub_config(count, config_path), in_sub_config(size, config_path)) for count, size in matching)
 
 
-def _sized(model: PreTrainedModel, change: LoadConversion, tree: Sequence[Any]) -> LoadConversion:
+def _with_sizes(model: PreTrainedModel, conversion: LoadConversion, tree: Sequence[Any]) -> LoadConversion:
     """Add the sizes that the last operation of a change needs, as far as the model tells them.
 
     A split needs the sizes of the parts, as heads of attention. A transpose that is skipped if the tensor already has
     the shape of the model needs its size along the second dim.
     """
-    kind, *numbers = change.ops[-1].split(" ") if change.ops else ("",)
+    kind, *numbers = conversion.ops[-1].split(" ") if conversion.ops else ("",)
     if kind == "split":
         dim, keys = int(numbers[0]), tuple[str, ...]()
     elif kind == "transpose" and numbers[2] == "1":
         dim, keys = int(numbers[1]), ("hidden_size", "moe_intermediate_size")
     else:
-        return change
-    sizes = [_size_as_expression(model, target, dim, keys, tree) for target in change.targets]
+        return conversion
+    sizes = [_size_expression(model, target, dim, keys, tree) for target in conversion.targets]
     known = [size for size in sizes if size is not None]
     if len(known) < len(sizes):
-        return change
-    return change._replace(ops=(*change.ops[:-1], f"{change.ops[-1]} : {' ; '.join(known)}"))
+        return conversion
+    return conversion._replace(ops=(*conversion.ops[:-1], f"{conversion.ops[-1]} : {' ; '.join(known)}"))
 
 
-def _size_as_expression(
+def _size_expression(
     model: PreTrainedModel, target: str, dim: int, keys: Sequence[str], tree: Sequence[Any]
 ) -> str | None:
     """Return the size of a tensor along `dim` as one of `keys`, or as a number of heads times their size."""
     path = next(name for name in model.state_dict(keep_vars=True) if pattern_of(name) == target)
-    config = config_around(model, path)
+    config = nearest_config(model, path)
     if config is None:
         return None
-    size, place = model.get_parameter(path).shape[dim], ".".join(path_of(config, tree))
+    size, config_path = model.get_parameter(path).shape[dim], ".".join(find_config_path(config, tree))
     for key in keys:
-        if read(config, key) == size:
-            return under(key, place)
-    fitting = _fitting({size}, place, config)
+        if read_key(config, key) == size:
+            return in_sub_config(key, config_path)
+    fitting = _matching_candidates({size}, config_path, config)
     return "({}) * ({})".format(*fitting[0]) if fitting else None
 
 
@@ -301,23 +313,23 @@ def _size_as_expression(
 
 def _text_config(model: PreTrainedModel, tree: Sequence[Any]) -> tuple[tuple[str, ...], Any]:
     """Return the path and config of the language model: the nearest config around the decoder."""
-    path = _path_of(model, _call(model, "get_decoder"))
-    config = config_around(model, below(path, "x")) if path is not None else model.config
-    return (path_of(config, tree), config) if config is not None else ((), model.config)
+    path = _module_path(model, _call_or_none(model, "get_decoder"))
+    config = nearest_config(model, join_path(path, "x")) if path is not None else model.config
+    return (find_config_path(config, tree), config) if config is not None else ((), model.config)
 
 
-def _call(model: Any, method: str) -> Any:
+def _call_or_none(model: Any, method: str) -> Any:
     try:
         return getattr(model, method)()
     except Exception:  # models without such a part raise different exceptions
         return None
 
 
-def _path_of(model: nn.Module, module: Any) -> str | None:
+def _module_path(model: nn.Module, module: Any) -> str | None:
     if module is None:
         return None
     return next((path for path, each in model.named_modules(remove_duplicate=False) if each is module), None)
 
 
-def _is_below(path: str, outer: str | None) -> bool:
+def _is_inside(path: str, outer: str | None) -> bool:
     return outer is not None and (outer == "" or path == outer or path.startswith(outer + "."))

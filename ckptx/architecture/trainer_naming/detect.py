@@ -14,7 +14,7 @@ from ckptx.mapping.ops import Conversion
 SCHEMES: Mapping[str, TrainerScheme] = {scheme.trainer: scheme for scheme in (torchtitan.SCHEME,)}
 
 
-def scheme_of(architecture: Architecture, names: Collection[str]) -> TrainerScheme | None:
+def detect_scheme(architecture: Architecture, names: Collection[str]) -> TrainerScheme | None:
     """Return the scheme that the names of a checkpoint follow; None when they follow no trainer's."""
     for scheme in SCHEMES.values():
         if not scheme.markers.isdisjoint(names) and scheme.has_model(architecture.class_name):
@@ -22,7 +22,7 @@ def scheme_of(architecture: Architecture, names: Collection[str]) -> TrainerSche
     return None
 
 
-def trainer_naming_of(
+def find_trainer_conversions(
     architecture: Architecture, config: Mapping[str, Any], names: Collection[str]
 ) -> tuple[Conversion, ...]:
     """Return the conversions from the names of a checkpoint to published ones; empty for published names.
@@ -31,11 +31,11 @@ def trainer_naming_of(
         UnsupportedError: The names are those of a training framework that has no naming scheme for this model.
         InputError: The config lacks a number that a conversion needs.
     """
-    scheme = scheme_of(architecture, names)
+    scheme = detect_scheme(architecture, names)
     return () if scheme is None else scheme.conversions(architecture.class_name, config)
 
 
-def in_trainer_naming(architecture: Architecture, conversions: tuple[Conversion, ...]) -> Architecture:
+def with_trainer_names(architecture: Architecture, conversions: tuple[Conversion, ...]) -> Architecture:
     """Return the architecture under the names that `conversions` start from, with its tensors and ties."""
     namings: dict[str, list[str]] = {}
     for conversion in conversions:
@@ -44,9 +44,9 @@ def in_trainer_naming(architecture: Architecture, conversions: tuple[Conversion,
     ties = []
     for pair in architecture.ties:
         target, source = pair.namings[0]
-        named = tuple((t, s) for s in namings.get(source, ()) for t in namings.get(target, ()))
-        if named:
-            ties.append(TiePair(named, pair.flag, pair.is_primary))
+        renamed = tuple((t, s) for s in namings.get(source, ()) for t in namings.get(target, ()))
+        if renamed:
+            ties.append(TiePair(renamed, pair.flag, pair.is_primary))
     return dataclasses.replace(
         architecture,
         ties=tuple(ties),

@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ckptx.architecture.configs import flag_at
-from ckptx.architecture.correction_rows import of_class
-from ckptx.architecture.correction_schema import FaultyCorrectionError
+from ckptx.architecture.configs import read_flag
+from ckptx.architecture.correction_rows import rows_of_class
+from ckptx.architecture.correction_schema import InvalidCorrectionError
 from ckptx.architecture.corrections import corrections_of, corrections_of_class, model_types_with_corrections
 from ckptx.architecture.trainer_naming.scheme import TrainerScheme
 from ckptx.errors import InputError, UnsupportedError
@@ -23,7 +23,7 @@ FORMS = ("complex_rope", "head_norms", "head_norms_and_experts")
 _COMPLEX_ROPE, _, _WITH_EXPERTS = FORMS
 
 # Name in torchtitan, and name on the hub.
-_PLAIN = (
+_COMMON_NAMES = (
     ("tok_embeddings.weight", "model.embed_tokens.weight"),
     ("layers.*.attention.qkv_linear.wv.weight", "model.layers.*.self_attn.v_proj.weight"),
     ("layers.*.attention.wo.weight", "model.layers.*.self_attn.o_proj.weight"),
@@ -35,23 +35,23 @@ _PLAIN = (
     ("norm.weight", "model.norm.weight"),
     ("lm_head.weight", "lm_head.weight"),
 )
-_ROTATED = (
+_ROPE_NAMES = (
     ("layers.*.attention.qkv_linear.wq.weight", "model.layers.*.self_attn.q_proj.weight"),
     ("layers.*.attention.qkv_linear.wk.weight", "model.layers.*.self_attn.k_proj.weight"),
 )
-_QK_NORMS = (
+_QK_NORM_NAMES = (
     ("layers.*.attention.q_norm.weight", "model.layers.*.self_attn.q_norm.weight"),
     ("layers.*.attention.k_norm.weight", "model.layers.*.self_attn.k_norm.weight"),
 )
-_ROUTER = (("layers.*.moe.router.gate.weight", "model.layers.*.mlp.gate.weight"),)
+_ROUTER_NAMES = (("layers.*.moe.router.gate.weight", "model.layers.*.mlp.gate.weight"),)
 # The experts of a layer are one tensor per projection.
-_EXPERTS = (
+_EXPERT_NAMES = (
     ("layers.*.moe.routed_experts.inner_experts.w1_EFD", "model.layers.*.mlp.experts.*.gate_proj.weight"),
     ("layers.*.moe.routed_experts.inner_experts.w3_EFD", "model.layers.*.mlp.experts.*.up_proj.weight"),
     ("layers.*.moe.routed_experts.inner_experts.w2_EDF", "model.layers.*.mlp.experts.*.down_proj.weight"),
 )
 # Names in torchtitan 0.2.2 and earlier.
-_EARLIER = {
+_LEGACY_NAMES = {
     "layers.*.attention.qkv_linear.wq.weight": "layers.*.attention.wq.weight",
     "layers.*.attention.qkv_linear.wk.weight": "layers.*.attention.wk.weight",
     "layers.*.attention.qkv_linear.wv.weight": "layers.*.attention.wv.weight",
@@ -64,12 +64,12 @@ _EARLIER = {
 
 def form_of(class_name: str) -> str | None:
     """Return the form of a class, one of `FORMS`; None if torchtitan has no model of it."""
-    rows = of_class(corrections_of_class(class_name).torchtitan, class_name)
+    rows = rows_of_class(corrections_of_class(class_name).torchtitan, class_name)
     if not rows:
         return None
     form = rows[0].form
     if form not in FORMS:
-        raise FaultyCorrectionError(f'{class_name}: "{form}" is not a form of names; use one of {", ".join(FORMS)}')
+        raise InvalidCorrectionError(f'{class_name}: "{form}" is not a form of names; use one of {", ".join(FORMS)}')
     return form
 
 
@@ -93,30 +93,30 @@ def conversions(class_name: str, config: Mapping[str, Any]) -> tuple[Conversion,
             f"{class_name}: torchtitan names are known for {', '.join(known)} only; keep the names of the hub"
         )
     for key in ("attention_bias", "mlp_bias"):
-        if flag_at(config, (key,)):
+        if read_flag(config, (key,)):
             raise UnsupportedError(
                 f"config.json: {key} is true, but torchtitan's model has no biases there; keep the names of the hub"
             )
-    found = [Conversion((name,), (hub,)) for name, hub in _PLAIN]
+    current = [Conversion((name,), (hub,)) for name, hub in _COMMON_NAMES]
     if form == _COMPLEX_ROPE:
-        found += [
+        current += [
             Conversion((name,), (hub,), (Op("permute_rope", args=(heads, 0)),))
-            for (name, hub), heads in zip(_ROTATED, _heads(config), strict=True)
+            for (name, hub), heads in zip(_ROPE_NAMES, _head_counts(config), strict=True)
         ]
     else:
-        found += [Conversion((name,), (hub,)) for name, hub in (*_ROTATED, *_QK_NORMS)]
+        current += [Conversion((name,), (hub,)) for name, hub in (*_ROPE_NAMES, *_QK_NORM_NAMES)]
     if form == _WITH_EXPERTS:
-        found += [Conversion((name,), (hub,)) for name, hub in _ROUTER]
-        found += [Conversion((name,), (hub,), (Op("unmerge"),)) for name, hub in _EXPERTS]
-    earlier = [
-        Conversion((_EARLIER[each.sources[0]],), each.targets, each.ops)
-        for each in found
-        if each.sources[0] in _EARLIER
+        current += [Conversion((name,), (hub,)) for name, hub in _ROUTER_NAMES]
+        current += [Conversion((name,), (hub,), (Op("unmerge"),)) for name, hub in _EXPERT_NAMES]
+    legacy = [
+        Conversion((_LEGACY_NAMES[each.sources[0]],), each.targets, each.ops)
+        for each in current
+        if each.sources[0] in _LEGACY_NAMES
     ]
-    return (*found, *earlier)
+    return (*current, *legacy)
 
 
-def _heads(config: Mapping[str, Any]) -> tuple[int, int]:
+def _head_counts(config: Mapping[str, Any]) -> tuple[int, int]:
     """Return the number of heads of q, and of k."""
     heads = config.get("num_attention_heads")
     kv_heads = config.get("num_key_value_heads") or heads

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from ckptx.architecture.infer import infer_class
-from ckptx.architecture.names_found import ModelNames, find_names
+from ckptx.architecture.names_found import ModelNames, find_model_names
 from ckptx.errors import UsageError
 from ckptx.mapping.models import below
 from ckptx.mapping.names import is_optimizer, is_trainer_state
@@ -47,7 +47,7 @@ def _reason_unreadable(prefix: str, names: Collection[str], view: ModelView) -> 
     is_state = [is_optimizer(name) or is_trainer_state(name) for name in written]
     if (is_unknown and any(is_state)) or all(is_state):
         return "names with this prefix would be read as optimizer or training state"
-    found = find_names(written, view.published, config, prefix if is_unknown else None)
+    found = find_model_names(written, view.published, config, prefix if is_unknown else None)
     if _is_found_again(prefix, written, found):
         return None
     if found.unwrapped.counts or found.unwrapped.duplicates:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ckptx.architecture.tied import config_edits
+from ckptx.architecture.tied import untying_edits
 from ckptx.conversion.outputs.output_format import ConfigEdits, float_edits
 from ckptx.conversion.steps.base import BaseCheckpoint
 from ckptx.conversion.steps.dtypes import CastTarget, lossless_edits
@@ -26,7 +26,7 @@ def _untie_edits(view: ModelView, config: dict[str, Any] | None, ties: Ties) -> 
     """Return the edits that stop the config from declaring different tensors as tied."""
     if view.architecture is None or config is None:
         return ConfigEdits()
-    found = config_edits(view.architecture, config, ties.decisions)
+    found = untying_edits(view.architecture, config, ties.decisions)
     rows = []
     for path, after in found.values.items():
         place: Any = config

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from ckptx.architecture.trainer_naming.detect import SCHEMES, scheme_of
+from ckptx.architecture.trainer_naming.detect import SCHEMES, detect_scheme
 from ckptx.architecture.trainer_naming.scheme import TrainerScheme
 from ckptx.conversion.steps.target import TargetTensors
 from ckptx.errors import UnsupportedError
@@ -117,7 +117,7 @@ def rename(
 
 def _scheme_of(view: ModelView) -> TrainerScheme | None:
     assert view.published is not None
-    return scheme_of(view.published, view.catalog.tensors)
+    return detect_scheme(view.published, view.catalog.tensors)
 
 
 def _rules_of_scheme(scheme: TrainerScheme, view: ModelView) -> NameRules:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from ckptx.architecture.trainer_naming.detect import trainer_naming_of
+from ckptx.architecture.trainer_naming.detect import find_trainer_conversions
 from ckptx.catalog.manifest import Manifest
 from ckptx.conversion.steps.base import BaseCheckpoint
 from ckptx.conversion.steps.naming import NamedTarget
@@ -138,7 +138,7 @@ def _operations(view: ModelView, config: Mapping[str, Any]) -> dict[tuple[str, .
         return {}
     found: list[Conversion] = []
     try:
-        found += trainer_naming_of(published, config, view.catalog.tensors)
+        found += find_trainer_conversions(published, config, view.catalog.tensors)
         found += published.conversions(config)
     except CkptxError:  # the config lacks the numbers, so there is nothing to compare
         return {}

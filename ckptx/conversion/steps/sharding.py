@@ -120,7 +120,7 @@ def _unknown_names(view: ModelView, target: TargetTensors, naming: NameMap) -> l
     if architecture is None or config is None:
         return []
     model_names = {name: naming.model_name(name) for name in target.tensors}
-    lacking = {each for each in {*model_names.values()} if each is not None and architecture.lacks(each, config)}
+    lacking = {each for each in {*model_names.values()} if each is not None and architecture.is_unused(each, config)}
     unknown = set(view.unknown)
     return [name for name, model_name in model_names.items() if name in unknown or model_name in lacking]
 

@@ -87,7 +87,9 @@ class OpenCheckpoint:
 
     def is_lacking(self, name: str) -> bool:
         """Return True if the tensor of another layer replaces this one."""
-        return self.architecture is not None and self.config is not None and self.architecture.lacks(name, self.config)
+        return (
+            self.architecture is not None and self.config is not None and self.architecture.is_unused(name, self.config)
+        )
 
     def extras(self) -> dict[str, str]:
         """Return the tensors that the class does not have, by name on disk, each with the reason why it is allowed.
@@ -96,9 +98,9 @@ class OpenCheckpoint:
         """
         if self.architecture is None or self.config is None:
             return {}
-        found = ExtraTensors(self.architecture, self.config, self.view.tensors).found
+        found = ExtraTensors(self.architecture, self.config, self.view.tensors).by_name
         return {
-            self.view.tensors[name].name: extra.reason if extra.may_be_left_out else UNKNOWN
+            self.view.tensors[name].name: extra.reason if extra.is_safe_to_drop else UNKNOWN
             for name, extra in found.items()
         }
 

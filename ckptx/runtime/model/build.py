@@ -21,7 +21,7 @@ from transformers import PreTrainedModel, initialization
 
 from ckptx.architecture.configs import remote_reference
 from ckptx.architecture.find import find_architecture
-from ckptx.architecture.introspection.meta_model import known_class
+from ckptx.architecture.introspection.meta_model import find_class
 from ckptx.catalog.object_ids import ObjectIds
 from ckptx.errors import InputError, UnsupportedError, missing_package
 from ckptx.formats.hf.reader import read_json
@@ -137,7 +137,7 @@ def _class_and_config(
         if config_reference is not None:
             config_class = get_class_from_dynamic_module(config_reference, str(config_dir))
         return cls, config_class.from_pretrained(str(config_dir))
-    known = known_class(name)
+    known = find_class(name)
     if known is None:
         code = (
             f"pass --trust-remote-code to use its code, {reference} of auto_map"

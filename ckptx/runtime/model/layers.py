@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from ckptx.architecture.correction_rows import LayersRow, of_class
+from ckptx.architecture.correction_rows import LayersRow, rows_of_class
 from ckptx.architecture.corrections import corrections_of_class
 from ckptx.architecture.table import find_row
 from ckptx.errors import UnsupportedError
@@ -89,7 +89,7 @@ def registered_paths(model: nn.Module) -> LayersRow | None:
     place is an error.
     """
     for cls in type(model).__mro__:
-        rows = of_class(corrections_of_class(cls.__qualname__, cls.__module__).layers, cls.__qualname__)
+        rows = rows_of_class(corrections_of_class(cls.__qualname__, cls.__module__).layers, cls.__qualname__)
         if rows:
             return rows[0]
     return None

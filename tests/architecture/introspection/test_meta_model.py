@@ -50,7 +50,7 @@ def ties(declared: Any) -> dict[str, str]:
 
 
 def derive(cls: type[PreTrainedModel], **config: Any) -> Architecture:
-    return meta_model.derive(cls, meta_model.default_builder(cls), config)
+    return meta_model.derive_architecture(cls, meta_model.default_config_builder(cls), config)
 
 
 HEAD = {"lm_head.weight": "model.embed_tokens.weight"}
@@ -91,7 +91,7 @@ def test_every_form_of_tied_weights_keys(declared: Any, expected: dict[str, str]
 def test_heads_that_the_class_never_ties_are_candidates_with_a_constant_flag() -> None:
     (pair,) = derive(Tiny).ties
     assert pair.namings[0] == ("lm_head.weight", "model.embed_tokens.weight")
-    assert not pair.flag.effective({"tie_word_embeddings": True})
+    assert not pair.flag.is_set({"tie_word_embeddings": True})
 
 
 def test_building_leaves_transformers_as_it_was() -> None:
@@ -132,8 +132,8 @@ def test_an_exchanged_text_model_is_built() -> None:
     assert measured is not None and measured.known_from == "table"
     gemma = find_architecture({**llava, "text_config": {"model_type": "gemma"}})
     assert gemma is not None and gemma.known_from == "meta model"
-    assert gemma.ties[0].flag.effective({}), "a Gemma text model ties by default, and Llava forwards it"
-    assert not measured.ties[0].flag.effective({})
+    assert gemma.ties[0].flag.is_set({}), "a Gemma text model ties by default, and Llava forwards it"
+    assert not measured.ties[0].flag.is_set({})
 
 
 def test_a_config_that_cannot_be_built_is_refused_by_name() -> None:
@@ -145,7 +145,7 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: Any, **__: Any) -> None:
         raise ImportError("No module named 'mamba_ssm'", name="mamba_ssm")
 
-    monkeypatch.setattr(meta_model, "derive", refuse)
+    monkeypatch.setattr(meta_model, "derive_architecture", refuse)
     with pytest.raises(EnvironmentProblem, match="requires the package mamba_ssm"):
         find_architecture({"architectures": ["ZambaForCausalLM"], "model_type": "zamba"})
 
@@ -185,7 +185,7 @@ SMALL: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("class_name", sorted(SMALL))
 @pytest.mark.parametrize("tied", [True, False])
 def test_saved_files_are_recognised_and_their_ties_resolved(class_name: str, tied: bool, tmp_path: Path) -> None:
-    cls: Any = meta_model.known_class(class_name)
+    cls: Any = meta_model.find_class(class_name)
     small = cls.config_class(vocab_size=16, tie_word_embeddings=tied, **SMALL[class_name])
     cls(small).save_pretrained(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
@@ -195,7 +195,7 @@ def test_saved_files_are_recognised_and_their_ties_resolved(class_name: str, tie
 
     architecture = find_architecture(config)
     assert architecture is not None and architecture.known_from == "table"
-    assert architecture.match(stored) == 1.0
+    assert architecture.match_fraction(stored) == 1.0
     decisions = resolve_ties(architecture, config, stored, lambda *_: False)
     always = class_name == "T5ForConditionalGeneration"
     expected = {"source-only"} if tied or always else {"undeclared"}
@@ -266,7 +266,7 @@ def test_trusted_remote_code_with_a_list_of_ties_is_built(far: tuple[dict[str, A
     assert found is not None and found.known_from == "meta model"
     (pair,) = found.ties
     assert pair.namings[0] == ("unembed.weight", "embed.weight")
-    assert pair.flag.effective(config) and not pair.flag.effective({})
+    assert pair.flag.is_set(config) and not pair.flag.is_set({})
 
 
 def test_trusted_remote_code_that_is_not_there_is_refused(far: tuple[dict[str, Any], Path]) -> None:
@@ -308,10 +308,10 @@ def test_a_text_class_over_a_composite_config_reads_the_nested_flag() -> None:
         "text_config": {"model_type": "gemma3_text", "tie_word_embeddings": False},
     }
     found = find_architecture(composite)
-    assert found is not None and not found.ties[0].flag.effective(composite)
-    assert found.ties[0].flag.evidence(composite) == "text_config.tie_word_embeddings=false (config.json)"
+    assert found is not None and not found.ties[0].flag.is_set(composite)
+    assert found.ties[0].flag.explain(composite) == "text_config.tie_word_embeddings=false (config.json)"
     own = find_architecture({**composite, "model_type": "gemma3_text", "text_config": None})
-    assert own is not None and own.ties[0].flag.effective(composite)
+    assert own is not None and own.ties[0].flag.is_set(composite)
 
 
 def test_the_search_module_does_not_import_the_builder_at_its_top() -> None:

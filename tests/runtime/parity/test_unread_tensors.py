@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import ckptx
-from ckptx.architecture.extra_tensors import ROWS
+from ckptx.architecture.extra_tensors import EXTRA_ROWS
 from ckptx.report.documents.running import RunReport
 from tests.support.extra_tensors import EXAMPLES
 from tests.support.slow import slow_but
@@ -19,7 +19,7 @@ CONFIG = {
     "num_attention_heads": 2, "num_key_value_heads": 2,
 }  # fmt: skip
 SIDES = ("reference", "checkpoint", "both")
-REASONS = {row.kind: row.reason for row in ROWS}
+REASONS = {row.kind: row.reason for row in EXTRA_ROWS}
 KINDS = list(EXAMPLES)
 CASES = slow_but(list(itertools.product(KINDS, SIDES)), [(kind, "checkpoint") for kind in KINDS[:4]])
 STRANGE = ("model.layers.0.self_attn.q_norm.weight", "vision_tower.blocks.0.weight", "v_head.weight")

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
-from ckptx.architecture.correction_rows import Sequence, of_class
+from ckptx.architecture.correction_rows import SequenceParallelModules, rows_of_class
 from ckptx.architecture.corrections import corrections_of_class
 
 
@@ -30,7 +30,7 @@ class ForwardTraits:
     """
 
     head: str = ""
-    sequence: Sequence | None = None
+    sequence: SequenceParallelModules | None = None
     runs: tuple[str, ...] = ()
     styles: Mapping[str, str] = field(default_factory=dict)
     reads_weight: Mapping[str, str] = field(default_factory=dict)
@@ -46,7 +46,7 @@ def qualified_name(cls: type) -> str:
 def forward_traits_of(model: nn.Module) -> ForwardTraits:
     """Return the merged rows of the model's class; empty if it has none."""
     cls = type(model)
-    rows = of_class(corrections_of_class(cls.__qualname__, cls.__module__).forward, cls.__qualname__)
+    rows = rows_of_class(corrections_of_class(cls.__qualname__, cls.__module__).forward, cls.__qualname__)
     return ForwardTraits(
         head=next((row.head for row in rows if row.head), ""),
         sequence=next((row.sequence for row in rows if row.sequence), None),

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from ckptx.architecture.correction_rows import Sequence
+from ckptx.architecture.correction_rows import SequenceParallelModules
 from ckptx.architecture.find import find_architecture
 from ckptx.architecture.plans import layer_overrides
 from ckptx.architecture.spec import Architecture
@@ -58,7 +58,7 @@ class Plan:
     runnable: frozenset[str]
     sharded_head: str = ""
     reads_weight: Mapping[str, str] = field(default_factory=dict)
-    sequence: Sequence | None = None
+    sequence: SequenceParallelModules | None = None
 
     def rule_of(self, path: str) -> tuple[str, Rule] | None:
         """Return the pattern and rule for a parameter, or for a module whose own name matches."""
@@ -224,7 +224,7 @@ def _text_config(config: Mapping[str, Any], architecture: Architecture) -> Mappi
     """Return the config of the text layers."""
     structure = architecture.structure
     found: Any = config
-    for key in (*structure.root, *filter(None, structure.text.split("."))):
+    for key in (*structure.root, *filter(None, structure.text_config_path.split("."))):
         found = found.get(key) if isinstance(found, Mapping) else None
     return found if isinstance(found, Mapping) else config
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ckptx.architecture.correction_rows import InputRow
-from ckptx.architecture.correction_schema import FaultyCorrectionError
+from ckptx.architecture.correction_schema import InvalidCorrectionError
 from ckptx.architecture.corrections import corrections_of
 from ckptx.errors import UnsupportedError
 from ckptx.runtime.parity.inputs import audio, images
@@ -140,17 +140,17 @@ def _made(row: InputRow, config: Mapping[str, Any], rows: int, generator: torch.
     """Call the form function of a correction row.
 
     Raises:
-        FaultyCorrectionError: The row names an unknown form, or settings that it does not take.
+        InvalidCorrectionError: The row names an unknown form, or settings that it does not take.
     """
     make, forms = FORMS[row.kind].get(row.form), ", ".join(FORMS[row.kind])
     if make is None:
-        raise FaultyCorrectionError(
+        raise InvalidCorrectionError(
             f'{config.get("model_type")}: "{row.form}" is not a form of {row.kind}; use one of {forms}'
         )
     try:
         inspect.signature(make).bind(config, rows, generator, **row.settings)
     except TypeError as error:
-        raise FaultyCorrectionError(
+        raise InvalidCorrectionError(
             f'{config.get("model_type")}: the form "{row.form}" does not accept its settings: {error}'
         ) from error
     return make(config, rows, generator, **row.settings)

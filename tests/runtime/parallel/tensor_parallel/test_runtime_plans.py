@@ -12,7 +12,7 @@ from torch import nn
 from ckptx.architecture.correction_rows import ForwardRow
 from ckptx.architecture.corrections import corrections_of
 from ckptx.architecture.find import find_architecture
-from ckptx.architecture.model_files import index
+from ckptx.architecture.model_files import read_index
 from ckptx.errors import UnsupportedError, UsageError
 from ckptx.layout.styles import STYLES
 from ckptx.runtime.parallel.tensor_parallel.forward_traits import ForwardTraits, forward_traits_of
@@ -55,7 +55,7 @@ def as_it_runs(model: Any) -> list[Any]:
 def unused_rows(rows: dict[str, list[ForwardRow]]) -> set[tuple[str, str]]:
     """Rows, by class and reason, without which every model of the tests runs as it does with them."""
     found = {(name, row.reason) for name, each in rows.items() for row in each}
-    types = index()["classes"]
+    types = read_index()["classes"]
     for name in EVERY:
         model = on_meta(name)
         of_model = rows.get(type(model).__name__, [])

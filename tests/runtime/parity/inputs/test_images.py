@@ -12,7 +12,7 @@ import torch
 import transformers
 from torch import nn
 
-from ckptx.architecture.model_files import index
+from ckptx.architecture.model_files import read_index
 from ckptx.runtime.parallel.tensor_parallel.loss import causal_lm_loss
 from ckptx.runtime.parity.inputs.batch import Inputs, inputs_for
 from tests.support.corrections import layers_rows, with_inputs
@@ -160,7 +160,7 @@ def test_every_registered_class_with_a_tower_has_an_image() -> None:
     types = set()
     for name, paths in layers_rows().items():
         if not hasattr(transformers, name):
-            types.add(str(index()["classes"][name]))
+            types.add(str(read_index()["classes"][name]))
             continue
         config_class = getattr(transformers, name).config_class
         if paths.vision or config_class.model_type == "gemma4_unified":

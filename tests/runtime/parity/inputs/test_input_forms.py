@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from ckptx.architecture.correction_rows import InputRow
-from ckptx.architecture.correction_schema import KINDS, FaultyCorrectionError
+from ckptx.architecture.correction_schema import INPUT_KINDS, InvalidCorrectionError
 from ckptx.architecture.corrections import corrections_of
 from ckptx.runtime.parity.inputs.batch import FORMS, inputs_for
 from tests.support.corrections import changed, every
@@ -21,7 +21,7 @@ def rows_by_type() -> list[tuple[str, InputRow]]:
 
 
 def test_every_form_is_of_a_row_and_every_row_has_a_form() -> None:
-    assert FORMS.keys() == set(KINDS)
+    assert FORMS.keys() == set(INPUT_KINDS)
     for kind, forms in FORMS.items():
         assert forms.keys() == {row.form for _, row in rows_by_type() if row.kind == kind}
 
@@ -41,7 +41,7 @@ def test_settings_are_those_of_the_form(model_type: str, row: InputRow) -> None:
     ],
 )
 def test_a_form_that_is_none_is_refused_by_name(row: InputRow, message: str) -> None:
-    with changed("made-up", inputs=(row,)), pytest.raises(FaultyCorrectionError, match=message):
+    with changed("made-up", inputs=(row,)), pytest.raises(InvalidCorrectionError, match=message):
         inputs_for(CONFIG)
 
 
