@@ -21,7 +21,7 @@ from ckptx.architecture.spec import Architecture
 from ckptx.architecture.table import lookup
 from ckptx.catalog.entry import TensorEntry
 from ckptx.mapping.names import pattern_of
-from ckptx.mapping.quantization_scales import parent_of
+from ckptx.mapping.quantization_scales import find_parent
 
 
 class ExtraRow(NamedTuple):
@@ -191,7 +191,7 @@ class ExtraTensors:
 
     def is_part_of_quantized_weight(self, name: str) -> bool:
         """Return True if a tensor belongs to a quantized weight of the class, or is the weight."""
-        parent = parent_of(name, self._owns)
+        parent = find_parent(name, self._owns)
         if parent is None:
             return False
         if self._is_quantized and parent.weight not in self._tensors:
@@ -252,7 +252,7 @@ class ExtraTensors:
             return False
         if row.parent and not self._owns(pattern[: match.start()] + row.parent):
             return False
-        return not row.needs_weight or parent_of(pattern, self._owns) is not None
+        return not row.needs_weight or find_parent(pattern, self._owns) is not None
 
     def _classify_by_module(self, name: str, pattern: str) -> ExtraTensor:
         if self.is_part_of_quantized_weight(name):
@@ -282,7 +282,7 @@ class ExtraTensors:
                 weight = None if entry.dtype.cast else name
             else:
                 is_packed = not entry.dtype.cast or any(each.search(name) for each in packed)
-                parent = parent_of(name, self._owns) if is_packed else None
+                parent = find_parent(name, self._owns) if is_packed else None
                 weight = None if parent is None else parent.weight
             if weight is not None:
                 found.add(weight.removesuffix(".weight"))

@@ -49,10 +49,10 @@ def find_model_names(
     """
     architecture, trainer_conversions = apply_trainer_naming(disk_architecture, config, names)
     known = known_names(architecture, config)
-    unwrapped = strip_wrappers(names, frozenset() if known is None else known.spellings)
+    unwrapped = strip_wrappers(names, frozenset() if known is None else known.disk_patterns)
     roles = assign_roles(unwrapped.names.values(), None if known is None else known.patterns, prefix)
     return ModelNames(
-        unwrapped, find_models(roles, known, is_given=prefix is not None), architecture, trainer_conversions
+        unwrapped, find_models(roles, known, is_user_prefix=prefix is not None), architecture, trainer_conversions
     )
 
 

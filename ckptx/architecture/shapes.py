@@ -13,7 +13,7 @@ from ckptx.architecture.table import shape_rules
 from ckptx.catalog.region import Shape
 from ckptx.mapping.names import pattern_of
 from ckptx.mapping.ops import Conversion
-from ckptx.mapping.rules import ShapeOf
+from ckptx.mapping.rules import ShapeLookup
 
 
 def expected_shapes(architecture: Architecture, config: Mapping[str, Any]) -> ExpectedShapes | None:
@@ -41,7 +41,7 @@ def states_layer_count(architecture: Architecture, config: Mapping[str, Any]) ->
     return any(scope.value(key) is not None for stack in structure.stacks for key in keys_of(stack.length))
 
 
-def shape_lookup(architecture: Architecture, config: Mapping[str, Any]) -> ShapeOf:
+def shape_lookup(architecture: Architecture, config: Mapping[str, Any]) -> ShapeLookup:
     """Return a function from the name of a model tensor to its shape; None for an unknown shape.
 
     Shapes that the table lacks come from a model without storage, which requires importing torch: only for tensors that

@@ -11,8 +11,8 @@ from ckptx.catalog.region import whole
 from ckptx.errors import InputError, ReadError, UnsupportedError
 from ckptx.formats.hf.hub import resolve
 from ckptx.formats.registry import open_checkpoint
-from ckptx.mapping.duplicates import second_namings
-from ckptx.mapping.models import below
+from ckptx.mapping.duplicates import find_duplicate_names
+from ckptx.mapping.models import describe_prefix
 from ckptx.model_view.config_check import match_config_with_notes
 from ckptx.model_view.parameter_count import parameters_of
 from ckptx.model_view.view import ModelView, SeveralModels, rules_of, trainer_rules, view_model_under
@@ -83,7 +83,8 @@ def seen_together(a: Catalog, b: Catalog, *, prefix: str | None = None) -> tuple
     views = _view_with_config_of(a, b, prefix), _view_with_config_of(b, a, prefix)
     if prefix is not None and not any(view.catalog.form.is_of_training and view.prefix == prefix for view in views):
         raise InputError(
-            f'--source-prefix "{prefix}": neither {a.root} nor {b.root} is a DCP with a model {below(prefix)}; list '
+            f'--source-prefix "{prefix}": neither {a.root} nor {b.root} is a DCP with a model '
+            f"{describe_prefix(prefix)}; list "
             "their names with `ckptx inspect --tensors`"
         )
     return views
@@ -108,7 +109,7 @@ def _view_with_config_of(catalog: Catalog, other: Catalog, prefix: str | None) -
 def _note_on_duplicates(view: ModelView) -> list[str]:
     """Return a note on tensors that are stored under two names, whose bytes `diff` does not compare."""
     rules = rules_of(view) if not view.trainer_naming else None
-    names = [*view.duplicates, *(second_namings(rules, view.tensors) if rules is not None else ())]
+    names = [*view.duplicates, *(find_duplicate_names(rules, view.tensors) if rules is not None else ())]
     if not names:
         return []
     return [f"{counted(len(names), 'tensor')} stored under two names: {first_of(names)}; `verify` compares their bytes"]

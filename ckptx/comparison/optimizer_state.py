@@ -12,7 +12,7 @@ from typing import Any
 
 from ckptx.catalog.entry import BytesEntry, TensorEntry
 from ckptx.comparison.headers import TiedNames, difference_of
-from ckptx.mapping.state_names import Owners, State
+from ckptx.mapping.state_names import ParameterIndex, StateName
 from ckptx.model_view.view import ModelView, rules_of, trainer_rules
 from ckptx.storage.interface import SourceFiles
 from ckptx.wording import counted, first_of
@@ -87,12 +87,12 @@ class _StateTensor:
     """Tensor of the training state, with the parts of its name if it belongs to a parameter."""
 
     entry: TensorEntry
-    state: State | None
+    state: StateName | None
     parameter: str = ""
 
 
 def _by_key(view: ModelView, in_model_names: bool) -> dict[str, _StateTensor]:
-    owners = Owners.of({name: entry.name for name, entry in view.tensors.items()}, view.prefix)
+    owners = ParameterIndex.of({name: entry.name for name, entry in view.tensors.items()}, view.prefix)
     found: dict[str, _StateTensor] = {}
     for name in (*view.optimizer, *view.other):
         entry, state = view.catalog.tensors[name], owners.find(name)
@@ -100,7 +100,7 @@ def _by_key(view: ModelView, in_model_names: bool) -> dict[str, _StateTensor]:
             found[name] = _StateTensor(entry, None)
             continue
         parameter = _model_name(view, state.parameter) if in_model_names else state.parameter
-        key = state.of(parameter)
+        key = state.name_for(parameter)
         found[name if key in found else key] = _StateTensor(entry, state, parameter)
     return found
 
@@ -116,7 +116,7 @@ def _twin(state_tensor: _StateTensor, others: Mapping[str, _StateTensor], ties: 
     """Return the same state of a name that the parameter is tied to; None if there is none."""
     if state_tensor.state is None:
         return None
-    twins = (state_tensor.state.of(name) for name in sorted(ties.groups.get(state_tensor.parameter, ())))
+    twins = (state_tensor.state.name_for(name) for name in sorted(ties.groups.get(state_tensor.parameter, ())))
     return next((others[key] for key in twins if key in others), None)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 # Dtype -> dtypes that it represents without rounding, the narrowest first.
-_HOLDS = {
+_EXACT_DTYPES = {
     "bfloat16": frozenset({"BF16"}),
     "float16": frozenset({"F16"}),
     "float32": frozenset({"F32", "F16", "BF16"}),
@@ -39,7 +39,7 @@ def dtypes_in(config: Mapping[str, Any], path: str = "") -> dict[str, str]:
     return found
 
 
-def widened(config: Mapping[str, Any], floats: Collection[str]) -> list[dict[str, Any]]:
+def widening_edits(config: Mapping[str, Any], floats: Collection[str]) -> list[dict[str, Any]]:
     """Return edits after which loading in the dtype of the config rounds nothing.
 
     A loader casts the floats of a checkpoint to the dtype of the config. A dtype that cannot represent them is replaced
@@ -53,40 +53,40 @@ def widened(config: Mapping[str, Any], floats: Collection[str]) -> list[dict[str
         Edits in the form of `dtype_edits`.
     """
     required = frozenset(floats)
-    after = next(name for name, exact in _HOLDS.items() if required <= exact)
+    after = next(name for name, exact in _EXACT_DTYPES.items() if required <= exact)
     return [
         {"key": key, "before": value, "after": after}
         for key, value in dtypes_in(config).items()
-        if value in _HOLDS and not required <= _HOLDS[value]
+        if value in _EXACT_DTYPES and not required <= _EXACT_DTYPES[value]
     ]
 
 
-def is_held(dtype: str, config_dtype: str) -> bool:
+def is_exact_in(dtype: str, config_dtype: str) -> bool:
     """Return True if the dtype of a config represents every value of `dtype` (safetensors name)."""
-    return config_dtype not in _HOLDS or dtype in _HOLDS[config_dtype]
+    return config_dtype not in _EXACT_DTYPES or dtype in _EXACT_DTYPES[config_dtype]
 
 
-def dequantized(config: Mapping[str, Any], path: str = "") -> list[dict[str, Any]]:
+def dequantization_edits(config: Mapping[str, Any], path: str = "") -> list[dict[str, Any]]:
     """Return edits that remove the quantization from a config and its sub-configs; their `after` is None."""
     found = []
     for key, value in config.items():
         if key == "quantization_config" and value is not None:
             found.append({"key": f"{path}{key}", "before": value, "after": None})
         elif isinstance(value, dict) and key.endswith("config"):
-            found += dequantized(value, f"{path}{key}.")
+            found += dequantization_edits(value, f"{path}{key}.")
     return found
 
 
-def edited_config(config: dict[str, Any], edits: Iterable[dict[str, Any]]) -> bytes:
+def format_edited_config(config: dict[str, Any], edits: Iterable[dict[str, Any]]) -> bytes:
     """Apply edits to a config and format it as transformers does; a key whose `after` is None is removed."""
     config = json.loads(json.dumps(config))
     for edit in edits:
         *parents, key = edit["key"].split(".")
-        place = config
+        node = config
         for parent in parents:
-            place = place.setdefault(parent, {})
+            node = node.setdefault(parent, {})
         if edit["after"] is None:
-            place.pop(key, None)
+            node.pop(key, None)
         else:
-            place[key] = edit["after"]
+            node[key] = edit["after"]
     return (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode()

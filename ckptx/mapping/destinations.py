@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from ckptx.mapping.name_index import fill
+from ckptx.mapping.name_index import fill_pattern
 from ckptx.mapping.names import pattern_of
 from ckptx.mapping.ops import Conversion
-from ckptx.mapping.quantization_scales import parent_of
+from ckptx.mapping.quantization_scales import find_parent
 
 # Index of a conversion, and the indices that the tensors it combines share.
-Run = tuple[int, tuple[int, ...]]
+RunKey = tuple[int, tuple[int, ...]]
 
 
 class Destination(NamedTuple):
@@ -19,83 +19,95 @@ class Destination(NamedTuple):
 
     Attributes:
         conversion: Index of the conversion.
-        fixed: Indices that the whole run shares, such as its layer.
-        column: Index of the pattern among the sources or targets.
-        at: Position in a module list; 0 outside of one.
+        shared_indices: Indices that the whole run shares, such as its layer.
+        pattern_index: Index of the pattern among the sources or targets.
+        list_index: Position in a module list; 0 outside of one.
     """
 
     conversion: int
-    fixed: tuple[int, ...]
-    column: int
-    at: int = 0
+    shared_indices: tuple[int, ...]
+    pattern_index: int
+    list_index: int = 0
 
     @property
-    def run(self) -> Run:
-        """Return the key of the tensors that are converted together: `conversion` and `fixed`."""
+    def run_key(self) -> RunKey:
+        """Return the key of the tensors that are converted together: `conversion` and `shared_indices`."""
         return self[:2]
 
 
-def named(pattern: str, fixed: tuple[int, ...], at: int) -> str:
-    """Return the name that a pattern gives in a run; `at` is ignored outside of a module list."""
-    return fill(pattern, fixed if pattern.count("*") == len(fixed) else (*fixed, at))
+def run_name(pattern: str, shared_indices: tuple[int, ...], list_index: int) -> str:
+    """Return the name that a pattern gives in a run; `list_index` is ignored outside of a module list."""
+    return fill_pattern(
+        pattern, shared_indices if pattern.count("*") == len(shared_indices) else (*shared_indices, list_index)
+    )
 
 
 class ResolvedNames(NamedTuple):
     """Destinations of names, and the runs that are kept because their quantization scales cannot be converted."""
 
-    places: dict[str, Destination | str | None]
-    unconvertible: set[Run]
+    destinations: dict[str, Destination | str | None]
+    unconvertible: set[RunKey]
 
 
-def with_scales(
-    places: dict[str, Destination | str | None],
+def add_scale_destinations(
+    destinations: dict[str, Destination | str | None],
     conversions: Sequence[Conversion],
-    place_of: Callable[[str], Destination | str | None],
-    renamed: Callable[[Destination], str],
+    find_destination: Callable[[str], Destination | str | None],
+    name_at: Callable[[Destination], str],
     is_possible: Callable[[str], bool] = lambda weight: True,
 ) -> ResolvedNames:
     """Add destinations for names that no rule knows but that belong to a weight, such as scales.
 
     Args:
-        places: Destination of each name; None if no rule knows it.
+        destinations: Destination of each name; None if no rule knows it.
         conversions: Conversions that destinations refer to.
-        place_of: Function that returns the destination of a weight, which need not be in the checkpoint.
-        renamed: Function that returns the name at a destination of a conversion without ops.
+        find_destination: Function that returns the destination of a weight, which need not be in the checkpoint.
+        name_at: Function that returns the name at a destination of a conversion without ops.
         is_possible: Function that returns False for a pattern of weights without destination, whatever their indices.
     """
-    settled = ResolvedNames(places, set())
-    found = []
+    resolved = ResolvedNames(destinations, set())
+    renamed_scales = []
     is_separate: dict[str, bool] = {}  # pattern -> True if its names belong to no weight
-    for name in [name for name, place in places.items() if place is None]:
+    for name in [name for name, place in destinations.items() if place is None]:
         pattern = pattern_of(name)
         if pattern not in is_separate:
-            is_separate[pattern] = parent_of(pattern, is_possible) is None
+            is_separate[pattern] = find_parent(pattern, is_possible) is None
         if is_separate[pattern]:
             continue
-        parent = parent_of(name, lambda weight: place_of(weight) is not None)
-        weight = None if parent is None else place_of(parent.weight)
-        if parent is None or weight is None:
+        parent = find_parent(name, lambda weight: find_destination(weight) is not None)
+        weight_destination = None if parent is None else find_destination(parent.weight)
+        if parent is None or weight_destination is None:
             continue
-        new = parent.beside(name, renamed(weight) if isinstance(weight, Destination) else weight)
-        if isinstance(weight, Destination) and (new is None or _is_rebuilt(conversions[weight.conversion])):
-            settled.unconvertible.add(weight.run)
-        else:
-            found.append((name, new, weight))
-    for name, new, weight in found:
-        if (
-            new is not None
-            and new != name
-            and not (isinstance(weight, Destination) and weight.run in settled.unconvertible)
+        new_name = parent.renamed_scale(
+            name, name_at(weight_destination) if isinstance(weight_destination, Destination) else weight_destination
+        )
+        if isinstance(weight_destination, Destination) and (
+            new_name is None or _changes_tensors(conversions[weight_destination.conversion])
         ):
-            places[name] = new
-    return settled
+            resolved.unconvertible.add(weight_destination.run_key)
+        else:
+            renamed_scales.append((name, new_name, weight_destination))
+    for name, new_name, weight_destination in renamed_scales:
+        if (
+            new_name is not None
+            and new_name != name
+            and not (
+                isinstance(weight_destination, Destination) and weight_destination.run_key in resolved.unconvertible
+            )
+        ):
+            destinations[name] = new_name
+    return resolved
 
 
-def _is_rebuilt(conversion: Conversion) -> bool:
+def _changes_tensors(conversion: Conversion) -> bool:
     return any(op.kind != "same" for op in conversion.ops)
 
 
-def renamed_at(conversions: Sequence[Conversion], place: Destination) -> str:
+def target_name_at(conversions: Sequence[Conversion], destination: Destination) -> str:
     """Return the target name of a destination, the first if its column has none of its own."""
-    targets = conversions[place.conversion].targets
-    return named(targets[place.column if place.column < len(targets) else 0], place.fixed, place.at)
+    targets = conversions[destination.conversion].targets
+    return run_name(
+        targets[destination.pattern_index if destination.pattern_index < len(targets) else 0],
+        destination.shared_indices,
+        destination.list_index,
+    )

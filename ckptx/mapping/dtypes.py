@@ -9,7 +9,7 @@ from ckptx.catalog.entry import TensorEntry
 
 # Scales of quantized weights; rounding them would scale whole blocks of weights wrongly.
 _SCALE_ENDINGS = ("_scale", "_scales", "_scale_inv", "_scale_2", ".scales", ".absmax", ".scale", ".zero_point", "_zp")
-_QUANTIZED = frozenset({"F8_E4M3", "F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ", "F4", "F8_E8M0", "I8", "U8", "I32"})
+_QUANTIZED_DTYPES = frozenset({"F8_E4M3", "F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ", "F4", "F8_E8M0", "I8", "U8", "I32"})
 
 
 def cast_targets(
@@ -32,15 +32,15 @@ def cast_targets(
     """
     if target is None:
         return {name: entry.dtype for name, entry in tensors.items()}
-    quantized = any(is_quantized_weight(entry) for entry in tensors.values())
+    has_quantized_weights = any(is_quantized_weight(entry) for entry in tensors.values())
     result = {}
     for name, entry in tensors.items():
-        keep = (
+        is_kept = (
             not entry.dtype.cast
-            or (quantized and name.endswith(_SCALE_ENDINGS))
+            or (has_quantized_weights and name.endswith(_SCALE_ENDINGS))
             or (entry.dtype.name == "F32" and (keeps_fp32(name) or name in also_fp32))
         )
-        result[name] = entry.dtype if keep else target
+        result[name] = entry.dtype if is_kept else target
     return result
 
 
@@ -55,15 +55,17 @@ def base_targets(tensors: Mapping[str, TensorEntry], base: Mapping[str, DType]) 
         A dtype for every name. Plain floats in both checkpoints get the dtype of the base; all other tensors, and
         scales of quantized weights, keep theirs.
     """
-    quantized = any(is_quantized_weight(entry) for entry in tensors.values())
+    has_quantized_weights = any(is_quantized_weight(entry) for entry in tensors.values())
     result = {}
     for name, entry in tensors.items():
-        wanted = base.get(name, entry.dtype)
-        keep = not (entry.dtype.cast and wanted.cast) or (quantized and name.endswith(_SCALE_ENDINGS))
-        result[name] = entry.dtype if keep else wanted
+        base_dtype = base.get(name, entry.dtype)
+        is_kept = not (entry.dtype.cast and base_dtype.cast) or (
+            has_quantized_weights and name.endswith(_SCALE_ENDINGS)
+        )
+        result[name] = entry.dtype if is_kept else base_dtype
     return result
 
 
 def is_quantized_weight(entry: TensorEntry) -> bool:
     """Return True for a matrix in a quantized dtype; an integer vector or counter is not a weight."""
-    return entry.dtype.name in _QUANTIZED and len(entry.shape) >= 2
+    return entry.dtype.name in _QUANTIZED_DTYPES and len(entry.shape) >= 2

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from ckptx.mapping.destinations import Destination, named
+from ckptx.mapping.destinations import Destination, run_name
 from ckptx.mapping.names import LEGACY_LEAVES
 from ckptx.mapping.rules import NameRules
 
 
-def second_namings(rules: NameRules, names: Iterable[str]) -> dict[str, str]:
+def find_duplicate_names(rules: NameRules, names: Iterable[str]) -> dict[str, str]:
     """Map each second name on disk of a model tensor to the name that is kept.
 
     The model's own name is kept, else the first. Parts of one combined tensor are different tensors, not two names.
@@ -18,24 +18,24 @@ def second_namings(rules: NameRules, names: Iterable[str]) -> dict[str, str]:
         rules: Rules between names on disk and model names.
         names: Names on disk.
     """
-    modern = {name: _current_name(name) for name in names}
-    places = rules.places(dict.fromkeys(modern.values()))
-    owner: dict[object, str] = {}
-    found: dict[str, str] = {}
-    for name, spelled in modern.items():
-        place = places[spelled]
-        for key in () if place is None else _keys(rules, place):
-            kept = owner.setdefault(key, name)
-            if kept != name and name not in found:
-                if place == name and places[modern[kept]] != kept:
-                    owner[key], kept, name = name, name, kept
-                found[name] = kept
-    return {name: _final_name(found, kept) for name, kept in found.items()}
+    current_names = {name: _current_name(name) for name in names}
+    destinations = rules.destinations(dict.fromkeys(current_names.values()))
+    first_name: dict[object, str] = {}
+    duplicates: dict[str, str] = {}
+    for name, current_name in current_names.items():
+        destination = destinations[current_name]
+        for key in () if destination is None else _destination_keys(rules, destination):
+            kept = first_name.setdefault(key, name)
+            if kept != name and name not in duplicates:
+                if destination == name and destinations[current_names[kept]] != kept:
+                    first_name[key], kept, name = name, name, kept
+                duplicates[name] = kept
+    return {name: _final_name(duplicates, kept) for name, kept in duplicates.items()}
 
 
-def _final_name(found: dict[str, str], name: str) -> str:
-    while name in found:
-        name = found[name]
+def _final_name(duplicates: dict[str, str], name: str) -> str:
+    while name in duplicates:
+        name = duplicates[name]
     return name
 
 
@@ -46,11 +46,11 @@ def _current_name(name: str) -> str:
     return name
 
 
-def _keys(rules: NameRules, place: Destination | str) -> Iterable[object]:
+def _destination_keys(rules: NameRules, destination: Destination | str) -> Iterable[object]:
     """Return the destination of a name: a tensor of the model, or a position in a combined one."""
-    if isinstance(place, str):
-        return (place,)
-    conversion = rules.conversions[place.conversion]
+    if isinstance(destination, str):
+        return (destination,)
+    conversion = rules.conversions[destination.conversion]
     if len(conversion.sources) == len(conversion.targets) == 1 and not conversion.ops:
-        return (named(conversion.targets[0], place.fixed, place.at),)
-    return (place,)
+        return (run_name(conversion.targets[0], destination.shared_indices, destination.list_index),)
+    return (destination,)

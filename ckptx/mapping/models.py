@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import NamedTuple
 
-from ckptx.mapping.names import LEGACY_LEAVES, Roles, is_of_state, is_trainer_state, pattern_of
+from ckptx.mapping.names import LEGACY_LEAVES, Roles, is_state_prefix, is_trainer_state, pattern_of
 
-_MOST_COMPONENTS = 3  # of a prefix, if the architecture is unknown
+_MAX_PREFIX_COMPONENTS = 3  # of a prefix, if the architecture is unknown
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,40 +24,40 @@ class KnownNames:
     Attributes:
         patterns: Every name, with indices replaced by `*`.
         base_prefix: Name of the base model inside the class; names on disk may omit it.
-        optional: Patterns that a complete model may lack, such as those of tied tensors.
-        layers: Path of each list of layers -> number of layers in the config.
+        optional_patterns: Patterns that a complete model may lack, such as those of tied tensors.
+        layer_counts: Path of each list of layers -> number of layers in the config.
     """
 
     patterns: frozenset[str]
     base_prefix: str = ""
-    optional: frozenset[str] = frozenset()
-    layers: Mapping[str, int] = field(default_factory=dict)
-    _known: dict[str, bool] = field(default_factory=dict, compare=False, repr=False)
+    optional_patterns: frozenset[str] = frozenset()
+    layer_counts: Mapping[str, int] = field(default_factory=dict)
+    _is_known: dict[str, bool] = field(default_factory=dict, compare=False, repr=False)
 
     @property
-    def spellings(self) -> frozenset[str]:
+    def disk_patterns(self) -> frozenset[str]:
         """Return the patterns, with and without the prefix of the base model."""
-        lead = f"{self.base_prefix}."
-        return self.patterns | {each.removeprefix(lead) for each in self.patterns if self.base_prefix}
+        prefix = f"{self.base_prefix}."
+        return self.patterns | {each.removeprefix(prefix) for each in self.patterns if self.base_prefix}
 
-    def spelling(self, name: str) -> str | None:
+    def known_name(self, name: str) -> str | None:
         """Return the name in the spelling of the architecture; None if it is not one of its names."""
         for old, new in LEGACY_LEAVES.items():
             if name.endswith(old):
                 name = name.removesuffix(old) + new
         pattern = pattern_of(name)
-        known = self._known.get(pattern)
+        known = self._is_known.get(pattern)
         if known is None:
             parts = pattern.split(".")
-            below = any(".".join(parts[:end]) + ".**" in self.patterns for end in range(1, len(parts)))
-            known = self._known[pattern] = pattern in self.patterns or below
+            is_inside = any(".".join(parts[:end]) + ".**" in self.patterns for end in range(1, len(parts)))
+            known = self._is_known[pattern] = pattern in self.patterns or is_inside
         return name if known else None
 
     def is_required(self, name: str) -> bool:
         """Return True for a name that every complete model has."""
-        if pattern_of(name) in self.optional:
+        if pattern_of(name) in self.optional_patterns:
             return False
-        for path, count in self.layers.items():
+        for path, count in self.layer_counts.items():
             index = name.removeprefix(f"{path}.").partition(".")[0] if name.startswith(f"{path}.") else ""
             if index.isdecimal() and int(index) >= count:
                 return False
@@ -80,7 +80,7 @@ class OtherModel(NamedTuple):
     @property
     def description(self) -> str:
         """Return a phrase for messages."""
-        return f"{'second model' if self.is_complete else 'part of a second model'} {below(self.prefix)}"
+        return f"{'second model' if self.is_complete else 'part of a second model'} {describe_prefix(self.prefix)}"
 
 
 class Models(NamedTuple):
@@ -89,40 +89,40 @@ class Models(NamedTuple):
     Attributes:
         roles: Role of each name; `other` has all names of neither model nor optimizer.
         others: Other models, complete or partial.
-        twins: Name outside of the prefix -> name of the model that equals it without the prefix.
+        duplicates: Name outside of the prefix -> name of the model that equals it without the prefix.
     """
 
     roles: Roles
     others: tuple[OtherModel, ...] = ()
-    twins: Mapping[str, str] = MappingProxyType({})
+    duplicates: Mapping[str, str] = MappingProxyType({})
 
     @property
-    def complete(self) -> tuple[str, ...]:
+    def complete_prefixes(self) -> tuple[str, ...]:
         """Return the prefixes of all complete models, that of the model first."""
         return (self.roles.prefix, *(each.prefix for each in self.others if each.is_complete))
 
 
-def below(prefix: str) -> str:
+def describe_prefix(prefix: str) -> str:
     """Return the location of a model's names, for messages."""
     return f'under "{prefix}"' if prefix else "without a prefix"
 
 
-def find_models(roles: Roles, known: KnownNames | None, *, is_given: bool) -> Models:
+def find_models(roles: Roles, known: KnownNames | None, *, is_user_prefix: bool) -> Models:
     """Find other models in the names of a checkpoint.
 
     Args:
         roles: Roles of the names under the prefix that was given or detected.
         known: Names of the architecture; None if they are unknown.
-        is_given: True if the user gave the prefix, so that equal names outside of it are not duplicates.
+        is_user_prefix: True if the user gave the prefix, so that equal names outside of it are not duplicates.
     """
     outside = [name for name in roles.other if not is_trainer_state(name)]
-    found = _other_copies(roles, outside) if known is None else _other_models(roles, outside, known)
-    models = _separate(roles, found)
-    if is_given or not roles.prefix:
+    candidates = _other_copies(roles, outside) if known is None else _other_models(roles, outside, known)
+    models = _separate_models(roles, candidates)
+    if is_user_prefix or not roles.prefix:
         return models
     model = models.roles.model
-    left = (name for name in models.roles.other if not is_trainer_state(name))
-    return models._replace(twins={name: model[name] for name in left if name in model})
+    remaining = (name for name in models.roles.other if not is_trainer_state(name))
+    return models._replace(duplicates={name: model[name] for name in remaining if name in model})
 
 
 def _other_copies(roles: Roles, outside: Iterable[str]) -> list[OtherModel]:
@@ -134,55 +134,55 @@ def _other_copies(roles: Roles, outside: Iterable[str]) -> list[OtherModel]:
         parts = name.split(".")
         return tuple(at for at in range(len(parts)) if ".".join(parts[at:]) in roles.model)
 
-    found = _group_by_prefix((name, depths(name)) for name in outside)
-    return [OtherModel(prefix, names, len(names) == len(roles.model)) for prefix, names in found.items()]
+    groups = _group_by_prefix((name, depths(name)) for name in outside)
+    return [OtherModel(prefix, names, len(names) == len(roles.model)) for prefix, names in groups.items()]
 
 
 def _other_models(roles: Roles, outside: Iterable[str], known: KnownNames) -> list[OtherModel]:
     """Return models of the architecture under other prefixes."""
-    own = {short: spelled for short in roles.model if (spelled := known.spelling(short)) is not None}
-    rest = [*outside, *(full for short, full in roles.model.items() if short not in own)]
-    if not own or not rest:
+    model_names = {short: spelled for short in roles.model if (spelled := known.known_name(short)) is not None}
+    candidates = [*outside, *(full for short, full in roles.model.items() if short not in model_names)]
+    if not model_names or not candidates:
         return []
-    required = {name for name in own.values() if known.is_required(name)}
-    lead = f"{known.base_prefix}."
+    required = {name for name in model_names.values() if known.is_required(name)}
+    base_prefix = f"{known.base_prefix}."
     others = []
-    for prefix, names in _groups_of_model(rest, known).items():
+    for prefix, names in _group_by_model_prefix(candidates, known).items():
         if prefix != roles.prefix:
-            shorts = [name[len(prefix) :] for name in names]
-            there = {known.spelling(short) or known.spelling(lead + short) for short in shorts}
-            others.append(OtherModel(prefix, names, bool(required) and required <= there))
+            short_names = [name[len(prefix) :] for name in names]
+            present = {known.known_name(short) or known.known_name(base_prefix + short) for short in short_names}
+            others.append(OtherModel(prefix, names, bool(required) and required <= present))
     return others
 
 
-def _separate(roles: Roles, found: Iterable[OtherModel]) -> Models:
+def _separate_models(roles: Roles, candidates: Iterable[OtherModel]) -> Models:
     """Separate other models from the model, and copies of its names that are optimizer state from both.
 
     An incomplete model under the prefix of the model stays part of it: MTP heads have the names of a layer.
     """
-    moments: set[str] = set()
-    foreign: set[str] = set()
+    state_names: set[str] = set()
+    other_names: set[str] = set()
     others = []
-    for each in found:
+    for each in candidates:
         if each.prefix.startswith(roles.prefix) and not each.is_complete:
             continue
-        if is_of_state(each.prefix):
-            moments.update(each.names)
+        if is_state_prefix(each.prefix):
+            state_names.update(each.names)
         else:
             others.append(each)
-            foreign.update(each.names)
-    if not moments and not foreign:
+            other_names.update(each.names)
+    if not state_names and not other_names:
         return Models(roles)
     model, optimizer, other = {}, list(roles.optimizer), []
     for short, name in roles.model.items():
-        if name in moments:
+        if name in state_names:
             optimizer.append(name)
-        elif name in foreign:
+        elif name in other_names:
             other.append(name)
         else:
             model[short] = name
-    optimizer += [name for name in roles.other if name in moments]
-    other += [name for name in roles.other if name not in moments]
+    optimizer += [name for name in roles.other if name in state_names]
+    other += [name for name in roles.other if name not in state_names]
     return Models(Roles(roles.prefix, model, optimizer, other), tuple(sorted(others, key=_sort_key)))
 
 
@@ -190,33 +190,33 @@ def _sort_key(other: OtherModel) -> tuple[bool, str]:
     return not other.is_complete, other.prefix
 
 
-def _groups_of_model(names: list[str], known: KnownNames) -> dict[str, tuple[str, ...]]:
+def _group_by_model_prefix(names: list[str], known: KnownNames) -> dict[str, tuple[str, ...]]:
     """Group names by the prefix before a name of the architecture, which may lack its base prefix."""
-    lead = f"{known.base_prefix}." if known.base_prefix else None
-    exact: dict[str, tuple[int, ...]] = {}
-    short: dict[str, tuple[int, ...]] = {}
+    base_prefix = f"{known.base_prefix}." if known.base_prefix else None
+    exact_depths: dict[str, tuple[int, ...]] = {}
+    prefixed_depths: dict[str, tuple[int, ...]] = {}
 
-    def depths(name: str, extra: str) -> tuple[int, ...]:
+    def depths(name: str, added_prefix: str) -> tuple[int, ...]:
         parts = pattern_of(name).split(".")
-        rests = (extra + ".".join(parts[at:]) for at in range(len(parts)))
-        return tuple(at for at, rest in enumerate(rests) if known.spelling(rest) is not None)
+        rests = (added_prefix + ".".join(parts[at:]) for at in range(len(parts)))
+        return tuple(at for at, rest in enumerate(rests) if known.known_name(rest) is not None)
 
     for name in names:
         pattern = pattern_of(name)
-        if pattern not in exact:
-            exact[pattern] = depths(name, "")
-            short[pattern] = () if exact[pattern] or lead is None else depths(name, lead)
-    found = _group_by_prefix((name, exact[pattern_of(name)]) for name in names)
-    for prefix, group in _group_by_prefix((name, short[pattern_of(name)]) for name in names).items():
-        found[prefix] = (*found.get(prefix, ()), *group)
-    return found
+        if pattern not in exact_depths:
+            exact_depths[pattern] = depths(name, "")
+            prefixed_depths[pattern] = () if exact_depths[pattern] or base_prefix is None else depths(name, base_prefix)
+    groups = _group_by_prefix((name, exact_depths[pattern_of(name)]) for name in names)
+    for prefix, group in _group_by_prefix((name, prefixed_depths[pattern_of(name)]) for name in names).items():
+        groups[prefix] = (*groups.get(prefix, ()), *group)
+    return groups
 
 
-def _group_by_prefix(places: Iterable[tuple[str, tuple[int, ...]]]) -> dict[str, tuple[str, ...]]:
+def _group_by_prefix(names_with_depths: Iterable[tuple[str, tuple[int, ...]]]) -> dict[str, tuple[str, ...]]:
     """Group names by prefix; a name with several prefixes goes to the one that most names have."""
     candidates = {}
     counts: Counter[str] = Counter()
-    for name, depths in places:
+    for name, depths in names_with_depths:
         if depths:
             parts = name.split(".")
             candidates[name] = ["".join(f"{part}." for part in parts[:depth]) for depth in depths]
@@ -227,23 +227,23 @@ def _group_by_prefix(places: Iterable[tuple[str, tuple[int, ...]]]) -> dict[str,
     return {prefix: tuple(group) for prefix, group in groups.items()}
 
 
-def repeated_prefixes(names: Iterable[str]) -> tuple[str, ...]:
+def find_repeated_prefixes(names: Iterable[str]) -> tuple[str, ...]:
     """Return prefixes with equal names under them, probably models of an unknown architecture; empty if there are none.
 
     Only the first components are considered, and a list of layers is not a list of models.
     """
     counts = Counter(pattern_of(name) for name in names)
-    found: dict[str, set[tuple[str, int]]] = {}
+    names_by_prefix: dict[str, set[tuple[str, int]]] = {}
     for pattern, count in counts.items():
         parts = pattern.split(".")
-        for depth in range(1, min(_MOST_COMPONENTS + 1, len(parts))):
+        for depth in range(1, min(_MAX_PREFIX_COMPONENTS + 1, len(parts))):
             if parts[depth - 1] == "*":
                 break
             rest = ".".join(parts[depth:])
-            found.setdefault("".join(f"{part}." for part in parts[:depth]), set()).add((rest, count))
-    same: dict[frozenset[tuple[str, int]], list[str]] = {}
-    for prefix, rests in found.items():
-        if len(rests) > 1 and (len(rests) > _MOST_COMPONENTS or any("*" in rest for rest, _ in rests)):
-            same.setdefault(frozenset(rests), []).append(prefix)
-    repeated = [(len(rests), prefixes) for rests, prefixes in same.items() if len(prefixes) > 1]
+            names_by_prefix.setdefault("".join(f"{part}." for part in parts[:depth]), set()).add((rest, count))
+    prefixes_by_names: dict[frozenset[tuple[str, int]], list[str]] = {}
+    for prefix, rests in names_by_prefix.items():
+        if len(rests) > 1 and (len(rests) > _MAX_PREFIX_COMPONENTS or any("*" in rest for rest, _ in rests)):
+            prefixes_by_names.setdefault(frozenset(rests), []).append(prefix)
+    repeated = [(len(rests), prefixes) for rests, prefixes in prefixes_by_names.items() if len(prefixes) > 1]
     return tuple(sorted(max(repeated)[1])) if repeated else ()

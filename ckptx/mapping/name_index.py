@@ -15,12 +15,12 @@ class PatternMatch(NamedTuple):
 
     Attributes:
         group: Index of its group of patterns.
-        column: Index within the group.
+        pattern_index: Index within the group.
         indices: Numbers that its stars stand for.
     """
 
     group: int
-    column: int
+    pattern_index: int
     indices: tuple[int, ...]
 
 
@@ -28,7 +28,7 @@ class _IndexedPattern(NamedTuple):
     """Pattern with a number, or None for a star, for each index of a name."""
 
     group: int
-    column: int
+    pattern_index: int
     numbers: tuple[int | None, ...]
 
 
@@ -43,37 +43,37 @@ class NameIndex:
         self._entries: dict[str, list[_IndexedPattern]] = {}
         self._embedded: list[tuple[re.Pattern[str], int, int]] = []
         for group, patterns in enumerate(groups):
-            for column, pattern in enumerate(patterns):
+            for pattern_index, pattern in enumerate(patterns):
                 parts = pattern.split(".")
                 if any("*" in part and part != "*" for part in parts):
                     regex = re.escape(pattern).replace(r"\*", "(0|[1-9][0-9]{0,8})")
-                    self._embedded.append((re.compile(regex), group, column))
+                    self._embedded.append((re.compile(regex), group, pattern_index))
                     continue
                 numbers = tuple(None if part == "*" else int(part) for part in parts if part == "*" or part.isdigit())
-                self._entries.setdefault(pattern_of(pattern), []).append(_IndexedPattern(group, column, numbers))
+                self._entries.setdefault(pattern_of(pattern), []).append(_IndexedPattern(group, pattern_index, numbers))
 
-    def counts(self, name: str) -> bool:
+    def depends_on_indices(self, name: str) -> bool:
         """Return True if the patterns that `name` matches may depend on its numbers."""
         entries = self._entries.get(pattern_of(name), ())
         return bool(self._embedded) or any(number is not None for entry in entries for number in entry.numbers)
 
-    def may_fit(self, name: str) -> bool:
+    def may_match(self, name: str) -> bool:
         """Return False if no name with the pattern of `name` matches, whatever its numbers."""
         return bool(self._embedded) or pattern_of(name) in self._entries
 
     def find(self, name: str) -> Iterator[PatternMatch]:
         """Yield the patterns that `name` matches in the order of groups, those with a star in a component last."""
-        pattern, found = split_pattern(name)
+        pattern, indices = split_pattern(name)
         entries = self._entries.get(pattern)
         if entries:
-            for group, column, numbers in entries:
-                if all(wanted is None or wanted == have for wanted, have in zip(numbers, found, strict=True)):
-                    stars = tuple([have for wanted, have in zip(numbers, found, strict=True) if wanted is None])
-                    yield PatternMatch(group, column, stars)
-        for regex, group, column in self._embedded:
+            for group, pattern_index, numbers in entries:
+                if all(wanted is None or wanted == have for wanted, have in zip(numbers, indices, strict=True)):
+                    stars = tuple([have for wanted, have in zip(numbers, indices, strict=True) if wanted is None])
+                    yield PatternMatch(group, pattern_index, stars)
+        for regex, group, pattern_index in self._embedded:
             match = regex.fullmatch(name)
             if match:
-                yield PatternMatch(group, column, tuple(int(each) for each in match.groups()))
+                yield PatternMatch(group, pattern_index, tuple(int(each) for each in match.groups()))
 
 
 def indices_of(name: str) -> tuple[int, ...]:
@@ -81,7 +81,7 @@ def indices_of(name: str) -> tuple[int, ...]:
     return split_pattern(name)[1]
 
 
-def fill(pattern: str, indices: Sequence[int]) -> str:
+def fill_pattern(pattern: str, indices: Sequence[int]) -> str:
     """Return the name that a pattern gives with these indices for its stars.
 
     Example:

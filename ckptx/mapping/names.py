@@ -13,21 +13,21 @@ from typing import NamedTuple
 from ckptx.errors import InputError
 from ckptx.untrusted.limits import INDEX
 
-_INDICES = re.compile(f"({INDEX.pattern})")  # a group, so that `split` keeps them
+_INDEX_COMPONENTS = re.compile(f"({INDEX.pattern})")  # a group, so that `split` keeps them
 
 # Components that torch adds to the names of wrapped parameters; meaningless outside of the run that wrapped them.
 WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module", "module"})
 
 # `module` is also a name in models; only torch writes the others.
-_LIKE_A_MODULE = frozenset({"module"})
+_AMBIGUOUS_WRAPPERS = frozenset({"module"})
 
 # transformers renames these two while loading, for every model
 LEGACY_LEAVES = {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"}
 
 # Moments of an optimizer, for trainers that append the name of the parameter: `exp_avg.model.norm.weight`.
-_MOMENTS = frozenset({"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "momentum_buffer", "square_avg"})
+_MOMENT_ROOTS = frozenset({"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "momentum_buffer", "square_avg"})
 # First components under which trainers store state other than the model.
-_OPTIMIZER_ROOTS = _MOMENTS | {
+_OPTIMIZER_ROOTS = _MOMENT_ROOTS | {
     "optimizer", "optimizers", "optim", "optimizer_state_dict", "optimizer_states"
 }  # fmt: skip
 _TRAINER_ROOTS = frozenset(
@@ -37,7 +37,7 @@ _TRAINER_ROOTS = frozenset(
     }
 )  # fmt: skip
 _GRADIENTS = frozenset({"grad", "grads", "gradients", "main_grad"})
-_OF_OPTIMIZER = re.compile(r"(optimi[sz]ers?|optim|opt)(_?(states?|state_dict|\d+))?|(master|main|fp32)_params?")
+_OPTIMIZER_COMPONENT = re.compile(r"(optimi[sz]ers?|optim|opt)(_?(states?|state_dict|\d+))?|(master|main|fp32)_params?")
 # Roots that hold both: `state.model.*`, `state.optimizers.*`; `app.model.*`, `app.optim.*`.
 _CONTAINER_ROOTS = frozenset({"state", "app", "checkpoint", "training"})
 
@@ -49,13 +49,14 @@ class UnwrappedNames(NamedTuple):
         names: Old name -> new name; each new name occurs once.
         counts: Wrapper -> number of names it was removed from.
         duplicates: Name that equals another one except for wrappers -> that other name; both are in the checkpoint.
-        kept: Names that keep a `module.`, because the name without it also exists and is unknown to the architecture.
+        names_with_module: Names that keep a `module.`, because the name without it also exists and is unknown to the
+            architecture.
     """
 
     names: dict[str, str]
     counts: dict[str, int]
     duplicates: Mapping[str, str] = MappingProxyType({})
-    kept: tuple[str, ...] = ()
+    names_with_module: tuple[str, ...] = ()
 
 
 def strip_wrappers(names: Iterable[str], patterns: frozenset[str] = frozenset()) -> UnwrappedNames:
@@ -71,94 +72,96 @@ def strip_wrappers(names: Iterable[str], patterns: frozenset[str] = frozenset())
     names = list(names)
     if all(WRAPPERS.isdisjoint(key.split(".")) for key in {pattern_of(name) for name in names}):
         return UnwrappedNames({name: name for name in names}, {})
-    shorts = {name: _without(name, WRAPPERS, patterns) for name in names}
-    doubtful = _names_of_modules(shorts, patterns)
-    if doubtful and not patterns:
-        doubtful = set(names)
-    for name in doubtful:
-        shorts[name] = _without(name, WRAPPERS - _LIKE_A_MODULE, patterns)
+    short_names = {name: _strip_components(name, WRAPPERS, patterns) for name in names}
+    ambiguous = _find_ambiguous_names(short_names, patterns)
+    if ambiguous and not patterns:
+        ambiguous = set(names)
+    for name in ambiguous:
+        short_names[name] = _strip_components(name, WRAPPERS - _AMBIGUOUS_WRAPPERS, patterns)
     counts: Counter[str] = Counter()
-    owner: dict[str, str] = {}
+    first_name: dict[str, str] = {}
     duplicates: dict[str, str] = {}
-    for name, short in shorts.items():
-        if short != name:
-            counts.update(_removed(name, short))
-        kept = owner.setdefault(short, name)
-        if kept != name:
+    for name, short_name in short_names.items():
+        if short_name != name:
+            counts.update(_removed_components(name, short_name))
+        other = first_name.setdefault(short_name, name)
+        if other != name:
             # Keep the plain name, which is the one that a trainer reads.
-            owner[short] = name if name == short else kept
-            duplicates[kept if name == short else name] = owner[short]
-    duplicates = {name: owner[shorts[name]] for name in duplicates}
-    renamed = {name: short for name, short in shorts.items() if name not in duplicates}
-    kept_names = tuple(name for name in shorts if name in doubtful and not _LIKE_A_MODULE.isdisjoint(_parents(name)))
-    return UnwrappedNames(renamed, dict(counts), duplicates, kept_names)
+            first_name[short_name] = name if name == short_name else other
+            duplicates[other if name == short_name else name] = first_name[short_name]
+    duplicates = {name: first_name[short_names[name]] for name in duplicates}
+    renamed = {name: short_name for name, short_name in short_names.items() if name not in duplicates}
+    names_with_module = tuple(
+        name for name in short_names if name in ambiguous and not _AMBIGUOUS_WRAPPERS.isdisjoint(_parents(name))
+    )
+    return UnwrappedNames(renamed, dict(counts), duplicates, names_with_module)
 
 
 def _parents(name: str) -> list[str]:
     return name.split(".")[:-1]
 
 
-def _without(name: str, wrappers: frozenset[str], patterns: frozenset[str]) -> str:
+def _strip_components(name: str, wrappers: frozenset[str], patterns: frozenset[str]) -> str:
     *parents, last = name.split(".")
     if wrappers.isdisjoint(parents):
         return name
-    own = _find_own_end(pattern_of(name), patterns)
-    parents = parents[: len(parents) + 1 - own[0]] if own else parents
+    model_end = _find_model_end(pattern_of(name), patterns)
+    parents = parents[: len(parents) + 1 - model_end[0]] if model_end else parents
     kept = [part for part in parents if part not in wrappers]
-    if not own:
+    if not model_end:
         return ".".join([*kept, last])
-    tail = name.split(".")[-own[0] :]
-    return ".".join([*kept, *(tail[at] for at in own[1])])
+    tail = name.split(".")[-model_end[0] :]
+    return ".".join([*kept, *(tail[index] for index in model_end[1])])
 
 
 @lru_cache(maxsize=1 << 12)
-def _find_own_end(pattern: str, patterns: frozenset[str]) -> tuple[int, tuple[int, ...]] | None:
+def _find_model_end(pattern: str, patterns: frozenset[str]) -> tuple[int, tuple[int, ...]] | None:
     """Find the end of a name that is a name of the architecture with components like wrappers.
 
     Returns:
         The number of components of the end, and the indices of those that are the name; None if there is no such end.
     """
     parts = pattern.split(".")
-    for own in _with_wrappers(patterns):
-        wanted, picked, at = own.split("."), [], len(parts)
-        for part in reversed(wanted):
-            at -= 1
-            while at >= 0 and parts[at] != part and parts[at] in WRAPPERS:
-                at -= 1
-            if at < 0 or parts[at] != part:
+    for model_pattern in _patterns_with_wrappers(patterns):
+        components, matched, position = model_pattern.split("."), [], len(parts)
+        for part in reversed(components):
+            position -= 1
+            while position >= 0 and parts[position] != part and parts[position] in WRAPPERS:
+                position -= 1
+            if position < 0 or parts[position] != part:
                 break
-            picked.append(at)
+            matched.append(position)
         else:
-            return len(parts) - at, tuple(each - at for each in reversed(picked))
+            return len(parts) - position, tuple(each - position for each in reversed(matched))
     return None
 
 
 @lru_cache(maxsize=64)
-def _with_wrappers(patterns: frozenset[str]) -> tuple[str, ...]:
+def _patterns_with_wrappers(patterns: frozenset[str]) -> tuple[str, ...]:
     """Return the names of an architecture that have components like wrappers, the longest first."""
     found = [each for each in patterns if not WRAPPERS.isdisjoint(each.split("."))]
     return tuple(sorted(found, key=lambda each: (-each.count("."), each)))
 
 
-def _removed(name: str, short: str) -> Counter[str]:
+def _removed_components(name: str, short: str) -> Counter[str]:
     """Return the components that `name` has and `short` lacks."""
     return Counter(_parents(name)) - Counter(_parents(short))
 
 
-def _names_of_modules(shorts: Mapping[str, str], patterns: frozenset[str]) -> set[str]:
+def _find_ambiguous_names(short_names: Mapping[str, str], patterns: frozenset[str]) -> set[str]:
     """Return names whose `module` may be a module: the same names without it exist and the architecture lacks them.
 
     State that belongs to such a name is included.
     """
-    together: dict[str, list[str]] = {}
-    for name, short in shorts.items():
-        together.setdefault(short, []).append(name)
-    collisions = {short: found for short, found in together.items() if len(found) > 1}
+    names_by_short: dict[str, list[str]] = {}
+    for name, short in short_names.items():
+        names_by_short.setdefault(short, []).append(name)
+    collisions = {short: found for short, found in names_by_short.items() if len(found) > 1}
     found: set[str] = set()
     modules: set[str] = set()
     for short, each in collisions.items():
-        spellings = {_without(name, WRAPPERS - _LIKE_A_MODULE, patterns) for name in each}
-        if len(spellings) == 1 or is_optimizer(short) or is_trainer_state(short) or _ends_known(short, patterns):
+        spellings = {_strip_components(name, WRAPPERS - _AMBIGUOUS_WRAPPERS, patterns) for name in each}
+        if len(spellings) == 1 or is_optimizer(short) or is_trainer_state(short) or _has_known_end(short, patterns):
             continue
         modules.add(short)
         found.update(each)
@@ -170,7 +173,7 @@ def _names_of_modules(shorts: Mapping[str, str], patterns: frozenset[str]) -> se
     return found
 
 
-def _ends_known(name: str, patterns: frozenset[str]) -> bool:
+def _has_known_end(name: str, patterns: frozenset[str]) -> bool:
     """Return True if `name` is one of `patterns` under some prefix."""
     parts = pattern_of(name).split(".")
     return any(".".join(parts[begin:]) in patterns for begin in range(len(parts)))
@@ -194,24 +197,24 @@ class Roles(NamedTuple):
 
 def is_optimizer(name: str) -> bool:
     """Return True for the name of optimizer state, in any trainer."""
-    return _root_among(name, _OPTIMIZER_ROOTS)
+    return _has_root(name, _OPTIMIZER_ROOTS)
 
 
 def is_trainer_state(name: str) -> bool:
     """Return True for the name of a scheduler, counter, data loader or RNG state."""
-    return _root_among(name, _TRAINER_ROOTS)
+    return _has_root(name, _TRAINER_ROOTS)
 
 
-def _root_among(name: str, roots: frozenset[str]) -> bool:
+def _has_root(name: str, roots: frozenset[str]) -> bool:
     first, _, rest = name.partition(".")
     return first in roots or (first in _CONTAINER_ROOTS and rest.partition(".")[0] in roots)
 
 
-def is_of_state(prefix: str) -> bool:
+def is_state_prefix(prefix: str) -> bool:
     """Return True for a prefix that marks repeated model names as moments or gradients of the parameters."""
     parts = prefix.split(".")
     roots = _OPTIMIZER_ROOTS | _TRAINER_ROOTS | _GRADIENTS
-    return any(part in roots or _OF_OPTIMIZER.fullmatch(part) is not None for part in parts)
+    return any(part in roots or _OPTIMIZER_COMPONENT.fullmatch(part) is not None for part in parts)
 
 
 def assign_roles(names: Iterable[str], patterns: frozenset[str] | None, prefix: str | None = None) -> Roles:
@@ -272,7 +275,7 @@ def _best_prefix(names: list[str], patterns: frozenset[str]) -> str:
         )
         for prefix in candidates
     }
-    return min(candidates, key=lambda prefix: (-scores[prefix], is_of_state(prefix), len(prefix), prefix))
+    return min(candidates, key=lambda prefix: (-scores[prefix], is_state_prefix(prefix), len(prefix), prefix))
 
 
 @lru_cache(maxsize=1 << 16)
@@ -282,7 +285,7 @@ def split_pattern(name: str) -> tuple[str, tuple[int, ...]]:
     Example:
         model.layers.31.mlp.up_proj.weight -> model.layers.*.mlp.up_proj.weight, (31,)
     """
-    parts = _INDICES.split(name)
+    parts = _INDEX_COMPONENTS.split(name)
     # Intern the pattern that thousands of names share: its hash is cached, and it is compared by identity.
     return intern("*".join(parts[::2])), tuple(map(int, parts[1::2]))
 

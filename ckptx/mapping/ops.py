@@ -17,7 +17,7 @@ from ckptx.errors import Defect, InputError, UnsupportedError
 from ckptx.mapping.rewrite import concat, interleave, merge, permute_rope, split, transpose, unmerge
 from ckptx.wording import counted
 
-UNSUPPORTED = "unsupported:"
+UNSUPPORTED_PREFIX = "unsupported:"
 _INVERSE = {"merge": "unmerge", "unmerge": "merge", "chunk": "concat", "split": "concat", "concat": "chunk"}
 
 
@@ -35,7 +35,7 @@ class Op:
             "permute_rope": reorder the rows of each head from rotary pairs to halves, or the inverse.
             "unsupported:<Class>": an operation that ckptx lacks.
         dim: Dim of the operation; for merge the new dim.
-        other: Second dim of "transpose".
+        other_dim: Second dim of "transpose".
         args: "split": sizes of the parts. "concat": sizes for the inverse; empty if they are equal. "chunk": number of
             parts; empty for one part per target. "transpose": (1,) if the tensor may also be stored in the layout of
             the model, which its shape then shows. "interleave": (1,) for the inverse. "permute_rope": (heads, 1 for
@@ -44,7 +44,7 @@ class Op:
 
     kind: str
     dim: int = 0
-    other: int = 0
+    other_dim: int = 0
     args: tuple[int, ...] = ()
 
     @property
@@ -61,7 +61,7 @@ class Op:
         if self.kind == "permute_rope":
             heads, back, *chosen = (*self.args, 0) if len(self.args) == 1 else self.args
             return Op("permute_rope", self.dim, args=(heads, 1 - back, *chosen))
-        return Op(_INVERSE.get(self.kind, self.kind), self.dim, self.other, self.args)
+        return Op(_INVERSE.get(self.kind, self.kind), self.dim, self.other_dim, self.args)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,9 +87,11 @@ class Conversion:
         return Conversion(self.targets, self.sources, tuple(op.inverse for op in reversed(self.ops)))
 
     @property
-    def unsupported(self) -> str:
+    def unsupported_op(self) -> str:
         """Return the transformers operation that ckptx lacks; empty if it has all."""
-        return next((op.kind.removeprefix(UNSUPPORTED) for op in self.ops if op.kind.startswith(UNSUPPORTED)), "")
+        return next(
+            (op.kind.removeprefix(UNSUPPORTED_PREFIX) for op in self.ops if op.kind.startswith(UNSUPPORTED_PREFIX)), ""
+        )
 
 
 Columns = list[list[TensorEntry]]
@@ -111,14 +113,14 @@ def convert(conversion: Conversion, columns: Columns, shapes: Sequence[Shape | N
         UnsupportedError: An op is unknown to ckptx, or requires an unknown shape.
     """
     for op in conversion.ops:
-        columns = _apply(op, columns, len(conversion.targets), shapes)
+        columns = _apply_op(op, columns, len(conversion.targets), shapes)
     if len(columns) != len(conversion.targets):
         gave = counted(len(columns), "tensor")
         raise Defect(f"{conversion}: gave {gave}; this is a defect of ckptx, please report it")
     return columns
 
 
-def _apply(op: Op, columns: Columns, count: int, shapes: Sequence[Shape | None]) -> Columns:
+def _apply_op(op: Op, columns: Columns, count: int, shapes: Sequence[Shape | None]) -> Columns:
     """Apply one op to `columns`; `count` is the number of target patterns."""
     if op.kind == "same":
         return columns
@@ -136,24 +138,24 @@ def _apply(op: Op, columns: Columns, count: int, shapes: Sequence[Shape | None])
     if op.kind == "transpose":
         return [
             [_transpose(entry, op, shape) for entry in column]
-            for column, shape in zip(columns, _pad(shapes, len(columns)), strict=True)
+            for column, shape in zip(columns, _match_length(shapes, len(columns)), strict=True)
         ]
     if op.kind == "interleave":
-        return [[interleave(entry, op.dim, back=op.args[:1] == (1,)) for entry in column] for column in columns]
+        return [[interleave(entry, op.dim, inverse=op.args[:1] == (1,)) for entry in column] for column in columns]
     if op.kind == "permute_rope":
         heads, back, *chosen = (*op.args, 0) if len(op.args) == 1 else op.args
         return [
             [permute_rope(entry, heads, back == 1) for entry in column] if not chosen or i in chosen else column
             for i, column in enumerate(columns)
         ]
-    name = op.kind.removeprefix(UNSUPPORTED)
+    name = op.kind.removeprefix(UNSUPPORTED_PREFIX)
     raise UnsupportedError(
         f'tensor "{columns[0][0].name}": the model stores it in another form, produced by {name} of transformers, '
         "which ckptx does not support; keep its current names"
     )
 
 
-def _pad(shapes: Sequence[Shape | None], count: int) -> Sequence[Shape | None]:
+def _match_length(shapes: Sequence[Shape | None], count: int) -> Sequence[Shape | None]:
     return shapes if len(shapes) == count else (None,) * count
 
 
@@ -177,13 +179,13 @@ def _part_sizes(op: Op, entry: TensorEntry, count: int, shapes: Sequence[Shape |
     return tuple(min(step, size - i * step) for i in range(parts))
 
 
-def _transpose(entry: TensorEntry, op: Op, wanted: Shape | None) -> TensorEntry:
+def _transpose(entry: TensorEntry, op: Op, expected_shape: Shape | None) -> TensorEntry:
     if op.args[:1] == (1,):
-        if wanted is None:
+        if expected_shape is None:
             raise UnsupportedError(
                 f'tensor "{entry.name}": may be stored transposed, and the expected shape is unknown; '
                 "keep its current names"
             )
-        if entry.shape == wanted:
+        if entry.shape == expected_shape:
             return entry
-    return transpose(entry, op.dim, op.other)
+    return transpose(entry, op.dim, op.other_dim)

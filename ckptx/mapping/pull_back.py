@@ -20,11 +20,11 @@ from ckptx.catalog.entry import Block, Chunk, TensorEntry
 from ckptx.catalog.object_ids import ObjectIds
 from ckptx.catalog.region import Region, Shape, whole
 from ckptx.errors import UnsupportedError
-from ckptx.mapping.destinations import Destination, named
+from ckptx.mapping.destinations import Destination, run_name
 from ckptx.mapping.ops import Conversion, convert
-from ckptx.mapping.rules import NameRules, check_complete, gather
+from ckptx.mapping.rules import NameRules, check_complete, group_by_run
 
-BlocksOf = Callable[[str, Shape], tuple[Block, ...]]
+BlockFunction = Callable[[str, Shape], tuple[Block, ...]]
 
 _BYTE = BY_NAME["U8"]
 
@@ -42,33 +42,33 @@ class _Trace(NamedTuple):
     Attributes:
         shapes: Shapes of the model tensors.
         names: Index of the pattern and position in its module list, for each model tensor.
-        parts: (column, position) of a disk tensor -> positions of its elements in model tensors.
+        spans: (column, position) of a disk tensor -> positions of its elements in model tensors.
     """
 
     shapes: tuple[Shape, ...]
     names: tuple[tuple[int, int], ...]
-    parts: dict[tuple[int, int], list[_SourceSpan]]
+    spans: dict[tuple[int, int], list[_SourceSpan]]
 
 
 class PullBack:
     """Mapping from shards of the model to shards on disk, for the tensors of one checkpoint; results are cached."""
 
-    def __init__(self, rules: NameRules, shapes: Mapping[str, Shape], cut: BlocksOf) -> None:
+    def __init__(self, rules: NameRules, shapes: Mapping[str, Shape], blocks_of: BlockFunction) -> None:
         """Look up the destinations of all names.
 
         Args:
             rules: Rules from disk names to model names.
             shapes: Shapes of all tensors on disk.
-            cut: Function that returns the blocks of a model tensor from its name and shape.
+            blocks_of: Function that returns the blocks of a model tensor from its name and shape.
         """
-        self._rules, self._shapes, self._cut = rules, shapes, cut
-        self._places = rules.places(shapes)
-        self._runs = gather(self._places, rules.conversions)
+        self._rules, self._shapes, self._blocks_of = rules, shapes, blocks_of
+        self._destinations = rules.destinations(shapes)
+        self._runs = group_by_run(self._destinations, rules.conversions)
         self._traces: dict[tuple[object, ...], _Trace | None] = {}
-        self._trace_of: dict[tuple[int, tuple[int, ...]], _Trace | None] = {}
-        self._cuts: dict[str, tuple[Block, ...]] = {}
+        self._trace_by_run: dict[tuple[int, tuple[int, ...]], _Trace | None] = {}
+        self._blocks_by_name: dict[str, tuple[Block, ...]] = {}
         self._interned: dict[tuple[Block, ...], tuple[Block, ...]] = {}
-        self._answers: dict[tuple[object, ...], tuple[Block, ...] | None] = {}
+        self._disk_blocks: dict[tuple[object, ...], tuple[Block, ...] | None] = {}
         self._ids = ObjectIds()
 
     def blocks(self, disk_name: str) -> tuple[Block, ...] | None:
@@ -78,136 +78,148 @@ class PullBack:
             Blocks that tile the tensor, apart from replicas. None if no model tensor is made of it, if its elements do
             not form rectangles (rows permuted across shards), or if ckptx does not support its conversion.
         """
-        place = self._places[disk_name]
+        destination = self._destinations[disk_name]
         shape = self._shapes[disk_name]
-        if place is None:
+        if destination is None:
             return None
-        if isinstance(place, str):
-            return self._blocks_of(place, shape)
+        if isinstance(destination, str):
+            return self._model_blocks(destination, shape)
         if not prod(shape):
             return (Block(0, whole(shape)),)
-        trace = self._trace(place)
+        trace = self._find_trace(destination)
         if trace is None:
             return None
-        conversion = self._rules.conversions[place.conversion]
-        cuts = [
-            self._blocks_of(named(conversion.targets[column], place.fixed, at), shape)
-            for (column, at), shape in zip(trace.names, trace.shapes, strict=True)
+        conversion = self._rules.conversions[destination.conversion]
+        model_blocks = [
+            self._model_blocks(
+                run_name(conversion.targets[pattern_index], destination.shared_indices, list_index), shape
+            )
+            for (pattern_index, list_index), shape in zip(trace.names, trace.shapes, strict=True)
         ]
-        key = (self._ids(trace), place.column, place.at, *map(self._ids, cuts))
-        if key not in self._answers:
-            pulled = _pull_back_blocks(shape, trace.parts.get((place.column, place.at), []), cuts)
-            self._answers[key] = None if pulled is None else self._interned.setdefault(pulled, pulled)
-        return self._answers[key]
+        key = (self._ids(trace), destination.pattern_index, destination.list_index, *map(self._ids, model_blocks))
+        if key not in self._disk_blocks:
+            pulled = _pull_back_blocks(
+                shape, trace.spans.get((destination.pattern_index, destination.list_index), []), model_blocks
+            )
+            self._disk_blocks[key] = None if pulled is None else self._interned.setdefault(pulled, pulled)
+        return self._disk_blocks[key]
 
-    def _blocks_of(self, model_name: str, shape: Shape) -> tuple[Block, ...]:
-        blocks = self._cuts.get(model_name)
+    def _model_blocks(self, model_name: str, shape: Shape) -> tuple[Block, ...]:
+        blocks = self._blocks_by_name.get(model_name)
         if blocks is None:
-            blocks = self._cut(model_name, shape)
-            blocks = self._cuts[model_name] = self._interned.setdefault(blocks, blocks)
+            blocks = self._blocks_of(model_name, shape)
+            blocks = self._blocks_by_name[model_name] = self._interned.setdefault(blocks, blocks)
         return blocks
 
-    def _trace(self, place: Destination) -> _Trace | None:
-        if place.run not in self._trace_of:
-            self._trace_of[place.run] = self._traced(place, self._runs[place.run])
-        return self._trace_of[place.run]
+    def _find_trace(self, destination: Destination) -> _Trace | None:
+        if destination.run_key not in self._trace_by_run:
+            self._trace_by_run[destination.run_key] = self._cached_trace(destination, self._runs[destination.run_key])
+        return self._trace_by_run[destination.run_key]
 
-    def _traced(self, place: Destination, members: list[dict[int, str]]) -> _Trace | None:
+    def _cached_trace(self, destination: Destination, members: list[dict[int, str]]) -> _Trace | None:
         """Return the trace of a run, shared with runs of the same shapes, such as other layers."""
-        conversion = self._rules.conversions[place.conversion]
-        check_complete(conversion, place.fixed, members)
-        columns = [[self._shapes[column[at]] for at in sorted(column)] for column in members]
-        wanted = [self._rules.shape_of(named(target, place.fixed, 0)) for target in conversion.targets]
-        key = (place.conversion, *(tuple(shapes) for shapes in columns), tuple(wanted))
+        conversion = self._rules.conversions[destination.conversion]
+        check_complete(conversion, destination.shared_indices, members)
+        columns = [[self._shapes[column[list_index]] for list_index in sorted(column)] for column in members]
+        expected_shapes = [
+            self._rules.shape_of(run_name(target, destination.shared_indices, 0)) for target in conversion.targets
+        ]
+        key = (destination.conversion, *(tuple(shapes) for shapes in columns), tuple(expected_shapes))
         if key not in self._traces:
-            self._traces[key] = _traced(conversion, columns, wanted)
+            self._traces[key] = _trace_conversion(conversion, columns, expected_shapes)
         return self._traces[key]
 
 
-def _traced(conversion: Conversion, columns: list[list[Shape]], wanted: Sequence[Shape | None]) -> _Trace | None:
+def _trace_conversion(
+    conversion: Conversion, columns: list[list[Shape]], expected_shapes: Sequence[Shape | None]
+) -> _Trace | None:
     """Run a conversion on byte tensors whose "file" identifies them; return None if it is unsupported."""
     entries = [
         [
-            TensorEntry(f"{i}/{at}", _BYTE, shape, (Chunk(whole(shape), f"{i}/{at}", 0, prod(shape)),))
-            for at, shape in enumerate(column)
+            TensorEntry(f"{i}/{list_index}", _BYTE, shape, (Chunk(whole(shape), f"{i}/{list_index}", 0, prod(shape)),))
+            for list_index, shape in enumerate(pattern_index)
         ]
-        for i, column in enumerate(columns)
+        for i, pattern_index in enumerate(columns)
     ]
     try:
-        results = convert(conversion, entries, wanted)
+        results = convert(conversion, entries, expected_shapes)
     except UnsupportedError:
         return None
     shapes: list[Shape] = []
     names: list[tuple[int, int]] = []
-    parts: dict[tuple[int, int], list[_SourceSpan]] = {}
-    for column, made in enumerate(results):
-        for at, entry in enumerate(made):
+    spans: dict[tuple[int, int], list[_SourceSpan]] = {}
+    for pattern_index, entries_of_target in enumerate(results):
+        for list_index, entry in enumerate(entries_of_target):
             for chunk in entry.chunks:
                 i, _, position = chunk.file.partition("/")
-                parts.setdefault((int(i), int(position)), []).append(_SourceSpan(len(shapes), chunk))
+                spans.setdefault((int(i), int(position)), []).append(_SourceSpan(len(shapes), chunk))
             shapes.append(entry.shape)
-            names.append((column, at))
-    return _Trace(tuple(shapes), tuple(names), parts)
+            names.append((pattern_index, list_index))
+    return _Trace(tuple(shapes), tuple(names), spans)
 
 
 def _pull_back_blocks(
-    shape: Shape, parts: Iterable[_SourceSpan], cuts: list[tuple[Block, ...]]
+    shape: Shape, spans: Iterable[_SourceSpan], model_blocks: list[tuple[Block, ...]]
 ) -> tuple[Block, ...] | None:
     """Return the blocks of one disk tensor; None if it has more blocks per rank than the model tensors."""
     by_holder: dict[tuple[int, bool], list[Region]] = {}
-    allowed: dict[tuple[int, bool], int] = {}
-    for target in {part.target for part in parts}:
-        for block in cuts[target]:
+    max_blocks: dict[tuple[int, bool], int] = {}
+    for target in {span.target for span in spans}:
+        for block in model_blocks[target]:
             holder = block.rank_in_stage, block.replica
-            allowed[holder] = allowed.get(holder, 0) + 1
-    for target, chunk in parts:
-        for block in cuts[target]:
-            share = chunk.region.intersect(block.region)
-            if share is not None:
-                by_holder.setdefault((block.rank_in_stage, block.replica), []).extend(_rectangles(shape, chunk, share))
+            max_blocks[holder] = max_blocks.get(holder, 0) + 1
+    for target, chunk in spans:
+        for block in model_blocks[target]:
+            overlap = chunk.region.intersect(block.region)
+            if overlap is not None:
+                by_holder.setdefault((block.rank_in_stage, block.replica), []).extend(
+                    _rectangles(shape, chunk, overlap)
+                )
     blocks = []
     for holder in sorted(by_holder, key=lambda each: (each[0], each[1])):
-        regions = _merge(by_holder[holder])
-        if len(regions) > allowed[holder]:
+        regions = _merge_adjacent(by_holder[holder])
+        if len(regions) > max_blocks[holder]:
             return None
         blocks += [Block(holder[0], region, holder[1]) for region in regions]
     return tuple(blocks)
 
 
-def _rectangles(shape: Shape, chunk: Chunk, share: Region) -> Iterator[Region]:
-    """Yield `share` of a chunk as rectangles of the disk tensor, which is row-major and begins at byte 0 of its file.
+def _rectangles(shape: Shape, chunk: Chunk, part: Region) -> Iterator[Region]:
+    """Yield `part` of a chunk as rectangles of the disk tensor, which is row-major and begins at byte 0 of its file.
 
     A dim that steps over rows gives one rectangle for each index.
     """
-    pitches = tuple(prod(shape[dim + 1 :]) for dim in range(len(shape)))
+    disk_strides = tuple(prod(shape[dim + 1 :]) for dim in range(len(shape)))
     lengths = chunk.region.sizes
     strides = chunk.strides or tuple(prod(lengths[dim + 1 :]) for dim in range(len(lengths)))
-    starts = [a - b for a, b in zip(share.offsets, chunk.region.offsets, strict=True)]
+    starts = [a - b for a, b in zip(part.offsets, chunk.region.offsets, strict=True)]
     first = chunk.offset + sum(a * b for a, b in zip(starts, strides, strict=True))
     sizes = [1] * len(shape)
     steps: list[range] = []
-    for length, stride in zip(share.sizes, strides, strict=True):
+    for length, stride in zip(part.sizes, strides, strict=True):
         if length == 1:
             continue
-        dim = next((dim for dim, pitch in enumerate(pitches) if pitch == stride and shape[dim] > 1), None)
+        dim = next(
+            (dim for dim, disk_stride in enumerate(disk_strides) if disk_stride == stride and shape[dim] > 1), None
+        )
         if dim is None:
             steps.append(range(0, length * stride, stride))
         else:
             sizes[dim] = length
-    for jumps in product(*steps):
-        position, offsets = first + sum(jumps), []
-        for pitch in pitches:
-            at, position = divmod(position, pitch)
-            offsets.append(at)
+    for offsets_of_steps in product(*steps):
+        position, offsets = first + sum(offsets_of_steps), []
+        for disk_stride in disk_strides:
+            index, position = divmod(position, disk_stride)
+            offsets.append(index)
         yield Region(tuple(offsets), tuple(sizes))
 
 
-def _merge(regions: list[Region]) -> list[Region]:
+def _merge_adjacent(regions: list[Region]) -> list[Region]:
     """Merge adjacent rectangles that differ along one dim."""
     dims = len(regions[0].sizes)
-    before = 0
-    while before != len(regions) and len(regions) > 1:
-        before = len(regions)
+    previous_count = 0
+    while previous_count != len(regions) and len(regions) > 1:
+        previous_count = len(regions)
         for dim in range(dims):
             regions = _merge_along(regions, dim)
     return sorted(regions)
@@ -220,9 +232,9 @@ def _merge_along(regions: list[Region], dim: int) -> list[Region]:
 
     merged: list[Region] = []
     regions = sorted(regions, key=lambda region: (others(region), region.offsets[dim]))
-    for _, row in groupby(regions, others):
+    for _, aligned in groupby(regions, others):
         last: Region | None = None
-        for region in row:
+        for region in aligned:
             if last is not None and last.offsets[dim] + last.sizes[dim] == region.offsets[dim]:
                 sizes = last.sizes
                 last = last._replace(sizes=(*sizes[:dim], sizes[dim] + region.sizes[dim], *sizes[dim + 1 :]))

@@ -17,13 +17,13 @@ from typing import Any, NamedTuple
 
 from ckptx.mapping.ops import Conversion, Op
 
-SCALE_OF_BLOCKS = "_scale_inv"
-_WEIGHT = ".weight"
-_UP = 3  # weight.quant_state.bitsandbytes__nf4 is two levels under its module
-_ALSO_FOR_SCALES = frozenset({"merge", "unmerge", "concat", "chunk", "same", "transpose"})
+BLOCK_SCALE_SUFFIX = "_scale_inv"
+_WEIGHT_SUFFIX = ".weight"
+_MAX_LEVELS = 3  # weight.quant_state.bitsandbytes__nf4 is two levels under its module
+_OPS_FOR_SCALES = frozenset({"merge", "unmerge", "concat", "chunk", "same", "transpose"})
 
 
-class Parent(NamedTuple):
+class ParentWeight(NamedTuple):
     """Weight that a scale belongs to.
 
     Attributes:
@@ -34,40 +34,40 @@ class Parent(NamedTuple):
     weight: str
     base: str
 
-    def beside(self, scale: str, weight: str) -> str | None:
+    def renamed_scale(self, scale: str, weight: str) -> str | None:
         """Return the name of `scale` after its weight is renamed to `weight`; None if the new name has another form."""
         tail = scale[len(self.base) :]
         if self.base == self.weight:
             return weight + tail
-        return weight.removesuffix(_WEIGHT) + tail if weight.endswith(_WEIGHT) else None
+        return weight.removesuffix(_WEIGHT_SUFFIX) + tail if weight.endswith(_WEIGHT_SUFFIX) else None
 
 
-def parents(name: str) -> Iterator[Parent]:
+def possible_parents(name: str) -> Iterator[ParentWeight]:
     """Yield the weights that `name` may be a scale of, the likeliest first."""
     module, _, leaf = name.rpartition(".")
     words = leaf.split("_")
     for end in range(len(words) - 1, 0, -1):
         weight = ".".join([*([module] if module else []), "_".join(words[:end])])
-        yield Parent(weight, weight)
-    for _ in range(_UP):
+        yield ParentWeight(weight, weight)
+    for _ in range(_MAX_LEVELS):
         if not module:
             return
-        yield Parent(module, module)
-        yield Parent(module + _WEIGHT, module)
+        yield ParentWeight(module, module)
+        yield ParentWeight(module + _WEIGHT_SUFFIX, module)
         module = module.rpartition(".")[0]
 
 
-def parent_of(name: str, is_known: Callable[[str], bool]) -> Parent | None:
+def find_parent(name: str, is_known: Callable[[str], bool]) -> ParentWeight | None:
     """Return the weight that `name` is a scale of; None if there is none.
 
     Args:
         name: Name of a tensor that the class does not have.
         is_known: Function that returns True for the name of a weight.
     """
-    return next((parent for parent in parents(name) if is_known(parent.weight)), None)
+    return next((parent for parent in possible_parents(name) if is_known(parent.weight)), None)
 
 
-def with_scales_of_blocks(conversions: Sequence[Conversion], config: Mapping[str, Any]) -> tuple[Conversion, ...]:
+def add_scale_conversions(conversions: Sequence[Conversion], config: Mapping[str, Any]) -> tuple[Conversion, ...]:
     """Return the conversions of a class, with those of the scales of its quantized weights.
 
     Only fp8 with a scale for each block of rows and columns has them: transformers stores these with fused experts, as
@@ -83,32 +83,32 @@ def with_scales_of_blocks(conversions: Sequence[Conversion], config: Mapping[str
     block = quantization.get("weight_block_size")
     if not (isinstance(block, list) and len(block) == 2 and all(type(size) is int and size > 0 for size in block)):
         return tuple(conversions)
-    return (*conversions, *(_of_scales(each) for each in conversions if each.ops and _goes_for_scales(each)))
+    return (*conversions, *(_scale_conversion(each) for each in conversions if each.ops and _applies_to_scales(each)))
 
 
-def _goes_for_scales(conversion: Conversion) -> bool:
+def _applies_to_scales(conversion: Conversion) -> bool:
     """Return True if the ops apply to blocks too: no sizes in elements, no rows of heads, no dependence on shape."""
-    weights = all(source.endswith(_WEIGHT) for source in conversion.sources)
-    return weights and all(op.kind in _ALSO_FOR_SCALES and _is_without_sizes(op) for op in conversion.ops)
+    weights = all(source.endswith(_WEIGHT_SUFFIX) for source in conversion.sources)
+    return weights and all(op.kind in _OPS_FOR_SCALES and _has_no_sizes(op) for op in conversion.ops)
 
 
-def _is_without_sizes(op: Op) -> bool:
+def _has_no_sizes(op: Op) -> bool:
     return op.kind == "chunk" or not op.args
 
 
-def _of_scales(conversion: Conversion) -> Conversion:
+def _scale_conversion(conversion: Conversion) -> Conversion:
     return Conversion(
-        tuple(name + SCALE_OF_BLOCKS for name in conversion.sources),
-        tuple(name + SCALE_OF_BLOCKS for name in conversion.targets),
+        tuple(name + BLOCK_SCALE_SUFFIX for name in conversion.sources),
+        tuple(name + BLOCK_SCALE_SUFFIX for name in conversion.targets),
         conversion.ops,
     )
 
 
-def bases_of_scales(conversions: Sequence[Conversion]) -> dict[int, int]:
+def weight_conversions(conversions: Sequence[Conversion]) -> dict[int, int]:
     """Map the index of each conversion of scales to that of their weights."""
     indices = {conversion: index for index, conversion in enumerate(conversions)}
     return {
         indices[scales]: index
         for conversion, index in indices.items()
-        if conversion.ops and (scales := _of_scales(conversion)) in indices
+        if conversion.ops and (scales := _scale_conversion(conversion)) in indices
     }

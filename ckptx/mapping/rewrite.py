@@ -28,7 +28,7 @@ def merge(entries: Sequence[TensorEntry], dim: int) -> TensorEntry:
     for entry in entries:
         _check_compatible(first, entry, first.shape, entry.shape)
 
-    def placed(chunk: Chunk, index: int) -> Chunk:
+    def moved(chunk: Chunk, index: int) -> Chunk:
         offsets, sizes = chunk.region
         region = Region((*offsets[:dim], index, *offsets[dim:]), (*sizes[:dim], 1, *sizes[dim:]))
         strides = None if chunk.strides is None else (*chunk.strides[:dim], 1, *chunk.strides[dim:])
@@ -38,8 +38,8 @@ def merge(entries: Sequence[TensorEntry], dim: int) -> TensorEntry:
         first.name,
         first.dtype,
         (*first.shape[:dim], len(entries), *first.shape[dim:]),
-        tuple([placed(chunk, i) for i, entry in enumerate(entries) for chunk in entry.chunks]),
-        tuple([placed(chunk, i) for i, entry in enumerate(entries) for chunk in entry.replicas]),
+        tuple([moved(chunk, i) for i, entry in enumerate(entries) for chunk in entry.chunks]),
+        tuple([moved(chunk, i) for i, entry in enumerate(entries) for chunk in entry.replicas]),
     )
 
 
@@ -54,7 +54,11 @@ def unmerge(entry: TensorEntry, dim: int) -> list[TensorEntry]:
 
 def _drop_dim(chunk: Chunk, dim: int, dtype: DType) -> Chunk:
     region = Region(_without_dim(chunk.region.offsets, dim), _without_dim(chunk.region.sizes, dim))
-    strides = None if chunk.strides is None else _or_none(_items(region.sizes, dtype), _without_dim(chunk.strides, dim))
+    strides = (
+        None
+        if chunk.strides is None
+        else _none_if_row_major(_torch_elements(region.sizes, dtype), _without_dim(chunk.strides, dim))
+    )
     return chunk._replace(region=region, strides=strides)
 
 
@@ -93,17 +97,17 @@ def split(entry: TensorEntry, dim: int, sizes: Sequence[int]) -> list[TensorEntr
     edges = list(accumulate(sizes, initial=0))
     parts: list[list[Chunk]] = [[] for _ in sizes]
     copies: list[list[Chunk]] = [[] for _ in sizes]
-    for chunks, kept in ((entry.chunks, parts), (entry.replicas, copies)):
+    for chunks, destination in ((entry.chunks, parts), (entry.replicas, copies)):
         for chunk in chunks:
             offsets, lengths = chunk.region
-            low, high = offsets[dim], offsets[dim] + lengths[dim]
-            at = max(0, bisect_right(edges, low) - 1)
-            while at < len(sizes) and edges[at] < high:
-                begin, end = max(low, edges[at]), min(high, edges[at + 1])
+            first, stop = offsets[dim], offsets[dim] + lengths[dim]
+            index = max(0, bisect_right(edges, first) - 1)
+            while index < len(sizes) and edges[index] < stop:
+                begin, end = max(first, edges[index]), min(stop, edges[index + 1])
                 if begin < end:
-                    part = narrow(chunk, _with_extent(chunk.region, dim, begin, end - begin), entry)
-                    kept[at].append(_shift(part, dim, -edges[at]))
-                at += 1
+                    part = slice_chunk(chunk, _replace_extent(chunk.region, dim, begin, end - begin), entry)
+                    destination[index].append(_shift(part, dim, -edges[index]))
+                index += 1
     shapes = [(*entry.shape[:dim], size, *entry.shape[dim + 1 :]) for size in sizes]
     return [
         TensorEntry(entry.name, entry.dtype, shape, tuple(part), tuple(copy))
@@ -126,19 +130,21 @@ def transpose(entry: TensorEntry, a: int, b: int) -> TensorEntry:
             "keep its current names"
         )
 
-    def exchanged(values: Shape) -> Shape:
+    def reorder(values: Shape) -> Shape:
         return tuple(values[dim] for dim in order)
 
-    def turned(chunk: Chunk) -> Chunk:
-        region = Region(exchanged(chunk.region.offsets), exchanged(chunk.region.sizes))
-        strides = exchanged(_strides(_require_located(chunk, entry.name), entry.dtype))
-        return chunk._replace(region=region, strides=_or_none(_items(region.sizes, entry.dtype), strides))
+    def transpose_chunk(chunk: Chunk) -> Chunk:
+        region = Region(reorder(chunk.region.offsets), reorder(chunk.region.sizes))
+        strides = reorder(_strides(_require_located(chunk, entry.name), entry.dtype))
+        return chunk._replace(
+            region=region, strides=_none_if_row_major(_torch_elements(region.sizes, entry.dtype), strides)
+        )
 
-    return _map_chunks(entry, exchanged(entry.shape), turned)
+    return _map_chunks(entry, reorder(entry.shape), transpose_chunk)
 
 
-def interleave(entry: TensorEntry, dim: int, back: bool) -> TensorEntry:
-    """Reorder a0 b0 a1 b1 along a dim to a0 a1 b0 b1; with `back`, apply the inverse."""
+def interleave(entry: TensorEntry, dim: int, inverse: bool) -> TensorEntry:
+    """Reorder a0 b0 a1 b1 along a dim to a0 a1 b0 b1; with `inverse`, apply the inverse."""
     _check_dim(entry, dim)
     size = entry.shape[dim]
     if size % 2:
@@ -146,11 +152,11 @@ def interleave(entry: TensorEntry, dim: int, back: bool) -> TensorEntry:
             f'tensor "{entry.name}": shape {list(entry.shape)} does not split into pairs along dim {dim}; use the '
             "config that belongs to this checkpoint"
         )
-    return regroup(entry, dim, *((2, size // 2) if back else (size // 2, 2)))
+    return regroup(entry, dim, *((2, size // 2) if inverse else (size // 2, 2)))
 
 
-def permute_rope(entry: TensorEntry, heads: int, back: bool) -> TensorEntry:
-    """Reorder the rows of each head from rotary pairs (x0 y0 x1 y1) to halves (x0 x1 y0 y1); `back` is the inverse.
+def permute_rope(entry: TensorEntry, heads: int, inverse: bool) -> TensorEntry:
+    """Reorder the rows of each head from rotary pairs (x0 y0 x1 y1) to halves (x0 x1 y0 y1); `inverse` is the inverse.
 
     Raises:
         InputError: The rows do not divide into that many heads of pairs.
@@ -162,7 +168,7 @@ def permute_rope(entry: TensorEntry, heads: int, back: bool) -> TensorEntry:
             "the config that belongs to this checkpoint"
         )
     half = rows // heads // 2
-    return regroup(entry, 0, *((2, half) if back else (half, 2)))
+    return regroup(entry, 0, *((2, half) if inverse else (half, 2)))
 
 
 def regroup(entry: TensorEntry, dim: int, a: int, b: int) -> TensorEntry:
@@ -189,16 +195,16 @@ class RegroupedRows(Sequence[Chunk]):
     A permuted projection of an 8B model has thousands of them, which the catalog does not store.
     """
 
-    __slots__ = ("_a", "_b", "_dim", "_first", "_starts")
+    __slots__ = ("_a", "_b", "_dim", "_first_rows", "_starts")
 
     def __init__(self, entry: TensorEntry, chunks: Sequence[Chunk], dim: int, a: int, b: int) -> None:
         self._dim, self._a, self._b = dim, a, b
         filled = [_require_located(chunk, entry.name) for chunk in chunks if chunk.region.numel]
         self._starts = list(accumulate((chunk.region.sizes[dim] for chunk in filled), initial=0))
         # The first row of each source chunk, and the bytes from one row to the next.
-        self._first = [
+        self._first_rows = [
             (
-                narrow(chunk, _with_extent(chunk.region, dim, chunk.region.offsets[dim], 1), entry),
+                slice_chunk(chunk, _replace_extent(chunk.region, dim, chunk.region.offsets[dim], 1), entry),
                 _strides(chunk, entry.dtype)[dim] * entry.dtype.itemsize,
             )
             for chunk in filled
@@ -208,9 +214,9 @@ class RegroupedRows(Sequence[Chunk]):
         return self._starts[-1]
 
     def __iter__(self) -> Iterator[Chunk]:
-        for at, begin in enumerate(self._starts[:-1]):
-            for row in range(self._starts[at + 1] - begin):
-                yield self._row(at, row)
+        for index, begin in enumerate(self._starts[:-1]):
+            for row in range(self._starts[index + 1] - begin):
+                yield self._row_chunk(index, row)
 
     @overload
     def __getitem__(self, index: int) -> Chunk: ...
@@ -223,19 +229,19 @@ class RegroupedRows(Sequence[Chunk]):
             raise IndexError(index)
         index %= len(self)
         at = bisect_right(self._starts, index) - 1
-        return self._row(at, index - self._starts[at])
+        return self._row_chunk(at, index - self._starts[at])
 
-    def _row(self, at: int, row: int) -> Chunk:
-        (region, file, offset, nbytes, strides, record, _), pitch = self._first[at]
-        dim, begins = self._dim, region.offsets
-        group, inside = divmod(begins[dim] + row, self._a * self._b)
-        i, j = divmod(inside, self._b)
+    def _row_chunk(self, chunk_index: int, row: int) -> Chunk:
+        (region, file, offset, nbytes, strides, record, _), row_bytes = self._first_rows[chunk_index]
+        dim, offsets = self._dim, region.offsets
+        group, offset_in_group = divmod(offsets[dim] + row, self._a * self._b)
+        i, j = divmod(offset_in_group, self._b)
         target = group * self._a * self._b + j * self._a + i
-        region = Region((*begins[:dim], target, *begins[dim + 1 :]), region.sizes)
-        return Chunk(region, file, offset + row * pitch, nbytes, strides, record)
+        region = Region((*offsets[:dim], target, *offsets[dim + 1 :]), region.sizes)
+        return Chunk(region, file, offset + row * row_bytes, nbytes, strides, record)
 
 
-def narrow(chunk: Chunk, part: Region, entry: TensorEntry) -> Chunk:
+def slice_chunk(chunk: Chunk, part: Region, entry: TensorEntry) -> Chunk:
     """Return the chunk for `part` of the region of `chunk`, referring to the same bytes.
 
     Raises:
@@ -250,14 +256,14 @@ def narrow(chunk: Chunk, part: Region, entry: TensorEntry) -> Chunk:
             f'tensor "{entry.name}": {dtype} elements share bytes and cannot be split at {part}; keep its current names'
         )
     strides = _strides(_require_located(chunk, entry.name), dtype)
-    sizes = _items(part.sizes, dtype)
-    first = sum(start * stride for start, stride in zip(_items(starts, dtype), strides, strict=True))
+    sizes = _torch_elements(part.sizes, dtype)
+    first = sum(start * stride for start, stride in zip(_torch_elements(starts, dtype), strides, strict=True))
     span = 1 + sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
     return chunk._replace(
         region=part,
         offset=chunk.offset + first * dtype.itemsize,
         nbytes=span * dtype.itemsize if part.numel else 0,
-        strides=_or_none(sizes, strides),
+        strides=_none_if_row_major(sizes, strides),
     )
 
 
@@ -265,16 +271,16 @@ def _strides(chunk: Chunk, dtype: DType) -> Shape:
     """Return the strides of a chunk in torch elements, including row-major ones."""
     if chunk.strides is not None:
         return chunk.strides
-    sizes = _items(chunk.region.sizes, dtype)
+    sizes = _torch_elements(chunk.region.sizes, dtype)
     return tuple(prod(sizes[dim + 1 :]) for dim in range(len(sizes)))
 
 
-def _items(counts: Shape, dtype: DType) -> Shape:
+def _torch_elements(counts: Shape, dtype: DType) -> Shape:
     """Return the number of torch elements along each dim."""
     return (*counts[:-1], counts[-1] // dtype.pack) if counts and dtype.pack > 1 else counts
 
 
-def _or_none(sizes: Shape, strides: Shape) -> Shape | None:
+def _none_if_row_major(sizes: Shape, strides: Shape) -> Shape | None:
     """Return the strides, or None if they are row-major."""
     expected = 1
     for size, stride in zip(reversed(sizes), reversed(strides), strict=True):
@@ -289,17 +295,17 @@ def _map_chunks(entry: TensorEntry, shape: Shape, change: Callable[[Chunk], Chun
     return entry._replace(shape=shape, chunks=chunks, replicas=tuple([change(chunk) for chunk in entry.replicas]))
 
 
-def _with_extent(region: Region, dim: int, begin: int, size: int) -> Region:
+def _replace_extent(region: Region, dim: int, begin: int, size: int) -> Region:
     """Return `region` with another extent along one dim."""
     offsets, sizes = region
     return Region((*offsets[:dim], begin, *offsets[dim + 1 :]), (*sizes[:dim], size, *sizes[dim + 1 :]))
 
 
-def _shift(chunk: Chunk, dim: int, by: int) -> Chunk:
-    if not by:
+def _shift(chunk: Chunk, dim: int, distance: int) -> Chunk:
+    if not distance:
         return chunk
     offsets, sizes = chunk.region
-    return chunk._replace(region=Region((*offsets[:dim], offsets[dim] + by, *offsets[dim + 1 :]), sizes))
+    return chunk._replace(region=Region((*offsets[:dim], offsets[dim] + distance, *offsets[dim + 1 :]), sizes))
 
 
 def _require_located(chunk: Chunk, name: str) -> Chunk:

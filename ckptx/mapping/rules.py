@@ -13,17 +13,24 @@ from typing import NamedTuple
 from ckptx.catalog.entry import TensorEntry
 from ckptx.catalog.region import Shape
 from ckptx.errors import InputError, UnsupportedError
-from ckptx.mapping.destinations import Destination, ResolvedNames, Run, named, renamed_at, with_scales
+from ckptx.mapping.destinations import (
+    Destination,
+    ResolvedNames,
+    RunKey,
+    add_scale_destinations,
+    run_name,
+    target_name_at,
+)
 from ckptx.mapping.name_index import NameIndex, indices_of
 from ckptx.mapping.names import pattern_of, split_pattern
 from ckptx.mapping.ops import Columns, Conversion, convert
-from ckptx.mapping.quantization_scales import SCALE_OF_BLOCKS, bases_of_scales
+from ckptx.mapping.quantization_scales import BLOCK_SCALE_SUFFIX, weight_conversions
 from ckptx.wording import counted
 
-ShapeOf = Callable[[str], "Shape | None"]
+ShapeLookup = Callable[[str], "Shape | None"]
 
 
-class Renamed(NamedTuple):
+class RenamedTensors(NamedTuple):
     """Tensors under other names.
 
     Attributes:
@@ -31,28 +38,33 @@ class Renamed(NamedTuple):
         sources: New name -> old names of the tensors it is made of, in the order of the conversion.
         unknown: Names that no rule knows; their tensors pass through unchanged.
         notes: Notes for the user.
-        kept: Names that stay although a rule applies: quantized weights whose scales no rule can combine or split.
+        unconverted: Names that stay although a rule applies: quantized weights whose scales no rule can combine or
+            split.
     """
 
     tensors: dict[str, TensorEntry]
     sources: dict[str, tuple[str, ...]]
     unknown: list[str]
     notes: list[str]
-    kept: tuple[str, ...] = ()
+    unconverted: tuple[str, ...] = ()
 
     @classmethod
-    def not_yet(cls, tensors: Mapping[str, TensorEntry]) -> Renamed:
+    def identity(cls, tensors: Mapping[str, TensorEntry]) -> RenamedTensors:
         """Create a renaming that keeps all names."""
         return cls(dict(tensors), {name: (name,) for name in tensors}, [], [])
 
-    def then(self, second: Renamed) -> Renamed:
+    def then(self, second: RenamedTensors) -> RenamedTensors:
         """Return the composition of this renaming and a second one, which was applied to its tensors."""
         sources = {
             name: tuple(dict.fromkeys(old for each in names for old in self.sources[each]))
             for name, names in second.sources.items()
         }
-        return Renamed(
-            second.tensors, sources, second.unknown, [*self.notes, *second.notes], (*self.kept, *second.kept)
+        return RenamedTensors(
+            second.tensors,
+            sources,
+            second.unknown,
+            [*self.notes, *second.notes],
+            (*self.unconverted, *second.unconverted),
         )
 
 
@@ -61,15 +73,15 @@ class _PatternEntry(NamedTuple):
 
     Attributes:
         conversion: Index of the conversion; None if there is none.
-        column: Index of the pattern among the sources, see `Destination`.
+        pattern_index: Index of the pattern among the sources, see `Destination`.
         in_list: True if the last index is a position in a module list.
-        plain: Text to prepend and number of characters to remove to get a model name; None if it is not one.
+        model_name_edit: Text to prepend and number of characters to remove to get a model name; None if it is not one.
     """
 
     conversion: int | None
-    column: int
+    pattern_index: int
     in_list: bool
-    plain: tuple[str, int] | None
+    model_name_edit: tuple[str, int] | None
 
 
 class NameRules:
@@ -86,7 +98,7 @@ class NameRules:
         base_prefix: str = "",
         model_patterns: Collection[str] = (),
         *,
-        shape_of: ShapeOf | None = None,
+        shape_of: ShapeLookup | None = None,
         is_extra: Callable[[str], bool] | None = None,
     ) -> None:
         """Build the indices of the rules.
@@ -101,21 +113,21 @@ class NameRules:
                 that of a layer after the last; such tensors are unknown.
         """
         self.conversions = tuple(conversions)
-        self._back = tuple(conversion.inverse for conversion in self.conversions)
-        self._prefix = f"{base_prefix}." if base_prefix else ""
-        self._patterns = frozenset(model_patterns).union(*(each.targets for each in self.conversions))
-        self._bases = bases_of_scales(self.conversions)
-        known_shape: ShapeOf = shape_of or (lambda name: None)
-        self.shape_of: ShapeOf = lambda name: (
-            None if self._bases and name.endswith(SCALE_OF_BLOCKS) else known_shape(name)
+        self._inverse_conversions = tuple(conversion.inverse for conversion in self.conversions)
+        self._base_prefix = f"{base_prefix}." if base_prefix else ""
+        self._model_patterns = frozenset(model_patterns).union(*(each.targets for each in self.conversions))
+        self._weight_conversions = weight_conversions(self.conversions)
+        known_shape: ShapeLookup = shape_of or (lambda name: None)
+        self.shape_of: ShapeLookup = lambda name: (
+            None if self._weight_conversions and name.endswith(BLOCK_SCALE_SUFFIX) else known_shape(name)
         )
-        self._is_extra, self._asks_extra = is_extra or (lambda name: False), is_extra is not None
-        self._sources = NameIndex(() if _is_identity(each) else each.sources for each in self.conversions)
-        self._targets = NameIndex(each.targets for each in self.conversions)
-        self._looked_up: dict[str, tuple[Destination | None, str | None]] = {}
+        self._is_extra, self._has_extra_check = is_extra or (lambda name: False), is_extra is not None
+        self._source_index = NameIndex(() if _is_identity(each) else each.sources for each in self.conversions)
+        self._target_index = NameIndex(each.targets for each in self.conversions)
+        self._lookups: dict[str, tuple[Destination | None, str | None]] = {}
         self._model_names: dict[str, str | None] = {}
         self._known_patterns: dict[str, bool] = {}
-        self._by_pattern: dict[str, _PatternEntry | None] = {}
+        self._pattern_entries: dict[str, _PatternEntry | None] = {}
         self._run_names: dict[tuple[int, tuple[int, ...]], str] = {}
 
     # -- destinations
@@ -123,167 +135,183 @@ class NameRules:
     def model_name(self, disk_name: str) -> str | None:
         """Return the model tensor that a disk tensor is converted to, the first of several; None if it is unknown."""
         if disk_name not in self._model_names:
-            place, plain = self._look_up(disk_name)
-            self._model_names[disk_name] = plain if place is None else self._run_name(place)
+            destination, model_name = self._look_up(disk_name)
+            self._model_names[disk_name] = model_name if destination is None else self._first_target(destination)
         return self._model_names[disk_name]
 
-    def _run_name(self, place: Destination) -> str:
+    def _first_target(self, destination: Destination) -> str:
         """Return the first model tensor of a run, which thousands of experts may share."""
-        name = self._run_names.get(place.run)
+        name = self._run_names.get(destination.run_key)
         if name is None:
-            name = self._run_names[place.run] = next(self._target_names(place))
+            name = self._run_names[destination.run_key] = next(self._target_names(destination))
         return name
 
-    def places(self, names: Iterable[str]) -> dict[str, Destination | str | None]:
+    def destinations(self, names: Iterable[str]) -> dict[str, Destination | str | None]:
         """Map each disk name to its destination in a conversion, its model name if it is one, or None if unknown.
 
         A name may be both a disk name and a model name: norm0 -> norm1 -> norm2. It counts as a model name if its
         target already exists. Scales are renamed like their weight.
         """
-        return self._places(names).places
+        return self._resolve_names(names).destinations
 
     def are_model_names(self, names: Iterable[str]) -> bool:
         """Return True if all of these names may be model names."""
-        return not any(isinstance(place, Destination) for place in self.places(names).values())
+        return not any(isinstance(destination, Destination) for destination in self.destinations(names).values())
 
-    def _places(self, names: Iterable[str]) -> ResolvedNames:
-        found: dict[str, Destination | str | None] = {}
-        doubtful: dict[str, tuple[Destination, str]] = {}
+    def _resolve_names(self, names: Iterable[str]) -> ResolvedNames:
+        destinations: dict[str, Destination | str | None] = {}
+        ambiguous: dict[str, tuple[Destination, str]] = {}
         for name in names:
-            place, plain = self._look_up(name)
-            found[name] = place or plain
-            if place is not None and plain is not None:
-                doubtful[name] = place, plain
-        if doubtful:
-            taken = {plain for plain in found.values() if isinstance(plain, str)}
-            resolved = False
-            while not resolved:
-                resolved = True
-                for name, (place, plain) in list(doubtful.items()):
-                    if any(target in taken for target in self._target_names(place)):
-                        found[name] = plain
-                        taken.add(plain)
-                        del doubtful[name]
-                        resolved = False
-        return with_scales(
-            found,
+            destination, model_name = self._look_up(name)
+            destinations[name] = destination or model_name
+            if destination is not None and model_name is not None:
+                ambiguous[name] = destination, model_name
+        if ambiguous:
+            used_names = {model_name for model_name in destinations.values() if isinstance(model_name, str)}
+            is_stable = False
+            while not is_stable:
+                is_stable = True
+                for name, (destination, model_name) in list(ambiguous.items()):
+                    if any(target in used_names for target in self._target_names(destination)):
+                        destinations[name] = model_name
+                        used_names.add(model_name)
+                        del ambiguous[name]
+                        is_stable = False
+        return add_scale_destinations(
+            destinations,
             self.conversions,
-            lambda weight: found.get(weight) or next((it for it in self._look_up(weight) if it is not None), None),
-            lambda place: renamed_at(self.conversions, place),
+            lambda weight: (
+                destinations.get(weight) or next((it for it in self._look_up(weight) if it is not None), None)
+            ),
+            lambda place: target_name_at(self.conversions, place),
         )
 
     def _look_up(self, name: str) -> tuple[Destination | None, str | None]:
         """Return the destination of a disk name and its model name, each None if the name is not of that kind."""
-        known = self._looked_up.get(name)
+        known = self._lookups.get(name)
         if known is None:
-            known = self._looked_up[name] = self._resolve(name)
+            known = self._lookups[name] = self._resolve(name)
         return known
 
     def _resolve(self, name: str) -> tuple[Destination | None, str | None]:
         pattern, indices = split_pattern(name)
-        entry_of_pattern = self._by_pattern.get(pattern)
-        if entry_of_pattern is None:
+        entry = self._pattern_entries.get(pattern)
+        if entry is None:
             found = self._resolve_uncached(name)
-            if pattern not in self._by_pattern:
-                self._by_pattern[pattern] = (
+            if pattern not in self._pattern_entries:
+                self._pattern_entries[pattern] = (
                     None if self._depends_on_indices(name) else self._pattern_entry(name, *found)
                 )
             return found
-        plain = (
-            None if entry_of_pattern.plain is None else entry_of_pattern.plain[0] + name[entry_of_pattern.plain[1] :]
+        model_name = (
+            None if entry.model_name_edit is None else entry.model_name_edit[0] + name[entry.model_name_edit[1] :]
         )
-        if entry_of_pattern.conversion is None:
-            return None, plain
-        if entry_of_pattern.in_list:
-            return Destination(entry_of_pattern.conversion, indices[:-1], entry_of_pattern.column, indices[-1]), plain
-        return Destination(entry_of_pattern.conversion, indices, entry_of_pattern.column), plain
+        if entry.conversion is None:
+            return None, model_name
+        if entry.in_list:
+            return Destination(entry.conversion, indices[:-1], entry.pattern_index, indices[-1]), model_name
+        return Destination(entry.conversion, indices, entry.pattern_index), model_name
 
     def _depends_on_indices(self, name: str) -> bool:
         """Return True if the result of a lookup may depend on the numbers in the name."""
-        if self._asks_extra or any(self._sources.counts(naming) for naming in self._spellings(name)):
+        if self._has_extra_check or any(
+            self._source_index.depends_on_indices(spelling) for spelling in self._spellings(name)
+        ):
             return True
-        return bool(indices_of(self._prefix))
+        return bool(indices_of(self._base_prefix))
 
-    def _pattern_entry(self, name: str, place: Destination | None, plain: str | None) -> _PatternEntry:
-        change = None
-        if plain is not None:
-            change = (self._prefix, 0) if len(plain) > len(name) else ("", len(name) - len(plain))
-        if place is None:
-            return _PatternEntry(None, 0, False, change)
-        return _PatternEntry(place.conversion, place.column, len(place.fixed) < len(indices_of(name)), change)
+    def _pattern_entry(self, name: str, destination: Destination | None, model_name: str | None) -> _PatternEntry:
+        edit = None
+        if model_name is not None:
+            edit = (self._base_prefix, 0) if len(model_name) > len(name) else ("", len(name) - len(model_name))
+        if destination is None:
+            return _PatternEntry(None, 0, False, edit)
+        return _PatternEntry(
+            destination.conversion,
+            destination.pattern_index,
+            len(destination.shared_indices) < len(indices_of(name)),
+            edit,
+        )
 
     def _resolve_uncached(self, name: str) -> tuple[Destination | None, str | None]:
-        place = plain = None
-        for naming in self._spellings(name):
-            for fit in self._sources.find(naming):
-                place = self._place(fit.group, fit.column, fit.indices, self.conversions[fit.group].targets[0])
+        destination = model_name = None
+        for spelling in self._spellings(name):
+            for match in self._source_index.find(spelling):
+                destination = self._make_destination(
+                    match.group, match.pattern_index, match.indices, self.conversions[match.group].targets[0]
+                )
                 break
-            if self._is_known(naming):
-                plain = naming
-            if place or plain:
+            if self._is_known(spelling):
+                model_name = spelling
+            if destination or model_name:
                 break
-        if place is not None and self._is_extra(next(self._target_names(place))):
-            place = None
-        if plain is not None and self._is_extra(plain):
-            plain = None
-        return place, plain
+        if destination is not None and self._is_extra(next(self._target_names(destination))):
+            destination = None
+        if model_name is not None and self._is_extra(model_name):
+            model_name = None
+        return destination, model_name
 
     def _spellings(self, name: str) -> Iterator[str]:
         yield name
-        if self._prefix:
-            if name.startswith(self._prefix):
-                yield name.removeprefix(self._prefix)
-            yield self._prefix + name
+        if self._base_prefix:
+            if name.startswith(self._base_prefix):
+                yield name.removeprefix(self._base_prefix)
+            yield self._base_prefix + name
 
     def _is_known(self, name: str) -> bool:
         pattern = pattern_of(name)
         known = self._known_patterns.get(pattern)
         if known is None:
             parts = pattern.split(".")
-            known = pattern in self._patterns or any(
-                ".".join(parts[:end]) + ".**" in self._patterns for end in range(1, len(parts))
+            known = pattern in self._model_patterns or any(
+                ".".join(parts[:end]) + ".**" in self._model_patterns for end in range(1, len(parts))
             )
             self._known_patterns[pattern] = known
         return known
 
     @staticmethod
-    def _place(conversion: int, column: int, indices: tuple[int, ...], other_side: str) -> Destination:
+    def _make_destination(
+        conversion: int, pattern_index: int, indices: tuple[int, ...], other_pattern: str
+    ) -> Destination:
         """Return the destination; the last index is a position in a module list if the other side has fewer indices."""
-        if len(indices) > other_side.count("*"):
-            return Destination(conversion, indices[:-1], column, indices[-1])
-        return Destination(conversion, indices, column)
+        if len(indices) > other_pattern.count("*"):
+            return Destination(conversion, indices[:-1], pattern_index, indices[-1])
+        return Destination(conversion, indices, pattern_index)
 
-    def _target_names(self, place: Destination) -> Iterator[str]:
+    def _target_names(self, destination: Destination) -> Iterator[str]:
         """Yield the model tensors of a run, for a module list the first."""
-        return (named(target, place.fixed, 0) for target in self.conversions[place.conversion].targets)
+        return (
+            run_name(target, destination.shared_indices, 0)
+            for target in self.conversions[destination.conversion].targets
+        )
 
     # -- catalogs
 
-    def to_model(self, tensors: Mapping[str, TensorEntry]) -> Renamed:
+    def to_model(self, tensors: Mapping[str, TensorEntry]) -> RenamedTensors:
         """Convert the tensors of a checkpoint to model names.
 
         Raises:
             InputError: Parts of a model tensor are missing or do not match, or two tensors have one destination.
             UnsupportedError: ckptx does not support a conversion.
         """
-        resolved = self._places(tensors)
-        places, kept = self._keep_unconvertible(resolved, self.conversions)
-        renamed = _Converter(tensors, self.conversions, self.shape_of).run(places, kept)
-        if self._prefix:
-            plain = [(old, new) for old, new in places.items() if isinstance(new, str)]
-            added = sum(new == self._prefix + old for old, new in plain)
-            removed = sum(old == self._prefix + new for old, new in plain)
+        resolved = self._resolve_names(tensors)
+        destinations, unconverted = self._keep_unconvertible(resolved, self.conversions)
+        renamed = _Converter(tensors, self.conversions, self.shape_of).run(destinations, unconverted)
+        if self._base_prefix:
+            prefix_changes = [(old, new) for old, new in destinations.items() if isinstance(new, str)]
+            added = sum(new == self._base_prefix + old for old, new in prefix_changes)
+            removed = sum(old == self._base_prefix + new for old, new in prefix_changes)
             for count, action in ((added, "added to"), (removed, "removed from")):
                 if count:
-                    renamed.notes.append(f'base model prefix "{self._prefix}" {action} {counted(count, "name")}')
+                    renamed.notes.append(f'base model prefix "{self._base_prefix}" {action} {counted(count, "name")}')
         return renamed
 
-    def to_disk(self, tensors: Mapping[str, TensorEntry], wanted: Iterable[str] | None = None) -> Renamed:
+    def to_disk(self, tensors: Mapping[str, TensorEntry], disk_names: Iterable[str] | None = None) -> RenamedTensors:
         """Convert tensors from model names to disk names.
 
         Args:
             tensors: Tensors by model name.
-            wanted: Disk names to restore, such as those of the original checkpoint. Other tensors, and all if it is
+            disk_names: Disk names to restore, such as those of the original checkpoint. Other tensors, and all if it is
                 None, get the names that `save_pretrained` writes.
 
         Raises:
@@ -291,24 +319,26 @@ class NameRules:
             UnsupportedError: See `to_model`.
         """
         names: dict[Destination, str] = {}
-        plain: dict[str, str] = {}
-        for name, place in self.places(wanted or ()).items():
-            if isinstance(place, Destination):
-                names[place] = name
-            elif place is not None:
-                plain[place] = name
-        runs = {place.run for place in names}
-        found = {name: plain.get(name) or self._place_back(name, runs) for name in tensors}
-        known = set(map(pattern_of, plain))
-        resolved = with_scales(
-            found,
-            self._back,
-            lambda weight: found.get(weight) or plain.get(weight) or self._place_back(weight, runs),
-            lambda place: names.get(place) or renamed_at(self._back, place),
-            lambda weight: pattern_of(weight) in known or self._targets.may_fit(weight) or self._is_known(weight),
+        renames: dict[str, str] = {}
+        for name, destination in self.destinations(disk_names or ()).items():
+            if isinstance(destination, Destination):
+                names[destination] = name
+            elif destination is not None:
+                renames[destination] = name
+        runs = {destination.run_key for destination in names}
+        sources = {name: renames.get(name) or self._disk_destination(name, runs) for name in tensors}
+        renamed_patterns = set(map(pattern_of, renames))
+        resolved = add_scale_destinations(
+            sources,
+            self._inverse_conversions,
+            lambda weight: sources.get(weight) or renames.get(weight) or self._disk_destination(weight, runs),
+            lambda place: names.get(place) or target_name_at(self._inverse_conversions, place),
+            lambda weight: (
+                pattern_of(weight) in renamed_patterns or self._target_index.may_match(weight) or self._is_known(weight)
+            ),
         )
-        places, kept = self._keep_unconvertible(resolved, self._back)
-        return _Converter(tensors, self._back, lambda name: None, names).run(places, kept)
+        destinations, unconverted = self._keep_unconvertible(resolved, self._inverse_conversions)
+        return _Converter(tensors, self._inverse_conversions, lambda name: None, names).run(destinations, unconverted)
 
     def _keep_unconvertible(
         self, resolved: ResolvedNames, conversions: Sequence[Conversion]
@@ -319,32 +349,42 @@ class NameRules:
             UnsupportedError: A kept name equals the name of its target, which has another order of elements.
         """
         if not resolved.unconvertible:
-            return resolved.places, ()
-        scales = {(k, fixed) for k, base in self._bases.items() for j, fixed in resolved.unconvertible if j == base}
+            return resolved.destinations, ()
+        scales = {
+            (k, fixed)
+            for k, base in self._weight_conversions.items()
+            for j, fixed in resolved.unconvertible
+            if j == base
+        }
         unconvertible = resolved.unconvertible | scales
-        places, kept = dict(resolved.places), []
-        for name, place in resolved.places.items():
-            if isinstance(place, Destination) and place.run in unconvertible:
-                if name in {named(target, place.fixed, place.at) for target in conversions[place.conversion].targets}:
+        destinations, unconverted = dict(resolved.destinations), []
+        for name, destination in resolved.destinations.items():
+            if isinstance(destination, Destination) and destination.run_key in unconvertible:
+                if name in {
+                    run_name(target, destination.shared_indices, destination.list_index)
+                    for target in conversions[destination.conversion].targets
+                }:
                     raise UnsupportedError(
                         f'tensor "{name}": is quantized, and the other names require another order of its elements; '
                         "keep its current names"
                     )
-                places[name] = name
-                kept.append(name)
-        return places, tuple(kept)
+                destinations[name] = name
+                unconverted.append(name)
+        return destinations, tuple(unconverted)
 
-    def _place_back(self, name: str, runs: Collection[Run]) -> Destination | str | None:
+    def _disk_destination(self, name: str, runs: Collection[RunKey]) -> Destination | str | None:
         """Return the destination of a model tensor on disk, in one of `runs` if possible."""
         fallback: Destination | str | None = name if self._is_known(name) else None
-        first = True
-        for fit in self._targets.find(name):
-            place = self._place(fit.group, fit.column, fit.indices, self.conversions[fit.group].sources[0])
-            if place.run in runs:
-                return place
-            if first:
-                fallback = name if _is_identity(self.conversions[fit.group]) else place
-                first = False
+        is_first = True
+        for match in self._target_index.find(name):
+            destination = self._make_destination(
+                match.group, match.pattern_index, match.indices, self.conversions[match.group].sources[0]
+            )
+            if destination.run_key in runs:
+                return destination
+            if is_first:
+                fallback = name if _is_identity(self.conversions[match.group]) else destination
+                is_first = False
         return fallback
 
 
@@ -355,47 +395,52 @@ class _Converter:
         self,
         tensors: Mapping[str, TensorEntry],
         conversions: Sequence[Conversion],
-        shape_of: ShapeOf,
+        shape_of: ShapeLookup,
         names: Mapping[Destination, str] | None = None,
     ) -> None:
         self._tensors, self._conversions, self._shape_of = tensors, conversions, shape_of
         self._names = names or {}
-        self._result = Renamed({}, {}, [], [])
+        self._result = RenamedTensors({}, {}, [], [])
 
-    def run(self, places: Mapping[str, Destination | str | None], kept: tuple[str, ...] = ()) -> Renamed:
-        """Convert tensors with a destination; others pass through, and `kept` names only add a note."""
-        runs = gather(places, self._conversions)
+    def run(
+        self, destinations: Mapping[str, Destination | str | None], unconverted: tuple[str, ...] = ()
+    ) -> RenamedTensors:
+        """Convert tensors with a destination; others pass through, and `unconverted` names only add a note."""
+        runs = group_by_run(destinations, self._conversions)
         done = set()
-        for name, place in places.items():
-            if not isinstance(place, Destination):
-                if place is None:
+        for name, destination in destinations.items():
+            if not isinstance(destination, Destination):
+                if destination is None:
                     self._result.unknown.append(name)
-                self._add(place or name, self._tensors[name], (name,))
-            elif place.run not in done:
-                done.add(place.run)
-                self._convert(place, runs[place.run])
-        if kept:
+                self._add(destination or name, self._tensors[name], (name,))
+            elif destination.run_key not in done:
+                done.add(destination.run_key)
+                self._convert(destination, runs[destination.run_key])
+        if unconverted:
             self._result.notes.append(
-                f"quantized, names unchanged: {_counted(kept)} with their scales; ckptx combines and splits only "
-                "the scales of block-wise fp8"
+                f"quantized, names unchanged: {_describe_names(unconverted)} with their scales; ckptx combines and "
+                "splits only the scales of block-wise fp8"
             )
-        return self._result._replace(kept=kept)
+        return self._result._replace(unconverted=unconverted)
 
-    def _convert(self, place: Destination, members: list[dict[int, str]]) -> None:
-        conversion = self._conversions[place.conversion]
-        check_complete(conversion, place.fixed, members)
-        columns: Columns = [[self._tensors[column[at]] for at in sorted(column)] for column in members]
-        names = [named(target, place.fixed, 0) for target in conversion.targets]
+    def _convert(self, destination: Destination, names_by_pattern: list[dict[int, str]]) -> None:
+        conversion = self._conversions[destination.conversion]
+        check_complete(conversion, destination.shared_indices, names_by_pattern)
+        columns: Columns = [
+            [self._tensors[column[list_index]] for list_index in sorted(column)] for column in names_by_pattern
+        ]
+        names = [run_name(target, destination.shared_indices, 0) for target in conversion.targets]
         shapes = [self._shape_of(name) for name in names]
-        sources = tuple(column[at] for column in members for at in sorted(column))
+        sources = tuple(column[list_index] for column in names_by_pattern for list_index in sorted(column))
         results = convert(conversion, columns, shapes)
-        for number, (target, shape, column) in enumerate(zip(conversion.targets, shapes, results, strict=True)):
-            for at, entry in enumerate(column):
-                made = Destination(place.conversion, place.fixed, number, at)
-                name = self._names.get(made) or named(target, place.fixed, at)
+        for pattern_index, (target, shape, column) in enumerate(zip(conversion.targets, shapes, results, strict=True)):
+            for list_index, entry in enumerate(column):
+                result = Destination(destination.conversion, destination.shared_indices, pattern_index, list_index)
+                name = self._names.get(result) or run_name(target, destination.shared_indices, list_index)
                 if shape is not None and conversion.ops and entry.shape != shape:
                     raise InputError(
-                        f'tensor "{name}": made of {_counted(sources)} it has shape {list(entry.shape)}, expected '
+                        f'tensor "{name}": made of {_describe_names(sources)} it has shape {list(entry.shape)}, '
+                        "expected "
                         f"{list(shape)}; some are missing, or the config belongs to another model"
                     )
                 self._add(name, entry, sources)
@@ -410,8 +455,8 @@ class _Converter:
         self._result.sources[name] = sources
 
 
-def gather(
-    places: Mapping[str, Destination | str | None], conversions: Sequence[Conversion]
+def group_by_run(
+    destinations: Mapping[str, Destination | str | None], conversions: Sequence[Conversion]
 ) -> dict[tuple[int, tuple[int, ...]], list[dict[int, str]]]:
     """Group names by run of a conversion, column and position.
 
@@ -419,33 +464,36 @@ def gather(
         InputError: Two names have one destination.
     """
     runs: dict[tuple[int, tuple[int, ...]], list[dict[int, str]]] = {}
-    for name, place in places.items():
-        if not isinstance(place, Destination):
+    for name, destination in destinations.items():
+        if not isinstance(destination, Destination):
             continue
-        columns = runs.get(place.run)
+        columns = runs.get(destination.run_key)
         if columns is None:
-            columns = runs[place.run] = [{} for _ in conversions[place.conversion].sources]
-        other = columns[place.column].setdefault(place.at, name)
+            columns = runs[destination.run_key] = [{} for _ in conversions[destination.conversion].sources]
+        other = columns[destination.pattern_index].setdefault(destination.list_index, name)
         if other != name:
             raise InputError(f'tensors "{other}" and "{name}": two namings of one tensor; remove one of them')
     return runs
 
 
-def check_complete(conversion: Conversion, fixed: tuple[int, ...], members: Sequence[Mapping[int, str]]) -> None:
+def check_complete(
+    conversion: Conversion, shared_indices: tuple[int, ...], names_by_pattern: Sequence[Mapping[int, str]]
+) -> None:
     """Refuse a run with a missing tensor.
 
     Raises:
         InputError: A tensor is missing; the message names the first.
     """
-    count = 1 + max(at for column in members for at in column)
-    for pattern, column in zip(conversion.sources, members, strict=True):
+    count = 1 + max(list_index for column in names_by_pattern for list_index in column)
+    for pattern, column in zip(conversion.sources, names_by_pattern, strict=True):
         if len(column) == count:
             continue
-        at = next(at for at in range(count) if at not in column)
-        present = next(name for column in members for name in column.values())
+        list_index = next(list_index for list_index in range(count) if list_index not in column)
+        present = next(name for column in names_by_pattern for name in column.values())
         raise InputError(
-            f'tensor "{named(pattern, fixed, at)}": missing, but required for '
-            f'"{named(conversion.targets[0], fixed, 0)}" together with "{present}"; the checkpoint is incomplete, '
+            f'tensor "{run_name(pattern, shared_indices, list_index)}": missing, but required for '
+            f'"{run_name(conversion.targets[0], shared_indices, 0)}" together with "{present}"; the checkpoint is '
+            "incomplete, "
             "download it again"
         )
 
@@ -454,5 +502,5 @@ def _is_identity(conversion: Conversion) -> bool:
     return conversion.sources == conversion.targets and not conversion.ops
 
 
-def _counted(names: Sequence[str]) -> str:
+def _describe_names(names: Sequence[str]) -> str:
     return f'"{names[0]}"' if len(names) == 1 else f'{counted(len(names), "tensor")}, "{names[0]}" and more,'

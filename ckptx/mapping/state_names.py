@@ -11,78 +11,78 @@ from ckptx.mapping.names import is_optimizer, pattern_of
 
 
 @dataclass(frozen=True, slots=True)
-class State:
+class StateName:
     """Name of optimizer state, split around the name of its parameter.
 
     Attributes:
         name: Name on disk.
         parameter: Name in the view of the parameter it belongs to.
-        before: Text before the name of the parameter.
+        prefix: Text before the name of the parameter.
         name_in_state: Name of the parameter as it occurs in `name`.
-        after: Text after the name of the parameter.
+        suffix: Text after the name of the parameter.
     """
 
     name: str
     parameter: str
-    before: str
+    prefix: str
     name_in_state: str
-    after: str
+    suffix: str
 
-    def of(self, name_in_state: str) -> str:
+    def name_for(self, name_in_state: str) -> str:
         """Return the name of the same state of another parameter."""
-        return f"{self.before}{name_in_state}{self.after}"
+        return f"{self.prefix}{name_in_state}{self.suffix}"
 
 
 @dataclass(slots=True)
-class Owners:
+class ParameterIndex:
     """Index that finds the parameter in the name of a state.
 
     Attributes:
-        names: Every spelling of a parameter name -> its name in the view.
+        parameter_names: Every spelling of a parameter name -> its name in the view.
     """
 
-    names: Mapping[str, str]
-    _spans: dict[str, tuple[int, int]] = field(default_factory=dict)
+    parameter_names: Mapping[str, str]
+    _known_spans: dict[str, tuple[int, int]] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, on_disk: Mapping[str, str], prefix: str = "") -> Owners:
+    def of(cls, disk_names: Mapping[str, str], prefix: str = "") -> ParameterIndex:
         """Create the index of a model.
 
         Args:
-            on_disk: Parameter name in the view -> name on disk.
+            disk_names: Parameter name in the view -> name on disk.
             prefix: Prefix of model names on disk that names of their state may lack.
         """
-        names = {disk.removeprefix(prefix): name for name, disk in on_disk.items()} if prefix else {}
-        names |= {name: name for name in on_disk}
-        names |= {disk: name for name, disk in on_disk.items()}
+        names = {disk.removeprefix(prefix): name for name, disk in disk_names.items()} if prefix else {}
+        names |= {name: name for name in disk_names}
+        names |= {disk: name for name, disk in disk_names.items()}
         return cls(names)
 
-    def find(self, name: str) -> State | None:
+    def find(self, name: str) -> StateName | None:
         """Return the state with this name, by the longest parameter name in it; None if it contains none."""
         parts = name.split(".")
-        known = self._spans.get(pattern_of(name))
+        known = self._known_spans.get(pattern_of(name))
         if known is not None:
-            found = self._at(name, parts, *known)
+            found = self._match_span(name, parts, *known)
             if found is not None:
                 return found
         for length in range(len(parts) - 1, 0, -1):
             for begin in range(1, len(parts) - length + 1):
-                found = self._at(name, parts, begin, begin + length)
+                found = self._match_span(name, parts, begin, begin + length)
                 if found is not None:
-                    self._spans[pattern_of(name)] = begin, begin + length
+                    self._known_spans[pattern_of(name)] = begin, begin + length
                     return found
         return None
 
-    def _at(self, name: str, parts: list[str], begin: int, end: int) -> State | None:
+    def _match_span(self, name: str, parts: list[str], begin: int, end: int) -> StateName | None:
         name_in_state = ".".join(parts[begin:end])
-        parameter = self.names.get(name_in_state)
+        parameter = self.parameter_names.get(name_in_state)
         if parameter is None:
             return None
         before = "".join(f"{part}." for part in parts[:begin])
-        return State(name, parameter, before, name_in_state, "".join(f".{part}" for part in parts[end:]))
+        return StateName(name, parameter, before, name_in_state, "".join(f".{part}" for part in parts[end:]))
 
 
-def refuse_indices(names: Iterable[str], where: str) -> None:
+def refuse_indexed_state(names: Iterable[str], where: str) -> None:
     """Refuse state that is keyed by parameter index, which is ambiguous once a mesh splits the parameters.
 
     Raises:

@@ -25,8 +25,8 @@ from ckptx.catalog.dtype import BY_NAME
 from ckptx.catalog.entry import Chunk, TensorEntry
 from ckptx.catalog.region import Shape, whole
 from ckptx.errors import CkptxError, InputError, ReadError
-from ckptx.mapping.destinations import Destination, named
-from ckptx.mapping.name_index import fill, indices_of
+from ckptx.mapping.destinations import Destination, run_name
+from ckptx.mapping.name_index import fill_pattern, indices_of
 from ckptx.mapping.names import pattern_of, split_pattern
 from ckptx.mapping.ops import Conversion, convert
 from ckptx.mapping.rules import NameRules
@@ -308,7 +308,7 @@ class _ConfigMatcher:
     def of(self, tensors: Mapping[str, TensorEntry]) -> ConfigMatch:
         """Return all mismatches, shapes first."""
         self._tensors = len(tensors)
-        places = self.rules.places(tensors)
+        places = self.rules.destinations(tensors)
         for name, place in places.items():
             if place is None:
                 self._foreign |= self._modules_of(name)
@@ -346,11 +346,11 @@ class _ConfigMatcher:
                 return self._switched_off(name, [pattern])
             return self._mismatch(name, entry, (pattern,), lambda: self.expected.shapes.get(pattern))
         number, fixed, column, at = place
-        run = self._runs.get(place.run)
+        run = self._runs.get(place.run_key)
         if run is None:
-            run = self._runs[place.run] = self._run_at(self.rules.conversions[number], fixed)
+            run = self._runs[place.run_key] = self._run_at(self.rules.conversions[number], fixed)
         run.positions[column].add(at)
-        patterns = [pattern_of(named(target, fixed, 0)) for target in run.conversion.targets]
+        patterns = [pattern_of(run_name(target, fixed, 0)) for target in run.conversion.targets]
         if all(pattern in self.expected.absent_patterns for pattern in patterns):
             return self._switched_off(name, patterns)
         return self._mismatch(
@@ -371,7 +371,7 @@ class _ConfigMatcher:
         """Return a new run without positions, and mark the tensors it is combined into as present."""
         for target in conversion.targets:
             self._note_target(target, fixed)
-        names = [named(target, fixed, 0) for target in conversion.targets]
+        names = [run_name(target, fixed, 0) for target in conversion.targets]
         positions: list[set[int]] = [set() for _ in conversion.sources]
         return _NumberedRun(
             conversion,
@@ -383,10 +383,10 @@ class _ConfigMatcher:
 
     def _note_target(self, target: str, fixed: tuple[int, ...]) -> None:
         if target.count("*") == len(fixed):
-            name = fill(target, fixed)
+            name = fill_pattern(target, fixed)
             self._present.setdefault(pattern_of(name), set()).add(indices_of(name))
         else:  # one tensor on disk holds a whole list of modules
-            self._filled.add((pattern_of(named(target, fixed, 0)), indices_of(named(target, fixed, 0))[:-1]))
+            self._filled.add((pattern_of(run_name(target, fixed, 0)), indices_of(run_name(target, fixed, 0))[:-1]))
 
     def _mismatch(self, name: str, entry: TensorEntry, key: tuple[object, ...], wanted: Any) -> Mismatch | None:
         """Return a mismatch if the shape is not an expected one; quantized tensors may have other shapes."""
@@ -406,21 +406,21 @@ class _ConfigMatcher:
 
     def _shapes_on_disk(self, conversion: Conversion, place: Destination) -> tuple[Sizes, ...] | None:
         """Return the shapes that a source tensor may have on disk; None if they cannot be derived."""
-        columns = self._parts(conversion, place.fixed)
+        columns = self._parts(conversion, place.shared_indices)
         if columns is None:
             return None
-        shape = columns[place.column][0]
+        shape = columns[place.pattern_index][0]
         found: list[Sizes] = [shape]
         for op in conversion.ops:
-            if op.kind == "transpose" and op.args and max(op.dim, op.other) < len(shape):
+            if op.kind == "transpose" and op.args and max(op.dim, op.other_dim) < len(shape):
                 swapped = list(shape)
-                swapped[op.dim], swapped[op.other] = swapped[op.other], swapped[op.dim]
+                swapped[op.dim], swapped[op.other_dim] = swapped[op.other_dim], swapped[op.dim]
                 found.append(tuple(swapped))
         return tuple(found)
 
     def _parts(self, conversion: Conversion, fixed: tuple[int, ...]) -> list[list[Shape]] | None:
         """Return the expected shapes on disk for each source pattern; None if they cannot be derived."""
-        patterns = tuple(pattern_of(named(target, fixed, 0)) for target in conversion.targets)
+        patterns = tuple(pattern_of(run_name(target, fixed, 0)) for target in conversion.targets)
         key = (conversion, patterns)
         if key not in self._sources:
             self._sources[key] = self._derive_shapes(conversion, fixed, patterns)
@@ -461,7 +461,7 @@ class _ConfigMatcher:
                 continue
             there = self._present.get(pattern, set())
             for indices in self._indices(pattern, empty):
-                name = fill(pattern, indices) if indices not in there else ""
+                name = fill_pattern(pattern, indices) if indices not in there else ""
                 if name and name not in tied and not self._has_other_form(name):
                     yield Mismatch(name, "no such tensor", self._expected_shape(pattern))
 
@@ -469,7 +469,7 @@ class _ConfigMatcher:
         """Yield the tensors that a config key adds to the class if no layer has any of them."""
         tied = {name for pair in self.architecture.ties for naming in pair.namings for name in naming}
         for pattern, key in sorted(self.expected.added_patterns.items()):
-            name = fill(pattern, (0,) * pattern.count("*"))
+            name = fill_pattern(pattern, (0,) * pattern.count("*"))
             is_there = pattern in self._present or any(pattern == each for each, _ in self._filled)
             if not is_there and name not in tied and not self._has_other_form(name):
                 yield Mismatch(name, "no such tensor", f"one in each such module ({key} in config.json)")
@@ -523,11 +523,11 @@ class _ConfigMatcher:
                 count = 1 + max(map(max, filter(None, positions))) if parts is None else len(parts[at])
                 needed = f"{count} of its kind by config.json"
                 for position in range(count) if len(positions[at]) < count else ():
-                    name = named(source, fixed, position)
+                    name = run_name(source, fixed, position)
                     if position not in positions[at] and not self._has_other_form(name):
                         yield Mismatch(name, "no such tensor", needed)
                 for position in sorted(each for each in positions[at] if each >= count):
-                    yield Mismatch(named(source, fixed, position), "one more", needed)
+                    yield Mismatch(run_name(source, fixed, position), "one more", needed)
 
     def _surplus_layers(self, places: Mapping[str, Destination | str | None]) -> dict[str, SurplusLayer]:
         """Return the tensors of layers after the last one of the config, by name."""
@@ -535,7 +535,7 @@ class _ConfigMatcher:
         runs = {key: run.behind for key, run in self._runs.items() if run.behind is not None}
         for name, place in places.items():
             if isinstance(place, Destination):
-                layer = runs.get(place.run) if runs else None
+                layer = runs.get(place.run_key) if runs else None
             else:
                 layer = find_surplus_layer(place or name, self.expected.counts)
             if layer is not None:

@@ -25,7 +25,7 @@ from ckptx.layout.tensor_parallel_plan import Decision, TensorParallelPlan, deci
 from ckptx.mapping.destinations import Destination
 from ckptx.mapping.names import pattern_of
 from ckptx.mapping.pull_back import PullBack
-from ckptx.mapping.quantization_scales import SCALE_OF_BLOCKS
+from ckptx.mapping.quantization_scales import BLOCK_SCALE_SUFFIX
 from ckptx.mapping.rules import NameRules
 from ckptx.storage.files import read_small
 from ckptx.untrusted.json_text import parse_json
@@ -198,7 +198,7 @@ class _Decisions:
 
     def __init__(self, plan: TensorParallelPlan, tp: int, rules: NameRules | None, shapes: Mapping[str, Shape]) -> None:
         self._plan, self._tp, self._rules, self._shapes = plan, tp, rules, shapes
-        self._places: Mapping[str, Destination | str | None] = {} if rules is None else rules.places(shapes)
+        self._places: Mapping[str, Destination | str | None] = {} if rules is None else rules.destinations(shapes)
         self._has_indices = any(part.isdecimal() for pattern in plan.patterns() for part in pattern.split("."))
         # Conversions that combine or split tensors, rather than only rename them or reorder rows.
         self._rebuilding = {
@@ -229,8 +229,8 @@ class _Decisions:
         if leaf in ("weight", "bias"):
             return None
         candidates = [f"{module}.weight"]
-        if name.endswith(SCALE_OF_BLOCKS):
-            candidates.append(name.removesuffix(SCALE_OF_BLOCKS))
+        if name.endswith(BLOCK_SCALE_SUFFIX):
+            candidates.append(name.removesuffix(BLOCK_SCALE_SUFFIX))
         return next((weight for weight in candidates if weight in self._shapes), None)
 
     def of(self, name: str) -> Decision:

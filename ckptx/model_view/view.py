@@ -21,11 +21,11 @@ from ckptx.formats.hf.hf_metadata import directory_of_config
 from ckptx.formats.hf.reader import refuse_adapters
 from ckptx.formats.manifest_file import manifest_in
 from ckptx.formats.sidecars import MANIFEST
-from ckptx.mapping.duplicates import second_namings
-from ckptx.mapping.models import Models, OtherModel, below, find_models, repeated_prefixes
+from ckptx.mapping.duplicates import find_duplicate_names
+from ckptx.mapping.models import Models, OtherModel, describe_prefix, find_models, find_repeated_prefixes
 from ckptx.mapping.names import Roles, UnwrappedNames, pattern_of
 from ckptx.mapping.ops import Conversion
-from ckptx.mapping.quantization_scales import parent_of, with_scales_of_blocks
+from ckptx.mapping.quantization_scales import add_scale_conversions, find_parent
 from ckptx.mapping.rules import NameRules
 from ckptx.storage.interface import Location, SourceFiles
 from ckptx.untrusted.limits import METADATA_BYTES
@@ -137,10 +137,12 @@ def view_model(
     published, architecture = architecture, found.architecture
     patterns = architecture.name_patterns if architecture is not None else frozenset()
     roles, unwrapped = found.models.roles, found.unwrapped
-    if len(found.models.complete) > 1 and prefix is None and catalog.form.is_of_training:
+    if len(found.models.complete_prefixes) > 1 and prefix is None and catalog.form.is_of_training:
         if not may_be_any:
-            raise SeveralModels(catalog.root, found.models.complete)
-        notes.append(f"{_describe_models(found.models.complete)}; showing the model {below(roles.prefix)}")
+            raise SeveralModels(catalog.root, found.models.complete_prefixes)
+        notes.append(
+            f"{_describe_models(found.models.complete_prefixes)}; showing the model {describe_prefix(roles.prefix)}"
+        )
     on_disk = {short: name for name, short in unwrapped.names.items()}
     tensors = {name: catalog.tensors[on_disk[full]] for name, full in roles.model.items()}
     names_by_pattern: dict[str, list[str]] = {}
@@ -160,7 +162,7 @@ def view_model(
         config,
         tensors,
         tuple(on_disk[name] for name in roles.optimizer),
-        tuple(on_disk[name] for name in roles.other if name not in found.models.twins),
+        tuple(on_disk[name] for name in roles.other if name not in found.models.duplicates),
         roles.prefix,
         unwrapped.counts,
         architecture,
@@ -168,7 +170,7 @@ def view_model(
         found.trainer_conversions,
         tuple(name for name in tensors if name in unknown) if unknown else (),
         tuple(each._replace(names=tuple(on_disk[name] for name in each.names)) for each in found.models.others),
-        {**unwrapped.duplicates, **{on_disk[name]: on_disk[kept] for name, kept in found.models.twins.items()}},
+        {**unwrapped.duplicates, **{on_disk[name]: on_disk[kept] for name, kept in found.models.duplicates.items()}},
         tuple(notes),
     )
 
@@ -204,7 +206,7 @@ class SeveralModels(InputError):
 
 
 def _describe_models(prefixes: tuple[str, ...]) -> str:
-    first, *others = (below(prefix) for prefix in sorted(prefixes)[:8])
+    first, *others = (describe_prefix(prefix) for prefix in sorted(prefixes)[:8])
     more = f" and {len(prefixes) - 8} more" if len(prefixes) > 8 else ""
     return f"holds {len(prefixes)} complete models, {first} and {', '.join(others)}{more}"
 
@@ -219,7 +221,7 @@ def _refuse_stars(catalog: Catalog) -> None:
 
 
 def _lies_beside_a_weight(name: str, architecture: Architecture) -> bool:
-    return parent_of(name, lambda weight: architecture.expects(pattern_of(weight))) is not None
+    return find_parent(name, lambda weight: architecture.expects(pattern_of(weight))) is not None
 
 
 def _with_class(config: dict[str, Any], catalog: Catalog, notes: list[str]) -> dict[str, Any]:
@@ -243,10 +245,10 @@ def _names_of_model(
     as_they_are = plain, Models(Roles("", plain.names, [], []))
     if not catalog.form.is_of_training:
         architecture, trainer_naming = apply_trainer_naming(published, config, catalog.tensors)
-        others = find_models(as_they_are[1].roles, known_names(architecture, config), is_given=False).others
+        others = find_models(as_they_are[1].roles, known_names(architecture, config), is_user_prefix=False).others
         notes.extend(
-            f"holds a second complete model {below(each.prefix)}, {counted(len(each.names), 'tensor')}, treated as "
-            "tensors unknown to the class"
+            f"holds a second complete model {describe_prefix(each.prefix)}, {counted(len(each.names), 'tensor')}, "
+            "treated as tensors unknown to the class"
             for each in others
             if each.is_complete
         )
@@ -261,13 +263,14 @@ def _names_of_model(
         doubtful += unwrapped.duplicates
         if manifest is not None and _were_in_a_model(doubtful, catalog, manifest):
             return found._replace(unwrapped=plain, models=as_they_are[1])
-    if unwrapped.kept:
+    if unwrapped.names_with_module:
         notes.append(
-            f'"module." kept in {counted(len(unwrapped.kept), "name")}, because names without it exist as well: '
-            f"{first_of(unwrapped.kept)}"
+            f'"module." kept in {counted(len(unwrapped.names_with_module), "name")}, because names without it exist as '
+            "well: "
+            f"{first_of(unwrapped.names_with_module)}"
         )
     if prefix is None and (found.architecture is None or not found.architecture.name_patterns):
-        repeated = repeated_prefixes(roles.model)
+        repeated = find_repeated_prefixes(roles.model)
         if repeated:
             notes.append(
                 f"the same names under {', '.join(map(json.dumps, repeated[:8]))}, probably "
@@ -303,7 +306,7 @@ def has_model_names(view: ModelView) -> bool:
 def _rules_between(architecture: Architecture | None, config: dict[str, Any] | None) -> NameRules | None:
     if architecture is None or config is None or not architecture.name_patterns:
         return None
-    conversions = with_scales_of_blocks(architecture.conversions(config), config)
+    conversions = add_scale_conversions(architecture.conversions(config), config)
     return NameRules(
         conversions, architecture.base_prefix, architecture.model_names, shape_of=shape_lookup(architecture, config)
     )
@@ -419,7 +422,7 @@ def resolve_duplicates(view: ModelView, files: SourceFiles, *, with_state: bool)
     rules = rules_of(view)
     if rules is not None and not view.trainer_naming:
         stored = {name: entry.name for name, entry in view.tensors.items()}
-        duplicates |= {stored[name]: stored[kept] for name, kept in second_namings(rules, view.tensors).items()}
+        duplicates |= {stored[name]: stored[kept] for name, kept in find_duplicate_names(rules, view.tensors).items()}
     if not duplicates:
         return view
     from ckptx.transfer.stream import TensorReader

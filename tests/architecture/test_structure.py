@@ -313,8 +313,8 @@ def _applied(op: Op, columns: list[list[torch.Tensor]], targets: int) -> list[li
         order = [part for half in (0, 1) for part in range(half, value.shape[op.dim], 2)]
         return [[value.index_select(op.dim, torch.tensor(order))]]
     assert op.kind == "transpose"
-    is_transposed = not op.args or value.shape[op.other] != op.args[1]
-    return [[value.transpose(op.dim, op.other) if is_transposed else value]]
+    is_transposed = not op.args or value.shape[op.other_dim] != op.args[1]
+    return [[value.transpose(op.dim, op.other_dim) if is_transposed else value]]
 
 
 def saved(class_name: str, folder: Path) -> tuple[PreTrainedModel, dict[str, torch.Tensor], dict[str, Any]]:

@@ -101,7 +101,7 @@ def test_names_of_earlier_torchtitan_are_read_and_not_written(tmp_path: Path) ->
     assert not renamed.unknown
     assert_reads(tmp_path, renamed.tensors, disk)
     assert set(rules.to_disk(renamed.tensors).tensors) == set(current)
-    assert set(rules.to_disk(renamed.tensors, wanted=earlier).tensors) == set(earlier)
+    assert set(rules.to_disk(renamed.tensors, disk_names=earlier).tensors) == set(earlier)
 
 
 def test_attention_with_complex_rotation_is_that_of_transformers(tmp_path: Path) -> None:

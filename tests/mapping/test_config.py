@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from ckptx.mapping.config import dtype_edits, edited_config
+from ckptx.mapping.config import dtype_edits, format_edited_config
 
 CONFIG: dict[str, Any] = {
     "torch_dtype": "float32",
@@ -32,7 +32,7 @@ def test_nothing_to_edit() -> None:
 
 
 def test_the_edits_made_and_nothing_else() -> None:
-    written = json.loads(edited_config(json.loads(json.dumps(CONFIG)), dtype_edits(CONFIG, "bf16")))
+    written = json.loads(format_edited_config(json.loads(json.dumps(CONFIG)), dtype_edits(CONFIG, "bf16")))
     assert dtype_edits(written, "bf16") == []
     written["torch_dtype"] = written["text_config"]["dtype"] = "float32"
     written["vision_config"]["deep_config"]["dtype"] = "float32"
@@ -40,4 +40,4 @@ def test_the_edits_made_and_nothing_else() -> None:
 
 
 def test_the_text_is_that_of_transformers() -> None:
-    assert edited_config({"a": "größe"}, []) == '{\n  "a": "größe"\n}\n'.encode()
+    assert format_edited_config({"a": "größe"}, []) == '{\n  "a": "größe"\n}\n'.encode()

@@ -11,7 +11,7 @@ from ckptx.architecture.names_found import ModelNames, find_model_names
 from ckptx.architecture.spec import Architecture
 from ckptx.architecture.table import lookup
 from ckptx.errors import CkptxError
-from ckptx.mapping.duplicates import second_namings
+from ckptx.mapping.duplicates import find_duplicate_names
 from ckptx.mapping.rules import NameRules
 
 CLASSES = class_names()
@@ -49,9 +49,9 @@ def test_the_names_of_one_model_are_those_of_one_model(chunk: int) -> None:
         names = names_of(known)
         for prefix in ONE:
             there = found(known, [prefix + name for name in names])
-            assert len(there.models.complete) == 1, (class_name, prefix, there.models.complete)
+            assert len(there.models.complete_prefixes) == 1, (class_name, prefix, there.models.complete_prefixes)
             assert not there.unwrapped.duplicates, (class_name, prefix)
-            assert not there.models.twins, (class_name, prefix)
+            assert not there.models.duplicates, (class_name, prefix)
 
 
 @pytest.mark.parametrize("chunk", CHUNKS)
@@ -65,7 +65,11 @@ def test_the_names_of_two_models_are_those_of_two(chunk: int) -> None:
             together = [prefix + name for prefix in prefixes for name in names]
             there = found(known, together)
             if there.models.roles.prefix in prefixes:
-                assert {*there.models.complete} == {*prefixes}, (class_name, prefixes, there.models.complete)
+                assert {*there.models.complete_prefixes} == {*prefixes}, (
+                    class_name,
+                    prefixes,
+                    there.models.complete_prefixes,
+                )
 
 
 @pytest.mark.parametrize("chunk", CHUNKS)
@@ -79,4 +83,4 @@ def test_no_class_has_two_names_for_one_tensor(chunk: int) -> None:
             rules = NameRules(known.conversions(config), known.base_prefix, known.model_names)
         except CkptxError:
             continue
-        assert second_namings(rules, names_of(known)) == {}, class_name
+        assert find_duplicate_names(rules, names_of(known)) == {}, class_name

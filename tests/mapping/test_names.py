@@ -43,7 +43,7 @@ def test_module_is_a_name_where_the_name_without_it_is_there_and_nothing_is_know
     unwrapped = strip_wrappers(["a", "module.a", "module.b", "_orig_mod.c"])
     assert unwrapped.names == {"a": "a", "module.a": "module.a", "module.b": "module.b", "_orig_mod.c": "c"}
     assert (unwrapped.counts, unwrapped.duplicates) == ({"_orig_mod": 1}, {})
-    assert unwrapped.kept == ("module.a", "module.b")
+    assert unwrapped.names_with_module == ("module.a", "module.b")
 
 
 def test_module_is_a_name_where_the_architecture_does_not_know_the_name_without_it() -> None:
@@ -53,7 +53,7 @@ def test_module_is_a_name_where_the_architecture_does_not_know_the_name_without_
     assert {each: unwrapped.names[each] for each in ("own.w", "own.module.w", *state)} == {
         each: each for each in ("own.w", "own.module.w", *state)
     }
-    assert (unwrapped.duplicates, unwrapped.kept) == ({}, ("own.module.w", state[1]))
+    assert (unwrapped.duplicates, unwrapped.names_with_module) == ({}, ("own.module.w", state[1]))
 
 
 @given(st.lists(st.sampled_from(sorted(WRAPPERS)), min_size=1, max_size=4), st.data())

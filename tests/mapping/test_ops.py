@@ -12,7 +12,7 @@ from ckptx.catalog.entry import Chunk, TensorEntry
 from ckptx.catalog.region import Region, coverage_fault, whole
 from ckptx.errors import Defect, InputError, UnsupportedError
 from ckptx.mapping.ops import Conversion, Op, convert
-from ckptx.mapping.rewrite import RegroupedRows, merge, narrow, permute_rope, regroup, split, transpose
+from ckptx.mapping.rewrite import RegroupedRows, merge, permute_rope, regroup, slice_chunk, split, transpose
 from tests.support.conversions import CASES, ONE, run_by_loader
 from tests.support.stored import LAYOUTS, bits, numbers, read, several, store
 
@@ -61,7 +61,9 @@ def test_the_inverse_of_the_inverse_is_the_conversion(case: str) -> None:
     conversion = CASES[case][0]
     twice = conversion.inverse.inverse
     assert (twice.sources, twice.targets) == (conversion.sources, conversion.targets)
-    assert [(op.kind, op.dim, op.other) for op in twice.ops] == [(op.kind, op.dim, op.other) for op in conversion.ops]
+    assert [(op.kind, op.dim, op.other_dim) for op in twice.ops] == [
+        (op.kind, op.dim, op.other_dim) for op in conversion.ops
+    ]
 
 
 def test_parts_of_given_sizes_come_back(tmp_path: Path) -> None:
@@ -106,7 +108,7 @@ def test_what_may_be_stored_transposed_is_told_by_its_shape(tmp_path: Path) -> N
 
 def test_checksums_travel_with_permuted_rows(tmp_path: Path) -> None:
     tensor = numbers(24, 5)
-    entry = permute_rope(store(tmp_path, "x", tensor, "rows"), 4, back=False)
+    entry = permute_rope(store(tmp_path, "x", tensor, "rows"), 4, inverse=False)
     read(tmp_path, entry)
     data = bytearray((tmp_path / "x.bin").read_bytes())
     data[40] ^= 1
@@ -126,7 +128,7 @@ def test_copies_of_a_tensor_are_rewritten_with_it(tmp_path: Path) -> None:
 
 
 def test_permuted_rows_are_a_sequence(tmp_path: Path) -> None:
-    entry = permute_rope(store(tmp_path, "x", numbers(24, 5), "grid"), 4, back=True)
+    entry = permute_rope(store(tmp_path, "x", numbers(24, 5), "grid"), 4, inverse=True)
     rows = entry.chunks
     assert isinstance(rows, RegroupedRows) and len(rows) == 48
     assert list(rows) == [rows[i] for i in range(48)] == list(rows[:]) and rows[-1] == rows[47]
@@ -137,9 +139,9 @@ def test_permuted_rows_are_a_sequence(tmp_path: Path) -> None:
 def test_whole_rows_of_a_chunk_stay_row_major(tmp_path: Path) -> None:
     entry = store(tmp_path, "x", numbers(8, 6))
     chunk = entry.chunks[0]
-    rows = narrow(chunk, Region((2, 0), (3, 6)), entry)
+    rows = slice_chunk(chunk, Region((2, 0), (3, 6)), entry)
     assert rows.strides is None and rows.offset == chunk.offset + 2 * 6 * 2 and rows.nbytes == 3 * 6 * 2
-    columns = narrow(chunk, Region((2, 1), (3, 2)), entry)
+    columns = slice_chunk(chunk, Region((2, 1), (3, 2)), entry)
     assert columns.strides == (6, 1) and columns.offset == chunk.offset + (2 * 6 + 1) * 2
 
 
@@ -180,7 +182,7 @@ def test_tensors_that_do_not_fit_are_refused(op: Op, columns: list[list[TensorEn
 
 def test_an_unknown_op_is_refused_by_the_name_of_its_class() -> None:
     conversion = Conversion(("x",), ("y",), (Op("unsupported:Conv3dToLinear"),))
-    assert conversion.unsupported == "Conv3dToLinear" and conversion.inverse.unsupported == "Conv3dToLinear"
+    assert conversion.unsupported_op == "Conv3dToLinear" and conversion.inverse.unsupported_op == "Conv3dToLinear"
     with pytest.raises(UnsupportedError, match=r'"x".*Conv3dToLinear of transformers'):
         convert(conversion, [[entry_of((2,))]], [None])
 

@@ -11,7 +11,7 @@ from ckptx.catalog.entry import Block
 from ckptx.catalog.region import Region, Shape, coverage_fault, whole
 from ckptx.layout.parallel_dims import ParallelDims
 from ckptx.layout.placement import Placement, cut
-from ckptx.mapping.name_index import fill
+from ckptx.mapping.name_index import fill_pattern
 from ckptx.mapping.ops import Conversion, Op
 from ckptx.mapping.pull_back import PullBack
 from ckptx.mapping.rules import NameRules
@@ -118,21 +118,21 @@ def rows(rank_in_stage: int, begin: int, size: int, width: int = 5) -> Block:
 
 def test_halves_of_fused_experts_are_rows_of_each_expert() -> None:
     conversion = CASES["gate and up of experts"][0]
-    shapes = {fill(leaf, (e,)): (4, 6) for leaf in conversion.sources for e in range(3)}
+    shapes = {fill_pattern(leaf, (e,)): (4, 6) for leaf in conversion.sources for e in range(3)}
     found = blocks_of(conversion, shapes, lambda shape: Placement(1, (4, 4)), ParallelDims(tp=2))
     assert set(found.values()) == {(rows(0, 0, 2, 6), rows(1, 2, 2, 6))}
 
 
 def test_a_plain_cut_of_fused_experts_gives_each_projection_to_one_rank() -> None:
     conversion = CASES["gate and up of experts"][0]
-    shapes = {fill(leaf, (e,)): (4, 6) for leaf in conversion.sources for e in range(3)}
+    shapes = {fill_pattern(leaf, (e,)): (4, 6) for leaf in conversion.sources for e in range(3)}
     found = blocks_of(conversion, shapes, lambda shape: Placement(1, (8,)), ParallelDims(tp=2))
     assert found["e.2.gate"] == (rows(0, 0, 4, 6),) and found["e.2.up"] == (rows(1, 0, 4, 6),)
 
 
 def test_experts_cut_by_number_belong_to_their_rank() -> None:
     conversion = CASES["experts of one projection"][0]
-    shapes = {fill("e.*.gate", (e,)): (4, 6) for e in range(3)}
+    shapes = {fill_pattern("e.*.gate", (e,)): (4, 6) for e in range(3)}
     found = blocks_of(conversion, shapes, lambda shape: Placement(0, (3,)), ParallelDims(tp=2))
     assert [found[name][0].rank_in_stage for name in shapes] == [0, 0, 1]  # type: ignore[index]
 
@@ -172,7 +172,7 @@ def test_a_tensor_without_elements_is_one_block() -> None:
 def test_tensors_that_are_cut_alike_share_their_blocks() -> None:
     pattern = "l.*.e.*.gate"
     conversion = Conversion((pattern,), ("l.*.gate",), (Op("merge"),))
-    shapes = {fill(pattern, (n, e)): (4, 6) for n in range(3) for e in range(5)}
+    shapes = {fill_pattern(pattern, (n, e)): (4, 6) for n in range(3) for e in range(5)}
     found = blocks_of(conversion, shapes, lambda shape: Placement(1, (4,)), ParallelDims(tp=2))
     assert len({id(blocks) for blocks in found.values()}) == 1
 

@@ -15,8 +15,8 @@ from ckptx.catalog.dtype import BY_NAME
 from ckptx.catalog.entry import Chunk, TensorEntry
 from ckptx.catalog.region import Shape, whole
 from ckptx.errors import InputError
-from ckptx.mapping.destinations import with_scales
-from ckptx.mapping.quantization_scales import parent_of, with_scales_of_blocks
+from ckptx.mapping.destinations import add_scale_destinations
+from ckptx.mapping.quantization_scales import add_scale_conversions, find_parent
 from ckptx.mapping.rules import NameRules
 
 BLOCK = 4
@@ -148,7 +148,7 @@ def rules_of(recipe: Recipe, kind: Kind) -> NameRules:
     if kind.config:
         config["quantization_config"] = kind.config
     architecture = find_architecture(config)
-    conversions = with_scales_of_blocks(architecture.conversions(config), config)
+    conversions = add_scale_conversions(architecture.conversions(config), config)
     return NameRules(conversions, architecture.base_prefix, architecture.model_names)
 
 
@@ -206,7 +206,7 @@ def test_what_lies_beside_a_weight_stays_with_it(recipe_name: str, kind_name: st
         else:
             homes = {name.removesuffix(f".{tail}") for tail, name in flat.items()}
         assert len(homes) == 1, "one module or parameter holds them all"
-    back = rules.to_disk(renamed.tensors, wanted=tensors)
+    back = rules.to_disk(renamed.tensors, disk_names=tensors)
     assert back.tensors.keys() == tensors.keys()
     for name, entry in tensors.items():
         assert (back.tensors[name].dtype, back.tensors[name].shape) == (entry.dtype, entry.shape)
@@ -220,7 +220,7 @@ def test_scales_of_blocks_are_fused_as_their_weights_are(recipe_name: str, count
     rules = rules_of(recipe, KINDS["fp8 in blocks"])
     renamed = rules.to_model(checkpoint(recipe, {"": KINDS["fp8 in blocks"]}, count))
     fused = [name for name in renamed.tensors if name.endswith("experts.gate_up_proj")]
-    assert len(fused) == LAYERS and not renamed.kept
+    assert len(fused) == LAYERS and not renamed.unconverted
     for name in fused:
         scales = renamed.tensors[f"{name}_scale_inv"]
         assert (renamed.tensors[name].shape, scales.shape) == ((count, 16, 4), (count, 16 // BLOCK, 1))
@@ -238,7 +238,7 @@ def test_other_kinds_keep_their_names_and_it_is_said(kind: str) -> None:
     renamed = rules_of(recipe, KINDS[kind]).to_model(tensors)
     assert renamed.tensors.keys() == tensors.keys()
     weights = [name for name in tensors if ".experts." in name and name.endswith(".weight")]
-    assert {*renamed.kept} >= {*weights}
+    assert {*renamed.unconverted} >= {*weights}
     assert bool(weights) == any("quantized, names unchanged" in note for note in renamed.notes)
 
 
@@ -274,7 +274,7 @@ def test_a_lost_scale_is_named(lost: str) -> None:
     ],
 )
 def test_the_weight_that_something_belongs_to(name: str, weight: str | None) -> None:
-    found = parent_of(name, {"a.q_proj.weight", "a.experts.gate_up_proj"}.__contains__)
+    found = find_parent(name, {"a.q_proj.weight", "a.experts.gate_up_proj"}.__contains__)
     assert (None if found is None else found.weight) == weight
 
 
@@ -287,8 +287,10 @@ def test_names_of_one_pattern_are_looked_up_once_where_no_weight_can_lie_beside_
         asked.append(weight)
         return f"b{weight[1:]}" if weight in weights else None
 
-    settled = with_scales(dict.fromkeys(names), (), place_of, lambda place: "", lambda weight: weight == "a.*.weight")
-    assert {name: new for name, new in settled.places.items() if new} == {
+    settled = add_scale_destinations(
+        dict.fromkeys(names), (), place_of, lambda place: "", lambda weight: weight == "a.*.weight"
+    )
+    assert {name: new for name, new in settled.destinations.items() if new} == {
         "a.1.qweight": "b.1.qweight",
         "a.2.qweight": "b.2.qweight",
     }

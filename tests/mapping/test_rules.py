@@ -15,7 +15,7 @@ from ckptx.catalog.entry import Chunk, TensorEntry
 from ckptx.catalog.region import whole
 from ckptx.errors import InputError
 from ckptx.formats.registry import open_checkpoint
-from ckptx.mapping.name_index import NameIndex, fill
+from ckptx.mapping.name_index import NameIndex, fill_pattern
 from ckptx.mapping.ops import Conversion, Op
 from ckptx.mapping.rules import NameRules
 from tests.support.models import EVERY, build, read_hf
@@ -54,11 +54,11 @@ def check_both_ways(name: str, tmp_path: Path, **settings: Any) -> None:
     assert {each for members in renamed.sources.values() for each in members} == set(disk)
     assert all(rules.model_name(each) in renamed.tensors for each in disk)
     # Names of one pattern share what is found for the first of them.
-    alone = {each: rules_of(model, tmp_path).places([each]) for each in disk}
-    assert all(rules.places([each]) == alone[each] for each in disk)
+    alone = {each: rules_of(model, tmp_path).destinations([each]) for each in disk}
+    assert all(rules.destinations([each]) == alone[each] for each in disk)
     assert all(rules.model_name(each) == rules_of(model, tmp_path).model_name(each) for each in disk)
 
-    back = rules.to_disk(renamed.tensors, wanted=list(disk))
+    back = rules.to_disk(renamed.tensors, disk_names=list(disk))
     assert not back.unknown
     assert_reads(tmp_path, back.tensors, disk)
     if not settings:
@@ -93,7 +93,7 @@ def test_gpt2_without_its_prefix_is_known_and_keeps_its_spelling(tmp_path: Path)
     assert renamed.notes == [f'base model prefix "transformer." added to {len(hub)} names']
     assert renamed.sources["transformer.wte.weight"] == ("wte.weight",)
     assert rules.model_name("h.1.attn.c_attn.weight") == "transformer.h.1.attn.c_attn.weight"
-    assert list(rules.to_disk(renamed.tensors, wanted=hub).tensors) == list(hub)
+    assert list(rules.to_disk(renamed.tensors, disk_names=hub).tensors) == list(hub)
     assert list(rules.to_disk(renamed.tensors).tensors) == list(renamed.tensors)
 
 
@@ -107,7 +107,7 @@ def test_a_spelling_that_saving_would_not_write_comes_back(tmp_path: Path) -> No
     }
     renamed = rules.to_model(hub)
     assert_reads(tmp_path, renamed.tensors, wanted_by(model, renamed.tensors))
-    assert set(rules.to_disk(renamed.tensors, wanted=hub).tensors) == set(hub)
+    assert set(rules.to_disk(renamed.tensors, disk_names=hub).tensors) == set(hub)
     assert set(rules.to_disk(renamed.tensors).tensors) == set(open_checkpoint(tmp_path).tensors)
 
 
@@ -129,7 +129,7 @@ def entries(*names: str, shape: tuple[int, ...] = (4, 6)) -> dict[str, TensorEnt
 
 
 def experts(layers: int = 1, count: int = 3) -> dict[str, TensorEntry]:
-    return entries(*(fill(leaf, (n, e)) for n in range(layers) for e in range(count) for leaf in (GATE, UP)))
+    return entries(*(fill_pattern(leaf, (n, e)) for n in range(layers) for e in range(count) for leaf in (GATE, UP)))
 
 
 def test_experts_of_a_layer_become_one_tensor() -> None:
@@ -144,7 +144,7 @@ def test_experts_of_a_layer_become_one_tensor() -> None:
         ((1, 0, 0), "model.layers.1.mlp.experts.1.gate_proj.weight"),
     ]
     assert renamed.sources["model.layers.0.mlp.experts.gate_up_proj"] == (
-        *(fill(GATE, (0, e)) for e in range(3)), *(fill(UP, (0, e)) for e in range(3)),
+        *(fill_pattern(GATE, (0, e)) for e in range(3)), *(fill_pattern(UP, (0, e)) for e in range(3)),
     )  # fmt: skip
 
 
@@ -154,7 +154,7 @@ def test_eleven_experts_are_in_the_order_of_their_numbers() -> None:
     assert all(f".experts.{chunk.region.offsets[0]}." in chunk.file for chunk in chunks) and len(chunks) == 22
 
 
-@pytest.mark.parametrize("missing", [fill(UP, (0, 1)), fill(GATE, (0, 0)), fill(UP, (0, 2))])
+@pytest.mark.parametrize("missing", [fill_pattern(UP, (0, 1)), fill_pattern(GATE, (0, 0)), fill_pattern(UP, (0, 2))])
 def test_a_missing_part_is_named(missing: str) -> None:
     tensors = experts()
     del tensors[missing]
@@ -165,8 +165,8 @@ def test_a_missing_part_is_named(missing: str) -> None:
 
 
 def test_a_projection_that_is_missing_altogether_is_named() -> None:
-    with pytest.raises(InputError, match=rf'"{re.escape(fill(UP, (0, 0)))}": missing, but required for'):
-        moe().to_model(entries(*(fill(GATE, (0, e)) for e in range(3))))
+    with pytest.raises(InputError, match=rf'"{re.escape(fill_pattern(UP, (0, 0)))}": missing, but required for'):
+        moe().to_model(entries(*(fill_pattern(GATE, (0, e)) for e in range(3))))
 
 
 def test_lost_last_experts_are_seen_by_the_shape() -> None:
@@ -193,7 +193,7 @@ def test_what_no_rule_knows_passes_through() -> None:
     assert renamed.unknown == ["mtp.fc.weight", "model.layers.0.mlp.experts.0.gate_proj.weight_scale_inv"]
     assert renamed.tensors["mtp.fc.weight"] is tensors["mtp.fc.weight"]
     assert moe().model_name("mtp.fc.weight") is None
-    assert set(moe().to_disk(renamed.tensors, wanted=tensors).tensors) == set(tensors)
+    assert set(moe().to_disk(renamed.tensors, disk_names=tensors).tensors) == set(tensors)
 
 
 def test_a_layer_behind_the_last_keeps_its_spelling() -> None:
@@ -202,7 +202,7 @@ def test_a_layer_behind_the_last_keeps_its_spelling() -> None:
     renamed = rules.to_model(tensors)
     assert "model.layers.0.mlp.experts.gate_up_proj" in renamed.tensors
     assert sorted(renamed.unknown) == sorted(name for name in tensors if name.startswith("model.layers.1."))
-    assert set(rules.to_disk(renamed.tensors, wanted=tensors).tensors) == set(tensors)
+    assert set(rules.to_disk(renamed.tensors, disk_names=tensors).tensors) == set(tensors)
 
 
 CHAIN = [Conversion(("norm0",), ("norm1",)), Conversion(("norm1",), ("norm2",))]
@@ -222,7 +222,7 @@ def test_a_chain_of_renamings_is_not_applied_to_its_own_result(
     tensors = entries(*names)
     renamed = rules.to_model(tensors)
     assert renamed.sources == expected and not renamed.unknown
-    assert rules.to_disk(renamed.tensors, wanted=names).sources == {
+    assert rules.to_disk(renamed.tensors, disk_names=names).sources == {
         old: (new,) for new, (old,) in expected.items()
     }  # fmt: skip
 

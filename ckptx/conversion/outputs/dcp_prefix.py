@@ -7,7 +7,7 @@ from collections.abc import Collection
 from ckptx.architecture.infer import infer_class
 from ckptx.architecture.names_found import ModelNames, find_model_names
 from ckptx.errors import UsageError
-from ckptx.mapping.models import below
+from ckptx.mapping.models import describe_prefix
 from ckptx.mapping.names import is_optimizer, is_trainer_state
 from ckptx.model_view.view import ModelView
 from ckptx.untrusted.limits import NAME_LENGTH
@@ -53,10 +53,10 @@ def _reason_unreadable(prefix: str, names: Collection[str], view: ModelView) -> 
     if found.unwrapped.counts or found.unwrapped.duplicates:
         wrapper = next(iter(found.unwrapped.counts))
         return f'the reader strips the wrapper "{wrapper}." from names'
-    if len(found.models.complete) > 1:
-        return f"the reader would find {len(found.models.complete)} complete models"
+    if len(found.models.complete_prefixes) > 1:
+        return f"the reader would find {len(found.models.complete_prefixes)} complete models"
     if found.models.roles.prefix != prefix:
-        return f"the reader would find no model under this prefix, but one {below(found.models.roles.prefix)}"
+        return f"the reader would find no model under this prefix, but one {describe_prefix(found.models.roles.prefix)}"
     return "some names with this prefix would be read as optimizer or training state"
 
 
@@ -66,5 +66,5 @@ def _is_found_again(prefix: str, written: dict[str, str], found: ModelNames) -> 
         roles.prefix == prefix
         and roles.model == {name: full for full, name in written.items()}
         and all(name == short for name, short in found.unwrapped.names.items())
-        and len(found.models.complete) == 1
+        and len(found.models.complete_prefixes) == 1
     )

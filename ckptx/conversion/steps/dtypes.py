@@ -13,7 +13,7 @@ from ckptx.conversion.steps.naming import NamedTarget, NameMap
 from ckptx.conversion.steps.restoration import kept_manifest
 from ckptx.conversion.steps.target import TargetTensors
 from ckptx.errors import UsageError
-from ckptx.mapping.config import dequantized, dtype_edits, dtypes_in, is_held, widened
+from ckptx.mapping.config import dequantization_edits, dtype_edits, dtypes_in, is_exact_in, widening_edits
 from ckptx.mapping.dtypes import base_targets, cast_targets
 from ckptx.model_view.view import ModelView, rules_of
 from ckptx.report.report import counted
@@ -169,7 +169,7 @@ def lossless_edits(
     lost = {
         name: entry
         for name, entry in floats.items()
-        if not all(is_held(entry.dtype.name, each) for each in config_dtypes)
+        if not all(is_exact_in(entry.dtype.name, each) for each in config_dtypes)
     }
     if wanted in CAST_TARGETS:
         return dtype_edits(config, wanted) if cast.was_cast or lost else []
@@ -183,7 +183,9 @@ def lossless_edits(
     if not changed and not added:
         return []
     lossless = {name: entry for name, entry in floats.items() if name not in lost}
-    return widened(config, {entry.dtype.name for entry in (*changed.values(), *added.values(), *lossless.values())})
+    return widening_edits(
+        config, {entry.dtype.name for entry in (*changed.values(), *added.values(), *lossless.values())}
+    )
 
 
 def quantization_edits(view: ModelView, target: TargetTensors, base: BaseCheckpoint) -> list[dict[str, Any]]:
@@ -196,7 +198,7 @@ def quantization_edits(view: ModelView, target: TargetTensors, base: BaseCheckpo
         return []
     if any(not entry.dtype.cast for entry in target.tensors.values() if len(entry.shape) > 1):
         return []
-    return dequantized(view.config)
+    return dequantization_edits(view.config)
 
 
 def _numel(entries: Iterable[TensorEntry]) -> int:

@@ -10,7 +10,7 @@ from ckptx.architecture.trainer_naming.detect import SCHEMES, detect_scheme
 from ckptx.architecture.trainer_naming.scheme import TrainerScheme
 from ckptx.conversion.steps.target import TargetTensors
 from ckptx.errors import UnsupportedError
-from ckptx.mapping.rules import NameRules, Renamed
+from ckptx.mapping.rules import NameRules, RenamedTensors
 from ckptx.model_view.view import ModelView, rules_of, trainer_rules
 
 
@@ -87,7 +87,7 @@ def rename(
         raise UnsupportedError(f"--names {wanted}: the naming of this class is unknown; leave out --names")
     entries = {name: target.source.tensors[target.source_names[name]] for name in target.tensors}
     entries |= {name: entries[stored] for name, stored in target.aliases.items()}
-    renamed = Renamed.not_yet(entries)
+    renamed = RenamedTensors.identity(entries)
     if trainer is not None:
         renamed = renamed.then(trainer.to_model(renamed.tensors))
     rules = published
@@ -104,9 +104,10 @@ def rename(
     if scheme is not None:
         rules = _rules_of_scheme(scheme, view)
         renamed = renamed.then(rules.to_disk(renamed.tensors))
-        if renamed.kept:
+        if renamed.unconverted:
             raise UnsupportedError(
-                f'--names {scheme.trainer}: tensor "{renamed.kept[0]}" is quantized, and {scheme.trainer} has no names '
+                f'--names {scheme.trainer}: tensor "{renamed.unconverted[0]}" is quantized, and {scheme.trainer} has '
+                "no names "
                 "for quantization scales; pass --names disk"
             )
     notes = tuple(renamed.notes)
@@ -125,7 +126,7 @@ def _rules_of_scheme(scheme: TrainerScheme, view: ModelView) -> NameRules:
     return trainer_rules(scheme.conversions(view.published.class_name, view.config))
 
 
-def _apply_renaming(target: TargetTensors, renamed: Renamed) -> TargetTensors:
+def _apply_renaming(target: TargetTensors, renamed: RenamedTensors) -> TargetTensors:
     """Return the target under new names; its source gets an entry for each combined or split tensor."""
     new_names = {sources: name for name, sources in renamed.sources.items()}
     aliases = {

@@ -10,7 +10,7 @@ from ckptx.conversion.steps.base import BaseCheckpoint
 from ckptx.formats.hf.reader import json_in
 from ckptx.formats.links import links_outside
 from ckptx.formats.sidecars import QUANTIZATION_FILES
-from ckptx.mapping.config import edited_config
+from ckptx.mapping.config import format_edited_config
 from ckptx.storage.interface import StoredFile
 from ckptx.wording import counted
 
@@ -59,5 +59,5 @@ def collect_sidecars(base: BaseCheckpoint, names: Sequence[str], edits: Sequence
         )
     if not edits or "config.json" not in files:
         return Sidecars(files, (), tuple(notes))
-    files["config.json"] = edited_config(json_in(source, "config.json"), edits)
+    files["config.json"] = format_edited_config(json_in(source, "config.json"), edits)
     return Sidecars(files, tuple(edits), tuple(notes))

@@ -13,7 +13,7 @@ from ckptx.catalog.entry import Block, BytesEntry, TensorEntry
 from ckptx.catalog.region import whole
 from ckptx.conversion.steps.sharding import ShardedTarget
 from ckptx.errors import UnsupportedError
-from ckptx.mapping.state_names import Owners, State, refuse_indices
+from ckptx.mapping.state_names import ParameterIndex, StateName, refuse_indexed_state
 from ckptx.model_view.sharder import ShardedModel
 from ckptx.model_view.view import ModelView
 from ckptx.storage.interface import SourceFiles
@@ -78,7 +78,7 @@ def carry_state(
         UnsupportedError: State is keyed by index, or belongs to a parameter that is combined, split or reordered.
     """
     names = [*view.optimizer, *view.other, *view.catalog.objects]
-    refuse_indices(names, str(view.catalog.root))
+    refuse_indexed_state(names, str(view.catalog.root))
     return _StateMapper(view, files, sharded, output_names).carry(names)
 
 
@@ -91,7 +91,7 @@ class _StateMapper:
         self.source, self.files, self.model, self.mesh = view.catalog, files, sharded.target, sharded.model
         self.output_names = output_names
         self.on_disk = {name: entry.name for name, entry in view.tensors.items()}
-        self.owners = Owners.of(self.on_disk, view.prefix)
+        self.owners = ParameterIndex.of(self.on_disk, view.prefix)
         self.duplicates = view.duplicates
         self.optimizer, self.other = frozenset(view.optimizer), frozenset(view.other)
         self.reader = TensorReader(files)
@@ -108,7 +108,7 @@ class _StateMapper:
         self.notes: list[str] = []
 
     def carry(self, names: list[str]) -> TrainingState:
-        owned: dict[str, list[State]] = {}
+        owned: dict[str, list[StateName]] = {}
         loose: list[str] = []
         for name in names:
             found = self.owners.find(name)
@@ -170,7 +170,7 @@ class _StateMapper:
             self.notes.append(f"optimizer state without a known parameter, stored whole on rank 0: {tensors}")
         return orphans
 
-    def _output_parameter(self, state: State) -> str:
+    def _output_parameter(self, state: StateName) -> str:
         """Return the output name of the parameter that a state belongs to."""
         out = self.output_names.get(state.parameter)
         if out is None:
@@ -180,15 +180,15 @@ class _StateMapper:
             )
         return out
 
-    def _output_name(self, state: State) -> str:
+    def _output_name(self, state: StateName) -> str:
         out = self._output_parameter(state)
-        return state.name if out == self.on_disk[state.parameter] else state.of(out)
+        return state.name if out == self.on_disk[state.parameter] else state.name_for(out)
 
-    def _carry_shared(self, name: str, stored: str, owned: Mapping[str, list[State]]) -> set[str]:
+    def _carry_shared(self, name: str, stored: str, owned: Mapping[str, list[StateName]]) -> set[str]:
         """Map the state of `name`, which shares the bytes of `stored`; return the names on disk that are done."""
         done = set()
-        mine = {(state.before, state.after): state for state in owned.get(name, ())}
-        others = {(state.before, state.after): state for state in owned.get(stored, ())}
+        mine = {(state.prefix, state.suffix): state for state in owned.get(name, ())}
+        others = {(state.prefix, state.suffix): state for state in owned.get(stored, ())}
         for key, state in others.items():
             twin = mine.pop(key, None)
             called = self._output_name(state)
@@ -208,7 +208,7 @@ class _StateMapper:
             self._share(self._twin_name(state, name, stored), called, state.name, stored)
         return done
 
-    def _twin_name(self, state: State, parameter: str, other: str) -> str:
+    def _twin_name(self, state: StateName, parameter: str, other: str) -> str:
         """Return the name of the same state of another parameter, in the spelling of the trainer."""
         if (
             self._output_name(state) == state.name
@@ -216,8 +216,8 @@ class _StateMapper:
             and parameter.endswith(state.name_in_state)
         ):
             lead = parameter[: len(parameter) - len(state.name_in_state)]
-            return state.of(other.removeprefix(lead))
-        return state.of(other)
+            return state.name_for(other.removeprefix(lead))
+        return state.name_for(other)
 
     def _share(self, name: str, stored: str, on_disk: str, parameter: str) -> None:
         """Make `name` an alias of `stored`, or a copy if they cannot share bytes."""

@@ -20,7 +20,7 @@ from ckptx.catalog.entry import ArchivedChunks, TensorEntry
 from ckptx.catalog.region import Region
 from ckptx.errors import UnsupportedError
 from ckptx.formats.registry import open_checkpoint
-from ckptx.mapping.rules import Renamed
+from ckptx.mapping.rules import RenamedTensors
 from ckptx.model_view.view import (
     ModelView,
     decide_ties,
@@ -164,7 +164,7 @@ def open_source(
         view = view_model(catalog, config=own, prefix=prefix, trust_remote_code=trust_remote_code)
     with catalog.source.open() as files:
         view = resolve_duplicates(locate_archives(view, files, lazy=True), files, with_state=False)
-        renamed = Renamed.not_yet(view.tensors)
+        renamed = RenamedTensors.identity(view.tensors)
         if view.trainer_naming:
             renamed = renamed.then(trainer_rules(view.trainer_naming).to_model(renamed.tensors))
         rules = rules_of(view)
