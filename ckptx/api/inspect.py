@@ -13,8 +13,8 @@ from ckptx.formats.hf.hub import resolve
 from ckptx.formats.registry import open_checkpoint
 from ckptx.mapping.names import pattern_of
 from ckptx.model_view.config_check import match_config_with_notes
-from ckptx.model_view.parameter_count import aliases_of, parameters_of
-from ckptx.model_view.view import ModelView, manifest_beside, view_model
+from ckptx.model_view.parameter_count import count_parameters, find_aliases
+from ckptx.model_view.view import ModelView, read_valid_manifest, view_model
 from ckptx.options.api import api
 from ckptx.options.inspect import InspectOptions
 from ckptx.publishing.report_file import refuse_place, write_text
@@ -41,8 +41,8 @@ def inspect(options: InspectOptions) -> InspectionReport:
     if prefix is not None and not opened.form.is_of_training:
         raise UsageError(f"--source-prefix requires a DCP; {opened.root} is not a DCP")
     view = log(_view_leniently(opened, prefix, log))
-    log.note(*view.notes_on_others("not described"))
-    catalog, parameters, aliases = view.catalog, parameters_of(view), aliases_of(view.catalog)
+    log.note(*view.notes_on_other_models("not described"))
+    catalog, parameters, aliases = view.catalog, count_parameters(view), find_aliases(view.catalog)
     names = [name for name in catalog.tensors if match is None or fnmatchcase(name, match)]
     is_listed = options.tensors or (match and not (ranks or html))
     report = InspectionReport(
@@ -100,28 +100,28 @@ def _groups_of(view: ModelView) -> list[dict[str, Any]]:
 def _view_leniently(catalog: Catalog, prefix: str | None, log: Log) -> ModelView:
     """Return the model in the checkpoint, without its class if finding the class takes packages that are missing."""
     try:
-        return view_model(catalog, prefix=prefix, may_be_any=True)
+        return view_model(catalog, prefix=prefix, allow_several=True)
     except EnvironmentProblem as error:
         log.note(str(error))
-        return view_model(catalog, config={}, prefix=prefix, may_be_any=True)
+        return view_model(catalog, config={}, prefix=prefix, allow_several=True)
 
 
 def _with_layout(
     report: InspectionReport, view: ModelView, names: list[str], ranks: bool, html: str | Path | None, log: Log
 ) -> InspectionReport:
     """Add the layout of the tensors `names` over ranks or files to the report, and write the HTML page."""
-    from ckptx.model_view.rank_layout import mesh_of, survey  # a plain summary needs none of this
+    from ckptx.model_view.rank_layout import layout_by_rank, recorded_mesh  # a plain summary needs none of this
     from ckptx.report.ranks import layout_of, rank_rows
 
     catalog = view.catalog
     manifest_notes: list[str] = []
-    manifest = manifest_beside(catalog, manifest_notes)
+    manifest = read_valid_manifest(catalog, manifest_notes)
     log.note(*manifest_notes)
-    dims, doubt = mesh_of(None if manifest is None else manifest.layout, catalog.files)
+    dims, doubt = recorded_mesh(None if manifest is None else manifest.layout, catalog.files)
     if doubt is not None:
         log.note(doubt)
     view_names = {entry.name: name for name, entry in view.tensors.items()}
-    layout = survey(catalog, {name: view_names.get(name, name) for name in names}, dims)
+    layout = layout_by_rank(catalog, {name: view_names.get(name, name) for name in names}, dims)
     if ranks:
         report = replace(report, by_rank=layout_of(layout), ranks=rank_rows(layout))
     if html is not None:

@@ -17,8 +17,8 @@ from ckptx.formats.hf.hub import resolve
 from ckptx.formats.registry import open_checkpoint
 from ckptx.mapping.dtypes import cast_targets
 from ckptx.model_view.config_check import match_config_with_notes
-from ckptx.model_view.parameter_count import parameters_of
-from ckptx.model_view.view import ModelView, compare_replicas, locate_all, locate_archives, resolve_duplicates
+from ckptx.model_view.parameter_count import count_parameters
+from ckptx.model_view.view import ModelView, compare_replicas, locate_all_archives, locate_archives, resolve_duplicates
 from ckptx.options.verify import CompareOptions
 from ckptx.report.documents.comparison import VerifyReport
 from ckptx.report.report import Log, Stopwatch, count_dtypes, counted
@@ -50,7 +50,7 @@ def verify_bytes(options: CompareOptions, *, with_state: bool = True) -> VerifyR
     first, second = seen_together(open_checkpoint(reference), open_checkpoint(checkpoint), prefix=options.model_prefix)
     for view in (first, second):
         match_config_with_notes(view, log.notes)
-    tensors, parameters = len(first.catalog.tensors), parameters_of(first).count
+    tensors, parameters = len(first.catalog.tensors), count_parameters(first).count
     with first.catalog.source.open() as files_a, second.catalog.source.open() as files_b:
         with_state = with_state and has_state(first) and has_state(second)
         a, b = _locate(first, files_a, log, with_state), _locate(second, files_b, log, with_state)
@@ -95,10 +95,14 @@ def verify_bytes(options: CompareOptions, *, with_state: bool = True) -> VerifyR
 
 def _locate(view: ModelView, files: SourceFiles, log: Log, with_state: bool) -> ModelView:
     """Locate every block of the model, and of its state with `with_state`; compare tensors that are stored twice."""
-    view = locate_all(view, files) if with_state and view.catalog.form.has_archives else locate_archives(view, files)
+    view = (
+        locate_all_archives(view, files)
+        if with_state and view.catalog.form.has_archives
+        else locate_archives(view, files)
+    )
     compare_replicas(view.catalog, files)
     view = resolve_duplicates(view, files, with_state=with_state)
-    others = () if with_state else view.notes_on_others("not compared")
+    others = () if with_state else view.notes_on_other_models("not compared")
     log.note(*(f"{view.catalog.root}: {note}" for note in (*view.notes, *others)))
     return view
 

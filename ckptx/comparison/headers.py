@@ -14,8 +14,8 @@ from ckptx.formats.registry import open_checkpoint
 from ckptx.mapping.duplicates import find_duplicate_names
 from ckptx.mapping.models import describe_prefix
 from ckptx.model_view.config_check import match_config_with_notes
-from ckptx.model_view.parameter_count import parameters_of
-from ckptx.model_view.view import ModelView, SeveralModels, rules_of, trainer_rules, view_model_under
+from ckptx.model_view.parameter_count import count_parameters
+from ckptx.model_view.view import ModelView, SeveralModelsError, rules_of, trainer_rules, view_model_under
 from ckptx.options.api import api
 from ckptx.options.diff import DiffOptions
 from ckptx.report.documents.comparison import DiffReport
@@ -48,7 +48,7 @@ def diff(options: DiffOptions) -> DiffReport:
         log.note(
             *(
                 f"{view.catalog.root}: {note}"
-                for note in (*view.notes_on_others("not compared"), *_note_on_duplicates(view))
+                for note in (*view.notes_on_other_models("not compared"), *_note_on_duplicates(view))
             )
         )
     rows = differing_headers(first, second)
@@ -61,7 +61,7 @@ def diff(options: DiffOptions) -> DiffReport:
             "after": count_dtypes(second.tensors.values()),
         },
         warnings=list(log.notes),
-        parameters=parameters_of(a_view).count,
+        parameters=count_parameters(a_view).count,
         compared=len(first.tensors.keys() & second.tensors.keys()),
         differing=rows,
         tied_tensors=_ties_in_one(first, second),
@@ -98,7 +98,7 @@ def _view_with_config_of(catalog: Catalog, other: Catalog, prefix: str | None) -
             view_model_under(catalog, prefix, config=other.config),
             f"no config.json; using that of {other.root}",
         )
-    except (SeveralModels, ReadError):
+    except (SeveralModelsError, ReadError):
         raise
     except (InputError, UnsupportedError) as error:
         view = view_model_under(catalog, prefix)
@@ -108,7 +108,7 @@ def _view_with_config_of(catalog: Catalog, other: Catalog, prefix: str | None) -
 
 def _note_on_duplicates(view: ModelView) -> list[str]:
     """Return a note on tensors that are stored under two names, whose bytes `diff` does not compare."""
-    rules = rules_of(view) if not view.trainer_naming else None
+    rules = rules_of(view) if not view.trainer_conversions else None
     names = [*view.duplicates, *(find_duplicate_names(rules, view.tensors) if rules is not None else ())]
     if not names:
         return []
@@ -139,8 +139,8 @@ def in_common_names(a: ModelView, b: ModelView) -> tuple[ModelView, ModelView]:
         tensors = []
         for view in (a, b):
             published = (
-                trainer_rules(view.trainer_naming).to_model(view.tensors).tensors
-                if view.trainer_naming
+                trainer_rules(view.trainer_conversions).to_model(view.tensors).tensors
+                if view.trainer_conversions
                 else view.tensors
             )
             tensors.append(rules.to_model(published).tensors)

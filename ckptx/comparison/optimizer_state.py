@@ -106,8 +106,8 @@ def _by_key(view: ModelView, in_model_names: bool) -> dict[str, _StateTensor]:
 
 
 def _model_name(view: ModelView, name: str) -> str:
-    if view.trainer_naming:
-        name = trainer_rules(view.trainer_naming).model_name(name) or name
+    if view.trainer_conversions:
+        name = trainer_rules(view.trainer_conversions).model_name(name) or name
     rules = rules_of(view)
     return name if rules is None else rules.model_name(name) or name
 

@@ -34,10 +34,10 @@ from ckptx.model_view.view import ModelView, rules_of, trainer_rules
 from ckptx.untrusted.limits import INDEX
 from ckptx.wording import counted, first_of
 
-_BYTE = BY_NAME["U8"]
-_LEGACY = re.compile(r"LayerNorm\.(gamma|beta)$")
-_NAMED = 1000  # missing tensors in a report
-_EXTRAS_NAMED = 3  # names per reason
+_U8 = BY_NAME["U8"]
+_LEGACY_LAYER_NORM = re.compile(r"LayerNorm\.(gamma|beta)$")
+_MAX_LISTED = 1000  # missing tensors in a report
+_MAX_LISTED_EXTRAS = 3  # names per reason
 _NO_TENSOR = "no tensor of this name"
 
 
@@ -99,24 +99,24 @@ class ConfigMatch:
             "mismatches": mismatches,
             "is_truncated": self.is_truncated,
             "extra_tensors": [
-                {"reason": reason, "tensors": len(names), "names": names[:_EXTRAS_NAMED]}
-                for reason, names in self._accepted().items()
+                {"reason": reason, "tensors": len(names), "names": names[:_MAX_LISTED_EXTRAS]}
+                for reason, names in self._allowed_extras().items()
             ],
         }
 
-    def _accepted(self, *, but_computed: bool = False) -> dict[str, list[str]]:
+    def _allowed_extras(self, *, skip_computed: bool = False) -> dict[str, list[str]]:
         """Return the extra tensors that are allowed, by reason."""
-        found: dict[str, list[str]] = {}
+        by_reason: dict[str, list[str]] = {}
         for name, extra in self.extras.items():
-            if extra.reason and not (but_computed and extra.is_computed):
-                found.setdefault(extra.reason, []).append(name)
-        return found
+            if extra.reason and not (skip_computed and extra.is_computed):
+                by_reason.setdefault(extra.reason, []).append(name)
+        return by_reason
 
     def extra_notes(self, class_name: str) -> list[str]:
         """Return one line for each kind of extra tensor, except those that the class computes."""
         return [
             f"{counted(len(names), 'tensor')} unknown to {class_name}, passed through: {first_of(names)} ({reason})"
-            for reason, names in self._accepted(but_computed=True).items()
+            for reason, names in self._allowed_extras(skip_computed=True).items()
         ]
 
     def summary(self, subject: str) -> str:
@@ -133,7 +133,7 @@ def match_config(view: ModelView) -> ConfigMatch:
     Raises:
         InputError: The config has an invalid number.
     """
-    architecture, config = view.published, view.config
+    architecture, config = view.disk_architecture, view.config
     if architecture is None or config is None or architecture.known_from == FROM_SUFFIX_TABLE:
         return ConfigMatch("nothing")
     expected = expected_shapes(architecture, config)
@@ -144,11 +144,13 @@ def match_config(view: ModelView) -> ConfigMatch:
         return _match_layers(view, architecture, config, extras.by_name)
     tensors = view.tensors
     try:
-        if view.trainer_naming:
-            tensors = trainer_rules(view.trainer_naming).to_model(_without_archives(tensors)).tensors
-        survey = _ConfigMatcher(architecture, config, rules, expected, extras)
-        legacy = {name: _LEGACY.sub(_modern, name) for name in tensors if "LayerNorm." in name}
-        return survey.of({legacy.get(name, name): entry for name, entry in tensors.items()})
+        if view.trainer_conversions:
+            tensors = trainer_rules(view.trainer_conversions).to_model(_without_archives(tensors)).tensors
+        matcher = _ConfigMatcher(architecture, config, rules, expected, extras)
+        current_names = {
+            name: _LEGACY_LAYER_NORM.sub(_current_layer_norm_name, name) for name in tensors if "LayerNorm." in name
+        }
+        return matcher.match({current_names.get(name, name): entry for name, entry in tensors.items()})
     except InputError as error:
         return ConfigMatch("names and shapes", (Mismatch(str(view.catalog.root), str(error), "tensors of one model"),))
 
@@ -167,24 +169,24 @@ def match_config_with_notes(view: ModelView, notes: list[str]) -> dict[str, Any]
     Returns:
         The `config_check` entry of the report; None for a checkpoint without a config or of an unknown class.
     """
-    if view.published is None or view.config is None:
+    if view.disk_architecture is None or view.config is None:
         return None
     try:
-        fit = match_config(view)
+        match = match_config(view)
     except ReadError:
         raise
     except CkptxError as error:
         notes.append(str(error))
         return None
     root = view.catalog.root
-    notes += [f"{root}: {note}" for note in fit.extra_notes(view.published.class_name)]
-    if fit.mismatches:
-        notes.append(fit.summary(str(root)))
-    return fit.to_dict()
+    notes += [f"{root}: {note}" for note in match.extra_notes(view.disk_architecture.class_name)]
+    if match.mismatches:
+        notes.append(match.summary(str(root)))
+    return match.to_dict()
 
 
-def _modern(found: re.Match[str]) -> str:
-    return "LayerNorm.weight" if found[1] == "gamma" else "LayerNorm.bias"
+def _current_layer_norm_name(match: re.Match[str]) -> str:
+    return "LayerNorm.weight" if match[1] == "gamma" else "LayerNorm.bias"
 
 
 def _match_layers(
@@ -193,98 +195,105 @@ def _match_layers(
     """Check layers, names and vocabulary size, for a class whose shapes are unknown."""
     mismatches = _missing_vocab_rows(view, architecture, config)
     stacks = architecture.stacks(config) if states_layer_count(architecture, config) else ()
-    found = {stack: below for stack in stacks if (below := _layers_below(stack.path, view.tensors))}
-    counts = {stack.path: stack.count for stack in found}
-    behind = {name: layer for name in view.tensors if (layer := find_surplus_layer(name, counts)) is not None}
-    mismatches += _of_other_models(extras, behind, architecture.class_name)
-    mismatches += _surplus(behind, counts, config, extras)
-    lost = list(islice(_missing_layers({s.path: _Empty.of(s.count, below) for s, below in found.items()}), _NAMED + 1))
-    checked = "layers" if mismatches or found else "nothing"
-    return ConfigMatch(checked, (*mismatches, *lost[:_NAMED]), is_truncated=len(lost) > _NAMED, extras=extras)
+    layers_by_stack = {stack: layers for stack in stacks if (layers := _layer_indices(stack.path, view.tensors))}
+    counts = {stack.path: stack.count for stack in layers_by_stack}
+    surplus_layers = {name: layer for name in view.tensors if (layer := find_surplus_layer(name, counts)) is not None}
+    mismatches += _foreign_tensors(extras, surplus_layers, architecture.class_name)
+    mismatches += _surplus_mismatches(surplus_layers, counts, config, extras)
+    missing = list(
+        islice(
+            _missing_layers({s.path: _LayerList.of(s.count, layers) for s, layers in layers_by_stack.items()}),
+            _MAX_LISTED + 1,
+        )
+    )
+    checked = "layers" if mismatches or layers_by_stack else "nothing"
+    return ConfigMatch(
+        checked, (*mismatches, *missing[:_MAX_LISTED]), is_truncated=len(missing) > _MAX_LISTED, extras=extras
+    )
 
 
-def _of_other_models(
-    extras: Mapping[str, ExtraTensor], behind: Mapping[str, SurplusLayer], class_name: str
+def _foreign_tensors(
+    extras: Mapping[str, ExtraTensor], surplus_layers: Mapping[str, SurplusLayer], class_name: str
 ) -> Iterator[Mismatch]:
     """Yield the tensors in modules of the class that neither the class nor any rule for extra tensors knows."""
     for name, extra in extras.items():
-        if not extra.reason and name not in behind:
+        if not extra.reason and name not in surplus_layers:
             yield Mismatch(name, f"is in {extra.module}, where {class_name} has no such tensor", _NO_TENSOR)
 
 
-def _surplus(
-    behind: Mapping[str, SurplusLayer],
+def _surplus_mismatches(
+    surplus_layers: Mapping[str, SurplusLayer],
     counts: Mapping[str, int],
     config: Mapping[str, Any],
     extras: Mapping[str, ExtraTensor],
 ) -> Iterator[Mismatch]:
     """Yield one mismatch for each layer after the last one, except MTP layers."""
-    for name, layer in unexplained_layers(behind, counts, config, extras):
+    for name, layer in unexplained_layers(surplus_layers, counts, config, extras):
         required = f"a layer index below {counts[layer.path]} in {layer.path} (config.json)"
         yield Mismatch(name, f"layer {layer.layer_index}", required)
 
 
-def _layers_below(path: str, names: Iterable[str]) -> set[int]:
+def _layer_indices(path: str, names: Iterable[str]) -> set[int]:
     """Return the indices of the layers of a list that have a tensor among `names`."""
-    lead = f"{path}."
-    heads = (name[len(lead) :].partition(".")[0] for name in names if name.startswith(lead))
-    return {int(head) for head in heads if INDEX.fullmatch(head)}
+    prefix = f"{path}."
+    components = (name[len(prefix) :].partition(".")[0] for name in names if name.startswith(prefix))
+    return {int(component) for component in components if INDEX.fullmatch(component)}
 
 
 def _missing_vocab_rows(view: ModelView, architecture: Architecture, config: Mapping[str, Any]) -> list[Mismatch]:
     """Return embeddings with fewer rows than vocab_size; these are the names that can be tied."""
     nested = config.get("text_config")
     sizes = [each.get("vocab_size") for each in (config, nested) if isinstance(each, Mapping)]
-    words = min((size for size in sizes if isinstance(size, int)), default=0)
+    vocab_size = min((size for size in sizes if isinstance(size, int)), default=0)
     mismatches = []
     for pair in architecture.ties:
         for name in sorted({name for naming in pair.namings for name in naming}) if pair.is_primary else ():
             entry = view.tensors.get(name)
-            if entry is not None and len(entry.shape) == 2 and entry.shape[0] < words:
-                mismatches.append(Mismatch(name, str(list(entry.shape)), f"{words} rows (vocab_size)"))
+            if entry is not None and len(entry.shape) == 2 and entry.shape[0] < vocab_size:
+                mismatches.append(Mismatch(name, str(list(entry.shape)), f"{vocab_size} rows (vocab_size)"))
     return mismatches
 
 
-class _Empty(NamedTuple):
+class _LayerList(NamedTuple):
     """List of layers, most of which may have no tensor.
 
     Attributes:
-        total: Number of layers in the config.
-        others: Indices of the layers with any tensor.
+        layer_count: Number of layers in the config.
+        present_layers: Indices of the layers with any tensor.
     """
 
-    total: int
-    others: list[int]
+    layer_count: int
+    present_layers: list[int]
 
     @classmethod
-    def of(cls, total: int, filled: set[int]) -> _Empty:
-        return cls(total, sorted(index for index in filled if index < total))
+    def of(cls, total: int, indices: set[int]) -> _LayerList:
+        return cls(total, sorted(index for index in indices if index < total))
 
 
-def _missing_layers(lists: Mapping[str, _Empty]) -> Iterator[Mismatch]:
+def _missing_layers(lists: Mapping[str, _LayerList]) -> Iterator[Mismatch]:
     for path, layers in sorted(lists.items()):
-        others = set(layers.others)
-        for index in range(layers.total):
+        others = set(layers.present_layers)
+        for index in range(layers.layer_count):
             if index not in others:
-                yield Mismatch(f"{path}.{index}", "nothing", f"one of {layers.total} layers by config.json")
+                yield Mismatch(f"{path}.{index}", "nothing", f"one of {layers.layer_count} layers by config.json")
 
 
-class _NumberedRun(NamedTuple):
+class _ConversionRun(NamedTuple):
     """Tensors on disk that one conversion combines.
 
     Attributes:
         conversion: Conversion of these tensors.
-        fixed: Indices that they share.
+        shared_indices: Indices that they share.
         positions: Positions that are present, for each source pattern.
         patterns: Target patterns; runs of one conversion with different target patterns may have different shapes.
-        behind: Surplus layer that the tensors belong to; None if the model has their layer.
+        surplus_layer: Surplus layer that the tensors belong to; None if the model has their layer.
     """
 
     conversion: Conversion
-    fixed: tuple[int, ...]
+    shared_indices: tuple[int, ...]
     positions: list[set[int]]
     patterns: tuple[str, ...]
-    behind: SurplusLayer | None
+    surplus_layer: SurplusLayer | None
 
 
 @dataclass(slots=True)
@@ -296,39 +305,50 @@ class _ConfigMatcher:
     rules: NameRules
     expected: ExpectedShapes
     extras: ExtraTensors
-    _present: dict[str, set[tuple[int, ...]]] = field(default_factory=dict)
-    _filled: set[tuple[str, tuple[int, ...]]] = field(default_factory=set)
-    _runs: dict[tuple[int, tuple[int, ...]], _NumberedRun] = field(default_factory=dict)
-    _fits: dict[tuple[object, ...], Sizes | bool] = field(default_factory=dict)
-    _sources: dict[tuple[object, ...], list[list[Shape]] | None] = field(default_factory=dict)
-    _foreign: set[str] = field(default_factory=set)
+    _present_indices: dict[str, set[tuple[int, ...]]] = field(default_factory=dict)
+    _complete_lists: set[tuple[str, tuple[int, ...]]] = field(default_factory=set)
+    _runs: dict[tuple[int, tuple[int, ...]], _ConversionRun] = field(default_factory=dict)
+    _shape_matches: dict[tuple[object, ...], Sizes | bool] = field(default_factory=dict)
+    _disk_shapes: dict[tuple[object, ...], list[list[Shape]] | None] = field(default_factory=dict)
+    _unknown_modules: set[str] = field(default_factory=set)
     _unchecked: int = 0
-    _tensors: int = 0
+    _tensor_count: int = 0
 
-    def of(self, tensors: Mapping[str, TensorEntry]) -> ConfigMatch:
+    def match(self, tensors: Mapping[str, TensorEntry]) -> ConfigMatch:
         """Return all mismatches, shapes first."""
-        self._tensors = len(tensors)
-        places = self.rules.destinations(tensors)
-        for name, place in places.items():
-            if place is None:
-                self._foreign |= self._modules_of(name)
-        mismatches = [found for name, place in places.items() if (found := self._check(name, place, tensors[name]))]
-        behind = self._surplus_layers(places)
-        mismatches = [each for each in mismatches if each.name not in behind]  # of layers that the model does not have
-        mismatches += _of_other_models(self.extras.by_name, behind, self.architecture.class_name)
-        mismatches += _surplus(behind, self.expected.counts, self.config, self.extras.by_name)
+        self._tensor_count = len(tensors)
+        destinations = self.rules.destinations(tensors)
+        for name, destination in destinations.items():
+            if destination is None:
+                self._unknown_modules |= self._module_names(name)
+        mismatches = [
+            found
+            for name, destination in destinations.items()
+            if (found := self._check(name, destination, tensors[name]))
+        ]
+        surplus_layers = self._surplus_layers(destinations)
+        mismatches = [
+            each for each in mismatches if each.name not in surplus_layers
+        ]  # of layers that the model does not have
+        mismatches += _foreign_tensors(self.extras.by_name, surplus_layers, self.architecture.class_name)
+        mismatches += _surplus_mismatches(surplus_layers, self.expected.counts, self.config, self.extras.by_name)
         prefix = self.architecture.base_prefix
         has_base = bool(prefix) and any(each.startswith(f"{prefix}.") for each in self.expected.required)
         is_base = has_base and not any(name.startswith(f"{prefix}.") for name in tensors)
-        empty = self._empty_layers()
-        lost = chain(
-            _missing_layers(empty), self._missing(is_base, empty), self._missing_added(), self._incomplete_runs()
+        layer_lists = self._find_layer_lists()
+        missing = chain(
+            _missing_layers(layer_lists),
+            self._missing_tensors(is_base, layer_lists),
+            self._missing_optional_tensors(),
+            self._incomplete_runs(),
         )
-        named = list(islice(lost, _NAMED + 1))
-        every = (*mismatches, *named[:_NAMED])
-        return ConfigMatch("names and shapes", every, self._unchecked, len(named) > _NAMED, self.extras.by_name)
+        listed_missing = list(islice(missing, _MAX_LISTED + 1))
+        all_mismatches = (*mismatches, *listed_missing[:_MAX_LISTED])
+        return ConfigMatch(
+            "names and shapes", all_mismatches, self._unchecked, len(listed_missing) > _MAX_LISTED, self.extras.by_name
+        )
 
-    def _modules_of(self, name: str) -> set[str]:
+    def _module_names(self, name: str) -> set[str]:
         """Return the module of a name that the model lacks, under its name on disk and in the model."""
         module = name.rpartition(".")[0]
         weight = self.rules.model_name(f"{module}.weight")
@@ -336,28 +356,33 @@ class _ConfigMatcher:
 
     # -- what is there
 
-    def _check(self, name: str, place: Destination | str | None, entry: TensorEntry) -> Mismatch | None:
-        if place is None:
+    def _check(self, name: str, destination: Destination | str | None, entry: TensorEntry) -> Mismatch | None:
+        if destination is None:
             return None
-        if isinstance(place, str):
-            pattern, indices = split_pattern(place)
-            self._present.setdefault(pattern, set()).add(indices)
+        if isinstance(destination, str):
+            pattern, indices = split_pattern(destination)
+            self._present_indices.setdefault(pattern, set()).add(indices)
             if pattern in self.expected.absent_patterns:
-                return self._switched_off(name, [pattern])
-            return self._mismatch(name, entry, (pattern,), lambda: self.expected.shapes.get(pattern))
-        number, fixed, column, at = place
-        run = self._runs.get(place.run_key)
+                return self._disabled_tensor(name, [pattern])
+            return self._check_shape(name, entry, (pattern,), lambda: self.expected.shapes.get(pattern))
+        conversion_index, shared_indices, pattern_index, list_index = destination
+        run = self._runs.get(destination.run_key)
         if run is None:
-            run = self._runs[place.run_key] = self._run_at(self.rules.conversions[number], fixed)
-        run.positions[column].add(at)
-        patterns = [pattern_of(run_name(target, fixed, 0)) for target in run.conversion.targets]
+            run = self._runs[destination.run_key] = self._start_run(
+                self.rules.conversions[conversion_index], shared_indices
+            )
+        run.positions[pattern_index].add(list_index)
+        patterns = [pattern_of(run_name(target, shared_indices, 0)) for target in run.conversion.targets]
         if all(pattern in self.expected.absent_patterns for pattern in patterns):
-            return self._switched_off(name, patterns)
-        return self._mismatch(
-            name, entry, (number, column, run.patterns), lambda: self._shapes_on_disk(run.conversion, place)
+            return self._disabled_tensor(name, patterns)
+        return self._check_shape(
+            name,
+            entry,
+            (conversion_index, pattern_index, run.patterns),
+            lambda: self._possible_disk_shapes(run.conversion, destination),
         )
 
-    def _switched_off(self, name: str, patterns: Sequence[str]) -> Mismatch | None:
+    def _disabled_tensor(self, name: str, patterns: Sequence[str]) -> Mismatch | None:
         """A tensor that the class has under another config alone."""
         if self.extras.is_part_of_quantized_weight(name):
             return None  # some packages store a bias beside each packed weight
@@ -367,149 +392,158 @@ class _ConfigMatcher:
             name, f"is not a tensor of {class_name} with this config.json (it depends on {keys})", _NO_TENSOR
         )
 
-    def _run_at(self, conversion: Conversion, fixed: tuple[int, ...]) -> _NumberedRun:
+    def _start_run(self, conversion: Conversion, shared_indices: tuple[int, ...]) -> _ConversionRun:
         """Return a new run without positions, and mark the tensors it is combined into as present."""
         for target in conversion.targets:
-            self._note_target(target, fixed)
-        names = [run_name(target, fixed, 0) for target in conversion.targets]
+            self._mark_present(target, shared_indices)
+        names = [run_name(target, shared_indices, 0) for target in conversion.targets]
         positions: list[set[int]] = [set() for _ in conversion.sources]
-        return _NumberedRun(
+        return _ConversionRun(
             conversion,
-            fixed,
+            shared_indices,
             positions,
             tuple(map(pattern_of, names)),
             find_surplus_layer(names[0], self.expected.counts),
         )
 
-    def _note_target(self, target: str, fixed: tuple[int, ...]) -> None:
-        if target.count("*") == len(fixed):
-            name = fill_pattern(target, fixed)
-            self._present.setdefault(pattern_of(name), set()).add(indices_of(name))
+    def _mark_present(self, target: str, shared_indices: tuple[int, ...]) -> None:
+        if target.count("*") == len(shared_indices):
+            name = fill_pattern(target, shared_indices)
+            self._present_indices.setdefault(pattern_of(name), set()).add(indices_of(name))
         else:  # one tensor on disk holds a whole list of modules
-            self._filled.add((pattern_of(run_name(target, fixed, 0)), indices_of(run_name(target, fixed, 0))[:-1]))
+            self._complete_lists.add(
+                (pattern_of(run_name(target, shared_indices, 0)), indices_of(run_name(target, shared_indices, 0))[:-1])
+            )
 
-    def _mismatch(self, name: str, entry: TensorEntry, key: tuple[object, ...], wanted: Any) -> Mismatch | None:
+    def _check_shape(
+        self, name: str, entry: TensorEntry, key: tuple[object, ...], expected_shapes: Any
+    ) -> Mismatch | None:
         """Return a mismatch if the shape is not an expected one; quantized tensors may have other shapes."""
-        if not entry.dtype.cast or (self._foreign and name.rpartition(".")[0] in self._foreign):
+        if not entry.dtype.cast or (self._unknown_modules and name.rpartition(".")[0] in self._unknown_modules):
             self._unchecked += 1
             return None
-        full = (*key, entry.shape)
-        verdict = self._fits.get(full)
-        if verdict is None:
-            verdict = self._fits[full] = _verdict(entry.shape, wanted())
-        if verdict is True:
+        cache_key = (*key, entry.shape)
+        result = self._shape_matches.get(cache_key)
+        if result is None:
+            result = self._shape_matches[cache_key] = _match_shape(entry.shape, expected_shapes())
+        if result is True:
             return None
-        if verdict is False:
+        if result is False:
             self._unchecked += 1
             return None
-        return Mismatch(name, f"shape {list(entry.shape)}", f"{_format_shape(verdict)} by config.json")
+        return Mismatch(name, f"shape {list(entry.shape)}", f"{_format_shape(result)} by config.json")
 
-    def _shapes_on_disk(self, conversion: Conversion, place: Destination) -> tuple[Sizes, ...] | None:
+    def _possible_disk_shapes(self, conversion: Conversion, destination: Destination) -> tuple[Sizes, ...] | None:
         """Return the shapes that a source tensor may have on disk; None if they cannot be derived."""
-        columns = self._parts(conversion, place.shared_indices)
+        columns = self._expected_disk_shapes(conversion, destination.shared_indices)
         if columns is None:
             return None
-        shape = columns[place.pattern_index][0]
-        found: list[Sizes] = [shape]
+        shape = columns[destination.pattern_index][0]
+        shapes: list[Sizes] = [shape]
         for op in conversion.ops:
             if op.kind == "transpose" and op.args and max(op.dim, op.other_dim) < len(shape):
                 swapped = list(shape)
                 swapped[op.dim], swapped[op.other_dim] = swapped[op.other_dim], swapped[op.dim]
-                found.append(tuple(swapped))
-        return tuple(found)
+                shapes.append(tuple(swapped))
+        return tuple(shapes)
 
-    def _parts(self, conversion: Conversion, fixed: tuple[int, ...]) -> list[list[Shape]] | None:
+    def _expected_disk_shapes(
+        self, conversion: Conversion, shared_indices: tuple[int, ...]
+    ) -> list[list[Shape]] | None:
         """Return the expected shapes on disk for each source pattern; None if they cannot be derived."""
-        patterns = tuple(pattern_of(run_name(target, fixed, 0)) for target in conversion.targets)
+        patterns = tuple(pattern_of(run_name(target, shared_indices, 0)) for target in conversion.targets)
         key = (conversion, patterns)
-        if key not in self._sources:
-            self._sources[key] = self._derive_shapes(conversion, fixed, patterns)
-        return self._sources[key]
+        if key not in self._disk_shapes:
+            self._disk_shapes[key] = self._derive_shapes(conversion, shared_indices, patterns)
+        return self._disk_shapes[key]
 
     def _derive_shapes(
-        self, conversion: Conversion, fixed: tuple[int, ...], patterns: tuple[str, ...]
+        self, conversion: Conversion, shared_indices: tuple[int, ...], patterns: tuple[str, ...]
     ) -> list[list[Shape]] | None:
         entries = []
         for target, pattern in zip(conversion.targets, patterns, strict=True):
             shapes = self.expected.shapes.get(pattern, ())
-            if len(shapes) != 1 or None in shapes[0] or target.count("*") != len(fixed):
+            if len(shapes) != 1 or None in shapes[0] or target.count("*") != len(shared_indices):
                 return None
-            shape = self._clipped(tuple(size for size in shapes[0] if size is not None), conversion)
-            entries.append([TensorEntry(pattern, _BYTE, shape, (Chunk(whole(shape), "", 0, prod(shape)),))])
+            shape = self._limit_merged_dims(tuple(size for size in shapes[0] if size is not None), conversion)
+            entries.append([TensorEntry(pattern, _U8, shape, (Chunk(whole(shape), "", 0, prod(shape)),))])
         try:
             made = convert(conversion.inverse, entries, [None] * len(conversion.sources))
         except CkptxError:  # sizes do not divide, or an operation is unsupported, so that no shapes follow
             return None
         return [[entry.shape for entry in column] for column in made]
 
-    def _clipped(self, shape: Shape, conversion: Conversion) -> Shape:
+    def _limit_merged_dims(self, shape: Shape, conversion: Conversion) -> Shape:
         """Return the shape with merged dims limited to a size that still shows that tensors are missing."""
         sizes = list(shape)
         for op in conversion.ops:
             if op.kind == "merge" and op.dim < len(sizes):
-                sizes[op.dim] = min(sizes[op.dim], self._tensors + 1)
+                sizes[op.dim] = min(sizes[op.dim], self._tensor_count + 1)
         return tuple(sizes)
 
     # -- what is missing, and what is too much
 
-    def _missing(self, is_base: bool, empty: Mapping[str, _Empty]) -> Iterator[Mismatch]:
+    def _missing_tensors(self, is_base: bool, layer_lists: Mapping[str, _LayerList]) -> Iterator[Mismatch]:
         """Yield the required tensors that are missing in layers that have other tensors."""
         tied = {name for pair in self.architecture.ties for naming in pair.namings for name in naming}
         prefix = f"{self.architecture.base_prefix}."
         for pattern in sorted(self.expected.required):
             if is_base and not pattern.startswith(prefix):
                 continue
-            there = self._present.get(pattern, set())
-            for indices in self._indices(pattern, empty):
-                name = fill_pattern(pattern, indices) if indices not in there else ""
+            present = self._present_indices.get(pattern, set())
+            for indices in self._required_indices(pattern, layer_lists):
+                name = fill_pattern(pattern, indices) if indices not in present else ""
                 if name and name not in tied and not self._has_other_form(name):
                     yield Mismatch(name, "no such tensor", self._expected_shape(pattern))
 
-    def _missing_added(self) -> Iterator[Mismatch]:
+    def _missing_optional_tensors(self) -> Iterator[Mismatch]:
         """Yield the tensors that a config key adds to the class if no layer has any of them."""
         tied = {name for pair in self.architecture.ties for naming in pair.namings for name in naming}
         for pattern, key in sorted(self.expected.added_patterns.items()):
             name = fill_pattern(pattern, (0,) * pattern.count("*"))
-            is_there = pattern in self._present or any(pattern == each for each, _ in self._filled)
-            if not is_there and name not in tied and not self._has_other_form(name):
+            is_present = pattern in self._present_indices or any(pattern == each for each, _ in self._complete_lists)
+            if not is_present and name not in tied and not self._has_other_form(name):
                 yield Mismatch(name, "no such tensor", f"one in each such module ({key} in config.json)")
 
-    def _indices(self, pattern: str, empty: Mapping[str, _Empty]) -> Iterator[tuple[int, ...]]:
+    def _required_indices(self, pattern: str, layer_lists: Mapping[str, _LayerList]) -> Iterator[tuple[int, ...]]:
         """Yield the indices of a required pattern, without empty layers and lists that one tensor holds."""
         paths = star_prefixes(pattern)
         if not paths:
             yield ()
             return
         counts = [self.expected.counts[path] for path in paths]
-        first = empty[paths[0]].others if paths[0] in empty else range(counts[0])
+        layers = layer_lists[paths[0]].present_layers if paths[0] in layer_lists else range(counts[0])
         if 0 in counts:
             return
-        for lead in product(first, *map(range, counts[1:-1])) if len(counts) > 1 else ((),):
-            if (pattern, lead) not in self._filled:
-                yield from ((*lead, last) for last in (range(counts[-1]) if len(counts) > 1 else first))
+        for outer_indices in product(layers, *map(range, counts[1:-1])) if len(counts) > 1 else ((),):
+            if (pattern, outer_indices) not in self._complete_lists:
+                yield from ((*outer_indices, last) for last in (range(counts[-1]) if len(counts) > 1 else layers))
 
-    def _empty_layers(self) -> dict[str, _Empty]:
+    def _find_layer_lists(self) -> dict[str, _LayerList]:
         """Return for each list of layers with a known length the layers that have any tensor."""
         counts = {path: self.expected.counts[path] for path in self.expected.stated_paths}
         if states_layer_count(self.architecture, self.config):
             counts |= {stack.path: stack.count for stack in self.architecture.stacks(self.config)}
-        found = {}
+        layer_lists = {}
         for path, count in counts.items():
-            lead = f"{path}."
-            if any(each.startswith(lead) and not fixed for each, fixed in self._filled):
+            prefix = f"{path}."
+            if any(each.startswith(prefix) and not shared_indices for each, shared_indices in self._complete_lists):
                 continue  # one tensor on disk holds all layers
-            there = {
-                indices[0] for each, known in self._present.items() if each.startswith(f"{lead}*.") for indices in known
+            present = {
+                indices[0]
+                for each, known in self._present_indices.items()
+                if each.startswith(f"{prefix}*.")
+                for indices in known
             }
-            found[path] = _Empty.of(count, there | _layers_below(path, self._foreign))
-        return found
+            layer_lists[path] = _LayerList.of(count, present | _layer_indices(path, self._unknown_modules))
+        return layer_lists
 
     def _has_other_form(self, name: str) -> bool:
         """Return True if the module has tensors that the model lacks, as a quantized module does."""
         module, _, leaf = name.rpartition(".")
         prefix = self.architecture.base_prefix
         short = module.removeprefix(f"{prefix}.") if prefix else module
-        return bool({module, short, name, f"{short}.{leaf}"} & self._foreign)
+        return bool({module, short, name, f"{short}.{leaf}"} & self._unknown_modules)
 
     def _expected_shape(self, pattern: str) -> str:
         shapes = self.expected.shapes.get(pattern)
@@ -517,40 +551,42 @@ class _ConfigMatcher:
 
     def _incomplete_runs(self) -> Iterator[Mismatch]:
         """Yield missing and surplus experts, or parts of a fused tensor."""
-        for conversion, fixed, positions, _, _ in self._runs.values():
-            parts = self._parts(conversion, fixed)
-            for at, source in enumerate(conversion.sources):
-                count = 1 + max(map(max, filter(None, positions))) if parts is None else len(parts[at])
+        for conversion, shared_indices, positions, _, _ in self._runs.values():
+            parts = self._expected_disk_shapes(conversion, shared_indices)
+            for index, source in enumerate(conversion.sources):
+                count = 1 + max(map(max, filter(None, positions))) if parts is None else len(parts[index])
                 needed = f"{count} of its kind by config.json"
-                for position in range(count) if len(positions[at]) < count else ():
-                    name = run_name(source, fixed, position)
-                    if position not in positions[at] and not self._has_other_form(name):
+                for position in range(count) if len(positions[index]) < count else ():
+                    name = run_name(source, shared_indices, position)
+                    if position not in positions[index] and not self._has_other_form(name):
                         yield Mismatch(name, "no such tensor", needed)
-                for position in sorted(each for each in positions[at] if each >= count):
-                    yield Mismatch(run_name(source, fixed, position), "one more", needed)
+                for position in sorted(each for each in positions[index] if each >= count):
+                    yield Mismatch(run_name(source, shared_indices, position), "one more", needed)
 
-    def _surplus_layers(self, places: Mapping[str, Destination | str | None]) -> dict[str, SurplusLayer]:
+    def _surplus_layers(self, destinations: Mapping[str, Destination | str | None]) -> dict[str, SurplusLayer]:
         """Return the tensors of layers after the last one of the config, by name."""
-        found: dict[str, SurplusLayer] = {}
-        runs = {key: run.behind for key, run in self._runs.items() if run.behind is not None}
-        for name, place in places.items():
-            if isinstance(place, Destination):
-                layer = runs.get(place.run_key) if runs else None
+        layers: dict[str, SurplusLayer] = {}
+        runs = {key: run.surplus_layer for key, run in self._runs.items() if run.surplus_layer is not None}
+        for name, destination in destinations.items():
+            if isinstance(destination, Destination):
+                layer = runs.get(destination.run_key) if runs else None
             else:
-                layer = find_surplus_layer(place or name, self.expected.counts)
+                layer = find_surplus_layer(destination or name, self.expected.counts)
             if layer is not None:
-                found[name] = layer
-        return found
+                layers[name] = layer
+        return layers
 
 
-def _verdict(shape: Shape, wanted: tuple[Sizes, ...] | None) -> Sizes | bool:
+def _match_shape(shape: Shape, expected_shapes: tuple[Sizes, ...] | None) -> Sizes | bool:
     """Return True if a shape is an expected one, False if none is known, else the first expected shape."""
-    if not wanted or (all(size is None for each in wanted for size in each) and wanted != ((),)):
+    if not expected_shapes or (
+        all(size is None for each in expected_shapes for size in each) and expected_shapes != ((),)
+    ):
         return False
-    for each in wanted:
+    for each in expected_shapes:
         if len(each) == len(shape) and all(size in (None, have) for size, have in zip(each, shape, strict=True)):
             return True
-    return wanted[0]
+    return expected_shapes[0]
 
 
 def _format_shape(sizes: Sizes) -> str:

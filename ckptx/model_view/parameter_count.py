@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from ckptx.architecture.tied import TieDecision
     from ckptx.transfer.stream import TensorReader
 
-_SAMPLE = 1 << 16  # bytes per sample; three samples per tensor
+_SAMPLE_BYTES = 1 << 16  # bytes per sample; three samples per tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,24 +33,24 @@ class Parameters:
     tied: list[list[str]] = field(default_factory=list)
 
 
-def parameters_of(view: ModelView) -> Parameters:
+def count_parameters(view: ModelView) -> Parameters:
     """Count the parameters of a model.
 
     Names that share bytes are one tensor. So are names that the config declares tied if dtype, shape and sampled rows
     agree, because files may hold different tensors under such names. These rows are the only tensor data that is read.
     """
-    leaders = _tied_names(view)
-    count, separate = _count_untied(view, leaders)
+    leaders = _declared_representatives(view)
+    count, stored_separately = _count_untied(view, leaders)
     tied = []
-    for names in separate.values():
-        for same in _with_equal_rows(view, names) if len(names) > 1 else [names]:
+    for names in stored_separately.values():
+        for same in _group_by_samples(view, names) if len(names) > 1 else [names]:
             count += view.tensors[same[0]].numel
             if len(same) > 1:
                 tied.append(same)
     return Parameters(count, tied)
 
 
-def parameters_decided(view: ModelView, leaders: Mapping[str, str]) -> int:
+def count_with_known_ties(view: ModelView, leaders: Mapping[str, str]) -> int:
     """Count the parameters of a model whose tied names are known.
 
     Args:
@@ -61,9 +61,9 @@ def parameters_decided(view: ModelView, leaders: Mapping[str, str]) -> int:
     return count + sum(view.tensors[names[0]].numel for names in separate.values())
 
 
-def leaders_of(decisions: Iterable[TieDecision]) -> dict[str, str]:
+def tie_representatives(decisions: Iterable[TieDecision]) -> dict[str, str]:
     """Map each name to a representative of the names that were decided to be the same tensor."""
-    return _leaders(
+    return _representatives(
         (each.target, each.source, each.stored)
         for each in decisions
         if each.action == "alias" and each.stored is not None
@@ -73,30 +73,30 @@ def leaders_of(decisions: Iterable[TieDecision]) -> dict[str, str]:
 def _count_untied(view: ModelView, leaders: Mapping[str, str]) -> tuple[int, dict[object, list[str]]]:
     """Count elements of untied names; group tied names with separate bytes by tie, dtype and shape."""
     count = 0
-    places: set[object] = set()
-    separate: dict[object, list[str]] = {}
+    locations: set[object] = set()
+    stored_separately: dict[object, list[str]] = {}
     for name, entry in view.tensors.items():
         numel = prod(entry.shape)
-        place = entry.place if numel else name
-        if place in places:
+        location = entry.place if numel else name
+        if location in locations:
             continue
-        places.add(place)
+        locations.add(location)
         if name in leaders:
-            separate.setdefault((leaders[name], entry.dtype, entry.shape), []).append(name)
+            stored_separately.setdefault((leaders[name], entry.dtype, entry.shape), []).append(name)
         else:
             count += numel
-    return count, separate
+    return count, stored_separately
 
 
-def _tied_names(view: ModelView) -> dict[str, str]:
+def _declared_representatives(view: ModelView) -> dict[str, str]:
     """Map each name that the config ties to a representative, equal for all names of one tie."""
     if view.architecture is None or view.config is None:
         return {}
     declared = (pair for pair in view.architecture.ties if pair.flag.is_set(view.config))
-    return _leaders(names for pair in declared for names in pair.namings)
+    return _representatives(names for pair in declared for names in pair.namings)
 
 
-def _leaders(ties: Iterable[tuple[str, ...]]) -> dict[str, str]:
+def _representatives(ties: Iterable[tuple[str, ...]]) -> dict[str, str]:
     """Map each name to a representative of all names tied to it, directly or indirectly."""
     groups: dict[str, set[str]] = {}
     for names in ties:
@@ -105,14 +105,14 @@ def _leaders(ties: Iterable[tuple[str, ...]]) -> dict[str, str]:
     return {name: min(group) for name, group in groups.items()}
 
 
-def _with_equal_rows(view: ModelView, names: list[str]) -> list[list[str]]:
+def _group_by_samples(view: ModelView, names: list[str]) -> list[list[str]]:
     """Group the names by equal sampled rows; they are one group if rows cannot be read, as the config declares."""
     from ckptx.formats.dcp.reader import open_payloads  # few models have names that are tied and stored separately
     from ckptx.transfer.stream import TensorReader
 
     catalog = view.catalog
     entries = {name: view.tensors[name] for name in names}
-    found: dict[object, list[str]] = {}
+    groups: dict[object, list[str]] = {}
     try:
         with catalog.source.open() as files:
             if catalog.form.has_archives:
@@ -121,21 +121,21 @@ def _with_equal_rows(view: ModelView, names: list[str]) -> list[list[str]]:
                 entries = {name: located[entry.name] for name, entry in entries.items()}
             reader = TensorReader(files)
             for name, entry in entries.items():
-                found.setdefault(tuple(_samples(reader, entry)), []).append(name)
+                groups.setdefault(tuple(_sample_digests(reader, entry)), []).append(name)
     except ReadError:
         raise
     except (InputError, UnsupportedError):  # reported by commands that read the bytes
         return [names]
-    return list(found.values())
+    return list(groups.values())
 
 
-def _samples(reader: TensorReader, entry: TensorEntry) -> Iterator[bytes]:
+def _sample_digests(reader: TensorReader, entry: TensorEntry) -> Iterator[bytes]:
     """Yield digests of the first, some middle and the last rows of a tensor."""
     if not entry.shape:
         yield _digest(reader, entry, whole(entry.shape))
         return
     rows, row = entry.shape[0], max(1, entry.nbytes // entry.shape[0])
-    count = min(rows, max(1, _SAMPLE // row))
+    count = min(rows, max(1, _SAMPLE_BYTES // row))
     for first in (0, (rows - count) // 2, rows - count):
         rest = [0] * (len(entry.shape) - 1)
         yield _digest(reader, entry, Region((first, *rest), (count, *entry.shape[1:])))
@@ -150,7 +150,7 @@ def _digest(reader: TensorReader, entry: TensorEntry, region: Region) -> bytes:
     return sink.digest.digest()
 
 
-def aliases_of(catalog: Catalog) -> dict[str, str]:
+def find_aliases(catalog: Catalog) -> dict[str, str]:
     """Map each name that shares bytes to the first name in the catalog with these bytes."""
     first: dict[object, str] = {}
     aliases = {}

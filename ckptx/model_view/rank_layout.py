@@ -24,11 +24,11 @@ from ckptx.mapping.names import pattern_of
 from ckptx.untrusted.limits import RANKS
 from ckptx.untrusted.numbers import salted
 
-Span = tuple[str, int, int]  # path of a list of layers, first, stop
+LayerSpan = tuple[str, int, int]  # path of a list of layers, first, stop
 Layer = tuple[str, int]
 
 
-_OF_RANK = re.compile(r"(?:.*/)?(?:__(\d{1,9})_\d+\.distcp|shard-(\d{5,9})-model-\d+-of-\d+\.safetensors)")
+_RANK_FILE = re.compile(r"(?:.*/)?(?:__(\d{1,9})_\d+\.distcp|shard-(\d{5,9})-model-\d+-of-\d+\.safetensors)")
 _LAYER = re.compile(r"(.+?)\.([0-9]{1,9})\.")
 
 
@@ -44,7 +44,7 @@ class Sharding(NamedTuple):
     """Shards of a tensor of `shape`; holders are relative to its first one, so that equal stages compare equal."""
 
     shape: Shape
-    pieces: tuple[Shard, ...]
+    shards: tuple[Shard, ...]
 
 
 @dataclass(slots=True)
@@ -54,19 +54,20 @@ class TensorGroup:
     Attributes:
         pattern: Name with `*` for each number.
         dtype: Dtype of all tensors.
-        cut: Index of their sharding.
-        members: First holder -> numbers of each name, "3.17" for layer 3, expert 17; "" for a name without numbers.
+        sharding_index: Index of their sharding.
+        indices_by_holder: First holder -> numbers of each name, "3.17" for layer 3, expert 17; "" for a name without
+            numbers.
     """
 
     pattern: str
     dtype: DType
-    cut: int
-    members: dict[int, list[str]] = field(default_factory=dict)
+    sharding_index: int
+    indices_by_holder: dict[int, list[str]] = field(default_factory=dict)
 
     @property
     def count(self) -> int:
         """Return the number of tensors."""
-        return sum(map(len, self.members.values()))
+        return sum(map(len, self.indices_by_holder.values()))
 
 
 @dataclass(slots=True)
@@ -95,9 +96,9 @@ class Holder:
     files: list[str] = field(default_factory=list)
     layers: set[Layer] = field(default_factory=set)
 
-    def spans(self) -> list[Span]:
+    def spans(self) -> list[LayerSpan]:
         """Return the layers as ranges."""
-        return spans(self.layers)
+        return layer_spans(self.layers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,26 +108,28 @@ class Layout:
     Attributes:
         holders: Ranks in order, including ranks without a tensor if the mesh is known; or files by name.
         dims: Mesh dimensions; None without a manifest.
-        cuts: Distinct shardings.
+        shardings: Distinct shardings.
         groups: Tensors by pattern and sharding, in the order of the checkpoint.
-        outside: Stage -> names of tensors outside of layers.
+        names_outside_layers: Stage -> names of tensors outside of layers.
     """
 
     holders: list[Holder]
     dims: ParallelDims | None
-    cuts: list[Sharding]
+    shardings: list[Sharding]
     groups: list[TensorGroup]
-    outside: dict[int | None, list[str]]
+    names_outside_layers: dict[int | None, list[str]]
 
     @property
-    def by_rank(self) -> bool:
+    def has_ranks(self) -> bool:
         """Return True if the holders are ranks, False if they are files."""
         return bool(self.holders) and self.holders[0].rank is not None
 
     @property
-    def sharded_tensors(self) -> int:
+    def sharded_count(self) -> int:
         """Return the number of tensors with more than one shard, not counting replicas."""
-        return sum(group.count for group in self.groups if len(distinct(self.cuts[group.cut])) > 1)
+        return sum(
+            group.count for group in self.groups if len(distinct_regions(self.shardings[group.sharding_index])) > 1
+        )
 
     def balance(self) -> dict[str, Any] | None:
         """Return mean, maximum and minimum bytes per holder, with the ranks of the latter; None without bytes."""
@@ -144,7 +147,7 @@ class Layout:
             "max_over_mean": most.nbytes / mean,
         }
 
-    def bands(self) -> list[tuple[int | None, list[Holder]]]:
+    def holders_by_stage(self) -> list[tuple[int | None, list[Holder]]]:
         """Return the holders by stage; those without a stage come last."""
         stages = sorted({h.stage for h in self.holders}, key=lambda stage: (stage is None, stage))
         return [(stage, [h for h in self.holders if h.stage == stage]) for stage in stages]
@@ -152,7 +155,7 @@ class Layout:
 
 def rank_of(file: str) -> int | None:
     """Return the rank in a file name; None if it has none."""
-    found = _OF_RANK.fullmatch(file)
+    found = _RANK_FILE.fullmatch(file)
     if found is None:
         return None
     return int(found[1]) if found[1] else int(found[2]) - 1
@@ -168,36 +171,36 @@ def layer_of(name: str) -> Layer | None:
     return None if found is None else (found[1], int(found[2]))
 
 
-def spans(layers: Iterable[Layer]) -> list[Span]:
+def layer_spans(layers: Iterable[Layer]) -> list[LayerSpan]:
     """Merge layers into ranges, ordered by path."""
-    found: list[Span] = []
+    ranges: list[LayerSpan] = []
     for path, index in sorted(set(layers)):
-        if found and found[-1][0] == path and found[-1][2] == index:
-            found[-1] = (path, found[-1][1], index + 1)
+        if ranges and ranges[-1][0] == path and ranges[-1][2] == index:
+            ranges[-1] = (path, ranges[-1][1], index + 1)
         else:
-            found.append((path, index, index + 1))
-    return found
+            ranges.append((path, index, index + 1))
+    return ranges
 
 
-def spans_text(found: Sequence[tuple[str, int, int]]) -> str:
+def format_layer_spans(layer_ranges: Sequence[tuple[str, int, int]]) -> str:
     """Format ranges as `model.layers 0-3, 8-11`; a dash for none."""
     parts = [
         f"{path} {', '.join(str(a) if stop == a + 1 else f'{a}-{stop - 1}' for _, a, stop in ranges)}"
-        for path, ranges in groupby(found, key=lambda span: span[0])
+        for path, ranges in groupby(layer_ranges, key=lambda span: span[0])
     ]
     return "; ".join(parts) or "-"
 
 
-def distinct(cut: Sharding) -> list[tuple[Region, list[int]]]:
+def distinct_regions(sharding: Sharding) -> list[tuple[Region, list[int]]]:
     """Return the nonempty rectangles of a sharding with their holders, replicas last."""
-    held: dict[tuple[int, Region], list[int]] = {}
-    for piece in sorted(cut.pieces, key=lambda piece: piece.replica):
-        if piece.region.numel:
-            held.setdefault(salted(piece.region), []).append(piece.holder)
-    return [(region, holders) for (_, region), holders in held.items()]
+    holders_by_region: dict[tuple[int, Region], list[int]] = {}
+    for shard in sorted(sharding.shards, key=lambda piece: piece.replica):
+        if shard.region.numel:
+            holders_by_region.setdefault(salted(shard.region), []).append(shard.holder)
+    return [(region, holders) for (_, region), holders in holders_by_region.items()]
 
 
-def mesh_of(layout: LayoutRecord | None, files: Iterable[str]) -> tuple[ParallelDims | None, str | None]:
+def recorded_mesh(layout: LayoutRecord | None, files: Iterable[str]) -> tuple[ParallelDims | None, str | None]:
     """Return the mesh of a manifest, or None and the reason why it is ignored.
 
     In a mesh of one rank nothing is sharded, whatever the file names are.
@@ -211,7 +214,7 @@ def mesh_of(layout: LayoutRecord | None, files: Iterable[str]) -> tuple[Parallel
     return ParallelDims(layout.tp, layout.pp, layout.dp_shard), None
 
 
-def survey(catalog: Catalog, names: Mapping[str, str], dims: ParallelDims | None) -> Layout:
+def layout_by_rank(catalog: Catalog, names: Mapping[str, str], dims: ParallelDims | None) -> Layout:
     """Add up the tensors and bytes of each rank or file.
 
     Args:
@@ -219,51 +222,51 @@ def survey(catalog: Catalog, names: Mapping[str, str], dims: ParallelDims | None
         names: Tensors to include: name on disk -> name that identifies the layer.
         dims: Mesh of the manifest; None if unknown.
     """
-    holders, holder_of = _holders(catalog, dims)
-    cuts = _ShardingTable(holder_of)
+    holders, holder_of = _make_holders(catalog, dims)
+    shardings = _ShardingTable(holder_of)
     groups: dict[tuple[str, DType, int], TensorGroup] = {}
-    sums: dict[tuple[int, int, DType], _Sum] = {}
-    places: set[object] = set()
+    totals: dict[tuple[int, int, DType], _Totals] = {}
+    locations: set[object] = set()
     outside: list[tuple[str, int]] = []
-    for name, short in names.items():
+    for name, layer_name in names.items():
         entry = catalog.tensors[name]
-        number, first = cuts.place(entry)
-        pattern, numbers = _split(name)
+        number, first = shardings.index_of(entry)
+        pattern, numbers = _split_name(name)
         key = (pattern, entry.dtype, number)
-        groups.setdefault(key, TensorGroup(*key)).members.setdefault(first, []).append(numbers)
-        total = sums.setdefault((number, first, entry.dtype), _Sum())
+        groups.setdefault(key, TensorGroup(*key)).indices_by_holder.setdefault(first, []).append(numbers)
+        total = totals.setdefault((number, first, entry.dtype), _Totals())
         total.tensors += 1
-        place = entry.place if entry.numel else name
-        if place not in places:  # a name that shares the bytes of another adds none
-            places.add(place)
-            total.stored += 1
-        layer = layer_of(short)
+        location = entry.place if entry.numel else name
+        if location not in locations:  # a name that shares the bytes of another adds none
+            locations.add(location)
+            total.distinct_tensors += 1
+        layer = layer_of(layer_name)
         if layer is not None:
             total.layers.add(layer)
         elif entry.chunks:
-            outside.append((short, first))
-    for (number, first, dtype), total in sums.items():
-        _add(holders, cuts.found[number], first, dtype, total)
-    _keep_files(catalog, holders, holder_of, cuts.files)
+            outside.append((layer_name, first))
+    for (number, first, dtype), total in totals.items():
+        _add_totals(holders, shardings.shardings[number], first, dtype, total)
+    _assign_files(catalog, holders, holder_of, shardings.files)
     if dims is None:
         _infer_stages(holders)
     by_stage: dict[int | None, list[str]] = {}
-    for short, first in outside:
-        by_stage.setdefault(holders[first].stage, []).append(short)
+    for layer_name, first in outside:
+        by_stage.setdefault(holders[first].stage, []).append(layer_name)
     known = dims if dims is not None and dims.world_size > 1 else None
-    return Layout(holders, known, cuts.found, list(groups.values()), by_stage)
+    return Layout(holders, known, shardings.shardings, list(groups.values()), by_stage)
 
 
 @dataclass(slots=True)
-class _Sum:
+class _Totals:
     """Sum over tensors with the same sharding on the same holders."""
 
     tensors: int = 0
-    stored: int = 0
+    distinct_tensors: int = 0
     layers: set[Layer] = field(default_factory=set)
 
 
-def _holders(catalog: Catalog, dims: ParallelDims | None) -> tuple[list[Holder], dict[str, int]]:
+def _make_holders(catalog: Catalog, dims: ParallelDims | None) -> tuple[list[Holder], dict[str, int]]:
     """Return the ranks, or files, and the index of the holder of each file."""
     ranks = {file: rank_of(file) for file in catalog.files}
     found = {rank for rank in ranks.values() if rank is not None}
@@ -280,21 +283,25 @@ def _holders(catalog: Catalog, dims: ParallelDims | None) -> tuple[list[Holder],
     return holders, {file: index_of[rank] for file, rank in ranks.items() if rank is not None}
 
 
-def _add(holders: list[Holder], cut: Sharding, first: int, dtype: DType, total: _Sum) -> None:
-    for index, pieces in groupby(sorted(cut.pieces, key=lambda piece: piece.holder), key=lambda piece: piece.holder):
+def _add_totals(holders: list[Holder], sharding: Sharding, first: int, dtype: DType, total: _Totals) -> None:
+    for index, shards in groupby(
+        sorted(sharding.shards, key=lambda piece: piece.holder), key=lambda piece: piece.holder
+    ):
         holder = holders[first + index]
         holder.tensors += total.tensors
-        holder.nbytes += total.stored * sum(dtype.nbytes(piece.region.numel) for piece in pieces)
+        holder.nbytes += total.distinct_tensors * sum(dtype.nbytes(shard.region.numel) for shard in shards)
         holder.layers |= total.layers
 
 
-def _keep_files(catalog: Catalog, holders: list[Holder], holder_of: Mapping[str, int], touched: set[str]) -> None:
+def _assign_files(
+    catalog: Catalog, holders: list[Holder], holder_of: Mapping[str, int], files_with_shards: set[str]
+) -> None:
     for file in catalog.files:
-        if file in touched:
+        if file in files_with_shards:
             holders[holder_of[file]].files.append(file)
 
 
-def _split(name: str) -> tuple[str, str]:
+def _split_name(name: str) -> tuple[str, str]:
     """Split a name into its pattern and numbers; a name that contains a star is its own pattern."""
     if "*" in name:
         return name, ""
@@ -306,19 +313,19 @@ class _ShardingTable:
     """Numbered distinct shardings.
 
     Attributes:
-        found: Shardings in the order of their first use.
+        shardings: Shardings in the order of their first use.
         files: All files that hold a shard.
     """
 
     def __init__(self, holder_of: Mapping[str, int]) -> None:
-        self.found: list[Sharding] = []
+        self.shardings: list[Sharding] = []
         self.files: set[str] = set()
         self._holder_of = holder_of
-        self._numbers: dict[Sharding, int] = {}
+        self._indices: dict[Sharding, int] = {}
         self._known: dict[object, tuple[int, int]] = {}
         self._ids = ObjectIds()
 
-    def place(self, entry: TensorEntry) -> tuple[int, int]:
+    def index_of(self, entry: TensorEntry) -> tuple[int, int]:
         """Return the number of the sharding of a tensor, and its first holder."""
         chunks = entry.chunks
         key: object
@@ -328,19 +335,19 @@ class _ShardingTable:
             key = (entry.shape, *[chunk[:2] for chunk in chunks], None, *[chunk[:2] for chunk in entry.replicas])
         known = self._known.get(key)
         if known is None:
-            known = self._known[key] = self._number(entry)
+            known = self._known[key] = self._add_sharding(entry)
         return known
 
-    def _number(self, entry: TensorEntry) -> tuple[int, int]:
-        pieces = list(self._pieces(entry))
-        first = min((piece.holder for piece in pieces), default=0)
-        cut = Sharding(entry.shape, tuple(sorted(piece._replace(holder=piece.holder - first) for piece in pieces)))
-        number = self._numbers.setdefault(cut, len(self.found))
-        if number == len(self.found):
-            self.found.append(cut)
-        return number, first
+    def _add_sharding(self, entry: TensorEntry) -> tuple[int, int]:
+        shards = list(self._shards(entry))
+        first = min((shard.holder for shard in shards), default=0)
+        sharding = Sharding(entry.shape, tuple(sorted(shard._replace(holder=shard.holder - first) for shard in shards)))
+        index = self._indices.setdefault(sharding, len(self.shardings))
+        if index == len(self.shardings):
+            self.shardings.append(sharding)
+        return index, first
 
-    def _pieces(self, entry: TensorEntry) -> Iterator[Shard]:
+    def _shards(self, entry: TensorEntry) -> Iterator[Shard]:
         chunks, holder_of = entry.chunks, self._holder_of
         if isinstance(chunks, ShardedChunks):
             self.files.update(chunks.files)
@@ -362,12 +369,12 @@ def _infer_stages(holders: list[Holder]) -> None:
             parent[index] = index = parent[parent[index]]
         return index
 
-    owner: dict[Layer, int] = {}
+    first_holder: dict[Layer, int] = {}
     for index, holder in enumerate(holders):
         if holder.rank is None:
             continue
         for layer in holder.layers:
-            a, b = root(index), root(owner.setdefault(layer, index))
+            a, b = root(index), root(first_holder.setdefault(layer, index))
             parent[max(a, b)] = min(a, b)
     stages: dict[int, int] = {}
     for index, holder in enumerate(holders):

@@ -31,7 +31,7 @@ from ckptx.storage.files import read_small
 from ckptx.untrusted.json_text import parse_json
 from ckptx.untrusted.limits import PLAN_BYTES
 
-_MTP = ("mtp", "nextn", "eagle")  # MTP layers, which follow the last layer
+_MTP_PREFIXES = ("mtp", "nextn", "eagle")  # MTP layers, which follow the last layer
 
 
 class TensorPlacement(NamedTuple):
@@ -49,24 +49,24 @@ class ShardedModel:
     Attributes:
         dims: Mesh dimensions.
         stages: Assignment of layers to stages.
-        placed: Placement of each tensor by name.
-        passed: Tensors that the model does not have; they are replicated.
+        placements: Placement of each tensor by name.
+        unknown_tensors: Tensors that the model does not have; they are replicated.
     """
 
     dims: ParallelDims
     stages: StageMap
-    placed: Mapping[str, TensorPlacement]
-    passed: tuple[str, ...] = ()
+    placements: Mapping[str, TensorPlacement]
+    unknown_tensors: tuple[str, ...] = ()
 
     @property
     def unaligned(self) -> list[str]:
         """Return the tensors whose shards do not hold whole heads or groups of every part."""
-        return [name for name, placed in self.placed.items() if not placed.decision.aligned]
+        return [name for name, placed in self.placements.items() if not placed.decision.aligned]
 
     def rules(self) -> list[dict[str, Any]]:
         """Return the `rules` of the report: one row for each pattern and decision."""
         rows: dict[tuple[object, ...], dict[str, Any]] = {}
-        for name, (_, _, decision) in self.placed.items():
+        for name, (_, _, decision) in self.placements.items():
             key = (pattern_of(name), decision)
             row = rows.get(key)
             if row is None:
@@ -85,8 +85,8 @@ class ShardedModel:
         return list(rows.values())
 
     def renamed(self, names: Callable[[str], str]) -> ShardedModel:
-        """Return the same placements under other names; `passed` keeps the old names."""
-        return replace(self, placed={names(name): placed for name, placed in self.placed.items()})
+        """Return the same placements under other names; `unknown_tensors` keeps the old names."""
+        return replace(self, placements={names(name): placed for name, placed in self.placements.items()})
 
     def layers(self) -> list[list[list[Any]]]:
         """Return the layers of each stage, as [path of the stack, first, stop]."""
@@ -115,18 +115,18 @@ def read_plan(path: str) -> Mapping[str, Any]:
     return plan
 
 
-def plan_of(
-    architecture: Architecture | None, config: Mapping[str, Any] | None, user: Mapping[str, Any] | None
+def effective_plan(
+    architecture: Architecture | None, config: Mapping[str, Any] | None, user_plan: Mapping[str, Any] | None
 ) -> TensorParallelPlan:
     """Return the plan of the user, with the plan of the class as fallback.
 
     Raises:
         UsageError: The plan of the user is malformed.
     """
-    known = TensorParallelPlan({}, compositions=compositions_of_unknown(config))
+    class_plan = TensorParallelPlan({}, compositions=compositions_of_unknown(config))
     if architecture is not None and config is not None:
-        known = architecture.tensor_parallel_plan(config)
-    return known if user is None else TensorParallelPlan.from_user(user, fallback=known)
+        class_plan = architecture.tensor_parallel_plan(config)
+    return class_plan if user_plan is None else TensorParallelPlan.from_user(user_plan, fallback=class_plan)
 
 
 @dataclass(slots=True)
@@ -155,11 +155,13 @@ class Sharder:
             unknown: Names that the model does not have.
         """
         decisions = _Decisions(self.plan, self.dims.tp, self.rules, {name: e.shape for name, e in tensors.items()})
-        placed: dict[str, TensorPlacement] = {}
+        placements: dict[str, TensorPlacement] = {}
         replicated = []
-        passed = frozenset(unknown)
+        unknown_names = frozenset(unknown)
         stages: dict[str, tuple[int, bool]] = {}  # by model name, which many tensors may share
-        cuts: dict[tuple[Shape, int, DType], tuple[Block, ...]] = {}  # by `id` of the decision, kept in `placed`
+        known_blocks: dict[
+            tuple[Shape, int, DType], tuple[Block, ...]
+        ] = {}  # by `id` of the decision, kept in `placements`
         for name, entry in tensors.items():
             model_name = decisions.model_name(name)
             path = model_name or name
@@ -167,20 +169,20 @@ class Sharder:
             if known is None:
                 known = stages[path] = self.stages.stage_of(path), self.stages.is_extra(path)
             stage, is_extra = known[0], known[1] and model_name is not None
-            is_unknown = is_extra or model_name is None or name in passed
-            if is_unknown and (is_extra or not decisions.has_weight(name, passed)):
+            is_unknown = is_extra or model_name is None or name in unknown_names
+            if is_unknown and (is_extra or not decisions.has_weight(name, unknown_names)):
                 replicated.append(name)
-                decision = _PASSED
+                decision = _NOT_IN_MODEL
                 stage = self._stage_of_unknown(path)
             else:
-                decision = decisions.of(name)
+                decision = decisions.find_decision(name)
             _, dtype, shape, _, _ = entry
-            blocks = cuts.get((shape, id(decision), dtype))
+            blocks = known_blocks.get((shape, id(decision), dtype))
             if blocks is None:
                 blocks = cut(shape, decision.placement, self.dims, self.replicate, dtype.pack)
-                cuts[shape, id(decision), dtype] = blocks
-            placed[name] = TensorPlacement(stage, blocks, decision)
-        return ShardedModel(self.dims, self.stages, placed, tuple(replicated))
+                known_blocks[shape, id(decision), dtype] = blocks
+            placements[name] = TensorPlacement(stage, blocks, decision)
+        return ShardedModel(self.dims, self.stages, placements, tuple(replicated))
 
     def stage_of(self, name: str) -> int:
         """Return the pipeline stage of a tensor."""
@@ -190,7 +192,7 @@ class Sharder:
     def _stage_of_unknown(self, name: str) -> int:
         """Return the stage of a tensor that the model lacks: that of its layer, or the last for MTP layers."""
         first = name.removeprefix("model.").partition(".")[0]
-        return self.dims.pp - 1 if first.startswith(_MTP) else self.stages.stage_of(name)
+        return self.dims.pp - 1 if first.startswith(_MTP_PREFIXES) else self.stages.stage_of(name)
 
 
 class _Decisions:
@@ -198,30 +200,30 @@ class _Decisions:
 
     def __init__(self, plan: TensorParallelPlan, tp: int, rules: NameRules | None, shapes: Mapping[str, Shape]) -> None:
         self._plan, self._tp, self._rules, self._shapes = plan, tp, rules, shapes
-        self._places: Mapping[str, Destination | str | None] = {} if rules is None else rules.destinations(shapes)
+        self._destinations: Mapping[str, Destination | str | None] = {} if rules is None else rules.destinations(shapes)
         self._has_indices = any(part.isdecimal() for pattern in plan.patterns() for part in pattern.split("."))
         # Conversions that combine or split tensors, rather than only rename them or reorder rows.
-        self._rebuilding = {
+        self._rebuilding_conversions = {
             index
             for index, conversion in enumerate(() if rules is None else rules.conversions)
             if any(op.kind != "permute_rope" for op in conversion.ops)
         }
         self._known: dict[tuple[object, ...], Decision] = {}
-        self._of_targets: dict[str, Decision] = {}
-        self._of_experts: dict[tuple[str, Shape], Decision] = {}
+        self._target_decisions: dict[str, Decision] = {}
+        self._expert_decisions: dict[tuple[str, Shape], Decision] = {}
         self._pull_back = None if rules is None else PullBack(rules, shapes, self._blocks_of)
 
     def model_name(self, name: str) -> str | None:
         """Return the model tensor that a tensor is loaded into, the first if there are several; None if unknown."""
         if self._rules is None:
             return name
-        place = self._places[name]
-        return place if isinstance(place, str) or place is None else self._rules.model_name(name)
+        destination = self._destinations[name]
+        return destination if isinstance(destination, str) or destination is None else self._rules.model_name(name)
 
-    def has_weight(self, name: str, passed: Collection[str]) -> bool:
+    def has_weight(self, name: str, unknown_names: Collection[str]) -> bool:
         """Return True for a tensor that belongs to a weight of the model, such as a scale or zero point."""
         weight = self._weight_of(name)
-        return weight is not None and weight not in passed
+        return weight is not None and weight not in unknown_names
 
     def _weight_of(self, name: str) -> str | None:
         """Return the weight that a tensor belongs to, in the same module or with the name it extends; None if none."""
@@ -233,75 +235,81 @@ class _Decisions:
             candidates.append(name.removesuffix(BLOCK_SCALE_SUFFIX))
         return next((weight for weight in candidates if weight in self._shapes), None)
 
-    def of(self, name: str) -> Decision:
+    def find_decision(self, name: str) -> Decision:
         """Return the decision for a tensor, in the form in which it is stored."""
         shape = self._shapes[name]
         weight, weight_name = None, self._weight_of(name)
         if weight_name is not None:
-            weight = self._shapes[weight_name], self.of(weight_name).placement
+            weight = self._shapes[weight_name], self.find_decision(weight_name).placement
         model_name = self.model_name(name)
-        place = self._places.get(name)
-        if weight is None and type(place) is Destination and place.conversion in self._rebuilding:
-            return self._decision_on_disk_form(name)
+        destination = self._destinations.get(name)
+        if (
+            weight is None
+            and type(destination) is Destination
+            and destination.conversion in self._rebuilding_conversions
+        ):
+            return self._decide_disk_form(name)
         key = (model_name if self._has_indices else pattern_of(model_name or name), shape, weight)
         decision = self._known.get(key)
         if decision is None:
             decision = self._known[key] = decide(self._plan, model_name or name, shape, self._tp, weight)
         return decision
 
-    def _decision_on_disk_form(self, name: str) -> Decision:
+    def _decide_disk_form(self, name: str) -> Decision:
         """Return the decision for a tensor that is a part of model tensors, or combines several of them."""
         assert self._pull_back is not None
         shape = self._shapes[name]
         key = (pattern_of(name), shape)
-        known = self._of_experts.get(key)
+        known = self._expert_decisions.get(key)
         if known is not None:
             return known
         decision = self._derive_decision(name, shape)
-        place = self._places[name]
-        if isinstance(place, Destination) and self._rules is not None and not self._has_indices:
-            target = self._of_targets.get(self.model_name(name) or "")
+        destination = self._destinations[name]
+        if isinstance(destination, Destination) and self._rules is not None and not self._has_indices:
+            target = self._target_decisions.get(self.model_name(name) or "")
             dim = target.placement.dim if target is not None and target.placement is not None else None
-            ops = self._rules.conversions[place.conversion].ops
+            ops = self._rules.conversions[destination.conversion].ops
             if not any(op.kind in ("merge", "unmerge") and op.dim == dim for op in ops):
-                self._of_experts[key] = decision  # tensors of a module list have the same shards, except along the list
+                self._expert_decisions[key] = (
+                    decision  # tensors of a module list have the same shards, except along the list
+                )
         return decision
 
     def _derive_decision(self, name: str, shape: Shape) -> Decision:
         assert self._pull_back is not None
         blocks = self._pull_back.blocks(name)
-        decision = self._of_targets.get(self.model_name(name) or "")
+        decision = self._target_decisions.get(self.model_name(name) or "")
         if blocks is None or decision is None:
-            return _REPLICATED
+            return _NOT_SHARDABLE
         if all(block.region.sizes == shape for block in blocks):
             return replace(decision, placement=None)
-        placement = placement_of(shape, blocks, self._tp)
+        placement = find_placement(shape, blocks, self._tp)
         if placement is None:
-            return _REPLICATED
+            return _NOT_SHARDABLE
         reason = f"{decision.reason} of the model's tensor"
         return Decision(placement, decision.decided_by, reason, decision.aligned)
 
     def _blocks_of(self, target: str, shape: Shape) -> tuple[Block, ...]:
         """Return the TP shards of a model tensor."""
-        decision = self._of_targets[target] = decide(self._plan, target, shape, self._tp)
+        decision = self._target_decisions[target] = decide(self._plan, target, shape, self._tp)
         return cut(shape, decision.placement, ParallelDims(tp=self._tp), True)
 
 
-_PASSED = Decision(None, "default", "not in the model; replicated", True)
-_REPLICATED = Decision(None, "default", "stored in a form that cannot be sharded like the model; replicated", True)
+_NOT_IN_MODEL = Decision(None, "default", "not in the model; replicated", True)
+_NOT_SHARDABLE = Decision(None, "default", "stored in a form that cannot be sharded like the model; replicated", True)
 
 
-def placement_of(shape: Shape, blocks: Iterable[Block], tp: int) -> Placement | None:
+def find_placement(shape: Shape, blocks: Iterable[Block], tp: int) -> Placement | None:
     """Return the placement that gives each TP rank exactly its `blocks`; None if there is none."""
     by_rank: list[list[Region]] = [[] for _ in range(tp)]
     for block in blocks:
         by_rank[block.rank_in_stage].append(block.region)
-    cut_dims = [dim for dim in range(len(shape)) if any(region.sizes[dim] != shape[dim] for region in by_rank[0])]
-    if len(cut_dims) != 1:
+    sharded_dims = [dim for dim in range(len(shape)) if any(region.sizes[dim] != shape[dim] for region in by_rank[0])]
+    if len(sharded_dims) != 1:
         return None
-    (dim,) = cut_dims
+    (dim,) = sharded_dims
     starts = sorted(region.offsets[dim] for region in by_rank[0])
     groups = tuple(end - begin for begin, end in pairwise([*starts, shape[dim]]))
     placement = Placement(dim, groups)
-    wanted = [sorted(regions) for regions in tp_rectangles(shape, placement, tp)] if starts[:1] == [0] else []
-    return placement if wanted == [sorted(regions) for regions in by_rank] else None
+    expected = [sorted(regions) for regions in tp_rectangles(shape, placement, tp)] if starts[:1] == [0] else []
+    return placement if expected == [sorted(regions) for regions in by_rank] else None

@@ -50,10 +50,10 @@ class ModelView:
         prefix: Prefix removed from model names.
         wrappers: Wrapper component -> number of names it was removed from.
         architecture: Class of the model under the names of the checkpoint; None if unknown.
-        published: Class under published names; differs from `architecture` only with a trainer naming.
-        trainer_naming: Conversions from trainer names to published names; empty if the names are not a trainer's.
+        disk_architecture: Class under published names; differs from `architecture` only with a trainer naming.
+        trainer_conversions: Conversions from trainer names to published names; empty if the names are not a trainer's.
         unknown: Tensors that the architecture does not have; they pass through.
-        others: Other models in the checkpoint, with names on disk, which are also in `other`.
+        other_models: Other models in the checkpoint, with names on disk, which are also in `other`.
         duplicates: Name on disk -> other name on disk that is the same without wrappers or prefix. The first is not in
             `tensors`, `optimizer` or `other`; whether the two are one tensor is decided by their bytes.
         notes: Notes for the user on the reading of the checkpoint and the search for the model.
@@ -67,10 +67,10 @@ class ModelView:
     prefix: str = ""
     wrappers: dict[str, int] = field(default_factory=dict)
     architecture: Architecture | None = None
-    published: Architecture | None = None
-    trainer_naming: tuple[Conversion, ...] = ()
+    disk_architecture: Architecture | None = None
+    trainer_conversions: tuple[Conversion, ...] = ()
     unknown: tuple[str, ...] = ()
-    others: tuple[OtherModel, ...] = ()
+    other_models: tuple[OtherModel, ...] = ()
     duplicates: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     _rules: list[NameRules | None] = field(default_factory=list, compare=False, repr=False)
@@ -87,16 +87,16 @@ class ModelView:
         return {name: kept for name, kept in self.duplicates.items() if kept in stored}
 
     @property
-    def prefixes(self) -> tuple[str, ...]:
+    def model_prefixes(self) -> tuple[str, ...]:
         """Return the prefixes of all models in the checkpoint, this one first."""
-        return (self.prefix, *(each.prefix for each in self.others))
+        return (self.prefix, *(each.prefix for each in self.other_models))
 
-    def notes_on_others(self, done: str) -> tuple[str, ...]:
-        """Return a note on each other model; `done` describes how it is treated, such as "not converted"."""
+    def notes_on_other_models(self, action: str) -> tuple[str, ...]:
+        """Return a note on each other model; `action` describes how it is treated, such as "not converted"."""
         return tuple(
-            f"{each.description}: {counted(len(each.names), 'tensor')}, {done}; "
+            f"{each.description}: {counted(len(each.names), 'tensor')}, {action}; "
             f'choose it with --source-prefix "{each.prefix}"'
-            for each in self.others
+            for each in self.other_models
         )
 
 
@@ -106,7 +106,7 @@ def view_model(
     config: dict[str, Any] | None = None,
     prefix: str | None = None,
     trust_remote_code: bool = False,
-    may_be_any: bool = False,
+    allow_several: bool = False,
 ) -> ModelView:
     """Find the model in a checkpoint.
 
@@ -115,7 +115,7 @@ def view_model(
         config: Config to use instead of that of the checkpoint; None to use its own.
         prefix: Prefix of model names; None to detect it.
         trust_remote_code: True to run code from the checkpoint for classes that transformers lacks.
-        may_be_any: True to choose one of several complete models and note the others.
+        allow_several: True to choose one of several complete models and note the others.
 
     Raises:
         InputError: No tensor has the prefix, or there are several complete models and `prefix` is None.
@@ -126,51 +126,54 @@ def view_model(
     architecture = None
     notes = list(catalog.notes)
     if config is not None and config.get("architectures") in (None, []):
-        config = _with_class(config, catalog, notes)
+        config = _add_inferred_class(config, catalog, notes)
     if config is not None:
         architecture = find_architecture(
             config,
             config_dir=directory_of_config(catalog) if trust_remote_code else None,
             trust_remote_code=trust_remote_code,
         )
-    found = _names_of_model(catalog, architecture, config, prefix, notes)
-    published, architecture = architecture, found.architecture
+    found = _find_model_names(catalog, architecture, config, prefix, notes)
+    disk_architecture, architecture = architecture, found.architecture
     patterns = architecture.name_patterns if architecture is not None else frozenset()
     roles, unwrapped = found.models.roles, found.unwrapped
     if len(found.models.complete_prefixes) > 1 and prefix is None and catalog.form.is_of_training:
-        if not may_be_any:
-            raise SeveralModels(catalog.root, found.models.complete_prefixes)
+        if not allow_several:
+            raise SeveralModelsError(catalog.root, found.models.complete_prefixes)
         notes.append(
             f"{_describe_models(found.models.complete_prefixes)}; showing the model {describe_prefix(roles.prefix)}"
         )
-    on_disk = {short: name for name, short in unwrapped.names.items()}
-    tensors = {name: catalog.tensors[on_disk[full]] for name, full in roles.model.items()}
+    disk_names = {short: name for name, short in unwrapped.names.items()}
+    tensors = {name: catalog.tensors[disk_names[full]] for name, full in roles.model.items()}
     names_by_pattern: dict[str, list[str]] = {}
     for name in tensors:
         names_by_pattern.setdefault(pattern_of(name), []).append(name)
     refuse_adapters(names_by_pattern, catalog.root)
-    note = architecture_note(published)
+    note = architecture_note(disk_architecture)
     if note is not None:
         notes.append(note)
     unknown: set[str] = set()
     if architecture is not None and patterns:
         unknown = {name for key, names in names_by_pattern.items() if not architecture.expects(key) for name in names}
         if isinstance(config, dict) and "quantization_config" in config:
-            unknown = {name for name in unknown if not _lies_beside_a_weight(name, architecture)}
+            unknown = {name for name in unknown if not _belongs_to_weight(name, architecture)}
     return ModelView(
         catalog,
         config,
         tensors,
-        tuple(on_disk[name] for name in roles.optimizer),
-        tuple(on_disk[name] for name in roles.other if name not in found.models.duplicates),
+        tuple(disk_names[name] for name in roles.optimizer),
+        tuple(disk_names[name] for name in roles.other if name not in found.models.duplicates),
         roles.prefix,
         unwrapped.counts,
         architecture,
-        published,
+        disk_architecture,
         found.trainer_conversions,
         tuple(name for name in tensors if name in unknown) if unknown else (),
-        tuple(each._replace(names=tuple(on_disk[name] for name in each.names)) for each in found.models.others),
-        {**unwrapped.duplicates, **{on_disk[name]: on_disk[kept] for name, kept in found.models.duplicates.items()}},
+        tuple(each._replace(names=tuple(disk_names[name] for name in each.names)) for each in found.models.others),
+        {
+            **unwrapped.duplicates,
+            **{disk_names[name]: disk_names[kept] for name, kept in found.models.duplicates.items()},
+        },
         tuple(notes),
     )
 
@@ -190,14 +193,14 @@ def view_model_under(
         InputError, UnsupportedError: See `view_model`.
     """
     if prefix is not None and catalog.form.is_of_training:
-        view = view_model(catalog, config=config, trust_remote_code=trust_remote_code, may_be_any=True)
+        view = view_model(catalog, config=config, trust_remote_code=trust_remote_code, allow_several=True)
         is_known = len(view.unknown) < len(view.tensors) and view.architecture is not None
-        if prefix in view.prefixes or (not is_known and any(name.startswith(prefix) for name in view.tensors)):
+        if prefix in view.model_prefixes or (not is_known and any(name.startswith(prefix) for name in view.tensors)):
             return view_model(catalog, config=config, prefix=prefix, trust_remote_code=trust_remote_code)
     return view_model(catalog, config=config, trust_remote_code=trust_remote_code)
 
 
-class SeveralModels(InputError):
+class SeveralModelsError(InputError):
     """Error for a checkpoint with several complete models and no prefix to choose one."""
 
     def __init__(self, root: Location, prefixes: tuple[str, ...]) -> None:
@@ -220,11 +223,11 @@ def _refuse_stars(catalog: Catalog) -> None:
             )
 
 
-def _lies_beside_a_weight(name: str, architecture: Architecture) -> bool:
+def _belongs_to_weight(name: str, architecture: Architecture) -> bool:
     return find_parent(name, lambda weight: architecture.expects(pattern_of(weight))) is not None
 
 
-def _with_class(config: dict[str, Any], catalog: Catalog, notes: list[str]) -> dict[str, Any]:
+def _add_inferred_class(config: dict[str, Any], catalog: Catalog, notes: list[str]) -> dict[str, Any]:
     """Add the class inferred from tensor names to a config that names only the model type."""
     inferred = infer_class(config, catalog.tensors)
     if inferred is None:
@@ -233,36 +236,36 @@ def _with_class(config: dict[str, Any], catalog: Catalog, notes: list[str]) -> d
     return {**config, "architectures": [inferred.class_name]}
 
 
-def _names_of_model(
+def _find_model_names(
     catalog: Catalog,
-    published: Architecture | None,
+    disk_architecture: Architecture | None,
     config: dict[str, Any] | None,
     prefix: str | None,
     notes: list[str],
 ) -> ModelNames:
     """Return the model names in a checkpoint; in an HF checkpoint every name is a model name, unchanged."""
-    plain = UnwrappedNames({name: name for name in catalog.tensors}, {})
-    as_they_are = plain, Models(Roles("", plain.names, [], []))
+    unchanged_names = UnwrappedNames({name: name for name in catalog.tensors}, {})
+    unchanged = unchanged_names, Models(Roles("", unchanged_names.names, [], []))
     if not catalog.form.is_of_training:
-        architecture, trainer_naming = apply_trainer_naming(published, config, catalog.tensors)
-        others = find_models(as_they_are[1].roles, known_names(architecture, config), is_user_prefix=False).others
+        architecture, trainer_conversions = apply_trainer_naming(disk_architecture, config, catalog.tensors)
+        others = find_models(unchanged[1].roles, known_names(architecture, config), is_user_prefix=False).others
         notes.extend(
             f"holds a second complete model {describe_prefix(each.prefix)}, {counted(len(each.names), 'tensor')}, "
             "treated as tensors unknown to the class"
             for each in others
             if each.is_complete
         )
-        return ModelNames(*as_they_are, architecture, trainer_naming)
-    found = find_model_names(catalog.tensors, published, config, prefix)
+        return ModelNames(*unchanged, architecture, trainer_conversions)
+    found = find_model_names(catalog.tensors, disk_architecture, config, prefix)
     unwrapped, models = found.unwrapped, found.models
     roles = models.roles
     if unwrapped.counts or unwrapped.duplicates or roles.optimizer or roles.other:
-        manifest = manifest_beside(catalog, notes)
+        manifest = read_valid_manifest(catalog, notes)
         state = {*roles.optimizer, *roles.other}
-        doubtful = [name for name, short in unwrapped.names.items() if name != short or short in state]
-        doubtful += unwrapped.duplicates
-        if manifest is not None and _were_in_a_model(doubtful, catalog, manifest):
-            return found._replace(unwrapped=plain, models=as_they_are[1])
+        ambiguous = [name for name, short in unwrapped.names.items() if name != short or short in state]
+        ambiguous += unwrapped.duplicates
+        if manifest is not None and _are_original_names(ambiguous, catalog, manifest):
+            return found._replace(unwrapped=unchanged_names, models=unchanged[1])
     if unwrapped.names_with_module:
         notes.append(
             f'"module." kept in {counted(len(unwrapped.names_with_module), "name")}, because names without it exist as '
@@ -279,7 +282,7 @@ def _names_of_model(
     return found
 
 
-def _were_in_a_model(names: list[str], catalog: Catalog, manifest: Manifest) -> bool:
+def _are_original_names(names: list[str], catalog: Catalog, manifest: Manifest) -> bool:
     """Return True if the manifest records that all `names` came from an HF checkpoint."""
     rows, original = manifest.tensors, manifest.original
     if original is None or not rows.keys() >= catalog.tensors.keys():
@@ -293,7 +296,7 @@ def rules_of(view: ModelView) -> NameRules | None:
     Rules cache their lookups, so one instance is shared for each view.
     """
     if not view._rules:
-        view._rules.append(_rules_between(view.published, view.config))
+        view._rules.append(_build_rules(view.disk_architecture, view.config))
     return view._rules[0]
 
 
@@ -303,7 +306,7 @@ def has_model_names(view: ModelView) -> bool:
     return view.catalog.form.has_model_names or (rules is not None and rules.are_model_names(view.tensors))
 
 
-def _rules_between(architecture: Architecture | None, config: dict[str, Any] | None) -> NameRules | None:
+def _build_rules(architecture: Architecture | None, config: dict[str, Any] | None) -> NameRules | None:
     if architecture is None or config is None or not architecture.name_patterns:
         return None
     conversions = add_scale_conversions(architecture.conversions(config), config)
@@ -318,7 +321,7 @@ def trainer_rules(conversions: tuple[Conversion, ...]) -> NameRules:
     return NameRules(conversions, "", patterns - {name for each in conversions for name in each.sources})
 
 
-def manifest_beside(source: Catalog, notes: list[str]) -> Manifest | None:
+def read_valid_manifest(source: Catalog, notes: list[str]) -> Manifest | None:
     """Return the manifest of a checkpoint that ckptx wrote; None if there is none or the files changed since.
 
     Args:
@@ -357,15 +360,15 @@ def locate_archives(view: ModelView, files: SourceFiles, *, lazy: bool = False) 
     from ckptx.formats.dcp.reader import open_payloads
 
     names = {entry.name: name for name, entry in view.tensors.items()}
-    wanted = (*names, *view.model_duplicates)
+    names_to_locate = (*names, *view.model_duplicates)
     located = open_payloads(
-        replace(view.catalog, tensors={name: view.catalog.tensors[name] for name in wanted}), files, lazy=lazy
+        replace(view.catalog, tensors={name: view.catalog.tensors[name] for name in names_to_locate}), files, lazy=lazy
     )
     tensors = {short: located.tensors[name] for name, short in names.items()}
     return replace(view, tensors=tensors, catalog=replace(view.catalog, tensors=view.catalog.tensors | located.tensors))
 
 
-def locate_all(view: ModelView, files: SourceFiles, *, lazy: bool = False) -> ModelView:
+def locate_all_archives(view: ModelView, files: SourceFiles, *, lazy: bool = False) -> ModelView:
     """Locate every block of the checkpoint, including optimizer state."""
     from ckptx.formats.dcp.reader import open_payloads
 
@@ -387,19 +390,20 @@ def compare_replicas(catalog: Catalog, files: SourceFiles) -> None:
     reader = TensorReader(files)
     known: dict[Chunk, list[bytes]] = {}
 
-    def leaves_of(entry: TensorEntry, chunk: Chunk) -> list[bytes]:
+    def digest_leaves(entry: TensorEntry, chunk: Chunk) -> list[bytes]:
         """Return the digests of a block, read as a separate tensor."""
-        alone = TensorEntry(
+        block = TensorEntry(
             entry.name, entry.dtype, chunk.region.sizes, (chunk._replace(region=whole(chunk.region.sizes)),)
         )
-        return digest_of(reader, alone, entry.dtype).leaves
+        return digest_of(reader, block, entry.dtype).leaves
 
-    for entry, kept, replica in replica_pairs(catalog):
-        if kept not in known:
-            known = {kept: leaves_of(entry, kept)}
-        if leaves_of(entry, replica) != known[kept]:
+    for entry, first_chunk, replica in replica_pairs(catalog):
+        if first_chunk not in known:
+            known = {first_chunk: digest_leaves(entry, first_chunk)}
+        if digest_leaves(entry, replica) != known[first_chunk]:
             raise InputError(
-                f'{catalog.root}: tensor "{entry.name}": {replica.file} and {kept.file} have different bytes for '
+                f'{catalog.root}: tensor "{entry.name}": {replica.file} and {first_chunk.file} have different bytes '
+                "for "
                 f"{replica.region}; one of them comes from another save, restore it"
             )
 
@@ -420,21 +424,24 @@ def resolve_duplicates(view: ModelView, files: SourceFiles, *, with_state: bool)
     """
     duplicates = dict(view.duplicates) if with_state else view.model_duplicates
     rules = rules_of(view)
-    if rules is not None and not view.trainer_naming:
+    if rules is not None and not view.trainer_conversions:
         stored = {name: entry.name for name, entry in view.tensors.items()}
-        duplicates |= {stored[name]: stored[kept] for name, kept in find_duplicate_names(rules, view.tensors).items()}
+        duplicates |= {
+            stored[name]: stored[first_name] for name, first_name in find_duplicate_names(rules, view.tensors).items()
+        }
     if not duplicates:
         return view
     from ckptx.transfer.stream import TensorReader
 
     reader = TensorReader(files)
-    for name, kept in duplicates.items():
-        what = _difference(reader, view.catalog.tensors[kept], view.catalog.tensors[name])
-        if what is not None:
-            is_outside = bool(view.prefix) and kept == view.prefix + name
+    for name, first_name in duplicates.items():
+        difference = _difference(reader, view.catalog.tensors[first_name], view.catalog.tensors[name])
+        if difference is not None:
+            is_outside = bool(view.prefix) and first_name == view.prefix + name
             advice = f'choose the first with --source-prefix "{view.prefix}"' if is_outside else "remove one of them"
             raise InputError(
-                f'{view.catalog.root}: tensors "{kept}" and "{name}" are one parameter under two names, but {what}; '
+                f'{view.catalog.root}: tensors "{first_name}" and "{name}" are one parameter under two names, but '
+                f"{difference}; "
                 f"{advice}"
             )
     names = list(duplicates)
@@ -463,14 +470,14 @@ def _difference(reader: TensorReader, a: TensorEntry, b: TensorEntry) -> str | N
 
 
 def decide_ties(
-    view: ModelView, files: SourceFiles, *, tie_missing: bool = False, accepted: list[str] | None = None
+    view: ModelView, files: SourceFiles, *, tie_missing: bool = False, accepted_problems: list[str] | None = None
 ) -> list[TieDecision]:
     """Decide every tied pair of the architecture; bytes are read only if both tensors are on disk.
 
-    `accepted` is passed to `resolve_ties`.
+    `accepted_problems` is passed to `resolve_ties`.
 
     Raises:
-        InputError: A required tensor is missing and not declared tied, and `accepted` is None.
+        InputError: A required tensor is missing and not declared tied, and `accepted_problems` is None.
     """
     if view.architecture is None or view.config is None:
         return []
@@ -481,15 +488,15 @@ def decide_ties(
     stored = {name: StoredTensor(entry.shape, entry.dtype.name) for name, entry in view.tensors.items()}
     reader = TensorReader(files)
 
-    def leaves_of(entry: TensorEntry) -> list[bytes]:
+    def digest_leaves(entry: TensorEntry) -> list[bytes]:
         return digest_of(reader, entry, entry.dtype).leaves
 
-    def equal(a: str, b: str) -> bool:
+    def are_equal(a: str, b: str) -> bool:
         first, second = view.tensors[a], view.tensors[b]
-        return first.chunks == second.chunks or leaves_of(first) == leaves_of(second)
+        return first.chunks == second.chunks or digest_leaves(first) == digest_leaves(second)
 
     return resolve_ties(
-        view.architecture, view.config, stored, equal, tie_missing=tie_missing, accepted_problems=accepted
+        view.architecture, view.config, stored, are_equal, tie_missing=tie_missing, accepted_problems=accepted_problems
     )
 
 

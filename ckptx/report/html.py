@@ -14,7 +14,7 @@ from urllib.parse import quote
 
 from markupsafe import Markup
 
-from ckptx.model_view.rank_layout import Holder, Layout, TensorGroup, spans, spans_text
+from ckptx.model_view.rank_layout import Holder, Layout, TensorGroup, format_layer_spans, layer_spans
 from ckptx.report.documents.inspection import InspectionReport
 from ckptx.report.html_data import colors_of, embedded, name_of, page_data, sharding_text, symbol_id, thumbnails
 from ckptx.report.page import asset, page
@@ -250,12 +250,12 @@ def _mesh(layout: Layout) -> Mesh:
     tp = 1 if layout.dims is None else layout.dims.tp
     many = f"Meshes of more than {_MOST_CELLS:,} ranks are not drawn; --ranks --json lists all ranks."
     return Mesh(
-        title="Mesh" if layout.by_rank else "Files",
+        title="Mesh" if layout.has_ranks else "Files",
         sentence=_mesh_sentence(layout),
         note=many if len(layout.holders) > _MOST_CELLS else "",
         is_roomy=len(layout.holders) <= _ROOMY and tp <= _ROOMY_TP,
         line=_line(tp),
-        stages=[_stage(layout, stage, holders) for stage, holders in layout.bands()],
+        stages=[_stage(layout, stage, holders) for stage, holders in layout.holders_by_stage()],
     )
 
 
@@ -266,10 +266,10 @@ def _line(tp: int) -> int:
 
 
 def _mesh_sentence(layout: Layout) -> Markup:
-    if not layout.by_rank:
+    if not layout.has_ranks:
         text = "Files are not assigned to ranks"
         return Markup("{}.").format(
-            text if layout.sharded_tensors else f"{text}; each tensor is stored whole in one file"
+            text if layout.sharded_count else f"{text}; each tensor is stored whole in one file"
         )
     dims = layout.dims
     if dims is None:
@@ -285,23 +285,23 @@ def _mesh_sentence(layout: Layout) -> Markup:
             dims.tp, dims.dp_shard, dims.pp, counted(dims.world_size, "rank"),
             "; hue shows TP, shade DP." if dims.tp > 1 and dims.dp_shard > 1 else ".",
         )  # fmt: skip
-    return sentence if layout.sharded_tensors else sentence + " No tensor is sharded: each is stored whole on one rank."
+    return sentence if layout.sharded_count else sentence + " No tensor is sharded: each is stored whole on one rank."
 
 
 def _stage(layout: Layout, stage: int | None, holders: Sequence[Holder]) -> MeshStage:
     dims = layout.dims
-    found = spans(layer for holder in holders for layer in holder.layers)
-    outside = layout.outside.get(stage, [])
+    found = layer_spans(layer for holder in holders for layer in holder.layers)
+    outside = layout.names_outside_layers.get(stage, [])
     names = list(outside[:_MOST_OUTSIDE])
     if len(outside) > _MOST_OUTSIDE:
         names.append(f"{len(outside) - _MOST_OUTSIDE:,} more")
     is_drawn = len(layout.holders) <= _MOST_CELLS
-    kind = "cells" if dims is not None else "cells loose" if layout.by_rank else "cells names"
+    kind = "cells" if dims is not None else "cells loose" if layout.has_ranks else "cells names"
     columns = [f"{'tp ' if tp == 0 else ''}{tp}" for tp in range(dims.tp)] if dims is not None else []
     return MeshStage(
-        title="files" if not layout.by_rank else "no stage" if stage is None else f"stage {stage}",
+        title="files" if not layout.has_ranks else "no stage" if stage is None else f"stage {stage}",
         nbytes=sum(holder.nbytes for holder in holders),
-        layers=spans_text(found) if found else "no layers",
+        layers=format_layer_spans(found) if found else "no layers",
         outside=names,
         cells_kind=kind if is_drawn else None,
         columns=columns if is_drawn and dims is not None and _line(dims.tp) == dims.tp else [],
@@ -365,9 +365,9 @@ def _chart(layout: Layout) -> Chart | None:
                 light=light,
             )
         )
-    ends = (layout.holders[0].label, layout.holders[-1].label) if layout.by_rank else ("first file", "last file")
+    ends = (layout.holders[0].label, layout.holders[-1].label) if layout.has_ranks else ("first file", "last file")
     return Chart(
-        kind="rank" if layout.by_rank else "file",
+        kind="rank" if layout.has_ranks else "file",
         balance=balance_text(balance),
         top=top,
         mean=round(100 - 100 * balance["mean"] / top, 2),
@@ -380,7 +380,7 @@ def _chart(layout: Layout) -> Chart | None:
 def _tensors(layout: Layout, listed: Sequence[tuple[int, TensorGroup]]) -> Tensors:
     groups = layout.groups
     patterns = counted(len({group.pattern for group in groups}), "pattern")
-    sharded = f"{layout.sharded_tensors:,}" if layout.sharded_tensors else "none"
+    sharded = f"{layout.sharded_count:,}" if layout.sharded_count else "none"
     more = len(groups) - _MOST_ROWS
     return Tensors(
         lead=f"{counted(sum(group.count for group in groups), 'tensor')} in {patterns}; {sharded} sharded. "
@@ -397,12 +397,12 @@ def _listed(layout: Layout) -> list[tuple[int, TensorGroup]]:
 
 
 def _row(layout: Layout, index: int, group: TensorGroup) -> TensorRow:
-    first, members = next(iter(group.members.items()))
-    cut = layout.cuts[group.cut]
+    first, members = next(iter(group.indices_by_holder.items()))
+    cut = layout.shardings[group.sharding_index]
     return TensorRow(
         index=index,
         target=Markup(quote(one_line(name_of(group.pattern, members[0]), longest=0), safe="")),
-        symbol=symbol_id(layout, group.cut, first),
+        symbol=symbol_id(layout, group.sharding_index, first),
         pattern=group.pattern,
         count=group.count,
         dtype=group.dtype.name,

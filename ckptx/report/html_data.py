@@ -9,7 +9,7 @@ from itertools import groupby
 from typing import Any, NamedTuple
 
 from ckptx.catalog.region import Region
-from ckptx.model_view.rank_layout import Layout, Sharding, TensorGroup, distinct, spans_text
+from ckptx.model_view.rank_layout import Layout, Sharding, TensorGroup, distinct_regions, format_layer_spans
 
 _WIDTH, _HEIGHT = 48, 32  # of a thumbnail
 _MOST_THUMBNAIL = 64  # rectangles in a thumbnail
@@ -39,13 +39,13 @@ def sharding_text(cut: Sharding) -> str:
     parts = [(dim, _splits_along(cut, dim)) for dim in range(len(cut.shape))]
     splits = ", ".join(f"{count}-way on dim {dim}" for dim, count in parts if count > 1)
     text = f"split {splits}" if splits else "whole"
-    replicas = max((len(holders) for _, holders in distinct(cut)), default=1)
+    replicas = max((len(holders) for _, holders in distinct_regions(cut)), default=1)
     return text if replicas == 1 else f"{text}, {replicas} replicas"
 
 
 def _splits_along(cut: Sharding, dim: int) -> int:
     """Count the distinct spans along a dim, by sorting, as untrusted numbers can be made to collide in a hash table."""
-    spans = sorted((p.region.offsets[dim], p.region.sizes[dim]) for p in cut.pieces if p.region.numel)
+    spans = sorted((p.region.offsets[dim], p.region.sizes[dim]) for p in cut.shards if p.region.numel)
     return sum(1 for _ in groupby(spans))
 
 
@@ -77,7 +77,7 @@ def name_of(pattern: str, numbers: str) -> str:
 def page_data(layout: Layout) -> dict[str, Any]:
     """Return the data of the script. Holders are indices, in a sharding relative to the first holder of the tensor."""
     return {
-        "unit": "rank" if layout.by_rank else "file",
+        "unit": "rank" if layout.has_ranks else "file",
         "colors": colors_of(layout),
         "holders": [
             [
@@ -85,16 +85,21 @@ def page_data(layout: Layout) -> dict[str, Any]:
                 [holder.stage, holder.dp, holder.tp],
                 holder.nbytes,
                 holder.tensors,
-                spans_text(holder.spans()),
+                format_layer_spans(holder.spans()),
                 holder.files[:_MOST_FILES],
                 len(holder.files),
             ]
             for holder in layout.holders
         ],
         "bits": {group.dtype.name: group.dtype.bits for group in layout.groups},
-        "cuts": [_cut_row(cut) for cut in layout.cuts],
+        "cuts": [_cut_row(cut) for cut in layout.shardings],
         "groups": [
-            [group.pattern, group.dtype.name, group.cut, [[at, " ".join(m)] for at, m in group.members.items()]]
+            [
+                group.pattern,
+                group.dtype.name,
+                group.sharding_index,
+                [[at, " ".join(m)] for at, m in group.indices_by_holder.items()],
+            ]
             for group in layout.groups
         ],
     }
@@ -108,7 +113,7 @@ def _cut_row(cut: Sharding) -> dict[str, Any]:
         "down": axes.down,
         "across": axes.across,
         "others": axes.others,
-        "pieces": [[holders, region.offsets, region.sizes] for region, holders in distinct(cut)],
+        "pieces": [[holders, region.offsets, region.sizes] for region, holders in distinct_regions(cut)],
     }
 
 
@@ -169,16 +174,16 @@ def thumbnails(layout: Layout, groups: Iterable[TensorGroup]) -> list[Thumbnail]
     """Return the thumbnails of these tensors, each once."""
     known: dict[str, Thumbnail] = {}
     for group in groups:
-        first = next(iter(group.members))
-        key = symbol_id(layout, group.cut, first)
+        first = next(iter(group.indices_by_holder))
+        key = symbol_id(layout, group.sharding_index, first)
         if key not in known:
-            known[key] = _thumbnail(key, layout, layout.cuts[group.cut], first)
+            known[key] = _thumbnail(key, layout, layout.shardings[group.sharding_index], first)
     return list(known.values())
 
 
 def _thumbnail(key: str, layout: Layout, cut: Sharding, first: int) -> Thumbnail:
     colors, axes = colors_of(layout), axes_of(cut)
-    held = distinct(cut)
+    held = distinct_regions(cut)
     if held:
         facet = _others(held[0][0], axes)
         held = [item for item in held if _others(item[0], axes) == facet]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from ckptx.model_view.rank_layout import Holder, Layout, spans, spans_text
+from ckptx.model_view.rank_layout import Holder, Layout, format_layer_spans, layer_spans
 from ckptx.report.documents.inspection import RanksOfInspection
 from ckptx.report.report import counted, human_bytes
 
@@ -18,7 +18,7 @@ def layout_of(layout: Layout) -> RanksOfInspection:
     """Return the mesh and its balance, with a row for each file if no file name has a rank."""
     dims, mesh = layout.dims, None
     if dims is not None:
-        stages = [spans(_layers(holders)) for _, holders in layout.bands()]
+        stages = [layer_spans(_layers(holders)) for _, holders in layout.holders_by_stage()]
         mesh = {"tp": dims.tp, "pp": dims.pp, "dp_shard": dims.dp_shard, "stages": stages}
     by_file = [
         {"file": holder.label, "layers": holder.spans(), "tensors": holder.tensors, "bytes": holder.nbytes}
@@ -26,9 +26,9 @@ def layout_of(layout: Layout) -> RanksOfInspection:
     ]
     return RanksOfInspection(
         layout=mesh,
-        sharded_tensors=layout.sharded_tensors,
+        sharded_tensors=layout.sharded_count,
         balance=layout.balance(),
-        by_file=None if layout.by_rank else by_file,
+        by_file=None if layout.has_ranks else by_file,
     )
 
 
@@ -45,7 +45,7 @@ def rank_rows(layout: Layout) -> list[dict[str, Any]]:
             "bytes": holder.nbytes,
             "files": holder.files,
         }
-        for holder in (layout.holders if layout.by_rank else ())
+        for holder in (layout.holders if layout.has_ranks else ())
     ]
 
 
@@ -125,7 +125,9 @@ def _summary_lines(rows: Sequence[dict[str, Any]], balance: dict[str, Any] | Non
     cells = []
     for stage, members in shown[:_MOST_RANKS]:
         sizes = [row["bytes"] for row in members]
-        layers = spans((path, i) for row in members for path, first, stop in row["layers"] for i in range(first, stop))
+        layers = layer_spans(
+            (path, i) for row in members for path, first, stop in row["layers"] for i in range(first, stop)
+        )
         mean = sum(sizes) / len(sizes)
         cells.append(
             [
@@ -149,7 +151,7 @@ def _summary_lines(rows: Sequence[dict[str, Any]], balance: dict[str, Any] | Non
 
 def ranges_text(numbers: Sequence[int]) -> str:
     """Return numbers as ranges: `0-3, 8`."""
-    return spans_text(spans(("", number) for number in set(numbers))).strip()
+    return format_layer_spans(layer_spans(("", number) for number in set(numbers))).strip()
 
 
 def _layers(holders: list[Holder]) -> set[tuple[str, int]]:
@@ -157,7 +159,7 @@ def _layers(holders: list[Holder]) -> set[tuple[str, int]]:
 
 
 def _layers_text(layers: Sequence[tuple[str, int, int]]) -> str:
-    text = spans_text(layers)
+    text = format_layer_spans(layers)
     return text if len(text) <= _MOST_LAYERS else f"{text[: _MOST_LAYERS - 4].rstrip(' ,;')} ..."
 
 

@@ -15,7 +15,7 @@ from ckptx.catalog.region import whole
 from ckptx.errors import UnsupportedError
 from ckptx.formats.registry import open_checkpoint
 from ckptx.mapping.ops import Conversion
-from ckptx.model_view.view import locate_all, view_model
+from ckptx.model_view.view import locate_all_archives, view_model
 from ckptx.options.conversion import Names
 from ckptx.storage.files import FilePool
 from ckptx.transfer.stream import TensorReader
@@ -70,7 +70,7 @@ def contents(path: Path) -> dict[str, bytes]:
     view = view_model(open_checkpoint(path))
     found = {}
     with FilePool(view.catalog.root) as files:
-        view = locate_all(view, files)
+        view = locate_all_archives(view, files)
         for name, entry in view.tensors.items():
             sink = Collect(1000)
             TensorReader(files).stream(entry, whole(entry.shape), sink)
@@ -157,6 +157,6 @@ def test_names_of_a_second_trainer_are_recognized_and_become_torchtitans(
     write_hf(hf, published, config=CONFIG)
     write_dcp(tmp_path / "run", {f"other.{name}": tensor for name, tensor in published.items()})
     view = view_model(open_checkpoint(tmp_path / "run"), config=CONFIG)
-    assert view.trainer_naming == conversions("LlamaForCausalLM", CONFIG)
+    assert view.trainer_conversions == conversions("LlamaForCausalLM", CONFIG)
     ckptx.convert("to-dcp", tmp_path / "run", tmp_path / "titan", base=hf, names="torchtitan")
     assert contents(tmp_path / "titan") == {name: data for name, (_, _, data) in titan.items()}

@@ -318,12 +318,12 @@ def test_a_name_on_another_stage_becomes_a_copy(tmp_path: Path, alone: bool) -> 
         is_copy = alone or pp == 2
         assert sharded.target.copies == ({HEAD: EMBED} if is_copy else {})
         assert sharded.target.aliases == ({} if is_copy else {HEAD: EMBED})
-        assert sharded.model is not None and sharded.model.placed.keys() == sharded.target.tensors.keys()
-        blocks = sharded.model.placed[NORM].blocks
+        assert sharded.model is not None and sharded.model.placements.keys() == sharded.target.tensors.keys()
+        blocks = sharded.model.placements[NORM].blocks
         assert len(blocks) == (2 if alone else 1)
         names = {name: f"p.{name}" for name in (*sharded.target.tensors, *sharded.target.aliases)}
         renamed = sharded.renamed(names)
-        assert renamed.model is not None and renamed.model.placed[f"p.{NORM}"] is sharded.model.placed[NORM]
+        assert renamed.model is not None and renamed.model.placements[f"p.{NORM}"] is sharded.model.placements[NORM]
 
 
 def test_every_byte_of_a_rank_is_counted() -> None:
@@ -341,7 +341,7 @@ def test_state_lies_with_its_parameter(tmp_path: Path) -> None:
         whole = carry_state(view, ready.files, ShardedTarget(named.target), {name: name for name in view.tensors})
     assert sharded.model is not None
     query = "model.layers.1.self_attn.q_proj.weight"
-    placed = sharded.model.placed[query]
+    placed = sharded.model.placements[query]
     assert state.places[f"optimizer.state.{query}.exp_avg"] == (placed.stage, placed.blocks)
     assert placed.stage == 1 and len(placed.blocks) == 2
     assert state.without_parameter == ("optimizer.state.nobody.exp_avg",)

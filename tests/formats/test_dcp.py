@@ -22,7 +22,7 @@ from ckptx.errors import InputError, UnsupportedError
 from ckptx.formats.dcp.metadata import DcpMetadata, Key, StorageInfo, TensorMetadata, parse_metadata
 from ckptx.formats.dcp.metadata_writer import emit_metadata
 from ckptx.formats.dcp.reader import open_dcp, open_payloads
-from ckptx.model_view.parameter_count import aliases_of
+from ckptx.model_view.parameter_count import find_aliases
 from ckptx.storage.local import LocalSource
 from tests.formats.stock_goldens import (
     GOLDENS,
@@ -335,7 +335,7 @@ def test_archives_of_a_mixture_of_experts_are_not_read_one_by_one(place: MemoryP
         files.reads = 0
         later = open_payloads(catalog, files, lazy=True)
         assert files.reads == 0
-        assert aliases_of(later) == {} and files.reads == 0, "names that share bytes are found without a look"
+        assert find_aliases(later) == {} and files.reads == 0, "names that share bytes are found without a look"
         assert tuple(later.tensors[names[7]].chunks) == located.tensors[names[7]].chunks
         assert files.reads <= 2
         assert open_payloads(later, files).tensors[names[8]].chunks[0] == located.tensors[names[8]].chunks[0]

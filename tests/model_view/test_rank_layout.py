@@ -14,7 +14,15 @@ from ckptx.catalog.entry import Chunk, TensorEntry
 from ckptx.catalog.manifest import LayoutRecord
 from ckptx.catalog.region import Region, whole
 from ckptx.layout.parallel_dims import ParallelDims
-from ckptx.model_view.rank_layout import Layout, layer_of, mesh_of, rank_of, spans, spans_text, survey
+from ckptx.model_view.rank_layout import (
+    Layout,
+    format_layer_spans,
+    layer_of,
+    layer_spans,
+    layout_by_rank,
+    rank_of,
+    recorded_mesh,
+)
 from tests.formats.stock_goldens import GOLDENS
 from tests.support.writers import LLAMA, llama, write_hf
 
@@ -43,7 +51,7 @@ def catalog_of(held: Held, replicas: Held | None = None, dtype: str = "BF16") ->
 
 
 def look(catalog: Catalog, dims: ParallelDims | None = None) -> Layout:
-    return survey(catalog, {name: name for name in catalog.tensors}, dims)
+    return layout_by_rank(catalog, {name: name for name in catalog.tensors}, dims)
 
 
 def rows(begin: int, size: int, width: int = 4) -> Region:
@@ -89,9 +97,9 @@ def test_a_name_tells_its_layer(name: str, layer: tuple[str, int] | None) -> Non
 
 def test_layers_are_written_as_ranges() -> None:
     layers = [("h", 9), ("h", 0), ("h", 1), ("h", 2), ("h", 1), ("g", 4), ("h", 11)]
-    assert spans(layers) == [("g", 4, 5), ("h", 0, 3), ("h", 9, 10), ("h", 11, 12)]
-    assert spans_text(spans(layers)) == "g 4; h 0-2, 9, 11"
-    assert spans_text([]) == "-"
+    assert layer_spans(layers) == [("g", 4, 5), ("h", 0, 3), ("h", 9, 10), ("h", 11, 12)]
+    assert format_layer_spans(layer_spans(layers)) == "g 4; h 0-2, 9, 11"
+    assert format_layer_spans([]) == "-"
 
 
 FILES = ["__0_0.distcp", "__3_0.distcp"]
@@ -109,10 +117,10 @@ FILES = ["__0_0.distcp", "__3_0.distcp"]
 def test_a_manifest_is_believed_when_it_fits_the_files(
     layout: LayoutRecord, dims: ParallelDims | None, doubt: str
 ) -> None:
-    found, said = mesh_of(layout, FILES)
+    found, said = recorded_mesh(layout, FILES)
     assert found == dims
     assert (said is None) == (doubt is None) and (doubt or "") in (said or "")
-    assert mesh_of(None, FILES) == (None, None)
+    assert recorded_mesh(None, FILES) == (None, None)
 
 
 def test_bytes_add_up_by_rank_and_a_shared_name_adds_nothing() -> None:
@@ -124,16 +132,16 @@ def test_bytes_add_up_by_rank_and_a_shared_name_adds_nothing() -> None:
     assert layout.balance() == {
         "mean": 21.0, "max": 26, "max_rank": 1, "min": 16, "min_rank": 0, "max_over_mean": 26 / 21,
     }  # fmt: skip
-    assert layout.sharded_tensors == 2
-    assert layout.outside == {0: ["norm", "twin"]}
+    assert layout.sharded_count == 2
+    assert layout.names_outside_layers == {0: ["norm", "twin"]}
 
 
 def test_a_replica_takes_room_and_is_no_cut() -> None:
     whole_tensor = {"layers.0.norm": [(0, whole((4,)))]}
     layout = look(catalog_of(whole_tensor, {"layers.0.norm": [(1, whole((4,)))]}), ParallelDims(tp=2))
     assert [h.nbytes for h in layout.holders] == [8, 8]
-    assert layout.sharded_tensors == 0
-    assert [piece.replica for piece in layout.cuts[0].pieces] == [False, True]
+    assert layout.sharded_count == 0
+    assert [piece.replica for piece in layout.shardings[0].shards] == [False, True]
 
 
 def test_ranks_without_a_tensor_are_there_when_the_mesh_is_known() -> None:
@@ -148,8 +156,8 @@ def test_stages_are_cut_alike_and_share_a_cut() -> None:
     held = {f"layers.{layer}.w": halves(2 * (layer // 2), 2 * (layer // 2) + 1) for layer in range(4)}
     layout = look(catalog_of(held), ParallelDims(tp=2, pp=2))
     (group,) = layout.groups
-    assert (group.pattern, group.members) == ("layers.*.w", {0: ["0", "1"], 2: ["2", "3"]})
-    assert [[h.rank for h in holders] for _, holders in layout.bands()] == [[0, 1], [2, 3]]
+    assert (group.pattern, group.indices_by_holder) == ("layers.*.w", {0: ["0", "1"], 2: ["2", "3"]})
+    assert [[h.rank for h in holders] for _, holders in layout.holders_by_stage()] == [[0, 1], [2, 3]]
 
 
 @pytest.mark.parametrize(
@@ -174,7 +182,7 @@ def test_ranks_with_layers_in_common_are_one_stage(layers: dict[int, list[int]],
 def test_without_ranks_files_are_the_holders(tmp_path: Path) -> None:
     write_hf(tmp_path / "hf", llama(), shards=2)
     layout = look(ckptx.open_checkpoint(tmp_path / "hf"))
-    assert not layout.by_rank
+    assert not layout.has_ranks
     assert [(h.label, h.stage) for h in layout.holders] == [(f"model-0000{i}-of-00002.safetensors", None) for i in "12"]
     assert sum(h.tensors for h in layout.holders) == len(llama())
 
@@ -183,8 +191,8 @@ def test_a_conversion_for_no_mesh_is_told_by_file(tmp_path: Path) -> None:
     write_hf(tmp_path / "hf", llama(), config=LLAMA)
     ckptx.convert("hf2dcp", tmp_path / "hf", tmp_path / "dcp", files=3)
     catalog = ckptx.open_checkpoint(tmp_path / "dcp")
-    assert look(catalog).by_rank
-    assert not look(catalog, ParallelDims()).by_rank
+    assert look(catalog).has_ranks
+    assert not look(catalog, ParallelDims()).has_ranks
 
 
 def test_what_stock_torch_wrote_adds_up_as_it_says() -> None:

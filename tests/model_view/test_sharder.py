@@ -18,7 +18,7 @@ from ckptx.layout.stages import Stack, StageMap
 from ckptx.layout.tensor_parallel_plan import Rule, TensorParallelPlan
 from ckptx.mapping.ops import Conversion, Op
 from ckptx.mapping.rules import NameRules
-from ckptx.model_view.sharder import ShardedModel, Sharder, placement_of, plan_of, read_plan
+from ckptx.model_view.sharder import ShardedModel, Sharder, effective_plan, find_placement, read_plan
 
 Shape = tuple[int, ...]
 
@@ -50,7 +50,7 @@ def mesh_of(
 
 
 def held(mesh: ShardedModel, name: str) -> list[tuple[int, Shape, Shape]]:
-    return [(rank_in_stage, *region) for rank_in_stage, region, _ in mesh.placed[name].blocks]
+    return [(rank_in_stage, *region) for rank_in_stage, region, _ in mesh.placements[name].blocks]
 
 
 # Stages
@@ -71,7 +71,7 @@ def held(mesh: ShardedModel, name: str) -> list[tuple[int, Shape, Shape]]:
 )
 def test_a_tensor_goes_with_its_layer(name: str, stage: int) -> None:
     mesh = mesh_of({name: (8, 4)}, pp=2)
-    assert mesh.placed[name].stage == stage
+    assert mesh.placements[name].stage == stage
     assert mesh.layers() == [[["model.layers", 0, 2]], [["model.layers", 2, 4]]]
 
 
@@ -89,15 +89,15 @@ def test_a_tensor_goes_with_its_layer(name: str, stage: int) -> None:
 )
 def test_what_the_model_does_not_have_is_replicated_with_the_layer_before_it(name: str, stage: int) -> None:
     mesh = mesh_of({name: (8, 4)}, pp=2, unknown=[name])
-    assert list(mesh.passed) == [name]
-    assert mesh.placed[name].stage == stage
-    assert mesh.placed[name].decision.reason == "not in the model; replicated"
+    assert list(mesh.unknown_tensors) == [name]
+    assert mesh.placements[name].stage == stage
+    assert mesh.placements[name].decision.reason == "not in the model; replicated"
     assert held(mesh, name) == [(0, (0, 0), (8, 4))]
 
 
 def test_a_layer_behind_the_last_is_extra_though_its_names_are_known() -> None:
     mesh = mesh_of({"model.layers.3.q.weight": (8, 4), "model.layers.4.q.weight": (8, 4)})
-    assert list(mesh.passed) == ["model.layers.4.q.weight"]
+    assert list(mesh.unknown_tensors) == ["model.layers.4.q.weight"]
     assert len(held(mesh, "model.layers.3.q.weight")) == 2
 
 
@@ -114,7 +114,7 @@ def test_tp_then_fsdp_by_rank() -> None:
 
 def test_what_tp_does_not_cut_goes_to_every_rank_if_asked() -> None:
     mesh = mesh_of({"model.norm.weight": (5,)}, replicate=True, dp=2)
-    assert [(rank_in_stage, replica) for rank_in_stage, _, replica in mesh.placed["model.norm.weight"].blocks] == [
+    assert [(rank_in_stage, replica) for rank_in_stage, _, replica in mesh.placements["model.norm.weight"].blocks] == [
         (0, False), (1, True), (2, False), (3, True),
     ]  # fmt: skip
 
@@ -134,7 +134,7 @@ def test_a_scale_follows_its_weight_though_the_model_has_none() -> None:
     mesh = mesh_of(shapes, unknown=[name for name in shapes if not name.endswith("q.weight")])
     assert held(mesh, "model.layers.0.q.weight_scale") == [(0, (0, 0), (4, 1)), (1, (4, 0), (4, 1))]
     assert len(held(mesh, "model.layers.0.z.scale")) == 1
-    assert list(mesh.passed) == ["model.layers.0.z.scale"]
+    assert list(mesh.unknown_tensors) == ["model.layers.0.z.scale"]
 
 
 # Forms on disk
@@ -167,13 +167,13 @@ def test_an_expert_on_disk_is_cut_as_the_fused_tensor_is() -> None:
         for name in ("gate", "up"):  # half of the rows of each, as a rank has them of [gate|up]
             assert held(mesh, f"disk.0.experts.{expert}.{name}") == [(0, (0, 0), (2, 6)), (1, (2, 0), (2, 6))]
         assert held(mesh, f"disk.0.experts.{expert}.down") == [(0, (0, 0), (6, 2)), (1, (0, 2), (6, 2))]
-    assert {placed.decision.decided_by for placed in mesh.placed.values()} == {"model plan"}
+    assert {placed.decision.decided_by for placed in mesh.placements.values()} == {"model plan"}
 
 
 def test_experts_of_a_layer_lie_on_its_stage() -> None:
     mesh = mesh_of(shapes_of_experts(1) | shapes_of_experts(2), pp=2, rules=EXPERTS)
-    assert {mesh.placed[name].stage for name in shapes_of_experts(1)} == {0}
-    assert {mesh.placed[name].stage for name in shapes_of_experts(2)} == {1}
+    assert {mesh.placements[name].stage for name in shapes_of_experts(1)} == {0}
+    assert {mesh.placements[name].stage for name in shapes_of_experts(2)} == {1}
 
 
 def test_a_fused_projection_that_the_model_splits_is_cut_in_its_parts() -> None:
@@ -183,34 +183,38 @@ def test_a_fused_projection_that_the_model_splits_is_cut_in_its_parts() -> None:
         (0, (0, 0), (4, 5)), (0, (8, 0), (4, 5)), (0, (16, 0), (4, 5)),
         (1, (4, 0), (4, 5)), (1, (12, 0), (4, 5)), (1, (20, 0), (4, 5)),
     ]  # fmt: skip
-    assert mesh.placed["disk.3.qkv"].decision.placement == Placement(0, (8, 8, 8))
+    assert mesh.placements["disk.3.qkv"].decision.placement == Placement(0, (8, 8, 8))
 
 
 def test_a_fused_projection_of_parts_that_are_cut_differently_is_whole() -> None:
     mesh = mesh_of({"disk.3.qkv": (24, 5)}, rules=EXPERTS, plan={"model.layers.*.q": "colwise"})
     assert held(mesh, "disk.3.qkv") == [(0, (0, 0), (24, 5))]
-    assert mesh.placed["disk.3.qkv"].decision.decided_by == "default"
+    assert mesh.placements["disk.3.qkv"].decision.decided_by == "default"
 
 
 def test_another_name_alone_changes_nothing() -> None:
     mesh = mesh_of({"disk.3.o": (4, 8)}, pp=4, rules=EXPERTS)
-    assert (mesh.placed["disk.3.o"].stage, held(mesh, "disk.3.o")) == (3, [(0, (0, 0), (4, 4)), (1, (0, 4), (4, 4))])
+    assert (mesh.placements["disk.3.o"].stage, held(mesh, "disk.3.o")) == (
+        3,
+        [(0, (0, 0), (4, 4)), (1, (0, 4), (4, 4))],
+    )
 
 
 def test_layers_alike_share_their_blocks() -> None:
     """A plan for many ranks stays small."""
     mesh = mesh_of({f"model.layers.{layer}.q.weight": (8, 4) for layer in range(4)})
-    assert len({id(placed.blocks) for placed in mesh.placed.values()}) == 1
+    assert len({id(placed.blocks) for placed in mesh.placements.values()}) == 1
     mesh = mesh_of(shapes_of_experts(0) | shapes_of_experts(1), rules=EXPERTS)
     assert (
-        len({id(mesh.placed[f"disk.{layer}.experts.{expert}.up"].blocks) for layer in (0, 1) for expert in (0, 2)}) == 1
+        len({id(mesh.placements[f"disk.{layer}.experts.{expert}.up"].blocks) for layer in (0, 1) for expert in (0, 2)})
+        == 1
     )
 
 
 def test_a_rule_for_one_layer_is_not_that_of_others() -> None:
     plan = {**PLAN, "model.layers.2.q": "replicate"}
     mesh = mesh_of({f"model.layers.{layer}.q.weight": (8, 4) for layer in range(4)}, plan=plan)
-    assert [len(placed.blocks) for placed in mesh.placed.values()] == [2, 2, 1, 2]
+    assert [len(placed.blocks) for placed in mesh.placements.values()] == [2, 2, 1, 2]
 
 
 # Rows of the report
@@ -252,7 +256,7 @@ def test_cuts_inside_heads_are_listed() -> None:
 )
 @pytest.mark.parametrize("tp", [2, 3])
 def test_a_placement_is_told_from_its_blocks(shape: Shape, placement: Placement, tp: int) -> None:
-    found = placement_of(shape, cut(shape, placement, ParallelDims(tp), True), tp)
+    found = find_placement(shape, cut(shape, placement, ParallelDims(tp), True), tp)
     assert found is not None
     assert cut(shape, found, ParallelDims(tp), True) == cut(shape, placement, ParallelDims(tp), True)
 
@@ -268,7 +272,7 @@ def test_a_placement_is_told_from_its_blocks(shape: Shape, placement: Placement,
 )
 def test_blocks_that_no_placement_gives(regions: list[tuple[Shape, Shape]]) -> None:
     blocks = [Block(rank_in_stage, Region(*region)) for rank_in_stage, region in enumerate(regions)]
-    assert placement_of((4, 4), blocks, 2) is None
+    assert find_placement((4, 4), blocks, 2) is None
 
 
 # Plans of the user
@@ -277,9 +281,9 @@ def test_blocks_that_no_placement_gives(regions: list[tuple[Shape, Shape]]) -> N
 def test_a_plan_is_read(tmp_path: Path) -> None:
     (tmp_path / "plan.json").write_text('{"a.b": "colwise"}')
     assert read_plan(str(tmp_path / "plan.json")) == {"a.b": "colwise"}
-    plan = plan_of(None, None, {"a.b": "colwise"})
+    plan = effective_plan(None, None, {"a.b": "colwise"})
     assert plan.rule_for("a.b.weight") == ("a.b", Rule("colwise", "user plan"))
-    assert plan_of(None, None, None).patterns() == []
+    assert effective_plan(None, None, None).patterns() == []
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from ckptx.catalog.manifest import LayoutRecord
 from ckptx.catalog.region import Region, Shape, whole
 from ckptx.layout.parallel_dims import ParallelDims
 from ckptx.layout.placement import Placement, cut
-from ckptx.model_view.rank_layout import Layout, Shard, Sharding, mesh_of, survey
+from ckptx.model_view.rank_layout import Layout, Shard, Sharding, layout_by_rank, recorded_mesh
 from ckptx.report.html import layout_page
 from ckptx.report.html_data import axes_of, colors_of, name_of, sharding_text
 from ckptx.report.report import count_dtypes
@@ -66,7 +66,7 @@ def catalog_of(rows: Iterable[tuple[str, Shape, int]], dims: ParallelDims) -> Ca
 
 
 def page_of(catalog: Catalog, dims: ParallelDims | None, path: str = "made") -> tuple[str, Layout]:
-    layout = survey(catalog, {name: name for name in catalog.tensors}, dims)
+    layout = layout_by_rank(catalog, {name: name for name in catalog.tensors}, dims)
     report = inspected(
         tensors=len(catalog.tensors),
         dtypes={"before": count_dtypes(catalog.tensors.values())},
@@ -153,7 +153,7 @@ def test_a_page_of_a_large_model_is_small() -> None:
         for leaf in ("gate_proj", "up_proj", "down_proj")
     ]
     text, layout = page_of(catalog_of(rows, dims), dims)
-    assert len(layout.groups) == 3 and len(layout.cuts) == 1
+    assert len(layout.groups) == 3 and len(layout.shardings) == 1
     assert len(text) < 1_500_000
     page = Page(text)
     assert page.faults == []
@@ -179,7 +179,7 @@ def test_ranks_that_are_too_many_to_draw_are_said() -> None:
 
 def test_files_take_the_place_of_ranks_where_nothing_is_cut() -> None:
     catalog = catalog_of([("layers.0.w", (4,), 0)], ParallelDims(2))
-    dims, _ = mesh_of(LayoutRecord(1, 1, 1, None), catalog.files)
+    dims, _ = recorded_mesh(LayoutRecord(1, 1, 1, None), catalog.files)
     page = Page(page_of(catalog, dims)[0])
     assert [cell.attributes["aria-label"] for cell in page.all("a", "cell")] == [
         "__0_0.distcp: 8 B, 1 tensor",
@@ -300,7 +300,7 @@ def test_text_can_be_read_on_every_rank(dims: ParallelDims | None) -> None:
     style = (files("ckptx.report") / "layout.css").read_text(encoding="utf-8")
     (chroma,) = set(re.findall(r"oklch\(var\(--l\) ([\d.]+) var\(--h\)\)", style))
     catalog = catalog_of([("layers.0.w", (4, 4), 0)], dims or ParallelDims(2))
-    layout = survey(catalog, {"layers.0.w": "layers.0.w"}, dims)
+    layout = layout_by_rank(catalog, {"layers.0.w": "layers.0.w"}, dims)
     text = _themes()[0]["on-fill"]
     for hue, light in colors_of(layout):
         assert _contrast(_of_oklch(light, float(chroma), hue), text) >= 4.5, (hue, light)

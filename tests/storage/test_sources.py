@@ -12,8 +12,8 @@ import pytest
 
 from ckptx.errors import CkptxError, InputError, OutputError, SpaceError, UnsupportedError
 from ckptx.formats.registry import open_checkpoint
-from ckptx.model_view.parameter_count import parameters_of
-from ckptx.model_view.view import manifest_beside, view_model
+from ckptx.model_view.parameter_count import count_parameters
+from ckptx.model_view.view import read_valid_manifest, view_model
 from ckptx.publishing.source_state import recorded_identities
 from ckptx.storage.directory_handle import DirectoryHandle
 from ckptx.storage.interface import OutputTree, Source, StoredFile, local_path, name_below
@@ -254,8 +254,8 @@ def test_a_checkpoint_in_memory_is_seen_as_a_model(written: str) -> None:
     write = write_hf if written == "hf" else write_dcp
     write(place, llama(), config=LLAMA)
     view = view_model(open_checkpoint(place))
-    assert parameters_of(view).count == 1960 and not view.notes
-    assert manifest_beside(view.catalog, []) is None
+    assert count_parameters(view).count == 1960 and not view.notes
+    assert read_valid_manifest(view.catalog, []) is None
 
 
 # ------------------------------------------------------------------------------------------------------------- outputs

@@ -24,7 +24,7 @@ from ckptx.catalog.dtype import BY_NAME
 from ckptx.catalog.entry import TensorEntry
 from ckptx.layout.parallel_dims import ParallelDims
 from ckptx.layout.stages import StageMap
-from ckptx.model_view.sharder import Sharder, plan_of
+from ckptx.model_view.sharder import Sharder, effective_plan
 from ckptx.runtime.parallel.activation_checkpointing.wrap import checkpoint_activations
 from ckptx.runtime.parallel.tensor_parallel import sequence, styles
 from ckptx.runtime.parallel.tensor_parallel.apply import TensorParallelLayout, apply
@@ -244,10 +244,12 @@ def on_meta(rank: int, world_size: int, name: str) -> tuple[Placed, dict[str, li
 
 def reshard_regions(model: nn.Module, config: dict[str, Any], tp: int) -> dict[str, list[list[Any]]]:
     """By parameter and TP rank the rectangles that `ckptx reshard` gives it."""
-    sharder = Sharder(plan_of(find_architecture(config), config, None), ParallelDims(tp), StageMap([], 1), None, True)
+    sharder = Sharder(
+        effective_plan(find_architecture(config), config, None), ParallelDims(tp), StageMap([], 1), None, True
+    )
     shapes = {key: tuple(value.shape) for key, value in model.named_parameters()}
     entries = {key: TensorEntry(key, BY_NAME["F32"], shape, ()) for key, shape in shapes.items()}
-    placed = sharder.place(entries, ()).placed
+    placed = sharder.place(entries, ()).placements
     return {
         key: [
             [tuple(block.region) for block in placed[key].blocks if block.rank_in_stage == rank_in_stage]

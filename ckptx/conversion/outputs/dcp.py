@@ -129,7 +129,9 @@ def _allocate_parts(dst: Path, contents: OutputContents, files: int | None) -> D
         return DcpOutput(catalog, [(name,) for name in catalog.files], [marker], {}, {METADATA: fqns})
     order = {name: at for at, name in enumerate(target.source.tensors)}
     source_names = {**target.source_names, **state.source_names}
-    blocks = [(entry, model.placed[name].stage, model.placed[name].blocks) for name, entry in target.tensors.items()]
+    blocks = [
+        (entry, model.placements[name].stage, model.placements[name].blocks) for name, entry in target.tensors.items()
+    ]
     blocks += [(entry, *state.places[name]) for name, entry in state.tensors.items()]
     blocks.sort(key=lambda each: order[source_names[each[0].name]])  # source order: one sequential pass
     dcp_contents = DcpContents(

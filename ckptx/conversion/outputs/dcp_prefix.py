@@ -42,12 +42,12 @@ def _reason_unreadable(prefix: str, names: Collection[str], view: ModelView) -> 
         inferred = infer_class(source_config, written)
         if inferred is None or [inferred.class_name] != config.get("architectures"):
             return "config.json names no class, and the class cannot be inferred from names with this prefix"
-    is_unknown = view.published is None or not view.published.name_patterns
+    is_unknown = view.disk_architecture is None or not view.disk_architecture.name_patterns
     # Names of an unknown class do not identify a prefix: the user passes it when reading.
     is_state = [is_optimizer(name) or is_trainer_state(name) for name in written]
     if (is_unknown and any(is_state)) or all(is_state):
         return "names with this prefix would be read as optimizer or training state"
-    found = find_model_names(written, view.published, config, prefix if is_unknown else None)
+    found = find_model_names(written, view.disk_architecture, config, prefix if is_unknown else None)
     if _is_found_again(prefix, written, found):
         return None
     if found.unwrapped.counts or found.unwrapped.duplicates:

@@ -45,7 +45,7 @@ class HuggingFaceFormat(OutputFormat):
 
     def default_naming(self, view: ModelView) -> str | None:
         """Return "disk" for trainer and model names, as all loaders know published ones; None keeps published names."""
-        return "disk" if view.trainer_naming or has_model_names(view) else None
+        return "disk" if view.trainer_conversions or has_model_names(view) else None
 
     def restored(self, base: BaseCheckpoint, view: ModelView, ties: Ties) -> Restoration:
         """Restore the original files recorded in the manifest, unless options ask for a different output.

@@ -46,7 +46,10 @@ class ShardedFormat(OutputFormat):
         assert model is not None
         layout = sharded_layout.allocate(
             dst,
-            ((entry, model.placed[name].stage, model.placed[name].blocks) for name, entry in target.tensors.items()),
+            (
+                (entry, model.placements[name].stage, model.placements[name].blocks)
+                for name, entry in target.tensors.items()
+            ),
             model.dims,
         )
         return Allocation(

@@ -15,7 +15,7 @@ from ckptx.formats.hf.hf_metadata import config_in, find_hf_metadata, read_hf_me
 from ckptx.formats.hf.hub import resolve
 from ckptx.formats.registry import open_checkpoint
 from ckptx.formats.sidecars import MANIFEST, list_sidecars
-from ckptx.model_view.view import manifest_beside
+from ckptx.model_view.view import read_valid_manifest
 from ckptx.options.conversion import ConversionOptions
 from ckptx.publishing.output_place import refuse_overlap
 from ckptx.publishing.replacing import refuse_files_of
@@ -111,7 +111,7 @@ def _without_config(base: BaseCheckpoint) -> BaseCheckpoint:
     """
     source = base.source
     notes: list[str] = []
-    manifest = manifest_beside(source, notes)
+    manifest = read_valid_manifest(source, notes)
     if manifest is None or manifest.original is None or "config.json" in manifest.sidecars:
         raise no_config_error(source)
     around = list_sidecars(source.source, frozenset(source.files))

@@ -12,12 +12,12 @@ from ckptx.conversion.steps.base import BaseCheckpoint
 from ckptx.errors import InputError
 from ckptx.mapping.names import is_trainer_state
 from ckptx.model_view.config_check import ConfigMatch, match_config
-from ckptx.model_view.parameter_count import leaders_of, parameters_decided
+from ckptx.model_view.parameter_count import count_with_known_ties, tie_representatives
 from ckptx.model_view.view import (
     ModelView,
     compare_replicas,
     decide_ties,
-    locate_all,
+    locate_all_archives,
     locate_archives,
     resolve_duplicates,
     view_model,
@@ -66,9 +66,9 @@ def find_model(
     view = locate_archives(view, files, lazy=lazy)
     compare_replicas(view.catalog, files)
     if with_state:
-        view = locate_all(view, files, lazy=lazy)
+        view = locate_all_archives(view, files, lazy=lazy)
     view = resolve_duplicates(view, files, with_state=with_state)
-    notes = view.notes_on_others("copied unchanged") if with_state else ()
+    notes = view.notes_on_other_models("copied unchanged") if with_state else ()
     return SourceModel(view, (*view.notes, *notes))
 
 
@@ -101,12 +101,12 @@ def resolve_ties(view: ModelView, files: SourceFiles, options: ConversionOptions
         InputError: A tensor that the model requires is missing and not declared tied.
     """
     missing: list[str] | None = [] if options.allow_config_mismatch else None
-    decisions = decide_ties(view, files, tie_missing=options.tie_missing, accepted=missing)
-    leaders = leaders_of(decisions)
+    decisions = decide_ties(view, files, tie_missing=options.tie_missing, accepted_problems=missing)
+    leaders = tie_representatives(decisions)
     return Ties(
         decisions,
         {view.tensors[name].name: leader for name, leader in leaders.items() if name in view.tensors},
-        parameters_decided(view, leaders),
+        count_with_known_ties(view, leaders),
         (
             *(missing or ()),
             *(
@@ -184,7 +184,7 @@ def drop_training_state(view: ModelView, objects: Mapping[str, BytesEntry], reas
     optimizer, other = frozenset(view.optimizer), set(view.other)
     optimizer |= {name for name, kept in twins.items() if kept in optimizer}
     other |= {name for name, kept in twins.items() if kept in other}
-    models = {name: f"{each.description}, not converted" for each in view.others for name in each.names}
+    models = {name: f"{each.description}, not converted" for each in view.other_models for name in each.names}
     outside = f'outside the model prefix "{view.prefix}"'
     rows = []
     for name in view.catalog.tensors:
@@ -204,7 +204,7 @@ def drop_training_state(view: ModelView, objects: Mapping[str, BytesEntry], reas
         tuple(rows),
         {"tensors": len(optimizer), "bytes": nbytes},
         {"count": len(objects), "bytes": sum(entry.nbytes for entry in objects.values())},
-        (*((note,) if optimizer or count or objects else ()), *view.notes_on_others("not converted")),
+        (*((note,) if optimizer or count or objects else ()), *view.notes_on_other_models("not converted")),
     )
 
 

@@ -76,7 +76,7 @@ def rename(
         UnsupportedError: The class is unknown, or has a conversion that ckptx lacks.
         InputError: Some of the tensors that are combined into one are missing.
     """
-    published, trainer = rules_of(view), trainer_rules(view.trainer_naming) if view.trainer_naming else None
+    published, trainer = rules_of(view), trainer_rules(view.trainer_conversions) if view.trainer_conversions else None
     wanted = names or default
     scheme = SCHEMES.get(wanted or "")
     if wanted is None or (scheme is not None and trainer is not None and scheme == _scheme_of(view)):
@@ -117,13 +117,13 @@ def rename(
 
 
 def _scheme_of(view: ModelView) -> TrainerScheme | None:
-    assert view.published is not None
-    return detect_scheme(view.published, view.catalog.tensors)
+    assert view.disk_architecture is not None
+    return detect_scheme(view.disk_architecture, view.catalog.tensors)
 
 
 def _rules_of_scheme(scheme: TrainerScheme, view: ModelView) -> NameRules:
-    assert view.published is not None and view.config is not None
-    return trainer_rules(scheme.conversions(view.published.class_name, view.config))
+    assert view.disk_architecture is not None and view.config is not None
+    return trainer_rules(scheme.conversions(view.disk_architecture.class_name, view.config))
 
 
 def _apply_renaming(target: TargetTensors, renamed: RenamedTensors) -> TargetTensors:

@@ -20,7 +20,7 @@ from ckptx.formats.hf.reader import json_in
 from ckptx.formats.sidecars import MANIFEST
 from ckptx.mapping.names import pattern_of
 from ckptx.mapping.ops import Conversion
-from ckptx.model_view.view import ModelView, manifest_beside, rules_of
+from ckptx.model_view.view import ModelView, read_valid_manifest, rules_of
 from ckptx.storage.interface import Location, Source
 from ckptx.transfer.digest import digest_bytes
 from ckptx.untrusted.limits import METADATA_BYTES
@@ -39,7 +39,7 @@ def check_recorded_config(view: ModelView, base: BaseCheckpoint, named: NamedTar
     Raises:
         InputError: The config is a different one, and tensors are combined, split or reordered by it.
     """
-    manifest = manifest_beside(view.catalog, [])
+    manifest = read_valid_manifest(view.catalog, [])
     recorded = None if manifest is None else manifest.sidecars.get(_CONFIG)
     if view.config is None or manifest is None or recorded is None:
         return
@@ -69,7 +69,7 @@ def check_recorded_config(view: ModelView, base: BaseCheckpoint, named: NamedTar
 def _dependent_on_config(view: ModelView, named: NamedTarget) -> list[str]:
     """Return the names of tensors whose element order depends on numbers of a config, in the source or the target."""
     rules, trainer_rules = rules_of(view), named.naming.rules
-    own = [each for each in view.trainer_naming if _reads_config(each)]
+    own = [each for each in view.trainer_conversions if _reads_config(each)]
     models = [each for each in rules.conversions if _reads_config(each)] if rules is not None else []
     wanted = [each for each in trainer_rules.conversions if _reads_config(each)] if trainer_rules is not None else []
     found = [conversion.sources[0] for conversion in own]
@@ -92,8 +92,8 @@ def _reads_config(conversion: Conversion) -> bool:
 def _patterns_of(view: ModelView) -> set[str]:
     """Return the patterns of the names, with and without the prefix of the base model."""
     patterns = set(map(pattern_of, view.tensors))
-    if view.published is not None and view.published.base_prefix:
-        prefix = f"{view.published.base_prefix}."
+    if view.disk_architecture is not None and view.disk_architecture.base_prefix:
+        prefix = f"{view.disk_architecture.base_prefix}."
         patterns |= {prefix + each for each in patterns} | {each.removeprefix(prefix) for each in patterns}
     return patterns
 
@@ -102,7 +102,7 @@ def _without_published_name(view: ModelView, manifest: Manifest) -> list[str]:
     """Return the tensors that had other names in the original files and have no published name under this class."""
     original = manifest.original
     is_known = rules_of(view) is not None and len(view.unknown) < len(view.tensors)
-    if original is None or view.trainer_naming or is_known:
+    if original is None or view.trainer_conversions or is_known:
         return []
     tied = {name for name, row in manifest.tensors.items() if row.tied_to is not None}
     return [entry.name for name, entry in view.tensors.items() if name not in original.tensors and name not in tied]
@@ -133,7 +133,7 @@ def _compare(view: ModelView, used: Location, written_with: Mapping[str, Any]) -
 
 def _operations(view: ModelView, config: Mapping[str, Any]) -> dict[tuple[str, ...], tuple[Any, ...]]:
     """Map sources and targets of each conversion of a config to its operations."""
-    published = view.published
+    published = view.disk_architecture
     if published is None:
         return {}
     found: list[Conversion] = []

@@ -90,7 +90,7 @@ def replication_of(
     counts = {True: 0, False: 0}
     nbytes, in_layers = {True: 0, False: 0}, {True: 0, False: 0}
     stored = 0
-    for name, (_, blocks, decision) in model.placed.items():
+    for name, (_, blocks, decision) in model.placements.items():
         entry = tensors[name]
         elements = sum(block.region.numel for block in blocks)
         stored += entry.nbytes * elements // entry.numel if entry.numel else 0

@@ -17,7 +17,7 @@ from ckptx.formats.hf.layout import HuggingFaceLayout
 from ckptx.formats.hf.original_files import remember as remember_files
 from ckptx.formats.hf.original_files import restore
 from ckptx.formats.sidecars import MANIFEST
-from ckptx.model_view.view import ModelView, manifest_beside, rules_of, trainer_rules
+from ckptx.model_view.view import ModelView, read_valid_manifest, rules_of, trainer_rules
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +63,8 @@ class RestoredFiles:
         Raises:
             InputError, UnsupportedError: The operations have no inverse.
         """
-        if self.view.trainer_naming:
-            return trainer_rules(self.view.trainer_naming).to_disk(tensors, list(self.view.tensors)).tensors
+        if self.view.trainer_conversions:
+            return trainer_rules(self.view.trainer_conversions).to_disk(tensors, list(self.view.tensors)).tensors
         rules = rules_of(self.view)
         return tensors if rules is None else rules.to_model(tensors).tensors
 
@@ -123,7 +123,7 @@ def kept_manifest(view: ModelView, notes: list[str]) -> Manifest | None:
         view: Model in the checkpoint.
         notes: Receives notes for the user.
     """
-    manifest = manifest_beside(view.catalog, notes)
+    manifest = read_valid_manifest(view.catalog, notes)
     if manifest is None or manifest.original is None:
         return None
     on_disk = {entry.name: entry for entry in view.tensors.values()}

@@ -12,7 +12,7 @@ from ckptx.conversion.steps.target import TargetTensors
 from ckptx.errors import UsageError
 from ckptx.layout.parallel_dims import ParallelDims
 from ckptx.layout.stages import StageMap
-from ckptx.model_view.sharder import ShardedModel, Sharder, plan_of, read_plan
+from ckptx.model_view.sharder import ShardedModel, Sharder, effective_plan, read_plan
 from ckptx.model_view.view import ModelView
 from ckptx.options.mesh import ShardingOptions
 from ckptx.wording import counted, first_of
@@ -98,7 +98,7 @@ def _sharder_for(
     architecture = view.architecture
     dims = layout.dims
     user_plan = read_plan(str(layout.tp_plan)) if layout.tp_plan else None
-    plan = plan_of(architecture, view.config, user_plan)
+    plan = effective_plan(architecture, view.config, user_plan)
     stacks = architecture.stacks(view.config) if architecture is not None and view.config is not None else ()
     root = view.catalog.root
     subject = architecture.class_name if architecture is not None else f"{root}: its architecture is unknown"
@@ -133,8 +133,11 @@ def _notes_on(model: ShardedModel) -> list[str]:
             f"{counted(len(model.unaligned), 'tensor')}, {first_of(model.unaligned)}; TP kernels cannot use these "
             "shards; choose another --tp, or pass rules for them with --tp-plan"
         )
-    if model.passed and model.dims.world_size > 1:
-        notes.append(f"replicated, not in the model: {counted(len(model.passed), 'tensor')}, {first_of(model.passed)}")
+    if model.unknown_tensors and model.dims.world_size > 1:
+        notes.append(
+            f"replicated, not in the model: {counted(len(model.unknown_tensors), 'tensor')}, "
+            f"{first_of(model.unknown_tensors)}"
+        )
     return notes
 
 

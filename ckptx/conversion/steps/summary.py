@@ -119,11 +119,11 @@ def _mesh(sharded: ShardedTarget) -> dict[str, Any]:
     dims = model.dims
     return {
         "layout": {"tp": dims.tp, "pp": dims.pp, "dp_shard": dims.dp_shard, "stages": model.layers()},
-        "chunks": sum(len(placed.blocks) for placed in model.placed.values()),
+        "chunks": sum(len(placed.blocks) for placed in model.placements.values()),
         "rules": model.rules(),
         "unaligned_tensors": model.unaligned,
         "replicated": None if sharded.replication is None else sharded.replication.to_dict(),
-        "other_tensors": list(model.passed),
+        "other_tensors": list(model.unknown_tensors),
     }
 
 

@@ -272,7 +272,7 @@ class _StateMapper:
         if parameter is None:
             return 0, whole_block
         stored = self.model.aliases.get(parameter, parameter)
-        placed = mesh.placed[stored]
+        placed = mesh.placements[stored]
         if entry.shape == self.model.tensors[stored].shape:
             return placed.stage, placed.blocks
         if entry.numel > 1:

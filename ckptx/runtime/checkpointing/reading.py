@@ -75,7 +75,7 @@ class OpenCheckpoint:
     def unread(self) -> dict[str, str]:
         """Names on disk that are not part of the model, with the reason."""
         optimizer = dict.fromkeys(self.view.optimizer, OPTIMIZER)
-        others = {name: each.description for each in self.view.others for name in each.names}
+        others = {name: each.description for each in self.view.other_models for name in each.names}
         return optimizer | dict.fromkeys(self.view.other, OTHER_STATE) | others
 
     @property
@@ -165,8 +165,8 @@ def open_source(
     with catalog.source.open() as files:
         view = resolve_duplicates(locate_archives(view, files, lazy=True), files, with_state=False)
         renamed = RenamedTensors.identity(view.tensors)
-        if view.trainer_naming:
-            renamed = renamed.then(trainer_rules(view.trainer_naming).to_model(renamed.tensors))
+        if view.trainer_conversions:
+            renamed = renamed.then(trainer_rules(view.trainer_conversions).to_model(renamed.tensors))
         rules = rules_of(view)
         if rules is not None:
             renamed = renamed.then(rules.to_model(renamed.tensors))
