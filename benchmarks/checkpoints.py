@@ -14,8 +14,8 @@ from typing import Any, BinaryIO, NamedTuple
 
 from ckptx.catalog.dtype import BY_NAME, DType
 from ckptx.catalog.region import Shape
-from ckptx.formats.hf.reader import index_text
-from ckptx.formats.hf.safetensors import frame_header, header_text, padded
+from ckptx.formats.hf.reader import format_index
+from ckptx.formats.hf.safetensors import format_header_text, frame_header, pad_header
 
 _BLOCK = os.urandom(8 << 20)  # repeated with a shift: real enough for checksums, fast enough for gigabytes
 _BF16, _F32 = BY_NAME["BF16"], BY_NAME["F32"]
@@ -253,7 +253,7 @@ def write_checkpoint(root: Path, model: Model, shards: int = 2, *, sparse: bool 
         file = f"model-{index + 1:05d}-of-{shards:05d}.safetensors"
         _write_shard(root / file, part, fill)
         weight_map.update((name, file) for name, _, _ in part)
-    (root / "model.safetensors.index.json").write_text(index_text(weight_map, {"total_size": total}))
+    (root / "model.safetensors.index.json").write_text(format_index(weight_map, {"total_size": total}))
     return total
 
 
@@ -269,7 +269,7 @@ def _write_shard(path: Path, rows: list[tuple[str, DType, Shape]], fill: Callabl
         header.append((name, dtype, shape, at, at + nbytes))
         at += nbytes
     with path.open("wb") as out:
-        out.write(frame_header(padded(header_text(header, {"format": "pt"}))))
+        out.write(frame_header(pad_header(format_header_text(header, {"format": "pt"}))))
         fill(out, at)
 
 

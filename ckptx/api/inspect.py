@@ -9,7 +9,7 @@ from typing import Any
 
 from ckptx.catalog.catalog import Catalog
 from ckptx.errors import EnvironmentProblem, UsageError
-from ckptx.formats.hf.hub import resolve
+from ckptx.formats.hf.hub import resolve_source
 from ckptx.formats.registry import open_checkpoint
 from ckptx.mapping.names import pattern_of
 from ckptx.model_view.config_check import match_config_with_notes
@@ -35,7 +35,7 @@ def inspect(options: InspectOptions) -> InspectionReport:
     if html is not None:
         refuse_place(html)
     opened = open_checkpoint(
-        resolve(str(options.path), revision=options.revision, token=options.token, cache_dir=options.cache_dir)
+        resolve_source(str(options.path), revision=options.revision, token=options.token, cache_dir=options.cache_dir)
     )
     prefix = options.model_prefix
     if prefix is not None and not opened.form.is_of_training:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from ckptx.errors import SpaceError
-from ckptx.formats.hf.hf_metadata import directory_of_config
+from ckptx.formats.hf.hf_metadata import local_config_directory
 from ckptx.formats.registry import open_checkpoint
 from ckptx.layout.parallel_dims import ParallelDims
 from ckptx.options.forecast import ForecastOptions
@@ -31,7 +31,7 @@ def require_fit(reference: Path, checkpoint: Path, options: RunOptions, gpu_memo
         SpaceError: The run does not fit.
         CkptxError: The run cannot be forecast.
     """
-    sources = [directory_of_config(open_checkpoint(path)) for path in (checkpoint, reference)]
+    sources = [local_config_directory(open_checkpoint(path)) for path in (checkpoint, reference)]
     source = next((each for each in sources if (each / "config.json").is_file()), sources[-1])
     step = ForecastOptions(
         source, **options.shared_with(ForecastOptions), dtype=options.compute_dtype, seq=_LENGTH, optimizer="none"

@@ -12,7 +12,7 @@ from typing import Any
 from ckptx.api.memory_check import require_fit
 from ckptx.comparison.headers import seen_together
 from ckptx.errors import PeerFailure, missing_package
-from ckptx.formats.hf.hub import resolve
+from ckptx.formats.hf.hub import resolve_source
 from ckptx.formats.registry import open_checkpoint
 from ckptx.model_view.sharder import read_plan
 from ckptx.options.document import to_json
@@ -32,7 +32,7 @@ def verify_running(options: CompareRunOptions) -> RunReport:
     """
     stopwatch, log, dims = Stopwatch(), options.log or Log(), options.dims
     reference, checkpoint = (
-        resolve(str(path), revision=options.revision, token=options.token, cache_dir=options.cache_dir)
+        resolve_source(str(path), revision=options.revision, token=options.token, cache_dir=options.cache_dir)
         for path in (options.reference, options.checkpoint)
     )
     if options.tp_plan is not None:

@@ -13,7 +13,7 @@ from ckptx.catalog.entry import TensorEntry
 from ckptx.catalog.region import whole
 from ckptx.comparison.headers import TiedNames, differing_headers, in_common_names, seen_together
 from ckptx.comparison.optimizer_state import has_state, not_compared, notes_on_objects, pair_state
-from ckptx.formats.hf.hub import resolve
+from ckptx.formats.hf.hub import resolve_source
 from ckptx.formats.registry import open_checkpoint
 from ckptx.mapping.dtypes import cast_targets
 from ckptx.model_view.config_check import match_config_with_notes
@@ -44,7 +44,7 @@ def verify_bytes(options: CompareOptions, *, with_state: bool = True) -> VerifyR
     """
     stopwatch, log, dtype = Stopwatch(), options.log or Log(), options.dtype
     reference, checkpoint = (
-        resolve(str(path), revision=options.revision, token=options.token, cache_dir=options.cache_dir)
+        resolve_source(str(path), revision=options.revision, token=options.token, cache_dir=options.cache_dir)
         for path in (options.reference, options.checkpoint)
     )
     first, second = seen_together(open_checkpoint(reference), open_checkpoint(checkpoint), prefix=options.model_prefix)

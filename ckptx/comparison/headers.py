@@ -9,7 +9,7 @@ from ckptx.catalog.catalog import Catalog
 from ckptx.catalog.entry import Chunk, TensorEntry
 from ckptx.catalog.region import whole
 from ckptx.errors import InputError, ReadError, UnsupportedError
-from ckptx.formats.hf.hub import resolve
+from ckptx.formats.hf.hub import resolve_source
 from ckptx.formats.registry import open_checkpoint
 from ckptx.mapping.duplicates import find_duplicate_names
 from ckptx.mapping.models import describe_prefix
@@ -35,7 +35,7 @@ def diff(options: DiffOptions) -> DiffReport:
     """
     stopwatch, log = Stopwatch(), options.log or Log()
     paths = [
-        resolve(str(each), revision=options.revision, token=options.token, cache_dir=options.cache_dir)
+        resolve_source(str(each), revision=options.revision, token=options.token, cache_dir=options.cache_dir)
         for each in (options.a, options.b)
     ]
     a_view, b_view = seen_together(*(open_checkpoint(path) for path in paths), prefix=options.model_prefix)

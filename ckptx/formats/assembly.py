@@ -14,15 +14,15 @@ from ckptx.errors import InputError
 from ckptx.untrusted.numbers import SharedHash, UniqueTuples, identity, salted
 
 
-class Regions:
+class RegionCache:
     """Keeps one object per distinct region: checkpoints repeat them, and the functions below compare identities."""
 
     def __init__(self) -> None:
-        self._known: UniqueTuples[Region] = UniqueTuples()
+        self._regions: UniqueTuples[Region] = UniqueTuples()
 
     def get(self, region: Region) -> Region | None:
         """Return the stored region that equals this one, or None."""
-        return self._known.get(region)
+        return self._regions.get(region)
 
     def keep(self, region: Region, name: str, where: str) -> Region:
         """Store a region for which `get` returned None.
@@ -36,7 +36,7 @@ class Regions:
             InputError: Too many regions share a hash, which happens only if the file was made so.
         """
         try:
-            return self._known.keep(region)
+            return self._regions.keep(region)
         except SharedHash as error:
             raise InputError(f'{where}: tensor "{name}" has one of {error}; the file is damaged') from None
 
@@ -48,7 +48,7 @@ class CoverageCheck:
         self._covered: set[tuple[bytes, Shape]] = set()
 
     def fault(self, shape: Shape, chunks: Iterable[Chunk]) -> CoverageFault | None:
-        """Return the first reason why chunks do not tile a shape, or None; their regions come from one `Regions`."""
+        """Return the first reason why chunks do not tile a shape, or None; their regions come from one cache."""
         regions = [chunk.region for chunk in chunks]
         key = identity(regions), shape
         if key in self._covered:
@@ -60,7 +60,7 @@ class CoverageCheck:
 
 
 def split_replicas(blocks: Iterable[Chunk]) -> tuple[tuple[Chunk, ...], tuple[Chunk, ...]]:
-    """Return the first block of each region, and the remaining ones; the regions come from one `Regions`."""
+    """Return the first block of each region, and the remaining ones; the regions come from one cache."""
     first: dict[tuple[int, Region], Chunk] = {}
     replicas = []
     for block in blocks:

@@ -11,17 +11,19 @@ from ckptx.layout.parallel_dims import ParallelDims
 ShardedTensor = tuple[TensorEntry, int, tuple[Block, ...]]
 
 
-def by_stage(tensors: Iterable[ShardedTensor], dims: ParallelDims) -> list[list[tuple[TensorEntry, tuple[Block, ...]]]]:
+def group_by_stage(
+    tensors: Iterable[ShardedTensor], dims: ParallelDims
+) -> list[list[tuple[TensorEntry, tuple[Block, ...]]]]:
     """Group tensors and their blocks by stage, in the order given.
 
     Equal blocks become one object, so that values derived from them are computed once per distinct sharding.
     """
     stages: list[list[tuple[TensorEntry, tuple[Block, ...]]]] = [[] for _ in range(dims.pp)]
-    kept: dict[tuple[Block, ...], tuple[Block, ...]] = {}
-    known: set[int] = set()
+    unique_blocks: dict[tuple[Block, ...], tuple[Block, ...]] = {}
+    unique_ids: set[int] = set()
     for entry, stage, blocks in tensors:
-        if id(blocks) not in known:
-            blocks = kept.setdefault(blocks, blocks)
-            known.add(id(blocks))
+        if id(blocks) not in unique_ids:
+            blocks = unique_blocks.setdefault(blocks, blocks)
+            unique_ids.add(id(blocks))
         stages[stage].append((entry, blocks))
     return stages

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from ckptx.storage.interface import Location, Source
 
 
-def links_outside(source: Source, names: Iterable[str]) -> list[tuple[str, Location]]:
+def find_outside_links(source: Source, names: Iterable[str]) -> list[tuple[str, Location]]:
     """Return the files of a checkpoint that resolve to a location outside it, each with that location.
 
     Args:
@@ -22,13 +22,13 @@ def links_outside(source: Source, names: Iterable[str]) -> list[tuple[str, Locat
     Returns:
         (name, resolved location), in the order of `names`. The `blobs` of a snapshot in the Hub cache count as inside.
     """
-    home = source.spellings()[-1]
-    blobs = home.parent.parent / "blobs" if home.parent.name == "snapshots" else None
+    root = source.spellings()[-1]
+    blobs = root.parent.parent / "blobs" if root.parent.name == "snapshots" else None
     found = []
     for name in names:
         real = source.spellings(name)[-1]
         parents = tuple(_parents(real))
-        if home not in parents and (blobs is None or blobs not in parents):
+        if root not in parents and (blobs is None or blobs not in parents):
             found.append((name, real))
     return found
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-from ckptx.formats.rank_files import ShapesIn
+from ckptx.formats.rank_files import ShapeReader
 from ckptx.storage.interface import Location, Source
 
 
@@ -28,7 +28,7 @@ class LocatedCheckpoint(NamedTuple):
         return self.source.location
 
 
-Detect = Callable[[Source, ShapesIn], "LocatedCheckpoint | None"]
+Detect = Callable[[Source, ShapeReader], "LocatedCheckpoint | None"]
 """Function that finds a checkpoint of one format in a directory.
 
 The names in `source.listing()` decide; a header is read only if two formats share them. The second argument opens

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from ckptx.catalog.manifest import Manifest
 
 
-def manifest_in(source: Source, notes: list[str]) -> Manifest | None:
+def read_manifest(source: Source, notes: list[str]) -> Manifest | None:
     """Read the manifest in a directory.
 
     Args:
@@ -39,12 +39,12 @@ def manifest_in(source: Source, notes: list[str]) -> Manifest | None:
     except ReadError:
         raise
     except (InputError, UnsupportedError) as error:
-        notes.append(_note(error))
+        notes.append(_ignored_note(error))
         return None
 
 
-def note_no_file(source: Source, notes: list[str]) -> None:
-    """Add the note of `manifest_in` for a manifest that is too large or not a regular file, without reading it."""
+def note_unreadable_manifest(source: Source, notes: list[str]) -> None:
+    """Add the note of `read_manifest` for a manifest that is too large or not a regular file, without reading it."""
     if not source.listing().has(MANIFEST):
         return
     try:
@@ -52,8 +52,8 @@ def note_no_file(source: Source, notes: list[str]) -> None:
     except ReadError:
         raise
     except InputError as error:
-        notes.append(_note(error))
+        notes.append(_ignored_note(error))
 
 
-def _note(error: CkptxError) -> str:
+def _ignored_note(error: CkptxError) -> str:
     return f"{error}; manifest ignored"

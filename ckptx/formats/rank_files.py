@@ -17,7 +17,7 @@ from typing import Any
 
 from ckptx.catalog.region import Shape
 from ckptx.errors import CkptxError, InputError, ReadError, UnsupportedError
-from ckptx.formats.rank_names import Family, family_of, has_rank, is_rank_alone, may_be_part, world_size_in
+from ckptx.formats.rank_names import NameGroup, group_of, has_only_ranks, has_rank, may_be_part, world_size_from_name
 from ckptx.mapping.names import pattern_of
 from ckptx.storage.interface import Location, Source
 from ckptx.storage.listing import Listing
@@ -25,13 +25,13 @@ from ckptx.untrusted.json_text import parse_json
 from ckptx.untrusted.limits import CONFIG_BYTES
 
 Shapes = Mapping[str, Shape]
-ShapesIn = Callable[[Location], Shapes | None]
+ShapeReader = Callable[[Location], Shapes | None]
 """Opens a file or directory and returns the shapes of its tensors, or None if it cannot be opened."""
 
-WEIGHTS = (".safetensors", ".bin", ".pt", ".pth")
-_NAMED = 4
+WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth")
+_MAX_LISTED = 4
 _MAX_OPENED = 8
-_MAX_SEARCHED, _DEPTH = 16, 8  # directories of one directory, and levels, that are searched for weights
+_MAX_SEARCHED, _MAX_DEPTH = 16, 8  # directories of one directory, and levels, that are searched for weights
 _WORLD_SIZE_KEYS = ("world_size", "tp_size", "tensor_parallel_size", "num_ranks")
 _NEXT_STEP = (
     "save a DCP or the whole model where it was trained, and pass that (if each rank holds a whole model, put its "
@@ -39,21 +39,21 @@ _NEXT_STEP = (
 )
 
 
-def without_part_files(source: Source, names: Sequence[str], shapes_in: ShapesIn) -> list[str]:
+def complete_files(source: Source, names: Sequence[str], shapes_in: ShapeReader) -> list[str]:
     """Return the weight files of a directory that are complete checkpoints.
 
     Raises:
         UnsupportedError: All of them are parts of one checkpoint.
     """
-    families = _families(source, names, shapes_in, directories=False)
-    parts = {name for family in families for name in family.names}
+    groups = _part_groups(source, names, shapes_in, directories=False)
+    parts = {name for family in groups for name in family.names}
     complete = [name for name in names if name not in parts]
     if not complete:
-        raise _parts_error(source.location, families[0])
+        raise _parts_error(source.location, groups[0])
     return complete
 
 
-def without_part_directories(source: Source, names: Sequence[str], shapes_in: ShapesIn) -> list[str]:
+def complete_directories(source: Source, names: Sequence[str], shapes_in: ShapeReader) -> list[str]:
     """Return the subdirectories of a source that are complete checkpoints.
 
     Args:
@@ -67,24 +67,28 @@ def without_part_directories(source: Source, names: Sequence[str], shapes_in: Sh
     siblings: dict[tuple[str, str], set[str]] = {}
     for path in names:
         parts = path.split("/")
-        for at, name in enumerate(parts):
-            siblings.setdefault(("/".join(parts[:at]), "/".join(parts[at + 1 :])), set()).add(name)
-    refused: dict[str, tuple[Location, Family]] = {}
-    for (above, below), together in siblings.items():
-        where = source.at(source.location / above) if above else source
-        for family in _families(where, sorted(together), _in_subdirectory(below, shapes_in), directories=True):
-            refused.update((_joined(above, name, below), (where.location, family)) for name in family.names)
+        for index, name in enumerate(parts):
+            siblings.setdefault(("/".join(parts[:index]), "/".join(parts[index + 1 :])), set()).add(name)
+    refused: dict[str, tuple[Location, NameGroup]] = {}
+    for (parent_path, inner_path), sibling_names in siblings.items():
+        directory = source.at(source.location / parent_path) if parent_path else source
+        for group in _part_groups(
+            directory, sorted(sibling_names), _subdirectory_reader(inner_path, shapes_in), directories=True
+        ):
+            refused.update(
+                (_join_path(parent_path, name, inner_path), (directory.location, group)) for name in group.names
+            )
     complete = [name for name in names if name not in refused]
     if not complete:
         raise _parts_error(*refused[names[0]])
     return complete
 
 
-def _joined(*parts: str) -> str:
+def _join_path(*parts: str) -> str:
     return "/".join(filter(None, parts))
 
 
-def refuse_parts_below(source: Source, depth: int, shapes_in: ShapesIn) -> None:
+def refuse_parts_in_tree(source: Source, depth: int, shapes_in: ShapeReader) -> None:
     """Refuse weight files written per rank in a directory, or in subdirectories down to `depth` levels.
 
     Raises:
@@ -98,17 +102,17 @@ def refuse_parts_below(source: Source, depth: int, shapes_in: ShapesIn) -> None:
         raise
     except InputError:
         return  # not a directory, or one with too many names
-    names = [name for name in listing if name.endswith(WEIGHTS)]
-    families = _families(source, names, shapes_in, directories=False)
+    names = [name for name in listing if name.endswith(WEIGHT_SUFFIXES)]
+    families = _part_groups(source, names, shapes_in, directories=False)
     if families:
         raise _parts_error(source.location, families[0])
     for name in listing.directories() if depth else ():
         if not name.startswith("."):
-            refuse_parts_below(source.at(source.location / name), depth - 1, shapes_in)
+            refuse_parts_in_tree(source.at(source.location / name), depth - 1, shapes_in)
 
 
 def refuse_part_file(
-    source: Source, name: str, shapes: Shapes, shapes_in: ShapesIn, metadata: Mapping[str, Any]
+    source: Source, name: str, shapes: Shapes, shapes_in: ShapeReader, metadata: Mapping[str, Any]
 ) -> None:
     """Refuse a weight file that is one rank's part of a checkpoint.
 
@@ -124,10 +128,10 @@ def refuse_part_file(
     """
     for file in source.spellings(name):  # the name of a link may not contain the rank
         directory = source.at(file.parent)
-        _refuse(
+        _refuse_part(
             directory,
             file.name,
-            [each for each in directory.listing() if each.endswith(WEIGHTS)],
+            [each for each in directory.listing() if each.endswith(WEIGHT_SUFFIXES)],
             _with_known_shapes(file, shapes, shapes_in),
             metadata,
             directories=False,
@@ -135,7 +139,7 @@ def refuse_part_file(
         )
 
 
-def refuse_part_directory(source: Source, shapes: Shapes, shapes_in: ShapesIn, metadata: Mapping[str, Any]) -> None:
+def refuse_part_directory(source: Source, shapes: Shapes, shapes_in: ShapeReader, metadata: Mapping[str, Any]) -> None:
     """Refuse a directory that is one rank's part of a checkpoint, or lies in one that is.
 
     Args:
@@ -152,92 +156,98 @@ def refuse_part_directory(source: Source, shapes: Shapes, shapes_in: ShapesIn, m
 
 
 def _refuse_part_at(
-    source: Source, absolute: Location, shapes: Shapes, shapes_in: ShapesIn, metadata: Mapping[str, Any]
+    source: Source, location: Location, shapes: Shapes, shapes_in: ShapeReader, metadata: Mapping[str, Any]
 ) -> None:
     """Refuse a directory because of its own name or of parent directories named after ranks."""
-    directory, below, above = absolute, "", 0
-    while directory.name and (not above or (is_rank_alone(directory.name) and above < _ABOVE)):
+    directory, inner_path, level = location, "", 0
+    while directory.name and (not level or (has_only_ranks(directory.name) and level < _MAX_RANK_LEVELS)):
         if may_be_part(directory.name):
             parent = source.at(directory.parent)
-            config = read_config(source.at(absolute), parent) or {}
-            _refuse(
+            config = read_config(source.at(location), parent) or {}
+            _refuse_part(
                 parent,
                 directory.name,
                 parent.listing().directories(),
-                _with_known_shapes(directory, shapes, _in_subdirectory(below, shapes_in)),
+                _with_known_shapes(directory, shapes, _subdirectory_reader(inner_path, shapes_in)),
                 {**metadata, **config},
                 directories=True,
                 subject=source.location,
             )
-        directory, below, above = directory.parent, _joined(directory.name, below), above + 1
+        directory, inner_path, level = directory.parent, _join_path(directory.name, inner_path), level + 1
 
 
-_ABOVE = 3  # nested directories for tp, pp and dp
+_MAX_RANK_LEVELS = 3  # nested directories for tp, pp and dp
 
 
-def _in_subdirectory(below: str, shapes_in: ShapesIn) -> ShapesIn:
-    """Return a function that opens the subdirectory `below` of a directory."""
-    return lambda location: shapes_in(location / below if below else location)
+def _subdirectory_reader(inner_path: str, shapes_in: ShapeReader) -> ShapeReader:
+    """Return a function that opens the subdirectory `inner_path` of a directory."""
+    return lambda location: shapes_in(location / inner_path if inner_path else location)
 
 
-def _with_known_shapes(known: Location, shapes: Shapes, shapes_in: ShapesIn) -> ShapesIn:
+def _with_known_shapes(known_location: Location, shapes: Shapes, shapes_in: ShapeReader) -> ShapeReader:
     """Return a function like `shapes_in` that returns known shapes for one path without opening it."""
-    return lambda path: shapes if path == known else shapes_in(path)
+    return lambda path: shapes if path == known_location else shapes_in(path)
 
 
-def _refuse(
-    where: Source,
+def _refuse_part(
+    directory: Source,
     name: str,
     names: Sequence[str],
-    shapes_in: ShapesIn,
+    shapes_in: ShapeReader,
     metadata: Mapping[str, Any],
     *,
     directories: bool,
     subject: Location,
 ) -> None:
-    family = family_of(name, names, directories=directories)
-    if family is not None and family.kind != "index of":
-        if _are_parts(where, family, name, shapes_in, directories):
-            others = [each for each in family.names if each != name]
+    group = group_of(name, names, directories=directories)
+    if group is not None and group.kind != "index of":
+        if _are_parts(directory, group, name, shapes_in, directories):
+            others = [each for each in group.names if each != name]
             raise UnsupportedError(
-                f"{subject}: is one rank's part of a checkpoint, together with {_listed(others)}, and nothing records "
-                f"how its tensors are sharded; {_NEXT_STEP}"
+                f"{subject}: is one rank's part of a checkpoint, together with {_list_names(others)}, and nothing "
+                f"records how its tensors are sharded; {_NEXT_STEP}"
             )
         return
-    world_size = world_size_in(name) or _world_size(metadata)
-    path = where.location / name
-    if has_rank(name) and world_size > 1 and not _is_whole(shapes_in(path), read_config(where.at(path), where)):
+    world_size = world_size_from_name(name) or _recorded_world_size(metadata)
+    path = directory.location / name
+    if (
+        has_rank(name)
+        and world_size > 1
+        and not _is_whole_model(shapes_in(path), read_config(directory.at(path), directory))
+    ):
         raise UnsupportedError(
             f"{subject}: is one rank's part of a checkpoint, the other {world_size - 1} of {world_size} parts are "
             f"missing, and nothing records how its tensors are sharded; {_NEXT_STEP}"
         )
 
 
-def _parts_error(where: Location, family: Family) -> UnsupportedError:
+def _parts_error(where: Location, group: NameGroup) -> UnsupportedError:
     """Return the error for a directory that contains a family of parts."""
-    if family.kind == "index of":
+    if group.kind == "index of":
         return UnsupportedError(
-            f"{where}: {_listed(family.names)} are files of one checkpoint, but the index that lists their tensors is "
-            "missing; copy or download model.safetensors.index.json, too"
+            f"{where}: {_list_names(group.names)} are files of one checkpoint, but the index that lists their tensors "
+            "is missing; copy or download model.safetensors.index.json, too"
         )
     return UnsupportedError(
-        f"{where}: {_listed(family.names)} are parts of one checkpoint, one per rank, and nothing records how their "
+        f"{where}: {_list_names(group.names)} are parts of one checkpoint, one per rank, and nothing records how their "
         f"tensors are sharded; {_NEXT_STEP}"
     )
 
 
-def _families(where: Source, names: Sequence[str], shapes_in: ShapesIn, *, directories: bool) -> list[Family]:
+def _part_groups(
+    directory: Source, names: Sequence[str], shapes_in: ShapeReader, *, directories: bool
+) -> list[NameGroup]:
     """Return the families among the names in one directory whose members are parts of one checkpoint."""
-    found: list[Family] = []
+    groups: list[NameGroup] = []
     seen: set[str] = set()
     for name in names:
-        family = None if name in seen else family_of(name, names, directories=directories)
-        if family is None:
+        group = None if name in seen else group_of(name, names, directories=directories)
+        if group is None:
             continue
-        seen.update(family.names)
-        if _are_parts(where, family, name, shapes_in, directories):
-            found.append(family)
-    return found
+        seen.update(group.names)
+        if _are_parts(directory, group, name, shapes_in, directories):
+            groups.append(group)
+    return groups
 
 
 def read_config(*directories: Source) -> dict[str, Any] | None:
@@ -253,46 +263,48 @@ def read_config(*directories: Source) -> dict[str, Any] | None:
     return None
 
 
-def _are_parts(where: Source, family: Family, name: str, shapes_in: ShapesIn, directories: bool) -> bool:
+def _are_parts(directory: Source, group: NameGroup, name: str, shapes_in: ShapeReader, directories: bool) -> bool:
     """Decide whether the members of a family are parts of one checkpoint; `name` is one of them."""
-    if family.kind == "index of":
+    if group.kind == "index of":
         return True
-    root = where.location
-    config = read_config(where.at(root / name), where) if directories else read_config(where)
-    if family.kind == "rank":
-        starts = family.first == 0 or (family.first == 1 and "shard" in name.lower())
-        if not starts or (directories and sum(_has_weights(where.at(root / each)) for each in family.names) < 2):
+    root = directory.location
+    config = read_config(directory.at(root / name), directory) if directories else read_config(directory)
+    if group.kind == "rank":
+        is_first_valid = group.first == 0 or (group.first == 1 and "shard" in name.lower())
+        if not is_first_valid or (
+            directories and sum(_has_weights(directory.at(root / each)) for each in group.names) < 2
+        ):
             return False
-        if config is None or not _is_whole(shapes_in(root / name), config):
+        if config is None or not _is_whole_model(shapes_in(root / name), config):
             return True
-        return _split_by_name(where, family, name, shapes_in)
-    if family.first > 1 or not family.is_gapless:
+        return _has_disjoint_parts(directory, group, name, shapes_in)
+    if group.first > 1 or not group.is_gapless:
         return False
     shapes = shapes_in(root / name)
     if shapes is None:
         return False
-    if not _is_whole(shapes, config):
-        others = (shapes_in(root / each) for each in _some_others(family, name))
+    if not _is_whole_model(shapes, config):
+        others = (shapes_in(root / each) for each in _some_others(group, name))
         if any(shapes.keys() & other.keys() for other in others if other is not None):
-            return family.first == 0
-    return _split_by_name(where, family, name, shapes_in)
+            return group.first == 0
+    return _has_disjoint_parts(directory, group, name, shapes_in)
 
 
-def _some_others(family: Family, name: str) -> list[str]:
-    return [each for each in family.names if each != name][:_MAX_OPENED]
+def _some_others(group: NameGroup, name: str) -> list[str]:
+    return [each for each in group.names if each != name][:_MAX_OPENED]
 
 
-def _split_by_name(where: Source, family: Family, name: str, shapes_in: ShapesIn) -> bool:
+def _has_disjoint_parts(directory: Source, group: NameGroup, name: str, shapes_in: ShapeReader) -> bool:
     """Return True if a member has layers of the same model as another, but no tensor in common with it.
 
     Such a part may pass the check for a whole model: it can have a tensor of every layer and all sizes in the config.
     Two whole models have names in common.
     """
-    shapes = shapes_in(where.location / name)
+    shapes = shapes_in(directory.location / name)
     if shapes is None:
         return False
-    for each in _some_others(family, name):
-        others = shapes_in(where.location / each)
+    for each in _some_others(group, name):
+        others = shapes_in(directory.location / each)
         if others is not None and not shapes.keys() & others.keys() and _modules(shapes) & _modules(others):
             return True
     return False
@@ -306,7 +318,7 @@ def _modules(names: Iterable[str]) -> set[str]:
 def _has_weights(source: Source) -> bool:
     """Return True if the directory or a subdirectory contains a weight file; links to directories are not followed."""
     try:
-        return _lists_weights(source.listing(), _DEPTH)
+        return _lists_weights(source.listing(), _MAX_DEPTH)
     except ReadError as error:
         if error.is_denied:
             return False
@@ -317,7 +329,7 @@ def _has_weights(source: Source) -> bool:
 
 def _lists_weights(listing: Listing, depth: int) -> bool:
     directories = listing.directories()
-    if any(name.endswith((*WEIGHTS, ".distcp")) for name in listing.names - set(directories)):
+    if any(name.endswith((*WEIGHT_SUFFIXES, ".distcp")) for name in listing.names - set(directories)):
         return True
     inner = [name for name in directories if not listing.is_link(name)]
     for name in inner[:_MAX_SEARCHED] if depth else ():
@@ -332,15 +344,15 @@ def _lists_weights(listing: Listing, depth: int) -> bool:
     return False
 
 
-def _listed(names: Sequence[str]) -> str:
-    shown = names[:_NAMED] if len(names) > _NAMED + 1 else names
+def _list_names(names: Sequence[str]) -> str:
+    shown = names[:_MAX_LISTED] if len(names) > _MAX_LISTED + 1 else names
     rest = len(names) - len(shown)
     if rest:
         return f"{', '.join(shown)} and {rest} more"
     return " and ".join([", ".join(shown[:-1]), shown[-1]] if len(shown) > 1 else shown)
 
 
-def _world_size(metadata: Mapping[str, Any]) -> int:
+def _recorded_world_size(metadata: Mapping[str, Any]) -> int:
     """Return the largest world size in the metadata of a file or config, else 1."""
     mapping = metadata.get("mapping")  # in the config.json of TensorRT-LLM
     blocks = [metadata, mapping if isinstance(mapping, Mapping) else {}]
@@ -348,56 +360,56 @@ def _world_size(metadata: Mapping[str, Any]) -> int:
     return max((int(value) for value in values if re.fullmatch(r"\d{1,6}", value, re.ASCII)), default=1)
 
 
-_STACK = re.compile(r"(.*?\.)(\d+)\.")
+_LAYER_NAME = re.compile(r"(.*?\.)(\d+)\.")
 
 
-def _is_whole(shapes: Shapes | None, config: Mapping[str, Any] | None) -> bool:
+def _is_whole_model(shapes: Shapes | None, config: Mapping[str, Any] | None) -> bool:
     """Return True if tensors have all sizes of a config: vocabulary, widths, heads, layers and experts."""
     if shapes is None or config is None:
         return False
     nested = config.get("text_config")
     values = {**config, **(nested if isinstance(nested, Mapping) else {})}
-    words = _size(values, "vocab_size", "n_vocab")
-    width = _size(values, "hidden_size", "n_embd", "d_model", "dim")
-    layers = _size(values, "num_hidden_layers", "n_layer", "num_layers", "n_layers")
-    if not (words and width and layers):
+    vocab_size = _config_size(values, "vocab_size", "n_vocab")
+    width = _config_size(values, "hidden_size", "n_embd", "d_model", "dim")
+    layers = _config_size(values, "num_hidden_layers", "n_layer", "num_layers", "n_layers")
+    if not (vocab_size and width and layers):
         return False
-    wide: set[Shape] = {shape for shape in shapes.values() if len(shape) == 2}
-    has_words = any(shape[0] >= words and shape[1] == width for shape in wide)
+    matrices: set[Shape] = {shape for shape in shapes.values() if len(shape) == 2}
+    has_vocabulary = any(shape[0] >= vocab_size and shape[1] == width for shape in matrices)
     has_norms = any(shape == (width,) for shape in shapes.values())
-    if not (has_words and has_norms and _layers_in(shapes) >= layers):
+    if not (has_vocabulary and has_norms and _count_layers(shapes) >= layers):
         return False
-    return _has_heads(wide, width, values) and _has_feed_forward(shapes, wide, width, values)
+    return _has_heads(matrices, width, values) and _has_feed_forward(shapes, matrices, width, values)
 
 
-def _size(values: Mapping[str, Any], *keys: str) -> int:
+def _config_size(values: Mapping[str, Any], *keys: str) -> int:
     return next((values[key] for key in keys if type(values.get(key)) is int and values[key] > 0), 0)
 
 
-def _layers_in(names: Iterable[str]) -> int:
+def _count_layers(names: Iterable[str]) -> int:
     """Return the number of layers in the longest list of layers."""
     stacks: dict[str, set[str]] = {}
     for name in names:
-        found = _STACK.match(name)
+        found = _LAYER_NAME.match(name)
         if found is not None:
             stacks.setdefault(found[1], set()).add(found[2])
     return max(map(len, stacks.values()), default=0)
 
 
-def _has_heads(wide: set[Shape], width: int, values: Mapping[str, Any]) -> bool:
+def _has_heads(matrices: set[Shape], width: int, values: Mapping[str, Any]) -> bool:
     """Return True if the attention output projection has the width of all heads."""
-    heads = _size(values, "num_attention_heads", "n_head", "num_heads")
+    heads = _config_size(values, "num_attention_heads", "n_head", "num_heads")
     if not heads or "kv_lora_rank" in values:
         return True
-    read = heads * (_size(values, "head_dim") or width // heads)
-    return (width, read) in wide or (read, width) in wide
+    heads_width = heads * (_config_size(values, "head_dim") or width // heads)
+    return (width, heads_width) in matrices or (heads_width, width) in matrices
 
 
-def _has_feed_forward(shapes: Shapes, wide: set[Shape], width: int, values: Mapping[str, Any]) -> bool:
+def _has_feed_forward(shapes: Shapes, matrices: set[Shape], width: int, values: Mapping[str, Any]) -> bool:
     """Return True if all experts are present, or the up and down projections of the MLP at full width."""
-    experts = _size(values, "num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+    experts = _config_size(values, "num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
     if experts:
         found = {match[1] for name in shapes if (match := re.search(r"\.experts\.(\d+)\.", name))}
         return len(found) >= experts or any(len(shape) == 3 and shape[0] == experts for shape in shapes.values())
-    inner = _size(values, "intermediate_size", "n_inner", "ffn_dim", "d_ff", "ffn_hidden_size")
-    return not inner or ((width, inner) in wide and not wide.isdisjoint({(inner, width), (2 * inner, width)}))
+    inner = _config_size(values, "intermediate_size", "n_inner", "ffn_dim", "d_ff", "ffn_hidden_size")
+    return not inner or ((width, inner) in matrices and not matrices.isdisjoint({(inner, width), (2 * inner, width)}))

@@ -18,13 +18,13 @@ from typing import Literal, NamedTuple
 _NUMBER = re.compile(r"\d+")
 _WORD = re.compile(r"([A-Za-z]+)[-_.=]*$")
 _ENDING = re.compile(r"\.(safetensors|bin|pt|pth)$")
-_OF = re.compile(r"[-_.]?of[-_.]?(\d+)", re.IGNORECASE)
+_OF_TOTAL = re.compile(r"[-_.]?of[-_.]?(\d+)", re.IGNORECASE)
 _WORLD_SIZE = re.compile(r"(?:world_?size|n_?ranks|num_?ranks)[-_.=]?(\d+)", re.IGNORECASE)
 
 # Words before a rank; ranks count from 0, unlike the numbers of a LoRA of rank 8 or of a layout tp4.
-_RANK = frozenset({"rank", "ranks", "tp", "pp", "dp", "mp", "shard"})
+_RANK_WORDS = frozenset({"rank", "ranks", "tp", "pp", "dp", "mp", "shard"})
 # Words before a number that distinguishes independent checkpoints.
-_OTHER = frozenset({
+_NON_RANK_WORDS = frozenset({
     "attempt", "b", "ba", "batch", "best", "checkpoint", "checkpoints", "ckpt", "config", "date", "ema", "ep", "epoch",
     "epochs", "eval", "exp", "experiment", "fold", "gs", "it", "iter", "iteration", "iterations", "iters", "job",
     "last", "phase", "release", "rev", "revision", "round", "run", "sample", "samples", "save", "seed", "snapshot",
@@ -32,24 +32,24 @@ _OTHER = frozenset({
     "version",
 })  # fmt: skip
 # Directories may have any name; those with one of these words before a number may be parts.
-_OF_DIRECTORIES = frozenset({
+_DIRECTORY_PART_WORDS = frozenset({
     "chunk", "consolidated", "device", "gpu", "host", "model", "node", "params", "part", "partition", "piece",
     "proc", "process", "slice", "split", "stage", "state", "weights", "worker",
 })  # fmt: skip
 
-_Kind = Literal["rank", "index of", "plain", "other"]
+_NumberKind = Literal["rank", "index of", "plain", "other"]
 
 
-class _Number(NamedTuple):
+class _NameNumber(NamedTuple):
     """A number in a name: its kind, its value, the word before it, and the M of "N of M" (None without)."""
 
-    kind: _Kind
+    kind: _NumberKind
     value: int
     word: str
     total: int | None = None
 
 
-class Family(NamedTuple):
+class NameGroup(NamedTuple):
     """Names in one directory that differ only in numbers which may be ranks.
 
     Attributes:
@@ -65,36 +65,36 @@ class Family(NamedTuple):
     is_gapless: bool
 
 
-def world_size_in(name: str) -> int | None:
+def world_size_from_name(name: str) -> int | None:
     """Return the world size in a name ("world_size_8_rank_0", "rank-0-of-2"), or None."""
     found = _WORLD_SIZE.search(name)
     if found is not None:
         return int(found[1])
-    return max((number.total or 0 for number in _numbers_of(name) if number.kind == "rank"), default=0) or None
+    return max((number.total or 0 for number in _numbers_in(name) if number.kind == "rank"), default=0) or None
 
 
-def is_file_of_many(name: str) -> int | None:
+def file_count_from_name(name: str) -> int | None:
     """Return M > 1 for the name of file N of M ("model-00001-of-00002.safetensors"), or None."""
-    totals = [number.total or 0 for number in _numbers_of(_ENDING.sub("", name)) if number.kind == "index of"]
+    totals = [number.total or 0 for number in _numbers_in(_ENDING.sub("", name)) if number.kind == "index of"]
     return max(totals, default=0) if max(totals, default=0) > 1 else None
 
 
 def has_rank(name: str) -> bool:
     """Return True if the name contains a word for a rank with a number."""
-    return any(number.kind == "rank" for number in _numbers_of(_ENDING.sub("", name)))
+    return any(number.kind == "rank" for number in _numbers_in(_ENDING.sub("", name)))
 
 
 def may_be_part(name: str) -> bool:
     """Return True if the name of a directory contains a number that may be a rank."""
-    return bool(_places(_parsed(name)[0], directories=True))
+    return bool(_rank_positions(_parse_name(name)[0], directories=True))
 
 
-def is_rank_alone(name: str) -> bool:
+def has_only_ranks(name: str) -> bool:
     """Return True if the name of a directory consists of ranks only: "rank_0", "tp_rank_00_pp_rank_1"."""
     return re.fullmatch(r"((tp|pp|dp|mp|cp|ep|shard|rank)[-_]?(rank)?[-_]?\d+[-_.]?)+", name, re.IGNORECASE) is not None
 
 
-def family_of(name: str, names: Iterable[str], *, directories: bool) -> Family | None:
+def group_of(name: str, names: Iterable[str], *, directories: bool) -> NameGroup | None:
     """Return the family of a name.
 
     Args:
@@ -105,64 +105,66 @@ def family_of(name: str, names: Iterable[str], *, directories: bool) -> Family |
     Returns:
         None if the name contains no possible rank, or no other name differs only in it.
     """
-    own, template = _parsed(name)
-    may_differ = _places(own, directories)
-    if not may_differ:
+    own_numbers, template = _parse_name(name)
+    free_positions = _rank_positions(own_numbers, directories)
+    if not free_positions:
         return None
-    found: dict[tuple[int, ...], str] = {}
+    names_by_numbers: dict[tuple[int, ...], str] = {}
     for other in names:
-        numbers, other_template = _parsed(other)
-        same = template == other_template and all(
-            a.value == b.value for at, (a, b) in enumerate(zip(own, numbers, strict=False)) if at not in may_differ
+        numbers, other_template = _parse_name(other)
+        is_same_group = template == other_template and all(
+            a.value == b.value
+            for position, (a, b) in enumerate(zip(own_numbers, numbers, strict=False))
+            if position not in free_positions
         )
-        if same:
-            found[tuple(number.value for number in numbers)] = other
-    if len(found) < 2:
+        if is_same_group:
+            names_by_numbers[tuple(number.value for number in numbers)] = other
+    if len(names_by_numbers) < 2:
         return None
-    kind = own[may_differ[0]].kind
+    kind = own_numbers[free_positions[0]].kind
     assert kind != "other"
-    differing = [at for at in may_differ if len({values[at] for values in found}) > 1]
-    columns = [sorted({values[at] for values in found}) for at in differing]
+    differing = [position for position in free_positions if len({values[position] for values in names_by_numbers}) > 1]
+    columns = [sorted({values[position] for values in names_by_numbers}) for position in differing]
     first = max((column[0] for column in columns), default=0)
     is_gapless = all(column == list(range(column[0], column[-1] + 1)) for column in columns)
-    return Family(tuple(found[values] for values in sorted(found)), kind, first, is_gapless)
+    return NameGroup(tuple(names_by_numbers[values] for values in sorted(names_by_numbers)), kind, first, is_gapless)
 
 
-def _parsed(name: str) -> tuple[list[_Number], str]:
+def _parse_name(name: str) -> tuple[list[_NameNumber], str]:
     stem = _ENDING.sub("", name)
-    return _numbers_of(stem), _NUMBER.sub("\0", stem) + name[len(stem) :]
+    return _numbers_in(stem), _NUMBER.sub("\0", stem) + name[len(stem) :]
 
 
-def _places(numbers: list[_Number], directories: bool) -> list[int]:
+def _rank_positions(numbers: list[_NameNumber], directories: bool) -> list[int]:
     """Return the positions of numbers that may differ in a family; the first one determines its kind."""
-    of = [at for at, number in enumerate(numbers) if number.kind == "index of"]
-    ranks = [at for at, number in enumerate(numbers) if number.kind == "rank"]
+    indices_of_total = [position for position, number in enumerate(numbers) if number.kind == "index of"]
+    ranks = [position for position, number in enumerate(numbers) if number.kind == "rank"]
     if ranks:
-        return [*ranks, *of]
-    if of:
-        return of
-    plain = [at for at, number in enumerate(numbers) if number.kind == "plain"][-1:]
-    return [at for at in plain if not directories or numbers[at].word in _OF_DIRECTORIES]
+        return [*ranks, *indices_of_total]
+    if indices_of_total:
+        return indices_of_total
+    plain = [position for position, number in enumerate(numbers) if number.kind == "plain"][-1:]
+    return [position for position in plain if not directories or numbers[position].word in _DIRECTORY_PART_WORDS]
 
 
-def _numbers_of(stem: str) -> list[_Number]:
-    return [_number(stem, match) for match in _NUMBER.finditer(stem)]
+def _numbers_in(stem: str) -> list[_NameNumber]:
+    return [_classify_number(stem, match) for match in _NUMBER.finditer(stem)]
 
 
-def _number(stem: str, match: re.Match[str]) -> _Number:
+def _classify_number(stem: str, match: re.Match[str]) -> _NameNumber:
     before, after = stem[: match.start()], stem[match.end() :]
     value = int(match[0])
-    total = _OF.match(after)
+    total = _OF_TOTAL.match(after)
     word = _WORD.search(before)
     word_before = word[1].lower() if word is not None else ""
     if word_before == "of":
-        return _Number("other", value, word_before)
-    if word_before in _RANK or word_before.endswith("rank"):
-        return _Number("rank", value, word_before, None if total is None else int(total[1]))
+        return _NameNumber("other", value, word_before)
+    if word_before in _RANK_WORDS or word_before.endswith("rank"):
+        return _NameNumber("rank", value, word_before, None if total is None else int(total[1]))
     if total is not None:
-        return _Number("index of", value, word_before, int(total[1]))
+        return _NameNumber("index of", value, word_before, int(total[1]))
     is_size = after[:1].isalpha()  # 7b, 128k
     is_version = re.search(r"\d\.$", before) is not None or re.match(r"\.\d", after) is not None  # 3.1
-    if word_before in _OTHER or is_size or is_version or len(match[0]) > 9:
-        return _Number("other", value, word_before)
-    return _Number("plain", value, word_before)
+    if word_before in _NON_RANK_WORDS or is_size or is_version or len(match[0]) > 9:
+        return _NameNumber("other", value, word_before)
+    return _NameNumber("plain", value, word_before)

@@ -23,21 +23,21 @@ from ckptx.formats.dcp.megatron import COMMON_FILE, is_torch_dist, torch_dist_si
 from ckptx.formats.fsdp import detect as fsdp
 from ckptx.formats.hf import detect as hf
 from ckptx.formats.hf import reader as huggingface
-from ckptx.formats.hf.hf_metadata import config_in, find_hf_metadata
+from ckptx.formats.hf.hf_metadata import find_hf_metadata, read_config
 from ckptx.formats.located_checkpoint import Detect, LocatedCheckpoint
-from ckptx.formats.manifest_file import note_no_file
+from ckptx.formats.manifest_file import note_unreadable_manifest
 from ckptx.formats.rank_files import (
     Shapes,
+    complete_directories,
     refuse_part_directory,
     refuse_part_file,
-    refuse_parts_below,
-    without_part_directories,
+    refuse_parts_in_tree,
 )
 from ckptx.formats.sharded import detect as sharded
 from ckptx.formats.sharded.file_names import is_shard
 from ckptx.formats.sharding_info import files_with_offsets
 from ckptx.formats.sidecars import MANIFEST, list_sidecars, sidecars_of_file
-from ckptx.formats.unsupported import refuse_below, refuse_directory, refuse_file
+from ckptx.formats.unsupported import refuse_directory, refuse_file, refuse_in_tree
 from ckptx.mapping.names import is_optimizer, is_trainer_state
 from ckptx.storage.interface import Location, Source
 from ckptx.storage.listing import EntryKind
@@ -48,47 +48,47 @@ from ckptx.untrusted.remote_name import refuse_remote
 
 # In order of precedence: `.metadata` before weights in the same directory, shards by name before files that are shards
 # only by their header, and HF weights before the rank files from which they were merged.
-DETECTORS: tuple[Detect, ...] = (dcp.detect, sharded.detect, hf.weights_in, fsdp.detect)
+DETECTORS: tuple[Detect, ...] = (dcp.detect, sharded.detect, hf.detect_weights, fsdp.detect)
 
 _METADATA = ".metadata"
 # Names that make a directory unsupported even if its subdirectories contain checkpoints.
-_ITSELF = re.compile(r"__\d+\.metadata|adapter_config\.json|adapter_model\..+")
-_LEVELS = 2  # levels of subdirectories that are searched for a checkpoint
+_UNSUPPORTED_ITSELF = re.compile(r"__\d+\.metadata|adapter_config\.json|adapter_model\..+")
+_SEARCH_LEVELS = 2  # levels of subdirectories that are searched for a checkpoint
 
 
-def open_checkpoint(place: str | Path | Source) -> Catalog:
+def open_checkpoint(path: str | Path | Source) -> Catalog:
     """Open the checkpoint at a path or source; reads headers only.
 
     Args:
-        place: A local path, or a source of any storage.
+        path: A local path, or a source of any storage.
 
     Raises:
         InputError: There is no checkpoint, or more than one, or it is corrupt or incomplete.
         UnsupportedError: Its format is not supported, or the path is a URL.
     """
-    if isinstance(place, str | Path):
-        refuse_remote(place)
-        place = LocalSource(place)
-    place = place.fresh()
-    located = locate(place)
+    if isinstance(path, str | Path):
+        refuse_remote(path)
+        path = LocalSource(path)
+    path = path.fresh()
+    located = locate(path)
     source = located.source
     if is_being_written(source.spellings()[-1]):
         raise InputError(f"{located.root}: an unfinished output of ckptx; run the conversion again with --resume")
     listing = source.listing()
-    before = source.identities(name for name in (*located.weights, "config.json", MANIFEST) if listing.has(name))
-    located, catalog = _catalog_of(located)
+    identities = source.identities(name for name in (*located.weights, "config.json", MANIFEST) if listing.has(name))
+    located, catalog = _open_located(located)
     if not catalog.tensors:
         raise InputError(f"{located.root}: contains no tensors; pass another checkpoint")
     _check_limits(catalog)
     _refuse_part(located, catalog)
-    note_no_file(source, catalog.notes)
+    note_unreadable_manifest(source, catalog.notes)
     _add_sidecars(catalog, located)
-    catalog.identities = {**before, **catalog.identities}
-    catalog.opened_from = place.location
+    catalog.identities = {**identities, **catalog.identities}
+    catalog.opened_from = path.location
     return catalog
 
 
-def _catalog_of(located: LocatedCheckpoint) -> tuple[LocatedCheckpoint, Catalog]:
+def _open_located(located: LocatedCheckpoint) -> tuple[LocatedCheckpoint, Catalog]:
     """Open the weights of a located checkpoint; headers may correct its format from HF to sharded safetensors."""
     source = located.source
     if located.kind == "dcp":
@@ -99,24 +99,24 @@ def _catalog_of(located: LocatedCheckpoint) -> tuple[LocatedCheckpoint, Catalog]
         from ckptx.formats.hf.torch_bin import open_bin
 
         catalog = open_bin(source, list(located.weights))
-        used = {*catalog.files, *located.weights}
-        catalog.notes.extend(huggingface.stray_notes(source.listing(), used, (".bin",)))
+        used_files = {*catalog.files, *located.weights}
+        catalog.notes.extend(huggingface.stray_notes(source.listing(), used_files, (".bin",)))
     elif located.kind == "fsdp":
         from ckptx.formats.fsdp.reader import open_fsdp
 
         catalog = open_fsdp(source, located.weights)
     else:
-        found = huggingface.open_huggingface(source, located.weights[0])
-        if found is None:
+        opened = huggingface.open_huggingface(source, located.weights[0])
+        if opened is None:
             located = LocatedCheckpoint(source, "sharded", (".",))
-        catalog = _open_shards(source) if found is None else found
+        catalog = _open_shards(source) if opened is None else opened
     return located, catalog
 
 
-def _shapes_in(source: Source, location: Location) -> Shapes | None:
+def _read_shapes(source: Source, location: Location) -> Shapes | None:
     """Return the shapes of the tensors in a file or directory, or None if it cannot be opened."""
     try:
-        return {name: entry.shape for name, entry in _catalog_of(locate(source.at(location)))[1].tensors.items()}
+        return {name: entry.shape for name, entry in _open_located(locate(source.at(location)))[1].tensors.items()}
     except (CkptxError, OSError):
         return None
 
@@ -127,15 +127,15 @@ def _refuse_part(located: LocatedCheckpoint, catalog: Catalog) -> None:
     Raises:
         UnsupportedError: It is a part.
     """
-    source, shapes_in = located.source, partial(_shapes_in, located.source)
+    source, read_shapes = located.source, partial(_read_shapes, located.source)
     shapes = {name: entry.shape for name, entry in catalog.tensors.items()}
-    metadata = _metadata_of(catalog, located.weights[0])
+    metadata = _header_metadata(catalog, located.weights[0])
     if FORMS[located.kind].is_published and not located.weights[0].endswith(".index.json"):
-        refuse_part_file(source, located.weights[0], shapes, shapes_in, metadata)
-    refuse_part_directory(source, shapes, shapes_in, metadata)
+        refuse_part_file(source, located.weights[0], shapes, read_shapes, metadata)
+    refuse_part_directory(source, shapes, read_shapes, metadata)
 
 
-def _metadata_of(catalog: Catalog, weights: str) -> dict[str, Any]:
+def _header_metadata(catalog: Catalog, weights: str) -> dict[str, Any]:
     """Return the metadata in the header of a safetensors file, or an empty dict."""
     text = catalog.verbatim.get(weights, "")
     try:
@@ -161,32 +161,36 @@ def _check_limits(catalog: Catalog) -> None:
 def _add_sidecars(catalog: Catalog, located: LocatedCheckpoint) -> None:
     source = located.source
     hf_metadata = find_hf_metadata(catalog)
-    catalog.config = None if hf_metadata is None else config_in(hf_metadata)
+    catalog.config = None if hf_metadata is None else read_config(hf_metadata)
     if catalog.config is not None:
         return  # the sidecars are in that directory, too
-    catalog.config = config_in(source)
-    used = frozenset((*catalog.files, *located.weights, *catalog.verbatim))
+    catalog.config = read_config(source)
+    used_files = frozenset((*catalog.files, *located.weights, *catalog.verbatim))
     is_megatron = located.kind == "dcp" and is_torch_dist(source)
     if located.kind != "dcp" or catalog.config is not None:
-        sidecars = list_sidecars(source, used) if _has_own_directory(located) else sidecars_of_file(source)
-        catalog.sidecars = sidecars.carried
+        sidecars = list_sidecars(source, used_files) if _has_own_directory(located) else sidecars_of_file(source)
+        catalog.sidecars = sidecars.copied
         catalog.identities = {**sidecars.identities, **catalog.identities}
-        named = {note.split(" ", 1)[0] for note in catalog.notes}
-        dropped = [name for name in sidecars.dropped if name not in named and not (is_megatron and name == COMMON_FILE)]
+        noted_names = {note.split(" ", 1)[0] for note in catalog.notes}
+        dropped = [
+            name for name in sidecars.dropped if name not in noted_names and not (is_megatron and name == COMMON_FILE)
+        ]
         if dropped:
-            listed = ", ".join(dropped[:5]) + (f", and {len(dropped) - 5} more" if len(dropped) > 5 else "")
-            catalog.notes.append(f"not carried: {listed}")
+            names_text = ", ".join(dropped[:5]) + (f", and {len(dropped) - 5} more" if len(dropped) > 5 else "")
+            catalog.notes.append(f"not carried: {names_text}")
     if is_megatron:
-        known = {sidecar.name: sidecar for sidecar in (*catalog.sidecars, *torch_dist_sidecars(source))}
-        catalog.sidecars = tuple(known[name] for name in sorted(known))
-        catalog.identities = {**source.identities(known), **catalog.identities}
+        sidecars_by_name = {sidecar.name: sidecar for sidecar in (*catalog.sidecars, *torch_dist_sidecars(source))}
+        catalog.sidecars = tuple(sidecars_by_name[name] for name in sorted(sidecars_by_name))
+        catalog.identities = {**source.identities(sidecars_by_name), **catalog.identities}
         catalog.notes.append("Megatron torch_dist: tensors have Megatron's own names and layout")
 
 
 def _has_own_directory(located: LocatedCheckpoint) -> bool:
     """Return False for a weight file with a custom name, whose directory may contain unrelated files."""
     weights = located.weights[0]
-    return not FORMS[located.kind].is_published or weights in hf.USUAL_NAMES or weights.endswith(".index.json")
+    return (
+        not FORMS[located.kind].is_published or weights in hf.WHOLE_CHECKPOINT_NAMES or weights.endswith(".index.json")
+    )
 
 
 def _open_shards(source: Source) -> Catalog:
@@ -206,27 +210,27 @@ def _open_parts(located: LocatedCheckpoint) -> Catalog:
     if located.weights == (".",):
         return open_dcp(source)
     parts = [
-        (part, open_dcp(below) if source.listing().is_file(f"{part}/{_METADATA}") else _open_shards(below))
-        for part, below in ((part, source.at(source.location / part)) for part in located.weights)
+        (part, open_dcp(part_source) if source.listing().is_file(f"{part}/{_METADATA}") else _open_shards(part_source))
+        for part, part_source in ((part, source.at(source.location / part)) for part in located.weights)
     ]
     merged = Catalog(located.root, "dcp", {}, storage=source)
     for part, catalog in parts:
-        is_second, below = part == located.weights[1], _Relocation(part)
+        is_second, relocation = part == located.weights[1], _Relocation(part)
         names: dict[str, str] = {}
-        for on_disk, entry in catalog.tensors.items():
-            name = _optimizer_name(on_disk) if is_second else on_disk
+        for stored_name, entry in catalog.tensors.items():
+            name = _optimizer_name(stored_name) if is_second else stored_name
             if name in merged.tensors:
                 raise InputError(
                     f'{located.root}: tensor "{name}" is in both {" and ".join(located.weights)}; pass one of them'
                 )
-            merged.tensors[name] = below.moved(entry)._replace(name=name)
-            names[name] = on_disk
-        for on_disk, pickled in catalog.objects.items():
-            name = _optimizer_name(on_disk) if is_second else on_disk
+            merged.tensors[name] = relocation.relocate(entry)._replace(name=name)
+            names[name] = stored_name
+        for stored_name, pickled in catalog.objects.items():
+            name = _optimizer_name(stored_name) if is_second else stored_name
             if name in merged.objects:  # trainer state that both parts save, under the same name
-                name = f"optimizer.{on_disk}"
+                name = f"optimizer.{stored_name}"
             merged.objects[name] = pickled._replace(name=name, file=f"{part}/{pickled.file}")
-            names[name] = on_disk
+            names[name] = stored_name
         merged.parts += (CheckpointPart(part, names, catalog.planner_data),)
         merged.files.update((f"{part}/{name}", size) for name, size in catalog.files.items())
         merged.identities.update((f"{part}/{name}", each) for name, each in catalog.identities.items())
@@ -242,18 +246,18 @@ class _Relocation:
         self._files: dict[int, tuple[str, ...]] = {}
         self._ids = ObjectIds()
 
-    def moved(self, entry: TensorEntry) -> TensorEntry:
+    def relocate(self, entry: TensorEntry) -> TensorEntry:
         """Return the tensor with its files in the directory."""
         chunks = entry.chunks
         if type(chunks) is StoredChunks:
-            return entry._replace(chunks=chunks.in_files(self._below(chunks.files)))
+            return entry._replace(chunks=chunks.in_files(self._relocate_files(chunks.files)))
         chunks, replicas = (
             tuple(chunk._replace(file=f"{self._directory}/{chunk.file}") for chunk in each)
             for each in (chunks, entry.replicas)
         )
         return entry._replace(chunks=chunks, replicas=replicas)
 
-    def _below(self, files: Sequence[str]) -> tuple[str, ...]:
+    def _relocate_files(self, files: Sequence[str]) -> tuple[str, ...]:
         key = self._ids(files)
         known = self._files.get(key)
         if known is None:
@@ -281,37 +285,37 @@ def locate(source: Source) -> LocatedCheckpoint:
         raise InputError(f"{path}: no such file or directory")
     if kind is EntryKind.FILE:
         return _locate_file(source.at(path.parent), path.name)
-    shapes_in = partial(_shapes_in, source)
-    here = _locate_directory(source)
-    if here is not None:
-        return here
+    read_shapes = partial(_read_shapes, source)
+    located = _locate_directory(source)
+    if located is not None:
+        return located
     refusals: list[UnsupportedError] = []
-    candidates = dict(_candidates(source, "", _LEVELS, refusals))
+    candidates = dict(_find_candidates(source, "", _SEARCH_LEVELS, refusals))
     if len(candidates) == 1:
         return next(iter(candidates.values()))
     if candidates:
-        complete = without_part_directories(source, list(candidates), shapes_in)
+        complete = complete_directories(source, list(candidates), read_shapes)
         listed = ", ".join(str(path / name) for name in complete[:8])
         more = f" and {len(complete) - 8} more" if len(complete) > 8 else ""
         raise InputError(f"{path}: contains {len(candidates)} checkpoints; choose one: {listed}{more}")
-    refuse_below(source, _LEVELS)
+    refuse_in_tree(source, _SEARCH_LEVELS)
     if refusals:
         raise refusals[0]
-    refuse_parts_below(source, _LEVELS, shapes_in)
-    found = "has no .metadata, *.safetensors or pytorch_model*.bin" if len(source.listing()) else "is empty"
-    raise InputError(f"{path}: no checkpoint found, the directory {found}; pass the directory of a checkpoint")
+    refuse_parts_in_tree(source, _SEARCH_LEVELS, read_shapes)
+    problem = "has no .metadata, *.safetensors or pytorch_model*.bin" if len(source.listing()) else "is empty"
+    raise InputError(f"{path}: no checkpoint found, the directory {problem}; pass the directory of a checkpoint")
 
 
 def _locate_file(source: Source, name: str) -> LocatedCheckpoint:
     if is_shard(name):
         return LocatedCheckpoint(source, "sharded", (".",))
-    ranks = fsdp.located_by_file(source, name)
+    ranks = fsdp.locate_by_file(source, name)
     if ranks is not None:
         return ranks
     if not (name.endswith(".safetensors") and files_with_offsets(source, [name])):
         refuse_file(source, name)
     if name.endswith((".safetensors", ".safetensors.index.json")):
-        return hf.located_by_header(source, name)
+        return hf.locate_by_header(source, name)
     if name == _METADATA:
         return LocatedCheckpoint(source, "dcp", (".",))
     if name.endswith((".bin", ".bin.index.json", ".pt", ".pth")):
@@ -320,18 +324,18 @@ def _locate_file(source: Source, name: str) -> LocatedCheckpoint:
 
 
 def _locate_directory(source: Source) -> LocatedCheckpoint | None:
-    shapes_in = partial(_shapes_in, source)
+    read_shapes = partial(_read_shapes, source)
     for detect in DETECTORS:
-        located = detect(source, shapes_in)
+        located = detect(source, read_shapes)
         if located is not None:
             return located
-    refuse_directory(source.location, [name for name in source.listing() if _ITSELF.fullmatch(name)])
+    refuse_directory(source.location, [name for name in source.listing() if _UNSUPPORTED_ITSELF.fullmatch(name)])
     dcp.refuse_interrupted(source)
     return None
 
 
-def _candidates(
-    source: Source, lead: str, depth: int, refusals: list[UnsupportedError]
+def _find_candidates(
+    source: Source, prefix: str, depth: int, refusals: list[UnsupportedError]
 ) -> Iterator[tuple[str, LocatedCheckpoint]]:
     """Iterate over checkpoints in subdirectories, with their paths; a checkpoint is not searched for others."""
     for name in source.listing().directories():
@@ -347,6 +351,6 @@ def _candidates(
                 refusals.append(error)
             continue  # a broken directory is no candidate; its error is reported if it is passed itself
         if located is not None:
-            yield lead + name, located
+            yield prefix + name, located
         elif depth > 1:
-            yield from _candidates(directory, f"{lead}{name}/", depth - 1, refusals)
+            yield from _find_candidates(directory, f"{prefix}{name}/", depth - 1, refusals)

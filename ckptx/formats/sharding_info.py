@@ -20,12 +20,12 @@ from ckptx.formats.hf.safetensors import MAX_HEADER, Header
 from ckptx.storage.interface import Source
 
 SHARDING_INFO = "DCP_SHARDING_INFO"
-OFFSETS = "saved_offsets"
+OFFSETS_KEY = "saved_offsets"
 VERSION_KEY = "DCP_VERSION"
 VERSION = "1.0"
 
 
-def sharding_info(metadata: Mapping[str, str], where: str) -> dict[str, Any] | None:
+def read_sharding_info(metadata: Mapping[str, str], where: str) -> dict[str, Any] | None:
     """Return the record by tensor name, or None for a file without one, which has whole tensors.
 
     Raises:
@@ -51,19 +51,19 @@ def sharding_info(metadata: Mapping[str, str], where: str) -> dict[str, Any] | N
     return info
 
 
-def offsets_of(row: Any, name: str, shape: Shape, where: str) -> Shape:
+def recorded_offsets(row: Any, name: str, shape: Shape, where: str) -> Shape:
     """Return the offsets in the record `row` of a tensor; `check_offsets` checks their number and range.
 
     Raises:
         InputError: There are none, or they are not a list of integers.
     """
-    offsets = row.get(OFFSETS) if isinstance(row, dict) else None
+    offsets = row.get(OFFSETS_KEY) if isinstance(row, dict) else None
     if isinstance(offsets, list) and all(type(begin) is int for begin in offsets):
         return tuple(offsets)
     if offsets is not None:
-        raise _wrong_offsets(offsets, name, shape, where)
+        raise _offsets_error(offsets, name, shape, where)
     raise InputError(
-        f'{where}: tensor "{name}" has no {OFFSETS} in {SHARDING_INFO}, so its position is unknown; save it again'
+        f'{where}: tensor "{name}" has no {OFFSETS_KEY} in {SHARDING_INFO}, so its position is unknown; save it again'
     )
 
 
@@ -74,10 +74,10 @@ def check_offsets(offsets: Shape, name: str, shape: Shape, where: str) -> None:
         InputError: They are invalid.
     """
     if len(offsets) != len(shape) or any(not 0 <= begin < 1 << 63 for begin in offsets):
-        raise _wrong_offsets(list(offsets), name, shape, where)
+        raise _offsets_error(list(offsets), name, shape, where)
 
 
-def refuse_unheld(info: Mapping[str, Any], where: str) -> None:
+def refuse_unknown_entries(info: Mapping[str, Any], where: str) -> None:
     """Refuse entries of the record that remain after removing those of all tensors in the file.
 
     Raises:
@@ -90,30 +90,30 @@ def refuse_unheld(info: Mapping[str, Any], where: str) -> None:
         )
 
 
-def _wrong_offsets(offsets: object, name: str, shape: Shape, where: str) -> InputError:
+def _offsets_error(offsets: object, name: str, shape: Shape, where: str) -> InputError:
     return InputError(
-        f'{where}: {OFFSETS} of tensor "{name}" of shape {list(shape)} must be one integer per dim, found '
+        f'{where}: {OFFSETS_KEY} of tensor "{name}" of shape {list(shape)} must be one integer per dim, found '
         f"{offsets!s:.80}; the file is corrupt"
     )
 
 
-def holds_parts(header: Header, where: str) -> bool:
+def contains_shards(header: Header, where: str) -> bool:
     """Return True if a tensor of the file has offsets other than 0; the first shard of a tensor looks like a whole one.
 
     Raises:
         InputError: The record is damaged, or lists other tensors than the file.
         UnsupportedError: A newer version of the format.
     """
-    info = sharding_info(header.metadata, where)
+    info = read_sharding_info(header.metadata, where)
     if info is None:
         return False
-    found = False
+    has_offsets = False
     for name, _, shape, _, _ in header.tensors:
-        offsets = offsets_of(info.pop(name, None), name, shape, where)
+        offsets = recorded_offsets(info.pop(name, None), name, shape, where)
         check_offsets(offsets, name, shape, where)
-        found = found or any(offsets)
-    refuse_unheld(info, where)
-    return found
+        has_offsets = has_offsets or any(offsets)
+    refuse_unknown_entries(info, where)
+    return has_offsets
 
 
 def files_with_offsets(source: Source, names: Iterable[str]) -> list[str]:

@@ -17,21 +17,21 @@ from ckptx.untrusted.file_name import name_fault
 from ckptx.untrusted.limits import CONFIG_BYTES
 
 MANIFEST = "ckptx.json"
-_OWN = frozenset({MANIFEST, ".metadata"})
+_OWN_FILES = frozenset({MANIFEST, ".metadata"})
 
 # Weights in any format: those of the checkpoint are converted, others are not carried and reported.
-_WEIGHTS = (
+_WEIGHT_SUFFIXES = (
     ".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".onnx", ".onnx_data", ".ot", ".tflite",
     ".distcp", ".npz", ".pkl", ".nemo", ".mlmodel", ".engine",
 )  # fmt: skip
-_INDEXES = (".safetensors.index.json", ".bin.index.json", ".h5.index.json", ".msgpack.index.json")
+_INDEX_SUFFIXES = (".safetensors.index.json", ".bin.index.json", ".h5.index.json", ".msgpack.index.json")
 _MAX_DEPTH = 3
 
 
 # Files that are carried from subdirectories: custom code, templates, configs; not the logs of a trainer.
-_TEXTS = (".json", ".jinja", ".py", ".txt", ".model", ".tiktoken", ".md")
+_TEXT_SUFFIXES = (".json", ".jinja", ".py", ".txt", ".model", ".tiktoken", ".md")
 # Files that belong to a weight file even if its directory may contain unrelated files.
-_KNOWN = re.compile(
+_MODEL_FILE = re.compile(
     r"(config|generation_config|(pre)?processor_config|image_processor_config|video_preprocessor_config|vocab|merges|"
     r"special_tokens_map|added_tokens|chat_template|sentencepiece\.bpe|spiece|modeling_\w+|configuration_\w+|"
     r"(tokenizer|tokenization)\w*)\.(json|txt|model|jinja|py)"
@@ -39,7 +39,7 @@ _KNOWN = re.compile(
 
 
 # Other files that are usual in model repositories.
-_ABOUT = re.compile(
+_REPOSITORY_FILE = re.compile(
     r"README(\.\w+)?|LICEN[CS]E([-_.]\w+)*|NOTICE(\.\w+)?|USE_POLICY(\.\w+)?|\.gitattributes|modules\.json|"
     r"(config_sentence_transformers|sentence_bert_config|quantize_config|quantization_config|hf_quant_config|"
     r"adapter_config|params|recipe|video_processor|fqn_to_file_index_mapping)\.(json|yaml)|tekken\.json|"
@@ -51,24 +51,24 @@ QUANTIZATION_FILES = frozenset({"hf_quant_config.json", "quantize_config.json", 
 
 def is_known_sidecar(base: str) -> bool:
     """Return True if a file name is usual in model repositories."""
-    return _KNOWN.fullmatch(base) is not None or _ABOUT.fullmatch(base) is not None
+    return _MODEL_FILE.fullmatch(base) is not None or _REPOSITORY_FILE.fullmatch(base) is not None
 
 
 class SidecarFiles(NamedTuple):
     """The files next to the weights of a checkpoint.
 
     Attributes:
-        carried: Files that are copied along with the weights.
+        copied: Files that are copied along with the weights.
         dropped: Names of files that are not copied, sorted.
-        identities: Identity of each file in `carried`.
+        identities: Identity of each file in `copied`.
     """
 
-    carried: tuple[Sidecar, ...]
+    copied: tuple[Sidecar, ...]
     dropped: tuple[str, ...]
     identities: Mapping[str, FileIdentity]
 
 
-def list_sidecars(source: Source, used: frozenset[str]) -> SidecarFiles:
+def list_sidecars(source: Source, used_files: frozenset[str]) -> SidecarFiles:
     """List the sidecars of a checkpoint.
 
     A directory with other weights (`onnx/`, `original/`) is dropped, unless `modules.json` of sentence-transformers
@@ -76,75 +76,79 @@ def list_sidecars(source: Source, used: frozenset[str]) -> SidecarFiles:
 
     Args:
         source: The directory of the checkpoint.
-        used: Names of the weight files that are part of the checkpoint.
+        used_files: Names of the weight files that are part of the checkpoint.
 
     Raises:
         InputError: A link is broken: an incomplete cache or copy would silently lose its tokenizer.
     """
-    modules = _modules(source)
-    homes = {_parent(name) for name in used}
-    carried: list[str] = []
+    modules = _module_directories(source)
+    weight_directories = {_parent(name) for name in used_files}
+    copied: list[str] = []
     dropped: list[str] = []
-    for directory, names in _walk(source, source.listing(), 0):
-        inside = [name for name in names if name not in used and _base(name) not in _OWN]
-        weights = [name for name in inside if name.endswith(_WEIGHTS + _INDEXES) or is_unsupported_weights(_base(name))]
+    for directory, names in _walk_directories(source, source.listing(), 0):
+        candidates = [name for name in names if name not in used_files and _base_name(name) not in _OWN_FILES]
+        weights = [
+            name
+            for name in candidates
+            if name.endswith(_WEIGHT_SUFFIXES + _INDEX_SUFFIXES) or is_unsupported_weights(_base_name(name))
+        ]
         if directory == ".":
-            carried.extend(name for name in inside if name not in weights)
+            copied.extend(name for name in candidates if name not in weights)
             dropped.extend(weights)
         elif directory.partition("/")[0] in modules:
-            carried.extend(inside)
-        elif weights or directory in homes:
-            dropped.extend(inside)
+            copied.extend(candidates)
+        elif weights or directory in weight_directories:
+            dropped.extend(candidates)
         else:
-            carried.extend(name for name in inside if name.endswith(_TEXTS))
-            dropped.extend(name for name in inside if not name.endswith(_TEXTS))
-    dropped.extend(name for name in carried if name_fault(name) is not None)
-    return _carry(source, carried, tuple(sorted(dropped)))
+            copied.extend(name for name in candidates if name.endswith(_TEXT_SUFFIXES))
+            dropped.extend(name for name in candidates if not name.endswith(_TEXT_SUFFIXES))
+    dropped.extend(name for name in copied if name_fault(name) is not None)
+    return _make_sidecar_files(source, copied, tuple(sorted(dropped)))
 
 
 def sidecars_of_file(source: Source) -> SidecarFiles:
     """List the sidecars of one weight file with a custom name, in a directory that may contain unrelated files."""
     listing = source.listing()
-    names = [name for name in listing if _KNOWN.fullmatch(name) and listing.is_file(name)]
-    return _carry(source, names, ())
+    names = [name for name in listing if _MODEL_FILE.fullmatch(name) and listing.is_file(name)]
+    return _make_sidecar_files(source, names, ())
 
 
-def _carry(source: Source, names: list[str], dropped: tuple[str, ...]) -> SidecarFiles:
+def _make_sidecar_files(source: Source, names: list[str], dropped: tuple[str, ...]) -> SidecarFiles:
     """Return the sidecars for names that are allowed in a manifest."""
     names = [name for name in sorted(names) if name_fault(name) is None]
     identities = source.identities(names)
-    carried = (Sidecar(name, identities[name].nbytes if name in identities else source.size(name)) for name in names)
-    return SidecarFiles(tuple(carried), dropped, identities)
+    copied = (Sidecar(name, identities[name].nbytes if name in identities else source.size(name)) for name in names)
+    return SidecarFiles(tuple(copied), dropped, identities)
 
 
-def _walk(source: Source, listing: Listing, depth: int, path: str = ".") -> Iterator[tuple[str, list[str]]]:
+def _walk_directories(source: Source, listing: Listing, depth: int, path: str = ".") -> Iterator[tuple[str, list[str]]]:
     """Iterate over directories and the files in them, as paths relative to the source."""
-    lead = "" if path == "." else f"{path}/"
-    names = [name for name in listing if name not in _OWN]
+    prefix = "" if path == "." else f"{path}/"
+    names = [name for name in listing if name not in _OWN_FILES]
     for name in names:
         if listing.kind(name) is EntryKind.DANGLING:
-            source.size(lead + name)  # raises an error with the target of the link
-            raise changed(source.location / (lead + name))
-    yield path, [lead + name for name in names if listing.is_file(name)]
+            source.size(prefix + name)  # raises an error with the target of the link
+            raise changed(source.location / (prefix + name))
+    yield path, [prefix + name for name in names if listing.is_file(name)]
     if depth < _MAX_DEPTH:
         for name in names:
             if listing.is_directory(name) and not name.startswith("."):
-                yield from _walk(source, listing.subdirectory(name), depth + 1, lead + name)
+                yield from _walk_directories(source, listing.subdirectory(name), depth + 1, prefix + name)
 
 
 def _parent(name: str) -> str:
     return str(PurePosixPath(name).parent)
 
 
-def _base(name: str) -> str:
+def _base_name(name: str) -> str:
     return name.rpartition("/")[2]
 
 
-def _modules(source: Source) -> frozenset[str]:
+def _module_directories(source: Source) -> frozenset[str]:
     if not source.listing().is_file("modules.json"):
         return frozenset()
     try:
-        listed = json.loads(source.read_small("modules.json", CONFIG_BYTES).decode("utf-8"))
-        return frozenset(module["path"].split("/")[0] for module in listed if module.get("path"))
+        modules = json.loads(source.read_small("modules.json", CONFIG_BYTES).decode("utf-8"))
+        return frozenset(module["path"].split("/")[0] for module in modules if module.get("path"))
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return frozenset()  # absent, or somebody else's modules.json

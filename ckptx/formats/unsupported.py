@@ -12,10 +12,10 @@ from functools import cache
 from typing import NamedTuple
 
 from ckptx.errors import InputError, ReadError, UnsupportedError
-from ckptx.formats.fsdp.file_names import STATE_FILES
+from ckptx.formats.fsdp.file_names import STATE_FILE_PATTERN
 from ckptx.storage.interface import Location, Source
 
-_SHOWN = 2
+_MAX_LISTED = 2
 
 
 class UnsupportedKind(NamedTuple):
@@ -25,14 +25,14 @@ class UnsupportedKind(NamedTuple):
         names: Regular expression for the whole name of its files or directories.
         description: Noun phrase that precedes "is not supported" in the error.
         next_step: Way to convert its weights to a supported format.
-        whole_alone: True if the only file of this kind in a directory may be a whole state dict; passed as SRC, it is
-            opened like any `.pt` file.
+        is_whole_if_single: True if the only file of this kind in a directory may be a whole state dict; passed as SRC,
+            it is opened like any `.pt` file.
     """
 
     names: str
     description: str
     next_step: str
-    whole_alone: bool = False
+    is_whole_if_single: bool = False
 
 
 # In the order of precedence: names of one framework before suffixes that many frameworks use.
@@ -62,7 +62,7 @@ UNSUPPORTED_KINDS = (
         "run zero_to_fp32.py with --safe_serialization on the checkpoint it was made from and pass its output",
     ),
     UnsupportedKind(
-        STATE_FILES,
+        STATE_FILE_PATTERN,
         "the optimizer or trainer state of FSDP ranks (verl)",
         "pass the directory that has the model_world_size_* files",
     ),
@@ -100,13 +100,13 @@ UNSUPPORTED_KINDS = (
         r"checkpoint_\d+\.pt",
         "a checkpoint of torch.distributed.checkpoint._experimental, one file per rank,",
         "save it with torch.distributed.checkpoint.save; if a single rank saved it, pass the file",
-        whole_alone=True,
+        is_whole_if_single=True,
     ),
     UnsupportedKind(
         r"consolidated\.\d\d\.pth",
         "a checkpoint in Meta's own layout, one file per tensor parallel rank,",
         "convert it with the convert_*_weights_to_hf script of transformers; if there is a single rank, pass the file",
-        whole_alone=True,
+        is_whole_if_single=True,
     ),
     UnsupportedKind(
         r"_CHECKPOINT_METADATA|manifest\.ocdbt|ocdbt\.process_\d+|_METADATA|_sharding|checkpoint_metadata\.orbax.*",
@@ -148,14 +148,14 @@ UNSUPPORTED_KINDS = (
 
 
 @cache
-def _compiled() -> list[tuple[re.Pattern[str], UnsupportedKind]]:
+def _compiled_kinds() -> list[tuple[re.Pattern[str], UnsupportedKind]]:
     """Return the compiled pattern of each kind, lazily because most checkpoints need none."""
     return [(re.compile(kind.names), kind) for kind in UNSUPPORTED_KINDS]
 
 
 def kind_of_name(name: str) -> UnsupportedKind | None:
     """Return the unsupported format of a file or directory name, or None."""
-    return next((kind for pattern, kind in _compiled() if pattern.fullmatch(name)), None)
+    return next((kind for pattern, kind in _compiled_kinds() if pattern.fullmatch(name)), None)
 
 
 def is_unsupported_weights(name: str) -> bool:
@@ -164,13 +164,13 @@ def is_unsupported_weights(name: str) -> bool:
     return not is_config and kind_of_name(name) is not None
 
 
-def kind_among(names: Collection[str]) -> tuple[UnsupportedKind, list[str]] | None:
+def kind_of_names(names: Collection[str]) -> tuple[UnsupportedKind, list[str]] | None:
     """Return the unsupported format of the names in a directory, and the names that match it.
 
     Returns:
         None if no name matches.
     """
-    for pattern, kind in _compiled():
+    for pattern, kind in _compiled_kinds():
         found = sorted(name for name in names if pattern.fullmatch(name))
         if found:
             return kind, found
@@ -188,7 +188,7 @@ def refuse_file(source: Source, name: str) -> None:
     kind = kind_of_name(name)
     if kind is None:
         return
-    if kind.whole_alone and [each for each in source.listing() if kind_of_name(each) is kind] == [name]:
+    if kind.is_whole_if_single and [each for each in source.listing() if kind_of_name(each) is kind] == [name]:
         return
     raise UnsupportedError(f"{source.location / name}: {kind.description} is not supported; {kind.next_step}")
 
@@ -199,17 +199,17 @@ def refuse_directory(path: Location, names: Collection[str]) -> None:
     Raises:
         UnsupportedError: The format is unsupported.
     """
-    known = kind_among(names)
+    known = kind_of_names(names)
     if known is None:
         return
     kind, found = known
-    more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
+    more = f" and {len(found) - _MAX_LISTED} more" if len(found) > _MAX_LISTED else ""
     raise UnsupportedError(
-        f"{path}: {kind.description} is not supported (found {', '.join(found[:_SHOWN])}{more}); {kind.next_step}"
+        f"{path}: {kind.description} is not supported (found {', '.join(found[:_MAX_LISTED])}{more}); {kind.next_step}"
     )
 
 
-def refuse_below(source: Source, depth: int) -> None:
+def refuse_in_tree(source: Source, depth: int) -> None:
     """Refuse a directory if it or a subdirectory down to `depth` levels has an unsupported format, nearest first.
 
     Raises:

@@ -107,7 +107,7 @@ def _representatives(ties: Iterable[tuple[str, ...]]) -> dict[str, str]:
 
 def _group_by_samples(view: ModelView, names: list[str]) -> list[list[str]]:
     """Group the names by equal sampled rows; they are one group if rows cannot be read, as the config declares."""
-    from ckptx.formats.dcp.reader import open_payloads  # few models have names that are tied and stored separately
+    from ckptx.formats.dcp.reader import locate_payloads  # few models have names that are tied and stored separately
     from ckptx.transfer.stream import TensorReader
 
     catalog = view.catalog
@@ -117,7 +117,7 @@ def _group_by_samples(view: ModelView, names: list[str]) -> list[list[str]]:
         with catalog.source.open() as files:
             if catalog.form.has_archives:
                 part = replace(catalog, tensors={entry.name: entry for entry in entries.values()})
-                located = open_payloads(part, files).tensors
+                located = locate_payloads(part, files).tensors
                 entries = {name: located[entry.name] for name, entry in entries.items()}
             reader = TensorReader(files)
             for name, entry in entries.items():

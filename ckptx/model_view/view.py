@@ -17,9 +17,9 @@ from ckptx.catalog.catalog import Catalog
 from ckptx.catalog.entry import Chunk, TensorEntry
 from ckptx.catalog.region import whole
 from ckptx.errors import InputError, UnsupportedError
-from ckptx.formats.hf.hf_metadata import directory_of_config
+from ckptx.formats.hf.hf_metadata import local_config_directory
 from ckptx.formats.hf.reader import refuse_adapters
-from ckptx.formats.manifest_file import manifest_in
+from ckptx.formats.manifest_file import read_manifest
 from ckptx.formats.sidecars import MANIFEST
 from ckptx.mapping.duplicates import find_duplicate_names
 from ckptx.mapping.models import Models, OtherModel, describe_prefix, find_models, find_repeated_prefixes
@@ -130,7 +130,7 @@ def view_model(
     if config is not None:
         architecture = find_architecture(
             config,
-            config_dir=directory_of_config(catalog) if trust_remote_code else None,
+            config_dir=local_config_directory(catalog) if trust_remote_code else None,
             trust_remote_code=trust_remote_code,
         )
     found = _find_model_names(catalog, architecture, config, prefix, notes)
@@ -328,7 +328,7 @@ def read_valid_manifest(source: Catalog, notes: list[str]) -> Manifest | None:
         source: DCP or sharded safetensors.
         notes: Receives one line if a manifest is ignored because it is damaged or describes other files.
     """
-    manifest = manifest_in(source.source, notes) if source.form.has_manifest else None
+    manifest = read_manifest(source.source, notes) if source.form.has_manifest else None
     if manifest is None or manifest.form is not source.form:
         return None
     from ckptx.catalog.manifest import FileRecord
@@ -357,11 +357,11 @@ def locate_archives(view: ModelView, files: SourceFiles, *, lazy: bool = False) 
     """
     if not view.catalog.form.has_archives:
         return view
-    from ckptx.formats.dcp.reader import open_payloads
+    from ckptx.formats.dcp.reader import locate_payloads
 
     names = {entry.name: name for name, entry in view.tensors.items()}
     names_to_locate = (*names, *view.model_duplicates)
-    located = open_payloads(
+    located = locate_payloads(
         replace(view.catalog, tensors={name: view.catalog.tensors[name] for name in names_to_locate}), files, lazy=lazy
     )
     tensors = {short: located.tensors[name] for name, short in names.items()}
@@ -370,9 +370,9 @@ def locate_archives(view: ModelView, files: SourceFiles, *, lazy: bool = False) 
 
 def locate_all_archives(view: ModelView, files: SourceFiles, *, lazy: bool = False) -> ModelView:
     """Locate every block of the checkpoint, including optimizer state."""
-    from ckptx.formats.dcp.reader import open_payloads
+    from ckptx.formats.dcp.reader import locate_payloads
 
-    located = open_payloads(view.catalog, files, lazy=lazy)
+    located = locate_payloads(view.catalog, files, lazy=lazy)
     tensors = {name: located.tensors[entry.name] for name, entry in view.tensors.items()}
     return replace(view, tensors=tensors, catalog=located)
 

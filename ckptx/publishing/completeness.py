@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from ckptx.catalog.catalog import Catalog
 from ckptx.catalog.entry import Chunk, ShardedChunks, TensorEntry
 from ckptx.errors import CkptxError
-from ckptx.formats.dcp.reader import open_payloads
+from ckptx.formats.dcp.reader import locate_payloads
 from ckptx.storage.interface import Source, SourceFiles
 from ckptx.transfer.cast_losses import CastLosses, LossesByTensor
 from ckptx.transfer.digest_sink import digest_of
@@ -65,7 +65,7 @@ def _leaves(step: CopyStep, written: SourceFiles, in_archives: bool, max_memory:
     for chunks in _copies(entry):
         alone = entry._replace(chunks=chunks, replicas=())
         if in_archives and step.framed:
-            alone = open_payloads(Catalog(written.root, "dcp", {entry.name: alone}), written).tensors[entry.name]
+            alone = locate_payloads(Catalog(written.root, "dcp", {entry.name: alone}), written).tensors[entry.name]
         yield digest_of(reader, alone, entry.dtype).leaves
 
 

@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterator, Mapping
 from ckptx.catalog.catalog import Catalog
 from ckptx.catalog.entry import ArchivedChunks, TensorEntry
 from ckptx.errors import CkptxError
-from ckptx.formats.hf.hf_metadata import source_of_config
-from ckptx.formats.hf.reader import json_in
+from ckptx.formats.hf.hf_metadata import config_source
+from ckptx.formats.hf.reader import read_json_object
 from ckptx.formats.registry import open_checkpoint
 from ckptx.publishing.source_state import FileIdentities, header_texts
 from ckptx.storage.files import changed
@@ -77,8 +77,8 @@ def require_unchanged(
 def _is_config_as_read(config: StoredFile, catalogs: tuple[Catalog, ...]) -> bool:
     """Return True if the file still contains the config of every checkpoint that uses it."""
     directory = config.location.parent
-    owners = [each for each in catalogs if each.config is not None and source_of_config(each).location == directory]
-    return all(json_in(*config) == each.config for each in owners)
+    owners = [each for each in catalogs if each.config is not None and config_source(each).location == directory]
+    return all(read_json_object(*config) == each.config for each in owners)
 
 
 def _has_same_catalog(opened: Catalog) -> bool:

@@ -18,14 +18,14 @@ from typing import Any, NamedTuple
 
 from ckptx.catalog.object_ids import ObjectIds
 from ckptx.errors import InputError
-from ckptx.formats.torch_archive.pickle_machine import CallResult, External, Name, PickledSet
+from ckptx.formats.torch_archive.pickle_machine import CallResult, GlobalName, PersistentObject, PickledSet
 from ckptx.formats.torch_archive.unpickle import without_garbage_collection
 from ckptx.robustness_suite.pickled_kinds import Array, Dictionary, Storage, Tensor
 
 _LONGEST = 32  # bytes of a scalar that stands for itself
 _MOST_WORK = 1 << 21  # values looked at for the sake of those that refer to themselves
 _NUMBERS_AND_STRINGS = frozenset({type(None), bool, int, float, str})
-_WITHOUT_OTHER_MEANING = _NUMBERS_AND_STRINGS | {list, tuple, bytearray, PickledSet, Name}
+_WITHOUT_OTHER_MEANING = _NUMBERS_AND_STRINGS | {list, tuple, bytearray, PickledSet, GlobalName}
 _SCALARS = _NUMBERS_AND_STRINGS | {bytes, bytearray}
 
 
@@ -167,8 +167,8 @@ class Digests:
             lengths = f"{len(value.arguments)} {len(value.items)} {len(value.states)}"
             setters = [each for setter in value.setters for each in (len(setter), *setter)]
             held = (value.function, value.keywords, *value.arguments, *value.items, *value.states, *setters)
-            return _Parts(f"{value.how} {lengths}", held, value.pairs)
-        if isinstance(value, Name):
+            return _Parts(f"{value.kind} {lengths}", held, value.pairs)
+        if isinstance(value, GlobalName):
             return _Parts("name", (value.module, value.name))
         if isinstance(value, Array):
             return _Parts("array", (value.kind, value.dtype, value.shape, value.content))
@@ -179,8 +179,8 @@ class Digests:
             return _Parts(f"tensor {value.kind} {self._described(value)}{grad}", value.attributes)
         if isinstance(value, Nested):
             return _Parts("pickle", (value.value,))
-        assert isinstance(value, External), type(value)
-        return _Parts("external", (value.pid,))
+        assert isinstance(value, PersistentObject), type(value)
+        return _Parts("external", (value.persistent_id,))
 
 
 class _OneOf:

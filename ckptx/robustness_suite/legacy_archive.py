@@ -13,7 +13,7 @@ from typing import Any
 from ckptx.catalog.entry import Record
 from ckptx.errors import InputError, UnsupportedError
 from ckptx.formats.torch_archive.pickle_graph import read_graph
-from ckptx.formats.torch_archive.pickle_machine import CallResult, External, Mapping, PickledSet
+from ckptx.formats.torch_archive.pickle_machine import CallResult, PersistentObject, PickledDict, PickledSet
 from ckptx.robustness_suite.pickled_kinds import described_storage
 from ckptx.untrusted.limits import TENSORS
 
@@ -53,7 +53,7 @@ def read_legacy(data: bytes, length: int, where: str, offset: int) -> tuple[Any,
         raise InputError(f"{where}: is no file of torch.save (another magic number or version); copy it again")
     if len(keys) > TENSORS:
         raise InputError(f"{where}: has {len(keys):,} storages; the file is damaged, copy it again")
-    if isinstance(machine, Mapping) and ("little_endian", False) in machine.items:
+    if isinstance(machine, PickledDict) and ("little_endian", False) in machine.items:
         raise UnsupportedError(f"{where}: was written big-endian, which is not read")
     sizes = _sizes(tree, where)
     records = {}
@@ -75,11 +75,11 @@ def _sizes(tree: Any, where: str) -> dict[str, int]:
     waiting = [tree]
     while waiting:
         node = waiting.pop()
-        if type(node) not in (list, tuple, CallResult, Mapping, PickledSet, External) or id(node) in seen:
+        if type(node) not in (list, tuple, CallResult, PickledDict, PickledSet, PersistentObject) or id(node) in seen:
             continue
         seen.add(id(node))
-        if isinstance(node, External):
-            described = described_storage(node.pid)
+        if isinstance(node, PersistentObject):
+            described = described_storage(node.persistent_id)
             if described is None or described[1].numel < 0:
                 raise UnsupportedError(
                     f"{where}: has a storage of an unknown dtype, or one that is a view; save it with a newer torch"
@@ -87,7 +87,7 @@ def _sizes(tree: Any, where: str) -> dict[str, int]:
             found[described[1].key] = described[1].nbytes
         elif isinstance(node, PickledSet):
             waiting.extend(node.items)
-        elif isinstance(node, Mapping):
+        elif isinstance(node, PickledDict):
             waiting.extend(each for item in node.items for each in item)
         elif isinstance(node, CallResult):
             waiting.extend((node.function, node.keywords, *node.arguments, *node.items, *node.states))

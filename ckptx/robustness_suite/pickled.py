@@ -23,9 +23,9 @@ from ckptx.catalog.entry import Chunk, Record, TensorEntry
 from ckptx.catalog.object_ids import ObjectIds
 from ckptx.catalog.region import whole
 from ckptx.errors import CkptxError, InputError
-from ckptx.formats.torch_archive.archive import open_archive, place_tensor
+from ckptx.formats.torch_archive.archive import locate_tensor, open_archive
 from ckptx.formats.torch_archive.pickle_graph import read_graph
-from ckptx.formats.torch_archive.pickle_machine import CallResult, Name
+from ckptx.formats.torch_archive.pickle_machine import CallResult, GlobalName
 from ckptx.formats.torch_archive.unpickle import StorageRef
 from ckptx.robustness_suite.canonical import Digests, Nested, hashed
 from ckptx.robustness_suite.legacy_archive import is_legacy, read_legacy
@@ -269,8 +269,8 @@ class Reader:
         if isinstance(value, Dictionary):
             return value.kind
         if isinstance(value, CallResult):
-            return f"object of {value.function!s:.{_SHOWN}}" if isinstance(value.function, Name) else "object"
-        if isinstance(value, Name):
+            return f"object of {value.function!s:.{_SHOWN}}" if isinstance(value.function, GlobalName) else "object"
+        if isinstance(value, GlobalName):
             return f"name {value!s:.{_SHOWN}}"
         if isinstance(value, (Array, Tensor, Storage)):
             return type(value).__name__.lower()
@@ -294,7 +294,7 @@ class Reader:
     def _entry(self, name: str, tensor: Tensor) -> tuple[TensorEntry, bytes | None]:
         storage = tensor.storage
         record = storage.record or Record(0, storage.ref.nbytes, None)
-        found = place_tensor(tensor.ref, {storage.ref.key: record}, f'{self.where}: tensor "{name}"')
+        found = locate_tensor(tensor.ref, {storage.ref.key: record}, f'{self.where}: tensor "{name}"')
         shape = found.shape
         if found.dtype.pack > 1 and shape:
             shape = (*shape[:-1], shape[-1] * found.dtype.pack)

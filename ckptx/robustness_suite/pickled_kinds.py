@@ -20,7 +20,7 @@ from ckptx.catalog.dtype import BY_STORAGE, BY_TORCH, DType
 from ckptx.catalog.entry import Record
 from ckptx.catalog.object_ids import ObjectIds
 from ckptx.errors import InputError
-from ckptx.formats.torch_archive.pickle_machine import CallResult, External, Mapping, Name, PickledSet
+from ckptx.formats.torch_archive.pickle_machine import CallResult, GlobalName, PersistentObject, PickledDict, PickledSet
 from ckptx.formats.torch_archive.unpickle import StorageRef, TensorRef
 from ckptx.untrusted.limits import DIMS, shape_fault
 
@@ -30,7 +30,7 @@ _SMALL = 1 << 28  # bytes
 _BUILTINS = "builtins"
 _ARRAY_MODULES = ("numpy._core.multiarray", "numpy.core.multiarray")
 _BUFFER_MODULES = ("numpy._core.numeric", "numpy.core.numeric")
-_DTYPE = Name("numpy", "dtype")
+_DTYPE = GlobalName("numpy", "dtype")
 _NUMBER = re.compile(r"([iufcmMU])([0-9]{1,4})")
 _TENSOR_TYPE = "torch.Tensor"
 _PARAMETER_TYPE = "torch.nn.parameter.Parameter"
@@ -121,7 +121,7 @@ class Kinds:
 
     def of(self, value: Any) -> Any:
         """Return the meaning of a value, or the value itself if it has none."""
-        if not isinstance(value, (CallResult, Mapping, External)):
+        if not isinstance(value, (CallResult, PickledDict, PersistentObject)):
             return value
         found = self._found.get(self._ids(value))
         if found is None:
@@ -133,10 +133,10 @@ class Kinds:
             self._found[self._ids(value)] = found
         return found
 
-    def _other(self, value: Mapping | External) -> Any:
-        if isinstance(value, Mapping):
+    def _other(self, value: PickledDict | PersistentObject) -> Any:
+        if isinstance(value, PickledDict):
             return Dictionary("dict", value.items)
-        described = described_storage(value.pid)
+        described = described_storage(value.persistent_id)
         if described is None:
             return value
         kind, ref = described
@@ -156,7 +156,7 @@ class Kinds:
 
     def _made(self, made: CallResult) -> Any:
         function = made.function
-        if made.how == "call" and isinstance(function, Name):
+        if made.kind == "call" and isinstance(function, GlobalName):
             find = _FUNCTIONS.get(function)
             found = None if find is None or made.keywords is not None else find(self, made)
             return made if found is None else found
@@ -172,7 +172,7 @@ class Kinds:
         return None
 
     def _bytearray(self, made: CallResult) -> Any:
-        if not made.is_untouched:
+        if not made.is_unchanged:
             return None
         if not made.arguments:
             return bytearray()
@@ -185,9 +185,9 @@ class Kinds:
 
     def _group(self, made: CallResult) -> Any:
         items = made.arguments[0] if len(made.arguments) == 1 else None
-        if not made.is_untouched or type(items) is not list:
+        if not made.is_unchanged or type(items) is not list:
             return None
-        assert isinstance(made.function, Name)
+        assert isinstance(made.function, GlobalName)
         return PickledSet(made.function.name, items)
 
     def _ordered_dict(self, made: CallResult) -> Any:
@@ -199,9 +199,9 @@ class Kinds:
 
     def _attributes(self, state: Any) -> Any:
         """The attributes of an ordered dict without the versions of modules, which torch adds to a state dict."""
-        if not isinstance(state, Mapping):
+        if not isinstance(state, PickledDict):
             return (state,)
-        rest = Mapping()
+        rest = PickledDict()
         rest.items = [(key, value) for key, value in state.items if key != "_metadata"]
         return rest if rest.items else None
 
@@ -212,7 +212,7 @@ class Kinds:
 
     def _reconstructed(self, made: CallResult) -> Any:
         """An object at protocol 0 and 1, as later protocols write it."""
-        if len(made.arguments) != 3 or made.arguments[1:] != (Name(_BUILTINS, "object"), None):
+        if len(made.arguments) != 3 or made.arguments[1:] != (GlobalName(_BUILTINS, "object"), None):
             return None
         found = CallResult("new", made.arguments[0], ())
         found.items, found.pairs, found.states, found.setters = made.items, made.pairs, made.states, made.setters
@@ -224,7 +224,7 @@ class Kinds:
         return self._tensor(made, None) if 6 <= len(made.arguments) <= 7 else None
 
     def _tensor_v3(self, made: CallResult) -> Any:
-        if not 7 <= len(made.arguments) <= 8 or not isinstance(made.arguments[6], Name):
+        if not 7 <= len(made.arguments) <= 8 or not isinstance(made.arguments[6], GlobalName):
             return None
         name = made.arguments[6]
         return self._tensor(made, BY_TORCH.get(name.name) if name.module == "torch" else None, has_dtype=True)
@@ -233,7 +233,7 @@ class Kinds:
         storage, offset, shape, strides, requires_grad, hooks = made.arguments[:6]
         shape, strides = self._sizes(shape), self._sizes(strides)
         storage = self.of(storage)
-        if not made.is_untouched or any(self._is_filled(each) for each in made.arguments[6 + has_dtype :]):
+        if not made.is_unchanged or any(self._is_filled(each) for each in made.arguments[6 + has_dtype :]):
             return None
         if not isinstance(storage, Storage) or not _is_count(offset) or shape is None or strides is None:
             return None
@@ -248,7 +248,7 @@ class Kinds:
         return self._with(found, hooks)
 
     def _parameter(self, made: CallResult) -> Any:
-        if not 3 <= len(made.arguments) <= 4 or not made.is_untouched:
+        if not 3 <= len(made.arguments) <= 4 or not made.is_unchanged:
             return None
         data, requires_grad, *attributes = made.arguments
         data = self.of(data)
@@ -258,13 +258,13 @@ class Kinds:
 
     def _of_type(self, made: CallResult) -> Any:
         """A tensor of a subclass, or with attributes."""
-        if len(made.arguments) != 4 or type(made.arguments[2]) is not tuple or not made.is_untouched:
+        if len(made.arguments) != 4 or type(made.arguments[2]) is not tuple or not made.is_unchanged:
             return None
         function, kind, arguments, state = made.arguments
-        inner = self.of(CallResult("call", function, arguments)) if isinstance(function, Name) else None
-        if not isinstance(inner, Tensor) or not isinstance(kind, Name):
+        inner = self.of(CallResult("call", function, arguments)) if isinstance(function, GlobalName) else None
+        if not isinstance(inner, Tensor) or not isinstance(kind, GlobalName):
             return None
-        name = _TENSOR_TYPE if kind == Name("torch._tensor", "Tensor") else str(kind)
+        name = _TENSOR_TYPE if kind == GlobalName("torch._tensor", "Tensor") else str(kind)
         return self._with(replace(inner, kind=name), state)
 
     def _with(self, tensor: Tensor, *attributes: Any) -> Tensor:
@@ -279,13 +279,17 @@ class Kinds:
         return not (found is None or (type(found) in (tuple, list) and not found))
 
     def _sizes(self, value: Any) -> tuple[int, ...] | None:
-        if isinstance(value, CallResult) and value.function == Name("torch", "Size") and len(value.arguments) == 1:
+        if (
+            isinstance(value, CallResult)
+            and value.function == GlobalName("torch", "Size")
+            and len(value.arguments) == 1
+        ):
             value = value.arguments[0]
         return value if type(value) is tuple and len(value) <= DIMS and all(map(_is_count, value)) else None
 
     def _storage_in_bytes(self, made: CallResult) -> Any:
         data = self.of(made.arguments[0]) if len(made.arguments) == 1 else None
-        return self._load_storage(data) if type(data) is bytes and made.is_untouched else None
+        return self._load_storage(data) if type(data) is bytes and made.is_unchanged else None
 
     # ------------------------------------------------------------------------------------------------------ numpy
 
@@ -304,14 +308,14 @@ class Kinds:
         return None if content is None else self._native(Array(made.arguments[0], dtype, shape, content))
 
     def _array_of_buffer(self, made: CallResult) -> Any:
-        if len(made.arguments) != 4 or made.arguments[3] not in ("C", "F") or not made.is_untouched:
+        if len(made.arguments) != 4 or made.arguments[3] not in ("C", "F") or not made.is_unchanged:
             return None
         content, dtype, shape, order = made.arguments
         content = self.of(content)
         if type(content) not in (bytes, bytearray):
             return None
         content = _row_major(bytes(content), shape) if order == "F" else bytes(content)
-        return None if content is None else self._native(Array(Name("numpy", "ndarray"), dtype, shape, content))
+        return None if content is None else self._native(Array(GlobalName("numpy", "ndarray"), dtype, shape, content))
 
     def _native(self, array: Array) -> Array:
         """An array of numbers in big-endian order as numpy has it after loading: in little-endian order."""
@@ -327,7 +331,7 @@ class Kinds:
         if not width or len(array.content) % width:
             return array
         swapped = np.frombuffer(array.content, "u1").reshape(-1, width)[:, ::-1].tobytes()
-        native = CallResult(dtype.how, dtype.function, dtype.arguments)
+        native = CallResult(dtype.kind, dtype.function, dtype.arguments)
         native.states = [(state[0], "<", *state[2:])]
         return replace(array, dtype=native, content=swapped)
 
@@ -345,7 +349,7 @@ def described_storage(pid: Any) -> tuple[str, StorageRef] | None:
     ):
         return None
     _, kind, key, _, numel = pid[:5]
-    if not (isinstance(kind, Name) and type(key) is str and _is_count(numel)):
+    if not (isinstance(kind, GlobalName) and type(key) is str and _is_count(numel)):
         return None
     if kind.name == "UntypedStorage":  # which torch has as one of bytes after loading
         return "torch.ByteStorage", StorageRef(key, None, numel)
@@ -379,21 +383,21 @@ def _row_major(content: bytes, shape: Any) -> bytes | None:
     return elements.reshape(shape, order="F").tobytes(order="C")
 
 
-_FUNCTIONS: dict[Name, Callable[[Kinds, CallResult], Any]] = {
-    Name("_codecs", "encode"): Kinds._bytes,
-    Name(_BUILTINS, "bytes"): Kinds._bytes,
-    Name(_BUILTINS, "bytearray"): Kinds._bytearray,
-    Name(_BUILTINS, "set"): Kinds._group,
-    Name(_BUILTINS, "frozenset"): Kinds._group,
-    Name("collections", "OrderedDict"): Kinds._ordered_dict,
-    Name("collections", "defaultdict"): Kinds._default_dict,
-    Name("copyreg", "_reconstructor"): Kinds._reconstructed,
-    Name("torch._utils", "_rebuild_tensor_v2"): Kinds._tensor_v2,
-    Name("torch._utils", "_rebuild_tensor_v3"): Kinds._tensor_v3,
-    Name("torch._utils", "_rebuild_parameter"): Kinds._parameter,
-    Name("torch._utils", "_rebuild_parameter_with_state"): Kinds._parameter,
-    Name("torch._tensor", "_rebuild_from_type_v2"): Kinds._of_type,
-    Name("torch.storage", "_load_from_bytes"): Kinds._storage_in_bytes,
-    **{Name(module, "_reconstruct"): Kinds._array for module in _ARRAY_MODULES},
-    **{Name(module, "_frombuffer"): Kinds._array_of_buffer for module in _BUFFER_MODULES},
+_FUNCTIONS: dict[GlobalName, Callable[[Kinds, CallResult], Any]] = {
+    GlobalName("_codecs", "encode"): Kinds._bytes,
+    GlobalName(_BUILTINS, "bytes"): Kinds._bytes,
+    GlobalName(_BUILTINS, "bytearray"): Kinds._bytearray,
+    GlobalName(_BUILTINS, "set"): Kinds._group,
+    GlobalName(_BUILTINS, "frozenset"): Kinds._group,
+    GlobalName("collections", "OrderedDict"): Kinds._ordered_dict,
+    GlobalName("collections", "defaultdict"): Kinds._default_dict,
+    GlobalName("copyreg", "_reconstructor"): Kinds._reconstructed,
+    GlobalName("torch._utils", "_rebuild_tensor_v2"): Kinds._tensor_v2,
+    GlobalName("torch._utils", "_rebuild_tensor_v3"): Kinds._tensor_v3,
+    GlobalName("torch._utils", "_rebuild_parameter"): Kinds._parameter,
+    GlobalName("torch._utils", "_rebuild_parameter_with_state"): Kinds._parameter,
+    GlobalName("torch._tensor", "_rebuild_from_type_v2"): Kinds._of_type,
+    GlobalName("torch.storage", "_load_from_bytes"): Kinds._storage_in_bytes,
+    **{GlobalName(module, "_reconstruct"): Kinds._array for module in _ARRAY_MODULES},
+    **{GlobalName(module, "_frombuffer"): Kinds._array_of_buffer for module in _BUFFER_MODULES},
 }

@@ -32,7 +32,7 @@ from typing import Any, NamedTuple
 from ckptx.catalog.entry import Chunk, TensorEntry
 from ckptx.catalog.region import whole
 from ckptx.errors import CkptxError, InputError, UnsupportedError
-from ckptx.formats.dcp.reader import open_payloads
+from ckptx.formats.dcp.reader import locate_payloads
 from ckptx.formats.hf.safetensors import parse_header
 from ckptx.robustness_suite.checkpoint_files import (
     ARRAY,
@@ -233,7 +233,7 @@ def _stored(place: ComparedFile, name: str, entry: TensorEntry, is_tensor: bool 
 def _read_dcp(place: ComparedFile, items: _Items) -> None:
     assert place.catalog is not None
     with FilePool(place.path) as files:
-        located, tensors = open_payloads(place.catalog, files, lazy=True), TensorDigests(files)
+        located, tensors = locate_payloads(place.catalog, files, lazy=True), TensorDigests(files)
         for name, entry in located.tensors.items():
             items.add(place, _stored(place, place.name(name), entry), *tensors.read(entry))
         for name, stored in place.catalog.objects.items():

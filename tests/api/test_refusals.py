@@ -22,7 +22,7 @@ from ckptx.catalog.dtype import BY_NAME
 from ckptx.catalog.region import Region
 from ckptx.errors import CkptxError
 from ckptx.formats.dcp.metadata import DcpMetadata, parse_metadata
-from ckptx.formats.dcp.metadata_writer import emit_metadata
+from ckptx.formats.dcp.metadata_writer import metadata_to_bytes
 from ckptx.formats.torch_archive.archive import archive_head
 from tests.support.writers import (
     INDEX,
@@ -357,7 +357,7 @@ def rewrite(root: Path, tensors: Callable[[DcpMetadata], dict[str, Any]], path: 
     """Writes `.metadata` anew with other tensors, or with another path for every chunk."""
     old = parse_metadata((root / ".metadata").read_bytes(), "")
     storage = {key: info._replace(path=path or info.path) for key, info in old.storage.items()}
-    (root / ".metadata").write_bytes(emit_metadata(DcpMetadata(tensors(old), old.objects, storage)))
+    (root / ".metadata").write_bytes(metadata_to_bytes(DcpMetadata(tensors(old), old.objects, storage)))
 
 
 @dcp("a .metadata whose path climbs out", 3, r'file name "\.\./__0_0\.distcp" leads out')

@@ -71,7 +71,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Launched:
 
 @pytest.fixture(autouse=True)
 def _any_path(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(running, "resolve", lambda path, **_: Path(path))
+    monkeypatch.setattr(running, "resolve_source", lambda path, **_: Path(path))
 
 
 @pytest.fixture

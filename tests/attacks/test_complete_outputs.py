@@ -11,7 +11,7 @@ import pytest
 
 import ckptx
 from ckptx.errors import OutputError
-from ckptx.formats.dcp.reader import open_payloads
+from ckptx.formats.dcp.reader import locate_payloads
 from ckptx.formats.registry import open_checkpoint
 from ckptx.report.documents.conversion import ConversionReport
 from ckptx.storage.files import FilePool
@@ -31,7 +31,7 @@ def places(root: Path) -> list[tuple[str, int]]:
     catalog = open_checkpoint(root)
     if catalog.format == "dcp":
         with FilePool(root) as files:
-            catalog = open_payloads(catalog, files)
+            catalog = locate_payloads(catalog, files)
     chunks = [chunk for entry in catalog.tensors.values() for chunk in (*entry.chunks, *entry.replicas)]
     return [
         (chunk.file, chunk.offset + (7 * number) % chunk.nbytes) for number, chunk in enumerate(chunks) if chunk.nbytes

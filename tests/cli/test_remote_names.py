@@ -15,7 +15,7 @@ import pytest
 import ckptx
 from ckptx.cli.main import cli, commands
 from ckptx.errors import UnsupportedError, exit_code_of
-from ckptx.formats.hf.hub import resolve
+from ckptx.formats.hf.hub import resolve_source
 from ckptx.options.commands import COMMANDS as CANONICAL
 from ckptx.options.commands import tables_of
 from ckptx.options.option import Argument, Options, settings_of
@@ -141,7 +141,7 @@ FUNCTIONS: Mapping[str, Callable[[Any], Any]] = {
     "convert dst, resumed": lambda name: ckptx.convert("hf2dcp", "hf", name, resume=True),
     "convert dst, dry": lambda name: ckptx.convert("hf2dcp", "hf", name, dry_run=True),
     "open_checkpoint": lambda name: ckptx.open_checkpoint(name),
-    "resolve": lambda name: resolve(str(name)),
+    "resolve": lambda name: resolve_source(str(name)),
 }
 
 

@@ -145,7 +145,7 @@ def test_a_loader_gets_every_bit_of_the_files(tmp_path: Path, source: str, outpu
 def written_whole(root: Path) -> dict[str, Value]:
     """The tensors of a checkpoint in parts, put together by the code of `verify`."""
     from ckptx.catalog.region import whole
-    from ckptx.formats.dcp.reader import open_payloads
+    from ckptx.formats.dcp.reader import locate_payloads
     from ckptx.formats.registry import open_checkpoint
     from ckptx.storage.files import FilePool
     from ckptx.transfer.stream import TensorReader
@@ -163,7 +163,7 @@ def written_whole(root: Path) -> dict[str, Value]:
     catalog, found = open_checkpoint(root), {}
     with FilePool(root) as files:
         if catalog.form.has_archives:
-            catalog = open_payloads(catalog, files)
+            catalog = locate_payloads(catalog, files)
         for name, entry in catalog.tensors.items():
             keep = Keep()
             TensorReader(files).stream(entry, whole(entry.shape), keep)

@@ -10,7 +10,7 @@ import pytest
 
 import ckptx
 from ckptx.catalog.dtype import BY_NAME
-from ckptx.formats.hf.safetensors import frame_header, header_text, padded
+from ckptx.formats.hf.safetensors import format_header_text, frame_header, pad_header
 
 NBYTES = 2**32 + 4099
 MARKS = {0: b"first", 2**31 + 7: b"middle", NBYTES - 4: b"last"}
@@ -25,7 +25,7 @@ def large(tmp_path: Path) -> Iterator[Path]:
         ("a.weight", BY_NAME["U8"], (NBYTES,), 0, NBYTES),
         ("b.weight", BY_NAME["U8"], (3,), NBYTES, NBYTES + 3),
     ]
-    header = frame_header(padded(header_text(rows, {"format": "pt"})))
+    header = frame_header(pad_header(format_header_text(rows, {"format": "pt"})))
     with (root / "model.safetensors").open("wb") as file:
         file.write(header)
         file.truncate(len(header) + NBYTES + 3)
@@ -67,7 +67,7 @@ def test_twenty_thousand_tensors_load_through_stock_torch(tmp_path: Path) -> Non
     values = torch.arange(6 * len(names), dtype=torch.int32)
     root = tmp_path / "many"
     root.mkdir()
-    text = padded(header_text(rows, {"format": "pt"}))
+    text = pad_header(format_header_text(rows, {"format": "pt"}))
     (root / "model.safetensors").write_bytes(frame_header(text) + values.numpy().tobytes())
     ckptx.convert("hf2dcp", root, tmp_path / "dcp", files=3)
     state = {name: torch.zeros(2, 3, dtype=torch.int32) for name in names[::97]}

@@ -16,7 +16,7 @@ from ckptx.conversion.outputs import huggingface as to_huggingface
 from ckptx.conversion.outputs import sharded as to_sharded
 from ckptx.errors import Defect, OutputError
 from ckptx.formats.dcp.metadata import DcpMetadata, parse_metadata
-from ckptx.formats.dcp.metadata_writer import emit_metadata
+from ckptx.formats.dcp.metadata_writer import metadata_to_bytes
 from ckptx.storage.interface import Source, local_path
 from tests.support.writers import framed, llama, names_in, write_hf
 
@@ -207,7 +207,7 @@ MARKERS: dict[str, Callable[[DcpMetadata], DcpMetadata]] = {
 def test_the_metadata_of_a_dcp(hf: Path, dst: Path, change: str, tp: int, monkeypatch: pytest.MonkeyPatch) -> None:
     def spoil(tree: Path, output: Any) -> Any:
         ((name, data),) = output.markers
-        return replace(output, markers=[(name, emit_metadata(MARKERS[change](parse_metadata(data, name))))])
+        return replace(output, markers=[(name, metadata_to_bytes(MARKERS[change](parse_metadata(data, name))))])
 
     spoiled_before(monkeypatch, to_dcp, "check_dcp", spoil)
     refused(lambda dst: ckptx.reshard(hf, dst, tp=tp, to="dcp"), dst)
@@ -237,7 +237,7 @@ def test_nothing_is_found_where_nothing_is_wrong(hf: Path, tmp_path: Path, monke
 
     def same(tree: Path, output: Any) -> Any:
         ((name, data),) = output.markers
-        return replace(output, markers=[(name, emit_metadata(parse_metadata(data, name)))])
+        return replace(output, markers=[(name, metadata_to_bytes(parse_metadata(data, name)))])
 
     with monkeypatch.context() as patch:
         spoiled_before(patch, to_dcp, "check_dcp", same)

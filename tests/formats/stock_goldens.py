@@ -16,8 +16,8 @@ from ckptx.catalog.catalog import Catalog
 from ckptx.catalog.dtype import BY_TORCH
 from ckptx.catalog.entry import TensorEntry
 from ckptx.catalog.region import whole
-from ckptx.formats.dcp.metadata import DcpMetadata, Key, StorageInfo, TensorMetadata
-from ckptx.formats.dcp.metadata_writer import emit_metadata
+from ckptx.formats.dcp.metadata import DcpMetadata, StorageInfo, StorageKey, TensorMetadata
+from ckptx.formats.dcp.metadata_writer import metadata_to_bytes
 from ckptx.formats.torch_archive.archive import archive_head, archive_tail
 from ckptx.storage.interface import SourceFiles
 
@@ -96,7 +96,7 @@ def write_dcp(
     """A DCP by ckptx's own writers: one file, tensors whole or cut as `cuts` says, `aliases` sharing bytes."""
     root.mkdir(parents=True, exist_ok=True)
     described: dict[str, TensorMetadata] = {}
-    storage: dict[Key, StorageInfo] = {}
+    storage: dict[StorageKey, StorageInfo] = {}
     data = b""
     for name, tensor in tensors.items():
         regions = []
@@ -113,5 +113,5 @@ def write_dcp(
         storage.update({(alias, key[1]): place for key, place in list(storage.items()) if key[0] == name})
     metadata = DcpMetadata(described, (), storage, planner_data)
     (root / "__0_0.distcp").write_bytes(data)
-    (root / ".metadata").write_bytes(emit_metadata(metadata))
+    (root / ".metadata").write_bytes(metadata_to_bytes(metadata))
     return metadata

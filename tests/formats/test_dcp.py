@@ -19,9 +19,9 @@ from ckptx.catalog.dtype import BY_NAME
 from ckptx.catalog.entry import ArchivedChunks
 from ckptx.catalog.region import Region, whole
 from ckptx.errors import InputError, UnsupportedError
-from ckptx.formats.dcp.metadata import DcpMetadata, Key, StorageInfo, TensorMetadata, parse_metadata
-from ckptx.formats.dcp.metadata_writer import emit_metadata
-from ckptx.formats.dcp.reader import open_dcp, open_payloads
+from ckptx.formats.dcp.metadata import DcpMetadata, StorageInfo, StorageKey, TensorMetadata, parse_metadata
+from ckptx.formats.dcp.metadata_writer import metadata_to_bytes
+from ckptx.formats.dcp.reader import locate_payloads, open_dcp
 from ckptx.model_view.parameter_count import find_aliases
 from ckptx.storage.local import LocalSource
 from tests.formats.stock_goldens import (
@@ -44,7 +44,7 @@ NAMES = sorted(path.parent.name for path in GOLDENS.glob("*/.metadata"))
 def opened(root: Path | MemoryPath) -> Catalog:
     catalog = open_dcp(source_of(root))
     with catalog.source.open() as files:
-        return open_payloads(catalog, files)
+        return locate_payloads(catalog, files)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -129,7 +129,7 @@ def test_torch_is_not_imported() -> None:
 
 def edit(root: MemoryPath, change: Callable[[DcpMetadata], DcpMetadata]) -> None:
     metadata = parse_metadata((root / ".metadata").read_bytes(), "x")
-    (root / ".metadata").write_bytes(emit_metadata(change(metadata)))
+    (root / ".metadata").write_bytes(metadata_to_bytes(change(metadata)))
 
 
 def test_a_gap_is_refused(place: MemoryPath) -> None:
@@ -261,7 +261,7 @@ def rewrite(root: MemoryPath, name: str, payload: bytes, size: tuple[int, ...], 
         (),
         {(name, (0,) * len(size)): StorageInfo("__0_0.distcp", 0, len(payload))},
     )
-    (root / ".metadata").write_bytes(emit_metadata(metadata))
+    (root / ".metadata").write_bytes(metadata_to_bytes(metadata))
 
 
 def test_a_payload_of_another_dtype_or_shape_is_refused(place: MemoryPath) -> None:
@@ -324,21 +324,21 @@ def test_archives_of_a_mixture_of_experts_are_not_read_one_by_one(place: MemoryP
     (place / "__0_0.distcp").write_bytes(block * count)
     names = [f"model.layers.{i // 400}.mlp.experts.{i % 400}.down_proj.weight" for i in range(count)]
     tensor = TensorMetadata("bfloat16", shape, (Region((0, 0), shape),))
-    storage: dict[Key, StorageInfo] = {
+    storage: dict[StorageKey, StorageInfo] = {
         (name, (0, 0)): StorageInfo("__0_0.distcp", i * len(block), len(block)) for i, name in enumerate(names)
     }
-    (place / ".metadata").write_bytes(emit_metadata(DcpMetadata(dict.fromkeys(names, tensor), (), storage)))
+    (place / ".metadata").write_bytes(metadata_to_bytes(DcpMetadata(dict.fromkeys(names, tensor), (), storage)))
     catalog = open_dcp(place)
     with _Counting(place) as files:
-        located = open_payloads(catalog, files)
+        located = locate_payloads(catalog, files)
         assert files.reads <= count + 1, "behind the end of one lies the head of the next"
         files.reads = 0
-        later = open_payloads(catalog, files, lazy=True)
+        later = locate_payloads(catalog, files, lazy=True)
         assert files.reads == 0
         assert find_aliases(later) == {} and files.reads == 0, "names that share bytes are found without a look"
         assert tuple(later.tensors[names[7]].chunks) == located.tensors[names[7]].chunks
         assert files.reads <= 2
-        assert open_payloads(later, files).tensors[names[8]].chunks[0] == located.tensors[names[8]].chunks[0]
+        assert locate_payloads(later, files).tensors[names[8]].chunks[0] == located.tensors[names[8]].chunks[0]
 
 
 def test_an_archive_of_another_length_is_looked_into_at_once(place: MemoryPath) -> None:
@@ -347,10 +347,10 @@ def test_an_archive_of_another_length_is_looked_into_at_once(place: MemoryPath) 
     torch.save(torch.zeros(4, 12)[:, :6], stream)
     writers.write_dcp(place, {"w": tensor, "v": tensor}, payloads={"w": stream.getvalue()})
     with place.open() as files:
-        later = open_payloads(open_dcp(place), files, lazy=True)
+        later = locate_payloads(open_dcp(place), files, lazy=True)
         found, waiting = later.tensors["w"].chunks, later.tensors["v"].chunks
         assert isinstance(found, tuple) and found[0].strides == (12, 1)
         assert isinstance(waiting, ArchivedChunks)
         assert waiting[0] == opened(place).tensors["v"].chunks[0]
-        assert waiting == open_payloads(open_dcp(place), files, lazy=True).tensors["v"].chunks
+        assert waiting == locate_payloads(open_dcp(place), files, lazy=True).tensors["v"].chunks
         assert waiting != found

@@ -17,16 +17,16 @@ from ckptx.formats.dcp.layout import (
     DcpLayout,
     allocate,
     allocate_sharded,
-    deal,
-    extended,
+    extend_planner_data,
     file_count,
     metadata_bytes,
     parts_per_rank,
+    split_evenly,
     torch_shape,
 )
 from ckptx.formats.dcp.metadata import parse_metadata
-from ckptx.formats.dcp.metadata_writer import emit_metadata
-from ckptx.formats.dcp.reader import open_dcp, open_payloads
+from ckptx.formats.dcp.metadata_writer import metadata_to_bytes
+from ckptx.formats.dcp.reader import locate_payloads, open_dcp
 from ckptx.formats.torch_archive.archive import archive_frame
 from ckptx.layout.parallel_dims import ParallelDims
 from ckptx.storage.files import FilePool
@@ -137,7 +137,7 @@ def test_cut_tensors_are_described_as_chunk_by_chunk() -> None:
         Path("x"), cuts({**TENSORS, **alike}, {**PLAN, **dict.fromkeys(plan, shared)}), DIMS, (), 1
     ).catalog
     data = metadata_bytes(catalog, {"twin": "expert.3"})
-    assert emit_metadata(parse_metadata(data, "x")) == data
+    assert metadata_to_bytes(parse_metadata(data, "x")) == data
     found = parse_metadata(data, "x").storage
     for name in ("expert.0", "expert.39", "twin", "head"):
         for chunk in catalog.tensors["expert.3" if name == "twin" else name].chunks:
@@ -207,7 +207,7 @@ def test_tensors_cut_alike_share_all_but_offsets() -> None:
 @settings(deadline=None)
 def test_hands_are_consecutive_and_none_is_empty(lengths: list[int], count: int) -> None:
     count = min(count, len(lengths))
-    hands = list(deal(lengths, count))
+    hands = list(split_evenly(lengths, count))
     assert sorted(hands) == hands
     assert set(hands) == set(range(count))
 
@@ -239,7 +239,7 @@ def test_what_is_written_reads_back(tmp_path: Path, parts: int) -> None:
     assert found.objects == catalog.objects
     assert found.tensors["twin"].chunks == found.tensors["qkv"].chunks
     with FilePool(tmp_path) as files:
-        for name, entry in open_payloads(found, files).tensors.items():
+        for name, entry in locate_payloads(found, files).tensors.items():
             tensor = TENSORS[{"twin": "qkv"}.get(name, name)]
             assert (entry.dtype.name, entry.shape) == tensor[:2]
             assert {chunk.region for chunk in entry.chunks} == {
@@ -287,7 +287,7 @@ PATHS: dict[str, Any] = {
     ],
 )  # fmt: skip
 def test_a_new_name_gets_a_path_beside_its_twin(name: str, twin: str | None, path: tuple[Any, ...]) -> None:
-    found = extended(PATHS, [name], {} if twin is None else {name: twin})
+    found = extend_planner_data(PATHS, [name], {} if twin is None else {name: twin})
     assert found[name] == path
     assert {key: value for key, value in found.items() if key != name or key in PATHS} == PATHS
 

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from ckptx.catalog.region import Region, whole
 from ckptx.errors import CkptxError, InputError, UnsupportedError
 from ckptx.formats.dcp.metadata import DcpMetadata, StorageInfo, TensorMetadata, parse_metadata
-from ckptx.formats.dcp.metadata_writer import emit_metadata
+from ckptx.formats.dcp.metadata_writer import metadata_to_bytes
 from tests.formats.stock_goldens import GOLDENS, raw_bytes, raw_tensor, write_dcp
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -59,7 +59,7 @@ def test_what_we_read_is_what_torch_reads(name: str) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_what_we_write_is_what_torch_wrote(name: str, tmp_path: Path) -> None:
     ours = parse_metadata((GOLDENS / name / ".metadata").read_bytes(), "x")
-    data = emit_metadata(ours)
+    data = metadata_to_bytes(ours)
     (tmp_path / ".metadata").write_bytes(data)
     written, read = stock_read(GOLDENS / name), stock_read(tmp_path)
     for field in ("state_dict_metadata", "planner_data", "storage_data", "version"):
@@ -71,11 +71,11 @@ def test_what_we_write_is_what_torch_wrote(name: str, tmp_path: Path) -> None:
 
 
 def test_it_names_only_classes_of_torch_2_4_and_no_path() -> None:
-    data = emit_metadata(parse_metadata((GOLDENS / "trainer" / ".metadata").read_bytes(), "x"))
+    data = metadata_to_bytes(parse_metadata((GOLDENS / "trainer" / ".metadata").read_bytes(), "x"))
     assert b"\x0bStorageMeta" not in data
     assert b"pathlib" not in data
     assert b"transform_descriptors" not in data
-    assert data == emit_metadata(parse_metadata(data, "x"))
+    assert data == metadata_to_bytes(parse_metadata(data, "x"))
 
 
 def test_stock_torch_loads_chunks_of_every_dim_and_aliases(tmp_path: Path) -> None:
@@ -120,7 +120,7 @@ def test_a_nested_planner_data_is_carried_over(tmp_path: Path) -> None:
 
 def test_a_flat_planner_data_is_written_when_there_is_none() -> None:
     metadata = DcpMetadata({"w": TensorMetadata("float32", (), (whole(()),))}, ("o",), {})
-    assert parse_metadata(emit_metadata(metadata), "x").planner_data == {"w": ("w",), "o": ("o",)}
+    assert parse_metadata(metadata_to_bytes(metadata), "x").planner_data == {"w": ("w",), "o": ("o",)}
 
 
 def test_big_numbers_and_long_names_survive(tmp_path: Path) -> None:
@@ -135,7 +135,7 @@ def test_big_numbers_and_long_names_survive(tmp_path: Path) -> None:
         },
         {name: (name, -1, 1.5, None, True, [1, 2, 3, 4], {}) for name in names},
     )
-    data = emit_metadata(metadata)
+    data = metadata_to_bytes(metadata)
     assert parse_metadata(data, "x") == metadata
     (tmp_path / ".metadata").write_bytes(data)
     assert [tuple(stock_read(tmp_path).state_dict_metadata[name].size) for name in names] == sizes
@@ -150,7 +150,7 @@ def test_more_names_than_one_byte_can_number(tmp_path: Path, count: int) -> None
         (),
         {(name, (0,)): StorageInfo(f"__{i % 3}_0.distcp", i, i) for i, name in enumerate(names)},
     )
-    data = emit_metadata(metadata)
+    data = metadata_to_bytes(metadata)
     assert parse_metadata(data, "x") == replace(metadata, planner_data={name: (name,) for name in names})
     (tmp_path / ".metadata").write_bytes(data)
     assert len(stock_read(tmp_path).storage_data) == len(names)
@@ -158,7 +158,7 @@ def test_more_names_than_one_byte_can_number(tmp_path: Path, count: int) -> None
 
 def test_planner_data_beyond_plain_values_is_refused() -> None:
     with pytest.raises(UnsupportedError, match="planner_data contains a complex"):
-        emit_metadata(DcpMetadata({}, (), {}, {"x": 1j}))
+        metadata_to_bytes(DcpMetadata({}, (), {}, {"x": 1j}))
 
 
 def stock_metadata(**fields: Any) -> stock.Metadata:
@@ -191,7 +191,7 @@ def test_transforms_are_reported() -> None:
     place = {stock.MetadataIndex("w", [0]): _StorageInfo("__0_0.distcp", 0, 10, ["zstd"])}
     parsed = parse_metadata(pickle.dumps(stock_metadata(storage_data=place)), "x")
     assert parsed.storage["w", (0,)].transforms == ("zstd",)
-    assert parse_metadata(emit_metadata(parsed), "x").storage == parsed.storage
+    assert parse_metadata(metadata_to_bytes(parsed), "x").storage == parsed.storage
 
 
 class Foreign:
@@ -236,7 +236,7 @@ def test_damaged_metadata_is_refused(value: object, reason: str) -> None:
 
 def test_two_places_for_one_chunk_are_refused() -> None:
     metadata = DcpMetadata({}, (), {("w", (0,)): StorageInfo("f", 0, 1), ("v", (0,)): StorageInfo("f", 1, 1)})
-    data = emit_metadata(metadata).replace(b"\x8c\x01v", b"\x8c\x01w")
+    data = metadata_to_bytes(metadata).replace(b"\x8c\x01v", b"\x8c\x01w")
     with pytest.raises(InputError, match="'w' has two places for one chunk"):
         parse_metadata(data, "x")
 
@@ -245,11 +245,11 @@ def test_two_places_for_one_chunk_are_refused() -> None:
 @given(st.data())
 def test_damage_never_escapes_as_another_error(data: st.DataObject) -> None:
     original = (GOLDENS / data.draw(st.sampled_from(["objects", "sharded"])) / ".metadata").read_bytes()
-    sample = bytearray(original if data.draw(st.booleans()) else emit_metadata(parse_metadata(original, "x")))
+    sample = bytearray(original if data.draw(st.booleans()) else metadata_to_bytes(parse_metadata(original, "x")))
     for _ in range(data.draw(st.integers(1, 4))):
         sample[data.draw(st.integers(0, len(sample) - 1))] = data.draw(st.integers(0, 255))
     with suppress(CkptxError):
-        emit_metadata(parse_metadata(bytes(sample), "x"))
+        metadata_to_bytes(parse_metadata(bytes(sample), "x"))
 
 
 def test_a_long_name_of_a_file_is_looked_at_once() -> None:

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from ckptx.catalog.region import Region
 from ckptx.errors import InputError, UnsupportedError
-from ckptx.formats.fsdp.pickled_tensors import load_state_dict, parts_of
+from ckptx.formats.fsdp.pickled_tensors import load_state_dict, shards_of_rank
 from ckptx.formats.registry import open_checkpoint
 from tests.support.forged_fsdp import Archive, Called, Name, Object, dtensor, mesh, pickled, placement, shard
 from tests.support.memory import MemoryPath
@@ -309,8 +309,8 @@ def test_regions_are_those_of_torch(
     archive = Archive()
     forged = tuple(placement("Replicate") if dim is None else shard(dim) for dim in dims)
     value = dtensor(shape, archive.tensor(np.zeros(local)), mesh_of(sizes, coordinate), forged)
-    parts = parts_of(load_state_dict(pickled(value), "x"), 0, "x")
-    ((_, region),) = parts.local
+    parts = shards_of_rank(load_state_dict(pickled(value), "x"), 0, "x")
+    ((_, region),) = parts.local_shards
     assert parts.shape == shape
     assert region.sizes == tuple(local)
     if prod(local):

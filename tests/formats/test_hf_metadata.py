@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from ckptx.api.convert import convert
 from ckptx.api.reshard import reshard
 from ckptx.errors import CkptxError, InputError, UnsupportedError
-from ckptx.formats.hf.hf_metadata import DIRECTORIES, DTYPES, FILES, directory_of_config
+from ckptx.formats.hf.hf_metadata import DIRECTORIES, DTYPE_MAPPING, FILE_MAPPING, local_config_directory
 from ckptx.formats.registry import open_checkpoint
 from tests.formats.cut_writer import rows, write_shard
 from tests.support.writers import INDEX, LLAMA, SINGLE, Value, llama, names_in, write_dcp, write_hf
@@ -38,7 +38,7 @@ def automodel(root: Path, files: Any = None, dtypes: Any = None, *, config: Any 
     (root / "consolidate.sh").write_text("#!/bin/bash\n")
     if config is not None:
         (hidden / "config.json").write_text(config if isinstance(config, str) else json.dumps(config))
-    for name, said in ((FILES, files), (DTYPES, dtypes)):
+    for name, said in ((FILE_MAPPING, files), (DTYPE_MAPPING, dtypes)):
         if said is not None:
             (hidden / name).write_text(said if isinstance(said, str) else json.dumps(said))
     return root
@@ -57,7 +57,9 @@ def test_it_is_the_base_of_every_command(tmp_path: Path) -> None:
     src = automodel(tmp_path / "model", dict.fromkeys(NAMES, 1), DTYPES_OF_BASE)
     catalog = open_checkpoint(src)
     assert catalog.config == CONFIG
-    assert directory_of_config(catalog) == src / DIRECTORIES["dcp"], "where a model is built from, and its code found"
+    assert local_config_directory(catalog) == src / DIRECTORIES["dcp"], (
+        "where a model is built from, and its code found"
+    )
     convert("dcp2hf", src, tmp_path / "hf")
     assert names_in(tmp_path / "hf") == ["ckptx.json", "code", "config.json", SINGLE, "tokenizer.json"]
     convert("hf2dcp", src, tmp_path / "dcp")
@@ -65,7 +67,7 @@ def test_it_is_the_base_of_every_command(tmp_path: Path) -> None:
     for out in ("dcp", "cut"):
         assert (tmp_path / out / "config.json").is_file()
         assert (tmp_path / out / "code" / "modeling.py").read_bytes() == b"# nothing\n"
-        assert not (tmp_path / out / FILES).exists()
+        assert not (tmp_path / out / FILE_MAPPING).exists()
         assert not (tmp_path / out / "consolidate.sh").exists()
 
 
@@ -126,7 +128,7 @@ def test_files_are_those_of_the_original(files: dict[str, int], index: str) -> N
         assert held == [expected[number] for number in sorted(expected)]
         assert (dst / INDEX).exists() is (count > 1 or index == "always")
         strangers = files.keys() - set(NAMES) if not files.keys().isdisjoint(NAMES) else set()
-        assert any(FILES in line for line in report.warnings) is bool(strangers)
+        assert any(FILE_MAPPING in line for line in report.warnings) is bool(strangers)
 
 
 @pytest.mark.parametrize("size", ["2KB", "1GB"])
@@ -139,17 +141,17 @@ def test_a_size_that_is_asked_for_goes_before_its_files(tmp_path: Path, size: st
 DAMAGE: dict[str, tuple[dict[str, Any], type[CkptxError], str]] = {
     "config no JSON": ({"config": "{"}, InputError, "config.json: not JSON"),
     "config a list": ({"config": "[]"}, InputError, "config.json: expected a JSON object, found a list"),
-    "files no JSON": ({"files": "{"}, InputError, f"{FILES}: not JSON"),
-    "files a list": ({"files": "[1]"}, InputError, f"{FILES}: expected a JSON object, found a list"),
+    "files no JSON": ({"files": "{"}, InputError, f"{FILE_MAPPING}: not JSON"),
+    "files a list": ({"files": "[1]"}, InputError, f"{FILE_MAPPING}: expected a JSON object, found a list"),
     "files twice": ({"files": '{"a": 1, "a": 2}'}, InputError, 'key "a" appears twice'),
     "a file's name": ({"files": {"a": "../../x"}}, InputError, r'tensor "a" must be a positive integer, found .*x'),
     "a file 0": ({"files": {"a": 0}}, InputError, "must be a positive integer, found 0;"),
     "a negative file": ({"files": {"a": -1}}, InputError, "must be a positive integer, found -1;"),
     "half a file": ({"files": {"a": 1.5}}, InputError, "must be a positive integer, found 1.5;"),
     "a true file": ({"files": {"a": True}}, InputError, "must be a positive integer, found True;"),
-    "an endless file": ({"files": '{"a": 1' + "0" * 5000 + "}"}, InputError, f"{FILES}: "),
-    "a deep file": ({"files": '{"a": ' + "[" * 5000 + "]" * 5000 + "}"}, InputError, f"{FILES}: "),
-    "dtypes a list": ({"dtypes": "[]"}, InputError, f"{DTYPES}: expected a JSON object, found a list"),
+    "an endless file": ({"files": '{"a": 1' + "0" * 5000 + "}"}, InputError, f"{FILE_MAPPING}: "),
+    "a deep file": ({"files": '{"a": ' + "[" * 5000 + "]" * 5000 + "}"}, InputError, f"{FILE_MAPPING}: "),
+    "dtypes a list": ({"dtypes": "[]"}, InputError, f"{DTYPE_MAPPING}: expected a JSON object, found a list"),
     "a dtype nobody has": ({"dtypes": {"a": "F7"}}, UnsupportedError, "dtype 'F7' of .* is not a dtype of safetensors"),
     "a dtype of torch alone": ({"dtypes": {"a": "C128"}}, UnsupportedError, "is not a dtype of safetensors"),
     "a dtype by number": ({"dtypes": {"a": 16}}, InputError, "dtype 16 of tensor \"a\" is not a dtype of safetensors"),

@@ -10,26 +10,26 @@ from pathlib import Path
 import pytest
 
 from ckptx.errors import InputError, UnsupportedError
-from ckptx.formats.hf.hub import resolve
+from ckptx.formats.hf.hub import resolve_source
 
 
 def test_a_local_path_wins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "org" / "name").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
-    assert resolve("org/name") == Path("org/name")
+    assert resolve_source("org/name") == Path("org/name")
 
 
 @pytest.mark.parametrize("source", ["s3://bucket/x", "gs://b/x", "hf://org/name", "https://huggingface.co/org/name"])
 def test_remote_storage_is_refused(source: str) -> None:
     with pytest.raises(UnsupportedError, match="is a URL"):
-        resolve(source)
+        resolve_source(source)
 
 
 @pytest.mark.parametrize("source", ["gone", "/gone/x", "a/b/c", "./org/name", "org/", "-x/y", ""])
 def test_what_is_no_hub_id_is_a_missing_path(source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(InputError, match="no such file or directory"):
-        resolve(source)
+        resolve_source(source)
 
 
 _OFFLINE = """

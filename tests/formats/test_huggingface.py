@@ -8,7 +8,14 @@ from pathlib import Path
 import pytest
 
 from ckptx.errors import InputError, UnsupportedError
-from ckptx.formats.hf.reader import INDEX, index_text, json_in, open_huggingface, parse_index, refuse_adapters
+from ckptx.formats.hf.reader import (
+    INDEX_FILE,
+    format_index,
+    open_huggingface,
+    parse_index,
+    read_json_object,
+    refuse_adapters,
+)
 from tests.support.memory import MemoryPath
 from tests.support.writers import llama, value, write_hf, write_index, write_safetensors
 
@@ -16,17 +23,17 @@ from tests.support.writers import llama, value, write_hf, write_index, write_saf
 def test_shards_in_the_order_of_the_index(place: MemoryPath) -> None:
     tensors = llama()
     write_hf(place, tensors, shards=3)
-    catalog = open_huggingface(place, INDEX)
+    catalog = open_huggingface(place, INDEX_FILE)
     assert set(catalog.tensors) == set(tensors)
     assert sorted(catalog.files) == [f"model-0000{i}-of-00003.safetensors" for i in (1, 2, 3)]
     assert catalog.nbytes == sum(len(data) for _, _, data in tensors.values())
-    assert catalog.verbatim[INDEX] == (place / INDEX).read_text()
+    assert catalog.verbatim[INDEX_FILE] == (place / INDEX_FILE).read_text()
 
 
 def test_strays_are_named_and_ignored(place: MemoryPath) -> None:
     write_hf(place, llama(), shards=2)
     write_safetensors(place / "consolidated.safetensors", {"norm.weight": value("F32", 4)})
-    catalog = open_huggingface(place, INDEX)
+    catalog = open_huggingface(place, INDEX_FILE)
     assert "norm.weight" not in catalog.tensors
     assert catalog.notes == ["consolidated.safetensors ignored: it is not part of the checkpoint"]
 
@@ -44,7 +51,7 @@ ALL = {"x": "a.safetensors", "y": "a.safetensors", "z": "b.safetensors"}
 
 def test_an_index_that_agrees(two: MemoryPath) -> None:
     write_index(two, ALL)
-    assert list(open_huggingface(two, INDEX).tensors) == ["x", "y", "z"]
+    assert list(open_huggingface(two, INDEX_FILE).tensors) == ["x", "y", "z"]
 
 
 @pytest.mark.parametrize(
@@ -62,14 +69,14 @@ def test_an_index_that_agrees(two: MemoryPath) -> None:
 def test_an_index_that_does_not_agree(two: MemoryPath, weight_map: dict[str, str], said: str) -> None:
     write_index(two, weight_map)
     with pytest.raises(InputError, match=said):
-        open_huggingface(two, INDEX)
+        open_huggingface(two, INDEX_FILE)
 
 
 def test_a_tensor_in_two_files(two: MemoryPath) -> None:
     write_safetensors(two / "b.safetensors", {"z": value("F32", 2), "x": value("F32", 2)})
     write_index(two, ALL)
     with pytest.raises(InputError, match=r'"x" is in both a\.safetensors and b\.safetensors; remove one'):
-        open_huggingface(two, INDEX)
+        open_huggingface(two, INDEX_FILE)
 
 
 @pytest.mark.parametrize(
@@ -104,11 +111,11 @@ def test_a_spoiled_index(text: str, said: str) -> None:
 def test_a_spoiled_config(place: MemoryPath, data: bytes, said: str) -> None:
     (place / "config.json").write_bytes(data)
     with pytest.raises(InputError, match=rf"config\.json: .*{said}"):
-        json_in(place, "config.json")
+        read_json_object(place, "config.json")
 
 
 def test_the_text_of_an_index_is_that_of_transformers() -> None:
-    text = index_text({"b": "2", "a": "1"}, {"total_size": 3})
+    text = format_index({"b": "2", "a": "1"}, {"total_size": 3})
     assert text == json.dumps({"metadata": {"total_size": 3}, "weight_map": {"a": "1", "b": "2"}}, indent=2) + "\n"
 
 

@@ -11,7 +11,7 @@ from ckptx.catalog.dtype import BY_NAME
 from ckptx.catalog.entry import TensorEntry
 from ckptx.errors import UnsupportedError
 from ckptx.formats.hf.layout import HuggingFaceLayout, allocate, natural_key
-from ckptx.formats.hf.reader import SINGLE
+from ckptx.formats.hf.reader import SINGLE_FILE
 
 
 def entries(**shapes: tuple[int, ...]) -> list[TensorEntry]:
@@ -27,9 +27,9 @@ def dealt(layout: HuggingFaceLayout) -> dict[str, list[str]]:
 
 def test_one_file_without_an_index() -> None:
     layout = allocate(Path("x"), entries(b=(4,), a=(4,)), 8)
-    assert dealt(layout) == {SINGLE: ["a", "b"]}
+    assert dealt(layout) == {SINGLE_FILE: ["a", "b"]}
     assert layout.index_text is None
-    assert layout.catalog.files[SINGLE] == len(layout.prologues[SINGLE]) + 8
+    assert layout.catalog.files[SINGLE_FILE] == len(layout.prologues[SINGLE_FILE]) + 8
 
 
 def test_a_shard_is_filled_to_the_brim_and_not_over_it() -> None:

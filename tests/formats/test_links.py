@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import ckptx
-from ckptx.formats.links import links_outside
+from ckptx.formats.links import find_outside_links
 from ckptx.storage.local import LocalSource
 from tests.support.writers import LLAMA, llama, write_dcp, write_hf
 
@@ -60,4 +60,4 @@ def test_many_are_counted(tmp_path: Path) -> None:
         (root / f"extra{number}.json").symlink_to(tmp_path / f"text{number}")
     report = ckptx.convert("hf2dcp", root, tmp_path / "out")
     assert [warning for warning in report.warnings if "and 4 more" in warning and "9 links" in warning]
-    assert len(links_outside(LocalSource(root), [f"extra{number}.json" for number in range(9)])) == 9
+    assert len(find_outside_links(LocalSource(root), [f"extra{number}.json" for number in range(9)])) == 9

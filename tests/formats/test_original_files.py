@@ -11,8 +11,8 @@ import pytest
 from ckptx.catalog.manifest import OriginalFile, OriginalFiles, OriginalIndex, emit_manifest
 from ckptx.catalog.manifest_parser import parse_manifest
 from ckptx.errors import InputError
-from ckptx.formats.hf.original_files import remember, restore
-from ckptx.formats.hf.reader import INDEX, SINGLE, open_huggingface
+from ckptx.formats.hf.original_files import plan_recorded_files, record_files
+from ckptx.formats.hf.reader import INDEX_FILE, SINGLE_FILE, open_huggingface
 from tests.support.memory import MemoryPath
 from tests.support.writers import framed, header, llama, manifest, value, write_hf, write_index, write_safetensors
 
@@ -20,12 +20,12 @@ from tests.support.writers import framed, header, llama, manifest, value, write_
 def rewritten(root: MemoryPath, weights: str) -> dict[str, bytes]:
     """Headers and index as `restore` gives them from what `remember` kept, through JSON as a manifest is."""
     source = open_huggingface(root, weights)
-    original = remember(source, [])
+    original = record_files(source, [])
     assert original is not None
     found = manifest("huggingface", source.files, {}) | {"origin": original.as_json()}
     kept = parse_manifest(emit_manifest(found), "ckptx.json").original
     assert kept == original
-    layout = restore(root, kept, source.tensors, "ckptx.json")
+    layout = plan_recorded_files(root, kept, source.tensors, "ckptx.json")
     assert layout.catalog.files == source.files
     assert {n: e.chunks for n, e in layout.catalog.tensors.items()} == {n: e.chunks for n, e in source.tensors.items()}
     texts = dict(layout.prologues)
@@ -41,8 +41,8 @@ def check_restored(root: MemoryPath, weights: str) -> None:
 
 def test_usual_files_are_restored_without_keeping_their_headers(place: MemoryPath) -> None:
     write_hf(place, llama(), shards=2)
-    check_restored(place, INDEX)
-    original = remember(open_huggingface(place, INDEX), [])
+    check_restored(place, INDEX_FILE)
+    original = record_files(open_huggingface(place, INDEX_FILE), [])
     assert original is not None and original.index is not None
     assert all(file.header is None for file in original.files)
     assert original.index.text is None
@@ -50,8 +50,8 @@ def test_usual_files_are_restored_without_keeping_their_headers(place: MemoryPat
 
 @pytest.mark.parametrize("metadata", [{}, {"format": "pt", "x": 'é " \\'}, {"b": "1", "a": "2"}])
 def test_metadata_of_any_kind(place: MemoryPath, metadata: dict[str, str]) -> None:
-    write_safetensors(place / SINGLE, llama(), metadata)
-    check_restored(place, SINGLE)
+    write_safetensors(place / SINGLE_FILE, llama(), metadata)
+    check_restored(place, SINGLE_FILE)
 
 
 @pytest.mark.parametrize("how", ["spaces", "order of keys", "unpadded", "metadata last", "escapes"])
@@ -65,37 +65,37 @@ def test_unusual_headers_are_kept_as_they_are(place: MemoryPath, how: str) -> No
         "metadata last": json.dumps(dict(reversed(rows.items())), ensure_ascii=False),
         "escapes": json.dumps(rows, separators=(",", ":")),
     }[how]
-    (place / SINGLE).write_bytes(framed(text, b"".join(data for _, _, data in tensors.values())))
-    check_restored(place, SINGLE)
+    (place / SINGLE_FILE).write_bytes(framed(text, b"".join(data for _, _, data in tensors.values())))
+    check_restored(place, SINGLE_FILE)
 
 
 @pytest.mark.parametrize("newline", ["\n", "\r\n", ""])
 @pytest.mark.parametrize("indent", [None, 2, 4])
 def test_an_index_of_any_style(place: MemoryPath, indent: int | None, newline: str) -> None:
     write_hf(place, llama(), shards=2)
-    index = json.loads((place / INDEX).read_text())
-    (place / INDEX).write_bytes((json.dumps(index, indent=indent) + newline).encode())
-    check_restored(place, INDEX)
+    index = json.loads((place / INDEX_FILE).read_text())
+    (place / INDEX_FILE).write_bytes((json.dumps(index, indent=indent) + newline).encode())
+    check_restored(place, INDEX_FILE)
 
 
 def test_the_comparison_would_notice(place: MemoryPath) -> None:
     """A planted defect: another index than the one remembered."""
     write_hf(place, llama(), shards=2)
-    texts = rewritten(place, INDEX)
-    assert texts[INDEX] == (place / INDEX).read_bytes()
-    (place / INDEX).write_text((place / INDEX).read_text() + " ")
-    assert texts[INDEX] != (place / INDEX).read_bytes()
+    texts = rewritten(place, INDEX_FILE)
+    assert texts[INDEX_FILE] == (place / INDEX_FILE).read_bytes()
+    (place / INDEX_FILE).write_text((place / INDEX_FILE).read_text() + " ")
+    assert texts[INDEX_FILE] != (place / INDEX_FILE).read_bytes()
 
 
 @pytest.mark.parametrize("depth", [1, 31, 32, 60])
 def test_an_index_that_is_nested_deeply(place: MemoryPath, depth: int) -> None:
     """A manifest may be nested no deeper than any other file, with the index inside of it."""
     write_hf(place, llama(), shards=2)
-    index = json.loads((place / INDEX).read_text())
+    index = json.loads((place / INDEX_FILE).read_text())
     for _ in range(depth):
         index["metadata"] = [index["metadata"]]
-    (place / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
-    check_restored(place, INDEX)
+    (place / INDEX_FILE).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+    check_restored(place, INDEX_FILE)
 
 
 @pytest.mark.parametrize(
@@ -107,7 +107,7 @@ def test_names_that_are_not_given_back_are_not_remembered(place: MemoryPath, nam
         write_safetensors(place / name, {tensor: data})
     write_index(place, dict(zip(tensors, names, strict=True)))
     notes: list[str] = []
-    assert remember(open_huggingface(place, INDEX), notes) is None
+    assert record_files(open_huggingface(place, INDEX_FILE), notes) is None
     assert "not recorded" in notes[0]
 
 
@@ -131,13 +131,13 @@ def test_a_header_that_says_something_else_is_refused(
     place: MemoryPath, spoil: Callable[[dict[str, Any]], object], said: str
 ) -> None:
     tensors = {"a": value("F32", 2), "b": value("F32", 3)}
-    write_safetensors(place / SINGLE, tensors)
-    source = open_huggingface(place, SINGLE)
+    write_safetensors(place / SINGLE_FILE, tensors)
+    source = open_huggingface(place, SINGLE_FILE)
     rows = header(tensors, {"format": "pt"})
 
     def restored() -> None:
-        original = OriginalFiles((OriginalFile(SINGLE, None, json.dumps(rows)),), None, {"a": 0, "b": 0})
-        restore(place, original, source.tensors, "x/ckptx.json")
+        original = OriginalFiles((OriginalFile(SINGLE_FILE, None, json.dumps(rows)),), None, {"a": 0, "b": 0})
+        plan_recorded_files(place, original, source.tensors, "x/ckptx.json")
 
     restored()
     spoil(rows)
@@ -162,14 +162,14 @@ def test_an_index_that_says_something_else_is_refused(
     place: MemoryPath, spoil: Callable[[dict[str, str]], object]
 ) -> None:
     write_hf(place, llama(), shards=2)
-    source = open_huggingface(place, INDEX)
-    index = json.loads((place / INDEX).read_text())
-    original = remember(source, [])
+    source = open_huggingface(place, INDEX_FILE)
+    index = json.loads((place / INDEX_FILE).read_text())
+    original = record_files(source, [])
     assert original is not None
 
     def restored() -> None:
-        kept = OriginalFiles(original.files, OriginalIndex(INDEX, None, json.dumps(index)), original.tensors)
-        restore(place, kept, source.tensors, "x/ckptx.json")
+        kept = OriginalFiles(original.files, OriginalIndex(INDEX_FILE, None, json.dumps(index)), original.tensors)
+        plan_recorded_files(place, kept, source.tensors, "x/ckptx.json")
 
     restored()
     spoil(index["weight_map"])

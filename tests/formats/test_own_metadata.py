@@ -15,8 +15,8 @@ from ckptx.errors import CkptxError
 from ckptx.formats.dcp import own_metadata
 from ckptx.formats.dcp.layout import allocate, allocate_sharded, metadata_bytes
 from ckptx.formats.dcp.metadata import DcpMetadata, LocatedMetadata, StorageInfo, TensorMetadata, parse_metadata
-from ckptx.formats.dcp.metadata_writer import Emitter, emit_metadata
-from ckptx.formats.dcp.own_metadata import parse_own
+from ckptx.formats.dcp.metadata_writer import PickleEmitter, metadata_to_bytes
+from ckptx.formats.dcp.own_metadata import parse_own_metadata
 from ckptx.layout.parallel_dims import ParallelDims
 from tests.formats.stock_goldens import GOLDENS
 
@@ -27,7 +27,7 @@ def plain(found: LocatedMetadata) -> Plain:
     """What was found, in the words of `DcpMetadata`."""
     storage: dict[tuple[str, object], StorageInfo] = {
         (name, region.offsets): StorageInfo(*place)
-        for name, places in found.places.items()
+        for name, places in found.locations.items()
         for region, *place in zip(found.tensors[name].chunks, *places, strict=True)
     }
     storage |= {(name, None): place for name, place in found.objects.items()}
@@ -43,7 +43,7 @@ def unpickled(data: bytes) -> Plain:
 
 def is_read_alike(data: bytes) -> bool:
     """Whether there is a result; where there is, it is that of the unpickler."""
-    found = parse_own(data)
+    found = parse_own_metadata(data)
     if found is None:
         return False
     assert plain(found) == unpickled(data)
@@ -80,7 +80,7 @@ def of_objects() -> bytes:
         for number, (name, shape) in enumerate(shapes.items())
     }
     objects = {("o", None): StorageInfo("0.distcp", 7, 8), ("größe", None): StorageInfo("9.distcp", 1 << 50, 9)}
-    return emit_metadata(DcpMetadata(tensors, ("o", "größe"), {**storage, **objects}, None))
+    return metadata_to_bytes(DcpMetadata(tensors, ("o", "größe"), {**storage, **objects}, None))
 
 
 def test_whole_tensors() -> None:
@@ -102,11 +102,11 @@ def test_a_nested_planner_data() -> None:
 
 
 def test_tensors_that_are_alike_are_one_object() -> None:
-    found = parse_own(of_cut(100))
+    found = parse_own_metadata(of_cut(100))
     assert found is not None
     assert found.tensors["layer.7.rows"] is found.tensors["layer.9.rows"]
-    assert found.places["layer.7.rows"].files is found.places["layer.9.rows"].files
-    assert found.places["layer.7.rows"].files != found.places["layer.90.rows"].files
+    assert found.locations["layer.7.rows"].files is found.locations["layer.9.rows"].files
+    assert found.locations["layer.7.rows"].files != found.locations["layer.90.rows"].files
 
 
 @pytest.mark.parametrize("name", sorted(path.parent.name for path in GOLDENS.glob("*/.metadata")))
@@ -115,7 +115,7 @@ def test_what_torch_wrote_is_left_to_the_unpickler(name: str) -> None:
 
 
 def test_every_name_of_the_form_is_in_the_memo_before_the_first_tensor() -> None:
-    writer = Emitter()
+    writer = PickleEmitter()
     writer.head()
     assert writer.memo == own_metadata._WRITER.memo
 
@@ -133,7 +133,7 @@ def test_what_has_to_be_looked_at_is_left_to_the_unpickler(
 ) -> None:
     tensor = TensorMetadata("int8", shape, tuple(Region(*chunk) for chunk in chunks))
     storage = {("w", tensor.chunks[at].offsets): StorageInfo("f", offset, 4) for at, offset in enumerate(places)}
-    assert parse_own(emit_metadata(DcpMetadata({"w": tensor}, (), storage))) is None
+    assert parse_own_metadata(metadata_to_bytes(DcpMetadata({"w": tensor}, (), storage))) is None
 
 
 @pytest.mark.parametrize(
@@ -148,16 +148,16 @@ def test_what_has_to_be_looked_at_is_left_to_the_unpickler(
 def test_odd_values_are_left_to_the_unpickler(old: bytes, new: bytes) -> None:
     tensors = {f"w{number}": TensorMetadata("int8", (4,), (whole((4,)),)) for number in range(5)}
     storage = {(name, (0,)): StorageInfo("f", 4 * number, 4) for number, name in enumerate(tensors)}
-    data = emit_metadata(DcpMetadata(tensors, (), storage))
+    data = metadata_to_bytes(DcpMetadata(tensors, (), storage))
     assert is_read_alike(data)
     assert old in data
-    assert parse_own(data.replace(old, new)) is None
+    assert parse_own_metadata(data.replace(old, new)) is None
 
 
 def test_lines_that_define_their_file_again_are_numbered_as_the_pickle_numbers_them() -> None:
     tensors = {f"w{number}": TensorMetadata("int8", (4,), (whole((4,)),)) for number in range(5)}
     storage = {(name, (0,)): StorageInfo("f", 4 * number, 4) for number, name in enumerate(tensors)}
-    data = emit_metadata(DcpMetadata(tensors, (), storage))
+    data = metadata_to_bytes(DcpMetadata(tensors, (), storage))
     at = data.rindex(own_metadata._FILE) + len(own_metadata._FILE)
     refers, defines = data[at : at + 2], b"\x8c\x01f\x94"
     assert data.count(own_metadata._FILE + refers) == 4
@@ -167,7 +167,7 @@ def test_lines_that_define_their_file_again_are_numbered_as_the_pickle_numbers_t
 @pytest.mark.parametrize("made", [of_cut(2), of_objects()])
 def test_damage_is_never_read_as_something_else(made: bytes) -> None:
     random = Random(7)
-    start = len(Emitter().head())
+    start = len(PickleEmitter().head())
     read = 0
     for _ in range(6000):
         sample = bytearray(made)
@@ -182,7 +182,7 @@ def test_damage_is_never_read_as_something_else(made: bytes) -> None:
             sample[at : at + random.randrange(12)] = sample[other : other + random.randrange(12)]
         else:
             del sample[at : at + random.randrange(1, 9)]
-        found = parse_own(bytes(sample))
+        found = parse_own_metadata(bytes(sample))
         if found is None:
             continue
         read += 1

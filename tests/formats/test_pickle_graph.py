@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 from ckptx.errors import InputError
 from ckptx.formats.torch_archive.pickle_graph import read_graph
-from ckptx.formats.torch_archive.pickle_machine import CallResult, Mapping, Name, PickledSet
+from ckptx.formats.torch_archive.pickle_machine import CallResult, GlobalName, PickledDict, PickledSet
 from tests.formats.test_pickle_budgets import DEAR, PLACES
 
 SCALARS = st.one_of(
@@ -42,14 +42,14 @@ VALUES = st.recursive(
 
 def plain(value: Any) -> Any:
     """A graph of plain values as Python has them."""
-    if isinstance(value, Mapping):
+    if isinstance(value, PickledDict):
         return {key: plain(item) for key, item in value.items}
     if isinstance(value, PickledSet):
         return (set if value.kind == "set" else frozenset)(map(plain, value.items))
     if isinstance(value, CallResult):
-        assert isinstance(value.function, Name)
+        assert isinstance(value.function, GlobalName)
         arguments = [*map(plain, value.arguments)]
-        if value.function == Name("_codecs", "encode"):
+        if value.function == GlobalName("_codecs", "encode"):
             return arguments[0].encode(arguments[1])
         assert value.function.module == "builtins" and value.function.name in ("set", "frozenset", "bytes")
         return {"set": set, "frozenset": frozenset, "bytes": bytes}[value.function.name](*arguments)

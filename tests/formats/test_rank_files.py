@@ -11,7 +11,7 @@ import pytest
 
 import ckptx
 from ckptx.errors import CkptxError, InputError, UnsupportedError
-from ckptx.formats.rank_names import family_of, is_file_of_many, world_size_in
+from ckptx.formats.rank_names import file_count_from_name, group_of, world_size_from_name
 from ckptx.formats.registry import open_checkpoint
 from ckptx.formats.unsupported import kind_of_name
 from tests.support.writers import (
@@ -105,7 +105,7 @@ def test_files_of_ranks(pattern: str, cut: str, ranks: int, tmp_path: Path) -> N
     names = [f"{pattern.format(rank)}.safetensors" for rank in range(ranks)]
     for rank, name in enumerate(names):
         write_safetensors(tmp_path / "in" / name, CUTS[cut](rank, ranks))
-    is_known, is_of_many = kind_of_name(names[0]) is not None, is_file_of_many(names[0]) is not None
+    is_known, is_of_many = kind_of_name(names[0]) is not None, file_count_from_name(names[0]) is not None
     for command in COMMANDS:
         said = refused(command, tmp_path / "in", tmp_path)
         assert is_known or is_of_many or SAID in said
@@ -307,13 +307,13 @@ def test_a_refusal_is_one_of_ours(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["pytorch_model.bin.0", "x", "", "0" * 40, "-".join(["rank"] * 99), "rank" * 1000])
 def test_names_that_say_nothing(name: str) -> None:
-    assert family_of(name, [name, "model.safetensors"], directories=False) is None
-    assert world_size_in(name) is None
+    assert group_of(name, [name, "model.safetensors"], directories=False) is None
+    assert world_size_from_name(name) is None
     assert names_in  # the helper is there for failures
 
 
 def test_a_large_directory_is_looked_at_once(tmp_path: Path) -> None:
     """10,000 names cost no more than one pass for each family."""
     names = [f"step{step}-rank{rank}.safetensors" for step in range(100) for rank in range(100)]
-    family = family_of(names[0], names, directories=False)
+    family = group_of(names[0], names, directories=False)
     assert family is not None and len(family.names) == 100

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from ckptx.catalog.dtype import BY_NAME
 from ckptx.errors import CkptxError, InputError, UnsupportedError
-from ckptx.formats.hf.safetensors import MAX_HEADER, Header, frame_header, header_text, padded, parse_header
+from ckptx.formats.hf.safetensors import MAX_HEADER, Header, format_header_text, frame_header, pad_header, parse_header
 from tests.support.writers import BITS, Value, framed, header, safetensors_bytes, value
 
 TENSORS: dict[str, Value] = {"a": value("BF16", 2, 3), "b.weight": value("F32", 4), "c": value("I64", 2, 0)}
@@ -202,19 +202,19 @@ def test_headers_are_those_of_the_library(name: str) -> None:
     start = 8 + int.from_bytes(golden[:8], "little")
     rows = [(t.name, t.dtype, t.shape, t.begin - start, t.end - start) for t in parsed.tensors]
     for metadata in (parsed.metadata, dict(reversed(parsed.metadata.items()))):
-        text = header_text(rows, metadata)
-        if padded(text) == parsed.text:
+        text = format_header_text(rows, metadata)
+        if pad_header(text) == parsed.text:
             break
     else:
         pytest.fail(f"{text!r} is not {parsed.text!r}")
-    assert frame_header(padded(text)) == golden[:start]
+    assert frame_header(pad_header(text)) == golden[:start]
     assert start % 8 == 0
 
 
 def test_a_header_without_metadata_is_that_of_the_library() -> None:
     golden = safetensors.numpy.save({"x": np.arange(3, dtype=np.float32)})
     rows = [("x", BY_NAME["F32"], (3,), 0, 12)]
-    assert frame_header(padded(header_text(rows, {}))) == golden[:-12]
+    assert frame_header(pad_header(format_header_text(rows, {}))) == golden[:-12]
 
 
 def view(data: bytes) -> dict[str, tuple[str, tuple[int, ...], bytes]]:

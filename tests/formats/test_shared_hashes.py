@@ -20,7 +20,7 @@ from ckptx.catalog.manifest_parser import parse_manifest
 from ckptx.catalog.region import CoverageFault, Region, coverage_fault, whole
 from ckptx.errors import InputError
 from ckptx.formats.dcp.metadata import DcpMetadata, StorageInfo, TensorMetadata, parse_metadata
-from ckptx.formats.dcp.metadata_writer import emit_metadata
+from ckptx.formats.dcp.metadata_writer import metadata_to_bytes
 from ckptx.untrusted.numbers import SharedHash, UniqueTuples, identity, packed, salted
 
 MODULUS = (1 << 61) - 1  # of the hash of a number
@@ -73,7 +73,7 @@ def seconds(run: Callable[[], object]) -> float:
 def metadata(regions: list[Region]) -> bytes:
     tensor = TensorMetadata("float32", (1,) * len(regions[0].sizes), tuple(regions))
     places = {("w", region.offsets): StorageInfo("f", 0, 4) for region in regions[:1]}
-    return emit_metadata(DcpMetadata({"w": tensor}, (), places, {}))
+    return metadata_to_bytes(DcpMetadata({"w": tensor}, (), places, {}))
 
 
 def as_offsets(numbers: list[tuple[int, ...]]) -> Callable[[], object]:

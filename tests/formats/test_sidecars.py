@@ -21,8 +21,8 @@ def lay_out(root: MemoryPath, *names: str) -> None:
 
 def around(root: MemoryPath, *used: str) -> tuple[list[str], list[str]]:
     found = list_sidecars(root, frozenset(used))
-    assert all(sidecar.nbytes == root.size(sidecar.name) for sidecar in found.carried)
-    return [sidecar.name for sidecar in found.carried], list(found.dropped)
+    assert all(sidecar.nbytes == root.size(sidecar.name) for sidecar in found.copied)
+    return [sidecar.name for sidecar in found.copied], list(found.dropped)
 
 
 def test_config_tokenizer_template_code_and_licence_travel(place: MemoryPath) -> None:
@@ -79,7 +79,7 @@ def test_the_directories_of_a_checkpoint_in_parts_hold_no_sidecars(place: Memory
 def test_one_file_among_anything_takes_only_what_is_a_models(place: MemoryPath) -> None:
     lay_out(place, "config.json", "tokenizer.json", "tokenizer_config.json", "modeling_x.py", "merges.txt")
     lay_out(place, "holiday.jpg", "notes.txt", "other.safetensors", "setup.py", "photos/a.json")
-    names = [sidecar.name for sidecar in sidecars_of_file(place).carried]
+    names = [sidecar.name for sidecar in sidecars_of_file(place).copied]
     assert names == ["config.json", "merges.txt", "modeling_x.py", "tokenizer.json", "tokenizer_config.json"]
 
 
@@ -92,4 +92,4 @@ def test_a_link_that_leads_nowhere_is_refused(tmp_path: Path) -> None:
 def test_a_directory_that_contains_itself_ends(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "loop").symlink_to(".")
-    assert "config.json" in [each.name for each in list_sidecars(LocalSource(tmp_path), frozenset()).carried]
+    assert "config.json" in [each.name for each in list_sidecars(LocalSource(tmp_path), frozenset()).copied]

@@ -17,8 +17,8 @@ import numpy as np
 
 from ckptx.catalog.dtype import BY_NAME
 from ckptx.catalog.region import Region, whole
-from ckptx.formats.dcp.metadata import DcpMetadata, Key, StorageInfo, TensorMetadata
-from ckptx.formats.dcp.metadata_writer import emit_metadata
+from ckptx.formats.dcp.metadata import DcpMetadata, StorageInfo, StorageKey, TensorMetadata
+from ckptx.formats.dcp.metadata_writer import metadata_to_bytes
 from ckptx.formats.torch_archive.archive import archive_head, archive_tail
 
 Value = tuple[str, tuple[int, ...], bytes]
@@ -168,11 +168,11 @@ def write_dcp(
     """
     root.mkdir(parents=True, exist_ok=True)
     described: dict[str, TensorMetadata] = {}
-    storage: dict[Key, StorageInfo] = {}
+    storage: dict[StorageKey, StorageInfo] = {}
     bodies = [bytearray() for _ in range(files)]
     turn = 0
 
-    def store(key: Key, block: bytes) -> None:
+    def store(key: StorageKey, block: bytes) -> None:
         nonlocal turn
         body = bodies[turn % files]
         storage[key] = StorageInfo(f"__{turn % files}_0.distcp", len(body), len(block))
@@ -191,7 +191,7 @@ def write_dcp(
         storage.update({(alias, key[1]): place for key, place in list(storage.items()) if key[0] == name})
     for i, body in enumerate(bodies):
         (root / f"__{i}_0.distcp").write_bytes(body)
-    (root / ".metadata").write_bytes(emit_metadata(DcpMetadata(described, tuple(objects), storage)))
+    (root / ".metadata").write_bytes(metadata_to_bytes(DcpMetadata(described, tuple(objects), storage)))
     if config is not None:
         (root / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     return root

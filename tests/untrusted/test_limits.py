@@ -16,7 +16,7 @@ from ckptx.catalog.dtype import BY_TORCH, DType
 from ckptx.catalog.region import Region
 from ckptx.cli import main as main_module
 from ckptx.formats.dcp.metadata import TensorMetadata, parse_metadata
-from ckptx.formats.dcp.metadata_writer import emit_metadata
+from ckptx.formats.dcp.metadata_writer import metadata_to_bytes
 from ckptx.formats.torch_archive.archive import archive_length
 from ckptx.untrusted.limits import DIMS, shape_fault
 from tests.support.writers import INDEX, LLAMA, framed, llama, write_dcp, write_hf
@@ -197,7 +197,7 @@ def test_shapes_in_a_metadata(dtype: str, size: int, tmp_path: Path, run: Run) -
     metadata = parse_metadata((root / ".metadata").read_bytes(), "x")
     claimed = TensorMetadata(dtype, (size,), (Region((0,), (size,)),))
     tensors = {**metadata.tensors, "model.norm.weight": claimed}
-    (root / ".metadata").write_bytes(emit_metadata(replace(metadata, tensors=tensors)))
+    (root / ".metadata").write_bytes(metadata_to_bytes(replace(metadata, tensors=tensors)))
     for words in (["convert", "dcp2hf", root, out], ["reshard", root, out, "--tp", 2]):
         for base in ([], ["--base", "none"]):
             code, said = run(*words, *base)

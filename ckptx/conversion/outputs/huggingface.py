@@ -18,9 +18,9 @@ from ckptx.conversion.steps.reordered_tensors import check_reordered
 from ckptx.conversion.steps.restoration import Restoration, restore_original
 from ckptx.conversion.steps.target import TargetTensors
 from ckptx.conversion.steps.written import check_digests, check_huggingface
-from ckptx.formats.dcp.megatron import COMMON_FILE, without_backend
+from ckptx.formats.dcp.megatron import COMMON_FILE, names_without_backend_file
 from ckptx.formats.hf import layout as huggingface_layout
-from ckptx.formats.hf.hf_metadata import FILES
+from ckptx.formats.hf.hf_metadata import FILE_MAPPING
 from ckptx.model_view.view import ModelView, has_model_names
 from ckptx.options.conversion import ToHfOptions
 from ckptx.storage.interface import Source, SourceFiles
@@ -90,7 +90,7 @@ class HuggingFaceFormat(OutputFormat):
 
     def sidecars(self, base: BaseCheckpoint) -> list[str]:
         catalog = base.files_from
-        names = without_backend(catalog.source, catalog.sidecars)
+        names = names_without_backend_file(catalog.source, catalog.sidecars)
         return [name for name in names if name == COMMON_FILE] if base.is_none else names
 
     def manifest(self, contents: OutputContents, allocation: Allocation, digests: Mapping[str, str]) -> dict[str, Any]:
@@ -104,5 +104,5 @@ class HuggingFaceFormat(OutputFormat):
         without_tensor = [name for name in base.files if name not in target.tensors]
         if without_tensor:
             names = f"{counted(len(without_tensor), 'name')} without a stored tensor (such as tied weights) skipped"
-            notes.append(f"{FILES}: {names}: {first_of(without_tensor)}")
+            notes.append(f"{FILE_MAPPING}: {names}: {first_of(without_tensor)}")
         return base.files

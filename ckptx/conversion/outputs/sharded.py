@@ -18,7 +18,7 @@ from ckptx.conversion.steps.manifest import manifest_of
 from ckptx.conversion.steps.model import DroppedState, Ties, drop_training_state
 from ckptx.conversion.steps.naming import NamedTarget
 from ckptx.conversion.steps.written import check_sharded
-from ckptx.formats.dcp.megatron import without_backend
+from ckptx.formats.dcp.megatron import names_without_backend_file
 from ckptx.formats.sharded import layout as sharded_layout
 from ckptx.model_view.view import ModelView
 from ckptx.options.mesh import ShardingOptions
@@ -68,7 +68,7 @@ class ShardedFormat(OutputFormat):
 
     def sidecars(self, base: BaseCheckpoint) -> list[str]:
         catalog = base.files_from
-        return without_backend(catalog.source, catalog.sidecars)
+        return names_without_backend_file(catalog.source, catalog.sidecars)
 
     def manifest(self, contents: OutputContents, allocation: Allocation, digests: Mapping[str, str]) -> dict[str, Any]:
         return manifest_of(

@@ -11,8 +11,8 @@ from ckptx.catalog.catalog import Catalog
 from ckptx.catalog.dtype import DType
 from ckptx.errors import InputError, ReadError, UnsupportedError
 from ckptx.formats.dcp.megatron import is_torch_dist
-from ckptx.formats.hf.hf_metadata import config_in, find_hf_metadata, read_hf_metadata, source_of_config
-from ckptx.formats.hf.hub import resolve
+from ckptx.formats.hf.hf_metadata import config_source, find_hf_metadata, read_config, read_hf_metadata
+from ckptx.formats.hf.hub import resolve_source
 from ckptx.formats.registry import open_checkpoint
 from ckptx.formats.sidecars import MANIFEST, list_sidecars
 from ckptx.model_view.view import read_valid_manifest
@@ -115,7 +115,7 @@ def _without_config(base: BaseCheckpoint) -> BaseCheckpoint:
     if manifest is None or manifest.original is None or "config.json" in manifest.sidecars:
         raise no_config_error(source)
     around = list_sidecars(source.source, frozenset(source.files))
-    sidecars = tuple(sidecar for sidecar in around.carried if sidecar.name in manifest.sidecars)
+    sidecars = tuple(sidecar for sidecar in around.copied if sidecar.name in manifest.sidecars)
     identities = {sidecar.name: around.identities[sidecar.name] for sidecar in sidecars}
     note = f"no config.json: restoring the files that {MANIFEST} records; tied weights are not detected"
     return replace(
@@ -137,13 +137,13 @@ def _adjacent_base(source: Catalog) -> BaseCheckpoint:
     before = directory.identities(directory.listing())
     metadata = read_hf_metadata(directory)
     if metadata.config is None:
-        return BaseCheckpoint(source, None, source.config, metadata.dtypes, metadata.files)
+        return BaseCheckpoint(source, None, source.config, metadata.dtypes, metadata.file_numbers)
     base = Catalog(
         directory.location, "huggingface", {}, config=metadata.config, sidecars=metadata.sidecars, storage=directory
     )
     base.identities = {**directory.identities(sidecar.name for sidecar in metadata.sidecars), **before}
     note = f"using config, tokenizer and other files from {directory.location.name} in the source"
-    return BaseCheckpoint(source, base, source.config, metadata.dtypes, metadata.files, notes=(note,))
+    return BaseCheckpoint(source, base, source.config, metadata.dtypes, metadata.file_numbers, notes=(note,))
 
 
 def _open_base(options: ConversionOptions) -> Catalog | None:
@@ -155,7 +155,9 @@ def _open_base(options: ConversionOptions) -> Catalog | None:
     """
     if options.base in (None, "none"):
         return None
-    root = resolve(str(options.base), revision=options.revision, token=options.token, cache_dir=options.cache_dir)
+    root = resolve_source(
+        str(options.base), revision=options.revision, token=options.token, cache_dir=options.cache_dir
+    )
     source = LocalSource(root)
     if source.kind() is EntryKind.DIRECTORY and source.listing().is_file("config.json"):
         try:
@@ -165,12 +167,12 @@ def _open_base(options: ConversionOptions) -> Catalog | None:
         except InputError:
             # A directory with only config and tokenizer is a valid base.
             before = source.identities(("config.json",))
-            base = Catalog(root, "huggingface", {}, config=config_in(source), storage=source)
+            base = Catalog(root, "huggingface", {}, config=read_config(source), storage=source)
             around = list_sidecars(source, frozenset())
-            base.sidecars, base.identities = around.carried, {**around.identities, **before}
+            base.sidecars, base.identities = around.copied, {**around.identities, **before}
     else:
         base = open_checkpoint(root)
-    if base.config is None or source_of_config(base).location != base.root:
+    if base.config is None or config_source(base).location != base.root:
         raise InputError(f"{base.root}: has no config.json; --base requires an HF checkpoint")
     if base.form.is_of_training:
         raise UnsupportedError(f"{base.root}: is of format {base.format}; --base requires an HF checkpoint")

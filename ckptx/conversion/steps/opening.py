@@ -10,8 +10,8 @@ from pathlib import Path
 
 from ckptx.catalog.catalog import Catalog
 from ckptx.errors import OutputError, UnsupportedError
-from ckptx.formats.hf.hub import resolve
-from ckptx.formats.rank_names import is_file_of_many
+from ckptx.formats.hf.hub import resolve_source
+from ckptx.formats.rank_names import file_count_from_name
 from ckptx.formats.registry import open_checkpoint
 from ckptx.options.conversion import ConversionOptions
 from ckptx.processes.peers import PeerProcesses
@@ -58,7 +58,7 @@ def open_source(src: str | Path, dst: str | Path, options: ConversionOptions) ->
         dst = Path(dst)
         if options.report_file is not None and (processes is None or not processes.rank):
             refuse_place(options.report_file)
-        path = resolve(str(src), revision=options.revision, token=options.token, cache_dir=options.cache_dir)
+        path = resolve_source(str(src), revision=options.revision, token=options.token, cache_dir=options.cache_dir)
         refuse_unreachable(dst)
         refuse_overlap(path, dst)
         notes = () if options.resume else _refuse_existing_target(dst, options)
@@ -79,7 +79,7 @@ def _refuse_one_of_many(source: Catalog) -> None:
     if len(source.files) != 1 or any(name.endswith(".index.json") for name in source.verbatim):
         return
     (name,) = source.files
-    count = None if source.form.is_of_training or source.form.has_manifest else is_file_of_many(name)
+    count = None if source.form.is_of_training or source.form.has_manifest else file_count_from_name(name)
     if count is not None:
         raise UnsupportedError(
             f"{source.root / name}: is one of {counted(count, 'file')} of a checkpoint; pass the directory with all "

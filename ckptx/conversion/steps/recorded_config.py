@@ -15,8 +15,8 @@ from ckptx.catalog.manifest import Manifest
 from ckptx.conversion.steps.base import BaseCheckpoint
 from ckptx.conversion.steps.naming import NamedTarget
 from ckptx.errors import CkptxError, InputError
-from ckptx.formats.hf.hf_metadata import source_of_config
-from ckptx.formats.hf.reader import json_in
+from ckptx.formats.hf.hf_metadata import config_source
+from ckptx.formats.hf.reader import read_json_object
 from ckptx.formats.sidecars import MANIFEST
 from ckptx.mapping.names import pattern_of
 from ckptx.mapping.ops import Conversion
@@ -43,7 +43,7 @@ def check_recorded_config(view: ModelView, base: BaseCheckpoint, named: NamedTar
     recorded = None if manifest is None else manifest.sidecars.get(_CONFIG)
     if view.config is None or manifest is None or recorded is None:
         return
-    source = source_of_config(base.files_from)
+    source = config_source(base.files_from)
     used = source.location / _CONFIG
     if _digest(source) == recorded.digest:
         return
@@ -51,7 +51,7 @@ def check_recorded_config(view: ModelView, base: BaseCheckpoint, named: NamedTar
     dependent = _dependent_on_config(view, named) or unnamed
     if not dependent:
         return
-    source_config = source_of_config(view.catalog)
+    source_config = config_source(view.catalog)
     if used == source_config.location / _CONFIG:
         raise InputError(
             f"{used}: differs from the config that {MANIFEST} records, which sets the order of elements in tensors "
@@ -63,7 +63,7 @@ def check_recorded_config(view: ModelView, base: BaseCheckpoint, named: NamedTar
             "model that they came from"
         )
     if _digest(source_config) == recorded.digest:
-        _compare(view, used, json_in(source_config, _CONFIG))
+        _compare(view, used, read_json_object(source_config, _CONFIG))
 
 
 def _dependent_on_config(view: ModelView, named: NamedTarget) -> list[str]:

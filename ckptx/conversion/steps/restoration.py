@@ -14,8 +14,8 @@ from ckptx.conversion.steps.naming import NamedTarget, rename
 from ckptx.conversion.steps.target import TargetTensors
 from ckptx.errors import InputError
 from ckptx.formats.hf.layout import HuggingFaceLayout
-from ckptx.formats.hf.original_files import remember as remember_files
-from ckptx.formats.hf.original_files import restore
+from ckptx.formats.hf.original_files import plan_recorded_files
+from ckptx.formats.hf.original_files import record_files as remember_files
 from ckptx.formats.sidecars import MANIFEST
 from ckptx.model_view.view import ModelView, read_valid_manifest, rules_of, trainer_rules
 
@@ -74,7 +74,7 @@ class RestoredFiles:
         Raises:
             InputError: A recorded header, or the recorded index, contradicts the tensors.
         """
-        return restore(root, self.original, self.named.target.tensors, self.where)
+        return plan_recorded_files(root, self.original, self.named.target.tensors, self.where)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from ckptx.conversion.steps.base import BaseCheckpoint
-from ckptx.formats.hf.reader import json_in
-from ckptx.formats.links import links_outside
+from ckptx.formats.hf.reader import read_json_object
+from ckptx.formats.links import find_outside_links
 from ckptx.formats.sidecars import QUANTIZATION_FILES
 from ckptx.mapping.config import format_edited_config
 from ckptx.storage.interface import StoredFile
@@ -50,7 +50,7 @@ def collect_sidecars(base: BaseCheckpoint, names: Sequence[str], edits: Sequence
         names = [name for name in names if name not in dropped]
         notes.extend(f"{name}: not copied, it describes the quantization of the base" for name in dropped)
     files: dict[str, StoredFile | bytes] = {name: StoredFile(source, name) for name in names}
-    outside = [f"{name} -> {real}" for name, real in links_outside(source, files)]
+    outside = [f"{name} -> {real}" for name, real in find_outside_links(source, files)]
     if outside:
         more = f" and {len(outside) - _NAMED_LINKS} more" if len(outside) > _NAMED_LINKS else ""
         notes.append(
@@ -59,5 +59,5 @@ def collect_sidecars(base: BaseCheckpoint, names: Sequence[str], edits: Sequence
         )
     if not edits or "config.json" not in files:
         return Sidecars(files, (), tuple(notes))
-    files["config.json"] = format_edited_config(json_in(source, "config.json"), edits)
+    files["config.json"] = format_edited_config(read_json_object(source, "config.json"), edits)
     return Sidecars(files, tuple(edits), tuple(notes))

@@ -20,7 +20,7 @@ from ckptx.formats.dcp.reader import METADATA
 from ckptx.formats.hf.layout import HuggingFaceLayout
 from ckptx.formats.hf.reader import parse_index, read_header
 from ckptx.formats.hf.safetensors import HeaderTensor
-from ckptx.formats.sharding_info import holds_parts, offsets_of, sharding_info
+from ckptx.formats.sharding_info import contains_shards, read_sharding_info, recorded_offsets
 from ckptx.formats.torch_archive.archive import archive_frame
 from ckptx.storage.interface import Source
 from ckptx.transfer.executor import CopyResult
@@ -43,7 +43,7 @@ def check_huggingface(tree: Source, layout: HuggingFaceLayout) -> None:
     with tree.open() as files:
         for name in catalog.files:
             header = read_header(files, name)
-            if holds_parts(header, name):
+            if contains_shards(header, name):
                 raise InputError(
                     f"{name}: its header, as recorded in ckptx.json, marks whole tensors as parts of larger ones; "
                     "remove ckptx.json and convert again"
@@ -69,9 +69,9 @@ def check_sharded(tree: Source, catalog: Catalog) -> None:
     with tree.open() as files:
         for name in catalog.files:
             header = read_header(files, name)
-            info = sharding_info(header.metadata, name) or {}
+            info = read_sharding_info(header.metadata, name) or {}
             for tensor in header.tensors:
-                offsets = offsets_of(info.get(tensor.name), tensor.name, tensor.shape, name)
+                offsets = recorded_offsets(info.get(tensor.name), tensor.name, tensor.shape, name)
                 planned.find(tensor, offsets, name)
     planned.require_all()
 

@@ -3,26 +3,26 @@
 from __future__ import annotations
 
 from ckptx.errors import InputError
-from ckptx.formats.hf.detect import weights_in
+from ckptx.formats.hf.detect import detect_weights
 from ckptx.formats.located_checkpoint import LocatedCheckpoint
-from ckptx.formats.rank_files import ShapesIn
+from ckptx.formats.rank_files import ShapeReader
 from ckptx.formats.sharded.file_names import is_shard
 from ckptx.storage.interface import Source
 
 _METADATA = ".metadata"
 
 # Sibling directories that together are one checkpoint: model first, optimizer second.
-_PARTS = (
+_PART_DIRECTORIES = (
     ("model", "optim"), ("model", "optimizer"), ("pytorch_model_fsdp_0", "optimizer_0"), ("weights", "optimizer"),
 )  # fmt: skip
 
 
-def detect(source: Source, shapes_in: ShapesIn) -> LocatedCheckpoint | None:
+def detect(source: Source, shapes_in: ShapeReader) -> LocatedCheckpoint | None:
     """Find a DCP in one directory or two; next to an optimizer DCP the model may be in sharded safetensors."""
     listing = source.listing()
     if listing.has(_METADATA):
         return LocatedCheckpoint(source, "dcp", (".",))
-    for model, optimizer in _PARTS:
+    for model, optimizer in _PART_DIRECTORIES:
         if not listing.is_file(f"{optimizer}/{_METADATA}"):
             continue
         if listing.is_file(f"{model}/{_METADATA}") or _has_shards(source, model, shapes_in):
@@ -43,11 +43,11 @@ def refuse_interrupted(source: Source) -> None:
         )
 
 
-def _has_shards(source: Source, name: str, shapes_in: ShapesIn) -> bool:
+def _has_shards(source: Source, name: str, shapes_in: ShapeReader) -> bool:
     if not source.listing().is_directory(name):
         return False
     directory = source.at(source.location / name)
     if any(map(is_shard, directory.listing())):
         return True
-    weights = weights_in(directory, shapes_in)
+    weights = detect_weights(directory, shapes_in)
     return weights is not None and weights.kind == "sharded"

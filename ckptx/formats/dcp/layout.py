@@ -14,9 +14,9 @@ from ckptx.catalog.dtype import DType
 from ckptx.catalog.entry import Block, BytesEntry, ShardedChunks, TensorEntry
 from ckptx.catalog.region import Region, Shape, whole
 from ckptx.errors import UnsupportedError
-from ckptx.formats.by_stage import ShardedTensor, by_stage
+from ckptx.formats.by_stage import ShardedTensor, group_by_stage
 from ckptx.formats.dcp.metadata import StorageInfo, TensorMetadata
-from ckptx.formats.dcp.metadata_writer import StorageLine, StoredSharding, emit
+from ckptx.formats.dcp.metadata_writer import ShardedStorageEntries, StorageEntry, pickle_metadata
 from ckptx.formats.torch_archive.archive import archive_length
 from ckptx.layout.parallel_dims import ParallelDims
 from ckptx.storage.interface import Location
@@ -70,41 +70,43 @@ def allocate(root: Location, tensors: Iterable[TensorEntry], files: int | None) 
         UnsupportedError: torch cannot hold a tensor.
     """
     entries = list(tensors)
-    known: dict[tuple[DType, Shape], tuple[tuple[Block, ...], tuple[int, ...]]] = {}
+    layouts: dict[tuple[DType, Shape], tuple[tuple[Block, ...], tuple[int, ...]]] = {}
     for name, dtype, shape, _, _ in entries:
-        if (dtype, shape) not in known:
+        if (dtype, shape) not in layouts:
             length = archive_length(dtype, torch_shape(dtype, shape, name))
-            known[dtype, shape] = (Block(0, whole(shape)),), (length,)
-    placements = [known[entry.dtype, entry.shape] for entry in entries]
+            layouts[dtype, shape] = (Block(0, whole(shape)),), (length,)
+    placements = [layouts[entry.dtype, entry.shape] for entry in entries]
     sizes = [length for _, (length,) in placements]
     count = min(files or file_count(sum(sizes)), max(1, len(entries)))
     names = [(f"__{index}_0.distcp",) for index in range(count)]
     catalog = Catalog(root, "dcp", {})
-    for entry, (blocks, lengths), size, index in zip(entries, placements, sizes, deal(sizes, count), strict=True):
+    for entry, (blocks, lengths), size, index in zip(
+        entries, placements, sizes, split_evenly(sizes, count), strict=True
+    ):
         (file,) = names[index]
-        at = catalog.files.get(file, 0)
-        chunks = ShardedChunks(blocks, names[index], lengths, array("q", [at]), archive=True)
+        offset = catalog.files.get(file, 0)
+        chunks = ShardedChunks(blocks, names[index], lengths, array("q", [offset]), archive=True)
         catalog.tensors[entry.name] = TensorEntry(entry.name, entry.dtype, entry.shape, chunks, entry.replicas)
-        catalog.files[file] = at + size
+        catalog.files[file] = offset + size
     return catalog
 
 
-def deal(lengths: Sequence[int], count: int) -> Iterator[int]:
+def split_evenly(lengths: Sequence[int], count: int) -> Iterator[int]:
     """Split consecutive lengths into `count` groups of about equal sums; yield the group index of each length.
 
     A length joins the group in which its middle falls; no group is empty, so there must be at least `count` lengths.
     """
     total = sum(lengths)
-    done = index = 0
+    assigned_bytes = index = 0
     for i, length in enumerate(lengths):
         if index == count - 1:
             yield index
             continue
-        ideal = min(count - 1, (2 * done + length) * count // (2 * total)) if total else 0
-        least = max(index, count - (len(lengths) - i))
-        if max(ideal, least) > index and i:
+        ideal_index = min(count - 1, (2 * assigned_bytes + length) * count // (2 * total)) if total else 0
+        min_index = max(index, count - (len(lengths) - i))
+        if max(ideal_index, min_index) > index and i:
             index += 1
-        done += length
+        assigned_bytes += length
         yield index
 
 
@@ -116,8 +118,8 @@ def parts_per_rank(stages: Sequence[int], ranks: int) -> int:
         ranks: Number of ranks per stage.
     """
     parts = max(1, min(_MAX_FILES, -(-max(stages) // (ranks * _BYTES_PER_FILE))))
-    alone = parts == 1 and sum(1 for nbytes in stages if nbytes) == 1
-    return 2 if alone and sum(stages) > _BYTES_FOR_ONE_WRITER else parts
+    is_single_file = parts == 1 and sum(1 for nbytes in stages if nbytes) == 1
+    return 2 if is_single_file and sum(stages) > _BYTES_FOR_ONE_WRITER else parts
 
 
 def allocate_sharded(
@@ -143,20 +145,20 @@ def allocate_sharded(
     Raises:
         UnsupportedError: torch cannot hold a tensor, or a block of it.
     """
-    stages = by_stage(tensors, dims)
+    stages = group_by_stage(tensors, dims)
     parts = files_per_rank or parts_per_rank([sum(e.nbytes for e, _ in stage) for stage in stages], dims.per_stage)
     catalog = Catalog(root, "dcp", {})
     sizes: dict[tuple[int, int], int] = {}
     for stage, members in enumerate(stages):
         ranks = dims.ranks_of_stage(stage)
-        for part, inside in _split_into_parts(members, min(parts, len(members))):
-            filled = _append(catalog, inside, [f"__{rank}_{part}.distcp" for rank in ranks])
-            sizes.update(((ranks[rank_in_stage], part), nbytes) for rank_in_stage, nbytes in filled.items())
-    last = max((part for rank, part in sizes if rank == 0), default=0)
+        for part, part_members in _split_into_parts(members, min(parts, len(members))):
+            part_sizes = _append_tensors(catalog, part_members, [f"__{rank}_{part}.distcp" for rank in ranks])
+            sizes.update(((ranks[rank_in_stage], part), nbytes) for rank_in_stage, nbytes in part_sizes.items())
+    last_part = max((part for rank, part in sizes if rank == 0), default=0)
     for pickled in objects:
-        at = sizes.get((0, last), 0)
-        catalog.objects[pickled.name] = pickled._replace(file=f"__0_{last}.distcp", offset=at)
-        sizes[0, last] = at + pickled.nbytes
+        offset = sizes.get((0, last_part), 0)
+        catalog.objects[pickled.name] = pickled._replace(file=f"__0_{last_part}.distcp", offset=offset)
+        sizes[0, last_part] = offset + pickled.nbytes
     catalog.files = {f"__{rank}_{part}.distcp": sizes[rank, part] for rank, part in sorted(sizes)}
     groups: dict[tuple[int, int], list[str]] = {}
     for (rank, part), name in zip(sorted(sizes), catalog.files, strict=True):
@@ -169,7 +171,7 @@ _Members = list[tuple[TensorEntry, tuple[Block, ...]]]
 
 def _split_into_parts(members: _Members, count: int) -> Iterator[tuple[int, _Members]]:
     parts: list[_Members] = [[] for _ in range(count)]
-    for member, part in zip(members, deal([entry.nbytes for entry, _ in members], count), strict=True):
+    for member, part in zip(members, split_evenly([entry.nbytes for entry, _ in members], count), strict=True):
         parts[part].append(member)
     return enumerate(parts)
 
@@ -179,55 +181,56 @@ class _SharedSharding(NamedTuple):
 
     Attributes:
         lengths: Archive length of each block in bytes, see `ShardedChunks`.
-        places: For each block its rank_in_stage, and the bytes of the same tensor before it in the file of that rank.
-        sums: (rank_in_stage, bytes of the tensor), for each rank that has some.
+        positions: For each block its rank_in_stage, and the bytes of the same tensor before it in the file of that
+            rank.
+        bytes_by_rank: (rank_in_stage, bytes of the tensor), for each rank that has some.
     """
 
     lengths: tuple[int, ...]
-    places: tuple[tuple[int, int], ...]
-    sums: tuple[tuple[int, int], ...]
+    positions: tuple[tuple[int, int], ...]
+    bytes_by_rank: tuple[tuple[int, int], ...]
 
 
-def _append(catalog: Catalog, members: _Members, names: list[str]) -> dict[int, int]:
+def _append_tensors(catalog: Catalog, members: _Members, names: list[str]) -> dict[int, int]:
     """Append tensors to one file per rank_in_stage; return the bytes of each file that received some."""
-    known: dict[tuple[int, DType], _SharedSharding] = {}
-    files_of: dict[int, tuple[str, ...]] = {}
-    filled: dict[int, int] = {}
+    shardings: dict[tuple[int, DType], _SharedSharding] = {}
+    files_by_blocks: dict[int, tuple[str, ...]] = {}
+    sizes: dict[int, int] = {}
     for entry, blocks in members:
         name, dtype, shape, _, _ = entry
-        sharding = known.get((id(blocks), dtype))
+        sharding = shardings.get((id(blocks), dtype))
         if sharding is None:
-            sharding = known[id(blocks), dtype] = _shared_sharding(entry, blocks)
+            sharding = shardings[id(blocks), dtype] = _shared_sharding(entry, blocks)
             # A separate object for each dtype, because shardings are numbered by the identity of these objects.
-            files_of[id(blocks)] = tuple([names[block.rank_in_stage] for block in blocks])
-            for rank, _ in sharding.sums:
-                filled.setdefault(rank, 0)
-        offsets = array("q", [filled[rank] + before for rank, before in sharding.places])
-        for rank, nbytes in sharding.sums:
-            filled[rank] += nbytes
-        chunks = ShardedChunks(blocks, files_of[id(blocks)], sharding.lengths, offsets, archive=True)
+            files_by_blocks[id(blocks)] = tuple([names[block.rank_in_stage] for block in blocks])
+            for rank, _ in sharding.bytes_by_rank:
+                sizes.setdefault(rank, 0)
+        offsets = array("q", [sizes[rank] + before for rank, before in sharding.positions])
+        for rank, nbytes in sharding.bytes_by_rank:
+            sizes[rank] += nbytes
+        chunks = ShardedChunks(blocks, files_by_blocks[id(blocks)], sharding.lengths, offsets, archive=True)
         catalog.tensors[name] = TensorEntry(name, dtype, shape, chunks)
-    return filled
+    return sizes
 
 
 def _shared_sharding(entry: TensorEntry, blocks: tuple[Block, ...]) -> _SharedSharding:
     assert not any(block.replica for block in blocks)
     dtype, name = entry.dtype, entry.name
     lengths = tuple(archive_length(dtype, torch_shape(dtype, block.region.sizes, name)) for block in blocks)
-    places: list[tuple[int, int]] = []
-    sums: dict[int, int] = {}
+    positions: list[tuple[int, int]] = []
+    bytes_by_rank: dict[int, int] = {}
     for block, length in zip(blocks, lengths, strict=True):
-        before = sums.get(block.rank_in_stage, 0)
-        places.append((block.rank_in_stage, before))
-        sums[block.rank_in_stage] = before + length
-    return _SharedSharding(lengths, tuple(places), tuple(sums.items()))
+        before = bytes_by_rank.get(block.rank_in_stage, 0)
+        positions.append((block.rank_in_stage, before))
+        bytes_by_rank[block.rank_in_stage] = before + length
+    return _SharedSharding(lengths, tuple(positions), tuple(bytes_by_rank.items()))
 
 
 def metadata_bytes(
     catalog: Catalog,
     aliases: Mapping[str, str],
     planner_data: Mapping[str, Any] | None = None,
-    twins: Mapping[str, str] | None = None,
+    counterparts: Mapping[str, str] | None = None,
 ) -> bytes:
     """Return the bytes of `.metadata` for an allocated catalog.
 
@@ -235,30 +238,31 @@ def metadata_bytes(
         catalog: Whole or sharded tensors, and objects.
         aliases: Tied name -> name of the stored tensor whose bytes it shares.
         planner_data: `planner_data` of the source, extended by new names; None describes a flat state dict.
-        twins: Name of a stored copy -> name in `planner_data` whose parent it shares; aliases are added automatically.
+        counterparts: Name of a stored copy -> name in `planner_data` whose parent it shares; aliases are added
+            automatically.
 
     Raises:
         UnsupportedError: torch cannot hold a tensor, or `planner_data` contains more than plain values.
     """
-    described: dict[str, TensorMetadata] = {}
-    known: dict[object, TensorMetadata] = {}
-    stored = {**{name: name for name in catalog.tensors}, **aliases}
-    for name, on_disk in stored.items():
-        entry = catalog.tensors[on_disk]
+    tensors: dict[str, TensorMetadata] = {}
+    by_sharding: dict[object, TensorMetadata] = {}
+    stored_names = {**{name: name for name in catalog.tensors}, **aliases}
+    for name, stored_name in stored_names.items():
+        entry = catalog.tensors[stored_name]
         chunks = entry.chunks
         regions = id(chunks.blocks) if type(chunks) is ShardedChunks else tuple([chunk.region for chunk in chunks])
         sharding = (regions, entry.dtype, entry.shape)
-        tensor = known.get(sharding)
+        tensor = by_sharding.get(sharding)
         if tensor is None:
-            tensor = known[sharding] = _describe(entry)
-        described[name] = tensor
+            tensor = by_sharding[sharding] = _tensor_metadata(entry)
+        tensors[name] = tensor
     objects = list(catalog.objects)
     if planner_data is not None:
-        planner_data = extended(planner_data, [*described, *objects], {**aliases, **(twins or {})})
-    return emit(described, objects, _storage(catalog, described, stored), planner_data)
+        planner_data = extend_planner_data(planner_data, [*tensors, *objects], {**aliases, **(counterparts or {})})
+    return pickle_metadata(tensors, objects, _storage_entries(catalog, tensors, stored_names), planner_data)
 
 
-def _describe(entry: TensorEntry) -> TensorMetadata:
+def _tensor_metadata(entry: TensorEntry) -> TensorMetadata:
     dtype, name = entry.dtype, entry.name
     assert dtype.torch is not None
     regions = tuple(
@@ -268,21 +272,23 @@ def _describe(entry: TensorEntry) -> TensorMetadata:
     return TensorMetadata(dtype.torch, torch_shape(dtype, entry.shape, name), regions)
 
 
-def _storage(
-    catalog: Catalog, described: Mapping[str, TensorMetadata], stored: Mapping[str, str]
-) -> Iterator[StorageLine | StoredSharding]:
-    for name, on_disk in stored.items():
-        chunks, regions = catalog.tensors[on_disk].chunks, described[name].chunks
+def _storage_entries(
+    catalog: Catalog, tensors: Mapping[str, TensorMetadata], stored_names: Mapping[str, str]
+) -> Iterator[StorageEntry | ShardedStorageEntries]:
+    for name, stored_name in stored_names.items():
+        chunks, regions = catalog.tensors[stored_name].chunks, tensors[name].chunks
         if type(chunks) is ShardedChunks:
-            yield StoredSharding(name, regions, chunks.files, chunks.offsets, chunks.lengths)
+            yield ShardedStorageEntries(name, regions, chunks.files, chunks.offsets, chunks.lengths)
             continue
         for index, (region, chunk) in enumerate(zip(regions, chunks, strict=True)):
-            yield StorageLine(name, index, region.offsets, StorageInfo(chunk.file, chunk.offset, chunk.nbytes))
+            yield StorageEntry(name, index, region.offsets, StorageInfo(chunk.file, chunk.offset, chunk.nbytes))
     for name, pickled in catalog.objects.items():
-        yield StorageLine(name, None, None, StorageInfo(pickled.file, pickled.offset, pickled.nbytes))
+        yield StorageEntry(name, None, None, StorageInfo(pickled.file, pickled.offset, pickled.nbytes))
 
 
-def extended(planner_data: Mapping[str, Any], names: Iterable[str], twins: Mapping[str, str]) -> dict[str, Any]:
+def extend_planner_data(
+    planner_data: Mapping[str, Any], names: Iterable[str], counterparts: Mapping[str, str]
+) -> dict[str, Any]:
     """Return `planner_data` with a path for each name: a sibling of its twin if the names allow it, else top level.
 
     Example:
@@ -292,7 +298,7 @@ def extended(planner_data: Mapping[str, Any], names: Iterable[str], twins: Mappi
     paths = dict(planner_data)
     for name in names:
         if name not in paths:
-            paths[name] = _sibling_path(name, paths.get(twins.get(name, "")))
+            paths[name] = _sibling_path(name, paths.get(counterparts.get(name, "")))
     return paths
 
 

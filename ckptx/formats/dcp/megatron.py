@@ -12,12 +12,12 @@ from collections.abc import Iterable
 
 from ckptx.catalog.entry import Sidecar
 from ckptx.errors import InputError, ReadError
-from ckptx.formats.hf.reader import json_in
+from ckptx.formats.hf.reader import read_json_object
 from ckptx.storage.interface import Source
 
 BACKEND_FILE = "metadata.json"
 COMMON_FILE = "common.pt"
-_BACKEND = "torch_dist"
+_TORCH_DIST = "torch_dist"
 
 
 def is_torch_dist(source: Source) -> bool:
@@ -25,7 +25,7 @@ def is_torch_dist(source: Source) -> bool:
     if not source.listing().is_file(BACKEND_FILE):
         return False
     try:
-        return json_in(source, BACKEND_FILE).get("sharded_backend") == _BACKEND
+        return read_json_object(source, BACKEND_FILE).get("sharded_backend") == _TORCH_DIST
     except ReadError:
         raise
     except InputError:
@@ -39,7 +39,7 @@ def torch_dist_sidecars(source: Source) -> tuple[Sidecar, ...]:
     )
 
 
-def without_backend(source: Source, sidecars: Iterable[Sidecar]) -> list[str]:
+def names_without_backend_file(source: Source, sidecars: Iterable[Sidecar]) -> list[str]:
     """Return the sidecars for an output in another format, which `metadata.json` would misdescribe as `torch_dist`."""
     dropped = {BACKEND_FILE} if is_torch_dist(source) else set()
     return [sidecar.name for sidecar in sidecars if sidecar.name not in dropped]

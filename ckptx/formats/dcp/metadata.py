@@ -20,9 +20,9 @@ from typing import Any, NamedTuple
 from ckptx.catalog.region import Region, Shape
 from ckptx.errors import InputError
 from ckptx.formats.torch_archive.unpickle import (
-    LAYOUT,
+    LAYOUT_STAND_IN,
     MEMBER_BY_NAME,
-    ORDERED,
+    ORDERED_DICT,
     Call,
     EnumClass,
     Globals,
@@ -34,9 +34,9 @@ from ckptx.formats.torch_archive.unpickle import (
 from ckptx.untrusted.limits import DIMS, ELEMENT_BITS, JSON_DEPTH, TENSORS, shape_fault
 from ckptx.untrusted.numbers import UniqueTuples
 
-_NUMBERS = frozenset({int})
+_INTEGER_TYPES = frozenset({int})
 
-Key = tuple[str, Shape | None]
+StorageKey = tuple[str, Shape | None]
 
 METADATA_MODULE = "torch.distributed.checkpoint.metadata"
 FILESYSTEM_MODULE = "torch.distributed.checkpoint.filesystem"
@@ -76,7 +76,7 @@ class DcpMetadata:
 
     tensors: Mapping[str, TensorMetadata]
     objects: tuple[str, ...]
-    storage: Mapping[Key, StorageInfo]
+    storage: Mapping[StorageKey, StorageInfo]
     planner_data: Any = None
     version: str | None = "1.0.0"
 
@@ -94,13 +94,13 @@ class LocatedMetadata(NamedTuple):
 
     Attributes:
         tensors: Tensors by FQN.
-        places: Locations of the chunks of each tensor, by FQN.
+        locations: Locations of the chunks of each tensor, by FQN.
         objects: Location of each pickled object, by FQN.
         planner_data: See `DcpMetadata`.
     """
 
     tensors: Mapping[str, TensorMetadata]
-    places: Mapping[str, ChunkLocations]
+    locations: Mapping[str, ChunkLocations]
     objects: Mapping[str, StorageInfo]
     planner_data: Any
 
@@ -137,12 +137,12 @@ class _InertPlan(metaclass=ReadOnlyClass):
         pass
 
 
-def _drop(*_: object) -> None:
+def _discard(*_: object) -> None:
     """Stand in for constructors of values that ckptx does not use (absolute paths, memory formats)."""
 
 
 _PATHS = ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath", "Path")
-_ALLOWED: Globals = {
+_ALLOWED_GLOBALS: Globals = {
     (METADATA_MODULE, "Metadata"): _Metadata,
     (METADATA_MODULE, "TensorStorageMetadata"): _TensorStorage,
     (METADATA_MODULE, "BytesStorageMetadata"): _BytesStorage,
@@ -150,9 +150,9 @@ _ALLOWED: Globals = {
     (METADATA_MODULE, "MetadataIndex"): _Index,
     (METADATA_MODULE, "StorageMeta"): _StorageMeta,
     (METADATA_MODULE, "TensorProperties"): _Properties,
-    (METADATA_MODULE, "_MEM_FORMAT_ENCODING"): EnumClass(_drop),
+    (METADATA_MODULE, "_MEM_FORMAT_ENCODING"): EnumClass(_discard),
     (_SHARDED_TENSOR, "TensorProperties"): _Properties,
-    (_SHARDED_TENSOR, "MEM_FORMAT_ENCODING"): EnumClass(_drop),
+    (_SHARDED_TENSOR, "MEM_FORMAT_ENCODING"): EnumClass(_discard),
     (FILESYSTEM_MODULE, "_StorageInfo"): _Info,
     **{(_PLANNER, name): _InertPlan for name in ("SavePlan", "WriteItem", "TensorWriteData", "BytesIOWriteData")},
     (_PLANNER, "WriteItemType"): EnumClass(_InertPlan),
@@ -161,9 +161,9 @@ _ALLOWED: Globals = {
     (_MEGATRON, "MCoreSavePlan"): _InertPlan,
     (_MEGATRON, "MCoreMetadata"): _Metadata,
     ("torch", "Size"): tuple,
-    ("torch.serialization", "_get_layout"): LAYOUT,
-    ("collections", "OrderedDict"): ORDERED,
-    **{(module, name): Call(_drop) for module in ("pathlib", "pathlib._local") for name in _PATHS},
+    ("torch.serialization", "_get_layout"): LAYOUT_STAND_IN,
+    ("collections", "OrderedDict"): ORDERED_DICT,
+    **{(module, name): Call(_discard) for module in ("pathlib", "pathlib._local") for name in _PATHS},
 }
 
 
@@ -178,7 +178,7 @@ def parse_metadata(data: bytes, where: str) -> DcpMetadata:
         InputError: It is damaged, or refers to a class that is not allowed in it.
     """
     with without_garbage_collection():
-        return _parse(load(data, _ALLOWED, where), where, len(data))
+        return _parse(load(data, _ALLOWED_GLOBALS, where), where, len(data))
 
 
 def _parse(root: object, where: str, nbytes: int) -> DcpMetadata:
@@ -187,7 +187,7 @@ def _parse(root: object, where: str, nbytes: int) -> DcpMetadata:
             f"{where}: expected the metadata of a torch DCP, found a pickled {type(root).__name__}; copy it again"
         )
     fields = vars(root)
-    shapes, strings = ShapeCache(), _Strings()
+    shapes, strings = ShapeCache(), _StringChecker()
     try:
         tensors, objects = _parse_state(fields["state_dict_metadata"], shapes, strings, nbytes)
         storage = _parse_storage(fields["storage_data"], shapes, strings)
@@ -213,33 +213,33 @@ class ShapeCache:
 
     def shape(self, value: Any) -> Shape:
         """Return the stored shape that equals `value`; the caller keeps `value` alive."""
-        known = self._by_id.get(id(value))
-        if known is None:
-            known = self._by_id[id(value)] = self.keep(value)
-        return known
+        shape = self._by_id.get(id(value))
+        if shape is None:
+            shape = self._by_id[id(value)] = self.store(value)
+        return shape
 
-    def keep(self, value: Any) -> Shape:
+    def store(self, value: Any) -> Shape:
         """Return the stored shape that equals `value`, which may be freed afterwards."""
         # Checked before hashing, because hashing a deeply nested tuple could take forever.
-        if type(value) is not tuple or len(value) > DIMS or not _NUMBERS.issuperset(map(type, value)):
+        if type(value) is not tuple or len(value) > DIMS or not _INTEGER_TYPES.issuperset(map(type, value)):
             raise ValueError("a size is not a tuple of counts")
-        known = self._stored.get(value)
-        if known is None:
+        shape = self._stored.get(value)
+        if shape is None:
             if any(not 0 <= size < 1 << ELEMENT_BITS for size in value):
                 raise ValueError("a size is not a tuple of counts")
-            known = self._stored.keep(value)
-        return known
+            shape = self._stored.keep(value)
+        return shape
 
     def region(self, offsets: Any, sizes: Any) -> Region:
         """Return the stored region with these offsets and sizes."""
-        known = self._regions.get((id(offsets), id(sizes)))
-        if known is None:
+        region = self._regions.get((id(offsets), id(sizes)))
+        if region is None:
             begin, extent = self.shape(offsets), self.shape(sizes)
             if len(begin) != len(extent):
                 raise ValueError("a chunk has offsets and sizes of different length")
-            known = self._regions.get((id(begin), id(extent))) or Region(begin, extent)
-            self._regions[id(offsets), id(sizes)] = self._regions[id(begin), id(extent)] = known
-        return known
+            region = self._regions.get((id(begin), id(extent))) or Region(begin, extent)
+            self._regions[id(offsets), id(sizes)] = self._regions[id(begin), id(extent)] = region
+        return region
 
     def fault(self, shape: Shape) -> str | None:
         """Return the `shape_fault` of a stored shape, or None."""
@@ -249,7 +249,7 @@ class ShapeCache:
 
 
 @dataclass(slots=True)
-class _Strings:
+class _StringChecker:
     """Checks that strings can be encoded as UTF-8, each once: a pickle may refer to one of megabytes many times."""
 
     _checked: set[str] = field(default_factory=set)
@@ -263,43 +263,43 @@ class _Strings:
 
 
 def _parse_state(
-    state: Any, shapes: ShapeCache, strings: _Strings, most: int
+    state: Any, shapes: ShapeCache, strings: _StringChecker, max_chunks: int
 ) -> tuple[dict[str, TensorMetadata], tuple[str, ...]]:
-    """Parse tensors and objects with at most `most` chunks: tensors may share one pickled list of chunks."""
+    """Parse tensors and objects with at most `max_chunks` chunks: tensors may share one pickled list of chunks."""
     tensors: dict[str, TensorMetadata] = {}
     objects: list[str] = []
     if len(state) > TENSORS:
         raise ValueError(f"{len(state):,} names, allowed at most {TENSORS:,}")
-    for fqn, described in dict.items(state):
+    for fqn, value in dict.items(state):
         strings.check(fqn)
-        fields = vars(described)
-        if type(described) is _TensorStorage:
+        fields = vars(value)
+        if type(value) is _TensorStorage:
             dtype = fields["properties"].dtype
             if type(dtype) is not Symbol:
                 raise ValueError(f"{fqn!r} has no dtype")
             chunks = []
-            most -= len(fields["chunks"])
-            if most < 0:
+            max_chunks -= len(fields["chunks"])
+            if max_chunks < 0:
                 raise ValueError("more chunks than bytes")
             for chunk in fields["chunks"]:
-                place = vars(chunk)
-                chunks.append(shapes.region(place["offsets"], place["sizes"]))
+                chunk_fields = vars(chunk)
+                chunks.append(shapes.region(chunk_fields["offsets"], chunk_fields["sizes"]))
             size = shapes.shape(fields["size"])
             if (fault := shapes.fault(size)) is not None:
                 raise ValueError(f"{fqn!r} has {fault}")
             tensors[fqn] = TensorMetadata(dtype[6:], size, tuple(chunks))
-        elif type(described) is _BytesStorage:
+        elif type(value) is _BytesStorage:
             objects.append(fqn)
         else:
             raise TypeError(f"{fqn!r} is neither a tensor nor an object")
     return tensors, tuple(objects)
 
 
-def _parse_storage(storage: Any, shapes: ShapeCache, strings: _Strings) -> dict[Key, StorageInfo]:
-    found: dict[Key, StorageInfo] = {}
+def _parse_storage(storage: Any, shapes: ShapeCache, strings: _StringChecker) -> dict[StorageKey, StorageInfo]:
+    locations: dict[StorageKey, StorageInfo] = {}
     for index, info in dict.items(storage):
-        named = vars(index)
-        fqn, offsets = named["fqn"], named.get("offset")
+        index_fields = vars(index)
+        fqn, offsets = index_fields["fqn"], index_fields.get("offset")
         key = (fqn, None if offsets is None else shapes.shape(offsets))
         fields = vars(info)
         path, offset, length = fields["relative_path"], fields["offset"], fields["length"]
@@ -307,32 +307,32 @@ def _parse_storage(storage: Any, shapes: ShapeCache, strings: _Strings) -> dict[
         strings.check(path)
         if type(offset) is not int or type(length) is not int or not 0 <= offset <= offset + length < 1 << 63:
             raise ValueError(f"{fqn!r} lies at no valid byte range")
-        if key in found:
+        if key in locations:
             raise ValueError(f"{fqn!r} has two places for one chunk")
         transforms = fields.get("transform_descriptors")
         if transforms:
-            found[key] = StorageInfo(path, offset, length, _names_of(transforms))
+            locations[key] = StorageInfo(path, offset, length, _transform_names(transforms))
             continue
-        found[key] = StorageInfo(path, offset, length)
-    return found
+        locations[key] = StorageInfo(path, offset, length)
+    return locations
 
 
-def _names_of(transforms: Any) -> tuple[str, ...]:
+def _transform_names(transforms: Any) -> tuple[str, ...]:
     if not isinstance(transforms, list | tuple):
         raise TypeError("transforms are no list")
     return tuple(each[:80] if isinstance(each, str) else f"a {type(each).__name__}" for each in transforms[:8])
 
 
-def _check_planner_data(value: Any, strings: _Strings, most: int) -> Any:
+def _check_planner_data(value: Any, strings: _StringChecker, max_values: int) -> Any:
     """Check `planner_data` level by level before any code recurses into it, and return it.
 
     Args:
         value: `planner_data` of the writer. A dict is carried into an output, so it must not contain itself.
         strings: Checks the strings in it.
-        most: Maximum number of values.
+        max_values: Maximum number of values.
 
     Raises:
-        ValueError: It is deeper than `JSON_DEPTH` levels, or has more than `most` values when written out.
+        ValueError: It is deeper than `JSON_DEPTH` levels, or has more than `max_values` values when written out.
     """
     level = [value]
     for _ in range(JSON_DEPTH):
@@ -345,10 +345,10 @@ def _check_planner_data(value: Any, strings: _Strings, most: int) -> Any:
                 next_level.extend(each.values())
             elif isinstance(each, tuple | list):
                 next_level.extend(each)
-            if len(next_level) > most:
+            if len(next_level) > max_values:
                 raise ValueError("planner_data holds more values than bytes")
         if not next_level:
             return value
-        most -= len(next_level)
+        max_values -= len(next_level)
         level = next_level
     raise ValueError(f"planner_data is nested deeper than {JSON_DEPTH} levels")

@@ -18,16 +18,16 @@ from ckptx.formats.dcp.metadata import FILESYSTEM_MODULE, METADATA_MODULE, DcpMe
 from ckptx.formats.torch_archive.archive import pickled_int
 
 
-class StorageLine(NamedTuple):
-    """One entry of `storage_data`: the chunk at `offsets` of `fqn`, with index `hint`; both are None for an object."""
+class StorageEntry(NamedTuple):
+    """One entry of `storage_data`: chunk `chunk_index` of `fqn`, at `offsets`; both are None for an object."""
 
     fqn: str
-    hint: int | None
+    chunk_index: int | None
     offsets: Shape | None
-    place: StorageInfo
+    location: StorageInfo
 
 
-class StoredSharding(NamedTuple):
+class ShardedStorageEntries(NamedTuple):
     """The entries of a sharded tensor. Equally sharded tensors share the objects of all fields but `fqn` and `offsets`.
 
     `chunks` are in torch elements; `files`, `offsets` and `lengths` locate the bytes of each chunk.
@@ -40,30 +40,30 @@ class StoredSharding(NamedTuple):
     lengths: tuple[int, ...]
 
 
-def emit_metadata(metadata: DcpMetadata) -> bytes:
+def metadata_to_bytes(metadata: DcpMetadata) -> bytes:
     """Return the bytes of a `.metadata` file, readable by torch >= 2.4.
 
     Raises:
         UnsupportedError: `planner_data` contains more than plain values.
     """
-    return emit(metadata.tensors, metadata.objects, _stored(metadata), metadata.planner_data)
+    return pickle_metadata(metadata.tensors, metadata.objects, _storage_entries(metadata), metadata.planner_data)
 
 
-def _stored(metadata: DcpMetadata) -> Iterator[StorageLine]:
-    position = {
+def _storage_entries(metadata: DcpMetadata) -> Iterator[StorageEntry]:
+    indices = {
         (fqn, region.offsets): index
         for fqn, tensor in metadata.tensors.items()
         if len(tensor.chunks) > 1
         for index, region in enumerate(tensor.chunks)
     }
-    for (fqn, offsets), place in metadata.storage.items():
-        yield StorageLine(fqn, None if offsets is None else position.get((fqn, offsets), 0), offsets, place)
+    for (fqn, offsets), location in metadata.storage.items():
+        yield StorageEntry(fqn, None if offsets is None else indices.get((fqn, offsets), 0), offsets, location)
 
 
-def emit(
+def pickle_metadata(
     tensors: Mapping[str, TensorMetadata],
     objects: Iterable[str],
-    storage: Iterable[StorageLine | StoredSharding],
+    storage: Iterable[StorageEntry | ShardedStorageEntries],
     planner_data: object = None,
 ) -> bytes:
     """Return the bytes of a `.metadata` file; storage entries are consumed one by one.
@@ -71,94 +71,96 @@ def emit(
     Args:
         tensors: Tensors by FQN.
         objects: FQNs of pickled objects.
-        storage: An entry for each chunk and object, or one `StoredSharding` for all chunks of a sharded tensor.
+        storage: An entry for each chunk and object, or one `ShardedStorageEntries` for all chunks of a sharded tensor.
         planner_data: None becomes the flat state dict {fqn: (fqn,)}, which torch's conversion to `torch.save` needs.
 
     Raises:
         UnsupportedError: `planner_data` contains more than plain values.
     """
     objects = list(objects)
-    out, file = Emitter(), BytesIO()
+    emitter, file = PickleEmitter(), BytesIO()
     write = file.write
-    write(out.head())
-    bodies: dict[int, bytes] = {}  # by `id`: equal tensors are one object
+    write(emitter.head())
+    known_tensors: dict[int, bytes] = {}  # by `id`: equal tensors are one object
     for fqn, tensor in tensors.items():
-        write(out.text(fqn))
-        body = bodies.get(id(tensor))
-        if body is None:
-            write(out.tensor(tensor))
-            bodies[id(tensor)] = out.tensor(tensor)  # shorter the second time: repeated values are in the memo
+        write(emitter.text(fqn))
+        known_code = known_tensors.get(id(tensor))
+        if known_code is None:
+            write(emitter.tensor(tensor))
+            known_tensors[id(tensor)] = emitter.tensor(
+                tensor
+            )  # shorter the second time: repeated values are in the memo
         else:
-            write(body)
+            write(known_code)
     for fqn in objects:
-        write(out.text(fqn) + out.glob(METADATA_MODULE, OBJECT) + b")\x81")
-    write(b"u" + out.text("planner_data"))
+        write(emitter.text(fqn) + emitter.glob(METADATA_MODULE, BYTES_CLASS) + b")\x81")
+    write(b"u" + emitter.text("planner_data"))
     if planner_data is None:
-        names = [out.text(fqn) for fqn in (*tensors, *objects)]
+        names = [emitter.text(fqn) for fqn in (*tensors, *objects)]
         write(b"}(" + b"".join([name + name + b"\x85" for name in names]) + b"u")
     else:
-        write(out.plain(planner_data))
-    write(out.text("storage_data") + b"}(")
-    for line in _emit_storage(storage, out):
+        write(emitter.plain(planner_data))
+    write(emitter.text("storage_data") + b"}(")
+    for line in _emit_storage(storage, emitter):
         write(line)
-    write(b"u" + out.text("storage_meta") + b"N" + out.text("version") + out.text("1.0.0") + b"ub.")
+    write(b"u" + emitter.text("storage_meta") + b"N" + emitter.text("version") + emitter.text("1.0.0") + b"ub.")
     return file.getvalue()
 
 
-def _emit_storage(storage: Iterable[StorageLine | StoredSharding], out: Emitter) -> Iterator[bytes]:
-    key = out.new(METADATA_MODULE, "MetadataIndex") + out.text("fqn")
-    lines = _Lines(out)
+def _emit_storage(storage: Iterable[StorageEntry | ShardedStorageEntries], emitter: PickleEmitter) -> Iterator[bytes]:
+    key = emitter.new(METADATA_MODULE, "MetadataIndex") + emitter.text("fqn")
+    entry_codes = _StorageEntryCodes(emitter)
     known_shardings: dict[
         tuple[int, int, int], list[tuple[bytes, bytes]]
     ] = {}  # the objects live as long as the catalog
     for each in storage:
-        name = key + out.text(each.fqn)
-        if isinstance(each, StorageLine):
-            begin, end = lines.around(each.hint, each.offsets, each.place)
-            yield name + begin + pickled_int(each.place.offset) + end
+        name = key + emitter.text(each.fqn)
+        if isinstance(each, StorageEntry):
+            begin, end = entry_codes.surrounding_codes(each.chunk_index, each.offsets, each.location)
+            yield name + begin + pickled_int(each.location.offset) + end
             continue
         _, chunks, files, offsets, lengths = each
         sharding = (id(chunks), id(files), id(lengths))
-        known = known_shardings.get(sharding)
-        if known is None:
-            for begin, end, at in lines.of_sharding(each):
-                yield name + begin + pickled_int(at) + end
+        known_codes = known_shardings.get(sharding)
+        if known_codes is None:
+            for begin, end, offset in entry_codes.sharding_codes(each):
+                yield name + begin + pickled_int(offset) + end
             known_shardings[sharding] = [
-                (begin, end) for begin, end, _ in lines.of_sharding(each)
-            ]  # shorter, as in `emit`
+                (begin, end) for begin, end, _ in entry_codes.sharding_codes(each)
+            ]  # shorter, as in `pickle_metadata`
             continue
         codes: list[bytes] = []
-        before, code = -1, b""
-        for (begin, end), at in zip(known, offsets, strict=True):
-            if at != before:  # blocks of one length begin at the same offset in the file of every rank
-                before, code = at, pickled_int(at)
-            codes += (name, begin, code, end)
+        previous_offset, offset_code = -1, b""
+        for (begin, end), offset in zip(known_codes, offsets, strict=True):
+            if offset != previous_offset:  # blocks of one length begin at the same offset in the file of every rank
+                previous_offset, offset_code = offset, pickled_int(offset)
+            codes += (name, begin, offset_code, end)
         yield b"".join(codes)
 
 
-class _Lines:
+class _StorageEntryCodes:
     """Opcodes before and after the offset in an entry of `storage_data`, without the name."""
 
-    def __init__(self, out: Emitter) -> None:
-        self._out = out
-        self._hint, self._at = out.text("index"), out.text("offset")
-        self._info = b"ub" + out.new(FILESYSTEM_MODULE, "_StorageInfo") + out.text("relative_path")
-        self._size = out.text("length")
+    def __init__(self, emitter: PickleEmitter) -> None:
+        self._emitter = emitter
+        self._index_key, self._offset_key = emitter.text("index"), emitter.text("offset")
+        self._storage_info = b"ub" + emitter.new(FILESYSTEM_MODULE, "_StorageInfo") + emitter.text("relative_path")
+        self._length_key = emitter.text("length")
 
-    def around(self, number: int | None, offsets: Shape | None, place: StorageInfo) -> tuple[bytes, bytes]:
-        out = self._out
-        which = b"N" if offsets is None else pickled_int(number or 0) + self._at + out.size(offsets)
-        begin = self._hint + which + self._info + out.text(place.path) + self._at
-        end = self._size + pickled_int(place.length)
-        if place.transforms:
-            end += out.text("transform_descriptors") + out.plain(list(place.transforms))
+    def surrounding_codes(self, index: int | None, offsets: Shape | None, location: StorageInfo) -> tuple[bytes, bytes]:
+        emitter = self._emitter
+        index_code = b"N" if offsets is None else pickled_int(index or 0) + self._offset_key + emitter.size(offsets)
+        begin = self._index_key + index_code + self._storage_info + emitter.text(location.path) + self._offset_key
+        end = self._length_key + pickled_int(location.length)
+        if location.transforms:
+            end += emitter.text("transform_descriptors") + emitter.plain(list(location.transforms))
         return begin, end + b"ub"
 
-    def of_sharding(self, sharding: StoredSharding) -> Iterator[tuple[bytes, bytes, int]]:
+    def sharding_codes(self, sharding: ShardedStorageEntries) -> Iterator[tuple[bytes, bytes, int]]:
         """Yield for each entry the opcodes before and after its offset, and the offset."""
-        places = zip(sharding.chunks, sharding.files, sharding.offsets, sharding.lengths, strict=True)
-        for number, (region, file, at, length) in enumerate(places):
-            yield *self.around(number, region.offsets, StorageInfo(file, at, length)), at
+        locations = zip(sharding.chunks, sharding.files, sharding.offsets, sharding.lengths, strict=True)
+        for index, (region, file, offset, length) in enumerate(locations):
+            yield *self.surrounding_codes(index, region.offsets, StorageInfo(file, offset, length)), offset
 
 
 _CLASSES = (
@@ -186,15 +188,15 @@ _FIELDS = (
 )
 
 
-OBJECT = "BytesStorageMetadata"
+BYTES_CLASS = "BytesStorageMetadata"
 
 
-def reference(number: int) -> bytes:
+def memo_reference(number: int) -> bytes:
     """Return the opcode and argument that get a value from the memo."""
     return b"h%c" % number if number < 256 else b"j" + number.to_bytes(4, "little")
 
 
-class Emitter:
+class PickleEmitter:
     """Emits opcodes for values and memoizes repeated ones, so results must be written in the order of the calls.
 
     Attributes:
@@ -206,8 +208,8 @@ class Emitter:
     def __init__(self) -> None:
         self.memo: dict[object, bytes] = {}
 
-    def _remember(self, key: object, code: bytes) -> bytes:
-        self.memo[key] = reference(len(self.memo))
+    def _memoize(self, key: object, code: bytes) -> bytes:
+        self.memo[key] = memo_reference(len(self.memo))
         return code + b"\x94"
 
     def text(self, value: str) -> bytes:
@@ -216,11 +218,11 @@ class Emitter:
             return known
         data = value.encode()
         size = b"\x8c%c" % len(data) if len(data) < 256 else b"X" + len(data).to_bytes(4, "little")
-        return self._remember(value, size + data)
+        return self._memoize(value, size + data)
 
     def glob(self, module: str, name: str) -> bytes:
         key = (module, name)
-        return self.memo.get(key) or self._remember(key, self.text(module) + self.text(name) + b"\x93")
+        return self.memo.get(key) or self._memoize(key, self.text(module) + self.text(name) + b"\x93")
 
     def head(self) -> bytes:
         """Return the opcodes before the first tensor. They push repeated names and pop them again to fill the memo."""
@@ -233,7 +235,7 @@ class Emitter:
         return self.glob(module, name) + b")\x81}("
 
     def size(self, shape: Shape) -> bytes:
-        return self.memo.get(shape) or self._remember(
+        return self.memo.get(shape) or self._memoize(
             shape, self.glob("torch", "Size") + _tuple(list(map(pickled_int, shape))) + b"\x85R"
         )
 
@@ -244,7 +246,7 @@ class Emitter:
             build = self.glob(METADATA_MODULE, "TensorProperties") + b")\x81(" + self.glob("torch", dtype)
             build += self.glob("torch.serialization", "_get_layout") + self.text("torch.strided") + b"\x85R\x89"
             build += self.glob(METADATA_MODULE, "_MEM_FORMAT_ENCODING") + b"K\0\x85R\x89tb"
-            known = self._remember(key, build)
+            known = self._memoize(key, build)
         return known
 
     def tensor(self, tensor: TensorMetadata) -> bytes:

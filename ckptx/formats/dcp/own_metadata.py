@@ -34,7 +34,7 @@ from ckptx.formats.dcp.metadata import (
     StorageInfo,
     TensorMetadata,
 )
-from ckptx.formats.dcp.metadata_writer import OBJECT, Emitter, reference
+from ckptx.formats.dcp.metadata_writer import BYTES_CLASS, PickleEmitter, memo_reference
 from ckptx.formats.torch_archive.unpickle import Symbol, without_garbage_collection
 from ckptx.untrusted.limits import DIMS, TENSORS
 
@@ -43,7 +43,7 @@ _ONE_BYTE, _TWO_BYTES, _FOUR_BYTES, _LONG = b"KMJ\x8a"
 _TUPLES = b")\x85\x86\x87"  # of none to three values
 
 
-def parse_own(data: bytes) -> LocatedMetadata | None:
+def parse_own_metadata(data: bytes) -> LocatedMetadata | None:
     """Parse a `.metadata` in the form that ckptx writes; return None for any other form, and for invalid contents."""
     if not data.startswith(_HEAD):
         return None
@@ -59,15 +59,15 @@ class _UnexpectedForm(Exception):
 
 
 # The bytes between the values, as `Emitter` writes them once all these names are in its memo.
-_WRITER = Emitter()
+_WRITER = PickleEmitter()
 _HEAD = _WRITER.head()
 _PROPERTIES = _WRITER.new(METADATA_MODULE, "TensorStorageMetadata") + _WRITER.text("properties")
 _SIZE = _WRITER.text("size")
 _CHUNKS = _WRITER.text("chunks") + b"]("
 _CHUNK = _WRITER.new(METADATA_MODULE, "ChunkStorageMetadata") + _WRITER.text("offsets")
 _SIZES = _WRITER.text("sizes")
-_LINE = _WRITER.new(METADATA_MODULE, "MetadataIndex") + _WRITER.text("fqn")
-_HINT = _WRITER.text("index")
+_ENTRY = _WRITER.new(METADATA_MODULE, "MetadataIndex") + _WRITER.text("fqn")
+_INDEX = _WRITER.text("index")
 _OFFSET = _WRITER.text("offset")
 _FILE = b"ub" + _WRITER.new(FILESYSTEM_MODULE, "_StorageInfo") + _WRITER.text("relative_path")
 _LENGTH = _WRITER.text("length")
@@ -75,63 +75,66 @@ _TORCH_SIZE = _WRITER.glob("torch", "Size")
 _DTYPE = _WRITER.glob(METADATA_MODULE, "TensorProperties") + b")\x81(" + _WRITER.text("torch")
 _LAYOUT = b"\x93\x94" + _WRITER.glob("torch.serialization", "_get_layout")
 _MEMORY_FORMAT = b"\x85R\x89" + _WRITER.glob(METADATA_MODULE, "_MEM_FORMAT_ENCODING") + b"K\0\x85R\x89tb"
-_CLASS = object()  # stands for any class in the memo
-_OBJECT = _WRITER.text(METADATA_MODULE) + b"\x8c%c%b\x94\x93\x94" % (len(OBJECT), OBJECT.encode())
-_KNOWN = {code: key if isinstance(key, str) else _CLASS for key, code in _WRITER.memo.items()}
+_ANY_CLASS = object()  # stands for any class in the memo
+_BYTES_OBJECT = _WRITER.text(METADATA_MODULE) + b"\x8c%c%b\x94\x93\x94" % (len(BYTES_CLASS), BYTES_CLASS.encode())
+_INITIAL_MEMO = {code: key if isinstance(key, str) else _ANY_CLASS for key, code in _WRITER.memo.items()}
 
 # A tensor whose values are all in the memo; bounded, because the regex engine keeps a record per repetition.
-_BODY = re.compile(
+_TENSOR_BODY = re.compile(
     rb"%b(?:h.|j....)%b(?:h.|j....)%b(?:%b(?:h.|j....)%b(?:h.|j....)ub){0,4096}eub"
     % tuple(map(re.escape, (_PROPERTIES, _SIZE, _CHUNKS, _CHUNK, _SIZES))),
     re.DOTALL,
 )
 
 
-class _RepeatedLines(NamedTuple):
+class _RepeatedEntries(NamedTuple):
     """The bytes that repeat in the storage entries of equally sharded tensors.
 
     Attributes:
         files: File of each chunk, see `ChunkLocations`.
         lengths: Length of each chunk in bytes.
-        longest: Largest of `lengths`.
-        around: For each entry the bytes between name and offset, and the bytes after the offset.
-        form: All entries if references to names and offsets take four bytes each, as most do: for each entry the bytes
-            before the name, the name, the bytes before the offset, and the offset; then the end of the last entry.
-        before: Bytes before each name, and at the end.
-        behind: Bytes between each name and its offset.
+        max_length: Largest of `lengths`.
+        codes: For each entry the bytes between name and offset, and the bytes after the offset.
+        struct: All entries if references to names and offsets take four bytes each, as most do: for each entry the
+            bytes before the name, the name, the bytes before the offset, and the offset; then the end of the last
+            entry.
+        codes_before_names: Bytes before each name, and at the end.
+        codes_after_names: Bytes between each name and its offset.
     """
 
     files: tuple[str, ...]
     lengths: tuple[int, ...]
-    longest: int
-    around: tuple[tuple[bytes, bytes], ...]
-    form: Struct
-    before: tuple[bytes, ...]
-    behind: tuple[bytes, ...]
+    max_length: int
+    codes: tuple[tuple[bytes, bytes], ...]
+    struct: Struct
+    codes_before_names: tuple[bytes, ...]
+    codes_after_names: tuple[bytes, ...]
 
     @classmethod
-    def of(cls, lines: list[_Line]) -> _RepeatedLines:
-        around = tuple([(line.begin, line.end) for line in lines])
-        ends = [end for _, end in around]
-        before = (_LINE, *(end + _LINE for end in ends[:-1]), ends[-1])
-        behind = tuple([begin + b"J" for begin, _ in around])
-        fields = [f"{len(front)}s5s{len(back)}sI" for front, back in zip(before, behind, strict=False)]
-        lengths = tuple([line.length for line in lines])
+    def from_entries(cls, entries: list[_StorageEntry]) -> _RepeatedEntries:
+        codes = tuple([(entry.begin, entry.end) for entry in entries])
+        ends = [end for _, end in codes]
+        codes_before_names = (_ENTRY, *(end + _ENTRY for end in ends[:-1]), ends[-1])
+        codes_after_names = tuple([begin + b"J" for begin, _ in codes])
+        fields = [
+            f"{len(front)}s5s{len(back)}sI" for front, back in zip(codes_before_names, codes_after_names, strict=False)
+        ]
+        lengths = tuple([entry.length for entry in entries])
         return cls(
-            tuple([line.file for line in lines]),
+            tuple([entry.file for entry in entries]),
             lengths,
             max(lengths),
-            around,
+            codes,
             Struct(f"<{''.join(fields)}{len(ends[-1])}s"),
-            before,
-            behind,
+            codes_before_names,
+            codes_after_names,
         )
 
 
-class _Line(NamedTuple):
+class _StorageEntry(NamedTuple):
     """One entry of `storage_data` after its name; `begin` and `end` are the pair in `_RepeatedLines.around`."""
 
-    at: Shape | None
+    chunk_offsets: Shape | None
     file: str
     offset: int
     length: int
@@ -140,24 +143,27 @@ class _Line(NamedTuple):
 
 
 class _OwnMetadataReader:
-    """Parses the bytes in one pass; `_at` is the position, `_memo` maps references to values."""
+    """Parses the bytes in one pass; `_position` is the position, `_memo` maps references to values."""
 
     def __init__(self, data: bytes) -> None:
-        self._data, self._at = data, len(_HEAD)
-        self._memo: dict[bytes, object] = dict(_KNOWN)
+        self._data, self._position = data, len(_HEAD)
+        self._memo: dict[bytes, object] = dict(_INITIAL_MEMO)
         self._shapes = ShapeCache()
         self._names: dict[str, bytes] = {}  # of tensors and objects, with the reference to each
 
     def read(self) -> LocatedMetadata:
         tensors, objects = self._read_state()
-        codes = list(self._names.values())
-        planner_data = self._read_planner_data(codes)
+        references = list(self._names.values())
+        planner_data = self._read_planner_data(references)
         self._expect(b"u\x8c\x0cstorage_data\x94}(")
         self._memoize("storage_data")
-        places = self._read_places(tensors, codes)
-        found = {name: self._read_place(code) for name, code in zip(objects, codes[len(tensors) :], strict=True)}
+        locations = self._read_chunk_locations(tensors, references)
+        object_locations = {
+            name: self._read_object_location(code)
+            for name, code in zip(objects, references[len(tensors) :], strict=True)
+        }
         self._expect(b"u\x8c\x0cstorage_meta\x94N\x8c\x07version\x94\x8c\x051.0.0\x94ub.")
-        return LocatedMetadata(tensors, places, found, planner_data)
+        return LocatedMetadata(tensors, locations, object_locations, planner_data)
 
     # ------------------------------------------------------------------------------------------------------- parts
 
@@ -165,179 +171,185 @@ class _OwnMetadataReader:
         """Read the tensors, and the names of the objects that follow them."""
         tensors: dict[str, TensorMetadata] = {}
         bodies: dict[bytes, TensorMetadata] = {}
-        data, match = self._data, _BODY.match
-        while data[self._at] != _SET_ITEMS:
-            name = self._name()
-            body = match(data, self._at)
+        data, match = self._data, _TENSOR_BODY.match
+        while data[self._position] != _SET_ITEMS:
+            name = self._read_name()
+            body = match(data, self._position)
             if body is not None:
                 tensor = bodies.get(body[0])
                 if tensor is None:
-                    tensor = bodies[body[0]] = self._tensor()
-                self._at = body.end()
+                    tensor = bodies[body[0]] = self._read_tensor()
+                self._position = body.end()
                 tensors[name] = tensor
-            elif data.startswith(_PROPERTIES, self._at):
-                tensors[name] = self._tensor()
+            elif data.startswith(_PROPERTIES, self._position):
+                tensors[name] = self._read_tensor()
             else:
-                return tensors, self._objects(name)
+                return tensors, self._read_object_names(name)
         return tensors, []
 
-    def _objects(self, name: str) -> list[str]:
+    def _read_object_names(self, name: str) -> list[str]:
         """Read the names of pickled objects, which have no other fields; `name`, the first of them, was read before."""
         names = [name]
-        self._expect(_OBJECT)
-        self._memoize(OBJECT)
-        self._memoize(_CLASS)
-        code = reference(len(self._memo) - 1) + b")\x81"
+        self._expect(_BYTES_OBJECT)
+        self._memoize(BYTES_CLASS)
+        self._memoize(_ANY_CLASS)
+        code = memo_reference(len(self._memo) - 1) + b")\x81"
         self._expect(b")\x81")
-        while self._data[self._at] != _SET_ITEMS:
-            names.append(self._name())
+        while self._data[self._position] != _SET_ITEMS:
+            names.append(self._read_name())
             self._expect(code)
         return names
 
-    def _read_planner_data(self, names: list[bytes]) -> dict[str, tuple[str, ...]]:
+    def _read_planner_data(self, references: list[bytes]) -> dict[str, tuple[str, ...]]:
         self._expect(b"u\x8c\x0cplanner_data\x94}(")
         self._memoize("planner_data")
-        flat = b"".join([name + name + b"\x85" for name in names])
-        if self._data.startswith(flat + b"u", self._at):
-            self._at += len(flat)
+        flat_code = b"".join([name + name + b"\x85" for name in references])
+        if self._data.startswith(flat_code + b"u", self._position):
+            self._position += len(flat_code)
             return {name: (name,) for name in self._names}
-        found: dict[str, tuple[str, ...]] = {}
-        while self._data[self._at] != _SET_ITEMS:
-            name, path = self._text(), []
-            while self._data[self._at] not in _TUPLES:
-                path.append(self._text())
-            if self._data[self._at] != _TUPLES[len(path)]:
+        planner_data: dict[str, tuple[str, ...]] = {}
+        while self._data[self._position] != _SET_ITEMS:
+            name, path = self._read_string(), []
+            while self._data[self._position] not in _TUPLES:
+                path.append(self._read_string())
+            if self._data[self._position] != _TUPLES[len(path)]:
                 raise _UnexpectedForm
-            self._at += 1
-            found[name] = tuple(path)
-        return found
+            self._position += 1
+            planner_data[name] = tuple(path)
+        return planner_data
 
-    def _read_places(self, tensors: dict[str, TensorMetadata], names: list[bytes]) -> dict[str, ChunkLocations]:
+    def _read_chunk_locations(
+        self, tensors: dict[str, TensorMetadata], references: list[bytes]
+    ) -> dict[str, ChunkLocations]:
         """Read the locations of all chunks: one entry each, in the order of the tensors and of their chunks."""
-        places: dict[str, ChunkLocations] = {}
-        known: dict[int, _RepeatedLines | None] = {}  # by `id`: equal tensors are one object
-        for (fqn, tensor), name in zip(tensors.items(), names, strict=False):  # objects follow
+        locations: dict[str, ChunkLocations] = {}
+        known: dict[int, _RepeatedEntries | None] = {}  # by `id`: equal tensors are one object
+        for (fqn, tensor), name in zip(tensors.items(), references, strict=False):  # objects follow
             repeated = known.get(id(tensor))
-            offsets = None if repeated is None else self._offsets(name, repeated)
+            offsets = None if repeated is None else self._read_repeated_offsets(name, repeated)
             if repeated is None or offsets is None:
-                known[id(tensor)], places[fqn] = self._lines(name, tensor)
+                known[id(tensor)], locations[fqn] = self._read_tensor_entries(name, tensor)
             else:
-                places[fqn] = ChunkLocations(repeated.files, offsets, repeated.lengths)
-        return places
+                locations[fqn] = ChunkLocations(repeated.files, offsets, repeated.lengths)
+        return locations
 
-    def _read_place(self, name: bytes) -> StorageInfo:
+    def _read_object_location(self, name: bytes) -> StorageInfo:
         """Read the location of an object."""
-        line = self._line(name)
-        if line.at is not None:
+        entry = self._read_entry(name)
+        if entry.chunk_offsets is not None:
             raise _UnexpectedForm
-        return StorageInfo(line.file, line.offset, line.length)
+        return StorageInfo(entry.file, entry.offset, entry.length)
 
-    def _lines(self, name: bytes, tensor: TensorMetadata) -> tuple[_RepeatedLines | None, ChunkLocations]:
+    def _read_tensor_entries(
+        self, name: bytes, tensor: TensorMetadata
+    ) -> tuple[_RepeatedEntries | None, ChunkLocations]:
         """Read the entries of a tensor; the first result is None if they add to the memo, so that no others match."""
-        known = len(self._memo)
-        lines = [self._line(name) for _ in tensor.chunks]
-        if any(line.at is not region.offsets for line, region in zip(lines, tensor.chunks, strict=True)):
+        memo_size = len(self._memo)
+        entries = [self._read_entry(name) for _ in tensor.chunks]
+        if any(entry.chunk_offsets is not region.offsets for entry, region in zip(entries, tensor.chunks, strict=True)):
             raise _UnexpectedForm
-        offsets = [line.offset for line in lines]
-        if len(self._memo) > known or not lines:
+        offsets = [entry.offset for entry in entries]
+        if len(self._memo) > memo_size or not entries:
             return None, ChunkLocations(
-                tuple([line.file for line in lines]), offsets, tuple([line.length for line in lines])
+                tuple([entry.file for entry in entries]), offsets, tuple([entry.length for entry in entries])
             )
-        repeated = _RepeatedLines.of(lines)
+        repeated = _RepeatedEntries.from_entries(entries)
         return repeated, ChunkLocations(repeated.files, offsets, repeated.lengths)
 
-    def _offsets(self, name: bytes, repeated: _RepeatedLines) -> Sequence[int] | None:
+    def _read_repeated_offsets(self, name: bytes, repeated: _RepeatedEntries) -> Sequence[int] | None:
         """Read the offsets of entries that otherwise equal those of another tensor; None if they differ in more."""
-        data, at, form = self._data, self._at, repeated.form
-        if len(data) - at >= form.size:
-            values = form.unpack_from(data, at)
+        data, position, struct = self._data, self._position, repeated.struct
+        if len(data) - position >= struct.size:
+            values = struct.unpack_from(data, position)
             offsets = values[3::4]
             if (
-                values[::4] == repeated.before
-                and values[2::4] == repeated.behind
+                values[::4] == repeated.codes_before_names
+                and values[2::4] == repeated.codes_after_names
                 and values[1::4].count(name) == len(offsets)
                 and max(offsets) < 1 << 31
-                and repeated.longest < 1 << 62  # so no block ends where positions do
+                and repeated.max_length < 1 << 62  # so no block ends where positions do
             ):
-                self._at = at + form.size
+                self._position = position + struct.size
                 return offsets
-        return self._offsets_of_any_length(name, repeated)
+        return self._read_offsets_of_any_length(name, repeated)
 
-    def _offsets_of_any_length(self, name: bytes, repeated: _RepeatedLines) -> list[int] | None:
-        data, at = self._data, self._at
-        lead, end = _LINE + name, b""
+    def _read_offsets_of_any_length(self, name: bytes, repeated: _RepeatedEntries) -> list[int] | None:
+        data, position = self._data, self._position
+        expected_start, end = _ENTRY + name, b""
         offsets = []
-        for begin, end in repeated.around:
-            head = lead + begin
-            if not data.startswith(head, at):
+        for begin, end in repeated.codes:
+            head = expected_start + begin
+            if not data.startswith(head, position):
                 return None
-            at += len(head)
-            if data[at] == _FOUR_BYTES and data[at + 4] < 0x80:  # the usual case
-                offsets.append(int.from_bytes(data[at + 1 : at + 5], "little"))
-                at += 5
+            position += len(head)
+            if data[position] == _FOUR_BYTES and data[position + 4] < 0x80:  # the usual case
+                offsets.append(int.from_bytes(data[position + 1 : position + 5], "little"))
+                position += 5
             else:
-                offset, at = self._number_at(at)
+                offset, position = self._integer_at(position)
                 offsets.append(offset)
-            lead = end + _LINE + name
-        if not data.startswith(end, at) or max(offsets) + repeated.longest >= 1 << 63:
+            expected_start = end + _ENTRY + name
+        if not data.startswith(end, position) or max(offsets) + repeated.max_length >= 1 << 63:
             return None
-        self._at = at + len(end)
+        self._position = position + len(end)
         return offsets
 
-    def _line(self, name: bytes) -> _Line:
+    def _read_entry(self, name: bytes) -> _StorageEntry:
         """Read one entry of `storage_data`, of a chunk or an object."""
-        self._expect(_LINE + name)
-        start, at = self._at, None
-        self._expect(_HINT)
-        if self._data[self._at] == _NONE:
-            self._at += 1
+        self._expect(_ENTRY + name)
+        start, chunk_offsets = self._position, None
+        self._expect(_INDEX)
+        if self._data[self._position] == _NONE:
+            self._position += 1
         else:
-            self._number()
+            self._read_integer()
             self._expect(_OFFSET)
-            at = self._size()
+            chunk_offsets = self._read_shape()
         self._expect(_FILE)
-        file = self._text()
+        file = self._read_string()
         self._expect(_OFFSET)
-        before = self._at
-        offset = self._number()
-        behind = self._at
+        offset_start = self._position
+        offset = self._read_integer()
+        offset_end = self._position
         self._expect(_LENGTH)
-        length = self._number()
+        length = self._read_integer()
         self._expect(b"ub")
         if offset + length >= 1 << 63:
             raise _UnexpectedForm
-        return _Line(at, file, offset, length, self._data[start:before], self._data[behind : self._at])
+        return _StorageEntry(
+            chunk_offsets, file, offset, length, self._data[start:offset_start], self._data[offset_end : self._position]
+        )
 
-    def _tensor(self) -> TensorMetadata:
+    def _read_tensor(self) -> TensorMetadata:
         self._expect(_PROPERTIES)
-        dtype = self._dtype()
+        dtype = self._read_dtype()
         self._expect(_SIZE)
-        size = self._size()
+        size = self._read_shape()
         self._expect(_CHUNKS)
         chunks = []
-        while self._data[self._at] != _APPENDS:
+        while self._data[self._position] != _APPENDS:
             self._expect(_CHUNK)
-            offsets = self._size()
+            offsets = self._read_shape()
             self._expect(_SIZES)
-            chunks.append(self._shapes.region(offsets, self._size()))
+            chunks.append(self._shapes.region(offsets, self._read_shape()))
             self._expect(b"ub")
         self._expect(b"eub")
         if self._shapes.fault(size) is not None or len({id(region.offsets) for region in chunks}) < len(chunks):
             raise _UnexpectedForm
         return TensorMetadata(dtype, size, tuple(chunks))
 
-    def _dtype(self) -> str:
+    def _read_dtype(self) -> str:
         """Read the dtype in the properties of a tensor."""
-        if not self._data.startswith(_DTYPE, self._at):
-            value = self._known()
+        if not self._data.startswith(_DTYPE, self._position):
+            value = self._read_reference()
             if type(value) is not Symbol:
                 raise _UnexpectedForm
             return str(value)
-        self._at += len(_DTYPE)
-        dtype = self._text()
+        self._position += len(_DTYPE)
+        dtype = self._read_string()
         self._expect(_LAYOUT)
-        self._memoize(_CLASS)
-        if dtype not in BY_TORCH or self._text() != "torch.strided":
+        self._memoize(_ANY_CLASS)
+        if dtype not in BY_TORCH or self._read_string() != "torch.strided":
             raise _UnexpectedForm
         self._expect(_MEMORY_FORMAT + b"\x94")
         self._memoize(Symbol(dtype))
@@ -346,66 +358,66 @@ class _OwnMetadataReader:
     # ------------------------------------------------------------------------------------------------------- values
 
     def _expect(self, code: bytes) -> None:
-        if not self._data.startswith(code, self._at):
+        if not self._data.startswith(code, self._position):
             raise _UnexpectedForm
-        self._at += len(code)
+        self._position += len(code)
 
     def _memoize(self, value: object) -> None:
-        self._memo[reference(len(self._memo))] = value
+        self._memo[memo_reference(len(self._memo))] = value
 
-    def _known(self) -> object:
+    def _read_reference(self) -> object:
         """Read a reference and return its value."""
-        at = self._at
-        end = at + (2 if self._data[at] == _GET else 5)
-        value = self._memo.get(self._data[at:end])
+        start = self._position
+        end = start + (2 if self._data[start] == _GET else 5)
+        value = self._memo.get(self._data[start:end])
         if value is None:
             raise _UnexpectedForm
-        self._at = end
+        self._position = end
         return value
 
-    def _name(self) -> str:
+    def _read_name(self) -> str:
         """Read the name of a tensor or object, which must be new."""
-        data, at, code = self._data, self._at, reference(len(self._memo))
-        begin, end = at + 2, at + 2 + data[at + 1]
-        if data[at] == _TEXT and data[end] == _MEMOIZE:  # the usual case
+        data, start, code = self._data, self._position, memo_reference(len(self._memo))
+        begin, end = start + 2, start + 2 + data[start + 1]
+        if data[start] == _TEXT and data[end] == _MEMOIZE:  # the usual case
             self._memo[code] = text = data[begin:end].decode()
-            self._at = end + 1
+            self._position = end + 1
         else:
-            text = self._text()
+            text = self._read_string()
         if code not in self._memo or text in self._names or len(self._names) == TENSORS:
             raise _UnexpectedForm
         self._names[text] = code
         return text
 
-    def _text(self) -> str:
-        data, at = self._data, self._at
-        if data[at] == _TEXT:
-            begin = at + 2
-            end = begin + data[at + 1]
-        elif data[at] == _LONG_TEXT:
-            begin = at + 5
-            end = begin + int.from_bytes(data[at + 1 : begin], "little")
+    def _read_string(self) -> str:
+        data, start = self._data, self._position
+        if data[start] == _TEXT:
+            begin = start + 2
+            end = begin + data[start + 1]
+        elif data[start] == _LONG_TEXT:
+            begin = start + 5
+            end = begin + int.from_bytes(data[start + 1 : begin], "little")
         else:
-            value = self._known()
+            value = self._read_reference()
             if type(value) is not str:
                 raise _UnexpectedForm
             return value
         if data[end] != _MEMOIZE:
             raise _UnexpectedForm
         text = data[begin:end].decode()
-        self._memo[reference(len(self._memo))] = text
-        self._at = end + 1
+        self._memo[memo_reference(len(self._memo))] = text
+        self._position = end + 1
         return text
 
-    def _number(self) -> int:
-        number, self._at = self._number_at(self._at)
+    def _read_integer(self) -> int:
+        number, self._position = self._integer_at(self._position)
         return number
 
-    def _number_at(self, at: int) -> tuple[int, int]:
+    def _integer_at(self, position: int) -> tuple[int, int]:
         """Read a non-negative number at a position; return it and its end."""
         data = self._data
-        code = data[at]
-        begin = at + 1
+        code = data[position]
+        begin = position + 1
         if code == _ONE_BYTE:
             end = begin + 1
         elif code == _TWO_BYTES:
@@ -421,22 +433,22 @@ class _OwnMetadataReader:
             raise _UnexpectedForm
         return int.from_bytes(data[begin:end], "little"), end
 
-    def _size(self) -> Shape:
-        if not self._data.startswith(_TORCH_SIZE, self._at):
-            value = self._known()
+    def _read_shape(self) -> Shape:
+        if not self._data.startswith(_TORCH_SIZE, self._position):
+            value = self._read_reference()
             if type(value) is not tuple:
                 raise _UnexpectedForm
             return value
-        self._at += len(_TORCH_SIZE)
-        is_long = self._data[self._at] == _MARK
-        self._at += is_long
+        self._position += len(_TORCH_SIZE)
+        is_long = self._data[self._position] == _MARK
+        self._position += is_long
         numbers: list[int] = []
-        while self._data[self._at] not in (b"t" if is_long else _TUPLES):
-            numbers.append(self._number())
-        if len(numbers) > DIMS or not (is_long or self._data[self._at] == _TUPLES[len(numbers)]):
+        while self._data[self._position] not in (b"t" if is_long else _TUPLES):
+            numbers.append(self._read_integer())
+        if len(numbers) > DIMS or not (is_long or self._data[self._position] == _TUPLES[len(numbers)]):
             raise _UnexpectedForm
-        self._at += 1
+        self._position += 1
         self._expect(b"\x85R\x94")
-        shape = self._shapes.keep(tuple(numbers))
+        shape = self._shapes.store(tuple(numbers))
         self._memoize(shape)
         return shape

@@ -1,7 +1,7 @@
 """Open a torch DCP directory: `.metadata` and the `.distcp` files it refers to.
 
-Opening parses only `.metadata` and checks that its chunks tile every tensor and lie inside their files. `open_payloads`
-then locates the elements in each archive, for callers that read them.
+Opening parses only `.metadata` and checks that its chunks tile every tensor and lie inside their files.
+`locate_payloads` then locates the elements in each archive, for callers that read them.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from ckptx.errors import InputError, UnsupportedError
 from ckptx.formats.dcp.metadata import (
     ChunkLocations,
     DcpMetadata,
-    Key,
     LocatedMetadata,
     StorageInfo,
+    StorageKey,
     TensorMetadata,
     parse_metadata,
 )
-from ckptx.formats.dcp.own_metadata import parse_own
+from ckptx.formats.dcp.own_metadata import parse_own_metadata
 from ckptx.formats.torch_archive.archive import archive_frame, archive_length, locate_payload
 from ckptx.formats.torch_archive.unpickle import without_garbage_collection
 from ckptx.formats.unsupported import refuse_directory
@@ -42,7 +42,7 @@ _LFS_POINTER = b"version https://git-lfs"
 
 
 def open_dcp(source: Source) -> Catalog:
-    """Return the catalog of the DCP in a directory. Its chunks are whole archives; `open_payloads` parses those.
+    """Return the catalog of the DCP in a directory. Its chunks are whole archives; `locate_payloads` parses those.
 
     Raises:
         InputError: `.metadata` or a file is missing, damaged or too short, or the chunks do not tile a tensor.
@@ -52,19 +52,19 @@ def open_dcp(source: Source) -> Catalog:
         root = source.location
         catalog = Catalog(root, "dcp", {}, identities=source.identities((METADATA,)), storage=source)
         data = _read_metadata(source)
-        metadata = parse_own(data) or _locate_chunks(parse_metadata(data, f"{root / METADATA}"), root)
-        shardings, places = _SharedMetadata(root), metadata.places
-        in_order: dict[int, bool] = {}
+        metadata = parse_own_metadata(data) or _locate_chunks(parse_metadata(data, f"{root / METADATA}"), root)
+        shardings, locations = _MetadataChecker(root), metadata.locations
+        is_ascending: dict[int, bool] = {}
         entries = [
-            _tensor(name, shardings.of(name, tensor), places[name], in_order)
+            _tensor_entry(name, shardings.sharding_of(name, tensor), locations[name], is_ascending)
             for name, tensor in metadata.tensors.items()
         ]
         entries.sort(key=lambda entry: entry.place if entry.chunks else ("", 0))
         catalog.tensors = {entry.name: entry for entry in entries}
         catalog.objects = {name: BytesEntry(name, *place[:3]) for name, place in metadata.objects.items()}
-        found = _check_files(catalog)
-        catalog.files = {name: identity.nbytes for name, identity in found.items()}
-        catalog.identities.update(found)
+        identities = _check_files(catalog)
+        catalog.files = {name: identity.nbytes for name, identity in identities.items()}
+        catalog.identities.update(identities)
     if isinstance(metadata.planner_data, dict):
         catalog.planner_data = metadata.planner_data
     elif metadata.planner_data is not None:
@@ -94,49 +94,51 @@ def _read_metadata(source: Source) -> bytes:
 def _locate_chunks(metadata: DcpMetadata, root: Location) -> LocatedMetadata:
     """Combine chunks and objects with their locations."""
     storage = metadata.storage
-    places = {name: _chunk_locations(name, tensor, storage, root) for name, tensor in metadata.tensors.items()}
+    locations = {name: _chunk_locations(name, tensor, storage, root) for name, tensor in metadata.tensors.items()}
     objects = {}
     for name in metadata.objects:
-        place = storage.get((name, None))
-        if place is None:
+        location = storage.get((name, None))
+        if location is None:
             raise InputError(f'{root / METADATA}: object "{name}" has no entry in storage_data; save it again')
-        objects[name] = place
+        objects[name] = location
     if len(storage) > len(objects) + sum(len(tensor.chunks) for tensor in metadata.tensors.values()):
-        name, offsets = _unclaimed(metadata)
+        name, offsets = _first_unclaimed_key(metadata)
         raise InputError(
             f'{root / METADATA}: storage_data has an entry for "{name}" at {offsets}, but no tensor has that chunk; '
             "the checkpoint is damaged, save it again"
         )
-    return LocatedMetadata(metadata.tensors, places, objects, metadata.planner_data)
+    return LocatedMetadata(metadata.tensors, locations, objects, metadata.planner_data)
 
 
-def _unclaimed(metadata: DcpMetadata) -> Key:
+def _first_unclaimed_key(metadata: DcpMetadata) -> StorageKey:
     """Return the key of the first storage entry that belongs to no chunk and no object."""
-    claimed: set[Key] = {(name, None) for name in metadata.objects}
+    claimed: set[StorageKey] = {(name, None) for name in metadata.objects}
     for name, tensor in metadata.tensors.items():
         claimed.update((name, region.offsets) for region in tensor.chunks)
     return next(key for key in metadata.storage if key not in claimed)
 
 
 def _chunk_locations(
-    name: str, tensor: TensorMetadata, storage: Mapping[Key, StorageInfo], root: Location
+    name: str, tensor: TensorMetadata, storage: Mapping[StorageKey, StorageInfo], root: Location
 ) -> ChunkLocations:
-    found = []
+    locations = []
     for region in tensor.chunks:
-        place = storage.get((name, region.offsets))
-        if place is None:
+        location = storage.get((name, region.offsets))
+        if location is None:
             raise InputError(
                 f'{root / METADATA}: chunk {region} of tensor "{name}" has no entry in storage_data; '
                 "the checkpoint is incomplete, save it again"
             )
-        if place.transforms:
+        if location.transforms:
             raise UnsupportedError(
-                f'{root / place.path}: tensor "{name}" was saved with stream transforms '
-                f"({', '.join(place.transforms)}), which are not supported; save it without them"
+                f'{root / location.path}: tensor "{name}" was saved with stream transforms '
+                f"({', '.join(location.transforms)}), which are not supported; save it without them"
             )
-        found.append(place)
+        locations.append(location)
     return ChunkLocations(
-        [place.path for place in found], [place.offset for place in found], [place.length for place in found]
+        [location.path for location in locations],
+        [location.offset for location in locations],
+        [location.length for location in locations],
     )
 
 
@@ -148,15 +150,15 @@ class _TensorSharding(NamedTuple):
     regions: Sequence[Region]
 
 
-class _SharedMetadata:
+class _MetadataChecker:
     """Checks metadata, or at least the regions in it, only once for all tensors that share it."""
 
     def __init__(self, root: Location) -> None:
-        self._where = str(root / METADATA)
+        self._subject = str(root / METADATA)
         self._known: dict[int, _TensorSharding] = {}  # by `id` of the `TensorMetadata`, which outlives this object
         self._checked: dict[tuple[DType, bytes], _TensorSharding] = {}
 
-    def of(self, name: str, tensor: TensorMetadata) -> _TensorSharding:
+    def sharding_of(self, name: str, tensor: TensorMetadata) -> _TensorSharding:
         """Return the sharding of a tensor.
 
         Raises:
@@ -168,45 +170,47 @@ class _SharedMetadata:
         return known
 
     def _check(self, name: str, tensor: TensorMetadata) -> _TensorSharding:
-        dtype, where = BY_TORCH.get(tensor.dtype), f'{self._where}: tensor "{name}"'
+        dtype, where = BY_TORCH.get(tensor.dtype), f'{self._subject}: tensor "{name}"'
         if dtype is None:
             raise UnsupportedError(f"{where} has dtype {tensor.dtype}, which is not supported")
         key = (dtype, identity((tensor.size, *tensor.chunks)))  # equal shapes and regions are one object
-        proved = self._checked.get(key)
-        if proved is not None:
-            return proved
-        shape, regions = _widen(dtype, tensor.size), tensor.chunks
+        sharding = self._checked.get(key)
+        if sharding is not None:
+            return sharding
+        shape, regions = _to_elements(dtype, tensor.size), tensor.chunks
         if dtype.pack > 1:
-            regions = tuple([_elements(dtype, region) for region in regions])
+            regions = tuple([_region_in_elements(dtype, region) for region in regions])
         if len(regions) != 1 or regions[0].sizes != shape or any(regions[0].offsets):
             _check_coverage(where, shape, regions)
         if dtype.pack > 1 and not shape:
             raise UnsupportedError(f"{where} is a 0-d {tensor.dtype}, which is not supported")
-        proved = self._checked[key] = _TensorSharding(dtype, shape, regions)
-        return proved
+        sharding = self._checked[key] = _TensorSharding(dtype, shape, regions)
+        return sharding
 
 
-def _tensor(name: str, sharding: _TensorSharding, places: ChunkLocations, in_order: dict[int, bool]) -> TensorEntry:
-    """Return the entry of a tensor; `in_order` caches, by `id`, whether a list of files is ascending."""
-    files = places.files
-    if id(files) not in in_order:
-        in_order[id(files)] = all(file < following for file, following in pairwise(files))
-    chunks = StoredChunks(sharding.regions, *places)
-    return TensorEntry(name, sharding.dtype, sharding.shape, chunks if in_order[id(files)] else chunks.in_order())
+def _tensor_entry(
+    name: str, sharding: _TensorSharding, locations: ChunkLocations, is_ascending: dict[int, bool]
+) -> TensorEntry:
+    """Return the entry of a tensor; `is_ascending` caches, by `id`, whether a list of files is ascending."""
+    files = locations.files
+    if id(files) not in is_ascending:
+        is_ascending[id(files)] = all(file < following for file, following in pairwise(files))
+    chunks = StoredChunks(sharding.regions, *locations)
+    return TensorEntry(name, sharding.dtype, sharding.shape, chunks if is_ascending[id(files)] else chunks.in_order())
 
 
-def _widen(dtype: DType, sizes: Shape) -> Shape:
+def _to_elements(dtype: DType, sizes: Shape) -> Shape:
     """Convert torch elements to elements: the last dim of a packed dtype counts packs."""
     return sizes if dtype.pack == 1 or not sizes else (*sizes[:-1], sizes[-1] * dtype.pack)
 
 
-def _narrow(dtype: DType, shape: Shape) -> Shape:
+def _to_torch_elements(dtype: DType, shape: Shape) -> Shape:
     """Convert elements to torch elements."""
     return shape if dtype.pack == 1 else (*shape[:-1], shape[-1] // dtype.pack)
 
 
-def _elements(dtype: DType, region: Region) -> Region:
-    return Region(_widen(dtype, region.offsets), _widen(dtype, region.sizes))
+def _region_in_elements(dtype: DType, region: Region) -> Region:
+    return Region(_to_elements(dtype, region.offsets), _to_elements(dtype, region.sizes))
 
 
 def _check_coverage(where: str, shape: Shape, regions: Sequence[Region]) -> None:
@@ -218,37 +222,37 @@ def _check_coverage(where: str, shape: Shape, regions: Sequence[Region]) -> None
             f"{where} of shape {list(shape)}: its {len(regions)} chunks are split at too many positions to be checked; "
             "save it sharded along a device mesh"
         )
-    found = {
+    problem = {
         "gap": "no chunk covers",
         "overlap": "more than one chunk covers",
         "outside": "a chunk lies outside at",
     }[fault.kind]
     raise InputError(
-        f"{where} of shape {list(shape)}: {found} {fault.region}; the save is incomplete or damaged, save it again"
+        f"{where} of shape {list(shape)}: {problem} {fault.region}; the save is incomplete or damaged, save it again"
     )
 
 
 def _check_files(catalog: Catalog) -> dict[str, FileIdentity]:
     """Return the identities of the files in `.metadata`, checked to be as long as their last chunk requires."""
-    source, required = catalog.source, _ends(catalog)
-    paths = {name: inside(catalog.root, name) for name in sorted(required)}
-    found = source.identities(paths)
+    source, required_sizes = catalog.source, _required_file_sizes(catalog)
+    paths = {name: inside(catalog.root, name) for name in sorted(required_sizes)}
+    identities = source.identities(paths)
     for name, path in paths.items():
-        size = found[name].nbytes if name in found else source.size(name)
-        is_odd = size < required[name] or name not in found
-        if is_odd and source.head(name, len(_LFS_POINTER)) == _LFS_POINTER:
+        size = identities[name].nbytes if name in identities else source.size(name)
+        is_suspicious = size < required_sizes[name] or name not in identities
+        if is_suspicious and source.head(name, len(_LFS_POINTER)) == _LFS_POINTER:
             raise InputError(f"{path}: a git-lfs pointer, not the data; run `git lfs pull`")
-        if name not in found:
+        if name not in identities:
             raise changed(path)
-        if size < required[name]:
+        if size < required_sizes[name]:
             raise InputError(
-                f"{path}: has {size} bytes, but .metadata refers to bytes up to {required[name]}; "
+                f"{path}: has {size} bytes, but .metadata refers to bytes up to {required_sizes[name]}; "
                 "the file is truncated, copy or download it again"
             )
-    return found
+    return identities
 
 
-def _ends(catalog: Catalog) -> dict[str, int]:
+def _required_file_sizes(catalog: Catalog) -> dict[str, int]:
     """Return for each file in `.metadata` the end of its last chunk or object, in bytes."""
     offsets_by_layout: dict[
         tuple[int, int], tuple[StoredChunks, list[Sequence[int]]]
@@ -260,17 +264,17 @@ def _ends(catalog: Catalog) -> dict[str, int]:
         if key not in offsets_by_layout:
             offsets_by_layout[key] = chunks, []
         offsets_by_layout[key][1].append(chunks.offsets)
-    places = [
+    locations = [
         zip(chunks.files, map(max, zip(*offsets, strict=True)), chunks.lengths, strict=True)
         for chunks, offsets in offsets_by_layout.values()
     ]
     ends: dict[str, int] = {}
-    for file, offset, nbytes in chain(*places, (pickled[1:] for pickled in catalog.objects.values())):
+    for file, offset, nbytes in chain(*locations, (pickled[1:] for pickled in catalog.objects.values())):
         ends[file] = max(ends.get(file, 0), offset + nbytes)
     return ends
 
 
-def open_payloads(catalog: Catalog, files: SourceFiles, *, lazy: bool = False) -> Catalog:
+def locate_payloads(catalog: Catalog, files: SourceFiles, *, lazy: bool = False) -> Catalog:
     """Locate the elements of every chunk: their offset and strides in the file, and the zip record to check.
 
     Args:
@@ -283,8 +287,8 @@ def open_payloads(catalog: Catalog, files: SourceFiles, *, lazy: bool = False) -
         UnsupportedError: A conjugate or negative view, compressed or safetensors payloads.
     """
     tensors = {}
-    ahead = _ReadAhead(files)
-    expected = _ExpectedLengths()
+    reader = _ReadAheadFiles(files)
+    expected_lengths = _ExpectedLengths()
     chunks: Sequence[Chunk]
     with without_garbage_collection():
         for name, entry in catalog.tensors.items():
@@ -292,10 +296,10 @@ def open_payloads(catalog: Catalog, files: SourceFiles, *, lazy: bool = False) -
             if type(chunks) is ArchivedChunks:
                 if not lazy:
                     assert chunks.located
-            elif lazy and type(chunks) is StoredChunks and expected.fit(entry.dtype, chunks):
+            elif lazy and type(chunks) is StoredChunks and expected_lengths.match(entry.dtype, chunks):
                 chunks = ArchivedChunks(chunks, archive_frame, partial(_locate_all, entry, files))
             else:
-                chunks = tuple([_locate(entry, chunk, ahead) if chunk.archive else chunk for chunk in chunks])
+                chunks = tuple([_locate(entry, chunk, reader) if chunk.archive else chunk for chunk in chunks])
             tensors[name] = TensorEntry(name, entry.dtype, entry.shape, chunks)
     return replace(catalog, tensors=tensors)
 
@@ -304,32 +308,32 @@ class _ExpectedLengths:
     """Caches the archive lengths that torch 2.13 writes for blocks of each dtype and shape."""
 
     def __init__(self) -> None:
-        self._known: dict[tuple[DType, Shape], int] = {}
-        self._fits: dict[tuple[DType, int, int], bool] = {}  # by `id` of regions and lengths
+        self._lengths: dict[tuple[DType, Shape], int] = {}
+        self._matches: dict[tuple[DType, int, int], bool] = {}  # by `id` of regions and lengths
 
-    def fit(self, dtype: DType, archives: StoredChunks) -> bool:
+    def match(self, dtype: DType, archives: StoredChunks) -> bool:
         """Return True if the archives have the lengths that torch 2.13 writes for blocks of `dtype`."""
         key = dtype, id(archives.regions), id(archives.lengths)
-        fit = self._fits.get(key)
-        if fit is None:
+        is_match = self._matches.get(key)
+        if is_match is None:
             lengths = zip(archives.regions, archives.lengths, strict=True)
-            fit = all(self._length(dtype, region.sizes) == nbytes for region, nbytes in lengths)
-            self._fits[key] = fit
-        return fit
+            is_match = all(self._length(dtype, region.sizes) == nbytes for region, nbytes in lengths)
+            self._matches[key] = is_match
+        return is_match
 
     def _length(self, dtype: DType, sizes: Shape) -> int:
-        length = self._known.get((dtype, sizes))
+        length = self._lengths.get((dtype, sizes))
         if length is None:
-            length = self._known[dtype, sizes] = archive_length(dtype, _narrow(dtype, sizes))
+            length = self._lengths[dtype, sizes] = archive_length(dtype, _to_torch_elements(dtype, sizes))
         return length
 
 
 def _locate_all(entry: TensorEntry, files: SourceFiles, archives: Iterable[Chunk]) -> tuple[Chunk, ...]:
-    ahead = _ReadAhead(files)
-    return tuple([_locate(entry, archive, ahead) for archive in archives])
+    reader = _ReadAheadFiles(files)
+    return tuple([_locate(entry, archive, reader) for archive in archives])
 
 
-class _ReadAhead:
+class _ReadAheadFiles:
     """Reads a little more than requested, because the head of the next archive follows the end of each."""
 
     _NBYTES = 2560
@@ -342,9 +346,9 @@ class _ReadAhead:
     def read(self, file: str, offset: int, nbytes: int) -> bytes:
         """Return exactly `nbytes` bytes; see `SourceFiles.read`."""
         begin, window = self._windows.get(file, (0, b""))
-        at = offset - begin
-        if at >= 0 and at + nbytes <= len(window):
-            return window[at : at + nbytes]
+        start = offset - begin
+        if start >= 0 and start + nbytes <= len(window):
+            return window[start : start + nbytes]
         window = self._files.read_up_to(file, offset, max(nbytes, self._NBYTES))
         if len(window) < nbytes:
             return self._files.read(file, offset, nbytes)
@@ -352,17 +356,17 @@ class _ReadAhead:
         return window[:nbytes]
 
 
-def _locate(entry: TensorEntry, chunk: Chunk, files: _ReadAhead) -> Chunk:
+def _locate(entry: TensorEntry, chunk: Chunk, files: _ReadAheadFiles) -> Chunk:
     region, file, offset, length = chunk[:4]
     dtype = entry.dtype
-    shape = _narrow(dtype, region.sizes)
+    shape = _to_torch_elements(dtype, region.sizes)
     where = f'{files.root}/{file}: tensor "{entry.name}"'
-    found = locate_payload(partial(files.read, file), offset, length, where, dtype, shape)
-    if found.dtype is not dtype or found.shape != shape:
+    payload = locate_payload(partial(files.read, file), offset, length, where, dtype, shape)
+    if payload.dtype is not dtype or payload.shape != shape:
         raise InputError(
-            f"{where}: payload is {found.dtype.torch} {list(found.shape)}, but .metadata lists {dtype.torch} "
+            f"{where}: payload is {payload.dtype.torch} {list(payload.shape)}, but .metadata lists {dtype.torch} "
             f"{list(shape)}; the checkpoint is damaged, save it again"
         )
-    if found.strides is not None and dtype.pack > 1:
+    if payload.strides is not None and dtype.pack > 1:
         raise UnsupportedError(f"{where}: {dtype.torch} is not row-major; save it with .contiguous()")
-    return Chunk(region, file, found.data_offset, found.nbytes, found.strides, found.record)
+    return Chunk(region, file, payload.data_offset, payload.nbytes, payload.strides, payload.record)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from ckptx.errors import InputError
-from ckptx.formats.fsdp.file_names import RankFile, rank_file
+from ckptx.formats.fsdp.file_names import RankFile, parse_rank_file
 from ckptx.formats.located_checkpoint import LocatedCheckpoint
-from ckptx.formats.rank_files import ShapesIn
+from ckptx.formats.rank_files import ShapeReader
 from ckptx.storage.interface import Source
 
 
-def detect(source: Source, shapes_in: ShapesIn) -> LocatedCheckpoint | None:
+def detect(source: Source, shapes_in: ShapeReader) -> LocatedCheckpoint | None:
     """Find `model_world_size_W_rank_R.pt`.
 
     Raises:
@@ -23,20 +23,22 @@ def detect(source: Source, shapes_in: ShapesIn) -> LocatedCheckpoint | None:
             f"{source.location}: contains FSDP files of {len(sizes)} world sizes; choose one by passing a file of it: "
             f"{examples}"
         )
-    return _located(source, found) if found else None
+    return _located_checkpoint(source, found) if found else None
 
 
-def located_by_file(source: Source, name: str) -> LocatedCheckpoint | None:
+def locate_by_file(source: Source, name: str) -> LocatedCheckpoint | None:
     """Find all rank files of the same save as a given one; None if the name is not that of a rank file."""
-    one = rank_file(name)
-    if one is None:
+    given_file = parse_rank_file(name)
+    if given_file is None:
         return None
-    return _located(source, [each for each in _rank_files(source) if each.world_size == one.world_size])
+    return _located_checkpoint(
+        source, [each for each in _rank_files(source) if each.world_size == given_file.world_size]
+    )
 
 
 def _rank_files(source: Source) -> list[RankFile]:
-    return [found for name in source.listing() if (found := rank_file(name)) is not None]
+    return [found for name in source.listing() if (found := parse_rank_file(name)) is not None]
 
 
-def _located(source: Source, files: list[RankFile]) -> LocatedCheckpoint:
+def _located_checkpoint(source: Source, files: list[RankFile]) -> LocatedCheckpoint:
     return LocatedCheckpoint(source, "fsdp", tuple(each.name for each in sorted(files)))

@@ -14,7 +14,7 @@ from __future__ import annotations
 import re
 from typing import NamedTuple
 
-STATE_FILES = r"(optim|extra_state)_world_size_\d+_rank_\d+\.pt"
+STATE_FILE_PATTERN = r"(optim|extra_state)_world_size_\d+_rank_\d+\.pt"
 _NAME = re.compile(r"model_world_size_(0|[1-9]\d{0,5})_rank_(0|[1-9]\d{0,5})\.pt")
 
 
@@ -30,7 +30,7 @@ class RankFile(NamedTuple):
         return f"model_world_size_{self.world_size}_rank_{self.rank}.pt"
 
 
-def rank_file(name: str) -> RankFile | None:
+def parse_rank_file(name: str) -> RankFile | None:
     """Return the numbers in a file name; None for any other name, and if the rank is not below the world size."""
     match = _NAME.fullmatch(name)
     if match is None:

@@ -4,8 +4,8 @@
     ShardedTensor             the offsets of its local shards (FSDP1 without a device mesh)
     Tensor                    the whole tensor: a buffer, or any tensor of a single rank
 
-`Instance` stands in for their classes, keeps the pickled fields and runs nothing. The layouts are those of torch 2.2 to
-2.13; the fields of a pickled mesh changed twice in between.
+`InstanceStandIn` stands in for their classes, keeps the pickled fields and runs nothing. The layouts are those of torch
+2.2 to 2.13; the fields of a pickled mesh changed twice in between.
 Source: `torch/distributed/tensor/`, `device_mesh.py`, `_shard/sharded_tensor/api.py`.
 """
 
@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from ckptx.catalog.region import Region, Shape, whole
 from ckptx.errors import InputError, UnsupportedError
 from ckptx.formats.torch_archive.unpickle import (
-    TORCH_NAMES,
+    TORCH_GLOBALS,
     Call,
     Globals,
     ReadOnlyClass,
@@ -30,17 +30,17 @@ from ckptx.formats.torch_archive.unpickle import (
 from ckptx.layout.placement import ceil_chunks
 from ckptx.untrusted.limits import RANKS, shape_fault
 
-_MESH_DIMS = 8
+_MAX_MESH_DIMS = 8
 
 
-class Instance(metaclass=ReadOnlyClass):
+class InstanceStandIn(metaclass=ReadOnlyClass):
     """Stand-in for an object of a class of torch.distributed, with its pickled arguments and state."""
 
     __slots__ = ("arguments", "state")
     arguments: tuple[object, ...]
     state: object
 
-    def __new__(cls, *arguments: object) -> Instance:
+    def __new__(cls, *arguments: object) -> InstanceStandIn:
         """Keep the arguments without calling anything."""
         made = super().__new__(cls)
         made.arguments, made.state = arguments, None
@@ -64,17 +64,17 @@ def _field(state: object, name: str) -> object:
 
 
 def _stand_in(name: str) -> ReadOnlyClass:
-    return ReadOnlyClass(name, (Instance,), {"__slots__": ()})
+    return ReadOnlyClass(name, (InstanceStandIn,), {"__slots__": ()})
 
 
 _DTENSOR, _SHARDED_TENSOR, _LOCAL_SHARD = _stand_in("DTensor"), _stand_in("ShardedTensor"), _stand_in("LocalShard")
 _SHARD, _STRIDED = _stand_in("Shard"), _stand_in("_StridedShard")
 _REPLICATE, _PARTIAL = _stand_in("Replicate"), _stand_in("Partial")
-_OTHER = _stand_in("object")
+_OTHER_CLASS = _stand_in("object")
 _WRAPPER_SUBCLASS = Call(lambda *_: UnsupportedObject("tensor of a subclass"))
 
 
-class _Distributed(NamedTuple):
+class _DistributedTensor(NamedTuple):
     """A DTensor or ShardedTensor: its class, the arguments to rebuild it, and its state."""
 
     kind: ReadOnlyClass
@@ -82,15 +82,15 @@ class _Distributed(NamedTuple):
     state: object
 
 
-def _from_type(function: object, kind: object, arguments: object, state: object) -> object:
+def _rebuild_tensor(function: object, kind: object, arguments: object, state: object) -> object:
     is_distributed = kind is _DTENSOR or kind is _SHARDED_TENSOR
     if is_distributed and function is _WRAPPER_SUBCLASS and isinstance(arguments, tuple):
         assert isinstance(kind, ReadOnlyClass)
-        return _Distributed(kind, arguments, state)
+        return _DistributedTensor(kind, arguments, state)
     return rebuild_from_type(function, kind, arguments, state)
 
 
-def _named(stand_in: object, name: str, *modules: str) -> dict[tuple[str, str], object]:
+def _stand_in_globals(stand_in: object, name: str, *modules: str) -> dict[tuple[str, str], object]:
     return {(module, name): stand_in for module in modules}
 
 
@@ -99,58 +99,64 @@ _OLD_TENSOR = "torch.distributed._tensor"  # until torch 2.4
 _SHARDS = "torch.distributed._shard"
 _PLACEMENTS = (f"{_TENSOR}.placement_types", f"{_OLD_TENSOR}.placement_types")
 
-_NAMES: Globals = {
-    **TORCH_NAMES,
+_ALLOWED_GLOBALS: Globals = {
+    **TORCH_GLOBALS,
     ("torch._utils", "_rebuild_wrapper_subclass"): _WRAPPER_SUBCLASS,
-    ("torch._tensor", "_rebuild_from_type_v2"): Call(_from_type),
-    **_named(_DTENSOR, "DTensor", _TENSOR, f"{_TENSOR}._api", _OLD_TENSOR, f"{_OLD_TENSOR}.api"),
-    **_named(_OTHER, "DTensorSpec", f"{_TENSOR}._dtensor_spec", f"{_OLD_TENSOR}._dtensor_spec", *_PLACEMENTS),
-    **_named(_OTHER, "TensorMeta", f"{_TENSOR}._dtensor_spec", f"{_OLD_TENSOR}._dtensor_spec", *_PLACEMENTS),
-    **_named(_OTHER, "ShardOrderEntry", f"{_TENSOR}._dtensor_spec"),
-    **_named(_SHARD, "Shard", *_PLACEMENTS),
-    **_named(_STRIDED, "_StridedShard", *_PLACEMENTS),
-    **_named(_REPLICATE, "Replicate", *_PLACEMENTS),
-    **_named(_PARTIAL, "Partial", *_PLACEMENTS),
-    **_named(_PARTIAL, "_Partial", *_PLACEMENTS),
-    **_named(_OTHER, "DeviceMesh", "torch.distributed.device_mesh", "torch.distributed._tensor.device_mesh"),
-    **_named(_OTHER, "_MeshLayout", "torch.distributed._mesh_layout"),
-    **_named(_OTHER, "_FlatLayout", "torch.distributed._mesh_layout"),
-    **_named(_SHARDED_TENSOR, "ShardedTensor", f"{_SHARDS}.sharded_tensor.api"),
-    **_named(_LOCAL_SHARD, "Shard", f"{_SHARDS}.sharded_tensor.shard"),
-    **_named(_OTHER, "ShardMetadata", f"{_SHARDS}.metadata"),
-    **_named(_OTHER, "ShardedTensorMetadata", f"{_SHARDS}.sharded_tensor.metadata"),
-    **_named(_OTHER, "TensorProperties", f"{_SHARDS}.sharded_tensor.metadata"),
-    **_named(_OTHER, "MEM_FORMAT_ENCODING", f"{_SHARDS}.sharded_tensor.metadata"),
-    **_named(_OTHER, "EnumerableShardingSpec", f"{_SHARDS}.sharding_spec.api"),
-    **_named(_OTHER, "ChunkShardingSpec", f"{_SHARDS}.sharding_spec.chunk_sharding_spec"),
-    **_named(_OTHER, "_remote_device", "torch.distributed.remote_device"),
+    ("torch._tensor", "_rebuild_from_type_v2"): Call(_rebuild_tensor),
+    **_stand_in_globals(_DTENSOR, "DTensor", _TENSOR, f"{_TENSOR}._api", _OLD_TENSOR, f"{_OLD_TENSOR}.api"),
+    **_stand_in_globals(
+        _OTHER_CLASS, "DTensorSpec", f"{_TENSOR}._dtensor_spec", f"{_OLD_TENSOR}._dtensor_spec", *_PLACEMENTS
+    ),
+    **_stand_in_globals(
+        _OTHER_CLASS, "TensorMeta", f"{_TENSOR}._dtensor_spec", f"{_OLD_TENSOR}._dtensor_spec", *_PLACEMENTS
+    ),
+    **_stand_in_globals(_OTHER_CLASS, "ShardOrderEntry", f"{_TENSOR}._dtensor_spec"),
+    **_stand_in_globals(_SHARD, "Shard", *_PLACEMENTS),
+    **_stand_in_globals(_STRIDED, "_StridedShard", *_PLACEMENTS),
+    **_stand_in_globals(_REPLICATE, "Replicate", *_PLACEMENTS),
+    **_stand_in_globals(_PARTIAL, "Partial", *_PLACEMENTS),
+    **_stand_in_globals(_PARTIAL, "_Partial", *_PLACEMENTS),
+    **_stand_in_globals(
+        _OTHER_CLASS, "DeviceMesh", "torch.distributed.device_mesh", "torch.distributed._tensor.device_mesh"
+    ),
+    **_stand_in_globals(_OTHER_CLASS, "_MeshLayout", "torch.distributed._mesh_layout"),
+    **_stand_in_globals(_OTHER_CLASS, "_FlatLayout", "torch.distributed._mesh_layout"),
+    **_stand_in_globals(_SHARDED_TENSOR, "ShardedTensor", f"{_SHARDS}.sharded_tensor.api"),
+    **_stand_in_globals(_LOCAL_SHARD, "Shard", f"{_SHARDS}.sharded_tensor.shard"),
+    **_stand_in_globals(_OTHER_CLASS, "ShardMetadata", f"{_SHARDS}.metadata"),
+    **_stand_in_globals(_OTHER_CLASS, "ShardedTensorMetadata", f"{_SHARDS}.sharded_tensor.metadata"),
+    **_stand_in_globals(_OTHER_CLASS, "TensorProperties", f"{_SHARDS}.sharded_tensor.metadata"),
+    **_stand_in_globals(_OTHER_CLASS, "MEM_FORMAT_ENCODING", f"{_SHARDS}.sharded_tensor.metadata"),
+    **_stand_in_globals(_OTHER_CLASS, "EnumerableShardingSpec", f"{_SHARDS}.sharding_spec.api"),
+    **_stand_in_globals(_OTHER_CLASS, "ChunkShardingSpec", f"{_SHARDS}.sharding_spec.chunk_sharding_spec"),
+    **_stand_in_globals(_OTHER_CLASS, "_remote_device", "torch.distributed.remote_device"),
     # ShardedTensor refers to the class of its process group with getattr; any attribute becomes a stand-in class.
-    **_named(Call(lambda *_: _OTHER), "getattr", "builtins", "__builtin__"),
+    **_stand_in_globals(Call(lambda *_: _OTHER_CLASS), "getattr", "builtins", "__builtin__"),
 }
 
 
 def load_state_dict(data: bytes, where: str) -> Any:
-    """Return the pickled state dict of one rank, with stand-ins for tensors; `parts_of` reads them.
+    """Return the pickled state dict of one rank, with stand-ins for tensors; `shards_of_rank` reads them.
 
     Raises:
         InputError: The pickle is damaged, or refers to a class or function that is not allowed in a state dict.
     """
-    return load_torch(data, where, _NAMES)
+    return load_torch(data, where, _ALLOWED_GLOBALS)
 
 
-class Parts(NamedTuple):
+class RankShards(NamedTuple):
     """The shards of one tensor on one rank.
 
     Attributes:
         shape: Shape of the whole tensor, in elements.
-        local: The local tensors, each with its region of the whole tensor; empty if the rank has no elements.
+        local_shards: The local tensors, each with its region of the whole tensor; empty if the rank has no elements.
     """
 
     shape: Shape
-    local: tuple[tuple[TensorRef, Region], ...]
+    local_shards: tuple[tuple[TensorRef, Region], ...]
 
 
-def parts_of(value: object, rank: int, where: str) -> Parts:
+def shards_of_rank(value: object, rank: int, where: str) -> RankShards:
     """Return the shards of a tensor on one rank.
 
     Args:
@@ -162,20 +168,20 @@ def parts_of(value: object, rank: int, where: str) -> Parts:
         InputError: The fields of a DTensor or ShardedTensor contradict each other, or another rank saved it.
         UnsupportedError: It is not a tensor, or of a kind that is not converted.
     """
-    if isinstance(value, _Distributed):
-        found = _dtensor(value, rank, where) if value.kind is _DTENSOR else _sharded_tensor(value, where)
-        for local, region in found.local:
+    if isinstance(value, _DistributedTensor):
+        shards = _dtensor_shards(value, rank, where) if value.kind is _DTENSOR else _sharded_tensor_shards(value, where)
+        for local, region in shards.local_shards:
             if local.shape != region.sizes:
                 raise InputError(
                     f"{where}: local shape is {list(local.shape)}, but the sharding gives rank {rank} "
-                    f"{list(region.sizes)} of {list(found.shape)}; the file is damaged, copy it again"
+                    f"{list(region.sizes)} of {list(shards.shape)}; the file is damaged, copy it again"
                 )
-        return found
-    tensor = _tensor(value, where)
-    return Parts(tensor.shape, ((tensor, whole(tensor.shape)),))
+        return shards
+    tensor = _require_tensor(value, where)
+    return RankShards(tensor.shape, ((tensor, whole(tensor.shape)),))
 
 
-def _tensor(value: object, where: str) -> TensorRef:
+def _require_tensor(value: object, where: str) -> TensorRef:
     if isinstance(value, UnsupportedObject):
         raise UnsupportedError(f"{where}: {value.kind}, which is not converted; save it as a plain dense tensor")
     if not isinstance(value, TensorRef):
@@ -185,29 +191,29 @@ def _tensor(value: object, where: str) -> TensorRef:
     return value
 
 
-def _shape(value: object, where: str) -> Shape:
+def _require_shape(value: object, where: str) -> Shape:
     sizes = tuple(value) if isinstance(value, list) else value
     if not is_shape(sizes):
-        raise _damaged(where, "no valid shape")
+        raise _damaged_error(where, "no valid shape")
     fault = shape_fault(sizes)
     if fault is not None:
-        raise _damaged(where, f"a shape of {fault}")
+        raise _damaged_error(where, f"a shape of {fault}")
     return sizes
 
 
-def _damaged(where: str, what: str) -> InputError:
-    return InputError(f"{where}: {what} in its pickled sharding; the file is damaged, copy it again")
+def _damaged_error(where: str, problem: str) -> InputError:
+    return InputError(f"{where}: {problem} in its pickled sharding; the file is damaged, copy it again")
 
 
 # ---------------------------------------------------------------------------------------------------------- DTensor
 
 
-def _dtensor(value: _Distributed, rank: int, where: str) -> Parts:
-    shape = _shape(value.arguments[2] if len(value.arguments) > 2 else None, where)
+def _dtensor_shards(value: _DistributedTensor, rank: int, where: str) -> RankShards:
+    shape = _require_shape(value.arguments[2] if len(value.arguments) > 2 else None, where)
     spec = _field(value.state, "_spec")
-    mesh = spec.field("mesh") if isinstance(spec, Instance) else None
-    if not isinstance(spec, Instance) or not isinstance(mesh, Instance):
-        raise _damaged(where, "no device mesh")
+    mesh = spec.field("mesh") if isinstance(spec, InstanceStandIn) else None
+    if not isinstance(spec, InstanceStandIn) or not isinstance(mesh, InstanceStandIn):
+        raise _damaged_error(where, "no device mesh")
     sizes = _mesh_sizes(mesh, where)
     coordinate = mesh.field("_coordinate_on_dim")
     coordinate = tuple(coordinate) if isinstance(coordinate, list) else coordinate
@@ -216,13 +222,13 @@ def _dtensor(value: _Distributed, rank: int, where: str) -> Parts:
         or len(coordinate) != len(sizes)
         or any(at >= size for at, size in zip(coordinate, sizes, strict=True))
     ):
-        raise _damaged(where, f"no coordinate in a mesh of {list(sizes)}")
+        raise _damaged_error(where, f"no coordinate in a mesh of {list(sizes)}")
     _check_rank(mesh, sizes, coordinate, rank, where)
-    region = _region(shape, sizes, coordinate, spec.field("placements"), where)
-    return Parts(shape, ((_tensor(_field(value.state, "_local_tensor"), where), region),))
+    region = _local_region(shape, sizes, coordinate, spec.field("placements"), where)
+    return RankShards(shape, ((_require_tensor(_field(value.state, "_local_tensor"), where), region),))
 
 
-def _mesh_sizes(mesh: Instance, where: str) -> Shape:
+def _mesh_sizes(mesh: InstanceStandIn, where: str) -> Shape:
     """Return the size of each mesh dim.
 
     Torch 2.10 and 2.11 pickle a layout with `shape`, 2.13 a layout with an axis for each dim, older versions a tensor
@@ -230,27 +236,27 @@ def _mesh_sizes(mesh: Instance, where: str) -> Shape:
     """
     tensor, layout = mesh.field("mesh"), mesh.field("_layout")
     sizes: object = tensor.shape if isinstance(tensor, TensorRef) else None
-    if isinstance(layout, Instance):
+    if isinstance(layout, InstanceStandIn):
         axes = layout.field("axes")
         sizes = layout.field("shape")
-        if isinstance(axes, tuple) and all(isinstance(axis, Instance) for axis in axes):
-            sizes = tuple(_size_of_axis(axis.field("shape")) for axis in axes)
-    if not is_shape(sizes) or not 0 < len(sizes) <= _MESH_DIMS or not 0 < prod(sizes) <= RANKS:
-        raise _damaged(where, "no shape of the device mesh")
+        if isinstance(axes, tuple) and all(isinstance(axis, InstanceStandIn) for axis in axes):
+            sizes = tuple(_axis_size(axis.field("shape")) for axis in axes)
+    if not is_shape(sizes) or not 0 < len(sizes) <= _MAX_MESH_DIMS or not 0 < prod(sizes) <= RANKS:
+        raise _damaged_error(where, "no shape of the device mesh")
     return sizes
 
 
-def _size_of_axis(sizes: object) -> int:
+def _axis_size(sizes: object) -> int:
     return prod(sizes) if is_shape(sizes) else 0
 
 
-def _check_rank(mesh: Instance, sizes: Shape, coordinate: Shape, rank: int, where: str) -> None:
+def _check_rank(mesh: InstanceStandIn, sizes: Shape, coordinate: Shape, rank: int, where: str) -> None:
     """Check that the rank in the file name saved the mesh, because files may have been renamed or copied."""
     saved_by, ranks = mesh.field("_rank"), mesh.field("_flatten_mesh_list")
     if saved_by is None and isinstance(ranks, tuple) and len(ranks) == prod(sizes):
         index = 0
-        for size, at in zip(sizes, coordinate, strict=True):
-            index = index * size + at
+        for size, index_in_dim in zip(sizes, coordinate, strict=True):
+            index = index * size + index_in_dim
         saved_by = ranks[index]
     if type(saved_by) is int and saved_by != rank:
         raise InputError(
@@ -259,10 +265,10 @@ def _check_rank(mesh: Instance, sizes: Shape, coordinate: Shape, rank: int, wher
         )
 
 
-def _region(shape: Shape, sizes: Shape, coordinate: Shape, placements: object, where: str) -> Region:
+def _local_region(shape: Shape, sizes: Shape, coordinate: Shape, placements: object, where: str) -> Region:
     """Return the region at a mesh coordinate: each placement shards the result of the previous ones."""
     if not isinstance(placements, tuple) or len(placements) != len(sizes):
-        raise _damaged(where, f"no placement for each of {len(sizes)} mesh dims")
+        raise _damaged_error(where, f"no placement for each of {len(sizes)} mesh dims")
     offsets, lengths = [0] * len(shape), list(shape)
     by_dim: dict[int, list[tuple[int, object]]] = {}
     for mesh_dim, placement in enumerate(placements):
@@ -274,17 +280,17 @@ def _region(shape: Shape, sizes: Shape, coordinate: Shape, placements: object, w
             continue
         dim = placement.field("dim") if type(placement) in (_SHARD, _STRIDED) else None
         if type(dim) is not int or not 0 <= dim < len(shape):
-            raise _damaged(where, f"no placement of a tensor of {len(shape)} dims")
-        strided = placement.field("split_factor") if type(placement) is _STRIDED else None
-        by_dim.setdefault(dim, []).append((mesh_dim, strided))
+            raise _damaged_error(where, f"no placement of a tensor of {len(shape)} dims")
+        split_factor = placement.field("split_factor") if type(placement) is _STRIDED else None
+        by_dim.setdefault(dim, []).append((mesh_dim, split_factor))
     for dim, shards in by_dim.items():
-        for mesh_dim in _in_order(shards, sizes, where):
+        for mesh_dim in _sharding_order(shards, sizes, where):
             begin, length = ceil_chunks(lengths[dim], sizes[mesh_dim])[coordinate[mesh_dim]]
             offsets[dim], lengths[dim] = offsets[dim] + begin, length
     return Region(tuple(offsets), tuple(lengths))
 
 
-def _in_order(shards: list[tuple[int, object]], sizes: Shape, where: str) -> list[int]:
+def _sharding_order(shards: list[tuple[int, object]], sizes: Shape, where: str) -> list[int]:
     """Return the mesh dims that shard one tensor dim, in the order in which they shard it.
 
     A strided shard is applied after the mesh dims to its right, as with FSDP on top of TP; its split factor is the
@@ -307,21 +313,21 @@ def _in_order(shards: list[tuple[int, object]], sizes: Shape, where: str) -> lis
 # ---------------------------------------------------------------------------------------------------- ShardedTensor
 
 
-def _sharded_tensor(value: _Distributed, where: str) -> Parts:
+def _sharded_tensor_shards(value: _DistributedTensor, where: str) -> RankShards:
     if not (isinstance(value.state, tuple) and len(value.state) >= 2):
-        raise _damaged(where, "no metadata")
+        raise _damaged_error(where, "no metadata")
     shards, metadata = value.state[:2]
-    if not isinstance(metadata, Instance) or not isinstance(shards, list):
-        raise _damaged(where, "no metadata")
-    shape = _shape(metadata.field("size"), where)
-    return Parts(shape, tuple(_local_shard(shard, shape, where) for shard in shards))
+    if not isinstance(metadata, InstanceStandIn) or not isinstance(shards, list):
+        raise _damaged_error(where, "no metadata")
+    shape = _require_shape(metadata.field("size"), where)
+    return RankShards(shape, tuple(_local_shard(shard, shape, where) for shard in shards))
 
 
 def _local_shard(shard: object, shape: Shape, where: str) -> tuple[TensorRef, Region]:
-    metadata = shard.field("metadata") if isinstance(shard, Instance) else None
-    if not isinstance(shard, Instance) or not isinstance(metadata, Instance):
-        raise _damaged(where, "a local shard without offsets")
-    offsets, sizes = (_shape(metadata.field(name), where) for name in ("shard_offsets", "shard_sizes"))
+    metadata = shard.field("metadata") if isinstance(shard, InstanceStandIn) else None
+    if not isinstance(shard, InstanceStandIn) or not isinstance(metadata, InstanceStandIn):
+        raise _damaged_error(where, "a local shard without offsets")
+    offsets, sizes = (_require_shape(metadata.field(name), where) for name in ("shard_offsets", "shard_sizes"))
     if not len(offsets) == len(sizes) == len(shape):
-        raise _damaged(where, f"a local shard of {len(sizes)} dims of {len(shape)}")
-    return _tensor(shard.field("tensor"), where), Region(offsets, sizes)
+        raise _damaged_error(where, f"a local shard of {len(sizes)} dims of {len(shape)}")
+    return _require_tensor(shard.field("tensor"), where), Region(offsets, sizes)

@@ -20,18 +20,18 @@ from ckptx.catalog.dtype import DType
 from ckptx.catalog.entry import Chunk, TensorEntry
 from ckptx.catalog.region import Region, Shape, whole
 from ckptx.errors import InputError, UnsupportedError
-from ckptx.formats.assembly import CoverageCheck, Regions, split_replicas
-from ckptx.formats.fsdp.file_names import STATE_FILES, RankFile, rank_file
-from ckptx.formats.fsdp.pickled_tensors import Parts, load_state_dict, parts_of
-from ckptx.formats.hf.torch_bin import is_text, kind_of_value
-from ckptx.formats.torch_archive.archive import open_archive, place_tensor
+from ckptx.formats.assembly import CoverageCheck, RegionCache, split_replicas
+from ckptx.formats.fsdp.file_names import STATE_FILE_PATTERN, RankFile, parse_rank_file
+from ckptx.formats.fsdp.pickled_tensors import RankShards, load_state_dict, shards_of_rank
+from ckptx.formats.hf.torch_bin import describe_value, is_utf8
+from ckptx.formats.torch_archive.archive import locate_tensor, open_archive
 from ckptx.formats.torch_archive.unpickle import without_garbage_collection
 from ckptx.storage.interface import Source, SourceFiles
 from ckptx.untrusted.json_text import parse_json
 from ckptx.untrusted.limits import CONFIG_BYTES, RANKS
 
 _CONFIG = "fsdp_config.json"
-_FLAT = ("_flat_param", "flat_param")
+_FLAT_PARAMETERS = ("_flat_param", "flat_param")
 
 
 def open_fsdp(source: Source, names: Sequence[str]) -> Catalog:
@@ -45,18 +45,18 @@ def open_fsdp(source: Source, names: Sequence[str]) -> Catalog:
         InputError: A rank has no file, a file is damaged or of another save, or the ranks do not cover a tensor.
         UnsupportedError: A file contains more than named dense tensors, or FSDP1's flat parameters without names.
     """
-    files = [found for name in names if (found := rank_file(name)) is not None]
+    files = [found for name in names if (found := parse_rank_file(name)) is not None]
     _check_ranks(source, files)
     catalog = Catalog(source.location, "fsdp", {}, storage=source)
-    state = _StateDicts()
+    state_dicts = _StateDicts()
     with without_garbage_collection():
         for file in files:
             with source.open() as opened:
                 identity = opened.identity(file.name)
                 catalog.files[file.name], catalog.identities[file.name] = identity.nbytes, identity
-                state.add(opened, file)
-        catalog.tensors = state.tensors(str(source.location))
-    catalog.notes.extend(_notes(source, files))
+                state_dicts.add(opened, file)
+        catalog.tensors = state_dicts.tensors(str(source.location))
+    catalog.notes.extend(_state_file_notes(source, files))
     return catalog
 
 
@@ -72,7 +72,7 @@ def _check_ranks(source: Source, files: Sequence[RankFile]) -> None:
             f"{source.location}: FSDP files of {world_size:,} ranks, the limit is {RANKS:,}; check the file names"
         )
     ranks = {file.rank for file in files}
-    missing = [RankFile(world_size, rank).name for rank in islice(_absent(ranks, world_size), 4)]
+    missing = [RankFile(world_size, rank).name for rank in islice(_missing_ranks(ranks, world_size), 4)]
     if missing:
         more = f" and {world_size - len(ranks) - 3} more" if len(missing) > 3 else ""
         raise InputError(
@@ -91,13 +91,13 @@ def _check_ranks(source: Source, files: Sequence[RankFile]) -> None:
         )
 
 
-def _absent(ranks: set[int], world_size: int) -> Iterator[int]:
+def _missing_ranks(ranks: set[int], world_size: int) -> Iterator[int]:
     return (rank for rank in range(world_size) if rank not in ranks)
 
 
-def _notes(source: Source, files: Sequence[RankFile]) -> Iterator[str]:
+def _state_file_notes(source: Source, files: Sequence[RankFile]) -> Iterator[str]:
     """Yield notes about optimizer and trainer state files, which are not converted."""
-    state = [name for name in source.listing() if re.fullmatch(STATE_FILES, name)]
+    state = [name for name in source.listing() if re.fullmatch(STATE_FILE_PATTERN, name)]
     optimizer = [name for name in state if name.startswith("optim")]
     if optimizer:
         yield (
@@ -113,15 +113,15 @@ class _StateDicts:
 
     Attributes:
         blocks: The shards of each tensor, in the order of ranks.
-        known: Dtype and shape of each tensor in the file of the lowest rank; the dtype is None if no rank read so far
-            has elements of it.
+        dtypes_and_shapes: Dtype and shape of each tensor in the file of the lowest rank; the dtype is None if no rank
+            read so far has elements of it.
     """
 
     def __init__(self) -> None:
-        self._regions = Regions()
-        self._first = ""
+        self._regions = RegionCache()
+        self._first_file = ""
         self.blocks: dict[str, list[Chunk]] = {}
-        self.known: dict[str, tuple[DType | None, Shape]] = {}
+        self.dtypes_and_shapes: dict[str, tuple[DType | None, Shape]] = {}
 
     def add(self, files: SourceFiles, file: RankFile) -> None:
         """Add the state dict of one rank.
@@ -133,36 +133,37 @@ class _StateDicts:
         archive = open_archive(partial(files.read, file.name), 0, files.size(file.name), where, load_state_dict)
         if not isinstance(archive.tree, dict):
             raise UnsupportedError(
-                f"{where}: expected a dict of named tensors, found {kind_of_value(archive.tree)}; save "
+                f"{where}: expected a dict of named tensors, found {describe_value(archive.tree)}; save "
                 "model.state_dict()"
             )
         _refuse_flat(archive.tree, where)
         for name, value in archive.tree.items():
-            if type(name) is not str or not is_text(name):
+            if type(name) is not str or not is_utf8(name):
                 raise UnsupportedError(
                     f"{where}: expected tensor names as keys, found a key of type {type(name).__name__}; save "
                     "model.state_dict()"
                 )
             subject = f'{where}: tensor "{name}"'
-            parts = parts_of(value, file.rank, subject)
+            shards = shards_of_rank(value, file.rank, subject)
             blocks = self.blocks.setdefault(name, [])
             dtype = None
-            for local, region in parts.local:
-                payload = place_tensor(local, archive.records, subject)
+            for local, region in shards.local_shards:
+                payload = locate_tensor(local, archive.records, subject)
                 if payload.dtype.pack > 1:
                     raise UnsupportedError(
                         f"{subject}: dtype {payload.dtype.torch} is not supported in FSDP files; save it as a DCP"
                     )
                 dtype = payload.dtype
-                at = payload.data_offset, payload.nbytes, payload.strides, payload.record
-                blocks.append(Chunk(self._region(region, name, where), file.name, *at))
-            self._check_equal(name, dtype, parts, subject)
-        if not self._first:
-            self._first = file.name
-        elif len(archive.tree) != len(self.known):
-            lost = next(name for name in self.known if name not in archive.tree)
+                location = payload.data_offset, payload.nbytes, payload.strides, payload.record
+                blocks.append(Chunk(self._region(region, name, where), file.name, *location))
+            self._check_consistent(name, dtype, shards, subject)
+        if not self._first_file:
+            self._first_file = file.name
+        elif len(archive.tree) != len(self.dtypes_and_shapes):
+            missing = next(name for name in self.dtypes_and_shapes if name not in archive.tree)
             raise InputError(
-                f'{where}: tensor "{lost}" is missing, but {self._first} contains it; the files are of different '
+                f'{where}: tensor "{missing}" is missing, but {self._first_file} contains it; the files are of '
+                "different "
                 "saves, pass those of one"
             )
 
@@ -170,19 +171,19 @@ class _StateDicts:
         known = self._regions.get(region)
         return known if known is not None else self._regions.keep(region, name, where)
 
-    def _check_equal(self, name: str, dtype: DType | None, parts: Parts, where: str) -> None:
+    def _check_consistent(self, name: str, dtype: DType | None, shards: RankShards, where: str) -> None:
         """Check dtype and shape of a tensor against those in the files of lower ranks."""
-        if self._first and name not in self.known:
+        if self._first_file and name not in self.dtypes_and_shapes:
             raise InputError(
-                f"{where}: {self._first} has no such tensor; the files are of different saves, pass those of one"
+                f"{where}: {self._first_file} has no such tensor; the files are of different saves, pass those of one"
             )
-        known, shape = self.known.get(name, (None, parts.shape))
-        if shape != parts.shape or (known is not None and dtype is not None and known is not dtype):
+        known_dtype, shape = self.dtypes_and_shapes.get(name, (None, shards.shape))
+        if shape != shards.shape or (known_dtype is not None and dtype is not None and known_dtype is not dtype):
             raise InputError(
-                f"{where}: {dtype or known} {list(parts.shape)}, but {known} {list(shape)} in {self._first}; the files "
-                "are of different saves, pass those of one"
+                f"{where}: {dtype or known_dtype} {list(shards.shape)}, but {known_dtype} {list(shape)} in "
+                f"{self._first_file}; the files are of different saves, pass those of one"
             )
-        self.known[name] = known if known is not None else dtype, shape
+        self.dtypes_and_shapes[name] = known_dtype if known_dtype is not None else dtype, shape
 
     def tensors(self, where: str) -> dict[str, TensorEntry]:
         """Return the tensors in the order in which they lie in the files.
@@ -193,12 +194,14 @@ class _StateDicts:
         coverage = CoverageCheck()
         entries: dict[str, TensorEntry] = {}
         for name, blocks in self.blocks.items():
-            dtype, shape = self.known[name]
+            dtype, shape = self.dtypes_and_shapes[name]
             subject = f'{where}: tensor "{name}" of shape {list(shape)}'
             chunks, replicas = split_replicas(block for block in blocks if block.region.numel or 0 in shape)
             fault = coverage.fault(shape, chunks)
             if fault is not None or dtype is None or not chunks:
-                what = "no rank has elements of it" if fault is None else _FAULTS[fault.kind].format(fault.region)
+                what = (
+                    "no rank has elements of it" if fault is None else _COVERAGE_FAULTS[fault.kind].format(fault.region)
+                )
                 raise InputError(f"{subject}: {what}; the files are damaged or of different saves")
             if 0 in shape:
                 chunks, replicas = (chunks[0]._replace(region=whole(shape)),), ()
@@ -206,7 +209,7 @@ class _StateDicts:
         return {entry.name: entry for entry in sorted(entries.values(), key=lambda entry: entry.chunks[0][1:3])}
 
 
-_FAULTS = {
+_COVERAGE_FAULTS = {
     "gap": "no rank has {}",
     "overlap": "shards of several ranks overlap at {}",
     "outside": "the shard {} of a rank is out of bounds",
@@ -221,7 +224,7 @@ def _refuse_flat(tree: dict[Any, Any], where: str) -> None:
         UnsupportedError: The state dict is one.
     """
     for name in tree:
-        if type(name) is str and name.rpartition(".")[2] in _FLAT:
+        if type(name) is str and name.rpartition(".")[2] in _FLAT_PARAMETERS:
             raise UnsupportedError(
                 f'{where}: "{name[:80]}" is a flat parameter of FSDP1 (LOCAL_STATE_DICT), which does not record the '
                 "parameters in it; save with StateDictType.SHARDED_STATE_DICT or FULL_STATE_DICT"

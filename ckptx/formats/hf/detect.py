@@ -6,9 +6,9 @@ A safetensors file of any name may contain shards of tensors; the header decides
 from __future__ import annotations
 
 from ckptx.errors import InputError
-from ckptx.formats.hf.reader import INDEX, SINGLE, open_huggingface, parse_index, read_text
+from ckptx.formats.hf.reader import INDEX_FILE, SINGLE_FILE, open_huggingface, parse_index, read_text
 from ckptx.formats.located_checkpoint import LocatedCheckpoint
-from ckptx.formats.rank_files import ShapesIn, without_part_files
+from ckptx.formats.rank_files import ShapeReader, complete_files
 from ckptx.formats.sharding_info import files_with_offsets
 from ckptx.formats.unsupported import kind_of_name
 from ckptx.storage.interface import Source
@@ -16,10 +16,10 @@ from ckptx.untrusted.limits import INDEX_BYTES
 
 _BIN_INDEX, _BIN = "pytorch_model.bin.index.json", "pytorch_model.bin"
 _FSDP_BIN = "pytorch_model_fsdp.bin"  # the whole state dict, as accelerate saves it with FULL_STATE_DICT
-USUAL_NAMES = frozenset({SINGLE, _BIN, _FSDP_BIN})  # of one file that is a whole checkpoint
+WHOLE_CHECKPOINT_NAMES = frozenset({SINGLE_FILE, _BIN, _FSDP_BIN})  # of one file that is a whole checkpoint
 
 
-def weights_in(source: Source, shapes_in: ShapesIn) -> LocatedCheckpoint | None:
+def detect_weights(source: Source, shapes_in: ShapeReader) -> LocatedCheckpoint | None:
     """Find the HF weights of a directory.
 
     Args:
@@ -31,16 +31,16 @@ def weights_in(source: Source, shapes_in: ShapesIn) -> LocatedCheckpoint | None:
         UnsupportedError: The files are parts of one checkpoint, written per rank.
     """
     listing = source.listing()
-    single, index = listing.has(SINGLE), listing.has(INDEX)
-    if single and index and SINGLE not in source.read_small(INDEX, INDEX_BYTES).decode("utf-8", "replace"):
+    single, index = listing.has(SINGLE_FILE), listing.has(INDEX_FILE)
+    if single and index and SINGLE_FILE not in source.read_small(INDEX_FILE, INDEX_BYTES).decode("utf-8", "replace"):
         raise InputError(
-            f"{source.location}: has both {SINGLE} and {INDEX}, which does not list it, and loaders disagree on which "
-            "to use; pass one of them as SRC"
+            f"{source.location}: has both {SINGLE_FILE} and {INDEX_FILE}, which does not list it, and loaders disagree "
+            "on which to use; pass one of them as SRC"
         )
     if index:
-        return LocatedCheckpoint(source, "huggingface", (INDEX,))
+        return LocatedCheckpoint(source, "huggingface", (INDEX_FILE,))
     if single:
-        return located_by_header(source, SINGLE)
+        return locate_by_header(source, SINGLE_FILE)
     for name in (_BIN_INDEX, _BIN, _FSDP_BIN):
         if listing.has(name):
             return LocatedCheckpoint(source, "bin", (name,))
@@ -50,33 +50,35 @@ def weights_in(source: Source, shapes_in: ShapesIn) -> LocatedCheckpoint | None:
     files = [name for name in listing if name.endswith(".safetensors")]
     if not indexes and files_with_offsets(source, files):
         return LocatedCheckpoint(source, "sharded", (".",))
-    found = indexes or [name for name in files if kind_of_name(name) is None]
-    if not found:
+    candidates = indexes or [name for name in files if kind_of_name(name) is None]
+    if not candidates:
         return None
-    if len(found) > 1:
-        found = without_part_files(source, found, shapes_in)
+    if len(candidates) > 1:
+        candidates = complete_files(source, candidates, shapes_in)
         raise InputError(
-            f"{source.location}: no model.safetensors or index, but {', '.join(found[:8])}; choose one "
+            f"{source.location}: no model.safetensors or index, but {', '.join(candidates[:8])}; choose one "
             "and pass it as SRC"
         )
-    return LocatedCheckpoint(source, "huggingface", (found[0],))
+    return LocatedCheckpoint(source, "huggingface", (candidates[0],))
 
 
-def located_by_header(source: Source, weights: str) -> LocatedCheckpoint:
+def locate_by_header(source: Source, weights: str) -> LocatedCheckpoint:
     """Locate the checkpoint of one weight file or index: the file alone, or all shards in its directory.
 
     A file that records offsets may still contain whole tensors: it is taken alone if an index lists it or its name is
     model.safetensors, unless other files in the directory record offsets, too.
     """
-    alone = LocatedCheckpoint(source, "huggingface", (weights,))
+    single_file = LocatedCheckpoint(source, "huggingface", (weights,))
     if weights.endswith(".json") or not files_with_offsets(source, [weights]):
-        return alone
+        return single_file
     other_names = [name for name in source.listing() if name != weights]
     for index in other_names:
         if index.endswith(".safetensors.index.json"):
             listed = parse_index(read_text(source, index, INDEX_BYTES), source.location / index).values()
             if weights in listed and open_huggingface(source, index) is not None:
-                return alone
-    if weights != SINGLE or files_with_offsets(source, [name for name in other_names if name.endswith(".safetensors")]):
+                return single_file
+    if weights != SINGLE_FILE or files_with_offsets(
+        source, [name for name in other_names if name.endswith(".safetensors")]
+    ):
         return LocatedCheckpoint(source, "sharded", (".",))
-    return alone
+    return single_file

@@ -17,15 +17,15 @@ from ckptx.catalog.catalog import Catalog
 from ckptx.catalog.dtype import BY_NAME, DType
 from ckptx.catalog.entry import Sidecar
 from ckptx.errors import InputError, UnsupportedError
-from ckptx.formats.hf.reader import json_in
+from ckptx.formats.hf.reader import read_json_object
 from ckptx.formats.sidecars import list_sidecars
 from ckptx.storage.interface import Source, local_path
 
 # By format of the checkpoint; weights in verl's directory are ignored.
 DIRECTORIES = {"dcp": ".hf_metadata", "sharded": ".hf_metadata", "fsdp": "huggingface"}
 _CONFIG = "config.json"
-FILES = "fqn_to_file_index_mapping.json"
-DTYPES = "fqn_to_dtype_mapping.json"
+FILE_MAPPING = "fqn_to_file_index_mapping.json"
+DTYPE_MAPPING = "fqn_to_dtype_mapping.json"
 
 
 class HfMetadata(NamedTuple):
@@ -35,14 +35,14 @@ class HfMetadata(NamedTuple):
         source: The directory.
         config: `config.json`, or None.
         sidecars: Files to carry into an output, by name in the directory.
-        files: Tensor name -> number of its file, from 1; empty if not recorded.
+        file_numbers: Tensor name -> number of its file, from 1; empty if not recorded.
         dtypes: Tensor name -> original dtype; empty if not recorded.
     """
 
     source: Source
     config: dict[str, Any] | None
     sidecars: tuple[Sidecar, ...]
-    files: dict[str, int]
+    file_numbers: dict[str, int]
     dtypes: dict[str, DType]
 
 
@@ -56,28 +56,28 @@ def find_hf_metadata(catalog: Catalog) -> Source | None:
     return source.at(source.location / name) if source.listing().is_directory(name) else None
 
 
-def source_of_config(catalog: Catalog) -> Source:
+def config_source(catalog: Catalog) -> Source:
     """Return the directory with the config of a checkpoint, and with its custom model code if there is any."""
     found = find_hf_metadata(catalog)
     return found if found is not None and found.listing().has(_CONFIG) else catalog.source
 
 
-def directory_of_config(catalog: Catalog) -> Path:
+def local_config_directory(catalog: Catalog) -> Path:
     """Return the local directory of the config, for transformers.
 
     Raises:
         UnsupportedError: The checkpoint is not on a local disk.
     """
-    return local_path(source_of_config(catalog).location)
+    return local_path(config_source(catalog).location)
 
 
-def config_in(source: Source) -> dict[str, Any] | None:
+def read_config(source: Source) -> dict[str, Any] | None:
     """Return the `config.json` of a directory, or None.
 
     Raises:
         InputError: It is damaged.
     """
-    return json_in(source, _CONFIG) if source.listing().has(_CONFIG) else None
+    return read_json_object(source, _CONFIG) if source.listing().has(_CONFIG) else None
 
 
 def read_hf_metadata(source: Source) -> HfMetadata:
@@ -87,20 +87,20 @@ def read_hf_metadata(source: Source) -> HfMetadata:
         InputError: A file is damaged or has invalid values.
         UnsupportedError: A dtype is not one safetensors defines.
     """
-    carried = list_sidecars(source, frozenset()).carried
+    carried = list_sidecars(source, frozenset()).copied
     return HfMetadata(
         source,
-        config_in(source),
-        tuple(sidecar for sidecar in carried if sidecar.name not in (FILES, DTYPES)),
-        _files(source),
-        _dtypes(source),
+        read_config(source),
+        tuple(sidecar for sidecar in carried if sidecar.name not in (FILE_MAPPING, DTYPE_MAPPING)),
+        _read_file_numbers(source),
+        _read_dtypes(source),
     )
 
 
-def _files(source: Source) -> dict[str, int]:
-    if not source.listing().has(FILES):
+def _read_file_numbers(source: Source) -> dict[str, int]:
+    if not source.listing().has(FILE_MAPPING):
         return {}
-    files, path = json_in(source, FILES), source.location / FILES
+    files, path = read_json_object(source, FILE_MAPPING), source.location / FILE_MAPPING
     for name, number in files.items():
         if type(number) is not int or number < 1:
             raise InputError(
@@ -110,11 +110,11 @@ def _files(source: Source) -> dict[str, int]:
     return files
 
 
-def _dtypes(source: Source) -> dict[str, DType]:
-    if not source.listing().has(DTYPES):
+def _read_dtypes(source: Source) -> dict[str, DType]:
+    if not source.listing().has(DTYPE_MAPPING):
         return {}
-    dtypes, path = {}, source.location / DTYPES
-    for name, stored in json_in(source, DTYPES).items():
+    dtypes, path = {}, source.location / DTYPE_MAPPING
+    for name, stored in read_json_object(source, DTYPE_MAPPING).items():
         dtype = BY_NAME.get(stored) if isinstance(stored, str) else None
         if dtype is None or not dtype.in_safetensors:
             kind = UnsupportedError if isinstance(stored, str) else InputError

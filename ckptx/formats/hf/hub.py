@@ -26,11 +26,11 @@ _PATTERNS = (
     "LICENSE*",
 )
 # Environment variables that name the cache for huggingface_hub.
-_CACHES = ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "HF_HOME")
+_CACHE_VARIABLES = ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "HF_HOME")
 CONFIG_FILES = ("config.json", "*.py")  # enough to build a model without its weights
 
 
-def resolve(
+def resolve_source(
     source: str,
     *,
     revision: str | None = None,
@@ -67,9 +67,9 @@ def resolve(
         from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
     except ImportError as error:
         raise EnvironmentProblem(f"{source}: a Hub id requires huggingface_hub; pip install huggingface-hub") from error
-    refuse_remote(*(os.environ.get(name) for name in _CACHES))
+    refuse_remote(*(os.environ.get(name) for name in _CACHE_VARIABLES))
     try:
-        kept = snapshot_download(
+        snapshot = snapshot_download(
             source, revision=revision, token=token, cache_dir=cache_dir, allow_patterns=list(patterns)
         )
     except LocalEntryNotFoundError as error:
@@ -80,4 +80,4 @@ def resolve(
         raise InputError(
             f"{source}: no such path, and not available on the Hub: {(str(error).splitlines() or ['no reason'])[0]}"
         ) from error
-    return Path(kept)
+    return Path(snapshot)

@@ -10,8 +10,8 @@ from ckptx.catalog.catalog import Catalog
 from ckptx.catalog.entry import Chunk, TensorEntry
 from ckptx.catalog.region import whole
 from ckptx.errors import UnsupportedError
-from ckptx.formats.hf.reader import INDEX, SINGLE, index_text
-from ckptx.formats.hf.safetensors import frame_header, header_text, padded
+from ckptx.formats.hf.reader import INDEX_FILE, SINGLE_FILE, format_index
+from ckptx.formats.hf.safetensors import format_header_text, frame_header, pad_header
 from ckptx.storage.interface import Location
 
 _METADATA = {"format": "pt"}  # transformers refuses files without it
@@ -45,23 +45,23 @@ def allocate(
     for entry in entries:
         if not entry.dtype.in_safetensors:
             raise UnsupportedError(f'tensor "{entry.name}" has dtype {entry.dtype}, which safetensors cannot hold')
-    shards = _by_number(entries, files) if files else _by_size(entries, max_shard_size)
+    shards = _shards_by_number(entries, files) if files else _shards_by_size(entries, max_shard_size)
     total = len(shards)
-    names = [SINGLE] if total == 1 else [f"model-{i + 1:05d}-of-{total:05d}.safetensors" for i in range(total)]
+    names = [SINGLE_FILE] if total == 1 else [f"model-{i + 1:05d}-of-{total:05d}.safetensors" for i in range(total)]
     catalog, prologues = Catalog(root, "huggingface", {}), {}
     for name, shard in zip(names, shards, strict=True):
         shard.sort(key=lambda entry: (-entry.dtype.bits, entry.name))
-        prologues[name] = place_file(catalog, name, shard, padded(header_of(shard, _METADATA)))
+        prologues[name] = place_file(catalog, name, shard, pad_header(format_header(shard, _METADATA)))
     if total == 1:
-        return HuggingFaceLayout(catalog, prologues, INDEX, None)
-    return HuggingFaceLayout(catalog, prologues, INDEX, _index_of(catalog))
+        return HuggingFaceLayout(catalog, prologues, INDEX_FILE, None)
+    return HuggingFaceLayout(catalog, prologues, INDEX_FILE, _format_index(catalog))
 
 
-def _by_size(entries: Iterable[TensorEntry], most: int) -> list[list[TensorEntry]]:
+def _shards_by_size(entries: Iterable[TensorEntry], max_size: int) -> list[list[TensorEntry]]:
     shards: list[list[TensorEntry]] = [[]]
     size = 0
     for entry in entries:
-        if shards[-1] and size + entry.nbytes > most:
+        if shards[-1] and size + entry.nbytes > max_size:
             shards.append([])
             size = 0
         shards[-1].append(entry)
@@ -69,7 +69,7 @@ def _by_size(entries: Iterable[TensorEntry], most: int) -> list[list[TensorEntry
     return shards
 
 
-def _by_number(entries: Iterable[TensorEntry], files: Mapping[str, int]) -> list[list[TensorEntry]]:
+def _shards_by_number(entries: Iterable[TensorEntry], files: Mapping[str, int]) -> list[list[TensorEntry]]:
     """Group tensors by shard number; unused numbers leave no gap in the file names."""
     last = max(files.values())
     shards: dict[int, list[TensorEntry]] = {}
@@ -80,37 +80,37 @@ def _by_number(entries: Iterable[TensorEntry], files: Mapping[str, int]) -> list
 
 def with_index(layout: HuggingFaceLayout) -> HuggingFaceLayout:
     """Return the layout with an index, even for a single file."""
-    return layout if layout.index_text is not None else layout._replace(index_text=_index_of(layout.catalog))
+    return layout if layout.index_text is not None else layout._replace(index_text=_format_index(layout.catalog))
 
 
-def _index_of(catalog: Catalog) -> str:
+def _format_index(catalog: Catalog) -> str:
     weight_map = {name: entry.chunks[0].file for name, entry in catalog.tensors.items()}
     nbytes = sum(entry.nbytes for entry in catalog.tensors.values())
     parameters = sum(entry.numel for entry in catalog.tensors.values())
-    return index_text(weight_map, {"total_parameters": parameters, "total_size": nbytes})
+    return format_index(weight_map, {"total_parameters": parameters, "total_size": nbytes})
 
 
-def header_of(shard: list[TensorEntry], metadata: Mapping[str, str]) -> str:
+def format_header(shard: list[TensorEntry], metadata: Mapping[str, str]) -> str:
     """Return the text of the header of a file with these tensors in order, without padding."""
-    rows, at = [], 0
+    rows, begin = [], 0
     for entry in shard:
         name, dtype, shape, _, _ = entry
-        end = at + entry.nbytes
-        rows.append((name, dtype, shape, at, end))
-        at = end
-    return header_text(rows, metadata)
+        end = begin + entry.nbytes
+        rows.append((name, dtype, shape, begin, end))
+        begin = end
+    return format_header_text(rows, metadata)
 
 
 def place_file(catalog: Catalog, file: str, shard: list[TensorEntry], text: str) -> bytes:
     """Add a file with these tensors to `catalog`, and return its first bytes: the framed header `text`."""
     prologue = frame_header(text)
-    at = len(prologue)
+    offset = len(prologue)
     for entry in shard:
         name, dtype, shape, _, replicas = entry
         nbytes = entry.nbytes
-        catalog.tensors[name] = TensorEntry(name, dtype, shape, (Chunk(whole(shape), file, at, nbytes),), replicas)
-        at += nbytes
-    catalog.files[file] = at
+        catalog.tensors[name] = TensorEntry(name, dtype, shape, (Chunk(whole(shape), file, offset, nbytes),), replicas)
+        offset += nbytes
+    catalog.files[file] = offset
     return prologue
 
 

@@ -19,19 +19,19 @@ from ckptx.catalog.entry import TensorEntry
 from ckptx.catalog.manifest import OriginalFile, OriginalFiles, OriginalIndex
 from ckptx.catalog.region import Shape
 from ckptx.errors import CkptxError, InputError
-from ckptx.formats.hf.layout import HuggingFaceLayout, header_of, place_file
-from ckptx.formats.hf.reader import INDEX, check_index, index_text, parse_index
-from ckptx.formats.hf.safetensors import frame_header, padded, parse_header
+from ckptx.formats.hf.layout import HuggingFaceLayout, format_header, place_file
+from ckptx.formats.hf.reader import INDEX_FILE, check_index, format_index, parse_index
+from ckptx.formats.hf.safetensors import frame_header, pad_header, parse_header
 from ckptx.storage.interface import Location
 from ckptx.untrusted.file_name import weights_fault
 from ckptx.untrusted.limits import JSON_DEPTH
 
-_Place = tuple[DType, Shape, int, int]
-_NEXT = "remove the manifest, which no loader needs, to write new files instead"
+_TensorRange = tuple[DType, Shape, int, int]
+_NEXT_STEP = "remove the manifest, which no loader needs, to write new files instead"
 
 
-def remember(source: Catalog, notes: list[str]) -> OriginalFiles | None:
-    """Return a record from which `restore` can write the files of `source` byte for byte.
+def record_files(source: Catalog, notes: list[str]) -> OriginalFiles | None:
+    """Return a record from which `plan_recorded_files` can write the files of `source` byte for byte.
 
     Args:
         source: An HF checkpoint.
@@ -47,32 +47,32 @@ def remember(source: Catalog, notes: list[str]) -> OriginalFiles | None:
         return None
     numbers = {name: number for number, name in enumerate(source.files)}
     return OriginalFiles(
-        tuple(_remember_file(source, name) for name in source.files),
-        None if index is None else _remember_index(source, index),
+        tuple(_record_file(source, name) for name in source.files),
+        None if index is None else _record_index(source, index),
         {name: numbers[entry.chunks[0].file] for name, entry in source.tensors.items()},
     )
 
 
-def _remember_file(source: Catalog, name: str) -> OriginalFile:
+def _record_file(source: Catalog, name: str) -> OriginalFile:
     text = source.verbatim[name]
-    metadata = (_value_of(text, "__metadata__") or {}) if '"__metadata__"' in text else {}
+    metadata = (_json_value(text, "__metadata__") or {}) if '"__metadata__"' in text else {}
     tensors = [entry for entry in source.tensors.values() if entry.chunks[0].file == name]
     try:
-        usual = padded(header_of(tensors, metadata)) == text
+        is_standard = pad_header(format_header(tensors, metadata)) == text
     except UnicodeEncodeError:  # a lone surrogate, escaped in the header: only the text itself can represent it
-        usual = False
-    return OriginalFile(name, metadata, None) if usual else OriginalFile(name, None, text)
+        is_standard = False
+    return OriginalFile(name, metadata, None) if is_standard else OriginalFile(name, None, text)
 
 
-def _remember_index(source: Catalog, name: str) -> OriginalIndex:
+def _record_index(source: Catalog, name: str) -> OriginalIndex:
     text = source.verbatim[name]
-    metadata: Any = _value_of(text, "metadata", {})
+    metadata: Any = _json_value(text, "metadata", {})
     weight_map = {entry.name: entry.chunks[0].file for entry in source.tensors.values()}
-    usual = _is_shallow(metadata) and index_text(weight_map, metadata) == text
-    return OriginalIndex(name, metadata, None) if usual else OriginalIndex(name, None, text)
+    is_standard = _is_shallow(metadata) and format_index(weight_map, metadata) == text
+    return OriginalIndex(name, metadata, None) if is_standard else OriginalIndex(name, None, text)
 
 
-def _value_of(text: str, key: str, default: object = None) -> Any:
+def _json_value(text: str, key: str, default: object = None) -> Any:
     """Return the value of a key in a valid JSON object; if the key is the first one, the rest is not parsed."""
     first = re.match(rf'\s*{{\s*"{key}"\s*:\s*', text)
     if first is None:
@@ -96,10 +96,10 @@ def _is_shallow(value: Any) -> bool:
     return False
 
 
-def restore(
+def plan_recorded_files(
     root: Location, original: OriginalFiles, tensors: Mapping[str, TensorEntry], where: str
 ) -> HuggingFaceLayout:
-    """Plan the files that `remember` recorded.
+    """Plan the files that `record_files` recorded.
 
     Args:
         root: Output directory.
@@ -115,16 +115,16 @@ def restore(
     for name, number in original.tensors.items():
         shards[number].append(tensors[name])
     for number, (file, shard) in enumerate(zip(original.files, shards, strict=True)):
-        text = padded(header_of(shard, file.metadata or {})) if file.header is None else file.header
+        text = pad_header(format_header(shard, file.metadata or {})) if file.header is None else file.header
         prologues[file.name] = place_file(catalog, file.name, shard, text)
         if file.header is not None:
             _check_header(file.header, catalog, shard, file.name, f"{where}: origin.files[{number}].header")
     index = original.index
     if index is None:
-        return HuggingFaceLayout(catalog, prologues, INDEX, None)
+        return HuggingFaceLayout(catalog, prologues, INDEX_FILE, None)
     if index.text is None:
         weight_map = {name: entry.chunks[0].file for name, entry in catalog.tensors.items()}
-        return HuggingFaceLayout(catalog, prologues, index.name, index_text(weight_map, index.metadata))
+        return HuggingFaceLayout(catalog, prologues, index.name, format_index(weight_map, index.metadata))
     _check_index(index, catalog, f"{where}: origin.index.text")
     return HuggingFaceLayout(catalog, prologues, index.name, index.text)
 
@@ -134,20 +134,20 @@ def _check_header(text: str, catalog: Catalog, shard: list[TensorEntry], file: s
     try:
         header = parse_header(lambda at, n: frame[at : at + n], catalog.files[file], where)
     except CkptxError as error:
-        raise _refused(error, where) from error
+        raise _manifest_error(error, where) from error
     listed = {tensor.name: tensor[1:] for tensor in header.tensors}
     if len(listed) != len(shard):
-        raise InputError(f"{where}: lists {len(listed)} tensors, but the file has {len(shard)}; {_NEXT}")
+        raise InputError(f"{where}: lists {len(listed)} tensors, but the file has {len(shard)}; {_NEXT_STEP}")
     for entry in shard:
         chunk = catalog.tensors[entry.name].chunks[0]
         planned = (entry.dtype, entry.shape, chunk.offset, chunk.offset + chunk.nbytes)
         if listed.get(entry.name) != planned:
             raise InputError(
-                f'{where}: tensor "{entry.name}" {_describe_mismatch(listed.get(entry.name), planned)}; {_NEXT}'
+                f'{where}: tensor "{entry.name}" {_describe_mismatch(listed.get(entry.name), planned)}; {_NEXT_STEP}'
             )
 
 
-def _describe_mismatch(found: _Place | None, planned: _Place) -> str:
+def _describe_mismatch(found: _TensorRange | None, planned: _TensorRange) -> str:
     if found is None:
         return "is missing"
     descriptions = [f"{dtype} {list(shape)} at bytes {begin} to {end}" for dtype, shape, begin, end in (found, planned)]
@@ -159,10 +159,10 @@ def _check_index(index: OriginalIndex, catalog: Catalog, where: str) -> None:
     try:
         check_index(parse_index(index.text, PurePosixPath(where)), catalog, PurePosixPath(where))
     except CkptxError as error:
-        raise _refused(error, where) from error
+        raise _manifest_error(error, where) from error
 
 
-def _refused(error: CkptxError, where: str) -> InputError:
+def _manifest_error(error: CkptxError, where: str) -> InputError:
     """Return the error with the next step that applies to a manifest."""
     problem = str(error).rpartition(";")[0] or str(error)
-    return InputError(f"{problem if problem.startswith(where) else f'{where}: {problem}'}; {_NEXT}")
+    return InputError(f"{problem if problem.startswith(where) else f'{where}: {problem}'}; {_NEXT_STEP}")

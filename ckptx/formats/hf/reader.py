@@ -16,15 +16,15 @@ from ckptx.catalog.entry import Chunk, TensorEntry
 from ckptx.catalog.region import Region, Shape, whole
 from ckptx.errors import InputError, UnsupportedError
 from ckptx.formats.hf.safetensors import Header, parse_header
-from ckptx.formats.sharding_info import SHARDING_INFO, files_with_offsets, holds_parts
+from ckptx.formats.sharding_info import SHARDING_INFO, contains_shards, files_with_offsets
 from ckptx.storage.files import inside
 from ckptx.storage.interface import Location, Source, SourceFiles
 from ckptx.storage.local import LocalSource
 from ckptx.untrusted.json_text import parse_json
 from ckptx.untrusted.limits import CONFIG_BYTES, INDEX_BYTES
 
-INDEX = "model.safetensors.index.json"
-SINGLE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+SINGLE_FILE = "model.safetensors"
 
 
 def open_huggingface(source: Source, weights: str) -> Catalog | None:
@@ -62,40 +62,41 @@ def _open_files(source: Source, names: list[str]) -> Catalog | None:
     """Return the catalog of the files, or None if they contain shards instead of whole tensors."""
     root = source.location
     catalog = Catalog(root, "huggingface", {}, storage=source)
-    owner: dict[str, str] = {}
-    recording: set[str] = set()
+    file_of_tensor: dict[str, str] = {}
+    files_with_info: set[str] = set()
     regions: dict[Shape, Region] = {}
     with source.open() as files:
         for name in names:
             identity = files.identity(name)
             header = read_header(files, name)
             if SHARDING_INFO in header.metadata:
-                if holds_parts(header, str(root / name)):
+                if contains_shards(header, str(root / name)):
                     return None
-                recording.add(name)
+                files_with_info.add(name)
             catalog.files[name], catalog.identities[name] = identity.nbytes, identity
             catalog.verbatim[name] = header.text
             for tensor, dtype, shape, begin, end in header.tensors:
-                if tensor in owner:
-                    if {name, owner[tensor]} <= recording:
+                if tensor in file_of_tensor:
+                    if {name, file_of_tensor[tensor]} <= files_with_info:
                         return None
                     raise InputError(
-                        f'{root}: tensor "{tensor}" is in both {owner[tensor]} and {name}; remove one of the files'
+                        f'{root}: tensor "{tensor}" is in both {file_of_tensor[tensor]} and {name}; remove one of the '
+                        "files"
                     )
-                owner[tensor] = name
+                file_of_tensor[tensor] = name
                 region = regions.get(shape)
                 if region is None:
                     region = regions[shape] = whole(shape)
                 chunk = Chunk(region, name, begin, end - begin)
                 catalog.tensors[tensor] = TensorEntry(tensor, dtype, shape, (chunk,))
-        return None if recording and _is_continued(source, files, set(names)) else catalog
+        return None if files_with_info and _has_further_shards(source, files, set(names)) else catalog
 
 
-def _is_continued(source: Source, files: SourceFiles, names: set[str]) -> bool:
+def _has_further_shards(source: Source, files: SourceFiles, names: set[str]) -> bool:
     """Return True if another file of the directory contains shards: then these may be just the first shards."""
     others = {name for name in source.listing() if name.endswith(".safetensors")} - names
     return any(
-        holds_parts(read_header(files, name), str(source.location / name))
+        contains_shards(read_header(files, name), str(source.location / name))
         for name in files_with_offsets(source, others)
     )
 
@@ -122,11 +123,11 @@ def read_text(source: Source, name: str, limit: int) -> str:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return the JSON object in a local file; see `json_in`."""
-    return json_in(LocalSource(path.parent), path.name)
+    """Return the JSON object in a local file; see `read_json_object`."""
+    return read_json_object(LocalSource(path.parent), path.name)
 
 
-def json_in(source: Source, name: str) -> dict[str, Any]:
+def read_json_object(source: Source, name: str) -> dict[str, Any]:
     """Return the JSON object in a file.
 
     Raises:
@@ -173,9 +174,9 @@ def check_index(weight_map: dict[str, str], catalog: Catalog, path: Location) ->
             )
 
 
-def stray_notes(names: Iterable[str], used: set[str], suffixes: tuple[str, ...]) -> list[str]:
+def stray_notes(names: Iterable[str], used_files: set[str], suffixes: tuple[str, ...]) -> list[str]:
     """Return one note for each weight file among the names in a directory that is not part of the checkpoint."""
-    strays = sorted(name for name in names if name.endswith(suffixes) and name not in used)
+    strays = sorted(name for name in names if name.endswith(suffixes) and name not in used_files)
     return [f"{name} ignored: it is not part of the checkpoint" for name in strays]
 
 
@@ -200,11 +201,11 @@ def refuse_adapters(names: Iterable[str], root: Location) -> None:
 _ADAPTER_PARTS = frozenset({"base_layer", "modules_to_save", "ia3_l", "prompt_embeddings", "hada_w1_a", "lokr_w1"})
 
 
-def index_text(weight_map: dict[str, str], metadata: dict[str, Any]) -> str:
+def format_index(weight_map: dict[str, str], metadata: dict[str, Any]) -> str:
     """Return an index in the format of transformers: sorted, indented by two spaces, with a final newline."""
     if not weight_map:
         return json.dumps({"metadata": metadata, "weight_map": weight_map}, indent=2, sort_keys=True) + "\n"
     # Python's JSON encoder runs in C only without indentation, so a separator with spaces indents the many rows.
-    around = json.dumps(metadata, indent=2, sort_keys=True).replace("\n", "\n  ")
+    metadata_text = json.dumps(metadata, indent=2, sort_keys=True).replace("\n", "\n  ")
     rows = json.dumps(weight_map, separators=(",\n    ", ": "), sort_keys=True)[1:-1]
-    return f'{{\n  "metadata": {around},\n  "weight_map": {{\n    {rows}\n  }}\n}}\n'
+    return f'{{\n  "metadata": {metadata_text},\n  "weight_map": {{\n    {rows}\n  }}\n}}\n'

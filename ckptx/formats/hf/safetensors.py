@@ -30,7 +30,7 @@ _METADATA = "__metadata__"
 _LFS_POINTER = b"version https://git-lfs"
 _TENSOR_KEYS = {"dtype", "shape", "data_offsets"}
 
-Read = Callable[[int, int], bytes]
+ReadBytes = Callable[[int, int], bytes]
 
 
 class HeaderTensor(NamedTuple):
@@ -51,7 +51,7 @@ class Header(NamedTuple):
     text: str
 
 
-def parse_header(read: Read, size: int, where: str) -> Header:
+def parse_header(read: ReadBytes, size: int, where: str) -> Header:
     """Parse and check the header of one file.
 
     Args:
@@ -96,10 +96,10 @@ def parse_header(read: Read, size: int, where: str) -> Header:
         raise lone_surrogate(where)
     metadata = parsed.pop("__metadata__", None)
     _refuse_duplicate_keys(text, len(parsed), where)
-    kinds: dict[str, _Kind] = {}
+    kinds: dict[str, _DtypeAndShape] = {}
     tensors = [_parse_tensor(name, value, 8 + length, size, where, kinds) for name, value in parsed.items()]
     tensors.sort(key=itemgetter(3, 4))  # begin, end
-    _check_cover(tensors, 8 + length, size, where)
+    _check_coverage(tensors, 8 + length, size, where)
     return Header(tensors, _check_metadata(metadata, where), text)
 
 
@@ -118,7 +118,7 @@ def _refuse_duplicate_keys(text: str, count: int, where: str) -> None:
     json.loads(text, object_pairs_hook=refuse)
 
 
-class _Kind(NamedTuple):
+class _DtypeAndShape(NamedTuple):
     """Dtype and shape shared by many tensors of a header; `nbytes` is the size of each."""
 
     dtype: DType
@@ -127,7 +127,7 @@ class _Kind(NamedTuple):
 
 
 def _parse_tensor(
-    name: str, value: Any, data_start: int, size: int, where: str, kinds: dict[str, _Kind]
+    name: str, value: Any, data_start: int, size: int, where: str, kinds: dict[str, _DtypeAndShape]
 ) -> HeaderTensor:
     try:
         dtype_name, shape, (begin, end) = value["dtype"], value["shape"], value["data_offsets"]
@@ -140,7 +140,7 @@ def _parse_tensor(
     if kind is None:
         kind = kinds[key] = _parse_kind(name, dtype_name, shape, where)
     if type(begin) is not int or type(end) is not int or not 0 <= begin <= end < 1 << ELEMENT_BITS:
-        raise InputError(f'{where}: tensor "{name}" has data_offsets {_brief([begin, end])}; the file is corrupt')
+        raise InputError(f'{where}: tensor "{name}" has data_offsets {_abbreviate([begin, end])}; the file is corrupt')
     if end - begin != kind.nbytes:
         raise InputError(
             f'{where}: tensor "{name}" has {end - begin} bytes, but shape {shape} and dtype {kind.dtype} require '
@@ -154,32 +154,32 @@ def _parse_tensor(
     return HeaderTensor(name, kind.dtype, kind.shape, data_start + begin, data_start + end)
 
 
-def _parse_kind(name: str, dtype_name: Any, shape: Any, where: str) -> _Kind:
+def _parse_kind(name: str, dtype_name: Any, shape: Any, where: str) -> _DtypeAndShape:
     dtype = BY_NAME.get(dtype_name) if isinstance(dtype_name, str) else None
     if dtype is None or not dtype.in_safetensors:
         raise UnsupportedError(
-            f'{where}: tensor "{name}" has dtype {_brief(dtype_name)}, which is not a dtype of safetensors 0.8; '
+            f'{where}: tensor "{name}" has dtype {_abbreviate(dtype_name)}, which is not a dtype of safetensors 0.8; '
             "try a newer ckptx"
         )
     if not isinstance(shape, list):
-        raise InputError(f'{where}: tensor "{name}" has shape {_brief(shape)}, not a list; the file is corrupt')
+        raise InputError(f'{where}: tensor "{name}" has shape {_abbreviate(shape)}, not a list; the file is corrupt')
     for dim in shape:
         if type(dim) is not int or dim < 0:
-            raise InputError(f'{where}: tensor "{name}" has shape {_brief(shape)}; the file is corrupt')
+            raise InputError(f'{where}: tensor "{name}" has shape {_abbreviate(shape)}; the file is corrupt')
     if (fault := shape_fault(shape)) is not None:
         raise InputError(f'{where}: tensor "{name}" has a shape of {fault}; the file is corrupt')
     numel = prod(shape)
     if numel * dtype.bits % 8:
         raise InputError(f'{where}: tensor "{name}" ({dtype} {shape}) does not fill whole bytes; the file is corrupt')
-    return _Kind(dtype, tuple(shape), dtype.nbytes(numel))
+    return _DtypeAndShape(dtype, tuple(shape), dtype.nbytes(numel))
 
 
-def _brief(value: object) -> str:
+def _abbreviate(value: object) -> str:
     """Return the first 80 characters of an invalid value, as JSON."""
     return f"{json.dumps(value):.80}"
 
 
-def _check_cover(tensors: list[HeaderTensor], data_start: int, size: int, where: str) -> None:
+def _check_coverage(tensors: list[HeaderTensor], data_start: int, size: int, where: str) -> None:
     position = data_start
     for tensor in tensors:
         if tensor.begin != position:
@@ -201,7 +201,7 @@ def _check_metadata(metadata: Any, where: str) -> dict[str, str]:
     return metadata
 
 
-def header_text(tensors: Iterable[tuple[str, DType, Shape, int, int]], metadata: Mapping[str, str]) -> str:
+def format_header_text(tensors: Iterable[tuple[str, DType, Shape, int, int]], metadata: Mapping[str, str]) -> str:
     """Return the JSON text of a header in the format of the library, without padding.
 
     Args:
@@ -226,7 +226,7 @@ def header_text(tensors: Iterable[tuple[str, DType, Shape, int, int]], metadata:
     return "{" + ",".join(parts) + "}"
 
 
-def padded(text: str) -> str:
+def pad_header(text: str) -> str:
     """Pad the header text with spaces so that the tensor bytes after it begin at a multiple of 8."""
     return text + " " * (-len(text.encode("utf-8")) % 8)
 

@@ -14,7 +14,7 @@ from ckptx.catalog.entry import Chunk, TensorEntry
 from ckptx.catalog.region import whole
 from ckptx.errors import InputError, UnsupportedError
 from ckptx.formats.hf.reader import check_index, parse_index, read_text
-from ckptx.formats.torch_archive.archive import open_archive, place_tensor
+from ckptx.formats.torch_archive.archive import locate_tensor, open_archive
 from ckptx.formats.torch_archive.unpickle import TensorRef, UnsupportedObject
 from ckptx.storage.interface import Source, SourceFiles
 from ckptx.untrusted.limits import INDEX_BYTES
@@ -66,17 +66,17 @@ def _open_file(files: SourceFiles, name: str) -> list[TensorEntry]:
     archive = open_archive(partial(files.read, name), 0, files.size(name), where)
     if not isinstance(archive.tree, dict):
         raise UnsupportedError(
-            f"{where}: expected a dict of named tensors, found {kind_of_value(archive.tree)}; save the plain "
+            f"{where}: expected a dict of named tensors, found {describe_value(archive.tree)}; save the plain "
             "state_dict()"
         )
     entries = []
     for key, value in archive.tree.items():
-        if not isinstance(value, TensorRef | UnsupportedObject) or type(key) is not str or not is_text(key):
+        if not isinstance(value, TensorRef | UnsupportedObject) or type(key) is not str or not is_utf8(key):
             raise UnsupportedError(
-                f"{where}: expected only named tensors, found {kind_of_value(value)} at {str(key)[:80]!r}; save the "
+                f"{where}: expected only named tensors, found {describe_value(value)} at {str(key)[:80]!r}; save the "
                 "plain state_dict()"
             )
-        payload = place_tensor(value, archive.records, f'{where}: tensor "{key}"')
+        payload = locate_tensor(value, archive.records, f'{where}: tensor "{key}"')
         dtype, shape = payload.dtype, payload.shape
         if dtype.pack > 1:
             if payload.strides is not None or not shape:
@@ -89,7 +89,7 @@ def _open_file(files: SourceFiles, name: str) -> list[TensorEntry]:
     return entries
 
 
-def is_text(key: str) -> bool:
+def is_utf8(key: str) -> bool:
     """Return True if a name can be encoded as UTF-8."""
     try:
         key.encode()
@@ -98,7 +98,7 @@ def is_text(key: str) -> bool:
     return True
 
 
-def kind_of_value(value: object) -> str:
+def describe_value(value: object) -> str:
     """Describe the type of a value in a state dict, for error messages."""
     if isinstance(value, TensorRef):
         return "a tensor"

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from ckptx.formats.located_checkpoint import LocatedCheckpoint
-from ckptx.formats.rank_files import ShapesIn
+from ckptx.formats.rank_files import ShapeReader
 from ckptx.formats.sharded.file_names import is_shard
 from ckptx.storage.interface import Source
 
 
-def detect(source: Source, shapes_in: ShapesIn) -> LocatedCheckpoint | None:
+def detect(source: Source, shapes_in: ShapeReader) -> LocatedCheckpoint | None:
     """Find `shard-RRRRR-model-IIIII-of-NNNNN.safetensors`."""
     return LocatedCheckpoint(source, "sharded", (".",)) if any(map(is_shard, source.listing())) else None

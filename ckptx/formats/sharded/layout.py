@@ -18,10 +18,10 @@ from ckptx.catalog.dtype import DType
 from ckptx.catalog.entry import Block, ShardedChunks, TensorEntry
 from ckptx.catalog.region import Shape
 from ckptx.errors import UnsupportedError
-from ckptx.formats.by_stage import ShardedTensor, by_stage
-from ckptx.formats.hf.safetensors import frame_header, header_text, padded
+from ckptx.formats.by_stage import ShardedTensor, group_by_stage
+from ckptx.formats.hf.safetensors import format_header_text, frame_header, pad_header
 from ckptx.formats.sharded.file_names import shard_name
-from ckptx.formats.sharding_info import OFFSETS, SHARDING_INFO, VERSION, VERSION_KEY
+from ckptx.formats.sharding_info import OFFSETS_KEY, SHARDING_INFO, VERSION, VERSION_KEY
 from ckptx.layout.parallel_dims import ParallelDims
 from ckptx.storage.interface import Location
 
@@ -46,16 +46,16 @@ def allocate(root: Location, tensors: Iterable[ShardedTensor], dims: ParallelDim
         UnsupportedError: safetensors cannot hold a tensor, or a block of it.
     """
     catalog, prologues, groups = Catalog(root, "sharded", {}), {}, []
-    for stage, members in enumerate(by_stage(tensors, dims)):
+    for stage, members in enumerate(group_by_stage(tensors, dims)):
         members.sort(key=lambda member: -member[0].dtype.bits)
-        writer = _Stage(dims.ranks_of_stage(stage), members)
+        writer = _StageFiles(dims.ranks_of_stage(stage), members)
         for entry, blocks in members:
             writer.append(entry, blocks)
         starts = {}
         for name, prologue, nbytes in writer.finish():
             prologues[name], starts[name] = prologue, len(prologue)
             catalog.files[name] = len(prologue) + nbytes
-        for entry, chunks in writer.placed:
+        for entry, chunks in writer.allocated:
             for i, file in enumerate(chunks.files):
                 chunks.offsets[i] += starts[file]
             catalog.tensors[entry.name] = entry._replace(chunks=chunks, replicas=())
@@ -64,17 +64,17 @@ def allocate(root: Location, tensors: Iterable[ShardedTensor], dims: ParallelDim
     return ShardedLayout(catalog, prologues, tuple(groups))
 
 
-def _places(blocks: tuple[Block, ...]) -> list[tuple[int, int]]:
+def _block_positions(blocks: tuple[Block, ...]) -> list[tuple[int, int]]:
     """Return (rank in stage, file number) for each block: block i of a rank goes to file i of the rank."""
-    seen: dict[int, int] = {}
-    places = []
+    last_numbers: dict[int, int] = {}
+    positions = []
     for block in blocks:
-        seen[block.rank_in_stage] = seen.get(block.rank_in_stage, -1) + 1
-        places.append((block.rank_in_stage, seen[block.rank_in_stage]))
-    return places
+        last_numbers[block.rank_in_stage] = last_numbers.get(block.rank_in_stage, -1) + 1
+        positions.append((block.rank_in_stage, last_numbers[block.rank_in_stage]))
+    return positions
 
 
-class _File:
+class _PlannedFile:
     """The header of one file while tensors are appended."""
 
     __slots__ = ("nbytes", "offsets", "rows")
@@ -86,18 +86,18 @@ class _File:
 
     def prologue(self) -> bytes:
         metadata = {SHARDING_INFO: json.dumps(self.offsets), VERSION_KEY: VERSION, "format": "pt"}
-        return frame_header(padded(header_text(self.rows, metadata)))
+        return frame_header(pad_header(format_header_text(self.rows, metadata)))
 
 
-class _Stage:
+class _StageFiles:
     """The files of one pipeline stage."""
 
     def __init__(self, ranks: range, members: list[tuple[TensorEntry, tuple[Block, ...]]]) -> None:
-        self._places = {
-            id(blocks): _places(blocks) for blocks in {id(blocks): blocks for _, blocks in members}.values()
+        self._positions = {
+            id(blocks): _block_positions(blocks) for blocks in {id(blocks): blocks for _, blocks in members}.values()
         }
         counts: dict[int, int] = {}
-        for places in self._places.values():
+        for places in self._positions.values():
             for rank_in_stage, number in places:
                 counts[rank_in_stage] = max(counts.get(rank_in_stage, 0), number + 1)
         self._names = {
@@ -105,17 +105,17 @@ class _Stage:
             for rank_in_stage in sorted(counts)
             for number in range(counts[rank_in_stage])
         }
-        self._files = {name: _File() for name in self._names.values()}
+        self._files = {name: _PlannedFile() for name in self._names.values()}
         self._shardings: dict[tuple[int, DType], tuple[tuple[str, ...], tuple[int, ...], list[dict[str, Shape]]]] = {}
-        self.placed: list[tuple[TensorEntry, ShardedChunks]] = []
+        self.allocated: list[tuple[TensorEntry, ShardedChunks]] = []
 
     def append(self, entry: TensorEntry, blocks: tuple[Block, ...]) -> None:
         key = (id(blocks), entry.dtype)
         sharding = self._shardings.get(key)
         if sharding is None:
-            files = tuple(self._names[place] for place in self._places[id(blocks)])
+            files = tuple(self._names[place] for place in self._positions[id(blocks)])
             lengths = tuple(_block_nbytes(entry, block) for block in blocks)
-            sharding = self._shardings[key] = files, lengths, [{OFFSETS: block.region.offsets} for block in blocks]
+            sharding = self._shardings[key] = files, lengths, [{OFFSETS_KEY: block.region.offsets} for block in blocks]
         offsets = array("q")
         for block, name, length, begin in zip(blocks, *sharding, strict=True):
             file = self._files[name]
@@ -123,7 +123,7 @@ class _Stage:
             file.rows.append((entry.name, entry.dtype, block.region.sizes, file.nbytes, file.nbytes + length))
             file.offsets[entry.name] = begin
             file.nbytes += length
-        self.placed.append((entry, ShardedChunks(blocks, *sharding[:2], offsets)))
+        self.allocated.append((entry, ShardedChunks(blocks, *sharding[:2], offsets)))
 
     def finish(self) -> Iterable[tuple[str, bytes, int]]:
         """Yield name, header and bytes of tensors of each file."""

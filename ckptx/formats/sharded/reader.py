@@ -21,19 +21,19 @@ from ckptx.catalog.dtype import DType
 from ckptx.catalog.entry import Chunk, TensorEntry
 from ckptx.catalog.region import Region, Shape, whole
 from ckptx.errors import InputError, UnsupportedError
-from ckptx.formats.assembly import CoverageCheck, Regions, split_replicas
+from ckptx.formats.assembly import CoverageCheck, RegionCache, split_replicas
 from ckptx.formats.hf.layout import natural_key
-from ckptx.formats.hf.reader import INDEX, read_header
+from ckptx.formats.hf.reader import INDEX_FILE, read_header
 from ckptx.formats.hf.safetensors import Header
-from ckptx.formats.manifest_file import manifest_in
+from ckptx.formats.manifest_file import read_manifest
 from ckptx.formats.sharded.file_names import is_shard, shard_name, shard_numbers
 from ckptx.formats.sharding_info import (
     SHARDING_INFO,
     check_offsets,
     files_with_offsets,
-    offsets_of,
-    refuse_unheld,
-    sharding_info,
+    read_sharding_info,
+    recorded_offsets,
+    refuse_unknown_entries,
 )
 from ckptx.formats.sidecars import MANIFEST
 from ckptx.formats.torch_archive.unpickle import without_garbage_collection
@@ -57,9 +57,9 @@ def open_sharded(source: Source, expected_shapes: Mapping[str, Shape] | None = N
             files in the directory.
         UnsupportedError: A newer version of the format.
     """
-    root, names = source.location, _shards_in(source)
+    root, names = source.location, _shard_files(source)
     catalog = Catalog(root, "sharded", {}, storage=source)
-    recorded = _recorded_shapes(source, names, catalog.notes)
+    recorded_shapes = _recorded_shapes(source, names, catalog.notes)
     with without_garbage_collection():
         headers = _ShardHeaders(root)
         for name in names:
@@ -67,19 +67,19 @@ def open_sharded(source: Source, expected_shapes: Mapping[str, Shape] | None = N
                 identity = files.identity(name)
                 catalog.files[name], catalog.identities[name] = identity.nbytes, identity
                 headers.add(name, read_header(files, name))
-        assembly = _Assembly(root, names)
+        assembly = _TensorAssembly(root, names)
         catalog.tensors = {
             name: assembly.entry(name, headers.dtypes[name][0], chunks) for name, chunks in headers.chunks.items()
         }
-    if recorded is None:
-        assembly.refuse_doubled_shards()
-    check_shapes(catalog, {**(recorded or {}), **(expected_shapes or {})})
-    if source.listing().has(INDEX):
-        catalog.notes.append(f"{INDEX} ignored: sharded safetensors have no index")
+    if recorded_shapes is None:
+        assembly.refuse_duplicate_files()
+    check_shapes(catalog, {**(recorded_shapes or {}), **(expected_shapes or {})})
+    if source.listing().has(INDEX_FILE):
+        catalog.notes.append(f"{INDEX_FILE} ignored: sharded safetensors have no index")
     return catalog
 
 
-def _shards_in(source: Source) -> list[str]:
+def _shard_files(source: Source) -> list[str]:
     names = [name for name in source.listing() if name.endswith(".safetensors")]
     others = [name for name in names if not is_shard(name)]
     strays = sorted(set(others).difference(files_with_offsets(source, others)))
@@ -99,21 +99,21 @@ def _describe_shards(names: Iterable[str], strays: Iterable[str]) -> str:
 
 def _recorded_shapes(source: Source, names: Iterable[str], notes: list[str]) -> dict[str, Shape] | None:
     """Return the shapes in the manifest of ckptx, whose files must all be present; None without a manifest."""
-    manifest, root = manifest_in(source, notes), source.location
+    manifest, root = read_manifest(source, notes), source.location
     if manifest is None or manifest.format != "sharded":
         return None
-    listed = {name: file.nbytes for name, file in manifest.files.items() if is_shard(name)}
+    recorded_sizes = {name: file.nbytes for name, file in manifest.files.items() if is_shard(name)}
     present = set(names)
-    for name in sorted(listed.keys() - present):
+    for name in sorted(recorded_sizes.keys() - present):
         raise InputError(
             f"{root / name}: no such file, but {MANIFEST} lists it; the checkpoint is incomplete, copy it again"
         )
-    for name in sorted(present - listed.keys()):
+    for name in sorted(present - recorded_sizes.keys()):
         raise InputError(
             f"{root / name}: {MANIFEST} does not list this file; remove it if it is stale, or {MANIFEST} if another "
             "tool has saved here since"
         )
-    for name, nbytes in listed.items():
+    for name, nbytes in recorded_sizes.items():
         found = source.size(name)
         if found != nbytes:
             raise InputError(
@@ -133,15 +133,15 @@ class _ShardHeaders:
 
     def __init__(self, root: Location) -> None:
         self._root = root
-        self._regions = Regions()
+        self._regions = RegionCache()
         self.chunks: dict[str, list[Chunk]] = {}
         self.dtypes: dict[str, tuple[DType, str]] = {}
 
     def add(self, file: str, header: Header) -> None:
         where = str(self._root / file)
-        info = sharding_info(header.metadata, where)
+        info = read_sharding_info(header.metadata, where)
         for name, dtype, shape, begin, end in header.tensors:
-            offsets = (0,) * len(shape) if info is None else offsets_of(info.pop(name, None), name, shape, where)
+            offsets = (0,) * len(shape) if info is None else recorded_offsets(info.pop(name, None), name, shape, where)
             region = self._region(offsets, shape, name, where)
             chunk = Chunk(region, file, begin, end - begin)
             chunks = self.chunks.setdefault(name, [])
@@ -153,23 +153,23 @@ class _ShardHeaders:
                     "the shards are of different checkpoints, remove those of one"
                 )
             chunks.append(chunk)
-        refuse_unheld(info or {}, where)
+        refuse_unknown_entries(info or {}, where)
 
     def _region(self, offsets: Shape, shape: Shape, name: str, where: str) -> Region:
-        wanted = Region(offsets, shape)
-        known = self._regions.get(wanted)
+        region = Region(offsets, shape)
+        known = self._regions.get(region)
         if known is not None:
             return known
         check_offsets(offsets, name, shape, where)
-        return self._regions.keep(wanted, name, where)
+        return self._regions.keep(region, name, where)
 
 
-class _Assembly:
+class _TensorAssembly:
     """Assembles tensors from their shards, and finds files that only duplicate others."""
 
     def __init__(self, root: Location, names: list[str]) -> None:
         self._root, self._names = root, names
-        self._own: Counter[str] = Counter()
+        self._unique_regions: Counter[str] = Counter()
         self._coverage = CoverageCheck()
         self._duplicates: dict[tuple[str, str], tuple[str, Region]] = {}
 
@@ -180,10 +180,10 @@ class _Assembly:
             InputError: They leave a gap, or overlap without being equal.
         """
         if len(shards) == 1 and not any(shards[0].region.offsets):
-            self._own[shards[0].file] += 1
+            self._unique_regions[shards[0].file] += 1
             return TensorEntry(name, dtype, shards[0].region.sizes, tuple(shards))
         dims = range(len(shards[0].region.sizes))
-        shape = self._whole(
+        shape = self._check_whole_shape(
             name, tuple(max(chunk.region.offsets[dim] + chunk.region.sizes[dim] for chunk in shards) for dim in dims)
         )
         # Ranks without elements have empty shards, all with the same offsets.
@@ -191,12 +191,12 @@ class _Assembly:
         chunks, replicas = split_replicas(filled)
         if len(chunks) > 1 or chunks[0].region.sizes != shape:
             self._check_coverage(name, shape, chunks)
-            self._count(name, chunks, replicas)
+            self._count_unique_regions(name, chunks, replicas)
         elif not replicas:
-            self._own[chunks[0].file] += 1
+            self._unique_regions[chunks[0].file] += 1
         return TensorEntry(name, dtype, shape, chunks, replicas)
 
-    def _whole(self, name: str, shape: Shape) -> Shape:
+    def _check_whole_shape(self, name: str, shape: Shape) -> Shape:
         fault = shape_fault(shape)
         if fault is not None:
             raise InputError(
@@ -228,28 +228,28 @@ class _Assembly:
             return "a shard is missing or damaged, copy the checkpoint again"
         present = {shard_numbers(name) for name in self._names}
         counts = {shard: count for shard, _, count in present}
-        usual = max(counts.values())
-        wanted = (
-            (shard, number, counts.get(shard, usual))
+        max_count = max(counts.values())
+        expected = (
+            (shard, number, counts.get(shard, max_count))
             for shard in range(1, max(counts) + 1)
-            for number in range(1, counts.get(shard, usual) + 1)
+            for number in range(1, counts.get(shard, max_count) + 1)
         )
         # Only the first few, because the numbers in a name may be astronomically large.
-        missing = [shard_name(*numbers) for numbers in islice((each for each in wanted if each not in present), 4)]
+        missing = [shard_name(*numbers) for numbers in islice((each for each in expected if each not in present), 4)]
         if not missing:
             return "a shard is missing or damaged, copy the checkpoint again"
         more = " and more" if len(missing) > 3 else ""
         return f"missing {', '.join(missing[:3])}{more}, copy the checkpoint again"
 
-    def _count(self, name: str, chunks: Iterable[Chunk], replicas: Iterable[Chunk]) -> None:
-        holders = {salted(chunk.region): chunk.file for chunk in chunks}
+    def _count_unique_regions(self, name: str, chunks: Iterable[Chunk], replicas: Iterable[Chunk]) -> None:
+        file_of_region = {salted(chunk.region): chunk.file for chunk in chunks}
         shared = set()
         for replica in replicas:
-            self._duplicates.setdefault((holders[salted(replica.region)], replica.file), (name, replica.region))
+            self._duplicates.setdefault((file_of_region[salted(replica.region)], replica.file), (name, replica.region))
             shared.add(salted(replica.region))
-        self._own.update(file for region, file in holders.items() if region not in shared)
+        self._unique_regions.update(file for region, file in file_of_region.items() if region not in shared)
 
-    def refuse_doubled_shards(self) -> None:
+    def refuse_duplicate_files(self) -> None:
         """Refuse a file of shards that are all in other files, too.
 
         Ranks that replicate a small tensor still have shards of their own; a copy under another number does not.
@@ -258,7 +258,7 @@ class _Assembly:
             InputError: There is such a file.
         """
         for (first, second), (name, region) in self._duplicates.items():
-            if not self._own[first] or not self._own[second]:
+            if not self._unique_regions[first] or not self._unique_regions[second]:
                 raise InputError(
                     f'{self._root}: duplicated shard: {first} and {second} both contain {region} of tensor "{name}", '
                     "and one of them has no other data; remove the copy"

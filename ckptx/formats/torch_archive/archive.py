@@ -33,11 +33,11 @@ from ckptx.formats.torch_archive.zip_directory import (
     LOCAL,
     LOCATOR,
     ZIP32,
-    Read,
-    content,
-    damaged,
+    ReadBytes,
+    damaged_error,
     data_begin,
     read_directory,
+    read_member,
 )
 from ckptx.untrusted.limits import PICKLE_BYTES
 
@@ -51,47 +51,49 @@ _SERIALIZATION_CRC = zlib.crc32(_SERIALIZATION_ID)
 _ID_LENGTH = 40
 
 
-class _Frame(NamedTuple):
+class _ArchiveFrame(NamedTuple):
     """All bytes of an archive but the payload. The tail has holes for values that depend on the payload's checksum."""
 
     head: bytes
     tail: tuple[bytes, bytes, bytes, bytes, bytes, bytes]
     nbytes: int
     length: int
-    mixed: int
+    id_hash: int
     descriptor: int
 
 
 def archive_head(dtype: DType, shape: Shape) -> bytes:
     """Return the archive of a row-major tensor up to its first element. `shape` counts torch elements (F4: pairs)."""
-    return _frame(dtype, shape).head
+    return _build_frame(dtype, shape).head
 
 
 def archive_length(dtype: DType, shape: Shape) -> int:
     """Return the length in bytes of the whole archive. `shape` counts torch elements."""
-    return _frame(dtype, shape).length
+    return _build_frame(dtype, shape).length
 
 
 def archive_tail(dtype: DType, shape: Shape, crc: int) -> bytes:
     """Return the archive after its last element. `crc` is the CRC-32 of the elements; 0 for an empty tensor."""
-    return _tail(_frame(dtype, shape), crc)
+    return _tail(_build_frame(dtype, shape), crc)
 
 
 @lru_cache(maxsize=4096)
 def archive_frame(dtype: DType, shape: Shape) -> Frame:
     """Return the bytes around the elements of a row-major tensor. `shape` counts elements, not pairs, for F4 too."""
-    frame = _frame(dtype, shape if dtype.pack == 1 else (*shape[:-1], shape[-1] // dtype.pack))
-    around_crc = (frame.tail[0], frame.tail[1][: frame.descriptor - 8]) if frame.nbytes else (b"", b"")
-    return Frame(frame.head, partial(_tail, frame), frame.length - len(frame.head) - frame.nbytes, around_crc)
+    frame = _build_frame(dtype, shape if dtype.pack == 1 else (*shape[:-1], shape[-1] // dtype.pack))
+    bytes_around_crc = (frame.tail[0], frame.tail[1][: frame.descriptor - 8]) if frame.nbytes else (b"", b"")
+    return Frame(frame.head, partial(_tail, frame), frame.length - len(frame.head) - frame.nbytes, bytes_around_crc)
 
 
-def _tail(frame: _Frame, crc: int) -> bytes:
+def _tail(frame: _ArchiveFrame, crc: int) -> bytes:
     first, second, third, fourth, fifth, sixth = frame.tail
-    digits = b"%020d" % _mix(_mix(frame.mixed, crc) if frame.nbytes else frame.mixed, _VERSION_CRC)
+    digits = b"%020d" % _combine_hash(
+        _combine_hash(frame.id_hash, crc) if frame.nbytes else frame.id_hash, _VERSION_CRC
+    )
     identity = zlib.crc32(digits, _SERIALIZATION_CRC).to_bytes(4, "little")
     checksum = crc.to_bytes(4, "little")
-    in_descriptor = checksum if frame.nbytes else b""
-    return b"".join((first, in_descriptor, second, digits, third, identity, fourth, checksum, fifth, identity, sixth))
+    descriptor_crc = checksum if frame.nbytes else b""
+    return b"".join((first, descriptor_crc, second, digits, third, identity, fourth, checksum, fifth, identity, sixth))
 
 
 _CONSTANTS = (
@@ -104,45 +106,48 @@ _VERSION_CRC = zlib.crc32(_VERSION[1])
 
 
 @lru_cache(maxsize=4096)  # Some 3 KiB each; a checkpoint has a few dozen pairs of dtype and shape.
-def _frame(dtype: DType, shape: Shape) -> _Frame:
+def _build_frame(dtype: DType, shape: Shape) -> _ArchiveFrame:
     nbytes = prod(shape) * dtype.itemsize
     central: list[bytes] = []
     head = b""
-    mixed = 0
+    id_hash = 0
     for name, data in ((b"archive/data.pkl", _tensor_pickle(dtype, shape)), *_CONSTANTS):
         crc = zlib.crc32(data)
-        mixed = _mix(mixed, crc)
+        id_hash = _combine_hash(id_hash, crc)
         central.append(_central_header(name, crc, len(data), len(head)))
         head += _local_header(name, len(data), len(head)) + data + _descriptor(crc, len(data), len(head))
 
-    at = len(head)
-    head += _local_header(b"archive/data/0", nbytes, at)
-    payload_central = _central_header(b"archive/data/0", 0, nbytes, at)
-    after = _descriptor(0, nbytes, at)
+    offset = len(head)
+    head += _local_header(b"archive/data/0", nbytes, offset)
+    payload_central = _central_header(b"archive/data/0", 0, nbytes, offset)
+    payload_descriptor = _descriptor(0, nbytes, offset)
     name, data = _VERSION
-    at = len(head) + nbytes + len(after)
-    central_version = _central_header(name, _VERSION_CRC, len(data), at)
-    version = _local_header(name, len(data), at) + data + _descriptor(_VERSION_CRC, len(data), at)
-    at += len(version)
+    offset = len(head) + nbytes + len(payload_descriptor)
+    central_version = _central_header(name, _VERSION_CRC, len(data), offset)
+    version = _local_header(name, len(data), offset) + data + _descriptor(_VERSION_CRC, len(data), offset)
+    offset += len(version)
     name = b"archive/.data/serialization_id"
-    id_header = _local_header(name, _ID_LENGTH, at)
-    id_central = _central_header(name, 0, _ID_LENGTH, at)
-    id_after = _descriptor(0, _ID_LENGTH, at)
-    at += len(id_header) + _ID_LENGTH + len(id_after)
+    id_header = _local_header(name, _ID_LENGTH, offset)
+    id_central = _central_header(name, 0, _ID_LENGTH, offset)
+    id_after = _descriptor(0, _ID_LENGTH, offset)
+    offset += len(id_header) + _ID_LENGTH + len(id_after)
 
     tail = (
-        after[:4],
-        after[8:] + version + id_header + _SERIALIZATION_ID,
+        payload_descriptor[:4],
+        payload_descriptor[8:] + version + id_header + _SERIALIZATION_ID,
         id_after[:4],
         id_after[8:] + b"".join(central) + payload_central[:16],
         payload_central[20:] + central_version + id_central[:16],
-        id_central[20:] + _end(7, sum(map(len, (*central, payload_central, central_version, id_central))), at),
+        id_central[20:]
+        + _end_records(7, sum(map(len, (*central, payload_central, central_version, id_central))), offset),
     )
-    holes = (8 if nbytes else 4) + 20 + 4 + 4
-    return _Frame(head, tail, nbytes, len(head) + nbytes + sum(map(len, tail)) + holes, mixed, len(after))
+    hole_bytes = (8 if nbytes else 4) + 20 + 4 + 4
+    return _ArchiveFrame(
+        head, tail, nbytes, len(head) + nbytes + sum(map(len, tail)) + hole_bytes, id_hash, len(payload_descriptor)
+    )
 
 
-def _mix(seed: int, crc: int) -> int:
+def _combine_hash(seed: int, crc: int) -> int:
     return seed ^ ((crc + 0x9E3779B9 + (seed << 6) + (seed >> 2)) & 0xFFFFFFFFFFFFFFFF)
 
 
@@ -201,9 +206,9 @@ def _local_header(name: bytes, size: int, offset: int) -> bytes:
     return LOCAL.pack(b"PK\3\4", 0, flags, 0, 0, 0, 0, 0, 0, len(name), len(extra)) + name + extra
 
 
-def _zip64_extra(size: int, stored: int, offset: int) -> bytes:
-    """Return the zip64 field of a header, empty if 32 bits suffice. `stored` is 0 in a local header: not known yet."""
-    fields = (*((size, stored) if size >= ZIP32 else ()), *((offset,) if offset >= ZIP32 else ()))
+def _zip64_extra(size: int, stored_size: int, offset: int) -> bytes:
+    """Return the zip64 field of a header, empty if 32 bits suffice. `stored_size` is 0 in a local header."""
+    fields = (*((size, stored_size) if size >= ZIP32 else ()), *((offset,) if offset >= ZIP32 else ()))
     return struct.pack(f"<HH{len(fields)}Q", 1, 8 * len(fields), *fields) if fields else b""
 
 
@@ -223,7 +228,7 @@ def _central_header(name: bytes, crc: int, size: int, offset: int) -> bytes:
     return fixed + name + extra
 
 
-def _end(count: int, size: int, offset: int) -> bytes:
+def _end_records(count: int, size: int, offset: int) -> bytes:
     return (
         END64.pack(b"PK\6\6", 44, 0x031E, 45, 0, 0, count, count, size, offset)
         + LOCATOR.pack(b"PK\6\7", 0, offset + size, 1)
@@ -259,7 +264,7 @@ class Archive(NamedTuple):
 
 
 def locate_payload(
-    read: Read, offset: int, length: int, where: str, dtype: DType | None = None, shape: Shape = ()
+    read: ReadBytes, offset: int, length: int, where: str, dtype: DType | None = None, shape: Shape = ()
 ) -> Payload:
     """Locate the elements of the tensor archived at `offset`.
 
@@ -281,12 +286,12 @@ def locate_payload(
             return found
     archive = open_archive(read, offset, length, where)
     if isinstance(archive.tree, TensorRef | UnsupportedObject):
-        return place_tensor(archive.tree, archive.records, where)
+        return locate_tensor(archive.tree, archive.records, where)
     raise InputError(f"{where}: expected a tensor, found a {type(archive.tree).__name__}; the checkpoint is damaged")
 
 
-def _locate_expected(read: Read, offset: int, length: int, dtype: DType, shape: Shape) -> Payload | None:
-    frame = _frame(dtype, shape)
+def _locate_expected(read: ReadBytes, offset: int, length: int, dtype: DType, shape: Shape) -> Payload | None:
+    frame = _build_frame(dtype, shape)
     if length != frame.length or read(offset, len(frame.head)) != frame.head:
         return None
     data = offset + len(frame.head)
@@ -300,7 +305,7 @@ def _locate_expected(read: Read, offset: int, length: int, dtype: DType, shape: 
     return Payload(dtype, shape, None, data, frame.nbytes, Record(data, frame.nbytes, crc))
 
 
-def place_tensor(tensor: TensorRef | UnsupportedObject, records: dict[str, Record], where: str) -> Payload:
+def locate_tensor(tensor: TensorRef | UnsupportedObject, records: dict[str, Record], where: str) -> Payload:
     """Locate the elements of a tensor in the records of its archive.
 
     Raises:
@@ -322,8 +327,8 @@ def place_tensor(tensor: TensorRef | UnsupportedObject, records: dict[str, Recor
             f"{where}: its storage has {record.nbytes} bytes, expected {tensor.storage.nbytes}; the file is damaged"
         )
     itemsize = tensor.dtype.itemsize
-    steps = [(size - 1) * stride for size, stride in zip(tensor.shape, tensor.strides, strict=True)]
-    span = (sum(steps) + 1) * itemsize if prod(tensor.shape) else 0
+    extents = [(size - 1) * stride for size, stride in zip(tensor.shape, tensor.strides, strict=True)]
+    span = (sum(extents) + 1) * itemsize if prod(tensor.shape) else 0
     first = tensor.offset * itemsize if span else 0
     if first + span > record.nbytes:
         raise InputError(
@@ -345,7 +350,7 @@ def is_row_major(shape: Shape, strides: Shape) -> bool:
 
 
 def open_archive(
-    read: Read, offset: int, length: int, where: str, load_tree: Callable[[bytes, str], Any] = load_torch
+    read: ReadBytes, offset: int, length: int, where: str, load_tree: Callable[[bytes, str], Any] = load_torch
 ) -> Archive:
     """Open any archive of `torch.save`: its pickled tree with stand-ins, and the location of its storages.
 
@@ -363,24 +368,24 @@ def open_archive(
 
     def window(position: int, nbytes: int) -> bytes:
         if position < 0 or position + nbytes > length:
-            raise damaged(where, f"refers to bytes {position} to {position + nbytes} of {length}")
+            raise damaged_error(where, f"refers to bytes {position} to {position + nbytes} of {length}")
         return read(offset + position, nbytes)
 
-    _refuse_foreign(window(0, min(length, 512)), where)
+    _refuse_other_formats(window(0, min(length, 512)), where)
     members = read_directory(window, length, where)
     prefix = next(iter(members), "").partition("/")[0] + "/"
     if f"{prefix}constants.pkl" in members:
         raise UnsupportedError(f"{where}: TorchScript archive, which is not converted; save its state_dict()")
-    order = content(window, members, f"{prefix}byteorder", where, 64) or b"little"
+    order = read_member(window, members, f"{prefix}byteorder", where, 64) or b"little"
     if order == b"big":
         raise UnsupportedError(
             f"{where}: big-endian archive, which is not converted; save it on a little-endian machine"
         )
     if order != b"little":
-        raise damaged(where, "unknown byte order")
-    pickled = content(window, members, f"{prefix}data.pkl", where, PICKLE_BYTES)
+        raise damaged_error(where, "unknown byte order")
+    pickled = read_member(window, members, f"{prefix}data.pkl", where, PICKLE_BYTES)
     if pickled is None:
-        raise damaged(where, "no data.pkl inside")
+        raise damaged_error(where, "no data.pkl inside")
     records = {}
     for name, member in members.items():
         if name.startswith(f"{prefix}data/"):
@@ -393,22 +398,22 @@ def open_archive(
 
 def _refuse_overlaps(records: dict[str, Record], where: str) -> None:
     """Refuse overlapping storages, with which a small archive could become an output of any size."""
-    end, before = 0, ""
+    end, previous_key = 0, ""
     for record, key in sorted((record[:2], key) for key, record in records.items()):
         if record[0] < end and record[1]:
-            raise damaged(where, f"storages {before[:40]!r} and {key[:40]!r} share bytes")
-        end, before = max(end, sum(record)), key
+            raise damaged_error(where, f"storages {previous_key[:40]!r} and {key[:40]!r} share bytes")
+        end, previous_key = max(end, sum(record)), key
 
 
-def _refuse_foreign(first: bytes, where: str) -> None:
-    if first.startswith(b"PK\3\4"):
+def _refuse_other_formats(head: bytes, where: str) -> None:
+    if head.startswith(b"PK\3\4"):
         return
-    if first.startswith(b"version https://git-lfs"):
+    if head.startswith(b"version https://git-lfs"):
         raise InputError(f"{where}: a git-lfs pointer, not the data; run `git lfs pull`")
-    if first.startswith(b"\x80\x02\x8a\x0a") or first[257:262] == b"ustar":
+    if head.startswith(b"\x80\x02\x8a\x0a") or head[257:262] == b"ustar":
         raise UnsupportedError(f"{where}: written by torch before 1.6 (no zip); load and save it again with torch")
-    if first[8:9] == b"{" and int.from_bytes(first[:8], "little") < 1 << 32:
+    if head[8:9] == b"{" and int.from_bytes(head[:8], "little") < 1 << 32:
         raise UnsupportedError(
             f"{where}: has a safetensors payload, which is not supported; save it with SerializationFormat.TORCH_SAVE"
         )
-    raise InputError(f"{where}: not a torch archive (begins with {first[:8].hex(' ') or 'nothing'}); copy it again")
+    raise InputError(f"{where}: not a torch archive (begins with {head[:8].hex(' ') or 'nothing'}); copy it again")

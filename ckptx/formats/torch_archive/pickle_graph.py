@@ -25,22 +25,22 @@ from typing import Any, NamedTuple
 from ckptx.errors import InputError
 from ckptx.formats.torch_archive.pickle_machine import (
     CallResult,
-    Damaged,
-    External,
-    Machine,
-    Mapping,
-    Name,
+    DamagedPickleError,
+    GlobalName,
+    PersistentObject,
+    PickledDict,
     PickledSet,
-    Truncated,
+    PickleMachine,
+    TruncatedPickleError,
 )
 from ckptx.formats.torch_archive.unpickle import without_garbage_collection
 
-_LONGEST_DECIMAL = 4300  # digits; Python's own limit, because the conversion takes quadratic time
-_LAST_OF_PYTHON_2 = 2  # protocols up to this one are written with the module names of Python 2
-_LAST = 5
+_MAX_DECIMAL_DIGITS = 4300  # digits; Python's own limit, because the conversion takes quadratic time
+_MAX_PYTHON_2_PROTOCOL = 2  # protocols up to this one are written with the module names of Python 2
+_MAX_PROTOCOL = 5
 
 
-class Graph(NamedTuple):
+class PickleGraph(NamedTuple):
     """A parsed pickle.
 
     Attributes:
@@ -54,7 +54,7 @@ class Graph(NamedTuple):
     dropped: tuple[Any, ...]
 
 
-def read_graph(data: bytes, where: str, begin: int = 0) -> Graph:
+def read_graph(data: bytes, where: str, begin: int = 0) -> PickleGraph:
     """Parse the pickle at a position in `data`.
 
     Args:
@@ -65,44 +65,46 @@ def read_graph(data: bytes, where: str, begin: int = 0) -> Graph:
     Raises:
         InputError: It is damaged or truncated, or refers to out-of-band buffers. Nothing was executed.
     """
-    machine = Machine(data, begin)
+    machine = PickleMachine(data, begin)
     try:
         with without_garbage_collection():
             machine.run(_OPERATIONS)
-            return Graph(machine.pop(), machine.at, tuple(machine.dropped))
-    except Truncated:
+            return PickleGraph(machine.pop(), machine.position, tuple(machine.dropped))
+    except TruncatedPickleError:
         raise InputError(
             f"{where}: pickle ends before its end mark at byte {len(data)}; it is truncated, copy it again"
         ) from None
-    except (Damaged, IndexError, KeyError, ValueError, TypeError, AttributeError, struct.error) as error:
-        reason = str(error) if isinstance(error, Damaged) else "invalid opcodes"
-        raise InputError(f"{where}: damaged pickle ({reason} at byte {machine.at}); nothing was executed") from None
+    except (DamagedPickleError, IndexError, KeyError, ValueError, TypeError, AttributeError, struct.error) as error:
+        reason = str(error) if isinstance(error, DamagedPickleError) else "invalid opcodes"
+        raise InputError(
+            f"{where}: damaged pickle ({reason} at byte {machine.position}); nothing was executed"
+        ) from None
 
 
 # ------------------------------------------------------------------------------------------------------------ opcodes
 
 
-def _constant(value: Any) -> Callable[[Machine], None]:
+def _constant(value: Any) -> Callable[[PickleMachine], None]:
     return lambda machine: machine.stack.append(value)
 
 
-def _unsigned(count: int) -> Callable[[Machine], None]:
-    return lambda machine: machine.stack.append(machine.number(count))
+def _unsigned(count: int) -> Callable[[PickleMachine], None]:
+    return lambda machine: machine.stack.append(machine.unsigned_integer(count))
 
 
-def _signed(count: int) -> Callable[[Machine], None]:
-    def push(machine: Machine) -> None:
-        length = machine.number(count)
+def _signed(count: int) -> Callable[[PickleMachine], None]:
+    def push(machine: PickleMachine) -> None:
+        length = machine.unsigned_integer(count)
         if length >> (8 * count - 1) and count == 4:
-            raise Damaged("a negative length")
+            raise DamagedPickleError("a negative length")
         machine.stack.append(int.from_bytes(machine.take(length), "little", signed=True))
 
     return push
 
 
-def _counted(count: int, make: Callable[[bytes], Any]) -> Callable[[Machine], None]:
+def _length_prefixed(count: int, make: Callable[[bytes], Any]) -> Callable[[PickleMachine], None]:
     """Return the operation of an opcode with a length and as many bytes."""
-    return lambda machine: machine.stack.append(make(machine.take(machine.number(count))))
+    return lambda machine: machine.stack.append(make(machine.take(machine.unsigned_integer(count))))
 
 
 def _text(data: bytes) -> str:
@@ -114,52 +116,52 @@ def _text_of_python_2(data: bytes) -> str | bytes:
 
 
 def _decimal(digits: bytes) -> int:
-    if len(digits) > _LONGEST_DECIMAL:
-        raise Damaged(f"a number of {len(digits):,} digits")
+    if len(digits) > _MAX_DECIMAL_DIGITS:
+        raise DamagedPickleError(f"a number of {len(digits):,} digits")
     return int(digits)
 
 
-def _int(machine: Machine) -> None:
+def _int(machine: PickleMachine) -> None:
     digits = machine.line()
     machine.stack.append({b"00": False, b"01": True}[digits] if digits in (b"00", b"01") else _decimal(digits))
 
 
-def _long(machine: Machine) -> None:
+def _long(machine: PickleMachine) -> None:
     machine.stack.append(_decimal(machine.line().removesuffix(b"L")))
 
 
-def _string(machine: Machine) -> None:
+def _string(machine: PickleMachine) -> None:
     quoted = machine.line()
     if len(quoted) < 2 or quoted[:1] != quoted[-1:] or quoted[:1] not in (b"'", b'"'):
-        raise Damaged("a string without quotes")
+        raise DamagedPickleError("a string without quotes")
     machine.stack.append(_text_of_python_2(escape_decode(quoted[1:-1])[0]))
 
 
-def _bin_int(machine: Machine) -> None:
+def _bin_int(machine: PickleMachine) -> None:
     machine.stack.append(int.from_bytes(machine.take(4), "little", signed=True))
 
 
-def _tuple(count: int) -> Callable[[Machine], None]:
-    def push(machine: Machine) -> None:
+def _tuple(count: int) -> Callable[[PickleMachine], None]:
+    def push(machine: PickleMachine) -> None:
         values = [machine.pop() for _ in range(count)]
         machine.stack.append(tuple(reversed(values)))
 
     return push
 
 
-def _mapping_of_mark(machine: Machine) -> None:
-    made = Mapping()
-    made.items.extend(_in_pairs(machine.pop_to_mark()))
-    machine.contain(made)
+def _mapping_from_mark(machine: PickleMachine) -> None:
+    mapping = PickledDict()
+    mapping.items.extend(_to_pairs(machine.pop_to_mark()))
+    machine.push_container(mapping)
 
 
-def _in_pairs(values: list[Any]) -> list[tuple[Any, Any]]:
+def _to_pairs(values: list[Any]) -> list[tuple[Any, Any]]:
     if len(values) % 2:
-        raise Damaged("a key without a value")
+        raise DamagedPickleError("a key without a value")
     return list(zip(values[::2], values[1::2], strict=True))
 
 
-def _append(machine: Machine) -> None:
+def _append(machine: PickleMachine) -> None:
     value = machine.pop()
     _extend(machine.top(), [value])
 
@@ -170,56 +172,56 @@ def _extend(target: Any, values: list[Any]) -> None:
     elif isinstance(target, (CallResult, PickledSet)):
         target.items.extend(values)
     else:
-        raise Damaged("items for a value that is not a list or set")
+        raise DamagedPickleError("items for a value that is not a list or set")
 
 
 def _set_items(target: Any, pairs: list[tuple[Any, Any]]) -> None:
-    if isinstance(target, Mapping):
+    if isinstance(target, PickledDict):
         target.items.extend(pairs)
     elif isinstance(target, CallResult):
         target.pairs.extend(pairs)
     else:
-        raise Damaged("keys for a value that is not a dict")
+        raise DamagedPickleError("keys for a value that is not a dict")
 
 
-def _set_item(machine: Machine) -> None:
+def _set_item(machine: PickleMachine) -> None:
     value, key = machine.pop(), machine.pop()
     _set_items(machine.top(), [(key, value)])
 
 
-def _several(extend: Callable[[Any, list[Any]], None], in_pairs: bool) -> Callable[[Machine], None]:
-    def change(machine: Machine) -> None:
+def _extend_from_mark(extend: Callable[[Any, list[Any]], None], in_pairs: bool) -> Callable[[PickleMachine], None]:
+    def change(machine: PickleMachine) -> None:
         values = machine.pop_to_mark()
-        extend(machine.top(), _in_pairs(values) if in_pairs else values)
+        extend(machine.top(), _to_pairs(values) if in_pairs else values)
 
     return change
 
 
-def _put(read: Callable[[Machine], int]) -> Callable[[Machine], None]:
-    def remember(machine: Machine) -> None:
+def _put(read: Callable[[PickleMachine], int]) -> Callable[[PickleMachine], None]:
+    def remember(machine: PickleMachine) -> None:
         machine.memo[read(machine)] = machine.top()
 
     return remember
 
 
-def _get(read: Callable[[Machine], int]) -> Callable[[Machine], None]:
-    def recall(machine: Machine) -> None:
+def _get(read: Callable[[PickleMachine], int]) -> Callable[[PickleMachine], None]:
+    def recall(machine: PickleMachine) -> None:
         machine.stack.append(machine.memo[read(machine)])
 
     return recall
 
 
-def _memoize(machine: Machine) -> None:
+def _memoize(machine: PickleMachine) -> None:
     machine.memo[len(machine.memo)] = machine.top()
 
 
-def _pop(machine: Machine) -> None:
+def _pop(machine: PickleMachine) -> None:
     """Drop a value. A pickler drops the result of a state setter, the sixth item of a reduction."""
     if machine.marks and machine.marks[-1] == len(machine.stack):
         machine.marks.pop()
         return
     dropped = machine.pop()
-    if isinstance(dropped, CallResult) and dropped.how == "call":
+    if isinstance(dropped, CallResult) and dropped.kind == "call":
         target = dropped.arguments[0] if dropped.arguments else None
         if isinstance(target, CallResult):
             target.setters.append((dropped.function, *dropped.arguments[1:]))
@@ -227,102 +229,102 @@ def _pop(machine: Machine) -> None:
             machine.dropped.append(dropped)
 
 
-def _pop_to_mark(machine: Machine) -> None:
+def _pop_to_mark(machine: PickleMachine) -> None:
     machine.pop_to_mark()
 
 
-def _frame(machine: Machine) -> None:
+def _frame(machine: PickleMachine) -> None:
     """Skip the length of a frame, which has no effect."""
     machine.take(8)
 
 
-def _global(machine: Machine) -> None:
-    machine.stack.append(_named(machine, _text(machine.line()), _text(machine.line())))
+def _global(machine: PickleMachine) -> None:
+    machine.stack.append(_global_name(machine, _text(machine.line()), _text(machine.line())))
 
 
-def _stack_global(machine: Machine) -> None:
+def _stack_global(machine: PickleMachine) -> None:
     name, module = machine.pop(), machine.pop()
     if type(name) is not str or type(module) is not str:
-        raise Damaged("a name that is not a string")
-    machine.stack.append(_named(machine, module, name))
+        raise DamagedPickleError("a name that is not a string")
+    machine.stack.append(_global_name(machine, module, name))
 
 
-def _named(machine: Machine, module: str, name: str) -> Name:
-    if machine.protocol > _LAST_OF_PYTHON_2:
-        return Name(module, name)
+def _global_name(machine: PickleMachine, module: str, name: str) -> GlobalName:
+    if machine.protocol > _MAX_PYTHON_2_PROTOCOL:
+        return GlobalName(module, name)
     found = NAME_MAPPING.get((module, name))
-    return Name(*found) if found else Name(IMPORT_MAPPING.get(module, module), name)
+    return GlobalName(*found) if found else GlobalName(IMPORT_MAPPING.get(module, module), name)
 
 
-def _extension(count: int) -> Callable[[Machine], None]:
-    return lambda machine: machine.stack.append(CallResult("code", None, (machine.number(count),)))
+def _extension(count: int) -> Callable[[PickleMachine], None]:
+    return lambda machine: machine.stack.append(CallResult("code", None, (machine.unsigned_integer(count),)))
 
 
 def _arguments(value: Any) -> tuple[Any, ...]:
     if type(value) is not tuple:
-        raise Damaged("arguments that are not a tuple")
+        raise DamagedPickleError("arguments that are not a tuple")
     return value
 
 
-def _reduce(machine: Machine) -> None:
+def _reduce(machine: PickleMachine) -> None:
     arguments, function = _arguments(machine.pop()), machine.pop()
     machine.stack.append(CallResult("call", function, arguments))
 
 
-def _new(machine: Machine) -> None:
+def _new(machine: PickleMachine) -> None:
     arguments, function = _arguments(machine.pop()), machine.pop()
     machine.stack.append(CallResult("new", function, arguments))
 
 
-def _new_with_keywords(machine: Machine) -> None:
+def _new_with_keywords(machine: PickleMachine) -> None:
     keywords, arguments, function = machine.pop(), _arguments(machine.pop()), machine.pop()
     machine.stack.append(CallResult("new", function, arguments, keywords))
 
 
-def _instance(machine: Machine) -> None:
-    name = _named(machine, _text(machine.line()), _text(machine.line()))
+def _instance(machine: PickleMachine) -> None:
+    name = _global_name(machine, _text(machine.line()), _text(machine.line()))
     machine.stack.append(CallResult("call", name, tuple(machine.pop_to_mark())))
 
 
-def _object(machine: Machine) -> None:
+def _object(machine: PickleMachine) -> None:
     function, *arguments = machine.pop_to_mark()
     machine.stack.append(CallResult("call", function, tuple(arguments)))
 
 
-def _build(machine: Machine) -> None:
+def _build(machine: PickleMachine) -> None:
     state = machine.pop()
     target = machine.top()
     if not isinstance(target, CallResult):
-        raise Damaged("a state for a value that is not an object")
+        raise DamagedPickleError("a state for a value that is not an object")
     target.states.append(state)
 
 
-def _persistent(machine: Machine) -> None:
-    machine.stack.append(External(_text(machine.line())))
+def _persistent(machine: PickleMachine) -> None:
+    machine.stack.append(PersistentObject(_text(machine.line())))
 
 
-def _persistent_on_stack(machine: Machine) -> None:
-    machine.stack.append(External(machine.pop()))
+def _persistent_on_stack(machine: PickleMachine) -> None:
+    machine.stack.append(PersistentObject(machine.pop()))
 
 
-def _buffer(machine: Machine) -> None:
-    raise Damaged("a buffer that is not in the file")
+def _buffer(machine: PickleMachine) -> None:
+    raise DamagedPickleError("a buffer that is not in the file")
 
 
-def _protocol(machine: Machine) -> None:
-    machine.protocol = machine.number(1)
-    if machine.protocol > _LAST:
-        raise Damaged(f"protocol {machine.protocol}")
+def _protocol(machine: PickleMachine) -> None:
+    machine.protocol = machine.unsigned_integer(1)
+    if machine.protocol > _MAX_PROTOCOL:
+        raise DamagedPickleError(f"protocol {machine.protocol}")
 
 
-def _operations() -> list[Callable[[Machine], None] | None]:
-    found: list[Callable[[Machine], None] | None] = [None] * 256
+def _operations() -> list[Callable[[PickleMachine], None] | None]:
+    found: list[Callable[[PickleMachine], None] | None] = [None] * 256
     for code, operation in _BY_OPCODE.items():
         found[code[0]] = operation
     return found
 
 
-_BY_OPCODE: dict[bytes, Callable[[Machine], None]] = {
+_BY_OPCODE: dict[bytes, Callable[[PickleMachine], None]] = {
     b"\x80": _protocol,
     b"\x95": _frame,
     b"(": lambda machine: machine.marks.append(len(machine.stack)),
@@ -342,39 +344,39 @@ _BY_OPCODE: dict[bytes, Callable[[Machine], None]] = {
     b"\x8b": _signed(4),
     b"G": lambda machine: machine.stack.append(struct.unpack(">d", machine.take(8))[0]),
     b"S": _string,
-    b"T": _counted(4, _text_of_python_2),
-    b"U": _counted(1, _text_of_python_2),
+    b"T": _length_prefixed(4, _text_of_python_2),
+    b"U": _length_prefixed(1, _text_of_python_2),
     b"V": lambda machine: machine.stack.append(machine.line().decode("raw-unicode-escape")),
-    b"X": _counted(4, _text),
-    b"\x8c": _counted(1, _text),
-    b"\x8d": _counted(8, _text),
-    b"B": _counted(4, bytes),
-    b"C": _counted(1, bytes),
-    b"\x8e": _counted(8, bytes),
-    b"\x96": _counted(8, bytearray),
-    b"]": lambda machine: machine.contain([]),
-    b"l": lambda machine: machine.contain(machine.pop_to_mark()),
+    b"X": _length_prefixed(4, _text),
+    b"\x8c": _length_prefixed(1, _text),
+    b"\x8d": _length_prefixed(8, _text),
+    b"B": _length_prefixed(4, bytes),
+    b"C": _length_prefixed(1, bytes),
+    b"\x8e": _length_prefixed(8, bytes),
+    b"\x96": _length_prefixed(8, bytearray),
+    b"]": lambda machine: machine.push_container([]),
+    b"l": lambda machine: machine.push_container(machine.pop_to_mark()),
     b")": _constant(()),
     b"t": lambda machine: machine.stack.append(tuple(machine.pop_to_mark())),
     b"\x85": _tuple(1),
     b"\x86": _tuple(2),
     b"\x87": _tuple(3),
-    b"}": lambda machine: machine.contain(Mapping()),
-    b"d": _mapping_of_mark,
-    b"\x8f": lambda machine: machine.contain(PickledSet("set", [])),
-    b"\x91": lambda machine: machine.contain(PickledSet("frozenset", machine.pop_to_mark())),
+    b"}": lambda machine: machine.push_container(PickledDict()),
+    b"d": _mapping_from_mark,
+    b"\x8f": lambda machine: machine.push_container(PickledSet("set", [])),
+    b"\x91": lambda machine: machine.push_container(PickledSet("frozenset", machine.pop_to_mark())),
     b"a": _append,
-    b"e": _several(_extend, in_pairs=False),
-    b"\x90": _several(_extend, in_pairs=False),
+    b"e": _extend_from_mark(_extend, in_pairs=False),
+    b"\x90": _extend_from_mark(_extend, in_pairs=False),
     b"s": _set_item,
-    b"u": _several(_set_items, in_pairs=True),
+    b"u": _extend_from_mark(_set_items, in_pairs=True),
     b"p": _put(lambda machine: _decimal(machine.line())),
-    b"q": _put(lambda machine: machine.number(1)),
-    b"r": _put(lambda machine: machine.number(4)),
+    b"q": _put(lambda machine: machine.unsigned_integer(1)),
+    b"r": _put(lambda machine: machine.unsigned_integer(4)),
     b"\x94": _memoize,
     b"g": _get(lambda machine: _decimal(machine.line())),
-    b"h": _get(lambda machine: machine.number(1)),
-    b"j": _get(lambda machine: machine.number(4)),
+    b"h": _get(lambda machine: machine.unsigned_integer(1)),
+    b"j": _get(lambda machine: machine.unsigned_integer(4)),
     b"c": _global,
     b"\x93": _stack_global,
     b"\x82": _extension(1),

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 STOP = ord(".")
-_FEW_CONTAINERS = 1 << 20
+_MIN_CONTAINER_LIMIT = 1 << 20
 _BYTES_PER_CONTAINER = 2  # the shortest container of a real writer: an empty list and its memo opcode
 
 
 @dataclass(frozen=True, slots=True)
-class Name:
+class GlobalName:
     """A class or function.
 
     Attributes:
@@ -27,7 +27,7 @@ class Name:
         return f"{self.module}.{self.name}"
 
 
-class Mapping:
+class PickledDict:
     """A dict: its items in the order in which they were set."""
 
     __slots__ = ("items",)
@@ -50,20 +50,20 @@ class PickledSet:
         self.kind, self.items = kind, items
 
 
-class External:
+class PersistentObject:
     """An object outside the pickle, by its persistent id."""
 
-    __slots__ = ("pid",)
+    __slots__ = ("persistent_id",)
 
     def __init__(self, pid: Any) -> None:
-        self.pid = pid
+        self.persistent_id = pid
 
 
 class CallResult:
     """The result of a call in a pickle, which is not executed.
 
     Attributes:
-        how: "call"; "new" for `cls.__new__(cls, ...)`; "code" for an entry of copyreg's extension registry.
+        kind: "call"; "new" for `cls.__new__(cls, ...)`; "code" for an entry of copyreg's extension registry.
         function: The class, function or other value that is called.
         arguments: Positional arguments.
         keywords: A Mapping of keyword arguments, or None.
@@ -73,106 +73,109 @@ class CallResult:
         setters: Calls that set the state of the result: the function and its remaining arguments.
     """
 
-    __slots__ = ("arguments", "function", "how", "items", "keywords", "pairs", "setters", "states")
+    __slots__ = ("arguments", "function", "items", "keywords", "kind", "pairs", "setters", "states")
 
     def __init__(self, how: str, function: Any, arguments: tuple[Any, ...], keywords: Any = None) -> None:
-        self.how, self.function, self.arguments, self.keywords = how, function, arguments, keywords
+        self.kind, self.function, self.arguments, self.keywords = how, function, arguments, keywords
         self.items: list[Any] = []
         self.pairs: list[tuple[Any, Any]] = []
         self.states: list[Any] = []
         self.setters: list[tuple[Any, ...]] = []
 
     @property
-    def is_untouched(self) -> bool:
+    def is_unchanged(self) -> bool:
         """True if the result was not changed after the call."""
         return not (self.items or self.pairs or self.states or self.setters)
 
 
-class Damaged(Exception):
+class DamagedPickleError(Exception):
     """A pickle is invalid; the message is the reason."""
 
 
-class Truncated(Exception):
+class TruncatedPickleError(Exception):
     """A pickle ends before its STOP opcode."""
 
 
-class Machine:
+class PickleMachine:
     """The stack machine of a pickle."""
 
     def __init__(self, data: bytes, begin: int) -> None:
-        self.data, self.at = data, begin
+        self.data, self.position = data, begin
         self.stack: list[Any] = []
         self.marks: list[int] = []  # positions in the stack
         self.memo: dict[int, Any] = {}
         self.dropped: list[Any] = []
         self.protocol = 0
-        self._containers, self._most = 0, max(_FEW_CONTAINERS, (len(data) - begin) // _BYTES_PER_CONTAINER)
+        self._containers, self._max_containers = (
+            0,
+            max(_MIN_CONTAINER_LIMIT, (len(data) - begin) // _BYTES_PER_CONTAINER),
+        )
 
-    def run(self, operations: Sequence[Callable[[Machine], None] | None]) -> None:
+    def run(self, operations: Sequence[Callable[[PickleMachine], None] | None]) -> None:
         """Interpret opcodes up to STOP.
 
         Args:
             operations: Operation of each opcode, by its number; None for an invalid opcode.
         """
         data, size = self.data, len(self.data)
-        while self.at < size:
-            code = data[self.at]
-            self.at += 1
+        while self.position < size:
+            code = data[self.position]
+            self.position += 1
             if code == STOP:
                 return
             operation = operations[code]
             if operation is None:
-                raise Damaged(f"opcode 0x{code:02x}")
+                raise DamagedPickleError(f"opcode 0x{code:02x}")
             operation(self)
-        raise Truncated
+        raise TruncatedPickleError
 
     # ---------------------------------------------------------------------------------------------- bytes and stack
 
     def take(self, count: int) -> bytes:
         """Consume and return the next `count` bytes."""
-        found = self.data[self.at : self.at + count]
+        found = self.data[self.position : self.position + count]
         if len(found) < count:
-            raise Truncated
-        self.at += count
+            raise TruncatedPickleError
+        self.position += count
         return found
 
-    def number(self, count: int) -> int:
+    def unsigned_integer(self, count: int) -> int:
         """Consume the next `count` bytes as an unsigned integer."""
         return int.from_bytes(self.take(count), "little")
 
     def line(self) -> bytes:
         """Consume the next line, and return it without its newline."""
-        end = self.data.find(b"\n", self.at)
+        end = self.data.find(b"\n", self.position)
         if end < 0:
-            raise Truncated
-        found = self.data[self.at : end]
-        self.at = end + 1
+            raise TruncatedPickleError
+        found = self.data[self.position : end]
+        self.position = end + 1
         return found
 
     def pop(self) -> Any:
         """Pop the top of the stack, which must be above the last mark."""
         if len(self.stack) <= (self.marks[-1] if self.marks else 0):
-            raise Damaged("a value is missing")
+            raise DamagedPickleError("a value is missing")
         return self.stack.pop()
 
     def top(self) -> Any:
         """Return the top of the stack without popping it."""
         if len(self.stack) <= (self.marks[-1] if self.marks else 0):
-            raise Damaged("a value is missing")
+            raise DamagedPickleError("a value is missing")
         return self.stack[-1]
 
     def pop_to_mark(self) -> list[Any]:
         """Pop the last mark and the values above it, and return the values."""
         if not self.marks:
-            raise Damaged("a mark is missing")
+            raise DamagedPickleError("a mark is missing")
         begin = self.marks.pop()
         found = self.stack[begin:]
         del self.stack[begin:]
         return found
 
-    def contain(self, value: Any) -> None:
+    def push_container(self, value: Any) -> None:
         """Push an empty container; their number is limited, because each takes many times its one byte of input."""
         self._containers += 1
-        if self._containers > self._most:
-            raise Damaged(f"{self._containers:,} containers in {len(self.data):,} bytes")
+        if self._containers > self._max_containers:
+            raise DamagedPickleError(f"{self._containers:,} containers in {len(self.data):,} bytes")
         self.stack.append(value)

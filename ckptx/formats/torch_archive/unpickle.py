@@ -11,7 +11,7 @@ A pickle is a program. Four checks keep it harmless:
    the next one is read.
 4. Keys. No tuple is ever hashed, compared or printed: one with 70 levels that each contain the previous level twice
    takes 300 bytes and would take years; one nested 100,000 deep overflows the C stack; and numbers can be chosen so
-   that the hashes of all tuples of them are equal. So every dict is a `Dict`, which refuses such keys. Hashes of
+   that the hashes of all tuples of them are equal. So every dict is a `SafeDict`, which refuses such keys. Hashes of
    strings are unpredictable. At most a handful of 64-bit numbers share a hash, but they can be chosen to collide in the
    table of a dict. So only a small dict may have numbers beyond 2**20, or a repeated one.
 
@@ -38,22 +38,22 @@ Globals = Mapping[tuple[str, str], object]
 _NO_ARGUMENT = re.escape(b"(N)]taesubR0\x81\x85\x86\x87\x88\x89\x90\x93\x94Q")
 _WITH_ARGUMENT = rb"[Khq\x80].|M..|[Jj]....|[G\x95]........"
 # Everything between two strings in one match; bounded, because the regex engine keeps a record per repetition.
-_RUN = re.compile(rb"[%b]*(?:(?:%b)[%b]*){0,4096}" % (_NO_ARGUMENT, _WITH_ARGUMENT, _NO_ARGUMENT), re.DOTALL)
+_FIXED_OPCODES = re.compile(rb"[%b]*(?:(?:%b)[%b]*){0,4096}" % (_NO_ARGUMENT, _WITH_ARGUMENT, _NO_ARGUMENT), re.DOTALL)
 
 # Opcodes that create a dict, a set or a frozenset -> the opcodes that replace them.
-_OURS = {0x7D: 0x97, 0x8F: 0x97, 0x91: ord("t")}
-_LENGTH_1 = frozenset(b"\x8cC")  # SHORT_BINUNICODE, SHORT_BINBYTES
-_LENGTH_4 = frozenset(b"XB")  # BINUNICODE, BINBYTES
+_REPLACED_OPCODES = {0x7D: 0x97, 0x8F: 0x97, 0x91: ord("t")}
+_LENGTH_1_OPCODES = frozenset(b"\x8cC")  # SHORT_BINUNICODE, SHORT_BINBYTES
+_LENGTH_4_OPCODES = frozenset(b"XB")  # BINUNICODE, BINBYTES
 _GLOBAL, _LONG_BINPUT, _STOP, _LONG1 = b"cr.\x8a"
-_LONGEST_NUMBER = 8  # bytes
-_FEW_CONTAINERS = 1 << 20
-_FEW_KEYS = 1000
-_DENSE = 1 << 20  # the parameters of an optimizer are numbered from 0 on
+_MAX_INTEGER_BYTES = 8  # bytes
+_MIN_CONTAINER_LIMIT = 1 << 20
+_MAX_UNCHECKED_KEYS = 1000
+_MAX_KEY = 1 << 20  # the parameters of an optimizer are numbered from 0 on
 _BYTES_PER_CONTAINER = 4
-_LONGEST_DTYPE = 40
+_MAX_DTYPE_LENGTH = 40
 
 # A dtype that ckptx does not know is allowed here and refused later, in an error that names its tensor.
-_DTYPE_LIKE = re.compile(r"(?:bfloat|complex|float|bits|q?u?int|bool)\w*")
+_DTYPE_NAME = re.compile(r"(?:bfloat|complex|float|bits|q?u?int|bool)\w*")
 
 
 class ReadOnlyClass(type):
@@ -91,21 +91,21 @@ class EnumClass(Call):
     __slots__ = ()
 
 
-def _member(owner: object, name: object) -> object:
-    if not (isinstance(owner, EnumClass) and isinstance(name, str)):
+def _enum_member(enum_class: object, name: object) -> object:
+    if not (isinstance(enum_class, EnumClass) and isinstance(name, str)):
         raise InputError("refers to builtins.getattr, which is not allowed in a checkpoint; nothing was executed")
-    return owner(name)
+    return enum_class(name)
 
 
 # Python 3.11.0 to 3.11.3 pickles an enum member as `getattr` of its class and name; other versions as a call of the
 # class with its value.
 MEMBER_BY_NAME: Globals = {
-    ("builtins", "getattr"): Call(_member),
-    ("__builtin__", "getattr"): Call(_member),
+    ("builtins", "getattr"): Call(_enum_member),
+    ("__builtin__", "getattr"): Call(_enum_member),
 }
 
 
-class Dict(dict[Any, Any], metaclass=ReadOnlyClass):
+class SafeDict(dict[Any, Any], metaclass=ReadOnlyClass):
     """Stand-in for dicts and sets, ordered or not; attributes such as `_metadata` of a state dict are dropped."""
 
     __slots__ = ()
@@ -118,9 +118,11 @@ class Dict(dict[Any, Any], metaclass=ReadOnlyClass):
     def _check_key(self, key: object) -> None:
         if isinstance(key, tuple):
             raise pickle.UnpicklingError("a tuple as a dict key, which torch never writes")
-        if isinstance(key, int | float) and len(self) >= _FEW_KEYS:
-            if not -_DENSE <= key <= _DENSE:
-                raise pickle.UnpicklingError(f"a dict with more than {_FEW_KEYS} keys and large numbers among them")
+        if isinstance(key, int | float) and len(self) >= _MAX_UNCHECKED_KEYS:
+            if not -_MAX_KEY <= key <= _MAX_KEY:
+                raise pickle.UnpicklingError(
+                    f"a dict with more than {_MAX_UNCHECKED_KEYS} keys and large numbers among them"
+                )
             if key in self:
                 raise pickle.UnpicklingError(f"duplicate dict key {key}")
 
@@ -132,21 +134,21 @@ class Dict(dict[Any, Any], metaclass=ReadOnlyClass):
         pass
 
 
-type.__setattr__(Dict, "__name__", "dict")  # for error messages
+type.__setattr__(SafeDict, "__name__", "dict")  # for error messages
 
 
-def _ordered(pairs: object = ()) -> Dict:
+def _ordered_dict(pairs: object = ()) -> SafeDict:
     """Stand in for `collections.OrderedDict`, which may be called with its items."""
-    made = Dict()
+    result = SafeDict()
     if not isinstance(pairs, tuple | list):
         raise pickle.UnpicklingError("an OrderedDict of items that are not pairs")
     for pair in pairs:
         key, value = pair
-        made[key] = value
-    return made
+        result[key] = value
+    return result
 
 
-ORDERED = Call(_ordered)
+ORDERED_DICT = Call(_ordered_dict)
 
 
 def load(
@@ -173,18 +175,18 @@ def load(
     except CkptxError as error:
         raise type(error)(f"{where}: {error}") from None
     except Exception as error:  # A damaged pickle can raise any class.
-        raise InputError(f"{where}: damaged pickle ({_brief(error)}); nothing was executed") from None
+        raise InputError(f"{where}: damaged pickle ({_describe_error(error)}); nothing was executed") from None
 
 
 @contextmanager
 def without_garbage_collection() -> Iterator[None]:
     """Disable the garbage collector, because collections cost five times as much as creating very many objects."""
-    collecting = gc.isenabled()
+    was_enabled = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
-        if collecting:
+        if was_enabled:
             gc.enable()
 
 
@@ -206,7 +208,7 @@ class _Unpickler(pickle.Unpickler):
     def __init__(
         self, data: bytes | bytearray, allowed: Globals, persistent: Callable[[object], object] | None
     ) -> None:
-        super().__init__(_Peekable(data), buffers=starmap(Dict, repeat(())))
+        super().__init__(_Peekable(data), buffers=starmap(SafeDict, repeat(())))
         self._allowed = allowed
         self._persistent = persistent
 
@@ -214,7 +216,7 @@ class _Unpickler(pickle.Unpickler):
         found = self._allowed.get((module, name))
         if found is not None:
             return found
-        if module == "torch" and len(name) <= _LONGEST_DTYPE and _DTYPE_LIKE.fullmatch(name):
+        if module == "torch" and len(name) <= _MAX_DTYPE_LENGTH and _DTYPE_NAME.fullmatch(name):
             return Symbol(f"torch.{name}")
         raise InputError(
             f"refers to {module[:80]}.{name[:80]}, which is not allowed in a checkpoint; nothing was executed"
@@ -230,51 +232,51 @@ def _scan(data: bytes, where: str) -> bytearray:
     """Refuse opcodes that torch never writes, lengths or memo indices beyond the data, and too many containers.
 
     Returns:
-        The data with opcodes replaced so that dicts and sets are created as `Dict`: the opcode for "next out-of-band
-        buffer" replaces those for an empty dict or set. A frozenset becomes a tuple.
+        The data with opcodes replaced so that dicts and sets are created as `SafeDict`: the opcode for "next
+        out-of-band buffer" replaces those for an empty dict or set. A frozenset becomes a tuple.
     """
     size = len(data)
     empty = sum(map(data.count, (b"}", b"]", b"\x8f")))
-    if empty > _FEW_CONTAINERS and empty > size // _BYTES_PER_CONTAINER:
+    if empty > _MIN_CONTAINER_LIMIT and empty > size // _BYTES_PER_CONTAINER:
         raise InputError(f"{where}: damaged pickle ({empty:,} containers in {size:,} bytes); nothing was executed")
-    match = _RUN.match
+    match = _FIXED_OPCODES.match
     checked = bytearray(data)
     position = 0
     try:
         while True:
             run = match(data, position)
             assert run is not None  # the pattern matches the empty string
-            after = run.end()
-            code = data[after]
-            if code in _OURS:
-                checked[after] = _OURS[code]
-                position = after + 1
+            end = run.end()
+            code = data[end]
+            if code in _REPLACED_OPCODES:
+                checked[end] = _REPLACED_OPCODES[code]
+                position = end + 1
             elif code == _LONG1:
-                length = data[after + 1]
-                position = after + 2 + length
-                if length > _LONGEST_NUMBER and (length > _LONGEST_NUMBER + 1 or data[position - 1]):
-                    raise InputError(f"{where}: damaged pickle (number of {length} bytes at byte {after})")
-            elif code in _LENGTH_1:
-                position = after + 2 + data[after + 1]
-            elif code in _LENGTH_4:
-                position = after + 5 + int.from_bytes(data[after + 1 : after + 5], "little")
+                length = data[end + 1]
+                position = end + 2 + length
+                if length > _MAX_INTEGER_BYTES and (length > _MAX_INTEGER_BYTES + 1 or data[position - 1]):
+                    raise InputError(f"{where}: damaged pickle (number of {length} bytes at byte {end})")
+            elif code in _LENGTH_1_OPCODES:
+                position = end + 2 + data[end + 1]
+            elif code in _LENGTH_4_OPCODES:
+                position = end + 5 + int.from_bytes(data[end + 1 : end + 5], "little")
             elif code == _GLOBAL:
-                position = data.index(b"\n", data.index(b"\n", after) + 1) + 1
-            elif code == _LONG_BINPUT and int.from_bytes(data[after + 1 : after + 5], "little") < size:
-                position = after + 5
+                position = data.index(b"\n", data.index(b"\n", end) + 1) + 1
+            elif code == _LONG_BINPUT and int.from_bytes(data[end + 1 : end + 5], "little") < size:
+                position = end + 5
             elif code == _STOP:
                 return checked
-            elif after == position:
-                raise InputError(f"{where}: damaged pickle (opcode 0x{code:02x} at byte {after}); nothing was executed")
+            elif end == position:
+                raise InputError(f"{where}: damaged pickle (opcode 0x{code:02x} at byte {end}); nothing was executed")
             else:
-                position = after
+                position = end
     except (IndexError, ValueError):
         raise InputError(
             f"{where}: pickle ends before its end mark at byte {size}; it is truncated, copy it again"
         ) from None
 
 
-def _brief(error: Exception) -> str:
+def _describe_error(error: Exception) -> str:
     text = str(error).replace("\n", " ")
     return f"{type(error).__name__}: {text[:120]}" if text else type(error).__name__
 
@@ -315,24 +317,24 @@ def load_torch(data: bytes, where: str, allowed: Globals | None = None) -> Any:
     Args:
         data: The pickle.
         where: Subject of error messages.
-        allowed: Stand-in of each name that may occur; None means `TORCH_NAMES`.
+        allowed: Stand-in of each name that may occur; None means `TORCH_GLOBALS`.
 
     Raises:
         InputError: See `load`; also tensors with an invalid shape, strides or storage.
     """
-    return load(data, TORCH_NAMES if allowed is None else allowed, where, _storage)
+    return load(data, TORCH_GLOBALS if allowed is None else allowed, where, _storage_stand_in)
 
 
-def _layout(name: object) -> Symbol:
+def _layout_stand_in(name: object) -> Symbol:
     if not isinstance(name, str):  # any other value would be printed, at any depth of nesting
         raise InputError("has a tensor layout that is not a string; the file is damaged")
     return Symbol(name[:40])
 
 
-LAYOUT = Call(_layout)
+LAYOUT_STAND_IN = Call(_layout_stand_in)
 
 
-def _storage(pid: object) -> StorageRef | UnsupportedObject:
+def _storage_stand_in(pid: object) -> StorageRef | UnsupportedObject:
     if not (isinstance(pid, tuple) and len(pid) == 5 and pid[0] == "storage"):
         raise InputError("refers to an object outside the pickle that is not a storage; the file is damaged")
     _, kind, key, _, numel = pid
@@ -354,7 +356,7 @@ def is_shape(value: object) -> TypeGuard[tuple[int, ...]]:
     return type(value) is tuple and len(value) <= DIMS and all(map(_is_count, value))
 
 
-def _rebuild(
+def _make_tensor(
     storage: object, offset: object, shape: object, strides: object, dtype: DType | None, flags: object
 ) -> TensorRef | UnsupportedObject:
     if isinstance(storage, UnsupportedObject):
@@ -382,7 +384,7 @@ def _rebuild_v2(
     flags: object = None,
 ) -> TensorRef | UnsupportedObject:
     dtype = storage.dtype if isinstance(storage, StorageRef) else None
-    return _rebuild(storage, offset, shape, strides, dtype, flags)
+    return _make_tensor(storage, offset, shape, strides, dtype, flags)
 
 
 def _rebuild_v3(
@@ -399,7 +401,7 @@ def _rebuild_v3(
         raise InputError("describes a tensor without a dtype; the file is damaged")
     known = BY_TORCH.get(dtype.removeprefix("torch."))
     return (
-        _rebuild(storage, offset, shape, strides, known, flags)
+        _make_tensor(storage, offset, shape, strides, known, flags)
         if known
         else UnsupportedObject(f"tensor of dtype {dtype}")
     )
@@ -411,37 +413,37 @@ def _parameter(data: object, grad: object, hooks: object, state: object = None) 
 
 def rebuild_from_type(function: object, kind: object, arguments: object, state: object) -> object:
     """Rebuild a tensor with Python attributes, which are dropped; tensors of a subclass are not converted."""
-    if kind in _PLAIN_TENSORS and function in _REBUILD and isinstance(arguments, tuple):
+    if kind in _PLAIN_TENSORS and function in _REBUILD_FUNCTIONS and isinstance(arguments, tuple):
         assert isinstance(function, Call)
         return function(*arguments)
     return UnsupportedObject(f"tensor of subclass {kind}" if isinstance(kind, Symbol) else "tensor of a subclass")
 
 
-def _refusal(kind: str) -> Call:
+def _unsupported(kind: str) -> Call:
     return Call(lambda *_: UnsupportedObject(kind))
 
 
-_REBUILD = (Call(_rebuild_v2), Call(_rebuild_v3))
+_REBUILD_FUNCTIONS = (Call(_rebuild_v2), Call(_rebuild_v3))
 _PLAIN_TENSORS = (
     Symbol("torch.Tensor"),
     Symbol("torch.nn.parameter.Parameter"),
     Symbol("torch.nn.parameter.Buffer"),
 )
 
-TORCH_NAMES: Globals = {
-    ("torch._utils", "_rebuild_tensor_v2"): _REBUILD[0],
-    ("torch._utils", "_rebuild_tensor_v3"): _REBUILD[1],
+TORCH_GLOBALS: Globals = {
+    ("torch._utils", "_rebuild_tensor_v2"): _REBUILD_FUNCTIONS[0],
+    ("torch._utils", "_rebuild_tensor_v3"): _REBUILD_FUNCTIONS[1],
     ("torch._utils", "_rebuild_parameter"): Call(_parameter),
     ("torch._utils", "_rebuild_parameter_with_state"): Call(_parameter),
-    ("torch._utils", "_rebuild_sparse_tensor"): _refusal("sparse tensor"),
-    ("torch._utils", "_rebuild_qtensor"): _refusal("quantized tensor"),
-    ("torch._utils", "_rebuild_nested_tensor"): _refusal("nested tensor"),
-    ("torch._utils", "_rebuild_meta_tensor_no_storage"): _refusal("meta tensor without bytes"),
-    ("torch._utils", "_rebuild_wrapper_subclass"): _refusal("tensor of a subclass"),
-    ("torch._utils", "_rebuild_device_tensor_from_numpy"): _refusal("tensor pickled through numpy"),
-    ("torch._utils", "_rebuild_device_tensor_from_cpu_tensor"): _refusal("tensor of another device"),
+    ("torch._utils", "_rebuild_sparse_tensor"): _unsupported("sparse tensor"),
+    ("torch._utils", "_rebuild_qtensor"): _unsupported("quantized tensor"),
+    ("torch._utils", "_rebuild_nested_tensor"): _unsupported("nested tensor"),
+    ("torch._utils", "_rebuild_meta_tensor_no_storage"): _unsupported("meta tensor without bytes"),
+    ("torch._utils", "_rebuild_wrapper_subclass"): _unsupported("tensor of a subclass"),
+    ("torch._utils", "_rebuild_device_tensor_from_numpy"): _unsupported("tensor pickled through numpy"),
+    ("torch._utils", "_rebuild_device_tensor_from_cpu_tensor"): _unsupported("tensor of another device"),
     ("torch._tensor", "_rebuild_from_type_v2"): Call(rebuild_from_type),
-    ("torch.serialization", "_get_layout"): LAYOUT,
+    ("torch.serialization", "_get_layout"): LAYOUT_STAND_IN,
     ("torch", "Size"): tuple,
     ("torch", "device"): Call(lambda *_: Symbol("torch.device")),
     ("torch", "per_tensor_affine"): Symbol("torch.per_tensor_affine"),
@@ -462,5 +464,5 @@ TORCH_NAMES: Globals = {
             "UntypedStorage",
         )
     },
-    ("collections", "OrderedDict"): ORDERED,
+    ("collections", "OrderedDict"): ORDERED_DICT,
 }

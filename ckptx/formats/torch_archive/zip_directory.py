@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from ckptx.errors import InputError, UnsupportedError
 
-Read = Callable[[int, int], bytes]
+ReadBytes = Callable[[int, int], bytes]
 
 ZIP32 = 0xFFFFFFFF  # Sizes and offsets from this value on are in a zip64 field.
 
@@ -35,81 +35,81 @@ class Member(NamedTuple):
     method: int
     crc: int
     nbytes: int
-    header: int
+    header_offset: int
 
 
-def damaged(where: str, reason: str) -> InputError:
+def damaged_error(where: str, reason: str) -> InputError:
     """Return the error for an inconsistent archive."""
     return InputError(f"{where}: damaged torch archive: {reason}; copy or download it again")
 
 
-def read_directory(window: Read, length: int, where: str) -> dict[str, Member]:
+def read_directory(window: ReadBytes, length: int, where: str) -> dict[str, Member]:
     """Return all members by name, in the order of the zip directory.
 
     Raises:
         InputError: There is no directory, or it is damaged.
     """
-    at, end = -1, b""
-    for reach in (1 << 10, _END_SEARCH):
-        begin = max(length - reach, 0)
+    position, end = -1, b""
+    for search_bytes in (1 << 10, _END_SEARCH):
+        begin = max(length - search_bytes, 0)
         end = window(begin, length - begin)
-        at = end.rfind(b"PK\5\6")
-        if at >= 0:
+        position = end.rfind(b"PK\5\6")
+        if position >= 0:
             break
-    if at < 0 or at + END.size > len(end):
-        raise damaged(where, "no end record, it is truncated")
-    count, size, begin_directory = END.unpack_from(end, at)[4:7]
-    at += begin
-    if at >= LOCATOR.size:
-        signature, _, at64, _ = LOCATOR.unpack(window(at - LOCATOR.size, LOCATOR.size))
+    if position < 0 or position + END.size > len(end):
+        raise damaged_error(where, "no end record, it is truncated")
+    count, size, begin_directory = END.unpack_from(end, position)[4:7]
+    position += begin
+    if position >= LOCATOR.size:
+        signature, _, at64, _ = LOCATOR.unpack(window(position - LOCATOR.size, LOCATOR.size))
         if signature == b"PK\6\7":
             fields = END64.unpack(window(at64, END64.size))
             count, size, begin_directory = fields[7:10]
             if fields[0] != b"PK\6\6":
-                raise damaged(where, "no zip64 end record")
+                raise damaged_error(where, "no zip64 end record")
     if size > _DIRECTORY_LIMIT or count * CENTRAL.size > size:
-        raise damaged(where, f"directory of {size} bytes for {count} members")
-    return _members(window(begin_directory, size), count, where)
+        raise damaged_error(where, f"directory of {size} bytes for {count} members")
+    return _parse_members(window(begin_directory, size), count, where)
 
 
-def _members(directory: bytes, count: int, where: str) -> dict[str, Member]:
+def _parse_members(directory: bytes, count: int, where: str) -> dict[str, Member]:
     members: dict[str, Member] = {}
-    at = 0
+    position = 0
     for _ in range(count):
-        if at + CENTRAL.size > len(directory):
-            raise damaged(where, "directory is truncated")
-        fields = CENTRAL.unpack_from(directory, at)
-        signature, flags, method, crc, stored, nbytes = fields[0], fields[3], fields[4], *fields[7:10]
+        if position + CENTRAL.size > len(directory):
+            raise damaged_error(where, "directory is truncated")
+        fields = CENTRAL.unpack_from(directory, position)
+        signature, flags, method, crc, stored_size, nbytes = fields[0], fields[3], fields[4], *fields[7:10]
         name_length, extra_length, header = fields[10], fields[11], fields[16]
-        at += CENTRAL.size
-        name = directory[at : at + name_length].decode("utf-8", "replace")
-        extra = directory[at + name_length : at + name_length + extra_length]
-        at += name_length + extra_length + fields[12]
-        if ZIP32 in (nbytes, stored, header):
-            nbytes, stored, header = _wide_fields(extra, (nbytes, stored, header), where)
-        if signature != b"PK\1\2" or name in members or flags & 1 or (not method and stored != nbytes):
-            raise damaged(where, f"directory entry {name[:60]!r} is invalid")
+        position += CENTRAL.size
+        name = directory[position : position + name_length].decode("utf-8", "replace")
+        extra = directory[position + name_length : position + name_length + extra_length]
+        position += name_length + extra_length + fields[12]
+        if ZIP32 in (nbytes, stored_size, header):
+            nbytes, stored_size, header = _zip64_fields(extra, (nbytes, stored_size, header), where)
+        if signature != b"PK\1\2" or name in members or flags & 1 or (not method and stored_size != nbytes):
+            raise damaged_error(where, f"directory entry {name[:60]!r} is invalid")
         if nbytes and fields[15] & _IS_DIRECTORY:
             # torch treats it as a directory, reads nothing, and loads uninitialized memory.
-            raise damaged(where, f"member {name[:60]!r} of {nbytes} bytes is marked as a directory")
+            raise damaged_error(where, f"member {name[:60]!r} of {nbytes} bytes is marked as a directory")
         members[name] = Member(method, crc, nbytes, header)
     return members
 
 
-def _wide_fields(extra: bytes, fields: tuple[int, int, int], where: str) -> tuple[int, ...]:
+def _zip64_fields(extra: bytes, fields: tuple[int, int, int], where: str) -> tuple[int, ...]:
     """Return the fields with those that exceed 32 bits replaced from the zip64 block of a directory entry."""
-    at = 0
-    while at + 4 <= len(extra):
-        kind, size = struct.unpack_from("<HH", extra, at)
+    position = 0
+    while position + 4 <= len(extra):
+        kind, size = struct.unpack_from("<HH", extra, position)
         if kind == 1:
-            wide = [value for (value,) in struct.iter_unpack("<Q", extra[at + 4 :][: size // 8 * 8])]
+            wide = [value for (value,) in struct.iter_unpack("<Q", extra[position + 4 :][: size // 8 * 8])]
             if len(wide) >= fields.count(ZIP32):
                 return tuple(wide.pop(0) if field == ZIP32 else field for field in fields)
-        at += 4 + size
-    raise damaged(where, "zip64 fields are missing")
+        position += 4 + size
+    raise damaged_error(where, "zip64 fields are missing")
 
 
-def data_begin(window: Read, name: str, member: Member, where: str) -> int:
+def data_begin(window: ReadBytes, name: str, member: Member, where: str) -> int:
     """Return the position of the first byte of a member's data, relative to the archive.
 
     Raises:
@@ -120,15 +120,15 @@ def data_begin(window: Read, name: str, member: Member, where: str) -> int:
         raise UnsupportedError(
             f"{where}: member {name[:60]!r} is compressed, which is not supported; save it again with torch.save"
         )
-    fields = LOCAL.unpack(window(member.header, LOCAL.size))
-    begin = member.header + LOCAL.size + int(fields[9]) + int(fields[10])
+    fields = LOCAL.unpack(window(member.header_offset, LOCAL.size))
+    begin = member.header_offset + LOCAL.size + int(fields[9]) + int(fields[10])
     if fields[0] != b"PK\3\4":
-        raise damaged(where, f"no header for member {name[:60]!r}")
+        raise damaged_error(where, f"no header for member {name[:60]!r}")
     window(begin + member.nbytes, 0)
     return begin
 
 
-def content(window: Read, members: dict[str, Member], name: str, where: str, limit: int) -> bytes | None:
+def read_member(window: ReadBytes, members: dict[str, Member], name: str, where: str, limit: int) -> bytes | None:
     """Return the bytes of a small member, checked against its CRC-32, or None if there is no such member.
 
     Raises:
@@ -139,8 +139,8 @@ def content(window: Read, members: dict[str, Member], name: str, where: str, lim
         return None
     begin = data_begin(window, name, member, where)
     if member.nbytes > limit:
-        raise damaged(where, f"member {name[:60]!r} has {member.nbytes} bytes, the limit is {limit}")
+        raise damaged_error(where, f"member {name[:60]!r} has {member.nbytes} bytes, the limit is {limit}")
     data = window(begin, member.nbytes)
     if member.crc and zlib.crc32(data) != member.crc:
-        raise damaged(where, f"wrong checksum of member {name[:60]!r}")
+        raise damaged_error(where, f"wrong checksum of member {name[:60]!r}")
     return data

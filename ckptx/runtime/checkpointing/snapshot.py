@@ -117,7 +117,7 @@ def _sidecars(model: Any, beside: Path | None) -> dict[str, bytes]:
             return {"config.json": model.config.to_json_string().encode()}
     source = LocalSource(beside)
     return {
-        each.name: source.read_small(each.name, _SIDECAR_BYTES) for each in list_sidecars(source, frozenset()).carried
+        each.name: source.read_small(each.name, _SIDECAR_BYTES) for each in list_sidecars(source, frozenset()).copied
     }
 
 

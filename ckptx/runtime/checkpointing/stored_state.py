@@ -24,9 +24,9 @@ from ckptx.catalog.entry import BytesEntry, TensorEntry
 from ckptx.catalog.object_ids import ObjectIds
 from ckptx.catalog.region import Region
 from ckptx.errors import InputError, UnsupportedError
-from ckptx.formats.dcp.reader import open_payloads
+from ckptx.formats.dcp.reader import locate_payloads
 from ckptx.formats.registry import open_checkpoint
-from ckptx.formats.torch_archive.archive import Archive, open_archive, place_tensor
+from ckptx.formats.torch_archive.archive import Archive, locate_tensor, open_archive
 from ckptx.formats.torch_archive.unpickle import Symbol, TensorRef, UnsupportedObject
 from ckptx.runtime.checkpointing.reading import RegionReader
 from ckptx.runtime.parallel.shards import local_shards_of, narrow_to
@@ -98,7 +98,7 @@ def open_state(path: Path) -> Iterator[StoredState]:
             "state; use a checkpoint that was saved during training"
         )
     with catalog.source.open() as files:
-        located = open_payloads(catalog, files, lazy=True)
+        located = locate_payloads(catalog, files, lazy=True)
         yield StoredState(catalog.root, located.tensors, catalog.objects, files, RegionReader(files))
 
 
@@ -134,7 +134,7 @@ class _PlainValues:
         )
 
     def _tensor(self, node: TensorRef | UnsupportedObject) -> Tensor:
-        place = place_tensor(node, self._archive.records, self._where)
+        place = locate_tensor(node, self._archive.records, self._where)
         if place.strides is not None or place.dtype.torch is None or place.dtype.pack > 1:
             raise UnsupportedError(
                 f"{self._where}: contains a tensor that is not row-major; save it with .contiguous()"

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ckptx.errors import InputError, ReadError, UsageError
-from ckptx.formats.hf.hub import CONFIG_FILES, resolve
+from ckptx.formats.hf.hub import CONFIG_FILES, resolve_source
 from ckptx.formats.hf.reader import read_json
 from ckptx.runtime.training.recipe import ModelBlock
 from ckptx.runtime.training.source import merged
@@ -31,7 +31,7 @@ def config_of_model(
         InputError: The directory has no config.json, or the Hub id cannot be fetched.
         UsageError: The path is a file with another name.
     """
-    found = resolve(model, revision=revision, token=token, cache_dir=cache_dir, patterns=CONFIG_FILES)
+    found = resolve_source(model, revision=revision, token=token, cache_dir=cache_dir, patterns=CONFIG_FILES)
     if found.is_file():
         if found.name != _CONFIG:
             raise UsageError(f"{found} is not a config.json; pass a config.json, a directory that has one, or a Hub id")

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ckptx.comparison.stored_dtypes import dtype_differences
 from ckptx.errors import InputError, UnsupportedError
-from ckptx.formats.hf.hf_metadata import directory_of_config
+from ckptx.formats.hf.hf_metadata import local_config_directory
 from ckptx.layout.stages import Stack
 from ckptx.model_view.sharder import read_plan
 from ckptx.options.verify import RunOptions
@@ -136,14 +136,14 @@ class ModelSide:
             InputError: Neither this checkpoint nor the fallback has a config.
         """
         if source.view.catalog.config is not None:
-            return directory_of_config(source.view.catalog)
+            return local_config_directory(source.view.catalog)
         with self._source(self.fallback) as other:
             if other.view.catalog.config is None:
                 raise InputError(
                     f"{self.path}: neither this checkpoint nor the reference has a config.json; add one to build the "
                     "model"
                 )
-            return directory_of_config(other.view.catalog)
+            return local_config_directory(other.view.catalog)
 
     def inspect_model(self) -> ModelFacts:
         """Build the model on the meta device, and refuse what cannot run on this mesh before anything has storage."""

@@ -22,7 +22,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
 from ckptx.errors import CkptxError, InputError, UsageError
-from ckptx.formats.hf.hub import resolve
+from ckptx.formats.hf.hub import resolve_source
 from ckptx.formats.hf.reader import read_json
 from ckptx.runtime.model.build import read_config, translate_build_errors
 from ckptx.runtime.training.dropouts import dropouts_of, set_dropout
@@ -65,7 +65,7 @@ def prepare_source(recipe: Recipe, directory: Path) -> Path:
     """
     model, dropout = recipe.model, recipe.training.dropout
     if model.pretrained is not None and not model.shrunk:
-        root = resolve(model.pretrained, revision=model.revision)
+        root = resolve_source(model.pretrained, revision=model.revision)
         if not model.config and dropout is None and model.attn_implementation is None:
             return root
         values = merged(read_json(root / _CONFIG), model.config)
@@ -174,7 +174,7 @@ def _first_values(model: ModelBlock) -> Values:
         return merged(model.shrunk_from, model.config)
     if model.pretrained is not None:
         try:
-            root = resolve(model.pretrained, revision=model.revision)
+            root = resolve_source(model.pretrained, revision=model.revision)
         except InputError as error:
             raise InputError(f"{error}; or set model.shrunk_from to keys of a config.json") from error
         return merged(read_json(root / _CONFIG), model.config)
