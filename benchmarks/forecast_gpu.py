@@ -332,7 +332,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.device == "cpu" and not options.tiny:
         parser.error("--device cpu: these models are for a card; add --tiny")
     device = device_of(options.device)
-    parts = [each for each in options.only.split(",") if each]
+    parts = [each for each in options.select.split(",") if each]
     found = {name: case for name, case in cases().items() if not parts or any(each in name for each in parts)}
     if options.tiny:
         found = {name: shrunk(case) for name, case in found.items()}

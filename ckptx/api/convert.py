@@ -5,8 +5,8 @@ from __future__ import annotations
 from ckptx.conversion.outputs.dcp import DcpFormat
 from ckptx.conversion.outputs.huggingface import HuggingFaceFormat
 from ckptx.conversion.outputs.output_format import OutputFormat
-from ckptx.conversion.pipeline import convert_opened
-from ckptx.conversion.steps.base import Need
+from ckptx.conversion.pipeline import run_conversion
+from ckptx.conversion.steps.base import ConfigNeed
 from ckptx.conversion.steps.opening import open_source
 from ckptx.options.api import two_table_api
 from ckptx.options.conversion import ToDcpOptions, ToHfOptions
@@ -30,7 +30,7 @@ def convert(options: ToDcpOptions | ToHfOptions) -> ConversionReport:
         form = ready.source.form
         options.check_source(form)
         output: OutputFormat
-        need: Need
+        need: ConfigNeed
         if isinstance(options, ToHfOptions):
             output, need = HuggingFaceFormat(options), "unless remembered"
         else:
@@ -39,4 +39,4 @@ def convert(options: ToDcpOptions | ToHfOptions) -> ConversionReport:
             is_sharded = options.dims.world_size > 1 or form.is_of_training
             output = DcpFormat(options, options if is_sharded else None)
             need = "config" if form.is_of_training else "none"
-        return stopwatch.stop(convert_opened(f"convert {options.direction}", ready, output, need, log))
+        return stopwatch.stop(run_conversion(f"convert {options.direction}", ready, output, need, log))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from ckptx.conversion.outputs.dcp import DcpFormat
 from ckptx.conversion.outputs.output_format import OutputFormat
 from ckptx.conversion.outputs.sharded import ShardedFormat
-from ckptx.conversion.pipeline import convert_opened
+from ckptx.conversion.pipeline import run_conversion
 from ckptx.conversion.steps.opening import open_source
 from ckptx.options.api import api
 from ckptx.options.conversion import ReshardOptions
@@ -34,4 +34,4 @@ def reshard(options: ReshardOptions) -> ConversionReport:
             output = ShardedFormat(options)
         else:
             options.check_prefix(form)
-        return stopwatch.stop(convert_opened("reshard", ready, output, "config", log))
+        return stopwatch.stop(run_conversion("reshard", ready, output, "config", log))

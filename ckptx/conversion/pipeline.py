@@ -12,7 +12,7 @@ import logging
 from pathlib import Path
 
 from ckptx.conversion.outputs.output_format import ConfigEdits, OutputContents, OutputFormat
-from ckptx.conversion.steps.base import BaseCheckpoint, Need, find_base
+from ckptx.conversion.steps.base import BaseCheckpoint, ConfigNeed, find_base
 from ckptx.conversion.steps.cast_losses import refuse_overflow
 from ckptx.conversion.steps.dtypes import cast_tensors
 from ckptx.conversion.steps.ledger import build_ledger
@@ -26,10 +26,10 @@ from ckptx.conversion.steps.model import (
 from ckptx.conversion.steps.opening import SourceCheckpoint
 from ckptx.conversion.steps.recorded_config import check_recorded_config
 from ckptx.conversion.steps.selection import select_tensors
-from ckptx.conversion.steps.sharding import ShardedTarget, shard
+from ckptx.conversion.steps.sharding import ShardedTarget, shard_tensors
 from ckptx.conversion.steps.sidecars import collect_sidecars
-from ckptx.conversion.steps.summary import ConversionState, report_of
-from ckptx.conversion.steps.training_state import TrainingState, carry_state
+from ckptx.conversion.steps.summary import ConversionState, build_report
+from ckptx.conversion.steps.training_state import TrainingState, map_training_state
 from ckptx.model_view.view import compare_replicas
 from ckptx.options.conversion import ConversionOptions
 from ckptx.processes.peers import PeerProcesses
@@ -44,30 +44,35 @@ from ckptx.transfer.planner import plan_copy
 _logger = logging.getLogger(__name__)
 
 
-def convert_opened(
-    command: str, opened: SourceCheckpoint, output: OutputFormat, need: Need, log: Log
+def run_conversion(
+    command: str, source_checkpoint: SourceCheckpoint, output: OutputFormat, config_need: ConfigNeed, log: Log
 ) -> ConversionReport:
     """Run one conversion and return its report.
 
     Args:
         command: Command name for the report.
-        opened: Source checkpoint, destination and options.
+        source_checkpoint: Source checkpoint, destination and options.
         output: Format to write.
-        need: Behavior when there is no config.
+        config_need: Behavior when there is no config.
         log: Receives the notes of every step.
 
     Raises:
         CkptxError: A step failed; nothing was published.
     """
-    source, files, dst, options = opened.source, opened.files, opened.dst, opened.options
+    source, files, dst, options = (
+        source_checkpoint.source,
+        source_checkpoint.files,
+        source_checkpoint.dst,
+        source_checkpoint.options,
+    )
     keeps_state = output.keeps_state(source)
 
     # Read the source.
-    base = log(find_base(source, dst, options, need))
+    base = log(find_base(source, dst, options, config_need))
     model = log(find_model(base, files, options, with_state=keeps_state))
     view = model.view
     _logger.info(
-        "config of %s, %s, %d tensors of the model, %d of the optimizer, %d others", base.files_from.root,
+        "config of %s, %s, %d tensors of the model, %d of the optimizer, %d others", base.sidecar_source.root,
         view.architecture.class_name if view.architecture else "no class", len(view.tensors), len(view.optimizer),
         len(view.other),
     )  # fmt: skip
@@ -82,29 +87,29 @@ def convert_opened(
     check_recorded_config(view, base, selection.named)
     naming = selection.named.naming
     _logger.info(
-        "%s: %d tensors, %d aliases", "original files restored" if selection.restored else "new layout",
+        "%s: %d tensors, %d aliases", "original files restored" if selection.restored_files else "new layout",
         len(selection.named.target.tensors), len(selection.named.target.aliases),
     )  # fmt: skip
     cast = log(cast_tensors(view, selection.named, base, options.dtype))
     sharded = ShardedTarget(cast.target)
-    if output.layout is not None:
-        sharded = log(shard(view, cast.target, naming, output.layout, own_files_only=output.own_files_only))
+    if output.sharding is not None:
+        sharded = log(shard_tensors(view, cast.target, naming, output.sharding, own_files_only=output.own_files_only))
     names = output.names(view, selection.named)
-    output_tensors = sharded.renamed(names).with_second_names(output.second_names(view, selection.named, names))
-    output_names = {old: names[new] for old, new in naming.renamed(view).items()} if keeps_state else {}
+    output_tensors = sharded.renamed(names).with_aliases(output.second_names(view, selection.named, names))
+    output_names = {old: names[new] for old, new in naming.target_names(view).items()} if keeps_state else {}
 
     def state_of_source() -> TrainingState:
-        return carry_state(view, files, output_tensors, output_names) if keeps_state else TrainingState()
+        return map_training_state(view, files, output_tensors, output_names) if keeps_state else TrainingState()
 
     state = log(state_of_source())
 
     # Allocate the files, and collect what is copied with them.
     is_altered = cast.was_cast or output.has_new_prefix
     original = None if is_altered else selection.original
-    contents = OutputContents(output_tensors, state, names, naming, base, selection.restored, original)
+    contents = OutputContents(output_tensors, state, names, naming, base, selection.restored_files, original)
     allocation = log(output.allocate(dst, contents, files))
     edits = ConfigEdits()
-    if selection.restored is None:
+    if selection.restored_files is None:
         edits = log(output.edits(view, selection.named, cast, base, ties, options.dtype))
     sidecars = log(collect_sidecars(base, output.sidecars(base), edits.rows))
     target = output_tensors.target
@@ -112,7 +117,7 @@ def convert_opened(
         target.source,
         allocation.catalog,
         {**target.source_names, **state.source_names, **state.object_source_names},
-        frame_of=allocation.frame_of,
+        frame_of=allocation.block_frame,
         prologues=allocation.prologues,
         groups=allocation.groups,
     )
@@ -123,11 +128,11 @@ def convert_opened(
     ledger = build_ledger(
         source.tensors.keys(),
         plan,
-        written=target.written() | state.written(),
-        shared=target.shared | state.shared | view.model_duplicates.keys(),
-        dropped={row["name"] for row in (*dropped_state.dropped, *state.dropped)},
+        written=target.written_disk_names() | state.written_disk_names(),
+        shared=target.tied_disk_names | state.shared_disk_names | view.model_duplicates.keys(),
+        dropped={row["name"] for row in (*dropped_state.rows, *state.dropped_rows)},
         aliases={**target.aliases, **state.aliases},
-        leaders=ties.leaders,
+        representatives=ties.representatives,
     )
 
     def is_decision_unchanged() -> bool:
@@ -147,11 +152,11 @@ def convert_opened(
         markers=list(allocation.markers),
     )
     state_of_run = ConversionState(
-        dst, options, opened.processes, model, ties, config_check, dropped_state, cast, sharded, contents, allocation,
-        sidecars, job, job.nbytes, ledger,
+        dst, options, source_checkpoint.processes, model, ties, config_check, dropped_state, cast, sharded, contents,
+        allocation, sidecars, job, job.nbytes, ledger,
     )  # fmt: skip
-    outcome = None if options.dry_run else _publish(job, dst, files, options, opened.processes, base)
-    return report_of(command, state_of_run, outcome, log)
+    outcome = None if options.dry_run else _publish(job, dst, files, options, source_checkpoint.processes, base)
+    return build_report(command, state_of_run, outcome, log)
 
 
 def _publish(

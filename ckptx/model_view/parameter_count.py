@@ -39,8 +39,8 @@ def count_parameters(view: ModelView) -> Parameters:
     Names that share bytes are one tensor. So are names that the config declares tied if dtype, shape and sampled rows
     agree, because files may hold different tensors under such names. These rows are the only tensor data that is read.
     """
-    leaders = _declared_representatives(view)
-    count, stored_separately = _count_untied(view, leaders)
+    representatives = _declared_representatives(view)
+    count, stored_separately = _count_untied(view, representatives)
     tied = []
     for names in stored_separately.values():
         for same in _group_by_samples(view, names) if len(names) > 1 else [names]:
@@ -50,14 +50,14 @@ def count_parameters(view: ModelView) -> Parameters:
     return Parameters(count, tied)
 
 
-def count_with_known_ties(view: ModelView, leaders: Mapping[str, str]) -> int:
+def count_with_known_ties(view: ModelView, representatives: Mapping[str, str]) -> int:
     """Count the parameters of a model whose tied names are known.
 
     Args:
         view: Model.
-        leaders: Name -> representative name, equal for all names of one tensor.
+        representatives: Name -> representative name, equal for all names of one tensor.
     """
-    count, separate = _count_untied(view, leaders)
+    count, separate = _count_untied(view, representatives)
     return count + sum(view.tensors[names[0]].numel for names in separate.values())
 
 
@@ -70,7 +70,7 @@ def tie_representatives(decisions: Iterable[TieDecision]) -> dict[str, str]:
     )
 
 
-def _count_untied(view: ModelView, leaders: Mapping[str, str]) -> tuple[int, dict[object, list[str]]]:
+def _count_untied(view: ModelView, representatives: Mapping[str, str]) -> tuple[int, dict[object, list[str]]]:
     """Count elements of untied names; group tied names with separate bytes by tie, dtype and shape."""
     count = 0
     locations: set[object] = set()
@@ -81,8 +81,8 @@ def _count_untied(view: ModelView, leaders: Mapping[str, str]) -> tuple[int, dic
         if location in locations:
             continue
         locations.add(location)
-        if name in leaders:
-            stored_separately.setdefault((leaders[name], entry.dtype, entry.shape), []).append(name)
+        if name in representatives:
+            stored_separately.setdefault((representatives[name], entry.dtype, entry.shape), []).append(name)
         else:
             count += numel
     return count, stored_separately

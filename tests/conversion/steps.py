@@ -35,12 +35,12 @@ def source(src: Path, command: str = "reshard", **options: Any) -> Iterator[Sour
         yield ready
 
 
-def find_base(ready: SourceCheckpoint, need: base.Need) -> base.BaseCheckpoint:
+def find_base(ready: SourceCheckpoint, need: base.ConfigNeed) -> base.BaseCheckpoint:
     """Its config."""
     return base.find_base(ready.source, ready.dst, ready.options, need)
 
 
-def viewed(ready: SourceCheckpoint, need: base.Need = "config", **fields: Any) -> ModelView:
+def viewed(ready: SourceCheckpoint, need: base.ConfigNeed = "config", **fields: Any) -> ModelView:
     """The model in it."""
     return find_model(find_base(ready, need), ready.files, ready.options, **{"with_state": False, **fields}).view
 

@@ -21,13 +21,13 @@ from ckptx.conversion.outputs.sharded import ShardedFormat
 from ckptx.conversion.steps.dtypes import cast_tensors
 from ckptx.conversion.steps.ledger import build_ledger
 from ckptx.conversion.steps.model import check_against_config, drop_training_state, refuse_without_model
-from ckptx.conversion.steps.naming import rename
-from ckptx.conversion.steps.restoration import remember, restore_original
+from ckptx.conversion.steps.naming import rename_tensors
+from ckptx.conversion.steps.restoration import record_original, restore_original
 from ckptx.conversion.steps.selection import select_tensors
-from ckptx.conversion.steps.sharding import ShardedTarget, rank_rows, shard
+from ckptx.conversion.steps.sharding import ShardedTarget, rank_rows, shard_tensors
 from ckptx.conversion.steps.sidecars import collect_sidecars
-from ckptx.conversion.steps.target import TargetTensors, share
-from ckptx.conversion.steps.training_state import carry_state
+from ckptx.conversion.steps.target import TargetTensors, apply_ties
+from ckptx.conversion.steps.training_state import map_training_state
 from ckptx.errors import Defect, InputError, UnsupportedError, UsageError
 from ckptx.layout.parallel_dims import ParallelDims
 from ckptx.options.conversion import ReshardOptions, ToHfOptions
@@ -87,11 +87,11 @@ def test_files_travel_from_the_base_that_is_named(tmp_path: Path) -> None:
     write_dcp(tmp_path / "dcp", llama(), config=CONFIG)
     with source(tmp_path / "dcp", base=str(tmp_path / "base")) as ready:
         base = find_base(ready, "config")
-        assert base.files_from.root == tmp_path / "base" and base.source is ready.source
+        assert base.sidecar_source.root == tmp_path / "base" and base.source is ready.source
         assert base.config == TIED and {each.name for each in base.dtypes.values()} == {"F32"}
     with source(tmp_path / "dcp", base="none") as ready:
         base = find_base(ready, "config")
-        assert (base.catalog, base.config) == (None, None) and base.files_from is ready.source
+        assert (base.catalog, base.config) == (None, None) and base.sidecar_source is ready.source
 
 
 # The model
@@ -105,7 +105,7 @@ def test_a_model_that_does_not_fit_is_refused_or_noted(tmp_path: Path) -> None:
         with pytest.raises(InputError, match="allow-config-mismatch"):
             check_against_config(view, allow_config_mismatch=False)
         held = check_against_config(view, allow_config_mismatch=True)
-        assert held.fit is not None and [each.name for each in held.fit.mismatches] == [NORM]
+        assert held.match is not None and [each.name for each in held.match.mismatches] == [NORM]
         assert (
             held.notes[0]
             == '1 tensor unknown to LlamaForCausalLM, passed through: "strange" (outside of the modules of the class)'
@@ -120,7 +120,7 @@ def test_ties_are_decided_by_config_and_bytes(tmp_path: Path, declared: bool, is
     every = sum(entry.numel for entry in view.tensors.values())
     is_one = declared and is_equal
     assert ties.parameters == (every - view.tensors[HEAD].numel if is_one else every)
-    assert bool(ties.leaders) == is_one
+    assert bool(ties.representatives) == is_one
     assert any("declared tied, but different" in note for note in ties.notes) == (declared and not is_equal)
 
 
@@ -128,9 +128,9 @@ def test_what_stays_behind_is_named(tmp_path: Path) -> None:
     with source(trained(tmp_path / "dcp")) as ready:
         view = viewed(ready)
         left = drop_training_state(view, ready.source.objects, "stays")
-    names = {row["name"] for row in left.dropped}
+    names = {row["name"] for row in left.rows}
     assert names == {*view.optimizer, *view.other} and len(view.other) == 1
-    assert {row["reason"] for row in left.dropped} == {"optimizer state stays", "training state stays"}
+    assert {row["reason"] for row in left.rows} == {"optimizer state stays", "training state stays"}
     assert left.optimizer is not None and left.optimizer["tensors"] == len(view.optimizer)
     assert left.objects is not None and left.objects["count"] == 1 and len(left.notes) == 1
 
@@ -166,10 +166,10 @@ def test_ties_are_carried_out(
     with source(tmp_path / "hf") as ready:
         view, ties = decided(ready)
     before = frozen(view.tensors)
-    target = share(view, ties.decisions, tied=tied, can_alias=can_alias)
+    target = apply_ties(view, ties.decisions, tied=tied, can_alias=can_alias)
     assert target.tensors.keys() & {EMBED, HEAD} == stored
-    assert target.aliases == aliases and target.shared == {EMBED, HEAD}
-    assert target.tensors.keys() == target.source_names.keys() == target.read.keys()
+    assert target.aliases == aliases and target.tied_disk_names == {EMBED, HEAD}
+    assert target.tensors.keys() == target.source_names.keys() == target.disk_names.keys()
     assert view.tensors == before
 
 
@@ -178,22 +178,22 @@ def test_a_tie_that_is_none_is_not_dropped(tmp_path: Path) -> None:
     with source(tmp_path / "hf") as ready:
         view, ties = decided(ready)
     with pytest.raises(InputError, match="--tied drop would lose one"):
-        share(view, ties.decisions, tied="drop", can_alias=False)
+        apply_ties(view, ties.decisions, tied="drop", can_alias=False)
 
 
 def test_targets_are_not_changed_but_made_anew(tmp_path: Path) -> None:
     write_hf(tmp_path / "hf", equal_head(), config=TIED)
     with source(tmp_path / "hf") as ready:
         view, ties = decided(ready)
-    target = share(view, ties.decisions, tied="auto", can_alias=True)
+    target = apply_ties(view, ties.decisions, tied="auto", can_alias=True)
     before = [frozen(getattr(target, each.name)) for each in fields(target)]
     copied = target.with_copies([HEAD])
     assert copied.aliases == {} and copied.copies == {HEAD: EMBED}
     assert copied.source_names[HEAD] == EMBED and copied.tensors[HEAD].name == HEAD
     renamed = copied.renamed(lambda name: f"x.{name}")
     assert renamed.copies == {f"x.{HEAD}": f"x.{EMBED}"} and renamed.tensors["x." + NORM].name == "x." + NORM
-    assert renamed.written() == target.written() == set(view.tensors) - {HEAD}
-    assert list(target.only([NORM, EMBED]).tensors) == [NORM, EMBED]
+    assert renamed.written_disk_names() == target.written_disk_names() == set(view.tensors) - {HEAD}
+    assert list(target.select([NORM, EMBED]).tensors) == [NORM, EMBED]
     assert target.with_copies([]) is target
     assert [frozen(getattr(target, each.name)) for each in fields(target)] == before
     with pytest.raises(FrozenInstanceError):
@@ -215,38 +215,38 @@ def test_names_of_the_model_put_experts_together(tmp_path: Path) -> None:
     write_hf(tmp_path / "hf", experts(), config=MIXTRAL)
     with source(tmp_path / "hf") as ready:
         view, ties = decided(ready)
-    target = share(view, ties.decisions, tied="auto", can_alias=True)
-    assert rename(view, target, names=None, default=None).target is target
-    assert rename(view, target, names="disk", default=None).target is target
-    named = rename(view, target, names="model", default=None)
+    target = apply_ties(view, ties.decisions, tied="auto", can_alias=True)
+    assert rename_tensors(view, target, names=None, default=None).target is target
+    assert rename_tensors(view, target, names="disk", default=None).target is target
+    named = rename_tensors(view, target, names="model", default=None)
     fused = "model.layers.1.mlp.experts.gate_up_proj"
     assert named.target.tensors[fused].shape == (2, 48, 8)
-    assert len(named.target.read[fused]) == len(named.naming.sources[fused]) == 4
-    assert named.target.written() == set(view.tensors)
+    assert len(named.target.disk_names[fused]) == len(named.naming.sources[fused]) == 4
+    assert named.target.written_disk_names() == set(view.tensors)
     assert fused in named.target.source.tensors and fused not in target.source.tensors
     assert named.naming.model_name(fused) == fused
-    assert named.naming.renamed(view)[NORM] == NORM
-    assert not any("experts" in name for name in named.naming.renamed(view))
+    assert named.naming.target_names(view)[NORM] == NORM
+    assert not any("experts" in name for name in named.naming.target_names(view))
 
 
 def test_names_of_an_unknown_class_stay(tmp_path: Path) -> None:
     write_hf(tmp_path / "hf", llama(), config={"architectures": ["Nobody"]})
     with source(tmp_path / "hf", base="none") as ready:
         view = viewed(ready)
-        target = TargetTensors.of(view.catalog, view.tensors)
-    assert rename(view, target, names=None, default="model").target is target
+        target = TargetTensors.from_source(view.catalog, view.tensors)
+    assert rename_tensors(view, target, names=None, default="model").target is target
     with pytest.raises(UnsupportedError, match="naming of this class is unknown"):
-        rename(view, target, names="model", default=None)
+        rename_tensors(view, target, names="model", default=None)
 
 
 def test_original_files_are_remembered_until_they_are_other_files(tmp_path: Path) -> None:
     write_hf(tmp_path / "hf", equal_head(), shards=2, config=TIED)
     ckptx.convert("hf2dcp", tmp_path / "hf", tmp_path / "dcp")
     with source(tmp_path / "hf") as ready:
-        own = remember(viewed(ready)).original
+        own = record_original(viewed(ready)).original
     with source(tmp_path / "dcp") as ready:
         view, ties = decided(ready)
-        assert remember(view).original == own
+        assert record_original(view).original == own
         found = restore_original(view, ties.decisions, None).files
         assert found is not None and found.original == own
         assert list(found.named.target.tensors) == list(own.tensors if own else ())
@@ -263,7 +263,7 @@ def test_what_a_format_chooses(tmp_path: Path, output: str) -> None:
     with source(tmp_path / "dcp") as ready:
         view, ties = decided(ready)
         chosen = select_tensors(find_base(ready, "config"), view, ties, FORMATS[output], ready.options)
-    assert (chosen.restored is not None) == (output == "huggingface")
+    assert (chosen.restored_files is not None) == (output == "huggingface")
     assert (chosen.original is not None) == (output != "huggingface")
     assert (HEAD in chosen.named.target.aliases) == (output != "huggingface")
 
@@ -275,13 +275,13 @@ def test_a_cast_keeps_what_is_no_float(tmp_path: Path) -> None:
     write_hf(tmp_path / "hf", {**llama(), "counts": value("I64", 4)}, config=CONFIG)
     with source(tmp_path / "hf") as ready:
         view, base = viewed(ready), find_base(ready, "config")
-        named = rename(view, TargetTensors.of(view.catalog, view.tensors), names=None, default=None)
+        named = rename_tensors(view, TargetTensors.from_source(view.catalog, view.tensors), names=None, default=None)
         same, half = (cast_tensors(view, named, base, wanted) for wanted in ("auto", "fp16"))
         assert cast_tensors(view, named, base, "bf16").was_cast is False
         with pytest.raises(UsageError, match="--dtype base"):
             cast_tensors(view, named, base, "base")
-    assert same.target is named.target and same.kept is None and not same.was_cast
-    assert half.was_cast and half.kept == []
+    assert same.target is named.target and same.uncast is None and not same.was_cast
+    assert half.was_cast and half.uncast == []
     assert {name for name, each in half.target.tensors.items() if each.dtype is not BY_NAME["F16"]} == {"counts"}
     assert named.target.tensors[NORM].dtype is BY_NAME["BF16"]
 
@@ -292,7 +292,7 @@ def test_dtypes_of_a_base_are_counted(tmp_path: Path) -> None:
     write_dcp(tmp_path / "dcp", llama(dtype="F32"), config=CONFIG)
     with source(tmp_path / "dcp", base=str(tmp_path / "base"), dtype="base") as ready:
         view, base = viewed(ready), find_base(ready, "config")
-        named = rename(view, TargetTensors.of(view.catalog, view.tensors), names=None, default=None)
+        named = rename_tensors(view, TargetTensors.from_source(view.catalog, view.tensors), names=None, default=None)
         cast = cast_tensors(view, named, base, "base")
     assert cast.base_dtypes == {"as_base": len(llama()) - 1, "lacking": [HEAD], "otherwise": []}
     assert {name for name, each in cast.target.tensors.items() if each.dtype is BY_NAME["F32"]} == {NORM, HEAD}
@@ -308,13 +308,13 @@ def test_a_name_on_another_stage_becomes_a_copy(tmp_path: Path, alone: bool) -> 
     for pp in (1, 2):
         with source(tmp_path / "hf", tp=2, pp=pp) as ready:
             view, ties = decided(ready)
-            named = rename(
+            named = rename_tensors(
                 view,
-                share(view, ties.decisions, tied="auto", can_alias=True),
+                apply_ties(view, ties.decisions, tied="auto", can_alias=True),
                 names=None,
                 default=None,
             )
-            sharded = shard(view, named.target, named.naming, ready.options, own_files_only=alone)
+            sharded = shard_tensors(view, named.target, named.naming, ready.options, own_files_only=alone)
         is_copy = alone or pp == 2
         assert sharded.target.copies == ({HEAD: EMBED} if is_copy else {})
         assert sharded.target.aliases == ({} if is_copy else {HEAD: EMBED})
@@ -335,20 +335,22 @@ def test_every_byte_of_a_rank_is_counted() -> None:
 def test_state_lies_with_its_parameter(tmp_path: Path) -> None:
     with source(trained(tmp_path / "dcp"), tp=2, pp=2) as ready:
         view = viewed(ready, with_state=True)
-        named = rename(view, TargetTensors.of(view.catalog, view.tensors), names=None, default=None)
-        sharded = shard(view, named.target, named.naming, ready.options, own_files_only=False)
-        state = carry_state(view, ready.files, sharded, {name: name for name in view.tensors})
-        whole = carry_state(view, ready.files, ShardedTarget(named.target), {name: name for name in view.tensors})
+        named = rename_tensors(view, TargetTensors.from_source(view.catalog, view.tensors), names=None, default=None)
+        sharded = shard_tensors(view, named.target, named.naming, ready.options, own_files_only=False)
+        state = map_training_state(view, ready.files, sharded, {name: name for name in view.tensors})
+        whole = map_training_state(
+            view, ready.files, ShardedTarget(named.target), {name: name for name in view.tensors}
+        )
     assert sharded.model is not None
     query = "model.layers.1.self_attn.q_proj.weight"
     placed = sharded.model.placements[query]
-    assert state.places[f"optimizer.state.{query}.exp_avg"] == (placed.stage, placed.blocks)
+    assert state.placements[f"optimizer.state.{query}.exp_avg"] == (placed.stage, placed.blocks)
     assert placed.stage == 1 and len(placed.blocks) == 2
     assert state.without_parameter == ("optimizer.state.nobody.exp_avg",)
     assert state.replicated == (f"optimizer.state.{NORM}.factors",)
     assert list(state.objects) == ["optimizer.param_groups"] and len(state.notes) == 2
-    assert state.written() == {*view.optimizer, *view.other}
-    assert whole.places == {} and whole.without_parameter == ()
+    assert state.written_disk_names() == {*view.optimizer, *view.other}
+    assert whole.placements == {} and whole.without_parameter == ()
 
 
 # What goes along, and what is counted
@@ -383,10 +385,10 @@ class _NoSteps:
 
 
 def test_a_tensor_that_ends_nowhere_is_a_defect() -> None:
-    ends: dict[str, Any] = {"written": {"a"}, "shared": {"b"}, "dropped": {"c"}, "aliases": {}, "leaders": {}}
+    ends: dict[str, Any] = {"written": {"a"}, "shared": {"b"}, "dropped": {"c"}, "aliases": {}, "representatives": {}}
     plan: Any = _NoSteps()
-    assert build_ledger(["a", "b", "c"], plan, **ends).ends == {"written": 1, "aliases": 1, "dropped": 1}
-    assert build_ledger(["a"], plan, **{**ends, "shared": {"a"}, "dropped": {"a"}}).ends["written"] == 1
+    assert build_ledger(["a", "b", "c"], plan, **ends).counts_by_outcome == {"written": 1, "aliases": 1, "dropped": 1}
+    assert build_ledger(["a"], plan, **{**ends, "shared": {"a"}, "dropped": {"a"}}).counts_by_outcome["written"] == 1
     for end in ("written", "shared", "dropped"):
         with pytest.raises(Defect, match="would be lost"):
             build_ledger(["a", "b", "c"], plan, **{**ends, end: set()})

@@ -32,12 +32,12 @@ class DcpFormat(OutputFormat):
 
     Attributes:
         options: Options of the conversion.
-        layout: Mesh and sharding rules if each rank gets its own files; None if tensors stay whole and files are
+        sharding: Mesh and sharding rules if each rank gets its own files; None if tensors stay whole and files are
             balanced by size.
     """
 
     options: DcpOptions
-    layout: ShardingOptions | None
+    sharding: ShardingOptions | None
     can_alias: ClassVar[bool] = True
     keeps_wrappers: ClassVar[bool] = True
     needs_model: ClassVar[bool] = False
@@ -81,9 +81,11 @@ class DcpFormat(OutputFormat):
         if named.naming.sources:
             return {}
         prefix = "" if view.catalog.form.is_of_training else self.options.prefix
-        kept = {entry.name: names[name] for name, entry in view.tensors.items() if name in names}
+        stored_names = {entry.name: names[name] for name, entry in view.tensors.items() if name in names}
         return {
-            prefix + name: kept[other] for name, other in view.duplicates.items() if other in kept and name not in kept
+            prefix + name: stored_names[other]
+            for name, other in view.duplicates.items()
+            if other in stored_names and name not in stored_names
         }
 
     def allocate(self, dst: Path, contents: OutputContents, source: SourceFiles) -> Allocation:
@@ -93,7 +95,7 @@ class DcpFormat(OutputFormat):
             lambda tree, _: check_dcp(tree, output),
             groups=output.groups,
             markers=tuple(output.markers),
-            frame_of=archive_frame,
+            block_frame=archive_frame,
             ranks=output.ranks,
         )
 
@@ -103,7 +105,7 @@ class DcpFormat(OutputFormat):
         return float_edits(view, cast, base, lossless_edits(view, cast, base, named.naming, dtype))
 
     def sidecars(self, base: BaseCheckpoint) -> list[str]:
-        return [sidecar.name for sidecar in base.files_from.sidecars]
+        return [sidecar.name for sidecar in base.sidecar_source.sidecars]
 
     def manifest(self, contents: OutputContents, allocation: Allocation, digests: Mapping[str, str]) -> dict[str, Any]:
         target, state = contents.sharded.target, contents.state
@@ -113,7 +115,7 @@ class DcpFormat(OutputFormat):
             digests,
             aliases={**target.aliases, **state.aliases},
             copies={**target.copies, **state.copies},
-            original=contents.original,
+            original=contents.original_files,
             mesh=contents.sharded.model,
             model_names=_model_names(contents),
         )
@@ -125,14 +127,14 @@ def _allocate_parts(dst: Path, contents: OutputContents, files: int | None) -> D
         assert not state.tensors
         catalog = dcp_layout.allocate(dst, target.tensors.values(), files)
         marker = (METADATA, dcp_layout.metadata_bytes(catalog, target.aliases))
-        fqns = {**{name: name for name in catalog.tensors}, **target.aliases}
-        return DcpOutput(catalog, [(name,) for name in catalog.files], [marker], {}, {METADATA: fqns})
+        names_in_metadata = {**{name: name for name in catalog.tensors}, **target.aliases}
+        return DcpOutput(catalog, [(name,) for name in catalog.files], [marker], {}, {METADATA: names_in_metadata})
     order = {name: at for at, name in enumerate(target.source.tensors)}
     source_names = {**target.source_names, **state.source_names}
     blocks = [
         (entry, model.placements[name].stage, model.placements[name].blocks) for name, entry in target.tensors.items()
     ]
-    blocks += [(entry, *state.places[name]) for name, entry in state.tensors.items()]
+    blocks += [(entry, *state.placements[name]) for name, entry in state.tensors.items()]
     blocks.sort(key=lambda each: order[source_names[each[0].name]])  # source order: one sequential pass
     dcp_contents = DcpContents(
         blocks,
@@ -148,5 +150,5 @@ def _model_names(contents: OutputContents) -> dict[str, str]:
     naming = contents.naming
     if naming.rules is None:
         return {}
-    found = {out: naming.model_name(name) for name, out in contents.names.items()}
-    return {out: name for out, name in found.items() if name is not None and name != out}
+    model_names = {out: naming.model_name(name) for name, out in contents.names.items()}
+    return {out: name for out, name in model_names.items() if name is not None and name != out}

@@ -41,14 +41,14 @@ class DcpOutput:
         groups: Groups of files that are written together.
         markers: Path and bytes of each `.metadata`.
         ranks: Rank of each file.
-        fqns: Path of a `.metadata` -> map from each name in it to the name in `catalog`.
+        catalog_names: Path of a `.metadata` -> map from each name in it to the name in `catalog`.
     """
 
     catalog: Catalog
     groups: list[tuple[str, ...]]
     markers: list[tuple[str, bytes]]
     ranks: dict[str, int]
-    fqns: dict[str, dict[str, str]] = field(default_factory=dict)
+    catalog_names: dict[str, dict[str, str]] = field(default_factory=dict)
 
 
 def allocate_dcp(
@@ -64,30 +64,37 @@ def allocate_dcp(
     for part in parts or (None,):
         part_contents = contents if part is None else _contents_of_part(contents, part, parts)
         layout = dcp_layout.allocate_sharded(root, part_contents.tensors, dims, part_contents.objects.values(), files)
-        lead = "" if part is None or part.directory == "." else f"{part.directory}/"
-        _append(output, layout, lead)
+        path_prefix = "" if part is None or part.directory == "." else f"{part.directory}/"
+        _append_part(output, layout, path_prefix)
         names = {} if part is None else part.names
         planner_data = source.planner_data if part is None else part.planner_data
-        output.fqns[lead + METADATA], data = _metadata(layout.catalog, part_contents, names, planner_data)
-        output.markers.append((lead + METADATA, data))
+        output.catalog_names[path_prefix + METADATA], data = _part_metadata(
+            layout.catalog, part_contents, names, planner_data
+        )
+        output.markers.append((path_prefix + METADATA, data))
     return output
 
 
-def _metadata(
+def _part_metadata(
     catalog: Catalog, contents: DcpContents, names: Mapping[str, str], planner_data: Mapping[str, Any] | None
 ) -> tuple[dict[str, str], bytes]:
     """Return the map from names in the `.metadata` of one part to catalog names, and the bytes of the `.metadata`."""
     if not names:
-        fqns = {**{name: name for name in (*catalog.tensors, *catalog.objects)}, **contents.aliases}
-        return fqns, dcp_layout.metadata_bytes(catalog, contents.aliases, planner_data, contents.copies)
+        catalog_names = {**{name: name for name in (*catalog.tensors, *catalog.objects)}, **contents.aliases}
+        return catalog_names, dcp_layout.metadata_bytes(catalog, contents.aliases, planner_data, contents.copies)
 
     def stored_name(name: str) -> str:
         """Return a name as the part spells it; a new copy or alias follows the spelling of its twin."""
         if name in names:
             return names[name]
-        twin = contents.aliases.get(name) or contents.copies.get(name)
-        if twin is not None and twin in names and twin != names[twin] and twin.endswith(names[twin]):
-            return name.removeprefix(twin[: len(twin) - len(names[twin])])
+        counterpart = contents.aliases.get(name) or contents.copies.get(name)
+        if (
+            counterpart is not None
+            and counterpart in names
+            and counterpart != names[counterpart]
+            and counterpart.endswith(names[counterpart])
+        ):
+            return name.removeprefix(counterpart[: len(counterpart) - len(names[counterpart])])
         return name
 
     renamed = replace(
@@ -96,44 +103,47 @@ def _metadata(
         objects={stored_name(name): entry for name, entry in catalog.objects.items()},
     )
     aliases = {stored_name(name): stored_name(stored) for name, stored in contents.aliases.items()}
-    twins = {stored_name(name): stored_name(stored) for name, stored in contents.copies.items()}
-    fqns = {stored_name(name): name for name in (*catalog.tensors, *catalog.objects)}
-    fqns |= {stored_name(name): stored for name, stored in contents.aliases.items()}
-    return fqns, dcp_layout.metadata_bytes(renamed, aliases, planner_data, twins)
+    counterparts = {stored_name(name): stored_name(stored) for name, stored in contents.copies.items()}
+    catalog_names = {stored_name(name): name for name in (*catalog.tensors, *catalog.objects)}
+    catalog_names |= {stored_name(name): stored for name, stored in contents.aliases.items()}
+    return catalog_names, dcp_layout.metadata_bytes(renamed, aliases, planner_data, counterparts)
 
 
 def _contents_of_part(contents: DcpContents, part: CheckpointPart, parts: tuple[CheckpointPart, ...]) -> DcpContents:
     """Return the contents of one part; a new alias or copy goes to the part of its twin."""
-    twins = {**contents.aliases, **contents.copies}
-    owner = {name: each.directory for each in parts for name in each.names}
+    counterparts = {**contents.aliases, **contents.copies}
+    directory_of_name = {name: each.directory for each in parts for name in each.names}
 
-    def is_here(name: str) -> bool:
-        return owner.get(name, owner.get(twins.get(name, ""), parts[0].directory)) == part.directory
+    def is_in_part(name: str) -> bool:
+        return (
+            directory_of_name.get(name, directory_of_name.get(counterparts.get(name, ""), parts[0].directory))
+            == part.directory
+        )
 
     return DcpContents(
-        [tensor for tensor in contents.tensors if is_here(tensor[0].name)],
-        {name: entry for name, entry in contents.objects.items() if is_here(name)},
-        {name: stored for name, stored in contents.aliases.items() if is_here(stored)},
-        {name: stored for name, stored in contents.copies.items() if is_here(name)},
+        [tensor for tensor in contents.tensors if is_in_part(tensor[0].name)],
+        {name: entry for name, entry in contents.objects.items() if is_in_part(name)},
+        {name: stored for name, stored in contents.aliases.items() if is_in_part(stored)},
+        {name: stored for name, stored in contents.copies.items() if is_in_part(name)},
     )
 
 
-def _append(output: DcpOutput, layout: dcp_layout.DcpLayout, lead: str) -> None:
-    """Add one part to the output, with `lead` in front of its file names."""
-    moved: dict[int, tuple[str, ...]] = {}
+def _append_part(output: DcpOutput, layout: dcp_layout.DcpLayout, path_prefix: str) -> None:
+    """Add one part to the output, with `path_prefix` in front of its file names."""
+    prefixed_files: dict[int, tuple[str, ...]] = {}
     for name, entry in layout.catalog.tensors.items():
         chunks = entry.chunks
-        if lead:
+        if path_prefix:
             assert isinstance(chunks, ShardedChunks)
-            files = moved.get(id(chunks.files))
+            files = prefixed_files.get(id(chunks.files))
             if files is None:
-                files = moved[id(chunks.files)] = tuple(lead + file for file in chunks.files)
+                files = prefixed_files[id(chunks.files)] = tuple(path_prefix + file for file in chunks.files)
             chunks = ShardedChunks(chunks.blocks, files, chunks.lengths, chunks.offsets, chunks.archive)
             entry = entry._replace(chunks=chunks)
         output.catalog.tensors[name] = entry
     for name, pickled in layout.catalog.objects.items():
-        output.catalog.objects[name] = pickled._replace(file=lead + pickled.file)
+        output.catalog.objects[name] = pickled._replace(file=path_prefix + pickled.file)
     for file, nbytes in layout.catalog.files.items():
-        output.catalog.files[lead + file] = nbytes
-        output.ranks[lead + file] = int(file.split("_")[2])
-    output.groups.extend(tuple(lead + file for file in group) for group in layout.groups)
+        output.catalog.files[path_prefix + file] = nbytes
+        output.ranks[path_prefix + file] = int(file.split("_")[2])
+    output.groups.extend(tuple(path_prefix + file for file in group) for group in layout.groups)

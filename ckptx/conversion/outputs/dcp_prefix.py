@@ -24,31 +24,31 @@ def refuse_unreadable_prefix(prefix: str, names: Collection[str], view: ModelVie
     Raises:
         UsageError: The reader would find another model, or none.
     """
-    reason = _reason_unreadable(prefix, names, view)
+    reason = _unreadable_reason(prefix, names, view)
     if reason is not None:
         raise UsageError(f'--prefix "{prefix}": {reason}; choose another prefix, such as "app."')
 
 
-def _reason_unreadable(prefix: str, names: Collection[str], view: ModelView) -> str | None:
+def _unreadable_reason(prefix: str, names: Collection[str], view: ModelView) -> str | None:
     """Return why the reader would not find the model under the prefix; None if it would."""
     if "*" in prefix.split("."):
         return 'a component "*" stands for an index where names are looked up'
     longest = max(map(len, names), default=0) + len(prefix)
     if longest > NAME_LENGTH:
         return f"the longest name would have {longest:,} characters, at most {NAME_LENGTH:,} are allowed"
-    written = {prefix + name: name for name in names}
+    prefixed_names = {prefix + name: name for name in names}
     config, source_config = view.config, view.catalog.config
     if config is not None and source_config is not None and source_config.get("architectures") in (None, []):
-        inferred = infer_class(source_config, written)
+        inferred = infer_class(source_config, prefixed_names)
         if inferred is None or [inferred.class_name] != config.get("architectures"):
             return "config.json names no class, and the class cannot be inferred from names with this prefix"
     is_unknown = view.disk_architecture is None or not view.disk_architecture.name_patterns
     # Names of an unknown class do not identify a prefix: the user passes it when reading.
-    is_state = [is_optimizer(name) or is_trainer_state(name) for name in written]
-    if (is_unknown and any(is_state)) or all(is_state):
+    state_flags = [is_optimizer(name) or is_trainer_state(name) for name in prefixed_names]
+    if (is_unknown and any(state_flags)) or all(state_flags):
         return "names with this prefix would be read as optimizer or training state"
-    found = find_model_names(written, view.disk_architecture, config, prefix if is_unknown else None)
-    if _is_found_again(prefix, written, found):
+    found = find_model_names(prefixed_names, view.disk_architecture, config, prefix if is_unknown else None)
+    if _finds_same_model(prefix, prefixed_names, found):
         return None
     if found.unwrapped.counts or found.unwrapped.duplicates:
         wrapper = next(iter(found.unwrapped.counts))
@@ -60,11 +60,11 @@ def _reason_unreadable(prefix: str, names: Collection[str], view: ModelView) -> 
     return "some names with this prefix would be read as optimizer or training state"
 
 
-def _is_found_again(prefix: str, written: dict[str, str], found: ModelNames) -> bool:
+def _finds_same_model(prefix: str, prefixed_names: dict[str, str], found: ModelNames) -> bool:
     roles = found.models.roles
     return (
         roles.prefix == prefix
-        and roles.model == {name: full for full, name in written.items()}
+        and roles.model == {name: full for full, name in prefixed_names.items()}
         and all(name == short for name, short in found.unwrapped.names.items())
         and len(found.models.complete_prefixes) == 1
     )

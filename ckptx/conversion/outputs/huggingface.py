@@ -37,8 +37,8 @@ class HuggingFaceFormat(OutputFormat):
     """
 
     options: ToHfOptions
-    layout: None = None
-    remembers: ClassVar[bool] = False
+    sharding: None = None
+    records_original_files: ClassVar[bool] = False
 
     def dropped_state(self, view: ModelView) -> DroppedState:
         return drop_training_state(view, view.catalog.objects, "is not converted to HF")
@@ -54,30 +54,37 @@ class HuggingFaceFormat(OutputFormat):
             InputError: The manifest records no files, and there is no config.
         """
         options = self.options
-        asked = options.dtype != "auto" or options.max_shard_size is not None or options.tied != "auto" or view.prefix
-        found = Restoration()
-        if not (asked or base.catalog is not None or options.base == "none" or options.names not in (None, "disk")):
-            found = restore_original(view, ties.decisions, options.names)
-        if found.files is None and base.config is None and options.base is None:
+        has_other_options = (
+            options.dtype != "auto" or options.max_shard_size is not None or options.tied != "auto" or view.prefix
+        )
+        restoration = Restoration()
+        if not (
+            has_other_options
+            or base.catalog is not None
+            or options.base == "none"
+            or options.names not in (None, "disk")
+        ):
+            restoration = restore_original(view, ties.decisions, options.names)
+        if restoration.files is None and base.config is None and options.base is None:
             raise no_config_error(base.source)
-        return found
+        return restoration
 
     def allocate(self, dst: Path, contents: OutputContents, source: SourceFiles) -> Allocation:
-        target, restored, options = contents.sharded.target, contents.restored, self.options
+        target, restored, options = contents.sharded.target, contents.restored_files, self.options
         notes: list[str] = []
         if restored is not None:
             layout = restored.layout(dst)
         else:
-            files = self._files_of_base(contents.base, target, notes)
+            files = self._base_file_numbers(contents.base, target, notes)
             layout = huggingface_layout.allocate(dst, target.tensors.values(), options.shard_bytes, files)
         if options.index == "always":
             layout = huggingface_layout.with_index(layout)
-        recorded = {} if restored is None else restored.digests
+        recorded_digests = {} if restored is None else restored.digests
 
         def check(tree: Source, outcome: CopyResult) -> None:
             check_huggingface(tree, layout)
-            check_digests(outcome, recorded)
-            if restored is not None and restored.reordered:
+            check_digests(outcome, recorded_digests)
+            if restored is not None and restored.reordered_digests:
                 check_reordered(tree, layout.catalog, restored, source, options)
 
         markers = () if layout.index_text is None else ((layout.index_name, layout.index_text.encode()),)
@@ -89,20 +96,22 @@ class HuggingFaceFormat(OutputFormat):
         return safetensors_edits(view, named, cast, base, ties, dtype)
 
     def sidecars(self, base: BaseCheckpoint) -> list[str]:
-        catalog = base.files_from
+        catalog = base.sidecar_source
         names = names_without_backend_file(catalog.source, catalog.sidecars)
         return [name for name in names if name == COMMON_FILE] if base.is_none else names
 
     def manifest(self, contents: OutputContents, allocation: Allocation, digests: Mapping[str, str]) -> dict[str, Any]:
         return manifest_of("huggingface", allocation.catalog, digests)
 
-    def _files_of_base(self, base: BaseCheckpoint, target: TargetTensors, notes: list[str]) -> Mapping[str, int] | None:
+    def _base_file_numbers(
+        self, base: BaseCheckpoint, target: TargetTensors, notes: list[str]
+    ) -> Mapping[str, int] | None:
         """Return the file of each tensor in the base, or None if unknown or if other files are asked for."""
-        asked = self.options.max_shard_size is not None or self.options.names not in (None, "disk")
-        if asked or base.files.keys().isdisjoint(target.tensors):
+        has_other_options = self.options.max_shard_size is not None or self.options.names not in (None, "disk")
+        if has_other_options or base.file_numbers.keys().isdisjoint(target.tensors):
             return None
-        without_tensor = [name for name in base.files if name not in target.tensors]
-        if without_tensor:
-            names = f"{counted(len(without_tensor), 'name')} without a stored tensor (such as tied weights) skipped"
-            notes.append(f"{FILE_MAPPING}: {names}: {first_of(without_tensor)}")
-        return base.files
+        unstored_names = [name for name in base.file_numbers if name not in target.tensors]
+        if unstored_names:
+            names = f"{counted(len(unstored_names), 'name')} without a stored tensor (such as tied weights) skipped"
+            notes.append(f"{FILE_MAPPING}: {names}: {first_of(unstored_names)}")
+        return base.file_numbers

@@ -34,8 +34,8 @@ class OutputContents:
         names: Map from target names to output names.
         naming: Map from target names to model names.
         base: Checkpoint whose config, tokenizer and other files are copied.
-        restored: Original files of the source if they are restored; else None.
-        original: Original files that the manifest of the output records; None for none.
+        restored_files: Original files of the source if they are restored; else None.
+        original_files: Original files that the manifest of the output records; None for none.
     """
 
     sharded: ShardedTarget
@@ -43,8 +43,8 @@ class OutputContents:
     names: Mapping[str, str]
     naming: NameMap
     base: BaseCheckpoint
-    restored: RestoredFiles | None = None
-    original: OriginalFiles | None = None
+    restored_files: RestoredFiles | None = None
+    original_files: OriginalFiles | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ class Allocation:
         groups: Groups of files that are written together; None writes each file on its own.
         prologues: File name -> first bytes of the file.
         markers: Name and bytes of each file that is written last, in this order.
-        frame_of: Function that returns the frame around a block; None for formats without frames.
+        block_frame: Function that returns the frame around a block; None for formats without frames.
         ranks: Rank of each file; empty if files do not belong to ranks.
         notes: Notes for the user.
     """
@@ -67,7 +67,7 @@ class Allocation:
     groups: Sequence[Sequence[str]] | None = None
     prologues: Mapping[str, bytes] | None = None
     markers: tuple[tuple[str, bytes], ...] = ()
-    frame_of: FrameOf | None = None
+    block_frame: FrameOf | None = None
     ranks: Mapping[str, int] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
 
@@ -89,20 +89,20 @@ class OutputFormat(ABC):
     """Output format of a conversion.
 
     Attributes:
-        layout: Mesh and sharding rules if each rank gets its own files; None if tensors stay whole.
+        sharding: Mesh and sharding rules if each rank gets its own files; None if tensors stay whole.
         can_alias: True if two names can point at the same bytes.
         keeps_wrappers: True if names keep torch's wrapper components, which the trainer that wrote them expects.
         needs_model: True if a source without model tensors is refused.
         own_files_only: True if each rank reads only its own files.
-        remembers: True if the manifest records the original files, so that they can be restored.
+        records_original_files: True if the manifest records the original files, so that they can be restored.
     """
 
-    layout: ShardingOptions | None
+    sharding: ShardingOptions | None
     can_alias: ClassVar[bool] = False
     keeps_wrappers: ClassVar[bool] = False
     needs_model: ClassVar[bool] = True
     own_files_only: ClassVar[bool] = False
-    remembers: ClassVar[bool] = True
+    records_original_files: ClassVar[bool] = True
 
     @property
     def has_new_prefix(self) -> bool:

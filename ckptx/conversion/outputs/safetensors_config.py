@@ -26,11 +26,11 @@ def _untie_edits(view: ModelView, config: dict[str, Any] | None, ties: Ties) -> 
     """Return the edits that stop the config from declaring different tensors as tied."""
     if view.architecture is None or config is None:
         return ConfigEdits()
-    found = untying_edits(view.architecture, config, ties.decisions)
+    edits = untying_edits(view.architecture, config, ties.decisions)
     rows = []
-    for path, after in found.values.items():
-        place: Any = config
+    for path, after in edits.values.items():
+        node: Any = config
         for key in path[:-1]:
-            place = place.get(key, {})
-        rows.append({"key": ".".join(path), "before": place.get(path[-1]), "after": after})
-    return ConfigEdits(tuple(rows), (found.note,) if found.note else ())
+            node = node.get(key, {})
+        rows.append({"key": ".".join(path), "before": node.get(path[-1]), "after": after})
+    return ConfigEdits(tuple(rows), (edits.note,) if edits.note else ())

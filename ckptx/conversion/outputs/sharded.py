@@ -29,7 +29,7 @@ from ckptx.storage.interface import SourceFiles
 class ShardedFormat(OutputFormat):
     """Safetensors with separate files for each rank, in the format of torch's `HuggingFaceStorageWriter`."""
 
-    layout: ShardingOptions
+    sharding: ShardingOptions
     can_alias: ClassVar[bool] = True  # until tensors are sharded: the manifest records which names share bytes
     own_files_only: ClassVar[bool] = True
 
@@ -64,10 +64,10 @@ class ShardedFormat(OutputFormat):
         self, view: ModelView, named: NamedTarget, cast: CastTarget, base: BaseCheckpoint, ties: Ties, dtype: str
     ) -> ConfigEdits:
         edits = safetensors_edits(view, named, cast, base, ties, dtype)
-        return ConfigEdits(edits.rows, (*edits.notes, *_forced_ties(ties, edits)))
+        return ConfigEdits(edits.rows, (*edits.notes, *_forced_tie_note(ties, edits)))
 
     def sidecars(self, base: BaseCheckpoint) -> list[str]:
-        catalog = base.files_from
+        catalog = base.sidecar_source
         return names_without_backend_file(catalog.source, catalog.sidecars)
 
     def manifest(self, contents: OutputContents, allocation: Allocation, digests: Mapping[str, str]) -> dict[str, Any]:
@@ -76,21 +76,21 @@ class ShardedFormat(OutputFormat):
             allocation.catalog,
             digests,
             copies=contents.sharded.target.copies,
-            original=contents.original,
+            original=contents.original_files,
             mesh=contents.sharded.model,
         )
 
 
-def _forced_ties(ties: Ties, edits: ConfigEdits) -> tuple[str, ...]:
+def _forced_tie_note(ties: Ties, edits: ConfigEdits) -> tuple[str, ...]:
     """Return a note if transformers would overwrite one tensor with the values of another.
 
     Its loader of sharded safetensors fills the parameters of a model that is already tied, and never compares them.
     """
-    forced = [each for each in ties.decisions if each.declared and each.action == "keep-both"]
-    if not forced or any(edit["key"].endswith("tie_word_embeddings") for edit in edits.rows):
+    differing = [each for each in ties.decisions if each.declared and each.action == "keep-both"]
+    if not differing or any(edit["key"].endswith("tie_word_embeddings") for edit in edits.rows):
         return ()
     note = (
-        f'"{forced[0].target}" and "{forced[0].source}" differ, but the class always ties them: from_pretrained '
+        f'"{differing[0].target}" and "{differing[0].source}" differ, but the class always ties them: from_pretrained '
         "would load one for both from sharded safetensors; convert to-hf for from_pretrained, or load with torch's "
         "HuggingFaceStorageReader"
     )

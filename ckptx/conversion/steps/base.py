@@ -24,7 +24,7 @@ from ckptx.storage.listing import EntryKind
 from ckptx.storage.local import LocalSource
 
 # Behavior without a config: convert; convert only if a manifest records that there was none; refuse.
-Need = Literal["none", "unless remembered", "config"]
+ConfigNeed = Literal["none", "unless remembered", "config"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class BaseCheckpoint:
         catalog: Checkpoint of `--base`, else the one that the trainer recorded in `.hf_metadata/`; None for neither.
         config: Config of the base, else the one next to the tensors; None if there is none or with `--base none`.
         dtypes: Tensor name in the base -> dtype.
-        files: Tensor name -> number of its file in the base; empty unless `.hf_metadata/` records it.
+        file_numbers: Tensor name -> number of its file in the base; empty unless `.hf_metadata/` records it.
         is_none: True with `--base none`.
         notes: Notes for the user.
     """
@@ -45,45 +45,45 @@ class BaseCheckpoint:
     catalog: Catalog | None
     config: dict[str, Any] | None
     dtypes: Mapping[str, DType] = field(default_factory=dict)
-    files: Mapping[str, int] = field(default_factory=dict)
+    file_numbers: Mapping[str, int] = field(default_factory=dict)
     is_none: bool = False
     notes: tuple[str, ...] = ()
 
     @property
-    def files_from(self) -> Catalog:
+    def sidecar_source(self) -> Catalog:
         """Return the checkpoint that the sidecar files are copied from."""
         return self.catalog if self.catalog is not None else self.source
 
 
-def find_base(source: Catalog, dst: Path, options: ConversionOptions, need: Need) -> BaseCheckpoint:
+def find_base(source: Catalog, dst: Path, options: ConversionOptions, config_need: ConfigNeed) -> BaseCheckpoint:
     """Find the config of the source and the checkpoint it was trained from.
 
     Args:
         source: Source checkpoint.
         dst: Directory to write; must not contain files of the base.
         options: `base`, and the Hub options for it.
-        need: Behavior when there is no config.
+        config_need: Behavior when there is no config.
 
     Raises:
         InputError: There is no config, or it is damaged.
         UnsupportedError: `--base` names a DCP.
     """
-    given = _open_base(options)
-    if given is not None:
-        refuse_overlap(local_path(given.root), dst)
-        refuse_files_of(given, dst)
-        return BaseCheckpoint(source, given, given.config, {name: entry.dtype for name, entry in given.tensors.items()})
+    base = _open_base(options)
+    if base is not None:
+        refuse_overlap(local_path(base.root), dst)
+        refuse_files_of(base, dst)
+        return BaseCheckpoint(source, base, base.config, {name: entry.dtype for name, entry in base.tensors.items()})
     if options.base == "none":
         note = "--base none: no config used; tied weights and name prefixes are not detected"
         return BaseCheckpoint(source, None, None, is_none=True, notes=(note,))
     adjacent = _adjacent_base(source)
     if adjacent.config is not None:
         return adjacent
-    if need == "none":
+    if config_need == "none":
         note = "no config.json: tied weights are not detected, every tensor is converted unchanged"
         return replace(adjacent, notes=(*adjacent.notes, note))
-    if need == "unless remembered":
-        return _without_config(adjacent)
+    if config_need == "unless remembered":
+        return _base_without_config(adjacent)
     raise no_config_error(source)
 
 
@@ -101,7 +101,7 @@ def no_config_error(source: Catalog) -> InputError:
     )
 
 
-def _without_config(base: BaseCheckpoint) -> BaseCheckpoint:
+def _base_without_config(base: BaseCheckpoint) -> BaseCheckpoint:
     """Return the base of a source whose manifest records original files without a config.
 
     Sidecar files that the manifest records and that still exist are copied.
@@ -114,9 +114,9 @@ def _without_config(base: BaseCheckpoint) -> BaseCheckpoint:
     manifest = read_valid_manifest(source, notes)
     if manifest is None or manifest.original is None or "config.json" in manifest.sidecars:
         raise no_config_error(source)
-    around = list_sidecars(source.source, frozenset(source.files))
-    sidecars = tuple(sidecar for sidecar in around.copied if sidecar.name in manifest.sidecars)
-    identities = {sidecar.name: around.identities[sidecar.name] for sidecar in sidecars}
+    found_sidecars = list_sidecars(source.source, frozenset(source.files))
+    sidecars = tuple(sidecar for sidecar in found_sidecars.copied if sidecar.name in manifest.sidecars)
+    identities = {sidecar.name: found_sidecars.identities[sidecar.name] for sidecar in sidecars}
     note = f"no config.json: restoring the files that {MANIFEST} records; tied weights are not detected"
     return replace(
         base,
@@ -134,14 +134,14 @@ def _adjacent_base(source: Catalog) -> BaseCheckpoint:
     directory = find_hf_metadata(source)
     if directory is None:
         return BaseCheckpoint(source, None, source.config)
-    before = directory.identities(directory.listing())
+    identities = directory.identities(directory.listing())
     metadata = read_hf_metadata(directory)
     if metadata.config is None:
         return BaseCheckpoint(source, None, source.config, metadata.dtypes, metadata.file_numbers)
     base = Catalog(
         directory.location, "huggingface", {}, config=metadata.config, sidecars=metadata.sidecars, storage=directory
     )
-    base.identities = {**directory.identities(sidecar.name for sidecar in metadata.sidecars), **before}
+    base.identities = {**directory.identities(sidecar.name for sidecar in metadata.sidecars), **identities}
     note = f"using config, tokenizer and other files from {directory.location.name} in the source"
     return BaseCheckpoint(source, base, source.config, metadata.dtypes, metadata.file_numbers, notes=(note,))
 
@@ -166,10 +166,10 @@ def _open_base(options: ConversionOptions) -> Catalog | None:
             raise
         except InputError:
             # A directory with only config and tokenizer is a valid base.
-            before = source.identities(("config.json",))
+            identities = source.identities(("config.json",))
             base = Catalog(root, "huggingface", {}, config=read_config(source), storage=source)
-            around = list_sidecars(source, frozenset())
-            base.sidecars, base.identities = around.copied, {**around.identities, **before}
+            found_sidecars = list_sidecars(source, frozenset())
+            base.sidecars, base.identities = found_sidecars.copied, {**found_sidecars.identities, **identities}
     else:
         base = open_checkpoint(root)
     if base.config is None or config_source(base).location != base.root:

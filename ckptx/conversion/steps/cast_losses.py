@@ -10,7 +10,7 @@ from ckptx.report.report import Log
 from ckptx.transfer.executor import CopyResult
 from ckptx.wording import counted, first_of
 
-_NAMED = 20  # tensors listed in the log; the report lists all
+_MAX_LISTED = 20  # tensors listed in the log; the report lists all
 
 
 def refuse_overflow(outcome: CopyResult, is_allowed: bool, dtype: str, log: Log) -> None:
@@ -27,9 +27,9 @@ def refuse_overflow(outcome: CopyResult, is_allowed: bool, dtype: str, log: Log)
     """
     if outcome.overflows and not is_allowed:
         rows = [f'"{name}": {counted(count, "number")} too large' for name, count in outcome.overflows.items()]
-        log.note(*rows[:_NAMED])
-        if len(rows) > _NAMED:
-            log.note(f"and {counted(len(rows) - _NAMED, 'more tensor')} with too large numbers")
+        log.note(*rows[:_MAX_LISTED])
+        if len(rows) > _MAX_LISTED:
+            log.note(f"and {counted(len(rows) - _MAX_LISTED, 'more tensor')} with too large numbers")
         raise InputError(
             f"--dtype {dtype}: {_describe(outcome.overflows)} {_is_or_are(outcome.overflows)} too large for the "
             "dtype and would become infinite; choose a dtype with a larger range, such as bf16 or fp32, or pass "
@@ -37,7 +37,7 @@ def refuse_overflow(outcome: CopyResult, is_allowed: bool, dtype: str, log: Log)
         )
 
 
-def notes_on_losses(outcome: CopyResult) -> tuple[str, ...]:
+def range_notes(outcome: CopyResult) -> tuple[str, ...]:
     """Describe the losses of a copy, one line for each kind."""
     notes = []
     if outcome.overflows:
@@ -47,7 +47,7 @@ def notes_on_losses(outcome: CopyResult) -> tuple[str, ...]:
     return tuple(notes)
 
 
-def rows_of(counts: Mapping[str, int]) -> list[dict[str, Any]]:
+def count_rows(counts: Mapping[str, int]) -> list[dict[str, Any]]:
     """Return the counts as rows of the report."""
     return [{"name": name, "count": count} for name, count in counts.items()]
 

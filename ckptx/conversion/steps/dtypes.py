@@ -10,7 +10,7 @@ from ckptx.catalog.dtype import CAST_TARGETS, DType
 from ckptx.catalog.entry import TensorEntry
 from ckptx.conversion.steps.base import BaseCheckpoint
 from ckptx.conversion.steps.naming import NamedTarget, NameMap
-from ckptx.conversion.steps.restoration import kept_manifest
+from ckptx.conversion.steps.restoration import usable_manifest
 from ckptx.conversion.steps.target import TargetTensors
 from ckptx.errors import UsageError
 from ckptx.mapping.config import dequantization_edits, dtype_edits, dtypes_in, is_exact_in, widening_edits
@@ -27,7 +27,7 @@ class CastTarget:
     Attributes:
         target: Target tensors.
         was_cast: True if any dtype differs from that in the source.
-        kept: Float tensors that `--dtype` does not cast; None without `--dtype`.
+        uncast: Float tensors that `--dtype` does not cast; None without `--dtype`.
         base_dtypes: Result of `--dtype base`: number of tensors with the dtype of the base, names that the base lacks,
             names whose dtype differs from the base; None without `--dtype base`.
         notes: Notes for the user.
@@ -35,40 +35,42 @@ class CastTarget:
 
     target: TargetTensors
     was_cast: bool = False
-    kept: list[str] | None = None
+    uncast: list[str] | None = None
     base_dtypes: dict[str, Any] | None = None
     notes: tuple[str, ...] = ()
 
 
-def cast_tensors(view: ModelView, named: NamedTarget, base: BaseCheckpoint, wanted: Any) -> CastTarget:
+def cast_tensors(view: ModelView, named: NamedTarget, base: BaseCheckpoint, dtype_option: Any) -> CastTarget:
     """Set the dtype of each target tensor.
 
     Args:
         view: Model in the source.
         named: Target tensors under their names.
         base: Base, whose dtypes `--dtype base` takes over, and whose float32 tensors a cast keeps in float32.
-        wanted: Value of `--dtype`.
+        dtype_option: Value of `--dtype`.
 
     Raises:
         UsageError: `--dtype base` without known dtypes of a base.
     """
     target, architecture = named.target, view.architecture
-    in_base: dict[str, DType] = {}
-    if wanted != "auto" and base.dtypes:
-        in_base = _by_target_name(base.dtypes, view, target.tensors, named.naming)
-    if wanted == "base":
+    base_dtypes: dict[str, DType] = {}
+    if dtype_option != "auto" and base.dtypes:
+        base_dtypes = _base_dtypes_by_target(base.dtypes, view, target.tensors, named.naming)
+    if dtype_option == "base":
         if not base.dtypes:
             raise UsageError(
                 "--dtype base: the dtypes of the base are unknown; pass --base HF, a checkpoint with weights, to "
                 "convert to-hf or reshard, or choose a dtype"
             )
-        dtypes = base_targets(target.tensors, in_base)
+        dtypes = base_targets(target.tensors, base_dtypes)
     else:
         dtypes = cast_targets(
             target.tensors,
-            CAST_TARGETS.get(wanted),
-            lambda name: architecture is not None and wanted != "fp32" and architecture.keeps_fp32(name, wanted),
-            _kept_in_float32(base.dtypes, in_base),
+            CAST_TARGETS.get(dtype_option),
+            lambda name: (
+                architecture is not None and dtype_option != "fp32" and architecture.keeps_fp32(name, dtype_option)
+            ),
+            _float32_names(base.dtypes, base_dtypes),
         )
     changed = {name for name, dtype in dtypes.items() if target.tensors[name].dtype is not dtype}
     if changed:
@@ -77,27 +79,27 @@ def cast_tensors(view: ModelView, named: NamedTarget, base: BaseCheckpoint, want
             for name, entry in target.tensors.items()
         }
         target = replace(target, tensors=tensors)
-    if wanted == "base":
-        return _cast_to_base(target, in_base, was_cast=bool(changed))
-    if wanted == "auto":
+    if dtype_option == "base":
+        return _cast_to_base(target, base_dtypes, was_cast=bool(changed))
+    if dtype_option == "auto":
         return CastTarget(target, was_cast=bool(changed))
-    target_dtype = CAST_TARGETS[wanted]
-    kept = [
+    target_dtype = CAST_TARGETS[dtype_option]
+    uncast = [
         name
         for name, entry in target.tensors.items()
         if entry.dtype.cast and name not in changed and entry.dtype is not target_dtype
     ]
-    return CastTarget(target, bool(changed), kept)
+    return CastTarget(target, bool(changed), uncast)
 
 
-def _kept_in_float32(base: Mapping[str, DType], in_base: Mapping[str, DType]) -> frozenset[str]:
+def _float32_names(base: Mapping[str, DType], base_dtypes: Mapping[str, DType]) -> frozenset[str]:
     """Return the names that the base keeps in float32; none if the whole base is in float32."""
     if all(dtype.name == "F32" for dtype in base.values()):
         return frozenset()
-    return frozenset(name for name, dtype in in_base.items() if dtype.name == "F32")
+    return frozenset(name for name, dtype in base_dtypes.items() if dtype.name == "F32")
 
 
-def _by_target_name(
+def _base_dtypes_by_target(
     base: Mapping[str, DType], view: ModelView, names: Iterable[str], naming: NameMap
 ) -> dict[str, DType]:
     """Map target names, which may follow another naming scheme, to dtypes in the base; skip names that it lacks.
@@ -108,43 +110,43 @@ def _by_target_name(
     if all(name in base for name in names):
         return {name: base[name] for name in names}
     rules = rules_of(view)
-    by_model: dict[str, set[DType]] = {}
+    dtypes_by_model_name: dict[str, set[DType]] = {}
     for name, dtype in base.items():
-        by_model.setdefault((rules and rules.model_name(name)) or name, set()).add(dtype)
-    found = {}
+        dtypes_by_model_name.setdefault((rules and rules.model_name(name)) or name, set()).add(dtype)
+    dtypes = {}
     for name in names:
         # Trainer names map to published names, which map to model names.
-        published_name = naming.model_name(name) or name
-        dtype_in_base = next((base[each] for each in (name, published_name) if each in base), None)
+        disk_name = naming.model_name(name) or name
+        dtype_in_base = next((base[each] for each in (name, disk_name) if each in base), None)
         if dtype_in_base is None:
-            model_dtypes = by_model.get((rules and rules.model_name(published_name)) or published_name, set())
+            model_dtypes = dtypes_by_model_name.get((rules and rules.model_name(disk_name)) or disk_name, set())
             dtype_in_base = next(iter(model_dtypes)) if len(model_dtypes) == 1 else None
         if dtype_in_base is not None:
-            found[name] = dtype_in_base
-    return found
+            dtypes[name] = dtype_in_base
+    return dtypes
 
 
-def _cast_to_base(target: TargetTensors, in_base: Mapping[str, DType], *, was_cast: bool) -> CastTarget:
+def _cast_to_base(target: TargetTensors, base_dtypes: Mapping[str, DType], *, was_cast: bool) -> CastTarget:
     floats = {name: entry for name, entry in target.tensors.items() if entry.dtype.cast}
-    lacking = [name for name in floats if name not in in_base]
-    differing = [name for name, entry in floats.items() if name in in_base and in_base[name] is not entry.dtype]
+    missing = [name for name in floats if name not in base_dtypes]
+    differing = [name for name, entry in floats.items() if name in base_dtypes and base_dtypes[name] is not entry.dtype]
     notes = []
-    if lacking:
-        count = counted(len(lacking), "tensor")
-        notes.append(f"--dtype base: {count} not in the base, dtype unchanged: {first_of(lacking)}")
+    if missing:
+        count = counted(len(missing), "tensor")
+        notes.append(f"--dtype base: {count} not in the base, dtype unchanged: {first_of(missing)}")
     if differing:
         first = differing[0]
         notes.append(
             f"--dtype base: {counted(len(differing), 'tensor')} quantized in the base, dtype unchanged: "
-            f'"{first}" is {in_base[first]} in the base, {floats[first].dtype} here'
+            f'"{first}" is {base_dtypes[first]} in the base, {floats[first].dtype} here'
         )
-    as_base = len(floats) - len(lacking) - len(differing)
-    counts = {"as_base": as_base, "lacking": lacking, "otherwise": differing}
-    return CastTarget(target, was_cast, [*lacking, *differing], counts, tuple(notes))
+    as_base = len(floats) - len(missing) - len(differing)
+    counts = {"as_base": as_base, "lacking": missing, "otherwise": differing}
+    return CastTarget(target, was_cast, [*missing, *differing], counts, tuple(notes))
 
 
 def lossless_edits(
-    view: ModelView, cast: CastTarget, base: BaseCheckpoint, naming: NameMap, wanted: str
+    view: ModelView, cast: CastTarget, base: BaseCheckpoint, naming: NameMap, dtype_option: str
 ) -> list[dict[str, Any]]:
     """Return edits to the dtypes in config.json, so that loading by the config loses no precision.
 
@@ -159,30 +161,36 @@ def lossless_edits(
         cast: Target tensors with the dtypes that are written.
         base: Base that the config comes from.
         naming: Map from target names to model names.
-        wanted: Value of `--dtype`.
+        dtype_option: Value of `--dtype`.
     """
     config, target = view.config, cast.target
     if config is None:
         return []
     config_dtypes = dtypes_in(config).values()
-    floats = {name: entry for name, entry in target.tensors.items() if entry.dtype.cast and not _is_kept(view, name)}
-    lost = {
+    floats = {
+        name: entry
+        for name, entry in target.tensors.items()
+        if entry.dtype.cast and not _is_loaded_in_float32(view, name)
+    }
+    rounded = {
         name: entry
         for name, entry in floats.items()
         if not all(is_exact_in(entry.dtype.name, each) for each in config_dtypes)
     }
-    if wanted in CAST_TARGETS:
-        return dtype_edits(config, wanted) if cast.was_cast or lost else []
-    if not lost or _is_as_published(view, base):
+    if dtype_option in CAST_TARGETS:
+        return dtype_edits(config, dtype_option) if cast.was_cast or rounded else []
+    if not rounded or _is_untrained(view, base):
         return []
-    in_base = _by_target_name(base.dtypes, view, lost, naming) if base.dtypes else {}
-    changed = {name: entry for name, entry in lost.items() if name in in_base and in_base[name] is not entry.dtype}
-    added = {name: entry for name, entry in lost.items() if name not in in_base}
+    base_dtypes = _base_dtypes_by_target(base.dtypes, view, rounded, naming) if base.dtypes else {}
+    changed = {
+        name: entry for name, entry in rounded.items() if name in base_dtypes and base_dtypes[name] is not entry.dtype
+    }
+    added = {name: entry for name, entry in rounded.items() if name not in base_dtypes}
     if 2 * _numel(added.values()) < _numel(floats.values()):
         added = {}
     if not changed and not added:
         return []
-    lossless = {name: entry for name, entry in floats.items() if name not in lost}
+    lossless = {name: entry for name, entry in floats.items() if name not in rounded}
     return widening_edits(
         config, {entry.dtype.name for entry in (*changed.values(), *added.values(), *lossless.values())}
     )
@@ -194,7 +202,7 @@ def quantization_edits(view: ModelView, target: TargetTensors, base: BaseCheckpo
     Loaders look for scales if the config declares quantization, find none, and keep randomly initialized weights. The
     config of a checkpoint that was not trained since is correct and stays unchanged.
     """
-    if view.config is None or _is_as_published(view, base):
+    if view.config is None or _is_untrained(view, base):
         return []
     if any(not entry.dtype.cast for entry in target.tensors.values() if len(entry.shape) > 1):
         return []
@@ -205,12 +213,12 @@ def _numel(entries: Iterable[TensorEntry]) -> int:
     return sum(entry.numel for entry in entries)
 
 
-def _is_kept(view: ModelView, name: str) -> bool:
+def _is_loaded_in_float32(view: ModelView, name: str) -> bool:
     """Return True if transformers loads the tensor in float32 under a half-precision config."""
     return view.architecture is not None and view.architecture.keeps_fp32(name, "bf16")
 
 
-def _is_as_published(view: ModelView, base: BaseCheckpoint) -> bool:
+def _is_untrained(view: ModelView, base: BaseCheckpoint) -> bool:
     """Return True if the config is the checkpoint's own and no training took place since it was written.
 
     This holds for an HF checkpoint and for a conversion of one by ckptx. A config from `--base` was written for other
@@ -218,4 +226,4 @@ def _is_as_published(view: ModelView, base: BaseCheckpoint) -> bool:
     """
     if base.catalog is not None:
         return False
-    return view.catalog.is_published or kept_manifest(view, []) is not None
+    return view.catalog.is_published or usable_manifest(view, []) is not None

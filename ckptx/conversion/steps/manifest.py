@@ -73,7 +73,7 @@ class _ChunkTable:
     def __init__(self, layout: Catalog) -> None:
         self.rows: list[dict[str, Any]] = []
         self._files = {name: index for index, name in enumerate(layout.files)}
-        self._numbers: dict[tuple[int, int], int] = {}
+        self._indices: dict[tuple[int, int], int] = {}
         self._ids = ObjectIds()
 
     def reference(self, chunks: Sequence[Chunk]) -> tuple[str, int]:
@@ -84,9 +84,9 @@ class _ChunkTable:
         if len(chunks.blocks) == 1:
             return "file", self._files[chunks.files[0]]
         key = (self._ids(chunks.blocks), self._ids(chunks.files))
-        number = self._numbers.get(key)
+        number = self._indices.get(key)
         if number is None:
-            number = self._numbers[key] = len(self.rows)
+            number = self._indices[key] = len(self.rows)
             self.rows.append(
                 {
                     "files": [self._files[file] for file in chunks.files],

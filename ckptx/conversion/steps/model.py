@@ -78,13 +78,13 @@ class Ties:
 
     Attributes:
         decisions: Decision on each pair that the class declares or that was detected.
-        leaders: Name on disk -> representative name, equal for all names of one tensor.
+        representatives: Name on disk -> representative name, equal for all names of one tensor.
         parameters: Number of parameters, each tensor counted once.
         notes: Notes for the user.
     """
 
     decisions: list[TieDecision]
-    leaders: Mapping[str, str]
+    representatives: Mapping[str, str]
     parameters: int
     notes: tuple[str, ...] = ()
 
@@ -102,11 +102,11 @@ def resolve_ties(view: ModelView, files: SourceFiles, options: ConversionOptions
     """
     missing: list[str] | None = [] if options.allow_config_mismatch else None
     decisions = decide_ties(view, files, tie_missing=options.tie_missing, accepted_problems=missing)
-    leaders = tie_representatives(decisions)
+    representatives = tie_representatives(decisions)
     return Ties(
         decisions,
-        {view.tensors[name].name: leader for name, leader in leaders.items() if name in view.tensors},
-        count_with_known_ties(view, leaders),
+        {view.tensors[name].name: leader for name, leader in representatives.items() if name in view.tensors},
+        count_with_known_ties(view, representatives),
         (
             *(missing or ()),
             *(
@@ -123,11 +123,11 @@ class ConfigCheck:
     """Comparison of the model with its config.
 
     Attributes:
-        fit: Match of names and shapes; None without a config or class.
+        match: Match of names and shapes; None without a config or class.
         notes: Notes for the user.
     """
 
-    fit: ConfigMatch | None
+    match: ConfigMatch | None
     notes: tuple[str, ...] = ()
 
 
@@ -147,17 +147,17 @@ def check_against_config(view: ModelView, *, allow_config_mismatch: bool) -> Con
     if architecture is None:
         note = "config.json names no architecture: tied weights are not detected, every tensor is converted unchanged"
         return ConfigCheck(None, (note,))
-    fit = match_config(view)
-    notes = fit.extra_notes(architecture.class_name)
-    if fit.mismatches:
-        mismatch = fit.summary(str(view.catalog.root))
+    match = match_config(view)
+    notes = match.extra_notes(architecture.class_name)
+    if match.mismatches:
+        mismatch = match.summary(str(view.catalog.root))
         if not allow_config_mismatch:
             raise InputError(
                 f"{mismatch}; add the missing files, pass --base HF with the config that it was trained with, or pass "
                 "--allow-config-mismatch to convert it anyway"
             )
         notes.append(mismatch)
-    return ConfigCheck(fit, tuple(notes))
+    return ConfigCheck(match, tuple(notes))
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,13 +165,13 @@ class DroppedState:
     """Training state that is not written.
 
     Attributes:
-        dropped: Rows for the ledger: name on disk and reason.
+        rows: Rows for the ledger: name on disk and reason.
         optimizer: Tensors and bytes of optimizer state among them; None if the output keeps training state.
         objects: Number and bytes of pickled objects; None if the output keeps training state.
         notes: Notes for the user.
     """
 
-    dropped: tuple[dict[str, str], ...] = ()
+    rows: tuple[dict[str, str], ...] = ()
     optimizer: dict[str, int] | None = None
     objects: dict[str, Any] | None = None
     notes: tuple[str, ...] = ()
@@ -180,20 +180,20 @@ class DroppedState:
 def drop_training_state(view: ModelView, objects: Mapping[str, BytesEntry], reason: str) -> DroppedState:
     """Return everything except the model, by name for the ledger and in one line for the summary."""
     model_duplicates = view.model_duplicates
-    twins = {name: kept for name, kept in view.duplicates.items() if name not in model_duplicates}
+    duplicates = {name: kept for name, kept in view.duplicates.items() if name not in model_duplicates}
     optimizer, other = frozenset(view.optimizer), set(view.other)
-    optimizer |= {name for name, kept in twins.items() if kept in optimizer}
-    other |= {name for name, kept in twins.items() if kept in other}
+    optimizer |= {name for name, kept in duplicates.items() if kept in optimizer}
+    other |= {name for name, kept in duplicates.items() if kept in other}
     models = {name: f"{each.description}, not converted" for each in view.other_models for name in each.names}
-    outside = f'outside the model prefix "{view.prefix}"'
+    outside_reason = f'outside the model prefix "{view.prefix}"'
     rows = []
     for name in view.catalog.tensors:
         if name in optimizer:
             rows.append({"name": name, "reason": f"optimizer state {reason}"})
         elif name in other:
             is_state = not view.prefix or is_trainer_state(name)
-            rows.append({"name": name, "reason": f"training state {reason}" if is_state else outside})
-            rows[-1]["reason"] = models.get(twins.get(name, name), rows[-1]["reason"])
+            rows.append({"name": name, "reason": f"training state {reason}" if is_state else outside_reason})
+            rows[-1]["reason"] = models.get(duplicates.get(name, name), rows[-1]["reason"])
     nbytes = view.nbytes(optimizer)
     count = len(other) - len(models.keys() & other)
     note = (

@@ -30,7 +30,7 @@ class NameMap:
         """Return the model tensor that a target tensor is loaded into; None if the model has none."""
         return name if self.rules is None else self.rules.model_name(name)
 
-    def renamed(self, view: ModelView) -> dict[str, str]:
+    def target_names(self, view: ModelView) -> dict[str, str]:
         """Map view names to target names, for tensors that map one to one."""
         if not self.sources:
             return {name: name for name in view.tensors}
@@ -55,13 +55,13 @@ class NamedTarget:
     notes: tuple[str, ...] = ()
 
 
-def rename(
+def rename_tensors(
     view: ModelView,
     target: TargetTensors,
     *,
     names: str | None,
     default: str | None,
-    original: list[str] | None = None,
+    original_names: list[str] | None = None,
 ) -> NamedTarget:
     """Rename the tensors of a target to the scheme of `--names`.
 
@@ -70,39 +70,42 @@ def rename(
         target: Target under the names of the view.
         names: Value of `--names`; None if not set.
         default: Scheme without `--names`; None keeps names.
-        original: Original names on disk that a manifest records; None for none.
+        original_names: Original names on disk that a manifest records; None for none.
 
     Raises:
         UnsupportedError: The class is unknown, or has a conversion that ckptx lacks.
         InputError: Some of the tensors that are combined into one are missing.
     """
-    published, trainer = rules_of(view), trainer_rules(view.trainer_conversions) if view.trainer_conversions else None
-    wanted = names or default
-    scheme = SCHEMES.get(wanted or "")
-    if wanted is None or (scheme is not None and trainer is not None and scheme == _scheme_of(view)):
-        return NamedTarget(target, NameMap(trainer or published))
-    if published is None:
+    disk_rules, trainer_to_disk = (
+        rules_of(view),
+        trainer_rules(view.trainer_conversions) if view.trainer_conversions else None,
+    )
+    requested = names or default
+    scheme = SCHEMES.get(requested or "")
+    if requested is None or (scheme is not None and trainer_to_disk is not None and scheme == _source_scheme(view)):
+        return NamedTarget(target, NameMap(trainer_to_disk or disk_rules))
+    if disk_rules is None:
         if names is None:
             return NamedTarget(target, NameMap(None))
-        raise UnsupportedError(f"--names {wanted}: the naming of this class is unknown; leave out --names")
+        raise UnsupportedError(f"--names {requested}: the naming of this class is unknown; leave out --names")
     entries = {name: target.source.tensors[target.source_names[name]] for name in target.tensors}
     entries |= {name: entries[stored] for name, stored in target.aliases.items()}
     renamed = RenamedTensors.identity(entries)
-    if trainer is not None:
-        renamed = renamed.then(trainer.to_model(renamed.tensors))
-    rules = published
+    if trainer_to_disk is not None:
+        renamed = renamed.then(trainer_to_disk.to_model(renamed.tensors))
+    rules = disk_rules
     try:
-        if wanted == "model":
-            renamed = renamed.then(published.to_model(renamed.tensors))
+        if requested == "model":
+            renamed = renamed.then(disk_rules.to_model(renamed.tensors))
         else:
-            renamed = renamed.then(published.to_disk(renamed.tensors, original))
+            renamed = renamed.then(disk_rules.to_disk(renamed.tensors, original_names))
     except UnsupportedError as error:
         if names is not None:
             raise
-        unchanged = "disk" if wanted == "model" else "model"
+        unchanged = "disk" if requested == "model" else "model"
         raise UnsupportedError(f"{error}; pass --names {unchanged} to keep the names") from error
     if scheme is not None:
-        rules = _rules_of_scheme(scheme, view)
+        rules = _scheme_rules(scheme, view)
         renamed = renamed.then(rules.to_disk(renamed.tensors))
         if renamed.unconverted:
             raise UnsupportedError(
@@ -116,12 +119,12 @@ def rename(
     return NamedTarget(_apply_renaming(target, renamed), NameMap(rules, renamed.sources), notes)
 
 
-def _scheme_of(view: ModelView) -> TrainerScheme | None:
+def _source_scheme(view: ModelView) -> TrainerScheme | None:
     assert view.disk_architecture is not None
     return detect_scheme(view.disk_architecture, view.catalog.tensors)
 
 
-def _rules_of_scheme(scheme: TrainerScheme, view: ModelView) -> NameRules:
+def _scheme_rules(scheme: TrainerScheme, view: ModelView) -> NameRules:
     assert view.disk_architecture is not None and view.config is not None
     return trainer_rules(scheme.conversions(view.disk_architecture.class_name, view.config))
 
@@ -141,8 +144,9 @@ def _apply_renaming(target: TargetTensors, renamed: RenamedTensors) -> TargetTen
         source=replace(target.source, tensors={**others, **renamed.tensors}),
         tensors=tensors,
         source_names={name: name for name in tensors},
-        read={
-            name: tuple(disk for old in renamed.sources[name] for disk in target.read.get(old, ())) for name in tensors
+        disk_names={
+            name: tuple(disk for old in renamed.sources[name] for disk in target.disk_names.get(old, ()))
+            for name in tensors
         },
         aliases=aliases,
     )

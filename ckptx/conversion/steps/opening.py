@@ -64,7 +64,7 @@ def open_source(src: str | Path, dst: str | Path, options: ConversionOptions) ->
         notes = () if options.resume else _refuse_existing_target(dst, options)
         source = open_checkpoint(path)
         if not options.allow_config_mismatch:
-            _refuse_one_of_many(source)
+            _refuse_incomplete_set(source)
         refuse_files_of(source, dst)
         _logger.info(
             "%s: %s, %d tensors, %d objects, %d files", source.root, source.format, len(source.tensors),
@@ -74,7 +74,7 @@ def open_source(src: str | Path, dst: str | Path, options: ConversionOptions) ->
             yield SourceCheckpoint(source, files, dst, options, processes, notes)
 
 
-def _refuse_one_of_many(source: Catalog) -> None:
+def _refuse_incomplete_set(source: Catalog) -> None:
     """Refuse a single file whose name marks it as one of several, unless an index exists."""
     if len(source.files) != 1 or any(name.endswith(".index.json") for name in source.verbatim):
         return

@@ -43,41 +43,44 @@ def check_recorded_config(view: ModelView, base: BaseCheckpoint, named: NamedTar
     recorded = None if manifest is None else manifest.sidecars.get(_CONFIG)
     if view.config is None or manifest is None or recorded is None:
         return
-    source = config_source(base.files_from)
-    used = source.location / _CONFIG
-    if _digest(source) == recorded.digest:
+    source = config_source(base.sidecar_source)
+    config_path = source.location / _CONFIG
+    if _config_digest(source) == recorded.digest:
         return
-    unnamed = _without_published_name(view, manifest)
-    dependent = _dependent_on_config(view, named) or unnamed
-    if not dependent:
+    without_disk_name = _tensors_without_disk_name(view, manifest)
+    config_dependent = _config_dependent_tensors(view, named) or without_disk_name
+    if not config_dependent:
         return
     source_config = config_source(view.catalog)
-    if used == source_config.location / _CONFIG:
+    if config_path == source_config.location / _CONFIG:
         raise InputError(
-            f"{used}: differs from the config that {MANIFEST} records, which sets the order of elements in tensors "
-            f"({_first(dependent)}); restore it, or pass --base HF with the config that the tensors were written with"
+            f"{config_path}: differs from the config that {MANIFEST} records, which sets the order of elements in "
+            f"tensors ({_name_first(config_dependent)}); restore it, or pass --base HF with the config that the "
+            "tensors were written with"
         )
-    if unnamed:
+    if without_disk_name:
         raise InputError(
-            f"{used}: its class has no published names for these tensors ({_first(unnamed)}); pass --base HF with the "
-            "model that they came from"
+            f"{config_path}: its class has no published names for these tensors ({_name_first(without_disk_name)}); "
+            "pass --base HF with the model that they came from"
         )
-    if _digest(source_config) == recorded.digest:
-        _compare(view, used, read_json_object(source_config, _CONFIG))
+    if _config_digest(source_config) == recorded.digest:
+        _compare_operations(view, config_path, read_json_object(source_config, _CONFIG))
 
 
-def _dependent_on_config(view: ModelView, named: NamedTarget) -> list[str]:
+def _config_dependent_tensors(view: ModelView, named: NamedTarget) -> list[str]:
     """Return the names of tensors whose element order depends on numbers of a config, in the source or the target."""
     rules, trainer_rules = rules_of(view), named.naming.rules
-    own = [each for each in view.trainer_conversions if _reads_config(each)]
-    models = [each for each in rules.conversions if _reads_config(each)] if rules is not None else []
-    wanted = [each for each in trainer_rules.conversions if _reads_config(each)] if trainer_rules is not None else []
-    found = [conversion.sources[0] for conversion in own]
-    patterns = _patterns_of(view)
-    for conversion in models:
+    trainer_conversions = [each for each in view.trainer_conversions if _reads_config(each)]
+    model_conversions = [each for each in rules.conversions if _reads_config(each)] if rules is not None else []
+    target_conversions = (
+        [each for each in trainer_rules.conversions if _reads_config(each)] if trainer_rules is not None else []
+    )
+    found = [conversion.sources[0] for conversion in trainer_conversions]
+    patterns = _name_patterns(view)
+    for conversion in model_conversions:
         if not patterns.isdisjoint(conversion.targets) and patterns.isdisjoint(conversion.sources):
             found.append(conversion.targets[0])
-    if not found and (models or wanted):
+    if not found and (model_conversions or target_conversions):
         stored = {id(entry.chunks) for entry in view.tensors.values()}
         source = named.target.source.tensors
         found = [name for name, old in named.target.source_names.items() if id(source[old].chunks) not in stored]
@@ -89,7 +92,7 @@ def _reads_config(conversion: Conversion) -> bool:
     return any(op.kind == "permute_rope" or (op.args and op.kind != "interleave") for op in conversion.ops)
 
 
-def _patterns_of(view: ModelView) -> set[str]:
+def _name_patterns(view: ModelView) -> set[str]:
     """Return the patterns of the names, with and without the prefix of the base model."""
     patterns = set(map(pattern_of, view.tensors))
     if view.disk_architecture is not None and view.disk_architecture.base_prefix:
@@ -98,7 +101,7 @@ def _patterns_of(view: ModelView) -> set[str]:
     return patterns
 
 
-def _without_published_name(view: ModelView, manifest: Manifest) -> list[str]:
+def _tensors_without_disk_name(view: ModelView, manifest: Manifest) -> list[str]:
     """Return the tensors that had other names in the original files and have no published name under this class."""
     original = manifest.original
     is_known = rules_of(view) is not None and len(view.unknown) < len(view.tensors)
@@ -108,46 +111,46 @@ def _without_published_name(view: ModelView, manifest: Manifest) -> list[str]:
     return [entry.name for name, entry in view.tensors.items() if name not in original.tensors and name not in tied]
 
 
-def _digest(source: Source) -> str | None:
+def _config_digest(source: Source) -> str | None:
     """Return the digest of a config in the form of the manifest; None if there is no config."""
     return digest_bytes(source.read_small(_CONFIG, METADATA_BYTES)) if source.listing().has(_CONFIG) else None
 
 
-def _compare(view: ModelView, used: Location, written_with: Mapping[str, Any]) -> None:
+def _compare_operations(view: ModelView, config_path: Location, recorded_config: Mapping[str, Any]) -> None:
     """Compare the operations that follow from a config with those that follow from the recorded one.
 
     Raises:
         InputError: They differ.
     """
     assert view.config is not None
-    ours = _operations(view, view.config)
-    theirs = _operations(view, written_with)
-    for sources, ops in ours.items():
-        if theirs.get(sources, ops) != ops:
+    operations = _operations(view, view.config)
+    recorded_operations = _operations(view, recorded_config)
+    for sources, ops in operations.items():
+        if recorded_operations.get(sources, ops) != ops:
             raise InputError(
-                f'{used}: orders the elements of "{sources[0]}" by {_describe(ops)}, but the {_CONFIG} that the '
-                f"tensors were written with by {_describe(theirs[sources])}; pass --base HF with the model that they "
-                "came from"
+                f'{config_path}: orders the elements of "{sources[0]}" by {_describe(ops)}, but the {_CONFIG} that the '
+                f"tensors were written with by {_describe(recorded_operations[sources])}; pass --base HF with the "
+                "model that they came from"
             )
 
 
 def _operations(view: ModelView, config: Mapping[str, Any]) -> dict[tuple[str, ...], tuple[Any, ...]]:
     """Map sources and targets of each conversion of a config to its operations."""
-    published = view.disk_architecture
-    if published is None:
+    architecture = view.disk_architecture
+    if architecture is None:
         return {}
-    found: list[Conversion] = []
+    conversions: list[Conversion] = []
     try:
-        found += find_trainer_conversions(published, config, view.catalog.tensors)
-        found += published.conversions(config)
+        conversions += find_trainer_conversions(architecture, config, view.catalog.tensors)
+        conversions += architecture.conversions(config)
     except CkptxError:  # the config lacks the numbers, so there is nothing to compare
         return {}
-    return {(*each.sources, *each.targets): each.ops for each in found if each.ops}
+    return {(*each.sources, *each.targets): each.ops for each in conversions if each.ops}
 
 
 def _describe(ops: Iterable[Any]) -> str:
     return ", ".join(f"{op.kind} {list(op.args)}" for op in ops)
 
 
-def _first(names: list[str]) -> str:
+def _name_first(names: list[str]) -> str:
     return f'"{names[0]}"' + (f" and {len(names) - 1:,} more" if len(names) > 1 else "")

@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from ckptx.catalog.catalog import Catalog
 from ckptx.catalog.entry import TensorEntry
 from ckptx.conversion.steps.restoration import RestoredFiles
-from ckptx.conversion.steps.written import changed_since
+from ckptx.conversion.steps.written import changed_bytes_error
 from ckptx.errors import CkptxError
 from ckptx.options.conversion import ConversionOptions
 from ckptx.storage.interface import Source, SourceFiles
@@ -38,19 +38,21 @@ def check_reordered(
     """
     inverse = _inverse_tensors(written, restored)
     with tree.open() as files:
-        pools = {True: files, False: source}
+        files_by_origin = {True: files, False: source}
 
         def check(name: str) -> None:
             stored = restored.view.tensors[name]
             entry = inverse.get(name)
-            is_back = entry is not None and (entry.dtype, entry.shape) == (stored.dtype, stored.shape)
-            reader = TensorReader(pools[is_back], options.buffer_bytes // options.threads)
-            found = digest_of(reader, entry if is_back and entry is not None else stored, stored.dtype).digest().hex()
-            if found != restored.reordered[name]:
-                raise changed_since(name, found, restored.reordered[name])
+            has_inverse = entry is not None and (entry.dtype, entry.shape) == (stored.dtype, stored.shape)
+            reader = TensorReader(files_by_origin[has_inverse], options.buffer_bytes // options.threads)
+            digest = (
+                digest_of(reader, entry if has_inverse and entry is not None else stored, stored.dtype).digest().hex()
+            )
+            if digest != restored.reordered_digests[name]:
+                raise changed_bytes_error(name, digest, restored.reordered_digests[name])
 
         with ThreadPoolExecutor(options.threads) as threads:
-            for _ in threads.map(check, restored.reordered):
+            for _ in threads.map(check, restored.reordered_digests):
                 pass
 
 

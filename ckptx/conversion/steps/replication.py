@@ -11,7 +11,7 @@ from ckptx.model_view.sharder import ShardedModel
 from ckptx.report.report import human_bytes
 from ckptx.wording import counted
 
-_SMALL_SHARE = 0.5  # of the bytes; sharding less with TP is rarely intended
+_MIN_SHARDED_SHARE = 0.5  # of the bytes; sharding less with TP is rarely intended
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +50,8 @@ class Replication:
             tp: Number of TP ranks.
             subject: Name of the model class.
         """
-        is_small = 1 - self.share < _SMALL_SHARE
-        is_outside = self.layer_share is not None and self.layer_share < _SMALL_SHARE
+        is_small = 1 - self.share < _MIN_SHARDED_SHARE
+        is_outside = self.layer_share is not None and self.layer_share < _MIN_SHARDED_SHARE
         if tp == 1 or not self.model_nbytes or not (is_small or is_outside):
             return ()
         rules = f"no TP rule matches a tensor of {subject}" if not self.sharded else f"TP rules of {subject} match few"
@@ -73,7 +73,7 @@ class Replication:
         return f"{stored}, but every TP rank has to load the replicated tensors"
 
 
-def replication_of(
+def count_replication(
     model: ShardedModel,
     tensors: Mapping[str, TensorEntry],
     copies: Mapping[str, str],
@@ -88,25 +88,25 @@ def replication_of(
         is_in_layer: True for the name of a tensor that belongs to a layer.
     """
     counts = {True: 0, False: 0}
-    nbytes, in_layers = {True: 0, False: 0}, {True: 0, False: 0}
-    stored = 0
+    nbytes, layer_nbytes = {True: 0, False: 0}, {True: 0, False: 0}
+    stored_nbytes = 0
     for name, (_, blocks, decision) in model.placements.items():
         entry = tensors[name]
         elements = sum(block.region.numel for block in blocks)
-        stored += entry.nbytes * elements // entry.numel if entry.numel else 0
+        stored_nbytes += entry.nbytes * elements // entry.numel if entry.numel else 0
         is_sharded = decision.placement is not None
         counts[is_sharded] += 1
         if name in copies:
             continue
         nbytes[is_sharded] += entry.nbytes
         if is_in_layer(name):
-            in_layers[is_sharded] += entry.nbytes
-    layer_bytes = sum(in_layers.values())
+            layer_nbytes[is_sharded] += entry.nbytes
+    layer_bytes = sum(layer_nbytes.values())
     return Replication(
         counts[False],
         counts[True],
         nbytes[False],
         sum(nbytes.values()),
-        in_layers[True] / layer_bytes if layer_bytes else None,
-        stored,
+        layer_nbytes[True] / layer_bytes if layer_bytes else None,
+        stored_nbytes,
     )

@@ -10,7 +10,7 @@ from pathlib import Path
 from ckptx.architecture.tied import TieDecision
 from ckptx.catalog.entry import TensorEntry
 from ckptx.catalog.manifest import Manifest, OriginalFiles, TensorRecord
-from ckptx.conversion.steps.naming import NamedTarget, rename
+from ckptx.conversion.steps.naming import NamedTarget, rename_tensors
 from ckptx.conversion.steps.target import TargetTensors
 from ckptx.errors import InputError
 from ckptx.formats.hf.layout import HuggingFaceLayout
@@ -40,18 +40,18 @@ class RestoredFiles:
     Attributes:
         named: Tensors of the original files under their original names.
         original: Record of the original files.
-        where: Path of the manifest that records them.
+        manifest_path: Path of the manifest that records them.
         digests: Original name -> recorded digest, for tensors that the source stores unchanged.
-        reordered: Source name -> recorded digest, for tensors that hold the elements in another order or those of
-            several tensors.
+        reordered_digests: Source name -> recorded digest, for tensors that hold the elements in another order or those
+            of several tensors.
         view: Model in the source.
     """
 
     named: NamedTarget
     original: OriginalFiles
-    where: str
+    manifest_path: str
     digests: Mapping[str, str]
-    reordered: Mapping[str, str]
+    reordered_digests: Mapping[str, str]
     view: ModelView
 
     def in_source_form(self, tensors: Mapping[str, TensorEntry]) -> Mapping[str, TensorEntry]:
@@ -74,7 +74,7 @@ class RestoredFiles:
         Raises:
             InputError: A recorded header, or the recorded index, contradicts the tensors.
         """
-        return plan_recorded_files(root, self.original, self.named.target.tensors, self.where)
+        return plan_recorded_files(root, self.original, self.named.target.tensors, self.manifest_path)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,27 +96,27 @@ class TensorSelection:
 
     Attributes:
         named: Tensors under their new names.
-        restored: Original files if they are restored; else None.
+        restored_files: Original files if they are restored; else None.
         original: Original files to record; None if the target lacks some of their tensors.
         notes: Notes for the user.
     """
 
     named: NamedTarget
-    restored: RestoredFiles | None = None
+    restored_files: RestoredFiles | None = None
     original: OriginalFiles | None = None
     notes: tuple[str, ...] = ()
 
 
-def remember(view: ModelView) -> OriginalFilesRecord:
+def record_original(view: ModelView) -> OriginalFilesRecord:
     """Return the files to record when a checkpoint is converted: its own, or those that its manifest records."""
     notes: list[str] = []
     if view.catalog.form.can_be_restored:
         return OriginalFilesRecord(remember_files(view.catalog, notes), tuple(notes))
-    manifest = kept_manifest(view, notes)
+    manifest = usable_manifest(view, notes)
     return OriginalFilesRecord(None if manifest is None else manifest.original, tuple(notes))
 
 
-def kept_manifest(view: ModelView, notes: list[str]) -> Manifest | None:
+def usable_manifest(view: ModelView, notes: list[str]) -> Manifest | None:
     """Return the manifest of a checkpoint if it records original files and still describes the tensors.
 
     Args:
@@ -126,14 +126,14 @@ def kept_manifest(view: ModelView, notes: list[str]) -> Manifest | None:
     manifest = read_valid_manifest(view.catalog, notes)
     if manifest is None or manifest.original is None:
         return None
-    on_disk = {entry.name: entry for entry in view.tensors.values()}
-    if on_disk.keys() != manifest.tensors.keys() or not _are_as_recorded(on_disk, manifest.tensors):
+    stored_tensors = {entry.name: entry for entry in view.tensors.values()}
+    if stored_tensors.keys() != manifest.tensors.keys() or not _match_records(stored_tensors, manifest.tensors):
         notes.append(f"{MANIFEST} describes other tensors; the original files are not restored")
         return None
     return manifest
 
 
-def _are_as_recorded(tensors: Mapping[str, TensorEntry], rows: Mapping[str, TensorRecord]) -> bool:
+def _match_records(tensors: Mapping[str, TensorEntry], rows: Mapping[str, TensorRecord]) -> bool:
     return all((e.dtype, e.shape) == (rows[name].dtype, rows[name].shape) for name, e in tensors.items())
 
 
@@ -150,20 +150,20 @@ def restore_original(view: ModelView, decisions: Sequence[TieDecision], names: s
         UnsupportedError: `--names` is set, and the naming of the class is unknown.
     """
     notes: list[str] = []
-    manifest = kept_manifest(view, notes)
+    manifest = usable_manifest(view, notes)
     if manifest is None or manifest.original is None:
         return Restoration(None, tuple(notes))
     original = manifest.original
-    named = rename(
+    named = rename_tensors(
         view,
-        TargetTensors.of(view.catalog, view.tensors),
+        TargetTensors.from_source(view.catalog, view.tensors),
         names=names,
         default="disk",
-        original=list(original.tensors),
+        original_names=list(original.tensors),
     )
-    source_names = {new: name for name, new in named.naming.renamed(view).items()}
-    shared = _dropped_ties(manifest, original, named.target, source_names, decisions)
-    if shared is None:
+    source_names = {new: name for name, new in named.naming.target_names(view).items()}
+    dropped_names = _dropped_ties(manifest, original, named.target, source_names, decisions)
+    if dropped_names is None:
         return Restoration(None, (*notes, f"{MANIFEST} records files with other tensors; writing new files"))
     target, rows = named.target, manifest.tensors
     digests = {
@@ -172,17 +172,18 @@ def restore_original(view: ModelView, decisions: Sequence[TieDecision], names: s
         # A digest covers the bytes in their order, so it does not hold for reordered rows.
         if source_names.get(name) in rows and target.tensors[name].chunks is view.tensors[source_names[name]].chunks
     }
-    as_stored = {source_names[name] for name in digests}
+    unchanged_names = {source_names[name] for name in digests}
     reordered = {
         name: rows[entry.name].digest
         for name, entry in view.tensors.items()
-        if name not in as_stored and name not in shared and entry.name in rows
+        if name not in unchanged_names and name not in dropped_names and entry.name in rows
     }
-    on_disk = frozenset(view.tensors[name].name for name in shared if name in view.tensors)
-    kept = replace(target.only(original.tensors), shared=on_disk)
+    dropped_disk_names = frozenset(view.tensors[name].name for name in dropped_names if name in view.tensors)
+    target_of_files = replace(target.select(original.tensors), tied_disk_names=dropped_disk_names)
     notes += named.notes
     return Restoration(
-        RestoredFiles(replace(named, target=kept), original, manifest.where, digests, reordered, view), tuple(notes)
+        RestoredFiles(replace(named, target=target_of_files), original, manifest.where, digests, reordered, view),
+        tuple(notes),
     )
 
 
@@ -211,10 +212,10 @@ def _dropped_ties(
     if not target.tensors.keys() >= original.tensors.keys():
         return None
     rows = manifest.tensors
-    kept = {source_names.get(name, name) for name in original.tensors}
-    shared = {source_names.get(name, name) for name in target.tensors.keys() - original.tensors.keys()}
+    kept_names = {source_names.get(name, name) for name in original.tensors}
+    dropped_names = {source_names.get(name, name) for name in target.tensors.keys() - original.tensors.keys()}
     groups = _tie_groups(decisions)
-    for name in sorted(shared):
+    for name in sorted(dropped_names):
         row = rows.get(name)
         if row is None or row.tied_to is None:
             return None
@@ -225,16 +226,21 @@ def _dropped_ties(
                     "remove this key to convert both tensors (no loader requires it)"
                 )
             return None
-        if not any(groups.get(each) == groups[name] for each in kept):
+        if not any(groups.get(each) == groups[name] for each in kept_names):
             return None
-    return shared
+    return dropped_names
 
 
 def _tie_groups(decisions: Sequence[TieDecision]) -> dict[str, str]:
     """Map each name to a representative of the names that the config ties to it and that hold the same bytes."""
-    found: dict[str, str] = {}
+    representatives: dict[str, str] = {}
     for each in decisions:
         if each.declared and each.case == "equal":
-            first, second = found.setdefault(each.source, each.source), found.setdefault(each.target, each.target)
-            found.update((name, first) for name, family in list(found.items()) if family == second)
-    return found
+            first, second = (
+                representatives.setdefault(each.source, each.source),
+                representatives.setdefault(each.target, each.target),
+            )
+            representatives.update(
+                (name, first) for name, representative in list(representatives.items()) if representative == second
+            )
+    return representatives

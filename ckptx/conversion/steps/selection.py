@@ -5,9 +5,9 @@ from __future__ import annotations
 from ckptx.conversion.outputs.output_format import OutputFormat
 from ckptx.conversion.steps.base import BaseCheckpoint
 from ckptx.conversion.steps.model import Ties, wrapper_notes
-from ckptx.conversion.steps.naming import rename
-from ckptx.conversion.steps.restoration import OriginalFilesRecord, TensorSelection, remember
-from ckptx.conversion.steps.target import share
+from ckptx.conversion.steps.naming import rename_tensors
+from ckptx.conversion.steps.restoration import OriginalFilesRecord, TensorSelection, record_original
+from ckptx.conversion.steps.target import apply_ties
 from ckptx.model_view.view import ModelView
 from ckptx.options.conversion import ConversionOptions
 
@@ -33,15 +33,15 @@ def select_tensors(
     if restoration.files is not None:
         notes = (*restoration.notes, *wrapper_notes(view, kept=False))
         return TensorSelection(restoration.files.named, restoration.files, notes=notes)
-    record = remember(view) if output.remembers else OriginalFilesRecord(None)
-    target = share(view, ties.decisions, tied=options.tied, can_alias=output.can_alias)
-    original = record.original if target.holds(view.tensors) else None
-    named = rename(
+    record = record_original(view) if output.records_original_files else OriginalFilesRecord(None)
+    target = apply_ties(view, ties.decisions, tied=options.tied, can_alias=output.can_alias)
+    original = record.original if target.has_names(view.tensors) else None
+    named = rename_tensors(
         view,
         target,
         names=options.names,
         default=output.default_naming(view),
-        original=None if original is None else list(original.tensors),
+        original_names=None if original is None else list(original.tensors),
     )
     wrappers = wrapper_notes(view, kept=output.keeps_wrappers and not named.naming.sources)
     notes = (*restoration.notes, *record.notes, *named.notes, *wrappers)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ckptx.conversion.steps.naming import NameMap
-from ckptx.conversion.steps.replication import Replication, replication_of
+from ckptx.conversion.steps.replication import Replication, count_replication
 from ckptx.conversion.steps.target import TargetTensors
 from ckptx.errors import UsageError
 from ckptx.layout.parallel_dims import ParallelDims
@@ -41,7 +41,7 @@ class ShardedTarget:
         model = None if self.model is None else self.model.renamed(names.__getitem__)
         return replace(self, target=self.target.renamed(names.__getitem__), model=model)
 
-    def with_second_names(self, names: Mapping[str, str]) -> ShardedTarget:
+    def with_aliases(self, names: Mapping[str, str]) -> ShardedTarget:
         """Return the same target with more names that share the bytes of others.
 
         Args:
@@ -52,8 +52,8 @@ class ShardedTarget:
         return replace(self, target=replace(target, aliases={**target.aliases, **aliases})) if aliases else self
 
 
-def shard(
-    view: ModelView, target: TargetTensors, naming: NameMap, layout: ShardingOptions, *, own_files_only: bool
+def shard_tensors(
+    view: ModelView, target: TargetTensors, naming: NameMap, sharding: ShardingOptions, *, own_files_only: bool
 ) -> ShardedTarget:
     """Assign a stage and blocks to every tensor.
 
@@ -61,7 +61,7 @@ def shard(
         view: Model in the source.
         target: Target tensors under their names and with their dtypes.
         naming: Map from target names to model names.
-        layout: Mesh, split of layers into stages, and TP plan.
+        sharding: Mesh, split of layers into stages, and TP plan.
         own_files_only: True if each rank reads only its own files, so that replicated tensors and tied names are stored
             for each rank.
 
@@ -69,18 +69,18 @@ def shard(
         UsageError: The layer split is invalid, or a pattern of the TP plan matches no tensor.
         UnsupportedError: Pipeline stages are requested, and the layers of the model are unknown.
     """
-    sharder = _sharder_for(view, list(target.tensors), naming, layout, own_files_only)
-    separate = [
+    sharder = _make_sharder(view, list(target.tensors), naming, sharding, own_files_only)
+    unshareable = [
         name
         for name, stored in target.aliases.items()
         if own_files_only or sharder.stage_of(name) != sharder.stage_of(stored)
     ]
-    target = target.with_copies(separate)
+    target = target.with_copies(unshareable)
     model = sharder.place(target.tensors, _unknown_names(view, target, naming))
     replication = None
-    notes = _notes_on(model)
+    notes = _sharding_notes(model)
     if model.dims.tp > 1:
-        replication = replication_of(
+        replication = count_replication(
             model,
             target.tensors,
             target.copies,
@@ -92,17 +92,17 @@ def shard(
     return ShardedTarget(target, model, replication, tuple(notes))
 
 
-def _sharder_for(
-    view: ModelView, names: list[str], naming: NameMap, layout: ShardingOptions, own_files_only: bool
+def _make_sharder(
+    view: ModelView, names: list[str], naming: NameMap, sharding: ShardingOptions, own_files_only: bool
 ) -> Sharder:
     architecture = view.architecture
-    dims = layout.dims
-    user_plan = read_plan(str(layout.tp_plan)) if layout.tp_plan else None
+    dims = sharding.dims
+    user_plan = read_plan(str(sharding.tp_plan)) if sharding.tp_plan else None
     plan = effective_plan(architecture, view.config, user_plan)
     stacks = architecture.stacks(view.config) if architecture is not None and view.config is not None else ()
     root = view.catalog.root
     subject = architecture.class_name if architecture is not None else f"{root}: its architecture is unknown"
-    stages = StageMap(stacks, dims.pp, layout.pp_split, subject)
+    stages = StageMap(stacks, dims.pp, sharding.pp_split, subject)
     if user_plan is not None:
         unmatched = plan.unmatched([naming.model_name(name) or name for name in names])
         if unmatched:
@@ -120,12 +120,12 @@ def _unknown_names(view: ModelView, target: TargetTensors, naming: NameMap) -> l
     if architecture is None or config is None:
         return []
     model_names = {name: naming.model_name(name) for name in target.tensors}
-    lacking = {each for each in {*model_names.values()} if each is not None and architecture.is_unused(each, config)}
+    unused = {each for each in {*model_names.values()} if each is not None and architecture.is_unused(each, config)}
     unknown = set(view.unknown)
-    return [name for name, model_name in model_names.items() if name in unknown or model_name in lacking]
+    return [name for name, model_name in model_names.items() if name in unknown or model_name in unused]
 
 
-def _notes_on(model: ShardedModel) -> list[str]:
+def _sharding_notes(model: ShardedModel) -> list[str]:
     notes = []
     if model.unaligned:
         notes.append(

@@ -14,7 +14,7 @@ from ckptx.mapping.config import format_edited_config
 from ckptx.storage.interface import StoredFile
 from ckptx.wording import counted
 
-_NAMED_LINKS = 5
+_MAX_LISTED_LINKS = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,19 +43,19 @@ def collect_sidecars(base: BaseCheckpoint, names: Sequence[str], edits: Sequence
     Raises:
         InputError: config.json is damaged.
     """
-    source = base.files_from.source
+    source = base.sidecar_source.source
     notes: list[str] = []
     if any(edit["key"].endswith("quantization_config") for edit in edits):
         dropped = [name for name in names if name in QUANTIZATION_FILES]
         names = [name for name in names if name not in dropped]
         notes.extend(f"{name}: not copied, it describes the quantization of the base" for name in dropped)
     files: dict[str, StoredFile | bytes] = {name: StoredFile(source, name) for name in names}
-    outside = [f"{name} -> {real}" for name, real in find_outside_links(source, files)]
-    if outside:
-        more = f" and {len(outside) - _NAMED_LINKS} more" if len(outside) > _NAMED_LINKS else ""
+    outside_links = [f"{name} -> {real}" for name, real in find_outside_links(source, files)]
+    if outside_links:
+        more = f" and {len(outside_links) - _MAX_LISTED_LINKS} more" if len(outside_links) > _MAX_LISTED_LINKS else ""
         notes.append(
-            f"copied through {counted(len(outside), 'link')} that point outside the checkpoint: "
-            f"{', '.join(outside[:_NAMED_LINKS])}{more}"
+            f"copied through {counted(len(outside_links), 'link')} that point outside the checkpoint: "
+            f"{', '.join(outside_links[:_MAX_LISTED_LINKS])}{more}"
         )
     if not edits or "config.json" not in files:
         return Sidecars(files, (), tuple(notes))

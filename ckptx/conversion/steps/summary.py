@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ckptx.conversion.outputs.output_format import Allocation, OutputContents
-from ckptx.conversion.steps.cast_losses import notes_on_losses, rows_of
+from ckptx.conversion.steps.cast_losses import count_rows, range_notes
 from ckptx.conversion.steps.dtypes import CastTarget
 from ckptx.conversion.steps.ledger import Ledger
 from ckptx.conversion.steps.model import ConfigCheck, DroppedState, SourceModel, Ties
@@ -55,63 +55,64 @@ class ConversionState:
     ledger: Ledger
 
 
-def report_of(command: str, run: ConversionState, outcome: CopyResult | None, log: Log) -> ConversionReport:
+def build_report(command: str, conversion: ConversionState, outcome: CopyResult | None, log: Log) -> ConversionReport:
     """Build the report of a conversion.
 
     Args:
         command: Command name for the report.
-        run: Results of the steps.
+        conversion: Results of the steps.
         outcome: Result of the copy; None for a dry run, and on a rank that found the output already complete.
         log: Log with the notes of all steps.
     """
-    view, state, job = run.model.view, run.contents.state, run.job
-    target, architecture = run.contents.sharded.target, run.model.view.architecture
-    dry_run = _dry_run_rows(run, log) if run.options.dry_run else {}
-    bytes_read, bytes_written, output_bytes = _cost(run, outcome, dry_run, log)
-    ties = run.ties.decisions
-    actions = tie_actions(ties, run.contents)
+    view, state, job = conversion.model.view, conversion.contents.state, conversion.job
+    target, architecture = conversion.contents.sharded.target, conversion.model.view.architecture
+    dry_run = _dry_run_entries(conversion, log) if conversion.options.dry_run else {}
+    bytes_read, bytes_written, output_bytes = _byte_counts(conversion, outcome, dry_run, log)
+    ties = conversion.ties.decisions
+    actions = tie_actions(ties, conversion.contents)
     if outcome is not None:
-        log.note(*notes_on_losses(outcome))
-    carried = sum(not step.framed for step in job.plan.steps())
+        log.note(*range_notes(outcome))
+    carried_objects = sum(not step.framed for step in job.plan.steps())
     known = architecture is not None
     return ConversionReport(
         command=command,
-        tensors=run.ledger.tensors,
+        tensors=conversion.ledger.target_count,
         bytes_read=bytes_read,
         bytes_written=bytes_written,
         aliases={**target.aliases, **state.aliases},
         ties=[{**row, "action": action} for row, action in zip(tie_rows(ties), actions, strict=True)],
-        dropped=[*run.dropped_state.dropped, *state.dropped],
-        edits=list(run.sidecars.edits),
-        dtypes=run.ledger.dtypes,
-        ranks=_ranks(run),
+        dropped=[*conversion.dropped_state.rows, *state.dropped_rows],
+        edits=list(conversion.sidecars.edits),
+        dtypes=conversion.ledger.dtypes,
+        ranks=_rank_entries(conversion),
         warnings=list(log.notes),
         output_bytes=output_bytes,
-        parameters=run.ties.parameters,
+        parameters=conversion.ties.parameters,
         architecture=None
         if architecture is None
         else {"class": architecture.class_name, "known_from": architecture.known_from},
-        ledger=run.ledger.to_dict(),
-        config_check=None if run.config_check.fit is None else run.config_check.fit.to_dict(),
+        ledger=conversion.ledger.to_dict(),
+        config_check=None if conversion.config_check.match is None else conversion.config_check.match.to_dict(),
         prefix=view.prefix or None,
         unknown_tensors=list(view.unknown) if view.unknown and known else None,
-        dtype_unchanged=run.cast.kept,
-        base_dtypes=run.cast.base_dtypes,
-        overflows=rows_of(outcome.overflows) if outcome is not None and outcome.overflows else None,
-        underflows=rows_of(outcome.underflows) if outcome is not None and outcome.underflows else None,
-        dropped_optimizer=run.dropped_state.optimizer,
-        objects={"count": carried, "is_copied": True} if carried else run.dropped_state.objects,
+        dtype_unchanged=conversion.cast.uncast,
+        base_dtypes=conversion.cast.base_dtypes,
+        overflows=count_rows(outcome.overflows) if outcome is not None and outcome.overflows else None,
+        underflows=count_rows(outcome.underflows) if outcome is not None and outcome.underflows else None,
+        dropped_optimizer=conversion.dropped_state.optimizer,
+        objects={"count": carried_objects, "is_copied": True} if carried_objects else conversion.dropped_state.objects,
         state_without_parameter=list(state.without_parameter) or None,
         state_replicated=list(state.replicated) or None,
         **peak_of_processes(
-            [peak_memory(), *([] if outcome is None else [outcome.peak_rss])], are_ranks=run.processes is not None
+            [peak_memory(), *([] if outcome is None else [outcome.peak_rss])],
+            are_ranks=conversion.processes is not None,
         ),
-        **_mesh(run.sharded),
+        **_mesh_entries(conversion.sharded),
         **dry_run,
     )
 
 
-def _mesh(sharded: ShardedTarget) -> dict[str, Any]:
+def _mesh_entries(sharded: ShardedTarget) -> dict[str, Any]:
     """Return the mesh and sharding entries of the report; empty if tensors are whole."""
     model = sharded.model
     if model is None:
@@ -127,14 +128,14 @@ def _mesh(sharded: ShardedTarget) -> dict[str, Any]:
     }
 
 
-def _ranks(run: ConversionState) -> list[dict[str, Any]]:
-    model, allocation = run.sharded.model, run.allocation
+def _rank_entries(conversion: ConversionState) -> list[dict[str, Any]]:
+    model, allocation = conversion.sharded.model, conversion.allocation
     return [] if model is None else rank_rows(allocation.catalog.files, allocation.ranks, model.dims)
 
 
-def _dry_run_rows(run: ConversionState, log: Log) -> dict[str, Any]:
+def _dry_run_entries(conversion: ConversionState, log: Log) -> dict[str, Any]:
     """Return the entries of the report for a dry run: the files it would write, and free space."""
-    job, options, dst = run.job, run.options, run.dst
+    job, options, dst = conversion.job, conversion.options, conversion.dst
     sizes = [(file.name, file.nbytes, file.blocks) for file in job.plan.files]
     sizes += [(name, len(data), 0) for name, data in job.markers]
     sizes += [(name, nbytes, 0) for name, nbytes in job.sidecar_sizes().items()]
@@ -146,9 +147,11 @@ def _dry_run_rows(run: ConversionState, log: Log) -> dict[str, Any]:
     return {"dry_run": True, "files": files, "buffer_bytes": options.buffer_bytes, "free_space": free}
 
 
-def _cost(run: ConversionState, outcome: CopyResult | None, dry_run: dict[str, Any], log: Log) -> tuple[int, int, int]:
+def _byte_counts(
+    conversion: ConversionState, outcome: CopyResult | None, dry_run: dict[str, Any], log: Log
+) -> tuple[int, int, int]:
     """Return the bytes that this run read, the bytes that it wrote, and the total size of the output files."""
-    job, dst = run.job, run.dst
+    job, dst = conversion.job, conversion.dst
     if dry_run:
         size = sum(file["bytes"] for file in dry_run["files"])
         return job.plan.bytes_read, size, size

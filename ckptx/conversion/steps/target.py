@@ -20,34 +20,34 @@ class TargetTensors:
         source: Checkpoint they are read from, with an entry for each combined or split tensor.
         tensors: Target tensors by name, with shapes and dtypes of the target; chunks are not set yet.
         source_names: Name in the target -> name of the entry in `source` that it is read from.
-        read: Name in the target -> names on disk of the tensors it is made of.
+        disk_names: Name in the target -> names on disk of the tensors it is made of.
         aliases: Name that shares bytes -> name in `tensors`; empty unless the output is a DCP.
         copies: Name in `tensors` that repeats the bytes of another because they cannot share -> that other name.
-        shared: Names on disk of tied tensors, which the ledger accepts if one of them is written.
+        tied_disk_names: Names on disk of tied tensors, which the ledger accepts if one of them is written.
     """
 
     source: Catalog
     tensors: Mapping[str, TensorEntry]
     source_names: Mapping[str, str]
-    read: Mapping[str, tuple[str, ...]]
+    disk_names: Mapping[str, tuple[str, ...]]
     aliases: Mapping[str, str] = field(default_factory=dict)
     copies: Mapping[str, str] = field(default_factory=dict)
-    shared: frozenset[str] = frozenset()
+    tied_disk_names: frozenset[str] = frozenset()
 
     @classmethod
-    def of(cls, source: Catalog, tensors: Mapping[str, TensorEntry]) -> TargetTensors:
+    def from_source(cls, source: Catalog, tensors: Mapping[str, TensorEntry]) -> TargetTensors:
         """Create a target with every tensor under its key; the entries are those of the source, with names on disk."""
         renamed = {name: entry.renamed(name) for name, entry in tensors.items()}
-        on_disk = {name: entry.name for name, entry in tensors.items()}
-        return cls(source, renamed, on_disk, {name: (disk,) for name, disk in on_disk.items()})
+        disk_names = {name: entry.name for name, entry in tensors.items()}
+        return cls(source, renamed, disk_names, {name: (disk,) for name, disk in disk_names.items()})
 
-    def holds(self, names: Iterable[str]) -> bool:
+    def has_names(self, names: Iterable[str]) -> bool:
         """Return True if every name is present, as a tensor or as an alias."""
         return all(name in self.tensors or name in self.aliases for name in names)
 
-    def written(self) -> set[str]:
+    def written_disk_names(self) -> set[str]:
         """Return the names on disk of all tensors that the target is made of."""
-        return {name for names in self.read.values() for name in names}
+        return {name for names in self.disk_names.values() for name in names}
 
     def renamed(self, names: Callable[[str], str]) -> TargetTensors:
         """Return the same target under other names."""
@@ -55,7 +55,7 @@ class TargetTensors:
             self,
             tensors={names(name): entry.renamed(names(name)) for name, entry in self.tensors.items()},
             source_names={names(name): stored for name, stored in self.source_names.items()},
-            read={names(name): on_disk for name, on_disk in self.read.items()},
+            disk_names={names(name): on_disk for name, on_disk in self.disk_names.items()},
             aliases={names(name): names(stored) for name, stored in self.aliases.items()},
             copies={names(name): names(stored) for name, stored in self.copies.items()},
         )
@@ -69,23 +69,23 @@ class TargetTensors:
             self,
             tensors={**self.tensors, **{name: self.tensors[stored].renamed(name) for name, stored in copied.items()}},
             source_names={**self.source_names, **{name: self.source_names[stored] for name, stored in copied.items()}},
-            read={**self.read, **{name: self.read[stored] for name, stored in copied.items()}},
+            disk_names={**self.disk_names, **{name: self.disk_names[stored] for name, stored in copied.items()}},
             aliases={name: stored for name, stored in self.aliases.items() if name not in copied},
             copies={**self.copies, **copied},
         )
 
-    def only(self, names: Iterable[str]) -> TargetTensors:
+    def select(self, names: Iterable[str]) -> TargetTensors:
         """Return the same target with only these tensors, in this order."""
         names = list(names)
         return replace(
             self,
             tensors={name: self.tensors[name] for name in names},
             source_names={name: self.source_names[name] for name in names},
-            read={name: self.read[name] for name in names},
+            disk_names={name: self.disk_names[name] for name in names},
         )
 
 
-def share(view: ModelView, decisions: Iterable[TieDecision], *, tied: str, can_alias: bool) -> TargetTensors:
+def apply_ties(view: ModelView, decisions: Iterable[TieDecision], *, tied: str, can_alias: bool) -> TargetTensors:
     """Return the target with tied weights written as `tied` requires.
 
     Args:
@@ -104,37 +104,41 @@ def share(view: ModelView, decisions: Iterable[TieDecision], *, tied: str, can_a
                 f'tensors "{decision.target}" and "{decision.source}" differ, so --tied drop would lose one; '
                 "use --tied auto, which keeps both"
             )
-    all_tensors = TargetTensors.of(view.catalog, view.tensors)
-    tensors, source_names, read = dict(all_tensors.tensors), dict(all_tensors.source_names), dict(all_tensors.read)
+    all_tensors = TargetTensors.from_source(view.catalog, view.tensors)
+    tensors, source_names, disk_names = (
+        dict(all_tensors.tensors),
+        dict(all_tensors.source_names),
+        dict(all_tensors.disk_names),
+    )
     aliases: dict[str, str] = {}
 
-    def store_as(name: str, stored: str) -> None:
+    def store_under(name: str, stored: str) -> None:
         tensors[name] = tensors[stored].renamed(name)
-        source_names[name], read[name] = source_names[stored], read[stored]
+        source_names[name], disk_names[name] = source_names[stored], disk_names[stored]
 
     def drop(name: str) -> None:
-        for each in (tensors, source_names, read):
+        for each in (tensors, source_names, disk_names):
             each.pop(name, None)
 
-    shared = [(each, each.stored) for each in decisions if each.action == "alias" and each.stored is not None]
-    merged = []
-    for decision, stored in shared:
+    tied_pairs = [(each, each.stored) for each in decisions if each.action == "alias" and each.stored is not None]
+    merged_pairs = []
+    for decision, stored in tied_pairs:
         names = {decision.target, decision.source} - {stored}
         if tied == "copy" or (tied == "auto" and not can_alias and not decision.declared):
             # Loaders tie only what the config declares, not --tie-missing, so a file must hold every name.
             for name in names:
-                store_as(name, stored)
+                store_under(name, stored)
         elif tied == "drop" or not can_alias:
-            store_as(decision.source, stored)
-            merged.append((decision, stored))
+            store_under(decision.source, stored)
+            merged_pairs.append((decision, stored))
         else:
             for name in names:
                 drop(name)
                 aliases[name] = stored
     # Drop last: a name that stands in for an absent source may do so for several pairs.
-    for decision, stored in merged:
+    for decision, stored in merged_pairs:
         for name in {decision.target, stored} - {decision.source}:
             drop(name)
-    pairs = {name for decision, _ in shared for name in (decision.target, decision.source)}
-    on_disk = frozenset(view.tensors[name].name for name in pairs if name in view.tensors)
-    return TargetTensors(view.catalog, tensors, source_names, read, aliases, {}, on_disk)
+    tied_names = {name for decision, _ in tied_pairs for name in (decision.target, decision.source)}
+    tied_disk_names = frozenset(view.tensors[name].name for name in tied_names if name in view.tensors)
+    return TargetTensors(view.catalog, tensors, source_names, disk_names, aliases, {}, tied_disk_names)

@@ -21,7 +21,7 @@ from ckptx.transfer.digest_sink import digest_of
 from ckptx.transfer.stream import TensorReader
 from ckptx.wording import counted
 
-Place = tuple[int, tuple[Block, ...]]
+Placement = tuple[int, tuple[Block, ...]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,14 +31,14 @@ class TrainingState:
     Attributes:
         tensors: State tensors, with shapes and dtypes of the target; chunks are not set yet.
         source_names: Name -> name on disk.
-        read: Name -> names on disk of the tensors it is made of.
+        disk_names: Name -> names on disk of the tensors it is made of.
         aliases: Name that shares the bytes of another state -> name of that state.
         copies: Name that repeats the bytes of another state -> name of that state.
         objects: Pickled objects.
         object_source_names: Name of an object -> its name in the source.
-        places: Stage and blocks of each tensor; empty without a mesh.
-        shared: Names on disk of state that is written under another name.
-        dropped: Rows for the ledger: state of a tied name that differs from the state of its twin.
+        placements: Stage and blocks of each tensor; empty without a mesh.
+        shared_disk_names: Names on disk of state that is written under another name.
+        dropped_rows: Rows for the ledger: state of a tied name that differs from the state of its twin.
         without_parameter: Names on disk of optimizer tensors that belong to no known parameter; empty without a mesh.
         replicated: Names on disk of state whose shape differs from that of its parameter.
         notes: Notes for the user.
@@ -46,24 +46,24 @@ class TrainingState:
 
     tensors: Mapping[str, TensorEntry] = field(default_factory=dict)
     source_names: Mapping[str, str] = field(default_factory=dict)
-    read: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    disk_names: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     aliases: Mapping[str, str] = field(default_factory=dict)
     copies: Mapping[str, str] = field(default_factory=dict)
     objects: Mapping[str, BytesEntry] = field(default_factory=dict)
     object_source_names: Mapping[str, str] = field(default_factory=dict)
-    places: Mapping[str, Place] = field(default_factory=dict)
-    shared: frozenset[str] = frozenset()
-    dropped: tuple[dict[str, str], ...] = ()
+    placements: Mapping[str, Placement] = field(default_factory=dict)
+    shared_disk_names: frozenset[str] = frozenset()
+    dropped_rows: tuple[dict[str, str], ...] = ()
     without_parameter: tuple[str, ...] = ()
     replicated: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 
-    def written(self) -> set[str]:
+    def written_disk_names(self) -> set[str]:
         """Return the names on disk of all state tensors that are written."""
-        return {name for names in self.read.values() for name in names}
+        return {name for names in self.disk_names.values() for name in names}
 
 
-def carry_state(
+def map_training_state(
     view: ModelView, files: SourceFiles, sharded: ShardedTarget, output_names: Mapping[str, str]
 ) -> TrainingState:
     """Map the training state of the source to the output.
@@ -79,7 +79,7 @@ def carry_state(
     """
     names = [*view.optimizer, *view.other, *view.catalog.objects]
     refuse_indexed_state(names, str(view.catalog.root))
-    return _StateMapper(view, files, sharded, output_names).carry(names)
+    return _StateMapper(view, files, sharded, output_names).map_names(names)
 
 
 class _StateMapper:
@@ -90,8 +90,8 @@ class _StateMapper:
     ) -> None:
         self.source, self.files, self.model, self.mesh = view.catalog, files, sharded.target, sharded.model
         self.output_names = output_names
-        self.on_disk = {name: entry.name for name, entry in view.tensors.items()}
-        self.owners = ParameterIndex.of(self.on_disk, view.prefix)
+        self.disk_names = {name: entry.name for name, entry in view.tensors.items()}
+        self.parameters = ParameterIndex.of(self.disk_names, view.prefix)
         self.duplicates = view.duplicates
         self.optimizer, self.other = frozenset(view.optimizer), frozenset(view.other)
         self.reader = TensorReader(files)
@@ -101,33 +101,33 @@ class _StateMapper:
         self.copies: dict[str, str] = {}
         self.objects: dict[str, BytesEntry] = {}
         self.object_source_names: dict[str, str] = {}
-        self.places: dict[str, Place] = {}
+        self.placements: dict[str, Placement] = {}
         self.shared: set[str] = set()
         self.dropped: list[dict[str, str]] = []
         self.replicated: list[str] = []
         self.notes: list[str] = []
 
-    def carry(self, names: list[str]) -> TrainingState:
-        owned: dict[str, list[StateName]] = {}
-        loose: list[str] = []
+    def map_names(self, names: list[str]) -> TrainingState:
+        states_by_parameter: dict[str, list[StateName]] = {}
+        without_parameter: list[str] = []
         for name in names:
-            found = self.owners.find(name)
+            found = self.parameters.find(name)
             if found is None:
-                loose.append(name)
+                without_parameter.append(name)
             else:
-                owned.setdefault(self._output_parameter(found), []).append(found)
-        orphans = self._find_orphans([name for name in loose if name in self.optimizer])
-        for name in loose:
+                states_by_parameter.setdefault(self._output_parameter(found), []).append(found)
+        orphans = self._find_unmatched([name for name in without_parameter if name in self.optimizer])
+        for name in without_parameter:
             self._add(name, name, None)
-        shared = {**self.model.aliases, **self.model.copies}
-        done: set[str] = set()
-        for name, stored in shared.items():
-            done |= self._carry_shared(name, stored, owned)
-        for parameter, states in owned.items():
+        shared_names = {**self.model.aliases, **self.model.copies}
+        mapped: set[str] = set()
+        for name, stored in shared_names.items():
+            mapped |= self._map_shared(name, stored, states_by_parameter)
+        for parameter, states in states_by_parameter.items():
             for state in states:
-                if state.name not in done:
+                if state.name not in mapped:
                     self._add(state.name, self._output_name(state), parameter)
-        self._carry_duplicates()
+        self._keep_duplicates()
         if self.replicated:
             self.notes.append(
                 "optimizer state replicated because its shape differs from that of its parameter: "
@@ -141,7 +141,7 @@ class _StateMapper:
             self.copies,
             self.objects,
             self.object_source_names,
-            self.places,
+            self.placements,
             frozenset(self.shared),
             tuple(self.dropped),
             tuple(orphans),
@@ -149,74 +149,74 @@ class _StateMapper:
             tuple(self.notes),
         )
 
-    def _carry_duplicates(self) -> None:
+    def _keep_duplicates(self) -> None:
         """Keep the second names of state that the checkpoint stores twice with equal bytes."""
         state = {*self.optimizer, *self.other}
         output_names = {on_disk: name for name, on_disk in self.source_names.items()}
-        for name, kept in self.duplicates.items():
-            if kept not in state:
+        for name, other in self.duplicates.items():
+            if other not in state:
                 continue
             self.shared.add(name)
-            if output_names.get(kept) == kept and name not in self.tensors and name not in self.aliases:
-                self.aliases[name] = kept
+            if output_names.get(other) == other and name not in self.tensors and name not in self.aliases:
+                self.aliases[name] = other
 
-    def _find_orphans(self, names: list[str]) -> list[str]:
+    def _find_unmatched(self, names: list[str]) -> list[str]:
         """Return the optimizer tensors without a known parameter, which stay whole; none without a mesh."""
         if self.mesh is None or self.mesh.dims.world_size == 1:
             return []
-        orphans = [name for name in names if self.source.tensors[name].numel > 1]
-        if orphans:
-            tensors = f'{counted(len(orphans), "tensor")}, "{orphans[0]}"'
+        unmatched = [name for name in names if self.source.tensors[name].numel > 1]
+        if unmatched:
+            tensors = f'{counted(len(unmatched), "tensor")}, "{unmatched[0]}"'
             self.notes.append(f"optimizer state without a known parameter, stored whole on rank 0: {tensors}")
-        return orphans
+        return unmatched
 
     def _output_parameter(self, state: StateName) -> str:
         """Return the output name of the parameter that a state belongs to."""
-        out = self.output_names.get(state.parameter)
-        if out is None:
+        output_name = self.output_names.get(state.parameter)
+        if output_name is None:
             raise UnsupportedError(
                 f'optimizer state "{state.name}" belongs to a parameter that these names combine, split or reorder; '
                 "leave out --names, or pass --optimizer drop"
             )
-        return out
+        return output_name
 
     def _output_name(self, state: StateName) -> str:
-        out = self._output_parameter(state)
-        return state.name if out == self.on_disk[state.parameter] else state.name_for(out)
+        output_parameter = self._output_parameter(state)
+        return state.name if output_parameter == self.disk_names[state.parameter] else state.name_for(output_parameter)
 
-    def _carry_shared(self, name: str, stored: str, owned: Mapping[str, list[StateName]]) -> set[str]:
+    def _map_shared(self, name: str, stored: str, states_by_parameter: Mapping[str, list[StateName]]) -> set[str]:
         """Map the state of `name`, which shares the bytes of `stored`; return the names on disk that are done."""
-        done = set()
-        mine = {(state.prefix, state.suffix): state for state in owned.get(name, ())}
-        others = {(state.prefix, state.suffix): state for state in owned.get(stored, ())}
-        for key, state in others.items():
-            twin = mine.pop(key, None)
-            called = self._output_name(state)
+        mapped = set()
+        own_states = {(state.prefix, state.suffix): state for state in states_by_parameter.get(name, ())}
+        stored_states = {(state.prefix, state.suffix): state for state in states_by_parameter.get(stored, ())}
+        for key, state in stored_states.items():
+            counterpart = own_states.pop(key, None)
+            output_name = self._output_name(state)
             self._share(
-                self._twin_name(state, stored, name) if twin is None else self._output_name(twin),
-                called,
+                self._counterpart_name(state, stored, name) if counterpart is None else self._output_name(counterpart),
+                output_name,
                 state.name,
                 name,
             )
-            if twin is not None:
-                done.add(twin.name)
-                self._merge_twins(twin.name, state.name)
-        for state in mine.values():  # the trainer stored it under this name only
-            called = self._output_name(state)
-            self._add(state.name, called, name)
-            done.add(state.name)
-            self._share(self._twin_name(state, name, stored), called, state.name, stored)
-        return done
+            if counterpart is not None:
+                mapped.add(counterpart.name)
+                self._merge_states(counterpart.name, state.name)
+        for state in own_states.values():  # the trainer stored it under this name only
+            output_name = self._output_name(state)
+            self._add(state.name, output_name, name)
+            mapped.add(state.name)
+            self._share(self._counterpart_name(state, name, stored), output_name, state.name, stored)
+        return mapped
 
-    def _twin_name(self, state: StateName, parameter: str, other: str) -> str:
+    def _counterpart_name(self, state: StateName, parameter: str, other: str) -> str:
         """Return the name of the same state of another parameter, in the spelling of the trainer."""
         if (
             self._output_name(state) == state.name
             and state.name_in_state != parameter
             and parameter.endswith(state.name_in_state)
         ):
-            lead = parameter[: len(parameter) - len(state.name_in_state)]
-            return state.name_for(other.removeprefix(lead))
+            prefix = parameter[: len(parameter) - len(state.name_in_state)]
+            return state.name_for(other.removeprefix(prefix))
         return state.name_for(other)
 
     def _share(self, name: str, stored: str, on_disk: str, parameter: str) -> None:
@@ -233,28 +233,30 @@ class _StateMapper:
         """Return True for a parameter that is a copy or has one, and so needs separate state."""
         return parameter in self.model.copies or parameter in self.model.copies.values()
 
-    def _merge_twins(self, twin: str, kept: str) -> None:
+    def _merge_states(self, duplicate: str, stored: str) -> None:
         """Merge two states of one tensor; if they differ, keep that of the stored name and report the other."""
-        if twin in self.source.objects:
-            same = self._object(twin) == self._object(kept)
+        if duplicate in self.source.objects:
+            is_same = self._read_object(duplicate) == self._read_object(stored)
         else:
-            first, second = self.source.tensors[twin], self.source.tensors[kept]
-            same = (first.shape, first.dtype) == (second.shape, second.dtype) and (
-                first.chunks == second.chunks or self._leaves(first) == self._leaves(second)
+            first, second = self.source.tensors[duplicate], self.source.tensors[stored]
+            is_same = (first.shape, first.dtype) == (second.shape, second.dtype) and (
+                first.chunks == second.chunks or self._digest_leaves(first) == self._digest_leaves(second)
             )
-            if same:
-                self.shared.add(twin)
-        if not same:
-            reason = f'state of a tied name; "{kept}" is kept'
-            self.dropped.append({"name": twin, "reason": reason})
-            self.notes.append(f'"{twin}" and "{kept}" differ although their parameters are tied; "{kept}" is kept')
+            if is_same:
+                self.shared.add(duplicate)
+        if not is_same:
+            reason = f'state of a tied name; "{stored}" is kept'
+            self.dropped.append({"name": duplicate, "reason": reason})
+            self.notes.append(
+                f'"{duplicate}" and "{stored}" differ although their parameters are tied; "{stored}" is kept'
+            )
 
-    def _leaves(self, entry: TensorEntry) -> list[bytes]:
+    def _digest_leaves(self, entry: TensorEntry) -> list[bytes]:
         return digest_of(self.reader, entry, entry.dtype).leaves
 
-    def _object(self, name: str) -> bytes:
-        place = self.source.objects[name]
-        return self.files.read(place.file, place.offset, place.nbytes)
+    def _read_object(self, name: str) -> bytes:
+        location = self.source.objects[name]
+        return self.files.read(location.file, location.offset, location.nbytes)
 
     def _add(self, on_disk: str, name: str, parameter: str | None) -> None:
         """Add one tensor or object under its output name."""
@@ -265,9 +267,9 @@ class _StateMapper:
         entry = self.source.tensors[on_disk]
         self.tensors[name], self.source_names[name] = entry.renamed(name), on_disk
         if self.mesh is not None:
-            self.places[name] = self._place(entry, parameter, self.mesh)
+            self.placements[name] = self._place(entry, parameter, self.mesh)
 
-    def _place(self, entry: TensorEntry, parameter: str | None, mesh: ShardedModel) -> Place:
+    def _place(self, entry: TensorEntry, parameter: str | None, mesh: ShardedModel) -> Placement:
         whole_block = (Block(0, whole(entry.shape)),)
         if parameter is None:
             return 0, whole_block

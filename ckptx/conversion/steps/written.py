@@ -28,7 +28,7 @@ from ckptx.wording import counted
 
 # Reading `.metadata` and the heads of archives takes about 20 us and 1 KB per block. With so many blocks that this
 # would slow down the conversion, only the first and the last block of each file are checked.
-_FEW_BLOCKS, _MOST_BLOCKS, _SMALL_BLOCK = 1 << 12, 1 << 17, 1 << 20
+_ALWAYS_CHECKED_BLOCKS, _MAX_CHECKED_BLOCKS, _MIN_BLOCK_BYTES = 1 << 12, 1 << 17, 1 << 20
 
 
 def check_huggingface(tree: Source, layout: HuggingFaceLayout) -> None:
@@ -39,7 +39,7 @@ def check_huggingface(tree: Source, layout: HuggingFaceLayout) -> None:
         Defect: Anything else differs from the plan.
     """
     catalog = layout.catalog
-    planned = _Planned(catalog)
+    planned = _PlannedBlocks(catalog)
     with tree.open() as files:
         for name in catalog.files:
             header = read_header(files, name)
@@ -49,13 +49,13 @@ def check_huggingface(tree: Source, layout: HuggingFaceLayout) -> None:
                     "remove ckptx.json and convert again"
                 )
             for tensor in header.tensors:
-                planned.find(tensor, None, name)
-    planned.require_all()
-    owners = {name: entry.chunks[0].file for name, entry in catalog.tensors.items()}
+                planned.record_found(tensor, None, name)
+    planned.require_all_found()
+    files_by_name = {name: entry.chunks[0].file for name, entry in catalog.tensors.items()}
     if layout.index_text is None:
         if len(catalog.files) != 1:
             raise _defect(str(tree.location), f"{counted(len(catalog.files), 'file')} and no index")
-    elif parse_index(layout.index_text, tree.location / layout.index_name) != owners:
+    elif parse_index(layout.index_text, tree.location / layout.index_name) != files_by_name:
         raise _defect(layout.index_name, "an index that does not list the files of the tensors")
 
 
@@ -65,15 +65,15 @@ def check_sharded(tree: Source, catalog: Catalog) -> None:
     Raises:
         Defect: A block differs from the plan.
     """
-    planned = _Planned(catalog)
+    planned = _PlannedBlocks(catalog)
     with tree.open() as files:
         for name in catalog.files:
             header = read_header(files, name)
             info = read_sharding_info(header.metadata, name) or {}
             for tensor in header.tensors:
                 offsets = recorded_offsets(info.get(tensor.name), tensor.name, tensor.shape, name)
-                planned.find(tensor, offsets, name)
-    planned.require_all()
+                planned.record_found(tensor, offsets, name)
+    planned.require_all_found()
 
 
 def check_dcp(tree: Source, output: DcpOutput) -> None:
@@ -83,42 +83,47 @@ def check_dcp(tree: Source, output: DcpOutput) -> None:
         Defect: A block differs from the plan.
     """
     catalog = output.catalog
-    few = _can_check_all(catalog)
+    can_check_all = _can_check_all(catalog)
     with tree.open() as files:
-        for entry, chunk in _blocks(catalog) if few else _first_and_last(catalog):
+        for entry, chunk in _all_blocks(catalog) if can_check_all else _first_and_last_blocks(catalog):
             frame = archive_frame(entry.dtype, chunk.region.sizes)
             if files.read(chunk.file, chunk.offset, len(frame.head)) != frame.head:
                 raise _defect(chunk.file, f'no archive of "{entry.name}" {chunk.region} at byte {chunk.offset}')
-    for marker, data in output.markers if few else ():
+    for marker, data in output.markers if can_check_all else ():
         _check_metadata(parse_metadata(data, marker), marker, output)
 
 
 def _can_check_all(catalog: Catalog) -> bool:
     blocks = sum(len(entry.chunks) for entry in catalog.tensors.values())
-    return blocks <= _FEW_BLOCKS or (blocks <= _MOST_BLOCKS and sum(catalog.files.values()) > blocks * _SMALL_BLOCK)
+    return blocks <= _ALWAYS_CHECKED_BLOCKS or (
+        blocks <= _MAX_CHECKED_BLOCKS and sum(catalog.files.values()) > blocks * _MIN_BLOCK_BYTES
+    )
 
 
 def _check_metadata(metadata: DcpMetadata, marker: str, output: DcpOutput) -> None:
     """Compare the names of one part and the recorded positions of their blocks with the plan."""
-    catalog, fqns = output.catalog, output.fqns[marker]
-    lead = marker[: -len(METADATA)]
+    catalog, catalog_names = output.catalog, output.catalog_names[marker]
+    path_prefix = marker[: -len(METADATA)]
     found = {*metadata.tensors, *metadata.objects}
-    if found != fqns.keys() or len(metadata.tensors) + len(metadata.objects) != len(found):
-        raise _defect(marker, f'names such as "{next(iter(found ^ fqns.keys()), "")}"')
+    if found != catalog_names.keys() or len(metadata.tensors) + len(metadata.objects) != len(found):
+        raise _defect(marker, f'names such as "{next(iter(found ^ catalog_names.keys()), "")}"')
     for fqn, tensor in metadata.tensors.items():
-        entry = catalog.tensors[fqns[fqn]]
-        recorded = {(region, lead + place.path, place.offset, place.length) for region, place in _places(fqn, metadata)}
+        entry = catalog.tensors[catalog_names[fqn]]
+        recorded = {
+            (region, path_prefix + location.path, location.offset, location.length)
+            for region, location in _chunk_locations(fqn, metadata)
+        }
         planned = {(_region_in_torch(entry, chunk.region), *chunk[1:4]) for chunk in entry.chunks}
         size = torch_shape(entry.dtype, entry.shape, fqn)
         if (tensor.dtype, tensor.size) != (entry.dtype.torch, size) or recorded != planned:
             raise _defect(marker, f'"{fqn}" {tensor.dtype} {tensor.size} at {recorded!s:.200}')
     for fqn in metadata.objects:
         path, offset, length, _ = metadata.storage[fqn, None]
-        if catalog.objects[fqns[fqn]][1:] != (lead + path, offset, length):
+        if catalog.objects[catalog_names[fqn]][1:] != (path_prefix + path, offset, length):
             raise _defect(marker, f'object "{fqn}" at byte {offset} of {path}')
 
 
-def _places(fqn: str, metadata: DcpMetadata) -> Iterator[tuple[Region, StorageInfo]]:
+def _chunk_locations(fqn: str, metadata: DcpMetadata) -> Iterator[tuple[Region, StorageInfo]]:
     return ((region, metadata.storage[fqn, region.offsets]) for region in metadata.tensors[fqn].chunks)
 
 
@@ -130,10 +135,10 @@ def check_digests(outcome: CopyResult, recorded: Mapping[str, str]) -> None:
     """
     for name, digest in recorded.items():
         if outcome.digests[name] != digest:
-            raise changed_since(name, outcome.digests[name], digest)
+            raise changed_bytes_error(name, outcome.digests[name], digest)
 
 
-def changed_since(name: str, found: str, recorded: str) -> InputError:
+def changed_bytes_error(name: str, found: str, recorded: str) -> InputError:
     """Return the error for a tensor whose digest differs from the recorded one."""
     return InputError(
         f'tensor "{name}": digest is {found}, but ckptx.json records {recorded}; the bytes changed since they '
@@ -141,7 +146,7 @@ def changed_since(name: str, found: str, recorded: str) -> InputError:
     )
 
 
-class _Planned:
+class _PlannedBlocks:
     """Planned blocks by tensor and file, with a count of those found.
 
     A file holds one block of a tensor, and tensors with the same shards share the list of their files.
@@ -149,11 +154,11 @@ class _Planned:
 
     def __init__(self, catalog: Catalog) -> None:
         self._catalog = catalog
-        self._numbers: dict[int, dict[str, int]] = {}
+        self._file_indices: dict[int, dict[str, int]] = {}
         self._ids = ObjectIds()
         self._found = 0
 
-    def find(self, tensor: HeaderTensor, offsets: Shape | None, file: str) -> None:
+    def record_found(self, tensor: HeaderTensor, offsets: Shape | None, file: str) -> None:
         """Record a block that was found, and compare it with the plan.
 
         Args:
@@ -166,7 +171,7 @@ class _Planned:
         """
         name, dtype, shape, begin, end = tensor
         entry = self._catalog.tensors.get(name)
-        chunk = self._planned(entry, file) if entry is not None and entry.dtype is dtype else None
+        chunk = self._planned_chunk(entry, file) if entry is not None and entry.dtype is dtype else None
         if (
             chunk is None
             or (chunk.offset, chunk.nbytes, chunk.region.sizes) != (begin, end - begin, shape)
@@ -175,39 +180,39 @@ class _Planned:
             raise _defect(file, f'"{name}" {dtype} {list(shape)} at byte {begin}')
         self._found += 1
 
-    def _planned(self, entry: TensorEntry, file: str) -> Chunk | None:
+    def _planned_chunk(self, entry: TensorEntry, file: str) -> Chunk | None:
         chunks = entry.chunks
         if type(chunks) is not ShardedChunks:
             return next((chunk for chunk in chunks if chunk.file == file), None)
         key = self._ids(chunks.files)
-        numbers = self._numbers.get(key)
+        numbers = self._file_indices.get(key)
         if numbers is None:
-            numbers = self._numbers[key] = {name: number for number, name in enumerate(chunks.files)}
+            numbers = self._file_indices[key] = {name: number for number, name in enumerate(chunks.files)}
         return chunks[numbers[file]] if file in numbers else None
 
-    def require_all(self) -> None:
+    def require_all_found(self) -> None:
         """Raise Defect if a planned block was not found; a header holds a name once, so none was counted twice."""
         planned = sum(len(entry.chunks) for entry in self._catalog.tensors.values())
         if self._found != planned:
             raise _defect(str(self._catalog.root), f"{self._found} blocks of {planned}")
 
 
-def _blocks(catalog: Catalog) -> Iterator[tuple[TensorEntry, Chunk]]:
+def _all_blocks(catalog: Catalog) -> Iterator[tuple[TensorEntry, Chunk]]:
     return ((entry, chunk) for entry in catalog.tensors.values() for chunk in entry.chunks)
 
 
-def _first_and_last(catalog: Catalog) -> Iterator[tuple[TensorEntry, Chunk]]:
+def _first_and_last_blocks(catalog: Catalog) -> Iterator[tuple[TensorEntry, Chunk]]:
     """Yield the first and the last block of each file; tensors in a file follow the order of the catalog."""
-    begins: dict[object, TensorEntry] = {}
-    ends: dict[object, TensorEntry] = {}
+    first_entries: dict[object, TensorEntry] = {}
+    last_entries: dict[object, TensorEntry] = {}
     for entry in catalog.tensors.values():
         chunks = entry.chunks
         files = id(chunks.files) if type(chunks) is ShardedChunks else chunks[0].file
-        begins.setdefault(files, entry)
-        ends[files] = entry
+        first_entries.setdefault(files, entry)
+        last_entries[files] = entry
     first: dict[str, tuple[TensorEntry, Chunk]] = {}
     last: dict[str, tuple[TensorEntry, Chunk]] = {}
-    for entry in (*begins.values(), *ends.values()):
+    for entry in (*first_entries.values(), *last_entries.values()):
         for chunk in entry.chunks:
             if chunk.file not in first or chunk.offset < first[chunk.file][1].offset:
                 first[chunk.file] = entry, chunk
