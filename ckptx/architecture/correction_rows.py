@@ -17,7 +17,7 @@ from ckptx.architecture.structure import Heads
 
 
 class PlanRow(NamedTuple):
-    """A tensor-parallel rule that the plan of transformers lacks or has wrong.
+    """A tensor-parallel rule that is missing or wrong in the plan of transformers.
 
     It defines which elements belong together, not how a forward pass would run: rows of ``[q|k|v]`` are three groups.
 
@@ -26,7 +26,7 @@ class PlanRow(NamedTuple):
         style: Style as in `ckptx.layout.styles`.
         reason: Reason for the row, which reports repeat.
         groups: Widths of the fused parts along the sharded dim, as expressions.
-        heads: Candidate factors of the sharded dim, as expressions.
+        heads: Candidates (number of heads, size of a head) whose product is the sharded dim, as expressions.
         when: Expression; the row applies if it is not 0.
         note: Note for maintainers: the contents of the tensors, or related tensors that stay replicated.
     """
@@ -55,7 +55,11 @@ class AbsentRow(NamedTuple):
 
 
 class NoStacksRow(NamedTuple):
-    """The layers of the class are not a list that runs from first to last, so that no pipeline can split it."""
+    """Marks a class whose layers are not a list that runs from first to last, so that no pipeline can split it.
+
+    Attributes:
+        reason: Order in which the layers run instead.
+    """
 
     reason: str
 
@@ -206,7 +210,20 @@ _ClassRow = TypeVar("_ClassRow", ForwardRow, LayersRow, TorchtitanRow)
 
 
 class Corrections(NamedTuple):
-    """All rows of one model type, by section."""
+    """All rows of one model type, by section.
+
+    Attributes:
+        plan: Tensor-parallel rules.
+        absent: Tensors that some layers do not have.
+        no_stacks: At most one row, which excludes pipelines.
+        defaults: At most one config with which the class can be built.
+        forward: Options of the forward pass under tensor parallelism, by class.
+        layers: Paths of the lists of layers of multimodal classes.
+        layer_parts: Names of parts of a layer, for activation checkpointing.
+        inputs: Image and audio inputs.
+        as_tower: At most one row about a model that is used as a vision tower.
+        torchtitan: Classes for which torchtitan has a model.
+    """
 
     plan: tuple[PlanRow, ...] = ()
     absent: tuple[AbsentRow, ...] = ()

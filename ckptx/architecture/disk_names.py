@@ -53,7 +53,7 @@ class CheckpointNames:
         return any(each.startswith(lead) and not self._architecture.expects(each) for each in self._names)
 
     def lacks_base_prefix(self, pair: TiePair, source: str) -> bool:
-        """Return True if ``source`` is spelled as in a checkpoint of the base model alone."""
+        """Return True if ``source`` has the name that it has in a checkpoint of the base model alone."""
         prefix = self._architecture.base_prefix
         return bool(prefix) and any(source_name == f"{prefix}.{source}" for _, source_name in pair.namings)
 

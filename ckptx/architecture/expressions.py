@@ -1,4 +1,4 @@
-"""Numbers that follow from ``config.json``, as expressions: ``head_dim ?? hidden_size // num_attention_heads``.
+"""Expressions that compute integers from ``config.json``: ``head_dim ?? hidden_size // num_attention_heads``.
 
 An expression has integers, keys, ``+ - * //``, parentheses, and ``a ?? b`` for "a, or b if the config does not have a",
 which binds weakest. A key with dots is in a sub-config: ``text_config.hidden_size``; ``#key`` is the length of a list.
@@ -18,12 +18,12 @@ from ckptx.errors import InputError
 _TOKEN = re.compile(r"\s*(?:([0-9]+)|(#?[A-Za-z_][A-Za-z0-9_.]*)|(\?\?|//|[-+*()]))")
 
 
-# Prefix of a key in `Scope.defaults`: its value if the whole sub-config is absent, not only the key.
+# Prefix of a key in `Scope.defaults` whose value applies if the whole sub-config is absent, not only the key.
 COMPOSITE_PREFIX = "!"
 
 
 class Scope(NamedTuple):
-    """Source of the values of keys.
+    """Config, defaults and aliases from which the values of keys are read.
 
     Attributes:
         config: Contents of `config.json`.

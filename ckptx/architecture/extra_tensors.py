@@ -4,9 +4,9 @@ Most published checkpoints have tensors that their class does not load: buffers 
 decoding, parts of a quantized weight. `EXTRA_ROWS` lists these kinds, each with its reason. Any other tensor inside a
 module of the class belongs to another model: loaders drop it, and the model computes something else.
 
-    mtp.fc.weight                               may be there: a layer that predicts further tokens
-    model.layers.0.self_attn.q_norm.weight      no Llama has it, and every Llama has model.layers.0.self_attn
-    vision_tower.patch_embed.weight             lies outside of all modules of a Llama: noted
+    mtp.fc.weight                               allowed: a multi-token prediction (MTP) layer
+    model.layers.0.self_attn.q_norm.weight      a mismatch: no Llama has it in model.layers.0.self_attn
+    vision_tower.patch_embed.weight             outside of all modules of a Llama: passes through with a note
 """
 
 from __future__ import annotations
@@ -218,7 +218,7 @@ class ExtraTensors:
             found |= {".".join(parts[:end]) for end in range(1, len(parts) + pattern.endswith(".**"))}
         found |= {each.removeprefix(dotted_prefix) for each in found}
         found |= {dotted_prefix + each for each in found if not each.startswith(dotted_prefix)}
-        # Towers and heads lie directly in the base model, so that it is no module in this sense.
+        # The base model itself does not count: towers and heads of other models would be inside it.
         return frozenset(found - {prefix})
 
     def _innermost_module(self, pattern: str) -> str:

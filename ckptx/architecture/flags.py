@@ -113,7 +113,7 @@ def _affects_flag(
     config_path: Sequence[str],
     flag_under: Callable[[Mapping[tuple[str, ...], Any]], bool | None],
 ) -> bool:
-    """Return True if some value of ``path`` changes the flag, alone or with another key that may hide it."""
+    """Return True if a value of ``path`` changes the flag, by itself or together with a key that takes precedence."""
     contexts: list[dict[tuple[str, ...], Any]] = [{}]
     masking_keys = () if path[-1] != TIE_FLAG else ((TIE_FLAG,), ("text_config", TIE_FLAG), (*config_path, TIE_FLAG))
     for other in masking_keys:

@@ -44,7 +44,7 @@ class FusedRow(NamedTuple):
         equal: Number of equal parts if no candidate fits; 1 for plain features, 0 if unknown.
         side: "out" for output features, "in" for input features.
         types: Model types of the text model that the row is about; empty for all.
-        reason: A few words on what is fused.
+        reason: Fused parts in a few words, for maintainers.
     """
 
     modules: tuple[str, ...]

@@ -39,8 +39,8 @@ class _ClassFit(NamedTuple):
     Attributes:
         unknown_patterns: Number of patterns on disk that the class does not have.
         missing_head_modules: Number of modules of its head without tensors on disk, tied ones included.
-        renamed_patterns: Number of patterns on disk that are spelled differently in the model.
-        rank: Rank of its kind of class.
+        renamed_patterns: Number of patterns on disk that have another name in the model.
+        rank: Position of its suffix in `_PREFERRED_ENDINGS`; the lowest is preferred, -1 for a masked language model.
         class_name: Name of the class, to order equal fits.
     """
 

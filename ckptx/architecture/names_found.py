@@ -21,7 +21,7 @@ class ModelNames(NamedTuple):
         unwrapped: Names without wrappers.
         models: The model and other models, by names without wrappers.
         architecture: Architecture under the names of the checkpoint; None if unknown.
-        trainer_conversions: Conversions to published names, see `ModelView`.
+        trainer_conversions: Conversions from trainer names to disk names, see `ModelView`.
     """
 
     unwrapped: UnwrappedNames
@@ -40,7 +40,7 @@ def find_model_names(
 
     Args:
         names: Names of its tensors.
-        disk_architecture: Architecture under published names; None if unknown.
+        disk_architecture: Architecture under disk names, those of the files on the Hub; None if unknown.
         config: Contents of `config.json`; None without one.
         prefix: Prefix of the model's names; None to detect it.
 
@@ -59,7 +59,7 @@ def find_model_names(
 def apply_trainer_naming(
     disk_architecture: Architecture | None, config: dict[str, Any] | None, names: Collection[str]
 ) -> tuple[Architecture | None, tuple[Conversion, ...]]:
-    """Return the architecture under the names of a checkpoint, and the conversions to published names."""
+    """Return the architecture under the names of a checkpoint, and the conversions to disk names."""
     if disk_architecture is None or config is None:
         return disk_architecture, ()
     trainer_conversions = find_trainer_conversions(disk_architecture, config, names)

@@ -1,4 +1,4 @@
-"""Tied names of classes that cannot be built, which transformers cannot tell.
+"""Tied names of classes that cannot be built, so that they cannot be read from transformers.
 
 Used only for a class that neither the table nor the installed transformers has, or that is remote code without
 permission to run it. Each row has a target, its source, and the models it is known from; a name may have any prefix

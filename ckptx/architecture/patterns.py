@@ -16,7 +16,7 @@ def patterns_of(names: Iterable[str]) -> frozenset[str]:
     return frozenset(pattern_of(name) for name in names)
 
 
-# A single layer after the last one that the model builds, by number: it predicts further tokens (MTP).
+# A single layer after the last one that the model builds, by number: a multi-token prediction (MTP) layer.
 _SINGLE_LAYER = re.compile(r"(?P<layers>.*layers\\?\.)[0-9]+(\\?\.)?(\.\*)?\$?")
 # Modules of such a layer that other layers do not have.
 _MTP_MODULE = r"(embed_tokens|eh_proj|enorm|hnorm|shared_head)\."

@@ -1,4 +1,4 @@
-"""Expected shapes of a model's tensors under its config: from the table, else from a model without storage."""
+"""Expected shapes of a model's tensors under its config: from the table, else from a model on the meta device."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def expected_shapes(architecture: Architecture, config: Mapping[str, Any]) -> Ex
     """Return names and shapes of a model; None if the table has none for its class under this config.
 
     Args:
-        architecture: Architecture of the class, under published names.
+        architecture: Architecture of the class, under disk names.
         config: Contents of `config.json`.
 
     Raises:
@@ -48,7 +48,7 @@ def shape_lookup(architecture: Architecture, config: Mapping[str, Any]) -> Shape
     may be stored transposed, which names alone do not tell.
 
     Args:
-        architecture: Architecture of the class, under published names.
+        architecture: Architecture of the class, under disk names.
         config: Contents of `config.json`.
     """
     ambiguous_patterns = _ambiguous_patterns(architecture.conversions(config))

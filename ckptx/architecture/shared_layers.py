@@ -16,7 +16,7 @@ _MAX_LAYERS = 1 << 12  # maximum number of layers in a list
 
 @dataclass(frozen=True, slots=True)
 class SharedLayers:
-    """Rule by which the layers of one kind share modules in turn.
+    """Rule by which the layers of one kind share modules: number i of the kind uses those of number i % period.
 
     Attributes:
         paths: Paths of the list of layers, in model names first, then in other namings that load.

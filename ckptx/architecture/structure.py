@@ -50,7 +50,7 @@ Heads = tuple[tuple[str, str], ...]  # candidates (count, size), both expression
 
 @dataclass(frozen=True, slots=True)
 class Structure:
-    """Structure of a model class, as far as sharding its tensors requires it.
+    """Structure of a model class: the facts that sharding its tensors requires.
 
     Attributes:
         text_config_path: Dotted path from the root config to the config of the layers (``text_config``), empty for the
@@ -60,7 +60,8 @@ class Structure:
         embedding: Module that maps from the vocabulary, likewise.
         plan: Tensor-parallel plan of the model, pattern -> style, without entries that match nothing.
         stacks: Lists of layers in the order they run.
-        heads: For each pattern of the plan, candidate factors of the sharded dim of an attention projection.
+        heads: Pattern of the plan -> candidates (number of heads, size of a head), whose product is the sharded dim of
+            an attention projection.
         transposed: Modules whose weight is stored as [in, out].
         conversions: Conversions between the output of `save_pretrained` and the model: all names that differ, and all
             tensors that are stored in another form.
@@ -115,7 +116,7 @@ class Structure:
 
 
 def _merge_stacks(own_stacks: tuple[StackRule, ...], other_stacks: tuple[StackRule, ...]) -> tuple[StackRule, ...]:
-    """Return our stacks, with the modules before and after their stacks of the same path added."""
+    """Return `own_stacks`, with the modules before and after added from `other_stacks` of the same path."""
     if not own_stacks:
         return other_stacks
     others = {stack.path: stack for stack in other_stacks}
@@ -131,14 +132,14 @@ def _merge_stacks(own_stacks: tuple[StackRule, ...], other_stacks: tuple[StackRu
 
 
 def _merge_modules(stack: StackRule, own_modules: tuple[str, ...], other_modules: tuple[str, ...]) -> tuple[str, ...]:
-    """Return both, modules next to the list of layers before modules around it, as in rows."""
+    """Return the union; modules next to the list of layers come before modules outside, as in the model files."""
     lead = stack.path.rpartition(".")[0] + "."
     names = dict.fromkeys((*own_modules, *other_modules))
     return tuple(sorted(names, key=lambda name: not name.startswith(lead)))
 
 
 def _without_composite_defaults(defaults: Mapping[str, int | None]) -> dict[str, int | None]:
-    """Drop the values of sub-configs that a composite builds: a variant gets them from the measured variation."""
+    """Return the defaults without those of sub-configs that a composite builds, which hold for one config only."""
     return {key: value for key, value in defaults.items() if not key.startswith(COMPOSITE_PREFIX)}
 
 

@@ -1,4 +1,4 @@
-"""Layers after the last one of the config: those that predict further tokens (MTP), and those of another model."""
+"""Layers after the last one of the config: multi-token prediction (MTP) layers, and those of another model."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from ckptx.architecture.extra_tensors import ExtraTensor
 from ckptx.architecture.shape_rules import star_prefixes
 from ckptx.mapping.names import split_pattern
 
-# A layer after the last one with any of these modules predicts further tokens.
+# A layer after the last one with any of these modules is an MTP layer.
 _MTP_MODULES = re.compile(r"\.(eh_proj|enorm|hnorm|shared_head|embed_tokens|mtp[a-z0-9_]*)\.")
-# Keys with the number of such layers.
+# Config keys with the number of MTP layers.
 _MTP_COUNT_KEYS = (
     "num_nextn_predict_layers",
     "num_mtp_layers",
@@ -54,7 +54,7 @@ def unexplained_layers(
     config: Mapping[str, Any],
     extras: Mapping[str, ExtraTensor],
 ) -> Iterator[tuple[str, SurplusLayer]]:
-    """Yield the layers that do not predict further tokens, with the name of their first tensor.
+    """Yield the layers that are not MTP layers, with the name of their first tensor.
 
     Args:
         layers: Layer of each tensor after the last one, by name.

@@ -35,7 +35,12 @@ _MIN_MATCH_FRACTION = 0.5
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """Shape and dtype of a tensor on disk."""
+    """Header of a stored tensor.
+
+    Attributes:
+        shape: Shape in elements.
+        dtype: Name of the safetensors dtype, such as "BF16".
+    """
 
     shape: tuple[int, ...]
     dtype: str
@@ -178,7 +183,13 @@ def _stored_names(
 
 @dataclass(slots=True)
 class _TieResolver:
-    """The tie table, applied to one pair at a time; collects refusals to report all of them together."""
+    """Decides one tied pair at a time, and collects problems to report all of them together.
+
+    Attributes:
+        names: Names of the checkpoint, for queries.
+        problems: A sentence for each missing tensor that no other tensor can replace.
+        architecture, config, stored_tensors, are_equal, tie_missing: Arguments of `resolve_ties`.
+    """
 
     architecture: Architecture
     config: Mapping[str, Any]

@@ -50,7 +50,13 @@ ConfigBuilder = Callable[[dict[str, Any]], Any]
 
 
 class MetaModelNames(NamedTuple):
-    """The part of an `Architecture` about names, for one config of a class or for several."""
+    """The part of an `Architecture` about names, for one config of a class or for several.
+
+    Attributes:
+        patterns: Patterns of all persistent tensors, see `Architecture.name_patterns`.
+        ignored: Regular expressions of names that the class does not load, see `Architecture.ignored`.
+        structure: Plan, layers, heads and conversions.
+    """
 
     patterns: frozenset[str]
     ignored: frozenset[str]
@@ -58,7 +64,7 @@ class MetaModelNames(NamedTuple):
 
     @classmethod
     def from_architecture(cls, known: Architecture) -> MetaModelNames:
-        """Return those of one architecture."""
+        """Return the names of one architecture."""
         return cls(known.name_patterns, frozenset(known.ignored), known.structure)
 
     def applied_to(self, known: Architecture) -> Architecture:
@@ -157,7 +163,7 @@ def add_names_of(model: PreTrainedModel, known: MetaModelNames) -> MetaModelName
 
 
 def build_with_all_ties(cls: type[PreTrainedModel], config: Any) -> PreTrainedModel:
-    """Return `build_on_meta` under the config with every tie enabled."""
+    """Return an instance on the meta device whose config has every tie flag set."""
     _enable_all_ties(config)
     return build_on_meta(cls, config)
 

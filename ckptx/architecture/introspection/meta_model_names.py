@@ -1,4 +1,4 @@
-"""Names of a meta model on disk, and the effect of loading on the tensors behind them.
+"""Disk names of a meta model, and the conversions that loading applies to the tensors with these names.
 
 The facts come from transformers: every name passes through its own reverse conversion, in each naming that it can load,
 and back through its loader. Imports transformers; see `meta_model`.
@@ -30,7 +30,13 @@ _RENUMBERING = "unsupported:Renumbering"
 
 
 class LoadTarget(NamedTuple):
-    """Result of the loader for a name on disk: the (first) model name, and the converter of the tensor."""
+    """Result of the loader for a disk name.
+
+    Attributes:
+        name: Name of the model tensor, the first of several.
+        converter: Converter that transformers applies to the tensor; None for a renaming.
+        source: Source pattern of the converter that the disk name matches; empty for a renaming.
+    """
 
     name: str
     converter: WeightConverter | None
@@ -62,7 +68,7 @@ def disk_names_by_naming(model: PreTrainedModel) -> list[list[str]]:
 def load_conversions(
     model: PreTrainedModel, disk_names: list[list[str]]
 ) -> tuple[frozenset[LoadConversion], frozenset[LoadConversion]]:
-    """Return the effect of loading on names that differ from those of the model, or whose tensors it converts.
+    """Return the conversions that loading applies to tensors with another name or another form than in the model.
 
     Args:
         model: Model on the meta device.

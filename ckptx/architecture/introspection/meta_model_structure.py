@@ -1,8 +1,8 @@
 """Read plan, layers and heads from a meta model. Imports transformers; see `meta_model`.
 
-Nothing is inferred from names that the model itself can tell: layers come from the pipeline plan or from
-`get_encoder`/`get_decoder`, heads from the shapes of attention modules. Only modules that run after the last layer are
-recognized by name (`_MODULES_AFTER_LAYERS`), because the order of registration does not tell.
+Layers come from the pipeline plan or from `get_encoder`/`get_decoder`, heads from the shapes of attention modules. Only
+modules that run after the last layer are recognized by name (`_MODULES_AFTER_LAYERS`), because the order of
+registration does not show which they are.
 """
 
 from __future__ import annotations
@@ -273,7 +273,7 @@ def _matching_candidates(dims: set[int], config_path: str, config: Any) -> Heads
 
 
 def _with_sizes(model: PreTrainedModel, conversion: LoadConversion, tree: Sequence[Any]) -> LoadConversion:
-    """Add the sizes that the last operation of a change needs, as far as the model tells them.
+    """Add the sizes that the last operation of a conversion needs, as far as they can be read from the model.
 
     A split needs the sizes of the parts, as heads of attention. A transpose that is skipped if the tensor already has
     the shape of the model needs its size along the second dim.

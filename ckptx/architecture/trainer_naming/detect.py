@@ -15,7 +15,7 @@ SCHEMES: Mapping[str, TrainerScheme] = {scheme.trainer: scheme for scheme in (to
 
 
 def detect_scheme(architecture: Architecture, names: Collection[str]) -> TrainerScheme | None:
-    """Return the scheme that the names of a checkpoint follow; None when they follow no trainer's."""
+    """Return the scheme that the names of a checkpoint follow; None if they are not a trainer's."""
     for scheme in SCHEMES.values():
         if not scheme.markers.isdisjoint(names) and scheme.has_model(architecture.class_name):
             return scheme
@@ -25,7 +25,7 @@ def detect_scheme(architecture: Architecture, names: Collection[str]) -> Trainer
 def find_trainer_conversions(
     architecture: Architecture, config: Mapping[str, Any], names: Collection[str]
 ) -> tuple[Conversion, ...]:
-    """Return the conversions from the names of a checkpoint to published ones; empty for published names.
+    """Return the conversions from the names of a checkpoint to disk names; empty if they are not a trainer's.
 
     Raises:
         UnsupportedError: The names are those of a training framework that has no naming scheme for this model.

@@ -15,10 +15,10 @@ class TrainerScheme:
 
     Attributes:
         trainer: Its name; a choice of `--names`.
-        markers: Names that its checkpoints have and published ones never do; one of them is enough.
-        has_model: Tells by the name of a class in transformers if the trainer has a model of it.
+        markers: Names that its checkpoints have and files on the Hub never have; one of them is sufficient.
+        has_model: Takes the name of a transformers class; returns True if the trainer implements its model.
         conversions: Takes the name of a class and the contents of `config.json`; returns the conversions from the
-            trainer's names to published ones, or raises UnsupportedError or InputError. Backwards, a tensor gets the
+            trainer's names to disk names, or raises UnsupportedError or InputError. In reverse, a tensor gets the
             name of the first conversion that fits.
     """
 

@@ -18,11 +18,11 @@ from ckptx.architecture.trainer_naming.scheme import TrainerScheme
 from ckptx.errors import InputError, UnsupportedError
 from ckptx.mapping.ops import Conversion, Op
 
-# Names that a class has besides those that all have.
+# Forms of the names, by what a class has in addition to the common names.
 FORMS = ("complex_rope", "head_norms", "head_norms_and_experts")
 _COMPLEX_ROPE, _, _WITH_EXPERTS = FORMS
 
-# Name in torchtitan, and name on the hub.
+# (torchtitan name, disk name).
 _COMMON_NAMES = (
     ("tok_embeddings.weight", "model.embed_tokens.weight"),
     ("layers.*.attention.qkv_linear.wv.weight", "model.layers.*.self_attn.v_proj.weight"),
@@ -74,7 +74,7 @@ def form_of(class_name: str) -> str | None:
 
 
 def conversions(class_name: str, config: Mapping[str, Any]) -> tuple[Conversion, ...]:
-    """Return the conversions from torchtitan's names to those on the hub; in reverse, they write current names.
+    """Return the conversions from torchtitan's names to disk names; in reverse, they write current names.
 
     Args:
         class_name: Name as in `architectures` of `config.json`.
