@@ -1,1 +1,1 @@
-"""Names of one checkpoint to names of another: prefixes, wrappers, what is not the model. Pure, no torch."""
+"""Map tensor names between checkpoints: prefixes, wrappers, optimizer and trainer state. Does not import torch."""

@@ -43,7 +43,12 @@ def run_name(pattern: str, shared_indices: tuple[int, ...], list_index: int) -> 
 
 
 class ResolvedNames(NamedTuple):
-    """Destinations of names, and the runs that are kept because their quantization scales cannot be converted."""
+    """Destinations of names.
+
+    Attributes:
+        destinations: Name -> destination in a conversion, or new name; None if no rule knows it.
+        unconvertible: Runs whose tensors keep their names, because their quantization scales cannot be converted.
+    """
 
     destinations: dict[str, Destination | str | None]
     unconvertible: set[RunKey]

@@ -1,4 +1,4 @@
-"""Two names on disk for one model tensor, as in a checkpoint with an old and a new naming."""
+"""Two stored names for one model tensor, as in a checkpoint with an old and a new naming."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ from ckptx.mapping.rules import NameRules
 
 
 def find_duplicate_names(rules: NameRules, names: Iterable[str]) -> dict[str, str]:
-    """Map each second name on disk of a model tensor to the name that is kept.
+    """Map each second stored name of a model tensor to its first one.
 
-    The model's own name is kept, else the first. Parts of one combined tensor are different tensors, not two names.
+    The first name is the model's own one if it is stored, else the first in order. Parts of one combined tensor are
+    different tensors, not two names.
 
     Args:
-        rules: Rules between names on disk and model names.
-        names: Names on disk.
+        rules: Rules between disk names and model names.
+        names: Stored names, without prefix and wrappers.
     """
     current_names = {name: _current_name(name) for name in names}
     destinations = rules.destinations(dict.fromkeys(current_names.values()))

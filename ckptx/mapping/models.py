@@ -23,7 +23,7 @@ class KnownNames:
 
     Attributes:
         patterns: Every name, with indices replaced by `*`.
-        base_prefix: Name of the base model inside the class; names on disk may omit it.
+        base_prefix: Name of the base model inside the class; disk names may omit it.
         optional_patterns: Patterns that a complete model may lack, such as those of tied tensors.
         layer_counts: Path of each list of layers -> number of layers in the config.
     """

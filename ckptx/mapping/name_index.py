@@ -25,7 +25,13 @@ class PatternMatch(NamedTuple):
 
 
 class _IndexedPattern(NamedTuple):
-    """Pattern with a number, or None for a star, for each index of a name."""
+    """Pattern in the index.
+
+    Attributes:
+        group: Index of its group of patterns.
+        pattern_index: Index of the pattern within the group.
+        numbers: Required value of each index of a name, left to right; None for a star.
+    """
 
     group: int
     pattern_index: int

@@ -30,7 +30,12 @@ _BYTE = BY_NAME["U8"]
 
 
 class _SourceSpan(NamedTuple):
-    """Part of a model tensor that lies in one disk tensor; `target` is the index of the model tensor."""
+    """Part of a model tensor that is stored in one disk tensor.
+
+    Attributes:
+        target: Index of the model tensor in `_Trace.shapes`.
+        chunk: Region of the model tensor, and its position in the disk tensor as an offset and strides in elements.
+    """
 
     target: int
     chunk: Chunk

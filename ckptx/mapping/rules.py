@@ -1,8 +1,8 @@
 """Rules between two namings of a checkpoint: the destination of each tensor, and the converted catalog entries.
 
-A checkpoint may come in several namings that all load: published names, names of current transformers, model names,
-with or without the name of the base model in front. So each name is looked up in all of them, and model names stay
-unchanged.
+A checkpoint may come in several namings that all load: disk names (as on the Hub), names of current transformers, model
+names, with or without the name of the base model in front. So each name is looked up in all of them, and model names
+stay unchanged.
 """
 
 from __future__ import annotations

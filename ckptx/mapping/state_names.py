@@ -15,7 +15,7 @@ class StateName:
     """Name of optimizer state, split around the name of its parameter.
 
     Attributes:
-        name: Name on disk.
+        name: Stored name, exactly as in the checkpoint.
         parameter: Name in the view of the parameter it belongs to.
         prefix: Text before the name of the parameter.
         name_in_state: Name of the parameter as it occurs in `name`.
@@ -38,7 +38,7 @@ class ParameterIndex:
     """Index that finds the parameter in the name of a state.
 
     Attributes:
-        parameter_names: Every spelling of a parameter name -> its name in the view.
+        parameter_names: Every form of a parameter name (in the view, stored, without prefix) -> its name in the view.
     """
 
     parameter_names: Mapping[str, str]
@@ -49,8 +49,8 @@ class ParameterIndex:
         """Create the index of a model.
 
         Args:
-            disk_names: Parameter name in the view -> name on disk.
-            prefix: Prefix of model names on disk that names of their state may lack.
+            disk_names: Parameter name in the view -> stored name.
+            prefix: Prefix of the stored names of the model, which names of its optimizer state may lack.
         """
         names = {disk.removeprefix(prefix): name for name, disk in disk_names.items()} if prefix else {}
         names |= {name: name for name in disk_names}
