@@ -156,7 +156,7 @@ def match_config(view: ModelView) -> ConfigMatch:
 
 
 def _without_archives(tensors: Mapping[str, TensorEntry]) -> dict[str, TensorEntry]:
-    """Return the tensors in one chunk each, which conversions take even where nobody has looked into the archives."""
+    """Return the tensors with one chunk each, so that they can be converted without locating archives."""
     return {
         name: entry._replace(chunks=(Chunk(whole(entry.shape), name, 0, entry.nbytes),), replicas=())
         for name, entry in tensors.items()
@@ -255,7 +255,7 @@ def _missing_vocab_rows(view: ModelView, architecture: Architecture, config: Map
 
 
 class _LayerList(NamedTuple):
-    """List of layers, most of which may have no tensor.
+    """List of layers, of which some may have no tensor.
 
     Attributes:
         layer_count: Number of layers in the config.
@@ -298,7 +298,23 @@ class _ConversionRun(NamedTuple):
 
 @dataclass(slots=True)
 class _ConfigMatcher:
-    """Comparison of the names and shapes of one checkpoint with a config, with results shared by pattern."""
+    """Comparison of the names and shapes of one checkpoint with a config.
+
+    Attributes:
+        architecture: Class of the model, under disk names.
+        config: Contents of `config.json`.
+        rules: Rules from disk names to model names.
+        expected: Tensors that the config requires.
+        extras: Tensors of the checkpoint that the class does not have.
+        _present_indices: Pattern of model names -> indices of the tensors that are present.
+        _complete_lists: (pattern, outer indices) of module lists that one stored tensor contains as a whole.
+        _runs: Tensors that are combined or split together, by `Destination.run_key`.
+        _shape_matches: Cached results of `_match_shape`.
+        _disk_shapes: Cached results of `_derive_shapes`.
+        _unknown_modules: Modules with tensors that the model does not have, such as quantized ones.
+        _unchecked: Number of tensors whose shape was not checked.
+        _tensor_count: Number of tensors in the checkpoint.
+    """
 
     architecture: Architecture
     config: Mapping[str, Any]
@@ -383,9 +399,9 @@ class _ConfigMatcher:
         )
 
     def _disabled_tensor(self, name: str, patterns: Sequence[str]) -> Mismatch | None:
-        """A tensor that the class has under another config alone."""
+        """Return a mismatch for a tensor that the class has only under other configs; None for quantization data."""
         if self.extras.is_part_of_quantized_weight(name):
-            return None  # some packages store a bias beside each packed weight
+            return None  # some packages store a bias next to each packed weight
         keys = ", ".join(dict.fromkeys(self.expected.absent_patterns[pattern] for pattern in patterns))
         class_name = self.architecture.class_name
         return Mismatch(

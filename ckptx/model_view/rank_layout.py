@@ -33,7 +33,13 @@ _LAYER = re.compile(r"(.+?)\.([0-9]{1,9})\.")
 
 
 class Shard(NamedTuple):
-    """Rectangle of a tensor, its holder, and True if it replicates the shard of another holder."""
+    """Rectangle of a tensor on one rank.
+
+    Attributes:
+        holder: Index of the rank or file.
+        region: Region of the tensor, in elements.
+        replica: True if it replicates the shard of another holder.
+    """
 
     holder: int
     region: Region
@@ -41,7 +47,13 @@ class Shard(NamedTuple):
 
 
 class Sharding(NamedTuple):
-    """Shards of a tensor of `shape`; holders are relative to its first one, so that equal stages compare equal."""
+    """Sharding of a tensor.
+
+    Attributes:
+        shape: Shape of the whole tensor, in elements.
+        shards: Shards; their holders are relative to the first one, so that shardings on different stages compare
+            equal.
+    """
 
     shape: Shape
     shards: tuple[Shard, ...]
@@ -219,7 +231,7 @@ def layout_by_rank(catalog: Catalog, names: Mapping[str, str], dims: ParallelDim
 
     Args:
         catalog: Checkpoint.
-        names: Tensors to include: name on disk -> name that identifies the layer.
+        names: Tensors to include: stored name -> name that identifies the layer.
         dims: Mesh of the manifest; None if unknown.
     """
     holders, holder_of = _make_holders(catalog, dims)
@@ -259,7 +271,13 @@ def layout_by_rank(catalog: Catalog, names: Mapping[str, str], dims: ParallelDim
 
 @dataclass(slots=True)
 class _Totals:
-    """Sum over tensors with the same sharding on the same holders."""
+    """Totals of the tensors with the same sharding on the same holders.
+
+    Attributes:
+        tensors: Number of tensors.
+        distinct_tensors: Number of tensors without those that share the bytes of another.
+        layers: Layers of the tensors.
+    """
 
     tensors: int = 0
     distinct_tensors: int = 0

@@ -35,7 +35,13 @@ _MTP_PREFIXES = ("mtp", "nextn", "eagle")  # MTP layers, which follow the last l
 
 
 class TensorPlacement(NamedTuple):
-    """Stage, blocks and sharding decision of one tensor."""
+    """Placement of one tensor in the mesh.
+
+    Attributes:
+        stage: Pipeline stage.
+        blocks: Block on each rank of the stage.
+        decision: Sharding of the tensor, and the rule that determined it.
+    """
 
     stage: int
     blocks: tuple[Block, ...]
@@ -161,7 +167,7 @@ class Sharder:
         stages: dict[str, tuple[int, bool]] = {}  # by model name, which many tensors may share
         known_blocks: dict[
             tuple[Shape, int, DType], tuple[Block, ...]
-        ] = {}  # by `id` of the decision, kept in `placements`
+        ] = {}  # by `id` of the decision, which `placements` keeps alive
         for name, entry in tensors.items():
             model_name = decisions.model_name(name)
             path = model_name or name

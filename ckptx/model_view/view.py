@@ -44,17 +44,17 @@ class ModelView:
     Attributes:
         catalog: Catalog of the checkpoint.
         config: Config used, that of the checkpoint or of a base; None without one.
-        tensors: Tensors of the model by name, in catalog order; an entry keeps its name on disk.
-        optimizer: Names on disk of optimizer tensors.
-        other: Names on disk of tensors of neither model nor optimizer.
+        tensors: Tensors of the model by name, in catalog order; an entry keeps its stored name.
+        optimizer: Stored names of optimizer tensors.
+        other: Stored names of tensors of neither model nor optimizer.
         prefix: Prefix removed from model names.
         wrappers: Wrapper component -> number of names it was removed from.
         architecture: Class of the model under the names of the checkpoint; None if unknown.
-        disk_architecture: Class under published names; differs from `architecture` only with a trainer naming.
-        trainer_conversions: Conversions from trainer names to published names; empty if the names are not a trainer's.
+        disk_architecture: Class under disk names (as on the Hub); differs from `architecture` only for trainer names.
+        trainer_conversions: Conversions from trainer names to disk names; empty if the names are not a trainer's.
         unknown: Tensors that the architecture does not have; they pass through.
-        other_models: Other models in the checkpoint, with names on disk, which are also in `other`.
-        duplicates: Name on disk -> other name on disk that is the same without wrappers or prefix. The first is not in
+        other_models: Other models in the checkpoint, with stored names, which are also in `other`.
+        duplicates: Stored name -> other stored name that is the same without wrappers or prefix. The first is not in
             `tensors`, `optimizer` or `other`; whether the two are one tensor is decided by their bytes.
         notes: Notes for the user on the reading of the checkpoint and the search for the model.
     """
@@ -76,7 +76,7 @@ class ModelView:
     _rules: list[NameRules | None] = field(default_factory=list, compare=False, repr=False)
 
     def nbytes(self, names: Iterable[str]) -> int:
-        """Return the bytes of the tensors with these names on disk; bytes that names share count once."""
+        """Return the bytes of the tensors with these stored names; bytes that names share count once."""
         entries = (self.catalog.tensors[name] for name in names)
         return sum({entry.place: entry.nbytes for entry in entries if entry.nbytes}.values())
 
@@ -291,7 +291,7 @@ def _are_original_names(names: list[str], catalog: Catalog, manifest: Manifest) 
 
 
 def rules_of(view: ModelView) -> NameRules | None:
-    """Return the rules between published names and model names; None if the class is unknown.
+    """Return the rules between disk names and model names; None if the class is unknown.
 
     Rules cache their lookups, so one instance is shared for each view.
     """
@@ -301,7 +301,7 @@ def rules_of(view: ModelView) -> NameRules | None:
 
 
 def has_model_names(view: ModelView) -> bool:
-    """Return True if the tensors have model names, as trainers save them, which may differ from published names."""
+    """Return True if the tensors have model names, as trainers save them, which may differ from disk names."""
     rules = rules_of(view)
     return view.catalog.form.has_model_names or (rules is not None and rules.are_model_names(view.tensors))
 
@@ -316,7 +316,7 @@ def _build_rules(architecture: Architecture | None, config: dict[str, Any] | Non
 
 
 def trainer_rules(conversions: tuple[Conversion, ...]) -> NameRules:
-    """Return the rules between trainer names and published names."""
+    """Return the rules between trainer names and disk names."""
     patterns = {name for conversion in conversions for name in conversion.targets}
     return NameRules(conversions, "", patterns - {name for each in conversions for name in each.sources})
 
@@ -353,7 +353,7 @@ def read_valid_manifest(source: Catalog, notes: list[str]) -> Manifest | None:
 def locate_archives(view: ModelView, files: SourceFiles, *, lazy: bool = False) -> ModelView:
     """Locate every block of the model tensors; archives of other tensors are not opened.
 
-    `lazy` is passed to `open_payloads`.
+    `lazy` is passed to `locate_payloads`.
     """
     if not view.catalog.form.has_archives:
         return view
