@@ -1,7 +1,7 @@
 """Find symbolic links in a checkpoint that point outside it.
 
 Links are followed, as by every loader: link farms and the Hub cache keep their weights elsewhere. But a link in an
-untrusted directory can point to a private file of the user, and files carried into an output may be published. So these
+untrusted directory can point to a private file of the user, and files copied to an output may be published. So these
 files are reported.
 """
 

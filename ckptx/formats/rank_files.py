@@ -140,7 +140,7 @@ def refuse_part_file(
 
 
 def refuse_part_directory(source: Source, shapes: Shapes, shapes_in: ShapeReader, metadata: Mapping[str, Any]) -> None:
-    """Refuse a directory that is one rank's part of a checkpoint, or lies in one that is.
+    """Refuse a directory that is one rank's part of a checkpoint, or is inside of one.
 
     Args:
         source: The directory of a checkpoint.
@@ -185,7 +185,7 @@ def _subdirectory_reader(inner_path: str, shapes_in: ShapeReader) -> ShapeReader
 
 
 def _with_known_shapes(known_location: Location, shapes: Shapes, shapes_in: ShapeReader) -> ShapeReader:
-    """Return a function like `shapes_in` that returns known shapes for one path without opening it."""
+    """Return a reader like `shapes_in` that returns known shapes for one path without opening it."""
     return lambda path: shapes if path == known_location else shapes_in(path)
 
 

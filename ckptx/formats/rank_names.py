@@ -41,7 +41,15 @@ _NumberKind = Literal["rank", "index of", "plain", "other"]
 
 
 class _NameNumber(NamedTuple):
-    """A number in a name: its kind, its value, the word before it, and the M of "N of M" (None without)."""
+    """A number in a name.
+
+    Attributes:
+        kind: "rank" after a word for a rank, "index of" for the N of "N of M", "other" for a step, version or size,
+            else "plain".
+        value: Value of the number.
+        word: Word before it in lower case; empty if there is none.
+        total: M of "N of M"; None for other numbers.
+    """
 
     kind: _NumberKind
     value: int

@@ -19,7 +19,7 @@ from ckptx.untrusted.limits import CONFIG_BYTES
 MANIFEST = "ckptx.json"
 _OWN_FILES = frozenset({MANIFEST, ".metadata"})
 
-# Weights in any format: those of the checkpoint are converted, others are not carried and reported.
+# Weights in any format: those of the checkpoint are converted, others are not copied but reported.
 _WEIGHT_SUFFIXES = (
     ".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".onnx", ".onnx_data", ".ot", ".tflite",
     ".distcp", ".npz", ".pkl", ".nemo", ".mlmodel", ".engine",
@@ -28,7 +28,7 @@ _INDEX_SUFFIXES = (".safetensors.index.json", ".bin.index.json", ".h5.index.json
 _MAX_DEPTH = 3
 
 
-# Files that are carried from subdirectories: custom code, templates, configs; not the logs of a trainer.
+# Files that are copied from subdirectories: custom code, templates, configs; not the logs of a trainer.
 _TEXT_SUFFIXES = (".json", ".jinja", ".py", ".txt", ".model", ".tiktoken", ".md")
 # Files that belong to a weight file even if its directory may contain unrelated files.
 _MODEL_FILE = re.compile(
@@ -151,4 +151,4 @@ def _module_directories(source: Source) -> frozenset[str]:
         modules = json.loads(source.read_small("modules.json", CONFIG_BYTES).decode("utf-8"))
         return frozenset(module["path"].split("/")[0] for module in modules if module.get("path"))
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
-        return frozenset()  # absent, or somebody else's modules.json
+        return frozenset()  # not the modules.json of sentence-transformers

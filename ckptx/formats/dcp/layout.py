@@ -30,7 +30,12 @@ _BYTES_FOR_ONE_WRITER = 64 << 20
 
 
 class DcpLayout(NamedTuple):
-    """An allocated catalog, and the groups of file names that are written together."""
+    """Planned files of a DCP.
+
+    Attributes:
+        catalog: Tensors and objects with their files and byte offsets.
+        groups: Names of the files that are written together, by group.
+    """
 
     catalog: Catalog
     groups: tuple[tuple[str, ...], ...]
@@ -289,11 +294,11 @@ def _storage_entries(
 def extend_planner_data(
     planner_data: Mapping[str, Any], names: Iterable[str], counterparts: Mapping[str, str]
 ) -> dict[str, Any]:
-    """Return `planner_data` with a path for each name: a sibling of its twin if the names allow it, else top level.
+    """Return `planner_data` with a path for each name: next to that of its counterpart if possible, else top level.
 
     Example:
-        {"model.embed.weight": ("model", "embed.weight")} with the name "model.head.weight", a twin of the first, gets
-        "model.head.weight": ("model", "head.weight").
+        {"model.embed.weight": ("model", "embed.weight")} with the name "model.head.weight", a counterpart of the first,
+        gets "model.head.weight": ("model", "head.weight").
     """
     paths = dict(planner_data)
     for name in names:

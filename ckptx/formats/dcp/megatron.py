@@ -33,7 +33,7 @@ def is_torch_dist(source: Source) -> bool:
 
 
 def torch_dist_sidecars(source: Source) -> tuple[Sidecar, ...]:
-    """Return the files of a `torch_dist` checkpoint that are carried with its tensors even without a config."""
+    """Return the files of a `torch_dist` checkpoint that are copied with its tensors even without a config."""
     return tuple(
         Sidecar(name, source.size(name)) for name in (COMMON_FILE, BACKEND_FILE) if source.listing().is_file(name)
     )

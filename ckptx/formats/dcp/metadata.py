@@ -46,7 +46,13 @@ _SHARDED_TENSOR = "torch.distributed._shard.sharded_tensor.metadata"
 
 
 class TensorMetadata(NamedTuple):
-    """A tensor in `.metadata`; `dtype` is the torch name, sizes are in torch elements."""
+    """A tensor in `.metadata`.
+
+    Attributes:
+        dtype: Name of the torch dtype, such as "bfloat16".
+        size: Shape in torch elements.
+        chunks: Regions of the tensor that are stored, in torch elements.
+    """
 
     dtype: str
     size: Shape
@@ -54,7 +60,14 @@ class TensorMetadata(NamedTuple):
 
 
 class StorageInfo(NamedTuple):
-    """Location of a chunk or object; `transforms` names the stream transforms (compression) of its bytes, or None."""
+    """Location of a chunk or object.
+
+    Attributes:
+        path: File name relative to the directory of `.metadata`.
+        offset: First byte in the file.
+        length: Number of bytes.
+        transforms: Names of the stream transforms of the bytes, such as compression; None for plain bytes.
+    """
 
     path: str
     offset: int
@@ -82,7 +95,13 @@ class DcpMetadata:
 
 
 class ChunkLocations(NamedTuple):
-    """Locations of the chunks of one tensor, in order. Equally sharded tensors may share all but `offsets`."""
+    """Locations of the chunks of one tensor, in order. Equally sharded tensors may share all but `offsets`.
+
+    Attributes:
+        files: File name of each chunk.
+        offsets: First byte of each chunk in its file.
+        lengths: Number of bytes of each chunk.
+    """
 
     files: Sequence[str]
     offsets: Sequence[int]

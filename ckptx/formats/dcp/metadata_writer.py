@@ -19,7 +19,14 @@ from ckptx.formats.torch_archive.archive import pickled_int
 
 
 class StorageEntry(NamedTuple):
-    """One entry of `storage_data`: chunk `chunk_index` of `fqn`, at `offsets`; both are None for an object."""
+    """One entry of `storage_data`, for a chunk of a tensor or an object.
+
+    Attributes:
+        fqn: Name of the tensor or object.
+        chunk_index: Index of the chunk in the tensor; None for an object.
+        offsets: Offsets of the chunk in the tensor, in torch elements; None for an object.
+        location: Bytes of the chunk or object.
+    """
 
     fqn: str
     chunk_index: int | None

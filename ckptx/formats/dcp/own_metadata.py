@@ -58,7 +58,7 @@ class _UnexpectedForm(Exception):
     """The bytes do not have the form that ckptx writes."""
 
 
-# The bytes between the values, as `Emitter` writes them once all these names are in its memo.
+# The bytes between the values, as `PickleEmitter` writes them once all these names are in its memo.
 _WRITER = PickleEmitter()
 _HEAD = _WRITER.head()
 _PROPERTIES = _WRITER.new(METADATA_MODULE, "TensorStorageMetadata") + _WRITER.text("properties")
@@ -132,7 +132,16 @@ class _RepeatedEntries(NamedTuple):
 
 
 class _StorageEntry(NamedTuple):
-    """One entry of `storage_data` after its name; `begin` and `end` are the pair in `_RepeatedLines.around`."""
+    """One entry of `storage_data`, without its name.
+
+    Attributes:
+        chunk_offsets: Offsets of the chunk in its tensor, in torch elements; None for an object.
+        file: File name.
+        offset: First byte in the file.
+        length: Number of bytes.
+        begin: Opcodes between the name and the offset in the file.
+        end: Opcodes after the offset in the file.
+    """
 
     chunk_offsets: Shape | None
     file: str

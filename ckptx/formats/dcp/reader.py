@@ -143,7 +143,13 @@ def _chunk_locations(
 
 
 class _TensorSharding(NamedTuple):
-    """The sharding of one or more tensors; `regions` were checked to tile `shape`."""
+    """The sharding of one or more tensors.
+
+    Attributes:
+        dtype: Dtype of the tensors.
+        shape: Shape in elements.
+        regions: Regions of the chunks in elements; they tile `shape`.
+    """
 
     dtype: DType
     shape: Shape

@@ -19,7 +19,12 @@ _NAME = re.compile(r"model_world_size_(0|[1-9]\d{0,5})_rank_(0|[1-9]\d{0,5})\.pt
 
 
 class RankFile(NamedTuple):
-    """The numbers in a file name: the world size of the save and the rank that wrote the file."""
+    """The numbers in a file name.
+
+    Attributes:
+        world_size: Number of ranks that saved the checkpoint.
+        rank: Rank that wrote the file.
+    """
 
     world_size: int
     rank: int

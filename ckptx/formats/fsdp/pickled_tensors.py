@@ -34,7 +34,12 @@ _MAX_MESH_DIMS = 8
 
 
 class InstanceStandIn(metaclass=ReadOnlyClass):
-    """Stand-in for an object of a class of torch.distributed, with its pickled arguments and state."""
+    """Stand-in for an object of a class of torch.distributed.
+
+    Attributes:
+        arguments: Pickled arguments of the constructor.
+        state: Pickled state; None if there is none.
+    """
 
     __slots__ = ("arguments", "state")
     arguments: tuple[object, ...]
@@ -75,7 +80,13 @@ _WRAPPER_SUBCLASS = Call(lambda *_: UnsupportedObject("tensor of a subclass"))
 
 
 class _DistributedTensor(NamedTuple):
-    """A DTensor or ShardedTensor: its class, the arguments to rebuild it, and its state."""
+    """A pickled DTensor or ShardedTensor.
+
+    Attributes:
+        kind: Stand-in of its class.
+        arguments: Pickled arguments to rebuild it.
+        state: Pickled state, with the local tensors and their sharding.
+    """
 
     kind: ReadOnlyClass
     arguments: tuple[object, ...]

@@ -186,7 +186,7 @@ class _StateDicts:
         self.dtypes_and_shapes[name] = known_dtype if known_dtype is not None else dtype, shape
 
     def tensors(self, where: str) -> dict[str, TensorEntry]:
-        """Return the tensors in the order in which they lie in the files.
+        """Return the tensors in the order of their bytes in the files.
 
         Raises:
             InputError: The shards of all ranks do not tile a tensor.

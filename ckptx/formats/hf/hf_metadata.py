@@ -34,7 +34,7 @@ class HfMetadata(NamedTuple):
     Attributes:
         source: The directory.
         config: `config.json`, or None.
-        sidecars: Files to carry into an output, by name in the directory.
+        sidecars: Files to copy to an output, by name in the directory.
         file_numbers: Tensor name -> number of its file, from 1; empty if not recorded.
         dtypes: Tensor name -> original dtype; empty if not recorded.
     """

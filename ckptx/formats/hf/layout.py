@@ -18,7 +18,14 @@ _METADATA = {"format": "pt"}  # transformers refuses files without it
 
 
 class HuggingFaceLayout(NamedTuple):
-    """An allocated catalog, the header bytes of each file, and the text of the index (None for a single file)."""
+    """Planned safetensors files.
+
+    Attributes:
+        catalog: Tensors with their files and byte offsets.
+        prologues: File name -> first bytes of the file: length and header.
+        index_name: File name of the index.
+        index_text: Contents of the index; None for a single file without one.
+    """
 
     catalog: Catalog
     prologues: dict[str, bytes]

@@ -34,7 +34,15 @@ ReadBytes = Callable[[int, int], bytes]
 
 
 class HeaderTensor(NamedTuple):
-    """One tensor of a header; `begin` and `end` are absolute byte positions in the file."""
+    """One tensor of a header.
+
+    Attributes:
+        name: Name of the tensor.
+        dtype: Dtype.
+        shape: Shape in elements.
+        begin: Position of its first byte in the file.
+        end: Position after its last byte in the file.
+    """
 
     name: str
     dtype: DType
@@ -44,7 +52,13 @@ class HeaderTensor(NamedTuple):
 
 
 class Header(NamedTuple):
-    """A parsed header: tensors in the order of their bytes, the metadata, and the original text."""
+    """A parsed header.
+
+    Attributes:
+        tensors: Tensors in the order of their bytes.
+        metadata: Contents of `__metadata__`; empty if the header has none.
+        text: JSON text of the header, with padding.
+    """
 
     tensors: list[HeaderTensor]
     metadata: dict[str, str]
@@ -119,7 +133,13 @@ def _refuse_duplicate_keys(text: str, count: int, where: str) -> None:
 
 
 class _DtypeAndShape(NamedTuple):
-    """Dtype and shape shared by many tensors of a header; `nbytes` is the size of each."""
+    """Dtype and shape that many tensors of a header share.
+
+    Attributes:
+        dtype: Dtype.
+        shape: Shape in elements.
+        nbytes: Size of each tensor in bytes.
+    """
 
     dtype: DType
     shape: Shape

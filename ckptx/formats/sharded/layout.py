@@ -27,7 +27,13 @@ from ckptx.storage.interface import Location
 
 
 class ShardedLayout(NamedTuple):
-    """An allocated catalog, the header bytes of each file, and the groups of file names that are written together."""
+    """Planned files of sharded safetensors.
+
+    Attributes:
+        catalog: Tensors with the file and byte offset of each block.
+        prologues: File name -> first bytes of the file: length and header.
+        groups: Names of the files that are written together, by group.
+    """
 
     catalog: Catalog
     prologues: dict[str, bytes]

@@ -174,7 +174,7 @@ class _TensorAssembly:
         self._duplicates: dict[tuple[str, str], tuple[str, Region]] = {}
 
     def entry(self, name: str, dtype: DType, shards: list[Chunk]) -> TensorEntry:
-        """Return the tensor that consists of the shards `pieces`.
+        """Return the tensor that consists of these shards.
 
         Raises:
             InputError: They leave a gap, or overlap without being equal.

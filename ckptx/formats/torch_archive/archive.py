@@ -52,7 +52,16 @@ _ID_LENGTH = 40
 
 
 class _ArchiveFrame(NamedTuple):
-    """All bytes of an archive but the payload. The tail has holes for values that depend on the payload's checksum."""
+    """All bytes of an archive except the payload.
+
+    Attributes:
+        head: Bytes before the payload.
+        tail: Parts of the bytes after the payload; values that depend on the checksum of the payload go between them.
+        nbytes: Size of the payload in bytes.
+        length: Size of the whole archive in bytes.
+        id_hash: Hash of the checksums of the members before the payload, for `.data/serialization_id`.
+        descriptor: Size of the data descriptor of the payload in bytes; 0 for an empty payload.
+    """
 
     head: bytes
     tail: tuple[bytes, bytes, bytes, bytes, bytes, bytes]
@@ -257,7 +266,12 @@ class Payload(NamedTuple):
 
 
 class Archive(NamedTuple):
-    """An opened `torch.save` archive: the pickled tree with stand-ins, and its storages by key."""
+    """An opened `torch.save` archive.
+
+    Attributes:
+        tree: Pickled object, with stand-ins for tensors.
+        records: Storage key -> position, size and CRC-32 of the storage in the file.
+    """
 
     tree: Any
     records: dict[str, Record]

@@ -282,7 +282,13 @@ def _describe_error(error: Exception) -> str:
 
 
 class StorageRef(NamedTuple):
-    """A storage of a torch archive: record `data/<key>`. `numel` counts elements, or bytes if `dtype` is None."""
+    """A storage of a torch archive: record `data/<key>`.
+
+    Attributes:
+        key: Name of the record.
+        dtype: Dtype of the elements; None for an untyped storage.
+        numel: Number of elements, or of bytes for an untyped storage.
+    """
 
     key: str
     dtype: DType | None
@@ -295,7 +301,16 @@ class StorageRef(NamedTuple):
 
 
 class TensorRef(NamedTuple):
-    """A tensor of a torch archive: a strided view of a storage, in torch elements, with flags such as conj and neg."""
+    """A tensor of a torch archive: a strided view of a storage.
+
+    Attributes:
+        storage: Storage of its elements.
+        dtype: Dtype.
+        offset: Index of the first element in the storage.
+        shape: Shape in torch elements.
+        strides: Strides in torch elements.
+        flags: Names of flags that change the values, such as "conj" and "neg".
+    """
 
     storage: StorageRef
     dtype: DType
@@ -306,7 +321,11 @@ class TensorRef(NamedTuple):
 
 
 class UnsupportedObject(NamedTuple):
-    """A torch object that ckptx does not convert; `kind` describes it."""
+    """A torch object that ckptx does not convert.
+
+    Attributes:
+        kind: Description for messages, such as "sparse tensor".
+    """
 
     kind: str
 

@@ -30,7 +30,14 @@ _IS_DIRECTORY = 0x10  # file attribute of MS-DOS, which zip uses
 
 
 class Member(NamedTuple):
-    """A directory entry: compression method, CRC-32 field, bytes of data, and position of its local header."""
+    """An entry of the zip directory.
+
+    Attributes:
+        method: Compression method; 0 for stored data.
+        crc: CRC-32 of the data; 0 if none was computed.
+        nbytes: Size of the data in bytes.
+        header_offset: Position of the local header, relative to the first byte of the zip.
+    """
 
     method: int
     crc: int
