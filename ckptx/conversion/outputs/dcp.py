@@ -77,7 +77,7 @@ class DcpFormat(OutputFormat):
         return {name: view.tensors[name].name if name in view.tensors else view.prefix + name for name in names}
 
     def second_names(self, view: ModelView, named: NamedTarget, names: Mapping[str, str]) -> dict[str, str]:
-        """Map each second name of a tensor to its first; both are kept because the trainer may look for either."""
+        """Map each second name of a tensor to its first; both are written because the trainer may read either."""
         if named.naming.sources:
             return {}
         prefix = "" if view.catalog.form.is_of_training else self.options.prefix

@@ -84,7 +84,7 @@ def _part_metadata(
         return catalog_names, dcp_layout.metadata_bytes(catalog, contents.aliases, planner_data, contents.copies)
 
     def stored_name(name: str) -> str:
-        """Return a name as the part spells it; a new copy or alias follows the spelling of its twin."""
+        """Return a name as stored in the part; a new copy or alias gets the same prefix as its counterpart."""
         if name in names:
             return names[name]
         counterpart = contents.aliases.get(name) or contents.copies.get(name)
@@ -110,7 +110,7 @@ def _part_metadata(
 
 
 def _contents_of_part(contents: DcpContents, part: CheckpointPart, parts: tuple[CheckpointPart, ...]) -> DcpContents:
-    """Return the contents of one part; a new alias or copy goes to the part of its twin."""
+    """Return the contents of one part; a new alias or copy goes to the part of its counterpart."""
     counterparts = {**contents.aliases, **contents.copies}
     directory_of_name = {name: each.directory for each in parts for name in each.names}
 

@@ -44,7 +44,7 @@ class HuggingFaceFormat(OutputFormat):
         return drop_training_state(view, view.catalog.objects, "is not converted to HF")
 
     def default_naming(self, view: ModelView) -> str | None:
-        """Return "disk" for trainer and model names, as all loaders know published ones; None keeps published names."""
+        """Return "disk" for trainer and model names, because every loader knows disk names; None keeps disk names."""
         return "disk" if view.trainer_conversions or has_model_names(view) else None
 
     def restored(self, base: BaseCheckpoint, view: ModelView, ties: Ties) -> Restoration:
@@ -106,7 +106,7 @@ class HuggingFaceFormat(OutputFormat):
     def _base_file_numbers(
         self, base: BaseCheckpoint, target: TargetTensors, notes: list[str]
     ) -> Mapping[str, int] | None:
-        """Return the file of each tensor in the base, or None if unknown or if other files are asked for."""
+        """Return the file of each tensor in the base, or None if unknown or if options require other files."""
         has_other_options = self.options.max_shard_size is not None or self.options.names not in (None, "disk")
         if has_other_options or base.file_numbers.keys().isdisjoint(target.tensors):
             return None

@@ -27,7 +27,11 @@ from ckptx.storage.interface import SourceFiles
 
 @dataclass(frozen=True)
 class ShardedFormat(OutputFormat):
-    """Safetensors with separate files for each rank, in the format of torch's `HuggingFaceStorageWriter`."""
+    """Safetensors with separate files for each rank, in the format of torch's `HuggingFaceStorageWriter`.
+
+    Attributes:
+        sharding: Mesh and sharding rules.
+    """
 
     sharding: ShardingOptions
     can_alias: ClassVar[bool] = True  # until tensors are sharded: the manifest records which names share bytes

@@ -115,7 +115,7 @@ def _base_dtypes_by_target(
         dtypes_by_model_name.setdefault((rules and rules.model_name(name)) or name, set()).add(dtype)
     dtypes = {}
     for name in names:
-        # Trainer names map to published names, which map to model names.
+        # Trainer names map to disk names, which map to model names.
         disk_name = naming.model_name(name) or name
         dtype_in_base = next((base[each] for each in (name, disk_name) if each in base), None)
         if dtype_in_base is None:

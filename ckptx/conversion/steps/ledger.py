@@ -59,13 +59,13 @@ def build_ledger(
     """Check that the plan accounts for every source tensor, and count them.
 
     Args:
-        source_names: Names on disk of the source tensors.
+        source_names: Stored names of the source tensors.
         plan: Copy plan.
-        written: Names on disk of the tensors that the target is made of.
-        shared: Names on disk of tied tensors.
-        dropped: Names on disk of dropped tensors.
+        written: Stored names of the tensors that the target is made of.
+        shared: Stored names of tied tensors.
+        dropped: Stored names of dropped tensors.
         aliases: Name in the target -> name it shares bytes with.
-        representatives: Name on disk -> representative name, equal for all names of one tensor.
+        representatives: Stored name -> representative name, equal for all names of one tensor.
 
     Raises:
         Defect: A tensor is neither written nor shared nor dropped.

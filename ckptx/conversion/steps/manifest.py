@@ -77,7 +77,7 @@ class _ChunkTable:
         self._ids = ObjectIds()
 
     def reference(self, chunks: Sequence[Chunk]) -> tuple[str, int]:
-        """Return the key and number that a row refers to: "file" if the tensor is in one chunk, else "cut"."""
+        """Return "file" and a file index if the tensor is in one chunk, else "cut" and an index in `rows`."""
         if type(chunks) is not ShardedChunks:
             (chunk,) = chunks
             return "file", self._files[chunk.file]

@@ -78,7 +78,7 @@ class Ties:
 
     Attributes:
         decisions: Decision on each pair that the class declares or that was detected.
-        representatives: Name on disk -> representative name, equal for all names of one tensor.
+        representatives: Stored name -> representative name, equal for all names of one tensor.
         parameters: Number of parameters, each tensor counted once.
         notes: Notes for the user.
     """
@@ -90,7 +90,7 @@ class Ties:
 
 
 def resolve_ties(view: ModelView, files: SourceFiles, options: ConversionOptions) -> Ties:
-    """Decide for every pair whether it is tied; bytes are read only if both names are on disk.
+    """Decide for every pair whether it is tied; bytes are read only if both names are stored.
 
     Args:
         view: Model in the source.
@@ -165,7 +165,7 @@ class DroppedState:
     """Training state that is not written.
 
     Attributes:
-        rows: Rows for the ledger: name on disk and reason.
+        rows: Rows for the ledger: stored name and reason.
         optimizer: Tensors and bytes of optimizer state among them; None if the output keeps training state.
         objects: Number and bytes of pickled objects; None if the output keeps training state.
         notes: Notes for the user.

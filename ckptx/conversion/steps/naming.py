@@ -1,4 +1,4 @@
-"""`--names`: published names, names of the transformers model, or the names of a trainer."""
+"""`--names`: disk names (as on the Hub), model names (of the transformers module), or the names of a trainer."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def rename_tensors(
         target: Target under the names of the view.
         names: Value of `--names`; None if not set.
         default: Scheme without `--names`; None keeps names.
-        original_names: Original names on disk that a manifest records; None for none.
+        original_names: Names of the original files that a manifest records; None for none.
 
     Raises:
         UnsupportedError: The class is unknown, or has a conversion that ckptx lacks.

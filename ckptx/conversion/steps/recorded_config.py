@@ -1,6 +1,6 @@
 """Compare the config that decides the order of rows with the one that `ckptx.json` records.
 
-Under torchtitan names and under model names, some tensors hold the rows of published tensors in another order, or
+Under torchtitan names and under model names, some tensors hold the rows of the tensors on the Hub in another order, or
 several of them. The inverse depends on numbers in config.json: heads, groups, sizes. With a config that was edited in
 between, it gives tensors of the right shape with wrong rows, which only the recorded digest reveals.
 """
@@ -88,7 +88,7 @@ def _config_dependent_tensors(view: ModelView, named: NamedTarget) -> list[str]:
 
 
 def _reads_config(conversion: Conversion) -> bool:
-    """Return True for a conversion that uses numbers of the config; others depend on shapes alone."""
+    """Return True for a conversion that uses numbers of the config; others depend on shapes only."""
     return any(op.kind == "permute_rope" or (op.args and op.kind != "interleave") for op in conversion.ops)
 
 
@@ -102,7 +102,7 @@ def _name_patterns(view: ModelView) -> set[str]:
 
 
 def _tensors_without_disk_name(view: ModelView, manifest: Manifest) -> list[str]:
-    """Return the tensors that had other names in the original files and have no published name under this class."""
+    """Return the tensors that had other names in the original files and have no disk name under this class."""
     original = manifest.original
     is_known = rules_of(view) is not None and len(view.unknown) < len(view.tensors)
     if original is None or view.trainer_conversions or is_known:

@@ -36,7 +36,7 @@ class TargetTensors:
 
     @classmethod
     def from_source(cls, source: Catalog, tensors: Mapping[str, TensorEntry]) -> TargetTensors:
-        """Create a target with every tensor under its key; the entries are those of the source, with names on disk."""
+        """Create a target with every tensor under its key; the entries are those of the source, with stored names."""
         renamed = {name: entry.renamed(name) for name, entry in tensors.items()}
         disk_names = {name: entry.name for name, entry in tensors.items()}
         return cls(source, renamed, disk_names, {name: (disk,) for name, disk in disk_names.items()})
@@ -46,7 +46,7 @@ class TargetTensors:
         return all(name in self.tensors or name in self.aliases for name in names)
 
     def written_disk_names(self) -> set[str]:
-        """Return the names on disk of all tensors that the target is made of."""
+        """Return the stored names of all tensors that the target is made of."""
         return {name for names in self.disk_names.values() for name in names}
 
     def renamed(self, names: Callable[[str], str]) -> TargetTensors:

@@ -30,7 +30,7 @@ class TrainingState:
 
     Attributes:
         tensors: State tensors, with shapes and dtypes of the target; chunks are not set yet.
-        source_names: Name -> name on disk.
+        source_names: Name -> stored name in the source.
         disk_names: Name -> names on disk of the tensors it is made of.
         aliases: Name that shares the bytes of another state -> name of that state.
         copies: Name that repeats the bytes of another state -> name of that state.
@@ -38,9 +38,9 @@ class TrainingState:
         object_source_names: Name of an object -> its name in the source.
         placements: Stage and blocks of each tensor; empty without a mesh.
         shared_disk_names: Names on disk of state that is written under another name.
-        dropped_rows: Rows for the ledger: state of a tied name that differs from the state of its twin.
-        without_parameter: Names on disk of optimizer tensors that belong to no known parameter; empty without a mesh.
-        replicated: Names on disk of state whose shape differs from that of its parameter.
+        dropped_rows: Rows for the ledger: state of a tied name that differs from that of the other name.
+        without_parameter: Stored names of optimizer tensors that belong to no known parameter; empty without a mesh.
+        replicated: Stored names of state whose shape differs from that of its parameter.
         notes: Notes for the user.
     """
 
@@ -59,7 +59,7 @@ class TrainingState:
     notes: tuple[str, ...] = ()
 
     def written_disk_names(self) -> set[str]:
-        """Return the names on disk of all state tensors that are written."""
+        """Return the stored names of all state tensors that are written."""
         return {name for names in self.disk_names.values() for name in names}
 
 
@@ -185,7 +185,7 @@ class _StateMapper:
         return state.name if output_parameter == self.disk_names[state.parameter] else state.name_for(output_parameter)
 
     def _map_shared(self, name: str, stored: str, states_by_parameter: Mapping[str, list[StateName]]) -> set[str]:
-        """Map the state of `name`, which shares the bytes of `stored`; return the names on disk that are done."""
+        """Map the state of `name`, which shares the bytes of `stored`; return the stored names that were mapped."""
         mapped = set()
         own_states = {(state.prefix, state.suffix): state for state in states_by_parameter.get(name, ())}
         stored_states = {(state.prefix, state.suffix): state for state in states_by_parameter.get(stored, ())}
@@ -209,7 +209,7 @@ class _StateMapper:
         return mapped
 
     def _counterpart_name(self, state: StateName, parameter: str, other: str) -> str:
-        """Return the name of the same state of another parameter, in the spelling of the trainer."""
+        """Return the name of the same state of another parameter, with or without prefix as in the source."""
         if (
             self._output_name(state) == state.name
             and state.name_in_state != parameter
