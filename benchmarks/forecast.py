@@ -24,7 +24,7 @@ sys.path.insert(0, str(HERE.parent))
 from measure import publish, table  # noqa: E402 (benchmarks run from a checkout)
 
 from ckptx.errors import CkptxError  # noqa: E402
-from ckptx.runtime.forecasting.ranks import ranks_of  # noqa: E402
+from ckptx.runtime.forecasting.ranks import forecast_ranks  # noqa: E402
 from tests.support.measured_steps import (  # noqa: E402
     CONFIGS,
     LAYOUTS,
@@ -60,15 +60,15 @@ def rows_of(case: Case, source: Path, pool: GlooPool) -> Iterator[dict[str, Any]
     shown = {"model": model, "layout": layout, "mode": mode, "param_dtype": param_dtype}
     task = task_of(source, layout, mode, param_dtype=param_dtype)
     try:
-        forecasts = ranks_of(task)
+        forecasts = forecast_ranks(task)
         measured = measured_stages(pool, task)
     except (CkptxError, WorkerError) as error:
         yield {**shown, "error": f"{type(error).__name__}: {str(error).strip().splitlines()[-1]}"}
         return
     layer = layer_parameters(source) * 2  # in bfloat16
     for stage, (forecast, real) in enumerate(zip(forecasts, measured, strict=True)):
-        found = sum(forecast.timeline.worst.most)
-        ratio, between = found / real.peak, sum(forecast.timeline.between) / real.before
+        found = sum(forecast.timeline.peak_segment.most)
+        ratio, between = found / real.peak, sum(forecast.timeline.between_steps) / real.before
         is_close = abs(ratio - 1) <= (_CLOSE if param_dtype is None else _CLOSE_MIXED)
         yield {
             **shown, "stage": stage, "forecast": found, "measured": real.peak, "ratio": round(ratio, 4),

@@ -36,15 +36,15 @@ from training_step import local_of
 
 from ckptx.layout.parallel_dims import ParallelDims
 from ckptx.options.forecast import ForecastOptions
-from ckptx.runtime.forecasting.fake_world import fake_world
-from ckptx.runtime.forecasting.step import StepSpec, inputs_of, optimizer_of
-from ckptx.runtime.forecasting.task import Task, task_of_options
+from ckptx.runtime.forecasting.fake_world import fake_process_group
+from ckptx.runtime.forecasting.step import StepSpec, make_step_inputs, make_step_optimizer
+from ckptx.runtime.forecasting.task import ForecastTask, task_from_options
 from ckptx.runtime.memory.measured_memory import measure_step
 from ckptx.runtime.memory.reserve import reserve_bytes
 from ckptx.runtime.memory.storage_ledger import StorageLedger
 from ckptx.runtime.model.build import materialize
-from ckptx.runtime.parallel.distributed import device_of, mesh_of
-from ckptx.runtime.training.assembly import AssembledModel, build_on_mesh
+from ckptx.runtime.parallel.distributed import mesh_of, select_device
+from ckptx.runtime.training.assembly import RankModel, build_rank_model_on_meta
 from ckptx.runtime.training.recipe_file import read_recipe
 
 _GIB = 2**30
@@ -161,16 +161,16 @@ def forecast_of(source: Path, options: Mapping[str, Any]) -> Row:
     return {"forecast": stage["peak"], "forecast_between": stage["between_steps"], "forecast_s": document["seconds"]}
 
 
-def task_of(source: Path, options: Mapping[str, Any]) -> Task:
+def task_of(source: Path, options: Mapping[str, Any]) -> ForecastTask:
     """The step that the command forecasts."""
-    return task_of_options(source, ForecastOptions(source, **options), 1)
+    return task_from_options(source, ForecastOptions(source, **options), 1)
 
 
-def taken_of(task: Task, device: torch.device) -> Row:
+def taken_of(task: ForecastTask, device: torch.device) -> Row:
     """What the step takes on the card: the second one, as the first makes the state of the optimizer."""
-    with fake_world(0, task.dims.world_size, device) as place:
+    with fake_process_group(0, task.dims.world_size, device) as place:
         before = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
-        assembled = build_on_mesh(task.recipe, task.source, place)
+        assembled = build_rank_model_on_meta(task.recipe, task.source, place)
         row = {"before": before, **_taken(_filled(assembled, task, device), device)}
         assembled.release()
     gc.collect()
@@ -187,7 +187,7 @@ def _taken(step: StepSpec, device: torch.device) -> Row:
 
     run()
     start = time.perf_counter()
-    found = measure_step(run, step.assembled.models, device)
+    found = measure_step(run, step.rank_model.models, device)
     row = {"measured": found.peak, "measured_between": found.between_steps, "seconds": time.perf_counter() - start}
     if device.type == "cuda":
         row["reserved"] = torch.cuda.max_memory_reserved(device)
@@ -195,7 +195,7 @@ def _taken(step: StepSpec, device: torch.device) -> Row:
     return row
 
 
-def _filled(assembled: AssembledModel, task: Task, device: torch.device) -> StepSpec:
+def _filled(assembled: RankModel, task: ForecastTask, device: torch.device) -> StepSpec:
     """With random weights, and rows on the device."""
     torch.manual_seed(0)
     model = assembled.models[0]
@@ -205,11 +205,11 @@ def _filled(assembled: AssembledModel, task: Task, device: torch.device) -> Step
         for each in parameters:
             local_of(each).normal_(0, _STD)
     config = {**model.config.to_dict(), "architectures": model.config.architectures}
-    inputs = inputs_of(task, config)
+    inputs = make_step_inputs(task, config)
     inputs = inputs._replace(
         batch={name: each.to(device) for name, each in inputs.batch.items()}, labels=inputs.labels.to(device)
     )
-    return StepSpec(assembled, task, inputs, optimizer_of(task, parameters))
+    return StepSpec(assembled, task, inputs, make_step_optimizer(task, parameters))
 
 
 def _of_the_card(device: torch.device) -> int:
@@ -248,7 +248,7 @@ def comparing(found: Mapping[str, Case], work: Path, device: torch.device, pool:
         forecasts[name] = pool.submit(forecast_of, source, case.options)
         task = task_of(source, case.options)
 
-        def measure(name: str = name, task: Task = task) -> Row:
+        def measure(name: str = name, task: ForecastTask = task) -> Row:
             row = taken_of(task, device)
             row |= forecasts[name].result()
             return row | {
@@ -331,7 +331,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if options.device == "cpu" and not options.tiny:
         parser.error("--device cpu: these models are for a card; add --tiny")
-    device = device_of(options.device)
+    device = select_device(options.device)
     parts = [each for each in options.select.split(",") if each]
     found = {name: case for name, case in cases().items() if not parts or any(each in name for each in parts)}
     if options.tiny:

@@ -37,11 +37,11 @@ import ckptx
 from ckptx.errors import CkptxError
 from ckptx.options.verify import RunOptions
 from ckptx.report.report import Log
-from ckptx.runtime.forecasting.fake_world import fake_world
+from ckptx.runtime.forecasting.fake_world import fake_process_group
 from ckptx.runtime.model.layers import layer_groups
 from ckptx.runtime.parallel.activation_checkpointing.wrap import MODES, checkpoint_activations
-from ckptx.runtime.parallel.distributed import device_of
-from ckptx.runtime.parallel.tensor_parallel.apply import apply
+from ckptx.runtime.parallel.distributed import select_device
+from ckptx.runtime.parallel.tensor_parallel.apply import apply_tensor_parallel
 from ckptx.runtime.parallel.tensor_parallel.plans import find_plan
 from ckptx.runtime.parity.forward import verify_run
 
@@ -162,14 +162,14 @@ def sharding(settings: Settings) -> Part:
 
     def case(name: str, wanted: str, *, on_sequence: bool = False) -> Case:
         def measure() -> Row:
-            with fake_world(0, _TP, settings.device):
+            with fake_process_group(0, _TP, settings.device):
                 mesh = init_device_mesh(settings.device.type, (_TP,), mesh_dim_names=("tp",))
                 model = built(shape, settings.device)
                 config = {**model.config.to_dict(), "architectures": [type(model).__name__]}
                 plan = find_plan(model, config, sequence_parallel=on_sequence)
                 if wanted == "whole":
                     plan = dataclasses.replace(plan, sharded_head="")
-                apply(model, mesh, plan)
+                apply_tensor_parallel(model, mesh, plan)
                 checkpoint_activations(model, "full")  # a smaller card has no room else
                 row = measured(model, shape, settings.device, settings.repeats)
             del row["loss"], row["gradient_norm"]  # nothing was exchanged: they mean nothing
@@ -246,7 +246,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.device == "cpu" and not options.tiny:
         parser.error("--device cpu: these models are for a card; add --tiny")
     try:
-        device = device_of(options.device)
+        device = select_device(options.device)
     except CkptxError as error:
         print(error, file=sys.stderr)
         return error.exit_code

@@ -36,7 +36,7 @@ from transformers.utils import logging
 from ckptx.formats.hf.reader import read_json
 from ckptx.runtime.checkpointing.load import load
 from ckptx.runtime.model.build import build_model, materialize
-from ckptx.runtime.parallel.tensor_parallel.apply import TensorParallelLayout, apply
+from ckptx.runtime.parallel.tensor_parallel.apply import TensorParallelLayout, apply_tensor_parallel
 from ckptx.runtime.parallel.tensor_parallel.plans import find_plan
 
 _opened: list[Path] = []
@@ -90,7 +90,7 @@ HOW: dict[str, Callable[[Path, nn.Module, TensorParallelLayout], nn.Module]] = {
 def measured(how: str, path: Path, mesh: DeviceMesh) -> dict[str, object]:
     """Loads and says what that took."""
     model = build_model(path, dtype=torch.bfloat16)
-    layout = apply(model, mesh, find_plan(model, read_json(path / "config.json")))
+    layout = apply_tensor_parallel(model, mesh, find_plan(model, read_json(path / "config.json")))
     needed = sum(_local(each).nbytes for each in model.parameters())
     gc.collect()
     Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here

@@ -62,17 +62,17 @@ def run_one(path: Path, pieces: int, count: int) -> dict[str, Any]:
     from ckptx.layout.stages import StageMap
     from ckptx.options.verify import RunOptions
     from ckptx.runtime.parallel.distributed import RankContext
-    from ckptx.runtime.parity.budget import Budget
+    from ckptx.runtime.parity.budget import MemoryBudget
     from ckptx.runtime.parity.reference import OffloadedReference, WholeReference, partition_reference
-    from ckptx.runtime.parity.side import ModelSide
+    from ckptx.runtime.parity.side import ModelLoader
 
     torch.set_num_threads(2)
     process = RankContext(0, 1, torch.device("cpu"))
-    side = ModelSide(path, path, RunOptions(device="cpu", compute_dtype="auto"))
+    side = ModelLoader(path, path, RunOptions(device="cpu", compute_dtype="auto"))
     seen = side.inspect_model()
-    batches = side.batches(seen, count)
-    model, stacks = side.stacked()
-    budget = Budget(model, stacks, batches, backward=True, includes_checkpoint=False)
+    batches = side.make_batches(seen, count)
+    model, stacks = side.build_with_stacks()
+    budget = MemoryBudget(model, stacks, batches, backward=True, includes_checkpoint=False)
     running: Any = WholeReference(side, batches, process, backward=True)
     expected = budget.whole_bytes
     if pieces > 1:

@@ -16,7 +16,7 @@ from msgspec import NODEFAULT, structs
 sys.path.insert(0, str(Path(__file__).parent.parent))  # run from a checkout, installed or not
 
 from ckptx.runtime.training.recipe import ExternalBlock, RecipeKeys
-from ckptx.runtime.training.recipe_schema import described, is_block
+from ckptx.runtime.training.recipe_schema import describe_type, is_block
 
 PATH = Path(__file__).parent.parent / "docs" / "recipes.md"
 _BEGIN, _END = "<!-- the tables of tools/build_recipes_page.py -->\n", "<!-- end of the tables -->\n"
@@ -62,7 +62,7 @@ def default_of(field: Any) -> str:
 def kind_of(hint: Any) -> str:
     """Return the type of a key for a cell of a table."""
     inner = next(filter(is_block, get_args(hint)), None)
-    return f"a list of mappings as `{inner.__name__.removesuffix('Block').lower()}`" if inner else described(hint)
+    return f"a list of mappings as `{inner.__name__.removesuffix('Block').lower()}`" if inner else describe_type(hint)
 
 
 def tables() -> str:

@@ -25,9 +25,9 @@ from benchmarks.planted.planting import (
     norms_of,
     with_gradient,
 )
-from ckptx.runtime.parallel.shards import local_of
+from ckptx.runtime.parallel.shards import to_local_shard
 from ckptx.runtime.parallel.tensor_parallel import styles
-from ckptx.runtime.parallel.tensor_parallel.collectives import TpRanks, copy_in, gather_partial, sum_out
+from ckptx.runtime.parallel.tensor_parallel.collectives import TpRanks, copy_to_ranks, gather_partial, sum_over_ranks
 from ckptx.runtime.parallel.tensor_parallel.styles import swap_parameters
 
 _ATTENTION, _HEAD = "layers.3.self_attn", "lm_head"
@@ -69,7 +69,7 @@ def head_gradient_not_summed(built: Built) -> None:
     """Hidden states get the gradient of this rank's words alone."""
     module = module_of(built, _HEAD)
     del module.forward
-    styles.colwise(module, built.ranks, output="dtensor", on_sequence=True)
+    styles.colwise(module, built.ranks, output="dtensor", is_sequence_parallel=True)
 
 
 def head_without_its_part_of_a_tie(built: Built) -> None:
@@ -149,7 +149,7 @@ def values_of_the_other_rank(built: Built) -> None:
 def queries_normalized_as_keys(built: Built) -> None:
     """In one layer the norm of the keys does both."""
     attention = module_of(built, _ATTENTION)
-    attention.q_norm.forward = attention.k_norm.forward
+    attention.q_norm.compare_forward = attention.k_norm.compare_forward
 
 
 def _exchanged_inside(first: nn.Module, owner: nn.Module, name: str, change: Any) -> None:
@@ -264,7 +264,9 @@ def _experts(built: Built, compute: Any) -> None:
     module = module_of(built, "layers.3.mlp.experts")
 
     def replaced(hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> Any:
-        own = [(module, name, local_of(tensor)) for name, tensor in module._parameters.items() if tensor is not None]
+        own = [
+            (module, name, to_local_shard(tensor)) for name, tensor in module._parameters.items() if tensor is not None
+        ]
         with swap_parameters(own):
             return compute(lambda *args: type(module).forward(module, *args), hidden, index, weights)
 
@@ -280,14 +282,16 @@ def router_gradient_not_summed(built: Built) -> None:
     """Weights of the routing get the gradient of this rank's part of the experts."""
     _experts(
         built,
-        lambda stock, hidden, index, weights: sum_out(stock(copy_in(hidden, built.ranks), index, weights), built.ranks),
+        lambda stock, hidden, index, weights: sum_over_ranks(
+            stock(copy_to_ranks(hidden, built.ranks), index, weights), built.ranks
+        ),
     )
 
 
 def experts_down_of_the_other_rank(built: Built) -> None:
     """In one layer the second matrix of every expert is the slice of the other rank."""
     module = module_of(built, "layers.3.mlp.experts")
-    _with_parameter(module, "down_proj", lambda down: _of_other_rank(local_of(down), 2, built.ranks))
+    _with_parameter(module, "down_proj", lambda down: _of_other_rank(to_local_shard(down), 2, built.ranks))
 
 
 def next_expert_on_one_rank(built: Built) -> None:
@@ -316,7 +320,7 @@ def image_reversed(built: Built) -> None:
 
 def tower_summed(end: str) -> InRuntime:
     """What every rank has whole is summed over the ranks."""
-    return lambda built: leaving(module_of(built, end), lambda found: sum_out(found, built.ranks))
+    return lambda built: leaving(module_of(built, end), lambda found: sum_over_ranks(found, built.ranks))
 
 
 def tower_without_gradient(end: str) -> InRuntime:

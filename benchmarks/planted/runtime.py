@@ -26,9 +26,9 @@ from benchmarks.planted.planting import (
     with_gradient,
 )
 from ckptx.layout.placement import ceil_chunks
-from ckptx.runtime.parallel.shards import local_of
+from ckptx.runtime.parallel.shards import to_local_shard
 from ckptx.runtime.parallel.tensor_parallel import styles
-from ckptx.runtime.parallel.tensor_parallel.collectives import TpRanks, copy_in, sum_out
+from ckptx.runtime.parallel.tensor_parallel.collectives import TpRanks, copy_to_ranks, sum_over_ranks
 from ckptx.runtime.parallel.tensor_parallel.styles import swap_parameters
 
 # ------------------------------------------------------------------------------------------------------- row-parallel
@@ -42,7 +42,7 @@ def _row_parallel(index: int | None, compute: Callable[[torch.Tensor, torch.Tens
 
             def replaced(x: torch.Tensor, module: nn.Module = module) -> Any:
                 weight, bias = module._parameters["weight"], module._parameters.get("bias")
-                return compute(x, local_of(weight), bias, built.ranks)
+                return compute(x, to_local_shard(weight), bias, built.ranks)
 
             module.forward = replaced
 
@@ -56,19 +56,19 @@ def sum_forgotten(index: int | None = None) -> InRuntime:
 
 def bias_on_every_rank(index: int | None = None) -> InRuntime:
     """The bias is in every summand."""
-    return _row_parallel(index, lambda x, weight, bias, ranks: sum_out(functions.linear(x, weight, bias), ranks))
+    return _row_parallel(index, lambda x, weight, bias, ranks: sum_over_ranks(functions.linear(x, weight, bias), ranks))
 
 
 def bias_dropped(index: int | None = None) -> InRuntime:
     """No bias."""
-    return _row_parallel(index, lambda x, weight, bias, ranks: sum_out(functions.linear(x, weight), ranks))
+    return _row_parallel(index, lambda x, weight, bias, ranks: sum_over_ranks(functions.linear(x, weight), ranks))
 
 
 def bias_on_rank_0(index: int | None = None) -> InRuntime:
     """After the sum, the bias is added on one rank alone."""
 
     def compute(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, ranks: TpRanks) -> torch.Tensor:
-        found = sum_out(functions.linear(x, weight), ranks)
+        found = sum_over_ranks(functions.linear(x, weight), ranks)
         return found if ranks.rank else found + bias
 
     return _row_parallel(index, compute)
@@ -93,7 +93,7 @@ def gradient_not_summed(index: int | None = None) -> InRuntime:
     def plant(built: Built) -> None:
         for module in cut_linears(built, 0, index):
             del module.forward
-            styles.colwise(module, built.ranks, on_sequence=True)
+            styles.colwise(module, built.ranks, is_sequence_parallel=True)
 
     return plant
 
@@ -103,7 +103,7 @@ def gradient_summed_twice(index: int) -> InRuntime:
 
     def plant(built: Built) -> None:
         for module in cut_linears(built, 0, index):
-            entering(module, lambda x: copy_in(x, built.ranks))
+            entering(module, lambda x: copy_to_ranks(x, built.ranks))
 
     return plant
 
@@ -165,9 +165,9 @@ def _looked_up(built: Built, row_of: Callable[[torch.Tensor, int, int], torch.Te
                 return found
             weight = module._parameters["weight"]
             begin, rows = ceil_chunks(weight.shape[0], ranks.size)[ranks.rank]
-            found = functions.embedding(row_of(ids, begin, rows), local_of(weight))
+            found = functions.embedding(row_of(ids, begin, rows), to_local_shard(weight))
             is_foreign = (ids < begin) | (ids >= begin + rows)
-            return sum_out(found.masked_fill(is_foreign[..., None], 0) if is_masked else found, ranks)
+            return sum_over_ranks(found.masked_fill(is_foreign[..., None], 0) if is_masked else found, ranks)
 
         return replaced
 
@@ -177,4 +177,4 @@ def _looked_up(built: Built, row_of: Callable[[torch.Tensor, int, int], torch.Te
 def experts_summed_twice(built: Built) -> None:
     """What enters the experts gets its gradient once for each rank."""
     for module in modules_of(built, "mlp.experts"):
-        entering(module, lambda x: copy_in(x, built.ranks))
+        entering(module, lambda x: copy_to_ranks(x, built.ranks))

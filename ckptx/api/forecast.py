@@ -18,7 +18,7 @@ from ckptx.report.documents.forecast import ForecastReport, SearchReport
 from ckptx.report.report import Log, Stopwatch
 
 if TYPE_CHECKING:
-    from ckptx.runtime.forecasting.task import Task
+    from ckptx.runtime.forecasting.task import ForecastTask
 
 
 @two_table_api(ForecastOptions, SearchOptions, (ForecastReport, SearchReport), by="search")
@@ -50,39 +50,39 @@ def forecast(options: ForecastOptions | SearchOptions) -> ForecastReport | Searc
         return stopwatch.stop(replace(report, warnings=list(log.notes)))
 
 
-def _task(options: ForecastOptions | SearchOptions, directory: Path, log: Log) -> Task:
+def _task(options: ForecastOptions | SearchOptions, directory: Path, log: Log) -> ForecastTask:
     """Return the training step that a recipe or the options describe."""
-    from ckptx.runtime.forecasting.model_config import config_of_model, config_of_recipe
-    from ckptx.runtime.forecasting.ranks import stages_of
-    from ckptx.runtime.forecasting.task import task_of_options, task_of_recipe
+    from ckptx.runtime.forecasting.model_config import find_model_config, write_recipe_config
+    from ckptx.runtime.forecasting.ranks import count_stages
+    from ckptx.runtime.forecasting.task import task_from_options, task_from_recipe
     from ckptx.runtime.training.recipe_file import read_recipe
 
     if options.recipe is None:
-        source = config_of_model(
+        source = find_model_config(
             str(options.model), revision=options.revision, token=options.token, cache_dir=options.cache_dir
         )
         schedule = options.schedule if isinstance(options, ForecastOptions) else "1f1b"
-        return task_of_options(source, options, stages_of(options.dims.pp, schedule))
+        return task_from_options(source, options, count_stages(options.dims.pp, schedule))
     recipe = read_recipe(options.recipe, options.settings)
     if recipe.train is not None:
         raise UsageError(
             f"{recipe.name}: trains with its own command, and forecast requires a recipe without a `train` block; pass "
             "another recipe, or a config.json"
         )
-    source, notes = config_of_recipe(recipe.model, directory)
+    source, notes = write_recipe_config(recipe.model, directory)
     log.note(*recipe.notes, *notes)
-    return task_of_recipe(recipe, source)
+    return task_from_recipe(recipe, source)
 
 
-def _forecast_report(options: ForecastOptions, task: Task) -> ForecastReport:
-    from ckptx.runtime.forecasting.ranks import ranks_of
-    from ckptx.runtime.forecasting.reporting import report_of
+def _forecast_report(options: ForecastOptions, task: ForecastTask) -> ForecastReport:
+    from ckptx.runtime.forecasting.ranks import forecast_ranks
+    from ckptx.runtime.forecasting.reporting import build_report
 
-    return report_of(task, ranks_of(task), options.gpu_bytes)
+    return build_report(task, forecast_ranks(task), options.gpu_bytes)
 
 
-def _search_report(options: SearchOptions, task: Task, directory: Path) -> SearchReport:
-    from ckptx.runtime.forecasting.reporting import search_report_of
+def _search_report(options: SearchOptions, task: ForecastTask, directory: Path) -> SearchReport:
+    from ckptx.runtime.forecasting.reporting import build_search_report
     from ckptx.runtime.forecasting.search import FixedDims, SearchSpace, search, with_microbatches
 
     assert options.gpus is not None and options.gpu_bytes is not None
@@ -93,4 +93,4 @@ def _search_report(options: SearchOptions, task: Task, directory: Path) -> Searc
     if options.recipe is None:
         task = with_microbatches(task, task.microbatches * options.gpus)
     space = SearchSpace(task, options.gpus, options.gpu_bytes, fixed, directory)
-    return search_report_of(space, search(space))
+    return build_search_report(space, search(space))

@@ -55,10 +55,10 @@ def _advice(dims: ParallelDims, fitting: tuple[ParallelDims, int] | None) -> str
 
 
 def _peak(source: Path, options: ForecastOptions, gpu_memory: int) -> tuple[int, Any]:
-    from ckptx.runtime.forecasting.ranks import ranks_of, stages_of
-    from ckptx.runtime.forecasting.remedy import mesh_that_fits
-    from ckptx.runtime.forecasting.task import task_of_options
+    from ckptx.runtime.forecasting.ranks import count_stages, forecast_ranks
+    from ckptx.runtime.forecasting.remedy import find_larger_mesh
+    from ckptx.runtime.forecasting.task import task_from_options
 
-    task = task_of_options(source, options, stages_of(options.dims.pp, options.schedule))
-    peak = max(each.peak for each in ranks_of(task))
-    return peak, None if peak + reserve_bytes(peak) <= gpu_memory else mesh_that_fits(task, gpu_memory)
+    task = task_from_options(source, options, count_stages(options.dims.pp, options.schedule))
+    peak = max(each.peak for each in forecast_ranks(task))
+    return peak, None if peak + reserve_bytes(peak) <= gpu_memory else find_larger_mesh(task, gpu_memory)

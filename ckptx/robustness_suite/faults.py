@@ -171,12 +171,12 @@ def scheduler_reset(trainer: Any) -> None:
 
 @fault("the step counter is reset to 0", oracle="step")
 def step_reset(trainer: Any) -> None:
-    trainer.done = 0
+    trainer.completed_steps = 0
 
 
 @fault("the data restarts from the first sample", oracle="samples")
 def data_restarted(trainer: Any) -> None:
-    trainer.sampler.samples = 0
+    trainer.sampler.samples_seen = 0
 
 
 class _ShiftedDataset:
@@ -211,14 +211,14 @@ def rng_stale(trainer: Any) -> None:
     """Reset RNG state to that of the first step."""
     from ckptx.runtime.parallel.randomness import seed
 
-    seed(trainer.recipe.training.seed, trainer.assembled.mesh)
+    seed(trainer.recipe.training.seed, trainer.rank_model.mesh)
 
 
 @fault("every rank has the RNG state of rank 0", oracle="rng", needs={"dp": 2})
 def rng_of_rank_0(trainer: Any) -> None:
     from ckptx.runtime.parallel.distributed import broadcast_object
 
-    trainer.random.load_state_dict(broadcast_object(trainer.random.state_dict()))
+    trainer.random_state.load_state_dict(broadcast_object(trainer.random_state.state_dict()))
 
 
 @fault("a DataLoader iterator is created after RNG state was restored", oracle="rng")
@@ -233,7 +233,7 @@ def rng_before_the_iterator(trainer: Any) -> None:
 
 
 def _parameters(trainer: Any) -> list[tuple[str, Any]]:
-    return list(trainer.assembled.parameters())
+    return list(trainer.rank_model.parameters())
 
 
 def _matrix(trainer: Any) -> Any:
@@ -255,7 +255,7 @@ def shards_swapped(trainer: Any) -> None:
 
     values = _matrix(trainer)
     others = all_gather_object(values.cpu().clone())
-    other = others[trainer.place.rank ^ 1] if trainer.place.rank ^ 1 < len(others) else values
+    other = others[trainer.rank_context.rank ^ 1] if trainer.rank_context.rank ^ 1 < len(others) else values
     if other.shape == values.shape:
         values.copy_(other)
 
@@ -263,7 +263,7 @@ def shards_swapped(trainer: Any) -> None:
 def _load_older(trainer: Any, path: Path, is_meant: Callable[[str], bool]) -> None:
     """Load parameters with these names from another checkpoint."""
     before = [(name, _local(each), _local(each).clone()) for name, each in _parameters(trainer)]
-    trainer.assembled.load(path)
+    trainer.rank_model.load(path)
     for name, values, own in before:
         if not is_meant(name):
             values.copy_(own)
@@ -271,7 +271,7 @@ def _load_older(trainer: Any, path: Path, is_meant: Callable[[str], bool]) -> No
 
 @fault("one rank has the initial weights", oracle="model")
 def one_rank_old(trainer: Any) -> None:
-    last = trainer.place.rank == trainer.place.world_size - 1
+    last = trainer.rank_context.rank == trainer.rank_context.world_size - 1
     _load_older(trainer, trainer.source, lambda _: last)
 
 
@@ -279,7 +279,7 @@ def one_rank_old(trainer: Any) -> None:
 def one_rank_one_step_old(trainer: Any) -> None:
     steps = sorted(trainer.resumed_from.parent.glob("step-*"), key=lambda each: int(each.name.partition("-")[2]))
     before = steps[steps.index(trainer.resumed_from) - 1]
-    last = trainer.place.rank == trainer.place.world_size - 1
+    last = trainer.rank_context.rank == trainer.rank_context.world_size - 1
     _load_older(trainer, before, lambda _: last)
 
 
@@ -317,7 +317,7 @@ def nan_in_a_row(trainer: Any) -> None:
 )
 def replicas_drifted(trainer: Any) -> None:
     """Scale norm weights on all TP ranks but the first, after each step."""
-    if trainer.assembled.mesh["tp"].get_local_rank():
+    if trainer.rank_model.mesh["tp"].get_local_rank():
         for name, each in _parameters(trainer):
             if each.dim() == 1 and "norm" in name:
                 _local(each).mul_(1 + 1e-3)
@@ -359,7 +359,7 @@ def metadata_missing(folder: Path) -> None:
 )
 def data_counted_by_rank(trainer: Any) -> None:
     """Halve the sample count, as a loader that counts samples of its own rank would."""
-    trainer.sampler.samples //= 2
+    trainer.sampler.samples_seen //= 2
 
 
 def _unfinished(root: Path) -> tuple[Path, int]:
@@ -414,7 +414,7 @@ def unsharded(run: Run) -> Run:
 
 @fault("a reference keeps the model alive after its release", oracle="memory", phase=1, run="straight", event="stepped")
 def model_pinned(trainer: Any) -> None:
-    _kept.append((trainer.assembled.models, [each.detach() for _, each in _parameters(trainer)]))
+    _kept.append((trainer.rank_model.models, [each.detach() for _, each in _parameters(trainer)]))
 
 
 @fault("a process group is never destroyed", oracle="memory", phase=1, run="straight", event="loaded")
@@ -425,7 +425,7 @@ def group_leaked(trainer: Any) -> None:
     from ckptx.runtime.torch_private import default_store
 
     store = dist.PrefixStore("leaked", default_store())
-    _kept.append(dist.ProcessGroupGloo(store, trainer.place.rank, trainer.place.world_size))
+    _kept.append(dist.ProcessGroupGloo(store, trainer.rank_context.rank, trainer.rank_context.world_size))
 
 
 def find_fault(name: str, recipe: Recipe) -> Fault:

@@ -48,29 +48,29 @@ def _forecast(recipe: Recipe, source: Path, gpu_memory: int | None, shares: bool
     """
     import torch
 
-    from ckptx.runtime.forecasting.ranks import ranks_of
-    from ckptx.runtime.forecasting.remedy import mesh_that_fits
-    from ckptx.runtime.forecasting.task import task_of_recipe
+    from ckptx.runtime.forecasting.ranks import forecast_ranks
+    from ckptx.runtime.forecasting.remedy import find_larger_mesh
+    from ckptx.runtime.forecasting.task import task_from_recipe
     from ckptx.runtime.memory.reserve import reserve_bytes
-    from ckptx.runtime.parity.memory import free_bytes
+    from ckptx.runtime.parity.memory import read_free_bytes
 
-    task = task_of_recipe(recipe, source)
-    ranks = ranks_of(task)
+    task = task_from_recipe(recipe, source)
+    ranks = forecast_ranks(task)
     peak = max(each.peak for each in ranks)
     if gpu_memory is not None and peak + reserve_bytes(peak) > gpu_memory:
         raise SpaceError(
             f"--gpu-memory: {recipe.name} takes {human_bytes(peak)} of tensors at the peak of a step and "
             f"{human_bytes(reserve_bytes(peak))} of reserve, more than {human_bytes(gpu_memory)}; "
-            f"{_advice(task.dims, mesh_that_fits(task, gpu_memory))}"
+            f"{_advice(task.dims, find_larger_mesh(task, gpu_memory))}"
         )
-    free = free_bytes(torch.device("cpu")) if shares else None
+    free = read_free_bytes(torch.device("cpu")) if shares else None
     needed = sum(each.peak for each in ranks) * recipe.layout.dims.per_stage
     if free is not None and needed > free:
         raise SpaceError(
             f"{recipe.name}: its ranks take {human_bytes(needed)} of tensors at the peak of a step, but only "
             f"{human_bytes(free)} are free on this machine; reduce data.sequence_length, or use a smaller model"
         )
-    return peak, max(sum(each.timeline.between) for each in ranks)
+    return peak, max(sum(each.timeline.between_steps) for each in ranks)
 
 
 def _advice(dims: ParallelDims, fitting: tuple[ParallelDims, int] | None) -> str:

@@ -362,13 +362,13 @@ def _residue() -> LeakedMemory:
     """Measure live tensors, parameters and threads of this process after a garbage collection."""
     import torch
 
-    from ckptx.runtime.parallel.live_tensors import live_tensors, tensors_among
+    from ckptx.runtime.parallel.live_tensors import iter_live_tensors, select_tensors
     from ckptx.runtime.torch_private import storage_key
 
     gc.collect()
-    alive = tensors_among(gc.get_objects())
+    alive = select_tensors(gc.get_objects())
     storages: dict[int, int] = {}
-    for each in live_tensors(alive):
+    for each in iter_live_tensors(alive):
         storage = each.untyped_storage()
         if storage.nbytes() > _CONSTANT:
             storages[storage_key(storage)] = storage.nbytes()

@@ -29,7 +29,7 @@ def items_of(trainer: Trainer, *, with_batch: bool = True) -> dict[tuple[str, st
         found["model", name] = digest(value)
         found["finite", name] = finite(value, may_be_infinite=not isinstance(value, torch.nn.Parameter))
         found["names", name] = "there"
-    names = {id(parameter): name for name, parameter in trainer.assembled.parameters()}
+    names = {id(parameter): name for name, parameter in trainer.rank_model.parameters()}
     for group in trainer.optimizer.param_groups:
         for parameter in group["params"]:
             name = names[id(parameter)]
@@ -45,11 +45,11 @@ def items_of(trainer: Trainer, *, with_batch: bool = True) -> dict[tuple[str, st
         found["rate", "lr"] = repr(float(group["lr"]))
     for key, value in trainer.scheduler.state_dict().items():
         found["scheduler", key] = _value_text(value)
-    found["step", "step"] = str(trainer.done)
+    found["step", "step"] = str(trainer.completed_steps)
     for key, value in trainer.sampler.state_dict().items():
         found["samples", key] = _value_text(value)
     found["samples", "of the next step"] = str(trainer.next_indices())
-    for kind, value in trainer.random.state_dict().items():
+    for kind, value in trainer.random_state.state_dict().items():
         found["rng", kind] = _value_text(value)
     if with_batch:
         for index, batch in enumerate(trainer.next_batches()):
@@ -60,12 +60,12 @@ def items_of(trainer: Trainer, *, with_batch: bool = True) -> dict[tuple[str, st
 
 def shard_digests(trainer: Trainer) -> dict[tuple[str, str], str]:
     """Return digests of the model's local shards by name and shard; ranks with the same shard must agree."""
-    layout = trainer.assembled.layout
+    layout = trainer.rank_model.layout
     found = {}
     for name, value in _model(trainer):
         regions = layout.local_regions(name) if layout is not None else None
         part = "whole" if regions is None else "; ".join(f"{each.offsets}+{each.sizes}" for each in regions)
-        found[trainer.assembled.whole_name(name), f"{part}{_place_of(value)}"] = digest(value)
+        found[trainer.rank_model.full_name(name), f"{part}{_place_of(value)}"] = digest(value)
     return found
 
 
@@ -92,7 +92,7 @@ def finite(value: Any, *, may_be_infinite: bool = False) -> str:
 
 
 def _model(trainer: Trainer) -> Iterator[tuple[str, Any]]:
-    for model in trainer.assembled.models:
+    for model in trainer.rank_model.models:
         for name, value in model.state_dict(keep_vars=True).items():
             yield canonical_name(name), value
 

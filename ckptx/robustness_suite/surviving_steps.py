@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from ckptx.errors import CkptxError, InputError
-from ckptx.runtime.checkpointing.stored_state import digest_of, open_state
+from ckptx.runtime.checkpointing.stored_state import compute_digest, open_state
 from ckptx.runtime.training.checkpoints import LATEST, StepDirectories
 
 
@@ -119,12 +119,12 @@ def content_of(path: Path) -> str:
         for name, entry in stored.tensors.items():
             tensor = torch.empty(entry.shape, dtype=getattr(torch, str(entry.dtype.torch)))
             stored.fill(name, tensor)
-            if digest_of(tensor) != digest_of(state[name]):
+            if compute_digest(tensor) != compute_digest(state[name]):
                 raise ValueError(f'tensor "{name}" has other bytes in stock torch')
     found = blake2b(digest_size=16)
     for name in sorted(state):
         value = state[name]
-        found.update(f"{name} {digest_of(value.contiguous() if isinstance(value, Tensor) else value)}\n".encode())
+        found.update(f"{name} {compute_digest(value.contiguous() if isinstance(value, Tensor) else value)}\n".encode())
     return found.hexdigest()
 
 

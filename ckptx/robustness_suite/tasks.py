@@ -24,13 +24,13 @@ from ckptx.robustness_suite.surviving_steps import SurvivingSteps, survivors
 from ckptx.runtime.memory.measured_memory import MeasuredMemory, measure_step
 from ckptx.runtime.model.build import read_config
 from ckptx.runtime.parallel.distributed import RankContext, all_gather_object, broadcast_object, raise_on_all_ranks
-from ckptx.runtime.parity.noise import perturbed
+from ckptx.runtime.parity.noise import perturb_copy
 from ckptx.runtime.torch_private import local_tensor
 from ckptx.runtime.training.checkpoints import StepDirectories
 from ckptx.runtime.training.data import Dataset, collate, open_dataset
 from ckptx.runtime.training.recipe import Recipe
 from ckptx.runtime.training.source import prepare_source
-from ckptx.runtime.training.trainer import StepRecord, Trainer
+from ckptx.runtime.training.trainer import StepMetrics, Trainer
 
 _PROBED = 2  # samples that logits are compared on
 LABELS = "labels"
@@ -71,7 +71,7 @@ def called(place: RankContext, call: Callable[[], object]) -> Any:
 def train(place: RankContext, run: Run) -> RunResult:
     """Run the trainer, from the initial checkpoint or resumed."""
     dataset = open_dataset_on_all_ranks(run.recipe, run.source)
-    trainer = Trainer(run.recipe, run.source, dataset, place, layout=run.layout, events=run.events)
+    trainer = Trainer(run.recipe, run.source, dataset, place, layout=run.layout, callbacks=run.events)
     try:
         return _trained(place, run, trainer, dataset)
     finally:
@@ -90,22 +90,22 @@ def _trained(place: RankContext, run: Run, trainer: Trainer, dataset: Dataset) -
 
     def pause() -> None:
         """Save and collect items between two steps, if the run requests it for this step."""
-        if trainer.done in run.saves:
-            trainer.save(run.saves[trainer.done])
-        if trainer.done in run.looks:
-            looks[trainer.done] = all_gather_object((items_of(trainer), shard_digests(trainer)))
+        if trainer.completed_steps in run.saves:
+            trainer.save(run.saves[trainer.completed_steps])
+        if trainer.completed_steps in run.looks:
+            looks[trainer.completed_steps] = all_gather_object((items_of(trainer), shard_digests(trainer)))
 
     start = all_gather_object(items_of(trainer)) if run.looks else []
     pause()
-    records: list[StepRecord] = []
+    records: list[StepMetrics] = []
     taken: MeasuredMemory | None = None
 
     def step() -> None:
         records.append(trainer.step())
 
-    while trainer.done < run.until:
-        if run.measures and trainer.done == run.until - 1:
-            taken = measure_step(step, trainer.assembled.models, place.device)
+    while trainer.completed_steps < run.until:
+        if run.measures and trainer.completed_steps == run.until - 1:
+            taken = measure_step(step, trainer.rank_model.models, place.device)
         else:
             step()
         record = records[-1]
@@ -126,7 +126,7 @@ def _trained(place: RankContext, run: Run, trainer: Trainer, dataset: Dataset) -
         held={step: [held for _, held in found] for step, found in looks.items()},
         logits=logits,
         sharded=(max(parts for parts, _ in sharded), max(count for _, count in sharded)),
-        wrapped_layers=max(all_gather_object(trainer.assembled.wrapped_layers)),
+        wrapped_layers=max(all_gather_object(trainer.rank_model.wrapped_layers)),
         notes=list(dict.fromkeys(note for each in all_gather_object(trainer.notes) for note in each)),
         taken=_most_of(all_gather_object(taken)) if run.measures else None,
     )
@@ -143,7 +143,7 @@ def saved_under_watch(place: RankContext, run: Run, watch: KillPoint) -> list[li
     A rank is killed at the operation that `watch` names, if any.
     """
     dataset = open_dataset_on_all_ranks(run.recipe, run.source)
-    trainer = Trainer(run.recipe, run.source, dataset, place, layout=run.layout, events=run.events)
+    trainer = Trainer(run.recipe, run.source, dataset, place, layout=run.layout, callbacks=run.events)
     try:
         assert run.resumed is not None
         trainer.resume(run.resumed)
@@ -156,7 +156,7 @@ def saved_under_watch(place: RankContext, run: Run, watch: KillPoint) -> list[li
             elif place.rank == watch.rank:
                 others = [pid for pid in pids if pid != os.getpid()] if watch.everyone else []
                 stack.enter_context(killing(watch.root, watch.at, others))
-            trainer.save(StepDirectories(watch.root).path(trainer.done))
+            trainer.save(StepDirectories(watch.root).path(trainer.completed_steps))
             trainer.wait_for_save()
         return all_gather_object(list(names))
     finally:
@@ -211,7 +211,7 @@ def _stock(recipe: Recipe, path: Path, place: RankContext, draws: int) -> tuple[
     kept = table.detach().clone()
     for draw in range(draws):
         with torch.no_grad():
-            table.copy_(perturbed(kept, _generator(draw)))
+            table.copy_(perturb_copy(kept, _generator(draw)))
         noise = max(noise, max_difference(reference, logits()))
     return reference, noise
 
@@ -219,7 +219,7 @@ def _stock(recipe: Recipe, path: Path, place: RankContext, draws: int) -> tuple[
 def runtime_logits(place: RankContext, run: Run) -> Logits | None:
     """Return the logits of the runtime on the mesh, for the source or a checkpoint."""
     dataset = open_dataset_on_all_ranks(run.recipe, run.source)
-    trainer = Trainer(run.recipe, run.source, dataset, place, layout=run.layout, events=run.events)
+    trainer = Trainer(run.recipe, run.source, dataset, place, layout=run.layout, callbacks=run.events)
     try:
         if run.resumed is not None:
             trainer.resume(run.resumed)
@@ -251,7 +251,7 @@ def probe(recipe: Recipe, dataset: Dataset, place: RankContext) -> list[dict[str
 
 def probe_logits(trainer: Trainer, dataset: Dataset) -> Logits | None:
     """Return the logits of the probe, from the first rank that has them."""
-    given = trainer.logits(probe(trainer.recipe, dataset, trainer.place))
+    given = trainer.logits(probe(trainer.recipe, dataset, trainer.rank_context))
     own = None if given is None else [each.numpy() for each in given]
     return next((each for each in all_gather_object(own) if each is not None), None)
 
@@ -259,19 +259,19 @@ def probe_logits(trainer: Trainer, dataset: Dataset) -> Logits | None:
 def perturb_embedding(trainer: Trainer, draw: int) -> None:
     """Perturb the token embedding by 1 ULP, up or down at random, on each rank that has a shard of it."""
     table = _token_table(trainer)
-    for name, parameter in trainer.assembled.parameters():
+    for name, parameter in trainer.rank_model.parameters():
         if name in table:
             local = local_tensor(parameter)
             with torch.no_grad():
-                local.copy_(perturbed(local, _generator(draw)))
+                local.copy_(perturb_copy(local, _generator(draw)))
 
 
 def _token_table(trainer: Trainer) -> set[str]:
     """Return the name of the token embedding, gathered from the ranks that have it."""
     own: set[str] = set()
-    for model in trainer.assembled.models:
+    for model in trainer.rank_model.models:
         table = getattr(model.get_input_embeddings(), "weight", None)
-        own |= {trainer.assembled.whole_name(name) for name, each in model.named_parameters() if each is table}
+        own |= {trainer.rank_model.full_name(name) for name, each in model.named_parameters() if each is table}
     return {name for each in all_gather_object(own) for name in each}
 
 
@@ -282,9 +282,9 @@ def _generator(draw: int) -> torch.Generator:
 
 def _sharded(trainer: Trainer) -> tuple[int, int]:
     """Return the number of sharded parameters, and of all parameters."""
-    layout = trainer.assembled.layout
+    layout = trainer.rank_model.layout
     parts = every = 0
-    for name, parameter in trainer.assembled.parameters():
+    for name, parameter in trainer.rank_model.parameters():
         regions = layout.local_regions(name) if layout is not None else None
         mesh = getattr(parameter, "device_mesh", None)
         is_cut = mesh is not None and any(

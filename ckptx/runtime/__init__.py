@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from ckptx.runtime.parallel.tensor_parallel.plans import find_plan
     from ckptx.runtime.training.checkpoints import StepDirectories
 
-_HOMES = {
+_MODULES_BY_NAME = {
     "ParallelDims": "ckptx.layout.parallel_dims",
     "PerRank": "ckptx.runtime.checkpointing.training_state",
     "RandomState": "ckptx.runtime.parallel.randomness",
@@ -78,15 +78,15 @@ if not TYPE_CHECKING:  # a type checker reads the imports above, and reports nam
             AttributeError: This package does not export the name.
             EnvironmentProblem: torch or transformers is missing.
         """
-        if name not in _HOMES:
+        if name not in _MODULES_BY_NAME:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         try:
-            home = import_module(_HOMES[name])
+            module = import_module(_MODULES_BY_NAME[name])
         except ImportError as error:
             from ckptx.errors import missing_package
 
             raise missing_package(f"ckptx.runtime.{name}", error) from error
-        return getattr(home, name)
+        return getattr(module, name)
 
 
 def __dir__() -> list[str]:

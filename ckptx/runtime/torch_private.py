@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from ckptx.errors import EnvironmentProblem
 
-_CHECKED = ("2.11", "2.13")
+_TESTED_VERSIONS = ("2.11", "2.13")
 _FAKE = "torch._subclasses.fake_tensor"
 _CHECKPOINT = "torch.distributed.algorithms._checkpoint.checkpoint_wrapper"
 _BACKWARD = "torch.distributed.pipelining._backward"
@@ -75,7 +75,7 @@ def _find(path: str) -> Any:
     try:
         return resolve_name(path)
     except (ImportError, AttributeError) as error:
-        raise _missing(path) from error
+        raise _missing_name_error(path) from error
 
 
 def _attribute(value: Any, name: str) -> Any:
@@ -83,13 +83,13 @@ def _attribute(value: Any, name: str) -> Any:
     try:
         return getattr(value, name)
     except AttributeError as error:
-        raise _missing(f"{type(value).__name__}.{name}") from error
+        raise _missing_name_error(f"{type(value).__name__}.{name}") from error
 
 
-def _missing(name: str) -> EnvironmentProblem:
+def _missing_name_error(name: str) -> EnvironmentProblem:
     return EnvironmentProblem(
-        f"torch {torch.__version__}: has no {name}, which ckptx uses; install a torch from {_CHECKED[0]} to "
-        f"{_CHECKED[1]}, or a newer ckptx"
+        f"torch {torch.__version__}: has no {name}, which ckptx uses; install a torch from {_TESTED_VERSIONS[0]} to "
+        f"{_TESTED_VERSIONS[1]}, or a newer ckptx"
     )
 
 
@@ -131,7 +131,7 @@ def scale_all(tensors: list[Tensor], factor: Tensor) -> None:
     _find("torch._foreach_mul_")(tensors, factor)
 
 
-def norms_of(tensors: list[Tensor], norm_type: float, dtype: torch.dtype) -> list[Tensor]:
+def compute_norms(tensors: list[Tensor], norm_type: float, dtype: torch.dtype) -> list[Tensor]:
     """Return the norm of each of several tensors of one device and dtype, computed in `dtype` in one kernel."""
     return list(_find("torch._foreach_norm")(tensors, norm_type, dtype=dtype))
 
@@ -139,7 +139,7 @@ def norms_of(tensors: list[Tensor], norm_type: float, dtype: torch.dtype) -> lis
 # ---------------------------------------------------------------------------------------------------------- operations
 
 
-def schema_of(operation: Any) -> Any:
+def get_schema(operation: Any) -> Any:
     """Return the schema of an operation: its name, results and mutated arguments.
 
     Args:
@@ -152,22 +152,22 @@ def schema_of(operation: Any) -> Any:
         return operation._schema
     except AttributeError:
         if isinstance(operation, type(torch.ops.aten.mm.default)):
-            raise _missing("OpOverload._schema") from None
+            raise _missing_name_error("OpOverload._schema") from None
         return None
 
 
-def packet_of(operation: Any) -> Any:
+def get_overload_packet(operation: Any) -> Any:
     """Return the packet of an operation's overloads: `aten.mm` for `aten.mm.out`."""
     return _attribute(operation, "_overloadpacket")
 
 
-def without_dispatch() -> Any:
+def disable_dispatch() -> Any:
     """Return a context manager in which no dispatch mode is called."""
     return _find("torch._C._DisableTorchDispatch")()
 
 
 @contextmanager
-def unseen_shapes_of_dtensor() -> Iterator[None]:
+def hide_dtensor_shape_inference() -> Iterator[None]:
     """Hide from dispatch modes the fake tensors with which DTensor infers the shape of a result.
 
     It does so once per operation and shape in a process, on whole tensors, which real training never allocates.
@@ -175,17 +175,17 @@ def unseen_shapes_of_dtensor() -> Iterator[None]:
     propagator = _find("torch.distributed.tensor._sharding_prop.ShardingPropagator")
     disable_current_modes = _find("torch.utils._python_dispatch._disable_current_modes")
     name = "_propagate_tensor_meta_non_cached"
-    found = _attribute(propagator, name)
+    infer_shape = _attribute(propagator, name)
 
     def unseen(self: Any, *args: Any) -> Any:
         with disable_current_modes():
-            return found(self, *args)
+            return infer_shape(self, *args)
 
     setattr(propagator, name, unseen)
     try:
         yield
     finally:
-        setattr(propagator, name, found)
+        setattr(propagator, name, infer_shape)
 
 
 def compute_intensive_operations() -> Iterable[Any]:
@@ -208,10 +208,10 @@ def use_first_compiled_graph() -> None:
 # ------------------------------------------------------------------------------------------------------------ autograd
 
 
-def backward_pass() -> int | None:
+def current_backward_id() -> int | None:
     """Return the number of the backward pass that this thread is in; None outside of one."""
-    number = int(_find("torch._C._current_graph_task_id")())
-    return None if number == -1 else number
+    graph_task_id = int(_find("torch._C._current_graph_task_id")())
+    return None if graph_task_id == -1 else graph_task_id
 
 
 def next_node_number() -> int:
@@ -240,12 +240,12 @@ def set_compiled_call(module: nn.Module, call: Callable[..., Any] | None) -> Non
     module._compiled_call_impl = call
 
 
-def apply_to_tensors(module: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
+def apply_to_tensors(module: nn.Module, transform: Callable[[Tensor], Tensor]) -> None:
     """Replace every parameter and buffer by the result of a function, as `nn.Module.to` does.
 
     FSDP2 overrides it, to update its own references.
     """
-    _attribute(module, "_apply")(change)
+    _attribute(module, "_apply")(transform)
 
 
 # ----------------------------------------------------------------------------------------------------------- processes
@@ -256,7 +256,7 @@ def default_store() -> dist.Store:
     return _find("torch.distributed.distributed_c10d._get_default_store")()
 
 
-def forget_groups(mesh: DeviceMesh) -> None:
+def drop_group_references(mesh: DeviceMesh) -> None:
     """Drop the references of a mesh to its process groups, so that they end even if the mesh stays referenced.
 
     torch 2.11 has no such registry: its meshes find groups by name, and hold no reference.

@@ -44,8 +44,8 @@ def read_as_model(path: Path) -> tuple[dict[str, str], set[str]]:
     with open_source(path) as source:
         reading = RegionReader(source.files)
         found = {name: fingerprint(read(reading, entry)) for name, entry in source.tensors.items()}
-        found |= {name: found[stored] for name, stored in source.tied().items()}
-        return found, {each for names in source.stored.values() for each in names}
+        found |= {name: found[stored] for name, stored in source.find_tied_names().items()}
+        return found, {each for names in source.stored_names.values() for each in names}
 
 
 def held(theirs: Mapping[str, object]) -> dict[str, str]:

@@ -69,7 +69,7 @@ def test_outputs_loss_and_gradients_are_those_of_transformers(pool: GlooPool, ju
     [
         ("llama-tied", "sum_out", "outputs"),
         ("llama-tied", "copy_in", "model.layers.1.input_layernorm.weight"),
-        ("qwen3-moe", "partial_gradient", "model.layers.0.self_attn.q_norm.weight"),
+        ("qwen3-moe", "sum_partial_gradients", "model.layers.0.self_attn.q_norm.weight"),
         ("deepseek-v3", "mla_kv_a_proj", "model.layers.0.self_attn.kv_a_proj_with_mqa.weight"),
     ],
 )

@@ -157,7 +157,7 @@ def test_a_model_whose_code_fails_is_no_defect_of_ours(temporary: Path) -> None:
 def test_ranks_on_a_cpu_share_its_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = read_recipe("llama_tiny")
     source = prepare_source(recipe, tmp_path)
-    monkeypatch.setattr("ckptx.runtime.parity.memory.free_bytes", lambda device: 6 << 20)
+    monkeypatch.setattr("ckptx.runtime.parity.memory.read_free_bytes", lambda device: 6 << 20)
     with pytest.raises(
         SpaceError, match=r"llama_tiny: its ranks take .* at the peak of a step, but only 6.00 MiB are free"
     ):

@@ -20,7 +20,7 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 def test_a_name_is_that_of_its_module(name: str) -> None:
     found = getattr(runtime, name)
     assert found.__name__ == name
-    assert found.__module__ == runtime._HOMES[name]
+    assert found.__module__ == runtime._MODULES_BY_NAME[name]
 
 
 def test_a_type_checker_sees_the_same_names() -> None:
@@ -32,7 +32,7 @@ def test_a_type_checker_sees_the_same_names() -> None:
         for alias in node.names
         if alias.name != "missing_package"
     }
-    assert declared == runtime._HOMES
+    assert declared == runtime._MODULES_BY_NAME
     assert set(runtime.__all__) == set(declared)
 
 

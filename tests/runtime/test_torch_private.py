@@ -52,7 +52,7 @@ class _Bare:
         (torch_private.dtensor_spec, "_Bare._spec"),
         (torch_private.storage_key, "_Bare._cdata"),
         (torch_private.is_view, "_Bare._is_view"),
-        (torch_private.packet_of, "_Bare._overloadpacket"),
+        (torch_private.get_overload_packet, "_Bare._overloadpacket"),
         (torch_private.compiled_call, "_Bare._compiled_call_impl"),
         (lambda bare: torch_private.apply_to_tensors(bare, lambda tensor: tensor), "_Bare._apply"),
     ],
@@ -76,7 +76,7 @@ def shards(rank: int, world_size: int) -> tuple[list[int], list[int], bool, bool
     store.set(f"rank {rank}", "here")
     dist.barrier()
     are_all_there = store.check([f"rank {each}" for each in range(world_size)])
-    torch_private.forget_groups(mesh)
+    torch_private.drop_group_references(mesh)
     assert tuple(spec.placements) == (Shard(0),) and spec.mesh is cut.device_mesh
     assert isinstance(cut, DTensor) and torch_private.StridedShard(0, split_factor=2) != Replicate()
     return local.flatten().int().tolist(), [*spec.shape], is_same, are_all_there
@@ -102,7 +102,7 @@ def test_a_view_is_one() -> None:
 
 def test_tensors_are_scaled_and_measured_together() -> None:
     tensors = [torch.tensor([3.0, 4.0]), torch.tensor([6.0, 8.0])]
-    assert [float(each) for each in torch_private.norms_of(tensors, 2.0, torch.float64)] == [5.0, 10.0]
+    assert [float(each) for each in torch_private.compute_norms(tensors, 2.0, torch.float64)] == [5.0, 10.0]
     torch_private.scale_all(tensors, torch.tensor(0.5))
     assert [each.tolist() for each in tensors] == [[1.5, 2.0], [3.0, 4.0]]
 
@@ -112,21 +112,21 @@ def test_tensors_are_scaled_and_measured_together() -> None:
 
 def test_an_operation_has_a_schema_and_a_packet() -> None:
     operation = torch.ops.aten.add_.Tensor
-    assert torch_private.schema_of(operation).name == "aten::add_" and torch_private.schema_of(operation).is_mutable
-    assert torch_private.packet_of(operation) is torch.ops.aten.add_
-    assert torch_private.schema_of(torch.ops.higher_order.cond) is None
+    assert torch_private.get_schema(operation).name == "aten::add_" and torch_private.get_schema(operation).is_mutable
+    assert torch_private.get_overload_packet(operation) is torch.ops.aten.add_
+    assert torch_private.get_schema(torch.ops.higher_order.cond) is None
 
 
 def test_a_mode_sees_operations_but_not_without_dispatch() -> None:
     class Listening(torch_private.TorchDispatchMode):  # type: ignore[misc]  # torch says Any
         def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            seen.append(torch_private.schema_of(operation).name)
+            seen.append(torch_private.get_schema(operation).name)
             return operation(*args, **(kwargs or {}))
 
     seen: list[str] = []
     with Listening():
         tensor = torch.ones(2)
-        with torch_private.without_dispatch():
+        with torch_private.disable_dispatch():
             torch.zeros(2)
         tensor.mul(2)
     assert seen == ["aten::ones", "aten::mul"]
@@ -147,7 +147,7 @@ def unseen(rank: int, world_size: int) -> list[tuple[int, ...]]:
             seen.append(tuple(found.shape))
             return found
 
-    with torch_private.unseen_shapes_of_dtensor(), Listening():
+    with torch_private.hide_dtensor_shape_inference(), Listening():
         left @ right
     return seen
 
@@ -198,10 +198,10 @@ def test_a_backward_pass_has_a_number_and_so_has_each_node_of_it() -> None:
 
         @staticmethod
         def backward(ctx: Any, *gradients: Tensor) -> Tensor:
-            found.append((torch_private.backward_pass(), torch_private.running_node_number()))
+            found.append((torch_private.current_backward_id(), torch_private.running_node_number()))
             return gradients[0]
 
-    assert torch_private.backward_pass() is None and torch_private.running_node_number() is None
+    assert torch_private.current_backward_id() is None and torch_private.running_node_number() is None
     numbers = []
     for _ in range(2):
         numbers.append(torch_private.next_node_number())

@@ -101,9 +101,9 @@ def several_stages(rank: int, world_size: int, hf: Path, out: Path) -> None:
         models.append(model)
     optimizer = optimizer_of(nn.ModuleList(models))
     mark(optimizer)
-    save(models, optimizer, out / "sync", step=3, beside=hf)
+    save(models, optimizer, out / "sync", step=3, base=hf)
     with held() as go, Saver() as saver:
-        saver.save(models, optimizer, out / "behind", step=3, beside=hf)
+        saver.save(models, optimizer, out / "behind", step=3, base=hf)
         for model in models:
             spoil(model, optimizer, {"counts": [], "seen": torch.zeros(1)})
         go.set()
@@ -124,20 +124,20 @@ def one_after_the_other(rank: int, world_size: int, hf: Path, out: Path) -> list
 
     with Saver() as saver:
         with held() as go:
-            saver.save(at.model, at.optimizer, out / "one", then=then)
+            saver.save(at.model, at.optimizer, out / "one", on_published=then)
             assert not order
             threading.Timer(0.2, go.set).start()
-            saver.save(at.model, at.optimizer, out / "two", then=then)  # waits for the first
+            saver.save(at.model, at.optimizer, out / "two", on_published=then)  # waits for the first
             assert (out / "one").is_dir()
         saver.wait()
         fails = mock.patch("torch.distributed.checkpoint.filesystem._write_item", full)
         with fails if rank == 1 else mock.MagicMock():
-            saver.save(at.model, at.optimizer, out / "three", then=then)
+            saver.save(at.model, at.optimizer, out / "three", on_published=then)
             try:
-                saver.save(at.model, at.optimizer, out / "four", then=then)
+                saver.save(at.model, at.optimizer, out / "four", on_published=then)
             except CkptxError as error:
                 said.append(f"{type(error).__name__}: {error}")
-        saver.save(at.model, at.optimizer, out / "five", then=then)
+        saver.save(at.model, at.optimizer, out / "five", on_published=then)
     del saver
     return [order, said, len(os.listdir("/proc/self/task")) - before]
 
@@ -150,7 +150,7 @@ def after_publication(rank: int, world_size: int, hf: Path, out: Path) -> str:
         raise OutputError("latest: cannot be written")
 
     with Saver() as saver:
-        saver.save(at.model, None, out, then=then)
+        saver.save(at.model, None, out, on_published=then)
         try:
             saver.wait()
         except OutputError as error:
@@ -163,8 +163,8 @@ def replaced(rank: int, world_size: int, hf: Path, out: Path) -> str:
     at, beside = cut(hf, Shape()), out.parent / f"beside-{rank}"
     shutil.copytree(hf, beside)
     (beside / "notes.rst").write_text("carried along")
-    save(at.model, None, out / "one", step=1, beside=beside)
-    save(at.model, None, out / "one", step=2, beside=beside, overwrite=True)
+    save(at.model, None, out / "one", step=1, base=beside)
+    save(at.model, None, out / "one", step=2, base=beside, overwrite=True)
     torch.distributed.barrier()
     if rank == 0:
         (out / "two").mkdir()

@@ -27,8 +27,8 @@ from ckptx.runtime.parallel.parallelize import parallelize
 from ckptx.runtime.parallel.tensor_parallel import styles
 from ckptx.runtime.parallel.tensor_parallel.collectives import TpRanks
 from ckptx.runtime.parallel.tensor_parallel.plans import check_heads, find_plan
-from ckptx.runtime.parity.inputs.batch import inputs_for
-from ckptx.runtime.parity.noise import ALLOWED, DRAWS, perturbed_embeddings, rounding
+from ckptx.runtime.parity.inputs.batch import make_inputs
+from ckptx.runtime.parity.noise import NOISE_MULTIPLE, NUM_DRAWS, perturb_embeddings, rounding_tolerance
 from tests.support.forked import Forked
 from tests.support.installed import INSTALLED, IS_ASKED
 from tests.support.models import EVERY, write
@@ -62,7 +62,7 @@ def prepare(work: Path, names: Iterable[str], *, dtype: str = "float32", dcp: bo
             ckptx.reshard(work / "hf" / name, work / "dcp" / name, tp=TP, to="dcp", names="model")
         model = build_model(work / "hf" / name)
         takes_mask = "attention_mask" in inspect.signature(type(model).forward).parameters
-        made = inputs_for(model.config.to_dict(), shards=TP, is_padded=takes_mask)
+        made = make_inputs(model.config.to_dict(), shards=TP, is_padded=takes_mask)
         batch = {
             key: each.to(getattr(torch, dtype)) if each.is_floating_point() else each
             for key, each in made.batch.items()
@@ -127,9 +127,9 @@ def in_one_piece(work: Path, name: str) -> nn.Module:
     """Built and loaded by the runtime."""
     path = work / "hf" / name
     with open_source(path) as source:
-        model = build_model(path, dtype=_inputs_of(work, name).dtype, untied=source.untied())
+        model = build_model(path, dtype=_inputs_of(work, name).dtype, untied=source.find_untied_names())
         materialize(model)
-        load_from(model, source, tied=source.tied())
+        load_from(model, source, tied=source.find_tied_names())
     return model.eval()
 
 
@@ -156,11 +156,11 @@ def _cut(work: Path, name: str, mesh: DeviceMesh) -> Computed:
     with open_source(path) as source:
         assert source.config is not None and source.architecture is not None
         check_heads(source.config, mesh["tp"].size(), source.architecture)
-        model = build_model(path, dtype=dtype, untied=source.untied())
+        model = build_model(path, dtype=dtype, untied=source.find_untied_names())
         layout = parallelize(model, mesh, find_plan(model, source.config)).layout
         assert layout is not None
         materialize(model)
-        load_from(model, source, regions=layout.local_regions, tied=source.tied())
+        load_from(model, source, regions=layout.local_regions, tied=source.find_tied_names())
     outputs, loss = outputs_of(model.eval(), batch), backward(model, batch, labels)
     ranks = TpRanks.of(mesh["tp"])
     gradients = {
@@ -215,16 +215,16 @@ def allowed(work: Path, name: str, whole: Computed) -> Computed:
     model, (batch, labels, dtype) = in_one_piece(work, name), _inputs_of(work, name)
     limits: Computed = {
         "outputs": 0.0,
-        "loss": rounding(dtype, abs(float(whole["loss"]))),
-        "gradients": {key: rounding(dtype, _largest(each)) for key, each in whole["gradients"].items()},
+        "loss": rounding_tolerance(dtype, abs(float(whole["loss"]))),
+        "gradients": {key: rounding_tolerance(dtype, _largest(each)) for key, each in whole["gradients"].items()},
     }
-    for draw in range(DRAWS):
-        with perturbed_embeddings(model, draw):
+    for draw in range(NUM_DRAWS):
+        with perturb_embeddings(model, draw):
             found = between(whole, run(model, batch, labels))
-        limits["outputs"] = max(limits["outputs"], ALLOWED * found["outputs"])
-        limits["loss"] = max(limits["loss"], ALLOWED * found["loss"])
+        limits["outputs"] = max(limits["outputs"], NOISE_MULTIPLE * found["outputs"])
+        limits["loss"] = max(limits["loss"], NOISE_MULTIPLE * found["loss"])
         for key, apart in found["gradients"].items():
-            limits["gradients"][key] = max(limits["gradients"][key], ALLOWED * apart)
+            limits["gradients"][key] = max(limits["gradients"][key], NOISE_MULTIPLE * apart)
     return limits
 
 

@@ -18,15 +18,15 @@ from torch.profiler import ProfilerActivity, profile
 from torch.profiler._utils import traverse_dfs
 
 from ckptx.options.forecast import ForecastOptions
-from ckptx.runtime.forecasting.run import RankForecast, SharedFacts, run_rank
-from ckptx.runtime.forecasting.step import StepSpec, batches_of, inputs_of, optimizer_of
-from ckptx.runtime.forecasting.task import Task, task_of_options
+from ckptx.runtime.forecasting.run import BoundaryCache, RankForecast, run_rank
+from ckptx.runtime.forecasting.step import StepSpec, make_step_batches, make_step_inputs, make_step_optimizer
+from ckptx.runtime.forecasting.task import ForecastTask, task_from_options
 from ckptx.runtime.memory.storage_ledger import StorageLedger
 from ckptx.runtime.model.build import build_model, materialize
 from ckptx.runtime.model.layers import layer_groups
 from ckptx.runtime.parallel.distributed import RankContext, process_group
-from ckptx.runtime.parallel.live_tensors import live_tensors
-from ckptx.runtime.training.assembly import build_on_mesh, connect
+from ckptx.runtime.parallel.live_tensors import iter_live_tensors
+from ckptx.runtime.training.assembly import build_rank_model_on_meta, connect_pipeline
 from tests.support.pool import GlooPool
 
 _SIZES = {
@@ -109,29 +109,29 @@ def write_config(model: str, directory: Path) -> Path:
     return found
 
 
-def task_of(source: Path, layout: str, mode: Any, **dtypes: Any) -> Task:
+def task_of(source: Path, layout: str, mode: Any, **dtypes: Any) -> ForecastTask:
     """A step of a small model: one row, or one for each stage of a pipeline."""
     sizes: dict[str, Any] = {"tp": 2} if layout == "tp2" else LAYOUTS[layout]
     options = ForecastOptions(source, **sizes, seq=SEQ, activation_checkpointing=mode, dtype="fp32", **dtypes)
-    return task_of_options(source, options, options.dims.pp)
+    return task_from_options(source, options, options.dims.pp)
 
 
-def forecasts_here(task: Task) -> list[RankForecast]:
+def forecasts_here(task: ForecastTask) -> list[RankForecast]:
     """The forecast of each stage in this process, which a fork of one that has trained could not make."""
-    known, found = SharedFacts(), []
+    known, found = BoundaryCache(), []
     for rank in range(task.dims.pp):
         forecast, known = run_rank(task, rank, known)
         found.append(forecast)
     return found
 
 
-def measure_alone(task: Task) -> Measured:
+def measure_alone(task: ForecastTask) -> Measured:
     """What a task of one rank takes, in this process."""
     with process_group("cpu") as place:
         return measure(task, place)
 
 
-def measured_stages(pool: GlooPool, task: Task) -> list[Measured]:
+def measured_stages(pool: GlooPool, task: ForecastTask) -> list[Measured]:
     """What a task takes on a rank of each stage of its pipeline.
 
     All that is cut divides, so that ranks of a stage take the same; of the one counts whose threads of gloo are first.
@@ -141,12 +141,12 @@ def measured_stages(pool: GlooPool, task: Task) -> list[Measured]:
     return [min(found[begin : begin + size], key=lambda each: each.peak) for begin in range(0, len(found), size)]
 
 
-def measure_on_rank(rank: int, world_size: int, task: Task) -> Measured:
+def measure_on_rank(rank: int, world_size: int, task: ForecastTask) -> Measured:
     """What a task takes on this rank of a pool."""
     return measure(task, RankContext(rank, world_size, torch.device("cpu")))
 
 
-def measure(task: Task, place: RankContext) -> Measured:
+def measure(task: ForecastTask, place: RankContext) -> Measured:
     """What a task takes on this rank.
 
     The first step makes what stays, such as the state of the optimizer. Of those after it the one with the lowest peak
@@ -168,8 +168,8 @@ def _measured(step: StepSpec, others: Mapping[int, torch.UntypedStorage]) -> Mea
     return _counted(before, seen)
 
 
-def _prepared(task: Task, place: RankContext) -> StepSpec:
-    assembled = build_on_mesh(task.recipe, task.source, place)
+def _prepared(task: ForecastTask, place: RankContext) -> StepSpec:
+    assembled = build_rank_model_on_meta(task.recipe, task.source, place)
     for model in assembled.models:
         materialize(model, place.device)
     parameters = [each for _, each in assembled.parameters()]
@@ -180,18 +180,18 @@ def _prepared(task: Task, place: RankContext) -> StepSpec:
             local.copy_(torch.randn(local.shape, generator=random) * 0.02)
     model = assembled.models[0]
     config: Mapping[str, Any] = {**model.config.to_dict(), "architectures": model.config.architectures}
-    inputs = inputs_of(task, config)
-    step = StepSpec(assembled, task, inputs, optimizer_of(task, parameters))
-    connect(assembled)
+    inputs = make_step_inputs(task, config)
+    step = StepSpec(assembled, task, inputs, make_step_optimizer(task, parameters))
+    connect_pipeline(assembled)
     if assembled.pipeline_plan is not None:
-        assembled.pipeline.prepare(batches_of(task, inputs)[: assembled.pipeline_plan.microbatches])
+        assembled.pipeline.prepare(make_step_batches(task, inputs)[: assembled.pipeline_plan.microbatches])
     return step
 
 
 def _storages() -> dict[int, torch.UntypedStorage]:
     """Every storage of this process by its address."""
     found = {}
-    for each in live_tensors():
+    for each in iter_live_tensors():
         if each.device.type == "cpu":
             storage = each.untyped_storage()
             found[storage.data_ptr()] = storage

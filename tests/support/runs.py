@@ -68,7 +68,7 @@ class _ZeroedGradient:
     def __enter__(self) -> None:
         from ckptx.runtime.parity import execution
 
-        self._run = execution.run
+        self._run = execution.run_step
 
         def run(model: Any, batches: Any, **settings: Any) -> Any:
             outcome = self._run(model, batches, **settings)
@@ -77,12 +77,12 @@ class _ZeroedGradient:
                     parameter.grad = None if parameter.grad is None else parameter.grad * 0
             return outcome
 
-        execution.run = run
+        execution.run_step = run
 
     def __exit__(self, *_: object) -> None:
         from ckptx.runtime.parity import execution
 
-        execution.run = self._run
+        execution.run_step = self._run
 
 
 class _LastPlace:
@@ -104,20 +104,20 @@ class _ImagesInSome:
     """Of four microbatches, the first and the last have images: two data ranks have them at other places."""
 
     def __enter__(self) -> None:
-        from ckptx.runtime.parity.side import ModelSide
+        from ckptx.runtime.parity.side import ModelLoader
 
-        self._batches = ModelSide.batches
+        self._batches = ModelLoader.make_batches
 
-        def batches(side: ModelSide, *settings: Any) -> Any:
+        def batches(side: ModelLoader, *settings: Any) -> Any:
             found = self._batches(side, *settings)
             return [each if index % 4 in (0, 3) else _without_images(each) for index, each in enumerate(found)]
 
-        ModelSide.batches = batches  # type: ignore[method-assign]
+        ModelLoader.batches = batches  # type: ignore[method-assign]
 
     def __exit__(self, *_: object) -> None:
-        from ckptx.runtime.parity.side import ModelSide
+        from ckptx.runtime.parity.side import ModelLoader
 
-        ModelSide.batches = self._batches  # type: ignore[method-assign]
+        ModelLoader.batches = self._batches  # type: ignore[method-assign]
 
 
 def _without_images(inputs: Any) -> Any:

@@ -68,7 +68,7 @@ def cut(source: Path, shape: Shape) -> Cut:
     sizes, names = (shape.replicate, shape.dp, shape.tp), ("dp_replicate", "dp_shard", "tp")
     mesh = init_device_mesh("cpu", sizes, mesh_dim_names=names)
     with open_source(source) as opened:
-        model = build_model(source, untied=opened.untied())
+        model = build_model(source, untied=opened.find_untied_names())
     plan = find_plan(model, read_json(source / "config.json")) if shape.tp > 1 else None
     made = parallelize(model, mesh, plan, activation_checkpointing=shape.checkpointing, compile=shape.compiled)
     materialize(model)
@@ -115,7 +115,7 @@ def marked(rank: int, world_size: int, hf: Path, out: Path, shape: Shape) -> Non
     mark(at.optimizer)
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
-        save(at.model, at.optimizer, out, layout=at.layout, step=3, beside=hf)
+        save(at.model, at.optimizer, out, layout=at.layout, step=3, base=hf)
 
 
 def retaken(rank: int, world_size: int, source: Path, out: Path, shape: Shape) -> None:
@@ -155,12 +155,12 @@ def trained(rank: int, world_size: int, hf: Path, out: Path, shape: Shape) -> di
     """
     at = cut(hf, shape)
     step(at, 0)
-    save(at.model, at.optimizer, out / "one", layout=at.layout, step=1, beside=hf)
+    save(at.model, at.optimizer, out / "one", layout=at.layout, step=1, base=hf)
     gathered = {name: raw(value) for name, value in at.model.state_dict().items()}
     moments = get_optimizer_state_dict(at.model, at.optimizer)["state"]
     gathered |= {f"{name}.exp_avg": raw(state["exp_avg"]) for name, state in moments.items()}
     step(at, 1)
-    save(at.model, at.optimizer, out / "two", layout=at.layout, step=2, beside=hf)
+    save(at.model, at.optimizer, out / "two", layout=at.layout, step=2, base=hf)
     return gathered
 
 

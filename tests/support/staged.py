@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from ckptx.architecture.table import find_row
 from ckptx.layout.stages import StageMap
 from ckptx.runtime.model.layers import canonical_name
-from ckptx.runtime.parallel.pipeline.boundaries import StageBoundaries, discover_boundaries, stage_of
+from ckptx.runtime.parallel.pipeline.boundaries import StageBoundaries, discover_boundaries, make_shared_stage
 from ckptx.runtime.parallel.pipeline.pipeline import Loss, Pipeline
-from ckptx.runtime.parallel.pipeline.run import StageRun
+from ckptx.runtime.parallel.pipeline.run import StageRunner
 from ckptx.runtime.parallel.pipeline.schedules import find_schedule
-from ckptx.runtime.parallel.pipeline.ties import ties_across_stages
+from ckptx.runtime.parallel.pipeline.ties import find_ties_across_stages
 from ckptx.runtime.parity.execution import full_tensor
 from tests.support.microbatches import kinds, microbatches
 from tests.support.models import EVERY, Inputs, randomise
@@ -140,7 +140,10 @@ def run_stages(
     Returns:
         Logits, and gradients, which are added to those that the model has; the stages share its tensors.
     """
-    parts = [StageRun(stage_of(model, stages, each, carry.forms), stages, each, carry) for each in range(stages.count)]
+    parts = [
+        StageRunner(make_shared_stage(model, stages, each, carry.output_structures), stages, each, carry)
+        for each in range(stages.count)
+    ]
     received: list[tuple[Any, ...]] = [()]
     output: Any = None
     all_sent = []
@@ -234,13 +237,13 @@ def ranked(
     assert group is not None
     pp, chosen = dist.get_world_size(group), find_schedule(schedule)
     model = deep(name)
-    stages = stages_of(model, pp * chosen.stages, how)
+    stages = stages_of(model, pp * chosen.stages_per_rank, how)
     carry = discover_boundaries(deep(name), stages, batches, output_of)
     is_cut = mesh is not None and mesh["tp"].size() > 1
     plan = find_plan(model, {**model.config.to_dict(), "architectures": [type(model).__name__]}) if is_cut else None
     models = {}
     for number in chosen.stages_of(dist.get_rank(group), pp):
-        models[number] = copy.deepcopy(stage_of(model, stages, number, carry.forms))
+        models[number] = copy.deepcopy(make_shared_stage(model, stages, number, carry.output_structures))
         if mesh is not None:
             parallelize(models[number], mesh, plan, **settings)
     logits: dict[int, Tensor] = {}
@@ -250,7 +253,7 @@ def ranked(
         logits[index] = output.detach()
         return loss_of(output, count or len(batches))
 
-    ties = ties_across_stages(model, stages)
+    ties = find_ties_across_stages(model, stages)
     pipeline = Pipeline(models, stages, carry, chosen, group, torch.device("cpu"), ties)
     return Ranked(pipeline, models, logits, loss)
 

@@ -27,8 +27,8 @@ from ckptx.layout.stages import StageMap
 from ckptx.model_view.sharder import Sharder, effective_plan
 from ckptx.runtime.parallel.activation_checkpointing.wrap import checkpoint_activations
 from ckptx.runtime.parallel.tensor_parallel import sequence, styles
-from ckptx.runtime.parallel.tensor_parallel.apply import TensorParallelLayout, apply
-from ckptx.runtime.parallel.tensor_parallel.collectives import TpRanks, gather_parts, own_part
+from ckptx.runtime.parallel.tensor_parallel.apply import TensorParallelLayout, apply_tensor_parallel
+from ckptx.runtime.parallel.tensor_parallel.collectives import TpRanks, concat_regions, gather_shards
 from ckptx.runtime.parallel.tensor_parallel.loss import causal_lm_loss
 from ckptx.runtime.parallel.tensor_parallel.plans import find_plan
 from tests.support import models
@@ -119,7 +119,7 @@ def whole_gradient(name: str, parameter: nn.Parameter, layout: TensorParallelLay
     placement = layout.decisions[name].placement
     assert placement is not None
     regions = [layout.local_regions(name, rank) or [] for rank in range(layout.tp)]
-    return gather_parts(gradient.to_local(), layout.shapes[name], placement.dim, regions, ranks)
+    return gather_shards(gradient.to_local(), layout.shapes[name], placement.dim, regions, ranks)
 
 
 def gradient_differences(model: nn.Module, cut: nn.Module, layout: TensorParallelLayout, ranks: TpRanks) -> Any:
@@ -183,7 +183,7 @@ def outcome(
     mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("tp",))
     plan = find_plan(cut, config_of(model), user, sequence_parallel)
     with forgotten(defect):
-        layout = apply(cut, mesh, plan)
+        layout = apply_tensor_parallel(cut, mesh, plan)
     if checkpointing != "none":
         checkpoint_activations(cut, checkpointing)
     for _ in range(microbatches):
@@ -199,7 +199,7 @@ def outcome(
         labels = labels_of(logits)
         by_model = relative(cut(**inputs, labels=labels).loss, model(**inputs, labels=labels).loss)
     return Outcome(
-        relative(whole, logits), relative(found_loss, loss), differences, layout.gathered, is_sharded, by_model
+        relative(whole, logits), relative(found_loss, loss), differences, layout.gathered_modules, is_sharded, by_model
     )
 
 
@@ -220,7 +220,7 @@ def on_meta(rank: int, world_size: int, name: str) -> tuple[Placed, dict[str, li
     shared = {id(p): n for n, p in model.named_parameters()}
     tied = {n: shared[id(p)] for n, p in model.named_parameters(remove_duplicate=False) if shared[id(p)] != n}
     mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("tp",))
-    layout = apply(model, mesh, find_plan(model, config_of(model)))
+    layout = apply_tensor_parallel(model, mesh, find_plan(model, config_of(model)))
     parameters = dict(model.named_parameters(remove_duplicate=False))
     faults = [
         f"{alias} is no longer {source}"
@@ -282,7 +282,7 @@ def many_on_meta(rank: int, world_size: int, part: int, parts: int) -> tuple[dic
         except Exception:  # a default config that builds nothing, a package that is missing
             continue
         try:
-            layout = apply(model, mesh, find_plan(model, config))
+            layout = apply_tensor_parallel(model, mesh, find_plan(model, config))
         except Exception as error:  # listed by class; the caller fails on any
             faults[name] = f"{type(error).__name__}: {error}"
             continue
@@ -290,7 +290,7 @@ def many_on_meta(rank: int, world_size: int, part: int, parts: int) -> tuple[dic
         if held != {key: each[rank] for key, each in expected.items()}:
             faults[name] = "holds other rectangles than reshard gives"
         is_cut = any(placement is not None for placement in layout.placements.values())
-        cut, free = cut + is_cut, free + (is_cut and not layout.gathered)
+        cut, free = cut + is_cut, free + (is_cut and not layout.gathered_modules)
     return faults, cut, free
 
 
@@ -300,7 +300,7 @@ def with_fsdp(rank: int, world_size: int, name: str, sequence_parallel: bool = F
     inputs = padded(EVERY[name].inputs(), 2)
     cut = copy.deepcopy(model)
     mesh = init_device_mesh("cpu", (world_size // 2, 2), mesh_dim_names=("dp_shard", "tp"))
-    layout = apply(cut, mesh["tp"], find_plan(cut, config_of(model), None, sequence_parallel))
+    layout = apply_tensor_parallel(cut, mesh["tp"], find_plan(cut, config_of(model), None, sequence_parallel))
     for layer in cut.model.layers:
         fully_shard(layer, mesh=mesh["dp_shard"], reshard_after_forward=True)
     fully_shard(cut, mesh=mesh["dp_shard"])
@@ -325,7 +325,7 @@ def full_tensors(rank: int, world_size: int, name: str) -> list[str]:
     model = tiny(name)
     before = {key: value.detach().clone() for key, value in model.named_parameters()}
     mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("tp",))
-    apply(model, mesh, find_plan(model, config_of(model)))
+    apply_tensor_parallel(model, mesh, find_plan(model, config_of(model)))
     return [
         key
         for key, value in model.named_parameters()
@@ -357,13 +357,13 @@ def small(rank: int, world_size: int, tp_plan: dict[str, str]) -> tuple[float, t
     model = Small(tp_plan)
     cut = copy.deepcopy(model)
     mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("tp",))
-    layout = apply(cut, mesh, find_plan(cut, {}))
+    layout = apply_tensor_parallel(cut, mesh, find_plan(cut, {}))
     ids = torch.tensor([[0, 1, 2], [3, 4, 4]])
     expected, found = model(ids), cut(ids)
     for each in (expected, found):
         each.pow(2).sum().backward()
     differences = gradient_differences(model, cut, layout, TpRanks.of(mesh))
-    return max(relative(found, expected), *differences.values()), layout.gathered
+    return max(relative(found, expected), *differences.values()), layout.gathered_modules
 
 
 def losses(rank: int, world_size: int, vocabulary: int, dtype: torch.dtype) -> list[tuple[float, float]]:
@@ -405,7 +405,7 @@ def applied(rank: int, world_size: int, name: str, user: dict[str, str] | None =
     model = tiny(name)
     mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("tp",))
     try:
-        apply(model, mesh, find_plan(model, config_of(model), user))
+        apply_tensor_parallel(model, mesh, find_plan(model, config_of(model), user))
     except Exception as error:  # the caller looks at what it is
         return f"{type(error).__name__}: {error}"
     return ""
@@ -419,7 +419,7 @@ def parts(rank: int, world_size: int) -> bool:
     regions = tp_rectangles((11, 3), Placement(0, (5, 3, 3)), world_size)
     mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("tp",))
     ranks = TpRanks.of(mesh)
-    return torch.equal(gather_parts(own_part(full, 0, regions[rank]), (11, 3), 0, regions, ranks), full)
+    return torch.equal(gather_shards(concat_regions(full, 0, regions[rank]), (11, 3), 0, regions, ranks), full)
 
 
 # Small in every size; a config takes those keys that it has.
@@ -477,7 +477,7 @@ def many_small(rank: int, world_size: int, part: int, parts: int) -> tuple[dict[
             continue
         try:
             cut = _small_stock(name)  # some hold states of what they computed, which cannot be copied
-            layout = apply(cut, mesh, find_plan(cut, config_of(model)))
+            layout = apply_tensor_parallel(cut, mesh, find_plan(cut, config_of(model)))
             logits, loss = compute(model, tokens())
             loss.backward()
             found, found_loss = compute(cut, tokens())

@@ -38,11 +38,11 @@ def moved(rank: int, world_size: int, recipe: Recipe, source: Path, steps: int) 
     for _ in range(steps):
         trainer.step()
     after = shard_digests(trainer)
-    names = {id(parameter): name for name, parameter in trainer.assembled.parameters()}
+    names = {id(parameter): name for name, parameter in trainer.rank_model.parameters()}
     found = Moved(
         frozenset(name for name, part in before if before[name, part] != after[name, part]),
         frozenset(name for name, part in before if before[name, part] == after[name, part]),
-        trainer.assembled.frozen,
+        trainer.rank_model.frozen,
         frozenset(names[id(each)] for each in trainer.optimizer.state),
     )
     trainer.release()

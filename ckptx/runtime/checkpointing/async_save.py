@@ -33,7 +33,7 @@ from ckptx.runtime.parallel.distributed import all_gather_object
 if TYPE_CHECKING:  # Python 3.10 has it only there
     from typing_extensions import Unpack
 
-_TIMEOUT = timedelta(hours=1)  # maximum delay between ranks in writing; a lost rank is noticed immediately
+_WRITER_TIMEOUT = timedelta(hours=1)  # maximum delay between ranks in writing; a lost rank is noticed immediately
 
 
 class Saver:
@@ -49,10 +49,10 @@ class Saver:
     def __init__(self) -> None:
         if not dist.is_initialized():
             raise UsageError("Saver: requires a process group; use distributed.process_group")
-        self._groups = [dist.new_group(backend="gloo", timeout=_TIMEOUT)]
-        self._writing: _WriterThread | None = None
-        self._unreported: list[str] = []
-        weakref.finalize(self, _print_unreported, self._unreported)
+        self._groups = [dist.new_group(backend="gloo", timeout=_WRITER_TIMEOUT)]
+        self._writer: _WriterThread | None = None
+        self._unreported_errors: list[str] = []
+        weakref.finalize(self, _print_unreported, self._unreported_errors)
 
     def save(
         self,
@@ -78,9 +78,11 @@ class Saver:
         if not self._groups:
             raise UsageError("Saver: is closed, or lost a rank; create a new one")
         request = SaveRequest(model, optimizer, path, **options)
-        snapshot = take_snapshot(request, copies=True)
-        self._writing = _WriterThread(snapshot, path, request.overwrite, request.then, self._groups, self._unreported)
-        self._writing.start()
+        snapshot = take_snapshot(request, copy_tensors=True)
+        self._writer = _WriterThread(
+            snapshot, path, request.overwrite, request.on_published, self._groups, self._unreported_errors
+        )
+        self._writer.start()
 
     def wait(self) -> None:
         """Wait until the current write is done.
@@ -88,11 +90,11 @@ class Saver:
         Raises:
             Exception: The error of the write; a CkptxError unless a rank was lost.
         """
-        if self._writing is None:
+        if self._writer is None:
             return
-        self._writing.join()
-        error, self._writing = self._writing.error, None
-        self._unreported.clear()
+        self._writer.join()
+        error, self._writer = self._writer.error, None
+        self._unreported_errors.clear()
         if error is not None:
             try:
                 raise error
@@ -110,23 +112,23 @@ class Saver:
             if self._groups:
                 all_gather_object(None)  # a group must not end while another rank still uses it
         finally:
-            self._end()
+            self._destroy_own_groups()
 
-    def _end(self) -> None:
-        _end_groups(self._groups)
+    def _destroy_own_groups(self) -> None:
+        _destroy_groups(self._groups)
 
     def __enter__(self) -> Saver:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        if kind is None:
+    def __exit__(self, error_type: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if error_type is None:
             self.close()
             return
         try:  # the current write is finished if the other ranks do so; only `error` is reported
-            if self._writing is not None:
-                self._writing.join()
+            if self._writer is not None:
+                self._writer.join()
         finally:
-            self._end()
+            self._destroy_own_groups()
 
 
 class _WriterThread(Thread):
@@ -141,32 +143,32 @@ class _WriterThread(Thread):
         snapshot: Snapshot,
         path: Path,
         overwrite: bool,
-        then: Callable[[], object] | None,
+        on_published: Callable[[], object] | None,
         groups: list[dist.ProcessGroup],
-        unreported: list[str],
+        unreported_errors: list[str],
     ) -> None:
         super().__init__(name=f"ckptx saves {path.name}", daemon=False)  # the interpreter waits for it
         self.error: BaseException | None = None
-        self._work: tuple[Any, ...] | None = (snapshot, path, overwrite, then)
-        self._groups, self._unreported = groups, unreported
+        self._job: tuple[Any, ...] | None = (snapshot, path, overwrite, on_published)
+        self._groups, self._unreported_errors = groups, unreported_errors
         # Each thread has a current device of its own, which torch's writer uses.
-        self._device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
+        self._cuda_device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
 
     def run(self) -> None:
         """Write the checkpoint."""
-        assert self._work is not None
-        snapshot, path, overwrite, then = self._work
-        self._work = None
+        assert self._job is not None
+        snapshot, path, overwrite, on_published = self._job
+        self._job = None
         try:
-            if self._device is not None:
-                torch.cuda.set_device(self._device)
-            publish(snapshot, path, overwrite=overwrite, then=then, group=self._groups[0])
+            if self._cuda_device is not None:
+                torch.cuda.set_device(self._cuda_device)
+            publish(snapshot, path, overwrite=overwrite, on_published=on_published, group=self._groups[0])
         except BaseException as error:  # raised again by `wait`
-            self._unreported.append(f"{path}: not saved: {type(error).__name__}: {error}")
+            self._unreported_errors.append(f"{path}: not saved: {type(error).__name__}: {error}")
             self.error = error
             _clear_frames(error)
             if not isinstance(error, CkptxError):
-                _end_groups(self._groups)  # the other ranks do not know of it, and must not wait for this one
+                _destroy_groups(self._groups)  # the other ranks do not know of it, and must not wait for this one
 
 
 def _clear_frames(error: BaseException) -> None:
@@ -179,13 +181,13 @@ def _clear_frames(error: BaseException) -> None:
             pending += [each.__cause__, None if each.__context__ is each.__cause__ else each.__context__]
 
 
-def _end_groups(groups: list[dist.ProcessGroup]) -> None:
+def _destroy_groups(groups: list[dist.ProcessGroup]) -> None:
     while groups:
         with suppress(ValueError):  # the default group has already been destroyed, and all groups with it
             dist.destroy_process_group(groups.pop())
 
 
-def _print_unreported(unreported: list[str]) -> None:
+def _print_unreported(errors: list[str]) -> None:
     """Print errors that no call of `wait` raised."""
-    for each in unreported:
+    for each in errors:
         print(f"error: {each}", file=sys.stderr)

@@ -7,47 +7,47 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 # Reasons for unread tensors. All other reasons come from `ckptx.architecture.extra_tensors`: allowed extra tensors.
-NO_PLACE = "no place in this model"
-UNKNOWN = "unknown to the class"
-OPTIMIZER = "optimizer state"
+NOT_IN_MODEL = "no place in this model"
+UNKNOWN_TO_CLASS = "unknown to the class"
+OPTIMIZER_STATE = "optimizer state"
 OTHER_STATE = "not part of the model"
-LACKING = "of a layer that uses the tensors of another layer"
+FROM_OTHER_LAYER = "of a layer that uses the tensors of another layer"
 
 
 class LoadedTensor(NamedTuple):
     """A parameter or buffer that was read.
 
     Attributes:
-        stored: Names on disk of the tensors that it is made of.
+        stored_names: Names on disk of the tensors that it is made of.
         nbytes: Bytes on this rank.
     """
 
-    stored: tuple[str, ...]
+    stored_names: tuple[str, ...]
     nbytes: int
 
 
 @dataclass(frozen=True, slots=True)
-class LoadLedger:
+class LoadReport:
     """The tensors that one rank loaded and those that it did not.
 
     Attributes:
-        loaded: Loaded tensors by model name; a tied parameter has its first name.
-        tied: Other names of loaded parameters -> that first name; and names that were loaded from the name to which
-            they are tied, because the checkpoint has only that one -> its model name.
-        initialized: Buffers that were computed from the config, not read from the checkpoint.
-        unread: Names on disk of tensors that were not read, with the reason.
+        loaded_tensors: Loaded tensors by model name; a tied parameter has its first name.
+        tied_names: Other names of loaded parameters -> that first name; and names that were loaded from the name to
+            which they are tied, because the checkpoint has only that one -> its model name.
+        initialized_buffers: Buffers that were computed from the config, not read from the checkpoint.
+        unread_names: Names on disk of tensors that were not read, with the reason.
         bytes_read: Bytes read from the files. More than `nbytes` if rows are too short to be read one by one.
-        unchecked: Bytes whose checksum was not verified because it also covers bytes of other ranks.
+        unverified_bytes: Bytes whose checksum was not verified because it also covers bytes of other ranks.
     """
 
-    loaded: Mapping[str, LoadedTensor]
-    tied: Mapping[str, str]
-    initialized: tuple[str, ...]
-    unread: Mapping[str, str]
+    loaded_tensors: Mapping[str, LoadedTensor]
+    tied_names: Mapping[str, str]
+    initialized_buffers: tuple[str, ...]
+    unread_names: Mapping[str, str]
     bytes_read: int
-    unchecked: int
+    unverified_bytes: int
 
     @property
     def nbytes(self) -> int:
         """Bytes of all loaded tensors on this rank; shared ones count once."""
-        return sum(each.nbytes for each in self.loaded.values())
+        return sum(each.nbytes for each in self.loaded_tensors.values())

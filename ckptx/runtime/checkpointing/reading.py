@@ -31,13 +31,13 @@ from ckptx.model_view.view import (
     view_model,
     view_model_under,
 )  # fmt: skip
-from ckptx.runtime.checkpointing.load_report import OPTIMIZER, OTHER_STATE, UNKNOWN
+from ckptx.runtime.checkpointing.load_report import OPTIMIZER_STATE, OTHER_STATE, UNKNOWN_TO_CLASS
 from ckptx.storage.interface import Location, SourceFiles
 from ckptx.transfer.digest_sink import stream_as
 from ckptx.transfer.stream import TensorReader
 
-_BAND = 4 << 20  # bytes that are staged at a time if a tensor cannot be filled in place
-_MAX_STRIDED = 32 << 20  # bytes that a reader may buffer for a tensor that is not stored row-major
+_STAGING_BYTES = 4 << 20  # bytes that are staged at a time if a tensor cannot be filled in place
+_MAX_STRIDED_BYTES = 32 << 20  # bytes that a reader may buffer for a tensor that is not stored row-major
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,13 +48,13 @@ class OpenCheckpoint:
         view: The model in the checkpoint.
         files: Files of the checkpoint.
         tensors: Tensors by model name. A tensor without a naming rule has its name on disk.
-        stored: Names on disk that each tensor is made of.
+        stored_names: Names on disk that each tensor is made of.
     """
 
     view: ModelView
     files: SourceFiles
     tensors: dict[str, TensorEntry]
-    stored: dict[str, tuple[str, ...]]
+    stored_names: dict[str, tuple[str, ...]]
 
     @property
     def root(self) -> Location:
@@ -72,52 +72,52 @@ class OpenCheckpoint:
         return self.view.config
 
     @property
-    def unread(self) -> dict[str, str]:
+    def non_model_names(self) -> dict[str, str]:
         """Names on disk that are not part of the model, with the reason."""
-        optimizer = dict.fromkeys(self.view.optimizer, OPTIMIZER)
+        optimizer = dict.fromkeys(self.view.optimizer, OPTIMIZER_STATE)
         others = {name: each.description for each in self.view.other_models for name in each.names}
         return optimizer | dict.fromkeys(self.view.other, OTHER_STATE) | others
 
     @property
     def dtype(self) -> torch.dtype | None:
         """The dtype of the first plain float tensor, which transformers uses if the config names none."""
-        stored = (entry.dtype for entry in self.tensors.values())
-        found = next((each.torch for each in stored if each.cast and each.torch is not None), None)
-        return None if found is None else getattr(torch, found)
+        stored_dtypes = (entry.dtype for entry in self.tensors.values())
+        dtype_name = next((each.torch for each in stored_dtypes if each.cast and each.torch is not None), None)
+        return None if dtype_name is None else getattr(torch, dtype_name)
 
-    def is_lacking(self, name: str) -> bool:
+    def uses_other_layer(self, name: str) -> bool:
         """Return True if the tensor of another layer replaces this one."""
         return (
             self.architecture is not None and self.config is not None and self.architecture.is_unused(name, self.config)
         )
 
-    def extras(self) -> dict[str, str]:
+    def explain_extra_tensors(self) -> dict[str, str]:
         """Return the tensors that the class does not have, by name on disk, each with the reason why it is allowed.
 
         The reason is `UNKNOWN` for a tensor without a known reason.
         """
         if self.architecture is None or self.config is None:
             return {}
-        found = ExtraTensors(self.architecture, self.config, self.view.tensors).by_name
+        extra_tensors = ExtraTensors(self.architecture, self.config, self.view.tensors).by_name
         return {
-            self.view.tensors[name].name: extra.reason if extra.is_safe_to_drop else UNKNOWN
-            for name, extra in found.items()
+            self.view.tensors[name].name: extra.reason if extra.is_safe_to_drop else UNKNOWN_TO_CLASS
+            for name, extra in extra_tensors.items()
         }
 
-    def tied(self) -> dict[str, str]:
+    def find_tied_names(self) -> dict[str, str]:
         """Return model names whose values are stored under another name -> that name, if the config ties the two.
 
         Raises:
             InputError: A name is missing, and nothing stored can replace it.
         """
         pairs = self.architecture.ties if self.architecture is not None else ()
-        found = {}
+        stored_as = {}
         for pair, decision in zip(pairs, decide_ties(self.view, self.files), strict=True):
             if decision.declared and decision.action == "alias":
-                found[pair.namings[0][0]] = pair.namings[0][1]
-        return found
+                stored_as[pair.namings[0][0]] = pair.namings[0][1]
+        return stored_as
 
-    def untied(self) -> tuple[str, ...]:
+    def find_untied_names(self) -> tuple[str, ...]:
         """Return model names that the config ties to others, but that are stored with a value of their own.
 
         Bytes are read only if both names of a pair are stored separately.
@@ -139,7 +139,7 @@ def open_source(
     *,
     config: Mapping[str, Any] | None = None,
     prefix: str | None = None,
-    is_prefix_of_another: bool = False,
+    is_prefix_optional: bool = False,
     trust_remote_code: bool = False,
 ) -> Iterator[OpenCheckpoint]:
     """Open a checkpoint of any format that ckptx reads; only headers are read.
@@ -148,7 +148,7 @@ def open_source(
         path: Path of the checkpoint.
         config: Replaces the `config.json` of the checkpoint; None uses that file.
         prefix: Prefix of the model's names in a training checkpoint; None detects it.
-        is_prefix_of_another: True if the prefix may belong to the checkpoint that this one is compared with: then it
+        is_prefix_optional: True if the prefix may belong to the checkpoint that this one is compared with: then it
             applies only if it has a model here.
         trust_remote_code: See `build_model`.
 
@@ -156,12 +156,12 @@ def open_source(
         InputError: There is no checkpoint, or it is damaged or incomplete.
         UnsupportedError: ckptx does not read its format.
     """
-    own = dict(config) if config is not None else None
+    config_values = dict(config) if config is not None else None
     catalog = open_checkpoint(path)
-    if is_prefix_of_another:
-        view = view_model_under(catalog, prefix, config=own, trust_remote_code=trust_remote_code)
+    if is_prefix_optional:
+        view = view_model_under(catalog, prefix, config=config_values, trust_remote_code=trust_remote_code)
     else:
-        view = view_model(catalog, config=own, prefix=prefix, trust_remote_code=trust_remote_code)
+        view = view_model(catalog, config=config_values, prefix=prefix, trust_remote_code=trust_remote_code)
     with catalog.source.open() as files:
         view = resolve_duplicates(locate_archives(view, files, lazy=True), files, with_state=False)
         renamed = RenamedTensors.identity(view.tensors)
@@ -170,8 +170,10 @@ def open_source(
         rules = rules_of(view)
         if rules is not None:
             renamed = renamed.then(rules.to_model(renamed.tensors))
-        stored = {name: tuple(view.tensors[each].name for each in sources) for name, sources in renamed.sources.items()}
-        yield OpenCheckpoint(view, files, renamed.tensors, stored)
+        stored_names = {
+            name: tuple(view.tensors[each].name for each in sources) for name, sources in renamed.sources.items()
+        }
+        yield OpenCheckpoint(view, files, renamed.tensors, stored_names)
 
 
 # ----------------------------------------------------------------------------------------- bytes
@@ -181,29 +183,29 @@ class MemorySink:
     """A sink that writes directly into a row-major CPU tensor."""
 
     def __init__(self, target: Tensor) -> None:
-        self._memory, self._at = _memory_of(target), 0
+        self._memory, self._offset = _as_memoryview(target), 0
 
     def space(self, nbytes: int) -> memoryview:
-        return self._memory[self._at : self._at + nbytes]
+        return self._memory[self._offset : self._offset + nbytes]
 
     def commit(self, view: memoryview) -> None:
-        self._at += len(view)
+        self._offset += len(view)
 
 
 class StagedSink:
     """A sink that writes into a row-major tensor on a device, through a CPU buffer."""
 
     def __init__(self, target: Tensor) -> None:
-        self._bytes, self._at = _bytes_of(target), 0
-        self._buffer = torch.empty(min(_BAND, max(1, self._bytes.numel())), dtype=torch.uint8)
-        self._memory = memoryview(self._buffer.numpy())
+        self._target_bytes, self._offset = _as_bytes(target), 0
+        self._buffer = torch.empty(min(_STAGING_BYTES, max(1, self._target_bytes.numel())), dtype=torch.uint8)
+        self._buffer_view = memoryview(self._buffer.numpy())
 
     def space(self, nbytes: int) -> memoryview:
-        return self._memory[:nbytes]
+        return self._buffer_view[:nbytes]
 
     def commit(self, view: memoryview) -> None:
-        self._bytes[self._at : self._at + len(view)].copy_(self._buffer[: len(view)])
-        self._at += len(view)
+        self._target_bytes[self._offset : self._offset + len(view)].copy_(self._buffer[: len(view)])
+        self._offset += len(view)
 
 
 class RegionReader:
@@ -213,7 +215,7 @@ class RegionReader:
         self._files = files
         self._thread_local = threading.local()
         self._readers: list[TensorReader] = []
-        self._unchecked: list[int] = []
+        self._unverified: list[int] = []
 
     @property
     def bytes_read(self) -> int:
@@ -221,14 +223,14 @@ class RegionReader:
         return sum(reader.bytes_read for reader in self._readers)
 
     @property
-    def unchecked(self) -> int:
+    def unverified_bytes(self) -> int:
         """Bytes read from records whose CRC-32 also covers bytes that were not read."""
-        return sum(self._unchecked)
+        return sum(self._unverified)
 
-    def _reader(self) -> TensorReader:
+    def _thread_reader(self) -> TensorReader:
         reader: TensorReader | None = getattr(self._thread_local, "reader", None)
         if reader is None:
-            reader = self._thread_local.reader = TensorReader(self._files, _MAX_STRIDED)
+            reader = self._thread_local.reader = TensorReader(self._files, _MAX_STRIDED_BYTES)
             self._readers.append(reader)
         return reader
 
@@ -242,42 +244,42 @@ class RegionReader:
             UnsupportedError: The dtypes differ, and are not both plain floats.
         """
         dtype = target_dtype(entry, target.dtype)
-        entry = self._without_partial_records(entry, region)
+        entry = self._drop_partial_checksums(entry, region)
         if target.is_contiguous():
             sink = MemorySink(target) if target.device.type == "cpu" else StagedSink(target)
-            stream_as(self._reader(), entry, region, dtype, sink)
+            stream_as(self._thread_reader(), entry, region, dtype, sink)
             return
-        for band in bands(region, max(1, _BAND // dtype.itemsize)):
-            _part_of(target, region, band).copy_(self._read_staged(entry, band, target.dtype, dtype))
+        for part in split_region(region, max(1, _STAGING_BYTES // dtype.itemsize)):
+            _narrow_within(target, region, part).copy_(self._read_staged(entry, part, target.dtype, dtype))
 
     def is_equal(self, entry: TensorEntry, region: Region, target: Tensor) -> bool:
         """Return True if `target` has exactly the bytes that `fill` would write."""
         dtype = target_dtype(entry, target.dtype)
-        entry = self._without_partial_records(entry, region)
-        for band in bands(region, max(1, _BAND // dtype.itemsize)):
-            ours = _part_of(target, region, band).cpu().contiguous()
-            if _memory_of(ours) != _memory_of(self._read_staged(entry, band, target.dtype, dtype)):
+        entry = self._drop_partial_checksums(entry, region)
+        for part in split_region(region, max(1, _STAGING_BYTES // dtype.itemsize)):
+            actual = _narrow_within(target, region, part).cpu().contiguous()
+            if _as_memoryview(actual) != _as_memoryview(self._read_staged(entry, part, target.dtype, dtype)):
                 return False
         return True
 
-    def _read_staged(self, entry: TensorEntry, band: Region, torch_dtype: torch.dtype, dtype: DType) -> Tensor:
-        staged = torch.empty(band.sizes, dtype=torch_dtype)
-        stream_as(self._reader(), entry, band, dtype, MemorySink(staged))
+    def _read_staged(self, entry: TensorEntry, part: Region, torch_dtype: torch.dtype, dtype: DType) -> Tensor:
+        staged = torch.empty(part.sizes, dtype=torch_dtype)
+        stream_as(self._thread_reader(), entry, part, dtype, MemorySink(staged))
         return staged
 
-    def _without_partial_records(self, entry: TensorEntry, region: Region) -> TensorEntry:
+    def _drop_partial_checksums(self, entry: TensorEntry, region: Region) -> TensorEntry:
         """Return the entry without the checksums of records that are only read in part.
 
         Checking one requires all of its bytes: every rank would read the whole model. `verify` does that.
         """
         chunks = []
-        stored = entry.chunks
-        for chunk in stored.within(region) if isinstance(stored, ArchivedChunks) else stored:
-            common = chunk.region.intersect(region)
-            if common is None:
+        stored_chunks = entry.chunks
+        for chunk in stored_chunks.within(region) if isinstance(stored_chunks, ArchivedChunks) else stored_chunks:
+            overlap = chunk.region.intersect(region)
+            if overlap is None:
                 continue
-            if chunk.record is not None and common != chunk.region:
-                self._unchecked.append(entry.dtype.nbytes(common.numel))
+            if chunk.record is not None and overlap != chunk.region:
+                self._unverified.append(entry.dtype.nbytes(overlap.numel))
                 chunk = chunk._replace(record=None)
             chunks.append(chunk)
         return entry._replace(chunks=tuple(chunks))
@@ -292,15 +294,16 @@ def target_dtype(entry: TensorEntry, target: torch.dtype) -> DType:
     name = str(target).removeprefix("torch.")
     dtype = BY_TORCH.get(name)
     if dtype is None or (dtype is not entry.dtype and not (dtype.cast and entry.dtype.cast)):
-        found = entry.dtype.torch or entry.dtype.name
+        stored_dtype = entry.dtype.torch or entry.dtype.name
         raise UnsupportedError(
-            f'tensor "{entry.name}": is {found} on disk, expected {name}; only plain floats can be cast, convert '
+            f'tensor "{entry.name}": is {stored_dtype} on disk, expected {name}; only plain floats can be cast, '
+            "convert "
             "(dequantize) it first"
         )
     return dtype
 
 
-def bands(region: Region, numel: int) -> Iterator[Region]:
+def split_region(region: Region, numel: int) -> Iterator[Region]:
     """Yield `region` in parts of at most `numel` elements, in row-major order, split along the first dims."""
     if region.numel <= numel:
         if region.numel:
@@ -308,26 +311,26 @@ def bands(region: Region, numel: int) -> Iterator[Region]:
         return
     dim = next(dim for dim, size in enumerate(region.sizes) if size > 1)
     step = max(1, numel // prod(region.sizes[dim + 1 :]))
-    for at in range(0, region.sizes[dim], step):
-        size = min(step, region.sizes[dim] - at)
+    for begin in range(0, region.sizes[dim], step):
+        size = min(step, region.sizes[dim] - begin)
         part = Region(
-            (*region.offsets[:dim], region.offsets[dim] + at, *region.offsets[dim + 1 :]),
+            (*region.offsets[:dim], region.offsets[dim] + begin, *region.offsets[dim + 1 :]),
             (*region.sizes[:dim], size, *region.sizes[dim + 1 :]),
         )
-        yield from bands(part, numel)
+        yield from split_region(part, numel)
 
 
-def _part_of(target: Tensor, region: Region, part: Region) -> Tensor:
-    for dim, (origin, begin, size) in enumerate(zip(region.offsets, part.offsets, part.sizes, strict=True)):
-        target = target.narrow(dim, begin - origin, size)
+def _narrow_within(target: Tensor, region: Region, part: Region) -> Tensor:
+    for dim, (origin, offset, size) in enumerate(zip(region.offsets, part.offsets, part.sizes, strict=True)):
+        target = target.narrow(dim, offset - origin, size)
     return target
 
 
-def _bytes_of(tensor: Tensor) -> Tensor:
+def _as_bytes(tensor: Tensor) -> Tensor:
     """Return a row-major tensor as its bytes; one with a single element may have any stride."""
     return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
-def _memory_of(tensor: Tensor) -> memoryview:
+def _as_memoryview(tensor: Tensor) -> memoryview:
     """Return the memory of a CPU tensor, for file readers; it keeps the tensor alive."""
-    return memoryview(_bytes_of(tensor).numpy()) if tensor.numel() else memoryview(bytearray())
+    return memoryview(_as_bytes(tensor).numpy()) if tensor.numel() else memoryview(bytearray())

@@ -30,12 +30,12 @@ from ckptx.publishing.staging import Staging
 from ckptx.runtime.checkpointing.save_planner import AliasWriter, SavePlanner
 from ckptx.runtime.checkpointing.save_request import SaveOptions, SaveRequest
 from ckptx.runtime.checkpointing.snapshot import (
-    GROUPS,
-    STATE,
-    Names,
+    GROUPS_PREFIX,
+    STATE_PREFIX,
+    ModelState,
     Snapshot,
+    iter_optimizer_parameters,
     local_regions_of,
-    parameters_of,
     take_snapshot,
 )
 from ckptx.runtime.checkpointing.stored_state import StoredState, open_state
@@ -59,7 +59,8 @@ def save(
         model: The model, or the pipeline stages of this rank.
         optimizer: Its optimizer; None saves the model alone.
         path: Directory to write.
-        **options: `layout`, `step`, `beside`, `training_state`, `mesh`, `overwrite` and `then`, see `SaveRequest`.
+        **options: `layout`, `step`, `base`, `training_state`, `mesh`, `overwrite` and `on_published`; see
+            `SaveRequest`.
 
     Raises:
         OutputError: `path` exists, or cannot be written.
@@ -71,7 +72,9 @@ def save(
     if not dist.is_initialized():
         raise UsageError("save: requires a process group; use distributed.process_group")
     request = SaveRequest(model, optimizer, path, **options)
-    publish(take_snapshot(request, copies=False), path, overwrite=request.overwrite, then=request.then)
+    publish(
+        take_snapshot(request, copy_tensors=False), path, overwrite=request.overwrite, on_published=request.on_published
+    )
 
 
 def load_optimizer(
@@ -93,53 +96,53 @@ def load_optimizer(
         InputError: The checkpoint has no state for a parameter of the optimizer.
         UsageError: The optimizer belongs to another model.
     """
-    names = Names.of([model] if isinstance(model, nn.Module) else model)
-    pending: list[tuple[Tensor, dict[str, Any], dict[str, Any], dict[str, Any]]] = []
+    model_state = ModelState.from_models([model] if isinstance(model, nn.Module) else model)
+    loaded_states: list[tuple[Tensor, dict[str, Any], dict[str, Any], dict[str, Any]]] = []
     with open_state(path) as stored:
         keys: dict[str, list[str]] = {}
-        for full in (*stored.tensors, *stored.objects):
-            parent, _, key = full.rpartition(".")
+        for full_name in (*stored.tensors, *stored.objects):
+            parent, _, key = full_name.rpartition(".")
             keys.setdefault(parent, []).append(key)
-        for name, parameter, group in parameters_of(optimizer, names):
-            of_group, of_state = f"{GROUPS}.{name}", f"{STATE}.{name}"
-            if of_group not in keys:
+        for name, parameter, group in iter_optimizer_parameters(optimizer, model_state):
+            group_prefix, state_prefix = f"{GROUPS_PREFIX}.{name}", f"{STATE_PREFIX}.{name}"
+            if group_prefix not in keys:
                 raise InputError(
                     f'{path}: has no optimizer state for "{name}"; use a checkpoint that was saved with an optimizer'
                 )
-            settings = {key: _read(stored, f"{of_group}.{key}") for key in keys[of_group]}
+            settings = {key: _read_value(stored, f"{group_prefix}.{key}") for key in keys[group_prefix]}
             state = {
-                key: _read_state(stored, f"{of_state}.{key}", parameter, group, names, layout)
-                for key in keys.get(of_state, ())
+                key: _read_state(stored, f"{state_prefix}.{key}", parameter, group, model_state, layout)
+                for key in keys.get(state_prefix, ())
             }
-            pending.append((parameter, group, settings, state))
-    for parameter, group, settings, state in pending:
+            loaded_states.append((parameter, group, settings, state))
+    for parameter, group, settings, state in loaded_states:
         group.update(settings)
         if state:
             optimizer.state[parameter] = state
 
 
-def _read(stored: StoredState, full: str) -> Any:
+def _read_value(stored: StoredState, full_name: str) -> Any:
     """Return a value, or a tensor that is whole on every rank, such as a learning rate."""
-    if full in stored.objects:
-        return stored.value(full)
-    entry = stored.tensors[full]
+    if full_name in stored.objects:
+        return stored.read_value(full_name)
+    entry = stored.tensors[full_name]
     tensor = torch.zeros(entry.shape, dtype=getattr(torch, str(entry.dtype.torch)))
-    stored.fill(full, tensor)
+    stored.fill(full_name, tensor)
     return tensor
 
 
 def _read_state(
     stored: StoredState,
-    full: str,
+    full_name: str,
     parameter: Tensor,
     group: Mapping[str, Any],
-    names: Names,
+    model_state: ModelState,
     layout: TensorParallelLayout | None,
 ) -> Any:
     """Return this rank's shard of a state, sharded like its parameter if it has the same shape."""
-    if full in stored.objects:
-        return stored.value(full)
-    key, entry = full.rpartition(".")[2], stored.tensors[full]
+    if full_name in stored.objects:
+        return stored.read_value(full_name)
+    key, entry = full_name.rpartition(".")[2], stored.tensors[full_name]
     dtype = getattr(torch, str(entry.dtype.torch))
     if entry.shape == tuple(parameter.shape):
         tensor = torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
@@ -147,7 +150,7 @@ def _read_state(
         # As in torch.optim: steps are counted on the CPU, unless a kernel counts them.
         on_device = key != "step" or group.get("capturable") or group.get("fused")
         tensor = torch.zeros(entry.shape, dtype=dtype, device=parameter.device if on_device else "cpu")
-    stored.fill(full, tensor, local_regions_of(full, tensor, parameter, names, layout))
+    stored.fill(full_name, tensor, local_regions_of(full_name, tensor, parameter, model_state, layout))
     return tensor
 
 
@@ -159,7 +162,7 @@ def publish(
     path: Path,
     *,
     overwrite: bool = False,
-    then: Callable[[], object] | None = None,
+    on_published: Callable[[], object] | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> None:
     """Write the snapshots of all ranks, and publish the checkpoint at its path.
@@ -168,7 +171,7 @@ def publish(
         snapshot: Snapshot of this rank.
         path: See `save`.
         overwrite: See `save`.
-        then: See `save`.
+        on_published: See `save`.
         group: Group of all ranks; None is the default one, which only the main thread may use.
 
     Raises:
@@ -183,21 +186,21 @@ def publish(
                 staging = stack.enter_context(Staging(path, overwrite=overwrite, may_replace=may_replace))
                 staging.begin(b"", resume=False)
         with raise_on_all_ranks(group):
-            _write(snapshot, staged(path)[0], group)
+            _write_files(snapshot, staged(path)[0], group)
         with raise_on_all_ranks(group):
             if staging is not None:
                 for name, data in snapshot.files.items():
                     staging.output.write(name, [data])
                 staging.publish()
-                if then is not None:
-                    then()
+                if on_published is not None:
+                    on_published()
 
 
-def _write(snapshot: Snapshot, directory: Path, group: dist.ProcessGroup | None) -> None:
+def _write_files(snapshot: Snapshot, directory: Path, group: dist.ProcessGroup | None) -> None:
     """Write the file of every rank, and on rank 0 the metadata."""
     writer = AliasWriter(directory, snapshot.aliases)
     try:
-        dcp.save(snapshot.tree, storage_writer=writer, planner=SavePlanner(), process_group=group)
+        dcp.save(snapshot.state_dict, storage_writer=writer, planner=SavePlanner(), process_group=group)
     except CheckpointException as failed:  # not an Exception: handlers that clean up would miss it
         errors = [error for error, _ in failed.failures.values()]
         error = next((each for each in errors if isinstance(each, (CkptxError, OSError))), errors[0])

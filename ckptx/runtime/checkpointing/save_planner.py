@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
 
 from ckptx.catalog.region import Region, whole
-from ckptx.runtime.parallel.shards import LocalShard, local_shards_of, narrow_to
+from ckptx.runtime.parallel.shards import LocalShard, find_local_shards, narrow_to
 from ckptx.runtime.torch_private import local_tensor
 
 
@@ -37,24 +37,24 @@ class DTensorShards:
 
     def __init__(self, name: str, tensor: DTensor, local_regions: Sequence[Region] | None) -> None:
         self._size, self._local = tensor.shape, local_tensor(tensor).detach()
-        self._shards = {shard.region.offsets: shard for shard in local_shards_of(name, tensor, local_regions)}
+        self._shards = {shard.region.offsets: shard for shard in find_local_shards(name, tensor, local_regions)}
         if not tensor.numel():  # no rectangle has an element, but the tensor must still be stored
-            everything = whole(tuple(tensor.shape))
+            whole_region = whole(tuple(tensor.shape))
             self._local = self._local.new_empty(tensor.shape)
-            self._shards = {everything.offsets: LocalShard(everything, everything)}
+            self._shards = {whole_region.offsets: LocalShard(whole_region, whole_region)}
         self._properties = TensorProperties.create_from_tensor(self._local)
 
     def copy_to_cpu(self) -> DTensorShards:
         """Return a copy in CPU memory of its own."""
-        other = copy(self)
-        other._local = self._local.to("cpu", copy=True)
-        return other
+        copied = copy(self)
+        copied._local = self._local.to("cpu", copy=True)
+        return copied
 
     def size(self) -> torch.Size:
         """Return the shape of the whole tensor."""
         return self._size
 
-    def at(self, index: MetadataIndex) -> Tensor:
+    def shard_at(self, index: MetadataIndex) -> Tensor:
         """Return the memory of the rectangle that begins at an offset."""
         return narrow_to(self._local, self._shards[tuple(index.offset)].local)
 
@@ -87,10 +87,10 @@ class SavePlanner(DefaultSavePlanner):  # type: ignore[misc]  # torch says Any
     state_dict: dict[str, Any]
 
     def lookup_object(self, index: MetadataIndex) -> Any:
-        found = self.state_dict[index.fqn]
-        if isinstance(found, WholeObject):
-            return found.value
-        return found.at(index) if isinstance(found, DTensorShards) else super().lookup_object(index)
+        value = self.state_dict[index.fqn]
+        if isinstance(value, WholeObject):
+            return value.value
+        return value.shard_at(index) if isinstance(value, DTensorShards) else super().lookup_object(index)
 
 
 class AliasWriter(FileSystemWriter):  # type: ignore[misc]  # torch says Any
@@ -110,16 +110,16 @@ class AliasWriter(FileSystemWriter):  # type: ignore[misc]  # torch says Any
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         entries, paths = metadata.state_dict_metadata, metadata.planner_data
-        aliases_of: dict[str, list[str]] = {}
+        aliases_by_name: dict[str, list[str]] = {}
         for alias, stored in self._aliases.items():
             if alias not in entries:
                 entries[alias] = entries[stored]
                 paths[alias] = tuple(alias.split(".", 1))
-                aliases_of.setdefault(stored, []).append(alias)
+                aliases_by_name.setdefault(stored, []).append(alias)
         shared = [
             dataclasses.replace(each, index=dataclasses.replace(each.index, fqn=alias))
             for written in results
             for each in written
-            for alias in aliases_of.get(each.index.fqn, ())
+            for alias in aliases_by_name.get(each.index.fqn, ())
         ]
         super().finish(metadata, [*results, shared])

@@ -19,11 +19,11 @@ class SaveOptions(TypedDict, total=False):
 
     layout: TensorParallelLayout | None
     step: int | None
-    beside: Path | None
+    base: Path | None
     training_state: Mapping[str, Any] | None
     mesh: DeviceMesh | None
     overwrite: bool
-    then: Callable[[], object] | None
+    on_published: Callable[[], object] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,15 +38,15 @@ class SaveRequest:
         layout: TP layout of the model; required if TP shards it. `TensorParallelLayout.merge` merges those of several
             stages.
         step: Number that is stored under "step"; None stores none.
-        beside: A checkpoint whose config, tokenizer and similar files are copied before the call returns. None writes
+        base: A checkpoint whose config, tokenizer and similar files are copied before the call returns. None writes
             the config of the model.
         training_state: All other state that resuming requires, by name: objects with a `state_dict`, or plain values
             (numbers, strings, tensors, in lists and dicts), identical on all ranks; state that differs is wrapped in
             `PerRank`.
         mesh: The mesh of the run; required for a `PerRank`.
         overwrite: True replaces a checkpoint at `path`, in one step.
-        then: Called on rank 0 after the checkpoint is published, in the thread that wrote it, e.g. to mark it as the
-            latest.
+        on_published: Called on rank 0 after the checkpoint is published, in the thread that wrote it, e.g. to mark it
+            as the latest.
     """
 
     model: nn.Module | Sequence[nn.Module]
@@ -54,11 +54,11 @@ class SaveRequest:
     path: Path
     layout: TensorParallelLayout | None = None
     step: int | None = None
-    beside: Path | None = None
+    base: Path | None = None
     training_state: Mapping[str, Any] | None = None
     mesh: DeviceMesh | None = None
     overwrite: bool = False
-    then: Callable[[], object] | None = None
+    on_published: Callable[[], object] | None = None
 
     @property
     def models(self) -> list[nn.Module]:

@@ -29,12 +29,12 @@ from ckptx.formats.registry import open_checkpoint
 from ckptx.formats.torch_archive.archive import Archive, locate_tensor, open_archive
 from ckptx.formats.torch_archive.unpickle import Symbol, TensorRef, UnsupportedObject
 from ckptx.runtime.checkpointing.reading import RegionReader
-from ckptx.runtime.parallel.shards import local_shards_of, narrow_to
+from ckptx.runtime.parallel.shards import find_local_shards, narrow_to
 from ckptx.runtime.torch_private import local_tensor
 from ckptx.storage.interface import Location, SourceFiles
 from ckptx.untrusted.limits import JSON_DEPTH
 
-_INTEGER = 1 << 63  # limit of the unpickler
+_INTEGER_LIMIT = 1 << 63  # limit of the unpickler
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,10 +67,10 @@ class StoredState:
         """
         local = local_tensor(tensor)
         entry = self.tensors[name]
-        for shard in local_shards_of(name, tensor, local_regions):
+        for shard in find_local_shards(name, tensor, local_regions):
             self._reader.fill(entry, shard.region, narrow_to(local.detach(), shard.local))
 
-    def value(self, name: str) -> Any:
+    def read_value(self, name: str) -> Any:
         """Return a plain value; its tensors are on the CPU.
 
         Raises:
@@ -78,9 +78,9 @@ class StoredState:
             UnsupportedError: It contains a kind of tensor that ckptx does not read.
         """
         entry = self.objects[name]
-        where = f'{self.root / entry.file}: object "{name}"'
-        archive = open_archive(partial(self._files.read, entry.file), entry.offset, entry.nbytes, where)
-        return _PlainValues(archive, partial(self._files.read, entry.file), where).convert(archive.tree)
+        subject = f'{self.root / entry.file}: object "{name}"'
+        archive = open_archive(partial(self._files.read, entry.file), entry.offset, entry.nbytes, subject)
+        return _PlainValueConverter(archive, partial(self._files.read, entry.file), subject).convert(archive.tree)
 
 
 @contextmanager
@@ -102,27 +102,29 @@ def open_state(path: Path) -> Iterator[StoredState]:
         yield StoredState(catalog.root, located.tensors, catalog.objects, files, RegionReader(files))
 
 
-class _PlainValues:
+class _PlainValueConverter:
     """Converts the tree of an archive to plain values, in time proportional to its size."""
 
-    def __init__(self, archive: Archive, read: Callable[[int, int], bytes], where: str) -> None:
-        self._archive, self._read, self._where = archive, read, where
-        self._done: dict[int, Any] = {}  # an object with several references stays one object
+    def __init__(self, archive: Archive, read: Callable[[int, int], bytes], subject: str) -> None:
+        self._archive, self._read, self._subject = archive, read, subject
+        self._converted: dict[int, Any] = {}  # an object with several references stays one object
         self._ids = ObjectIds()
 
     def convert(self, node: Any, depth: int = 0) -> Any:
         if node is None or type(node) in (bool, int, float, str, bytes):
             return node
         key = self._ids(node)
-        if key not in self._done:
+        if key not in self._converted:
             if depth > JSON_DEPTH:
-                raise InputError(f"{self._where}: is nested deeper than {JSON_DEPTH} levels; flatten it before saving")
-            self._done[key] = self._convert_new(node, depth + 1)
-        return self._done[key]
+                raise InputError(
+                    f"{self._subject}: is nested deeper than {JSON_DEPTH} levels; flatten it before saving"
+                )
+            self._converted[key] = self._convert_new(node, depth + 1)
+        return self._converted[key]
 
     def _convert_new(self, node: Any, depth: int) -> Any:
         if isinstance(node, (TensorRef, UnsupportedObject)):  # both are tuples
-            return self._tensor(node)
+            return self._read_tensor(node)
         if isinstance(node, dict):
             return {key: self.convert(value, depth) for key, value in dict.items(node)}
         if type(node) in (list, tuple):
@@ -130,79 +132,82 @@ class _PlainValues:
         if isinstance(node, Symbol) and isinstance(getattr(torch, node.removeprefix("torch."), None), torch.dtype):
             return getattr(torch, node.removeprefix("torch."))
         raise InputError(
-            f"{self._where}: contains a {type(node).__name__}, expected plain values; nothing was executed"
+            f"{self._subject}: contains a {type(node).__name__}, expected plain values; nothing was executed"
         )
 
-    def _tensor(self, node: TensorRef | UnsupportedObject) -> Tensor:
-        place = locate_tensor(node, self._archive.records, self._where)
-        if place.strides is not None or place.dtype.torch is None or place.dtype.pack > 1:
+    def _read_tensor(self, node: TensorRef | UnsupportedObject) -> Tensor:
+        location = locate_tensor(node, self._archive.records, self._subject)
+        if location.strides is not None or location.dtype.torch is None or location.dtype.pack > 1:
             raise UnsupportedError(
-                f"{self._where}: contains a tensor that is not row-major; save it with .contiguous()"
+                f"{self._subject}: contains a tensor that is not row-major; save it with .contiguous()"
             )
-        record = place.record
+        record = location.record
         data = self._read(record.offset, record.nbytes)
         if record.crc is not None and zlib.crc32(data) != record.crc:
             raise InputError(
-                f"{self._where}: the CRC-32 of a tensor does not match the recorded one; the file is damaged, "
+                f"{self._subject}: the CRC-32 of a tensor does not match the recorded one; the file is damaged, "
                 "copy it again"
             )
-        begin = place.data_offset - record.offset
-        dtype = getattr(torch, place.dtype.torch)
-        if not place.nbytes:
-            return torch.empty(place.shape, dtype=dtype)
-        return torch.frombuffer(bytearray(data[begin : begin + place.nbytes]), dtype=dtype).view(place.shape)
+        begin = location.data_offset - record.offset
+        dtype = getattr(torch, location.dtype.torch)
+        if not location.nbytes:
+            return torch.empty(location.shape, dtype=dtype)
+        return torch.frombuffer(bytearray(data[begin : begin + location.nbytes]), dtype=dtype).view(location.shape)
 
 
 # ----------------------------------------------------------------------------------------------- to be stored
 
 
-def to_plain(value: Any, where: str) -> Any:
+def to_plain(value: Any, subject: str) -> Any:
     """Return a copy of a value that can be stored: builtin types, and row-major CPU tensors.
 
     Args:
         value: Plain value; of subclasses of dict, list, int and so on, the items or the number are kept.
-        where: Subject of error messages.
+        subject: Subject of error messages.
 
     Raises:
         UnsupportedError: Something in it could not be read again.
     """
     if value is None or isinstance(value, (bool, torch.dtype)):
         return value
-    if isinstance(value, int) and -_INTEGER <= value < _INTEGER:
+    if isinstance(value, int) and -_INTEGER_LIMIT <= value < _INTEGER_LIMIT:
         return int(value)
     if isinstance(value, (float, str)):
         return float(value) if isinstance(value, float) else str(value)
     if isinstance(value, Tensor) and not isinstance(value, DTensor) and value.layout is torch.strided:
         return value.detach().cpu().clone(memory_format=torch.contiguous_format)
     if isinstance(value, Mapping):
-        return {_key(key, where): to_plain(item, f"{where}.{key}") for key, item in value.items()}
+        return {_check_key(key, subject): to_plain(item, f"{subject}.{key}") for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        items = [to_plain(item, f"{where}.{index}") for index, item in enumerate(value)]
+        items = [to_plain(item, f"{subject}.{index}") for index, item in enumerate(value)]
         return items if isinstance(value, list) else tuple(items)
-    found = f"the number {value}, which exceeds 64 bits" if isinstance(value, int) else f"a {type(value).__name__}"
+    description = (
+        f"the number {value}, which exceeds 64 bits" if isinstance(value, int) else f"a {type(value).__name__}"
+    )
     raise UnsupportedError(
-        f"{where}: is {found}, expected None, a boolean, number, string or plain tensor, or lists and dicts of them; "
+        f"{subject}: is {description}, expected None, a boolean, number, string or plain tensor, or lists and dicts of "
+        "them; "
         "pass an object whose state_dict has only those"
     )
 
 
-def _key(key: Any, where: str) -> Any:
+def _check_key(key: Any, subject: str) -> Any:
     if type(key) in (str, int):
         return key
     raise UnsupportedError(
-        f"{where}: has the key {key!r} of type {type(key).__name__}; keys must be strings or integers"
+        f"{subject}: has the key {key!r} of type {type(key).__name__}; keys must be strings or integers"
     )
 
 
-def digest_of(value: Any) -> str:
+def compute_digest(value: Any) -> str:
     """Return a digest of a plain value: equal for equal types, numbers and tensor bytes, in any order of dict keys."""
     if isinstance(value, Tensor):
         data = value.reshape(-1).view(torch.uint8).numpy().tobytes() if value.numel() else b""
-        described = f"{value.dtype} {tuple(value.shape)} {blake2b(data, digest_size=16).hexdigest()}"
+        content = f"{value.dtype} {tuple(value.shape)} {blake2b(data, digest_size=16).hexdigest()}"
     elif isinstance(value, dict):
-        described = repr(sorted((repr(key), digest_of(item)) for key, item in value.items()))
+        content = repr(sorted((repr(key), compute_digest(item)) for key, item in value.items()))
     elif isinstance(value, (list, tuple)):
-        described = repr([digest_of(each) for each in value])
+        content = repr([compute_digest(each) for each in value])
     else:
-        described = repr(value)
-    return blake2b(f"{type(value).__name__} {described}".encode(), digest_size=16).hexdigest()
+        content = repr(value)
+    return blake2b(f"{type(value).__name__} {content}".encode(), digest_size=16).hexdigest()

@@ -24,11 +24,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from ckptx.errors import InputError, UnsupportedError, UsageError
 from ckptx.layout.parallel_dims import ParallelDims
 from ckptx.runtime.checkpointing.save_planner import WholeObject
-from ckptx.runtime.checkpointing.stored_state import StoredState, digest_of, open_state, to_plain
+from ckptx.runtime.checkpointing.stored_state import StoredState, compute_digest, open_state, to_plain
 from ckptx.runtime.parallel.distributed import MESH_DIMS, all_gather_object, raise_on_all_ranks
 
-ROOT, STEP = "training_state", "step"
-_RANK = "rank_"
+ROOT_KEY, STEP_KEY = "training_state", "step"
+_RANK_PREFIX = "rank_"
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +42,8 @@ class PerRank:
     value: Any
 
 
-def collect(training_state: Mapping[str, Any], mesh: DeviceMesh | None) -> dict[str, Any]:
-    """Return the state that this rank stores under `ROOT`, for `SavePlanner`; every rank calls it.
+def collect_training_state(training_state: Mapping[str, Any], mesh: DeviceMesh | None) -> dict[str, Any]:
+    """Return the state that this rank stores under `ROOT_KEY`, for `SavePlanner`; every rank calls it.
 
     Args:
         training_state: State by name; see `save`.
@@ -55,27 +55,29 @@ def collect(training_state: Mapping[str, Any], mesh: DeviceMesh | None) -> dict[
             `PerRank` differs between ranks.
     """
     with raise_on_all_ranks():
-        found, common = _collect_local(training_state, mesh)
-    _check_equal_on_ranks(all_gather_object(common))
-    return found
+        state, digests = _collect_local(training_state, mesh)
+    _check_equal_on_ranks(all_gather_object(digests))
+    return state
 
 
 def _collect_local(training_state: Mapping[str, Any], mesh: DeviceMesh | None) -> tuple[dict[str, Any], dict[str, str]]:
     """Return the state of this rank, and the digests that must be equal on all ranks."""
-    found: dict[str, Any] = {}
-    common: dict[str, str] = {}
+    state: dict[str, Any] = {}
+    digests: dict[str, str] = {}
     for name, each in training_state.items():
         if not isinstance(name, str) or not name or "." in name:
-            raise UsageError(f"{ROOT}: invalid name {name!r}, must be a string without dots; rename it")
-        where = f"{ROOT}.{name}"
-        value = to_plain(_state_of(each.value if isinstance(each, PerRank) else each), where)
+            raise UsageError(f"{ROOT_KEY}: invalid name {name!r}, must be a string without dots; rename it")
+        subject = f"{ROOT_KEY}.{name}"
+        value = to_plain(_get_state(each.value if isinstance(each, PerRank) else each), subject)
         if isinstance(each, PerRank):
-            dims, place = _position_in(mesh, name)
-            found[name] = {f"{_RANK}{dims.rank(*place)}": WholeObject({"mesh": _sizes_of(dims), "value": value})}
-            common[name] = "for each rank"
+            dims, position = _mesh_position(mesh, name)
+            state[name] = {
+                f"{_RANK_PREFIX}{dims.rank(*position)}": WholeObject({"mesh": _mesh_sizes(dims), "value": value})
+            }
+            digests[name] = "for each rank"
         else:
-            found[name], common[name] = WholeObject(value), digest_of(value)
-    return found, common
+            state[name], digests[name] = WholeObject(value), compute_digest(value)
+    return state, digests
 
 
 def load_training_state(
@@ -102,56 +104,56 @@ def load_training_state(
     """
     targets = {name: each.value if isinstance(each, PerRank) else each for name, each in (state or {}).items()}
     with open_state(path) as stored:
-        found: dict[str, Any] = {STEP: stored.value(STEP) if STEP in stored.objects else None}
-        names = dict.fromkeys(full.split(".")[1] for full in stored.objects if full.startswith(f"{ROOT}."))
+        loaded_state: dict[str, Any] = {STEP_KEY: stored.read_value(STEP_KEY) if STEP_KEY in stored.objects else None}
+        names = dict.fromkeys(full.split(".")[1] for full in stored.objects if full.startswith(f"{ROOT_KEY}."))
         for name in targets:
             if name not in names:
-                known = ", ".join(names) or "none"
+                available = ", ".join(names) or "none"
                 raise InputError(
-                    f'{path}: has no training state "{name}" (available: {known}); leave it out, or start it fresh'
+                    f'{path}: has no training state "{name}" (available: {available}); leave it out, or start it fresh'
                 )
         for name in names:
-            if f"{ROOT}.{name}" in stored.objects:
-                found[name] = stored.value(f"{ROOT}.{name}")
+            if f"{ROOT_KEY}.{name}" in stored.objects:
+                loaded_state[name] = stored.read_value(f"{ROOT_KEY}.{name}")
             elif name in targets or mesh is not None:
-                rank = _rank_of(stored, name, mesh, is_wanted=name in targets)
+                rank = _find_saved_rank(stored, name, mesh, is_required=name in targets)
                 if rank is not None:
-                    found[name] = stored.value(f"{ROOT}.{name}.{_RANK}{rank}")["value"]
+                    loaded_state[name] = stored.read_value(f"{ROOT_KEY}.{name}.{_RANK_PREFIX}{rank}")["value"]
     for name, each in targets.items():
         if hasattr(each, "load_state_dict"):
-            each.load_state_dict(_in_types_of(each, found[name]))
-    return found
+            each.load_state_dict(_restore_types(each, loaded_state[name]))
+    return loaded_state
 
 
 # ------------------------------------------------------------------------------------------------ ranks
 
 
-def _position_in(mesh: DeviceMesh | None, name: str) -> tuple[ParallelDims, tuple[int, int, int]]:
+def _mesh_position(mesh: DeviceMesh | None, name: str) -> tuple[ParallelDims, tuple[int, int, int]]:
     """Return the sizes of a mesh, and the stage, data rank and TP rank of this process."""
     if mesh is None:
-        raise UsageError(f'{ROOT}: "{name}" is stored per rank, which requires the mesh; pass mesh=')
+        raise UsageError(f'{ROOT_KEY}: "{name}" is stored per rank, which requires the mesh; pass mesh=')
     names = mesh.mesh_dim_names or ()
     unknown = [each for each in names if each not in MESH_DIMS]
     if unknown or not names:
         raise UsageError(f"mesh: dims {list(names)} must be some of {', '.join(MESH_DIMS)}; use mesh_of")
-    size = {each: mesh[each].size() if each in names else 1 for each in MESH_DIMS}
-    at = {each: mesh.get_local_rank(each) if each in names else 0 for each in MESH_DIMS}
-    dims = ParallelDims(size["tp"], size["pp"], size["dp_shard"], size["dp_replicate"])
-    return dims, (at["pp"], at["dp_replicate"] * dims.dp_shard + at["dp_shard"], at["tp"])
+    sizes = {each: mesh[each].size() if each in names else 1 for each in MESH_DIMS}
+    position = {each: mesh.get_local_rank(each) if each in names else 0 for each in MESH_DIMS}
+    dims = ParallelDims(sizes["tp"], sizes["pp"], sizes["dp_shard"], sizes["dp_replicate"])
+    return dims, (position["pp"], position["dp_replicate"] * dims.dp_shard + position["dp_shard"], position["tp"])
 
 
-def _sizes_of(dims: ParallelDims) -> dict[str, int]:
+def _mesh_sizes(dims: ParallelDims) -> dict[str, int]:
     return {each: getattr(dims, each) for each in MESH_DIMS}
 
 
-def _rank_of(stored: StoredState, name: str, mesh: DeviceMesh | None, *, is_wanted: bool) -> int | None:
+def _find_saved_rank(stored: StoredState, name: str, mesh: DeviceMesh | None, *, is_required: bool) -> int | None:
     """Return the saved rank whose value this rank loads; None if it is undefined and not requested."""
-    dims, (pp, dp, tp) = _position_in(mesh, name)
-    prefix = f"{ROOT}.{name}.{_RANK}"
+    dims, (pp, dp, tp) = _mesh_position(mesh, name)
+    prefix = f"{ROOT_KEY}.{name}.{_RANK_PREFIX}"
     first = next(full for full in stored.objects if full.startswith(prefix))
-    saved_dims = _dims_of(stored.value(first), f'{stored.root}: object "{first}"')
+    saved_dims = _read_saved_dims(stored.read_value(first), f'{stored.root}: object "{first}"')
     if (saved_dims.pp, saved_dims.dp) != (dims.pp, dims.dp):
-        if not is_wanted:
+        if not is_required:
             return None
         raise UnsupportedError(
             f'{stored.root}: training state "{name}" was saved with {saved_dims.dp} data ranks and {saved_dims.pp} '
@@ -164,20 +166,20 @@ def _rank_of(stored: StoredState, name: str, mesh: DeviceMesh | None, *, is_want
     return rank
 
 
-def _dims_of(value: Any, where: str) -> ParallelDims:
+def _read_saved_dims(value: Any, subject: str) -> ParallelDims:
     sizes = value.get("mesh") if isinstance(value, dict) and "value" in value else None
     if not isinstance(sizes, dict) or any(type(sizes.get(each)) is not int for each in MESH_DIMS):
-        raise InputError(f"{where}: does not contain its mesh, so ckptx did not write it; save it with ckptx")
+        raise InputError(f"{subject}: does not contain its mesh, so ckptx did not write it; save it with ckptx")
     return ParallelDims(sizes["tp"], sizes["pp"], sizes["dp_shard"], sizes["dp_replicate"])
 
 
-def _check_equal_on_ranks(common: list[dict[str, str]]) -> None:
-    for rank, other in enumerate(common):
-        for name in dict.fromkeys([*common[0], *other]):
-            if common[0].get(name) != other.get(name):
-                difference = "its value differs" if name in common[0] and name in other else "only one has it"
+def _check_equal_on_ranks(digests: list[dict[str, str]]) -> None:
+    for rank, other in enumerate(digests):
+        for name in dict.fromkeys([*digests[0], *other]):
+            if digests[0].get(name) != other.get(name):
+                difference = "its value differs" if name in digests[0] and name in other else "only one has it"
                 raise UsageError(
-                    f'{ROOT}: "{name}" must be identical on all ranks, but on ranks 0 and {rank} {difference}; use '
+                    f'{ROOT_KEY}: "{name}" must be identical on all ranks, but on ranks 0 and {rank} {difference}; use '
                     "PerRank if it differs between ranks"
                 )
 
@@ -185,19 +187,19 @@ def _check_equal_on_ranks(common: list[dict[str, str]]) -> None:
 # ------------------------------------------------------------------------------------------------ values
 
 
-def _state_of(value: Any) -> Any:
+def _get_state(value: Any) -> Any:
     return value.state_dict() if hasattr(value, "state_dict") else value
 
 
-def _in_types_of(target: Any, state: Any) -> Any:
+def _restore_types(target: Any, state: Any) -> Any:
     """Return a state whose dicts are counters or ordered if the target's are: MultiStepLR counts its milestones."""
-    own = _state_of(target)
-    if not isinstance(own, Mapping) or not isinstance(state, dict):
+    own_state = _get_state(target)
+    if not isinstance(own_state, Mapping) or not isinstance(state, dict):
         return state
-    return dict(_restore_dict_types(own, state))
+    return dict(_restore_dict_types(own_state, state))
 
 
-def _restore_dict_types(own: Mapping[Any, Any], state: dict[Any, Any]) -> Iterator[tuple[Any, Any]]:
+def _restore_dict_types(own_state: Mapping[Any, Any], state: dict[Any, Any]) -> Iterator[tuple[Any, Any]]:
     for key, value in state.items():
-        kind = type(own.get(key))
-        yield key, kind(value) if kind in (Counter, OrderedDict) and isinstance(value, dict) else value
+        dict_type = type(own_state.get(key))
+        yield key, dict_type(value) if dict_type in (Counter, OrderedDict) and isinstance(value, dict) else value

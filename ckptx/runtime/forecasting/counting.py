@@ -10,11 +10,11 @@ from typing import Any
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
-from ckptx.runtime.memory.shape_tensors import tensors_in
+from ckptx.runtime.memory.shape_tensors import iter_tensors
 from ckptx.runtime.memory.storage_ledger import StepPhase
-from ckptx.runtime.torch_private import packet_of, schema_of
+from ckptx.runtime.torch_private import get_overload_packet, get_schema
 
-_COLLECTIVES = {
+_COLLECTIVE_BY_PREFIX = {
     "all_gather": "all-gather",
     "allgather": "all-gather",
     "reduce_scatter": "reduce-scatter",
@@ -29,82 +29,82 @@ _SDPA_CPU = "aten::_scaled_dot_product_flash_attention_for_cpu"
 
 
 @dataclass(slots=True)
-class Tally:
+class Work:
     """Floating-point operations and communication of a part of a step.
 
     Attributes:
         flops: Floating-point operations of all passes; a multiply-add counts as two.
-        recomputed: Those of `flops` that activation checkpointing recomputes.
-        sent: Bytes by kind of collective, for this rank's share: the input of a reduction, the output of a gather, the
-            payload sent to the next stage.
+        recomputed_flops: Those of `flops` that activation checkpointing recomputes.
+        sent_bytes: Bytes by kind of collective, for this rank's share: the input of a reduction, the output of a
+            gather, the payload sent to the next stage.
     """
 
     flops: int = 0
-    recomputed: int = 0
-    sent: Counter[str] = field(default_factory=Counter)
+    recomputed_flops: int = 0
+    sent_bytes: Counter[str] = field(default_factory=Counter)
 
-    def add(self, other: Tally, times: int = 1) -> None:
+    def add(self, other: Work, times: int = 1) -> None:
         """Add another tally, `times` times."""
         self.flops += times * other.flops
-        self.recomputed += times * other.recomputed
-        for kind, nbytes in other.sent.items():
-            self.sent[kind] += times * nbytes
+        self.recomputed_flops += times * other.recomputed_flops
+        for kind, nbytes in other.sent_bytes.items():
+            self.sent_bytes[kind] += times * nbytes
 
 
-def sum_of(tallies: Iterable[Tally]) -> Tally:
+def sum_work(parts: Iterable[Work]) -> Work:
     """Return the sum of tallies."""
-    found = Tally()
-    for each in tallies:
-        found.add(each)
-    return found
+    total = Work()
+    for each in parts:
+        total.add(each)
+    return total
 
 
-class Counts:
+class WorkCounter:
     """Counters of floating-point operations and communicated bytes.
 
     Attributes:
-        by_turn: Tally of each pass, by part of the step and number of the pass.
+        work_by_pass: Tally of each pass, by part of the step and number of the pass.
     """
 
     def __init__(self) -> None:
-        self.begin()
+        self.reset()
 
-    def begin(self) -> None:
+    def reset(self) -> None:
         """Reset all counters."""
-        self.by_turn: dict[tuple[str, int], Tally] = {}
+        self.work_by_pass: dict[tuple[str, int], Work] = {}
 
     def record_operation(
-        self, moment: Callable[[], StepPhase], func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any
+        self, get_phase: Callable[[], StepPhase], func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any
     ) -> None:
         """Count an operation that `ShapeTensors` reports."""
-        flops = _flops(func, args, kwargs, out)
+        flops = _count_flops(func, args, kwargs, out)
         if flops:
-            now = moment()
-            tally = self._at(now)
-            tally.flops += flops
-            tally.recomputed += flops if now.is_again else 0
+            phase = get_phase()
+            work = self._work_in_phase(phase)
+            work.flops += flops
+            work.recomputed_flops += flops if phase.is_recompute else 0
         elif func.namespace in ("c10d", "_c10d_functional"):
-            kind = _kind_of(schema_of(func).name.partition("::")[2])
+            kind = _collective_name(get_schema(func).name.partition("::")[2])
             if kind is not None:
-                given = sum(each.nbytes for each in tensors_in(args, kwargs))
-                got = sum(each.nbytes for each in tensors_in((out,), {}))
-                nbytes = max(given, got) if func.namespace == "_c10d_functional" else given
-                self._at(moment()).sent[kind] += nbytes
+                input_bytes = sum(each.nbytes for each in iter_tensors(args, kwargs))
+                output_bytes = sum(each.nbytes for each in iter_tensors((out,), {}))
+                nbytes = max(input_bytes, output_bytes) if func.namespace == "_c10d_functional" else input_bytes
+                self._work_in_phase(get_phase()).sent_bytes[kind] += nbytes
 
-    def _at(self, moment: StepPhase) -> Tally:
-        return self.by_turn.setdefault((moment.part, moment.turn), Tally())
+    def _work_in_phase(self, phase: StepPhase) -> Work:
+        return self.work_by_pass.setdefault((phase.name, phase.pass_index), Work())
 
 
-def _kind_of(name: str) -> str | None:
+def _collective_name(name: str) -> str | None:
     bare = name.lstrip("_")
-    return next((kind for begin, kind in _COLLECTIVES.items() if bare.startswith(begin)), None)
+    return next((kind for begin, kind in _COLLECTIVE_BY_PREFIX.items() if bare.startswith(begin)), None)
 
 
-def _flops(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> int:
-    count = flop_registry.get(packet_of(func))
+def _count_flops(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> int:
+    count = flop_registry.get(get_overload_packet(func))
     if count is not None:
         return int(count(*args, **kwargs, out_val=out))
-    name = schema_of(func).name
+    name = get_schema(func).name
     if name == _SDPA_CPU:
         return _attention_flops(*args[:3])
     if name == f"{_SDPA_CPU}_backward":

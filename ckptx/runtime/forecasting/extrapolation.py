@@ -13,261 +13,298 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from ckptx.runtime.forecasting.counting import Tally
+from ckptx.runtime.forecasting.counting import Work
 from ckptx.runtime.forecasting.repeated_layers import RepeatedLayers
 from ckptx.runtime.forecasting.run import RankForecast
-from ckptx.runtime.forecasting.timeline import Bytes, Segment, Unit, timeline_from
+from ckptx.runtime.forecasting.timeline import BytesByKind, LayerKey, Segment, make_timeline
 from ckptx.runtime.memory.storage_ledger import BACKWARD, KINDS, StorageLifetime
 
-_CLOSE = 2e-5  # tolerance of the third step, relative to the peak
-_NOTHING: Bytes = (0,) * len(KINDS)
+_TOLERANCE = 2e-5  # tolerance of the third step, relative to the peak
+_ZERO_BYTES: BytesByKind = (0,) * len(KINDS)
 
 
 @dataclass(frozen=True, slots=True)
-class ShortModel:
+class ShortModelForecast:
     """A step of a model with fewer layers.
 
     Attributes:
         forecast: Forecast of one rank.
-        kept: Layers that remain of each list, by their numbers in the whole model.
+        layer_numbers: Layers that remain of each list, by their numbers in the whole model.
     """
 
     forecast: RankForecast
-    kept: Mapping[str, Sequence[int]]
+    layer_numbers: Mapping[str, Sequence[int]]
 
 
-class _Place(NamedTuple):
+class _SegmentKey(NamedTuple):
     """Position of a segment in a step.
 
     Attributes:
-        part: forward, backward, ...
-        turn: Number of the forward or backward pass.
+        phase: forward, backward, ...
+        pass_index: Number of the forward or backward pass.
         path: Path of the list of the layer, or of the last layer before a segment outside layers.
         layer: Number of the layer in the whole model; within a period that may be left out, its number in the period.
         is_outside: True for a segment outside layers, after this layer.
-        time: Number of earlier segments with the same values.
+        occurrence: Number of earlier segments with the same values.
     """
 
-    part: str
-    turn: int
+    phase: str
+    pass_index: int
     path: str
     layer: int
     is_outside: bool
-    time: int
+    occurrence: int
 
 
-class _Step(NamedTuple):
+class _SegmentChange(NamedTuple):
     """A segment, and its changes of memory.
 
     Attributes:
-        place: Position in the step.
+        key: Position in the step.
         axis: Index of the repeat that the segment belongs to; None if its layer is always kept.
         segment: Segment as counted.
-        most: Bytes of each kind at the peak of the segment, relative to its start.
-        last: Bytes of each kind at its end, relative to its start.
+        peak_bytes: Bytes of each kind at the peak of the segment, relative to its start.
+        end_bytes: Bytes of each kind at its end, relative to its start.
     """
 
-    place: _Place
+    key: _SegmentKey
     axis: int | None
     segment: Segment
-    most: Bytes
-    last: Bytes
+    peak_bytes: BytesByKind
+    end_bytes: BytesByKind
 
 
 @dataclass(slots=True)
-class _Base:
+class _AlignedSegments:
     """Segments of the smallest model, with those of the larger models aligned to them."""
 
-    steps: list[_Step]
-    grown: list[list[_Step]] = field(default_factory=list)  # per axis: the same segments with one more period
-    blocks: dict[int, list[tuple[int, list[_Step]]]] = field(default_factory=dict)  # by position: axis, its period
+    segments: list[_SegmentChange]
+    longer_segments: list[list[_SegmentChange]] = field(
+        default_factory=list
+    )  # per axis: the same segments with one more period
+    period_segments: dict[int, list[tuple[int, list[_SegmentChange]]]] = field(
+        default_factory=dict
+    )  # by position: axis, its period
 
 
-def extrapolated(
-    repeats: Sequence[RepeatedLayers], base: ShortModel, grown: Sequence[ShortModel], third: ShortModel | None
+def extrapolate(
+    repeats: Sequence[RepeatedLayers],
+    base: ShortModelForecast,
+    longer_models: Sequence[ShortModelForecast],
+    check_model: ShortModelForecast | None,
 ) -> RankForecast | None:
     """Return the forecast of the whole model, or None if the steps do not agree.
 
     Args:
         repeats: Layers of this rank that were left out.
         base: Step without any of their periods.
-        grown: Steps with one period, one for each repeat.
-        third: Step with two periods of each repeat, which must match the extrapolation. None skips this check.
+        longer_models: Steps with one period, one for each repeat.
+        check_model: Step with two periods of each repeat, which must match the extrapolation. None skips this check.
     """
-    found = _base_of(repeats, base, grown)
-    if found is None:
+    aligned = _align_segments(repeats, base, longer_models)
+    if aligned is None:
         return None
-    if third is not None:
-        twice = [2] * len(repeats)
-        expected = _forecast_of(base, grown, twice, [each for each, _ in _predict(found, repeats, twice)])
-        if not _agree(expected, third.forecast):
+    if check_model is not None:
+        two_periods = [2] * len(repeats)
+        expected = _build_forecast(
+            base, longer_models, two_periods, [each for each, _ in _predict(aligned, repeats, two_periods)]
+        )
+        if not _is_match(expected, check_model.forecast):
             return None
-    most = [each.most for each in repeats]
-    predicted = _predict(found, repeats, most)
-    whole = _forecast_of(base, grown, most, [each for each, _ in predicted])
-    whole = replace(whole, left_out=sum(each.period * each.most for each in repeats))
-    if third is None:
+    max_periods = [each.max_periods for each in repeats]
+    predicted = _predict(aligned, repeats, max_periods)
+    whole = _build_forecast(base, longer_models, max_periods, [each for each, _ in predicted])
+    whole = replace(whole, omitted_layers=sum(each.period * each.max_periods for each in repeats))
+    if check_model is None:
         return whole
-    source = next(step for segment, step in predicted if segment is whole.timeline.worst)
-    same = [each for each in _steps(repeats, third) if (each.axis, each.place) == (source.axis, source.place)]
-    return _with_tensors(whole, same[0].segment, third.kept)
+    source = next(step for segment, step in predicted if segment is whole.timeline.peak_segment)
+    check_segments = [
+        each
+        for each in _iter_segment_changes(repeats, check_model)
+        if (each.axis, each.key) == (source.axis, source.key)
+    ]
+    return _with_peak_tensors(whole, check_segments[0].segment, check_model.layer_numbers)
 
 
-def _base_of(repeats: Sequence[RepeatedLayers], base: ShortModel, grown: Sequence[ShortModel]) -> _Base | None:
-    found = _Base(list(_steps(repeats, base)))
-    if any(each.axis is not None for each in found.steps):
+def _align_segments(
+    repeats: Sequence[RepeatedLayers], base: ShortModelForecast, longer_models: Sequence[ShortModelForecast]
+) -> _AlignedSegments | None:
+    aligned = _AlignedSegments(list(_iter_segment_changes(repeats, base)))
+    if any(each.axis is not None for each in aligned.segments):
         return None
-    places = [each.place for each in found.steps]
-    for axis, run in enumerate(grown):
-        steps = list(_steps(repeats, run))
+    keys = [each.key for each in aligned.segments]
+    for axis, model in enumerate(longer_models):
+        steps = list(_iter_segment_changes(repeats, model))
         common = [each for each in steps if each.axis is None]
-        if [each.place for each in common] != places:
+        if [each.key for each in common] != keys:
             return None
-        found.grown.append(common)
+        aligned.longer_segments.append(common)
         position = 0
         for step in steps:
             if step.axis is None:
                 position += 1
                 continue
-            blocks = found.blocks.setdefault(position, [])
+            blocks = aligned.period_segments.setdefault(position, [])
             if not blocks or blocks[-1][0] != axis:
                 blocks.append((axis, []))
             blocks[-1][1].append(step)
-    return found
+    return aligned
 
 
-def _steps(repeats: Sequence[RepeatedLayers], run: ShortModel) -> Iterator[_Step]:
+def _iter_segment_changes(repeats: Sequence[RepeatedLayers], model: ShortModelForecast) -> Iterator[_SegmentChange]:
     """Yield the segments of a step, with layers numbered as in the whole model."""
-    seen: Counter[tuple[object, ...]] = Counter()
-    start = _NOTHING
+    occurrences: Counter[tuple[object, ...]] = Counter()
+    start = _ZERO_BYTES
     path, index, axis = "", -1, None
-    part = None
-    for segment in run.forecast.timeline.segments:
-        unit = segment.unit
-        if (segment.part, segment.turn) != part:
-            part = segment.part, segment.turn
+    current_pass = None
+    for segment in model.forecast.timeline.segments:
+        unit = segment.layer
+        if (segment.phase, segment.pass_index) != current_pass:
+            current_pass = segment.phase, segment.pass_index
             path, index, axis = "", -1, None
         if unit.stack:
-            path, index = unit.stack, _number_of(unit, run.kept)
+            path, index = unit.stack, _layer_number(unit, model.layer_numbers)
             axis = next(
-                (n for n, each in enumerate(repeats) if each.path == path and each.at <= index < each.stop), None
+                (n for n, each in enumerate(repeats) if each.path == path and each.first <= index < each.stop), None
             )
             if axis is not None:
-                index = (index - repeats[axis].at) % repeats[axis].period
-        key = segment.part, segment.turn, path, index, not unit.stack
-        yield _Step(
-            _Place(*key, seen[key] if axis is None else 0), axis, segment,
-            _difference(segment.most, start), _difference(segment.last, start),
+                index = (index - repeats[axis].first) % repeats[axis].period
+        key = segment.phase, segment.pass_index, path, index, not unit.stack
+        yield _SegmentChange(
+            _SegmentKey(*key, occurrences[key] if axis is None else 0), axis, segment,
+            _subtract(segment.peak_bytes, start), _subtract(segment.end_bytes, start),
         )  # fmt: skip
         if axis is None:
-            seen[key] += 1
-        start = segment.last
+            occurrences[key] += 1
+        start = segment.end_bytes
 
 
-def _number_of(unit: Unit, kept: Mapping[str, Sequence[int]]) -> int:
-    layers = kept.get(unit.stack)
-    return unit.index if layers is None else layers[unit.index]
+def _layer_number(layer: LayerKey, layer_numbers: Mapping[str, Sequence[int]]) -> int:
+    layers = layer_numbers.get(layer.stack)
+    return layer.index if layers is None else layers[layer.index]
 
 
-def _predict(base: _Base, repeats: Sequence[RepeatedLayers], extra: Sequence[int]) -> list[tuple[Segment, _Step]]:
-    """Return the segments with `extra` periods of each repeat, each with the segment it was made from."""
-    found: list[tuple[Segment, _Step]] = []
-    now = _NOTHING
+def _predict(
+    base: _AlignedSegments, repeats: Sequence[RepeatedLayers], extra_periods: Sequence[int]
+) -> list[tuple[Segment, _SegmentChange]]:
+    """Return the segments with `extra_periods` periods of each repeat, each with the segment it was made from."""
+    predicted: list[tuple[Segment, _SegmentChange]] = []
+    current_bytes = _ZERO_BYTES
 
-    def add(step: _Step, most: Bytes, last: Bytes, unit: Unit) -> None:
-        nonlocal now
-        segment = replace(step.segment, unit=unit, most=_sum(now, most), last=_sum(now, last))
-        found.append((segment, step))
-        now = segment.last
+    def add(step: _SegmentChange, peak_bytes: BytesByKind, end_bytes: BytesByKind, unit: LayerKey) -> None:
+        nonlocal current_bytes
+        segment = replace(
+            step.segment,
+            layer=unit,
+            peak_bytes=_add(current_bytes, peak_bytes),
+            end_bytes=_add(current_bytes, end_bytes),
+        )
+        predicted.append((segment, step))
+        current_bytes = segment.end_bytes
 
-    for position in range(len(base.steps) + 1):
-        for axis, block in base.blocks.get(position, ()):
+    for position in range(len(base.segments) + 1):
+        for axis, block in base.period_segments.get(position, ()):
             repeat = repeats[axis]
-            for copy in range(extra[axis]):
+            for copy in range(extra_periods[axis]):
                 for step in block:
-                    period = extra[axis] - 1 - copy if step.place.part == BACKWARD else copy
-                    layer = repeat.at + period * repeat.period + step.place.layer
-                    unit = Unit() if step.place.is_outside else Unit(repeat.path, layer)
-                    add(step, step.most, step.last, unit)
-        if position < len(base.steps):
-            step = base.steps[position]
-            others = [grown[position] for grown in base.grown]
-            most = _line(step.most, [each.most for each in others], extra)
-            last = _line(step.last, [each.last for each in others], extra)
-            place = step.place
-            add(step, most, last, Unit() if place.is_outside else Unit(place.path, place.layer))
-    return found
+                    period = extra_periods[axis] - 1 - copy if step.key.phase == BACKWARD else copy
+                    layer = repeat.first + period * repeat.period + step.key.layer
+                    unit = LayerKey() if step.key.is_outside else LayerKey(repeat.path, layer)
+                    add(step, step.peak_bytes, step.end_bytes, unit)
+        if position < len(base.segments):
+            step = base.segments[position]
+            others = [grown[position] for grown in base.longer_segments]
+            most = _extrapolate_bytes(step.peak_bytes, [each.peak_bytes for each in others], extra_periods)
+            last = _extrapolate_bytes(step.end_bytes, [each.end_bytes for each in others], extra_periods)
+            key = step.key
+            add(step, most, last, LayerKey() if key.is_outside else LayerKey(key.path, key.layer))
+    return predicted
 
 
-def _forecast_of(
-    base: ShortModel, grown: Sequence[ShortModel], extra: Sequence[int], segments: Sequence[Segment]
+def _build_forecast(
+    base: ShortModelForecast,
+    longer_models: Sequence[ShortModelForecast],
+    extra_periods: Sequence[int],
+    segments: Sequence[Segment],
 ) -> RankForecast:
     """Return the forecast of a rank with these segments, and with work in proportion to the periods."""
-    first, others = base.forecast, [each.forecast for each in grown]
+    first, others = base.forecast, [each.forecast for each in longer_models]
     return replace(
         first,
-        timeline=timeline_from(segments, segments[-1].last),
-        turns={
-            turn: _tally(first.turns.get(turn, Tally()), [each.turns.get(turn, Tally()) for each in others], extra)
-            for turn in dict.fromkeys(turn for each in (first, *others) for turn in each.turns)
+        timeline=make_timeline(segments, segments[-1].end_bytes),
+        work_by_pass={
+            turn: _extrapolate_work(
+                first.work_by_pass.get(turn, Work()),
+                [each.work_by_pass.get(turn, Work()) for each in others],
+                extra_periods,
+            )
+            for turn in dict.fromkeys(turn for each in (first, *others) for turn in each.work_by_pass)
         },
-        wrapped_layers=_number(first.wrapped_layers, [each.wrapped_layers for each in others], extra),
+        wrapped_layers=_extrapolate_number(
+            first.wrapped_layers, [each.wrapped_layers for each in others], extra_periods
+        ),
     )
 
 
-def _agree(expected: RankForecast, found: RankForecast) -> bool:
+def _is_match(expected: RankForecast, actual: RankForecast) -> bool:
     """Return True if a step matches its extrapolation."""
-    one, other = expected.timeline.segments, found.timeline.segments
-    if [(each.part, each.turn) for each in one] != [(each.part, each.turn) for each in other]:
+    one, other = expected.timeline.segments, actual.timeline.segments
+    if [(each.phase, each.pass_index) for each in one] != [(each.phase, each.pass_index) for each in other]:
         return False
-    most = _CLOSE * sum(found.timeline.worst.most)
+    tolerance = _TOLERANCE * sum(actual.timeline.peak_segment.peak_bytes)
     for left, right in zip(one, other, strict=True):
-        pairs = zip((*left.most, *left.last), (*right.most, *right.last), strict=True)
-        if any(abs(a - b) > most for a, b in pairs):
+        pairs = zip((*left.peak_bytes, *left.end_bytes), (*right.peak_bytes, *right.end_bytes), strict=True)
+        if any(abs(a - b) > tolerance for a, b in pairs):
             return False
-    return expected.turns == found.turns and expected.wrapped_layers == found.wrapped_layers
+    return expected.work_by_pass == actual.work_by_pass and expected.wrapped_layers == actual.wrapped_layers
 
 
-def _with_tensors(whole: RankForecast, same: Segment, kept: Mapping[str, Sequence[int]]) -> RankForecast:
+def _with_peak_tensors(
+    forecast: RankForecast, source: Segment, layer_numbers: Mapping[str, Sequence[int]]
+) -> RankForecast:
     """Replace the tensors at the peak by those of the same segment in the largest model that ran, renumbered."""
-    timeline = whole.timeline
+    timeline = forecast.timeline
     segment = replace(
-        timeline.worst,
-        peak=_renumber(same.peak, kept) if same.peak is not None else None,
-        largest=tuple(_renumber(each, kept) for each in same.largest),
+        timeline.peak_segment,
+        peak_storage=_renumber(source.peak_storage, layer_numbers) if source.peak_storage is not None else None,
+        largest_storages=tuple(_renumber(each, layer_numbers) for each in source.largest_storages),
     )
-    return replace(whole, timeline=replace(timeline, worst=segment))
+    return replace(forecast, timeline=replace(timeline, peak_segment=segment))
 
 
-def _renumber(life: StorageLifetime, kept: Mapping[str, Sequence[int]]) -> StorageLifetime:
-    module = life.born.module
-    for path, layers in kept.items():
+def _renumber(lifetime: StorageLifetime, layer_numbers: Mapping[str, Sequence[int]]) -> StorageLifetime:
+    module = lifetime.alloc_phase.module
+    for path, layers in layer_numbers.items():
         index, _, rest = module.removeprefix(f"{path}.").partition(".")
         if module.startswith(f"{path}.") and index.isdecimal():
             name = f"{path}.{layers[int(index)]}" + (f".{rest}" if rest else "")
-            return replace(life, born=life.born._replace(module=name))
-    return life
+            return replace(lifetime, alloc_phase=lifetime.alloc_phase._replace(module=name))
+    return lifetime
 
 
-def _line(base: Bytes, grown: Sequence[Bytes], extra: Sequence[int]) -> Bytes:
-    return tuple(_number(each, [other[at] for other in grown], extra) for at, each in enumerate(base))
+def _extrapolate_bytes(
+    base: BytesByKind, longer_models: Sequence[BytesByKind], extra_periods: Sequence[int]
+) -> BytesByKind:
+    return tuple(
+        _extrapolate_number(each, [other[at] for other in longer_models], extra_periods) for at, each in enumerate(base)
+    )
 
 
-def _tally(base: Tally, grown: Sequence[Tally], extra: Sequence[int]) -> Tally:
-    found = Tally()
-    found.add(base, 1 - sum(extra))
-    for each, number in zip(grown, extra, strict=True):
-        found.add(each, number)
-    return found
+def _extrapolate_work(base: Work, longer_models: Sequence[Work], extra_periods: Sequence[int]) -> Work:
+    work = Work()
+    work.add(base, 1 - sum(extra_periods))
+    for each, number in zip(longer_models, extra_periods, strict=True):
+        work.add(each, number)
+    return work
 
 
-def _number(base: int, grown: Sequence[int], extra: Sequence[int]) -> int:
-    return base + sum(number * (each - base) for each, number in zip(grown, extra, strict=True))
+def _extrapolate_number(base: int, longer_models: Sequence[int], extra_periods: Sequence[int]) -> int:
+    return base + sum(number * (each - base) for each, number in zip(longer_models, extra_periods, strict=True))
 
 
-def _difference(one: Bytes, other: Bytes) -> Bytes:
+def _subtract(one: BytesByKind, other: BytesByKind) -> BytesByKind:
     return tuple(a - b for a, b in zip(one, other, strict=True))
 
 
-def _sum(one: Bytes, other: Bytes) -> Bytes:
+def _add(one: BytesByKind, other: BytesByKind) -> BytesByKind:
     return tuple(a + b for a, b in zip(one, other, strict=True))

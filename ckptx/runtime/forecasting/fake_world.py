@@ -10,13 +10,13 @@ import torch
 import torch.distributed as dist
 
 from ckptx.errors import Defect
-from ckptx.runtime.parallel.distributed import RankContext, end_groups
+from ckptx.runtime.parallel.distributed import RankContext, destroy_process_groups
 
 _DEVICE = torch.device("cpu")  # fake tensors of CUDA need a torch that was built with it
 
 
 @contextmanager
-def fake_world(rank: int, world_size: int, device: torch.device = _DEVICE) -> Iterator[RankContext]:
+def fake_process_group(rank: int, world_size: int, device: torch.device = _DEVICE) -> Iterator[RankContext]:
     """Make this process a rank of a world of any size; sends are dropped, and received tensors have a shape only.
 
     `all_gather_object` returns the object of this rank for every rank.
@@ -41,8 +41,8 @@ def fake_world(rank: int, world_size: int, device: torch.device = _DEVICE) -> It
         yield RankContext(rank, world_size, device)
     finally:
         dist.all_gather_object = gather
-        end_groups()
+        destroy_process_groups()
 
 
-def _gather_own(found: list[Any], own: Any, group: dist.ProcessGroup | None = None) -> None:
-    found[:] = [own] * len(found)
+def _gather_own(gathered: list[Any], value: Any, group: dist.ProcessGroup | None = None) -> None:
+    gathered[:] = [value] * len(gathered)

@@ -11,12 +11,12 @@ from ckptx.errors import InputError, ReadError, UsageError
 from ckptx.formats.hf.hub import CONFIG_FILES, resolve_source
 from ckptx.formats.hf.reader import read_json
 from ckptx.runtime.training.recipe import ModelBlock
-from ckptx.runtime.training.source import merged
+from ckptx.runtime.training.source import merge_config
 
-_CONFIG = "config.json"
+_CONFIG_NAME = "config.json"
 
 
-def config_of_model(
+def find_model_config(
     model: str, *, revision: str | None = None, token: str | None = None, cache_dir: str | Path | None = None
 ) -> Path:
     """Return the directory of the config.json of a model.
@@ -31,17 +31,17 @@ def config_of_model(
         InputError: The directory has no config.json, or the Hub id cannot be fetched.
         UsageError: The path is a file with another name.
     """
-    found = resolve_source(model, revision=revision, token=token, cache_dir=cache_dir, patterns=CONFIG_FILES)
-    if found.is_file():
-        if found.name != _CONFIG:
-            raise UsageError(f"{found} is not a config.json; pass a config.json, a directory that has one, or a Hub id")
-        return found.parent
-    if not (found / _CONFIG).is_file():
-        raise InputError(f"{found}: has no config.json; pass the directory that has it")
-    return found
+    path = resolve_source(model, revision=revision, token=token, cache_dir=cache_dir, patterns=CONFIG_FILES)
+    if path.is_file():
+        if path.name != _CONFIG_NAME:
+            raise UsageError(f"{path} is not a config.json; pass a config.json, a directory that has one, or a Hub id")
+        return path.parent
+    if not (path / _CONFIG_NAME).is_file():
+        raise InputError(f"{path}: has no config.json; pass the directory that has it")
+    return path
 
 
-def config_of_recipe(model: ModelBlock, directory: Path) -> tuple[Path, tuple[str, ...]]:
+def write_recipe_config(model: ModelBlock, directory: Path) -> tuple[Path, tuple[str, ...]]:
     """Write the config.json of the model that a recipe trains.
 
     Args:
@@ -55,20 +55,20 @@ def config_of_recipe(model: ModelBlock, directory: Path) -> tuple[Path, tuple[st
         InputError: The config of its checkpoint is unavailable, and the recipe has no keys as a fallback.
         UsageError: The recipe names no model.
     """
-    values, notes = _values_of(model)
+    values, notes = _read_base_config(model)
     directory.mkdir(parents=True, exist_ok=True)
-    text = json.dumps(merged(values, model.config), indent=2) + "\n"
-    (directory / _CONFIG).write_text(text, encoding="utf-8")
+    text = json.dumps(merge_config(values, model.config), indent=2) + "\n"
+    (directory / _CONFIG_NAME).write_text(text, encoding="utf-8")
     return directory, notes
 
 
-def _values_of(model: ModelBlock) -> tuple[Mapping[str, Any], tuple[str, ...]]:
+def _read_base_config(model: ModelBlock) -> tuple[Mapping[str, Any], tuple[str, ...]]:
     if model.pretrained is None:
         if not model.config:
             raise UsageError("model: has neither pretrained nor config; set model.pretrained to a checkpoint")
         return {}, ()
     try:
-        return read_json(config_of_model(model.pretrained, revision=model.revision) / _CONFIG), ()
+        return read_json(find_model_config(model.pretrained, revision=model.revision) / _CONFIG_NAME), ()
     except InputError as error:
         if isinstance(error, ReadError) or not model.shrunk_from:
             raise

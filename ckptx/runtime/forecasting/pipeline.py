@@ -14,11 +14,11 @@ from torch import Tensor
 
 from ckptx.runtime.memory.storage_ledger import CARRIED, StorageLedger
 from ckptx.runtime.parallel.pipeline.boundaries import Batch
-from ckptx.runtime.parallel.pipeline.payload import PayloadSlot, header_rows, unpack
+from ckptx.runtime.parallel.pipeline.payload import PayloadSlot, make_header, unpack
 from ckptx.runtime.parallel.pipeline.pipeline import Pipeline, TorchStage
-from ckptx.runtime.parallel.pipeline.run import StageRun
+from ckptx.runtime.parallel.pipeline.run import StageRunner
 
-Boundaries = dict[int, list[PayloadSlot | None]]  # inputs of each stage from the previous stage
+StageInputSlots = dict[int, list[PayloadSlot | None]]  # inputs of each stage from the previous stage
 
 
 class _IsolatedStage(TorchStage):
@@ -34,21 +34,21 @@ class IsolatedPipeline(Pipeline):
 
     stage_class = _IsolatedStage
 
-    def __init__(self, *args: Any, boundaries: Boundaries, ledger: StorageLedger) -> None:
+    def __init__(self, *args: Any, input_slots: StageInputSlots, ledger: StorageLedger) -> None:
         """Create a pipeline that records its communication buffers.
 
         Args:
             args: Arguments of `Pipeline`.
-            boundaries: Known inputs of stages; the values that these stages send are added.
+            input_slots: Known inputs of stages; the values that these stages send are added.
             ledger: Ledger in which communication buffers are labeled.
         """
-        self._boundaries, self._ledger = boundaries, ledger
+        self._input_slots, self._ledger = input_slots, ledger
         super().__init__(*args)
 
     @classmethod
-    def maker(cls, boundaries: Boundaries, ledger: StorageLedger) -> Callable[..., IsolatedPipeline]:
+    def make_factory(cls, input_slots: StageInputSlots, ledger: StorageLedger) -> Callable[..., IsolatedPipeline]:
         """Return a function with the signature that `PipelinePlan.pipeline` expects of a pipeline class."""
-        return lambda *args: cls(*args, boundaries=boundaries, ledger=ledger)
+        return lambda *args: cls(*args, input_slots=input_slots, ledger=ledger)
 
     def _check_ties(self) -> None:
         """Skip the check: there are no values that could be compared."""
@@ -58,25 +58,25 @@ class IsolatedPipeline(Pipeline):
         super()._measure_payloads(batches[:1])
 
     def _send(self, values: tuple[Any, ...], stage: int) -> None:
-        self._boundaries[stage] = [_place_of(each) for each in values]
+        self._input_slots[stage] = [_make_payload_slot(each) for each in values]
 
     def _receive(self, stage: int) -> tuple[Any, ...]:
-        return tuple(map(_made, self._boundaries[stage]))
+        return tuple(map(_create_received, self._input_slots[stage]))
 
-    def _pack(self, part: StageRun, sent: Sequence[Any]) -> tuple[Tensor, ...]:
+    def _pack(self, part: StageRunner, sent: Sequence[Any]) -> tuple[Tensor, ...]:
         with self._ledger.label_all(CARRIED):
             return super()._pack(part, sent)
 
-    def _unpack(self, part: StageRun, payload: Sequence[Tensor]) -> tuple[Any, ...]:
+    def _unpack(self, part: StageRunner, payload: Sequence[Tensor]) -> tuple[Any, ...]:
         self._ledger.label(payload, CARRIED)
-        return unpack(payload, self._payload_slots[part.number], header_rows(self._boundaries[part.number]))
+        return unpack(payload, self._payload_slots[part.number], make_header(self._input_slots[part.number]))
 
 
-def _place_of(value: Any) -> PayloadSlot | None:
+def _make_payload_slot(value: Any) -> PayloadSlot | None:
     return PayloadSlot(tuple(value.shape), value.dtype, value.requires_grad) if isinstance(value, Tensor) else None
 
 
-def _made(place: PayloadSlot | None) -> Any:
-    if place is None:
+def _create_received(slot: PayloadSlot | None) -> Any:
+    if slot is None:
         return None
-    return torch.empty(place.shape, dtype=place.dtype, requires_grad=place.is_trained)
+    return torch.empty(slot.shape, dtype=slot.dtype, requires_grad=slot.requires_grad)

@@ -16,14 +16,14 @@ from typing import Any
 
 from torch import nn
 
-from ckptx.runtime.model.layers import Container, containers
+from ckptx.runtime.model.layers import LayerList, find_layer_lists
 
-_LONGEST = 12  # maximum period, in layers
-_LEAST = 3  # minimum number of layers that stay: FSDP2 gathers the next layer while one computes
+_MAX_PERIOD = 12  # maximum period, in layers
+_MIN_REMAINING = 3  # minimum number of layers that stay: FSDP2 gathers the next layer while one computes
 ABSENT = "absent"  # value of a layer that a table does not mention
-_LAYERS = re.compile(r"layer|block|ind(ex|ic)|idx")  # names of config keys with numbers of layers
-_PLAIN = (bool, int, float, str, type(None))
-_NUMBERS = ("idx", "index", "layer_id", "layer_number", "layer_nr")  # attributes with the number of a layer
+_LAYER_INDEX_KEYS = re.compile(r"layer|block|ind(ex|ic)|idx")  # names of config keys with numbers of layers
+_PLAIN_TYPES = (bool, int, float, str, type(None))
+_INDEX_ATTRIBUTES = ("idx", "index", "layer_id", "layer_number", "layer_nr")  # attributes with the number of a layer
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,80 +32,89 @@ class RepeatedLayers:
 
     Attributes:
         path: Path of their list, such as "model.layers".
-        at: First layer that can be left out.
+        first: First layer that can be left out.
         period: Layers per period.
-        most: Number of periods that can be left out.
+        max_periods: Number of periods that can be left out.
     """
 
     path: str
-    at: int
+    first: int
     period: int
-    most: int
+    max_periods: int
 
     @property
     def stop(self) -> int:
         """First layer after those that can be left out."""
-        return self.at + self.period * self.most
+        return self.first + self.period * self.max_periods
 
-    def left_out(self, extra: int) -> range:
-        """Return the layers to leave out if `extra` of the removable periods stay."""
-        return range(self.at, self.stop - self.period * extra)
+    def removed_layers(self, extra_periods: int) -> range:
+        """Return the layers to leave out if `extra_periods` of the removable periods stay."""
+        return range(self.first, self.stop - self.period * extra_periods)
 
 
-def layer_kinds(model: nn.Module, homes: Mapping[str, str]) -> dict[str, list[Hashable]]:
+def describe_layers(model: nn.Module, config_names: Mapping[str, str]) -> dict[str, list[Hashable]]:
     """Return a description of each layer, by list; lists of layers that share a parameter are omitted.
 
     Two layers with equal descriptions run the same computation, as far as their structure shows.
 
     Args:
         model: Whole model, before it is parallelized.
-        homes: For each list, the nested config with its length, as named by `config_parts`.
+        config_names: For each list, the nested config with its length, as named by `iter_config_dicts`.
     """
-    nested = dict(config_parts(model.config.to_dict()))
-    owners = Counter(id(tensor) for tensor in _tensors(model))
-    found: dict[str, list[Hashable]] = {}
-    for container in lists_of_layers(model):
+    configs_by_name = dict(iter_config_dicts(model.config.to_dict()))
+    use_counts = Counter(id(tensor) for tensor in _tensors(model))
+    descriptions: dict[str, list[Hashable]] = {}
+    for container in iter_layer_lists(model):
         layers = list(container.module.children())
-        if any(owners[id(tensor)] > 1 for layer in layers for tensor in _tensors(layer)):
+        if any(use_counts[id(tensor)] > 1 for layer in layers for tensor in _tensors(layer)):
             continue
-        by_key = list(by_layer(nested.get(homes.get(container.name, ""), {}), len(layers)).values())
-        found[container.name] = [
-            (_kind(layer), *(repr(each[number]) for each in by_key)) for number, layer in enumerate(layers)
+        by_key = list(
+            collect_per_layer_values(
+                configs_by_name.get(config_names.get(container.name, ""), {}), len(layers)
+            ).values()
+        )
+        descriptions[container.name] = [
+            (_describe_layer(layer), *(repr(each[number]) for each in by_key)) for number, layer in enumerate(layers)
         ]
-    return found
+    return descriptions
 
 
-def lists_of_layers(model: nn.Module) -> Iterator[Container]:
+def iter_layer_lists(model: nn.Module) -> Iterator[LayerList]:
     """Yield every list of layers of a model."""
-    return chain.from_iterable(containers(model).values())
+    return chain.from_iterable(find_layer_lists(model).values())
 
 
-def config_parts(config: Mapping[str, Any], name: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
+def iter_config_dicts(config: Mapping[str, Any], name: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield the contents of a config.json and its nested configs, with their dotted names; the whole has none."""
     yield name, config  # type: ignore[misc]  # a dict, as JSON has it
     for key, value in config.items():
         if isinstance(value, dict) and "model_type" in value:
-            yield from config_parts(value, f"{name}.{key}" if name else key)
+            yield from iter_config_dicts(value, f"{name}.{key}" if name else key)
 
 
-def by_layer(part: Mapping[str, Any], count: int) -> dict[str, list[Any]]:
+def collect_per_layer_values(config: Mapping[str, Any], count: int) -> dict[str, list[Any]]:
     """Return the per-layer values of a config, by key.
 
     The value may be a list of one value per layer, a table by number of the layer, or a list of such numbers.
     """
-    found: dict[str, list[Any]] = {}
-    for key, value in sorted(part.items()):
+    values_by_key: dict[str, list[Any]] = {}
+    for key, value in sorted(config.items()):
         if isinstance(value, (list, tuple)) and len(value) == count:
-            found[key] = list(value)
-        elif isinstance(value, dict) and value and all(_is_of_layer(*each, count) for each in value.items()):
+            values_by_key[key] = list(value)
+        elif isinstance(value, dict) and value and all(_is_layer_entry(*each, count) for each in value.items()):
             table = {int(number): each for number, each in value.items()}
-            found[key] = [table.get(number, ABSENT) for number in range(count)]
-        elif isinstance(value, (list, tuple)) and value and _LAYERS.search(key) and _are_layers(value, count):
-            found[key] = [number in value for number in range(count)]
-    return found
+            values_by_key[key] = [table.get(number, ABSENT) for number in range(count)]
+        elif (
+            isinstance(value, (list, tuple))
+            and value
+            and _LAYER_INDEX_KEYS.search(key)
+            and _are_layer_indices(value, count)
+        ):
+            values_by_key[key] = [number in value for number in range(count)]
+    return values_by_key
 
 
-def as_before(value: Any, values: Sequence[Any], count: int) -> Any:
+def to_config_form(value: Any, values: Sequence[Any], count: int) -> Any:
     """Convert per-layer values of fewer layers back to the form that they have in the config.
 
     Args:
@@ -118,33 +127,35 @@ def as_before(value: Any, values: Sequence[Any], count: int) -> Any:
     return list(values) if len(value) == count else [number for number, is_in in enumerate(values) if is_in]
 
 
-def repeat_in(path: str, kinds: Sequence[Hashable], first: int, stop: int, runs: int) -> RepeatedLayers | None:
+def find_repeat(
+    path: str, descriptions: Sequence[Hashable], first: int, stop: int, model_count: int
+) -> RepeatedLayers | None:
     """Return the removable layers from `first` to `stop` of a list, or None if that would save nothing.
 
     Args:
         path: Path of the list.
-        kinds: Descriptions of all its layers.
+        descriptions: Descriptions of all its layers.
         first: First layer of the range.
         stop: End of the range, exclusive.
-        runs: Number of models with fewer layers that will run.
+        model_count: Number of models with fewer layers that will run.
     """
-    found, saved = None, 0
-    for period in range(1, min(_LONGEST, (stop - first) // runs) + 1):
+    best, saved = None, 0
+    for period in range(1, min(_MAX_PERIOD, (stop - first) // model_count) + 1):
         begin = end = first
         for number in range(first, stop - period + 1):
-            is_same = number < stop - period and kinds[number] == kinds[number + period]
+            is_same = number < stop - period and descriptions[number] == descriptions[number + period]
             if is_same:
                 end = number + 1
                 continue
             length = end + period - begin if end > begin else 0
-            stay = length % period + max(2 * period, _LEAST)
-            most = (length - stay) // period
-            each = stop - first - most * period  # layers of the smallest model
-            if most >= runs and stop - first - runs * (each + period) > saved:
-                saved = stop - first - runs * (each + period)
-                found = RepeatedLayers(path, begin + -(-stay // 2), period, most)
+            remaining = length % period + max(2 * period, _MIN_REMAINING)
+            max_periods = (length - remaining) // period
+            smallest = stop - first - max_periods * period  # layers of the smallest model
+            if max_periods >= model_count and stop - first - model_count * (smallest + period) > saved:
+                saved = stop - first - model_count * (smallest + period)
+                best = RepeatedLayers(path, begin + -(-remaining // 2), period, max_periods)
             begin = end = number + 1
-    return found
+    return best
 
 
 def _tensors(module: nn.Module) -> Iterator[Any]:
@@ -152,29 +163,38 @@ def _tensors(module: nn.Module) -> Iterator[Any]:
         yield from (tensor for tensor in each._parameters.values() if tensor is not None)
 
 
-def _are_layers(numbers: Sequence[Any], count: int) -> bool:
+def _are_layer_indices(numbers: Sequence[Any], count: int) -> bool:
     return all(type(each) is int and 0 <= each < count for each in numbers) and list(numbers) == sorted(set(numbers))
 
 
-def _is_of_layer(key: Any, value: Any, count: int) -> bool:
+def _is_layer_entry(key: Any, value: Any, count: int) -> bool:
     is_number = isinstance(key, int) or (isinstance(key, str) and key.isdecimal())
     return isinstance(value, dict) and is_number and 0 <= int(key) < count
 
 
-def _kind(layer: nn.Module) -> Hashable:
+def _describe_layer(layer: nn.Module) -> Hashable:
     return tuple(
-        (name, type(module).__qualname__, *_attributes(vars(module)), *_shapes(module._parameters, module._buffers))
+        (
+            name,
+            type(module).__qualname__,
+            *_plain_attributes(vars(module)),
+            *_tensor_shapes(module._parameters, module._buffers),
+        )
         for name, module in layer.named_modules(remove_duplicate=False)
     )
 
 
-def _attributes(values: Mapping[str, Any]) -> Iterator[Hashable]:
+def _plain_attributes(values: Mapping[str, Any]) -> Iterator[Hashable]:
     for name, value in sorted(values.items()):
-        if isinstance(value, _PLAIN) and not name.startswith("_") and not any(each in name for each in _NUMBERS):
+        if (
+            isinstance(value, _PLAIN_TYPES)
+            and not name.startswith("_")
+            and not any(each in name for each in _INDEX_ATTRIBUTES)
+        ):
             yield name, type(value).__name__, value
 
 
-def _shapes(*tensors: Mapping[str, Any]) -> Iterator[Hashable]:
+def _tensor_shapes(*tensors: Mapping[str, Any]) -> Iterator[Hashable]:
     pairs: Iterable[tuple[str, Any]] = (pair for each in tensors for pair in each.items())
     for name, tensor in pairs:
         if tensor is not None:

@@ -8,19 +8,19 @@ from typing import Any
 from ckptx.layout.parallel_dims import ParallelDims
 from ckptx.report.documents.forecast import ForecastReport, SearchReport
 from ckptx.runtime.forecasting.run import RankForecast
-from ckptx.runtime.forecasting.search import NODE, Candidate, SearchResult, SearchSpace
-from ckptx.runtime.forecasting.task import Task
-from ckptx.runtime.forecasting.timeline import kind_of
-from ckptx.runtime.memory.reserve import CONTEXT, FRAGMENTATION, reserve_bytes
+from ckptx.runtime.forecasting.search import GPUS_PER_NODE, Candidate, SearchResult, SearchSpace
+from ckptx.runtime.forecasting.task import ForecastTask
+from ckptx.runtime.forecasting.timeline import classify_storage
+from ckptx.runtime.memory.reserve import CONTEXT_BYTES, FRAGMENTATION_FRACTION, reserve_bytes
 from ckptx.runtime.memory.storage_ledger import KINDS, StorageLifetime
 
 _GIB = 2**30
 
 
-def report_of(task: Task, ranks: Sequence[RankForecast], memory: int | None) -> ForecastReport:
+def build_report(task: ForecastTask, ranks: Sequence[RankForecast], memory: int | None) -> ForecastReport:
     """Return the report of a forecast."""
     dims, training = task.dims, task.recipe.training
-    rows = [_row(rank, memory) for rank in ranks]
+    rows = [_rank_row(rank, memory) for rank in ranks]
     peak = max(row["peak"] for row in rows)
     fits = None if memory is None else all(row["fits"] for row in rows)
     layout = task.recipe.layout
@@ -28,8 +28,8 @@ def report_of(task: Task, ranks: Sequence[RankForecast], memory: int | None) -> 
         command="forecast",
         exit=0 if fits is not False else 1,
         architecture=ranks[0].architecture,
-        parameters=ranks[0].parameters,
-        layout=_mesh(dims),
+        parameters=ranks[0].parameter_count,
+        layout=_mesh_row(dims),
         settings={
             "batch": training.global_batch // dims.dp,
             "microbatches": task.microbatches,
@@ -44,83 +44,94 @@ def report_of(task: Task, ranks: Sequence[RankForecast], memory: int | None) -> 
         reserved=reserve_bytes(peak),
         fits=fits,
         flops=sum(each.work.flops for each in ranks) * dims.per_stage,
-        recomputed_flops=sum(each.work.recomputed for each in ranks) * dims.per_stage,
-        assumptions=assumptions_of(task, ranks[0].missing, any(each.left_out for each in ranks)),
+        recomputed_flops=sum(each.work.recomputed_flops for each in ranks) * dims.per_stage,
+        assumptions=list_assumptions(task, ranks[0].missing_inputs, any(each.omitted_layers for each in ranks)),
     )
 
 
-def _row(rank: RankForecast, memory: int | None) -> dict[str, Any]:
+def _rank_row(rank: RankForecast, memory: int | None) -> dict[str, Any]:
     timeline = rank.timeline
-    worst, work, peak = timeline.worst, rank.work, rank.peak
+    worst, work, peak = timeline.peak_segment, rank.work, rank.peak
     return {
         "stages": list(rank.stages),
         "peak": peak,
-        "between_steps": sum(timeline.between),
-        "by_kind": dict(zip(KINDS, worst.most, strict=True)),
-        "between_steps_by_kind": dict(zip(KINDS, timeline.between, strict=True)),
-        "peak_tensor": _storage_row(worst.peak) if worst.peak is not None else None,
-        "largest_tensors": [_storage_row(each) for each in worst.largest],
+        "between_steps": sum(timeline.between_steps),
+        "by_kind": dict(zip(KINDS, worst.peak_bytes, strict=True)),
+        "between_steps_by_kind": dict(zip(KINDS, timeline.between_steps, strict=True)),
+        "peak_tensor": _storage_row(worst.peak_storage) if worst.peak_storage is not None else None,
+        "largest_tensors": [_storage_row(each) for each in worst.largest_storages],
         "flops": work.flops,
-        "recomputed_flops": work.recomputed,
-        "sent_bytes": dict(work.sent),
+        "recomputed_flops": work.recomputed_flops,
+        "sent_bytes": dict(work.sent_bytes),
         "checkpointed_layers": rank.wrapped_layers,
         "fits": None if memory is None else peak + reserve_bytes(peak) <= memory,
         "timeline": [
-            [each.part, each.turn, f"{each.unit.stack}.{each.unit.index}" if each.unit.stack else "", *each.most]
+            [
+                each.phase,
+                each.pass_index,
+                f"{each.layer.stack}.{each.layer.index}" if each.layer.stack else "",
+                *each.peak_bytes,
+            ]
             for each in timeline.segments
         ],
     }
 
 
-def _storage_row(life: StorageLifetime) -> dict[str, Any]:
+def _storage_row(lifetime: StorageLifetime) -> dict[str, Any]:
     return {
-        "bytes": life.nbytes,
-        "kind": kind_of(life),
-        "op": life.op,
-        "module": life.born.module,
-        "part": life.born.part,
-        "microbatch": life.born.turn,
-        "is_recomputed": life.born.is_again,
-        "shape": list(life.shape),
-        "dtype": str(life.dtype).removeprefix("torch."),
+        "bytes": lifetime.nbytes,
+        "kind": classify_storage(lifetime),
+        "op": lifetime.operation,
+        "module": lifetime.alloc_phase.module,
+        "part": lifetime.alloc_phase.name,
+        "microbatch": lifetime.alloc_phase.pass_index,
+        "is_recomputed": lifetime.alloc_phase.is_recompute,
+        "shape": list(lifetime.shape),
+        "dtype": str(lifetime.dtype).removeprefix("torch."),
     }
 
 
-def search_report_of(space: SearchSpace, found: SearchResult) -> SearchReport:
+def build_search_report(space: SearchSpace, result: SearchResult) -> SearchReport:
     """Return the report of a layout search."""
-    task, outcomes = space.task, found.outcomes
-    best = [each.best for each in outcomes if each.best is not None]
-    missing = best[0].missing if best else ()
-    assumptions = assumptions_of(task, missing, False)
+    task, mesh_results = space.task, result.mesh_results
+    best = [each.best for each in mesh_results if each.best is not None]
+    missing = best[0].missing_inputs if best else ()
+    assumptions = list_assumptions(task, missing, False)
     assumptions.append(
         "every layout runs the same step; layouts are forecast with few of the repeated layers, few microbatches and, "
         "with a pipeline, few ranks; the row marked checked was run on every rank, with its layers validated"
     )
-    if space.fixed.tp is None and space.gpus > NODE:
-        assumptions.append(f"tensor parallelism is limited to the {NODE} GPUs of a node; --tp sets another size")
+    if space.fixed.tp is None and space.gpus > GPUS_PER_NODE:
+        assumptions.append(
+            f"tensor parallelism is limited to the {GPUS_PER_NODE} GPUs of a node; --tp sets another size"
+        )
     return SearchReport(
         command="forecast",
         exit=0 if best else 1,
-        architecture=found.architecture,
-        parameters=found.parameters,
+        architecture=result.architecture,
+        parameters=result.parameter_count,
         gpus=space.gpus,
         gpu_memory=space.memory,
         settings={"sequences": task.recipe.training.global_batch, **_settings(task)},
-        layouts=[_candidate(each) for each in best],
+        layouts=[_candidate_row(each) for each in best],
         layouts_too_large=[
-            {"layout": _mesh(each.dims), "peak": each.least}
-            for each in outcomes
-            if each.best is None and not each.refused
+            {"layout": _mesh_row(each.dims), "peak": each.min_peak}
+            for each in mesh_results
+            if each.best is None and not each.refusal_reason
         ],
-        unsupported_layouts=[{"layout": _mesh(each.dims), "reason": each.refused} for each in outcomes if each.refused],
-        evaluated_steps=sum(each.tried for each in outcomes),
+        unsupported_layouts=[
+            {"layout": _mesh_row(each.dims), "reason": each.refusal_reason}
+            for each in mesh_results
+            if each.refusal_reason
+        ],
+        evaluated_steps=sum(each.candidate_count for each in mesh_results),
         assumptions=assumptions,
     )
 
 
-def _candidate(each: Candidate) -> dict[str, Any]:
+def _candidate_row(each: Candidate) -> dict[str, Any]:
     return {
-        "layout": _mesh(each.task.dims),
+        "layout": _mesh_row(each.task.dims),
         "activation_checkpointing": each.task.recipe.layout.activation_checkpointing,
         "microbatches": each.task.microbatches,
         "sequences": each.task.microbatch,
@@ -128,18 +139,18 @@ def _candidate(each: Candidate) -> dict[str, Any]:
         "between_steps": each.between_steps,
         "reserved": reserve_bytes(each.peak),
         "flops": each.flops,
-        "recomputed_flops": each.recomputed,
-        "bubble_fraction": each.idle,
-        "sent_bytes": dict(each.sent),
+        "recomputed_flops": each.recomputed_flops,
+        "bubble_fraction": each.idle_fraction,
+        "sent_bytes": dict(each.sent_bytes),
         "is_checked": each.is_checked,
     }
 
 
-def _mesh(dims: ParallelDims) -> dict[str, int]:
+def _mesh_row(dims: ParallelDims) -> dict[str, int]:
     return {"tp": dims.tp, "pp": dims.pp, "dp_shard": dims.dp_shard, "dp_replicate": dims.dp_replicate}
 
 
-def _settings(task: Task) -> dict[str, Any]:
+def _settings(task: ForecastTask) -> dict[str, Any]:
     """Return the settings that do not depend on the layout."""
     layout = task.recipe.layout
     return {
@@ -153,7 +164,7 @@ def _settings(task: Task) -> dict[str, Any]:
     }
 
 
-def assumptions_of(task: Task, missing: Sequence[str], is_extrapolated: bool) -> list[str]:
+def list_assumptions(task: ForecastTask, missing: Sequence[str], is_extrapolated: bool) -> list[str]:
     """Return the assumptions behind the numbers of a task.
 
     Args:
@@ -175,7 +186,7 @@ def assumptions_of(task: Task, missing: Sequence[str], is_extrapolated: bool) ->
         ),
         (
             "not counted: kernel workspaces, NCCL, CUDA context, fragmentation; reserve for them: "
-            f"{CONTEXT / _GIB:.1f} GiB + {FRAGMENTATION:.0%} of the peak"
+            f"{CONTEXT_BYTES / _GIB:.1f} GiB + {FRAGMENTATION_FRACTION:.0%} of the peak"
         ),
     ]
     if task.optimizer in ("adam", "adamw"):

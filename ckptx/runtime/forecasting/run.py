@@ -15,35 +15,35 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from ckptx.errors import CkptxError, UnsupportedError
 from ckptx.layout.stages import StageMap
-from ckptx.runtime.forecasting.counting import Counts, Tally, sum_of
-from ckptx.runtime.forecasting.fake_world import fake_world
-from ckptx.runtime.forecasting.pipeline import Boundaries, IsolatedPipeline
-from ckptx.runtime.forecasting.step import StepSpec, batches_of, inputs_of, optimizer_of
-from ckptx.runtime.forecasting.task import Task
-from ckptx.runtime.forecasting.timeline import MemoryTimeline, timeline_of
+from ckptx.runtime.forecasting.counting import Work, WorkCounter, sum_work
+from ckptx.runtime.forecasting.fake_world import fake_process_group
+from ckptx.runtime.forecasting.pipeline import IsolatedPipeline, StageInputSlots
+from ckptx.runtime.forecasting.step import StepSpec, make_step_batches, make_step_inputs, make_step_optimizer
+from ckptx.runtime.forecasting.task import ForecastTask
+from ckptx.runtime.forecasting.timeline import MemoryTimeline, build_timeline
 from ckptx.runtime.memory.shape_tensors import ShapeTensors
 from ckptx.runtime.memory.storage_ledger import OPTIMIZER, PARAMETERS, StorageLedger
-from ckptx.runtime.model.build import build_model, give_storage
+from ckptx.runtime.model.build import allocate_storage, build_model
 from ckptx.runtime.model.layers import layer_groups
 from ckptx.runtime.parallel.pipeline.boundaries import StageBoundaries
 from ckptx.runtime.parallel.pipeline.plan import find_and_check_boundaries
 from ckptx.runtime.parallel.pipeline.schedules import Schedule
 from ckptx.runtime.parity.inputs.batch import Inputs
 from ckptx.runtime.torch_private import DataDependentOutputException, DynamicOutputShapeException
-from ckptx.runtime.training.assembly import AssembledModel, build_on_mesh
+from ckptx.runtime.training.assembly import RankModel, build_rank_model_on_meta
 
 
 @dataclass(slots=True)
-class SharedFacts:
+class BoundaryCache:
     """Facts that one forked process finds and later ones need.
 
     Attributes:
         stage_boundaries: Boundaries between pipeline stages; None until they are found.
-        boundaries: Shapes of the inputs of each stage.
+        input_slots: Shapes of the inputs of each stage.
     """
 
     stage_boundaries: StageBoundaries | None = None
-    boundaries: Boundaries = field(default_factory=dict)
+    input_slots: StageInputSlots = field(default_factory=dict)
 
     def find_boundaries(
         self, model: nn.Module, stages: StageMap, schedule: Schedule, batches: Any, output: Any
@@ -62,44 +62,44 @@ class RankForecast:
 
     Attributes:
         architecture: Name of the model class.
-        parameters: Number of parameters of the whole model.
-        missing: Kinds of input that the model has a tower for, but the step lacks.
+        parameter_count: Number of parameters of the whole model.
+        missing_inputs: Kinds of input that the model has a tower for, but the step lacks.
         stages: Numbers of its pipeline stages; (0,) without a pipeline.
         timeline: Memory over the step.
-        turns: Work of each pass, by part of the step and number of the pass.
+        work_by_pass: Work of each pass, by part of the step and number of the pass.
         wrapped_layers: Layers that recompute activations.
-        inputs: Bytes of the inputs of a microbatch.
-        left_out: Number of repeated layers that did not run.
+        input_bytes: Bytes of the inputs of a microbatch.
+        omitted_layers: Number of repeated layers that did not run.
     """
 
     architecture: str
-    parameters: int
-    missing: tuple[str, ...]
+    parameter_count: int
+    missing_inputs: tuple[str, ...]
     stages: tuple[int, ...]
     timeline: MemoryTimeline
-    turns: Mapping[tuple[str, int], Tally]
+    work_by_pass: Mapping[tuple[str, int], Work]
     wrapped_layers: int
-    inputs: int = 0
-    left_out: int = 0
+    input_bytes: int = 0
+    omitted_layers: int = 0
 
     @property
     def peak(self) -> int:
         """Peak bytes of the step."""
-        return sum(self.timeline.worst.most)
+        return sum(self.timeline.peak_segment.peak_bytes)
 
     @property
-    def work(self) -> Tally:
+    def work(self) -> Work:
         """Work of the whole step."""
-        return sum_of(self.turns.values())
+        return sum_work(self.work_by_pass.values())
 
 
-def run_rank(task: Task, pipeline_rank: int, known: SharedFacts) -> tuple[RankForecast, SharedFacts]:
+def run_rank(task: ForecastTask, pipeline_rank: int, cache: BoundaryCache) -> tuple[RankForecast, BoundaryCache]:
     """Run a step on the first of the ranks that share pipeline stages, which has the largest shards.
 
     Args:
         task: Step to run.
         pipeline_rank: Rank within the pipeline.
-        known: Facts from earlier stages.
+        cache: Facts from earlier stages.
 
     Raises:
         UnsupportedError: The class cannot run in this layout, or its shapes depend on values.
@@ -107,68 +107,73 @@ def run_rank(task: Task, pipeline_rank: int, known: SharedFacts) -> tuple[RankFo
     whole_model = build_model(task.source, trust_remote_code=task.recipe.model.trust_remote_code)
     parameters = sum(each.numel() for each in whole_model.parameters())
     config = {**whole_model.config.to_dict(), "architectures": whole_model.config.architectures}
-    inputs = inputs_of(task, config)
-    with _parallelized(task, pipeline_rank, known) as assembled:
-        ledger, counts = StorageLedger(), Counts()
+    inputs = make_step_inputs(task, config)
+    with _build_rank_model(task, pipeline_rank, cache) as rank_model:
+        ledger, counts = StorageLedger(), WorkCounter()
 
         def on_operation(*operation: Any) -> None:
             ledger.record_operation(*operation)
             counts.record_operation(ledger.current_phase, *operation)
 
-        with _shapes(assembled, on_operation), ledger.watch(assembled.models):
-            begin, end = _one_step(assembled, task, inputs, ledger, counts, known.boundaries)
-            layers = [
-                layer.name for model in assembled.models for group in layer_groups(model).values() for layer in group
+        with _run_on_shapes(rank_model, on_operation), ledger.watch(rank_model.models):
+            begin, end = _run_step(rank_model, task, inputs, ledger, counts, cache.input_slots)
+            layer_names = [
+                layer.name for model in rank_model.models for group in layer_groups(model).values() for layer in group
             ]
-            timeline = timeline_of(ledger.events[:end], begin, layers)
-        found = RankForecast(
+            timeline = build_timeline(ledger.events[:end], begin, layer_names)
+        forecast = RankForecast(
             architecture=str(config["architectures"][0]),
-            parameters=parameters,
-            missing=inputs.missing,
-            stages=tuple(assembled.stages),
+            parameter_count=parameters,
+            missing_inputs=inputs.missing,
+            stages=tuple(rank_model.stages),
             timeline=timeline,
-            turns=counts.by_turn,
-            wrapped_layers=assembled.wrapped_layers,
-            inputs=sum(each.nbytes for each in (*inputs.batch.values(), inputs.labels)),
+            work_by_pass=counts.work_by_pass,
+            wrapped_layers=rank_model.wrapped_layers,
+            input_bytes=sum(each.nbytes for each in (*inputs.batch.values(), inputs.labels)),
         )
-        return found, known
+        return forecast, cache
 
 
-def walk_stage(task: Task, stages: int, number: int, known: SharedFacts) -> SharedFacts:
+def find_sent_shapes(task: ForecastTask, stages: int, number: int, cache: BoundaryCache) -> BoundaryCache:
     """Find the shapes that a stage sends, in a pipeline with one stage per rank.
 
     Args:
         task: Step to run.
         stages: Number of stages.
         number: Number of this stage.
-        known: Facts from earlier stages.
+        cache: Facts from earlier stages.
 
     Raises:
         UnsupportedError: See `run_rank`.
     """
     layout = structs.replace(task.recipe.layout, pp=stages, schedule="gpipe")
     task = replace(task, recipe=structs.replace(task.recipe, layout=layout))
-    with _parallelized(task, number, known) as assembled:
-        model = assembled.models[0]
-        inputs = inputs_of(task, {**model.config.to_dict(), "architectures": model.config.architectures})
-        with _shapes(assembled, lambda *_: None):
-            give_storage(model, torch.device("cpu"))
-            _pipeline(assembled, known.boundaries, StorageLedger()).run_one_batch(batches_of(task, inputs)[0])
-    return known
+    with _build_rank_model(task, number, cache) as rank_model:
+        model = rank_model.models[0]
+        inputs = make_step_inputs(task, {**model.config.to_dict(), "architectures": model.config.architectures})
+        with _run_on_shapes(rank_model, lambda *_: None):
+            allocate_storage(model, torch.device("cpu"))
+            _make_pipeline(rank_model, cache.input_slots, StorageLedger()).run_one_batch(
+                make_step_batches(task, inputs)[0]
+            )
+    return cache
 
 
 @contextmanager
-def _parallelized(task: Task, pipeline_rank: int, known: SharedFacts) -> Iterator[AssembledModel]:
+def _build_rank_model(task: ForecastTask, pipeline_rank: int, cache: BoundaryCache) -> Iterator[RankModel]:
     """Parallelize the model of a rank, without storage."""
-    with fake_world(pipeline_rank * task.dims.per_stage, task.dims.world_size) as place, warnings.catch_warnings():
+    with (
+        fake_process_group(pipeline_rank * task.dims.per_stage, task.dims.world_size) as rank_context,
+        warnings.catch_warnings(),
+    ):
         warnings.simplefilter("ignore")  # torch warns about groups of one rank; real problems raise errors
-        yield build_on_mesh(task.recipe, task.source, place, find_boundaries=known.find_boundaries)
+        yield build_rank_model_on_meta(task.recipe, task.source, rank_context, find_boundaries=cache.find_boundaries)
 
 
 @contextmanager
-def _shapes(assembled: AssembledModel, on_operation: Callable[..., None]) -> Iterator[None]:
+def _run_on_shapes(rank_model: RankModel, on_operation: Callable[..., None]) -> Iterator[None]:
     """Run the block on tensors without storage; shapes that depend on values raise an `UnsupportedError`."""
-    name = assembled.models[0].config.architectures[0]  # FSDP2 gives a model another class
+    name = rank_model.models[0].config.architectures[0]  # FSDP2 gives a model another class
     try:
         with ShapeTensors(on_operation):
             yield
@@ -181,31 +186,36 @@ def _shapes(assembled: AssembledModel, on_operation: Callable[..., None]) -> Ite
         ) from error
 
 
-def _one_step(
-    assembled: AssembledModel, task: Task, inputs: Inputs, ledger: StorageLedger, counts: Counts, boundaries: Boundaries
+def _run_step(
+    rank_model: RankModel,
+    task: ForecastTask,
+    inputs: Inputs,
+    ledger: StorageLedger,
+    counts: WorkCounter,
+    input_slots: StageInputSlots,
 ) -> tuple[int, int]:
     """Run one step; returns the numbers of its first event and of the first event after it.
 
     One-time work comes before: the optimizer creates its state, and a pipeline its communication buffers.
     """
-    for model in assembled.models:
-        give_storage(model, torch.device("cpu"))
+    for model in rank_model.models:
+        allocate_storage(model, torch.device("cpu"))
         ledger.label([*model.parameters(), *model.buffers()], PARAMETERS)
-    parameters = [each for _, each in assembled.parameters()]
-    optimizer = optimizer_of(task, parameters)
+    parameters = [each for _, each in rank_model.parameters()]
+    optimizer = make_step_optimizer(task, parameters)
     if optimizer is not None:
-        _give_state(optimizer, ledger)
-    if assembled.pipeline_plan is not None:
-        assembled.pipeline = _pipeline(assembled, boundaries, ledger)
-        assembled.pipeline.prepare(batches_of(task, inputs)[: assembled.pipeline_plan.microbatches])
+        _create_optimizer_state(optimizer, ledger)
+    if rank_model.pipeline_plan is not None:
+        rank_model.pipeline = _make_pipeline(rank_model, input_slots, ledger)
+        rank_model.pipeline.prepare(make_step_batches(task, inputs)[: rank_model.pipeline_plan.microbatches])
     begin = len(ledger.events)
-    ledger.begin()
-    counts.begin()
-    StepSpec(assembled, task, inputs, optimizer).run(ledger)
+    ledger.reset_passes()
+    counts.reset()
+    StepSpec(rank_model, task, inputs, optimizer).run(ledger)
     return begin, len(ledger.events)
 
 
-def _give_state(optimizer: torch.optim.Optimizer, ledger: StorageLedger) -> None:
+def _create_optimizer_state(optimizer: torch.optim.Optimizer, ledger: StorageLedger) -> None:
     """Create the optimizer state as the first step does; parameters without a gradient in the step lose it again."""
     trained = optimizer.param_groups[0]["params"]
     for each in trained:
@@ -216,20 +226,20 @@ def _give_state(optimizer: torch.optim.Optimizer, ledger: StorageLedger) -> None
     def state_of(parameter: Tensor) -> list[Tensor]:
         return [each for each in optimizer.state[parameter].values() if isinstance(each, Tensor)]
 
-    def forget_the_idle(*_: Any) -> None:
+    def exclude_idle_state(*_: Any) -> None:
         for each in trained:
             if each.grad is None:
-                ledger.forget(state_of(each))
+                ledger.exclude(state_of(each))
 
     for each in trained:
         ledger.label(state_of(each), OPTIMIZER)
-    optimizer.register_step_pre_hook(forget_the_idle)
+    optimizer.register_step_pre_hook(exclude_idle_state)
 
 
-def _pipeline(assembled: AssembledModel, boundaries: Boundaries, ledger: StorageLedger) -> IsolatedPipeline:
-    assert assembled.pipeline_plan is not None
-    found = assembled.pipeline_plan.pipeline(
-        assembled.stages, assembled.mesh, IsolatedPipeline.maker(boundaries, ledger)
+def _make_pipeline(rank_model: RankModel, input_slots: StageInputSlots, ledger: StorageLedger) -> IsolatedPipeline:
+    assert rank_model.pipeline_plan is not None
+    pipeline = rank_model.pipeline_plan.pipeline(
+        rank_model.stages, rank_model.mesh, IsolatedPipeline.make_factory(input_slots, ledger)
     )
-    assert isinstance(found, IsolatedPipeline)
-    return found
+    assert isinstance(pipeline, IsolatedPipeline)
+    return pipeline

@@ -21,19 +21,19 @@ from msgspec import structs
 from ckptx.errors import CkptxError, Defect, UsageError
 from ckptx.layout.parallel_dims import ParallelDims
 from ckptx.processes.fork import in_children
-from ckptx.runtime.forecasting.ranks import KnownBoundaries, ranks_of
+from ckptx.runtime.forecasting.ranks import BoundariesBySplit, forecast_ranks
 from ckptx.runtime.forecasting.run import RankForecast
-from ckptx.runtime.forecasting.task import Task
+from ckptx.runtime.forecasting.task import ForecastTask
 from ckptx.runtime.memory.reserve import reserve_bytes
 from ckptx.runtime.memory.storage_ledger import GRADIENTS, KINDS, OPTIMIZER, PARAMETERS
 from ckptx.runtime.model.build import build_model
 from ckptx.runtime.parallel.pipeline.schedules import find_schedule
 
 MODES = ("none", "selective", "submodule", "full")  # in ascending order of recomputation
-NODE = 8  # GPUs with a fast interconnect: TP stays within them
-_STEADY = 4  # microbatches without a pipeline: the first, two identical ones, the last
-_FILLED = 3  # microbatches of a pipeline beyond one for each of its ranks
-_CONFIRMED = 3  # candidates that are forecast in full, until one of them fits
+GPUS_PER_NODE = 8  # GPUs with a fast interconnect: TP stays within them
+_STEADY_MICROBATCHES = 4  # microbatches without a pipeline: the first, two identical ones, the last
+_EXTRA_PIPELINE_MICROBATCHES = 3  # microbatches of a pipeline beyond one for each of its ranks
+_MAX_CONFIRMED = 3  # candidates that are forecast in full, until one of them fits
 
 _logger = logging.getLogger(__name__)
 
@@ -68,32 +68,32 @@ class Candidate:
         peak: Peak bytes of tensors, on the rank with the most.
         between_steps: Bytes between steps, on the rank with the most.
         flops: Floating-point operations of a step, on the rank with the most.
-        recomputed: Those of `flops` that are recomputed.
-        sent: Bytes by collective, on the rank that sends most.
-        missing: Kinds of input that the model has a tower for, but the step lacks.
+        recomputed_flops: Those of `flops` that are recomputed.
+        sent_bytes: Bytes by collective, on the rank that sends most.
+        missing_inputs: Kinds of input that the model has a tower for, but the step lacks.
         is_checked: True if every stage was forecast, and the extrapolation of layers was validated.
     """
 
-    task: Task
+    task: ForecastTask
     peak: int
     between_steps: int
     flops: int
-    recomputed: int
-    sent: Mapping[str, int]
-    missing: tuple[str, ...] = ()
+    recomputed_flops: int
+    sent_bytes: Mapping[str, int]
+    missing_inputs: tuple[str, ...] = ()
     is_checked: bool = False
 
     @property
-    def idle(self) -> float:
+    def idle_fraction(self) -> float:
         """Fraction of a step in which pipeline ranks are idle."""
         layout = self.task.recipe.layout
         return find_schedule(layout.schedule).bubble_fraction(layout.pp, self.task.microbatches)
 
     @property
-    def order(self) -> tuple[float, int, int]:
+    def sort_key(self) -> tuple[float, int, int]:
         """Sort key, best first: least overhead in time, least communication, least memory."""
-        useful = (1 - self.recomputed / self.flops if self.flops else 1.0) * (1 - self.idle)
-        return round(1 / useful, 3), sum(self.sent.values()), self.peak
+        useful = (1 - self.recomputed_flops / self.flops if self.flops else 1.0) * (1 - self.idle_fraction)
+        return round(1 / useful, 3), sum(self.sent_bytes.values()), self.peak
 
     def fits(self, memory: int) -> bool:
         """Return True if the step fits, reserve included."""
@@ -112,7 +112,7 @@ class SearchSpace:
         directory: Directory for temporary files; None for the default.
     """
 
-    task: Task
+    task: ForecastTask
     gpus: int
     memory: int
     fixed: FixedDims
@@ -126,16 +126,16 @@ class MeshResult:
     Attributes:
         dims: Mesh that was searched.
         best: Best candidate; None if none fits.
-        least: Lowest peak in bytes of the candidates, or a lower bound if none was run.
-        refused: Reason why the mesh is impossible; empty if it is not.
-        tried: Number of candidates that were run.
+        min_peak: Lowest peak in bytes of the candidates, or a lower bound if none was run.
+        refusal_reason: Reason why the mesh is impossible; empty if it is not.
+        candidate_count: Number of candidates that were run.
     """
 
     dims: ParallelDims
     best: Candidate | None = None
-    least: int = 0
-    refused: str = ""
-    tried: int = 0
+    min_peak: int = 0
+    refusal_reason: str = ""
+    candidate_count: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,13 +144,13 @@ class SearchResult:
 
     Attributes:
         architecture: Name of the model class.
-        parameters: Number of parameters of the whole model.
-        outcomes: Results of all meshes; those that fit come first, best first.
+        parameter_count: Number of parameters of the whole model.
+        mesh_results: Results of all meshes; those that fit come first, best first.
     """
 
     architecture: str
-    parameters: int
-    outcomes: tuple[MeshResult, ...]
+    parameter_count: int
+    mesh_results: tuple[MeshResult, ...]
 
 
 def search(space: SearchSpace) -> SearchResult:
@@ -160,118 +160,120 @@ def search(space: SearchSpace) -> SearchResult:
         UsageError: No mesh has the given dimensions.
         InputError, UnsupportedError: The model cannot be built.
     """
-    meshes = layouts(space.gpus, space.fixed)
-    trust = space.task.recipe.model.trust_remote_code
-    model: Any = build_model(space.task.source, trust_remote_code=trust)
-    parameters = sum(each.numel() for each in model.parameters())
-    together: dict[tuple[int, int], list[ParallelDims]] = {}
+    meshes = list_meshes(space.gpus, space.fixed)
+    trust_remote_code = space.task.recipe.model.trust_remote_code
+    model: Any = build_model(space.task.source, trust_remote_code=trust_remote_code)
+    parameter_count = sum(each.numel() for each in model.parameters())
+    mesh_groups: dict[tuple[int, int], list[ParallelDims]] = {}
     for number, dims in enumerate(meshes):  # group meshes with equal pp, whose stages send the same
-        together.setdefault((dims.pp, number if dims.pp == 1 else 0), []).append(dims)
-    calls = [(space, each, parameters) for _, each in sorted(together.items(), reverse=True)]
-    outcomes = [each for found in in_children(outcomes_of, calls) for each in found]
-    fitting = sorted((each for each in outcomes if each.best is not None), key=_order)
-    rest = [each for each in outcomes if each.best is None]
-    for number, outcome in enumerate(fitting[:_CONFIRMED]):
-        fitting[number] = confirmed(outcome, space.memory)
+        mesh_groups.setdefault((dims.pp, number if dims.pp == 1 else 0), []).append(dims)
+    calls = [(space, each, parameter_count) for _, each in sorted(mesh_groups.items(), reverse=True)]
+    results = [each for found in in_children(search_meshes, calls) for each in found]
+    fitting = sorted((each for each in results if each.best is not None), key=_best_sort_key)
+    other_results = [each for each in results if each.best is None]
+    for number, result in enumerate(fitting[:_MAX_CONFIRMED]):
+        fitting[number] = confirm(result, space.memory)
         if fitting[number].best is not None:
             break
-    rest += [each for each in fitting if each.best is None]
-    fitting = sorted((each for each in fitting if each.best is not None), key=_order)
-    rest.sort(key=lambda each: meshes.index(each.dims))
-    return SearchResult(str(model.config.architectures[0]), parameters, (*fitting, *rest))
+    other_results += [each for each in fitting if each.best is None]
+    fitting = sorted((each for each in fitting if each.best is not None), key=_best_sort_key)
+    other_results.sort(key=lambda each: meshes.index(each.dims))
+    return SearchResult(str(model.config.architectures[0]), parameter_count, (*fitting, *other_results))
 
 
-def outcomes_of(space: SearchSpace, meshes: Sequence[ParallelDims], parameters: int) -> list[MeshResult]:
+def search_meshes(space: SearchSpace, meshes: Sequence[ParallelDims], parameter_count: int) -> list[MeshResult]:
     """Return the results of some meshes, one after another.
 
     Args:
         space: Search to run.
         meshes: Meshes with the same number of stages.
-        parameters: Number of parameters of the model.
+        parameter_count: Number of parameters of the model.
     """
-    known_boundaries: KnownBoundaries = {}
-    return [_outcome(space, dims, parameters, known_boundaries) for dims in meshes]
+    known_boundaries: BoundariesBySplit = {}
+    return [_search_mesh(space, dims, parameter_count, known_boundaries) for dims in meshes]
 
 
-def _outcome(space: SearchSpace, dims: ParallelDims, parameters: int, known_boundaries: KnownBoundaries) -> MeshResult:
+def _search_mesh(
+    space: SearchSpace, dims: ParallelDims, parameter_count: int, known_boundaries: BoundariesBySplit
+) -> MeshResult:
     """Return the first mode that fits a mesh, with its best number of microbatches."""
     task, fixed = space.task, space.fixed
-    least = least_bytes(task, parameters, dims)
-    if least + reserve_bytes(least) > space.memory:
-        return MeshResult(dims, least=least)
-    counts = list(microbatches_of(task, dims, fixed))
+    min_peak = min_peak_bytes(task, parameter_count, dims)
+    if min_peak + reserve_bytes(min_peak) > space.memory:
+        return MeshResult(dims, min_peak=min_peak)
+    counts = list(possible_microbatches(task, dims, fixed))
     if not counts:
         return MeshResult(
-            dims, refused="the batch of a data-parallel rank is smaller than one microbatch per pipeline rank"
+            dims, refusal_reason="the batch of a data-parallel rank is smaller than one microbatch per pipeline rank"
         )
-    smallest, tried = math.inf, 0
+    smallest, candidate_count = math.inf, 0
     for mode in (fixed.mode,) if fixed.mode is not None else MODES:
         best = None
         for count in counts:  # in descending order: more microbatches take less memory
             try:
-                candidate = _candidate(
+                candidate = _forecast_candidate(
                     with_layout(task, dims, mode, count), validate_extrapolation=False, few_ranks=True, in_place=True,
                     known_boundaries=known_boundaries, directory=space.directory,
                 )  # fmt: skip
             except Defect:
                 raise
             except CkptxError as error:
-                return MeshResult(dims, refused=str(error), tried=tried)
-            tried += 1
+                return MeshResult(dims, refusal_reason=str(error), candidate_count=candidate_count)
+            candidate_count += 1
             smallest = min(smallest, candidate.peak)
             _logger.info("%s, %s, %d microbatches: %d bytes", dims, mode, count, candidate.peak)
             if not candidate.fits(space.memory):
                 break
-            best = candidate if best is None else min(best, candidate, key=lambda each: each.order)
+            best = candidate if best is None else min(best, candidate, key=lambda each: each.sort_key)
             if dims.dp_shard == 1:
                 break  # without FSDP nothing is gathered, so fewer microbatches would not send less
         if best is not None:
-            return MeshResult(dims, best, best.peak, tried=tried)
-    return MeshResult(dims, least=int(smallest), tried=tried)
+            return MeshResult(dims, best, best.peak, candidate_count=candidate_count)
+    return MeshResult(dims, min_peak=int(smallest), candidate_count=candidate_count)
 
 
-def confirmed(outcome: MeshResult, memory: int) -> MeshResult:
+def confirm(result: MeshResult, memory: int) -> MeshResult:
     """Forecast the mesh again with every stage, and with the extrapolation of layers validated."""
-    assert outcome.best is not None
-    best = replace(_candidate(outcome.best.task), is_checked=True)
-    tried = outcome.tried + 1
-    return MeshResult(outcome.dims, best if best.fits(memory) else None, best.peak, tried=tried)
+    assert result.best is not None
+    best = replace(_forecast_candidate(result.best.task), is_checked=True)
+    candidate_count = result.candidate_count + 1
+    return MeshResult(result.dims, best if best.fits(memory) else None, best.peak, candidate_count=candidate_count)
 
 
-def _candidate(task: Task, **how: Any) -> Candidate:
-    count = most_that_differ(task)
-    ranks = ranks_of(with_microbatches(task, count), **how)
-    if count < task.microbatches and not all(map(has_steady_turns, ranks)):
-        count, ranks = task.microbatches, ranks_of(task, **how)
-    return candidate_of(task, ranks, task.microbatches - count)
+def _forecast_candidate(task: ForecastTask, **options: Any) -> Candidate:
+    microbatch_count = count_distinct_microbatches(task)
+    ranks = forecast_ranks(with_microbatches(task, microbatch_count), **options)
+    if microbatch_count < task.microbatches and not all(map(has_steady_passes, ranks)):
+        microbatch_count, ranks = task.microbatches, forecast_ranks(task, **options)
+    return make_candidate(task, ranks, task.microbatches - microbatch_count)
 
 
-def _order(outcome: MeshResult) -> tuple[float, int, int]:
-    assert outcome.best is not None
-    return outcome.best.order
+def _best_sort_key(result: MeshResult) -> tuple[float, int, int]:
+    assert result.best is not None
+    return result.best.sort_key
 
 
-def layouts(gpus: int, fixed: FixedDims) -> list[ParallelDims]:
+def list_meshes(gpus: int, fixed: FixedDims) -> list[ParallelDims]:
     """Return every mesh of a number of GPUs; TP stays within a node unless it is fixed.
 
     Raises:
         UsageError: No mesh has the given dimensions.
     """
-    found = [
+    meshes = [
         ParallelDims(tp=tp, pp=pp, dp_shard=rest // fixed.dp_replicate, dp_replicate=fixed.dp_replicate)
         for tp in divisors(gpus)
-        if fixed.tp in (None, tp) and (tp <= NODE or fixed.tp == tp)
+        if fixed.tp in (None, tp) and (tp <= GPUS_PER_NODE or fixed.tp == tp)
         for pp in divisors(gpus // tp)
         if fixed.pp in (None, pp)
         for rest in (gpus // tp // pp,)
         if rest % fixed.dp_replicate == 0 and fixed.dp_shard in (None, rest // fixed.dp_replicate)
     ]
-    if not found:
+    if not meshes:
         raise UsageError(
             f"--gpus {gpus}: no mesh of this many GPUs has the given dimensions, whose product must divide it; leave "
             "one of them out"
         )
-    return found
+    return meshes
 
 
 def divisors(number: int) -> list[int]:
@@ -279,18 +281,22 @@ def divisors(number: int) -> list[int]:
     return [each for each in range(1, number + 1) if number % each == 0]
 
 
-def microbatches_of(task: Task, dims: ParallelDims, fixed: FixedDims) -> Iterator[int]:
+def possible_microbatches(task: ForecastTask, dims: ParallelDims, fixed: FixedDims) -> Iterator[int]:
     """Yield the possible numbers of microbatches per data-parallel rank, for microbatches of 1, 2, 4, ... sequences."""
-    rows, rest = divmod(task.recipe.training.global_batch, dims.dp)
+    batch_size, rest = divmod(task.recipe.training.global_batch, dims.dp)
     if rest:
         return
-    sizes: Iterable[int] = (2**power for power in range(rows.bit_length()))
+    sizes: Iterable[int] = (2**power for power in range(batch_size.bit_length()))
     for size in sizes:
-        if rows % size == 0 and rows // size >= dims.pp and fixed.microbatches in (None, rows // size):
-            yield rows // size
+        if (
+            batch_size % size == 0
+            and batch_size // size >= dims.pp
+            and fixed.microbatches in (None, batch_size // size)
+        ):
+            yield batch_size // size
 
 
-def with_layout(task: Task, dims: ParallelDims, mode: str, microbatches: int) -> Task:
+def with_layout(task: ForecastTask, dims: ParallelDims, mode: str, microbatches: int) -> ForecastTask:
     """Return the same step on another mesh."""
     recipe = task.recipe
     layout = structs.replace(
@@ -301,65 +307,70 @@ def with_layout(task: Task, dims: ParallelDims, mode: str, microbatches: int) ->
     return with_microbatches(task, microbatches, recipe.training.global_batch // dims.dp // microbatches)
 
 
-def with_microbatches(task: Task, count: int, rows: int | None = None) -> Task:
-    """Return the step with `count` microbatches of `rows` sequences; None keeps the microbatch size."""
+def with_microbatches(task: ForecastTask, count: int, size: int | None = None) -> ForecastTask:
+    """Return the step with `count` microbatches of `size` sequences; None keeps the microbatch size."""
     recipe = task.recipe
-    rows = task.microbatch if rows is None else rows
+    size = task.microbatch if size is None else size
     training = structs.replace(
         recipe.training,
-        global_batch=rows * count * task.dims.dp,
-        local_batch=rows * count if task.dims.pp > 1 else rows,
-        microbatch=rows,
+        global_batch=size * count * task.dims.dp,
+        local_batch=size * count if task.dims.pp > 1 else size,
+        microbatch=size,
     )
     return replace(task, recipe=structs.replace(recipe, training=training))
 
 
-def most_that_differ(task: Task) -> int:
+def count_distinct_microbatches(task: ForecastTask) -> int:
     """Return the fewest microbatches that reach the peak memory of any larger number and include two identical ones."""
     if task.dims.pp > 1 and task.recipe.layout.schedule != "1f1b":
         return task.microbatches  # the number in flight grows with them
-    most = _STEADY if task.dims.pp == 1 else task.dims.pp + _FILLED
-    return min(task.microbatches, most)
+    sufficient = _STEADY_MICROBATCHES if task.dims.pp == 1 else task.dims.pp + _EXTRA_PIPELINE_MICROBATCHES
+    return min(task.microbatches, sufficient)
 
 
-def least_bytes(task: Task, parameters: int, dims: ParallelDims) -> int:
+def min_peak_bytes(task: ForecastTask, parameter_count: int, dims: ParallelDims) -> int:
     """Return a lower bound of the peak: evenly sharded parameters, gradients and optimizer state."""
-    size = 4 if task.recipe.model.dtype == "float32" else 2
+    element_bytes = 4 if task.recipe.model.dtype == "float32" else 2
     copies = 2 + (2 if task.optimizer in ("adam", "adamw") else 0)
     if task.recipe.model.freeze:
         copies = 1
-    return math.ceil(parameters / (dims.tp * dims.pp * dims.dp_shard)) * size * copies
+    return math.ceil(parameter_count / (dims.tp * dims.pp * dims.dp_shard)) * element_bytes * copies
 
 
-def has_steady_turns(rank: RankForecast) -> bool:
+def has_steady_passes(rank: RankForecast) -> bool:
     """Return True if the second and the third microbatch do the same work."""
-    return all(rank.turns.get((part, 1)) == rank.turns.get((part, 2)) is not None for part in ("forward", "backward"))
-
-
-def candidate_of(task: Task, ranks: Sequence[RankForecast], more: int) -> Candidate:
-    """Combine the forecasts of ranks, adding `more` microbatches to those that ran."""
-    count = task.microbatches - more  # microbatches that ran
-    work = []
-    for rank in ranks:
-        tally = rank.work
-        for part in ("forward", "backward") if more else ():
-            tally.add(rank.turns[part, 1], more)
-        work.append(tally)
-    most = max(work, key=lambda each: each.flops)
-    sender = max(work, key=lambda each: sum(each.sent.values()))
-    return Candidate(
-        task,
-        max(each.peak + more * _of_microbatch(each, count) for each in ranks),
-        max(sum(each.timeline.between) for each in ranks),
-        most.flops,
-        most.recomputed,
-        Counter(sender.sent),
-        ranks[0].missing,
+    return all(
+        rank.work_by_pass.get((part, 1)) == rank.work_by_pass.get((part, 2)) is not None
+        for part in ("forward", "backward")
     )
 
 
-def _of_microbatch(rank: RankForecast, count: int) -> int:
+def make_candidate(task: ForecastTask, ranks: Sequence[RankForecast], extra_microbatches: int) -> Candidate:
+    """Combine the forecasts of ranks, adding `extra_microbatches` microbatches to those that ran."""
+    count = task.microbatches - extra_microbatches  # microbatches that ran
+    work = []
+    for rank in ranks:
+        rank_work = rank.work
+        for part in ("forward", "backward") if extra_microbatches else ():
+            rank_work.add(rank.work_by_pass[part, 1], extra_microbatches)
+        work.append(rank_work)
+    largest_work = max(work, key=lambda each: each.flops)
+    largest_sender = max(work, key=lambda each: sum(each.sent_bytes.values()))
+    return Candidate(
+        task,
+        max(each.peak + extra_microbatches * _bytes_per_microbatch(each, count) for each in ranks),
+        max(sum(each.timeline.between_steps) for each in ranks),
+        largest_work.flops,
+        largest_work.recomputed_flops,
+        Counter(largest_sender.sent_bytes),
+        ranks[0].missing_inputs,
+    )
+
+
+def _bytes_per_microbatch(rank: RankForecast, count: int) -> int:
     """Return the bytes that a microbatch keeps for the whole step: its inputs and its pipeline buffers."""
-    states = (PARAMETERS, OPTIMIZER, GRADIENTS)
-    kept = sum(size for kind, size in zip(KINDS, rank.timeline.between, strict=True) if kind not in states)
-    return rank.inputs + kept // count
+    state_kinds = (PARAMETERS, OPTIMIZER, GRADIENTS)
+    kept_bytes = sum(
+        size for kind, size in zip(KINDS, rank.timeline.between_steps, strict=True) if kind not in state_kinds
+    )
+    return rank.input_bytes + kept_bytes // count

@@ -14,15 +14,15 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from ckptx.options.forecast import Loss
-from ckptx.runtime.forecasting.task import Task
+from ckptx.runtime.forecasting.task import ForecastTask
 from ckptx.runtime.memory.storage_ledger import ACTIVATIONS, GRADIENTS, StorageLedger
 from ckptx.runtime.model.model_errors import translate_runtime_errors
 from ckptx.runtime.parallel.gradients import clip_grad_norm, labels_per_rank
 from ckptx.runtime.parallel.mixed_inputs import MixedInputs
 from ckptx.runtime.parallel.tensor_parallel.loss import causal_lm_loss
 from ckptx.runtime.parity.execution import full_tensor, logits_or_hidden_states
-from ckptx.runtime.parity.inputs.batch import Inputs, inputs_for
-from ckptx.runtime.training.assembly import AssembledModel
+from ckptx.runtime.parity.inputs.batch import Inputs, make_inputs
+from ckptx.runtime.training.assembly import RankModel
 from ckptx.runtime.training.optimization import make_optimizer
 
 
@@ -31,14 +31,14 @@ class StepSpec:
     """A training step on one rank.
 
     Attributes:
-        assembled: Model, or its connected pipeline stages, with storage.
+        rank_model: Model, or its connected pipeline stages, with storage.
         task: Task of the step.
         inputs: Inputs of one microbatch; all microbatches are equal.
         optimizer: Optimizer, or None if the task has none.
     """
 
-    assembled: AssembledModel
-    task: Task
+    rank_model: RankModel
+    task: ForecastTask
     inputs: Inputs
     optimizer: torch.optim.Optimizer | None
 
@@ -51,54 +51,56 @@ class StepSpec:
         Raises:
             UnsupportedError: The code of the model fails.
         """
-        assembled, most = self.assembled, self.task.recipe.training.clip
-        with translate_runtime_errors(assembled.models[0]):
-            self._passes(ledger)
-        ledger.label((each.grad for _, each in assembled.parameters() if each.grad is not None), GRADIENTS)
-        if most is not None:
+        rank_model, max_norm = self.rank_model, self.task.recipe.training.clip
+        with translate_runtime_errors(rank_model.models[0]):
+            self._run_passes(ledger)
+        ledger.label((each.grad for _, each in rank_model.parameters() if each.grad is not None), GRADIENTS)
+        if max_norm is not None:
             with ledger.phase("clipping"):
-                if assembled.pipeline is not None:
-                    assembled.pipeline.clip_grad_norm(most)
+                if rank_model.pipeline is not None:
+                    rank_model.pipeline.clip_grad_norm(max_norm)
                 else:
-                    clip_grad_norm(assembled.models, most)
+                    clip_grad_norm(rank_model.models, max_norm)
         with ledger.phase("optimizer"):
             if self.optimizer is not None:
                 self.optimizer.step()
-            for model in assembled.models:
+            for model in rank_model.models:
                 model.zero_grad()
 
-    def _passes(self, ledger: StorageLedger) -> None:
-        assembled = self.assembled
+    def _run_passes(self, ledger: StorageLedger) -> None:
+        rank_model = self.rank_model
         with ledger.label_all(ACTIVATIONS):
-            batches = batches_of(self.task, self.inputs)
+            batches = make_step_batches(self.task, self.inputs)
             labels = [self.inputs.labels.clone() for _ in batches]
-        items = labels_per_rank(labels, assembled.mesh)
+        num_items = labels_per_rank(labels, rank_model.mesh)
 
         def loss(output: Any, index: int) -> Tensor:
-            return _loss_of(logits_or_hidden_states(assembled.models[-1], output), labels[index], items, self.task.loss)
+            return _compute_step_loss(
+                logits_or_hidden_states(rank_model.models[-1], output), labels[index], num_items, self.task.loss
+            )
 
-        if assembled.pipeline is not None and assembled.pipeline_plan is not None:
-            count = assembled.pipeline_plan.microbatches
+        if rank_model.pipeline is not None and rank_model.pipeline_plan is not None:
+            count = rank_model.pipeline_plan.microbatches
             for begin in range(0, len(batches), count):
-                assembled.pipeline.step(batches[begin : begin + count], loss)
+                rank_model.pipeline.step(batches[begin : begin + count], loss)
             return
-        model = assembled.models[0]
-        mixed = MixedInputs(model)
+        model = rank_model.models[0]
+        mixed_inputs = MixedInputs(model)
         for index, batch in enumerate(batches):
-            with mixed.microbatch(batch, is_last=index == len(batches) - 1):
+            with mixed_inputs.microbatch(batch, is_last=index == len(batches) - 1):
                 loss(model(**batch), index).backward()
 
 
-def inputs_of(task: Task, config: Mapping[str, Any]) -> Inputs:
+def make_step_inputs(task: ForecastTask, config: Mapping[str, Any]) -> Inputs:
     """Return the inputs of one microbatch, for a model with this config."""
-    return inputs_for(config, rows=task.microbatch, at_least=task.seq, images=task.images)
+    return make_inputs(config, rows=task.microbatch, min_tokens=task.seq, images=task.images)
 
 
-def batches_of(task: Task, inputs: Inputs) -> list[dict[str, Tensor]]:
+def make_step_batches(task: ForecastTask, inputs: Inputs) -> list[dict[str, Tensor]]:
     """Return the arguments of the model for each microbatch of a step, each with storage of its own."""
     dtype = getattr(torch, task.recipe.model.dtype)
     batch = dict(inputs.batch)
-    if task.padded and "input_ids" in batch:
+    if task.is_padded and "input_ids" in batch:
         batch["attention_mask"] = torch.ones_like(batch["input_ids"])
         batch["attention_mask"][:, -1] = 0
     return [
@@ -107,7 +109,7 @@ def batches_of(task: Task, inputs: Inputs) -> list[dict[str, Tensor]]:
     ]
 
 
-def optimizer_of(task: Task, parameters: Sequence[Tensor]) -> torch.optim.Optimizer | None:
+def make_step_optimizer(task: ForecastTask, parameters: Sequence[Tensor]) -> torch.optim.Optimizer | None:
     """Return the optimizer of a task over the trained parameters, or None."""
     block = task.recipe.optimizer
     trained = [each for each in parameters if each.requires_grad]
@@ -118,11 +120,11 @@ def optimizer_of(task: Task, parameters: Sequence[Tensor]) -> torch.optim.Optimi
     return make_optimizer(structs.replace(block, name=task.optimizer), trained)
 
 
-def _loss_of(logits: Tensor, labels: Tensor, items: Tensor, kind: Loss) -> Tensor:
+def _compute_step_loss(logits: Tensor, labels: Tensor, num_items: Tensor, kind: Loss) -> Tensor:
     if kind == "none":
         return (logits.to_local() if isinstance(logits, DTensor) else logits).sum()
     if logits.dim() != 3 or logits.shape[:2] != labels.shape:  # hidden states of a class without a head
         return full_tensor(logits).float().pow(2).mean()
     if kind == "whole":
         logits = full_tensor(logits).float()
-    return causal_lm_loss(logits, labels, num_items_in_batch=items)
+    return causal_lm_loss(logits, labels, num_items_in_batch=num_items)

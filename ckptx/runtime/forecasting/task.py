@@ -17,7 +17,7 @@ DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Task:
+class ForecastTask:
     """A step to forecast.
 
     Attributes:
@@ -27,7 +27,7 @@ class Task:
         source: Directory of the config.json.
         seq: Sequence length in tokens.
         images: Images per sequence.
-        padded: True if sequences come with an attention mask, as those of a recipe do.
+        is_padded: True if sequences come with an attention mask, as those of a recipe do.
         loss: "sharded" computes the loss on logits that stay sharded over the vocabulary; "whole" computes it as
             transformers does, on full float32 logits; "none" sums the logits.
         optimizer: "adamw", "adam", "sgd" (without momentum) or "none".
@@ -37,7 +37,7 @@ class Task:
     source: Path
     seq: int
     images: int = 0
-    padded: bool = False
+    is_padded: bool = False
     loss: Loss = "sharded"
     optimizer: OptimizerName = "adamw"
 
@@ -58,19 +58,19 @@ class Task:
         return max(1, self.recipe.training.global_batch // self.dims.dp // self.microbatch)
 
 
-def task_of_recipe(recipe: Recipe, source: Path) -> Task:
+def task_from_recipe(recipe: Recipe, source: Path) -> ForecastTask:
     """Return the step of a recipe, with padded sequences of full length, and images if its dataset has them."""
-    return Task(
+    return ForecastTask(
         recipe=recipe,
         source=source,
         seq=recipe.data.sequence_length,
         images=1 if recipe.data.dataset in ("synthetic_images", "medpix") else 0,
-        padded=True,
+        is_padded=True,
         optimizer=recipe.optimizer.name,
     )
 
 
-def task_of_options(source: Path, options: ForecastOptions | SearchOptions, stages: int) -> Task:
+def task_from_options(source: Path, options: ForecastOptions | SearchOptions, stages: int) -> ForecastTask:
     """Return the step that the options of `forecast` describe.
 
     With `search`, this is the smallest step; the search varies it.
@@ -93,22 +93,24 @@ def task_of_options(source: Path, options: ForecastOptions | SearchOptions, stag
         raise UsageError(f'--pp-split: "{pp_split}" must be {", ".join(SPLITS)}, or a number of layers for each stage')
     microbatches = 1 if is_search else options.microbatches
     batch, dtype, param_dtype = options.batch, options.dtype, options.param_dtype
-    portions = microbatches or (stages if dims.pp > 1 else 1)
-    rows = batch if batch is not None else portions
-    if rows % portions:
+    microbatch_count = microbatches or (stages if dims.pp > 1 else 1)
+    batch_size = batch if batch is not None else microbatch_count
+    if batch_size % microbatch_count:
         raise UsageError(
-            f"--batch: {rows} sequences cannot be divided into {portions} microbatches; use a multiple of "
-            f"{portions}, or another --microbatches"
+            f"--batch: {batch_size} sequences cannot be divided into {microbatch_count} microbatches; use a multiple "
+            "of "
+            f"{microbatch_count}, or another --microbatches"
         )
-    each = rows // portions
-    return Task(
+    microbatch_size = batch_size // microbatch_count
+    return ForecastTask(
         recipe=Recipe(
             name=source.name,
             model=ModelBlock(
                 dtype=cast(Any, DTYPES.get(dtype) or stored_dtype(source)), trust_remote_code=options.trust_remote_code
             ),
             training=TrainingBlock(
-                global_batch=rows * dims.dp, local_batch=rows if dims.pp > 1 else each, microbatch=each
+                global_batch=batch_size * dims.dp, local_batch=batch_size if dims.pp > 1 else microbatch_size,
+                microbatch=microbatch_size,
             ),
             optimizer=OptimizerBlock(),
             layout=LayoutBlock(
@@ -129,9 +131,9 @@ def stored_dtype(source: Path) -> str:
         UsageError: It declares an unsupported dtype.
     """
     config = read_json(source / "config.json")
-    parts = (config, *(each for each in config.values() if isinstance(each, dict)))
-    found = [part[key] for part in parts for key in ("dtype", "torch_dtype") if isinstance(part.get(key), str)]
-    name = str(found[0]) if found else "float32"
+    configs = (config, *(each for each in config.values() if isinstance(each, dict)))
+    dtype_names = [part[key] for part in configs for key in ("dtype", "torch_dtype") if isinstance(part.get(key), str)]
+    name = str(dtype_names[0]) if dtype_names else "float32"
     if name not in DTYPES.values():
         raise UsageError(
             f"{source / 'config.json'}: dtype {name} is not supported, use one of {', '.join(DTYPES)}; pass --dtype"

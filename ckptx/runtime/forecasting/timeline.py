@@ -12,16 +12,16 @@ from ckptx.runtime.memory.storage_ledger import (
     FORWARD,
     KINDS,
     TEMPORARIES,
-    Event,
+    StorageEvent,
     StorageLifetime,
 )
 
-LARGEST = 5  # number of tensors that are reported
-Bytes = tuple[int, ...]  # bytes of each of KINDS
+LARGEST_COUNT = 5  # number of tensors that are reported
+BytesByKind = tuple[int, ...]  # bytes of each of KINDS
 
 
 @dataclass(frozen=True, slots=True)
-class Unit:
+class LayerKey:
     """A layer, or everything outside layers.
 
     Attributes:
@@ -38,22 +38,22 @@ class Segment:
     """Consecutive operations of one unit, in one part of a step.
 
     Attributes:
-        part: forward, backward, clipping or optimizer.
-        turn: Number of the forward or backward pass.
-        unit: Unit that runs.
-        most: Bytes of each kind at the largest sum.
-        last: Bytes of each kind at the end.
-        peak: Storage whose allocation reached the largest sum; None if the sum never rose.
-        largest: Largest storages alive at that time, in descending order.
+        phase: forward, backward, clipping or optimizer.
+        pass_index: Number of the forward or backward pass.
+        layer: Unit that runs.
+        peak_bytes: Bytes of each kind at the largest sum.
+        end_bytes: Bytes of each kind at the end.
+        peak_storage: Storage whose allocation reached the largest sum; None if the sum never rose.
+        largest_storages: Largest storages alive at that time, in descending order.
     """
 
-    part: str
-    turn: int
-    unit: Unit
-    most: Bytes
-    last: Bytes
-    peak: StorageLifetime | None
-    largest: tuple[StorageLifetime, ...] = ()
+    phase: str
+    pass_index: int
+    layer: LayerKey
+    peak_bytes: BytesByKind
+    end_bytes: BytesByKind
+    peak_storage: StorageLifetime | None
+    largest_storages: tuple[StorageLifetime, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,42 +62,44 @@ class MemoryTimeline:
 
     Attributes:
         segments: Segments in order.
-        worst: Segment with the peak.
-        between: Bytes of each kind between this step and the next.
+        peak_segment: Segment with the peak.
+        between_steps: Bytes of each kind between this step and the next.
     """
 
     segments: tuple[Segment, ...]
-    worst: Segment
-    between: Bytes
+    peak_segment: Segment
+    between_steps: BytesByKind
 
 
-def kind_of(life: StorageLifetime) -> str:
+def classify_storage(lifetime: StorageLifetime) -> str:
     """Return the kind of a storage, once it is freed or the step has ended.
 
     A storage allocated in a forward pass that outlives it is an activation, and so is one that a layer recomputes for
     its backward pass.
     """
-    if life.label is not None:
-        return life.label
-    born, died = life.born, life.died
-    if born.part == FORWARD:
-        is_over = died is not None and died.part == FORWARD and died.turn == born.turn
+    if lifetime.label is not None:
+        return lifetime.label
+    alloc_phase, free_phase = lifetime.alloc_phase, lifetime.free_phase
+    if alloc_phase.name == FORWARD:
+        is_over = (
+            free_phase is not None and free_phase.name == FORWARD and free_phase.pass_index == alloc_phase.pass_index
+        )
         return TEMPORARIES if is_over else ACTIVATIONS
-    if born.part == BACKWARD and born.is_again:
-        return TEMPORARIES if died is not None and died.is_again else ACTIVATIONS
+    if alloc_phase.name == BACKWARD and alloc_phase.is_recompute:
+        return TEMPORARIES if free_phase is not None and free_phase.is_recompute else ACTIVATIONS
     return TEMPORARIES
 
 
-def units_of(layers: Iterable[str]) -> dict[str, Unit]:
+def make_layer_keys(layers: Iterable[str]) -> dict[str, LayerKey]:
     """Return the unit of each layer, by its name."""
-    found = {}
+    keys = {}
     for name in layers:
         stack, _, index = name.rpartition(".")
-        found[name] = Unit(stack, int(index)) if index.isdecimal() else Unit(name)
-    return found
+        keys[name] = LayerKey(stack, int(index)) if index.isdecimal() else LayerKey(name)
+    return keys
 
 
-def timeline_of(events: Sequence[Event], begin: int, layers: Iterable[str]) -> MemoryTimeline:
+def build_timeline(events: Sequence[StorageEvent], begin: int, layers: Iterable[str]) -> MemoryTimeline:
     """Return the memory of a step.
 
     Args:
@@ -105,59 +107,59 @@ def timeline_of(events: Sequence[Event], begin: int, layers: Iterable[str]) -> M
         begin: Index of the first event of the step; earlier allocations may still be alive.
         layers: Names of all layers.
     """
-    units = units_of(layers)
+    layer_keys = make_layer_keys(layers)
     index = {kind: number for number, kind in enumerate(KINDS)}
-    now = [0] * len(KINDS)
-    found: list[Segment] = []
-    known: dict[str, Unit] = {}
+    current_bytes = [0] * len(KINDS)
+    segments: list[Segment] = []
+    keys_by_module: dict[str, LayerKey] = {}
 
-    def unit_of(module: str) -> Unit:
-        if module not in known:
+    def key_of_module(module: str) -> LayerKey:
+        if module not in keys_by_module:
             parts = module.split(".")
             names = (".".join(parts[:end]) for end in range(len(parts), 0, -1))
-            known[module] = next((units[name] for name in names if name in units), Unit())
-        return known[module]
+            keys_by_module[module] = next((layer_keys[name] for name in names if name in layer_keys), LayerKey())
+        return keys_by_module[module]
 
-    current: tuple[str, int, Unit] | None = None
-    most: Bytes = ()
-    peak: StorageLifetime | None = None
-    for number, (life, is_birth) in enumerate(events):
-        kind = index[kind_of(life)]
+    current_key: tuple[str, int, LayerKey] | None = None
+    peak_bytes: BytesByKind = ()
+    peak_storage: StorageLifetime | None = None
+    for number, (lifetime, is_alloc) in enumerate(events):
+        kind = index[classify_storage(lifetime)]
         if number >= begin:
-            moment = life.born if is_birth else life.died
-            assert moment is not None
-            key = moment.part, moment.turn, unit_of(moment.module)
-            if key != current:
-                if current is not None:
-                    found.append(Segment(*current, most, tuple(now), peak))
-                current, most, peak = key, tuple(now), None
-        now[kind] += life.nbytes if is_birth else -life.nbytes
-        if number >= begin and is_birth and sum(now) > sum(most):
-            most, peak = tuple(now), life
-    if current is not None:
-        found.append(Segment(*current, most, tuple(now), peak))
-    return timeline_from(list(_with_largest(found, events)), tuple(now))
+            phase = lifetime.alloc_phase if is_alloc else lifetime.free_phase
+            assert phase is not None
+            key = phase.name, phase.pass_index, key_of_module(phase.module)
+            if key != current_key:
+                if current_key is not None:
+                    segments.append(Segment(*current_key, peak_bytes, tuple(current_bytes), peak_storage))
+                current_key, peak_bytes, peak_storage = key, tuple(current_bytes), None
+        current_bytes[kind] += lifetime.nbytes if is_alloc else -lifetime.nbytes
+        if number >= begin and is_alloc and sum(current_bytes) > sum(peak_bytes):
+            peak_bytes, peak_storage = tuple(current_bytes), lifetime
+    if current_key is not None:
+        segments.append(Segment(*current_key, peak_bytes, tuple(current_bytes), peak_storage))
+    return make_timeline(list(_with_largest_storages(segments, events)), tuple(current_bytes))
 
 
-def timeline_from(segments: Sequence[Segment], between: Bytes) -> MemoryTimeline:
+def make_timeline(segments: Sequence[Segment], between_steps: BytesByKind) -> MemoryTimeline:
     """Return the timeline of some segments."""
-    return MemoryTimeline(tuple(segments), max(segments, key=lambda each: sum(each.most)), between)
+    return MemoryTimeline(tuple(segments), max(segments, key=lambda each: sum(each.peak_bytes)), between_steps)
 
 
-def _with_largest(segments: Iterable[Segment], events: Iterable[Event]) -> Iterator[Segment]:
+def _with_largest_storages(segments: Iterable[Segment], events: Iterable[StorageEvent]) -> Iterator[Segment]:
     """Add the largest storages that are alive at the peak of each segment."""
-    alive: dict[int, StorageLifetime] = {}
+    live_storages: dict[int, StorageLifetime] = {}
     changes = iter(events)
     for segment in segments:
-        if segment.peak is None:
+        if segment.peak_storage is None:
             yield segment
             continue
-        for life, is_birth in changes:
-            if is_birth:
-                alive[id(life)] = life
+        for lifetime, is_alloc in changes:
+            if is_alloc:
+                live_storages[id(lifetime)] = lifetime
             else:
-                del alive[id(life)]
-            if is_birth and life is segment.peak:
+                del live_storages[id(lifetime)]
+            if is_alloc and lifetime is segment.peak_storage:
                 break
-        largest = heapq.nlargest(LARGEST, alive.values(), key=lambda each: each.nbytes)
-        yield replace(segment, largest=tuple(largest))
+        largest = heapq.nlargest(LARGEST_COUNT, live_storages.values(), key=lambda each: each.nbytes)
+        yield replace(segment, largest_storages=tuple(largest))

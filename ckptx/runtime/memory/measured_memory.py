@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from ckptx.runtime.memory.storage_ledger import StorageLedger
-from ckptx.runtime.parallel.live_tensors import live_tensors
-from ckptx.runtime.torch_private import TorchDispatchMode, unseen_shapes_of_dtensor
+from ckptx.runtime.parallel.live_tensors import iter_live_tensors
+from ckptx.runtime.torch_private import TorchDispatchMode, hide_dtensor_shape_inference
 
 
 class MeasuredMemory(NamedTuple):
@@ -20,12 +20,12 @@ class MeasuredMemory(NamedTuple):
     Attributes:
         peak: Peak during the step.
         between_steps: Bytes after the step.
-        before: Bytes before the step.
+        before_step: Bytes before the step.
     """
 
     peak: int
     between_steps: int
-    before: int
+    before_step: int
 
 
 def measure_step(step: Callable[[], object], models: Iterable[nn.Module], device: torch.device) -> MeasuredMemory:
@@ -43,19 +43,19 @@ def measure_step(step: Callable[[], object], models: Iterable[nn.Module], device
         step()
         return MeasuredMemory(torch.cuda.max_memory_allocated(device), torch.cuda.memory_allocated(device), before)
     ledger = StorageLedger()
-    ledger.adopt(each for each in live_tensors() if each.device == device)
+    ledger.add_existing(each for each in iter_live_tensors() if each.device == device)
     before = ledger.nbytes
-    with ledger.watch(models), unseen_shapes_of_dtensor(), _LedgerMode(ledger):
+    with ledger.watch(models), hide_dtensor_shape_inference(), _LedgerMode(ledger):
         step()
-    return MeasuredMemory(_peak_of(ledger), ledger.nbytes, before)
+    return MeasuredMemory(_peak_bytes(ledger), ledger.nbytes, before)
 
 
-def _peak_of(ledger: StorageLedger) -> int:
-    now = most = 0
+def _peak_bytes(ledger: StorageLedger) -> int:
+    current = peak = 0
     for life, is_birth in ledger.events:
-        now += life.nbytes if is_birth else -life.nbytes
-        most = max(most, now)
-    return most
+        current += life.nbytes if is_birth else -life.nbytes
+        peak = max(peak, current)
+    return peak
 
 
 class _LedgerMode(TorchDispatchMode):  # type: ignore[misc]  # torch says Any

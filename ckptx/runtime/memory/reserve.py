@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-CONTEXT = 3 * 2**29  # bytes: the context of CUDA, libraries and NCCL
-FRAGMENTATION = 0.05  # fraction of the peak: rounding, fragmentation, workspaces of kernels
+CONTEXT_BYTES = 3 * 2**29  # bytes: the context of CUDA, libraries and NCCL
+FRAGMENTATION_FRACTION = 0.05  # fraction of the peak: rounding, fragmentation, workspaces of kernels
 
 
 def reserve_bytes(peak: int) -> int:
@@ -12,4 +12,4 @@ def reserve_bytes(peak: int) -> int:
     On an H100 the context took 0.92 GiB, with an NCCL group of one rank 1.16 GiB, and tensors up to 1.2% more than
     forecast. The cost of groups with many ranks, and of gaps when memory is nearly full, is unknown.
     """
-    return CONTEXT + int(FRAGMENTATION * peak)
+    return CONTEXT_BYTES + int(FRAGMENTATION_FRACTION * peak)

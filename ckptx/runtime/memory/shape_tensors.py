@@ -19,20 +19,20 @@ from ckptx.runtime.torch_private import (
     FakeTensor,
     FakeTensorMode,
     TorchDispatchMode,
+    disable_dispatch,
+    get_overload_packet,
+    get_schema,
+    hide_dtensor_shape_inference,
     in_kernel_invocation_manager,
-    packet_of,
-    schema_of,
     tree_leaves,
-    unseen_shapes_of_dtensor,
     unset_fake_temporarily,
-    without_dispatch,
 )
 
 OperationCallback = Callable[[Any, Sequence[Any], Mapping[str, Any], Any], None]
 
-_PLAIN = (Tensor, FakeTensor, torch.nn.Parameter)
+_PLAIN_TENSOR_TYPES = (Tensor, FakeTensor, torch.nn.Parameter)
 _MAX_REAL_NUMEL = 2**22  # elements of a real tensor: ids and masks of a microbatch, and results of these
-_MAX_MADE_NUMEL = 64  # floating-point elements of a real tensor without inputs: counters of an optimizer
+_MAX_CREATED_NUMEL = 64  # floating-point elements of a real tensor without inputs: counters of an optimizer
 _META = torch.device("meta")
 
 
@@ -42,23 +42,28 @@ def _overloads(*names: str) -> frozenset[Any]:
 
 
 _CPU = torch.device("cpu")
-_DEVICE_OF = torch.ops.prim.device.default
-_INDEXING = (torch.ops.aten.index, torch.ops.aten.index_put, torch.ops.aten.index_put_, torch.ops.aten._unsafe_index)
+_DEVICE_QUERY = torch.ops.prim.device.default
+_INDEXING_OPS = (
+    torch.ops.aten.index,
+    torch.ops.aten.index_put,
+    torch.ops.aten.index_put_,
+    torch.ops.aten._unsafe_index,
+)
 # Views of one tensor: the kernel gives their shape, without the slower path through fake tensors.
-_VIEWS = _overloads(
+_VIEW_OPS = _overloads(
     "view", "_unsafe_view", "detach", "alias", "t", "transpose", "permute", "expand", "unsqueeze", "squeeze", "slice",
     "select", "as_strided",
 )  # fmt: skip
-_IN_PLACE = _overloads("mul_", "add_", "sub_", "div_", "addcmul_", "addcdiv_", "lerp_", "zero_", "fill_", "copy_")
+_IN_PLACE_OPS = _overloads("mul_", "add_", "sub_", "div_", "addcmul_", "addcdiv_", "lerp_", "zero_", "fill_", "copy_")
 _PLAIN_TYPES = (bool, int, float, str, type(None), torch.dtype, torch.layout, torch.device, torch.memory_format)
 # Kernels that call `contiguous()` first, on a CPU and on CUDA.
-_MAKES_CONTIGUOUS = (
+_CONTIGUOUS_INPUT_OPS = (
     torch.ops.aten._softmax, torch.ops.aten._log_softmax, torch.ops.aten._softmax_backward_data,
     torch.ops.aten._log_softmax_backward_data, torch.ops.aten.native_layer_norm,
 )  # fmt: skip
 
 
-class _Form(NamedTuple):
+class _TensorLayout(NamedTuple):
     """Shape, strides and dtype of a floating-point tensor."""
 
     shape: torch.Size
@@ -81,85 +86,87 @@ class ShapeTensors(TorchDispatchMode):  # type: ignore[misc]  # torch says Any
         super().__init__()
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
         self._on_operation = on_operation
-        self._forms: dict[Hashable, _Form] = {}  # forms of results, by operation and forms of arguments
-        self._entered = ExitStack()
+        self._cached_layouts: dict[
+            Hashable, _TensorLayout
+        ] = {}  # forms of results, by operation and forms of arguments
+        self._exit_stack = ExitStack()
 
     def __enter__(self) -> ShapeTensors:
-        self._entered.enter_context(unseen_shapes_of_dtensor())
-        self._entered.enter_context(self._fake)
+        self._exit_stack.enter_context(hide_dtensor_shape_inference())
+        self._exit_stack.enter_context(self._fake)
         super().__enter__()
         return self
 
     def __exit__(self, *exception: Any) -> None:
         super().__exit__(*exception)
-        self._entered.__exit__(*exception)
+        self._exit_stack.__exit__(*exception)
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        if func is _DEVICE_OF and isinstance(args[0], FakeTensor):  # called as often as all other operations
+        if func is _DEVICE_QUERY and isinstance(args[0], FakeTensor):  # called as often as all other operations
             return args[0].fake_device
-        if any(each not in _PLAIN for each in types):
+        if any(each not in _PLAIN_TENSOR_TYPES for each in types):
             return NotImplemented  # a DTensor dispatches to plain tensors, which come here
         kwargs = kwargs or {}
-        if packet_of(func) in _MAKES_CONTIGUOUS:
-            args = [self._contiguous(each) for each in args]
+        if get_overload_packet(func) in _CONTIGUOUS_INPUT_OPS:
+            args = [self._make_contiguous(each) for each in args]
         out = self._compute(func, args, kwargs)
         if self._on_operation is not None:
             self._on_operation(func, args, kwargs, out)
         return out
 
-    def _contiguous(self, argument: Any) -> Any:
+    def _make_contiguous(self, argument: Any) -> Any:
         """Return an argument of a kernel that copies non-contiguous inputs, and record that copy."""
         if not isinstance(argument, FakeTensor) or argument.is_contiguous():
             return argument
-        clone, form = torch.ops.aten.clone.default, {"memory_format": torch.contiguous_format}
-        copy = clone(argument, **form)
+        clone, options = torch.ops.aten.clone.default, {"memory_format": torch.contiguous_format}
+        copy = clone(argument, **options)
         if self._on_operation is not None:
-            self._on_operation(clone, (argument,), form, copy)
+            self._on_operation(clone, (argument,), options, copy)
         return copy
 
     def _compute(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        if func in _VIEWS and type(args[0]) is FakeTensor:
+        if func in _VIEW_OPS and type(args[0]) is FakeTensor:
             with in_kernel_invocation_manager(self._fake):
-                found = func(*args, **kwargs)
-            return FakeTensor(self._fake, found, args[0].fake_device)
-        if func in _IN_PLACE and type(args[0]) is FakeTensor:
+                result = func(*args, **kwargs)
+            return FakeTensor(self._fake, result, args[0].fake_device)
+        if func in _IN_PLACE_OPS and type(args[0]) is FakeTensor:
             return args[0]
-        key = _key_of(func, args, kwargs)
-        form = None if key is None else self._forms.get(key)
-        if form is not None:
-            with without_dispatch():
-                made = torch.empty_strided(form.shape, form.stride, dtype=form.dtype, device=_META)
-            return FakeTensor(self._fake, made, _CPU)
-        found = self._compute_uncached(func, args, kwargs)
-        if key is not None and _is_plain(found):
-            self._forms[key] = _Form(found.shape, found.stride(), found.dtype)
-        return found
+        key = _cache_key(func, args, kwargs)
+        layout = None if key is None else self._cached_layouts.get(key)
+        if layout is not None:
+            with disable_dispatch():
+                meta_tensor = torch.empty_strided(layout.shape, layout.stride, dtype=layout.dtype, device=_META)
+            return FakeTensor(self._fake, meta_tensor, _CPU)
+        result = self._compute_uncached(func, args, kwargs)
+        if key is not None and _is_described_by_layout(result):
+            self._cached_layouts[key] = _TensorLayout(result.shape, result.stride(), result.dtype)
+        return result
 
     def _compute_uncached(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        given = list(tensors_in(args, kwargs))
-        if any(isinstance(each, FakeTensor) for each in given):
-            if packet_of(func) in _INDEXING:
-                return _index(func, args, kwargs)
-            if packet_of(func) == torch.ops._c10d_functional.wait_tensor:
+        tensors = list(iter_tensors(args, kwargs))
+        if any(isinstance(each, FakeTensor) for each in tensors):
+            if get_overload_packet(func) in _INDEXING_OPS:
+                return _index_tensor(func, args, kwargs)
+            if get_overload_packet(func) == torch.ops._c10d_functional.wait_tensor:
                 return args[0]  # as for real tensors; a fake result would be a second tensor
-            if packet_of(func) == torch.ops.aten._grouped_mm and args[0].dtype != torch.bfloat16:
+            if get_overload_packet(func) == torch.ops.aten._grouped_mm and args[0].dtype != torch.bfloat16:
                 return _grouped_product(*args, **kwargs)
             return func(*args, **kwargs)
-        if any(each.device == _META for each in given):
-            return self._compute_on_meta(func, args, kwargs, given)
+        if any(each.device == _META for each in tensors):
+            return self._compute_on_meta(func, args, kwargs, tensors)
         if kwargs.get("device") == _META:
             with unset_fake_temporarily():
                 return func(*args, **kwargs)
-        return self._compute_real(func, args, kwargs, max_numel=_MAX_REAL_NUMEL if given else _MAX_MADE_NUMEL)
+        return self._compute_real(func, args, kwargs, max_numel=_MAX_REAL_NUMEL if tensors else _MAX_CREATED_NUMEL)
 
     def _compute_on_meta(
-        self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], given: Sequence[Tensor]
+        self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], tensors: Sequence[Tensor]
     ) -> Any:
         device = kwargs.get("device")
-        if device is not None and device != _META and len(given) == 1:
-            like = given[0]
+        if device is not None and device != _META and len(tensors) == 1:
+            like = tensors[0]
             return torch.ops.aten.empty_strided.default(
                 like.shape, like.stride(), dtype=kwargs.get("dtype") or like.dtype, device=device
             )
@@ -168,18 +175,18 @@ class ShapeTensors(TorchDispatchMode):  # type: ignore[misc]  # torch says Any
 
     def _compute_real(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], max_numel: int) -> Any:
         """Compute on real tensors if the result is small, by its size on fake ones."""
-        if not schema_of(func).is_mutable and not _is_view(func):
+        if not get_schema(func).is_mutable and not _is_view(func):
             try:
                 shapes = func(*args, **kwargs)
             except Exception:  # it depends on values, which are real
                 shapes = None
-            if any(_is_large(each, max_numel) for each in tensors_in((shapes,), {})):
+            if any(_is_large(each, max_numel) for each in iter_tensors((shapes,), {})):
                 return shapes
         with unset_fake_temporarily():
             return func(*args, **kwargs)
 
 
-def _key_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Hashable | None:
+def _cache_key(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Hashable | None:
     """Return a key that determines the form of a result; None if it needs values, or makes nothing new."""
     parts: list[Hashable] = [func]
     has_tensor = False
@@ -193,24 +200,24 @@ def _key_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Hashab
             parts.append(tuple(each))
         else:
             return None
-    if not has_tensor or schema_of(func).is_mutable or func.namespace != "aten" or _is_view(func):
+    if not has_tensor or get_schema(func).is_mutable or func.namespace != "aten" or _is_view(func):
         return None
     return tuple(parts)
 
 
-def _is_plain(found: Any) -> bool:
+def _is_described_by_layout(result: Any) -> bool:
     """Return True if a form describes a tensor fully: fake, strided, on a storage of its own that is no larger."""
     return (
-        type(found) is FakeTensor
-        and found.fake_device == _CPU
-        and found.layout is torch.strided
-        and found.constant is None
-        and found.storage_offset() == 0
-        and not found.is_conj()
+        type(result) is FakeTensor
+        and result.fake_device == _CPU
+        and result.layout is torch.strided
+        and result.constant is None
+        and result.storage_offset() == 0
+        and not result.is_conj()
     )
 
 
-def tensors_in(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Tensor]:
+def iter_tensors(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Tensor]:
     """Yield the tensors among arguments, including those in lists of them."""
     for each in (*args, *kwargs.values()):
         if isinstance(each, Tensor):
@@ -219,7 +226,7 @@ def tensors_in(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Tenso
             yield from (leaf for leaf in tree_leaves(each) if isinstance(leaf, Tensor))
 
 
-def _index(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+def _index_tensor(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Index a tensor; the values of a real mask give the size of the result, and a fake mask fails by name."""
     masks = [each for each in args[1] if each is not None and each.dtype is torch.bool]
     if not masks or any(isinstance(each, FakeTensor) for each in masks):
@@ -227,18 +234,18 @@ def _index(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     if len(args[1]) == 1 and isinstance(args[0], FakeTensor):  # including masks that are expanded to a whole tensor
         like, mask = args[0], masks[0]
         if len(args) > 2:
-            return like if schema_of(func).is_mutable else like.clone()
+            return like if get_schema(func).is_mutable else like.clone()
         with unset_fake_temporarily():
             count = int(mask.sum())
         return torch.ops.aten.new_empty.default(like, [count, *like.shape[mask.dim() :]])
-    found: list[Tensor | None] = []
+    indices: list[Tensor | None] = []
     for each in args[1]:
         if each is None or each.dtype is not torch.bool:
-            found.append(each)
+            indices.append(each)
         else:
             with unset_fake_temporarily():
-                found += each.nonzero().unbind(1)
-    return func(args[0], found, *args[2:], **kwargs)
+                indices += each.nonzero().unbind(1)
+    return func(args[0], indices, *args[2:], **kwargs)
 
 
 def _grouped_product(
@@ -252,7 +259,7 @@ def _grouped_product(
 
 
 def _is_view(func: Any) -> bool:
-    aliases = [each.alias_info for each in schema_of(func).returns]
+    aliases = [each.alias_info for each in get_schema(func).returns]
     return any(each is not None and not bool(each.is_write) for each in aliases)
 
 

@@ -38,23 +38,24 @@ def build_model(
     config_dir: Path,
     *,
     dtype: torch.dtype | None = None,
-    stored: torch.dtype | None = None,
+    default_dtype: torch.dtype | None = None,
     trust_remote_code: bool = False,
     attn_implementation: str = "sdpa",
     untied: Collection[str] = (),
-    edit: Callable[[Any], None] | None = None,
+    edit_config: Callable[[Any], None] | None = None,
 ) -> nn.Module:
     """Return the model of a `config.json`, on the meta device; names that its config ties are one parameter.
 
     Args:
         config_dir: Directory of `config.json`, and of the model's custom code if it has some.
         dtype: Dtype of the parameters; None means that of the config. The class may keep some in float32.
-        stored: Dtype if the config has none, as in `from_pretrained` (see `OpenCheckpoint.dtype`); None means float32.
+        default_dtype: Dtype if the config has none, as in `from_pretrained` (see `OpenCheckpoint.dtype`); None means
+            float32.
         trust_remote_code: Allow Python files in `config_dir` to be executed.
         attn_implementation: "eager" or "sdpa"; a class or tower without sdpa gets eager.
         untied: Names that the config ties but that get parameters of their own, for a checkpoint that stores different
             values for them (see `OpenCheckpoint.untied`).
-        edit: Changes the config, in place, before the model is built.
+        edit_config: Changes the config, in place, before the model is built.
 
     Raises:
         InputError: There is no `config.json`, or it names no class.
@@ -63,9 +64,11 @@ def build_model(
     """
     name, cls, config = read_config(config_dir, trust_remote_code=trust_remote_code)
     with translate_build_errors(name, config_dir):
-        if edit is not None:
-            edit(config)
-        model = build_on_meta(cls, config, dtype or _dtype_of(config) or stored or torch.float32, attn_implementation)
+        if edit_config is not None:
+            edit_config(config)
+        model = build_on_meta(
+            cls, config, dtype or _config_dtype(config) or default_dtype or torch.float32, attn_implementation
+        )
     model.config.architectures = [name]
     _keep_in_fp32(model)
     _untie(model, untied)
@@ -94,7 +97,7 @@ def read_config(config_dir: Path, *, trust_remote_code: bool = False) -> tuple[s
     if architecture is not None:
         architecture.stacks(values)  # refuses an impossible number of layers before they are built
     with translate_build_errors(names[0], config_dir):
-        return names[0], *_class_and_config(names[0], values, config_dir, trust_remote_code)
+        return names[0], *_find_class_and_config(names[0], values, config_dir, trust_remote_code)
 
 
 @contextlib.contextmanager
@@ -124,7 +127,7 @@ def translate_build_errors(name: str, config_dir: Path) -> Iterator[None]:
         ) from error
 
 
-def _class_and_config(
+def _find_class_and_config(
     name: str, values: dict[str, Any], config_dir: Path, trust_remote_code: bool
 ) -> tuple[type[PreTrainedModel], Any]:
     reference = remote_reference(values, name)
@@ -137,15 +140,15 @@ def _class_and_config(
         if config_reference is not None:
             config_class = get_class_from_dynamic_module(config_reference, str(config_dir))
         return cls, config_class.from_pretrained(str(config_dir))
-    known = find_class(name)
-    if known is None:
-        code = (
+    cls = find_class(name)
+    if cls is None:
+        advice = (
             f"pass --trust-remote-code to use its code, {reference} of auto_map"
             if reference
             else ('correct "architectures" in config.json, or install a transformers version that has this class')
         )
-        raise UnsupportedError(f"{name}: transformers {transformers.__version__} has no such class; {code}")
-    return known, known.config_class.from_pretrained(str(config_dir))
+        raise UnsupportedError(f"{name}: transformers {transformers.__version__} has no such class; {advice}")
+    return cls, cls.config_class.from_pretrained(str(config_dir))
 
 
 def build_on_meta(
@@ -159,9 +162,9 @@ def build_on_meta(
     return model.eval()
 
 
-def _dtype_of(config: Any) -> torch.dtype | None:
-    found = getattr(config, "dtype", None)
-    dtype: torch.dtype | None = getattr(torch, found) if isinstance(found, str) else found
+def _config_dtype(config: Any) -> torch.dtype | None:
+    value = getattr(config, "dtype", None)
+    dtype: torch.dtype | None = getattr(torch, value) if isinstance(value, str) else value
     return dtype
 
 
@@ -205,7 +208,7 @@ def materialize(model: nn.Module, device: torch.device | str = "cpu") -> None:
     Raises:
         UnsupportedError: The class does not define how to compute a buffer.
     """
-    for buffer in give_storage(model, torch.device(device)):
+    for buffer in allocate_storage(model, torch.device(device)):
         buffer.untyped_storage().fill_(_FILL_BYTE)
     uncomputed = _compute_buffers(model)
     _logger.info("%s has storage on %s, %d buffers constructed", type(model).__name__, device, len(uncomputed))
@@ -213,18 +216,18 @@ def materialize(model: nn.Module, device: torch.device | str = "cpu") -> None:
         _construct_buffers(model, uncomputed)
 
 
-def give_storage(model: nn.Module, device: torch.device) -> list[Tensor]:
+def allocate_storage(model: nn.Module, device: torch.device) -> list[Tensor]:
     """Give storage without values, as in `materialize`; return the buffers that had none before."""
-    made: dict[int, Tensor] = {}
+    allocated: dict[int, Tensor] = {}
     ids = ObjectIds()
 
     def with_storage(tensor: Tensor) -> Tensor:
         if not tensor.is_meta:
             return tensor
         key = ids(tensor)
-        if key not in made:
-            made[key] = torch.empty_like(tensor, device=device)
-        return made[key]
+        if key not in allocated:
+            allocated[key] = torch.empty_like(tensor, device=device)
+        return allocated[key]
 
     shared = _shared_parameters(model)
     with torch.no_grad():
@@ -233,7 +236,7 @@ def give_storage(model: nn.Module, device: torch.device) -> list[Tensor]:
         parameter = first[0]._parameters[first[1]]
         for module, leaf in others:
             module._parameters[leaf] = parameter
-    fresh = {id(each) for each in made.values()}
+    fresh = {id(each) for each in allocated.values()}
     return [buffer for buffer in model.buffers() if id(buffer) in fresh]
 
 
@@ -263,7 +266,7 @@ def _compute_buffers(model: nn.Module) -> list[str]:
     guard = getattr(initialization, "guard_torch_init_functions", contextlib.nullcontext)
     try:
         with torch.no_grad(), torch.random.fork_rng(devices=[]), guard():
-            for owner, name, module in _with_owners(model):
+            for owner, name, module in _modules_with_owners(model):
                 if not any(_is_uncomputed(buffer) for buffer in module.buffers(recurse=False)):
                     continue
                 try:
@@ -284,7 +287,7 @@ def _compute_buffers(model: nn.Module) -> list[str]:
     ]
 
 
-def _with_owners(model: nn.Module) -> Iterator[tuple[PreTrainedModel, str, nn.Module]]:
+def _modules_with_owners(model: nn.Module) -> Iterator[tuple[PreTrainedModel, str, nn.Module]]:
     """Yield every module with the innermost model around it, as a tower initializes its own modules."""
     owners: dict[str, PreTrainedModel] = {}
     for name, module in model.named_modules():
@@ -305,16 +308,16 @@ def _construct_buffers(model: nn.Module, names: Collection[str]) -> None:
         UnsupportedError: A buffer does not exist there, or the constructor does not compute it either.
     """
     root = next((module for module in model.modules() if isinstance(module, PreTrainedModel)), None)
-    twin: dict[str, Tensor] = {}
+    constructed_buffers: dict[str, Tensor] = {}
     if root is not None:
         cls: Any = next(each for each in type(root).__mro__ if not each.__name__.startswith("FSDP"))
         with _parameters_on_meta(), initialization.no_init_weights():
-            built = cls._from_config(copy.deepcopy(root.config), dtype=_dtype_of(root.config))
-        twin = dict(built.named_buffers())
+            instance = cls._from_config(copy.deepcopy(root.config), dtype=_config_dtype(root.config))
+        constructed_buffers = dict(instance.named_buffers())
     for name in names:
         module = model.get_submodule(name.rpartition(".")[0])
         buffer = getattr(module, name.rpartition(".")[2])
-        value = twin.get(canonical_name(name))
+        value = constructed_buffers.get(canonical_name(name))
         if value is None or value.is_meta or value.shape != buffer.shape:
             raise UnsupportedError(
                 f"{type(root).__name__}: neither _init_weights nor the constructor computes its buffer {name}"

@@ -17,7 +17,7 @@ from ckptx.architecture.corrections import corrections_of_class
 from ckptx.architecture.table import find_row
 from ckptx.errors import UnsupportedError
 
-GROUPS = ("language", "vision", "audio")
+LAYER_GROUPS = ("language", "vision", "audio")
 
 # Components that wrappers add to an FQN: activation checkpointing, torch.compile of a whole module.
 _WRAPPER_PARTS = ("_checkpoint_wrapped_module", "_orig_mod")
@@ -48,7 +48,7 @@ class Layer(NamedTuple):
     module: nn.Module
 
 
-class Container(NamedTuple):
+class LayerList(NamedTuple):
     """A list of layers: a ModuleList, or the ModuleDict with indices as keys that remains after a split."""
 
     name: str
@@ -70,7 +70,7 @@ def unwrap(module: nn.Module) -> nn.Module:
     return module if inner is None else unwrap(inner)
 
 
-def submodule(model: nn.Module, name: str) -> nn.Module | None:
+def find_submodule(model: nn.Module, name: str) -> nn.Module | None:
     """Return the module with a canonical name; None if there is none.
 
     Only registered children count: a property that returns one of them under a second name would have it wrapped twice.
@@ -81,7 +81,7 @@ def submodule(model: nn.Module, name: str) -> nn.Module | None:
     return module
 
 
-def registered_paths(model: nn.Module) -> LayersRow | None:
+def find_layers_row(model: nn.Module) -> LayersRow | None:
     """Return the row of a model's class, or of the nearest class from which it is derived (FSDP2 derives one).
 
     A text-only class has none; its stacks are in the table of architectures. That table has the decoder of a multimodal
@@ -95,7 +95,7 @@ def registered_paths(model: nn.Module) -> LayersRow | None:
     return None
 
 
-def is_container(module: nn.Module | None) -> bool:
+def is_layer_list(module: nn.Module | None) -> bool:
     """Return True if a module is a list of modules.
 
     A ModuleDict counts if every key is an index; one with names as keys, such as a registry of adapters, does not.
@@ -109,8 +109,8 @@ def is_stub(module: nn.Module | None) -> bool:
     """Return True if a module is a placeholder for a layer of another pipeline stage."""
     if module is None:
         return True
-    ours = isinstance(module, nn.Identity) or type(module).__module__.startswith("ckptx.")
-    return ours and next(module.parameters(), None) is None
+    is_placeholder = isinstance(module, nn.Identity) or type(module).__module__.startswith("ckptx.")
+    return is_placeholder and next(module.parameters(), None) is None
 
 
 def has_stubs(model: nn.Module) -> bool:
@@ -119,29 +119,32 @@ def has_stubs(model: nn.Module) -> bool:
 
 
 def layer_groups(model: nn.Module) -> dict[str, list[Layer]]:
-    """Return the layers of a model by group, in the order in which they are stored; see `containers`.
+    """Return the layers of a model by group, in the order in which they are stored; see `find_layer_lists`.
 
     Args:
         model: Model, which may be wrapped, sharded or a pipeline stage.
 
     Returns:
-        All of `GROUPS`, empty for a group without layers. Layers of other pipeline stages are left out.
+        All of `LAYER_GROUPS`, empty for a group without layers. Layers of other pipeline stages are left out.
 
     Raises:
         UnsupportedError: The decoder is at none of the places in the row of the class, or no list of layers is found.
     """
-    return {group: [layer for each in found for layer in _layers(each)] for group, found in containers(model).items()}
+    return {
+        group: [layer for each in found for layer in _iter_layers(each)]
+        for group, found in find_layer_lists(model).items()
+    }
 
 
 def is_stage(model: nn.Module) -> bool:
     """Return True if a pipeline split removed layers, so that a model without layers is valid."""
-    groups = containers(model)
+    groups = find_layer_lists(model)
     lists = groups["language"] or [*groups["vision"], *groups["audio"]]
-    found = [each.module for each in lists]
-    return any(isinstance(each, nn.ModuleDict) or any(map(is_stub, _items(each))) for each in found)
+    modules = [each.module for each in lists]
+    return any(isinstance(each, nn.ModuleDict) or any(map(is_stub, _list_items(each))) for each in modules)
 
 
-def containers(model: nn.Module) -> dict[str, list[Container]]:
+def find_layer_lists(model: nn.Module) -> dict[str, list[LayerList]]:
     """Return the lists of layers by group.
 
     The row of the class among the corrections, or its entry in the table of architectures, locates its decoder, and the
@@ -155,31 +158,35 @@ def containers(model: nn.Module) -> dict[str, list[Container]]:
         UnsupportedError: See `layer_groups`.
     """
     root = unwrap(model)
-    groups = _registered(root)
+    groups = _lists_from_corrections(root)
     if not groups["language"]:
-        is_pair = bool(getattr(getattr(root, "config", None), "is_encoder_decoder", False))
-        for each in _by_table(root):
-            groups["language" if is_pair else _group_of_main(root, each.name)].append(each)
-    known = [each for found in groups.values() for each in found]
-    others = [each for each in _by_form(root) if not any(_overlap(each.name, other.name) for other in known)]
-    if not known:
-        main = _largest([each for each in others if _group_of_words(each.name) in (None, "language")] or others, root)
-        groups[_group_of_main(root, main.name)].append(main)
-        others = [each for each in others if each is not main]
-    decoders = {_parent(each.name) for each in groups["language"]}
-    for each in others:
-        groups[_group_of_list(root, each.name, decoders)].append(each)
+        is_encoder_decoder = bool(getattr(getattr(root, "config", None), "is_encoder_decoder", False))
+        for each in _lists_from_table(root):
+            groups["language" if is_encoder_decoder else _main_list_group(root, each.name)].append(each)
+    known_lists = [each for found in groups.values() for each in found]
+    other_lists = [
+        each for each in _lists_by_structure(root) if not any(_overlap(each.name, other.name) for other in known_lists)
+    ]
+    if not known_lists:
+        main_list = _largest_list(
+            [each for each in other_lists if _group_from_name(each.name) in (None, "language")] or other_lists, root
+        )
+        groups[_main_list_group(root, main_list.name)].append(main_list)
+        other_lists = [each for each in other_lists if each is not main_list]
+    decoders = {_parent_path(each.name) for each in groups["language"]}
+    for each in other_lists:
+        groups[_other_list_group(root, each.name, decoders)].append(each)
     return groups
 
 
-def _registered(root: nn.Module) -> dict[str, list[Container]]:
+def _lists_from_corrections(root: nn.Module) -> dict[str, list[LayerList]]:
     """Return the containers in the row of the class; all groups are empty for a class without one."""
-    groups: dict[str, list[Container]] = {group: [] for group in GROUPS}
-    paths = registered_paths(root)
+    groups: dict[str, list[LayerList]] = {group: [] for group in LAYER_GROUPS}
+    paths = find_layers_row(root)
     if paths is None:
         return groups
-    for group in GROUPS:
-        groups[group] = _first_container(root, getattr(paths, group))
+    for group in LAYER_GROUPS:
+        groups[group] = _first_existing_list(root, getattr(paths, group))
     if not groups["language"]:
         raise UnsupportedError(
             f"{type(root).__name__}: expected its list of layers at {' or '.join(paths.language)}; this "
@@ -188,32 +195,34 @@ def _registered(root: nn.Module) -> dict[str, list[Container]]:
     return groups
 
 
-def _first_container(root: nn.Module, alternatives: tuple[str, ...]) -> list[Container]:
+def _first_existing_list(root: nn.Module, alternatives: tuple[str, ...]) -> list[LayerList]:
     """Return the first of several places that has a list."""
     for name in alternatives:
-        found = submodule(root, name)
-        if found is not None and is_container(unwrap(found)):
-            return [Container(name, unwrap(found))]
+        found = find_submodule(root, name)
+        if found is not None and is_layer_list(unwrap(found)):
+            return [LayerList(name, unwrap(found))]
     return []
 
 
-def _by_table(root: nn.Module) -> list[Container]:
+def _lists_from_table(root: nn.Module) -> list[LayerList]:
     """Return the stacks in the table of architectures; empty unless all of them exist."""
-    nested = getattr(getattr(root, "config", None), "text_config", None)
-    config: dict[str, Any] = {"text_config": {"model_type": getattr(nested, "model_type", None)}} if nested else {}
+    text_config = getattr(getattr(root, "config", None), "text_config", None)
+    config: dict[str, Any] = (
+        {"text_config": {"model_type": getattr(text_config, "model_type", None)}} if text_config else {}
+    )
     for cls in type(root).__mro__:
         row = find_row(cls.__name__) if cls.__module__.startswith("transformers.models.") else None
-        known = row.architecture_for(config) if row is not None else None
-        if known is None or not known.structure.stacks:
+        architecture = row.architecture_for(config) if row is not None else None
+        if architecture is None or not architecture.structure.stacks:
             continue
-        found = [each for stack in known.structure.stacks for each in _first_container(root, (stack.path,))]
-        return found if len(found) == len(known.structure.stacks) else []
+        lists = [each for stack in architecture.structure.stacks for each in _first_existing_list(root, (stack.path,))]
+        return lists if len(lists) == len(architecture.structure.stacks) else []
     return []
 
 
-def _by_form(root: nn.Module) -> list[Container]:
+def _lists_by_structure(root: nn.Module) -> list[LayerList]:
     """Return the lists of modules with children of which at least one is a layer; nested lists are skipped."""
-    found = ((each, [layer.module for layer in _layers(each)]) for each in _outermost(root, ""))
+    found = ((each, [layer.module for layer in _iter_layers(each)]) for each in _outermost_lists(root, ""))
     return [each for each, items in found if any(map(_is_layer, items)) and all(map(_is_block, items))]
 
 
@@ -229,34 +238,36 @@ def _is_layer(module: nn.Module) -> bool:
     return any("attention" in type(each).__name__.lower() for each in inner.modules() if each is not inner)
 
 
-def _largest(found: list[Container], root: nn.Module) -> Container:
+def _largest_list(lists: list[LayerList], root: nn.Module) -> LayerList:
     """Return the list with the most parameters: among those found, or if none is, among all whose items have children.
 
     The longest would be wrong: a list of experts may be longer than the list of layers that contains it.
     """
-    found = found or [
-        each for each in _outermost(root, "") if all(is_stub(item) or _is_block(item) for item in _leaves(each))
+    lists = lists or [
+        each
+        for each in _outermost_lists(root, "")
+        if all(is_stub(item) or _is_block(item) for item in _layer_modules(each))
     ]
-    if not found:
+    if not lists:
         raise UnsupportedError(
             f"{type(root).__name__}: cannot find a list of layers, expected a ModuleList or a ModuleDict with indices "
             "as keys; use the model without pipeline stages and activation checkpointing"
         )
     return max(
-        found, key=lambda each: (sum(map(nn.Parameter.numel, each.module.parameters())), len(_items(each.module)))
+        lists, key=lambda each: (sum(map(nn.Parameter.numel, each.module.parameters())), len(_list_items(each.module)))
     )
 
 
-def _outermost(module: nn.Module, name: str) -> Iterator[Container]:
+def _outermost_lists(module: nn.Module, name: str) -> Iterator[LayerList]:
     for key, child in module._modules.items():
         if child is None:
             continue
         inner, path = unwrap(child), f"{name}.{key}" if name else key
-        if is_container(inner):
+        if is_layer_list(inner):
             if len(inner._modules):
-                yield Container(path, inner)
+                yield LayerList(path, inner)
         else:
-            yield from _outermost(inner, path)
+            yield from _outermost_lists(inner, path)
 
 
 def _is_block(module: nn.Module | None) -> bool:
@@ -264,27 +275,27 @@ def _is_block(module: nn.Module | None) -> bool:
     return module is not None and bool(unwrap(module)._modules)
 
 
-def _layers(container: Container) -> Iterator[Layer]:
+def _iter_layers(container: LayerList) -> Iterator[Layer]:
     """Yield the layers in a list and in the lists inside it."""
     for key, item in container.module._modules.items():
         name = f"{container.name}.{key}"
         if item is None or is_stub(item):
             continue
-        if is_container(unwrap(item)):
-            yield from _layers(Container(name, unwrap(item)))
+        if is_layer_list(unwrap(item)):
+            yield from _iter_layers(LayerList(name, unwrap(item)))
         else:
             yield Layer(name, item)
 
 
-def _leaves(container: Container) -> list[nn.Module]:
-    return [layer.module for layer in _layers(container)]
+def _layer_modules(container: LayerList) -> list[nn.Module]:
+    return [layer.module for layer in _iter_layers(container)]
 
 
-def _items(container: nn.Module) -> list[nn.Module | None]:
+def _list_items(container: nn.Module) -> list[nn.Module | None]:
     return list(container._modules.values())
 
 
-def _parent(name: str) -> str:
+def _parent_path(name: str) -> str:
     return name.rpartition(".")[0]
 
 
@@ -292,27 +303,27 @@ def _overlap(name: str, other: str) -> bool:
     return name == other or name.startswith(f"{other}.") or other.startswith(f"{name}.")
 
 
-def _group_of_main(root: nn.Module, name: str) -> str:
+def _main_list_group(root: nn.Module, name: str) -> str:
     """Return the group of the main list of a class; for a tower by itself, that of its inputs."""
-    inputs = _inputs(root)
-    return _group_of_words(name) or ("language" if "language" in inputs else next(iter(inputs), "language"))
+    inputs = _input_groups(root)
+    return _group_from_name(name) or ("language" if "language" in inputs else next(iter(inputs), "language"))
 
 
-def _group_of_list(root: nn.Module, name: str, decoders: Iterable[str]) -> str:
+def _other_list_group(root: nn.Module, name: str, decoders: Iterable[str]) -> str:
     """Return the group of any other list."""
-    named = _group_of_words(name)
-    if named is not None or _parent(name) in decoders:
-        return named or "language"
-    senses = [each for each in _inputs(root) if each != "language"]
-    return senses[0] if len(senses) == 1 else "language"
+    named_group = _group_from_name(name)
+    if named_group is not None or _parent_path(name) in decoders:
+        return named_group or "language"
+    modalities = [each for each in _input_groups(root) if each != "language"]
+    return modalities[0] if len(modalities) == 1 else "language"
 
 
-def _group_of_words(name: str) -> str | None:
+def _group_from_name(name: str) -> str | None:
     parts = (part.lower().split("_") for part in reversed(name.split(".")))
     return next((_GROUP_OF_WORD[word] for words in parts for word in words if word in _GROUP_OF_WORD), None)
 
 
-def _inputs(root: nn.Module) -> list[str]:
+def _input_groups(root: nn.Module) -> list[str]:
     """Return the groups that a model has inputs for, by the arguments of its class's forward."""
-    given = inspect.signature(type(root).forward).parameters
-    return list(dict.fromkeys(group for name, group in _GROUP_OF_INPUT.items() if name in given))
+    parameters = inspect.signature(type(root).forward).parameters
+    return list(dict.fromkeys(group for name, group in _GROUP_OF_INPUT.items() if name in parameters))

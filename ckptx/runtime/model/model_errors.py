@@ -11,12 +11,15 @@ from torch import nn
 
 from ckptx.errors import CkptxError, SpaceError, UnsupportedError
 
-_NO_MEMORY = "can't allocate memory"  # message of the CPU allocator
-_OF_MODELS = ("transformers", "transformers_modules")
-_OURS = ("ckptx", "torch.distributed.distributed_c10d")  # an error from the second means that another rank is lost
+_CPU_MEMORY_MESSAGE = "can't allocate memory"  # message of the CPU allocator
+_MODEL_PACKAGES = ("transformers", "transformers_modules")
+_OWN_MODULES = (
+    "ckptx",
+    "torch.distributed.distributed_c10d",
+)  # an error from the second means that another rank is lost
 
 
-def class_of(model: nn.Module) -> str:
+def model_class_name(model: nn.Module) -> str:
     """Return the class name in the config, as FSDP2 changes the class of a model."""
     config = getattr(model, "config", None)
     return str((getattr(config, "architectures", None) or [type(model).__name__])[0])
@@ -36,22 +39,23 @@ def translate_runtime_errors(model: nn.Module) -> Iterator[None]:
         raise
     except Exception as error:  # a model class may raise anything
         cause = _first_cause(error)
-        space = out_of_memory_error(model, cause, "use more ranks, or a smaller batch size")
-        if space is not None:
-            raise space from error
+        memory_error = out_of_memory_error(model, cause, "use more ranks, or a smaller batch size")
+        if memory_error is not None:
+            raise memory_error from error
         if not _is_raised_by_a_model(cause.__traceback__):
             raise
         raise UnsupportedError(
-            f"{class_of(model)}: the code of the model failed: {type(cause).__name__}: {first_line(cause)}; check its "
+            f"{model_class_name(model)}: the code of the model failed: {type(cause).__name__}: {first_line(cause)}; "
+            "check its "
             "config, or use another layout"
         ) from error
 
 
 def out_of_memory_error(model: nn.Module, error: BaseException, advice: str) -> SpaceError | None:
     """Return the refusal for an out-of-memory error of a GPU or of the machine; None for any other error."""
-    of_cpu = isinstance(error, RuntimeError) and _NO_MEMORY in str(error)
-    if of_cpu or isinstance(error, (torch.OutOfMemoryError, MemoryError)):
-        return SpaceError(f"{class_of(model)}: {first_line(error)}; {advice}")
+    is_cpu_error = isinstance(error, RuntimeError) and _CPU_MEMORY_MESSAGE in str(error)
+    if is_cpu_error or isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return SpaceError(f"{model_class_name(model)}: {first_line(error)}; {advice}")
     return None
 
 
@@ -72,6 +76,6 @@ def _is_raised_by_a_model(trace: TracebackType | None) -> bool:
     is_of_model = False
     while trace is not None:
         name = trace.tb_frame.f_globals.get("__name__", "")
-        is_of_model = name.partition(".")[0] in _OF_MODELS or (is_of_model and not name.startswith(_OURS))
+        is_of_model = name.partition(".")[0] in _MODEL_PACKAGES or (is_of_model and not name.startswith(_OWN_MODULES))
         trace = trace.tb_next
     return is_of_model

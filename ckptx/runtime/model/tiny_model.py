@@ -19,7 +19,7 @@ from transformers import PreTrainedConfig, PreTrainedModel, initialization
 
 from ckptx.errors import UnsupportedError
 from ckptx.runtime.model.build import build_on_meta
-from ckptx.runtime.model.shrink_config import ShrinkPolicy, parts, shrink_config, token_ids
+from ckptx.runtime.model.shrink_config import ShrinkPolicy, find_token_ids, iter_configs, shrink_config
 
 _MIB = 2**20
 _SMALL_BYTES = 64 * _MIB  # a model of at most this size is used unchanged
@@ -29,24 +29,24 @@ _MAX_BYTES = 512 * _MIB
 # From narrow to less narrow: a class may require a width that the first attempts reduce.
 _ATTEMPTS = (
     ShrinkPolicy(),
-    ShrinkPolicy(cut_vocabulary=True),
-    ShrinkPolicy(head_dim=None),
-    ShrinkPolicy(head_dim=None, cut_vocabulary=True),
-    ShrinkPolicy(few_heads=False, cut_vocabulary=True),
-    ShrinkPolicy(few_heads=False, head_dim=None, narrow_hidden=False, cut_vocabulary=True),
+    ShrinkPolicy(shorten_vocabulary=True),
+    ShrinkPolicy(min_head_dim=None),
+    ShrinkPolicy(min_head_dim=None, shorten_vocabulary=True),
+    ShrinkPolicy(reduce_heads=False, shorten_vocabulary=True),
+    ShrinkPolicy(reduce_heads=False, min_head_dim=None, reduce_hidden=False, shorten_vocabulary=True),
 )
 
-_BATCH_SIZE, _LENGTH = 2, 12
+_BATCH_SIZE, _SEQUENCE_LENGTH = 2, 12
 _AUDIO_KEYS = ("num_mel_bins", "max_source_positions")  # height of a spectrogram, and half its length
-_FIRST_WORD = 3  # in most vocabularies the ids before are padding, begin and end of a sequence
+_FIRST_TEXT_TOKEN = 3  # in most vocabularies the ids before are padding, begin and end of a sequence
 _SEED = 0
-_SPREAD = 0.3
+_STD = 0.3
 
 # One of several experts; their number does not matter.
 _EXPERT = re.compile(r"(?<=experts)\.(expert_)?\d+(?=\.|$)")
 
 
-class _Shape(NamedTuple):
+class _Structure(NamedTuple):
     """The structure of a model, independent of its widths.
 
     Attributes:
@@ -88,41 +88,41 @@ def tiny_model(config: PreTrainedConfig, cls: type[PreTrainedModel]) -> nn.Modul
     Raises:
         UnsupportedError: See `tiny_config`.
     """
-    found, model = _find_config(config, cls)
-    return _random_model(found, cls) if model is None else model
+    small_config, model = _find_config(config, cls)
+    return _random_model(small_config, cls) if model is None else model
 
 
 def _find_config(config: PreTrainedConfig, cls: type[PreTrainedModel]) -> tuple[PreTrainedConfig, nn.Module | None]:
     """Return the first config that passes, and the model that ran; None if the config was used unchanged."""
-    plain = _plain(config)
+    base_config = _without_cache(config)
     try:
-        large = _shape_of(plain, cls)
+        large = _read_structure(base_config, cls)
     except Exception as error:  # a config or a model class may raise anything
         raise UnsupportedError(f"{cls.__name__}: cannot be built from its config: {_describe(error)}") from error
     if large.nbytes <= _SMALL_BYTES:
-        return plain, None
-    _check_input(cls, plain)
-    faults: list[str] = []
+        return base_config, None
+    _check_input(cls, base_config)
+    failures: list[str] = []
     for max_bytes in (_TARGET_BYTES, _MAX_BYTES):
         for policy in _ATTEMPTS:
             try:
-                candidate = shrink_config(plain, policy)
-                fault = _difference(large, _shape_of(candidate, cls), max_bytes)
-                if not fault:
+                candidate = shrink_config(base_config, policy)
+                failure = _find_difference(large, _read_structure(candidate, cls), max_bytes)
+                if not failure:
                     return candidate, _run_once(candidate, cls)
             except Exception as error:  # a config or a model class may raise anything
-                fault = _describe(error)
-            faults.append(f"with {policy}: {fault}")
+                failure = _describe(error)
+            failures.append(f"with {policy}: {failure}")
     raise UnsupportedError(
         f"{cls.__name__}: cannot build a small model with the same layers, which pipeline stages require; "
-        f"first attempt {faults[0]}; last attempt {faults[-1]}"
+        f"first attempt {failures[0]}; last attempt {failures[-1]}"
     )
 
 
-def _plain(config: PreTrainedConfig) -> PreTrainedConfig:
+def _without_cache(config: PreTrainedConfig) -> PreTrainedConfig:
     """Return a copy without a cache, and without a choice of attention."""
     copied = copy.deepcopy(config)
-    for part in parts(copied):
+    for part in iter_configs(copied):
         values = vars(part)
         if "use_cache" in values:
             values["use_cache"] = False
@@ -137,19 +137,23 @@ def _describe(error: Exception) -> str:
 # -------------------------------------------------------------------------------------------- comparison with the large
 
 
-def _shape_of(config: PreTrainedConfig, cls: type[PreTrainedModel]) -> _Shape:
+def _read_structure(config: PreTrainedConfig, cls: type[PreTrainedModel]) -> _Structure:
     model = build_on_meta(cls, copy.deepcopy(config), torch.float32, "sdpa")
     modules: dict[int, str] = {}
     tensors: dict[int, str] = {}
     module_rows = frozenset(
-        (_without_experts(name), type(module).__name__, _without_experts(modules.setdefault(id(module), name)))
+        (
+            _without_expert_numbers(name),
+            type(module).__name__,
+            _without_expert_numbers(modules.setdefault(id(module), name)),
+        )
         for name, module in model.named_modules(remove_duplicate=False)
     )
     tensor_rows = frozenset(
-        (_without_experts(name), _without_experts(tensors.setdefault(id(tensor), name)))
+        (_without_expert_numbers(name), _without_expert_numbers(tensors.setdefault(id(tensor), name)))
         for name, tensor in _named_tensors(model)
     )
-    return _Shape(module_rows, tensor_rows, 4 * sum(each.numel() for each in model.parameters()))
+    return _Structure(module_rows, tensor_rows, 4 * sum(each.numel() for each in model.parameters()))
 
 
 def _named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -157,11 +161,11 @@ def _named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     yield from model.named_buffers(remove_duplicate=False)
 
 
-def _without_experts(name: str) -> str:
+def _without_expert_numbers(name: str) -> str:
     return _EXPERT.sub(".*", name)
 
 
-def _difference(large: _Shape, small: _Shape, max_bytes: int) -> str:
+def _find_difference(large: _Structure, small: _Structure, max_bytes: int) -> str:
     """Return the first structural difference, or that the model is too large; empty if it passes."""
     for lacks, has, verb in ((small, large, "lacks"), (large, small, "has in addition")):
         for those, these in ((lacks.modules, has.modules), (lacks.tensors, has.tensors)):
@@ -182,11 +186,11 @@ def _random_model(config: PreTrainedConfig, cls: type[PreTrainedModel]) -> nn.Mo
     with torch.random.fork_rng(devices=[]), initialization.no_init_weights():
         model: PreTrainedModel = cls._from_config(copy.deepcopy(config), dtype=torch.float32)
     model.tie_weights()  # part of the initialization that was skipped
-    _randomise(model)
+    _randomize(model)
     return model.eval()
 
 
-def _randomise(model: nn.Module) -> None:
+def _randomize(model: nn.Module) -> None:
     """Give every floating-point parameter and persistent buffer random values, in place; tied ones stay tied."""
     generator = torch.Generator().manual_seed(_SEED)
     done: set[int] = set()
@@ -195,7 +199,7 @@ def _randomise(model: nn.Module) -> None:
             if id(tensor) in done or not (tensor.is_floating_point() or tensor.is_complex()):
                 continue
             done.add(id(tensor))
-            tensor.normal_(0, _SPREAD, generator=generator)
+            tensor.normal_(0, _STD, generator=generator)
             if name.endswith(("running_var", "input_max", "output_max")):  # a variance, and upper bounds of a clamp
                 tensor.abs_().add_(1)
             elif name.endswith(("input_min", "output_min")):
@@ -206,7 +210,7 @@ def _run_once(config: PreTrainedConfig, cls: type[PreTrainedModel]) -> nn.Module
     """Return the model with random weights after one forward pass on text."""
     model = _random_model(config, cls)
     with torch.no_grad():
-        model(**text_for(model))
+        model(**make_text_batch(model))
     return model
 
 
@@ -216,20 +220,20 @@ def _check_input(cls: type[PreTrainedModel], config: Any) -> None:
     Raises:
         UnsupportedError: The model takes neither text nor audio of a length that its config gives.
     """
-    bands, length = (getattr(config, key, None) for key in _AUDIO_KEYS)
-    listens = config.is_encoder_decoder and cls.main_input_name == "input_features" and bands and length
-    if not listens and not _takes_text(cls):
+    mel_bins, length = (getattr(config, key, None) for key in _AUDIO_KEYS)
+    takes_audio = config.is_encoder_decoder and cls.main_input_name == "input_features" and mel_bins and length
+    if not takes_audio and not _takes_input_ids(cls):
         raise UnsupportedError(
             f"{cls.__name__}: its input is {cls.main_input_name}; pipeline stages require a text model or an audio "
             "encoder-decoder; leave out --pp"
         )
 
 
-def _takes_text(cls: type[nn.Module]) -> bool:
+def _takes_input_ids(cls: type[nn.Module]) -> bool:
     return "input_ids" in inspect.signature(cls.forward).parameters
 
 
-def text_for(model: Any) -> dict[str, torch.Tensor]:
+def make_text_batch(model: Any) -> dict[str, torch.Tensor]:
     """Return a batch of 2 sequences of 12 tokens; an audio encoder-decoder also gets audio.
 
     It has the device and dtype of the model, and is the same for every model with the same config. The audio has the
@@ -238,17 +242,17 @@ def text_for(model: Any) -> dict[str, torch.Tensor]:
     like = next(model.parameters())
     ids = _token_batch(model.config).to(like.device)
     batch = {"decoder_input_ids": ids.flip(1)} if model.config.is_encoder_decoder else {}
-    if _takes_text(type(model)):
+    if _takes_input_ids(type(model)):
         return {"input_ids": ids, **batch}
-    bands, length = (getattr(model.config, key) for key in _AUDIO_KEYS)
-    sound = torch.linspace(-1, 1, 2 * length, dtype=like.dtype, device=like.device)
-    return {"input_features": sound.expand(_BATCH_SIZE, bands, -1).contiguous(), **batch}
+    mel_bins, length = (getattr(model.config, key) for key in _AUDIO_KEYS)
+    audio = torch.linspace(-1, 1, 2 * length, dtype=like.dtype, device=like.device)
+    return {"input_features": audio.expand(_BATCH_SIZE, mel_bins, -1).contiguous(), **batch}
 
 
 def _token_batch(config: Any) -> torch.Tensor:
     """Return random tokens without special ones, (batch, length)."""
     size = int(config.get_text_config(decoder=True).vocab_size)
-    named = token_ids(config)
-    allowed = torch.tensor([each for each in range(min(_FIRST_WORD, size - 1), size) if each not in named])
+    special_ids = find_token_ids(config)
+    allowed = torch.tensor([each for each in range(min(_FIRST_TEXT_TOKEN, size - 1), size) if each not in special_ids])
     generator = torch.Generator().manual_seed(_SEED)
-    return allowed[torch.randint(len(allowed), (_BATCH_SIZE, _LENGTH), generator=generator)]
+    return allowed[torch.randint(len(allowed), (_BATCH_SIZE, _SEQUENCE_LENGTH), generator=generator)]

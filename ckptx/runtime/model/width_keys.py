@@ -10,10 +10,10 @@ Values = dict[str, Any]
 
 # The width of the residual stream. In a part with several of these keys, the first is that of its layers: in a tower
 # with an `embed_dim`, `hidden_size` is the width of the model that it feeds.
-HIDDEN = ("embed_dim", "d_model", "n_embd", "model_dim", "emb_dim", "dim", "hidden_dim", "hidden_size")
+HIDDEN_SIZE_KEYS = ("embed_dim", "d_model", "n_embd", "model_dim", "emb_dim", "dim", "hidden_dim", "hidden_size")
 
 # Numbers of heads, and of groups that heads are divided into.
-HEADS = {
+HEAD_COUNT_KEYS = {
     "num_attention_heads", "num_key_value_heads", "num_heads", "n_head", "n_heads", "num_kv_heads", "n_head_kv",
     "encoder_attention_heads", "decoder_attention_heads", "encoder_num_attention_heads", "decoder_num_attention_heads",
     "encoder_num_key_value_heads", "decoder_num_key_value_heads", "attention_heads", "kv_n_heads",
@@ -26,16 +26,16 @@ HEADS = {
 }  # fmt: skip
 
 # Widths of one head, and counts of its parts.
-HEAD_DIMS = {
+HEAD_DIM_KEYS = {
     "head_dim", "d_kv", "global_head_dim", "swa_head_dim", "qk_head_dim", "qk_nope_head_dim", "qk_rope_head_dim",
     "v_head_dim", "linear_key_head_dim", "linear_value_head_dim", "linear_head_dim", "index_head_dim",
     "indexer_head_dim", "rotary_dim", "head_size", "attention_head_size", "resampler_head_dim", "cross_head_dim",
     "mamba_head_dim", "mamba_d_head", "mamba_headdim", "dim_head",
 }  # fmt: skip
-ROPE_COUNTS = ("mrope_section",)  # numbers of frequencies, half a head together
-ROPE_FACTORS = ("short_factor", "long_factor")  # one number for each frequency
+ROPE_COUNT_KEYS = ("mrope_section",)  # numbers of frequencies, half a head together
+ROPE_FACTOR_KEYS = ("short_factor", "long_factor")  # one number for each frequency
 
-FEED_FORWARD = {
+FEED_FORWARD_KEYS = {
     "intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size", "shared_intermediate_size",
     "moe_shared_expert_intermediate_size", "shared_experts_intermediate_size", "intermediate_size_mlp",
     "dense_intermediate_size", "prefix_dense_intermediate_size", "expert_ffn_hidden_size", "ffn_hidden_size",
@@ -45,33 +45,33 @@ FEED_FORWARD = {
 }  # fmt: skip
 
 # Widths of bottlenecks: adapters, latent attention, time steps.
-RANKS = {
+LOW_RANK_KEYS = {
     "q_lora_rank", "kv_lora_rank", "o_lora_rank", "laurel_rank", "adapter_rank", "lora_rank", "embedding_rank",
     "gated_norm_rank", "hc_lowrank", "time_step_rank", "mamba_dt_rank", "attention_rank", "moe_lora_rank",
 }  # fmt: skip
-STATES = {"state_size", "ssm_state_size", "mamba_d_state", "d_state"}
+STATE_SIZE_KEYS = {"state_size", "ssm_state_size", "mamba_d_state", "d_state"}
 
 # Widths of tables with a row for each token and layer, which with a large vocabulary are most of a model.
-TABLES = {"hidden_size_per_layer_input", "ple_embed_dim"}
+PER_LAYER_EMBEDDING_KEYS = {"hidden_size_per_layer_input", "ple_embed_dim"}
 
 # Rows of tables that tokens are hashed into.
-BUCKETS = {"encoder_hash_byte_group_vocab", "num_hash_buckets", "ngram_vocab_size_base"}
+HASH_BUCKET_KEYS = {"encoder_hash_byte_group_vocab", "num_hash_buckets", "ngram_vocab_size_base"}
 
-EXPERTS = {"num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"}
-CHOSEN_EXPERTS = (
+EXPERT_COUNT_KEYS = {"num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"}
+TOP_K_KEYS = (
     "num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "moe_top_k", "top_k_experts", "top_k",
     "experts_per_token", "num_selected_experts",
 )  # fmt: skip
 
 # Widths of inputs and outputs between parts, if no hidden size is equal to them.
-LINKS = {
+PROJECTION_KEYS = {
     "out_hidden_size", "projection_dim", "projector_input_dim", "projector_output_dim", "vision_output_dim",
     "output_proj_dims", "output_dim", "encoder_hidden_size", "cross_attention_hidden_size", "embedding_size",
     "word_embed_proj_dim", "projection_size", "projector_hidden_size", "pooler_hidden_size", "text_hidden_size",
     "mm_embed_dim", "lm_hidden_size", "audio_hidden_size",
 }  # fmt: skip
 WIDTH_ENDINGS = ("_size", "_dim", "_dims", "_width")  # a key that ends so may repeat the hidden size of a part
-NO_WIDTHS = (
+NON_WIDTH_WORDS = (
     "vocab_size",
     "patch_size",
     "image_size",
@@ -82,7 +82,7 @@ NO_WIDTHS = (
     "pool_size",
 )
 
-VOCABULARIES = ("vocab_size", "vocab_size_per_layer_input")
+VOCABULARY_KEYS = ("vocab_size", "vocab_size_per_layer_input")
 EXTRA_TOKENS = 64  # tokens in addition to those that the config names
 
 
@@ -91,7 +91,7 @@ def _expanded_size(values: Values) -> int:
 
 
 # Values that a config class derives from other keys: a relation that held still holds in the shrunk config.
-DERIVED: tuple[tuple[str, Callable[[Values], Any]], ...] = (
+DERIVED_VALUES: tuple[tuple[str, Callable[[Values], Any]], ...] = (
     ("intermediate_size", _expanded_size),
     ("intermediate_size", lambda values: int(values["hidden_size"] / values["pixel_shuffle_ratio"] ** 2)),
     ("time_step_rank", lambda values: math.ceil(values["hidden_size"] / 16)),

@@ -18,16 +18,16 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from ckptx.errors import CkptxError, Defect, EnvironmentProblem, PeerFailure, UsageError, exit_code_of
 from ckptx.layout.parallel_dims import ParallelDims
 from ckptx.processes.rendezvous import is_launched
-from ckptx.runtime.torch_private import default_store, forget_groups
+from ckptx.runtime.torch_private import default_store, drop_group_references
 
 MESH_DIMS = ("pp", "dp_replicate", "dp_shard", "tp")  # row-major: a rank has the coordinates of `ParallelDims`
 DATA_DIMS = ("dp_replicate", "dp_shard")  # ranks that differ along these dims get different data
 _TIMEOUT = timedelta(minutes=10)
 _REPORT_TIMEOUT = timedelta(seconds=5)
-_FAILURE_KEY = "ckptx: last words"
+_FAILURE_REPORT_KEY = "ckptx: last words"
 # Raised by torch 2.11 and 2.13 for NCCL, sockets and stores. Without ConnectionError, which a download may raise.
 _CONNECTION_ERRORS = (dist.DistBackendError, dist.DistNetworkError, dist.DistStoreError)
-_GLOO = ("/gloo/transport/", "Gloo connectFullMesh failed")
+_GLOO_ERROR_TEXTS = ("/gloo/transport/", "Gloo connectFullMesh failed")
 
 _meshes: dict[tuple[ParallelDims, str], tuple[Any, DeviceMesh]] = {}  # with the world that each belongs to
 
@@ -46,7 +46,7 @@ class RankContext(NamedTuple):
     device: torch.device
 
 
-def device_of(requested: str, local_rank: int = 0) -> torch.device:
+def select_device(requested: str, local_rank: int = 0) -> torch.device:
     """Return the device that `--device` selects.
 
     Raises:
@@ -56,9 +56,9 @@ def device_of(requested: str, local_rank: int = 0) -> torch.device:
     if requested == "cpu" or (requested == "auto" and not has_cuda):
         return torch.device("cpu")
     if not has_cuda or local_rank >= torch.cuda.device_count():
-        found = torch.cuda.device_count() if has_cuda else 0
+        device_count = torch.cuda.device_count() if has_cuda else 0
         raise EnvironmentProblem(
-            f"--device {requested}: requires {local_rank + 1} CUDA devices, this machine has {found}; use cpu"
+            f"--device {requested}: requires {local_rank + 1} CUDA devices, this machine has {device_count}; use cpu"
         )
     return torch.device("cuda", local_rank)
 
@@ -82,17 +82,17 @@ def process_group(
     """
     if dist.is_initialized():
         yield RankContext(
-            dist.get_rank(), dist.get_world_size(), device_of(device, int(os.environ.get("LOCAL_RANK", "0")))
+            dist.get_rank(), dist.get_world_size(), select_device(device, int(os.environ.get("LOCAL_RANK", "0")))
         )
         return
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-    process = RankContext(rank, world_size, device_of(device, int(os.environ.get("LOCAL_RANK", "0"))))
+    rank_context = RankContext(rank, world_size, select_device(device, int(os.environ.get("LOCAL_RANK", "0"))))
     if backend == "auto":
-        backend = "nccl" if process.device.type == "cuda" else "gloo"
-    if backend == "nccl" and process.device.type != "cuda":
+        backend = "nccl" if rank_context.device.type == "cuda" else "gloo"
+    if backend == "nccl" and rank_context.device.type != "cuda":
         raise EnvironmentProblem("--backend nccl: requires CUDA devices, none are available; use gloo")
-    if process.device.type == "cuda":
-        torch.cuda.set_device(process.device)
+    if rank_context.device.type == "cuda":
+        torch.cuda.set_device(rank_context.device)
     try:
         if store is not None:
             dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=_TIMEOUT)
@@ -107,18 +107,18 @@ def process_group(
         message = f"rank {rank}: another rank exited before all ranks had joined; check its output"
         raise PeerFailure(message, code, is_reported=False) from error
     try:
-        yield process
+        yield rank_context
     finally:
-        end_groups()
+        destroy_process_groups()
 
 
-def end_groups() -> None:
+def destroy_process_groups() -> None:
     """Destroy the process group, and the threads of its groups, even of meshes that a model still refers to.
 
     A gloo thread that drops its last tensor while the interpreter exits kills the whole process with SIGABRT.
     """
     for _, mesh in _meshes.values():
-        forget_groups(mesh)
+        drop_group_references(mesh)
     _meshes.clear()
     dist.destroy_process_group()
 
@@ -191,11 +191,11 @@ def report_failure_to_peers() -> Iterator[None]:
     except Exception as error:
         store, report = default_store(), None
         with suppress(Exception):  # the store may be gone as well
-            if _is_connection_lost(error) or store.check([_FAILURE_KEY]):
-                store.wait([_FAILURE_KEY], _REPORT_TIMEOUT)
-                report = store.get(_FAILURE_KEY).decode(errors="replace").split(":", 1)
+            if _is_connection_lost(error) or store.check([_FAILURE_REPORT_KEY]):
+                store.wait([_FAILURE_REPORT_KEY], _REPORT_TIMEOUT)
+                report = store.get(_FAILURE_REPORT_KEY).decode(errors="replace").split(":", 1)
             else:
-                store.set(_FAILURE_KEY, f"{exit_code_of(error)}:rank {dist.get_rank()}: {error}")
+                store.set(_FAILURE_REPORT_KEY, f"{exit_code_of(error)}:rank {dist.get_rank()}: {error}")
         if report is not None:
             raise PeerFailure(report[1], int(report[0]), is_reported=False) from error
         raise
@@ -210,7 +210,7 @@ def _is_connection_lost(error: BaseException) -> bool:
     from it.
     """
     if isinstance(error, _CONNECTION_ERRORS) or (
-        isinstance(error, RuntimeError) and any(each in str(error) for each in _GLOO)
+        isinstance(error, RuntimeError) and any(each in str(error) for each in _GLOO_ERROR_TEXTS)
     ):
         return True
     return error.__cause__ is not None and _is_connection_lost(error.__cause__)
@@ -231,12 +231,12 @@ def broadcast_object(value: Any) -> Any:
 
 
 def broadcast(
-    tensor: torch.Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, process: RankContext
+    tensor: torch.Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, rank_context: RankContext
 ) -> torch.Tensor:
     """Return a tensor of rank 0 on every rank."""
     if tensor is None:
-        tensor = torch.empty(shape, dtype=dtype, device=process.device)
+        tensor = torch.empty(shape, dtype=dtype, device=rank_context.device)
     tensor = tensor.contiguous()
-    if process.world_size > 1:
+    if rank_context.world_size > 1:
         dist.broadcast(tensor, src=0)
     return tensor

@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 from ckptx.errors import CkptxError, UsageError
 from ckptx.runtime.model.layers import canonical_name
 from ckptx.runtime.parallel.distributed import DATA_DIMS
-from ckptx.runtime.torch_private import local_tensor, norms_of, scale_all
+from ckptx.runtime.torch_private import compute_norms, local_tensor, scale_all
 
 _EPSILON = 1e-6  # as in torch's `clip_grads_with_norm_`
 
@@ -81,16 +81,18 @@ def clip_grad_norm(
     """
     if not norm_type > 0:
         raise UsageError(f"clip_grad_norm: norm_type is {norm_type}, must be above 0 or inf; use 2.0")
-    named = _named(parameters)
+    named = _named_parameters(parameters)
     copies = {id(each) for each in stages.copies} if stages is not None else set()
-    power = _total_power([each for _, each in named if id(each) not in copies], float(norm_type))
+    power = _sum_power_over_ranks([each for _, each in named if id(each) not in copies], float(norm_type))
     if stages is not None:
-        power = _over_stages(power, float(norm_type), stages)
+        power = _sum_over_stages(power, float(norm_type), stages)
     total = power if norm_type == inf else power ** (1 / norm_type)
     if error_if_nonfinite and not torch.isfinite(total):
         raise NonFiniteGradients(_nonfinite_message(named, total, norm_type))
     factor = torch.clamp(max_norm / (total + _EPSILON), max=1.0)
-    for gradients in _by_kind([_local(each.grad) for _, each in named if each.grad is not None]):
+    for gradients in _group_by_device_and_dtype(
+        [_detached_local(each.grad) for _, each in named if each.grad is not None]
+    ):
         scale_all(gradients, factor.to(gradients[0].device))
     return total
 
@@ -141,61 +143,64 @@ def labels_per_rank(labels: Iterable[Tensor], mesh: DeviceMesh, ignore_index: in
 # ------------------------------------------------------------------------------------------------ norm
 
 
-def _named(parameters: nn.Module | Iterable[nn.Module] | Iterable[Tensor]) -> list[tuple[str, Tensor]]:
+def _named_parameters(parameters: nn.Module | Iterable[nn.Module] | Iterable[Tensor]) -> list[tuple[str, Tensor]]:
     """Return the trained parameters, each once, with a name for messages."""
-    pairs: list[tuple[str, Tensor]] = []
+    named_parameters: list[tuple[str, Tensor]] = []
     for index, each in enumerate([parameters] if isinstance(parameters, (nn.Module, Tensor)) else parameters):
         if isinstance(each, nn.Module):
-            pairs += [(canonical_name(name), parameter) for name, parameter in each.named_parameters()]
+            named_parameters += [(canonical_name(name), parameter) for name, parameter in each.named_parameters()]
         else:
-            pairs.append((f"parameter {index} of shape {list(each.shape)}", each))
-    unique = {id(each): (name, each) for name, each in reversed(pairs) if each.requires_grad}
+            named_parameters.append((f"parameter {index} of shape {list(each.shape)}", each))
+    unique = {id(each): (name, each) for name, each in reversed(named_parameters) if each.requires_grad}
     return list(reversed(unique.values()))
 
 
-def _total_power(parameters: list[Tensor], norm_type: float) -> Tensor:
+def _sum_power_over_ranks(parameters: list[Tensor], norm_type: float) -> Tensor:
     """Return the sum of powers of all elements over all ranks of the mesh, or the largest absolute value.
 
     Every rank makes the same reductions in the same order, whatever gradients it lacks: the groups to sum over
     follow from the parameters alone.
     """
-    like = [_local(each.grad) for each in parameters if each.grad is not None]
-    device = next((each.device for each in [*like, *map(_local, parameters)]), torch.device("cpu"))
+    sources = [_detached_local(each.grad) for each in parameters if each.grad is not None]
+    device = next((each.device for each in [*sources, *map(_detached_local, parameters)]), torch.device("cpu"))
     dtype = torch.float64 if any(each.dtype is torch.float64 for each in parameters) else torch.float32
-    split: dict[_Groups, list[Tensor]] = {}
+    gradients_by_groups: dict[_Groups, list[Tensor]] = {}
     for parameter in parameters:
-        gradients = split.setdefault(_groups_of(parameter), [])
+        gradients = gradients_by_groups.setdefault(_sharding_groups(parameter), [])
         if parameter.grad is not None:
-            gradients.append(_sharded_as(parameter, parameter.grad))
-    powers = {groups: _power(gradients, norm_type, device, dtype) for groups, gradients in split.items()}
-    order = {group.group_name: group for groups in powers for group in groups}
-    for name in sorted(order):
-        concerned = [groups for groups in powers if any(each.group_name == name for each in groups)]
-        stacked = torch.stack([powers[groups] for groups in concerned])
-        dist.all_reduce(stacked, dist.ReduceOp.MAX if norm_type == inf else dist.ReduceOp.SUM, order[name])
-        powers.update(zip(concerned, stacked.unbind(), strict=True))
+            gradients.append(_shard_like(parameter, parameter.grad))
+    powers = {
+        groups: _sum_local_power(gradients, norm_type, device, dtype)
+        for groups, gradients in gradients_by_groups.items()
+    }
+    groups_by_name = {group.group_name: group for groups in powers for group in groups}
+    for name in sorted(groups_by_name):
+        affected = [groups for groups in powers if any(each.group_name == name for each in groups)]
+        stacked = torch.stack([powers[groups] for groups in affected])
+        dist.all_reduce(stacked, dist.ReduceOp.MAX if norm_type == inf else dist.ReduceOp.SUM, groups_by_name[name])
+        powers.update(zip(affected, stacked.unbind(), strict=True))
     if not powers:
         return torch.zeros((), dtype=dtype, device=device)
-    every = torch.stack([powers[groups] for groups in sorted(powers, key=_names_of)])
-    return every.amax() if norm_type == inf else every.sum()
+    all_powers = torch.stack([powers[groups] for groups in sorted(powers, key=_group_names)])
+    return all_powers.amax() if norm_type == inf else all_powers.sum()
 
 
-def _over_stages(power: Tensor, norm_type: float, stages: PipelineStages) -> Tensor:
+def _sum_over_stages(power: Tensor, norm_type: float, stages: PipelineStages) -> Tensor:
     """Return the sum over all stages, added in the order of the ranks, so that each rank gets the same bits."""
-    own = torch.tensor([0.0, power.dtype is torch.float64], dtype=torch.float64, device=stages.device)
-    own[0] = power
-    found = [torch.empty_like(own) for _ in range(dist.get_world_size(stages.group))]
-    dist.all_gather(found, own, group=stages.group)
-    powers, are_double = torch.stack(found).unbind(1)
+    own_power = torch.tensor([0.0, power.dtype is torch.float64], dtype=torch.float64, device=stages.device)
+    own_power[0] = power
+    gathered = [torch.empty_like(own_power) for _ in range(dist.get_world_size(stages.group))]
+    dist.all_gather(gathered, own_power, group=stages.group)
+    powers, are_double = torch.stack(gathered).unbind(1)
     total = powers.amax() if norm_type == inf else powers.sum()
     return total if are_double.any() else total.float()
 
 
-def _names_of(groups: _Groups) -> tuple[str, ...]:
+def _group_names(groups: _Groups) -> tuple[str, ...]:
     return tuple(group.group_name for group in groups)
 
 
-def _groups_of(parameter: Tensor) -> _Groups:
+def _sharding_groups(parameter: Tensor) -> _Groups:
     """Return the groups of ranks over which a parameter is sharded."""
     if not isinstance(parameter, DTensor):
         return ()
@@ -207,39 +212,41 @@ def _groups_of(parameter: Tensor) -> _Groups:
     )
 
 
-def _sharded_as(parameter: Tensor, gradient: Tensor) -> Tensor:
+def _shard_like(parameter: Tensor, gradient: Tensor) -> Tensor:
     """Return this rank's shard of a gradient, which torch's own TP may leave as a partial sum on each rank."""
     if isinstance(parameter, DTensor) and gradient.placements != parameter.placements:
         gradient = gradient.redistribute(placements=parameter.placements)
-    return _local(gradient)
+    return _detached_local(gradient)
 
 
-def _power(gradients: list[Tensor], norm_type: float, device: torch.device, dtype: torch.dtype) -> Tensor:
+def _sum_local_power(gradients: list[Tensor], norm_type: float, device: torch.device, dtype: torch.dtype) -> Tensor:
     """Return the sum of powers of all elements on this rank, or the largest absolute value."""
-    found = [torch.zeros((), dtype=dtype, device=device)]
-    for kind in _by_kind([each for each in gradients if each.numel()]):
-        found += [each.to(device) for each in norms_of(kind, norm_type, dtype)]
-    norms = torch.stack(found)
+    norms_list = [torch.zeros((), dtype=dtype, device=device)]
+    for kind in _group_by_device_and_dtype([each for each in gradients if each.numel()]):
+        norms_list += [each.to(device) for each in compute_norms(kind, norm_type, dtype)]
+    norms = torch.stack(norms_list)
     return norms.amax() if norm_type == inf else (norms**norm_type).sum()
 
 
-def _by_kind(tensors: list[Tensor]) -> list[list[Tensor]]:
+def _group_by_device_and_dtype(tensors: list[Tensor]) -> list[list[Tensor]]:
     """Group tensors by device and dtype, as torch's foreach functions require."""
-    kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for each in tensors:
-        kinds.setdefault((each.device, each.dtype), []).append(each)
-    return list(kinds.values())
+        groups.setdefault((each.device, each.dtype), []).append(each)
+    return list(groups.values())
 
 
-def _local(tensor: Tensor) -> Tensor:
+def _detached_local(tensor: Tensor) -> Tensor:
     return local_tensor(tensor).detach()
 
 
 def _nonfinite_message(named: list[tuple[str, Tensor]], total: Tensor, norm_type: float) -> str:
     """Return the error message. No collective: ranks whose copies of a gradient differ would not all get here."""
-    names = [name for name, each in named if each.grad is not None and not _local(each.grad).isfinite().all()]
-    where = f"in {names[0]}" + (f" and {len(names) - 1} more" if len(names) > 1 else "") if names else "on other ranks"
+    names = [name for name, each in named if each.grad is not None and not _detached_local(each.grad).isfinite().all()]
+    location = (
+        f"in {names[0]}" + (f" and {len(names) - 1} more" if len(names) > 1 else "") if names else "on other ranks"
+    )
     return (
-        f"clip_grad_norm: the norm of order {norm_type} is {float(total)} due to gradients {where}, must be finite; "
+        f"clip_grad_norm: the norm of order {norm_type} is {float(total)} due to gradients {location}, must be finite; "
         "skip the step with zero_grad(), or pass error_if_nonfinite=False"
     )

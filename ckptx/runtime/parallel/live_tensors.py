@@ -11,19 +11,20 @@ from torch import Tensor
 from ckptx.runtime.torch_private import FakeTensor, local_tensor
 
 
-def tensors_among(objects: Iterable[object]) -> list[Tensor]:
+def select_tensors(objects: Iterable[object]) -> list[Tensor]:
     """Return the objects that are tensors of any kind."""
     # isinstance would query torch's proxy objects, which warn
     return [each for each in objects if issubclass(type(each), Tensor)]
 
 
-def live_tensors(alive: Iterable[Tensor] | None = None) -> Iterator[Tensor]:
+def iter_live_tensors(candidates: Iterable[Tensor] | None = None) -> Iterator[Tensor]:
     """Yield the tensors with storage, as local tensors for DTensors; sparse and fake tensors have none.
 
     Args:
-        alive: Tensors to look through, from `tensors_among`; None means all objects that the garbage collector tracks.
+        candidates: Tensors to look through, from `select_tensors`; None means all objects that the garbage collector
+            tracks.
     """
-    for each in tensors_among(gc.get_objects()) if alive is None else alive:
+    for each in select_tensors(gc.get_objects()) if candidates is None else candidates:
         local = local_tensor(each)
         if isinstance(local, Tensor) and local.layout is torch.strided and not isinstance(local, FakeTensor):
             yield local

@@ -26,7 +26,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
 from ckptx.errors import UnsupportedError
-from ckptx.runtime.model.tiny_model import text_for
+from ckptx.runtime.model.tiny_model import make_text_batch
 from ckptx.runtime.parallel.distributed import DATA_DIMS
 from ckptx.runtime.parallel.gradients import sync_gradients
 
@@ -51,7 +51,7 @@ class MixedInputs:
             model: Model from `parallelize`; it needs storage and values when the first microbatch comes.
         """
         self._model = model
-        self._groups = _data_groups(model)
+        self._groups = _data_parallel_groups(model)
         self._optional_units: list[FSDPModule] | None = None
 
     @contextmanager
@@ -69,10 +69,10 @@ class MixedInputs:
             UnsupportedError: The model cannot run on text alone, which shows the modules that text does not call.
         """
         sync_gradients(self._model, is_last)
-        if self.differ([batch]):
+        if self.inputs_differ([batch]):
             if not self.is_prepared:
                 with self.prepare():
-                    self._model(**text_for(self._model))
+                    self._model(**make_text_batch(self._model))
             self.gather()
             self.set_zero_fill(True)
             with self._keep_gathered():
@@ -86,16 +86,16 @@ class MixedInputs:
         if is_last:
             self.set_zero_fill(False)
 
-    def differ(self, batches: Sequence[Batch]) -> bool:
+    def inputs_differ(self, batches: Sequence[Batch]) -> bool:
         """Return True if data ranks have differently named arguments; every data rank calls it."""
         if not self._groups:
             return False
         names = [sorted(name for name, value in each.items() if value is not None) for each in batches]
-        number = zlib.crc32(repr(names).encode())
-        ends = torch.tensor([number, -number], device=next(self._model.parameters()).device)
+        checksum = zlib.crc32(repr(names).encode())
+        bounds = torch.tensor([checksum, -checksum], device=next(self._model.parameters()).device)
         for group in self._groups:
-            dist.all_reduce(ends, dist.ReduceOp.MAX, group=group)
-        return bool(ends[0] != -ends[1])
+            dist.all_reduce(bounds, dist.ReduceOp.MAX, group=group)
+        return bool(bounds[0] != -bounds[1])
 
     @property
     def is_prepared(self) -> bool:
@@ -107,8 +107,8 @@ class MixedInputs:
         """Record the modules that the block, a forward on text that is the same on all data ranks, does not call."""
         units = [each for each in self._model.modules() if isinstance(each, FSDPModule)]
         called: set[int] = set()
-        handles = [each.register_forward_pre_hook(lambda unit, _: called.add(_key(unit))) for each in units]
-        modes = [(each, each.training) for each in self._model.modules()]
+        handles = [each.register_forward_pre_hook(lambda unit, _: called.add(_unit_key(unit))) for each in units]
+        training_flags = [(each, each.training) for each in self._model.modules()]
         self._model.eval()
         try:
             with torch.no_grad():
@@ -122,9 +122,9 @@ class MixedInputs:
         finally:
             for handle in handles:
                 handle.remove()
-            for each, is_training in modes:
+            for each, is_training in training_flags:
                 each.training = is_training
-        self._optional_units = [each for each in units if _key(each) not in called]
+        self._optional_units = [each for each in units if _unit_key(each) not in called]
 
     def gather(self) -> None:
         """Gather the modules that only some data ranks may call."""
@@ -144,26 +144,26 @@ class MixedInputs:
             unit.set_reshard_after_backward(is_reduced, recurse=False)
         root.set_is_last_backward(is_reduced)
 
-        def zero() -> Tensor:  # the forward of the root, during which its parameters are gathered
+        def forward_zero() -> Tensor:  # the forward of the root, during which its parameters are gathered
             own = {
                 id(each): each for unit in self._uneven_units() for each in _own_parameters(unit) if each.requires_grad
             }
-            return _Zero.apply(*own.values()) if own else torch.zeros(())
+            return _ZeroFunction.apply(*own.values()) if own else torch.zeros(())
 
-        with _replaced_forward(root, zero), torch.enable_grad():
-            found = root()
-            if found.requires_grad:
-                found.backward()
+        with _replace_forward(root, forward_zero), torch.enable_grad():
+            output = root()
+            if output.requires_grad:
+                output.backward()
 
     @contextmanager
     def _keep_gathered(self) -> Iterator[None]:
         """Keep modules that only some data ranks may call gathered, and their gradients unreduced."""
-        root, apart = self._model, self._optional_units or []
+        root, optional_units = self._model, self._optional_units or []
         assert isinstance(root, FSDPModule)
         for unit in self._uneven_units():
             unit.set_requires_gradient_sync(False, recurse=False)
             unit.set_reshard_after_backward(False, recurse=False)
-        for unit in apart:
+        for unit in optional_units:
             unit.set_reshard_after_forward(False, recurse=False)
         called = self._common_units()
         for unit in called:  # the previous unit may differ between ranks; the root is the same on all
@@ -171,7 +171,7 @@ class MixedInputs:
         yield
         for unit in called:
             unit.set_modules_to_backward_prefetch([])
-        for unit in apart:
+        for unit in optional_units:
             unit.set_reshard_after_forward(True, recurse=False)
         for unit in self._uneven_units():
             unit.set_requires_gradient_sync(True, recurse=False)
@@ -193,7 +193,7 @@ class MixedInputs:
         return [each for each in self._model.modules() if isinstance(each, FSDPModule) and each not in units]
 
 
-class _Zero(torch.autograd.Function):  # type: ignore[misc]
+class _ZeroFunction(torch.autograd.Function):  # type: ignore[misc]
     """A function that returns zero; the gradient of every parameter is zeros, even if the incoming one is infinite."""
 
     @staticmethod
@@ -207,17 +207,17 @@ class _Zero(torch.autograd.Function):  # type: ignore[misc]
 
 
 @contextmanager
-def _replaced_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+def _replace_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
     """Replace the forward of a module within the block; its hooks still run."""
-    before = vars(module).get("forward")
+    original = vars(module).get("forward")
     module.forward = forward
     try:
         yield
     finally:
-        if before is None:
+        if original is None:
             del module.forward
         else:
-            module.forward = before
+            module.forward = original
 
 
 def _own_parameters(module: nn.Module) -> Iterator[Tensor]:
@@ -228,12 +228,12 @@ def _own_parameters(module: nn.Module) -> Iterator[Tensor]:
             yield from _own_parameters(child)
 
 
-def _key(unit: nn.Module) -> int:
+def _unit_key(unit: nn.Module) -> int:
     """Return a key that is equal for modules of the same unit."""
     return id(fully_shard.state(unit))
 
 
-def _data_groups(model: nn.Module) -> list[dist.ProcessGroup]:
+def _data_parallel_groups(model: nn.Module) -> list[dist.ProcessGroup]:
     """Return the groups of the data dims over which FSDP2 sharded a model; empty without FSDP2."""
     if not isinstance(model, FSDPModule):
         return []

@@ -2,7 +2,7 @@
 
     TP                          first: it changes what a layer computes, and the other steps must see the shards
     activation checkpointing    second: the recomputation includes the collectives of TP
-    compile                     third: the graph of a layer includes its recomputation, if torch can (`_compile`)
+    compile                     third: the graph of a layer includes its recomputation, if torch can (`_compile_layers`)
     FSDP2                       last: its hooks gather parameters before, and free them after, all of the above
 
 The model is on the meta device meanwhile, so that no rank ever holds another rank's shards.
@@ -24,8 +24,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from ckptx.errors import UnsupportedError
 from ckptx.runtime.model.layers import layer_groups, unwrap
 from ckptx.runtime.parallel.activation_checkpointing.wrap import checkpoint_activations
-from ckptx.runtime.parallel.tensor_parallel.apply import TensorParallelLayout, apply
-from ckptx.runtime.parallel.tensor_parallel.plans import Plan
+from ckptx.runtime.parallel.tensor_parallel.apply import TensorParallelLayout, apply_tensor_parallel
+from ckptx.runtime.parallel.tensor_parallel.plans import TpPlan
 from ckptx.runtime.torch_private import CheckpointWrapper, local_tensor
 
 _logger = logging.getLogger(__name__)
@@ -48,7 +48,7 @@ class ParallelizedModel(NamedTuple):
 def parallelize(
     model: nn.Module,
     mesh: DeviceMesh,
-    plan: Plan | None,
+    plan: TpPlan | None,
     *,
     activation_checkpointing: str = "none",
     scope: str = "all",
@@ -72,31 +72,31 @@ def parallelize(
     layout = None
     if mesh["tp"].size() > 1:
         assert plan is not None
-        layout = apply(model, mesh["tp"], plan)
-    wrapped = checkpoint_activations(model, activation_checkpointing, scope, compile=compile)
+        layout = apply_tensor_parallel(model, mesh["tp"], plan)
+    wrapped_layers = checkpoint_activations(model, activation_checkpointing, scope, compile=compile)
     if compile:
-        _compile(model, inside=layout is not None and activation_checkpointing in ("full", "submodule"))
-    count = shard(model, mesh, mixed_precision)
+        _compile_layers(model, wrapped_only=layout is not None and activation_checkpointing in ("full", "submodule"))
+    unit_count = apply_fsdp(model, mesh, mixed_precision)
     _logger.info(
         "%s: TP %s, %d layers recompute, %d FSDP2 units", type(model).__name__, "applied" if layout else "not applied",
-        wrapped, count,
+        wrapped_layers, unit_count,
     )  # fmt: skip
-    return ParallelizedModel(layout, wrapped, count)
+    return ParallelizedModel(layout, wrapped_layers, unit_count)
 
 
-def _compile(model: nn.Module, *, inside: bool) -> None:
-    """Compile each layer including its checkpoint wrapper, or with `inside` only the wrapped module.
+def _compile_layers(model: nn.Module, *, wrapped_only: bool) -> None:
+    """Compile each layer including its checkpoint wrapper, or with `wrapped_only` only the wrapped module.
 
-    `inside` is for layers with TP: to recompute one, a compiled graph would have to save the mesh of its DTensors, and
-    torch 2.13 asserts that it saves tensors only.
+    `wrapped_only` is for layers with TP: to recompute one, a compiled graph would have to save the mesh of its
+    DTensors, and torch 2.13 asserts that it saves tensors only.
     """
-    for layer in _layers(model):
-        wrappers = [each for each in layer.modules() if isinstance(each, CheckpointWrapper)] if inside else []
+    for layer in _find_layers(model):
+        wrappers = [each for each in layer.modules() if isinstance(each, CheckpointWrapper)] if wrapped_only else []
         for each in wrappers or [layer]:
-            (unwrap(each) if inside else each).compile()
+            (unwrap(each) if wrapped_only else each).compile()
 
 
-def shard(model: nn.Module, mesh: DeviceMesh, mixed_precision: MixedPrecisionPolicy | None = None) -> int:
+def apply_fsdp(model: nn.Module, mesh: DeviceMesh, mixed_precision: MixedPrecisionPolicy | None = None) -> int:
     """Apply FSDP2 with each layer as a unit, and the rest in the root unit; return the number of units.
 
     The root is not resharded after forward, as its backward would gather it again immediately. Parameters outside of
@@ -108,19 +108,22 @@ def shard(model: nn.Module, mesh: DeviceMesh, mixed_precision: MixedPrecisionPol
     """
     names = mesh.mesh_dim_names or ()
     reshard = "pp" not in names or mesh["pp"].size() == 1
-    replicate = mesh["dp_replicate"].size() if "dp_replicate" in names else 1
-    if mesh["dp_shard"].size() * replicate == 1 and mixed_precision is None:
+    replicas = mesh["dp_replicate"].size() if "dp_replicate" in names else 1
+    if mesh["dp_shard"].size() * replicas == 1 and mixed_precision is None:
         return 0
-    data = mesh["dp_replicate", "dp_shard"] if replicate > 1 else mesh["dp_shard"]
+    data_mesh = mesh["dp_replicate", "dp_shard"] if replicas > 1 else mesh["dp_shard"]
     policy = mixed_precision or MixedPrecisionPolicy()
-    layers, other_dtype_units = _join_shared(_layers(model)), _join_shared(_modules_of_other_dtype(model))
-    kept = dataclasses.replace(policy, param_dtype=None, cast_forward_inputs=False)
+    layers, other_dtype_units = (
+        _join_modules_with_shared_parameters(_find_layers(model)),
+        _join_modules_with_shared_parameters(_find_other_dtype_modules(model)),
+    )
+    own_dtype_policy = dataclasses.replace(policy, param_dtype=None, cast_forward_inputs=False)
     try:
         for unit in other_dtype_units:
-            fully_shard(unit, mesh=data, mp_policy=kept, reshard_after_forward=reshard)
+            fully_shard(unit, mesh=data_mesh, mp_policy=own_dtype_policy, reshard_after_forward=reshard)
         for unit in layers:
-            fully_shard(unit, mesh=data, mp_policy=policy, reshard_after_forward=reshard)
-        fully_shard(model, mesh=data, mp_policy=policy, reshard_after_forward=False)
+            fully_shard(unit, mesh=data_mesh, mp_policy=policy, reshard_after_forward=reshard)
+        fully_shard(model, mesh=data_mesh, mp_policy=policy, reshard_after_forward=False)
     except (ValueError, NotImplementedError) as error:
         raise UnsupportedError(
             f"{type(model).__name__}: FSDP2 cannot shard it: {error}; use another dp_shard"
@@ -128,25 +131,25 @@ def shard(model: nn.Module, mesh: DeviceMesh, mixed_precision: MixedPrecisionPol
     return len(other_dtype_units) + len(layers) + 1
 
 
-def _join_shared(modules: Iterable[nn.Module]) -> list[list[nn.Module]]:
+def _join_modules_with_shared_parameters(modules: Iterable[nn.Module]) -> list[list[nn.Module]]:
     """Group modules that have parameters in common, in their order."""
     units: list[tuple[list[nn.Module], set[int]]] = []
     for module in modules:
-        own = {id(parameter) for parameter in module.parameters()}
-        common = [unit for unit in units if unit[1] & own]
-        if not common:
-            units.append(([module], own))
+        parameter_ids = {id(parameter) for parameter in module.parameters()}
+        overlapping = [unit for unit in units if unit[1] & parameter_ids]
+        if not overlapping:
+            units.append(([module], parameter_ids))
             continue
-        for other in common[1:]:
-            common[0][0].extend(other[0])
-            common[0][1].update(other[1])
+        for other in overlapping[1:]:
+            overlapping[0][0].extend(other[0])
+            overlapping[0][1].update(other[1])
             units.remove(other)
-        common[0][0].append(module)
-        common[0][1].update(own)
+        overlapping[0][0].append(module)
+        overlapping[0][1].update(parameter_ids)
     return [unit for unit, _ in units]
 
 
-def _modules_of_other_dtype(model: nn.Module) -> list[nn.Module]:
+def _find_other_dtype_modules(model: nn.Module) -> list[nn.Module]:
     """Return modules whose trainable parameters have another dtype than most of the model.
 
     Raises:
@@ -172,7 +175,7 @@ def _is_trained(parameter: nn.Parameter) -> bool:
     return bool(parameter.requires_grad)
 
 
-def _layers(model: nn.Module) -> list[nn.Module]:
+def _find_layers(model: nn.Module) -> list[nn.Module]:
     """Return the layers of all groups, wrappers included, each once."""
     found: dict[int, nn.Module] = {}
     for layers in layer_groups(model).values():
@@ -186,7 +189,7 @@ def local_bytes(model: nn.Module) -> Mapping[torch.device, int]:
     for tensor in (*model.parameters(), *model.buffers()):
         local = local_tensor(tensor)
         seen[id(local)] = local
-    found: dict[torch.device, int] = {}
+    bytes_by_device: dict[torch.device, int] = {}
     for local in seen.values():
-        found[local.device] = found.get(local.device, 0) + local.numel() * local.element_size()
-    return found
+        bytes_by_device[local.device] = bytes_by_device.get(local.device, 0) + local.numel() * local.element_size()
+    return bytes_by_device

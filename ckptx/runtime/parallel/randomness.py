@@ -20,7 +20,7 @@ from ckptx.errors import InputError
 _TP = "tp"
 
 
-def generator_of(device: torch.device) -> torch.Generator:
+def default_generator(device: torch.device) -> torch.Generator:
     """Return the default generator of a device."""
     if device.type == "cpu":
         return torch.default_generator
@@ -30,23 +30,25 @@ def generator_of(device: torch.device) -> torch.Generator:
     return generator
 
 
-def seed(number: int, mesh: DeviceMesh) -> int:
+def seed(base_seed: int, mesh: DeviceMesh) -> int:
     """Seed the generators of Python, numpy and torch, on all devices.
 
     Args:
-        number: The seed of the run, the same on all ranks.
+        base_seed: The seed of the run, the same on all ranks.
         mesh: Mesh from `mesh_of`. Ranks that differ in "tp" alone get the same seed, all others different ones.
 
     Returns:
         The 63-bit seed of this rank, which can also seed a generator for the data order.
     """
-    place = {name: mesh.get_local_rank(name) for name in mesh.mesh_dim_names or () if name != _TP}
-    known = sorted((name, index) for name, index in place.items() if index)  # independent of dims with one rank
-    own = int.from_bytes(blake2b(repr((number, known)).encode(), digest_size=8).digest(), "little") >> 1
-    random.seed(own)
-    np.random.seed(own & 0xFFFFFFFF)
-    torch.manual_seed(own)
-    return own
+    position = {name: mesh.get_local_rank(name) for name in mesh.mesh_dim_names or () if name != _TP}
+    coordinates = sorted(
+        (name, index) for name, index in position.items() if index
+    )  # independent of dims with one rank
+    rank_seed = int.from_bytes(blake2b(repr((base_seed, coordinates)).encode(), digest_size=8).digest(), "little") >> 1
+    random.seed(rank_seed)
+    np.random.seed(rank_seed & 0xFFFFFFFF)
+    torch.manual_seed(rank_seed)
+    return rank_seed
 
 
 class RandomState:
@@ -62,18 +64,19 @@ class RandomState:
     def state_dict(self) -> dict[str, Any]:
         """Return the state as numbers, strings and CPU tensors; no random number is drawn."""
         version, words, gauss = random.getstate()
-        legacy: Any = np.random.get_state()
-        found: dict[str, Any] = {
+        numpy_state: Any = np.random.get_state()
+        state: dict[str, Any] = {
             "python": {"version": version, "words": torch.tensor(words), "gauss": gauss},
             "numpy": {
-                "kind": str(legacy[0]), "words": torch.tensor(legacy[1].tolist()), "position": int(legacy[2]),
-                "has_gauss": int(legacy[3]), "gauss": float(legacy[4]),
+                "kind": str(numpy_state[0]), "words": torch.tensor(numpy_state[1].tolist()),
+                "position": int(numpy_state[2]),
+                "has_gauss": int(numpy_state[3]), "gauss": float(numpy_state[4]),
             },
             "torch": torch.get_rng_state(),
         }  # fmt: skip
         if self._device.type != "cpu":
-            found[self._device.type] = generator_of(self._device).get_state()
-        return found
+            state[self._device.type] = default_generator(self._device).get_state()
+        return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the state of all generators.
@@ -81,17 +84,19 @@ class RandomState:
         Raises:
             InputError: The state of a generator of this process is missing.
         """
-        kinds = ["python", "numpy", "torch", *([self._device.type] if self._device.type != "cpu" else [])]
-        missing = [kind for kind in kinds if kind not in state]
+        generator_names = ["python", "numpy", "torch", *([self._device.type] if self._device.type != "cpu" else [])]
+        missing = [kind for kind in generator_names if kind not in state]
         if missing:
             raise InputError(
                 f"random numbers: the state has {', '.join(state)}, {missing[0]} is missing; it was saved on another "
                 "kind of device, so leave it out and call randomness.seed"
             )
-        python, legacy = state["python"], state["numpy"]
+        python, numpy_state = state["python"], state["numpy"]
         random.setstate((python["version"], tuple(python["words"].tolist()), python["gauss"]))
-        words = np.array(legacy["words"].tolist(), dtype=np.uint32)
-        np.random.set_state((legacy["kind"], words, legacy["position"], legacy["has_gauss"], legacy["gauss"]))
+        words = np.array(numpy_state["words"].tolist(), dtype=np.uint32)
+        np.random.set_state(
+            (numpy_state["kind"], words, numpy_state["position"], numpy_state["has_gauss"], numpy_state["gauss"])
+        )
         torch.set_rng_state(state["torch"])
         if self._device.type != "cpu":
-            generator_of(self._device).set_state(state[self._device.type])
+            default_generator(self._device).set_state(state[self._device.type])

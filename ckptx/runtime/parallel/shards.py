@@ -38,18 +38,18 @@ class MeshDimSharding(NamedTuple):
 
     Attributes:
         dim: Sharded dim of the tensor.
-        parts: Number of ranks along the mesh dim.
+        mesh_dim_size: Number of ranks along the mesh dim.
         rank: Rank of this process along the mesh dim.
         groups: Number of equal groups along the dim, each sharded separately.
     """
 
     dim: int
-    parts: int
+    mesh_dim_size: int
     rank: int
     groups: int = 1
 
 
-def local_shards(
+def compute_local_shards(
     shape: Shape, shardings: Sequence[MeshDimSharding], local_regions: Sequence[Region] = ()
 ) -> tuple[list[LocalShard], Shape]:
     """Return the shards of a rank, and the shape of its local tensor.
@@ -60,24 +60,26 @@ def local_shards(
         local_regions: Rectangles to shard instead of the whole tensor, concatenated along the dim in which they differ;
             empty means the whole tensor.
     """
-    spans = _spans_of(list(local_regions) or [whole(shape)], len(shape))
+    spans = _find_spans(list(local_regions) or [whole(shape)], len(shape))
     for dim, parts, rank, groups in shardings:
         spans[dim] = [
-            span for group in range(groups) for span in _select(_select(spans[dim], groups, group), parts, rank)
+            span
+            for group in range(groups)
+            for span in _select_part(_select_part(spans[dim], groups, group), parts, rank)
         ]
     local_shape = tuple(sum(size for _, size in each) for each in spans)
-    placed = [_with_local_offsets(each) for each in spans]
-    found = [
+    spans_with_offsets = [_with_local_offsets(each) for each in spans]
+    shards = [
         LocalShard(
             Region(tuple(begin for begin, _, _ in each), tuple(size for _, size, _ in each)),
             Region(tuple(at for _, _, at in each), tuple(size for _, size, _ in each)),
         )
-        for each in product(*placed)
+        for each in product(*spans_with_offsets)
     ]
-    return [shard for shard in found if shard.region.numel], local_shape
+    return [shard for shard in shards if shard.region.numel], local_shape
 
 
-def _spans_of(local_regions: list[Region], ndim: int) -> list[Spans]:
+def _find_spans(local_regions: list[Region], ndim: int) -> list[Spans]:
     spans: list[Spans] = []
     for dim in range(ndim):
         along = [(region.offsets[dim], region.sizes[dim]) for region in local_regions]
@@ -89,9 +91,9 @@ def _spans_of(local_regions: list[Region], ndim: int) -> list[Spans]:
     return spans
 
 
-def _select(spans: Spans, parts: int, index: int) -> Spans:
-    """Return part number `index` of `parts` of the concatenated spans."""
-    begin, size = ceil_chunks(sum(size for _, size in spans), parts)[index]
+def _select_part(spans: Spans, part_count: int, index: int) -> Spans:
+    """Return part number `index` of `part_count` of the concatenated spans."""
+    begin, size = ceil_chunks(sum(size for _, size in spans), part_count)[index]
     selected = []
     first = 0
     for start, length in spans:
@@ -103,14 +105,14 @@ def _select(spans: Spans, parts: int, index: int) -> Spans:
 
 
 def _with_local_offsets(spans: Spans) -> list[tuple[int, int, int]]:
-    found, at = [], 0
+    result, local_offset = [], 0
     for begin, size in spans:
-        found.append((begin, size, at))
-        at += size
-    return found
+        result.append((begin, size, local_offset))
+        local_offset += size
+    return result
 
 
-def local_shards_of(name: str, tensor: Tensor, local_regions: Sequence[Region] | None = None) -> list[LocalShard]:
+def find_local_shards(name: str, tensor: Tensor, local_regions: Sequence[Region] | None = None) -> list[LocalShard]:
     """Return the shards of a parameter or buffer on this rank.
 
     Args:
@@ -125,28 +127,29 @@ def local_shards_of(name: str, tensor: Tensor, local_regions: Sequence[Region] |
     """
     shape = tuple(tensor.shape)
     shardings: list[MeshDimSharding] = []
-    local = shape
+    local_shape = shape
     if isinstance(tensor, DTensor):
-        shardings = _shardings_of(name, tensor, skips_tp=local_regions is not None)
-        local = tuple(local_tensor(tensor).shape)
-    if local_regions is not None and not local_regions and not prod(local):
+        shardings = _find_shardings(name, tensor, skips_tp=local_regions is not None)
+        local_shape = tuple(local_tensor(tensor).shape)
+    if local_regions is not None and not local_regions and not prod(local_shape):
         return []
-    found, expected = local_shards(shape, shardings, local_regions or ())
-    if expected != local:
+    shards, expected = compute_local_shards(shape, shardings, local_regions or ())
+    if expected != local_shape:
         raise Defect(
-            f"{name}: the local tensor has shape {list(local)}, its layout gives {list(expected)}; please report this"
+            f"{name}: the local tensor has shape {list(local_shape)}, its layout gives {list(expected)}; please report "
+            "this"
         )
-    return found
+    return shards
 
 
-def _shardings_of(name: str, tensor: Any, *, skips_tp: bool) -> list[MeshDimSharding]:
+def _find_shardings(name: str, tensor: Any, *, skips_tp: bool) -> list[MeshDimSharding]:
     """Return the shardings of a DTensor in the order in which they were applied."""
     mesh, coordinate = tensor.device_mesh, tensor.device_mesh.get_coordinate()
     if coordinate is None:
         raise UnsupportedError(f"{name}: this rank is not in the mesh of the parameter; load on the ranks of the mesh")
     names = mesh.mesh_dim_names or ("",) * mesh.ndim
-    first: list[MeshDimSharding] = []
-    later: list[MeshDimSharding] = []
+    outer: list[MeshDimSharding] = []
+    inner: list[MeshDimSharding] = []
     for index, placement in enumerate(tensor.placements):
         if placement.is_replicate() or (skips_tp and names[index] == _TP):
             continue
@@ -155,14 +158,14 @@ def _shardings_of(name: str, tensor: Any, *, skips_tp: bool) -> list[MeshDimShar
             raise UnsupportedError(f"{name}: placement {placement} is neither Shard nor Replicate; cannot be loaded")
         sharding = MeshDimSharding(dim % tensor.ndim, mesh.size(index), coordinate[index])
         groups = getattr(placement, "split_factor", 1)
-        if groups > 1 and (skips_tp or groups == _shards_of_later_dims(tensor, index)):
-            later.insert(0, sharding)  # FSDP inside TP
+        if groups > 1 and (skips_tp or groups == _count_shards_of_later_dims(tensor, index)):
+            inner.insert(0, sharding)  # FSDP inside TP
         else:
-            first.append(sharding._replace(groups=groups))
-    return first + later
+            outer.append(sharding._replace(groups=groups))
+    return outer + inner
 
 
-def _shards_of_later_dims(tensor: Any, index: int) -> int:
+def _count_shards_of_later_dims(tensor: Any, index: int) -> int:
     """Return the number of shards that later mesh dims make of the same tensor dim."""
     dim = tensor.placements[index].dim
     return prod(
@@ -172,14 +175,14 @@ def _shards_of_later_dims(tensor: Any, index: int) -> int:
     )
 
 
-def narrow_to(tensor: Tensor, part: Region) -> Tensor:
+def narrow_to(tensor: Tensor, region: Region) -> Tensor:
     """Return a rectangle of a tensor as a view."""
-    for dim, (begin, size) in enumerate(zip(*part, strict=True)):
+    for dim, (begin, size) in enumerate(zip(*region, strict=True)):
         tensor = tensor.narrow(dim, begin, size)
     return tensor
 
 
-class _Local(torch.autograd.Function):  # type: ignore[misc]  # torch says Any
+class _ToLocalShard(torch.autograd.Function):  # type: ignore[misc]  # torch says Any
     @staticmethod
     def forward(ctx: Any, tensor: DTensor) -> Tensor:
         ctx.spec, local = dtensor_spec(tensor), local_tensor(tensor)
@@ -194,12 +197,12 @@ class _Local(torch.autograd.Function):  # type: ignore[misc]  # torch says Any
         )
 
 
-def local_of(tensor: DTensor) -> Tensor:
+def to_local_shard(tensor: DTensor) -> Tensor:
     """Return the shard, in the graph; its gradient is sharded exactly as the parameter is.
 
     `DTensor.to_local` computes the strides of the whole gradient from those of one shard, which is wrong for shards of
     unequal size. Gradients whose strides differ from the parameter's are copied when they are stored, and torch 2.11
     gathers them for that.
     """
-    found: Tensor = _Local.apply(tensor)
+    found: Tensor = _ToLocalShard.apply(tensor)
     return found

@@ -23,21 +23,23 @@ from ckptx.errors import SpaceError
 from ckptx.layout.stages import Stack, StageMap
 from ckptx.report.report import human_bytes
 from ckptx.runtime.model.layers import canonical_name
-from ckptx.runtime.parallel.pipeline.ties import ties_across_stages
+from ckptx.runtime.parallel.pipeline.ties import find_ties_across_stages
 from ckptx.runtime.parity import noise
-from ckptx.runtime.parity.distances import BAND
+from ckptx.runtime.parity.distances import CHUNK_NUMEL
 from ckptx.runtime.parity.inputs.batch import Inputs
 from ckptx.wording import counted
 
-_PASSES = 1 + noise.DRAWS
-_COPIES = 4  # of the logits of one batch, in float32: themselves, softmax, their gradient, what noise made of them
-_TO_COMPARE = 40  # bytes: both in float64, their difference, its magnitude, and that without NaN
-_LOST = 1.05  # to what is between tensors in memory
-_PER_WIDTH = 3  # activations for each input and output of a matrix: before, after, and what is between
+_PASSES = 1 + noise.NUM_DRAWS
+_LOGITS_COPIES = (
+    4  # of the logits of one batch, in float32: themselves, softmax, their gradient, what noise made of them
+)
+_COMPARISON_BYTES = 40  # bytes: both in float64, their difference, its magnitude, and that without NaN
+_ALLOCATION_OVERHEAD = 1.05  # to what is between tensors in memory
+_ACTIVATIONS_PER_FEATURE = 3  # activations for each input and output of a matrix: before, after, and what is between
 
 
 @dataclass(frozen=True)
-class Budget:
+class MemoryBudget:
     """Memory of a model that runs stage by stage.
 
     Attributes:
@@ -63,31 +65,33 @@ class Budget:
             SpaceError: There is no such number; the message names the least limit.
         """
         layers = sum(stack.count for stack in self.stacks)
-        least: int | None = None
+        min_bytes: int | None = None
         for count in range(2, layers + 1):
-            stages = self._stages(count)
-            needed = self.peak_bytes(stages)
-            if needed <= limit:
+            stages = self._split_evenly(count)
+            peak_bytes = self.peak_bytes(stages)
+            if peak_bytes <= limit:
                 return stages
-            least = needed if least is None else min(least, needed)
+            min_bytes = peak_bytes if min_bytes is None else min(min_bytes, peak_bytes)
         name, advice = type(self.model).__name__, ", ".join([*self.advice, "a machine with more"])
-        if least is None:
+        if min_bytes is None:
             raise SpaceError(
                 f"{name}: the reference requires {human_bytes(self.whole_bytes)} as a whole, the limit is "
                 f"{human_bytes(limit)}, and a model with {counted(layers, 'layer')} cannot be split into stages; use "
                 f"{advice}, or compare the bytes without --run"
             )
         raise SpaceError(
-            f"{name}: the reference requires at least {human_bytes(least)} when split into up to {layers} stages, and "
-            f"the limit is {human_bytes(limit)}; use --reference-memory {-(-least // 10**6)}MB, {advice}, or compare "
+            f"{name}: the reference requires at least {human_bytes(min_bytes)} when split into up to {layers} stages, "
+            "and "
+            f"the limit is {human_bytes(limit)}; use --reference-memory {-(-min_bytes // 10**6)}MB, {advice}, or "
+            "compare "
             "the bytes without --run"
         )
 
-    def _stages(self, count: int) -> StageMap:
+    def _split_evenly(self, count: int) -> StageMap:
         return StageMap(self.stacks, count, "even", type(self.model).__name__)
 
     @cached_property
-    def _parameters(self) -> list[tuple[tuple[str, ...], nn.Parameter]]:
+    def _named_parameters(self) -> list[tuple[tuple[str, ...], nn.Parameter]]:
         """Each parameter with all its names."""
         names: dict[int, list[str]] = {}
         found = {}
@@ -105,34 +109,43 @@ class Budget:
         """Return the peak bytes with this assignment of layers to stages."""
         weights, largest, activations = Counter[int](), Counter[int](), Counter[int]()
         tokens = max((each.labels.numel() for each in self.batches), default=0)
-        for names, parameter in self._parameters:
+        for names, parameter in self._named_parameters:
             nbytes = _bytes_of(parameter)
             for stage in set(map(stages.stage_of, names)):
                 weights[stage] += nbytes
                 largest[stage] = max(largest[stage], nbytes)
                 if parameter.dim() > 1:
-                    width = sum(parameter.shape[-2:]) * _PER_WIDTH
+                    width = sum(parameter.shape[-2:]) * _ACTIVATIONS_PER_FEATURE
                     activations[stage] += tokens * min(width, parameter.numel()) * max(parameter.element_size(), 2)
-        shared, kept, last = Counter[int](), 0, stages.count - 1
-        again = len(self.batches) > 1
-        for tie in ties_across_stages(self.model, stages) if self.backward else ():
-            parameter = next(each for names, each in self._parameters if tie.name in names)
+        shared, tied_gradient_bytes, last = Counter[int](), 0, stages.count - 1
+        sums_batches = len(self.batches) > 1
+        for tie in find_ties_across_stages(self.model, stages) if self.backward else ():
+            parameter = next(each for names, each in self._named_parameters if tie.name in names)
             if len(tie.copies) == 2 and last in tie.copies:
                 shared[min(tie.copies)] = weights[last] - _bytes_of(parameter)  # which is there once
             else:
-                kept += _bytes_of(parameter) * _PASSES * len(self.batches)
+                tied_gradient_bytes += _bytes_of(parameter) * _PASSES * len(self.batches)
         peaks = []
         for stage in range(stages.count):
-            own = weights[stage] + activations[stage] + shared[stage]
+            reference_bytes = weights[stage] + activations[stage] + shared[stage]
             if self.backward:  # the largest may be tied: its gradient has two sources
-                own += weights[stage] + largest[stage] + (weights[stage] if again else largest[stage])
-            second = 3 * weights[stage] + activations[stage] if self.includes_checkpoint and self.backward else 0
-            peaks.append(max(own, second))
-        compared = max((each.numel() for _, each in self._parameters), default=0)
-        counted = max(peaks) + kept + self._between(stages, tokens) + min(compared, BAND) * _TO_COMPARE
-        return int(counted * _LOST)
+                reference_bytes += (
+                    weights[stage] + largest[stage] + (weights[stage] if sums_batches else largest[stage])
+                )
+            checkpoint_bytes = (
+                3 * weights[stage] + activations[stage] if self.includes_checkpoint and self.backward else 0
+            )
+            peaks.append(max(reference_bytes, checkpoint_bytes))
+        max_numel = max((each.numel() for _, each in self._named_parameters), default=0)
+        total_bytes = (
+            max(peaks)
+            + tied_gradient_bytes
+            + self._boundary_bytes(stages, tokens)
+            + min(max_numel, CHUNK_NUMEL) * _COMPARISON_BYTES
+        )
+        return int(total_bytes * _ALLOCATION_OVERHEAD)
 
-    def _between(self, stages: StageMap, tokens: int) -> int:
+    def _boundary_bytes(self, stages: StageMap, tokens: int) -> int:
         """Return the bytes of hidden states and logits, which stay between stages."""
         try:
             weight = getattr(self.model.get_input_embeddings(), "weight", None)
@@ -140,13 +153,15 @@ class Budget:
             weight = None
         if weight is None or weight.dim() != 2:
             return 0
-        words, width = weight.shape
+        vocabulary_size, width = weight.shape
         passes = _PASSES + self.includes_checkpoint
-        hidden = tokens * width * weight.element_size() * len(self.batches) * passes * stages.count
-        logits = (
-            tokens * words * (weight.element_size() * len(self.batches) * (1 + self.includes_checkpoint) + 4 * _COPIES)
+        hidden_bytes = tokens * width * weight.element_size() * len(self.batches) * passes * stages.count
+        logits_bytes = (
+            tokens
+            * vocabulary_size
+            * (weight.element_size() * len(self.batches) * (1 + self.includes_checkpoint) + 4 * _LOGITS_COPIES)
         )
-        return int(hidden + logits)
+        return int(hidden_bytes + logits_bytes)
 
 
 def _bytes_of(parameter: nn.Parameter) -> int:

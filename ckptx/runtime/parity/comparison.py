@@ -17,41 +17,41 @@ from torch.distributed.tensor import DTensor
 
 from ckptx.catalog.region import Region
 from ckptx.runtime.parallel.distributed import RankContext, all_gather_object, broadcast, broadcast_object
-from ckptx.runtime.parallel.shards import local_shards_of
+from ckptx.runtime.parallel.shards import find_local_shards
 from ckptx.runtime.parity import distances, noise
-from ckptx.runtime.parity.execution import ForwardResult
+from ckptx.runtime.parity.execution import StepResult
 
-_NONE_HERE = "no gradient"
+_NO_GRADIENT = "no gradient"
 
 
-class Reference(NamedTuple):
+class ReferenceResult(NamedTuple):
     """Forward results of the reference, and how much its own rounding changes them.
 
     Attributes:
-        outcome: Result with the original embeddings.
-        logits: Largest absolute difference of logits over all draws of noise.
-        loss: Largest absolute difference of losses over all draws of noise.
+        result: Result with the original embeddings.
+        logits_noise: Largest absolute difference of logits over all draws of noise.
+        loss_noise: Largest absolute difference of losses over all draws of noise.
         is_repeatable: True if a second run on this device gives the same bits.
     """
 
-    outcome: ForwardResult
-    logits: float
-    loss: float
+    result: StepResult
+    logits_noise: float
+    loss_noise: float
     is_repeatable: bool = True
 
 
-class Gradient(NamedTuple):
+class ReferenceGradient(NamedTuple):
     """A gradient of the reference.
 
     Attributes:
         name: Name of the parameter in the whole model.
         tensor: Gradient of the whole parameter.
-        moved: Largest absolute difference that the noise of the reference causes, over all draws.
+        noise: Largest absolute difference that the noise of the reference causes, over all draws.
     """
 
     name: str
     tensor: torch.Tensor
-    moved: float
+    noise: float
 
 
 class RankParameter(NamedTuple):
@@ -67,17 +67,21 @@ class RankParameter(NamedTuple):
     parameter: nn.Parameter
     regions: Sequence[Region] | None
 
-    def distance(self, whole: torch.Tensor) -> tuple[torch.Tensor, float]:
+    def compare_gradient(self, whole: torch.Tensor) -> tuple[torch.Tensor, float]:
         """Return the local part of its gradient, and its largest absolute difference from a whole gradient."""
         assert self.parameter.grad is not None
         local = _local(self.parameter.grad)
-        pieces = local_shards_of(self.name, self.parameter, self.regions)
+        shards = find_local_shards(self.name, self.parameter, self.regions)
         return local, max(
-            (distances.furthest(_at(whole, each.region), _at(local, each.local)) for each in pieces), default=0.0
+            (
+                distances.max_abs_difference(_slice_region(whole, each.region), _slice_region(local, each.local))
+                for each in shards
+            ),
+            default=0.0,
         )
 
 
-class _GradientDistances(NamedTuple):
+class _GradientComparison(NamedTuple):
     """Comparison of a gradient of this rank with the gradient of the reference.
 
     Attributes:
@@ -85,20 +89,20 @@ class _GradientDistances(NamedTuple):
         distance: Largest absolute difference.
         limit: Tolerance of that difference.
         size: Largest absolute value in the gradient of the reference.
-        ours: Largest absolute value in the gradient of this rank.
+        own_size: Largest absolute value in the gradient of this rank.
         dtype: Dtype of both gradients.
         is_exact: True if both must be equal bit for bit.
-        what: Another defect, such as values that are not finite; empty for none.
+        defect: Another defect, such as values that are not finite; empty for none.
     """
 
     name: str
     distance: float
     limit: float
     size: float
-    ours: float
+    own_size: float
     dtype: torch.dtype
     is_exact: bool
-    what: str = ""
+    defect: str = ""
 
 
 @dataclass(slots=True)
@@ -106,86 +110,92 @@ class Comparison:
     """Differences that this rank finds; the first rank has the reference and broadcasts it.
 
     Attributes:
-        process: Context of this rank.
-        stored: Names on disk by name in the model.
+        rank_context: Context of this rank.
+        stored_names: Names on disk by name in the model.
         is_exact: True if the same operations ran in the same order on both sides; broadcast by the first rank.
-        copied: Names of parameters with a copy on several stages: their gradients are summed in another order.
-        rows: Differences beyond the tolerance.
+        tied_copies: Names of parameters with a copy on several stages: their gradients are summed in another order.
+        differences: Differences beyond the tolerance.
         inconclusive: Tensors within a tolerance that is too large to reveal a defect.
-        numbers: Values of the report, by key.
-        gradients: Largest difference and tolerance of each gradient, by name in the model.
+        metrics: Values of the report, by key.
+        gradient_distances: Largest difference and tolerance of each gradient, by name in the model.
     """
 
-    process: RankContext
-    stored: dict[str, tuple[str, ...]]
+    rank_context: RankContext
+    stored_names: dict[str, tuple[str, ...]]
     is_exact: bool
-    copied: Collection[str] = ()
-    rows: list[dict[str, Any]] = field(default_factory=list)
+    tied_copies: Collection[str] = ()
+    differences: list[dict[str, Any]] = field(default_factory=list)
     inconclusive: list[dict[str, Any]] = field(default_factory=list)
-    numbers: dict[str, Any] = field(default_factory=dict)
-    gradients: dict[str, tuple[float, float]] = field(default_factory=dict)
+    metrics: dict[str, Any] = field(default_factory=dict)
+    gradient_distances: dict[str, tuple[float, float]] = field(default_factory=dict)
     _pending: dict[str, list[RankParameter]] = field(default_factory=dict)
-    _sizes: dict[str, float] = field(default_factory=dict)
-    _measured: list[_GradientDistances] = field(default_factory=list)
+    _reference_sizes: dict[str, float] = field(default_factory=dict)
+    _gradient_comparisons: list[_GradientComparison] = field(default_factory=list)
 
-    def forward(self, expected: Reference | None, found: ForwardResult, index: int) -> None:
+    def compare_forward(self, expected: ReferenceResult | None, result: StepResult, first_batch: int) -> None:
         """Compare the logits of this rank's batches, and the loss over all batches.
 
         A rank without the last stage of a pipeline has no logits, and compares the loss alone.
 
         Args:
             expected: Results of the reference; None on every rank but the first.
-            found: Results of this rank.
-            index: Index of this rank's first batch among all batches.
+            result: Results of this rank.
+            first_batch: Index of this rank's first batch among all batches.
         """
-        known = None
+        summary = None
         if expected is not None:
-            shapes = [(tuple(each.shape), each.dtype) for each in expected.outcome.logits]
-            known = self.is_exact, expected.outcome.loss, expected.logits, expected.loss, shapes
-        self.is_exact, loss, noise_of_logits, noise_of_loss, shapes = broadcast_object(known)
-        whole = [
-            broadcast(None if expected is None else expected.outcome.logits[i], shape, dtype, self.process)
+            shapes = [(tuple(each.shape), each.dtype) for each in expected.result.logits]
+            summary = self.is_exact, expected.result.loss, expected.logits_noise, expected.loss_noise, shapes
+        self.is_exact, loss, logits_noise, loss_noise, shapes = broadcast_object(summary)
+        reference_logits = [
+            broadcast(None if expected is None else expected.result.logits[i], shape, dtype, self.rank_context)
             for i, (shape, dtype) in enumerate(shapes)
         ]
-        losses = [each for each, is_last in all_gather_object((found.loss, bool(found.logits))) if is_last]
-        ours_loss = sum(losses) / len(losses)
-        limit = 0.0 if self.is_exact else noise.ALLOWED * noise_of_logits
+        losses = [each for each, is_last in all_gather_object((result.loss, bool(result.logits))) if is_last]
+        own_loss = sum(losses) / len(losses)
+        limit = 0.0 if self.is_exact else noise.NOISE_MULTIPLE * logits_noise
         # A mean can be equal in all draws by chance; its tolerance is at least the rounding of its last place.
-        rounding = noise.rounding(torch.float32, abs(loss))
-        limit_of_loss = 0.0 if self.is_exact else max(noise.ALLOWED * noise_of_loss, rounding)
-        self.numbers |= {
+        rounding = noise.rounding_tolerance(torch.float32, abs(loss))
+        loss_limit = 0.0 if self.is_exact else max(noise.NOISE_MULTIPLE * loss_noise, rounding)
+        self.metrics |= {
             "max_abs": 0.0,
             "max_abs_tolerance": limit,
-            "logits_std": distances.deviation(whole[index]),
+            "logits_std": distances.standard_deviation(reference_logits[first_batch]),
             "kl": 0.0,
             "cosine": 1.0,
-            "loss": ours_loss,
+            "loss": own_loss,
             "loss_reference": loss,
-            "loss_tolerance": limit_of_loss,
+            "loss_tolerance": loss_limit,
         }
-        for ours, theirs in zip(found.logits, whole[index:], strict=False):
+        for ours, theirs in zip(result.logits, reference_logits[first_batch:], strict=False):
             self._compare_logits(ours, theirs, limit)
-        if not abs(ours_loss - loss) <= limit_of_loss and not self.rows:
-            self._add("forward", "loss", max_abs=abs(ours_loss - loss), tolerance=limit_of_loss)
+        if not abs(own_loss - loss) <= loss_limit and not self.differences:
+            self._add_difference("forward", "loss", max_abs=abs(own_loss - loss), tolerance=loss_limit)
 
     def _compare_logits(self, ours: torch.Tensor, theirs: torch.Tensor, limit: float) -> None:
-        distance, deviation = distances.furthest(theirs, ours), distances.deviation(theirs)
-        worst = self.numbers
-        worst["max_abs"] = max(worst["max_abs"], distance)
-        worst["kl"] = max(worst["kl"], distances.divergence(theirs, ours), key=distances.badness)
-        worst["cosine"] = max(
-            worst["cosine"], distances.cosine(theirs, ours), key=lambda found: distances.badness(-found)
+        distance, deviation = distances.max_abs_difference(theirs, ours), distances.standard_deviation(theirs)
+        metrics = self.metrics
+        metrics["max_abs"] = max(metrics["max_abs"], distance)
+        metrics["kl"] = max(metrics["kl"], distances.kl_divergence(theirs, ours), key=distances.nan_is_worst)
+        metrics["cosine"] = max(
+            metrics["cosine"],
+            distances.cosine_similarity(theirs, ours),
+            key=lambda found: distances.nan_is_worst(-found),
         )
         for side, logits in (("reference", theirs), ("checkpoint", ours)):
-            bad = int((~torch.isfinite(logits)).sum())
-            if bad:
-                self._add("forward", "logits", max_abs=float("nan"), tolerance=limit, what=f"{bad} not finite, {side}")
-        if not distance <= limit and not self.rows:
-            self._add("forward", "logits", max_abs=distance, tolerance=limit)
-        elif not limit <= deviation and not self.rows:
+            nonfinite_count = int((~torch.isfinite(logits)).sum())
+            if nonfinite_count:
+                self._add_difference(
+                    "forward", "logits", max_abs=float("nan"), tolerance=limit, what=f"{nonfinite_count} not finite, {side}"
+                )
+        if not distance <= limit and not self.differences:
+            self._add_difference("forward", "logits", max_abs=distance, tolerance=limit)
+        elif not limit <= deviation and not self.differences:
             self._add_inconclusive("forward", "logits", tolerance=limit, magnitude=deviation)
 
-    def backward(self, expected: Sequence[Gradient] | None, parameters: Iterable[RankParameter]) -> None:
+    def compare_gradients(
+        self, expected: Sequence[ReferenceGradient] | None, parameters: Iterable[RankParameter]
+    ) -> None:
         """Compare some gradients with this rank's shards of them, and release those shards.
 
         Every rank calls it once for each portion of gradients that the reference has; `finish_gradients` ends it.
@@ -196,84 +206,96 @@ class Comparison:
         """
         for each in parameters:
             self._pending.setdefault(each.name, []).append(each)
-        anywhere = frozenset().union(*all_gather_object(set(self._pending)))
-        known = None
+        names_on_any_rank = frozenset().union(*all_gather_object(set(self._pending)))
+        summaries = None
         if expected is not None:
-            known = [
-                (each.name, tuple(each.tensor.shape), each.tensor.dtype, each.moved, distances.largest(each.tensor))
+            summaries = [
+                (each.name, tuple(each.tensor.shape), each.tensor.dtype, each.noise, distances.max_abs(each.tensor))
                 for each in expected
             ]
-        for number, (name, shape, dtype, moved, size) in enumerate(broadcast_object(known)):
-            theirs = broadcast(None if expected is None else expected[number].tensor, shape, dtype, self.process)
-            is_exact = self.is_exact and name not in self.copied
-            limit = 0.0 if is_exact else max(noise.ALLOWED * moved, noise.rounding(dtype, size))
-            self._sizes[name] = size
-            here = self._pending.pop(name, ())  # empty for a parameter of another stage
-            if name not in anywhere or any(each.parameter.grad is None for each in here):
-                self._measured.append(_GradientDistances(name, size, limit, size, 0.0, dtype, is_exact, _NONE_HERE))
+        for number, (name, shape, dtype, noise_size, size) in enumerate(broadcast_object(summaries)):
+            theirs = broadcast(None if expected is None else expected[number].tensor, shape, dtype, self.rank_context)
+            is_exact = self.is_exact and name not in self.tied_copies
+            limit = 0.0 if is_exact else max(noise.NOISE_MULTIPLE * noise_size, noise.rounding_tolerance(dtype, size))
+            self._reference_sizes[name] = size
+            own_parameters = self._pending.pop(name, ())  # empty for a parameter of another stage
+            if name not in names_on_any_rank or any(each.parameter.grad is None for each in own_parameters):
+                self._gradient_comparisons.append(
+                    _GradientComparison(name, size, limit, size, 0.0, dtype, is_exact, _NO_GRADIENT)
+                )
                 continue
-            for each in here:
-                self._measured.append(
-                    _measure(each, theirs, _GradientDistances(name, 0.0, limit, size, 0.0, dtype, is_exact))
+            for each in own_parameters:
+                self._gradient_comparisons.append(
+                    _compare_gradient(each, theirs, _GradientComparison(name, 0.0, limit, size, 0.0, dtype, is_exact))
                 )
                 each.parameter.grad = None
 
     def report_missing_gradients(self) -> None:
         """Report gradients of this rank for which the reference has none."""
-        for name, found in self._pending.items():
-            for each in found:
+        for name, parameters in self._pending.items():
+            for each in parameters:
                 gradient = each.parameter.grad
                 if gradient is not None and bool(_local(gradient).any()):
-                    self._add("gradients", name, max_abs=distances.largest(_local(gradient)), tolerance=0.0,
+                    self._add_difference("gradients", name, max_abs=distances.max_abs(_local(gradient)), tolerance=0.0,
                               what="the reference has no gradient")  # fmt: skip
         self._pending.clear()
 
     def finish_gradients(self) -> None:
         """Judge all gradients, now that their sizes are known."""
-        module_sizes = _largest_by_module(self._sizes)
-        worst, largest = ("", 0.0), 0.0
-        for each in self._measured:
+        module_sizes = _largest_by_module(self._reference_sizes)
+        worst_share, largest = ("", 0.0), 0.0
+        for each in self._gradient_comparisons:
             name, distance, limit = each.name, each.distance, each.limit
-            if each.what:
-                self._add("gradients", name, max_abs=distance, tolerance=limit, what=each.what)
-            if each.what == _NONE_HERE:
+            if each.defect:
+                self._add_difference("gradients", name, max_abs=distance, tolerance=limit, what=each.defect)
+            if each.defect == _NO_GRADIENT:
                 continue
             largest = max(largest, distance)
-            if distance >= self.gradients.get(name, (0.0, 0.0))[0]:
-                self.gradients[name] = distance, limit
-            if not each.what:
-                if not each.is_exact and max(each.size, each.ours) <= noise.rounding(each.dtype, module_sizes[name]):
+            if distance >= self.gradient_distances.get(name, (0.0, 0.0))[0]:
+                self.gradient_distances[name] = distance, limit
+            if not each.defect:
+                if not each.is_exact and max(each.size, each.own_size) <= noise.rounding_tolerance(
+                    each.dtype, module_sizes[name]
+                ):
                     continue  # zero up to rounding, as the gradients of key biases, which softmax cancels
                 if not distance <= limit:
-                    self._add("gradients", name, max_abs=distance, tolerance=limit)
+                    self._add_difference("gradients", name, max_abs=distance, tolerance=limit)
                 elif limit > each.size:
                     self._add_inconclusive("gradients", name, tolerance=limit, magnitude=each.size)
-            if limit and distance / limit > worst[1]:
-                worst = name, distance / limit
-        self.numbers |= {
-            "gradients": len(self._sizes),
+            if limit and distance / limit > worst_share[1]:
+                worst_share = name, distance / limit
+        self.metrics |= {
+            "gradients": len(self._reference_sizes),
             "grad_max_abs": largest,
-            "grad_closest_to_tolerance": list(worst),
+            "grad_closest_to_tolerance": list(worst_share),
         }
-        self._measured.clear()
+        self._gradient_comparisons.clear()
 
-    def _add(self, level: str, name: str, **values: Any) -> None:
-        self.rows.append({**difference(level, self.process.rank, name, self.stored), **values})
+    def _add_difference(self, level: str, name: str, **values: Any) -> None:
+        self.differences.append(
+            {**make_difference_row(level, self.rank_context.rank, name, self.stored_names), **values}
+        )
 
     def _add_inconclusive(self, level: str, name: str, **values: Any) -> None:
-        self.inconclusive.append({**difference(level, self.process.rank, name, self.stored), **values})
+        self.inconclusive.append(
+            {**make_difference_row(level, self.rank_context.rank, name, self.stored_names), **values}
+        )
 
 
-def _measure(parameter: RankParameter, whole: torch.Tensor, known: _GradientDistances) -> _GradientDistances:
-    local, distance = parameter.distance(whole)
-    known = known._replace(distance=distance, ours=distances.largest(local))
-    bad = [side for side, part in (("reference", whole), ("checkpoint", local)) if not distances.is_finite(part)]
-    if bad:
-        return known._replace(distance=math.inf, what=f"not finite, {' and '.join(bad)}")
-    return known
+def _compare_gradient(
+    parameter: RankParameter, whole: torch.Tensor, comparison: _GradientComparison
+) -> _GradientComparison:
+    local, distance = parameter.compare_gradient(whole)
+    comparison = comparison._replace(distance=distance, own_size=distances.max_abs(local))
+    nonfinite_sides = [
+        side for side, part in (("reference", whole), ("checkpoint", local)) if not distances.is_finite(part)
+    ]
+    if nonfinite_sides:
+        return comparison._replace(distance=math.inf, defect=f"not finite, {' and '.join(nonfinite_sides)}")
+    return comparison
 
 
-def difference(level: str, rank: int, name: str, stored: dict[str, tuple[str, ...]]) -> dict[str, Any]:
+def make_difference_row(level: str, rank: int, name: str, stored: dict[str, tuple[str, ...]]) -> dict[str, Any]:
     """Return the row of a difference: its name on disk, and its name in the model if that is another."""
     on_disk = stored.get(name, (name,))
     row: dict[str, Any] = {"level": level, "rank": rank, "name": on_disk[0]}
@@ -290,13 +312,13 @@ def _largest_by_module(sizes: dict[str, float]) -> dict[str, float]:
     All projections of one attention, for example, share one value.
     """
     scopes = {name: ".".join(name.split(".")[:-2]) for name in sizes}
-    found: dict[str, float] = {}
+    largest: dict[str, float] = {}
     for name, scope in scopes.items():
-        found[scope] = max(sizes[name], found.get(scope, 0.0))
-    return {name: found[scope] for name, scope in scopes.items()}
+        largest[scope] = max(sizes[name], largest.get(scope, 0.0))
+    return {name: largest[scope] for name, scope in scopes.items()}
 
 
-def _at(tensor: torch.Tensor, region: Region) -> torch.Tensor:
+def _slice_region(tensor: torch.Tensor, region: Region) -> torch.Tensor:
     return tensor[tuple(slice(begin, begin + size) for begin, size in zip(*region, strict=True))]
 
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 # Keys about the origin of a model, its initialization, generation, or the loss with labels. Matched by the last part of
 # a dotted key, in any part of the config.
-_NOTED = frozenset(
+_KEYS_WITHOUT_EFFECT = frozenset(
     {
         # bookkeeping
         "_name_or_path", "name_or_path", "transformers_version", "_commit_hash", "auto_map", "tokenizer_class",
@@ -43,65 +43,67 @@ _NOTED = frozenset(
     }
 )  # fmt: skip
 _DROPOUT = re.compile(r"dropout|drop_path|droppath|layerdrop|stochastic_depth|_pdrop$|^pdrop$|drop_rate")
-_USED = frozenset({"token_dropout"})  # ESM: it scales embeddings even if no token is dropped
+_ALWAYS_RELEVANT_KEYS = frozenset({"token_dropout"})  # ESM: it scales embeddings even if no token is dropped
 # Keys whose effect shows in the tensors themselves.
-_BY_VALUES = frozenset({"tie_word_embeddings"})
+_KEYS_COMPARED_BY_TENSORS = frozenset({"tie_word_embeddings"})
 _ABSENT = "absent"
 
 
 class ConfigDifference(NamedTuple):
-    """A key with two values, as JSON; `is_noted` is True if no compared value depends on it."""
+    """A key with two values, as JSON; `has_no_effect` is True if no compared value depends on it."""
 
     key: str
     reference: str
     checkpoint: str
-    is_noted: bool
+    has_no_effect: bool
 
 
 def compare_configs(
-    reference: Mapping[str, Any], checkpoint: Mapping[str, Any], *, used: Collection[str] = ()
+    reference: Mapping[str, Any], checkpoint: Mapping[str, Any], *, relevant_keys: Collection[str] = ()
 ) -> list[ConfigDifference]:
     """Return the keys that differ, sorted.
 
     Args:
         reference: Config of the reference, from `to_dict()` of its class.
         checkpoint: Config of the checkpoint, likewise.
-        used: Keys that this class computes with, although most others do not.
+        relevant_keys: Keys that this class computes with, although most others do not.
     """
-    ours, theirs = dict(_leaves(reference)), dict(_leaves(checkpoint))
-    found = []
+    ours, theirs = dict(_iter_leaves(reference)), dict(_iter_leaves(checkpoint))
+    differences = []
     for key in sorted(ours.keys() | theirs.keys()):
         a, b = ours.get(key), theirs.get(key)
         name = key.rpartition(".")[2]
-        if _is_same(a, b) or name in _BY_VALUES:
+        if _are_equal(a, b) or name in _KEYS_COMPARED_BY_TENSORS:
             continue
-        found.append(ConfigDifference(key, _json_value(key, ours), _json_value(key, theirs), _is_noted(key, used)))
-    return found
+        differences.append(
+            ConfigDifference(key, _json_value(key, ours), _json_value(key, theirs), _has_no_effect(key, relevant_keys))
+        )
+    return differences
 
 
-def _leaves(values: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
+def _iter_leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Yield dotted keys and values; an empty object yields nothing."""
     for key, value in values.items():
         if isinstance(value, Mapping):
-            yield from _leaves(value, f"{before}{key}.")
+            yield from _iter_leaves(value, f"{prefix}{key}.")
         else:
-            yield f"{before}{key}", value
+            yield f"{prefix}{key}", value
 
 
-def _is_same(a: Any, b: Any) -> bool:
+def _are_equal(a: Any, b: Any) -> bool:
     """Compare values: 1 equals 1.0, a list equals a tuple, True does not equal 1, and an absent value is None."""
     if isinstance(a, bool) != isinstance(b, bool):
         return False
     if isinstance(a, list | tuple) and isinstance(b, list | tuple):
-        return len(a) == len(b) and all(map(_is_same, a, b))
+        return len(a) == len(b) and all(map(_are_equal, a, b))
     if isinstance(a, Mapping) and isinstance(b, Mapping):
-        return a.keys() == b.keys() and all(_is_same(a[key], b[key]) for key in a)
+        return a.keys() == b.keys() and all(_are_equal(a[key], b[key]) for key in a)
     return bool(a == b or (a != a and b != b))
 
 
-def _is_noted(key: str, used: Collection[str]) -> bool:
-    parts = [part for part in key.split(".") if part not in used and part not in _USED]
-    return any(part in _NOTED or _DROPOUT.search(part) for part in parts)
+def _has_no_effect(key: str, relevant_keys: Collection[str]) -> bool:
+    parts = [part for part in key.split(".") if part not in relevant_keys and part not in _ALWAYS_RELEVANT_KEYS]
+    return any(part in _KEYS_WITHOUT_EFFECT or _DROPOUT.search(part) for part in parts)
 
 
 def _json_value(key: str, values: Mapping[str, Any]) -> str:

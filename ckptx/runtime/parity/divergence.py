@@ -16,16 +16,16 @@ from torch import nn
 
 from ckptx.layout.stages import StageMap
 from ckptx.runtime.model.layers import canonical_name
-from ckptx.runtime.parallel.pipeline.stage import Stub, modules_on_the_path
+from ckptx.runtime.parallel.pipeline.stage import Stub, modules_on_layer_path
 from ckptx.runtime.parity import execution, noise
-from ckptx.runtime.parity.distances import furthest
+from ckptx.runtime.parity.distances import max_abs_difference
 from ckptx.runtime.parity.execution import ModuleCall, module_hooks
 
-Outputs = dict[ModuleCall, torch.Tensor]
+OutputsByCall = dict[ModuleCall, torch.Tensor]
 
 
-def first_divergence(
-    reference: Iterator[tuple[Outputs, Outputs]], checkpoint: Iterator[Outputs], *, is_exact: bool
+def find_first_divergence(
+    reference: Iterator[tuple[OutputsByCall, OutputsByCall]], checkpoint: Iterator[OutputsByCall], *, is_exact: bool
 ) -> dict[str, Any] | None:
     """Return the first call whose output differs by more than its tolerance, or None.
 
@@ -34,35 +34,39 @@ def first_divergence(
         checkpoint: Outputs of the checkpoint, stage by stage; consumed only as far as necessary.
         is_exact: True if both sides must be equal bit for bit.
     """
-    ours: Outputs = {}
-    for seen, other in reference:
-        for call, output in seen.items():
-            while call not in ours and (more := next(checkpoint, None)) is not None:
-                ours |= {each: found for each, found in more.items() if each not in ours}
-            found, moved = ours.pop(call, None), other.get(call)
-            if found is None or moved is None or not found.shape == moved.shape == output.shape:
+    checkpoint_outputs: OutputsByCall = {}
+    for outputs, perturbed_outputs in reference:
+        for call, output in outputs.items():
+            while call not in checkpoint_outputs and (next_outputs := next(checkpoint, None)) is not None:
+                checkpoint_outputs |= {
+                    each: found for each, found in next_outputs.items() if each not in checkpoint_outputs
+                }
+            actual, perturbed = checkpoint_outputs.pop(call, None), perturbed_outputs.get(call)
+            if actual is None or perturbed is None or not actual.shape == perturbed.shape == output.shape:
                 continue
-            limit = 0.0 if is_exact else noise.ALLOWED * furthest(output, moved)
-            distance = furthest(output, found)
+            limit = 0.0 if is_exact else noise.NOISE_MULTIPLE * max_abs_difference(output, perturbed)
+            distance = max_abs_difference(output, actual)
             if not distance <= limit:
                 return {"module": call.module, "max_abs": distance, "tolerance": limit}
     return None
 
 
 def record_outputs(
-    model: nn.Module, into: Outputs, stages: StageMap | None = None, number: int = 0
+    model: nn.Module, outputs: OutputsByCall, stages: StageMap | None = None, number: int = 0
 ) -> AbstractContextManager[None]:
     """Record the output of each module call within the block: whole, on the CPU, copied before any in-place change.
 
     Args:
         model: The whole model, or one stage of it.
-        into: Dict that receives the outputs.
+        outputs: Dict that receives the outputs.
         stages: Assignment of layers to stages; None for a whole model.
         number: Number of the stage that `model` is.
     """
     excluded = {canonical_name(name) for name, module in model.named_modules() if isinstance(module, Stub)}
     if stages is not None and number < stages.count - 1:
-        excluded |= set(modules_on_the_path(stages))
+        excluded |= set(modules_on_layer_path(stages))
     return module_hooks(
-        model, lambda call, found: into.__setitem__(call, execution.full_tensor(found).to("cpu", copy=True)), excluded
+        model,
+        lambda call, found: outputs.__setitem__(call, execution.full_tensor(found).to("cpu", copy=True)),
+        excluded,
     )

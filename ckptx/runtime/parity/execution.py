@@ -14,15 +14,15 @@ from torch.distributed.tensor import DTensor
 
 from ckptx.errors import CkptxError, UnsupportedError
 from ckptx.runtime.model.layers import canonical_name
-from ckptx.runtime.model.model_errors import class_of, first_line, out_of_memory_error
+from ckptx.runtime.model.model_errors import first_line, model_class_name, out_of_memory_error
 from ckptx.runtime.parallel.tensor_parallel.loss import causal_lm_loss
 from ckptx.runtime.parity.inputs.batch import Inputs
 
-_OUTPUTS = ("logits", "prediction_logits", "last_hidden_state")
+_OUTPUT_NAMES = ("logits", "prediction_logits", "last_hidden_state")
 
 
 @dataclass(slots=True)
-class ForwardResult:
+class StepResult:
     """Results of one step of a model.
 
     Attributes:
@@ -36,13 +36,13 @@ class ForwardResult:
     gradients: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
-def run(
+def run_step(
     model: nn.Module,
     batches: Sequence[Inputs],
     *,
     backward: bool,
     on_gradient: Callable[[str, torch.Tensor], None] | None = None,
-) -> ForwardResult:
+) -> StepResult:
     """Run the batches one after another, as microbatches of one step; gradients are those of the mean loss.
 
     Dropout is off. Existing gradients of the parameters are dropped.
@@ -61,31 +61,31 @@ def run(
     model.eval()
     model.zero_grad(set_to_none=True)
     parameters = {canonical_name(name): each for name, each in model.named_parameters() if each.requires_grad}
-    outcome = ForwardResult()
+    result = StepResult()
     for number, inputs in enumerate(batches, 1):
         with translate_model_errors(model):
             with torch.set_grad_enabled(backward):
-                found = _forward(model, inputs)
-                loss = loss_of(found, inputs) / len(batches)
+                logits = _forward(model, inputs)
+                loss = compute_loss(logits, inputs) / len(batches)
             if backward:
                 with gradient_hooks(
                     parameters if on_gradient is not None and number == len(batches) else {}, on_gradient
                 ):
                     loss.backward()
-        outcome.loss += float(loss.detach())
-        outcome.logits.append(full_tensor(found.detach()))
+        result.loss += float(loss.detach())
+        result.logits.append(full_tensor(logits.detach()))
     gradients = {
         canonical_name(name): parameter.grad
         for name, parameter in model.named_parameters()
         if parameter.grad is not None
     }
     if on_gradient is None:
-        outcome.gradients = gradients
+        result.gradients = gradients
     else:  # gradients of parameters that the last batch did not reach
         for name, gradient in gradients.items():
             on_gradient(name, gradient)
         model.zero_grad(set_to_none=True)
-    return outcome
+    return result
 
 
 @contextmanager
@@ -96,9 +96,10 @@ def translate_model_errors(model: nn.Module) -> Iterator[None]:
     except CkptxError:
         raise
     except (RuntimeError, MemoryError) as error:  # a kernel that cannot have these shapes or dtypes, or no memory
-        space = out_of_memory_error(model, error, "use more ranks, or a smaller --reference-memory")
-        raise space or UnsupportedError(
-            f"{class_of(model)}: this run fails: {first_line(error)}; use another layout or --compute-dtype, or "
+        memory_error = out_of_memory_error(model, error, "use more ranks, or a smaller --reference-memory")
+        raise memory_error or UnsupportedError(
+            f"{model_class_name(model)}: this run fails: {first_line(error)}; use another layout or --compute-dtype, "
+            "or "
             "compare the bytes without --run"
         ) from error
 
@@ -126,19 +127,19 @@ def gradient_hooks(
             handle.remove()
 
 
-def tokens_used(model: nn.Module) -> frozenset[str]:
+def find_used_token_keys(model: nn.Module) -> frozenset[str]:
     """Return the config keys of special tokens that affect what the class computes.
 
     RoBERTa counts positions from the padding token; a classifier takes the last token before padding, or the end token.
     In other classes these keys name an embedding that is not trained, and the tokens that begin and end generation.
     """
-    if "ForSequenceClassification" in class_of(model):
+    if "ForSequenceClassification" in model_class_name(model):
         return frozenset({"pad_token_id", "eos_token_id"})
-    own = (
+    has_padding = (
         type(each).__name__.endswith("Embeddings") and isinstance(getattr(each, "padding_idx", None), int)
         for each in model.modules()
     )
-    return frozenset({"pad_token_id"} if any(own) else ())
+    return frozenset({"pad_token_id"} if any(has_padding) else ())
 
 
 class ModuleCall(NamedTuple):
@@ -204,18 +205,19 @@ def module_hooks(model: nn.Module, on_output: OnOutput, excluded: Collection[str
 
 
 def _forward(model: nn.Module, inputs: Inputs) -> torch.Tensor:
-    batch = arguments(model, inputs)
+    batch = make_forward_arguments(model, inputs)
     try:
         output = model(**batch)
     except (TypeError, AttributeError, ValueError) as error:
         raise UnsupportedError(
-            f"{class_of(model)}: fails on inputs {', '.join(batch)}: {type(error).__name__}: {first_line(error)}; "
+            f"{model_class_name(model)}: fails on inputs {', '.join(batch)}: {type(error).__name__}: "
+            f"{first_line(error)}; "
             "compare the bytes without --run"
         ) from error
     return logits_or_hidden_states(model, output)
 
 
-def arguments(model: nn.Module, inputs: Inputs) -> dict[str, torch.Tensor]:
+def make_forward_arguments(model: nn.Module, inputs: Inputs) -> dict[str, torch.Tensor]:
     """Return the arguments of `forward`, on the device and in the dtype of the model."""
     device, dtype = _device_of(model), _dtype_of(model)
     return {
@@ -230,20 +232,20 @@ def logits_or_hidden_states(model: nn.Module, output: Any) -> torch.Tensor:
     Raises:
         UnsupportedError: The output has neither.
     """
-    for name in _OUTPUTS:
-        found = output.get(name) if isinstance(output, Mapping) else getattr(output, name, None)
-        if isinstance(found, torch.Tensor):
-            return found
+    for name in _OUTPUT_NAMES:
+        output_value = output.get(name) if isinstance(output, Mapping) else getattr(output, name, None)
+        if isinstance(output_value, torch.Tensor):
+            return output_value
     raise UnsupportedError(
-        f"{class_of(model)}: the output has none of {', '.join(_OUTPUTS)}; compare the bytes without --run"
+        f"{model_class_name(model)}: the output has none of {', '.join(_OUTPUT_NAMES)}; compare the bytes without --run"
     )
 
 
-def loss_of(found: torch.Tensor, inputs: Inputs) -> torch.Tensor:
+def compute_loss(logits: torch.Tensor, inputs: Inputs) -> torch.Tensor:
     """Return the next-token cross entropy if there are logits for it, else the mean square of all outputs."""
-    if found.dim() == 3 and found.shape[:2] == inputs.labels.shape and found.shape[-1] > int(inputs.labels.max()):
-        return causal_lm_loss(found, inputs.labels)
-    return full_tensor(found).float().pow(2).mean()
+    if logits.dim() == 3 and logits.shape[:2] == inputs.labels.shape and logits.shape[-1] > int(inputs.labels.max()):
+        return causal_lm_loss(logits, inputs.labels)
+    return full_tensor(logits).float().pow(2).mean()
 
 
 def _first_tensor(output: Any) -> torch.Tensor | None:

@@ -25,7 +25,7 @@ from ckptx.options.verify import RunOptions
 from ckptx.processes.peak_memory import peak_memory
 from ckptx.report.documents.running import RunReport
 from ckptx.report.report import Log, Stopwatch
-from ckptx.runtime.checkpointing.load_report import NO_PLACE, OPTIMIZER, OTHER_STATE, UNKNOWN
+from ckptx.runtime.checkpointing.load_report import NOT_IN_MODEL, OPTIMIZER_STATE, OTHER_STATE, UNKNOWN_TO_CLASS
 from ckptx.runtime.memory.measured_memory import measure_step
 from ckptx.runtime.parallel.distributed import (
     RankContext,
@@ -37,18 +37,18 @@ from ckptx.runtime.parallel.distributed import (
     raise_on_all_ranks,
     report_failure_to_peers,
 )
-from ckptx.runtime.parity.comparison import Comparison, Reference, difference
+from ckptx.runtime.parity.comparison import Comparison, ReferenceResult, make_difference_row
 from ckptx.runtime.parity.configs import ConfigDifference, compare_configs
-from ckptx.runtime.parity.divergence import first_divergence
-from ckptx.runtime.parity.execution import ForwardResult
+from ckptx.runtime.parity.divergence import find_first_divergence
+from ckptx.runtime.parity.execution import StepResult
 from ckptx.runtime.parity.inputs import windows
 from ckptx.runtime.parity.inputs.batch import Inputs
-from ckptx.runtime.parity.model_under_test import ModelUnderTest, OffloadedModelUnderTest, ResidentModel, in_all
-from ckptx.runtime.parity.notes import note, unread_notes
-from ckptx.runtime.parity.reference import ReferenceModel, reference_of
-from ckptx.runtime.parity.run_report import report_of, rows_of_unread, worst_by_tensor
-from ckptx.runtime.parity.side import ModelFacts, both_sides, stored_dtypes_of
-from ckptx.runtime.parity.stages import plan_stages, stage_of
+from ckptx.runtime.parity.model_under_test import ModelUnderTest, OffloadedModelUnderTest, ResidentModel, intersect
+from ckptx.runtime.parity.notes import add_notes, unread_notes
+from ckptx.runtime.parity.reference import ReferenceModel, make_reference
+from ckptx.runtime.parity.run_report import build_run_report, find_worst_by_tensor, make_unread_rows
+from ckptx.runtime.parity.side import ModelFacts, compare_stored_dtypes, make_loaders
+from ckptx.runtime.parity.stages import find_stage_of_row, plan_stages
 from ckptx.runtime.parity.unreached import UnreachedParameters
 
 
@@ -72,124 +72,150 @@ def verify_run(reference: Path, checkpoint: Path, options: RunOptions, log: Log)
         CkptxError: Any other failure, on any rank.
     """
     stopwatch = Stopwatch()
-    with process_group(options.device, options.backend) as process:
-        mesh = mesh_of(options.dims, process.device.type)
+    with process_group(options.device, options.backend) as rank_context:
+        mesh = mesh_of(options.dims, rank_context.device.type)
         with raise_on_all_ranks():
-            first, second, reference_facts, checkpoint_facts = both_sides(reference, checkpoint, options)
-            configs = compare_configs(
-                reference_facts.config, checkpoint_facts.config, used=checkpoint_facts.tokens_used
+            reference_loader, checkpoint_loader, reference_facts, checkpoint_facts = make_loaders(
+                reference, checkpoint, options
             )
-            dtypes = stored_dtypes_of(first, second)
-        plan = plan_stages(second, checkpoint_facts, log) if options.dims.pp > 1 else None
+            configs = compare_configs(
+                reference_facts.config, checkpoint_facts.config, relevant_keys=checkpoint_facts.used_token_keys
+            )
+            dtypes = compare_stored_dtypes(reference_loader, checkpoint_loader)
+        plan = plan_stages(checkpoint_loader, checkpoint_facts, log) if options.dims.pp > 1 else None
         microbatches = plan.microbatches if plan is not None else 1
         with raise_on_all_ranks():
-            batches = second.batches(checkpoint_facts, microbatches)
-            running = reference_of(first, reference_facts, batches, process) if process.rank == 0 else None
-            expected = running.forward() if running is not None else None
+            batches = checkpoint_loader.make_batches(checkpoint_facts, microbatches)
+            reference_model = (
+                make_reference(reference_loader, reference_facts, batches, rank_context)
+                if rank_context.rank == 0
+                else None
+            )
+            expected = reference_model.forward() if reference_model is not None else None
         with raise_on_all_ranks():
-            loaded: ModelUnderTest = ResidentModel(second, mesh, plan)
-            if running is not None and running.partition is not None and process.world_size == 1:
-                loaded = OffloadedModelUnderTest(second, mesh, running.partition, process.device)
-            loaded.load(first, process.device)
-            record = loaded.record
-        rows = _rows_of(configs) if process.rank == 0 else []
-        unread = [
-            in_all(all_gather_object(_of_model(each))) for each in (record.without_place, record.unread)
+            model_under_test: ModelUnderTest = ResidentModel(checkpoint_loader, mesh, plan)
+            if reference_model is not None and reference_model.partition is not None and rank_context.world_size == 1:
+                model_under_test = OffloadedModelUnderTest(
+                    checkpoint_loader, mesh, reference_model.partition, rank_context.device
+                )
+            model_under_test.load(reference_loader, rank_context.device)
+            record = model_under_test.record
+        rows = _make_config_rows(configs) if rank_context.rank == 0 else []
+        unread_names = [
+            intersect(all_gather_object(_drop_training_state(each)))
+            for each in (record.reference_only_names, record.unread_names)
         ]  # on no stage
-        uncompared, added = map(_uncompared, unread)
-        rows += _added(added, uncompared) if process.rank == 0 else []
-        rows += [difference("bytes", process.rank, name, record.stored) for name in record.wrong]
+        uncompared_names, added_names = map(_select_uncompared, unread_names)
+        rows += _make_added_tensor_rows(added_names, uncompared_names) if rank_context.rank == 0 else []
+        rows += [
+            make_difference_row("bytes", rank_context.rank, name, record.stored_names)
+            for name in record.differing_names
+        ]
         index = data_index(mesh) * microbatches
-        own = batches[index : index + microbatches]
+        own_batches = batches[index : index + microbatches]
         with raise_on_all_ranks() if plan is None else report_failure_to_peers():
-            found, peak = _run(loaded, own, options, process)
-        comparison = Comparison(process, record.stored, _is_exact(expected, process, options), loaded.copied)
-        comparison.forward(expected, found, index)
+            result, peak = _run_checkpoint(model_under_test, own_batches, options, rank_context)
+        comparison = Comparison(
+            rank_context, record.stored_names, _is_exact(expected, rank_context, options), model_under_test.tied_copies
+        )
+        comparison.compare_forward(expected, result, index)
         expected = None
-        not_reached = _compare_gradients(comparison, running, loaded, reference_facts) if options.backward else None
-        rows += comparison.rows
+        unreached_rows = (
+            _compare_gradients(comparison, reference_model, model_under_test, reference_facts)
+            if options.backward
+            else None
+        )
+        rows += comparison.differences
         if plan is not None:
-            rows = [{**row, "stage": stage_of(plan, row)} for row in rows]
-        numbers = {
-            **comparison.numbers,
-            "without_gradient": not_reached,
-            "pieces": running.stage_count if running is not None else 1,
+            rows = [{**row, "stage": find_stage_of_row(plan, row)} for row in rows]
+        metrics = {
+            **comparison.metrics,
+            "without_gradient": unreached_rows,
+            "pieces": reference_model.stage_count if reference_model is not None else 1,
         }
         if any(all_gather_object(any(row["level"] == "forward" for row in rows))):
-            numbers["first_divergence"] = _first_divergence(running, loaded, batches[0], is_exact=comparison.is_exact)
-        share = {
+            metrics["first_divergence"] = _find_first_divergence(
+                reference_model, model_under_test, batches[0], is_exact=comparison.is_exact
+            )
+        rank_result = {
             "rows": rows,
             "inconclusive": comparison.inconclusive,
             "taken": peak,
             "dtype": " and ".join(sorted(record.dtypes)),
             "read": record.bytes_read,
             "nbytes": record.nbytes,
-            "names": record.names,
+            "names": record.loaded_names,
             "wrapped": record.wrapped_layers,
-            "gathered": record.gathered,
-            "sharded": record.sharded,
+            "gathered": record.gathered_modules,
+            "sharded": record.sharded_parameters,
             "peak_rss": peak_memory(),
-            **numbers,
+            **metrics,
         }
-        share["by_tensor"] = comparison.gradients
-        everyone = all_gather_object(share)
+        rank_result["by_tensor"] = comparison.gradient_distances
+        rank_results = all_gather_object(rank_result)
     inputs = batches[0]
-    note(
+    add_notes(
         log,
         record.architecture,
         configs,
-        uncompared,
+        uncompared_names,
         inputs,
-        everyone[0].get("without_gradient"),
-        first.separate_names | second.separate_names,
+        rank_results[0].get("without_gradient"),
+        reference_loader.separate_names | checkpoint_loader.separate_names,
     )
-    if options.dims.tp > 1 and not any(share["sharded"] for share in everyone):
+    if options.dims.tp > 1 and not any(share["sharded"] for share in rank_results):
         log.note(
             f"--tp {options.dims.tp} shards no parameter of {record.architecture}: every TP rank ran the whole model; "
             "pass --tp-plan FILE with rules for it, or leave out --tp"
         )
-    unread_rows = rows_of_unread(*unread)
+    unread_rows = make_unread_rows(*unread_names)
     log.note(*unread_notes([row for row in unread_rows if row["is_expected"]]))
-    log.note(*dtype_notes(dtypes, everyone[0]["dtype"]))
-    worst = worst_by_tensor(everyone, record.stored)
-    small = {
-        key: [value, windows.SMALL] for key, value in {**reference_facts.windows, **checkpoint_facts.windows}.items()
+    log.note(*dtype_notes(dtypes, rank_results[0]["dtype"]))
+    worst = find_worst_by_tensor(rank_results, record.stored_names)
+    small_windows = {
+        key: [value, windows.SHRUNK_WINDOW]
+        for key, value in {**reference_facts.windows, **checkpoint_facts.windows}.items()
     }
-    report = report_of(options, everyone, inputs, small, worst, plan)
+    report = build_run_report(options, rank_results, inputs, small_windows, worst, plan)
     report = replace(report, unread_tensors=unread_rows, dtype_differences=dtypes)
     return stopwatch.stop(replace(report, warnings=list(log.notes)))
 
 
-def _run(
-    loaded: ModelUnderTest, own: Sequence[Inputs], options: RunOptions, process: RankContext
-) -> tuple[ForwardResult, int | None]:
+def _run_checkpoint(
+    model_under_test: ModelUnderTest, own_batches: Sequence[Inputs], options: RunOptions, rank_context: RankContext
+) -> tuple[StepResult, int | None]:
     """Run the checkpoint; returns the results, and the peak bytes if they are measured."""
     if not options.measures:
-        return loaded.run(own, backward=options.backward), None
-    found: list[ForwardResult] = []
-    taken = measure_step(lambda: found.append(loaded.run(own, backward=options.backward)), (), process.device)
-    return found[0], taken.peak - taken.before + loaded.record.nbytes  # others, as the reference, are there as well
+        return model_under_test.run(own_batches, backward=options.backward), None
+    results: list[StepResult] = []
+    measured = measure_step(
+        lambda: results.append(model_under_test.run(own_batches, backward=options.backward)), (), rank_context.device
+    )
+    return (
+        results[0],
+        measured.peak - measured.before_step + model_under_test.record.nbytes,
+    )  # others, as the reference, are there as well
 
 
-def _rows_of(configs: Sequence[ConfigDifference]) -> list[dict[str, Any]]:
+def _make_config_rows(configs: Sequence[ConfigDifference]) -> list[dict[str, Any]]:
     return [
         {"level": "config", "rank": 0, "name": each.key, "reference": each.reference, "checkpoint": each.checkpoint}
         for each in configs
-        if not each.is_noted
+        if not each.has_no_effect
     ]
 
 
-def _of_model(found: Mapping[str, str] | None) -> dict[str, str]:
+def _drop_training_state(reasons: Mapping[str, str] | None) -> dict[str, str]:
     """Drop optimizer and other training state from stored names that nothing reads."""
-    return {name: reason for name, reason in (found or {}).items() if reason not in (OPTIMIZER, OTHER_STATE)}
+    return {name: reason for name, reason in (reasons or {}).items() if reason not in (OPTIMIZER_STATE, OTHER_STATE)}
 
 
-def _uncompared(found: Mapping[str, str]) -> dict[str, str]:
+def _select_uncompared(reasons: Mapping[str, str]) -> dict[str, str]:
     """Select the stored names without a known place in the model."""
-    return {name: reason for name, reason in found.items() if reason in (NO_PLACE, UNKNOWN)}
+    return {name: reason for name, reason in reasons.items() if reason in (NOT_IN_MODEL, UNKNOWN_TO_CLASS)}
 
 
-def _added(checkpoint: Mapping[str, str], reference: Mapping[str, str]) -> list[dict[str, Any]]:
+def _make_added_tensor_rows(checkpoint: Mapping[str, str], reference: Mapping[str, str]) -> list[dict[str, Any]]:
     """Return rows for tensors that nothing reads and that the reference lacks."""
     return [
         {"level": "bytes", "rank": 0, "name": name, "what": f"{reason}, and not in the reference"}
@@ -198,46 +224,50 @@ def _added(checkpoint: Mapping[str, str], reference: Mapping[str, str]) -> list[
     ]
 
 
-def _is_exact(expected: Reference | None, process: RankContext, options: RunOptions) -> bool:
+def _is_exact(expected: ReferenceResult | None, rank_context: RankContext, options: RunOptions) -> bool:
     """Return True if both sides do the same operations in the same order; pipeline stages reorder nothing."""
     if expected is None or not expected.is_repeatable or options.compile:
         return False
-    return process.world_size == options.dims.pp
+    return rank_context.world_size == options.dims.pp
 
 
 def _compare_gradients(
-    comparison: Comparison, reference: ReferenceModel | None, loaded: ModelUnderTest, facts: ModelFacts
+    comparison: Comparison, reference: ReferenceModel | None, model_under_test: ModelUnderTest, facts: ModelFacts
 ) -> list[dict[str, Any]] | None:
     """Compare gradients with those of the reference, portion by portion.
 
     Returns:
         On the rank of the reference, rows of the parameters that no gradient reaches; None on the others.
     """
-    portions = reference.gradients() if reference is not None else None
+    gradient_groups = reference.gradients() if reference is not None else None
     reached = UnreachedParameters(facts)
     for number in itertools.count():
         with raise_on_all_ranks():
-            portion = next(portions, None) if portions is not None else None
-        if not broadcast_object(portion is not None):
+            gradients = next(gradient_groups, None) if gradient_groups is not None else None
+        if not broadcast_object(gradients is not None):
             break
-        with loaded.parameters_of_stage(number) as parameters:
-            comparison.backward(portion, parameters)
-            if not loaded.is_whole:
+        with model_under_test.parameters_of_stage(number) as parameters:
+            comparison.compare_gradients(gradients, parameters)
+            if not model_under_test.is_resident:
                 comparison.report_missing_gradients()
-        reached.record({each.name: each.tensor for each in portion or ()})
-        portion = None  # the next one needs the room
+        reached.record({each.name: each.tensor for each in gradients or ()})
+        gradients = None  # the next one needs the room
     comparison.report_missing_gradients()
     comparison.finish_gradients()
-    return reached.rows() if reference is not None else None
+    return reached.make_rows() if reference is not None else None
 
 
-def _first_divergence(
-    reference: ReferenceModel | None, loaded: ModelUnderTest, inputs: Inputs, *, is_exact: bool
+def _find_first_divergence(
+    reference: ReferenceModel | None, model_under_test: ModelUnderTest, inputs: Inputs, *, is_exact: bool
 ) -> dict[str, Any] | None:
     """Return the first divergence, on the first rank; every rank runs the same batch as the reference."""
     with raise_on_all_ranks():
-        ours = list(loaded.observed(inputs)) if loaded.is_whole else loaded.observed(inputs)
+        checkpoint_outputs = (
+            list(model_under_test.observed(inputs))
+            if model_under_test.is_resident
+            else model_under_test.observed(inputs)
+        )
     with raise_on_all_ranks():
         if reference is None:
             return None
-        return first_divergence(reference.observed(inputs), iter(ours), is_exact=is_exact)
+        return find_first_divergence(reference.observed(inputs), iter(checkpoint_outputs), is_exact=is_exact)

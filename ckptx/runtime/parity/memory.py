@@ -18,7 +18,7 @@ from ckptx.runtime.parity.side import ModelFacts
 
 _MEMINFO = Path("/proc/meminfo")
 _CGROUP = Path("/sys/fs/cgroup")
-_USED = 0.9  # of the free memory; the rest is for allocations that are not counted
+_USABLE_FRACTION = 0.9  # of the free memory; the rest is for allocations that are not counted
 
 
 class MemoryLimits(NamedTuple):
@@ -35,40 +35,49 @@ class MemoryLimits(NamedTuple):
     offloaded: int | None
 
 
-def memory_limits(facts: ModelFacts, options: RunOptions, process: RankContext) -> MemoryLimits:
+def find_memory_limits(facts: ModelFacts, options: RunOptions, rank_context: RankContext) -> MemoryLimits:
     """Return the limits from --reference-memory, or from the free memory."""
     if options.reference_bytes is not None:
         return MemoryLimits(options.reference_bytes, options.reference_bytes)
-    free = free_bytes(process.device)
+    free = read_free_bytes(rank_context.device)
     if free is None:
         return MemoryLimits(None, None)
-    free = int(free * _USED)
+    free = int(free * _USABLE_FRACTION)
     dims = options.dims
     if dims.world_size == 1:
         return MemoryLimits(free, free)
-    here = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if process.device.type == "cpu" else 1
-    others = needed_bytes(facts.nbytes, backward=options.backward) * here // (dims.tp * dims.pp * dims.dp_shard)
-    kept = facts.nbytes if options.backward else 0  # gradients of the whole reference, until they are compared
-    return MemoryLimits(free if kept + others <= free else 0, max(0, free - others))
+    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if rank_context.device.type == "cpu" else 1
+    checkpoint_bytes = (
+        estimate_model_bytes(facts.compute_nbytes, backward=options.backward)
+        * local_ranks
+        // (dims.tp * dims.pp * dims.dp_shard)
+    )
+    gradient_bytes = (
+        facts.compute_nbytes if options.backward else 0
+    )  # gradients of the whole reference, until they are compared
+    return MemoryLimits(free if gradient_bytes + checkpoint_bytes <= free else 0, max(0, free - checkpoint_bytes))
 
 
-def advice_to_save_memory(facts: ModelFacts, options: RunOptions) -> list[str]:
+def advise_to_save_memory(facts: ModelFacts, options: RunOptions) -> list[str]:
     """Return options that save memory, each with the bytes that the whole reference would take."""
     advice = []
     if options.backward:
-        advice.append(f"--no-backward (whole reference: {human_bytes(needed_bytes(facts.nbytes, backward=False))})")
-    if options.compute_dtype == "fp32" and facts.stored_nbytes < facts.nbytes:
-        as_stored = needed_bytes(facts.stored_nbytes, backward=options.backward)
-        advice.append(f"--compute-dtype auto, which detects less (whole reference: {human_bytes(as_stored)})")
+        advice.append(
+            "--no-backward (whole reference: "
+            f"{human_bytes(estimate_model_bytes(facts.compute_nbytes, backward=False))})"
+        )
+    if options.compute_dtype == "fp32" and facts.stored_nbytes < facts.compute_nbytes:
+        stored_need = estimate_model_bytes(facts.stored_nbytes, backward=options.backward)
+        advice.append(f"--compute-dtype auto, which detects less (whole reference: {human_bytes(stored_need)})")
     return advice
 
 
-def needed_bytes(weights: int, *, backward: bool) -> int:
+def estimate_model_bytes(weights: int, *, backward: bool) -> int:
     """Return the bytes of the weights of a whole model, and of as many gradients with a backward pass."""
     return weights * 2 if backward else weights
 
 
-def free_bytes(device: torch.device) -> int | None:
+def read_free_bytes(device: torch.device) -> int | None:
     """Return the bytes that can still be allocated, or None if that is unknown."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
@@ -77,11 +86,11 @@ def free_bytes(device: torch.device) -> int | None:
         free = sum(int(lines[key].split()[0]) << 10 for key in ("MemAvailable", "SwapFree"))
     except (OSError, KeyError, ValueError):
         return None
-    limit = _within_group()
+    limit = _read_cgroup_free_bytes()
     return free if limit is None else min(free, limit)
 
 
-def _within_group() -> int | None:
+def _read_cgroup_free_bytes() -> int | None:
     """Return the bytes that the control group of this process still allows; None for no limit."""
     try:
         limit = (_CGROUP / "memory.max").read_text().strip()

@@ -15,14 +15,14 @@ from ckptx.runtime.model.build import materialize
 from ckptx.runtime.model.layers import canonical_name
 from ckptx.runtime.parallel.pipeline.plan import PipelinePlan
 from ckptx.runtime.parallel.pipeline.stage import make_stage
-from ckptx.runtime.parallel.release import release
+from ckptx.runtime.parallel.release import free_storage
 from ckptx.runtime.parity import execution
 from ckptx.runtime.parity.comparison import RankParameter
-from ckptx.runtime.parity.divergence import Outputs, record_outputs
-from ckptx.runtime.parity.execution import ForwardResult
+from ckptx.runtime.parity.divergence import OutputsByCall, record_outputs
+from ckptx.runtime.parity.execution import StepResult
 from ckptx.runtime.parity.inputs.batch import Inputs
 from ckptx.runtime.parity.offloaded_model import ComputePass, OffloadedModel, StagePartition, share_parameters
-from ckptx.runtime.parity.side import ModelSide, ShardedMetaModel
+from ckptx.runtime.parity.side import ModelLoader, ShardedMetaModel
 from ckptx.runtime.parity.stages import LocalStages
 
 
@@ -31,39 +31,40 @@ class LoadRecord:
     """Results of loading, on this rank.
 
     Attributes:
-        stored: Names on disk of each tensor of the whole model.
+        stored_names: Names on disk of each tensor of the whole model.
         architecture: Name of the model class.
         dtypes: Dtypes of the parameters, such as "bfloat16".
         wrapped_layers: Layers of this rank that recompute activations.
-        gathered: Modules of this rank that did not run on their TP shards alone: what was gathered, "parameters" or
-            "output", and whether the shards are aligned.
-        sharded: Parameters of this rank that TP shards.
-        names: Names of the loaded tensors.
-        wrong: Names of loaded tensors that differ from the reference.
-        unread: Stored names that no model part of this rank reads, with the reason; None before the first part.
-        without_place: Stored names of the reference that no model part of this rank has, with the reason; likewise.
+        gathered_modules: Modules of this rank that did not run on their TP shards alone: what was gathered,
+            "parameters" or "output", and whether the shards are aligned.
+        sharded_parameters: Parameters of this rank that TP shards.
+        loaded_names: Names of the loaded tensors.
+        differing_names: Names of loaded tensors that differ from the reference.
+        unread_names: Stored names that no model part of this rank reads, with the reason; None before the first part.
+        reference_only_names: Stored names of the reference that no model part of this rank has, with the reason;
+            likewise.
         bytes_read: Bytes read from the files.
         nbytes: Bytes of the loaded tensors.
     """
 
-    stored: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    stored_names: dict[str, tuple[str, ...]] = field(default_factory=dict)
     architecture: str = ""
     dtypes: set[str] = field(default_factory=set)
     wrapped_layers: int = 0
-    gathered: dict[str, tuple[str, bool]] = field(default_factory=dict)
-    sharded: int = 0
-    names: list[str] = field(default_factory=list)
-    wrong: list[str] = field(default_factory=list)
-    unread: dict[str, str] | None = None
-    without_place: dict[str, str] | None = None
+    gathered_modules: dict[str, tuple[str, bool]] = field(default_factory=dict)
+    sharded_parameters: int = 0
+    loaded_names: list[str] = field(default_factory=list)
+    differing_names: list[str] = field(default_factory=list)
+    unread_names: dict[str, str] | None = None
+    reference_only_names: dict[str, str] | None = None
     bytes_read: int = 0
     nbytes: int = 0
 
     def load(
         self,
-        side: ModelSide,
-        built: ShardedMetaModel,
-        reference: ModelSide,
+        loader: ModelLoader,
+        meta_model: ShardedMetaModel,
+        reference: ModelLoader,
         device: torch.device,
         copies: Mapping[str, str],
     ) -> None:
@@ -72,29 +73,31 @@ class LoadRecord:
         Raises:
             InputError, UnsupportedError: See `load_from`.
         """
-        materialize(built.model, device)
-        with side.open_checkpoint() as source:
-            ledger = side.load(built.model, source, built.regions)
+        materialize(meta_model.model, device)
+        with loader.open_checkpoint() as source:
+            ledger = loader.load(meta_model.model, source, meta_model.find_local_regions)
         with reference.open_checkpoint() as source:
-            wrong, without_place = reference.config_mismatches(built.model, source, built.regions)
-        self.stored, self.architecture = built.stored, built.model.config.architectures[0]
-        self.dtypes |= {str(each.dtype).removeprefix("torch.") for each in built.model.parameters()}
-        self.wrapped_layers += built.parallelized.wrapped_layers
-        layout = built.parallelized.layout
+            differing_names, without_place = reference.find_differences(
+                meta_model.model, source, meta_model.find_local_regions
+            )
+        self.stored_names, self.architecture = meta_model.stored_names, meta_model.model.config.architectures[0]
+        self.dtypes |= {str(each.dtype).removeprefix("torch.") for each in meta_model.model.parameters()}
+        self.wrapped_layers += meta_model.parallelized.wrapped_layers
+        layout = meta_model.parallelized.layout
         if layout is not None:
-            self.gathered |= {name: ("output", aligned) for name, aligned in layout.gathered_outputs.items()}
-            self.gathered |= {
+            self.gathered_modules |= {name: ("output", aligned) for name, aligned in layout.gathered_outputs.items()}
+            self.gathered_modules |= {
                 name: (
                     "parameters",
                     all(decision.aligned for path, decision in layout.decisions.items() if path.startswith(f"{name}.")),
                 )
-                for name in layout.gathered
+                for name in layout.gathered_modules
             }
-            self.sharded += sum(placement is not None for placement in layout.placements.values())
-        self.names += [copies.get(name, name) for name in ledger.loaded]
-        self.wrong += wrong
-        self.unread = _in_both(self.unread, ledger.unread)
-        self.without_place = _in_both(self.without_place, without_place)
+            self.sharded_parameters += sum(placement is not None for placement in layout.placements.values())
+        self.loaded_names += [copies.get(name, name) for name in ledger.loaded_tensors]
+        self.differing_names += differing_names
+        self.unread_names = _intersect_known(self.unread_names, ledger.unread_names)
+        self.reference_only_names = _intersect_known(self.reference_only_names, without_place)
         self.bytes_read += ledger.bytes_read
         self.nbytes += ledger.nbytes
 
@@ -104,19 +107,19 @@ class ModelUnderTest(Protocol):
 
     Attributes:
         record: Results of loading.
-        copied: Names of parameters with a copy on several stages, whose gradients are summed in another order.
-        is_whole: True if all gradients exist at the same time.
+        tied_copies: Names of parameters with a copy on several stages, whose gradients are summed in another order.
+        is_resident: True if all gradients exist at the same time.
     """
 
     record: LoadRecord
-    copied: frozenset[str]
-    is_whole: bool
+    tied_copies: frozenset[str]
+    is_resident: bool
 
-    def load(self, reference: ModelSide, device: torch.device) -> None:
+    def load(self, reference: ModelLoader, device: torch.device) -> None:
         """Load every part of the model; see `LoadRecord.load`."""
         ...
 
-    def run(self, batches: Sequence[Inputs], *, backward: bool) -> ForwardResult:
+    def run(self, batches: Sequence[Inputs], *, backward: bool) -> StepResult:
         """Run one step on these batches.
 
         Raises:
@@ -132,7 +135,7 @@ class ModelUnderTest(Protocol):
         """
         ...
 
-    def observed(self, inputs: Inputs) -> Iterator[Outputs]:
+    def observed(self, inputs: Inputs) -> Iterator[OutputsByCall]:
         """Yield the outputs of module calls, part by part, in the order of the model."""
         ...
 
@@ -143,100 +146,110 @@ class ResidentModel(ModelUnderTest):
     Gradients of copies on several stages are summed.
     """
 
-    def __init__(self, side: ModelSide, mesh: DeviceMesh, plan: PipelinePlan | None) -> None:
-        self._side = side
-        self._stages = LocalStages(side, mesh, plan) if plan is not None else None
-        self._built: list[ShardedMetaModel] = (
-            [side.build(mesh)] if self._stages is None else list(self._stages.built.values())
+    def __init__(self, loader: ModelLoader, mesh: DeviceMesh, plan: PipelinePlan | None) -> None:
+        self._loader = loader
+        self._stages = LocalStages(loader, mesh, plan) if plan is not None else None
+        self._meta_models: list[ShardedMetaModel] = (
+            [loader.build_parallel(mesh)] if self._stages is None else list(self._stages.meta_models.values())
         )
-        self._copies: Mapping[str, str] = plan.copies if plan is not None else {}
-        self.copied, self.is_whole = frozenset(self._copies.values()), True
+        self._copies: Mapping[str, str] = plan.names_of_copies if plan is not None else {}
+        self.tied_copies, self.is_resident = frozenset(self._copies.values()), True
         self.record = LoadRecord()
 
-    def load(self, reference: ModelSide, device: torch.device) -> None:
-        for built in self._built:
-            self.record.load(self._side, built, reference, device, self._copies)
+    def load(self, reference: ModelLoader, device: torch.device) -> None:
+        for meta_model in self._meta_models:
+            self.record.load(self._loader, meta_model, reference, device, self._copies)
 
-    def run(self, batches: Sequence[Inputs], *, backward: bool) -> ForwardResult:
+    def run(self, batches: Sequence[Inputs], *, backward: bool) -> StepResult:
         if self._stages is None:
-            return execution.run(self._built[0].model, batches, backward=backward)
+            return execution.run_step(self._meta_models[0].model, batches, backward=backward)
         return self._stages.run(batches, backward=backward)
 
     @contextmanager
     def parameters_of_stage(self, number: int) -> Iterator[Iterator[RankParameter]]:
-        yield (each for built in self._built if not number for each in _local_parameters(built, self._copies))
+        yield (each for built in self._meta_models if not number for each in _iter_rank_parameters(built, self._copies))
 
-    def observed(self, inputs: Inputs) -> Iterator[Outputs]:
+    def observed(self, inputs: Inputs) -> Iterator[OutputsByCall]:
         if self._stages is not None:
             yield from self._stages.observed(inputs)
             return
-        found: Outputs = {}
-        with record_outputs(self._built[0].model, found):
-            execution.run(self._built[0].model, [inputs], backward=False)
-        yield found
+        outputs: OutputsByCall = {}
+        with record_outputs(self._meta_models[0].model, outputs):
+            execution.run_step(self._meta_models[0].model, [inputs], backward=False)
+        yield outputs
 
 
 class OffloadedModelUnderTest(ModelUnderTest):
     """All stages of the model on one rank, each built, loaded, run and released in turn."""
 
-    def __init__(self, side: ModelSide, mesh: DeviceMesh, partition: StagePartition, device: torch.device) -> None:
-        self._side, self._mesh, self._partition, self._device = side, mesh, partition, device
+    def __init__(self, loader: ModelLoader, mesh: DeviceMesh, partition: StagePartition, device: torch.device) -> None:
+        self._loader, self._mesh, self._partition, self._device = loader, mesh, partition, device
         self._copies = {name: tie.name for tie in partition.ties for name in tie.copies.values()}
-        self.copied, self.is_whole = frozenset[str](), False  # summed as in one piece
+        self.tied_copies, self.is_resident = frozenset[str](), False  # summed as in one piece
         self._model: OffloadedModel | None = None
         self.record = LoadRecord()
 
-    def load(self, reference: ModelSide, device: torch.device) -> None:
+    def load(self, reference: ModelLoader, device: torch.device) -> None:
         for number in range(self._partition.stages.count):
-            built = self._build(number, {})
-            self.record.load(self._side, built, reference, device, self._copies)
-            release(built.model)
+            meta_model = self._build_stage(number, {})
+            self.record.load(self._loader, meta_model, reference, device, self._copies)
+            free_storage(meta_model.model)
 
-    def run(self, batches: Sequence[Inputs], *, backward: bool) -> ForwardResult:
-        outcome, compute_pass = ForwardResult(), ComputePass()
-        self._model = OffloadedModel(self._partition, batches, [compute_pass], self._open, self._device)
-        self._model.forward(lambda _, logits: outcome.logits.append(logits), backward=backward)
-        outcome.loss = compute_pass.loss
-        return outcome
+    def run(self, batches: Sequence[Inputs], *, backward: bool) -> StepResult:
+        result, compute_pass = StepResult(), ComputePass()
+        self._model = OffloadedModel(self._partition, batches, [compute_pass], self._open_stage, self._device)
+        self._model.forward(lambda _, logits: result.logits.append(logits), backward=backward)
+        result.loss = compute_pass.loss
+        return result
 
     @contextmanager
     def parameters_of_stage(self, number: int) -> Iterator[Iterator[RankParameter]]:
         assert self._model is not None
-        with self._model.backward(self._partition.last - number) as part:
-            later = {tie.copies.get(part.number) for tie in self._partition.ties if part.number != min(tie.copies)}
-            found = ((canonical_name(name), each) for name, each in part.model.named_parameters())
-            yield (RankParameter(self._copies.get(name, name), each, None) for name, each in found if name not in later)
+        with self._model.backward(self._partition.last_stage - number) as runner:
+            later_copies = {
+                tie.copies.get(runner.number) for tie in self._partition.ties if runner.number != min(tie.copies)
+            }
+            named_parameters = ((canonical_name(name), each) for name, each in runner.model.named_parameters())
+            yield (
+                RankParameter(self._copies.get(name, name), each, None)
+                for name, each in named_parameters
+                if name not in later_copies
+            )
 
-    def observed(self, inputs: Inputs) -> Iterator[Outputs]:
-        for (found,) in OffloadedModel(self._partition, [inputs], [ComputePass()], self._open, self._device).observed():
+    def observed(self, inputs: Inputs) -> Iterator[OutputsByCall]:
+        for (found,) in OffloadedModel(
+            self._partition, [inputs], [ComputePass()], self._open_stage, self._device
+        ).observed():
             yield found
 
-    def _build(self, number: int, shared: Mapping[str, nn.Parameter]) -> ShardedMetaModel:
+    def _build_stage(self, number: int, shared: Mapping[str, nn.Parameter]) -> ShardedMetaModel:
         def make_local_stage(model: nn.Module) -> None:
-            make_stage(model, self._partition.stages, number, self._partition.boundaries.forms, self._device)
+            make_stage(
+                model, self._partition.stages, number, self._partition.boundaries.output_structures, self._device
+            )
             share_parameters(model, shared)
 
-        return self._side.build(self._mesh, make_local_stage)
+        return self._loader.build_parallel(self._mesh, make_local_stage)
 
-    def _open(self, number: int, shared: Mapping[str, nn.Parameter]) -> nn.Module:
-        built = self._build(number, shared)
-        materialize(built.model, self._device)
-        with self._side.open_checkpoint() as source:
-            self._side.load(built.model, source, built.regions)
-        return built.model
+    def _open_stage(self, number: int, shared: Mapping[str, nn.Parameter]) -> nn.Module:
+        meta_model = self._build_stage(number, shared)
+        materialize(meta_model.model, self._device)
+        with self._loader.open_checkpoint() as source:
+            self._loader.load(meta_model.model, source, meta_model.find_local_regions)
+        return meta_model.model
 
 
-def _local_parameters(built: ShardedMetaModel, copies: Mapping[str, str]) -> Iterator[RankParameter]:
-    for found, parameter in built.model.named_parameters():
+def _iter_rank_parameters(meta_model: ShardedMetaModel, copies: Mapping[str, str]) -> Iterator[RankParameter]:
+    for found, parameter in meta_model.model.named_parameters():
         name = canonical_name(found)
-        regions = None if built.regions is None else built.regions(name)
+        regions = None if meta_model.find_local_regions is None else meta_model.find_local_regions(name)
         yield RankParameter(copies.get(name, name), parameter, regions)
 
 
-def in_all(found: Sequence[Mapping[str, str]]) -> dict[str, str]:
+def intersect(mappings: Sequence[Mapping[str, str]]) -> dict[str, str]:
     """Return the entries whose name is in all of the mappings."""
-    return {name: reason for name, reason in found[0].items() if all(name in each for each in found)}
+    return {name: reason for name, reason in mappings[0].items() if all(name in each for each in mappings)}
 
 
-def _in_both(before: dict[str, str] | None, found: Mapping[str, str]) -> dict[str, str]:
-    return dict(found) if before is None else in_all([before, found])
+def _intersect_known(known: dict[str, str] | None, found: Mapping[str, str]) -> dict[str, str]:
+    return dict(found) if known is None else intersect([known, found])

@@ -15,26 +15,26 @@ from torch import nn
 
 from ckptx.runtime.model.layers import canonical_name
 
-DRAWS = 3
-ALLOWED = 8  # times the noise
+NUM_DRAWS = 3
+NOISE_MULTIPLE = 8  # times the noise
 
-_BAND = 1 << 16  # elements
-_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_CHUNK_NUMEL = 1 << 16  # elements
+_INTEGER_DTYPES = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def embeddings_of(model: nn.Module) -> dict[str, str]:
+def find_embeddings(model: nn.Module) -> dict[str, str]:
     """Return the parameters of every `nn.Embedding`: each of their names -> the first name."""
-    own = {id(each.weight) for each in model.modules() if isinstance(each, nn.Embedding)}
-    first: dict[int, str] = {}
-    found = {}
+    weight_ids = {id(each.weight) for each in model.modules() if isinstance(each, nn.Embedding)}
+    first_by_id: dict[int, str] = {}
+    first_names = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        if id(parameter) in own:
-            found[canonical_name(name)] = first.setdefault(id(parameter), canonical_name(name))
-    return found
+        if id(parameter) in weight_ids:
+            first_names[canonical_name(name)] = first_by_id.setdefault(id(parameter), canonical_name(name))
+    return first_names
 
 
 @contextmanager
-def perturbed_embeddings(model: nn.Module, draw: int, embeddings: Mapping[str, str] | None = None) -> Iterator[None]:
+def perturb_embeddings(model: nn.Module, draw: int, embeddings: Mapping[str, str] | None = None) -> Iterator[None]:
     """Perturb every embedding by one ULP within the block; afterwards the values are restored bit for bit.
 
     No copy is kept: the same steps are drawn again and subtracted.
@@ -42,67 +42,67 @@ def perturbed_embeddings(model: nn.Module, draw: int, embeddings: Mapping[str, s
     Args:
         model: Model with storage, or a part of one.
         draw: Seed of the steps; those of an embedding depend on this and its first name only.
-        embeddings: Result of `embeddings_of` for the whole model; None if `model` is whole.
+        embeddings: Result of `find_embeddings` for the whole model; None if `model` is whole.
     """
-    known = embeddings_of(model) if embeddings is None else embeddings
-    done = []
+    first_names = find_embeddings(model) if embeddings is None else embeddings
+    perturbed_weights = []
     try:
         for name, parameter in model.named_parameters():
-            first = known.get(canonical_name(name))
+            first = first_names.get(canonical_name(name))
             if first is not None:
                 weight = parameter.detach()
-                done.append((weight, first, _perturb(weight, _steps_of(first, draw))))
+                perturbed_weights.append((weight, first, _perturb(weight, _make_step_generator(first, draw))))
         yield
     finally:
-        for weight, first, at_the_edge in done:
-            _perturb(weight, _steps_of(first, draw), at_the_edge)
+        for weight, first, at_the_edge in perturbed_weights:
+            _perturb(weight, _make_step_generator(first, draw), at_the_edge)
 
 
-def _steps_of(name: str, draw: int) -> torch.Generator:
+def _make_step_generator(name: str, draw: int) -> torch.Generator:
     return torch.Generator().manual_seed(zlib.crc32(f"{draw} {name}".encode()))
 
 
-def rounding(dtype: torch.dtype, size: float) -> float:
+def rounding_tolerance(dtype: torch.dtype, size: float) -> float:
     """Return the tolerance for values of magnitude `size`: rounding alone may change a sum by this much."""
-    return float(ALLOWED * torch.finfo(dtype).eps * size)
+    return float(NOISE_MULTIPLE * torch.finfo(dtype).eps * size)
 
 
-def perturbed(tensor: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+def perturb_copy(tensor: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     """Return a copy in which each finite, normal element is replaced by one of its two neighbors, at random."""
-    found = tensor.detach().clone(memory_format=torch.contiguous_format)
-    _perturb(found, generator)
-    return found
+    copied = tensor.detach().clone(memory_format=torch.contiguous_format)
+    _perturb(copied, generator)
+    return copied
 
 
 def _perturb(
-    tensor: torch.Tensor, generator: torch.Generator, back: Sequence[torch.Tensor] | None = None
+    tensor: torch.Tensor, generator: torch.Generator, undo_indices: Sequence[torch.Tensor] | None = None
 ) -> list[torch.Tensor]:
     """Perturb the elements in place, in bands so that it takes little memory.
 
     Args:
         tensor: Tensor on any device.
         generator: CPU generator, so that every device gets the same steps.
-        back: Result of an earlier call with the same steps, to undo it; None to perturb.
+        undo_indices: Result of an earlier call with the same steps, to undo it; None to perturb.
 
     Returns:
         For each band, the indices of elements that became perturbable, or ceased to be, by this step.
     """
     row_major = tensor.contiguous()
-    at_the_edge = []
-    for number, band in enumerate(row_major.view(-1).split(_BAND) if tensor.numel() else ()):
-        steps = torch.randint(0, 2, band.shape, generator=generator, dtype=torch.int8).to(band.device) * 2 - 1
-        usual = _can_perturb(band)
-        if back is not None:
-            usual[back[number]] ^= True
+    changed_indices = []
+    for number, chunk in enumerate(row_major.view(-1).split(_CHUNK_NUMEL) if tensor.numel() else ()):
+        steps = torch.randint(0, 2, chunk.shape, generator=generator, dtype=torch.int8).to(chunk.device) * 2 - 1
+        is_perturbable = _can_perturb(chunk)
+        if undo_indices is not None:
+            is_perturbable[undo_indices[number]] ^= True
             steps = -steps
-        bits = band.view(_BITS[band.element_size()])
-        bits += steps.masked_fill_(~usual, 0)
-        at_the_edge.append((usual != _can_perturb(band)).nonzero()[:, 0])
+        bits = chunk.view(_INTEGER_DTYPES[chunk.element_size()])
+        bits += steps.masked_fill_(~is_perturbable, 0)
+        changed_indices.append((is_perturbable != _can_perturb(chunk)).nonzero()[:, 0])
     if row_major is not tensor:
         tensor.copy_(row_major)
-    return at_the_edge
+    return changed_indices
 
 
-def _can_perturb(band: torch.Tensor) -> torch.Tensor:
-    info = torch.finfo(band.dtype)
-    return band.isfinite() & (band.abs() >= info.tiny) & (band.abs() < float(info.max))
+def _can_perturb(chunk: torch.Tensor) -> torch.Tensor:
+    info = torch.finfo(chunk.dtype)
+    return chunk.isfinite() & (chunk.abs() >= info.tiny) & (chunk.abs() < float(info.max))

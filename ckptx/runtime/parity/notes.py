@@ -9,14 +9,14 @@ from ckptx.report.report import Log, counted
 from ckptx.runtime.parity.configs import ConfigDifference
 from ckptx.runtime.parity.inputs.batch import Inputs
 
-_MOST_NAMED = 3  # in a note
+_MAX_NAMES = 3  # in a note
 
 
-def note(
+def add_notes(
     log: Log,
     name: str,
     configs: Sequence[ConfigDifference],
-    uncompared: Mapping[str, str],
+    uncompared_names: Mapping[str, str],
     inputs: Inputs,
     unreached: Sequence[Mapping[str, Any]] | None,
     separate_names: frozenset[str],
@@ -27,27 +27,28 @@ def note(
         log: Log that receives the notes.
         name: Name of the model class.
         configs: Differences of the configs.
-        uncompared: Stored tensors that neither side reads, with the reason of each.
+        uncompared_names: Stored tensors that neither side reads, with the reason of each.
         inputs: Inputs that the models ran on.
         unreached: Rows from `UnreachedParameters`; None without a backward pass.
         separate_names: Names that are tied in one checkpoint and separate in the other.
     """
-    noted = [
+    inert_differences = [
         f"{each.key} ({each.reference} in the reference, {each.checkpoint} in the checkpoint)"
         for each in configs
-        if each.is_noted
+        if each.has_no_effect
     ]
-    if noted:
-        log.note(f"config differences without effect on this comparison: {', '.join(noted)}")
+    if inert_differences:
+        log.note(f"config differences without effect on this comparison: {', '.join(inert_differences)}")
     if separate_names:
         log.note(
-            f"{_some(sorted(separate_names))}: tied in one checkpoint and separate in the other; compared as separate "
+            f"{_list_some(sorted(separate_names))}: tied in one checkpoint and separate in the other; compared as "
+            "separate "
             "parameters. Further training would differ"
         )
-    if uncompared:
+    if uncompared_names:
         log.note(
             "tensors of the reference that its class does not compute with were not compared: "
-            f"{_some([f'{each} ({reason})' for each, reason in uncompared.items()])}"
+            f"{_list_some([f'{each} ({reason})' for each, reason in uncompared_names.items()])}"
         )
     if inputs.missing:
         log.note(
@@ -56,17 +57,19 @@ def note(
         )
     if unreached:
         descriptions = [
-            f"{row['name']} of {_experts(row['experts'])}" if "experts" in row else str(row["name"])
+            f"{row['name']} of {_list_experts(row['experts'])}" if "experts" in row else str(row["name"])
             for row in unreached
         ]
-        log.note(f"{name}: no gradient reaches {_some(descriptions)}; these were compared in the forward pass at most")
+        log.note(
+            f"{name}: no gradient reaches {_list_some(descriptions)}; these were compared in the forward pass at most"
+        )
 
 
 def unread_notes(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     """Name the stored tensors that no part of the model reads, one line for each reason.
 
     Args:
-        rows: Rows of `ckptx.runtime.parity.run_report.rows_of_unread`.
+        rows: Rows of `ckptx.runtime.parity.run_report.make_unread_rows`.
     """
     groups: dict[tuple[str, str], list[str]] = {}
     for row in rows:
@@ -74,13 +77,13 @@ def unread_notes(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     for (sides, reason), names in groups.items():
         verb = "holds" if " and " not in sides else "hold"
         tensors = counted(len(names), "tensor")
-        yield f"the {sides} {verb} {tensors} that the model does not read: {_some(names)} ({reason})"
+        yield f"the {sides} {verb} {tensors} that the model does not read: {_list_some(names)} ({reason})"
 
 
-def _experts(numbers: Sequence[int]) -> str:
-    return f"expert {numbers[0]}" if len(numbers) == 1 else f"experts {_some([*map(str, numbers)])}"
+def _list_experts(numbers: Sequence[int]) -> str:
+    return f"expert {numbers[0]}" if len(numbers) == 1 else f"experts {_list_some([*map(str, numbers)])}"
 
 
-def _some(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
-    return f"{', '.join(names[:_MOST_NAMED])}{more}"
+def _list_some(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
+    return f"{', '.join(names[:_MAX_NAMES])}{more}"

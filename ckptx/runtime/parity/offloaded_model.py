@@ -25,16 +25,22 @@ from torch import Tensor, nn
 from ckptx.layout.stages import StageMap
 from ckptx.runtime.model.layers import canonical_name
 from ckptx.runtime.parallel.pipeline.boundaries import StageBoundaries
-from ckptx.runtime.parallel.pipeline.run import StageRun, as_stage_inputs, backward_roots, clone_outputs, input_grads
-from ckptx.runtime.parallel.pipeline.ties import Tie, parameter_of
-from ckptx.runtime.parallel.release import release, return_memory
+from ckptx.runtime.parallel.pipeline.run import (
+    StageRunner,
+    as_stage_inputs,
+    clone_outputs,
+    find_backward_roots,
+    get_input_grads,
+)
+from ckptx.runtime.parallel.pipeline.ties import Tie, find_parameter
+from ckptx.runtime.parallel.release import free_storage, release_freed_memory
 from ckptx.runtime.parity import noise
-from ckptx.runtime.parity.divergence import Outputs, record_outputs
+from ckptx.runtime.parity.divergence import OutputsByCall, record_outputs
 from ckptx.runtime.parity.execution import (
+    compute_loss,
     full_tensor,
     gradient_hooks,
     logits_or_hidden_states,
-    loss_of,
     translate_model_errors,
 )
 from ckptx.runtime.parity.inputs.batch import Inputs
@@ -60,7 +66,7 @@ class StagePartition(NamedTuple):
     dtype: torch.dtype
 
     @property
-    def last(self) -> int:
+    def last_stage(self) -> int:
         return self.stages.count - 1
 
 
@@ -107,7 +113,7 @@ class OffloadedModel:
             open_stage: Builds and loads a stage.
             device: Device of the inputs and stages.
         """
-        self.partition, self._passes, self._opener, self._device = partition, passes, open_stage, device
+        self.partition, self._passes, self._stage_opener, self._device = partition, passes, open_stage, device
         self._batches = batches
         self._batch_inputs = [
             {
@@ -116,7 +122,7 @@ class OffloadedModel:
             }
             for each in batches
         ]
-        return_memory()
+        release_freed_memory()
 
     def forward(self, on_logits: Callable[[ComputePass, Tensor], None], *, backward: bool) -> None:
         """Run all passes forward.
@@ -131,46 +137,52 @@ class OffloadedModel:
         for compute_pass in self._passes:
             compute_pass.stage_inputs[0] = [()] * len(self._batches)
         for number in range(self.partition.stages.count):
-            with self._open_stage(number) as part:
+            with self._open_stage(number) as runner:
                 for compute_pass in self._passes:
-                    with self._perturbed(part.model, compute_pass), torch.set_grad_enabled(backward):
+                    with self._perturb_stage(runner.model, compute_pass), torch.set_grad_enabled(backward):
                         for index in range(len(self._batches)):
-                            self._forward(part, compute_pass, index, on_logits)
+                            self._forward(runner, compute_pass, index, on_logits)
             if not backward:
                 for compute_pass in self._passes:
                     del compute_pass.stage_inputs[number]
 
     def _forward(
-        self, part: StageRun, compute_pass: ComputePass, index: int, on_logits: Callable[[ComputePass, Tensor], None]
+        self,
+        runner: StageRunner,
+        compute_pass: ComputePass,
+        index: int,
+        on_logits: Callable[[ComputePass, Tensor], None],
     ) -> None:
-        with translate_model_errors(part.model):
-            output, sent = part(
-                part.model, self._batch_inputs[index], as_stage_inputs(compute_pass.stage_inputs[part.number][index])
+        with translate_model_errors(runner.model):
+            output, sent = runner(
+                runner.model,
+                self._batch_inputs[index],
+                as_stage_inputs(compute_pass.stage_inputs[runner.number][index]),
             )
-            if part.number == self.partition.last:
-                found = logits_or_hidden_states(part.model, output)
-                compute_pass.loss += float(loss_of(found, self._batches[index]).detach() / len(self._batches))
-                on_logits(compute_pass, full_tensor(found.detach()))
+            if runner.number == self.partition.last_stage:
+                logits = logits_or_hidden_states(runner.model, output)
+                compute_pass.loss += float(compute_loss(logits, self._batches[index]).detach() / len(self._batches))
+                on_logits(compute_pass, full_tensor(logits.detach()))
             else:
-                compute_pass.stage_inputs[part.number + 1].append(as_stage_inputs(sent))
+                compute_pass.stage_inputs[runner.number + 1].append(as_stage_inputs(sent))
 
-    def observed(self) -> Iterator[list[Outputs]]:
+    def observed(self) -> Iterator[list[OutputsByCall]]:
         """Yield the outputs of module calls on the first batch, stage by stage; each item has one dict per pass."""
-        given: list[tuple[Any, ...]] = [()] * len(self._passes)
+        inputs_by_pass: list[tuple[Any, ...]] = [()] * len(self._passes)
         for number in range(self.partition.stages.count):
-            seen: list[Outputs] = [{} for _ in self._passes]
-            with self._open_stage(number) as part, torch.no_grad():
+            outputs_by_pass: list[OutputsByCall] = [{} for _ in self._passes]
+            with self._open_stage(number) as runner, torch.no_grad():
                 for index, compute_pass in enumerate(self._passes):
                     with (
-                        self._perturbed(part.model, compute_pass),
-                        record_outputs(part.model, seen[index], self.partition.stages, number),
+                        self._perturb_stage(runner.model, compute_pass),
+                        record_outputs(runner.model, outputs_by_pass[index], self.partition.stages, number),
                     ):
-                        _, sent = part(part.model, self._batch_inputs[0], given[index])
-                    given[index] = clone_outputs(sent)
-            yield seen
+                        _, sent = runner(runner.model, self._batch_inputs[0], inputs_by_pass[index])
+                    inputs_by_pass[index] = clone_outputs(sent)
+            yield outputs_by_pass
 
     @contextmanager
-    def backward(self, number: int, on_gradient: OnGradient | None = None) -> Iterator[StageRun]:
+    def backward(self, number: int, on_gradient: OnGradient | None = None) -> Iterator[StageRunner]:
         """Run a stage backward, from the last to the first; yields it while it is loaded.
 
         Its gradients are complete; that of a tied parameter belongs to the first stage that has it.
@@ -180,35 +192,39 @@ class OffloadedModel:
             on_gradient: Called with each gradient of each pass as soon as it is complete; the parameter does not keep
                 the gradient. With None, the parameters keep the gradients of the only pass.
         """
-        if number == self.partition.last:
+        if number == self.partition.last_stage:
             for compute_pass in self._passes:
                 compute_pass.output_grads = [[] for _ in self._batches]
-        with self._open_stage(number) as part:
-            with self._tied_head_stage(part) as head:
+        with self._open_stage(number) as runner:
+            with self._tied_head_stage(runner) as head_runner:
                 for compute_pass in self._passes:
                     with (
-                        self._perturbed(part.model, compute_pass),
-                        self._perturbed(head and head.model, compute_pass, part.model),
+                        self._perturb_stage(runner.model, compute_pass),
+                        self._perturb_stage(head_runner and head_runner.model, compute_pass, runner.model),
                     ):
-                        self._backward(part, head, compute_pass, on_gradient)
-            yield part
-        if number < self.partition.last or not self._recomputed_ties:
+                        self._backward(runner, head_runner, compute_pass, on_gradient)
+            yield runner
+        if number < self.partition.last_stage or not self._recomputed_ties:
             for compute_pass in self._passes:
                 del compute_pass.stage_inputs[number]
 
     def _backward(
-        self, part: StageRun, head: StageRun | None, compute_pass: ComputePass, on_gradient: OnGradient | None
+        self,
+        runner: StageRunner,
+        head_runner: StageRunner | None,
+        compute_pass: ComputePass,
+        on_gradient: OnGradient | None,
     ) -> None:
-        plain = {canonical_name(name): each for name, each in part.model.named_parameters() if each.requires_grad}
-        first, later = self._tied(part, plain)
+        untied = {canonical_name(name): each for name, each in runner.model.named_parameters() if each.requires_grad}
+        first_ties, later_ties = self._pop_tied(runner, untied)
         parameters = [
-            *plain.values(),
-            *first.values(),
-            *(each for name, each in later.items() if name not in self._recomputed_ties),
+            *untied.values(),
+            *first_ties.values(),
+            *(each for name, each in later_ties.items() if name not in self._recomputed_ties),
         ]
         totals: dict[str, Tensor] = {}
         for index in range(len(self._batches)):
-            self._add_later_grads(head, first, compute_pass, index)
+            self._add_later_grads(head_runner, first_ties, compute_pass, index)
             is_last = index == len(self._batches) - 1
 
             def complete(name: str, gradient: Tensor) -> None:
@@ -216,46 +232,46 @@ class OffloadedModel:
                 on_gradient(compute_pass, name, gradient)
 
             with (
-                translate_model_errors(part.model),
-                gradient_hooks(plain if is_last and on_gradient is not None else {}, complete),
+                translate_model_errors(runner.model),
+                gradient_hooks(untied if is_last and on_gradient is not None else {}, complete),
             ):
-                self._backward_of_batch(part, compute_pass, index, parameters)
-            for name, parameter in first.items():
+                self._backward_of_batch(runner, compute_pass, index, parameters)
+            for name, parameter in first_ties.items():
                 if parameter.grad is not None:
                     totals[name] = totals[name].add_(parameter.grad) if name in totals else parameter.grad
                     parameter.grad = None
-            for name, parameter in later.items():
+            for name, parameter in later_ties.items():
                 if parameter.grad is not None:
                     before = compute_pass.tied_grads.get((name, index))
                     compute_pass.tied_grads[name, index] = (
                         parameter.grad if before is None else before.add_(parameter.grad)
                     )
                     parameter.grad = None
-        for name, parameter in first.items():
+        for name, parameter in first_ties.items():
             parameter.grad = totals.get(name)
-        for name, parameter in (plain | first).items() if on_gradient is not None else ():
+        for name, parameter in (untied | first_ties).items() if on_gradient is not None else ():
             if parameter.grad is not None:  # a tied one, or one that the last batch did not reach
                 complete(name, parameter.grad)
                 parameter.grad = None
 
     def _backward_of_batch(
-        self, part: StageRun, compute_pass: ComputePass, index: int, parameters: Sequence[Tensor]
+        self, runner: StageRunner, compute_pass: ComputePass, index: int, parameters: Sequence[Tensor]
     ) -> None:
         """Recompute one batch forward, then run it backward."""
-        given = as_stage_inputs(compute_pass.stage_inputs[part.number][index])
-        leaves = [each for each in given if isinstance(each, Tensor) and each.requires_grad]
+        stage_inputs = as_stage_inputs(compute_pass.stage_inputs[runner.number][index])
+        input_leaves = [each for each in stage_inputs if isinstance(each, Tensor) and each.requires_grad]
         with torch.enable_grad():
-            output, sent = part(part.model, self._batch_inputs[index], given)
-            if part.number == self.partition.last:
-                outputs, gradients = [self._loss(part, output, index)], None
+            output, sent = runner(runner.model, self._batch_inputs[index], stage_inputs)
+            if runner.number == self.partition.last_stage:
+                outputs, gradients = [self._loss(runner, output, index)], None
             else:
-                outputs, gradients = backward_roots(clone_outputs(sent), compute_pass.output_grads[index])
+                outputs, gradients = find_backward_roots(clone_outputs(sent), compute_pass.output_grads[index])
         if outputs:
-            torch.autograd.backward(outputs, gradients, inputs=[*parameters, *leaves])
-        compute_pass.output_grads[index] = input_grads(given)
+            torch.autograd.backward(outputs, gradients, inputs=[*parameters, *input_leaves])
+        compute_pass.output_grads[index] = get_input_grads(stage_inputs)
 
-    def _loss(self, part: StageRun, output: Any, index: int) -> Tensor:
-        return loss_of(logits_or_hidden_states(part.model, output), self._batches[index]) / len(self._batches)
+    def _loss(self, runner: StageRunner, output: Any, index: int) -> Tensor:
+        return compute_loss(logits_or_hidden_states(runner.model, output), self._batches[index]) / len(self._batches)
 
     # ------------------------------------------------------------------------------------------- ties
 
@@ -265,82 +281,86 @@ class OffloadedModel:
         with the last one loaded again. Otherwise it would have to be kept for each batch and pass until then.
         """
         return frozenset(
-            tie.name for tie in self.partition.ties if len(tie.copies) == 2 and self.partition.last in tie.copies
+            tie.name for tie in self.partition.ties if len(tie.copies) == 2 and self.partition.last_stage in tie.copies
         )
 
-    def _tied(
-        self, part: StageRun, plain: dict[str, nn.Parameter]
+    def _pop_tied(
+        self, runner: StageRunner, untied: dict[str, nn.Parameter]
     ) -> tuple[dict[str, nn.Parameter], dict[str, nn.Parameter]]:
-        """Remove the tied parameters of a stage from `plain`, and return them.
+        """Remove the tied parameters of a stage from `untied`, and return them.
 
         Returns:
             Tied parameters by name of the tie: those whose first stage this is, and those whose first stage is an
             earlier one.
         """
-        first: dict[str, nn.Parameter] = {}
-        later: dict[str, nn.Parameter] = {}
+        first_ties: dict[str, nn.Parameter] = {}
+        later_ties: dict[str, nn.Parameter] = {}
         for tie in self.partition.ties:
-            if part.number in tie.copies:
-                name = tie.copies[part.number]
-                parameter = parameter_of(part.model, name)
-                if plain.pop(name, None) is not None:
-                    (first if part.number == min(tie.copies) else later)[tie.name] = parameter
-        return first, later
+            if runner.number in tie.copies:
+                name = tie.copies[runner.number]
+                parameter = find_parameter(runner.model, name)
+                if untied.pop(name, None) is not None:
+                    (first_ties if runner.number == min(tie.copies) else later_ties)[tie.name] = parameter
+        return first_ties, later_ties
 
     def _add_later_grads(
-        self, head: StageRun | None, first: Mapping[str, nn.Parameter], compute_pass: ComputePass, index: int
+        self,
+        head_runner: StageRunner | None,
+        first_ties: Mapping[str, nn.Parameter],
+        compute_pass: ComputePass,
+        index: int,
     ) -> None:
         """Set the gradients of tied parameters from later stages, to which autograd adds their own."""
-        for name, parameter in first.items():
+        for name, parameter in first_ties.items():
             parameter.grad = compute_pass.tied_grads.pop((name, index), None)
-        again = [parameter for name, parameter in first.items() if name in self._recomputed_ties]
-        if head is not None and again:
-            with translate_model_errors(head.model), torch.enable_grad():
-                output, _ = head(
-                    head.model,
+        recomputed = [parameter for name, parameter in first_ties.items() if name in self._recomputed_ties]
+        if head_runner is not None and recomputed:
+            with translate_model_errors(head_runner.model), torch.enable_grad():
+                output, _ = head_runner(
+                    head_runner.model,
                     self._batch_inputs[index],
-                    as_stage_inputs(compute_pass.stage_inputs[head.number][index]),
+                    as_stage_inputs(compute_pass.stage_inputs[head_runner.number][index]),
                 )
-                torch.autograd.backward([self._loss(head, output, index)], inputs=again)
+                torch.autograd.backward([self._loss(head_runner, output, index)], inputs=recomputed)
 
     @contextmanager
-    def _tied_head_stage(self, part: StageRun) -> Iterator[StageRun | None]:
+    def _tied_head_stage(self, runner: StageRunner) -> Iterator[StageRunner | None]:
         """Load the last stage again with tied parameters of this stage; None if it has no gradient for this stage."""
         shared = {
-            tie.copies[self.partition.last]: parameter_of(part.model, tie.copies[part.number])
+            tie.copies[self.partition.last_stage]: find_parameter(runner.model, tie.copies[runner.number])
             for tie in self.partition.ties
-            if tie.name in self._recomputed_ties and part.number == min(tie.copies)
+            if tie.name in self._recomputed_ties and runner.number == min(tie.copies)
         }
-        with self._open_stage(self.partition.last, shared) if shared else nullcontext() as head:
-            yield head
+        with self._open_stage(self.partition.last_stage, shared) if shared else nullcontext() as head_runner:
+            yield head_runner
 
     # ------------------------------------------------------------------------------------------- memory
 
     @contextmanager
-    def _open_stage(self, number: int, shared: Mapping[str, nn.Parameter] | None = None) -> Iterator[StageRun]:
+    def _open_stage(self, number: int, shared: Mapping[str, nn.Parameter] | None = None) -> Iterator[StageRunner]:
         """Load a stage; parameters in `shared` belong to another stage, and keep their storage at the end."""
-        model = self._opener(number, shared or {})
+        model = self._stage_opener(number, shared or {})
         try:
-            yield StageRun(model, self.partition.stages, number, self.partition.boundaries)
+            yield StageRunner(model, self.partition.stages, number, self.partition.boundaries)
         finally:
-            release(model, (shared or {}).values())
+            free_storage(model, (shared or {}).values())
 
-    def _perturbed(self, model: nn.Module | None, compute_pass: ComputePass, other: nn.Module | None = None) -> Any:
+    def _perturb_stage(self, model: nn.Module | None, compute_pass: ComputePass, other: nn.Module | None = None) -> Any:
         """Perturb the embeddings of a stage, except those that it shares with `other`."""
         if model is None or compute_pass.draw is None:
             return nullcontext()
-        known = self.partition.embeddings
+        embeddings = self.partition.embeddings
         if other is not None:
             shared = {id(each) for each in other.parameters()}
-            own = {canonical_name(name) for name, each in model.named_parameters() if id(each) not in shared}
-            known = {name: first for name, first in known.items() if name in own}
-        return noise.perturbed_embeddings(model, compute_pass.draw, known)
+            own_names = {canonical_name(name) for name, each in model.named_parameters() if id(each) not in shared}
+            embeddings = {name: first for name, first in embeddings.items() if name in own_names}
+        return noise.perturb_embeddings(model, compute_pass.draw, embeddings)
 
 
 def share_parameters(model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> None:
     """Replace the parameters of these names, which have no storage yet, by parameters of another model."""
     for name, parameter in parameters.items():
-        own = parameter_of(model, name)
+        own = find_parameter(model, name)
         for module in model.modules():
             for leaf, each in module._parameters.items():
                 if each is own:

@@ -18,43 +18,45 @@ from ckptx.runtime.model.build import materialize
 from ckptx.runtime.parallel.distributed import RankContext
 from ckptx.runtime.parallel.pipeline.plan import find_and_check_boundaries
 from ckptx.runtime.parallel.pipeline.stage import make_stage
-from ckptx.runtime.parallel.pipeline.ties import ties_across_stages
+from ckptx.runtime.parallel.pipeline.ties import find_ties_across_stages
 from ckptx.runtime.parity import memory, noise
-from ckptx.runtime.parity.budget import Budget
-from ckptx.runtime.parity.comparison import Gradient, Reference
-from ckptx.runtime.parity.distances import furthest
-from ckptx.runtime.parity.divergence import Outputs, record_outputs
-from ckptx.runtime.parity.execution import ForwardResult, logits_or_hidden_states, run
+from ckptx.runtime.parity.budget import MemoryBudget
+from ckptx.runtime.parity.comparison import ReferenceGradient, ReferenceResult
+from ckptx.runtime.parity.distances import max_abs_difference
+from ckptx.runtime.parity.divergence import OutputsByCall, record_outputs
+from ckptx.runtime.parity.execution import StepResult, logits_or_hidden_states, run_step
 from ckptx.runtime.parity.inputs.batch import Inputs
 from ckptx.runtime.parity.offloaded_model import ComputePass, OffloadedModel, StagePartition, share_parameters
-from ckptx.runtime.parity.side import ModelFacts, ModelSide
-from ckptx.runtime.parity.stages import small_batches
+from ckptx.runtime.parity.side import ModelFacts, ModelLoader
+from ckptx.runtime.parity.stages import make_batch_factory
 
 
-def reference_of(side: ModelSide, facts: ModelFacts, batches: Sequence[Inputs], process: RankContext) -> ReferenceModel:
+def make_reference(
+    loader: ModelLoader, facts: ModelFacts, batches: Sequence[Inputs], rank_context: RankContext
+) -> ReferenceModel:
     """Return the reference as a whole, or in the fewest stages that stay within the memory limit.
 
     Args:
-        side: Side of the reference.
+        loader: Side of the reference.
         facts: Facts about its model.
         batches: Microbatches of one step, of all ranks.
-        process: Context of the rank that runs it.
+        rank_context: Context of the rank that runs it.
 
     Raises:
         SpaceError: It exceeds the limit with any number of stages; the message names the smallest sufficient limit.
         UnsupportedError: It has to be split into stages, and cannot be.
     """
-    options = side.options
-    limits = memory.memory_limits(facts, options, process)
-    model, stacks = side.stacked()
-    advice = memory.advice_to_save_memory(facts, options)
-    budget = Budget(model, stacks, batches, options.backward, process.world_size == 1, advice)
+    options = loader.options
+    limits = memory.find_memory_limits(facts, options, rank_context)
+    model, stacks = loader.build_with_stacks()
+    advice = memory.advise_to_save_memory(facts, options)
+    budget = MemoryBudget(model, stacks, batches, options.backward, rank_context.world_size == 1, advice)
     if limits.whole is None or limits.offloaded is None or budget.whole_bytes <= limits.whole:
-        return WholeReference(side, batches, process, options.backward)
+        return WholeReference(loader, batches, rank_context, options.backward)
     return OffloadedReference(
-        side,
+        loader,
         batches,
-        process,
+        rank_context,
         partition_reference(model, budget.partition(limits.offloaded), facts),
         backward=options.backward,
     )
@@ -72,9 +74,9 @@ def partition_reference(model: nn.Module, stages: StageMap, facts: ModelFacts) -
         UnsupportedError: The stages do not compute the same as the whole model.
     """
     dtype = next((each.dtype for each in model.parameters() if each.is_floating_point()), torch.float32)
-    ties = tuple(ties_across_stages(model, stages))
-    boundaries = find_and_check_boundaries(model, stages, small_batches(model, facts), logits_or_hidden_states)
-    return StagePartition(stages, boundaries, ties, noise.embeddings_of(model), dtype)
+    ties_list = tuple(find_ties_across_stages(model, stages))
+    boundaries = find_and_check_boundaries(model, stages, make_batch_factory(model, facts), logits_or_hidden_states)
+    return StagePartition(stages, boundaries, ties_list, noise.find_embeddings(model), dtype)
 
 
 class ReferenceModel(Protocol):
@@ -91,15 +93,15 @@ class ReferenceModel(Protocol):
         """Number of stages; 1 for a model that runs as a whole."""
         return 1 if self.partition is None else self.partition.stages.count
 
-    def forward(self) -> Reference:
+    def forward(self) -> ReferenceResult:
         """Compute logits and loss, and how much the noise changes them."""
         ...
 
-    def gradients(self) -> Iterator[list[Gradient]]:
+    def gradients(self) -> Iterator[list[ReferenceGradient]]:
         """Yield the gradients after `forward`, some at a time."""
         ...
 
-    def observed(self, inputs: Inputs) -> Iterator[tuple[Outputs, Outputs]]:
+    def observed(self, inputs: Inputs) -> Iterator[tuple[OutputsByCall, OutputsByCall]]:
         """Yield the outputs of module calls without and with perturbed embeddings, part by part."""
         ...
 
@@ -109,65 +111,67 @@ class WholeReference(ReferenceModel):
     """A reference that fits in memory.
 
     Attributes:
-        side: Side of the reference.
+        loader: Side of the reference.
         batches: Microbatches of one step.
-        process: Context of the rank that runs it.
+        rank_context: Context of the rank that runs it.
         backward: Also compute gradients.
     """
 
-    side: ModelSide
+    loader: ModelLoader
     batches: Sequence[Inputs]
-    process: RankContext
+    rank_context: RankContext
     backward: bool
     partition: StagePartition | None = None
-    _gradients: list[Gradient] = field(default_factory=list)
+    _gradients: list[ReferenceGradient] = field(default_factory=list)
 
-    def forward(self) -> Reference:
+    def forward(self) -> ReferenceResult:
         """Run the model; of perturbed runs, only the distance of each gradient is kept."""
-        model = self.side.whole(self.process)
-        outcome = run(model, self.batches, backward=self.backward)
-        is_repeatable = self.process.device.type == "cpu" or self._is_repeated(model, outcome)
-        gradients, outcome.gradients = outcome.gradients, {}
+        model = self.loader.load_whole(self.rank_context)
+        result = run_step(model, self.batches, backward=self.backward)
+        is_repeatable = self.rank_context.device.type == "cpu" or self._is_repeatable(model, result)
+        gradients, result.gradients = result.gradients, {}
         distances = dict.fromkeys(gradients, 0.0)
         logits = loss = 0.0
 
         def measure(name: str, gradient: Tensor) -> None:
             if name in gradients:
-                distances[name] = max(distances[name], furthest(gradients[name], gradient))
+                distances[name] = max(distances[name], max_abs_difference(gradients[name], gradient))
 
-        for draw in range(noise.DRAWS):
-            with noise.perturbed_embeddings(model, draw):
-                other = run(model, self.batches, backward=self.backward, on_gradient=measure)
-            logits = max(logits, *(furthest(a, b) for a, b in zip(outcome.logits, other.logits, strict=True)))
-            loss = max(loss, abs(outcome.loss - other.loss))
-        self._gradients = [Gradient(name, each, distances[name]) for name, each in gradients.items()]
-        return Reference(outcome, logits, loss, is_repeatable)
+        for draw in range(noise.NUM_DRAWS):
+            with noise.perturb_embeddings(model, draw):
+                perturbed_result = run_step(model, self.batches, backward=self.backward, on_gradient=measure)
+            logits = max(
+                logits, *(max_abs_difference(a, b) for a, b in zip(result.logits, perturbed_result.logits, strict=True))
+            )
+            loss = max(loss, abs(result.loss - perturbed_result.loss))
+        self._gradients = [ReferenceGradient(name, each, distances[name]) for name, each in gradients.items()]
+        return ReferenceResult(result, logits, loss, is_repeatable)
 
-    def gradients(self) -> Iterator[list[Gradient]]:
-        found, self._gradients = self._gradients, []
-        yield found
+    def gradients(self) -> Iterator[list[ReferenceGradient]]:
+        gradients, self._gradients = self._gradients, []
+        yield gradients
 
-    def observed(self, inputs: Inputs) -> Iterator[tuple[Outputs, Outputs]]:
-        model = self.side.whole(self.process)
-        seen: Outputs = {}
-        other: Outputs = {}
+    def observed(self, inputs: Inputs) -> Iterator[tuple[OutputsByCall, OutputsByCall]]:
+        model = self.loader.load_whole(self.rank_context)
+        seen: OutputsByCall = {}
+        other: OutputsByCall = {}
         with record_outputs(model, seen):
-            run(model, [inputs], backward=False)
-        with noise.perturbed_embeddings(model, 0), record_outputs(model, other):
-            run(model, [inputs], backward=False)
+            run_step(model, [inputs], backward=False)
+        with noise.perturb_embeddings(model, 0), record_outputs(model, other):
+            run_step(model, [inputs], backward=False)
         yield seen, other
 
-    def _is_repeated(self, model: nn.Module, outcome: ForwardResult) -> bool:
+    def _is_repeatable(self, model: nn.Module, result: StepResult) -> bool:
         """Return True if the device gives the same bits again."""
         differing: list[str] = []
 
         def compare(name: str, gradient: Tensor) -> None:
-            if not torch.equal(outcome.gradients[name], gradient):
+            if not torch.equal(result.gradients[name], gradient):
                 differing.append(name)
 
-        again = run(model, self.batches, backward=self.backward, on_gradient=compare)
-        logits = all(torch.equal(a, b) for a, b in zip(outcome.logits, again.logits, strict=True))
-        return not differing and logits and outcome.loss == again.loss
+        second_result = run_step(model, self.batches, backward=self.backward, on_gradient=compare)
+        logits = all(torch.equal(a, b) for a, b in zip(result.logits, second_result.logits, strict=True))
+        return not differing and logits and result.loss == second_result.loss
 
 
 class OffloadedReference(ReferenceModel):
@@ -178,9 +182,9 @@ class OffloadedReference(ReferenceModel):
 
     def __init__(
         self,
-        side: ModelSide,
+        loader: ModelLoader,
         batches: Sequence[Inputs],
-        process: RankContext,
+        rank_context: RankContext,
         partition: StagePartition,
         *,
         backward: bool,
@@ -188,67 +192,71 @@ class OffloadedReference(ReferenceModel):
         """Prepare the passes; no stage is loaded yet.
 
         Args:
-            side: Side of the reference.
+            loader: Side of the reference.
             batches: Microbatches of one step.
-            process: Context of the rank that runs it.
+            rank_context: Context of the rank that runs it.
             partition: Its stages.
             backward: Also compute gradients.
         """
         self.partition: StagePartition | None = partition
-        self._passes = [ComputePass(), *map(ComputePass, range(noise.DRAWS))]
-        self._backward, self._is_repeatable = backward, process.device.type == "cpu"
-        self._opener = partial(_open_stage, side, partition, process.device)
-        self._model = OffloadedModel(partition, batches, self._passes, self._opener, process.device)
-        self._device = process.device
+        self._passes = [ComputePass(), *map(ComputePass, range(noise.NUM_DRAWS))]
+        self._backward, self._is_repeatable = backward, rank_context.device.type == "cpu"
+        self._stage_opener = partial(_open_stage, loader, partition, rank_context.device)
+        self._model = OffloadedModel(partition, batches, self._passes, self._stage_opener, rank_context.device)
+        self._device = rank_context.device
 
-    def forward(self) -> Reference:
-        unmoved = self._passes[0]
-        outcome, moved, seen = ForwardResult(), [0.0], dict.fromkeys(self._passes, 0)
+    def forward(self) -> ReferenceResult:
+        plain_pass = self._passes[0]
+        result, logits_differences, batches_seen = StepResult(), [0.0], dict.fromkeys(self._passes, 0)
 
         def record(compute_pass: ComputePass, logits: Tensor) -> None:
-            if compute_pass is unmoved:
-                outcome.logits.append(logits)
+            if compute_pass is plain_pass:
+                result.logits.append(logits)
             else:
-                moved.append(furthest(outcome.logits[seen[compute_pass]], logits))
-                seen[compute_pass] += 1
+                logits_differences.append(max_abs_difference(result.logits[batches_seen[compute_pass]], logits))
+                batches_seen[compute_pass] += 1
 
         self._model.forward(record, backward=self._backward)
-        outcome.loss = unmoved.loss
-        loss = max(abs(unmoved.loss - each.loss) for each in self._passes)
-        return Reference(outcome, max(moved), loss, self._is_repeatable)
+        result.loss = plain_pass.loss
+        loss = max(abs(plain_pass.loss - each.loss) for each in self._passes)
+        return ReferenceResult(result, max(logits_differences), loss, self._is_repeatable)
 
-    def gradients(self) -> Iterator[list[Gradient]]:
+    def gradients(self) -> Iterator[list[ReferenceGradient]]:
         if not self._backward:
             yield []
             return
-        own: dict[str, Tensor] = {}
+        plain_gradients: dict[str, Tensor] = {}
         distances: dict[str, float] = {}
 
         def record(compute_pass: ComputePass, name: str, gradient: Tensor) -> None:
             if compute_pass is self._passes[0]:
-                own[name], distances[name] = gradient, 0.0
-            elif name in own:
-                distances[name] = max(distances[name], furthest(own[name], gradient))
+                plain_gradients[name], distances[name] = gradient, 0.0
+            elif name in plain_gradients:
+                distances[name] = max(distances[name], max_abs_difference(plain_gradients[name], gradient))
 
         for number in reversed(range(self._model.partition.stages.count)):
             with self._model.backward(number, record):
                 pass
-            yield [Gradient(name, each, distances[name]) for name, each in own.items()]
-            own.clear()
+            yield [ReferenceGradient(name, each, distances[name]) for name, each in plain_gradients.items()]
+            plain_gradients.clear()
 
-    def observed(self, inputs: Inputs) -> Iterator[tuple[Outputs, Outputs]]:
+    def observed(self, inputs: Inputs) -> Iterator[tuple[OutputsByCall, OutputsByCall]]:
         passes = [ComputePass(), ComputePass(0)]
-        found = OffloadedModel(self._model.partition, [inputs], passes, self._opener, self._device).observed()
+        found = OffloadedModel(self._model.partition, [inputs], passes, self._stage_opener, self._device).observed()
         yield from ((seen, other) for seen, other in found)
 
 
 def _open_stage(
-    side: ModelSide, partition: StagePartition, device: torch.device, number: int, shared: Mapping[str, nn.Parameter]
+    loader: ModelLoader,
+    partition: StagePartition,
+    device: torch.device,
+    number: int,
+    shared: Mapping[str, nn.Parameter],
 ) -> nn.Module:
-    with side.open_checkpoint() as source:
-        model = side.model(source)
-        make_stage(model, partition.stages, number, partition.boundaries.forms, device)
+    with loader.open_checkpoint() as source:
+        model = loader.build_meta_model(source)
+        make_stage(model, partition.stages, number, partition.boundaries.output_structures, device)
         share_parameters(model, shared)
         materialize(model, device)
-        side.load(model, source, None)
+        loader.load(model, source, None)
     return model

@@ -17,47 +17,47 @@ from torch import nn
 from ckptx.runtime.model.layers import canonical_name
 
 # Parameters of `forward` with the experts of each token, (tokens, chosen).
-_INDICES = ("top_k_index", "router_indices", "selected_experts")
-_ROUTERS = ("Router", "Gating")  # the last word of a class
-_CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk", "moe_top_k", "top_k_experts")
+_INDEX_PARAMETERS = ("top_k_index", "router_indices", "selected_experts")
+_ROUTER_SUFFIXES = ("Router", "Gating")  # the last word of a class
+_TOP_K_KEYS = ("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk", "moe_top_k", "top_k_experts")
 
 
 class Routing(NamedTuple):
     """Experts and routers of a model.
 
     Attributes:
-        experts: Modules whose `forward` takes the experts of each token -> number of experts.
-        scores: Routers that return a score per expert, where no module takes the choice -> number of scores.
+        expert_counts: Modules whose `forward` takes the experts of each token -> number of experts.
+        score_routers: Routers that return a score per expert, where no module takes the choice -> number of scores.
     """
 
-    experts: Mapping[str, int]
-    scores: Mapping[str, int]
+    expert_counts: Mapping[str, int]
+    score_routers: Mapping[str, int]
 
     def tokens_needed(self, config: Mapping[str, Any]) -> int:
         """Return the tokens that reach each expert when they are sent to them in turn; 0 without experts.
 
         One more than there are turns: the last token of a text predicts nothing, and gets no gradient.
         """
-        most = max([*self.experts.values(), *self.scores.values()], default=0)
-        chosen = min((number for number in _numbers(config, _CHOSEN) if number > 0), default=1)
-        if self.experts and not self.scores:
+        most = max([*self.expert_counts.values(), *self.score_routers.values()], default=0)
+        chosen = min((number for number in _iter_integers(config, _TOP_K_KEYS) if number > 0), default=1)
+        if self.expert_counts and not self.score_routers:
             most = -(-most // chosen)
         return most and most + 1
 
 
-def routing_of(model: nn.Module) -> Routing:
+def find_routing(model: nn.Module) -> Routing:
     """Find the experts of a model, on any device."""
     experts, scores = {}, {}
     for path, module in model.named_modules():
         name = canonical_name(path)
-        if _place_of_indices(module) is not None:
-            count = _count_of(module)
+        if _find_index_parameter(module) is not None:
+            count = _count_experts(module)
             if count:
                 experts[name] = count
     scopes = {name.rpartition(".")[0] for name in experts}
     for path, module in model.named_modules():
         name = canonical_name(path)
-        if not type(module).__name__.endswith(_ROUTERS) or name.rpartition(".")[0] in scopes:
+        if not type(module).__name__.endswith(_ROUTER_SUFFIXES) or name.rpartition(".")[0] in scopes:
             continue
         for each, linear in [(name, module), *((f"{name}.{leaf}", child) for leaf, child in module.named_children())]:
             if isinstance(linear, nn.Linear):
@@ -65,42 +65,42 @@ def routing_of(model: nn.Module) -> Routing:
     return Routing(experts, scores)
 
 
-def steer(model: nn.Module, routing: Routing) -> None:
+def install_even_routing(model: nn.Module, routing: Routing) -> None:
     """Install hooks by which each call sends the second half of its tokens to all experts in turn."""
     for path, module in model.named_modules():
         name = canonical_name(path)
-        if name in routing.experts:
-            place = _place_of_indices(module)
-            if place is not None:
+        if name in routing.expert_counts:
+            parameter = _find_index_parameter(module)
+            if parameter is not None:
                 module.register_forward_pre_hook(
-                    _turn_hook(place, routing.experts[name]), prepend=True, with_kwargs=True
+                    _make_turn_hook(parameter, routing.expert_counts[name]), prepend=True, with_kwargs=True
                 )
-        elif name in routing.scores:
+        elif name in routing.score_routers:
             module.register_forward_hook(_roll_scores)
 
 
-def _place_of_indices(module: nn.Module) -> tuple[int, str] | None:
+def _find_index_parameter(module: nn.Module) -> tuple[int, str] | None:
     """Return the position (without `self`) and name of the parameter with the chosen experts, or None."""
     names = list(inspect.signature(type(module).forward).parameters)[1:]
-    return next(((place, name) for place, name in enumerate(names) if name in _INDICES), None)
+    return next(((place, name) for place, name in enumerate(names) if name in _INDEX_PARAMETERS), None)
 
 
-def _count_of(module: nn.Module) -> int:
+def _count_experts(module: nn.Module) -> int:
     fused = next((each for each in module.parameters(recurse=False) if each.dim() == 3), None)
     return int(fused.shape[0]) if fused is not None else len(list(module.children()))
 
 
-def _turn_hook(place: tuple[int, str], count: int) -> Callable[..., tuple[Any, Any] | None]:
-    at, name = place
+def _make_turn_hook(parameter: tuple[int, str], count: int) -> Callable[..., tuple[Any, Any] | None]:
+    position, name = parameter
 
     def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
-        given = kwargs[name] if name in kwargs else args[at] if at < len(args) else None
-        if not isinstance(given, torch.Tensor) or given.dim() != 2 or given.shape[1] > count:
+        indices = kwargs[name] if name in kwargs else args[position] if position < len(args) else None
+        if not isinstance(indices, torch.Tensor) or indices.dim() != 2 or indices.shape[1] > count:
             return None
-        changed = _replace_by_turns(given, count)
+        new_indices = _replace_by_turns(indices, count)
         if name in kwargs:
-            return args, {**kwargs, name: changed}
-        return (*args[:at], changed, *args[at + 1 :]), kwargs
+            return args, {**kwargs, name: new_indices}
+        return (*args[:position], new_indices, *args[position + 1 :]), kwargs
 
     return before
 
@@ -123,15 +123,15 @@ def _roll_scores(module: nn.Module, args: Any, output: Any) -> Any:
     half = tokens // 2
     turn = torch.arange(tokens - half, device=flat.device) % count
     shift = (turn - flat[half:].detach().argmax(-1)) % count
-    places = (torch.arange(count, device=flat.device) - shift[:, None]) % count
-    changed = torch.cat([flat[:half], flat[half:].gather(1, places)]).reshape(scores.shape)
-    return (changed, *output[1:]) if isinstance(output, tuple) else changed
+    source_experts = (torch.arange(count, device=flat.device) - shift[:, None]) % count
+    new_scores = torch.cat([flat[:half], flat[half:].gather(1, source_experts)]).reshape(scores.shape)
+    return (new_scores, *output[1:]) if isinstance(output, tuple) else new_scores
 
 
-def _numbers(config: Mapping[str, Any], keys: tuple[str, ...]) -> list[int]:
+def _iter_integers(config: Mapping[str, Any], keys: tuple[str, ...]) -> list[int]:
     """Return the values of these keys, in every part of a config."""
-    found = [int(config[key]) for key in keys if isinstance(config.get(key), int)]
+    integers = [int(config[key]) for key in keys if isinstance(config.get(key), int)]
     for value in config.values():
         if isinstance(value, Mapping):
-            found += _numbers(value, keys)
-    return found
+            integers += _iter_integers(value, keys)
+    return integers

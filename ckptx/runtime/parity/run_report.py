@@ -11,31 +11,31 @@ from ckptx.mapping.names import pattern_of
 from ckptx.options.verify import RunOptions
 from ckptx.report.documents.running import RunReport
 from ckptx.report.numbers import peak_of_processes
-from ckptx.runtime.checkpointing.load_report import NO_PLACE, UNKNOWN
+from ckptx.runtime.checkpointing.load_report import NOT_IN_MODEL, UNKNOWN_TO_CLASS
 from ckptx.runtime.parallel.pipeline.plan import PipelinePlan
-from ckptx.runtime.parity.comparison import difference
-from ckptx.runtime.parity.distances import badness
+from ckptx.runtime.parity.comparison import make_difference_row
+from ckptx.runtime.parity.distances import nan_is_worst
 from ckptx.runtime.parity.inputs.batch import Inputs
 
 
-def report_of(
+def build_run_report(
     options: RunOptions,
-    everyone: list[dict[str, Any]],
+    rank_results: list[dict[str, Any]],
     inputs: Inputs,
-    small: Mapping[str, Sequence[int]],
+    small_windows: Mapping[str, Sequence[int]],
     worst: list[dict[str, Any]],
     plan: PipelinePlan | None = None,
 ) -> RunReport:
     """Combine the results of all ranks into one report."""
     dims = options.dims
-    tensors = len({name for share in everyone for name in share["names"]})
+    tensors = len({name for share in rank_results for name in share["names"]})
     stages = plan.stages.count if plan is not None else 1
     microbatches = plan.microbatches if plan is not None else 1
     bubble = plan.schedule.bubble_fraction(dims.pp, microbatches) if plan is not None else 0.0
-    layers = sum(share["wrapped"] for share in everyone[:: dims.per_stage])  # one rank of each pipeline rank
-    rows = [row for share in everyone for row in share["rows"]]
-    inconclusive = _once(row for share in everyone for row in share["inconclusive"])
-    first = everyone[0]
+    layers = sum(share["wrapped"] for share in rank_results[:: dims.per_stage])  # one rank of each pipeline rank
+    rows = [row for share in rank_results for row in share["rows"]]
+    inconclusive = _drop_repeated_rows(row for share in rank_results for row in share["inconclusive"])
+    first = rank_results[0]
     ranks = [
         {
             "rank": rank,
@@ -43,35 +43,35 @@ def report_of(
             "bytes": share["nbytes"],
             "differing": len(share["rows"]),
             "peak_rss": share["peak_rss"],
-            **{name: _plain(share.get(name)) for name in ("max_abs", "kl", "cosine", "grad_max_abs")},
+            **{name: _to_json_value(share.get(name)) for name in ("max_abs", "kl", "cosine", "grad_max_abs")},
         }
-        for rank, share in enumerate(everyone)
+        for rank, share in enumerate(rank_results)
     ]
-    by_gradients: dict[str, Any] = {"gradients": None, "grad_max_abs": None, "grad_closest_to_tolerance": None}
+    gradient_values: dict[str, Any] = {"gradients": None, "grad_max_abs": None, "grad_closest_to_tolerance": None}
     if options.backward:
-        by_gradients = {
+        gradient_values = {
             "gradients": first["gradients"],
-            "grad_max_abs": max(share["grad_max_abs"] for share in everyone),
+            "grad_max_abs": max(share["grad_max_abs"] for share in rank_results),
             "grad_closest_to_tolerance": max(
-                (share["grad_closest_to_tolerance"] for share in everyone), key=lambda found: found[1]
+                (share["grad_closest_to_tolerance"] for share in rank_results), key=lambda found: found[1]
             ),
         }
-    found = {
+    values = {
         "differing": rows,
         "inconclusive": inconclusive,
-        "max_abs": max(share["max_abs"] for share in everyone),
+        "max_abs": max(share["max_abs"] for share in rank_results),
         "max_abs_tolerance": first["max_abs_tolerance"],
         "logits_std": first["logits_std"],
-        "kl": max((share["kl"] for share in everyone), key=badness),
-        "cosine": max((share["cosine"] for share in everyone), key=lambda found: badness(-found)),
+        "kl": max((share["kl"] for share in rank_results), key=nan_is_worst),
+        "cosine": max((share["cosine"] for share in rank_results), key=lambda found: nan_is_worst(-found)),
         "loss": first["loss"],
         "loss_reference": first["loss_reference"],
         "loss_tolerance": first["loss_tolerance"],
         "first_divergence": first.get("first_divergence"),
         "gradient_differences": worst,
-        **by_gradients,
+        **gradient_values,
     }
-    bytes_read_per_rank = [int(share["read"]) for share in everyone]
+    bytes_read_per_rank = [int(share["read"]) for share in rank_results]
     return RunReport(
         command="verify",
         exit=1 if rows or (inconclusive and options.strict) else 0,
@@ -86,22 +86,22 @@ def report_of(
         microbatches=microbatches,
         reference_parts=first["pieces"],
         inputs=list(inputs.kinds),
-        tokens=list(inputs.words),
-        attention_windows=dict(small),
+        tokens=list(inputs.vocabulary_coverage),
+        attention_windows=dict(small_windows),
         without_gradient=first.get("without_gradient"),
         compute_dtype=first["dtype"],
         checkpointed_layers=layers,
-        gathered_modules=gathered_rows(share["gathered"] for share in everyone),
-        measured_peak=max((share["taken"] for share in everyone), default=None) if options.measures else None,
-        **peak_of_processes((share["peak_rss"] for share in everyone), are_ranks=dims.world_size > 1),
+        gathered_modules=make_gathered_rows(share["gathered"] for share in rank_results),
+        measured_peak=max((share["taken"] for share in rank_results), default=None) if options.measures else None,
+        **peak_of_processes((share["peak_rss"] for share in rank_results), are_ranks=dims.world_size > 1),
         bytes_read_per_rank=bytes_read_per_rank,
-        **{name: _plain(value) for name, value in found.items()},
+        **{name: _to_json_value(value) for name, value in values.items()},
     )
 
 
-def gathered_rows(by_rank: Iterable[Mapping[str, tuple[str, bool]]]) -> list[dict[str, Any]]:
+def make_gathered_rows(modules_by_rank: Iterable[Mapping[str, tuple[str, bool]]]) -> list[dict[str, Any]]:
     """Return a row for each pattern of modules that did not run on their TP shards alone, with their number."""
-    modules = {name: found for names in by_rank for name, found in names.items()}
+    modules = {name: found for names in modules_by_rank for name, found in names.items()}
     counts = Counter((pattern_of(name), what, aligned) for name, (what, aligned) in modules.items())
     return [
         {"pattern": pattern, "modules": count, "what": what, "aligned": aligned}
@@ -109,7 +109,7 @@ def gathered_rows(by_rank: Iterable[Mapping[str, tuple[str, bool]]]) -> list[dic
     ]
 
 
-def rows_of_unread(reference: Mapping[str, str], checkpoint: Mapping[str, str]) -> list[dict[str, Any]]:
+def make_unread_rows(reference: Mapping[str, str], checkpoint: Mapping[str, str]) -> list[dict[str, Any]]:
     """List the stored tensors that no part of the model reads.
 
     Args:
@@ -124,38 +124,44 @@ def rows_of_unread(reference: Mapping[str, str], checkpoint: Mapping[str, str]) 
     for name in dict.fromkeys([*reference, *checkpoint]):
         sides = [side for side, found in (("reference", reference), ("checkpoint", checkpoint)) if name in found]
         reason = reference.get(name) or checkpoint[name]
-        is_expected = reason not in (NO_PLACE, UNKNOWN)
+        is_expected = reason not in (NOT_IN_MODEL, UNKNOWN_TO_CLASS)
         rows.append({"name": name, "reason": reason, "stored_in": sides, "is_expected": is_expected})
     return rows
 
 
-def _once(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+def _drop_repeated_rows(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     """Keep the first row of each name: a tolerance is the same on every rank."""
-    found: dict[tuple[str, str], dict[str, Any]] = {}
+    rows_by_name: dict[tuple[str, str], dict[str, Any]] = {}
     for row in rows:
-        found.setdefault((row["level"], row["name"]), row)
-    return list(found.values())
+        rows_by_name.setdefault((row["level"], row["name"]), row)
+    return list(rows_by_name.values())
 
 
-def worst_by_tensor(everyone: list[dict[str, Any]], stored: dict[str, tuple[str, ...]]) -> list[dict[str, Any]]:
+def find_worst_by_tensor(
+    rank_results: list[dict[str, Any]], stored_names: dict[str, tuple[str, ...]]
+) -> list[dict[str, Any]]:
     """Return a row for each gradient, with the largest difference over all ranks."""
-    found: dict[str, tuple[int, float, float]] = {}
-    for rank, share in enumerate(everyone):
+    worst: dict[str, tuple[int, float, float]] = {}
+    for rank, share in enumerate(rank_results):
         for name, (distance, limit) in share["by_tensor"].items():
-            if name not in found or distance > found[name][1]:
-                found[name] = rank, distance, limit
+            if name not in worst or distance > worst[name][1]:
+                worst[name] = rank, distance, limit
     return [
-        {**difference("gradients", rank, name, stored), "max_abs": _plain(distance), "tolerance": _plain(limit)}
-        for name, (rank, distance, limit) in found.items()
+        {
+            **make_difference_row("gradients", rank, name, stored_names),
+            "max_abs": _to_json_value(distance),
+            "tolerance": _to_json_value(limit),
+        }
+        for name, (rank, distance, limit) in worst.items()
     ]
 
 
-def _plain(value: Any) -> Any:
+def _to_json_value(value: Any) -> Any:
     """Return a value as JSON can store it: numbers that are not finite become strings."""
     if isinstance(value, float) and not isfinite(value):
         return str(value)
     if isinstance(value, list | tuple):
-        return [_plain(each) for each in value]
+        return [_to_json_value(each) for each in value]
     if isinstance(value, dict):
-        return {key: _plain(each) for key, each in value.items()}
+        return {key: _to_json_value(each) for key, each in value.items()}
     return value

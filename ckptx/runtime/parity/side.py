@@ -23,19 +23,19 @@ from ckptx.formats.hf.hf_metadata import local_config_directory
 from ckptx.layout.stages import Stack
 from ckptx.model_view.sharder import read_plan
 from ckptx.options.verify import RunOptions
-from ckptx.runtime.checkpointing.load import RegionsOf, find_differing, find_unread, load_from
-from ckptx.runtime.checkpointing.load_report import LoadLedger
+from ckptx.runtime.checkpointing.load import FindLocalRegions, find_differing_names, find_unread, load_from
+from ckptx.runtime.checkpointing.load_report import LoadReport
 from ckptx.runtime.checkpointing.reading import OpenCheckpoint, open_source
 from ckptx.runtime.model.build import build_model, materialize, read_config
 from ckptx.runtime.parallel.distributed import RankContext
 from ckptx.runtime.parallel.parallelize import ParallelizedModel, parallelize
 from ckptx.runtime.parallel.tensor_parallel.plans import check_heads, find_plan
-from ckptx.runtime.parity.execution import tokens_used
+from ckptx.runtime.parity.execution import find_used_token_keys
 from ckptx.runtime.parity.inputs import windows
-from ckptx.runtime.parity.inputs.batch import Inputs, inputs_for
-from ckptx.runtime.parity.routing import Routing, routing_of, steer
+from ckptx.runtime.parity.inputs.batch import Inputs, make_inputs
+from ckptx.runtime.parity.routing import Routing, find_routing, install_even_routing
 
-_ROWS = 2  # batch size
+_BATCH_SIZE = 2  # batch size
 _DTYPES = {"auto": None, "bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
@@ -44,26 +44,27 @@ class ModelFacts(NamedTuple):
 
     Attributes:
         config: Config as its class reads it.
-        tokens_used: Config keys of special tokens that affect the computation; see `execution.tokens_used`.
+        used_token_keys: Config keys of special tokens that affect the computation; see
+            `execution.find_used_token_keys`.
         windows: Attention windows that are shrunk: config key -> size in the config.
-        tied: Names that share the parameter of another name -> that name.
+        tied_names: Names that share the parameter of another name -> that name.
         names: Names of all parameters, with all names of tied ones.
         routing: Experts and routers of the model.
         takes_mask: True if `forward` has an `attention_mask`.
-        trained: Names of the parameters that get gradients, one for each.
-        nbytes: Bytes of the parameters in the dtype of the computation.
+        trained_names: Names of the parameters that get gradients, one for each.
+        compute_nbytes: Bytes of the parameters in the dtype of the computation.
         stored_nbytes: Bytes of the tensors that the checkpoint stores for the model.
     """
 
     config: dict[str, Any]
-    tokens_used: frozenset[str]
+    used_token_keys: frozenset[str]
     windows: Mapping[str, int]
-    tied: Mapping[str, str]
+    tied_names: Mapping[str, str]
     names: frozenset[str]
     routing: Routing
     takes_mask: bool
-    trained: frozenset[str]
-    nbytes: int
+    trained_names: frozenset[str]
+    compute_nbytes: int
     stored_nbytes: int
 
 
@@ -73,15 +74,15 @@ class ShardedMetaModel(NamedTuple):
     Attributes:
         model: Model on the meta device.
         parallelized: Result of `parallelize`.
-        stored: The names on disk of each tensor of the whole model.
+        stored_names: The names on disk of each tensor of the whole model.
     """
 
     model: nn.Module
     parallelized: ParallelizedModel
-    stored: dict[str, tuple[str, ...]]
+    stored_names: dict[str, tuple[str, ...]]
 
     @property
-    def regions(self) -> RegionsOf | None:
+    def find_local_regions(self) -> FindLocalRegions | None:
         """A function from a parameter name to the regions that TP assigned to this rank; None without TP.
 
         It returns None for a parameter that TP does not shard.
@@ -93,7 +94,7 @@ class ShardedMetaModel(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class ModelSide:
+class ModelLoader:
     """One of the two checkpoints, and how its model is run.
 
     Attributes:
@@ -110,26 +111,26 @@ class ModelSide:
 
     @contextmanager
     def open_checkpoint(self) -> Iterator[OpenCheckpoint]:
-        with self._source(self.path) as source:
+        with self._open(self.path) as source:
             if source.config is not None or self.fallback == self.path:
                 yield source
                 return
-        with self._source(self.fallback) as other:
+        with self._open(self.fallback) as other:
             config = other.config
-        with self._source(self.path, config) as source:
+        with self._open(self.path, config) as source:
             yield source
 
-    def _source(self, path: Path, config: Mapping[str, Any] | None = None) -> AbstractContextManager[OpenCheckpoint]:
+    def _open(self, path: Path, config: Mapping[str, Any] | None = None) -> AbstractContextManager[OpenCheckpoint]:
         options = self.options
         return open_source(
             path,
             config=config,
             prefix=options.model_prefix,
-            is_prefix_of_another=True,
+            is_prefix_optional=True,
             trust_remote_code=options.trust_remote_code,
         )
 
-    def _home(self, source: OpenCheckpoint) -> Path:
+    def _find_config_directory(self, source: OpenCheckpoint) -> Path:
         """Return the directory of the config.
 
         Raises:
@@ -137,7 +138,7 @@ class ModelSide:
         """
         if source.view.catalog.config is not None:
             return local_config_directory(source.view.catalog)
-        with self._source(self.fallback) as other:
+        with self._open(self.fallback) as other:
             if other.view.catalog.config is None:
                 raise InputError(
                     f"{self.path}: neither this checkpoint nor the reference has a config.json; add one to build the "
@@ -153,64 +154,70 @@ class ModelSide:
                     f"{self.path}: no class of transformers is known for this checkpoint, and --run requires one; "
                     "compare the bytes without --run"
                 )
-            name, _, config = read_config(self._home(source), trust_remote_code=self.options.trust_remote_code)
+            name, _, config = read_config(
+                self._find_config_directory(source), trust_remote_code=self.options.trust_remote_code
+            )
             check_heads(source.config, self.options.dims.tp, source.architecture)
-            model = self.model(source)
-            stored = sum(entry.nbytes for entry in source.tensors.values())
+            model = self.build_meta_model(source)
+            stored_bytes = sum(entry.nbytes for entry in source.tensors.values())
         parameters = dict(model.named_parameters())
         return ModelFacts(
             config={**config.to_dict(), "architectures": [name]},
-            tokens_used=tokens_used(model),
-            windows=windows.shrunk(config),
-            tied=dict(getattr(model, "all_tied_weights_keys", None) or {}),
+            used_token_keys=find_used_token_keys(model),
+            windows=windows.find_windows(config),
+            tied_names=dict(getattr(model, "all_tied_weights_keys", None) or {}),
             names=frozenset(name for name, _ in model.named_parameters(remove_duplicate=False)),
-            routing=routing_of(model),
+            routing=find_routing(model),
             takes_mask="attention_mask" in inspect.signature(type(model).forward).parameters,
-            trained=frozenset(name for name, each in parameters.items() if each.requires_grad),
-            nbytes=sum(each.numel() * each.element_size() for each in parameters.values()),
-            stored_nbytes=stored,
+            trained_names=frozenset(name for name, each in parameters.items() if each.requires_grad),
+            compute_nbytes=sum(each.numel() * each.element_size() for each in parameters.values()),
+            stored_nbytes=stored_bytes,
         )
 
-    def model(self, source: OpenCheckpoint) -> nn.Module:
+    def build_meta_model(self, source: OpenCheckpoint) -> nn.Module:
         """Build the model on the meta device."""
         options = self.options
         model = build_model(
-            self._home(source),
+            self._find_config_directory(source),
             dtype=_DTYPES[options.compute_dtype],
-            stored=source.dtype,
+            default_dtype=source.dtype,
             trust_remote_code=options.trust_remote_code,
-            untied={*source.untied(), *self.separate_names},
-            edit=windows.shrink,
+            untied={*source.find_untied_names(), *self.separate_names},
+            edit_config=windows.shrink_windows,
         )
-        steer(model, routing_of(model))
+        install_even_routing(model, find_routing(model))
         return model
 
-    def stacked(self) -> tuple[nn.Module, Sequence[Stack]]:
+    def build_with_stacks(self) -> tuple[nn.Module, Sequence[Stack]]:
         """Build the model on the meta device; returns it with its lists of layers."""
         with self.open_checkpoint() as source:
             assert source.architecture is not None and source.config is not None
-            return self.model(source), source.architecture.stacks(source.config)
+            return self.build_meta_model(source), source.architecture.stacks(source.config)
 
-    def batches(self, facts: ModelFacts, microbatches: int = 1) -> list[Inputs]:
+    def make_batches(self, facts: ModelFacts, microbatches: int = 1) -> list[Inputs]:
         """Return the batches of all data-parallel ranks, those of the first rank first."""
         dims = self.options.dims
         with self.open_checkpoint() as source:
-            config = self.model(source).config.to_dict()  # with the defaults of the class
-        length = facts.routing.tokens_needed(config) * 2 // _ROWS  # half of all tokens are sent to experts in turn
+            config = self.build_meta_model(source).config.to_dict()  # with the defaults of the class
+        length = (
+            facts.routing.tokens_needed(config) * 2 // _BATCH_SIZE
+        )  # half of all tokens are sent to experts in turn
         return [
-            inputs_for(config, rows=_ROWS, seed=index, shards=dims.tp, at_least=length, is_padded=facts.takes_mask)
+            make_inputs(
+                config, rows=_BATCH_SIZE, seed=index, shards=dims.tp, min_tokens=length, is_padded=facts.takes_mask
+            )
             for index in range(dims.dp * microbatches)
         ]
 
-    def whole(self, process: RankContext) -> nn.Module:
+    def load_whole(self, rank_context: RankContext) -> nn.Module:
         """Load the whole model on the device of this process."""
         with self.open_checkpoint() as source:
-            model = self.model(source)
-            materialize(model, process.device)
+            model = self.build_meta_model(source)
+            materialize(model, rank_context.device)
             self.load(model, source, None)
         return model
 
-    def build(
+    def build_parallel(
         self, mesh: DeviceMesh, make_stage_in_place: Callable[[nn.Module], None] | None = None
     ) -> ShardedMetaModel:
         """Build and parallelize the model, without storage.
@@ -222,10 +229,10 @@ class ModelSide:
         options = self.options
         with self.open_checkpoint() as source:
             assert source.config is not None
-            model = self.model(source)
-            user = None if options.tp_plan is None else dict(read_plan(str(options.tp_plan)))
-            plan = find_plan(model, source.config, user) if options.dims.tp > 1 else None
-            stored = dict(source.stored)
+            model = self.build_meta_model(source)
+            user_plan = None if options.tp_plan is None else dict(read_plan(str(options.tp_plan)))
+            plan = find_plan(model, source.config, user_plan) if options.dims.tp > 1 else None
+            stored = dict(source.stored_names)
         if make_stage_in_place is not None:
             make_stage_in_place(model)
         parallelized = parallelize(
@@ -238,41 +245,49 @@ class ModelSide:
         )
         return ShardedMetaModel(model, parallelized, stored)
 
-    def load(self, model: nn.Module, source: OpenCheckpoint, regions: RegionsOf | None) -> LoadLedger:
+    def load(self, model: nn.Module, source: OpenCheckpoint, regions: FindLocalRegions | None) -> LoadReport:
         """Load values with `load_from` and the ties of this side."""
-        return load_from(model, source, regions=regions, tied=source.tied())
+        return load_from(model, source, regions=regions, tied=source.find_tied_names())
 
-    def config_mismatches(
-        self, model: nn.Module, source: OpenCheckpoint, regions: RegionsOf | None
+    def find_differences(
+        self, model: nn.Module, source: OpenCheckpoint, regions: FindLocalRegions | None
     ) -> tuple[list[str], dict[str, str]]:
         """Return names of loaded parameters that differ from this side, and stored names that the model lacks.
 
         The second value maps each stored name to the reason.
         """
-        tied = source.tied()
+        tied = source.find_tied_names()
         return (
-            find_differing(model, source, regions=regions, tied=tied),
+            find_differing_names(model, source, regions=regions, tied=tied),
             find_unread(model, source, regions=regions, tied=tied),
         )
 
 
-def both_sides(
+def make_loaders(
     reference: Path, checkpoint: Path, options: RunOptions
-) -> tuple[ModelSide, ModelSide, ModelFacts, ModelFacts]:
+) -> tuple[ModelLoader, ModelLoader, ModelFacts, ModelFacts]:
     """Return both sides with the same set of parameters, and the facts of each."""
-    first, second = ModelSide(reference, reference, options), ModelSide(checkpoint, reference, options)
-    seen, other = first.inspect_model(), second.inspect_model()
-    ours, theirs = (seen.tied.keys() - other.tied.keys(), other.tied.keys() - seen.tied.keys())
-    if ours & other.names:
-        first = replace(first, separate_names=frozenset(ours & other.names))
-        seen = first.inspect_model()
-    if theirs & seen.names:
-        second = replace(second, separate_names=frozenset(theirs & seen.names))
-        other = second.inspect_model()
-    return first, second, seen, other
+    reference_loader, checkpoint_loader = (
+        ModelLoader(reference, reference, options),
+        ModelLoader(checkpoint, reference, options),
+    )
+    reference_facts, checkpoint_facts = reference_loader.inspect_model(), checkpoint_loader.inspect_model()
+    reference_only, checkpoint_only = (
+        reference_facts.tied_names.keys() - checkpoint_facts.tied_names.keys(),
+        checkpoint_facts.tied_names.keys() - reference_facts.tied_names.keys(),
+    )
+    if reference_only & checkpoint_facts.names:
+        reference_loader = replace(reference_loader, separate_names=frozenset(reference_only & checkpoint_facts.names))
+        reference_facts = reference_loader.inspect_model()
+    if checkpoint_only & reference_facts.names:
+        checkpoint_loader = replace(
+            checkpoint_loader, separate_names=frozenset(checkpoint_only & reference_facts.names)
+        )
+        checkpoint_facts = checkpoint_loader.inspect_model()
+    return reference_loader, checkpoint_loader, reference_facts, checkpoint_facts
 
 
-def stored_dtypes_of(reference: ModelSide, checkpoint: ModelSide) -> list[dict[str, Any]]:
+def compare_stored_dtypes(reference: ModelLoader, checkpoint: ModelLoader) -> list[dict[str, Any]]:
     """Compare the stored dtypes of both sides; see `dtype_differences`."""
     with reference.open_checkpoint() as first, checkpoint.open_checkpoint() as second:
         return dtype_differences(first.tensors, second.tensors, second.config, second.architecture)

@@ -16,24 +16,24 @@ from ckptx.report.report import Log
 from ckptx.runtime.parallel.pipeline.pipeline import Pipeline
 from ckptx.runtime.parallel.pipeline.plan import PipelinePlan, plan_pipeline_of_stacks
 from ckptx.runtime.parallel.pipeline.stage import make_stage
-from ckptx.runtime.parity.divergence import Outputs, record_outputs
+from ckptx.runtime.parity.divergence import OutputsByCall, record_outputs
 from ckptx.runtime.parity.execution import (
-    ForwardResult,
-    arguments,
+    StepResult,
+    compute_loss,
     full_tensor,
     logits_or_hidden_states,
-    loss_of,
+    make_forward_arguments,
     translate_model_errors,
 )
-from ckptx.runtime.parity.inputs.batch import Inputs, inputs_for
-from ckptx.runtime.parity.side import ModelFacts, ModelSide, ShardedMetaModel
+from ckptx.runtime.parity.inputs.batch import Inputs, make_inputs
+from ckptx.runtime.parity.side import ModelFacts, ModelLoader, ShardedMetaModel
 
 
-def plan_stages(side: ModelSide, facts: ModelFacts, log: Log) -> PipelinePlan:
+def plan_stages(loader: ModelLoader, facts: ModelFacts, log: Log) -> PipelinePlan:
     """Split a model into pipeline stages; every rank calls it.
 
     Args:
-        side: Side whose model is split.
+        loader: Side whose model is split.
         facts: Facts about that model.
         log: Log that receives a note if the microbatches do not fill the pipeline.
 
@@ -41,8 +41,8 @@ def plan_stages(side: ModelSide, facts: ModelFacts, log: Log) -> PipelinePlan:
         UnsupportedError: It cannot be split into stages, or not in this way.
         UsageError: Two options conflict.
     """
-    options = side.options
-    model, stacks = side.stacked()
+    options = loader.options
+    model, stacks = loader.build_with_stacks()
     plan = plan_pipeline_of_stacks(
         model,
         stacks,
@@ -51,7 +51,7 @@ def plan_stages(side: ModelSide, facts: ModelFacts, log: Log) -> PipelinePlan:
         schedule=options.schedule,
         split=options.pp_split,
         activation_checkpointing=options.recomputed,
-        batches=small_batches(model, facts),
+        batches=make_batch_factory(model, facts),
         output=logits_or_hidden_states,
     )
     if plan.microbatches < plan.stages.count:
@@ -63,7 +63,7 @@ def plan_stages(side: ModelSide, facts: ModelFacts, log: Log) -> PipelinePlan:
     return plan
 
 
-def stage_of(plan: PipelinePlan, row: Mapping[str, Any]) -> int | None:
+def find_stage_of_row(plan: PipelinePlan, row: Mapping[str, Any]) -> int | None:
     """Return the stage of a difference: that of its tensor, or the last one for an output of the model."""
     if row["level"] == "config":
         return None
@@ -71,13 +71,14 @@ def stage_of(plan: PipelinePlan, row: Mapping[str, Any]) -> int | None:
     return last if row["level"] == "forward" else plan.stages.stage_of(row.get("model_name", row["name"]))
 
 
-def small_batches(model: nn.Module, facts: ModelFacts) -> Callable[[nn.Module], list[dict[str, torch.Tensor]]]:
+def make_batch_factory(model: nn.Module, facts: ModelFacts) -> Callable[[nn.Module], list[dict[str, torch.Tensor]]]:
     """Return a function that makes inputs of all kinds that a small model of a class takes, padded and unpadded."""
 
     def batches(small: nn.Module) -> list[dict[str, torch.Tensor]]:
         config = {**small.config.to_dict(), "architectures": model.config.architectures}
         return [
-            inputs_for(config, rows=2, seed=int(padded), is_padded=padded).batch for padded in {False, facts.takes_mask}
+            make_inputs(config, rows=2, seed=int(padded), is_padded=padded).batch
+            for padded in {False, facts.takes_mask}
         ]
 
     return batches
@@ -87,69 +88,69 @@ class LocalStages:
     """The pipeline stages of this rank.
 
     Attributes:
-        built: Stages by number, in ascending order.
+        meta_models: Stages by number, in ascending order.
     """
 
-    def __init__(self, side: ModelSide, mesh: DeviceMesh, plan: PipelinePlan) -> None:
+    def __init__(self, loader: ModelLoader, mesh: DeviceMesh, plan: PipelinePlan) -> None:
         rank, size = mesh["pp"].get_local_rank(), mesh["pp"].size()
         self._plan, self._mesh, self._group = plan, mesh, mesh.get_group("pp")
         self._pipeline: Pipeline | None = None
         self._batches: Sequence[Inputs] = ()
         self._logits: dict[int, torch.Tensor] = {}
-        self.built: dict[int, ShardedMetaModel] = {}
+        self.meta_models: dict[int, ShardedMetaModel] = {}
         for number in plan.schedule.stages_of(rank, size):
 
             def make(model: nn.Module, number: int = number) -> None:
-                make_stage(model, plan.stages, number, plan.boundaries.forms, mesh.device_type)
+                make_stage(model, plan.stages, number, plan.boundaries.output_structures, mesh.device_type)
 
-            self.built[number] = side.build(mesh, make)
+            self.meta_models[number] = loader.build_parallel(mesh, make)
 
-    def run(self, batches: Sequence[Inputs], *, backward: bool) -> ForwardResult:
+    def run(self, batches: Sequence[Inputs], *, backward: bool) -> StepResult:
         """Run one step; ranks that have the last stage return logits and the loss."""
-        models = {number: built.model for number, built in self.built.items()}
+        models = {number: built.model for number, built in self.meta_models.items()}
         for model in models.values():
             model.eval()
             model.zero_grad(set_to_none=True)
         self._batches, self._logits = batches, {}
-        given = [arguments(model, each) for each in batches]
+        given = [make_forward_arguments(model, each) for each in batches]
         with translate_model_errors(model):
             if self._pipeline is None:  # only once, because it replaces `forward` of the models
                 self._pipeline = self._plan.pipeline(models, self._mesh)
             pipeline = self._pipeline
             losses = pipeline.step(given, self._loss) if backward else pipeline.forward(given, self._loss)
-        outcome = ForwardResult(logits=[self._logits[index] for index in sorted(self._logits)])
-        outcome.loss = sum(map(float, losses)) if losses else math.nan  # in the order of the reference
-        return outcome
+        result = StepResult(logits=[self._logits[index] for index in sorted(self._logits)])
+        result.loss = sum(map(float, losses)) if losses else math.nan  # in the order of the reference
+        return result
 
     def _loss(self, output: Any, index: int) -> torch.Tensor:
-        found = logits_or_hidden_states(self.built[max(self.built)].model, output)
-        self._logits[index] = full_tensor(found.detach())
-        return loss_of(found, self._batches[index]) / len(self._batches)
+        logits = logits_or_hidden_states(self.meta_models[max(self.meta_models)].model, output)
+        self._logits[index] = full_tensor(logits.detach())
+        return compute_loss(logits, self._batches[index]) / len(self._batches)
 
-    def observed(self, inputs: Inputs) -> Iterator[Outputs]:
+    def observed(self, inputs: Inputs) -> Iterator[OutputsByCall]:
         """Yield the outputs of module calls, stage by stage, on the first rank; nothing on the others.
 
         All ranks must call it with the same batch.
         """
-        found: dict[int, Outputs] = {number: {} for number in self.built}
+        outputs_by_stage: dict[int, OutputsByCall] = {number: {} for number in self.meta_models}
         with ExitStack() as stack:
-            for number, built in self.built.items():
-                stack.enter_context(record_outputs(built.model, found[number], self._plan.stages, number))
+            for number, built in self.meta_models.items():
+                stack.enter_context(record_outputs(built.model, outputs_by_stage[number], self._plan.stages, number))
             self.run([inputs], backward=False)
-        here, first, size = dist.get_rank(), 0, dist.get_world_size(self._group)
-        if first not in dist.get_process_group_ranks(self._group):
+        own_rank, first_rank, size = dist.get_rank(), 0, dist.get_world_size(self._group)
+        if first_rank not in dist.get_process_group_ranks(self._group):
             return
         for number in range(self._plan.stages.count):
-            owner = dist.get_global_rank(self._group, self._plan.schedule.rank_of(number, size))
-            outputs = [found.get(number)]
-            if owner != first and here == owner:
+            stage_rank = dist.get_global_rank(self._group, self._plan.schedule.rank_of(number, size))
+            outputs = [outputs_by_stage.get(number)]
+            if stage_rank != first_rank and own_rank == stage_rank:
                 dist.send_object_list(
-                    outputs, dst=first, group=self._group, device=torch.device(self._mesh.device_type)
+                    outputs, dst=first_rank, group=self._group, device=torch.device(self._mesh.device_type)
                 )
-            elif owner != first and here == first:
+            elif stage_rank != first_rank and own_rank == first_rank:
                 dist.recv_object_list(
-                    outputs, src=owner, group=self._group, device=torch.device(self._mesh.device_type)
+                    outputs, src=stage_rank, group=self._group, device=torch.device(self._mesh.device_type)
                 )
-            if here == first:
+            if own_rank == first_rank:
                 assert outputs[0] is not None
                 yield outputs[0]

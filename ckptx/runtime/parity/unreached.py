@@ -22,15 +22,15 @@ class UnreachedParameters:
         """Record gradients of one backward step, by canonical name."""
         self._rows |= {name: self._row(name, each) for name, each in gradients.items()}
 
-    def rows(self) -> list[dict[str, Any]]:
+    def make_rows(self) -> list[dict[str, Any]]:
         """Return a row for each unreached parameter: its `name`, and `experts` if only some were not reached."""
-        found = (self._rows.get(name, {"name": name}) for name in sorted(self._facts.trained))
-        return [row for row in found if row is not None]
+        candidates = (self._rows.get(name, {"name": name}) for name in sorted(self._facts.trained_names))
+        return [row for row in candidates if row is not None]
 
     def _row(self, name: str, gradient: torch.Tensor) -> dict[str, Any] | None:
         if not bool(gradient.any()):
             return {"name": name}
-        count = self._facts.routing.experts.get(name.rpartition(".")[0])
+        count = self._facts.routing.expert_counts.get(name.rpartition(".")[0])
         if count is not None and gradient.dim() > 1 and gradient.shape[0] == count:
             missing = [expert for expert in range(count) if not bool(gradient[expert].any())]
             if missing:

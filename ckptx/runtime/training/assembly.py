@@ -20,18 +20,18 @@ from ckptx.runtime.parallel.distributed import RankContext, mesh_of
 from ckptx.runtime.parallel.mixed_inputs import MixedInputs
 from ckptx.runtime.parallel.parallelize import parallelize
 from ckptx.runtime.parallel.pipeline.pipeline import Pipeline
-from ckptx.runtime.parallel.pipeline.plan import BoundaryFinder, PipelinePlan, boundaries_from_rank_0, plan_pipeline
-from ckptx.runtime.parallel.release import release
+from ckptx.runtime.parallel.pipeline.plan import BoundaryFinder, PipelinePlan, find_boundaries_on_rank_0, plan_pipeline
+from ckptx.runtime.parallel.release import free_storage
 from ckptx.runtime.parallel.tensor_parallel.apply import TensorParallelLayout
 from ckptx.runtime.parallel.tensor_parallel.plans import check_heads, find_plan
-from ckptx.runtime.parity.inputs.batch import inputs_for
+from ckptx.runtime.parity.inputs.batch import make_inputs
 from ckptx.runtime.training.dropouts import set_dropout
 from ckptx.runtime.training.frozen import freeze
 from ckptx.runtime.training.recipe import LayoutBlock, Recipe
 
 
 @dataclass(slots=True)
-class AssembledModel:
+class RankModel:
     """The model of a rank, or its pipeline stages.
 
     Attributes:
@@ -39,8 +39,8 @@ class AssembledModel:
         layouts: TP layout of each model; None without TP.
         mesh: Mesh of all ranks.
         pipeline_plan: Plan of the pipeline; None without one.
-        pipeline: Pipeline that runs the stages; None before `connect`, or without one.
-        frozen: Names of the parameters that are not trained, as in the whole model.
+        pipeline: Pipeline that runs the stages; None before `connect_pipeline`, or without one.
+        frozen_names: Names of the parameters that are not trained, as in the whole model.
         wrapped_layers: Number of layers of this rank that recompute activations.
     """
 
@@ -49,7 +49,7 @@ class AssembledModel:
     mesh: DeviceMesh
     pipeline_plan: PipelinePlan | None
     pipeline: Pipeline | None
-    frozen: frozenset[str]
+    frozen_names: frozenset[str]
     wrapped_layers: int
 
     @property
@@ -66,11 +66,11 @@ class AssembledModel:
         """Yield every parameter of this rank once, with its first name in the whole model."""
         for model in self.models:
             for name, parameter in model.named_parameters():
-                yield self.whole_name(canonical_name(name)), parameter
+                yield self.full_name(canonical_name(name)), parameter
 
-    def whole_name(self, name: str) -> str:
+    def full_name(self, name: str) -> str:
         """Return the name in the whole model of a parameter of a stage."""
-        return self.pipeline_plan.copies.get(name, name) if self.pipeline_plan is not None else name
+        return self.pipeline_plan.names_of_copies.get(name, name) if self.pipeline_plan is not None else name
 
     def load(self, path: Path) -> None:
         """Load parameters and buffers from a checkpoint of any layout."""
@@ -80,106 +80,108 @@ class AssembledModel:
     def release(self) -> None:
         """Free the memory of the models, which are unusable afterwards."""
         for model in self.models:
-            release(model)
+            free_storage(model)
         self.stages, self.layouts, self.pipeline, self.pipeline_plan = {}, [], None, None
 
 
-def assemble(recipe: Recipe, source: Path, place: RankContext, layout: LayoutBlock | None = None) -> AssembledModel:
+def build_rank_model(
+    recipe: Recipe, source: Path, rank_context: RankContext, layout: LayoutBlock | None = None
+) -> RankModel:
     """Build the model of a recipe, parallelized and with storage but not loaded; every rank calls it.
 
     Args:
         recipe: Recipe of the run.
         source: Checkpoint whose config is used.
-        place: Context of this rank.
+        rank_context: Context of this rank.
         layout: Mesh to use in place of the recipe's; None for the recipe's.
 
     Raises:
         UnsupportedError: The class cannot run in this layout.
         UsageError: The number of ranks differs from the size of the mesh.
     """
-    assembled = build_on_mesh(recipe, source, place, layout)
-    for model in assembled.models:
-        materialize(model, place.device)
-    return assembled
+    rank_model = build_rank_model_on_meta(recipe, source, rank_context, layout)
+    for model in rank_model.models:
+        materialize(model, rank_context.device)
+    return rank_model
 
 
-def build_on_mesh(
+def build_rank_model_on_meta(
     recipe: Recipe,
     source: Path,
-    place: RankContext,
+    rank_context: RankContext,
     layout: LayoutBlock | None = None,
     *,
-    find_boundaries: BoundaryFinder = boundaries_from_rank_0,
-) -> AssembledModel:
-    """Build and parallelize the model as `assemble` does, without storage.
+    find_boundaries: BoundaryFinder = find_boundaries_on_rank_0,
+) -> RankModel:
+    """Build and parallelize the model as `build_rank_model` does, without storage.
 
     Args:
         recipe: Recipe of the run.
         source: Checkpoint whose config is used.
-        place: Context of this rank.
+        rank_context: Context of this rank.
         layout: Mesh to use in place of the recipe's; None for the recipe's.
         find_boundaries: Finds the values that travel between stages; see `plan_pipeline_of_stacks`.
 
     Raises:
-        UnsupportedError, UsageError: See `assemble`.
+        UnsupportedError, UsageError: See `build_rank_model`.
     """
     layout = layout or recipe.layout
-    mesh = mesh_of(layout.dims, place.device.type)
+    mesh = mesh_of(layout.dims, rank_context.device.type)
     config = read_json(source / "config.json")
     dropout = recipe.training.dropout
-    whole = build_model(
+    whole_model = build_model(
         source,
         dtype=getattr(torch, recipe.model.dtype),
         trust_remote_code=recipe.model.trust_remote_code,
         attn_implementation=recipe.model.attn_implementation or "sdpa",
-        edit=lambda each: set_dropout(each, dropout) if dropout is not None else None,
+        edit_config=lambda each: set_dropout(each, dropout) if dropout is not None else None,
     ).train()
     architecture = find_architecture(config)
     if architecture is not None:
         check_heads(config, layout.tp, architecture)
-    frozen = freeze(whole, recipe.model.freeze)
-    plan = find_plan(whole, config) if layout.tp > 1 else None
-    pipeline_plan, stages = None, {0: whole}
+    frozen = freeze(whole_model, recipe.model.freeze)
+    plan = find_plan(whole_model, config) if layout.tp > 1 else None
+    pipeline_plan, stages = None, {0: whole_model}
     if layout.pp > 1:
         pipeline_plan = plan_pipeline(
-            whole,
+            whole_model,
             config,
             layout.dims,
             microbatches=recipe.training.local_batch // recipe.training.microbatch,
             schedule=layout.schedule,
             split=layout.pp_split,
             activation_checkpointing=layout.activation_checkpointing,
-            batches=_small_batches,
+            batches=_make_small_batches,
             find_boundaries=find_boundaries,
         )
-        stages = pipeline_plan.models(whole, mesh)
-    layouts, wrapped = [], 0
+        stages = pipeline_plan.models(whole_model, mesh)
+    layouts, wrapped_layers = [], 0
     for model in stages.values():
-        done = parallelize(
+        parallelized = parallelize(
             model,
             mesh,
             plan,
             activation_checkpointing=layout.activation_checkpointing,
             scope=layout.ac_scope,
-            mixed_precision=_policy(recipe, layout),
+            mixed_precision=_make_mixed_precision_policy(recipe, layout),
         )
-        layouts.append(done.layout)
-        wrapped += done.wrapped_layers
-    return AssembledModel(stages, layouts, mesh, pipeline_plan, None, frozen, wrapped)
+        layouts.append(parallelized.layout)
+        wrapped_layers += parallelized.wrapped_layers
+    return RankModel(stages, layouts, mesh, pipeline_plan, None, frozen, wrapped_layers)
 
 
-def connect(assembled: AssembledModel) -> None:
+def connect_pipeline(rank_model: RankModel) -> None:
     """Connect loaded stages to a pipeline; does nothing without stages."""
-    if assembled.pipeline_plan is not None and assembled.pipeline is None:
-        assembled.pipeline = assembled.pipeline_plan.pipeline(assembled.stages, assembled.mesh)
+    if rank_model.pipeline_plan is not None and rank_model.pipeline is None:
+        rank_model.pipeline = rank_model.pipeline_plan.pipeline(rank_model.stages, rank_model.mesh)
 
 
-def mixed_inputs(assembled: AssembledModel) -> MixedInputs | None:
+def make_mixed_inputs(rank_model: RankModel) -> MixedInputs | None:
     """Return support for images on some data-parallel ranks only; None with a pipeline, which has its own."""
-    return MixedInputs(assembled.models[0]) if assembled.pipeline_plan is None else None
+    return MixedInputs(rank_model.models[0]) if rank_model.pipeline_plan is None else None
 
 
-def _policy(recipe: Recipe, layout: LayoutBlock) -> MixedPrecisionPolicy | None:
+def _make_mixed_precision_policy(recipe: Recipe, layout: LayoutBlock) -> MixedPrecisionPolicy | None:
     """Return the mixed-precision policy of FSDP2; None if it casts nothing."""
     if layout.param_dtype is None and layout.reduce_dtype is None:
         return None
@@ -189,7 +191,7 @@ def _policy(recipe: Recipe, layout: LayoutBlock) -> MixedPrecisionPolicy | None:
     )
 
 
-def _small_batches(small: nn.Module) -> Sequence[dict[str, Tensor]]:
+def _make_small_batches(small: nn.Module) -> Sequence[dict[str, Tensor]]:
     """Return arguments of all kinds in the data for a small model of the class, without and with padding."""
     config = {**small.config.to_dict(), "architectures": small.config.architectures}
-    return [inputs_for(config, rows=2, seed=int(padded), is_padded=padded).batch for padded in (False, True)]
+    return [make_inputs(config, rows=2, seed=int(padded), is_padded=padded).batch for padded in (False, True)]

@@ -27,10 +27,10 @@ from ckptx.storage.files import read_small, take_lock, unwritable
 from ckptx.storage.local import LocalSource
 
 LATEST = "latest"
-_NEW = ".latest.ckptx-new"
+_NEW_LATEST = ".latest.ckptx-new"
 _LATEST_BYTES = 256
 _STEP = re.compile(r"step-(0|[1-9][0-9]*)")
-_REMAINS = re.compile(r"\.(step-(?:0|[1-9][0-9]*)(?:\.removed)?)\.ckptx-partial")
+_STAGING_NAME = re.compile(r"\.(step-(?:0|[1-9][0-9]*)(?:\.removed)?)\.ckptx-partial")
 
 
 class ResumePoint(NamedTuple):
@@ -76,9 +76,9 @@ class StepDirectories:
 
     def published(self) -> list[int]:
         """Return the complete steps, in ascending order."""
-        return [step for step in self._named() if self.is_published(step)]
+        return [step for step in self._list_named_steps() if self.is_published(step)]
 
-    def _named(self) -> list[int]:
+    def _list_named_steps(self) -> list[int]:
         """Return the numbers of all entries that are named like a step."""
         try:
             names = os.listdir(self.root)
@@ -94,20 +94,25 @@ class StepDirectories:
 
     def choose(self) -> ResumePoint:
         """Return the step that `latest` names if it is complete, else the newest complete step."""
-        named, doubt = self._named_by_latest()
-        newest = next((step for step in reversed(self._named()) if self.is_published(step)), None)
-        if named is not None and self.is_published(named):
-            note = "" if named == newest else f"{self.path(named)}: {LATEST} names it; step-{newest} is complete, too"
-            return ResumePoint(named, note)
-        if named is not None:
-            doubt = f"names step-{named}, which is not complete"
-        if newest is None:
-            return ResumePoint(None, f"{self.root / LATEST}: {doubt}; there is no complete step" if doubt else "")
+        named_step, problem = self._read_latest()
+        newest_step = next((step for step in reversed(self._list_named_steps()) if self.is_published(step)), None)
+        if named_step is not None and self.is_published(named_step):
+            note = (
+                ""
+                if named_step == newest_step
+                else f"{self.path(named_step)}: {LATEST} names it; step-{newest_step} is complete, too"
+            )
+            return ResumePoint(named_step, note)
+        if named_step is not None:
+            problem = f"names step-{named_step}, which is not complete"
+        if newest_step is None:
+            return ResumePoint(None, f"{self.root / LATEST}: {problem}; there is no complete step" if problem else "")
         return ResumePoint(
-            newest, f"{self.root / LATEST}: {doubt or 'does not exist'}; using step-{newest}, the newest complete step"
+            newest_step,
+            f"{self.root / LATEST}: {problem or 'does not exist'}; using step-{newest_step}, the newest complete step",
         )
 
-    def _named_by_latest(self) -> tuple[int | None, str]:
+    def _read_latest(self) -> tuple[int | None, str]:
         """Return the step that `latest` names, or the problem with that file; neither if there is no file."""
         path = self.root / LATEST
         if not os.path.lexists(path):
@@ -130,12 +135,12 @@ class StepDirectories:
             raise UsageError(f"{self.path(step)}: is not a complete step, and {LATEST} must name one; save it first")
         with DirectoryHandle.at(Path(os.path.realpath(self.root))) as root:
             try:
-                if root.stat(_NEW) is not None:
-                    root.remove(_NEW)
-                with root.make(_NEW) as file:
+                if root.stat(_NEW_LATEST) is not None:
+                    root.remove(_NEW_LATEST)
+                with root.make(_NEW_LATEST) as file:
                     file.write(f"step-{step}\n".encode(), 0)
                     file.sync()
-                os.rename(_NEW, LATEST, src_dir_fd=root.descriptor, dst_dir_fd=root.descriptor)
+                os.rename(_NEW_LATEST, LATEST, src_dir_fd=root.descriptor, dst_dir_fd=root.descriptor)
                 os.fsync(root.descriptor)
             except OSError as error:
                 raise unwritable(self.root / LATEST, error) from error
@@ -161,10 +166,10 @@ class StepDirectories:
             raise UsageError(f"keep is {keep} and must be 1 or more; the newest complete step always stays")
         self.clean_up()
         complete = self.published()
-        kept = {*complete[-keep:], self.latest()}
+        kept_steps = {*complete[-keep:], self.latest()}
         removed = []
         for step in complete:
-            if step not in kept and self._remove(step, complete[-1]):
+            if step not in kept_steps and self._remove(step, complete[-1]):
                 removed.append(step)
         return removed
 
@@ -178,14 +183,14 @@ class StepDirectories:
             refuse_foreign(path, kept_in=path.with_name(f"step-{newest}"))
         except OutputError:
             return False
-        with Staging(path.with_name(f"{path.name}.removed")) as leaving:
+        with Staging(path.with_name(f"{path.name}.removed")) as removal:
             try:
-                os.rename(path, leaving.tree)
-                for each in (path.parent, leaving.root):  # before files are removed, or a crash might undo the rename
-                    _sync(each)
+                os.rename(path, removal.tree)
+                for each in (path.parent, removal.root):  # before files are removed, or a crash might undo the rename
+                    _sync_directory(each)
             except OSError as error:
                 raise unwritable(path, error) from error
-            leaving.discard()
+            removal.discard()
         return True
 
     def clean_up(self) -> list[Path]:
@@ -197,10 +202,10 @@ class StepDirectories:
             Paths that were removed.
         """
         entries = [] if not self.root.is_dir() else [self.root / name for name in sorted(os.listdir(self.root))]
-        return [path for path in entries if _REMAINS.fullmatch(path.name) and self._discard(path)]
+        return [path for path in entries if _STAGING_NAME.fullmatch(path.name) and self._discard(path)]
 
     def _discard(self, path: Path) -> bool:
-        found = _REMAINS.fullmatch(path.name)
+        found = _STAGING_NAME.fullmatch(path.name)
         assert found is not None
         with suppress(OutputError):
             if _is_unlocked(path):
@@ -221,7 +226,7 @@ def _is_unlocked(staging: Path) -> bool:
             os.close(descriptor)
 
 
-def _sync(directory: Path) -> None:
+def _sync_directory(directory: Path) -> None:
     descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)

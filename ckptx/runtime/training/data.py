@@ -11,7 +11,7 @@ from torch import Tensor
 from ckptx.errors import InputError
 from ckptx.runtime.training.encoding import Encoder
 from ckptx.runtime.training.recipe import Recipe
-from ckptx.runtime.training.rows import Row, open_rows, question_of
+from ckptx.runtime.training.rows import Row, open_rows, to_question
 
 Sample = dict[str, Tensor]
 
@@ -30,7 +30,7 @@ class Dataset:
 
         The first dim of every tensor, 1 or the parts of an image, is the one along which `collate` concatenates.
         """
-        return self._encoder(question_of(self._rows[index]))
+        return self._encoder(to_question(self._rows[index]))
 
 
 def open_dataset(recipe: Recipe, source: Path) -> Dataset:
@@ -71,5 +71,5 @@ def collate(samples: Sequence[Sample]) -> Sample:
         return {name: torch.cat([each[name] for each in samples]) for name in samples[0]}
     except RuntimeError as error:
         shapes = {name: sorted({tuple(each[name].shape[1:]) for each in samples}) for name in samples[0]}
-        uneven = {name: found for name, found in shapes.items() if len(found) > 1}
-        raise InputError(f"batch: samples have different shapes, {uneven}; use images of one size") from error
+        differing_shapes = {name: found for name, found in shapes.items() if len(found) > 1}
+        raise InputError(f"batch: samples have different shapes, {differing_shapes}; use images of one size") from error

@@ -6,37 +6,37 @@ from typing import Any
 
 from ckptx.errors import UsageError
 
-_DROPOUT = ("dropout", "_pdrop", "dropout_prob", "dropout_rate", "dropout_p")
-_OTHERS = ("layerdrop", "drop_path", "classifier", "summary", "num_", "layer_dropout")
+_DROPOUT_ENDINGS = ("dropout", "_pdrop", "dropout_prob", "dropout_rate", "dropout_p")
+_EXCLUDED_WORDS = ("layerdrop", "drop_path", "classifier", "summary", "num_", "layer_dropout")
 
 
-def dropouts_of(config: Any) -> list[tuple[tuple[str, ...], str]]:
+def find_dropout_keys(config: Any) -> list[tuple[tuple[str, ...], str]]:
     """Return the path of the nested config and the key of each dropout probability."""
-    found: list[tuple[tuple[str, ...], str]] = []
+    keys: list[tuple[tuple[str, ...], str]] = []
 
-    def walk(part: Any, path: tuple[str, ...]) -> None:
+    def visit(part: Any, path: tuple[str, ...]) -> None:
         for key, value in vars(part).items():
             is_share = isinstance(value, float | int) and not isinstance(value, bool)
-            if is_share and key.endswith(_DROPOUT) and not any(word in key for word in _OTHERS):
-                found.append((path, key))
+            if is_share and key.endswith(_DROPOUT_ENDINGS) and not any(word in key for word in _EXCLUDED_WORDS):
+                keys.append((path, key))
             elif hasattr(value, "attribute_map"):
-                walk(value, (*path, key))
+                visit(value, (*path, key))
 
-    walk(config, ())
-    return found
+    visit(config, ())
+    return keys
 
 
-def set_dropout(config: Any, share: float) -> None:
+def set_dropout(config: Any, probability: float) -> None:
     """Set all dropout probabilities, in place.
 
     Raises:
-        UsageError: `share` is not zero, and the config has no dropout key.
+        UsageError: `probability` is not zero, and the config has no dropout key.
     """
-    places = dropouts_of(config)
-    if share and not places:
+    keys = find_dropout_keys(config)
+    if probability and not keys:
         raise UsageError(f"training.dropout: {type(config).__name__} has no dropout key; set training.dropout to null")
-    for path, key in places:
+    for path, key in keys:
         part = config
         for step in path:
             part = getattr(part, step)
-        setattr(part, key, share)
+        setattr(part, key, probability)

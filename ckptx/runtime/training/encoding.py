@@ -22,29 +22,29 @@ from torch import Tensor
 
 from ckptx.errors import InputError, UnsupportedError, UsageError, missing_package
 from ckptx.runtime.model.build import read_config
-from ckptx.runtime.parity.inputs.batch import inserts_for
+from ckptx.runtime.parity.inputs.batch import make_inserts
 from ckptx.runtime.parity.inputs.multimodal import MultimodalInput
 from ckptx.runtime.training.rows import QuestionExample
 from ckptx.untrusted.printable import one_line
 
-IGNORED = -100
-_PROCESSORS = ("processor_config.json", "preprocessor_config.json")
+IGNORE_INDEX = -100
+_PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
 _MARKS_ANSWERS = re.compile(r"\{%-?\s*generation\s*-?%\}")
-_ROW = 1
+_BATCH_SIZE = 1
 
 
-class _Tokens(NamedTuple):
+class _TokenizedConversation(NamedTuple):
     """A tokenized conversation.
 
     Attributes:
         ids: Token ids.
-        learned: True for each token of the answer.
-        kept: Number of tokens at the beginning that must not be truncated.
+        is_answer: True for each token of the answer.
+        protected_count: Number of tokens at the beginning that must not be truncated.
     """
 
     ids: list[int]
-    learned: list[bool]
-    kept: int = 1
+    is_answer: list[bool]
+    protected_count: int = 1
 
 
 class Encoder:
@@ -64,7 +64,7 @@ class Encoder:
         """
         from transformers import AutoTokenizer
 
-        self._source, self._length, self._trusts = source, length, trust_remote_code
+        self._source, self._length, self._trust_remote_code = source, length, trust_remote_code
         name, _, config = read_config(source, trust_remote_code=trust_remote_code)
         if config.is_encoder_decoder:
             raise UnsupportedError(
@@ -101,74 +101,83 @@ class Encoder:
         Raises:
             UsageError: The model takes no images, or an image does not fit the length.
         """
-        if question.image is not None and any((self._source / each).is_file() for each in _PROCESSORS):
-            return self._processed(question)
-        insert = None if question.image is None else self._image(question.image)
-        tokens = self._tokens(question)
+        if question.image is not None and any((self._source / each).is_file() for each in _PROCESSOR_FILES):
+            return self._encode_with_processor(question)
+        insert = None if question.image is None else self._make_synthetic_image(question.image)
+        tokens = self._tokenize(question)
         if insert is not None:
             first = 1 if self._tokenizer.bos_token_id in tokens.ids[:1] else 0
-            tokens = _Tokens(
+            tokens = _TokenizedConversation(
                 [*tokens.ids[:first], *insert.tokens, *tokens.ids[first:]],
-                [*tokens.learned[:first], *[False] * len(insert.tokens), *tokens.learned[first:]],
+                [*tokens.is_answer[:first], *[False] * len(insert.tokens), *tokens.is_answer[first:]],
                 first + len(insert.tokens),
             )
-        sample = self._fitted(tokens)
-        return sample | (self._blank(sample) if insert is None else self._shown(sample, insert))
+        sample = self._fit_to_length(tokens)
+        return sample | (
+            self._blank_image_arguments(sample) if insert is None else self._image_arguments(sample, insert)
+        )
 
     # ------------------------------------------------------------------------------------------------------------ text
 
-    def _tokens(self, question: QuestionExample) -> _Tokens:
+    def _tokenize(self, question: QuestionExample) -> _TokenizedConversation:
         prompt = [{"role": "user", "content": question.text}]
         whole = [*prompt, {"role": "assistant", "content": question.answer}]
         if not self._has_template:
-            before: list[int] = self._tokenizer(f"{question.text}\n")["input_ids"]
+            prompt_ids: list[int] = self._tokenizer(f"{question.text}\n")["input_ids"]
             answer = self._tokenizer(question.answer, add_special_tokens=False)["input_ids"]
             if self._tokenizer.eos_token_id is not None:
                 answer = [*answer, self._tokenizer.eos_token_id]
-            return _Tokens([*before, *answer], [*[False] * len(before), *[True] * len(answer)])
+            return _TokenizedConversation([*prompt_ids, *answer], [*[False] * len(prompt_ids), *[True] * len(answer)])
         if self._marks_answers:
-            found = self._tokenizer.apply_chat_template(whole, return_dict=True, return_assistant_tokens_mask=True)
-            return _Tokens(list(found["input_ids"]), [bool(each) for each in found["assistant_masks"]])
+            encoded = self._tokenizer.apply_chat_template(whole, return_dict=True, return_assistant_tokens_mask=True)
+            return _TokenizedConversation(
+                list(encoded["input_ids"]), [bool(each) for each in encoded["assistant_masks"]]
+            )
         ids = list(self._tokenizer.apply_chat_template(whole, return_dict=True)["input_ids"])
-        before = list(
+        prompt_ids = list(
             self._tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=True)["input_ids"]
         )
-        return _Tokens(ids, _behind(ids, before))
+        return _TokenizedConversation(ids, _mark_after_prefix(ids, prompt_ids))
 
-    def _fitted(self, tokens: _Tokens, further: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
-        """Truncate and pad tokens to the fixed length; `further` tensors, (1, tokens), likewise with zeros."""
-        places = self._places(tokens)
-        filled = self._length - len(places)
-        ids = [tokens.ids[at] for at in places]
-        labels = [tokens.ids[at] if tokens.learned[at] else IGNORED for at in places]
+    def _fit_to_length(
+        self, tokens: _TokenizedConversation, extra_tensors: dict[str, Tensor] | None = None
+    ) -> dict[str, Tensor]:
+        """Truncate and pad tokens to the fixed length; `extra_tensors` tensors, (1, tokens), likewise with zeros."""
+        positions = self._select_positions(tokens)
+        padding_count = self._length - len(positions)
+        ids = [tokens.ids[at] for at in positions]
+        labels = [tokens.ids[at] if tokens.is_answer[at] else IGNORE_INDEX for at in positions]
         sample = {
-            "input_ids": torch.tensor([[*ids, *[self.padding] * filled]]),
-            "attention_mask": torch.tensor([[*[1] * len(ids), *[0] * filled]]),
-            "labels": torch.tensor([[*labels, *[IGNORED] * filled]]),
+            "input_ids": torch.tensor([[*ids, *[self.padding] * padding_count]]),
+            "attention_mask": torch.tensor([[*[1] * len(ids), *[0] * padding_count]]),
+            "labels": torch.tensor([[*labels, *[IGNORE_INDEX] * padding_count]]),
         }
-        for name, tensor in (further or {}).items():
-            sample[name] = torch.cat([tensor[:, places], tensor.new_zeros(_ROW, filled)], 1)
+        for name, tensor in (extra_tensors or {}).items():
+            sample[name] = torch.cat([tensor[:, positions], tensor.new_zeros(_BATCH_SIZE, padding_count)], 1)
         return sample
 
-    def _places(self, tokens: _Tokens) -> list[int]:
+    def _select_positions(self, tokens: _TokenizedConversation) -> list[int]:
         """Return the tokens that stay: the beginning of the question is truncated first, then the end of the answer."""
         count = len(tokens.ids)
         excess = max(0, count - self._length)
-        if tokens.kept >= self._length:
+        if tokens.protected_count >= self._length:
             raise UsageError(
-                f"data.sequence_length is {self._length}, but an image has {tokens.kept} tokens in this model; "
+                f"data.sequence_length is {self._length}, but an image has {tokens.protected_count} tokens in this "
+                "model; "
                 "increase data.sequence_length"
             )
-        learned = tokens.learned.index(True) if True in tokens.learned else count
-        dropped = range(tokens.kept, tokens.kept + min(excess, max(0, learned - tokens.kept)))
+        answer_start = tokens.is_answer.index(True) if True in tokens.is_answer else count
+        dropped = range(
+            tokens.protected_count, tokens.protected_count + min(excess, max(0, answer_start - tokens.protected_count))
+        )
         return [at for at in range(count) if at not in dropped][: self._length]
 
     # ---------------------------------------------------------------------------------------------------------- images
 
-    def _image(self, image: Any) -> MultimodalInput:
+    def _make_synthetic_image(self, image: Any) -> MultimodalInput:
         """Return pixels in the form of the class, drawn with the image as seed: no processor can convert it."""
-        number = int.from_bytes(blake2b(_bytes_of(image), digest_size=7).digest(), "little")
-        insert = inserts_for(self._values, _ROW, torch.Generator().manual_seed(number)).get("images")
+        image_seed = int.from_bytes(blake2b(_bytes_of(image), digest_size=7).digest(), "little")
+        insert = make_inserts(self._values, _BATCH_SIZE, torch.Generator().manual_seed(image_seed)).get("images")
         if insert is None:
             raise UsageError(
                 f"data.dataset has images, and no image inputs are known for {self._values['architectures'][0]}; use "
@@ -176,45 +185,51 @@ class Encoder:
             )
         return insert
 
-    def _shown(self, sample: dict[str, Tensor], insert: MultimodalInput) -> dict[str, Tensor]:
+    def _image_arguments(self, sample: dict[str, Tensor], insert: MultimodalInput) -> dict[str, Tensor]:
         """Return the image arguments of the class."""
-        ids, found = sample["input_ids"], dict(insert.tensors)
-        if insert.types is not None:
-            name, number = insert.types
-            found[name] = torch.where(ids == insert.placeholder, number, torch.zeros_like(ids))
-        if insert.row is not None:
-            found |= insert.row(ids)
-        return found
+        ids, arguments = sample["input_ids"], dict(insert.tensors)
+        if insert.token_types is not None:
+            name, number = insert.token_types
+            arguments[name] = torch.where(ids == insert.placeholder, number, torch.zeros_like(ids))
+        if insert.make_text_arguments is not None:
+            arguments |= insert.make_text_arguments(ids)
+        return arguments
 
-    def _blank(self, sample: dict[str, Tensor]) -> dict[str, Tensor]:
+    def _blank_image_arguments(self, sample: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return the arguments of a vision class for a sample without images."""
-        insert = inserts_for(self._values, _ROW, torch.Generator()).get("images")
+        insert = make_inserts(self._values, _BATCH_SIZE, torch.Generator()).get("images")
         ids = sample["input_ids"]
-        found = {} if insert is None or insert.row is None else insert.row(ids)
-        return found if insert is None or insert.types is None else {**found, insert.types[0]: torch.zeros_like(ids)}
+        arguments = {} if insert is None or insert.make_text_arguments is None else insert.make_text_arguments(ids)
+        return (
+            arguments
+            if insert is None or insert.token_types is None
+            else {**arguments, insert.token_types[0]: torch.zeros_like(ids)}
+        )
 
-    def _processed(self, question: QuestionExample) -> dict[str, Tensor]:
+    def _encode_with_processor(self, question: QuestionExample) -> dict[str, Tensor]:
         """Return a sample made by the processor of the checkpoint."""
         if self._processor is None:
             self._processor = self._read_processor()
-        content = [{"type": "image", "image": _picture(question.image)}, {"type": "text", "text": question.text}]
+        content = [{"type": "image", "image": _to_rgb_image(question.image)}, {"type": "text", "text": question.text}]
         prompt = [{"role": "user", "content": content}]
         whole = [*prompt, {"role": "assistant", "content": [{"type": "text", "text": question.answer}]}]
         options = {"tokenize": True, "return_dict": True, "return_tensors": "pt"}
-        found = dict(self._processor.apply_chat_template(whole, **options))
-        before = self._processor.apply_chat_template(prompt, add_generation_prompt=True, **options)["input_ids"]
-        ids = found.pop("input_ids")
-        found.pop("attention_mask", None)
-        rows = {name: each for name, each in found.items() if each.shape == ids.shape}
-        listed = ids[0].tolist()
-        tokens = _Tokens(listed, _behind(listed, before[0].tolist()), self._behind_image(listed))
-        return {**found, **self._fitted(tokens, rows)}
+        encoded = dict(self._processor.apply_chat_template(whole, **options))
+        prompt_ids = self._processor.apply_chat_template(prompt, add_generation_prompt=True, **options)["input_ids"]
+        ids = encoded.pop("input_ids")
+        encoded.pop("attention_mask", None)
+        rows = {name: each for name, each in encoded.items() if each.shape == ids.shape}
+        token_ids = ids[0].tolist()
+        tokens = _TokenizedConversation(
+            token_ids, _mark_after_prefix(token_ids, prompt_ids[0].tolist()), self._find_image_end(token_ids)
+        )
+        return {**encoded, **self._fit_to_length(tokens, rows)}
 
     def _read_processor(self) -> Any:
         from transformers import AutoProcessor
 
         try:
-            return AutoProcessor.from_pretrained(self._source, trust_remote_code=self._trusts)
+            return AutoProcessor.from_pretrained(self._source, trust_remote_code=self._trust_remote_code)
         except ImportError as error:
             raise missing_package(f"{self._source}: its processor", error) from error
         except Exception as error:  # a processor class may raise anything
@@ -224,7 +239,7 @@ class Encoder:
                 "preprocessor_config.json to use synthetic images"
             ) from error
 
-    def _behind_image(self, ids: list[int]) -> int:
+    def _find_image_end(self, ids: list[int]) -> int:
         """Return the number of tokens up to the end of the image."""
         names = ("image_token_id", "image_token_index")
         token = next((self._values[each] for each in names if self._values.get(each) is not None), None)
@@ -235,10 +250,12 @@ class Encoder:
         return end
 
 
-def _behind(ids: list[int], before: list[int]) -> list[bool]:
+def _mark_after_prefix(ids: list[int], prefix: list[int]) -> list[bool]:
     """Return True for each token after the common prefix."""
-    same = next((at for at, (a, b) in enumerate(zip(ids, before, strict=False)) if a != b), min(len(ids), len(before)))
-    return [at >= same for at in range(len(ids))]
+    common_length = next(
+        (at for at, (a, b) in enumerate(zip(ids, prefix, strict=False)) if a != b), min(len(ids), len(prefix))
+    )
+    return [at >= common_length for at in range(len(ids))]
 
 
 def _bytes_of(image: Any) -> bytes:
@@ -251,7 +268,7 @@ def _bytes_of(image: Any) -> bytes:
     return repr(image).encode()
 
 
-def _picture(image: Any) -> Any:
+def _to_rgb_image(image: Any) -> Any:
     """Return an image as processors take it: an RGB PIL image, if it is not a tensor."""
     if isinstance(image, Mapping):  # encoded bytes, if the data set declares no image column
         try:

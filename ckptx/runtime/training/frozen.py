@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Sequence
 from torch import nn
 
 from ckptx.errors import UnsupportedError
-from ckptx.runtime.model.layers import canonical_name, layer_groups, submodule
+from ckptx.runtime.model.layers import canonical_name, find_submodule, layer_groups
 
 _TOWERS = ("vision", "audio")
 
@@ -26,68 +26,68 @@ def freeze(model: nn.Module, parts: Sequence[str]) -> frozenset[str]:
     Raises:
         UnsupportedError: The model lacks a part, or no parameter would be trained.
     """
-    roots = {part: _roots_of(model, part) for part in parts}
-    for part, found in roots.items():
-        if not found:
+    roots = {part: _find_roots(model, part) for part in parts}
+    for part, root_names in roots.items():
+        if not root_names:
             raise UnsupportedError(f"{type(model).__name__}: has no {part} to freeze; leave {part} out of model.freeze")
-    chosen = {
+    frozen_ids = {
         id(parameter)
         for found in roots.values()
         for root in found
-        for parameter in (submodule(model, root) or model).parameters()
+        for parameter in (find_submodule(model, root) or model).parameters()
     }
     for parameter in model.parameters():
-        if id(parameter) in chosen:
+        if id(parameter) in frozen_ids:
             parameter.requires_grad_(False)
     if not any(each.requires_grad for each in model.parameters()):
         raise UnsupportedError(
             f"{type(model).__name__}: no parameter is trained if {', '.join(parts)} are frozen; freeze less"
         )
     named = model.named_parameters(remove_duplicate=False)
-    return frozenset(canonical_name(name) for name, each in named if id(each) in chosen)
+    return frozenset(canonical_name(name) for name, each in named if id(each) in frozen_ids)
 
 
-def _roots_of(model: nn.Module, part: str) -> list[str]:
+def _find_roots(model: nn.Module, part: str) -> list[str]:
     """Return the names of the modules that make up a part; "" is the whole model."""
     groups = {group: [layer.name for layer in layers] for group, layers in layer_groups(model).items()}
     if part in _TOWERS:
         others = [name for group, names in groups.items() if group != part for name in names]
-        return _outermost(groups[part], others)
+        return _find_outermost(groups[part], others)
     towers = [name for group in _TOWERS for name in groups[group]]
-    tables = _tables(model, _outermost(towers, groups["language"]))
+    embeddings = _find_token_embeddings(model, _find_outermost(towers, groups["language"]))
     if part == "embeddings":
-        return tables
+        return embeddings
     head = model.get_output_embeddings()
     heads = [name for name, module in model.named_modules() if module is head] if head is not None else []
-    return [*_outermost(groups["language"], towers), *tables, *heads]
+    return [*_find_outermost(groups["language"], towers), *embeddings, *heads]
 
 
-def _outermost(names: Iterable[str], others: Collection[str]) -> list[str]:
+def _find_outermost(names: Iterable[str], others: Collection[str]) -> list[str]:
     """Return, for each name, the outermost module around it that contains none of the others."""
-    found: dict[str, None] = {}
+    outermost: dict[str, None] = {}
     for name in names:
         parts = name.split(".")
         prefixes = (".".join(parts[:length]) for length in range(len(parts) + 1))
-        inside = (each for each in prefixes if not any(_is_in(other, each) for other in others))
-        found[next(inside)] = None
-    return list(found)
+        inside = (each for each in prefixes if not any(_is_inside(other, each) for other in others))
+        outermost[next(inside)] = None
+    return list(outermost)
 
 
-def _tables(model: nn.Module, towers: Collection[str]) -> list[str]:
+def _find_token_embeddings(model: nn.Module, towers: Collection[str]) -> list[str]:
     """Return every token embedding outside of towers: the one for `input_ids` and those of equal size."""
     main = model.get_input_embeddings()
     found = []
     for name, module in model.named_modules():
-        is_table = module is main or (isinstance(module, nn.Embedding) and _has_rows_of(module, main))
-        if is_table and not any(_is_in(name, tower) for tower in towers):
+        is_table = module is main or (isinstance(module, nn.Embedding) and _has_same_vocabulary_size(module, main))
+        if is_table and not any(_is_inside(name, tower) for tower in towers):
             found.append(name)
     return found
 
 
-def _has_rows_of(module: nn.Embedding, main: nn.Module | None) -> bool:
+def _has_same_vocabulary_size(module: nn.Embedding, main: nn.Module | None) -> bool:
     """Return True if an embedding has as many entries as the vocabulary, unlike position embeddings."""
     return isinstance(main, nn.Embedding) and module.num_embeddings == main.num_embeddings
 
 
-def _is_in(name: str, module: str) -> bool:
+def _is_inside(name: str, module: str) -> bool:
     return not module or name == module or name.startswith(f"{module}.")

@@ -31,15 +31,15 @@ def make_scheduler(block: ScheduleBlock, optimizer: torch.optim.Optimizer, total
         total_steps: Step at which the schedule ends, whether or not this run reaches it.
         lr: Maximum learning rate.
     """
-    return LambdaLR(optimizer, lambda step: factor(block, step, total_steps, lr))
+    return LambdaLR(optimizer, lambda step: compute_lr_factor(block, step, total_steps, lr))
 
 
-def factor(block: ScheduleBlock, step: int, total_steps: int, lr: float) -> float:
+def compute_lr_factor(block: ScheduleBlock, step: int, total_steps: int, lr: float) -> float:
     """Return the factor of the maximum learning rate in the step after `step` steps."""
     if step < block.warmup_steps:
         return (step + 1) / (block.warmup_steps + 1)
     if block.decay == "constant":
         return 1.0
-    least = block.min_lr / lr if lr else 0.0
-    through = min(1.0, (step - block.warmup_steps) / max(1, total_steps - block.warmup_steps))
-    return least + (1 - least) * (1 + math.cos(math.pi * through)) / 2
+    min_factor = block.min_lr / lr if lr else 0.0
+    progress = min(1.0, (step - block.warmup_steps) / max(1, total_steps - block.warmup_steps))
+    return min_factor + (1 - min_factor) * (1 + math.cos(math.pi * progress)) / 2

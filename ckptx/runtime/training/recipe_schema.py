@@ -18,14 +18,14 @@ from ckptx.errors import UsageError
 from ckptx.untrusted.printable import one_line
 
 B = TypeVar("B", bound=msgspec.Struct)
-Subject = Callable[..., str]  # of the paths of keys: the option that sets one of them, or the file
+DescribeSubject = Callable[..., str]  # of the paths of keys: the option that sets one of them, or the file
 
-_WORDS = {bool: "true or false", int: "an integer", float: "a number", str: "a string", type(None): "null"}
-_PLURALS = {int: "integers", float: "numbers", str: "strings"}
+_TYPE_DESCRIPTIONS = {bool: "true or false", int: "an integer", float: "a number", str: "a string", type(None): "null"}
+_PLURAL_DESCRIPTIONS = {int: "integers", float: "numbers", str: "strings"}
 # The end of a msgspec error: the path of the value, without keys of mappings. `decode` wraps the whole value in a list,
 # so that there always is a path, and no text of the file can be mistaken for it.
-_PLACE = re.compile(r" - at `\$\[0\](?P<path>[\w.\[\]]*)`\Z")
-_PART = re.compile(r"\.(?P<key>\w+)|\[(?P<index>\d+)\]|\[\.\.\.\]")
+_ERROR_PATH = re.compile(r" - at `\$\[0\](?P<path>[\w.\[\]]*)`\Z")
+_PATH_PART = re.compile(r"\.(?P<key>\w+)|\[(?P<index>\d+)\]|\[\.\.\.\]")
 
 
 class _InvalidValue(NamedTuple):
@@ -42,7 +42,7 @@ class _InvalidValue(NamedTuple):
     value: Any
 
 
-def decode(values: Any, block: type[B], subject: Subject) -> B:
+def decode(values: Any, block: type[B], subject: DescribeSubject) -> B:
     """Decode a block of a recipe.
 
     Args:
@@ -56,34 +56,36 @@ def decode(values: Any, block: type[B], subject: Subject) -> B:
     try:
         return msgspec.convert([values], tuple[block])[0]  # type: ignore[valid-type]  # a class at run time
     except msgspec.ValidationError as error:
-        place = _PLACE.search(str(error))
-        if place is None:
+        location = _ERROR_PATH.search(str(error))
+        if location is None:
             raise UsageError(f"{subject('')}: {one_line(str(error), 400)}; correct it") from error
-        raise _refusal(_fault_at(place["path"], values, block), subject) from error
+        raise _invalid_value_error(_locate_invalid_value(location["path"], values, block), subject) from error
 
 
-def unknown(name: str, known: Collection[str], where: str, else_needed: str = "") -> UsageError:
-    """Return the error for an unknown name, with the closest known one, else with `else_needed` or all known names."""
-    near = difflib.get_close_matches(str(name), known, 1, 0.6)
-    needed = else_needed or f"use one of {', '.join(known)}"
-    offered = f'did you mean "{near[0]}"?' if near else needed
-    return UsageError(f"{where}: is unknown; {offered}")
+def unknown_name_error(name: str, known: Collection[str], subject: str, advice: str = "") -> UsageError:
+    """Return the error for an unknown name, with the closest known one, else with `advice` or all known names."""
+    close_names = difflib.get_close_matches(str(name), known, 1, 0.6)
+    default_advice = advice or f"use one of {', '.join(known)}"
+    suggestion = f'did you mean "{close_names[0]}"?' if close_names else default_advice
+    return UsageError(f"{subject}: is unknown; {suggestion}")
 
 
-def described(hint: Any) -> str:
+def describe_type(hint: Any) -> str:
     """Describe the values of a type."""
     origin, arguments = get_origin(hint), get_args(hint)
     if origin in (Union, types.UnionType):
-        return " or ".join(map(described, arguments))
+        return " or ".join(map(describe_type, arguments))
     if origin is Literal:
         return ", ".join(map(str, arguments))
     if origin is tuple:
         return (
-            "a list" if is_block(arguments[0]) else f"a list of {_PLURALS.get(arguments[0]) or described(arguments[0])}"
+            "a list"
+            if is_block(arguments[0])
+            else f"a list of {_PLURAL_DESCRIPTIONS.get(arguments[0]) or describe_type(arguments[0])}"
         )
     if is_block(hint) or _is_mapping(hint):
         return "a mapping"
-    return _WORDS[hint]
+    return _TYPE_DESCRIPTIONS[hint]
 
 
 def is_block(hint: Any) -> bool:
@@ -91,7 +93,7 @@ def is_block(hint: Any) -> bool:
     return isinstance(hint, type) and issubclass(hint, msgspec.Struct)
 
 
-def found_as(value: Any) -> str:
+def describe_value(value: Any) -> str:
     """Show a value in an error: strings in quotes, mappings and lists by their kind."""
     if isinstance(value, Mapping):
         return "a mapping"
@@ -102,22 +104,22 @@ def found_as(value: Any) -> str:
     return f'the string "{one_line(value, 80)}"' if isinstance(value, str) else one_line(str(value), 80)
 
 
-def _fault_at(path: str, value: Any, hint: Any) -> _InvalidValue:
+def _locate_invalid_value(path: str, value: Any, hint: Any) -> _InvalidValue:
     """Follow a path of msgspec to the value it refused."""
-    where = ""
-    for part in _PART.finditer(path):
+    key_path = ""
+    for part in _PATH_PART.finditer(path):
         hint = _without_null(hint)
         if part["key"]:
             hint, value = get_type_hints(hint)[part["key"]], value[part["key"]]
-            where = f"{where}.{part['key']}".removeprefix(".")
+            key_path = f"{key_path}.{part['key']}".removeprefix(".")
         elif part["index"]:
             hint, value = get_args(hint)[0], value[int(part["index"])]
-            where = f"{where}[{part['index']}]"
+            key_path = f"{key_path}[{part['index']}]"
         else:
             hint = get_args(hint)[1]
             key = next(key for key, each in value.items() if not _is_valid(each, hint))
-            value, where = value[key], f"{where}.{key}"
-    return _InvalidValue(where, hint, value)
+            value, key_path = value[key], f"{key_path}.{key}"
+    return _InvalidValue(key_path, hint, value)
 
 
 def _is_valid(value: Any, hint: Any) -> bool:
@@ -128,36 +130,38 @@ def _is_valid(value: Any, hint: Any) -> bool:
     return True
 
 
-def _refusal(fault: _InvalidValue, subject: Subject) -> UsageError:
+def _invalid_value_error(invalid: _InvalidValue, subject: DescribeSubject) -> UsageError:
     """Return the error for an invalid value."""
-    block = _without_null(fault.hint)
-    if is_block(block) and isinstance(fault.value, Mapping):
+    block = _without_null(invalid.hint)
+    if is_block(block) and isinstance(invalid.value, Mapping):
         fields = {each.name: each for each in msgspec.structs.fields(block)}
-        prefix = f"{fault.path}." if fault.path else ""
-        for key in fault.value:
+        prefix = f"{invalid.path}." if invalid.path else ""
+        for key in invalid.value:
             if key not in fields:
                 where = f"{prefix}{key}"
-                return unknown(key, fields, f"{subject(where)}: {one_line(where, 200)}")
-        key = next(name for name, each in fields.items() if each.required and name not in fault.value)
+                return unknown_name_error(key, fields, f"{subject(where)}: {one_line(where, 200)}")
+        key = next(name for name, each in fields.items() if each.required and name not in invalid.value)
         where = f"{prefix}{key}"
         return UsageError(
-            f"{subject(where, fault.path)}: {where} is missing, expected {described(fields[key].type)}; add it"
+            f"{subject(where, invalid.path)}: {where} is missing, expected {describe_type(fields[key].type)}; add it"
         )
-    where = f"{one_line(fault.path, 200)}: " if fault.path else ""
+    where = f"{one_line(invalid.path, 200)}: " if invalid.path else ""
     advice = "correct it"
     if get_origin(block) is Literal:
-        near = difflib.get_close_matches(str(fault.value), get_args(block), 1, 0.6)
-        advice = f'did you mean "{near[0]}"?' if near else "use one of them"
-    needed = described(block if get_origin(block) is Literal else fault.hint)
-    return UsageError(f"{subject(fault.path)}: {where}expected {needed}, found {found_as(fault.value)}; {advice}")
+        close_values = difflib.get_close_matches(str(invalid.value), get_args(block), 1, 0.6)
+        advice = f'did you mean "{close_values[0]}"?' if close_values else "use one of them"
+    expected = describe_type(block if get_origin(block) is Literal else invalid.hint)
+    return UsageError(
+        f"{subject(invalid.path)}: {where}expected {expected}, found {describe_value(invalid.value)}; {advice}"
+    )
 
 
 def _without_null(hint: Any) -> Any:
     """Return the type without None if it is a union; other types unchanged."""
     if get_origin(hint) not in (Union, types.UnionType):
         return hint
-    (found,) = (each for each in get_args(hint) if each is not type(None))
-    return found
+    (inner_type,) = (each for each in get_args(hint) if each is not type(None))
+    return inner_type
 
 
 def _is_mapping(hint: Any) -> bool:

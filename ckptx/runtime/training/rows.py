@@ -19,15 +19,15 @@ from ckptx.untrusted.printable import one_line
 
 Row = Mapping[str, Any]
 
-_IDS = {"squad": "rajpurkar/squad", "medpix": "mmoukouba/MedPix-VQA"}
-_MADE_UP = {"squad": "synthetic_text", "medpix": "synthetic_images"}
+_HUB_IDS = {"squad": "rajpurkar/squad", "medpix": "mmoukouba/MedPix-VQA"}
+_SYNTHETIC_NAMES = {"squad": "synthetic_text", "medpix": "synthetic_images"}
 _COLUMNS = {
     "squad": ("id", "title", "context", "question", "answers"),
     "medpix": ("image_id", "mode", "case_id", "question", "answer"),
 }
-_SAMPLES = 64  # default number of synthetic samples
-_SAVED = "state.json"  # in a directory that `Dataset.save_to_disk` wrote
-_SIDE = 24  # pixels
+_DEFAULT_SAMPLES = 64  # default number of synthetic samples
+_SAVED_DATASET_FILE = "state.json"  # in a directory that `Dataset.save_to_disk` wrote
+_IMAGE_SIZE = 24  # pixels
 _COLORS = {"red": (220, 30, 30), "green": (30, 200, 30), "blue": (30, 30, 220), "grey": (120, 120, 120)}
 
 
@@ -57,17 +57,17 @@ def open_rows(data: DataBlock, seed: int) -> Sequence[Row]:
         EnvironmentProblem: The package `datasets` is missing.
         UsageError: A path is given for synthetic samples.
     """
-    if data.dataset in _IDS:
-        return _public(data)
+    if data.dataset in _HUB_IDS:
+        return _open_public(data)
     if data.path is not None:
         raise UsageError(
             f"data.path is {one_line(data.path)}, but data.dataset {data.dataset} is synthetic and has no path; leave "
             "it out, or set another data set"
         )
-    return SyntheticSequences(data.dataset == "synthetic_images", data.samples or _SAMPLES, seed)
+    return SyntheticSamples(data.dataset == "synthetic_images", data.samples or _DEFAULT_SAMPLES, seed)
 
 
-def question_of(row: Row) -> QuestionExample:
+def to_question(row: Row) -> QuestionExample:
     """Convert a sample of either kind to a question."""
     if "answers" in row:
         answers = row["answers"]["text"]
@@ -78,39 +78,39 @@ def question_of(row: Row) -> QuestionExample:
 # -------------------------------------------------------------------------------------------------------------- public
 
 
-def _public(data: DataBlock) -> Sequence[Row]:
-    where = data.path or _IDS[data.dataset]
+def _open_public(data: DataBlock) -> Sequence[Row]:
+    location = data.path or _HUB_IDS[data.dataset]
     try:
         import datasets
     except ImportError as error:
         raise missing_package(f"data.dataset {data.dataset}", error) from error
     try:
-        if (Path(where) / _SAVED).is_file():
-            found = datasets.load_from_disk(where)
+        if (Path(location) / _SAVED_DATASET_FILE).is_file():
+            dataset = datasets.load_from_disk(location)
         else:
-            found = datasets.load_dataset(where, split=data.split)
+            dataset = datasets.load_dataset(location, split=data.split)
     except Exception as error:  # its own kinds, those of pyarrow, of the Hub and of the network
         raise InputError(
-            f"{one_line(where)}: the data set cannot be read: {type(error).__name__}: "
+            f"{one_line(location)}: the data set cannot be read: {type(error).__name__}: "
             f"{one_line((str(error).splitlines() or ['no reason'])[0], 300)}; set data.path, or use synthetic samples "
-            f"with the same columns: --set data.dataset={_MADE_UP[data.dataset]}"
+            f"with the same columns: --set data.dataset={_SYNTHETIC_NAMES[data.dataset]}"
         ) from error
-    lacking = [each for each in _COLUMNS[data.dataset] if each not in found.column_names]
-    if lacking:
+    missing_columns = [each for each in _COLUMNS[data.dataset] if each not in dataset.column_names]
+    if missing_columns:
         raise InputError(
-            f"{one_line(where)}: has columns {', '.join(map(one_line, found.column_names))}, but lacks "
-            f"{', '.join(lacking)} of {_IDS[data.dataset]}; use another data set"
+            f"{one_line(location)}: has columns {', '.join(map(one_line, dataset.column_names))}, but lacks "
+            f"{', '.join(missing_columns)} of {_HUB_IDS[data.dataset]}; use another data set"
         )
-    rows: Sequence[Row] = found if data.samples is None else found.select(range(min(data.samples, len(found))))
+    rows: Sequence[Row] = dataset if data.samples is None else dataset.select(range(min(data.samples, len(dataset))))
     if not len(rows):
-        raise InputError(f"{one_line(where)}: split {data.split} is empty; set another data.split")
+        raise InputError(f"{one_line(location)}: split {data.split} is empty; set another data.split")
     return rows
 
 
 # ------------------------------------------------------------------------------------------------------------- made up
 
 
-class SyntheticSequences(Sequence[Row]):
+class SyntheticSamples(Sequence[Row]):
     """Synthetic samples that depend on a seed and their index only; each fits into 32 bytes with its answer."""
 
     def __init__(self, has_images: bool, length: int, seed: int) -> None:
@@ -131,17 +131,17 @@ class SyntheticSequences(Sequence[Row]):
         if not 0 <= index < self._length:
             raise IndexError(index)
         draw = random.Random(f"{self._seed} {index}")
-        return _image_row(draw, index) if self._has_images else _text_row(draw, index)
+        return _make_image_row(draw, index) if self._has_images else _make_text_row(draw, index)
 
     def __iter__(self) -> Iterator[Row]:
         return (self[each] for each in range(self._length))
 
 
-def _text_row(draw: random.Random, index: int) -> Row:
+def _make_text_row(rng: random.Random, index: int) -> Row:
     """Make a few names with numbers, and ask for one of the numbers."""
-    names = draw.sample("abcdefghijklmnopqrstuvwxyz", 2 + index % 2)
-    facts = [f"{name}={draw.randrange(100)}" for name in names]
-    fact = draw.choice(facts)
+    names = rng.sample("abcdefghijklmnopqrstuvwxyz", 2 + index % 2)
+    facts = [f"{name}={rng.randrange(100)}" for name in names]
+    fact = rng.choice(facts)
     context = " ".join(facts)
     return {
         "id": f"{index:08x}", "title": "made up", "context": context, "question": f"{fact[0]}?",
@@ -149,12 +149,12 @@ def _text_row(draw: random.Random, index: int) -> Row:
     }  # fmt: skip
 
 
-def _image_row(draw: random.Random, index: int) -> Row:
+def _make_image_row(rng: random.Random, index: int) -> Row:
     """Make a picture of one color with a lighter corner, and ask for the color."""
-    color = draw.choice(sorted(_COLORS))
-    image = torch.tensor(_COLORS[color], dtype=torch.uint8)[:, None, None].repeat(1, _SIDE, _SIDE)
-    size = draw.randrange(2, _SIDE // 2)
-    image[:, :size, :size] = draw.randrange(235, 256)
+    color = rng.choice(sorted(_COLORS))
+    image = torch.tensor(_COLORS[color], dtype=torch.uint8)[:, None, None].repeat(1, _IMAGE_SIZE, _IMAGE_SIZE)
+    size = rng.randrange(2, _IMAGE_SIZE // 2)
+    image[:, :size, :size] = rng.randrange(235, 256)
     return {
         "image_id": image, "mode": "train", "case_id": f"{index:08x}", "question": "colour?", "answer": color,
     }  # fmt: skip

@@ -17,14 +17,14 @@ from ckptx.errors import UsageError
 
 T = TypeVar("T")
 
-_EPOCHS = 1 << 31  # maximum number of epochs per seed, so that each (seed, epoch) has its own number
+_MAX_EPOCHS = 1 << 31  # maximum number of epochs per seed, so that each (seed, epoch) has its own number
 
 
 class Sampler:
     """The order of samples over a run.
 
     Attributes:
-        samples: Number of samples used so far, over all epochs and data-parallel ranks.
+        samples_seen: Number of samples used so far, over all epochs and data-parallel ranks.
     """
 
     def __init__(self, length: int, seed: int, global_batch: int) -> None:
@@ -41,35 +41,35 @@ class Sampler:
         for name, value in (("length", length), ("global_batch", global_batch)):
             if value < 1:
                 raise UsageError(f"sampler: {name} is {value} and must be 1 or more; use more samples")
-        self.samples = 0
+        self.samples_seen = 0
         self._length, self._seed, self._global_batch = length, seed, global_batch
         self._order: tuple[int, list[int]] | None = None
 
     @property
     def epoch(self) -> int:
         """Epoch of the next sample, from 0."""
-        return self.samples // self._length
+        return self.samples_seen // self._length
 
     def next_step(self) -> list[int]:
         """Return the `global_batch` sample indices of the next step, in global order, and advance."""
-        found: list[int] = []
-        while len(found) < self._global_batch:
-            begin = self.samples % self._length
-            share = self._of_epoch(self.epoch)[begin : begin + self._global_batch - len(found)]
-            found += share
-            self.samples += len(share)
-        return found
+        indices: list[int] = []
+        while len(indices) < self._global_batch:
+            begin = self.samples_seen % self._length
+            epoch_indices = self._epoch_order(self.epoch)[begin : begin + self._global_batch - len(indices)]
+            indices += epoch_indices
+            self.samples_seen += len(epoch_indices)
+        return indices
 
-    def _of_epoch(self, epoch: int) -> list[int]:
+    def _epoch_order(self, epoch: int) -> list[int]:
         """Return the order of an epoch, which depends on the seed and the epoch only."""
         if self._order is None or self._order[0] != epoch:
-            generator = torch.Generator().manual_seed(self._seed * _EPOCHS + epoch)
+            generator = torch.Generator().manual_seed(self._seed * _MAX_EPOCHS + epoch)
             self._order = epoch, torch.randperm(self._length, generator=generator).tolist()
         return self._order[1]
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position in the data, with the length and seed that it refers to."""
-        return {"samples": self.samples, "length": self._length, "seed": self._seed}
+        return {"samples": self.samples_seen, "length": self._length, "seed": self._seed}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume at a position from `state_dict`.
@@ -83,10 +83,10 @@ class Sampler:
                     f"sampler: the checkpoint has {name} {state[name]} and this run {here}, but resuming requires the "
                     f"same order of samples; use the {name} of the checkpoint"
                 )
-        self.samples = int(state["samples"])
+        self.samples_seen = int(state["samples"])
 
 
-def part(indices: Sequence[T], index: int, count: int) -> Sequence[T]:
+def split_over_ranks(indices: Sequence[T], index: int, count: int) -> Sequence[T]:
     """Return the contiguous share of data-parallel rank `index` of `count`; all shares have the same size.
 
     Raises:

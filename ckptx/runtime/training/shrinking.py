@@ -16,96 +16,104 @@ from typing import Any
 
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from ckptx.runtime.model.shrink_config import parts, token_ids
+from ckptx.runtime.model.shrink_config import find_token_ids, iter_configs
 from ckptx.runtime.model.tiny_model import tiny_config
-from ckptx.runtime.model.width_keys import VOCABULARIES
-from ckptx.runtime.training.source_tokenizer import MOST_TOKENS
+from ckptx.runtime.model.width_keys import VOCABULARY_KEYS
+from ckptx.runtime.training.source_tokenizer import BYTE_VOCABULARY_SIZE
 
-_LAYERS = "num_hidden_layers"
-_KINDS = ("layer_types", "layers_block_type", "mlp_layer_types")
-_LEAST = 4  # minimum layers of a language model, so that a stage can have several
-_LEAST_OF_TOWER = 2
-_FROM_THE_END = "num_kv_shared_layers"  # counts layers from the end, so that a prefix would change them
+_LAYER_COUNT_KEY = "num_hidden_layers"
+_LAYER_TYPE_KEYS = ("layer_types", "layers_block_type", "mlp_layer_types")
+_MIN_LAYERS = 4  # minimum layers of a language model, so that a stage can have several
+_MIN_TOWER_LAYERS = 2
+_SHARED_LAYERS_KEY = "num_kv_shared_layers"  # counts layers from the end, so that a prefix would change them
 
 Values = dict[str, Any]
 
 
-def with_few_layers(values: Values, config: PreTrainedConfig, kept: Mapping[str, Any]) -> Values:
+def reduce_layers(values: Values, config: PreTrainedConfig, user_keys: Mapping[str, Any]) -> Values:
     """Return keys of config.json with few layers in each part.
 
     Args:
         values: Keys of config.json.
         config: Config that their class builds from them, with its defaults.
-        kept: Keys set by the user, nested like `values`; numbers of layers among them are kept.
+        user_keys: Keys set by the user, nested like `values`; numbers of layers among them are kept.
     """
-    found = copy.deepcopy(values)
-    for path, part in _parts_at(config):
-        count = vars(part).get(_LAYERS)
-        if not isinstance(count, int) or bool(vars(part).get(_FROM_THE_END)) or _LAYERS in _at(kept, path):
+    reduced = copy.deepcopy(values)
+    for path, part in _iter_configs_with_paths(config):
+        count = vars(part).get(_LAYER_COUNT_KEY)
+        if (
+            not isinstance(count, int)
+            or bool(vars(part).get(_SHARED_LAYERS_KEY))
+            or _LAYER_COUNT_KEY in _find_nested(user_keys, path)
+        ):
             continue
-        few = _few(part, count)
-        there = found
+        layer_count = _find_layer_count(part, count)
+        target = reduced
         for key in path:
-            there = there.setdefault(key, {})
-        lists = {key: value for key, value in there.items() if isinstance(value, list) and key not in _KINDS}
-        if few < count and not any(_points_behind(value, few, count) for value in lists.values()):
-            there[_LAYERS] = few
-            for key, value in there.items():
+            target = target.setdefault(key, {})
+        lists = {key: value for key, value in target.items() if isinstance(value, list) and key not in _LAYER_TYPE_KEYS}
+        if layer_count < count and not any(
+            _refers_to_removed_layers(value, layer_count, count) for value in lists.values()
+        ):
+            target[_LAYER_COUNT_KEY] = layer_count
+            for key, value in target.items():
                 if isinstance(value, list) and len(value) == count:
-                    there[key] = value[:few]
-            layers = there.get("per_layer_config")
+                    target[key] = value[:layer_count]
+            layers = target.get("per_layer_config")
             if isinstance(layers, dict):
-                there["per_layer_config"] = {key: value for key, value in layers.items() if int(key) < few}
-    return found
+                target["per_layer_config"] = {key: value for key, value in layers.items() if int(key) < layer_count}
+    return reduced
 
 
-def shrunk_config(config: PreTrainedConfig, cls: type[PreTrainedModel]) -> PreTrainedConfig:
+def shrink_widths(config: PreTrainedConfig, cls: type[PreTrainedModel]) -> PreTrainedConfig:
     """Return a copy with narrow layers and a small vocabulary.
 
     Raises:
         UnsupportedError: No such config can be built and run; see `tiny_config`.
     """
     copied = copy.deepcopy(config)
-    new = {old: at for at, old in enumerate(sorted(token_ids(copied)))}
-    words = -(-(len(new) + MOST_TOKENS) // 64) * 64
-    for part in parts(copied):
+    new_ids = {old: at for at, old in enumerate(sorted(find_token_ids(copied)))}
+    vocabulary_size = -(-(len(new_ids) + BYTE_VOCABULARY_SIZE) // 64) * 64
+    for part in iter_configs(copied):
         values = vars(part)
         for key, value in values.items():
             if key.endswith(("_token_id", "_token_index", "_token_ids", "_bos_id", "_eos_id")):
                 values[key] = (
-                    [new.get(each, each) for each in value] if isinstance(value, list) else new.get(value, value)
+                    [new_ids.get(each, each) for each in value]
+                    if isinstance(value, list)
+                    else new_ids.get(value, value)
                 )
-            elif key in VOCABULARIES and isinstance(value, int):
-                values[key] = min(value, words)
+            elif key in VOCABULARY_KEYS and isinstance(value, int):
+                values[key] = min(value, vocabulary_size)
     return tiny_config(copied, cls)
 
 
-def _parts_at(config: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+def _iter_configs_with_paths(config: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
     """Yield a config and its nested configs, each with its path of keys."""
     yield path, config
     for key, value in vars(config).items():
         if isinstance(value, PreTrainedConfig):
-            yield from _parts_at(value, (*path, key))
+            yield from _iter_configs_with_paths(value, (*path, key))
 
 
-def _at(values: Any, path: tuple[str, ...]) -> Values:
+def _find_nested(values: Any, path: tuple[str, ...]) -> Values:
     """Return the nested values at a path; empty if there are none."""
     for key in path:
         values = values.get(key) if isinstance(values, Mapping) else None
     return values if isinstance(values, dict) else {}
 
 
-def _few(part: Any, count: int) -> int:
+def _find_layer_count(part: Any, count: int) -> int:
     """Return the length of the shortest prefix that has all kinds of layers and a minimum number of them."""
-    least = _LEAST if isinstance(vars(part).get("vocab_size"), int) else _LEAST_OF_TOWER
-    for key in _KINDS:
+    min_layers = _MIN_LAYERS if isinstance(vars(part).get("vocab_size"), int) else _MIN_TOWER_LAYERS
+    for key in _LAYER_TYPE_KEYS:
         kinds = vars(part).get(key)
         if isinstance(kinds, list | tuple) and len(kinds) == count:
-            least = max(least, *(list(kinds).index(kind) + 1 for kind in set(kinds)))
-    return min(count, least)
+            min_layers = max(min_layers, *(list(kinds).index(kind) + 1 for kind in set(kinds)))
+    return min(count, min_layers)
 
 
-def _points_behind(value: list[Any], few: int, count: int) -> bool:
+def _refers_to_removed_layers(value: list[Any], layer_count: int, count: int) -> bool:
     """Return True if a list has numbers of layers some of which would be removed."""
-    numbers = all(isinstance(each, int) for each in value)
-    return numbers and len(value) != count and any(few <= each < count for each in value)
+    are_integers = all(isinstance(each, int) for each in value)
+    return are_integers and len(value) != count and any(layer_count <= each < count for each in value)

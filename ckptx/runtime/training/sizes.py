@@ -13,14 +13,16 @@ from msgspec.structs import replace
 from ckptx.errors import CkptxError, UsageError
 from ckptx.layout.stages import SPLITS
 from ckptx.runtime.training.recipe import LayoutBlock, Recipe, TrainingBlock
-from ckptx.runtime.training.recipe_schema import Subject
+from ckptx.runtime.training.recipe_schema import DescribeSubject
 from ckptx.untrusted.limits import RANKS
 from ckptx.wording import counted
 
 _SEED_BITS = 32
 
 
-def with_data_ranks(layout: LayoutBlock, world_size: int | None, subject: Subject, path: str = "layout") -> LayoutBlock:
+def fill_dp_shard(
+    layout: LayoutBlock, world_size: int | None, subject: DescribeSubject, path: str = "layout"
+) -> LayoutBlock:
     """Fill in `dp_shard` of a layout.
 
     Args:
@@ -53,7 +55,7 @@ def with_data_ranks(layout: LayoutBlock, world_size: int | None, subject: Subjec
     return layout
 
 
-def check_sizes(recipe: Recipe, subject: Subject) -> tuple[str, ...]:
+def check_sizes(recipe: Recipe, subject: DescribeSubject) -> tuple[str, ...]:
     """Refuse invalid sizes and combinations of sizes.
 
     Args:
@@ -67,7 +69,7 @@ def check_sizes(recipe: Recipe, subject: Subject) -> tuple[str, ...]:
         UsageError: A size breaks a rule, which the message names.
         UnsupportedError: The schedule is not supported with this layout.
     """
-    for path, value, bound in _out_of_bounds(recipe):
+    for path, value, bound in _find_out_of_bounds(recipe):
         raise UsageError(f"{subject(path)}: {path} is {value} and must be {bound}; correct it")
     _check_steps(recipe, subject)
     if recipe.train is not None:
@@ -81,7 +83,7 @@ def check_sizes(recipe: Recipe, subject: Subject) -> tuple[str, ...]:
     return tuple(notes)
 
 
-def _out_of_bounds(recipe: Recipe) -> Iterator[tuple[str, object, str]]:
+def _find_out_of_bounds(recipe: Recipe) -> Iterator[tuple[str, object, str]]:
     """Yield the path, value and bound of each number out of its bounds."""
     training, optimizer, schedule = recipe.training, recipe.optimizer, recipe.schedule
     betas = [(f"optimizer.betas[{at}]", each) for at, each in enumerate(optimizer.betas)]
@@ -114,7 +116,7 @@ def _out_of_bounds(recipe: Recipe) -> Iterator[tuple[str, object, str]]:
         yield "optimizer.betas", f"a list of {counted(len(optimizer.betas), 'number')}", "a list of two"
 
 
-def _check_steps(recipe: Recipe, subject: Subject) -> None:
+def _check_steps(recipe: Recipe, subject: DescribeSubject) -> None:
     training = recipe.training
     for at, step in enumerate(training.save_at):
         if not 1 <= step <= training.steps:
@@ -130,7 +132,7 @@ def _check_steps(recipe: Recipe, subject: Subject) -> None:
         )
 
 
-def _check_batches(training: TrainingBlock, layout: LayoutBlock, path: str, subject: Subject) -> None:
+def _check_batches(training: TrainingBlock, layout: LayoutBlock, path: str, subject: DescribeSubject) -> None:
     """Check that samples can be split evenly."""
     dp = layout.dims.dp
     needed = training.local_batch * dp
@@ -148,7 +150,7 @@ def _check_batches(training: TrainingBlock, layout: LayoutBlock, path: str, subj
         )
 
 
-def _check_stages(training: TrainingBlock, layout: LayoutBlock, path: str, subject: Subject) -> Iterator[str]:
+def _check_stages(training: TrainingBlock, layout: LayoutBlock, path: str, subject: DescribeSubject) -> Iterator[str]:
     """Check that the pipeline is valid, and yield notes about it."""
     split = layout.pp_split
     counts = split.split(",")
@@ -177,7 +179,7 @@ def _check_stages(training: TrainingBlock, layout: LayoutBlock, path: str, subje
             f"{subject(where, path, 'training.local_batch', 'training.microbatch')}: {where} {layout.schedule}, with "
             f"training.local_batch / training.microbatch = {microbatches}: {reason}"
         ) from error
-    stages = layout.pp * schedule.stages
+    stages = layout.pp * schedule.stages_per_rank
     if microbatches < stages:
         yield (
             f"{path}: {counted(microbatches, 'microbatch')} for {counted(stages, 'stage')}, so that some stages are "

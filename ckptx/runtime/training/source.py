@@ -25,21 +25,21 @@ from ckptx.errors import CkptxError, InputError, UsageError
 from ckptx.formats.hf.hub import resolve_source
 from ckptx.formats.hf.reader import read_json
 from ckptx.runtime.model.build import read_config, translate_build_errors
-from ckptx.runtime.training.dropouts import dropouts_of, set_dropout
+from ckptx.runtime.training.dropouts import find_dropout_keys, set_dropout
 from ckptx.runtime.training.recipe import ModelBlock, Recipe
-from ckptx.runtime.training.recipe_schema import unknown
-from ckptx.runtime.training.shrinking import shrunk_config, with_few_layers
+from ckptx.runtime.training.recipe_schema import unknown_name_error
+from ckptx.runtime.training.shrinking import reduce_layers, shrink_widths
 from ckptx.runtime.training.source_tokenizer import make_tokenizer
 
 _CONFIG = "config.json"
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
-_SHARD = "2GB"
-_JITTER = 0.1  # standard deviation of noise on tensors that a class sets to a constant: norms, biases, scales
-_BOUND = 8.0  # in place of an infinite bound
+_MAX_SHARD_SIZE = "2GB"
+_NOISE_STD = 0.1  # standard deviation of noise on tensors that a class sets to a constant: norms, biases, scales
+_FINITE_BOUND = 8.0  # in place of an infinite bound
 # Functions of torch.Tensor and torch.nn.init that draw values, and one that a truncated normal uses.
-_DRAWING = ("normal_", "uniform_", "kaiming_uniform_", "kaiming_normal_", "trunc_normal_", "erfinv_")
+_RANDOM_FUNCTIONS = ("normal_", "uniform_", "kaiming_uniform_", "kaiming_normal_", "trunc_normal_", "erfinv_")
 # Config keys that every class accepts.
-_ALWAYS = ("attn_implementation", "torch_dtype", "rope_theta", "rope_scaling", "rope_parameters", "auto_map")
+_COMMON_KEYS = ("attn_implementation", "torch_dtype", "rope_theta", "rope_scaling", "rope_parameters", "auto_map")
 
 Values = dict[str, Any]
 
@@ -68,26 +68,26 @@ def prepare_source(recipe: Recipe, directory: Path) -> Path:
         root = resolve_source(model.pretrained, revision=model.revision)
         if not model.config and dropout is None and model.attn_implementation is None:
             return root
-        values = merged(read_json(root / _CONFIG), model.config)
-        with _errors_about_the_recipe(directory):
-            return _linked(root, directory, values, recipe)
-    values = _first_values(model)
+        values = merge_config(read_json(root / _CONFIG), model.config)
+        with _attribute_errors_to_recipe(directory):
+            return _link_checkpoint(root, directory, values, recipe)
+    values = _read_initial_config(model)
     directory.mkdir(parents=True, exist_ok=True)
-    with _errors_about_the_recipe(directory):
-        config, cls, name = _random_config(values, directory, recipe)
+    with _attribute_errors_to_recipe(directory):
+        config, cls, name = _make_random_config(values, directory, recipe)
         tokenizer = make_tokenizer(config)
         with translate_build_errors(name, directory):
-            made = random_model(cls, config, getattr(torch, model.dtype), recipe.training.seed)
-    made.config.architectures = [name]
-    with _without_bars():
-        made.save_pretrained(directory, max_shard_size=_SHARD)
+            random = make_random_model(cls, config, getattr(torch, model.dtype), recipe.training.seed)
+    random.config.architectures = [name]
+    with _hide_progress_bar():
+        random.save_pretrained(directory, max_shard_size=_MAX_SHARD_SIZE)
     tokenizer.save_pretrained(directory)
-    _write_config(directory, _with_attention(read_json(directory / _CONFIG), model))
+    _write_config(directory, _add_attn_implementation(read_json(directory / _CONFIG), model))
     return directory
 
 
 @contextlib.contextmanager
-def _errors_about_the_recipe(directory: Path) -> Iterator[None]:
+def _attribute_errors_to_recipe(directory: Path) -> Iterator[None]:
     """Attribute errors about the generated config.json, a temporary file, to `model.config` of the recipe."""
     written = re.escape(str(directory / _CONFIG))
     try:
@@ -100,7 +100,7 @@ def _errors_about_the_recipe(directory: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _without_bars() -> Iterator[None]:
+def _hide_progress_bar() -> Iterator[None]:
     """Hide the progress bar of transformers for a file that is written in milliseconds."""
     shown = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
@@ -111,20 +111,20 @@ def _without_bars() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def merged(values: Mapping[str, Any], changes: Mapping[str, Any]) -> Values:
+def merge_config(values: Mapping[str, Any], changes: Mapping[str, Any]) -> Values:
     """Return a config with some keys overridden; mappings are merged key by key, other values replaced."""
-    found = dict(values)
+    result = dict(values)
     for key, change in changes.items():
-        below = found.get(key)
-        both = isinstance(below, Mapping) and isinstance(change, Mapping)
-        found[key] = merged(below, change) if both else change  # type: ignore[arg-type]  # both are mappings
-    return found
+        nested = result.get(key)
+        are_mappings = isinstance(nested, Mapping) and isinstance(change, Mapping)
+        result[key] = merge_config(nested, change) if are_mappings else change  # type: ignore[arg-type]  # both are mappings
+    return result
 
 
 # -------------------------------------------------------------------------------------------------------- pretrained
 
 
-def _linked(root: Path, directory: Path, values: Values, recipe: Recipe) -> Path:
+def _link_checkpoint(root: Path, directory: Path, values: Values, recipe: Recipe) -> Path:
     """Create a directory with another config and links to the same weights."""
     if directory.resolve() == root.resolve():
         raise UsageError(
@@ -145,12 +145,12 @@ def _linked(root: Path, directory: Path, values: Values, recipe: Recipe) -> Path
     _refuse_other_type(recipe.model.config, name, config)
     _refuse_unknown(recipe.model.config, config)
     if recipe.training.dropout is not None:
-        for path, key in dropouts_of(config):
+        for path, key in find_dropout_keys(config):
             part = values
-            for step in path:
-                part = part.setdefault(step, {})
+            for nested_key in path:
+                part = part.setdefault(nested_key, {})
             part[key] = recipe.training.dropout
-    _write_config(directory, _with_attention(values, recipe.model))
+    _write_config(directory, _add_attn_implementation(values, recipe.model))
     return directory
 
 
@@ -158,7 +158,7 @@ def _write_config(directory: Path, values: Values) -> None:
     (directory / _CONFIG).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
 
 
-def _with_attention(values: Values, model: ModelBlock) -> Values:
+def _add_attn_implementation(values: Values, model: ModelBlock) -> Values:
     """Add `attn_implementation`, which transformers reads from config.json whenever the model is built."""
     if model.attn_implementation is None:
         return values
@@ -168,16 +168,16 @@ def _with_attention(values: Values, model: ModelBlock) -> Values:
 # ---------------------------------------------------------------------------------------------------- random weights
 
 
-def _first_values(model: ModelBlock) -> Values:
+def _read_initial_config(model: ModelBlock) -> Values:
     """Return the initial keys of config.json."""
     if model.shrunk and model.shrunk_from:
-        return merged(model.shrunk_from, model.config)
+        return merge_config(model.shrunk_from, model.config)
     if model.pretrained is not None:
         try:
             root = resolve_source(model.pretrained, revision=model.revision)
         except InputError as error:
             raise InputError(f"{error}; or set model.shrunk_from to keys of a config.json") from error
-        return merged(read_json(root / _CONFIG), model.config)
+        return merge_config(read_json(root / _CONFIG), model.config)
     if not model.config:
         raise UsageError(
             "model: has neither pretrained nor config; set model.pretrained to a checkpoint, or model.config to keys "
@@ -186,7 +186,7 @@ def _first_values(model: ModelBlock) -> Values:
     return dict(model.config)
 
 
-def _random_config(values: Values, directory: Path, recipe: Recipe) -> tuple[Any, type[PreTrainedModel], str]:
+def _make_random_config(values: Values, directory: Path, recipe: Recipe) -> tuple[Any, type[PreTrainedModel], str]:
     """Return the config of a model with random weights, its class, and the name of the class."""
     trusts = recipe.model.trust_remote_code
     _write_config(directory, values)
@@ -194,30 +194,30 @@ def _random_config(values: Values, directory: Path, recipe: Recipe) -> tuple[Any
     _refuse_other_type(recipe.model.config, name, config)
     _refuse_unknown(recipe.model.config, config)
     if recipe.model.shrunk:
-        _write_config(directory, with_few_layers(values, config, recipe.model.config))
+        _write_config(directory, reduce_layers(values, config, recipe.model.config))
         name, cls, config = read_config(directory, trust_remote_code=trusts)
-        config = shrunk_config(config, cls)
+        config = shrink_widths(config, cls)
     if recipe.training.dropout is not None:
         set_dropout(config, recipe.training.dropout)
     return config, cls, name
 
 
-def _refuse_other_type(given: Mapping[str, Any], name: str, config: PreTrainedConfig) -> None:
+def _refuse_other_type(user_keys: Mapping[str, Any], name: str, config: PreTrainedConfig) -> None:
     """Refuse a model type that differs from that of the class.
 
     Raises:
         UsageError: The types differ.
     """
-    needed = type(config).model_type
-    found = given.get("model_type", needed)
-    if found != needed:
+    expected = type(config).model_type
+    found = user_keys.get("model_type", expected)
+    if found != expected:
         raise UsageError(
-            f'model.config.model_type is "{found}", but that of {name} is "{needed}"; leave it out, or name another '
+            f'model.config.model_type is "{found}", but that of {name} is "{expected}"; leave it out, or name another '
             "class in model.config.architectures"
         )
 
 
-def _refuse_unknown(given: Mapping[str, Any], config: Any, path: str = "model.config") -> None:
+def _refuse_unknown(user_keys: Mapping[str, Any], config: Any, path: str = "model.config") -> None:
     """Refuse keys that the class does not read, and that transformers would ignore.
 
     A class may read keys that it does not declare: keys mentioned in its code are accepted, too.
@@ -225,25 +225,34 @@ def _refuse_unknown(given: Mapping[str, Any], config: Any, path: str = "model.co
     Raises:
         UsageError: A key is unknown.
     """
-    kind = type(config)
-    declared = {key for each in kind.__mro__ for key in getattr(each, "__annotations__", {}) if not key.startswith("_")}
-    known = {*declared, *kind.attribute_map, *_ALWAYS}
-    words = set(re.findall(r"\w+", "".join(map(_code_of, (kind.__module__, _modeling(kind.__module__))))))
-    for key, value in given.items():
-        if words and key not in known and key not in words:
-            raise unknown(key, sorted(known), f"{path}.{key}", f"{kind.__name__} has no such key; leave it out")
+    config_class = type(config)
+    declared = {
+        key for each in config_class.__mro__ for key in getattr(each, "__annotations__", {}) if not key.startswith("_")
+    }
+    known = {*declared, *config_class.attribute_map, *_COMMON_KEYS}
+    identifiers = set(
+        re.findall(
+            r"\w+",
+            "".join(map(_read_source_code, (config_class.__module__, _find_modeling_module(config_class.__module__)))),
+        )
+    )
+    for key, value in user_keys.items():
+        if identifiers and key not in known and key not in identifiers:
+            raise unknown_name_error(
+                key, sorted(known), f"{path}.{key}", f"{config_class.__name__} has no such key; leave it out"
+            )
         part = vars(config).get(key)
         if isinstance(value, Mapping) and isinstance(part, PreTrainedConfig):
             _refuse_unknown(value, part, f"{path}.{key}")
 
 
-def _modeling(module: str) -> str:
+def _find_modeling_module(module: str) -> str:
     """Return the name of the module with the models for a module with configs."""
     package, _, name = module.rpartition(".")
     return f"{package}.{name.replace('configuration_', 'modeling_')}"
 
 
-def _code_of(module: str) -> str:
+def _read_source_code(module: str) -> str:
     """Return the source code of a module; empty if it is unavailable."""
     try:
         return inspect.getsource(importlib.import_module(module))
@@ -251,7 +260,7 @@ def _code_of(module: str) -> str:
         return ""
 
 
-def random_model(cls: type[PreTrainedModel], config: Any, dtype: torch.dtype, seed: int) -> PreTrainedModel:
+def make_random_model(cls: type[PreTrainedModel], config: Any, dtype: torch.dtype, seed: int) -> PreTrainedModel:
     """Return a model with random weights, none of which is all zeros, all ones or infinite; tied names stay tied.
 
     Weights of products are drawn so that they preserve the scale of their input. Tensors that a class sets to a
@@ -267,39 +276,39 @@ def random_model(cls: type[PreTrainedModel], config: Any, dtype: torch.dtype, se
         torch.manual_seed(seed)
         model: PreTrainedModel = cls._from_config(copy.deepcopy(config), dtype=dtype)
     generator = torch.Generator().manual_seed(seed)
-    done: set[int] = set()
+    drawn_ids: set[int] = set()
     with torch.no_grad():
         for name, tensor in model.state_dict(keep_vars=True).items():
-            if id(tensor) not in done and tensor.is_floating_point():
-                done.add(id(tensor))
-                _draw(name, tensor, generator)
+            if id(tensor) not in drawn_ids and tensor.is_floating_point():
+                drawn_ids.add(id(tensor))
+                _draw_values(name, tensor, generator)
     return model.eval()
 
 
 class _SkipWeightInit(TorchFunctionMode):  # type: ignore[misc]  # torch types it as Any
-    """Replaces initializations by zeros that `_draw` overwrites: torch draws each weight, and its class once more."""
+    """Replaces initializations by zeros, which `_draw_values` overwrites, so that each weight is drawn once."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if getattr(function, "__name__", "") in _DRAWING:
+        if getattr(function, "__name__", "") in _RANDOM_FUNCTIONS:
             tensor = args[0] if args else kwargs.get("tensor")
-            if isinstance(tensor, Parameter) and _multiplies(tensor):
+            if isinstance(tensor, Parameter) and _is_drawn_in_full(tensor):
                 with torch.no_grad():
                     return tensor.zero_()
         return function(*args, **kwargs)
 
 
-def _multiplies(tensor: Tensor) -> bool:
-    """Return True if `_draw` replaces the whole tensor, so that earlier values do not matter."""
+def _is_drawn_in_full(tensor: Tensor) -> bool:
+    """Return True if `_draw_values` replaces the whole tensor, so that earlier values do not matter."""
     return isinstance(tensor, Parameter) and tensor.dim() >= 2 and tensor.is_floating_point()
 
 
-def _draw(name: str, tensor: Tensor, generator: torch.Generator) -> None:
+def _draw_values(name: str, tensor: Tensor, generator: torch.Generator) -> None:
     """Draw random values, in place."""
-    if _multiplies(tensor):
+    if _is_drawn_in_full(tensor):
         fan_in = tensor.shape[-1] if tensor.dim() < 4 else tensor[0].numel()
         tensor.normal_(0, fan_in**-0.5, generator=generator)
         return
-    noise = torch.empty_like(tensor).normal_(0, _JITTER, generator=generator)
-    tensor.nan_to_num_(0.0, _BOUND, -_BOUND)
+    noise = torch.empty_like(tensor).normal_(0, _NOISE_STD, generator=generator)
+    tensor.nan_to_num_(0.0, _FINITE_BOUND, -_FINITE_BOUND)
     tensor.add_(noise.abs() if name.endswith("running_var") else noise)

@@ -8,12 +8,12 @@ from __future__ import annotations
 from typing import Any
 
 from ckptx.errors import UsageError, missing_package
-from ckptx.runtime.model.shrink_config import parts
+from ckptx.runtime.model.shrink_config import iter_configs
 
 _BYTES = 256
 # Tokens that a chat requires, even if the config does not name them.
-_ROLES = {"pad": "<pad>", "bos": "<bos>", "eos": "<eos>"}
-MOST_TOKENS = _BYTES + len(_ROLES)  # without other special tokens of a config
+_REQUIRED_TOKENS = {"pad": "<pad>", "bos": "<bos>", "eos": "<eos>"}
+BYTE_VOCABULARY_SIZE = _BYTES + len(_REQUIRED_TOKENS)  # without other special tokens of a config
 
 # `{% generation %}` marks the answer and its end token. An image is one token, which data sets replace by many.
 _TEMPLATE = (
@@ -43,45 +43,47 @@ def make_tokenizer(config: Any) -> Any:
     except ImportError as error:
         raise missing_package("a tokenizer for random weights", error) from error
     text = config.get_text_config(decoder=True)
-    named = _named(config)
-    free = [each for each in range(int(text.vocab_size)) if each not in named.values()]
-    lacking = [role for role in _ROLES.values() if role not in named]
-    if len(free) < _BYTES + len(lacking):
+    special_tokens = _find_special_tokens(config)
+    free_ids = [each for each in range(int(text.vocab_size)) if each not in special_tokens.values()]
+    missing_tokens = [role for role in _REQUIRED_TOKENS.values() if role not in special_tokens]
+    if len(free_ids) < _BYTES + len(missing_tokens):
         raise UsageError(
-            f"model.config: vocab_size is {text.vocab_size}, of which {len(named)} are special tokens; a byte "
-            f"tokenizer requires {_BYTES + len(lacking)} more than these; set vocab_size to {len(named) + MOST_TOKENS}"
+            f"model.config: vocab_size is {text.vocab_size}, of which {len(special_tokens)} are special tokens; a byte "
+            f"tokenizer requires {_BYTES + len(missing_tokens)} more than these; set vocab_size to "
+            f"{len(special_tokens) + BYTE_VOCABULARY_SIZE}"
         )
-    rest = iter(free)
-    for key, role in _ROLES.items():
-        if role in lacking:
-            named[role] = next(rest)
-            setattr(text, f"{key}_token_id", named[role])
-    symbols = dict(zip(sorted(pre_tokenizers.ByteLevel.alphabet()), rest, strict=False))
-    tokenizer = Tokenizer(models.BPE(vocab={**named, **symbols}, merges=[]))
+    remaining_ids = iter(free_ids)
+    for key, token in _REQUIRED_TOKENS.items():
+        if token in missing_tokens:
+            special_tokens[token] = next(remaining_ids)
+            setattr(text, f"{key}_token_id", special_tokens[token])
+    symbols = dict(zip(sorted(pre_tokenizers.ByteLevel.alphabet()), remaining_ids, strict=False))
+    tokenizer = Tokenizer(models.BPE(vocab={**special_tokens, **symbols}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, bos_token="<bos>", eos_token="<eos>", pad_token="<pad>",
-        extra_special_tokens=[each for each in named if each not in _ROLES.values()], chat_template=_TEMPLATE,
+        extra_special_tokens=[each for each in special_tokens if each not in _REQUIRED_TOKENS.values()],
+        chat_template=_TEMPLATE,
     )  # fmt: skip
 
 
-def _named(config: Any) -> dict[str, int]:
+def _find_special_tokens(config: Any) -> dict[str, int]:
     """Return the ids of the special tokens that a config names, by token; `image_token_id` becomes <image>."""
-    found: dict[str, int] = {}
-    known: set[int] = set()
+    special_tokens: dict[str, int] = {}
+    known_ids: set[int] = set()
     text = config.get_text_config(decoder=True)
-    for part in (text, *parts(config)):  # the text part first: it determines padding, begin and end
+    for part in (text, *iter_configs(config)):  # the text part first: it determines padding, begin and end
         for key, value in sorted(vars(part).items()):
             for ending in ("_token_id", "_token_index", "_token_ids", "_bos_id", "_eos_id"):
                 if not key.endswith(ending):
                     continue
-                ids = value if isinstance(value, list | tuple) else [value]
-                ids = [each for each in ids if isinstance(each, int) and 0 <= each < text.vocab_size]
-                for at, each in enumerate(ids):
-                    name = f"<{key.removesuffix(ending)}>" if not at else f"<{key.removesuffix(ending)}_{at}>"
-                    if each not in known and name not in found:
-                        found[name] = each
-                        known.add(each)
+                token_ids = value if isinstance(value, list | tuple) else [value]
+                token_ids = [each for each in token_ids if isinstance(each, int) and 0 <= each < text.vocab_size]
+                for index, each in enumerate(token_ids):
+                    name = f"<{key.removesuffix(ending)}>" if not index else f"<{key.removesuffix(ending)}_{index}>"
+                    if each not in known_ids and name not in special_tokens:
+                        special_tokens[name] = each
+                        known_ids.add(each)
                 break
-    return found
+    return special_tokens

@@ -32,21 +32,21 @@ from ckptx.runtime.parallel.distributed import RankContext, all_gather_object, d
 from ckptx.runtime.parallel.gradients import clip_grad_norm, labels_per_rank
 from ckptx.runtime.parallel.randomness import RandomState, seed
 from ckptx.runtime.parallel.tensor_parallel.loss import causal_lm_loss, token_losses
-from ckptx.runtime.training.assembly import AssembledModel, assemble, connect, mixed_inputs
+from ckptx.runtime.training.assembly import RankModel, build_rank_model, connect_pipeline, make_mixed_inputs
 from ckptx.runtime.training.checkpoints import StepDirectories
 from ckptx.runtime.training.data import Dataset, collate
 from ckptx.runtime.training.optimization import make_optimizer, make_scheduler
 from ckptx.runtime.training.recipe import LayoutBlock, Recipe
-from ckptx.runtime.training.sampler import Sampler, part
+from ckptx.runtime.training.sampler import Sampler, split_over_ranks
 
 _LABELS = "labels"
 _GIB = 2**30
 
-Event = Callable[["Trainer"], None]
+TrainerEvent = Callable[["Trainer"], None]
 
 
 @dataclass(frozen=True, slots=True)
-class StepRecord:
+class StepMetrics:
     """Metrics of a step, printed and written as a line of JSON.
 
     Attributes:
@@ -89,12 +89,12 @@ class Trainer:
         resumed_from: Checkpoint that the run resumed from; None if it did not.
         dataset: Training data.
         data_rank: Data-parallel rank.
-        assembled: Model of this rank, or its pipeline stages.
+        rank_model: Model of this rank, or its pipeline stages.
         optimizer: Optimizer of the trained parameters.
         scheduler: Learning-rate scheduler.
         sampler: Sampler of the training data.
-        random: Random number generators of this process.
-        done: Number of optimizer steps so far.
+        random_state: Random number generators of this process.
+        completed_steps: Number of optimizer steps so far.
         notes: Notes for the user.
     """
 
@@ -103,10 +103,10 @@ class Trainer:
         recipe: Recipe,
         source: Path,
         dataset: Dataset,
-        place: RankContext,
+        rank_context: RankContext,
         *,
         layout: LayoutBlock | None = None,
-        events: Mapping[str, Event] | None = None,
+        callbacks: Mapping[str, TrainerEvent] | None = None,
     ) -> None:
         """Build the model and load it from `source`; every rank calls it.
 
@@ -114,9 +114,9 @@ class Trainer:
             recipe: Recipe of the run.
             source: Checkpoint to start from.
             dataset: Training data.
-            place: Context of this rank.
+            rank_context: Context of this rank.
             layout: Mesh to use in place of the recipe's; None for the recipe's.
-            events: Callbacks by event: "loaded", "resumed", "gradients" (before the optimizer step), "stepped". None
+            callbacks: Callbacks by event: "loaded", "resumed", "gradients" (before the optimizer step), "stepped". None
                 for none.
 
         Raises:
@@ -124,24 +124,24 @@ class Trainer:
             InputError: The checkpoint is damaged.
         """
         self.recipe = recipe if layout is None else structs.replace(recipe, layout=layout)
-        self.assembled: AssembledModel = assemble(self.recipe, source, place)
-        self.assembled.load(source)
-        self.place, self.done, self.notes = place, 0, list[str]()
-        self.source, self.dataset, self._events = source, dataset, dict(events or {})
+        self.rank_model: RankModel = build_rank_model(self.recipe, source, rank_context)
+        self.rank_model.load(source)
+        self.rank_context, self.completed_steps, self.notes = rank_context, 0, list[str]()
+        self.source, self.dataset, self._callbacks = source, dataset, dict(callbacks or {})
         self.resumed_from: Path | None = None
-        training, mesh = recipe.training, self.assembled.mesh
+        training, mesh = recipe.training, self.rank_model.mesh
         self.data_rank = data_index(mesh)
-        self.optimizer = make_optimizer(recipe.optimizer, [each for _, each in self.assembled.parameters()])
-        total = training.total_steps or training.steps
-        self.scheduler = make_scheduler(recipe.schedule, self.optimizer, total, recipe.optimizer.lr)
+        self.optimizer = make_optimizer(recipe.optimizer, [each for _, each in self.rank_model.parameters()])
+        total_steps = training.total_steps or training.steps
+        self.scheduler = make_scheduler(recipe.schedule, self.optimizer, total_steps, recipe.optimizer.lr)
         self.sampler = Sampler(len(dataset), seed=training.seed, global_batch=training.global_batch)
-        self.random = RandomState(place.device)
+        self.random_state = RandomState(rank_context.device)
         seed(training.seed, mesh)
-        self._mixed = mixed_inputs(self.assembled)
+        self._mixed_inputs = make_mixed_inputs(self.rank_model)
         self._saver: Saver | None = None
-        self._at("loaded")
+        self._run_callback("loaded")
 
-    def step(self) -> StepRecord:
+    def step(self) -> StepMetrics:
         """Run one optimizer step; every rank calls it.
 
         Raises:
@@ -149,45 +149,50 @@ class Trainer:
             SpaceError: The GPU runs out of memory.
         """
         begin = time.perf_counter()
-        connect(self.assembled)
-        self.done += 1
+        connect_pipeline(self.rank_model)
+        self.completed_steps += 1
         epoch = self.sampler.epoch
         batches = self.microbatches(self.sampler.next_step())
         labels = [each[_LABELS] for each in batches]
-        mesh, pipeline = self.assembled.mesh, self.assembled.pipeline
-        items = labels_per_rank(labels, mesh)
-        with translate_runtime_errors(self.assembled.models[0]):
-            losses = self._backward(batches, items) if pipeline is None else self._schedules(batches, items)
-        self._at("gradients")
-        most = self.recipe.training.clip if self.recipe.training.clip is not None else float("inf")
-        norm = clip_grad_norm(self.assembled.models, most) if pipeline is None else pipeline.clip_grad_norm(most)
-        rate = float(self.optimizer.param_groups[0]["lr"])
+        mesh, pipeline = self.rank_model.mesh, self.rank_model.pipeline
+        num_items = labels_per_rank(labels, mesh)
+        with translate_runtime_errors(self.rank_model.models[0]):
+            losses = (
+                self._backward(batches, num_items) if pipeline is None else self._backward_pipeline(batches, num_items)
+            )
+        self._run_callback("gradients")
+        max_norm = self.recipe.training.clip if self.recipe.training.clip is not None else float("inf")
+        norm = (
+            clip_grad_norm(self.rank_model.models, max_norm) if pipeline is None else pipeline.clip_grad_norm(max_norm)
+        )
+        lr = float(self.optimizer.param_groups[0]["lr"])
         self.optimizer.step()
         self.scheduler.step()
         self.optimizer.zero_grad()
-        self._at("stepped")
+        self._run_callback("stepped")
         tokens = sum(int(each.get("attention_mask", each["input_ids"] >= 0).sum()) for each in batches)
-        found = all_gather_object((losses, tokens, self._is_counted()))
-        losses_by_rank = [loss for loss, _, is_counted in found if is_counted]
+        gathered = all_gather_object((losses, tokens, self._reports_metrics()))
+        losses_by_rank = [loss for loss, _, is_counted in gathered if is_counted]
         seconds = time.perf_counter() - begin
-        tps = sum(each for _, each, is_counted in found if is_counted) / seconds
-        return StepRecord(
-            self.done, epoch, sum(losses_by_rank) / len(losses_by_rank), float(norm), rate, _memory(self.place.device),
-            tps, tps / self.place.world_size, round(float(items) * self._data_ranks()),
+        tps = sum(each for _, each, is_counted in gathered if is_counted) / seconds
+        return StepMetrics(
+            self.completed_steps, epoch, sum(losses_by_rank) / len(losses_by_rank), float(norm), lr,
+            _read_peak_gib(self.rank_context.device),
+            tps, tps / self.rank_context.world_size, round(float(num_items) * self._data_ranks()),
         )  # fmt: skip
 
     def microbatches(self, indices: Sequence[int]) -> list[dict[str, Tensor]]:
         """Return the microbatches of this data-parallel rank for the samples of a step: model arguments and labels."""
         training = self.recipe.training
-        own = part(indices, self.data_rank, self._data_ranks())
-        size = training.microbatch if self.assembled.pipeline_plan is not None else training.local_batch
-        portions = [own[begin : begin + size] for begin in range(0, len(own), size)]
-        made = [collate([self.dataset[index] for index in each]) for each in portions]
-        return [{name: self._placed(value) for name, value in each.items()} for each in made]
+        own = split_over_ranks(indices, self.data_rank, self._data_ranks())
+        size = training.microbatch if self.rank_model.pipeline_plan is not None else training.local_batch
+        index_groups = [own[begin : begin + size] for begin in range(0, len(own), size)]
+        microbatches = [collate([self.dataset[index] for index in each]) for each in index_groups]
+        return [{name: self._to_device(value) for name, value in each.items()} for each in microbatches]
 
     def state(self) -> dict[str, Any]:
         """Return the state besides model and optimizer, for `save(training_state=...)`."""
-        return {"scheduler": self.scheduler, "sampler": self.sampler, "rng": PerRank(self.random)}
+        return {"scheduler": self.scheduler, "sampler": self.sampler, "rng": PerRank(self.random_state)}
 
     def save(self, path: Path) -> None:
         """Publish all state as one checkpoint, then point `latest` to it; every rank calls it.
@@ -198,22 +203,22 @@ class Trainer:
         Args:
             path: `StepDirectories(root).path(step)` of this step.
         """
-        steps, step, keep = StepDirectories(path.parent), self.done, self.recipe.checkpoint.keep
+        steps, step, keep = StepDirectories(path.parent), self.completed_steps, self.recipe.checkpoint.keep
 
-        def then() -> None:
+        def on_published() -> None:
             steps.mark_latest(step)
             if keep is not None:
                 steps.retain(keep)
 
-        given: dict[str, Any] = {
-            "layout": self.assembled.layout, "step": step, "beside": self.source, "training_state": self.state(),
-            "mesh": self.assembled.mesh, "overwrite": True, "then": then,
+        options: dict[str, Any] = {
+            "layout": self.rank_model.layout, "step": step, "base": self.source, "training_state": self.state(),
+            "mesh": self.rank_model.mesh, "overwrite": True, "on_published": on_published,
         }  # fmt: skip
         if self.recipe.checkpoint.asynchronous:
             self._saver = self._saver or Saver()
-            self._saver.save(self.assembled.models, self.optimizer, path, **given)
+            self._saver.save(self.rank_model.models, self.optimizer, path, **options)
         else:
-            save(self.assembled.models, self.optimizer, path, **given)
+            save(self.rank_model.models, self.optimizer, path, **options)
 
     def wait_for_save(self) -> None:
         """Wait for a save in progress; every rank calls it.
@@ -232,27 +237,27 @@ class Trainer:
         seeded from the seed, the step and the data-parallel rank, with a note.
         """
         self.resumed_from = path
-        self.assembled.load(path)
-        load_optimizer(self.optimizer, self.assembled.models, path, layout=self.assembled.layout)
-        mesh = self.assembled.mesh
+        self.rank_model.load(path)
+        load_optimizer(self.optimizer, self.rank_model.models, path, layout=self.rank_model.layout)
+        mesh = self.rank_model.mesh
         state = {"scheduler": self.scheduler, "sampler": self.sampler}
-        self.done = int(load_training_state(path, state, mesh=mesh)["step"])
+        self.completed_steps = int(load_training_state(path, state, mesh=mesh)["step"])
         try:  # last, because nothing may draw random numbers before the next step
-            load_training_state(path, {"rng": PerRank(self.random)}, mesh=mesh)
+            load_training_state(path, {"rng": PerRank(self.random_state)}, mesh=mesh)
         except UnsupportedError:
-            seed(_derived(self.recipe.training.seed, self.done), mesh)
+            seed(_derive_seed(self.recipe.training.seed, self.completed_steps), mesh)
             self.notes.append(
                 f"{path.name}: was saved with another number of data-parallel ranks or stages; random numbers are "
                 "seeded from the seed, the step and the data-parallel rank"
             )
-        self._at("resumed")
+        self._run_callback("resumed")
 
     def next_indices(self) -> list[int]:
         """Return the samples of the next step on all data-parallel ranks, without advancing."""
         training = self.recipe.training
-        ahead = Sampler(len(self.dataset), seed=training.seed, global_batch=training.global_batch)
-        ahead.load_state_dict(self.sampler.state_dict())
-        return ahead.next_step()
+        copied_sampler = Sampler(len(self.dataset), seed=training.seed, global_batch=training.global_batch)
+        copied_sampler.load_state_dict(self.sampler.state_dict())
+        return copied_sampler.next_step()
 
     def next_batches(self) -> list[dict[str, Tensor]]:
         """Return the microbatches of the next step on this rank, without advancing."""
@@ -260,28 +265,28 @@ class Trainer:
 
     def logits(self, batches: Sequence[Mapping[str, Tensor]]) -> list[Tensor] | None:
         """Return the full logits without dropout, as float32 on the CPU; None on ranks without the head."""
-        connect(self.assembled)
-        models, pipeline = self.assembled.models, self.assembled.pipeline
-        found: list[Tensor] = []
+        connect_pipeline(self.rank_model)
+        models, pipeline = self.rank_model.models, self.rank_model.pipeline
+        logits_list: list[Tensor] = []
         for model in models:
             model.eval()
-        given = [{name: value for name, value in each.items() if name != _LABELS} for each in batches]
+        arguments = [{name: value for name, value in each.items() if name != _LABELS} for each in batches]
 
-        def take(output: Any, _: int) -> Tensor:
+        def collect_logits(output: Any, _: int) -> Tensor:
             logits = output.logits.full_tensor() if hasattr(output.logits, "full_tensor") else output.logits
-            found.append(logits.detach().float().cpu())
+            logits_list.append(logits.detach().float().cpu())
             return logits.float().mean()
 
         with translate_runtime_errors(models[0]):
             if pipeline is not None:
-                pipeline.forward(given, take)
+                pipeline.forward(arguments, collect_logits)
             else:
                 with torch.no_grad():
-                    for each in given:
-                        take(models[0](**each), 0)
+                    for each in arguments:
+                        collect_logits(models[0](**each), 0)
         for model in models:
             model.train()
-        return found or None
+        return logits_list or None
 
     def release(self) -> None:
         """Free the memory of model and optimizer, in place, even if other references to them exist."""
@@ -292,56 +297,58 @@ class Trainer:
             state.clear()
         self.optimizer.state.clear()
         self.optimizer.param_groups.clear()
-        self.assembled.release()
-        self._mixed, self._events = None, {}
+        self.rank_model.release()
+        self._mixed_inputs, self._callbacks = None, {}
 
-    def _backward(self, batches: Sequence[Mapping[str, Tensor]], items: Tensor) -> float:
+    def _backward(self, batches: Sequence[Mapping[str, Tensor]], num_items: Tensor) -> float:
         """Run forward and backward of each microbatch; returns this rank's share of the loss of the step."""
-        model, total = self.assembled.models[0], 0.0
-        assert self._mixed is not None
+        model, total = self.rank_model.models[0], 0.0
+        assert self._mixed_inputs is not None
         for index, batch in enumerate(batches):
-            given = {name: value for name, value in batch.items() if name != _LABELS}
-            with self._mixed.microbatch(given, is_last=index == len(batches) - 1):
-                loss = causal_lm_loss(model(**given).logits, batch[_LABELS], num_items_in_batch=items)
+            arguments = {name: value for name, value in batch.items() if name != _LABELS}
+            with self._mixed_inputs.microbatch(arguments, is_last=index == len(batches) - 1):
+                loss = causal_lm_loss(model(**arguments).logits, batch[_LABELS], num_items_in_batch=num_items)
                 loss.backward()
             total += float(loss.detach())
         return total
 
-    def _schedules(self, batches: Sequence[Mapping[str, Tensor]], items: Tensor) -> float:
+    def _backward_pipeline(self, batches: Sequence[Mapping[str, Tensor]], num_items: Tensor) -> float:
         """Do the same with a pipeline, with as many microbatches per schedule as the recipe sets."""
-        assert self.assembled.pipeline is not None
+        assert self.rank_model.pipeline is not None
         count = self.recipe.training.local_batch // self.recipe.training.microbatch
         total = 0.0
         for begin in range(0, len(batches), count):
-            part = batches[begin : begin + count]
-            given = [{name: value for name, value in each.items() if name != _LABELS} for each in part]
-            losses = self.assembled.pipeline.step(given, token_losses([each[_LABELS] for each in part], items))
+            step_batches = batches[begin : begin + count]
+            arguments = [{name: value for name, value in each.items() if name != _LABELS} for each in step_batches]
+            losses = self.rank_model.pipeline.step(
+                arguments, token_losses([each[_LABELS] for each in step_batches], num_items)
+            )
             total += sum(map(float, losses))
         return total
 
-    def _is_counted(self) -> bool:
+    def _reports_metrics(self) -> bool:
         """Return True if this rank reports for its data-parallel rank: the first one that has the loss."""
-        mesh, plan = self.assembled.mesh, self.assembled.pipeline_plan
-        has_loss = plan is None or plan.stages.count - 1 in self.assembled.stages
+        mesh, plan = self.rank_model.mesh, self.rank_model.pipeline_plan
+        has_loss = plan is None or plan.stages.count - 1 in self.rank_model.stages
         return has_loss and mesh["tp"].get_local_rank() == 0
 
     def _data_ranks(self) -> int:
         return self.recipe.layout.dims.dp
 
-    def _placed(self, value: Tensor) -> Tensor:
+    def _to_device(self, value: Tensor) -> Tensor:
         dtype = getattr(torch, self.recipe.model.dtype) if value.is_floating_point() else value.dtype
-        return value.to(self.place.device, dtype)
+        return value.to(self.rank_context.device, dtype)
 
-    def _at(self, event: str) -> None:
-        if event in self._events:
-            self._events[event](self)
+    def _run_callback(self, event: str) -> None:
+        if event in self._callbacks:
+            self._callbacks[event](self)
 
 
-def _derived(number: int, step: int) -> int:
+def _derive_seed(number: int, step: int) -> int:
     return int.from_bytes(blake2b(f"{number} {step}".encode(), digest_size=8).digest(), "little") >> 1
 
 
-def _memory(device: torch.device) -> float:
+def _read_peak_gib(device: torch.device) -> float:
     if device.type == "cuda":
         return float(torch.cuda.max_memory_allocated(device)) / _GIB
     return peak_memory() / _GIB

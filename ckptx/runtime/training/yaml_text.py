@@ -1,6 +1,6 @@
 """Read the YAML of a recipe as plain values: None, booleans, numbers, strings, lists and mappings with string keys.
 
-ruamel.yaml parses the text into nodes, and no constructor runs: `_value` handles every kind of value. Plain scalars
+ruamel.yaml parses the text into nodes, and no constructor runs: `_to_value` handles every kind of value. Plain scalars
 follow the core schema of YAML 1.2.2 (chapter 10.3), whatever version a `%YAML` line asks for; ruamel.yaml would also
 accept dates, 1_000, 0b1 and merge keys. Features that recipes do not use are refused.
 """
@@ -20,12 +20,12 @@ from ckptx.errors import UsageError
 from ckptx.untrusted.printable import one_line
 
 _INTEGER_BITS = 63
-_DEPTH = 32
+_MAX_DEPTH = 32
 _NULL = re.compile(r"~|null|Null|NULL|")
 _BOOLEANS = {text: text.lower() == "true" for text in ("true", "True", "TRUE", "false", "False", "FALSE")}
 _INTEGER = re.compile(r"[-+]?[0-9]+")
 _NUMBER = re.compile(r"[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?")
-_NOT_FINITE = re.compile(r"[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)")
+_NON_FINITE = re.compile(r"[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)")
 
 
 class _YamlError(MarkedYAMLError):  # type: ignore[misc]  # mypy skips ruamel.yaml
@@ -44,12 +44,12 @@ class _PlainComposer(Composer):  # type: ignore[misc]
         return super().compose_node(parent, index)
 
 
-def parse_yaml(text: str, where: str) -> Any:
+def parse_yaml(text: str, subject: str) -> Any:
     """Return the value of a YAML document.
 
     Args:
         text: The document.
-        where: The subject of errors.
+        subject: The subject of errors.
 
     Raises:
         UsageError: It is not YAML, or it contains a repeated key, a key that is not a string, an alias, a tag, NaN,
@@ -57,43 +57,43 @@ def parse_yaml(text: str, where: str) -> Any:
     """
     yaml = YAML(typ="safe", pure=True)
     yaml.Composer = _PlainComposer
-    yaml.max_depth = _DEPTH
+    yaml.max_depth = _MAX_DEPTH
     try:
-        return _value(yaml.compose(text))
+        return _to_value(yaml.compose(text))
     except MaxDepthExceededError as error:
-        raise UsageError(f"{where}: is nested deeper than {_DEPTH} levels; write it flatter") from error
+        raise UsageError(f"{subject}: is nested deeper than {_MAX_DEPTH} levels; write it flatter") from error
     except MarkedYAMLError as error:
         mark = error.problem_mark
-        at = f" in line {mark.line + 1}" if mark is not None and "\n" in text.rstrip() else ""
+        location = f" in line {mark.line + 1}" if mark is not None and "\n" in text.rstrip() else ""
         problem = one_line(str(error.problem), 400)
         message = problem if isinstance(error, _YamlError) else f"invalid YAML: {problem}; correct it"
-        raise UsageError(f"{where}: found{at} {message}") from error
+        raise UsageError(f"{subject}: found{location} {message}") from error
     except YAMLError as error:
         reason = one_line((str(error).splitlines() or ["no reason"])[0], 400)
-        raise UsageError(f"{where}: is not valid YAML: {reason}; correct it") from error
+        raise UsageError(f"{subject}: is not valid YAML: {reason}; correct it") from error
 
 
-def _value(node: Node | None) -> Any:
+def _to_value(node: Node | None) -> Any:
     """Return the value of a node; None of an empty document. The composer bounds the depth."""
     if node is None:
         return None
     if isinstance(node, ScalarNode):
-        return _scalar(node)
+        return _to_scalar(node)
     if not isinstance(node, MappingNode):
-        return [_value(each) for each in node.value]
-    found: dict[str, Any] = {}
+        return [_to_value(each) for each in node.value]
+    mapping: dict[str, Any] = {}
     for key_node, value in node.value:
-        key = _value(key_node) if isinstance(key_node, ScalarNode) else None
+        key = _to_value(key_node) if isinstance(key_node, ScalarNode) else None
         if not isinstance(key, str):
-            shown = f"{key_node.value:.40}" if isinstance(key_node, ScalarNode) else "but a mapping or a list"
-            _refuse(f"a key that is not a string, {shown}; put it in quotes", key_node)
-        if key in found:
+            description = f"{key_node.value:.40}" if isinstance(key_node, ScalarNode) else "but a mapping or a list"
+            _refuse(f"a key that is not a string, {description}; put it in quotes", key_node)
+        if key in mapping:
             _refuse(f'key "{key}" appears twice; remove one', key_node)
-        found[key] = _value(value)
-    return found
+        mapping[key] = _to_value(value)
+    return mapping
 
 
-def _scalar(node: ScalarNode) -> Any:
+def _to_scalar(node: ScalarNode) -> Any:
     """Return the value of a scalar by the core schema of YAML 1.2.2; one in quotes is a string."""
     text = node.value
     if node.style is not None:
@@ -106,10 +106,10 @@ def _scalar(node: ScalarNode) -> Any:
         if len(text) > 20 or int(text).bit_length() > _INTEGER_BITS:
             _refuse(f"a number of more than {_INTEGER_BITS} bits; give a smaller one", node)
         return int(text)
-    if _NOT_FINITE.fullmatch(text) or (_NUMBER.fullmatch(text) and float(text) in (float("inf"), float("-inf"))):
+    if _NON_FINITE.fullmatch(text) or (_NUMBER.fullmatch(text) and float(text) in (float("inf"), float("-inf"))):
         _refuse(f"{text}, but numbers must be finite; correct it", node)
     return float(text) if _NUMBER.fullmatch(text) else text
 
 
-def _refuse(problem: str, at: Any) -> NoReturn:
-    raise _YamlError(problem=problem, problem_mark=at.start_mark)
+def _refuse(problem: str, node: Any) -> NoReturn:
+    raise _YamlError(problem=problem, problem_mark=node.start_mark)

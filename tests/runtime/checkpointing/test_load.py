@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 import ckptx
 from ckptx.errors import InputError, UnsupportedError, UsageError
 from ckptx.runtime.checkpointing.load import load, load_from
-from ckptx.runtime.checkpointing.load_report import LoadLedger
+from ckptx.runtime.checkpointing.load_report import LoadReport
 from ckptx.runtime.checkpointing.reading import open_source
 from ckptx.runtime.model.build import build_model, materialize
 from tests.support import load_ranks
@@ -47,10 +47,10 @@ def written_as(kind: str, hf: Path) -> Path:
     return path
 
 
-def loaded(path: Path) -> tuple[Any, LoadLedger]:
+def loaded(path: Path) -> tuple[Any, LoadReport]:
     """The model in a checkpoint, by ckptx alone."""
     with open_source(path) as source:
-        model = build_model(path, untied=source.untied())
+        model = build_model(path, untied=source.find_untied_names())
         materialize(model)
         return model, load_from(model, source)
 
@@ -66,8 +66,8 @@ def test_models_are_those_of_transformers(recipe: str, tmp_path: Path) -> None:
         assert_same_tensors(model.state_dict(), expected.state_dict())
         assert_same_tensors(dict(model.named_buffers()), dict(expected.named_buffers()))
         assert_same_outputs(outputs(model, EVERY[recipe].inputs()), logits)
-        assert {*ledger.loaded, *ledger.tied} == set(expected.state_dict()), kind
-        assert not ledger.unread
+        assert {*ledger.loaded_tensors, *ledger.tied_names} == set(expected.state_dict()), kind
+        assert not ledger.unread_names
 
 
 @pytest.fixture(scope="module")
@@ -98,16 +98,16 @@ def changed(path: Path, **tensors: torch.Tensor | None) -> None:
 def test_the_ledger_names_what_was_read_and_from_what(tmp_path: Path) -> None:
     write(EVERY["mixtral"], tmp_path)
     model, ledger = loaded(tmp_path)
-    fused = ledger.loaded["model.layers.0.mlp.experts.gate_up_proj"]
+    fused = ledger.loaded_tensors["model.layers.0.mlp.experts.gate_up_proj"]
     assert len(fused.stored) == 8 and all(".experts." in name for name in fused.stored)
     assert fused.nbytes == 2 * model.model.layers[0].mlp.experts.gate_up_proj.numel()
     assert ledger.nbytes == ledger.bytes_read == sum(2 * tensor.numel() for tensor in model.parameters())
-    assert "model.rotary_emb.inv_freq" in ledger.initialized
+    assert "model.rotary_emb.inv_freq" in ledger.initialized_buffers
 
 
 def test_a_tied_name_is_loaded_through_the_other(llama: Path) -> None:
     _, ledger = loaded(llama)
-    assert ledger.tied == {"lm_head.weight": "model.embed_tokens.weight"}
+    assert ledger.tied_names == {"lm_head.weight": "model.embed_tokens.weight"}
 
 
 def test_a_stage_with_the_head_alone_reads_the_embedding(llama: Path) -> None:
@@ -118,10 +118,10 @@ def test_a_stage_with_the_head_alone_reads_the_embedding(llama: Path) -> None:
     materialize(model)
     ledger = load(model, llama)
     assert torch.equal(model.lm_head.weight, expected)
-    assert ledger.tied == {"lm_head.weight": "model.embed_tokens.weight"}
-    assert {name.split(".")[2] for name in ledger.loaded if ".layers." in name} == {"1"}
+    assert ledger.tied_names == {"lm_head.weight": "model.embed_tokens.weight"}
+    assert {name.split(".")[2] for name in ledger.loaded_tensors if ".layers." in name} == {"1"}
     elsewhere = {name for name in read_hf(llama) if ".layers.0." in name}
-    assert ledger.unread == dict.fromkeys(elsewhere, "no place in this model")
+    assert ledger.unread_names == dict.fromkeys(elsewhere, "no place in this model")
 
 
 def test_only_the_target_of_a_tie_is_enough(copied: Path) -> None:
@@ -130,13 +130,13 @@ def test_only_the_target_of_a_tie_is_enough(copied: Path) -> None:
     model, ledger = loaded(copied)
     assert torch.equal(model.model.embed_tokens.weight, embedding)
     assert model.lm_head.weight is model.model.embed_tokens.weight
-    assert ledger.loaded["model.embed_tokens.weight"].stored == ("lm_head.weight",)
+    assert ledger.loaded_tensors["model.embed_tokens.weight"].stored == ("lm_head.weight",)
 
 
 def test_what_is_not_of_the_model_is_left_and_said(copied: Path) -> None:
     changed(copied, foreign__weight=torch.ones(3), model__layers__0__self_attn__rotary_emb__inv_freq=torch.ones(4))
     _, ledger = loaded(copied)
-    assert ledger.unread == {
+    assert ledger.unread_names == {
         "foreign.weight": "unknown to the class",
         "model.layers.0.self_attn.rotary_emb.inv_freq": "buffer of rotary embeddings, computed from the config",
     }
@@ -154,7 +154,10 @@ def test_the_model_in_a_training_checkpoint_is_found(llama: Path, tmp_path: Path
     materialize(model)
     ledger = load(model, tmp_path)  # no config.json beside it: the model's own says what is in it
     assert_same_tensors(model.state_dict(), expected.state_dict())
-    assert set(ledger.unread.values()) == {"optimizer state", "not part of the model"} and len(ledger.unread) == 3
+    assert (
+        set(ledger.unread_names.values()) == {"optimizer state", "not part of the model"}
+        and len(ledger.unread_names) == 3
+    )
 
 
 def test_names_of_wrappers_in_the_model_do_not_matter(llama: Path) -> None:
@@ -164,7 +167,7 @@ def test_names_of_wrappers_in_the_model_do_not_matter(llama: Path) -> None:
     model.model.layers[0] = checkpoint_wrapper(model.model.layers[0])
     materialize(model)
     ledger = load(model, llama)
-    assert "model.layers.0.mlp.up_proj.weight" in ledger.loaded
+    assert "model.layers.0.mlp.up_proj.weight" in ledger.loaded_tensors
     assert_same_tensors(model.state_dict(), stock(llama).state_dict())
 
 
@@ -241,7 +244,7 @@ def test_tied_names_that_differ_are_refused_unless_they_are_untied(copied: Path)
         load(model, copied)
     model, ledger = loaded(copied)
     assert torch.equal(model.lm_head.weight, other) and torch.equal(model.model.embed_tokens.weight, embedding)
-    assert not ledger.tied
+    assert not ledger.tied_names
 
 
 def test_a_wrong_shape_is_named(copied: Path) -> None:

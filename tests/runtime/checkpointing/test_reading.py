@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from ckptx.catalog.region import Region
 from ckptx.errors import UnsupportedError
 from ckptx.runtime.checkpointing import reading
-from ckptx.runtime.checkpointing.reading import OpenCheckpoint, RegionReader, bands, open_source
+from ckptx.runtime.checkpointing.reading import OpenCheckpoint, RegionReader, open_source, split_region
 from tests.support.stock import raw
 
 SHAPE = (6, 5, 4)
@@ -67,7 +67,7 @@ def test_regions_fill_any_memory(
     staged: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(reading, "_BAND", 24)  # several bands
+    monkeypatch.setattr(reading, "_STAGING_BYTES", 24)  # several bands
     if staged:  # as for a device
         monkeypatch.setattr(reading, "MemorySink", reading.StagedSink)
     expected = tensors[name]
@@ -112,15 +112,15 @@ def test_nothing_else_is_cast(source: OpenCheckpoint, name: str) -> None:
 def test_bytes_that_no_checksum_vouches_for_are_counted(source: OpenCheckpoint) -> None:
     read = RegionReader(source.files)
     read.fill(source.tensors["plain"], REGIONS[0], torch.empty(SHAPE))
-    assert read.unchecked == 0 and read.bytes_read >= 4 * 120
+    assert read.unverified_bytes == 0 and read.bytes_read >= 4 * 120
     read.fill(source.tensors["plain"], REGIONS[1], torch.empty(REGIONS[1].sizes))
-    assert read.unchecked == (0 if source.view.catalog.format == "huggingface" else 4 * 60)
+    assert read.unverified_bytes == (0 if source.view.catalog.format == "huggingface" else 4 * 60)
 
 
 @pytest.mark.parametrize("numel", [1, 3, 4, 7, 20, 33, 1000])
 def test_bands_tile_a_region_in_order(numel: int) -> None:
     for region in REGIONS:
-        found = list(bands(region, numel))
+        found = list(split_region(region, numel))
         assert all(band.numel <= numel for band in found)
         values = torch.arange(120).reshape(SHAPE)
         flat = torch.cat([taken(values, band).reshape(-1) for band in found])

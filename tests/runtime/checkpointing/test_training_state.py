@@ -19,7 +19,7 @@ import ckptx
 from ckptx.errors import CkptxError, InputError, UnsupportedError
 from ckptx.layout.parallel_dims import ParallelDims
 from ckptx.runtime.checkpointing.save import load_optimizer, save
-from ckptx.runtime.checkpointing.stored_state import digest_of, open_state, to_plain
+from ckptx.runtime.checkpointing.stored_state import compute_digest, open_state, to_plain
 from ckptx.runtime.checkpointing.training_state import PerRank, load_training_state
 from ckptx.runtime.parallel.distributed import mesh_of
 from ckptx.runtime.parallel.randomness import RandomState, seed
@@ -93,7 +93,7 @@ def saved(rank: int, world_size: int, hf: Path, path: Path, dims: ParallelDims) 
 
 def told(sequence: Any, milestones: Any, data: Position) -> dict[str, Any]:
     return {
-        "sequence": digest_of(to_plain(sequence.state_dict(), "")), "milestones": dict(milestones.milestones),
+        "sequence": compute_digest(to_plain(sequence.state_dict(), "")), "milestones": dict(milestones.milestones),
         "steps": milestones.last_epoch, "at": data.at, "seen": data.seen.tolist(),
     }  # fmt: skip
 
@@ -109,7 +109,7 @@ def loaded(rank: int, world_size: int, path: Path, dims: ParallelDims) -> dict[s
     (sequence, milestones), data = schedulers(optimizer), Position()
     state = {"sequence": sequence, "milestones": milestones, "data": data, "rng": PerRank(RandomState())}
     found = load_training_state(path, state, mesh=mesh)
-    assert digest_of({key: found[key] for key in PLAIN}) == digest_of(to_plain(PLAIN, ""))
+    assert compute_digest({key: found[key] for key in PLAIN}) == compute_digest(to_plain(PLAIN, ""))
     assert found["step"] == 7 and found["data"]["at"] == data.at
     assert found["half"].dtype is torch.bfloat16 and found["pair"][0] == 1 and type(found["pair"]) is tuple
     milestones._get_closed_form_lr()  # counts milestones
@@ -275,7 +275,7 @@ def test_damaged_and_foreign_objects_are_refused(tmp_path: Path, checkpoint: Any
     with open_state(tmp_path / "foreign") as stored:
         names = [name for name in stored.objects if "deep" in name]
         with pytest.raises(InputError, match="nested deeper than 64 levels"):
-            stored.value(names[0])
+            stored.read_value(names[0])
     with pytest.raises(UnsupportedError, match="expected a DCP"), open_state(hf):
         pass
     path = tmp_path / "damaged"

@@ -12,12 +12,17 @@ import pytest
 from msgspec import structs
 
 from ckptx.runtime.forecasting import ranks as ranks_module
-from ckptx.runtime.forecasting.extrapolation import ShortModel, extrapolated
-from ckptx.runtime.forecasting.ranks import ranks_of
-from ckptx.runtime.forecasting.repeated_layers import RepeatedLayers, as_before, by_layer, repeat_in
-from ckptx.runtime.forecasting.run import RankForecast, SharedFacts, run_rank
-from ckptx.runtime.forecasting.short_models import plan_of, shortened
-from ckptx.runtime.forecasting.task import Task
+from ckptx.runtime.forecasting.extrapolation import ShortModelForecast, extrapolate
+from ckptx.runtime.forecasting.ranks import forecast_ranks
+from ckptx.runtime.forecasting.repeated_layers import (
+    RepeatedLayers,
+    collect_per_layer_values,
+    find_repeat,
+    to_config_form,
+)
+from ckptx.runtime.forecasting.run import BoundaryCache, RankForecast, run_rank
+from ckptx.runtime.forecasting.short_models import plan_shortening, shorten
+from ckptx.runtime.forecasting.task import ForecastTask
 from tests.support.measured_steps import CONFIGS, task_of
 from tests.support.slow import slow_but
 
@@ -37,23 +42,23 @@ from tests.support.slow import slow_but
     ],
 )
 def test_periods_are_left_out(kinds: str, left: str) -> None:
-    repeat = repeat_in("layers", kinds, 0, len(kinds), 3)
+    repeat = find_repeat("layers", kinds, 0, len(kinds), 3)
     assert repeat is not None
-    out = repeat.left_out(0)
+    out = repeat.removed_layers(0)
     assert "".join(kind for number, kind in enumerate(kinds) if number not in out) == left
-    with_one = [number for number in range(len(kinds)) if number not in repeat.left_out(1)]
+    with_one = [number for number in range(len(kinds)) if number not in repeat.removed_layers(1)]
     assert len(with_one) == len(left) + repeat.period
     # What is left is a row in which the same pattern goes on, whatever is left out of it.
-    assert kinds[repeat.at : repeat.at + repeat.period] == kinds[repeat.stop - repeat.period : repeat.stop]
+    assert kinds[repeat.first : repeat.first + repeat.period] == kinds[repeat.stop - repeat.period : repeat.stop]
 
 
 @pytest.mark.parametrize("kinds", ["", "aaaa", "aaaaaaaaaaaa", "abcdefghijklmnopqrst", "aabbbcccc" + "d" * 8])
 def test_nothing_is_left_out_where_it_would_save_nothing(kinds: str) -> None:
-    assert repeat_in("layers", kinds, 0, len(kinds), 3) is None
+    assert find_repeat("layers", kinds, 0, len(kinds), 3) is None
 
 
 def test_a_repeat_stays_within_its_stage() -> None:
-    repeat = repeat_in("layers", "a" * 60, 20, 40, 3)
+    repeat = find_repeat("layers", "a" * 60, 20, 40, 3)
     assert repeat == RepeatedLayers("layers", 22, 1, 17)
 
 
@@ -62,10 +67,10 @@ def test_what_a_config_says_of_layers() -> None:
         "layer_types": ["s", "f", "s", "f"], "per_layer": {1: {"heads": 2}, "3": {"heads": 4}}, "sparse_layers": [0, 3],
         "id2label": {0: "a", 1: "b"}, "rope": {"theta": 1}, "eos": [7, 9], "full_indexes": [9], "name": "x",
     }  # fmt: skip
-    said = by_layer(part, 4)
+    said = collect_per_layer_values(part, 4)
     assert set(said) == {"layer_types", "per_layer", "sparse_layers"}
     kept = [0, 3]
-    shorter = {key: as_before(part[key], [each[number] for number in kept], 4) for key, each in said.items()}
+    shorter = {key: to_config_form(part[key], [each[number] for number in kept], 4) for key, each in said.items()}
     assert shorter == {"layer_types": ["s", "f"], "per_layer": {1: {"heads": 4}}, "sparse_layers": [0, 1]}
 
 
@@ -90,23 +95,23 @@ def deep(model: str, directory: Path, layers: int = 20) -> Path:
 def assert_same(few: RankForecast, every: RankForecast) -> None:
     """Each part of the step, in bytes of each kind; what is computed and sent; what is told of the peak."""
     one, other = few.timeline.segments, every.timeline.segments
-    assert [(each.part, each.turn, each.unit, each.most, each.last) for each in one] == [
-        (each.part, each.turn, each.unit, each.most, each.last) for each in other
+    assert [(each.phase, each.pass_index, each.layer, each.peak_bytes, each.end_bytes) for each in one] == [
+        (each.phase, each.pass_index, each.layer, each.peak_bytes, each.end_bytes) for each in other
     ]
-    assert few.turns == every.turns
+    assert few.work_by_pass == every.work_by_pass
     told = ("left_out", "timeline", "turns")
     assert all(
         getattr(few, each.name) == getattr(every, each.name)
         for each in dataclasses.fields(few)
         if each.name not in told
     )
-    worst, expected = few.timeline.worst, every.timeline.worst
+    worst, expected = few.timeline.peak_segment, every.timeline.peak_segment
     assert [each.nbytes for each in worst.largest] == [each.nbytes for each in expected.largest]
     assert worst.peak is not None and expected.peak is not None
     assert (worst.peak.op, worst.peak.shape, worst.peak.born) == (
         expected.peak.op, expected.peak.shape, expected.peak.born,
     )  # fmt: skip
-    assert few.timeline.between == every.timeline.between
+    assert few.timeline.between_steps == every.timeline.between_steps
 
 
 _CASES = [
@@ -118,8 +123,8 @@ _CASES = [
 @pytest.mark.parametrize(("model", "layout", "mode"), slow_but(_CASES, [("llama", "tp2 x dp2", "selective")]))
 def test_few_layers_say_what_all_do(model: str, layout: str, mode: str, tmp_path: Path) -> None:
     task = task_of(deep(model, tmp_path), layout, mode)
-    (few,), (every,) = ranks_of(task), ranks_of(task, all_layers=True)
-    assert few.left_out > 0 == every.left_out
+    (few,), (every,) = forecast_ranks(task), forecast_ranks(task, all_layers=True)
+    assert few.omitted_layers > 0 == every.omitted_layers
     assert_same(few, every)
 
 
@@ -131,8 +136,8 @@ def test_few_layers_of_each_stage(schedule: str, tmp_path: Path) -> None:
     layout = structs.replace(task.recipe.layout, schedule=schedule)
     training = structs.replace(task.recipe.training, local_batch=4, global_batch=4, microbatch=1)
     task = dataclasses.replace(task, recipe=structs.replace(task.recipe, layout=layout, training=training))
-    for few, every in zip(ranks_of(task), ranks_of(task, all_layers=True), strict=True):
-        assert few.left_out > 0
+    for few, every in zip(forecast_ranks(task), forecast_ranks(task, all_layers=True), strict=True):
+        assert few.omitted_layers > 0
         assert_same(few, every)
 
 
@@ -147,29 +152,29 @@ def test_layers_that_share_or_differ_all_run(tmp_path: Path) -> None:
     }  # fmt: skip
     (tmp_path / "config.json").write_text(json.dumps(config))
     task = task_of(tmp_path, "dp1", "none")
-    plan = plan_of(task, 3)
-    tried = None if plan is None else shortened(task, plan, [0] * len(plan.axes), tmp_path / "short")
+    plan = plan_shortening(task, 3)
+    tried = None if plan is None else shorten(task, plan, [0] * len(plan.axes), tmp_path / "short")
     assert tried is None
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[RepeatedLayers, list[ShortModel]]:
+def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[RepeatedLayers, list[ShortModelForecast]]:
     """Steps of a model with three, four and five of its layers."""
     directory = tmp_path_factory.mktemp("runs")
     task = task_of(deep("llama", directory), "dp1", "none")
-    plan = plan_of(task, 3)
+    plan = plan_shortening(task, 3)
     assert plan is not None
     found = []
     for extra in range(3):
-        short = shortened(task, plan, [extra], directory / str(extra))
+        short = shorten(task, plan, [extra], directory / str(extra))
         assert short is not None
-        found.append(ShortModel(run_rank(short, 0, SharedFacts())[0], plan.kept([extra])))
+        found.append(ShortModelForecast(run_rank(short, 0, BoundaryCache())[0], plan.remaining_layers([extra])))
     return plan.axes[0][0], found
 
 
-def test_a_third_step_is_held_against_the_first_two(runs: tuple[RepeatedLayers, list[ShortModel]]) -> None:
+def test_a_third_step_is_held_against_the_first_two(runs: tuple[RepeatedLayers, list[ShortModelForecast]]) -> None:
     repeat, (base, grown, third) = runs
-    assert extrapolated([repeat], base, [grown], third) is not None
+    assert extrapolate([repeat], base, [grown], third) is not None
     segment = third.forecast.timeline.segments[7]
     for key in ("most", "last"):
         other = tuple(size + (2**20 if number == 4 else 0) for number, size in enumerate(getattr(segment, key)))
@@ -177,20 +182,20 @@ def test_a_third_step_is_held_against_the_first_two(runs: tuple[RepeatedLayers, 
         changed[7] = dataclasses.replace(segment, **{key: other})
         timeline = dataclasses.replace(third.forecast.timeline, segments=tuple(changed))
         spoiled = dataclasses.replace(third, forecast=dataclasses.replace(third.forecast, timeline=timeline))
-        assert extrapolated([repeat], base, [grown], spoiled) is None
+        assert extrapolate([repeat], base, [grown], spoiled) is None
 
 
 @pytest.mark.parametrize("what", ["turns", "checkpointed_layers"])
-def test_so_is_what_it_computes(what: str, runs: tuple[RepeatedLayers, list[ShortModel]]) -> None:
+def test_so_is_what_it_computes(what: str, runs: tuple[RepeatedLayers, list[ShortModelForecast]]) -> None:
     repeat, (base, grown, third) = runs
     other: Any = {} if what == "turns" else 7
     spoiled = dataclasses.replace(third, forecast=dataclasses.replace(third.forecast, **{what: other}))
-    assert extrapolated([repeat], base, [grown], spoiled) is None
+    assert extrapolate([repeat], base, [grown], spoiled) is None
 
 
 def test_where_they_do_not_agree_all_layers_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ranks_module, "extrapolated", lambda *_: None)
-    task: Task = task_of(deep("llama", tmp_path, 13), "dp1", "none")
-    (found,) = ranks_of(task)
-    assert found.left_out == 0
-    assert len({each.unit for each in found.timeline.segments}) == 14
+    monkeypatch.setattr(ranks_module, "extrapolate", lambda *_: None)
+    task: ForecastTask = task_of(deep("llama", tmp_path, 13), "dp1", "none")
+    (found,) = forecast_ranks(task)
+    assert found.omitted_layers == 0
+    assert len({each.layer for each in found.timeline.segments}) == 14

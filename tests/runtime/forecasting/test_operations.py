@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ckptx.runtime.forecasting.fake_world import fake_world
+from ckptx.runtime.forecasting.fake_world import fake_process_group
 from ckptx.runtime.memory.shape_tensors import ShapeTensors
 from ckptx.runtime.memory.storage_ledger import KINDS, OPTIMIZER, PARAMETERS, StorageLedger
 from tests.support.measured_steps import forecasts_here, task_of, write_config
@@ -64,7 +64,7 @@ def test_groups_of_rows_in_every_dtype(dtype: torch.dtype) -> None:
 
 def test_what_ranks_agree_on_is_what_this_one_says() -> None:
     found = [None] * 4
-    with fake_world(1, 4), ShapeTensors():
+    with fake_process_group(1, 4), ShapeTensors():
         dist.all_gather_object(found, "a state")
     assert found == ["a state"] * 4
 
@@ -72,9 +72,9 @@ def test_what_ranks_agree_on_is_what_this_one_says() -> None:
 def test_what_gets_no_gradient_has_no_state(tmp_path: Path) -> None:
     """A tower that rows of text do not reach: neither moments nor counts of steps, which the optimizer makes late."""
     model = forecasts_here(task_of(write_config("qwen2.5-vl", tmp_path), "dp1", "none"))[0]
-    between = dict(zip(KINDS, model.timeline.between, strict=True))
+    between = dict(zip(KINDS, model.timeline.between_steps, strict=True))
     text = forecasts_here(task_of(write_config("llama", tmp_path), "dp1", "none"))[0]
-    state = dict(zip(KINDS, text.timeline.between, strict=True))
+    state = dict(zip(KINDS, text.timeline.between_steps, strict=True))
     tower = between[PARAMETERS] - state[PARAMETERS]
     assert tower > 0
     assert between[OPTIMIZER] == pytest.approx(state[OPTIMIZER], rel=1e-3)  # biases of its attention

@@ -18,22 +18,22 @@ from ckptx.layout.parallel_dims import ParallelDims
 from ckptx.options.forecast import ForecastOptions
 from ckptx.report.documents.forecast import ForecastReport, SearchReport
 from ckptx.runtime.forecasting import search as searching
-from ckptx.runtime.forecasting.counting import Tally
-from ckptx.runtime.forecasting.ranks import _Ranks, ranks_of
-from ckptx.runtime.forecasting.remedy import mesh_that_fits
+from ckptx.runtime.forecasting.counting import Work
+from ckptx.runtime.forecasting.ranks import _RankForecaster, forecast_ranks
+from ckptx.runtime.forecasting.remedy import find_larger_mesh
 from ckptx.runtime.forecasting.search import (
     Candidate,
     FixedDims,
     SearchSpace,
-    has_steady_turns,
-    layouts,
-    least_bytes,
-    microbatches_of,
-    most_that_differ,
+    count_distinct_microbatches,
+    has_steady_passes,
+    list_meshes,
+    min_peak_bytes,
+    possible_microbatches,
     search,
     with_layout,
 )
-from ckptx.runtime.forecasting.task import Task, task_of_options
+from ckptx.runtime.forecasting.task import ForecastTask, task_from_options
 from ckptx.runtime.memory.reserve import reserve_bytes
 from tests.support.measured_steps import CONFIGS
 from tests.support.slow import slow_but
@@ -48,9 +48,9 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def step(source: Path, rows: int, seq: int = 64) -> Task:
+def step(source: Path, rows: int, seq: int = 64) -> ForecastTask:
     """A step of so many rows."""
-    return task_of_options(source, ForecastOptions(source, batch=rows, seq=seq, microbatches=1, dtype="bf16"), 1)
+    return task_from_options(source, ForecastOptions(source, batch=rows, seq=seq, microbatches=1, dtype="bf16"), 1)
 
 
 # ------------------------------------------------------------------------------------------------- what is looked at
@@ -58,32 +58,32 @@ def step(source: Path, rows: int, seq: int = 64) -> Task:
 
 @pytest.mark.parametrize("gpus", [1, 6, 8, 64])
 def test_every_mesh_is_looked_at_once(gpus: int) -> None:
-    found = layouts(gpus, FixedDims())
+    found = list_meshes(gpus, FixedDims())
     assert all(each.world_size == gpus and each.tp <= 8 for each in found)
     expected = {(tp, pp) for tp in range(1, 9) for pp in range(1, gpus + 1) if gpus % tp == 0 and gpus // tp % pp == 0}
     assert Counter((each.tp, each.pp) for each in found) == Counter(expected)
 
 
 def test_what_is_given_is_not_searched() -> None:
-    assert {each.tp for each in layouts(32, FixedDims(tp=16))} == {16}
-    assert layouts(16, FixedDims(tp=2, pp=2, dp_shard=2, dp_replicate=2)) == [ParallelDims(2, 2, 2, 2)]
+    assert {each.tp for each in list_meshes(32, FixedDims(tp=16))} == {16}
+    assert list_meshes(16, FixedDims(tp=2, pp=2, dp_shard=2, dp_replicate=2)) == [ParallelDims(2, 2, 2, 2)]
     with pytest.raises(UsageError, match="--gpus 8: no mesh of this many GPUs"):
-        layouts(8, FixedDims(tp=3))
+        list_meshes(8, FixedDims(tp=3))
 
 
 def test_microbatches_share_the_rows_of_a_step(source: Path) -> None:
     task = step(source, 8)
-    assert list(microbatches_of(task, ParallelDims(), FixedDims())) == [8, 4, 2, 1]
-    assert list(microbatches_of(task, ParallelDims(pp=4), FixedDims())) == [8, 4]
-    assert list(microbatches_of(task, ParallelDims(dp_shard=4), FixedDims())) == [2, 1]
-    assert list(microbatches_of(task, ParallelDims(), FixedDims(microbatches=2))) == [2]
-    assert list(microbatches_of(task, ParallelDims(dp_shard=3), FixedDims())) == []
+    assert list(possible_microbatches(task, ParallelDims(), FixedDims())) == [8, 4, 2, 1]
+    assert list(possible_microbatches(task, ParallelDims(pp=4), FixedDims())) == [8, 4]
+    assert list(possible_microbatches(task, ParallelDims(dp_shard=4), FixedDims())) == [2, 1]
+    assert list(possible_microbatches(task, ParallelDims(), FixedDims(microbatches=2))) == [2]
+    assert list(possible_microbatches(task, ParallelDims(dp_shard=3), FixedDims())) == []
 
 
 def test_every_layout_does_the_same_step(source: Path) -> None:
     task = step(source, 8)
-    for dims in layouts(8, FixedDims()):
-        for count in microbatches_of(task, dims, FixedDims()):
+    for dims in list_meshes(8, FixedDims()):
+        for count in possible_microbatches(task, dims, FixedDims()):
             laid = with_layout(task, dims, "full", count)
             assert laid.recipe.training.global_batch == 8
             assert (laid.microbatches, laid.microbatch * count * dims.dp) == (count, 8)
@@ -93,8 +93,8 @@ def test_every_layout_does_the_same_step(source: Path) -> None:
 def test_no_rank_takes_less_than_what_is_passed_over_for(source: Path) -> None:
     for dims in (ParallelDims(), ParallelDims(tp=2), ParallelDims(dp_shard=2), ParallelDims(pp=2)):
         task = with_layout(step(source, 4), dims, "full", 4 // dims.dp)
-        ranks = ranks_of(task)
-        assert least_bytes(task, ranks[0].parameters, dims) < max(each.peak for each in ranks)
+        ranks = forecast_ranks(task)
+        assert min_peak_bytes(task, ranks[0].parameter_count, dims) < max(each.peak for each in ranks)
 
 
 # ------------------------------------------------------------------------------------------------- what comes of few
@@ -106,31 +106,33 @@ def test_no_rank_takes_less_than_what_is_passed_over_for(source: Path) -> None:
 def test_few_microbatches_say_what_many_take(dims: ParallelDims, source: Path) -> None:
     """Peak, and what is computed and sent in the step."""
     task = with_layout(step(source, 16), dims, "none", 8)
-    count = most_that_differ(task)
+    count = count_distinct_microbatches(task)
     assert count < task.microbatches
-    few = ranks_of(searching.with_microbatches(task, count), few_ranks=True)
-    assert all(map(has_steady_turns, few))
-    many = ranks_of(task)
-    found = searching.candidate_of(task, few, task.microbatches - count)
+    few = forecast_ranks(searching.with_microbatches(task, count), peak_ranks_only=True)
+    assert all(map(has_steady_passes, few))
+    many = forecast_ranks(task)
+    found = searching.make_candidate(task, few, task.microbatches - count)
     assert found.peak == pytest.approx(max(each.peak for each in many), rel=1e-4)
     assert dims.pp == 1 or found.peak > 1.001 * max(each.peak for each in few)
     assert found.flops == max(each.work.flops for each in many)
-    assert sum(found.sent.values()) == max(sum(each.work.sent.values()) for each in many)
+    assert sum(found.sent_bytes.values()) == max(sum(each.work.sent_bytes.values()) for each in many)
 
 
 def test_all_microbatches_run_where_they_take_more_memory(source: Path) -> None:
     task = with_layout(step(source, 16), ParallelDims(pp=2), "none", 16)
-    assert most_that_differ(task) == 5
+    assert count_distinct_microbatches(task) == 5
     layout = structs.replace(task.recipe.layout, schedule="gpipe")
-    assert most_that_differ(dataclasses.replace(task, recipe=structs.replace(task.recipe, layout=layout))) == 16
+    assert (
+        count_distinct_microbatches(dataclasses.replace(task, recipe=structs.replace(task.recipe, layout=layout))) == 16
+    )
 
 
 def test_turns_that_differ_are_not_steady(source: Path) -> None:
-    (rank,) = ranks_of(with_layout(step(source, 4), ParallelDims(), "none", 4))
-    assert has_steady_turns(rank)
-    turns = {**rank.turns, ("backward", 2): Tally(flops=1)}
-    assert not has_steady_turns(dataclasses.replace(rank, turns=turns))
-    assert not has_steady_turns(dataclasses.replace(rank, turns={}))
+    (rank,) = forecast_ranks(with_layout(step(source, 4), ParallelDims(), "none", 4))
+    assert has_steady_passes(rank)
+    turns = {**rank.work_by_pass, ("backward", 2): Work(flops=1)}
+    assert not has_steady_passes(dataclasses.replace(rank, turns=turns))
+    assert not has_steady_passes(dataclasses.replace(rank, turns={}))
 
 
 def test_the_first_is_what_wastes_least(source: Path) -> None:
@@ -141,8 +143,8 @@ def test_the_first_is_what_wastes_least(source: Path) -> None:
     again = Candidate(plain, 1 * GIB, 1, 130, 30, {"all-gather": 1})
     chatty = Candidate(plain, 1 * GIB, 1, 100, 0, {"all-gather": 11})
     waiting = Candidate(piped, 1 * GIB, 1, 100, 0, {"send": 1})
-    assert waiting.idle == pytest.approx(7 / 15)
-    assert sorted([waiting, again, chatty, kept], key=lambda each: each.order) == [kept, chatty, again, waiting]
+    assert waiting.idle_fraction == pytest.approx(7 / 15)
+    assert sorted([waiting, again, chatty, kept], key=lambda each: each.sort_key) == [kept, chatty, again, waiting]
 
 
 # ------------------------------------------------------------------------------------------------- a whole search
@@ -172,20 +174,21 @@ def test_what_is_found_is_what_a_forecast_says(source: Path) -> None:
 def test_a_mode_is_taken_when_those_that_recompute_less_do_not_fit(source: Path) -> None:
     task = step(source, 1, seq=1024)
     peaks = {
-        mode: ranks_of(with_layout(task, ParallelDims(), mode, 1))[0].peak for mode in ("none", "selective", "full")
+        mode: forecast_ranks(with_layout(task, ParallelDims(), mode, 1))[0].peak
+        for mode in ("none", "selective", "full")
     }
     assert peaks["full"] < peaks["selective"] < peaks["none"]
     memory = peaks["selective"] + reserve_bytes(peaks["selective"])
-    (outcome,) = search(SearchSpace(task, 1, memory, FixedDims())).outcomes
+    (outcome,) = search(SearchSpace(task, 1, memory, FixedDims())).mesh_results
     assert outcome.best is not None and outcome.tried == 3  # none, selective, selective with everything
     assert outcome.best.task.recipe.layout.activation_checkpointing == "selective"
-    (outcome,) = search(SearchSpace(task, 1, memory, FixedDims(mode="none"))).outcomes
+    (outcome,) = search(SearchSpace(task, 1, memory, FixedDims(mode="none"))).mesh_results
     assert outcome.best is None and outcome.least == peaks["none"]
 
 
 def test_what_cannot_be_cut_says_why(source: Path) -> None:
     found = search(SearchSpace(step(source, 16), 16, 80 * GIB, FixedDims(tp=16, pp=1)))
-    (outcome,) = found.outcomes
+    (outcome,) = found.mesh_results
     assert outcome.best is None and "16" in outcome.refused
 
 
@@ -219,9 +222,9 @@ def test_half_a_search_is_refused(options: dict[str, Any], said: str, source: Pa
 def test_the_smallest_mesh_that_fits_is_named(source: Path) -> None:
     task = step(source, 1, seq=1024)
     half = with_layout(task, ParallelDims(tp=2), "none", 1)
-    peak = ranks_of(half)[0].peak
-    assert mesh_that_fits(task, peak + reserve_bytes(peak)) == (ParallelDims(tp=2), peak)
-    assert mesh_that_fits(task, reserve_bytes(0)) is None
+    peak = forecast_ranks(half)[0].peak
+    assert find_larger_mesh(task, peak + reserve_bytes(peak)) == (ParallelDims(tp=2), peak)
+    assert find_larger_mesh(task, reserve_bytes(0)) is None
 
 
 @pytest.mark.slow
@@ -229,9 +232,9 @@ def test_no_stage_is_left_out_where_stages_are_given_other_values(
     source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     task = with_layout(step(source, 4), ParallelDims(pp=4), "none", 4)
-    few = ranks_of(task, few_ranks=True)
+    few = forecast_ranks(task, peak_ranks_only=True)
     assert [each.stages for each in few] == [(0,), (3,)]
-    monkeypatch.setattr(_Ranks, "_are_given_as_many", lambda _: False)
-    every = ranks_of(task, few_ranks=True)
+    monkeypatch.setattr(_RankForecaster, "_have_equal_input_counts", lambda _: False)
+    every = forecast_ranks(task, peak_ranks_only=True)
     assert [each.stages for each in every] == [(0,), (1,), (2,), (3,)]
     assert [each.peak for each in few] == [every[0].peak, every[3].peak]

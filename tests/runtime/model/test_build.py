@@ -70,7 +70,7 @@ def test_without_a_dtype_in_the_config_it_is_what_is_stored(tmp_path: Path) -> N
     (tmp_path / "config.json").write_text(json.dumps({key: config[key] for key in config.keys() - {"dtype"}}))
     expected = transformers.Qwen2ForCausalLM.from_pretrained(tmp_path)
     with open_source(tmp_path) as source:
-        model = build_model(tmp_path, stored=source.dtype)
+        model = build_model(tmp_path, default_dtype=source.dtype)
     assert {each.dtype for each in model.parameters()} == {each.dtype for each in expected.parameters()}
     assert model.dtype is torch.bfloat16
     assert build_model(tmp_path).dtype is torch.float32

@@ -14,7 +14,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.auto import modeling_auto
 
 from ckptx.runtime.model import layers
-from ckptx.runtime.model.layers import Container, containers, layer_groups
+from ckptx.runtime.model.layers import LayerList, find_layer_lists, layer_groups
 from tests.support.corrections import layers_rows
 from tests.support.installed import INSTALLED
 
@@ -103,7 +103,7 @@ def group_by_config(model: nn.Module, path: str) -> str | None:
 
 def check(model: nn.Module) -> None:
     """Nothing is left out, nothing twice, and every list is in the group that its config says."""
-    groups = containers(model)
+    groups = find_layer_lists(model)
     group_of = {each.name: group for group, found in groups.items() for each in found}
     assert len(group_of) == sum(map(len, groups.values()))
     for path, blocks in lists_of_blocks(model):
@@ -138,7 +138,7 @@ def test_every_list_of_a_multimodal_class_is_in_its_group(name: str) -> None:
 def test_a_list_that_no_row_names_is_missed_without_its_form(monkeypatch: pytest.MonkeyPatch) -> None:
     model = on_meta(transformers.MllamaForConditionalGeneration)
     check(model)
-    monkeypatch.setattr(layers, "_by_form", lambda root: [])
+    monkeypatch.setattr(layers, "_lists_by_structure", lambda root: [])
     with pytest.raises(AssertionError, match=r"vision_model\.global_transformer\.layers"):
         check(model)
 
@@ -146,7 +146,7 @@ def test_a_list_that_no_row_names_is_missed_without_its_form(monkeypatch: pytest
 def test_a_tower_in_the_wrong_group_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     model = on_meta(transformers.GlmOcrForConditionalGeneration)
     check(model)
-    monkeypatch.setattr(layers, "_group_of_words", lambda name: "audio")
+    monkeypatch.setattr(layers, "_group_from_name", lambda name: "audio")
     with pytest.raises(AssertionError, match=r"model\.language_model\.layers', 'audio'"):
         check(model)
 
@@ -178,8 +178,8 @@ def test_a_tower_in_the_wrong_group_is_noticed(monkeypatch: pytest.MonkeyPatch) 
     ],
 )  # fmt: skip
 def test_lists_by_hand(name: str, wanted: dict[str, list[str]]) -> None:
-    found = containers(on_meta(getattr(transformers, name)))
+    found = find_layer_lists(on_meta(getattr(transformers, name)))
     assert {group: sorted(each.name for each in lists) for group, lists in found.items()} == {
         group: sorted(lists) for group, lists in wanted.items()
     }
-    assert all(isinstance(each, Container) for lists in found.values() for each in lists)
+    assert all(isinstance(each, LayerList) for lists in found.values() for each in lists)

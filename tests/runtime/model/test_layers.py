@@ -12,12 +12,12 @@ from torch import nn
 from ckptx.errors import UnsupportedError
 from ckptx.runtime.model.layers import (
     canonical_name,
-    is_container,
+    find_layers_row,
+    find_submodule,
+    is_layer_list,
     is_stage,
     is_stub,
     layer_groups,
-    registered_paths,
-    submodule,
 )  # fmt: skip
 from tests.support.models import EVERY, build
 
@@ -91,7 +91,7 @@ def test_every_layer_of_the_config_is_found_in_a_list_and_in_a_dict(name: str) -
     everything = dict(model.named_modules())
     for layer in [layer for layers in groups.values() for layer in layers]:
         assert everything[layer.name] is layer.module
-        assert not is_container(layer.module)
+        assert not is_layer_list(layer.module)
     path = decoder_path(model)
     replace(model, path, as_dict(model.get_submodule(path)))
     assert layer_groups(model) == groups
@@ -148,7 +148,7 @@ def test_a_mixin_and_a_derived_class_keep_their_row() -> None:
 def test_a_foreign_class_of_the_same_bare_name_does_not() -> None:
     foreign = type("Gemma3ForConditionalGeneration", (Plain,), {})
     model = foreign(body=Plain(blocks=nn.ModuleList([Block()])))
-    assert registered_paths(model) is None
+    assert find_layers_row(model) is None
     assert [layer.name for layer in layer_groups(model)["language"]] == ["body.blocks.0"]
 
 
@@ -199,8 +199,8 @@ def test_a_property_is_no_second_name() -> None:
             return self.stack
 
     model = Alias(stack=nn.ModuleList([Block()]))
-    assert submodule(model, "layers") is None
-    assert submodule(model, "stack") is model.stack
+    assert find_submodule(model, "layers") is None
+    assert find_submodule(model, "stack") is model.stack
 
 
 def test_wrappers_are_seen_through_and_not_in_names() -> None:

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ckptx.errors import UnsupportedError
 from ckptx.runtime.model import tiny_model as tiny
 from ckptx.runtime.model.build import build_on_meta
-from ckptx.runtime.model.shrink_config import ShrinkPolicy, parts, shrink_config, token_ids
+from ckptx.runtime.model.shrink_config import ShrinkPolicy, find_token_ids, iter_configs, shrink_config
 from ckptx.runtime.model.tiny_model import tiny_config, tiny_model
 from tests.support.large_configs import LARGE, large
 from tests.support.models import EVERY
@@ -154,14 +154,14 @@ def lines_run(config: Any, cls: Any) -> Counter[tuple[str, int]]:
 def lines_run_small(name: str) -> tuple[Any, Counter[tuple[str, int]]]:
     """The small config in place of a large one, and its lines; both are only read."""
     config, cls = large(name)
-    small = tiny_config(tiny._plain(config), cls)
+    small = tiny_config(tiny._without_cache(config), cls)
     return small, lines_run(small, cls)
 
 
 @pytest.mark.parametrize("name", slow_but(LARGE, ["t5-11b"]))
 def test_a_small_model_runs_the_same_lines(name: str) -> None:
     config, cls = large(name)
-    expected = lines_run(tiny._plain(config), cls)
+    expected = lines_run(tiny._without_cache(config), cls)
     assert sum(expected.values()) > 1000
     assert lines_run_small(name)[1] == expected
 
@@ -214,7 +214,7 @@ def test_a_model_that_is_small_already_stays_as_it_is(name: str) -> None:
     old, new = values_of(model.config), values_of(found)
     changed = {key for key in old if new[key] != old[key]}
     assert {key.rpartition(".")[2] for key in changed} <= {"use_cache", "_attn_implementation_internal"}
-    assert not any(vars(part).get("use_cache") for part in parts(found))
+    assert not any(vars(part).get("use_cache") for part in iter_configs(found))
 
 
 def test_attention_is_sdpa_whatever_the_config_says() -> None:
@@ -290,8 +290,8 @@ def test_layers_that_differ_still_differ() -> None:
 
 def test_a_vocabulary_is_cut_behind_the_tokens_that_are_named() -> None:
     config = transformers.LlamaConfig(vocab_size=100_000, eos_token_id=[7, 900], bos_token_id=1)
-    assert token_ids(config) == {1, 7, 900}
-    new = shrink_config(config, ShrinkPolicy(cut_vocabulary=True))
+    assert find_token_ids(config) == {1, 7, 900}
+    new = shrink_config(config, ShrinkPolicy(shorten_vocabulary=True))
     assert 900 < new.vocab_size < 1100
     assert shrink_config(config, ShrinkPolicy()).vocab_size == 100_000
 

@@ -19,7 +19,7 @@ from ckptx.runtime.model.layers import canonical_name
 from ckptx.runtime.parallel.distributed import mesh_of
 from ckptx.runtime.parallel.gradients import NonFiniteGradients, clip_grad_norm, labels_per_rank, sync_gradients
 from ckptx.runtime.parallel.parallelize import parallelize
-from ckptx.runtime.parallel.shards import local_shards_of, narrow_to
+from ckptx.runtime.parallel.shards import find_local_shards, narrow_to
 from ckptx.runtime.parallel.tensor_parallel.plans import find_plan
 from tests.support.models import EVERY, Recipe, build, tokens
 from tests.support.pool import GlooPool
@@ -57,7 +57,7 @@ def differences(model: Any, layout: Any, wanted: dict[str, torch.Tensor]) -> Ite
             continue
         name, gradient = canonical_name(key), parameter.grad
         local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
-        for piece in local_shards_of(name, gradient, layout.local_regions(name) if layout is not None else None):
+        for piece in find_local_shards(name, gradient, layout.local_regions(name) if layout is not None else None):
             difference = narrow_to(local, piece.local) - narrow_to(wanted[name], piece.region)
             yield float(difference.abs().max())
 

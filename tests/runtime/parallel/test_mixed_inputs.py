@@ -13,14 +13,14 @@ from torch.distributed.fsdp import FSDPModule
 
 from ckptx.errors import UnsupportedError
 from ckptx.layout.parallel_dims import ParallelDims
-from ckptx.runtime.model.tiny_model import text_for
+from ckptx.runtime.model.tiny_model import make_text_batch
 from ckptx.runtime.parallel.distributed import data_index, mesh_of
 from ckptx.runtime.parallel.gradients import clip_grad_norm
 from ckptx.runtime.parallel.mixed_inputs import MixedInputs
 from ckptx.runtime.parallel.parallelize import parallelize
 from ckptx.runtime.parallel.tensor_parallel.plans import find_plan
 from ckptx.runtime.parity.execution import full_tensor
-from ckptx.runtime.parity.inputs.batch import inputs_for
+from ckptx.runtime.parity.inputs.batch import make_inputs
 from tests.support.models import EVERY, Inputs, randomise
 from tests.support.pool import GlooPool
 from tests.support.staged import (
@@ -135,8 +135,8 @@ def test_tensor_parallel_ranks_have_the_inputs_of_their_data_rank(pool: GlooPool
 def with_experts_for_images(rank: int, world_size: int, pictured: list[int]) -> tuple[bool, float]:
     """Three microbatches of a model whose layers have experts that only tokens of images are sent to."""
     model = randomise(tiny("ernie4_5_vl_moe").float()).eval()
-    image = inputs_for({**model.config.to_dict(), "architectures": [type(model).__name__]}).batch
-    batches = [image if number in pictured else text_for(model) for number in range(6)]
+    image = make_inputs({**model.config.to_dict(), "architectures": [type(model).__name__]}).batch
+    batches = [image if number in pictured else make_text_batch(model) for number in range(6)]
     unsplit = whole_of(model, batches)
     parallelize(model, mesh_of(FSDP, "cpu"), None)
     mixed, is_equal = MixedInputs(model), True
@@ -198,7 +198,7 @@ def without_images(rank: int, world_size: int, name: str) -> tuple[bool, bool, l
     texts = microbatches(name, 2, [])
     with mixed.microbatch(texts[index]):
         loss_of(output_of(model(**texts[index])), 1).backward()
-    return mixed.differ(texts), mixed.differ(microbatches(name, 2)), list(gradients_of(model))
+    return mixed.inputs_differ(texts), mixed.inputs_differ(microbatches(name, 2)), list(gradients_of(model))
 
 
 def test_where_ranks_are_alike_nothing_is_done(pool: GlooPool) -> None:

@@ -16,7 +16,7 @@ from ckptx.errors import Defect
 from ckptx.layout.parallel_dims import ParallelDims
 from ckptx.layout.placement import Placement, tp_rectangles
 from ckptx.layout.placement import cut as cut_of_files
-from ckptx.runtime.parallel.shards import LocalShard, MeshDimSharding, local_of, local_shards
+from ckptx.runtime.parallel.shards import LocalShard, MeshDimSharding, compute_local_shards, to_local_shard
 from tests.support.pool import GlooPool
 
 SHAPES = [(12, 4), (7, 5), (1, 3), (9, 8)]
@@ -37,7 +37,9 @@ def test_plain_shards_are_those_of_torch(shape: tuple[int, int], dims: tuple[int
     placements = [Shard(dim) for dim in dims]
     for sizes in itertools.product((1, 2, 3), (1, 2, 4)):
         for at in itertools.product(*map(range, sizes)):
-            held, local = local_shards(shape, [MeshDimSharding(*each) for each in zip(dims, sizes, at, strict=True)])
+            held, local = compute_local_shards(
+                shape, [MeshDimSharding(*each) for each in zip(dims, sizes, at, strict=True)]
+            )
             expected, offsets = _compute_local_shape_and_global_offset(shape, sizes, list(at), placements)
             assert local == tuple(expected)
             if 0 not in local:
@@ -53,7 +55,9 @@ def test_fsdp_inside_tp_is_as_files_are_cut(placement: Placement | None, dp: int
     dims = ParallelDims(tp=2, dp_shard=dp)
     blocks = cut_of_files(shape, placement, dims, True)
     for dp_rank, tp_rank in itertools.product(range(dp), range(2)):
-        held, _ = local_shards(shape, [MeshDimSharding(0, dp, dp_rank)], tp_rectangles(shape, placement, 2)[tp_rank])
+        held, _ = compute_local_shards(
+            shape, [MeshDimSharding(0, dp, dp_rank)], tp_rectangles(shape, placement, 2)[tp_rank]
+        )
         assert [piece.region for piece in held] == [
             block.region for block in blocks if block.rank_in_stage == dims.rank_in_stage(dp_rank, tp_rank)
         ]
@@ -61,21 +65,23 @@ def test_fsdp_inside_tp_is_as_files_are_cut(placement: Placement | None, dp: int
 
 def test_fused_groups_lie_one_after_another() -> None:
     whole = torch.arange(24.0).reshape(6, 4)
-    held, shape = local_shards((6, 4), [], [Region((0, 0), (6, 1)), Region((0, 2), (6, 2))])
+    held, shape = compute_local_shards((6, 4), [], [Region((0, 0), (6, 1)), Region((0, 2), (6, 2))])
     assert torch.equal(assembled(whole, held, shape), whole[:, [0, 2, 3]])
-    held, shape = local_shards((6, 4), [MeshDimSharding(0, 2, 1)], [Region((0, 0), (1, 4)), Region((3, 0), (3, 4))])
+    held, shape = compute_local_shards(
+        (6, 4), [MeshDimSharding(0, 2, 1)], [Region((0, 0), (1, 4)), Region((3, 0), (3, 4))]
+    )
     assert torch.equal(assembled(whole, held, shape), whole[[4, 5]])
 
 
 def test_equal_groups_are_cut_one_by_one() -> None:
     whole = torch.arange(24.0).reshape(12, 2)
-    held, shape = local_shards((12, 2), [MeshDimSharding(0, 2, 1, groups=3)])
+    held, shape = compute_local_shards((12, 2), [MeshDimSharding(0, 2, 1, groups=3)])
     assert torch.equal(assembled(whole, held, shape), torch.cat([part.chunk(2)[1] for part in whole.chunk(3)]))
 
 
 def test_rectangles_that_lie_anyhow_are_refused() -> None:
     with pytest.raises(Defect, match="differ in more than one dim"):
-        local_shards((4, 4), [], [Region((0, 0), (2, 2)), Region((2, 2), (2, 2))])
+        compute_local_shards((4, 4), [], [Region((0, 0), (2, 2)), Region((2, 2), (2, 2))])
 
 
 def gradient_of_columns(rank: int, world_size: int) -> tuple[str, tuple[int, ...], bool]:
@@ -88,7 +94,7 @@ def gradient_of_columns(rank: int, world_size: int) -> tuple[str, tuple[int, ...
     )
     parameter = nn.Parameter(cut)
     x = torch.arange(10.0).reshape(2, 5)
-    nn.functional.linear(x[:, columns], local_of(parameter)).sum().backward()
+    nn.functional.linear(x[:, columns], to_local_shard(parameter)).sum().backward()
     gradient = parameter.grad
     expected = x[:, columns].sum(0).expand(4, -1)
     return str(gradient.placements), tuple(gradient.to_local().shape), torch.equal(gradient.to_local(), expected)

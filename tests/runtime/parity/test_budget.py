@@ -17,9 +17,9 @@ from ckptx.layout.stages import StageMap
 from ckptx.options.verify import RunOptions
 from ckptx.runtime.parallel.distributed import RankContext
 from ckptx.runtime.parity import budget as budget_module
-from ckptx.runtime.parity.budget import Budget
+from ckptx.runtime.parity.budget import MemoryBudget
 from ckptx.runtime.parity.reference import OffloadedReference, partition_reference
-from ckptx.runtime.parity.side import ModelFacts, ModelSide
+from ckptx.runtime.parity.side import ModelFacts, ModelLoader
 from tests.support.models import randomise, transformers
 from tests.support.slow import slow_but
 
@@ -68,20 +68,20 @@ class Live(TorchDispatchMode):  # type: ignore[misc]
         self.now -= nbytes
 
 
-def side_of(path: Path, *, tied: bool) -> tuple[ModelSide, ModelFacts]:
+def side_of(path: Path, *, tied: bool) -> tuple[ModelLoader, ModelFacts]:
     config = transformers.LlamaConfig(
         hidden_size=192, intermediate_size=768, num_hidden_layers=8, num_attention_heads=6, num_key_value_heads=2,
         vocab_size=2000, tie_word_embeddings=tied,
     )  # fmt: skip
     randomise(transformers.LlamaForCausalLM(config)).save_pretrained(path)
-    side = ModelSide(path, path, RunOptions(device="cpu"))
+    side = ModelLoader(path, path, RunOptions(device="cpu"))
     return side, side.inspect_model()
 
 
-def budget_of(side: ModelSide, seen: ModelFacts, batches: int, **settings: Any) -> Budget:
+def budget_of(side: ModelLoader, seen: ModelFacts, batches: int, **settings: Any) -> MemoryBudget:
     given = {"backward": True, "includes_checkpoint": False, **settings}
-    model, stacks = side.stacked()
-    return Budget(model, stacks, side.batches(seen, batches), **given)
+    model, stacks = side.build_with_stacks()
+    return MemoryBudget(model, stacks, side.make_batches(seen, batches), **given)
 
 
 @pytest.mark.parametrize(
@@ -104,7 +104,7 @@ def test_what_is_live_at_a_time_stays_below_what_is_counted(
 
 
 def test_the_fewest_pieces_that_fit_are_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(budget_module, "BAND", 1)  # else that is most of what so small a model takes
+    monkeypatch.setattr(budget_module, "CHUNK_NUMEL", 1)  # else that is most of what so small a model takes
     budget = budget_of(*side_of(tmp_path, tied=True), 1)
     needed = {pieces: budget.peak_bytes(StageMap(budget.stacks, pieces)) for pieces in range(2, 9)}
     assert budget.whole_bytes > needed[2] > needed[4] > needed[8]
@@ -126,7 +126,7 @@ def test_the_least_is_named(tmp_path: Path) -> None:
 def test_a_single_layer_cannot_be_cut(tmp_path: Path) -> None:
     side, seen = side_of(tmp_path, tied=True)
     budget = budget_of(side, seen, 1)
-    one = Budget(budget.model, [budget.stacks[0].__class__("model.layers", 1)], budget.batches, True, False)
+    one = MemoryBudget(budget.model, [budget.stacks[0].__class__("model.layers", 1)], budget.batches, True, False)
     with pytest.raises(SpaceError, match="a model with 1 layer cannot be split into stages"):
         one.partition(1000)
 
@@ -159,4 +159,4 @@ def test_a_class_without_an_embedding_takes_something_too(tmp_path: Path, error:
         def get_input_embeddings(self) -> torch.nn.Module:
             raise error
 
-    assert Budget(Listens(), [], [], True, False).whole_bytes > 4 * (9 + 3) * 2
+    assert MemoryBudget(Listens(), [], [], True, False).whole_bytes > 4 * (9 + 3) * 2

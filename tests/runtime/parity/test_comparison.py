@@ -17,10 +17,16 @@ from torch import nn
 from ckptx.catalog.region import Region
 from ckptx.runtime.parallel.distributed import RankContext, process_group
 from ckptx.runtime.parity import comparison, distances
-from ckptx.runtime.parity.comparison import Comparison, Gradient, RankParameter, Reference, difference
-from ckptx.runtime.parity.distances import furthest
-from ckptx.runtime.parity.execution import ForwardResult
-from ckptx.runtime.parity.noise import ALLOWED
+from ckptx.runtime.parity.comparison import (
+    Comparison,
+    RankParameter,
+    ReferenceGradient,
+    ReferenceResult,
+    make_difference_row,
+)
+from ckptx.runtime.parity.distances import max_abs_difference
+from ckptx.runtime.parity.execution import StepResult
+from ckptx.runtime.parity.noise import NOISE_MULTIPLE
 
 INF, NAN = math.inf, math.nan
 EPS = 2.0**-23  # of float32
@@ -48,7 +54,7 @@ def process() -> Iterator[RankContext]:
     ],
 )  # fmt: skip
 def test_furthest(a: list[float], b: list[float], expected: float) -> None:
-    assert furthest(torch.tensor(a), torch.tensor(b)) == pytest.approx(expected, rel=1e-6)
+    assert max_abs_difference(torch.tensor(a), torch.tensor(b)) == pytest.approx(expected, rel=1e-6)
 
 
 @settings(max_examples=50, deadline=None)
@@ -58,11 +64,11 @@ def test_furthest_is_what_numpy_says(a: np.ndarray[Any, Any], data: st.DataObjec
     with np.errstate(invalid="ignore"):
         apart = np.abs(a.astype(np.float64) - b.astype(np.float64))
     apart = np.where((a == b) | (np.isnan(a) & np.isnan(b)), 0, np.where(np.isnan(apart), np.inf, apart))
-    found = furthest(torch.from_numpy(a), torch.from_numpy(b))
+    found = max_abs_difference(torch.from_numpy(a), torch.from_numpy(b))
     assert found == apart.max(initial=0)
-    assert found == furthest(torch.from_numpy(b), torch.from_numpy(a))
+    assert found == max_abs_difference(torch.from_numpy(b), torch.from_numpy(a))
     order = data.draw(st.permutations(range(len(a))))
-    assert found == furthest(torch.from_numpy(a[order]), torch.from_numpy(b[order]))
+    assert found == max_abs_difference(torch.from_numpy(a[order]), torch.from_numpy(b[order]))
 
 
 @settings(max_examples=50, deadline=None)
@@ -73,7 +79,7 @@ def test_furthest_grows_with_what_was_added(values: list[int], data: st.DataObje
     for by in sorted(data.draw(st.sets(st.integers(0, 1000), min_size=2, max_size=4))):
         after = before.clone()
         after[at] += by
-        found.append(furthest(before, after))
+        found.append(max_abs_difference(before, after))
         assert found[-1] == by
     assert found == sorted(found)
 
@@ -81,19 +87,19 @@ def test_furthest_grows_with_what_was_added(values: list[int], data: st.DataObje
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 def test_furthest_of_two_dtypes_is_that_of_their_values(dtype: torch.dtype) -> None:
     third = torch.tensor([1 / 3, 2.0])
-    assert furthest(third, third.to(dtype)) == abs(float(third[0].double() - third[0].to(dtype).double()))
-    assert furthest(third.to(dtype), third.to(dtype)) == 0
+    assert max_abs_difference(third, third.to(dtype)) == abs(float(third[0].double() - third[0].to(dtype).double()))
+    assert max_abs_difference(third.to(dtype), third.to(dtype)) == 0
 
 
 def test_divergence_and_cosine() -> None:
     """Of (1/2, 1/2) from (1/4, 3/4), averaged with a row of no divergence; of (1, 0, 1, 0) and (0, 0, 1, 0)."""
     p, q = torch.tensor([[[0.5, 0.5], [0.1, 0.9]]]).log(), torch.tensor([[[0.25, 0.75], [0.1, 0.9]]]).log()
     expected = 0.5 * math.log(2) + 0.5 * math.log(2 / 3)
-    assert distances.divergence(p, q + 5) == pytest.approx(expected / 2, rel=1e-5)  # a constant changes no chance
-    assert distances.divergence(q, p) != pytest.approx(expected / 2, rel=1e-2)
+    assert distances.kl_divergence(p, q + 5) == pytest.approx(expected / 2, rel=1e-5)  # a constant changes no chance
+    assert distances.kl_divergence(q, p) != pytest.approx(expected / 2, rel=1e-2)
     a, b = torch.tensor([[1.0, 0.0], [1.0, 0.0]]), torch.tensor([[0.0, 0.0], [1.0, 0.0]])
-    assert distances.cosine(a, b) == pytest.approx(1 / math.sqrt(2))
-    assert distances.cosine(a, -3 * a) == pytest.approx(-1)
+    assert distances.cosine_similarity(a, b) == pytest.approx(1 / math.sqrt(2))
+    assert distances.cosine_similarity(a, -3 * a) == pytest.approx(-1)
 
 
 @settings(max_examples=50, deadline=None)
@@ -101,7 +107,7 @@ def test_divergence_and_cosine() -> None:
 def test_a_difference_is_named_as_on_disk(stored: dict[str, list[str]]) -> None:
     for name in "abc":
         names = stored.get(name, [name])
-        row = difference("bytes", 3, name, {key: tuple(each) for key, each in stored.items()})
+        row = make_difference_row("bytes", 3, name, {key: tuple(each) for key, each in stored.items()})
         assert (row["level"], row["rank"], row["name"]) == ("bytes", 3, names[0])
         assert row.get("names", 1) == len(names)
         assert row.get("model_name", names[0]) == name
@@ -118,26 +124,26 @@ def forward(
     noise_of_loss: float = 0.125, expected: torch.Tensor = LOGITS, expected_loss: float = 2.0,
 ) -> Comparison:  # fmt: skip
     made = Comparison(process, {"logits": ("logits",)}, exact)
-    made.forward(
-        Reference(ForwardResult([expected], expected_loss), noise, noise_of_loss), ForwardResult([found], loss), 0
+    made.compare_forward(
+        ReferenceResult(StepResult([expected], expected_loss), noise, noise_of_loss), StepResult([found], loss), 0
     )
     return made
 
 
 def names_of(made: Comparison) -> list[tuple[str, str]]:
-    return [(row["level"], row["name"]) for row in made.rows]
+    return [(row["level"], row["name"]) for row in made.differences]
 
 
 def test_what_is_the_same_differs_nowhere(process: RankContext) -> None:
     made = forward(process, LOGITS.clone(), exact=True)
-    assert made.rows == []
-    numbers = made.numbers
+    assert made.differences == []
+    numbers = made.metrics
     assert (numbers["max_abs"], numbers["max_abs_tolerance"], numbers["loss_tolerance"]) == (0, 0, 0)
     assert (numbers["loss"], numbers["loss_reference"]) == (2, 2)
     assert (numbers["kl"], numbers["cosine"]) == (pytest.approx(0, abs=1e-12), pytest.approx(1))
 
 
-@pytest.mark.parametrize(("exact", "limit"), [(True, 0.0), (False, ALLOWED * 0.25)])
+@pytest.mark.parametrize(("exact", "limit"), [(True, 0.0), (False, NOISE_MULTIPLE * 0.25)])
 @pytest.mark.parametrize("sign", [1, -1])
 def test_logits_may_be_as_far_away_as_the_limit(process: RankContext, exact: bool, limit: float, sign: int) -> None:
     for further, names in ((0.0, []), (2.0**-10, [("forward", "logits")])):
@@ -145,13 +151,13 @@ def test_logits_may_be_as_far_away_as_the_limit(process: RankContext, exact: boo
         found[0, 1, 0] += sign * (limit + further)
         made = forward(process, found, exact=exact)
         assert names_of(made) == names
-        assert (made.numbers["max_abs"], made.numbers["max_abs_tolerance"]) == (limit + further, limit)
-        assert [(row["max_abs"], row["tolerance"]) for row in made.rows] == [(limit + further, limit)] * len(names)
+        assert (made.metrics["max_abs"], made.metrics["max_abs_tolerance"]) == (limit + further, limit)
+        assert [(row["max_abs"], row["tolerance"]) for row in made.differences] == [(limit + further, limit)] * len(names)
 
 
 @pytest.mark.parametrize(
     ("exact", "noise_of_loss", "limit"),
-    [(True, 0.125, 0.0), (False, 0.125, ALLOWED * 0.125), (False, 0.0, ALLOWED * 2 * EPS)],
+    [(True, 0.125, 0.0), (False, 0.125, NOISE_MULTIPLE * 0.125), (False, 0.0, NOISE_MULTIPLE * 2 * EPS)],
 )
 @pytest.mark.parametrize("sign", [1, -1])
 def test_the_loss_may_too_and_by_its_last_place(
@@ -162,7 +168,7 @@ def test_the_loss_may_too_and_by_its_last_place(
             given = {"exact": exact, "noise_of_loss": noise_of_loss, "expected_loss": 2.0 * scale}
             made = forward(process, LOGITS.clone(), loss=2.0 * scale + sign * (limit + further), **given)  # type: ignore[arg-type]  # of several types
             assert names_of(made) == names
-            assert made.numbers["loss_tolerance"] == limit
+            assert made.metrics["loss_tolerance"] == limit
 
 
 @pytest.mark.parametrize("value", [NAN, INF, -INF])
@@ -176,8 +182,8 @@ def test_what_is_not_finite_differs_even_from_itself(process: RankContext, value
     )  # fmt: skip
     sides = ["reference", "checkpoint"] if side == "both" else [side]
     assert names_of(made) == [("forward", "logits")] * len(sides)
-    assert all(word in row["what"] for row, each in zip(made.rows, sides, strict=True) for word in ("2", each))
-    assert all(math.isnan(row["max_abs"]) for row in made.rows)
+    assert all(word in row["what"] for row, each in zip(made.differences, sides, strict=True) for word in ("2", each))
+    assert all(math.isnan(row["max_abs"]) for row in made.differences)
 
 
 def test_a_loss_that_is_no_number_differs(process: RankContext) -> None:
@@ -194,11 +200,11 @@ def test_each_rank_has_its_batch_and_the_loss_is_the_mean_of_all(monkeypatch: py
     monkeypatch.setattr(comparison, "all_gather_object", lambda value: [(3.0, True), (7.0, False), value])
     monkeypatch.setattr(comparison, "broadcast", lambda tensor, shape, dtype, place: next(sent))
     made = Comparison(RankContext(1, 2, torch.device("cpu")), {}, False)
-    made.forward(None, ForwardResult([LOGITS + 8], 1.0), 1)
-    assert (made.rows, made.numbers["max_abs"], made.numbers["loss"]) == ([], 0, 2)
+    made.compare_forward(None, StepResult([LOGITS + 8], 1.0), 1)
+    assert (made.differences, made.metrics["max_abs"], made.metrics["loss"]) == ([], 0, 2)
     sent = iter(whole)
-    made.forward(None, ForwardResult([LOGITS + 8], 1.0), 0)
-    assert [(row["rank"], row["max_abs"]) for row in made.rows] == [(1, 8)]
+    made.compare_forward(None, StepResult([LOGITS + 8], 1.0), 0)
+    assert [(row["rank"], row["max_abs"]) for row in made.differences] == [(1, 8)]
 
 
 # ------------------------------------------------------------------------------------------- gradients
@@ -224,7 +230,7 @@ def backward(
 ) -> Comparison:  # fmt: skip
     made = Comparison(process, {"a": ("disk.a",), "b": ("b.0", "b.1")}, exact)
     held = [RankParameter(name, each, regions and regions(name)) for name, each in model.named_parameters()]
-    made.backward([Gradient(name, each, moved) for name, each in gradients.items()], held)
+    made.compare_gradients([ReferenceGradient(name, each, moved) for name, each in gradients.items()], held)
     made.report_missing_gradients()
     made.finish_gradients()
     return made
@@ -233,32 +239,32 @@ def backward(
 def test_copies_on_several_stages_are_each_compared_and_not_to_the_last_bit(process: RankContext) -> None:
     for copied, far in ((("a",), 1), ((), 2)):
         copies = [RankParameter("a", Two(GRADIENT + each).a, None) for each in (0.0, 2.0**-22, 1.0)]
-        made = Comparison(process, {}, is_exact=True, copied=copied)
-        made.backward([Gradient("a", GRADIENT, 0.0)], copies)
+        made = Comparison(process, {}, is_exact=True, tied_copies=copied)
+        made.compare_gradients([ReferenceGradient("a", GRADIENT, 0.0)], copies)
         made.finish_gradients()
-        assert [(row["name"], row.get("what")) for row in made.rows] == [("a", None)] * far
-        assert made.gradients["a"][0] == 1.0
+        assert [(row["name"], row.get("what")) for row in made.differences] == [("a", None)] * far
+        assert made.gradient_distances["a"][0] == 1.0
 
 
 def test_of_copies_one_without_a_gradient_is_named(process: RankContext) -> None:
     copies = [RankParameter("a", Two(each).a, None) for each in (None, GRADIENT.clone())]
-    made = Comparison(process, {}, is_exact=True, copied=("a",))
-    made.backward([Gradient("a", GRADIENT, 0.0)], copies)
+    made = Comparison(process, {}, is_exact=True, tied_copies=("a",))
+    made.compare_gradients([ReferenceGradient("a", GRADIENT, 0.0)], copies)
     made.finish_gradients()
-    assert [row["what"] for row in made.rows] == ["no gradient"]
+    assert [row["what"] for row in made.differences] == ["no gradient"]
 
 
-@pytest.mark.parametrize(("exact", "limit"), [(True, 0.0), (False, ALLOWED * 0.25)])
+@pytest.mark.parametrize(("exact", "limit"), [(True, 0.0), (False, NOISE_MULTIPLE * 0.25)])
 def test_a_gradient_may_be_as_far_away_as_its_limit(process: RankContext, exact: bool, limit: float) -> None:
     for further in (0.0, 2.0**-10):
         found = GRADIENT.clone()
         found[2, 1] -= limit + further
         made = backward(process, Two(found, GRADIENT.clone()), exact=exact, a=GRADIENT, b=GRADIENT)
         assert names_of(made) == ([("gradients", "disk.a")] if further else [])
-        assert all((row["max_abs"], row["tolerance"]) == (limit + further, limit) for row in made.rows)
-        assert made.gradients == {"a": (limit + further, limit), "b": (0.0, limit)}
-        assert (made.numbers["gradients"], made.numbers["grad_max_abs"]) == (2, limit + further)
-        assert made.numbers["grad_closest_to_tolerance"] == (["", 0.0] if exact else ["a", (limit + further) / limit])
+        assert all((row["max_abs"], row["tolerance"]) == (limit + further, limit) for row in made.differences)
+        assert made.gradient_distances == {"a": (limit + further, limit), "b": (0.0, limit)}
+        assert (made.metrics["gradients"], made.metrics["grad_max_abs"]) == (2, limit + further)
+        assert made.metrics["grad_closest_to_tolerance"] == (["", 0.0] if exact else ["a", (limit + further) / limit])
 
 
 def test_gradients_may_come_in_portions_in_any_order(process: RankContext) -> None:
@@ -271,10 +277,10 @@ def test_gradients_may_come_in_portions_in_any_order(process: RankContext) -> No
             name, gradient = (("layer.k.bias", tiny), ("layer.q.bias", large))[number]
             held = RankParameter(name, nn.Parameter(torch.zeros(2)), None)
             held.parameter.grad = gradient * (3 if number == 0 else 1)
-            made.backward([Gradient(name, gradient, 0.0)], [held])
+            made.compare_gradients([ReferenceGradient(name, gradient, 0.0)], [held])
         made.report_missing_gradients()
         made.finish_gradients()
-        assert (made.rows, made.inconclusive, made.numbers["gradients"]) == ([], [], 2)
+        assert (made.differences, made.inconclusive, made.metrics["gradients"]) == ([], [], 2)
 
 
 @pytest.mark.parametrize("value", [NAN, INF])
@@ -283,8 +289,8 @@ def test_a_gradient_that_is_no_number_differs(process: RankContext, value: float
     found[0, 0] = value
     made = backward(process, Two(found), a=GRADIENT)
     assert names_of(made) == [("gradients", "disk.a")]
-    assert made.rows[0]["max_abs"] == INF
-    assert made.numbers["grad_closest_to_tolerance"] == ["a", INF]
+    assert made.differences[0]["max_abs"] == INF
+    assert made.metrics["grad_closest_to_tolerance"] == ["a", INF]
 
 
 @pytest.mark.parametrize(("reference", "largest"), [(GRADIENT - 9, 8.0), (torch.empty(0, 2), 0.0)])
@@ -293,17 +299,17 @@ def test_a_gradient_that_is_lost_is_named_with_its_size(
 ) -> None:
     for names in ({"a": reference}, {"c": reference}):  # without a gradient; not in the model at all
         made = backward(process, Two(None), **names)
-        (row,) = made.rows
-        assert (row["level"], row["max_abs"], row["tolerance"]) == ("gradients", largest, ALLOWED * 0.25)
+        (row,) = made.differences
+        assert (row["level"], row["max_abs"], row["tolerance"]) == ("gradients", largest, NOISE_MULTIPLE * 0.25)
         assert (row["name"], row.get("model_name", "c")) == (("disk.a", "a") if "a" in names else ("c", "c"))
-        assert made.gradients == {}
+        assert made.gradient_distances == {}
 
 
 def test_a_gradient_too_many_is_named_unless_it_is_zero(process: RankContext) -> None:
     made = backward(process, Two(GRADIENT.clone(), -GRADIENT), a=GRADIENT)
-    (row,) = made.rows
+    (row,) = made.differences
     assert (row["name"], row["names"], row["model_name"], row["max_abs"], row["tolerance"]) == ("b.0", 2, "b", 6, 0)
-    assert backward(process, Two(GRADIENT.clone(), torch.zeros(2)), a=GRADIENT).rows == []
+    assert backward(process, Two(GRADIENT.clone(), torch.zeros(2)), a=GRADIENT).differences == []
 
 
 def test_a_rank_is_held_against_the_rows_that_it_has(process: RankContext) -> None:
@@ -313,16 +319,16 @@ def test_a_rank_is_held_against_the_rows_that_it_has(process: RankContext) -> No
     local = GRADIENT[[0, 2]].clone()
     model.a = nn.Parameter(torch.zeros(2, 2))
     model.a.grad = local
-    assert backward(process, model, regions=lambda name: held, a=GRADIENT).rows == []
+    assert backward(process, model, regions=lambda name: held, a=GRADIENT).differences == []
     assert model.a.grad is None  # it has been compared, and takes memory no more
     other = GRADIENT.clone()
     other[1] = 1e6
     model.a.grad = local
-    assert backward(process, model, regions=lambda name: held, a=other).rows == []
+    assert backward(process, model, regions=lambda name: held, a=other).differences == []
     local[1, 0] += 3
     model.a.grad = local
     made = backward(process, model, regions=lambda name: held, a=other)
-    assert [(row["name"], row["max_abs"]) for row in made.rows] == [("disk.a", 3)]
+    assert [(row["name"], row["max_abs"]) for row in made.differences] == [("disk.a", 3)]
 
 
 # ------------------------------------------------------------------------------------------- what cannot be decided
@@ -334,8 +340,8 @@ def test_logits_that_may_be_further_away_than_they_deviate_are_undecided(
 ) -> None:
     """1, 2, 3, 4 deviate by the root of 1.25; eight times the noise is 1, or 2."""
     made = forward(process, LOGITS.clone(), noise=noise_is)
-    assert made.numbers["logits_std"] == pytest.approx(1.25**0.5)
-    assert made.rows == []
+    assert made.metrics["logits_std"] == pytest.approx(1.25**0.5)
+    assert made.differences == []
     assert [(row["level"], row["name"]) for row in made.inconclusive] == names
     assert [(row["tolerance"], row["magnitude"]) for row in made.inconclusive] == [(2.0, 1.25**0.5)] * len(names)
     assert forward(process, LOGITS.clone(), noise=noise_is, exact=True).inconclusive == []
@@ -350,7 +356,7 @@ def test_a_gradient_that_may_be_further_away_than_it_is_large_is_undecided(
     """The limit is 2, eight times the noise."""
     reference = torch.tensor([[size, -1.0]])
     made = backward(process, Two(reference + 0.25), a=reference)
-    assert made.rows == []
+    assert made.differences == []
     rows = [
         (row["level"], row["name"], row["model_name"], row["tolerance"], row["magnitude"]) for row in made.inconclusive
     ]
@@ -366,16 +372,16 @@ def test_a_gradient_may_differ_in_its_last_places_though_no_draw_moved_it(
     process: RankContext, size: float, sign: int
 ) -> None:
     reference = torch.full((2, 2), size)
-    for places, names in ((ALLOWED, []), (ALLOWED + 1, [("gradients", "disk.a")])):
+    for places, names in ((NOISE_MULTIPLE, []), (NOISE_MULTIPLE + 1, [("gradients", "disk.a")])):
         found = reference.clone()
         found[0, 0] += sign * places * EPS * size
         made = backward(process, Two(found), moved=0.0, a=reference)
         assert names_of(made) == names
-        assert made.gradients["a"][1] == ALLOWED * EPS * size
+        assert made.gradient_distances["a"][1] == NOISE_MULTIPLE * EPS * size
     assert names_of(backward(process, Two(found), moved=0.0, exact=True, a=reference)) == [("gradients", "disk.a")]
 
 
-@pytest.mark.parametrize(("size", "is_zero"), [(ALLOWED * EPS, True), (2 * ALLOWED * EPS, False)])
+@pytest.mark.parametrize(("size", "is_zero"), [(NOISE_MULTIPLE * EPS, True), (2 * NOISE_MULTIPLE * EPS, False)])
 def test_a_gradient_that_is_zero_but_for_rounding_is_equal(process: RankContext, size: float, is_zero: bool) -> None:
     """Beside one of 1: whatever the two make of a sum that is zero. One that has more is none of these."""
     beside, small = torch.ones(2), torch.tensor([size, 0.0])
@@ -390,7 +396,7 @@ def test_a_gradient_that_is_zero_but_for_rounding_is_equal(process: RankContext,
 def test_a_gradient_that_is_no_number_on_both_sides_differs(process: RankContext, value: float) -> None:
     both = GRADIENT.clone()
     both[1, 1] = value
-    (row,) = backward(process, Two(both.clone()), a=both).rows
+    (row,) = backward(process, Two(both.clone()), a=both).differences
     assert (row["name"], row["what"]) == ("disk.a", "not finite, reference and checkpoint")
 
 
@@ -399,12 +405,17 @@ def test_bands_change_no_number(process: RankContext, monkeypatch: pytest.Monkey
     a, b = (torch.randn(3, 5, 7, generator=generator) for _ in range(2))
 
     def numbers() -> list[float]:
-        return [furthest(a, b), distances.divergence(a, b), distances.cosine(a, b), distances.deviation(a)]
+        return [
+            max_abs_difference(a, b),
+            distances.kl_divergence(a, b),
+            distances.cosine_similarity(a, b),
+            distances.standard_deviation(a),
+        ]
 
     whole = numbers()
     assert whole[3] == pytest.approx(float(a.double().std(correction=0)))
     for band in (1, 7, 16, 104, 105):
-        monkeypatch.setattr(distances, "BAND", band)
+        monkeypatch.setattr(distances, "CHUNK_NUMEL", band)
         assert numbers() == pytest.approx(whole)
 
 
@@ -417,4 +428,4 @@ def test_the_order_of_names_is_no_difference(process: RankContext, order: list[s
         made.grad = torch.full((2,), 9.0 if name in far else 1.0)
         setattr(model, name, made)
     expected = {name: torch.ones(2) for name in "xyz"}
-    assert [row["name"] for row in backward(process, model, **expected).rows] == sorted(far)
+    assert [row["name"] for row in backward(process, model, **expected).differences] == sorted(far)

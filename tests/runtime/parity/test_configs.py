@@ -52,7 +52,7 @@ def changed(key: str, value: Any) -> dict[str, Any]:
 def test_a_key_that_differs_is_named_and_judged(key: str, value: Any, is_noted: bool) -> None:
     for ours, theirs in ((CONFIG, changed(key, value)), (changed(key, value), CONFIG)):
         (found,) = compare_configs(ours, theirs)
-        assert (found.key, found.is_noted) == (key, is_noted)
+        assert (found.key, found.has_no_effect) == (key, is_noted)
         assert found.reference != found.checkpoint
 
 
@@ -71,9 +71,9 @@ def test_what_means_the_same_is_no_difference(key: str, value: Any) -> None:
 
 def test_ids_count_where_a_class_computes_with_them() -> None:
     other = changed("pad_token_id", 7)
-    expected = ConfigDifference("pad_token_id", "null", "7", is_noted=False)
-    assert compare_configs(CONFIG, other, used={"pad_token_id"}) == [expected]
-    assert compare_configs(CONFIG, other) == [expected._replace(is_noted=True)]
+    expected = ConfigDifference("pad_token_id", "null", "7", has_no_effect=False)
+    assert compare_configs(CONFIG, other, relevant_keys={"pad_token_id"}) == [expected]
+    assert compare_configs(CONFIG, other) == [expected._replace(has_no_effect=True)]
 
 
 def test_what_is_not_there_is_said_to_be_missing() -> None:
@@ -93,5 +93,5 @@ configs = st.dictionaries(st.sampled_from(["a", "b", "sliding_window", "dtype", 
 def test_a_config_is_like_itself_and_differences_have_two_sides(a: dict[str, Any], b: dict[str, Any]) -> None:
     assert compare_configs(a, copy.deepcopy(a)) == []
     there, back = compare_configs(a, b), compare_configs(b, a)
-    assert [(each.key, each.is_noted) for each in there] == [(each.key, each.is_noted) for each in back]
+    assert [(each.key, each.has_no_effect) for each in there] == [(each.key, each.has_no_effect) for each in back]
     assert [each.key for each in there] == sorted({each.key for each in there})

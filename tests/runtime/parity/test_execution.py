@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from ckptx.errors import CkptxError, SpaceError, UnsupportedError
-from ckptx.runtime.parity.execution import ModuleCall, observe_outputs, run
+from ckptx.runtime.parity.execution import ModuleCall, observe_outputs, run_step
 from ckptx.runtime.parity.inputs.batch import Inputs
 from tests.support.small import Looped, Scaled, inputs_of
 
@@ -45,7 +45,7 @@ class Gives(nn.Module):
 def test_the_loss_without_a_head_is_the_mean_square() -> None:
     """Outputs are 3 * 4; the gradient of the mean of (e * s)^2 over 8 numbers, four for each scale."""
     model = Scaled()
-    found = run(model, [inputs_of(FOUR)], backward=True)
+    found = run_step(model, [inputs_of(FOUR)], backward=True)
     assert found.loss == 144
     assert [each.tolist() for each in found.logits] == [[[[12.0, 12.0]] * 2] * 2]
     assert found.gradients.keys() == {"embed.weight", "scale"}
@@ -59,12 +59,12 @@ def test_batches_are_microbatches_of_one_step() -> None:
     with torch.no_grad():
         model.embed.weight[4:] *= 2
     first, second = inputs_of(FOUR), inputs_of([[4, 5], [6, 7]])
-    found = run(model, [first, second], backward=True)
+    found = run_step(model, [first, second], backward=True)
     assert found.loss == (144 + 576) / 2
     assert [float(each.max()) for each in found.logits] == [12, 24]
     assert found.gradients["scale"].tolist() == [(36 + 144) / 2] * 2
     assert found.gradients["embed.weight"].tolist() == [[6.0] * 2] * 4 + [[12.0] * 2] * 4
-    apart = [run(model, [each], backward=True) for each in (second, first)]
+    apart = [run_step(model, [each], backward=True) for each in (second, first)]
     assert found.loss == sum(each.loss for each in apart) / 2
 
 
@@ -78,7 +78,7 @@ def test_the_loss_of_logits_is_the_cross_entropy_of_the_next_token() -> None:
     counted = [(row, at) for row in range(2) for at in (1, 2) if labels[row, at] >= 0]
     expected = -np.mean([np.log(chances[row, at - 1, labels[row, at]]) for row, at in counted])
     inputs = Inputs({"input_ids": torch.tensor(ids)}, torch.tensor(labels), ("text",), ())
-    found = run(Gives({"logits": torch.tensor(logits)}), [inputs], backward=False)
+    found = run_step(Gives({"logits": torch.tensor(logits)}), [inputs], backward=False)
     assert found.loss == pytest.approx(expected, rel=1e-6)
 
 
@@ -86,9 +86,9 @@ def test_what_is_not_trained_has_no_gradient_and_older_ones_are_dropped() -> Non
     model = Scaled()
     model.embed.weight.requires_grad_(False)
     model.scale.grad = torch.full((2,), 1e9)
-    assert run(model, [inputs_of(FOUR)], backward=True).gradients.keys() == {"scale"}
+    assert run_step(model, [inputs_of(FOUR)], backward=True).gradients.keys() == {"scale"}
     assert model.scale.grad is not None and model.scale.grad.tolist() == [36.0, 36.0]
-    found = run(model, [inputs_of(FOUR)], backward=False)
+    found = run_step(model, [inputs_of(FOUR)], backward=False)
     assert (found.loss, found.gradients, model.scale.grad) == (144, {}, None)
 
 
@@ -99,7 +99,7 @@ def test_dropout_is_off_and_nothing_is_in_a_graph() -> None:
     model.register_forward_hook(lambda module, args, output: graphs.append(torch.is_grad_enabled()))
     model.train()
     for backward in (True, False):
-        found = run(model, [inputs_of(FOUR)], backward=backward)
+        found = run_step(model, [inputs_of(FOUR)], backward=backward)
         assert found.loss == 144
         assert not found.logits[0].requires_grad
     assert graphs == [True, False]  # what nobody goes back through is not kept
@@ -110,7 +110,7 @@ def test_gradients_have_the_names_of_the_state_dict() -> None:
     model.layer = checkpoint_wrapper(Scaled())
     model.forward = lambda input_ids: model.layer(input_ids)  # type: ignore[method-assign]  # no class for one line
     assert "layer._checkpoint_wrapped_module.scale" in dict(model.named_parameters())
-    found = run(model, [inputs_of(FOUR)], backward=True)
+    found = run_step(model, [inputs_of(FOUR)], backward=True)
     assert found.gradients.keys() == {"layer.embed.weight", "layer.scale"}
 
 
@@ -121,7 +121,7 @@ def test_gradients_have_the_names_of_the_state_dict() -> None:
 def test_floats_come_in_the_dtype_of_the_model_and_numbers_as_they_are(dtype: torch.dtype) -> None:
     model = Gives(ones("logits"), dtype=dtype)
     mask = torch.ones(2, 2, dtype=torch.bool)
-    run(model, [inputs_of(FOUR, pixel_values=torch.ones(2, 3), mask=mask)], backward=False)
+    run_step(model, [inputs_of(FOUR, pixel_values=torch.ones(2, 3), mask=mask)], backward=False)
     assert {name: each.dtype for name, each in model.given.items()} == {
         "input_ids": torch.int64, "pixel_values": dtype, "mask": torch.bool,
     }  # fmt: skip
@@ -138,12 +138,12 @@ def test_floats_come_in_the_dtype_of_the_model_and_numbers_as_they_are(dtype: to
 @pytest.mark.parametrize("kind", [dict, SimpleNamespace])
 def test_logits_come_first_then_hidden_states(kind: Any, names: tuple[str, ...], expected: str) -> None:
     given = ones(*names)
-    (found,) = run(Gives(kind(**given)), [inputs_of(FOUR)], backward=False).logits
+    (found,) = run_step(Gives(kind(**given)), [inputs_of(FOUR)], backward=False).logits
     assert torch.equal(found, given[expected])
 
 
 def test_logits_that_are_none_are_passed_over() -> None:
-    (found,) = run(Gives({"logits": None} | ones("last_hidden_state")), [inputs_of(FOUR)], backward=False).logits
+    (found,) = run_step(Gives({"logits": None} | ones("last_hidden_state")), [inputs_of(FOUR)], backward=False).logits
     assert float(found[0, 0, 0]) == 1
 
 
@@ -170,7 +170,7 @@ def test_what_cannot_be_run_is_refused_by_name(
     if config is not None:
         model.config = config
     with pytest.raises(kind) as error:
-        run(model, [inputs_of(FOUR)], backward=False)
+        run_step(model, [inputs_of(FOUR)], backward=False)
     message = str(error.value)
     assert message.startswith(f"{name}: ")
     assert all(word in message for word in said)
@@ -179,20 +179,20 @@ def test_what_cannot_be_run_is_refused_by_name(
 
 def test_a_defect_of_ours_is_not_called_a_limit_of_the_class() -> None:
     with pytest.raises(KeyError):
-        run(Gives(KeyError("x")), [inputs_of(FOUR)], backward=False)
+        run_step(Gives(KeyError("x")), [inputs_of(FOUR)], backward=False)
 
 
 def test_a_gradient_that_is_shown_is_not_kept() -> None:
     """Each once, complete, also where a batch does not reach it or a parameter has two names."""
     model, batches = Looped(), [inputs_of([[0, 1]]), inputs_of([[2, 3]])]
-    expected = {name: each.clone() for name, each in run(model, batches, backward=True).gradients.items()}
+    expected = {name: each.clone() for name, each in run_step(model, batches, backward=True).gradients.items()}
     shown: dict[str, Any] = {}
 
     def see(name: str, gradient: torch.Tensor) -> None:
         assert name not in shown
         shown[name] = gradient.clone()
 
-    outcome = run(model, batches, backward=True, on_gradient=see)
+    outcome = run_step(model, batches, backward=True, on_gradient=see)
     assert (outcome.gradients, shown.keys()) == ({}, expected.keys())
     assert all(torch.equal(shown[name], each) for name, each in expected.items())
     assert all(parameter.grad is None for parameter in model.parameters())

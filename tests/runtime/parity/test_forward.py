@@ -18,10 +18,10 @@ from ckptx.runtime.parallel.pipeline.boundaries import StageBoundaries
 from ckptx.runtime.parallel.pipeline.plan import PipelinePlan
 from ckptx.runtime.parallel.pipeline.schedules import find_schedule
 from ckptx.runtime.parity import divergence, execution, noise, run_report
-from ckptx.runtime.parity.comparison import Reference
-from ckptx.runtime.parity.divergence import Outputs
+from ckptx.runtime.parity.comparison import ReferenceResult
+from ckptx.runtime.parity.divergence import OutputsByCall
 from ckptx.runtime.parity.reference import WholeReference
-from ckptx.runtime.parity.stages import stage_of
+from ckptx.runtime.parity.stages import find_stage_of_row
 from tests.support.small import PLACE, ULP, Chosen, InPlace, Looped, Scaled, inputs_of
 
 IDS = [[0, 1], [2, 3]]
@@ -35,12 +35,12 @@ def side_of(model: nn.Module) -> Any:
 def first_divergence(
     reference: nn.Module, model: nn.Module, ids: Sequence[Sequence[int]] = IDS, *, is_exact: bool = True
 ) -> dict[str, Any] | None:
-    ours: Outputs = {}
+    ours: OutputsByCall = {}
     with divergence.record_outputs(model, ours):
-        execution.run(model, [inputs_of(ids)], backward=False)
+        execution.run_step(model, [inputs_of(ids)], backward=False)
     side: Any = side_of(reference)
     found = WholeReference(side, [], PLACE, False).observed(inputs_of(ids))
-    return divergence.first_divergence(found, iter([ours]), is_exact=is_exact)
+    return divergence.find_first_divergence(found, iter([ours]), is_exact=is_exact)
 
 
 # ------------------------------------------------------------------------------------------- the first that differs
@@ -91,42 +91,42 @@ def test_experts_that_get_other_tokens_are_not_compared(ids: list[list[int]]) ->
 # ------------------------------------------------------------------------------------------- the noise of a reference
 
 
-def reference_of(model: nn.Module, *, backward: bool = True) -> tuple[Reference, dict[str, float]]:
+def reference_of(model: nn.Module, *, backward: bool = True) -> tuple[ReferenceResult, dict[str, float]]:
     """What it gives forward, and how much noise moves its gradients."""
     running = WholeReference(side_of(model), [inputs_of(IDS), inputs_of([[4, 5], [6, 7]])], PLACE, backward)
     found = running.forward()
     (portion,) = running.gradients()
-    return found, {each.name: each.moved for each in portion}
+    return found, {each.name: each.noise for each in portion}
 
 
 def test_noise_is_how_far_the_outputs_of_moved_embeddings_are() -> None:
     """Embeddings of 3 move by one ULP, and outputs by 4; the gradient 2 * e * s^2 / 8 / 2 of an embedding by 2."""
     found, gradients = reference_of(Scaled())
-    assert (found.outcome.loss, found.logits) == (144, 4 * ULP)
+    assert (found.result.loss, found.logits_noise) == (144, 4 * ULP)
     assert gradients.keys() == {"embed.weight", "scale"}
     assert gradients["embed.weight"] == 2 * ULP
     assert found.is_repeatable
 
 
 def test_noise_is_the_largest_of_all_draws(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(noise, "DRAWS", 9)
+    monkeypatch.setattr(noise, "NUM_DRAWS", 9)
     model, batches = Scaled(), [inputs_of(IDS), inputs_of([[4, 5], [6, 7]])]
-    expected = execution.run(model, batches, backward=True)
+    expected = execution.run_step(model, batches, backward=True)
     expected.gradients = {name: each.clone() for name, each in expected.gradients.items()}
     losses, scales = [], []
-    for draw in range(noise.DRAWS):
-        with noise.perturbed_embeddings(model, draw):
-            other = execution.run(model, batches, backward=True)
+    for draw in range(noise.NUM_DRAWS):
+        with noise.perturb_embeddings(model, draw):
+            other = execution.run_step(model, batches, backward=True)
         losses.append(abs(other.loss - expected.loss))
         scales.append(float((other.gradients["scale"] - expected.gradients["scale"]).abs().max()))
     found, gradients = reference_of(Scaled())
-    assert (found.loss, gradients["scale"]) == (max(losses), max(scales))
+    assert (found.loss_noise, gradients["scale"]) == (max(losses), max(scales))
     assert len(set(losses)) > 1, "else any draw would do"
 
 
 def test_without_a_backward_pass_there_are_no_gradients() -> None:
     found, gradients = reference_of(Scaled(), backward=False)
-    assert (found.logits, gradients, found.outcome.gradients) == (4 * ULP, {}, {})
+    assert (found.logits_noise, gradients, found.result.gradients) == (4 * ULP, {}, {})
 
 
 def test_a_model_without_embeddings_has_no_noise() -> None:
@@ -135,7 +135,7 @@ def test_a_model_without_embeddings_has_no_noise() -> None:
     del model.embed
     model.embed = lambda ids: weight[ids]  # type: ignore[assignment]  # a function is called as a module is
     found, gradients = reference_of(model)
-    assert (found.logits, found.loss, gradients) == (0, 0, {"scale": 0})
+    assert (found.logits_noise, found.loss_noise, gradients) == (0, 0, {"scale": 0})
 
 
 # ------------------------------------------------------------------------------------------- the report of all ranks
@@ -155,7 +155,7 @@ def share_of(**found: Any) -> dict[str, Any]:
 
 def report_of(*shares: dict[str, Any], **settings: bool) -> dict[str, Any]:
     options = RunOptions(tp=2, **settings)
-    found: dict[str, Any] = run_report.report_of(
+    found: dict[str, Any] = run_report.build_run_report(
         options, list(shares), inputs_of(IDS), {"sliding_window": [512, 5]}, []
     ).to_dict()
     json.loads(json.dumps(found, allow_nan=False))
@@ -217,7 +217,7 @@ def test_each_gradient_is_that_of_the_rank_where_it_is_furthest() -> None:
     shares = [share_of(by_tensor=found) for found in (
         {"a": (0.5, 1.0), "b": (0.0, 4.0)}, {"a": (0.75, 2.0)}, {"a": (0.25, 3.0), "c": (float("inf"), 1.0)},
     )]  # fmt: skip
-    rows = run_report.worst_by_tensor(shares, {"a": ("disk.a",)})
+    rows = run_report.find_worst_by_tensor(shares, {"a": ("disk.a",)})
     assert [(row["rank"], row["name"], row["max_abs"], row["tolerance"]) for row in rows] == [
         (1, "disk.a", 0.75, 2.0), (0, "b", 0.0, 4.0), (2, "c", "inf", 1.0),
     ]  # fmt: skip
@@ -231,7 +231,7 @@ def test_the_layers_of_every_stage_are_counted_once() -> None:
     cut = PipelinePlan(schedule, StageMap([Stack("layers", 5)], 2), StageBoundaries(((), ()), {}), (), 3)
     shares = [share_of(wrapped=wrapped, names=names) for wrapped, names in ((3, "ab"), (3, "ab"), (2, "bc"), (2, "bc"))]
     options = RunOptions(tp=dims.tp, pp=dims.pp, dp_shard=dims.dp_shard, dp_replicate=dims.dp_replicate)
-    found = run_report.report_of(options, shares, inputs_of(IDS), {}, [], cut).to_dict()
+    found = run_report.build_run_report(options, shares, inputs_of(IDS), {}, [], cut).to_dict()
     assert (found["checkpointed_layers"], found["compared"], found["stages"], found["microbatches"]) == (5, 3, 2, 3)
     assert found["bubble_fraction"] == 0.25
     assert found["layout"] == {"tp": 2, "pp": 2, "dp_shard": 1, "dp_replicate": 1}
@@ -241,10 +241,10 @@ def test_a_difference_has_the_stage_of_its_tensor() -> None:
     stages = StageMap([Stack("model.layers", 2, (), ("model.norm", "lm_head"))], 2)
     cut = PipelinePlan(find_schedule("gpipe"), stages, StageBoundaries(((), ()), {}), (), 2)
     for name, stage in (("model.layers.0.a", 0), ("model.layers.1.a", 1), ("lm_head.weight", 1), ("model.x", 0)):
-        assert stage_of(cut, {"level": "bytes", "name": name}) == stage
-        assert stage_of(cut, {"level": "gradients", "name": "on.disk", "model_name": name}) == stage
-    assert stage_of(cut, {"level": "forward", "name": "logits"}) == 1
-    assert stage_of(cut, {"level": "config", "name": "hidden_act"}) is None
+        assert find_stage_of_row(cut, {"level": "bytes", "name": name}) == stage
+        assert find_stage_of_row(cut, {"level": "gradients", "name": "on.disk", "model_name": name}) == stage
+    assert find_stage_of_row(cut, {"level": "forward", "name": "logits"}) == 1
+    assert find_stage_of_row(cut, {"level": "config", "name": "hidden_act"}) is None
 
 
 def test_modules_that_ran_gathered_are_counted_by_pattern_and_memory_is_that_of_the_largest_rank() -> None:

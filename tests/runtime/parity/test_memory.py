@@ -24,13 +24,13 @@ def seen(nbytes: int, stored: int) -> ModelFacts:
 
 @pytest.fixture
 def has_10_gib(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "free_bytes", lambda device: 10 * GIB)
+    monkeypatch.setattr(memory, "read_free_bytes", lambda device: 10 * GIB)
 
 
 def allowed(nbytes: int, ranks: int = 1, **options: Any) -> tuple[int | None, int | None]:
     """Of a model with so many GiB of weights, on so many ranks of TP."""
     settings = RunOptions(tp=ranks, **options)
-    return tuple(memory.memory_limits(seen(nbytes * GIB, nbytes * GIB // 2), settings, RankContext(0, ranks, CPU)))
+    return tuple(memory.find_memory_limits(seen(nbytes * GIB, nbytes * GIB // 2), settings, RankContext(0, ranks, CPU)))
 
 
 @pytest.mark.usefixtures("has_10_gib")
@@ -54,21 +54,21 @@ def test_the_ranks_of_this_machine_need_memory_too(monkeypatch: pytest.MonkeyPat
 
 def test_only_what_would_help_is_advised() -> None:
     few, many = seen(20 * GIB, 10 * GIB), seen(20 * GIB, 20 * GIB)
-    first, second = memory.advice_to_save_memory(few, RunOptions())
+    first, second = memory.advise_to_save_memory(few, RunOptions())
     assert first == "--no-backward (whole reference: 20.00 GiB)"
     assert second.startswith("--compute-dtype auto") and "20.00 GiB" in second
-    assert memory.advice_to_save_memory(many, RunOptions()) == [first]
-    assert memory.advice_to_save_memory(few, RunOptions(compute_dtype="auto", backward=False)) == []
+    assert memory.advise_to_save_memory(many, RunOptions()) == [first]
+    assert memory.advise_to_save_memory(few, RunOptions(compute_dtype="auto", backward=False)) == []
 
 
 def test_what_is_free_here_is_known() -> None:
-    free = memory.free_bytes(CPU)
+    free = memory.read_free_bytes(CPU)
     assert free is not None and free > 1 << 20
 
 
 def test_where_nobody_says_what_is_free_nothing_is_cut(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
     monkeypatch.setattr(memory, "_MEMINFO", tmp_path / "gone")
-    assert memory.free_bytes(CPU) is None
+    assert memory.read_free_bytes(CPU) is None
     assert allowed(1 << 30) == (None, None)
 
 
@@ -80,4 +80,4 @@ def test_a_control_group_may_allow_less(
     (tmp_path / "memory.max").write_text(f"{limit}\n")
     (tmp_path / "memory.current").write_text(f"{5 * GIB}\n")
     (tmp_path / "memory.stat").write_text(f"anon {3 * GIB}\ninactive_file {2 * GIB}\n")
-    assert memory._within_group() == free
+    assert memory._read_cgroup_free_bytes() == free

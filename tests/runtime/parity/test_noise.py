@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from ckptx.runtime.parity import noise
-from ckptx.runtime.parity.noise import perturbed, perturbed_embeddings
+from ckptx.runtime.parity.noise import perturb_copy, perturb_embeddings
 from tests.support.small import ULP, Scaled
 
 
@@ -34,7 +34,7 @@ def test_every_number_of_16_bits_becomes_one_beside_it(dtype: torch.dtype) -> No
     usual = every.isfinite() & (every.abs().double() >= info.tiny) & (every.abs().double() < info.max)
     line = np.unique(every[every.isfinite()].double().numpy())  # sorted
     for seed in range(2):
-        found = perturbed(every, seeded(seed))
+        found = perturb_copy(every, seeded(seed))
         assert torch.equal(bits_of(found)[~usual], bits_of(every)[~usual])
         before, after = (np.searchsorted(line, each[usual].double().numpy()) for each in (every, found))
         assert set(after - before) == {-1, 1}
@@ -45,7 +45,7 @@ def test_every_number_of_16_bits_becomes_one_beside_it(dtype: torch.dtype) -> No
 @given(data=st.data())
 def test_wider_numbers_become_one_beside_them(width: int, data: st.DataObject) -> None:
     values = np.array(data.draw(st.lists(st.floats(width=width), min_size=1, max_size=8)), f"f{width // 8}")
-    found = perturbed(torch.from_numpy(values.copy()), seeded(data.draw(st.integers(0, 99)))).numpy()
+    found = perturb_copy(torch.from_numpy(values.copy()), seeded(data.draw(st.integers(0, 99)))).numpy()
     info = np.finfo(values.dtype)
     for before, after in zip(values, found, strict=True):
         if info.tiny <= abs(before) < info.max:
@@ -56,7 +56,7 @@ def test_wider_numbers_become_one_beside_them(width: int, data: st.DataObject) -
 
 def test_half_goes_up_and_half_goes_down_whatever_the_sign() -> None:
     for value in (3.0, -3.0):
-        change = perturbed(torch.full((4000,), value), seeded()).double() - value
+        change = perturb_copy(torch.full((4000,), value), seeded()).double() - value
         assert set(change.tolist()) == {-ULP, ULP}
         assert 0.45 < float((change > 0).double().mean()) < 0.55
 
@@ -64,7 +64,11 @@ def test_half_goes_up_and_half_goes_down_whatever_the_sign() -> None:
 def test_a_draw_depends_on_its_seed_and_leaves_its_input_alone() -> None:
     before = torch.arange(1.0, 65.0).reshape(8, 8).t()  # in another order in memory
     kept = before.clone()
-    first, again, other = perturbed(before, seeded(1)), perturbed(before, seeded(1)), perturbed(before, seeded(2))
+    first, again, other = (
+        perturb_copy(before, seeded(1)),
+        perturb_copy(before, seeded(1)),
+        perturb_copy(before, seeded(2)),
+    )
     assert torch.equal(first, again)
     assert not torch.equal(first, other)
     assert torch.equal(before, kept)
@@ -100,7 +104,7 @@ def differing(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> set[str
 def test_embeddings_alone_are_moved_each_once_and_put_back() -> None:
     model = Tied()
     before, weight = state_of(model), model.here.weight
-    with perturbed_embeddings(model, 0):
+    with perturb_embeddings(model, 0):
         inside = state_of(model)
         assert model.here.weight is model.there.weight is model.head.weight is weight
         assert set((weight.detach().double() - 3).flatten().tolist()) == {-ULP, ULP}  # not twice that
@@ -134,7 +138,7 @@ def test_every_number_is_put_back(dtype: torch.dtype) -> None:
         model = nn.ModuleList([nn.Embedding(*weight.shape, _weight=weight.clone(memory_format=torch.preserve_format))])
         before = bits_of(model[0].weight.contiguous())  # type: ignore[operator]
         for seed in range(3):
-            with perturbed_embeddings(model, seed):
+            with perturb_embeddings(model, seed):
                 assert not torch.equal(bits_of(model[0].weight.contiguous()), before)  # type: ignore[operator]
             assert torch.equal(bits_of(model[0].weight.contiguous()), before)  # type: ignore[operator]
 
@@ -142,7 +146,7 @@ def test_every_number_is_put_back(dtype: torch.dtype) -> None:
 def test_an_error_inside_leaves_nothing_moved() -> None:
     model = Tied()
     before = state_of(model)
-    with pytest.raises(KeyError), perturbed_embeddings(model, 0):
+    with pytest.raises(KeyError), perturb_embeddings(model, 0):
         raise KeyError
     assert differing(before, state_of(model)) == set()
 
@@ -150,7 +154,7 @@ def test_an_error_inside_leaves_nothing_moved() -> None:
 def test_draws_are_different_and_repeatable() -> None:
     model, found = Tied(), []
     for seed in (0, 1, 2, 0):
-        with perturbed_embeddings(model, seed):
+        with perturb_embeddings(model, seed):
             found.append(bits_of(model.here.weight))
     assert torch.equal(found[0], found[3])
     assert not any(torch.equal(found[a], found[b]) for a, b in ((0, 1), (0, 2), (1, 2)))
@@ -159,7 +163,7 @@ def test_draws_are_different_and_repeatable() -> None:
 def test_a_model_without_embeddings_is_left_alone() -> None:
     model = nn.Linear(3, 3)
     before = state_of(model)
-    with perturbed_embeddings(model, 0):
+    with perturb_embeddings(model, 0):
         assert differing(before, state_of(model)) == set()
 
 
@@ -167,11 +171,11 @@ def test_a_model_without_embeddings_is_left_alone() -> None:
 def test_a_narrower_dtype_is_moved_further(dtype: torch.dtype) -> None:
     """By its own epsilon times the power of two below the value, 2 for 3."""
     model = Scaled(dtype)
-    with perturbed_embeddings(model, 0):
+    with perturb_embeddings(model, 0):
         change = (model.embed.weight.detach().double() - 3).abs()
     assert set(change.flatten().tolist()) == {2 * torch.finfo(dtype).eps}
 
 
 def test_there_are_several_draws_and_some_room() -> None:
-    assert noise.DRAWS >= 2
-    assert noise.ALLOWED > 1
+    assert noise.NUM_DRAWS >= 2
+    assert noise.NOISE_MULTIPLE > 1

@@ -12,9 +12,9 @@ from torch import Tensor
 from ckptx.layout.stages import StageMap
 from ckptx.options.verify import RunOptions
 from ckptx.runtime.parallel.distributed import RankContext
-from ckptx.runtime.parity.comparison import Reference
+from ckptx.runtime.parity.comparison import ReferenceResult
 from ckptx.runtime.parity.reference import OffloadedReference, ReferenceModel, WholeReference, partition_reference
-from ckptx.runtime.parity.side import ModelSide
+from ckptx.runtime.parity.side import ModelLoader
 from tests.support.models import EVERY, write
 from tests.support.staged import deep
 
@@ -27,7 +27,7 @@ SOME = ("llama-tied", "llama-untied", "gemma4-ple", "gemma4-shared-kv", "t5", "b
 class Given(NamedTuple):
     """All that a reference gives."""
 
-    forward: Reference
+    forward: ReferenceResult
     gradients: dict[str, Tensor]
     moved: dict[str, float]
 
@@ -39,14 +39,14 @@ def all_of(running: ReferenceModel) -> Given:
     found = {name: each for portion in portions for name, each in portion.items()}
     assert sum(map(len, portions)) == len(found), "each gradient comes once"
     gradients = {name: each.tensor.clone() for name, each in found.items()}
-    return Given(forward, gradients, {name: each.moved for name, each in found.items()})
+    return Given(forward, gradients, {name: each.noise for name, each in found.items()})
 
 
 def both(path: Path, pieces: int, batches: int, split: str = "even", **options: str) -> tuple[Given, Given]:
-    side = ModelSide(path, path, RunOptions(device="cpu", **options))
+    side = ModelLoader(path, path, RunOptions(device="cpu", **options))
     seen = side.inspect_model()
-    model, stacks = side.stacked()
-    given = side.batches(seen, batches)
+    model, stacks = side.build_with_stacks()
+    given = side.make_batches(seen, batches)
     stages = StageMap(stacks, pieces, split)
     whole = WholeReference(side, given, PLACE, backward=True)
     return all_of(whole), all_of(
@@ -56,9 +56,9 @@ def both(path: Path, pieces: int, batches: int, split: str = "even", **options: 
 
 def assert_alike(whole: Given, pieces: Given, *, apart: frozenset[str] = frozenset()) -> None:
     """Bit for bit, but for gradients of `apart`, which are summed in another order."""
-    assert all(map(torch.equal, whole.forward.outcome.logits, pieces.forward.outcome.logits))
-    assert len(whole.forward.outcome.logits) == len(pieces.forward.outcome.logits)
-    assert whole.forward.outcome.loss == pieces.forward.outcome.loss
+    assert all(map(torch.equal, whole.forward.result.logits, pieces.forward.result.logits))
+    assert len(whole.forward.result.logits) == len(pieces.forward.result.logits)
+    assert whole.forward.result.loss == pieces.forward.result.loss
     assert whole.forward[1:] == pieces.forward[1:]
     assert whole.gradients.keys() == pieces.gradients.keys()
     wrong = {name for name, each in whole.gradients.items() if not torch.equal(each, pieces.gradients[name])}

@@ -9,9 +9,9 @@ import torch
 import transformers
 from torch import nn
 
-from ckptx.runtime.parity.execution import run
-from ckptx.runtime.parity.inputs.batch import inputs_for
-from ckptx.runtime.parity.routing import Routing, routing_of, steer
+from ckptx.runtime.parity.execution import run_step
+from ckptx.runtime.parity.inputs.batch import make_inputs
+from ckptx.runtime.parity.routing import Routing, find_routing, install_even_routing
 from tests.support.models import EVERY, build
 
 
@@ -37,9 +37,9 @@ class Model(nn.Module):
 @pytest.mark.parametrize("is_named", [True, False])
 def test_the_second_half_of_tokens_goes_to_experts_in_turn(is_named: bool) -> None:
     model = Model(5)
-    routing = routing_of(model)
+    routing = find_routing(model)
     assert routing == Routing({"experts": 5}, {})
-    steer(model, routing)
+    install_even_routing(model, routing)
     indices, weights = torch.tensor([[4, 0], [4, 1], [4, 2], [4, 0], [4, 3]]), torch.ones(5, 2)
     if is_named:
         model.experts(torch.ones(5, 2), top_k_index=indices, top_k_weights=weights)
@@ -58,7 +58,7 @@ def test_a_module_that_is_not_told_indices_is_left_alone() -> None:
             super().__init__()
             self.projection, self.gate = Projection(), nn.Linear(2, 4)
 
-    assert routing_of(Plain()) == Routing({}, {})
+    assert find_routing(Plain()) == Routing({}, {})
 
 
 class ScoreRouter(nn.Linear):
@@ -73,9 +73,9 @@ def test_scores_are_rolled_so_that_each_expert_is_the_first_in_turn() -> None:
             self.router.weight = nn.Parameter(torch.eye(3))
 
     model = Scored()
-    routing = routing_of(model)
+    routing = find_routing(model)
     assert routing == Routing({}, {"router": 3})
-    steer(model, routing)
+    install_even_routing(model, routing)
     scores = torch.tensor([[0, 9, 0], [0, 0, 9], [0, 9, 1], [0, 9, 1], [8, 0, 1], [8, 0, 1.0]])
     found = model.router(scores)
     assert found[:3].tolist() == scores[:3].tolist()
@@ -105,13 +105,13 @@ MIXTURES = [name for name in EVERY if any(word in name for word in ("moe", "deep
 def test_every_expert_of_a_class_gets_a_gradient(name: str) -> None:
     """Also where there are more than a text has tokens, if it is made as long as needed."""
     model = build(EVERY[name]).float()
-    routing = routing_of(model)
-    assert routing.experts or routing.scores
-    steer(model, routing)
+    routing = find_routing(model)
+    assert routing.expert_counts or routing.score_routers
+    install_even_routing(model, routing)
     config = model.config.to_dict()
-    inputs = inputs_for(config, at_least=routing.tokens_needed(config))
-    gradients = run(model, [inputs], backward=True).gradients
-    for path, count in routing.experts.items():
+    inputs = make_inputs(config, min_tokens=routing.tokens_needed(config))
+    gradients = run_step(model, [inputs], backward=True).gradients
+    for path, count in routing.expert_counts.items():
         fused = {each: tensor for each, tensor in gradients.items() if each.rpartition(".")[0] == path}
         assert fused, path
         for each, tensor in fused.items():
@@ -121,15 +121,15 @@ def test_every_expert_of_a_class_gets_a_gradient(name: str) -> None:
 def test_many_experts_are_all_reached() -> None:
     config = transformers.Qwen3MoeConfig(
         vocab_size=99, hidden_size=16, intermediate_size=8, moe_intermediate_size=8, num_hidden_layers=2,
-        num_attention_heads=2, num_key_value_heads=1, head_dim=8, num_experts=128, num_experts_per_tok=3,
+        num_attention_heads=2, num_key_value_heads=1, min_head_dim=8, num_experts=128, num_experts_per_tok=3,
     )  # fmt: skip
     model = transformers.Qwen3MoeForCausalLM(config).eval()
-    routing = routing_of(model)
-    inputs = inputs_for(config.to_dict(), at_least=routing.tokens_needed(config.to_dict()))
+    routing = find_routing(model)
+    inputs = make_inputs(config.to_dict(), min_tokens=routing.tokens_needed(config.to_dict()))
     assert inputs.batch["input_ids"].shape == (2, 44)
-    before = run(model, [inputs], backward=True).gradients
-    steer(model, routing)
-    after = run(model, [inputs], backward=True).gradients
+    before = run_step(model, [inputs], backward=True).gradients
+    install_even_routing(model, routing)
+    after = run_step(model, [inputs], backward=True).gradients
     name = "model.layers.1.mlp.experts.down_proj"
     assert sum(bool(before[name][expert].any()) for expert in range(128)) < 128
     assert sum(bool(after[name][expert].any()) for expert in range(128)) == 128

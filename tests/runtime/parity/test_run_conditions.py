@@ -18,10 +18,10 @@ from ckptx.layout.parallel_dims import ParallelDims
 from ckptx.options.verify import RunOptions
 from ckptx.report.report import Log
 from ckptx.runtime.parallel.distributed import RankContext, mesh_of, process_group
-from ckptx.runtime.parallel.parallelize import _modules_of_other_dtype
+from ckptx.runtime.parallel.parallelize import _find_other_dtype_modules
 from ckptx.runtime.parity import forward, reference
-from ckptx.runtime.parity.execution import ForwardResult
-from ckptx.runtime.parity.inputs.batch import inputs_for
+from ckptx.runtime.parity.execution import StepResult
+from ckptx.runtime.parity.inputs.batch import make_inputs
 from tests.support.corrections import changed
 from tests.support.installed import INSTALLED, has_model
 from tests.support.models import EVERY, write
@@ -108,13 +108,13 @@ class Wandering:
     def __init__(self, what: str, by: float) -> None:
         self.what, self.by, self.runs = what, by, 0
 
-    def __call__(self, model: Any, batches: Any, *, backward: bool, on_gradient: Any = None) -> ForwardResult:
+    def __call__(self, model: Any, batches: Any, *, backward: bool, on_gradient: Any = None) -> StepResult:
         self.runs += 1
         logits, loss, gradient = (self._number(what) for what in ("logits", "loss", "gradient"))
         gradients = {"weight": torch.full((3,), gradient)}
         for name, each in gradients.items() if on_gradient is not None else ():
             on_gradient(name, each)
-        return ForwardResult([torch.full((1, 2, 3), logits)], loss, gradients if on_gradient is None else {})
+        return StepResult([torch.full((1, 2, 3), logits)], loss, gradients if on_gradient is None else {})
 
     def _number(self, what: str) -> float:
         return 1 + self.by * self.runs * (what == self.what)
@@ -130,8 +130,8 @@ def test_a_device_other_than_the_cpu_is_asked_twice(
 ) -> None:
     """NaN is equal to nothing: what gives it cannot be said to be repeatable."""
     asked = Wandering(what, by)
-    monkeypatch.setattr(reference, "run", asked)
-    made: Any = SimpleNamespace(whole=lambda place: torch.nn.Linear(1, 1))
+    monkeypatch.setattr(reference, "run_step", asked)
+    made: Any = SimpleNamespace(load_whole=lambda rank_context: torch.nn.Linear(1, 1))
     found = reference.WholeReference(made, [], RankContext(0, 1, torch.device(device)), backward=True).forward()
     assert found.is_repeatable is expected
     assert asked.runs == runs
@@ -139,7 +139,7 @@ def test_a_device_other_than_the_cpu_is_asked_twice(
 
 def test_inputs_say_what_they_lack() -> None:
     config = {"model_type": "unheard-of", "vocab_size": 50, "vision_config": {"hidden_size": 8}, "audio_config": None}
-    found = inputs_for(config)
+    found = make_inputs(config)
     assert (found.kinds, found.missing) == (("text",), ("images",))
 
 
@@ -197,14 +197,14 @@ def test_what_a_class_keeps_in_float32_is_sharded_by_itself(pool: GlooPool, tmp_
 
 def test_a_module_of_two_dtypes_is_refused() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
-    assert _modules_of_other_dtype(model) == []
+    assert _find_other_dtype_modules(model) == []
     model[1].half()
     model[0].weight.data = model[0].weight.data.double()
     model[0].bias.data = model[0].bias.data.double()
-    assert _modules_of_other_dtype(model) == [model[1]]
+    assert _find_other_dtype_modules(model) == [model[1]]
     model[1].bias.data = model[1].bias.data.float()
     model[1].bias.requires_grad_(False)
-    assert _modules_of_other_dtype(model) == [model[1]]
+    assert _find_other_dtype_modules(model) == [model[1]]
     model[1].bias.requires_grad_(True)
     with pytest.raises(UnsupportedError, match=r"cannot shard 1, which has parameters of torch\.float16 and torch\.fl"):
-        _modules_of_other_dtype(model)
+        _find_other_dtype_modules(model)

@@ -16,7 +16,7 @@ from ckptx.options.verify import RunOptions
 from ckptx.report.report import Log
 from ckptx.runtime.parity import memory
 from ckptx.runtime.parity.forward import verify_run
-from ckptx.runtime.parity.side import both_sides
+from ckptx.runtime.parity.side import make_loaders
 from tests.support.models import EVERY, llama, randomise, read_hf, write
 
 Head = Callable[[torch.Tensor], torch.Tensor] | None
@@ -102,17 +102,17 @@ def test_a_window_that_no_text_crosses_is_run_small(tmp_path: Path) -> None:
 
 def test_rows_have_padding_where_the_class_takes_a_mask(tmp_path: Path) -> None:
     write(EVERY["llama-untied"], tmp_path)
-    _, second, _, seen = both_sides(tmp_path, tmp_path, RunOptions())
-    (inputs,) = second.batches(seen)
+    _, second, _, seen = make_loaders(tmp_path, tmp_path, RunOptions())
+    (inputs,) = second.make_batches(seen)
     assert inputs.batch["attention_mask"].tolist() == [[1] * 9 + [0] * 3, [1] * 12]
     assert (inputs.labels[0] == -100).tolist() == [False] * 9 + [True] * 3
-    (plain,) = second.batches(seen._replace(takes_mask=False))
+    (plain,) = second.make_batches(seen._replace(takes_mask=False))
     assert plain.batch.keys() == {"input_ids"}
 
 
 def test_what_does_not_fit_is_refused_before_it_has_storage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(EVERY["llama-untied"], tmp_path)
-    monkeypatch.setattr(memory, "free_bytes", lambda device: 1000)
+    monkeypatch.setattr(memory, "read_free_bytes", lambda device: 1000)
     with pytest.raises(
         Exception, match=r"the reference requires at least .* when split into up to 2 stages, and the limit is 900 B"
     ):

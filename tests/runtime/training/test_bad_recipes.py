@@ -12,7 +12,7 @@ import yaml
 
 from ckptx.errors import CkptxError
 from ckptx.runtime.training.recipe import Recipe
-from ckptx.runtime.training.recipe_file import read_recipe, shipped_recipes
+from ckptx.runtime.training.recipe_file import list_shipped_recipes, read_recipe
 from ckptx.runtime.training.yaml_text import parse_yaml
 
 # Of every type, at the edges of what is allowed, and beyond.
@@ -53,7 +53,7 @@ def spoiled(values: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
             yield f"{path}: another name", made
 
 
-@pytest.mark.parametrize("name", shipped_recipes())
+@pytest.mark.parametrize("name", list_shipped_recipes())
 def test_a_spoiled_recipe_is_refused_in_one_line(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import ckptx.runtime.training.recipe_file as recipe_file
 

@@ -16,10 +16,10 @@ from transformers import AutoTokenizer
 from ckptx.errors import EnvironmentProblem, InputError, UsageError
 from ckptx.runtime.model.build import read_config
 from ckptx.runtime.training.data import collate, open_dataset
-from ckptx.runtime.training.encoding import IGNORED, Encoder
+from ckptx.runtime.training.encoding import IGNORE_INDEX, Encoder
 from ckptx.runtime.training.recipe import DataBlock
 from ckptx.runtime.training.recipe_file import read_recipe
-from ckptx.runtime.training.rows import QuestionExample, open_rows, question_of
+from ckptx.runtime.training.rows import QuestionExample, open_rows, to_question
 from ckptx.runtime.training.source import prepare_source
 
 QUESTION = QuestionExample("x=12 y=34 y?", "34")
@@ -36,7 +36,7 @@ def seeing(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def learned(sample: dict[str, torch.Tensor]) -> list[int]:
-    return [each for each in sample["labels"][0].tolist() if each != IGNORED]
+    return [each for each in sample["labels"][0].tolist() if each != IGNORE_INDEX]
 
 
 def test_labels_are_what_the_template_marks(text: Path) -> None:
@@ -47,12 +47,13 @@ def test_labels_are_what_the_template_marks(text: Path) -> None:
     count = len(found["input_ids"])
     assert sample["input_ids"][0, :count].tolist() == found["input_ids"]
     assert sample["labels"][0, :count].tolist() == [
-        token if marked else IGNORED for token, marked in zip(found["input_ids"], found["assistant_masks"], strict=True)
+        token if marked else IGNORE_INDEX
+        for token, marked in zip(found["input_ids"], found["assistant_masks"], strict=True)
     ]
     assert tokenizer.decode(learned(sample)) == "34<eos>"
     assert sample["attention_mask"][0].tolist() == [1] * count + [0] * (32 - count)
     assert set(sample["input_ids"][0, count:].tolist()) == {tokenizer.pad_token_id}
-    assert set(sample["labels"][0, count:].tolist()) == {IGNORED}
+    assert set(sample["labels"][0, count:].tolist()) == {IGNORE_INDEX}
 
 
 def test_a_template_without_marks_gives_the_same_labels(text: Path, tmp_path: Path) -> None:
@@ -106,7 +107,7 @@ def test_made_up_rows_have_the_columns_of_the_public_ones() -> None:
     assert row["context"][start:].startswith(answer)
     seen = open_rows(DataBlock(dataset="synthetic_images"), 1)[0]
     assert list(seen) == ["image_id", "mode", "case_id", "question", "answer"]
-    assert question_of(seen).image.shape == (3, 24, 24)
+    assert to_question(seen).image.shape == (3, 24, 24)
 
 
 def test_images_are_in_the_form_of_the_class_and_train(seeing: Path) -> None:
@@ -116,7 +117,7 @@ def test_images_are_in_the_form_of_the_class_and_train(seeing: Path) -> None:
     is_image = batch["input_ids"] == config.image_token_id
     assert is_image.sum(1).tolist() == [6, 6, 6]
     assert torch.equal(batch["mm_token_type_ids"], is_image.long())
-    assert (batch["labels"][is_image] == IGNORED).all()
+    assert (batch["labels"][is_image] == IGNORE_INDEX).all()
     assert len(batch["pixel_values"]) == 3
     model = transformers.Gemma4ForConditionalGeneration.from_pretrained(seeing).train()
     loss = model(**batch).loss
@@ -255,7 +256,7 @@ def with_datasets(monkeypatch: pytest.MonkeyPatch, rows: list[Any]) -> list[tupl
 def test_public_rows_are_those_of_their_id_or_path(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = with_datasets(monkeypatch, [SQUAD] * 3)
     assert len(open_rows(DataBlock(dataset="squad", samples=2, split="train[:9]"), 1)) == 2
-    assert question_of(open_rows(DataBlock(dataset="squad", path="mine/squad"), 1)[0]) == QuestionExample("c q?", "a")
+    assert to_question(open_rows(DataBlock(dataset="squad", path="mine/squad"), 1)[0]) == QuestionExample("c q?", "a")
     assert asked == [("rajpurkar/squad", "train[:9]"), ("mine/squad", "train")]
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from ckptx.errors import CkptxError, UnsupportedError, UsageError
-from ckptx.runtime.training.recipe_file import find_recipe, read_recipe, shipped_recipes
+from ckptx.runtime.training.recipe_file import find_recipe, list_shipped_recipes, read_recipe
 
 TINY = "llama_tiny"
 
@@ -18,7 +18,7 @@ def written(directory: Path, text: str) -> Path:
     return path
 
 
-@pytest.mark.parametrize("name", shipped_recipes())
+@pytest.mark.parametrize("name", list_shipped_recipes())
 def test_every_shipped_recipe_is_right(name: str) -> None:
     recipe = read_recipe(name)
     assert recipe.name == name

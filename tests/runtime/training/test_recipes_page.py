@@ -7,7 +7,7 @@ import re
 from msgspec import structs
 
 from ckptx.runtime.training.recipe import Recipe
-from ckptx.runtime.training.recipe_file import shipped_recipes
+from ckptx.runtime.training.recipe_file import list_shipped_recipes
 from tests.support.tool import tool
 
 build = tool("build_recipes_page")
@@ -29,5 +29,5 @@ def test_every_block_is_there() -> None:
 def test_every_shipped_recipe_that_trains_here_is_listed() -> None:
     text = build.PATH.read_text(encoding="utf-8").partition("## Write a recipe")[0]
     listed = set(re.findall(r"^\| `(\w+)` \|", text, re.MULTILINE))
-    assert listed <= set(shipped_recipes())
+    assert listed <= set(list_shipped_recipes())
     assert {"llama_tiny", "gemma4_31b", "phi_4_squad"} <= listed

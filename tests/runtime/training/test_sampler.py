@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckptx.errors import UsageError
-from ckptx.runtime.training.sampler import Sampler, part
+from ckptx.runtime.training.sampler import Sampler, split_over_ranks
 
 
 @given(
@@ -30,7 +30,7 @@ def test_each_epoch_has_each_sample_once_whatever_ranks_go_on_with_it(
         for each in ranks:
             each.load_state_dict(state)
         steps = [each.next_step() for each in ranks]
-        seen += [sample for rank, step in enumerate(steps) for sample in part(step, rank, dp)]
+        seen += [sample for rank, step in enumerate(steps) for sample in split_over_ranks(step, rank, dp)]
         assert all(step == steps[0] for step in steps)
         state = ranks[0].state_dict()
     assert state["samples"] == len(seen)
@@ -42,7 +42,7 @@ def test_each_epoch_has_each_sample_once_whatever_ranks_go_on_with_it(
 def test_an_epoch_ends_within_a_step() -> None:
     sampler = Sampler(5, 3, 2)
     assert [sampler.epoch for _ in range(4) if sampler.next_step()] == [0, 0, 1, 1]
-    assert (sampler.samples, sampler.epoch) == (8, 1)
+    assert (sampler.samples_seen, sampler.epoch) == (8, 1)
 
 
 def test_each_epoch_has_an_order_of_its_own_that_the_seed_decides() -> None:
@@ -61,7 +61,7 @@ def test_a_place_in_other_data_is_refused(length: int, seed: int, said: str) -> 
     sampler = Sampler(length, seed, 4)
     with pytest.raises(UsageError, match=said):
         sampler.load_state_dict(Sampler(8, 1, 4).state_dict())
-    assert sampler.samples == 0
+    assert sampler.samples_seen == 0
 
 
 def test_sizes_that_mean_nothing_are_refused() -> None:
@@ -69,4 +69,4 @@ def test_sizes_that_mean_nothing_are_refused() -> None:
         with pytest.raises(UsageError, match="must be 1 or more"):
             Sampler(length, 1, batch)
     with pytest.raises(UsageError, match="6 samples cannot be split over 4 data-parallel ranks"):
-        part(range(6), 0, 4)
+        split_over_ranks(range(6), 0, 4)

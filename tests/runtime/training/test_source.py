@@ -16,18 +16,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ckptx.errors import InputError, UnsupportedError, UsageError
 from ckptx.runtime.checkpointing.load import load
 from ckptx.runtime.model.build import build_model, materialize, read_config
-from ckptx.runtime.parity.inputs.batch import inputs_for
+from ckptx.runtime.parity.inputs.batch import make_inputs
 from ckptx.runtime.training.recipe import Recipe
-from ckptx.runtime.training.recipe_file import read_recipe, shipped_recipes
-from ckptx.runtime.training.shrinking import with_few_layers
-from ckptx.runtime.training.source import merged, prepare_source, random_model
+from ckptx.runtime.training.recipe_file import list_shipped_recipes, read_recipe
+from ckptx.runtime.training.shrinking import reduce_layers
+from ckptx.runtime.training.source import make_random_model, merge_config, prepare_source
 
 LARGE = ("gemma4_31b", "gemma4_31b_tp4_pp2", "gemma4_31b_tp4_pp4", "phi_4_squad")
 SMALL = {
     "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2,
 }  # fmt: skip
-NEEDS_NO_NETWORK = [name for name in shipped_recipes() if read_recipe(name).train is None]
+NEEDS_NO_NETWORK = [name for name in list_shipped_recipes() if read_recipe(name).train is None]
 
 
 def offline(name: str, *sets: str) -> Recipe:
@@ -50,7 +50,7 @@ def test_stock_transformers_and_the_runtime_read_it_alike(name: str, tmp_path: P
     for key, tensor in stock.state_dict().items():
         assert tensor.isfinite().all(), key
         assert not tensor.is_floating_point() or tensor.numel() == 1 or tensor.float().std() > 0, key
-    batch = inputs_for({**config.to_dict(), "architectures": [class_name]}).batch
+    batch = make_inputs({**config.to_dict(), "architectures": [class_name]}).batch
     attention = recipe.model.attn_implementation or "sdpa"  # which the runtime does not take from the config
     ours = build_model(root, dtype=torch.float32, attn_implementation=attention)
     materialize(ours)
@@ -103,7 +103,7 @@ class Drawn(TorchDispatchMode):  # type: ignore[misc]  # torch says Any
 def test_each_number_of_a_matrix_is_drawn_once(build: Callable[[], tuple[Any, Any]]) -> None:
     cls, config = build()
     with Drawn() as drawn:
-        model = random_model(cls, config, torch.float32, seed=1)
+        model = make_random_model(cls, config, torch.float32, seed=1)
     assert drawn.count == sum(each.numel() for each in model.parameters() if each.dim() > 1)
     assert all(each.isfinite().all() and each.std() > 0 for each in model.parameters())
 
@@ -125,13 +125,13 @@ def test_of_a_large_model_few_layers_of_each_kind_stay(tmp_path: Path) -> None:
 
 def test_layers_that_a_list_points_at_stay() -> None:
     config = transformers.LlamaConfig(num_hidden_layers=12)
-    assert with_few_layers({"num_hidden_layers": 12, "no_rope_layers": [1] * 12}, config, {}) == {
+    assert reduce_layers({"num_hidden_layers": 12, "no_rope_layers": [1] * 12}, config, {}) == {
         "num_hidden_layers": 4,
         "no_rope_layers": [1] * 4,
     }
     pointing = {"num_hidden_layers": 12, "some_layers": [3, 9]}
-    assert with_few_layers(pointing, config, {}) == pointing
-    assert with_few_layers({}, config, {"num_hidden_layers": 12}) == {}
+    assert reduce_layers(pointing, config, {}) == pointing
+    assert reduce_layers({}, config, {"num_hidden_layers": 12}) == {}
 
 
 def test_a_checkpoint_that_nothing_changes_stays_where_it_is(tmp_path: Path) -> None:
@@ -194,7 +194,7 @@ def test_what_cannot_be_made_is_refused(
 
 def test_mappings_are_merged_and_lists_replaced() -> None:
     before: dict[str, Any] = {"a": {"b": 1, "c": [1, 2]}, "d": 1}
-    assert merged(before, {"a": {"c": [3]}, "d": {"e": 1}}) == {"a": {"b": 1, "c": [3]}, "d": {"e": 1}}
+    assert merge_config(before, {"a": {"c": [3]}, "d": {"e": 1}}) == {"a": {"b": 1, "c": [3]}, "d": {"e": 1}}
     assert before == {"a": {"b": 1, "c": [1, 2]}, "d": 1}
 
 

@@ -11,4 +11,4 @@ from ckptx.runtime.training import trainer
 def test_memory_of_a_cpu_rank_is_its_peak_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """`ru_maxrss` is not: it keeps what the program before an exec took."""
     monkeypatch.setattr(trainer, "peak_memory", lambda: 3 << 30)
-    assert trainer._memory(torch.device("cpu")) == 3.0
+    assert trainer._read_peak_gib(torch.device("cpu")) == 3.0

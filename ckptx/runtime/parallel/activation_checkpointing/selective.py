@@ -19,13 +19,13 @@ import torch
 from torch.utils import checkpoint as torch_checkpoint
 from torch.utils.checkpoint import CheckpointPolicy
 
-from ckptx.runtime.torch_private import TorchDispatchMode, compute_intensive_operations, schema_of, tree_map_only
+from ckptx.runtime.torch_private import TorchDispatchMode, compute_intensive_operations, get_schema, tree_map_only
 
-_LOG = logging.getLogger(__name__)
+_logger = logging.getLogger(__name__)
 _TRACE_VARIABLE = "CKPTX_SELECTIVE_AC_TRACE"
 
 # Paths within torch.ops. Operations that this torch lacks, or that no imported package registered, are left out.
-_MATMULS = (
+_MATMUL_OPS = (
     "aten.mm",
     "aten.linear",
     "aten.addmm",  # a linear layer with a bias costs no more than one without
@@ -37,8 +37,8 @@ _MATMULS = (
 )
 # A token must get the same experts again, even if its scores are rounded differently the second time.
 _ROUTING_OPS = ("aten.topk", "aten.max")
-_MUTATED_RESULTS = (*_ROUTING_OPS, "aten.bmm", "aten._grouped_mm", "aten._scaled_grouped_mm")
-_SAVED = (
+_MUTATED_RESULT_OPS = (*_ROUTING_OPS, "aten.bmm", "aten._grouped_mm", "aten._scaled_grouped_mm")
+_SAVED_OPS = (
     "aten._scaled_dot_product_flash_attention",
     "aten._scaled_dot_product_flash_attention_for_cpu",
     "aten._scaled_dot_product_efficient_attention",
@@ -96,33 +96,36 @@ class OpSets(NamedTuple):
     alternating: frozenset[Any]
 
 
-def op_sets() -> OpSets:
+def find_op_sets() -> OpSets:
     """Return the operations that exist here, except those that write into an argument, e.g. `out=`."""
-    alternating = frozenset(filter(_is_pure, _resolve(_MATMULS)))
-    return OpSets(frozenset(filter(_is_pure, [*_resolve(_SAVED), *_compute_intensive()])) - alternating, alternating)
+    alternating = frozenset(filter(_is_pure, _find_overloads(_MATMUL_OPS)))
+    return OpSets(
+        frozenset(filter(_is_pure, [*_find_overloads(_SAVED_OPS), *_compute_intensive_overloads()])) - alternating,
+        alternating,
+    )
 
 
 @dataclass(slots=True)
-class Trace:
+class DecisionLog:
     """Logs the decision for each operation once."""
 
-    seen: set[str] = field(default_factory=set)
+    logged_operations: set[str] = field(default_factory=set)
 
     def log_once(self, op: Any, decision: str) -> None:
         """Log a decision unless the operation was logged before."""
-        if str(op) not in self.seen:
-            self.seen.add(str(op))
-            _LOG.info("selective activation checkpointing: %s: %s", op, decision)
+        if str(op) not in self.logged_operations:
+            self.logged_operations.add(str(op))
+            _logger.info("selective activation checkpointing: %s: %s", op, decision)
 
 
-def trace_from_environment() -> Trace | None:
+def make_log_from_environment() -> DecisionLog | None:
     """Return a trace if CKPTX_SELECTIVE_AC_TRACE is set; it goes to stderr unless logging is configured."""
     if os.environ.get(_TRACE_VARIABLE, "0") in ("", "0"):
         return None
-    _LOG.setLevel(logging.INFO)
-    if not _LOG.hasHandlers():
-        _LOG.addHandler(logging.StreamHandler(sys.stderr))
-    return Trace()
+    _logger.setLevel(logging.INFO)
+    if not _logger.hasHandlers():
+        _logger.addHandler(logging.StreamHandler(sys.stderr))
+    return DecisionLog()
 
 
 @dataclass(slots=True)
@@ -135,8 +138,8 @@ class SelectivePolicy:
     """
 
     ops: OpSets
-    trace: Trace | None = None
-    products: dict[bool, int] = field(default_factory=lambda: {False: 0, True: 0})
+    trace: DecisionLog | None = None
+    product_counts: dict[bool, int] = field(default_factory=lambda: {False: 0, True: 0})
 
     def __call__(self, context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         """Return the policy for the result of `op`; the signature is torch's."""
@@ -149,36 +152,36 @@ class SelectivePolicy:
         self, is_recompute: bool, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[CheckpointPolicy, str]:
         if op in self.ops.alternating:
-            self.products[is_recompute] += 1
-            is_odd = self.products[is_recompute] % 2 == 1
+            self.product_counts[is_recompute] += 1
+            is_odd = self.product_counts[is_recompute] % 2 == 1
             return (
                 CheckpointPolicy.MUST_SAVE if is_odd else CheckpointPolicy.PREFER_RECOMPUTE
             ), "every other one saved"
-        if op in self.ops.saved or _leaves_device(op, args, kwargs):
+        if op in self.ops.saved or _is_copy_to_host(op, args, kwargs):
             return CheckpointPolicy.MUST_SAVE, "saved"
         return CheckpointPolicy.PREFER_RECOMPUTE, "recomputed"
 
 
-def context_maker() -> Callable[[], Any]:
+def make_context_factory() -> Callable[[], Any]:
     """Return a function that makes the two contexts, forward and recompute, for each pass over a region.
 
     Every microbatch of every region gets its own policy, as 1F1B recomputes one while it runs another.
     """
-    ops, trace = op_sets(), trace_from_environment()
-    exclude_from_count()
+    ops, trace = find_op_sets(), make_log_from_environment()
+    ignore_uncounted_ops()
 
-    mutated = frozenset(_resolve(_MUTATED_RESULTS))
+    mutated = frozenset(_find_overloads(_MUTATED_RESULT_OPS))
 
     def make() -> Any:
         contexts = torch_checkpoint.create_selective_checkpoint_contexts(SelectivePolicy(ops, trace))
         if torch.compiler.is_compiling():  # requires torch's own contexts; its graphs do not mutate tensors
             return contexts
-        return tuple(_ResultCopies(context, mutated) for context in contexts)
+        return tuple(_CopiedResultsMode(context, mutated) for context in contexts)
 
     return make
 
 
-class _ResultCopies(TorchDispatchMode):  # type: ignore[misc]  # torch says Any
+class _CopiedResultsMode(TorchDispatchMode):  # type: ignore[misc]  # torch says Any
     """A context of torch's, in which the results of some operations are returned as copies.
 
     Routers scale the weights of the chosen experts in place (Mixtral, Qwen3-MoE), experts add their bias in place
@@ -202,14 +205,14 @@ class _ResultCopies(TorchDispatchMode):  # type: ignore[misc]  # torch says Any
         return tree_map_only(torch.Tensor, torch.clone, result) if op in self._ops else result
 
 
-def exclude_from_count() -> None:
+def ignore_uncounted_ops() -> None:
     """Add operations of FSDP2 and the profiler to those that torch ignores, if this torch has such a list."""
     ignored = getattr(torch_checkpoint, "SAC_IGNORED_OPS", None)
     if isinstance(ignored, set):
-        ignored.update(_resolve(_UNCOUNTED_OPS))
+        ignored.update(_find_overloads(_UNCOUNTED_OPS))
 
 
-def _leaves_device(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def _is_copy_to_host(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Return True for a copy from a device to the host, which must not synchronize a second time."""
     if op is not torch.ops.aten._to_copy.default:
         return False
@@ -217,13 +220,13 @@ def _leaves_device(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bo
     return target is not None and torch.device(target).type == "cpu" and args[0].device.type != "cpu"
 
 
-def _compute_intensive() -> Iterator[Any]:
+def _compute_intensive_overloads() -> Iterator[Any]:
     """Yield every overload of the operations that torch's own partitioner never recomputes."""
     for packet in compute_intensive_operations():
         yield from _overloads(packet)
 
 
-def _resolve(paths: tuple[str, ...]) -> Iterator[Any]:
+def _find_overloads(paths: tuple[str, ...]) -> Iterator[Any]:
     """Yield the overloads of those operations that exist."""
     for path in paths:
         found: Any = torch.ops
@@ -235,7 +238,7 @@ def _resolve(paths: tuple[str, ...]) -> Iterator[Any]:
 
 def _is_pure(op: Any) -> bool:
     """Return True if an operation mutates no argument; a saved result would skip the mutation when recomputing."""
-    schema = schema_of(op)  # None for a higher-order operation
+    schema = get_schema(op)  # None for a higher-order operation
     return schema is None or not schema.is_mutable
 
 

@@ -26,16 +26,16 @@ from torch import nn
 from ckptx.architecture.corrections import corrections_of
 from ckptx.errors import UnsupportedError, UsageError
 from ckptx.runtime.model.layers import (
-    GROUPS,
+    LAYER_GROUPS,
     Layer,
     canonical_name,
-    is_container,
+    find_submodule,
+    is_layer_list,
     is_stage,
     layer_groups,
-    submodule,
     unwrap,
 )
-from ckptx.runtime.parallel.activation_checkpointing.selective import context_maker
+from ckptx.runtime.parallel.activation_checkpointing.selective import make_context_factory
 from ckptx.runtime.torch_private import CheckpointImpl, CheckpointWrapper, checkpoint_wrapper, use_first_compiled_graph
 
 __all__ = [
@@ -51,11 +51,11 @@ __all__ = [
 Mode = Literal["none", "full", "submodule", "selective"]
 Scope = Literal["all", "language", "vision", "audio"]
 MODES = ("none", "full", "submodule", "selective")
-SCOPES = ("all", *GROUPS)
+SCOPES = ("all", *LAYER_GROUPS)
 
 Wrap = Callable[[nn.Module], nn.Module]
 
-_CACHING = "_ckptx_configs_that_cache"  # attribute of the model; an attribute of a config would be saved
+_CACHING_CONFIGS = "_ckptx_configs_that_cache"  # attribute of the model; an attribute of a config would be saved
 
 # Names of submodules in the layers of transformers. A layer with cross-attention has two attention modules. Names that
 # only one model type uses are in its corrections.
@@ -79,11 +79,11 @@ class KVSharingFallback(UserWarning):
     """Warning: layers reuse keys and values of other layers, so their attention is not checkpointed as requested."""
 
 
-class _PartNames(NamedTuple):
+class _SubmoduleNames(NamedTuple):
     """Names of the submodules of a layer in a model, for attention and for MLP and norms."""
 
     attention: frozenset[str]
-    others: frozenset[str]
+    mlp_and_norms: frozenset[str]
 
 
 class _ChildModule(NamedTuple):
@@ -116,12 +116,12 @@ def checkpoint_activations(model: nn.Module, mode: str, scope: str = "all", *, c
         UsageError: The mode or scope is unknown, or gradient checkpointing of transformers is enabled as well.
         UnsupportedError: No layer would be checkpointed, and the model is not a pipeline stage.
     """
-    _check(model, mode, scope)
+    _check_arguments(model, mode, scope)
     if mode == "none":
         return 0
-    has_shared = shares_kv(model)
-    if not has_shared:
-        _stop_caching(model)
+    shares_keys = shares_kv(model)
+    if not shares_keys:
+        _disable_cache(model)
     elif mode != "submodule" and scope in ("all", "language"):
         warnings.warn(
             f"{_class_name(model)}: layers share keys and values, so mode {mode} checkpoints only their MLP and norms; "
@@ -131,18 +131,20 @@ def checkpoint_activations(model: nn.Module, mode: str, scope: str = "all", *, c
         )
     if compile and mode == "selective":
         use_first_compiled_graph()
-    whole, names = _layer_wrapper(mode), _part_names(model)
+    wrap_layer, names = _make_layer_wrapper(mode), _submodule_names(model)
     count = 0
     for group, layers in layer_groups(model).items():
         if scope not in ("all", group):
             continue
-        shares = has_shared and group == "language"
+        is_shared_group = shares_keys and group == "language"
         for layer in filter(_is_trainable, layers):
-            if mode == "submodule" or shares:
-                has_parts = _checkpoint_parts(layer.module, names.others if shares else names.others | names.attention)
-                count += has_parts or (not shares and _checkpoint_layer(model, layer, whole))
+            if mode == "submodule" or is_shared_group:
+                has_parts = _checkpoint_submodules(
+                    layer.module, names.mlp_and_norms if is_shared_group else names.mlp_and_norms | names.attention
+                )
+                count += has_parts or (not is_shared_group and _checkpoint_layer(model, layer, wrap_layer))
             else:
-                count += _checkpoint_layer(model, layer, whole)
+                count += _checkpoint_layer(model, layer, wrap_layer)
     if not count and not is_stage(model):
         raise UnsupportedError(
             f"{_class_name(model)}: mode {mode} with scope {scope} would checkpoint no layer, as the class has none or "
@@ -153,7 +155,7 @@ def checkpoint_activations(model: nn.Module, mode: str, scope: str = "all", *, c
 
 def shares_kv(model: nn.Module) -> bool:
     """Return True if layers reuse keys and values that another layer computed (Gemma 3n, small Gemma 4)."""
-    return any(map(_config_shares_kv, _configs(model)))
+    return any(map(_config_shares_kv, _find_configs(model)))
 
 
 def _config_shares_kv(config: Any) -> bool:
@@ -163,10 +165,12 @@ def _config_shares_kv(config: Any) -> bool:
     return any(getattr(config, "kv_sharing_modes", None) or ())
 
 
-def _check(model: nn.Module, mode: str, scope: str) -> None:
-    for value, allowed, what in ((mode, MODES, "mode"), (scope, SCOPES, "scope")):
+def _check_arguments(model: nn.Module, mode: str, scope: str) -> None:
+    for value, allowed, argument in ((mode, MODES, "mode"), (scope, SCOPES, "scope")):
         if value not in allowed:
-            raise UsageError(f'activation checkpointing: unknown {what} "{value}"; choose one of {", ".join(allowed)}')
+            raise UsageError(
+                f'activation checkpointing: unknown {argument} "{value}"; choose one of {", ".join(allowed)}'
+            )
     if mode != "none" and any(module.__dict__.get("gradient_checkpointing") for module in model.modules()):
         raise UsageError(
             f"{_class_name(model)}: gradient checkpointing of transformers is enabled as well; call "
@@ -174,15 +178,15 @@ def _check(model: nn.Module, mode: str, scope: str) -> None:
         )
 
 
-def _layer_wrapper(mode: str) -> Wrap:
+def _make_layer_wrapper(mode: str) -> Wrap:
     """Return the function that wraps a whole layer in a mode."""
     if mode == "selective":
-        make = context_maker()
-        return lambda module: _wrap(module, context_fn=make)
-    return _wrap
+        make = make_context_factory()
+        return lambda module: _wrap_module(module, context_fn=make)
+    return _wrap_module
 
 
-class _PartWrapper(CheckpointWrapper):  # type: ignore[misc]  # torch says Any
+class _SubmoduleWrapper(CheckpointWrapper):  # type: ignore[misc]  # torch says Any
     """A wrapper that is also an instance of the wrapped class, as Ernie 4.5 VL checks the class of its MLP.
 
     Not for a whole layer, whose class FSDP2 changes.
@@ -193,12 +197,12 @@ class _PartWrapper(CheckpointWrapper):  # type: ignore[misc]  # torch says Any
         return type(self.__dict__.get("_modules", {}).get("_checkpoint_wrapped_module", self))
 
 
-def _wrap_part(module: nn.Module) -> nn.Module:
-    wrapper: nn.Module = _PartWrapper(module, CheckpointImpl.NO_REENTRANT, preserve_rng_state=True)
+def _wrap_submodule(module: nn.Module) -> nn.Module:
+    wrapper: nn.Module = _SubmoduleWrapper(module, CheckpointImpl.NO_REENTRANT, preserve_rng_state=True)
     return wrapper
 
 
-def _wrap(module: nn.Module, **settings: Any) -> nn.Module:
+def _wrap_module(module: nn.Module, **settings: Any) -> nn.Module:
     wrapper: nn.Module = checkpoint_wrapper(
         module, checkpoint_impl=CheckpointImpl.NO_REENTRANT, preserve_rng_state=True, **settings
     )
@@ -207,36 +211,36 @@ def _wrap(module: nn.Module, **settings: Any) -> nn.Module:
 
 def _checkpoint_layer(model: nn.Module, layer: Layer, wrap: Wrap) -> bool:
     """Replace a layer by its wrapper; return False for a list, which is not a layer."""
-    if is_container(unwrap(layer.module)):
+    if is_layer_list(unwrap(layer.module)):
         return False
     if not isinstance(layer.module, CheckpointWrapper):
         path, _, key = layer.name.rpartition(".")
-        parent = submodule(model, path)
+        parent = find_submodule(model, path)
         assert parent is not None, layer.name
         unwrap(parent).register_module(key, wrap(layer.module))
     return True
 
 
-def _part_names(model: nn.Module) -> _PartNames:
+def _submodule_names(model: nn.Module) -> _SubmoduleNames:
     """Return the usual names of submodules, and those that model types in the model add."""
-    types = {str(getattr(config, "model_type", "")) for config in _configs(model)}
+    types = {str(getattr(config, "model_type", "")) for config in _find_configs(model)}
     rows = [row for each in types for row in corrections_of(each).layer_parts]
-    return _PartNames(
+    return _SubmoduleNames(
         _ATTENTION.union(*(row.attention for row in rows)),
         (_MLP | _NORM).union(*(row.mlp for row in rows), *(row.norms for row in rows)),
     )
 
 
-def _checkpoint_parts(layer: nn.Module, names: Collection[str]) -> bool:
+def _checkpoint_submodules(layer: nn.Module, names: Collection[str]) -> bool:
     """Wrap the submodules of a layer with these names; return False if it has none."""
-    parts = [part for part in _parts(unwrap(layer)) if part.name in names]
+    parts = [part for part in _iter_children(unwrap(layer)) if part.name in names]
     for part in parts:
         if not isinstance(part.module, CheckpointWrapper):
-            part.parent.register_module(part.name, _wrap_part(part.module))
+            part.parent.register_module(part.name, _wrap_submodule(part.module))
     return bool(parts)
 
 
-def _parts(layer: nn.Module) -> Iterator[_ChildModule]:
+def _iter_children(layer: nn.Module) -> Iterator[_ChildModule]:
     """Yield the registered children of a layer.
 
     T5 has a list of sublayers in each layer, whose children are yielded. A property that returns a child under a second
@@ -245,10 +249,10 @@ def _parts(layer: nn.Module) -> Iterator[_ChildModule]:
     for name, child in layer._modules.items():
         if child is None:
             continue
-        if is_container(child):
+        if is_layer_list(child):
             for item in child._modules.values():
                 if item is not None:
-                    yield from _parts(item)
+                    yield from _iter_children(item)
         else:
             yield _ChildModule(layer, name, child)
 
@@ -257,17 +261,17 @@ def _is_trainable(layer: Layer) -> bool:
     return any(parameter.requires_grad for parameter in layer.module.parameters())
 
 
-def _stop_caching(model: nn.Module) -> None:
-    caching = [config for config in _configs(model) if getattr(config, "use_cache", False)]
+def _disable_cache(model: nn.Module) -> None:
+    caching = [config for config in _find_configs(model) if getattr(config, "use_cache", False)]
     for config in caching:
         config.use_cache = False
-    model.__dict__[_CACHING] = [*model.__dict__.get(_CACHING, ()), *caching]
+    model.__dict__[_CACHING_CONFIGS] = [*model.__dict__.get(_CACHING_CONFIGS, ()), *caching]
 
 
 @contextmanager
 def original_configs(model: nn.Module) -> Iterator[None]:
     """Restore `use_cache` in the configs within the block, as before `checkpoint_activations`."""
-    caching = [config for config in unwrap(model).__dict__.get(_CACHING, ()) if config.use_cache is False]
+    caching = [config for config in unwrap(model).__dict__.get(_CACHING_CONFIGS, ()) if config.use_cache is False]
     for config in caching:
         config.use_cache = True
     try:
@@ -277,16 +281,16 @@ def original_configs(model: nn.Module) -> Iterator[None]:
             config.use_cache = False
 
 
-def _configs(model: nn.Module) -> list[Any]:
+def _find_configs(model: nn.Module) -> list[Any]:
     """Return every config in the model: one per module, as encoder-decoders copy theirs, and all nested ones."""
-    found: dict[int, Any] = {}
-    waiting = [config for module in model.modules() if (config := module.__dict__.get("config")) is not None]
-    while waiting:
-        config = waiting.pop()
-        if id(config) not in found:
-            found[id(config)] = config
-            waiting += [nested for key in getattr(config, "sub_configs", ()) if (nested := getattr(config, key, None))]
-    return list(found.values())
+    configs_by_id: dict[int, Any] = {}
+    pending = [config for module in model.modules() if (config := module.__dict__.get("config")) is not None]
+    while pending:
+        config = pending.pop()
+        if id(config) not in configs_by_id:
+            configs_by_id[id(config)] = config
+            pending += [nested for key in getattr(config, "sub_configs", ()) if (nested := getattr(config, key, None))]
+    return list(configs_by_id.values())
 
 
 def _class_name(model: nn.Module) -> str:

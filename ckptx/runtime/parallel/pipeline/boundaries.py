@@ -24,12 +24,25 @@ from torch import Tensor, nn
 
 from ckptx.errors import UnsupportedError
 from ckptx.layout.stages import StageMap
-from ckptx.runtime.parallel.pipeline.boundary_slots import Arguments, BoundarySlot, get, is_same, leaves, put
-from ckptx.runtime.parallel.pipeline.call_hooks import AfterCall, BeforeCall, Call, CallHooks, hook_points
-from ckptx.runtime.parallel.pipeline.stage import Form, Stub, form_of, make_stage, modules_on_the_path
+from ckptx.runtime.parallel.pipeline.boundary_slots import (
+    Arguments,
+    BoundarySlot,
+    get_value,
+    is_identical,
+    iter_leaves,
+    set_value,
+)
+from ckptx.runtime.parallel.pipeline.call_hooks import AfterCall, BeforeCall, Call, CallHooks, find_hooked_modules
+from ckptx.runtime.parallel.pipeline.stage import (
+    OutputStructure,
+    Stub,
+    describe_output,
+    make_stage,
+    modules_on_layer_path,
+)
 
 Batch = Mapping[str, Tensor]
-Kind = frozenset[str]  # argument names of a batch
+BatchKind = frozenset[str]  # argument names of a batch
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,14 +51,14 @@ class StageBoundaries:
 
     Attributes:
         slots: For each stage, the slots that it receives from the previous stage; empty for the first.
-        forms: For each layer and each module after the last layer, by name: the structure of its output.
+        output_structures: For each layer and each module after the last layer, by name: the structure of its output.
         slots_by_kind: The slots for each kind of batch, where kinds take different paths through the layers, as text
             skips a layer that attends to images. Empty if all slots apply to all batches.
     """
 
     slots: tuple[tuple[BoundarySlot, ...], ...]
-    forms: Mapping[str, Form]
-    slots_by_kind: Mapping[Kind, tuple[tuple[BoundarySlot, ...], ...]] = field(default_factory=dict)
+    output_structures: Mapping[str, OutputStructure]
+    slots_by_kind: Mapping[BatchKind, tuple[tuple[BoundarySlot, ...], ...]] = field(default_factory=dict)
 
     def slots_for(self, batch: Batch) -> tuple[tuple[BoundarySlot, ...], ...]:
         """Return the slots of each stage for a batch.
@@ -55,14 +68,14 @@ class StageBoundaries:
         """
         if not self.slots_by_kind:
             return self.slots
-        found = self.slots_by_kind.get(frozenset(batch))
-        if found is None:
+        slots = self.slots_by_kind.get(frozenset(batch))
+        if slots is None:
             kinds = " or ".join(", ".join(sorted(each)) for each in self.slots_by_kind)
             raise UnsupportedError(
                 f"pipeline stages: stage boundaries are unknown for a microbatch of {', '.join(sorted(batch))}, known "
                 f"for {kinds}; pass discover_boundaries a batch of each kind"
             )
-        return found
+        return slots
 
 
 class BatchTrace(NamedTuple):
@@ -95,22 +108,24 @@ def discover_boundaries(
     Raises:
         UnsupportedError: The stages cannot compute what the model computes.
     """
-    kinds: dict[Kind, list[Batch]] = {}
+    batches_by_kind: dict[BatchKind, list[Batch]] = {}
     for batch in batches:
-        kinds.setdefault(frozenset(batch), []).append(batch)
-    copies = [_shared_copy(model) for _ in kinds]  # for the reason of `fresh` below
+        batches_by_kind.setdefault(frozenset(batch), []).append(batch)
+    copies = [_shared_copy(model) for _ in batches_by_kind]  # for the reason of `fresh` below
     try:
         return _discover_common(model, stages, batches, output)
     except UnsupportedError:
-        if len(kinds) == 1:
+        if len(batches_by_kind) == 1:
             raise
-    found = {
+    boundaries_by_kind = {
         kind: _discover_common(each, stages, those, output)
-        for each, (kind, those) in zip(copies, kinds.items(), strict=True)
+        for each, (kind, those) in zip(copies, batches_by_kind.items(), strict=True)
     }
-    slots_by_kind = {kind: each.slots for kind, each in found.items()}
+    slots_by_kind = {kind: each.slots for kind, each in boundaries_by_kind.items()}
     slots = tuple(tuple(dict.fromkeys(chain(*those))) for those in zip(*slots_by_kind.values(), strict=True))
-    return StageBoundaries(slots, dict(ChainMap(*(dict(each.forms) for each in found.values()))), slots_by_kind)
+    return StageBoundaries(
+        slots, dict(ChainMap(*(dict(each.output_structures) for each in boundaries_by_kind.values()))), slots_by_kind
+    )
 
 
 def _discover_common(
@@ -119,15 +134,17 @@ def _discover_common(
     """Return one set of slots that works for all batches."""
     name = type(model).__name__
     with torch.no_grad():
-        forms: dict[str, Form] = {}
-        fresh = _shared_copy(model)  # a run may leave results in attributes, which a stage must not see
-        traces = [_record(model, stages, batch, output, forms) for batch in batches]
-        parts = [stage_of(fresh, stages, number, forms) for number in range(stages.count)]
+        output_structures: dict[str, OutputStructure] = {}
+        unused_copy = _shared_copy(model)  # a run may leave results in attributes, which a stage must not see
+        traces = [_record_trace(model, stages, batch, output, output_structures) for batch in batches]
+        stage_models = [
+            make_shared_stage(unused_copy, stages, number, output_structures) for number in range(stages.count)
+        ]
         slots: list[tuple[BoundarySlot, ...]] = [()] * stages.count
         for number in range(stages.count - 1, -1, -1):
-            part = _StageProbe(parts[number], stages, number, output, CallHooks(parts[number], stages))
-            required = part.required_slots(batches, traces)
-            missing = part.missing_slots(
+            probe = _StageProbe(stage_models[number], stages, number, output, CallHooks(stage_models[number], stages))
+            required = probe.required_slots(batches, traces)
+            missing = probe.missing_slots(
                 batches, traces, required, slots[number + 1] if number + 1 < stages.count else ()
             )
             slots[number] = (*required, *missing)
@@ -136,14 +153,16 @@ def _discover_common(
                     f"{name}: the first pipeline stage lacks {_slot_names(slots[0])}, which later stages need; "
                     "leave out --pp, or choose another split with --pp-split"
                 )
-    return StageBoundaries(tuple(slots), forms)
+    return StageBoundaries(tuple(slots), output_structures)
 
 
-def stage_of(model: nn.Module, stages: StageMap, number: int, forms: Mapping[str, Form]) -> nn.Module:
+def make_shared_stage(
+    model: nn.Module, stages: StageMap, number: int, output_structures: Mapping[str, OutputStructure]
+) -> nn.Module:
     """Return a stage that shares the tensors of a whole model."""
-    part = _shared_copy(model)
-    make_stage(part, stages, number, forms)
-    return part
+    stage = _shared_copy(model)
+    make_stage(stage, stages, number, output_structures)
+    return stage
 
 
 def _shared_copy(model: nn.Module) -> nn.Module:
@@ -158,33 +177,39 @@ def stage_arguments(stage: int, batch: Batch) -> dict[str, Tensor]:
     return {name: value for name, value in batch.items() if not value.is_floating_point()}
 
 
-def _record(
-    model: nn.Module, stages: StageMap, batch: Batch, output: Callable[[Any], Tensor], forms: dict[str, Form]
+def _record_trace(
+    model: nn.Module,
+    stages: StageMap,
+    batch: Batch,
+    output: Callable[[Any], Tensor],
+    output_structures: dict[str, OutputStructure],
 ) -> BatchTrace:
     call_inputs: dict[Call, dict[Any, Any]] = {}
     call_outputs: dict[Call, dict[Any, Any]] = {}
-    path_modules = set(modules_on_the_path(stages))
+    path_modules = set(modules_on_layer_path(stages))
     modules_before = {name for stack in stages.stacks for name in stack.before}
 
-    def before(call: Call, arguments: Arguments) -> None:
-        call_inputs[call] = _snapshot(arguments)
+    def before_call(call: Call, arguments: Arguments) -> None:
+        call_inputs[call] = _copy_leaves(arguments)
 
-    def after(call: Call, found: Any) -> None:
+    def after_call(call: Call, found: Any) -> None:
         if call[0] not in path_modules:
-            call_outputs[call] = _snapshot(found)
+            call_outputs[call] = _copy_leaves(found)
         if call[0] not in path_modules | modules_before:
-            forms.setdefault(call[0], form_of(found))
+            output_structures.setdefault(call[0], describe_output(found))
 
     hooks = CallHooks(model, stages)
     try:
-        with hooks.active(before, after):
+        with hooks.activate(before_call, after_call):
             return BatchTrace(call_inputs, call_outputs, output(model(**batch)).clone())
     finally:
         hooks.remove()
 
 
-def _snapshot(values: Any) -> dict[Any, Any]:
-    return {steps: value.detach().clone() if isinstance(value, Tensor) else value for steps, value in leaves(values)}
+def _copy_leaves(values: Any) -> dict[Any, Any]:
+    return {
+        steps: value.detach().clone() if isinstance(value, Tensor) else value for steps, value in iter_leaves(values)
+    }
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,12 +227,12 @@ class _StageProbe:
         required: dict[BoundarySlot, None] = {}
         for batch, trace in zip(batches, traces, strict=True):
             self._inject_missing(batch, trace, required)
-        before = None
-        while before != len(required):  # a slot may become redundant once another is dropped
-            before = len(required)
+        previous_count = None
+        while previous_count != len(required):  # a slot may become redundant once another is dropped
+            previous_count = len(required)
             for slot in list(required):
-                without = required.keys() - {slot}
-                if all(self._matches_trace(*each, without) for each in zip(batches, traces, strict=True)):
+                remaining = required.keys() - {slot}
+                if all(self._matches_trace(*each, remaining) for each in zip(batches, traces, strict=True)):
                     del required[slot]
         for each in zip(batches, traces, strict=True):
             if not self._matches_trace(*each, required.keys()):
@@ -226,68 +251,74 @@ class _StageProbe:
         next_slots: Sequence[BoundarySlot],
     ) -> list[BoundarySlot]:
         """Return the slots of the next stage whose values this stage does not have either."""
-        found: dict[BoundarySlot, None] = {}
+        missing: dict[BoundarySlot, None] = {}
         for batch, trace in zip(batches, traces, strict=True):
 
-            def before(call: Call, arguments: Arguments, trace: BatchTrace = trace) -> None:
+            def before_call(call: Call, arguments: Arguments, trace: BatchTrace = trace) -> None:
                 _inject(call, arguments, required, trace.call_inputs)
                 for slot in next_slots:
-                    right = trace.call_inputs[call].get(slot.steps) if call == slot[:2] else None
-                    if right is not None and not is_same(get(arguments, slot.steps), right):
-                        found[slot] = None
+                    right = trace.call_inputs[call].get(slot.path) if call == slot[:2] else None
+                    if right is not None and not is_identical(get_value(arguments, slot.path), right):
+                        missing[slot] = None
 
-            self._run(batch, before)
-        return [slot for slot in found if slot not in required]
+            self._run(batch, before_call)
+        return [slot for slot in missing if slot not in required]
 
     def _inject_missing(self, batch: Batch, trace: BatchTrace, required: dict[BoundarySlot, None]) -> None:
         """Add a slot wherever an input differs from the trace, and inject the right value there."""
 
-        own = stage_arguments(self.number, batch)
-        withheld = [value for name, value in batch.items() if name not in own]
+        own_arguments = stage_arguments(self.number, batch)
+        withheld_values = [value for name, value in batch.items() if name not in own_arguments]
 
-        def before(call: Call, arguments: Arguments) -> None:
+        def before_call(call: Call, arguments: Arguments) -> None:
             if call not in trace.call_inputs:
                 return
-            found = dict(leaves(arguments))
+            found = dict(iter_leaves(arguments))
             for steps, right in trace.call_inputs[call].items():
-                if any(is_same(right, each) for each in withheld):
+                if any(is_identical(right, each) for each in withheld_values):
                     continue
-                if not is_same(found.get(steps), right) and (isinstance(right, Tensor) or steps in found):
+                if not is_identical(found.get(steps), right) and (isinstance(right, Tensor) or steps in found):
                     required[BoundarySlot(*call, steps)] = None
-                    put(arguments, steps, right)
+                    set_value(arguments, steps, right)
 
-        stubs = {name for name, module in hook_points(self.model, self.stages).items() if isinstance(module, Stub)}
-        self._run(batch, lambda call, arguments: before(call, arguments) if call[0] not in stubs else None)
+        stubs = {
+            name for name, module in find_hooked_modules(self.model, self.stages).items() if isinstance(module, Stub)
+        }
+        self._run(batch, lambda call, arguments: before_call(call, arguments) if call[0] not in stubs else None)
 
     def _matches_trace(self, batch: Batch, trace: BatchTrace, slots: Any) -> bool:
         """Return True if the stage computes what the unsplit model does, given these slots."""
         own_modules = {
-            name for name, module in hook_points(self.model, self.stages).items() if not isinstance(module, Stub)
+            name
+            for name, module in find_hooked_modules(self.model, self.stages).items()
+            if not isinstance(module, Stub)
         }
         pending = {call for call in trace.call_outputs if call[0] in own_modules}
 
-        def after(call: Call, found: Any) -> None:
-            given = dict(leaves(found))
-            if all(is_same(given.get(steps), each) for steps, each in trace.call_outputs.get(call, {}).items()):
+        def after_call(call: Call, found: Any) -> None:
+            given = dict(iter_leaves(found))
+            if all(is_identical(given.get(steps), each) for steps, each in trace.call_outputs.get(call, {}).items()):
                 pending.discard(call)
 
         try:
-            output = self._run(batch, lambda call, arguments: _inject(call, arguments, slots, trace.call_inputs), after)
+            output = self._run(
+                batch, lambda call, arguments: _inject(call, arguments, slots, trace.call_inputs), after_call
+            )
         except UnsupportedError:
             raise
         except Exception:  # a layer may raise anything on NaN or None
             return False
-        return not pending and (self.number < self.stages.count - 1 or is_same(output, trace.output))
+        return not pending and (self.number < self.stages.count - 1 or is_identical(output, trace.output))
 
-    def _run(self, batch: Batch, before: BeforeCall, after: AfterCall | None = None) -> Tensor:
-        with self.hooks.active(before, after):
+    def _run(self, batch: Batch, before_call: BeforeCall, after_call: AfterCall | None = None) -> Tensor:
+        with self.hooks.activate(before_call, after_call):
             return self.output(self.model(**stage_arguments(self.number, batch)))
 
 
 def _inject(call: Call, arguments: Arguments, slots: Any, values: Mapping[Call, Mapping[Any, Any]]) -> None:
     for slot in slots:
         if slot[:2] == call:
-            put(arguments, slot.steps, values[call].get(slot.steps))
+            set_value(arguments, slot.path, values[call].get(slot.path))
 
 
 def _slot_names(slots: Sequence[BoundarySlot]) -> str:

@@ -17,7 +17,7 @@ from torch import Tensor
 Arguments = dict[Any, Any]
 
 
-class ContainerStep(NamedTuple):
+class PathStep(NamedTuple):
     """One step into a container: a dict key (`length` is -1), or an index into a sequence of `length` items."""
 
     key: Any
@@ -28,36 +28,36 @@ class BoundarySlot(NamedTuple):
     """A place among the arguments of a call.
 
     Attributes:
-        point: Canonical name of the module that is called.
+        module: Canonical name of the module that is called.
         call: Number of earlier calls of this module in the same forward pass.
-        steps: Path from the arguments to the value.
+        path: Path from the arguments to the value.
     """
 
-    point: str
+    module: str
     call: int
-    steps: tuple[ContainerStep, ...]
+    path: tuple[PathStep, ...]
 
     def __str__(self) -> str:
-        inner = "".join(f"[{step.key!r}]" for step in self.steps[1:])
+        inner = "".join(f"[{step.key!r}]" for step in self.path[1:])
         number = f", call {self.call + 1}" if self.call else ""
-        return f"{self.point}({self.steps[0].key}{inner}){number}"
+        return f"{self.module}({self.path[0].key}{inner}){number}"
 
 
-def leaves(value: Any, steps: tuple[ContainerStep, ...] = ()) -> Iterator[tuple[tuple[ContainerStep, ...], Any]]:
+def iter_leaves(value: Any, path: tuple[PathStep, ...] = ()) -> Iterator[tuple[tuple[PathStep, ...], Any]]:
     """Yield every value in nested dicts, tuples and lists that is not a container itself, with its path."""
     if isinstance(value, (dict, UserDict)):
         for key, item in value.items():
-            yield from leaves(item, (*steps, ContainerStep(key)))
+            yield from iter_leaves(item, (*path, PathStep(key)))
     elif isinstance(value, (tuple, list)):
         for index, item in enumerate(value):
-            yield from leaves(item, (*steps, ContainerStep(index, len(value))))
+            yield from iter_leaves(item, (*path, PathStep(index, len(value))))
     else:
-        yield steps, value
+        yield path, value
 
 
-def get(value: Any, steps: tuple[ContainerStep, ...]) -> Any:
+def get_value(value: Any, path: tuple[PathStep, ...]) -> Any:
     """Return the value at a path; None if the path does not exist."""
-    for key, length in steps:
+    for key, length in path:
         if isinstance(value, (dict, UserDict)) if length < 0 else isinstance(value, (tuple, list)):
             value = value.get(key) if length < 0 else value[key] if key < len(value) else None
         else:
@@ -65,9 +65,9 @@ def get(value: Any, steps: tuple[ContainerStep, ...]) -> Any:
     return value
 
 
-def put(container: Any, steps: tuple[ContainerStep, ...], value: Any) -> None:
+def set_value(container: Any, path: tuple[PathStep, ...], value: Any) -> None:
     """Set the value at a path. Dicts are changed in place, as layers share them; tuples and lists are replaced."""
-    (key, _), *rest = steps
+    (key, _), *rest = path
     if not rest:
         container[key] = value
         return
@@ -76,14 +76,14 @@ def put(container: Any, steps: tuple[ContainerStep, ...], value: Any) -> None:
     if length < 0:
         if inner is None:
             inner = container[key] = {}
-        put(inner, tuple(rest), value)
+        set_value(inner, tuple(rest), value)
         return
     items = list(inner) if inner is not None else [None] * length
-    put(items, tuple(rest), value)
+    set_value(items, tuple(rest), value)
     container[key] = items if isinstance(inner, list) else tuple(items)
 
 
-def is_same(a: Any, b: Any) -> bool:
+def is_identical(a: Any, b: Any) -> bool:
     """Return True if two values are equal bit for bit; NaN equals nothing.
 
     Objects that are neither tensors nor plain values are equal if their types are.

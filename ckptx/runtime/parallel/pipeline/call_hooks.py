@@ -10,9 +10,9 @@ from typing import Any
 from torch import nn
 
 from ckptx.layout.stages import StageMap
-from ckptx.runtime.model.layers import submodule
+from ckptx.runtime.model.layers import find_submodule
 from ckptx.runtime.parallel.pipeline.boundary_slots import Arguments
-from ckptx.runtime.parallel.pipeline.stage import modules_on_the_path
+from ckptx.runtime.parallel.pipeline.stage import modules_on_layer_path
 from ckptx.runtime.torch_private import compiled_call, set_compiled_call
 
 Call = tuple[str, int]  # canonical name of a module, number of its earlier calls in this forward pass
@@ -20,21 +20,21 @@ BeforeCall = Callable[[Call, Arguments], None]
 AfterCall = Callable[[Call, Any], None]
 
 
-def hook_points(model: nn.Module, stages: StageMap) -> dict[str, nn.Module]:
+def find_hooked_modules(model: nn.Module, stages: StageMap) -> dict[str, nn.Module]:
     """Return the modules to hook by name: on the path to the layers, the layers, and those right around them.
 
     For a wrapped module, the outermost wrapper is returned.
     """
     lists = {stack.path for stack in stages.stacks}
-    names = [name for name in modules_on_the_path(stages) if name and name not in lists]
+    names = [name for name in modules_on_layer_path(stages) if name and name not in lists]
     for stack in stages.stacks:
         names += [*stack.before, *(f"{stack.path}.{index}" for index in range(stack.count)), *stack.after]
-    found = {name: submodule(model, name) for name in names}
+    found = {name: find_submodule(model, name) for name in names}
     return {name: module for name, module in found.items() if module is not None}
 
 
 class CallHooks:
-    """Hooks on the modules of `hook_points`; they do nothing outside of `active`.
+    """Hooks on the modules of `find_hooked_modules`; they do nothing outside of `activate`.
 
     They run before the hooks of wrappers, and not again when activations are recomputed. A compiled module runs its own
     hooks inside the compiled graph, which must not depend on the callbacks; there the hooks wrap the compiled call.
@@ -46,25 +46,25 @@ class CallHooks:
         self._before_call: BeforeCall | None = None
         self._after_call: AfterCall | None = None
         self._handles: list[Any] = []
-        for name, module in hook_points(model, stages).items():
-            before, after = self._pre_hook(name), self._post_hook(name)
+        for name, module in find_hooked_modules(model, stages).items():
+            pre_hook, post_hook = self._pre_hook(name), self._post_hook(name)
             compiled = compiled_call(module)
             if compiled is not None:
-                self._handles.append(_CompiledCallHooks(module, compiled, before, after))
+                self._handles.append(_CompiledCallHooks(module, compiled, pre_hook, post_hook))
                 continue
-            self._handles.append(module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
-            self._handles.append(module.register_forward_hook(after))
+            self._handles.append(module.register_forward_pre_hook(pre_hook, prepend=True, with_kwargs=True))
+            self._handles.append(module.register_forward_hook(post_hook))
 
     @contextmanager
-    def active(self, before: BeforeCall, after: AfterCall | None = None) -> Iterator[None]:
+    def activate(self, before_call: BeforeCall, after_call: AfterCall | None = None) -> Iterator[None]:
         """Call the callbacks during one forward pass.
 
         Args:
-            before: Called with the arguments of each call; may change them in place.
-            after: Called with the output of each call.
+            before_call: Called with the arguments of each call; may change them in place.
+            after_call: Called with the output of each call.
         """
         self._calls.clear()
-        self._before_call, self._after_call = before, after
+        self._before_call, self._after_call = before_call, after_call
         try:
             yield
         finally:
@@ -99,14 +99,18 @@ class _CompiledCallHooks:
     """Hooks around the call of a module that `nn.Module.compile` compiled."""
 
     def __init__(
-        self, module: nn.Module, compiled: Callable[..., Any], before: Callable[..., Any], after: Callable[..., None]
+        self,
+        module: nn.Module,
+        compiled: Callable[..., Any],
+        pre_hook: Callable[..., Any],
+        post_hook: Callable[..., None],
     ) -> None:
         self._module, self._compiled = module, compiled
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            args, kwargs = before(module, args, kwargs) or (args, kwargs)
+            args, kwargs = pre_hook(module, args, kwargs) or (args, kwargs)
             output = compiled(*args, **kwargs)
-            after(module, args, output)
+            post_hook(module, args, output)
             return output
 
         set_compiled_call(module, call)

@@ -17,9 +17,15 @@ from torch import Tensor, nn
 
 from ckptx.errors import UnsupportedError
 from ckptx.layout.stages import StageMap
-from ckptx.runtime.parallel.pipeline.boundaries import Batch, StageBoundaries, stage_of
-from ckptx.runtime.parallel.pipeline.boundary_slots import is_same
-from ckptx.runtime.parallel.pipeline.run import StageRun, as_stage_inputs, backward_roots, clone_outputs, input_grads
+from ckptx.runtime.parallel.pipeline.boundaries import Batch, StageBoundaries, make_shared_stage
+from ckptx.runtime.parallel.pipeline.boundary_slots import is_identical
+from ckptx.runtime.parallel.pipeline.run import (
+    StageRunner,
+    as_stage_inputs,
+    clone_outputs,
+    find_backward_roots,
+    get_input_grads,
+)
 from ckptx.runtime.torch_private import stage_backward_input, stage_backward_weight
 
 _TOLERANCE = 1e-5  # relative to the largest element of a float32 gradient; another order of sums differs far less
@@ -50,30 +56,30 @@ def dry_run_stages(
         UnsupportedError: The stages fail, or differ from the unsplit model.
     """
     name = type(model).__name__
-    parts = [
-        StageRun(stage_of(model, stages, each, boundaries.forms), stages, each, boundaries)
+    runners = [
+        StageRunner(make_shared_stage(model, stages, each, boundaries.output_structures), stages, each, boundaries)
         for each in range(stages.count)
     ]
     for batch in batches:
-        with _gradients(model) as expected_gradients:
+        with _collect_gradients(model) as expected_gradients:
             expected = output(model(**batch))
             _loss(expected).backward()
-        with _gradients(model) as found:
+        with _collect_gradients(model) as gradients:
             try:
-                given, sent, last = _forward(parts, batch, output)
-                if not is_same(last.detach(), expected.detach()):
+                inputs_by_stage, sent_by_stage, last_output = _forward(runners, batch, output)
+                if not is_identical(last_output.detach(), expected.detach()):
                     raise UnsupportedError(
                         f"{name}: the output of {stages.count} pipeline stages differs from that of the whole model; "
                         "state passes between layers other than as an argument; leave out --pp"
                     )
-                _backward(parts, given, [*sent, (_loss(last),)], split=split_backward)
+                _backward(runners, inputs_by_stage, [*sent_by_stage, (_loss(last_output),)], split=split_backward)
             except RuntimeError as error:
                 reason = str(error).splitlines()[0] if str(error) else type(error).__name__
                 hint = "use --schedule 1f1b, which does not split the backward pass, or " if split_backward else ""
                 raise UnsupportedError(
                     f"{name}: cannot run it as {stages.count} pipeline stages: {reason[:160]}; {hint}leave out --pp"
                 ) from error
-        _compare(name, expected_gradients, found)
+        _compare_gradients(name, expected_gradients, gradients)
 
 
 def _loss(found: Tensor) -> Tensor:
@@ -81,59 +87,59 @@ def _loss(found: Tensor) -> Tensor:
 
 
 def _forward(
-    parts: Sequence[StageRun], batch: Batch, output: Callable[[Any], Tensor]
+    runners: Sequence[StageRunner], batch: Batch, output: Callable[[Any], Tensor]
 ) -> tuple[list[tuple[Any, ...]], list[tuple[Any, ...]], Tensor]:
     """Return the inputs of each stage, the values that each stage but the last sends, and the output of the last."""
-    given: list[tuple[Any, ...]] = [()]
-    sent: list[tuple[Any, ...]] = []
-    for part in parts:
-        found, values = part(part.model, batch, given[-1])
-        if part is parts[-1]:
-            return given, sent, output(found)
-        sent.append(clone_outputs(values))
-        given.append(as_stage_inputs(sent[-1]))
+    inputs_by_stage: list[tuple[Any, ...]] = [()]
+    sent_by_stage: list[tuple[Any, ...]] = []
+    for runner in runners:
+        result, values = runner(runner.model, batch, inputs_by_stage[-1])
+        if runner is runners[-1]:
+            return inputs_by_stage, sent_by_stage, output(result)
+        sent_by_stage.append(clone_outputs(values))
+        inputs_by_stage.append(as_stage_inputs(sent_by_stage[-1]))
     raise AssertionError("no stages")
 
 
 def _backward(
-    parts: Sequence[StageRun],
+    runners: Sequence[StageRunner],
     inputs_by_stage: Sequence[Sequence[Any]],
     outputs_by_stage: Sequence[Sequence[Any]],
     *,
     split: bool,
 ) -> None:
     """Run the backward passes from the last stage to the first."""
-    later: list[Callable[[], Any]] = []
-    for part in reversed(parts):
-        outputs, gradients = list(outputs_by_stage[part.number]), None
-        if part is not parts[-1]:
-            outputs, gradients = backward_roots(outputs, input_grads(inputs_by_stage[part.number + 1]))
-        inputs = [each for each in inputs_by_stage[part.number] if isinstance(each, Tensor) and each.requires_grad]
-        if split and part.number:
-            _, groups = stage_backward_input(outputs, gradients, inputs, part.model.parameters())
-            later.append(partial(stage_backward_weight, part.model.parameters(), groups))
+    weight_passes: list[Callable[[], Any]] = []
+    for runner in reversed(runners):
+        outputs, gradients = list(outputs_by_stage[runner.number]), None
+        if runner is not runners[-1]:
+            outputs, gradients = find_backward_roots(outputs, get_input_grads(inputs_by_stage[runner.number + 1]))
+        inputs = [each for each in inputs_by_stage[runner.number] if isinstance(each, Tensor) and each.requires_grad]
+        if split and runner.number:
+            _, groups = stage_backward_input(outputs, gradients, inputs, runner.model.parameters())
+            weight_passes.append(partial(stage_backward_weight, runner.model.parameters(), groups))
         else:
             torch.autograd.backward(outputs, gradients)
-    for each in later:
+    for each in weight_passes:
         each()
 
 
 @contextmanager
-def _gradients(model: nn.Module) -> Iterator[Gradients]:
+def _collect_gradients(model: nn.Module) -> Iterator[Gradients]:
     """Collect the gradients of the block, filled in at its end; the model keeps none."""
-    found: Gradients = {}
+    gradients: Gradients = {}
     model.zero_grad(set_to_none=True)
     try:
         with torch.enable_grad():
-            yield found
-        found.update({name: each.grad for name, each in model.named_parameters() if each.grad is not None})
+            yield gradients
+        gradients.update({name: each.grad for name, each in model.named_parameters() if each.grad is not None})
     finally:
         model.zero_grad(set_to_none=True)
 
 
-def _compare(name: str, expected_gradients: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> None:
+def _compare_gradients(name: str, expected_gradients: Mapping[str, Tensor], gradients: Mapping[str, Tensor]) -> None:
     for parameter, expected in expected_gradients.items():
-        gradient = found.get(parameter)
+        gradient = gradients.get(parameter)
         size = float(expected.abs().max()) if expected.numel() else 0.0
         difference = size if gradient is None else float((expected - gradient).abs().max()) if expected.numel() else 0.0
         if not difference <= _TOLERANCE * size:

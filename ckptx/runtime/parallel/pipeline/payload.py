@@ -22,8 +22,8 @@ from ckptx.errors import UnsupportedError
 from ckptx.runtime.parallel.pipeline.boundary_slots import BoundarySlot
 from ckptx.runtime.torch_private import is_view
 
-_MOST_DIMS = 8
-_NONE = -1
+_MAX_DIMS = 8
+_NONE_MARK = -1
 
 
 class PayloadSlot(NamedTuple):
@@ -32,15 +32,15 @@ class PayloadSlot(NamedTuple):
     Attributes:
         shape: Largest size of each dim over all microbatches.
         dtype: Dtype of the value.
-        is_trained: True if gradients are sent back.
+        requires_grad: True if gradients are sent back.
     """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    is_trained: bool
+    requires_grad: bool
 
     @property
-    def wire(self) -> torch.dtype:
+    def wire_dtype(self) -> torch.dtype:
         """The dtype that is sent, which can represent every value of `dtype`."""
         if self.dtype.is_floating_point:
             return self.dtype
@@ -55,24 +55,26 @@ def merge_payload_slots(
     Raises:
         UnsupportedError: The dtype or the number of dims of a slot differs between microbatches.
     """
-    return tuple(_merge(slot, found) for slot, found in zip(slots, zip(*microbatches, strict=True), strict=True))
+    return tuple(
+        _merge_payload_slot(slot, found) for slot, found in zip(slots, zip(*microbatches, strict=True), strict=True)
+    )
 
 
-def _merge(slot: BoundarySlot, found: Sequence[PayloadSlot | None]) -> PayloadSlot:
-    there = [each for each in found if each is not None]
-    if not there:
-        return PayloadSlot((0,), torch.float32, is_trained=False)
-    if len({(len(each.shape), each.dtype) for each in there}) > 1:
-        forms = " and ".join(sorted({f"{each.dtype} of {len(each.shape)} dims" for each in there}))
+def _merge_payload_slot(slot: BoundarySlot, candidates: Sequence[PayloadSlot | None]) -> PayloadSlot:
+    present = [each for each in candidates if each is not None]
+    if not present:
+        return PayloadSlot((0,), torch.float32, requires_grad=False)
+    if len({(len(each.shape), each.dtype) for each in present}) > 1:
+        descriptions = " and ".join(sorted({f"{each.dtype} of {len(each.shape)} dims" for each in present}))
         raise UnsupportedError(
-            f"{slot}: the microbatches of one step have {forms}, expected one dtype and number of dims; use "
+            f"{slot}: the microbatches of one step have {descriptions}, expected one dtype and number of dims; use "
             "microbatches of one kind, or leave out --pp"
         )
-    shape = tuple(max(sizes) for sizes in zip(*(each.shape for each in there), strict=True))
-    return PayloadSlot(shape, there[0].dtype, any(each.is_trained for each in there))
+    shape = tuple(max(sizes) for sizes in zip(*(each.shape for each in present), strict=True))
+    return PayloadSlot(shape, present[0].dtype, any(each.requires_grad for each in present))
 
 
-def payload_slot(slot: BoundarySlot, value: Any) -> PayloadSlot | None:
+def make_payload_slot(slot: BoundarySlot, value: Any) -> PayloadSlot | None:
     """Return the buffer that a value requires; None for None.
 
     Raises:
@@ -80,7 +82,7 @@ def payload_slot(slot: BoundarySlot, value: Any) -> PayloadSlot | None:
     """
     if value is None:
         return None
-    if not isinstance(value, Tensor) or isinstance(value, DTensor) or value.is_complex() or value.dim() > _MOST_DIMS:
+    if not isinstance(value, Tensor) or isinstance(value, DTensor) or value.is_complex() or value.dim() > _MAX_DIMS:
         raise UnsupportedError(
             f"{slot}: cannot send a {type(value).__name__} between pipeline stages, expected a plain tensor; leave "
             "out --pp"
@@ -88,38 +90,43 @@ def payload_slot(slot: BoundarySlot, value: Any) -> PayloadSlot | None:
     return PayloadSlot(tuple(value.shape), value.dtype, value.requires_grad)
 
 
-def receive_buffers(slots: Sequence[PayloadSlot]) -> tuple[Tensor, ...]:
+def make_receive_buffers(slots: Sequence[PayloadSlot]) -> tuple[Tensor, ...]:
     """Return an empty payload for these slots, on the meta device."""
-    header = torch.empty((len(slots), 1 + _MOST_DIMS), dtype=torch.float64, device="meta")
-    values = (torch.empty(each.shape, dtype=each.wire, device="meta", requires_grad=each.is_trained) for each in slots)
+    header = torch.empty((len(slots), 1 + _MAX_DIMS), dtype=torch.float64, device="meta")
+    values = (
+        torch.empty(each.shape, dtype=each.wire_dtype, device="meta", requires_grad=each.requires_grad)
+        for each in slots
+    )
     return header, *values
 
 
 def pack(values: Sequence[Any], slots: Sequence[PayloadSlot], device: torch.device) -> tuple[Tensor, ...]:
     """Return the payload of one microbatch: contiguous tensors that share no memory with the sender's values."""
-    rows, tensors = header_rows(values), []
-    for value, place in zip(values, slots, strict=True):
+    rows, tensors = make_header(values), []
+    for value, payload_slot in zip(values, slots, strict=True):
         if value is None:
-            empty = torch.zeros(place.shape, dtype=place.wire, device=device)
-            tensors.append(empty.requires_grad_(place.is_trained))
+            empty = torch.zeros(payload_slot.shape, dtype=payload_slot.wire_dtype, device=device)
+            tensors.append(empty.requires_grad_(payload_slot.requires_grad))
             continue
-        sent = value.view(torch.float64) if value.dtype is torch.int64 else value.to(place.wire)
-        if tuple(sent.shape) != place.shape:
-            room = sent.new_zeros(place.shape)
-            room[tuple(map(slice, sent.shape))] = sent
-            sent = room
+        sent = value.view(torch.float64) if value.dtype is torch.int64 else value.to(payload_slot.wire_dtype)
+        if tuple(sent.shape) != payload_slot.shape:
+            padded = sent.new_zeros(payload_slot.shape)
+            padded[tuple(map(slice, sent.shape))] = sent
+            sent = padded
         if sent is value or is_view(sent) or not sent.is_contiguous():
             sent = sent.clone(memory_format=torch.contiguous_format)
         tensors.append(sent)
-    shape = (len(rows), 1 + _MOST_DIMS)
+    shape = (len(rows), 1 + _MAX_DIMS)
     header = torch.empty(shape, dtype=torch.float64, device=device)  # not a view, which could not be detached
     return header.copy_(torch.tensor(rows, dtype=torch.float64).reshape(shape)), *tensors
 
 
-def header_rows(values: Sequence[Any]) -> list[list[int]]:
+def make_header(values: Sequence[Any]) -> list[list[int]]:
     """Return the header of values, or of their slots."""
     return [
-        [_NONE] * (1 + _MOST_DIMS) if each is None else [1, *each.shape, *[_NONE] * (_MOST_DIMS - len(each.shape))]
+        [_NONE_MARK] * (1 + _MAX_DIMS)
+        if each is None
+        else [1, *each.shape, *[_NONE_MARK] * (_MAX_DIMS - len(each.shape))]
         for each in values
     ]
 
@@ -141,15 +148,15 @@ def unpack(
             received[index] = tensor
     header, *tensors = received
     values: list[Any] = []
-    for row, tensor, place in zip(rows or header.detach().tolist(), tensors, slots, strict=True):
-        if row[0] == _NONE:
+    for row, tensor, payload_slot in zip(rows or header.detach().tolist(), tensors, slots, strict=True):
+        if row[0] == _NONE_MARK:
             values.append(None)
             continue
-        shape = tuple(map(int, row[1 : 1 + len(place.shape)]))
-        value = tensor if shape == place.shape else tensor[tuple(map(slice, shape))].contiguous()
-        if not place.is_trained:
+        shape = tuple(map(int, row[1 : 1 + len(payload_slot.shape)]))
+        value = tensor if shape == payload_slot.shape else tensor[tuple(map(slice, shape))].contiguous()
+        if not payload_slot.requires_grad:
             value = value.detach()
-            value = value.view(torch.int64) if place.dtype is torch.int64 else value.to(place.dtype)
+            value = value.view(torch.int64) if payload_slot.dtype is torch.int64 else value.to(payload_slot.dtype)
         values.append(value)
     return tuple(values)
 

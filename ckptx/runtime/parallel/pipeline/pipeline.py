@@ -20,24 +20,24 @@ from torch.distributed.pipelining import PipelineStage
 
 from ckptx.errors import UsageError
 from ckptx.layout.stages import StageMap
-from ckptx.runtime.model.tiny_model import text_for
+from ckptx.runtime.model.tiny_model import make_text_batch
 from ckptx.runtime.parallel.gradients import PipelineStages, clip_grad_norm
 from ckptx.runtime.parallel.mixed_inputs import MixedInputs
 from ckptx.runtime.parallel.pipeline.boundaries import Batch, StageBoundaries
 from ckptx.runtime.parallel.pipeline.payload import (
     PayloadSlot,
+    make_payload_slot,
+    make_receive_buffers,
     merge_payload_slots,
     pack,
-    payload_slot,
-    receive_buffers,
     unpack,
 )
-from ckptx.runtime.parallel.pipeline.run import StageRun
+from ckptx.runtime.parallel.pipeline.run import StageRunner
 from ckptx.runtime.parallel.pipeline.schedules import Schedule
 from ckptx.runtime.parallel.pipeline.ties import (
     Tie,
     check_copies_are_equal,
-    later_copies,
+    find_later_copies,
     sum_gradients,
     take_gradients,
 )
@@ -66,7 +66,7 @@ class Pipeline:
     """The stages of this rank.
 
     Attributes:
-        parts: The stages of this rank, in ascending order of their numbers.
+        runners: The stages of this rank, in ascending order of their numbers.
         stage_class: Class of the stages that torch's schedule gets.
     """
 
@@ -96,21 +96,21 @@ class Pipeline:
         Raises:
             UnsupportedError: The copies of a tied parameter are sharded differently.
         """
-        self.parts = [StageRun(model, stages, number, boundaries) for number, model in sorted(models.items())]
+        self.runners = [StageRunner(model, stages, number, boundaries) for number, model in sorted(models.items())]
         self._stages, self._schedule, self._group, self._device = stages, schedule, group, device
         self._ties, self._models = ties, dict(models)
         self._batches: Sequence[Batch] = ()
         self._loss: Loss | None = None
         self._payload_slots: dict[int, tuple[PayloadSlot, ...]] = {}
         self._current_schedule: tuple[Any, Any] = (None, None)
-        self._mixed = [MixedInputs(part.model) for part in self.parts]
-        for part in self.parts:
-            part.model.forward = self._wrap_forward(part, part.model.forward)
+        self._mixed_inputs = [MixedInputs(part.model) for part in self.runners]
+        for runner in self.runners:
+            runner.model.forward = self._wrap_forward(runner, runner.model.forward)
         self._check_ties()
 
     def prepare(self, batches: Sequence[Batch]) -> None:
         """Allocate buffers for microbatches of these shapes; the first `step` does so if this was not called."""
-        self._schedule_for(batches)
+        self._get_schedule(batches)
 
     def step(self, batches: Sequence[Batch], loss: Loss) -> list[Tensor]:
         """Run forward and backward of every microbatch; gradients are added to existing ones.
@@ -126,26 +126,26 @@ class Pipeline:
         Raises:
             UsageError: The inputs contain labels, or differ between ranks of the pipeline.
         """
-        self._check(batches)
+        self._check_inputs(batches)
         self._batches, self._loss = batches, loss
         is_mixed = self._gather_mixed(batches)
-        runner = self._schedule_for(batches)
+        torch_schedule = self._get_schedule(batches)
         numbers = torch.arange(len(batches), device=self._device)
         losses: list[Tensor] = []
-        arguments = (numbers,) if self.parts[0].number == 0 else ()
-        is_last = self.parts[-1].number == self._stages.count - 1
+        schedule_inputs = (numbers,) if self.runners[0].number == 0 else ()
+        is_last = self.runners[-1].number == self._stages.count - 1
         earlier_gradients = take_gradients(self._ties, self._models)
-        for each in self._mixed:
+        for each in self._mixed_inputs:
             each.set_zero_fill(is_mixed)
             if is_mixed:
                 each.gather()
                 each.add_zeros(is_reduced=False)
-        runner.step(
-            *arguments, number=numbers, target=numbers if is_last else None, losses=losses if is_last else None,
+        torch_schedule.step(
+            *schedule_inputs, number=numbers, target=numbers if is_last else None, losses=losses if is_last else None,
             return_outputs=False,
         )  # fmt: skip
         self._batches, self._loss = (), None
-        ranks = {number: self._peer(number) for number in range(self._stages.count)}
+        ranks = {number: self._rank_of_stage(number) for number in range(self._stages.count)}
         sum_gradients(self._ties, self._models, ranks, self._group, earlier_gradients)
         return [each.detach() for each in losses]
 
@@ -156,8 +156,8 @@ class Pipeline:
         with torch.no_grad():
             for index, batch in enumerate(batches):
 
-                def collect_loss(part: StageRun, output: Any, index: int = index) -> None:
-                    if part.number == self._stages.count - 1:
+                def collect_loss(runner: StageRunner, output: Any, index: int = index) -> None:
+                    if runner.number == self._stages.count - 1:
                         losses.append(loss(output, index))
 
                 self.run_one_batch(batch, collect_loss)
@@ -169,11 +169,11 @@ class Pipeline:
         A parameter that is tied across stages counts once. Arguments, return value and exceptions are those of
         `gradients.clip_grad_norm`; the norm is bit-identical on every rank of every stage.
         """
-        stages = PipelineStages(self._group, self._device, later_copies(self._ties, self._models))
+        stages = PipelineStages(self._group, self._device, find_later_copies(self._ties, self._models))
         return clip_grad_norm(self._models.values(), max_norm, norm_type, error_if_nonfinite, stages)
 
     def run_one_batch(
-        self, batch: Batch, on_output: Callable[[StageRun, Any], None] | None = None
+        self, batch: Batch, on_output: Callable[[StageRunner, Any], None] | None = None
     ) -> list[list[PayloadSlot | None]]:
         """Run one microbatch forward through all stages, one after another, without a schedule.
 
@@ -184,42 +184,42 @@ class Pipeline:
         Returns:
             For each stage, the payload slots of its inputs if this rank sends or receives them, else an empty list.
         """
-        found: dict[int, list[PayloadSlot | None]] = {}
+        slots_by_stage: dict[int, list[PayloadSlot | None]] = {}
         values: tuple[Any, ...] = ()
-        for part in self.parts:
-            if part.number and self._peer(part.number - 1) != dist.get_rank():
-                values = self._receive(part.number)
-            if part.number:
-                found[part.number] = list(map(payload_slot, part.input_slots, values))
-            output, sent = part.model(given=(batch, _OpaqueValues(values)))
+        for runner in self.runners:
+            if runner.number and self._rank_of_stage(runner.number - 1) != dist.get_rank():
+                values = self._receive(runner.number)
+            if runner.number:
+                slots_by_stage[runner.number] = list(map(make_payload_slot, runner.input_slots, values))
+            output, sent = runner.model(given=(batch, _OpaqueValues(values)))
             if on_output is not None:
-                on_output(part, output)
-            if part.output_slots:
-                found[part.number + 1] = list(map(payload_slot, part.output_slots, sent))
-                values = tuple(_detach(each) for each in sent)
-                if self._peer(part.number + 1) != dist.get_rank():
-                    self._send(values, part.number + 1)
-        return [found.get(number, []) for number in range(self._stages.count)]
+                on_output(runner, output)
+            if runner.output_slots:
+                slots_by_stage[runner.number + 1] = list(map(make_payload_slot, runner.output_slots, sent))
+                values = tuple(_detach_value(each) for each in sent)
+                if self._rank_of_stage(runner.number + 1) != dist.get_rank():
+                    self._send(values, runner.number + 1)
+        return [slots_by_stage.get(number, []) for number in range(self._stages.count)]
 
     def _check_ties(self) -> None:
         check_copies_are_equal(self._ties, self._models, self._group)
 
-    def _check(self, batches: Sequence[Batch]) -> None:
+    def _check_inputs(self, batches: Sequence[Batch]) -> None:
         """Refuse inputs that would train silently and wrongly."""
         if any("labels" in batch for batch in batches):
             raise UsageError(
                 "Pipeline.step: the inputs, which every stage gets, contain labels; only the loss may use them; pass "
                 "token_losses(labels, items)"
             )
-        number = torch.zeros((), dtype=torch.int64, device=self._device)
+        checksum = torch.zeros((), dtype=torch.int64, device=self._device)
         for index, batch in enumerate(batches, 1):
             for name in sorted(batch):
                 if not batch[name].is_floating_point():  # pixels may exist on the first stage only
                     values = batch[name].to(self._device, torch.int64).flatten()
-                    number += index * (values * torch.arange(1, len(values) + 1, device=self._device)).sum()
-        largest = torch.stack([number, -number])
-        dist.all_reduce(largest, dist.ReduceOp.MAX, self._group)
-        if int(largest.sum()):
+                    checksum += index * (values * torch.arange(1, len(values) + 1, device=self._device)).sum()
+        bounds = torch.stack([checksum, -checksum])
+        dist.all_reduce(bounds, dist.ReduceOp.MAX, self._group)
+        if int(bounds.sum()):
             raise UsageError(
                 "Pipeline.step: the microbatches differ between ranks of one pipeline, all of its stages require the "
                 "same; choose them by data_index(mesh), not by rank"
@@ -227,18 +227,18 @@ class Pipeline:
 
     def _gather_mixed(self, batches: Sequence[Batch]) -> bool:
         """Gather the modules that only some data ranks call; return True if inputs differ between data ranks."""
-        if not self._mixed[0].differ(batches):
+        if not self._mixed_inputs[0].inputs_differ(batches):
             return False
-        if not self._mixed[0].is_prepared:
+        if not self._mixed_inputs[0].is_prepared:
             with ExitStack() as stack:
-                for each in self._mixed:
+                for each in self._mixed_inputs:
                     stack.enter_context(each.prepare())
-                self.run_one_batch(text_for(self.parts[0].model))
-        for each in self._mixed:
+                self.run_one_batch(make_text_batch(self.runners[0].model))
+        for each in self._mixed_inputs:
             each.gather()
         return True
 
-    def _peer(self, stage: int) -> int:
+    def _rank_of_stage(self, stage: int) -> int:
         """Return the global rank of a stage; -1 for a negative stage."""
         size = dist.get_world_size(self._group)
         return dist.get_global_rank(self._group, self._schedule.rank_of(stage, size)) if stage >= 0 else -1
@@ -246,47 +246,47 @@ class Pipeline:
     def _send(self, values: tuple[Any, ...], stage: int) -> None:
         """Send values of any kind to a stage."""
         payload = [(each.cpu(), each.requires_grad) if isinstance(each, Tensor) else (each, False) for each in values]
-        dist.send_object_list([payload], dst=self._peer(stage), group=self._group, device=self._device)
+        dist.send_object_list([payload], dst=self._rank_of_stage(stage), group=self._group, device=self._device)
 
     def _receive(self, stage: int) -> tuple[Any, ...]:
         """Return the values that the previous stage sent."""
         payload: list[Any] = [None]
-        dist.recv_object_list(payload, src=self._peer(stage - 1), group=self._group, device=self._device)
+        dist.recv_object_list(payload, src=self._rank_of_stage(stage - 1), group=self._group, device=self._device)
         return tuple(
             value.to(self._device).requires_grad_(is_trained) if isinstance(value, Tensor) else value
             for value, is_trained in payload[0]
         )
 
-    def _wrap_forward(self, part: StageRun, stock_forward: Callable[..., Any]) -> Callable[..., Any]:
+    def _wrap_forward(self, runner: StageRunner, stock_forward: Callable[..., Any]) -> Callable[..., Any]:
         """Return the only forward with which the model is called, so that FSDP2 gathers and casts around it."""
 
         def forward(*, given: tuple[Batch, _OpaqueValues]) -> tuple[Any, tuple[Any, ...]]:
-            batch, sealed = given
-            return part(stock_forward, batch, sealed.values)
+            batch, opaque_values = given
+            return runner(stock_forward, batch, opaque_values.values)
 
         return forward
 
-    def _microbatch_runner(self, part: StageRun) -> Callable[..., Any]:
+    def _microbatch_runner(self, runner: StageRunner) -> Callable[..., Any]:
         """Return a function that runs one microbatch from its received payload to the next payload or the loss."""
 
         def run(model: Callable[..., Any], payload: Sequence[Tensor], number: Tensor) -> Any:
             index = int(number)
-            values = self._unpack(part, payload) if part.number else ()
+            values = self._unpack(runner, payload) if runner.number else ()
             output, sent = model(given=(self._batches[index], _OpaqueValues(values)))
-            if part.number == self._stages.count - 1:
+            if runner.number == self._stages.count - 1:
                 assert self._loss is not None
                 return self._loss(output, index)
-            return self._pack(part, sent)
+            return self._pack(runner, sent)
 
         return run
 
-    def _pack(self, part: StageRun, sent: Sequence[Any]) -> tuple[Tensor, ...]:
-        return pack(sent, self._payload_slots[part.number + 1], self._device)
+    def _pack(self, runner: StageRunner, sent: Sequence[Any]) -> tuple[Tensor, ...]:
+        return pack(sent, self._payload_slots[runner.number + 1], self._device)
 
-    def _unpack(self, part: StageRun, payload: Sequence[Tensor]) -> tuple[Any, ...]:
-        return unpack(payload, self._payload_slots[part.number])
+    def _unpack(self, runner: StageRunner, payload: Sequence[Tensor]) -> tuple[Any, ...]:
+        return unpack(payload, self._payload_slots[runner.number])
 
-    def _schedule_for(self, batches: Sequence[Batch]) -> Any:
+    def _get_schedule(self, batches: Sequence[Batch]) -> Any:
         """Return torch's schedule, built again if a shape changed since the last step.
 
         An existing schedule cannot take other shapes, and its stages drop the gradients of FSDP2 when they begin.
@@ -303,14 +303,14 @@ class Pipeline:
     def _measure_payloads(self, batches: Sequence[Batch]) -> None:
         devices = [self._device] if self._device.type == "cuda" else []
         with torch.random.fork_rng(devices=devices):
-            found = [self.run_one_batch(batch) for batch in batches]
-        for part in self.parts:
-            for module in part.model.modules():
+            slots_by_batch = [self.run_one_batch(batch) for batch in batches]
+        for runner in self.runners:
+            for module in runner.model.modules():
                 if isinstance(module, FSDPModule):
                     module.reshard()
-            for number, slots in ((part.number, part.input_slots), (part.number + 1, part.output_slots)):
+            for number, slots in ((runner.number, runner.input_slots), (runner.number + 1, runner.output_slots)):
                 self._payload_slots[number] = (
-                    merge_payload_slots(slots, [each[number] for each in found]) if slots else ()
+                    merge_payload_slots(slots, [each[number] for each in slots_by_batch]) if slots else ()
                 )
 
     def _build_schedule(self, microbatches: int) -> Any:
@@ -321,25 +321,25 @@ class Pipeline:
                 part.number,
                 self._stages.count,
                 self._device,
-                input_args=receive_buffers(self._payload_slots[part.number])
+                input_args=make_receive_buffers(self._payload_slots[part.number])
                 if part.number
                 else torch.empty(1, dtype=torch.int64),
-                output_args=receive_buffers(self._payload_slots[part.number + 1])
+                output_args=make_receive_buffers(self._payload_slots[part.number + 1])
                 if part.output_slots
                 else torch.empty(()),
                 group=self._group,
             )
-            for part in self.parts
+            for part in self.runners
         ]
         size = dist.get_world_size(self._group)
-        _logger.info("%s: stages %s of %d, %d microbatches", self._schedule.name, [each.number for each in self.parts],
-                     self._stages.count, microbatches)  # fmt: skip
+        _logger.info("%s: stages %s of %d, %d microbatches", self._schedule.name,
+                     [each.number for each in self.runners], self._stages.count, microbatches)  # fmt: skip
         for stage in stages:
             stage.stage_index_to_group_rank = {
                 number: self._schedule.rank_of(number, size) for number in range(self._stages.count)
             }
         return self._schedule.cls(
-            stages if self._schedule.stages > 1 else stages[0],
+            stages if self._schedule.stages_per_rank > 1 else stages[0],
             n_microbatches=microbatches,
             loss_fn=lambda output, _: output,
             scale_grads=False,
@@ -353,5 +353,5 @@ class _OpaqueValues:
         self.values = values
 
 
-def _detach(value: Any) -> Any:
+def _detach_value(value: Any) -> Any:
     return value.detach().requires_grad_(value.requires_grad) if isinstance(value, Tensor) else value

@@ -18,18 +18,18 @@ from ckptx.architecture.find import find_architecture
 from ckptx.errors import UnsupportedError
 from ckptx.layout.parallel_dims import ParallelDims
 from ckptx.layout.stages import Stack, StageMap
-from ckptx.runtime.model.tiny_model import text_for, tiny_model
+from ckptx.runtime.model.tiny_model import make_text_batch, tiny_model
 from ckptx.runtime.parallel.distributed import broadcast_object, raise_on_all_ranks
 from ckptx.runtime.parallel.pipeline.boundaries import Batch, StageBoundaries, discover_boundaries
 from ckptx.runtime.parallel.pipeline.dry_run import dry_run_stages
 from ckptx.runtime.parallel.pipeline.pipeline import Pipeline
-from ckptx.runtime.parallel.pipeline.schedules import Schedule, check_schedule, find_schedule, fsdp_refusal
+from ckptx.runtime.parallel.pipeline.schedules import Schedule, check_schedule, find_schedule, make_fsdp_refusal
 from ckptx.runtime.parallel.pipeline.stage import make_stage
-from ckptx.runtime.parallel.pipeline.ties import Tie, ties_across_stages
+from ckptx.runtime.parallel.pipeline.ties import Tie, find_ties_across_stages
 
-Batches = Callable[[nn.Module], Sequence[Batch]]
-Output = Callable[[nn.Module, Any], Tensor]
-BoundaryFinder = Callable[[nn.Module, StageMap, Schedule, Batches, Output], StageBoundaries]
+MakeBatches = Callable[[nn.Module], Sequence[Batch]]
+GetOutput = Callable[[nn.Module, Any], Tensor]
+BoundaryFinder = Callable[[nn.Module, StageMap, Schedule, MakeBatches, GetOutput], StageBoundaries]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,47 +51,49 @@ class PipelinePlan:
     microbatches: int
 
     @property
-    def copies(self) -> dict[str, str]:
+    def names_of_copies(self) -> dict[str, str]:
         """Names of copies on later stages -> the name in the whole model."""
         return {name: tie.name for tie in self.ties for name in tie.copies.values()}
 
-    def models(self, whole: nn.Module, mesh: DeviceMesh) -> dict[int, nn.Module]:
+    def models(self, whole_model: nn.Module, mesh: DeviceMesh) -> dict[int, nn.Module]:
         """Return the stages of this rank by number, without storage, ready for `parallelize`.
 
         Args:
-            whole: The model that was split, on the meta device; left unchanged.
+            whole_model: The model that was split, on the meta device; left unchanged.
             mesh: Mesh from `mesh_of`.
         """
-        found = {}
+        models = {}
         for number in self.schedule.stages_of(mesh["pp"].get_local_rank(), mesh["pp"].size()):
-            found[number] = copy.deepcopy(whole)
-            make_stage(found[number], self.stages, number, self.boundaries.forms, mesh.device_type)
-        return found
+            models[number] = copy.deepcopy(whole_model)
+            make_stage(models[number], self.stages, number, self.boundaries.output_structures, mesh.device_type)
+        return models
 
     def pipeline(
-        self, models: Mapping[int, nn.Module], mesh: DeviceMesh, kind: Callable[..., Pipeline] = Pipeline
+        self, models: Mapping[int, nn.Module], mesh: DeviceMesh, pipeline_class: Callable[..., Pipeline] = Pipeline
     ) -> Pipeline:
         """Return the pipeline that runs the stages; every rank calls it once its stages are loaded.
 
         Args:
             models: The stages of this rank, by number.
             mesh: Mesh from `mesh_of`.
-            kind: Class of the pipeline, called with the arguments of `Pipeline`.
+            pipeline_class: Class of the pipeline, called with the arguments of `Pipeline`.
 
         Raises:
             InputError, UnsupportedError: See `Pipeline`; also for a schedule that cannot be combined with FSDP2, which
                 mixed precision needs even on one data rank.
         """
-        is_managed = any(isinstance(each, FSDPModule) for model in models.values() for each in model.modules())
-        if is_managed and self.schedule.splits_backward:
-            raise UnsupportedError(fsdp_refusal(self.schedule, "which manages these stages"))
+        uses_fsdp = any(isinstance(each, FSDPModule) for model in models.values() for each in model.modules())
+        if uses_fsdp and self.schedule.splits_backward:
+            raise UnsupportedError(make_fsdp_refusal(self.schedule, "which manages these stages"))
         device = torch.device(mesh.device_type)
-        return kind(models, self.stages, self.boundaries, self.schedule, mesh.get_group("pp"), device, self.ties)
+        return pipeline_class(
+            models, self.stages, self.boundaries, self.schedule, mesh.get_group("pp"), device, self.ties
+        )
 
 
-def text_batches(model: nn.Module) -> list[dict[str, Tensor]]:
+def make_text_batches(model: nn.Module) -> list[dict[str, Tensor]]:
     """Return a batch of text, and a second one with padding if the class takes an attention mask."""
-    batch = text_for(model)
+    batch = make_text_batch(model)
     if "input_ids" not in batch or "attention_mask" not in inspect.signature(type(model).forward).parameters:
         return [batch]
     mask = torch.ones_like(batch["input_ids"])
@@ -99,7 +101,7 @@ def text_batches(model: nn.Module) -> list[dict[str, Tensor]]:
     return [batch, {**batch, "attention_mask": mask}]
 
 
-def logits_of(model: nn.Module, output: Any) -> Tensor:
+def get_logits(model: nn.Module, output: Any) -> Tensor:
     """Return the logits from the output of a language model."""
     found: Tensor = output.logits
     return found
@@ -114,8 +116,8 @@ def plan_pipeline(
     schedule: str = "1f1b",
     split: str = "even",
     activation_checkpointing: str = "none",
-    batches: Batches = text_batches,
-    output: Output = logits_of,
+    batches: MakeBatches = make_text_batches,
+    output: GetOutput = get_logits,
     find_boundaries: BoundaryFinder | None = None,
 ) -> PipelinePlan:
     """Plan how a model is split into stages; every rank calls it.
@@ -131,8 +133,8 @@ def plan_pipeline(
         batches: Makes arguments of each kind that will come (with a mask, with an image) for a small model of the
             class; the values that its stages need for them are what these stages send each other.
         output: Takes the tensor to compare from the output of the model.
-        find_boundaries: Finds the values at the boundaries; None means `boundaries_from_rank_0`, which every rank must
-            call.
+        find_boundaries: Finds the values at the boundaries; None means `find_boundaries_on_rank_0`, which every rank
+            must call.
 
     Raises:
         UnsupportedError: The model cannot be split, or not in this way.
@@ -163,44 +165,55 @@ def plan_pipeline_of_stacks(
     schedule: str,
     split: str,
     activation_checkpointing: str,
-    batches: Batches,
-    output: Output,
+    batches: MakeBatches,
+    output: GetOutput,
     find_boundaries: BoundaryFinder | None = None,
 ) -> PipelinePlan:
     """Plan a pipeline like `plan_pipeline`, for known layer stacks; None means one microbatch per stage."""
-    chosen = find_schedule(schedule)
-    number = microbatches or dims.pp * chosen.stages
+    resolved_schedule = find_schedule(schedule)
+    microbatch_count = microbatches or dims.pp * resolved_schedule.stages_per_rank
     check_schedule(
-        chosen,
+        resolved_schedule,
         pp=dims.pp,
-        microbatches=number,
+        microbatches=microbatch_count,
         data_parallel=dims.dp,
         activation_checkpointing=activation_checkpointing,
         sequence_parallel=False,
     )
-    stages = StageMap(stacks, dims.pp * chosen.stages, split, type(model).__name__)
-    boundaries = (find_boundaries or boundaries_from_rank_0)(model, stages, chosen, batches, output)
-    return PipelinePlan(chosen, stages, boundaries, tuple(ties_across_stages(model, stages)), number)
+    stages = StageMap(stacks, dims.pp * resolved_schedule.stages_per_rank, split, type(model).__name__)
+    boundaries = (find_boundaries or find_boundaries_on_rank_0)(model, stages, resolved_schedule, batches, output)
+    return PipelinePlan(
+        resolved_schedule, stages, boundaries, tuple(find_ties_across_stages(model, stages)), microbatch_count
+    )
 
 
-def boundaries_from_rank_0(
-    model: nn.Module, stages: StageMap, schedule: Schedule, batches: Batches, output: Output
+def find_boundaries_on_rank_0(
+    model: nn.Module, stages: StageMap, schedule: Schedule, batches: MakeBatches, output: GetOutput
 ) -> StageBoundaries:
     """Return the boundaries that `find_and_check_boundaries` finds on rank 0, on every rank."""
-    found = None
+    own_boundaries = None
     with raise_on_all_ranks():
         if dist.get_rank() == 0:
-            found = find_and_check_boundaries(model, stages, batches, output, split_backward=schedule.splits_backward)
-    boundaries: StageBoundaries = broadcast_object(found)
+            own_boundaries = find_and_check_boundaries(
+                model, stages, batches, output, split_backward=schedule.splits_backward
+            )
+    boundaries: StageBoundaries = broadcast_object(own_boundaries)
     return boundaries
 
 
 def find_and_check_boundaries(
-    model: nn.Module, stages: StageMap, batches: Batches, output: Output, *, split_backward: bool = False
+    model: nn.Module, stages: StageMap, batches: MakeBatches, output: GetOutput, *, split_backward: bool = False
 ) -> StageBoundaries:
     """Discover the boundaries with a small model of the class, and check them with a dry run."""
-    small = tiny_model(model.config, type(model))
-    given = batches(small)
-    found = discover_boundaries(small, stages, given, lambda each: output(small, each))
-    dry_run_stages(small, stages, found, given, lambda each: output(small, each), split_backward=split_backward)
-    return found
+    small_model = tiny_model(model.config, type(model))
+    small_batches = batches(small_model)
+    boundaries = discover_boundaries(small_model, stages, small_batches, lambda each: output(small_model, each))
+    dry_run_stages(
+        small_model,
+        stages,
+        boundaries,
+        small_batches,
+        lambda each: output(small_model, each),
+        split_backward=split_backward,
+    )
+    return boundaries

@@ -11,11 +11,11 @@ from torch import Tensor, nn
 
 from ckptx.layout.stages import StageMap
 from ckptx.runtime.parallel.pipeline.boundaries import StageBoundaries, stage_arguments
-from ckptx.runtime.parallel.pipeline.boundary_slots import Arguments, BoundarySlot, get, put
+from ckptx.runtime.parallel.pipeline.boundary_slots import Arguments, BoundarySlot, get_value, set_value
 from ckptx.runtime.parallel.pipeline.call_hooks import Call, CallHooks
 
 
-class StageRun:
+class StageRunner:
     """The forward of one stage.
 
     Attributes:
@@ -30,7 +30,7 @@ class StageRun:
         self.input_slots = boundaries.slots[number]
         self.output_slots = boundaries.slots[number + 1] if number + 1 < stages.count else ()
         self._hooks = CallHooks(model, stages)
-        self._inputs_by_call, self._outputs_by_call = (
+        self._input_slots_by_call, self._output_slots_by_call = (
             _group_by_call(self.input_slots),
             _group_by_call(self.output_slots),
         )
@@ -50,20 +50,20 @@ class StageRun:
             `output_slots`.
         """
         slots = self._boundaries.slots_for(batch)
-        received, sent = set(slots[self.number]), set(slots[self.number + 1] if self.output_slots else ())
-        given = dict(zip(self.input_slots, values, strict=True))
-        found: dict[BoundarySlot, Any] = {}
+        received_slots, sent_slots = set(slots[self.number]), set(slots[self.number + 1] if self.output_slots else ())
+        values_by_slot = dict(zip(self.input_slots, values, strict=True))
+        output_values: dict[BoundarySlot, Any] = {}
 
-        def before(call: Call, arguments: Arguments) -> None:
-            for slot in self._inputs_by_call.get(call, ()):
-                if slot in received:
-                    put(arguments, slot.steps, given[slot])
-            for slot in self._outputs_by_call.get(call, ()):
-                found[slot] = get(arguments, slot.steps)
+        def before_call(call: Call, arguments: Arguments) -> None:
+            for slot in self._input_slots_by_call.get(call, ()):
+                if slot in received_slots:
+                    set_value(arguments, slot.path, values_by_slot[slot])
+            for slot in self._output_slots_by_call.get(call, ()):
+                output_values[slot] = get_value(arguments, slot.path)
 
-        with self._hooks.active(before):
+        with self._hooks.activate(before_call):
             output = forward(**stage_arguments(self.number, batch))
-        return output, tuple(found.get(slot) if slot in sent else None for slot in self.output_slots)
+        return output, tuple(output_values.get(slot) if slot in sent_slots else None for slot in self.output_slots)
 
 
 def clone_outputs(values: Sequence[Any]) -> tuple[Any, ...]:
@@ -79,28 +79,30 @@ def as_stage_inputs(values: Sequence[Any]) -> tuple[Any, ...]:
     )
 
 
-def backward_roots(sent: Sequence[Any], gradients: Sequence[Tensor | None]) -> tuple[list[Tensor], list[Tensor]]:
+def find_backward_roots(
+    sent_values: Sequence[Any], gradients: Sequence[Tensor | None]
+) -> tuple[list[Tensor], list[Tensor]]:
     """Return the sent tensors that need gradients, and the gradients with which their backward pass begins.
 
     Args:
-        sent: Values that the stage sent.
+        sent_values: Values that the stage sent.
         gradients: For each value, its gradient from the next stage; None counts as zeros.
     """
     pairs = [
         (value, gradient if gradient is not None else torch.zeros_like(value))
-        for value, gradient in zip(sent, gradients, strict=True)
+        for value, gradient in zip(sent_values, gradients, strict=True)
         if isinstance(value, Tensor) and value.requires_grad
     ]
     return [value for value, _ in pairs], [gradient for _, gradient in pairs]
 
 
-def input_grads(given: Sequence[Any]) -> list[Tensor | None]:
+def get_input_grads(inputs: Sequence[Any]) -> list[Tensor | None]:
     """Return the gradients that the backward pass left on the inputs of a stage; None where there is none."""
-    return [each.grad if isinstance(each, Tensor) else None for each in given]
+    return [each.grad if isinstance(each, Tensor) else None for each in inputs]
 
 
 def _group_by_call(slots: Sequence[BoundarySlot]) -> dict[Call, list[BoundarySlot]]:
-    found: dict[Call, list[BoundarySlot]] = defaultdict(list)
+    slots_by_call: dict[Call, list[BoundarySlot]] = defaultdict(list)
     for slot in slots:
-        found[slot.point, slot.call].append(slot)
-    return dict(found)
+        slots_by_call[slot.module, slot.call].append(slot)
+    return dict(slots_by_call)

@@ -14,7 +14,7 @@ from torch.distributed.pipelining.schedules import get_schedule_class
 
 from ckptx.errors import UnsupportedError, UsageError
 
-_SPLITS_SINCE = (2, 13)
+_MIN_SPLIT_BACKWARD_VERSION = (2, 13)
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,14 +23,15 @@ class Schedule:
 
     Attributes:
         name: Name as torch spells it.
-        stages: Stages per rank.
-        is_v: True if ranks have stages in the form of a V (0 and 3, 1 and 2) instead of a loop (0 and 2, 1 and 3).
+        stages_per_rank: Stages per rank.
+        is_v_shaped: True if ranks have stages in the form of a V (0 and 3, 1 and 2) instead of a loop (0 and 2, 1 and
+            3).
         splits_backward: True if gradients of inputs and of weights are computed at different times ("zero bubble").
     """
 
     name: str
-    stages: int = 1
-    is_v: bool = False
+    stages_per_rank: int = 1
+    is_v_shaped: bool = False
     splits_backward: bool = False
 
     @property
@@ -40,20 +41,20 @@ class Schedule:
 
     def stages_of(self, rank: int, pp: int) -> tuple[int, ...]:
         """Return the stages of a rank of the pipeline, in ascending order."""
-        if self.is_v:
+        if self.is_v_shaped:
             return (rank, 2 * pp - 1 - rank)
-        return tuple(range(rank, pp * self.stages, pp))
+        return tuple(range(rank, pp * self.stages_per_rank, pp))
 
     def rank_of(self, stage: int, pp: int) -> int:
         """Return the rank of the pipeline that has a stage."""
-        return 2 * pp - 1 - stage if self.is_v and stage >= pp else stage % pp
+        return 2 * pp - 1 - stage if self.is_v_shaped and stage >= pp else stage % pp
 
     def bubble_fraction(self, pp: int, microbatches: int) -> float:
         """Return the fraction of a step in which a rank is idle, if all forward and backward passes take the same time.
 
         The zero-bubble schedules fill most of this with gradients of weights: for them it is an upper bound.
         """
-        return (pp - 1) / (self.stages * microbatches + pp - 1)
+        return (pp - 1) / (self.stages_per_rank * microbatches + pp - 1)
 
 
 SCHEDULES = {
@@ -61,10 +62,10 @@ SCHEDULES = {
     for each in (
         Schedule("GPipe"),
         Schedule("1F1B"),
-        Schedule("Interleaved1F1B", stages=2),
-        Schedule("InterleavedZeroBubble", stages=2, splits_backward=True),
-        Schedule("ZBVZeroBubble", stages=2, is_v=True, splits_backward=True),
-        Schedule("DualPipeV", stages=2, is_v=True, splits_backward=True),
+        Schedule("Interleaved1F1B", stages_per_rank=2),
+        Schedule("InterleavedZeroBubble", stages_per_rank=2, splits_backward=True),
+        Schedule("ZBVZeroBubble", stages_per_rank=2, is_v_shaped=True, splits_backward=True),
+        Schedule("DualPipeV", stages_per_rank=2, is_v_shaped=True, splits_backward=True),
     )
 }
 
@@ -72,7 +73,7 @@ SCHEDULES = {
 def can_split_backward() -> bool:
     """Return True if this torch can run the schedules that split the backward pass."""
     major, minor = torch.__version__.split(".")[:2]
-    return (int(major), int(minor)) >= _SPLITS_SINCE
+    return (int(major), int(minor)) >= _MIN_SPLIT_BACKWARD_VERSION
 
 
 def find_schedule(name: str) -> Schedule:
@@ -105,7 +106,7 @@ def check_schedule(
     """
     option = f"--schedule {schedule.name.lower()}"
     if schedule.splits_backward and data_parallel > 1:
-        raise UnsupportedError(fsdp_refusal(schedule, f"dp_shard x dp_replicate is {data_parallel}"))
+        raise UnsupportedError(make_fsdp_refusal(schedule, f"dp_shard x dp_replicate is {data_parallel}"))
     if schedule.splits_backward and activation_checkpointing == "selective":
         raise UnsupportedError(
             f"{option}: cannot be combined with --activation-checkpointing selective, as torch would run the backward "
@@ -121,7 +122,7 @@ def check_schedule(
             f"{option}: cannot be combined with sequence parallelism, as stages send whole activations; leave out "
             "sequence parallelism"
         )
-    stages = pp * schedule.stages
+    stages = pp * schedule.stages_per_rank
     if schedule.name == "1F1B" and microbatches < stages:
         raise UsageError(
             f"{option}: requires at least {stages} microbatches for {stages} stages, not {microbatches}; use more, or "
@@ -140,7 +141,7 @@ def check_schedule(
         )
 
 
-def fsdp_refusal(schedule: Schedule, reason: str) -> str:
+def make_fsdp_refusal(schedule: Schedule, reason: str) -> str:
     """Return the message that refuses a schedule that splits the backward pass with FSDP2."""
     return (
         f"--schedule {schedule.name.lower()}: with FSDP2 ({reason}) torch gives wrong gradients, as it computes those "

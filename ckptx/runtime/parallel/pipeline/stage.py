@@ -19,19 +19,19 @@ from torch import Tensor, nn
 
 from ckptx.errors import UnsupportedError
 from ckptx.layout.stages import StageMap
-from ckptx.runtime.model.layers import is_container
+from ckptx.runtime.model.layers import is_layer_list
 
-_MOST_FORMS = 64  # outputs that a stub caches, one for each set of input shapes
+_MAX_CACHED_OUTPUTS = 64  # outputs that a stub caches, one for each set of input shapes
 
 # The structure of a module's output: tuples, lists and dicts with LIKE for a tensor shaped like its first input.
-Form = Any
+OutputStructure = Any
 
 
 class FirstInputShape:
     """Placeholder for a tensor with the shape and dtype of the first tensor that a module gets."""
 
 
-LIKE = FirstInputShape()
+LIKE_FIRST_INPUT = FirstInputShape()
 
 
 class Stub(nn.Module):  # type: ignore[misc]
@@ -40,20 +40,20 @@ class Stub(nn.Module):  # type: ignore[misc]
     Attributes of the original can be read, as models read the attention type of a layer; tensors among them are NaN.
     """
 
-    def __init__(self, original: nn.Module, form: Form, device: torch.device | str) -> None:
+    def __init__(self, original: nn.Module, output_structure: OutputStructure, device: torch.device | str) -> None:
         """Create a stub; with form None, the original runs on the meta device to find its output."""
         super().__init__()
         object.__setattr__(self, "_original", original)
-        self._form = form
+        self._output_structure = output_structure
         self._device = device
-        self._forms: dict[Any, Any] = {}
+        self._cached_outputs: dict[Any, Any] = {}
 
     def __getattr__(self, name: str) -> Any:
         try:
             return super().__getattr__(name)
         except AttributeError:
             found = getattr(self.__dict__["_original"], name)
-        return _nan(found.shape, found.dtype, self._device) if isinstance(found, Tensor) else found
+        return _make_nan(found.shape, found.dtype, self._device) if isinstance(found, Tensor) else found
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         first = next((each for each in (*args, *kwargs.values()) if isinstance(each, Tensor)), None)
@@ -62,22 +62,28 @@ class Stub(nn.Module):  # type: ignore[misc]
                 f"{type(self.__dict__['_original']).__name__}: gets no tensor, so no pipeline stage can replace it by "
                 "a placeholder; leave out --pp"
             )
-        form = self._form if self._form is not None else self._form_on_meta(args, kwargs)
-        return _fill(form, first)
+        output_structure = (
+            self._output_structure if self._output_structure is not None else self._run_on_meta(args, kwargs)
+        )
+        return _fill_with_nan(output_structure, first)
 
-    def _form_on_meta(self, args: Any, kwargs: Any) -> Any:
-        given = (each for each in (*args, *kwargs.values()) if isinstance(each, Tensor))
-        key = tuple((tuple(each.shape), each.dtype) for each in given)
-        if key not in self._forms:
-            if len(self._forms) >= _MOST_FORMS:
-                self._forms.clear()
+    def _run_on_meta(self, args: Any, kwargs: Any) -> Any:
+        tensors = (each for each in (*args, *kwargs.values()) if isinstance(each, Tensor))
+        key = tuple((tuple(each.shape), each.dtype) for each in tensors)
+        if key not in self._cached_outputs:
+            if len(self._cached_outputs) >= _MAX_CACHED_OUTPUTS:
+                self._cached_outputs.clear()
             with torch.no_grad():
-                self._forms[key] = self.__dict__["_original"](*_to_meta(args), **_to_meta(kwargs))
-        return self._forms[key]
+                self._cached_outputs[key] = self.__dict__["_original"](*_to_meta(args), **_to_meta(kwargs))
+        return self._cached_outputs[key]
 
 
 def make_stage(
-    model: nn.Module, stages: StageMap, stage: int, forms: Mapping[str, Form], device: torch.device | str = "cpu"
+    model: nn.Module,
+    stages: StageMap,
+    stage: int,
+    output_structures: Mapping[str, OutputStructure],
+    device: torch.device | str = "cpu",
 ) -> None:
     """Remove from a model, in place, what other stages have.
 
@@ -85,13 +91,14 @@ def make_stage(
         model: Model without wrappers, on any device; what is removed is moved to the meta device.
         stages: Assignment of layers to stages.
         stage: Number of the stage to make.
-        forms: For each layer and each module after the last layer, by name: the structure of its output, see `form_of`.
+        output_structures: For each layer and each module after the last layer, by name: the structure of its output,
+            see `describe_output`.
         device: Device that the model will be on.
 
     Raises:
         UnsupportedError: A module other than a layer belongs to several stages.
     """
-    path_modules = set(modules_on_the_path(stages))
+    path_modules = set(modules_on_layer_path(stages))
     modules_after = {name for stack in stages.stacks for name in stack.after}
 
     def strip(module: nn.Module, path: str) -> None:
@@ -100,7 +107,7 @@ def make_stage(
             name = f"{lead}{key}"
             if child is None:
                 continue
-            if name in path_modules or is_container(child):
+            if name in path_modules or is_layer_list(child):
                 strip(child, name)
                 continue
             owners = {stages.stage_of(f"{name}.{each}") for each in _stored_names(child)}
@@ -110,7 +117,7 @@ def make_stage(
                     f"({', '.join(map(str, sorted(owners)))}), must be on one; leave out --pp"
                 )
             if owners and stage not in owners:
-                module._modules[key] = Stub(child.to("meta"), forms.get(name), device)
+                module._modules[key] = Stub(child.to("meta"), output_structures.get(name), device)
         stored = set(module.state_dict(keep_vars=True))
         for tensors in (module._parameters, module._buffers):
             for key, tensor in list(tensors.items()):
@@ -119,29 +126,29 @@ def make_stage(
                     shape = (
                         () if f"{lead}{key}" in modules_after else tensor.shape
                     )  # what it is added to is like an input
-                    object.__setattr__(module, key, _nan(shape, tensor.dtype, device))
+                    object.__setattr__(module, key, _make_nan(shape, tensor.dtype, device))
 
     strip(model, "")
 
 
-def modules_on_the_path(stages: StageMap) -> list[str]:
+def modules_on_layer_path(stages: StageMap) -> list[str]:
     """Return the modules on the path to the layers, with "" for the model and the lists; outermost first."""
-    found = {"": None}
+    paths = {"": None}
     for stack in stages.stacks:
         parts = stack.path.split(".")
-        found |= {".".join(parts[:end]): None for end in range(1, len(parts) + 1)}
-    return sorted(found, key=lambda path: path.count(".") + bool(path))
+        paths |= {".".join(parts[:end]): None for end in range(1, len(parts) + 1)}
+    return sorted(paths, key=lambda path: path.count(".") + bool(path))
 
 
-def form_of(output: Any) -> Form:
+def describe_output(output: Any) -> OutputStructure:
     """Return the structure in which a stub returns NaN for a module with this output."""
     if isinstance(output, Tensor):
-        return LIKE
+        return LIKE_FIRST_INPUT
     if isinstance(output, Mapping):
-        kind: Any = type(output)
-        return kind({key: form_of(item) for key, item in output.items()})
+        mapping_type: Any = type(output)
+        return mapping_type({key: describe_output(item) for key, item in output.items()})
     if type(output) in (tuple, list):
-        return type(output)(form_of(item) for item in output)
+        return type(output)(describe_output(item) for item in output)
     return output
 
 
@@ -151,7 +158,7 @@ def _stored_names(module: nn.Module) -> list[str]:
     return names + [name for name in module.state_dict(keep_vars=True) if name not in set(names)]
 
 
-def _nan(shape: Sequence[int], dtype: torch.dtype, device: torch.device | str) -> Tensor:
+def _make_nan(shape: Sequence[int], dtype: torch.dtype, device: torch.device | str) -> Tensor:
     """Return NaN, or zeros for a dtype without NaN, in storage for one element."""
     value = math.nan if dtype.is_floating_point or dtype.is_complex else 0
     return torch.full((), value, dtype=dtype, device=device).expand(tuple(shape))
@@ -165,14 +172,14 @@ def _to_meta(value: Any) -> Any:
     return type(value)(map(_to_meta, value)) if type(value) in (tuple, list) else value
 
 
-def _fill(form: Form, first: Tensor) -> Any:
+def _fill_with_nan(output_structure: OutputStructure, first: Tensor) -> Any:
     """Return NaN in this structure; zeros for a dtype without NaN."""
-    if isinstance(form, (FirstInputShape, Tensor)):
-        like = first if isinstance(form, FirstInputShape) else form
-        return _nan(like.shape, like.dtype, first.device).contiguous()  # the model may change it in place
-    if isinstance(form, Mapping):
-        kind: Any = type(form)
-        return kind({key: _fill(item, first) for key, item in form.items()})
-    if type(form) in (tuple, list):
-        return type(form)(_fill(item, first) for item in form)
-    return form
+    if isinstance(output_structure, (FirstInputShape, Tensor)):
+        like = first if isinstance(output_structure, FirstInputShape) else output_structure
+        return _make_nan(like.shape, like.dtype, first.device).contiguous()  # the model may change it in place
+    if isinstance(output_structure, Mapping):
+        mapping_type: Any = type(output_structure)
+        return mapping_type({key: _fill_with_nan(item, first) for key, item in output_structure.items()})
+    if type(output_structure) in (tuple, list):
+        return type(output_structure)(_fill_with_nan(item, first) for item in output_structure)
+    return output_structure

@@ -19,8 +19,8 @@ from ckptx.layout.stages import StageMap
 from ckptx.runtime.model.layers import canonical_name
 from ckptx.runtime.torch_private import local_tensor
 
-_BAND = 1 << 22  # elements
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_CHUNK_NUMEL = 1 << 22  # elements
+_INTEGER_DTYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Tie(NamedTuple):
@@ -35,7 +35,7 @@ class Tie(NamedTuple):
     copies: Mapping[int, str]
 
 
-def ties_across_stages(model: nn.Module, stages: StageMap) -> list[Tie]:
+def find_ties_across_stages(model: nn.Module, stages: StageMap) -> list[Tie]:
     """Return the parameters of a whole model that several stages share.
 
     Args:
@@ -45,20 +45,20 @@ def ties_across_stages(model: nn.Module, stages: StageMap) -> list[Tie]:
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(canonical_name(name))
-    found = []
+    ties = []
     for each in names.values():
         copies: dict[int, str] = {}
         for name in each:
             copies.setdefault(stages.stage_of(name), name)
         if len(copies) > 1:
-            found.append(Tie(each[0], dict(sorted(copies.items()))))
-    return found
+            ties.append(Tie(each[0], dict(sorted(copies.items()))))
+    return ties
 
 
-def later_copies(ties: Sequence[Tie], models: Mapping[int, nn.Module]) -> list[Tensor]:
+def find_later_copies(ties: Sequence[Tie], models: Mapping[int, nn.Module]) -> list[Tensor]:
     """Return the copies on this rank except those on the first stage of their tie, which count once for all."""
     return [
-        parameter_of(models[stage], name)
+        find_parameter(models[stage], name)
         for tie in ties
         for stage, name in list(tie.copies.items())[1:]
         if stage in models
@@ -71,9 +71,9 @@ def take_gradients(ties: Sequence[Tie], models: Mapping[int, nn.Module]) -> dict
     for tie in ties:
         for stage, name in tie.copies.items():
             if stage in models:
-                parameter = parameter_of(models[stage], name)
+                parameter = find_parameter(models[stage], name)
                 if parameter.grad is not None:
-                    gradients[tie.name] = _local(parameter.grad)
+                    gradients[tie.name] = _detached_local(parameter.grad)
                     parameter.grad = None
     return gradients
 
@@ -83,64 +83,66 @@ def sum_gradients(
     models: Mapping[int, nn.Module],
     ranks_by_stage: Mapping[int, int],
     group: dist.ProcessGroup,
-    earlier: Mapping[str, Tensor],
+    earlier_gradients: Mapping[str, Tensor],
 ) -> None:
     """Give every copy the sum of the gradients of all copies, added in the order of the stages.
 
     Args:
-        ties: From `ties_across_stages`; the same on every rank.
+        ties: From `find_ties_across_stages`; the same on every rank.
         models: The stages of this rank, by number.
         ranks_by_stage: Global rank of each stage of this pipeline.
         group: Ranks of the pipeline; each calls this after its step, when FSDP2 has reduced.
-        earlier: Gradients from `take_gradients` before the step, which are added to the sum.
+        earlier_gradients: Gradients from `take_gradients` before the step, which are added to the sum.
 
     Raises:
         UnsupportedError: The stages shard a parameter differently.
     """
-    here = dist.get_rank()
+    own_rank = dist.get_rank()
     for tie in ties:
         ranks = [ranks_by_stage[stage] for stage in tie.copies]
-        if here not in ranks:
+        if own_rank not in ranks:
             continue
-        own = {stage: parameter_of(models[stage], name) for stage, name in tie.copies.items() if stage in models}
-        like = next(iter(own.values()))
-        if not like.requires_grad:
+        own_copies = {
+            stage: find_parameter(models[stage], name) for stage, name in tie.copies.items() if stage in models
+        }
+        first_copy = next(iter(own_copies.values()))
+        if not first_copy.requires_grad:
             continue
-        first, total = ranks[0], None
+        first_rank, total = ranks[0], None
         for stage, rank in zip(tie.copies, ranks, strict=True):
-            part = _local_gradient(own[stage]) if rank == here else None
-            if rank != first and rank == here:
-                assert part is not None
-                dist.send(part, dst=first, group=group)
-            elif first == here:
-                if part is None:
-                    part = torch.empty_like(_local(like))
-                    dist.recv(part, src=rank, group=group)
-                total = part.clone() if total is None else total.add_(part)
-        if first != here:
-            total = torch.empty_like(_local(like))
-            dist.recv(total, src=first, group=group)
+            gradient = _local_gradient(own_copies[stage]) if rank == own_rank else None
+            if rank != first_rank and rank == own_rank:
+                assert gradient is not None
+                dist.send(gradient, dst=first_rank, group=group)
+            elif first_rank == own_rank:
+                if gradient is None:
+                    gradient = torch.empty_like(_detached_local(first_copy))
+                    dist.recv(gradient, src=rank, group=group)
+                total = gradient.clone() if total is None else total.add_(gradient)
+        if first_rank != own_rank:
+            total = torch.empty_like(_detached_local(first_copy))
+            dist.recv(total, src=first_rank, group=group)
         else:
             assert total is not None
             for rank in dict.fromkeys(ranks[1:]):
-                if rank != here:
+                if rank != own_rank:
                     dist.send(total, dst=rank, group=group)
         assert total is not None
-        if tie.name in earlier:
-            total = earlier[tie.name] + total
-        for parameter in own.values():
+        if tie.name in earlier_gradients:
+            total = earlier_gradients[tie.name] + total
+        for parameter in own_copies.values():
             _set_gradient(parameter, total.clone())
 
 
 def _checksum(tensor: Tensor) -> str:
     """Return a checksum of the bits of a tensor: two numbers that depend on all elements and their positions."""
-    found = [0, 0]
-    bits = tensor.contiguous().reshape(-1).view(_BITS[tensor.element_size()])
-    for index, band in enumerate(bits.split(_BAND)):
-        wide = band.to(torch.int64)
-        places = torch.arange(1, len(wide) + 1, device=wide.device)
-        found = [found[0] + int(wide.sum()), found[1] + int((wide * places).sum()) * (2 * index + 1)]
-    return f"{found[0]:x}.{found[1]:x}"
+    sums = [0, 0]
+    bits = tensor.contiguous().reshape(-1).view(_INTEGER_DTYPES[tensor.element_size()])
+    for index, chunk in enumerate(bits.split(_CHUNK_NUMEL)):
+        wide = chunk.to(torch.int64)
+        positions = torch.arange(1, len(wide) + 1, device=wide.device)
+        sums = [sums[0] + int(wide.sum()), sums[1] + int((wide * positions).sum()) * (2 * index + 1)]
+    return f"{sums[0]:x}.{sums[1]:x}"
 
 
 def check_copies_are_equal(ties: Sequence[Tie], models: Mapping[int, nn.Module], group: dist.ProcessGroup) -> None:
@@ -152,56 +154,58 @@ def check_copies_are_equal(ties: Sequence[Tie], models: Mapping[int, nn.Module],
         InputError: Copies have different values; raised on every rank of the pipeline.
         UnsupportedError: Copies are sharded differently; raised on every rank of the pipeline.
     """
-    own_forms = {
+    own_shardings = {
         tie.name: [
-            _sharding_of(parameter_of(models[stage], name)) for stage, name in tie.copies.items() if stage in models
-        ]
-        for tie in ties
-    }
-    sums = {
-        tie.name: [
-            _checksum(_local(parameter_of(models[stage], name)))
+            _describe_sharding(find_parameter(models[stage], name))
             for stage, name in tie.copies.items()
             if stage in models
         ]
         for tie in ties
     }
-    everyone: list[tuple[dict[str, list[str]], dict[str, list[str]]]] = [
+    own_checksums = {
+        tie.name: [
+            _checksum(_detached_local(find_parameter(models[stage], name)))
+            for stage, name in tie.copies.items()
+            if stage in models
+        ]
+        for tie in ties
+    }
+    gathered: list[tuple[dict[str, list[str]], dict[str, list[str]]]] = [
         ({}, {}) for _ in range(dist.get_world_size(group))
     ]
-    dist.all_gather_object(everyone, (own_forms, sums), group=group)
+    dist.all_gather_object(gathered, (own_shardings, own_checksums), group=group)
     for tie in ties:
-        forms = sorted({form for each, _ in everyone for form in each[tie.name]})
-        if len(forms) > 1:
+        shardings = sorted({form for each, _ in gathered for form in each[tie.name]})
+        if len(shardings) > 1:
             raise UnsupportedError(
                 f"{tie.name}: its copies {', '.join(tie.copies.values())} on several pipeline stages are sharded "
-                f"differently ({' and '.join(forms)}); set one style for both with --tp-plan, or leave out --pp"
+                f"differently ({' and '.join(shardings)}); set one style for both with --tp-plan, or leave out --pp"
             )
-        if len({each for _, found in everyone for each in found[tie.name]}) > 1:
+        if len({each for _, found in gathered for each in found[tie.name]}) > 1:
             raise InputError(
                 f"{tie.name}: the config ties {' and '.join(tie.copies.values())}, but their values differ; set "
                 "tie_word_embeddings to false, or use a checkpoint where they are equal"
             )
 
 
-def _sharding_of(parameter: Tensor) -> str:
+def _describe_sharding(parameter: Tensor) -> str:
     placed = f", {parameter.placements}" if isinstance(parameter, DTensor) else ""
-    return f"{tuple(_local(parameter).shape)}{placed}"
+    return f"{tuple(_detached_local(parameter).shape)}{placed}"
 
 
-def parameter_of(model: nn.Module, name: str) -> nn.Parameter:
+def find_parameter(model: nn.Module, name: str) -> nn.Parameter:
     """Return the parameter of a stage by one of its canonical names."""
     return next(each for other, each in model.named_parameters(remove_duplicate=False) if canonical_name(other) == name)
 
 
-def _local(tensor: Tensor) -> Tensor:
+def _detached_local(tensor: Tensor) -> Tensor:
     return local_tensor(tensor).detach()
 
 
 def _local_gradient(parameter: Tensor) -> Tensor:
     if parameter.grad is None:
-        return torch.zeros_like(_local(parameter))
-    return _local(parameter.grad).contiguous()
+        return torch.zeros_like(_detached_local(parameter))
+    return _detached_local(parameter.grad).contiguous()
 
 
 def _set_gradient(parameter: Tensor, local: Tensor) -> None:

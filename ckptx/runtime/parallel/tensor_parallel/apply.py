@@ -23,11 +23,11 @@ from ckptx.layout.placement import Placement, ceil_chunks, is_aligned, tp_rectan
 from ckptx.layout.styles import STYLES, Kind
 from ckptx.layout.tensor_parallel_plan import Decision, decide
 from ckptx.runtime.parallel.tensor_parallel import dropout, sequence, styles
-from ckptx.runtime.parallel.tensor_parallel.collectives import TpRanks, own_part
-from ckptx.runtime.parallel.tensor_parallel.loss import use_sharded_loss
-from ckptx.runtime.parallel.tensor_parallel.plans import GATHER_STYLES, SPLIT_STYLES, Plan
+from ckptx.runtime.parallel.tensor_parallel.collectives import TpRanks, concat_regions
+from ckptx.runtime.parallel.tensor_parallel.loss import install_sharded_loss
+from ckptx.runtime.parallel.tensor_parallel.plans import GATHER_STYLES, SPLIT_STYLES, TpPlan
 from ckptx.runtime.parallel.tensor_parallel.sequence import SequenceSharding
-from ckptx.runtime.parallel.tensor_parallel.styles import EXPERTS, LocalParameter, TpSharding
+from ckptx.runtime.parallel.tensor_parallel.styles import EXPERT_STYLES, ShardedParameter, TpSharding
 from ckptx.runtime.torch_private import StridedShard
 
 
@@ -40,7 +40,7 @@ class TensorParallelLayout:
         rank: TP rank of this process.
         decisions: Decision by parameter name; a tied parameter has its first name.
         shapes: Shape of each whole parameter, by the same names.
-        gathered: Modules whose parameters are gathered around their forward pass.
+        gathered_modules: Modules whose parameters are gathered around their forward pass.
         gathered_outputs: Modules that run on shards and gather their output: True if their shards hold whole heads or
             parts.
     """
@@ -49,7 +49,7 @@ class TensorParallelLayout:
     rank: int
     decisions: Mapping[str, Decision]
     shapes: Mapping[str, tuple[int, ...]]
-    gathered: tuple[str, ...]
+    gathered_modules: tuple[str, ...]
     gathered_outputs: Mapping[str, bool]
 
     @property
@@ -68,7 +68,7 @@ class TensorParallelLayout:
             found[0].rank,
             {name: decision for each in found for name, decision in each.decisions.items()},
             {name: shape for each in found for name, shape in each.shapes.items()},
-            tuple(dict.fromkeys(name for each in found for name in each.gathered)),
+            tuple(dict.fromkeys(name for each in found for name in each.gathered_modules)),
             {name: aligned for each in found for name, aligned in each.gathered_outputs.items()},
         )
 
@@ -89,7 +89,7 @@ class TensorParallelLayout:
         return list(local_regions[self.rank if rank is None else rank])
 
 
-def apply(model: nn.Module, mesh: DeviceMesh, plan: Plan) -> TensorParallelLayout:
+def apply_tensor_parallel(model: nn.Module, mesh: DeviceMesh, plan: TpPlan) -> TensorParallelLayout:
     """Shard a model over the ranks of a mesh of one dim, in place.
 
     Args:
@@ -104,22 +104,26 @@ def apply(model: nn.Module, mesh: DeviceMesh, plan: Plan) -> TensorParallelLayou
     ranks = TpRanks.of(mesh)
     parameters = dict(model.named_parameters())
     shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
-    decisions = {name: _decision(plan, name, shapes, ranks.size) for name in parameters}
-    by_id = {id(parameter): decisions[name] for name, parameter in parameters.items()}
-    all_decisions = {name: by_id[id(parameter)] for name, parameter in model.named_parameters(remove_duplicate=False)}
-    shardings = {id(parameters[name]): _sharding_of(shapes[name], decisions[name], ranks.size) for name in parameters}
-    local_parameters = list(_local_parameters(model, shardings))
-    gathered = _gathered_units(model, plan, all_decisions, ranks.size)
-    _refuse_split_heads(plan, decisions, shapes, gathered, ranks.size)
-    _replace(local_parameters, ranks)
+    decisions = {name: _decide_sharding(plan, name, shapes, ranks.size) for name in parameters}
+    decisions_by_id = {id(parameter): decisions[name] for name, parameter in parameters.items()}
+    all_decisions = {
+        name: decisions_by_id[id(parameter)] for name, parameter in model.named_parameters(remove_duplicate=False)
+    }
+    shardings = {
+        id(parameters[name]): _make_tp_sharding(shapes[name], decisions[name], ranks.size) for name in parameters
+    }
+    local_parameters = list(_iter_sharded_parameters(model, shardings))
+    gathered_units = _find_gathered_units(model, plan, all_decisions, ranks.size)
+    _refuse_split_heads(plan, decisions, shapes, gathered_units, ranks.size)
+    _replace_by_dtensors(local_parameters, ranks)
     if ranks.size > 1:
-        _install(model, plan, ranks, local_parameters, gathered)
-    scopes = tuple(scope for scopes in gathered.values() for scope in scopes)
-    outputs = _gathered_outputs(plan, decisions, scopes)
+        _install_styles(model, plan, ranks, local_parameters, gathered_units)
+    scopes = tuple(scope for scopes in gathered_units.values() for scope in scopes)
+    outputs = _find_gathered_outputs(plan, decisions, scopes)
     return TensorParallelLayout(ranks.size, ranks.rank, decisions, shapes, scopes, outputs)
 
 
-def unit_of(name: str) -> str:
+def find_gather_unit(name: str) -> str:
     """Return the unit of a tensor: the module of a layer whose tensors all run as shards, or are all gathered.
 
     Example:
@@ -133,7 +137,7 @@ def unit_of(name: str) -> str:
     return ".".join(parts if index is None else parts[: index + 2])
 
 
-def _decision(plan: Plan, name: str, shapes: Mapping[str, tuple[int, ...]], tp: int) -> Decision:
+def _decide_sharding(plan: TpPlan, name: str, shapes: Mapping[str, tuple[int, ...]], tp: int) -> Decision:
     """Decide as `ckptx reshard` does: a scale follows its weight."""
     module, _, leaf = name.rpartition(".")
     weight_name = f"{module}.weight"
@@ -143,36 +147,36 @@ def _decision(plan: Plan, name: str, shapes: Mapping[str, tuple[int, ...]], tp: 
     return decide(plan.sharding, name, shapes[name], tp, weight)
 
 
-def _sharding_of(shape: tuple[int, ...], decision: Decision, tp: int) -> TpSharding | None:
+def _make_tp_sharding(shape: tuple[int, ...], decision: Decision, tp: int) -> TpSharding | None:
     if decision.placement is None:
         return None
     return TpSharding(shape, decision.placement.dim, tp_rectangles(shape, decision.placement, tp))
 
 
-def _local_parameters(
+def _iter_sharded_parameters(
     model: nn.Module, shardings: Mapping[int, TpSharding | None]
-) -> Iterator[tuple[str, LocalParameter]]:
+) -> Iterator[tuple[str, ShardedParameter]]:
     """Yield every place of a sharded parameter, with its full name."""
     for path, module in model.named_modules():
         for name, parameter in module._parameters.items():
             sharding = shardings.get(id(parameter)) if parameter is not None else None
             if sharding is not None:
-                yield (f"{path}.{name}" if path else name), LocalParameter(module, name, sharding)
+                yield (f"{path}.{name}" if path else name), ShardedParameter(module, name, sharding)
 
 
-def _replace(parameters: list[tuple[str, LocalParameter]], ranks: TpRanks) -> None:
+def _replace_by_dtensors(parameters: list[tuple[str, ShardedParameter]], ranks: TpRanks) -> None:
     """Replace parameters by DTensors; tied parameters stay tied."""
-    made: dict[int, nn.Parameter] = {}
+    sharded_by_id: dict[int, nn.Parameter] = {}
     for _, (module, name, sharding) in parameters:
         parameter = module._parameters[name]
         assert parameter is not None
-        if id(parameter) not in made:
-            made[id(parameter)] = _shard_parameter(parameter, sharding, ranks)
-        module._parameters[name] = made[id(parameter)]
+        if id(parameter) not in sharded_by_id:
+            sharded_by_id[id(parameter)] = _shard_parameter(parameter, sharding, ranks)
+        module._parameters[name] = sharded_by_id[id(parameter)]
 
 
 def _shard_parameter(parameter: nn.Parameter, sharding: TpSharding, ranks: TpRanks) -> nn.Parameter:
-    local = own_part(parameter.detach(), sharding.dim, sharding.regions[ranks.rank]).contiguous()
+    local = concat_regions(parameter.detach(), sharding.dim, sharding.regions[ranks.rank]).contiguous()
     sharded = DTensor.from_local(
         local,
         ranks.mesh,
@@ -192,50 +196,50 @@ def _torch_placement(sharding: TpSharding) -> TorchPlacement:
     return Shard(sharding.dim)
 
 
-def _gathered_units(
-    model: nn.Module, plan: Plan, decisions: Mapping[str, Decision], tp: int
+def _find_gathered_units(
+    model: nn.Module, plan: TpPlan, decisions: Mapping[str, Decision], tp: int
 ) -> dict[str, tuple[str, ...]]:
     """Return units that cannot run on shards, each with the modules around whose forward pass it is gathered."""
     modules = dict(model.named_modules())
     units: dict[str, list[str]] = {}
     for name in decisions:
-        units.setdefault(unit_of(name), []).append(name)
-    found: dict[str, tuple[str, ...]] = {}
+        units.setdefault(find_gather_unit(name), []).append(name)
+    scopes_by_unit: dict[str, tuple[str, ...]] = {}
     for unit, names in units.items():
-        is_cut = [name for name in names if decisions[name].placement is not None]
-        if is_cut and not _can_run_on_shards(plan, modules, names, decisions, tp):
-            owners = dict.fromkeys(name.rpartition(".")[0] for name in is_cut)
-            found[unit] = (unit,) if _has_forward(modules[unit]) else tuple(owners)
-    return found
+        sharded_names = [name for name in names if decisions[name].placement is not None]
+        if sharded_names and not _can_run_on_shards(plan, modules, names, decisions, tp):
+            owner_modules = dict.fromkeys(name.rpartition(".")[0] for name in sharded_names)
+            scopes_by_unit[unit] = (unit,) if _has_forward(modules[unit]) else tuple(owner_modules)
+    return scopes_by_unit
 
 
 def _can_run_on_shards(
-    plan: Plan, modules: Mapping[str, nn.Module], names: list[str], decisions: Mapping[str, Decision], tp: int
+    plan: TpPlan, modules: Mapping[str, nn.Module], names: list[str], decisions: Mapping[str, Decision], tp: int
 ) -> bool:
     """Return True if everything in a unit can run on shards."""
-    widths: set[int] = set()  # of heads
+    head_widths: set[int] = set()  # of heads
     for name in names:
-        found, placement = plan.rule_of(name), decisions[name].placement
-        if found is None:
-            if placement is not None or _is_of_activation(modules, name):
+        matched_rule, placement = plan.rule_of(name), decisions[name].placement
+        if matched_rule is None:
+            if placement is not None or _is_activation_parameter(modules, name):
                 return False  # tied to a parameter with a rule, or it gets the features of one rank only (Apertus)
             continue
-        kind = STYLES[found[1].style]
-        if not plan.runs_on_shards(name) and (kind.cuts or found[1].decided_by == "user plan"):
+        kind = STYLES[matched_rule[1].style]
+        if not plan.runs_on_shards(name) and (kind.cuts or matched_rule[1].decided_by == "user plan"):
             return False
         if placement is None and kind.cuts and not name.endswith("bias"):
             return False  # too small to shard, while the parameters that match it are sharded
-        if placement is not None and not _is_style_supported(plan, modules, name, found[1].style, decisions, tp):
+        if placement is not None and not _is_style_supported(plan, modules, name, matched_rule[1].style, decisions, tp):
             return False
-        widths |= {width for _, width in found[1].heads}
-    return not (widths and any(_is_per_head(plan, modules, name, widths) for name in names))
+        head_widths |= {width for _, width in matched_rule[1].heads}
+    return not (head_widths and any(_is_per_head(plan, modules, name, head_widths) for name in names))
 
 
-def _is_of_activation(modules: Mapping[str, nn.Module], name: str) -> bool:
+def _is_activation_parameter(modules: Mapping[str, nn.Module], name: str) -> bool:
     return type(modules[name.rpartition(".")[0]]).__module__ == "transformers.activations"
 
 
-def _is_per_head(plan: Plan, modules: Mapping[str, nn.Module], name: str, widths: Collection[int]) -> bool:
+def _is_per_head(plan: TpPlan, modules: Mapping[str, nn.Module], name: str, head_widths: Collection[int]) -> bool:
     """Return True if a replicated parameter may be per head, so that each rank's gradient is partial.
 
     This applies to a norm with a row for each head, a norm as wide as a head that no rule matches (GLM-4.5), and a
@@ -246,28 +250,30 @@ def _is_per_head(plan: Plan, modules: Mapping[str, nn.Module], name: str, widths
     weight = module._parameters.get(leaf)
     has_rule = plan.rule_of(name) is not None
     if weight is not None and "Norm" in type(module).__name__:
-        return weight.dim() == 2 or (not has_rule and weight.numel() in widths)
+        return weight.dim() == 2 or (not has_rule and weight.numel() in head_widths)
     return not has_rule and next(module.children(), None) is not None
 
 
 def _is_style_supported(
-    plan: Plan, modules: Mapping[str, nn.Module], name: str, style: str, decisions: Mapping[str, Decision], tp: int
+    plan: TpPlan, modules: Mapping[str, nn.Module], name: str, style: str, decisions: Mapping[str, Decision], tp: int
 ) -> bool:
     """Return True if a style supports the forward pass of the module that holds a parameter."""
     path, _, leaf = name.rpartition(".")
     module, kind, placement = modules[path], STYLES[style], decisions[name].placement
     assert placement is not None
-    if _is_own_forward(module, nn.Linear):
+    if _has_unchanged_forward(module, nn.Linear):
         dim = {Kind.COLWISE: 0, Kind.ROWWISE: 1}.get(kind)
         return leaf in ("weight", "bias") and placement.dim == dim and len(placement.groups) == 1
     if isinstance(module, nn.Embedding):
         dim = {Kind.EMBEDDING_ROWWISE: 0, Kind.EMBEDDING_COLWISE: 1}.get(kind)
-        is_linear = _is_own_forward(module, nn.Embedding) or type(module).__name__.endswith("ScaledWordEmbedding")
+        is_linear = _has_unchanged_forward(module, nn.Embedding) or type(module).__name__.endswith(
+            "ScaledWordEmbedding"
+        )
         return placement.dim == dim and is_linear
     owner_style = plan.style_of(path)
     if owner_style == "local_params":
         return kind is Kind.COLWISE
-    return owner_style in EXPERTS and _can_experts_run_sharded(path, module, decisions, tp)
+    return owner_style in EXPERT_STYLES and _can_experts_run_sharded(path, module, decisions, tp)
 
 
 def _can_experts_run_sharded(path: str, module: nn.Module, decisions: Mapping[str, Decision], tp: int) -> bool:
@@ -289,7 +295,7 @@ def _can_experts_run_sharded(path: str, module: nn.Module, decisions: Mapping[st
     return max(widths.values(), default=0) == min(widths.values(), default=0)
 
 
-def _is_own_forward(module: nn.Module, cls: type[nn.Module]) -> bool:
+def _has_unchanged_forward(module: nn.Module, cls: type[nn.Module]) -> bool:
     return isinstance(module, cls) and type(module).forward is cls.forward
 
 
@@ -297,33 +303,33 @@ def _has_forward(module: nn.Module) -> bool:
     return not isinstance(module, (nn.ModuleList, nn.ModuleDict))
 
 
-def _gathered_outputs(plan: Plan, decisions: Mapping[str, Decision], scopes: Iterable[str]) -> dict[str, bool]:
+def _find_gathered_outputs(plan: TpPlan, decisions: Mapping[str, Decision], scopes: Iterable[str]) -> dict[str, bool]:
     """Return the modules whose output is gathered after they ran on shards, and True for each with aligned shards."""
-    found: dict[str, bool] = {}
+    gathered_outputs: dict[str, bool] = {}
     for name, decision in decisions.items():
         module = name.rpartition(".")[0]
         is_sharded = decision.placement is not None and module != plan.sharded_head
         if is_sharded and plan.style_of(module) in GATHER_STYLES and not _is_inside(name, scopes):
-            found[module] = found.get(module, True) and decision.aligned
-    return found
+            gathered_outputs[module] = gathered_outputs.get(module, True) and decision.aligned
+    return gathered_outputs
 
 
 def _refuse_split_heads(
-    plan: Plan,
+    plan: TpPlan,
     decisions: Mapping[str, Decision],
     shapes: Mapping[str, tuple[int, ...]],
-    gathered: Mapping[str, tuple[str, ...]],
+    gathered_units: Mapping[str, tuple[str, ...]],
     tp: int,
 ) -> None:
     for name, decision in decisions.items():
-        style = plan.rule_of(name)
+        matched_rule = plan.rule_of(name)
         if (
             is_aligned(shapes[name], decision.placement, tp)
-            or style is None
-            or style[1].style in (*GATHER_STYLES, *SPLIT_STYLES)
+            or matched_rule is None
+            or matched_rule[1].style in (*GATHER_STYLES, *SPLIT_STYLES)
         ):
             continue
-        if not _is_inside(name, gathered):
+        if not _is_inside(name, gathered_units):
             assert decision.placement is not None
             raise UnsupportedError(
                 f"{plan.class_name}: tp={tp} would split {name} inside a head of size "
@@ -335,39 +341,39 @@ def _is_inside(name: str, paths: Iterable[str]) -> bool:
     return any(name.startswith(f"{path}.") for path in paths)
 
 
-def _install(
+def _install_styles(
     model: nn.Module,
-    plan: Plan,
+    plan: TpPlan,
     ranks: TpRanks,
-    parameters: list[tuple[str, LocalParameter]],
-    gathered: Mapping[str, tuple[str, ...]],
+    parameters: list[tuple[str, ShardedParameter]],
+    gathered_units: Mapping[str, tuple[str, ...]],
 ) -> None:
     """Install the styles on the modules: first those that run on shards, then those that gather around them."""
     modules = dict(model.named_modules())
-    is_sharded = {name.rpartition(".")[0] for name, _ in parameters}
-    scopes = [scope for scopes in gathered.values() for scope in scopes]
-    sequence_sharding = sequence.shard_sequence(modules, plan, is_sharded, scopes)
-    sequence.sum_gradients(modules, sequence_sharding, ranks)
+    sharded_modules = {name.rpartition(".")[0] for name, _ in parameters}
+    scopes = [scope for scopes in gathered_units.values() for scope in scopes]
+    sequence_sharding = sequence.shard_sequence(modules, plan, sharded_modules, scopes)
+    sequence.install_gradient_sums(modules, sequence_sharding, ranks)
     for path, module in modules.items():
-        if path and not _is_inside(f"{path}.", gathered):
-            _install_style(model, module, plan, path, path in is_sharded, sequence_sharding, ranks)
+        if path and not _is_inside(f"{path}.", gathered_units):
+            _install_style(model, module, plan, path, path in sharded_modules, sequence_sharding, ranks)
     for scope in scopes:
-        inside = [each for name, each in parameters if name.startswith(f"{scope}.")]
-        styles.gather_parameters(modules[scope], inside, ranks)
-    sequence.install(modules, sequence_sharding, ranks)
-    if plan.sharded_head in is_sharded:
-        use_sharded_loss(model)
+        inner_parameters = [each for name, each in parameters if name.startswith(f"{scope}.")]
+        styles.gather_parameters(modules[scope], inner_parameters, ranks)
+    sequence.install_sequence_parallel(modules, sequence_sharding, ranks)
+    if plan.sharded_head in sharded_modules:
+        install_sharded_loss(model)
     for scope, source in plan.reads_weight.items():
         if scope in modules and source in modules:
-            read = [each for name, each in parameters if name.startswith(f"{source}.")]
-            styles.gather_parameters(modules[scope], read, ranks)
-    dropout.install(model, modules, plan, is_sharded, scopes, sequence_sharding, ranks)
+            source_parameters = [each for name, each in parameters if name.startswith(f"{source}.")]
+            styles.gather_parameters(modules[scope], source_parameters, ranks)
+    dropout.install_rng_streams(model, modules, plan, sharded_modules, scopes, sequence_sharding, ranks)
 
 
 def _install_style(
     model: nn.Module,
     module: nn.Module,
-    plan: Plan,
+    plan: TpPlan,
     path: str,
     is_sharded: bool,
     sequence_sharding: SequenceSharding,
@@ -375,10 +381,10 @@ def _install_style(
 ) -> None:
     """Install the style of one module, if it has one."""
     style = plan.style_of(path)
-    on_sequence = sequence_sharding.is_summand(path)
+    on_sequence = sequence_sharding.has_partial_output(path)
     kind = STYLES[style]
     if style == "replicated_with_grad_allreduce":
-        styles.partial_gradient(module, ranks)
+        styles.sum_partial_gradients(module, ranks)
     elif style == "mla_kv_a_proj":
         styles.mla_kv_a_proj(module, ranks, _rope_dim(model))
     elif style == "moe_identity_expert":
@@ -387,18 +393,18 @@ def _install_style(
         return
     elif style == "local_params":
         styles.local_params(module, ranks)
-    elif style in EXPERTS:
-        styles.experts(module, ranks, on_sequence=on_sequence)
+    elif style in EXPERT_STYLES:
+        styles.experts(module, ranks, is_sequence_parallel=on_sequence)
     elif isinstance(module, nn.Embedding):
         install = styles.embedding_rowwise if kind is Kind.EMBEDDING_ROWWISE else styles.embedding_colwise
         install(module, ranks)
     elif kind is Kind.COLWISE:
         output = "gathered" if style in GATHER_STYLES else "sharded"
         styles.colwise(
-            module, ranks, output="dtensor" if path == plan.sharded_head else output, on_sequence=on_sequence
+            module, ranks, output="dtensor" if path == plan.sharded_head else output, is_sequence_parallel=on_sequence
         )
     elif kind is Kind.ROWWISE:
-        styles.rowwise(module, ranks, splits_input=style in SPLIT_STYLES, on_sequence=on_sequence)
+        styles.rowwise(module, ranks, splits_input=style in SPLIT_STYLES, is_sequence_parallel=on_sequence)
 
 
 def _rope_dim(model: nn.Module) -> int:

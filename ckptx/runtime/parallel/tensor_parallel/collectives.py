@@ -81,13 +81,13 @@ def own_slice(x: torch.Tensor, dim: int, ranks: TpRanks) -> torch.Tensor:
     return x.narrow(dim, begin, length)
 
 
-def own_part(full: torch.Tensor, dim: int, regions: Sequence[Region]) -> torch.Tensor:
+def concat_regions(full: torch.Tensor, dim: int, regions: Sequence[Region]) -> torch.Tensor:
     """Concatenate rectangles of a tensor along `dim`: the shard of one rank."""
     parts = [full.narrow(dim, region.offsets[dim], region.sizes[dim]) for region in regions]
     return torch.cat(parts, dim) if parts else full.narrow(dim, 0, 0)
 
 
-def gather_parts(
+def gather_shards(
     local: torch.Tensor, shape: Sequence[int], dim: int, regions: Sequence[Sequence[Region]], ranks: TpRanks
 ) -> torch.Tensor:
     """Return the whole tensor from the shards of all ranks; no gradient.
@@ -112,16 +112,16 @@ def gather_parts(
     return full
 
 
-def _pad(x: torch.Tensor, rows: int) -> torch.Tensor:
+def _pad(x: torch.Tensor, length: int) -> torch.Tensor:
     """Return a contiguous tensor, padded with zeros at the end of dim 0."""
-    if x.shape[0] == rows:
+    if x.shape[0] == length:
         return x.contiguous()
-    padded = x.new_zeros((rows, *x.shape[1:]))
+    padded = x.new_zeros((length, *x.shape[1:]))
     padded[: x.shape[0]] = x
     return padded
 
 
-class _CopyIn(torch.autograd.Function):  # type: ignore[misc]  # torch says Any
+class _CopyToRanks(torch.autograd.Function):  # type: ignore[misc]  # torch says Any
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, ranks: TpRanks) -> torch.Tensor:
         ctx.ranks = ranks
@@ -132,7 +132,7 @@ class _CopyIn(torch.autograd.Function):  # type: ignore[misc]  # torch says Any
         return all_reduce(grads[0], "sum", ctx.ranks), None
 
 
-class _SumOut(torch.autograd.Function):  # type: ignore[misc]  # torch says Any
+class _SumOverRanks(torch.autograd.Function):  # type: ignore[misc]  # torch says Any
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, ranks: TpRanks) -> torch.Tensor:
         return all_reduce(x, "sum", ranks)
@@ -167,7 +167,7 @@ class _Split(torch.autograd.Function):  # type: ignore[misc]  # torch says Any
         return all_gather(grads[0], ctx.dim, ctx.total, ctx.ranks), None, None, None
 
 
-class _GatherParts(torch.autograd.Function):  # type: ignore[misc]  # torch says Any
+class _GatherShards(torch.autograd.Function):  # type: ignore[misc]  # torch says Any
     @staticmethod
     def forward(
         ctx: Any,
@@ -178,24 +178,24 @@ class _GatherParts(torch.autograd.Function):  # type: ignore[misc]  # torch says
         ranks: TpRanks,
     ) -> torch.Tensor:
         ctx.dim, ctx.local_regions = dim, regions[ranks.rank]
-        return gather_parts(local, shape, dim, regions, ranks)
+        return gather_shards(local, shape, dim, regions, ranks)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
-        return own_part(grads[0], ctx.dim, ctx.local_regions), None, None, None, None
+        return concat_regions(grads[0], ctx.dim, ctx.local_regions), None, None, None, None
 
 
-def copy_in(x: torch.Tensor, ranks: TpRanks) -> torch.Tensor:
+def copy_to_ranks(x: torch.Tensor, ranks: TpRanks) -> torch.Tensor:
     """Return a whole tensor as input of computations that differ by rank: its gradients are summed."""
     if not (torch.is_grad_enabled() and x.requires_grad):
         return x
-    found: torch.Tensor = _CopyIn.apply(x, ranks)
+    found: torch.Tensor = _CopyToRanks.apply(x, ranks)
     return found
 
 
-def sum_out(x: torch.Tensor, ranks: TpRanks) -> torch.Tensor:
+def sum_over_ranks(x: torch.Tensor, ranks: TpRanks) -> torch.Tensor:
     """Return the sum of the ranks' partial results."""
-    found: torch.Tensor = _SumOut.apply(x, ranks)
+    found: torch.Tensor = _SumOverRanks.apply(x, ranks)
     return found
 
 
@@ -223,9 +223,9 @@ def scatter_sum(x: torch.Tensor, dim: int, ranks: TpRanks) -> torch.Tensor:
     return found
 
 
-def whole_parameter(
+def gather_parameter(
     local: torch.Tensor, shape: Sequence[int], dim: int, regions: Sequence[Sequence[Region]], ranks: TpRanks
 ) -> torch.Tensor:
     """Return a whole parameter, for computations that are equal on all ranks: its gradient is not summed."""
-    found: torch.Tensor = _GatherParts.apply(local, shape, dim, regions, ranks)
+    found: torch.Tensor = _GatherShards.apply(local, shape, dim, regions, ranks)
     return found

@@ -20,21 +20,21 @@ class ForwardTraits:
     """The ways in which the runtime may run a class; see `ckptx.architecture.correction_rows.ForwardRow`.
 
     Attributes:
-        head: Module whose output stays sharded over the vocabulary; empty for none.
+        sharded_head: Module whose output stays sharded over the vocabulary; empty for none.
         sequence: Modules whose norms and residuals may run on a slice of the sequence; None if not supported.
-        runs: Patterns of plan rules whose tensors the forward pass can also use as shards.
+        runnable_patterns: Patterns of plan rules whose tensors the forward pass can also use as shards.
         styles: Additional styles that the forward pass requires; they shard nothing.
         reads_weight: Modules whose forward reads a weight of another module.
-        reads_when: Key of the text model's config; `reads_weight` applies only if it is nonzero.
-        reason: Reason for `runs`, `styles` and `reads_weight`.
+        reads_weight_key: Key of the text model's config; `reads_weight` applies only if it is nonzero.
+        reason: Reason for `runnable_patterns`, `styles` and `reads_weight`.
     """
 
-    head: str = ""
+    sharded_head: str = ""
     sequence: SequenceParallelModules | None = None
-    runs: tuple[str, ...] = ()
+    runnable_patterns: tuple[str, ...] = ()
     styles: Mapping[str, str] = field(default_factory=dict)
     reads_weight: Mapping[str, str] = field(default_factory=dict)
-    reads_when: str = ""
+    reads_weight_key: str = ""
     reason: str = ""
 
 
@@ -43,21 +43,21 @@ def qualified_name(cls: type) -> str:
     return f"{cls.__module__}.{cls.__qualname__}"
 
 
-def forward_traits_of(model: nn.Module) -> ForwardTraits:
+def find_forward_traits(model: nn.Module) -> ForwardTraits:
     """Return the merged rows of the model's class; empty if it has none."""
     cls = type(model)
     rows = rows_of_class(corrections_of_class(cls.__qualname__, cls.__module__).forward, cls.__qualname__)
     return ForwardTraits(
-        head=next((row.head for row in rows if row.head), ""),
+        sharded_head=next((row.head for row in rows if row.head), ""),
         sequence=next((row.sequence for row in rows if row.sequence), None),
-        runs=next((row.runs for row in rows if row.runs), ()),
+        runnable_patterns=next((row.runs for row in rows if row.runs), ()),
         styles=next((row.styles for row in rows if row.styles), {}),
         reads_weight=next((row.reads_weight for row in rows if row.reads_weight), {}),
-        reads_when=next((row.reads_when for row in rows if row.reads_when), ""),
+        reads_weight_key=next((row.reads_when for row in rows if row.reads_when), ""),
         reason=next((row.reason for row in rows if row.runs or row.styles or row.reads_weight), ""),
     )
 
 
-def is_stock(model: nn.Module) -> bool:
+def has_stock_forward(model: nn.Module) -> bool:
     """Return True if the forward pass is one of transformers, even in a wrapped class: then its plan applies."""
     return str(type(model).forward.__module__).startswith("transformers.")

@@ -53,17 +53,17 @@ def causal_lm_loss(
     return losses.sum() / torch.as_tensor(num_items_in_batch, device=losses.device)
 
 
-def token_losses(labels: Sequence[torch.Tensor], items: torch.Tensor) -> Callable[[Any, int], torch.Tensor]:
+def token_losses(labels: Sequence[torch.Tensor], num_items: torch.Tensor) -> Callable[[Any, int], torch.Tensor]:
     """Return a loss function per microbatch for `Pipeline.step` that weights every label of the step equally.
 
     Args:
         labels: Labels of each microbatch, [B, S], as for `causal_lm_loss`.
-        items: Divisor of each sum, from `gradients.labels_per_rank` of the same labels.
+        num_items: Divisor of each sum, from `gradients.labels_per_rank` of the same labels.
     """
-    return lambda output, index: causal_lm_loss(output.logits, labels[index], num_items_in_batch=items)
+    return lambda output, index: causal_lm_loss(output.logits, labels[index], num_items_in_batch=num_items)
 
 
-def use_sharded_loss(model: nn.Module) -> None:
+def install_sharded_loss(model: nn.Module) -> None:
     """Make `model(labels=...)` compute its loss on sharded logits."""
     model.loss_function = causal_lm_loss
 
@@ -97,20 +97,20 @@ class _CrossEntropy(torch.autograd.Function):  # type: ignore[misc]  # torch say
         rows, width = logits.shape
         lowest = logits.new_full((rows,), torch.finfo(logits.dtype).min)
         largest = all_reduce(logits.amax(-1) if width else lowest, "max", ranks)
-        powers = (logits - largest[:, None]).exp()
-        total = all_reduce(powers.sum(-1), "sum", ranks)
+        exponentials = (logits - largest[:, None]).exp()
+        total = all_reduce(exponentials.sum(-1), "sum", ranks)
         is_own = (targets >= begin) & (targets < begin + width) & (targets != ignore_index)
         index = (targets - begin).masked_fill(~is_own, 0)[:, None]
-        picked = logits.gather(1, index)[:, 0] if width else lowest
-        target_logit = all_reduce(picked.masked_fill(~is_own, 0), "sum", ranks)
-        counts = targets != ignore_index
-        ctx.save_for_backward(powers / total[:, None], index, is_own, counts)
-        return (total.log() + largest - target_logit).masked_fill(~counts, 0)
+        picked_logits = logits.gather(1, index)[:, 0] if width else lowest
+        target_logit = all_reduce(picked_logits.masked_fill(~is_own, 0), "sum", ranks)
+        is_counted = targets != ignore_index
+        ctx.save_for_backward(exponentials / total[:, None], index, is_own, is_counted)
+        return (total.log() + largest - target_logit).masked_fill(~is_counted, 0)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
-        probabilities, index, is_own, counts = ctx.saved_tensors
+        probabilities, index, is_own, is_counted = ctx.saved_tensors
         grad = probabilities.clone()
         if grad.shape[1]:
             grad.scatter_add_(1, index, -is_own.to(grad.dtype)[:, None])
-        return grad * (grads[0] * counts)[:, None], None, None, None, None
+        return grad * (grads[0] * is_counted)[:, None], None, None, None, None

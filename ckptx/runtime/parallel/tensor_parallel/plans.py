@@ -27,26 +27,26 @@ from ckptx.layout.styles import STYLES, Kind
 from ckptx.layout.tensor_parallel_plan import Rule, TensorParallelPlan
 from ckptx.runtime.parallel.tensor_parallel.forward_traits import (
     ForwardTraits,
-    forward_traits_of,
-    is_stock,
+    find_forward_traits,
+    has_stock_forward,
     qualified_name,
 )
 
 GATHER_STYLES = ("colwise_gather_output", "colwise_rep")  # styles whose shards may split heads
 SPLIT_STYLES = ("rowwise_split_input", "rowwise_rep")  # styles whose shards may split heads, too
 # A number of heads applies only if this flag of the same config is true.
-_ONLY_WITH = {"num_global_key_value_heads": "attention_k_eq_v"}
+_FLAG_OF_HEAD_COUNT = {"num_global_key_value_heads": "attention_k_eq_v"}
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class TpPlan:
     """The sharding of a model's parameters, and the ways its forward pass runs on them.
 
     Attributes:
         class_name: Class name of the model, for messages.
         sharding: Rules for `ckptx.layout.tensor_parallel_plan.decide`.
         origins: Pattern -> source of the decision, for patterns of this model.
-        runnable: Patterns whose tensors the forward pass uses as shards; all others are gathered.
+        runnable_patterns: Patterns whose tensors the forward pass uses as shards; all others are gathered.
         sharded_head: Module whose output stays sharded over the vocabulary; empty for none.
         reads_weight: Module -> another module whose weight its forward reads.
         sequence: Modules whose norms and residuals run on slices of the sequence; None without sequence parallelism.
@@ -55,7 +55,7 @@ class Plan:
     class_name: str
     sharding: TensorParallelPlan
     origins: Mapping[str, str]
-    runnable: frozenset[str]
+    runnable_patterns: frozenset[str]
     sharded_head: str = ""
     reads_weight: Mapping[str, str] = field(default_factory=dict)
     sequence: SequenceParallelModules | None = None
@@ -72,22 +72,22 @@ class Plan:
     def runs_on_shards(self, parameter: str) -> bool:
         """Return True if the forward pass uses a parameter as shards."""
         found = self.sharding.rule_for(parameter)
-        return found is not None and found[0] in self.runnable
+        return found is not None and found[0] in self.runnable_patterns
 
 
 def find_plan(
     model: nn.Module,
     config: Mapping[str, Any],
-    user: Mapping[str, str] | None = None,
+    user_plan: Mapping[str, str] | None = None,
     sequence_parallel: bool = False,
     names: Iterable[str] | None = None,
-) -> Plan:
+) -> TpPlan:
     """Return the plan of a model.
 
     Args:
         model: Model on any device; a pipeline stage is fine.
         config: Contents of its `config.json`.
-        user: User's plan, pattern -> style, which takes precedence over everything else.
+        user_plan: User's plan, pattern -> style, which takes precedence over everything else.
         sequence_parallel: Run norms and residuals on slices of the sequence.
         names: Names of all parameters of the whole model, if `model` is a stage of it; None means those of `model`.
 
@@ -98,35 +98,41 @@ def find_plan(
     parameter_names = (
         list(names) if names is not None else [name for name, _ in model.named_parameters(remove_duplicate=False)]
     )
-    traits = forward_traits_of(model)
-    base = _base_plan(model, config, parameter_names)
-    runnable = _runnable_patterns(base, traits) if is_stock(model) or base.decided_by == "class" else frozenset[str]()
-    sharding = base.plan
+    traits = find_forward_traits(model)
+    base_plan = _base_plan(model, config, parameter_names)
+    runnable = (
+        _runnable_patterns(base_plan, traits)
+        if has_stock_forward(model) or base_plan.decided_by == "class"
+        else frozenset[str]()
+    )
+    sharding = base_plan.plan
     if traits.styles:
         rules = {pattern: Rule(style, "optimized plan", traits.reason) for pattern, style in traits.styles.items()}
         sharding, runnable = TensorParallelPlan(rules, sharding), runnable | rules.keys()
-    if user is not None:
-        sharding = TensorParallelPlan.from_user(user, "tensor parallel plan", fallback=sharding)
-        if user and len(sharding.unmatched(parameter_names)) == len(sharding.rules):
+    if user_plan is not None:
+        sharding = TensorParallelPlan.from_user(user_plan, "tensor parallel plan", fallback=sharding)
+        if user_plan and len(sharding.unmatched(parameter_names)) == len(sharding.rules):
             raise UsageError(
-                f"tensor parallel plan: none of its {len(user)} patterns matches a parameter of "
+                f"tensor parallel plan: none of its {len(user_plan)} patterns matches a parameter of "
                 f"{type(model).__name__}, such as {parameter_names[0] if parameter_names else 'none'}; correct the "
                 "patterns"
             )
-        confirmed = {pattern for pattern, style in user.items() if _is_confirmed(base.plan, pattern, style, runnable)}
-        runnable = (runnable - user.keys()) | confirmed
+        confirmed_patterns = {
+            pattern for pattern, style in user_plan.items() if _is_confirmed(base_plan.plan, pattern, style, runnable)
+        }
+        runnable = (runnable - user_plan.keys()) | confirmed_patterns
     if sequence_parallel and traits.sequence is None:
         raise UnsupportedError(
             f"{qualified_name(type(model))}: sequence parallel is not verified for this class; "
             "run it without sequence parallel"
         )
-    return Plan(
+    return TpPlan(
         type(model).__name__,
         sharding,
-        _origins(sharding, parameter_names, traits),
+        _find_origins(sharding, parameter_names, traits),
         runnable,
-        traits.head if _is_own_head(sharding, traits.head) else "",
-        traits.reads_weight if _is_key_set(model, traits.reads_when) else {},
+        traits.sharded_head if _is_head_sharded(sharding, traits.sharded_head) else "",
+        traits.reads_weight if _is_key_set(model, traits.reads_weight_key) else {},
         traits.sequence if sequence_parallel else None,
     )
 
@@ -143,11 +149,11 @@ def check_heads(config: Mapping[str, Any], tp: int, architecture: Architecture) 
     text = _text_config(config, architecture)
     for pattern in plan.patterns():
         found = plan.rule_for(pattern)
-        if found is None or tp == 1 or not _needs_heads(plan, found[0], found[1]):
+        if found is None or tp == 1 or not _requires_whole_heads(plan, found[0], found[1]):
             continue
         for count, _ in found[1].heads:
-            key = _config_key_of(text, count)
-            flag = _ONLY_WITH.get(key)
+            key = _find_head_count_key(text, count)
+            flag = _FLAG_OF_HEAD_COUNT.get(key)
             if count % tp and (flag is None or text.get(flag)):
                 raise UnsupportedError(
                     f"{architecture.class_name}: {key} is {count}, must be a multiple of tp={tp} for {pattern}; "
@@ -171,7 +177,7 @@ def _base_plan(model: nn.Module, config: Mapping[str, Any], names: list[str]) ->
     architecture = find_architecture(config)
     if architecture is not None:
         plan = architecture.tensor_parallel_plan(config)
-        if plan.patterns() and len(_unmatched(plan, names)) < len(plan.patterns()):
+        if plan.patterns() and len(_unmatched_patterns(plan, names)) < len(plan.patterns()):
             return _BasePlan(plan, "table")
     class_plan = getattr(model, "tp_plan", None) or getattr(model, "_tp_plan", None) or {}
     decided_by = f"plan of {type(model).__name__}"
@@ -184,28 +190,28 @@ def _base_plan(model: nn.Module, config: Mapping[str, Any], names: list[str]) ->
     return _BasePlan(plan, "class")
 
 
-def _runnable_patterns(base: _BasePlan, traits: ForwardTraits) -> frozenset[str]:
+def _runnable_patterns(base_plan: _BasePlan, traits: ForwardTraits) -> frozenset[str]:
     """Return the patterns of rules that were made for running."""
-    found = set()
-    for pattern in base.plan.patterns():
-        hit = base.plan.rule_for(pattern)
-        if hit is None or hit[0] != pattern:
+    patterns = set()
+    for pattern in base_plan.plan.patterns():
+        match = base_plan.plan.rule_for(pattern)
+        if match is None or match[0] != pattern:
             continue
-        if _is_made_for_running(base.plan, pattern, hit[1]) or pattern in traits.runs:
-            found.add(pattern)
-    return frozenset(found)
+        if _is_made_for_running(base_plan.plan, pattern, match[1]) or pattern in traits.runnable_patterns:
+            patterns.add(pattern)
+    return frozenset(patterns)
 
 
 def _is_made_for_running(plan: TensorParallelPlan, pattern: str, rule: Rule) -> bool:
     """Return True for the model's own plan, for an override that repeats it, and for embeddings and output heads."""
     if rule.decided_by != "override":
         return True
-    own = plan.fallback.rules.get(pattern) if plan.fallback is not None else None
+    own_rule = plan.fallback.rules.get(pattern) if plan.fallback is not None else None
     is_vocabulary = rule.style in (
         "embedding_rowwise",
         *GATHER_STYLES,
     )  # either of them gives its module's whole output
-    return (own is not None and own.style == rule.style) or is_vocabulary
+    return (own_rule is not None and own_rule.style == rule.style) or is_vocabulary
 
 
 def _is_confirmed(plan: TensorParallelPlan, pattern: str, style: str, runnable: frozenset[str]) -> bool:
@@ -214,7 +220,7 @@ def _is_confirmed(plan: TensorParallelPlan, pattern: str, style: str, runnable: 
     return found is not None and found[1].style == style and found[0] in runnable
 
 
-def _needs_heads(plan: TensorParallelPlan, pattern: str, rule: Rule) -> bool:
+def _requires_whole_heads(plan: TensorParallelPlan, pattern: str, rule: Rule) -> bool:
     kind = STYLES[rule.style]
     is_sharded = kind in (Kind.COLWISE, Kind.ROWWISE) and rule.style not in (*GATHER_STYLES, *SPLIT_STYLES)
     return bool(rule.heads) and is_sharded and _is_made_for_running(plan, pattern, rule)
@@ -223,17 +229,17 @@ def _needs_heads(plan: TensorParallelPlan, pattern: str, rule: Rule) -> bool:
 def _text_config(config: Mapping[str, Any], architecture: Architecture) -> Mapping[str, Any]:
     """Return the config of the text layers."""
     structure = architecture.structure
-    found: Any = config
+    text_config: Any = config
     for key in (*structure.root, *filter(None, structure.text_config_path.split("."))):
-        found = found.get(key) if isinstance(found, Mapping) else None
-    return found if isinstance(found, Mapping) else config
+        text_config = text_config.get(key) if isinstance(text_config, Mapping) else None
+    return text_config if isinstance(text_config, Mapping) else config
 
 
-def _config_key_of(config: Mapping[str, Any], count: int) -> str:
+def _find_head_count_key(config: Mapping[str, Any], count: int) -> str:
     """Return the config key with this number of heads; the most specific one if several have it."""
     values = [*config.items(), *(item for layer in layer_overrides(config) for item in layer.items())]
-    fields = [key for key, value in values if key.endswith(("heads", "n_head")) and value == count]
-    return max(fields, key=lambda key: len(key), default="the number of attention heads")
+    keys = [key for key, value in values if key.endswith(("heads", "n_head")) and value == count]
+    return max(keys, key=lambda key: len(key), default="the number of attention heads")
 
 
 def _is_key_set(model: nn.Module, key: str) -> bool:
@@ -242,22 +248,26 @@ def _is_key_set(model: nn.Module, key: str) -> bool:
     return bool(key) and config is not None and bool(getattr(config.get_text_config(), key, None))
 
 
-def _is_own_head(plan: TensorParallelPlan, head: str) -> bool:
+def _is_head_sharded(plan: TensorParallelPlan, head: str) -> bool:
     """Return True if the plan shards the head by rows and gathers its output, which a user may override."""
     found = plan.rule_for(f"{head}.weight") if head else None
     return found is not None and found[1].style in GATHER_STYLES
 
 
-def _origins(plan: TensorParallelPlan, names: list[str], traits: ForwardTraits) -> dict[str, str]:
+def _find_origins(plan: TensorParallelPlan, names: list[str], traits: ForwardTraits) -> dict[str, str]:
     """Return the source of each decision by pattern, in the order of the parameters."""
-    found: dict[str, str] = {}
+    origins: dict[str, str] = {}
     for name in names:
-        hit = plan.rule_for(name)
-        if hit is not None:
-            found[hit[0]] = "optimized plan" if hit[0] in (traits.head, *traits.runs) else hit[1].decided_by
-    return found
+        match = plan.rule_for(name)
+        if match is not None:
+            origins[match[0]] = (
+                "optimized plan"
+                if match[0] in (traits.sharded_head, *traits.runnable_patterns)
+                else match[1].decided_by
+            )
+    return origins
 
 
-def _unmatched(plan: TensorParallelPlan, names: list[str]) -> list[str]:
-    of_fallback = _unmatched(plan.fallback, names) if plan.fallback is not None else []
-    return [*plan.unmatched(names), *of_fallback]
+def _unmatched_patterns(plan: TensorParallelPlan, names: list[str]) -> list[str]:
+    fallback_patterns = _unmatched_patterns(plan.fallback, names) if plan.fallback is not None else []
+    return [*plan.unmatched(names), *fallback_patterns]

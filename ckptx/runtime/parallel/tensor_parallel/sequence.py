@@ -25,8 +25,8 @@ from ckptx.errors import UnsupportedError, UsageError
 from ckptx.layout.styles import STYLES, Kind
 from ckptx.runtime.parallel.tensor_parallel import styles
 from ckptx.runtime.parallel.tensor_parallel.collectives import TpRanks, all_gather, gather, gather_partial, split
-from ckptx.runtime.parallel.tensor_parallel.plans import Plan
-from ckptx.runtime.parallel.tensor_parallel.styles import EXPERTS
+from ckptx.runtime.parallel.tensor_parallel.plans import TpPlan
+from ckptx.runtime.parallel.tensor_parallel.styles import EXPERT_STYLES
 
 _TOKENS, _SEQUENCE = 0, 1  # dims of [B * S, H] and of [B, S, H]
 
@@ -37,12 +37,12 @@ class FullSequenceModule(NamedTuple):
     Attributes:
         path: Path of the module.
         dim: Sequence dim of its inputs and outputs.
-        is_summand: True if each rank's output is a summand, and its gradients are partial.
+        has_partial_output: True if each rank's output is a summand, and its gradients are partial.
     """
 
     path: str
     dim: int
-    is_summand: bool
+    has_partial_output: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,35 +52,35 @@ class SequenceSharding:
     Attributes:
         layers: Paths of the layers, from the first on this stage to the last.
         full_modules: Modules in the layers that get the full sequence.
-        on_slices: Modules in the layers with parameters of their own that get a slice.
-        arguments: Arguments of a layer, besides the hidden states, that have a sequence dim.
+        sliced_modules: Modules in the layers with parameters of their own that get a slice.
+        sliced_arguments: Arguments of a layer, besides the hidden states, that have a sequence dim.
     """
 
     layers: tuple[str, ...] = ()
     full_modules: tuple[FullSequenceModule, ...] = ()
-    on_slices: tuple[str, ...] = ()
-    arguments: tuple[str, ...] = ()
+    sliced_modules: tuple[str, ...] = ()
+    sliced_arguments: tuple[str, ...] = ()
 
-    def is_summand(self, path: str) -> bool:
+    def has_partial_output(self, path: str) -> bool:
         """Return True if a module is in a full-sequence module that sums its outputs."""
-        return any(each.is_summand and is_in(path, each.path) for each in self.full_modules)
+        return any(each.has_partial_output and is_inside(path, each.path) for each in self.full_modules)
 
 
-def is_in(path: str, scope: str) -> bool:
+def is_inside(path: str, scope: str) -> bool:
     """Return True if a module is the scope itself, or inside it."""
     return path == scope or path.startswith(f"{scope}.")
 
 
 def shard_sequence(
-    modules: Mapping[str, nn.Module], plan: Plan, is_sharded: Collection[str], gathered: Collection[str]
+    modules: Mapping[str, nn.Module], plan: TpPlan, sharded_modules: Collection[str], gathered_modules: Collection[str]
 ) -> SequenceSharding:
     """Return the sharding of the sequence in a model.
 
     Args:
         modules: All modules of the model, or of a pipeline stage, by path.
         plan: Plan of the model; without `sequence`, nothing is sharded.
-        is_sharded: Modules with sharded parameters.
-        gathered: Modules whose parameters are gathered around their forward pass.
+        sharded_modules: Modules with sharded parameters.
+        gathered_modules: Modules whose parameters are gathered around their forward pass.
 
     Raises:
         UnsupportedError: A layer does not match its `sequence` row, so it is unknown which of its modules may get a
@@ -88,63 +88,66 @@ def shard_sequence(
     """
     if plan.sequence is None:
         return SequenceSharding()
-    found = [
+    layers = [
         path
         for path, module in modules.items()
         if path.rpartition(".")[0] == plan.sequence.layers and next(module.parameters(), None) is not None
     ]
     full_modules = [
-        each for layer in found for each in _full_sequence_modules(modules, layer, plan, is_sharded, gathered)
+        each
+        for layer in layers
+        for each in _find_full_sequence_modules(modules, layer, plan, sharded_modules, gathered_modules)
     ]
-    inside = [each.path for each in full_modules]
-    on_slices = [path for layer in found for path in _modules_on_slices(modules, layer, inside)]
-    for path in on_slices:
-        if path in is_sharded or not _is_tokenwise(modules[path], path, found, plan.sequence.tokenwise):
-            what = "sharded by the plan" if path in is_sharded else f"a {type(modules[path]).__name__}"
+    full_module_paths = [each.path for each in full_modules]
+    sliced_modules = [path for layer in layers for path in _find_sliced_modules(modules, layer, full_module_paths)]
+    for path in sliced_modules:
+        if path in sharded_modules or not _is_tokenwise(modules[path], path, layers, plan.sequence.tokenwise):
+            description = "sharded by the plan" if path in sharded_modules else f"a {type(modules[path]).__name__}"
             raise UnsupportedError(
-                f"{plan.class_name}: sequence parallel: {path} is {what}, must be replicated and known to compute each "
+                f"{plan.class_name}: sequence parallel: {path} is {description}, must be replicated and known to "
+                "compute each "
                 "token independently; run it without sequence parallel"
             )
-    return SequenceSharding(tuple(found), tuple(full_modules), tuple(on_slices), plan.sequence.arguments)
+    return SequenceSharding(tuple(layers), tuple(full_modules), tuple(sliced_modules), plan.sequence.arguments)
 
 
-def sum_gradients(modules: Mapping[str, nn.Module], sharding: SequenceSharding, ranks: TpRanks) -> None:
+def install_gradient_sums(modules: Mapping[str, nn.Module], sharding: SequenceSharding, ranks: TpRanks) -> None:
     """Sum the gradients of whole parameters in modules that get slices."""
-    for path in sharding.on_slices:
+    for path in sharding.sliced_modules:
         sum_slice_gradients(modules[path], ranks)
 
 
-def install(modules: Mapping[str, nn.Module], sharding: SequenceSharding, ranks: TpRanks) -> None:
+def install_sequence_parallel(modules: Mapping[str, nn.Module], sharding: SequenceSharding, ranks: TpRanks) -> None:
     """Install the sharding after all other styles, so that the sequence is whole around them."""
     for each in sharding.full_modules:
-        gather_around(modules[each.path], each.dim, each.is_summand, ranks)
+        gather_around(modules[each.path], each.dim, each.has_partial_output, ranks)
     for path in sharding.layers:
         module = modules[path]
         if path == sharding.layers[0]:
             split_at_first_layer(module, ranks)
         if path == sharding.layers[-1]:
             gather_at_last_layer(module, ranks)
-        if sharding.arguments:
-            slice_arguments(module, sharding.arguments, path == sharding.layers[0], ranks)
+        if sharding.sliced_arguments:
+            slice_arguments(module, sharding.sliced_arguments, path == sharding.layers[0], ranks)
 
 
 def sum_slice_gradients(module: nn.Module, ranks: TpRanks) -> None:
     """Sum the gradients of a module with whole parameters that gets a slice of the sequence."""
-    styles.partial_gradient(module, ranks)
+    styles.sum_partial_gradients(module, ranks)
 
 
-def gather_around(module: nn.Module, dim: int, is_summand: bool, ranks: TpRanks) -> None:
+def gather_around(module: nn.Module, dim: int, has_partial_output: bool, ranks: TpRanks) -> None:
     """Gather the sequence before a module that requires all of it, and split its output.
 
     Args:
         module: Takes hidden states first, or by that name; returns them, alone or first in a tuple.
         dim: 1 for [B, S, H]; 0 for [B * S, H], where all inputs are gathered. The tokens are then in another order, to
             which the experts of a mixture are insensitive.
-        is_summand: See `FullSequenceModule`; the styles in the module scatter their sum, so that a bias is added to the
-            slice.
+        has_partial_output: See `FullSequenceModule`; the styles in the module scatter their sum, so that a bias is
+            added to the slice.
         ranks: TP ranks.
     """
-    stock = module.forward
+    original_forward = module.forward
 
     def gather_input(value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
@@ -152,7 +155,7 @@ def gather_around(module: nn.Module, dim: int, is_summand: bool, ranks: TpRanks)
         total = value.shape[dim] * ranks.size
         if not value.is_floating_point():
             return all_gather(value, dim, total, ranks)
-        if is_summand:
+        if has_partial_output:
             return gather_partial(value, dim, total, ranks).contiguous()
         # Modules take views of it, so it is contiguous, and add noise to it in place (Mixtral), so it is not a view
         return gather(value, dim, total, ranks).clone(memory_format=torch.contiguous_format)
@@ -164,8 +167,8 @@ def gather_around(module: nn.Module, dim: int, is_summand: bool, ranks: TpRanks)
             args = (gather_input(args[0]), *args[1:])
         else:
             kwargs["hidden_states"] = gather_input(kwargs["hidden_states"])
-        found = stock(*args, **kwargs)
-        return found if is_summand else _map_hidden_states(found, lambda x: split(x, dim, ranks))
+        output = original_forward(*args, **kwargs)
+        return output if has_partial_output else _map_hidden_states(output, lambda x: split(x, dim, ranks))
 
     module.forward = forward
 
@@ -176,7 +179,7 @@ def split_at_first_layer(layer: nn.Module, ranks: TpRanks) -> None:
     The length must be divisible by the number of ranks: then the length of a slice gives that of the sequence, and
     nothing about a batch is stored until its backward pass.
     """
-    stock = layer.forward
+    original_forward = layer.forward
 
     def forward(hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         length = hidden_states.shape[_SEQUENCE]
@@ -184,20 +187,20 @@ def split_at_first_layer(layer: nn.Module, ranks: TpRanks) -> None:
             raise UsageError(
                 f"sequence parallel: sequence length {length} must be a multiple of tp={ranks.size}; pad the batch"
             )
-        return stock(split(hidden_states, _SEQUENCE, ranks), *args, **kwargs)
+        return original_forward(split(hidden_states, _SEQUENCE, ranks), *args, **kwargs)
 
     layer.forward = forward
 
 
 def gather_at_last_layer(layer: nn.Module, ranks: TpRanks) -> None:
     """Make the last layer return the full sequence."""
-    stock = layer.forward
+    original_forward = layer.forward
 
     def whole(x: torch.Tensor) -> torch.Tensor:
         return gather(x, _SEQUENCE, x.shape[_SEQUENCE] * ranks.size, ranks).contiguous()
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        return _map_hidden_states(stock(*args, **kwargs), whole)
+        return _map_hidden_states(original_forward(*args, **kwargs), whole)
 
     layer.forward = forward
 
@@ -211,10 +214,10 @@ def slice_arguments(layer: nn.Module, names: tuple[str, ...], is_whole: bool, ra
         is_whole: True if the hidden states are not split yet either.
         ranks: TP ranks.
     """
-    stock = layer.forward
-    order = list(inspect.signature(type(layer).forward).parameters)[2:]  # after self and the hidden states
+    original_forward = layer.forward
+    argument_names = list(inspect.signature(type(layer).forward).parameters)[2:]  # after self and the hidden states
 
-    def own_part(value: Any, hidden_states: torch.Tensor) -> Any:
+    def own_slice(value: Any, hidden_states: torch.Tensor) -> Any:
         if value is None:
             return None
         length = hidden_states.shape[_SEQUENCE] * (1 if is_whole else ranks.size)
@@ -226,40 +229,41 @@ def slice_arguments(layer: nn.Module, names: tuple[str, ...], is_whole: bool, ra
         return split(value, _SEQUENCE, ranks)
 
     def forward(hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        given = [
-            own_part(each, hidden_states) if name in names else each for name, each in zip(order, args, strict=False)
+        sliced_args = [
+            own_slice(each, hidden_states) if name in names else each
+            for name, each in zip(argument_names, args, strict=False)
         ]
-        named = {key: own_part(each, hidden_states) if key in names else each for key, each in kwargs.items()}
-        return stock(hidden_states, *given, **named)
+        sliced_kwargs = {key: own_slice(each, hidden_states) if key in names else each for key, each in kwargs.items()}
+        return original_forward(hidden_states, *sliced_args, **sliced_kwargs)
 
     layer.forward = forward
 
 
-def _map_hidden_states(found: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+def _map_hidden_states(output: Any, transform: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     """Return the output of a module with its hidden states changed."""
-    return (change(found[0]), *found[1:]) if isinstance(found, tuple) else change(found)
+    return (transform(output[0]), *output[1:]) if isinstance(output, tuple) else transform(output)
 
 
-def _modules_on_slices(modules: Mapping[str, nn.Module], layer: str, full_modules: Collection[str]) -> Iterable[str]:
+def _find_sliced_modules(modules: Mapping[str, nn.Module], layer: str, full_modules: Collection[str]) -> Iterable[str]:
     """Yield the layer and modules in it that have parameters of their own, outside of full-sequence modules."""
-    full_modules = [path for path in full_modules if is_in(path, layer)]
+    full_modules = [path for path in full_modules if is_inside(path, layer)]
     for path, module in modules.items():
         has_parameters = any(each is not None for each in module._parameters.values())
-        if has_parameters and is_in(path, layer) and not any(is_in(path, each) for each in full_modules):
+        if has_parameters and is_inside(path, layer) and not any(is_inside(path, each) for each in full_modules):
             yield path
 
 
 def _is_tokenwise(module: nn.Module, path: str, layers: Iterable[str], names: Iterable[str]) -> bool:
-    is_known = any(is_in(path, f"{layer}.{name}") for layer in layers for name in names)
+    is_known = any(is_inside(path, f"{layer}.{name}") for layer in layers for name in names)
     return is_known or "Norm" in type(module).__name__
 
 
-def _full_sequence_modules(
+def _find_full_sequence_modules(
     modules: Mapping[str, nn.Module],
     layer: str,
-    plan: Plan,
-    is_sharded: Collection[str],
-    gathered: Collection[str],
+    plan: TpPlan,
+    sharded_modules: Collection[str],
+    gathered_modules: Collection[str],
 ) -> Iterable[FullSequenceModule]:
     """Yield the modules of one layer around which the sequence is gathered and split."""
     assert plan.sequence is not None
@@ -273,36 +277,40 @@ def _full_sequence_modules(
         )
     for name in plan.sequence.whole:
         path = f"{layer}.{name}"
-        yield FullSequenceModule(path, _SEQUENCE, _gives_summand(modules, path, plan, is_sharded, gathered))
+        yield FullSequenceModule(
+            path, _SEQUENCE, _has_partial_output(modules, path, plan, sharded_modules, gathered_modules)
+        )
     for name in plan.sequence.experts:
         path = f"{layer}.{name}"
         if path in modules:
-            yield FullSequenceModule(path, _TOKENS, _are_experts_cut(path, plan, is_sharded, gathered))
+            yield FullSequenceModule(path, _TOKENS, _are_experts_sharded(path, plan, sharded_modules, gathered_modules))
 
 
-def _gives_summand(
+def _has_partial_output(
     modules: Mapping[str, nn.Module],
     path: str,
-    plan: Plan,
-    is_sharded: Collection[str],
-    gathered: Collection[str],
+    plan: TpPlan,
+    sharded_modules: Collection[str],
+    gathered_modules: Collection[str],
 ) -> bool:
     """Return True if the output is a sum over ranks: only sharded projections use the hidden states.
 
     Other parameters with one dim, such as a norm of queries, lie between projections. A router or a latent projection
     is a replicated matrix, whose input and output are whole.
     """
-    if any(is_in(scope, path) or is_in(path, scope) for scope in gathered):
+    if any(is_inside(scope, path) or is_inside(path, scope) for scope in gathered_modules):
         return False
     kinds = set()
     for inner, module in modules.items():
-        if is_in(inner, path) and any(each is not None and each.dim() > 1 for each in module._parameters.values()):
-            if not isinstance(module, nn.Linear) or inner not in is_sharded:
+        if is_inside(inner, path) and any(each is not None and each.dim() > 1 for each in module._parameters.values()):
+            if not isinstance(module, nn.Linear) or inner not in sharded_modules:
                 return False
             kinds.add(STYLES[plan.style_of(inner)])
     return kinds == {Kind.COLWISE, Kind.ROWWISE}
 
 
-def _are_experts_cut(path: str, plan: Plan, is_sharded: Collection[str], gathered: Collection[str]) -> bool:
-    is_gathered = any(is_in(scope, path) or is_in(path, scope) for scope in gathered)
-    return plan.style_of(path) in EXPERTS and path in is_sharded and not is_gathered
+def _are_experts_sharded(
+    path: str, plan: TpPlan, sharded_modules: Collection[str], gathered_modules: Collection[str]
+) -> bool:
+    is_gathered = any(is_inside(scope, path) or is_inside(path, scope) for scope in gathered_modules)
+    return plan.style_of(path) in EXPERT_STYLES and path in sharded_modules and not is_gathered

@@ -19,19 +19,19 @@ from torch.distributed.tensor import DTensor, Shard
 
 from ckptx.catalog.region import Region
 from ckptx.layout.placement import ceil_chunks
-from ckptx.runtime.parallel.shards import local_of
+from ckptx.runtime.parallel.shards import to_local_shard
 from ckptx.runtime.parallel.tensor_parallel.collectives import (
     TpRanks,
-    copy_in,
+    copy_to_ranks,
     gather,
+    gather_parameter,
     scatter_sum,
     split,
-    sum_out,
-    whole_parameter,
+    sum_over_ranks,
 )  # fmt: skip
 
 _TOKENS, _SEQUENCE = 0, 1  # dims of [B * S, I] and of [B, S, I]
-EXPERTS = ("moe_tp_experts", "all_reduce", "local")  # styles of a module with fused experts
+EXPERT_STYLES = ("moe_tp_experts", "all_reduce", "local")  # styles of a module with fused experts
 
 
 class TpSharding(NamedTuple):
@@ -42,7 +42,7 @@ class TpSharding(NamedTuple):
     regions: tuple[tuple[Region, ...], ...]
 
 
-class LocalParameter(NamedTuple):
+class ShardedParameter(NamedTuple):
     """A sharded parameter and its place in the model."""
 
     module: nn.Module
@@ -50,25 +50,25 @@ class LocalParameter(NamedTuple):
     sharding: TpSharding
 
 
-def colwise(module: nn.Module, ranks: TpRanks, *, output: str = "sharded", on_sequence: bool = False) -> None:
+def colwise(module: nn.Module, ranks: TpRanks, *, output: str = "sharded", is_sequence_parallel: bool = False) -> None:
     """Shard the output features of a Linear.
 
     Args:
         module: Linear with weight [O / tp, I].
         ranks: TP ranks.
         output: "sharded", "gathered", or "dtensor": sharded, as a DTensor.
-        on_sequence: True if the input was gathered along the sequence, which already sums its gradient.
+        is_sequence_parallel: True if the input was gathered along the sequence, which already sums its gradient.
     """
-    stock = module.forward
+    original_forward = module.forward
     features = int(module.weight.shape[0])
 
     def forward(x: torch.Tensor) -> torch.Tensor:
         weight, bias = module._parameters["weight"], module._parameters.get("bias")
         if not isinstance(weight, DTensor):
-            return stock(x)
-        if not on_sequence:
-            x = copy_in(x, ranks)
-        y = functions.linear(x, local_of(weight), None if bias is None else _own_bias(bias, ranks))
+            return original_forward(x)
+        if not is_sequence_parallel:
+            x = copy_to_ranks(x, ranks)
+        y = functions.linear(x, to_local_shard(weight), None if bias is None else _own_bias(bias, ranks))
         if output == "gathered":
             return gather(y, y.dim() - 1, features, ranks)
         return _as_dtensor(y, features, ranks) if output == "dtensor" else y
@@ -76,28 +76,30 @@ def colwise(module: nn.Module, ranks: TpRanks, *, output: str = "sharded", on_se
     module.forward = forward
 
 
-def rowwise(module: nn.Module, ranks: TpRanks, *, splits_input: bool = False, on_sequence: bool = False) -> None:
+def rowwise(
+    module: nn.Module, ranks: TpRanks, *, splits_input: bool = False, is_sequence_parallel: bool = False
+) -> None:
     """Shard the input features of a Linear: partial results are summed, then the bias is added once.
 
     Args:
         module: Linear with weight [O, I / tp] and bias [O].
         ranks: TP ranks.
         splits_input: True if the input is whole.
-        on_sequence: True if the output is scattered along the sequence.
+        is_sequence_parallel: True if the output is scattered along the sequence.
     """
-    stock = module.forward
+    original_forward = module.forward
 
     def forward(x: torch.Tensor) -> torch.Tensor:
         weight, bias = module._parameters["weight"], module._parameters.get("bias")
         if not isinstance(weight, DTensor):
-            return stock(x)
+            return original_forward(x)
         if splits_input:
             x = split(x, x.dim() - 1, ranks)
-        y = functions.linear(x, local_of(weight))
-        if on_sequence:
+        y = functions.linear(x, to_local_shard(weight))
+        if is_sequence_parallel:
             y = scatter_sum(y, _SEQUENCE, ranks).contiguous()
-            return y if bias is None else y + copy_in(bias, ranks)
-        y = sum_out(y, ranks)
+            return y if bias is None else y + copy_to_ranks(bias, ranks)
+        y = sum_over_ranks(y, ranks)
         return y if bias is None else y + bias
 
     module.forward = forward
@@ -108,47 +110,47 @@ def embedding_rowwise(module: nn.Module, ranks: TpRanks) -> None:
 
     The module's forward may apply any linear function to a row, such as scaling.
     """
-    stock = module.forward
+    original_forward = module.forward
 
     def forward(ids: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         weight = module._parameters["weight"]
         if not isinstance(weight, DTensor):
-            return stock(ids, *args, **kwargs)
+            return original_forward(ids, *args, **kwargs)
         begin, rows = ceil_chunks(weight.shape[0], ranks.size)[ranks.rank]
-        local = local_of(weight)
+        local = to_local_shard(weight)
         if not rows:  # still a part of the graph: every rank must run the same collectives in the backward pass
             local = local.sum(0, keepdim=True)
-        is_foreign = (ids < begin) | (ids >= begin + rows)
-        own_ids = (ids - begin).masked_fill(is_foreign, 0)
+        is_on_other_rank = (ids < begin) | (ids >= begin + rows)
+        local_ids = (ids - begin).masked_fill(is_on_other_rank, 0)
         padding = module.padding_idx
         is_padding_here = padding is not None and begin <= padding < begin + rows
         with swap_parameters([(module, "weight", local)]):
             module.padding_idx = padding - begin if is_padding_here else None
             try:
-                found = stock(own_ids, *args, **kwargs)
+                embeddings = original_forward(local_ids, *args, **kwargs)
             finally:
                 module.padding_idx = padding
-        return sum_out(found.masked_fill(is_foreign[..., None], 0), ranks)
+        return sum_over_ranks(embeddings.masked_fill(is_on_other_rank[..., None], 0), ranks)
 
     module.forward = forward
 
 
 def embedding_colwise(module: nn.Module, ranks: TpRanks) -> None:
     """Shard the vectors of an embedding: the slices are gathered."""
-    stock = module.forward
+    original_forward = module.forward
 
     def forward(ids: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         weight = module._parameters["weight"]
         if not isinstance(weight, DTensor):
-            return stock(ids, *args, **kwargs)
-        with swap_parameters([(module, "weight", local_of(weight))]):
-            found = stock(ids, *args, **kwargs)
-        return gather(found, found.dim() - 1, weight.shape[1], ranks)
+            return original_forward(ids, *args, **kwargs)
+        with swap_parameters([(module, "weight", to_local_shard(weight))]):
+            embeddings = original_forward(ids, *args, **kwargs)
+        return gather(embeddings, embeddings.dim() - 1, weight.shape[1], ranks)
 
     module.forward = forward
 
 
-def experts(module: nn.Module, ranks: TpRanks, *, on_sequence: bool = False) -> None:
+def experts(module: nn.Module, ranks: TpRanks, *, is_sequence_parallel: bool = False) -> None:
     """Shard the features inside each fused expert [E, O, I]: partial results are summed.
 
     All inputs, including the routing weights, get partial gradients, which are summed.
@@ -156,51 +158,52 @@ def experts(module: nn.Module, ranks: TpRanks, *, on_sequence: bool = False) -> 
     Args:
         module: Module with the shards of all experts.
         ranks: TP ranks.
-        on_sequence: True if inputs were gathered along the tokens, which sums their gradients; the output is scattered.
+        is_sequence_parallel: True if inputs were gathered along the tokens, which sums their gradients; the output is
+            scattered.
     """
-    stock = module.forward
+    original_forward = module.forward
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         sharded = _sharded_parameters(module)
         if not sharded:
-            return stock(*args, **kwargs)
-        if not on_sequence:
+            return original_forward(*args, **kwargs)
+        if not is_sequence_parallel:
             args = tuple(_copy_in_floats(each, ranks) for each in args)
             kwargs = {key: _copy_in_floats(each, ranks) for key, each in kwargs.items()}
-        with swap_parameters((module, name, local_of(tensor)) for name, tensor in sharded):
-            found = stock(*args, **kwargs)
-        return scatter_sum(found, _TOKENS, ranks) if on_sequence else sum_out(found, ranks)
+        with swap_parameters((module, name, to_local_shard(tensor)) for name, tensor in sharded):
+            output = original_forward(*args, **kwargs)
+        return scatter_sum(output, _TOKENS, ranks) if is_sequence_parallel else sum_over_ranks(output, ranks)
 
     module.forward = forward
 
 
 def local_params(module: nn.Module, ranks: TpRanks) -> None:
     """Run a module on the shards of its own parameters, such as one number for each head."""
-    stock = module.forward
+    original_forward = module.forward
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        with swap_parameters((module, name, local_of(tensor)) for name, tensor in _sharded_parameters(module)):
-            return stock(*args, **kwargs)
+        with swap_parameters((module, name, to_local_shard(tensor)) for name, tensor in _sharded_parameters(module)):
+            return original_forward(*args, **kwargs)
 
     module.forward = forward
 
 
-def partial_gradient(module: nn.Module, ranks: TpRanks) -> None:
+def sum_partial_gradients(module: nn.Module, ranks: TpRanks) -> None:
     """Sum the gradients of whole parameters in a module that gets a part of the heads or of the sequence.
 
     They are summed in the graph, not afterwards: a hook on the gradient would sum the already accumulated gradient
     again, and would miss the parameters that FSDP swaps in.
     """
-    stock = module.forward
+    original_forward = module.forward
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        whole = [
-            (module, name, copy_in(tensor, ranks))
+        copied_parameters = [
+            (module, name, copy_to_ranks(tensor, ranks))
             for name, tensor in module._parameters.items()
             if tensor is not None and not isinstance(tensor, DTensor)
         ]
-        with swap_parameters(whole):
-            return stock(*args, **kwargs)
+        with swap_parameters(copied_parameters):
+            return original_forward(*args, **kwargs)
 
     module.forward = forward
 
@@ -210,35 +213,35 @@ def mla_kv_a_proj(module: nn.Module, ranks: TpRanks, rope_dim: int) -> None:
 
     The heads of each rank use that part without a further projection that would sum it.
     """
-    stock = module.forward
+    original_forward = module.forward
 
     def forward(*args: Any, **kwargs: Any) -> torch.Tensor:
-        latent, rope = torch.split(y := stock(*args, **kwargs), [y.shape[-1] - rope_dim, rope_dim], dim=-1)
-        return torch.cat([latent, copy_in(rope, ranks)], dim=-1)
+        latent, rope = torch.split(y := original_forward(*args, **kwargs), [y.shape[-1] - rope_dim, rope_dim], dim=-1)
+        return torch.cat([latent, copy_to_ranks(rope, ranks)], dim=-1)
 
     module.forward = forward
 
 
 def identity_expert(module: nn.Module, ranks: TpRanks) -> None:
     """Divide the output of an expert without weights by the TP size, as it would be summed over ranks."""
-    stock = module.forward
+    original_forward = module.forward
 
     def forward(x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        return stock(x / ranks.size, *args, **kwargs)
+        return original_forward(x / ranks.size, *args, **kwargs)
 
     module.forward = forward
 
 
-def gather_parameters(scope: nn.Module, parameters: Sequence[LocalParameter], ranks: TpRanks) -> None:
+def gather_parameters(scope: nn.Module, parameters: Sequence[ShardedParameter], ranks: TpRanks) -> None:
     """Gather parameters around a module that holds or reads them, which is correct for every module.
 
     All ranks then compute the same, and a rank's gradient is its shard of a gradient that is whole on every rank.
     """
-    stock = scope.forward
+    original_forward = scope.forward
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        with swap_parameters(_gather_shards(parameters, ranks)):
-            return stock(*args, **kwargs)
+        with swap_parameters(_gather_sharded(parameters, ranks)):
+            return original_forward(*args, **kwargs)
 
     scope.forward = forward
 
@@ -246,29 +249,31 @@ def gather_parameters(scope: nn.Module, parameters: Sequence[LocalParameter], ra
 @contextmanager
 def swap_parameters(tensors: Iterable[tuple[nn.Module, str, torch.Tensor]]) -> Iterator[None]:
     """Replace parameters by other tensors within the block."""
-    before = []
+    originals = []
     try:
         for module, name, tensor in tensors:
-            before.append((module, name, module._parameters[name]))
+            originals.append((module, name, module._parameters[name]))
             module._parameters[name] = tensor  # need not be an nn.Parameter
         yield
     finally:
-        for module, name, parameter in reversed(before):
+        for module, name, parameter in reversed(originals):
             module._parameters[name] = parameter
 
 
-def _gather_shards(
-    parameters: Sequence[LocalParameter], ranks: TpRanks
+def _gather_sharded(
+    parameters: Sequence[ShardedParameter], ranks: TpRanks
 ) -> Iterator[tuple[nn.Module, str, torch.Tensor]]:
     """Yield whole tensors for parameters that are sharded at this moment; a tied one is gathered once."""
-    whole: dict[int, torch.Tensor] = {}
+    gathered_by_id: dict[int, torch.Tensor] = {}
     for module, name, sharding in parameters:
         tensor = module._parameters.get(name)
         if not isinstance(tensor, DTensor):
             continue
-        if id(tensor) not in whole:
-            whole[id(tensor)] = whole_parameter(local_of(tensor), sharding.shape, sharding.dim, sharding.regions, ranks)
-        yield module, name, whole[id(tensor)]
+        if id(tensor) not in gathered_by_id:
+            gathered_by_id[id(tensor)] = gather_parameter(
+                to_local_shard(tensor), sharding.shape, sharding.dim, sharding.regions, ranks
+            )
+        yield module, name, gathered_by_id[id(tensor)]
 
 
 def _sharded_parameters(module: nn.Module) -> list[tuple[str, DTensor]]:
@@ -277,12 +282,12 @@ def _sharded_parameters(module: nn.Module) -> list[tuple[str, DTensor]]:
 
 def _own_bias(bias: torch.Tensor, ranks: TpRanks) -> torch.Tensor:
     """Return this rank's part of a bias, which is whole if another module shares it."""
-    return local_of(bias) if isinstance(bias, DTensor) else split(bias, 0, ranks)
+    return to_local_shard(bias) if isinstance(bias, DTensor) else split(bias, 0, ranks)
 
 
 def _copy_in_floats(value: Any, ranks: TpRanks) -> Any:
     is_float = isinstance(value, torch.Tensor) and value.is_floating_point()
-    return copy_in(value, ranks) if is_float else value
+    return copy_to_ranks(value, ranks) if is_float else value
 
 
 def _as_dtensor(y: torch.Tensor, features: int, ranks: TpRanks) -> torch.Tensor:

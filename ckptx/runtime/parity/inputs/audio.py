@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ckptx.runtime.parity.inputs.multimodal import LENGTH, Batch, MultimodalInput, random_of
+from ckptx.runtime.parity.inputs.multimodal import TEXT_LENGTH, Batch, MultimodalInput, make_random_tensor
 
 Config = Mapping[str, Any]
 SoundForm = Callable[
@@ -25,19 +25,19 @@ EncoderForm = Callable[..., Batch]
 _TOKENS = 4  # length of a sound in tokens, unless the class fixes it
 
 
-def _insert(config: Config, count: int, tensors: Batch, begin: str = "", end: str = "") -> MultimodalInput:
+def _make_insert(config: Config, count: int, tensors: Batch, begin: str = "", end: str = "") -> MultimodalInput:
     """Return `count` placeholders, between the tokens that these keys of the config name."""
     token = int(config["audio_token_id"] if "audio_token_id" in config else config["audio_token_index"])
     first, last = ([int(config[key])] if config.get(key) is not None else [] for key in (begin, end))
     return MultimodalInput([*first, *[token] * count, *last], token, tensors)
 
 
-def _mask(rows: int, total: int, valid: int) -> torch.Tensor:
+def _make_mask(rows: int, total: int, valid: int) -> torch.Tensor:
     """Return a mask (rows, total) of 0 and 1 whose first frames are valid."""
     return (torch.arange(total) < valid).long().repeat(rows, 1)
 
 
-def _halved(length: int, times: int) -> int:
+def _halve(length: int, times: int) -> int:
     """Return the length after convolutions of stride 2 with padding that keeps the first frame."""
     for _ in range(times):
         length = (length + 1) // 2
@@ -52,26 +52,26 @@ def _window(
     total = 2 * int(audio["max_source_positions"])
     valid = min(4 * _TOKENS, total)
     tensors = {
-        "input_features": random_of(generator, rows, int(audio["num_mel_bins"]), total),
-        mask: _mask(rows, total, valid),
+        "input_features": make_random_tensor(generator, rows, int(audio["num_mel_bins"]), total),
+        mask: _make_mask(rows, total, valid),
     }
-    return _insert(config, valid // 4, tensors, begin, end)
+    return _make_insert(config, valid // 4, tensors, begin, end)
 
 
 def _whole_window(config: Config, rows: int, generator: torch.Generator) -> MultimodalInput:
     """Make a full window of mels without a mask; `intermediate_size` features of the encoder make a token."""
     audio = config["audio_config"]
     positions = int(audio["max_source_positions"])
-    features = random_of(generator, rows, int(audio["num_mel_bins"]), 2 * positions)
+    features = make_random_tensor(generator, rows, int(audio["num_mel_bins"]), 2 * positions)
     count = positions * int(audio["hidden_size"]) // int(audio["intermediate_size"])
-    return _insert(config, count, {"input_features": features})
+    return _make_insert(config, count, {"input_features": features})
 
 
 def _added_to_text(config: Config, rows: int, generator: torch.Generator) -> MultimodalInput:
     """Make sound that is added to every token of the text, and so has no token of its own."""
     audio = config["audio_config"]
-    frames = 2 * int(config["downsample_factor"]) * LENGTH
-    features = random_of(generator, rows, int(audio["num_mel_bins"]), frames)
+    frames = 2 * int(config["downsample_factor"]) * TEXT_LENGTH
+    features = make_random_tensor(generator, rows, int(audio["num_mel_bins"]), frames)
     return MultimodalInput([], -1, {"input_features": features})
 
 
@@ -80,10 +80,10 @@ def _four_frames(config: Config, rows: int, generator: torch.Generator) -> Multi
     audio = config["audio_config"]
     frames = 2 * 4 * _TOKENS
     tensors = {
-        "input_features": random_of(generator, rows, int(audio["num_mel_bins"]), frames),
-        "input_features_mask": _mask(rows, frames, frames),
+        "input_features": make_random_tensor(generator, rows, int(audio["num_mel_bins"]), frames),
+        "input_features_mask": _make_mask(rows, frames, frames),
     }
-    return _insert(config, _TOKENS, tensors)
+    return _make_insert(config, _TOKENS, tensors)
 
 
 def _one_window(config: Config, rows: int, generator: torch.Generator) -> MultimodalInput:
@@ -91,10 +91,10 @@ def _one_window(config: Config, rows: int, generator: torch.Generator) -> Multim
     window, mels = int(config["window_size"]), int(config["encoder_config"]["input_dim"])
     count = window // int(config["downsample_rate"])
     tensors = {
-        "input_features": random_of(generator, rows, window, mels),
+        "input_features": make_random_tensor(generator, rows, window, mels),
         "input_features_mask": torch.ones(rows, count, dtype=torch.bool),
     }
-    return _insert(config, count, tensors)
+    return _make_insert(config, count, tensors)
 
 
 def _masked_chunk(config: Config, rows: int, generator: torch.Generator) -> MultimodalInput:
@@ -103,10 +103,10 @@ def _masked_chunk(config: Config, rows: int, generator: torch.Generator) -> Mult
     total = 2 * int(audio["n_window"])
     valid = min(8 * _TOKENS, total)
     tensors = {
-        "input_features": random_of(generator, rows, int(audio["num_mel_bins"]), total),
-        "input_features_mask": _mask(rows, total, valid),
+        "input_features": make_random_tensor(generator, rows, int(audio["num_mel_bins"]), total),
+        "input_features_mask": _make_mask(rows, total, valid),
     }
-    return _insert(config, _halved(valid, 3), tensors)
+    return _make_insert(config, _halve(valid, 3), tensors)
 
 
 def _chunk(config: Config, rows: int, generator: torch.Generator, convolutions: int) -> MultimodalInput:
@@ -114,10 +114,10 @@ def _chunk(config: Config, rows: int, generator: torch.Generator, convolutions: 
     audio = config["audio_config"]
     frames = min(2**convolutions * _TOKENS, 2 * int(audio["n_window"]))
     tensors = {
-        "input_features": random_of(generator, rows, int(audio["num_mel_bins"]), frames),
-        "feature_attention_mask": _mask(rows, frames, frames),
+        "input_features": make_random_tensor(generator, rows, int(audio["num_mel_bins"]), frames),
+        "feature_attention_mask": _make_mask(rows, frames, frames),
     }
-    return _insert(config, _halved(frames, convolutions), tensors, "audio_start_token_id", "audio_end_token_id")
+    return _make_insert(config, _halve(frames, convolutions), tensors, "audio_start_token_id", "audio_end_token_id")
 
 
 def _two_convolutions(config: Config, rows: int, generator: torch.Generator) -> MultimodalInput | None:
@@ -127,10 +127,10 @@ def _two_convolutions(config: Config, rows: int, generator: torch.Generator) -> 
         return None
     mels = int(audio["subsampling_conv_channels"][0]) // 4 * 4
     tensors = {
-        "input_features": random_of(generator, rows, 4 * _TOKENS, mels),
+        "input_features": make_random_tensor(generator, rows, 4 * _TOKENS, mels),
         "input_features_mask": torch.ones(rows, 4 * _TOKENS, dtype=torch.bool),
     }
-    return _insert(config, _TOKENS, tensors, "boa_token_id", "eoa_token_index")
+    return _make_insert(config, _TOKENS, tensors, "boa_token_id", "eoa_token_index")
 
 
 def _frames(config: Config, rows: int, generator: torch.Generator) -> MultimodalInput | None:
@@ -138,10 +138,10 @@ def _frames(config: Config, rows: int, generator: torch.Generator) -> Multimodal
     if config["audio_config"] is None:
         return None
     tensors = {
-        "input_features": random_of(generator, rows, _TOKENS, int(config["audio_config"]["audio_embed_dim"])),
+        "input_features": make_random_tensor(generator, rows, _TOKENS, int(config["audio_config"]["audio_embed_dim"])),
         "input_features_mask": torch.ones(rows, _TOKENS, dtype=torch.bool),
     }
-    return _insert(config, _TOKENS, tensors, "boa_token_id", "eoa_token_index")
+    return _make_insert(config, _TOKENS, tensors, "boa_token_id", "eoa_token_index")
 
 
 def _filled(config: Config, rows: int, generator: torch.Generator) -> MultimodalInput:
@@ -150,10 +150,10 @@ def _filled(config: Config, rows: int, generator: torch.Generator) -> Multimodal
     per_token = prod(int(time) for time, _ in audio["sscp_conv_stride_size"]) * int(audio["conf_reduction_factor"])
     frames = per_token * min(_TOKENS, count)
     tensors = {
-        "input_features": random_of(generator, rows, frames, int(audio["input_feat_size"])),
+        "input_features": make_random_tensor(generator, rows, frames, int(audio["input_feat_size"])),
         "input_features_mask": torch.ones(rows, frames, dtype=torch.bool),
     }
-    return _insert(config, count, tensors, "boa_token_id", "eoa_token_id")
+    return _make_insert(config, count, tensors, "boa_token_id", "eoa_token_id")
 
 
 def _embedded_sizes(config: Config, rows: int, generator: torch.Generator) -> MultimodalInput:
@@ -161,21 +161,21 @@ def _embedded_sizes(config: Config, rows: int, generator: torch.Generator) -> Mu
     frames = int(audio["time_reduction"]) * _TOKENS
     count = ceil(_TOKENS / int(audio["downsample_rate"]))
     tensors = {
-        "audio_input_features": random_of(generator, rows, frames, int(audio["input_size"])),
+        "audio_input_features": make_random_tensor(generator, rows, frames, int(audio["input_size"])),
         "audio_embed_sizes": torch.full((rows,), count),
         "audio_attention_mask": torch.ones(rows, frames, dtype=torch.bool),
     }
-    return _insert(audio, count, tensors)
+    return _make_insert(audio, count, tensors)
 
 
 def _folded_waveform(config: Config, rows: int, generator: torch.Generator) -> MultimodalInput:
     """Make a waveform; every layer of the tower folds several samples into one."""
     samples = prod(int(size) for size in config["audio_config"]["patch_sizes"]) * _TOKENS
     tensors = {
-        "input_values": random_of(generator, rows, samples),
-        "input_values_mask": _mask(rows, samples, samples),
+        "input_values": make_random_tensor(generator, rows, samples),
+        "input_values_mask": _make_mask(rows, samples, samples),
     }
-    return _insert(config, _TOKENS, tensors)
+    return _make_insert(config, _TOKENS, tensors)
 
 
 # Functions by the name that the rows of a model type use. They return None for a config without a tower.
@@ -197,7 +197,7 @@ FORMS: Mapping[str, SoundForm] = {
 
 def _mel_window(config: Config, rows: int, generator: torch.Generator) -> Batch:
     frames = 2 * int(config["max_source_positions"])
-    return {"input_features": random_of(generator, rows, int(config["num_mel_bins"]), frames)}
+    return {"input_features": make_random_tensor(generator, rows, int(config["num_mel_bins"]), frames)}
 
 
 def _waveform(
@@ -207,7 +207,7 @@ def _waveform(
     samples = _TOKENS
     for kernel, stride in reversed(list(convolutions)):
         samples = kernel + (samples - 1) * stride
-    return {"input_values": random_of(generator, rows, samples)}
+    return {"input_values": make_random_tensor(generator, rows, samples)}
 
 
 def _waveform_of_config(config: Config, rows: int, generator: torch.Generator) -> Batch:
@@ -219,20 +219,20 @@ def _waveform_of_config(config: Config, rows: int, generator: torch.Generator) -
 def _stacked_mels(config: Config, rows: int, generator: torch.Generator) -> Batch:
     """Make stacked mels, which an adaptor after the encoder folds."""
     frames = int(config["adaptor_stride"]) * _TOKENS
-    return {"input_features": random_of(generator, rows, frames, int(config["feature_projection_input_dim"]))}
+    return {"input_features": make_random_tensor(generator, rows, frames, int(config["feature_projection_input_dim"]))}
 
 
 def _framed_waveform(config: Config, rows: int, generator: torch.Generator) -> Batch:
     """Make a waveform in frames of some milliseconds, which two convolutions follow."""
     audio = config["encoder_config"]
     frame = round(int(audio["sample_rate"]) * float(audio["frame_ms"]) / 1000)
-    return {"input_values": random_of(generator, rows, frame * 4 * _TOKENS)}
+    return {"input_values": make_random_tensor(generator, rows, frame * 4 * _TOKENS)}
 
 
 def _mels(config: Config, rows: int, generator: torch.Generator) -> Batch:
     frames = 2 ** int(config["num_conv_layers"]) * _TOKENS
     width = int(config["input_feat_per_channel"]) * int(config["input_channels"])
-    return {"input_features": random_of(generator, rows, frames, width)}
+    return {"input_features": make_random_tensor(generator, rows, frames, width)}
 
 
 # Inputs of an encoder whose decoder generates text; these have no tokens.

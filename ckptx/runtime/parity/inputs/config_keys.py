@@ -7,18 +7,18 @@ from typing import Any
 
 import torch
 
-from ckptx.runtime.parity.inputs.multimodal import Batch, MultimodalInput, random_of
+from ckptx.runtime.parity.inputs.multimodal import Batch, MultimodalInput, make_random_tensor
 
 Config = Mapping[str, Any]
 ImageForm = Callable[[Config, int, torch.Generator], MultimodalInput]
 # Also takes the settings of its correction row; returns None for a config without the tower.
 Form = Callable[..., MultimodalInput | None]
 
-SIDE = 2  # height of an image in tokens, for classes that take any size
-WIDE = SIDE + 1  # width, different so that swapped sizes are detected
+IMAGE_HEIGHT = 2  # height of an image in tokens, for classes that take any size
+IMAGE_WIDTH = IMAGE_HEIGHT + 1  # width, different so that swapped sizes are detected
 
 
-def token_of(config: Config) -> int:
+def find_image_token(config: Config) -> int:
     """Return the placeholder token that image features replace; its key depends on the class."""
     for key in ("image_token_id", "image_token_index"):
         if isinstance(config.get(key), int):
@@ -26,31 +26,31 @@ def token_of(config: Config) -> int:
     raise KeyError("image_token_id")
 
 
-def between(config: Config, tokens: list[int]) -> list[int]:
+def add_boundary_tokens(config: Config, tokens: list[int]) -> list[int]:
     """Return the tokens of an image between its begin and end tokens, if the config has them."""
     for kind in ("vision", "image"):
-        ends = [config.get(f"{kind}_{end}_token_id") for end in ("start", "end")]
-        if all(isinstance(end, int) for end in ends):
-            return [int(ends[0] or 0), *tokens, int(ends[1] or 0)]
+        boundary_tokens = [config.get(f"{kind}_{end}_token_id") for end in ("start", "end")]
+        if all(isinstance(end, int) for end in boundary_tokens):
+            return [int(boundary_tokens[0] or 0), *tokens, int(boundary_tokens[1] or 0)]
     return tokens
 
 
-def first_of(size: Any) -> int:
+def first_size(size: Any) -> int:
     """Return a size, or the first of a height and width."""
     return int(size[0] if isinstance(size, list | tuple) else size)
 
 
-def channels(config: Config) -> int:
+def count_channels(config: Config) -> int:
     vision = config["vision_config"]
     return int(vision.get("in_channels", vision.get("in_chans", vision.get("num_channels", 3))))
 
 
-def patches_along(config: Config) -> int:
+def count_patches_per_side(config: Config) -> int:
     """Return the number of patches along one side of an image of the tower's size."""
     vision = config["vision_config"]
-    return first_of(vision["image_size"]) // first_of(vision["patch_size"])
+    return first_size(vision["image_size"]) // first_size(vision["patch_size"])
 
 
-def square(config: Config, rows: int, generator: torch.Generator) -> Batch:
-    size = first_of(config["vision_config"]["image_size"])
-    return {"pixel_values": random_of(generator, rows, channels(config), size, size)}
+def make_square_image(config: Config, rows: int, generator: torch.Generator) -> Batch:
+    size = first_size(config["vision_config"]["image_size"])
+    return {"pixel_values": make_random_tensor(generator, rows, count_channels(config), size, size)}

@@ -16,18 +16,18 @@ from ckptx.architecture.correction_rows import TowerRow
 from ckptx.architecture.corrections import corrections_of
 from ckptx.runtime.parity.inputs import patches
 from ckptx.runtime.parity.inputs.config_keys import (
-    SIDE,
-    WIDE,
+    IMAGE_HEIGHT,
+    IMAGE_WIDTH,
     Config,
     Form,
     ImageForm,
-    channels,
-    first_of,
-    patches_along,
-    square,
-    token_of,
+    count_channels,
+    count_patches_per_side,
+    find_image_token,
+    first_size,
+    make_square_image,
 )
-from ckptx.runtime.parity.inputs.multimodal import Batch, MultimodalInput, random_of
+from ckptx.runtime.parity.inputs.multimodal import Batch, MultimodalInput, make_random_tensor
 
 # -------------------------------------------------------------------------------------- images of the tower's only size
 
@@ -40,8 +40,10 @@ def _fixed(count: Callable[[Config, int], int]) -> ImageForm:
     """
 
     def image(config: Config, rows: int, generator: torch.Generator) -> MultimodalInput:
-        token = token_of(config)
-        return MultimodalInput([token] * count(config, patches_along(config)), token, square(config, rows, generator))
+        token = find_image_token(config)
+        return MultimodalInput(
+            [token] * count(config, count_patches_per_side(config)), token, make_square_image(config, rows, generator)
+        )
 
     return image
 
@@ -77,31 +79,31 @@ def _halved_twice(config: Config, side: int) -> int:
 
 
 def _pooled(config: Config, rows: int, generator: torch.Generator) -> MultimodalInput:
-    token = token_of(config)
+    token = find_image_token(config)
     tokens = [int(config["boi_token_index"]), *[token] * int(config["mm_tokens_per_image"])]
     tokens.append(int(config["eoi_token_index"]))
-    return MultimodalInput(tokens, token, square(config, rows, generator), ("token_type_ids", 1))
+    return MultimodalInput(tokens, token, make_square_image(config, rows, generator), ("token_type_ids", 1))
 
 
 def _of_timm(config: Config, rows: int, generator: torch.Generator) -> MultimodalInput | None:
     """Make an image of 768 pixels, as the processor does: towers of timm have no size in the config."""
     if config.get("vision_config") is None:
         return None
-    token, count = token_of(config), int(config["vision_soft_tokens_per_image"])
+    token, count = find_image_token(config), int(config["vision_soft_tokens_per_image"])
     tokens = [int(config["boi_token_id"]), *[token] * count, int(config["eoi_token_id"])]
-    return MultimodalInput(tokens, token, {"pixel_values": random_of(generator, rows, 3, 768, 768)})
+    return MultimodalInput(tokens, token, {"pixel_values": make_random_tensor(generator, rows, 3, 768, 768)})
 
 
 def _prompt(config: Config, rows: int, generator: torch.Generator) -> MultimodalInput:
     """Make a prompt without an answer: all tokens, those of the image included, have type 0 and see each other."""
-    return _fixed(_every_patch)(config, rows, generator)._replace(types=("token_type_ids", 0))
+    return _fixed(_every_patch)(config, rows, generator)._replace(token_types=("token_type_ids", 0))
 
 
 def _shuffled(config: Config, rows: int, generator: torch.Generator) -> MultimodalInput:
-    token, ratio = token_of(config), float(config["vision_config"]["pixel_shuffle_ratio"])
-    count = round(patches_along(config) ** 2 * ratio**2)
+    token, ratio = find_image_token(config), float(config["vision_config"]["pixel_shuffle_ratio"])
+    count = round(count_patches_per_side(config) ** 2 * ratio**2)
     tokens = [int(config["boi_token_index"]), *[token] * count, int(config["eoi_token_index"])]
-    return MultimodalInput(tokens, token, square(config, rows, generator))
+    return MultimodalInput(tokens, token, make_square_image(config, rows, generator))
 
 
 def _cross_attended(config: Config, rows: int, generator: torch.Generator) -> MultimodalInput:
@@ -110,11 +112,11 @@ def _cross_attended(config: Config, rows: int, generator: torch.Generator) -> Mu
     The image has no tokens in the text, which attends to it from its placeholder on. `pixel_values` is (n, 1, tiles,
     channels, size, size).
     """
-    vision, token = config["vision_config"], token_of(config)
-    tiles, size = int(vision["max_num_tiles"]), first_of(vision["image_size"])
+    vision, token = config["vision_config"], find_image_token(config)
+    tiles, size = int(vision["max_num_tiles"]), first_size(vision["image_size"])
     shapes = [int(high) * int(wide) for high, wide in vision["supported_aspect_ratios"]]
     tensors = {
-        "pixel_values": random_of(generator, rows, 1, tiles, channels(config), size, size),
+        "pixel_values": make_random_tensor(generator, rows, 1, tiles, count_channels(config), size, size),
         "aspect_ratio_ids": torch.full((rows, 1), 1 + shapes.index(max(shapes))),  # 0 is no image
         "aspect_ratio_mask": torch.ones(rows, 1, tiles, dtype=torch.long),
     }
@@ -123,7 +125,7 @@ def _cross_attended(config: Config, rows: int, generator: torch.Generator) -> Mu
         after = (ids == token).long().cumsum(1)
         return {"cross_attention_mask": after[:, :, None, None].expand(-1, -1, 1, tiles).contiguous()}
 
-    return MultimodalInput([token], token, tensors, row=seen_by)
+    return MultimodalInput([token], token, tensors, make_text_arguments=seen_by)
 
 
 # ------------------------------------------------------------------------------ tiles of the tower's size, one overview
@@ -134,12 +136,16 @@ def _tiles(config: Config, rows: int, generator: torch.Generator) -> MultimodalI
 
     `pixel_values` is (n, 1 + tiles, channels, size, size).
     """
-    token, size, side = token_of(config), first_of(config["vision_config"]["image_size"]), patches_along(config)
+    token, size, side = (
+        find_image_token(config),
+        first_size(config["vision_config"]["image_size"]),
+        count_patches_per_side(config),
+    )
     height, width = min(config["image_grid_pinpoints"], key=lambda point: (point[0] * point[1], *point))
     high, wide = height // size, width // size
     count = side * side + high * side * (wide * side + 1)
     tensors = {
-        "pixel_values": random_of(generator, rows, 1 + high * wide, channels(config), size, size),
+        "pixel_values": make_random_tensor(generator, rows, 1 + high * wide, count_channels(config), size, size),
         "image_sizes": torch.tensor([[height, width]] * rows),
     }
     return MultimodalInput([token] * count, token, tensors)
@@ -155,40 +161,42 @@ def _with_sizes(config: Config, rows: int, generator: torch.Generator) -> Multim
 
 def _any_size(merge: int, config: Config, rows: int, generator: torch.Generator) -> MultimodalInput:
     """Make an image of which `merge` patches per side are one token."""
-    token, size = token_of(config), first_of(config["vision_config"]["patch_size"]) * merge
-    high, wide = size * SIDE, size * WIDE
+    token, size = find_image_token(config), first_size(config["vision_config"]["patch_size"]) * merge
+    high, wide = size * IMAGE_HEIGHT, size * IMAGE_WIDTH
     tensors = {
-        "pixel_values": random_of(generator, rows, channels(config), high, wide),
+        "pixel_values": make_random_tensor(generator, rows, count_channels(config), high, wide),
         "image_sizes": torch.tensor([[high, wide]] * rows),
     }
-    return MultimodalInput([token] * (SIDE * WIDE), token, tensors)
+    return MultimodalInput([token] * (IMAGE_HEIGHT * IMAGE_WIDTH), token, tensors)
 
 
 def _downsampled_of_any_size(config: Config, rows: int, generator: torch.Generator) -> MultimodalInput:
     """Make an image for interpolated positions; a token is `1 / downsample_ratio` patches high and wide."""
-    patch, token = config["vision_config"]["patch_size"], token_of(config)
+    patch, token = config["vision_config"]["patch_size"], find_image_token(config)
     high, wide = patch if isinstance(patch, list | tuple) else (patch, patch)
-    side = round(SIDE / float(config["downsample_ratio"]))
-    pixels = random_of(generator, rows, channels(config), high * side, wide * side)
+    side = round(IMAGE_HEIGHT / float(config["downsample_ratio"]))
+    pixels = make_random_tensor(generator, rows, count_channels(config), high * side, wide * side)
     is_whole = config.get("vision_feature_select_strategy", "default") != "default"
-    return MultimodalInput([token] * (SIDE**2 + is_whole), token, {"pixel_values": pixels})
+    return MultimodalInput([token] * (IMAGE_HEIGHT**2 + is_whole), token, {"pixel_values": pixels})
 
 
 def _folded(config: Config, rows: int, generator: torch.Generator) -> MultimodalInput:
     """Make an image for interpolated positions; two convolutions of stride 2 make a token of four patches per side."""
-    token, size = token_of(config), first_of(config["vision_config"]["patch_size"]) * 4 * SIDE
+    token, size = find_image_token(config), first_size(config["vision_config"]["patch_size"]) * 4 * IMAGE_HEIGHT
     return MultimodalInput(
-        [token] * SIDE**2, token, {"pixel_values": random_of(generator, rows, channels(config), size, size)}
+        [token] * IMAGE_HEIGHT**2,
+        token,
+        {"pixel_values": make_random_tensor(generator, rows, count_channels(config), size, size)},
     )
 
 
 def _queries(config: Config, rows: int, generator: torch.Generator) -> MultimodalInput:
     """Make the image with the fewest patches, for a fixed number of queries per number of patches."""
     queries = {int(patches): int(count) for patches, count in config["projector_patch_to_query_dict"].items()}
-    token, fewest = token_of(config), min(queries)
-    size = isqrt(fewest) * first_of(config["vision_config"]["patch_size"])
+    token, fewest = find_image_token(config), min(queries)
+    size = isqrt(fewest) * first_size(config["vision_config"]["patch_size"])
     tensors = {
-        "pixel_values": random_of(generator, rows, channels(config), size, size),
+        "pixel_values": make_random_tensor(generator, rows, count_channels(config), size, size),
         "pixel_mask": torch.ones(rows, size, size, dtype=torch.bool),
     }
     return MultimodalInput([token] * queries[fewest], token, tensors)
@@ -203,9 +211,9 @@ def _masked(count: Callable[[Config], int], side: Callable[[Config], int]) -> Im
     """
 
     def image(config: Config, rows: int, generator: torch.Generator) -> MultimodalInput:
-        token, size = token_of(config), first_of(config["vision_config"]["patch_size"]) * side(config)
+        token, size = find_image_token(config), first_size(config["vision_config"]["patch_size"]) * side(config)
         tensors = {
-            "pixel_values": random_of(generator, rows, 1, channels(config), size, size),
+            "pixel_values": make_random_tensor(generator, rows, 1, count_channels(config), size, size),
             "pixel_attention_mask": torch.ones(rows, 1, size, size, dtype=torch.long),
         }
         return MultimodalInput([token] * count(config), token, tensors)
@@ -213,8 +221,8 @@ def _masked(count: Callable[[Config], int], side: Callable[[Config], int]) -> Im
     return image
 
 
-_resampled = _masked(lambda config: int(config["perceiver_config"]["resampler_n_latents"]), lambda config: SIDE)
-_masked_shuffled = _masked(lambda config: SIDE**2, lambda config: int(config["scale_factor"]) * SIDE)
+_resampled = _masked(lambda config: int(config["perceiver_config"]["resampler_n_latents"]), lambda config: IMAGE_HEIGHT)
+_masked_shuffled = _masked(lambda config: IMAGE_HEIGHT**2, lambda config: int(config["scale_factor"]) * IMAGE_HEIGHT)
 
 
 # Functions by the name that the rows of a model type use. They return None for a config without a tower.

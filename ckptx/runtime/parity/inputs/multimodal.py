@@ -9,7 +9,7 @@ import torch
 
 Batch = dict[str, torch.Tensor]
 
-LENGTH = 12  # text tokens per sequence
+TEXT_LENGTH = 12  # text tokens per sequence
 
 
 class MultimodalInput(NamedTuple):
@@ -19,18 +19,19 @@ class MultimodalInput(NamedTuple):
         tokens: Tokens inserted into every sequence, in order.
         placeholder: Token that the model replaces with features, and that has no label; -1 if it replaces none.
         tensors: Further arguments of `forward`.
-        types: Argument of `forward` with the type of each token, and the type of this kind; None if the class has no
-            such argument.
-        row: Makes arguments of sequence length from the finished tokens, (rows, length); None if there are none.
+        token_types: Argument of `forward` with the type of each token, and the type of this kind; None if the class has
+            no such argument.
+        make_text_arguments: Makes arguments of sequence length from the finished tokens, (rows, length); None if there
+            are none.
     """
 
     tokens: list[int]
     placeholder: int
     tensors: Batch
-    types: tuple[str, int] | None = None
-    row: Callable[[torch.Tensor], Batch] | None = None
+    token_types: tuple[str, int] | None = None
+    make_text_arguments: Callable[[torch.Tensor], Batch] | None = None
 
 
-def random_of(generator: torch.Generator, *shape: int) -> torch.Tensor:
+def make_random_tensor(generator: torch.Generator, *shape: int) -> torch.Tensor:
     """Return random pixels or features around zero, as a processor would."""
     return torch.randn(shape, generator=generator)

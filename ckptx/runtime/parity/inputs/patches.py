@@ -7,8 +7,16 @@ from __future__ import annotations
 
 import torch
 
-from ckptx.runtime.parity.inputs.config_keys import SIDE, WIDE, Config, between, channels, first_of, token_of
-from ckptx.runtime.parity.inputs.multimodal import MultimodalInput, random_of
+from ckptx.runtime.parity.inputs.config_keys import (
+    IMAGE_HEIGHT,
+    IMAGE_WIDTH,
+    Config,
+    add_boundary_tokens,
+    count_channels,
+    find_image_token,
+    first_size,
+)
+from ckptx.runtime.parity.inputs.multimodal import MultimodalInput, make_random_tensor
 
 
 def flat(config: Config, rows: int, generator: torch.Generator) -> MultimodalInput:
@@ -17,22 +25,24 @@ def flat(config: Config, rows: int, generator: torch.Generator) -> MultimodalInp
     `pixel_values` is (n * patches, channels * frames * patch * patch): an image is a film that stands still. The class
     sees where images are from the type of each token. Where layers see a window of the image, it has more than one.
     """
-    vision, token = config["vision_config"], token_of(config)
+    vision, token = config["vision_config"], find_image_token(config)
     patch, merge = int(vision.get("patch_size", 14)), int(vision.get("spatial_merge_size", 2))
-    high = max(SIDE, int(vision.get("window_size") or 0) // (patch * merge) + 1)
+    high = max(IMAGE_HEIGHT, int(vision.get("window_size") or 0) // (patch * merge) + 1)
     wide = high + 1
     patches = high * wide * merge * merge
-    width = channels(config) * int(vision.get("temporal_patch_size", 2)) * patch * patch
+    width = count_channels(config) * int(vision.get("temporal_patch_size", 2)) * patch * patch
     tensors = {
-        "pixel_values": random_of(generator, rows * patches, width),
+        "pixel_values": make_random_tensor(generator, rows * patches, width),
         "image_grid_thw": torch.tensor([[1, high * merge, wide * merge]] * rows),
     }
-    return MultimodalInput(between(config, [token] * (high * wide)), token, tensors, ("mm_token_type_ids", 1))
+    return MultimodalInput(
+        add_boundary_tokens(config, [token] * (high * wide)), token, tensors, ("mm_token_type_ids", 1)
+    )
 
 
 def flat_untyped(config: Config, rows: int, generator: torch.Generator) -> MultimodalInput:
     """Make `flat` patches for classes that find images without token types."""
-    return flat(config, rows, generator)._replace(types=None)
+    return flat(config, rows, generator)._replace(token_types=None)
 
 
 def flat_for_experts(config: Config, rows: int, generator: torch.Generator) -> MultimodalInput:
@@ -43,7 +53,7 @@ def flat_for_experts(config: Config, rows: int, generator: torch.Generator) -> M
     vision = {**config["vision_config"], "temporal_patch_size": 1}
     insert = flat({**config, "vision_config": vision}, rows, generator)
     seen = torch.tensor(insert.tokens)
-    return insert._replace(row=lambda ids: {"moe_mm_token_type_ids": torch.isin(ids, seen).long()})
+    return insert._replace(make_text_arguments=lambda ids: {"moe_mm_token_type_ids": torch.isin(ids, seen).long()})
 
 
 def flat_renamed(config: Config, rows: int, generator: torch.Generator) -> MultimodalInput:
@@ -55,45 +65,52 @@ def flat_renamed(config: Config, rows: int, generator: torch.Generator) -> Multi
 
 def large(config: Config, rows: int, generator: torch.Generator) -> MultimodalInput:
     """Make large patches, each one a token: (n * patches, frames, patch, patch, channels)."""
-    vision, token = config["vision_config"], token_of(config)
+    vision, token = config["vision_config"], find_image_token(config)
     patch, frames = int(vision["patch_size"]), int(vision["temporal_patch_size"])
-    pixels = random_of(generator, rows * SIDE, frames, patch, patch, channels(config))
-    return MultimodalInput([int(config["image_bos_token_id"]), *[token] * SIDE], token, {"pixel_values": pixels})
+    pixels = make_random_tensor(generator, rows * IMAGE_HEIGHT, frames, patch, patch, count_channels(config))
+    return MultimodalInput(
+        [int(config["image_bos_token_id"]), *[token] * IMAGE_HEIGHT], token, {"pixel_values": pixels}
+    )
 
 
 def square(config: Config, rows: int, generator: torch.Generator) -> MultimodalInput:
     """Make square patches, (n * patches, channels, patch, patch)."""
-    vision, token = config["vision_config"], token_of(config)
-    patch = first_of(vision["patch_size"])
-    high, wide = (int(merged) * side for merged, side in zip(vision["merge_kernel_size"], (SIDE, WIDE), strict=True))
+    vision, token = config["vision_config"], find_image_token(config)
+    patch = first_size(vision["patch_size"])
+    high, wide = (
+        int(merged) * side
+        for merged, side in zip(vision["merge_kernel_size"], (IMAGE_HEIGHT, IMAGE_WIDTH), strict=True)
+    )
     tensors = {
-        "pixel_values": random_of(generator, rows * high * wide, channels(config), patch, patch),
+        "pixel_values": make_random_tensor(generator, rows * high * wide, count_channels(config), patch, patch),
         "image_grid_thw": torch.tensor([[1, high, wide]] * rows),
     }
-    return MultimodalInput([token] * (SIDE * WIDE), token, tensors)
+    return MultimodalInput([token] * (IMAGE_HEIGHT * IMAGE_WIDTH), token, tensors)
 
 
 def flat_unmerged(config: Config, rows: int, generator: torch.Generator) -> MultimodalInput:
     """Make patches that are not merged, unlike those of videos."""
-    patch, token = int(config["vision_config"]["patch_size"]), token_of(config)
+    patch, token = int(config["vision_config"]["patch_size"]), find_image_token(config)
     tensors = {
-        "pixel_values": random_of(generator, rows * SIDE * WIDE, channels(config) * patch * patch),
-        "image_grid_thw": torch.tensor([[1, SIDE, WIDE]] * rows),
+        "pixel_values": make_random_tensor(
+            generator, rows * IMAGE_HEIGHT * IMAGE_WIDTH, count_channels(config) * patch * patch
+        ),
+        "image_grid_thw": torch.tensor([[1, IMAGE_HEIGHT, IMAGE_WIDTH]] * rows),
         "image_merge_sizes": torch.ones(rows, dtype=torch.long),
     }
-    return MultimodalInput([token] * (SIDE * WIDE), token, tensors)
+    return MultimodalInput([token] * (IMAGE_HEIGHT * IMAGE_WIDTH), token, tensors)
 
 
 def padded(config: Config, rows: int, generator: torch.Generator) -> MultimodalInput:
     """Make the patches of each image without padding, (n, patches, channels * patch * patch)."""
     patch, merged = int(config["vision_config"]["patch_size"]), int(config["downsample_factor"])
-    high, wide, token = merged * SIDE, merged * WIDE, token_of(config)
+    high, wide, token = merged * IMAGE_HEIGHT, merged * IMAGE_WIDTH, find_image_token(config)
     tensors = {
-        "pixel_values": random_of(generator, rows, high * wide, channels(config) * patch * patch),
+        "pixel_values": make_random_tensor(generator, rows, high * wide, count_channels(config) * patch * patch),
         "spatial_shapes": torch.tensor([[high, wide]] * rows),
         "pixel_attention_mask": torch.ones(rows, high * wide, dtype=torch.long),
     }
-    return MultimodalInput([token] * (SIDE * WIDE), token, tensors)
+    return MultimodalInput([token] * (IMAGE_HEIGHT * IMAGE_WIDTH), token, tensors)
 
 
 def placed(config: Config, rows: int, generator: torch.Generator, *, pooled_in_model: bool) -> MultimodalInput | None:
@@ -107,16 +124,16 @@ def placed(config: Config, rows: int, generator: torch.Generator, *, pooled_in_m
     """
     if config.get("vision_config") is None:
         return None
-    vision, token = config["vision_config"], token_of(config)
+    vision, token = config["vision_config"], find_image_token(config)
     patch, pool = int(vision["patch_size"]), int(vision["pooling_kernel_size"])
     if not pooled_in_model:
         patch, pool = patch * pool, 1
-    high, wide = SIDE * pool, WIDE * pool
+    high, wide = IMAGE_HEIGHT * pool, IMAGE_WIDTH * pool
     places = torch.stack(torch.meshgrid(torch.arange(wide), torch.arange(high), indexing="xy"), -1)
     tensors = {
-        "pixel_values": random_of(generator, rows, high * wide, 3 * patch * patch).sigmoid(),
+        "pixel_values": make_random_tensor(generator, rows, high * wide, 3 * patch * patch).sigmoid(),
         "image_position_ids": places.reshape(1, high * wide, 2).expand(rows, -1, -1).contiguous(),
     }
-    tokens = [int(config["boi_token_id"]), *[token] * (SIDE * WIDE)]
+    tokens = [int(config["boi_token_id"]), *[token] * (IMAGE_HEIGHT * IMAGE_WIDTH)]
     tokens.append(int(config.get("eoi_token_id", config.get("eoi_token_index", token))))
     return MultimodalInput(tokens, token, tensors, ("mm_token_type_ids", 1))

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-SMALL = 5  # tokens, fewer than half of a text
+SHRUNK_WINDOW = 5  # tokens, fewer than half of a text
 
 # Keys of a text config with the number of tokens that a layer attends to. Chunk sizes of kernels are not among them.
 _KEYS = (
@@ -18,29 +18,29 @@ _KEYS = (
 )  # fmt: skip
 
 
-def shrunk(config: Any) -> dict[str, int]:
-    """Return the keys of the windows that `shrink` reduces, with their sizes in the config."""
-    return {key: value for _, key, value in _found(config)}
+def find_windows(config: Any) -> dict[str, int]:
+    """Return the keys of the windows that `shrink_windows` reduces, with their sizes in the config."""
+    return {key: value for _, key, value in _iter_windows(config)}
 
 
-def shrink(config: Any) -> None:
-    """Reduce windows longer than `SMALL` to that size, in place, in every part of a `PreTrainedConfig`."""
-    for part, key, _ in _found(config):
-        setattr(part, key, SMALL)
+def shrink_windows(config: Any) -> None:
+    """Reduce windows longer than `SHRUNK_WINDOW` to that size, in place, in every part of a `PreTrainedConfig`."""
+    for part, key, _ in _iter_windows(config):
+        setattr(part, key, SHRUNK_WINDOW)
 
 
-def _found(config: Any) -> Iterator[tuple[Any, str, int]]:
-    for part in _parts(config):
+def _iter_windows(config: Any) -> Iterator[tuple[Any, str, int]]:
+    for part in _iter_text_configs(config):
         for key in _KEYS:
             value = getattr(part, key, None)
-            if isinstance(value, int) and not isinstance(value, bool) and value > SMALL:
+            if isinstance(value, int) and not isinstance(value, bool) and value > SHRUNK_WINDOW:
                 yield part, key, value
 
 
-def _parts(config: Any) -> Iterator[Any]:
+def _iter_text_configs(config: Any) -> Iterator[Any]:
     """Yield the text configs: those of a config and its nested configs that have a vocabulary size."""
     if isinstance(getattr(config, "vocab_size", None), int):
         yield config
     for value in vars(config).values():
         if hasattr(value, "to_dict") and hasattr(value, "model_type"):
-            yield from _parts(value)
+            yield from _iter_text_configs(value)

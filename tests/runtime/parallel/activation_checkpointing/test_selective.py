@@ -20,7 +20,7 @@ from ckptx.errors import EnvironmentProblem
 from ckptx.runtime import torch_private
 from ckptx.runtime.model.layers import layer_groups
 from ckptx.runtime.parallel.activation_checkpointing import selective
-from ckptx.runtime.parallel.activation_checkpointing.selective import SelectivePolicy, op_sets
+from ckptx.runtime.parallel.activation_checkpointing.selective import SelectivePolicy, find_op_sets
 from ckptx.runtime.parallel.activation_checkpointing.wrap import MODES, checkpoint_activations
 from tests.support.checkpointed import Counting, Gradients, LiveBytes, assert_same, loss_of, prepared, train
 from tests.support.models import EVERY, VOCAB, build, tokens
@@ -68,12 +68,12 @@ def test_selective_runs_attention_choice_of_experts_and_half_of_the_products_onc
     assert (none[attention], none[aten.topk.default]) == (0, 0)
     assert (full[attention], full[aten.topk.default]) == (2, 2)
     assert (chosen[attention], chosen[aten.topk.default]) == (0, 0)
-    products = [sum(ops[op] for op in op_sets().alternating) for ops in (none, chosen, full)]
+    products = [sum(ops[op] for op in find_op_sets().alternating) for ops in (none, chosen, full)]
     assert products[0] < products[1] < products[2]
 
 
 def test_a_router_that_scales_in_place_needs_copies(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(selective, "_MUTATED_RESULTS", ())
+    monkeypatch.setattr(selective, "_MUTATED_RESULT_OPS", ())
     loss = loss_of(prepared("mixtral", "selective"), tokens())
     with pytest.raises(RuntimeError, match="has been mutated"):
         loss.backward()
@@ -91,7 +91,7 @@ ODD_REGION = [aten.mm.default, aten.add.Tensor, aten.addmm.default, aten.mm.defa
 
 
 def test_every_other_product_is_kept_and_both_passes_agree() -> None:
-    policy = SelectivePolicy(op_sets())
+    policy = SelectivePolicy(find_op_sets())
     save, recompute = CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_RECOMPUTE
     forward = asked(policy, ODD_REGION, False)
     assert forward == [save, recompute, recompute, save]
@@ -106,12 +106,12 @@ def test_one_counter_for_both_passes_would_turn_the_answers_around() -> None:
         def __setitem__(self, is_recompute: bool, count: int) -> None:
             super().__setitem__(False, count)
 
-    policy = SelectivePolicy(op_sets(), products=OneCounter({False: 0}))
+    policy = SelectivePolicy(find_op_sets(), product_counts=OneCounter({False: 0}))
     assert asked(policy, ODD_REGION, False) != asked(policy, ODD_REGION, True)
 
 
 def test_each_pass_over_a_region_has_a_policy_of_its_own() -> None:
-    make = selective.context_maker()
+    make = selective.make_context_factory()
     first, second = make(), make()
     assert len({id(context._inner) for context in (*first, *second)}) == 4
     assert first[0]._inner.policy_fn is not second[0]._inner.policy_fn
@@ -141,7 +141,7 @@ def test_each_pass_over_a_region_has_a_policy_of_its_own() -> None:
     ],
 )
 def test_what_is_kept(op: Any, kept: bool) -> None:
-    policy = SelectivePolicy(op_sets())
+    policy = SelectivePolicy(find_op_sets())
     for is_recompute in (False, True):
         wanted = CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
         assert asked(policy, [op, op], is_recompute) == [wanted, wanted]
@@ -149,14 +149,14 @@ def test_what_is_kept(op: Any, kept: bool) -> None:
 
 def test_what_torch_itself_would_not_compute_twice_is_kept() -> None:
     partitioners = pytest.importorskip("torch._functorch.partitioners")
-    ops = op_sets()
+    ops = find_op_sets()
     for packet in partitioners.get_default_op_list().compute_intensive_ops:
         assert packet.default in ops.saved | ops.alternating
 
 
 @pytest.mark.parametrize(("source", "target", "kept"), [("meta", "cpu", True), ("cpu", "cpu", False)])
 def test_a_copy_to_the_host_is_kept(source: str, target: str, kept: bool) -> None:
-    policy = SelectivePolicy(op_sets())
+    policy = SelectivePolicy(find_op_sets())
     context = SimpleNamespace(is_recompute=False)
     found = policy(context, aten._to_copy.default, torch.empty(1, device=source), device=torch.device(target))
     assert (found is CheckpointPolicy.MUST_SAVE) is kept
@@ -165,7 +165,7 @@ def test_a_copy_to_the_host_is_kept(source: str, target: str, kept: bool) -> Non
 
 
 def test_what_fsdp_does_ahead_of_time_is_not_counted() -> None:
-    selective.exclude_from_count()
+    selective.ignore_uncounted_ops()
     assert torch.ops.fsdp.all_gather_copy_in.default in SAC_IGNORED_OPS
     assert torch.ops.profiler._record_function_enter_new.default in SAC_IGNORED_OPS
     assert aten.mm.default not in SAC_IGNORED_OPS
@@ -190,17 +190,17 @@ def test_no_trace_unless_it_is_asked_for(monkeypatch: pytest.MonkeyPatch, value:
     monkeypatch.delenv("CKPTX_SELECTIVE_AC_TRACE", raising=False)
     if value is not None:
         monkeypatch.setenv("CKPTX_SELECTIVE_AC_TRACE", value)
-    assert selective.trace_from_environment() is None
+    assert selective.make_log_from_environment() is None
 
 
 def test_a_trace_goes_to_stderr_where_nobody_set_up_logging(monkeypatch: pytest.MonkeyPatch) -> None:
     logger = logging.Logger("alone")
     stream = io.StringIO()
-    monkeypatch.setattr(selective, "_LOG", logger)
+    monkeypatch.setattr(selective, "_logger", logger)
     monkeypatch.setattr("sys.stderr", stream)
     monkeypatch.setenv("CKPTX_SELECTIVE_AC_TRACE", "1")
     for _ in range(2):
-        trace = selective.trace_from_environment()
+        trace = selective.make_log_from_environment()
         assert trace is not None
     trace.log_once(aten.mm.default, "saved")
     assert stream.getvalue() == "selective activation checkpointing: aten.mm.default: saved\n"

@@ -11,8 +11,13 @@ from torch import Tensor, nn
 
 from ckptx.errors import UnsupportedError
 from ckptx.layout.stages import Stack, StageMap
-from ckptx.runtime.parallel.pipeline.boundaries import StageBoundaries, discover_boundaries, stage_arguments, stage_of
-from ckptx.runtime.parallel.pipeline.run import StageRun
+from ckptx.runtime.parallel.pipeline.boundaries import (
+    StageBoundaries,
+    discover_boundaries,
+    make_shared_stage,
+    stage_arguments,
+)
+from ckptx.runtime.parallel.pipeline.run import StageRunner
 from tests.support.slow import slow_but
 from tests.support.staged import deep, microbatches, output_of, run_stages, stages_of
 
@@ -89,7 +94,9 @@ def test_without_any_one_of_what_travels_the_result_is_another(name: str) -> Non
         for index in range(len(carry.slots[1])):
             less = (*carry.slots[1][:index], *carry.slots[1][index + 1 :])
             try:
-                found = run_forward(model, stages, StageBoundaries((carry.slots[0], less), carry.forms), batch)
+                found = run_forward(
+                    model, stages, StageBoundaries((carry.slots[0], less), carry.output_structures), batch
+                )
             except Exception:  # of a layer that is given None
                 continue
             assert not torch.equal(found, whole)
@@ -99,7 +106,7 @@ def run_forward(model: nn.Module, stages: StageMap, carry: StageBoundaries, batc
     values: tuple[Any, ...] = ()
     output = None
     for number in range(stages.count):
-        part = StageRun(stage_of(model, stages, number, carry.forms), stages, number, carry)
+        part = StageRunner(make_shared_stage(model, stages, number, carry.output_structures), stages, number, carry)
         output, values = part(part.model, batch, values)
     return output_of(output)
 

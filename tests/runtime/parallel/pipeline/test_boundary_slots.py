@@ -10,7 +10,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as some
 
-from ckptx.runtime.parallel.pipeline.boundary_slots import BoundarySlot, ContainerStep, get, is_same, leaves, put
+from ckptx.runtime.parallel.pipeline.boundary_slots import (
+    BoundarySlot,
+    PathStep,
+    get_value,
+    is_identical,
+    iter_leaves,
+    set_value,
+)
 
 VALUES = some.one_of(some.none(), some.booleans(), some.integers(), some.text(max_size=3))
 KEYS = some.one_of(some.integers(0, 3), some.sampled_from(["hidden_states", "mask", "full_attention"]))
@@ -39,34 +46,34 @@ def shape_of(value: Any) -> Any:
 @settings(max_examples=50)
 @given(ARGUMENTS, some.integers(0, 7))
 def test_what_is_put_is_found_and_others_are_as_before(arguments: dict[Any, Any], which: int) -> None:
-    before = dict(leaves(arguments))
+    before = dict(iter_leaves(arguments))
     if not before:
         return
     steps = list(before)[which % len(before)]
-    put(arguments, steps, "here")
-    assert get(arguments, steps) == "here"
-    assert dict(leaves(arguments)) == before | {steps: "here"}
+    set_value(arguments, steps, "here")
+    assert get_value(arguments, steps) == "here"
+    assert dict(iter_leaves(arguments)) == before | {steps: "here"}
 
 
 @given(ARGUMENTS)
 def test_what_lies_there_put_there_changes_nothing(arguments: dict[Any, Any]) -> None:
     before = shape_of(arguments)
-    for steps, value in list(leaves(arguments)):
-        put(arguments, steps, value)
+    for steps, value in list(iter_leaves(arguments)):
+        set_value(arguments, steps, value)
     assert shape_of(arguments) == before
 
 
 @given(ARGUMENTS)
 def test_every_leaf_is_found(arguments: dict[Any, Any]) -> None:
-    for steps, value in leaves(arguments):
-        assert get(arguments, steps) is value
+    for steps, value in iter_leaves(arguments):
+        assert get_value(arguments, steps) is value
 
 
 @pytest.mark.parametrize("kind", [dict, UserDict])
 def test_a_dict_that_layers_share_is_changed_in_place(kind: Any) -> None:
     shared = kind(full=kind(keys=1))
     arguments = {0: "x", "shared_kv_states": shared}
-    put(arguments, (ContainerStep("shared_kv_states"), ContainerStep("full"), ContainerStep("keys")), 2)
+    set_value(arguments, (PathStep("shared_kv_states"), PathStep("full"), PathStep("keys")), 2)
     assert arguments["shared_kv_states"] is shared
     assert shared["full"]["keys"] == 2
 
@@ -74,55 +81,55 @@ def test_a_dict_that_layers_share_is_changed_in_place(kind: Any) -> None:
 def test_a_tuple_is_made_anew_and_one_that_somebody_else_has_stays() -> None:
     pair = (1, 2)
     arguments = {"position_embeddings": pair, "caches": [pair, pair]}
-    put(arguments, (ContainerStep("position_embeddings"), ContainerStep(1, 2)), 3)
-    put(arguments, (ContainerStep("caches"), ContainerStep(0, 2), ContainerStep(0, 2)), 4)
+    set_value(arguments, (PathStep("position_embeddings"), PathStep(1, 2)), 3)
+    set_value(arguments, (PathStep("caches"), PathStep(0, 2), PathStep(0, 2)), 4)
     assert arguments == {"position_embeddings": (1, 3), "caches": [(4, 2), (1, 2)]}
     assert pair == (1, 2)
 
 
 def test_a_tuple_below_a_shared_dict_is_put_into_that_dict() -> None:
     shared = {"full": (1, 2)}
-    put({"kv": shared}, (ContainerStep("kv"), ContainerStep("full"), ContainerStep(0, 2)), 3)
+    set_value({"kv": shared}, (PathStep("kv"), PathStep("full"), PathStep(0, 2)), 3)
     assert shared == {"full": (3, 2)}
 
 
 def test_containers_that_are_lacking_are_made() -> None:
     arguments: dict[Any, Any] = {"kv": None}
-    put(arguments, (ContainerStep("kv"), ContainerStep("full"), ContainerStep(1, 2)), 3)
-    put(arguments, (ContainerStep("bias"), ContainerStep(0, 1)), 4)
+    set_value(arguments, (PathStep("kv"), PathStep("full"), PathStep(1, 2)), 3)
+    set_value(arguments, (PathStep("bias"), PathStep(0, 1)), 4)
     assert arguments == {"kv": {"full": (None, 3)}, "bias": (4,)}
 
 
 @pytest.mark.parametrize(
     "steps",
     [
-        (ContainerStep("absent"),),
-        (ContainerStep("pair"), ContainerStep(5, 6)),
-        (ContainerStep("pair"), ContainerStep("key")),
-        (ContainerStep("plain"), ContainerStep(0, 1)),
-        (ContainerStep("plain"), ContainerStep("key")),
-        (ContainerStep("absent"), ContainerStep("key"), ContainerStep("key")),
+        (PathStep("absent"),),
+        (PathStep("pair"), PathStep(5, 6)),
+        (PathStep("pair"), PathStep("key")),
+        (PathStep("plain"), PathStep(0, 1)),
+        (PathStep("plain"), PathStep("key")),
+        (PathStep("absent"), PathStep("key"), PathStep("key")),
     ],
 )
-def test_nothing_is_found_where_nothing_is(steps: tuple[ContainerStep, ...]) -> None:
-    assert get({"pair": (1, 2), "plain": 7}, steps) is None
+def test_nothing_is_found_where_nothing_is(steps: tuple[PathStep, ...]) -> None:
+    assert get_value({"pair": (1, 2), "plain": 7}, steps) is None
 
 
 def test_a_slot_is_written_as_who_reads_code_would() -> None:
-    steps = (ContainerStep("shared_kv_states"), ContainerStep("full_attention"), ContainerStep(1, 2))
+    steps = (PathStep("shared_kv_states"), PathStep("full_attention"), PathStep(1, 2))
     assert str(BoundarySlot("layers.3", 0, steps)) == "layers.3(shared_kv_states['full_attention'][1])"
-    assert str(BoundarySlot("layers.3", 1, (ContainerStep(0),))) == "layers.3(0), call 2"
+    assert str(BoundarySlot("layers.3", 1, (PathStep(0),))) == "layers.3(0), call 2"
 
 
 def test_values_are_the_same_bit_for_bit_and_nan_is_like_nothing() -> None:
     ones = torch.ones(2)
-    assert is_same(ones, ones.clone())
-    assert not is_same(ones, ones.double())
-    assert not is_same(ones, torch.ones(2, 1))
-    assert not is_same(ones, ones + 1e-7)
+    assert is_identical(ones, ones.clone())
+    assert not is_identical(ones, ones.double())
+    assert not is_identical(ones, torch.ones(2, 1))
+    assert not is_identical(ones, ones + 1e-7)
     nan = torch.full((2,), float("nan"))
-    assert not is_same(nan, nan)
-    assert not is_same(ones, None)
-    assert is_same("sdpa", "sdpa")
-    assert not is_same(1, True)
-    assert is_same(object(), object()), "of what cannot be sent, types alone"
+    assert not is_identical(nan, nan)
+    assert not is_identical(ones, None)
+    assert is_identical("sdpa", "sdpa")
+    assert not is_identical(1, True)
+    assert is_identical(object(), object()), "of what cannot be sent, types alone"

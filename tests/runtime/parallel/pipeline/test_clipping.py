@@ -116,7 +116,7 @@ def counted(rank: int, world_size: int, schedule: str, is_once: bool) -> tuple[f
         if canonical_name(name) in ("model.embed_tokens.weight", "lm_head.weight")
     ]
     tie = float(torch.linalg.vector_norm(copies[0].grad)) if copies else 0.0
-    given = {} if is_once else {"later_copies": lambda *_: []}
+    given = {} if is_once else {"find_later_copies": lambda *_: []}
     with mock.patch.multiple(under_test, **given) if given else mock.MagicMock():
         return float(run.pipeline.clip_grad_norm(inf)), tie
 

@@ -11,13 +11,13 @@ from hypothesis import strategies as some
 from torch import Tensor
 
 from ckptx.errors import UnsupportedError
-from ckptx.runtime.parallel.pipeline.boundary_slots import BoundarySlot, ContainerStep
+from ckptx.runtime.parallel.pipeline.boundary_slots import BoundarySlot, PathStep
 from ckptx.runtime.parallel.pipeline.payload import (
     PayloadSlot,
+    make_payload_slot,
+    make_receive_buffers,
     merge_payload_slots,
     pack,
-    payload_slot,
-    receive_buffers,
     unpack,
 )
 
@@ -26,18 +26,18 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.bool, torch.int64,
 
 
 def slots(count: int) -> list[BoundarySlot]:
-    return [BoundarySlot(f"layers.{index}", 0, (ContainerStep("hidden_states"),)) for index in range(count)]
+    return [BoundarySlot(f"layers.{index}", 0, (PathStep("hidden_states"),)) for index in range(count)]
 
 
 def places(*microbatches: list[Any]) -> tuple[PayloadSlot, ...]:
     those = slots(len(microbatches[0]))
-    found = [[payload_slot(slot, value) for slot, value in zip(those, each, strict=True)] for each in microbatches]
+    found = [[make_payload_slot(slot, value) for slot, value in zip(those, each, strict=True)] for each in microbatches]
     return merge_payload_slots(those, found)
 
 
 def travel(values: list[Any], room: tuple[PayloadSlot, ...]) -> tuple[Any, ...]:
     """What arrives, by way of buffers as a pipeline has them."""
-    buffers = [torch.empty(each.shape, dtype=each.dtype) for each in receive_buffers(room)]
+    buffers = [torch.empty(each.shape, dtype=each.dtype) for each in make_receive_buffers(room)]
     sent = pack(values, room, CPU)
     for buffer, each in zip(buffers, sent, strict=True):
         assert (buffer.shape, buffer.dtype) == (each.shape, each.dtype)
@@ -105,7 +105,7 @@ def test_no_values_at_all_are_an_empty_header() -> None:
 )
 def test_what_is_no_float_is_sent_as_one_and_comes_back_to_the_last_bit(value: Tensor, wire: torch.dtype) -> None:
     room = places([value])
-    assert (room[0].dtype, room[0].wire) == (value.dtype, wire)
+    assert (room[0].dtype, room[0].wire_dtype) == (value.dtype, wire)
     assert pack([value], room, CPU)[1].dtype is wire
     (found,) = travel([value], room)
     assert found.dtype is value.dtype
@@ -202,7 +202,7 @@ def test_values_of_two_forms_are_refused(other: Tensor, said: str) -> None:
 )
 def test_what_cannot_be_sent_is_refused(value: Any, kind: str) -> None:
     with pytest.raises(UnsupportedError) as caught:
-        payload_slot(slots(1)[0], value)
+        make_payload_slot(slots(1)[0], value)
     assert f"layers.0(hidden_states): cannot send a {kind} between pipeline stages, expected a plain" in str(
         caught.value
     )

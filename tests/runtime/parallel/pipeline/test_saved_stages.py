@@ -45,8 +45,8 @@ def save_stages(rank: int, world_size: int, root: str, out: str, dims: dict[str,
             parameter.grad = torch.ones_like(parameter)
         assert optimizer is not None
         optimizer.step()
-    save(model, optimizer, Path(out), layout=done.layout, beside=Path(root))
-    return sorted(ledger.loaded)
+    save(model, optimizer, Path(out), layout=done.layout, base=Path(root))
+    return sorted(ledger.loaded_tensors)
 
 
 @pytest.mark.parametrize(

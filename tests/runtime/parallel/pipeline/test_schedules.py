@@ -23,7 +23,7 @@ ENOUGH = {"dualpipev": 8}  # microbatches, where 4 are too few for 4 ranks
 
 def made(schedule: Schedule, pp: int, microbatches: int, rank: int = 0) -> Any:
     """The schedule of torch for stages that have nothing in them."""
-    count = pp * schedule.stages
+    count = pp * schedule.stages_per_rank
     stages = [
         SimpleNamespace(
             stage_index=number, num_stages=count, group_rank=rank, group_size=pp, is_first=number == 0,
@@ -31,7 +31,7 @@ def made(schedule: Schedule, pp: int, microbatches: int, rank: int = 0) -> Any:
         )
         for number in schedule.stages_of(rank, pp)
     ]  # fmt: skip
-    given: Any = stages if schedule.stages > 1 else stages[0]
+    given: Any = stages if schedule.stages_per_rank > 1 else stages[0]
     return schedule.cls(given, n_microbatches=microbatches, loss_fn=lambda output, target: output)
 
 
@@ -61,7 +61,7 @@ def waited(schedule: Schedule, pp: int, microbatches: int) -> float:
     if schedule.name == "1F1B":  # what torch draws of it leaves out the first microbatch on the last rank
         left = {rank: one_forward_one_backward(rank, pp, microbatches) for rank in range(pp)}
     long = {"F": 2, "B": 2, "I": 1, "W": 1}
-    last, busy = pp * schedule.stages - 1, sum(long[kind] for works in left.values() for kind, *_ in works)
+    last, busy = pp * schedule.stages_per_rank - 1, sum(long[kind] for works in left.values() for kind, *_ in works)
     ends: dict[tuple[str, int, int], int] = {}
     free = dict.fromkeys(left, 0)
     while any(left.values()):
@@ -103,8 +103,8 @@ def test_an_unknown_schedule_is_refused_with_the_names_that_there_are() -> None:
 @pytest.mark.parametrize("name", sorted(SCHEDULES))
 def test_stages_are_where_torch_has_them(name: str, pp: int) -> None:
     schedule = SCHEDULES[name]
-    count = pp * schedule.stages
-    mapping = generate_stage_to_rank_mapping(pp, count, style="v" if schedule.is_v else "loop")
+    count = pp * schedule.stages_per_rank
+    mapping = generate_stage_to_rank_mapping(pp, count, style="v" if schedule.is_v_shaped else "loop")
     assert {stage: schedule.rank_of(stage, pp) for stage in range(count)} == mapping
     for rank in range(pp):
         assert list(schedule.stages_of(rank, pp)) == [stage for stage in range(count) if mapping[stage] == rank]

@@ -11,8 +11,14 @@ from torch import Tensor, nn
 
 from ckptx.errors import UnsupportedError
 from ckptx.layout.stages import Stack, StageMap
-from ckptx.runtime.parallel.pipeline.boundaries import discover_boundaries, stage_of
-from ckptx.runtime.parallel.pipeline.stage import LIKE, Stub, form_of, make_stage, modules_on_the_path
+from ckptx.runtime.parallel.pipeline.boundaries import discover_boundaries, make_shared_stage
+from ckptx.runtime.parallel.pipeline.stage import (
+    LIKE_FIRST_INPUT,
+    Stub,
+    describe_output,
+    make_stage,
+    modules_on_layer_path,
+)
 from tests.support.models import EVERY
 from tests.support.staged import deep, furthest, microbatches, output_of, run_stages, stages_of, whole_of
 
@@ -79,7 +85,7 @@ def test_every_parameter_is_where_the_map_says_and_nowhere_else(name: str) -> No
     stages = stages_of(model, 3)
     found: Counter[str] = Counter()
     for number in range(stages.count):
-        own = stored(stage_of(model, stages, number, {}))
+        own = stored(make_shared_stage(model, stages, number, {}))
         assert own == {each for each in stored(model) if stages.stage_of(each) == number}
         found.update(own)
     assert found == Counter(stored(model))
@@ -99,7 +105,7 @@ def test_lists_of_layers_keep_their_length() -> None:
 def test_a_stage_keeps_what_its_parameters_are() -> None:
     model, stages = body()
     own = dict(model.named_parameters())
-    part = stage_of(model, stages, 0, {})
+    part = make_shared_stage(model, stages, 0, {})
     assert all(parameter is own[name] for name, parameter in part.named_parameters())
     assert sorted(dict(model.named_parameters())) == sorted(own), "the whole model is as before"
 
@@ -143,7 +149,12 @@ def test_a_parameter_beside_the_layers_is_nan_and_takes_no_memory() -> None:
 def test_without_what_it_lacks_a_stage_computes_nan() -> None:
     model, stages = body()
     for number in (0, 1):
-        part = stage_of(model, stages, number, {"layers.0": LIKE, "layers.2": LIKE, "norm": LIKE})
+        part = make_shared_stage(
+            model,
+            stages,
+            number,
+            {"layers.0": LIKE_FIRST_INPUT, "layers.2": LIKE_FIRST_INPUT, "norm": LIKE_FIRST_INPUT},
+        )
         assert bool(part(torch.arange(6).reshape(2, 3)).isnan().all())
 
 
@@ -161,8 +172,8 @@ def test_a_stub_answers_in_the_form_of_the_original(asked: Tensor) -> None:
 
 
 def test_a_stub_with_a_form_asks_nobody() -> None:
-    form = form_of((torch.ones(2), {"mask": None}, [torch.ones(1)]))
-    assert form == (LIKE, {"mask": None}, [LIKE])
+    form = describe_output((torch.ones(2), {"mask": None}, [torch.ones(1)]))
+    assert form == (LIKE_FIRST_INPUT, {"mask": None}, [LIKE_FIRST_INPUT])
     stub = Stub(nn.Linear(1, 1), form, "cpu")
     first, masks, rest = stub(hidden_states=torch.ones(3, 2))
     assert (first.shape, masks, [each.shape for each in rest]) == ((3, 2), {"mask": None}, [(3, 2)])
@@ -172,7 +183,7 @@ def test_a_stub_with_a_form_asks_nobody() -> None:
 
 def test_a_stub_that_is_given_no_tensor_says_so() -> None:
     with pytest.raises(UnsupportedError) as caught:
-        Stub(nn.Linear(1, 1), LIKE, "cpu")(None, mask=3)
+        Stub(nn.Linear(1, 1), LIKE_FIRST_INPUT, "cpu")(None, mask=3)
     assert str(caught.value) == (
         "Linear: gets no tensor, so no pipeline stage can replace it by a placeholder; leave out --pp"
     )
@@ -190,7 +201,7 @@ def test_a_module_of_several_stages_is_refused() -> None:
 
 def test_the_ways_to_layers_go_from_the_outermost_in() -> None:
     stages = StageMap([Stack("model.text.layers", 2), Stack("model.layers", 2)], 2)
-    assert modules_on_the_path(stages) == ["", "model", "model.text", "model.layers", "model.text.layers"]
+    assert modules_on_layer_path(stages) == ["", "model", "model.text", "model.layers", "model.text.layers"]
 
 
 @pytest.mark.parametrize("name", COMPOSITES)
@@ -209,7 +220,7 @@ def test_nothing_of_a_class_is_patched(name: str) -> None:
     assert after.keys() == before.keys()
     assert all(after[key] is value for key, value in before.items())
     for number in range(stages.count):
-        part = stage_of(model, stages, number, carry.forms)
+        part = make_shared_stage(model, stages, number, carry.output_structures)
         assert type(part) is type(model)
         for path, module in part.named_modules():
             assert "forward" not in vars(module), path

@@ -24,7 +24,7 @@ from ckptx.runtime.parallel.distributed import mesh_of
 from ckptx.runtime.parallel.parallelize import parallelize
 from ckptx.runtime.parallel.randomness import RandomState, seed
 from ckptx.runtime.parallel.tensor_parallel import dropout
-from ckptx.runtime.parallel.tensor_parallel.apply import apply
+from ckptx.runtime.parallel.tensor_parallel.apply import apply_tensor_parallel
 from ckptx.runtime.parallel.tensor_parallel.plans import find_plan
 from tests.support.models import EVERY, build
 from tests.support.pool import GlooPool
@@ -51,7 +51,7 @@ def dropping(name: str, attention: str = "eager") -> Any:
 
 def cut(model: Any, world_size: int, sequence_parallel: bool = False) -> None:
     mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("tp",))
-    apply(model, mesh, find_plan(model, config_of(model), None, sequence_parallel))
+    apply_tensor_parallel(model, mesh, find_plan(model, config_of(model), None, sequence_parallel))
 
 
 # ------------------------------------------------------------------------------------------------ masks
@@ -141,9 +141,9 @@ def test_masks_of_whole_activations_are_equal_and_of_cut_ones_differ(
 @pytest.mark.parametrize(
     ("name", "defect", "said"),
     [
-        ("gpt-neox", "_own_after", "slices are dropped alike"),
-        ("starcoder2", "_shared_before", "went on differently|what is whole is dropped differently"),
-        ("phi3", "_own_within", "slices are dropped alike"),
+        ("gpt-neox", "_use_own_stream_after", "slices are dropped alike"),
+        ("starcoder2", "_use_shared_stream_before", "went on differently|what is whole is dropped differently"),
+        ("phi3", "_use_own_stream_within", "slices are dropped alike"),
     ],
 )
 def test_a_planted_defect_is_found(pool: GlooPool, name: str, defect: str, said: str) -> None:

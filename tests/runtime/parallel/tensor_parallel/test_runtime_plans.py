@@ -15,8 +15,8 @@ from ckptx.architecture.find import find_architecture
 from ckptx.architecture.model_files import read_index
 from ckptx.errors import UnsupportedError, UsageError
 from ckptx.layout.styles import STYLES
-from ckptx.runtime.parallel.tensor_parallel.forward_traits import ForwardTraits, forward_traits_of
-from ckptx.runtime.parallel.tensor_parallel.plans import Plan, check_heads, find_plan
+from ckptx.runtime.parallel.tensor_parallel.forward_traits import ForwardTraits, find_forward_traits
+from ckptx.runtime.parallel.tensor_parallel.plans import TpPlan, check_heads, find_plan
 from tests.support.corrections import changed, forward_rows
 from tests.support.models import EVERY
 from tests.support.tensor_parallel import config_of
@@ -29,7 +29,7 @@ def on_meta(name: str) -> Any:
         return EVERY[name].model()
 
 
-def plan_for(name: str, user: dict[str, str] | None = None, sequence_parallel: bool = False) -> Plan:
+def plan_for(name: str, user: dict[str, str] | None = None, sequence_parallel: bool = False) -> TpPlan:
     model = on_meta(name)
     return find_plan(model, config_of(model), user, sequence_parallel)
 
@@ -41,7 +41,7 @@ def test_rows_of_a_class_are_found_where_transformers_defines_it() -> None:
     for name, rows in forward_rows().items():
         cls = getattr(transformers, name)
         model = cls.__new__(cls)
-        assert forward_traits_of(model) != ForwardTraits() and rows, name
+        assert find_forward_traits(model) != ForwardTraits() and rows, name
 
 
 def as_it_runs(model: Any) -> list[Any]:
@@ -49,7 +49,7 @@ def as_it_runs(model: Any) -> list[Any]:
         plan = find_plan(model, config_of(model), None, True)
     except UnsupportedError:
         plan = find_plan(model, config_of(model))
-    return [plan.runnable, plan.sharded_head, plan.reads_weight, plan.sequence, plan.sharding.patterns()]
+    return [plan.runnable_patterns, plan.sharded_head, plan.reads_weight, plan.sequence, plan.sharding.patterns()]
 
 
 def unused_rows(rows: dict[str, list[ForwardRow]]) -> set[tuple[str, str]]:
@@ -121,7 +121,7 @@ def test_a_class_of_the_same_bare_name_does_not_get_it() -> None:
     stock = on_meta("llama-untied")
     plan = find_plan(LlamaForCausalLM(stock), config_of(stock))
     assert plan.sharded_head == ""
-    assert not plan.runnable
+    assert not plan.runnable_patterns
     assert plan.sharding.rule_for("lm_head.weight") is not None  # cut as `reshard` cuts it, and gathered
 
 
@@ -155,7 +155,7 @@ def test_a_class_that_nobody_knows_has_its_own_plan(style: str) -> None:
 
 def test_without_any_plan_everything_is_whole() -> None:
     plan = find_plan(Foreign({}), {})
-    assert (plan.origins, plan.runnable) == ({}, frozenset())
+    assert (plan.origins, plan.runnable_patterns) == ({}, frozenset())
     assert plan.style_of("up") == "replicate"
 
 

@@ -14,9 +14,9 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from ckptx.runtime.parallel.activation_checkpointing.wrap import checkpoint_activations
 from ckptx.runtime.parallel.tensor_parallel import sequence
-from ckptx.runtime.parallel.tensor_parallel.apply import apply
+from ckptx.runtime.parallel.tensor_parallel.apply import apply_tensor_parallel
 from ckptx.runtime.parallel.tensor_parallel.collectives import TpRanks, gather
-from ckptx.runtime.parallel.tensor_parallel.forward_traits import forward_traits_of
+from ckptx.runtime.parallel.tensor_parallel.forward_traits import find_forward_traits
 from ckptx.runtime.parallel.tensor_parallel.plans import find_plan
 from ckptx.runtime.parallel.tensor_parallel.sequence import SequenceSharding, shard_sequence
 from tests.support import models
@@ -168,7 +168,9 @@ def cut_of(name: str, gathered: tuple[str, ...] = (), whole: tuple[str, ...] = (
 def passages(cut: SequenceSharding) -> dict[str, bool]:
     """In the first layer, by name, whether it gives a summand."""
     return {
-        each.path.removeprefix("model.layers.0."): each.is_summand for each in cut.full_modules if ".0." in each.path
+        each.path.removeprefix("model.layers.0."): each.has_partial_output
+        for each in cut.full_modules
+        if ".0." in each.path
     }
 
 
@@ -197,7 +199,7 @@ def test_what_is_gathered_or_whole_gives_no_summand() -> None:
 
 def test_all_that_has_parameters_and_is_in_no_passage_sees_slices() -> None:
     cut = cut_of("gemma4-moe")
-    assert {path.removeprefix("model.layers.0.") for path in cut.on_slices if ".0." in path} == {
+    assert {path.removeprefix("model.layers.0.") for path in cut.sliced_modules if ".0." in path} == {
         "input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm",
         "router", "router.proj", "post_feedforward_layernorm_1", "post_feedforward_layernorm_2",
         "pre_feedforward_layernorm_2",
@@ -243,7 +245,7 @@ def stage(rank: int, world_size: int, container: str) -> tuple[float, tuple[str,
     mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("tp",))
     plan = find_plan(cut, worker.config_of(model), None, True)
     modules = dict(cut.named_modules())
-    layout = apply(cut, mesh, plan)
+    layout = apply_tensor_parallel(cut, mesh, plan)
     inputs = worker.padded(EVERY["gemma4-shared-kv"].inputs(), world_size)
     for each in (model, cut):
         worker.compute(each, inputs)[1].backward()
@@ -269,7 +271,7 @@ def refusal(rank: int, world_size: int, name: str, what: str, settings: dict[str
         user = {"model.layers.*.per_layer_projection": "colwise_gather_output"}
     mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("tp",))
     try:
-        apply(model, mesh, find_plan(model, worker.config_of(model), user, True))
+        apply_tensor_parallel(model, mesh, find_plan(model, worker.config_of(model), user, True))
         model(torch.arange(7 if what == "length" else 8)[None], **settings)
     except Exception as error:  # the caller looks at what it is
         return f"{type(error).__name__}: {error}"
@@ -322,7 +324,7 @@ def live_bytes(rank: int, world_size: int, sequence_parallel: bool, checkpointin
     with mock.patch.dict(models._TEXT, num_hidden_layers=LAYERS):
         model = worker.tiny("llama-fp32")
     mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("tp",))
-    apply(model, mesh, find_plan(model, worker.config_of(model), None, sequence_parallel))
+    apply_tensor_parallel(model, mesh, find_plan(model, worker.config_of(model), None, sequence_parallel))
     checkpoint_activations(model, checkpointing)
     ids = torch.arange(64).expand(2, -1)
     with LiveBytes() as live:
@@ -346,7 +348,7 @@ def test_layers_hold_less(pool: GlooPool, checkpointing: str) -> None:
 def test_a_class_without_a_row_is_not_cut() -> None:
     with torch.device("meta"):
         model = EVERY["falcon"].model()
-    assert forward_traits_of(model).sequence is None
+    assert find_forward_traits(model).sequence is None
     assert (
         shard_sequence(dict(model.named_modules()), find_plan(model, worker.config_of(model)), (), ())
         == SequenceSharding()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ckptx.runtime.parallel.tensor_parallel.apply import unit_of
+from ckptx.runtime.parallel.tensor_parallel.apply import find_gather_unit
 from tests.support import tensor_parallel as worker
 from tests.support.corrections import changed
 from tests.support.models import EVERY
@@ -128,7 +128,7 @@ def test_gradients_add_up_over_microbatches(pool: GlooPool) -> None:
 @pytest.mark.parametrize(
     ("name", "defect", "sign"),
     [
-        ("qwen3", "partial_gradient", "model.layers.0.self_attn.q_norm.weight"),
+        ("qwen3", "sum_partial_gradients", "model.layers.0.self_attn.q_norm.weight"),
         ("deepseek-v3", "mla_kv_a_proj", "model.layers.0.self_attn.kv_a_proj_with_mqa.weight"),
     ],
 )
@@ -249,7 +249,7 @@ def test_heads_that_do_not_divide_are_refused_by_name(pool: GlooPool) -> None:
     ],
 )
 def test_the_unit_of_a_tensor(name: str, unit: str) -> None:
-    assert unit_of(name) == unit
+    assert find_gather_unit(name) == unit
 
 
 def without_a_rule_for_norms(rank: int, world_size: int) -> worker.Outcome:

@@ -15,8 +15,8 @@ from torch import nn
 from ckptx.architecture.corrections import corrections_of
 from ckptx.runtime.model.layers import layer_groups
 from ckptx.runtime.parallel.activation_checkpointing.wrap import MODES, checkpoint_activations
-from ckptx.runtime.parity.execution import run
-from ckptx.runtime.parity.inputs.batch import Inputs, inputs_for
+from ckptx.runtime.parity.execution import run_step
+from ckptx.runtime.parity.inputs.batch import Inputs, make_inputs
 from tests.support.corrections import changed, layers_rows, with_inputs
 from tests.support.listeners import EARS, GRANITE_EARS, LISTENERS
 from tests.support.models import VOCAB, randomise
@@ -50,7 +50,7 @@ def build(name: str, **changes: Any) -> nn.Module:
 
 
 def inputs_of(model: Any, **settings: Any) -> Inputs:
-    return inputs_for(model.config.to_dict(), **settings)
+    return make_inputs(model.config.to_dict(), **settings)
 
 
 def other_sound(inputs: Inputs) -> Inputs:
@@ -61,13 +61,13 @@ def other_sound(inputs: Inputs) -> Inputs:
 
 def changes(model: nn.Module, inputs: Inputs, other: Inputs) -> bool:
     """Whether other inputs give other logits, by more than rounding."""
-    first, second = (run(model, [each], backward=False).logits[0] for each in (inputs, other))
+    first, second = (run_step(model, [each], backward=False).logits[0] for each in (inputs, other))
     return bool((first - second).abs().max() > 1e-3 * first.std())
 
 
 def unheard(model: nn.Module, inputs: Inputs) -> set[str]:
     """The trained parameters of the ears, of all of a model that only listens, without a gradient."""
-    gradients = run(model, [inputs], backward=True).gradients
+    gradients = run_step(model, [inputs], backward=True).gradients
     ears = re.compile("$^") if "input_ids" not in inputs.batch else NOT_EARS
     names = [name for name, parameter in model.named_parameters() if parameter.requires_grad and not ears.search(name)]
     assert names
@@ -166,7 +166,7 @@ def test_a_decoder_by_itself_reads_tokens() -> None:
     model = transformers.WhisperForCausalLM(config).eval()
     inputs = inputs_of(model)
     assert (list(inputs.batch), inputs.kinds) == (["input_ids"], ("text",))
-    assert run(model, [inputs], backward=False).logits[0].shape == (*inputs.labels.shape, VOCAB)
+    assert run_step(model, [inputs], backward=False).logits[0].shape == (*inputs.labels.shape, VOCAB)
 
 
 @pytest.mark.parametrize("name", ["qwen2_audio", "whisper"])
@@ -180,11 +180,11 @@ def test_a_seed_makes_the_sound(name: str) -> None:
 @pytest.mark.parametrize("name", ["whisper", "qwen2_audio", "gemma4"])
 def test_ears_compute_the_same_bits_when_they_are_checkpointed(name: str, mode: str) -> None:
     plain = build(name)
-    wanted = run(plain, [inputs_of(plain)], backward=True)
+    wanted = run_step(plain, [inputs_of(plain)], backward=True)
     model = build(name)
     layers = [layer for group in layer_groups(model).values() for layer in group]
     assert checkpoint_activations(model, mode) == len(layers) >= 2
-    found = run(model, [inputs_of(model)], backward=True)
+    found = run_step(model, [inputs_of(model)], backward=True)
     assert found.loss == wanted.loss and torch.equal(found.logits[0], wanted.logits[0])
     assert found.gradients.keys() == wanted.gradients.keys()
     assert all(torch.equal(found.gradients[each], wanted.gradients[each]) for each in wanted.gradients)

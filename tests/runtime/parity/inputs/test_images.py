@@ -14,7 +14,7 @@ from torch import nn
 
 from ckptx.architecture.model_files import read_index
 from ckptx.runtime.parallel.tensor_parallel.loss import causal_lm_loss
-from ckptx.runtime.parity.inputs.batch import Inputs, inputs_for
+from ckptx.runtime.parity.inputs.batch import Inputs, make_inputs
 from tests.support.corrections import layers_rows, with_inputs
 from tests.support.installed import INSTALLED, IS_ASKED
 from tests.support.models import EVERY, randomise
@@ -135,7 +135,7 @@ def untrained(model: nn.Module, inputs: Inputs) -> set[str]:
 @pytest.mark.parametrize("model_type", slow_but(EYES, FAST))
 def test_the_image_of_a_row_changes_its_logits_and_trains_tower_and_projector(model_type: str) -> None:
     model = looking(model_type)
-    inputs = inputs_for(config_of(model))
+    inputs = make_inputs(config_of(model))
     assert "images" in inputs.kinds and "images" not in inputs.missing
     if model_type == "minimax_m3_vl" and not IS_ASKED:
         pytest.skip(f"in transformers {INSTALLED} its tower looks from each image at those of other rows")
@@ -152,7 +152,7 @@ def test_sizes_of_released_models(model_type: str) -> None:
     changes = {**RELEASED[model_type]}
     changes["vision_config"] = {**small["vision_config"], **changes["vision_config"]}
     model = looking(model_type, **changes)
-    inputs = inputs_for(config_of(model))
+    inputs = make_inputs(config_of(model))
     assert rows_that_change(model, inputs) == [False, True]
 
 
@@ -171,23 +171,23 @@ def test_every_registered_class_with_a_tower_has_an_image() -> None:
 def test_arguments_as_long_as_a_row_know_where_the_image_is() -> None:
     """Ernie's experts for images, and what text sees in Mllama, which puts nothing in."""
     config = config_of(looking("ernie4_5_vl_moe"))
-    batch = inputs_for(config).batch
+    batch = make_inputs(config).batch
     assert batch["moe_mm_token_type_ids"].tolist() == [[0] * 2 + [1] * 8 + [0] * 10] * 2
     assert batch["mm_token_type_ids"].tolist() == [[0] * 3 + [1] * 6 + [0] * 11] * 2
-    mask = inputs_for(config_of(looking("mllama"))).batch["cross_attention_mask"]
+    mask = make_inputs(config_of(looking("mllama"))).batch["cross_attention_mask"]
     assert mask[0, :, 0].tolist() == [[0, 0]] * 2 + [[1, 1]] * 11
 
 
 @pytest.mark.parametrize("model_type", ["gemma4", "gemma4_unified"])
 def test_a_config_without_a_tower_gets_no_image(model_type: str) -> None:
-    inputs = inputs_for({**config_of(looking(model_type)), "vision_config": None})
+    inputs = make_inputs({**config_of(looking(model_type)), "vision_config": None})
     assert inputs.kinds == ("text",)
     assert set(inputs.batch) == {"input_ids"}
 
 
 def test_other_seeds_give_other_pixels_and_the_same_places() -> None:
     config = config_of(looking("lfm2_vl"))
-    first, again, other = inputs_for(config), inputs_for(config), inputs_for(config, seed=1)
+    first, again, other = make_inputs(config), make_inputs(config), make_inputs(config, seed=1)
     assert all(torch.equal(first.batch[name], again.batch[name]) for name in first.batch)
     assert not torch.equal(first.batch["pixel_values"], other.batch["pixel_values"])
     assert torch.equal(first.labels == -100, other.labels == -100)
@@ -198,8 +198,8 @@ def test_other_seeds_give_other_pixels_and_the_same_places() -> None:
 def test_what_json_makes_of_a_config_gives_the_same_image(model_type: str) -> None:
     config = config_of(looking(model_type))
     read = json.loads(json.dumps(config))
-    for name, tensor in inputs_for(config).batch.items():
-        assert torch.equal(inputs_for(read).batch[name], tensor), name
+    for name, tensor in make_inputs(config).batch.items():
+        assert torch.equal(make_inputs(read).batch[name], tensor), name
 
 
 def test_a_tower_of_other_make_behind_llava() -> None:
@@ -214,14 +214,14 @@ def test_a_tower_of_other_make_behind_llava() -> None:
         torch.manual_seed(0)
         model = LlavaForConditionalGeneration(LlavaConfig.from_dict(changed)).eval()
         randomise(model)
-        inputs = inputs_for(config_of(model))
+        inputs = make_inputs(config_of(model))
         assert int((inputs.labels[0] == -100).sum()) == count
         assert rows_that_change(model, inputs) == [False, True]
 
 
 def test_the_checks_find_a_blind_model_and_an_image_of_the_wrong_size() -> None:
     model = looking("llava")
-    inputs = inputs_for(config_of(model))
+    inputs = make_inputs(config_of(model))
     wrong = inputs.batch["pixel_values"][:, :, :8]
     with pytest.raises(ValueError, match="size"):
         logits(model, inputs.batch | {"pixel_values": wrong})
@@ -232,7 +232,7 @@ def test_the_checks_find_a_blind_model_and_an_image_of_the_wrong_size() -> None:
 
 def test_the_checks_find_an_image_in_the_wrong_row() -> None:
     model = looking("qwen2_5_vl")
-    inputs = inputs_for(config_of(model))
+    inputs = make_inputs(config_of(model))
     swapped = inputs._replace(batch={**inputs.batch, "pixel_values": inputs.batch["pixel_values"]})
     visual = model.model.visual  # type: ignore[union-attr]
     visual.patch_embed.register_forward_hook(lambda module, args, output: output.flip(0))  # type: ignore[union-attr, operator]

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from ckptx.runtime.parity.inputs.multimodal import LENGTH, MultimodalInput
+from ckptx.runtime.parity.inputs.multimodal import TEXT_LENGTH, MultimodalInput
 from tests.support.inputs import form_of, maker, model_types
 
 ROWS = 3
@@ -59,7 +59,7 @@ SOUND: dict[str, Sound] = {
         "voxtral", {**WHISPER, "hidden_size": 8, "intermediate_size": 32}, {}, [TOKEN] * 5, {"input_features": (5, 40)},
     ),
     "added to text": Sound(
-        "voxtral_realtime", WHISPER, {"downsample_factor": 3}, [], {"input_features": (5, 6 * LENGTH)},
+        "voxtral_realtime", WHISPER, {"downsample_factor": 3}, [], {"input_features": (5, 6 * TEXT_LENGTH)},
     ),
     "glm": Sound("glmasr", WHISPER, {}, FOUR, mels(5, 32), 32),
     "granite": Sound(

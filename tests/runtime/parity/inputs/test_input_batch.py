@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from ckptx.errors import UnsupportedError
 from ckptx.runtime.parity.inputs import batch
-from ckptx.runtime.parity.inputs.batch import Inputs, inputs_for, text_config
-from ckptx.runtime.parity.inputs.multimodal import LENGTH, MultimodalInput, random_of
+from ckptx.runtime.parity.inputs.batch import Inputs, find_text_config, make_inputs
+from ckptx.runtime.parity.inputs.multimodal import TEXT_LENGTH, MultimodalInput, make_random_tensor
 
 TEXT: dict[str, Any] = {"model_type": "unheard-of", "vocab_size": 50}
 LLAVA: dict[str, Any] = {
@@ -42,10 +42,10 @@ def is_same(a: Inputs, b: Inputs) -> bool:
 def test_tokens_are_of_the_vocabulary_and_none_is_special(
     words: int, rows: int, seed: int, special: dict[str, int]
 ) -> None:
-    found = inputs_for({**TEXT, "vocab_size": words, "text_like": special}, rows=rows, seed=seed)
+    found = make_inputs({**TEXT, "vocab_size": words, "text_like": special}, rows=rows, seed=seed)
     ((name, ids),) = found.batch.items()
     assert (name, found.kinds, found.missing) == ("input_ids", ("text",), ())
-    assert (ids.shape, ids.dtype) == ((rows, LENGTH), torch.int64)
+    assert (ids.shape, ids.dtype) == ((rows, TEXT_LENGTH), torch.int64)
     assert int(ids.min()) >= 3 and int(ids.max()) < words
     assert not {*ids.flatten().tolist()} & {*special.values()}
     assert torch.equal(ids, found.labels)
@@ -60,9 +60,9 @@ def test_tokens_are_of_the_vocabulary_and_none_is_special(
 def test_every_part_of_the_vocabulary_is_looked_up_at_both_ends(
     words: int, shards: int, rows: int, seed: int, special: dict[str, int]
 ) -> None:
-    found = inputs_for({**TEXT, "vocab_size": words, "t": special}, rows=rows, seed=seed, shards=shards)
+    found = make_inputs({**TEXT, "vocab_size": words, "t": special}, rows=rows, seed=seed, shards=shards)
     ids = found.batch["input_ids"]
-    assert len(ids) == rows and ids.shape[1] >= LENGTH
+    assert len(ids) == rows and ids.shape[1] >= TEXT_LENGTH
     allowed = [token for token in range(3, words) if token not in special.values()]
     drawn = {*ids.flatten().tolist()}
     for part in torch.arange(words).chunk(shards):
@@ -72,7 +72,7 @@ def test_every_part_of_the_vocabulary_is_looked_up_at_both_ends(
 
 def test_tokens_come_from_everywhere() -> None:
     """Not from the first 65,536 alone."""
-    ids = inputs_for({**TEXT, "vocab_size": 150_016}, shards=2).batch["input_ids"].flatten()
+    ids = make_inputs({**TEXT, "vocab_size": 150_016}, shards=2).batch["input_ids"].flatten()
     assert [int(((ids >= begin) & (ids < begin + 37_504)).sum()) for begin in range(0, 150_016, 37_504)] >= [4] * 4
 
 
@@ -84,9 +84,9 @@ def test_all_other_tokens_are_drawn() -> None:
         "nested": {"image_token_id": 8, "audio_token_index": 7},
         "pad_token_id": None,
     }
-    assert {*inputs_for(config, rows=50).batch["input_ids"].flatten().tolist()} == {3, 4, 6}
+    assert {*make_inputs(config, rows=50).batch["input_ids"].flatten().tolist()} == {3, 4, 6}
     other = {**TEXT, "vocab_size": 9, "layers": 5, "eos_token_ids": 6, "use_token_id": True, "token_id_count": 7}
-    assert {*inputs_for(other, rows=50).batch["input_ids"].flatten().tolist()} == {3, 4, 5, 6, 7, 8}
+    assert {*make_inputs(other, rows=50).batch["input_ids"].flatten().tolist()} == {3, 4, 5, 6, 7, 8}
 
 
 @settings(max_examples=30, deadline=None)
@@ -96,31 +96,31 @@ def test_a_seed_gives_the_same_and_another_seed_does_not(
     config: dict[str, Any], seed: int, other: int, rows: int
 ) -> None:
     torch.manual_seed(rows)  # what others drew does not matter
-    found = inputs_for(config, rows=rows, seed=seed)
+    found = make_inputs(config, rows=rows, seed=seed)
     torch.manual_seed(rows + 1)
     read = json.loads(json.dumps(config))
-    assert is_same(found, inputs_for(dict(reversed(read.items())), rows=rows, seed=seed))
-    assert is_same(found, inputs_for(config, rows=rows, seed=other)) is (seed == other)
+    assert is_same(found, make_inputs(dict(reversed(read.items())), rows=rows, seed=seed))
+    assert is_same(found, make_inputs(config, rows=rows, seed=other)) is (seed == other)
 
 
 @pytest.mark.parametrize("words", [None, "many", 12.5])
 def test_a_model_that_reads_nothing_is_refused(words: Any) -> None:
     with pytest.raises(UnsupportedError) as error:
-        inputs_for({"model_type": "vit", "vocab_size": words})
+        make_inputs({"model_type": "vit", "vocab_size": words})
     assert all(word in str(error.value) for word in ("vit: ", "vocab_size", "--run"))
 
 
 @pytest.mark.parametrize("config", [{"vocab_size": 3}, {"vocab_size": 0}, {"vocab_size": 4, "eos_token_id": 3}])
 def test_a_model_of_special_tokens_alone_is_refused(config: dict[str, Any]) -> None:
     with pytest.raises(UnsupportedError) as error:
-        inputs_for({"model_type": "bits", **config})
+        make_inputs({"model_type": "bits", **config})
     assert all(word in str(error.value) for word in ("bits: ", f"vocab_size {config['vocab_size']}", "--run"))
 
 
 def test_an_encoder_decoder_is_held_against_what_its_decoder_reads() -> None:
-    found = inputs_for({**TEXT, "is_encoder_decoder": True})
+    found = make_inputs({**TEXT, "is_encoder_decoder": True})
     assert {name: tuple(each.shape) for name, each in found.batch.items()} == {
-        "input_ids": (2, LENGTH), "decoder_input_ids": (2, LENGTH),
+        "input_ids": (2, TEXT_LENGTH), "decoder_input_ids": (2, TEXT_LENGTH),
     }  # fmt: skip
     assert torch.equal(found.labels, found.batch["decoder_input_ids"])
     assert not torch.equal(found.labels, found.batch["input_ids"])
@@ -129,11 +129,11 @@ def test_an_encoder_decoder_is_held_against_what_its_decoder_reads() -> None:
 def test_the_part_about_text_is_found() -> None:
     inner = {"vocab_size": 7}
     for key in ("text_config", "llm_config", "language_config"):
-        assert text_config({"vocab_size": 5, "a": 1, key: inner})["vocab_size"] == 7
-        assert text_config({"vocab_size": 5, "a": 1, key: inner})["a"] == 1
-        assert text_config({"vocab_size": 5, key: None}) == {"vocab_size": 5, key: None}
-    assert text_config({"thinker_config": {"text_config": inner}})["vocab_size"] == 7
-    assert text_config({"vocab_size": 5}) == {"vocab_size": 5}
+        assert find_text_config({"vocab_size": 5, "a": 1, key: inner})["vocab_size"] == 7
+        assert find_text_config({"vocab_size": 5, "a": 1, key: inner})["a"] == 1
+        assert find_text_config({"vocab_size": 5, key: None}) == {"vocab_size": 5, key: None}
+    assert find_text_config({"thinker_config": {"text_config": inner}})["vocab_size"] == 7
+    assert find_text_config({"vocab_size": 5}) == {"vocab_size": 5}
 
 
 # ------------------------------------------------------------------------------------------- what is put in
@@ -141,10 +141,10 @@ def test_the_part_about_text_is_found() -> None:
 
 def test_an_image_lies_behind_two_tokens_and_has_no_labels() -> None:
     """8 / 4 patches along a side make 4 tokens; the one of the class, which is a fifth, is left out."""
-    found = inputs_for(LLAVA)
+    found = make_inputs(LLAVA)
     ids = found.batch["input_ids"]
-    assert ids.shape == found.labels.shape == (2, LENGTH + 4)
-    is_image = torch.zeros(LENGTH + 4, dtype=torch.bool)
+    assert ids.shape == found.labels.shape == (2, TEXT_LENGTH + 4)
+    is_image = torch.zeros(TEXT_LENGTH + 4, dtype=torch.bool)
     is_image[2:6] = True
     for row in range(2):
         assert torch.equal(ids[row] == 40, is_image)
@@ -165,7 +165,7 @@ def test_two_inserts_lie_one_behind_the_other() -> None:
     image = MultimodalInput([97, 99, 99, 98], 99, {"pixels": torch.ones(2)}, ("types", 1), row_of)
     sound = MultimodalInput([95], 95, {"sound": torch.zeros(2)}, ("types", 3))
     added = MultimodalInput([], -1, {"other": torch.zeros(2)})
-    found, labels = batch._with([image, sound, added], ids)
+    found, labels = batch._insert_placeholders([image, sound, added], ids)
     assert found["input_ids"][1].tolist() == [16, 17, 97, 99, 99, 98, 95, 18, 19, 20, 21]
     assert labels[1].tolist() == [16, 17, 97, -100, -100, 98, -100, 18, 19, 20, 21]
     assert found["types"][0].tolist() == [0, 0, 0, 1, 1, 0, 3, 0, 0, 0, 0]
@@ -175,13 +175,13 @@ def test_two_inserts_lie_one_behind_the_other() -> None:
 
 
 def test_what_listens_while_its_decoder_writes_has_no_tokens_of_input() -> None:
-    found = inputs_for(WHISPER, rows=3)
+    found = make_inputs(WHISPER, rows=3)
     assert {name: tuple(each.shape) for name, each in found.batch.items()} == {
-        "input_features": (3, 4, 10), "decoder_input_ids": (3, LENGTH),
+        "input_features": (3, 4, 10), "decoder_input_ids": (3, TEXT_LENGTH),
     }  # fmt: skip
     assert torch.equal(found.labels, found.batch["decoder_input_ids"])
     assert (found.kinds, found.missing) == (("audio",), ())
-    alone = inputs_for({**WHISPER, "is_encoder_decoder": False})
+    alone = make_inputs({**WHISPER, "is_encoder_decoder": False})
     assert (alone.kinds, alone.batch.keys()) == (("text",), {"input_ids"})
 
 
@@ -197,15 +197,15 @@ def test_what_listens_while_its_decoder_writes_has_no_tokens_of_input() -> None:
 def test_what_the_model_has_a_tower_for_and_does_not_get_is_named(
     towers: dict[str, Any], missing: tuple[str, ...]
 ) -> None:
-    assert inputs_for({**TEXT, **towers}).missing == missing
-    assert inputs_for({**TEXT, **towers, "is_encoder_decoder": True}).missing == missing
+    assert make_inputs({**TEXT, **towers}).missing == missing
+    assert make_inputs({**TEXT, **towers, "is_encoder_decoder": True}).missing == missing
 
 
 def test_a_tower_that_gets_its_image_is_not_missing() -> None:
-    assert inputs_for({**LLAVA, "audio_config": {}}).missing == ("audio",)
+    assert make_inputs({**LLAVA, "audio_config": {}}).missing == ("audio",)
 
 
 def test_pixels_are_around_zero() -> None:
-    found = random_of(torch.Generator().manual_seed(0), 40, 50)
+    found = make_random_tensor(torch.Generator().manual_seed(0), 40, 50)
     assert (found.shape, found.dtype) == ((40, 50), torch.float32)
     assert abs(float(found.mean())) < 0.1 and 0.9 < float(found.std()) < 1.1

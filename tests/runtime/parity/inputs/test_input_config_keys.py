@@ -7,7 +7,14 @@ from typing import Any
 import pytest
 import torch
 
-from ckptx.runtime.parity.inputs.config_keys import between, channels, first_of, patches_along, square, token_of
+from ckptx.runtime.parity.inputs.config_keys import (
+    add_boundary_tokens,
+    count_channels,
+    count_patches_per_side,
+    find_image_token,
+    first_size,
+    make_square_image,
+)
 
 
 @pytest.mark.parametrize(
@@ -18,12 +25,12 @@ from ckptx.runtime.parity.inputs.config_keys import between, channels, first_of,
     ],
 )  # fmt: skip
 def test_the_token_of_an_image(config: dict[str, Any], token: int) -> None:
-    assert token_of(config) == token
+    assert find_image_token(config) == token
 
 
 def test_a_class_without_such_a_token_is_a_gap_in_the_table() -> None:
     with pytest.raises(KeyError, match="image_token_id"):
-        token_of({"image_token_id": "x"})
+        find_image_token({"image_token_id": "x"})
 
 
 @pytest.mark.parametrize(
@@ -38,13 +45,13 @@ def test_a_class_without_such_a_token_is_a_gap_in_the_table() -> None:
     ],
 )
 def test_begin_and_end_are_there_together_or_not_at_all(ends: dict[str, Any], expected: list[int]) -> None:
-    assert between(ends, [9, 9]) == expected
+    assert add_boundary_tokens(ends, [9, 9]) == expected
 
 
 def test_sizes_may_be_one_number_or_height_and_width() -> None:
-    assert [first_of(size) for size in (5, [6, 7], (8, 9))] == [5, 6, 8]
+    assert [first_size(size) for size in (5, [6, 7], (8, 9))] == [5, 6, 8]
     for image, patch in ((15, 4), ([15, 20], [4, 2]), ((15,), 4)):
-        assert patches_along({"vision_config": {"image_size": image, "patch_size": patch}}) == 3
+        assert count_patches_per_side({"vision_config": {"image_size": image, "patch_size": patch}}) == 3
 
 
 @pytest.mark.parametrize(
@@ -57,6 +64,6 @@ def test_sizes_may_be_one_number_or_height_and_width() -> None:
     ],
 )
 def test_channels(vision: dict[str, int], count: int) -> None:
-    assert channels({"vision_config": vision}) == count
+    assert count_channels({"vision_config": vision}) == count
     config = {"vision_config": {**vision, "image_size": [6, 6]}}
-    assert square(config, 2, torch.Generator())["pixel_values"].shape == (2, count, 6, 6)
+    assert make_square_image(config, 2, torch.Generator())["pixel_values"].shape == (2, count, 6, 6)

@@ -10,7 +10,7 @@ import pytest
 from ckptx.architecture.correction_rows import InputRow
 from ckptx.architecture.correction_schema import INPUT_KINDS, InvalidCorrectionError
 from ckptx.architecture.corrections import corrections_of
-from ckptx.runtime.parity.inputs.batch import FORMS, inputs_for
+from ckptx.runtime.parity.inputs.batch import FORMS, make_inputs
 from tests.support.corrections import changed, every
 
 CONFIG: dict[str, Any] = {"model_type": "made-up", "vocab_size": 50}
@@ -42,16 +42,16 @@ def test_settings_are_those_of_the_form(model_type: str, row: InputRow) -> None:
 )
 def test_a_form_that_is_none_is_refused_by_name(row: InputRow, message: str) -> None:
     with changed("made-up", inputs=(row,)), pytest.raises(InvalidCorrectionError, match=message):
-        inputs_for(CONFIG)
+        make_inputs(CONFIG)
 
 
 def test_a_model_that_is_made_up_needs_rows_alone() -> None:
     """A class of the form of Qwen2-VL under another model type."""
     config = {**CONFIG, "vision_config": {"patch_size": 2}, "image_token_id": 40}
-    found = inputs_for(config)
+    found = make_inputs(config)
     assert (found.kinds, found.missing) == (("text",), ("images",))
     with changed("made-up", inputs=corrections_of("qwen2_vl").inputs):
-        found = inputs_for(config)
+        found = make_inputs(config)
     assert (found.kinds, found.missing) == (("text", "images"), ())
     assert found.batch["image_grid_thw"].tolist() == [[1, 4, 6]] * 2
 
@@ -60,7 +60,7 @@ def test_a_model_that_is_made_up_needs_rows_alone() -> None:
 def test_every_row_of_a_tower_changes_what_llava_is_given(model_type: str) -> None:
     vision = {"model_type": model_type, "patch_size": 2, "image_size": 8}
     config = {**CONFIG, "model_type": "llava", "vision_config": vision, "image_token_index": 40}
-    given = inputs_for(config)
+    given = make_inputs(config)
     with changed(model_type, as_tower=()):
-        other = inputs_for(config)
+        other = make_inputs(config)
     assert given.batch["input_ids"].shape != other.batch["input_ids"].shape

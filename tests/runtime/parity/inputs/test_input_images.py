@@ -79,12 +79,12 @@ ENDS = {"boi_token_index": 80, "eoi_token_index": 81, "boi_token_id": 82, "eoi_t
 def test_gemma_has_begin_and_end_and_types() -> None:
     found = image_of("gemma3", mm_tokens_per_image=3, **ENDS)
     assert (found.tokens, found.placeholder) == ([80, TOKEN, TOKEN, TOKEN, 81], TOKEN)
-    assert found.types == ("token_type_ids", 1)
+    assert found.token_types == ("token_type_ids", 1)
     assert shapes_of(found) == {"pixel_values": PIXELS}
     found = image_of("gemma3n", vision_soft_tokens_per_image=2, **ENDS)
     assert (found.tokens, found.placeholder) == ([82, TOKEN, TOKEN, 83], TOKEN)
     assert shapes_of(found) == {"pixel_values": (ROWS, 3, 768, 768)}
-    assert image_of("paligemma").types == ("token_type_ids", 0)
+    assert image_of("paligemma").token_types == ("token_type_ids", 0)
 
 
 def test_llama4_shuffles_pixels_into_channels() -> None:
@@ -101,8 +101,8 @@ def test_mllama_sees_all_tiles_from_its_token_on() -> None:
     }  # fmt: skip
     assert found.tensors["aspect_ratio_ids"].tolist() == [[3]] * ROWS  # the first of 4 tiles; 0 is no image
     assert found.tensors["aspect_ratio_mask"].all()
-    assert found.row is not None
-    mask = found.row(torch.tensor([[5, TOKEN, 6], [TOKEN, 7, 8]]))["cross_attention_mask"]
+    assert found.make_text_arguments is not None
+    mask = found.make_text_arguments(torch.tensor([[5, TOKEN, 6], [TOKEN, 7, 8]]))["cross_attention_mask"]
     assert mask.shape == (2, 3, 1, 4)
     assert mask[:, :, 0, 0].tolist() == mask[:, :, 0, 3].tolist() == [[0, 1, 1], [1, 1, 1]]
 

@@ -37,9 +37,9 @@ def test_a_grid_has_the_patches_of_all_images_in_one_dim() -> None:
     assert found.tokens == [70, *SIX, 71]
     assert shape_of(found) == (ROWS * 54, 2 * 5 * 4 * 4)
     assert found.tensors["image_grid_thw"].tolist() == [[1, 6, 9]] * ROWS
-    assert found.types == ("mm_token_type_ids", 1)
+    assert found.token_types == ("mm_token_type_ids", 1)
     plain = seen(patches.flat_untyped, vision)
-    assert (plain.tokens, plain.types) == (SIX, None)
+    assert (plain.tokens, plain.token_types) == (SIX, None)
 
 
 def test_an_image_covers_more_than_one_window() -> None:
@@ -58,14 +58,14 @@ def test_ernie_has_no_frames_and_sends_all_of_an_image_to_experts_of_its_own() -
     vision = {"patch_size": 4, "spatial_merge_size": 2, "temporal_patch_size": 2}
     found = seen(patches.flat_for_experts, vision, image_start_token_id=70, image_end_token_id=71)
     assert shape_of(found) == (ROWS * 24, 3 * 4 * 4)
-    assert found.row is not None
-    types = found.row(torch.tensor([[5, 70, TOKEN, 71, 6]]))["moe_mm_token_type_ids"]
+    assert found.make_text_arguments is not None
+    types = found.make_text_arguments(torch.tensor([[5, 70, TOKEN, 71, 6]]))["moe_mm_token_type_ids"]
     assert (types.tolist(), types.dtype) == ([[0, 1, 1, 1, 0]], torch.int64)
 
 
 def test_muse_spells_it_otherwise() -> None:
     found = seen(patches.flat_renamed, {"patch_size": 4, "merge_size": 3, "patch_temporal": 1})
-    assert (shape_of(found), found.types) == ((ROWS * 54, 3 * 4 * 4), None)
+    assert (shape_of(found), found.token_types) == ((ROWS * 54, 3 * 4 * 4), None)
 
 
 def test_inkling_has_a_token_for_each_patch() -> None:
@@ -102,7 +102,7 @@ GEMMA4 = {"patch_size": 4, "pooling_kernel_size": 3}
 @pytest.mark.parametrize(("pooled_in_model", "high", "width"), [(True, 6, 48), (False, 2, 3 * 12 * 12)])
 def test_gemma4_says_where_each_patch_is(pooled_in_model: bool, high: int, width: int) -> None:
     found = seen(partial(patches.placed, pooled_in_model=pooled_in_model), GEMMA4, boi_token_id=70, eoi_token_id=71)
-    assert (found.tokens, found.types) == ([70, *SIX, 71], ("mm_token_type_ids", 1))
+    assert (found.tokens, found.token_types) == ([70, *SIX, 71], ("mm_token_type_ids", 1))
     wide = high * 3 // 2
     pixels, places = found.tensors["pixel_values"], found.tensors["image_position_ids"]
     assert tuple(pixels.shape) == (ROWS, high * wide, width)
