@@ -23,9 +23,9 @@ from ckptx.options.verify import CompareOptions
 from ckptx.report.documents.comparison import VerifyReport
 from ckptx.report.report import Log, Stopwatch, count_dtypes, counted
 from ckptx.storage.interface import SourceFiles
-from ckptx.transfer.cast_losses import CastLosses, LossesByTensor
-from ckptx.transfer.digest import LEAF
-from ckptx.transfer.digest_sink import digest_of, stream_as
+from ckptx.transfer.cast_losses import OverflowCounts, OverflowCountsByTensor
+from ckptx.transfer.digest import LEAF_NBYTES
+from ckptx.transfer.digest_sink import digest_tensor, stream_cast
 from ckptx.transfer.stream import TensorReader
 from ckptx.wording import first_of
 
@@ -185,10 +185,10 @@ class _KeepSink:
         self._buffer = memoryview(bytearray(_BUFFER))
 
     def space(self, nbytes: int) -> memoryview:
-        return self._buffer[: min(nbytes, LEAF - self._at % LEAF)]
+        return self._buffer[: min(nbytes, LEAF_NBYTES - self._at % LEAF_NBYTES)]
 
     def commit(self, view: memoryview) -> None:
-        if self._at // LEAF == self._block:
+        if self._at // LEAF_NBYTES == self._block:
             self.kept += view
         self._at += len(view)
 
@@ -202,7 +202,7 @@ class _Comparison:
     max_memory: int
     bytes_read: int = 0
     unrecorded: int = 0
-    losses: LossesByTensor = field(default_factory=LossesByTensor)
+    losses: OverflowCountsByTensor = field(default_factory=OverflowCountsByTensor)
     _rows: dict[int, dict[str, Any]] = field(default_factory=dict)
     _errors: list[BaseException] = field(default_factory=list)
 
@@ -228,7 +228,7 @@ class _Comparison:
                 self._errors.append(error)
             with lock:
                 self.bytes_read += sum(reader.bytes_read for reader in readers)
-                self.unrecorded += sum(reader.unrecorded for reader in readers)
+                self.unrecorded += sum(reader.records_without_crc for reader in readers)
 
         threads = [threading.Thread(target=work, args=(i,), daemon=True) for i in range(workers)]
         for thread in threads:
@@ -242,10 +242,10 @@ class _Comparison:
         return [self._rows[index] for index in sorted(self._rows)]
 
 
-def _compare(pair: _Pair, a: TensorReader, b: TensorReader, losses: LossesByTensor) -> dict[str, Any] | None:
+def _compare(pair: _Pair, a: TensorReader, b: TensorReader, losses: OverflowCountsByTensor) -> dict[str, Any] | None:
     """Return None if the bytes are equal, else a row with the position of the first difference."""
-    lost = CastLosses()
-    sides = [digest_of(reader, entry, pair.dtype, lost).leaves for reader, entry in ((a, pair.a), (b, pair.b))]
+    lost = OverflowCounts()
+    sides = [digest_tensor(reader, entry, pair.dtype, lost).leaves for reader, entry in ((a, pair.a), (b, pair.b))]
     losses.add(pair.name, lost)
     if sides[0] == sides[1]:
         return None
@@ -253,7 +253,7 @@ def _compare(pair: _Pair, a: TensorReader, b: TensorReader, losses: LossesByTens
     kept = []
     for reader, entry in ((a, pair.a), (b, pair.b)):
         keep = _KeepSink(block)
-        stream_as(reader, entry, whole(entry.shape), pair.dtype, keep)
+        stream_cast(reader, entry, whole(entry.shape), pair.dtype, keep)
         kept.append(keep.kept)
     return {"name": pair.name, "what": "content"} | _locate_difference(pair, block, *kept)
 
@@ -270,7 +270,7 @@ def _locate_difference(pair: _Pair, block: int, a: bytearray, b: bytearray) -> d
     first = np.frombuffer(a, np.uint8).reshape(-1, width)
     second = np.frombuffer(b, np.uint8).reshape(-1, width)
     different = np.flatnonzero((first != second).any(axis=1))
-    elements = block * LEAF // width + different
+    elements = block * LEAF_NBYTES // width + different
     if bits < 8:
         flipped = np.unpackbits((first ^ second)[different], axis=1, bitorder="little")
         at_byte, at_bit = flipped.nonzero()

@@ -117,13 +117,13 @@ def run_conversion(
         target.source,
         allocation.catalog,
         {**target.source_names, **state.source_names, **state.object_source_names},
-        frame_of=allocation.block_frame,
+        build_frame=allocation.block_frame,
         prologues=allocation.prologues,
         groups=allocation.groups,
     )
     _logger.info("plan: %d files in %d groups, %d bytes", len(plan.files), len(plan.groups), plan.bytes_written)
     if _logger.isEnabledFor(logging.DEBUG):
-        for line in plan.lines():
+        for line in plan.to_lines():
             _logger.debug("%s", line)
     ledger = build_ledger(
         source.tensors.keys(),

@@ -384,7 +384,7 @@ def compare_replicas(catalog: Catalog, files: SourceFiles) -> None:
         InputError: Two replicas differ.
     """
     from ckptx.formats.assembly import replica_pairs
-    from ckptx.transfer.digest_sink import digest_of
+    from ckptx.transfer.digest_sink import digest_tensor
     from ckptx.transfer.stream import TensorReader
 
     reader = TensorReader(files)
@@ -395,7 +395,7 @@ def compare_replicas(catalog: Catalog, files: SourceFiles) -> None:
         block = TensorEntry(
             entry.name, entry.dtype, chunk.region.sizes, (chunk._replace(region=whole(chunk.region.sizes)),)
         )
-        return digest_of(reader, block, entry.dtype).leaves
+        return digest_tensor(reader, block, entry.dtype).leaves
 
     for entry, first_chunk, replica in replica_pairs(catalog):
         if first_chunk not in known:
@@ -458,13 +458,13 @@ def resolve_duplicates(view: ModelView, files: SourceFiles, *, with_state: bool)
 
 def _difference(reader: TensorReader, a: TensorEntry, b: TensorEntry) -> str | None:
     """Return the first property in which two tensors differ; None if they have the same bytes."""
-    from ckptx.transfer.digest_sink import digest_of
+    from ckptx.transfer.digest_sink import digest_tensor
 
     if a.dtype is not b.dtype:
         return f"have different dtypes, {a.dtype.name} and {b.dtype.name}"
     if a.shape != b.shape:
         return f"have different shapes, {list(a.shape)} and {list(b.shape)}"
-    if a.chunks == b.chunks or digest_of(reader, a, a.dtype).leaves == digest_of(reader, b, b.dtype).leaves:
+    if a.chunks == b.chunks or digest_tensor(reader, a, a.dtype).leaves == digest_tensor(reader, b, b.dtype).leaves:
         return None
     return "hold different bytes"
 
@@ -482,14 +482,14 @@ def decide_ties(
     if view.architecture is None or view.config is None:
         return []
     from ckptx.architecture.tied import StoredTensor, resolve_ties
-    from ckptx.transfer.digest_sink import digest_of
+    from ckptx.transfer.digest_sink import digest_tensor
     from ckptx.transfer.stream import TensorReader
 
     stored = {name: StoredTensor(entry.shape, entry.dtype.name) for name, entry in view.tensors.items()}
     reader = TensorReader(files)
 
     def digest_leaves(entry: TensorEntry) -> list[bytes]:
-        return digest_of(reader, entry, entry.dtype).leaves
+        return digest_tensor(reader, entry, entry.dtype).leaves
 
     def are_equal(a: str, b: str) -> bool:
         first, second = view.tensors[a], view.tensors[b]

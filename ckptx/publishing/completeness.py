@@ -12,8 +12,8 @@ from ckptx.catalog.entry import Chunk, ShardedChunks, TensorEntry
 from ckptx.errors import CkptxError
 from ckptx.formats.dcp.reader import locate_payloads
 from ckptx.storage.interface import Source, SourceFiles
-from ckptx.transfer.cast_losses import CastLosses, LossesByTensor
-from ckptx.transfer.digest_sink import digest_of
+from ckptx.transfer.cast_losses import OverflowCounts, OverflowCountsByTensor
+from ckptx.transfer.digest_sink import digest_tensor
 from ckptx.transfer.executor import CopyResult
 from ckptx.transfer.plan import CopyPlan, CopyStep
 from ckptx.transfer.stream import TensorReader
@@ -37,7 +37,7 @@ def result_of_existing_files(target: Source, plan: CopyPlan, source: SourceFiles
         InputError: The source is corrupt.
     """
     reader = TensorReader(source, max_memory // 2)
-    digests, losses = {}, LossesByTensor()
+    digests, losses = {}, OverflowCountsByTensor()
     with target.open() as written:
         try:
             if any(written.read_up_to(file.name, 0, len(file.prologue)) != file.prologue for file in plan.files):
@@ -45,12 +45,12 @@ def result_of_existing_files(target: Source, plan: CopyPlan, source: SourceFiles
         except CkptxError:
             return None
         for step in plan.steps():
-            lost = CastLosses()
-            digest = digest_of(reader, step.source, step.target.dtype, lost)
+            lost = OverflowCounts()
+            digest = digest_tensor(reader, step.source, step.target.dtype, lost)
             digests[step.target.name] = digest.digest().hex()
             losses.add(step.target.name, lost)
             try:
-                found = _leaves(step, written, plan.frame_of is not None, max_memory // 2)
+                found = _leaves(step, written, plan.build_frame is not None, max_memory // 2)
                 if any(leaves != digest.leaves for leaves in found):
                     return None
             except CkptxError:
@@ -64,9 +64,9 @@ def _leaves(step: CopyStep, written: SourceFiles, in_archives: bool, max_memory:
     entry = step.target
     for chunks in _copies(entry):
         alone = entry._replace(chunks=chunks, replicas=())
-        if in_archives and step.framed:
+        if in_archives and step.has_frame:
             alone = locate_payloads(Catalog(written.root, "dcp", {entry.name: alone}), written).tensors[entry.name]
-        yield digest_of(reader, alone, entry.dtype).leaves
+        yield digest_tensor(reader, alone, entry.dtype).leaves
 
 
 def _copies(entry: TensorEntry) -> Iterator[tuple[Chunk, ...]]:

@@ -28,7 +28,7 @@ from ckptx.publishing.source_state import FileIdentities, agreement, is_agreed, 
 from ckptx.publishing.staging import Staging, open_staged
 from ckptx.storage.directory_handle import refuse_clashes
 from ckptx.storage.interface import ExpectedFile, OutputTree, Source, SourceFiles, StoredFile
-from ckptx.transfer.digest import LEAF, digest_bytes, file_digest, leaf_digest, tree_digest
+from ckptx.transfer.digest import LEAF_NBYTES, digest_bytes, file_digest, leaf_digest, tree_digest
 from ckptx.transfer.executor import CopyResult, execute
 from ckptx.transfer.plan import CopyPlan
 from ckptx.untrusted.limits import MANIFEST_BYTES
@@ -278,7 +278,7 @@ def _write_rest(output: OutputTree, job: Job, outcome: CopyResult, seen: FileIde
 
         def blocks() -> Iterator[bytes]:
             nonlocal nbytes
-            for block in seen.blocks(data, LEAF):
+            for block in seen.blocks(data, LEAF_NBYTES):
                 leaves.append(leaf_digest(block))
                 nbytes += len(block)
                 yield block
@@ -365,7 +365,7 @@ def is_intact(staging: Publisher, manifest: Manifest, job: Job, seen: FileIdenti
         wanted = {name: row.digest for name, row in manifest.files.items()}
         wanted |= {name: digest_bytes(data) for name, data in job.markers}
         for name, data in job.sidecars.items():
-            wanted[name] = tree_digest(leaf_digest(block) for block in seen.blocks(data, LEAF)).hex()
+            wanted[name] = tree_digest(leaf_digest(block) for block in seen.blocks(data, LEAF_NBYTES)).hex()
         return all(staging.digest_of_published(name) == digest for name, digest in wanted.items())
     except (CkptxError, OSError):
         return False
@@ -381,7 +381,7 @@ def is_complete(target: Source, manifest: Manifest, job: Job) -> bool:
             and not stray_notes(target.listing(), {*wanted, *job.sidecars}, _WEIGHTS)
             and all(target.size(name) == nbytes for name, nbytes in wanted.items())
             and all(files[name].digest == digest_bytes(data) for name, data in job.markers)
-            and all(tensors[step.target.name].dtype is step.target.dtype for step in job.plan.steps() if step.framed)
+            and all(tensors[step.target.name].dtype is step.target.dtype for step in job.plan.steps() if step.has_frame)
         )
     except (CkptxError, KeyError):
         return False

@@ -19,7 +19,7 @@ from ckptx.formats.registry import open_checkpoint
 from ckptx.publishing.source_state import FileIdentities, header_texts
 from ckptx.storage.files import changed
 from ckptx.storage.interface import SourceFiles, StoredFile, name_below
-from ckptx.transfer.digest_sink import digest_of
+from ckptx.transfer.digest_sink import digest_tensor
 from ckptx.transfer.plan import CopyPlan
 from ckptx.transfer.stream import TensorReader
 
@@ -67,7 +67,7 @@ def require_unchanged(
         recorded = digests.get(step.target.name)
         if recorded is None or names.isdisjoint(_files_of(step.source)):
             continue
-        if digest_of(reader, step.source, step.target.dtype).digest().hex() != recorded:
+        if digest_tensor(reader, step.source, step.target.dtype).digest().hex() != recorded:
             raise changed(opened.root / next(name for name in _files_of(step.source) if name in names))
     if seen.touched() != touched:
         raise changed(first)

@@ -200,8 +200,8 @@ def _digest(file: _Source, before: bytes) -> tuple[int, str]:
         count += len(piece)
         view = memoryview(piece)
         while len(view):
-            part = view[: digest.room]
+            part = view[: digest.leaf_remaining]
             digest.update(part)
             view = view[len(part) :]
-    digest.update(memoryview(b""), last=True)
+    digest.update(memoryview(b""), is_last=True)
     return count, digest.digest().hex()

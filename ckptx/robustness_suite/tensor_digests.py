@@ -80,11 +80,11 @@ class _Sink:
         self.not_finite = 0
 
     def space(self, nbytes: int) -> memoryview:
-        return self._buffer[: min(nbytes, self._digest.room, len(self._buffer))]
+        return self._buffer[: min(nbytes, self._digest.leaf_remaining, len(self._buffer))]
 
     def commit(self, view: memoryview) -> None:
         self._left -= len(view)
-        self._digest.update(view, last=not self._left)
+        self._digest.update(view, is_last=not self._left)
         if self._kind is not None:
             kind, exponent = self._kind
             width = np.dtype(kind).itemsize

@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 
 from ckptx.catalog.dtype import DType
-from ckptx.transfer.cast_losses import CastLosses
+from ckptx.transfer.cast_losses import OverflowCounts
 from ckptx.transfer.stream import Sink, push
 
-_NUMPY: dict[str, Any] = {"F64": np.float64, "F32": np.float32, "F16": np.float16}
+_NUMPY_DTYPES: dict[str, Any] = {"F64": np.float64, "F32": np.float32, "F16": np.float16}
 
 
 # Bits of the largest magnitude of each dtype, and of infinity in it.
@@ -26,17 +26,17 @@ _MAGNITUDES: dict[str, tuple[Any, Any, Any]] = {
     "BF16": (np.uint16, np.uint16((1 << 15) - 1), np.uint16(0xFF << 7)),
 }
 # Source and target dtypes whose cast is exact.
-_HOLDS_ALL = {("BF16", "F32"), ("BF16", "F64"), ("F16", "BF16"), ("F16", "F32"), ("F16", "F64"), ("F32", "F64")}
+_EXACT_CASTS = {("BF16", "F32"), ("BF16", "F64"), ("F16", "BF16"), ("F16", "F32"), ("F16", "F64"), ("F32", "F64")}
 
 
-def cast(view: memoryview, source: DType, target: DType, losses: CastLosses | None = None) -> memoryview:
+def cast(view: memoryview, source: DType, target: DType, counts: OverflowCounts | None = None) -> memoryview:
     """Cast the elements in `view` to `target`.
 
     Args:
         view: Whole elements of `source`, row-major.
         source: Source dtype, one of F64, F32, F16, BF16.
         target: Target dtype, one of the same.
-        losses: Receives the number of overflows and underflows; None to skip counting.
+        counts: Receives the number of overflows and underflows; None to skip counting.
 
     Returns:
         The bytes of the cast elements.
@@ -45,37 +45,37 @@ def cast(view: memoryview, source: DType, target: DType, losses: CastLosses | No
         bits = np.frombuffer(view, np.uint16).astype(np.uint32) << 16
         values: Any = bits.view(np.float32)
     else:
-        values = np.frombuffer(view, _NUMPY[source.name])
+        values = np.frombuffer(view, _NUMPY_DTYPES[source.name])
     with np.errstate(over="ignore", invalid="ignore"):
         if source.name == "F64":
             values = values.astype(np.float32)
         if target.name == "BF16":
-            result = _to_bf16(values.astype(np.float32))
+            result = _round_to_bf16(values.astype(np.float32))
         else:
-            result = values.astype(_NUMPY[target.name])
+            result = values.astype(_NUMPY_DTYPES[target.name])
             if "F16" in (source.name, target.name):
                 result[np.isnan(result)] = np.nan
-    if losses is not None and len(result) and (source.name, target.name) not in _HOLDS_ALL:
-        _count_losses(view, result, source.name, target.name, losses)
+    if counts is not None and len(result) and (source.name, target.name) not in _EXACT_CASTS:
+        _count_overflows(view, result, source.name, target.name, counts)
     return memoryview(result).cast("B")
 
 
-def _count_losses(view: memoryview, result: Any, source: str, target: str, losses: CastLosses) -> None:
+def _count_overflows(view: memoryview, result: Any, source: str, target: str, counts: OverflowCounts) -> None:
     """Compare the magnitudes before and after a cast; the source is read only if a loss is possible."""
-    kind, mask, infinity = _MAGNITUDES[target]
-    after = result.view(kind) & mask
+    uint_dtype, mask, infinity = _MAGNITUDES[target]
+    after = result.view(uint_dtype) & mask
     may_overflow, may_underflow = after.max() >= infinity, not after.min()
     if not may_overflow and not may_underflow:
         return
-    kind, mask, infinity_before = _MAGNITUDES[source]
-    before = np.frombuffer(view, kind) & mask
+    uint_dtype, mask, infinity_before = _MAGNITUDES[source]
+    before = np.frombuffer(view, uint_dtype) & mask
     if may_overflow:  # NaN has more than the bits of infinity, before and after
-        losses.overflows += int(np.count_nonzero(after == infinity) - np.count_nonzero(before == infinity_before))
+        counts.overflows += int(np.count_nonzero(after == infinity) - np.count_nonzero(before == infinity_before))
     if may_underflow:
-        losses.underflows += int(np.count_nonzero(before) - np.count_nonzero(after))
+        counts.underflows += int(np.count_nonzero(before) - np.count_nonzero(after))
 
 
-def _to_bf16(values: Any) -> Any:
+def _round_to_bf16(values: Any) -> Any:
     bits = values.view(np.uint32)
     rounded = (bits + (((bits >> 16) & 1) + 0x7FFF)) >> 16
     return np.where(np.isnan(values), np.uint32(0x7FC0), rounded).astype(np.uint16)
@@ -85,9 +85,9 @@ class CastSink:
     """Sink that casts its input and passes it to another sink."""
 
     def __init__(
-        self, sink: Sink, source: DType, target: DType, scratch: memoryview, losses: CastLosses | None = None
+        self, sink: Sink, source: DType, target: DType, scratch: memoryview, counts: OverflowCounts | None = None
     ) -> None:
-        self._sink, self._source, self._target, self._losses = sink, source, target, losses
+        self._sink, self._source, self._target, self._counts = sink, source, target, counts
         self._scratch = scratch[: len(scratch) // source.itemsize * source.itemsize]
         self._filled = 0
 
@@ -100,7 +100,7 @@ class CastSink:
         ready = self._filled // self._source.itemsize * self._source.itemsize
         if not ready:
             return
-        push(self._sink, cast(self._scratch[:ready], self._source, self._target, self._losses))
+        push(self._sink, cast(self._scratch[:ready], self._source, self._target, self._counts))
         rest = self._filled - ready
         self._scratch[:rest] = bytes(self._scratch[ready : self._filled])
         self._filled = rest

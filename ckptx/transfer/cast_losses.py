@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 
 @dataclass(slots=True)
-class CastLosses:
+class OverflowCounts:
     """Losses of one tensor.
 
     Attributes:
@@ -19,35 +19,35 @@ class CastLosses:
     overflows: int = 0
     underflows: int = 0
 
-    def add(self, other: CastLosses) -> None:
+    def add(self, other: OverflowCounts) -> None:
         """Add the losses of another part of the same tensor."""
         self.overflows += other.overflows
         self.underflows += other.underflows
 
 
-class LossesByTensor:
+class OverflowCountsByTensor:
     """Losses of all tensors of one copy; several threads may add to it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._losses: dict[str, CastLosses] = {}
+        self._counts_by_name: dict[str, OverflowCounts] = {}
 
-    def add(self, name: str, losses: CastLosses) -> None:
+    def add(self, name: str, counts: OverflowCounts) -> None:
         """Add the losses of a tensor, or of a part of it."""
-        if losses.overflows or losses.underflows:
+        if counts.overflows or counts.underflows:
             with self._lock:
-                self._losses.setdefault(name, CastLosses()).add(losses)
+                self._counts_by_name.setdefault(name, OverflowCounts()).add(counts)
 
     @property
     def overflows(self) -> dict[str, int]:
         """Return the number of overflows by tensor, without tensors that have none."""
-        return _counts({name: each.overflows for name, each in self._losses.items()})
+        return _drop_zero_counts({name: each.overflows for name, each in self._counts_by_name.items()})
 
     @property
     def underflows(self) -> dict[str, int]:
         """Return the number of underflows by tensor, without tensors that have none."""
-        return _counts({name: each.underflows for name, each in self._losses.items()})
+        return _drop_zero_counts({name: each.underflows for name, each in self._counts_by_name.items()})
 
 
-def _counts(found: Mapping[str, int]) -> dict[str, int]:
-    return {name: found[name] for name in sorted(found) if found[name]}
+def _drop_zero_counts(counts: Mapping[str, int]) -> dict[str, int]:
+    return {name: counts[name] for name in sorted(counts) if counts[name]}

@@ -7,10 +7,10 @@ from types import ModuleType
 
 # A slice costs the interpreter as much as copying a kilobyte. Narrower rows are copied by numpy, whose import takes
 # longer than the whole conversion of most checkpoints without such rows.
-_WIDE = 1024
+_MIN_SLICE_WIDTH = 1024
 
 
-def cut_rows(out: memoryview, rows: memoryview, pitch: int, column: int, width: int) -> None:
+def extract_columns(out: memoryview, rows: memoryview, pitch: int, column: int, width: int) -> None:
     """Fill `out` with the bytes `column` to `column + width` of each row.
 
     Args:
@@ -22,26 +22,26 @@ def cut_rows(out: memoryview, rows: memoryview, pitch: int, column: int, width: 
     """
     if width == pitch:
         out[:] = rows
-    elif width >= _WIDE:
-        at = 0
+    elif width >= _MIN_SLICE_WIDTH:
+        position = 0
         for begin in range(column, column + pitch * (len(out) // width), pitch):
-            out[at : at + width] = rows[begin : begin + width]
-            at += width
+            out[position : position + width] = rows[begin : begin + width]
+            position += width
     else:
-        _reorder().cut(out, rows, pitch, column, width)
+        _reorder().extract_columns(out, rows, pitch, column, width)
 
 
-def weave_rows(out: memoryview, out_width: int, column: int, rows: memoryview, pitch: int, width: int) -> None:
+def insert_columns(out: memoryview, out_width: int, column: int, rows: memoryview, pitch: int, width: int) -> None:
     """Copy `width` bytes every `pitch` bytes of `rows` to `column` of rows of `out_width` bytes."""
     if width == out_width == pitch:
         out[:] = rows[: len(out)]
-    elif width >= _WIDE:
+    elif width >= _MIN_SLICE_WIDTH:
         begin = 0
-        for at in range(column, len(out), out_width):
-            out[at : at + width] = rows[begin : begin + width]
+        for position in range(column, len(out), out_width):
+            out[position : position + width] = rows[begin : begin + width]
             begin += pitch
     else:
-        _reorder().weave(out, out_width, column, rows, pitch, width)
+        _reorder().insert_columns(out, out_width, column, rows, pitch, width)
 
 
 @cache

@@ -19,23 +19,23 @@ except ImportError:
     from zlib import crc32
 
 __all__ = [
-    "LEAF",
+    "LEAF_NBYTES",
     "TreeDigest",
-    "block_digest",
+    "BlockHasher",
     "crc32",
     "digest_bytes",
     "file_digest",
-    "hash_of",
+    "block_hash",
     "join_crc32",
     "leaf_digest",
     "tree_digest",
 ]
 
-LEAF = 16 << 20
+LEAF_NBYTES = 16 << 20
 
 leaf_digest = xxhash.xxh3_128_digest
-hash_of = xxhash.xxh3_64_digest
-block_digest = xxhash.xxh3_64  # of a block while it is written; a resumed run keeps blocks with equal hashes
+block_hash = xxhash.xxh3_64_digest
+BlockHasher = xxhash.xxh3_64  # of a block while it is written; a resumed run keeps blocks with equal hashes
 
 _POLYNOMIAL = 0xEDB88320  # of CRC-32, lowest bit first
 
@@ -47,12 +47,12 @@ def tree_digest(leaves: Iterable[bytes]) -> bytes:
 
 def digest_bytes(data: bytes) -> str:
     """Return the digest of bytes in memory, in hex."""
-    return tree_digest(leaf_digest(data[at : at + LEAF]) for at in range(0, len(data), LEAF)).hex()
+    return tree_digest(leaf_digest(data[at : at + LEAF_NBYTES]) for at in range(0, len(data), LEAF_NBYTES)).hex()
 
 
 def file_digest(file: OutputFile) -> bytes:
     """Return the digest of an open file, read from beginning to end."""
-    return tree_digest(map(leaf_digest, file.blocks(LEAF)))
+    return tree_digest(map(leaf_digest, file.blocks(LEAF_NBYTES)))
 
 
 def join_crc32(first: int, second: int, nbytes: int) -> int:
@@ -79,30 +79,30 @@ def _multiply(a: int, b: int) -> int:
 
 
 class TreeDigest:
-    """Digest of a stream; `room` is the number of bytes before the next block, which no update may cross."""
+    """Digest of a stream; `leaf_remaining` is the number of bytes before the next block, which no update may cross."""
 
-    __slots__ = ("_hasher", "leaves", "room")
+    __slots__ = ("_hasher", "leaf_remaining", "leaves")
 
     def __init__(self) -> None:
         self.leaves: list[bytes] = []
-        self.room = LEAF
+        self.leaf_remaining = LEAF_NBYTES
         self._hasher: xxhash.xxh3_128 | None = None
 
-    def update(self, view: memoryview, last: bool = False) -> None:
-        """Add `view`, at most `room` bytes; `last` is True for the end of the stream."""
-        room = self.room - len(view)
-        if self._hasher is None and (last or not room):
+    def update(self, view: memoryview, is_last: bool = False) -> None:
+        """Add `view`, at most `leaf_remaining` bytes; `is_last` is True for the end of the stream."""
+        remaining = self.leaf_remaining - len(view)
+        if self._hasher is None and (is_last or not remaining):
             self.leaves.append(leaf_digest(view))  # a block in one piece needs no hasher
-            self.room = LEAF
+            self.leaf_remaining = LEAF_NBYTES
             return
         if self._hasher is None:
             self._hasher = xxhash.xxh3_128()
         self._hasher.update(view)
-        if last or not room:
+        if is_last or not remaining:
             self.leaves.append(self._hasher.digest())
             self._hasher = None
-            room = LEAF
-        self.room = room
+            remaining = LEAF_NBYTES
+        self.leaf_remaining = remaining
 
     def digest(self) -> bytes:
         """Return the digest of all blocks finished so far."""

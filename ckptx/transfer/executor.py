@@ -18,8 +18,8 @@ from ckptx.catalog.region import Region, whole
 from ckptx.errors import OutputError
 from ckptx.storage.interface import OutputFile, OutputTree, SourceFiles
 from ckptx.transfer import digest
-from ckptx.transfer.cast_losses import LossesByTensor
-from ckptx.transfer.copy_run import BLOCK, Buffers, Cancelled, CopyContext, CopyRun
+from ckptx.transfer.cast_losses import OverflowCountsByTensor
+from ckptx.transfer.copy_run import BUFFER_NBYTES, Buffers, Cancelled, CopyContext, StepRangeCopier
 from ckptx.transfer.digest import TreeDigest, tree_digest
 from ckptx.transfer.outfile import FileDigests
 from ckptx.transfer.plan import CopyPlan, StepRange
@@ -27,7 +27,7 @@ from ckptx.transfer.split_tensor import SplitTensor
 from ckptx.transfer.stream import TensorReader
 
 # Maximum wait of a worker for the interpreter after a system call; the default equals ten system calls.
-_SWITCH = 0.0002  # seconds
+_SWITCH_INTERVAL = 0.0002  # seconds
 _logger = logging.getLogger(__name__)
 
 
@@ -40,7 +40,7 @@ class CopyResult:
         file_digests: Digest of each target file by name.
         bytes_read: Number of bytes read from the source, including those that a resumed run only compares.
         bytes_written: Number of bytes written; less than planned if the run was resumed.
-        unrecorded: Number of source records without a CRC.
+        records_without_crc: Number of source records without a CRC.
         was_locked: False if the file system of the output has no locks.
         was_complete: True if nothing was copied because the files were already complete.
         overflows: Number of finite elements that a cast made infinite, by target name.
@@ -52,7 +52,7 @@ class CopyResult:
     file_digests: dict[str, str] = field(default_factory=dict)
     bytes_read: int = 0
     bytes_written: int = 0
-    unrecorded: int = 0
+    records_without_crc: int = 0
     was_locked: bool = True
     was_complete: bool = False
     overflows: dict[str, int] = field(default_factory=dict)
@@ -65,7 +65,7 @@ class CopyResult:
         self.file_digests |= other.file_digests
         self.bytes_read += other.bytes_read
         self.bytes_written += other.bytes_written
-        self.unrecorded += other.unrecorded
+        self.records_without_crc += other.records_without_crc
         self.overflows |= other.overflows
         self.underflows |= other.underflows
 
@@ -101,10 +101,10 @@ def execute(
         SpaceError: The disk is full.
         OutputError: The target cannot be written.
     """
-    return Copy(plan, source, tree, journal, workers, max_memory, resumed, groups).run(on_progress)
+    return CopyExecution(plan, source, tree, journal, workers, max_memory, resumed, groups).run(on_progress)
 
 
-class Copy:
+class CopyExecution:
     """One execution of a plan, with its queue, threads and results."""
 
     def __init__(
@@ -119,42 +119,42 @@ class Copy:
         groups: Collection[int] | None,
     ) -> None:
         self.plan, self.source, self.tree, self.resumed = plan, source, tree, resumed
-        runs = [run for run in plan.runs() if groups is None or run.group in groups]
+        step_ranges = [run for run in plan.step_ranges() if groups is None or run.group in groups]
         indices = range(len(plan.groups)) if groups is None else groups
         self.files = sorted(index for group in indices for index in plan.groups[group].files)
-        self.queue = deque(runs)
-        self.workers = max(1, min(workers, len(runs)))
-        self.memory_each = max_memory // self.workers
-        self.outcome = CopyResult()
+        self.queue = deque(step_ranges)
+        self.workers = max(1, min(workers, len(step_ranges)))
+        self.memory_per_worker = max_memory // self.workers
+        self.result = CopyResult()
         self.file_digests = {index: FileDigests() for index in self.files}
-        self.targets: dict[int, OutputFile] = {}
+        self.target_files: dict[int, OutputFile] = {}
         self.errors: list[BaseException] = []
-        self.stop = threading.Event()
-        self.written = [0] * self.workers
+        self.stop_event = threading.Event()
+        self.bytes_written = [0] * self.workers
         self._lock = threading.Lock()
-        self._losses = LossesByTensor()
+        self._overflow_counts = OverflowCountsByTensor()
         self._context = CopyContext(
             plan,
             tree,
             journal,
             resumed,
-            _split_steps(runs),
-            self.targets,
+            _create_split_tensors(step_ranges),
+            self.target_files,
             self.file_digests,
-            self.outcome.digests,
-            self._losses,
-            self.written,
-            self.stop,
+            self.result.digests,
+            self._overflow_counts,
+            self.bytes_written,
+            self.stop_event,
         )
 
     def run(self, on_progress: Callable[[int], None]) -> CopyResult:
         """Copy everything; raise the error of the first worker that failed."""
         interval = sys.getswitchinterval()
-        sys.setswitchinterval(_SWITCH)
+        sys.setswitchinterval(_SWITCH_INTERVAL)
         try:
             for index in self.files:
                 name, nbytes = self.plan.files[index].name, self.plan.files[index].nbytes
-                self.targets[index] = self.tree.open_output(name, nbytes, keep=self.resumed)
+                self.target_files[index] = self.tree.open_output(name, nbytes, keep=self.resumed)
             threads = [threading.Thread(target=self._work, args=(i,), daemon=True) for i in range(self.workers)]
             for thread in threads:
                 thread.start()
@@ -162,10 +162,10 @@ class Copy:
                 for thread in threads:
                     while thread.is_alive():
                         thread.join(0.1)
-                        on_progress(sum(self.written))
-                on_progress(sum(self.written))
+                        on_progress(sum(self.bytes_written))
+                on_progress(sum(self.bytes_written))
             except BaseException:  # stop the workers first, then re-raise
-                self.stop.set()
+                self.stop_event.set()
                 for thread in threads:
                     thread.join()
                 raise
@@ -174,43 +174,46 @@ class Copy:
             self._digest_files()
         finally:
             sys.setswitchinterval(interval)
-        self.outcome.bytes_written = sum(self.written)
-        self.outcome.overflows, self.outcome.underflows = self._losses.overflows, self._losses.underflows
-        return self.outcome
+        self.result.bytes_written = sum(self.bytes_written)
+        self.result.overflows, self.result.underflows = (
+            self._overflow_counts.overflows,
+            self._overflow_counts.underflows,
+        )
+        return self.result
 
     def _work(self, worker: int) -> None:
-        reader = TensorReader(self.source, self.memory_each)
+        reader = TensorReader(self.source, self.memory_per_worker)
         buffers = Buffers()
         try:
-            while not self.stop.is_set():
+            while not self.stop_event.is_set():
                 try:
-                    run = self.queue.popleft()
+                    step_range = self.queue.popleft()
                 except IndexError:
                     break
-                _logger.debug("worker %d: %s", worker, run)
-                self.source.expect(_spans(self.plan, run))
-                CopyRun(self._context, run, reader, buffers, worker).run()
+                _logger.debug("worker %d: %s", worker, step_range)
+                self.source.expect(_chunk_spans(self.plan, step_range))
+                StepRangeCopier(self._context, step_range, reader, buffers, worker).copy()
         except Cancelled:
             pass
         except BaseException as error:  # re-raised in the calling thread
             self.errors.append(error)
-            self.stop.set()
+            self.stop_event.set()
         with self._lock:
-            self.outcome.bytes_read += reader.bytes_read
-            self.outcome.unrecorded += reader.unrecorded
+            self.result.bytes_read += reader.bytes_read
+            self.result.records_without_crc += reader.records_without_crc
 
     def _digest_files(self) -> None:
         """Combine the digests of file blocks; blocks that span two runs are read back from the page cache."""
-        missing: deque[tuple[int, int, int]] = deque()
+        undigested: deque[tuple[int, int, int]] = deque()
         for index in self.files:
             nbytes = self.plan.files[index].nbytes
-            found = self.targets[index].size
-            if found != nbytes:
-                raise self._size_error(index, found)
-            missing += [(index, *each) for each in self.file_digests[index].missing(nbytes)]
+            actual = self.target_files[index].size
+            if actual != nbytes:
+                raise self._size_error(index, actual)
+            undigested += [(index, *each) for each in self.file_digests[index].find_undigested_leaves(nbytes)]
         readers = [
-            threading.Thread(target=self._read_back, args=(missing,), daemon=True)
-            for _ in range(min(self.workers, len(missing)))
+            threading.Thread(target=self._digest_rest, args=(undigested,), daemon=True)
+            for _ in range(min(self.workers, len(undigested)))
         ]
         for reader in readers:
             reader.start()
@@ -220,55 +223,55 @@ class Copy:
             raise self.errors[0]
         for index in self.files:
             file, leaves = self.plan.files[index], self.file_digests[index].leaves
-            self.outcome.file_digests[file.name] = tree_digest(leaves[leaf] for leaf in sorted(leaves)).hex()
+            self.result.file_digests[file.name] = tree_digest(leaves[leaf] for leaf in sorted(leaves)).hex()
 
-    def _size_error(self, index: int, found: int) -> OutputError:
+    def _size_error(self, index: int, nbytes: int) -> OutputError:
         file = self.plan.files[index]
         return OutputError(
-            f"{self.tree.path / file.name}: has {found} bytes, but {file.nbytes} were written; another process changed "
-            "the staging directory, nothing was published, run again"
+            f"{self.tree.path / file.name}: has {nbytes} bytes, but {file.nbytes} were written; another process "
+            "changed the staging directory, nothing was published, run again"
         )
 
-    def _read_back(self, missing: deque[tuple[int, int, int]]) -> None:
+    def _digest_rest(self, undigested: deque[tuple[int, int, int]]) -> None:
         """Digest the rest of the file blocks in the queue: file, block, first position."""
-        buffer = memoryview(bytearray(BLOCK))
+        buffer = memoryview(bytearray(BUFFER_NBYTES))
         try:
-            while missing:
+            while undigested:
                 try:
-                    index, leaf, begin = missing.popleft()
+                    index, leaf, begin = undigested.popleft()
                 except IndexError:
                     return
                 digests = self.file_digests[index]
-                end = min((leaf + 1) * digest.LEAF, self.plan.files[index].nbytes)
-                tree = digests.begun.get(begin) or TreeDigest()
-                for at in range(begin, end, BLOCK):
-                    view = buffer[: min(BLOCK, end - at)]
-                    got = self.targets[index].read_into(view, at)
-                    if got != len(view):
-                        raise self._size_error(index, at + got)
-                    tree.update(view, last=at + len(view) == end)
+                end = min((leaf + 1) * digest.LEAF_NBYTES, self.plan.files[index].nbytes)
+                tree = digests.partial_leaves.get(begin) or TreeDigest()
+                for position in range(begin, end, BUFFER_NBYTES):
+                    view = buffer[: min(BUFFER_NBYTES, end - position)]
+                    nbytes_read = self.target_files[index].read_into(view, position)
+                    if nbytes_read != len(view):
+                        raise self._size_error(index, position + nbytes_read)
+                    tree.update(view, is_last=position + len(view) == end)
                 (digests.leaves[leaf],) = tree.leaves
         except BaseException as error:  # re-raised in the calling thread
             self.errors.append(error)
 
 
-def _spans(plan: CopyPlan, run: StepRange) -> Iterator[tuple[str, int, int]]:
+def _chunk_spans(plan: CopyPlan, step_range: StepRange) -> Iterator[tuple[str, int, int]]:
     """Yield file, offset and number of bytes of the chunks that a run reads, in order."""
-    for step in plan.groups[run.group].steps[run.first : run.stop]:
+    for step in plan.groups[step_range.group].steps[step_range.first : step_range.stop]:
         entry = step.source
         region = whole(entry.shape)
-        if run.rows is not None:
-            first, stop = run.rows
+        if step_range.dim0_range is not None:
+            first, stop = step_range.dim0_range
             region = Region((first, *region.offsets[1:]), (stop - first, *region.sizes[1:]))
         for chunk in entry.chunks:
             if chunk.region.intersect(region) is not None:
                 yield chunk.file, chunk.offset, chunk.nbytes
 
 
-def _split_steps(runs: list[StepRange]) -> dict[tuple[int, int], SplitTensor]:
+def _create_split_tensors(step_ranges: list[StepRange]) -> dict[tuple[int, int], SplitTensor]:
     """Create the shared results of each tensor that several workers copy, by group and step."""
     counts: dict[tuple[int, int], int] = {}
-    for run in runs:
-        if run.rows is not None:
-            counts[run.group, run.first] = counts.get((run.group, run.first), 0) + 1
+    for step_range in step_ranges:
+        if step_range.dim0_range is not None:
+            counts[step_range.group, step_range.first] = counts.get((step_range.group, step_range.first), 0) + 1
     return {key: SplitTensor(count) for key, count in counts.items()}

@@ -24,7 +24,8 @@ from ckptx.errors import Defect
 class Cell(NamedTuple):
     """Bytes `left` to `right` of the rows `top` to `bottom`.
 
-    `block` is the index of the block, `begin` the number of its bytes before the cell, which are in another share.
+    `block` is the index of the block, `offset_in_block` the number of its bytes before the cell, which are in another
+    share.
     """
 
     block: int
@@ -32,7 +33,7 @@ class Cell(NamedTuple):
     bottom: int
     left: int
     right: int
-    begin: int = 0
+    offset_in_block: int = 0
 
     @property
     def nbytes(self) -> int:
@@ -40,7 +41,7 @@ class Cell(NamedTuple):
         return (self.bottom - self.top) * (self.right - self.left)
 
 
-class Piece(NamedTuple):
+class Extent(NamedTuple):
     """Contiguous bytes of one cell in the tensor."""
 
     block: int
@@ -48,11 +49,14 @@ class Piece(NamedTuple):
 
 
 class Grid(NamedTuple):
-    """Rows of `width` bytes and the cells in them; `inner` rows belong to an index of dim 0 (0: part of a row)."""
+    """Rows of `width` bytes and the cells in them.
+
+    `rows_per_index` is the number of rows for one index of dim 0; 0 if an index is only a part of a row.
+    """
 
     rows: int
     width: int
-    inner: int
+    rows_per_index: int
     cells: tuple[Cell, ...]
 
     @property
@@ -61,68 +65,71 @@ class Grid(NamedTuple):
         return self.rows * self.width
 
     @property
-    def narrowest(self) -> int:
+    def min_cell_width(self) -> int:
         """Return the row width of the narrowest cell in bytes."""
         return min((cell.right - cell.left for cell in self.cells if cell.nbytes), default=self.width)
 
-    def share(self, begin: int, end: int, dim0: int) -> Grid:
-        """Return the part for indices `begin` to `end` of dim 0, which has size `dim0`; blocks keep their index."""
-        if self.inner:
-            top, bottom, left, right = begin * self.inner, end * self.inner, 0, self.width
+    def slice_dim0(self, begin: int, end: int, dim0_size: int) -> Grid:
+        """Return the part for indices `begin` to `end` of dim 0 of size `dim0_size`; blocks keep their index."""
+        if self.rows_per_index:
+            top, bottom, left, right = begin * self.rows_per_index, end * self.rows_per_index, 0, self.width
         else:
-            unit = self.width // dim0
+            unit = self.width // dim0_size
             top, bottom, left, right = 0, 1, begin * unit, end * unit
         cells = []
         for cell in self.cells:
             first, last = max(cell.top, top), min(cell.bottom, bottom)
             low, high = max(cell.left, left), min(cell.right, right)
             if first < last and low < high:
-                before = (first - cell.top) * (cell.right - cell.left) + low - cell.left
-                cells.append(Cell(cell.block, first - top, last - top, low - left, high - left, before))
-        return Grid(bottom - top, right - left, self.inner, tuple(cells))
+                offset_in_block = (first - cell.top) * (cell.right - cell.left) + low - cell.left
+                cells.append(Cell(cell.block, first - top, last - top, low - left, high - left, offset_in_block))
+        return Grid(bottom - top, right - left, self.rows_per_index, tuple(cells))
 
-    def pieces(self) -> Iterator[Piece]:
+    def iterate_extents(self) -> Iterator[Extent]:
         """Yield the pieces in row-major order."""
-        filled = [cell for cell in self.cells if cell.nbytes]
-        points = sorted({point for cell in filled for point in (cell.top, cell.bottom)})
+        nonempty_cells = [cell for cell in self.cells if cell.nbytes]
+        points = sorted({point for cell in nonempty_cells for point in (cell.top, cell.bottom)})
         for top, bottom in pairwise(points):
-            across = sorted(
-                (cell for cell in filled if cell.top <= top and bottom <= cell.bottom), key=lambda cell: cell.left
+            band_cells = sorted(
+                (cell for cell in nonempty_cells if cell.top <= top and bottom <= cell.bottom),
+                key=lambda cell: cell.left,
             )
-            if len(across) == 1:
-                yield Piece(across[0].block, (bottom - top) * (across[0].right - across[0].left))
+            if len(band_cells) == 1:
+                yield Extent(band_cells[0].block, (bottom - top) * (band_cells[0].right - band_cells[0].left))
                 continue
-            row = [Piece(cell.block, cell.right - cell.left) for cell in across]
+            row = [Extent(cell.block, cell.right - cell.left) for cell in band_cells]
             for _ in range(bottom - top):
                 yield from row
 
 
 def is_grid(shape: Shape, regions: Sequence[Region]) -> bool:
     """Return True if `regions` are sharded on dim 0 and at most one other dim."""
-    cut = _cut_dims(shape, regions)
-    return not any(0 < dim < cut[-1] for dim in cut)
+    dims = _sharded_dims(shape, regions)
+    return not any(0 < dim < dims[-1] for dim in dims)
 
 
-def _cut_dims(shape: Shape, regions: Sequence[Region]) -> list[int]:
+def _sharded_dims(shape: Shape, regions: Sequence[Region]) -> list[int]:
     return [dim for dim in range(len(shape)) if any(region.sizes[dim] != shape[dim] for region in regions)]
 
 
-def grid_of(dtype: DType, shape: Shape, regions: Sequence[Region]) -> Grid:
+def build_grid(dtype: DType, shape: Shape, regions: Sequence[Region]) -> Grid:
     """Return the grid of a tensor sharded into `regions`, on dim 0 and at most one other dim, as TP with FSDP gives.
 
     Raises:
         Defect: The regions are sharded on more dims.
     """
-    cut = _cut_dims(shape, regions)
+    sharded_dims = _sharded_dims(shape, regions)
     if not is_grid(shape, regions):
-        raise Defect(f"a tensor of shape {list(shape)} sharded on dims {cut}; this is a bug in ckptx, please report it")
-    dim = cut[-1] if cut else 0
-    unit = prod(shape[dim + 1 :]) * dtype.bits  # of one index of `dim`, in bits: half a byte for F4
+        raise Defect(
+            f"a tensor of shape {list(shape)} sharded on dims {sharded_dims}; this is a bug in ckptx, please report it"
+        )
+    dim = sharded_dims[-1] if sharded_dims else 0
+    unit_bits = prod(shape[dim + 1 :]) * dtype.bits  # of one index of `dim`, in bits: half a byte for F4
     width = dtype.nbytes(prod(shape[dim:]))
-    inner = prod(shape[1:dim]) if dim else 0
+    rows_per_index = prod(shape[1:dim]) if dim else 0
     cells = []
     for block, (offsets, sizes) in enumerate(regions):
-        top, bottom = (offsets[0] * inner, (offsets[0] + sizes[0]) * inner) if dim else (0, 1)
-        left, right = (offsets[dim] * unit, (offsets[dim] + sizes[dim]) * unit) if shape else (0, unit)
+        top, bottom = (offsets[0] * rows_per_index, (offsets[0] + sizes[0]) * rows_per_index) if dim else (0, 1)
+        left, right = (offsets[dim] * unit_bits, (offsets[dim] + sizes[dim]) * unit_bits) if shape else (0, unit_bits)
         cells.append(Cell(block, top, bottom, left // 8, right // 8))
-    return Grid(prod(shape[:dim]), width, inner, tuple(cells))
+    return Grid(prod(shape[:dim]), width, rows_per_index, tuple(cells))

@@ -14,20 +14,22 @@ class FileDigests:
 
     Attributes:
         leaves: Block number -> digest of the complete block.
-        begun: Position -> digest of the block that was written in order up to there.
+        partial_leaves: Position -> digest of the block that was written in order up to there.
     """
 
-    __slots__ = ("begun", "leaves")
+    __slots__ = ("leaves", "partial_leaves")
 
     def __init__(self) -> None:
         self.leaves: dict[int, bytes] = {}
-        self.begun: dict[int, TreeDigest] = {}
+        self.partial_leaves: dict[int, TreeDigest] = {}
 
-    def missing(self, nbytes: int) -> list[tuple[int, int]]:
+    def find_undigested_leaves(self, nbytes: int) -> list[tuple[int, int]]:
         """Return number and first position to read of each block of a file of `nbytes` that is not digested yet."""
-        begun = {position // digest.LEAF: position for position in self.begun}
-        count = -(-nbytes // digest.LEAF)
-        return [(leaf, begun.get(leaf, leaf * digest.LEAF)) for leaf in range(count) if leaf not in self.leaves]
+        positions = {position // digest.LEAF_NBYTES: position for position in self.partial_leaves}
+        count = -(-nbytes // digest.LEAF_NBYTES)
+        return [
+            (leaf, positions.get(leaf, leaf * digest.LEAF_NBYTES)) for leaf in range(count) if leaf not in self.leaves
+        ]
 
 
 class OutFile:
@@ -38,11 +40,11 @@ class OutFile:
 
     Attributes:
         position: Position of the buffer in the file.
-        fill: Number of bytes in the buffer.
+        buffered: Number of bytes in the buffer.
         nbytes: Total size of the file.
     """
 
-    __slots__ = ("_buffer", "_digest", "_digests", "_file", "_on_write", "fill", "nbytes", "position")
+    __slots__ = ("_buffer", "_file", "_file_digests", "_leaf_digest", "_on_write", "buffered", "nbytes", "position")
 
     def __init__(
         self,
@@ -63,89 +65,89 @@ class OutFile:
             on_write: Called with the number of bytes before they are written.
             position: First position to write.
         """
-        self.nbytes, self.position, self.fill = nbytes, position, 0
-        self._file, self._buffer, self._digests, self._on_write = file, buffer, digests, on_write
-        self._digest = digests.begun.pop(position, None)
+        self.nbytes, self.position, self.buffered = nbytes, position, 0
+        self._file, self._buffer, self._file_digests, self._on_write = file, buffer, digests, on_write
+        self._leaf_digest = digests.partial_leaves.pop(position, None)
 
     @property
     def end(self) -> int:
         """Return the position of the next byte."""
-        return self.position + self.fill
+        return self.position + self.buffered
 
     def seek(self, position: int) -> None:
         """Continue at `position`."""
-        if position != self.position + self.fill:
-            self.leave()
+        if position != self.position + self.buffered:
+            self.suspend()
             self.position = position
-            self._digest = self._digests.begun.pop(position, None)
+            self._leaf_digest = self._file_digests.partial_leaves.pop(position, None)
 
     def space(self, nbytes: int) -> memoryview:
         """Return memory for the next bytes, at least one and at most `nbytes`."""
         size = len(self._buffer)
-        return self._buffer[self.fill : self.fill + min(nbytes, size - (self.position + self.fill) % size)]
+        return self._buffer[self.buffered : self.buffered + min(nbytes, size - (self.position + self.buffered) % size)]
 
     def reserve(self, nbytes: int) -> memoryview:
         """Return memory for exactly `nbytes`, which must fit into the buffer."""
-        if self.fill + nbytes > len(self._buffer):
+        if self.buffered + nbytes > len(self._buffer):
             self.flush()
-        return self._buffer[self.fill : self.fill + nbytes]
+        return self._buffer[self.buffered : self.buffered + nbytes]
 
     def advance(self, nbytes: int) -> None:
         """Account for `nbytes` that were written to the memory returned last."""
-        self.fill += nbytes
-        if self.fill == len(self._buffer) or (self.position + self.fill) % len(self._buffer) == 0:
+        self.buffered += nbytes
+        if self.buffered == len(self._buffer) or (self.position + self.buffered) % len(self._buffer) == 0:
             self.flush()
 
     def write(self, data: bytes) -> None:
         """Add bytes that are not tensor data: a header, a frame."""
-        if len(data) <= len(self._buffer) - self.fill:
-            self._buffer[self.fill : self.fill + len(data)] = data
+        if len(data) <= len(self._buffer) - self.buffered:
+            self._buffer[self.buffered : self.buffered + len(data)] = data
             self.advance(len(data))
             return
-        at = 0
-        while at < len(data):
-            view = self.space(len(data) - at)
-            view[:] = data[at : at + len(view)]
-            at += len(view)
+        written = 0
+        while written < len(data):
+            view = self.space(len(data) - written)
+            view[:] = data[written : written + len(view)]
+            written += len(view)
             self.advance(len(view))
 
     def write_through(self, view: memoryview) -> None:
         """Write bytes from a buffer of the caller, after flushing the own buffer."""
         self.flush()
-        self._put(view)
+        self._write_view(view)
 
     def flush(self) -> None:
         """Write the contents of the buffer."""
-        if self.fill:
-            self._put(self._buffer[: self.fill])
-            self.fill = 0
+        if self.buffered:
+            self._write_view(self._buffer[: self.buffered])
+            self.buffered = 0
 
-    def _put(self, view: memoryview) -> None:
+    def _write_view(self, view: memoryview) -> None:
         self._on_write(len(view))
-        at, position = 0, self.position
-        while at < len(view):
-            piece = view[at : at + digest.LEAF - position % digest.LEAF]
-            self._digest_piece(piece, position)
-            at += len(piece)
-            position += len(piece)
+        done, position = 0, self.position
+        while done < len(view):
+            part = view[done : done + digest.LEAF_NBYTES - position % digest.LEAF_NBYTES]
+            self._update_digest(part, position)
+            done += len(part)
+            position += len(part)
         self._file.write(view, self.position)
         self.position = position
 
-    def leave(self) -> None:
+    def suspend(self) -> None:
         """Flush, and store the digest of the current block for the pass that continues at this position."""
         self.flush()
-        if self._digest is not None:
-            self._digests.begun[self.position], self._digest = self._digest, None
+        if self._leaf_digest is not None:
+            self._file_digests.partial_leaves[self.position], self._leaf_digest = self._leaf_digest, None
 
-    def _digest_piece(self, piece: memoryview, position: int) -> None:
+    def _update_digest(self, view: memoryview, position: int) -> None:
         """Digest blocks of the file that are written in order; the rest of other blocks is read back at the end."""
-        if position % digest.LEAF == 0:
-            self._digest = TreeDigest()
-        if self._digest is None:
+        if position % digest.LEAF_NBYTES == 0:
+            self._leaf_digest = TreeDigest()
+        if self._leaf_digest is None:
             return
-        end = position + len(piece)
+        end = position + len(view)
         is_last = end == self.nbytes
-        self._digest.update(piece, last=is_last)
-        if is_last or end % digest.LEAF == 0:
-            self._digests.leaves[(end - 1) // digest.LEAF] = self._digest.leaves[-1]
-            self._digest = None
+        self._leaf_digest.update(view, is_last=is_last)
+        if is_last or end % digest.LEAF_NBYTES == 0:
+            self._file_digests.leaves[(end - 1) // digest.LEAF_NBYTES] = self._leaf_digest.leaves[-1]
+            self._leaf_digest = None

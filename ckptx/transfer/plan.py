@@ -22,29 +22,29 @@ from ckptx.catalog.region import Shape
 from ckptx.transfer import digest
 
 # Bytes that one worker takes at a time: long enough for a sequential pass, short enough to balance workers.
-RUN = 128 << 20
+STEP_RANGE_NBYTES = 128 << 20
 
-FrameOf = Callable[[DType, Shape], Frame]
+FrameBuilder = Callable[[DType, Shape], Frame]
 
 
 class CopyStep(NamedTuple):
     """Copy of one tensor from the chunks of `source` to those of `target`; their dtypes may differ.
 
-    `framed` is False for pickled objects, whose bytes are copied without a frame.
+    `has_frame` is False for pickled objects, whose bytes are copied without a frame.
     """
 
     target: TensorEntry
     source: TensorEntry
-    framed: bool
+    has_frame: bool
 
 
 class TargetFile(NamedTuple):
-    """File to write: `prologue`, then blocks without gaps; `blocks` is their number."""
+    """File to write: `prologue`, then `block_count` blocks without gaps."""
 
     name: str
     nbytes: int
     prologue: bytes
-    blocks: int
+    block_count: int
 
 
 class FileGroup(NamedTuple):
@@ -55,12 +55,12 @@ class FileGroup(NamedTuple):
 
 
 class StepRange(NamedTuple):
-    """Steps `first` to `stop` of a group; or, with `rows`, that range of dim 0 of the tensor of one step."""
+    """Steps `first` to `stop` of a group; or, with `dim0_range`, that range of dim 0 of the tensor of one step."""
 
     group: int
     first: int
     stop: int
-    rows: tuple[int, int] | None = None
+    dim0_range: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,14 +70,14 @@ class CopyPlan:
     Attributes:
         files: Files to write.
         groups: Groups of files that are written together, with their steps.
-        frame_of: Function that returns the frame around a block; None for formats without frames.
+        build_frame: Function that returns the frame around a block; None for formats without frames.
         bytes_read: Number of bytes of tensor data to read.
         bytes_written: Sum of the file sizes in bytes.
     """
 
     files: tuple[TargetFile, ...]
     groups: tuple[FileGroup, ...]
-    frame_of: FrameOf | None
+    build_frame: FrameBuilder | None
     bytes_read: int
     bytes_written: int
 
@@ -86,57 +86,58 @@ class CopyPlan:
         for group in self.groups:
             yield from group.steps
 
-    def lines(self) -> Iterator[str]:
+    def to_lines(self) -> Iterator[str]:
         """Yield a text description: each group, and source and destination of each tensor in it."""
         for number, group in enumerate(self.groups):
             names = [self.files[index].name for index in group.files]
             yield f"group {number}: {', '.join(names)}"
             for step in group.steps:
-                form = f"{step.target.name} {step.target.dtype} {list(step.target.shape)}"
-                yield f"  {form} <- {step.source.name} {_places(step.source)} -> {_places(step.target)}"
+                tensor_text = f"{step.target.name} {step.target.dtype} {list(step.target.shape)}"
+                source, target = _format_position(step.source), _format_position(step.target)
+                yield f"  {tensor_text} <- {step.source.name} {source} -> {target}"
 
-    def runs(self) -> list[StepRange]:
+    def step_ranges(self) -> list[StepRange]:
         """Return the runs, ordered so that neighbors are in different groups: writers of one file block each other."""
         ordered: list[tuple[int, StepRange]] = []
         for index, group in enumerate(self.groups):
-            ordered += enumerate(_runs_of(index, group))
+            ordered += enumerate(_split_group(index, group))
         ordered.sort(key=lambda pair: (pair[0], pair[1].group))
-        return [run for _, run in ordered]
+        return [step_range for _, step_range in ordered]
 
 
-def _places(entry: TensorEntry) -> str:
+def _format_position(entry: TensorEntry) -> str:
     """Return file and offset of the first chunk, and the number of further chunks, as text."""
     first = entry.chunks[0]
     more = f" and {len(entry.chunks) - 1} more" if len(entry.chunks) > 1 else ""
     return f"{first.file}:{first.offset}{more}"
 
 
-def _runs_of(index: int, group: FileGroup) -> Iterator[StepRange]:
-    first = size = 0
+def _split_group(index: int, group: FileGroup) -> Iterator[StepRange]:
+    first = nbytes = 0
     for i, step in enumerate(group.steps):
-        shares = list(_shares(step)) if step.target.nbytes > RUN else []
-        if len(shares) > 1:
+        dim0_ranges = list(_split_dim0(step)) if step.target.nbytes > STEP_RANGE_NBYTES else []
+        if len(dim0_ranges) > 1:
             if first < i or i == 0:
                 yield StepRange(index, first, i)  # even if it is empty, because the first run writes the prologues
-            yield from (StepRange(index, i, i + 1, rows) for rows in shares)
-            first, size = i + 1, 0
+            yield from (StepRange(index, i, i + 1, dim0_range) for dim0_range in dim0_ranges)
+            first, nbytes = i + 1, 0
             continue
-        size += step.target.nbytes
-        if size >= RUN:
+        nbytes += step.target.nbytes
+        if nbytes >= STEP_RANGE_NBYTES:
             yield StepRange(index, first, i + 1)
-            first, size = i + 1, 0
+            first, nbytes = i + 1, 0
     if first < len(group.steps) or not group.steps:
         yield StepRange(index, first, len(group.steps))
 
 
-def _shares(step: CopyStep) -> Iterator[tuple[int, int]]:
-    """Yield ranges of dim 0 of about `RUN` bytes that start at a block of the digest of the tensor."""
+def _split_dim0(step: CopyStep) -> Iterator[tuple[int, int]]:
+    """Yield ranges of dim 0 of about `STEP_RANGE_NBYTES` bytes that start at a block of the digest of the tensor."""
     shape, dtype = step.target.shape, step.target.dtype
     row_bits = prod(shape[1:]) * dtype.bits
     if not shape or row_bits % 8:
         return
     row_bytes = row_bits // 8
-    unit = digest.LEAF // gcd(row_bytes, digest.LEAF)  # rows
-    count = unit * max(1, RUN // (unit * row_bytes))
+    leaf_rows = digest.LEAF_NBYTES // gcd(row_bytes, digest.LEAF_NBYTES)  # rows
+    count = leaf_rows * max(1, STEP_RANGE_NBYTES // (leaf_rows * row_bytes))
     for begin in range(0, shape[0], count):
         yield begin, min(begin + count, shape[0])

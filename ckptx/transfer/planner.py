@@ -10,9 +10,9 @@ from ckptx.catalog.entry import Block, BytesEntry, Chunk, ShardedChunks, TensorE
 from ckptx.catalog.object_ids import ObjectIds
 from ckptx.catalog.region import Shape, coverage_fault, whole
 from ckptx.errors import Defect
-from ckptx.transfer.plan import CopyPlan, CopyStep, FileGroup, FrameOf, TargetFile
+from ckptx.transfer.plan import CopyPlan, CopyStep, FileGroup, FrameBuilder, TargetFile
 
-_REPORT = "this is a bug in ckptx, please report it"
+_REPORT_BUG = "this is a bug in ckptx, please report it"
 
 
 def plan_copy(
@@ -20,7 +20,7 @@ def plan_copy(
     target: Catalog,
     source_names: Mapping[str, str],
     *,
-    frame_of: FrameOf | None = None,
+    build_frame: FrameBuilder | None = None,
     prologues: Mapping[str, bytes] | None = None,
     groups: Iterable[Sequence[str]] | None = None,
 ) -> CopyPlan:
@@ -31,7 +31,7 @@ def plan_copy(
         target: Target catalog, in which every chunk has its file and offset. Tensors of one group are in the order of
             their blocks.
         source_names: Name in `target` -> name in `source`, for tensors and objects.
-        frame_of: Function that returns the frame around a block, which chunks of `target` then include; None for
+        build_frame: Function that returns the frame around a block, which chunks of `target` then include; None for
             formats without frames.
         prologues: File name -> first bytes of the file.
         groups: Names of files that are written together; None to write each file on its own.
@@ -42,44 +42,44 @@ def plan_copy(
     prologues = prologues or {}
     steps = [CopyStep(entry, source.tensors[source_names[entry.name]], True) for entry in target.tensors.values()]
     steps += [
-        CopyStep(_as_tensor(place), _as_tensor(source.objects[source_names[place.name]]), False)
+        CopyStep(_convert_to_tensor(place), _convert_to_tensor(source.objects[source_names[place.name]]), False)
         for place in target.objects.values()
     ]
-    proof = _CoverageCheck()
+    coverage_check = _CoverageCheck()
     for step in steps:
-        proof.check(step)
-    names = [tuple(group) for group in groups] if groups is not None else [(name,) for name in target.files]
-    owner = {name: index for index, group in enumerate(names) for name in group}
-    members: list[list[CopyStep]] = [[] for _ in names]
+        coverage_check.check(step)
+    group_names = [tuple(group) for group in groups] if groups is not None else [(name,) for name in target.files]
+    group_by_file = {name: index for index, group in enumerate(group_names) for name in group}
+    steps_by_group: list[list[CopyStep]] = [[] for _ in group_names]
     for step in steps:
-        members[owner[step.target.place[0]]].append(step)
+        steps_by_group[group_by_file[step.target.place[0]]].append(step)
     files = list(target.files)
-    position = {name: len(prologues.get(name, b"")) for name in files}
-    blocks = dict.fromkeys(files, 0)
-    for index, group in enumerate(members):
-        if len(names[index]) == 1:
+    end_by_file = {name: len(prologues.get(name, b"")) for name in files}
+    block_counts = dict.fromkeys(files, 0)
+    for index, group in enumerate(steps_by_group):
+        if len(group_names[index]) == 1:
             group.sort(key=lambda step: step.target.place[1])
-        _check_files(group, frozenset(names[index]), position, blocks)
+        _check_files(group, frozenset(group_names[index]), end_by_file, block_counts)
     for name, nbytes in target.files.items():
-        if position[name] != nbytes:
-            raise Defect(f"{name}: planned {nbytes} bytes, blocks end at {position[name]}; {_REPORT}")
-    index_of = {name: index for index, name in enumerate(files)}
+        if end_by_file[name] != nbytes:
+            raise Defect(f"{name}: planned {nbytes} bytes, blocks end at {end_by_file[name]}; {_REPORT_BUG}")
+    index_by_file = {name: index for index, name in enumerate(files)}
     return CopyPlan(
-        tuple(TargetFile(name, target.files[name], prologues.get(name, b""), blocks[name]) for name in files),
+        tuple(TargetFile(name, target.files[name], prologues.get(name, b""), block_counts[name]) for name in files),
         tuple(
-            FileGroup(tuple(index_of[name] for name in group), tuple(inside))
-            for group, inside in zip(names, members, strict=True)
+            FileGroup(tuple(index_by_file[name] for name in group), tuple(inside))
+            for group, inside in zip(group_names, steps_by_group, strict=True)
         ),
-        frame_of,
+        build_frame,
         sum(step.source.nbytes for step in steps),
         sum(target.files.values()),
     )
 
 
-def _as_tensor(place: BytesEntry) -> TensorEntry:
+def _convert_to_tensor(entry: BytesEntry) -> TensorEntry:
     """Return an entry for a pickled object as a tensor of bytes."""
-    shape = (place.nbytes,)
-    return TensorEntry(place.name, BY_NAME["U8"], shape, (Chunk(whole(shape), place.file, place.offset, place.nbytes),))
+    shape = (entry.nbytes,)
+    return TensorEntry(entry.name, BY_NAME["U8"], shape, (Chunk(whole(shape), entry.file, entry.offset, entry.nbytes),))
 
 
 class _CoverageCheck:
@@ -94,7 +94,7 @@ class _CoverageCheck:
         if step.source.shape != target.shape:
             raise Defect(
                 f'tensor "{target.name}": planned with shape {target.shape}, but the source has {step.source.shape}; '
-                f"{_REPORT}"
+                f"{_REPORT_BUG}"
             )
         chunks = target.chunks
         if type(chunks) is ShardedChunks:
@@ -110,34 +110,34 @@ class _CoverageCheck:
 def _check_coverage(target: TensorEntry, blocks: Sequence[Block]) -> None:
     fault = coverage_fault(target.shape, [block.region for block in blocks])
     if fault is not None:
-        raise Defect(f'tensor "{target.name}": planned with {fault.kind} {fault.region}; {_REPORT}')
+        raise Defect(f'tensor "{target.name}": planned with {fault.kind} {fault.region}; {_REPORT_BUG}')
 
 
 def _check_replicas(target: TensorEntry, blocks: Sequence[Block]) -> None:
-    kept = {block.region for block in blocks if not block.replica}
+    regions = {block.region for block in blocks if not block.replica}
     for block in blocks:
-        if block.replica and block.region not in kept:
-            raise Defect(f'tensor "{target.name}": a replica {block.region} of nothing was planned; {_REPORT}')
+        if block.replica and block.region not in regions:
+            raise Defect(f'tensor "{target.name}": a replica {block.region} of nothing was planned; {_REPORT_BUG}')
 
 
 def _check_files(
-    steps: Sequence[CopyStep], files: frozenset[str], position: dict[str, int], blocks: dict[str, int]
+    steps: Sequence[CopyStep], files: frozenset[str], end_by_file: dict[str, int], block_counts: dict[str, int]
 ) -> None:
     """Check that each block of a group begins where the one before it in its file ends."""
     for step in steps:
         chunks = step.target.chunks
-        places: Iterable[tuple[str, int, int]]
+        positions: Iterable[tuple[str, int, int]]
         if type(chunks) is ShardedChunks:
-            places = zip(chunks.files, chunks.offsets, chunks.lengths, strict=True)
+            positions = zip(chunks.files, chunks.offsets, chunks.lengths, strict=True)
         else:
-            places = ((chunk.file, chunk.offset, chunk.nbytes) for chunk in chunks)
-        for file, offset, nbytes in places:
+            positions = ((chunk.file, chunk.offset, chunk.nbytes) for chunk in chunks)
+        for file, offset, nbytes in positions:
             if file not in files:
-                raise Defect(f'{file}: block of "{step.target.name}" planned outside of its group; {_REPORT}')
-            if offset != position[file]:
+                raise Defect(f'{file}: block of "{step.target.name}" planned outside of its group; {_REPORT_BUG}')
+            if offset != end_by_file[file]:
                 raise Defect(
-                    f'{file}: block of "{step.target.name}" planned at byte {offset}, expected {position[file]}; '
-                    f"{_REPORT}"
+                    f'{file}: block of "{step.target.name}" planned at byte {offset}, expected {end_by_file[file]}; '
+                    f"{_REPORT_BUG}"
                 )
-            position[file] = offset + nbytes
-            blocks[file] += 1
+            end_by_file[file] = offset + nbytes
+            block_counts[file] += 1

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.lib.stride_tricks import as_strided
 
 
-def weave(out: memoryview, out_width: int, column: int, rows: memoryview, pitch: int, width: int) -> None:
+def insert_columns(out: memoryview, out_width: int, column: int, rows: memoryview, pitch: int, width: int) -> None:
     """Copy the rows of a strip to a tile: `width` bytes every `pitch` bytes, to `column` of rows of `out_width`."""
     target = np.frombuffer(out, np.uint8).reshape(-1, out_width)
     if pitch == width:
@@ -18,17 +18,17 @@ def weave(out: memoryview, out_width: int, column: int, rows: memoryview, pitch:
     target[:, column : column + width] = source
 
 
-def cut(out: memoryview, rows: memoryview, pitch: int, column: int, width: int) -> None:
+def extract_columns(out: memoryview, rows: memoryview, pitch: int, column: int, width: int) -> None:
     """Copy `width` bytes at `column` of each row of `pitch` bytes."""
     target = np.frombuffer(out, np.uint8).reshape(-1, width)
     source = np.frombuffer(rows, np.uint8)[: target.shape[0] * pitch].reshape(-1, pitch)
     target[:] = source[:, column : column + width]
 
 
-def unstride(
+def copy_strided(
     out: memoryview,
     sizes: Sequence[int],
-    at: Mapping[int, int],
+    fixed_indices: Mapping[int, int],
     span: memoryview,
     strides: Sequence[int],
     itemsize: int,
@@ -38,16 +38,16 @@ def unstride(
     Args:
         out: Row-major destination of `sizes` elements.
         sizes: Size of each dim.
-        at: Dims that are fixed -> their position; `span` holds the elements of the other dims.
+        fixed_indices: Dims that are fixed -> their position; `span` holds the elements of the other dims.
         span: Source bytes from the first element on.
         strides: Source stride of each dim, in elements.
         itemsize: Bytes per element.
     """
-    free = [dim for dim in range(len(sizes)) if dim not in at]
+    free_dims = [dim for dim in range(len(sizes)) if dim not in fixed_indices]
     target = np.frombuffer(out, np.uint8).reshape(*sizes, itemsize)
     source = as_strided(
         np.frombuffer(span, np.uint8),
-        (*(sizes[dim] for dim in free), itemsize),
-        (*(strides[dim] * itemsize for dim in free), 1),
+        (*(sizes[dim] for dim in free_dims), itemsize),
+        (*(strides[dim] * itemsize for dim in free_dims), 1),
     )
-    target[tuple(at.get(dim, slice(None)) for dim in range(len(sizes)))] = source
+    target[tuple(fixed_indices.get(dim, slice(None)) for dim in range(len(sizes)))] = source

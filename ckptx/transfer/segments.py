@@ -23,8 +23,8 @@ from ckptx.catalog.region import Region, Shape
 
 # A row segment shorter than this is read together with its neighbors and woven in memory, because one system call per
 # row of a narrow shard would cost more than its bytes.
-_MIN_SPAN = 64 << 10
-TILE = 1 << 20
+_MIN_SPAN_NBYTES = 64 << 10
+TILE_NBYTES = 1 << 20
 
 
 class Span(NamedTuple):
@@ -67,7 +67,7 @@ class Strided(NamedTuple):
 Segment = Span | Tile | Strided
 
 
-def segments(entry: TensorEntry, region: Region) -> Iterator[Segment]:
+def iterate_segments(entry: TensorEntry, region: Region) -> Iterator[Segment]:
     """Yield the reads that give `region` of `entry` in row-major order.
 
     Chunks of sub-byte dtypes (F4) must begin and end at whole bytes.
@@ -78,78 +78,78 @@ def segments(entry: TensorEntry, region: Region) -> Iterator[Segment]:
     if len(chunks) == 1 and chunks[0].region == region and chunks[0].strides is None:
         yield Span(0, chunks[0].offset, entry.dtype.nbytes(region.numel))
         return
-    shares = [(i, share) for i, chunk in enumerate(chunks) if (share := chunk.region.intersect(region))]
-    yield from _Splitter(entry, region, shares).segments()
+    overlaps = [(i, share) for i, chunk in enumerate(chunks) if (share := chunk.region.intersect(region))]
+    yield from _RegionSplitter(entry, region, overlaps).iterate_segments()
 
 
-class _Splitter:
+class _RegionSplitter:
     """Splitter of the dims of a region into outer (looped), rows (flattened), the sharded dim, and a whole unit."""
 
-    def __init__(self, entry: TensorEntry, region: Region, shares: list[tuple[int, Region]]) -> None:
-        self.entry, self.region, self.shares = entry, region, shares
-        cut = [
+    def __init__(self, entry: TensorEntry, region: Region, overlaps: list[tuple[int, Region]]) -> None:
+        self.entry, self.region, self.overlaps = entry, region, overlaps
+        sharded_dims = [
             dim
             for dim in range(len(region.sizes))
             if any(
-                not share.sizes[dim] == region.sizes[dim] == entry.chunks[i].region.sizes[dim] for i, share in shares
+                not share.sizes[dim] == region.sizes[dim] == entry.chunks[i].region.sizes[dim] for i, share in overlaps
             )
         ]
-        self.sharded_dim = cut[-1] if cut else 0
-        self.row_dim = cut[-2] if len(cut) > 1 else 0
+        self.sharded_dim = sharded_dims[-1] if sharded_dims else 0
+        self.row_dim = sharded_dims[-2] if len(sharded_dims) > 1 else 0
         # In bits, because one F4 element is not a whole byte if the last dim is sharded.
         self.unit_bits = prod(region.sizes[self.sharded_dim + 1 :]) * entry.dtype.bits
 
-    def segments(self) -> Iterator[Segment]:
+    def iterate_segments(self) -> Iterator[Segment]:
         begin, sizes = self.region
-        strided = any(self.entry.chunks[i].strides is not None for i, _ in self.shares)
+        strided = any(self.entry.chunks[i].strides is not None for i, _ in self.overlaps)
         outer_dims = self.sharded_dim if strided else self.row_dim
-        at_first = self._by_first_index() if outer_dims else {}
+        overlaps_by_index = self._group_by_first_index() if outer_dims else {}
         for outer in product(*(range(b, b + n) for b, n in zip(begin, sizes[:outer_dims], strict=False))):
-            inside = at_first[outer[0]] if outer else self.shares
+            overlaps = overlaps_by_index[outer[0]] if outer else self.overlaps
             if len(outer) > 1:
-                inside = [
+                overlaps = [
                     (i, share)
-                    for i, share in inside
+                    for i, share in overlaps
                     if all(o <= at < o + n for o, n, at in zip(*share, outer, strict=False))
                 ]
             if strided or self.sharded_dim == self.row_dim:
-                yield from self._bands(outer, inside, strided)
+                yield from self._iterate_chunks(outer, overlaps, strided)
             else:
-                yield from self._rows(outer, inside)
+                yield from self._iterate_rows(outer, overlaps)
 
-    def _by_first_index(self) -> dict[int, list[tuple[int, Region]]]:
+    def _group_by_first_index(self) -> dict[int, list[tuple[int, Region]]]:
         """Return the shares that hold each index of dim 0, such as each of hundreds of experts."""
-        found: dict[int, list[tuple[int, Region]]] = {}
-        for i, share in self.shares:
-            for at in range(share.offsets[0], share.offsets[0] + share.sizes[0]):
-                found.setdefault(at, []).append((i, share))
-        return found
+        overlaps: dict[int, list[tuple[int, Region]]] = {}
+        for i, share in self.overlaps:
+            for index in range(share.offsets[0], share.offsets[0] + share.sizes[0]):
+                overlaps.setdefault(index, []).append((i, share))
+        return overlaps
 
-    def _bands(self, outer: Shape, inside: list[tuple[int, Region]], strided: bool) -> Iterator[Segment]:
+    def _iterate_chunks(self, outer: Shape, overlaps: list[tuple[int, Region]], strided: bool) -> Iterator[Segment]:
         """Yield the shares one after the other along the sharded dim."""
         dim = self.sharded_dim
-        for i, share in sorted(inside, key=lambda item: item[1].offsets[dim : dim + 1]):
+        for i, share in sorted(overlaps, key=lambda item: item[1].offsets[dim : dim + 1]):
             if strided and self.entry.chunks[i].strides is not None:
                 yield Strided(i, Region((*outer, *share.offsets[dim:]), (1,) * dim + share.sizes[dim:]))
             else:
                 yield Span(i, self._position(i, outer, share, dim), self._nbytes(prod(share.sizes[dim : dim + 1])))
 
-    def _rows(self, outer: Shape, inside: list[tuple[int, Region]]) -> Iterator[Segment]:
+    def _iterate_rows(self, outer: Shape, overlaps: list[tuple[int, Region]]) -> Iterator[Segment]:
         """Yield the shares side by side along the sharded dim, in rows."""
         first, dim = self.row_dim, self.sharded_dim
         inner_rows = prod(self.region.sizes[first + 1 : dim])  # whole dims in between: their rows follow each other
         width = self._nbytes(self.region.sizes[dim])
-        for low, high, members in _row_bands(inside, first):
+        for low, high, members in _iterate_row_bands(overlaps, first):
             members = sorted(members, key=lambda item: item[1].offsets[dim])
             rows = (high - low) * inner_rows
-            narrow = self._nbytes(min(share.sizes[dim] for _, share in members))
+            min_width = self._nbytes(min(share.sizes[dim] for _, share in members))
             starts = [(i, share, self._position(i, (*outer, low), share, dim), self._pitch(i)) for i, share in members]
-            if narrow >= _MIN_SPAN or width > TILE:
+            if min_width >= _MIN_SPAN_NBYTES or width > TILE_NBYTES:
                 for row in range(rows):
                     for i, share, start, pitch in starts:
                         yield Span(i, start + row * pitch, self._nbytes(share.sizes[dim]))
                 continue
-            step = max(1, TILE // max(width, *(pitch for *_, pitch in starts)))  # gaps between rows are read too
+            step = max(1, TILE_NBYTES // max(width, *(pitch for *_, pitch in starts)))  # gaps between rows are read too
             for row in range(0, rows, step):
                 count = min(step, rows - row)
                 yield Tile(
@@ -179,22 +179,24 @@ class _Splitter:
         """Return the position in its file at which a share begins, given the coordinates of the outer dims."""
         chunk: Chunk = self.entry.chunks[index]
         begin, sizes = chunk.region
-        at = (*outer, *share.offsets[len(outer) :])
+        index_in_tensor = (*outer, *share.offsets[len(outer) :])
         flat = 0
-        for position, start, size in zip(at[: dim + 1], begin, sizes, strict=False):
+        for position, start, size in zip(index_in_tensor[: dim + 1], begin, sizes, strict=False):
             flat = flat * size + position - start
         return chunk.offset + self._nbytes(flat)
 
 
-def _row_bands(inside: list[tuple[int, Region]], dim: int) -> Iterator[tuple[int, int, list[tuple[int, Region]]]]:
+def _iterate_row_bands(
+    overlaps: list[tuple[int, Region]], dim: int
+) -> Iterator[tuple[int, int, list[tuple[int, Region]]]]:
     """Yield ranges along `dim` with the shares that lie side by side in each."""
     points = sorted(
-        {point for _, share in inside for point in (share.offsets[dim], share.offsets[dim] + share.sizes[dim])}
+        {point for _, share in overlaps for point in (share.offsets[dim], share.offsets[dim] + share.sizes[dim])}
     )
-    waiting = sorted(inside, key=lambda item: item[1].offsets[dim], reverse=True)
+    pending = sorted(overlaps, key=lambda item: item[1].offsets[dim], reverse=True)
     members: list[tuple[int, Region]] = []
     for low, high in pairwise(points):
         members = [(i, share) for i, share in members if low < share.offsets[dim] + share.sizes[dim]]
-        while waiting and waiting[-1][1].offsets[dim] <= low:
-            members.append(waiting.pop())
+        while pending and pending[-1][1].offsets[dim] <= low:
+            members.append(pending.pop())
         yield low, high, members

@@ -11,9 +11,9 @@ from ckptx.transfer.digest import join_crc32
 
 
 class ChecksumPart(NamedTuple):
-    """CRC-32 of `nbytes` bytes at offset `begin` of a block or record."""
+    """CRC-32 of `nbytes` bytes at offset `offset` of a block or record."""
 
-    begin: int
+    offset: int
     nbytes: int
     crc: int
 
@@ -30,7 +30,7 @@ class SplitTensor:
     """Digests of the blocks of one tensor, and CRC-32s of parts of its target blocks and source records."""
 
     def __init__(self, shares: int) -> None:
-        self._left = shares
+        self._remaining_shares = shares
         self._lock = threading.Lock()
         self.leaves: dict[int, bytes] = {}
         self.blocks: dict[int, list[ChecksumPart]] = {}
@@ -49,15 +49,15 @@ class SplitTensor:
                 self.blocks.setdefault(block, []).append(part)
             for file, record, part in records:
                 self.records.setdefault((file, record), []).append(part)
-            self._left -= 1
-            return not self._left
+            self._remaining_shares -= 1
+            return not self._remaining_shares
 
 
-def joined(parts: Iterable[ChecksumPart]) -> ChecksumPart:
+def join_parts(parts: Iterable[ChecksumPart]) -> ChecksumPart:
     """Combine contiguous parts, up to the first gap, which a share written by an earlier run leaves."""
     begin = end = crc = 0
     for part in sorted(parts):
-        if part.begin != end:
+        if part.offset != end:
             break
         crc = join_crc32(crc, part.crc, part.nbytes)
         end += part.nbytes

@@ -17,10 +17,10 @@ from ckptx.catalog.object_ids import ObjectIds
 from ckptx.catalog.region import Region, Shape
 from ckptx.errors import InputError, UnsupportedError
 from ckptx.storage.interface import SourceFiles
-from ckptx.transfer.columns import weave_rows
+from ckptx.transfer.columns import insert_columns
 from ckptx.transfer.digest import crc32
-from ckptx.transfer.grid import Cell, Grid, grid_of, is_grid
-from ckptx.transfer.segments import TILE, Span, Strided, Tile, segments
+from ckptx.transfer.grid import Cell, Grid, build_grid, is_grid
+from ckptx.transfer.segments import TILE_NBYTES, Span, Strided, Tile, iterate_segments
 from ckptx.transfer.split_tensor import ChecksumPart, RecordPart
 from ckptx.untrusted.numbers import packed
 
@@ -49,16 +49,16 @@ class _FrameBuffers(NamedTuple):
 
     head: bytes
     before_crc: bytes
-    behind_crc: bytes
-    first: bytearray
-    after: bytearray
+    after_crc: bytes
+    head_buffer: bytearray
+    tail_buffer: bytearray
     nbytes: int
 
     @classmethod
-    def of(cls, frame: Frame) -> _FrameBuffers:
-        before, behind = frame.around_crc
-        first, after = bytearray(len(frame.head)), bytearray(len(before) + 4 + len(behind))
-        return cls(frame.head, before, behind, first, after, len(first) + len(after))
+    def from_frame(cls, frame: Frame) -> _FrameBuffers:
+        before, after_crc = frame.around_crc
+        first, after = bytearray(len(frame.head)), bytearray(len(before) + 4 + len(after_crc))
+        return cls(frame.head, before, after_crc, first, after, len(first) + len(after))
 
 
 class _ArchiveSlot(NamedTuple):
@@ -83,7 +83,7 @@ class _ArchiveSlot(NamedTuple):
     frame: _FrameBuffers
 
     @classmethod
-    def of(cls, grid: Grid, cell: Cell, frame: _FrameBuffers) -> _ArchiveSlot:
+    def from_cell(cls, grid: Grid, cell: Cell, frame: _FrameBuffers) -> _ArchiveSlot:
         pitch, width = grid.width, cell.right - cell.left
         if width == pitch or grid.rows == 1:
             begin = cell.top * pitch + cell.left
@@ -96,55 +96,57 @@ class TensorReader:
 
     Attributes:
         bytes_read: Number of bytes read from the files so far.
-        unrecorded: Number of records without a CRC so far.
+        records_without_crc: Number of records without a CRC so far.
     """
 
     def __init__(self, files: SourceFiles, max_memory: int = 64 << 20) -> None:
         self.files = files
         self.bytes_read = 0
-        self.unrecorded = 0
+        self.records_without_crc = 0
         self._max_memory = max_memory
-        self._checked: set[tuple[str, Record]] = set()
+        self._checked_records: set[tuple[str, Record]] = set()
         self._tile: memoryview | None = None
         self._strip: memoryview | None = None
         self._grids: dict[tuple[DType, bytes], Grid | None] = {}
         self._frames: dict[tuple[DType, Shape], _FrameBuffers] = {}
-        self._known_parts: dict[tuple[DType, Shape, int], Sequence[_ArchiveSlot]] = {}
+        self._archive_slots: dict[tuple[DType, Shape, int], Sequence[_ArchiveSlot]] = {}
         self._ids = ObjectIds()
 
-    def stream(self, entry: TensorEntry, region: Region, sink: Sink, parts: list[RecordPart] | None = None) -> None:
+    def stream(
+        self, entry: TensorEntry, region: Region, sink: Sink, record_parts: list[RecordPart] | None = None
+    ) -> None:
         """Send `region` of `entry` to `sink`.
 
         Args:
             entry: Tensor to read.
             region: Region of the tensor.
             sink: Destination.
-            parts: Receives the CRC-32 of partial records, to be checked when all parts are known, if `region` is a
-                range of dim 0 and other workers read the rest; None to require whole records.
+            record_parts: Receives the CRC-32 of partial records, to be checked when all parts are known, if `region`
+                is a range of dim 0 and other workers read the rest; None to require whole records.
 
         Raises:
             InputError: A file ends early, or bytes do not match the CRC-32 in their archive.
             UnsupportedError: A strided payload requires more memory than allowed.
         """
-        running = self._begin_checks(entry, region, parts is not None)
-        for segment in segments(entry, region):
+        running_crcs = self._start_crcs(entry, region, record_parts is not None)
+        for segment in iterate_segments(entry, region):
             if type(segment) is Span:
-                self._read_span(entry, segment, running, sink)
+                self._read_span(entry, segment, running_crcs, sink)
             elif type(segment) is Tile:
-                self._weave(entry, segment, running, sink)
+                self._read_tile(entry, segment, running_crcs, sink)
             elif type(segment) is Strided:
                 self._read_strided(entry, segment, sink)
-        for index, crc in running.items():
+        for index, crc in running_crcs.items():
             chunk = entry.chunks[index]
             assert chunk.record is not None
-            part = _part(entry, chunk, region, crc)
+            part = _checksum_part(entry, chunk, region, crc)
             if part.nbytes < chunk.record.nbytes:
-                assert parts is not None
-                parts.append(RecordPart(chunk.file, chunk.record, part))
+                assert record_parts is not None
+                record_parts.append(RecordPart(chunk.file, chunk.record, part))
             elif crc != chunk.record.crc:
                 raise self.crc_error(entry.name, chunk.file, chunk.record, crc)
 
-    def read_all(self, entry: TensorEntry, view: memoryview) -> bool:
+    def read_tensor(self, entry: TensorEntry, view: memoryview) -> bool:
         """Fill `view` with a tensor, with one read per chunk; faster than `stream` for many small tensors.
 
         Returns:
@@ -166,7 +168,7 @@ class TensorReader:
         if len(chunks) == 1:
             self._read_chunk(entry, chunks[0], view)
             return True
-        grid = self._grid(entry, chunks)
+        grid = self._find_grid(entry, chunks)
         if grid is None:
             return False
         for chunk, cell in zip(chunks, grid.cells, strict=True):
@@ -179,15 +181,15 @@ class TensorReader:
                 continue
             strip = self._strip_buffer(cell.nbytes)[: cell.nbytes]
             self._read_chunk(entry, chunk, strip)
-            weave_rows(rows, grid.width, cell.left, strip, width, width)
+            insert_columns(rows, grid.width, cell.left, strip, width, width)
         return True
 
     def _read_archives(self, entry: TensorEntry, chunks: ArchivedChunks, view: memoryview) -> bool:
-        """Read archives as `read_all` does, checking their frames in the same read."""
+        """Read archives as `read_tensor` does, checking their frames in the same read."""
         archives = chunks.archives
-        parts = self._parts(entry, chunks)
-        places = zip(parts, archives.files, archives.offsets, archives.lengths, strict=False)
-        for (begin, end, pitch, column, width, nbytes, frame), file, offset, length in places:
+        slots = self._find_archive_slots(entry, chunks)
+        located_slots = zip(slots, archives.files, archives.offsets, archives.lengths, strict=False)
+        for (begin, end, pitch, column, width, nbytes, frame), file, offset, length in located_slots:
             rows = view[begin:end]
             if not pitch:
                 if not self._read_archive(entry.name, frame, file, offset, length, rows):
@@ -196,44 +198,53 @@ class TensorReader:
             strip = self._strip_buffer(nbytes)[:nbytes]
             if not self._read_archive(entry.name, frame, file, offset, length, strip):
                 return False
-            weave_rows(rows, pitch, column, strip, width, width)
-        return bool(parts)
+            insert_columns(rows, pitch, column, strip, width, width)
+        return bool(slots)
 
-    def _parts(self, entry: TensorEntry, chunks: ArchivedChunks) -> Sequence[_ArchiveSlot]:
+    def _find_archive_slots(self, entry: TensorEntry, chunks: ArchivedChunks) -> Sequence[_ArchiveSlot]:
         """Return the slot of each archive, cached for tensors with the same regions; empty if they form no grid."""
         regions, shape, dtype = chunks.archives.regions, entry.shape, entry.dtype
         key = (dtype, shape, self._ids(regions))
-        known = self._known_parts.get(key)
-        if known is None:
-            known = ()
+        slots = self._archive_slots.get(key)
+        if slots is None:
+            slots = ()
             if is_grid(shape, regions):
-                frames = [self._frame(chunks.frame_of, dtype, region.sizes) for region in regions]
-                grid = grid_of(dtype, shape, regions)
-                known = [_ArchiveSlot.of(grid, cell, frame) for cell, frame in zip(grid.cells, frames, strict=True)]
-            self._known_parts[key] = known
-        return known
+                frames = [self._find_frame_buffers(chunks.frame_of, dtype, region.sizes) for region in regions]
+                grid = build_grid(dtype, shape, regions)
+                slots = [
+                    _ArchiveSlot.from_cell(grid, cell, frame) for cell, frame in zip(grid.cells, frames, strict=True)
+                ]
+            self._archive_slots[key] = slots
+        return slots
 
-    def _frame(self, frame_of: Callable[[DType, Shape], Frame], dtype: DType, sizes: Shape) -> _FrameBuffers:
-        known = self._frames.get((dtype, sizes))
-        if known is None:
-            known = self._frames[dtype, sizes] = _FrameBuffers.of(frame_of(dtype, sizes))
-        return known
+    def _find_frame_buffers(
+        self, frame_of: Callable[[DType, Shape], Frame], dtype: DType, sizes: Shape
+    ) -> _FrameBuffers:
+        buffers = self._frames.get((dtype, sizes))
+        if buffers is None:
+            buffers = self._frames[dtype, sizes] = _FrameBuffers.from_frame(frame_of(dtype, sizes))
+        return buffers
 
     def _read_archive(
         self, name: str, frame: _FrameBuffers, file: str, offset: int, length: int, view: memoryview
     ) -> bool:
         """Fill `view` with the elements of an archive; return False if its layout is unexpected."""
-        head, before, behind, first, after, around = frame
+        head, before_crc, after_crc, head_buffer, tail_buffer, frame_nbytes = frame
         nbytes = len(view)
-        if not before or nbytes + around > length:
+        if not before_crc or nbytes + frame_nbytes > length:
             return False
-        got = self.files.read_into(file, offset, [first, view, after])
-        if got != nbytes + around or first != head or not after.startswith(before) or not after.endswith(behind):
+        nbytes_read = self.files.read_into(file, offset, [head_buffer, view, tail_buffer])
+        if (
+            nbytes_read != nbytes + frame_nbytes
+            or head_buffer != head
+            or not tail_buffer.startswith(before_crc)
+            or not tail_buffer.endswith(after_crc)
+        ):
             return False
         self.bytes_read += nbytes
-        recorded = int.from_bytes(after[4:8], "little")
+        recorded = int.from_bytes(tail_buffer[4:8], "little")
         if not recorded:
-            self._count_unrecorded(file, Record(offset + len(head), nbytes, None))
+            self._count_without_crc(file, Record(offset + len(head), nbytes, None))
         elif (crc := crc32(view)) != recorded:
             raise self.crc_error(name, file, Record(offset + len(head), nbytes, recorded), crc)
         return True
@@ -243,126 +254,126 @@ class TensorReader:
         self._read_into(chunk.file, chunk.offset, view, entry.name)
         if record is not None:
             if record.crc is None:
-                self._count_unrecorded(chunk.file, record)
+                self._count_without_crc(chunk.file, record)
             elif (crc := crc32(view)) != record.crc:
                 raise self.crc_error(entry.name, chunk.file, record, crc)
 
-    def _grid(self, entry: TensorEntry, chunks: Sequence[Chunk]) -> Grid | None:
+    def _find_grid(self, entry: TensorEntry, chunks: Sequence[Chunk]) -> Grid | None:
         """Return the grid of the chunks, cached for tensors with the same regions; None if they form no grid."""
         regions = tuple([chunk.region for chunk in chunks])
         key = (entry.dtype, packed(len(entry.shape), entry.shape, *chain.from_iterable(regions)))
         if key not in self._grids:
-            self._grids[key] = grid_of(entry.dtype, entry.shape, regions) if is_grid(entry.shape, regions) else None
+            self._grids[key] = build_grid(entry.dtype, entry.shape, regions) if is_grid(entry.shape, regions) else None
         return self._grids[key]
 
-    def _begin_checks(self, entry: TensorEntry, region: Region, is_share: bool) -> dict[int, int]:
+    def _start_crcs(self, entry: TensorEntry, region: Region, is_share: bool) -> dict[int, int]:
         """Return CRC 0 for each chunk whose CRC can be checked while streaming; check the others in a separate read."""
-        running: dict[int, int] = {}
+        running_crcs: dict[int, int] = {}
         for index, chunk in enumerate(entry.chunks):
             record = chunk.record
             if record is None:
                 continue
-            common = chunk.region if chunk.region == region else chunk.region.intersect(region)
-            if common is None and chunk.region.numel:
+            overlap = chunk.region if chunk.region == region else chunk.region.intersect(region)
+            if overlap is None and chunk.region.numel:
                 continue
-            is_inside = common is None or common == chunk.region
+            is_inside = overlap is None or overlap == chunk.region
             if record.crc is None:
-                self._count_unrecorded(chunk.file, record)
+                self._count_without_crc(chunk.file, record)
                 continue
             is_all = record.offset == chunk.offset and record.nbytes == chunk.nbytes and chunk.strides is None
             if is_all and (is_inside or is_share):
-                running[index] = 0
+                running_crcs[index] = 0
             else:
                 self._check_record(entry.name, chunk, record)
-        return running
+        return running_crcs
 
-    def _count_unrecorded(self, file: str, record: Record) -> None:
-        if (file, record) not in self._checked:
-            self._checked.add((file, record))
-            self.unrecorded += 1
+    def _count_without_crc(self, file: str, record: Record) -> None:
+        if (file, record) not in self._checked_records:
+            self._checked_records.add((file, record))
+            self.records_without_crc += 1
 
     def _check_record(self, name: str, chunk: Chunk, record: Record) -> None:
-        if (chunk.file, record) in self._checked:
+        if (chunk.file, record) in self._checked_records:
             return
-        self._checked.add((chunk.file, record))
+        self._checked_records.add((chunk.file, record))
         crc = 0
-        buffer = self._tile_buffer(TILE)
-        for at in range(0, record.nbytes, TILE):
-            view = buffer[: min(TILE, record.nbytes - at)]
-            self._read_into(chunk.file, record.offset + at, view, name)
+        buffer = self._tile_buffer(TILE_NBYTES)
+        for offset in range(0, record.nbytes, TILE_NBYTES):
+            view = buffer[: min(TILE_NBYTES, record.nbytes - offset)]
+            self._read_into(chunk.file, record.offset + offset, view, name)
             crc = crc32(view, crc)
         if crc != record.crc:
             raise self.crc_error(name, chunk.file, record, crc)
 
-    def crc_error(self, name: str, file: str, record: Record, found: int) -> InputError:
+    def crc_error(self, name: str, file: str, record: Record, crc: int) -> InputError:
         """Return the error for bytes of tensor `name` that do not match the CRC-32 of their record."""
         assert record.crc is not None
         return InputError(
-            f'{self.files.root / file}: tensor "{name}": CRC-32 of its bytes is {found:08x}, but the archive records '
+            f'{self.files.root / file}: tensor "{name}": CRC-32 of its bytes is {crc:08x}, but the archive records '
             f"{record.crc:08x}; the file is corrupt, restore it from a copy"
         )
 
     def _read_into(self, file: str, offset: int, view: memoryview, name: str) -> None:
-        got = self.files.read_into(file, offset, [view])
-        while got < len(view):
-            more = self.files.read_into(file, offset + got, [view[got:]])
-            if not more:
+        nbytes_read = self.files.read_into(file, offset, [view])
+        while nbytes_read < len(view):
+            count = self.files.read_into(file, offset + nbytes_read, [view[nbytes_read:]])
+            if not count:
                 raise InputError(
-                    f'{self.files.root / file}: ends at byte {offset + got} inside tensor "{name}", which extends to '
-                    f"byte {offset + len(view)}; the file is truncated, restore it from a copy"
+                    f'{self.files.root / file}: ends at byte {offset + nbytes_read} inside tensor "{name}", which '
+                    f"extends to byte {offset + len(view)}; the file is truncated, restore it from a copy"
                 )
-            got += more
+            nbytes_read += count
         self.bytes_read += len(view)
 
-    def _read_span(self, entry: TensorEntry, span: Span, running: dict[int, int], sink: Sink) -> None:
-        index, offset, left = span
+    def _read_span(self, entry: TensorEntry, span: Span, running_crcs: dict[int, int], sink: Sink) -> None:
+        index, offset, remaining = span
         file = entry.chunks[index].file
-        checked = index in running
-        while left:
-            view = sink.space(left)
+        checked = index in running_crcs
+        while remaining:
+            view = sink.space(remaining)
             self._read_into(file, offset, view, entry.name)
             if checked:
-                running[index] = crc32(view, running[index])
+                running_crcs[index] = crc32(view, running_crcs[index])
             offset += len(view)
-            left -= len(view)
+            remaining -= len(view)
             sink.commit(view)
 
-    def _weave(self, entry: TensorEntry, tile: Tile, running: dict[int, int], sink: Sink) -> None:
+    def _read_tile(self, entry: TensorEntry, tile: Tile, running_crcs: dict[int, int], sink: Sink) -> None:
         """Read the rows of each strip with one call and copy them side by side, into memory of `sink` if it fits."""
         lengths = [(strip.rows - 1) * strip.pitch + strip.width for strip in tile.strips]
         buffer = self._strip_buffer(sum(lengths))
-        views, at = [], 0
+        views, position = [], 0
         for strip, length in zip(tile.strips, lengths, strict=True):
-            view = buffer[at : at + length]
+            view = buffer[position : position + length]
             self._read_into(entry.chunks[strip.chunk].file, strip.offset, view, entry.name)
-            if strip.chunk in running:
-                running[strip.chunk] = crc32(view, running[strip.chunk])
+            if strip.chunk in running_crcs:
+                running_crcs[strip.chunk] = crc32(view, running_crcs[strip.chunk])
             views.append(view)
-            at += length
+            position += length
         row = 0
         while row < tile.rows:
             view = sink.space((tile.rows - row) * tile.width)
             count = len(view) // tile.width
             out = view[: count * tile.width] if count else self._tile_buffer(tile.width)[: tile.width]
             for strip, rows in zip(tile.strips, views, strict=True):
-                weave_rows(out, tile.width, strip.column, rows[row * strip.pitch :], strip.pitch, strip.width)
+                insert_columns(out, tile.width, strip.column, rows[row * strip.pitch :], strip.pitch, strip.width)
             if count:
                 sink.commit(out)
             else:
                 push(sink, out)
             row += max(1, count)
 
-    def _read_strided(self, entry: TensorEntry, part: Strided, sink: Sink) -> None:
+    def _read_strided(self, entry: TensorEntry, strided: Strided, sink: Sink) -> None:
         """Send a region of a chunk that is not row-major, some rows at a time, so that memory stays bounded.
 
         Dims with a longer stride than the row dim are looped, one read each; the dims inside them are read as one
         span, including gaps, and reordered in memory.
         """
-        chunk = entry.chunks[part.chunk]
+        chunk = entry.chunks[strided.chunk]
         itemsize = entry.dtype.itemsize
         strides = chunk.strides or ()
-        starts = [a - b for a, b in zip(part.region.offsets, chunk.region.offsets, strict=True)]
-        sizes = list(part.region.sizes)
+        starts = [a - b for a, b in zip(strided.region.offsets, chunk.region.offsets, strict=True)]
+        sizes = list(strided.region.sizes)
         if entry.dtype.pack > 1:  # strides count pairs
             starts[-1] //= entry.dtype.pack
             sizes[-1] //= entry.dtype.pack
@@ -382,35 +393,35 @@ class TensorReader:
         assert strides is not None
         looped = [dim for dim in range(len(sizes)) if strides[dim] > strides[row_dim] and sizes[dim] > 1]
         inner = [dim for dim in range(len(sizes)) if dim not in looped]
-        span = (sum((sizes[dim] - 1) * strides[dim] for dim in inner) + 1) * itemsize
-        if span > self._max_memory:
+        span_nbytes = (sum((sizes[dim] - 1) * strides[dim] for dim in inner) + 1) * itemsize
+        if span_nbytes > self._max_memory:
             raise UnsupportedError(
                 f'{self.files.root / chunk.file}: tensor "{entry.name}" is stored with strides {strides}; one row '
-                f"spans {span} bytes, but {self._max_memory} are allowed; raise --max-memory"
+                f"spans {span_nbytes} bytes, but {self._max_memory} are allowed; raise --max-memory"
             )
         out = self._tile_buffer(prod(sizes) * itemsize)[: prod(sizes) * itemsize]
-        buffer = self._strip_buffer(span)[:span]
-        for at in product(*(range(sizes[dim]) for dim in looped)):
-            start = origin + sum(i * strides[dim] for i, dim in zip(at, looped, strict=True))
+        buffer = self._strip_buffer(span_nbytes)[:span_nbytes]
+        for index in product(*(range(sizes[dim]) for dim in looped)):
+            start = origin + sum(i * strides[dim] for i, dim in zip(index, looped, strict=True))
             self._read_into(chunk.file, chunk.offset + start * itemsize, buffer, entry.name)
-            reorder.unstride(out, sizes, dict(zip(looped, at, strict=True)), buffer, strides, itemsize)
+            reorder.copy_strided(out, sizes, dict(zip(looped, index, strict=True)), buffer, strides, itemsize)
         return out
 
     def _tile_buffer(self, nbytes: int) -> memoryview:
         if self._tile is None or len(self._tile) < nbytes:
-            self._tile = memoryview(bytearray(max(nbytes, TILE)))
+            self._tile = memoryview(bytearray(max(nbytes, TILE_NBYTES)))
         return self._tile
 
     def _strip_buffer(self, nbytes: int) -> memoryview:
         if self._strip is None or len(self._strip) < nbytes:
-            self._strip = memoryview(bytearray(max(nbytes, TILE)))
+            self._strip = memoryview(bytearray(max(nbytes, TILE_NBYTES)))
         return self._strip
 
 
-def _part(entry: TensorEntry, chunk: Chunk, region: Region, crc: int) -> ChecksumPart:
+def _checksum_part(entry: TensorEntry, chunk: Chunk, region: Region, crc: int) -> ChecksumPart:
     """Return the part of a row-major chunk inside `region`, a range of dim 0 or a region that contains the chunk."""
-    common = chunk.region if chunk.region == region else chunk.region.intersect(region)
-    if common is None or common == chunk.region:
+    overlap = chunk.region if chunk.region == region else chunk.region.intersect(region)
+    if overlap is None or overlap == chunk.region:
         return ChecksumPart(0, chunk.nbytes, crc)
     row = chunk.nbytes // chunk.region.sizes[0]
-    return ChecksumPart((common.offsets[0] - chunk.region.offsets[0]) * row, common.sizes[0] * row, crc)
+    return ChecksumPart((overlap.offsets[0] - chunk.region.offsets[0]) * row, overlap.sizes[0] * row, crc)

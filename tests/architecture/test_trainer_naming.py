@@ -209,7 +209,7 @@ def test_the_executor_writes_rewritten_tensors_as_any_other(workers: int, tmp_pa
     target = dcp_layout.allocate(tmp_path / "titan", ours.tensors.values(), 3)
     plan = plan_copy(
         replace(source, tensors=ours.tensors), target, {name: name for name in ours.tensors},
-        frame_of=torch_zip.archive_frame,
+        build_frame=torch_zip.archive_frame,
     )  # fmt: skip
     for path in ("titan", "journal"):
         (tmp_path / path).mkdir()

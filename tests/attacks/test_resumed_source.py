@@ -178,8 +178,8 @@ def small_buffers(patch: pytest.MonkeyPatch) -> None:
     """Files are written in pieces of 4 KiB and journaled after each, so that there is something to take over."""
     from ckptx.transfer import copy_run
 
-    patch.setattr(copy_run, "_LEAST_BLOCK", 4 << 10)
-    patch.setattr(copy_run, "BLOCK", 8 << 10)
+    patch.setattr(copy_run, "_MIN_BUFFER_NBYTES", 4 << 10)
+    patch.setattr(copy_run, "BUFFER_NBYTES", 8 << 10)
 
 
 @pytest.mark.sampled(60)
@@ -380,6 +380,6 @@ def test_a_file_system_whose_change_time_says_nothing(
 def test_nothing_is_read_twice_where_nobody_touched_the_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = write(tmp_path / "source", "hf", TENSORS)
     monkeypatch.setattr(source_contents, "open_checkpoint", lambda path: pytest.fail("opened once more"))
-    monkeypatch.setattr(source_contents, "digest_of", lambda *given: pytest.fail("read once more"))
+    monkeypatch.setattr(source_contents, "digest_tensor", lambda *given: pytest.fail("read once more"))
     make("dcp of hf", source, tmp_path / "out")
     shutil.rmtree(tmp_path / "out")

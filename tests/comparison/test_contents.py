@@ -18,7 +18,7 @@ from ckptx.catalog.entry import TensorEntry
 from ckptx.catalog.region import Region
 from ckptx.comparison import contents as bits
 from ckptx.errors import InputError, UsageError
-from ckptx.transfer.digest import LEAF
+from ckptx.transfer.digest import LEAF_NBYTES
 from tests.support.writers import LLAMA, Value, array, llama, part, value, write_dcp, write_hf, write_safetensors
 
 
@@ -73,12 +73,12 @@ def test_exchanged_sides_differ_at_the_same_place(case: tuple[str, tuple[int, ..
 
 
 def test_a_difference_behind_the_first_block_is_found(tmp_path: Path) -> None:
-    data = np.zeros(LEAF // 4 + 5, np.float32)
+    data = np.zeros(LEAF_NBYTES // 4 + 5, np.float32)
     a = write_safetensors(tmp_path / "a.safetensors", {"x": array(data), "y": array(data[:4])})
     data[-3], data[-1] = 1, 2
     b = write_safetensors(tmp_path / "b.safetensors", {"x": array(data), "y": array(data[:4])})
     (row,) = verify(a, b, workers=2).differing
-    assert row["index"] == [LEAF // 4 + 2]
+    assert row["index"] == [LEAF_NBYTES // 4 + 2]
     assert (row["name"], row["what"], row["a"], row["b"]) == ("x", "content", "00000000", "3f800000")
     assert row["differing_elements"].split()[0] == "2"
     data[7] = 3

@@ -33,7 +33,7 @@ MARKER = ".metadata"
 def job_of(source: Catalog, root: Any, check: Callable[[Source, CopyResult], None]) -> tuple[Job, Catalog]:
     """HF -> DCP of two files, with the sidecars of the source."""
     target = dcp_layout.allocate(root, source.tensors.values(), 2)
-    plan = plan_copy(source, target, {name: name for name in target.tensors}, frame_of=archive_frame)
+    plan = plan_copy(source, target, {name: name for name in target.tensors}, build_frame=archive_frame)
 
     job = Job(
         plan=plan,
@@ -163,7 +163,7 @@ def test_an_interrupted_run_is_continued(
     source: MemoryPath, place: MemoryPath, monkeypatch: pytest.MonkeyPatch, after: int
 ) -> None:
     """Notes of finished tensors are found again, and what they name is compared and not written once more."""
-    monkeypatch.setattr(plan_module, "RUN", 1)
+    monkeypatch.setattr(plan_module, "STEP_RANGE_NBYTES", 1)
     count, real = 0, MemoryFile.write
 
     def failing(file: MemoryFile, data: memoryview | bytes, offset: int) -> None:

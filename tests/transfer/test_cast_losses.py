@@ -21,7 +21,7 @@ from ckptx.errors import InputError
 from ckptx.storage import open_file
 from ckptx.transfer import cast as cast_module
 from ckptx.transfer.cast import CastSink, cast
-from ckptx.transfer.cast_losses import CastLosses
+from ckptx.transfer.cast_losses import OverflowCounts
 from ckptx.transfer.stream import push
 from tests.support.writers import LLAMA, Value, llama, names_in, write_dcp, write_hf
 from tests.transfer.test_cast import EXPONENT, MANTISSA, NAMES, WORD
@@ -38,11 +38,11 @@ def as_torch(data: bytes, name: str) -> torch.Tensor:
     return torch.from_numpy(signed).view(TORCH[name])
 
 
-def expected(data: bytes, source: str, target: str) -> CastLosses:
+def expected(data: bytes, source: str, target: str) -> OverflowCounts:
     """What torch makes of the same numbers; a float64 goes through float32, as in a cast of ckptx."""
     before = as_torch(data, source)
     after = (before.float() if source == "F64" else before).to(TORCH[target])
-    return CastLosses(
+    return OverflowCounts(
         int((torch.isfinite(before) & torch.isinf(after)).sum()), int(((before != 0) & (after == 0)).sum())
     )
 
@@ -78,7 +78,7 @@ def around_the_borders(draw: st.DrawFn, source: str, target: str) -> bytes:
 @settings(max_examples=60, deadline=None)
 def test_losses_are_those_of_torch(source: str, target: str, data: st.DataObject) -> None:
     numbers = data.draw(around_the_borders(source, target))
-    losses = CastLosses()
+    losses = OverflowCounts()
     cast(memoryview(numbers), BY_NAME[source], BY_NAME[target], losses)
     assert losses == expected(numbers, source, target)
 
@@ -87,7 +87,7 @@ def test_losses_are_those_of_torch(source: str, target: str, data: st.DataObject
 @given(data=st.data())
 @settings(max_examples=20, deadline=None)
 def test_a_stream_in_odd_pieces_counts_like_the_whole(source: str, target: str, data: st.DataObject) -> None:
-    numbers, losses = data.draw(around_the_borders(source, target)), CastLosses()
+    numbers, losses = data.draw(around_the_borders(source, target)), OverflowCounts()
 
     class Drop:
         def space(self, nbytes: int) -> memoryview:
@@ -110,9 +110,9 @@ def test_what_is_infinite_already_and_nan_are_no_overflow() -> None:
     for source, target in PAIRS:
         special = [((1 << EXPONENT[source]) - 1) << MANTISSA[source]]  # infinity
         special += [special[0] + 1, special[0] | (1 << MANTISSA[source]) - 1, 0]
-        losses = CastLosses()
+        losses = OverflowCounts()
         cast(memoryview(np.array(special * 3, WORD[source]).tobytes()), BY_NAME[source], BY_NAME[target], losses)
-        assert losses == CastLosses(0, 0)
+        assert losses == OverflowCounts(0, 0)
 
 
 def test_the_comparison_would_notice(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,7 +120,7 @@ def test_the_comparison_would_notice(monkeypatch: pytest.MonkeyPatch) -> None:
     kind, mask, infinity = cast_module._MAGNITUDES["F16"]
     monkeypatch.setitem(cast_module._MAGNITUDES, "F16", (kind, mask, infinity + 1))
     numbers = np.array([70000.0, 1.0], np.float32).tobytes()
-    losses = CastLosses()
+    losses = OverflowCounts()
     cast(memoryview(numbers), BY_NAME["F32"], BY_NAME["F16"], losses)
     assert losses != expected(numbers, "F32", "F16")
 

@@ -116,7 +116,7 @@ def planned(source: Catalog, target: Catalog, framed: bool, prologue: bytes = b"
         source,
         target,
         {name: name for name in target.tensors},
-        frame_of=torch_zip.archive_frame if framed else None,
+        build_frame=torch_zip.archive_frame if framed else None,
         prologues=dict.fromkeys(target.files, prologue),
         groups=[tuple(target.files)],
     )
@@ -174,11 +174,11 @@ def test_pieces_that_are_passed_on_and_pieces_in_buffers_are_the_same_files(
     place: MemoryPath, monkeypatch: pytest.MonkeyPatch, framed: bool, long: int
 ) -> None:
     """Where a piece begins in the buffer of its file, or behind one that was written past it."""
-    monkeypatch.setattr(block_writers, "_LONG", long)
+    monkeypatch.setattr(block_writers, "_MIN_UNBUFFERED_NBYTES", long)
     passed: list[int] = []
-    pass_on = block_writers.BlockWriter.pass_on
+    pass_on = block_writers.BlockWriter.write_through
     monkeypatch.setattr(
-        block_writers.BlockWriter, "pass_on", lambda self, view: (passed.append(len(view)), pass_on(self, view))
+        block_writers.BlockWriter, "write_through", lambda self, view: (passed.append(len(view)), pass_on(self, view))
     )
     source = write_source(place / "in", 3)
     target = allocate(ParallelDims(tp=2), framed)
@@ -196,13 +196,13 @@ def test_workers_share_a_large_tensor(
     place: MemoryPath, monkeypatch: pytest.MonkeyPatch, dims: ParallelDims, workers: int, leaf: int
 ) -> None:
     """Runs of 256 KiB over tensors of up to 3 MB: several shares each, that begin in the middle of blocks."""
-    monkeypatch.setattr(plan_module, "RUN", 1 << 18)
-    monkeypatch.setattr(digest_module, "LEAF", leaf)
-    monkeypatch.setattr(passes_module, "BLOCK", 1 << 18)
+    monkeypatch.setattr(plan_module, "STEP_RANGE_NBYTES", 1 << 18)
+    monkeypatch.setattr(digest_module, "LEAF_NBYTES", leaf)
+    monkeypatch.setattr(passes_module, "BUFFER_NBYTES", 1 << 18)
     source = write_source(place / "in", 3)
     target = allocate(dims, True)
     plan = planned(source, target, True)
-    assert sum(run.rows is not None for run in plan.runs()) >= 6
+    assert sum(run.dim0_range is not None for run in plan.step_ranges()) >= 6
     outcome = run(plan, source.root, place / "out", workers)
     written = tree_bytes(place / "out" / "tree")
     assert written == expected(target, True)
@@ -223,10 +223,10 @@ def test_a_prologue_stands_before_the_blocks_of_every_rank(place: MemoryPath) ->
 def test_a_resumed_cut_ends_as_an_undisturbed_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, after: int, small_runs: bool
 ) -> None:
-    monkeypatch.setattr(passes_module, "BLOCK", 1 << 18)
+    monkeypatch.setattr(passes_module, "BUFFER_NBYTES", 1 << 18)
     if small_runs:
-        monkeypatch.setattr(plan_module, "RUN", 1 << 19)
-        monkeypatch.setattr(digest_module, "LEAF", 1 << 18)
+        monkeypatch.setattr(plan_module, "STEP_RANGE_NBYTES", 1 << 19)
+        monkeypatch.setattr(digest_module, "LEAF_NBYTES", 1 << 18)
     source = write_source(tmp_path / "in", 3)
     target = allocate(ParallelDims(2, 1, 2), True)
     plan = planned(source, target, True)
@@ -246,8 +246,8 @@ def test_a_resumed_cut_ends_as_an_undisturbed_one(
     outcome = run(plan, source.root, tmp_path / "out", 2)
     written = tree_bytes(tmp_path / "out" / "tree")
     assert written == expected(target, True)
-    assert outcome.digests == {name: defined(data_of(name), digest_module.LEAF) for name in CUTS}
-    assert outcome.file_digests == {name: defined(data, digest_module.LEAF) for name, data in written.items()}
+    assert outcome.digests == {name: defined(data_of(name), digest_module.LEAF_NBYTES) for name in CUTS}
+    assert outcome.file_digests == {name: defined(data, digest_module.LEAF_NBYTES) for name, data in written.items()}
     assert after < 9 or outcome.bytes_written < plan.bytes_written
 
 
@@ -257,8 +257,8 @@ def test_a_flipped_bit_of_the_source_is_found_however_it_is_cut(
     place: MemoryPath, monkeypatch: pytest.MonkeyPatch, name: str, shared: bool
 ) -> None:
     if shared:
-        monkeypatch.setattr(plan_module, "RUN", 1 << 18)
-        monkeypatch.setattr(digest_module, "LEAF", 1 << 18)
+        monkeypatch.setattr(plan_module, "STEP_RANGE_NBYTES", 1 << 18)
+        monkeypatch.setattr(digest_module, "LEAF_NBYTES", 1 << 18)
     source = write_source(place / "in", 3)
     chunk = source.tensors[name].chunks[-1]
     body = bytearray((source.root / "src").read_bytes())
@@ -322,7 +322,7 @@ def test_two_groups_are_written_apart_and_a_rank_of_several_writes_its_own(place
         merged.files |= {f"stage{number}-{file}": size for file, size in stage.files.items()}
         groups.append(tuple(f"stage{number}-{file}" for file in stage.files))
     origin = {name: name.partition(".")[2] for name in merged.tensors}
-    plan = plan_copy(source, merged, origin, frame_of=torch_zip.archive_frame, groups=groups)
+    plan = plan_copy(source, merged, origin, build_frame=torch_zip.archive_frame, groups=groups)
     digests: dict[str, str] = {}
     for group in range(2):
         tree, journal = tree_of(place / "tree"), tree_of(place / "journal")
@@ -338,14 +338,14 @@ def test_two_groups_are_written_apart_and_a_rank_of_several_writes_its_own(place
 
 def test_narrow_and_wide_rows_are_cut_alike() -> None:
     from ckptx.transfer import reorder
-    from ckptx.transfer.columns import cut_rows, weave_rows
+    from ckptx.transfer.columns import extract_columns, insert_columns
 
     rows = np.arange(40 * 3000, dtype=np.uint32).view(np.uint8)[: 40 * 3000]
     for column, width in ((0, 1024), (500, 2000), (2999, 1), (0, 3000), (17, 1023)):
         out, other = bytearray(40 * width), bytearray(40 * width)
-        cut_rows(memoryview(out), memoryview(rows.tobytes()), 3000, column, width)
-        reorder.cut(memoryview(other), memoryview(rows.tobytes()), 3000, column, width)
+        extract_columns(memoryview(out), memoryview(rows.tobytes()), 3000, column, width)
+        reorder.extract_columns(memoryview(other), memoryview(rows.tobytes()), 3000, column, width)
         assert out == other == rows.reshape(40, 3000)[:, column : column + width].tobytes()
         woven = bytearray(40 * 3000)
-        weave_rows(memoryview(woven), 3000, column, memoryview(bytes(out)), width, width)
+        insert_columns(memoryview(woven), 3000, column, memoryview(bytes(out)), width, width)
         assert np.frombuffer(woven, np.uint8).reshape(40, 3000)[:, column : column + width].tobytes() == out

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckptx.transfer import digest as digest_module
-from ckptx.transfer.digest import LEAF, TreeDigest, crc32, digest_bytes
+from ckptx.transfer.digest import LEAF_NBYTES, TreeDigest, crc32, digest_bytes
 
 
 def defined(data: bytes, leaf: int = 16 * 1024 * 1024) -> str:
@@ -21,7 +21,7 @@ def defined(data: bytes, leaf: int = 16 * 1024 * 1024) -> str:
     return outer.hexdigest()
 
 
-@pytest.mark.parametrize("nbytes", [0, 1, LEAF - 1, LEAF, LEAF + 1])
+@pytest.mark.parametrize("nbytes", [0, 1, LEAF_NBYTES - 1, LEAF_NBYTES, LEAF_NBYTES + 1])
 def test_the_definition(nbytes: int) -> None:
     data = bytes(range(256)) * (nbytes // 256 + 1)
     assert digest_bytes(data[:nbytes]) == defined(data[:nbytes])
@@ -35,11 +35,11 @@ def test_nothing_has_the_digest_of_no_blocks() -> None:
 @settings(deadline=None)
 def test_a_stream_cut_anyhow(data: bytes, draw: st.DataObject) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(digest_module, "LEAF", 16)
+        patch.setattr(digest_module, "LEAF_NBYTES", 16)
         digest, left = TreeDigest(), memoryview(data)
         while left:
-            size = draw.draw(st.integers(1, min(len(left), digest.room)))
-            digest.update(left[:size], last=size == len(left))
+            size = draw.draw(st.integers(1, min(len(left), digest.leaf_remaining)))
+            digest.update(left[:size], is_last=size == len(left))
             left = left[size:]
         assert digest.digest().hex() == defined(data, 16)
 

@@ -45,7 +45,7 @@ def planned(root: Place, files: int = 2) -> tuple[CopyPlan, Catalog]:
     source = open_huggingface(source_of(root), "model.safetensors")
     target = dcp_layout.allocate(root, source.tensors.values(), files)
     origin = {name: name for name in target.tensors}
-    return plan_copy(source, target, origin, frame_of=torch_zip.archive_frame), target
+    return plan_copy(source, target, origin, build_frame=torch_zip.archive_frame), target
 
 
 @pytest.fixture
@@ -75,7 +75,7 @@ def expected(target: Catalog) -> dict[str, bytes]:
 
 def small_runs(patch: pytest.MonkeyPatch) -> None:
     """Every tensor is a run of its own, and a file block is as large as a digest block is small."""
-    patch.setattr(plan_module, "RUN", 1)
+    patch.setattr(plan_module, "STEP_RANGE_NBYTES", 1)
 
 
 @pytest.mark.parametrize("run", [1, 1_000_000, 512 << 20])
@@ -83,9 +83,9 @@ def small_runs(patch: pytest.MonkeyPatch) -> None:
 def test_bytes_and_digests_do_not_depend_on_workers_or_runs(
     hf: MemoryPath, place: MemoryPath, monkeypatch: pytest.MonkeyPatch, workers: int, run: int
 ) -> None:
-    monkeypatch.setattr(plan_module, "RUN", run)
+    monkeypatch.setattr(plan_module, "STEP_RANGE_NBYTES", run)
     plan, target = planned(hf, files=3)
-    assert len(plan.runs()) >= (len(TENSORS) - 1 if run == 1 else 3)  # an empty tensor is no work
+    assert len(plan.step_ranges()) >= (len(TENSORS) - 1 if run == 1 else 3)  # an empty tensor is no work
     outcome = copy(plan, hf, place, workers)
     written = tree_bytes(place / "tree")
     assert written == expected(target)
@@ -100,8 +100,8 @@ def test_file_digests_join_blocks_of_several_runs(
     hf: MemoryPath, place: MemoryPath, monkeypatch: pytest.MonkeyPatch, run: int
 ) -> None:
     """With digest blocks of 1 MiB, blocks end inside runs, at their edges, and across them."""
-    monkeypatch.setattr(digest_module, "LEAF", 1 << 20)
-    monkeypatch.setattr(plan_module, "RUN", run)
+    monkeypatch.setattr(digest_module, "LEAF_NBYTES", 1 << 20)
+    monkeypatch.setattr(plan_module, "STEP_RANGE_NBYTES", run)
     plan, _ = planned(hf, files=1)
     outcome = copy(plan, hf, place)
     assert outcome.digests == {name: defined(data, 1 << 20) for name, (_, _, data) in TENSORS.items()}
@@ -113,7 +113,7 @@ def test_what_is_about_to_be_read_is_announced(
     hf: MemoryPath, place: MemoryPath, monkeypatch: pytest.MonkeyPatch, run: int
 ) -> None:
     """A storage that reads ahead gets every span before it is read, in the order of the reads."""
-    monkeypatch.setattr(plan_module, "RUN", run)
+    monkeypatch.setattr(plan_module, "STEP_RANGE_NBYTES", run)
     plan, _ = planned(hf)
     with hf.open() as files, tree_of(place / "tree") as tree, tree_of(place / "journal") as journal:
         execute(plan, files, tree, journal, workers=1, max_memory=16 << 20)
@@ -130,7 +130,7 @@ def test_what_is_about_to_be_read_is_announced(
 def test_an_empty_tensor_where_a_block_of_the_file_begins(place: MemoryPath, last: bool) -> None:
     tensors = {"a": value("U8", 0), "b": value("U8", 0, 3)} | ({} if last else {"c": value("U8", 9)})
     source = open_huggingface(write_hf(place / "hf", tensors), "model.safetensors")
-    prologue = bytes(digest_module.LEAF)
+    prologue = bytes(digest_module.LEAF_NBYTES)
     catalog = Catalog(place, "huggingface", {}, files={"out": len(prologue) + (0 if last else 9)})
     for name, entry in source.tensors.items():
         chunk = entry.chunks[0]._replace(file="out", offset=len(prologue))
@@ -170,7 +170,7 @@ def test_a_cast_on_the_way(hf: MemoryPath, place: MemoryPath) -> None:
     source = open_huggingface(hf, "model.safetensors")
     narrow = source.tensors["a"]._replace(dtype=BY_NAME["BF16"])
     target = dcp_layout.allocate(place, [narrow], 1)
-    outcome = copy(plan_copy(source, target, {"a": "a"}, frame_of=torch_zip.archive_frame), hf, place)
+    outcome = copy(plan_copy(source, target, {"a": "a"}, build_frame=torch_zip.archive_frame), hf, place)
     from ckptx.transfer.cast import cast
 
     data = bytes(cast(memoryview(TENSORS["a"][2]), BY_NAME["F32"], BY_NAME["BF16"]))
@@ -211,7 +211,7 @@ def interrupted(plan: CopyPlan, hf: Path, out: Path, after: int) -> int:
 def test_a_resumed_copy_writes_no_finished_tensor_again(
     hf_on_disk: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, after: int, run: int
 ) -> None:
-    monkeypatch.setattr(plan_module, "RUN", run)
+    monkeypatch.setattr(plan_module, "STEP_RANGE_NBYTES", run)
     plan, target = planned(hf_on_disk, files=1)
     finished = interrupted(plan, hf_on_disk, tmp_path, after)
     order = [step.target.name for step in plan.steps()]
@@ -301,7 +301,7 @@ def test_a_wrong_plan_is_caught_before_a_byte_moves(hf: MemoryPath, how: str) ->
     _, target = planned(hf)
     target.tensors = dict(broken(target, how))
     with pytest.raises(Defect):
-        plan_copy(source, target, {name: name for name in target.tensors}, frame_of=torch_zip.archive_frame)
+        plan_copy(source, target, {name: name for name in target.tensors}, build_frame=torch_zip.archive_frame)
 
 
 def test_a_file_longer_than_its_blocks_is_a_wrong_plan(hf: MemoryPath) -> None:
@@ -309,7 +309,7 @@ def test_a_file_longer_than_its_blocks_is_a_wrong_plan(hf: MemoryPath) -> None:
     _, target = planned(hf)
     target.files["__0_0.distcp"] += 1
     with pytest.raises(Defect, match="planned"):
-        plan_copy(source, target, {name: name for name in target.tensors}, frame_of=torch_zip.archive_frame)
+        plan_copy(source, target, {name: name for name in target.tensors}, build_frame=torch_zip.archive_frame)
 
 
 def test_archives_carry_the_crc_of_what_was_copied(hf: MemoryPath, place: MemoryPath) -> None:

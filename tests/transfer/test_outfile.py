@@ -20,7 +20,7 @@ LEAF, BUFFER = 64, 16
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(digest, "LEAF", LEAF)
+    monkeypatch.setattr(digest, "LEAF_NBYTES", LEAF)
 
 
 def opened(root: Path) -> OpenFile:
@@ -40,10 +40,10 @@ def write(out: OutFile, data: bytes) -> None:
 def finished(digests: FileDigests, data: bytes) -> int:
     """Reads back what is missing, as the executor does; the number of bytes that took."""
     read = 0
-    for leaf, begin in digests.missing(len(data)):
+    for leaf, begin in digests.find_undigested_leaves(len(data)):
         rest = data[begin : (leaf + 1) * LEAF]
-        tree = digests.begun.get(begin) or TreeDigest()
-        tree.update(memoryview(rest), last=True)
+        tree = digests.partial_leaves.get(begin) or TreeDigest()
+        tree.update(memoryview(rest), is_last=True)
         (digests.leaves[leaf],) = tree.leaves
         read += len(rest)
     return read
@@ -65,7 +65,7 @@ def test_any_passes_give_the_digest_of_the_file(tmp_path: Path, data: st.DataObj
                 out.seek(begin)
             else:
                 if passes and data.draw(st.booleans()):  # else it goes on at the same time as the next
-                    passes[-1].leave()
+                    passes[-1].suspend()
                 out = OutFile(file, nbytes, memoryview(bytearray(BUFFER)), digests, lambda _: None, begin)
                 passes.append(out)
             middle = data.draw(st.integers(begin, end))  # what lies before it goes through the buffer
@@ -75,7 +75,7 @@ def test_any_passes_give_the_digest_of_the_file(tmp_path: Path, data: st.DataObj
             if data.draw(st.booleans()):
                 out.flush()
         for out in passes:
-            out.leave()
+            out.suspend()
     assert (tmp_path / "file").read_bytes() == payload
     finished(digests, payload)
     leaves = [digests.leaves[leaf] for leaf in sorted(digests.leaves)]
@@ -88,7 +88,7 @@ def test_a_pass_that_goes_on_where_another_ended_reads_nothing_back(tmp_path: Pa
         for begin, end in ((0, 40), (40, 100), (100, 3 * LEAF)):
             out = OutFile(file, len(payload), memoryview(bytearray(BUFFER)), digests, lambda _: None, begin)
             write(out, payload[begin:end])
-            out.leave()
+            out.suspend()
     assert finished(digests, payload) == 0
 
 
@@ -99,7 +99,7 @@ def test_of_a_block_whose_begin_came_by_only_the_rest_is_read_back(tmp_path: Pat
         first = OutFile(file, len(payload), memoryview(bytearray(BUFFER)), digests, lambda _: None, 0)
         write(later, payload[40:])
         write(first, payload[:40])
-        later.leave()
-        first.leave()
-    assert digests.missing(len(payload)) == [(0, 40)]
+        later.suspend()
+        first.suspend()
+    assert digests.find_undigested_leaves(len(payload)) == [(0, 40)]
     assert finished(digests, payload) == LEAF - 40

@@ -175,8 +175,8 @@ def test_narrow_tiles_and_wide_spans_agree(
         files.add(region, stored(array, region)[0])
     region = data.draw(regions_of(shape))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(segments_module, "_MIN_SPAN", data.draw(st.sampled_from([1, 4, 1 << 16])))
-        patch.setattr(segments_module, "TILE", data.draw(st.sampled_from([8, 32, 1 << 20])))
+        patch.setattr(segments_module, "_MIN_SPAN_NBYTES", data.draw(st.sampled_from([1, 4, 1 << 16])))
+        patch.setattr(segments_module, "TILE_NBYTES", data.draw(st.sampled_from([8, 32, 1 << 20])))
         assert files.stream(region) == cut(array, region).tobytes()
 
 
@@ -251,7 +251,7 @@ def test_a_strided_chunk_keeps_to_its_memory(place: MemoryPath) -> None:
     entry, sink = files.entry(), Collect(1 << 16)
     limit = 64 << 10
     with place.open() as pool, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(stream_module, "TILE", 16 << 10)
+        patch.setattr(stream_module, "TILE_NBYTES", 16 << 10)
         reader = TensorReader(pool, limit)
         reader.stream(entry._replace(chunks=(entry.chunks[0]._replace(record=None),)), whole(array.shape), sink)
         assert len(reader._tile_buffer(0)) + len(reader._strip_buffer(0)) <= 2 * limit
@@ -338,7 +338,7 @@ def test_a_crc_that_was_not_recorded_is_counted_once(place: MemoryPath) -> None:
         reader = TensorReader(pool)
         for _ in range(2):
             reader.stream(entry, whole((4, 4)), Collect())
-        assert reader.unrecorded == 1
+        assert reader.records_without_crc == 1
 
 
 def test_a_file_that_was_cut_short_is_refused(place: MemoryPath) -> None:

@@ -21,7 +21,7 @@ from ckptx.model_view.view import ModelView
 from ckptx.options.mesh import ShardingOptions
 from ckptx.storage.interface import Source, SourceFiles
 from ckptx.transfer.executor import CopyResult
-from ckptx.transfer.plan import FrameOf
+from ckptx.transfer.plan import FrameBuilder
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ class Allocation:
     groups: Sequence[Sequence[str]] | None = None
     prologues: Mapping[str, bytes] | None = None
     markers: tuple[tuple[str, bytes], ...] = ()
-    block_frame: FrameOf | None = None
+    block_frame: FrameBuilder | None = None
     ranks: Mapping[str, int] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
 

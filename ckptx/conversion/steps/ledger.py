@@ -76,7 +76,7 @@ def build_ledger(
         remaining.difference_update(names)
     if remaining:
         raise Defect(f'tensor "{min(remaining)}" and {len(remaining) - 1} more would be lost; please report it')
-    steps = {step.target.name: step for step in plan.steps() if step.framed}
+    steps = {step.target.name: step for step in plan.steps() if step.has_frame}
     keys = {_content_key(step.source, disk_names, representatives) for step in steps.values()}
     all_steps = [*steps.values(), *(steps[name] for name in aliases.values())]
     return Ledger(

@@ -72,7 +72,7 @@ def build_report(command: str, conversion: ConversionState, outcome: CopyResult 
     actions = tie_actions(ties, conversion.contents)
     if outcome is not None:
         log.note(*range_notes(outcome))
-    carried_objects = sum(not step.framed for step in job.plan.steps())
+    carried_objects = sum(not step.has_frame for step in job.plan.steps())
     known = architecture is not None
     return ConversionReport(
         command=command,
@@ -136,7 +136,7 @@ def _rank_entries(conversion: ConversionState) -> list[dict[str, Any]]:
 def _dry_run_entries(conversion: ConversionState, log: Log) -> dict[str, Any]:
     """Return the entries of the report for a dry run: the files it would write, and free space."""
     job, options, dst = conversion.job, conversion.options, conversion.dst
-    sizes = [(file.name, file.nbytes, file.blocks) for file in job.plan.files]
+    sizes = [(file.name, file.nbytes, file.block_count) for file in job.plan.files]
     sizes += [(name, len(data), 0) for name, data in job.markers]
     sizes += [(name, nbytes, 0) for name, nbytes in job.sidecar_sizes().items()]
     sizes.append((MANIFEST, manifest_size(job), 0))
@@ -163,9 +163,10 @@ def _byte_counts(
     if outcome is None or outcome.was_complete:
         log.note(f"{dst} is already complete; nothing to resume")
         return 0, 0, run.nbytes + manifest
-    if outcome.unrecorded:
+    if outcome.records_without_crc:
         log.note(
-            f"{counted(outcome.unrecorded, 'archive')} without a recorded CRC-32: their bytes could not be checked"
+            f"{counted(outcome.records_without_crc, 'archive')} without a recorded CRC-32: their bytes could not be "
+            "checked"
         )
     if not outcome.was_locked:
         log.note(

@@ -17,7 +17,7 @@ from ckptx.mapping.state_names import ParameterIndex, StateName, refuse_indexed_
 from ckptx.model_view.sharder import ShardedModel
 from ckptx.model_view.view import ModelView
 from ckptx.storage.interface import SourceFiles
-from ckptx.transfer.digest_sink import digest_of
+from ckptx.transfer.digest_sink import digest_tensor
 from ckptx.transfer.stream import TensorReader
 from ckptx.wording import counted
 
@@ -252,7 +252,7 @@ class _StateMapper:
             )
 
     def _digest_leaves(self, entry: TensorEntry) -> list[bytes]:
-        return digest_of(self.reader, entry, entry.dtype).leaves
+        return digest_tensor(self.reader, entry, entry.dtype).leaves
 
     def _read_object(self, name: str) -> bytes:
         location = self.source.objects[name]

@@ -33,7 +33,7 @@ from ckptx.model_view.view import (
 )  # fmt: skip
 from ckptx.runtime.checkpointing.load_report import OPTIMIZER_STATE, OTHER_STATE, UNKNOWN_TO_CLASS
 from ckptx.storage.interface import Location, SourceFiles
-from ckptx.transfer.digest_sink import stream_as
+from ckptx.transfer.digest_sink import stream_cast
 from ckptx.transfer.stream import TensorReader
 
 _STAGING_BYTES = 4 << 20  # bytes that are staged at a time if a tensor cannot be filled in place
@@ -247,7 +247,7 @@ class RegionReader:
         entry = self._drop_partial_checksums(entry, region)
         if target.is_contiguous():
             sink = MemorySink(target) if target.device.type == "cpu" else StagedSink(target)
-            stream_as(self._thread_reader(), entry, region, dtype, sink)
+            stream_cast(self._thread_reader(), entry, region, dtype, sink)
             return
         for part in split_region(region, max(1, _STAGING_BYTES // dtype.itemsize)):
             _narrow_within(target, region, part).copy_(self._read_staged(entry, part, target.dtype, dtype))
@@ -264,7 +264,7 @@ class RegionReader:
 
     def _read_staged(self, entry: TensorEntry, part: Region, torch_dtype: torch.dtype, dtype: DType) -> Tensor:
         staged = torch.empty(part.sizes, dtype=torch_dtype)
-        stream_as(self._thread_reader(), entry, part, dtype, MemorySink(staged))
+        stream_cast(self._thread_reader(), entry, part, dtype, MemorySink(staged))
         return staged
 
     def _drop_partial_checksums(self, entry: TensorEntry, region: Region) -> TensorEntry:
