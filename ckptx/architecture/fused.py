@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 from ckptx.architecture.expressions import Scope, try_evaluate
 from ckptx.architecture.structure import Structure, in_sub_config
 from ckptx.errors import InputError
-from ckptx.layout.composition import Composition, Compositions, Part, Side
+from ckptx.layout.composition import Composition, Compositions, FeatureSide, Part
 
 FUSED_FILE = Path(__file__).with_name("fused.json")
 
@@ -50,7 +50,7 @@ class FusedRow(NamedTuple):
     modules: tuple[str, ...]
     candidates: tuple[CountSizePairs, ...]
     equal: int
-    side: Side
+    side: FeatureSide
     types: tuple[str, ...]
     reason: str
 

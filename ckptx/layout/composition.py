@@ -19,7 +19,7 @@ from ckptx.catalog.region import Shape
 from ckptx.layout.placement import Placement, Span, ceil_chunks
 
 Part = tuple[int, int]  # number of heads or features, and the size of one
-Side = Literal["out", "in"]
+FeatureSide = Literal["out", "in"]
 
 
 class Composition(NamedTuple):
@@ -28,19 +28,21 @@ class Composition(NamedTuple):
     Attributes:
         side: "out" for output features, "in" for input features.
         candidates: Parts in their order; the first candidate that adds up to the dim is used.
-        equal: Number of equal parts of single features, for a dim that no candidate fits; 0 for none.
+        equal_parts: Number of equal parts of single features, for a dim that no candidate fits; 0 for none.
     """
 
-    side: Side
+    side: FeatureSide
     candidates: tuple[tuple[Part, ...], ...]
-    equal: int = 0
+    equal_parts: int = 0
 
     def parts(self, n: int) -> tuple[Part, ...] | None:
         """Return the parts of a dim of size `n`; None if they are unknown."""
         for candidate in self.candidates:
             if sum(count * size for count, size in candidate) == n:
                 return candidate
-        return ((n // self.equal, 1),) * self.equal if self.equal and n % self.equal == 0 else None
+        return (
+            ((n // self.equal_parts, 1),) * self.equal_parts if self.equal_parts and n % self.equal_parts == 0 else None
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,16 +63,16 @@ class Compositions:
     transposed: frozenset[str] = frozenset()
     is_complete: bool = False
 
-    def of(self, name: str) -> Composition | None:
+    def find(self, name: str) -> Composition | None:
         """Return the composition of a parameter; None for one of plain features."""
         is_layer = not self.stacks or any(name.startswith(f"{path}.") for path in self.stacks)
-        rows = self.layers if is_layer else self.others
-        parts = name.removesuffix("_bias").removesuffix("_weight").split(".")
-        for module in (parts[:-1], parts):  # a fused expert tensor has the name of its projection
+        compositions = self.layers if is_layer else self.others
+        components = name.removesuffix("_bias").removesuffix("_weight").split(".")
+        for module in (components[:-1], components):  # a fused expert tensor has the name of its projection
             for length in (2, 1):
-                found = rows.get(".".join(module[-length:]))
-                if found is not None and len(module) >= length:
-                    return found
+                composition = compositions.get(".".join(module[-length:]))
+                if composition is not None and len(module) >= length:
+                    return composition
         return None
 
 
@@ -88,12 +90,12 @@ def holds_whole_parts(shape: Shape, placement: Placement, parts: Sequence[Part],
     has_structure = len(parts) > 1 or any(size > 1 for _, size in parts)
     stored = _spans_by_rank(((width, 1) for width in groups), tp)
     required = _spans_by_rank(parts, tp)
-    if has_structure and any(count < 1 for _, count_by_rank in _counts(parts, tp) for count in count_by_rank):
+    if has_structure and any(count < 1 for _, count_by_rank in _heads_by_rank(parts, tp) for count in count_by_rank):
         return False
     return stored == required
 
 
-def _counts(parts: Iterable[Part], tp: int) -> list[tuple[int, list[int]]]:
+def _heads_by_rank(parts: Iterable[Part], tp: int) -> list[tuple[int, list[int]]]:
     """Return for each part the size of a head, and how many of them each rank holds."""
     return [(size, [n for _, n in ceil_chunks(count, tp)]) for count, size in parts]
 

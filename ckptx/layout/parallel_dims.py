@@ -44,7 +44,7 @@ class ParallelDims:
     @property
     def world_size(self) -> int:
         """Return the total number of ranks."""
-        return self.pp * self.per_stage
+        return self.pp * self.ranks_per_stage
 
     @property
     def dp(self) -> int:
@@ -52,7 +52,7 @@ class ParallelDims:
         return self.dp_replicate * self.dp_shard
 
     @property
-    def per_stage(self) -> int:
+    def ranks_per_stage(self) -> int:
         """Return the number of ranks of one pipeline stage."""
         return self.tp * self.dp
 
@@ -72,4 +72,4 @@ class ParallelDims:
 
     def ranks_of_stage(self, pp: int) -> range:
         """Return the global ranks of a stage, in the order of rank_in_stage."""
-        return range(pp * self.per_stage, (pp + 1) * self.per_stage)
+        return range(pp * self.ranks_per_stage, (pp + 1) * self.ranks_per_stage)

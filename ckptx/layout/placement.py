@@ -27,7 +27,7 @@ from ckptx.layout.parallel_dims import ParallelDims
 
 Span = tuple[int, int]  # start and length
 
-_UNKNOWN = "not a known kind of scale, replicated"
+_UNKNOWN_SCALE = "not a known kind of scale, replicated"
 
 
 class Placement(NamedTuple):
@@ -55,7 +55,7 @@ def ceil_chunks(n: int, parts: int) -> tuple[Span, ...]:
     return _chunks(n, parts, 1)
 
 
-def tp_rectangles(shape: Shape, placement: Placement | None, tp: int, pack: int = 1) -> tuple[tuple[Region, ...], ...]:
+def tp_regions(shape: Shape, placement: Placement | None, tp: int, pack: int = 1) -> tuple[tuple[Region, ...], ...]:
     """Return the rectangles of a tensor that each TP rank holds.
 
     Args:
@@ -71,22 +71,25 @@ def tp_rectangles(shape: Shape, placement: Placement | None, tp: int, pack: int 
     Raises:
         Defect: The placement does not match the shape.
     """
-    if placement is None or not _is_cut(shape, placement, pack):
+    if placement is None or not _is_sharded(shape, placement, pack):
         return ((whole(shape),),) * tp
     dim, groups, _ = placement
-    unit = pack if dim == len(shape) - 1 else 1
+    granularity = pack if dim == len(shape) - 1 else 1
     starts = accumulate(groups, initial=0)
-    cut_groups = [
-        [(start + a, n) for a, n in _chunks(width, tp, unit)] for start, width in zip(starts, groups, strict=False)
+    spans_by_group = [
+        [(start + a, n) for a, n in _chunks(width, tp, granularity)]
+        for start, width in zip(starts, groups, strict=False)
     ]
     return tuple(
-        tuple(_narrow(whole(shape), dim, span) for span in (spans[index] for spans in cut_groups) if span[1])
+        tuple(
+            _replace_extent(whole(shape), dim, span) for span in (spans[index] for spans in spans_by_group) if span[1]
+        )
         for index in range(tp)
     )
 
 
 @lru_cache(maxsize=4096)  # layers and experts repeat a few shapes, and share their blocks
-def cut(
+def shard_tensor(
     shape: Shape, placement: Placement | None, dims: ParallelDims, replicate: bool, pack: int = 1
 ) -> tuple[Block, ...]:
     """Return the blocks of a tensor that the ranks of one pipeline stage hold.
@@ -108,15 +111,17 @@ def cut(
     """
     if not prod(shape):
         return (Block(0, whole(shape)),)
-    local_regions = tp_rectangles(shape, placement, dims.tp, pack)
-    is_cut = placement is not None and _is_cut(shape, placement, pack)
-    stacked = is_cut and placement is not None and placement.dim == 0  # the rows of the groups follow each other
-    unit = pack if len(shape) == 1 else 1
+    local_regions = tp_regions(shape, placement, dims.tp, pack)
+    is_sharded = placement is not None and _is_sharded(shape, placement, pack)
+    is_dim0_sharded = (
+        is_sharded and placement is not None and placement.dim == 0
+    )  # the rows of the groups follow each other
+    granularity = pack if len(shape) == 1 else 1
     return tuple(
-        Block(dims.rank_in_stage(dp, tp), region, replica=not is_cut and tp > 0)
+        Block(dims.rank_in_stage(dp, tp), region, replica=not is_sharded and tp > 0)
         for dp in range(dims.dp_shard)
-        for tp in range(dims.tp if is_cut or replicate else 1)
-        for region in _rows_of(local_regions[tp], stacked, dp, dims.dp_shard, unit)
+        for tp in range(dims.tp if is_sharded or replicate else 1)
+        for region in _fsdp_shard(local_regions[tp], is_dim0_sharded, dp, dims.dp_shard, granularity)
     )
 
 
@@ -146,10 +151,10 @@ def scale_placement(
     if not shape:
         return None, "scale replicated: one value for the whole weight"
     if len(shape) != len(weight_shape):
-        return None, _UNKNOWN
-    blocks = [_block(n, size) for n, size in zip(weight_shape, shape, strict=True)]
+        return None, _UNKNOWN_SCALE
+    blocks = [_infer_block_size(n, size) for n, size in zip(weight_shape, shape, strict=True)]
     if None in blocks:
-        return None, _UNKNOWN
+        return None, _UNKNOWN_SCALE
     if weight_placement is None:
         return None, "scale replicated like its weight"
     dim, groups, _ = weight_placement
@@ -159,12 +164,12 @@ def scale_placement(
     if block is None or shape[dim] == 1:
         return None, f"scale replicated: one value along dim {dim}"
     starts = list(accumulate(groups, initial=0))[:-1]
-    if any(start % block for start in starts) or any(not _cuts_between_blocks(n, block, tp) for n in groups):
+    if any(start % block for start in starts) or any(not _shards_end_between_blocks(n, block, tp) for n in groups):
         return None, f"scale replicated: a shard of the weight ends inside a block of {block}"
     return Placement(dim, tuple(-(-n // block) for n in groups)), f"scale follows its weight in blocks of {block}"
 
 
-def _is_cut(shape: Shape, placement: Placement, pack: int) -> bool:
+def _is_sharded(shape: Shape, placement: Placement, pack: int) -> bool:
     """Return False if a group along the last dim does not divide into packs, so that the tensor is not sharded."""
     dim, groups, _ = placement
     if not 0 <= dim < len(shape) or sum(groups) != shape[dim]:
@@ -175,43 +180,45 @@ def _is_cut(shape: Shape, placement: Placement, pack: int) -> bool:
     return dim != len(shape) - 1 or all(width % pack == 0 for width in groups)
 
 
-def _rows_of(rectangles: tuple[Region, ...], stacked: bool, dp: int, dp_shard: int, unit: int) -> list[Region]:
+def _fsdp_shard(
+    regions: tuple[Region, ...], is_dim0_sharded: bool, dp: int, dp_shard: int, granularity: int
+) -> list[Region]:
     """Return the FSDP shard of a TP rank's local tensor, as rectangles of the whole tensor."""
-    if dp_shard == 1 or not rectangles:
-        return list(rectangles)
-    if not rectangles[0].sizes:
-        return list(rectangles) if dp == 0 else []
-    heights = [region.sizes[0] for region in rectangles]
-    rows = sum(heights) if stacked else heights[0]
-    begin, size = _chunks(rows, dp_shard, unit)[dp]
-    kept = []
-    first = 0  # local row where the rectangle begins
-    for region, height in zip(rectangles, heights, strict=True):
-        low, high = max(begin, first), min(begin + size, first + height)
+    if dp_shard == 1 or not regions:
+        return list(regions)
+    if not regions[0].sizes:
+        return list(regions) if dp == 0 else []
+    heights = [region.sizes[0] for region in regions]
+    rows = sum(heights) if is_dim0_sharded else heights[0]
+    begin, size = _chunks(rows, dp_shard, granularity)[dp]
+    fsdp_regions = []
+    local_row = 0  # local row where the rectangle begins
+    for region, height in zip(regions, heights, strict=True):
+        low, high = max(begin, local_row), min(begin + size, local_row + height)
         if low < high:
-            kept.append(_narrow(region, 0, (region.offsets[0] + low - first, high - low)))
-        if stacked:
-            first += height
-    return kept
+            fsdp_regions.append(_replace_extent(region, 0, (region.offsets[0] + low - local_row, high - low)))
+        if is_dim0_sharded:
+            local_row += height
+    return fsdp_regions
 
 
 @lru_cache(maxsize=4096)
-def _chunks(n: int, parts: int, unit: int) -> tuple[Span, ...]:
+def _chunks(n: int, parts: int, granularity: int) -> tuple[Span, ...]:
     """Split like `ceil_chunks`, in whole units; if `n` does not divide into units, the first part gets all."""
-    if n % unit:
+    if n % granularity:
         return ((0, n), *((n, 0),) * (parts - 1))
-    step = -(-(n // unit) // parts) * unit
-    edges = [min(i * step, n) for i in range(parts + 1)]
+    chunk_size = -(-(n // granularity) // parts) * granularity
+    edges = [min(i * chunk_size, n) for i in range(parts + 1)]
     return tuple((a, b - a) for a, b in pairwise(edges))
 
 
-def _narrow(region: Region, dim: int, span: Span) -> Region:
+def _replace_extent(region: Region, dim: int, span: Span) -> Region:
     """Return the rectangle with another extent along one dim."""
     offsets, sizes = region
     return Region((*offsets[:dim], span[0], *offsets[dim + 1 :]), (*sizes[:dim], span[1], *sizes[dim + 1 :]))
 
 
-def _block(n: int, size: int) -> int | None:
+def _infer_block_size(n: int, size: int) -> int | None:
     """Return the number of weight elements per scale element along one dim; None if no number explains the sizes.
 
     `size` is ceil(n / block) for several blocks. At most one of them is a power of two, and that is the block in every
@@ -230,7 +237,7 @@ def _block(n: int, size: int) -> int | None:
     return low if n % size == 0 else None
 
 
-def _cuts_between_blocks(n: int, block: int, tp: int) -> bool:
+def _shards_end_between_blocks(n: int, block: int, tp: int) -> bool:
     """Return True if sharding the blocks of a group gives each rank the blocks of its elements."""
     blocks = ceil_chunks(-(-n // block), tp)
     return all(min(i * block, n) == begin for (begin, _), (i, _) in zip(ceil_chunks(n, tp), blocks, strict=True))

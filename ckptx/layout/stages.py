@@ -19,43 +19,43 @@ from itertools import accumulate
 from ckptx.errors import UnsupportedError, UsageError
 from ckptx.wording import counted
 
-SPLITS = ("even", "vllm", "titan", "hf")
+SPLIT_RULES = ("even", "vllm", "titan", "hf")
 
 
-def split_layers(layers: int, stages: int, how: str = "even") -> tuple[int, ...]:
+def split_layers(layers: int, stages: int, rule: str = "even") -> tuple[int, ...]:
     """Return the number of layers of each stage.
 
     Args:
         layers: Total number of layers.
         stages: Number of stages.
-        how: One of `SPLITS`, or comma-separated counts. Only counts may leave a stage empty.
+        rule: One of `SPLIT_RULES`, or comma-separated counts. Only counts may leave a stage empty.
 
     Raises:
         UsageError: The rule is unknown, there are fewer layers than stages, or the counts do not match.
     """
-    if how not in SPLITS:
-        return _explicit(layers, stages, how)
+    if rule not in SPLIT_RULES:
+        return _parse_counts(layers, stages, rule)
     if 1 < stages > layers:
         raise UsageError(
-            f"pipeline split {how}: {counted(layers, 'layer')} for {counted(stages, 'stage')}, but each stage requires "
-            "a layer; use fewer stages, or pass explicit counts, which may be 0"
+            f"pipeline split {rule}: {counted(layers, 'layer')} for {counted(stages, 'stage')}, but each stage "
+            "requires a layer; use fewer stages, or pass explicit counts, which may be 0"
         )
     share, rest = divmod(layers, stages)
     counts = [share + (stage < rest) for stage in range(stages)]
-    if how == "vllm":
+    if rule == "vllm":
         counts = [share] * stages
         for stage in range(rest):
             counts[stages - 2 - stage] += 1
-    elif how == "hf":
+    elif rule == "hf":
         counts = [share] * (stages - 1) + [share + rest]
-    elif how == "titan":
+    elif rule == "titan":
         share, rest = divmod(layers + 2, stages)
         counts = [share + (stage < rest) for stage in range(stages)]
         counts[0] -= 1
         counts[-1] -= 1
     if stages > 1 and min(counts) < 1:
         raise UsageError(
-            f"pipeline split {how}: {counted(layers, 'layer')} over {counted(stages, 'stage')} give "
+            f"pipeline split {rule}: {counted(layers, 'layer')} over {counted(stages, 'stage')} give "
             f"{','.join(map(str, counts))}, but each stage requires a layer; use fewer stages, or pass these counts "
             "explicitly"
         )
@@ -88,13 +88,13 @@ class StageMap:
         stacks: Lists of layers in forward order.
     """
 
-    def __init__(self, stacks: Sequence[Stack], count: int, how: str = "even", subject: str = "this model") -> None:
+    def __init__(self, stacks: Sequence[Stack], count: int, rule: str = "even", subject: str = "this model") -> None:
         """Split the layers of the stacks over the stages, in forward order.
 
         Args:
             stacks: Lists of layers in forward order; the encoder before the decoder.
             count: Number of stages.
-            how: Rule or counts, see `split_layers`.
+            rule: Rule or counts, see `split_layers`.
             subject: Name of the model class, for errors.
 
         Raises:
@@ -107,19 +107,19 @@ class StageMap:
                 "--trust-remote-code to use the model's own code, or leave out --pp"
             )
         self.count = count
-        self.counts = split_layers(sum(stack.count for stack in stacks), count, how) if stacks else (0,)
+        self.counts = split_layers(sum(stack.count for stack in stacks), count, rule) if stacks else (0,)
         self.stacks = tuple(stacks)
-        self._firsts = tuple(accumulate((stack.count for stack in stacks), initial=0))  # global index of layer 0
-        self._stage_of_layer = [stage for stage, count in enumerate(self.counts) for _ in range(count)]
-        leads = [(f"{stack.path}.", index) for index, stack in enumerate(stacks)]
-        self._leads = sorted(leads, key=lambda lead: -len(lead[0]))  # the innermost first
-        self._stage_at: dict[str, int] = {}
+        self._first_indices = tuple(accumulate((stack.count for stack in stacks), initial=0))  # global index of layer 0
+        self._stage_by_layer = [stage for stage, count in enumerate(self.counts) for _ in range(count)]
+        prefixes = [(f"{stack.path}.", index) for index, stack in enumerate(stacks)]
+        self._stack_prefixes = sorted(prefixes, key=lambda lead: -len(lead[0]))  # the innermost first
+        self._stage_by_path: dict[str, int] = {}
         for index, stack in enumerate(stacks):
-            first = self._stage(index, 0) if index else 0
-            last = self._stage(index, stack.count - 1) if index < len(stacks) - 1 else count - 1
-            self._stage_at |= dict.fromkeys(stack.before, first) | dict.fromkeys(stack.after, last)
-        self._is_plain = [
-            not any(path.startswith(f"{stack.path}.") for path in self._stage_at) for stack in stacks
+            first = self._layer_stage(index, 0) if index else 0
+            last = self._layer_stage(index, stack.count - 1) if index < len(stacks) - 1 else count - 1
+            self._stage_by_path |= dict.fromkeys(stack.before, first) | dict.fromkeys(stack.after, last)
+        self._has_plain_layers = [
+            not any(path.startswith(f"{stack.path}.") for path in self._stage_by_path) for stack in stacks
         ]  # nothing that runs before or after a stack is inside one of its layers
 
     def stage_of(self, name: str) -> int:
@@ -129,21 +129,21 @@ class StageMap:
         last layer, and modules that run before or after a stack on the stage of its first or last layer. The rest,
         embeddings and towers, is on stage 0.
         """
-        layer = self._layer_of(name)
-        if layer is not None and self._is_plain[layer[0]]:
-            return self._stage(*layer)
-        path = self._longest(name)
+        layer = self._find_layer(name)
+        if layer is not None and self._has_plain_layers[layer[0]]:
+            return self._layer_stage(*layer)
+        path = self._find_longest_path(name)
         if layer is not None and len(path) <= len(self.stacks[layer[0]].path):
-            return self._stage(*layer)
-        return self._stage_at.get(path, 0)
+            return self._layer_stage(*layer)
+        return self._stage_by_path.get(path, 0)
 
     def is_in_layer(self, name: str) -> bool:
         """Return True for a tensor of a layer of one of the stacks."""
-        return self._layer_of(name) is not None
+        return self._find_layer(name) is not None
 
-    def is_extra(self, name: str) -> bool:
+    def is_after_last_layer(self, name: str) -> bool:
         """Return True for a tensor of a layer after the last one of its stack."""
-        layer = self._layer_of(name)
+        layer = self._find_layer(name)
         return layer is not None and layer[1] >= self.stacks[layer[0]].count
 
     def layers_of(self, stage: int) -> list[tuple[str, int, int]]:
@@ -151,46 +151,46 @@ class StageMap:
         begin = sum(self.counts[:stage])
         end = begin + self.counts[stage]
         spans = []
-        for stack, first in zip(self.stacks, self._firsts, strict=False):
+        for stack, first in zip(self.stacks, self._first_indices, strict=False):
             low, high = max(begin - first, 0), min(end - first, stack.count)
             if low < high:
                 spans.append((stack.path, low, high))
         return spans
 
-    def _stage(self, stack: int, layer: int) -> int:
+    def _layer_stage(self, stack: int, layer: int) -> int:
         """Return the stage of a layer, or of the last layer if the index is beyond it."""
-        index = self._firsts[stack] + min(layer, self.stacks[stack].count - 1)
-        return self._stage_of_layer[max(index, 0)] if self._stage_of_layer else 0
+        index = self._first_indices[stack] + min(layer, self.stacks[stack].count - 1)
+        return self._stage_by_layer[max(index, 0)] if self._stage_by_layer else 0
 
-    def _layer_of(self, name: str) -> tuple[int, int] | None:
+    def _find_layer(self, name: str) -> tuple[int, int] | None:
         """Return stack and index of the innermost layer that holds a tensor; None if there is none."""
-        for lead, stack in self._leads:
-            if name.startswith(lead):
-                index = name[len(lead) :].partition(".")[0]
+        for prefix, stack in self._stack_prefixes:
+            if name.startswith(prefix):
+                index = name[len(prefix) :].partition(".")[0]
                 if index.isdecimal():
                     return stack, int(index)
         return None
 
-    def _longest(self, name: str) -> str:
+    def _find_longest_path(self, name: str) -> str:
         """Return the longest path before or after a stack that holds a tensor; "" if there is none."""
         path = name
-        while path and path not in self._stage_at:
+        while path and path not in self._stage_by_path:
             path = path.rpartition(".")[0]
         return path
 
 
-def _explicit(layers: int, stages: int, how: str) -> tuple[int, ...]:
+def _parse_counts(layers: int, stages: int, rule: str) -> tuple[int, ...]:
     """Parse and check explicit counts."""
     try:
-        counts = tuple(int(part) for part in how.split(","))
+        counts = tuple(int(part) for part in rule.split(","))
     except ValueError:
         raise UsageError(
-            f'pipeline split "{how}": must be one of {", ".join(SPLITS)}, or the layers of each stage, such as '
+            f'pipeline split "{rule}": must be one of {", ".join(SPLIT_RULES)}, or the layers of each stage, such as '
             '"8,9,8,7"'
         ) from None
     if len(counts) != stages or min(counts) < 0 or sum(counts) != layers:
         raise UsageError(
-            f'pipeline split "{how}": expected {counted(stages, "stage")} with {counted(layers, "layer")}, none below '
+            f'pipeline split "{rule}": expected {counted(stages, "stage")} with {counted(layers, "layer")}, none below '
             f"0, found {counted(len(counts), 'stage')} with {counted(sum(counts), 'layer')}; pass one count for each "
             "stage"
         )

@@ -8,7 +8,7 @@ from __future__ import annotations
 from enum import Enum
 
 
-class Kind(Enum):
+class StyleKind(Enum):
     """Sharding that a style implies."""
 
     COLWISE = "colwise"  # output features: rows of the weight of a Linear, and its bias
@@ -21,40 +21,40 @@ class Kind(Enum):
     EXPERT = "expert"  # whole experts, which is expert parallelism
 
     @property
-    def cuts(self) -> bool:
+    def is_sharding(self) -> bool:
         """Return True if tensors are sharded over TP ranks."""
-        return self not in (Kind.REPLICATE, Kind.EXPERT)
+        return self not in (StyleKind.REPLICATE, StyleKind.EXPERT)
 
 
-STYLES: dict[str, Kind] = {
-    "colwise": Kind.COLWISE,
-    "colwise_gather_output": Kind.COLWISE,
-    "rowwise": Kind.ROWWISE,
-    "rowwise_split_input": Kind.ROWWISE,
-    "packed_colwise": Kind.PACKED_COLWISE,
-    "packed_rowwise": Kind.PACKED_ROWWISE,
-    "embedding_rowwise": Kind.EMBEDDING_ROWWISE,
-    "embedding_colwise": Kind.EMBEDDING_COLWISE,
-    "replicate": Kind.REPLICATE,
-    "replicated_with_grad_allreduce": Kind.REPLICATE,
-    "sequence_parallel": Kind.REPLICATE,
-    "all_reduce": Kind.REPLICATE,
-    "mla_kv_a_proj": Kind.REPLICATE,
-    "moe_tp_experts": Kind.REPLICATE,
-    "moe_identity_expert": Kind.REPLICATE,
-    "local_params": Kind.REPLICATE,
-    "ep_dispatch_experts": Kind.REPLICATE,
-    "grouped_gemm": Kind.EXPERT,
+STYLES: dict[str, StyleKind] = {
+    "colwise": StyleKind.COLWISE,
+    "colwise_gather_output": StyleKind.COLWISE,
+    "rowwise": StyleKind.ROWWISE,
+    "rowwise_split_input": StyleKind.ROWWISE,
+    "packed_colwise": StyleKind.PACKED_COLWISE,
+    "packed_rowwise": StyleKind.PACKED_ROWWISE,
+    "embedding_rowwise": StyleKind.EMBEDDING_ROWWISE,
+    "embedding_colwise": StyleKind.EMBEDDING_COLWISE,
+    "replicate": StyleKind.REPLICATE,
+    "replicated_with_grad_allreduce": StyleKind.REPLICATE,
+    "sequence_parallel": StyleKind.REPLICATE,
+    "all_reduce": StyleKind.REPLICATE,
+    "mla_kv_a_proj": StyleKind.REPLICATE,
+    "moe_tp_experts": StyleKind.REPLICATE,
+    "moe_identity_expert": StyleKind.REPLICATE,
+    "local_params": StyleKind.REPLICATE,
+    "ep_dispatch_experts": StyleKind.REPLICATE,
+    "grouped_gemm": StyleKind.EXPERT,
     # Older names of the same.
-    "colwise_rep": Kind.COLWISE,
-    "rowwise_rep": Kind.ROWWISE,
-    "local_colwise": Kind.COLWISE,
-    "local_rowwise": Kind.ROWWISE,
-    "local_packed_colwise": Kind.PACKED_COLWISE,
-    "local_packed_rowwise": Kind.PACKED_ROWWISE,
-    "local": Kind.REPLICATE,
-    "gather": Kind.REPLICATE,
-    "ep_router": Kind.REPLICATE,
-    "megamoe_router": Kind.REPLICATE,
-    "megamoe_experts": Kind.REPLICATE,
+    "colwise_rep": StyleKind.COLWISE,
+    "rowwise_rep": StyleKind.ROWWISE,
+    "local_colwise": StyleKind.COLWISE,
+    "local_rowwise": StyleKind.ROWWISE,
+    "local_packed_colwise": StyleKind.PACKED_COLWISE,
+    "local_packed_rowwise": StyleKind.PACKED_ROWWISE,
+    "local": StyleKind.REPLICATE,
+    "gather": StyleKind.REPLICATE,
+    "ep_router": StyleKind.REPLICATE,
+    "megamoe_router": StyleKind.REPLICATE,
+    "megamoe_experts": StyleKind.REPLICATE,
 }

@@ -20,10 +20,10 @@ from ckptx.catalog.region import Shape
 from ckptx.errors import UnsupportedError, UsageError
 from ckptx.layout.composition import Compositions, Part, holds_whole_parts
 from ckptx.layout.placement import Placement, is_aligned, scale_placement
-from ckptx.layout.styles import STYLES, Kind
+from ckptx.layout.styles import STYLES, StyleKind
 from ckptx.untrusted.limits import INDEX
 
-USER = "user plan"
+USER_PLAN = "user plan"
 _NO_COMPOSITIONS = Compositions()
 
 
@@ -67,7 +67,7 @@ class TensorParallelPlan:
     rules: Mapping[str, Rule]
     fallback: TensorParallelPlan | None = None
     compositions: Compositions | None = field(default=None, compare=False)
-    _by_stars: Mapping[str, tuple[str, ...]] = field(init=False, repr=False, compare=False)
+    _patterns_by_wildcards: Mapping[str, tuple[str, ...]] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         by_stars: dict[str, list[str]] = {}
@@ -77,8 +77,8 @@ class TensorParallelPlan:
                     f'{rule.decided_by}: "{pattern}" has the unknown style "{rule.style}"; override it in your own TP '
                     f"plan with one of {_known_styles()}"
                 )
-            by_stars.setdefault(_starred(pattern), []).append(pattern)
-        ordered = {key: tuple(sorted(patterns, key=_vagueness)) for key, patterns in by_stars.items()}
+            by_stars.setdefault(_replace_indices(pattern), []).append(pattern)
+        ordered = {key: tuple(sorted(patterns, key=_specificity_key)) for key, patterns in by_stars.items()}
         object.__setattr__(self, "_by_stars", ordered)
 
     @classmethod
@@ -108,35 +108,35 @@ class TensorParallelPlan:
                 )
             if not isinstance(style, str) or style not in STYLES:
                 raise UsageError(f'{source}: unknown style {style!r} for "{pattern}"; use one of {_known_styles()}')
-        return cls({pattern: Rule(style, USER) for pattern, style in plan.items()}, fallback)
+        return cls({pattern: Rule(style, USER_PLAN) for pattern, style in plan.items()}, fallback)
 
-    def rule_for(self, name: str) -> tuple[str, Rule] | None:
+    def find_rule(self, name: str) -> tuple[str, Rule] | None:
         """Return the pattern and the rule for a parameter; None if there is no rule.
 
         A pattern of the parameter itself takes precedence over one of its module, and concrete indices over `*`.
         """
-        pattern = self._match(name) or ("." in name and self._match(name.rpartition(".")[0]))
+        pattern = self._find_match(name) or ("." in name and self._find_match(name.rpartition(".")[0]))
         if pattern:
             return pattern, self.rules[pattern]
-        return self.fallback.rule_for(name) if self.fallback is not None else None
+        return self.fallback.find_rule(name) if self.fallback is not None else None
 
-    def rules_for(self, name: str) -> list[Rule]:
+    def find_rules(self, name: str) -> list[Rule]:
         """Return the rules for a parameter in this plan and in its fallbacks, this plan first."""
-        pattern = self._match(name) or ("." in name and self._match(name.rpartition(".")[0]))
-        own = [self.rules[pattern]] if pattern else []
-        return own + (self.fallback.rules_for(name) if self.fallback is not None else [])
+        pattern = self._find_match(name) or ("." in name and self._find_match(name.rpartition(".")[0]))
+        rules = [self.rules[pattern]] if pattern else []
+        return rules + (self.fallback.find_rules(name) if self.fallback is not None else [])
 
-    def known_compositions(self) -> Compositions:
+    def resolve_compositions(self) -> Compositions:
         """Return the compositions of this plan, or of the first fallback that has some."""
         if self.compositions is not None:
             return self.compositions
-        return self.fallback.known_compositions() if self.fallback is not None else _NO_COMPOSITIONS
+        return self.fallback.resolve_compositions() if self.fallback is not None else _NO_COMPOSITIONS
 
     def patterns(self) -> list[str]:
         """Return the patterns of this plan, then those of the fallback."""
         return [*self.rules, *(self.fallback.patterns() if self.fallback is not None else ())]
 
-    def unmatched(self, names: Iterable[str]) -> list[str]:
+    def find_unmatched_patterns(self, names: Iterable[str]) -> list[str]:
         """Return the patterns of this plan, without its fallback, that match none of `names`, in the order of the plan.
 
         A style without sharding may name a module that holds parameters at any depth.
@@ -147,23 +147,25 @@ class TensorParallelPlan:
                 break
             path = name
             for depth in range(name.count(".") + 1):
-                for pattern in self._matches(path):
-                    if depth < 2 or not STYLES[self.rules[pattern].style].cuts:
+                for pattern in self._iterate_matches(path):
+                    if depth < 2 or not STYLES[self.rules[pattern].style].is_sharding:
                         missing.pop(pattern, None)
                 path = path.rpartition(".")[0]
         return list(missing)
 
-    def _matches(self, path: str) -> Iterable[str]:
+    def _iterate_matches(self, path: str) -> Iterable[str]:
         """Yield the patterns of exactly this parameter or module, the most concrete first."""
-        key = _starred(path)
-        return (found for found in self._by_stars.get(key, ()) if found == key or _stands_for(found, path))
+        key = _replace_indices(path)
+        return (
+            found for found in self._patterns_by_wildcards.get(key, ()) if found == key or _matches_indices(found, path)
+        )
 
-    def _match(self, path: str) -> str | None:
-        return next(iter(self._matches(path)), None)
+    def _find_match(self, path: str) -> str | None:
+        return next(iter(self._iterate_matches(path)), None)
 
 
 @dataclass(frozen=True, slots=True)
-class Decision:
+class PlacementDecision:
     """Decision on the TP placement of one tensor.
 
     Attributes:
@@ -180,13 +182,13 @@ class Decision:
     aligned: bool
 
 
-def decide(
+def decide_placement(
     plan: TensorParallelPlan,
     name: str,
     shape: Shape,
     tp: int,
     weight: tuple[Shape, Placement | None] | None = None,
-) -> Decision:
+) -> PlacementDecision:
     """Decide the TP placement of one tensor of the model.
 
     Args:
@@ -196,74 +198,74 @@ def decide(
         tp: Number of TP ranks.
         weight: Shape and placement of the weight of the same module, for a tensor that may be its scale.
     """
-    found = plan.rule_for(name)
+    match = plan.find_rule(name)
     leaf = name.rpartition(".")[2]
-    decided_by = found[1].decided_by if found else "default"
-    is_named = found is not None and found[0].count(".") == name.count(".")
-    is_companion = not is_named and leaf not in ("weight", "bias")
-    if is_companion and weight is not None:
+    decided_by = match[1].decided_by if match else "default"
+    is_named = match is not None and match[0].count(".") == name.count(".")
+    may_be_scale = not is_named and leaf not in ("weight", "bias")
+    if may_be_scale and weight is not None:
         placement, reason = (None, "tp is 1") if tp == 1 else scale_placement(*weight, shape, tp)
         weight_name = name.removesuffix(leaf) + "weight"
-        aligned = placement is None or (
-            is_aligned(shape, placement, tp) and _is_aligned(plan, weight_name, weight[0], weight[1], tp)
+        has_whole_heads = placement is None or (
+            is_aligned(shape, placement, tp) and _has_whole_parts(plan, weight_name, weight[0], weight[1], tp)
         )
-        return Decision(placement, decided_by, reason, aligned)
-    if found is None:
-        return Decision(None, decided_by, "no rule; replicated", True)
-    rule = found[1]
+        return PlacementDecision(placement, decided_by, reason, has_whole_heads)
+    if match is None:
+        return PlacementDecision(None, decided_by, "no rule; replicated", True)
+    rule = match[1]
     kind = STYLES[rule.style]
     if tp == 1:
-        return Decision(None, decided_by, "tp is 1", True)
-    if kind is Kind.EXPERT:
-        return Decision(None, decided_by, "expert parallelism is not TP; replicated", True)
-    if is_companion and kind.cuts:
-        return Decision(None, decided_by, "quantization scale without a weight, replicated", True)
-    dim = _cut_dim(kind, leaf, len(shape), _is_transposed(plan, name))
+        return PlacementDecision(None, decided_by, "tp is 1", True)
+    if kind is StyleKind.EXPERT:
+        return PlacementDecision(None, decided_by, "expert parallelism is not TP; replicated", True)
+    if may_be_scale and kind.is_sharding:
+        return PlacementDecision(None, decided_by, "quantization scale without a weight, replicated", True)
+    dim = _find_sharded_dim(kind, leaf, len(shape), _is_transposed(plan, name))
     if dim is None:
-        return Decision(None, decided_by, _with_reason(f"{rule.style} keeps it whole", rule), True)
-    decision = _cut_along(dim, kind, rule, shape, tp)
-    return replace(decision, aligned=_is_aligned(plan, name, shape, decision.placement, tp))
+        return PlacementDecision(None, decided_by, _append_reason(f"{rule.style} keeps it whole", rule), True)
+    decision = _shard_along(dim, kind, rule, shape, tp)
+    return replace(decision, aligned=_has_whole_parts(plan, name, shape, decision.placement, tp))
 
 
-def _cut_along(dim: int, kind: Kind, rule: Rule, shape: Shape, tp: int) -> Decision:
+def _shard_along(dim: int, kind: StyleKind, rule: Rule, shape: Shape, tp: int) -> PlacementDecision:
     """Return the decision to shard along `dim`, with the groups and head size along it."""
     n = shape[dim]
     if n < 2:
-        return Decision(None, rule.decided_by, f"dim {dim} has size {n}, replicated", True)
+        return PlacementDecision(None, rule.decided_by, f"dim {dim} has size {n}, replicated", True)
     groups: tuple[int, ...] = (n,)
     if rule.groups:
         groups = rule.groups
         if sum(groups) != n:
             reason = f"dim {dim} has size {n}, its groups {'+'.join(map(str, groups))} do not add up; replicated"
-            return Decision(None, rule.decided_by, reason, True)
-    elif kind in (Kind.PACKED_COLWISE, Kind.PACKED_ROWWISE):
+            return PlacementDecision(None, rule.decided_by, reason, True)
+    elif kind in (StyleKind.PACKED_COLWISE, StyleKind.PACKED_ROWWISE):
         groups = (n - n // 2, n // 2)
     align = next((size for count, size in rule.heads if count * size == n), 1)
     placement = Placement(dim, groups, align)
     fused = f" in groups {'+'.join(map(str, groups))}" if len(groups) > 1 else ""
-    reason = _with_reason(f"{rule.style} shards dim {dim}{fused}", rule)
-    return Decision(placement, rule.decided_by, reason, True)
+    reason = _append_reason(f"{rule.style} shards dim {dim}{fused}", rule)
+    return PlacementDecision(placement, rule.decided_by, reason, True)
 
 
 def _is_transposed(plan: TensorParallelPlan, name: str) -> bool:
     """Return True if the weight is stored [in, out], whichever rule shards it."""
-    module = _starred(name.rpartition(".")[0])
-    return module in plan.known_compositions().transposed or any(rule.transposed for rule in plan.rules_for(name))
+    module = _replace_indices(name.rpartition(".")[0])
+    return module in plan.resolve_compositions().transposed or any(rule.transposed for rule in plan.find_rules(name))
 
 
-def _is_aligned(plan: TensorParallelPlan, name: str, shape: Shape, placement: Placement | None, tp: int) -> bool:
+def _has_whole_parts(plan: TensorParallelPlan, name: str, shape: Shape, placement: Placement | None, tp: int) -> bool:
     """Return True if each rank holds whole heads, or groups, of every part along the sharded dim."""
     if placement is None:
         return True
     if not is_aligned(shape, placement, tp):
         return False
-    found = _parts_of(plan, name, shape, placement.dim)
-    if found is None:
+    parts = _find_parts(plan, name, shape, placement.dim)
+    if parts is None:
         return True
-    return bool(found) and holds_whole_parts(shape, placement, found, tp)
+    return bool(parts) and holds_whole_parts(shape, placement, parts, tp)
 
 
-def _parts_of(plan: TensorParallelPlan, name: str, shape: Shape, dim: int) -> tuple[Part, ...] | None:
+def _find_parts(plan: TensorParallelPlan, name: str, shape: Shape, dim: int) -> tuple[Part, ...] | None:
     """Return the parts that lie along a dim.
 
     Groups and heads in the rules of the model take precedence, whichever rule shards the tensor; then comes the
@@ -273,22 +275,24 @@ def _parts_of(plan: TensorParallelPlan, name: str, shape: Shape, dim: int) -> tu
         The parts; None if only the rule that shards the tensor is known; empty for heads or parts of unknown size.
     """
     leaf, n = name.rpartition(".")[2], shape[dim]
-    is_transposed, is_elsewhere = _is_transposed(plan, name), False
-    for rule in plan.rules_for(name):
-        along = _cut_dim(STYLES[rule.style], leaf, len(shape), is_transposed)
-        found = None if rule.decided_by == USER or along is None else _parts_of_rule(rule, shape[along])
-        if found is not None and along == dim:
-            return found
-        is_elsewhere = is_elsewhere or found is not None
-    known = plan.known_compositions()
-    composition = known.of(name)
+    is_transposed, has_other_dim = _is_transposed(plan, name), False
+    for rule in plan.find_rules(name):
+        rule_dim = _find_sharded_dim(STYLES[rule.style], leaf, len(shape), is_transposed)
+        rule_parts = (
+            None if rule.decided_by == USER_PLAN or rule_dim is None else _find_rule_parts(rule, shape[rule_dim])
+        )
+        if rule_parts is not None and rule_dim == dim:
+            return rule_parts
+        has_other_dim = has_other_dim or rule_parts is not None
+    compositions = plan.resolve_compositions()
+    composition = compositions.find(name)
     dims = _feature_dims(composition.side, leaf, len(shape), is_transposed) if composition is not None else ()
-    if composition is None or is_elsewhere or dim not in dims:
-        return ((n, 1),) if known.is_complete or composition is not None else None
+    if composition is None or has_other_dim or dim not in dims:
+        return ((n, 1),) if compositions.is_complete or composition is not None else None
     return composition.parts(n) or ()
 
 
-def _parts_of_rule(rule: Rule, n: int) -> tuple[Part, ...] | None:
+def _find_rule_parts(rule: Rule, n: int) -> tuple[Part, ...] | None:
     """Return the parts that a rule of the model knows of the dim that it shards, of size `n`; None if it knows none."""
     head = next((size for count, size in rule.heads if count * size == n), 1)
     if rule.groups and sum(rule.groups) == n:
@@ -296,7 +300,7 @@ def _parts_of_rule(rule: Rule, n: int) -> tuple[Part, ...] | None:
         return tuple((width // size, size) for width, size in zip(rule.groups, sizes, strict=True))
     if head > 1:
         return ((n // head, head),)
-    if STYLES[rule.style] in (Kind.PACKED_COLWISE, Kind.PACKED_ROWWISE):
+    if STYLES[rule.style] in (StyleKind.PACKED_COLWISE, StyleKind.PACKED_ROWWISE):
         return ((n - n // 2, 1), (n // 2, 1))
     return None
 
@@ -308,11 +312,11 @@ def _feature_dims(side: str, leaf: str, ndim: int, transposed: bool) -> tuple[in
         return () if is_bias else ((ndim - 2,) if transposed and ndim == 2 else (ndim - 1,))
     if leaf == "weight" and ndim > 2:  # a convolution: [channels, .., width]
         return (0,)
-    dim = _cut_dim(Kind.COLWISE, leaf, ndim, transposed)
+    dim = _find_sharded_dim(StyleKind.COLWISE, leaf, ndim, transposed)
     return () if dim is None else (dim,)
 
 
-def _cut_dim(kind: Kind, leaf: str, ndim: int, transposed: bool) -> int | None:
+def _find_sharded_dim(kind: StyleKind, leaf: str, ndim: int, transposed: bool) -> int | None:
     """Return the dim of a tensor that a style shards; None if it keeps the tensor whole.
 
     The weight of an nn.Linear is [out, in], fused experts are [experts, out, in].
@@ -321,34 +325,34 @@ def _cut_dim(kind: Kind, leaf: str, ndim: int, transposed: bool) -> int | None:
     out_dim, in_dim = (ndim - 1, ndim - 2) if transposed and ndim == 2 else (ndim - 2, ndim - 1)
     if ndim == 0:
         return None
-    if kind in (Kind.COLWISE, Kind.PACKED_COLWISE):
+    if kind in (StyleKind.COLWISE, StyleKind.PACKED_COLWISE):
         return ndim - 1 if is_bias or ndim == 1 else out_dim
-    if kind is Kind.ROWWISE:
+    if kind is StyleKind.ROWWISE:
         return None if is_bias else max(in_dim, 0)
-    if kind is Kind.PACKED_ROWWISE:
+    if kind is StyleKind.PACKED_ROWWISE:
         return None if is_bias or ndim == 1 else in_dim
-    if kind is Kind.EMBEDDING_ROWWISE:
+    if kind is StyleKind.EMBEDDING_ROWWISE:
         return 0
-    if kind is Kind.EMBEDDING_COLWISE:
+    if kind is StyleKind.EMBEDDING_COLWISE:
         return 1 if ndim > 1 else None
     return None
 
 
-def _with_reason(text: str, rule: Rule) -> str:
+def _append_reason(text: str, rule: Rule) -> str:
     return f"{text}; {rule.reason}" if rule.reason else text
 
 
-def _starred(path: str) -> str:
+def _replace_indices(path: str) -> str:
     """Return the path with every index replaced by `*`."""
     return INDEX.sub("*", path)
 
 
-def _stands_for(pattern: str, path: str) -> bool:
+def _matches_indices(pattern: str, path: str) -> bool:
     """Return True if a pattern matches a path that differs from it only in indices."""
     return all(a in ("*", b) for a, b in zip(pattern.split("."), path.split("."), strict=True))
 
 
-def _vagueness(pattern: str) -> tuple[int, list[bool]]:
+def _specificity_key(pattern: str) -> tuple[int, list[bool]]:
     """Return a sort key: fewer `*` first, then a concrete index further left first."""
     stars = [part == "*" for part in pattern.split(".")]
     return sum(stars), stars

@@ -19,9 +19,9 @@ from ckptx.catalog.entry import Block, TensorEntry
 from ckptx.catalog.region import Region, Shape
 from ckptx.errors import InputError, UsageError
 from ckptx.layout.parallel_dims import ParallelDims
-from ckptx.layout.placement import Placement, cut, tp_rectangles
+from ckptx.layout.placement import Placement, shard_tensor, tp_regions
 from ckptx.layout.stages import StageMap
-from ckptx.layout.tensor_parallel_plan import Decision, TensorParallelPlan, decide
+from ckptx.layout.tensor_parallel_plan import PlacementDecision, TensorParallelPlan, decide_placement
 from ckptx.mapping.destinations import Destination
 from ckptx.mapping.names import pattern_of
 from ckptx.mapping.pull_back import PullBack
@@ -45,7 +45,7 @@ class TensorPlacement(NamedTuple):
 
     stage: int
     blocks: tuple[Block, ...]
-    decision: Decision
+    decision: PlacementDecision
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +173,7 @@ class Sharder:
             path = model_name or name
             known = stages.get(path)
             if known is None:
-                known = stages[path] = self.stages.stage_of(path), self.stages.is_extra(path)
+                known = stages[path] = self.stages.stage_of(path), self.stages.is_after_last_layer(path)
             stage, is_extra = known[0], known[1] and model_name is not None
             is_unknown = is_extra or model_name is None or name in unknown_names
             if is_unknown and (is_extra or not decisions.has_weight(name, unknown_names)):
@@ -185,7 +185,7 @@ class Sharder:
             _, dtype, shape, _, _ = entry
             blocks = known_blocks.get((shape, id(decision), dtype))
             if blocks is None:
-                blocks = cut(shape, decision.placement, self.dims, self.replicate, dtype.pack)
+                blocks = shard_tensor(shape, decision.placement, self.dims, self.replicate, dtype.pack)
                 known_blocks[shape, id(decision), dtype] = blocks
             placements[name] = TensorPlacement(stage, blocks, decision)
         return ShardedModel(self.dims, self.stages, placements, tuple(replicated))
@@ -214,9 +214,9 @@ class _Decisions:
             for index, conversion in enumerate(() if rules is None else rules.conversions)
             if any(op.kind != "permute_rope" for op in conversion.ops)
         }
-        self._known: dict[tuple[object, ...], Decision] = {}
-        self._target_decisions: dict[str, Decision] = {}
-        self._expert_decisions: dict[tuple[str, Shape], Decision] = {}
+        self._known: dict[tuple[object, ...], PlacementDecision] = {}
+        self._target_decisions: dict[str, PlacementDecision] = {}
+        self._expert_decisions: dict[tuple[str, Shape], PlacementDecision] = {}
         self._pull_back = None if rules is None else PullBack(rules, shapes, self._blocks_of)
 
     def model_name(self, name: str) -> str | None:
@@ -241,7 +241,7 @@ class _Decisions:
             candidates.append(name.removesuffix(BLOCK_SCALE_SUFFIX))
         return next((weight for weight in candidates if weight in self._shapes), None)
 
-    def find_decision(self, name: str) -> Decision:
+    def find_decision(self, name: str) -> PlacementDecision:
         """Return the decision for a tensor, in the form in which it is stored."""
         shape = self._shapes[name]
         weight, weight_name = None, self._weight_of(name)
@@ -258,10 +258,10 @@ class _Decisions:
         key = (model_name if self._has_indices else pattern_of(model_name or name), shape, weight)
         decision = self._known.get(key)
         if decision is None:
-            decision = self._known[key] = decide(self._plan, model_name or name, shape, self._tp, weight)
+            decision = self._known[key] = decide_placement(self._plan, model_name or name, shape, self._tp, weight)
         return decision
 
-    def _decide_disk_form(self, name: str) -> Decision:
+    def _decide_disk_form(self, name: str) -> PlacementDecision:
         """Return the decision for a tensor that is a part of model tensors, or combines several of them."""
         assert self._pull_back is not None
         shape = self._shapes[name]
@@ -281,7 +281,7 @@ class _Decisions:
                 )
         return decision
 
-    def _derive_decision(self, name: str, shape: Shape) -> Decision:
+    def _derive_decision(self, name: str, shape: Shape) -> PlacementDecision:
         assert self._pull_back is not None
         blocks = self._pull_back.blocks(name)
         decision = self._target_decisions.get(self.model_name(name) or "")
@@ -293,16 +293,18 @@ class _Decisions:
         if placement is None:
             return _NOT_SHARDABLE
         reason = f"{decision.reason} of the model's tensor"
-        return Decision(placement, decision.decided_by, reason, decision.aligned)
+        return PlacementDecision(placement, decision.decided_by, reason, decision.aligned)
 
     def _blocks_of(self, target: str, shape: Shape) -> tuple[Block, ...]:
         """Return the TP shards of a model tensor."""
-        decision = self._target_decisions[target] = decide(self._plan, target, shape, self._tp)
-        return cut(shape, decision.placement, ParallelDims(tp=self._tp), True)
+        decision = self._target_decisions[target] = decide_placement(self._plan, target, shape, self._tp)
+        return shard_tensor(shape, decision.placement, ParallelDims(tp=self._tp), True)
 
 
-_NOT_IN_MODEL = Decision(None, "default", "not in the model; replicated", True)
-_NOT_SHARDABLE = Decision(None, "default", "stored in a form that cannot be sharded like the model; replicated", True)
+_NOT_IN_MODEL = PlacementDecision(None, "default", "not in the model; replicated", True)
+_NOT_SHARDABLE = PlacementDecision(
+    None, "default", "stored in a form that cannot be sharded like the model; replicated", True
+)
 
 
 def find_placement(shape: Shape, blocks: Iterable[Block], tp: int) -> Placement | None:
@@ -317,5 +319,5 @@ def find_placement(shape: Shape, blocks: Iterable[Block], tp: int) -> Placement 
     starts = sorted(region.offsets[dim] for region in by_rank[0])
     groups = tuple(end - begin for begin, end in pairwise([*starts, shape[dim]]))
     placement = Placement(dim, groups)
-    expected = [sorted(regions) for regions in tp_rectangles(shape, placement, tp)] if starts[:1] == [0] else []
+    expected = [sorted(regions) for regions in tp_regions(shape, placement, tp)] if starts[:1] == [0] else []
     return placement if expected == [sorted(regions) for regions in by_rank] else None

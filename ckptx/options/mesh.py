@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from ckptx.errors import UsageError
-from ckptx.layout.stages import SPLITS
+from ckptx.layout.stages import SPLIT_RULES
 from ckptx.options.option import LAYOUT, Option, Options
 from ckptx.untrusted.limits import RANKS
 
@@ -68,7 +68,7 @@ class StageSplitOptions(MeshOptions):
             "Assignment of layers to stages: even, the rule of a framework, or the layer count of each stage.",
             LAYOUT,
             metavar="even|vllm|titan|hf|a,b,c",
-            words=SPLITS,
+            words=SPLIT_RULES,
             requires=(("pp", 2),),
         ),
     ] = "even"

@@ -64,7 +64,7 @@ def _forecast(recipe: Recipe, source: Path, gpu_memory: int | None, shares: bool
             f"{_advice(task.dims, find_larger_mesh(task, gpu_memory))}"
         )
     free = read_free_bytes(torch.device("cpu")) if shares else None
-    needed = sum(each.peak for each in ranks) * recipe.layout.dims.per_stage
+    needed = sum(each.peak for each in ranks) * recipe.layout.dims.ranks_per_stage
     if free is not None and needed > free:
         raise SpaceError(
             f"{recipe.name}: its ranks take {human_bytes(needed)} of tensors at the peak of a step, but only "

@@ -16,8 +16,8 @@ from ckptx.architecture import table
 from ckptx.catalog.entry import Block
 from ckptx.catalog.region import Shape
 from ckptx.layout.parallel_dims import ParallelDims
-from ckptx.layout.placement import Placement, cut
-from ckptx.layout.tensor_parallel_plan import decide
+from ckptx.layout.placement import Placement, shard_tensor
+from ckptx.layout.tensor_parallel_plan import decide_placement
 from ckptx.mapping.pull_back import PullBack
 from ckptx.mapping.rules import NameRules
 from tests.architecture.small_models import SMALL, small_model
@@ -42,12 +42,12 @@ def compared(class_name: str, dims: ParallelDims, planted: bool = False) -> tupl
     state = dict(model.state_dict())
 
     def blocks_of(name: str, shape: Shape) -> tuple[Block, ...]:
-        placement = decide(plan, name, shape, dims.tp).placement
-        return cut(shape, placement, dims, replicate=False)
+        placement = decide_placement(plan, name, shape, dims.tp).placement
+        return shard_tensor(shape, placement, dims, replicate=False)
 
     def wrong_blocks_of(name: str, shape: Shape) -> tuple[Block, ...]:
         placement = Placement(len(shape) - 1, (shape[-1],)) if name.endswith("gate_up_proj") else None
-        return cut(shape, placement, dims, replicate=False)
+        return shard_tensor(shape, placement, dims, replicate=False)
 
     ranks = {name: owners(tuple(value.shape), blocks_of(name, tuple(value.shape))) for name, value in state.items()}
     expected = revert_weight_conversion(model, ranks)

@@ -14,7 +14,7 @@ from ckptx.architecture.corrections import corrections_of, plan_keys
 from ckptx.architecture.expressions import keys_of
 from ckptx.architecture.spec import Architecture
 from ckptx.layout.placement import Placement
-from ckptx.layout.tensor_parallel_plan import Decision, decide
+from ckptx.layout.tensor_parallel_plan import PlacementDecision, decide_placement
 from tests.support.corrections import changed, every
 
 QUANTIZED = ("_blocks", "_scales")
@@ -26,8 +26,8 @@ def known(class_name: str) -> Architecture:
     return found
 
 
-def decision(class_name: str, name: str, shape: tuple[int, ...], config: dict[str, Any]) -> Decision:
-    return decide(known(class_name).tensor_parallel_plan(config), name, shape, 2)
+def decision(class_name: str, name: str, shape: tuple[int, ...], config: dict[str, Any]) -> PlacementDecision:
+    return decide_placement(known(class_name).tensor_parallel_plan(config), name, shape, 2)
 
 
 def classes_by_text_type() -> dict[str, list[Architecture]]:
@@ -42,7 +42,7 @@ def classes_by_text_type() -> dict[str, list[Architecture]]:
 def cuts(architecture: Architecture, config: dict[str, Any], names: Iterable[str]) -> list[Any]:
     """How a plan cuts tensors, whoever says so; a forward pass gathers what no rule speaks of."""
     plan = architecture.tensor_parallel_plan(config)
-    rules = [found[1] if (found := plan.rule_for(name)) else None for name in names]
+    rules = [found[1] if (found := plan.find_rule(name)) else None for name in names]
     return [rule and (rule.style, rule.groups, rule.heads) for rule in rules]
 
 

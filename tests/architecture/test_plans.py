@@ -20,7 +20,7 @@ from ckptx.architecture.structure_rows import decode_structure
 from ckptx.errors import InputError
 from ckptx.layout.placement import Placement
 from ckptx.layout.styles import STYLES
-from ckptx.layout.tensor_parallel_plan import decide
+from ckptx.layout.tensor_parallel_plan import decide_placement
 from ckptx.mapping.ops import Conversion, Op
 from tests.support.tool import tool
 
@@ -38,7 +38,7 @@ def known(class_name: str) -> Architecture:
 def cut(
     class_name: str, name: str, shape: tuple[int, ...], tp: int = 2, **config: Any
 ) -> tuple[Placement | None, bool]:
-    decision = decide(known(class_name).tensor_parallel_plan(config), name, shape, tp)
+    decision = decide_placement(known(class_name).tensor_parallel_plan(config), name, shape, tp)
     return decision.placement, decision.aligned
 
 
@@ -47,10 +47,10 @@ def cut(
 
 def test_the_model_s_own_plan_names_its_version() -> None:
     plan = known("LlamaForCausalLM").tensor_parallel_plan({})
-    pattern, rule = plan.rule_for("model.layers.3.self_attn.q_proj.weight") or ("", None)
+    pattern, rule = plan.find_rule("model.layers.3.self_attn.q_proj.weight") or ("", None)
     assert pattern == "model.layers.*.self_attn.q_proj"
     assert rule is not None and rule.style == "colwise" and rule.decided_by == "model plan (transformers 5.23.0)"
-    assert plan.rule_for("model.norm.weight") is None
+    assert plan.find_rule("model.norm.weight") is None
     assert {rule.style for rule in plan.rules.values()} == {
         "colwise", "rowwise", "embedding_rowwise", "colwise_gather_output",
     }  # fmt: skip
@@ -131,7 +131,7 @@ def test_a_composite_has_the_plan_of_the_text_model_in_its_config() -> None:
         found = find_architecture(config)
         assert found is not None and found.known_from == "table"
         plan = found.tensor_parallel_plan(config)
-        assert plan.rule_for(f"{lead}{pattern}.weight") is not None, model_type
+        assert plan.find_rule(f"{lead}{pattern}.weight") is not None, model_type
         assert found.stacks(config)[0].count == 5
 
 
@@ -142,7 +142,9 @@ def test_a_text_model_over_the_config_of_its_composite_reads_below_text_config()
     assert found is not None
     assert found.stacks(config)[0].count == 3
     plan = found.tensor_parallel_plan(config)
-    assert decide(plan, "model.layers.0.self_attn.q_proj.weight", (8, 16), 2).placement == Placement(0, (8,), 4)
+    assert decide_placement(plan, "model.layers.0.self_attn.q_proj.weight", (8, 16), 2).placement == Placement(
+        0, (8,), 4
+    )
 
 
 # ---------------------------------------------------------------------------------------- layers
@@ -387,14 +389,14 @@ LAYERS_APART = {
 def test_heads_of_single_layers_are_candidates() -> None:
     """Published with `num_global_key_value_heads`, saved again by transformers 5.23 with `per_layer_config`."""
     plan = known("Gemma4ForCausalLM").tensor_parallel_plan(LAYERS_APART)
-    found = plan.rule_for("model.layers.5.self_attn.k_proj.weight")
+    found = plan.find_rule("model.layers.5.self_attn.k_proj.weight")
     assert found is not None
     assert {(4, 8), (2, 16)} <= {*found[1].heads}
     for rows, align in ((32, 8), (2 * 16, 8), (2 * 24, 1)):
-        decision = decide(plan, "model.layers.5.self_attn.k_proj.weight", (rows, 64), 2)
+        decision = decide_placement(plan, "model.layers.5.self_attn.k_proj.weight", (rows, 64), 2)
         assert decision.placement is not None and decision.placement.align == align
     plain = known("Gemma4ForCausalLM").tensor_parallel_plan({**LAYERS_APART, "per_layer_config": {}})
-    other = plain.rule_for("model.layers.5.self_attn.k_proj.weight")
+    other = plain.find_rule("model.layers.5.self_attn.k_proj.weight")
     assert other is not None and (2, 16) not in other[1].heads
 
 

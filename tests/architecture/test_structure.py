@@ -113,7 +113,7 @@ def styles_of(class_name: str, plan: Mapping[str, str]) -> dict[str, tuple[str |
     wrong = {}
     for name, _ in model.named_parameters():
         theirs = style_of(name, plan)
-        found = ours.rule_for(name)
+        found = ours.find_rule(name)
         if theirs != (found[1].style if found else None):
             wrong[name] = (theirs, found[1].style if found else None)
     return wrong
@@ -143,7 +143,7 @@ def test_attention_is_cut_into_heads(class_name: str, is_spelled_out: bool) -> N
     cuts = {"colwise": -2, "rowwise": -1}
     wrong = {}
     for name, value in model.named_parameters():
-        found = plan.rule_for(name)
+        found = plan.find_rule(name)
         if found is None or not found[1].heads or not name.endswith(".weight"):
             continue
         size = value.shape[cuts[found[1].style]]
@@ -161,7 +161,7 @@ def test_the_size_of_a_head_is_the_one_that_the_model_computes_with(class_name: 
     plan = known(class_name).tensor_parallel_plan(config)
     for leaf, count in (("q_proj", 6), ("k_proj", 3), ("v_proj", 3), ("o_proj", 6)):
         name = f"model.layers.0.self_attn.{leaf}.weight"
-        found = plan.rule_for(name)
+        found = plan.find_rule(name)
         assert found is not None
         size = model.get_parameter(name).shape[1 if leaf == "o_proj" else 0]
         assert next(pair for pair in found[1].heads if pair[0] * pair[1] == size) == (count, 8)
@@ -240,7 +240,7 @@ def test_a_class_that_the_table_cannot_answer_is_asked_itself() -> None:
         Stack("model.language_model.layers", 2, (), ("model.language_model.norm", "lm_head")),
     )
     lead = "model.language_model.layers.0."
-    rule = found.tensor_parallel_plan(config).rule_for(lead + "self_attn.k_proj.weight")
+    rule = found.tensor_parallel_plan(config).find_rule(lead + "self_attn.k_proj.weight")
     assert rule is not None and rule[1].heads == ((2, 10),)
     targets = {name for each in found.conversions(config) for name in each.targets if each.ops}
     assert targets == {f"model.language_model.layers.*.mlp.experts.{leaf}" for leaf in ("gate_up_proj", "down_proj")}

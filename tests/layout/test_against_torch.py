@@ -10,10 +10,10 @@ import pytest
 
 from ckptx.catalog.region import Region, whole
 from ckptx.layout.parallel_dims import ParallelDims
-from ckptx.layout.placement import Placement, cut, tp_rectangles
+from ckptx.layout.placement import Placement, shard_tensor, tp_regions
 from ckptx.layout.stages import split_layers
 from ckptx.layout.styles import STYLES
-from ckptx.layout.tensor_parallel_plan import Rule, TensorParallelPlan, decide
+from ckptx.layout.tensor_parallel_plan import Rule, TensorParallelPlan, decide_placement
 from tests.layout.fake_ranks import Answers, Asked, Elements, Model, Shape, ask
 
 # Sizes that divide by nothing, that divide, and with fewer rows than ranks.
@@ -61,7 +61,7 @@ def is_same(shape: Shape, regions: list[Region], dim: int, theirs: Elements) -> 
 def assert_holds_alike(cases: list[tuple[Shape, int | None, int, int]], held: list[list[Elements]]) -> None:
     for (shape, dim, tp, dp), ranks in zip(cases, held, strict=True):
         placement = None if dim is None else Placement(dim, (shape[dim],))
-        blocks = cut(shape, placement, ParallelDims(tp=tp, dp_shard=dp), True)
+        blocks = shard_tensor(shape, placement, ParallelDims(tp=tp, dp_shard=dp), True)
         for rank, theirs in enumerate(ranks):
             mine = [block.region for block in blocks if block.rank_in_stage == rank]
             assert is_same(shape, mine, 0, theirs), (shape, dim, tp, dp, rank)
@@ -85,7 +85,7 @@ def test_cutting_by_fsdp_first_would_be_noticed(answers: Answers) -> None:
 
 def test_a_plain_shard_lies_where_dtensor_says(answers: Answers) -> None:
     for (shape, dim, tp), ranks in zip(SHARDED, answers.sharded, strict=True):
-        ours = tp_rectangles(shape, Placement(dim, (shape[dim],)), tp)
+        ours = tp_regions(shape, Placement(dim, (shape[dim],)), tp)
         for mine, (sizes, offsets) in zip(ours, ranks, strict=True):
             theirs = (Region(tuple(offsets), tuple(sizes)),) if all(sizes) else ()
             assert mine == theirs, (shape, dim, tp)
@@ -93,7 +93,7 @@ def test_a_plain_shard_lies_where_dtensor_says(answers: Answers) -> None:
 
 def test_halves_are_read_as_transformers_reads_packed_weights(answers: Answers) -> None:
     for (n, tp), ranks in zip(PACKED, answers.packed, strict=True):
-        ours = tp_rectangles((n, 2), Placement(0, (n - n // 2, n // 2)), tp)
+        ours = tp_regions((n, 2), Placement(0, (n - n // 2, n // 2)), tp)
         spans = [[(region.offsets[0], region.offsets[0] + region.sizes[0]) for region in mine] for mine in ours]
         assert spans == ranks, (n, tp)
 
@@ -116,9 +116,9 @@ def differences(model: Model, tp: int, styles: Mapping[str, str] = {}) -> list[s
     )
     found = []
     for name, shape in model.shapes.items():
-        placement = decide(plan, name, shape, tp).placement
+        placement = decide_placement(plan, name, shape, tp).placement
         dim = placement.dim if placement else 0
-        for mine, ranks in zip(tp_rectangles(shape, placement, tp), model.held[tp], strict=True):
+        for mine, ranks in zip(tp_regions(shape, placement, tp), model.held[tp], strict=True):
             if not is_same(shape, list(mine), dim, ranks[name]):
                 found.append(name)
                 break

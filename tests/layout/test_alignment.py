@@ -402,10 +402,10 @@ def test_parts_that_a_placement_names_one_by_one_are_the_ones_that_count(parts: 
 def test_the_names_of_modules_find_their_composition() -> None:
     out, inner = Composition("out", (((2, 4),),)), Composition("in", (), 2)
     found = Compositions({"attn.proj": out, "proj": inner}, {"proj": out}, ("model.layers",))
-    assert found.of("model.layers.0.attn.proj.weight") is out
-    assert found.of("model.layers.0.mlp.proj.bias") is inner
-    assert found.of("model.layers.0.experts.proj") is inner, "a fused expert is a parameter of its own"
-    assert found.of("model.layers.0.experts.proj_bias") is inner
-    assert found.of("tower.attn.proj.weight") is out
-    assert found.of("model.layers.0.norm.weight") is None
+    assert found.find("model.layers.0.attn.proj.weight") is out
+    assert found.find("model.layers.0.mlp.proj.bias") is inner
+    assert found.find("model.layers.0.experts.proj") is inner, "a fused expert is a parameter of its own"
+    assert found.find("model.layers.0.experts.proj_bias") is inner
+    assert found.find("tower.attn.proj.weight") is out
+    assert found.find("model.layers.0.norm.weight") is None
     assert (out.parts(8), out.parts(9), inner.parts(6), inner.parts(7)) == (((2, 4),), None, ((3, 1), (3, 1)), None)

@@ -13,7 +13,7 @@ def test_ranks_are_numbered_tp_first_pp_last() -> None:
     places = [(pp, dp, tp) for pp in range(2) for dp in range(3) for tp in range(2)]
     assert [dims.rank(*place) for place in places] == list(range(12))
     assert [dims.coordinates(rank) for rank in range(12)] == places
-    assert (dims.world_size, dims.per_stage) == (12, 6)
+    assert (dims.world_size, dims.ranks_per_stage) == (12, 6)
 
 
 def test_a_slot_is_the_rank_within_its_stage() -> None:
@@ -28,7 +28,7 @@ def test_replicas_are_between_stages_and_shards() -> None:
     dims = ParallelDims(tp=2, pp=2, dp_shard=3, dp_replicate=2)
     places = [(pp, dp, tp) for pp in range(2) for dp in range(6) for tp in range(2)]
     assert [dims.coordinates(rank) for rank in range(24)] == places
-    assert (dims.world_size, dims.per_stage, dims.dp) == (24, 12, 6)
+    assert (dims.world_size, dims.ranks_per_stage, dims.dp) == (24, 12, 6)
 
 
 @pytest.mark.parametrize("axis", ["tp", "pp", "dp_shard", "dp_replicate"])

@@ -13,7 +13,7 @@ from ckptx.catalog.entry import Block
 from ckptx.catalog.region import Region, coverage_fault, whole
 from ckptx.errors import Defect
 from ckptx.layout.parallel_dims import ParallelDims
-from ckptx.layout.placement import Placement, ceil_chunks, cut, is_aligned, scale_placement, tp_rectangles
+from ckptx.layout.placement import Placement, ceil_chunks, is_aligned, scale_placement, shard_tensor, tp_regions
 
 Shape = tuple[int, ...]
 
@@ -46,36 +46,36 @@ def test_chunks_are_full_then_shorter_then_empty(n: int, parts: int, sizes: list
 
 
 def test_rows_over_two_ranks() -> None:
-    assert tp_rectangles((10, 4), Placement(0, (10,)), 2) == ((rows(0, 5),), (rows(5, 5),))
+    assert tp_regions((10, 4), Placement(0, (10,)), 2) == ((rows(0, 5),), (rows(5, 5),))
 
 
 def test_columns_over_three_ranks_unevenly() -> None:
-    found = tp_rectangles((2, 7), Placement(1, (7,)), 3)
+    found = tp_regions((2, 7), Placement(1, (7,)), 3)
     assert found == ((Region((0, 0), (2, 3)),), (Region((0, 3), (2, 3)),), (Region((0, 6), (2, 1)),))
 
 
 def test_gate_and_up_are_cut_each_on_its_own() -> None:
-    found = tp_rectangles((16, 4), Placement(0, (8, 8)), 2)
+    found = tp_regions((16, 4), Placement(0, (8, 8)), 2)
     assert found == ((rows(0, 4), rows(8, 4)), (rows(4, 4), rows(12, 4)))
 
 
 def test_qkv_of_unequal_widths() -> None:
     #  q 0:8  k 8:12  v 12:16
-    found = tp_rectangles((16, 4), Placement(0, (8, 4, 4)), 2)
+    found = tp_regions((16, 4), Placement(0, (8, 4, 4)), 2)
     assert found[1] == (rows(4, 4), rows(10, 2), rows(14, 2))
 
 
 def test_more_ranks_than_rows_leaves_the_last_with_nothing() -> None:
-    assert tp_rectangles((2, 4), Placement(0, (2,)), 3) == ((rows(0, 1),), (rows(1, 1),), ())
+    assert tp_regions((2, 4), Placement(0, (2,)), 3) == ((rows(0, 1),), (rows(1, 1),), ())
 
 
 def test_a_group_shorter_than_the_ranks_has_no_part_on_the_last() -> None:
-    found = tp_rectangles((7, 4), Placement(0, (6, 1)), 3)
+    found = tp_regions((7, 4), Placement(0, (6, 1)), 3)
     assert found == ((rows(0, 2), rows(6, 1)), (rows(2, 2),), (rows(4, 2),))
 
 
 def test_what_is_not_cut_is_whole_everywhere() -> None:
-    assert tp_rectangles((3, 4), None, 2) == ((whole((3, 4)),),) * 2
+    assert tp_regions((3, 4), None, 2) == ((whole((3, 4)),),) * 2
 
 
 @pytest.mark.parametrize(
@@ -83,7 +83,7 @@ def test_what_is_not_cut_is_whole_everywhere() -> None:
 )
 def test_a_placement_of_another_shape_is_a_defect(placement: Placement) -> None:
     with pytest.raises(Defect, match="add up"):
-        tp_rectangles((10, 4), placement, 2)
+        tp_regions((10, 4), placement, 2)
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -91,12 +91,12 @@ def test_a_placement_of_another_shape_is_a_defect(placement: Placement) -> None:
 
 
 def test_fsdp_cuts_the_rows_inside_the_tp_slice() -> None:
-    blocks = cut((10, 4), Placement(0, (10,)), ParallelDims(tp=2, dp_shard=2), False)
+    blocks = shard_tensor((10, 4), Placement(0, (10,)), ParallelDims(tp=2, dp_shard=2), False)
     assert held(blocks) == [(0, 0, 3), (1, 5, 3), (2, 3, 2), (3, 8, 2)]
 
 
 def test_columns_and_rows_give_a_grid() -> None:
-    blocks = cut((5, 6), Placement(1, (6,)), ParallelDims(tp=2, dp_shard=2), False)
+    blocks = shard_tensor((5, 6), Placement(1, (6,)), ParallelDims(tp=2, dp_shard=2), False)
     assert blocks == (
         Block(0, Region((0, 0), (3, 3))),
         Block(1, Region((0, 3), (3, 3))),
@@ -108,7 +108,7 @@ def test_columns_and_rows_give_a_grid() -> None:
 def test_a_chunk_of_local_rows_may_end_one_group_and_begin_the_next() -> None:
     # tp0 holds gate 0:3 and up 6:9, six local rows; of three FSDP ranks the middle one gets the end of one
     # and the begin of the other.
-    blocks = cut((12, 4), Placement(0, (6, 6)), ParallelDims(tp=2, dp_shard=3), False)
+    blocks = shard_tensor((12, 4), Placement(0, (6, 6)), ParallelDims(tp=2, dp_shard=3), False)
     assert held(blocks) == [
         (0, 0, 2), (1, 3, 2),
         (2, 2, 1), (2, 6, 1), (3, 5, 1), (3, 9, 1),
@@ -117,7 +117,7 @@ def test_a_chunk_of_local_rows_may_end_one_group_and_begin_the_next() -> None:
 
 
 def test_groups_along_columns_are_each_cut_by_rows() -> None:
-    blocks = cut((4, 8), Placement(1, (4, 4)), ParallelDims(tp=2, dp_shard=2), False)
+    blocks = shard_tensor((4, 8), Placement(1, (4, 4)), ParallelDims(tp=2, dp_shard=2), False)
     assert [block.region for block in blocks if block.rank_in_stage == 3] == [
         Region((2, 2), (2, 2)),
         Region((2, 6), (2, 2)),
@@ -125,36 +125,36 @@ def test_groups_along_columns_are_each_cut_by_rows() -> None:
 
 
 def test_what_tp_does_not_cut_is_stored_once() -> None:
-    assert cut((4, 4), None, ParallelDims(tp=4), False) == (Block(0, whole((4, 4))),)
-    assert held(cut((5, 4), None, ParallelDims(tp=2, dp_shard=2), False)) == [(0, 0, 3), (2, 3, 2)]
+    assert shard_tensor((4, 4), None, ParallelDims(tp=4), False) == (Block(0, whole((4, 4))),)
+    assert held(shard_tensor((5, 4), None, ParallelDims(tp=2, dp_shard=2), False)) == [(0, 0, 3), (2, 3, 2)]
 
 
 def test_replicas_are_marked() -> None:
-    blocks = cut((5, 4), None, ParallelDims(tp=2, dp_shard=2), True)
+    blocks = shard_tensor((5, 4), None, ParallelDims(tp=2, dp_shard=2), True)
     assert held(blocks) == [(0, 0, 3), (2, 3, 2)]
     assert held(blocks, replica=True) == [(1, 0, 3), (3, 3, 2)]
 
 
 def test_replicate_changes_nothing_that_tp_cuts() -> None:
     dims = ParallelDims(tp=3, dp_shard=2)
-    assert cut((7, 4), Placement(0, (7,)), dims, True) == cut((7, 4), Placement(0, (7,)), dims, False)
+    assert shard_tensor((7, 4), Placement(0, (7,)), dims, True) == shard_tensor((7, 4), Placement(0, (7,)), dims, False)
 
 
 def test_pipeline_stages_do_not_matter() -> None:
-    assert cut((7, 4), Placement(0, (7,)), ParallelDims(2, 4, 2), False) == cut(
+    assert shard_tensor((7, 4), Placement(0, (7,)), ParallelDims(2, 4, 2), False) == shard_tensor(
         (7, 4), Placement(0, (7,)), ParallelDims(2, 1, 2), False
     )
 
 
 def test_fsdp_leaves_a_scalar_alone() -> None:
-    assert cut((), None, ParallelDims(tp=2, dp_shard=4), False) == (Block(0, Region((), ())),)
-    assert cut((), None, ParallelDims(tp=2, dp_shard=4), True)[1] == Block(1, Region((), ()), replica=True)
+    assert shard_tensor((), None, ParallelDims(tp=2, dp_shard=4), False) == (Block(0, Region((), ())),)
+    assert shard_tensor((), None, ParallelDims(tp=2, dp_shard=4), True)[1] == Block(1, Region((), ()), replica=True)
 
 
 @pytest.mark.parametrize("placement", [None, Placement(1, (6,))])
 def test_a_tensor_without_elements_is_one_block(placement: Placement | None) -> None:
     dims = ParallelDims(tp=2, dp_shard=2)
-    assert cut((0, 6), placement, dims, True) == (Block(0, Region((0, 0), (0, 6))),)
+    assert shard_tensor((0, 6), placement, dims, True) == (Block(0, Region((0, 0), (0, 6))),)
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -162,24 +162,24 @@ def test_a_tensor_without_elements_is_one_block(placement: Placement | None) -> 
 
 
 def test_a_pair_is_never_parted() -> None:
-    found = tp_rectangles((2, 10), Placement(1, (10,)), 2, pack=2)
+    found = tp_regions((2, 10), Placement(1, (10,)), 2, pack=2)
     assert [region.sizes[1] for (region,) in found] == [6, 4]  # three pairs and two; 5 and 5 would part one
 
 
 @pytest.mark.parametrize(("shape", "placement"), [((2, 7), Placement(1, (7,))), ((2, 8), Placement(1, (5, 3)))])
 def test_a_group_of_half_bytes_is_not_cut(shape: Shape, placement: Placement) -> None:
-    assert tp_rectangles(shape, placement, 2, pack=2) == ((whole(shape),),) * 2
-    assert cut(shape, placement, ParallelDims(tp=2), False, 2) == (Block(0, whole(shape)),)
-    assert cut(shape, placement, ParallelDims(tp=2), True, 2)[1:] == (Block(1, whole(shape), replica=True),)
+    assert tp_regions(shape, placement, 2, pack=2) == ((whole(shape),),) * 2
+    assert shard_tensor(shape, placement, ParallelDims(tp=2), False, 2) == (Block(0, whole(shape)),)
+    assert shard_tensor(shape, placement, ParallelDims(tp=2), True, 2)[1:] == (Block(1, whole(shape), replica=True),)
 
 
 def test_pairs_along_the_last_dim_do_not_bind_the_rows() -> None:
-    assert held(cut((5, 4), Placement(0, (5,)), ParallelDims(tp=2), False, 2)) == [(0, 0, 3), (1, 3, 2)]
+    assert held(shard_tensor((5, 4), Placement(0, (5,)), ParallelDims(tp=2), False, 2)) == [(0, 0, 3), (1, 3, 2)]
 
 
 def test_fsdp_does_not_part_pairs_of_a_vector() -> None:
-    assert held(cut((6,), None, ParallelDims(dp_shard=2), False, 2)) == [(0, 0, 4), (1, 4, 2)]
-    assert held(cut((7,), None, ParallelDims(dp_shard=2), False, 2)) == [(0, 0, 7)]
+    assert held(shard_tensor((6,), None, ParallelDims(dp_shard=2), False, 2)) == [(0, 0, 4), (1, 4, 2)]
+    assert held(shard_tensor((7,), None, ParallelDims(dp_shard=2), False, 2)) == [(0, 0, 7)]
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -220,7 +220,7 @@ def test_every_element_is_held_once_and_by_whom_it_should(
 ) -> None:
     shape, placement = case
     dims = ParallelDims(tp=tp, dp_shard=dp)
-    blocks = cut(shape, placement, dims, replicate)
+    blocks = shard_tensor(shape, placement, dims, replicate)
     assert coverage_fault(shape, [block.region for block in blocks if not block.replica]) is None
     assert [block.rank_in_stage for block in blocks] == sorted(block.rank_in_stage for block in blocks)
     if not prod(shape):
@@ -245,7 +245,7 @@ def test_every_element_is_held_once_and_by_whom_it_should(
 @settings(deadline=None, max_examples=200)
 def test_packs_are_kept_together(case: tuple[Shape, Placement | None], tp: int, dp: int, pack: int) -> None:
     shape, placement = case
-    blocks = cut(shape, placement, ParallelDims(tp=tp, dp_shard=dp), False, pack)
+    blocks = shard_tensor(shape, placement, ParallelDims(tp=tp, dp_shard=dp), False, pack)
     assert coverage_fault(shape, [block.region for block in blocks]) is None
     if shape and shape[-1] % pack == 0:
         assert all(block.region.offsets[-1] % pack == block.region.sizes[-1] % pack == 0 for block in blocks)

@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 
 from ckptx.errors import UnsupportedError, UsageError
-from ckptx.layout.stages import SPLITS, Stack, StageMap, split_layers
+from ckptx.layout.stages import SPLIT_RULES, Stack, StageMap, split_layers
 
 LLAMA = Stack("model.layers", 10, before=("model.embed_tokens",), after=("model.norm", "lm_head"))
 T5 = (
@@ -34,7 +34,7 @@ T5 = (
         ("8,9,8,7", 32, 4, (8, 9, 8, 7)),
         ("0,10", 10, 2, (0, 10)),
         (" 4, 6", 10, 2, (4, 6)),
-        *((how, 7, 1, (7,)) for how in (*SPLITS, "7")),
+        *((how, 7, 1, (7,)) for how in (*SPLIT_RULES, "7")),
         *((how, 3, 3, (1, 1, 1)) for how in ("even", "vllm", "hf")),
     ],
 )
@@ -42,7 +42,7 @@ def test_split(how: str, count: int, pp: int, layers: tuple[int, ...]) -> None:
     assert split_layers(count, pp, how) == layers
 
 
-@pytest.mark.parametrize("how", SPLITS)
+@pytest.mark.parametrize("how", SPLIT_RULES)
 def test_every_layer_is_on_one_stage(how: str) -> None:
     for count in range(10, 40):
         for pp in range(1, 7):
@@ -51,7 +51,7 @@ def test_every_layer_is_on_one_stage(how: str) -> None:
             assert min(counts) > 0
 
 
-@pytest.mark.parametrize("how", SPLITS)
+@pytest.mark.parametrize("how", SPLIT_RULES)
 def test_more_stages_than_layers_is_refused(how: str) -> None:
     with pytest.raises(UsageError, match=f"split {how}: 3 layers for 4 stages, but each stage requires a layer"):
         split_layers(3, 4, how)
@@ -102,9 +102,9 @@ def test_a_decoder_over_four_stages(name: str, stage: int) -> None:
 
 def test_only_layers_behind_the_last_are_extra() -> None:
     stages = StageMap([LLAMA], 4)
-    assert stages.is_extra("model.layers.10.eh_proj.weight")
+    assert stages.is_after_last_layer("model.layers.10.eh_proj.weight")
     for name in ("model.layers.9.x.weight", "model.embed_tokens.weight", "other.layers.99.weight", "model.norm.weight"):
-        assert not stages.is_extra(name)
+        assert not stages.is_after_last_layer(name)
 
 
 @pytest.mark.parametrize(
@@ -156,7 +156,7 @@ def test_one_stage_holds_everything() -> None:
 
 
 def test_layers_of_all_stages_are_all_layers() -> None:
-    for how in (*SPLITS, "1,2,3,4"):
+    for how in (*SPLIT_RULES, "1,2,3,4"):
         stages = StageMap([LLAMA], 4, how)
         spans = [span for stage in range(4) for span in stages.layers_of(stage)]
         assert spans[0][1] == 0

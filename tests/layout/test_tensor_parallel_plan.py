@@ -9,7 +9,7 @@ import pytest
 from ckptx.errors import UnsupportedError, UsageError
 from ckptx.layout.placement import Placement
 from ckptx.layout.styles import STYLES
-from ckptx.layout.tensor_parallel_plan import Decision, Rule, TensorParallelPlan, decide
+from ckptx.layout.tensor_parallel_plan import PlacementDecision, Rule, TensorParallelPlan, decide_placement
 
 Shape = tuple[int, ...]
 
@@ -19,12 +19,12 @@ def plan_of(**styles: str) -> TensorParallelPlan:
     return TensorParallelPlan({name: Rule(style, "model plan") for name, style in styles.items()})
 
 
-def decided(rule: Rule | str, name: str, shape: Shape, tp: int = 2, weight: Any = None) -> Decision:
+def decided(rule: Rule | str, name: str, shape: Shape, tp: int = 2, weight: Any = None) -> PlacementDecision:
     """What a rule for the module `m`, or for `m.x` itself if that is the name, decides about `m.<name>`."""
     rule = Rule(rule, "model plan") if isinstance(rule, str) else rule
     named = "m.x" if name == "x" or name.startswith("x_") else "m"
     pattern = f"m.{name}" if named == "m.x" else named
-    return decide(TensorParallelPlan({pattern: rule}), f"m.{name}", shape, tp, weight)
+    return decide_placement(TensorParallelPlan({pattern: rule}), f"m.{name}", shape, tp, weight)
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -59,16 +59,16 @@ def test_the_most_specific_pattern_speaks(name: str, pattern: str | None) -> Non
         "model.layers.*.experts.0.w", "model.layers.0.experts.*.w", "lm_head", "w1",
     ]  # fmt: skip
     rules = {pattern: Rule("colwise", pattern) for pattern in patterns}
-    found = TensorParallelPlan(rules).rule_for(name)
+    found = TensorParallelPlan(rules).find_rule(name)
     assert found == (None if pattern is None else (pattern, rules[pattern]))
 
 
 def test_the_plan_of_the_user_goes_before_a_more_specific_one_of_the_model() -> None:
     model = TensorParallelPlan({"l.*.q.weight": Rule("rowwise", "model plan"), "l.*.k": Rule("rowwise", "model plan")})
     plan = TensorParallelPlan.from_user({"l.*.q": "replicate"}, fallback=model)
-    assert plan.rule_for("l.0.q.weight") == ("l.*.q", Rule("replicate", "user plan"))
-    assert plan.rule_for("l.0.k.weight") == ("l.*.k", Rule("rowwise", "model plan"))
-    assert plan.rule_for("l.0.v.weight") is None
+    assert plan.find_rule("l.0.q.weight") == ("l.*.q", Rule("replicate", "user plan"))
+    assert plan.find_rule("l.0.k.weight") == ("l.*.k", Rule("rowwise", "model plan"))
+    assert plan.find_rule("l.0.v.weight") is None
     assert plan.patterns() == ["l.*.q", "l.*.q.weight", "l.*.k"]
 
 
@@ -85,8 +85,8 @@ def test_patterns_that_match_nothing_are_named() -> None:
         }
     )
     names = ["l.0.q.weight", "l.1.q.weight", "l.0.attn.o.weight", "l.0.mlp.up.weight", "l.0.k.weight"]
-    assert plan.unmatched(names) == ["l.7.q", "l.*.mlp", "l.*.k.bias", "head"]
-    assert plan.unmatched([]) == list(plan.rules)
+    assert plan.find_unmatched_patterns(names) == ["l.7.q", "l.*.mlp", "l.*.k.bias", "head"]
+    assert plan.find_unmatched_patterns([]) == list(plan.rules)
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -96,7 +96,7 @@ def test_patterns_that_match_nothing_are_named() -> None:
 def test_a_user_plan_is_remembered_as_such() -> None:
     plan = TensorParallelPlan.from_user({"model.layers.*.mlp.up_proj": "local_colwise", "0.weight": "rowwise"})
     assert plan.rules["model.layers.*.mlp.up_proj"] == Rule("local_colwise", "user plan")
-    assert plan.rule_for("0.weight") == ("0.weight", Rule("rowwise", "user plan"))
+    assert plan.find_rule("0.weight") == ("0.weight", Rule("rowwise", "user plan"))
 
 
 @pytest.mark.parametrize("style", ["columnwise", "", "Colwise", None, 3, ["colwise"]])
@@ -173,7 +173,7 @@ def test_a_style_cuts(style: str, name: str, shape: Shape, placement: Placement 
     assert found.reason
 
 
-@pytest.mark.parametrize("style", [style for style, kind in STYLES.items() if not kind.cuts])
+@pytest.mark.parametrize("style", [style for style, kind in STYLES.items() if not kind.is_sharding])
 @pytest.mark.parametrize(("name", "shape"), [("weight", (8, 6)), ("bias", (8,)), ("x", (4, 8, 6))])
 def test_a_style_about_the_forward_pass_cuts_nothing(style: str, name: str, shape: Shape) -> None:
     assert decided(style, name, shape).placement is None
@@ -207,7 +207,7 @@ def test_a_transposed_weight_has_its_features_in_the_other_dim(style: str, shape
 def test_fused_groups() -> None:
     rule = Rule("colwise", "override", "fused q, k, v", groups=(32, 16, 16))
     found = decided(rule, "weight", (64, 32))
-    assert found == Decision(
+    assert found == PlacementDecision(
         Placement(0, (32, 16, 16)), "override", "colwise shards dim 0 in groups 32+16+16; fused q, k, v", True
     )
     assert decided(rule, "bias", (64,)).placement == Placement(0, (32, 16, 16))
@@ -233,7 +233,9 @@ def test_heads_are_told_from_the_size(heads: tuple[tuple[int, int], ...], tp: in
 
 
 def test_a_tensor_without_a_rule_is_replicated() -> None:
-    assert decide(plan_of(q="colwise"), "k.weight", (8, 6), 2) == Decision(None, "default", "no rule; replicated", True)
+    assert decide_placement(plan_of(q="colwise"), "k.weight", (8, 6), 2) == PlacementDecision(
+        None, "default", "no rule; replicated", True
+    )
 
 
 def test_experts_by_ownership_are_no_tp_cut() -> None:
@@ -241,9 +243,9 @@ def test_experts_by_ownership_are_no_tp_cut() -> None:
 
 
 def test_one_rank_cuts_nothing_and_still_tells_who_decides() -> None:
-    assert decided("colwise", "weight", (8, 6), tp=1) == Decision(None, "model plan", "tp is 1", True)
+    assert decided("colwise", "weight", (8, 6), tp=1) == PlacementDecision(None, "model plan", "tp is 1", True)
     scale = decided("colwise", "weight_scale", (8, 1), tp=1, weight=((8, 6), Placement(0, (8,))))
-    assert scale == Decision(None, "model plan", "tp is 1", True)
+    assert scale == PlacementDecision(None, "model plan", "tp is 1", True)
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -253,7 +255,9 @@ def test_one_rank_cuts_nothing_and_still_tells_who_decides() -> None:
 def test_a_scale_follows_its_weight() -> None:
     weight = ((512, 256), Placement(0, (512,), 64))
     by_block = decided("colwise", "weight_scale_inv", (4, 2), weight=weight)
-    assert by_block == Decision(Placement(0, (4,)), "model plan", "scale follows its weight in blocks of 128", True)
+    assert by_block == PlacementDecision(
+        Placement(0, (4,)), "model plan", "scale follows its weight in blocks of 128", True
+    )
     by_row = decided("colwise", "weight_scale", (512, 1), 16, weight=weight)
     assert (by_row.placement, by_row.aligned) == (weight[1], False)
 
@@ -261,7 +265,7 @@ def test_a_scale_follows_its_weight() -> None:
 def test_a_scale_of_a_weight_that_no_module_rule_names_follows_it_too() -> None:
     plan = plan_of(**{"experts": "moe_tp_experts", "experts.up": "colwise"})
     weight = ((4, 256, 64), Placement(1, (256,)))
-    assert decide(plan, "experts.up_scale", (4, 2, 1), 2, weight).placement == Placement(1, (2,))
+    assert decide_placement(plan, "experts.up_scale", (4, 2, 1), 2, weight).placement == Placement(1, (2,))
 
 
 def test_a_bias_is_no_companion() -> None:
@@ -276,4 +280,4 @@ def test_a_parameter_with_a_rule_of_its_own_is_no_companion() -> None:
 @pytest.mark.parametrize("name", ["qweight", "weight_scale", "g_idx"])
 def test_what_a_style_was_not_made_for_is_replicated(name: str) -> None:
     found = decided("colwise", name, (8, 6))
-    assert found == Decision(None, "model plan", "quantization scale without a weight, replicated", True)
+    assert found == PlacementDecision(None, "model plan", "quantization scale without a weight, replicated", True)

@@ -10,7 +10,7 @@ import torch
 from ckptx.catalog.entry import Block
 from ckptx.catalog.region import Region, Shape, coverage_fault, whole
 from ckptx.layout.parallel_dims import ParallelDims
-from ckptx.layout.placement import Placement, cut
+from ckptx.layout.placement import Placement, shard_tensor
 from ckptx.mapping.name_index import fill_pattern
 from ckptx.mapping.ops import Conversion, Op
 from ckptx.mapping.pull_back import PullBack
@@ -88,7 +88,8 @@ def test_ranks_hold_on_disk_what_they_hold_in_the_model(case: str, place: str, m
     made = run_by_loader(conversion, ops, [[disk[name] for name in names] for names in sources])
     model = {name: made[i][0] for i, name in enumerate(conversion.targets)}
     cuts = {
-        name: cut(tuple(tensor.shape), PLACES[place](tuple(tensor.shape)), mesh, True) for name, tensor in model.items()
+        name: shard_tensor(tuple(tensor.shape), PLACES[place](tuple(tensor.shape)), mesh, True)
+        for name, tensor in model.items()
     }
     pull = PullBack(
         NameRules([conversion]),
@@ -108,7 +109,7 @@ def test_ranks_hold_on_disk_what_they_hold_in_the_model(case: str, place: str, m
 
 
 def blocks_of(conversion: Conversion, shapes: dict[str, Shape], place: Place, mesh: ParallelDims) -> dict[str, object]:
-    pull = PullBack(NameRules([conversion]), shapes, lambda name, shape: cut(shape, place(shape), mesh, False))
+    pull = PullBack(NameRules([conversion]), shapes, lambda name, shape: shard_tensor(shape, place(shape), mesh, False))
     return {name: pull.blocks(name) for name in shapes}
 
 
@@ -196,6 +197,6 @@ def test_what_may_be_stored_transposed_is_cut_as_its_shape_says() -> None:
         pull = PullBack(
             NameRules([conversion], shape_of=shape_of),
             {"x": (8, 5)},
-            lambda name, shape: cut(shape, Placement(0, (shape[0],)), ParallelDims(tp=2), False),
+            lambda name, shape: shard_tensor(shape, Placement(0, (shape[0],)), ParallelDims(tp=2), False),
         )
         assert pull.blocks("x") == expected

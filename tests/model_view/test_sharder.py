@@ -13,7 +13,7 @@ from ckptx.catalog.entry import Block, TensorEntry
 from ckptx.catalog.region import Region
 from ckptx.errors import UsageError
 from ckptx.layout.parallel_dims import ParallelDims
-from ckptx.layout.placement import Placement, cut
+from ckptx.layout.placement import Placement, shard_tensor
 from ckptx.layout.stages import Stack, StageMap
 from ckptx.layout.tensor_parallel_plan import Rule, TensorParallelPlan
 from ckptx.mapping.ops import Conversion, Op
@@ -256,9 +256,9 @@ def test_cuts_inside_heads_are_listed() -> None:
 )
 @pytest.mark.parametrize("tp", [2, 3])
 def test_a_placement_is_told_from_its_blocks(shape: Shape, placement: Placement, tp: int) -> None:
-    found = find_placement(shape, cut(shape, placement, ParallelDims(tp), True), tp)
+    found = find_placement(shape, shard_tensor(shape, placement, ParallelDims(tp), True), tp)
     assert found is not None
-    assert cut(shape, found, ParallelDims(tp), True) == cut(shape, placement, ParallelDims(tp), True)
+    assert shard_tensor(shape, found, ParallelDims(tp), True) == shard_tensor(shape, placement, ParallelDims(tp), True)
 
 
 @pytest.mark.parametrize(
@@ -282,7 +282,7 @@ def test_a_plan_is_read(tmp_path: Path) -> None:
     (tmp_path / "plan.json").write_text('{"a.b": "colwise"}')
     assert read_plan(str(tmp_path / "plan.json")) == {"a.b": "colwise"}
     plan = effective_plan(None, None, {"a.b": "colwise"})
-    assert plan.rule_for("a.b.weight") == ("a.b", Rule("colwise", "user plan"))
+    assert plan.find_rule("a.b.weight") == ("a.b", Rule("colwise", "user plan"))
     assert effective_plan(None, None, None).patterns() == []
 
 

@@ -18,7 +18,7 @@ from ckptx.catalog.entry import Block, ShardedChunks, TensorEntry
 from ckptx.catalog.manifest import LayoutRecord
 from ckptx.catalog.region import Region, Shape, whole
 from ckptx.layout.parallel_dims import ParallelDims
-from ckptx.layout.placement import Placement, cut
+from ckptx.layout.placement import Placement, shard_tensor
 from ckptx.model_view.rank_layout import Layout, Shard, Sharding, layout_by_rank, recorded_mesh
 from ckptx.report.html import layout_page
 from ckptx.report.html_data import axes_of, colors_of, name_of, sharding_text
@@ -45,7 +45,7 @@ EVIL = [
 
 @lru_cache(maxsize=4096)
 def _columns(shape: Shape, dims: ParallelDims) -> tuple[Block, ...]:
-    return cut(shape, Placement(1, (shape[1],)), dims, True)
+    return shard_tensor(shape, Placement(1, (shape[1],)), dims, True)
 
 
 def catalog_of(rows: Iterable[tuple[str, Shape, int]], dims: ParallelDims) -> Catalog:
@@ -235,7 +235,7 @@ def test_a_sharding_in_words_and_which_dims_are_drawn(
 @pytest.mark.parametrize("replicate", [True, False])
 def test_replicas_are_hatched(replicate: bool) -> None:
     dims = ParallelDims(2)
-    blocks = cut((4,), None, dims, replicate)
+    blocks = shard_tensor((4,), None, dims, replicate)
     chunks = ShardedChunks(
         blocks, ("__0_0.distcp", "__1_0.distcp")[: len(blocks)], (8,) * len(blocks), array("q", [0] * len(blocks))
     )

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from ckptx.catalog.region import Region
-from ckptx.layout.placement import Placement, tp_rectangles
+from ckptx.layout.placement import Placement, tp_regions
 from ckptx.runtime.checkpointing.load import load
 from ckptx.runtime.model.build import build_model, materialize
 from tests.support.stock import raw
@@ -60,7 +60,7 @@ def _shard(tensor: torch.Tensor, mesh: DeviceMesh, layout: str, name: str, held:
     groups = (rows // 2, rows // 4, rows - rows // 2 - rows // 4)
     parts = tensor.split(groups)
     local = torch.cat([part.chunk(size)[rank] for part in parts])  # torch's words for it, not ckptx's
-    held[name] = list(tp_rectangles(tuple(tensor.shape), Placement(0, groups), size)[rank])
+    held[name] = list(tp_regions(tuple(tensor.shape), Placement(0, groups), size)[rank])
     return DTensor.from_local(local, mesh, [Shard(0)], run_check=False, shape=tensor.shape, stride=tensor.stride())
 
 

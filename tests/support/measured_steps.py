@@ -136,7 +136,7 @@ def measured_stages(pool: GlooPool, task: ForecastTask) -> list[Measured]:
 
     All that is cut divides, so that ranks of a stage take the same; of the one counts whose threads of gloo are first.
     """
-    size = task.dims.per_stage
+    size = task.dims.ranks_per_stage
     found = pool.run(measure_on_rank, task.dims.world_size, task)
     return [min(found[begin : begin + size], key=lambda each: each.peak) for begin in range(0, len(found), size)]
 

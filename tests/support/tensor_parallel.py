@@ -413,10 +413,10 @@ def applied(rank: int, world_size: int, name: str, user: dict[str, str] | None =
 
 def parts(rank: int, world_size: int) -> bool:
     """Whether what is taken apart by rectangles of groups of unequal width is put together again."""
-    from ckptx.layout.placement import Placement, tp_rectangles
+    from ckptx.layout.placement import Placement, tp_regions
 
     full = torch.arange(33.0).reshape(11, 3)
-    regions = tp_rectangles((11, 3), Placement(0, (5, 3, 3)), world_size)
+    regions = tp_regions((11, 3), Placement(0, (5, 3, 3)), world_size)
     mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("tp",))
     ranks = TpRanks.of(mesh)
     return torch.equal(gather_shards(concat_regions(full, 0, regions[rank]), (11, 3), 0, regions, ranks), full)

@@ -18,7 +18,7 @@ from ckptx.catalog.region import Region, Shape, whole
 from ckptx.errors import Defect, InputError
 from ckptx.formats.torch_archive import archive as torch_zip
 from ckptx.layout.parallel_dims import ParallelDims
-from ckptx.layout.placement import Placement, cut
+from ckptx.layout.placement import Placement, shard_tensor
 from ckptx.storage import open_file
 from ckptx.transfer import block_writers
 from ckptx.transfer import copy_run as passes_module
@@ -91,12 +91,12 @@ def write_source(root: Place, parts: int = 1, recorded: bool = True) -> Catalog:
 
 def allocate(dims: ParallelDims, framed: bool, replicate: bool = False, prologue: bytes = b"") -> Catalog:
     """One file a rank of one stage, blocks in the order of `CUTS`."""
-    names = [f"rank{rank_in_stage}" for rank_in_stage in range(dims.per_stage)]
+    names = [f"rank{rank_in_stage}" for rank_in_stage in range(dims.ranks_per_stage)]
     ends = dict.fromkeys(names, len(prologue))
     catalog = Catalog(Path(), "dcp", {})
     for name, (dtype_name, shape, placement) in CUTS.items():
         dtype = BY_NAME[dtype_name]
-        blocks = cut(shape, placement, dims, replicate)
+        blocks = shard_tensor(shape, placement, dims, replicate)
         lengths, offsets = [], array("q")
         for block in blocks:
             frame = torch_zip.archive_frame(dtype, block.region.sizes) if framed else None

@@ -46,7 +46,9 @@ def check_reordered(
             has_inverse = entry is not None and (entry.dtype, entry.shape) == (stored.dtype, stored.shape)
             reader = TensorReader(files_by_origin[has_inverse], options.buffer_bytes // options.threads)
             digest = (
-                digest_tensor(reader, entry if has_inverse and entry is not None else stored, stored.dtype).digest().hex()
+                digest_tensor(reader, entry if has_inverse and entry is not None else stored, stored.dtype)
+                .digest()
+                .hex()
             )
             if digest != restored.reordered_digests[name]:
                 raise changed_bytes_error(name, digest, restored.reordered_digests[name])

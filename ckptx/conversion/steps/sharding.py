@@ -104,7 +104,7 @@ def _make_sharder(
     subject = architecture.class_name if architecture is not None else f"{root}: its architecture is unknown"
     stages = StageMap(stacks, dims.pp, sharding.pp_split, subject)
     if user_plan is not None:
-        unmatched = plan.unmatched([naming.model_name(name) or name for name in names])
+        unmatched = plan.find_unmatched_patterns([naming.model_name(name) or name for name in names])
         if unmatched:
             others = f", nor do {len(unmatched) - 1} more" if len(unmatched) > 1 else ""
             raise UsageError(

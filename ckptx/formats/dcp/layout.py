@@ -151,7 +151,9 @@ def allocate_sharded(
         UnsupportedError: torch cannot hold a tensor, or a block of it.
     """
     stages = group_by_stage(tensors, dims)
-    parts = files_per_rank or parts_per_rank([sum(e.nbytes for e, _ in stage) for stage in stages], dims.per_stage)
+    parts = files_per_rank or parts_per_rank(
+        [sum(e.nbytes for e, _ in stage) for stage in stages], dims.ranks_per_stage
+    )
     catalog = Catalog(root, "dcp", {})
     sizes: dict[tuple[int, int], int] = {}
     for stage, members in enumerate(stages):
@@ -167,7 +169,7 @@ def allocate_sharded(
     catalog.files = {f"__{rank}_{part}.distcp": sizes[rank, part] for rank, part in sorted(sizes)}
     groups: dict[tuple[int, int], list[str]] = {}
     for (rank, part), name in zip(sorted(sizes), catalog.files, strict=True):
-        groups.setdefault((rank // dims.per_stage, part), []).append(name)
+        groups.setdefault((rank // dims.ranks_per_stage, part), []).append(name)
     return DcpLayout(catalog, tuple(tuple(groups[key]) for key in sorted(groups)))
 
 

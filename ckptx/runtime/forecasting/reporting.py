@@ -43,8 +43,8 @@ def build_report(task: ForecastTask, ranks: Sequence[RankForecast], memory: int 
         gpu_memory=memory,
         reserved=reserve_bytes(peak),
         fits=fits,
-        flops=sum(each.work.flops for each in ranks) * dims.per_stage,
-        recomputed_flops=sum(each.work.recomputed_flops for each in ranks) * dims.per_stage,
+        flops=sum(each.work.flops for each in ranks) * dims.ranks_per_stage,
+        recomputed_flops=sum(each.work.recomputed_flops for each in ranks) * dims.ranks_per_stage,
         assumptions=list_assumptions(task, ranks[0].missing_inputs, any(each.omitted_layers for each in ranks)),
     )
 

@@ -163,7 +163,7 @@ def find_sent_shapes(task: ForecastTask, stages: int, number: int, cache: Bounda
 def _build_rank_model(task: ForecastTask, pipeline_rank: int, cache: BoundaryCache) -> Iterator[RankModel]:
     """Parallelize the model of a rank, without storage."""
     with (
-        fake_process_group(pipeline_rank * task.dims.per_stage, task.dims.world_size) as rank_context,
+        fake_process_group(pipeline_rank * task.dims.ranks_per_stage, task.dims.world_size) as rank_context,
         warnings.catch_warnings(),
     ):
         warnings.simplefilter("ignore")  # torch warns about groups of one rank; real problems raise errors

@@ -186,7 +186,11 @@ class Comparison:
             nonfinite_count = int((~torch.isfinite(logits)).sum())
             if nonfinite_count:
                 self._add_difference(
-                    "forward", "logits", max_abs=float("nan"), tolerance=limit, what=f"{nonfinite_count} not finite, {side}"
+                    "forward",
+                    "logits",
+                    max_abs=float("nan"),
+                    tolerance=limit,
+                    what=f"{nonfinite_count} not finite, {side}",
                 )
         if not distance <= limit and not self.differences:
             self._add_difference("forward", "logits", max_abs=distance, tolerance=limit)

@@ -32,7 +32,7 @@ def build_run_report(
     stages = plan.stages.count if plan is not None else 1
     microbatches = plan.microbatches if plan is not None else 1
     bubble = plan.schedule.bubble_fraction(dims.pp, microbatches) if plan is not None else 0.0
-    layers = sum(share["wrapped"] for share in rank_results[:: dims.per_stage])  # one rank of each pipeline rank
+    layers = sum(share["wrapped"] for share in rank_results[:: dims.ranks_per_stage])  # one rank of each pipeline rank
     rows = [row for share in rank_results for row in share["rows"]]
     inconclusive = _drop_repeated_rows(row for share in rank_results for row in share["inconclusive"])
     first = rank_results[0]

@@ -14,8 +14,8 @@ from torch.distributed.tensor._utils import _compute_local_shape_and_global_offs
 from ckptx.catalog.region import Region
 from ckptx.errors import Defect
 from ckptx.layout.parallel_dims import ParallelDims
-from ckptx.layout.placement import Placement, tp_rectangles
-from ckptx.layout.placement import cut as cut_of_files
+from ckptx.layout.placement import Placement, tp_regions
+from ckptx.layout.placement import shard_tensor as cut_of_files
 from ckptx.runtime.parallel.shards import LocalShard, MeshDimSharding, compute_local_shards, to_local_shard
 from tests.support.pool import GlooPool
 
@@ -56,7 +56,7 @@ def test_fsdp_inside_tp_is_as_files_are_cut(placement: Placement | None, dp: int
     blocks = cut_of_files(shape, placement, dims, True)
     for dp_rank, tp_rank in itertools.product(range(dp), range(2)):
         held, _ = compute_local_shards(
-            shape, [MeshDimSharding(0, dp, dp_rank)], tp_rectangles(shape, placement, 2)[tp_rank]
+            shape, [MeshDimSharding(0, dp, dp_rank)], tp_regions(shape, placement, 2)[tp_rank]
         )
         assert [piece.region for piece in held] == [
             block.region for block in blocks if block.rank_in_stage == dims.rank_in_stage(dp_rank, tp_rank)

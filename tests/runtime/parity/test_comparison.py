@@ -152,7 +152,9 @@ def test_logits_may_be_as_far_away_as_the_limit(process: RankContext, exact: boo
         made = forward(process, found, exact=exact)
         assert names_of(made) == names
         assert (made.metrics["max_abs"], made.metrics["max_abs_tolerance"]) == (limit + further, limit)
-        assert [(row["max_abs"], row["tolerance"]) for row in made.differences] == [(limit + further, limit)] * len(names)
+        assert [(row["max_abs"], row["tolerance"]) for row in made.differences] == [(limit + further, limit)] * len(
+            names
+        )
 
 
 @pytest.mark.parametrize(

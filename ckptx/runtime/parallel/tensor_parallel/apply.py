@@ -19,9 +19,9 @@ from torch.distributed.tensor.placement_types import Placement as TorchPlacement
 
 from ckptx.catalog.region import Region
 from ckptx.errors import UnsupportedError
-from ckptx.layout.placement import Placement, ceil_chunks, is_aligned, tp_rectangles
-from ckptx.layout.styles import STYLES, Kind
-from ckptx.layout.tensor_parallel_plan import Decision, decide
+from ckptx.layout.placement import Placement, ceil_chunks, is_aligned, tp_regions
+from ckptx.layout.styles import STYLES, StyleKind
+from ckptx.layout.tensor_parallel_plan import PlacementDecision, decide_placement
 from ckptx.runtime.parallel.tensor_parallel import dropout, sequence, styles
 from ckptx.runtime.parallel.tensor_parallel.collectives import TpRanks, concat_regions
 from ckptx.runtime.parallel.tensor_parallel.loss import install_sharded_loss
@@ -47,7 +47,7 @@ class TensorParallelLayout:
 
     tp: int
     rank: int
-    decisions: Mapping[str, Decision]
+    decisions: Mapping[str, PlacementDecision]
     shapes: Mapping[str, tuple[int, ...]]
     gathered_modules: tuple[str, ...]
     gathered_outputs: Mapping[str, bool]
@@ -85,7 +85,7 @@ class TensorParallelLayout:
         """
         if name not in self.decisions:
             return None
-        local_regions = tp_rectangles(self.shapes[name], self.decisions[name].placement, self.tp)
+        local_regions = tp_regions(self.shapes[name], self.decisions[name].placement, self.tp)
         return list(local_regions[self.rank if rank is None else rank])
 
 
@@ -137,20 +137,20 @@ def find_gather_unit(name: str) -> str:
     return ".".join(parts if index is None else parts[: index + 2])
 
 
-def _decide_sharding(plan: TpPlan, name: str, shapes: Mapping[str, tuple[int, ...]], tp: int) -> Decision:
+def _decide_sharding(plan: TpPlan, name: str, shapes: Mapping[str, tuple[int, ...]], tp: int) -> PlacementDecision:
     """Decide as `ckptx reshard` does: a scale follows its weight."""
     module, _, leaf = name.rpartition(".")
     weight_name = f"{module}.weight"
     if leaf in ("weight", "bias") or weight_name not in shapes:
-        return decide(plan.sharding, name, shapes[name], tp)
-    weight = shapes[weight_name], decide(plan.sharding, weight_name, shapes[weight_name], tp).placement
-    return decide(plan.sharding, name, shapes[name], tp, weight)
+        return decide_placement(plan.sharding, name, shapes[name], tp)
+    weight = shapes[weight_name], decide_placement(plan.sharding, weight_name, shapes[weight_name], tp).placement
+    return decide_placement(plan.sharding, name, shapes[name], tp, weight)
 
 
-def _make_tp_sharding(shape: tuple[int, ...], decision: Decision, tp: int) -> TpSharding | None:
+def _make_tp_sharding(shape: tuple[int, ...], decision: PlacementDecision, tp: int) -> TpSharding | None:
     if decision.placement is None:
         return None
-    return TpSharding(shape, decision.placement.dim, tp_rectangles(shape, decision.placement, tp))
+    return TpSharding(shape, decision.placement.dim, tp_regions(shape, decision.placement, tp))
 
 
 def _iter_sharded_parameters(
@@ -197,7 +197,7 @@ def _torch_placement(sharding: TpSharding) -> TorchPlacement:
 
 
 def _find_gathered_units(
-    model: nn.Module, plan: TpPlan, decisions: Mapping[str, Decision], tp: int
+    model: nn.Module, plan: TpPlan, decisions: Mapping[str, PlacementDecision], tp: int
 ) -> dict[str, tuple[str, ...]]:
     """Return units that cannot run on shards, each with the modules around whose forward pass it is gathered."""
     modules = dict(model.named_modules())
@@ -214,7 +214,11 @@ def _find_gathered_units(
 
 
 def _can_run_on_shards(
-    plan: TpPlan, modules: Mapping[str, nn.Module], names: list[str], decisions: Mapping[str, Decision], tp: int
+    plan: TpPlan,
+    modules: Mapping[str, nn.Module],
+    names: list[str],
+    decisions: Mapping[str, PlacementDecision],
+    tp: int,
 ) -> bool:
     """Return True if everything in a unit can run on shards."""
     head_widths: set[int] = set()  # of heads
@@ -225,9 +229,9 @@ def _can_run_on_shards(
                 return False  # tied to a parameter with a rule, or it gets the features of one rank only (Apertus)
             continue
         kind = STYLES[matched_rule[1].style]
-        if not plan.runs_on_shards(name) and (kind.cuts or matched_rule[1].decided_by == "user plan"):
+        if not plan.runs_on_shards(name) and (kind.is_sharding or matched_rule[1].decided_by == "user plan"):
             return False
-        if placement is None and kind.cuts and not name.endswith("bias"):
+        if placement is None and kind.is_sharding and not name.endswith("bias"):
             return False  # too small to shard, while the parameters that match it are sharded
         if placement is not None and not _is_style_supported(plan, modules, name, matched_rule[1].style, decisions, tp):
             return False
@@ -255,28 +259,33 @@ def _is_per_head(plan: TpPlan, modules: Mapping[str, nn.Module], name: str, head
 
 
 def _is_style_supported(
-    plan: TpPlan, modules: Mapping[str, nn.Module], name: str, style: str, decisions: Mapping[str, Decision], tp: int
+    plan: TpPlan,
+    modules: Mapping[str, nn.Module],
+    name: str,
+    style: str,
+    decisions: Mapping[str, PlacementDecision],
+    tp: int,
 ) -> bool:
     """Return True if a style supports the forward pass of the module that holds a parameter."""
     path, _, leaf = name.rpartition(".")
     module, kind, placement = modules[path], STYLES[style], decisions[name].placement
     assert placement is not None
     if _has_unchanged_forward(module, nn.Linear):
-        dim = {Kind.COLWISE: 0, Kind.ROWWISE: 1}.get(kind)
+        dim = {StyleKind.COLWISE: 0, StyleKind.ROWWISE: 1}.get(kind)
         return leaf in ("weight", "bias") and placement.dim == dim and len(placement.groups) == 1
     if isinstance(module, nn.Embedding):
-        dim = {Kind.EMBEDDING_ROWWISE: 0, Kind.EMBEDDING_COLWISE: 1}.get(kind)
+        dim = {StyleKind.EMBEDDING_ROWWISE: 0, StyleKind.EMBEDDING_COLWISE: 1}.get(kind)
         is_linear = _has_unchanged_forward(module, nn.Embedding) or type(module).__name__.endswith(
             "ScaledWordEmbedding"
         )
         return placement.dim == dim and is_linear
     owner_style = plan.style_of(path)
     if owner_style == "local_params":
-        return kind is Kind.COLWISE
+        return kind is StyleKind.COLWISE
     return owner_style in EXPERT_STYLES and _can_experts_run_sharded(path, module, decisions, tp)
 
 
-def _can_experts_run_sharded(path: str, module: nn.Module, decisions: Mapping[str, Decision], tp: int) -> bool:
+def _can_experts_run_sharded(path: str, module: nn.Module, decisions: Mapping[str, PlacementDecision], tp: int) -> bool:
     """Return True if the shards of fused experts compute a partial sum on each rank.
 
     A replicated bias would be added once by each rank. A [gate|up] tensor that is sharded as one part gives a rank
@@ -303,7 +312,9 @@ def _has_forward(module: nn.Module) -> bool:
     return not isinstance(module, (nn.ModuleList, nn.ModuleDict))
 
 
-def _find_gathered_outputs(plan: TpPlan, decisions: Mapping[str, Decision], scopes: Iterable[str]) -> dict[str, bool]:
+def _find_gathered_outputs(
+    plan: TpPlan, decisions: Mapping[str, PlacementDecision], scopes: Iterable[str]
+) -> dict[str, bool]:
     """Return the modules whose output is gathered after they ran on shards, and True for each with aligned shards."""
     gathered_outputs: dict[str, bool] = {}
     for name, decision in decisions.items():
@@ -316,7 +327,7 @@ def _find_gathered_outputs(plan: TpPlan, decisions: Mapping[str, Decision], scop
 
 def _refuse_split_heads(
     plan: TpPlan,
-    decisions: Mapping[str, Decision],
+    decisions: Mapping[str, PlacementDecision],
     shapes: Mapping[str, tuple[int, ...]],
     gathered_units: Mapping[str, tuple[str, ...]],
     tp: int,
@@ -396,14 +407,14 @@ def _install_style(
     elif style in EXPERT_STYLES:
         styles.experts(module, ranks, is_sequence_parallel=on_sequence)
     elif isinstance(module, nn.Embedding):
-        install = styles.embedding_rowwise if kind is Kind.EMBEDDING_ROWWISE else styles.embedding_colwise
+        install = styles.embedding_rowwise if kind is StyleKind.EMBEDDING_ROWWISE else styles.embedding_colwise
         install(module, ranks)
-    elif kind is Kind.COLWISE:
+    elif kind is StyleKind.COLWISE:
         output = "gathered" if style in GATHER_STYLES else "sharded"
         styles.colwise(
             module, ranks, output="dtensor" if path == plan.sharded_head else output, is_sequence_parallel=on_sequence
         )
-    elif kind is Kind.ROWWISE:
+    elif kind is StyleKind.ROWWISE:
         styles.rowwise(module, ranks, splits_input=style in SPLIT_STYLES, is_sequence_parallel=on_sequence)
 
 

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ckptx.errors import UsageError
-from ckptx.layout.styles import STYLES, Kind
+from ckptx.layout.styles import STYLES, StyleKind
 from ckptx.runtime.parallel.randomness import default_generator
 from ckptx.runtime.parallel.tensor_parallel.collectives import TpRanks
 from ckptx.runtime.parallel.tensor_parallel.plans import GATHER_STYLES, TpPlan
@@ -98,11 +98,11 @@ def install_rng_streams(
         style, module = plan.style_of(path), modules[path]
         if style in EXPERT_STYLES:
             _use_own_stream_within(module, streams)
-        elif isinstance(module, nn.Linear) and STYLES[style] is Kind.COLWISE and style not in GATHER_STYLES:
+        elif isinstance(module, nn.Linear) and STYLES[style] is StyleKind.COLWISE and style not in GATHER_STYLES:
             if path != plan.sharded_head:
                 _use_own_stream_after(module, streams)
                 colwise_paths.append(path)
-        elif isinstance(module, nn.Linear) and STYLES[style] is Kind.ROWWISE:
+        elif isinstance(module, nn.Linear) and STYLES[style] is StyleKind.ROWWISE:
             if not sequence_sharding.has_partial_output(path):
                 _use_shared_stream_before(module, streams)
             rowwise_paths.append(path)

@@ -23,7 +23,7 @@ from ckptx.architecture.find import find_architecture
 from ckptx.architecture.plans import layer_overrides
 from ckptx.architecture.spec import Architecture
 from ckptx.errors import UnsupportedError, UsageError
-from ckptx.layout.styles import STYLES, Kind
+from ckptx.layout.styles import STYLES, StyleKind
 from ckptx.layout.tensor_parallel_plan import Rule, TensorParallelPlan
 from ckptx.runtime.parallel.tensor_parallel.forward_traits import (
     ForwardTraits,
@@ -62,16 +62,16 @@ class TpPlan:
 
     def rule_of(self, path: str) -> tuple[str, Rule] | None:
         """Return the pattern and rule for a parameter, or for a module whose own name matches."""
-        return self.sharding.rule_for(path)
+        return self.sharding.find_rule(path)
 
     def style_of(self, module: str) -> str:
         """Return the style of the module itself; "replicate" if no rule matches it."""
-        found = self.sharding.rule_for(f"{module}._")
+        found = self.sharding.find_rule(f"{module}._")
         return found[1].style if found else "replicate"
 
     def runs_on_shards(self, parameter: str) -> bool:
         """Return True if the forward pass uses a parameter as shards."""
-        found = self.sharding.rule_for(parameter)
+        found = self.sharding.find_rule(parameter)
         return found is not None and found[0] in self.runnable_patterns
 
 
@@ -111,7 +111,7 @@ def find_plan(
         sharding, runnable = TensorParallelPlan(rules, sharding), runnable | rules.keys()
     if user_plan is not None:
         sharding = TensorParallelPlan.from_user(user_plan, "tensor parallel plan", fallback=sharding)
-        if user_plan and len(sharding.unmatched(parameter_names)) == len(sharding.rules):
+        if user_plan and len(sharding.find_unmatched_patterns(parameter_names)) == len(sharding.rules):
             raise UsageError(
                 f"tensor parallel plan: none of its {len(user_plan)} patterns matches a parameter of "
                 f"{type(model).__name__}, such as {parameter_names[0] if parameter_names else 'none'}; correct the "
@@ -148,7 +148,7 @@ def check_heads(config: Mapping[str, Any], tp: int, architecture: Architecture) 
     plan = architecture.tensor_parallel_plan(config)
     text = _text_config(config, architecture)
     for pattern in plan.patterns():
-        found = plan.rule_for(pattern)
+        found = plan.find_rule(pattern)
         if found is None or tp == 1 or not _requires_whole_heads(plan, found[0], found[1]):
             continue
         for count, _ in found[1].heads:
@@ -182,7 +182,7 @@ def _base_plan(model: nn.Module, config: Mapping[str, Any], names: list[str]) ->
     class_plan = getattr(model, "tp_plan", None) or getattr(model, "_tp_plan", None) or {}
     decided_by = f"plan of {type(model).__name__}"
     plan = TensorParallelPlan({pattern: Rule(style, decided_by) for pattern, style in class_plan.items()})
-    if class_plan and len(plan.unmatched(names)) == len(class_plan):
+    if class_plan and len(plan.find_unmatched_patterns(names)) == len(class_plan):
         raise UnsupportedError(
             f"{qualified_name(type(model))}: none of the {len(class_plan)} patterns of its tensor parallel plan "
             "matches a parameter; pass your own plan"
@@ -194,7 +194,7 @@ def _runnable_patterns(base_plan: _BasePlan, traits: ForwardTraits) -> frozenset
     """Return the patterns of rules that were made for running."""
     patterns = set()
     for pattern in base_plan.plan.patterns():
-        match = base_plan.plan.rule_for(pattern)
+        match = base_plan.plan.find_rule(pattern)
         if match is None or match[0] != pattern:
             continue
         if _is_made_for_running(base_plan.plan, pattern, match[1]) or pattern in traits.runnable_patterns:
@@ -216,13 +216,13 @@ def _is_made_for_running(plan: TensorParallelPlan, pattern: str, rule: Rule) -> 
 
 def _is_confirmed(plan: TensorParallelPlan, pattern: str, style: str, runnable: frozenset[str]) -> bool:
     """Return True if the plan has the same style for a pattern, and was made for running there."""
-    found = plan.rule_for(pattern) or plan.rule_for(f"{pattern}._")
+    found = plan.find_rule(pattern) or plan.find_rule(f"{pattern}._")
     return found is not None and found[1].style == style and found[0] in runnable
 
 
 def _requires_whole_heads(plan: TensorParallelPlan, pattern: str, rule: Rule) -> bool:
     kind = STYLES[rule.style]
-    is_sharded = kind in (Kind.COLWISE, Kind.ROWWISE) and rule.style not in (*GATHER_STYLES, *SPLIT_STYLES)
+    is_sharded = kind in (StyleKind.COLWISE, StyleKind.ROWWISE) and rule.style not in (*GATHER_STYLES, *SPLIT_STYLES)
     return bool(rule.heads) and is_sharded and _is_made_for_running(plan, pattern, rule)
 
 
@@ -250,7 +250,7 @@ def _is_key_set(model: nn.Module, key: str) -> bool:
 
 def _is_head_sharded(plan: TensorParallelPlan, head: str) -> bool:
     """Return True if the plan shards the head by rows and gathers its output, which a user may override."""
-    found = plan.rule_for(f"{head}.weight") if head else None
+    found = plan.find_rule(f"{head}.weight") if head else None
     return found is not None and found[1].style in GATHER_STYLES
 
 
@@ -258,7 +258,7 @@ def _find_origins(plan: TensorParallelPlan, names: list[str], traits: ForwardTra
     """Return the source of each decision by pattern, in the order of the parameters."""
     origins: dict[str, str] = {}
     for name in names:
-        match = plan.rule_for(name)
+        match = plan.find_rule(name)
         if match is not None:
             origins[match[0]] = (
                 "optimized plan"
@@ -270,4 +270,4 @@ def _find_origins(plan: TensorParallelPlan, names: list[str], traits: ForwardTra
 
 def _unmatched_patterns(plan: TensorParallelPlan, names: list[str]) -> list[str]:
     fallback_patterns = _unmatched_patterns(plan.fallback, names) if plan.fallback is not None else []
-    return [*plan.unmatched(names), *fallback_patterns]
+    return [*plan.find_unmatched_patterns(names), *fallback_patterns]

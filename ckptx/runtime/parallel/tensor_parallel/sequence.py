@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from ckptx.errors import UnsupportedError, UsageError
-from ckptx.layout.styles import STYLES, Kind
+from ckptx.layout.styles import STYLES, StyleKind
 from ckptx.runtime.parallel.tensor_parallel import styles
 from ckptx.runtime.parallel.tensor_parallel.collectives import TpRanks, all_gather, gather, gather_partial, split
 from ckptx.runtime.parallel.tensor_parallel.plans import TpPlan
@@ -306,7 +306,7 @@ def _has_partial_output(
             if not isinstance(module, nn.Linear) or inner not in sharded_modules:
                 return False
             kinds.add(STYLES[plan.style_of(inner)])
-    return kinds == {Kind.COLWISE, Kind.ROWWISE}
+    return kinds == {StyleKind.COLWISE, StyleKind.ROWWISE}
 
 
 def _are_experts_sharded(

@@ -122,7 +122,7 @@ def test_a_class_of_the_same_bare_name_does_not_get_it() -> None:
     plan = find_plan(LlamaForCausalLM(stock), config_of(stock))
     assert plan.sharded_head == ""
     assert not plan.runnable_patterns
-    assert plan.sharding.rule_for("lm_head.weight") is not None  # cut as `reshard` cuts it, and gathered
+    assert plan.sharding.find_rule("lm_head.weight") is not None  # cut as `reshard` cuts it, and gathered
 
 
 def test_the_users_plan_goes_on_top() -> None:
