@@ -12,13 +12,13 @@ from math import prod
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
-from ckptx.catalog.dtype import BY_NAME, DType
+from ckptx.catalog.dtype import DTYPES_BY_NAME, DType
 from ckptx.catalog.region import Shape
 from ckptx.formats.hf.reader import format_index
 from ckptx.formats.hf.safetensors import format_header_text, frame_header, pad_header
 
 _BLOCK = os.urandom(8 << 20)  # repeated with a shift: real enough for checksums, fast enough for gigabytes
-_BF16, _F32 = BY_NAME["BF16"], BY_NAME["F32"]
+_BF16, _F32 = DTYPES_BY_NAME["BF16"], DTYPES_BY_NAME["F32"]
 
 Shapes = Iterator[tuple[str, Shape]]
 

@@ -36,7 +36,7 @@ def convert(options: ToDcpOptions | ToHfOptions) -> ConversionReport:
         else:
             options.check_prefix(form)
             # A trainer's files may hold state that is sharded as its parameters are, and belong to ranks as they do.
-            is_sharded = options.dims.world_size > 1 or form.is_of_training
+            is_sharded = options.dims.world_size > 1 or form.is_training_format
             output = DcpFormat(options, options if is_sharded else None)
-            need = "config" if form.is_of_training else "none"
+            need = "config" if form.is_training_format else "none"
         return stopwatch.stop(run_conversion(f"convert {options.direction}", ready, output, need, log))

@@ -38,7 +38,7 @@ def inspect(options: InspectOptions) -> InspectionReport:
         resolve_source(str(options.path), revision=options.revision, token=options.token, cache_dir=options.cache_dir)
     )
     prefix = options.model_prefix
-    if prefix is not None and not opened.form.is_of_training:
+    if prefix is not None and not opened.form.is_training_format:
         raise UsageError(f"--source-prefix requires a DCP; {opened.root} is not a DCP")
     view = log(_view_leniently(opened, prefix, log))
     log.note(*view.notes_on_other_models("not described"))
@@ -83,7 +83,7 @@ def _groups_of(view: ModelView) -> list[dict[str, Any]]:
         known = sizes.get(pattern)
         if known is None:
             known = sizes[pattern] = []
-        place = entry.place if nbytes else name
+        place = entry.position if nbytes else name
         if place in seen:
             nbytes = 0  # a name that shares the bytes of another adds none
         seen.add(place)

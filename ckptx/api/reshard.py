@@ -29,7 +29,7 @@ def reshard(options: ReshardOptions) -> ConversionReport:
         form = ready.source.form
         options.check_source(form)
         output: OutputFormat = DcpFormat(options, options)
-        if (options.to or form.family) == "safetensors":
+        if (options.to or form.reshard_output) == "safetensors":
             options.check_sharded()
             output = ShardedFormat(options)
         else:

@@ -279,9 +279,9 @@ class ExtraTensors:
         found = set()
         for name, entry in self._tensors.items():
             if self._owns(name):
-                weight = None if entry.dtype.cast else name
+                weight = None if entry.dtype.is_castable else name
             else:
-                is_packed = not entry.dtype.cast or any(each.search(name) for each in packed)
+                is_packed = not entry.dtype.is_castable or any(each.search(name) for each in packed)
                 parent = find_parent(name, self._owns) if is_packed else None
                 weight = None if parent is None else parent.weight
             if weight is not None:

@@ -86,6 +86,6 @@ class Catalog:
         """Bytes of tensor data on disk, names that share bytes counted once."""
         sizes: dict[object, int] = {}
         for entry in self.tensors.values():
-            place = entry.place if entry.chunks else entry.name
-            sizes[place] = max(sizes.get(place, 0), entry.nbytes)
+            position = entry.position if entry.chunks else entry.name
+            sizes[position] = max(sizes.get(position, 0), entry.nbytes)
         return sum(sizes.values())

@@ -15,19 +15,20 @@ class DType:
 
     Attributes:
         name: The safetensors name (`BF16`); torch dtypes that safetensors lacks carry their torch name in capitals.
-        torch: The attribute of `torch` (`bfloat16`), or None if torch has no such dtype.
-        storage: The typed storage class of `torch.save` (`BFloat16Storage`), or None for an untyped storage.
+        torch_name: The attribute of `torch_name` (`bfloat16`), or None if torch has no such dtype.
+        storage_class: The typed storage class of `torch_name.save` (`BFloat16Storage`), or None for an untyped storage.
         bits: Bits per element; safetensors counts each F4 value as an element.
-        cast: True for plain floats, which `--dtype` casts; False for quantized floats (fp8, fp4) and other dtypes.
+        is_castable: True for plain floats, which `--dtype` casts; False for quantized floats (fp8, fp4) and all other
+            dtypes.
         in_safetensors: True if the safetensors format supports it.
         pack: Number of elements in one torch element; 2 for F4, which torch stores as pairs (`float4_e2m1fn_x2`).
     """
 
     name: str
-    torch: str | None
-    storage: str | None
+    torch_name: str | None
+    storage_class: str | None
     bits: int
-    cast: bool = False
+    is_castable: bool = False
     in_safetensors: bool = True
     pack: int = 1
 
@@ -45,10 +46,10 @@ class DType:
 
 
 _ALL = (
-    DType("F64", "float64", "DoubleStorage", 64, cast=True),
-    DType("F32", "float32", "FloatStorage", 32, cast=True),
-    DType("F16", "float16", "HalfStorage", 16, cast=True),
-    DType("BF16", "bfloat16", "BFloat16Storage", 16, cast=True),
+    DType("F64", "float64", "DoubleStorage", 64, is_castable=True),
+    DType("F32", "float32", "FloatStorage", 32, is_castable=True),
+    DType("F16", "float16", "HalfStorage", 16, is_castable=True),
+    DType("BF16", "bfloat16", "BFloat16Storage", 16, is_castable=True),
     DType("I64", "int64", "LongStorage", 64),
     DType("I32", "int32", "IntStorage", 32),
     DType("I16", "int16", "ShortStorage", 16),
@@ -73,9 +74,15 @@ _ALL = (
     DType("C32", "complex32", None, 32, in_safetensors=False),
 )
 
-BY_NAME: dict[str, DType] = {dtype.name: dtype for dtype in _ALL}
-BY_TORCH: dict[str, DType] = {dtype.torch: dtype for dtype in _ALL if dtype.torch is not None}
-BY_STORAGE: dict[str, DType] = {dtype.storage: dtype for dtype in _ALL if dtype.storage is not None}
+DTYPES_BY_NAME: dict[str, DType] = {dtype.name: dtype for dtype in _ALL}
+DTYPES_BY_TORCH_NAME: dict[str, DType] = {dtype.torch_name: dtype for dtype in _ALL if dtype.torch_name is not None}
+DTYPES_BY_STORAGE_CLASS: dict[str, DType] = {
+    dtype.storage_class: dtype for dtype in _ALL if dtype.storage_class is not None
+}
 
 # Values of `--dtype`.
-CAST_TARGETS: dict[str, DType] = {"bf16": BY_NAME["BF16"], "fp16": BY_NAME["F16"], "fp32": BY_NAME["F32"]}
+CAST_TARGETS: dict[str, DType] = {
+    "bf16": DTYPES_BY_NAME["BF16"],
+    "fp16": DTYPES_BY_NAME["F16"],
+    "fp32": DTYPES_BY_NAME["F32"],
+}

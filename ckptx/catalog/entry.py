@@ -38,7 +38,7 @@ class Chunk(NamedTuple):
         nbytes: Length in bytes, from `offset`.
         strides: Strides in elements, one per dim; None if the elements are row-major.
         record: The checksummed record that contains the elements; None if the format has no checksums.
-        archive: True if `offset` and `nbytes` are those of a whole torch archive that was not parsed yet.
+        is_archive: True if `offset` and `nbytes` are those of a whole torch archive that was not parsed yet.
     """
 
     region: Region
@@ -47,7 +47,7 @@ class Chunk(NamedTuple):
     nbytes: int
     strides: Shape | None = None
     record: Record | None = None
-    archive: bool = False
+    is_archive: bool = False
 
 
 class Block(NamedTuple):
@@ -56,12 +56,12 @@ class Block(NamedTuple):
     Attributes:
         rank_in_stage: The rank within its pipeline stage: dp_index * tp + tp_index.
         region: Region of the tensor.
-        replica: True if another block has the same elements and counts for coverage.
+        is_replica: True if another block has the same elements and counts for coverage.
     """
 
     rank_in_stage: int
     region: Region
-    replica: bool = False
+    is_replica: bool = False
 
 
 class ShardedChunks(Sequence[Chunk]):
@@ -74,10 +74,10 @@ class ShardedChunks(Sequence[Chunk]):
         files: File name of each block.
         lengths: Bytes of each block, including its frame.
         offsets: Position of the first byte of each block in its file.
-        archive: True if the blocks are torch archives, see `Chunk`.
+        are_archives: True if the blocks are torch archives, see `Chunk`.
     """
 
-    __slots__ = ("archive", "blocks", "files", "lengths", "offsets")
+    __slots__ = ("are_archives", "blocks", "files", "lengths", "offsets")
 
     def __init__(
         self,
@@ -85,17 +85,23 @@ class ShardedChunks(Sequence[Chunk]):
         files: tuple[str, ...],
         lengths: tuple[int, ...],
         offsets: array[int],
-        archive: bool = False,
+        are_archives: bool = False,
     ) -> None:
         assert len(blocks) == len(files) == len(lengths) == len(offsets)
-        self.blocks, self.files, self.lengths, self.offsets, self.archive = blocks, files, lengths, offsets, archive
+        self.blocks, self.files, self.lengths, self.offsets, self.are_archives = (
+            blocks,
+            files,
+            lengths,
+            offsets,
+            are_archives,
+        )
 
     def __len__(self) -> int:
         return len(self.blocks)
 
     def __iter__(self) -> Iterator[Chunk]:
         for block, file, offset, nbytes in zip(self.blocks, self.files, self.offsets, self.lengths, strict=True):
-            yield Chunk(block.region, file, offset, nbytes, archive=self.archive)
+            yield Chunk(block.region, file, offset, nbytes, is_archive=self.are_archives)
 
     @overload
     def __getitem__(self, index: int) -> Chunk: ...
@@ -105,10 +111,10 @@ class ShardedChunks(Sequence[Chunk]):
         if isinstance(index, slice):
             return tuple(self[i] for i in range(*index.indices(len(self))))
         region, file = self.blocks[index].region, self.files[index]
-        return Chunk(region, file, self.offsets[index], self.lengths[index], archive=self.archive)
+        return Chunk(region, file, self.offsets[index], self.lengths[index], is_archive=self.are_archives)
 
 
-class StoredChunks(Sequence[Chunk]):
+class ArchiveChunks(Sequence[Chunk]):
     """The archives of one tensor of a DCP, as chunks that are created on access.
 
     Equally sharded tensors share all but the offsets. For most tensors of a large checkpoint only the position and the
@@ -128,14 +134,14 @@ class StoredChunks(Sequence[Chunk]):
     ) -> None:
         self.regions, self.files, self.offsets, self.lengths = regions, files, offsets, lengths
 
-    def in_files(self, files: Sequence[str]) -> StoredChunks:
+    def with_files(self, files: Sequence[str]) -> ArchiveChunks:
         """Return the same chunks in other files."""
-        return StoredChunks(self.regions, files, self.offsets, self.lengths)
+        return ArchiveChunks(self.regions, files, self.offsets, self.lengths)
 
-    def in_order(self) -> StoredChunks:
+    def sorted_by_position(self) -> ArchiveChunks:
         """Return the same chunks in the order on disk."""
-        chunks = sorted(self, key=_PLACE)
-        return StoredChunks(
+        chunks = sorted(self, key=_POSITION)
+        return ArchiveChunks(
             [chunk.region for chunk in chunks],
             [chunk.file for chunk in chunks],
             [chunk.offset for chunk in chunks],
@@ -147,10 +153,10 @@ class StoredChunks(Sequence[Chunk]):
 
     def __iter__(self) -> Iterator[Chunk]:
         columns = self.regions, self.files, self.offsets, self.lengths
-        return map(_archive, zip(*columns, repeat(None), repeat(None), repeat(True), strict=False))
+        return map(_archive_chunk, zip(*columns, repeat(None), repeat(None), repeat(True), strict=False))
 
     def __eq__(self, other: object) -> bool:
-        return tuple(self) == tuple(other) if isinstance(other, StoredChunks) else NotImplemented
+        return tuple(self) == tuple(other) if isinstance(other, ArchiveChunks) else NotImplemented
 
     def __hash__(self) -> int:
         return hash(tuple(self))
@@ -163,14 +169,14 @@ class StoredChunks(Sequence[Chunk]):
         if isinstance(index, slice):
             return tuple(self)[index]
         region, file = self.regions[index], self.files[index]
-        return Chunk(region, file, self.offsets[index], self.lengths[index], archive=True)
+        return Chunk(region, file, self.offsets[index], self.lengths[index], is_archive=True)
 
 
-_PLACE = itemgetter(1, 2)  # file and first byte of a chunk
-_archive = partial(tuple.__new__, Chunk)  # several times as fast as `Chunk` with seven arguments
+_POSITION = itemgetter(1, 2)  # file and first byte of a chunk
+_archive_chunk = partial(tuple.__new__, Chunk)  # several times as fast as `Chunk` with seven arguments
 
 
-class ArchivedChunks(Sequence[Chunk]):
+class LazyChunks(Sequence[Chunk]):
     """The chunks of one tensor whose archives have the expected lengths, but were not parsed yet.
 
     Accessing a chunk parses the archives. A reader that reads whole archives checks their frames itself instead, which
@@ -178,41 +184,41 @@ class ArchivedChunks(Sequence[Chunk]):
 
     Attributes:
         archives: The archives.
-        frame_of: Returns the expected bytes around the elements of an archive, from dtype and shape.
+        build_frame: Returns the expected bytes around the elements of an archive, from dtype and shape.
     """
 
-    __slots__ = ("_locate", "_located", "archives", "frame_of")
+    __slots__ = ("_parse", "_parsed_chunks", "archives", "build_frame")
 
     def __init__(
         self,
-        archives: StoredChunks,
-        frame_of: Callable[[DType, Shape], Frame],
-        locate: Callable[[Iterable[Chunk]], tuple[Chunk, ...]],
+        archives: ArchiveChunks,
+        build_frame: Callable[[DType, Shape], Frame],
+        parse: Callable[[Iterable[Chunk]], tuple[Chunk, ...]],
     ) -> None:
-        """Store the archives; `locate` parses some of them and returns the chunks, or raises what parsing raises."""
-        self.archives, self.frame_of = archives, frame_of
-        self._locate = locate
-        self._located: tuple[Chunk, ...] | None = None
+        """Store the archives; `parse` parses some of them and returns the chunks, or raises what parsing raises."""
+        self.archives, self.build_frame = archives, build_frame
+        self._parse = parse
+        self._parsed_chunks: tuple[Chunk, ...] | None = None
 
     @property
-    def located(self) -> tuple[Chunk, ...]:
+    def parsed_chunks(self) -> tuple[Chunk, ...]:
         """The parsed chunks."""
-        if self._located is None:
-            self._located = self._locate(self.archives)
-        return self._located
+        if self._parsed_chunks is None:
+            self._parsed_chunks = self._parse(self.archives)
+        return self._parsed_chunks
 
-    def within(self, region: Region) -> tuple[Chunk, ...]:
+    def parse_overlapping(self, region: Region) -> tuple[Chunk, ...]:
         """Return the chunks that overlap a region, without parsing other archives or opening their files."""
-        return self._locate([each for each in self.archives if each.region.intersect(region) is not None])
+        return self._parse([each for each in self.archives if each.region.intersect(region) is not None])
 
     def __len__(self) -> int:
         return len(self.archives)
 
     def __iter__(self) -> Iterator[Chunk]:
-        return iter(self.located)
+        return iter(self.parsed_chunks)
 
     def __eq__(self, other: object) -> bool:
-        return self.archives == other.archives if isinstance(other, ArchivedChunks) else NotImplemented
+        return self.archives == other.archives if isinstance(other, LazyChunks) else NotImplemented
 
     def __hash__(self) -> int:
         return hash(self.archives)
@@ -222,7 +228,7 @@ class ArchivedChunks(Sequence[Chunk]):
     @overload
     def __getitem__(self, index: slice) -> tuple[Chunk, ...]: ...
     def __getitem__(self, index: int | slice) -> Chunk | tuple[Chunk, ...]:
-        return self.located[index]
+        return self.parsed_chunks[index]
 
 
 class TensorEntry(NamedTuple):
@@ -248,17 +254,17 @@ class TensorEntry(NamedTuple):
         """Bytes of the tensor, row-major and unpadded."""
         return (prod(self.shape) * self.dtype.bits + 7) // 8  # `DType.nbytes` inlined, as this is called very often
 
-    def renamed(self, name: str) -> TensorEntry:
+    def with_name(self, name: str) -> TensorEntry:
         """Return the tensor under another name."""
         return self if self.name == name else TensorEntry(name, *self[1:])
 
     @property
-    def place(self) -> tuple[str, int]:
+    def position(self) -> tuple[str, int]:
         """File and first byte of the first chunk, equal for names that share bytes; no archive is opened."""
         chunks = self.chunks
-        if type(chunks) is ArchivedChunks:
+        if type(chunks) is LazyChunks:
             chunks = chunks.archives
-        if type(chunks) is StoredChunks or type(chunks) is ShardedChunks:
+        if type(chunks) is ArchiveChunks or type(chunks) is ShardedChunks:
             return chunks.files[0], chunks.offsets[0]
         return chunks[0][1:3]
 
@@ -284,13 +290,13 @@ class Frame(NamedTuple):
 
     Attributes:
         head: Bytes before the elements.
-        tail: Returns the bytes after the elements from their CRC-32; always `tail_nbytes` long.
+        build_tail: Returns the bytes after the elements from their CRC-32; always `tail_nbytes` long.
         tail_nbytes: Length of the tail, which does not depend on the elements.
-        around_crc: First bytes of the tail: those before the CRC-32 of the elements, and those right after it. Both are
-            empty for a block without elements.
+        tail_around_crc: First bytes of the tail: those before the CRC-32 of the elements, and those right after it.
+            Both are empty for a block without elements.
     """
 
     head: bytes
-    tail: Callable[[int], bytes]
+    build_tail: Callable[[int], bytes]
     tail_nbytes: int
-    around_crc: tuple[bytes, bytes]
+    tail_around_crc: tuple[bytes, bytes]

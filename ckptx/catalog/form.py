@@ -10,9 +10,9 @@ class Form(NamedTuple):
 
     Attributes:
         name: Name in catalogs, manifests, reports and docs/formats.md.
-        family: Default output format of `reshard` for such a source.
+        reshard_output: Default output format of `reshard` for such a source.
         has_archives: True if tensors are in `torch.save` archives, which have to be parsed.
-        is_of_training: True if a trainer wrote it: names may have wrappers and a prefix, and there may be optimizer
+        is_training_format: True if a trainer wrote it: names may have wrappers and a prefix, and there may be optimizer
             state and pickled objects.
         is_published: True for the form in which models are published, with a config that matches the weights.
         can_be_restored: True if its files can be recorded and written again byte for byte.
@@ -21,9 +21,9 @@ class Form(NamedTuple):
     """
 
     name: str
-    family: Literal["dcp", "safetensors"]
+    reshard_output: Literal["dcp", "safetensors"]
     has_archives: bool = False
-    is_of_training: bool = False
+    is_training_format: bool = False
     is_published: bool = False
     can_be_restored: bool = False
     has_manifest: bool = False
@@ -32,7 +32,7 @@ class Form(NamedTuple):
 
 HUGGINGFACE = Form("huggingface", "safetensors", is_published=True, can_be_restored=True)
 BIN = Form("bin", "safetensors", is_published=True)
-DCP = Form("dcp", "dcp", has_archives=True, is_of_training=True, has_manifest=True)
+DCP = Form("dcp", "dcp", has_archives=True, is_training_format=True, has_manifest=True)
 SHARDED = Form("sharded", "safetensors", has_manifest=True, has_model_names=True)
-FSDP = Form("fsdp", "dcp", is_of_training=True)
+FSDP = Form("fsdp", "dcp", is_training_format=True)
 FORMS = {form.name: form for form in (HUGGINGFACE, BIN, DCP, SHARDED, FSDP)}

@@ -33,7 +33,7 @@ from ckptx.catalog.region import Region, Shape
 
 SCHEMA = 1
 RANK_ORDER = "pp,dp,tp"
-ORIGINAL_FORMAT = "huggingface"
+ORIGIN_FORMAT = "huggingface"
 
 
 class FileRecord(NamedTuple):
@@ -52,15 +52,15 @@ class ShardingRecord(NamedTuple):
 
 
 class TensorRecord(NamedTuple):
-    """A tensor as it was written: whole in one `file`, or sharded as in a `cut`; both are indices."""
+    """A tensor as it was written: whole in one `file_index`, or sharded as in a `sharding_index`; both are indices."""
 
     dtype: DType
     shape: Shape
     digest: str
-    file: int | None
-    cut: int | None
+    file_index: int | None
+    sharding_index: int | None
     tied_to: str | None
-    model: str | None
+    model_name: str | None
 
 
 class LayoutRecord(NamedTuple):
@@ -102,7 +102,7 @@ class OriginalFiles:
     index: OriginalIndex | None
     tensors: Mapping[str, int]
 
-    def as_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, Any]:
         """Return the value of `origin` in a manifest."""
         files = [
             {"name": file.name, "metadata": file.metadata}
@@ -111,10 +111,10 @@ class OriginalFiles:
             for file in self.files
         ]
         index = self.index
-        as_json = None if index is None else {"name": index.name, "metadata": index.metadata}
+        index_json = None if index is None else {"name": index.name, "metadata": index.metadata}
         if index is not None and index.text is not None:
-            as_json = {"name": index.name, "text": index.text}
-        return {"format": ORIGINAL_FORMAT, "files": files, "index": as_json, "tensors": dict(self.tensors)}
+            index_json = {"name": index.name, "text": index.text}
+        return {"format": ORIGIN_FORMAT, "files": files, "index": index_json, "tensors": dict(self.tensors)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,21 +122,21 @@ class Manifest:
     """A valid manifest.
 
     Attributes:
-        where: Path of the manifest, for error messages.
+        path: Path of the manifest, for error messages.
         format: Format of the checkpoint: "dcp", "sharded" or "huggingface".
         layout: The mesh, and the layers of each pipeline stage.
         original: The files of the HF checkpoint at the beginning of the chain of conversions; None if there was none.
-        cuts: Shardings, to which tensors refer by index.
+        shardings: Shardings, to which tensors refer by index.
         files: Tensor files, then commit markers, by name.
         sidecars: Other files that were copied along with the weights, by name.
         tensors: Tensors by name on disk.
     """
 
-    where: str
+    path: str
     format: str
     layout: LayoutRecord
     original: OriginalFiles | None
-    cuts: tuple[ShardingRecord, ...]
+    shardings: tuple[ShardingRecord, ...]
     files: Mapping[str, FileRecord]
     sidecars: Mapping[str, FileRecord]
     tensors: Mapping[str, TensorRecord]
@@ -147,43 +147,43 @@ class Manifest:
         return FORMS[self.format]
 
 
-def emit_manifest(manifest: dict[str, Any]) -> bytes:
+def encode_manifest(manifest: dict[str, Any]) -> bytes:
     """Return the bytes of a manifest: one line per file and tensor, so that two can be compared line by line."""
     lines = ["{"]
-    blocks = []
+    members = []
     for key, value in manifest.items():
         if key in ("files", "sidecars", "tensors") and value:
-            rows = "".join(_tensor_rows(value)) if key == "tensors" else _compact(value)[1:-1]
-            rows = _ROW_END.sub('},\n  "', rows)
-            blocks.append(f"{json.dumps(key)}: {{\n  {rows}\n}}")
+            rows_text = "".join(_encode_tensor_rows(value)) if key == "tensors" else _encode_compact(value)[1:-1]
+            rows_text = _ROW_END.sub('},\n  "', rows_text)
+            members.append(f"{json.dumps(key)}: {{\n  {rows_text}\n}}")
         else:
-            blocks.append(f"{json.dumps(key)}: {_compact(value)}")
-    lines.append(",\n".join(blocks))
+            members.append(f"{json.dumps(key)}: {_encode_compact(value)}")
+    lines.append(",\n".join(members))
     lines.append("}\n")
     return "\n".join(lines).encode()
 
 
-def _tensor_rows(rows: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
+def _encode_tensor_rows(rows: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
     """Yield names and rows of tensors; the text around the digest is encoded once for all tensors that share it."""
-    around: dict[tuple[object, ...], tuple[str, str]] = {}
+    row_texts: dict[tuple[object, ...], tuple[str, str]] = {}
     comma = ""
     for name, row in rows.items():
         get = row.get
-        kind = (row["dtype"], *row["shape"], get("file"), get("cut"), get("tied_to"), get("model"))
-        known = around.get(kind)
-        if known is None:
-            known = around[kind] = _around_digest(row)
-        yield f"{comma}{encode_basestring_ascii(name)}:{known[0]}{row['digest']}{known[1]}"
+        key = (row["dtype"], *row["shape"], get("file"), get("cut"), get("tied_to"), get("model"))
+        row_text = row_texts.get(key)
+        if row_text is None:
+            row_text = row_texts[key] = _encode_around_digest(row)
+        yield f"{comma}{encode_basestring_ascii(name)}:{row_text[0]}{row['digest']}{row_text[1]}"
         comma = ","
 
 
-def _around_digest(row: Mapping[str, Any]) -> tuple[str, str]:
+def _encode_around_digest(row: Mapping[str, Any]) -> tuple[str, str]:
     """Return the JSON text of a row before and after the hexadecimal digits of its digest."""
     keys = list(row)
-    at = keys.index("digest") + 1
-    before = _compact({**{key: row[key] for key in keys[:at]}, "digest": ""}).removesuffix('"}')
-    behind = _compact({key: row[key] for key in keys[at:]})[1:]
-    return before, f'",{behind}' if keys[at:] else '"}'
+    stop = keys.index("digest") + 1
+    before = _encode_compact({**{key: row[key] for key in keys[:stop]}, "digest": ""}).removesuffix('"}')
+    after = _encode_compact({key: row[key] for key in keys[stop:]})[1:]
+    return before, f'",{after}' if keys[stop:] else '"}'
 
 
 # Rows contain no object, and a quote inside a string is escaped: so `},"` ends a row, or a string that ends in `},` and
@@ -192,5 +192,5 @@ _ROW_END = re.compile(r'},"(?![:,}\]])')
 _ENCODER = json.JSONEncoder(separators=(",", ":"), ensure_ascii=True)
 
 
-def _compact(value: Any) -> str:
+def _encode_compact(value: Any) -> str:
     return _ENCODER.encode(value)

@@ -13,13 +13,13 @@ class ObjectIds:
         known[ids(blocks), dtype] = ...
     """
 
-    __slots__ = ("_kept",)
+    __slots__ = ("_objects",)
 
     def __init__(self) -> None:
-        self._kept: dict[int, object] = {}
+        self._objects: dict[int, object] = {}
 
     def __call__(self, value: object) -> int:
         """Return the id of an object, and keep the object alive."""
         key = id(value)
-        self._kept[key] = value
+        self._objects[key] = value
         return key

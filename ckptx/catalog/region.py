@@ -40,7 +40,7 @@ class Region(NamedTuple):
         return f"[{', '.join(spans)}]"
 
 
-def whole(shape: Shape) -> Region:
+def full_region(shape: Shape) -> Region:
     """Return the region that covers all of a shape."""
     return Region((0,) * len(shape), shape)
 
@@ -56,7 +56,7 @@ class CoverageFault(NamedTuple):
     region: Region
 
 
-def coverage_fault(shape: Shape, regions: Sequence[Region]) -> CoverageFault | None:
+def find_coverage_fault(shape: Shape, regions: Sequence[Region]) -> CoverageFault | None:
     """Return the first reason why regions do not tile a shape exactly, or None if they do.
 
     Regions without elements (from uneven sharding) are ignored. For every layout of a mesh, the cost is O(n log n) in
@@ -71,13 +71,13 @@ def coverage_fault(shape: Shape, regions: Sequence[Region]) -> CoverageFault | N
             for begin, size, dim in zip(region.offsets, region.sizes, shape, strict=True)
         ):
             return CoverageFault("outside", region)
-    filled = [region for region in regions if region.numel]
+    nonempty_regions = [region for region in regions if region.numel]
     if prod(shape) == 0:
         return None
-    return _slab_fault(shape, filled, 0, (), (), [_TANGLE + 16 * len(filled)])
+    return _find_slab_fault(shape, nonempty_regions, 0, (), (), [_MAX_SLAB_REGIONS + 16 * len(nonempty_regions)])
 
 
-def _slab_fault(
+def _find_slab_fault(
     shape: Shape, regions: list[Region], dim: int, offsets: Shape, sizes: Shape, budget: list[int]
 ) -> CoverageFault | None:
     """Check regions that all span the slab given by `offsets` and `sizes` in the dims before `dim`.
@@ -91,15 +91,15 @@ def _slab_fault(
         if len(regions) == 1:
             return None
         return CoverageFault("overlap", Region(offsets, sizes))
-    groups = _by_span(regions, dim)
-    slabs = groups if _are_disjoint(groups) else _cut_into_slabs(groups, budget)
+    groups = _group_by_span(regions, dim)
+    slabs = groups if _are_disjoint(groups) else _split_into_slabs(groups, budget)
     if slabs is None:
         return CoverageFault("tangle", Region(offsets + (0,) * len(rest), sizes + rest))
     position = 0
     for begin, size, members in slabs:
         if begin > position:
             break
-        fault = _slab_fault(shape, members, dim + 1, (*offsets, begin), (*sizes, size), budget)
+        fault = _find_slab_fault(shape, members, dim + 1, (*offsets, begin), (*sizes, size), budget)
         if fault is not None:
             return fault
         position = begin + size
@@ -112,11 +112,11 @@ def _slab_fault(
     return None
 
 
-_TANGLE = 1 << 20
+_MAX_SLAB_REGIONS = 1 << 20
 _Slab = tuple[int, int, list[Region]]
 
 
-def _by_span(regions: list[Region], dim: int) -> list[_Slab]:
+def _group_by_span(regions: list[Region], dim: int) -> list[_Slab]:
     """Group regions with equal bounds along `dim`, in order; by sorting, because hashes can be made to collide."""
 
     def span(region: Region) -> tuple[int, int]:
@@ -129,15 +129,15 @@ def _are_disjoint(groups: list[_Slab]) -> bool:
     return all(a + n <= b for (a, n, _), (b, _, _) in pairwise(groups))
 
 
-def _cut_into_slabs(groups: list[_Slab], budget: list[int]) -> list[_Slab] | None:
+def _split_into_slabs(groups: list[_Slab], budget: list[int]) -> list[_Slab] | None:
     """Split at all bounds: return the intervals, each with every region that spans it; None if over budget."""
     points = [point for point, _ in groupby(sorted(p for begin, size, _ in groups for p in (begin, begin + size)))]
-    spanned = [(bisect_left(points, begin), bisect_left(points, begin + size)) for begin, size, _ in groups]
-    budget[0] -= sum((stop - first) * len(group[2]) for (first, stop), group in zip(spanned, groups, strict=True))
+    point_ranges = [(bisect_left(points, begin), bisect_left(points, begin + size)) for begin, size, _ in groups]
+    budget[0] -= sum((stop - first) * len(group[2]) for (first, stop), group in zip(point_ranges, groups, strict=True))
     if budget[0] < 0:
         return None
     members: list[list[Region]] = [[] for _ in points[1:]]
-    for (first, stop), (_, _, regions) in zip(spanned, groups, strict=True):
+    for (first, stop), (_, _, regions) in zip(point_ranges, groups, strict=True):
         for i in range(first, stop):
             members[i].extend(regions)
     return [

@@ -10,7 +10,7 @@ from typing import Any
 
 from ckptx.catalog.dtype import CAST_TARGETS, DType
 from ckptx.catalog.entry import TensorEntry
-from ckptx.catalog.region import whole
+from ckptx.catalog.region import full_region
 from ckptx.comparison.headers import TiedNames, differing_headers, in_common_names, seen_together
 from ckptx.comparison.optimizer_state import has_state, not_compared, notes_on_objects, pair_state
 from ckptx.formats.hf.hub import resolve_source
@@ -125,7 +125,7 @@ def _note_on_dtypes(rows: list[dict[str, Any]], a: ModelView, b: ModelView, dtyp
     of_model = [name for name in names if name in a.tensors and name in b.tensors]  # optimizer state is never cast
     stored = {b.tensors[name].dtype.name for name in of_model}
     targets = [word for word, target in CAST_TARGETS.items() if {target.name} == stored and word != dtype]
-    is_float = of_model == names and all(a.tensors[name].dtype.cast for name in of_model)
+    is_float = of_model == names and all(a.tensors[name].dtype.is_castable for name in of_model)
     if targets and is_float:
         step = f"pass --dtype {targets[0]} to cast the reference first, as convert --dtype does"
     else:
@@ -253,7 +253,7 @@ def _compare(pair: _Pair, a: TensorReader, b: TensorReader, losses: OverflowCoun
     kept = []
     for reader, entry in ((a, pair.a), (b, pair.b)):
         keep = _KeepSink(block)
-        stream_cast(reader, entry, whole(entry.shape), pair.dtype, keep)
+        stream_cast(reader, entry, full_region(entry.shape), pair.dtype, keep)
         kept.append(keep.kept)
     return {"name": pair.name, "what": "content"} | _locate_difference(pair, block, *kept)
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from ckptx.catalog.catalog import Catalog
 from ckptx.catalog.entry import Chunk, TensorEntry
-from ckptx.catalog.region import whole
+from ckptx.catalog.region import full_region
 from ckptx.errors import InputError, ReadError, UnsupportedError
 from ckptx.formats.hf.hub import resolve_source
 from ckptx.formats.registry import open_checkpoint
@@ -81,7 +81,7 @@ def seen_together(a: Catalog, b: Catalog, *, prefix: str | None = None) -> tuple
         InputError, UnsupportedError: A checkpoint cannot be viewed, or neither has a model under the prefix.
     """
     views = _view_with_config_of(a, b, prefix), _view_with_config_of(b, a, prefix)
-    if prefix is not None and not any(view.catalog.form.is_of_training and view.prefix == prefix for view in views):
+    if prefix is not None and not any(view.catalog.form.is_training_format and view.prefix == prefix for view in views):
         raise InputError(
             f'--source-prefix "{prefix}": neither {a.root} nor {b.root} is a DCP with a model '
             f"{describe_prefix(prefix)}; list "
@@ -121,7 +121,7 @@ def _headers_of(view: ModelView) -> ModelView:
     for name, entry in view.tensors.items():
         place = entry.chunks[0] if entry.chunks and entry.numel else None
         key = name if place is None else f"{place.file}:{place.offset}"
-        tensors[name] = entry._replace(chunks=(Chunk(whole(entry.shape), key, 0, entry.nbytes),), replicas=())
+        tensors[name] = entry._replace(chunks=(Chunk(full_region(entry.shape), key, 0, entry.nbytes),), replicas=())
     return replace(view, tensors=tensors)
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
 from ckptx.architecture.spec import Architecture
-from ckptx.catalog.dtype import BY_TORCH, DType
+from ckptx.catalog.dtype import DTYPES_BY_TORCH_NAME, DType
 from ckptx.catalog.entry import TensorEntry
 from ckptx.report.report import counted
 from ckptx.wording import first_of
@@ -45,7 +45,7 @@ def dtype_differences(
         other = reference.get(name)
         if other is not None and other.dtype is not entry.dtype:
             found.setdefault(("reference", entry.dtype.name, other.dtype.name), []).append(name)
-        is_cast = declared is not None and entry.dtype.cast and entry.dtype is not declared
+        is_cast = declared is not None and entry.dtype.is_castable and entry.dtype is not declared
         if declared is not None and is_cast and not _is_kept(name, entry.dtype, declared, architecture):
             found.setdefault(("config", entry.dtype.name, declared.name), []).append(name)
     return [
@@ -83,7 +83,7 @@ def _declared(config: Mapping[str, Any]) -> DType | None:
         for key in ("dtype", "torch_dtype"):
             value = place.get(key) if isinstance(place, Mapping) else None
             if isinstance(value, str):
-                return BY_TORCH.get(value.removeprefix("torch."))
+                return DTYPES_BY_TORCH_NAME.get(value.removeprefix("torch."))
     return None
 
 

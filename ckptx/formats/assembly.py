@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 
 from ckptx.catalog.catalog import Catalog
 from ckptx.catalog.entry import Chunk, TensorEntry
-from ckptx.catalog.region import CoverageFault, Region, Shape, coverage_fault
+from ckptx.catalog.region import CoverageFault, Region, Shape, find_coverage_fault
 from ckptx.errors import InputError
 from ckptx.untrusted.numbers import SharedHash, UniqueTuples, identity, salted
 
@@ -53,7 +53,7 @@ class CoverageCheck:
         key = identity(regions), shape
         if key in self._covered:
             return None
-        fault = coverage_fault(shape, regions)
+        fault = find_coverage_fault(shape, regions)
         if fault is None:
             self._covered.add(key)
         return fault

@@ -22,11 +22,11 @@ def find_outside_links(source: Source, names: Iterable[str]) -> list[tuple[str, 
     Returns:
         (name, resolved location), in the order of `names`. The `blobs` of a snapshot in the Hub cache count as inside.
     """
-    root = source.spellings()[-1]
+    root = source.absolute_locations()[-1]
     blobs = root.parent.parent / "blobs" if root.parent.name == "snapshots" else None
     found = []
     for name in names:
-        real = source.spellings(name)[-1]
+        real = source.absolute_locations(name)[-1]
         parents = tuple(_parents(real))
         if root not in parents and (blobs is None or blobs not in parents):
             found.append((name, real))

@@ -71,7 +71,7 @@ def complete_directories(source: Source, names: Sequence[str], shapes_in: ShapeR
             siblings.setdefault(("/".join(parts[:index]), "/".join(parts[index + 1 :])), set()).add(name)
     refused: dict[str, tuple[Location, NameGroup]] = {}
     for (parent_path, inner_path), sibling_names in siblings.items():
-        directory = source.at(source.location / parent_path) if parent_path else source
+        directory = source.with_location(source.location / parent_path) if parent_path else source
         for group in _part_groups(
             directory, sorted(sibling_names), _subdirectory_reader(inner_path, shapes_in), directories=True
         ):
@@ -108,7 +108,7 @@ def refuse_parts_in_tree(source: Source, depth: int, shapes_in: ShapeReader) -> 
         raise _parts_error(source.location, families[0])
     for name in listing.directories() if depth else ():
         if not name.startswith("."):
-            refuse_parts_in_tree(source.at(source.location / name), depth - 1, shapes_in)
+            refuse_parts_in_tree(source.with_location(source.location / name), depth - 1, shapes_in)
 
 
 def refuse_part_file(
@@ -126,8 +126,8 @@ def refuse_part_file(
     Raises:
         UnsupportedError: It is a part.
     """
-    for file in source.spellings(name):  # the name of a link may not contain the rank
-        directory = source.at(file.parent)
+    for file in source.absolute_locations(name):  # the name of a link may not contain the rank
+        directory = source.with_location(file.parent)
         _refuse_part(
             directory,
             file.name,
@@ -151,7 +151,7 @@ def refuse_part_directory(source: Source, shapes: Shapes, shapes_in: ShapeReader
     Raises:
         UnsupportedError: It is a part.
     """
-    for absolute in source.spellings():
+    for absolute in source.absolute_locations():
         _refuse_part_at(source, absolute, shapes, shapes_in, metadata)
 
 
@@ -162,8 +162,8 @@ def _refuse_part_at(
     directory, inner_path, level = location, "", 0
     while directory.name and (not level or (has_only_ranks(directory.name) and level < _MAX_RANK_LEVELS)):
         if may_be_part(directory.name):
-            parent = source.at(directory.parent)
-            config = read_config(source.at(location), parent) or {}
+            parent = source.with_location(directory.parent)
+            config = read_config(source.with_location(location), parent) or {}
             _refuse_part(
                 parent,
                 directory.name,
@@ -213,7 +213,7 @@ def _refuse_part(
     if (
         has_rank(name)
         and world_size > 1
-        and not _is_whole_model(shapes_in(path), read_config(directory.at(path), directory))
+        and not _is_whole_model(shapes_in(path), read_config(directory.with_location(path), directory))
     ):
         raise UnsupportedError(
             f"{subject}: is one rank's part of a checkpoint, the other {world_size - 1} of {world_size} parts are "
@@ -268,11 +268,11 @@ def _are_parts(directory: Source, group: NameGroup, name: str, shapes_in: ShapeR
     if group.kind == "index of":
         return True
     root = directory.location
-    config = read_config(directory.at(root / name), directory) if directories else read_config(directory)
+    config = read_config(directory.with_location(root / name), directory) if directories else read_config(directory)
     if group.kind == "rank":
         is_first_valid = group.first == 0 or (group.first == 1 and "shard" in name.lower())
         if not is_first_valid or (
-            directories and sum(_has_weights(directory.at(root / each)) for each in group.names) < 2
+            directories and sum(_has_weights(directory.with_location(root / each)) for each in group.names) < 2
         ):
             return False
         if config is None or not _is_whole_model(shapes_in(root / name), config):

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ckptx.catalog.catalog import Catalog, CheckpointPart
-from ckptx.catalog.entry import StoredChunks, TensorEntry
+from ckptx.catalog.entry import ArchiveChunks, TensorEntry
 from ckptx.catalog.form import FORMS
 from ckptx.catalog.object_ids import ObjectIds
 from ckptx.errors import CkptxError, InputError, ReadError, UnsupportedError
@@ -42,7 +42,7 @@ from ckptx.mapping.names import is_optimizer, is_trainer_state
 from ckptx.storage.interface import Location, Source
 from ckptx.storage.listing import EntryKind
 from ckptx.storage.local import LocalSource
-from ckptx.storage.staged import is_being_written
+from ckptx.storage.staged import is_in_staging_directory
 from ckptx.untrusted.limits import NAME_LENGTH, TENSORS
 from ckptx.untrusted.remote_name import refuse_remote
 
@@ -69,13 +69,15 @@ def open_checkpoint(path: str | Path | Source) -> Catalog:
     if isinstance(path, str | Path):
         refuse_remote(path)
         path = LocalSource(path)
-    path = path.fresh()
+    path = path.without_cache()
     located = locate(path)
     source = located.source
-    if is_being_written(source.spellings()[-1]):
+    if is_in_staging_directory(source.absolute_locations()[-1]):
         raise InputError(f"{located.root}: an unfinished output of ckptx; run the conversion again with --resume")
     listing = source.listing()
-    identities = source.identities(name for name in (*located.weights, "config.json", MANIFEST) if listing.has(name))
+    identities = source.read_identities(
+        name for name in (*located.weights, "config.json", MANIFEST) if listing.has(name)
+    )
     located, catalog = _open_located(located)
     if not catalog.tensors:
         raise InputError(f"{located.root}: contains no tensors; pass another checkpoint")
@@ -116,7 +118,10 @@ def _open_located(located: LocatedCheckpoint) -> tuple[LocatedCheckpoint, Catalo
 def _read_shapes(source: Source, location: Location) -> Shapes | None:
     """Return the shapes of the tensors in a file or directory, or None if it cannot be opened."""
     try:
-        return {name: entry.shape for name, entry in _open_located(locate(source.at(location)))[1].tensors.items()}
+        return {
+            name: entry.shape
+            for name, entry in _open_located(locate(source.with_location(location)))[1].tensors.items()
+        }
     except (CkptxError, OSError):
         return None
 
@@ -181,7 +186,7 @@ def _add_sidecars(catalog: Catalog, located: LocatedCheckpoint) -> None:
     if is_megatron:
         sidecars_by_name = {sidecar.name: sidecar for sidecar in (*catalog.sidecars, *torch_dist_sidecars(source))}
         catalog.sidecars = tuple(sidecars_by_name[name] for name in sorted(sidecars_by_name))
-        catalog.identities = {**source.identities(sidecars_by_name), **catalog.identities}
+        catalog.identities = {**source.read_identities(sidecars_by_name), **catalog.identities}
         catalog.notes.append("Megatron torch_dist: tensors have Megatron's own names and layout")
 
 
@@ -211,7 +216,7 @@ def _open_parts(located: LocatedCheckpoint) -> Catalog:
         return open_dcp(source)
     parts = [
         (part, open_dcp(part_source) if source.listing().is_file(f"{part}/{_METADATA}") else _open_shards(part_source))
-        for part, part_source in ((part, source.at(source.location / part)) for part in located.weights)
+        for part, part_source in ((part, source.with_location(source.location / part)) for part in located.weights)
     ]
     merged = Catalog(located.root, "dcp", {}, storage=source)
     for part, catalog in parts:
@@ -249,8 +254,8 @@ class _Relocation:
     def relocate(self, entry: TensorEntry) -> TensorEntry:
         """Return the tensor with its files in the directory."""
         chunks = entry.chunks
-        if type(chunks) is StoredChunks:
-            return entry._replace(chunks=chunks.in_files(self._relocate_files(chunks.files)))
+        if type(chunks) is ArchiveChunks:
+            return entry._replace(chunks=chunks.with_files(self._relocate_files(chunks.files)))
         chunks, replicas = (
             tuple(chunk._replace(file=f"{self._directory}/{chunk.file}") for chunk in each)
             for each in (chunks, entry.replicas)
@@ -278,13 +283,13 @@ def locate(source: Source) -> LocatedCheckpoint:
         UnsupportedError: The format is recognized but not supported.
     """
     path = source.location
-    kind = source.kind()
-    if kind is EntryKind.DANGLING:
-        source.at(path.parent).size(path.name)  # raises an error with the target of the link
-    if kind is None or kind is EntryKind.DANGLING:
+    kind = source.read_kind()
+    if kind is EntryKind.BROKEN_LINK:
+        source.with_location(path.parent).size(path.name)  # raises an error with the target of the link
+    if kind is None or kind is EntryKind.BROKEN_LINK:
         raise InputError(f"{path}: no such file or directory")
     if kind is EntryKind.FILE:
-        return _locate_file(source.at(path.parent), path.name)
+        return _locate_file(source.with_location(path.parent), path.name)
     read_shapes = partial(_read_shapes, source)
     located = _locate_directory(source)
     if located is not None:
@@ -341,7 +346,7 @@ def _find_candidates(
     for name in source.listing().directories():
         if name.startswith("."):
             continue
-        directory = source.at(source.location / name)
+        directory = source.with_location(source.location / name)
         try:
             located = _locate_directory(directory)
         except (InputError, UnsupportedError) as error:

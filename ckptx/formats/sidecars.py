@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from ckptx.catalog.entry import Sidecar
 from ckptx.formats.unsupported import is_unsupported_weights
-from ckptx.storage.files import changed
+from ckptx.storage.files import changed_error
 from ckptx.storage.interface import FileIdentity, Source
 from ckptx.storage.listing import EntryKind, Listing
 from ckptx.untrusted.file_name import name_fault
@@ -116,7 +116,7 @@ def sidecars_of_file(source: Source) -> SidecarFiles:
 def _make_sidecar_files(source: Source, names: list[str], dropped: tuple[str, ...]) -> SidecarFiles:
     """Return the sidecars for names that are allowed in a manifest."""
     names = [name for name in sorted(names) if name_fault(name) is None]
-    identities = source.identities(names)
+    identities = source.read_identities(names)
     copied = (Sidecar(name, identities[name].nbytes if name in identities else source.size(name)) for name in names)
     return SidecarFiles(tuple(copied), dropped, identities)
 
@@ -126,9 +126,9 @@ def _walk_directories(source: Source, listing: Listing, depth: int, path: str = 
     prefix = "" if path == "." else f"{path}/"
     names = [name for name in listing if name not in _OWN_FILES]
     for name in names:
-        if listing.kind(name) is EntryKind.DANGLING:
+        if listing.kind(name) is EntryKind.BROKEN_LINK:
             source.size(prefix + name)  # raises an error with the target of the link
-            raise changed(source.location / (prefix + name))
+            raise changed_error(source.location / (prefix + name))
     yield path, [prefix + name for name in names if listing.is_file(name)]
     if depth < _MAX_DEPTH:
         for name in names:

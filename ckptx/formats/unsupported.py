@@ -220,7 +220,7 @@ def refuse_in_tree(source: Source, depth: int) -> None:
         next_level: list[Location] = []
         for directory in level:
             try:
-                listing = source.at(directory).listing()
+                listing = source.with_location(directory).listing()
             except ReadError as error:
                 if error.is_denied:
                     continue

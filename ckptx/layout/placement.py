@@ -21,7 +21,7 @@ from math import prod
 from typing import NamedTuple
 
 from ckptx.catalog.entry import Block
-from ckptx.catalog.region import Region, Shape, whole
+from ckptx.catalog.region import Region, Shape, full_region
 from ckptx.errors import Defect
 from ckptx.layout.parallel_dims import ParallelDims
 
@@ -72,7 +72,7 @@ def tp_regions(shape: Shape, placement: Placement | None, tp: int, pack: int = 1
         Defect: The placement does not match the shape.
     """
     if placement is None or not _is_sharded(shape, placement, pack):
-        return ((whole(shape),),) * tp
+        return ((full_region(shape),),) * tp
     dim, groups, _ = placement
     granularity = pack if dim == len(shape) - 1 else 1
     starts = accumulate(groups, initial=0)
@@ -82,7 +82,9 @@ def tp_regions(shape: Shape, placement: Placement | None, tp: int, pack: int = 1
     ]
     return tuple(
         tuple(
-            _replace_extent(whole(shape), dim, span) for span in (spans[index] for spans in spans_by_group) if span[1]
+            _replace_extent(full_region(shape), dim, span)
+            for span in (spans[index] for spans in spans_by_group)
+            if span[1]
         )
         for index in range(tp)
     )
@@ -110,7 +112,7 @@ def shard_tensor(
         Defect: The placement does not match the shape.
     """
     if not prod(shape):
-        return (Block(0, whole(shape)),)
+        return (Block(0, full_region(shape)),)
     local_regions = tp_regions(shape, placement, dims.tp, pack)
     is_sharded = placement is not None and _is_sharded(shape, placement, pack)
     is_dim0_sharded = (
@@ -118,7 +120,7 @@ def shard_tensor(
     )  # the rows of the groups follow each other
     granularity = pack if len(shape) == 1 else 1
     return tuple(
-        Block(dims.rank_in_stage(dp, tp), region, replica=not is_sharded and tp > 0)
+        Block(dims.rank_in_stage(dp, tp), region, is_replica=not is_sharded and tp > 0)
         for dp in range(dims.dp_shard)
         for tp in range(dims.tp if is_sharded or replicate else 1)
         for region in _fsdp_shard(local_regions[tp], is_dim0_sharded, dp, dims.dp_shard, granularity)

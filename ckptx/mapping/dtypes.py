@@ -36,7 +36,7 @@ def cast_targets(
     result = {}
     for name, entry in tensors.items():
         is_kept = (
-            not entry.dtype.cast
+            not entry.dtype.is_castable
             or (has_quantized_weights and name.endswith(_SCALE_ENDINGS))
             or (entry.dtype.name == "F32" and (keeps_fp32(name) or name in also_fp32))
         )
@@ -59,7 +59,7 @@ def base_targets(tensors: Mapping[str, TensorEntry], base: Mapping[str, DType]) 
     result = {}
     for name, entry in tensors.items():
         base_dtype = base.get(name, entry.dtype)
-        is_kept = not (entry.dtype.cast and base_dtype.cast) or (
+        is_kept = not (entry.dtype.is_castable and base_dtype.is_castable) or (
             has_quantized_weights and name.endswith(_SCALE_ENDINGS)
         )
         result[name] = entry.dtype if is_kept else base_dtype

@@ -15,10 +15,10 @@ from itertools import groupby, product
 from math import prod
 from typing import NamedTuple
 
-from ckptx.catalog.dtype import BY_NAME
+from ckptx.catalog.dtype import DTYPES_BY_NAME
 from ckptx.catalog.entry import Block, Chunk, TensorEntry
 from ckptx.catalog.object_ids import ObjectIds
-from ckptx.catalog.region import Region, Shape, whole
+from ckptx.catalog.region import Region, Shape, full_region
 from ckptx.errors import UnsupportedError
 from ckptx.mapping.destinations import Destination, run_name
 from ckptx.mapping.ops import Conversion, convert
@@ -26,7 +26,7 @@ from ckptx.mapping.rules import NameRules, check_complete, group_by_run
 
 BlockFunction = Callable[[str, Shape], tuple[Block, ...]]
 
-_BYTE = BY_NAME["U8"]
+_BYTE = DTYPES_BY_NAME["U8"]
 
 
 class _SourceSpan(NamedTuple):
@@ -90,7 +90,7 @@ class PullBack:
         if isinstance(destination, str):
             return self._model_blocks(destination, shape)
         if not prod(shape):
-            return (Block(0, whole(shape)),)
+            return (Block(0, full_region(shape)),)
         trace = self._find_trace(destination)
         if trace is None:
             return None
@@ -141,7 +141,9 @@ def _trace_conversion(
     """Run a conversion on byte tensors whose "file" identifies them; return None if it is unsupported."""
     entries = [
         [
-            TensorEntry(f"{i}/{list_index}", _BYTE, shape, (Chunk(whole(shape), f"{i}/{list_index}", 0, prod(shape)),))
+            TensorEntry(
+                f"{i}/{list_index}", _BYTE, shape, (Chunk(full_region(shape), f"{i}/{list_index}", 0, prod(shape)),)
+            )
             for list_index, shape in enumerate(pattern_index)
         ]
         for i, pattern_index in enumerate(columns)
@@ -171,13 +173,13 @@ def _pull_back_blocks(
     max_blocks: dict[tuple[int, bool], int] = {}
     for target in {span.target for span in spans}:
         for block in model_blocks[target]:
-            holder = block.rank_in_stage, block.replica
+            holder = block.rank_in_stage, block.is_replica
             max_blocks[holder] = max_blocks.get(holder, 0) + 1
     for target, chunk in spans:
         for block in model_blocks[target]:
             overlap = chunk.region.intersect(block.region)
             if overlap is not None:
-                by_holder.setdefault((block.rank_in_stage, block.replica), []).extend(
+                by_holder.setdefault((block.rank_in_stage, block.is_replica), []).extend(
                     _rectangles(shape, chunk, overlap)
                 )
     blocks = []

@@ -309,7 +309,7 @@ def _shift(chunk: Chunk, dim: int, distance: int) -> Chunk:
 
 
 def _require_located(chunk: Chunk, name: str) -> Chunk:
-    if chunk.archive:
+    if chunk.is_archive:
         raise Defect(f'tensor "{name}": rewritten before its payload was located; please report this')
     return chunk
 

@@ -451,7 +451,7 @@ class _Converter:
             raise InputError(
                 f'tensors "{other}" and "{sources[0]}": both are "{name}" in the other naming; remove one of them'
             )
-        self._result.tensors[name] = entry.renamed(name)
+        self._result.tensors[name] = entry.with_name(name)
         self._result.sources[name] = sources
 
 

@@ -21,9 +21,9 @@ from ckptx.architecture.shape_rules import ExpectedShapes, Sizes, star_prefixes
 from ckptx.architecture.shapes import expected_shapes, states_layer_count
 from ckptx.architecture.spec import Architecture
 from ckptx.architecture.surplus_layers import SurplusLayer, find_surplus_layer, unexplained_layers
-from ckptx.catalog.dtype import BY_NAME
+from ckptx.catalog.dtype import DTYPES_BY_NAME
 from ckptx.catalog.entry import Chunk, TensorEntry
-from ckptx.catalog.region import Shape, whole
+from ckptx.catalog.region import Shape, full_region
 from ckptx.errors import CkptxError, InputError, ReadError
 from ckptx.mapping.destinations import Destination, run_name
 from ckptx.mapping.name_index import fill_pattern, indices_of
@@ -34,7 +34,7 @@ from ckptx.model_view.view import ModelView, rules_of, trainer_rules
 from ckptx.untrusted.limits import INDEX
 from ckptx.wording import counted, first_of
 
-_U8 = BY_NAME["U8"]
+_U8 = DTYPES_BY_NAME["U8"]
 _LEGACY_LAYER_NORM = re.compile(r"LayerNorm\.(gamma|beta)$")
 _MAX_LISTED = 1000  # missing tensors in a report
 _MAX_LISTED_EXTRAS = 3  # names per reason
@@ -158,7 +158,7 @@ def match_config(view: ModelView) -> ConfigMatch:
 def _without_archives(tensors: Mapping[str, TensorEntry]) -> dict[str, TensorEntry]:
     """Return the tensors with one chunk each, so that they can be converted without locating archives."""
     return {
-        name: entry._replace(chunks=(Chunk(whole(entry.shape), name, 0, entry.nbytes),), replicas=())
+        name: entry._replace(chunks=(Chunk(full_region(entry.shape), name, 0, entry.nbytes),), replicas=())
         for name, entry in tensors.items()
     }
 
@@ -435,7 +435,7 @@ class _ConfigMatcher:
         self, name: str, entry: TensorEntry, key: tuple[object, ...], expected_shapes: Any
     ) -> Mismatch | None:
         """Return a mismatch if the shape is not an expected one; quantized tensors may have other shapes."""
-        if not entry.dtype.cast or (self._unknown_modules and name.rpartition(".")[0] in self._unknown_modules):
+        if not entry.dtype.is_castable or (self._unknown_modules and name.rpartition(".")[0] in self._unknown_modules):
             self._unchecked += 1
             return None
         cache_key = (*key, entry.shape)
@@ -482,7 +482,7 @@ class _ConfigMatcher:
             if len(shapes) != 1 or None in shapes[0] or target.count("*") != len(shared_indices):
                 return None
             shape = self._limit_merged_dims(tuple(size for size in shapes[0] if size is not None), conversion)
-            entries.append([TensorEntry(pattern, _U8, shape, (Chunk(whole(shape), "", 0, prod(shape)),))])
+            entries.append([TensorEntry(pattern, _U8, shape, (Chunk(full_region(shape), "", 0, prod(shape)),))])
         try:
             made = convert(conversion.inverse, entries, [None] * len(conversion.sources))
         except CkptxError:  # sizes do not divide, or an operation is unsupported, so that no shapes follow

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from ckptx.catalog.catalog import Catalog
 from ckptx.catalog.entry import TensorEntry
-from ckptx.catalog.region import Region, whole
+from ckptx.catalog.region import Region, full_region
 from ckptx.errors import InputError, ReadError, UnsupportedError
 from ckptx.model_view.view import ModelView
 
@@ -77,7 +77,7 @@ def _count_untied(view: ModelView, representatives: Mapping[str, str]) -> tuple[
     stored_separately: dict[object, list[str]] = {}
     for name, entry in view.tensors.items():
         numel = prod(entry.shape)
-        location = entry.place if numel else name
+        location = entry.position if numel else name
         if location in locations:
             continue
         locations.add(location)
@@ -132,7 +132,7 @@ def _group_by_samples(view: ModelView, names: list[str]) -> list[list[str]]:
 def _sample_digests(reader: TensorReader, entry: TensorEntry) -> Iterator[bytes]:
     """Yield digests of the first, some middle and the last rows of a tensor."""
     if not entry.shape:
-        yield _digest(reader, entry, whole(entry.shape))
+        yield _digest(reader, entry, full_region(entry.shape))
         return
     rows, row = entry.shape[0], max(1, entry.nbytes // entry.shape[0])
     count = min(rows, max(1, _SAMPLE_BYTES // row))
@@ -155,7 +155,7 @@ def find_aliases(catalog: Catalog) -> dict[str, str]:
     first: dict[object, str] = {}
     aliases = {}
     for name, entry in catalog.tensors.items():
-        stored = first.setdefault(entry.place, name) if entry.numel else name
+        stored = first.setdefault(entry.position, name) if entry.numel else name
         if stored != name and entry.chunks == catalog.tensors[stored].chunks:
             aliases[name] = stored
     return aliases

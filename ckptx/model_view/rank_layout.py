@@ -248,7 +248,7 @@ def layout_by_rank(catalog: Catalog, names: Mapping[str, str], dims: ParallelDim
         groups.setdefault(key, TensorGroup(*key)).indices_by_holder.setdefault(first, []).append(numbers)
         total = totals.setdefault((number, first, entry.dtype), _Totals())
         total.tensors += 1
-        location = entry.place if entry.numel else name
+        location = entry.position if entry.numel else name
         if location not in locations:  # a name that shares the bytes of another adds none
             locations.add(location)
             total.distinct_tensors += 1
@@ -370,7 +370,7 @@ class _ShardingTable:
         if isinstance(chunks, ShardedChunks):
             self.files.update(chunks.files)
             for block, file in zip(chunks.blocks, chunks.files, strict=True):
-                yield Shard(holder_of[file], block.region, block.replica)
+                yield Shard(holder_of[file], block.region, block.is_replica)
             return
         for replica, found in ((False, chunks), (True, entry.replicas)):
             for chunk in found:

@@ -15,7 +15,7 @@ from ckptx.architecture.shapes import shape_lookup
 from ckptx.architecture.spec import Architecture
 from ckptx.catalog.catalog import Catalog
 from ckptx.catalog.entry import Chunk, TensorEntry
-from ckptx.catalog.region import whole
+from ckptx.catalog.region import full_region
 from ckptx.errors import InputError, UnsupportedError
 from ckptx.formats.hf.hf_metadata import local_config_directory
 from ckptx.formats.hf.reader import refuse_adapters
@@ -78,7 +78,7 @@ class ModelView:
     def nbytes(self, names: Iterable[str]) -> int:
         """Return the bytes of the tensors with these stored names; bytes that names share count once."""
         entries = (self.catalog.tensors[name] for name in names)
-        return sum({entry.place: entry.nbytes for entry in entries if entry.nbytes}.values())
+        return sum({entry.position: entry.nbytes for entry in entries if entry.nbytes}.values())
 
     @property
     def model_duplicates(self) -> dict[str, str]:
@@ -137,7 +137,7 @@ def view_model(
     disk_architecture, architecture = architecture, found.architecture
     patterns = architecture.name_patterns if architecture is not None else frozenset()
     roles, unwrapped = found.models.roles, found.unwrapped
-    if len(found.models.complete_prefixes) > 1 and prefix is None and catalog.form.is_of_training:
+    if len(found.models.complete_prefixes) > 1 and prefix is None and catalog.form.is_training_format:
         if not allow_several:
             raise SeveralModelsError(catalog.root, found.models.complete_prefixes)
         notes.append(
@@ -192,7 +192,7 @@ def view_model_under(
     Raises:
         InputError, UnsupportedError: See `view_model`.
     """
-    if prefix is not None and catalog.form.is_of_training:
+    if prefix is not None and catalog.form.is_training_format:
         view = view_model(catalog, config=config, trust_remote_code=trust_remote_code, allow_several=True)
         is_known = len(view.unknown) < len(view.tensors) and view.architecture is not None
         if prefix in view.model_prefixes or (not is_known and any(name.startswith(prefix) for name in view.tensors)):
@@ -246,7 +246,7 @@ def _find_model_names(
     """Return the model names in a checkpoint; in an HF checkpoint every name is a model name, unchanged."""
     unchanged_names = UnwrappedNames({name: name for name in catalog.tensors}, {})
     unchanged = unchanged_names, Models(Roles("", unchanged_names.names, [], []))
-    if not catalog.form.is_of_training:
+    if not catalog.form.is_training_format:
         architecture, trainer_conversions = apply_trainer_naming(disk_architecture, config, catalog.tensors)
         others = find_models(unchanged[1].roles, known_names(architecture, config), is_user_prefix=False).others
         notes.extend(
@@ -393,7 +393,7 @@ def compare_replicas(catalog: Catalog, files: SourceFiles) -> None:
     def digest_leaves(entry: TensorEntry, chunk: Chunk) -> list[bytes]:
         """Return the digests of a block, read as a separate tensor."""
         block = TensorEntry(
-            entry.name, entry.dtype, chunk.region.sizes, (chunk._replace(region=whole(chunk.region.sizes)),)
+            entry.name, entry.dtype, chunk.region.sizes, (chunk._replace(region=full_region(chunk.region.sizes)),)
         )
         return digest_tensor(reader, block, entry.dtype).leaves
 

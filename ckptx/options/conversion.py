@@ -128,7 +128,7 @@ class ConversionOptions(CallbackOptions, HubOptions, BufferOptions, RemoteCodeOp
         Raises:
             UsageError: An option requires a DCP source.
         """
-        if source.is_of_training:
+        if source.is_training_format:
             return
         if self.optimizer is not None:
             raise UsageError("--optimizer requires a DCP source; SRC is not a DCP and has no optimizer state")
@@ -160,7 +160,7 @@ class DcpOptions(ConversionOptions):
         Raises:
             UsageError: The source is a DCP, whose names are kept.
         """
-        if self.prefix and source.is_of_training:
+        if self.prefix and source.is_training_format:
             raise UsageError(
                 "--prefix requires an HF source; SRC is a DCP, whose names are kept; use --source-prefix to select the "
                 "model in it"

@@ -75,9 +75,9 @@ def _copies(entry: TensorEntry) -> Iterator[tuple[Chunk, ...]]:
     if not isinstance(chunks, ShardedChunks):
         yield tuple(chunks)
         return
-    kept = {chunk.region: chunk for block, chunk in zip(chunks.blocks, chunks, strict=True) if not block.replica}
+    kept = {chunk.region: chunk for block, chunk in zip(chunks.blocks, chunks, strict=True) if not block.is_replica}
     yield tuple(kept.values())
-    waiting = [chunk for block, chunk in zip(chunks.blocks, chunks, strict=True) if block.replica]
+    waiting = [chunk for block, chunk in zip(chunks.blocks, chunks, strict=True) if block.is_replica]
     while waiting:
         turn, later = dict(kept), []
         seen = set()

@@ -13,7 +13,7 @@ from typing import Any
 
 from ckptx.catalog.catalog import Catalog
 from ckptx.catalog.entry import Chunk, ShardedChunks
-from ckptx.catalog.manifest import Manifest, emit_manifest
+from ckptx.catalog.manifest import Manifest, encode_manifest
 from ckptx.catalog.manifest_parser import parse_manifest
 from ckptx.catalog.object_ids import ObjectIds
 from ckptx.errors import CkptxError, InputError
@@ -26,7 +26,7 @@ from ckptx.publishing.publisher import Claim, Publisher
 from ckptx.publishing.source_contents import require_unchanged
 from ckptx.publishing.source_state import FileIdentities, agreement, is_agreed, recorded_identities
 from ckptx.publishing.staging import Staging, open_staged
-from ckptx.storage.directory_handle import refuse_clashes
+from ckptx.storage.directory_handle import refuse_conflicting_names
 from ckptx.storage.interface import ExpectedFile, OutputTree, Source, SourceFiles, StoredFile
 from ckptx.transfer.digest import LEAF_NBYTES, digest_bytes, file_digest, leaf_digest, tree_digest
 from ckptx.transfer.executor import CopyResult, execute
@@ -73,7 +73,7 @@ class Job:
             InputError: A name leads out of the output, or two files have the same name.
         """
         tensor_files = (file.name for file in self.plan.files)
-        refuse_clashes((*tensor_files, *self.sidecars, *(name for name, _ in self.markers), MANIFEST))
+        refuse_conflicting_names((*tensor_files, *self.sidecars, *(name for name, _ in self.markers), MANIFEST))
 
     @property
     def nbytes(self) -> int:
@@ -161,7 +161,7 @@ def publish(
                 outcome.add(CopyResult(**processes.receive(rank, "outcome")))
         job.refuse(outcome)
         require_unchanged(seen, job.plan, outcome.digests, files, job.opened, job.is_decision_unchanged, max_memory)
-        expected = staging.output.expect({file.name: file.nbytes for file in job.plan.files})
+        expected = staging.output.describe_expected({file.name: file.nbytes for file in job.plan.files})
         _logger.info("copied: %d bytes read, %d written", outcome.bytes_read, outcome.bytes_written)
         _check(job, outcome, staging, expected)
         _logger.info("checked: files match the plan")
@@ -181,7 +181,7 @@ def _manifest_bytes(job: Job, outcome: CopyResult, files: Mapping[str, Any], sid
     """Return the bytes of `ckptx.json`: the manifest of the job, with size and digest of each file."""
     manifest = job.manifest(outcome)
     tensors = manifest.pop("tensors")
-    return emit_manifest({**manifest, "files": files, "sidecars": sidecars, "tensors": tensors})
+    return encode_manifest({**manifest, "files": files, "sidecars": sidecars, "tensors": tensors})
 
 
 def manifest_size(job: Job) -> int:
@@ -201,7 +201,7 @@ def _prepare(job: Job, staging: Publisher, seen: FileIdentities, resume: bool) -
     resumed = staging.begin(plan, resume)
     if resumed:
         staging.output.remove_others({file.name for file in job.plan.files})
-    staging.require_space(job.nbytes - staging.output.allocated())
+    staging.require_space(job.nbytes - staging.output.allocated_bytes())
     return resumed
 
 
@@ -238,11 +238,13 @@ def _write_share(
             groups=_share(job.plan, processes),
         )
         require_unchanged(seen, job.plan, outcome.digests, files, job.opened, job.is_decision_unchanged, max_memory)
-        tree.sync_tracked()  # rank 0 may be on another node
+        tree.fsync_tracked()  # rank 0 may be on another node
         own = set(outcome.file_digests)
         processes.send("outcome", asdict(outcome))
         processes.receive(0, "written")
-        tree.require(tree.expect({file.name: file.nbytes for file in job.plan.files if file.name in own}))
+        tree.verify_status(
+            tree.describe_expected({file.name: file.nbytes for file in job.plan.files if file.name in own})
+        )
         processes.send("held", peak_memory())
         processes.receive(0, "published")
     return outcome
@@ -253,7 +255,7 @@ def _check(job: Job, outcome: CopyResult, staging: Publisher, expected: Mapping[
 
     def require_untouched() -> None:
         staging.require_own()
-        staging.output.require(expected)
+        staging.output.verify_status(expected)
 
     require_untouched()
     try:
@@ -346,7 +348,7 @@ def _existing_result(
         row["bytes"] = row.pop("nbytes")
     if set(sidecars) != set(job.sidecars):
         return None
-    fresh = parse_manifest(_manifest_bytes(job, outcome, rows, sidecars), manifest.where)
+    fresh = parse_manifest(_manifest_bytes(job, outcome, rows, sidecars), manifest.path)
     return outcome if fresh == manifest else None
 
 

@@ -66,8 +66,8 @@ def refuse_foreign(target: Path, kept_in: Path | None = None) -> None:
     manifest = _digests(resolved)
     try:
         with ExitStack() as stack:
-            directory = stack.enter_context(DirectoryHandle.at(resolved))
-            kept = None if kept_in is None else stack.enter_context(DirectoryHandle.at(kept_in))
+            directory = stack.enter_context(DirectoryHandle.open_path(resolved))
+            kept = None if kept_in is None else stack.enter_context(DirectoryHandle.open_path(kept_in))
             foreign = sorted(_foreign_files(directory, manifest or {}, kept))
     except OSError as error:
         raise OutputError(f"{target}: cannot be listed: {error.strerror}; choose another DST") from error
@@ -146,7 +146,7 @@ def _is_known(base: str) -> bool:
 def _is_ours(directory: DirectoryHandle, name: str, digests: Mapping[str, str]) -> bool:
     """Return True for a file with the bytes that ckptx wrote, or a report or page of ckptx."""
     try:
-        with directory.reading(name) as file:
+        with directory.open_file(name) as file:
             return file_digest(file).hex() == digests[name] if name in digests else is_earlier_output(file)
     except (CkptxError, OSError):
         return False
@@ -157,7 +157,7 @@ def _is_kept(directory: DirectoryHandle, name: str, kept: DirectoryHandle | None
     if kept is None:
         return False
     try:
-        with directory.reading(name) as file, kept.reading(name) as other:
+        with directory.open_file(name) as file, kept.open_file(name) as other:
             blocks = zip(file.blocks(_BLOCK), other.blocks(_BLOCK), strict=False)
             return file.size == other.size and all(a == b for a, b in blocks)
     except (CkptxError, OSError):

@@ -11,14 +11,14 @@ import logging
 from collections.abc import Callable, Iterator, Mapping
 
 from ckptx.catalog.catalog import Catalog
-from ckptx.catalog.entry import ArchivedChunks, TensorEntry
+from ckptx.catalog.entry import LazyChunks, TensorEntry
 from ckptx.errors import CkptxError
 from ckptx.formats.hf.hf_metadata import config_source
 from ckptx.formats.hf.reader import read_json_object
 from ckptx.formats.registry import open_checkpoint
 from ckptx.publishing.source_state import FileIdentities, header_texts
-from ckptx.storage.files import changed
-from ckptx.storage.interface import SourceFiles, StoredFile, name_below
+from ckptx.storage.files import changed_error
+from ckptx.storage.interface import SourceFiles, StoredFile, relative_name
 from ckptx.transfer.digest_sink import digest_tensor
 from ckptx.transfer.plan import CopyPlan
 from ckptx.transfer.stream import TensorReader
@@ -54,23 +54,23 @@ def require_unchanged(
         return
     _logger.info("reading files again because their change time differs: %s", ", ".join(map(str, touched)))
     first = next(iter(touched))
-    names = {name for path in touched if (name := name_below(opened.root, path)) is not None}
+    names = {name for path in touched if (name := relative_name(opened.root, path)) is not None}
     carried = {catalog.root / sidecar.name for catalog in seen.catalogs for sidecar in catalog.sidecars}
     for path in touched:
-        is_known = name_below(opened.root, path) is not None or path in carried
+        is_known = relative_name(opened.root, path) is not None or path in carried
         if not is_known or (path.name == "config.json" and not _is_config_as_read(seen.files[path], seen.catalogs)):
-            raise changed(path)
+            raise changed_error(path)
     if names and not (_has_same_catalog(opened) and is_decision_unchanged()):
-        raise changed(first)
+        raise changed_error(first)
     reader = TensorReader(files, max_memory)
     for step in plan.steps():
         recorded = digests.get(step.target.name)
         if recorded is None or names.isdisjoint(_files_of(step.source)):
             continue
         if digest_tensor(reader, step.source, step.target.dtype).digest().hex() != recorded:
-            raise changed(opened.root / next(name for name in _files_of(step.source) if name in names))
+            raise changed_error(opened.root / next(name for name in _files_of(step.source) if name in names))
     if seen.touched() != touched:
-        raise changed(first)
+        raise changed_error(first)
     seen.accept(touched)
 
 
@@ -84,7 +84,7 @@ def _is_config_as_read(config: StoredFile, catalogs: tuple[Catalog, ...]) -> boo
 def _has_same_catalog(opened: Catalog) -> bool:
     """Return True if opening the checkpoint again gives the same headers."""
     try:
-        again = open_checkpoint(opened.source.at(opened.opened_from or opened.root).fresh())
+        again = open_checkpoint(opened.source.with_location(opened.opened_from or opened.root).without_cache())
     except CkptxError:
         return False
     return list(header_texts(again)) == list(header_texts(opened))
@@ -92,4 +92,4 @@ def _has_same_catalog(opened: Catalog) -> bool:
 
 def _files_of(entry: TensorEntry) -> Iterator[str]:
     chunks = entry.chunks
-    return (chunk.file for chunk in (chunks.archives if isinstance(chunks, ArchivedChunks) else chunks))
+    return (chunk.file for chunk in (chunks.archives if isinstance(chunks, LazyChunks) else chunks))

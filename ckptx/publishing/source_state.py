@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ckptx.catalog.catalog import Catalog
-from ckptx.catalog.entry import ArchivedChunks
-from ckptx.storage.files import changed
+from ckptx.catalog.entry import LazyChunks
+from ckptx.storage.files import changed_error
 from ckptx.storage.interface import FileIdentity, Location, SourceFiles, StoredFile
 from ckptx.transfer.digest import leaf_digest, tree_digest
 
@@ -51,11 +51,11 @@ class FileIdentities:
         touched = {}
         for location, identity in self.recorded.items():
             source, name = self.files[location]
-            found = source.identities((name,)).get(name)
+            found = source.read_identities((name,)).get(name)
             if found is None:
                 source.size(name)  # raises for a missing file
             if found is None or not found.has_same_contents(identity):
-                raise changed(location)
+                raise changed_error(location)
             if found != identity:
                 touched[location] = found
         return touched
@@ -72,7 +72,7 @@ class FileIdentities:
         """
         rows = ((name, self.source.identities[name]) for name in self.source.files)
         # Without the device number, which may change when a disk is mounted again.
-        return [(name, found.version, found.holder[1:]) for name, found in rows]
+        return [(name, found.version, found.device_and_inode[1:]) for name, found in rows]
 
     def blocks(self, data: StoredFile | bytes, size: int) -> Iterator[bytes]:
         """Iterate over bytes, or the contents of a file, `size` bytes at a time.
@@ -88,7 +88,7 @@ class FileIdentities:
         with source.open() as files:
             identity = files.identity(name)
             if self.recorded.get(data.location, identity) != identity:
-                raise changed(data.location)
+                raise changed_error(data.location)
             at = 0
             while block := files.read_up_to(name, at, size):
                 yield block
@@ -121,7 +121,7 @@ def agreement(source: Catalog, files: SourceFiles, *more: str) -> dict[str, str]
     leaves = [leaf_digest(text.encode("utf-8", "surrogatepass")) for text in (repr(states), *more)]
     leaves += [leaf_digest(text.encode("utf-8", "surrogatepass")) for text in header_texts(source)]
     leaves += [leaf_digest(sample) for sample in _samples(source, files)]
-    holders = [(name, source.identities[name].holder) for name in source.files]
+    holders = [(name, source.identities[name].device_and_inode) for name in source.files]
     return {
         "digest": tree_digest(leaves).hex(),
         "place": _place(),
@@ -139,7 +139,7 @@ def header_texts(source: Catalog) -> Iterator[str]:
     """Yield everything that was read to open a checkpoint, tensor by tensor, then objects, config and headers."""
     for name, entry in source.tensors.items():
         chunks = entry.chunks
-        places = chunks.archives if isinstance(chunks, ArchivedChunks) else chunks
+        places = chunks.archives if isinstance(chunks, LazyChunks) else chunks
         yield repr((name, entry.dtype.name, entry.shape, [chunk[:5] for chunk in places]))
     yield repr([tuple(entry) for entry in source.objects.values()])
     yield json.dumps(source.config, sort_keys=True, default=repr)

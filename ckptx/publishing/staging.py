@@ -21,12 +21,12 @@ from pathlib import Path
 
 from ckptx.errors import OutputError, SpaceError
 from ckptx.publishing.output_place import free_space, refuse_existing
-from ckptx.storage.directory_handle import PROBE, DirectoryHandle
-from ckptx.storage.files import take_lock, unwritable
+from ckptx.storage.directory_handle import PROBE_NAME, DirectoryHandle
+from ckptx.storage.files import lock_file, write_error
 from ckptx.storage.interface import ExpectedFile
 from ckptx.storage.local import LocalSource
 from ckptx.storage.open_file import OpenFile
-from ckptx.storage.staged import staged
+from ckptx.storage.staged import staging_paths
 from ckptx.transfer.digest import file_digest
 
 _RENAME_EXCHANGE = 2
@@ -72,7 +72,7 @@ class Staging:
                 not writable.
         """
         self.target = Path(os.path.realpath(target))
-        self.tree, self.journal = staged(self.target)
+        self.tree, self.journal = staging_paths(self.target)
         self.root = self.tree.parent
         self._overwrite, self._may_replace = overwrite, may_replace
         self._aside = f".{self.target.name}.ckptx-old"
@@ -84,7 +84,7 @@ class Staging:
                 DirectoryHandle(self.target.parent, os.open(self.target.parent, os.O_RDONLY | os.O_DIRECTORY))
             )
         except OSError as error:
-            raise unwritable(self.root, error) from error
+            raise write_error(self.root, error) from error
         try:
             self._acquire()
             self._sign()
@@ -92,7 +92,7 @@ class Staging:
             refuse_existing(self.target, overwrite or resume)
         except OSError as error:
             self._close()
-            raise unwritable(self.root, error) from error
+            raise write_error(self.root, error) from error
         except BaseException:  # close all descriptors, and raise it again
             self._discard_if_unused()
             self._close()
@@ -113,7 +113,7 @@ class Staging:
         reason = OutputError(f"{self.root}: was removed by another process {_TRIES} times; wait for it and run again")
         for _ in range(_TRIES):
             try:
-                root = self._parent.open_directory(self.root.name, make=True)
+                root = self._parent.open_directory(self.root.name, create=True)
             except OutputError as error:
                 if self._parent.stat(self.root.name) is not None:
                     raise
@@ -122,9 +122,9 @@ class Staging:
             try:
                 _refuse_foreign(root)
                 try:
-                    lock = root.create("lock", keep=True)
+                    lock = root.create_descriptor("lock", keep=True)
                 except OutputError:
-                    if root.is_at(self._parent, self.root.name):
+                    if root.is_entry_of(self._parent, self.root.name):
                         raise
                     root.close()
                     continue  # another run has just removed the directory
@@ -139,11 +139,11 @@ class Staging:
     def _take(self, root: DirectoryHandle, lock: int) -> bool:
         """Lock the directory; return False if another run removed it after it was opened."""
         try:
-            is_free = take_lock(lock, self.root / "lock")
+            is_free = lock_file(lock, self.root / "lock")
         except OutputError:  # locking is impossible, so no other run can have locked it either
             os.close(lock)
             with suppress(OSError):
-                if root.names() == ["lock"]:
+                if root.list_names() == ["lock"]:
                     root.remove("lock")
                     os.rmdir(self.root.name, dir_fd=self._parent.descriptor)
             raise
@@ -164,7 +164,7 @@ class Staging:
         if not self.is_locked:
             signature = os.urandom(16).hex().encode()
             file = OpenFile(self._lock, self.root / "lock")
-            file.cut_to(0)
+            file.truncate(0)
             file.write(signature, 0)
             self._signature = signature
 
@@ -195,7 +195,7 @@ class Staging:
             self._root.remove(name)
 
     def _discard_if_unused(self) -> None:
-        if self._lock >= 0 and self._root.names() == ["lock"]:
+        if self._lock >= 0 and self._root.list_names() == ["lock"]:
             self.discard()
 
     def __enter__(self) -> Staging:
@@ -218,7 +218,7 @@ class Staging:
 
     def digest_of_published(self, name: str) -> str:
         """Return the digest of a file at the target; links are refused."""
-        with DirectoryHandle.at(self.target) as held, held.reading(name) as file:
+        with DirectoryHandle.open_path(self.target) as held, held.open_file(name) as file:
             return file_digest(file).hex()
 
     def refuse_target_unless(self, overwrite: bool) -> None:
@@ -236,12 +236,12 @@ class Staging:
             if not same:
                 for name in ("plan", "tree", "journal"):
                     self._remove_if_present(name)
-            self.output = self._keep(self._root.open_directory("tree", make=True))
-            self.notes = self._keep(self._root.open_directory("journal", make=True))
+            self.output = self._keep(self._root.open_directory("tree", create=True))
+            self.notes = self._keep(self._root.open_directory("journal", create=True))
             if not same:
                 self._root.write("plan", [plan])
         except OSError as error:
-            raise unwritable(self.root, error) from error
+            raise write_error(self.root, error) from error
         return same
 
     def require_space(self, nbytes: int) -> None:
@@ -282,7 +282,7 @@ class Staging:
                     f"{self.target}: was created by another process during the run; nothing was replaced, choose "
                     "another DST or run again"
                 ) from error
-            raise unwritable(self.target, error) from error
+            raise write_error(self.target, error) from error
         self.discard()
 
     def require_own(self) -> None:
@@ -300,7 +300,7 @@ class Staging:
             (self._root, self._parent, self.root.name),
             (self.output, self._root, "tree"),
         ):
-            if not directory.is_at(parent, name):
+            if not directory.is_entry_of(parent, name):
                 raise OutputError(
                     f"{parent.path / name}: was removed or replaced by another process; nothing was published, run "
                     "again"
@@ -316,7 +316,7 @@ class Staging:
     def _undo_publish(self) -> None:
         """Undo the rename and raise an error, because the target is not the directory that was written."""
         with suppress(OSError):
-            if self.output.is_at(self._parent, self.target.name) and self._root.stat("tree") is None:
+            if self.output.is_entry_of(self._parent, self.target.name) and self._root.stat("tree") is None:
                 self._rename(self._parent, self.target.name, self._root, "tree")
         raise OutputError(
             f"{self.target}: is not the directory that was written, because another process moved or replaced it; "
@@ -332,7 +332,7 @@ class Staging:
             return
         with suppress(OSError):
             for held, name in ((getattr(self, "output", None), "tree"), (getattr(self, "notes", None), "journal")):
-                if held is None or held.is_at(self._root, name):
+                if held is None or held.is_entry_of(self._root, name):
                     self._remove_if_present(name)
         # Errors are ignored: the next run may claim the directory once the lock is removed, and a failed run reports
         # its own error.
@@ -340,9 +340,11 @@ class Staging:
             self._remove_if_present("plan")
             if self._parent.stat(self._aside) is None:
                 self._remove_if_present("aside")
-            if self._root.names() == ["lock"]:  # the next run handles files that could not be removed, under its lock
+            if self._root.list_names() == [
+                "lock"
+            ]:  # the next run handles files that could not be removed, under its lock
                 self._remove_if_present("lock")
-                if self._root.is_at(self._parent, self.root.name):
+                if self._root.is_entry_of(self._parent, self.root.name):
                     os.rmdir(self.root.name, dir_fd=self._parent.descriptor)
 
     def _exchange(self) -> None:
@@ -362,7 +364,7 @@ class Staging:
                 self._rename(*place, self._parent, self.target.name)
                 raise
         came = sorted({name for name, _ in old.walk()} - known)
-        if came or not old.is_at(*place):
+        if came or not old.is_entry_of(*place):
             if is_swapped:
                 _exchange_names(self._root.descriptor, "tree", self._parent.descriptor, self.target.name)
             else:
@@ -390,14 +392,14 @@ def _refuse_foreign(root: DirectoryHandle) -> None:
     Raises:
         OutputError: It contains unknown names, or belongs to another user.
     """
-    names = root.names()
+    names = root.list_names()
     foreign = [name for name in names if name not in _CONTENTS]
     foreign += [
         name
         for name, is_kind in _CONTENTS.items()
         if (found := root.stat(name)) is not None and not is_kind(found.st_mode)
     ]
-    if not foreign and "lock" not in names and set(names) - {PROBE} and root.names():
+    if not foreign and "lock" not in names and set(names) - {PROBE_NAME} and root.list_names():
         raise OutputError(f"{root.path}: not a staging directory of ckptx, it has no lock; move it elsewhere")
     if foreign:
         raise OutputError(
@@ -409,7 +411,7 @@ def _refuse_foreign(root: DirectoryHandle) -> None:
 
 _CONTENTS: dict[str, Callable[[int], bool]] = {
     "lock": stat.S_ISREG, "plan": stat.S_ISREG, "aside": stat.S_ISREG, "tree": stat.S_ISDIR, "journal": stat.S_ISDIR,
-    PROBE: stat.S_ISREG,
+    PROBE_NAME: stat.S_ISREG,
 }  # fmt: skip
 
 
@@ -420,9 +422,9 @@ def open_staged(target: Path) -> Iterator[tuple[DirectoryHandle, DirectoryHandle
     Raises:
         OutputError: They cannot be opened.
     """
-    root = Path(os.path.realpath(target)).parent / staged(target)[0].parent.name
+    root = Path(os.path.realpath(target)).parent / staging_paths(target)[0].parent.name
     with (
-        DirectoryHandle.at(root) as held,
+        DirectoryHandle.open_path(root) as held,
         held.open_directory("tree") as tree,
         held.open_directory("journal") as journal,
     ):

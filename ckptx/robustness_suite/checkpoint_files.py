@@ -17,7 +17,7 @@ from ckptx.catalog.catalog import Catalog
 from ckptx.errors import InputError
 from ckptx.formats.dcp.reader import open_dcp
 from ckptx.robustness_suite.item_names import word_of_file
-from ckptx.storage.files import FilePool, head_of, unreadable
+from ckptx.storage.files import FilePool, read_error, read_head
 from ckptx.storage.local import LocalSource
 from ckptx.untrusted.limits import CONFIG_BYTES, PICKLE_BYTES
 
@@ -111,7 +111,7 @@ def _places_in(
             state = os.stat(folder)
             entries = sorted(os.scandir(folder), key=lambda each: each.name)
         except OSError as error:
-            raise unreadable(folder, error) from error
+            raise read_error(folder, error) from error
         looked_through |= {(state.st_dev, state.st_ino)}
         of_dcp: set[str] = set()
         if any(each.name == METADATA and each.is_file() for each in entries):
@@ -145,7 +145,7 @@ def _of_file(path: Path, above: tuple[str, ...], name: str, must_be_read: bool =
         state = os.stat(path)
     except OSError as error:
         if not os.path.islink(path) or ending in (".safetensors", ".json", *_PICKLES):
-            raise unreadable(path, error) from error
+            raise read_error(path, error) from error
         return ComparedFile(
             path, label, None, MARK, f"link to {printable(os.readlink(path))}, which is not there", file
         )
@@ -164,7 +164,7 @@ def _kind(path: Path, ending: str, size: int, must_be_read: bool) -> str:
         return SAFETENSORS
     if ending == ".json":
         return JSON if size <= CONFIG_BYTES else BYTES
-    head = head_of(path, _HEAD)
+    head = read_head(path, _HEAD)
     is_small = size <= PICKLE_BYTES or _is_legacy(head)
     if head.startswith(b"PK\3\4"):
         return PICKLE if ending in (*_PICKLES, *_OFTEN_PICKLES) else ZIP  # which may hold what torch.save wrote
@@ -183,7 +183,7 @@ def _looks_like_pickle(path: Path, head: bytes, size: int) -> bool:
 
 def is_surely_pickle(path: Path) -> bool:
     """True of a file that its ending or its first bytes call a pickle or archive: one that is none is refused."""
-    return path.suffix in _PICKLES or head_of(path, 4) == b"PK\3\4"
+    return path.suffix in _PICKLES or read_head(path, 4) == b"PK\3\4"
 
 
 def _last_byte(path: Path, size: int) -> bytes:

@@ -18,10 +18,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ckptx.catalog.dtype import BY_NAME
+from ckptx.catalog.dtype import DTYPES_BY_NAME
 from ckptx.catalog.entry import Chunk, Record, TensorEntry
 from ckptx.catalog.object_ids import ObjectIds
-from ckptx.catalog.region import whole
+from ckptx.catalog.region import full_region
 from ckptx.errors import CkptxError, InputError
 from ckptx.formats.torch_archive.archive import locate_tensor, open_archive
 from ckptx.formats.torch_archive.pickle_graph import read_graph
@@ -298,7 +298,7 @@ class Reader:
         shape = found.shape
         if found.dtype.pack > 1 and shape:
             shape = (*shape[:-1], shape[-1] * found.dtype.pack)
-        chunk = Chunk(whole(shape), self._file, found.data_offset, found.nbytes, found.strides, found.record)
+        chunk = Chunk(full_region(shape), self._file, found.data_offset, found.nbytes, found.strides, found.record)
         entry = TensorEntry(name, found.dtype, shape, (chunk,))
         if storage.data is None:
             return entry, None
@@ -315,8 +315,8 @@ class Reader:
             return self._tensors.digest(*self._entry("in an object", value))
         ref = StorageRef(value.ref.key, None, value.ref.nbytes)
         record = value.record or Record(0, ref.nbytes, None)
-        chunk = Chunk(whole((ref.nbytes,)), self._file, record.offset, record.nbytes, None, value.record)
-        return self._tensors.digest(TensorEntry("a storage", BY_NAME["U8"], (ref.nbytes,), (chunk,)), value.data)
+        chunk = Chunk(full_region((ref.nbytes,)), self._file, record.offset, record.nbytes, None, value.record)
+        return self._tensors.digest(TensorEntry("a storage", DTYPES_BY_NAME["U8"], (ref.nbytes,), (chunk,)), value.data)
 
 
 def is_pickle(files: FilePool, file: str, offset: int, length: int) -> bool:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ckptx.catalog.dtype import BY_STORAGE, BY_TORCH, DType
+from ckptx.catalog.dtype import DTYPES_BY_STORAGE_CLASS, DTYPES_BY_TORCH_NAME, DType
 from ckptx.catalog.entry import Record
 from ckptx.catalog.object_ids import ObjectIds
 from ckptx.errors import InputError
@@ -227,7 +227,9 @@ class Kinds:
         if not 7 <= len(made.arguments) <= 8 or not isinstance(made.arguments[6], GlobalName):
             return None
         name = made.arguments[6]
-        return self._tensor(made, BY_TORCH.get(name.name) if name.module == "torch" else None, has_dtype=True)
+        return self._tensor(
+            made, DTYPES_BY_TORCH_NAME.get(name.name) if name.module == "torch" else None, has_dtype=True
+        )
 
     def _tensor(self, made: CallResult, dtype: DType | None, has_dtype: bool = False) -> Any:
         storage, offset, shape, strides, requires_grad, hooks = made.arguments[:6]
@@ -353,7 +355,7 @@ def described_storage(pid: Any) -> tuple[str, StorageRef] | None:
         return None
     if kind.name == "UntypedStorage":  # which torch has as one of bytes after loading
         return "torch.ByteStorage", StorageRef(key, None, numel)
-    dtype = BY_STORAGE.get(kind.name)
+    dtype = DTYPES_BY_STORAGE_CLASS.get(kind.name)
     return str(kind), StorageRef(key, dtype, numel if dtype else -1)
 
 

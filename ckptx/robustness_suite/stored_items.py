@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ckptx.catalog.entry import Chunk, TensorEntry
-from ckptx.catalog.region import whole
+from ckptx.catalog.region import full_region
 from ckptx.errors import CkptxError, InputError, UnsupportedError
 from ckptx.formats.dcp.reader import locate_payloads
 from ckptx.formats.hf.safetensors import parse_header
@@ -64,7 +64,7 @@ from ckptx.robustness_suite.oracles import Items
 from ckptx.robustness_suite.pickled import ContainerForm, Leaf, Reader
 from ckptx.robustness_suite.state_kinds import StoredItem, is_generator_state, oracles_of_items
 from ckptx.robustness_suite.tensor_digests import TensorDigests
-from ckptx.storage.files import FilePool, head_of, read_small
+from ckptx.storage.files import FilePool, read_head, read_small
 from ckptx.untrusted.limits import CONFIG_BYTES, RANKS, TENSORS
 
 _NOISE = re.compile(
@@ -247,7 +247,7 @@ def _read_safetensors(place: ComparedFile, items: _Items) -> None:
         name, tensors = place.path.name, TensorDigests(files)
         header = parse_header(partial(files.read, name), files.size(name), str(place.path))
         for tensor in header.tensors:
-            chunk = Chunk(whole(tensor.shape), name, tensor.begin, tensor.end - tensor.begin)
+            chunk = Chunk(full_region(tensor.shape), name, tensor.begin, tensor.end - tensor.begin)
             entry = TensorEntry(tensor.name, tensor.dtype, tensor.shape, (chunk,))
             items.add(place, _stored(place, place.name(tensor.name), entry), *tensors.read(entry))
         for key, value in sorted(header.metadata.items()):
@@ -261,7 +261,7 @@ def _read_pickle(place: ComparedFile, items: _Items) -> None:
             reader = Reader(files, place.path.name, str(place.path), tensors)
             leaves = list(reader.leaves())
         except UnsupportedError:
-            if head_of(place.path, 4) != b"PK\3\4":
+            if read_head(place.path, 4) != b"PK\3\4":
                 raise
             _read_members(place, items)  # TorchScript and the like
             return

@@ -117,7 +117,7 @@ def content_of(path: Path) -> str:
     state = _load_with_torch(path)
     with open_state(path) as stored:
         for name, entry in stored.tensors.items():
-            tensor = torch.empty(entry.shape, dtype=getattr(torch, str(entry.dtype.torch)))
+            tensor = torch.empty(entry.shape, dtype=getattr(torch, str(entry.dtype.torch_name)))
             stored.fill(name, tensor)
             if compute_digest(tensor) != compute_digest(state[name]):
                 raise ValueError(f'tensor "{name}" has other bytes in stock torch')

@@ -7,9 +7,9 @@ from math import isnan
 
 import numpy as np
 
-from ckptx.catalog.dtype import BY_NAME
+from ckptx.catalog.dtype import DTYPES_BY_NAME
 from ckptx.catalog.entry import TensorEntry
-from ckptx.catalog.region import whole
+from ckptx.catalog.region import full_region
 from ckptx.storage.files import FilePool
 from ckptx.transfer.digest import TreeDigest
 from ckptx.transfer.stream import TensorReader, push
@@ -43,7 +43,7 @@ class TensorDigests:
         """
         sink = _Sink(entry, self._buffer)
         if data is None:
-            self._reader.stream(entry, whole(entry.shape), sink)
+            self._reader.stream(entry, full_region(entry.shape), sink)
         else:
             push(sink, memoryview(data))
         number = self._number(entry, data)
@@ -62,7 +62,7 @@ class TensorDigests:
         kind = _NUMBERS.get(entry.dtype.name)
         if kind is None or entry.numel != 1 or len(entry.chunks) != 1:
             return None
-        assert BY_NAME[entry.dtype.name] is entry.dtype
+        assert DTYPES_BY_NAME[entry.dtype.name] is entry.dtype
         chunk = entry.chunks[0]
         raw = self._files.read(chunk.file, chunk.offset, entry.nbytes) if data is None else data
         value = struct.unpack(f"<{kind}", raw)[0]

@@ -16,21 +16,23 @@ from contextlib import suppress
 from pathlib import Path
 
 from ckptx.errors import CkptxError, InputError, OutputError
-from ckptx.storage.files import unwritable
+from ckptx.storage.files import write_error
 from ckptx.storage.interface import ExpectedFile
 from ckptx.storage.open_file import OpenFile
 from ckptx.untrusted.file_name import colliding_name, name_fault
 from ckptx.untrusted.printable import one_line
 
-_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-_FILE = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # non-blocking, because opening a pipe waits for its other end
+_DIRECTORY_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_FILE_FLAGS = (
+    os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+)  # non-blocking, because opening a pipe waits for its other end
 # Errors of opening a name that is not a file or directory as expected.
-_UNEXPECTED_KIND = {errno.ELOOP, errno.EMLINK, errno.ENOTDIR, errno.EISDIR, errno.ENXIO, errno.EEXIST}
+_UNEXPECTED_KIND_ERRNOS = {errno.ELOOP, errno.EMLINK, errno.ENOTDIR, errno.EISDIR, errno.ENXIO, errno.EEXIST}
 
-PROBE = "probe"  # created and removed to find out the owner of our files
+PROBE_NAME = "probe"  # created and removed to find out the owner of our files
 
 
-def parts_of(name: str) -> tuple[str, ...]:
+def split_name(name: str) -> tuple[str, ...]:
     """Return the components of the name of an output file, directories first.
 
     Raises:
@@ -46,7 +48,7 @@ def parts_of(name: str) -> tuple[str, ...]:
     return parts
 
 
-def refuse_clashes(names: Iterable[str]) -> None:
+def refuse_conflicting_names(names: Iterable[str]) -> None:
     """Refuse names that are invalid, duplicates, or both a file and a directory.
 
     Raises:
@@ -54,14 +56,15 @@ def refuse_clashes(names: Iterable[str]) -> None:
     """
     names = list(names)
     for name in names:
-        parts_of(name)
+        split_name(name)
         fault = name_fault(name)
         if fault is not None:
             raise InputError(f'file name "{one_line(name)}" is not allowed in an output: {fault}; rename it')
-    twice = colliding_name(names)
-    if twice is not None:
+    conflict = colliding_name(names)
+    if conflict is not None:
         raise InputError(
-            f'file name "{one_line(twice)}" conflicts with another file of the output; rename one of them in the input'
+            f'file name "{one_line(conflict)}" conflicts with another file of the output; rename one of them in '
+            "the input"
         )
 
 
@@ -80,31 +83,31 @@ class DirectoryHandle:
         self._tracked: dict[str, int] = {}
 
     @classmethod
-    def at(cls, path: Path) -> DirectoryHandle:
+    def open_path(cls, path: Path) -> DirectoryHandle:
         """Open the directory at `path`, whose last component must not be a link.
 
         Raises:
             OutputError: There is no directory at the path.
         """
         try:
-            return cls(path, os.open(path, _DIRECTORY))
+            return cls(path, os.open(path, _DIRECTORY_FLAGS))
         except OSError as error:
-            raise refusal(path, error) from error
+            raise open_error(path, error) from error
 
-    def open_directory(self, name: str, *, make: bool = False) -> DirectoryHandle:
-        """Open a subdirectory; with `make` it is created if it does not exist.
+    def open_directory(self, name: str, *, create: bool = False) -> DirectoryHandle:
+        """Open a subdirectory; with `create_descriptor` it is created if it does not exist.
 
         Raises:
             OutputError: It cannot be created, or is not a directory.
         """
         path = self.path / name
         try:
-            if make:
+            if create:
                 with suppress(FileExistsError):
                     os.mkdir(name, dir_fd=self.descriptor)
-            return DirectoryHandle(path, os.open(name, _DIRECTORY, dir_fd=self.descriptor))
+            return DirectoryHandle(path, os.open(name, _DIRECTORY_FLAGS, dir_fd=self.descriptor))
         except OSError as error:
-            raise refusal(path, error) from error
+            raise open_error(path, error) from error
 
     def __enter__(self) -> DirectoryHandle:
         return self
@@ -121,7 +124,7 @@ class DirectoryHandle:
 
     # ------------------------------------------------------------------------------------------------------- files
 
-    def create(self, name: str, *, keep: bool = False) -> int:
+    def create_descriptor(self, name: str, *, keep: bool = False) -> int:
         """Create a file and open it for reading and writing; the caller closes it. The mode follows the umask.
 
         Args:
@@ -133,87 +136,89 @@ class DirectoryHandle:
             OutputError: The file exists and must not be written.
             SpaceError: The disk is full.
         """
-        *above, last = parts_of(name)
+        *parents, last = split_name(name)
         path = self.path / name
         try:
-            directory = self._directory(tuple(above))
+            directory = self._open_subdirectory(tuple(parents))
             try:
-                return os.open(last, os.O_RDWR | os.O_CREAT | os.O_EXCL | _FILE, 0o666, dir_fd=directory)
+                return os.open(last, os.O_RDWR | os.O_CREAT | os.O_EXCL | _FILE_FLAGS, 0o666, dir_fd=directory)
             except FileExistsError:
                 if not keep:
                     raise
-            descriptor = os.open(last, os.O_RDWR | _FILE, dir_fd=directory)
+            descriptor = os.open(last, os.O_RDWR | _FILE_FLAGS, dir_fd=directory)
         except OSError as error:
-            raise refusal(path, error) from error
-        found = os.fstat(descriptor)
-        if not stat.S_ISREG(found.st_mode) or found.st_nlink > 1:
+            raise open_error(path, error) from error
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode) or status.st_nlink > 1:
             os.close(descriptor)
-            what = "has another hard link" if stat.S_ISREG(found.st_mode) else "not a regular file"
-            raise OutputError(f"{path}: {what}; ckptx did not write it, remove it and run again")
+            problem = "has another hard link" if stat.S_ISREG(status.st_mode) else "not a regular file"
+            raise OutputError(f"{path}: {problem}; ckptx did not write it, remove it and run again")
         return descriptor
 
     def create_tracked(self, name: str, *, keep: bool = False) -> OpenFile:
-        """Create a file and keep its descriptor, so that `fsync_and_verify` can recognize the file; see `create`."""
-        descriptor = self.create(name, keep=keep)
+        """Create a file and keep its descriptor, so that `fsync_and_verify` recognizes the file."""
+        descriptor = self.create_descriptor(name, keep=keep)
         self._tracked[name] = descriptor
         return OpenFile(descriptor, self.path / name)
 
     def open_output(self, name: str, nbytes: int | None, *, keep: bool = False) -> OpenFile:
-        """Create a file of the output, or with `keep` open the file of an interrupted run; see `OutputTree`.
+        """Create a file of the output, or with `keep` open_descriptor the file of an interrupted run; see `OutputTree`.
 
         Args:
             name: Name relative to this directory.
             nbytes: Final size in bytes, to which a longer file is truncated; the descriptor is kept. None for a file
                 that the caller closes.
-            keep: Open an existing file, see `create`.
+            keep: Open an existing file, see `create_descriptor`.
 
         Raises:
-            InputError, OutputError, SpaceError: See `create`.
+            InputError, OutputError, SpaceError: See `create_descriptor`.
         """
         if nbytes is None:
-            return self.make(name, keep=keep)
+            return self.create_file(name, keep=keep)
         file = self.create_tracked(name, keep=keep)
-        file.cut_to(nbytes)
+        file.truncate(nbytes)
         return file
 
-    def make(self, name: str, *, keep: bool = False) -> OpenFile:
-        """Create a file as an `OpenFile`, which the caller closes; see `create`."""
-        return OpenFile(self.create(name, keep=keep), self.path / name)
+    def create_file(self, name: str, *, keep: bool = False) -> OpenFile:
+        """Create a file as an `OpenFile`, which the caller closes; see `create_descriptor`."""
+        return OpenFile(self.create_descriptor(name, keep=keep), self.path / name)
 
-    def reading(self, name: str) -> OpenFile:
-        """Open a file for reading as an `OpenFile`, which the caller closes; see `open`."""
-        return OpenFile(self.open(name), self.path / name)
+    def open_file(self, name: str) -> OpenFile:
+        """Open a file for reading as an `OpenFile`, which the caller closes; see `open_descriptor`."""
+        return OpenFile(self.open_descriptor(name), self.path / name)
 
     def write(self, name: str, blocks: Iterable[bytes]) -> tuple[int, int]:
         """Create a file from `blocks`; return its device and inode.
 
         Raises:
-            OutputError, SpaceError: It cannot be created or written; see `create`.
+            OutputError, SpaceError: It cannot be created or written; see `create_descriptor`.
         """
-        at = 0
-        with self.make(name) as file:
+        offset = 0
+        with self.create_file(name) as file:
             for block in blocks:
-                file.write(block, at)
-                at += len(block)
-            return file.identity
+                file.write(block, offset)
+                offset += len(block)
+            return file.device_and_inode
 
-    def open(self, name: str, *, write: bool = False) -> int:
+    def open_descriptor(self, name: str, *, write: bool = False) -> int:
         """Open a regular file for reading, and with `write` for writing, too; the caller closes it.
 
         Raises:
             FileNotFoundError: It does not exist.
             OutputError: It cannot be opened, or is not a regular file.
         """
-        *above, last = parts_of(name)
+        *parents, last = split_name(name)
         path = self.path / name
         try:
             descriptor = os.open(
-                last, (os.O_RDWR if write else os.O_RDONLY) | _FILE, dir_fd=self._directory(tuple(above), make=False)
+                last,
+                (os.O_RDWR if write else os.O_RDONLY) | _FILE_FLAGS,
+                dir_fd=self._open_subdirectory(tuple(parents), create=False),
             )
         except FileNotFoundError:
             raise
         except OSError as error:
-            raise refusal(path, error) from error
+            raise open_error(path, error) from error
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             os.close(descriptor)
             raise OutputError(f"{path}: not a regular file; ckptx did not write it, remove it and run again")
@@ -222,26 +227,26 @@ class DirectoryHandle:
     def read(self, name: str, limit: int = 1 << 20) -> bytes | None:
         """Return the first `limit` bytes of a file, or None if it does not exist."""
         try:
-            with self.reading(name) as file:
+            with self.open_file(name) as file:
                 return file.read(min(limit, file.size), 0)
         except FileNotFoundError:
             return None
 
-    def identity(self, name: str) -> tuple[int, int]:
+    def device_and_inode(self, name: str) -> tuple[int, int]:
         """Return device and inode of a file whose descriptor was kept."""
-        found = os.fstat(self._tracked[name])
-        return found.st_dev, found.st_ino
+        status = os.fstat(self._tracked[name])
+        return status.st_dev, status.st_ino
 
-    def _directory(self, parts: tuple[str, ...], *, make: bool = True) -> int:
+    def _open_subdirectory(self, parts: tuple[str, ...], *, create: bool = True) -> int:
         """Return the descriptor of a subdirectory, which stays open."""
         if not parts:
             return self.descriptor
         if parts not in self._directories:
-            above = self._directory(parts[:-1], make=make)
-            if make:
+            parent = self._open_subdirectory(parts[:-1], create=create)
+            if create:
                 with suppress(FileExistsError):
-                    os.mkdir(parts[-1], dir_fd=above)
-            self._directories[parts] = os.open(parts[-1], _DIRECTORY, dir_fd=above)
+                    os.mkdir(parts[-1], dir_fd=parent)
+            self._directories[parts] = os.open(parts[-1], _DIRECTORY_FLAGS, dir_fd=parent)
         return self._directories[parts]
 
     # ------------------------------------------------------------------------------------------------------- names
@@ -254,13 +259,13 @@ class DirectoryHandle:
         owner = os.fstat(self.descriptor).st_uid
         if owner == os.geteuid():
             return True
-        descriptor = self.create(PROBE, keep=True)
+        descriptor = self.create_descriptor(PROBE_NAME, keep=True)
         try:
             return os.fstat(descriptor).st_uid == owner
         finally:
             os.close(descriptor)
             with suppress(OSError):
-                os.unlink(PROBE, dir_fd=self.descriptor)
+                os.unlink(PROBE_NAME, dir_fd=self.descriptor)
 
     def stat(self, name: str) -> os.stat_result | None:
         """Return the status of a name in this directory without following links, or None if it does not exist."""
@@ -269,22 +274,22 @@ class DirectoryHandle:
         except FileNotFoundError:
             return None
 
-    def names(self) -> list[str]:
+    def list_names(self) -> list[str]:
         """Return the names in this directory, sorted."""
         return sorted(os.listdir(self.descriptor))
 
-    def is_at(self, parent: DirectoryHandle, name: str) -> bool:
+    def is_entry_of(self, parent: DirectoryHandle, name: str) -> bool:
         """Return True if `name` in `parent` is the same directory as this one."""
-        found = parent.stat(name)
-        return found is not None and os.path.samestat(found, os.fstat(self.descriptor))
+        status = parent.stat(name)
+        return status is not None and os.path.samestat(status, os.fstat(self.descriptor))
 
     def walk(self) -> Iterator[tuple[str, os.stat_result]]:
         """Iterate over everything in the tree but directories, by relative name; links are not followed."""
         return _walk(self.descriptor, "")
 
-    def allocated(self) -> int:
+    def allocated_bytes(self) -> int:
         """Return the disk space of the files in the tree, in bytes."""
-        return sum(found.st_blocks * 512 for _, found in self.walk())
+        return sum(status.st_blocks * 512 for _, status in self.walk())
 
     def remove(self, name: str) -> None:
         """Remove a file, a link or a directory tree in this directory; targets of links are never removed.
@@ -294,15 +299,15 @@ class DirectoryHandle:
         """
         _remove(name, self.descriptor)
 
-    def remove_others(self, names: Collection[str]) -> None:
-        """Remove every file in the tree whose name is not among `names`."""
+    def remove_others(self, kept_names: Collection[str]) -> None:
+        """Remove every file in the tree whose name is not among `list_names`."""
         try:
             for name, _ in list(self.walk()):
-                if name not in names:
-                    *above, last = parts_of(name)
-                    os.unlink(last, dir_fd=self._directory(tuple(above)))
+                if name not in kept_names:
+                    *parents, last = split_name(name)
+                    os.unlink(last, dir_fd=self._open_subdirectory(tuple(parents)))
         except OSError as error:
-            raise unwritable(self.path, error) from error
+            raise write_error(self.path, error) from error
 
     # ---------------------------------------------------------------------------------------------------- verification
 
@@ -316,80 +321,84 @@ class DirectoryHandle:
             OutputError: A file is missing, unexpected, was replaced, or has another size or other bytes.
             SpaceError: The disk is full.
         """
-        missing = {"/".join(parts_of(name)): what for name, what in (expected or {}).items()}
+        missing = {"/".join(split_name(name)): expected_file for name, expected_file in (expected or {}).items()}
         directories = set()
         for name in [name for name, _ in self.walk()]:
             if expected is not None and name not in missing:
-                raise self._changed(name, "was created by another process")
+                raise self._changed_error(name, "was created by another process")
             try:
-                descriptor = self.open(name)
+                descriptor = self.open_descriptor(name)
             except FileNotFoundError:
-                raise self._changed(name, "was removed") from None
+                raise self._changed_error(name, "was removed") from None
             try:
-                what = missing.pop(name, None)
-                if what is not None:
-                    self._check_state(name, os.fstat(descriptor), what)
-                    if what.reads_as is not None and not what.reads_as(OpenFile(descriptor, self.path / name)):
-                        raise self._changed(name, "has other bytes than were written")
+                expected_file = missing.pop(name, None)
+                if expected_file is not None:
+                    self._check_status(name, os.fstat(descriptor), expected_file)
+                    if expected_file.has_expected_bytes is not None and not expected_file.has_expected_bytes(
+                        OpenFile(descriptor, self.path / name)
+                    ):
+                        raise self._changed_error(name, "has other bytes than were written")
                 os.fsync(descriptor)
             except OSError as error:
-                raise unwritable(self.path / name, error) from error
+                raise write_error(self.path / name, error) from error
             finally:
                 os.close(descriptor)
-            directories.add(parts_of(name)[:-1])
+            directories.add(split_name(name)[:-1])
         if missing:
-            raise self._changed(min(missing), "was removed")
+            raise self._changed_error(min(missing), "was removed")
         for parts in directories:
-            os.fsync(self._directory(parts, make=False))
+            os.fsync(self._open_subdirectory(parts, create=False))
         os.fsync(self.descriptor)
 
-    def sync_tracked(self) -> None:
+    def fsync_tracked(self) -> None:
         """Flush the files that this process wrote to disk."""
-        for name, held in self._tracked.items():
+        for name, descriptor in self._tracked.items():
             try:
-                os.fsync(held)
+                os.fsync(descriptor)
             except OSError as error:
-                raise unwritable(self.path / name, error) from error
+                raise write_error(self.path / name, error) from error
 
-    def expect(self, sizes: Mapping[str, int]) -> dict[str, ExpectedFile]:
+    def describe_expected(self, sizes: Mapping[str, int]) -> dict[str, ExpectedFile]:
         """Return the expected state of files from their sizes, with the inode of those that this process wrote."""
         return {
-            name: ExpectedFile(nbytes, self.identity(name) if name in self._tracked else None)
+            name: ExpectedFile(nbytes, self.device_and_inode(name) if name in self._tracked else None)
             for name, nbytes in sizes.items()
         }
 
-    def require(self, expected: Mapping[str, ExpectedFile]) -> None:
+    def verify_status(self, expected: Mapping[str, ExpectedFile]) -> None:
         """Check the status of files against the expected one.
 
         Raises:
             OutputError: A file is missing, was replaced, or has another size.
         """
-        for name, what in expected.items():
-            *above, last = parts_of(name)
+        for name, expected_file in expected.items():
+            *parents, last = split_name(name)
             try:
-                found = os.stat(last, dir_fd=self._directory(tuple(above), make=False), follow_symlinks=False)
+                status = os.stat(
+                    last, dir_fd=self._open_subdirectory(tuple(parents), create=False), follow_symlinks=False
+                )
             except OSError:
-                raise self._changed(name, "was removed") from None
-            if not stat.S_ISREG(found.st_mode):
-                raise self._changed(name, "was replaced")
-            self._check_state(name, found, what)
+                raise self._changed_error(name, "was removed") from None
+            if not stat.S_ISREG(status.st_mode):
+                raise self._changed_error(name, "was replaced")
+            self._check_status(name, status, expected_file)
 
-    def _check_state(self, name: str, found: os.stat_result, expected: ExpectedFile) -> None:
-        if expected.holder is not None and (found.st_dev, found.st_ino) != expected.holder:
-            raise self._changed(name, "was replaced")
-        if found.st_size != expected.nbytes:
-            raise self._changed(name, f"has {found.st_size} bytes, but {expected.nbytes} were written")
+    def _check_status(self, name: str, status: os.stat_result, expected: ExpectedFile) -> None:
+        if expected.device_and_inode is not None and (status.st_dev, status.st_ino) != expected.device_and_inode:
+            raise self._changed_error(name, "was replaced")
+        if status.st_size != expected.nbytes:
+            raise self._changed_error(name, f"has {status.st_size} bytes, but {expected.nbytes} were written")
 
-    def _changed(self, name: str, how: str) -> OutputError:
+    def _changed_error(self, name: str, problem: str) -> OutputError:
         return OutputError(
-            f"{self.path}/{one_line(name)}: {how}; another process is using the staging directory, nothing was "
+            f"{self.path}/{one_line(name)}: {problem}; another process is using the staging directory, nothing was "
             "published, run again"
         )
 
 
-def refusal(path: Path, error: OSError) -> CkptxError:
+def open_error(path: Path, error: OSError) -> CkptxError:
     """Return the error for a file or directory that could not be opened or created in a staging directory."""
-    if error.errno in _UNEXPECTED_KIND:
+    if error.errno in _UNEXPECTED_KIND_ERRNOS:
         return OutputError(
             f"{path}: cannot be opened: {error.strerror}; ckptx did not write it, remove it and run again"
         )
@@ -397,32 +406,32 @@ def refusal(path: Path, error: OSError) -> CkptxError:
         return OutputError(
             f"{path}: cannot be opened: {error.strerror}; its directory was removed, nothing was published, run again"
         )
-    return unwritable(path, error)
+    return write_error(path, error)
 
 
-def _walk(descriptor: int, lead: str) -> Iterator[tuple[str, os.stat_result]]:
+def _walk(descriptor: int, prefix: str) -> Iterator[tuple[str, os.stat_result]]:
     with os.scandir(descriptor) as entries:
-        found = sorted(entries, key=lambda entry: entry.name)
-    for entry in found:
+        sorted_entries = sorted(entries, key=lambda entry: entry.name)
+    for entry in sorted_entries:
         if not entry.is_dir(follow_symlinks=False):
-            yield lead + entry.name, os.stat(entry.name, dir_fd=descriptor, follow_symlinks=False)
+            yield prefix + entry.name, os.stat(entry.name, dir_fd=descriptor, follow_symlinks=False)
             continue
-        below = os.open(entry.name, _DIRECTORY, dir_fd=descriptor)
+        child = os.open(entry.name, _DIRECTORY_FLAGS, dir_fd=descriptor)
         try:
-            yield from _walk(below, f"{lead}{entry.name}/")
+            yield from _walk(child, f"{prefix}{entry.name}/")
         finally:
-            os.close(below)
+            os.close(child)
 
 
 def _remove(name: str, parent: int) -> None:
-    found = os.stat(name, dir_fd=parent, follow_symlinks=False)
-    if not stat.S_ISDIR(found.st_mode):
+    status = os.stat(name, dir_fd=parent, follow_symlinks=False)
+    if not stat.S_ISDIR(status.st_mode):
         os.unlink(name, dir_fd=parent)
         return
-    descriptor = os.open(name, _DIRECTORY, dir_fd=parent)
+    descriptor = os.open(name, _DIRECTORY_FLAGS, dir_fd=parent)
     try:
-        for below in os.listdir(descriptor):
-            _remove(below, descriptor)
+        for child in os.listdir(descriptor):
+            _remove(child, descriptor)
     finally:
         os.close(descriptor)
     os.rmdir(name, dir_fd=parent)

@@ -24,7 +24,7 @@ _NOTHING_THERE = {errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG}
 _Location = TypeVar("_Location", bound=Location)
 
 
-def inside(root: _Location, name: str) -> _Location:
+def resolve_inside(root: _Location, name: str) -> _Location:
     """Return the path of `name` in `root`.
 
     Raises:
@@ -36,7 +36,7 @@ def inside(root: _Location, name: str) -> _Location:
     return cast("_Location", root / str(pure))  # joining a name keeps the type of the location
 
 
-class Identity(NamedTuple):
+class LocalFileIdentity(NamedTuple):
     """Identity of a file in one state: it differs if the file is changed or replaced.
 
     A difference in `ctime_ns` alone means that mode, owner or links changed, or that the file was rewritten in place
@@ -50,9 +50,9 @@ class Identity(NamedTuple):
     ctime_ns: int
 
     @classmethod
-    def of(cls, found: os.stat_result) -> Identity:
+    def from_stat(cls, status: os.stat_result) -> LocalFileIdentity:
         """Return the identity from a `stat` result."""
-        return cls(found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
+        return cls(status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
 
     @property
     def version(self) -> tuple[int, int]:
@@ -60,23 +60,23 @@ class Identity(NamedTuple):
         return self[2:4]
 
     @property
-    def holder(self) -> tuple[int, int]:
+    def device_and_inode(self) -> tuple[int, int]:
         """Device and inode."""
         return self[:2]
 
     def has_same_contents(self, other: FileIdentity) -> bool:
         """Return True for the same file with the same size and modification time."""
-        return isinstance(other, Identity) and self[:4] == other[:4]
+        return isinstance(other, LocalFileIdentity) and self[:4] == other[:4]
 
 
-def identities(root: Path, names: Iterable[str]) -> dict[str, Identity]:
+def read_identities(root: Path, names: Iterable[str]) -> dict[str, LocalFileIdentity]:
     """Return the identities of existing regular files, which reveal later changes if taken before reading."""
-    found: dict[str, Identity] = {}
+    identity_by_name: dict[str, LocalFileIdentity] = {}
     for name in names:
         state = state_of(root / name)
         if state is not None and stat.S_ISREG(state.st_mode):
-            found[name] = Identity.of(state)
-    return found
+            identity_by_name[name] = LocalFileIdentity.from_stat(state)
+    return identity_by_name
 
 
 def state_of(path: Path, *, follow_links: bool = True) -> os.stat_result | None:
@@ -96,10 +96,10 @@ def state_of(path: Path, *, follow_links: bool = True) -> os.stat_result | None:
     except OSError as error:
         if error.errno in _NOTHING_THERE:
             return None
-        raise unreadable(path, error) from error
+        raise read_error(path, error) from error
 
 
-def changed(path: Location) -> InputError:
+def changed_error(path: Location) -> InputError:
     """Return the error for a file that changed since the checkpoint was opened."""
     return InputError(f"{path}: changed while it was being read; wait for its writer, then run again")
 
@@ -107,16 +107,16 @@ def changed(path: Location) -> InputError:
 class FilePool:
     """Read-only file descriptors by name in one directory, opened on first use and kept; thread-safe."""
 
-    def __init__(self, root: Path, recorded: Mapping[str, FileIdentity] | None = None) -> None:
+    def __init__(self, root: Path, expected: Mapping[str, FileIdentity] | None = None) -> None:
         """Store the arguments without opening files.
 
         Args:
             root: Directory to which names are relative.
-            recorded: Expected identity by name; a file that differs when it is opened is refused, except if only the
+            expected: Expected identity by name; a file that differs when it is opened is refused, except if only the
                 change time differs: callers that need unchanged files compare contents.
         """
-        allow_many_files()
-        self.root, self._recorded = root, recorded or {}
+        raise_open_file_limit()
+        self.root, self._expected = root, expected or {}
         self._descriptors: dict[str, int] = {}
 
     def __enter__(self) -> FilePool:
@@ -131,7 +131,7 @@ class FilePool:
             os.close(descriptor)
         self._descriptors.clear()
 
-    def fd(self, name: str) -> int:
+    def open_descriptor(self, name: str) -> int:
         """Return a descriptor for `name`.
 
         Raises:
@@ -140,53 +140,55 @@ class FilePool:
         """
         descriptor = self._descriptors.get(name)
         if descriptor is None:
-            path = inside(self.root, name)
+            path = resolve_inside(self.root, name)
             descriptor, state = open_with_state(path)
-            if name in self._recorded and not Identity.of(state).has_same_contents(self._recorded[name]):
+            if name in self._expected and not LocalFileIdentity.from_stat(state).has_same_contents(
+                self._expected[name]
+            ):
                 os.close(descriptor)
-                raise changed(path)
-            descriptor = self._keep(name, descriptor)
+                raise changed_error(path)
+            descriptor = self._store_descriptor(name, descriptor)
         return descriptor
 
-    def _keep(self, name: str, descriptor: int) -> int:
-        kept = self._descriptors.setdefault(name, descriptor)
-        if kept != descriptor:
+    def _store_descriptor(self, name: str, descriptor: int) -> int:
+        stored = self._descriptors.setdefault(name, descriptor)
+        if stored != descriptor:
             os.close(descriptor)
-        return kept
+        return stored
 
     def size(self, name: str) -> int:
         """Return the size of a file in bytes."""
         return self._state(name).st_size
 
-    def identity(self, name: str) -> Identity:
+    def identity(self, name: str) -> LocalFileIdentity:
         """Return the identity of the file that is open as `name`."""
-        return Identity.of(self._state(name))
+        return LocalFileIdentity.from_stat(self._state(name))
 
     def _state(self, name: str) -> os.stat_result:
-        descriptor = self.fd(name)
+        descriptor = self.open_descriptor(name)
         try:
             return os.fstat(descriptor)
         except OSError as error:  # a server of the file system that is gone
-            raise unreadable(self.root / name, error) from error
+            raise read_error(self.root / name, error) from error
 
-    def expect(self, spans: Iterable[tuple[str, int, int]]) -> None:
+    def hint_reads(self, spans: Iterable[tuple[str, int, int]]) -> None:
         """Ignore the hint: the kernel reads ahead by itself."""
 
     def read_into(self, name: str, offset: int, views: list[memoryview | bytearray]) -> int:
         """Fill buffers in order from `offset`, and return the number of bytes read."""
-        descriptor = self.fd(name)
+        descriptor = self.open_descriptor(name)
         try:
             return os.preadv(descriptor, views, offset)
         except OSError as error:
-            raise unreadable(self.root / name, error) from error
+            raise read_error(self.root / name, error) from error
 
     def read_up_to(self, name: str, offset: int, nbytes: int) -> bytes:
         """Return up to `nbytes` bytes from `offset`."""
-        descriptor = self.fd(name)
+        descriptor = self.open_descriptor(name)
         try:
             return os.pread(descriptor, nbytes, offset)
         except OSError as error:
-            raise unreadable(self.root / name, error) from error
+            raise read_error(self.root / name, error) from error
 
     def read(self, name: str, offset: int, nbytes: int) -> bytes:
         """Return exactly `nbytes` bytes from `offset`.
@@ -226,21 +228,21 @@ def open_with_state(path: Path) -> tuple[int, os.stat_result]:
         # Non-blocking, because opening a pipe would otherwise wait for a writer forever.
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:
-        raise unreadable(path, error) from error
+        raise read_error(path, error) from error
     except ValueError as error:  # a null byte in the name
         raise InputError(f"{path}: not a valid file name: {error}") from error
     try:
         state = os.fstat(descriptor)
     except OSError as error:
         os.close(descriptor)
-        raise unreadable(path, error) from error
+        raise read_error(path, error) from error
     if not stat.S_ISREG(state.st_mode):
         os.close(descriptor)
         raise InputError(f"{path}: expected a regular file, found a directory, pipe or device; pass another path")
     return descriptor, state
 
 
-def head_of(path: Path, nbytes: int) -> bytes:
+def read_head(path: Path, nbytes: int) -> bytes:
     """Return up to `nbytes` bytes from the beginning of a file.
 
     Raises:
@@ -250,7 +252,7 @@ def head_of(path: Path, nbytes: int) -> bytes:
     try:
         return os.pread(descriptor, nbytes, 0)
     except OSError as error:
-        raise unreadable(path, error) from error
+        raise read_error(path, error) from error
     finally:
         os.close(descriptor)
 
@@ -275,11 +277,11 @@ def read_small(path: Path, limit: int) -> bytes:
             parts.append(part)
             remaining -= len(part)
     except OSError as error:
-        raise unreadable(path, error) from error
+        raise read_error(path, error) from error
     finally:
         os.close(descriptor)
     if not remaining:
-        raise _too_large(path, max(size, limit + 1), limit)
+        raise _too_large_error(path, max(size, limit + 1), limit)
     return b"".join(parts)
 
 
@@ -292,14 +294,14 @@ def refuse_large(path: Path, limit: int) -> None:
     descriptor, state = open_with_state(path)
     os.close(descriptor)
     if state.st_size > limit:
-        raise _too_large(path, state.st_size, limit)
+        raise _too_large_error(path, state.st_size, limit)
 
 
-def _too_large(path: Path, nbytes: int, limit: int) -> InputError:
+def _too_large_error(path: Path, nbytes: int, limit: int) -> InputError:
     return InputError(f"{path}: has {nbytes} bytes, the limit is {limit}; the file is corrupt")
 
 
-def size_of(path: Path) -> int:
+def read_size(path: Path) -> int:
     """Return the size of a file in bytes.
 
     Raises:
@@ -308,17 +310,17 @@ def size_of(path: Path) -> int:
     try:
         return os.stat(path).st_size
     except OSError as error:
-        raise unreadable(path, error) from error
+        raise read_error(path, error) from error
 
 
-def allow_many_files() -> None:
+def raise_open_file_limit() -> None:
     """Raise the soft limit of open files to the hard limit, because a run of 2,000 ranks writes as many files."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
-def unreadable(path: Path, error: OSError) -> CkptxError:
+def read_error(path: Path, error: OSError) -> CkptxError:
     """Return the error for a file that could not be opened."""
     if error.errno in (errno.EMFILE, errno.ENFILE):
         return EnvironmentProblem(f"{path}: cannot be opened: {error.strerror}; raise the limit (ulimit -n)")
@@ -343,14 +345,14 @@ def write_at(descriptor: int, data: memoryview | bytes, offset: int, path: Path)
             written = os.pwrite(descriptor, view, offset)
             view, offset = view[written:], offset + written
     except OSError as error:
-        raise unwritable(path, error) from error
+        raise write_error(path, error) from error
 
 
 # Errors of file systems without locks: Lustre with default mount options, NFS without a lock daemon, FUSE.
-_NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL}
+_NO_LOCK_ERRNOS = {errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL}
 
 
-def take_lock(descriptor: int, path: Path) -> bool | None:
+def lock_file(descriptor: int, path: Path) -> bool | None:
     """Lock a file for this process until it is closed.
 
     Returns:
@@ -364,13 +366,13 @@ def take_lock(descriptor: int, path: Path) -> bool | None:
     except BlockingIOError:
         return False
     except OSError as error:
-        if error.errno in _NO_LOCKS:
+        if error.errno in _NO_LOCK_ERRNOS:
             return None
         raise OutputError(f"{path}: cannot be locked: {error.strerror or error}; check that file system") from error
     return True
 
 
-def unwritable(path: Path, error: OSError) -> CkptxError:
+def write_error(path: Path, error: OSError) -> CkptxError:
     """Return the error for a failed write."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return SpaceError(f"{path}: {error.strerror}; nothing was published, free some space and run again")

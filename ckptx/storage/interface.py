@@ -54,7 +54,7 @@ def local_path(location: Location) -> Path:
     raise UnsupportedError(f"{location}: not on a local disk; copy it to one and pass that path")
 
 
-def name_below(root: Location, location: Location) -> str | None:
+def relative_name(root: Location, location: Location) -> str | None:
     """Return the name of a location relative to a directory, or None if it is not in the directory."""
     parts: list[str] = []
     while location != root:
@@ -77,7 +77,7 @@ class FileIdentity(Protocol):
         """Size and modification time, or an entity tag; equal on all machines that see the same contents."""
 
     @property
-    def holder(self) -> tuple[int | str, ...]:
+    def device_and_inode(self) -> tuple[int | str, ...]:
         """Device and inode of the file on this machine, in this order; empty if versions are unique."""
 
     def has_same_contents(self, other: FileIdentity) -> bool:
@@ -129,7 +129,7 @@ class SourceFiles(Protocol):
             InputError: See `size`; also if the file ends early.
         """
 
-    def expect(self, spans: Iterable[tuple[str, int, int]]) -> None:
+    def hint_reads(self, spans: Iterable[tuple[str, int, int]]) -> None:
         """Receive a hint about the next reads of one thread.
 
         Args:
@@ -141,24 +141,24 @@ class SourceFiles(Protocol):
 class Source(Protocol):
     """One directory of a storage, for listing and reading; keeps no file open.
 
-    Listings are cached and shared with the sources returned by `at`, so that detection, sidecars and checks see one
-    state of the directory. Reads are not cached.
+    Listings are cached and shared with the sources returned by `with_location`, so that detection, sidecars and checks
+    see one state of the directory. Reads are not cached.
     """
 
     @property
     def location(self) -> Location:
-        """Location of the directory, or of a file if `kind` returns FILE."""
+        """Location of the directory, or of a file if `read_kind` returns FILE."""
 
-    def at(self, location: Location) -> Source:
+    def with_location(self, location: Location) -> Source:
         """Return the source of another location of the same storage."""
 
-    def fresh(self) -> Source:
+    def without_cache(self) -> Source:
         """Return the source of the same location without cached listings."""
 
-    def spellings(self, name: str = "") -> tuple[Location, ...]:
+    def absolute_locations(self, name: str = "") -> tuple[Location, ...]:
         """Return the absolute location of a file, or of the source, and the one with links resolved if different."""
 
-    def kind(self) -> EntryKind | None:
+    def read_kind(self) -> EntryKind | None:
         """Return the kind of the entry at the location, following links; None if nothing exists there.
 
         Raises:
@@ -172,14 +172,14 @@ class Source(Protocol):
             InputError: It is not a directory, cannot be listed, or has more names than any checkpoint.
         """
 
-    def open(self, recorded: Mapping[str, FileIdentity] | None = None) -> SourceFiles:
+    def open(self, expected: Mapping[str, FileIdentity] | None = None) -> SourceFiles:
         """Return the files, for reading.
 
         Args:
-            recorded: Expected identity by name; a file with other contents is refused when it is first read.
+            expected: Expected identity by name; a file with other contents is refused when it is first read.
         """
 
-    def identities(self, names: Iterable[str]) -> dict[str, FileIdentity]:
+    def read_identities(self, names: Iterable[str]) -> dict[str, FileIdentity]:
         """Return the current identity of each name that is a regular file; other names are omitted."""
 
     def size(self, name: str) -> int:
@@ -189,7 +189,7 @@ class Source(Protocol):
             InputError: It is missing or not accessible.
         """
 
-    def head(self, name: str, nbytes: int) -> bytes:
+    def read_head(self, name: str, nbytes: int) -> bytes:
         """Return up to `nbytes` bytes from the beginning of a file.
 
         Raises:
@@ -200,7 +200,7 @@ class Source(Protocol):
         """Return all bytes of a file.
 
         Raises:
-            InputError: See `head`; also if the file is larger than `limit` bytes, which is checked before reading.
+            InputError: See `read_head`; also if the file is larger than `limit` bytes, which is checked before reading.
         """
 
     def refuse_large(self, name: str, limit: int) -> None:
@@ -234,7 +234,7 @@ class OutputFile(Protocol):
     def size(self) -> int:
         """Current size in bytes."""
 
-    def cut_to(self, nbytes: int) -> None:
+    def truncate(self, nbytes: int) -> None:
         """Truncate the file to at most `nbytes` bytes."""
 
     def read(self, nbytes: int, offset: int) -> bytes:
@@ -263,13 +263,15 @@ class ExpectedFile(NamedTuple):
 
     Attributes:
         nbytes: Size in bytes.
-        holder: `FileIdentity.holder` of the file that was written; None if another process wrote it.
-        reads_as: Reads the file again and returns True if its bytes are correct; None if size and holder suffice.
+        device_and_inode: Device and inode of the file that was written, see `FileIdentity`; None if another process
+            wrote it.
+        has_expected_bytes: Reads the file again and returns True if its bytes are correct; None to check only size and
+            inode.
     """
 
     nbytes: int
-    holder: tuple[int | str, ...] | None = None
-    reads_as: Callable[[OutputFile], bool] | None = None
+    device_and_inode: tuple[int | str, ...] | None = None
+    has_expected_bytes: Callable[[OutputFile], bool] | None = None
 
 
 class OutputTree(Protocol):
@@ -297,16 +299,16 @@ class OutputTree(Protocol):
     def write(self, name: str, blocks: Iterable[bytes]) -> tuple[int | str, ...]:
         """Write a file from blocks, and return its holder. Raises the errors of `open_output` and of `blocks`."""
 
-    def allocated(self) -> int:
+    def allocated_bytes(self) -> int:
         """Return the storage space that the files take so far, in bytes."""
 
-    def remove_others(self, names: Collection[str]) -> None:
-        """Remove every file of an interrupted run that is not among `names`."""
+    def remove_others(self, kept_names: Collection[str]) -> None:
+        """Remove every file of an interrupted run that is not among `kept_names`."""
 
-    def expect(self, sizes: Mapping[str, int]) -> dict[str, ExpectedFile]:
+    def describe_expected(self, sizes: Mapping[str, int]) -> dict[str, ExpectedFile]:
         """Return the expected state of files from their sizes, with the holder of those that this process wrote."""
 
-    def require(self, expected: Mapping[str, ExpectedFile]) -> None:
+    def verify_status(self, expected: Mapping[str, ExpectedFile]) -> None:
         """Check size and holder of files; `Publisher.publish` checks `reads_as`.
 
         Raises:

@@ -19,7 +19,7 @@ class EntryKind(Enum):
     DIRECTORY = "directory"
     OTHER = "pipe, socket or device"
     LINK = "link that was not followed yet"
-    DANGLING = "link to nothing"
+    BROKEN_LINK = "link to nothing"
 
 
 class Listing:
@@ -28,18 +28,18 @@ class Listing:
     def __init__(
         self,
         kinds: Mapping[str, EntryKind],
-        follow: Callable[[str], EntryKind],
+        resolve_link: Callable[[str], EntryKind],
         list_directory: Callable[[str], Listing],
     ) -> None:
         """Store the entries of a directory.
 
         Args:
             kinds: Kind of each name, in the order of names.
-            follow: Returns the kind of the target of a link.
+            resolve_link: Returns the kind of the target of a link.
             list_directory: Lists a subdirectory, given its name.
         """
-        self._kinds, self._follow, self._list_directory = kinds, follow, list_directory
-        self._followed: dict[str, EntryKind] = {}
+        self._kinds, self._resolve_link, self._list_directory = kinds, resolve_link, list_directory
+        self._target_kinds: dict[str, EntryKind] = {}
 
     def __len__(self) -> int:
         return len(self._kinds)
@@ -61,9 +61,9 @@ class Listing:
         first, _, rest = name.partition("/")
         kind = self._kinds.get(first)
         if kind is EntryKind.LINK:
-            kind = self._followed.get(first)
+            kind = self._target_kinds.get(first)
             if kind is None:
-                kind = self._followed[first] = self._follow(first)
+                kind = self._target_kinds[first] = self._resolve_link(first)
         if not rest:
             return kind
         if kind is not EntryKind.DIRECTORY:
@@ -91,7 +91,7 @@ class Listing:
 
     def is_link(self, name: str) -> bool:
         """Return True for a link in this directory, even a broken one."""
-        return self._kinds.get(name) in (EntryKind.LINK, EntryKind.DANGLING)
+        return self._kinds.get(name) in (EntryKind.LINK, EntryKind.BROKEN_LINK)
 
     def files(self) -> list[str]:
         """Return the regular files in this directory and the links to regular files, sorted."""

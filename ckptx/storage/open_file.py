@@ -41,12 +41,12 @@ class OpenFile:
         return os.fstat(self._descriptor).st_size
 
     @property
-    def identity(self) -> tuple[int, int]:
+    def device_and_inode(self) -> tuple[int, int]:
         """Device and inode."""
-        found = os.fstat(self._descriptor)
-        return found.st_dev, found.st_ino
+        status = os.fstat(self._descriptor)
+        return status.st_dev, status.st_ino
 
-    def cut_to(self, nbytes: int) -> None:
+    def truncate(self, nbytes: int) -> None:
         """Truncate the file to at most `nbytes` bytes."""
         if self.size > nbytes:
             os.ftruncate(self._descriptor, nbytes)
@@ -82,7 +82,7 @@ class OpenFile:
         Raises:
             OSError: It cannot be read; the caller translates the error.
         """
-        at = 0
-        while block := os.pread(self._descriptor, size, at):
+        offset = 0
+        while block := os.pread(self._descriptor, size, offset):
             yield block
-            at += len(block)
+            offset += len(block)

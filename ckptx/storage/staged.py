@@ -8,7 +8,7 @@ from pathlib import Path
 from ckptx.storage.interface import Location
 
 
-def is_being_written(path: Location) -> bool:
+def is_in_staging_directory(path: Location) -> bool:
     """Return True for a staging directory, or anything inside one."""
     location: Location = path.resolve() if isinstance(path, Path) else path
     while location.parent != location:
@@ -18,7 +18,7 @@ def is_being_written(path: Location) -> bool:
     return False
 
 
-def staged(target: Path) -> tuple[Path, Path]:
+def staging_paths(target: Path) -> tuple[Path, Path]:
     """Return the paths of the tree and the journal of a run that writes `target`."""
     resolved = Path(os.path.realpath(target))
     root = resolved.parent / f".{resolved.name}.ckptx-partial"

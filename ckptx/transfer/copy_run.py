@@ -16,7 +16,7 @@ from typing import NamedTuple
 from ckptx.catalog.dtype import DType
 from ckptx.catalog.entry import Frame, ShardedChunks
 from ckptx.catalog.object_ids import ObjectIds
-from ckptx.catalog.region import Region, Shape, whole
+from ckptx.catalog.region import Region, Shape, full_region
 from ckptx.storage.interface import OutputFile, OutputTree
 from ckptx.transfer import digest
 from ckptx.transfer.block_writers import BlockWriter, DirectSink, TileSink
@@ -203,8 +203,8 @@ class StepRangeCopier:
         key = (self._ids(blocks), step.target.dtype, step.target.shape, step.has_frame)
         sharding = self._shardings.get(key)
         if sharding is None:
-            regions = [whole(step.target.shape)] if blocks is None else [block.region for block in blocks]
-            replicas = blocks is not None and any(block.replica for block in blocks)
+            regions = [full_region(step.target.shape)] if blocks is None else [block.region for block in blocks]
+            replicas = blocks is not None and any(block.is_replica for block in blocks)
             sharding = self._shardings[key] = self._make_sharding(step, regions, replicas)
         return sharding
 
@@ -259,7 +259,7 @@ class StepRangeCopier:
     def _source_region(self, step: CopyStep) -> Region:
         shape, dim0_range = step.source.shape, self._step_range.dim0_range
         if dim0_range is None:
-            return whole(shape)
+            return full_region(shape)
         return Region((dim0_range[0],) + (0,) * (len(shape) - 1), (dim0_range[1] - dim0_range[0], *shape[1:]))
 
     def _open_blocks(self, step: CopyStep, sharding: _StepSharding, grid: Grid) -> dict[int, BlockWriter]:
@@ -283,7 +283,7 @@ class StepRangeCopier:
     def finish_block(self, writer: BlockWriter) -> None:
         """Write the tail of a complete block; for a shared block, the last worker does that."""
         if writer.frame is not None and self._split_tensor is None:
-            tail = writer.frame.tail(writer.crc)
+            tail = writer.frame.build_tail(writer.crc)
             writer.out.write(tail)
             writer.position += len(tail)
 
@@ -342,7 +342,7 @@ class StepRangeCopier:
         for index, (name, offset) in enumerate(self._block_positions(step)):
             frame = sharding.frames[index]
             if frame is not None:
-                tail = frame.tail(join_parts(split_tensor.blocks[index]).crc)
+                tail = frame.build_tail(join_parts(split_tensor.blocks[index]).crc)
                 self._target_file(name).write(tail, offset + len(frame.head) + sharding.block_nbytes[index])
                 self._on_write(len(tail))
         self._context.digests[step.target.name] = tree_digest(
@@ -410,7 +410,7 @@ class StepRangeCopier:
             if frame is not None and not cell.offset_in_block and file.read(len(frame.head), offset) != frame.head:
                 return False
             if frame is not None and self._split_tensor is None:
-                tail = frame.tail(crc)
+                tail = frame.build_tail(crc)
                 if file.read(len(tail), start + cell.nbytes) != tail:
                     return False
             block_parts.append((cell.block, ChecksumPart(cell.offset_in_block, cell.nbytes, crc)))

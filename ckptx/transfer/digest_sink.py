@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ckptx.catalog.dtype import DType
 from ckptx.catalog.entry import TensorEntry
-from ckptx.catalog.region import Region, whole
+from ckptx.catalog.region import Region, full_region
 from ckptx.transfer.cast_losses import OverflowCounts
 from ckptx.transfer.digest import TreeDigest
 from ckptx.transfer.split_tensor import RecordPart
@@ -55,5 +55,5 @@ def digest_tensor(
     """Return the layout-independent digest of a tensor cast to `dtype`, from its bytes."""
     nbytes = dtype.nbytes(entry.numel)
     sink = DigestSink(nbytes, memoryview(bytearray(min(_BUFFER_NBYTES, max(1, nbytes)))))
-    stream_cast(reader, entry, whole(entry.shape), dtype, sink, counts=counts)
+    stream_cast(reader, entry, full_region(entry.shape), dtype, sink, counts=counts)
     return sink.digest

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 
-from ckptx.catalog.region import Region, whole
+from ckptx.catalog.region import Region, full_region
 from ckptx.errors import OutputError
 from ckptx.storage.interface import OutputFile, OutputTree, SourceFiles
 from ckptx.transfer import digest
@@ -191,7 +191,7 @@ class CopyExecution:
                 except IndexError:
                     break
                 _logger.debug("worker %d: %s", worker, step_range)
-                self.source.expect(_chunk_spans(self.plan, step_range))
+                self.source.hint_reads(_chunk_spans(self.plan, step_range))
                 StepRangeCopier(self._context, step_range, reader, buffers, worker).copy()
         except Cancelled:
             pass
@@ -259,7 +259,7 @@ def _chunk_spans(plan: CopyPlan, step_range: StepRange) -> Iterator[tuple[str, i
     """Yield file, offset and number of bytes of the chunks that a run reads, in order."""
     for step in plan.groups[step_range.group].steps[step_range.first : step_range.stop]:
         entry = step.source
-        region = whole(entry.shape)
+        region = full_region(entry.shape)
         if step_range.dim0_range is not None:
             first, stop = step_range.dim0_range
             region = Region((first, *region.offsets[1:]), (stop - first, *region.sizes[1:]))

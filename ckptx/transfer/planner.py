@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from ckptx.catalog.catalog import Catalog
-from ckptx.catalog.dtype import BY_NAME
+from ckptx.catalog.dtype import DTYPES_BY_NAME
 from ckptx.catalog.entry import Block, BytesEntry, Chunk, ShardedChunks, TensorEntry
 from ckptx.catalog.object_ids import ObjectIds
-from ckptx.catalog.region import Shape, coverage_fault, whole
+from ckptx.catalog.region import Shape, find_coverage_fault, full_region
 from ckptx.errors import Defect
 from ckptx.transfer.plan import CopyPlan, CopyStep, FileGroup, FrameBuilder, TargetFile
 
@@ -52,13 +52,13 @@ def plan_copy(
     group_by_file = {name: index for index, group in enumerate(group_names) for name in group}
     steps_by_group: list[list[CopyStep]] = [[] for _ in group_names]
     for step in steps:
-        steps_by_group[group_by_file[step.target.place[0]]].append(step)
+        steps_by_group[group_by_file[step.target.position[0]]].append(step)
     files = list(target.files)
     end_by_file = {name: len(prologues.get(name, b"")) for name in files}
     block_counts = dict.fromkeys(files, 0)
     for index, group in enumerate(steps_by_group):
         if len(group_names[index]) == 1:
-            group.sort(key=lambda step: step.target.place[1])
+            group.sort(key=lambda step: step.target.position[1])
         _check_files(group, frozenset(group_names[index]), end_by_file, block_counts)
     for name, nbytes in target.files.items():
         if end_by_file[name] != nbytes:
@@ -79,7 +79,9 @@ def plan_copy(
 def _convert_to_tensor(entry: BytesEntry) -> TensorEntry:
     """Return an entry for a pickled object as a tensor of bytes."""
     shape = (entry.nbytes,)
-    return TensorEntry(entry.name, BY_NAME["U8"], shape, (Chunk(whole(shape), entry.file, entry.offset, entry.nbytes),))
+    return TensorEntry(
+        entry.name, DTYPES_BY_NAME["U8"], shape, (Chunk(full_region(shape), entry.file, entry.offset, entry.nbytes),)
+    )
 
 
 class _CoverageCheck:
@@ -101,22 +103,22 @@ class _CoverageCheck:
             key = (self._ids(chunks.blocks), target.shape)
             if key not in self._checked:
                 self._checked.add(key)
-                _check_coverage(target, [block for block in chunks.blocks if not block.replica])
+                _check_coverage(target, [block for block in chunks.blocks if not block.is_replica])
                 _check_replicas(target, chunks.blocks)
         elif len(chunks) != 1 or chunks[0].region.sizes != target.shape:
             _check_coverage(target, [Block(0, chunk.region) for chunk in chunks])
 
 
 def _check_coverage(target: TensorEntry, blocks: Sequence[Block]) -> None:
-    fault = coverage_fault(target.shape, [block.region for block in blocks])
+    fault = find_coverage_fault(target.shape, [block.region for block in blocks])
     if fault is not None:
         raise Defect(f'tensor "{target.name}": planned with {fault.kind} {fault.region}; {_REPORT_BUG}')
 
 
 def _check_replicas(target: TensorEntry, blocks: Sequence[Block]) -> None:
-    regions = {block.region for block in blocks if not block.replica}
+    regions = {block.region for block in blocks if not block.is_replica}
     for block in blocks:
-        if block.replica and block.region not in regions:
+        if block.is_replica and block.region not in regions:
             raise Defect(f'tensor "{target.name}": a replica {block.region} of nothing was planned; {_REPORT_BUG}')
 
 

@@ -124,7 +124,7 @@ class SmallTensorCopier:
                 view = output[head : head + nbytes]
                 extract_columns(view, tile[begin:end], pitch, column, width)
                 crc = crc32(view)
-                output[head + nbytes :] = frame.tail(crc)
+                output[head + nbytes :] = frame.build_tail(crc)
                 block_hashes.append(encode_crc(crc))
             out_file.advance(nbytes_with_frame)
             block_ends.append((out_file, offset + nbytes_with_frame))
@@ -132,7 +132,7 @@ class SmallTensorCopier:
 
     def _copy_whole(self, target: TensorEntry, source: TensorEntry, sharding: SmallSharding) -> CopiedTensor | None:
         """Read the tensor directly into the buffer of its file."""
-        (block,), (file, offset) = sharding.blocks, target.place
+        (block,), (file, offset) = sharding.blocks, target.position
         frame = block.frame
         out_file = self._open_out_file(file, offset)
         output = out_file.reserve(block.nbytes_with_frame)
@@ -142,7 +142,7 @@ class SmallTensorCopier:
             return None
         if frame is not None:
             output[:head] = frame.head
-            output[head + block.nbytes :] = frame.tail(crc32(view))
+            output[head + block.nbytes :] = frame.build_tail(crc32(view))
         leaf = leaf_digest(view)
         out_file.advance(block.nbytes_with_frame)
         return CopiedTensor(leaf, b"", [(out_file, offset + block.nbytes_with_frame)])

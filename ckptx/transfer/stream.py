@@ -12,7 +12,7 @@ from math import prod
 from typing import NamedTuple, Protocol
 
 from ckptx.catalog.dtype import DType
-from ckptx.catalog.entry import ArchivedChunks, Chunk, Frame, Record, TensorEntry
+from ckptx.catalog.entry import Chunk, Frame, LazyChunks, Record, TensorEntry
 from ckptx.catalog.object_ids import ObjectIds
 from ckptx.catalog.region import Region, Shape
 from ckptx.errors import InputError, UnsupportedError
@@ -56,7 +56,7 @@ class _FrameBuffers(NamedTuple):
 
     @classmethod
     def from_frame(cls, frame: Frame) -> _FrameBuffers:
-        before, after_crc = frame.around_crc
+        before, after_crc = frame.tail_around_crc
         first, after = bytearray(len(frame.head)), bytearray(len(before) + 4 + len(after_crc))
         return cls(frame.head, before, after_crc, first, after, len(first) + len(after))
 
@@ -157,7 +157,7 @@ class TensorReader:
             InputError: See `stream`.
         """
         chunks = entry.chunks
-        if type(chunks) is ArchivedChunks:
+        if type(chunks) is LazyChunks:
             return self._read_archives(entry, chunks, view)
         for chunk in chunks:
             record = chunk.record
@@ -184,7 +184,7 @@ class TensorReader:
             insert_columns(rows, grid.width, cell.left, strip, width, width)
         return True
 
-    def _read_archives(self, entry: TensorEntry, chunks: ArchivedChunks, view: memoryview) -> bool:
+    def _read_archives(self, entry: TensorEntry, chunks: LazyChunks, view: memoryview) -> bool:
         """Read archives as `read_tensor` does, checking their frames in the same read."""
         archives = chunks.archives
         slots = self._find_archive_slots(entry, chunks)
@@ -201,7 +201,7 @@ class TensorReader:
             insert_columns(rows, pitch, column, strip, width, width)
         return bool(slots)
 
-    def _find_archive_slots(self, entry: TensorEntry, chunks: ArchivedChunks) -> Sequence[_ArchiveSlot]:
+    def _find_archive_slots(self, entry: TensorEntry, chunks: LazyChunks) -> Sequence[_ArchiveSlot]:
         """Return the slot of each archive, cached for tensors with the same regions; empty if they form no grid."""
         regions, shape, dtype = chunks.archives.regions, entry.shape, entry.dtype
         key = (dtype, shape, self._ids(regions))
@@ -209,7 +209,7 @@ class TensorReader:
         if slots is None:
             slots = ()
             if is_grid(shape, regions):
-                frames = [self._find_frame_buffers(chunks.frame_of, dtype, region.sizes) for region in regions]
+                frames = [self._find_frame_buffers(chunks.build_frame, dtype, region.sizes) for region in regions]
                 grid = build_grid(dtype, shape, regions)
                 slots = [
                     _ArchiveSlot.from_cell(grid, cell, frame) for cell, frame in zip(grid.cells, frames, strict=True)

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import pytest
 
 import ckptx
-from ckptx.catalog.dtype import BY_NAME
+from ckptx.catalog.dtype import DTYPES_BY_NAME
 from ckptx.catalog.region import Region
 from ckptx.errors import CkptxError
 from ckptx.formats.dcp.metadata import DcpMetadata, parse_metadata
@@ -472,7 +472,7 @@ def _(tensor: Value) -> bytes:
 )
 def _(tensor: Value) -> bytes:
     data = bytearray(archive(tensor))
-    data[len(archive_head(BY_NAME["F32"], (4, 2))) + 3] ^= 0x10
+    data[len(archive_head(DTYPES_BY_NAME["F32"], (4, 2))) + 3] ^= 0x10
     return bytes(data)
 
 

@@ -22,9 +22,9 @@ from ckptx.architecture.extra_tensors import (
 from ckptx.architecture.model_files import class_names
 from ckptx.architecture.spec import Architecture
 from ckptx.architecture.table import find_row, lookup
-from ckptx.catalog.dtype import BY_NAME
+from ckptx.catalog.dtype import DTYPES_BY_NAME
 from ckptx.catalog.entry import Chunk, TensorEntry
-from ckptx.catalog.region import Shape, whole
+from ckptx.catalog.region import Shape, full_region
 from ckptx.mapping.names import pattern_of
 from tests.support.extra_tensors import EXAMPLES
 from tests.support.writers import LLAMA, llama
@@ -37,7 +37,7 @@ assert CLASS is not None
 
 
 def entry(name: str, shape: Shape = (2,), dtype: str = "BF16") -> TensorEntry:
-    return TensorEntry(name, BY_NAME[dtype], shape, (Chunk(whole(shape), name, 0, 8),))
+    return TensorEntry(name, DTYPES_BY_NAME[dtype], shape, (Chunk(full_region(shape), name, 0, 8),))
 
 
 def found(

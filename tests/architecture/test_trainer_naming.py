@@ -217,8 +217,8 @@ def test_the_executor_writes_rewritten_tensors_as_any_other(workers: int, tmp_pa
         (tmp_path / path).mkdir()
     with (
         FilePool(tmp_path / "hub") as files,
-        DirectoryHandle.at(tmp_path / "titan") as tree,
-        DirectoryHandle.at(tmp_path / "journal") as journal,
+        DirectoryHandle.open_path(tmp_path / "titan") as tree,
+        DirectoryHandle.open_path(tmp_path / "journal") as journal,
     ):
         execute(plan, files, tree, journal, workers=workers, max_memory=1 << 20)
     (tmp_path / "titan" / ".metadata").write_bytes(dcp_layout.metadata_bytes(target, {}))

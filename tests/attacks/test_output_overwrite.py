@@ -19,7 +19,7 @@ import ckptx
 from ckptx.errors import CkptxError, OutputError
 from ckptx.publishing import output_place, staging
 from ckptx.publishing.replacing import is_known_name
-from ckptx.storage.directory_handle import parts_of, refuse_clashes
+from ckptx.storage.directory_handle import refuse_conflicting_names, split_name
 from ckptx.untrusted.printable import one_line
 from tests.support.writers import llama, names_in, tree_bytes, write_dcp, write_hf
 from tests.untrusted.test_file_names import can_all_be_files
@@ -121,11 +121,11 @@ def test_any_foreign_name_is_kept_and_up_to_three_are_said(hf: Path, kind: str, 
         planted = []
         for name in names:
             try:
-                parts_of(name)
+                split_name(name)
                 if not (dst / name).exists():
                     (dst / name).parent.mkdir(parents=True, exist_ok=True)
                     (dst / name).write_bytes(b"mine")
-                    planted.append("/".join(parts_of(name)))
+                    planted.append("/".join(split_name(name)))
             except (OSError, CkptxError):
                 continue  # no name of a file, or below a file
         foreign = sorted(name for name in planted if not is_known_name(name))
@@ -329,7 +329,7 @@ def test_names_of_output_files_never_lead_out(parts: list[str]) -> None:
     name = "/".join(parts)
     root = Path("/place/of/it")
     try:
-        found = parts_of(name)
+        found = split_name(name)
     except CkptxError as error:
         assert error.exit_code == 3
         str(error).encode()
@@ -343,7 +343,7 @@ def test_names_of_output_files_never_lead_out(parts: list[str]) -> None:
 def test_names_clash_exactly_when_they_cannot_all_be_files(names: list[str]) -> None:
     possible = can_all_be_files(names)
     try:
-        refuse_clashes(names)
+        refuse_conflicting_names(names)
         assert possible
     except CkptxError:
         assert not possible

@@ -366,9 +366,9 @@ def test_a_file_system_whose_change_time_says_nothing(
     source = write(tmp_path / "source", "hf", TENSORS)
     with pytest.MonkeyPatch.context() as patch:
         small_buffers(patch)
-        real = files_module.Identity.of.__func__  # type: ignore[attr-defined]
+        real = files_module.LocalFileIdentity.of.__func__  # type: ignore[attr-defined]
         patch.setattr(
-            files_module.Identity, "of", classmethod(lambda cls, found: real(cls, found)._replace(ctime_ns=0))
+            files_module.LocalFileIdentity, "of", classmethod(lambda cls, found: real(cls, found)._replace(ctime_ns=0))
         )
         interrupted(after, lambda: make("dcp of hf", source, tmp_path / "out"))
         _keeping_times(source / name, lambda: flip(source / name, -at, 0x02))

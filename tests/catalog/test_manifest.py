@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from ckptx.catalog.dtype import BY_NAME
-from ckptx.catalog.manifest import FileRecord, Manifest, TensorRecord, emit_manifest
+from ckptx.catalog.dtype import DTYPES_BY_NAME
+from ckptx.catalog.manifest import FileRecord, Manifest, TensorRecord, encode_manifest
 from ckptx.catalog.manifest_parser import parse_manifest, read_manifest
 from ckptx.errors import CkptxError, InputError, UnsupportedError
 from tests.support.writers import manifest
@@ -38,11 +38,11 @@ def refused(found: Any) -> str:
 
 
 def test_it_reads_back_as_it_was() -> None:
-    assert json.loads(emit_manifest(MANIFEST)) == MANIFEST
-    found = parse_manifest(emit_manifest(MANIFEST), "x")
-    assert (found.where, found.format, found.original) == ("x", "dcp", None)
+    assert json.loads(encode_manifest(MANIFEST)) == MANIFEST
+    found = parse_manifest(encode_manifest(MANIFEST), "x")
+    assert (found.path, found.format, found.original) == ("x", "dcp", None)
     assert found.files == {"__0_0.distcp": FileRecord(70, "0" * 32)}
-    assert found.tensors["b"] == TensorRecord(BY_NAME["F32"], (), "0" * 32, 0, None, None, None)
+    assert found.tensors["b"] == TensorRecord(DTYPES_BY_NAME["F32"], (), "0" * 32, 0, None, None, None)
 
 
 @pytest.mark.parametrize("case", WRITTEN)
@@ -50,8 +50,8 @@ def test_what_it_remembers_is_written_again_as_it_was(case: str) -> None:
     found = written(case)
     original = parse(found).original
     assert original is not None
-    assert list(original.as_json()) == list(found["origin"])
-    assert original.as_json() == found["origin"]
+    assert list(original.to_json()) == list(found["origin"])
+    assert original.to_json() == found["origin"]
     assert list(original.tensors) == list(found["origin"]["tensors"])
 
 
@@ -60,16 +60,16 @@ def test_names_that_look_like_json(name: str) -> None:
     row = {"dtype": "F32", "shape": [1], "digest": "0" * 32, "file": 0}
     tied = row | {"tied_to": name}
     found = MANIFEST | {"tensors": {name: row, "b": tied, name + name: tied}}
-    assert json.loads(emit_manifest(found)) == found
-    assert parse_manifest(emit_manifest(found), "x").tensors["b"].tied_to == name
+    assert json.loads(encode_manifest(found)) == found
+    assert parse_manifest(encode_manifest(found), "x").tensors["b"].tied_to == name
     strange = found | {"files": {name: {"bytes": 1}, "b": {"bytes": 1}}}
-    assert json.loads(emit_manifest(strange)) == strange
+    assert json.loads(encode_manifest(strange)) == strange
 
 
 def test_there_is_one_line_for_each_tensor() -> None:
-    lines = emit_manifest(MANIFEST).decode().splitlines()
+    lines = encode_manifest(MANIFEST).decode().splitlines()
     assert f'  "b":{{"dtype":"F32","shape":[],"digest":"{"0" * 32}","file":0}}' in lines
-    assert emit_manifest(MANIFEST).isascii()
+    assert encode_manifest(MANIFEST).isascii()
 
 
 @pytest.mark.parametrize(

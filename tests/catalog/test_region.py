@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckptx.catalog.region import CoverageFault, Region, coverage_fault, whole
+from ckptx.catalog.region import CoverageFault, Region, find_coverage_fault, full_region
 
 
 def grid(shape: tuple[int, ...], *cuts: list[int]) -> list[Region]:
@@ -36,8 +36,8 @@ def grid(shape: tuple[int, ...], *cuts: list[int]) -> list[Region]:
 )
 def test_a_grid_covers(shape: tuple[int, ...], cuts: tuple[list[int], ...]) -> None:
     cells = grid(shape, *cuts)
-    assert coverage_fault(shape, cells) is None
-    assert coverage_fault(shape, cells[::-1]) is None
+    assert find_coverage_fault(shape, cells) is None
+    assert find_coverage_fault(shape, cells[::-1]) is None
 
 
 def test_bricks_that_are_no_grid_cover() -> None:
@@ -55,19 +55,19 @@ def test_bricks_that_are_no_grid_cover() -> None:
         Region((1, 2), (2, 1)),
         Region((2, 0), (1, 2)),
     ]
-    assert coverage_fault((3, 3), bricks) is None
+    assert find_coverage_fault((3, 3), bricks) is None
 
 
 def test_shards_without_rows_neither_help_nor_hurt() -> None:
     empty = [Region((3, 0), (0, 2)), Region((3, 0), (0, 2))]
-    assert coverage_fault((3, 2), [whole((3, 2)), *empty]) is None
-    assert coverage_fault((3, 2), empty) == CoverageFault("gap", whole((3, 2)))
+    assert find_coverage_fault((3, 2), [full_region((3, 2)), *empty]) is None
+    assert find_coverage_fault((3, 2), empty) == CoverageFault("gap", full_region((3, 2)))
 
 
 @pytest.mark.parametrize("shape", [(0,), (0, 4), (4, 0, 2)])
 def test_a_tensor_without_elements_is_covered_by_nothing(shape: tuple[int, ...]) -> None:
-    assert coverage_fault(shape, []) is None
-    assert coverage_fault(shape, [whole(shape)]) is None
+    assert find_coverage_fault(shape, []) is None
+    assert find_coverage_fault(shape, [full_region(shape)]) is None
 
 
 @pytest.mark.parametrize(
@@ -97,13 +97,13 @@ def test_a_fault_is_named_with_its_place(
     fault: tuple[str, tuple[int, ...], tuple[int, ...]],
 ) -> None:
     kind, offsets, sizes = fault
-    assert coverage_fault(shape, [Region(*region) for region in regions]) == (kind, Region(offsets, sizes))
+    assert find_coverage_fault(shape, [Region(*region) for region in regions]) == (kind, Region(offsets, sizes))
 
 
 def test_equal_area_is_no_cover() -> None:
     """Sizes add up, yet one corner is there twice and one not at all."""
     regions = [Region((0, 0), (2, 1)), Region((0, 1), (1, 1)), Region((0, 1), (1, 1))]
-    assert coverage_fault((2, 2), regions) is not None
+    assert find_coverage_fault((2, 2), regions) is not None
 
 
 @pytest.mark.parametrize("cut", ["rows", "columns", "grid"])
@@ -117,8 +117,8 @@ def test_thousands_of_chunks_are_checked_in_a_blink(cut: str) -> None:
     }[cut]()
     assert len(cells) == 4096
     started = time.process_time()
-    assert coverage_fault(shape, cells) is None
-    assert coverage_fault(shape, cells[:-1]) is not None
+    assert find_coverage_fault(shape, cells) is None
+    assert find_coverage_fault(shape, cells[:-1]) is not None
     assert time.process_time() - started < 1
 
 
@@ -126,20 +126,20 @@ def test_intersection() -> None:
     a = Region((0, 2), (4, 4))
     assert a.intersect(Region((2, 0), (4, 4))) == Region((2, 2), (2, 2))
     assert a.intersect(Region((4, 0), (4, 4))) is None
-    assert a.intersect(whole((4, 8))) == a
-    assert whole(()).intersect(whole(())) == whole(())
+    assert a.intersect(full_region((4, 8))) == a
+    assert full_region(()).intersect(full_region(())) == full_region(())
 
 
 def test_a_region_reads_like_a_slice() -> None:
     assert str(Region((0, 2), (4, 4))) == "[0:4, 2:6]"
-    assert str(whole(())) == "[]"
+    assert str(full_region(())) == "[]"
 
 
 @st.composite
 def guillotine(draw: st.DrawFn) -> tuple[tuple[int, ...], list[Region]]:
     """A shape of 1 to 3 dims, cut again and again from edge to edge."""
     shape = tuple(draw(st.lists(st.integers(1, 9), min_size=1, max_size=3)))
-    pieces = [whole(shape)]
+    pieces = [full_region(shape)]
     for _ in range(draw(st.integers(0, 8))):
         index = draw(st.integers(0, len(pieces) - 1))
         dim = draw(st.integers(0, len(shape) - 1))
@@ -156,7 +156,7 @@ def guillotine(draw: st.DrawFn) -> tuple[tuple[int, ...], list[Region]]:
 @given(guillotine())
 @settings(max_examples=150, deadline=None)
 def test_guillotine_cuts_have_no_fault(cut: tuple[tuple[int, ...], list[Region]]) -> None:
-    assert coverage_fault(*cut) is None
+    assert find_coverage_fault(*cut) is None
 
 
 @given(guillotine(), st.data())
@@ -168,14 +168,14 @@ def test_a_piece_dropped_doubled_or_shifted_is_found(
     index = data.draw(st.integers(0, len(pieces) - 1))
     piece = pieces[index]
     others = pieces[:index] + pieces[index + 1 :]
-    dropped = coverage_fault(shape, others)
+    dropped = find_coverage_fault(shape, others)
     assert dropped is not None
     assert dropped.kind == "gap"
     assert dropped.region.intersect(piece) == dropped.region
-    doubled = coverage_fault(shape, [*pieces, piece])
+    doubled = find_coverage_fault(shape, [*pieces, piece])
     assert doubled is not None
     assert doubled.kind == "overlap"
     dim = data.draw(st.integers(0, len(shape) - 1))
     for step in (-1, 1):
         offsets = tuple(at + step * (d == dim) for d, at in enumerate(piece.offsets))
-        assert coverage_fault(shape, [*others, Region(offsets, piece.sizes)]) is not None
+        assert find_coverage_fault(shape, [*others, Region(offsets, piece.sizes)]) is not None

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckptx.api.verify import verify
-from ckptx.catalog.dtype import BY_NAME
+from ckptx.catalog.dtype import DTYPES_BY_NAME
 from ckptx.catalog.entry import TensorEntry
 from ckptx.catalog.region import Region
 from ckptx.comparison import contents as bits
@@ -23,14 +23,14 @@ from tests.support.writers import LLAMA, Value, array, llama, part, value, write
 
 
 def located(dtype: str, shape: tuple[int, ...], a: bytes, b: bytes, block: int = 0) -> dict[str, Any]:
-    entry = TensorEntry("x", BY_NAME[dtype], shape, ())
+    entry = TensorEntry("x", DTYPES_BY_NAME[dtype], shape, ())
     pair = bits._Pair("x", entry, entry, entry.dtype)
     return bits._locate_difference(pair, block, bytearray(a), bytearray(b))
 
 
 def elements_of(dtype: str, count: int, data: bytes) -> list[int]:
     """Each element as a whole number: the bytes are one long number, the first element in its lowest bits."""
-    number, width = int.from_bytes(data, "little"), BY_NAME[dtype].bits
+    number, width = int.from_bytes(data, "little"), DTYPES_BY_NAME[dtype].bits
     return [number >> at * width & (1 << width) - 1 for at in range(count)]
 
 
@@ -40,10 +40,10 @@ def elements_of(dtype: str, count: int, data: bytes) -> list[int]:
 @st.composite
 def spoiled(draw: st.DrawFn) -> tuple[str, tuple[int, ...], bytes, bytes]:
     """A dtype, a shape, and the bytes of two tensors that differ in some bits."""
-    dtype = draw(st.sampled_from(sorted(BY_NAME)))
+    dtype = draw(st.sampled_from(sorted(DTYPES_BY_NAME)))
     shape = tuple(draw(st.lists(st.integers(1, 4), max_size=3)))
-    width = BY_NAME[dtype].bits
-    nbytes = BY_NAME[dtype].nbytes(prod(shape))
+    width = DTYPES_BY_NAME[dtype].bits
+    nbytes = DTYPES_BY_NAME[dtype].nbytes(prod(shape))
     data = draw(st.binary(min_size=nbytes, max_size=nbytes))
     flips = draw(st.sets(st.integers(0, prod(shape) * width - 1), min_size=1, max_size=4))
     other = int.from_bytes(data, "little") ^ sum(1 << bit for bit in flips)
@@ -59,7 +59,7 @@ def test_the_first_element_that_differs_is_named(case: tuple[str, tuple[int, ...
     found = located(dtype, shape, a, b)
     assert tuple(found["index"]) == np.unravel_index(different[0], shape or (1,))[: len(shape)]
     assert int(found["differing_elements"].split()[0]) == len(different)
-    if BY_NAME[dtype].bits >= 8:
+    if DTYPES_BY_NAME[dtype].bits >= 8:
         assert (int(found["a"], 16), int(found["b"], 16)) == (first[different[0]], second[different[0]])
 
 

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 import ckptx
 from ckptx.architecture.table import lookup
-from ckptx.catalog.dtype import BY_NAME
+from ckptx.catalog.dtype import DTYPES_BY_NAME
 from ckptx.catalog.entry import Chunk, TensorEntry
-from ckptx.catalog.region import whole
+from ckptx.catalog.region import full_region
 from ckptx.comparison.stored_dtypes import dtype_differences, dtype_notes
 from tests.support.writers import LLAMA, llama, write_hf
 
@@ -28,7 +28,7 @@ CLASS = lookup("LlamaForCausalLM")
 
 def entries(dtypes: dict[str, str]) -> dict[str, TensorEntry]:
     return {
-        name: TensorEntry(name, BY_NAME[dtype], (2, 2), (Chunk(whole((2, 2)), name, 0, 8),))
+        name: TensorEntry(name, DTYPES_BY_NAME[dtype], (2, 2), (Chunk(full_region((2, 2)), name, 0, 8),))
         for name, dtype in sorted(dtypes.items())
     }
 

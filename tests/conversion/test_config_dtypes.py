@@ -28,8 +28,8 @@ def values() -> dict[str, np.ndarray[Any, Any]]:
     """Numbers that need 10 bits of mantissa: F16 and F32 hold them, BF16 rounds them."""
     found = {}
     for seed, (name, shape) in enumerate(sorted(SHAPES.items())):
-        whole = np.random.default_rng(seed).integers(1025, 2047, shape)
-        found[name] = (whole / 2048).astype(np.float32)
+        steps = np.random.default_rng(seed).integers(1025, 2047, shape)
+        found[name] = (steps / 2048).astype(np.float32)
     return found
 
 
@@ -144,7 +144,7 @@ def test_a_loader_gets_every_bit_of_the_files(tmp_path: Path, source: str, outpu
 
 def written_whole(root: Path) -> dict[str, Value]:
     """The tensors of a checkpoint in parts, put together by the code of `verify`."""
-    from ckptx.catalog.region import whole
+    from ckptx.catalog.region import full_region
     from ckptx.formats.dcp.reader import locate_payloads
     from ckptx.formats.registry import open_checkpoint
     from ckptx.storage.files import FilePool
@@ -166,7 +166,7 @@ def written_whole(root: Path) -> dict[str, Value]:
             catalog = locate_payloads(catalog, files)
         for name, entry in catalog.tensors.items():
             keep = Keep()
-            TensorReader(files).stream(entry, whole(entry.shape), keep)
+            TensorReader(files).stream(entry, full_region(entry.shape), keep)
             found[name] = entry.dtype.name, entry.shape, bytes(keep.data)
     return found
 

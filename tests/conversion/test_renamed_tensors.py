@@ -11,7 +11,7 @@ import pytest
 import ckptx
 from ckptx.architecture.trainer_naming import detect
 from ckptx.architecture.trainer_naming.scheme import TrainerScheme
-from ckptx.catalog.region import whole
+from ckptx.catalog.region import full_region
 from ckptx.errors import UnsupportedError
 from ckptx.formats.registry import open_checkpoint
 from ckptx.mapping.ops import Conversion
@@ -73,7 +73,7 @@ def contents(path: Path) -> dict[str, bytes]:
         view = locate_all_archives(view, files)
         for name, entry in view.tensors.items():
             sink = Collect(1000)
-            TensorReader(files).stream(entry, whole(entry.shape), sink)
+            TensorReader(files).stream(entry, full_region(entry.shape), sink)
             found[name] = bytes(sink.data)
     return found
 

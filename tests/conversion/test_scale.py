@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import ckptx
-from ckptx.catalog.dtype import BY_NAME
+from ckptx.catalog.dtype import DTYPES_BY_NAME
 from ckptx.formats.hf.safetensors import format_header_text, frame_header, pad_header
 
 NBYTES = 2**32 + 4099
@@ -22,8 +22,8 @@ def large(tmp_path: Path) -> Iterator[Path]:
     root = tmp_path / "large"
     root.mkdir()
     rows = [
-        ("a.weight", BY_NAME["U8"], (NBYTES,), 0, NBYTES),
-        ("b.weight", BY_NAME["U8"], (3,), NBYTES, NBYTES + 3),
+        ("a.weight", DTYPES_BY_NAME["U8"], (NBYTES,), 0, NBYTES),
+        ("b.weight", DTYPES_BY_NAME["U8"], (3,), NBYTES, NBYTES + 3),
     ]
     header = frame_header(pad_header(format_header_text(rows, {"format": "pt"})))
     with (root / "model.safetensors").open("wb") as file:
@@ -63,7 +63,7 @@ def test_twenty_thousand_tensors_load_through_stock_torch(tmp_path: Path) -> Non
     from torch.distributed.checkpoint import load
 
     names = [f"layers.{i // 200}.experts.{i % 200}.weight" for i in range(20_000)]
-    rows = [(name, BY_NAME["I32"], (2, 3), 24 * i, 24 * i + 24) for i, name in enumerate(names)]
+    rows = [(name, DTYPES_BY_NAME["I32"], (2, 3), 24 * i, 24 * i + 24) for i, name in enumerate(names)]
     values = torch.arange(6 * len(names), dtype=torch.int32)
     root = tmp_path / "many"
     root.mkdir()

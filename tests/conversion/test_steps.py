@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import ckptx
-from ckptx.catalog.dtype import BY_NAME
+from ckptx.catalog.dtype import DTYPES_BY_NAME
 from ckptx.catalog.form import FORMS
 from ckptx.conversion.outputs.dcp import DcpFormat
 from ckptx.conversion.outputs.huggingface import HuggingFaceFormat
@@ -282,8 +282,8 @@ def test_a_cast_keeps_what_is_no_float(tmp_path: Path) -> None:
             cast_tensors(view, named, base, "base")
     assert same.target is named.target and same.uncast is None and not same.was_cast
     assert half.was_cast and half.uncast == []
-    assert {name for name, each in half.target.tensors.items() if each.dtype is not BY_NAME["F16"]} == {"counts"}
-    assert named.target.tensors[NORM].dtype is BY_NAME["BF16"]
+    assert {name for name, each in half.target.tensors.items() if each.dtype is not DTYPES_BY_NAME["F16"]} == {"counts"}
+    assert named.target.tensors[NORM].dtype is DTYPES_BY_NAME["BF16"]
 
 
 def test_dtypes_of_a_base_are_counted(tmp_path: Path) -> None:
@@ -295,7 +295,7 @@ def test_dtypes_of_a_base_are_counted(tmp_path: Path) -> None:
         named = rename_tensors(view, TargetTensors.from_source(view.catalog, view.tensors), names=None, default=None)
         cast = cast_tensors(view, named, base, "base")
     assert cast.base_dtypes == {"as_base": len(llama()) - 1, "lacking": [HEAD], "otherwise": []}
-    assert {name for name, each in cast.target.tensors.items() if each.dtype is BY_NAME["F32"]} == {NORM, HEAD}
+    assert {name for name, each in cast.target.tensors.items() if each.dtype is DTYPES_BY_NAME["F32"]} == {NORM, HEAD}
     assert len(cast.notes) == 1
 
 
@@ -400,10 +400,10 @@ def test_a_tensor_that_ends_nowhere_is_a_defect() -> None:
 @pytest.mark.parametrize("name", FORMS)
 def test_every_format_that_is_read_says_what_follows_from_it(name: str) -> None:
     form = FORMS[name]
-    assert form.name == name and form.family in ("dcp", "safetensors")
+    assert form.name == name and form.reshard_output in ("dcp", "safetensors")
     assert not (form.is_published and form.has_manifest)  # what ckptx writes for training, or what authors publish
-    assert form.is_published or form.has_manifest or form.is_of_training
-    assert not form.has_archives or form.is_of_training
+    assert form.is_published or form.has_manifest or form.is_training_format
+    assert not form.has_archives or form.is_training_format
     assert not form.can_be_restored or form.is_published
 
 

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from ckptx.catalog.catalog import Catalog
-from ckptx.catalog.dtype import BY_NAME
+from ckptx.catalog.dtype import DTYPES_BY_NAME
 from ckptx.catalog.entry import Block, TensorEntry
-from ckptx.catalog.region import Region, Shape, whole
+from ckptx.catalog.region import Region, Shape, full_region
 from ckptx.formats.sharded.file_names import shard_name
 from ckptx.formats.torch_archive.archive import archive_frame
 from tests.support.writers import Value, part, write_safetensors
@@ -63,16 +63,16 @@ def halves(shape: Shape, count: int) -> Blocks:
 
 def once(shape: Shape, rank_in_stage: int = 0) -> Blocks:
     """The whole tensor on one rank_in_stage."""
-    return (Block(rank_in_stage, whole(shape)),)
+    return (Block(rank_in_stage, full_region(shape)),)
 
 
 def everywhere(shape: Shape, count: int) -> Blocks:
     """The whole tensor on every rank_in_stage."""
-    return tuple(Block(rank_in_stage, whole(shape), rank_in_stage > 0) for rank_in_stage in range(count))
+    return tuple(Block(rank_in_stage, full_region(shape), rank_in_stage > 0) for rank_in_stage in range(count))
 
 
 def entry(name: str, tensor: Value) -> TensorEntry:
-    return TensorEntry(name, BY_NAME[tensor[0]], tensor[1], ())
+    return TensorEntry(name, DTYPES_BY_NAME[tensor[0]], tensor[1], ())
 
 
 def cuts(
@@ -132,7 +132,7 @@ def write_cut_dcp(
         for chunk in tensor.chunks:
             block = part(tensors[name], chunk.region)[2]
             frame = archive_frame(tensor.dtype, chunk.region.sizes)
-            archived = frame.head + block + frame.tail(zlib.crc32(block))
+            archived = frame.head + block + frame.build_tail(zlib.crc32(block))
             assert len(archived) == chunk.nbytes
             files.put(chunk.file, chunk.offset, archived)
     for name, pickled in (objects or {}).items():

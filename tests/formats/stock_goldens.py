@@ -13,9 +13,9 @@ import torch
 from safetensors import deserialize
 
 from ckptx.catalog.catalog import Catalog
-from ckptx.catalog.dtype import BY_TORCH
+from ckptx.catalog.dtype import DTYPES_BY_TORCH_NAME
 from ckptx.catalog.entry import TensorEntry
-from ckptx.catalog.region import whole
+from ckptx.catalog.region import full_region
 from ckptx.formats.dcp.metadata import DcpMetadata, StorageInfo, StorageKey, TensorMetadata
 from ckptx.formats.dcp.metadata_writer import metadata_to_bytes
 from ckptx.formats.torch_archive.archive import archive_head, archive_tail
@@ -46,7 +46,7 @@ def _gather(entry: TensorEntry, files: SourceFiles) -> bytes:
 
     target = np.zeros(packed(entry.shape), dtype=f"V{itemsize}")
     for chunk in entry.chunks:
-        assert not chunk.archive
+        assert not chunk.is_archive
         shape = packed(chunk.region.sizes)
         flat = np.frombuffer(files.read(chunk.file, chunk.offset, chunk.nbytes), dtype=f"V{itemsize}")
         if chunk.strides is None:
@@ -69,7 +69,7 @@ def raw_bytes(tensor: torch.Tensor) -> bytes:
 
 def raw_tensor(name: str, shape: tuple[int, ...], seed: int = 0) -> torch.Tensor:
     """A tensor of the torch dtype `name` over random bytes."""
-    dtype = BY_TORCH[name]
+    dtype = DTYPES_BY_TORCH_NAME[name]
     high = 2 if name == "bool" else 256
     nbytes = prod(shape) * dtype.itemsize
     data = np.random.default_rng(seed).integers(0, high, nbytes, dtype=np.uint8)
@@ -80,7 +80,7 @@ def raw_tensor(name: str, shape: tuple[int, ...], seed: int = 0) -> torch.Tensor
 
 def archive(tensor: torch.Tensor) -> bytes:
     """The archive ckptx writes for a row-major tensor."""
-    dtype = BY_TORCH[str(tensor.dtype).removeprefix("torch.")]
+    dtype = DTYPES_BY_TORCH_NAME[str(tensor.dtype).removeprefix("torch.")]
     data = raw_bytes(tensor)
     shape = tuple(tensor.shape)
     return archive_head(dtype, shape) + data + archive_tail(dtype, shape, zlib.crc32(data))
@@ -103,7 +103,7 @@ def write_dcp(
         for cut in (cuts or {}).get(name, [tuple(slice(0, size) for size in tensor.shape)]):
             part = tensor[cut] if tensor.dim() else tensor
             offsets = tuple(span.start for span in cut)
-            regions.append(whole(tuple(part.shape))._replace(offsets=offsets))
+            regions.append(full_region(tuple(part.shape))._replace(offsets=offsets))
             block = archive(part)
             storage[name, offsets] = StorageInfo("__0_0.distcp", len(data), len(block))
             data += block

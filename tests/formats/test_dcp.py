@@ -15,9 +15,9 @@ import torch
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from ckptx.catalog.catalog import Catalog
-from ckptx.catalog.dtype import BY_NAME
-from ckptx.catalog.entry import ArchivedChunks
-from ckptx.catalog.region import Region, whole
+from ckptx.catalog.dtype import DTYPES_BY_NAME
+from ckptx.catalog.entry import LazyChunks
+from ckptx.catalog.region import Region, full_region
 from ckptx.errors import InputError, UnsupportedError
 from ckptx.formats.dcp.metadata import DcpMetadata, StorageInfo, StorageKey, TensorMetadata, parse_metadata
 from ckptx.formats.dcp.metadata_writer import metadata_to_bytes
@@ -67,7 +67,7 @@ def test_opening_reads_metadata_alone_and_keeps_the_order_on_disk() -> None:
     places = [(entry.chunks[0].file, entry.chunks[0].offset) for entry in catalog.tensors.values()]
     assert places == sorted(places)
     assert catalog.format == "dcp"
-    assert all(chunk.archive for entry in catalog.tensors.values() for chunk in entry.chunks)
+    assert all(chunk.is_archive for entry in catalog.tensors.values() for chunk in entry.chunks)
     assert catalog.files == {
         name: (GOLDENS / "two_files" / name).stat().st_size for name in ("__0_0.distcp", "__0_1.distcp")
     }
@@ -101,7 +101,7 @@ def test_pairs_of_float4_count_double(tmp_path: Path) -> None:
     tensor = raw_tensor("float4_e2m1fn_x2", (4, 6))
     dcp_save({"w": tensor}, checkpoint_id=tmp_path, no_dist=True)
     entry = opened(tmp_path).tensors["w"]
-    assert (entry.dtype, entry.shape, entry.nbytes) == (BY_NAME["F4"], (4, 12), 24)
+    assert (entry.dtype, entry.shape, entry.nbytes) == (DTYPES_BY_NAME["F4"], (4, 12), 24)
     assert values(opened(tmp_path))["w"][2] == raw_bytes(tensor)
 
 
@@ -257,7 +257,7 @@ def rewrite(root: MemoryPath, name: str, payload: bytes, size: tuple[int, ...], 
     """A checkpoint of one tensor whose payload is `payload`."""
     (root / "__0_0.distcp").write_bytes(payload)
     metadata = DcpMetadata(
-        {name: TensorMetadata(dtype, size, (whole(size),))},
+        {name: TensorMetadata(dtype, size, (full_region(size),))},
         (),
         {(name, (0,) * len(size)): StorageInfo("__0_0.distcp", 0, len(payload))},
     )
@@ -350,7 +350,7 @@ def test_an_archive_of_another_length_is_looked_into_at_once(place: MemoryPath) 
         later = locate_payloads(open_dcp(place), files, lazy=True)
         found, waiting = later.tensors["w"].chunks, later.tensors["v"].chunks
         assert isinstance(found, tuple) and found[0].strides == (12, 1)
-        assert isinstance(waiting, ArchivedChunks)
+        assert isinstance(waiting, LazyChunks)
         assert waiting[0] == opened(place).tensors["v"].chunks[0]
         assert waiting == locate_payloads(open_dcp(place), files, lazy=True).tensors["v"].chunks
         assert waiting != found

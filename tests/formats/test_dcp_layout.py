@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckptx.catalog.dtype import BY_NAME
+from ckptx.catalog.dtype import DTYPES_BY_NAME
 from ckptx.catalog.entry import Block, BytesEntry, TensorEntry
 from ckptx.catalog.region import Region
 from ckptx.errors import UnsupportedError
@@ -36,7 +36,7 @@ from tests.support.writers import archive, part, value
 
 
 def entries(sizes: list[int]) -> list[TensorEntry]:
-    return [TensorEntry(f"t{i}", BY_NAME["U8"], (size,), ()) for i, size in enumerate(sizes)]
+    return [TensorEntry(f"t{i}", DTYPES_BY_NAME["U8"], (size,), ()) for i, size in enumerate(sizes)]
 
 
 @given(st.lists(st.integers(0, 100_000), min_size=1, max_size=30), st.integers(1, 40))
@@ -73,13 +73,13 @@ def test_the_size_decides_how_many_files(nbytes: int, files: int) -> None:
 def test_a_frame_and_the_elements_are_the_archive(dtype: str, shape: tuple[int, ...]) -> None:
     if dtype == "F4" and not shape:
         return
-    kind = BY_NAME[dtype]
+    kind = DTYPES_BY_NAME[dtype]
     frame = archive_frame(kind, shape)
     torch_elements = torch_shape(kind, shape, "x")
     data = value("U8", *(torch_elements if kind.itemsize == 1 else (*shape, kind.itemsize)))[2]
     import zlib
 
-    tail = frame.tail(zlib.crc32(data))
+    tail = frame.build_tail(zlib.crc32(data))
     assert len(tail) == frame.tail_nbytes
     assert frame.head + data + tail == archive((dtype, torch_elements, data))
 
@@ -95,7 +95,7 @@ def test_metadata_of_a_layout_with_an_alias() -> None:
 @pytest.mark.parametrize(("dtype", "shape"), [("F4", (3,)), ("F4", ()), ("F6_E2M3", (4,))])
 def test_what_torch_cannot_hold_is_refused(dtype: str, shape: tuple[int, ...]) -> None:
     with pytest.raises(UnsupportedError, match='tensor "x" has dtype F'):
-        torch_shape(BY_NAME[dtype], shape, "x")
+        torch_shape(DTYPES_BY_NAME[dtype], shape, "x")
 
 
 # Cut for a mesh
@@ -175,7 +175,7 @@ def test_blocks_of_a_file_follow_each_other_and_objects_come_last(parts: int) ->
     at = dict.fromkeys(layout.catalog.files, 0)
     for entry in layout.catalog.tensors.values():
         for chunk in entry.chunks:
-            assert (chunk.offset, chunk.archive) == (at[chunk.file], True)
+            assert (chunk.offset, chunk.is_archive) == (at[chunk.file], True)
             at[chunk.file] += chunk.nbytes
     last = max(name for name in layout.catalog.files if name.startswith("__0_"))
     for name, data in OBJECTS.items():
@@ -195,7 +195,7 @@ def test_objects_alone_have_a_file_of_rank_0() -> None:
 
 def test_tensors_cut_alike_share_all_but_offsets() -> None:
     blocks = [along((8, 2), 0, 4) for _ in range(2)]
-    pair = [(TensorEntry(f"t{i}", BY_NAME["BF16"], (8, 2), ()), 0, blocks[i]) for i in (0, 1)]
+    pair = [(TensorEntry(f"t{i}", DTYPES_BY_NAME["BF16"], (8, 2), ()), 0, blocks[i]) for i in (0, 1)]
     layout = allocate_sharded(Path("x"), pair, ParallelDims(tp=4), files_per_rank=1)
     first, second = (entry.chunks for entry in layout.catalog.tensors.values())
     for field in ("blocks", "files", "lengths"):
@@ -250,7 +250,7 @@ def test_what_is_written_reads_back(tmp_path: Path, parts: int) -> None:
 
 
 def test_pairs_of_four_bits_are_counted_as_torch_does() -> None:
-    entry = TensorEntry("x", BY_NAME["F4"], (2, 8), ())
+    entry = TensorEntry("x", DTYPES_BY_NAME["F4"], (2, 8), ())
     layout = allocate_sharded(Path("x"), [(entry, 0, along((2, 8), 1, 2))], ParallelDims(tp=2))
     parsed = parse_metadata(metadata_bytes(layout.catalog, {}), "x").tensors["x"]
     assert (parsed.size, parsed.chunks) == ((2, 4), (((0, 0), (2, 2)), ((0, 2), (2, 2))))
@@ -260,7 +260,7 @@ def test_pairs_of_four_bits_are_counted_as_torch_does() -> None:
 
 
 def test_a_replica_is_never_stored_in_a_dcp() -> None:
-    blocks = (*once((3,)), Block(1, Region((0,), (3,)), replica=True))
+    blocks = (*once((3,)), Block(1, Region((0,), (3,)), is_replica=True))
     with pytest.raises(AssertionError):
         allocate_sharded(Path("x"), cuts(TENSORS, {"norm": (0, blocks)}), ParallelDims(tp=2))
 
@@ -294,7 +294,7 @@ def test_a_new_name_gets_a_path_beside_its_twin(name: str, twin: str | None, pat
 
 def test_planner_data_is_carried_over_with_aliases_and_copies() -> None:
     names = ("model.embed.weight", "model.copy.weight", "other")
-    catalog = allocate(Path("x"), [TensorEntry(name, BY_NAME["U8"], (2,), ()) for name in names], 1)
+    catalog = allocate(Path("x"), [TensorEntry(name, DTYPES_BY_NAME["U8"], (2,), ()) for name in names], 1)
     catalog.objects["rng"] = BytesEntry("rng", "__0_0.distcp", 0, 1)
     data = metadata_bytes(
         catalog, {"model.head.weight": "model.embed.weight"}, PATHS, {"model.copy.weight": "model.embed.weight"}
@@ -310,7 +310,9 @@ def test_planner_data_is_carried_over_with_aliases_and_copies() -> None:
 
 def test_metadata_of_many_chunks_stays_small() -> None:
     shapes = [along((256, 4), 0, 64)] * 200
-    tensors = [(TensorEntry(f"t{i}", BY_NAME["BF16"], (256, 4), ()), 0, blocks) for i, blocks in enumerate(shapes)]
+    tensors = [
+        (TensorEntry(f"t{i}", DTYPES_BY_NAME["BF16"], (256, 4), ()), 0, blocks) for i, blocks in enumerate(shapes)
+    ]
     layout = allocate_sharded(Path("x"), tensors, ParallelDims(tp=64), files_per_rank=1)
     data = metadata_bytes(layout.catalog, {})
     assert len(data) < 200 * 64 * 100

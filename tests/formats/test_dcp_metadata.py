@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
-from ckptx.catalog.region import Region, whole
+from ckptx.catalog.region import Region, full_region
 from ckptx.errors import CkptxError, InputError, UnsupportedError
 from ckptx.formats.dcp.metadata import DcpMetadata, StorageInfo, TensorMetadata, parse_metadata
 from ckptx.formats.dcp.metadata_writer import metadata_to_bytes
@@ -119,7 +119,7 @@ def test_a_nested_planner_data_is_carried_over(tmp_path: Path) -> None:
 
 
 def test_a_flat_planner_data_is_written_when_there_is_none() -> None:
-    metadata = DcpMetadata({"w": TensorMetadata("float32", (), (whole(()),))}, ("o",), {})
+    metadata = DcpMetadata({"w": TensorMetadata("float32", (), (full_region(()),))}, ("o",), {})
     assert parse_metadata(metadata_to_bytes(metadata), "x").planner_data == {"w": ("w",), "o": ("o",)}
 
 
@@ -127,7 +127,7 @@ def test_big_numbers_and_long_names_survive(tmp_path: Path) -> None:
     names = ["a" * 255, "b" * 256, "c" * 70000, "größe.ü"]
     sizes = [(1 << 8,), (1 << 16, 1 << 31), (1, 2, 3, 4, 5), ()]
     metadata = DcpMetadata(
-        {name: TensorMetadata("int8", size, (whole(size),)) for name, size in zip(names, sizes, strict=True)},
+        {name: TensorMetadata("int8", size, (full_region(size),)) for name, size in zip(names, sizes, strict=True)},
         (),
         {
             (name, (0,) * len(size)): StorageInfo("__0_0.distcp", 1 << 40, 1 << 33)
@@ -146,7 +146,7 @@ def test_more_names_than_one_byte_can_number(tmp_path: Path, count: int) -> None
     shape = (4,)
     names = [f"layer.{i}" for i in range(count)]
     metadata = DcpMetadata(
-        {name: TensorMetadata("int8", shape, (whole(shape),)) for name in names},
+        {name: TensorMetadata("int8", shape, (full_region(shape),)) for name in names},
         (),
         {(name, (0,)): StorageInfo(f"__{i % 3}_0.distcp", i, i) for i, name in enumerate(names)},
     )

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ckptx.catalog.dtype import BY_NAME
+from ckptx.catalog.dtype import DTYPES_BY_NAME
 from ckptx.catalog.entry import TensorEntry
 from ckptx.errors import UnsupportedError
 from ckptx.formats.hf.layout import HuggingFaceLayout, allocate, natural_key
@@ -15,7 +15,7 @@ from ckptx.formats.hf.reader import SINGLE_FILE
 
 
 def entries(**shapes: tuple[int, ...]) -> list[TensorEntry]:
-    return [TensorEntry(name, BY_NAME["U8"], shape, ()) for name, shape in shapes.items()]
+    return [TensorEntry(name, DTYPES_BY_NAME["U8"], shape, ()) for name, shape in shapes.items()]
 
 
 def dealt(layout: HuggingFaceLayout) -> dict[str, list[str]]:
@@ -44,7 +44,7 @@ def test_a_shard_is_filled_to_the_brim_and_not_over_it() -> None:
 
 def test_wide_dtypes_come_first_in_a_shard() -> None:
     mixed = [
-        TensorEntry(name, BY_NAME[dtype], (3,), ())
+        TensorEntry(name, DTYPES_BY_NAME[dtype], (3,), ())
         for name, dtype in (("a", "U8"), ("b", "BF16"), ("c", "I64"), ("d", "F32"))
     ]
     layout = allocate(Path("x"), mixed, 1000)
@@ -64,4 +64,4 @@ def test_names_of_digits_that_are_not_decimal_are_sorted_too() -> None:
 
 def test_a_dtype_that_safetensors_lacks() -> None:
     with pytest.raises(UnsupportedError, match='tensor "a" has dtype C128'):
-        allocate(Path("x"), [TensorEntry("a", BY_NAME["C128"], (1,), ())], 100)
+        allocate(Path("x"), [TensorEntry("a", DTYPES_BY_NAME["C128"], (1,), ())], 100)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from ckptx.catalog.manifest import OriginalFile, OriginalFiles, OriginalIndex, emit_manifest
+from ckptx.catalog.manifest import OriginalFile, OriginalFiles, OriginalIndex, encode_manifest
 from ckptx.catalog.manifest_parser import parse_manifest
 from ckptx.errors import InputError
 from ckptx.formats.hf.original_files import plan_recorded_files, record_files
@@ -22,8 +22,8 @@ def rewritten(root: MemoryPath, weights: str) -> dict[str, bytes]:
     source = open_huggingface(root, weights)
     original = record_files(source, [])
     assert original is not None
-    found = manifest("huggingface", source.files, {}) | {"origin": original.as_json()}
-    kept = parse_manifest(emit_manifest(found), "ckptx.json").original
+    found = manifest("huggingface", source.files, {}) | {"origin": original.to_json()}
+    kept = parse_manifest(encode_manifest(found), "ckptx.json").original
     assert kept == original
     layout = plan_recorded_files(root, kept, source.tensors, "ckptx.json")
     assert layout.catalog.files == source.files

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from ckptx.catalog.dtype import BY_NAME
+from ckptx.catalog.dtype import DTYPES_BY_NAME
 from ckptx.catalog.entry import Block, Chunk, TensorEntry
-from ckptx.catalog.region import Region, whole
+from ckptx.catalog.region import Region, full_region
 from ckptx.errors import CkptxError
 from ckptx.formats.dcp import own_metadata
 from ckptx.formats.dcp.layout import allocate, allocate_sharded, metadata_bytes
@@ -51,14 +51,14 @@ def is_read_alike(data: bytes) -> bool:
 
 
 def entry(name: str, shape: tuple[int, ...], dtype: str = "BF16") -> TensorEntry:
-    return TensorEntry(name, BY_NAME[dtype], shape, (Chunk(whole(shape), "x", 0, 1),))
+    return TensorEntry(name, DTYPES_BY_NAME[dtype], shape, (Chunk(full_region(shape), "x", 0, 1),))
 
 
 def of_cut(count: int, planner_data: dict[str, Any] | None = None) -> bytes:
     """Tensors cut into two, and one whole; half of them on another stage."""
     rows = (Block(0, Region((0, 0), (2, 4))), Block(1, Region((2, 0), (1, 4))))
     columns = (Block(0, Region((0, 0), (3, 2))), Block(1, Region((0, 2), (3, 2))))
-    alone = (Block(0, whole((5,))),)
+    alone = (Block(0, full_region((5,))),)
     tensors = [
         (entry(f"layer.{number}.{name}", shape), number * 2 // count, blocks)
         for number in range(count)
@@ -72,7 +72,7 @@ def of_objects() -> bytes:
     """Dims, dtypes and numbers of every length, and objects."""
     shapes = {"none": (), "one": (3,), "two": (300, 2), "three": (70_000, 1, 1), "five": (1, 2, 3, 4, 1 << 33)}
     tensors = {
-        name: TensorMetadata(dtype, shape, (whole(shape),))
+        name: TensorMetadata(dtype, shape, (full_region(shape),))
         for (name, shape), dtype in zip(shapes.items(), ("int8", "bfloat16", "int8", "bool", "uint8"), strict=True)
     }
     storage = {
@@ -146,7 +146,7 @@ def test_what_has_to_be_looked_at_is_left_to_the_unpickler(
     ],
 )
 def test_odd_values_are_left_to_the_unpickler(old: bytes, new: bytes) -> None:
-    tensors = {f"w{number}": TensorMetadata("int8", (4,), (whole((4,)),)) for number in range(5)}
+    tensors = {f"w{number}": TensorMetadata("int8", (4,), (full_region((4,)),)) for number in range(5)}
     storage = {(name, (0,)): StorageInfo("f", 4 * number, 4) for number, name in enumerate(tensors)}
     data = metadata_to_bytes(DcpMetadata(tensors, (), storage))
     assert is_read_alike(data)
@@ -155,7 +155,7 @@ def test_odd_values_are_left_to_the_unpickler(old: bytes, new: bytes) -> None:
 
 
 def test_lines_that_define_their_file_again_are_numbered_as_the_pickle_numbers_them() -> None:
-    tensors = {f"w{number}": TensorMetadata("int8", (4,), (whole((4,)),)) for number in range(5)}
+    tensors = {f"w{number}": TensorMetadata("int8", (4,), (full_region((4,)),)) for number in range(5)}
     storage = {(name, (0,)): StorageInfo("f", 4 * number, 4) for number, name in enumerate(tensors)}
     data = metadata_to_bytes(DcpMetadata(tensors, (), storage))
     at = data.rindex(own_metadata._FILE) + len(own_metadata._FILE)

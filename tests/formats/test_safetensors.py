@@ -12,7 +12,7 @@ import safetensors.numpy
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from ckptx.catalog.dtype import BY_NAME
+from ckptx.catalog.dtype import DTYPES_BY_NAME
 from ckptx.errors import CkptxError, InputError, UnsupportedError
 from ckptx.formats.hf.safetensors import MAX_HEADER, Header, format_header_text, frame_header, pad_header, parse_header
 from tests.support.writers import BITS, Value, framed, header, safetensors_bytes, value
@@ -213,7 +213,7 @@ def test_headers_are_those_of_the_library(name: str) -> None:
 
 def test_a_header_without_metadata_is_that_of_the_library() -> None:
     golden = safetensors.numpy.save({"x": np.arange(3, dtype=np.float32)})
-    rows = [("x", BY_NAME["F32"], (3,), 0, 12)]
+    rows = [("x", DTYPES_BY_NAME["F32"], (3,), 0, 12)]
     assert frame_header(pad_header(format_header_text(rows, {}))) == golden[:-12]
 
 

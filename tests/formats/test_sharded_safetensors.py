@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from ckptx.catalog.manifest import emit_manifest
-from ckptx.catalog.region import Region, whole
+from ckptx.catalog.manifest import encode_manifest
+from ckptx.catalog.region import Region, full_region
 from ckptx.errors import InputError, UnsupportedError
 from ckptx.formats.assembly import replica_pairs
 from ckptx.formats.sharded.file_names import is_shard, shard_name
@@ -46,7 +46,7 @@ def test_blocks_of_all_ranks_make_a_tensor(place: MemoryPath) -> None:
     assert (w.dtype.name, w.shape, w.replicas) == ("BF16", (6, 4), ())
     assert [chunk.region for chunk in w.chunks] == [Region((at, 0), (2, 4)) for at in (0, 2, 4)]
     assert b"".join(read(place, *chunk[1:4]) for chunk in w.chunks) == W[2]
-    assert catalog.tensors["step"].chunks[0].region == whole(())
+    assert catalog.tensors["step"].chunks[0].region == full_region(())
     assert catalog.nbytes == 48 + 16 + 8
 
 
@@ -103,7 +103,7 @@ def test_a_tensor_without_elements_has_one_chunk(place: MemoryPath) -> None:
     for rank in (1, 2):
         write_shard(place, rank, {"none": (("BF16", (0, 4), b""), (0, 0))})
     entry = open_sharded(place).tensors["none"]
-    assert (entry.shape, [chunk.region for chunk in entry.chunks]) == ((0, 4), [whole((0, 4))])
+    assert (entry.shape, [chunk.region for chunk in entry.chunks]) == ((0, 4), [full_region((0, 4))])
 
 
 def test_a_shard_that_says_no_offsets_holds_whole_tensors(place: MemoryPath) -> None:
@@ -267,7 +267,7 @@ def test_other_safetensors_below_are_none_of_our_business(place: MemoryPath) -> 
 def write_manifest(root: MemoryPath) -> MemoryPath:
     files = {file.name: len(file.read_bytes()) for file in root.iterdir() if file.name.startswith("shard-")}
     found = manifest("sharded", files, {"w": ("BF16", [6, 4]), "norm": ("F32", [4])})
-    (root / "ckptx.json").write_bytes(emit_manifest(found))
+    (root / "ckptx.json").write_bytes(encode_manifest(found))
     return root
 
 
@@ -323,5 +323,5 @@ def test_a_manifest_vouches_for_ranks_that_only_repeat(place: MemoryPath) -> Non
 
 def test_the_manifest_of_another_format_says_nothing(place: MemoryPath) -> None:
     root = three_ranks(place)
-    (root / "ckptx.json").write_bytes(emit_manifest(manifest("dcp", {}, {})))
+    (root / "ckptx.json").write_bytes(encode_manifest(manifest("dcp", {}, {})))
     assert len(open_sharded(root).tensors) == 3

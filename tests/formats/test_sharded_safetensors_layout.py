@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckptx.catalog.dtype import BY_NAME
+from ckptx.catalog.dtype import DTYPES_BY_NAME
 from ckptx.catalog.entry import Block, TensorEntry
 from ckptx.catalog.region import Region
 from ckptx.errors import UnsupportedError
@@ -123,8 +123,10 @@ def test_what_is_written_reads_back(tmp_path: Path) -> None:
         for name, (_, blocks) in PLAN.items():
             entry = catalog.tensors[name]
             assert (entry.dtype.name, entry.shape) == TENSORS[name][:2]
-            assert sorted(chunk.region for chunk in entry.chunks) == sorted(b.region for b in blocks if not b.replica)
-            assert len(entry.replicas) == sum(block.replica for block in blocks)
+            assert sorted(chunk.region for chunk in entry.chunks) == sorted(
+                b.region for b in blocks if not b.is_replica
+            )
+            assert len(entry.replicas) == sum(block.is_replica for block in blocks)
             for chunk in (*entry.chunks, *entry.replicas):
                 assert files.read(chunk.file, chunk.offset, chunk.nbytes) == part(TENSORS[name], chunk.region)[2]
 
@@ -161,7 +163,7 @@ def test_any_cut_is_one_block_after_the_other(shapes: list[tuple[int, int, str]]
 def test_tensors_cut_alike_share_all_but_offsets() -> None:
     blocks = [along((8, 2), 0, 4) for _ in range(2)]
     assert blocks[0] is not blocks[1]
-    pair = [(TensorEntry(f"t{i}", BY_NAME["BF16"], (8, 2), ()), 0, blocks[i]) for i in (0, 1)]
+    pair = [(TensorEntry(f"t{i}", DTYPES_BY_NAME["BF16"], (8, 2), ()), 0, blocks[i]) for i in (0, 1)]
     first, second = (entry.chunks for entry in allocate(Path("x"), pair, ParallelDims(tp=4)).catalog.tensors.values())
     for field in ("blocks", "files", "lengths"):
         assert getattr(first, field) is getattr(second, field)
@@ -176,13 +178,13 @@ def test_tensors_cut_alike_share_all_but_offsets() -> None:
     ],
 )
 def test_what_safetensors_cannot_hold_is_refused(dtype: str, shape: tuple[int, ...], blocks: Blocks, said: str) -> None:
-    entry = TensorEntry("x", BY_NAME[dtype], shape, ())
+    entry = TensorEntry("x", DTYPES_BY_NAME[dtype], shape, ())
     with pytest.raises(UnsupportedError, match=f'tensor "x" .*{said}'):
         allocate(Path("x"), [(entry, 0, blocks)], ParallelDims(tp=4))
 
 
 def test_pairs_of_four_bits_are_cut_between_bytes() -> None:
-    entry = TensorEntry("x", BY_NAME["F4"], (1, 8), ())
+    entry = TensorEntry("x", DTYPES_BY_NAME["F4"], (1, 8), ())
     blocks = (Block(0, Region((0, 0), (1, 4))), Block(1, Region((0, 4), (1, 4))))
     layout = allocate(Path("x"), [(entry, 0, blocks)], ParallelDims(tp=2))
     assert [chunk.nbytes for chunk in layout.catalog.tensors["x"].chunks] == [2, 2]

@@ -17,7 +17,7 @@ import pytest
 
 from ckptx.catalog.manifest import SCHEMA
 from ckptx.catalog.manifest_parser import parse_manifest
-from ckptx.catalog.region import CoverageFault, Region, coverage_fault, whole
+from ckptx.catalog.region import CoverageFault, Region, find_coverage_fault, full_region
 from ckptx.errors import InputError
 from ckptx.formats.dcp.metadata import DcpMetadata, StorageInfo, TensorMetadata, parse_metadata
 from ckptx.formats.dcp.metadata_writer import metadata_to_bytes
@@ -88,7 +88,7 @@ def as_sizes(numbers: list[tuple[int, ...]]) -> Callable[[], object]:
 
 def as_spans(numbers: list[tuple[int, ...]]) -> Callable[[], object]:
     regions = [Region(each[:1], each[-1:]) for each in numbers]
-    return lambda: coverage_fault(((1 << 63) - 1,), regions)
+    return lambda: find_coverage_fault(((1 << 63) - 1,), regions)
 
 
 def as_shapes_of_a_manifest(numbers: list[tuple[int, ...]]) -> Callable[[], object]:
@@ -148,10 +148,10 @@ def test_cuts_across_each_other_are_checked_up_to_a_limit(turned: bool) -> None:
         return ((columns, columns + 1) if turned else (columns + 1, columns)), regions
 
     shape, regions = bricks(200)
-    assert coverage_fault(shape, regions) is None
-    fault = coverage_fault(shape, regions[1:])
+    assert find_coverage_fault(shape, regions) is None
+    fault = find_coverage_fault(shape, regions[1:])
     assert fault is not None and fault.kind == "gap"
     shape, regions = bricks(3000)
     began = time.process_time()
-    assert coverage_fault(shape, regions) == (None if turned else CoverageFault("tangle", whole(shape)))
+    assert find_coverage_fault(shape, regions) == (None if turned else CoverageFault("tangle", full_region(shape)))
     assert time.process_time() - began < 3

@@ -18,7 +18,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckptx.catalog.dtype import BY_NAME, BY_TORCH, DType
+from ckptx.catalog.dtype import DTYPES_BY_NAME, DTYPES_BY_TORCH_NAME, DType
 from ckptx.catalog.entry import Record
 from ckptx.errors import CkptxError, InputError, UnsupportedError
 from ckptx.formats.torch_archive import archive as torch_zip
@@ -51,7 +51,7 @@ SHAPES = [
     (2, 1, 3, 2),
     (1, 2, 1, 2, 1, 2, 1, 2, 1, 2),
 ]
-BF16 = BY_NAME["BF16"]
+BF16 = DTYPES_BY_NAME["BF16"]
 
 
 def saved(value: Any, **options: Any) -> bytes:
@@ -73,10 +73,10 @@ def locate(data: bytes, dtype: DType | None = None, shape: tuple[int, ...] = ())
 
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf")
-@pytest.mark.parametrize("dtype", BY_TORCH.values(), ids=BY_TORCH)
+@pytest.mark.parametrize("dtype", DTYPES_BY_TORCH_NAME.values(), ids=DTYPES_BY_TORCH_NAME)
 def test_an_archive_is_what_torch_writes(dtype: DType) -> None:
     for shape in SHAPES:
-        tensor = raw_tensor(str(dtype.torch), shape)
+        tensor = raw_tensor(str(dtype.torch_name), shape)
         assert archive(tensor) == saved(tensor), shape
         assert archive_length(dtype, shape) == len(saved(tensor))
 
@@ -104,7 +104,7 @@ def test_an_archive_around_4_gib_is_what_torch_writes(nbytes: int) -> None:
     tensor = torch.from_numpy(np.zeros(nbytes, dtype=np.uint8))  # pages of zeros that nobody touches take no memory
     file = HeadAndTail()
     torch.save(tensor, file)  # type: ignore[arg-type]
-    dtype, shape = BY_NAME["U8"], (nbytes,)
+    dtype, shape = DTYPES_BY_NAME["U8"], (nbytes,)
     crc = 0
     zeros = bytes(1 << 24)
     for begin in range(0, nbytes, 1 << 24):
@@ -159,10 +159,10 @@ def test_an_expected_archive_takes_two_reads() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf")
-@pytest.mark.parametrize("dtype", BY_TORCH.values(), ids=BY_TORCH)
+@pytest.mark.parametrize("dtype", DTYPES_BY_TORCH_NAME.values(), ids=DTYPES_BY_TORCH_NAME)
 def test_both_ways_of_reading_agree(dtype: DType) -> None:
     for shape in SHAPES:
-        data = archive(raw_tensor(str(dtype.torch), shape))
+        data = archive(raw_tensor(str(dtype.torch_name), shape))
         found = locate(data)
         assert locate(data, dtype, shape) == found
         assert (found.dtype, found.shape, found.strides) == (dtype, shape, None)
@@ -171,7 +171,7 @@ def test_both_ways_of_reading_agree(dtype: DType) -> None:
 def test_an_archive_of_another_shape_is_found_with_its_own_shape() -> None:
     data = archive(raw_tensor("bfloat16", (3, 5)))
     assert locate(data, BF16, (5, 3)).shape == (3, 5)
-    assert locate(data, BY_NAME["F16"], (3, 5)).dtype is BF16
+    assert locate(data, DTYPES_BY_NAME["F16"], (3, 5)).dtype is BF16
 
 
 @pytest.mark.parametrize("protocol", [2, 4])
@@ -423,10 +423,10 @@ def test_what_is_alike_in_many_archives_is_made_once() -> None:
 @pytest.mark.parametrize("name", ["BF16", "F32", "U16", "F4"])
 @pytest.mark.parametrize("shape", [(2, 6), (0, 4), (70_000, 2)])
 def test_a_frame_is_the_archive_without_its_elements(name: str, shape: tuple[int, ...]) -> None:
-    dtype = BY_NAME[name]
+    dtype = DTYPES_BY_NAME[name]
     sizes = (*shape[:-1], shape[-1] // dtype.pack)
     frame, crc = archive_frame(dtype, shape), 7 if prod(shape) else 0
-    assert (frame.head, frame.tail(crc)) == (archive_head(dtype, sizes), archive_tail(dtype, sizes, crc))
+    assert (frame.head, frame.build_tail(crc)) == (archive_head(dtype, sizes), archive_tail(dtype, sizes, crc))
     assert len(frame.head) + dtype.nbytes(prod(shape)) + frame.tail_nbytes == archive_length(dtype, sizes)
-    before, behind = frame.around_crc
-    assert frame.tail(crc).startswith(before + crc.to_bytes(4, "little") + behind if before else b"PK\3\4")
+    before, behind = frame.tail_around_crc
+    assert frame.build_tail(crc).startswith(before + crc.to_bytes(4, "little") + behind if before else b"PK\3\4")

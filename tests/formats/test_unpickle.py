@@ -17,7 +17,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckptx.catalog.dtype import BY_NAME
+from ckptx.catalog.dtype import DTYPES_BY_NAME
 from ckptx.errors import CkptxError, InputError
 from ckptx.formats.torch_archive.unpickle import (
     StorageRef,
@@ -48,14 +48,14 @@ def test_plain_values_pass() -> None:
 def test_a_tensor_becomes_a_reference() -> None:
     base = torch.zeros(6, 4, dtype=torch.bfloat16)
     tree = load_torch(data_pkl({"w": base[1:].t(), "p": torch.nn.Parameter(base)}), "x")
-    storage = StorageRef("0", BY_NAME["BF16"], 24)
-    assert tree["w"] == TensorRef(storage, BY_NAME["BF16"], 4, (4, 5), (1, 4), ())
-    assert tree["p"] == TensorRef(storage, BY_NAME["BF16"], 0, (6, 4), (4, 1), ())
+    storage = StorageRef("0", DTYPES_BY_NAME["BF16"], 24)
+    assert tree["w"] == TensorRef(storage, DTYPES_BY_NAME["BF16"], 4, (4, 5), (1, 4), ())
+    assert tree["p"] == TensorRef(storage, DTYPES_BY_NAME["BF16"], 0, (6, 4), (4, 1), ())
 
 
 def test_an_untyped_storage_counts_bytes() -> None:
     tree = load_torch(data_pkl(torch.zeros(3, dtype=torch.uint16)), "x")
-    assert tree == TensorRef(StorageRef("0", None, 6), BY_NAME["U16"], 0, (3,), (1,), ())
+    assert tree == TensorRef(StorageRef("0", None, 6), DTYPES_BY_NAME["U16"], 0, (3,), (1,), ())
     assert tree.storage.nbytes == 6
 
 

@@ -8,7 +8,7 @@ from itertools import accumulate, product
 import numpy as np
 import pytest
 
-from ckptx.catalog.region import Region, whole
+from ckptx.catalog.region import Region, full_region
 from ckptx.layout.parallel_dims import ParallelDims
 from ckptx.layout.placement import Placement, shard_tensor, tp_regions
 from ckptx.layout.stages import split_layers
@@ -164,4 +164,4 @@ def test_another_style_would_be_noticed(
 def test_what_nobody_cuts_is_whole_on_every_rank(answers: Answers) -> None:
     model = answers.models["llama-untied"]
     for ranks in model.held[3]:
-        assert is_same(model.shapes["model.norm.weight"], [whole((32,))], 0, ranks["model.norm.weight"])
+        assert is_same(model.shapes["model.norm.weight"], [full_region((32,))], 0, ranks["model.norm.weight"])

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckptx.catalog.entry import Block
-from ckptx.catalog.region import Region, coverage_fault, whole
+from ckptx.catalog.region import Region, find_coverage_fault, full_region
 from ckptx.errors import Defect
 from ckptx.layout.parallel_dims import ParallelDims
 from ckptx.layout.placement import Placement, ceil_chunks, is_aligned, scale_placement, shard_tensor, tp_regions
@@ -27,7 +27,7 @@ def held(blocks: tuple[Block, ...], replica: bool = False) -> list[tuple[int, in
     return [
         (block.rank_in_stage, block.region.offsets[0], block.region.sizes[0])
         for block in blocks
-        if block.replica is replica
+        if block.is_replica is replica
     ]
 
 
@@ -75,7 +75,7 @@ def test_a_group_shorter_than_the_ranks_has_no_part_on_the_last() -> None:
 
 
 def test_what_is_not_cut_is_whole_everywhere() -> None:
-    assert tp_regions((3, 4), None, 2) == ((whole((3, 4)),),) * 2
+    assert tp_regions((3, 4), None, 2) == ((full_region((3, 4)),),) * 2
 
 
 @pytest.mark.parametrize(
@@ -125,7 +125,7 @@ def test_groups_along_columns_are_each_cut_by_rows() -> None:
 
 
 def test_what_tp_does_not_cut_is_stored_once() -> None:
-    assert shard_tensor((4, 4), None, ParallelDims(tp=4), False) == (Block(0, whole((4, 4))),)
+    assert shard_tensor((4, 4), None, ParallelDims(tp=4), False) == (Block(0, full_region((4, 4))),)
     assert held(shard_tensor((5, 4), None, ParallelDims(tp=2, dp_shard=2), False)) == [(0, 0, 3), (2, 3, 2)]
 
 
@@ -148,7 +148,7 @@ def test_pipeline_stages_do_not_matter() -> None:
 
 def test_fsdp_leaves_a_scalar_alone() -> None:
     assert shard_tensor((), None, ParallelDims(tp=2, dp_shard=4), False) == (Block(0, Region((), ())),)
-    assert shard_tensor((), None, ParallelDims(tp=2, dp_shard=4), True)[1] == Block(1, Region((), ()), replica=True)
+    assert shard_tensor((), None, ParallelDims(tp=2, dp_shard=4), True)[1] == Block(1, Region((), ()), is_replica=True)
 
 
 @pytest.mark.parametrize("placement", [None, Placement(1, (6,))])
@@ -168,9 +168,11 @@ def test_a_pair_is_never_parted() -> None:
 
 @pytest.mark.parametrize(("shape", "placement"), [((2, 7), Placement(1, (7,))), ((2, 8), Placement(1, (5, 3)))])
 def test_a_group_of_half_bytes_is_not_cut(shape: Shape, placement: Placement) -> None:
-    assert tp_regions(shape, placement, 2, pack=2) == ((whole(shape),),) * 2
-    assert shard_tensor(shape, placement, ParallelDims(tp=2), False, 2) == (Block(0, whole(shape)),)
-    assert shard_tensor(shape, placement, ParallelDims(tp=2), True, 2)[1:] == (Block(1, whole(shape), replica=True),)
+    assert tp_regions(shape, placement, 2, pack=2) == ((full_region(shape),),) * 2
+    assert shard_tensor(shape, placement, ParallelDims(tp=2), False, 2) == (Block(0, full_region(shape)),)
+    assert shard_tensor(shape, placement, ParallelDims(tp=2), True, 2)[1:] == (
+        Block(1, full_region(shape), is_replica=True),
+    )
 
 
 def test_pairs_along_the_last_dim_do_not_bind_the_rows() -> None:
@@ -221,17 +223,17 @@ def test_every_element_is_held_once_and_by_whom_it_should(
     shape, placement = case
     dims = ParallelDims(tp=tp, dp_shard=dp)
     blocks = shard_tensor(shape, placement, dims, replicate)
-    assert coverage_fault(shape, [block.region for block in blocks if not block.replica]) is None
+    assert find_coverage_fault(shape, [block.region for block in blocks if not block.is_replica]) is None
     assert [block.rank_in_stage for block in blocks] == sorted(block.rank_in_stage for block in blocks)
     if not prod(shape):
-        assert blocks == (Block(0, whole(shape)),)
+        assert blocks == (Block(0, full_region(shape)),)
         return
     numbered = np.arange(prod(shape)).reshape(shape)
     for dp_index in range(dp):
         for tp_index in range(tp):
             mine = [block for block in blocks if block.rank_in_stage == dims.rank_in_stage(dp_index, tp_index)]
             assert all(block.region.numel for block in mine)
-            assert all(block.replica is (placement is None and tp_index > 0) for block in mine)
+            assert all(block.is_replica is (placement is None and tp_index > 0) for block in mine)
             local = local_tensor(shape, placement, tp, tp_index)
             expected = local if not shape else torch_chunk(local, dp, 0)[dp_index]
             if (placement is None and tp_index and not replicate) or (not shape and dp_index):
@@ -246,7 +248,7 @@ def test_every_element_is_held_once_and_by_whom_it_should(
 def test_packs_are_kept_together(case: tuple[Shape, Placement | None], tp: int, dp: int, pack: int) -> None:
     shape, placement = case
     blocks = shard_tensor(shape, placement, ParallelDims(tp=tp, dp_shard=dp), False, pack)
-    assert coverage_fault(shape, [block.region for block in blocks]) is None
+    assert find_coverage_fault(shape, [block.region for block in blocks]) is None
     if shape and shape[-1] % pack == 0:
         assert all(block.region.offsets[-1] % pack == block.region.sizes[-1] % pack == 0 for block in blocks)
 

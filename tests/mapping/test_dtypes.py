@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import pytest
 
-from ckptx.catalog.dtype import BY_NAME
+from ckptx.catalog.dtype import DTYPES_BY_NAME
 from ckptx.catalog.entry import TensorEntry
 from ckptx.mapping.dtypes import cast_targets
 
 
 def entries(**rows: tuple[str, tuple[int, ...]]) -> dict[str, TensorEntry]:
-    return {name: TensorEntry(name, BY_NAME[dtype], shape, ()) for name, (dtype, shape) in rows.items()}
+    return {name: TensorEntry(name, DTYPES_BY_NAME[dtype], shape, ()) for name, (dtype, shape) in rows.items()}
 
 
 def cast(tensors: dict[str, TensorEntry], to: str | None, **settings: object) -> dict[str, str]:
     keeps = settings.pop("keeps", ())
-    found = cast_targets(tensors, BY_NAME[to] if to else None, lambda name: name in keeps, **settings)  # type: ignore[arg-type,operator]
+    found = cast_targets(tensors, DTYPES_BY_NAME[to] if to else None, lambda name: name in keeps, **settings)  # type: ignore[arg-type,operator]
     return {name: dtype.name for name, dtype in found.items()}
 
 
@@ -36,7 +36,7 @@ def test_others_are_not(dtype: str) -> None:
 
 @pytest.mark.parametrize("scale", ["w_scale", "w.scales", "w_scale_inv", "w.absmax"])
 def test_scales_stay_beside_a_quantised_weight_alone(scale: str) -> None:
-    plain = {scale: TensorEntry(scale, BY_NAME["F32"], (2,), ())}
+    plain = {scale: TensorEntry(scale, DTYPES_BY_NAME["F32"], (2,), ())}
     assert cast(plain, "BF16") == {scale: "BF16"}
     assert cast(plain | entries(w=("F8_E4M3", (2, 2))), "BF16")[scale] == "F32"
 

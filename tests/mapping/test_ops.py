@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from ckptx.catalog.dtype import BY_NAME
+from ckptx.catalog.dtype import DTYPES_BY_NAME
 from ckptx.catalog.entry import Chunk, TensorEntry
-from ckptx.catalog.region import Region, coverage_fault, whole
+from ckptx.catalog.region import Region, find_coverage_fault, full_region
 from ckptx.errors import Defect, InputError, UnsupportedError
 from ckptx.mapping.ops import Conversion, Op, convert
 from ckptx.mapping.rewrite import RegroupedRows, merge, permute_rope, regroup, slice_chunk, split, transpose
@@ -149,11 +149,11 @@ def test_whole_rows_of_a_chunk_stay_row_major(tmp_path: Path) -> None:
 
 
 def entry_of(shape: tuple[int, ...], dtype: str = "BF16", name: str = "x") -> TensorEntry:
-    kind = BY_NAME[dtype]
+    kind = DTYPES_BY_NAME[dtype]
     numel = 1
     for size in shape:
         numel *= size
-    return TensorEntry(name, kind, shape, (Chunk(whole(shape), "f", 0, kind.nbytes(numel)),))
+    return TensorEntry(name, kind, shape, (Chunk(full_region(shape), "f", 0, kind.nbytes(numel)),))
 
 
 @pytest.mark.parametrize(
@@ -192,7 +192,9 @@ def test_pairs_that_share_a_byte_are_not_parted() -> None:
     assert [part.shape for part in split(entry, 1, (4, 4))] == [(4, 4)] * 2
     assert split(entry, 1, (4, 4))[1].chunks[0].offset == 2
     experts = transpose(entry_of((3, 4, 8), "F4"), 0, 1)
-    assert experts.chunks[0].strides == (4, 16, 1) and coverage_fault((4, 3, 8), [experts.chunks[0].region]) is None
+    assert (
+        experts.chunks[0].strides == (4, 16, 1) and find_coverage_fault((4, 3, 8), [experts.chunks[0].region]) is None
+    )
     with pytest.raises(UnsupportedError, match="share bytes"):
         split(entry, 1, (3, 5))
     with pytest.raises(UnsupportedError, match="share bytes"):
@@ -203,7 +205,7 @@ def test_pairs_that_share_a_byte_are_not_parted() -> None:
 
 def test_an_archive_that_was_not_opened_is_no_place_of_elements() -> None:
     entry = entry_of((4, 8))
-    closed = entry._replace(chunks=(entry.chunks[0]._replace(archive=True),))
+    closed = entry._replace(chunks=(entry.chunks[0]._replace(is_archive=True),))
     for op in (
         Op("merge"),
         Op("concat"),

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ckptx.catalog.entry import Block
-from ckptx.catalog.region import Region, Shape, coverage_fault, whole
+from ckptx.catalog.region import Region, Shape, find_coverage_fault, full_region
 from ckptx.layout.parallel_dims import ParallelDims
 from ckptx.layout.placement import Placement, shard_tensor
 from ckptx.mapping.name_index import fill_pattern
@@ -62,7 +62,7 @@ def holdings(
     held: dict[tuple[int, bool], set[int]] = {}
     for name, tensor in tensors.items():
         for block in blocks[name]:
-            mine = held.setdefault((block.rank_in_stage, block.replica), set())
+            mine = held.setdefault((block.rank_in_stage, block.is_replica), set())
             new = inside(tensor, block.region)
             assert not mine & new, "an element is listed twice"
             mine |= new
@@ -104,8 +104,8 @@ def test_ranks_hold_on_disk_what_they_hold_in_the_model(case: str, place: str, m
     assert set(blocks) == set(disk)
     assert holdings(disk, blocks) == holdings(model, cuts)
     for name, tensor in disk.items():
-        kept = [block.region for block in blocks[name] if not block.replica]
-        assert coverage_fault(tuple(tensor.shape), kept) is None
+        kept = [block.region for block in blocks[name] if not block.is_replica]
+        assert find_coverage_fault(tuple(tensor.shape), kept) is None
 
 
 def blocks_of(conversion: Conversion, shapes: dict[str, Shape], place: Place, mesh: ParallelDims) -> dict[str, object]:
@@ -166,7 +166,7 @@ def test_an_unsupported_conversion_and_an_unknown_name_have_no_answer() -> None:
 def test_a_tensor_without_elements_is_one_block() -> None:
     conversion = CASES["fused qkv"][0]
     assert blocks_of(conversion, {"x": (12, 0)}, lambda shape: None, ParallelDims(tp=2)) == {
-        "x": (Block(0, whole((12, 0))),)
+        "x": (Block(0, full_region((12, 0))),)
     }
 
 

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckptx.architecture.find import find_architecture
-from ckptx.catalog.dtype import BY_NAME
+from ckptx.catalog.dtype import DTYPES_BY_NAME
 from ckptx.catalog.entry import Chunk, TensorEntry
-from ckptx.catalog.region import Shape, whole
+from ckptx.catalog.region import Shape, full_region
 from ckptx.errors import InputError
 from ckptx.mapping.destinations import add_scale_destinations
 from ckptx.mapping.quantization_scales import add_scale_conversions, find_parent
@@ -165,8 +165,8 @@ def stored(tensors: Mapping[str, tuple[str, Shape]]) -> dict[str, TensorEntry]:
     """Entries of their own files, so that a chunk says which tensor it is of."""
     found = {}
     for name, (dtype, shape) in tensors.items():
-        nbytes = BY_NAME[dtype].nbytes(prod(shape))
-        found[name] = TensorEntry(name, BY_NAME[dtype], shape, (Chunk(whole(shape), name, 0, nbytes),))
+        nbytes = DTYPES_BY_NAME[dtype].nbytes(prod(shape))
+        found[name] = TensorEntry(name, DTYPES_BY_NAME[dtype], shape, (Chunk(full_region(shape), name, 0, nbytes),))
     return found
 
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from ckptx.architecture.find import find_architecture
-from ckptx.catalog.dtype import BY_NAME
+from ckptx.catalog.dtype import DTYPES_BY_NAME
 from ckptx.catalog.entry import Chunk, TensorEntry
-from ckptx.catalog.region import whole
+from ckptx.catalog.region import full_region
 from ckptx.errors import InputError
 from ckptx.formats.registry import open_checkpoint
 from ckptx.mapping.name_index import NameIndex, fill_pattern
@@ -124,8 +124,8 @@ def moe(**settings: Any) -> NameRules:
 
 
 def entries(*names: str, shape: tuple[int, ...] = (4, 6)) -> dict[str, TensorEntry]:
-    dtype, numel = BY_NAME["F32"], 24
-    return {name: TensorEntry(name, dtype, shape, (Chunk(whole(shape), name, 0, 4 * numel),)) for name in names}
+    dtype, numel = DTYPES_BY_NAME["F32"], 24
+    return {name: TensorEntry(name, dtype, shape, (Chunk(full_region(shape), name, 0, 4 * numel),)) for name in names}
 
 
 def experts(layers: int = 1, count: int = 3) -> dict[str, TensorEntry]:

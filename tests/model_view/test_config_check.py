@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 import ckptx
 from ckptx.architecture.table import shape_rules
 from ckptx.catalog.catalog import Catalog
-from ckptx.catalog.dtype import BY_NAME
+from ckptx.catalog.dtype import DTYPES_BY_NAME
 from ckptx.catalog.entry import Chunk, TensorEntry
-from ckptx.catalog.region import Shape, whole
+from ckptx.catalog.region import Shape, full_region
 from ckptx.errors import InputError
 from ckptx.model_view.config_check import ConfigMatch, match_config
 from ckptx.model_view.view import view_model
@@ -50,7 +50,7 @@ EXPERTS = {
 def fit(config: Mapping[str, Any], shapes: Mapping[str, Shape], dtype: str = "BF16") -> ConfigMatch:
     """Of tensors without bytes."""
     tensors = {
-        name: TensorEntry(name, BY_NAME[dtype], shape, (Chunk(whole(shape), name, 0, 8),))
+        name: TensorEntry(name, DTYPES_BY_NAME[dtype], shape, (Chunk(full_region(shape), name, 0, 8),))
         for name, shape in shapes.items()
     }
     return match_config(view_model(Catalog(Path("/nowhere"), "huggingface", tensors, config=dict(config))))

@@ -9,10 +9,10 @@ import pytest
 
 import ckptx
 from ckptx.catalog.catalog import Catalog
-from ckptx.catalog.dtype import BY_NAME
+from ckptx.catalog.dtype import DTYPES_BY_NAME
 from ckptx.catalog.entry import Chunk, TensorEntry
 from ckptx.catalog.manifest import LayoutRecord
-from ckptx.catalog.region import Region, whole
+from ckptx.catalog.region import Region, full_region
 from ckptx.layout.parallel_dims import ParallelDims
 from ckptx.model_view.rank_layout import (
     Layout,
@@ -37,7 +37,7 @@ def catalog_of(held: Held, replicas: Held | None = None, dtype: str = "BF16") ->
         found = []
         for rank, region in blocks:
             file = f"__{rank}_0.distcp"
-            nbytes = BY_NAME[dtype].nbytes(region.numel)
+            nbytes = DTYPES_BY_NAME[dtype].nbytes(region.numel)
             found.append(Chunk(region, file, offsets.get(file, 0), nbytes))
             offsets[file] = offsets.get(file, 0) + nbytes
         return tuple(found)
@@ -46,7 +46,7 @@ def catalog_of(held: Held, replicas: Held | None = None, dtype: str = "BF16") ->
     for name, blocks in held.items():
         shape = tuple(max(r.offsets[dim] + r.sizes[dim] for _, r in blocks) for dim in range(len(blocks[0][1].sizes)))
         more = chunks((replicas or {}).get(name, ()))
-        tensors[name] = TensorEntry(name, BY_NAME[dtype], shape, chunks(blocks), more)
+        tensors[name] = TensorEntry(name, DTYPES_BY_NAME[dtype], shape, chunks(blocks), more)
     return Catalog(Path("made"), "dcp", tensors, files=dict(sorted(offsets.items())))
 
 
@@ -124,7 +124,7 @@ def test_a_manifest_is_believed_when_it_fits_the_files(
 
 
 def test_bytes_add_up_by_rank_and_a_shared_name_adds_nothing() -> None:
-    catalog = catalog_of({"layers.0.w": halves(0, 1), "norm": [(1, whole((5,)))]})
+    catalog = catalog_of({"layers.0.w": halves(0, 1), "norm": [(1, full_region((5,)))]})
     catalog.tensors["twin"] = catalog.tensors["layers.0.w"]._replace(name="twin")
     layout = look(catalog, ParallelDims(tp=2))
     assert [(h.tensors, h.nbytes) for h in layout.holders] == [(2, 16), (3, 16 + 10)]
@@ -137,8 +137,8 @@ def test_bytes_add_up_by_rank_and_a_shared_name_adds_nothing() -> None:
 
 
 def test_a_replica_takes_room_and_is_no_cut() -> None:
-    whole_tensor = {"layers.0.norm": [(0, whole((4,)))]}
-    layout = look(catalog_of(whole_tensor, {"layers.0.norm": [(1, whole((4,)))]}), ParallelDims(tp=2))
+    whole_tensor = {"layers.0.norm": [(0, full_region((4,)))]}
+    layout = look(catalog_of(whole_tensor, {"layers.0.norm": [(1, full_region((4,)))]}), ParallelDims(tp=2))
     assert [h.nbytes for h in layout.holders] == [8, 8]
     assert layout.sharded_count == 0
     assert [piece.replica for piece in layout.shardings[0].shards] == [False, True]

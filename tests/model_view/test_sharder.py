@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ckptx.catalog.dtype import BY_NAME
+from ckptx.catalog.dtype import DTYPES_BY_NAME
 from ckptx.catalog.entry import Block, TensorEntry
 from ckptx.catalog.region import Region
 from ckptx.errors import UsageError
@@ -45,7 +45,7 @@ def mesh_of(
     dims = ParallelDims(tp, pp, dp)
     known = TensorParallelPlan({pattern: Rule(style, "model plan") for pattern, style in plan.items()})
     sharder = Sharder(known, dims, StageMap([STACK], pp), rules, replicate)
-    tensors = {name: TensorEntry(name, BY_NAME[dtype], shape, ()) for name, shape in shapes.items()}
+    tensors = {name: TensorEntry(name, DTYPES_BY_NAME[dtype], shape, ()) for name, shape in shapes.items()}
     return sharder.place(tensors, unknown)
 
 
@@ -235,7 +235,7 @@ def test_tensors_cut_alike_are_one_row() -> None:
 
 def test_cuts_inside_heads_are_listed() -> None:
     known = TensorParallelPlan({"model.layers.*.q": Rule("colwise", "model plan", heads=((2, 4),))})
-    tensors = {"model.layers.0.q.weight": TensorEntry("", BY_NAME["F32"], (8, 4), ())}
+    tensors = {"model.layers.0.q.weight": TensorEntry("", DTYPES_BY_NAME["F32"], (8, 4), ())}
     for tp, unaligned in ((2, []), (4, list(tensors))):
         sharder = Sharder(known, ParallelDims(tp), StageMap([STACK], 1), None, False)
         assert sharder.place(tensors, []).unaligned == unaligned

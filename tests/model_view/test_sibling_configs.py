@@ -15,9 +15,9 @@ import torch
 import transformers
 
 from ckptx.catalog.catalog import Catalog
-from ckptx.catalog.dtype import BY_NAME
+from ckptx.catalog.dtype import DTYPES_BY_NAME
 from ckptx.catalog.entry import Chunk, TensorEntry
-from ckptx.catalog.region import whole
+from ckptx.catalog.region import full_region
 from ckptx.model_view.config_check import ConfigMatch, match_config
 from ckptx.model_view.view import view_model
 
@@ -110,7 +110,7 @@ def judged(place: Path) -> ConfigMatch:
     """What ckptx says of it."""
     header = json.loads(_header(place / "model.safetensors"))
     tensors = {
-        name: TensorEntry(name, BY_NAME[row["dtype"]], shape, (Chunk(whole(shape), name, 0, 8),))
+        name: TensorEntry(name, DTYPES_BY_NAME[row["dtype"]], shape, (Chunk(full_region(shape), name, 0, 8),))
         for name, row in header.items()
         if name != "__metadata__"
         for shape in [tuple(row["shape"])]

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from ckptx.catalog.entry import TensorEntry
-from ckptx.catalog.region import whole
+from ckptx.catalog.region import full_region
 from ckptx.model_view.view import ModelView, locate_archives
 from ckptx.runtime.checkpointing.reading import RegionReader, open_source
 from tests.support.judged import Judge, unequal
@@ -34,8 +34,8 @@ def judge(tmp_path_factory: pytest.TempPathFactory) -> Judge:
 
 
 def read(reading: RegionReader, entry: TensorEntry) -> torch.Tensor:
-    target = torch.empty(entry.shape, dtype=getattr(torch, str(entry.dtype.torch)))
-    reading.fill(entry, whole(entry.shape), target)
+    target = torch.empty(entry.shape, dtype=getattr(torch, str(entry.dtype.torch_name)))
+    reading.fill(entry, full_region(entry.shape), target)
     return target
 
 

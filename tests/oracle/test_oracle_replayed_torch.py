@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.quantized_hf_storage import QuantizedHuggingFaceStorageReader
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
 
-from ckptx.catalog.region import whole
+from ckptx.catalog.region import full_region
 from ckptx.cli.main import cli
 from ckptx.formats.registry import open_checkpoint
 from tests.processes.test_several_processes import finish, start
@@ -166,7 +166,7 @@ class TestHfStorage:
         (entry,) = open_checkpoint(tmp_path).tensors.values()
         assert (entry.name, entry.dtype.name, entry.shape) == ("tensor_0", "F32", (5, 10))
         (chunk,) = entry.chunks
-        assert chunk[:4] == (whole((5, 10)), "test.safetensors", 8 + len(header), 200)
+        assert chunk[:4] == (full_region((5, 10)), "test.safetensors", 8 + len(header), 200)
 
 
 class TestSingleRankSaveLoad:

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint._consolidate_hf_safetensors import (
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from ckptx.catalog.catalog import Catalog
-from ckptx.catalog.dtype import BY_TORCH
+from ckptx.catalog.dtype import DTYPES_BY_TORCH_NAME
 from ckptx.catalog.entry import BytesEntry, TensorEntry
 from ckptx.errors import InputError
 from ckptx.formats.assembly import replica_pairs
@@ -49,7 +49,7 @@ pytestmark = pytest.mark.filterwarnings(
 
 
 def value_of(tensor: torch.Tensor) -> Value:
-    return BY_TORCH[str(tensor.dtype)[6:]].name, tuple(tensor.shape), raw(tensor)
+    return DTYPES_BY_TORCH_NAME[str(tensor.dtype)[6:]].name, tuple(tensor.shape), raw(tensor)
 
 
 def assembled(catalog: Catalog, entry: TensorEntry) -> bytes:
@@ -67,7 +67,7 @@ def assert_holds(catalog: Catalog, expected: dict[str, torch.Tensor]) -> None:
     assert catalog.tensors.keys() == expected.keys()
     for name, tensor in expected.items():
         entry = catalog.tensors[name]
-        assert (entry.dtype.torch, entry.shape) == (str(tensor.dtype)[6:], tuple(tensor.shape)), name
+        assert (entry.dtype.torch_name, entry.shape) == (str(tensor.dtype)[6:], tuple(tensor.shape)), name
         assert assembled(catalog, entry) == raw(tensor), name
     with FilePool(catalog.root) as files:
         for entry, held, again in replica_pairs(catalog):

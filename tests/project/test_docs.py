@@ -12,7 +12,7 @@ import pytest
 
 from ckptx.architecture import model_files
 from ckptx.architecture.correction_schema import decode_corrections
-from ckptx.catalog.dtype import BY_NAME
+from ckptx.catalog.dtype import DTYPES_BY_NAME
 from ckptx.catalog.form import FORMS
 from ckptx.cli.main import cli, commands
 from ckptx.errors import CkptxError, Defect
@@ -272,13 +272,15 @@ def test_formats_and_dtypes_are_those_of_the_code() -> None:
     for kind in UNSUPPORTED_KINDS:
         assert (kind.description.rstrip(","), kind.next_step) in rows
     dtypes = {row[0]: set(row[1].split()) for row in rows if len(row) == 2}
-    assert dtypes["may be cast"] == {each.name for each in BY_NAME.values() if each.cast}
-    assert dtypes["copied only, in safetensors"] == {each.name for each in BY_NAME.values() if each.torch is None}
+    assert dtypes["may be cast"] == {each.name for each in DTYPES_BY_NAME.values() if each.is_castable}
+    assert dtypes["copied only, in safetensors"] == {
+        each.name for each in DTYPES_BY_NAME.values() if each.torch_name is None
+    }
     assert dtypes["copied only, in torch formats"] == {
-        each.name for each in BY_NAME.values() if not each.in_safetensors
+        each.name for each in DTYPES_BY_NAME.values() if not each.in_safetensors
     }
     kinds = ("may be cast", "copied only", "copied only, in safetensors", "copied only, in torch formats")
-    assert set().union(*(dtypes[row] for row in kinds)) == BY_NAME.keys()
+    assert set().union(*(dtypes[row] for row in kinds)) == DTYPES_BY_NAME.keys()
 
 
 def test_what_is_known_is_counted() -> None:

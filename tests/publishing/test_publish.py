@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 import ckptx
-from ckptx.catalog.dtype import BY_NAME
+from ckptx.catalog.dtype import DTYPES_BY_NAME
 from ckptx.catalog.region import Region
 from ckptx.errors import InputError, OutputError, SpaceError, UnsupportedError
 from ckptx.formats.hf.reader import refuse_adapters
@@ -164,7 +164,7 @@ def test_wrappers_of_a_training_run_go_unless_two_names_would_become_one(tmp_pat
 @pytest.mark.parametrize("shape", [(8,), (700_000,)])
 def test_archives_without_a_checksum_are_counted(tmp_path: Path, shape: tuple[int, ...]) -> None:
     """torch can be told to record none; small and large tensors go different ways."""
-    dtype, tensor = BY_NAME["F32"], value("F32", *shape)
+    dtype, tensor = DTYPES_BY_NAME["F32"], value("F32", *shape)
     payload = archive_head(dtype, shape) + tensor[2] + archive_tail(dtype, shape, 0)
     write_dcp(tmp_path / "dcp", {"w": tensor, "v": value("F32", 2)}, payloads={"w": payload})
     report = ckptx.convert("dcp2hf", tmp_path / "dcp", tmp_path / "hf", base="none")
@@ -173,7 +173,7 @@ def test_archives_without_a_checksum_are_counted(tmp_path: Path, shape: tuple[in
 
 @pytest.mark.parametrize("shape", [(8,), (700_000,)])
 def test_a_wrong_checksum_is_found_in_small_and_large_tensors(tmp_path: Path, shape: tuple[int, ...]) -> None:
-    dtype, tensor = BY_NAME["F32"], value("F32", *shape)
+    dtype, tensor = DTYPES_BY_NAME["F32"], value("F32", *shape)
     payload = archive_head(dtype, shape) + tensor[2] + archive_tail(dtype, shape, 12345)
     write_dcp(tmp_path / "in", {"w": tensor, "v": value("F32", 2)}, payloads={"w": payload})
     (tmp_path / "out").mkdir()
@@ -191,7 +191,7 @@ def test_an_archive_of_the_right_length_may_hold_a_transposed_tensor(tmp_path: P
     torch.save(tensor.t(), stream)
     held = ("F32", (side, side), tensor.t().contiguous().numpy().tobytes())
     write_dcp(tmp_path / "dcp", {"v": value("F32", 2), "w": held}, payloads={"w": stream.getvalue()})
-    assert len(stream.getvalue()) == archive_length(BY_NAME["F32"], (side, side))
+    assert len(stream.getvalue()) == archive_length(DTYPES_BY_NAME["F32"], (side, side))
     ckptx.convert("dcp2hf", tmp_path / "dcp", tmp_path / "hf", base="none", workers=workers)
     assert torch.equal(load_file(tmp_path / "hf" / "model.safetensors")["w"], tensor.t())
 
@@ -200,7 +200,7 @@ def test_an_archive_of_the_right_length_may_hold_a_transposed_tensor(tmp_path: P
 @pytest.mark.parametrize("at", [3, 80])
 def test_a_damaged_head_is_found_where_it_is_read(tmp_path: Path, side: int, at: int) -> None:
     write_dcp(tmp_path / "in", {"v": value("F32", 2), "w": value("F32", side, side)})
-    flip(tmp_path / "in" / "__0_0.distcp", archive_length(BY_NAME["F32"], (2,)) + at, 0xFF)
+    flip(tmp_path / "in" / "__0_0.distcp", archive_length(DTYPES_BY_NAME["F32"], (2,)) + at, 0xFF)
     (tmp_path / "out").mkdir()
     with pytest.raises(InputError, match='tensor "w"'):
         ckptx.convert("dcp2hf", tmp_path / "in", tmp_path / "out" / "hf", base="none")

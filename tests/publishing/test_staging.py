@@ -14,7 +14,7 @@ from ckptx.publishing import staging as staging_module
 from ckptx.publishing.output_place import free_space, refuse_existing, refuse_overlap
 from ckptx.publishing.staging import Staging
 from ckptx.storage.directory_handle import DirectoryHandle
-from ckptx.storage.staged import is_being_written
+from ckptx.storage.staged import is_in_staging_directory
 from tests.support.writers import names_in, tree_bytes
 
 
@@ -307,5 +307,5 @@ def test_neighbours_do_not_overlap(tmp_path: Path, source: str, target: str) -> 
 
 
 def test_a_staging_directory_is_known_by_its_name(tmp_path: Path) -> None:
-    assert is_being_written(tmp_path / ".out.ckptx-partial" / "tree")
-    assert not is_being_written(tmp_path / "out.ckptx-partial")
+    assert is_in_staging_directory(tmp_path / ".out.ckptx-partial" / "tree")
+    assert not is_in_staging_directory(tmp_path / "out.ckptx-partial")

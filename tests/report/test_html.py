@@ -13,10 +13,10 @@ from urllib.parse import unquote
 import pytest
 
 from ckptx.catalog.catalog import Catalog
-from ckptx.catalog.dtype import BY_NAME
+from ckptx.catalog.dtype import DTYPES_BY_NAME
 from ckptx.catalog.entry import Block, ShardedChunks, TensorEntry
 from ckptx.catalog.manifest import LayoutRecord
-from ckptx.catalog.region import Region, Shape, whole
+from ckptx.catalog.region import Region, Shape, full_region
 from ckptx.layout.parallel_dims import ParallelDims
 from ckptx.layout.placement import Placement, shard_tensor
 from ckptx.model_view.rank_layout import Layout, Shard, Sharding, layout_by_rank, recorded_mesh
@@ -27,7 +27,7 @@ from ckptx.untrusted.printable import one_line
 from tests.report.made import inspected
 from tests.report.pages import Page, fault_of_page
 
-BF16 = BY_NAME["BF16"]
+BF16 = DTYPES_BY_NAME["BF16"]
 EVIL = [
     "</script><img src=x onerror=alert(1)>",
     "a.</style></svg><svg onload=alert(1)>.3.weight",
@@ -55,7 +55,7 @@ def catalog_of(rows: Iterable[tuple[str, Shape, int]], dims: ParallelDims) -> Ca
         catalog.files[f"__{rank}_0.distcp"] = 1
     names: dict[tuple[int, int], tuple[str, ...]] = {}
     for at, (name, shape, stage) in enumerate(rows):
-        blocks = _columns(shape, dims) if len(shape) == 2 else (Block(0, whole(shape)),)
+        blocks = _columns(shape, dims) if len(shape) == 2 else (Block(0, full_region(shape)),)
         key = (id(blocks), stage)
         if key not in names:
             names[key] = tuple(f"__{dims.ranks_of_stage(stage)[block.rank_in_stage]}_0.distcp" for block in blocks)

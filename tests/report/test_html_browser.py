@@ -13,7 +13,7 @@ import pytest
 
 import ckptx
 from ckptx.catalog.catalog import Catalog
-from ckptx.catalog.dtype import BY_NAME
+from ckptx.catalog.dtype import DTYPES_BY_NAME
 from ckptx.catalog.entry import Block, ShardedChunks, TensorEntry
 from ckptx.catalog.region import Region
 from ckptx.layout.parallel_dims import ParallelDims
@@ -91,7 +91,7 @@ def test_a_tensor_cut_along_three_dims_is_drawn_in_slices(browser: list[str], tm
     blocks = tuple(Block(rank_in_stage, Region(corner, (2, 2, 2))) for rank_in_stage, corner in enumerate(corners))
     names = tuple(f"__{rank_in_stage}_0.distcp" for rank_in_stage in range(8))
     chunks = ShardedChunks(blocks, names, (16,) * 8, array("q", [0] * 8))
-    catalog = Catalog(Path("made"), "dcp", {"w": TensorEntry("w", BY_NAME["BF16"], (4, 4, 4), chunks)})
+    catalog = Catalog(Path("made"), "dcp", {"w": TensorEntry("w", DTYPES_BY_NAME["BF16"], (4, 4, 4), chunks)})
     catalog.files = dict.fromkeys(names, 16)
     path = tmp_path / "layout.html"
     path.write_text(page_of(catalog, ParallelDims(8))[0])

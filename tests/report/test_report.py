@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import pytest
 
-from ckptx.catalog.dtype import BY_NAME
+from ckptx.catalog.dtype import DTYPES_BY_NAME
 from ckptx.catalog.entry import TensorEntry
 from ckptx.report import documents
 from ckptx.report.documents.comparison import DiffReport, VerifyReport
@@ -28,7 +28,7 @@ def test_bytes_for_people(nbytes: int, said: str) -> None:
 
 
 def test_dtypes_are_counted_by_name() -> None:
-    entries = [TensorEntry("x", BY_NAME[name], (), ()) for name in ("F32", "BF16", "F32")]
+    entries = [TensorEntry("x", DTYPES_BY_NAME[name], (), ()) for name in ("F32", "BF16", "F32")]
     assert list(count_dtypes(entries).items()) == [("BF16", 1), ("F32", 2)]
 
 

@@ -16,7 +16,7 @@ from ckptx.model_view.parameter_count import count_parameters
 from ckptx.model_view.view import read_valid_manifest, view_model
 from ckptx.publishing.source_state import recorded_identities
 from ckptx.storage.directory_handle import DirectoryHandle
-from ckptx.storage.interface import OutputTree, Source, StoredFile, local_path, name_below
+from ckptx.storage.interface import OutputTree, Source, StoredFile, local_path, relative_name
 from ckptx.storage.listing import EntryKind
 from ckptx.storage.local import LocalSource
 from tests.support.memory import MemoryPath, MemoryTree, Store
@@ -51,7 +51,7 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> Place:
 
 
 def _fresh(path: MemoryPath) -> MemoryPath:
-    return path.fresh()
+    return path.without_cache()
 
 
 def test_a_location_joins_prints_and_compares(place: Place) -> None:
@@ -60,17 +60,17 @@ def test_a_location_joins_prints_and_compares(place: Place) -> None:
     assert location == place.root and (location / "model").parent == location and (location / "model").name == "model"
     assert str(location / "model" / "a.distcp") == f"{location}/model/a.distcp"
     assert {location: 1}[place.source.location] == 1
-    assert source.at(location / "model").location == location / "model"
-    assert name_below(location, location / "model" / "a.distcp") == "model/a.distcp"
-    assert name_below(location, location) == "" and name_below(location / "model", location) is None
-    assert name_below(location / "model", location / "model.json") is None
+    assert source.with_location(location / "model").location == location / "model"
+    assert relative_name(location, location / "model" / "a.distcp") == "model/a.distcp"
+    assert relative_name(location, location) == "" and relative_name(location / "model", location) is None
+    assert relative_name(location / "model", location / "model.json") is None
 
 
 def test_kinds(place: Place) -> None:
     location = place.source.location
-    kinds = [place.source.at(each).kind() for each in (location, location / "empty", location / "none")]
+    kinds = [place.source.with_location(each).read_kind() for each in (location, location / "empty", location / "none")]
     assert kinds == [EntryKind.DIRECTORY, EntryKind.FILE, None]
-    assert place.source.at(location / "empty" / "below").kind() is None
+    assert place.source.with_location(location / "empty" / "below").read_kind() is None
 
 
 def test_a_listing_has_names_and_kinds_sorted(place: Place) -> None:
@@ -87,7 +87,7 @@ def test_a_listing_has_names_and_kinds_sorted(place: Place) -> None:
 @pytest.mark.parametrize("name", ["none", "config.json", "model/none"])
 def test_what_is_no_directory_is_not_listed(place: Place, name: str) -> None:
     with pytest.raises(InputError, match=name):
-        place.source.at(place.source.location / name).listing()
+        place.source.with_location(place.source.location / name).listing()
     with pytest.raises(InputError):
         place.source.listing().subdirectory(name)
 
@@ -95,12 +95,12 @@ def test_what_is_no_directory_is_not_listed(place: Place, name: str) -> None:
 def test_a_listing_remembers_and_a_fresh_source_looks_again(place: Place) -> None:
     source = place.source
     assert "late" not in source.listing()
-    source.at(source.location / "model").listing()
+    source.with_location(source.location / "model").listing()
     place.write("late", b"")
     place.write("model/late", b"")
     assert "late" not in source.listing() and not source.listing().has("model/late")
-    assert "late" in source.fresh().listing() and source.fresh().listing().has("model/late")
-    assert source.fresh().location == source.location
+    assert "late" in source.without_cache().listing() and source.without_cache().listing().has("model/late")
+    assert source.without_cache().location == source.location
 
 
 def test_more_names_than_any_checkpoint_has_are_refused(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,7 +119,7 @@ def test_reads_by_position(place: Place) -> None:
         assert files.read("model/a.distcp", 10, 3) == bytes([10, 11, 12])
         assert files.read_up_to("model/a.distcp", 250, 100) == bytes(range(250, 256))
         assert files.read_up_to("model/a.distcp", 300, 5) == files.read("empty", 0, 0) == b""
-        files.expect([("model/a.distcp", 0, 4), ("empty", 0, 0)])
+        files.hint_reads([("model/a.distcp", 0, 4), ("empty", 0, 0)])
         first, second = bytearray(4), bytearray(300)
         assert files.read_into("model/a.distcp", 2, [first, memoryview(second)]) == 254
         assert bytes(first) == bytes([2, 3, 4, 5]) and bytes(second[:250]) == bytes(range(6, 256))
@@ -138,20 +138,25 @@ def test_a_short_file_is_named_with_both_positions(place: Place) -> None:
 def test_a_missing_file(place: Place, name: str) -> None:
     source = place.source
     with source.open() as files:
-        reads = (files.size, files.identity, lambda name: files.read(name, 0, 1), lambda name: source.head(name, 1))
+        reads = (
+            files.size,
+            files.identity,
+            lambda name: files.read(name, 0, 1),
+            lambda name: source.read_head(name, 1),
+        )
         for read in (*reads, source.size, lambda name: source.read_small(name, 9)):
             with pytest.raises(InputError, match=f"{name}: no such file; the checkpoint is incomplete"):
                 read(name)
-    assert source.identities([name, "empty"]).keys() == {"empty"}
+    assert source.read_identities([name, "empty"]).keys() == {"empty"}
 
 
 def test_a_directory_is_no_file(place: Place) -> None:
     source = place.source
     with source.open() as files:
-        for read in (files.size, lambda name: source.head(name, 1), lambda name: source.read_small(name, 9)):
+        for read in (files.size, lambda name: source.read_head(name, 1), lambda name: source.read_small(name, 9)):
             with pytest.raises(InputError, match="model: expected a regular file, found a directory, pipe or device"):
                 read("model")
-    assert source.identities(["model"]) == {}
+    assert source.read_identities(["model"]) == {}
 
 
 @pytest.mark.parametrize("name", ["../beside", "/etc/passwd", "model/../../x", "a\\b", ""])
@@ -163,7 +168,7 @@ def test_names_that_lead_out(place: Place, name: str) -> None:
 def test_small_files_are_read_whole(place: Place) -> None:
     source = place.source
     assert source.read_small("model/a.distcp", 256) == bytes(range(256)) and source.read_small("empty", 0) == b""
-    assert source.head("model/a.distcp", 3) == bytes(range(3)) and source.head("config.json", 99) == b"{}"
+    assert source.read_head("model/a.distcp", 3) == bytes(range(3)) and source.read_head("config.json", 99) == b"{}"
     assert source.size("model/a.distcp") == StoredFile(source, "model/a.distcp").size == 256
     source.refuse_large("model/a.distcp", 256)
     for refuse in (source.refuse_large, source.read_small):
@@ -173,13 +178,13 @@ def test_small_files_are_read_whole(place: Place) -> None:
 
 def test_an_identity_tells_states_apart(place: Place) -> None:
     source, name = place.source, "model/a.distcp"
-    before = source.identities([name, "empty"])
+    before = source.read_identities([name, "empty"])
     with source.open(before) as files:
-        assert files.identity(name) == before[name] == place.source.identities([name])[name]
+        assert files.identity(name) == before[name] == place.source.read_identities([name])[name]
         assert before[name].nbytes == 256 and before[name].has_same_contents(files.identity(name))
     assert before[name] != before["empty"] and not before[name].has_same_contents(before["empty"])
     place.write(name, bytes(255))
-    after = source.identities([name])[name]
+    after = source.read_identities([name])[name]
     assert after != before[name] and not after.has_same_contents(before[name]) and after.version != before[name].version
     with source.open(before) as files, pytest.raises(InputError, match="changed while it was being read"):
         files.read(name, 0, 1)
@@ -189,9 +194,9 @@ def test_an_identity_tells_states_apart(place: Place) -> None:
 
 def test_the_other_spellings_of_a_place_lead_to_it(place: Place) -> None:
     source = place.source
-    for location in source.spellings():
-        assert source.at(location).listing().names == source.listing().names
-    assert source.spellings("model/a.distcp")[-1] == source.spellings()[-1] / "model" / "a.distcp"
+    for location in source.absolute_locations():
+        assert source.with_location(location).listing().names == source.listing().names
+    assert source.absolute_locations("model/a.distcp")[-1] == source.absolute_locations()[-1] / "model" / "a.distcp"
 
 
 def test_only_a_local_location_has_a_path(tmp_path: Path) -> None:
@@ -233,13 +238,13 @@ def test_listings_that_are_many_are_not_all_remembered(tmp_path: Path, monkeypat
             (tmp_path / f"{number}" / f"{file}").touch()
     source = LocalSource(tmp_path)
     for name in source.listing().directories():
-        assert len(source.at(tmp_path / name).listing()) == 10
-    assert source._listings._count <= 25 and len(source._listings._known) <= 3
+        assert len(source.with_location(tmp_path / name).listing()) == 10
+    assert source._listings._name_count <= 25 and len(source._listings._listings) <= 3
 
 
 def test_a_million_files_below_are_not_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
     """A listing is asked for one directory at a time, and not at all for what a name above decides."""
-    root = MemoryPath("/here").fresh()
+    root = MemoryPath("/here").without_cache()
     for name in ("model/.metadata", "cache/deep/er/x", "optim/y"):
         (root / name).write_bytes(b"")
     assert root.listing().is_file("model/.metadata") and root.listing().has("cache")
@@ -263,7 +268,7 @@ def test_a_checkpoint_in_memory_is_seen_as_a_model(written: str) -> None:
 
 @pytest.fixture(params=["local", "memory"])
 def tree(request: pytest.FixtureRequest, tmp_path: Path) -> OutputTree:
-    return DirectoryHandle.at(tmp_path) if request.param == "local" else MemoryTree(MemoryPath("/out"))
+    return DirectoryHandle.open_path(tmp_path) if request.param == "local" else MemoryTree(MemoryPath("/out"))
 
 
 def test_a_file_is_written_and_read_by_position(tree: OutputTree) -> None:
@@ -273,9 +278,9 @@ def test_a_file_is_written_and_read_by_position(tree: OutputTree) -> None:
     buffer = bytearray(20)
     assert (file.size, file.read(5, 7), file.read(99, 7), file.read(5, 12)) == (12, b"world", b"world", b"")
     assert file.read_into(memoryview(buffer), 2) == 10 and bytes(buffer[:10]) == b"llo, world"
-    file.cut_to(5)
+    file.truncate(5)
     assert (file.size, file.read(99, 0)) == (5, b"hello")
-    file.cut_to(9)
+    file.truncate(9)
     assert file.size == 5
 
 

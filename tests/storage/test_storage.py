@@ -13,25 +13,25 @@ import pytest
 from ckptx.errors import CkptxError, InputError, OutputError, SpaceError
 from ckptx.storage import files as storage
 from ckptx.storage.directory_handle import DirectoryHandle
-from ckptx.storage.files import FilePool, inside, unreadable, unwritable, write_at
+from ckptx.storage.files import FilePool, read_error, resolve_inside, write_at, write_error
 
 
 @pytest.mark.parametrize("name", ["a", "a/b.safetensors", "./a", "a..b", "..a", "a/...", " "])
 def test_names_inside(tmp_path: Path, name: str) -> None:
-    assert tmp_path in inside(tmp_path, name).parents
+    assert tmp_path in resolve_inside(tmp_path, name).parents
 
 
 @pytest.mark.parametrize("name", ["", "/etc/passwd", "..", "../a", "a/../../b", "a/..", "a\\b", "a\0b"])
 def test_names_that_lead_out_are_refused(tmp_path: Path, name: str) -> None:
     with pytest.raises(InputError, match="leads out of the checkpoint directory"):
-        inside(tmp_path, name)
+        resolve_inside(tmp_path, name)
 
 
 def test_a_pool_opens_each_file_once(tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(b"0123456789")
     with FilePool(tmp_path) as files:
         found: list[int] = []
-        threads = [threading.Thread(target=lambda: found.append(files.fd("a"))) for _ in range(8)]
+        threads = [threading.Thread(target=lambda: found.append(files.open_descriptor("a"))) for _ in range(8)]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -85,20 +85,20 @@ def test_missing_dangling_and_forbidden_files_read_differently(tmp_path: Path) -
     (tmp_path / "directory").mkdir()
     with FilePool(tmp_path) as files:
         with pytest.raises(InputError, match="missing: no such file"):
-            files.fd("missing")
+            files.open_descriptor("missing")
         with pytest.raises(InputError, match="link: symbolic link to gone, which does not exist"):
-            files.fd("link")
+            files.open_descriptor("link")
         with pytest.raises(InputError, match="out of the checkpoint"):
-            files.fd("../x")
+            files.open_descriptor("../x")
     error = PermissionError(errno.EACCES, "Permission denied")
-    assert "cannot be read: Permission denied" in str(unreadable(tmp_path / "directory", error))
+    assert "cannot be read: Permission denied" in str(read_error(tmp_path / "directory", error))
 
 
 def test_a_short_write_is_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = os.pwrite
     monkeypatch.setattr(storage.os, "pwrite", lambda fd, data, at: real(fd, data[:3], at))
-    with DirectoryHandle.at(tmp_path) as held:
-        descriptor = held.create("deep/a")
+    with DirectoryHandle.open_path(tmp_path) as held:
+        descriptor = held.create_descriptor("deep/a")
     write_at(descriptor, b"0123456789", 2, tmp_path / "deep" / "a")
     os.close(descriptor)
     assert (tmp_path / "deep" / "a").read_bytes() == b"\0\x000123456789"
@@ -115,7 +115,7 @@ def test_a_short_write_is_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     ],
 )
 def test_failed_writes_by_cause(number: int, kind: type[CkptxError]) -> None:
-    refusal = unwritable(Path("x"), OSError(number, os.strerror(number)))
+    refusal = write_error(Path("x"), OSError(number, os.strerror(number)))
     assert type(refusal) is kind
     assert os.strerror(number) in str(refusal)
 
@@ -131,14 +131,17 @@ def test_a_full_device_is_said_to_be_full() -> None:
 
 def test_a_file_below_a_file_cannot_be_created(tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(b"")
-    with DirectoryHandle.at(tmp_path) as held, pytest.raises(OutputError, match="cannot be opened: Not a directory"):
-        held.create("a/b")
+    with (
+        DirectoryHandle.open_path(tmp_path) as held,
+        pytest.raises(OutputError, match="cannot be opened: Not a directory"),
+    ):
+        held.create_descriptor("a/b")
 
 
 def test_modes_follow_the_umask(tmp_path: Path) -> None:
     before = os.umask(0o027)
     try:
-        with DirectoryHandle.at(tmp_path) as held:
+        with DirectoryHandle.open_path(tmp_path) as held:
             held.write("a", [])
     finally:
         os.umask(before)
@@ -149,4 +152,4 @@ def test_modes_follow_the_umask(tmp_path: Path) -> None:
 def test_what_is_no_regular_file_is_refused_at_once(tmp_path: Path, make: Callable[[Path], None]) -> None:
     make(tmp_path / "shard")
     with FilePool(tmp_path) as files, pytest.raises(InputError, match="expected a regular file"):
-        files.fd("shard")
+        files.open_descriptor("shard")

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from ckptx.errors import InputError, OutputError, SpaceError
 from ckptx.storage.directory_handle import DirectoryHandle
-from ckptx.storage.files import changed, inside
+from ckptx.storage.files import changed_error, resolve_inside
 from ckptx.storage.interface import ExpectedFile, FileIdentity, Location, Source
 from ckptx.storage.listing import EntryKind, Listing
 from ckptx.storage.local import LocalSource
@@ -38,7 +38,7 @@ class MemoryIdentity(NamedTuple):
         return self
 
     @property
-    def holder(self) -> tuple[int | str, ...]:
+    def device_and_inode(self) -> tuple[int | str, ...]:
         """Nothing: a version says all."""
         return ()
 
@@ -201,46 +201,46 @@ class MemoryPath:
     def location(self) -> MemoryPath:
         return self
 
-    def at(self, location: Location) -> MemoryPath:
+    def with_location(self, location: Location) -> MemoryPath:
         assert isinstance(location, MemoryPath) and location.store is self.store, "a location of another storage"
         return MemoryPath(location.path, self.store, self._listings)
 
-    def fresh(self) -> MemoryPath:
+    def without_cache(self) -> MemoryPath:
         return MemoryPath(self.path, self.store, {})
 
-    def spellings(self, name: str = "") -> tuple[MemoryPath, ...]:
+    def absolute_locations(self, name: str = "") -> tuple[MemoryPath, ...]:
         return (self / name,)
 
-    def kind(self) -> EntryKind | None:
+    def read_kind(self) -> EntryKind | None:
         return self.store.kind(self.path)
 
     def listing(self) -> Listing:
         listing = None if self._listings is None else self._listings.get(self.path)
         if listing is None:
-            kind = self.kind()
+            kind = self.read_kind()
             if kind is not EntryKind.DIRECTORY:
                 raise _missing(self) if kind is None else InputError(f"{self}: cannot be read: Not a directory")
             names = self.store.names(self.path)
             if len(names) > LISTED_NAMES:
                 raise InputError(f"{self}: contains more than {LISTED_NAMES:,} files, the limit")
             kinds = {name: self.store.kind(self.path / name) for name in names}
-            below = lambda name: self.at(self / name).listing()  # noqa: E731 (as short as its use)
-            listing = Listing(kinds, lambda name: EntryKind.DANGLING, below)
+            below = lambda name: self.with_location(self / name).listing()  # noqa: E731 (as short as its use)
+            listing = Listing(kinds, lambda name: EntryKind.BROKEN_LINK, below)
             if self._listings is not None:
                 self._listings[self.path] = listing
         return listing
 
-    def open(self, recorded: Mapping[str, FileIdentity] | None = None) -> MemoryFiles:
-        return MemoryFiles(self, recorded)
+    def open(self, expected: Mapping[str, FileIdentity] | None = None) -> MemoryFiles:
+        return MemoryFiles(self, expected)
 
-    def identities(self, names: Iterable[str]) -> dict[str, FileIdentity]:
+    def read_identities(self, names: Iterable[str]) -> dict[str, FileIdentity]:
         files = ((name, self.store.files.get((self / name).path)) for name in names)
         return {name: stored.identity for name, stored in files if stored is not None}
 
     def size(self, name: str) -> int:
         return self._stored(name).identity.nbytes
 
-    def head(self, name: str, nbytes: int) -> bytes:
+    def read_head(self, name: str, nbytes: int) -> bytes:
         return bytes(self._stored(name).data[:nbytes])
 
     def read_small(self, name: str, limit: int) -> bytes:
@@ -253,10 +253,10 @@ class MemoryPath:
             raise InputError(f"{self / name}: has {nbytes} bytes, the limit is {limit}; the file is corrupt")
 
     def _stored(self, name: str) -> Stored:
-        place = inside(self, name)
+        place = resolve_inside(self, name)
         stored = self.store.files.get(place.path)
         if stored is None:
-            if place.kind() is EntryKind.DIRECTORY:
+            if place.read_kind() is EntryKind.DIRECTORY:
                 raise InputError(f"{place}: expected a regular file, found a directory, pipe or device")
             raise _missing(place)
         return stored
@@ -290,7 +290,7 @@ class MemoryFiles:
             stored = self.root._stored(name)
             recorded = self._recorded.get(name)
             if recorded is not None and not stored.identity.has_same_contents(recorded):
-                raise changed(self.root / name)
+                raise changed_error(self.root / name)
             self._opened[name] = stored
         return stored
 
@@ -300,7 +300,7 @@ class MemoryFiles:
     def identity(self, name: str) -> MemoryIdentity:
         return self._open(name).identity
 
-    def expect(self, spans: Iterable[tuple[str, int, int]]) -> None:
+    def hint_reads(self, spans: Iterable[tuple[str, int, int]]) -> None:
         self.expected.extend(spans)
 
     def read_into(self, name: str, offset: int, views: list[memoryview | bytearray]) -> int:
@@ -345,7 +345,7 @@ class MemoryFile:
     def size(self) -> int:
         return len(self._data)
 
-    def cut_to(self, nbytes: int) -> None:
+    def truncate(self, nbytes: int) -> None:
         del self._data[nbytes:]
 
     def read(self, nbytes: int, offset: int) -> bytes:
@@ -386,7 +386,7 @@ class MemoryTree:
         """Nothing is open."""
 
     def open_output(self, name: str, nbytes: int | None, *, keep: bool = False) -> MemoryFile:
-        path = inside(self.path, name)
+        path = resolve_inside(self.path, name)
         if not (path.is_file() and keep):
             if path.exists():
                 raise OutputError(f"{path}: cannot be opened: File exists; ckptx did not write it")
@@ -394,7 +394,7 @@ class MemoryTree:
         stored = self.path.store.files[path.path]
         file = MemoryFile(path, stored.data, self._lock)
         if nbytes is not None:
-            file.cut_to(nbytes)
+            file.truncate(nbytes)
             self._own[name] = (stored.number,)
         return file
 
@@ -407,33 +407,35 @@ class MemoryTree:
     def _files(self) -> dict[str, Stored]:
         return {str(each.relative_to(self.path)): each.store.files[each.path] for each in self.path.rglob("*")}
 
-    def allocated(self) -> int:
+    def allocated_bytes(self) -> int:
         return sum(len(stored.data) for stored in self._files().values())
 
     def remove_others(self, names: Collection[str]) -> None:
         for name in self._files().keys() - set(names):
             (self.path / name).unlink()
 
-    def expect(self, sizes: Mapping[str, int]) -> dict[str, ExpectedFile]:
+    def describe_expected(self, sizes: Mapping[str, int]) -> dict[str, ExpectedFile]:
         return {name: ExpectedFile(nbytes, self._own.get(name)) for name, nbytes in sizes.items()}
 
-    def require(self, expected: Mapping[str, ExpectedFile]) -> None:
+    def verify_status(self, expected: Mapping[str, ExpectedFile]) -> None:
         files = self._files()
         for name, wanted in expected.items():
             if name not in files:
                 raise OutputError(f"{self.path / name}: was removed; nothing was published, run again")
             data, number = files[name]
-            if len(data) != wanted.nbytes or wanted.holder not in (None, (number,)):
+            if len(data) != wanted.nbytes or wanted.device_and_inode not in (None, (number,)):
                 raise OutputError(f"{self.path / name}: was replaced; nothing was published, run again")
 
     def verify_files(self, expected: Mapping[str, ExpectedFile]) -> None:
         """Check that there are these files and no others, and read those again that say how."""
-        self.require(expected)
+        self.verify_status(expected)
         for name in self._files():
             wanted = expected.get(name)
             if wanted is None:
                 raise OutputError(f"{self.path / name}: was created by another process")
-            if wanted.reads_as is not None and not wanted.reads_as(self.open_output(name, None, keep=True)):
+            if wanted.has_expected_bytes is not None and not wanted.has_expected_bytes(
+                self.open_output(name, None, keep=True)
+            ):
                 raise OutputError(f"{self.path / name}: has other bytes than were written; nothing was published")
 
 
@@ -445,7 +447,7 @@ def source_of(place: Path | MemoryPath) -> Source:
 def tree_of(place: Path | MemoryPath) -> MemoryTree | DirectoryHandle:
     """The output tree of a place in either storage; the directory is made."""
     place.mkdir(parents=True, exist_ok=True)
-    return MemoryTree(place) if isinstance(place, MemoryPath) else DirectoryHandle.at(place)
+    return MemoryTree(place) if isinstance(place, MemoryPath) else DirectoryHandle.open_path(place)
 
 
 class MemoryPublisher:
@@ -464,11 +466,11 @@ class MemoryPublisher:
 
     @property
     def written(self) -> MemoryPath:
-        return self.output.path.fresh()
+        return self.output.path.without_cache()
 
     @property
     def published(self) -> MemoryPath:
-        return self.target.fresh()
+        return self.target.without_cache()
 
     def digest_of_published(self, name: str) -> str:
         return digest_bytes(self.target.read_small(name, 1 << 30))

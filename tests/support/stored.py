@@ -9,9 +9,9 @@ from pathlib import Path
 
 import torch
 
-from ckptx.catalog.dtype import BY_NAME, BY_TORCH
+from ckptx.catalog.dtype import DTYPES_BY_NAME, DTYPES_BY_TORCH_NAME
 from ckptx.catalog.entry import Chunk, Record, TensorEntry
-from ckptx.catalog.region import Region, coverage_fault, whole
+from ckptx.catalog.region import Region, find_coverage_fault, full_region
 from ckptx.storage.files import FilePool
 from ckptx.transfer.stream import TensorReader
 
@@ -58,17 +58,19 @@ def store(root: Path, name: str, tensor: torch.Tensor, layout: str = "whole") ->
         chunks.append(Chunk(region, f"{name}.bin", len(body), len(data), strides, record))
         body += data + b"#" * 3
     (root / f"{name}.bin").write_bytes(body)
-    return TensorEntry(name, BY_TORCH[str(tensor.dtype).removeprefix("torch.")], tuple(tensor.shape), tuple(chunks))
+    return TensorEntry(
+        name, DTYPES_BY_TORCH_NAME[str(tensor.dtype).removeprefix("torch.")], tuple(tensor.shape), tuple(chunks)
+    )
 
 
 def read(root: Path, entry: TensorEntry) -> torch.Tensor:
     """What a reader makes of an entry; its chunks must tile it."""
-    fault = coverage_fault(entry.shape, [chunk.region for chunk in entry.chunks])
+    fault = find_coverage_fault(entry.shape, [chunk.region for chunk in entry.chunks])
     assert fault is None, (entry.name, fault)
     sink = Collect()
     with FilePool(root) as files:
-        TensorReader(files).stream(entry, whole(entry.shape), sink)
-    dtype = getattr(torch, BY_NAME[entry.dtype.name].torch or "")
+        TensorReader(files).stream(entry, full_region(entry.shape), sink)
+    dtype = getattr(torch, DTYPES_BY_NAME[entry.dtype.name].torch_name or "")
     return torch.frombuffer(bytearray(sink.data) or bytearray(8), dtype=dtype)[: entry.numel].reshape(entry.shape)
 
 

@@ -20,7 +20,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from ckptx.architecture.find import find_architecture
-from ckptx.catalog.dtype import BY_NAME
+from ckptx.catalog.dtype import DTYPES_BY_NAME
 from ckptx.catalog.entry import TensorEntry
 from ckptx.layout.parallel_dims import ParallelDims
 from ckptx.layout.stages import StageMap
@@ -248,7 +248,7 @@ def reshard_regions(model: nn.Module, config: dict[str, Any], tp: int) -> dict[s
         effective_plan(find_architecture(config), config, None), ParallelDims(tp), StageMap([], 1), None, True
     )
     shapes = {key: tuple(value.shape) for key, value in model.named_parameters()}
-    entries = {key: TensorEntry(key, BY_NAME["F32"], shape, ()) for key, shape in shapes.items()}
+    entries = {key: TensorEntry(key, DTYPES_BY_NAME["F32"], shape, ()) for key, shape in shapes.items()}
     placed = sharder.place(entries, ()).placements
     return {
         key: [

@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from ckptx.catalog.dtype import BY_NAME
-from ckptx.catalog.region import Region, whole
+from ckptx.catalog.dtype import DTYPES_BY_NAME
+from ckptx.catalog.region import Region, full_region
 from ckptx.formats.dcp.metadata import DcpMetadata, StorageInfo, StorageKey, TensorMetadata
 from ckptx.formats.dcp.metadata_writer import metadata_to_bytes
 from ckptx.formats.torch_archive.archive import archive_head, archive_tail
@@ -132,7 +132,7 @@ def llama(
 def archive(tensor: Value) -> bytes:
     """A tensor as a torch archive."""
     name, shape, data = tensor
-    dtype = BY_NAME[name]
+    dtype = DTYPES_BY_NAME[name]
     return archive_head(dtype, shape) + data + archive_tail(dtype, shape, zlib.crc32(data))
 
 
@@ -180,10 +180,10 @@ def write_dcp(
         turn += 1
 
     for name, tensor in tensors.items():
-        regions = tuple((cuts or {}).get(name, [whole(tensor[1])]))
+        regions = tuple((cuts or {}).get(name, [full_region(tensor[1])]))
         for region in regions:
             store((name, region.offsets), (payloads or {}).get(name) or archive(part(tensor, region)))
-        described[name] = TensorMetadata(str(BY_NAME[tensor[0]].torch), tensor[1], regions)
+        described[name] = TensorMetadata(str(DTYPES_BY_NAME[tensor[0]].torch_name), tensor[1], regions)
     for name in objects:
         store((name, None), b"\x80\x02N.")
     for alias, name in (aliases or {}).items():

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckptx.catalog.dtype import BY_NAME
+from ckptx.catalog.dtype import DTYPES_BY_NAME
 from ckptx.transfer.cast import CastSink, cast
 from ckptx.transfer.stream import push
 
@@ -28,7 +28,7 @@ def words(data: memoryview | bytes, name: str) -> list[int]:
 
 def run(bits: list[int], source: str, target: str) -> list[int]:
     data = memoryview(np.array(bits, WORD[source]).tobytes())
-    return words(cast(data, BY_NAME[source], BY_NAME[target]), target)
+    return words(cast(data, DTYPES_BY_NAME[source], DTYPES_BY_NAME[target]), target)
 
 
 def bf16(number: float) -> int:
@@ -164,7 +164,7 @@ def test_a_stream_in_odd_pieces_is_cast_like_the_whole(
 ) -> None:
     if source == target:
         return
-    width = BY_NAME[source].itemsize
+    width = DTYPES_BY_NAME[source].itemsize
     data = data[: len(data) // width * width]
     kept = bytearray()
 
@@ -175,13 +175,15 @@ def test_a_stream_in_odd_pieces_is_cast_like_the_whole(
         def commit(self, view: memoryview) -> None:
             kept.extend(view)
 
-    sink = CastSink(Keep(), BY_NAME[source], BY_NAME[target], memoryview(bytearray(draw.draw(st.integers(width, 50)))))
+    sink = CastSink(
+        Keep(), DTYPES_BY_NAME[source], DTYPES_BY_NAME[target], memoryview(bytearray(draw.draw(st.integers(width, 50))))
+    )
     left = data
     while left:
         size = draw.draw(st.integers(1, len(left)))
         push(sink, memoryview(left[:size]))
         left = left[size:]
-    assert kept == cast(memoryview(data), BY_NAME[source], BY_NAME[target])
+    assert kept == cast(memoryview(data), DTYPES_BY_NAME[source], DTYPES_BY_NAME[target])
 
 
 @pytest.mark.parametrize("target", NAMES)
@@ -194,8 +196,10 @@ def test_torch_casts_alike(source: str, target: str) -> None:
     view: dict[str, Any] = {"F64": torch.int64, "F32": torch.int32, "F16": torch.int16, "BF16": torch.int16}
     bits = interesting(source)
     signed = np.array(bits, WORD[source]).view(WORD[source].replace("u", "i"))
-    cast_by_torch = torch.from_numpy(signed).view(getattr(torch, str(BY_NAME[source].torch)))
-    result = cast_by_torch.to(getattr(torch, str(BY_NAME[target].torch))).view(view[target]).numpy().tobytes()
+    cast_by_torch = torch.from_numpy(signed).view(getattr(torch, str(DTYPES_BY_NAME[source].torch_name)))
+    result = (
+        cast_by_torch.to(getattr(torch, str(DTYPES_BY_NAME[target].torch_name))).view(view[target]).numpy().tobytes()
+    )
     for before, ours, theirs in zip(bits, run(bits, source, target), words(result, target), strict=True):
         if math.isnan(decode(theirs, target)):  # payloads are not torch's either: they follow its vector instructions
             assert math.isnan(decode(ours, target)), hex(before)

@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import ckptx
-from ckptx.catalog.dtype import BY_NAME
+from ckptx.catalog.dtype import DTYPES_BY_NAME
 from ckptx.errors import InputError
 from ckptx.storage import open_file
 from ckptx.transfer import cast as cast_module
@@ -34,7 +34,7 @@ SMALLEST = {"F64": 5e-324, "F32": 2.0**-149, "F16": 2.0**-24, "BF16": 2.0**-133}
 
 
 def as_torch(data: bytes, name: str) -> torch.Tensor:
-    signed = np.frombuffer(data, SIGNED[BY_NAME[name].itemsize]).copy()
+    signed = np.frombuffer(data, SIGNED[DTYPES_BY_NAME[name].itemsize]).copy()
     return torch.from_numpy(signed).view(TORCH[name])
 
 
@@ -49,14 +49,14 @@ def expected(data: bytes, source: str, target: str) -> OverflowCounts:
 
 def bits_of(number: float, name: str) -> int:
     tensor = torch.tensor([number], dtype=torch.float64).to(TORCH[name])
-    width = BY_NAME[name].itemsize
+    width = DTYPES_BY_NAME[name].itemsize
     return int(tensor.view({8: torch.int64, 4: torch.int32, 2: torch.int16}[width])[0]) & ((1 << 8 * width) - 1)
 
 
 @st.composite
 def around_the_borders(draw: st.DrawFn, source: str, target: str) -> bytes:
     """Numbers of `source` close to the largest and the smallest number of `target`, and any others."""
-    last = (1 << 8 * BY_NAME[source].itemsize) - 1
+    last = (1 << 8 * DTYPES_BY_NAME[source].itemsize) - 1
     sign = 1 << (EXPONENT[source] + MANTISSA[source])
     border = [
         LARGEST[target],
@@ -79,7 +79,7 @@ def around_the_borders(draw: st.DrawFn, source: str, target: str) -> bytes:
 def test_losses_are_those_of_torch(source: str, target: str, data: st.DataObject) -> None:
     numbers = data.draw(around_the_borders(source, target))
     losses = OverflowCounts()
-    cast(memoryview(numbers), BY_NAME[source], BY_NAME[target], losses)
+    cast(memoryview(numbers), DTYPES_BY_NAME[source], DTYPES_BY_NAME[target], losses)
     assert losses == expected(numbers, source, target)
 
 
@@ -96,8 +96,8 @@ def test_a_stream_in_odd_pieces_counts_like_the_whole(source: str, target: str, 
         def commit(self, view: memoryview) -> None:
             pass
 
-    scratch = memoryview(bytearray(data.draw(st.integers(BY_NAME[source].itemsize, 40))))
-    sink = CastSink(Drop(), BY_NAME[source], BY_NAME[target], scratch, losses)
+    scratch = memoryview(bytearray(data.draw(st.integers(DTYPES_BY_NAME[source].itemsize, 40))))
+    sink = CastSink(Drop(), DTYPES_BY_NAME[source], DTYPES_BY_NAME[target], scratch, losses)
     left = numbers
     while left:
         size = data.draw(st.integers(1, len(left)))
@@ -111,7 +111,12 @@ def test_what_is_infinite_already_and_nan_are_no_overflow() -> None:
         special = [((1 << EXPONENT[source]) - 1) << MANTISSA[source]]  # infinity
         special += [special[0] + 1, special[0] | (1 << MANTISSA[source]) - 1, 0]
         losses = OverflowCounts()
-        cast(memoryview(np.array(special * 3, WORD[source]).tobytes()), BY_NAME[source], BY_NAME[target], losses)
+        cast(
+            memoryview(np.array(special * 3, WORD[source]).tobytes()),
+            DTYPES_BY_NAME[source],
+            DTYPES_BY_NAME[target],
+            losses,
+        )
         assert losses == OverflowCounts(0, 0)
 
 
@@ -121,7 +126,7 @@ def test_the_comparison_would_notice(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(cast_module._MAGNITUDES, "F16", (kind, mask, infinity + 1))
     numbers = np.array([70000.0, 1.0], np.float32).tobytes()
     losses = OverflowCounts()
-    cast(memoryview(numbers), BY_NAME["F32"], BY_NAME["F16"], losses)
+    cast(memoryview(numbers), DTYPES_BY_NAME["F32"], DTYPES_BY_NAME["F16"], losses)
     assert losses != expected(numbers, "F32", "F16")
 
 

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from ckptx.catalog.catalog import Catalog
-from ckptx.catalog.dtype import BY_NAME
+from ckptx.catalog.dtype import DTYPES_BY_NAME
 from ckptx.catalog.entry import Block, Chunk, Record, ShardedChunks, TensorEntry
-from ckptx.catalog.region import Region, Shape, whole
+from ckptx.catalog.region import Region, Shape, full_region
 from ckptx.errors import Defect, InputError
 from ckptx.formats.torch_archive import archive as torch_zip
 from ckptx.layout.parallel_dims import ParallelDims
@@ -55,7 +55,8 @@ CUTS: dict[str, tuple[str, Shape, Placement | None]] = {
     "large norm": ("U8", (2_500_000,), None),
 }
 ARRAYS: dict[str, Array] = {
-    name: numbers(shape, BY_NAME[dtype].itemsize, seed) for seed, (name, (dtype, shape, _)) in enumerate(CUTS.items())
+    name: numbers(shape, DTYPES_BY_NAME[dtype].itemsize, seed)
+    for seed, (name, (dtype, shape, _)) in enumerate(CUTS.items())
 }
 
 
@@ -68,7 +69,7 @@ def write_source(root: Place, parts: int = 1, recorded: bool = True) -> Catalog:
     catalog = Catalog(root, "dcp", {})
     body = b""
     for name, (dtype, shape, _) in CUTS.items():
-        regions = [whole(shape)]
+        regions = [full_region(shape)]
         if shape and parts > 1 and max(shape) >= parts:
             dim = shape.index(max(shape))
             edges = [shape[dim] * i // parts for i in range(parts + 1)]
@@ -82,7 +83,7 @@ def write_source(root: Place, parts: int = 1, recorded: bool = True) -> Catalog:
             record = Record(len(body), len(piece), zlib.crc32(piece)) if recorded else None
             chunks.append(Chunk(region, "src", len(body), len(piece), record=record))
             body += piece
-        catalog.tensors[name] = TensorEntry(name, BY_NAME[dtype], shape, tuple(chunks))
+        catalog.tensors[name] = TensorEntry(name, DTYPES_BY_NAME[dtype], shape, tuple(chunks))
     root.mkdir()
     (root / "src").write_bytes(body)
     catalog.files["src"] = len(body)
@@ -95,7 +96,7 @@ def allocate(dims: ParallelDims, framed: bool, replicate: bool = False, prologue
     ends = dict.fromkeys(names, len(prologue))
     catalog = Catalog(Path(), "dcp", {})
     for name, (dtype_name, shape, placement) in CUTS.items():
-        dtype = BY_NAME[dtype_name]
+        dtype = DTYPES_BY_NAME[dtype_name]
         blocks = shard_tensor(shape, placement, dims, replicate)
         lengths, offsets = [], array("q")
         for block in blocks:
@@ -131,7 +132,7 @@ def expected(target: Catalog, framed: bool, prologue: bytes = b"") -> dict[str, 
             piece = sliced(ARRAYS[name], block.region).tobytes() if entry.shape else data_of(name)
             if framed:
                 frame = torch_zip.archive_frame(entry.dtype, block.region.sizes)
-                piece = frame.head + piece + frame.tail(zlib.crc32(piece))
+                piece = frame.head + piece + frame.build_tail(zlib.crc32(piece))
             files[chunk.file] += piece
     return files
 

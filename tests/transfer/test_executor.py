@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from ckptx.catalog.catalog import Catalog
-from ckptx.catalog.dtype import BY_NAME
+from ckptx.catalog.dtype import DTYPES_BY_NAME
 from ckptx.catalog.entry import TensorEntry
 from ckptx.errors import Defect, InputError
 from ckptx.formats.dcp import layout as dcp_layout
@@ -168,12 +168,12 @@ def test_safetensors_have_a_prologue_and_no_frames(hf: MemoryPath, place: Memory
 
 def test_a_cast_on_the_way(hf: MemoryPath, place: MemoryPath) -> None:
     source = open_huggingface(hf, "model.safetensors")
-    narrow = source.tensors["a"]._replace(dtype=BY_NAME["BF16"])
+    narrow = source.tensors["a"]._replace(dtype=DTYPES_BY_NAME["BF16"])
     target = dcp_layout.allocate(place, [narrow], 1)
     outcome = copy(plan_copy(source, target, {"a": "a"}, build_frame=torch_zip.archive_frame), hf, place)
     from ckptx.transfer.cast import cast
 
-    data = bytes(cast(memoryview(TENSORS["a"][2]), BY_NAME["F32"], BY_NAME["BF16"]))
+    data = bytes(cast(memoryview(TENSORS["a"][2]), DTYPES_BY_NAME["F32"], DTYPES_BY_NAME["BF16"]))
     assert (place / "tree" / "__0_0.distcp").read_bytes() == archive(("BF16", (1000, 700), data))
     assert outcome.digests == {"a": defined(data)}
 

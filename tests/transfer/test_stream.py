@@ -13,9 +13,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ckptx.catalog.dtype import BY_NAME
+from ckptx.catalog.dtype import DTYPES_BY_NAME
 from ckptx.catalog.entry import Chunk, Record, TensorEntry
-from ckptx.catalog.region import Region, whole
+from ckptx.catalog.region import Region, full_region
 from ckptx.errors import InputError, UnsupportedError
 from ckptx.transfer import segments as segments_module
 from ckptx.transfer import stream as stream_module
@@ -75,7 +75,7 @@ class Files:
     """Writes chunks of one tensor into files, with some bytes between them."""
 
     def __init__(self, root: MemoryPath, dtype: str, shape: Shape, count: int = 1, crc: bool = True) -> None:
-        self.root, self.dtype, self.shape, self.count, self.crc = root, BY_NAME[dtype], shape, count, crc
+        self.root, self.dtype, self.shape, self.count, self.crc = root, DTYPES_BY_NAME[dtype], shape, count, crc
         self.bodies = [bytearray(b"##") for _ in range(count)]
         self.chunks: list[Chunk] = []
 
@@ -95,7 +95,7 @@ class Files:
     def stream(self, region: Region | None = None, max_memory: int = 64 << 20, room: int = 7) -> bytes:
         entry, sink = self.entry(), Collect(room)
         with self.root.open() as files:
-            TensorReader(files, max_memory).stream(entry, region or whole(self.shape), sink)
+            TensorReader(files, max_memory).stream(entry, region or full_region(self.shape), sink)
         return bytes(sink.data)
 
 
@@ -119,7 +119,7 @@ def cuts(draw: st.DrawFn, most: int = 9) -> tuple[Shape, list[Region]]:
 def regions_of(draw: st.DrawFn, shape: Shape) -> Region:
     """Any rectangle of `shape`, the whole now and then."""
     if draw(st.booleans()):
-        return whole(shape)
+        return full_region(shape)
     begin = tuple(draw(st.integers(0, size - 1)) for size in shape)
     return Region(begin, tuple(draw(st.integers(1, size - b)) for size, b in zip(shape, begin, strict=True)))
 
@@ -205,7 +205,7 @@ def test_a_large_tensor_cut_along_columns(place: MemoryPath) -> None:
 def test_a_transposed_matrix(place: MemoryPath) -> None:
     array = numbers((300, 200), 2)
     files = Files(place, "BF16", array.shape)
-    files.add(whole(array.shape), *stored(array, whole(array.shape), (1, 0)))
+    files.add(full_region(array.shape), *stored(array, full_region(array.shape), (1, 0)))
     assert files.chunks[0].strides == (1, 300)
     assert files.stream(room=4096) == array.tobytes()
 
@@ -213,14 +213,14 @@ def test_a_transposed_matrix(place: MemoryPath) -> None:
 def test_channels_last(place: MemoryPath) -> None:
     array = numbers((2, 3, 4, 5), 4)
     files = Files(place, "F32", array.shape)
-    files.add(whole(array.shape), *stored(array, whole(array.shape), (0, 2, 3, 1)))
+    files.add(full_region(array.shape), *stored(array, full_region(array.shape), (0, 2, 3, 1)))
     assert files.stream() == array.tobytes()
 
 
 def test_an_expanded_row_is_stored_once(place: MemoryPath) -> None:
     row = numbers((5,), 4)
     files = Files(place, "F32", (3, 5))
-    files.add(whole((3, 5)), row.tobytes(), (0, 1))
+    files.add(full_region((3, 5)), row.tobytes(), (0, 1))
     assert files.stream() == row.tobytes() * 3
 
 
@@ -228,7 +228,7 @@ def test_an_expanded_row_is_stored_once(place: MemoryPath) -> None:
 def test_a_scalar_and_a_tensor_without_elements(place: MemoryPath, shape: Shape) -> None:
     array = numbers(shape, 4)
     files = Files(place, "F32", shape)
-    files.add(whole(shape), array.tobytes())
+    files.add(full_region(shape), array.tobytes())
     assert files.stream() == array.tobytes()
 
 
@@ -247,13 +247,13 @@ def test_a_strided_chunk_keeps_to_its_memory(place: MemoryPath) -> None:
     """A transposed matrix far larger than the memory allowed is read some rows at a time."""
     array = numbers((512, 2048), 2)
     files = Files(place, "BF16", array.shape)
-    files.add(whole(array.shape), *stored(array, whole(array.shape), (1, 0)))
+    files.add(full_region(array.shape), *stored(array, full_region(array.shape), (1, 0)))
     entry, sink = files.entry(), Collect(1 << 16)
     limit = 64 << 10
     with place.open() as pool, pytest.MonkeyPatch.context() as patch:
         patch.setattr(stream_module, "TILE_NBYTES", 16 << 10)
         reader = TensorReader(pool, limit)
-        reader.stream(entry._replace(chunks=(entry.chunks[0]._replace(record=None),)), whole(array.shape), sink)
+        reader.stream(entry._replace(chunks=(entry.chunks[0]._replace(record=None),)), full_region(array.shape), sink)
         assert len(reader._tile_buffer(0)) + len(reader._strip_buffer(0)) <= 2 * limit
     assert sink.data == array.tobytes()
 
@@ -262,7 +262,7 @@ def test_a_few_columns_of_wide_rows_keep_to_their_memory(place: MemoryPath) -> N
     """What lies between the rows of a narrow region is read along with them: not all of it at once."""
     array = numbers((1024, 2048), 2)
     files = Files(place, "BF16", array.shape)
-    files.add(whole(array.shape), array.tobytes())
+    files.add(full_region(array.shape), array.tobytes())
     entry, sink, region = files.entry(), Collect(1 << 16), Region((0, 5), (1024, 3))
     with place.open() as pool:
         reader = TensorReader(pool)
@@ -274,7 +274,7 @@ def test_a_few_columns_of_wide_rows_keep_to_their_memory(place: MemoryPath) -> N
 def test_a_row_that_spans_more_than_the_memory_is_refused(place: MemoryPath) -> None:
     array = numbers((2, 600), 2)
     files = Files(place, "BF16", (2, 600))
-    files.add(whole((2, 600)), *stored(array, whole((2, 600)), step=4))
+    files.add(full_region((2, 600)), *stored(array, full_region((2, 600)), step=4))
     with pytest.raises(UnsupportedError, match=r'f0: tensor "x" is stored with strides .* raise --max-memory'):
         files.stream(max_memory=256)
 
@@ -291,7 +291,7 @@ def halves(place: MemoryPath, **second: Any) -> Files:
 @pytest.mark.parametrize(
     "region",
     [
-        pytest.param(whole((4, 4)), id="whole: checked on the way"),
+        pytest.param(full_region((4, 4)), id="whole: checked on the way"),
         pytest.param(Region((0, 1), (4, 2)), id="columns: checked in a pass of its own"),
         pytest.param(Region((3, 0), (1, 1)), id="one element"),
     ],
@@ -308,7 +308,7 @@ def test_a_wrong_crc_elsewhere_is_not_looked_at(place: MemoryPath) -> None:
 def test_a_wrong_crc_of_a_strided_chunk_is_found(place: MemoryPath) -> None:
     array = numbers((4, 4), 4)
     files = Files(place, "F32", (4, 4))
-    files.add(whole((4, 4)), *stored(array, whole((4, 4)), (1, 0)), record_crc=1)
+    files.add(full_region((4, 4)), *stored(array, full_region((4, 4)), (1, 0)), record_crc=1)
     with pytest.raises(InputError, match="CRC-32"):
         files.stream()
 
@@ -319,15 +319,15 @@ def test_a_record_larger_than_the_chunk_is_checked_whole(place: MemoryPath) -> N
     (place / "f0").write_bytes(storage.tobytes())
     right, wrong = (Record(0, 40, crc) for crc in (zlib.crc32(storage.tobytes()), 7))
     for record in (right, wrong):
-        entry = TensorEntry("x", BY_NAME["F32"], (2,), (Chunk(whole((2,)), "f0", 12, 8, None, record),))
+        entry = TensorEntry("x", DTYPES_BY_NAME["F32"], (2,), (Chunk(full_region((2,)), "f0", 12, 8, None, record),))
         sink = Collect()
         with place.open() as files:
             reader = TensorReader(files)
             if record is wrong:
                 with pytest.raises(InputError, match="CRC-32"):
-                    reader.stream(entry, whole((2,)), sink)
+                    reader.stream(entry, full_region((2,)), sink)
             else:
-                reader.stream(entry, whole((2,)), sink)
+                reader.stream(entry, full_region((2,)), sink)
                 assert sink.data == storage[3:5].tobytes()
 
 
@@ -337,7 +337,7 @@ def test_a_crc_that_was_not_recorded_is_counted_once(place: MemoryPath) -> None:
     with place.open() as pool:
         reader = TensorReader(pool)
         for _ in range(2):
-            reader.stream(entry, whole((4, 4)), Collect())
+            reader.stream(entry, full_region((4, 4)), Collect())
         assert reader.records_without_crc == 1
 
 
@@ -346,12 +346,12 @@ def test_a_file_that_was_cut_short_is_refused(place: MemoryPath) -> None:
     entry = files.entry()
     (place / "f1").write_bytes((place / "f1").read_bytes()[: entry.chunks[1].offset + 10])
     with place.open() as pool, pytest.raises(InputError, match=r'f1: ends at byte 12 inside tensor "x"'):
-        TensorReader(pool).stream(entry, whole((4, 4)), Collect())
+        TensorReader(pool).stream(entry, full_region((4, 4)), Collect())
 
 
 def test_bytes_read_are_counted(place: MemoryPath) -> None:
     entry = halves(place).entry()
     with place.open() as pool:
         reader = TensorReader(pool)
-        reader.stream(entry, whole((4, 4)), Collect())
+        reader.stream(entry, full_region((4, 4)), Collect())
         assert reader.bytes_read == prod((4, 4)) * 4

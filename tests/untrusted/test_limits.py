@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from ckptx.catalog.dtype import BY_TORCH, DType
+from ckptx.catalog.dtype import DTYPES_BY_TORCH_NAME, DType
 from ckptx.catalog.region import Region
 from ckptx.cli import main as main_module
 from ckptx.formats.dcp.metadata import TensorMetadata, parse_metadata
@@ -181,7 +181,7 @@ def test_shapes_that_torch_has_pass(shape: list[int]) -> None:
     assert shape_fault(shape) is None
 
 
-@pytest.mark.parametrize("dtype", BY_TORCH.values(), ids=BY_TORCH)
+@pytest.mark.parametrize("dtype", DTYPES_BY_TORCH_NAME.values(), ids=DTYPES_BY_TORCH_NAME)
 @pytest.mark.parametrize("shape", [((1 << 59) - 1,), (1 << 58,), (1 << 29, 1 << 29), (3, 1 << 57), (0, (1 << 63) - 1)])
 def test_no_count_of_bytes_overflows(dtype: DType, shape: tuple[int, ...]) -> None:
     """Of the largest shapes that pass, in every dtype: an archive has a length."""

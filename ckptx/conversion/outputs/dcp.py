@@ -47,10 +47,10 @@ class DcpFormat(OutputFormat):
         return bool(self.options.prefix)
 
     def keeps_state(self, source: Catalog) -> bool:
-        return source.form.is_of_training and self.options.optimizer != "drop"
+        return source.form.is_training_format and self.options.optimizer != "drop"
 
     def dropped_state(self, view: ModelView) -> DroppedState:
-        if not view.catalog.form.is_of_training:
+        if not view.catalog.form.is_training_format:
             return DroppedState()
         return drop_training_state(view, view.catalog.objects, "dropped as asked")
 
@@ -67,7 +67,7 @@ class DcpFormat(OutputFormat):
             UsageError: The reader would not find the model under the prefix.
         """
         names = OutputFormat.names(self, view, named)
-        if not view.catalog.form.is_of_training:
+        if not view.catalog.form.is_training_format:
             prefix = self.options.prefix
             if prefix:
                 refuse_unreadable_prefix(prefix, names, view)
@@ -80,7 +80,7 @@ class DcpFormat(OutputFormat):
         """Map each second name of a tensor to its first; both are written because the trainer may read either."""
         if named.naming.sources:
             return {}
-        prefix = "" if view.catalog.form.is_of_training else self.options.prefix
+        prefix = "" if view.catalog.form.is_training_format else self.options.prefix
         stored_names = {entry.name: names[name] for name, entry in view.tensors.items() if name in names}
         return {
             prefix + name: stored_names[other]

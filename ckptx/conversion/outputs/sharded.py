@@ -38,7 +38,7 @@ class ShardedFormat(OutputFormat):
     own_files_only: ClassVar[bool] = True
 
     def dropped_state(self, view: ModelView) -> DroppedState:
-        if not view.catalog.form.is_of_training:
+        if not view.catalog.form.is_training_format:
             return DroppedState()
         return drop_training_state(view, view.catalog.objects, "does not fit into safetensors")
 

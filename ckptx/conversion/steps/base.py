@@ -134,14 +134,14 @@ def _adjacent_base(source: Catalog) -> BaseCheckpoint:
     directory = find_hf_metadata(source)
     if directory is None:
         return BaseCheckpoint(source, None, source.config)
-    identities = directory.identities(directory.listing())
+    identities = directory.read_identities(directory.listing())
     metadata = read_hf_metadata(directory)
     if metadata.config is None:
         return BaseCheckpoint(source, None, source.config, metadata.dtypes, metadata.file_numbers)
     base = Catalog(
         directory.location, "huggingface", {}, config=metadata.config, sidecars=metadata.sidecars, storage=directory
     )
-    base.identities = {**directory.identities(sidecar.name for sidecar in metadata.sidecars), **identities}
+    base.identities = {**directory.read_identities(sidecar.name for sidecar in metadata.sidecars), **identities}
     note = f"using config, tokenizer and other files from {directory.location.name} in the source"
     return BaseCheckpoint(source, base, source.config, metadata.dtypes, metadata.file_numbers, notes=(note,))
 
@@ -159,14 +159,14 @@ def _open_base(options: ConversionOptions) -> Catalog | None:
         str(options.base), revision=options.revision, token=options.token, cache_dir=options.cache_dir
     )
     source = LocalSource(root)
-    if source.kind() is EntryKind.DIRECTORY and source.listing().is_file("config.json"):
+    if source.read_kind() is EntryKind.DIRECTORY and source.listing().is_file("config.json"):
         try:
             base = open_checkpoint(root)
         except ReadError:
             raise
         except InputError:
             # A directory with only config and tokenizer is a valid base.
-            identities = source.identities(("config.json",))
+            identities = source.read_identities(("config.json",))
             base = Catalog(root, "huggingface", {}, config=read_config(source), storage=source)
             found_sidecars = list_sidecars(source, frozenset())
             base.sidecars, base.identities = found_sidecars.copied, {**found_sidecars.identities, **identities}
@@ -174,6 +174,6 @@ def _open_base(options: ConversionOptions) -> Catalog | None:
         base = open_checkpoint(root)
     if base.config is None or config_source(base).location != base.root:
         raise InputError(f"{base.root}: has no config.json; --base requires an HF checkpoint")
-    if base.form.is_of_training:
+    if base.form.is_training_format:
         raise UnsupportedError(f"{base.root}: is of format {base.format}; --base requires an HF checkpoint")
     return base

@@ -87,7 +87,7 @@ def cast_tensors(view: ModelView, named: NamedTarget, base: BaseCheckpoint, dtyp
     uncast = [
         name
         for name, entry in target.tensors.items()
-        if entry.dtype.cast and name not in changed and entry.dtype is not target_dtype
+        if entry.dtype.is_castable and name not in changed and entry.dtype is not target_dtype
     ]
     return CastTarget(target, bool(changed), uncast)
 
@@ -127,7 +127,7 @@ def _base_dtypes_by_target(
 
 
 def _cast_to_base(target: TargetTensors, base_dtypes: Mapping[str, DType], *, was_cast: bool) -> CastTarget:
-    floats = {name: entry for name, entry in target.tensors.items() if entry.dtype.cast}
+    floats = {name: entry for name, entry in target.tensors.items() if entry.dtype.is_castable}
     missing = [name for name in floats if name not in base_dtypes]
     differing = [name for name, entry in floats.items() if name in base_dtypes and base_dtypes[name] is not entry.dtype]
     notes = []
@@ -170,7 +170,7 @@ def lossless_edits(
     floats = {
         name: entry
         for name, entry in target.tensors.items()
-        if entry.dtype.cast and not _is_loaded_in_float32(view, name)
+        if entry.dtype.is_castable and not _is_loaded_in_float32(view, name)
     }
     rounded = {
         name: entry
@@ -204,7 +204,7 @@ def quantization_edits(view: ModelView, target: TargetTensors, base: BaseCheckpo
     """
     if view.config is None or _is_untrained(view, base):
         return []
-    if any(not entry.dtype.cast for entry in target.tensors.values() if len(entry.shape) > 1):
+    if any(not entry.dtype.is_castable for entry in target.tensors.values() if len(entry.shape) > 1):
         return []
     return dequantization_edits(view.config)
 

@@ -98,4 +98,4 @@ def _content_key(entry: TensorEntry, disk_names: set[str], representatives: Mapp
     if entry.name in representatives:
         return representatives[entry.name]
     # A composed entry may begin at the same offset as another slice of the same tensor.
-    return entry.place if entry.name in disk_names and entry.numel else entry.name
+    return entry.position if entry.name in disk_names and entry.numel else entry.name

@@ -61,7 +61,7 @@ def manifest_of(
             "rank_order": RANK_ORDER,
             "stages": mesh.layers() if mesh else None,
         },
-        "origin": None if original is None else original.as_json(),
+        "origin": None if original is None else original.to_json(),
         "cuts": chunk_table.rows,
         "tensors": rows,
     }
@@ -92,7 +92,7 @@ class _ChunkTable:
                     "files": [self._files[file] for file in chunks.files],
                     "offsets": [block.region.offsets for block in chunks.blocks],
                     "sizes": [block.region.sizes for block in chunks.blocks],
-                    "replicas": [index for index, block in enumerate(chunks.blocks) if block.replica],
+                    "replicas": [index for index, block in enumerate(chunks.blocks) if block.is_replica],
                 }
             )
         return "cut", number

@@ -79,7 +79,7 @@ def _refuse_incomplete_set(source: Catalog) -> None:
     if len(source.files) != 1 or any(name.endswith(".index.json") for name in source.verbatim):
         return
     (name,) = source.files
-    count = None if source.form.is_of_training or source.form.has_manifest else file_count_from_name(name)
+    count = None if source.form.is_training_format or source.form.has_manifest else file_count_from_name(name)
     if count is not None:
         raise UnsupportedError(
             f"{source.root / name}: is one of {counted(count, 'file')} of a checkpoint; pass the directory with all "

@@ -182,7 +182,7 @@ def restore_original(view: ModelView, decisions: Sequence[TieDecision], names: s
     target_of_files = replace(target.select(original.tensors), tied_disk_names=dropped_disk_names)
     notes += named.notes
     return Restoration(
-        RestoredFiles(replace(named, target=target_of_files), original, manifest.where, digests, reordered, view),
+        RestoredFiles(replace(named, target=target_of_files), original, manifest.path, digests, reordered, view),
         tuple(notes),
     )
 
@@ -222,7 +222,7 @@ def _dropped_ties(
         if groups.get(name, name) != groups.get(row.tied_to):
             if any({each.target, each.source} == {name, row.tied_to} and each.declared for each in decisions):
                 raise InputError(
-                    f'{manifest.where}: tensors[{json.dumps(name)}].tied_to: is "{row.tied_to}", whose bytes differ; '
+                    f'{manifest.path}: tensors[{json.dumps(name)}].tied_to: is "{row.tied_to}", whose bytes differ; '
                     "remove this key to convert both tensors (no loader requires it)"
                 )
             return None

@@ -25,7 +25,7 @@ from ckptx.publishing.publish import Job, manifest_size
 from ckptx.report.documents.conversion import ConversionReport
 from ckptx.report.numbers import peak_of_processes
 from ckptx.report.report import Log, human_bytes
-from ckptx.storage.files import size_of
+from ckptx.storage.files import read_size
 from ckptx.transfer.executor import CopyResult
 from ckptx.wording import counted
 
@@ -156,13 +156,13 @@ def _byte_counts(
         size = sum(file["bytes"] for file in dry_run["files"])
         return job.plan.bytes_read, size, size
     try:
-        manifest = size_of(dst / MANIFEST)
+        manifest = read_size(dst / MANIFEST)
     except ReadError as error:
         log.note(f"{error}; {dst} is complete")
         manifest = manifest_size(job)
     if outcome is None or outcome.was_complete:
         log.note(f"{dst} is already complete; nothing to resume")
-        return 0, 0, run.nbytes + manifest
+        return 0, 0, conversion.nbytes + manifest
     if outcome.records_without_crc:
         log.note(
             f"{counted(outcome.records_without_crc, 'archive')} without a recorded CRC-32: their bytes could not be "
@@ -172,5 +172,5 @@ def _byte_counts(
         log.note(
             f"{dst.parent}: the file system has no locks; a concurrent run that writes {dst.name} would not be detected"
         )
-    size = run.nbytes + manifest
+    size = conversion.nbytes + manifest
     return outcome.bytes_read, size - job.plan.bytes_written + outcome.bytes_written, size

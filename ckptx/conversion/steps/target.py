@@ -37,7 +37,7 @@ class TargetTensors:
     @classmethod
     def from_source(cls, source: Catalog, tensors: Mapping[str, TensorEntry]) -> TargetTensors:
         """Create a target with every tensor under its key; the entries are those of the source, with stored names."""
-        renamed = {name: entry.renamed(name) for name, entry in tensors.items()}
+        renamed = {name: entry.with_name(name) for name, entry in tensors.items()}
         disk_names = {name: entry.name for name, entry in tensors.items()}
         return cls(source, renamed, disk_names, {name: (disk,) for name, disk in disk_names.items()})
 
@@ -53,7 +53,7 @@ class TargetTensors:
         """Return the same target under other names."""
         return replace(
             self,
-            tensors={names(name): entry.renamed(names(name)) for name, entry in self.tensors.items()},
+            tensors={names(name): entry.with_name(names(name)) for name, entry in self.tensors.items()},
             source_names={names(name): stored for name, stored in self.source_names.items()},
             disk_names={names(name): on_disk for name, on_disk in self.disk_names.items()},
             aliases={names(name): names(stored) for name, stored in self.aliases.items()},
@@ -67,7 +67,7 @@ class TargetTensors:
             return self
         return replace(
             self,
-            tensors={**self.tensors, **{name: self.tensors[stored].renamed(name) for name, stored in copied.items()}},
+            tensors={**self.tensors, **{name: self.tensors[stored].with_name(name) for name, stored in copied.items()}},
             source_names={**self.source_names, **{name: self.source_names[stored] for name, stored in copied.items()}},
             disk_names={**self.disk_names, **{name: self.disk_names[stored] for name, stored in copied.items()}},
             aliases={name: stored for name, stored in self.aliases.items() if name not in copied},
@@ -113,7 +113,7 @@ def apply_ties(view: ModelView, decisions: Iterable[TieDecision], *, tied: str, 
     aliases: dict[str, str] = {}
 
     def store_under(name: str, stored: str) -> None:
-        tensors[name] = tensors[stored].renamed(name)
+        tensors[name] = tensors[stored].with_name(name)
         source_names[name], disk_names[name] = source_names[stored], disk_names[stored]
 
     def drop(name: str) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from ckptx.catalog.entry import Block, BytesEntry, TensorEntry
-from ckptx.catalog.region import whole
+from ckptx.catalog.region import full_region
 from ckptx.conversion.steps.sharding import ShardedTarget
 from ckptx.errors import UnsupportedError
 from ckptx.mapping.state_names import ParameterIndex, StateName, refuse_indexed_state
@@ -265,12 +265,12 @@ class _StateMapper:
             self.object_source_names[name] = on_disk
             return
         entry = self.source.tensors[on_disk]
-        self.tensors[name], self.source_names[name] = entry.renamed(name), on_disk
+        self.tensors[name], self.source_names[name] = entry.with_name(name), on_disk
         if self.mesh is not None:
             self.placements[name] = self._place(entry, parameter, self.mesh)
 
     def _place(self, entry: TensorEntry, parameter: str | None, mesh: ShardedModel) -> Placement:
-        whole_block = (Block(0, whole(entry.shape)),)
+        whole_block = (Block(0, full_region(entry.shape)),)
         if parameter is None:
             return 0, whole_block
         stored = self.model.aliases.get(parameter, parameter)

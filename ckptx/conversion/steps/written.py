@@ -115,7 +115,7 @@ def _check_metadata(metadata: DcpMetadata, marker: str, output: DcpOutput) -> No
         }
         planned = {(_region_in_torch(entry, chunk.region), *chunk[1:4]) for chunk in entry.chunks}
         size = torch_shape(entry.dtype, entry.shape, fqn)
-        if (tensor.dtype, tensor.size) != (entry.dtype.torch, size) or recorded != planned:
+        if (tensor.dtype, tensor.size) != (entry.dtype.torch_name, size) or recorded != planned:
             raise _defect(marker, f'"{fqn}" {tensor.dtype} {tensor.size} at {recorded!s:.200}')
     for fqn in metadata.objects:
         path, offset, length, _ = metadata.storage[fqn, None]

@@ -46,7 +46,7 @@ def refuse_interrupted(source: Source) -> None:
 def _has_shards(source: Source, name: str, shapes_in: ShapeReader) -> bool:
     if not source.listing().is_directory(name):
         return False
-    directory = source.at(source.location / name)
+    directory = source.with_location(source.location / name)
     if any(map(is_shard, directory.listing())):
         return True
     weights = detect_weights(directory, shapes_in)

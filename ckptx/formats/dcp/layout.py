@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from ckptx.catalog.catalog import Catalog
 from ckptx.catalog.dtype import DType
 from ckptx.catalog.entry import Block, BytesEntry, ShardedChunks, TensorEntry
-from ckptx.catalog.region import Region, Shape, whole
+from ckptx.catalog.region import Region, Shape, full_region
 from ckptx.errors import UnsupportedError
 from ckptx.formats.by_stage import ShardedTensor, group_by_stage
 from ckptx.formats.dcp.metadata import StorageInfo, TensorMetadata
@@ -47,7 +47,7 @@ def torch_shape(dtype: DType, shape: Shape, name: str) -> Shape:
     Raises:
         UnsupportedError: torch lacks the dtype, or the last dim of a packed dtype has an odd size.
     """
-    if dtype.torch is None:
+    if dtype.torch_name is None:
         raise UnsupportedError(f'tensor "{name}" has dtype {dtype}, which torch lacks; a DCP cannot hold it')
     if dtype.pack == 1:
         return shape
@@ -79,7 +79,7 @@ def allocate(root: Location, tensors: Iterable[TensorEntry], files: int | None) 
     for name, dtype, shape, _, _ in entries:
         if (dtype, shape) not in layouts:
             length = archive_length(dtype, torch_shape(dtype, shape, name))
-            layouts[dtype, shape] = (Block(0, whole(shape)),), (length,)
+            layouts[dtype, shape] = (Block(0, full_region(shape)),), (length,)
     placements = [layouts[entry.dtype, entry.shape] for entry in entries]
     sizes = [length for _, (length,) in placements]
     count = min(files or file_count(sum(sizes)), max(1, len(entries)))
@@ -90,7 +90,7 @@ def allocate(root: Location, tensors: Iterable[TensorEntry], files: int | None) 
     ):
         (file,) = names[index]
         offset = catalog.files.get(file, 0)
-        chunks = ShardedChunks(blocks, names[index], lengths, array("q", [offset]), archive=True)
+        chunks = ShardedChunks(blocks, names[index], lengths, array("q", [offset]), are_archives=True)
         catalog.tensors[entry.name] = TensorEntry(entry.name, entry.dtype, entry.shape, chunks, entry.replicas)
         catalog.files[file] = offset + size
     return catalog
@@ -215,13 +215,13 @@ def _append_tensors(catalog: Catalog, members: _Members, names: list[str]) -> di
         offsets = array("q", [sizes[rank] + before for rank, before in sharding.positions])
         for rank, nbytes in sharding.bytes_by_rank:
             sizes[rank] += nbytes
-        chunks = ShardedChunks(blocks, files_by_blocks[id(blocks)], sharding.lengths, offsets, archive=True)
+        chunks = ShardedChunks(blocks, files_by_blocks[id(blocks)], sharding.lengths, offsets, are_archives=True)
         catalog.tensors[name] = TensorEntry(name, dtype, shape, chunks)
     return sizes
 
 
 def _shared_sharding(entry: TensorEntry, blocks: tuple[Block, ...]) -> _SharedSharding:
-    assert not any(block.replica for block in blocks)
+    assert not any(block.is_replica for block in blocks)
     dtype, name = entry.dtype, entry.name
     lengths = tuple(archive_length(dtype, torch_shape(dtype, block.region.sizes, name)) for block in blocks)
     positions: list[tuple[int, int]] = []
@@ -271,12 +271,12 @@ def metadata_bytes(
 
 def _tensor_metadata(entry: TensorEntry) -> TensorMetadata:
     dtype, name = entry.dtype, entry.name
-    assert dtype.torch is not None
+    assert dtype.torch_name is not None
     regions = tuple(
         Region(torch_shape(dtype, region.offsets, name), torch_shape(dtype, region.sizes, name))
         for region in (chunk.region for chunk in entry.chunks)
     )
-    return TensorMetadata(dtype.torch, torch_shape(dtype, entry.shape, name), regions)
+    return TensorMetadata(dtype.torch_name, torch_shape(dtype, entry.shape, name), regions)
 
 
 def _storage_entries(

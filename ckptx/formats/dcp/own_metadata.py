@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from struct import Struct
 from typing import NamedTuple
 
-from ckptx.catalog.dtype import BY_TORCH
+from ckptx.catalog.dtype import DTYPES_BY_TORCH_NAME
 from ckptx.catalog.region import Shape
 from ckptx.formats.dcp.metadata import (
     FILESYSTEM_MODULE,
@@ -358,7 +358,7 @@ class _OwnMetadataReader:
         dtype = self._read_string()
         self._expect(_LAYOUT)
         self._memoize(_ANY_CLASS)
-        if dtype not in BY_TORCH or self._read_string() != "torch.strided":
+        if dtype not in DTYPES_BY_TORCH_NAME or self._read_string() != "torch.strided":
             raise _UnexpectedForm
         self._expect(_MEMORY_FORMAT + b"\x94")
         self._memoize(Symbol(dtype))

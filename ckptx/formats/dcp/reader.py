@@ -13,9 +13,9 @@ from itertools import chain, pairwise
 from typing import NamedTuple
 
 from ckptx.catalog.catalog import Catalog
-from ckptx.catalog.dtype import BY_TORCH, DType
-from ckptx.catalog.entry import ArchivedChunks, BytesEntry, Chunk, StoredChunks, TensorEntry
-from ckptx.catalog.region import Region, Shape, coverage_fault
+from ckptx.catalog.dtype import DTYPES_BY_TORCH_NAME, DType
+from ckptx.catalog.entry import ArchiveChunks, BytesEntry, Chunk, LazyChunks, TensorEntry
+from ckptx.catalog.region import Region, Shape, find_coverage_fault
 from ckptx.errors import InputError, UnsupportedError
 from ckptx.formats.dcp.metadata import (
     ChunkLocations,
@@ -30,7 +30,7 @@ from ckptx.formats.dcp.own_metadata import parse_own_metadata
 from ckptx.formats.torch_archive.archive import archive_frame, archive_length, locate_payload
 from ckptx.formats.torch_archive.unpickle import without_garbage_collection
 from ckptx.formats.unsupported import refuse_directory
-from ckptx.storage.files import changed, inside
+from ckptx.storage.files import changed_error, resolve_inside
 from ckptx.storage.interface import FileIdentity, Location, Source, SourceFiles
 from ckptx.storage.listing import EntryKind
 from ckptx.untrusted.limits import METADATA_BYTES
@@ -50,7 +50,7 @@ def open_dcp(source: Source) -> Catalog:
     """
     with without_garbage_collection():
         root = source.location
-        catalog = Catalog(root, "dcp", {}, identities=source.identities((METADATA,)), storage=source)
+        catalog = Catalog(root, "dcp", {}, identities=source.read_identities((METADATA,)), storage=source)
         data = _read_metadata(source)
         metadata = parse_own_metadata(data) or _locate_chunks(parse_metadata(data, f"{root / METADATA}"), root)
         shardings, locations = _MetadataChecker(root), metadata.locations
@@ -59,7 +59,7 @@ def open_dcp(source: Source) -> Catalog:
             _tensor_entry(name, shardings.sharding_of(name, tensor), locations[name], is_ascending)
             for name, tensor in metadata.tensors.items()
         ]
-        entries.sort(key=lambda entry: entry.place if entry.chunks else ("", 0))
+        entries.sort(key=lambda entry: entry.position if entry.chunks else ("", 0))
         catalog.tensors = {entry.name: entry for entry in entries}
         catalog.objects = {name: BytesEntry(name, *place[:3]) for name, place in metadata.objects.items()}
         identities = _check_files(catalog)
@@ -77,7 +77,7 @@ def _read_metadata(source: Source) -> bytes:
     try:
         data = source.read_small(METADATA, METADATA_BYTES)
     except InputError:
-        if source.kind() is not EntryKind.DIRECTORY or source.listing().has(METADATA):
+        if source.read_kind() is not EntryKind.DIRECTORY or source.listing().has(METADATA):
             raise
         names = source.listing().names
         refuse_directory(source.location, [name for name in names if name.startswith("__") and name.endswith(METADATA)])
@@ -176,7 +176,7 @@ class _MetadataChecker:
         return known
 
     def _check(self, name: str, tensor: TensorMetadata) -> _TensorSharding:
-        dtype, where = BY_TORCH.get(tensor.dtype), f'{self._subject}: tensor "{name}"'
+        dtype, where = DTYPES_BY_TORCH_NAME.get(tensor.dtype), f'{self._subject}: tensor "{name}"'
         if dtype is None:
             raise UnsupportedError(f"{where} has dtype {tensor.dtype}, which is not supported")
         key = (dtype, identity((tensor.size, *tensor.chunks)))  # equal shapes and regions are one object
@@ -201,8 +201,10 @@ def _tensor_entry(
     files = locations.files
     if id(files) not in is_ascending:
         is_ascending[id(files)] = all(file < following for file, following in pairwise(files))
-    chunks = StoredChunks(sharding.regions, *locations)
-    return TensorEntry(name, sharding.dtype, sharding.shape, chunks if is_ascending[id(files)] else chunks.in_order())
+    chunks = ArchiveChunks(sharding.regions, *locations)
+    return TensorEntry(
+        name, sharding.dtype, sharding.shape, chunks if is_ascending[id(files)] else chunks.sorted_by_position()
+    )
 
 
 def _to_elements(dtype: DType, sizes: Shape) -> Shape:
@@ -220,7 +222,7 @@ def _region_in_elements(dtype: DType, region: Region) -> Region:
 
 
 def _check_coverage(where: str, shape: Shape, regions: Sequence[Region]) -> None:
-    fault = coverage_fault(shape, regions)
+    fault = find_coverage_fault(shape, regions)
     if fault is None:
         return
     if fault.kind == "tangle":
@@ -241,15 +243,15 @@ def _check_coverage(where: str, shape: Shape, regions: Sequence[Region]) -> None
 def _check_files(catalog: Catalog) -> dict[str, FileIdentity]:
     """Return the identities of the files in `.metadata`, checked to be as long as their last chunk requires."""
     source, required_sizes = catalog.source, _required_file_sizes(catalog)
-    paths = {name: inside(catalog.root, name) for name in sorted(required_sizes)}
-    identities = source.identities(paths)
+    paths = {name: resolve_inside(catalog.root, name) for name in sorted(required_sizes)}
+    identities = source.read_identities(paths)
     for name, path in paths.items():
         size = identities[name].nbytes if name in identities else source.size(name)
         is_suspicious = size < required_sizes[name] or name not in identities
-        if is_suspicious and source.head(name, len(_LFS_POINTER)) == _LFS_POINTER:
+        if is_suspicious and source.read_head(name, len(_LFS_POINTER)) == _LFS_POINTER:
             raise InputError(f"{path}: a git-lfs pointer, not the data; run `git lfs pull`")
         if name not in identities:
-            raise changed(path)
+            raise changed_error(path)
         if size < required_sizes[name]:
             raise InputError(
                 f"{path}: has {size} bytes, but .metadata refers to bytes up to {required_sizes[name]}; "
@@ -261,11 +263,11 @@ def _check_files(catalog: Catalog) -> dict[str, FileIdentity]:
 def _required_file_sizes(catalog: Catalog) -> dict[str, int]:
     """Return for each file in `.metadata` the end of its last chunk or object, in bytes."""
     offsets_by_layout: dict[
-        tuple[int, int], tuple[StoredChunks, list[Sequence[int]]]
+        tuple[int, int], tuple[ArchiveChunks, list[Sequence[int]]]
     ] = {}  # by `id` of files and lengths
     for entry in catalog.tensors.values():
         chunks = entry.chunks
-        assert type(chunks) is StoredChunks
+        assert type(chunks) is ArchiveChunks
         key = id(chunks.files), id(chunks.lengths)
         if key not in offsets_by_layout:
             offsets_by_layout[key] = chunks, []
@@ -299,13 +301,13 @@ def locate_payloads(catalog: Catalog, files: SourceFiles, *, lazy: bool = False)
     with without_garbage_collection():
         for name, entry in catalog.tensors.items():
             chunks = entry.chunks
-            if type(chunks) is ArchivedChunks:
+            if type(chunks) is LazyChunks:
                 if not lazy:
-                    assert chunks.located
-            elif lazy and type(chunks) is StoredChunks and expected_lengths.match(entry.dtype, chunks):
-                chunks = ArchivedChunks(chunks, archive_frame, partial(_locate_all, entry, files))
+                    assert chunks.parsed_chunks
+            elif lazy and type(chunks) is ArchiveChunks and expected_lengths.match(entry.dtype, chunks):
+                chunks = LazyChunks(chunks, archive_frame, partial(_locate_all, entry, files))
             else:
-                chunks = tuple([_locate(entry, chunk, reader) if chunk.archive else chunk for chunk in chunks])
+                chunks = tuple([_locate(entry, chunk, reader) if chunk.is_archive else chunk for chunk in chunks])
             tensors[name] = TensorEntry(name, entry.dtype, entry.shape, chunks)
     return replace(catalog, tensors=tensors)
 
@@ -317,7 +319,7 @@ class _ExpectedLengths:
         self._lengths: dict[tuple[DType, Shape], int] = {}
         self._matches: dict[tuple[DType, int, int], bool] = {}  # by `id` of regions and lengths
 
-    def match(self, dtype: DType, archives: StoredChunks) -> bool:
+    def match(self, dtype: DType, archives: ArchiveChunks) -> bool:
         """Return True if the archives have the lengths that torch 2.13 writes for blocks of `dtype`."""
         key = dtype, id(archives.regions), id(archives.lengths)
         is_match = self._matches.get(key)
@@ -370,9 +372,9 @@ def _locate(entry: TensorEntry, chunk: Chunk, files: _ReadAheadFiles) -> Chunk:
     payload = locate_payload(partial(files.read, file), offset, length, where, dtype, shape)
     if payload.dtype is not dtype or payload.shape != shape:
         raise InputError(
-            f"{where}: payload is {payload.dtype.torch} {list(payload.shape)}, but .metadata lists {dtype.torch} "
-            f"{list(shape)}; the checkpoint is damaged, save it again"
+            f"{where}: payload is {payload.dtype.torch_name} {list(payload.shape)}, but .metadata lists "
+            f"{dtype.torch_name} {list(shape)}; the checkpoint is damaged, save it again"
         )
     if payload.strides is not None and dtype.pack > 1:
-        raise UnsupportedError(f"{where}: {dtype.torch} is not row-major; save it with .contiguous()")
+        raise UnsupportedError(f"{where}: {dtype.torch_name} is not row-major; save it with .contiguous()")
     return Chunk(region, file, payload.data_offset, payload.nbytes, payload.strides, payload.record)

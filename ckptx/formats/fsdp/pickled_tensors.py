@@ -14,7 +14,7 @@ from __future__ import annotations
 from math import prod
 from typing import Any, NamedTuple
 
-from ckptx.catalog.region import Region, Shape, whole
+from ckptx.catalog.region import Region, Shape, full_region
 from ckptx.errors import InputError, UnsupportedError
 from ckptx.formats.torch_archive.unpickle import (
     TORCH_GLOBALS,
@@ -189,7 +189,7 @@ def shards_of_rank(value: object, rank: int, where: str) -> RankShards:
                 )
         return shards
     tensor = _require_tensor(value, where)
-    return RankShards(tensor.shape, ((tensor, whole(tensor.shape)),))
+    return RankShards(tensor.shape, ((tensor, full_region(tensor.shape)),))
 
 
 def _require_tensor(value: object, where: str) -> TensorRef:

@@ -18,7 +18,7 @@ from typing import Any
 from ckptx.catalog.catalog import Catalog
 from ckptx.catalog.dtype import DType
 from ckptx.catalog.entry import Chunk, TensorEntry
-from ckptx.catalog.region import Region, Shape, whole
+from ckptx.catalog.region import Region, Shape, full_region
 from ckptx.errors import InputError, UnsupportedError
 from ckptx.formats.assembly import CoverageCheck, RegionCache, split_replicas
 from ckptx.formats.fsdp.file_names import STATE_FILE_PATTERN, RankFile, parse_rank_file
@@ -151,7 +151,7 @@ class _StateDicts:
                 payload = locate_tensor(local, archive.records, subject)
                 if payload.dtype.pack > 1:
                     raise UnsupportedError(
-                        f"{subject}: dtype {payload.dtype.torch} is not supported in FSDP files; save it as a DCP"
+                        f"{subject}: dtype {payload.dtype.torch_name} is not supported in FSDP files; save it as a DCP"
                     )
                 dtype = payload.dtype
                 location = payload.data_offset, payload.nbytes, payload.strides, payload.record
@@ -204,7 +204,7 @@ class _StateDicts:
                 )
                 raise InputError(f"{subject}: {what}; the files are damaged or of different saves")
             if 0 in shape:
-                chunks, replicas = (chunks[0]._replace(region=whole(shape)),), ()
+                chunks, replicas = (chunks[0]._replace(region=full_region(shape)),), ()
             entries[name] = TensorEntry(name, dtype, shape, chunks, replicas)
         return {entry.name: entry for entry in sorted(entries.values(), key=lambda entry: entry.chunks[0][1:3])}
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ckptx.catalog.catalog import Catalog
-from ckptx.catalog.dtype import BY_NAME, DType
+from ckptx.catalog.dtype import DTYPES_BY_NAME, DType
 from ckptx.catalog.entry import Sidecar
 from ckptx.errors import InputError, UnsupportedError
 from ckptx.formats.hf.reader import read_json_object
@@ -53,7 +53,7 @@ def find_hf_metadata(catalog: Catalog) -> Source | None:
         return None
     name = f"{catalog.parts[0].directory}/{directory}" if catalog.parts else directory
     source = catalog.source
-    return source.at(source.location / name) if source.listing().is_directory(name) else None
+    return source.with_location(source.location / name) if source.listing().is_directory(name) else None
 
 
 def config_source(catalog: Catalog) -> Source:
@@ -115,7 +115,7 @@ def _read_dtypes(source: Source) -> dict[str, DType]:
         return {}
     dtypes, path = {}, source.location / DTYPE_MAPPING
     for name, stored in read_json_object(source, DTYPE_MAPPING).items():
-        dtype = BY_NAME.get(stored) if isinstance(stored, str) else None
+        dtype = DTYPES_BY_NAME.get(stored) if isinstance(stored, str) else None
         if dtype is None or not dtype.in_safetensors:
             kind = UnsupportedError if isinstance(stored, str) else InputError
             raise kind(

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from ckptx.catalog.catalog import Catalog
 from ckptx.catalog.entry import Chunk, TensorEntry
-from ckptx.catalog.region import whole
+from ckptx.catalog.region import full_region
 from ckptx.errors import UnsupportedError
 from ckptx.formats.hf.reader import INDEX_FILE, SINGLE_FILE, format_index
 from ckptx.formats.hf.safetensors import format_header_text, frame_header, pad_header
@@ -115,7 +115,9 @@ def place_file(catalog: Catalog, file: str, shard: list[TensorEntry], text: str)
     for entry in shard:
         name, dtype, shape, _, replicas = entry
         nbytes = entry.nbytes
-        catalog.tensors[name] = TensorEntry(name, dtype, shape, (Chunk(whole(shape), file, offset, nbytes),), replicas)
+        catalog.tensors[name] = TensorEntry(
+            name, dtype, shape, (Chunk(full_region(shape), file, offset, nbytes),), replicas
+        )
         offset += nbytes
     catalog.files[file] = offset
     return prologue

@@ -13,11 +13,11 @@ from typing import Any
 
 from ckptx.catalog.catalog import Catalog
 from ckptx.catalog.entry import Chunk, TensorEntry
-from ckptx.catalog.region import Region, Shape, whole
+from ckptx.catalog.region import Region, Shape, full_region
 from ckptx.errors import InputError, UnsupportedError
 from ckptx.formats.hf.safetensors import Header, parse_header
 from ckptx.formats.sharding_info import SHARDING_INFO, contains_shards, files_with_offsets
-from ckptx.storage.files import inside
+from ckptx.storage.files import resolve_inside
 from ckptx.storage.interface import Location, Source, SourceFiles
 from ckptx.storage.local import LocalSource
 from ckptx.untrusted.json_text import parse_json
@@ -86,7 +86,7 @@ def _open_files(source: Source, names: list[str]) -> Catalog | None:
                 file_of_tensor[tensor] = name
                 region = regions.get(shape)
                 if region is None:
-                    region = regions[shape] = whole(shape)
+                    region = regions[shape] = full_region(shape)
                 chunk = Chunk(region, name, begin, end - begin)
                 catalog.tensors[tensor] = TensorEntry(tensor, dtype, shape, (chunk,))
         return None if files_with_info and _has_further_shards(source, files, set(names)) else catalog
@@ -149,7 +149,7 @@ def parse_index(text: str, path: Location) -> dict[str, str]:
     if not weight_map:
         raise InputError(f"{path}: weight_map is empty, the checkpoint has no tensors; download it again")
     for file in dict.fromkeys(weight_map.values()):
-        inside(path.parent, file)
+        resolve_inside(path.parent, file)
     return weight_map
 
 

@@ -17,7 +17,7 @@ from math import prod
 from operator import itemgetter
 from typing import Any, NamedTuple
 
-from ckptx.catalog.dtype import BY_NAME, DType
+from ckptx.catalog.dtype import DTYPES_BY_NAME, DType
 from ckptx.catalog.region import Shape
 from ckptx.errors import InputError, UnsupportedError
 from ckptx.untrusted.json_text import has_lone_surrogate, lone_surrogate
@@ -175,7 +175,7 @@ def _parse_tensor(
 
 
 def _parse_kind(name: str, dtype_name: Any, shape: Any, where: str) -> _DtypeAndShape:
-    dtype = BY_NAME.get(dtype_name) if isinstance(dtype_name, str) else None
+    dtype = DTYPES_BY_NAME.get(dtype_name) if isinstance(dtype_name, str) else None
     if dtype is None or not dtype.in_safetensors:
         raise UnsupportedError(
             f'{where}: tensor "{name}" has dtype {_abbreviate(dtype_name)}, which is not a dtype of safetensors 0.8; '

@@ -11,7 +11,7 @@ from functools import partial
 
 from ckptx.catalog.catalog import Catalog
 from ckptx.catalog.entry import Chunk, TensorEntry
-from ckptx.catalog.region import whole
+from ckptx.catalog.region import full_region
 from ckptx.errors import InputError, UnsupportedError
 from ckptx.formats.hf.reader import check_index, parse_index, read_text
 from ckptx.formats.torch_archive.archive import locate_tensor, open_archive
@@ -81,10 +81,10 @@ def _open_file(files: SourceFiles, name: str) -> list[TensorEntry]:
         if dtype.pack > 1:
             if payload.strides is not None or not shape:
                 raise UnsupportedError(
-                    f'{where}: tensor "{key}": {dtype.torch} is not row-major; save it with .contiguous()'
+                    f'{where}: tensor "{key}": {dtype.torch_name} is not row-major; save it with .contiguous()'
                 )
             shape = (*shape[:-1], shape[-1] * dtype.pack)
-        chunk = Chunk(whole(shape), name, payload.data_offset, payload.nbytes, payload.strides, payload.record)
+        chunk = Chunk(full_region(shape), name, payload.data_offset, payload.nbytes, payload.strides, payload.record)
         entries.append(TensorEntry(key, dtype, shape, (chunk,)))
     return entries
 

@@ -19,7 +19,7 @@ from itertools import islice
 from ckptx.catalog.catalog import Catalog
 from ckptx.catalog.dtype import DType
 from ckptx.catalog.entry import Chunk, TensorEntry
-from ckptx.catalog.region import Region, Shape, whole
+from ckptx.catalog.region import Region, Shape, full_region
 from ckptx.errors import InputError, UnsupportedError
 from ckptx.formats.assembly import CoverageCheck, RegionCache, split_replicas
 from ckptx.formats.hf.layout import natural_key
@@ -187,7 +187,7 @@ class _TensorAssembly:
             name, tuple(max(chunk.region.offsets[dim] + chunk.region.sizes[dim] for chunk in shards) for dim in dims)
         )
         # Ranks without elements have empty shards, all with the same offsets.
-        filled = [chunk for chunk in shards if chunk.region.numel] or [Chunk(whole(shape), *shards[0][1:])]
+        filled = [chunk for chunk in shards if chunk.region.numel] or [Chunk(full_region(shape), *shards[0][1:])]
         chunks, replicas = split_replicas(filled)
         if len(chunks) > 1 or chunks[0].region.sizes != shape:
             self._check_coverage(name, shape, chunks)

@@ -163,8 +163,8 @@ def _combine_hash(seed: int, crc: int) -> int:
 def _tensor_pickle(dtype: DType, shape: Shape) -> bytes:
     """Return `data.pkl` of a row-major tensor: pickle protocol 2, every object memoized in the order it is written."""
     numel = prod(shape)
-    legacy = dtype.storage is not None
-    kind = f"torch\n{dtype.storage}" if legacy else "torch.storage\nUntypedStorage"
+    legacy = dtype.storage_class is not None
+    kind = f"torch\n{dtype.storage_class}" if legacy else "torch.storage\nUntypedStorage"
     strides = []
     step = 1
     for size in reversed(shape):
@@ -183,7 +183,7 @@ def _tensor_pickle(dtype: DType, shape: Shape) -> bytes:
             parts.append(b"q%c" % next(memo))
     parts.append(b"\x89ccollections\nOrderedDict\nq%c)Rq%c" % (next(memo), next(memo)))
     if not legacy:
-        parts.append(b"ctorch\n%s\nq%c" % (str(dtype.torch).encode(), next(memo)))
+        parts.append(b"ctorch\n%s\nq%c" % (str(dtype.torch_name).encode(), next(memo)))
     parts.append(b"tq%cRq%c." % (next(memo), next(memo)))
     return b"".join(parts)
 

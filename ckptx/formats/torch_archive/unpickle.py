@@ -29,7 +29,7 @@ from contextlib import contextmanager
 from itertools import repeat, starmap
 from typing import Any, NamedTuple, NoReturn, TypeGuard
 
-from ckptx.catalog.dtype import BY_STORAGE, BY_TORCH, DType
+from ckptx.catalog.dtype import DTYPES_BY_STORAGE_CLASS, DTYPES_BY_TORCH_NAME, DType
 from ckptx.errors import CkptxError, InputError
 from ckptx.untrusted.limits import DIMS, shape_fault
 
@@ -362,7 +362,7 @@ def _storage_stand_in(pid: object) -> StorageRef | UnsupportedObject:
     name = kind.rpartition(".")[2]
     if name == "UntypedStorage":
         return StorageRef(key, None, numel)
-    dtype = BY_STORAGE.get(name)
+    dtype = DTYPES_BY_STORAGE_CLASS.get(name)
     return StorageRef(key, dtype, numel) if dtype else UnsupportedObject(f"tensor over {name[:40]}")
 
 
@@ -418,7 +418,7 @@ def _rebuild_v3(
 ) -> TensorRef | UnsupportedObject:
     if not isinstance(dtype, Symbol):
         raise InputError("describes a tensor without a dtype; the file is damaged")
-    known = BY_TORCH.get(dtype.removeprefix("torch."))
+    known = DTYPES_BY_TORCH_NAME.get(dtype.removeprefix("torch."))
     return (
         _make_tensor(storage, offset, shape, strides, known, flags)
         if known
@@ -475,7 +475,7 @@ TORCH_GLOBALS: Globals = {
     **{
         ("torch", name): Symbol(f"torch.{name}")
         for name in (
-            *BY_STORAGE,
+            *DTYPES_BY_STORAGE_CLASS,
             "QInt8Storage",
             "QUInt8Storage",
             "QInt32Storage",

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from ckptx.catalog.entry import ArchivedChunks, TensorEntry
+from ckptx.catalog.entry import LazyChunks, TensorEntry
 from ckptx.catalog.region import Region
 from ckptx.errors import InputError, UnsupportedError, UsageError
 from ckptx.runtime.checkpointing.load_report import (
@@ -196,7 +196,7 @@ class _LoadPlan:
 
 def _file_position(job: RegionRead) -> tuple[str, int]:
     chunks = job.entry.chunks
-    first = next(iter(chunks.archives if isinstance(chunks, ArchivedChunks) else chunks), None)
+    first = next(iter(chunks.archives if isinstance(chunks, LazyChunks) else chunks), None)
     return ("", 0) if first is None else (first.file, first.offset)
 
 

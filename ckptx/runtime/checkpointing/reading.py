@@ -15,8 +15,8 @@ from torch import Tensor
 
 from ckptx.architecture.extra_tensors import ExtraTensors
 from ckptx.architecture.spec import Architecture
-from ckptx.catalog.dtype import BY_TORCH, DType
-from ckptx.catalog.entry import ArchivedChunks, TensorEntry
+from ckptx.catalog.dtype import DTYPES_BY_TORCH_NAME, DType
+from ckptx.catalog.entry import LazyChunks, TensorEntry
 from ckptx.catalog.region import Region
 from ckptx.errors import UnsupportedError
 from ckptx.formats.registry import open_checkpoint
@@ -82,7 +82,9 @@ class OpenCheckpoint:
     def dtype(self) -> torch.dtype | None:
         """The dtype of the first plain float tensor, which transformers uses if the config names none."""
         stored_dtypes = (entry.dtype for entry in self.tensors.values())
-        dtype_name = next((each.torch for each in stored_dtypes if each.cast and each.torch is not None), None)
+        dtype_name = next(
+            (each.torch_name for each in stored_dtypes if each.is_castable and each.torch_name is not None), None
+        )
         return None if dtype_name is None else getattr(torch, dtype_name)
 
     def uses_other_layer(self, name: str) -> bool:
@@ -274,7 +276,9 @@ class RegionReader:
         """
         chunks = []
         stored_chunks = entry.chunks
-        for chunk in stored_chunks.within(region) if isinstance(stored_chunks, ArchivedChunks) else stored_chunks:
+        for chunk in (
+            stored_chunks.parse_overlapping(region) if isinstance(stored_chunks, LazyChunks) else stored_chunks
+        ):
             overlap = chunk.region.intersect(region)
             if overlap is None:
                 continue
@@ -292,9 +296,9 @@ def target_dtype(entry: TensorEntry, target: torch.dtype) -> DType:
         UnsupportedError: They cannot.
     """
     name = str(target).removeprefix("torch.")
-    dtype = BY_TORCH.get(name)
-    if dtype is None or (dtype is not entry.dtype and not (dtype.cast and entry.dtype.cast)):
-        stored_dtype = entry.dtype.torch or entry.dtype.name
+    dtype = DTYPES_BY_TORCH_NAME.get(name)
+    if dtype is None or (dtype is not entry.dtype and not (dtype.is_castable and entry.dtype.is_castable)):
+        stored_dtype = entry.dtype.torch_name or entry.dtype.name
         raise UnsupportedError(
             f'tensor "{entry.name}": is {stored_dtype} on disk, expected {name}; only plain floats can be cast, '
             "convert "

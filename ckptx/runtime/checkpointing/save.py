@@ -41,8 +41,8 @@ from ckptx.runtime.checkpointing.snapshot import (
 from ckptx.runtime.checkpointing.stored_state import StoredState, open_state
 from ckptx.runtime.parallel.distributed import raise_on_all_ranks
 from ckptx.runtime.parallel.tensor_parallel.apply import TensorParallelLayout
-from ckptx.storage.files import unwritable
-from ckptx.storage.staged import staged
+from ckptx.storage.files import write_error
+from ckptx.storage.staged import staging_paths
 
 if TYPE_CHECKING:  # Python 3.10 has it only there
     from typing_extensions import Unpack
@@ -126,7 +126,7 @@ def _read_value(stored: StoredState, full_name: str) -> Any:
     if full_name in stored.objects:
         return stored.read_value(full_name)
     entry = stored.tensors[full_name]
-    tensor = torch.zeros(entry.shape, dtype=getattr(torch, str(entry.dtype.torch)))
+    tensor = torch.zeros(entry.shape, dtype=getattr(torch, str(entry.dtype.torch_name)))
     stored.fill(full_name, tensor)
     return tensor
 
@@ -143,7 +143,7 @@ def _read_state(
     if full_name in stored.objects:
         return stored.read_value(full_name)
     key, entry = full_name.rpartition(".")[2], stored.tensors[full_name]
-    dtype = getattr(torch, str(entry.dtype.torch))
+    dtype = getattr(torch, str(entry.dtype.torch_name))
     if entry.shape == tuple(parameter.shape):
         tensor = torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
     else:
@@ -182,11 +182,11 @@ def publish(
         staging = None
         with raise_on_all_ranks(group):
             if dist.get_rank() == 0:
-                may_replace = partial(refuse_foreign, kept_in=staged(path)[0])
+                may_replace = partial(refuse_foreign, kept_in=staging_paths(path)[0])
                 staging = stack.enter_context(Staging(path, overwrite=overwrite, may_replace=may_replace))
                 staging.begin(b"", resume=False)
         with raise_on_all_ranks(group):
-            _write_files(snapshot, staged(path)[0], group)
+            _write_files(snapshot, staging_paths(path)[0], group)
         with raise_on_all_ranks(group):
             if staging is not None:
                 for name, data in snapshot.files.items():
@@ -207,5 +207,5 @@ def _write_files(snapshot: Snapshot, directory: Path, group: dist.ProcessGroup |
         if isinstance(error, CkptxError):
             raise error from failed
         if isinstance(error, OSError):
-            raise unwritable(directory, error) from failed
+            raise write_error(directory, error) from failed
         raise Defect(f"{directory}: {type(error).__name__}: {error}; please report this") from failed

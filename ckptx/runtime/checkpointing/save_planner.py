@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
 
-from ckptx.catalog.region import Region, whole
+from ckptx.catalog.region import Region, full_region
 from ckptx.runtime.parallel.shards import LocalShard, find_local_shards, narrow_to
 from ckptx.runtime.torch_private import local_tensor
 
@@ -39,7 +39,7 @@ class DTensorShards:
         self._size, self._local = tensor.shape, local_tensor(tensor).detach()
         self._shards = {shard.region.offsets: shard for shard in find_local_shards(name, tensor, local_regions)}
         if not tensor.numel():  # no rectangle has an element, but the tensor must still be stored
-            whole_region = whole(tuple(tensor.shape))
+            whole_region = full_region(tuple(tensor.shape))
             self._local = self._local.new_empty(tensor.shape)
             self._shards = {whole_region.offsets: LocalShard(whole_region, whole_region)}
         self._properties = TensorProperties.create_from_tensor(self._local)

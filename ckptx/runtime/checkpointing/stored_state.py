@@ -137,7 +137,7 @@ class _PlainValueConverter:
 
     def _read_tensor(self, node: TensorRef | UnsupportedObject) -> Tensor:
         location = locate_tensor(node, self._archive.records, self._subject)
-        if location.strides is not None or location.dtype.torch is None or location.dtype.pack > 1:
+        if location.strides is not None or location.dtype.torch_name is None or location.dtype.pack > 1:
             raise UnsupportedError(
                 f"{self._subject}: contains a tensor that is not row-major; save it with .contiguous()"
             )
@@ -149,7 +149,7 @@ class _PlainValueConverter:
                 "copy it again"
             )
         begin = location.data_offset - record.offset
-        dtype = getattr(torch, location.dtype.torch)
+        dtype = getattr(torch, location.dtype.torch_name)
         if not location.nbytes:
             return torch.empty(location.shape, dtype=dtype)
         return torch.frombuffer(bytearray(data[begin : begin + location.nbytes]), dtype=dtype).view(location.shape)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from ckptx.catalog.region import Region, Shape, whole
+from ckptx.catalog.region import Region, Shape, full_region
 from ckptx.errors import Defect, UnsupportedError
 from ckptx.layout.placement import ceil_chunks
 from ckptx.runtime.torch_private import dtensor_spec, local_tensor
@@ -60,7 +60,7 @@ def compute_local_shards(
         local_regions: Rectangles to shard instead of the whole tensor, concatenated along the dim in which they differ;
             empty means the whole tensor.
     """
-    spans = _find_spans(list(local_regions) or [whole(shape)], len(shape))
+    spans = _find_spans(list(local_regions) or [full_region(shape)], len(shape))
     for dim, parts, rank, groups in shardings:
         spans[dim] = [
             span

@@ -23,7 +23,7 @@ from ckptx.formats.dcp.reader import open_dcp
 from ckptx.publishing.replacing import refuse_foreign
 from ckptx.publishing.staging import Staging
 from ckptx.storage.directory_handle import DirectoryHandle
-from ckptx.storage.files import read_small, take_lock, unwritable
+from ckptx.storage.files import lock_file, read_small, write_error
 from ckptx.storage.local import LocalSource
 
 LATEST = "latest"
@@ -133,17 +133,17 @@ class StepDirectories:
         """
         if not self.is_published(step):
             raise UsageError(f"{self.path(step)}: is not a complete step, and {LATEST} must name one; save it first")
-        with DirectoryHandle.at(Path(os.path.realpath(self.root))) as root:
+        with DirectoryHandle.open_path(Path(os.path.realpath(self.root))) as root:
             try:
                 if root.stat(_NEW_LATEST) is not None:
                     root.remove(_NEW_LATEST)
-                with root.make(_NEW_LATEST) as file:
+                with root.create_file(_NEW_LATEST) as file:
                     file.write(f"step-{step}\n".encode(), 0)
                     file.sync()
                 os.rename(_NEW_LATEST, LATEST, src_dir_fd=root.descriptor, dst_dir_fd=root.descriptor)
                 os.fsync(root.descriptor)
             except OSError as error:
-                raise unwritable(self.root / LATEST, error) from error
+                raise write_error(self.root / LATEST, error) from error
 
     # -------------------------------------------------------------------------------------------------- removing
 
@@ -189,7 +189,7 @@ class StepDirectories:
                 for each in (path.parent, removal.root):  # before files are removed, or a crash might undo the rename
                     _sync_directory(each)
             except OSError as error:
-                raise unwritable(path, error) from error
+                raise write_error(path, error) from error
             removal.discard()
         return True
 
@@ -216,12 +216,12 @@ class StepDirectories:
 
 def _is_unlocked(staging: Path) -> bool:
     """Return True if no process holds the lock of a staging directory."""
-    with DirectoryHandle.at(staging) as handle:
+    with DirectoryHandle.open_path(staging) as handle:
         if handle.stat("lock") is None:
-            return not handle.names()
-        descriptor = handle.create("lock", keep=True)
+            return not handle.list_names()
+        descriptor = handle.create_descriptor("lock", keep=True)
         try:
-            return take_lock(descriptor, staging / "lock") is True
+            return lock_file(descriptor, staging / "lock") is True
         finally:
             os.close(descriptor)
 
