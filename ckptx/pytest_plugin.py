@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 # Names of the phases, for collection without torch.
 PHASES = (
-    "source parity", "straight run", "replicas", "save again", "export", "other layouts", "resume", "kills",
+    "initial logits", "uninterrupted run", "replicas", "load and save", "export", "other layouts", "resume", "kills",
 )  # fmt: skip
 _WHOLE = "run"  # name of the test of the run as a whole
 

@@ -9,7 +9,7 @@ from benchmarks.planted.trainers import Mistake
 
 EXTERNAL = Path(__file__).with_name("external")
 SCRIPTS = {"mesh": "mesh.py", "accumulation": "accumulation.py", "averaged": "averaged.py"}
-_AGAIN, _END = "saved again", "resumed"
+_AGAIN, _END = "load and save", "resumed"
 
 
 def _of(*oracles: str) -> frozenset[str]:

@@ -47,7 +47,7 @@ _PREPARED = "model, optimizer, loader, scheduler = accelerator.prepare(model, op
 _GENERATOR = ", generator=torch.Generator().manual_seed(1))\n    optimizer"
 _TRAIN = "    trainer.train("
 _LOADER = "trainer._load_optimizer_and_scheduler"
-_AGAIN, _END = "saved again", "resumed"
+_AGAIN, _END = "load and save", "resumed"
 
 MISTAKES: dict[str, dict[str, Mistake]] = {
     "fsdp2_script": {

@@ -19,8 +19,8 @@ def _ignore(report: RobustnessReport) -> None:
 
 
 _PHASES = (
-    "Run only these phases, e.g. 0-3,6: 0 source parity, 1 straight run, 2 replicas, 3 save again, 4 export, "
-    "5 other layouts, 6 resume, 7 kills."
+    "Run only these phases, e.g. 0-3,6. The phases are 0 initial logits, 1 uninterrupted run, 2 replicas, "
+    "3 load and save, 4 export, 5 other layouts, 6 resume and 7 kills."
 )
 
 

@@ -29,7 +29,7 @@ from ckptx.report.robustness_words import (
 )
 from ckptx.report.text import cost_text
 
-_WIDTH = len("0 source parity")  # the longest name of a phase
+_WIDTH = len("1 uninterrupted run")  # the longest name of a phase
 _WORDS = {True: "ok", False: "FAILED", None: "not run"}
 
 

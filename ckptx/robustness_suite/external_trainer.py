@@ -1,9 +1,9 @@
 """Test a custom trainer by its output on disk: its command runs four times, without a hook in its code.
 
-    straight      A    all steps, with a checkpoint at step N
-    again         A'   an identical run: differences from A are noise, and give the noise of the loss
-    saved again   Z    resumes from A's checkpoint of N for zero steps, and saves
-    resumed       R    resumes from A's checkpoint of N to the end
+    uninterrupted  A    all steps, with a checkpoint at step N
+    rerun          A'   the same run a second time: differences from A are noise, and give the noise of the loss
+    load and save  Z    resumes from A's checkpoint of N for zero steps, and saves
+    resumed        R    resumes from A's checkpoint of N to the end
 
 Z must contain the state of A at N, item by item: items that differ were not restored. Steps would hide this, as one
 step with a fresh optimizer changes every parameter. R must end in the state of A, in the items that A and A' have in
@@ -48,19 +48,19 @@ from ckptx.wording import counted
 
 _NAMED = 4  # files listed in a cause
 SHIPPED = Path(ckptx.runtime.training.__file__).parent / "recipes"
-STRAIGHT, AGAIN, SAVED_AGAIN, RESUMED = "straight", "again", "saved again", "resumed"
+STRAIGHT, AGAIN, SAVED_AGAIN, RESUMED = "uninterrupted", "rerun", "load and save", "resumed"
 _TITLES = {
     STRAIGHT: "uninterrupted run: all state in its checkpoints is finite",
     "sharded": "parameters were sharded over ranks",
-    AGAIN: "identical rerun: measures numerical noise",
-    SAVED_AGAIN: "load + save round trip preserves all state",
+    AGAIN: "the same run a second time: measures numerical noise",
+    SAVED_AGAIN: "a checkpoint that is loaded and saved keeps all state",
     RESUMED: "resumed run ends in the same state as the uninterrupted run",
 }
 _COULD_NOT_BE_NAMED = (
     "this trainer cannot resume for zero steps, so only final states are compared: a difference is certain, but not "
     "which state was not restored, as one step spreads the difference to every parameter"
 )
-_TIMES = "differ between two identical runs, as files that contain times or paths do"
+_TIMES = "differ between two runs of the same command, as files that contain times or paths do"
 _AT_THE_END = (
     "all state in the checkpoint was restored, so other state was not saved, or the checkpoint was saved within a step"
 )
@@ -198,8 +198,8 @@ class _CommandPhases:
             count = sum(len(each.differences) for each in different)
             where = ", ".join(each.oracle for each in different)
             notes.append(
-                f"two identical runs end in different states: {counted(count, 'item')} ({where}), which are not "
-                "compared at the end of the resumed run; set seeds and deterministic kernels to have them compared"
+                f"two runs of the same command end in different states: {counted(count, 'item')} ({where}), which are "
+                "not compared at the end of the resumed run; set seeds and deterministic kernels to have them compared"
             )
             if not self._noise:
                 notes.append("losses do not show it: they are logged with too few digits, or before the difference")
@@ -208,7 +208,7 @@ class _CommandPhases:
         missing = [_missing_loss(step, self._losses, losses.by_step) for step in lacking]
         loss = measured("loss", _pairs(self._losses, losses.by_step, 0), self._noise, 1.0, 1.0)
         loss = loss._replace(compared=len(self._losses), differences=missing)
-        self._add_run(run, [*same, loss], notes, "two identical runs do not log the same losses")
+        self._add_run(run, [*same, loss], notes, "two runs of the same command do not log the same losses")
 
     def saved_again(self) -> None:
         """Run Z, and compare it with A at step N: items that differ were not restored."""

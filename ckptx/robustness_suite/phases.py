@@ -1,13 +1,14 @@
 """Phases: each tests one property of the checkpoints of a training run.
 
-0 source parity   the runtime gives the same logits as stock transformers
-1 straight run    two identical runs match; measures the noise that limits later differences of losses and logits
-2 replicas        replicated state matches across ranks, and a checkpoint loads to the same logits
-3 save again      load + save preserves all state, with synchronous and asynchronous saves
-4 export          exported HF files give the same logits in stock transformers
-5 other layouts   a checkpoint resharded for other meshes is bit-equal, and trains equally within the noise
-6 resume          a resumed run equals an uninterrupted run: bit for bit, in new processes, twice, past an epoch
-7 kills           a killed save leaves the last good step, and no incomplete step that looks complete
+0 initial logits     the sharded model gives the same logits as from_pretrained in one process
+1 uninterrupted run  two runs with the same seed match; measures the noise that limits later differences of losses and
+                     logits
+2 replicas           replicated state matches across ranks, and a checkpoint loads to the same logits
+3 load and save      a checkpoint that is loaded and saved keeps all state, with synchronous and asynchronous saves
+4 export             exported HF files give the same logits in stock transformers
+5 other layouts      a checkpoint resharded for other meshes is bit-equal, and trains equally within the noise
+6 resume             a resumed run equals an uninterrupted run: bit for bit, in new processes, twice, past an epoch
+7 kills              a killed save leaves the last good step, and no incomplete step that looks complete
 """
 
 from __future__ import annotations
@@ -85,7 +86,7 @@ def straight_run(session: Session) -> Findings:
             found.verdicts += compare(straight.items[step], again.items[step])
         found.verdicts.append(_losses(session, straight, again, noise=None))
     else:
-        found.notes.append("identical runs may differ in bits on this device; their difference is noise")
+        found.notes.append("two runs with the same seed may differ in bits on this device; their difference is noise")
     noise = session.noise
     found.notes.append(
         f"noise of the loss {max(noise['loss'].values()):.3g}, of logits {max(noise['logits'].values()):.3g}"
@@ -271,10 +272,10 @@ def _begin_with(root: Path, first: Path) -> None:
 
 
 PHASES: tuple[Phase, ...] = (
-    Phase(0, "source parity", "the runtime gives the same logits as stock transformers", source_parity),
-    Phase(1, "straight run", "two identical runs match; measures numerical noise", straight_run),
+    Phase(0, "initial logits", "the sharded model gives the same logits as from_pretrained", source_parity),
+    Phase(1, "uninterrupted run", "two runs with the same seed match; measures numerical noise", straight_run),
     Phase(2, "replicas", "replicated state matches across ranks; logits survive a reload", replicas_and_reference),
-    Phase(3, "save again", "load + save round trip preserves all state", save_again),
+    Phase(3, "load and save", "a checkpoint that is loaded and saved keeps all state", save_again),
     Phase(4, "export", "exported HF files give the same logits in transformers", export),
     Phase(5, "other layouts", "resharded for another mesh, state is equal and training matches", other_layouts),
     Phase(6, "resume", "a resumed run equals an uninterrupted run", resume),

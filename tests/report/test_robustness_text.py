@@ -108,7 +108,7 @@ def test_a_phase_is_called_by_its_number_where_it_has_one() -> None:
     judged = phase("resume", False, oracle("rng", ["torch"]), oracle("memory", ["threads"]), number=6)
     judged["memory"]["threads"] = 14
     text = robustness_text(robust(exit=1, phases=[judged], differing=rows))
-    assert "  6 resume         FAILED" in text and "torch on rank 1: expected a, got b" in text
+    assert "  6 resume             FAILED" in text and "torch on rank 1: expected a, got b" in text
     assert text.count("memory: ") == 1, "an oracle says it"
 
 

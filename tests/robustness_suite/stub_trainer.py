@@ -126,5 +126,5 @@ if fault == "leaves a child":
 if run == tampering:
     from tampering import tamper
 
-    tamper(args.out.parent / "straight" / place, change)
+    tamper(args.out.parent / "uninterrupted" / place, change)
 sys.exit(3 if fault == "exits" else 0)

@@ -337,12 +337,12 @@ def test_files_that_two_identical_runs_do_not_share_are_noise(tmp_path: Path) ->
     same = {"same.txt": b"same", "state": b"kept"}
     for run, changes in (
         ("a", {"log.txt": b"12:00", "log-1200.txt": b"x"}),
-        ("again", {"log.txt": b"12:01", "log-1201.txt": b"x"}),
+        ("rerun", {"log.txt": b"12:01", "log-1201.txt": b"x"}),
         ("right", {"log.txt": b"12:02", "log-1202.txt": b"x"}),
         ("wrong", {"log.txt": b"12:02", "log-1202.txt": b"x", "state": b"lost", "new-7.txt": b""}),
     ):
         checkpoint(tmp_path / run, {**same, **changes})
-    first, second, right, wrong = (items_of(tmp_path / each) for each in ("a", "again", "right", "wrong"))
+    first, second, right, wrong = (items_of(tmp_path / each) for each in ("a", "rerun", "right", "wrong"))
     noise = noisy_files(first, second, right)
     assert {name for _, name in noise} == {"log.txt", "log-1200.txt", "log-1201.txt", "log-1202.txt"}
     assert {key for key in {*first, *right} if first.get(key) != right.get(key)} <= noise
@@ -353,7 +353,7 @@ def test_files_that_two_identical_runs_do_not_share_are_noise(tmp_path: Path) ->
 
 def test_values_are_no_noise(tmp_path: Path) -> None:
     found = []
-    for name, value in (("a", 1), ("again", 2)):
+    for name, value in (("a", 1), ("rerun", 2)):
         stream = io.BytesIO()
         np.save(stream, np.array([value]))
         found.append(items_of(checkpoint(tmp_path / name, {"x.npy": stream.getvalue(), "y.json": b"%d" % value})))

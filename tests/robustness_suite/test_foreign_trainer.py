@@ -60,8 +60,8 @@ def test_one_that_is_right_passes(tmp_path: Path) -> None:
         lambda found: seen.append(found.phases[-1]["name"]),
         folder=Path(__file__).parent,
     )
-    assert outcome.ok and seen == ["straight", "again", "saved again", "resumed"]
-    assert [row["run"] for row in outcome.losses] == ["straight", "again", "resumed"]
+    assert outcome.ok and seen == ["uninterrupted", "rerun", "load and save", "resumed"]
+    assert [row["run"] for row in outcome.losses] == ["uninterrupted", "rerun", "resumed"]
     assert outcome.losses[2]["steps"] == [3, 4, 5] and outcome.losses[2]["losses"] == outcome.losses[0]["losses"][2:]
     assert outcome.noise == {"loss": {"repeated": 0.0, "perturbed": None}} and outcome.differing == []
     assert all(row["seconds"] > 0 and row["memory"] is None for row in outcome.phases)
@@ -77,15 +77,15 @@ def test_one_that_is_right_passes(tmp_path: Path) -> None:
 )
 def test_what_was_not_restored_is_named(tmp_path: Path, fault: str, oracle: str, said: str) -> None:
     outcome = run(tmp_path, fault)
-    assert failed(outcome)["saved again"] == [oracle] and not outcome.ok
-    assert said in notes(outcome, "saved again")
+    assert failed(outcome)["load and save"] == [oracle] and not outcome.ok
+    assert said in notes(outcome, "load and save")
     assert "loss" in failed(outcome)["resumed"]
-    assert {row["check"] for row in outcome.differing if row["phase"] == "saved again"} == {oracle}
+    assert {row["check"] for row in outcome.differing if row["phase"] == "load and save"} == {oracle}
 
 
 def test_without_zero_steps_the_ends_are_compared(tmp_path: Path) -> None:
     outcome = run(tmp_path, "data", zero_steps=False)
-    row = next(row for row in outcome.phases if row["name"] == "saved again")
+    row = next(row for row in outcome.phases if row["name"] == "load and save")
     assert row["ok"] is None and "cannot resume for zero steps" in row["notes"][0]
     assert {"model", "moments", "batch", "loss"} <= set(failed(outcome)["resumed"])
     said = notes(outcome, "resumed")
@@ -108,13 +108,13 @@ def test_what_is_in_no_checkpoint_shows_at_the_end(tmp_path: Path) -> None:
 def test_noise_is_measured_and_not_compared(tmp_path: Path) -> None:
     outcome = run(tmp_path, "noise")
     assert 0 < outcome.noise["loss"]["repeated"] < 1e-8
-    assert "two identical runs end in different states: 1 item (model)" in notes(outcome, "again")
+    assert "two runs of the same command end in different states: 1 item (model)" in notes(outcome, "rerun")
     assert outcome.ok
 
 
 def test_a_nan_fails(tmp_path: Path) -> None:
     outcome = run(tmp_path, "nan")
-    assert failed(outcome) == {"straight": ["finite"], "again": ["loss"], "resumed": ["loss"]}
+    assert failed(outcome) == {"uninterrupted": ["finite"], "rerun": ["loss"], "resumed": ["loss"]}
 
 
 def test_sharded_is_asked_of_what_it_wrote(tmp_path: Path) -> None:
@@ -132,15 +132,15 @@ def test_losses_may_be_in_what_it_prints(tmp_path: Path) -> None:
 def test_files_with_times_and_settings_are_no_fault(tmp_path: Path) -> None:
     outcome = run(tmp_path, "files")
     assert outcome.ok, outcome.differing
-    said = notes(outcome, "saved again")
+    said = notes(outcome, "load and save")
     assert "not compared: log.txt, trace-" in said and "as files that contain times or paths do" in said
     assert "not compared: steps: are the number of steps given to the command" in said
-    assert "two identical runs end in different states" not in notes(outcome, "again")
+    assert "two runs of the same command end in different states" not in notes(outcome, "rerun")
 
 
 def test_state_in_a_file_of_no_known_format_is_named(tmp_path: Path) -> None:
     outcome = run(tmp_path, "position")
-    assert failed(outcome) == {"saved again": ["other"], "resumed": ["other"]}
+    assert failed(outcome) == {"load and save": ["other"], "resumed": ["other"]}
     assert {row["item"] for row in outcome.differing} == {"some/where/deep/position"}
 
 
@@ -151,7 +151,11 @@ def test_a_command_that_fails_says_how(tmp_path: Path) -> None:
     with pytest.raises(EnvironmentProblem) as caught:
         run(tmp_path, "fails")
     said = str(caught.value)
-    assert "straight: ended with exit code 1" in said and "ValueError: no such key: optim" in said and "\n" not in said
+    assert (
+        "uninterrupted: ended with exit code 1" in said
+        and "ValueError: no such key: optim" in said
+        and "\n" not in said
+    )
     assert "output.log" in said
     with pytest.raises(EnvironmentProblem, match="exit code 3"):
         run(tmp_path / "b", "exits")

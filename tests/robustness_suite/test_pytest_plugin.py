@@ -74,7 +74,7 @@ FAILING = robust(
     recipe="broken",
     exit=1,
     phases=[
-        phase("straight run"),
+        phase("uninterrupted run"),
         phase("export", None, notes=["not asked for"]),
         phase("resume", False, oracle("rng", ["torch"]), number=6),
     ],
@@ -152,7 +152,7 @@ def test_nothing_runs_without_a_recipe(project: Project, pytester: pytest.Pytest
 
 def test_only_collecting_runs_nothing(project: Project) -> None:
     result = project.run("--ckptx-recipe", "small", "--collect-only", "-q")
-    result.stdout.fnmatch_lines(["ckptx-recipe small::run", "ckptx-recipe small::source parity"])
+    result.stdout.fnmatch_lines(["ckptx-recipe small::run", "ckptx-recipe small::initial logits"])
     assert not project.calls
 
 

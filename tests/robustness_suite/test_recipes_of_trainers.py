@@ -104,7 +104,7 @@ RNG_OF_RANK_0 = Mistake(
         'torch.set_rng_state(state["rng"][f"rank{self.rank}"])',
         'dist.broadcast(rng := state["rng"][f"rank{self.rank}"], 0)\n        torch.set_rng_state(rng)',
     )],
-    "saved again", frozenset({"rng"}),
+    "load and save", frozenset({"rng"}),
 )  # fmt: skip
 OF_THE_SCRIPT = MISTAKES["fsdp2_script"]
 
@@ -125,7 +125,7 @@ def test_a_mistake_of_a_plain_script_is_named(mistake: Mistake, said: str, strai
     phases = with_mistake(straight("fsdp2_script"), tmp_path, "fsdp2_script", mistake)
     phases.saved_again()
     (row,) = phases.judge.phases
-    assert set(failed(phases.judge)["saved again"]) == mistake.oracles
+    assert set(failed(phases.judge)["load and save"]) == mistake.oracles
     assert said in " ".join(row["notes"])
 
 
@@ -149,7 +149,7 @@ def test_an_unsharded_run_is_named(tmp_path: Path) -> None:
 def test_a_scheduler_that_accelerate_was_not_given_is_named(straight: Straight, tmp_path: Path) -> None:
     phases = with_mistake(straight("accelerate"), tmp_path, "accelerate", MISTAKES["accelerate"]["scheduler"])
     phases.saved_again()
-    assert failed(phases.judge) == {"saved again": ["scheduler"]}
+    assert failed(phases.judge) == {"load and save": ["scheduler"]}
 
 
 @pytest.mark.slow

@@ -14,7 +14,7 @@ from tests.robustness_suite.tampering import CHANGES, NO_CHANGES, tamper
 from tests.robustness_suite.test_foreign_trainer import failed, notes, run
 
 FILES = ("step-2/state.json", "step-2/model.safetensors", "step-5/optimizer.safetensors", "losses.jsonl", "step-2")
-RUNS = {"again": "repeated run", "saved-again": "run resumed for zero steps", "resumed": "resumed run"}
+RUNS = {"rerun": "repeated run", "load-and-save": "run resumed for zero steps", "resumed": "resumed run"}
 WORDS = {
     "other contents": "has other contents", "emptied": "has other contents", "appended": "has other contents",
     "one bit": "has other contents", "deleted": "was deleted", "renamed": "was renamed to", "added": "was added",
@@ -107,9 +107,9 @@ def tampered(tmp_path: Path, when: str, file: str, change: str, fault: str = "")
 
 
 SAMPLE = {
-    ("saved-again", "step-2/state.json", "other contents"), ("resumed", "step-2", "deleted"),
-    ("again", "step-2/model.safetensors", "appended"), ("resumed", "losses.jsonl", "appended"),
-    ("saved-again", "step-2/state.json", "touched"),
+    ("load-and-save", "step-2/state.json", "other contents"), ("resumed", "step-2", "deleted"),
+    ("rerun", "step-2/model.safetensors", "appended"), ("resumed", "losses.jsonl", "appended"),
+    ("load-and-save", "step-2/state.json", "touched"),
 }  # fmt: skip
 CASES = [
     pytest.param(*case, marks=() if case in SAMPLE else pytest.mark.slow)
@@ -140,13 +140,13 @@ def test_a_link_to_the_last_checkpoint_that_is_switched_fails(tmp_path: Path) ->
 def test_items_are_those_from_before_the_run(tmp_path: Path) -> None:
     """The run does not restore its moment, and writes its own checkpoint over the one it began with."""
     outcome = run(tmp_path, "moments written back")
-    assert failed(outcome)["saved again"] == ["reference", "moments"]
+    assert failed(outcome)["load and save"] == ["reference", "moments"]
     assert "earlier run had modified" in notes(outcome, "resumed")
 
 
 def test_a_run_that_writes_into_the_folder_of_another_is_named(tmp_path: Path) -> None:
     outcome = run(tmp_path, "writes elsewhere")
-    assert failed(outcome)["saved again"] == ["reference"]
-    said = notes(outcome, "saved again")
+    assert failed(outcome)["load and save"] == ["reference"]
+    said = notes(outcome, "load and save")
     assert "reference checkpoint was modified by the run resumed for zero steps" in said
     assert "the command saved no checkpoint of step 2" in said

@@ -75,7 +75,7 @@ def test_a_fault_runs_the_phase_that_names_it_and_everything_stays(temporary: Pa
     pages = [f"--{kind}={tmp_path / kind}" for kind in ("html", "junit", "report")]
     document, _ = ran("llama_tiny", *SMALLER, "--inject", "byte_changed", *pages, code=1)
     (phase,) = document["phases"]
-    assert (phase["name"], phase["ok"], document["injected_fault"]) == ("save again", False, "byte_changed")
+    assert (phase["name"], phase["ok"], document["injected_fault"]) == ("load and save", False, "byte_changed")
     assert {each["check"] for each in document["differing"]} == {"readable"}
     assert (Path(document["output_dir"]) / "straight" / "step-2").is_dir()
     assert "byte_changed" in (tmp_path / "html").read_text(encoding="utf-8")
@@ -102,7 +102,7 @@ def test_every_phase_of_the_smallest_recipe_passes(tmp_path: Path) -> None:
     [
         (["lama_tiny"], 'did you mean "llama_tiny"'),
         (["llama_tiny", "--set", "layout.tpp=2"], "layout.tp"),
-        (["llama_tiny", "--phases", "9"], '--phases: "9" must be one of 0 (source parity)'),
+        (["llama_tiny", "--phases", "9"], '--phases: "9" must be one of 0 (initial logits)'),
         (["llama_tiny", "--phases", "3-1"], '--phases: "3-1" must be one of'),
         (["llama_tiny", "--inject", "nothing"], "no such fault"),
         (["llama_tiny", "--gpu-memory", "many"], "--gpu-memory"),
@@ -167,10 +167,10 @@ def test_ranks_on_a_cpu_share_its_memory(tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_what_a_command_printed_stays_when_it_fails(temporary: Path) -> None:
     failing = ["train.command='{python} -c \"exit(3)\" {resume}'"]
-    with pytest.raises(EnvironmentProblem, match="straight: ended with exit code 3") as caught:
+    with pytest.raises(EnvironmentProblem, match="uninterrupted: ended with exit code 3") as caught:
         ckptx.robustness("fsdp2_script", settings=failing)
     (folder,) = temporary.glob("ckptx-robustness-*")
-    assert (folder / "straight" / "output.log").is_file() and str(folder) in str(caught.value)
+    assert (folder / "uninterrupted" / "output.log").is_file() and str(folder) in str(caught.value)
     shutil.rmtree(folder)
     with pytest.raises(UsageError, match=r"train\.time_limit"):
         ckptx.robustness("fsdp2_script", settings=["train.time_limit=0"])

@@ -138,7 +138,7 @@ def test_a_note_of_the_phase_names_it(tmp_path: Path) -> None:
     begin = time.monotonic()
     outcome = run(tmp_path, command=command)
     assert outcome.ok and failed(outcome) == {} and time.monotonic() - begin < 60
-    for name in ("straight", "again", "saved again", "resumed"):
+    for name in ("uninterrupted", "rerun", "load and save", "resumed"):
         assert "1 process of the command still ran after it ended: " in notes(outcome, name) and "sleep 611" in notes(
             outcome, name
         )

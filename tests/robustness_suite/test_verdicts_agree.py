@@ -64,7 +64,7 @@ def test_the_page_draws_the_limit_of_what_is_judged() -> None:
     """And not that of the phase which measured the noise."""
     rows = [oracle("loss", value=1e-9, tolerance=noise * 1e-9, noise_factor=noise, noise=1e-9) for noise in (1.0, 8.0)]
     report = robust(
-        phases=[phase("again", True, rows[0]), phase("resumed", True, rows[1])],
+        phases=[phase("rerun", True, rows[0]), phase("resumed", True, rows[1])],
         noise={"loss": {"repeated": 1e-9, "perturbed": None}},
     )
     assert "tolerance 8e-09" in re.sub("<[^>]*>", "", robustness_page(report, "small"))
@@ -106,8 +106,9 @@ def test_a_phase_of_nothing_but_such_is_not_ok() -> None:
 # -------------------------------------------------------------------------------------------------- the first cause
 
 FAULTS = {
-    "iterator": ("saved again", "rng"), "data": ("saved again", "batch"), "moments": ("saved again", "moments"),
-    "late iterator": ("resumed", "model"), "nan": ("straight", "finite"), "fails to resume": ("saved again", None),
+    "iterator": ("load and save", "rng"), "data": ("load and save", "batch"),
+    "moments": ("load and save", "moments"), "late iterator": ("resumed", "model"),
+    "nan": ("uninterrupted", "finite"), "fails to resume": ("load and save", None),
 }  # fmt: skip
 
 
