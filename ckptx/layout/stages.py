@@ -5,7 +5,7 @@ that file too. So the user names the rule of a framework, or gives the counts:
 
     10 layers, 4 stages     even    3 3 2 2     the first stages get the remainder
                             vllm    2 3 3 2     middle stages get it, the last never does (vLLM, get_pp_indices)
-                            titan   2 3 3 2     embedding and head count as a layer each (torchtitan)
+                            torchtitan 2 3 3 2  embedding and head count as a layer each
                             hf      2 2 2 4     the last stage gets it (transformers)
                             1,4,4,1             explicit counts
 """
@@ -19,7 +19,8 @@ from itertools import accumulate
 from ckptx.errors import UnsupportedError, UsageError
 from ckptx.wording import counted
 
-SPLIT_RULES = ("even", "vllm", "titan", "hf")
+SPLIT_RULES = ("even", "vllm", "torchtitan", "hf")
+FORMER_SPLITS = {"titan": "torchtitan"}  # former names of rules, which still work
 
 
 def split_layers(layers: int, stages: int, rule: str = "even") -> tuple[int, ...]:
@@ -28,11 +29,12 @@ def split_layers(layers: int, stages: int, rule: str = "even") -> tuple[int, ...
     Args:
         layers: Total number of layers.
         stages: Number of stages.
-        rule: One of `SPLIT_RULES`, or comma-separated counts. Only counts may leave a stage empty.
+        rule: One of `SPLIT_RULES` or `FORMER_SPLITS`, or comma-separated counts. Only counts may leave a stage empty.
 
     Raises:
         UsageError: The rule is unknown, there are fewer layers than stages, or the counts do not match.
     """
+    how = FORMER_SPLITS.get(how, how)
     if rule not in SPLIT_RULES:
         return _parse_counts(layers, stages, rule)
     if 1 < stages > layers:
@@ -48,7 +50,7 @@ def split_layers(layers: int, stages: int, rule: str = "even") -> tuple[int, ...
             counts[stages - 2 - stage] += 1
     elif rule == "hf":
         counts = [share] * (stages - 1) + [share + rest]
-    elif rule == "titan":
+    elif rule == "torchtitan":
         share, rest = divmod(layers + 2, stages)
         counts = [share + (stage < rest) for stage in range(stages)]
         counts[0] -= 1

@@ -41,9 +41,9 @@ class MeshOptions(Options):
             default="1",
         ),
     ] = None
-    dp_shard: Annotated[
-        int | None, Option("Data-parallel shard size (FSDP).", LAYOUT, minimum=1, maximum=RANKS, default="1")
-    ] = None
+    dp_shard: Annotated[int | None, Option("Number of FSDP ranks.", LAYOUT, minimum=1, maximum=RANKS, default="1")] = (
+        None
+    )
 
     @property
     def dims(self) -> "ParallelDims":
@@ -67,7 +67,7 @@ class StageSplitOptions(MeshOptions):
         Option(
             "Assignment of layers to stages: even, the rule of a framework, or the layer count of each stage.",
             LAYOUT,
-            metavar="even|vllm|titan|hf|a,b,c",
+            metavar="even|vllm|torchtitan|hf|a,b,c",
             words=SPLIT_RULES,
             requires=(("pp", 2),),
         ),
@@ -93,7 +93,7 @@ class ReplicaOptions(MeshOptions):
     """Options for a mesh with replicas."""
 
     dp_replicate: Annotated[
-        int | None, Option("Data-parallel replicate size (HSDP).", LAYOUT, minimum=1, maximum=RANKS, default="1")
+        int | None, Option("Number of replicas of the model (HSDP).", LAYOUT, minimum=1, maximum=RANKS, default="1")
     ] = None
 
     @property

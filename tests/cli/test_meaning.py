@@ -396,7 +396,12 @@ def test_a_shell_completes_commands_options_values_and_paths() -> None:
     assert complete("ckptx", "conv") == ["plain,convert"]
     assert complete("ckptx", "convert", "to-d") == ["plain,to-dcp"]
     assert complete("ckptx", "reshard", "--pp-") == ["plain,--pp-split"]
-    assert complete("ckptx", "reshard", "--pp-split", "") == ["plain,even", "plain,vllm", "plain,titan", "plain,hf"]
+    assert complete("ckptx", "reshard", "--pp-split", "") == [
+        "plain,even",
+        "plain,vllm",
+        "plain,torchtitan",
+        "plain,hf",
+    ]
     assert complete("ckptx", "inspect", "mod") == ["file,mod"]
     assert complete("ckptx", "verify", "a", "mod") == ["file,mod"]
 

@@ -25,10 +25,11 @@ T5 = (
         ("vllm", 61, 2, (31, 30)),
         ("vllm", 61, 4, (15, 15, 16, 15)),  # the example of its documentation
         ("vllm", 11, 4, (3, 3, 3, 2)),
-        ("titan", 32, 4, (8, 9, 8, 7)),
-        ("titan", 10, 4, (2, 3, 3, 2)),
-        ("titan", 2, 2, (1, 1)),
-        ("titan", 7, 3, (2, 3, 2)),
+        ("torchtitan", 32, 4, (8, 9, 8, 7)),
+        ("torchtitan", 10, 4, (2, 3, 3, 2)),
+        ("torchtitan", 2, 2, (1, 1)),
+        ("torchtitan", 7, 3, (2, 3, 2)),
+        ("titan", 10, 4, (2, 3, 3, 2)),  # the former name
         ("hf", 32, 3, (10, 10, 12)),
         ("hf", 10, 4, (2, 2, 2, 4)),
         ("8,9,8,7", 32, 4, (8, 9, 8, 7)),
@@ -59,13 +60,13 @@ def test_more_stages_than_layers_is_refused(how: str) -> None:
 
 def test_a_rule_leaves_no_stage_empty() -> None:
     with pytest.raises(UsageError, match="give 1,2,0, but each stage requires a layer"):
-        split_layers(3, 3, "titan")
+        split_layers(3, 3, "torchtitan")
     assert split_layers(3, 3, "1,2,0") == (1, 2, 0)
 
 
 @pytest.mark.parametrize("how", ["", "evn", "a,b", "5,5,", "5;5", "5.0,5"])
 def test_what_is_no_rule_and_no_counts_is_refused(how: str) -> None:
-    with pytest.raises(UsageError, match=r"must be one of even, vllm, titan, hf, or the layers of each stage"):
+    with pytest.raises(UsageError, match=r"must be one of even, vllm, torchtitan, hf, or the layers of each stage"):
         split_layers(10, 2, how)
 
 

@@ -195,7 +195,7 @@ def test_a_dropped_head_is_not_in_safetensors(hf_of: Callable[[str], Path], tmp_
 @pytest.mark.parametrize(
     ("how", "counts"),
     [
-        ("even", (2, 1, 1)), ("vllm", (1, 2, 1)), ("titan", (1, 2, 1)), ("hf", (1, 1, 2)), ("0,3,1", (0, 3, 1)),
+        ("even", (2, 1, 1)), ("vllm", (1, 2, 1)), ("torchtitan", (1, 2, 1)), ("hf", (1, 1, 2)), ("0,3,1", (0, 3, 1)),
         ("4,0,0", (4, 0, 0)),
     ],
 )  # fmt: skip

@@ -9,7 +9,7 @@ from typing import Any, cast
 from ckptx.errors import UsageError
 from ckptx.formats.hf.reader import read_json
 from ckptx.layout.parallel_dims import ParallelDims
-from ckptx.layout.stages import SPLIT_RULES
+from ckptx.layout.stages import FORMER_SPLITS, SPLIT_RULES
 from ckptx.options.forecast import ForecastOptions, Loss, OptimizerName, SearchOptions
 from ckptx.runtime.training.recipe import LayoutBlock, ModelBlock, OptimizerBlock, Recipe, TrainingBlock
 
@@ -89,7 +89,9 @@ def task_from_options(source: Path, options: ForecastOptions | SearchOptions, st
     schedule, pp_split, ac_scope = "1f1b", "even", "all"
     if isinstance(options, ForecastOptions):
         schedule, pp_split, ac_scope = options.schedule, options.pp_split, options.ac_scope
-    if pp_split not in SPLIT_RULES and not all(each.strip().isdecimal() for each in pp_split.split(",")):
+    if pp_split not in (*SPLIT_RULES, *FORMER_SPLITS) and not all(
+        each.strip().isdecimal() for each in pp_split.split(",")
+    ):
         raise UsageError(
             f'--pp-split: "{pp_split}" must be {", ".join(SPLIT_RULES)}, or a number of layers for each stage'
         )

@@ -69,7 +69,7 @@ class DataBlock(RecipeBlock, kw_only=True, frozen=True):
 
 
 class TrainingBlock(RecipeBlock, kw_only=True, frozen=True):
-    """Length of the run, and its batch sizes.
+    """Number of steps, batch sizes, and other settings of the training run.
 
     Attributes:
         steps: Number of steps of the run.
@@ -132,9 +132,10 @@ class LayoutBlock(RecipeBlock, kw_only=True, frozen=True):
     Attributes:
         tp: Number of tensor-parallel ranks.
         pp: Number of pipeline ranks.
-        dp_shard: Number of FSDP2 ranks; null to use all available ranks, or 1 if their number is unknown.
+        dp_shard: Number of FSDP2 ranks; null to use all available ranks, or 1 if their number is unknown. In
+            `checks.layouts`, null is the number of ranks of `layout` divided by tp x pp x dp_replicate, and at least 1.
         dp_replicate: Number of replicas of the sharded model.
-        pp_split: Assignment of layers to stages: even, vllm, titan, hf, or a comma-separated list of counts.
+        pp_split: Assignment of layers to stages: even, vllm, torchtitan, hf, or a comma-separated list of counts.
         schedule: Pipeline schedule.
         activation_checkpointing: Parts of a layer that are recomputed in the backward pass.
         ac_scope: Layers to which activation checkpointing applies.
@@ -175,13 +176,13 @@ class CheckpointBlock(RecipeBlock, kw_only=True, frozen=True):
 
 
 class ExternalBlock(RecipeBlock, kw_only=True, frozen=True):
-    """A third-party trainer, and the places of its output.
+    """Command of a third-party trainer, and the paths of its output.
 
     Attributes:
-        command: Command to run, in shell syntax. `{steps}` is the step at which it stops; `{total_steps}` the step at
-            which its schedule ends; `{save_at}` the step after which it saves; `{out}` the output directory; `{resume}`
-            the checkpoint to resume from, see `resume`; `{python}` the interpreter of this process; `{recipe}` the
-            directory of the recipe.
+        command: Command to run; it is split like shell words, but no shell runs it. `{steps}` is the step at which it
+            stops; `{total_steps}` the step at which its schedule ends; `{save_at}` the step after which it saves;
+            `{out}` the output directory; `{resume}` the checkpoint to resume from, see `resume`; `{python}` the
+            interpreter of this process; `{recipe}` the directory of the recipe.
         resume: Value of `{resume}` when the trainer resumes from `{checkpoint}`; empty when it starts.
         checkpoint: Path of the checkpoint of step `{step}`, relative to `{out}`. `{step:07d}` is padded with zeros to 7
             digits, as in Megatron's `iter_{step:07d}`; step numbers in all keys support such a format.
@@ -192,7 +193,7 @@ class ExternalBlock(RecipeBlock, kw_only=True, frozen=True):
         pattern: Regular expression with groups `step` and `loss`.
         step_key: Key of the step in JSON lines.
         loss_key: Key of the loss in JSON lines, or its TensorBoard tag.
-        zero_steps: True if the trainer can resume, run no step, and save again.
+        zero_steps: True if the trainer can load a checkpoint and save it again without training a step.
         time_limit: Maximum time of one run of the command, in seconds.
         environment: Environment variables of the command.
     """
@@ -231,7 +232,8 @@ class RecipeKeys(RecipeBlock, kw_only=True, frozen=True):
 
     Attributes:
         description: One-line description of the recipe.
-        train: Set for an external trainer; `model`, `data`, `optimizer` and `schedule` then have no effect.
+        train: Command of a third-party trainer; `model`, `data`, `optimizer` and `schedule` then have no effect. None
+            uses ckptx's own trainer.
     """
 
     description: str = ""

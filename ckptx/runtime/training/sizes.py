@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from msgspec.structs import replace
 
 from ckptx.errors import CkptxError, UsageError
-from ckptx.layout.stages import SPLIT_RULES
+from ckptx.layout.stages import FORMER_SPLITS, SPLIT_RULES
 from ckptx.runtime.training.recipe import LayoutBlock, Recipe, TrainingBlock
 from ckptx.runtime.training.recipe_schema import DescribeSubject
 from ckptx.untrusted.limits import RANKS
@@ -154,7 +154,9 @@ def _check_stages(training: TrainingBlock, layout: LayoutBlock, path: str, subje
     """Check that the pipeline is valid, and yield notes about it."""
     split = layout.pp_split
     counts = split.split(",")
-    if split not in SPLIT_RULES and not (len(counts) == layout.pp and all(each.strip().isdecimal() for each in counts)):
+    if split not in (*SPLIT_RULES, *FORMER_SPLITS) and not (
+        len(counts) == layout.pp and all(each.strip().isdecimal() for each in counts)
+    ):
         raise UsageError(
             f'{subject(f"{path}.pp_split")}: {path}.pp_split is "{split}" and must be {", ".join(SPLIT_RULES)}, or '
             f"comma-separated numbers of layers for {counted(layout.pp, 'stage')}; correct it"
