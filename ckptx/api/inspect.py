@@ -24,7 +24,7 @@ from ckptx.report.report import Log, Stopwatch, count_dtypes
 
 @api(InspectOptions)
 def inspect(options: InspectOptions) -> InspectionReport:
-    """Summarize a checkpoint; reads headers only.
+    """Summarize a checkpoint; reads headers and, to compare tied weights, samples of 64 KiB.
 
     Raises:
         InputError, UnsupportedError: The checkpoint cannot be opened.

@@ -53,7 +53,7 @@ def command(**_: object) -> None:
     ],
 )
 def to_dcp(call: CommandCall) -> int:
-    """Convert a checkpoint to a torch DCP, whole or sharded for a mesh (alias: hf2dcp)."""
+    """Convert a checkpoint to a torch DCP, with full tensors or sharded for a mesh (alias: hf2dcp)."""
     return _run(call)
 
 

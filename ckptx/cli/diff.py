@@ -8,7 +8,10 @@ from ckptx.cli.output import Output
 
 @define("diff", examples=["ckptx diff MODEL MODEL-dcp"])
 def command(call: CommandCall) -> int:
-    """Compare names, shapes, dtypes and tied weights of two checkpoints of any format. Reads headers only."""
+    """Compare names, shapes, dtypes and tied weights of two checkpoints of any format.
+
+    Reads headers and, to compare tied weights, samples of 64 KiB.
+    """
     from ckptx.comparison.headers import diff
     from ckptx.report.text import diff_text
 

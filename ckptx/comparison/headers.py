@@ -25,7 +25,9 @@ from ckptx.wording import counted, first_of
 
 @api(DiffOptions)
 def diff(options: DiffOptions) -> DiffReport:
-    """Compare names, shapes, dtypes and tied weights of two checkpoints of any format; reads headers only.
+    """Compare names, shapes, dtypes and tied weights of two checkpoints of any format.
+
+    Reads headers and, to compare tied weights, samples of 64 KiB.
 
     The `exit` of the report is 1 if they differ. A tied name that only one checkpoint stores is not a difference if
     both store the tensor that it is tied to.

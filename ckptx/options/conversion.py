@@ -20,6 +20,19 @@ if TYPE_CHECKING:  # not imported for a help page
     from ckptx.catalog.form import Form
 
 Names = Literal["disk", "model", "torchtitan"]
+TiedMode = Literal["auto", "alias", "copy", "drop"]
+OptimizerMode = Literal["keep", "drop"]
+NAMES = Option(
+    "Naming scheme: disk (as published on the Hub), model (transformers module names) or torchtitan.",
+    CONTENT,
+    default="disk; a DCP made from a DCP keeps its names",
+)
+TIED = Option(
+    "Tied weights: alias (two names for one stored tensor, DCP only), copy (stored twice), drop (one name), or auto "
+    "(by output format).",
+    CONTENT,
+)
+OPTIMIZER = Option("Keep or drop optimizer state (DCP output only).", CONTENT, default="keep")
 SHARD_SIZE = "5GB"
 _DIRECTION = "to-dcp or to-hf; hf2dcp and dcp2hf are aliases."
 _SRC = "Source checkpoint: a directory, file, index or Hub id."
@@ -38,22 +51,8 @@ class ConversionOptions(CallbackOptions, HubOptions, BufferOptions, RemoteCodeOp
             spellings=SPELLINGS,
         ),
     ] = "auto"
-    names: Annotated[
-        Names | None,
-        Option(
-            "Naming scheme: disk (as on the Hub), model (transformers module names) or torchtitan.",
-            CONTENT,
-            default="disk; model for sharded safetensors",
-        ),
-    ] = None
-    tied: Annotated[
-        Literal["auto", "alias", "copy", "drop"],
-        Option(
-            "Tied weights: alias (two names for one stored tensor, DCP only), copy (stored twice), drop (one name), or "
-            "auto (by output format).",
-            CONTENT,
-        ),
-    ] = "auto"
+    names: Annotated[Names | None, NAMES] = None
+    tied: Annotated[TiedMode, TIED] = "auto"
     tie_missing: Annotated[
         bool, Option("Tie a missing output head to the embedding even if the config does not.", SOURCE)
     ] = False
@@ -73,10 +72,7 @@ class ConversionOptions(CallbackOptions, HubOptions, BufferOptions, RemoteCodeOp
             requires=("dtype",),
         ),
     ] = False
-    optimizer: Annotated[
-        Literal["keep", "drop"] | None,
-        Option("Keep or drop optimizer state (DCP output only).", CONTENT, default="keep for DCP output"),
-    ] = None
+    optimizer: Annotated[OptimizerMode | None, OPTIMIZER] = None
     base: Annotated[
         str | Path | None,
         Option(
@@ -186,6 +182,21 @@ class ToHfOptions(ConversionOptions, kw_only=False):
     src: Annotated[str | Path, Argument(_SRC, "SRC")]
     dst: Annotated[str | Path, Argument(_DST, "DST")]
     _: KW_ONLY
+    names: Annotated[Names | None, NAMES._replace(default="disk")] = None
+    tied: Annotated[
+        TiedMode,
+        TIED._replace(
+            help="Tied weights: copy (stored under both names), drop (stored under one name), or auto (as in the "
+            "original files if they are recorded, else one name).",
+            metavar="auto|copy|drop",
+        ),
+    ] = "auto"
+    optimizer: Annotated[
+        OptimizerMode | None,
+        OPTIMIZER._replace(
+            help="Optimizer state; always dropped, because safetensors cannot hold it.", metavar="drop", default="drop"
+        ),
+    ] = None
     max_shard_size: Annotated[
         int | str | None,
         Option(
@@ -221,6 +232,13 @@ class ReshardOptions(DcpOptions, ShardingOptions, kw_only=False):
     src: Annotated[str | Path, Argument(_SRC, "SRC")]
     dst: Annotated[str | Path, Argument(_DST, "DST")]
     _: KW_ONLY
+    names: Annotated[
+        Names | None,
+        NAMES._replace(default="disk, or model for sharded safetensors; a DCP made from a DCP keeps its names"),
+    ] = None
+    optimizer: Annotated[
+        OptimizerMode | None, OPTIMIZER._replace(default="keep in a DCP, drop in sharded safetensors")
+    ] = None
     to: Annotated[
         Literal["dcp", "safetensors"] | None,
         Option("Output format: a DCP, or sharded safetensors.", CONTENT, default="that of SRC"),

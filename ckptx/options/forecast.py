@@ -96,8 +96,8 @@ class StepOptions(
     loss: Annotated[
         Loss,
         Option(
-            "Cross-entropy loss on sharded logits, on full logits in fp32 as in transformers (whole), or the sum of "
-            "the logits without a loss (none).",
+            "Cross-entropy loss in fp32 on sharded logits or, as in transformers, on full logits (whole); or the sum "
+            "of the logits without a loss (none).",
             STEP,
             shorthands={"--no-loss": "none", "--loss-fp32": "whole"},
         ),

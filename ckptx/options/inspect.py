@@ -25,7 +25,7 @@ class InspectOptions(CallbackOptions, HubOptions, SourcePrefixOptions, kw_only=F
             "List the tensors whose names match; with --ranks or --html, show only these.",
             OUTPUT,
             metavar="GLOB",
-            default="all tensors",
+            default="none",
         ),
     ] = None
     html: Annotated[

@@ -132,6 +132,14 @@ def test_a_signature_has_each_option_with_its_type_and_default(words: str) -> No
     function = getattr(ckptx, name)
     function = getattr(function, name, function)  # the package that can be called
     parameters = inspect.signature(function).parameters
+    # If several commands share a function, the docstring has the help of the first one.
+    tables = [
+        each
+        for command in FUNCTIONS.values()
+        if command.function == FUNCTIONS[words].function
+        for each in command.options
+    ]
+    help_texts = {name: each.annotation.help for table in reversed(tables) for name, each in settings_of(table).items()}
     for table in FUNCTIONS[words].options:
         for setting in settings_of(table).values():
             parameter = parameters[setting.name]
@@ -139,7 +147,7 @@ def test_a_signature_has_each_option_with_its_type_and_default(words: str) -> No
             if setting.name not in ("run", "search", "direction"):
                 assert parameter.annotation == setting.type
                 assert parameter.default == (inspect.Parameter.empty if setting.is_required else setting.default)
-            text = re.sub(r"--([a-z-]+)", lambda found: f"`{found[1].replace('-', '_')}`", setting.annotation.help)
+            text = re.sub(r"--([a-z-]+)", lambda found: f"`{found[1].replace('-', '_')}`", help_texts[setting.name])
             text = re.sub(r"\b(SRC|DST|MODEL)\b", lambda found: f"`{found[1].lower()}`", text)
             assert f" {setting.name}: {text}" in " ".join(function.__doc__.split())
     assert function.__module__ == module
