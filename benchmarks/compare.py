@@ -49,12 +49,12 @@ def _both(other: Path) -> list[tuple[str, Path]]:
 
 def compared(work: Path, other: Path, rounds: int) -> list[Row]:
     """All conversions of the checkpoint `work / "HF"`, from HF, from a DCP and from a cut one."""
-    whole, cut = work / "DCP", work / "cut"
+    whole, cut = work / "DCP", work / "DCP tp4 x pp2"
     rows = raced(
         work,
         work / "HF",
         [
-            ("convert hf2dcp", ["convert hf2dcp"]),
+            ("convert to-dcp", ["convert hf2dcp"]),
             ("HF -> DCP tp4 x pp2", ["reshard", "--to", "dcp", *_CUT]),
             ("HF -> sharded safetensors tp4 x pp2", ["reshard", "--to", "safetensors", *_CUT]),
         ],
@@ -62,7 +62,7 @@ def compared(work: Path, other: Path, rounds: int) -> list[Row]:
         rounds,
     )
     _make(["convert", "hf2dcp"], work / "HF", whole)
-    rows += raced(work, whole, [("convert dcp2hf", ["convert dcp2hf"])], other, rounds)
+    rows += raced(work, whole, [("convert to-hf", ["convert dcp2hf"])], other, rounds)
     subprocess.run(["rm", "-r", str(whole)], check=True)
     _make(["reshard", "--to", "dcp", *_CUT], work / "HF", cut)
     return rows + raced(

@@ -22,8 +22,8 @@ def in_ram(work: Path, source: Path, rounds: int, *, stock: bool) -> list[Row]:
     there, home, verify = [*CKPTX, "convert", "hf2dcp"], [*CKPTX, "convert", "dcp2hf"], [*CKPTX, "verify", str(source)]
     steps = [
         Step("cp -r", ["cp", "-r", str(source), str(copy)], copy),
-        Step("ckptx convert hf2dcp", [*there, str(source), str(dcp)], dcp, keep=True, checks=[[*verify, str(dcp)]]),
-        Step("ckptx convert dcp2hf", [*home, str(dcp), str(back)], back, checks=[[*verify, str(back)]]),
+        Step("ckptx convert to-dcp", [*there, str(source), str(dcp)], dcp, keep=True, checks=[[*verify, str(dcp)]]),
+        Step("ckptx convert to-hf", [*home, str(dcp), str(back)], back, checks=[[*verify, str(back)]]),
     ]
     if stock:
         steps += [
@@ -57,8 +57,8 @@ def on_disk(work: Path, rounds: int) -> list[Row]:
     home = [*CKPTX, "convert", "dcp2hf", str(dcp), str(back)]
     steps = (
         Step("cp -r, then sync -f", durable, copy, keep=True),
-        Step("ckptx convert hf2dcp (fsync included)", there, dcp, keep=True),
-        Step("ckptx convert dcp2hf (fsync included)", home, back, keep=True),
+        Step("ckptx convert to-dcp (fsync included)", there, dcp, keep=True),
+        Step("ckptx convert to-hf (fsync included)", home, back, keep=True),
     )
     return race(steps, rounds)
 
@@ -112,7 +112,7 @@ def main() -> None:
         if "flat" in parts:
             results["flat"] = sizes = flat(work)
             cells = [(f"{row['gib']} GiB", f"{row['hf2dcp_mib']} MiB", f"{row['dcp2hf_mib']} MiB") for row in sizes]
-            tables.append(table("Peak RSS against size", ("checkpoint", "hf2dcp", "dcp2hf"), cells))
+            tables.append(table("Peak RSS against size", ("checkpoint", "to-dcp", "to-hf"), cells))
     if "disk" in parts:
         with tempfile.TemporaryDirectory(dir=arguments.disk, prefix="ckptx-bench-") as directory:
             rows = on_disk(Path(directory), rounds)

@@ -41,9 +41,9 @@ NOTHING = "nothing"
 CLEAN = [Defect(name, "clean", NOTHING) for name in dict.fromkeys(each.model for each in (*KNOWN, *FURTHER))]
 TABLES = {"known": KNOWN, "further": FURTHER, "clean": CLEAN}
 _TITLES = {
-    "known": "first defects",
-    "further": "further defects",
-    "clean": "nothing",
+    "known": "common faults",
+    "further": "rare faults",
+    "clean": "none",
 }
 LEVELS = ("config", "forward", "gradients")
 DTYPES = ("float32", "bfloat16")
@@ -186,7 +186,7 @@ def tables_of(results: Mapping[str, Sequence[Row]], dtypes: Sequence[str]) -> li
                 lines.append((defect.model, defect.title, *map(cell, own), reason(defect, own)))
         columns = ("model", "planted", *(f"stored {dtype}" for dtype in dtypes), "why it is missed")
         tables.append(table(f"`verify --run --tp 2`: {_TITLES[name]}", columns, lines))
-    columns = ("planted", "stored", "rows", "found", "equal byte for byte", "missed", "refused")
+    columns = ("injected faults", "stored dtype", "cases", "found", "byte-identical", "missed", "rejected")
     return [table("What `verify --run --tp 2` finds", columns, counted), *tables]
 
 

@@ -95,9 +95,10 @@ def _kind(row: dict[str, Any]) -> str:
     error, itself = row["error"], row.get("transformers_with_itself")
     said = []
     if itself is not None and itself["faults"]:
-        said.append("other outputs than uncut" if itself["outputs"][0] > itself["outputs"][1] else "other gradients")
+        what = "outputs" if itself["outputs"][0] > itself["outputs"][1] else "gradients"
+        said.append(f"{what} differ from unsharded")
     elif itself is not None:
-        said.append("what ckptx computes" if not row["transformers_cut"]["faults"] else "NOT WHAT CKPTX COMPUTES")
+        said.append("same as ckptx" if not row["transformers_cut"]["faults"] else "DIFFERENT FROM CKPTX")
     if error is not None:
         said.append("no plan" if "has no `tp_plan`" in error else f"error: {error.partition(':')[0]}")
     return ", ".join(said)
@@ -131,7 +132,9 @@ def main() -> None:
         pool.close()
     title = "The runtime and transformers in a process of its own, tiny random models, float32"
     tables = [
-        table("What transformers' own tensor parallelism gives, tp 2", ("it gives", "models", "which"), summed(rows)),
+        table(
+            "Results of transformers' own tensor parallelism", ("transformers at tp 2", "models", "names"), summed(rows)
+        ),
         table(title, _COLUMNS, [shown(row) for row in rows]),
     ]
     publish(arguments.results, "judges", {"models": rows}, tables)

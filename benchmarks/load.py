@@ -30,7 +30,7 @@ _AROUND = 6 << 10  # bytes it may read around a tensor: the ends of its archive
 _HOW = {
     "ckptx": "`ckptx.runtime.load`",
     "stock": "stock `dcp.load`",
-    "whole": "`from_pretrained`, of which its part",
+    "whole": "`from_pretrained` (full model, then sliced)",
 }
 
 
@@ -120,7 +120,7 @@ def shown(rows: list[dict[str, Any]]) -> str:
         )
         for row in rows
     ]
-    columns = ("by", "seconds (median)", "its part", "reads", "opens", "memory grows by")
+    columns = ("loader", "seconds (median)", "rank needs", "rank reads", "files opened", "memory added")
     return table(f"Rank {_RANK} of a TP of {TP} loads a Llama", columns, cells)
 
 

@@ -81,7 +81,7 @@ def loading(work: Path, source: Path) -> list[dict[str, Any]]:
     timed([*CKPTX, "convert", "hf2dcp", str(source), str(whole)])
     timed([*_RESHARD, str(source), str(cut), "--to", "dcp", "--tp", "8"])
     rows: list[dict[str, Any]] = []
-    for title, path in {"tensors whole": whole, "cut for tp8": cut}.items():
+    for title, path in {"full tensors": whole, "sharded for tp8": cut}.items():
         command = [sys.executable, str(HERE / "stock_load.py"), str(path), "8", "3"]
         loaded = subprocess.run(command, stdout=subprocess.PIPE, check=True)
         rows.append({"dcp": title, **json.loads(loaded.stdout)})
@@ -182,7 +182,7 @@ def main() -> None:
         if "flat" in parts:
             results["flat"] = sizes = flat(work, ((1, 9), (2, 21), (4, 44), (8, 91)))
             cells = [(f"{row['gib']} GiB", f"{row['cut_mib']} MiB", f"{row['merge_mib']} MiB") for row in sizes]
-            columns = ("checkpoint", "HF -> DCP tp4 x pp2", "that -> HF")
+            columns = ("checkpoint", "HF -> DCP tp4 x pp2", "DCP tp4 x pp2 -> HF")
             tables.append(table("Peak RSS against size", columns, cells))
         if "loading" in parts:
             source = work / "llama"

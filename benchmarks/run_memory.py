@@ -109,7 +109,7 @@ def main() -> None:
         (row["computed"], row["which"], *(f"{row[key] / _GIB:.2f} GiB" for key in ("holds", "peak", "beyond")))
         for row in rows
     ]
-    columns = ("computed in", "ckptx", "weights and gradients", "peak of rank 0", "beyond")
+    columns = ("computed in", "version", "weights and gradients", "peak of rank 0", "beyond weights and gradients")
     threads = f"Threads of rank 0 after the first of {len(counts)} runs: {counts[0]}; after the last: {counts[-1]}.\n"
     title = "`verify --run --tp 2`, 317 M parameters stored in bfloat16"
     publish(arguments.results, "run_memory", {"rows": rows, "threads": counts}, [table(title, columns, lines), threads])
