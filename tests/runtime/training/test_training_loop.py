@@ -62,7 +62,7 @@ def run(rank: int, world_size: int, directory: Path, arguments: list[str], *chan
     Args:
         rank: Of this process.
         world_size: Their number.
-        directory: With MODEL in it.
+        directory: With MODEL-dropout in it.
         arguments: Of the program.
         changes: Lines of the program that are others, for another mesh or a planted defect.
 
@@ -104,10 +104,10 @@ def run(rank: int, world_size: int, directory: Path, arguments: list[str], *chan
 
 
 def write_model(directory: Path, name: str, rate: float = 0.1) -> None:
-    """The MODEL of the page, with dropout of a rate."""
+    """The MODEL-dropout of the page, with dropout of a rate."""
     model = build(EVERY[name]).float()
-    model.save_pretrained(directory / "MODEL")
-    path = directory / "MODEL" / "config.json"
+    model.save_pretrained(directory / "MODEL-dropout")
+    path = directory / "MODEL-dropout" / "config.json"
     config = json.loads(path.read_text())
     dropouts = [key for key, value in config.items() if re.search("dropout|pdrop", key) and isinstance(value, float)]
     assert dropouts
@@ -174,7 +174,7 @@ def test_another_number_of_tp_ranks_goes_on_with_the_same_data(pool: GlooPool, t
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        (('"rng": PerRank(RandomState(place.device))', '"lost": 1'), "losses"),
+        (('"rng": PerRank(RandomState(context.device))', '"lost": 1'), "losses"),
         (('"batches": PerRank(batches)', '"lost": 1'), "losses"),
         (("load_optimizer(optimizer, model, resumed, layout=layout)", "pass"), "steps"),
         (('"scheduler": scheduler', '"lost": 1'), "steps"),

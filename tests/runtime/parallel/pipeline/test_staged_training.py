@@ -189,7 +189,7 @@ def test_a_loss_that_is_divided_by_microbatch_would_be_seen(pool: GlooPool, tmp_
     write_model(tmp_path, "llama-tied")
     wanted, _ = in_one_piece(tmp_path, 1)
     mean = "lambda output, index: token_losses(labels, (labels[index][:, 1:] != -100).sum())(output, index) / 4"
-    found = pool.run(run, 2, tmp_path, ["run"], (on(PP2), CLIPPED, ("token_losses(labels, items)", mean)))
+    found = pool.run(run, 2, tmp_path, ["run"], (on(PP2), CLIPPED, ("token_losses(labels, divisor)", mean)))
     losses = [float.fromhex(each) for each in found[1][0]]
     assert max(abs(a - b) for a, (b,) in zip(losses, wanted, strict=True)) > 1e-3
 
@@ -197,7 +197,10 @@ def test_a_loss_that_is_divided_by_microbatch_would_be_seen(pool: GlooPool, tmp_
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (("Batches(data_index(mesh))", "Batches(place.rank)"), "the microbatches differ between ranks of one pipeline"),
+        (
+            ("Batches(data_index(mesh))", "Batches(context.rank)"),
+            "the microbatches differ between ranks of one pipeline",
+        ),
         (
             ('[{"input_ids": ids}', '[{"input_ids": ids, "labels": ids}'),
             "the inputs, which every stage gets, contain labels",
