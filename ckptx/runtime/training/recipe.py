@@ -53,10 +53,10 @@ class DataBlock(RecipeBlock, kw_only=True, frozen=True):
     """Training data.
 
     Attributes:
-        dataset: Name of the data set. synthetic_text and synthetic_images generate samples in the format of squad
+        dataset: Name of the dataset. synthetic_text and synthetic_images generate samples in the format of squad
             (questions with answers) and medpix (questions about images).
-        path: Hub id of the data set, or its local snapshot; null for its public id.
-        split: Split of the data set, as named in `datasets`.
+        path: Hub id of the dataset, or its local snapshot; null for its public id.
+        split: Split of the dataset, as named in `datasets`.
         samples: Number of samples to use, from the first, or to generate; null for all, or 64 generated ones.
         sequence_length: Tokens per sample, padding included; longer samples are truncated.
     """
