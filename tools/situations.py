@@ -19,7 +19,8 @@ _HEAD = """# Malformed input and expected errors
 This page is written by `python tools/situations.py`, and the tests in `tests/situations` check every row. In each
 situation the command ends in time with a documented exit code, an error is one line, nothing outside DST is created,
 changed or removed, a failed run leaves nothing at DST or next to it, only printable text from the input reaches the
-terminal, and `ckptx verify` finds the output of a successful run equal to its source. Messages are shortened.
+terminal, and `ckptx verify` finds the output of a successful run equal to its source. Long messages are shortened at
+the end.
 
 """
 
@@ -54,7 +55,7 @@ def _cell(text: str, root: Path | None = None) -> str:
     if root is not None:
         text = text.replace(f"{root}/", "").replace(str(root), ".")
     text = re.sub(r"\d+(\.\d+)? s, .*", "", text)
-    text = text if len(text) <= 160 else f"{text[:110]} ... {text[-40:]}"
+    text = text if len(text) <= 200 else f"{text[:197]}..."
     return text.replace("|", "\\|").replace("<", "&lt;").replace("\n", " ")
 
 

@@ -343,7 +343,7 @@ CASES: dict[str, tuple[dict[str, Value], dict[str, Any], str]] = {
     "an index with a zero in front": (
         {name.replace("layers.1.", "layers.01."): each for name, each in llama().items()}, {}, "layers.01.",
     ),
-    "a tensor of a layer behind the last": (
+    "a tensor of a layer after the last": (
         {**llama(), "model.layers.5.strange.weight": value("BF16", 4)}, {}, "found layer 5",
     ),
     "a tensor that is gone": (

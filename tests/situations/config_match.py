@@ -22,7 +22,7 @@ def _in_layers(*names: str, shape: tuple[int, ...] = (8,)) -> dict[str, Value]:
 def _dcp2hf(box: Box, tensors: Mapping[str, Value], config: Mapping[str, Any]) -> Any:
     """A step of a trainer, and the model that somebody takes for the one that was trained."""
     base = write_hf(box.root / "base", llama(), config=config)
-    return ("convert", "dcp2hf", write_dcp(box.root / "step", tensors, config=None), box.dst, "--base", base)
+    return ("convert", "to-hf", write_dcp(box.root / "step", tensors, config=None), box.dst, "--base", base)
 
 
 def _reshard(box: Box, tensors: Mapping[str, Value], config: Mapping[str, Any]) -> Any:
@@ -31,13 +31,13 @@ def _reshard(box: Box, tensors: Mapping[str, Value], config: Mapping[str, Any]) 
 
 
 def _hf2dcp(box: Box, tensors: Mapping[str, Value], config: Mapping[str, Any]) -> Any:
-    return ("convert", "hf2dcp", write_hf(box.root / "hf", tensors, config=config), box.dst)
+    return ("convert", "to-dcp", write_hf(box.root / "hf", tensors, config=config), box.dst)
 
 
 _COMMANDS: dict[str, Callable[[Box, Mapping[str, Value], Mapping[str, Any]], Any]] = {
-    "convert dcp2hf": _dcp2hf,
+    "convert to-hf": _dcp2hf,
     "reshard": _reshard,
-    "convert hf2dcp": _hf2dcp,
+    "convert to-dcp": _hf2dcp,
 }
 _NO_TENSOR = r"is in {}, where LlamaForCausalLM has no such tensor.*--allow-config-mismatch"
 _MODULE = r"model\.layers\.\*"
@@ -75,11 +75,11 @@ _OTHER_MODELS: dict[str, tuple[dict[str, Value], dict[str, Any], str]] = {
     "a bias of the head, as in Phi": (
         {"lm_head.bias": value("BF16", 16)}, {}, _NO_TENSOR.format("lm_head"),
     ),
-    "a tensor of a layer behind the last": (
+    "a tensor of a layer after the last": (
         {"model.layers.7.input_layernorm.weight": value("BF16", 8)}, {},
         r"index below 2 in model\.layers.*found layer 7",
     ),
-    "an unknown tensor of a layer behind the last": (
+    "an unknown tensor of a layer after the last": (
         {"model.layers.2.strange.weight": value("BF16", 8)}, {}, r"index below 2 in model\.layers.*found layer 2",
     ),
     "a misspelled name of a weight": (
@@ -118,7 +118,7 @@ _PASSING: dict[str, tuple[dict[str, Value], str]] = {
     "layers that predict further tokens": (
         {"mtp.fc.weight": value("BF16", 8, 8)}, r"mtp\.fc\.weight.*for speculative decoding",
     ),
-    "a layer behind the last that predicts further tokens": (
+    "a layer after the last that predicts further tokens": (
         {f"model.layers.2.{name}": value("BF16", 8) for name in ("enorm.weight", "hnorm.weight", "eh_proj.weight")}, "",
     ),
     "state of Transformer Engine": (

@@ -28,7 +28,7 @@ CONFIG = LLAMA | SIZES
 
 
 def dcp2hf(box: Box, source: Any, *options: Any) -> tuple[Any, ...]:
-    return ("convert", "dcp2hf", source, box.dst, *options)
+    return ("convert", "to-hf", source, box.dst, *options)
 
 
 def edit(path: Path, **keys: Any) -> None:
@@ -41,7 +41,7 @@ def edit(path: Path, **keys: Any) -> None:
 
 def torchtitan(box: Box) -> Path:
     source = write_hf(box.root / "hf", llama(), config=CONFIG)
-    ckptx.convert("hf2dcp", source, box.root / "titan", names="torchtitan")
+    ckptx.convert("to-dcp", source, box.root / "titan", names="torchtitan")
     return box.root / "titan"
 
 
@@ -78,7 +78,7 @@ def _(box: Box) -> Any:
 def _(box: Box) -> Any:
     source = torchtitan(box)
     edit(source / "config.json", num_attention_heads=4, num_key_value_heads=4)
-    ckptx.convert("dcp2hf", source, box.root / "check", base=str(box.root / "hf"))
+    ckptx.convert("to-hf", source, box.root / "check", base=str(box.root / "hf"))
     os.replace(box.root / "hf" / "config.json", source / "config.json")
     write_hf(box.root / "hf", llama(), config=CONFIG)
     return dcp2hf(box, source, "--base", box.root / "hf")
@@ -116,7 +116,7 @@ def _(box: Box) -> Any:
 @situation(AREA, "published names in a DCP, and heads in config.json were edited: no byte depends on them", 0)
 def _(box: Box) -> Any:
     source = write_hf(box.root / "hf", llama(), config=CONFIG)
-    ckptx.convert("hf2dcp", source, box.root / "dcp")
+    ckptx.convert("to-dcp", source, box.root / "dcp")
     edit(box.root / "dcp" / "config.json", num_attention_heads=4, num_key_value_heads=4)
     return dcp2hf(box, box.root / "dcp")
 
@@ -150,7 +150,7 @@ def interrupted(box: Box, source: Path, after: int, place: Path | None = None, *
         real(descriptor, data, offset, path)
 
     with patch.object(open_file, "write_at", failing), suppress(KeyboardInterrupt):
-        ckptx.convert("hf2dcp", source, place or box.dst, workers=1, **options)
+        ckptx.convert("to-dcp", source, place or box.dst, workers=1, **options)
 
 
 def large(seed: int = 0) -> dict[str, Value]:
@@ -216,7 +216,7 @@ def _(box: Box) -> Any:
 def _(box: Box) -> Any:
     source = write_hf(box.root / "hf", large(), config=LLAMA)
     place = box.root / "made"
-    ckptx.convert("hf2dcp", source, place)
+    ckptx.convert("to-dcp", source, place)
     _rewrite(source / SINGLE)
     return hf2dcp(box, source, place, "--resume")
 

@@ -155,7 +155,7 @@ for _name, (_exits, _data) in _PICKLES.items():
     @situation("pickle", f".metadata holds {_name}", _exits)
     def _(box: Box, data: bytes = _data) -> Any:
         (box.dcp() / ".metadata").write_bytes(data)
-        return ("convert", "dcp2hf", box.root / "dcp", box.dst)
+        return ("convert", "to-hf", box.root / "dcp", box.dst)
 
     @situation("pickle", f"pytorch_model.bin holds {_name}", _exits)
     def _(box: Box, data: bytes = _data) -> Any:
@@ -210,7 +210,7 @@ for _name, (_exits, _spoil) in _ARCHIVES.items():
     def _(box: Box, spoil: Any = _spoil) -> Any:
         tensor = value("F32", 4, 4)
         write_dcp(box.root / "dcp", {"w": tensor}, payloads={"w": spoil(archive(tensor))})
-        return ("convert", "dcp2hf", box.root / "dcp", box.dst, "--base", "none")
+        return ("convert", "to-hf", box.root / "dcp", box.dst, "--base", "none")
 
 
 @situation("archive", "a flipped bit in every .distcp byte of a tensor, hidden by no CRC", 3, "CRC")
@@ -221,7 +221,7 @@ def _(box: Box) -> Any:
     at = data.index(llama()["model.norm.weight"][2])
     data[at] ^= 1
     path.write_bytes(bytes(data))
-    return ("convert", "dcp2hf", source, box.dst)
+    return ("convert", "to-hf", source, box.dst)
 
 
 @situation("archive", "two DCPs mixed: .metadata of one, files of the other", 3)
@@ -229,7 +229,7 @@ def _(box: Box) -> Any:
     one = box.dcp("one", files=2)
     two = write_dcp(box.root / "two", llama(layers=3), files=2)
     (one / "__1_0.distcp").write_bytes((two / "__1_0.distcp").read_bytes())
-    return ("convert", "dcp2hf", one, box.dst)
+    return ("convert", "to-hf", one, box.dst)
 
 
 @situation("safetensors", "weights of one model beside the config of nothing", (0, 3))

@@ -95,9 +95,9 @@ def _(box: Box) -> Any:
     return ("reshard", phi(box), box.dst, "--tp", "2", "--tp-plan", plan(box, rules))
 
 
-@situation(AREA, "hf2dcp --tp 2 with a plan that replicates everything", 0, NOTHING)
+@situation(AREA, "convert to-dcp --tp 2 with a plan that replicates everything", 0, NOTHING)
 def _(box: Box) -> Any:
-    return ("convert", "hf2dcp", phi(box), box.dst, "--tp", "2", "--tp-plan", plan(box, _REPLICATED))
+    return ("convert", "to-dcp", phi(box), box.dst, "--tp", "2", "--tp-plan", plan(box, _REPLICATED))
 
 
 for _style in ("colwise", "colwise_gather_output", "packed_colwise", "packed_rowwise"):

@@ -26,7 +26,7 @@ def dcp(box: Box, tensors: Mapping[str, Value], name: str = "step", config: Any 
 
 
 def dcp2hf(box: Box, source: Any, *options: Any) -> tuple[Any, ...]:
-    return ("convert", "dcp2hf", source, box.dst, *options)
+    return ("convert", "to-hf", source, box.dst, *options)
 
 
 # -- several models
@@ -217,7 +217,7 @@ def _(box: Box) -> Any:
         f"bert.embeddings.LayerNorm.{leaf}": value("F32", 2, seed=at) for at, leaf in enumerate(("gamma", "weight"))
     }
     source = write_hf(box.root / "hf", names, config={"architectures": ["BertModel"], "model_type": "bert"})
-    return "convert", "hf2dcp", source, box.dst, "--allow-config-mismatch"
+    return "convert", "to-dcp", source, box.dst, "--allow-config-mismatch"
 
 
 @situation(AREA, "20,000 names in wrappers that collide", 3, "one parameter under two names")
@@ -234,9 +234,9 @@ for _prefix in (
     "lr_scheduler", "*.", "a.*.", "p" * 5000 + ".",
 ):  # fmt: skip
 
-    @situation(AREA, f"hf2dcp --prefix {_prefix[:20]}", 2, "--prefix .*choose another prefix")
+    @situation(AREA, f"convert to-dcp --prefix {_prefix[:20]}", 2, "--prefix .*choose another prefix")
     def _(box: Box, prefix: str = _prefix) -> Any:
-        return "convert", "hf2dcp", write_hf(box.root / "hf", MODEL), box.dst, "--prefix", prefix
+        return "convert", "to-dcp", write_hf(box.root / "hf", MODEL), box.dst, "--prefix", prefix
 
 
 for _prefix in ("optimizer.", "0.", "module."):
@@ -247,11 +247,13 @@ for _prefix in ("optimizer.", "0.", "module."):
         return "reshard", source, box.dst, "--to", "dcp", "--prefix", prefix
 
 
-@situation(AREA, "hf2dcp --prefix to torchtitan's names, which are not found below one", 2, "choose another prefix")
+@situation(
+    AREA, "convert to-dcp --prefix to torchtitan's names, which are not found below one", 2, "choose another prefix"
+)
 def _(box: Box) -> Any:
     config = LLAMA | {"num_attention_heads": 2, "num_hidden_layers": 1, "hidden_size": 4, "intermediate_size": 8}
     source = write_hf(box.root / "hf", MODEL, config=config | {"vocab_size": 6})
-    return "convert", "hf2dcp", source, box.dst, "--names", "torchtitan", "--prefix", "model."
+    return "convert", "to-dcp", source, box.dst, "--names", "torchtitan", "--prefix", "model."
 
 
 @situation(AREA, "inspect --source-prefix of safetensors", 2, "--source-prefix")

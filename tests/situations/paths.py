@@ -13,7 +13,7 @@ AREA = "paths"
 
 
 def hf2dcp(box: Box, source: Any, target: Any = None, *options: Any) -> tuple[Any, ...]:
-    return ("convert", "hf2dcp", source, box.dst if target is None else target, *options)
+    return ("convert", "to-dcp", source, box.dst if target is None else target, *options)
 
 
 @situation(AREA, "SRC is a loop of two symbolic links", 3)

@@ -36,13 +36,13 @@ for _url in (
 
     @situation(AREA, f"DST is {_url}", 4, URL)
     def _(box: Box, url: str = _url) -> Any:
-        return ("convert", "hf2dcp", box.hf(), url)
+        return ("convert", "to-dcp", box.hf(), url)
 
 
 @situation(AREA, "DST is s3://bucket/out, and a directory s3: is there with something to overwrite", 4, URL)
 def _(box: Box) -> Any:
     write_dcp(box.root / "s3:" / "bucket" / "out", llama(), config=LLAMA)
-    return ("convert", "hf2dcp", box.hf(), "s3://bucket/out", "--overwrite")
+    return ("convert", "to-dcp", box.hf(), "s3://bucket/out", "--overwrite")
 
 
 @situation(AREA, "DST is s3://bucket/out in a dry run", 4, URL)
@@ -56,11 +56,11 @@ def _(box: Box) -> Any:
 
 
 for _option, _words in {
-    "--report": ("convert", "hf2dcp", "hf", "out/dst"),
+    "--report": ("convert", "to-dcp", "hf", "out/dst"),
     "--tp-plan": ("reshard", "hf", "out/dst", "--tp", "2"),
     "--cache-dir": ("inspect", "hf"),
     "--html": ("inspect", "hf"),
-    "--base": ("convert", "dcp2hf", "dcp", "out/dst"),
+    "--base": ("convert", "to-hf", "dcp", "out/dst"),
 }.items():
 
     @situation(AREA, f"{_option} is a URL", 4, URL)
@@ -71,7 +71,7 @@ for _option, _words in {
 
 @situation(AREA, "the report on a refusal goes to a URL, in JSON", 4, r'"exit": 4')
 def _(box: Box) -> Any:
-    return ("convert", "hf2dcp", "gone", box.dst, "--report", "https://host/report.json", "--json")
+    return ("convert", "to-dcp", "gone", box.dst, "--report", "https://host/report.json", "--json")
 
 
 @situation(AREA, "the second checkpoint of diff is a URL", 4, URL)
@@ -101,7 +101,7 @@ def _(box: Box) -> Any:
 
 @situation(AREA, "SRC lies in a local directory that is called s3:", 0)
 def _(box: Box) -> Any:
-    return ("convert", "hf2dcp", f"./{box.hf('s3:/bucket/model').relative_to(box.root)}", box.dst)
+    return ("convert", "to-dcp", f"./{box.hf('s3:/bucket/model').relative_to(box.root)}", box.dst)
 
 
 def _of_ckptx(box: Box) -> Path:
@@ -150,13 +150,13 @@ for _what, _make in {
     def _(box: Box, make: Any = _make) -> Any:
         source = box.dcp()
         make(source / "ckptx.json")
-        return ("convert", "dcp2hf", source, "out/dst")
+        return ("convert", "to-hf", source, "out/dst")
 
 
 @situation(AREA, "the manifest beside HF safetensors is a fifo", 0, IGNORED)
 def _(box: Box) -> Any:
     os.mkfifo(box.hf() / "ckptx.json")
-    return ("convert", "hf2dcp", "hf", box.dst)
+    return ("convert", "to-dcp", "hf", box.dst)
 
 
 @situation(
@@ -170,7 +170,7 @@ def _(box: Box) -> Any:
     found = json.loads((source / "ckptx.json").read_text())
     next(iter(found["files"].values()))["bytes"] = 1
     (source / "ckptx.json").write_text(json.dumps(found))
-    return ("convert", "dcp2hf", source, box.dst)
+    return ("convert", "to-hf", source, box.dst)
 
 
 @situation(AREA, "the manifest has fewer stages than its layout", 0, r"contradicts itself \(layout\.stages is 1 stages")
@@ -179,7 +179,7 @@ def _(box: Box) -> Any:
     found = json.loads((source / "ckptx.json").read_text())
     found["layout"] |= {"pp": 2, "stages": [[["model.layers", 0, 2]]]}
     (source / "ckptx.json").write_text(json.dumps(found))
-    return ("convert", "dcp2hf", source, box.dst)
+    return ("convert", "to-hf", source, box.dst)
 
 
 for _pattern in (
@@ -192,7 +192,7 @@ for _pattern in (
     def _(box: Box, pattern: str = _pattern) -> Any:
         for rank in range(2):
             write_safetensors(box.root / "in" / pattern.format(rank), part(rank))
-        return ("convert", "hf2dcp", "in", box.dst)
+        return ("convert", "to-dcp", "in", box.dst)
 
     @situation(AREA, f"two ranks wrote {_pattern.format(0)} and its sibling; one is SRC", 4, RANKS)
     def _(box: Box, pattern: str = _pattern) -> Any:
@@ -222,27 +222,27 @@ def _(box: Box) -> Any:
         write_safetensors(box.root / "in" / f"model_{rank}.safetensors", part(rank))
     (box.root / "hf").mkdir()
     (box.root / "hf" / "model.safetensors").symlink_to("../in/model_0.safetensors")
-    return ("convert", "hf2dcp", "hf", box.dst)
+    return ("convert", "to-dcp", "hf", box.dst)
 
 
 @situation(AREA, "one rank of eight is left, and its name says so", 4, r"the other 7 of 8 parts are missing")
 def _(box: Box) -> Any:
     write_safetensors(box.root / "in" / "model_world_size_8_rank_0.safetensors", part(0, 8))
-    return ("convert", "hf2dcp", "in", box.dst)
+    return ("convert", "to-dcp", "in", box.dst)
 
 
 @situation(AREA, "a file of two whose index and sibling are gone", 4, r"is one of 2 files of a checkpoint")
 def _(box: Box) -> Any:
     tensors = llama()
     write_safetensors(box.root / "in" / "model-00001-of-00002.safetensors", dict(list(tensors.items())[:9]))
-    return ("convert", "hf2dcp", "in", box.dst)
+    return ("convert", "to-dcp", "in", box.dst)
 
 
 @situation(AREA, "two files of two without their index", 4, r"the index that lists their tensors is missing")
 def _(box: Box) -> Any:
     for number in (1, 2):
         write_safetensors(box.root / "in" / f"model-{number:05d}-of-00002.safetensors", part(number))
-    return ("convert", "hf2dcp", "in", box.dst)
+    return ("convert", "to-dcp", "in", box.dst)
 
 
 for _names in (("step_0", "step_1"), ("v0", "v1"), ("model-7b", "model-13b"), ("rank8", "rank16"), ("tp2", "tp4")):
@@ -251,4 +251,4 @@ for _names in (("step_0", "step_1"), ("v0", "v1"), ("model-7b", "model-13b"), ("
     def _(box: Box, names: tuple[str, str] = _names) -> Any:
         for name in names:
             write_hf(box.root / "in" / name, llama(), config=LLAMA)
-        return ("convert", "hf2dcp", f"in/{names[0]}", box.dst)
+        return ("convert", "to-dcp", f"in/{names[0]}", box.dst)
