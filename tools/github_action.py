@@ -46,8 +46,8 @@ def annotation(kind: str, title: str, message: str, file: str = "") -> str:
         file: Path of the file in the repository; empty for none.
     """
     properties = {"file": file, "title": title}
-    told = ",".join(f"{name}={_property(value)}" for name, value in properties.items() if value)
-    return f"::{kind} {told}::{_data(_short(message))}"
+    listed = ",".join(f"{name}={_property(value)}" for name, value in properties.items() if value)
+    return f"::{kind} {listed}::{_data(_short(message))}"
 
 
 def annotations(report: Report, workspace: Path) -> list[str]:
@@ -107,8 +107,7 @@ def differences(report: Report) -> list[tuple[str, str, str]]:
     for row in report.get("differing") or ():
         if "level" in row:
             rank = f"rank {row['rank']}" if "rank" in row else ""
-            known = {key: value for key, value in row.items() if key not in ("level", "rank", "name")}
-            rows.append((str(row["level"]), str(row["name"]), ", ".join(filter(None, [rank, _values(known)]))))
+            rows.append((str(row["level"]), str(row["name"]), ", ".join(filter(None, [_run_difference(row), rank]))))
         elif row["what"] == "content":
             first = f"first difference at {row['index']}: 0x{row['a']} and 0x{row['b']}"
             rows.append(("content", str(row["name"]), first))
@@ -130,7 +129,7 @@ def _failed_oracles(report: Report) -> list[tuple[str, str, str]]:
                 items = ", ".join(dict.fromkeys(map(str, oracle["differing"])))
                 parts.append(f"{oracle['count']:,} of {oracle['compared']:,} items: {items}")
             if oracle["value"] is not None:
-                parts.append(f"difference {oracle['value']}, tolerance {oracle['tolerance']}")
+                parts.append(f"difference {_number(oracle['value'])}, tolerance {_number(oracle['tolerance'])}")
             if (first.get("phase"), first.get("check")) == (phase["name"], oracle["name"]):
                 parts.append(str(first["cause"]))
             rows.append((str(phase["name"]), str(oracle["name"]), "; ".join(parts)))
@@ -155,10 +154,27 @@ def verdict(report: Report) -> str:
     if report["command"] == "robustness":
         phases = [phase for phase in report.get("phases") or () if phase["ok"] is not None]
         failed = [str(phase["name"]) for phase in phases if phase["ok"] is False]
-        return f"failed: {', '.join(failed)}" if failed else f"{len(phases)} phases run"
+        return f"failed: {', '.join(failed)}" if failed else f"{_count(len(phases), 'phase')} passed"
+    rows = report.get("differing") or ()
+    if report.get("run"):
+        levels = ", ".join(dict.fromkeys(str(row["level"]) for row in rows))
+        counts = f"{_count(report['compared'], 'tensor')} per rank, {_count(report['world_size'], 'rank')}"
+        return f"different: {levels}" if rows else f"equal: {counts}" if report["ok"] else "inconclusive"
     if report["ok"]:
-        return f"equal, tensors compared: {report.get('compared', 0):,}"
-    return f"different: {len(report.get('differing') or ()):,} rows" if report.get("differing") else "not equal"
+        return f"equal: {_count(report['compared'], 'tensor')} compared bit for bit"
+    tensors = report.get("compared", 0) + sum(row["what"] != "content" for row in rows)
+    return f"different: {len(rows):,} of {_count(tensors, 'tensor')}" if rows else "no tensors to compare"
+
+
+def _run_difference(row: Mapping[str, Any]) -> str:
+    """Return the difference in a row of `verify --run`."""
+    if row["level"] == "config":
+        return f"{row['reference']} in the reference, {row['checkpoint']} in the checkpoint"
+    if row.get("what"):
+        return str(row["what"])
+    if "max_abs" in row:
+        return f"max abs difference {_number(row['max_abs'])}, tolerance {_number(row['limit'])}"
+    return "differs from the reference"
 
 
 def summary(report: Report) -> str:
@@ -213,8 +229,14 @@ def _cell(text: str) -> str:
     return "".join(f"&#{ord(char)};" if char in "|<>&`*_[]!@#\\~" else char for char in line)
 
 
-def _values(row: Mapping[str, Any]) -> str:
-    return ", ".join(f"{key} {value}" for key, value in row.items() if value is not None)
+def _count(count: int, noun: str) -> str:
+    """Return a count with its noun: `1 tensor`, `2 tensors`."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
+def _number(value: float | str) -> str:
+    """Return a measurement with three digits; NaN and infinity are strings in a report."""
+    return f"{float(value):.3g}"
 
 
 # --------------------------------------------------------------------------------------------------------------- run

@@ -45,12 +45,29 @@ def test_ten_annotations_name_the_number_of_the_others(tmp_path: Path) -> None:
 
 
 def test_levels_of_a_run_and_inconclusive_results(tmp_path: Path) -> None:
-    rows = [{"level": "gradients", "rank": 1, "name": "w", "max_abs": 0.5, "tolerance": 0.1}]
-    report = REPORT | {"differing": rows, "inconclusive": [{"level": "forward", "name": "logits"}]}
+    rows = [
+        {"level": "config", "rank": 0, "name": "k", "reference": 1, "checkpoint": 2},
+        {"level": "bytes", "rank": 0, "name": "v"},
+        {"level": "gradients", "rank": 1, "name": "w", "max_abs": 0.5000001, "tolerance": 0.1},
+        {"level": "gradients", "rank": 1, "name": "x", "max_abs": "inf", "limit": 0.1, "what": "not finite, reference"},
+    ]
+    report = REPORT | {
+        "run": True,
+        "compared": 9,
+        "world_size": 2,
+        "differing": rows,
+        "inconclusive": [{"level": "forward", "name": "logits"}],
+    }
     assert action.annotations(report, tmp_path) == [
-        "::error title=ckptx verify::gradients: w: rank 1, max_abs 0.5, tolerance 0.1",
+        "::error title=ckptx verify::config: k: 1 in the reference, 2 in the checkpoint, rank 0",
+        "::error title=ckptx verify::bytes: v: differs from the reference, rank 0",
+        "::error title=ckptx verify::gradients: w: max abs difference 0.5, tolerance 0.1, rank 1",
+        "::error title=ckptx verify::gradients: x: not finite, reference, rank 1",
         "::warning title=ckptx verify::inconclusive: forward: logits",
     ]
+    assert action.verdict(report) == "different: config, bytes, gradients"
+    assert action.verdict(report | {"differing": []}) == "inconclusive"
+    assert action.verdict(report | {"differing": [], "ok": True}) == "equal: 9 tensors per rank, 2 ranks"
 
 
 def test_oracles_are_named_beside_the_recipe(tmp_path: Path) -> None:
@@ -79,8 +96,10 @@ def test_oracles_are_named_beside_the_recipe(tmp_path: Path) -> None:
 
 def test_a_failure_without_rows_still_has_an_error(tmp_path: Path) -> None:
     (line,) = action.annotations(REPORT | {"differing": []}, tmp_path)
-    assert line.startswith("::error ")
-    assert action.annotations(REPORT | {"ok": True, "exit": 0, "differing": []}, tmp_path) == []
+    assert line == "::error title=ckptx verify::exit 1: no tensors to compare"
+    passed = REPORT | {"ok": True, "exit": 0, "compared": 3, "differing": []}
+    assert action.annotations(passed, tmp_path) == [] and "equal: 3 tensors compared bit" in action.summary(passed)
+    assert "different: 1 of 4 tensors" in action.summary(REPORT | {"compared": 3, "differing": [missing("w")]})
 
 
 def test_exit_codes_are_those_of_ckptx(
