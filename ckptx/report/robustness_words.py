@@ -32,7 +32,7 @@ CAUSES: Mapping[str, str] = {
     "rate": "the learning rate differs; possible causes: the scheduler or optimizer state was not restored",
     "memory": "the model is still referenced after its phase, or a process group (6 threads) was not destroyed",
     "other": "state that ckptx does not recognize differs; the items name it",
-    "loss": "difference exceeds noise; if no exact oracle fails, check non-state causes: dropout, kernels, reductions",
+    "loss": "difference exceeds noise; if no exact check fails, check non-state causes: dropout, kernels, reductions",
     "logits": "difference exceeds noise; the model computes other outputs with the same weights",
 }
 
