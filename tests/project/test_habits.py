@@ -37,6 +37,12 @@ def test_workflows_call_targets_that_exist() -> None:
     assert {"check", "test", "test-oldest", "docs", "docs-site", "dist", "tables"} <= called <= targets
 
 
+def test_workflows_pin_actions_by_commit() -> None:
+    for path in (ROOT / ".github/workflows").glob("*.yml"):
+        for used in re.findall(r"uses: (.+)", path.read_text(encoding="utf-8")):
+            assert re.fullmatch(r"actions/[a-z-]+@[0-9a-f]{40}  # v\d+\.\d+\.\d+", used), f"{path.name}: {used}"
+
+
 def test_the_address_is_the_same_everywhere() -> None:
     for path in ("pyproject.toml", "mkdocs.yml"):
         assert GITHUB in text_of(path)
