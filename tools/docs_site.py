@@ -34,13 +34,18 @@ EXTRA_PAGES = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "C
 # docs/README.md is a list of the pages: the navigation of the site.
 LIST_OF_PAGES = "docs/README.md"
 
-# Code in the pages has lines of up to 120 columns.
+# Code in the pages has lines of up to 120 columns, and output has longer ones: lines of commands and output wrap, those
+# of programs and diagrams do not. In a table, short code and short columns do not break.
 STYLE = "site.css"
 _CSS = """\
 .md-grid { max-width: 78rem; }
 .md-typeset h1 { color: inherit; }
-.md-typeset pre > code { font-size: 0.62rem; }
+.md-typeset pre > code { font-size: 0.6rem; }
+.md-typeset :is(.language-console, .language-sh) pre > code { white-space: pre-wrap; overflow-wrap: anywhere; }
+.md-typeset table:not([class]) :is(th, td) { min-width: 0; padding: 0.6em 0.8em; }
 .md-typeset td code { word-break: normal; overflow-wrap: anywhere; }
+.md-typeset td code.short { white-space: nowrap; }
+.md-typeset td:last-child { overflow-wrap: anywhere; }
 @media (min-width: 60em) { .md-typeset :is(p, li) > code { white-space: nowrap; } }
 """
 
@@ -48,6 +53,7 @@ _FENCE = re.compile(r" *(`{3,}|~{3,})")
 _LINK = re.compile(r"(\]\(\s*)([^)\s]+)(\s*\))")
 _ITEM = re.compile(r"( *)([*+-]|\d+[.)])( +)(?=\S)")
 _CODE = re.compile(r"`[^`]+`")
+_SHORT_CODE = re.compile(r"<code>([^<\s]{1,32})</code>")
 _COMMENT = re.compile(r" *<!-- .* -->")
 _INDENT = 4  # of Python-Markdown
 _COUNTED = ("h1", "h2", "h3", "h4", "li", "pre", "table", "tr", "a", "img", "strong", "code")
@@ -186,8 +192,13 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     return with_wide_lists(with_plain_pipes(text))
 
 
+def on_post_page(output: str, page: Page, config: MkDocsConfig) -> str:
+    """Remove the mark at which the theme asks GitHub for the version and the stars of the repository."""
+    return output.replace(' data-md-component="source"', "")
+
+
 def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Compare the page with what CommonMark makes of it.
+    """Compare the page with what CommonMark makes of it, and mark short code for the style.
 
     Raises:
         PluginError: The parsers disagree about headings, lists, code blocks, tables or links.
@@ -202,4 +213,4 @@ def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -
     if wrong:
         told = ", ".join(f"{found} <{tag}> instead of {expected}" for tag, (found, expected) in wrong.items())
         raise PluginError(f"{source_path(page.file.src_uri)}: the site would differ from GitHub: {told}")
-    return html
+    return _SHORT_CODE.sub(r'<code class="short">\1</code>', html)
