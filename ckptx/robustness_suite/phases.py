@@ -6,7 +6,7 @@
 2 replicas           replicated state matches across ranks, and a checkpoint loads to the same logits
 3 load and save      a checkpoint that is loaded and saved keeps all state, with synchronous and asynchronous saves
 4 export             exported HF files give the same logits in stock transformers
-5 other layouts      a checkpoint resharded for other meshes is bit-equal, and trains equally within the noise
+5 other layouts      a checkpoint resharded for other meshes is bit-identical, and trains equally within the noise
 6 resume             a resumed run equals an uninterrupted run: bit for bit, in new processes, twice, past an epoch
 7 kills              a killed save leaves the last good step, and no incomplete step that looks complete
 """
@@ -176,15 +176,15 @@ def _on_other_layout(
     """Reshard a checkpoint for another mesh, load it there, save it, and continue training."""
     step, words, dims = session.boundary, session.on(layout), layout.dims
     checkpoint = session.checkpoint(step)
-    cut, saved = session.out / f"layout-{number}-cut", session.saved(f"layout-{number}", step)
-    reshard(checkpoint, cut, tp=dims.tp, pp=dims.pp, dp_shard=dims.dp_shard, to="dcp", overwrite=True)
-    yield _same_bytes(checkpoint, cut, words)
-    run = replace(session.run_of(resumed=cut, looks=[step], saves={step: saved}, layout=layout), recipe=steady)
+    resharded, saved = session.out / f"layout-{number}-resharded", session.saved(f"layout-{number}", step)
+    reshard(checkpoint, resharded, tp=dims.tp, pp=dims.pp, dp_shard=dims.dp_shard, to="dcp", overwrite=True)
+    yield _same_bytes(checkpoint, resharded, words)
+    run = replace(session.run_of(resumed=resharded, looks=[step], saves={step: saved}, layout=layout), recipe=steady)
     outcome = session.train(f"layout-{number}", run)
     yield from compare(base.start[:1], outcome.start[:1], _OF_NO_RANK)
     yield _same_bytes(checkpoint, saved, words)
     yield _losses(session, base, outcome, session.noise_of("loss"))
-    yield from _same_state(checkpoint, cut, words)
+    yield from _same_state(checkpoint, resharded, words)
     yield from _same_state(checkpoint, saved, words)
 
 

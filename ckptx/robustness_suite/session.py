@@ -47,7 +47,7 @@ class Session:
         source: Path of the initial checkpoint.
         out: Output folder.
         ranks: Ranks, which live over all phases.
-        is_exact: True if identical runs must be bit-equal, as on a CPU.
+        is_exact: True if identical runs must be bit-identical, as on a CPU.
         devices: Number of devices if each rank requires its own; None if ranks can share, as on a CPU.
         log: Receives notes for the user.
         planted: Injected fault; empty for none.
