@@ -31,6 +31,10 @@ from ckptx.report.plots import Plot
 from ckptx.report.report import Report, counted, human_bytes
 
 _STYLES = ("report.css", "forecast.css")
+_AXIS = (
+    "The horizontal axis shows the parts of a step in order, not their duration. F: forward, B: backward (shaded), "
+    "C: gradient clipping, O: optimizer step."
+)
 # Kinds from bottom to top, longest-lived first, with the number of their color.
 _STACKED = {
     "parameters": 0, "optimizer": 5, "gradients": 2, "gathered": 3, "activations": 1, "carried": 6, "temporaries": 4,
@@ -126,8 +130,9 @@ def forecast_page(report: Report, subject: str) -> str:
         scale = Scale.of(int(worst_of(report)["peak"]), report.gpu_memory, report.reserved)
         heading, assumptions = _heading(report, subject), report.assumptions
         stages = [_stage(report, row, scale) for row in report.by_stage]
+        note = _AXIS
         if report.gpu_memory is not None and scale.memory is None:
-            note = f"GPU memory ({human_bytes(report.gpu_memory)}) is above the range of the plot."
+            note += f" GPU memory ({human_bytes(report.gpu_memory)}) is above the range of the plot."
     else:
         heading = ForecastHeading(subject, "", "bad", "ERROR", report.error or "no reason was given", [])
     return page(
@@ -196,7 +201,7 @@ def _chart(report: ForecastReport, row: Mapping[str, Any], scale: Scale) -> Plot
         return f"{place}, {slot.unit or 'outside layers'}: {human_bytes(sum(slot.sizes))}: {', '.join(parts)}"
 
     def names(part: str, turn: int) -> Sequence[str]:
-        letter = part[0].upper()
+        letter = "I" if part == "build" else part[0].upper()
         if part not in ("forward", "backward") or report.settings["microbatches"] == 1:
             return [pass_text(report, part, turn), "inputs" if part == "build" else part, letter]
         return [pass_text(report, part, turn), f"{part} {turn}", f"{letter}{turn}"]

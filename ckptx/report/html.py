@@ -283,7 +283,7 @@ def _mesh_sentence(layout: Layout) -> Markup:
             "ranks{}"
         ).format(
             dims.tp, dims.dp_shard, dims.pp, counted(dims.world_size, "rank"),
-            "; hue shows TP, shade DP." if dims.tp > 1 and dims.dp_shard > 1 else ".",
+            "; each stage has the same colors." if dims.pp > 1 else ".",
         )  # fmt: skip
     return sentence if layout.sharded_count else sentence + " No tensor is sharded: each is stored whole on one rank."
 

@@ -215,7 +215,11 @@ def _curve(
 
 
 def _step_labels(steps: Sequence[float]) -> list[Label]:
-    return [Label(f"{step:g}", f"left:{100 * _across(step, steps) / WIDE:.2f}%") for step in _ticks(steps)]
+    ticks = enumerate(_ticks(steps))
+    return [
+        Label(f"{step:g}" if index else f"step {step:g}", f"left:{100 * _across(step, steps) / WIDE:.2f}%")
+        for index, step in ticks
+    ]
 
 
 def _ticks(steps: Sequence[float]) -> list[float]:

@@ -129,7 +129,7 @@ class LossPlots:
         runs: Runs that are drawn, the uninterrupted one first.
         plot: Plot of losses; None if there are no numbers.
         differences: Differences of the other runs from the first, at common steps.
-        differences_lead: Names of the runs that are bit-equal, as a sentence.
+        differences_lead: Names of the runs that are bit-identical, as a sentence.
         differences_plot: Plot of differences; None if there are no steps.
         band: Noise and tolerance.
         note: Note that runs are omitted; "" if all are drawn.
@@ -355,8 +355,8 @@ def _difference_of_runs(first: RunCurve, run: RunCurve) -> RunCurve:
 def _differences_lead(runs: Sequence[RunCurve]) -> str:
     equal = [run.name for run in runs if all(difference == 0 for _, difference in run.points)]
     if len(equal) == len(runs):
-        return "Bit-equal at every step."
-    return f"Bit-equal at every step: {', '.join(equal)}." if equal else "No run is bit-equal at every step."
+        return "Bit-identical at every step."
+    return f"Bit-identical at every step: {', '.join(equal)}." if equal else "No run is bit-identical at every step."
 
 
 def _limit(report: RobustnessReport) -> float | None:

@@ -235,8 +235,8 @@ def memory_faults(phase: Mapping[str, Any]) -> list[str]:
 def kill_text(row: Mapping[str, Any]) -> str:
     """Return place and ranks of a kill, and the latest step that could be loaded after it."""
     how = "asynchronous" if row.get("is_async") else "synchronous"
-    latest = "no step" if row.get("latest_step") is None else f"latest {row['latest_step']}"
-    return f"at {row.get('operation')}, {how}, {_killed_ranks(row.get('ranks'))}: {latest}"
+    latest = "no step" if row.get("latest_step") is None else f"latest step {row['latest_step']}"
+    return f"at {row.get('operation')}, {how} save, {_killed_ranks(row.get('ranks'))}: {latest}"
 
 
 def _killed_ranks(ranks: Any) -> str:

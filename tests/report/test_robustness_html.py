@@ -89,8 +89,8 @@ def test_memory_above_the_baseline_is_set_off() -> None:
 
 
 def test_runs_are_bit_equal_or_said_not_to_be() -> None:
-    assert "Bit-equal at every step." in robustness_page(robust(), "small")
-    assert "No run is bit-equal at every step." in robustness_page(broken(), "small")
+    assert "Bit-identical at every step." in robustness_page(robust(), "small")
+    assert "No run is bit-identical at every step." in robustness_page(broken(), "small")
 
 
 def test_what_could_not_be_judged_says_why() -> None:

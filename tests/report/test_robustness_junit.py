@@ -119,7 +119,10 @@ def test_a_case_for_each_phase_and_each_oracle_below_it() -> None:
     assert "torch on ranks 0, 1: expected 9c3d, got 1f2a" in str(oracle_failure.text)
     whole = found["ckptx.robustness.small resume"].find("failure")
     assert whole is not None and "a note" in str(whole.text) and "loss: difference 0.003" in str(whole.get("message"))
-    assert found["ckptx.robustness.small.killed at fsync 2, asynchronous, rank 1: no step"].find("failure") is not None
+    assert (
+        found["ckptx.robustness.small.killed at fsync 2, asynchronous save, rank 1: no step"].find("failure")
+        is not None
+    )
     memory = found["ckptx.robustness.small replicas"].find("failure")
     assert memory is not None and "14 threads" in str(memory.text)
 

@@ -70,7 +70,7 @@ def test_what_fails_is_named_below_its_phase() -> None:
     assert "memory: 14 threads after the phase, baseline 8 (a process group has 6)" in text
     assert "memory: 4.00 KiB of tensors retained after the phase, baseline 0 B" in text
     assert re.search("layouts +not run +--phases left it out\n", text)
-    assert "FAILED at fsync 2, asynchronous, rank 1: no step" in text
+    assert "FAILED at fsync 2, asynchronous save, rank 1: no step" in text
     assert "FAILED: small: replicas (memory); resume (rng, loss); injected fault: stale_rng" in text
 
 
