@@ -21,11 +21,11 @@ from typing import Any
 
 from ckptx.report.report import Log
 from ckptx.robustness_suite.faults import FAULTS
-from ckptx.robustness_suite.judge import Judge
-from ckptx.robustness_suite.oracles import distance, largest
+from ckptx.robustness_suite.judge import ReportBuilder
+from ckptx.robustness_suite.oracles import abs_difference, largest_value
 from ckptx.robustness_suite.phases import PHASES
 from ckptx.robustness_suite.ranks import LeakedMemory, Ranks
-from ckptx.robustness_suite.run import baseline_of, run_phase
+from ckptx.robustness_suite.run import measure_baseline, run_phase
 from ckptx.robustness_suite.session import InjectedFault, Session
 from ckptx.runtime.training.recipe_file import read_recipe
 
@@ -54,26 +54,28 @@ def opened(
         session = Shared(
             recipe=recipe, source=folder / "source", out=folder, ranks=own, is_exact=True, log=Log(),
         )  # fmt: skip
-        session.source, _ = session.run_task("prepared", recipe, session.source)
-        yield session, baseline_of(session)
+        session.source, _ = session.run_task("prepare", recipe, session.source)
+        yield session, measure_baseline(session)
 
 
 def named(session: Session, baseline: LeakedMemory, name: str | None, number: int) -> Row:
     """What a phase says with a fault, or without one."""
     fault = FAULTS[name] if name is not None else None
-    session.planted = fault.planted if fault is not None else InjectedFault()
-    judge = Judge(lambda _: None)
+    session.injection = fault.injection if fault is not None else InjectedFault()
+    judge = ReportBuilder(lambda _: None)
     row = run_phase(judge, session, PHASES[number], baseline)
     failed = [each["name"] for each in row["checks"] if not each["ok"]]
     run = fault.run if fault is not None else "resumed"
     found = session.losses.get(run, {}) if number == _RESUME else {}
     away = [
-        distance(session.straight.losses[step], loss) for step, loss in found.items() if step in session.straight.losses
+        abs_difference(session.straight_result.losses[step], loss)
+        for step, loss in found.items()
+        if step in session.straight_result.losses
     ]
     return {
-        "fault": name or "none", "says": fault.says if fault is not None else "", "phase": number,
+        "fault": name or "none", "says": fault.description if fault is not None else "", "phase": number,
         "needed": fault.oracle if fault is not None else "", "failed": failed, "differing": judge.differing[:8],
-        "first": away[0] if away else None, "largest": largest(away) if away else None,
+        "first": away[0] if away else None, "largest": largest_value(away) if away else None,
     }  # fmt: skip
 
 
@@ -87,7 +89,7 @@ def every(work: Path, names: list[str]) -> Iterator[Row]:
                 yield named(session, baseline, name, _RESUME)
     for name in names:
         if FAULTS[name].phase != _RESUME:
-            with opened(work / name, FAULTS[name].needs) as (session, baseline):
+            with opened(work / name, FAULTS[name].min_mesh) as (session, baseline):
                 yield named(session, baseline, name, FAULTS[name].phase)
 
 

@@ -21,8 +21,8 @@ from measure import HERE, publish, table
 
 sys.path.insert(0, str(HERE.parent))
 
-from ckptx.robustness_suite.kills import kill_points, kind_of
-from ckptx.robustness_suite.surviving_steps import survivors
+from ckptx.robustness_suite.kills import operation_kind, select_kill_points
+from ckptx.robustness_suite.surviving_steps import check_steps
 from tests.support import killed_ranks
 from tests.support.killed_ranks import HOW, Kill
 
@@ -55,15 +55,15 @@ def killed_everywhere(work: Path) -> list[dict[str, Any]]:
     """A row for each operation."""
     start = work / "start"
     killed_ranks.start(start)
-    known, names = dict(survivors(start, good=6).digests), {}
+    known, names = dict(check_steps(start, good_step=6).digests), {}
     for how, function in HOW.items():
         names[how], left = killed_ranks.rehearsed(start, work / how, function)
         known |= left.digests
     assert names["sync"] == names["async"]
     rows = []
     for rank, count in enumerate(_POINTS):
-        for at in kill_points(names["sync"][rank], count):
-            row: dict[str, Any] = {"kind": kind_of(at), "operation": at, "rank": rank, "left": []}
+        for at in select_kill_points(names["sync"][rank], count):
+            row: dict[str, Any] = {"kind": operation_kind(at), "operation": at, "rank": rank, "left": []}
             for how, everyone in _WAYS:
                 root = work / f"{len(rows)}-{how}-{everyone}"
                 codes, found = killed_ranks.killed(start, root, HOW[how], Kill(rank, at, everyone), known)

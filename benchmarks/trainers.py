@@ -27,7 +27,7 @@ sys.path.insert(0, str(HERE.parent))
 from benchmarks.planted import external_trainers
 from benchmarks.planted.external_trainers import EXTERNAL
 from benchmarks.planted.trainers import MISTAKES, SCRIPTS, plant_in
-from ckptx.robustness_suite.external_trainer import SHIPPED
+from ckptx.robustness_suite.external_trainer import BUILT_IN_RECIPES
 
 ALL = {**MISTAKES, **external_trainers.MISTAKES}
 Row = dict[str, Any]
@@ -58,7 +58,7 @@ def main() -> None:
 def judged(recipe: str, which: str, work: Path) -> Row:
     """One command, and what it said."""
     recipes = work / "recipes"
-    shutil.copytree(SHIPPED if recipe in MISTAKES else EXTERNAL, recipes)
+    shutil.copytree(BUILT_IN_RECIPES if recipe in MISTAKES else EXTERNAL, recipes)
     mistake = ALL[recipe].get(which)
     if mistake is not None:
         plant_in(recipes / (f"scripts/{SCRIPTS[recipe]}" if recipe in MISTAKES else f"{recipe}.py"), mistake)

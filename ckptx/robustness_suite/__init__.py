@@ -37,7 +37,7 @@ def known_faults() -> Mapping[str, str]:
     from ckptx.errors import missing_package
 
     try:
-        found = import_module("ckptx.robustness_suite.faults").FAULTS
+        faults = import_module("ckptx.robustness_suite.faults").FAULTS
     except ImportError as error:
         raise missing_package("--inject", error) from error
-    return {name: str(fault.says) for name, fault in found.items()}
+    return {name: str(fault.description) for name, fault in faults.items()}

@@ -22,14 +22,14 @@ from ckptx.formats.torch_archive.pickle_machine import CallResult, GlobalName, P
 from ckptx.formats.torch_archive.unpickle import without_garbage_collection
 from ckptx.robustness_suite.pickled_kinds import Array, Dictionary, Storage, Tensor
 
-_LONGEST = 32  # bytes of a scalar that stands for itself
-_MOST_WORK = 1 << 21  # values looked at for the sake of those that refer to themselves
-_NUMBERS_AND_STRINGS = frozenset({type(None), bool, int, float, str})
-_WITHOUT_OTHER_MEANING = _NUMBERS_AND_STRINGS | {list, tuple, bytearray, PickledSet, GlobalName}
-_SCALARS = _NUMBERS_AND_STRINGS | {bytes, bytearray}
+_MAX_SCALAR_BYTES = 32  # bytes of a scalar that stands for itself
+_MAX_VISITED_VALUES = 1 << 21  # values looked at for the sake of those that refer to themselves
+_PLAIN_TYPES = frozenset({type(None), bool, int, float, str})
+_NORMALIZED_TYPES = _PLAIN_TYPES | {list, tuple, bytearray, PickledSet, GlobalName}
+_SCALAR_TYPES = _PLAIN_TYPES | {bytes, bytearray}
 
 
-class Nested(NamedTuple):
+class EmbeddedPickle(NamedTuple):
     """A pickle in bytes.
 
     Attributes:
@@ -39,151 +39,158 @@ class Nested(NamedTuple):
     value: Any
 
 
-class _Parts(NamedTuple):
+class _CompositeValue(NamedTuple):
     """A value that is no scalar.
 
     Attributes:
-        head: Its kind, and what in it is no value.
+        header: Its kind, and what in it is no value.
         ordered: Parts whose order counts.
         unordered: Parts whose order does not count: items of a dict, or of a set.
     """
 
-    head: str
+    header: str
     ordered: Sequence[Any] = ()
     unordered: Sequence[tuple[Any, ...]] = ()
 
 
-class Digests:
+class ValueDigests:
     """Digests of the values of one file."""
 
-    def __init__(self, where: str, meaning: Callable[[Any], Any], described: Callable[[Storage | Tensor], str]) -> None:
+    def __init__(
+        self, subject: str, normalize: Callable[[Any], Any], describe: Callable[[Storage | Tensor], str]
+    ) -> None:
         """Has none yet.
 
         Args:
-            where: Subject of error messages.
-            meaning: Gives the meaning of a value, always the same object for the same value.
-            described: Describes the bytes of a storage or the elements of a tensor.
+            subject: Subject of error messages.
+            normalize: Gives the meaning of a value, always the same object for the same value.
+            describe: Describes the bytes of a storage or the elements of a tensor.
         """
-        self._where, self._meaning, self._described = where, meaning, described
-        self._codes: dict[int, bytes] = {}
+        self._subject, self._normalize, self._describe = subject, normalize, describe
+        self._encodings: dict[int, bytes] = {}
         self._ids = ObjectIds()
-        self._work = 0
+        self._visited_values = 0
 
-    def of(self, value: Any) -> str:
+    def hex_digest(self, value: Any) -> str:
         """The digest of a value, in hex.
 
         Raises:
             InputError: It refers to itself in too many ways, or a tensor in it is damaged.
         """
-        return hashed("value", self.code(value)).hex()[2:]
+        return tagged_digest("value", self.encode(value)).hex()[2:]
 
-    def code(self, value: Any) -> bytes:
+    def encode(self, value: Any) -> bytes:
         """Return the code of a value in the digest of another. See `of`."""
-        value = self._meaning(value)
-        scalar = _scalar(value)
+        value = self._normalize(value)
+        scalar = _encode_scalar(value)
         if scalar is not None:
             return scalar
-        if id(value) not in self._codes:
+        if id(value) not in self._encodings:
             with without_garbage_collection():
-                waiting, parts = self._acyclic(value)
-            if waiting:
-                return self._cyclic(value, waiting, parts)
-        return self._codes[id(value)]
+                unresolved, parts = self._encode_acyclic(value)
+            if unresolved:
+                return self._encode_cyclic(value, unresolved, parts)
+        return self._encodings[id(value)]
 
-    def _acyclic(self, root: Any) -> tuple[list[int], dict[int, _Parts]]:
+    def _encode_acyclic(self, root: Any) -> tuple[list[int], dict[int, _CompositeValue]]:
         """Finds the codes of what can be reached from a value; gives the rest, which can reach a cycle."""
-        parts: dict[int, _Parts] = {}
-        holders: dict[int, list[int]] = {}
-        missing: dict[int, int] = {}
+        parts: dict[int, _CompositeValue] = {}
+        parents: dict[int, list[int]] = {}
+        missing_children: dict[int, int] = {}
         stack, ready = [root], []
         while stack:
             node = stack.pop()
             if id(node) in parts:
                 continue
-            parts[self._ids(node)] = found = self._parts(node)
-            below = [child for child in self._children(found) if id(child) not in self._codes]
-            if not below:
+            parts[self._ids(node)] = composite = self._split_value(node)
+            children = [child for child in self._children(composite) if id(child) not in self._encodings]
+            if not children:
                 ready.append(id(node))
                 continue
-            missing[id(node)] = len(below)
-            for child in below:
-                holders.setdefault(id(child), []).append(id(node))
+            missing_children[id(node)] = len(children)
+            for child in children:
+                parents.setdefault(id(child), []).append(id(node))
                 if id(child) not in parts:
                     stack.append(child)
         while ready:
-            done = ready.pop()
-            self._codes[done] = self._encoded(parts[done], self._codes)
-            for holder in holders.get(done, ()):
-                missing[holder] -= 1
-                if not missing[holder]:
-                    ready.append(holder)
-        return [each for each, count in missing.items() if count], parts
+            encoded = ready.pop()
+            self._encodings[encoded] = self._digest_composite(parts[encoded], self._encodings)
+            for parent in parents.get(encoded, ()):
+                missing_children[parent] -= 1
+                if not missing_children[parent]:
+                    ready.append(parent)
+        return [each for each, count in missing_children.items() if count], parts
 
-    def _cyclic(self, root: Any, waiting: list[int], parts: dict[int, _Parts]) -> bytes:
+    def _encode_cyclic(self, root: Any, unresolved: list[int], parts: dict[int, _CompositeValue]) -> bytes:
         """The code of a value that can reach a cycle; not kept, as it would hide the cycle from what holds it."""
-        colors = dict.fromkeys(waiting, hashed("cycle"))
+        colors = dict.fromkeys(unresolved, tagged_digest("cycle"))
         count = 1
         while True:
-            self._work += len(waiting) + sum(len(parts[each].ordered) + len(parts[each].unordered) for each in waiting)
-            if self._work > _MOST_WORK:
-                raise InputError(f"{self._where}: its values refer to each other in circles too long to compare")
-            known = _OneOf(colors, self._codes)
-            refined = {each: hashed("cycle", colors[each], self._encoded(parts[each], known)) for each in waiting}
-            colors, before, count = refined, count, len({*refined.values()})
-            if count == before:
-                return hashed("cycle", colors[id(root)], *sorted({*colors.values()}))
+            self._visited_values += len(unresolved) + sum(
+                len(parts[each].ordered) + len(parts[each].unordered) for each in unresolved
+            )
+            if self._visited_values > _MAX_VISITED_VALUES:
+                raise InputError(f"{self._subject}: its values refer to each other in circles too long to compare")
+            encodings = _ChainedEncodings(colors, self._encodings)
+            refined = {
+                each: tagged_digest("cycle", colors[each], self._digest_composite(parts[each], encodings))
+                for each in unresolved
+            }
+            colors, previous_count, count = refined, count, len({*refined.values()})
+            if count == previous_count:
+                return tagged_digest("cycle", colors[id(root)], *sorted({*colors.values()}))
 
-    def _children(self, parts: _Parts) -> Iterator[Any]:
+    def _children(self, parts: _CompositeValue) -> Iterator[Any]:
         """Yield the parts of a value that are no scalars."""
         for value in chain(parts.ordered, chain.from_iterable(parts.unordered)):
-            kind = type(value)
-            if kind not in _NUMBERS_AND_STRINGS:
-                found = value if kind in _WITHOUT_OTHER_MEANING else self._meaning(value)
-                if type(found) not in _SCALARS:
-                    yield found
+            value_type = type(value)
+            if value_type not in _PLAIN_TYPES:
+                normalized = value if value_type in _NORMALIZED_TYPES else self._normalize(value)
+                if type(normalized) not in _SCALAR_TYPES:
+                    yield normalized
 
-    def _encoded(self, parts: _Parts, codes: Any) -> bytes:
-        groups = {self._joined(group, codes) for group in parts.unordered}
-        return hashed(parts.head, self._joined(parts.ordered, codes), *sorted(groups))
+    def _digest_composite(self, parts: _CompositeValue, encodings: Any) -> bytes:
+        groups = {self._join_encodings(group, encodings) for group in parts.unordered}
+        return tagged_digest(parts.header, self._join_encodings(parts.ordered, encodings), *sorted(groups))
 
-    def _joined(self, values: Iterable[Any], codes: Any) -> bytes:
-        found: list[bytes] = []
+    def _join_encodings(self, values: Iterable[Any], encodings: Any) -> bytes:
+        pieces: list[bytes] = []
         for value in values:
-            meaning = value if type(value) in _WITHOUT_OTHER_MEANING else self._meaning(value)
-            code = _scalar(meaning)
-            if code is None:
-                code = codes[id(meaning)]
-            found += len(code).to_bytes(4, "little"), code
-        return b"".join(found)
+            normalized = value if type(value) in _NORMALIZED_TYPES else self._normalize(value)
+            encoding = _encode_scalar(normalized)
+            if encoding is None:
+                encoding = encodings[id(normalized)]
+            pieces += len(encoding).to_bytes(4, "little"), encoding
+        return b"".join(pieces)
 
-    def _parts(self, value: Any) -> _Parts:
+    def _split_value(self, value: Any) -> _CompositeValue:
         if type(value) in (list, tuple):
-            return _Parts(type(value).__name__, value)
+            return _CompositeValue(type(value).__name__, value)
         if isinstance(value, Dictionary):
-            return _Parts(value.kind, value.rest, value.items)
+            return _CompositeValue(value.kind, value.attributes, value.items)
         if isinstance(value, PickledSet):
-            return _Parts(value.kind, (), [(each,) for each in value.items])
+            return _CompositeValue(value.kind, (), [(each,) for each in value.items])
         if isinstance(value, CallResult):
             lengths = f"{len(value.arguments)} {len(value.items)} {len(value.states)}"
             setters = [each for setter in value.setters for each in (len(setter), *setter)]
-            held = (value.function, value.keywords, *value.arguments, *value.items, *value.states, *setters)
-            return _Parts(f"{value.kind} {lengths}", held, value.pairs)
+            ordered = (value.function, value.keywords, *value.arguments, *value.items, *value.states, *setters)
+            return _CompositeValue(f"{value.kind} {lengths}", ordered, value.pairs)
         if isinstance(value, GlobalName):
-            return _Parts("name", (value.module, value.name))
+            return _CompositeValue("name", (value.module, value.name))
         if isinstance(value, Array):
-            return _Parts("array", (value.kind, value.dtype, value.shape, value.content))
+            return _CompositeValue("array", (value.kind, value.dtype, value.shape, value.elements))
         if isinstance(value, Storage):
-            return _Parts(f"storage {value.kind} {self._described(value)}")
+            return _CompositeValue(f"storage {value.kind} {self._describe(value)}")
         if isinstance(value, Tensor):
             grad = ", requires grad" * value.requires_grad
-            return _Parts(f"tensor {value.kind} {self._described(value)}{grad}", value.attributes)
-        if isinstance(value, Nested):
-            return _Parts("pickle", (value.value,))
+            return _CompositeValue(f"tensor {value.kind} {self._describe(value)}{grad}", value.attributes)
+        if isinstance(value, EmbeddedPickle):
+            return _CompositeValue("pickle", (value.value,))
         assert isinstance(value, PersistentObject), type(value)
-        return _Parts("external", (value.persistent_id,))
+        return _CompositeValue("external", (value.persistent_id,))
 
 
-class _OneOf:
+class _ChainedEncodings:
     """Codes that are found in one of two tables."""
 
     __slots__ = ("_first", "_second")
@@ -196,7 +203,7 @@ class _OneOf:
         return self._second[key] if found is None else found
 
 
-def hashed(kind: str, *parts: bytes) -> bytes:
+def tagged_digest(kind: str, *parts: bytes) -> bytes:
     """A digest of 16 bytes that starts with a mark, which no scalar begins with."""
     digest = blake2b(kind.encode("utf-8", "surrogatepass"), digest_size=16)
     for part in parts:
@@ -205,24 +212,24 @@ def hashed(kind: str, *parts: bytes) -> bytes:
     return b"#" + digest.digest()
 
 
-def _scalar(value: Any) -> bytes | None:
+def _encode_scalar(value: Any) -> bytes | None:
     """A scalar as bytes, of which the first says its type; None of anything else."""
-    kind = type(value)
-    found: bytes
-    if kind is str:
-        found = b"s" + value.encode("utf-8", "surrogatepass")
-    elif kind is int:
-        found = b"i%x" % value
-    elif kind is float:
-        found = b"f" + struct.pack("<d", value)
-    elif kind is bool:
-        found = b"T" if value else b"F"
+    value_type = type(value)
+    encoding: bytes
+    if value_type is str:
+        encoding = b"s" + value.encode("utf-8", "surrogatepass")
+    elif value_type is int:
+        encoding = b"i%x" % value
+    elif value_type is float:
+        encoding = b"f" + struct.pack("<d", value)
+    elif value_type is bool:
+        encoding = b"T" if value else b"F"
     elif value is None:
-        found = b"N"
-    elif kind is bytes:
-        found = b"b" + value
-    elif kind is bytearray:
-        found = b"a" + value
+        encoding = b"N"
+    elif value_type is bytes:
+        encoding = b"b" + value
+    elif value_type is bytearray:
+        encoding = b"a" + value
     else:
         return None
-    return found if len(found) <= _LONGEST else found[:1].upper() + hashed("scalar", found)
+    return encoding if len(encoding) <= _MAX_SCALAR_BYTES else encoding[:1].upper() + tagged_digest("scalar", encoding)

@@ -16,17 +16,17 @@ from typing import NamedTuple
 from ckptx.catalog.catalog import Catalog
 from ckptx.errors import InputError
 from ckptx.formats.dcp.reader import open_dcp
-from ckptx.robustness_suite.item_names import word_of_file
+from ckptx.robustness_suite.item_names import prefix_of_file
 from ckptx.storage.files import FilePool, read_error, read_head
 from ckptx.storage.local import LocalSource
 from ckptx.untrusted.limits import CONFIG_BYTES, PICKLE_BYTES
 
 METADATA = ".metadata"
-DCP, SAFETENSORS, JSON, PICKLE, ARRAY, ZIP, TAR, BYTES, MARK, LEFT_OUT = (
+DCP, SAFETENSORS, JSON, PICKLE, ARRAY, ZIP, TAR, BYTES, MARKER, NOT_COMPARED = (
     "dcp", "safetensors", "json", "pickle", "array", "zip", "tar", "bytes", "mark", "left out"
 )  # fmt: skip
-_PICKLES = (".pt", ".pth", ".pkl", ".pickle", ".ckpt")
-_OFTEN_PICKLES = (".bin", ".tar", ".p")  # other programs use these endings, too
+_PICKLE_SUFFIXES = (".pt", ".pth", ".pkl", ".pickle", ".ckpt")
+_POSSIBLE_PICKLE_SUFFIXES = (".bin", ".tar", ".p")  # other programs use these endings, too
 _SETTINGS = re.compile(
     r"training_args\.(json|bin|pt)|((generation|adapter|quantize|(video_)?(pre)?processor)_)?config\.json"
 )
@@ -36,14 +36,14 @@ _TOKENIZER = re.compile(
 )
 _INDEX = re.compile(r".*\.index\.json|ckptx\.json")
 _EVENTS = re.compile(r"events\.out\.tfevents\..*")
-_LEFT_OUT = (
+_NOT_COMPARED_PATTERNS = (
     (_SETTINGS, "settings"),
     (_TOKENIZER, "tokenizer"),
     (_INDEX, "index of files"),
     (_EVENTS, "log with times"),
 )
-_HEAD = 512
-_KINDS_OF_FILES = (
+_HEAD_BYTES = 512
+_SPECIAL_FILE_TYPES = (
     (stat.S_ISSOCK, "socket"),
     (stat.S_ISFIFO, "pipe"),
     (stat.S_ISCHR, "device"),
@@ -57,35 +57,35 @@ class ComparedFile(NamedTuple):
     Attributes:
         path: Its path.
         label: Its path below the checkpoint, without ending.
-        word: Prefix of the names in it, if its own name gives one; else None.
+        name_prefix: Prefix of the names in it, if its own name gives one; else None.
         kind: The way it is compared: one of the words above.
         note: Text that is compared for something without contents, or the reason why it is not compared.
-        file: Its path below the checkpoint, as it can be printed.
+        relative_path: Its path below the checkpoint, as it can be printed.
         catalog: Catalog of a DCP, else None.
     """
 
     path: Path
     label: str
-    word: str | None
+    name_prefix: str | None
     kind: str
     note: str = ""
-    file: str = ""
+    relative_path: str = ""
     catalog: Catalog | None = None
 
-    def name(self, inside: str) -> str:
+    def full_name(self, inner_name: str) -> str:
         """The whole name of something in it."""
-        if self.word is None:
-            return inside
-        first = self.word.partition(".")[0]
-        begins = self.kind == DCP and inside.partition(".")[0] == first
-        return inside if begins else ".".join(filter(None, (self.word, inside)))
+        if self.name_prefix is None:
+            return inner_name
+        first = self.name_prefix.partition(".")[0]
+        has_prefix = self.kind == DCP and inner_name.partition(".")[0] == first
+        return inner_name if has_prefix else ".".join(filter(None, (self.name_prefix, inner_name)))
 
-    def is_of(self, word: str) -> bool:
+    def may_contain(self, kind_word: str) -> bool:
         """False where its name says that it holds something else."""
-        return self.word is None or self.word.partition(".")[0] == word
+        return self.name_prefix is None or self.name_prefix.partition(".")[0] == kind_word
 
 
-def places(path: Path) -> list[ComparedFile]:
+def list_files(path: Path) -> list[ComparedFile]:
     """Everything in a checkpoint, in the order of labels.
 
     Args:
@@ -95,84 +95,90 @@ def places(path: Path) -> list[ComparedFile]:
         InputError: It is missing, or something in it cannot be read.
     """
     if path.is_file():
-        return [_of_file(path, (), path.name, must_be_read=True)]
+        return [_classify_file(path, (), path.name, must_be_read=True)]
     if not path.is_dir():
         raise InputError(f"{path}: no such file or directory; a checkpoint is required")
-    return sorted(_places_in(path, (), frozenset()), key=lambda each: (each.label, each.file))
+    return sorted(_walk_folder(path, (), frozenset()), key=lambda each: (each.label, each.relative_path))
 
 
-def _places_in(
-    folder: Path, above: tuple[str, ...], looked_through: frozenset[tuple[int, int]]
-) -> Iterator[ComparedFile]:
-    waiting = [(folder, above, looked_through)]
-    while waiting:
-        folder, above, looked_through = waiting.pop()
+def _walk_folder(folder: Path, parents: tuple[str, ...], visited: frozenset[tuple[int, int]]) -> Iterator[ComparedFile]:
+    pending = [(folder, parents, visited)]
+    while pending:
+        folder, parents, visited = pending.pop()
         try:
-            state = os.stat(folder)
+            folder_stat = os.stat(folder)
             entries = sorted(os.scandir(folder), key=lambda each: each.name)
         except OSError as error:
             raise read_error(folder, error) from error
-        looked_through |= {(state.st_dev, state.st_ino)}
-        of_dcp: set[str] = set()
+        visited |= {(folder_stat.st_dev, folder_stat.st_ino)}
+        dcp_files: set[str] = set()
         if any(each.name == METADATA and each.is_file() for each in entries):
-            catalog, word = open_dcp(LocalSource(folder)), word_of_file(above[-1]) if above else None
-            yield ComparedFile(folder, "/".join(above), word, DCP, catalog=catalog)
-            of_dcp = {METADATA, *catalog.files}
-        if not entries and above:
-            yield _mark(folder, above, "empty folder")
+            catalog, name_prefix = open_dcp(LocalSource(folder)), prefix_of_file(parents[-1]) if parents else None
+            yield ComparedFile(folder, "/".join(parents), name_prefix, DCP, catalog=catalog)
+            dcp_files = {METADATA, *catalog.files}
+        if not entries and parents:
+            yield _marker(folder, parents, "empty folder")
         for entry in entries:
-            within, path = (*above, printable(entry.name)), Path(entry.path)
+            parts, path = (*parents, printable_name(entry.name)), Path(entry.path)
             if not entry.is_dir():
-                if entry.name not in of_dcp:
-                    yield _of_file(path, above, entry.name)
+                if entry.name not in dcp_files:
+                    yield _classify_file(path, parents, entry.name)
                 continue
-            found = os.stat(path)
-            if (found.st_dev, found.st_ino) in looked_through:
-                yield _mark(path, within, "link to a folder that holds it")
+            entry_stat = os.stat(path)
+            if (entry_stat.st_dev, entry_stat.st_ino) in visited:
+                yield _marker(path, parts, "link to a folder that holds it")
             else:
-                waiting.append((path, within, looked_through))
+                pending.append((path, parts, visited))
 
 
-def _mark(path: Path, within: tuple[str, ...], note: str) -> ComparedFile:
-    return ComparedFile(path, "/".join(within), None, MARK, note, "/".join(within))
+def _marker(path: Path, parts: tuple[str, ...], note: str) -> ComparedFile:
+    return ComparedFile(path, "/".join(parts), None, MARKER, note, "/".join(parts))
 
 
-def _of_file(path: Path, above: tuple[str, ...], name: str, must_be_read: bool = False) -> ComparedFile:
-    stem, ending = os.path.splitext(name)
-    stem, shown = printable(stem), printable(name)
-    label, file = "/".join((*above, stem)), "/".join((*above, shown))
+def _classify_file(path: Path, parents: tuple[str, ...], name: str, must_be_read: bool = False) -> ComparedFile:
+    stem, suffix = os.path.splitext(name)
+    stem, shown_name = printable_name(stem), printable_name(name)
+    label, file = "/".join((*parents, stem)), "/".join((*parents, shown_name))
     try:
-        state = os.stat(path)
+        file_stat = os.stat(path)
     except OSError as error:
-        if not os.path.islink(path) or ending in (".safetensors", ".json", *_PICKLES):
+        if not os.path.islink(path) or suffix in (".safetensors", ".json", *_PICKLE_SUFFIXES):
             raise read_error(path, error) from error
         return ComparedFile(
-            path, label, None, MARK, f"link to {printable(os.readlink(path))}, which is not there", file
+            path, label, None, MARKER, f"link to {printable_name(os.readlink(path))}, which is not there", file
         )
-    for is_such, kind in _KINDS_OF_FILES:
-        if is_such(state.st_mode):
-            return ComparedFile(path, label, None, MARK, kind, file)
-    for pattern, reason in _LEFT_OUT:
+    for matches, kind in _SPECIAL_FILE_TYPES:
+        if matches(file_stat.st_mode):
+            return ComparedFile(path, label, None, MARKER, kind, file)
+    for pattern, reason in _NOT_COMPARED_PATTERNS:
         if pattern.fullmatch(name) and not must_be_read:
-            return ComparedFile(path, label, None, LEFT_OUT, reason, file)
-    word = None if must_be_read else word_of_file(stem)
-    return ComparedFile(path, label, word, _kind(path, ending, state.st_size, must_be_read), "", file)
+            return ComparedFile(path, label, None, NOT_COMPARED, reason, file)
+    name_prefix = None if must_be_read else prefix_of_file(stem)
+    return ComparedFile(
+        path, label, name_prefix, _kind_of_file(path, suffix, file_stat.st_size, must_be_read), "", file
+    )
 
 
-def _kind(path: Path, ending: str, size: int, must_be_read: bool) -> str:
-    if ending == ".safetensors":
+def _kind_of_file(path: Path, suffix: str, size: int, must_be_read: bool) -> str:
+    if suffix == ".safetensors":
         return SAFETENSORS
-    if ending == ".json":
+    if suffix == ".json":
         return JSON if size <= CONFIG_BYTES else BYTES
-    head = read_head(path, _HEAD)
+    head = read_head(path, _HEAD_BYTES)
     is_small = size <= PICKLE_BYTES or _is_legacy(head)
     if head.startswith(b"PK\3\4"):
-        return PICKLE if ending in (*_PICKLES, *_OFTEN_PICKLES) else ZIP  # which may hold what torch.save wrote
+        return (
+            PICKLE if suffix in (*_PICKLE_SUFFIXES, *_POSSIBLE_PICKLE_SUFFIXES) else ZIP
+        )  # which may hold what torch.save wrote
     if head.startswith(b"\x93NUMPY"):
         return ARRAY
     if head[257:262] == b"ustar":
         return TAR
-    may_be_pickle = must_be_read or _looks_like_pickle(path, head, size) or ending in (*_PICKLES, *_OFTEN_PICKLES)
+    may_be_pickle = (
+        must_be_read
+        or _looks_like_pickle(path, head, size)
+        or suffix in (*_PICKLE_SUFFIXES, *_POSSIBLE_PICKLE_SUFFIXES)
+    )
     return PICKLE if may_be_pickle and is_small else BYTES
 
 
@@ -181,9 +187,9 @@ def _looks_like_pickle(path: Path, head: bytes, size: int) -> bool:
     return head.startswith(b"\x80") and (_is_legacy(head) or _last_byte(path, size) == b".")
 
 
-def is_surely_pickle(path: Path) -> bool:
+def is_declared_pickle(path: Path) -> bool:
     """True of a file that its ending or its first bytes call a pickle or archive: one that is none is refused."""
-    return path.suffix in _PICKLES or read_head(path, 4) == b"PK\3\4"
+    return path.suffix in _PICKLE_SUFFIXES or read_head(path, 4) == b"PK\3\4"
 
 
 def _last_byte(path: Path, size: int) -> bytes:
@@ -195,6 +201,6 @@ def _is_legacy(head: bytes) -> bool:
     return head.startswith(b"\x80\x02\x8a\x0a")
 
 
-def printable(name: str) -> str:
+def printable_name(name: str) -> str:
     """A name of a file with its bytes that are no UTF-8 written out."""
     return os.fsencode(name).decode("utf-8", "backslashreplace")

@@ -12,18 +12,18 @@ from ckptx.errors import InputError, OutputError, UsageError
 from ckptx.robustness_suite.commands import (
     CommandResult,
     check_environment,
-    command_words,
     fill_placeholders,
     placeholders,
     run_command,
+    split_command,
 )
 from ckptx.robustness_suite.losses import Losses, check_losses, read_losses
 from ckptx.robustness_suite.oracles import Items
-from ckptx.robustness_suite.stored_items import items_of
+from ckptx.robustness_suite.stored_items import read_items
 from ckptx.runtime.training.recipe import ExternalBlock, TrainingBlock
 from ckptx.untrusted.printable import one_line
 
-OUTPUT = "output.log"
+OUTPUT_FILE = "output.log"
 
 
 class CommandRun(NamedTuple):
@@ -32,24 +32,24 @@ class CommandRun(NamedTuple):
     Attributes:
         name: Name of the phase.
         out: Output folder of the run.
-        ended: Exit code, time and output.
+        result: Exit code, time and output.
     """
 
     name: str
     out: Path
-    ended: CommandResult
+    result: CommandResult
 
     @property
     def has_failed(self) -> bool:
         """True if the command ended with an error, or did not end in time."""
-        return bool(self.ended.code) or self.ended.is_late
+        return bool(self.result.code) or self.result.is_timed_out
 
     @property
     def failure(self) -> str:
         """Return the failure in one line, with the last lines of the output."""
-        tail = " | ".join(self.ended.last_lines)
+        tail = " | ".join(self.result.last_lines)
         ends = f"ends with: {tail}" if tail else "is empty"
-        failure, output = self.ended.failure(), self.out / OUTPUT
+        failure, output = self.result.failure_text(), self.out / OUTPUT_FILE
         return f"train.command, {self.name}: {failure}; its output {output} {ends}"
 
 
@@ -67,7 +67,7 @@ class CommandRuns:
         """
         self.block, self.training = block, training
         self.save_at = min(training.save_at, default=0)
-        self._out, self._folder = out, folder
+        self._out, self._recipe_folder = out, folder
 
     def check(self) -> None:
         """Check that the command can start, and that its runs and checkpoints have separate paths.
@@ -76,25 +76,25 @@ class CommandRuns:
             UsageError: A check fails; the message names the key of the recipe.
             OutputError: The parent of the folders is not empty.
         """
-        block, values = self.block, self._values(self._out, 0, None)
-        words = command_words(block.command, values, "train.command")
+        block, values = self.block, self._placeholder_values(self._out, 0, None)
+        words = split_command(block.command, values, "train.command")
         fill_placeholders(block.resume, {**values, "checkpoint": ""}, "train.resume")
         check_environment(self._environment(self._out, values))
         if any("\0" in word for word in words):
             raise UsageError("train.command: contains NUL, which no argument of a program can; remove it")
         if not block.time_limit > 0:
             raise UsageError(f"train.time_limit: {block.time_limit:g} must be more than 0 seconds")
-        given = " ".join((block.command, *map(str, block.environment.values())))
-        if not _has_checkpoint(given, block.resume):
+        templates = " ".join((block.command, *map(str, block.environment.values())))
+        if not _receives_checkpoint(templates, block.resume):
             raise UsageError(
                 "train.command: does not receive {checkpoint}, so every run would start from scratch; use {resume}, "
                 "and {checkpoint} in train.resume"
             )
         for key, text in (("checkpoint", block.checkpoint), ("losses", block.losses)):
-            place = fill_placeholders(
+            path = fill_placeholders(
                 text, dict.fromkeys(("step", "steps", "save_at", "total_steps"), "1"), f"train.{key}"
             )
-            if place.startswith("/") or ".." in Path(place).parts:
+            if path.startswith("/") or ".." in Path(path).parts:
                 raise UsageError(
                     f"train.{key}: {one_line(text, 200)} must be a path relative to {{out}} and inside it, as each run "
                     "has its own folder"
@@ -110,11 +110,11 @@ class CommandRuns:
                 f"{self._out}: is not empty, and a trainer may resume from its files; use an empty folder"
             )
 
-    def out_of(self, name: str) -> Path:
+    def run_folder(self, name: str) -> Path:
         """Return the folder of the run of a phase."""
         return self._out / name.replace(" ", "-")
 
-    def start(self, name: str, steps: int, checkpoint: Path | None) -> CommandRun:
+    def run(self, name: str, steps: int, checkpoint: Path | None) -> CommandRun:
         """Run the command, and wait until it has ended.
 
         Args:
@@ -126,27 +126,27 @@ class CommandRuns:
             OutputError: Its folder cannot be created.
             EnvironmentProblem: The command cannot be started.
         """
-        out = self.out_of(name)
+        out = self.run_folder(name)
         try:
             out.mkdir(parents=True)
         except OSError as error:
             raise OutputError(f"{out}: cannot be created: {error.strerror}") from error
-        values = self._values(out, steps, checkpoint)
-        words = command_words(self.block.command, values, "train.command")
+        values = self._placeholder_values(out, steps, checkpoint)
+        words = split_command(self.block.command, values, "train.command")
         environment = self._environment(out, values)
-        return CommandRun(name, out, run_command(words, out / OUTPUT, environment, self.block.time_limit))
+        return CommandRun(name, out, run_command(words, out / OUTPUT_FILE, environment, self.block.time_limit))
 
     # ---------------------------------------------------------------------------------------------- results
 
     def losses_path(self, out: Path) -> Path:
         """Return the path of the losses of a run in this folder."""
-        return self._place(out, self.block.losses)
+        return self._resolve_path(out, self.block.losses)
 
     def checkpoint_path(self, out: Path, step: int) -> Path:
         """Return the path of the checkpoint of a step of a run in this folder."""
-        return self._place(out, self.block.checkpoint, step)
+        return self._resolve_path(out, self.block.checkpoint, step)
 
-    def checkpoint(self, run: CommandRun, step: int) -> Path:
+    def require_checkpoint(self, run: CommandRun, step: int) -> Path:
         """Return the checkpoint of a step.
 
         Raises:
@@ -154,44 +154,44 @@ class CommandRuns:
         """
         path = self.checkpoint_path(run.out, step)
         if not path.exists():
-            raise InputError(f"{path}: the command saved no checkpoint of step {step}; {_content(run.out)}")
+            raise InputError(f"{path}: the command saved no checkpoint of step {step}; {_folder_text(run.out)}")
         return path
 
-    def items(self, run: CommandRun, step: int) -> Items:
+    def read_items(self, run: CommandRun, step: int) -> Items:
         """Return the items of the checkpoint of a step.
 
         Raises:
             InputError: The run left none, or it is damaged.
         """
-        return items_of(self.checkpoint(run, step), run.out)
+        return read_items(self.require_checkpoint(run, step), run.out)
 
-    def items_if_saved(self, name: str, step: int) -> Items:
+    def read_items_if_saved(self, name: str, step: int) -> Items:
         """Return the items of the checkpoint of a step, none if the run of this phase saved no such checkpoint."""
-        out = self.out_of(name)
+        out = self.run_folder(name)
         path = self.checkpoint_path(out, step)
-        return items_of(path, out) if path.exists() else {}
+        return read_items(path, out) if path.exists() else {}
 
-    def last_other_step(self, run: CommandRun, step: int) -> int | None:
+    def last_unexpected_step(self, run: CommandRun, step: int) -> int | None:
         """Return the last step that a run saved in place of this one; None if it saved this one, or none at all."""
         if self.checkpoint_path(run.out, step).exists():
             return None
         steps = range(self.training.steps + 2)
         return max((each for each in steps if self.checkpoint_path(run.out, each).exists()), default=None)
 
-    def losses(self, run: CommandRun) -> Losses:
+    def read_losses(self, run: CommandRun) -> Losses:
         """Read the losses of a run.
 
         Raises:
             InputError: The run left none, or they cannot be read.
         """
-        place = self.losses_path(run.out)
-        if not place.exists():
-            raise InputError(f"{place}: the command wrote no losses; {_content(run.out)}")
-        return read_losses(place, self.block)
+        path = self.losses_path(run.out)
+        if not path.exists():
+            raise InputError(f"{path}: the command wrote no losses; {_folder_text(run.out)}")
+        return read_losses(path, self.block)
 
     # -------------------------------------------------------------------------------------------- arguments
 
-    def _values(self, out: Path, steps: int, checkpoint: Path | None) -> dict[str, str]:
+    def _placeholder_values(self, out: Path, steps: int, checkpoint: Path | None) -> dict[str, str]:
         total = self.training.total_steps
         values = {
             "steps": str(steps),
@@ -199,7 +199,7 @@ class CommandRuns:
             "save_at": str(self.save_at),
             "out": str(out.absolute()),
             "python": sys.executable,
-            "recipe": str(self._folder.absolute()),
+            "recipe": str(self._recipe_folder.absolute()),
             "checkpoint": "" if checkpoint is None else str(checkpoint.absolute()),
             "resume": "",
         }
@@ -209,22 +209,24 @@ class CommandRuns:
         return values
 
     def _environment(self, out: Path, values: Mapping[str, str]) -> dict[str, str]:
-        given = self.block.environment
-        return {key: fill_placeholders(str(value), values, f"train.environment.{key}") for key, value in given.items()}
+        templates = self.block.environment
+        return {
+            key: fill_placeholders(str(value), values, f"train.environment.{key}") for key, value in templates.items()
+        }
 
-    def _place(self, out: Path, text: str, step: int = 0) -> Path:
-        values = self._values(out, self.training.steps, None)
+    def _resolve_path(self, out: Path, text: str, step: int = 0) -> Path:
+        values = self._placeholder_values(out, self.training.steps, None)
         values["step"] = str(step)
         return out / fill_placeholders(text, values, "train.checkpoint")
 
 
-def _has_checkpoint(command: str, resume: str) -> bool:
+def _receives_checkpoint(command: str, resume: str) -> bool:
     """Return True if a command line contains `{checkpoint}`, directly or through `{resume}`."""
     names = placeholders(command)
     return "checkpoint" in names or ("resume" in names and "checkpoint" in placeholders(resume))
 
 
-def _content(out: Path) -> str:
+def _folder_text(out: Path) -> str:
     names = sorted(str(path.relative_to(out)) for path in out.glob("*")) + sorted(
         str(path.relative_to(out)) for path in out.glob("*/*")
     )

@@ -21,13 +21,15 @@ from ckptx.untrusted.printable import one_line
 from ckptx.wording import counted
 
 _PLACEHOLDER = re.compile(r"\{([A-Za-z_]\w*)([:!.\[][^{}]*)?\}")
-_NUMBERS = frozenset({"step", "steps", "save_at", "total_steps"})  # which may have a width
-_WIDTH = re.compile(r":(0?[1-9][0-9]?)?d?")
-_SUPERVISOR = Path(__file__).with_name("supervisor.py")
-_FAREWELL = 40.0  # seconds for the supervisor to end everything: its own limits, one after another, are below that
-_LISTED = 6  # processes that a note names
-_LAST_LINES, _TAIL = 6, 1 << 16
-_RAISED = re.compile(r"(\[\w+\]:\s*)?([A-Za-z_][\w.]*(Error|Exception|Interrupt)|AssertionError)\b.*")
+_INTEGER_PLACEHOLDERS = frozenset({"step", "steps", "save_at", "total_steps"})  # which may have a width
+_FORMAT_WIDTH = re.compile(r":(0?[1-9][0-9]?)?d?")
+_SUPERVISOR_SCRIPT = Path(__file__).with_name("supervisor.py")
+_SHUTDOWN_SECONDS = (
+    40.0  # seconds for the supervisor to end everything: its own limits, one after another, are below that
+)
+_MAX_LISTED_PROCESSES = 6  # processes that a note names
+_MAX_LAST_LINES, _TAIL_BYTES = 6, 1 << 16
+_EXCEPTION_LINE = re.compile(r"(\[\w+\]:\s*)?([A-Za-z_][\w.]*(Error|Exception|Interrupt)|AssertionError)\b.*")
 
 
 class CommandResult(NamedTuple):
@@ -37,34 +39,42 @@ class CommandResult(NamedTuple):
         code: Exit code; negative for the signal that ended the command.
         seconds: Wall-clock time in seconds.
         last_lines: Last lines of the output, after the first exception, which launchers print long before.
-        is_late: True if the command exceeded its time limit and was ended.
-        left: Command lines of processes that were still running after the command, and were ended.
+        is_timed_out: True if the command exceeded its time limit and was ended.
+        remaining_processes: Command lines of processes that were still running after the command, and were ended.
         unkillable: Command lines of processes that could not be ended.
     """
 
     code: int
     seconds: float
     last_lines: list[str]
-    is_late: bool
-    left: Sequence[str] = ()
+    is_timed_out: bool
+    remaining_processes: Sequence[str] = ()
     unkillable: Sequence[str] = ()
 
-    def failure(self) -> str:
+    def failure_text(self) -> str:
         """Return the reason of the failure in one line."""
-        if self.is_late:
+        if self.is_timed_out:
             return f"was ended after {self.seconds:.0f} seconds, its time limit"
         return f"was ended by signal {-self.code}" if self.code < 0 else f"ended with exit code {self.code}"
 
     def notes(self) -> Iterator[str]:
         """Yield notes on processes that were still running after the command."""
-        for found, fate in ((self.left, "ended by ckptx"), (self.unkillable, "could not be ended")):
-            if found:
-                shown = "; ".join(one_line(each, 120) for each in found[:_LISTED])
-                more = f"; and {len(found) - _LISTED} more" if len(found) > _LISTED else ""
-                yield f"{counted(len(found), 'process')} of the command still ran after it ended: {shown}{more}; {fate}"
+        for processes, outcome in (
+            (self.remaining_processes, "ended by ckptx"),
+            (self.unkillable, "could not be ended"),
+        ):
+            if processes:
+                shown = "; ".join(one_line(each, 120) for each in processes[:_MAX_LISTED_PROCESSES])
+                more = (
+                    f"; and {len(processes) - _MAX_LISTED_PROCESSES} more"
+                    if len(processes) > _MAX_LISTED_PROCESSES
+                    else ""
+                )
+                count = counted(len(processes), "process")
+                yield f"{count} of the command still ran after it ended: {shown}{more}; {outcome}"
 
 
-def command_words(template: str, values: Mapping[str, str], subject: str) -> list[str]:
+def split_command(template: str, values: Mapping[str, str], subject: str) -> list[str]:
     """Split a command into words as a shell does, and replace placeholders by values.
 
     The template is split first, so that a value is never more than a part of a word, whatever it contains. A word
@@ -106,34 +116,34 @@ def fill_placeholders(text: str, values: Mapping[str, str], subject: str) -> str
         UsageError: A placeholder is unknown (the nearest is suggested), or its format is not a valid width.
     """
 
-    def value(found: re.Match[str]) -> str:
-        name, form = found[1], found[2] or ""
+    def replacement(match: re.Match[str]) -> str:
+        name, form = match[1], match[2] or ""
         if name not in values:
-            if form and not (form != ":" and _WIDTH.fullmatch(form)):
-                return found[0]
+            if form and not (form != ":" and _FORMAT_WIDTH.fullmatch(form)):
+                return match[0]
             near = get_close_matches(name, values, 1, 0.5)
             hint = f"did you mean {{{near[0]}}}?" if near else f"use one of {', '.join(map('{{{}}}'.format, values))}"
             raise UsageError(f"{subject}: the placeholder {{{one_line(name, 80)}}} is unknown; {hint}")
         if not form:
             return values[name]
-        if name not in _NUMBERS:
+        if name not in _INTEGER_PLACEHOLDERS:
             raise UsageError(
-                f"{subject}: the placeholder {one_line(found[0], 80)} has a format, which only "
-                f"{', '.join(map('{{{}}}'.format, sorted(_NUMBERS)))} can have; write {{{name}}}"
+                f"{subject}: the placeholder {one_line(match[0], 80)} has a format, which only "
+                f"{', '.join(map('{{{}}}'.format, sorted(_INTEGER_PLACEHOLDERS)))} can have; write {{{name}}}"
             )
-        if not _WIDTH.fullmatch(form):
+        if not _FORMAT_WIDTH.fullmatch(form):
             raise UsageError(
-                f"{subject}: the placeholder {one_line(found[0], 80)} has the format {one_line(form, 40)!r}, which "
+                f"{subject}: the placeholder {one_line(match[0], 80)} has the format {one_line(form, 40)!r}, which "
                 f"must be a width below 100, filled with zeros or spaces; write it as {{{name}:07d}}"
             )
         return format(int(values[name]), form[1:])
 
-    return _PLACEHOLDER.sub(value, text)
+    return _PLACEHOLDER.sub(replacement, text)
 
 
 def placeholders(text: str) -> set[str]:
     """Return the names of the placeholders in a text, with or without a width."""
-    return {found[1] for found in _PLACEHOLDER.finditer(text)}
+    return {match[1] for match in _PLACEHOLDER.finditer(text)}
 
 
 def check_environment(variables: Mapping[str, str]) -> None:
@@ -166,7 +176,7 @@ def run_command(words: Sequence[str], log: Path, environment: Mapping[str, str],
         OutputError: The file cannot be written.
     """
     variables = {**without_launcher(os.environ), **environment}
-    order = {"words": [*words], "environment": variables, "time_limit": time_limit}
+    request = {"words": [*words], "environment": variables, "time_limit": time_limit}
     try:
         output = log.open("wb")
     except OSError as error:
@@ -174,23 +184,23 @@ def run_command(words: Sequence[str], log: Path, environment: Mapping[str, str],
     with output:
         try:
             supervisor = subprocess.Popen(
-                [sys.executable, "-IS", str(_SUPERVISOR)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=output,
-                start_new_session=True,
+                [sys.executable, "-IS", str(_SUPERVISOR_SCRIPT)], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                stderr=output, start_new_session=True,
             )  # fmt: skip
         except OSError as error:
             raise EnvironmentProblem(f"{sys.executable}: cannot be started: {error}; check the installation") from error
-    found = _report_of(supervisor, json.dumps(order).encode() + b"\n")
-    if "error" in found:
+    report = _exchange_with_supervisor(supervisor, json.dumps(request).encode() + b"\n")
+    if "error" in report:
         raise EnvironmentProblem(
-            f"train.command: {one_line(words[0], 120)} cannot be started: {found['error']}; "
+            f"train.command: {one_line(words[0], 120)} cannot be started: {report['error']}; "
             "install it, or write its path"
         )
     return CommandResult(
-        found["code"], found["seconds"], _last_lines(log), found["is_late"], found["left"], found["unkillable"]
+        report["code"], report["seconds"], _last_lines(log), report["is_late"], report["left"], report["unkillable"]
     )
 
 
-def _report_of(supervisor: subprocess.Popen[bytes], order: bytes) -> dict[str, Any]:
+def _exchange_with_supervisor(supervisor: subprocess.Popen[bytes], request: bytes) -> dict[str, Any]:
     """Send the command to the supervisor, and return its report; on an interruption, it ends all processes.
 
     Raises:
@@ -199,34 +209,34 @@ def _report_of(supervisor: subprocess.Popen[bytes], order: bytes) -> dict[str, A
     assert supervisor.stdin is not None and supervisor.stdout is not None
     try:
         with suppress(BrokenPipeError):  # it has ended; the missing report is handled below
-            supervisor.stdin.write(order)
+            supervisor.stdin.write(request)
             supervisor.stdin.flush()
         answer = supervisor.stdout.read()
     finally:
         with suppress(BrokenPipeError):
             supervisor.stdin.close()
         with suppress(subprocess.TimeoutExpired):
-            supervisor.wait(_FAREWELL)
+            supervisor.wait(_SHUTDOWN_SECONDS)
         supervisor.stdout.close()
     try:
-        found: dict[str, Any] = json.loads(answer)
+        report: dict[str, Any] = json.loads(answer)
     except ValueError:
         raise EnvironmentProblem(
             f"train.command: the process that waits for it ended with code {supervisor.returncode} and no report; "
             "check that the machine has enough memory"
         ) from None
-    return found
+    return report
 
 
 def _last_lines(log: Path) -> list[str]:
     descriptor = open_regular(log)
     try:
         size = os.fstat(descriptor).st_size
-        os.lseek(descriptor, max(0, size - _TAIL), os.SEEK_SET)
-        text = os.read(descriptor, _TAIL).decode("utf-8", "replace")
+        os.lseek(descriptor, max(0, size - _TAIL_BYTES), os.SEEK_SET)
+        text = os.read(descriptor, _TAIL_BYTES).decode("utf-8", "replace")
     finally:
         os.close(descriptor)
-    found = [one_line(line.strip(), 200) for line in text.splitlines() if line.strip()]
-    raised = [line for line in found if _RAISED.fullmatch(line)][:1]
-    last = found[-_LAST_LINES:]
-    return last if not raised or raised[0] in last else [*raised, "...", *last]
+    lines = [one_line(line.strip(), 200) for line in text.splitlines() if line.strip()]
+    exceptions = [line for line in lines if _EXCEPTION_LINE.fullmatch(line)][:1]
+    last = lines[-_MAX_LAST_LINES:]
+    return last if not exceptions or exceptions[0] in last else [*exceptions, "...", *last]

@@ -18,9 +18,11 @@ from typing import Any, NamedTuple
 from ckptx.errors import InputError, missing_package
 from ckptx.storage.files import FilePool
 
-_HEAD, _AROUND = 12, 16
-_CHECKED = 1 << 16  # bytes of the longest record whose data is compared with its checksum: scalars take a hundred
-_LONGEST = 64 << 20  # longer records, such as images, are skipped
+_HEADER_BYTES, _FRAME_BYTES = 12, 16
+_MAX_CHECKED_BYTES = (
+    1 << 16
+)  # bytes of the longest record whose data is compared with its checksum: scalars take a hundred
+_MAX_RECORD_BYTES = 64 << 20  # longer records, such as images, are skipped
 
 
 class Scalar(NamedTuple):
@@ -52,7 +54,7 @@ def require_tensorboard(subject: str) -> None:
         raise missing_package(subject, error) from error
 
 
-def scalars(path: Path, notes: list[str]) -> Iterator[Scalar]:
+def read_scalars(path: Path, notes: list[str]) -> Iterator[Scalar]:
     """Yield the scalars of a file in its order.
 
     Args:
@@ -67,48 +69,48 @@ def scalars(path: Path, notes: list[str]) -> Iterator[Scalar]:
     from google.protobuf.message import DecodeError
     from tensorboard.compat.proto.event_pb2 import Event
 
-    for at, data in _records(path, notes):
+    for offset, data in _read_records(path, notes):
         try:
             event = Event.FromString(data)
         except DecodeError as error:
             raise InputError(
-                f"{path}: damaged event at byte {at} ({error!s:.120}); delete the file or write it again"
+                f"{path}: damaged event at byte {offset} ({error!s:.120}); delete the file or write it again"
             ) from None
         for value in event.summary.value:
-            number = _number_of(value)
+            number = _scalar_value(value)
             if number is not None:
                 yield Scalar(value.tag, event.step, number)
 
 
-def _records(path: Path, notes: list[str]) -> Iterator[tuple[int, bytes]]:
+def _read_records(path: Path, notes: list[str]) -> Iterator[tuple[int, bytes]]:
     from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import masked_crc32c
 
     with FilePool(path.parent) as files:
-        size, at = files.size(path.name), 0
-        while at < size:
-            head = files.read_up_to(path.name, at, _HEAD)
-            if len(head) < _HEAD:
+        size, offset = files.size(path.name), 0
+        while offset < size:
+            header = files.read_up_to(path.name, offset, _HEADER_BYTES)
+            if len(header) < _HEADER_BYTES:
                 break
-            length, crc = struct.unpack("<QI", head)
-            if masked_crc32c(head[:8]) != crc:
+            length, crc = struct.unpack("<QI", header)
+            if masked_crc32c(header[:8]) != crc:
                 raise InputError(
-                    f"{path}: no record of TensorBoard at byte {at}, its length has another checksum; it is damaged"
+                    f"{path}: no record of TensorBoard at byte {offset}, its length has another checksum; it is damaged"
                 )
-            if at + _AROUND + length > size:
+            if offset + _FRAME_BYTES + length > size:
                 break
-            if length <= _LONGEST:
-                data = files.read(path.name, at + _HEAD, length + 4)
-                if length <= _CHECKED and masked_crc32c(data[:-4]) != int.from_bytes(data[-4:], "little"):
-                    raise InputError(f"{path}: the record at byte {at} has another checksum; the file is damaged")
-                yield at, data[:-4]
-            at += _AROUND + length
-        if at < size:
+            if length <= _MAX_RECORD_BYTES:
+                data = files.read(path.name, offset + _HEADER_BYTES, length + 4)
+                if length <= _MAX_CHECKED_BYTES and masked_crc32c(data[:-4]) != int.from_bytes(data[-4:], "little"):
+                    raise InputError(f"{path}: the record at byte {offset} has another checksum; the file is damaged")
+                yield offset, data[:-4]
+            offset += _FRAME_BYTES + length
+        if offset < size:
             notes.append(
                 f"{path.name}: ends in the middle of a record, at byte {size}; what was logged last is missing"
             )
 
 
-def _number_of(value: Any) -> float | None:
+def _scalar_value(value: Any) -> float | None:
     """Return the number in a value of a summary; None of several numbers, strings, images and the like."""
     from tensorboard.compat.proto.types_pb2 import DT_BFLOAT16
     from tensorboard.util.tensor_util import make_ndarray

@@ -16,11 +16,11 @@ from typing import Any, Literal, TypeVar
 from msgspec import structs
 
 from ckptx.errors import UsageError
-from ckptx.robustness_suite.runs import Run
+from ckptx.robustness_suite.runs import RunRequest
 from ckptx.robustness_suite.session import InjectedFault
 from ckptx.runtime.training.recipe import Recipe
 
-_kept: list[Any] = []  # objects that faults leak
+_leaked_objects: list[Any] = []  # objects that faults leak
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,140 +28,142 @@ class Fault:
     """A fault to inject.
 
     Attributes:
-        says: Description of the fault.
+        description: Description of the fault.
         oracle: Oracle that must detect the fault.
         phase: Number of the phase that must fail.
         run: Name of the run with the fault.
-        needs: Minimum sizes of the mesh, by axis, for the fault to have an effect.
-        planted: Function that a session calls to inject the fault.
+        min_mesh: Minimum sizes of the mesh, by axis, for the fault to have an effect.
+        injection: Function that a session calls to inject the fault.
     """
 
-    says: str
+    description: str
     oracle: str
     phase: int
     run: str
-    needs: Mapping[str, int]
-    planted: InjectedFault
+    min_mesh: Mapping[str, int]
+    injection: InjectedFault
 
 
 FAULTS: dict[str, Fault] = {}  # by name, in the order in which they are declared
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def fault(
-    says: str,
+def register_fault(
+    description: str,
     *,
     oracle: str,
-    on: Literal["trainer", "run", "files"] = "trainer",
+    target: Literal["trainer", "run", "files"] = "trainer",
     phase: int = 6,
     run: str = "resumed",
     event: str = "resumed",
-    needs: Mapping[str, int] | None = None,
+    min_mesh: Mapping[str, int] | None = None,
 ) -> Callable[[F], F]:
     """Register a function as a fault with its name.
 
     Args:
-        says: Description of the fault.
+        description: Description of the fault.
         oracle: Oracle that must detect the fault.
-        on: Argument of the function: "trainer" at an event, on every rank; "run" before it starts; or "files" in the
-            folder of a run that has ended.
+        target: Argument of the function: "trainer" at an event, on every rank; "run" before it starts; or "files" in
+            the folder of a run that has ended.
         phase: Number of the phase that must fail.
         run: Name of the run with the fault: straight, resumed (in new processes), resumed-2, ...
         event: Event at which the trainer is changed.
-        needs: Minimum sizes of the mesh, by axis, for the fault to have an effect.
+        min_mesh: Minimum sizes of the mesh, by axis, for the fault to have an effect.
     """
 
-    def declared(function: F) -> F:
-        planted = {
+    def register(function: F) -> F:
+        injection = {
             "trainer": InjectedFault(events={run: {event: function}}),
-            "run": InjectedFault(altered={run: function}),
-            "files": InjectedFault(published={run: function}),
-        }[on]
+            "run": InjectedFault(request_changes={run: function}),
+            "files": InjectedFault(file_changes={run: function}),
+        }[target]
         FAULTS[function.__name__] = Fault(
-            says=says, oracle=oracle, phase=phase, run=run, needs=needs or {}, planted=planted
+            description=description, oracle=oracle, phase=phase, run=run, min_mesh=min_mesh or {}, injection=injection
         )
         return function
 
-    return declared
+    return register
 
 
 # ------------------------------------------------------------------------------------------ the optimizer
 
 
-def _states(trainer: Any) -> list[dict[str, Any]]:
-    return [trainer.optimizer.state[each] for each in _trained(trainer) if each in trainer.optimizer.state]
+def _optimizer_states(trainer: Any) -> list[dict[str, Any]]:
+    return [trainer.optimizer.state[each] for each in _optimized_parameters(trainer) if each in trainer.optimizer.state]
 
 
-def _trained(trainer: Any) -> list[Any]:
+def _optimized_parameters(trainer: Any) -> list[Any]:
     return [each for group in trainer.optimizer.param_groups for each in group["params"]]
 
 
-def _local(tensor: Any) -> Any:
+def _local_values(tensor: Any) -> Any:
     from ckptx.runtime.torch_private import local_tensor
 
     return local_tensor(tensor).detach()
 
 
-@fault("one first moment (exp_avg) is zero after a resume", oracle="moments")
+@register_fault("one first moment (exp_avg) is zero after a resume", oracle="moments")
 def one_moment_lost(trainer: Any) -> None:
-    _local(_states(trainer)[-1]["exp_avg"]).zero_()
+    _local_values(_optimizer_states(trainer)[-1]["exp_avg"]).zero_()
 
 
-@fault("all Adam moments are zero after a resume", oracle="moments")
+@register_fault("all Adam moments are zero after a resume", oracle="moments")
 def all_moments_lost(trainer: Any) -> None:
-    for state in _states(trainer):
-        _local(state["exp_avg"]).zero_()
-        _local(state["exp_avg_sq"]).zero_()
+    for state in _optimizer_states(trainer):
+        _local_values(state["exp_avg"]).zero_()
+        _local_values(state["exp_avg_sq"]).zero_()
 
 
-@fault("optimizer state is empty after a resume", oracle="moments")
+@register_fault("optimizer state is empty after a resume", oracle="moments")
 def optimizer_fresh(trainer: Any) -> None:
     trainer.optimizer.state.clear()
 
 
-@fault("Adam step counts are reset to 0", oracle="adam step")
+@register_fault("Adam step counts are reset to 0", oracle="adam step")
 def adam_step_reset(trainer: Any) -> None:
-    for state in _states(trainer):
+    for state in _optimizer_states(trainer):
         state["step"].zero_()
 
 
-@fault("Adam step counts are one too high", oracle="adam step")
+@register_fault("Adam step counts are one too high", oracle="adam step")
 def adam_step_off_by_one(trainer: Any) -> None:
-    for state in _states(trainer):
+    for state in _optimizer_states(trainer):
         state["step"].add_(1)
 
 
-@fault("moments are rounded to bfloat16", oracle="moments")
+@register_fault("moments are rounded to bfloat16", oracle="moments")
 def moments_through_bf16(trainer: Any) -> None:
-    for state in _states(trainer):
+    for state in _optimizer_states(trainer):
         for name in ("exp_avg", "exp_avg_sq"):
-            _local(state[name]).copy_(_local(state[name]).bfloat16())
+            _local_values(state[name]).copy_(_local_values(state[name]).bfloat16())
 
 
-@fault("one element of a moment is NaN", oracle="finite")
+@register_fault("one element of a moment is NaN", oracle="finite")
 def nan_in_a_moment(trainer: Any) -> None:
-    value = next(each for each in (_local(state["exp_avg"]) for state in _states(trainer)) if each.numel())
+    value = next(
+        each for each in (_local_values(state["exp_avg"]) for state in _optimizer_states(trainer)) if each.numel()
+    )
     value.view(-1)[0] = float("nan")
 
 
-@fault("weight decay is 0 after a resume", oracle="group")
+@register_fault("weight decay is 0 after a resume", oracle="group")
 def weight_decay_lost(trainer: Any) -> None:
     for group in trainer.optimizer.param_groups:
         group["weight_decay"] = 0.0
 
 
-@fault("the next learning rate is 5% too high", oracle="rate")
+@register_fault("the next learning rate is 5% too high", oracle="rate")
 def rate_wrong(trainer: Any) -> None:
     for group in trainer.optimizer.param_groups:
         group["lr"] *= 1.05
 
 
-@fault("the scheduler is one step ahead", oracle="scheduler")
+@register_fault("the scheduler is one step ahead", oracle="scheduler")
 def scheduler_off_by_one(trainer: Any) -> None:
     trainer.scheduler.last_epoch += 1
 
 
-@fault("the scheduler is reset", oracle="scheduler")
+@register_fault("the scheduler is reset", oracle="scheduler")
 def scheduler_reset(trainer: Any) -> None:
     trainer.scheduler.last_epoch = 0
 
@@ -169,12 +171,12 @@ def scheduler_reset(trainer: Any) -> None:
 # -------------------------------------------------------------------------------------------- the counters
 
 
-@fault("the step counter is reset to 0", oracle="step")
+@register_fault("the step counter is reset to 0", oracle="step")
 def step_reset(trainer: Any) -> None:
     trainer.completed_steps = 0
 
 
-@fault("the data restarts from the first sample", oracle="samples")
+@register_fault("the data restarts from the first sample", oracle="samples")
 def data_restarted(trainer: Any) -> None:
     trainer.sampler.samples_seen = 0
 
@@ -182,22 +184,22 @@ def data_restarted(trainer: Any) -> None:
 class _ShiftedDataset:
     """Dataset whose samples are shifted by an offset."""
 
-    def __init__(self, dataset: Any, by: int) -> None:
-        self._dataset, self._by = dataset, by
+    def __init__(self, dataset: Any, offset: int) -> None:
+        self._dataset, self._offset = dataset, offset
 
     def __len__(self) -> int:
         return len(self._dataset)
 
     def __getitem__(self, index: int) -> Any:
-        return self._dataset[(index + self._by) % len(self._dataset)]
+        return self._dataset[(index + self._offset) % len(self._dataset)]
 
 
-@fault("every sample is replaced by the next one", oracle="batch")
+@register_fault("every sample is replaced by the next one", oracle="batch")
 def data_off_by_one(trainer: Any) -> None:
     trainer.dataset = _ShiftedDataset(trainer.dataset, 1)
 
 
-@fault("data-parallel ranks get each other's samples", oracle="batch", needs={"dp": 2})
+@register_fault("data-parallel ranks get each other's samples", oracle="batch", min_mesh={"dp": 2})
 def data_ranks_swapped(trainer: Any) -> None:
     """Give each data-parallel rank the samples of the next one."""
     trainer.data_rank = (trainer.data_rank + 1) % trainer.recipe.layout.dims.dp
@@ -206,7 +208,7 @@ def data_ranks_swapped(trainer: Any) -> None:
 # -------------------------------------------------------------------------------------------- random numbers
 
 
-@fault("RNG state is that of the first step", oracle="rng")
+@register_fault("RNG state is that of the first step", oracle="rng")
 def rng_stale(trainer: Any) -> None:
     """Reset RNG state to that of the first step."""
     from ckptx.runtime.parallel.randomness import seed
@@ -214,14 +216,14 @@ def rng_stale(trainer: Any) -> None:
     seed(trainer.recipe.training.seed, trainer.rank_model.mesh)
 
 
-@fault("every rank has the RNG state of rank 0", oracle="rng", needs={"dp": 2})
+@register_fault("every rank has the RNG state of rank 0", oracle="rng", min_mesh={"dp": 2})
 def rng_of_rank_0(trainer: Any) -> None:
     from ckptx.runtime.parallel.distributed import broadcast_object
 
     trainer.random_state.load_state_dict(broadcast_object(trainer.random_state.state_dict()))
 
 
-@fault("a DataLoader iterator is created after RNG state was restored", oracle="rng")
+@register_fault("a DataLoader iterator is created after RNG state was restored", oracle="rng")
 def rng_before_the_iterator(trainer: Any) -> None:
     """Draw once after RNG state was restored, as `iter` of a DataLoader does."""
     import torch
@@ -236,91 +238,93 @@ def _parameters(trainer: Any) -> list[tuple[str, Any]]:
     return list(trainer.rank_model.parameters())
 
 
-def _matrix(trainer: Any) -> Any:
+def _middle_matrix(trainer: Any) -> Any:
     """Return the local shard of a matrix in the middle of the model."""
-    found = [_local(each) for _, each in _parameters(trainer) if each.dim() == 2 and len(_local(each)) > 1]
-    return found[len(found) // 2]
+    matrices = [
+        _local_values(each) for _, each in _parameters(trainer) if each.dim() == 2 and len(_local_values(each)) > 1
+    ]
+    return matrices[len(matrices) // 2]
 
 
-@fault("two rows of a matrix are swapped", oracle="model")
+@register_fault("two rows of a matrix are swapped", oracle="model")
 def rows_swapped(trainer: Any) -> None:
-    values = _matrix(trainer)
+    values = _middle_matrix(trainer)
     values[[0, 1]] = values[[1, 0]].clone()
 
 
-@fault("two ranks have each other's shard of a matrix", oracle="model", needs={"ranks": 2})
+@register_fault("two ranks have each other's shard of a matrix", oracle="model", min_mesh={"ranks": 2})
 def shards_swapped(trainer: Any) -> None:
     """Exchange the shards of one matrix between neighboring ranks."""
     from ckptx.runtime.parallel.distributed import all_gather_object
 
-    values = _matrix(trainer)
+    values = _middle_matrix(trainer)
     others = all_gather_object(values.cpu().clone())
     other = others[trainer.rank_context.rank ^ 1] if trainer.rank_context.rank ^ 1 < len(others) else values
     if other.shape == values.shape:
         values.copy_(other)
 
 
-def _load_older(trainer: Any, path: Path, is_meant: Callable[[str], bool]) -> None:
+def _load_parameters(trainer: Any, path: Path, is_selected: Callable[[str], bool]) -> None:
     """Load parameters with these names from another checkpoint."""
-    before = [(name, _local(each), _local(each).clone()) for name, each in _parameters(trainer)]
+    unselected = [(name, _local_values(each), _local_values(each).clone()) for name, each in _parameters(trainer)]
     trainer.rank_model.load(path)
-    for name, values, own in before:
-        if not is_meant(name):
+    for name, values, own in unselected:
+        if not is_selected(name):
             values.copy_(own)
 
 
-@fault("one rank has the initial weights", oracle="model")
+@register_fault("one rank has the initial weights", oracle="model")
 def one_rank_old(trainer: Any) -> None:
     last = trainer.rank_context.rank == trainer.rank_context.world_size - 1
-    _load_older(trainer, trainer.source, lambda _: last)
+    _load_parameters(trainer, trainer.source, lambda _: last)
 
 
-@fault("one rank has the weights of an earlier step", oracle="model", run="resumed-2")
+@register_fault("one rank has the weights of an earlier step", oracle="model", run="resumed-2")
 def one_rank_one_step_old(trainer: Any) -> None:
     steps = sorted(trainer.resumed_from.parent.glob("step-*"), key=lambda each: int(each.name.partition("-")[2]))
-    before = steps[steps.index(trainer.resumed_from) - 1]
+    previous = steps[steps.index(trainer.resumed_from) - 1]
     last = trainer.rank_context.rank == trainer.rank_context.world_size - 1
-    _load_older(trainer, before, lambda _: last)
+    _load_parameters(trainer, previous, lambda _: last)
 
 
-@fault("the head has its initial weights", oracle="model")
+@register_fault("the head has its initial weights", oracle="model")
 def head_stale(trainer: Any) -> None:
     names = [name for name, each in _parameters(trainer) if each.dim() == 2]
     heads = [name for name in names if "lm_head" in name] or names[-1:]
-    _load_older(trainer, trainer.source, lambda name: name in heads)
+    _load_parameters(trainer, trainer.source, lambda name: name in heads)
 
 
-@fault("one norm has its initial weights", oracle="model")
+@register_fault("one norm has its initial weights", oracle="model")
 def norm_stale(trainer: Any) -> None:
     norms = [name for name, each in _parameters(trainer) if each.dim() == 1 and "norm" in name]
-    _load_older(trainer, trainer.source, lambda name: name in norms[-1:])
+    _load_parameters(trainer, trainer.source, lambda name: name in norms[-1:])
 
 
-@fault("weights are rounded to bfloat16", oracle="model")
+@register_fault("weights are rounded to bfloat16", oracle="model")
 def weights_through_bf16(trainer: Any) -> None:
     for _, each in _parameters(trainer):
-        _local(each).copy_(_local(each).bfloat16())
+        _local_values(each).copy_(_local_values(each).bfloat16())
 
 
-@fault("a row of a matrix is NaN", oracle="finite")
+@register_fault("a row of a matrix is NaN", oracle="finite")
 def nan_in_a_row(trainer: Any) -> None:
-    _matrix(trainer)[0] = float("nan")
+    _middle_matrix(trainer)[0] = float("nan")
 
 
-@fault(
+@register_fault(
     "replicated parameters drift apart between TP ranks",
     oracle="replicas",
     phase=2,
     run="straight",
     event="stepped",
-    needs={"tp": 2},
+    min_mesh={"tp": 2},
 )
 def replicas_drifted(trainer: Any) -> None:
     """Scale norm weights on all TP ranks but the first, after each step."""
     if trainer.rank_model.mesh["tp"].get_local_rank():
         for name, each in _parameters(trainer):
             if each.dim() == 1 and "norm" in name:
-                _local(each).mul_(1 + 1e-3)
+                _local_values(each).mul_(1 + 1e-3)
 
 
 # -------------------------------------------------------------------------------------------- files
@@ -331,13 +335,15 @@ def _data_files(folder: Path) -> list[Path]:
     return sorted((each for step in steps for each in step.glob("*.distcp")), key=lambda each: -each.stat().st_size)
 
 
-@fault("files of tensors are truncated", oracle="readable", on="files", phase=3, run="straight")
+@register_fault("files of tensors are truncated", oracle="readable", target="files", phase=3, run="straight")
 def shard_truncated(folder: Path) -> None:
     for each in _data_files(folder):
         os.truncate(each, each.stat().st_size // 2)
 
 
-@fault("one bit of each file of tensors is flipped", oracle="readable", on="files", phase=3, run="straight")
+@register_fault(
+    "one bit of each file of tensors is flipped", oracle="readable", target="files", phase=3, run="straight"
+)
 def byte_changed(folder: Path) -> None:
     """Flip one bit in the middle of each file of tensors."""
     for each in _data_files(folder):
@@ -348,13 +354,13 @@ def byte_changed(folder: Path) -> None:
             stream.write(bytes([byte[0] ^ 1]))
 
 
-@fault("saved steps lack their metadata", oracle="readable", on="files", phase=3, run="straight")
+@register_fault("saved steps lack their metadata", oracle="readable", target="files", phase=3, run="straight")
 def metadata_missing(folder: Path) -> None:
     for each in folder.glob("step-*/.metadata"):
         each.unlink()
 
 
-@fault(
+@register_fault(
     "the data position is wrong with another number of data-parallel ranks", oracle="samples", phase=5, run="layout-1"
 )
 def data_counted_by_rank(trainer: Any) -> None:
@@ -362,62 +368,75 @@ def data_counted_by_rank(trainer: Any) -> None:
     trainer.sampler.samples_seen //= 2
 
 
-def _unfinished(root: Path) -> tuple[Path, int]:
+def _find_killed_save(root: Path) -> tuple[Path, int]:
     """Return the hidden folder of a killed save, and the number of its step."""
     hidden = next(root.glob(".step-*.ckptx-partial"))
     return hidden, int(hidden.name.split(".")[1].partition("-")[2])
 
 
-@fault("latest is updated before the step is published", oracle="readable", on="files", phase=7, run="killed-1")
+@register_fault(
+    "latest is updated before the step is published", oracle="readable", target="files", phase=7, run="killed-1"
+)
 def latest_too_early(root: Path) -> None:
     """Write the step that was being saved into `latest`."""
-    (root / "latest").write_text(f"step-{_unfinished(root)[1]}\n", encoding="utf-8")
+    (root / "latest").write_text(f"step-{_find_killed_save(root)[1]}\n", encoding="utf-8")
 
 
-@fault("an incomplete step has the name of a complete one", oracle="readable", on="files", phase=7, run="killed-1")
+@register_fault(
+    "an incomplete step has the name of a complete one", oracle="readable", target="files", phase=7, run="killed-1"
+)
 def half_published(root: Path) -> None:
     """Publish the incomplete step under its final name."""
-    hidden, step = _unfinished(root)
+    hidden, step = _find_killed_save(root)
     shutil.copytree(hidden / "tree", root / f"step-{step}")
 
 
-@fault("retention removes the only complete step", oracle="readable", on="files", phase=7, run="killed-1")
+@register_fault("retention removes the only complete step", oracle="readable", target="files", phase=7, run="killed-1")
 def only_good_step_removed(root: Path) -> None:
     shutil.rmtree(next(root.glob("step-*")))
 
 
-@fault(
+@register_fault(
     "overwriting an existing step in place is interrupted",
     oracle="readable",
-    on="files",
+    target="files",
     phase=7,
     run="killed-1",
 )
 def overwritten_in_part(root: Path) -> None:
     """Replace one file of the last good step by that of the next step, which is valid and of the same size."""
     step = next(root.glob("step-*"))
-    after = root.parent / "straight" / f"step-{int(step.name.partition('-')[2]) + 1}"
+    next_step = root.parent / "straight" / f"step-{int(step.name.partition('-')[2]) + 1}"
     file = sorted(step.glob("*.distcp"))[0]
-    shutil.copyfile(after / file.name, file)
+    shutil.copyfile(next_step / file.name, file)
 
 
 # -------------------------------------------------------------------------------------------- the mesh, the process
 
 
-@fault("every rank trains the whole model", oracle="sharded", on="run", phase=1, run="straight", needs={"dp_shard": 2})
-def unsharded(run: Run) -> Run:
+@register_fault(
+    "every rank trains the whole model",
+    oracle="sharded",
+    target="run",
+    phase=1,
+    run="straight",
+    min_mesh={"dp_shard": 2},
+)
+def unsharded(run: RunRequest) -> RunRequest:
     """Replicate all parameters on every rank."""
     layout = run.recipe.layout
-    whole = structs.replace(layout, dp_shard=1, dp_replicate=(layout.dp_shard or 1) * layout.dp_replicate)
-    return replace(run, layout=whole)
+    replicated = structs.replace(layout, dp_shard=1, dp_replicate=(layout.dp_shard or 1) * layout.dp_replicate)
+    return replace(run, layout=replicated)
 
 
-@fault("a reference keeps the model alive after its release", oracle="memory", phase=1, run="straight", event="stepped")
+@register_fault(
+    "a reference keeps the model alive after its release", oracle="memory", phase=1, run="straight", event="stepped"
+)
 def model_pinned(trainer: Any) -> None:
-    _kept.append((trainer.rank_model.models, [each.detach() for _, each in _parameters(trainer)]))
+    _leaked_objects.append((trainer.rank_model.models, [each.detach() for _, each in _parameters(trainer)]))
 
 
-@fault("a process group is never destroyed", oracle="memory", phase=1, run="straight", event="loaded")
+@register_fault("a process group is never destroyed", oracle="memory", phase=1, run="straight", event="loaded")
 def group_leaked(trainer: Any) -> None:
     """Create a process group that is never destroyed."""
     import torch.distributed as dist
@@ -425,7 +444,7 @@ def group_leaked(trainer: Any) -> None:
     from ckptx.runtime.torch_private import default_store
 
     store = dist.PrefixStore("leaked", default_store())
-    _kept.append(dist.ProcessGroupGloo(store, trainer.rank_context.rank, trainer.rank_context.world_size))
+    _leaked_objects.append(dist.ProcessGroupGloo(store, trainer.rank_context.rank, trainer.rank_context.world_size))
 
 
 def find_fault(name: str, recipe: Recipe) -> Fault:
@@ -435,13 +454,13 @@ def find_fault(name: str, recipe: Recipe) -> Fault:
         UsageError: The name is unknown, or the mesh is too small for the fault.
     """
     if name not in FAULTS:
-        near = difflib.get_close_matches(name, FAULTS, 1, 0.5)
-        offered = f"did you mean {near[0]}? " if near else ""
-        raise UsageError(f"--inject {name}: no such fault; {offered}--inject list shows all")
+        matches = difflib.get_close_matches(name, FAULTS, 1, 0.5)
+        suggestion = f"did you mean {matches[0]}? " if matches else ""
+        raise UsageError(f"--inject {name}: no such fault; {suggestion}--inject list shows all")
     dims = recipe.layout.dims
     sizes = {"tp": dims.tp, "dp": dims.dp, "dp_shard": dims.dp_shard, "ranks": dims.world_size}
-    for axis, least in FAULTS[name].needs.items():
-        if sizes[axis] < least:
-            way = {"tp": "layout.tp=2", "ranks": "layout.dp_shard=2"}.get(axis, "layout.dp_shard=2")
-            raise UsageError(f"--inject {name}: {axis} {sizes[axis]} must be at least {least}; use --set {way}")
+    for axis, min_size in FAULTS[name].min_mesh.items():
+        if sizes[axis] < min_size:
+            override = {"tp": "layout.tp=2", "ranks": "layout.dp_shard=2"}.get(axis, "layout.dp_shard=2")
+            raise UsageError(f"--inject {name}: {axis} {sizes[axis]} must be at least {min_size}; use --set {override}")
     return FAULTS[name]

@@ -14,16 +14,18 @@ import re
 from collections.abc import Sequence
 from typing import Literal
 
-Kind = Literal["model", "second model", "optimizer", "scheduler", "loader", "rng", "options", "progress"]
+StateKind = Literal["model", "second model", "optimizer", "scheduler", "loader", "rng", "options", "progress"]
 
-_CONTAINERS = frozenset({"app", "state", "checkpoint", "training", "training_state", "trainer_state", "extra_state"})
+_CONTAINER_WORDS = frozenset(
+    {"app", "state", "checkpoint", "training", "training_state", "trainer_state", "extra_state"}
+)
 _RANK = re.compile(r"rank[ _-]?\d+")
-_SECOND = re.compile(r"(.+[_-])?(ema|swa|shadow|polyak|averaged)([_-].+)?")
+_SECOND_MODEL = re.compile(r"(.+[_-])?(ema|swa|shadow|polyak|averaged)([_-].+)?")
 _OPTIMIZER = re.compile(r"opt(im|imizer)?s?(_states?(_dict)?)?|base_optimizer_state")
 _RNG = re.compile(
     r"(.+[_-])?rngs?([_-].+|\d+)?|random_states?|random|.*_manual_seed|numpy_random_seed|generators?|.*random_state"
 )
-_WORDS: tuple[tuple[Kind, frozenset[str]], ...] = (
+_WORDS_BY_KIND: tuple[tuple[StateKind, frozenset[str]], ...] = (
     (
         "model",
         frozenset({"model", "models", "module", "net", "network", "weights"})
@@ -46,13 +48,13 @@ _WORDS: tuple[tuple[Kind, frozenset[str]], ...] = (
     ),
     ("progress", frozenset({"loops"})),  # of Lightning: how far each loop has come
 )
-_KINDS: dict[str, Kind] = {word: kind for kind, words in _WORDS for word in words}
-STEPS = frozenset(
+_KIND_BY_WORD: dict[str, StateKind] = {word: kind for kind, words in _WORDS_BY_KIND for word in words}
+STEP_KEYS = frozenset(
     {"step", "steps", "global_step", "global_steps", "iteration", "iter", "current_step", "skipped_steps"}
 )
-EPOCHS = frozenset({"epoch", "epochs", "current_epoch"})
+EPOCH_KEYS = frozenset({"epoch", "epochs", "current_epoch"})
 _SAMPLES = re.compile(r"(.+_)?(samples|tokens|seen)(_.+)?|seen|sample_count|n?tokens_seen")
-RATES = frozenset({"lr", "initial_lr"})
+LEARNING_RATE_KEYS = frozenset({"lr", "initial_lr"})
 _MASTER = re.compile(r"(.+_)?master(_.+)?|fp32|(.+_)?fp32_(.+_)?(params?|groups|flat)(_.+)?")
 _MOMENT = re.compile(
     r"(max_)?exp_(avg|inf)(_.+)?|momentum_buffer|square_avg|grad_avg|acc_(delta|grad)|row_var|col_var|step_sizes?"
@@ -60,7 +62,7 @@ _MOMENT = re.compile(
 )
 
 # The file of a state, by what its trainer calls it -> the word for it. Numbers at the end are ranks or further objects.
-_FILES = (
+_FILE_PREFIXES = (
     (r"(.+[_-])?(ema|swa)([_-].+)?", "ema"),
     (r"(model|pytorch_model|pytorch_model_fsdp|weights)([_-].*)?", "model"),
     (r"optim(izer)?(_states?)?(_\d+)?", "optimizer"),
@@ -72,13 +74,13 @@ _FILES = (
 )
 
 
-def word_of_file(stem: str) -> str | None:
+def prefix_of_file(stem: str) -> str | None:
     """Return the name prefix for the contents of a file or folder, from its name without suffix; None if unknown.
 
     Example:
         optimizer_0 -> optimizer.0, random_states_1 -> rng.rank 1
     """
-    for pattern, word in _FILES:
+    for pattern, word in _FILE_PREFIXES:
         if re.fullmatch(pattern, stem):
             number = re.search(r"(\d+)$" if word == "rng" else r"_(\d+)$", stem)
             if number is None or word in ("model", "ema") or (word != "rng" and number[1] == "0"):
@@ -103,19 +105,19 @@ def oracles_of(name: str, is_tensor: bool) -> tuple[str, ...]:
 def inner_words(name: str) -> list[str]:
     """Split a name at its dots and leave out the words in front that hold everything or name a rank."""
     words = name.split(".")
-    while len(words) > 1 and _is_around(words[0].lower(), words[1]):
+    while len(words) > 1 and _is_container(words[0].lower(), words[1]):
         words = words[1:]
     return words
 
 
-def kind_of_word(word: str) -> Kind | None:
+def kind_of_word(word: str) -> StateKind | None:
     """Return the kind of state that a word stands for, or None if the word is unknown."""
     word = word.lower()
-    if word in _KINDS:
-        return _KINDS[word]
+    if word in _KIND_BY_WORD:
+        return _KIND_BY_WORD[word]
     if _OPTIMIZER.fullmatch(word):
         return "optimizer"
-    if _SECOND.fullmatch(word):
+    if _SECOND_MODEL.fullmatch(word):
         return "second model"
     return "rng" if _RNG.fullmatch(word) else None
 
@@ -133,28 +135,28 @@ def oracles_by_words(words: Sequence[str], is_array: bool = False) -> tuple[str,
         return oracles_of_group(lower[-1])
     kind = kind_of_word(lower[0])
     if kind is not None:
-        return _of_kind(kind, lower, is_array)
+        return _oracles_of_kind(kind, lower, is_array)
     if is_array:
         return None
     for index, word in enumerate(lower[1:-1], start=1):
         kind = kind_of_word(word)
         if kind is not None and kind not in ("model", "options", "progress"):
-            return _of_kind(kind, lower[index:], is_array)
-    return oracles_of_counter(lower[-1]) or _of_last(lower)
+            return _oracles_of_kind(kind, lower[index:], is_array)
+    return oracles_of_counter(lower[-1]) or _oracles_of_last_word(lower)
 
 
 def oracles_of_counter(word: str) -> tuple[str, ...] | None:
     """Return the oracle of a number that counts steps, epochs or samples; None for any other word."""
-    if word in STEPS:
+    if word in STEP_KEYS:
         return ("step",)
-    if word in EPOCHS:
+    if word in EPOCH_KEYS:
         return ("epoch",)
     return ("samples",) if _SAMPLES.fullmatch(word) else None
 
 
 def oracles_of_group(key: str) -> tuple[str, ...]:
     """Return the oracles of a setting of a param group."""
-    return ("group", "rate") if key in RATES else ("group",)
+    return ("group", "rate") if key in LEARNING_RATE_KEYS else ("group",)
 
 
 def is_master(word: str) -> bool:
@@ -167,24 +169,24 @@ def is_moment(word: str) -> bool:
     return _MOMENT.fullmatch(word.lower()) is not None
 
 
-def _is_around(word: str, inside: str) -> bool:
-    if word == "state" and inside.isdigit():  # of an optimizer that is all of its file
+def _is_container(word: str, next_word: str) -> bool:
+    if word == "state" and next_word.isdigit():  # of an optimizer that is all of its file
         return False
-    return word in _CONTAINERS or _RANK.fullmatch(word) is not None
+    return word in _CONTAINER_WORDS or _RANK.fullmatch(word) is not None
 
 
-def _of_last(words: Sequence[str]) -> tuple[str, ...] | None:
+def _oracles_of_last_word(words: Sequence[str]) -> tuple[str, ...] | None:
     """Return the oracle of a last word that is the state itself, as in `run.python_rng`."""
     kind = kind_of_word(words[-1]) if len(words) > 1 else None
-    return _of_kind(kind, words[-1:], False) if kind in ("scheduler", "loader", "rng") else None
+    return _oracles_of_kind(kind, words[-1:], False) if kind in ("scheduler", "loader", "rng") else None
 
 
-def _of_kind(kind: Kind, words: Sequence[str], is_array: bool) -> tuple[str, ...]:
+def _oracles_of_kind(kind: StateKind, words: Sequence[str], is_array: bool) -> tuple[str, ...]:
     last = words[-1]
     if kind == "optimizer":
-        return _of_optimizer(words[1:] or [""], is_array)
+        return _oracles_of_optimizer(words[1:] or [""], is_array)
     if kind == "rng":
-        return ("step",) if last in STEPS else ("rng",)
+        return ("step",) if last in STEP_KEYS else ("rng",)
     if kind == "progress":
         if any(kind_of_word(word) == "loader" for word in words):
             return ("batch",)
@@ -193,8 +195,8 @@ def _of_kind(kind: Kind, words: Sequence[str], is_array: bool) -> tuple[str, ...
     return (oracle.get(kind, "other"),)
 
 
-def _of_optimizer(words: Sequence[str], is_array: bool) -> tuple[str, ...]:
-    if words[-1] in STEPS and not is_array:
+def _oracles_of_optimizer(words: Sequence[str], is_array: bool) -> tuple[str, ...]:
+    if words[-1] in STEP_KEYS and not is_array:
         return ("adam step",)
     if any(map(is_master, words)):
         return ("master weights",)

@@ -9,23 +9,23 @@ from pathlib import Path
 from typing import Any
 
 from ckptx.catalog.object_ids import ObjectIds
-from ckptx.robustness_suite.canonical import Digests
-from ckptx.robustness_suite.pickled import short
+from ckptx.robustness_suite.canonical import ValueDigests
+from ckptx.robustness_suite.pickled import shorten
 from ckptx.robustness_suite.pickled_kinds import Dictionary
 from ckptx.untrusted.json_text import parse_json
 from ckptx.untrusted.limits import JSON_DEPTH
 
 
 def values_of_json(
-    data: bytes, path: Path, noise: re.Pattern[str], run: Path | None = None
+    data: bytes, path: Path, noise_keys: re.Pattern[str], run_folder: Path | None = None
 ) -> Iterator[tuple[str, Any, str]]:
     """The values of a JSON file; a list is one value.
 
     Args:
         data: The file.
         path: Its path, the subject of error messages.
-        noise: Keys whose values are left out.
-        run: A folder whose path is replaced in strings, as two runs do not share it.
+        noise_keys: Keys whose values are left out.
+        run_folder: A folder whose path is replaced in strings, as two runs do not share it.
 
     Yields:
         The path of a value, with dots, the value, and the value as a string. An object whose keys have dots in them is
@@ -36,44 +36,44 @@ def values_of_json(
         UnicodeDecodeError: It is no UTF-8.
     """
     text = data.decode("utf-8")
-    if run is not None:
-        text = text.replace(json.dumps(str(run.absolute()))[1:-1], "{out}")
+    if run_folder is not None:
+        text = text.replace(json.dumps(str(run_folder.absolute()))[1:-1], "{out}")
     tree = parse_json(text, path)
-    waiting: list[tuple[str, Any, int]] = [("", tree, 0)]
-    while waiting:
-        name, value, depth = waiting.pop()
-        below = value.items() if isinstance(value, dict) and depth < JSON_DEPTH else ()
-        if noise.fullmatch(name.rpartition(".")[2]):
+    pending: list[tuple[str, Any, int]] = [("", tree, 0)]
+    while pending:
+        name, value, depth = pending.pop()
+        children = value.items() if isinstance(value, dict) and depth < JSON_DEPTH else ()
+        if noise_keys.fullmatch(name.rpartition(".")[2]):
             continue
-        if not below:
-            yield name, value, _text(value, str(path))
+        if not children:
+            yield name, value, _value_text(value, str(path))
             continue
-        unusual = sorted(key for key in value if key == "" or "." in key)
-        if unusual:
-            yield name, value, f"object with the keys {short(repr(unusual))}"
-        waiting.extend(
-            (".".join(filter(None, (name, key))), item, depth + 1) for key, item in sorted(below, reverse=True)
+        unusual_keys = sorted(key for key in value if key == "" or "." in key)
+        if unusual_keys:
+            yield name, value, f"object with the keys {shorten(repr(unusual_keys))}"
+        pending.extend(
+            (".".join(filter(None, (name, key))), item, depth + 1) for key, item in sorted(children, reverse=True)
         )
 
 
-def _text(value: Any, where: str) -> str:
+def _value_text(value: Any, subject: str) -> str:
     if type(value) not in (list, dict):
-        return short(repr(value))
+        return shorten(repr(value))
     kind = "list" if type(value) is list else "object"
-    return f"{kind} {Digests(where, _Meanings().of, repr).of(value)}"
+    return f"{kind} {ValueDigests(subject, _JsonNormalizer().normalize, repr).hex_digest(value)}"
 
 
-class _Meanings:
+class _JsonNormalizer:
     """Makes of objects what has digests; each object once."""
 
     def __init__(self) -> None:
-        self._found: dict[int, Dictionary] = {}
+        self._normalized: dict[int, Dictionary] = {}
         self._ids = ObjectIds()
 
-    def of(self, value: Any) -> Any:
+    def normalize(self, value: Any) -> Any:
         if type(value) is not dict:
             return value
         key = self._ids(value)
-        if key not in self._found:
-            self._found[key] = Dictionary("object", list(value.items()))
-        return self._found[key]
+        if key not in self._normalized:
+            self._normalized[key] = Dictionary("object", list(value.items()))
+        return self._normalized[key]

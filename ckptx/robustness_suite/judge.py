@@ -18,9 +18,9 @@ from typing import Any
 from ckptx.errors import InputError
 from ckptx.report.documents.robustness import RobustnessReport
 from ckptx.report.report import Log
-from ckptx.robustness_suite.oracles import Difference, Verdict, phase_ok, plain_number
+from ckptx.robustness_suite.oracles import Difference, Verdict, json_number, phase_ok
 
-_SHOWN = 200  # rows of differences in a report
+_MAX_DIFFERENCES = 200  # rows of differences in a report
 
 
 @dataclass(slots=True)
@@ -30,29 +30,29 @@ class Findings:
     Attributes:
         verdicts: The verdicts of its oracles.
         notes: Notes for the user.
-        skipped: The reason why it did not run; None for a phase that ran.
+        skip_reason: The reason why it did not run; None for a phase that ran.
         has_failed: True if a run of the phase failed, whatever the oracles say.
     """
 
     verdicts: list[Verdict] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-    skipped: str | None = None
+    skip_reason: str | None = None
     has_failed: bool = False
 
     @property
     def ok(self) -> bool | None:
         """True where nothing failed; None for a phase that did not run or compared nothing."""
-        if self.skipped is not None:
+        if self.skip_reason is not None:
             return None
         return False if self.has_failed else phase_ok(self.verdicts)
 
     @contextmanager
-    def reading(self, what: str) -> Iterator[None]:
-        """Turn the error of a checkpoint that cannot be read, within the block, into a finding about `what`."""
+    def catch_read_errors(self, item: str) -> Iterator[None]:
+        """Turn the error of a checkpoint that cannot be read, within the block, into a finding about `item`."""
         try:
             yield
         except InputError as error:
-            self.verdicts.append(Verdict("readable", 1, [Difference("readable", what, None, "loads", str(error))]))
+            self.verdicts.append(Verdict("readable", 1, [Difference("readable", item, None, "loads", str(error))]))
         else:
             self.verdicts.append(Verdict("readable", 1))
 
@@ -60,7 +60,7 @@ class Findings:
 def phase_row(
     name: str,
     title: str,
-    found: Findings,
+    findings: Findings,
     seconds: float,
     *,
     number: int | None = None,
@@ -72,7 +72,7 @@ def phase_row(
     Args:
         name: Name of the phase.
         title: Property that the phase tests.
-        found: Findings of the phase.
+        findings: Findings of the phase.
         seconds: Wall-clock time in seconds.
         number: Number of the phase, for `--phases`; None for a phase of a custom trainer.
         memory: Bytes, parameters and threads retained after the phase, and those of the baseline; None if they were
@@ -83,16 +83,16 @@ def phase_row(
         "name": name,
         **({} if number is None else {"number": number}),
         "title": title,
-        "ok": found.ok,
+        "ok": findings.ok,
         "seconds": seconds,
-        "checks": [each.row() for each in found.verdicts],
-        "notes": [*found.notes, *([found.skipped] if found.skipped else [])],
+        "checks": [each.row() for each in findings.verdicts],
+        "notes": [*findings.notes, *([findings.skip_reason] if findings.skip_reason else [])],
         "memory": memory,
     }
-    return row if number is not None else {**row, "cause": cause if found.ok is False else None}
+    return row if number is not None else {**row, "cause": cause if findings.ok is False else None}
 
 
-def rows_of_differences(phase: int | str, verdicts: Iterable[Verdict]) -> list[dict[str, Any]]:
+def difference_rows(phase: int | str, verdicts: Iterable[Verdict]) -> list[dict[str, Any]]:
     """Return a row for each item that differs.
 
     Args:
@@ -111,12 +111,12 @@ def rows_of_differences(phase: int | str, verdicts: Iterable[Verdict]) -> list[d
         for verdict in verdicts
         for each in verdict.differences
     ]
-    unknown = () if isinstance(phase, int) else ("rank",)
-    return [{key: value for key, value in row.items() if key not in unknown} for row in rows]
+    omitted = () if isinstance(phase, int) else ("rank",)
+    return [{key: value for key, value in row.items() if key not in omitted} for row in rows]
 
 
 @dataclass(slots=True)
-class Judge:
+class ReportBuilder:
     """Everything that was found so far, as rows of the report.
 
     Attributes:
@@ -128,7 +128,7 @@ class Judge:
         noise: The noise by which losses and logits are judged, once it was measured.
     """
 
-    on_phase: Callable[[Judge], None]
+    on_phase: Callable[[ReportBuilder], None]
     world_size: int | None = None
     phases: list[dict[str, Any]] = field(default_factory=list)
     losses: list[dict[str, Any]] = field(default_factory=list)
@@ -142,21 +142,29 @@ class Judge:
 
     def add_losses(self, run: str, by_step: Mapping[int, float]) -> None:
         """Add the row of a run."""
-        self.losses.append({"run": run, "steps": [*by_step], "losses": [*map(plain_number, by_step.values())]})
+        self.losses.append({"run": run, "steps": [*by_step], "losses": [*map(json_number, by_step.values())]})
 
-    def add(self, name: str, title: str, found: Findings, seconds: float, **known: Any) -> dict[str, Any]:
-        """Add the row of a phase, which is returned, and those of the items that differ; `known` as in `phase_row`."""
-        row = phase_row(name, title, found, seconds, **known)
+    def add(self, name: str, title: str, findings: Findings, seconds: float, **phase_fields: Any) -> dict[str, Any]:
+        """Add the row of a phase, which is returned, and those of the items that differ.
+
+        Args:
+            name: Name of the phase.
+            title: Property that the phase tests.
+            findings: Findings of the phase.
+            seconds: Wall-clock time in seconds.
+            phase_fields: Further arguments of `phase_row`.
+        """
+        row = phase_row(name, title, findings, seconds, **phase_fields)
         self.phases.append(row)
-        self.differing += rows_of_differences(row.get("number", name), found.verdicts)
+        self.differing += difference_rows(row.get("number", name), findings.verdicts)
         self.on_phase(self)
         return row
 
     def report(self, report: RobustnessReport, log: Log | None = None) -> RobustnessReport:
         """Return a report with all rows; `log` gets a note if there are more differences than it lists."""
-        if log is not None and len(self.differing) > _SHOWN:
-            log.note(f"{len(self.differing)} items differ; the report lists the first {_SHOWN}")
+        if log is not None and len(self.differing) > _MAX_DIFFERENCES:
+            log.note(f"{len(self.differing)} items differ; the report lists the first {_MAX_DIFFERENCES}")
         return replace(
             report, exit=0 if self.ok else 1, phases=self.phases, losses=self.losses, noise=self.noise,
-            differing=self.differing[:_SHOWN], world_size=self.world_size,
+            differing=self.differing[:_MAX_DIFFERENCES], world_size=self.world_size,
         )  # fmt: skip

@@ -22,19 +22,19 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ckptx.errors import EnvironmentProblem, InputError, UsageError
-from ckptx.robustness_suite.event_files import scalars
+from ckptx.robustness_suite.event_files import read_scalars
 from ckptx.runtime.training.recipe import ExternalBlock
 from ckptx.storage.files import read_small
 from ckptx.untrusted.json_text import parse_json
 from ckptx.untrusted.limits import INDEX_BYTES
 from ckptx.untrusted.printable import one_line
 
-_COLOR = re.compile(r"\x1b\[[0-9;]*m")
+_COLOR_CODE = re.compile(r"\x1b\[[0-9;]*m")
 _STEP_BITS = 63
-_SHOWN = 80
-_MATCHER = Path(__file__).with_name("matcher.py")
-_SECONDS = 10.0  # for all lines of a text
-_START = 10.0  # seconds in which an interpreter starts on a busy machine
+_MAX_SHOWN_LENGTH = 80
+_MATCHER_SCRIPT = Path(__file__).with_name("matcher.py")
+_MATCH_SECONDS = 10.0  # for all lines of a text
+_START_SECONDS = 10.0  # seconds in which an interpreter starts on a busy machine
 
 
 class Losses(NamedTuple):
@@ -49,11 +49,11 @@ class Losses(NamedTuple):
     notes: list[str]
 
 
-def read_losses(place: Path, block: ExternalBlock) -> Losses:
+def read_losses(path: Path, block: ExternalBlock) -> Losses:
     """Read the losses of one run.
 
     Args:
-        place: File, or folder of event files.
+        path: File, or folder of event files.
         block: Block of the recipe with format and keys of the losses.
 
     Raises:
@@ -62,56 +62,56 @@ def read_losses(place: Path, block: ExternalBlock) -> Losses:
     """
     notes: list[str] = []
     if block.losses_kind == "tensorboard":
-        pairs = _of_tensorboard(place, block, notes)
+        pairs = _read_tensorboard(path, block, notes)
     elif block.losses_kind == "regex":
-        pairs = _of_text(place, block)
+        pairs = _read_text(path, block)
     elif block.losses_kind == "trainer_state":
-        pairs = _of_trainer_state(place, block)
+        pairs = _read_trainer_state(path, block)
     else:
-        pairs = _of_lines(place, block, notes)
-    found: dict[int, float] = {}
+        pairs = _read_json_lines(path, block, notes)
+    by_step: dict[int, float] = {}
     for step, loss in pairs:
-        before = found.setdefault(step, loss)
-        if before != loss and not (isnan(before) and isnan(loss)):
+        first_loss = by_step.setdefault(step, loss)
+        if first_loss != loss and not (isnan(first_loss) and isnan(loss)):
             raise InputError(
-                f"{place}: step {step} has two different losses, {before!r} and {loss!r}; log from one rank only, and "
-                "each run into its own folder"
+                f"{path}: step {step} has two different losses, {first_loss!r} and {loss!r}; log from one rank only, "
+                "and each run into its own folder"
             )
-    if not found:
-        raise InputError(f"{place}: contains no loss, {_searched_text(block)}; correct train.losses in the recipe")
-    return Losses(dict(sorted(found.items())), notes)
+    if not by_step:
+        raise InputError(f"{path}: contains no loss, {_searched_text(block)}; correct train.losses in the recipe")
+    return Losses(dict(sorted(by_step.items())), notes)
 
 
 def _searched_text(block: ExternalBlock) -> str:
     if block.losses_kind == "regex":
-        return f"searched for {one_line(str(block.pattern), _SHOWN)}"
+        return f"searched for {one_line(str(block.pattern), _MAX_SHOWN_LENGTH)}"
     if block.losses_kind == "tensorboard":
         return f'searched for the tag "{block.loss_key}"'
     return f'searched for "{block.step_key}" and "{block.loss_key}"'
 
 
-def _of_lines(place: Path, block: ExternalBlock, notes: list[str]) -> Iterator[tuple[int, float]]:
-    text = read_small(place, INDEX_BYTES).decode("utf-8", "replace")
+def _read_json_lines(path: Path, block: ExternalBlock, notes: list[str]) -> Iterator[tuple[int, float]]:
+    text = read_small(path, INDEX_BYTES).decode("utf-8", "replace")
     lines = text.split("\n")
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
         try:
-            row = parse_json(line, f"{place}, line {number}", "line")
+            row = parse_json(line, f"{path}, line {number}", "line")
         except InputError:
             if number < len(lines):
                 raise
-            notes.append(f"{place.name}: the last line is incomplete and was ignored")
+            notes.append(f"{path.name}: the last line is incomplete and was ignored")
             continue
         if isinstance(row, dict):
-            yield from _of_row(row, block, f"{place}, line {number}")
+            yield from _parse_row(row, block, f"{path}, line {number}")
 
 
-def _of_row(row: dict[str, Any], block: ExternalBlock, where: str) -> Iterator[tuple[int, float]]:
+def _parse_row(row: dict[str, Any], block: ExternalBlock, subject: str) -> Iterator[tuple[int, float]]:
     step, loss = _nested_value(row, block.step_key), _nested_value(row, block.loss_key)
     if step is None or loss is None:
         return  # a line without step and loss: an evaluation, a message
-    yield _step(step, where), _number(loss, where)
+    yield _parse_step(step, subject), _parse_loss(loss, subject)
 
 
 def _nested_value(row: dict[str, Any], key: str) -> Any:
@@ -124,23 +124,23 @@ def _nested_value(row: dict[str, Any], key: str) -> Any:
     return value
 
 
-def _step(value: Any, where: str) -> int:
+def _parse_step(value: Any, subject: str) -> int:
     try:
-        found = int(value) if isinstance(value, str) or float(value).is_integer() else None
+        step = int(value) if isinstance(value, str) or float(value).is_integer() else None
     except (TypeError, ValueError, OverflowError):
-        found = None
-    if found is None or isinstance(value, bool) or not 0 <= found < 1 << _STEP_BITS:
-        raise InputError(f"{where}: the step is {one_line(repr(value), _SHOWN)}; expected an integer")
-    return found
+        step = None
+    if step is None or isinstance(value, bool) or not 0 <= step < 1 << _STEP_BITS:
+        raise InputError(f"{subject}: the step is {one_line(repr(value), _MAX_SHOWN_LENGTH)}; expected an integer")
+    return step
 
 
-def _number(value: Any, where: str) -> float:
+def _parse_loss(value: Any, subject: str) -> float:
     try:
         if not isinstance(value, bool):
             return float(value)
     except (TypeError, ValueError, OverflowError):
         pass
-    raise InputError(f"{where}: the loss is {one_line(repr(value), _SHOWN)}; expected a number")
+    raise InputError(f"{subject}: the loss is {one_line(repr(value), _MAX_SHOWN_LENGTH)}; expected a number")
 
 
 def check_losses(block: ExternalBlock) -> None:
@@ -172,69 +172,68 @@ def _pattern(block: ExternalBlock) -> re.Pattern[str]:
     return pattern
 
 
-def _of_text(place: Path, block: ExternalBlock) -> Iterator[tuple[int, float]]:
+def _read_text(path: Path, block: ExternalBlock) -> Iterator[tuple[int, float]]:
     pattern = _pattern(block).pattern
-    text = _COLOR.sub("", read_small(place, INDEX_BYTES).decode("utf-8", "replace"))
-    for number, step, loss in _matches(pattern, text.split("\n"), place):
-        where = f"{place}, line {number}"
-        yield _step(step, where), _number(loss, where)
+    text = _COLOR_CODE.sub("", read_small(path, INDEX_BYTES).decode("utf-8", "replace"))
+    for number, step, loss in _match_lines(pattern, text.split("\n"), path):
+        subject = f"{path}, line {number}"
+        yield _parse_step(step, subject), _parse_loss(loss, subject)
 
 
-def _matches(pattern: str, lines: Sequence[str], place: Path) -> Sequence[tuple[int, str, str]]:
+def _match_lines(pattern: str, lines: Sequence[str], path: Path) -> Sequence[tuple[int, str, str]]:
     """Return line number, step and loss of each match.
 
     Raises:
         UsageError: The expression takes too long on a line.
         EnvironmentProblem: The process that matches failed.
     """
-    order = json.dumps({"pattern": pattern, "lines": [*lines], "seconds": _SECONDS})
-    command = [sys.executable, "-IS", "-W", "ignore", str(_MATCHER)]
-    limit = _SECONDS * 2 + _START
+    request = json.dumps({"pattern": pattern, "lines": [*lines], "seconds": _MATCH_SECONDS})
+    command = [sys.executable, "-IS", "-W", "ignore", str(_MATCHER_SCRIPT)]
+    limit = _MATCH_SECONDS * 2 + _START_SECONDS
     try:
-        done = subprocess.run(
-            command, input=order.encode(), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, timeout=limit,
+        process = subprocess.run(
+            command, input=request.encode(), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, timeout=limit,
             check=False, start_new_session=True,
         )  # fmt: skip
     except subprocess.TimeoutExpired:  # if the engine does not check for signals
-        found: dict[str, Any] = {"late": None}
+        result: dict[str, Any] = {"late": None}
     else:
-        if done.returncode:
+        if process.returncode:
             raise EnvironmentProblem(
-                f"train.pattern: the process that matches it ended with code {done.returncode}; check that the machine "
-                "has enough memory"
+                f"train.pattern: the process that matches it ended with code {process.returncode}; check that the "
+                "machine has enough memory"
             )
-        found = json.loads(done.stdout)
-    if "late" in found:
-        line = f" (stopped at line {found['late']})" if found["late"] else ""
+        result = json.loads(process.stdout)
+    if "late" in result:
+        line = f" (stopped at line {result['late']})" if result["late"] else ""
         raise UsageError(
-            f"train.pattern: {one_line(pattern, _SHOWN)!r} takes more than {_SECONDS:g} seconds to match {place}"
-            f"{line}; "
-            "write it without a repetition inside a repetition, such as (a+)+"
+            f"train.pattern: {one_line(pattern, _MAX_SHOWN_LENGTH)!r} takes more than {_MATCH_SECONDS:g} seconds to "
+            f"match {path}{line}; write it without a repetition inside a repetition, such as (a+)+"
         )
-    matches: Sequence[tuple[int, str, str]] = found["found"]
+    matches: Sequence[tuple[int, str, str]] = result["found"]
     return matches
 
 
-def _of_trainer_state(place: Path, block: ExternalBlock) -> Iterator[tuple[int, float]]:
-    state = parse_json(read_small(place, INDEX_BYTES).decode("utf-8", "replace"), place)
+def _read_trainer_state(path: Path, block: ExternalBlock) -> Iterator[tuple[int, float]]:
+    state = parse_json(read_small(path, INDEX_BYTES).decode("utf-8", "replace"), path)
     history = state.get("log_history") if isinstance(state, dict) else None
     if not isinstance(history, list):
-        raise InputError(f'{place}: has no list "log_history"; expected the trainer_state.json of transformers')
+        raise InputError(f'{path}: has no list "log_history"; expected the trainer_state.json of transformers')
     for index, row in enumerate(history):
         if isinstance(row, dict):
-            yield from _of_row(row, block, f"{place}, log_history[{index}]")
+            yield from _parse_row(row, block, f"{path}, log_history[{index}]")
 
 
-def _of_tensorboard(place: Path, block: ExternalBlock, notes: list[str]) -> Iterator[tuple[int, float]]:
-    files = sorted(place.rglob("*tfevents*")) if place.is_dir() else [place]
+def _read_tensorboard(path: Path, block: ExternalBlock, notes: list[str]) -> Iterator[tuple[int, float]]:
+    files = sorted(path.rglob("*tfevents*")) if path.is_dir() else [path]
     if not files:
-        raise InputError(f"{place}: contains no event files of TensorBoard; set train.losses to their folder")
+        raise InputError(f"{path}: contains no event files of TensorBoard; set train.losses to their folder")
     tags: set[str] = set()
     for file in files:
-        for scalar in scalars(file, notes):
+        for scalar in read_scalars(file, notes):
             tags.add(scalar.tag)
             if scalar.tag == block.loss_key:
                 yield scalar.step, scalar.value
     if block.loss_key not in tags:
-        listed = ", ".join(json.dumps(one_line(tag, _SHOWN)) for tag in sorted(tags)[:8]) or "none"
-        raise InputError(f'{place}: no scalar "{block.loss_key}" in its event files; their tags are: {listed}')
+        listed = ", ".join(json.dumps(one_line(tag, _MAX_SHOWN_LENGTH)) for tag in sorted(tags)[:8]) or "none"
+        raise InputError(f'{path}: no scalar "{block.loss_key}" in its event files; their tags are: {listed}')

@@ -26,20 +26,20 @@ def _alarm(*_: object) -> None:
     raise _Timeout
 
 
-def _matches(pattern: str, lines: list[str], seconds: float) -> dict[str, Any]:
-    number, found = 0, []
+def _match_lines(pattern: str, lines: list[str], seconds: float) -> dict[str, Any]:
+    line_number, matches = 0, []
     signal.signal(signal.SIGALRM, _alarm)
     signal.setitimer(signal.ITIMER_REAL, seconds)
     try:
         expression = re.compile(pattern)
-        for number, line in enumerate(lines, start=1):
-            found += [(number, each["step"], each["loss"]) for each in expression.finditer(line)]
+        for line_number, line in enumerate(lines, start=1):
+            matches += [(line_number, each["step"], each["loss"]) for each in expression.finditer(line)]
         signal.setitimer(signal.ITIMER_REAL, 0)
     except _Timeout:
-        return {"late": number}
-    return {"found": found}
+        return {"late": line_number}
+    return {"found": matches}
 
 
 if __name__ == "__main__":
     order = json.load(sys.stdin)
-    json.dump(_matches(order["pattern"], order["lines"], order["seconds"]), sys.stdout)
+    json.dump(_match_lines(order["pattern"], order["lines"], order["seconds"]), sys.stdout)

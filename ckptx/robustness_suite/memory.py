@@ -10,10 +10,10 @@ from ckptx.report.report import human_bytes
 from ckptx.robustness_suite.session import Session
 from ckptx.runtime.training.recipe import Recipe
 
-Memory = dict[str, int]
+StepMemory = dict[str, int]
 
 
-def forecast_memory(session: Session, gpu_memory: int | None) -> Memory:
+def forecast_memory(session: Session, gpu_memory: int | None) -> StepMemory:
     """Forecast the memory of a step in a new process; add a note if the class cannot be forecast.
 
     Args:
@@ -25,8 +25,10 @@ def forecast_memory(session: Session, gpu_memory: int | None) -> Memory:
         CkptxError: `gpu_memory` is set and the memory cannot be forecast.
     """
     try:
-        shares = session.devices is None and not session.ranks.is_launched
-        found = session.ranks.run_in_subprocess(_forecast, session.recipe, session.source, gpu_memory, shares)
+        is_memory_shared = session.devices is None and not session.ranks.is_launched
+        forecast = session.ranks.run_in_subprocess(
+            _forecast_step, session.recipe, session.source, gpu_memory, is_memory_shared
+        )
     except SpaceError:
         raise
     except CkptxError as error:
@@ -34,17 +36,17 @@ def forecast_memory(session: Session, gpu_memory: int | None) -> Memory:
             raise
         session.log.note(f"memory is not forecast: {error}")
         return {}
-    return {"forecast_peak": found[0], "forecast_between_steps": found[1]}
+    return {"forecast_peak": forecast[0], "forecast_between_steps": forecast[1]}
 
 
-def _forecast(recipe: Recipe, source: Path, gpu_memory: int | None, shares: bool) -> tuple[int, int]:
+def _forecast_step(recipe: Recipe, source: Path, gpu_memory: int | None, is_memory_shared: bool) -> tuple[int, int]:
     """Return the peak and the bytes between steps, maximum over ranks.
 
     Args:
         recipe: Recipe of the step.
         source: Path of the checkpoint.
         gpu_memory: Memory of a GPU in bytes; None for no check.
-        shares: True if all ranks share the memory of this machine.
+        is_memory_shared: True if all ranks share the memory of this machine.
     """
     import torch
 
@@ -63,7 +65,7 @@ def _forecast(recipe: Recipe, source: Path, gpu_memory: int | None, shares: bool
             f"{human_bytes(reserve_bytes(peak))} of reserve, more than {human_bytes(gpu_memory)}; "
             f"{_advice(task.dims, find_larger_mesh(task, gpu_memory))}"
         )
-    free = read_free_bytes(torch.device("cpu")) if shares else None
+    free = read_free_bytes(torch.device("cpu")) if is_memory_shared else None
     needed = sum(each.peak for each in ranks) * recipe.layout.dims.ranks_per_stage
     if free is not None and needed > free:
         raise SpaceError(
@@ -84,8 +86,8 @@ def _advice(dims: ParallelDims, fitting: tuple[ParallelDims, int] | None) -> str
     return f"use --set layout.{key}={size}, with which it takes {human_bytes(peak)}"
 
 
-def with_measured(memory: Memory, taken: tuple[int, int] | None) -> Memory:
+def add_measurement(memory: StepMemory, measured: tuple[int, int] | None) -> StepMemory:
     """Add the measured bytes of a step."""
-    if taken is None:
+    if measured is None:
         return memory
-    return {**memory, "measured_peak": taken[0], "measured_between_steps": taken[1]}
+    return {**memory, "measured_peak": measured[0], "measured_between_steps": measured[1]}

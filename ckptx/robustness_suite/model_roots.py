@@ -19,9 +19,9 @@ Roots = frozenset[Words]
 _WRAPPERS = frozenset(
     {"module", "model", "state_dict", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
 )
-_PAIRS = ({"m", "v"}, {"mu", "nu"}, {"m1", "m2"}, {"first", "second"})
+_MOMENT_PAIRS = ({"m", "v"}, {"mu", "nu"}, {"m1", "m2"}, {"first", "second"})
 _SINGLE_MOMENTS = frozenset({"momentum", "momentums", "momenta", "velocity", "velocities", "trace", "moments"})
-_MOST_PARAMETERS = 0.5  # of a model, below a root that holds a copy of it: an EMA may leave out frozen ones and buffers
+_MIN_COPY_SHARE = 0.5  # of a model, below a root that holds a copy of it: an EMA may leave out frozen ones and buffers
 
 
 class NamedShape(NamedTuple):
@@ -38,7 +38,7 @@ class NamedShape(NamedTuple):
     is_float: bool
 
 
-class FoundRoots(NamedTuple):
+class ModelRoots(NamedTuple):
     """Items by the words of their names.
 
     Attributes:
@@ -56,36 +56,36 @@ class FoundRoots(NamedTuple):
     optimizer: Roots = frozenset()
 
 
-def find_roots(tensors: Sequence[NamedShape], moments: Sequence[NamedShape]) -> FoundRoots:
+def find_roots(tensors: Sequence[NamedShape], moments: Sequence[NamedShape]) -> ModelRoots:
     """Find the model and the copies of it.
 
     Args:
         tensors: Tensors that no word names optimizer state.
         moments: Tensors that only an optimizer has, with `exp_avg` or the like in their names.
     """
-    by_word = [each for each in tensors if kind_of_word(each.words[0]) == "model"]
+    named_model = [each for each in tensors if kind_of_word(each.words[0]) == "model"]
     unknown = [each for each in tensors if kind_of_word(each.words[0]) in (None, "second model")]
-    model = frozenset(each.words[:1] for each in by_word)
-    model = model or _named_by_optimizer(unknown, moments) or _shaped_as_in_optimizer(unknown, moments)
-    names = _relative_names(tensors, model)
+    model = frozenset(each.words[:1] for each in named_model)
+    model = model or _roots_by_optimizer_names(unknown, moments) or _roots_by_optimizer_shapes(unknown, moments)
+    names = _shapes_by_relative_name(tensors, model)
     copies = {"second": set[Words](), "moments": set[Words](), "masters": set[Words]()}
-    others = [each for each in tensors if not is_below(each.words, model)]
+    others = [each for each in tensors if not has_root(each.words, model)]
     roots = {*_copies_by_name(others, names, moments), *_copies_by_shape(others, names, moments)}
     for root in roots:
         kind = _kind_of_copy(root, roots)
         if kind is not None:
             copies[kind].add(root)
     optimizer = {_optimizer_root(each.words, names) for each in moments}
-    return FoundRoots(
+    return ModelRoots(
         model,
         frozenset(copies["second"]),
         frozenset(copies["moments"]),
         frozenset(copies["masters"]),
-        frozenset(root for root in optimizer if root and not is_below(root, model)),
+        frozenset(root for root in optimizer if root and not has_root(root, model)),
     )
 
 
-def is_below(words: Words, roots: Roots) -> bool:
+def has_root(words: Words, roots: Roots) -> bool:
     """Return True for a name that begins with the words of a root."""
     return bool(roots) and any(words[:length] in roots for length in range(1, len(words) + 1))
 
@@ -93,30 +93,30 @@ def is_below(words: Words, roots: Roots) -> bool:
 # ------------------------------------------------------------------------------------------------------- the model
 
 
-def _named_by_optimizer(tensors: Sequence[NamedShape], moments: Sequence[NamedShape]) -> Roots:
+def _roots_by_optimizer_names(tensors: Sequence[NamedShape], moments: Sequence[NamedShape]) -> Roots:
     """Return the roots of the tensors whose names an optimizer has in its own."""
-    whole = {each.words for each in tensors}
-    below: dict[Words, list[str]] = {}
+    names = {each.words for each in tensors}
+    roots_by_name: dict[Words, list[str]] = {}
     for each in tensors:
-        below.setdefault(each.words[1:], []).append(each.words[0])
-    found: set[Words] = set()
-    unsure: list[list[str]] = []
+        roots_by_name.setdefault(each.words[1:], []).append(each.words[0])
+    model_roots: set[Words] = set()
+    candidates: list[list[str]] = []
     for moment in moments:
         for name in _possible_parameters(moment.words):
-            if name in whole:
-                found.add(name[:1])
-            elif name and name in below:
-                unsure.append(below[name])
+            if name in names:
+                model_roots.add(name[:1])
+            elif name and name in roots_by_name:
+                candidates.append(roots_by_name[name])
             else:
                 continue
             break
-    votes = Counter(root for roots in unsure for root in dict.fromkeys(roots))
+    votes = Counter(root for roots in candidates for root in dict.fromkeys(roots))
     sizes = Counter(each.words[0] for each in tensors)  # an EMA may leave out buffers; of equals the first is the model
-    for root in sorted(votes, key=lambda each: (_is_second(each), -votes[each], -sizes[each])):
-        if any(root in roots for roots in unsure):
-            found.add((root,))
-            unsure = [roots for roots in unsure if root not in roots]
-    return frozenset(found)
+    for root in sorted(votes, key=lambda each: (_is_second_model(each), -votes[each], -sizes[each])):
+        if any(root in roots for roots in candidates):
+            model_roots.add((root,))
+            candidates = [roots for roots in candidates if root not in roots]
+    return frozenset(model_roots)
 
 
 def _possible_parameters(words: Words) -> Iterator[Words]:
@@ -124,65 +124,65 @@ def _possible_parameters(words: Words) -> Iterator[Words]:
     if is_moment(words[-1]):
         yield from (words[begin:-1] for begin in range(len(words) - 1))
         return
-    at = max(index for index, word in enumerate(words) if is_moment(word))
-    yield words[at + 1 :]
+    moment_index = max(index for index, word in enumerate(words) if is_moment(word))
+    yield words[moment_index + 1 :]
 
 
-def _shaped_as_in_optimizer(tensors: Sequence[NamedShape], moments: Sequence[NamedShape]) -> Roots:
+def _roots_by_optimizer_shapes(tensors: Sequence[NamedShape], moments: Sequence[NamedShape]) -> Roots:
     """Return the roots of the tensors that have the shapes of what an optimizer keeps by number."""
-    wanted = _shapes_of_parameters(moments)
+    expected = _parameter_shapes(moments)
     groups: dict[str, list[NamedShape]] = {}
     for each in tensors:
         groups.setdefault(each.words[0], []).append(each)
     groups = {first: found for first, found in groups.items() if any(each.is_float for each in found)}
-    if not wanted or not groups:
+    if not expected or not groups:
         return frozenset()
     shapes = {each.words: each.shape for each in tensors}
-    flat = {first: found for first, found in groups.items() if not _repeats(found, shapes)}
-    for first in sorted(flat, key=lambda each: (_is_second(each), -len(flat[each]))):
-        if wanted <= _shapes(flat[first]):
+    unique_groups = {first: found for first, found in groups.items() if not _is_repeated(found, shapes)}
+    for first in sorted(unique_groups, key=lambda each: (_is_second_model(each), -len(unique_groups[each]))):
+        if expected <= _count_shapes(unique_groups[first]):
             return frozenset({(first,)})
-    flat = {first: found for first, found in flat.items() if not _is_second(first)}
-    together = _shapes(each for found in flat.values() for each in found)
-    return frozenset((first,) for first in flat) if wanted <= together else frozenset()
+    unique_groups = {first: found for first, found in unique_groups.items() if not _is_second_model(first)}
+    all_shapes = _count_shapes(each for found in unique_groups.values() for each in found)
+    return frozenset((first,) for first in unique_groups) if expected <= all_shapes else frozenset()
 
 
-def _shapes_of_parameters(moments: Sequence[NamedShape]) -> Counter[Shape]:
+def _parameter_shapes(moments: Sequence[NamedShape]) -> Counter[Shape]:
     kinds: dict[str, list[NamedShape]] = {}
     for each in moments:
         kinds.setdefault(next(word for word in reversed(each.words) if is_moment(word)), []).append(each)
-    return max(map(_shapes, kinds.values()), key=Counter.total, default=Counter())
+    return max(map(_count_shapes, kinds.values()), key=Counter.total, default=Counter())
 
 
-def _shapes(tensors: Iterable[NamedShape]) -> Counter[Shape]:
+def _count_shapes(tensors: Iterable[NamedShape]) -> Counter[Shape]:
     return Counter(each.shape for each in tensors if each.is_float)
 
 
-def _repeats(group: Sequence[NamedShape], shapes: Mapping[Words, Shape]) -> bool:
+def _is_repeated(group: Sequence[NamedShape], shapes: Mapping[Words, Shape]) -> bool:
     """Return True where all of a group is there without its first word, too."""
     return all(shapes.get(each.words[1:]) == each.shape for each in group)
 
 
-def _is_second(word: str) -> bool:
+def _is_second_model(word: str) -> bool:
     return kind_of_word(word) == "second model"
 
 
 # ------------------------------------------------------------------------------------------------------ its copies
 
 
-def _relative_names(tensors: Sequence[NamedShape], model: Roots) -> dict[Words, Shape]:
+def _shapes_by_relative_name(tensors: Sequence[NamedShape], model: Roots) -> dict[Words, Shape]:
     """Return the shapes of the model by its names below a root; of a model without one, by its whole names."""
-    found = {}
+    shapes = {}
     for each in tensors:
-        if is_below(each.words, model):
-            found[_unwrapped(each.words)] = each.shape
+        if has_root(each.words, model):
+            shapes[_strip_wrappers(each.words)] = each.shape
             if len(model) == 1 or kind_of_word(each.words[0]) == "model":
-                found[_unwrapped(each.words[1:])] = each.shape
-    found.pop((), None)
-    return found
+                shapes[_strip_wrappers(each.words[1:])] = each.shape
+    shapes.pop((), None)
+    return shapes
 
 
-def _unwrapped(words: Words) -> Words:
+def _strip_wrappers(words: Words) -> Words:
     while words and words[0] in _WRAPPERS:
         words = words[1:]
     return words
@@ -191,15 +191,15 @@ def _unwrapped(words: Words) -> Words:
 def _copies_by_name(
     tensors: Sequence[NamedShape], names: Mapping[Words, Shape], moments: Sequence[NamedShape]
 ) -> Iterator[Words]:
-    found: Counter[Words] = Counter()
+    counts: Counter[Words] = Counter()
     for each in tensors:
         for begin in range(1, len(each.words)):
-            if names.get(_unwrapped(each.words[begin:])) == each.shape:
-                found[each.words[:begin]] += 1
+            if names.get(_strip_wrappers(each.words[begin:])) == each.shape:
+                counts[each.words[:begin]] += 1
                 break
-    sizes = [len({*names}), sum(_shapes_of_parameters(moments).values())]
-    enough = _MOST_PARAMETERS * min((size for size in sizes if size), default=0)
-    yield from (root for root, count in found.items() if count >= max(enough, 1))
+    sizes = [len({*names}), sum(_parameter_shapes(moments).values())]
+    min_count = _MIN_COPY_SHARE * min((size for size in sizes if size), default=0)
+    yield from (root for root, count in counts.items() if count >= max(min_count, 1))
 
 
 def _copies_by_shape(
@@ -210,22 +210,22 @@ def _copies_by_shape(
     for each in tensors:
         if each.words[-1].isdigit() and len(each.words) > 1 and each.is_float:
             lists.setdefault(each.words[:-1], []).append(each)
-    wanted = [Counter(names.values()), _shapes_of_parameters(moments)]
-    yield from (root for root, found in lists.items() if len(found) > 1 and _shapes(found) in wanted)
+    expected = [Counter(names.values()), _parameter_shapes(moments)]
+    yield from (root for root, found in lists.items() if len(found) > 1 and _count_shapes(found) in expected)
 
 
 def _kind_of_copy(root: Words, roots: set[Words]) -> str | None:
     """Return what a copy of the model is by the last word of its root; None for gradients."""
     last = root[-1].lower()
-    others = {each[-1].lower() for each in roots if each[:-1] == root[:-1]}
-    is_pair = any(last in pair and pair <= others for pair in _PAIRS)
+    siblings = {each[-1].lower() for each in roots if each[:-1] == root[:-1]}
+    is_pair = any(last in pair and pair <= siblings for pair in _MOMENT_PAIRS)
     if is_pair or last in _SINGLE_MOMENTS:
         return "moments"
     if any(map(is_master, root)):
         return "masters"
     if last.startswith("grad"):
         return None
-    is_of_optimizer = kind_of_word(root[0]) == "optimizer" and not any(map(_is_second, root))
+    is_of_optimizer = kind_of_word(root[0]) == "optimizer" and not any(map(_is_second_model, root))
     return "moments" if is_of_optimizer else "second"
 
 
@@ -233,10 +233,10 @@ def _optimizer_root(words: Words, names: Mapping[Words, Shape]) -> Words:
     """Return the words in front of the parameter that a moment belongs to."""
     if "state" in words[1:]:
         return words[: words.index("state", 1)]
-    at = max(index for index, word in enumerate(words) if is_moment(word))
-    if at < len(words) - 1:
-        return words[:at]
+    moment_index = max(index for index, word in enumerate(words) if is_moment(word))
+    if moment_index < len(words) - 1:
+        return words[:moment_index]
     for begin in range(len(words) - 1):
-        if _unwrapped(words[begin:-1]) in names:
+        if _strip_wrappers(words[begin:-1]) in names:
             return words[:begin]
     return words[:-2] if len(words) > 2 and words[-2].isdigit() else ()

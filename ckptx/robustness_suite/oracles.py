@@ -31,13 +31,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import isfinite, nan
 from typing import Any, NamedTuple
 
-EXACT = (
+EXACT_ORACLES = (
     "reference", "readable", "sharded", "finite", "names", "model", "second model", "moments", "master weights",
     "adam step", "group", "scheduler", "step", "epoch", "samples", "rng", "replicas", "batch", "rate", "other",
 )  # fmt: skip
-MEASURED = ("loss", "logits", "memory")
-ORDER = (*EXACT, *MEASURED)
-_SHOWN = 8  # items that a row of the report names
+MEASURED_ORACLES = ("loss", "logits", "memory")
+ORACLE_ORDER = (*EXACT_ORACLES, *MEASURED_ORACLES)
+_MAX_LISTED_ITEMS = 8  # items that a row of the report names
 
 Items = Mapping[tuple[str, str], str]  # (oracle, item) -> digest, or the value as a text
 
@@ -99,64 +99,68 @@ class Verdict(NamedTuple):
             "ok": self.ok,
             "compared": self.compared,
             "count": len(self.differences),
-            "differing": [each.item for each in self.differences[:_SHOWN]],
-            "value": plain_number(self.value),
-            "tolerance": plain_number(self.limit),
+            "differing": [each.item for each in self.differences[:_MAX_LISTED_ITEMS]],
+            "value": json_number(self.value),
+            "tolerance": json_number(self.limit),
             "noise_factor": self.noise_factor,
-            "noise": plain_number(self.noise),
+            "noise": json_number(self.noise),
             "is_widened": self.is_widened,
         }
 
 
-def compare(reference: Sequence[Items], found: Sequence[Items], oracles: Iterable[str] = EXACT) -> list[Verdict]:
+def compare(
+    reference: Sequence[Items], actual: Sequence[Items], oracles: Iterable[str] = EXACT_ORACLES
+) -> list[Verdict]:
     """Compare two snapshots rank by rank.
 
     Args:
         reference: Items of each rank in the uninterrupted run.
-        found: Items of each rank in the other run, with the same number of ranks.
+        actual: Items of each rank in the other run, with the same number of ranks.
         oracles: Oracles to apply; one without items on either side has no verdict. A missing tensor is reported by its
             own oracle, not by `finite`.
     """
-    wanted = set(oracles)
+    selected = set(oracles)
     compared: dict[str, int] = {}
     differences: dict[str, list[Difference]] = {}
-    for rank, (before, after) in enumerate(zip(reference, found, strict=True)):
+    for rank, (before, after) in enumerate(zip(reference, actual, strict=True)):
         for oracle, item in {**before, **after}:
-            if oracle not in wanted:
+            if oracle not in selected:
                 continue
             compared[oracle] = compared.get(oracle, 0) + 1
             was, now = before.get((oracle, item)), after.get((oracle, item))
             if was != now and not (oracle == "finite" and None in (was, now)):
                 differences.setdefault(oracle, []).append(Difference(oracle, item, rank, was, now))
-    return [Verdict(oracle, compared[oracle], differences.get(oracle, ())) for oracle in ORDER if oracle in compared]
+    return [
+        Verdict(oracle, compared[oracle], differences.get(oracle, ())) for oracle in ORACLE_ORDER if oracle in compared
+    ]
 
 
-def replicas(by_rank: Sequence[Mapping[tuple[str, str], str]]) -> Verdict:
+def compare_replicas(by_rank: Sequence[Mapping[tuple[str, str], str]]) -> Verdict:
     """Compare replicated state with the first rank that has it."""
     first: dict[tuple[str, str], tuple[int, str]] = {}
     compared, differences = 0, []
-    for rank, held in enumerate(by_rank):
-        for key, found in held.items():
+    for rank, digests in enumerate(by_rank):
+        for key, digest in digests.items():
             if key not in first:
-                first[key] = rank, found
+                first[key] = rank, digest
                 continue
             compared += 1
-            if first[key][1] != found:
+            if first[key][1] != digest:
                 differences.append(
                     Difference("replicas", key[0], rank, f"bytes of rank {first[key][0]}", "different bytes")
                 )
     return Verdict("replicas", compared, differences)
 
 
-def all_finite(by_rank: Sequence[Items], losses: Mapping[int, float] | None = None) -> Verdict:
+def check_finite(by_rank: Sequence[Items], losses: Mapping[int, float] | None = None) -> Verdict:
     """Check that no item is NaN, and that trained state and losses by step have no infinity."""
     compared, differences = 0, []
     for rank, items in enumerate(by_rank):
-        for (oracle, name), said in items.items():
+        for (oracle, name), finding in items.items():
             if oracle == "finite":
                 compared += 1
-                if said != "finite":
-                    differences.append(Difference("finite", name, rank, "finite", said))
+                if finding != "finite":
+                    differences.append(Difference("finite", name, rank, "finite", finding))
     for step, loss in (losses or {}).items():
         compared += 1
         if not isfinite(loss):
@@ -164,8 +168,8 @@ def all_finite(by_rank: Sequence[Items], losses: Mapping[int, float] | None = No
     return Verdict("finite", compared, differences)
 
 
-def measured(
-    oracle: str, pairs: Iterable[tuple[float, float]], noise: float | None, times: float, default: float
+def compare_measurements(
+    oracle: str, pairs: Iterable[tuple[float, float]], noise: float | None, noise_factor: float, default_factor: float
 ) -> Verdict:
     """Compare numbers with a tolerance that is a multiple of the noise.
 
@@ -173,50 +177,55 @@ def measured(
         oracle: "loss" or "logits".
         pairs: Pairs of expected and found number.
         noise: Measured noise; None if equal bits are required.
-        times: Factor of the noise, from the recipe.
-        default: Default of that factor.
+        noise_factor: Factor of the noise, from the recipe.
+        default_factor: Default of that factor.
     """
-    distances = [distance(*pair) for pair in pairs]
-    return within_noise(oracle, len(distances), largest(distances), noise, times, default)
+    distances = [abs_difference(*pair) for pair in pairs]
+    return compare_with_noise(oracle, len(distances), largest_value(distances), noise, noise_factor, default_factor)
 
 
-def within_noise(
-    oracle: str, compared: int, value: float, noise: float | None, times: float, default: float
+def compare_with_noise(
+    oracle: str, compared: int, value: float, noise: float | None, noise_factor: float, default_factor: float
 ) -> Verdict:
     """Compare a largest difference with a tolerance, as `measured` does."""
     if noise is None:
         return Verdict(oracle, compared, value=value, limit=0.0)
     return Verdict(
-        oracle, compared, value=value, limit=times * noise, noise_factor=times, noise=noise, is_widened=times > default
+        oracle,
+        compared,
+        value=value,
+        limit=noise_factor * noise, noise_factor=noise_factor,
+        noise=noise,
+        is_widened=noise_factor > default_factor,
     )
 
 
-def distance(reference: float, found: float) -> float:
+def abs_difference(reference: float, actual: float) -> float:
     """Return the absolute difference of two numbers; NaN if one of them is not finite."""
-    return abs(reference - found) if isfinite(reference) and isfinite(found) else nan
+    return abs(reference - actual) if isfinite(reference) and isfinite(actual) else nan
 
 
-def largest(values: Iterable[float]) -> float:
+def largest_value(values: Iterable[float]) -> float:
     """Return the largest number, 0 for none, NaN if one is NaN (the result of `max` would depend on their order)."""
-    found = 0.0
+    maximum = 0.0
     for value in values:
         if value != value:
             return nan
-        found = max(found, value)
-    return found
+        maximum = max(maximum, value)
+    return maximum
 
 
-def plain_number(value: float | None) -> float | str | None:
+def json_number(value: float | None) -> float | str | None:
     """Return a number as JSON can represent it: NaN and infinity become strings."""
     return value if value is None or isfinite(value) else str(value)
 
 
-def failing(verdicts: Iterable[Verdict]) -> Iterator[Verdict]:
+def failed_verdicts(verdicts: Iterable[Verdict]) -> Iterator[Verdict]:
     """Yield the verdicts that failed, in the order of the oracles."""
-    return (each for each in sorted(verdicts, key=lambda each: ORDER.index(each.oracle)) if each.ok is False)
+    return (each for each in sorted(verdicts, key=lambda each: ORACLE_ORDER.index(each.oracle)) if each.ok is False)
 
 
 def phase_ok(verdicts: Iterable[Verdict]) -> bool | None:
     """Return False if a verdict failed, None if nothing was compared at all."""
-    found = {each.ok for each in verdicts}
-    return False if False in found else True if True in found else None
+    results = {each.ok for each in verdicts}
+    return False if False in results else True if True in results else None

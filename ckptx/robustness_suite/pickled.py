@@ -27,31 +27,31 @@ from ckptx.formats.torch_archive.archive import locate_tensor, open_archive
 from ckptx.formats.torch_archive.pickle_graph import read_graph
 from ckptx.formats.torch_archive.pickle_machine import CallResult, GlobalName
 from ckptx.formats.torch_archive.unpickle import StorageRef
-from ckptx.robustness_suite.canonical import Digests, Nested, hashed
+from ckptx.robustness_suite.canonical import EmbeddedPickle, ValueDigests, tagged_digest
 from ckptx.robustness_suite.legacy_archive import is_legacy, read_legacy
-from ckptx.robustness_suite.pickled_kinds import Array, Dictionary, Kinds, Storage, Tensor
+from ckptx.robustness_suite.pickled_kinds import Array, Dictionary, PickleNormalizer, Storage, Tensor
 from ckptx.robustness_suite.tensor_digests import TensorDigests
 from ckptx.storage.files import FilePool
 from ckptx.untrusted.limits import JSON_DEPTH, NAME_LENGTH, PICKLE_BYTES
 
-_LIKE_A_PICKLE = re.compile(rb"\x80[\x02-\x05].", re.DOTALL)
-_LIKE_A_NUMBER = re.compile(r"-?[0-9]+")
-_FEW = 1 << 12  # values of a pickle that nobody counts: one written once may be referred to often
-_SHOWN = 60  # characters of a value that is shown as it is
-_SHORT_KEY = 8  # digits of the digest of a key in a name
-_LONGEST_INT = 256  # bits of a number that is shown as it is
-_PLAIN = {type(None), bool, int, float}
-_NAN = struct.pack("<d", float("nan"))
+_PICKLE_START = re.compile(rb"\x80[\x02-\x05].", re.DOTALL)
+_INTEGER_TEXT = re.compile(r"-?[0-9]+")
+_MIN_VALUE_LIMIT = 1 << 12  # values of a pickle that nobody counts: one written once may be referred to often
+_MAX_DISPLAY_LENGTH = 60  # characters of a value that is shown as it is
+_KEY_DIGEST_LENGTH = 8  # digits of the digest of a key in a name
+_MAX_INT_BITS = 256  # bits of a number that is shown as it is
+_PLAIN_TYPES = {type(None), bool, int, float}
+_NAN_BYTES = struct.pack("<d", float("nan"))
 
 
-class ContainerForm(NamedTuple):
+class ContainerInfo(NamedTuple):
     """The way in which a value holds its parts, where the names of the parts do not say it.
 
     Attributes:
-        text: Text that is compared.
+        description: Text that is compared.
     """
 
-    text: str
+    description: str
 
 
 class Leaf(NamedTuple):
@@ -60,22 +60,22 @@ class Leaf(NamedTuple):
     Attributes:
         path: Words of its name.
         value: The part, or a `ContainerForm`.
-        place: A sort key that no two parts share.
+        sort_key: A sort key that no two parts share.
     """
 
     path: tuple[str, ...]
     value: Any
-    place: tuple[bytes, ...]
+    sort_key: tuple[bytes, ...]
 
 
-class Reader:
+class PickleReader:
     """Reads pickles of one file: an archive of `torch.save` at a position, or a pickle that is all of the file."""
 
     def __init__(
         self,
         files: FilePool,
         file: str,
-        where: str,
+        subject: str,
         tensors: TensorDigests,
         offset: int = 0,
         nbytes: int | None = None,
@@ -85,7 +85,7 @@ class Reader:
         Args:
             files: Has the file.
             file: Its name.
-            where: Subject of error messages.
+            subject: Subject of error messages.
             tensors: Digests of tensors in the file.
             offset: First byte of the archive in the file.
             nbytes: Its length; the rest of the file by default.
@@ -94,78 +94,80 @@ class Reader:
             InputError: It is damaged, too large, or neither of the two.
             UnsupportedError: An archive of a kind that is not read.
         """
-        self.where, self._file, self._tensors = where, file, tensors
-        self._nested: dict[int, Any] = {}
+        self.subject, self._file, self._tensors = subject, file, tensors
+        self._embedded: dict[int, Any] = {}
         self._ids = ObjectIds()
-        self._dropped: tuple[Any, ...] = ()
+        self._dropped_calls: tuple[Any, ...] = ()
         length = files.size(file) - offset if nbytes is None else nbytes
         records: dict[str, Record] = {}
         head = files.read_up_to(file, offset, min(length, 16))
         if is_legacy(head):
             data = files.read(file, offset, min(length, PICKLE_BYTES))
-            self.tree, records = read_legacy(data, length, where, offset)
-            self._most = max(_FEW, len(data))
+            self.root_value, records = read_legacy(data, length, subject, offset)
+            self._max_values = max(_MIN_VALUE_LIMIT, len(data))
         elif head.startswith(b"PK\3\4") or not is_pickle(files, file, offset, length):
-            found = open_archive(partial(files.read, file), offset, length, where, self._load)
-            self.tree, records = found
+            archive = open_archive(partial(files.read, file), offset, length, subject, self._load)
+            self.root_value, records = archive
         elif length > PICKLE_BYTES:
             raise InputError(
-                f"{where}: has a pickle of {length:,} bytes; at most {PICKLE_BYTES:,} are read, write a smaller one"
+                f"{subject}: has a pickle of {length:,} bytes; at most {PICKLE_BYTES:,} are read, write a smaller one"
             )
         else:
-            self.tree = self._load(files.read(file, offset, length), where)
-        self._left = 4 * self._most  # bytes of pickles in bytes that are read; they may be in each other
-        self._kinds = Kinds(where, records, self._storage)
-        self._digests = Digests(where, self.meaning, self._described)
+            self.root_value = self._load(files.read(file, offset, length), subject)
+        self._remaining_bytes = (
+            4 * self._max_values
+        )  # bytes of pickles in bytes that are read; they may be in each other
+        self._normalizer = PickleNormalizer(subject, records, self._read_embedded_storage)
+        self._digests = ValueDigests(subject, self.normalize, self._describe_contents)
 
-    def _load(self, data: bytes, where: str) -> Any:
-        self._most = max(_FEW, len(data))
-        graph = read_graph(data, where)
-        self._dropped = graph.dropped
+    def _load(self, data: bytes, subject: str) -> Any:
+        self._max_values = max(_MIN_VALUE_LIMIT, len(data))
+        graph = read_graph(data, subject)
+        self._dropped_calls = graph.dropped
         return graph.value
 
     # ------------------------------------------------------------------------------------------------------ meaning
 
-    def meaning(self, value: Any) -> Any:
+    def normalize(self, value: Any) -> Any:
         """The meaning of a value: see `pickled_kinds`; bytes that are a pickle are what it holds.
 
         Loaders have their state in such bytes. Those of equal values differ: what one object was when it was written
         first is two after it was read.
         """
-        found = self._kinds.of(value)
-        if type(found) is not bytes or found[:1] != b"\x80" or found[-1:] != b".":
-            return found
-        if not _LIKE_A_PICKLE.match(found):
-            return found
-        key = self._ids(found)
-        if key not in self._nested:
-            self._nested[key] = self._inside(found)
-        return self._nested[key]
+        normalized = self._normalizer.normalize(value)
+        if type(normalized) is not bytes or normalized[:1] != b"\x80" or normalized[-1:] != b".":
+            return normalized
+        if not _PICKLE_START.match(normalized):
+            return normalized
+        key = self._ids(normalized)
+        if key not in self._embedded:
+            self._embedded[key] = self._read_embedded(normalized)
+        return self._embedded[key]
 
-    def _inside(self, data: bytes) -> Any:
-        self._left -= len(data)
-        if self._left < 0:
+    def _read_embedded(self, data: bytes) -> Any:
+        self._remaining_bytes -= len(data)
+        if self._remaining_bytes < 0:
             return data
         try:
-            graph = read_graph(data, self.where)
+            graph = read_graph(data, self.subject)
         except InputError:
             return data
-        return data if graph.end < len(data) or graph.dropped else Nested(graph.value)
+        return data if graph.end < len(data) or graph.dropped else EmbeddedPickle(graph.value)
 
-    def _storage(self, data: bytes) -> Storage | None:
+    def _read_embedded_storage(self, data: bytes) -> Storage | None:
         """A storage that was pickled in bytes, as an archive of its own: tensors in a plain pickle are such."""
-        self._left -= len(data)
-        if not is_legacy(data[:16]) or self._left < 0:
+        self._remaining_bytes -= len(data)
+        if not is_legacy(data[:16]) or self._remaining_bytes < 0:
             return None
         try:
-            tree, records = read_legacy(data, len(data), self.where, 0)
-            inner = Kinds(self.where, records, lambda _: None).of(tree)
+            value, records = read_legacy(data, len(data), self.subject, 0)
+            storage = PickleNormalizer(self.subject, records, lambda _: None).normalize(value)
         except CkptxError:
             return None
-        if not isinstance(inner, Storage) or inner.record is None:
+        if not isinstance(storage, Storage) or storage.record is None:
             return None
-        begin = inner.record.offset
-        return Storage(inner.kind, inner.ref, None, data[begin : begin + inner.record.nbytes])
+        begin = storage.record.offset
+        return Storage(storage.kind, storage.ref, None, data[begin : begin + storage.record.nbytes])
 
     # ------------------------------------------------------------------------------------------------------- leaves
 
@@ -175,144 +177,154 @@ class Reader:
         Raises:
             InputError: There are too many.
         """
-        found, whole_ones = 0, set[int]()
-        if self._dropped:
-            yield Leaf(("calls without result",), list(self._dropped), ())
-        waiting: list[tuple[Leaf, frozenset[int]]] = [(Leaf((), self.tree, ()), frozenset())]
-        while waiting:
-            leaf, above = waiting.pop()
-            layouts = []
-            node = self.meaning(leaf.value)
-            while isinstance(node, Nested):
-                layouts.append("pickle in bytes")
-                node = self.meaning(node.value)
-            is_whole = id(node) in whole_ones or id(node) in above or len(leaf.path) >= JSON_DEPTH
-            below = [] if is_whole else list(self._below(leaf, node))
-            if not below:
-                if id(node) not in above:
-                    whole_ones.add(id(node))  # a long list that is referred to often is looked through once
+        count, undivided_ids = 0, set[int]()
+        if self._dropped_calls:
+            yield Leaf(("calls without result",), list(self._dropped_calls), ())
+        pending: list[tuple[Leaf, frozenset[int]]] = [(Leaf((), self.root_value, ()), frozenset())]
+        while pending:
+            leaf, ancestors = pending.pop()
+            descriptions = []
+            node = self.normalize(leaf.value)
+            while isinstance(node, EmbeddedPickle):
+                descriptions.append("pickle in bytes")
+                node = self.normalize(node.value)
+            is_undivided = id(node) in undivided_ids or id(node) in ancestors or len(leaf.path) >= JSON_DEPTH
+            children = [] if is_undivided else list(self._children(leaf, node))
+            if not children:
+                if id(node) not in ancestors:
+                    undivided_ids.add(id(node))  # a long list that is referred to often is looked through once
                 yield leaf
                 continue
-            found += len(below)
-            longest = max(len(each.path[-1]) for each in below)
-            if found > self._most or longest > NAME_LENGTH:
-                fault = f"a name of {longest:,} characters" if longest > NAME_LENGTH else "more values than bytes"
-                raise InputError(f"{self.where}: holds {fault}; it is damaged, or no state of a training run")
-            layouts += self._layout(node)
-            if layouts:
-                yield leaf._replace(value=ContainerForm(": ".join(layouts)))
-            above |= {id(node)}
-            waiting.extend((each, above) for each in reversed(below))
+            count += len(children)
+            longest = max(len(each.path[-1]) for each in children)
+            if count > self._max_values or longest > NAME_LENGTH:
+                reason = f"a name of {longest:,} characters" if longest > NAME_LENGTH else "more values than bytes"
+                raise InputError(f"{self.subject}: holds {reason}; it is damaged, or no state of a training run")
+            descriptions += self._describe_container(node)
+            if descriptions:
+                yield leaf._replace(value=ContainerInfo(": ".join(descriptions)))
+            ancestors |= {id(node)}
+            pending.extend((each, ancestors) for each in reversed(children))
 
-    def items_of(self, value: Any) -> list[tuple[Any, Any]]:
+    def dict_items(self, value: Any) -> list[tuple[Any, Any]]:
         """The items of a dict; none of anything else."""
-        found = self.meaning(value)
-        return found.items if isinstance(found, Dictionary) else []
+        normalized = self.normalize(value)
+        return normalized.items if isinstance(normalized, Dictionary) else []
 
-    def _below(self, leaf: Leaf, node: Any) -> Iterator[Leaf]:
+    def _children(self, leaf: Leaf, node: Any) -> Iterator[Leaf]:
         if isinstance(node, Dictionary):
-            texts = [self._key(key) for key, _ in node.items]
+            texts = [self._key_text(key) for key, _ in node.items]
             counts = Counter(texts)
             for (key, value), text in zip(node.items, texts, strict=True):
-                shown = f'"{text}"' if counts[text] > 1 and type(key) is str else text
-                yield Leaf((*leaf.path, shown), value, (*leaf.place, self._digests.code(key)))
-        elif type(node) in (list, tuple) and any(map(self._is_divided, node)):
+                word = f'"{text}"' if counts[text] > 1 and type(key) is str else text
+                yield Leaf((*leaf.path, word), value, (*leaf.sort_key, self._digests.encode(key)))
+        elif type(node) in (list, tuple) and any(map(self._has_parts, node)):
             for index, value in enumerate(node):
-                yield Leaf((*leaf.path, str(index)), value, (*leaf.place, index.to_bytes(8, "big")))
+                yield Leaf((*leaf.path, str(index)), value, (*leaf.sort_key, index.to_bytes(8, "big")))
 
-    def _is_divided(self, value: Any) -> bool:
-        return type(value) not in _PLAIN and isinstance(self.meaning(value), Dictionary | Tensor)
+    def _has_parts(self, value: Any) -> bool:
+        return type(value) not in _PLAIN_TYPES and isinstance(self.normalize(value), Dictionary | Tensor)
 
-    def _layout(self, node: Any) -> Iterator[str]:
+    def _describe_container(self, node: Any) -> Iterator[str]:
         """Return what names do not show of a dict or list: its kind, and keys that are no numbers or words."""
         if not isinstance(node, Dictionary):
             yield f"{type(node).__name__} of {len(node):,}"
             return
-        if node.kind != "dict" or node.rest:
-            yield f"{node.kind} {self._digests.of(node.rest)}"
-        unusual = sorted(self._digests.code(key) for key, _ in node.items if not _is_usual(key))
-        if unusual:
-            yield f"dict with other keys than words and whole numbers {hashed('keys', *unusual).hex()[2:]}"
+        if node.kind != "dict" or node.attributes:
+            yield f"{node.kind} {self._digests.hex_digest(node.attributes)}"
+        unusual_keys = sorted(self._digests.encode(key) for key, _ in node.items if not _is_plain_key(key))
+        if unusual_keys:
+            yield f"dict with other keys than words and whole numbers {tagged_digest('keys', *unusual_keys).hex()[2:]}"
 
-    def _key(self, key: Any) -> str:
+    def _key_text(self, key: Any) -> str:
         """The word for a key in a name: a string or a whole number as it is, anything else with its type."""
-        found = self.meaning(key)
-        if type(found) is str:
-            return found
-        if type(found) is int and found.bit_length() <= _LONGEST_INT:
-            return str(found)
-        if found is None or type(found) in (bool, float) or (type(found) is bytes and len(found) <= _SHOWN):
-            return f"{found!r} ({type(found).__name__})"
-        return f"{self._kind(found)} {self._digests.of(found)[:_SHORT_KEY]}"
+        normalized = self.normalize(key)
+        if type(normalized) is str:
+            return normalized
+        if type(normalized) is int and normalized.bit_length() <= _MAX_INT_BITS:
+            return str(normalized)
+        if (
+            normalized is None
+            or type(normalized) in (bool, float)
+            or (type(normalized) is bytes and len(normalized) <= _MAX_DISPLAY_LENGTH)
+        ):
+            return f"{normalized!r} ({type(normalized).__name__})"
+        return f"{self._kind_text(normalized)} {self._digests.hex_digest(normalized)[:_KEY_DIGEST_LENGTH]}"
 
     # ------------------------------------------------------------------------------------------------------- values
 
-    def said(self, value: Any) -> str:
+    def value_text(self, value: Any) -> str:
         """A value as a text: itself where it is short, else its kind and digest; the same for equal values alone.
 
         Raises:
             InputError: A tensor in it is damaged.
         """
-        if isinstance(value, ContainerForm):
-            return value.text
-        found = self.meaning(value)
-        if _is_shown(found):
-            return repr(found)
-        if type(found) in (list, tuple) and len(found) <= _SHOWN and all(map(_is_shown, found)):
-            text = repr(found) if {*map(type, found)} <= _PLAIN else ""
-            if text and len(text) <= _SHOWN:
+        if isinstance(value, ContainerInfo):
+            return value.description
+        normalized = self.normalize(value)
+        if _is_displayed(normalized):
+            return repr(normalized)
+        if (
+            type(normalized) in (list, tuple)
+            and len(normalized) <= _MAX_DISPLAY_LENGTH
+            and all(map(_is_displayed, normalized))
+        ):
+            text = repr(normalized) if {*map(type, normalized)} <= _PLAIN_TYPES else ""
+            if text and len(text) <= _MAX_DISPLAY_LENGTH:
                 return text
-        return f"{self._kind(found)} {self._digests.of(value)}"
+        return f"{self._kind_text(normalized)} {self._digests.hex_digest(value)}"
 
-    def _kind(self, value: Any) -> str:
+    def _kind_text(self, value: Any) -> str:
         """A word or two for the kind of a value."""
         if isinstance(value, Dictionary):
             return value.kind
         if isinstance(value, CallResult):
-            return f"object of {value.function!s:.{_SHOWN}}" if isinstance(value.function, GlobalName) else "object"
+            return (
+                f"object of {value.function!s:.{_MAX_DISPLAY_LENGTH}}" if isinstance(value.function, GlobalName) else "object"
+            )
         if isinstance(value, GlobalName):
-            return f"name {value!s:.{_SHOWN}}"
+            return f"name {value!s:.{_MAX_DISPLAY_LENGTH}}"
         if isinstance(value, (Array, Tensor, Storage)):
             return type(value).__name__.lower()
-        return "pickle" if isinstance(value, Nested) else str(getattr(value, "kind", type(value).__name__))
+        return "pickle" if isinstance(value, EmbeddedPickle) else str(getattr(value, "kind", type(value).__name__))
 
-    def tensor(self, name: str, value: Any) -> tuple[TensorEntry, bytes | None, str] | None:
+    def read_tensor(self, name: str, value: Any) -> tuple[TensorEntry, bytes | None, str] | None:
         """A tensor, its elements where they are in memory, and what else there is to it; None of another value.
 
         Raises:
             InputError: It leaves its storage.
         """
-        found = self.meaning(value)
-        if not isinstance(found, Tensor):
+        tensor = self.normalize(value)
+        if not isinstance(tensor, Tensor):
             return None
-        entry, data = self._entry(name, found)
-        kind = f", {found.kind.rpartition('.')[2]}" * (found.kind != "torch.Tensor")
-        grad = ", requires grad" * found.requires_grad
-        rest = f", attributes {self._digests.of(found.attributes)}" if found.attributes else ""
-        return entry, data, kind + grad + rest
+        entry, data = self._tensor_entry(name, tensor)
+        kind = f", {tensor.kind.rpartition('.')[2]}" * (tensor.kind != "torch.Tensor")
+        grad = ", requires grad" * tensor.requires_grad
+        attributes = f", attributes {self._digests.hex_digest(tensor.attributes)}" if tensor.attributes else ""
+        return entry, data, kind + grad + attributes
 
-    def _entry(self, name: str, tensor: Tensor) -> tuple[TensorEntry, bytes | None]:
+    def _tensor_entry(self, name: str, tensor: Tensor) -> tuple[TensorEntry, bytes | None]:
         storage = tensor.storage
         record = storage.record or Record(0, storage.ref.nbytes, None)
-        found = locate_tensor(tensor.ref, {storage.ref.key: record}, f'{self.where}: tensor "{name}"')
-        shape = found.shape
-        if found.dtype.pack > 1 and shape:
-            shape = (*shape[:-1], shape[-1] * found.dtype.pack)
-        chunk = Chunk(full_region(shape), self._file, found.data_offset, found.nbytes, found.strides, found.record)
-        entry = TensorEntry(name, found.dtype, shape, (chunk,))
+        placed = locate_tensor(tensor.ref, {storage.ref.key: record}, f'{self.subject}: tensor "{name}"')
+        shape = placed.shape
+        if placed.dtype.pack > 1 and shape:
+            shape = (*shape[:-1], shape[-1] * placed.dtype.pack)
+        chunk = Chunk(full_region(shape), self._file, placed.data_offset, placed.nbytes, placed.strides, placed.record)
+        entry = TensorEntry(name, placed.dtype, shape, (chunk,))
         if storage.data is None:
             return entry, None
-        data = storage.data[found.data_offset : found.data_offset + found.nbytes]
-        if found.strides is not None and data:
-            width = found.dtype.itemsize
+        data = storage.data[placed.data_offset : placed.data_offset + placed.nbytes]
+        if placed.strides is not None and data:
+            width = placed.dtype.itemsize
             elements = np.frombuffer(data, f"V{width}")
-            strides = tuple(width * stride for stride in found.strides)
+            strides = tuple(width * stride for stride in placed.strides)
             data = np.lib.stride_tricks.as_strided(elements, tensor.ref.shape, strides).tobytes()
         return entry, data
 
-    def _described(self, value: Storage | Tensor) -> str:
+    def _describe_contents(self, value: Storage | Tensor) -> str:
         if isinstance(value, Tensor):
-            return self._tensors.digest(*self._entry("in an object", value))
+            return self._tensors.digest(*self._tensor_entry("in an object", value))
         ref = StorageRef(value.ref.key, None, value.ref.nbytes)
         record = value.record or Record(0, ref.nbytes, None)
         chunk = Chunk(full_region((ref.nbytes,)), self._file, record.offset, record.nbytes, None, value.record)
@@ -337,20 +349,24 @@ def is_pickle(files: FilePool, file: str, offset: int, length: int) -> bool:
         return False
 
 
-def short(text: str) -> str:
+def shorten(text: str) -> str:
     """A text as it is, or its digest where it is long."""
-    return text if len(text) <= _SHOWN else f"text {hashed('text', text.encode('utf-8', 'surrogatepass')).hex()[2:]}"
+    return (
+        text
+        if len(text) <= _MAX_DISPLAY_LENGTH
+        else f"text {tagged_digest('text', text.encode('utf-8', 'surrogatepass')).hex()[2:]}"
+    )
 
 
-def _is_shown(value: Any) -> bool:
+def _is_displayed(value: Any) -> bool:
     """True of a scalar whose `repr` is short and says all of it, as it does not of a NaN with other bits."""
     if type(value) is float:
-        return value == value or struct.pack("<d", value) == _NAN
+        return value == value or struct.pack("<d", value) == _NAN_BYTES
     if type(value) is int:
-        return value.bit_length() <= _LONGEST_INT
-    return value is None or type(value) is bool or (type(value) is str and len(value) <= _SHOWN)
+        return value.bit_length() <= _MAX_INT_BITS
+    return value is None or type(value) is bool or (type(value) is str and len(value) <= _MAX_DISPLAY_LENGTH)
 
 
-def _is_usual(key: Any) -> bool:
+def _is_plain_key(key: Any) -> bool:
     """True of a key that its word in a name says completely: a whole number, or a string that is no number or path."""
-    return type(key) is int or (type(key) is str and key != "" and "." not in key and not _LIKE_A_NUMBER.fullmatch(key))
+    return type(key) is int or (type(key) is str and key != "" and "." not in key and not _INTEGER_TEXT.fullmatch(key))

@@ -24,14 +24,14 @@ from ckptx.formats.torch_archive.pickle_machine import CallResult, GlobalName, P
 from ckptx.formats.torch_archive.unpickle import StorageRef, TensorRef
 from ckptx.untrusted.limits import DIMS, shape_fault
 
-_DEPTH = 16  # calls inside each other, as of a parameter of a tensor of a storage in bytes
-_EXPANDED = 16  # times the bytes of its storage that a tensor may have, to be compared by its elements
-_SMALL = 1 << 28  # bytes
+_MAX_DEPTH = 16  # calls inside each other, as of a parameter of a tensor of a storage in bytes
+_MAX_EXPANSION = 16  # times the bytes of its storage that a tensor may have, to be compared by its elements
+_MAX_SMALL_TENSOR_BYTES = 1 << 28  # bytes
 _BUILTINS = "builtins"
 _ARRAY_MODULES = ("numpy._core.multiarray", "numpy.core.multiarray")
 _BUFFER_MODULES = ("numpy._core.numeric", "numpy.core.numeric")
 _DTYPE = GlobalName("numpy", "dtype")
-_NUMBER = re.compile(r"([iufcmMU])([0-9]{1,4})")
+_NUMERIC_DTYPE = re.compile(r"([iufcmMU])([0-9]{1,4})")
 _TENSOR_TYPE = "torch.Tensor"
 _PARAMETER_TYPE = "torch.nn.parameter.Parameter"
 
@@ -80,13 +80,13 @@ class Array:
         kind: Its class, any value.
         dtype: Any value.
         shape: Any value.
-        content: Elements in row-major order: bytes, or a list of objects.
+        elements: Elements in row-major order: bytes, or a list of objects.
     """
 
     kind: Any
     dtype: Any
     shape: Any
-    content: Any
+    elements: Any
 
 
 class Dictionary(NamedTuple):
@@ -95,250 +95,262 @@ class Dictionary(NamedTuple):
     Attributes:
         kind: "dict", or the name of its class.
         items: Keys and values.
-        rest: Its factory and attributes, where it has any.
+        attributes: Its factory and attributes, where it has any.
     """
 
     kind: str
     items: list[tuple[Any, Any]]
-    rest: tuple[Any, ...] = ()
+    attributes: tuple[Any, ...] = ()
 
 
-class Kinds:
+class PickleNormalizer:
     """Finds the meaning of what was read from one file."""
 
-    def __init__(self, where: str, records: Table[str, Record], load_storage: Callable[[bytes], Any]) -> None:
+    def __init__(self, subject: str, records: Table[str, Record], load_storage: Callable[[bytes], Any]) -> None:
         """Remembers where storages are.
 
         Args:
-            where: Subject of error messages.
+            subject: Subject of error messages.
             records: The storages of the file by key.
             load_storage: Reads a storage that was pickled in bytes; gives None for other bytes.
         """
-        self._where, self._records, self._load_storage = where, records, load_storage
-        self._found: dict[int, Any] = {}
+        self._subject, self._records, self._load_storage = subject, records, load_storage
+        self._normalized: dict[int, Any] = {}
         self._depth = 0
         self._ids = ObjectIds()
 
-    def of(self, value: Any) -> Any:
+    def normalize(self, value: Any) -> Any:
         """Return the meaning of a value, or the value itself if it has none."""
         if not isinstance(value, (CallResult, PickledDict, PersistentObject)):
             return value
-        found = self._found.get(self._ids(value))
-        if found is None:
-            if self._depth >= _DEPTH:
+        normalized = self._normalized.get(self._ids(value))
+        if normalized is None:
+            if self._depth >= _MAX_DEPTH:
                 return value
             self._depth += 1
-            found = self._made(value) if isinstance(value, CallResult) else self._other(value)
+            normalized = (
+                self._normalize_call(value)
+                if isinstance(value, CallResult)
+                else self._normalize_mapping_or_storage(value)
+            )
             self._depth -= 1
-            self._found[self._ids(value)] = found
-        return found
+            self._normalized[self._ids(value)] = normalized
+        return normalized
 
-    def _other(self, value: PickledDict | PersistentObject) -> Any:
+    def _normalize_mapping_or_storage(self, value: PickledDict | PersistentObject) -> Any:
         if isinstance(value, PickledDict):
             return Dictionary("dict", value.items)
-        described = described_storage(value.persistent_id)
-        if described is None:
+        storage = parse_storage_id(value.persistent_id)
+        if storage is None:
             return value
-        kind, ref = described
+        kind, ref = storage
         record = self._records.get(ref.key)
         if record is None:
             raise InputError(
-                f"{self._where}: the storage {ref.key[:40]!r} is missing; the file is damaged, copy it again"
+                f"{self._subject}: the storage {ref.key[:40]!r} is missing; the file is damaged, copy it again"
             )
         if ref.numel < 0:  # of a dtype that ckptx does not know
             return Storage(kind, StorageRef(ref.key, None, record.nbytes), record)
         if record.nbytes != ref.nbytes:
             raise InputError(
-                f"{self._where}: the storage {ref.key[:40]!r} has {record.nbytes} bytes, and its description says "
+                f"{self._subject}: the storage {ref.key[:40]!r} has {record.nbytes} bytes, and its description says "
                 f"{ref.nbytes}; the file is damaged, copy it again"
             )
         return Storage(kind, ref, record)
 
-    def _made(self, made: CallResult) -> Any:
-        function = made.function
-        if made.kind == "call" and isinstance(function, GlobalName):
-            find = _FUNCTIONS.get(function)
-            found = None if find is None or made.keywords is not None else find(self, made)
-            return made if found is None else found
-        return made
+    def _normalize_call(self, call: CallResult) -> Any:
+        function = call.function
+        if call.kind == "call" and isinstance(function, GlobalName):
+            handler = _HANDLERS.get(function)
+            normalized = None if handler is None or call.keywords is not None else handler(self, call)
+            return call if normalized is None else normalized
+        return call
 
     # ----------------------------------------------------------------------------------------------------- Python
 
-    def _bytes(self, made: CallResult) -> Any:
-        if not made.arguments:
+    def _make_bytes(self, call: CallResult) -> Any:
+        if not call.arguments:
             return b""
-        if len(made.arguments) == 2 and made.arguments[1] == "latin1" and isinstance(made.arguments[0], str):
-            return _encoded(made.arguments[0])
+        if len(call.arguments) == 2 and call.arguments[1] == "latin1" and isinstance(call.arguments[0], str):
+            return _encode_latin1(call.arguments[0])
         return None
 
-    def _bytearray(self, made: CallResult) -> Any:
-        if not made.is_unchanged:
+    def _make_bytearray(self, call: CallResult) -> Any:
+        if not call.is_unchanged:
             return None
-        if not made.arguments:
+        if not call.arguments:
             return bytearray()
-        first = self.of(made.arguments[0])
-        if len(made.arguments) == 2 and made.arguments[1] == "latin-1" and isinstance(first, str):
-            first = _encoded(first)
-        elif len(made.arguments) != 1:
+        first = self.normalize(call.arguments[0])
+        if len(call.arguments) == 2 and call.arguments[1] == "latin-1" and isinstance(first, str):
+            first = _encode_latin1(first)
+        elif len(call.arguments) != 1:
             return None
         return bytearray(first) if type(first) is bytes else None
 
-    def _group(self, made: CallResult) -> Any:
-        items = made.arguments[0] if len(made.arguments) == 1 else None
-        if not made.is_unchanged or type(items) is not list:
+    def _make_set(self, call: CallResult) -> Any:
+        items = call.arguments[0] if len(call.arguments) == 1 else None
+        if not call.is_unchanged or type(items) is not list:
             return None
-        assert isinstance(made.function, GlobalName)
-        return PickledSet(made.function.name, items)
+        assert isinstance(call.function, GlobalName)
+        return PickledSet(call.function.name, items)
 
-    def _ordered_dict(self, made: CallResult) -> Any:
-        first = made.arguments[0] if len(made.arguments) == 1 else []
-        if len(made.arguments) > 1 or made.items or made.setters or not _is_pairs(first):
+    def _make_ordered_dict(self, call: CallResult) -> Any:
+        pairs = call.arguments[0] if len(call.arguments) == 1 else []
+        if len(call.arguments) > 1 or call.items or call.setters or not _is_pair_list(pairs):
             return None
-        items = [(each[0], each[1]) for each in first] + made.pairs
-        return Dictionary("dict", items, tuple(filter(None, map(self._attributes, made.states))))
+        items = [(each[0], each[1]) for each in pairs] + call.pairs
+        return Dictionary("dict", items, tuple(filter(None, map(self._strip_metadata, call.states))))
 
-    def _attributes(self, state: Any) -> Any:
+    def _strip_metadata(self, state: Any) -> Any:
         """The attributes of an ordered dict without the versions of modules, which torch adds to a state dict."""
         if not isinstance(state, PickledDict):
             return (state,)
-        rest = PickledDict()
-        rest.items = [(key, value) for key, value in state.items if key != "_metadata"]
-        return rest if rest.items else None
+        remaining = PickledDict()
+        remaining.items = [(key, value) for key, value in state.items if key != "_metadata"]
+        return remaining if remaining.items else None
 
-    def _default_dict(self, made: CallResult) -> Any:
-        if len(made.arguments) > 1 or made.items or made.setters:
+    def _make_default_dict(self, call: CallResult) -> Any:
+        if len(call.arguments) > 1 or call.items or call.setters:
             return None
-        return Dictionary("collections.defaultdict", made.pairs, (made.arguments, made.states))
+        return Dictionary("collections.defaultdict", call.pairs, (call.arguments, call.states))
 
-    def _reconstructed(self, made: CallResult) -> Any:
+    def _make_reconstructed(self, call: CallResult) -> Any:
         """An object at protocol 0 and 1, as later protocols write it."""
-        if len(made.arguments) != 3 or made.arguments[1:] != (GlobalName(_BUILTINS, "object"), None):
+        if len(call.arguments) != 3 or call.arguments[1:] != (GlobalName(_BUILTINS, "object"), None):
             return None
-        found = CallResult("new", made.arguments[0], ())
-        found.items, found.pairs, found.states, found.setters = made.items, made.pairs, made.states, made.setters
-        return found
+        modern_call = CallResult("new", call.arguments[0], ())
+        modern_call.items, modern_call.pairs, modern_call.states, modern_call.setters = (
+            call.items,
+            call.pairs,
+            call.states,
+            call.setters,
+        )
+        return modern_call
 
     # ------------------------------------------------------------------------------------------------------ torch
 
-    def _tensor_v2(self, made: CallResult) -> Any:
-        return self._tensor(made, None) if 6 <= len(made.arguments) <= 7 else None
+    def _make_tensor_v2(self, call: CallResult) -> Any:
+        return self._make_tensor(call, None) if 6 <= len(call.arguments) <= 7 else None
 
-    def _tensor_v3(self, made: CallResult) -> Any:
-        if not 7 <= len(made.arguments) <= 8 or not isinstance(made.arguments[6], GlobalName):
+    def _make_tensor_v3(self, call: CallResult) -> Any:
+        if not 7 <= len(call.arguments) <= 8 or not isinstance(call.arguments[6], GlobalName):
             return None
-        name = made.arguments[6]
-        return self._tensor(
-            made, DTYPES_BY_TORCH_NAME.get(name.name) if name.module == "torch" else None, has_dtype=True
+        name = call.arguments[6]
+        return self._make_tensor(call, DTYPES_BY_TORCH_NAME.get(name.name) if name.module == "torch" else None, has_dtype=True
         )
 
-    def _tensor(self, made: CallResult, dtype: DType | None, has_dtype: bool = False) -> Any:
-        storage, offset, shape, strides, requires_grad, hooks = made.arguments[:6]
-        shape, strides = self._sizes(shape), self._sizes(strides)
-        storage = self.of(storage)
-        if not made.is_unchanged or any(self._is_filled(each) for each in made.arguments[6 + has_dtype :]):
+    def _make_tensor(self, call: CallResult, dtype: DType | None, has_dtype: bool = False) -> Any:
+        storage, offset, shape, strides, requires_grad, hooks = call.arguments[:6]
+        shape, strides = self._parse_sizes(shape), self._parse_sizes(strides)
+        storage = self.normalize(storage)
+        if not call.is_unchanged or any(self._is_nonempty(each) for each in call.arguments[6 + has_dtype :]):
             return None
-        if not isinstance(storage, Storage) or not _is_count(offset) or shape is None or strides is None:
+        if not isinstance(storage, Storage) or not _is_nonnegative_int(offset) or shape is None or strides is None:
             return None
         dtype = dtype if has_dtype else storage.ref.dtype
         if dtype is None or type(requires_grad) is not bool or len(shape) != len(strides):
             return None
         if len(shape) > DIMS or shape_fault(shape) is not None:
             return None
-        if prod(shape) * dtype.itemsize > max(_SMALL, _EXPANDED * storage.ref.nbytes):
+        if prod(shape) * dtype.itemsize > max(_MAX_SMALL_TENSOR_BYTES, _MAX_EXPANSION * storage.ref.nbytes):
             return None
-        found = Tensor(TensorRef(storage.ref, dtype, offset, shape, strides, ()), storage, requires_grad=requires_grad)
-        return self._with(found, hooks)
+        tensor = Tensor(TensorRef(storage.ref, dtype, offset, shape, strides, ()), storage, requires_grad=requires_grad)
+        return self._add_attributes(tensor, hooks)
 
-    def _parameter(self, made: CallResult) -> Any:
-        if not 3 <= len(made.arguments) <= 4 or not made.is_unchanged:
+    def _make_parameter(self, call: CallResult) -> Any:
+        if not 3 <= len(call.arguments) <= 4 or not call.is_unchanged:
             return None
-        data, requires_grad, *attributes = made.arguments
-        data = self.of(data)
+        data, requires_grad, *attributes = call.arguments
+        data = self.normalize(data)
         if not isinstance(data, Tensor) or type(requires_grad) is not bool:
             return None
-        return self._with(replace(data, kind=_PARAMETER_TYPE, requires_grad=requires_grad), *attributes)
+        return self._add_attributes(replace(data, kind=_PARAMETER_TYPE, requires_grad=requires_grad), *attributes)
 
-    def _of_type(self, made: CallResult) -> Any:
+    def _make_tensor_subclass(self, call: CallResult) -> Any:
         """A tensor of a subclass, or with attributes."""
-        if len(made.arguments) != 4 or type(made.arguments[2]) is not tuple or not made.is_unchanged:
+        if len(call.arguments) != 4 or type(call.arguments[2]) is not tuple or not call.is_unchanged:
             return None
-        function, kind, arguments, state = made.arguments
-        inner = self.of(CallResult("call", function, arguments)) if isinstance(function, GlobalName) else None
-        if not isinstance(inner, Tensor) or not isinstance(kind, GlobalName):
+        function, kind, arguments, state = call.arguments
+        tensor = self.normalize(CallResult("call", function, arguments)) if isinstance(function, GlobalName) else None
+        if not isinstance(tensor, Tensor) or not isinstance(kind, GlobalName):
             return None
         name = _TENSOR_TYPE if kind == GlobalName("torch._tensor", "Tensor") else str(kind)
-        return self._with(replace(inner, kind=name), state)
+        return self._add_attributes(replace(tensor, kind=name), state)
 
-    def _with(self, tensor: Tensor, *attributes: Any) -> Tensor:
-        filled = tuple(each for each in attributes if self._is_filled(each))
-        return replace(tensor, attributes=(*tensor.attributes, *filled))
+    def _add_attributes(self, tensor: Tensor, *attributes: Any) -> Tensor:
+        nonempty = tuple(each for each in attributes if self._is_nonempty(each))
+        return replace(tensor, attributes=(*tensor.attributes, *nonempty))
 
-    def _is_filled(self, value: Any) -> bool:
+    def _is_nonempty(self, value: Any) -> bool:
         """False of None and of empty containers, as hooks and attributes mostly are."""
-        found = self.of(value)
-        if isinstance(found, Dictionary):
-            return bool(found.items or found.rest)
-        return not (found is None or (type(found) in (tuple, list) and not found))
+        normalized = self.normalize(value)
+        if isinstance(normalized, Dictionary):
+            return bool(normalized.items or normalized.attributes)
+        return not (normalized is None or (type(normalized) in (tuple, list) and not normalized))
 
-    def _sizes(self, value: Any) -> tuple[int, ...] | None:
+    def _parse_sizes(self, value: Any) -> tuple[int, ...] | None:
         if (
             isinstance(value, CallResult)
             and value.function == GlobalName("torch", "Size")
             and len(value.arguments) == 1
         ):
             value = value.arguments[0]
-        return value if type(value) is tuple and len(value) <= DIMS and all(map(_is_count, value)) else None
+        return value if type(value) is tuple and len(value) <= DIMS and all(map(_is_nonnegative_int, value)) else None
 
-    def _storage_in_bytes(self, made: CallResult) -> Any:
-        data = self.of(made.arguments[0]) if len(made.arguments) == 1 else None
-        return self._load_storage(data) if type(data) is bytes and made.is_unchanged else None
+    def _make_storage(self, call: CallResult) -> Any:
+        data = self.normalize(call.arguments[0]) if len(call.arguments) == 1 else None
+        return self._load_storage(data) if type(data) is bytes and call.is_unchanged else None
 
     # ------------------------------------------------------------------------------------------------------ numpy
 
-    def _array(self, made: CallResult) -> Any:
-        if len(made.states) != 1 or made.items or made.pairs or made.setters or len(made.arguments) != 3:
+    def _make_array(self, call: CallResult) -> Any:
+        if len(call.states) != 1 or call.items or call.pairs or call.setters or len(call.arguments) != 3:
             return None
-        state = made.states[0]
+        state = call.states[0]
         if type(state) is not tuple or len(state) != 5:
             return None
-        _, shape, dtype, is_fortran, content = state
-        content = self.of(content)
-        if type(content) is bytes:
-            content = _row_major(content, shape) if is_fortran is True else content
-        elif type(content) is not list or type(is_fortran) is not bool:
+        _, shape, dtype, is_fortran, elements = state
+        elements = self.normalize(elements)
+        if type(elements) is bytes:
+            elements = _to_row_major(elements, shape) if is_fortran is True else elements
+        elif type(elements) is not list or type(is_fortran) is not bool:
             return None
-        return None if content is None else self._native(Array(made.arguments[0], dtype, shape, content))
+        return None if elements is None else self._to_little_endian(Array(call.arguments[0], dtype, shape, elements))
 
-    def _array_of_buffer(self, made: CallResult) -> Any:
-        if len(made.arguments) != 4 or made.arguments[3] not in ("C", "F") or not made.is_unchanged:
+    def _make_array_from_buffer(self, call: CallResult) -> Any:
+        if len(call.arguments) != 4 or call.arguments[3] not in ("C", "F") or not call.is_unchanged:
             return None
-        content, dtype, shape, order = made.arguments
-        content = self.of(content)
-        if type(content) not in (bytes, bytearray):
+        elements, dtype, shape, order = call.arguments
+        elements = self.normalize(elements)
+        if type(elements) not in (bytes, bytearray):
             return None
-        content = _row_major(bytes(content), shape) if order == "F" else bytes(content)
-        return None if content is None else self._native(Array(GlobalName("numpy", "ndarray"), dtype, shape, content))
+        elements = _to_row_major(bytes(elements), shape) if order == "F" else bytes(elements)
+        return (
+            None
+            if elements is None
+            else self._to_little_endian(Array(GlobalName("numpy", "ndarray"), dtype, shape, elements))
+        )
 
-    def _native(self, array: Array) -> Array:
+    def _to_little_endian(self, array: Array) -> Array:
         """An array of numbers in big-endian order as numpy has it after loading: in little-endian order."""
-        dtype = self.of(array.dtype)
-        if not (isinstance(dtype, CallResult) and dtype.function == _DTYPE and type(array.content) is bytes):
+        dtype = self.normalize(array.dtype)
+        if not (isinstance(dtype, CallResult) and dtype.function == _DTYPE and type(array.elements) is bytes):
             return array
         code = dtype.arguments[0] if dtype.arguments else None
         state = dtype.states[0] if len(dtype.states) == 1 else None
         if type(code) is not str or type(state) is not tuple or len(state) < 2 or state[1] != ">":
             return array
-        found = _NUMBER.fullmatch(code)
-        width = (4 if found[1] == "U" else int(found[2]) // (2 if found[1] == "c" else 1)) if found else 0
-        if not width or len(array.content) % width:
+        match = _NUMERIC_DTYPE.fullmatch(code)
+        width = (4 if match[1] == "U" else int(match[2]) // (2 if match[1] == "c" else 1)) if match else 0
+        if not width or len(array.elements) % width:
             return array
-        swapped = np.frombuffer(array.content, "u1").reshape(-1, width)[:, ::-1].tobytes()
+        swapped = np.frombuffer(array.elements, "u1").reshape(-1, width)[:, ::-1].tobytes()
         native = CallResult(dtype.kind, dtype.function, dtype.arguments)
         native.states = [(state[0], "<", *state[2:])]
-        return replace(array, dtype=native, content=swapped)
+        return replace(array, dtype=native, elements=swapped)
 
 
-def described_storage(pid: Any) -> tuple[str, StorageRef] | None:
+def parse_storage_id(pid: Any) -> tuple[str, StorageRef] | None:
     """The class, and the description, of the storage that a persistent id of torch names; None where it names none.
 
     A storage of an unknown dtype has no length here.
@@ -351,7 +363,7 @@ def described_storage(pid: Any) -> tuple[str, StorageRef] | None:
     ):
         return None
     _, kind, key, _, numel = pid[:5]
-    if not (isinstance(kind, GlobalName) and type(key) is str and _is_count(numel)):
+    if not (isinstance(kind, GlobalName) and type(key) is str and _is_nonnegative_int(numel)):
         return None
     if kind.name == "UntypedStorage":  # which torch has as one of bytes after loading
         return "torch.ByteStorage", StorageRef(key, None, numel)
@@ -359,47 +371,47 @@ def described_storage(pid: Any) -> tuple[str, StorageRef] | None:
     return str(kind), StorageRef(key, dtype, numel if dtype else -1)
 
 
-def _is_count(value: Any) -> bool:
+def _is_nonnegative_int(value: Any) -> bool:
     return type(value) is int and 0 <= value < 1 << 63
 
 
-def _encoded(text: str) -> bytes | None:
+def _encode_latin1(text: str) -> bytes | None:
     try:
         return text.encode("latin-1")
     except UnicodeEncodeError:
         return None
 
 
-def _is_pairs(value: Any) -> bool:
+def _is_pair_list(value: Any) -> bool:
     return type(value) in (list, tuple) and all(type(each) in (list, tuple) and len(each) == 2 for each in value)
 
 
-def _row_major(content: bytes, shape: Any) -> bytes | None:
+def _to_row_major(data: bytes, shape: Any) -> bytes | None:
     """The elements of an array in Fortran order, in row-major order; None where they do not fit the shape."""
-    if type(shape) is not tuple or len(shape) > 32 or not all(map(_is_count, shape)):
+    if type(shape) is not tuple or len(shape) > 32 or not all(map(_is_nonnegative_int, shape)):
         return None
     count = prod(shape)
-    if not count or len(content) % count or not content:
-        return content if not count and not content else None
-    elements = np.frombuffer(content, f"V{len(content) // count}")
+    if not count or len(data) % count or not data:
+        return data if not count and not data else None
+    elements = np.frombuffer(data, f"V{len(data) // count}")
     return elements.reshape(shape, order="F").tobytes(order="C")
 
 
-_FUNCTIONS: dict[GlobalName, Callable[[Kinds, CallResult], Any]] = {
-    GlobalName("_codecs", "encode"): Kinds._bytes,
-    GlobalName(_BUILTINS, "bytes"): Kinds._bytes,
-    GlobalName(_BUILTINS, "bytearray"): Kinds._bytearray,
-    GlobalName(_BUILTINS, "set"): Kinds._group,
-    GlobalName(_BUILTINS, "frozenset"): Kinds._group,
-    GlobalName("collections", "OrderedDict"): Kinds._ordered_dict,
-    GlobalName("collections", "defaultdict"): Kinds._default_dict,
-    GlobalName("copyreg", "_reconstructor"): Kinds._reconstructed,
-    GlobalName("torch._utils", "_rebuild_tensor_v2"): Kinds._tensor_v2,
-    GlobalName("torch._utils", "_rebuild_tensor_v3"): Kinds._tensor_v3,
-    GlobalName("torch._utils", "_rebuild_parameter"): Kinds._parameter,
-    GlobalName("torch._utils", "_rebuild_parameter_with_state"): Kinds._parameter,
-    GlobalName("torch._tensor", "_rebuild_from_type_v2"): Kinds._of_type,
-    GlobalName("torch.storage", "_load_from_bytes"): Kinds._storage_in_bytes,
-    **{GlobalName(module, "_reconstruct"): Kinds._array for module in _ARRAY_MODULES},
-    **{GlobalName(module, "_frombuffer"): Kinds._array_of_buffer for module in _BUFFER_MODULES},
+_HANDLERS: dict[GlobalName, Callable[[PickleNormalizer, CallResult], Any]] = {
+    GlobalName("_codecs", "encode"): PickleNormalizer._make_bytes,
+    GlobalName(_BUILTINS, "bytes"): PickleNormalizer._make_bytes,
+    GlobalName(_BUILTINS, "bytearray"): PickleNormalizer._make_bytearray,
+    GlobalName(_BUILTINS, "set"): PickleNormalizer._make_set,
+    GlobalName(_BUILTINS, "frozenset"): PickleNormalizer._make_set,
+    GlobalName("collections", "OrderedDict"): PickleNormalizer._make_ordered_dict,
+    GlobalName("collections", "defaultdict"): PickleNormalizer._make_default_dict,
+    GlobalName("copyreg", "_reconstructor"): PickleNormalizer._make_reconstructed,
+    GlobalName("torch._utils", "_rebuild_tensor_v2"): PickleNormalizer._make_tensor_v2,
+    GlobalName("torch._utils", "_rebuild_tensor_v3"): PickleNormalizer._make_tensor_v3,
+    GlobalName("torch._utils", "_rebuild_parameter"): PickleNormalizer._make_parameter,
+    GlobalName("torch._utils", "_rebuild_parameter_with_state"): PickleNormalizer._make_parameter,
+    GlobalName("torch._tensor", "_rebuild_from_type_v2"): PickleNormalizer._make_tensor_subclass,
+    GlobalName("torch.storage", "_load_from_bytes"): PickleNormalizer._make_storage,
+    **{GlobalName(module, "_reconstruct"): PickleNormalizer._make_array for module in _ARRAY_MODULES},
+    **{GlobalName(module, "_frombuffer"): PickleNormalizer._make_array_from_buffer for module in _BUFFER_MODULES},
 }

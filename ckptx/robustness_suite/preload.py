@@ -7,7 +7,7 @@ pages that they would share; so it is not searched, neither now nor after a task
 import gc
 import importlib
 
-_NEEDED = (
+_MODULES = (
     "torch.distributed.checkpoint",
     "torch.distributed.fsdp",
     "torch.distributed.tensor.parallel",
@@ -17,7 +17,7 @@ _NEEDED = (
 
 gc.disable()
 try:
-    for name in _NEEDED:
+    for name in _MODULES:
         importlib.import_module(name)
 finally:
     gc.freeze()

@@ -36,11 +36,11 @@ from ckptx.robustness_suite.short_sockets import shorten_socket_paths
 
 _PRELOAD = "ckptx.robustness_suite.preload"
 _TASKS = "ckptx.robustness_suite.tasks"
-_CONSTANT = 64  # bytes of a tensor that a module keeps for itself, such as a number
-_worlds = itertools.count()  # of all `Ranks`: under torchrun they meet in one store, which forgets no address
-_GRACE = 30.0  # seconds that the others get to end once a rank has failed or died
-_IDLE = 0.5  # seconds in which a rank that has nothing to do ends when it is closed
-_PATIENCE = 1.0  # seconds in which the threads of a group that was ended are gone
+_MAX_CONSTANT_BYTES = 64  # bytes of a tensor that a module keeps for itself, such as a number
+_world_numbers = itertools.count()  # of all `Ranks`: under torchrun they meet in one store, which forgets no address
+_FAILURE_GRACE_SECONDS = 30.0  # seconds that the others get to end once a rank has failed or died
+_CLOSE_SECONDS = 0.5  # seconds in which a rank that has nothing to do ends when it is closed
+_THREAD_END_SECONDS = 1.0  # seconds in which the threads of a group that was ended are gone
 
 
 class LeakedMemory(NamedTuple):
@@ -63,16 +63,16 @@ class TaskResult:
 
     Attributes:
         value: Return value of the task.
-        residue: Memory and threads after the task.
-        died: Signal that ended the process; None if it is alive.
+        memory: Memory and threads after the task.
+        end_signal: Signal that ended the process; None if it is alive.
     """
 
     value: Any = None
-    residue: LeakedMemory | None = None
-    died: int | None = None
+    memory: LeakedMemory | None = None
+    end_signal: int | None = None
 
 
-class Settings(NamedTuple):
+class RankSettings(NamedTuple):
     """Settings of a rank, sent when it starts.
 
     Attributes:
@@ -94,7 +94,12 @@ class Ranks:
     """Ranks of this machine, or under torchrun the one rank below this process."""
 
     def __init__(
-        self, *, device: str = "auto", backend: str = "auto", gpu_memory: int | None = None, is_fresh: bool = False
+        self,
+        *,
+        device: str = "auto",
+        backend: str = "auto",
+        gpu_memory: int | None = None,
+        uses_new_interpreters: bool = False,
     ) -> None:
         """Prepare ranks, which start with the first task.
 
@@ -102,13 +107,13 @@ class Ranks:
             device: "auto", "cpu" or "cuda".
             backend: "auto", "gloo" or "nccl".
             gpu_memory: Limit of GPU memory of a rank in bytes; None for no limit.
-            is_fresh: True to start each rank as a new interpreter instead of forking it.
+            uses_new_interpreters: True to start each rank as a new interpreter instead of forking it.
         """
-        self._is_fresh = is_fresh
+        self._uses_new_interpreters = uses_new_interpreters
         self._workers: dict[int, Worker] = {}
         self._peaks = [0]  # shared with those that `fresh` gives
         self._directory = tempfile.TemporaryDirectory(prefix="ckptx-ranks-")
-        self._settings = Settings(device, backend, gpu_memory, self._directory.name, is_launched())
+        self._settings = RankSettings(device, backend, gpu_memory, self._directory.name, is_launched())
 
     def run(
         self, task: str | Callable[..., Any], *args: Any, world_size: int, may_die: bool = False
@@ -126,25 +131,25 @@ class Ranks:
             CkptxError: A rank raised it.
             PeerFailure: A rank died.
         """
-        here = [int(os.environ["RANK"])] if self._settings.is_launched else list(range(world_size))
-        world = next(_worlds)
-        for rank in here:
+        local_ranks = [int(os.environ["RANK"])] if self._settings.is_launched else list(range(world_size))
+        world = next(_world_numbers)
+        for rank in local_ranks:
             if rank not in self._workers or not self._workers[rank].is_alive:
                 self._workers[rank] = self._start(rank)
         call = pickle.dumps((task, args, world_size, world))
-        for rank in here:
+        for rank in local_ranks:
             self._workers[rank].pipe.send_bytes(call)
-        answers = self._answers(here)
-        failed = {rank: each for rank, each in answers.items() if isinstance(each, BaseException)}
-        died = {rank: each.signal for rank, each in failed.items() if isinstance(each, _RankKilled)}
-        if failed:
-            self._stop(here)
-        is_expected = may_die and (died or self._settings.is_launched)  # it may be the rank of another process
-        if failed and not is_expected:
-            raise _first(failed)
+        results = self._collect_results(local_ranks)
+        errors = {rank: each for rank, each in results.items() if isinstance(each, BaseException)}
+        signals = {rank: each.signal for rank, each in errors.items() if isinstance(each, _RankKilled)}
+        if errors:
+            self._stop(local_ranks)
+        is_expected = may_die and (signals or self._settings.is_launched)  # it may be the rank of another process
+        if errors and not is_expected:
+            raise _first_error(errors)
         return {
-            rank: each if isinstance(each, TaskResult) else TaskResult(died=died.get(rank))
-            for rank, each in answers.items()
+            rank: each if isinstance(each, TaskResult) else TaskResult(end_signal=signals.get(rank))
+            for rank, each in results.items()
         }
 
     def run_in_subprocess(self, function: Callable[..., Any], *args: Any) -> Any:
@@ -158,15 +163,17 @@ class Ranks:
             CkptxError: The function raised it.
             Defect: The function raised another error, or its process died.
         """
-        with _inherited():
+        with _inherited_environment():
             return in_child(function, *args, context=_fork_server())
 
-    def fresh(self) -> Ranks:
+    def with_new_interpreters(self) -> Ranks:
         """Return ranks with the same settings in new interpreters, none of which is started yet."""
         settings = self._settings
-        found = Ranks(device=settings.device, backend=settings.backend, gpu_memory=settings.gpu_memory, is_fresh=True)
-        found._peaks = self._peaks
-        return found
+        ranks = Ranks(
+            device=settings.device, backend=settings.backend, gpu_memory=settings.gpu_memory, uses_new_interpreters=True
+        )
+        ranks._peaks = self._peaks
+        return ranks
 
     @property
     def peak_rss(self) -> int:
@@ -178,7 +185,7 @@ class Ranks:
         """Return True if a launcher started this process and others, each with a rank of its own."""
         return self._settings.is_launched
 
-    def can_have(self, world_size: int) -> bool:
+    def supports_world_size(self, world_size: int) -> bool:
         """Return True if this number of ranks is possible: under torchrun, only that of torchrun."""
         return launched_world_size() in (None, world_size)
 
@@ -194,37 +201,39 @@ class Ranks:
         self.close()
 
     def _start(self, rank: int) -> Worker:
-        with _inherited():
+        with _inherited_environment():
             with _block_sigint():
-                context = multiprocessing.get_context("spawn") if self._is_fresh else _fork_server()
+                context = multiprocessing.get_context("spawn") if self._uses_new_interpreters else _fork_server()
             with (
-                _block_sigint() if self._is_fresh else nullcontext()
+                _block_sigint() if self._uses_new_interpreters else nullcontext()
             ):  # a fork waits until the preload process has imported
-                return Worker(context, _work, rank, self._settings, name=f"ckptx-rank-{rank}", daemon=True)
+                return Worker(context, _run_rank, rank, self._settings, name=f"ckptx-rank-{rank}", daemon=True)
 
-    def _answers(self, ranks: Sequence[int]) -> dict[int, TaskResult | BaseException]:
+    def _collect_results(self, ranks: Sequence[int]) -> dict[int, TaskResult | BaseException]:
         """Return what each rank sent, or why it failed; when one has failed the others have a while."""
-        waiting: dict[Any, int] = {self._workers[rank].pipe: rank for rank in ranks}
-        found: dict[int, TaskResult | BaseException] = {}
-        while waiting and not any(
-            isinstance(each, _RankKilled) for each in found.values()
+        pending: dict[Any, int] = {self._workers[rank].pipe: rank for rank in ranks}
+        results: dict[int, TaskResult | BaseException] = {}
+        while pending and not any(
+            isinstance(each, _RankKilled) for each in results.values()
         ):  # others only say that it died
-            is_failing = any(isinstance(each, BaseException) for each in found.values())
-            ready = wait(list(waiting), _GRACE if is_failing else None)
+            is_failing = any(isinstance(each, BaseException) for each in results.values())
+            ready = wait(list(pending), _FAILURE_GRACE_SECONDS if is_failing else None)
             for pipe in ready:
-                rank = waiting.pop(pipe)
-                found[rank] = self._answer(rank)
+                rank = pending.pop(pipe)
+                results[rank] = self._receive_result(rank)
             if not ready:
                 break
-        for rank in waiting.values():
-            found[rank] = PeerFailure(f"rank {rank}: did not answer after another rank had ended", 7, is_reported=False)
-        return found
+        for rank in pending.values():
+            results[rank] = PeerFailure(
+                f"rank {rank}: did not answer after another rank had ended", 7, is_reported=False
+            )
+        return results
 
-    def _answer(self, rank: int) -> TaskResult | BaseException:
+    def _receive_result(self, rank: int) -> TaskResult | BaseException:
         worker = self._workers[rank]
         try:
-            value, residue = worker.answer()
-            return TaskResult(pickle.loads(value), residue)
+            value, memory = worker.answer()
+            return TaskResult(pickle.loads(value), memory)
         except WorkerDied as died:
             if died.code is not None and died.code < 0:
                 return _RankKilled(rank, -died.code)
@@ -241,7 +250,7 @@ class Ranks:
             worker = self._workers.pop(rank, None)
             if worker is not None:
                 self._peaks[:] = [max(self.peak_rss, worker.peak_rss)]
-                worker.end(_IDLE)
+                worker.end(_CLOSE_SECONDS)
 
 
 class _RankKilled(PeerFailure):
@@ -253,9 +262,9 @@ class _RankKilled(PeerFailure):
         self.signal = signal
 
 
-def _first(failed: Mapping[int, BaseException]) -> BaseException:
+def _first_error(failures: Mapping[int, BaseException]) -> BaseException:
     """Return the error to raise: that of a rank that failed on its own, before those of ranks that lost a peer."""
-    errors = [failed[rank] for rank in sorted(failed)]
+    errors = [failures[rank] for rank in sorted(failures)]
     return min(errors, key=lambda each: (not isinstance(each, _RankKilled), isinstance(each, PeerFailure)))
 
 
@@ -283,11 +292,11 @@ def _fork_server() -> Any:
 
 
 @contextmanager
-def _inherited() -> Iterator[None]:
+def _inherited_environment() -> Iterator[None]:
     """Set what preload process and ranks inherit: no main module, and one thread each unless that is set already."""
-    given = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-    missing = [name for name in given if name not in os.environ]
-    os.environ.update({name: given[name] for name in missing})
+    variables = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    missing = [name for name in variables if name not in os.environ]
+    os.environ.update({name: variables[name] for name in missing})
     try:
         with hide_main_module():
             yield
@@ -299,7 +308,7 @@ def _inherited() -> Iterator[None]:
 # ---------------------------------------------------------------------------------------------- in a rank
 
 
-def _work(pipe: Connection, rank: int, settings: Settings) -> None:
+def _run_rank(pipe: Connection, rank: int, settings: RankSettings) -> None:
     """Run tasks until the pipe is closed."""
     importlib.import_module(_PRELOAD)  # is there already but in an interpreter of its own
     from transformers.utils import logging
@@ -311,28 +320,28 @@ def _work(pipe: Connection, rank: int, settings: Settings) -> None:
             call = pipe.recv_bytes()
         except (EOFError, OSError):
             return
-        if not reply(pipe, _done, call, rank, settings):  # another rank has ended meanwhile
+        if not reply(pipe, _run_task, call, rank, settings):  # another rank has ended meanwhile
             return
 
 
-def _done(call: bytes, rank: int, settings: Settings) -> tuple[bytes, LeakedMemory]:
+def _run_task(call: bytes, rank: int, settings: RankSettings) -> tuple[bytes, LeakedMemory]:
     """Run one task in its own process group; return the pickled result, and memory and threads after it."""
     from ckptx.runtime.parallel.distributed import process_group, report_failure_to_peers
 
     task, args, world_size, world = pickle.loads(call)
     if not settings.is_launched:
         os.environ.update(rank_variables(rank, world_size))
-    store = _store(settings, rank, world, world_size)
+    store = _open_store(settings, rank, world, world_size)
     if isinstance(task, str):
         task = getattr(importlib.import_module(_TASKS), task)
-    with process_group(settings.device, settings.backend, store) as place, report_failure_to_peers():
-        _limit_gpu_memory(settings, place.device)
-        result = pickle.dumps(task(place, *args))
-    del args, place, store
-    return result, _residue()
+    with process_group(settings.device, settings.backend, store) as rank_context, report_failure_to_peers():
+        _limit_gpu_memory(settings, rank_context.device)
+        result = pickle.dumps(task(rank_context, *args))
+    del args, rank_context, store
+    return result, _measure_memory()
 
 
-def _limit_gpu_memory(settings: Settings, device: Any) -> None:
+def _limit_gpu_memory(settings: RankSettings, device: Any) -> None:
     """Limit the GPU memory of a rank."""
     if settings.gpu_memory is None:
         return
@@ -340,25 +349,25 @@ def _limit_gpu_memory(settings: Settings, device: Any) -> None:
         return
     import torch
 
-    every = torch.cuda.get_device_properties(device).total_memory
-    torch.cuda.set_per_process_memory_fraction(min(1.0, settings.gpu_memory / every), device)
+    total_memory = torch.cuda.get_device_properties(device).total_memory
+    torch.cuda.set_per_process_memory_fraction(min(1.0, settings.gpu_memory / total_memory), device)
 
 
-def _store(settings: Settings, rank: int, world: int, world_size: int) -> Any:
+def _open_store(settings: RankSettings, rank: int, world: int, world_size: int) -> Any:
     """Return the store of a process group: a file, or that of the launcher with a prefix of its own."""
     import torch.distributed as dist
 
     if not settings.is_launched:
         return dist.FileStore(str(Path(settings.directory, f"world-{world}")), world_size)
     store = open_store(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), rank, f"world-{world}")
-    _opened[:] = [store]
+    _last_store[:] = [store]
     return store
 
 
-_opened: list[Any] = []  # the last store: the one of rank 0, where no agent has one, serves until the next is there
+_last_store: list[Any] = []  # the last store: the one of rank 0, where no agent has one, serves until the next is there
 
 
-def _residue() -> LeakedMemory:
+def _measure_memory() -> LeakedMemory:
     """Measure live tensors, parameters and threads of this process after a garbage collection."""
     import torch
 
@@ -370,29 +379,29 @@ def _residue() -> LeakedMemory:
     storages: dict[int, int] = {}
     for each in iter_live_tensors(alive):
         storage = each.untyped_storage()
-        if storage.nbytes() > _CONSTANT:
+        if storage.nbytes() > _MAX_CONSTANT_BYTES:
             storages[storage_key(storage)] = storage.nbytes()
     parameters = sum(issubclass(type(each), torch.nn.Parameter) for each in alive)
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         torch.cuda.empty_cache()
-    return LeakedMemory(sum(storages.values()), parameters, _threads())
+    return LeakedMemory(sum(storages.values()), parameters, _count_threads())
 
 
-_threads_before: list[int] = []  # the fewest that this process has had after a task
+_min_threads: list[int] = []  # the fewest that this process has had after a task
 
 
-def _threads() -> int:
+def _count_threads() -> int:
     """Count threads, after waiting for those of a destroyed process group to end."""
-    until = time.monotonic() + _PATIENCE
-    found = _listed_threads()
-    while _threads_before and found > _threads_before[0] and time.monotonic() < until:
+    deadline = time.monotonic() + _THREAD_END_SECONDS
+    count = _read_thread_count()
+    while _min_threads and count > _min_threads[0] and time.monotonic() < deadline:
         time.sleep(0.01)
-        found = _listed_threads()
-    _threads_before[:] = [min([found, *_threads_before])]
-    return found
+        count = _read_thread_count()
+    _min_threads[:] = [min([count, *_min_threads])]
+    return count
 
 
-def _listed_threads() -> int:
+def _read_thread_count() -> int:
     try:
         return len(os.listdir("/proc/self/task"))
     except OSError:

@@ -21,8 +21,8 @@ from ckptx.errors import CkptxError, InputError
 from ckptx.robustness_suite.oracles import Difference, Verdict
 from ckptx.storage.files import open_regular
 
-_PIECE = 1 << 20
-_MOST = 1_000_000  # names in one folder of a run
+_BLOCK_BYTES = 1 << 20
+_MAX_FILES = 1_000_000  # names in one folder of a run
 _UNCHANGED = "unchanged"
 
 
@@ -31,11 +31,11 @@ class _FileState(NamedTuple):
 
     Attributes:
         content: Its kind, with the digest of a file or the target of a link.
-        state: Result of `stat` when the content of a file was read; None for folders and links.
+        stat_fields: Result of `stat` when the content of a file was read; None for folders and links.
     """
 
     content: str
-    state: tuple[int, ...] | None = None
+    stat_fields: tuple[int, ...] | None = None
 
 
 class RunFiles(NamedTuple):
@@ -43,107 +43,124 @@ class RunFiles(NamedTuple):
 
     Attributes:
         root: The folder of the run.
-        seen: The entry under each name below it, with "/" between folders. What a link leads to out of the folder has a
-            name that begins with that of the link.
+        entries: Path relative to the folder, with "/" -> its state. A path outside the folder that a link leads to is
+            listed below the path of the link.
     """
 
     root: Path
-    seen: Mapping[str, _FileState]
+    entries: Mapping[str, _FileState]
 
 
-def snapshot(root: Path, followed: Iterable[Path] = (), known: RunFiles | None = None) -> RunFiles:
+def take_snapshot(root: Path, followed_paths: Iterable[Path] = (), previous: RunFiles | None = None) -> RunFiles:
     """Digest everything below a folder.
 
     Args:
         root: The folder of a run.
-        followed: Places in it whose links are followed as readers of checkpoints follow them: a checkpoint may be a
-            link to a folder elsewhere. Other links are compared by where they lead, and nothing is read there.
-        known: An earlier snapshot: a file with the same identity, size and times as then is not read again. Leave it
+        followed_paths: Places in it whose links are followed as readers of checkpoints follow them: a checkpoint may be
+            a link to a folder elsewhere. Other links are compared by where they lead, and nothing is read there.
+        previous: An earlier snapshot: a file with the same identity, size and times as then is not read again. Leave it
             out where a program that nobody knows has run: what writes through shared memory can leave the times alone.
 
     Raises:
         InputError: There are too many files.
     """
-    seen: dict[str, _FileState] = {}
-    places = [os.fspath(each) for each in followed]
-    waiting = [("", os.fspath(root), frozenset({_real(os.fspath(root))}))]
-    while waiting:
-        name, path, above = waiting.pop()
-        for below, found in _entries(path):
-            label = f"{name}/{below}" if name else below
-            seen[label] = _look(found, known.seen.get(label) if known is not None else None)
-            real = _real(found)
-            is_followed = any(found == each or found.startswith(f"{each}/") for each in places)
-            if os.path.islink(found) and is_followed and os.path.isfile(found):
-                seen[f"{label}/."] = _look(real, None)
-            if os.path.isdir(found) and (is_followed or not os.path.islink(found)) and real not in above:
-                waiting.append((label, found, above | {real}))
-        if len(seen) > _MOST:
-            raise InputError(f"{root}: more than {_MOST:,} files; the folder of a run must hold what that run writes")
-    return RunFiles(root, seen)
-
-
-def changes(before: RunFiles, after: RunFiles) -> Verdict:
-    """Return the verdict of the oracle `reference` on all names below a folder: changed, deleted or renamed."""
-    gone = {name: before.seen[name].content for name in before.seen if name not in after.seen}
-    new = {name: after.seen[name].content for name in after.seen if name not in before.seen}
-    differences = []
-    for name in sorted(before.seen.keys() | after.seen.keys()):
-        if name in gone:
-            moved = next(
-                (each for each, content in new.items() if content == gone[name] and content.startswith("file ")), None
+    entries: dict[str, _FileState] = {}
+    followed_names = [os.fspath(each) for each in followed_paths]
+    pending = [("", os.fspath(root), frozenset({_real_path(os.fspath(root))}))]
+    while pending:
+        name, path, ancestors = pending.pop()
+        for entry_name, entry_path in _list_folder(path):
+            label = f"{name}/{entry_name}" if name else entry_name
+            entries[label] = _read_state(entry_path, previous.entries.get(label) if previous is not None else None)
+            real_path = _real_path(entry_path)
+            is_followed = any(entry_path == each or entry_path.startswith(f"{each}/") for each in followed_names)
+            if os.path.islink(entry_path) and is_followed and os.path.isfile(entry_path):
+                entries[f"{label}/."] = _read_state(real_path, None)
+            if (
+                os.path.isdir(entry_path)
+                and (is_followed or not os.path.islink(entry_path))
+                and real_path not in ancestors
+            ):
+                pending.append((label, entry_path, ancestors | {real_path}))
+        if len(entries) > _MAX_FILES:
+            raise InputError(
+                f"{root}: more than {_MAX_FILES:,} files; the folder of a run must hold what that run writes"
             )
-            differences.append(_changed(name, "was deleted" if moved is None else f"was renamed to {moved}"))
-        elif name in new:
+    return RunFiles(root, entries)
+
+
+def compare_snapshots(before: RunFiles, after: RunFiles) -> Verdict:
+    """Return the verdict of the oracle `reference` on all names below a folder: changed, deleted or renamed."""
+    deleted = {name: before.entries[name].content for name in before.entries if name not in after.entries}
+    added = {name: after.entries[name].content for name in after.entries if name not in before.entries}
+    differences = []
+    for name in sorted(before.entries.keys() | after.entries.keys()):
+        if name in deleted:
+            new_name = next(
+                (each for each, content in added.items() if content == deleted[name] and content.startswith("file ")),
+                None,
+            )
+            differences.append(
+                _change_difference(name, "was deleted" if new_name is None else f"was renamed to {new_name}")
+            )
+        elif name in added:
             differences.append(Difference("reference", name, None, None, "was added"))
-        elif before.seen[name].content != after.seen[name].content:
-            differences.append(_changed(name, _became(before.seen[name].content, after.seen[name].content)))
-    return Verdict("reference", len(before.seen.keys() | after.seen.keys()), differences)
+        elif before.entries[name].content != after.entries[name].content:
+            differences.append(
+                _change_difference(name, _change_text(before.entries[name].content, after.entries[name].content))
+            )
+    return Verdict("reference", len(before.entries.keys() | after.entries.keys()), differences)
 
 
-def _changed(name: str, how: str) -> Difference:
-    return Difference("reference", name, None, _UNCHANGED, how)
+def _change_difference(name: str, change: str) -> Difference:
+    return Difference("reference", name, None, _UNCHANGED, change)
 
 
-def _became(before: str, after: str) -> str:
+def _change_text(before: str, after: str) -> str:
     kind = after.partition(" ")[0]
     if kind != before.partition(" ")[0]:
         return f"became a {kind}"
     return f"leads to {after.partition(' ')[2]}" if kind == "link" else "has other contents"
 
 
-def _entries(folder: str) -> Iterator[tuple[str, str]]:
+def _list_folder(folder: str) -> Iterator[tuple[str, str]]:
     with suppress(OSError), os.scandir(folder) as entries:  # who reads a checkpoint says what cannot be read
         yield from sorted((each.name, each.path) for each in entries)
 
 
-def _real(path: str) -> str:
+def _real_path(path: str) -> str:
     return os.path.realpath(path)
 
 
-def _look(path: str, known: _FileState | None) -> _FileState:
+def _read_state(path: str, previous: _FileState | None) -> _FileState:
     try:
-        found = os.lstat(path)
-        if stat.S_ISLNK(found.st_mode):
+        file_stat = os.lstat(path)
+        if stat.S_ISLNK(file_stat.st_mode):
             return _FileState(f"link {os.readlink(path)}")
-        if stat.S_ISDIR(found.st_mode):
+        if stat.S_ISDIR(file_stat.st_mode):
             return _FileState("folder")
-        if not stat.S_ISREG(found.st_mode):
+        if not stat.S_ISREG(file_stat.st_mode):
             return _FileState("special file")
-        state = (found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
-        if known is not None and known.state == state:
-            return known
-        return _FileState(f"file sha256 {_digest(path)}", state)
+        stat_fields = (
+            file_stat.st_dev,
+            file_stat.st_ino,
+            file_stat.st_size,
+            file_stat.st_mtime_ns,
+            file_stat.st_ctime_ns,
+        )
+        if previous is not None and previous.stat_fields == stat_fields:
+            return previous
+        return _FileState(f"file sha256 {_file_digest(path)}", stat_fields)
     except (OSError, CkptxError) as error:  # gone since its folder was listed, or not for this user
         return _FileState(f"unreadable {type(error).__name__}")
 
 
-def _digest(path: str) -> str:
+def _file_digest(path: str) -> str:
     digest = hashlib.sha256()
     descriptor = open_regular(Path(path))
     try:
-        while piece := os.read(descriptor, _PIECE):
-            digest.update(piece)
+        while block := os.read(descriptor, _BLOCK_BYTES):
+            digest.update(block)
     finally:
         os.close(descriptor)
     return digest.hexdigest()

@@ -18,8 +18,8 @@ from ckptx.report.environment import environment
 from ckptx.report.numbers import peak_of_processes
 from ckptx.report.report import Log, Stopwatch
 from ckptx.report.robustness_words import first_cause
-from ckptx.robustness_suite.judge import Judge
-from ckptx.robustness_suite.memory import Memory, forecast_memory, with_measured
+from ckptx.robustness_suite.judge import ReportBuilder
+from ckptx.robustness_suite.memory import StepMemory, add_measurement, forecast_memory
 from ckptx.robustness_suite.oracles import Difference, Verdict
 from ckptx.robustness_suite.phases import Phase, select_phases
 from ckptx.robustness_suite.ranks import LeakedMemory, Ranks
@@ -38,61 +38,61 @@ def robustness(options: RobustnessOptions) -> RobustnessReport:
         CkptxError: As `ckptx.robustness` does.
     """
     stopwatch, log = Stopwatch(), options.log or Log()
-    phases, inject, settings, on_phase = options.phases, options.inject, options.settings, options.on_phase
+    phases, fault_name, settings, on_phase = options.phases, options.inject, options.settings, options.on_phase
     device, backend, memory = options.device, options.backend, options.gpu_bytes
     path = find_recipe(options.recipe)
-    read = read_recipe(path, settings, launched_world_size())
-    log(read)
-    wanted = select_phases(phases)
-    planted = InjectedFault()
-    if inject is not None:
+    recipe = read_recipe(path, settings, launched_world_size())
+    log(recipe)
+    selected = select_phases(phases)
+    injection = InjectedFault()
+    if fault_name is not None:
         from ckptx.robustness_suite.faults import find_fault  # imported only if a fault is injected
 
-        fault = find_fault(inject, read)
-        planted = fault.planted
+        fault = find_fault(fault_name, recipe)
+        injection = fault.injection
         if phases is None:
-            wanted = [each for each in wanted if each.number == fault.phase]
-    if read.train is not None:
-        _check_external_options(read, phases, inject)
+            selected = [each for each in selected if each.number == fault.phase]
+    if recipe.train is not None:
+        _check_external_options(recipe, phases, fault_name)
     else:
-        _check_save_at(read)
-    folder, is_mine = _folder(options.out)
-    mine = folder
+        _check_save_at(recipe)
+    folder, is_temporary = _prepare_output(options.out)
+    created_folder = folder
     try:
-        report = _report(read, path, settings, inject, folder)
+        report = _initial_report(recipe, path, settings, fault_name, folder)
         report = replace(report, environment=environment(device=device, backend=backend))
-        if read.train is not None:
-            report = _run_external(report, read, path, log, on_phase)
+        if recipe.train is not None:
+            report = _run_external(report, recipe, path, log, on_phase)
         else:
             with Ranks(device=device, backend=backend, gpu_memory=memory) as ranks:
                 session = Session(
-                    recipe=read,
+                    recipe=recipe,
                     source=folder / "source",
                     out=folder,
                     ranks=ranks,
                     is_exact=True,
                     log=log,
-                    planted=planted,
+                    injection=injection,
                 )
                 if ranks.is_launched:  # all ranks use the temporary folder of rank 0
-                    folder = session.out = session.run_task("agreed", folder)
+                    folder = session.out = session.run_task("broadcast", folder)
                     report = replace(report, output_dir=str(folder))
                 on_phase(report)
-                session.source, session.devices = session.run_task("prepared", read, folder / "source")
+                session.source, session.devices = session.run_task("prepare", recipe, folder / "source")
                 session.is_exact = session.devices is None
                 forecast = forecast_memory(session, memory)
-                report = _run(report, session, wanted, forecast, on_phase)
+                report = _run_phases(report, session, selected, forecast, on_phase)
                 if ranks.is_launched:
-                    session.run_task("agreed", None)  # wait until all ranks have finished reading
+                    session.run_task("broadcast", None)  # wait until all ranks have finished reading
             report = replace(report, **peak_of_processes([ranks.peak_rss], are_ranks=True))
     except BaseException as error:  # there is no report
-        stays = read.train is not None and isinstance(error, CkptxError)  # keep the output of the command
-        if is_mine and not (stays and any(mine.iterdir())):
-            shutil.rmtree(mine, ignore_errors=True)
-        elif not is_mine and folder.is_dir() and not any(folder.iterdir()):
+        keeps_output = recipe.train is not None and isinstance(error, CkptxError)  # keep the output of the command
+        if is_temporary and not (keeps_output and any(created_folder.iterdir())):
+            shutil.rmtree(created_folder, ignore_errors=True)
+        elif not is_temporary and folder.is_dir() and not any(folder.iterdir()):
             folder.rmdir()
         raise
-    if is_mine and not report.exit:
+    if is_temporary and not report.exit:
         shutil.rmtree(folder, ignore_errors=True)
         report = replace(report, output_dir="")
     return stopwatch.stop(replace(report, warnings=log.notes, cause=first_cause(report)))
@@ -112,13 +112,13 @@ def _check_save_at(recipe: Recipe) -> None:
         )
 
 
-def _check_external_options(recipe: Recipe, phases: str | None, inject: str | None) -> None:
+def _check_external_options(recipe: Recipe, phases: str | None, fault_name: str | None) -> None:
     """Refuse options that do not apply to a custom trainer.
 
     Raises:
         UsageError: Such an option is set, or torchrun launched this process.
     """
-    for option, value in (("--phases", phases), ("--inject", inject)):
+    for option, value in (("--phases", phases), ("--inject", fault_name)):
         if value is not None:
             raise UsageError(f"{option} does not apply to {recipe.name}, whose trainer is a command; leave it out")
     if is_launched():
@@ -133,75 +133,75 @@ def _run_external(
 
     assert recipe.train is not None
     report = replace(report, trainer=recipe.train.command, layout={})
-    found = run_external(
+    builder = run_external(
         recipe, Path(report.output_dir), log, lambda so_far: on_phase(so_far.report(report)), folder=path.parent
     )
-    return found.report(report, log)
+    return builder.report(report, log)
 
 
-def _run(
-    report: RobustnessReport, session: Session, phases: Sequence[Phase], forecast: Memory,
+def _run_phases(
+    report: RobustnessReport, session: Session, phases: Sequence[Phase], forecast: StepMemory,
     on_phase: Callable[[RobustnessReport], None],
 ) -> RobustnessReport:  # fmt: skip
     """Run the phases in order, and add their results to the report."""
-    baseline = baseline_of(session)
-    judge = Judge(lambda so_far: on_phase(so_far.report(report)), session.world_size)
+    baseline = measure_baseline(session)
+    builder = ReportBuilder(lambda so_far: on_phase(so_far.report(report)), session.world_size)
     for phase in phases:
-        run_phase(judge, session, phase, baseline)
-    judge.noise = session.noise_found
+        run_phase(builder, session, phase, baseline)
+    builder.noise = session.measured_noise
     for name, losses in session.losses.items():
-        judge.add_losses(name, losses)
+        builder.add_losses(name, losses)
     return replace(
-        judge.report(report, session.log),
+        builder.report(report, session.log),
         kills=session.kills or None,
-        step_memory=with_measured(forecast, session.taken),
+        step_memory=add_measurement(forecast, session.measured_memory),
     )
 
 
-def run_phase(judge: Judge, session: Session, phase: Phase, baseline: LeakedMemory) -> dict[str, Any]:
-    """Run a phase, and return its row, which `judge` has from then on."""
+def run_phase(builder: ReportBuilder, session: Session, phase: Phase, baseline: LeakedMemory) -> dict[str, Any]:
+    """Run a phase, and return its row, which `builder` has from then on."""
     begin = time.perf_counter()
-    found = phase.run(session)
+    findings = phase.run(session)
     reference = session.reference_verdict()
     if reference is not None:
-        found.verdicts.insert(0, reference)
-    found.verdicts.append(_memory(session, baseline))
-    seconds, residue = round(time.perf_counter() - begin, 3), _most(session.residues)
-    session.residues.clear()
-    memory = residue._asdict() | {f"baseline_{name}": value for name, value in baseline._asdict().items()}
-    return judge.add(phase.name, phase.title, found, seconds, number=phase.number, memory=memory)
+        findings.verdicts.insert(0, reference)
+    findings.verdicts.append(_memory_verdict(session, baseline))
+    seconds, retained = round(time.perf_counter() - begin, 3), _max_memory(session.memory_samples)
+    session.memory_samples.clear()
+    memory = retained._asdict() | {f"baseline_{name}": value for name, value in baseline._asdict().items()}
+    return builder.add(phase.name, phase.title, findings, seconds, number=phase.number, memory=memory)
 
 
-def baseline_of(session: Session) -> LeakedMemory:
+def measure_baseline(session: Session) -> LeakedMemory:
     """Measure memory and threads after a run of two steps was released: the minimum of a process that has trained.
 
     The second step is like all later steps; its memory is measured.
     """
-    outcome = session.run_task("train", replace(session.run_of(until=2), measures=True))
-    session.taken = outcome.taken
-    found = _most(session.residues)
-    session.residues.clear()
-    return found
+    outcome = session.run_task("train", replace(session.make_request(last_step=2), measures_memory=True))
+    session.measured_memory = outcome.measured_memory
+    baseline = _max_memory(session.memory_samples)
+    session.memory_samples.clear()
+    return baseline
 
 
-def _most(residues: Sequence[LeakedMemory]) -> LeakedMemory:
+def _max_memory(samples: Sequence[LeakedMemory]) -> LeakedMemory:
     return LeakedMemory(
-        *(max((each[index] for each in residues), default=0) for index in range(len(LeakedMemory._fields)))
+        *(max((each[index] for each in samples), default=0) for index in range(len(LeakedMemory._fields)))
     )
 
 
-def _memory(session: Session, baseline: LeakedMemory) -> Verdict:
+def _memory_verdict(session: Session, baseline: LeakedMemory) -> Verdict:
     """Compare memory and threads after a phase with the baseline."""
-    found = _most(session.residues)
+    retained = _max_memory(session.memory_samples)
     differences = [
-        Difference("memory", name.replace("_", " "), None, f"at most {most}", str(left))
-        for name, most, left in zip(LeakedMemory._fields, baseline, found, strict=True)
-        if left > most
+        Difference("memory", name.replace("_", " "), None, f"at most {limit}", str(value))
+        for name, limit, value in zip(LeakedMemory._fields, baseline, retained, strict=True)
+        if value > limit
     ]
-    return Verdict("memory", len(LeakedMemory._fields) * len(session.residues), differences)
+    return Verdict("memory", len(LeakedMemory._fields) * len(session.memory_samples), differences)
 
 
-def _folder(out: str | Path | None) -> tuple[Path, bool]:
+def _prepare_output(out: str | Path | None) -> tuple[Path, bool]:
     """Return the output folder, and True if it is temporary and this process has to remove it."""
     if out is None:
         if is_launched() and not is_first_rank():
@@ -217,7 +217,9 @@ def _folder(out: str | Path | None) -> tuple[Path, bool]:
     return folder.resolve(), False
 
 
-def _report(recipe: Recipe, path: Path, settings: Sequence[str], inject: str | None, out: Path) -> RobustnessReport:
+def _initial_report(
+    recipe: Recipe, path: Path, settings: Sequence[str], inject: str | None, out: Path
+) -> RobustnessReport:
     dims = recipe.layout.dims
     return RobustnessReport(
         command="robustness",

@@ -13,41 +13,41 @@ from numpy.typing import NDArray
 from ckptx.robustness_suite.oracles import Items
 from ckptx.runtime.training.recipe import LayoutBlock, Recipe
 
-Event = Callable[[Any], None]  # is given the trainer of its rank
+EventHandler = Callable[[Any], None]  # is given the trainer of its rank
 Logits = Sequence[NDArray[np.float32]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
+class RunRequest:
     """One run of the trainer, as sent to the ranks.
 
     Attributes:
         recipe: Recipe of the run.
         source: Path of the initial checkpoint.
-        resumed: Path of the checkpoint to resume from; None to start from `source`.
-        until: Last step of the run; 0 stops before the first step.
+        resume_from: Path of the checkpoint to resume from; None to start from `source`.
+        last_step: Last step of the run; 0 stops before the first step.
         saves: Step -> path of the checkpoint that is saved after it.
-        looks: Steps after which items are collected; the step of `resumed` means before the first step.
+        snapshot_steps: Steps after which items are collected; the step of `resume_from` means before the first step.
         layout: Layout that replaces the recipe's; None for the recipe's.
-        moved: Seed of the perturbation of the embedding by 1 ULP; None for no perturbation.
-        probes: True to compute the logits of the probe at the end.
+        perturbation_seed: Seed of the perturbation of the embedding by 1 ULP; None for no perturbation.
+        computes_logits: True to compute the logits of the probe at the end.
         events: Functions that are called at events of the run, see `Trainer`.
-        lines: File for a line of JSON per step; None for no file.
-        measures: True to measure the tensor memory of the last step.
+        log_file: File for a line of JSON per step; None for no file.
+        measures_memory: True to measure the tensor memory of the last step.
     """
 
     recipe: Recipe
     source: Path
-    resumed: Path | None = None
-    until: int
+    resume_from: Path | None = None
+    last_step: int
     saves: Mapping[int, Path] = field(default_factory=dict)
-    looks: Sequence[int] = ()
+    snapshot_steps: Sequence[int] = ()
     layout: LayoutBlock | None = None
-    moved: int | None = None
-    probes: bool = False
-    events: Mapping[str, Event] = field(default_factory=dict)
-    lines: Path | None = None
-    measures: bool = False
+    perturbation_seed: int | None = None
+    computes_logits: bool = False
+    events: Mapping[str, EventHandler] = field(default_factory=dict)
+    log_file: Path | None = None
+    measures_memory: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,15 +56,15 @@ class KillPoint:
 
     Attributes:
         root: Directory of all steps.
-        at: Name of the operation; None records all operations and kills nothing.
+        operation: Name of the operation; None records all operations and kills nothing.
         rank: Global rank that is killed.
-        everyone: True to kill all ranks.
+        kills_all_ranks: True to kill all ranks.
     """
 
     root: Path
-    at: str | None = None
+    operation: str | None = None
     rank: int = 0
-    everyone: bool = False
+    kills_all_ranks: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,33 +73,34 @@ class RunResult:
 
     Attributes:
         losses: Step -> loss.
-        said: Log line of each step.
-        start: Items of each rank before the first step; empty if they were not requested.
+        log_lines: Log line of each step.
+        start_items: Items of each rank before the first step; empty if they were not requested.
         items: Step -> items of each rank.
-        held: Step -> digests of the model's local shards, for each rank.
+        shard_digests: Step -> digests of the model's local shards, for each rank.
         logits: Logits of the probe at the end, in float32; None if they were not requested.
-        sharded: Number of parameters that are sharded over ranks, and number of all parameters.
+        sharded_counts: Number of parameters that are sharded over ranks, and number of all parameters.
         wrapped_layers: Number of layers with activation checkpointing, maximum over ranks.
         notes: Notes for the user.
-        taken: Bytes of tensors at the peak of the last step and after it, maximum over ranks; None if not measured.
+        measured_memory: Bytes of tensors at the peak of the last step and after it, maximum over ranks; None if not
+            measured.
     """
 
     losses: Mapping[int, float]
-    said: Sequence[str]
-    start: Sequence[Items]
+    log_lines: Sequence[str]
+    start_items: Sequence[Items]
     items: Mapping[int, Sequence[Items]]
-    held: Mapping[int, Sequence[Mapping[tuple[str, str], str]]]
+    shard_digests: Mapping[int, Sequence[Mapping[tuple[str, str], str]]]
     logits: Logits | None
-    sharded: tuple[int, int]
+    sharded_counts: tuple[int, int]
     wrapped_layers: int
     notes: Sequence[str]
-    taken: tuple[int, int] | None = None
+    measured_memory: tuple[int, int] | None = None
 
 
-def max_difference(reference: Logits, found: Logits) -> float:
+def max_difference(reference: Logits, actual: Logits) -> float:
     """Return the largest absolute difference of two sets of logits; NaN if one is not finite or shapes differ."""
     distances = [
         float(np.abs(first - second).max()) if first.shape == second.shape else float("nan")
-        for first, second in zip(reference, found, strict=True)
+        for first, second in zip(reference, actual, strict=True)
     ]
     return float("nan") if any(each != each for each in distances) else max(distances, default=0.0)

@@ -13,9 +13,9 @@ from multiprocessing import process, util
 
 from ckptx.errors import EnvironmentProblem
 
-_MOST = 104  # bytes of the path of a socket, with a zero at the end: the least of the systems that have them
-_NAME = len("/listener-") + 8  # of a socket in the directory, as `tempfile` makes it
-_opened: dict[str, int] = {}  # directory -> descriptor, which stays open as long as multiprocessing can ask for it
+_MAX_PATH_BYTES = 104  # bytes of the path of a socket, with a zero at the end: the least of the systems that have them
+_NAME_BYTES = len("/listener-") + 8  # of a socket in the directory, as `tempfile` makes it
+_descriptors: dict[str, int] = {}  # directory -> descriptor, which stays open as long as multiprocessing can ask for it
 
 
 def shorten_socket_paths() -> None:
@@ -25,19 +25,20 @@ def shorten_socket_paths() -> None:
         EnvironmentProblem: TMPDIR is too long, and this system has no other name for it.
     """
     directory = util.get_temp_dir()
-    if len(os.fsencode(directory)) + _NAME < _MOST:
+    if len(os.fsencode(directory)) + _NAME_BYTES < _MAX_PATH_BYTES:
         return
     config = process.current_process()._config  # type: ignore[attr-defined]  # where `get_temp_dir` looks
     try:
-        descriptor = _opened.get(directory)
+        descriptor = _descriptors.get(directory)
         if descriptor is None:
-            descriptor = _opened[directory] = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            descriptor = _descriptors[directory] = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         short = f"/proc/{os.getpid()}/fd/{descriptor}"
         if not os.path.samefile(short, directory):
             raise FileNotFoundError(short)
     except OSError as error:
         raise EnvironmentProblem(
             f"TMPDIR: {len(os.fsencode(directory))} bytes are too long for the path of a socket, at most "
-            f"{_MOST - _NAME - 1} are possible, and /proc has no shorter name for it; set TMPDIR to a shorter path"
+            f"{_MAX_PATH_BYTES - _NAME_BYTES - 1} are possible, and /proc has no shorter name for it; set TMPDIR to a "
+            "shorter path"
         ) from error
     config["tempdir"] = short

@@ -17,9 +17,9 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from ckptx.robustness_suite.item_names import (
-    EPOCHS,
-    RATES,
-    STEPS,
+    EPOCH_KEYS,
+    LEARNING_RATE_KEYS,
+    STEP_KEYS,
     inner_words,
     is_master,
     is_moment,
@@ -27,26 +27,28 @@ from ckptx.robustness_suite.item_names import (
     oracles_by_words,
     oracles_of_group,
 )
-from ckptx.robustness_suite.model_roots import NamedShape, Shape, Words, find_roots, is_below
+from ckptx.robustness_suite.model_roots import NamedShape, Shape, Words, find_roots, has_root
 
-_FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
-_BYTES = frozenset({"U8", "I8"})
-_CPU_GENERATOR = frozenset({(5056,), (5048,)})  # bytes of torch's state of an mt19937; the second before torch 1.13
-_DEVICE_GENERATOR = frozenset({(16,), (44,)})  # bytes of a state of CUDA (seed and offset), and of MPS
-_OF_GENERATORS = frozenset(
+_FLOAT_DTYPES = frozenset({"F64", "F32", "F16", "BF16"})
+_BYTE_DTYPES = frozenset({"U8", "I8"})
+_CPU_GENERATOR_SHAPES = frozenset(
+    {(5056,), (5048,)}
+)  # bytes of torch's state of an mt19937; the second before torch 1.13
+_DEVICE_GENERATOR_SHAPES = frozenset({(16,), (44,)})  # bytes of a state of CUDA (seed and offset), and of MPS
+_GENERATOR_NAMES = frozenset(
     {"python", "py", "random", "numpy", "np", "torch", "cpu", "cuda", "gpu", "device", "xpu", "npu", "hip", "mps"}
 )
-_NUMPY = frozenset({"bit_generator", "state"})
-_MERSENNE = 625  # numbers in the state of Python's generator
-_OF_GROUPS = frozenset({"betas", "weight_decay", "momentum", "eps", "nesterov", "amsgrad", "dampening", "alpha"})
-_OF_SCHEDULERS = frozenset({"_step_count", "base_lrs", "_last_lr", "lr_lambdas", "T_max", "total_steps"})
-_OF_LOADERS = frozenset(
+_NUMPY_KEYS = frozenset({"bit_generator", "state"})
+_MERSENNE_STATE_SIZE = 625  # numbers in the state of Python's generator
+_PARAM_GROUP_KEYS = frozenset({"betas", "weight_decay", "momentum", "eps", "nesterov", "amsgrad", "dampening", "alpha"})
+_SCHEDULER_KEYS = frozenset({"_step_count", "base_lrs", "_last_lr", "lr_lambdas", "T_max", "total_steps"})
+_LOADER_KEYS = frozenset(
     {
         "_snapshot", "_steps_since_snapshot", "_sampler_iter_yielded", "_num_yielded", "_iterator_finished",
         "sampler_iter_yielded", "samples_yielded", "dataset_state", "fetcher_state", "_sampler_iter_state",
     }
 )  # fmt: skip
-_POSITIONS = frozenset(
+_POSITION_KEYS = frozenset(
     {
         "position",
         "pos",
@@ -63,9 +65,9 @@ _POSITIONS = frozenset(
         "taken",
     }
 )
-_PARAMETERS = frozenset({"weight", "bias", "lora_A", "lora_B", "gamma", "beta", "running_mean", "running_var"})
+_PARAMETER_NAMES = frozenset({"weight", "bias", "lora_A", "lora_B", "gamma", "beta", "running_mean", "running_var"})
 
-Holder = tuple[str, Words]  # a file, and the words of a name in it that have something below them
+ParentKey = tuple[str, Words]  # a file, and the words of a name in it that have something below them
 
 
 class StoredItem(NamedTuple):
@@ -94,8 +96,8 @@ def oracles_of_items(items: Sequence[StoredItem]) -> list[tuple[str, ...]]:
     Args:
         items: All items of one checkpoint; what one is depends on the others.
     """
-    checkpoint = _Checkpoint([*_entries(items)])
-    return [checkpoint.oracles(each) for each in checkpoint.entries]
+    classifier = _StateClassifier([*_make_entries(items)])
+    return [classifier.oracles(each) for each in classifier.entries]
 
 
 def is_generator_state(value: Any) -> bool:
@@ -103,7 +105,7 @@ def is_generator_state(value: Any) -> bool:
     if type(value) not in (list, tuple) or len(value) not in (3, 5):
         return False
     first, second = value[0], value[1]
-    is_python = type(first) is int and type(second) in (list, tuple) and len(second) == _MERSENNE
+    is_python = type(first) is int and type(second) in (list, tuple) and len(second) == _MERSENNE_STATE_SIZE
     return is_python or (type(first) is str and first == "MT19937")
 
 
@@ -114,19 +116,19 @@ class _Entry(NamedTuple):
     words: Words
 
     @property
-    def holder(self) -> Holder:
+    def parent(self) -> ParentKey:
         """The file and parent that hold it: the same for siblings."""
         return self.item.file, self.words[:-1]
 
     @property
-    def last(self) -> str:
+    def last_word(self) -> str:
         """Its last word in lower case."""
         return self.words[-1].lower()
 
     @property
     def is_float(self) -> bool:
         """It is a tensor that could be a parameter."""
-        return self.item.dtype in _FLOATS
+        return self.item.dtype in _FLOAT_DTYPES
 
     @property
     def is_array(self) -> bool:
@@ -134,161 +136,178 @@ class _Entry(NamedTuple):
         return self.item.shape is not None and any(size != 1 for size in self.item.shape)
 
     @property
-    def is_kept_for_parameter(self) -> bool:
+    def is_optimizer_tensor(self) -> bool:
         """It is a tensor, and its name has a word that only optimizers use."""
         return self.item.shape is not None and any(map(is_moment, self.words))
 
 
-class _Checkpoint:
+class _StateClassifier:
     """All items, and what they say of each other."""
 
     def __init__(self, entries: Sequence[_Entry]) -> None:
         self.entries = entries
-        self._beside: dict[Holder, set[str]] = {}
+        self._siblings: dict[ParentKey, set[str]] = {}
         for entry in entries:
-            self._beside.setdefault(entry.holder, set()).add(entry.last)
-        self._groups = {holder for holder, names in self._beside.items() if names & RATES and names & _OF_GROUPS}
-        self._schedulers = {
-            holder for holder, names in self._beside.items() if "last_epoch" in names and len(names & _OF_SCHEDULERS)
+            self._siblings.setdefault(entry.parent, set()).add(entry.last_word)
+        self._param_group_parents = {
+            parent
+            for parent, names in self._siblings.items()
+            if names & LEARNING_RATE_KEYS and names & _PARAM_GROUP_KEYS
         }
-        self._loaders = {holder for holder, names in self._beside.items() if len(names & _OF_LOADERS) > 1}
-        self._samplers = {
-            holder for holder, names in self._beside.items() if holder[1] and names & EPOCHS and names & _POSITIONS
+        self._scheduler_parents = {
+            parent for parent, names in self._siblings.items() if "last_epoch" in names and len(names & _SCHEDULER_KEYS)
         }
-        self._with_floats = {
-            (entry.item.file, above) for entry in entries if entry.is_float for above in _starts(entry.words[:-1])
+        self._loader_parents = {parent for parent, names in self._siblings.items() if len(names & _LOADER_KEYS) > 1}
+        self._sampler_parents = {
+            parent
+            for parent, names in self._siblings.items()
+            if parent[1] and names & EPOCH_KEYS and names & _POSITION_KEYS
         }
-        self._generators = {entry.holder for entry in entries if self._is_generator(entry)}
-        self._numpy = {holder for holder in self._beside if self._is_of_numpy(holder)}
-        self._parameters = {entry.holder for entry in entries if entry.is_kept_for_parameter and is_moment(entry.last)}
+        self._float_tensor_parents = {
+            (entry.item.file, prefix) for entry in entries if entry.is_float for prefix in _prefixes(entry.words[:-1])
+        }
+        self._generator_parents = {entry.parent for entry in entries if self._is_generator(entry)}
+        self._numpy_parents = {parent for parent in self._siblings if self._is_numpy_state(parent)}
+        self._optimizer_parents = {
+            entry.parent for entry in entries if entry.is_optimizer_tensor and is_moment(entry.last_word)
+        }
         shapes = [*self._named_shapes()]
         self._roots = find_roots(
-            [shape for entry, shape in shapes if not entry.is_kept_for_parameter],
-            [shape for entry, shape in shapes if entry.is_kept_for_parameter],
+            [shape for entry, shape in shapes if not entry.is_optimizer_tensor],
+            [shape for entry, shape in shapes if entry.is_optimizer_tensor],
         )
 
     def oracles(self, entry: _Entry) -> tuple[str, ...]:
         """Return the oracles of one item."""
-        return self._of_optimizer(entry) or self._by_structure(entry) or self._by_words(entry) or self._rest(entry)
+        return (
+            self._oracles_of_optimizer(entry)
+            or self._oracles_by_structure(entry)
+            or self._oracles_by_words(entry)
+            or self._default_oracles(entry)
+        )
 
     def _named_shapes(self) -> Iterator[tuple[_Entry, NamedShape]]:
         for entry in self.entries:
             shape = entry.item.shape
             if shape is not None and not self._is_generator(entry):
-                is_beside = entry.holder in self._parameters and not is_moment(entry.last)
-                if not is_beside:
+                is_optimizer_sibling = entry.parent in self._optimizer_parents and not is_moment(entry.last_word)
+                if not is_optimizer_sibling:
                     yield entry, NamedShape(entry.words, shape, entry.is_float)
 
-    def _of_optimizer(self, entry: _Entry) -> tuple[str, ...] | None:
-        if "param_groups" in entry.words or (entry.holder in self._groups and entry.item.shape is None):
-            return oracles_of_group(entry.last)
-        if entry.is_kept_for_parameter:
+    def _oracles_of_optimizer(self, entry: _Entry) -> tuple[str, ...] | None:
+        if "param_groups" in entry.words or (entry.parent in self._param_group_parents and entry.item.shape is None):
+            return oracles_of_group(entry.last_word)
+        if entry.is_optimizer_tensor:
             return ("moments",)
-        if entry.holder in self._parameters and not self._is_of_model(entry):
-            if entry.last in STEPS and not entry.is_array:
+        if entry.parent in self._optimizer_parents and not self._is_in_model(entry):
+            if entry.last_word in STEP_KEYS and not entry.is_array:
                 return ("adam step",)
-            return ("master weights",) if is_master(entry.last) else ("moments",)
-        is_counter = entry.last in STEPS and not entry.is_array
-        return ("adam step",) if is_counter and is_below(entry.words, self._roots.optimizer) else None
+            return ("master weights",) if is_master(entry.last_word) else ("moments",)
+        is_counter = entry.last_word in STEP_KEYS and not entry.is_array
+        return ("adam step",) if is_counter and has_root(entry.words, self._roots.optimizer) else None
 
-    def _by_structure(self, entry: _Entry) -> tuple[str, ...] | None:
+    def _oracles_by_structure(self, entry: _Entry) -> tuple[str, ...] | None:
         roots, words = self._roots, entry.words
-        for oracle, below in (("moments", roots.moments), ("master weights", roots.masters)):
-            if is_below(words, below):
+        for oracle, copy_roots in (("moments", roots.moments), ("master weights", roots.masters)):
+            if has_root(words, copy_roots):
                 return (oracle,)
-        if is_below(words, roots.second):
+        if has_root(words, roots.second):
             return ("second model",)
-        if self._is_of_model(entry):
+        if self._is_in_model(entry):
             return ("model",)
         if kind_of_word(words[0]) in ("loader", "scheduler"):
             return None
-        if self._is_random(entry):
+        if self._is_rng_state(entry):
             return ("rng",)
-        for oracle, holders in (("scheduler", self._schedulers), ("batch", self._loaders)):
-            if any((entry.item.file, above) in holders for above in _starts(words[:-1])):
+        for oracle, parents in (("scheduler", self._scheduler_parents), ("batch", self._loader_parents)):
+            if any((entry.item.file, prefix) in parents for prefix in _prefixes(words[:-1])):
                 return (oracle,)
-        is_in_data = entry.holder in self._samplers and entry.last in EPOCHS | _POSITIONS
+        is_in_data = entry.parent in self._sampler_parents and entry.last_word in EPOCH_KEYS | _POSITION_KEYS
         return ("batch",) if is_in_data and kind_of_word(words[0]) is None else None
 
-    def _by_words(self, entry: _Entry) -> tuple[str, ...] | None:
+    def _oracles_by_words(self, entry: _Entry) -> tuple[str, ...] | None:
         kind = kind_of_word(entry.words[0])
-        if kind in ("rng", "loader") and entry.is_float and entry.is_array and entry.words[-1] in _PARAMETERS:
+        if kind in ("rng", "loader") and entry.is_float and entry.is_array and entry.words[-1] in _PARAMETER_NAMES:
             return ("model",)  # a module may be called "generator" or "sampler"
         if kind == "model" and entry.item.shape is None:  # "model" is also the name of a file with everything in it
-            inside = oracles_by_words(entry.words[1:]) if entry.words[1:] else None
-            return inside or oracles_by_words(entry.words)
+            inner_oracles = oracles_by_words(entry.words[1:]) if entry.words[1:] else None
+            return inner_oracles or oracles_by_words(entry.words)
         return oracles_by_words(entry.words, entry.is_array)
 
-    def _rest(self, entry: _Entry) -> tuple[str, ...]:
+    def _default_oracles(self, entry: _Entry) -> tuple[str, ...]:
         """Return the oracle of an item with a name that no word and no structure explains."""
-        if is_below(entry.words, self._roots.optimizer):
+        if has_root(entry.words, self._roots.optimizer):
             return ("moments",) if entry.is_array or "state" in entry.words else ("other",)
-        if entry.item.shape is None or not (entry.item.is_tensor or entry.last in _PARAMETERS):
+        if entry.item.shape is None or not (entry.item.is_tensor or entry.last_word in _PARAMETER_NAMES):
             return ("other",)
         if self._roots.model:
-            return ("model",) if entry.words[-1] in _PARAMETERS else ("other",)
-        return ("model",) if entry.is_array or entry.holder in self._with_floats else ("other",)
+            return ("model",) if entry.words[-1] in _PARAMETER_NAMES else ("other",)
+        return ("model",) if entry.is_array or entry.parent in self._float_tensor_parents else ("other",)
 
-    def _is_of_model(self, entry: _Entry) -> bool:
-        if entry.item.shape is None or not is_below(entry.words, self._roots.model):
+    def _is_in_model(self, entry: _Entry) -> bool:
+        if entry.item.shape is None or not has_root(entry.words, self._roots.model):
             return False
         is_named_random = any(kind_of_word(word) == "rng" for word in entry.words)
         return not (is_named_random and self._is_generator(entry))
 
-    def _is_random(self, entry: _Entry) -> bool:
-        if self._is_generator(entry) or (entry.holder in self._generators and entry.last in _OF_GENERATORS):
+    def _is_rng_state(self, entry: _Entry) -> bool:
+        if self._is_generator(entry) or (
+            entry.parent in self._generator_parents and entry.last_word in _GENERATOR_NAMES
+        ):
             return True
-        return any((entry.item.file, above) in self._numpy for above in _starts(entry.words[:-1]))
+        return any((entry.item.file, prefix) in self._numpy_parents for prefix in _prefixes(entry.words[:-1]))
 
     def _is_generator(self, entry: _Entry) -> bool:
         if entry.item.is_generator:
             return True
-        if entry.item.dtype not in _BYTES:
+        if entry.item.dtype not in _BYTE_DTYPES:
             return False
-        if entry.item.shape in _CPU_GENERATOR:
+        if entry.item.shape in _CPU_GENERATOR_SHAPES:
             return True
-        return entry.item.shape in _DEVICE_GENERATOR and entry.holder not in self._with_floats
+        return entry.item.shape in _DEVICE_GENERATOR_SHAPES and entry.parent not in self._float_tensor_parents
 
-    def _is_of_numpy(self, holder: Holder) -> bool:
+    def _is_numpy_state(self, parent: ParentKey) -> bool:
         """Return True for a dict with an RNG state of numpy: the name of the generator and its numbers."""
-        file, words = holder
-        names = self._beside[holder]
+        file, words = parent
+        names = self._siblings[parent]
         return (
-            bool(words) and "bit_generator" in names and (names >= _NUMPY or (file, (*words, "state")) in self._beside)
+            bool(words)
+            and "bit_generator" in names
+            and (names >= _NUMPY_KEYS or (file, (*words, "state")) in self._siblings)
         )
 
 
-def _starts(words: Words) -> Iterator[Words]:
+def _prefixes(words: Words) -> Iterator[Words]:
     yield from (words[:length] for length in range(len(words) + 1))
 
 
-def _entries(items: Sequence[StoredItem]) -> Iterator[_Entry]:
+def _make_entries(items: Sequence[StoredItem]) -> Iterator[_Entry]:
     """Yield each item with the words of its name that say what it is, without those that stand around everything."""
     words = [tuple(inner_words(each.name)) for each in items]
-    wrapped = _files_with_everything(items, words)
+    combined_files = _files_with_all_state(items, words)
     words = [
-        tuple(inner_words(".".join(each[1:]))) if item.file in wrapped and len(each) > 1 else each
+        tuple(inner_words(".".join(each[1:]))) if item.file in combined_files and len(each) > 1 else each
         for item, each in zip(items, words, strict=True)
     ]
-    while len(words) > 1 and _is_around(words):
+    while len(words) > 1 and _is_common_container(words):
         words = [each[1:] or each for each in words]  # the word itself may be an item: the kind of the object
     yield from (_Entry(item, each) for item, each in zip(items, words, strict=True))
 
 
-def _files_with_everything(items: Sequence[StoredItem], words: Sequence[Words]) -> set[str]:
+def _files_with_all_state(items: Sequence[StoredItem], words: Sequence[Words]) -> set[str]:
     """Return the files that are called as those of a model, and hold an optimizer or a second model, too."""
-    found = set()
+    files = set()
     for item, each in zip(items, words, strict=True):
         if len(each) < 3 or each[0] != "model":
             continue
         kind = kind_of_word(each[1])
         is_schedule = kind == "scheduler" and item.shape is None
         if is_schedule or kind in ("optimizer", "second model") or "param_groups" in each:
-            found.add(item.file)
-    return found
+            files.add(item.file)
+    return files
 
 
-def _is_around(words: Sequence[Words]) -> bool:
+def _is_common_container(words: Sequence[Words]) -> bool:
     """Return True where all names begin with one word that says nothing, and several kinds of state are below it."""
     first = words[0][0]
     if kind_of_word(first) is not None or any(each[0] != first for each in words):

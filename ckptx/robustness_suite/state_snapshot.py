@@ -17,98 +17,98 @@ from ckptx.runtime.training.trainer import Trainer
 _ADAM_STEP = "step"
 
 
-def items_of(trainer: Trainer, *, with_batch: bool = True) -> dict[tuple[str, str], str]:
+def collect_items(trainer: Trainer, *, with_batch: bool = True) -> dict[tuple[str, str], str]:
     """Return the items of this rank without changing the state of the run.
 
     Args:
         trainer: Trainer between two steps.
         with_batch: True to include the samples of the next step.
     """
-    found: dict[tuple[str, str], str] = {}
-    for name, value in _model(trainer):
-        found["model", name] = digest(value)
-        found["finite", name] = finite(value, may_be_infinite=not isinstance(value, torch.nn.Parameter))
-        found["names", name] = "there"
+    items: dict[tuple[str, str], str] = {}
+    for name, value in _model_state(trainer):
+        items["model", name] = tensor_digest(value)
+        items["finite", name] = finite_text(value, may_be_infinite=not isinstance(value, torch.nn.Parameter))
+        items["names", name] = "there"
     names = {id(parameter): name for name, parameter in trainer.rank_model.parameters()}
     for group in trainer.optimizer.param_groups:
         for parameter in group["params"]:
             name = names[id(parameter)]
             for key, value in trainer.optimizer.state.get(parameter, {}).items():
                 if key == _ADAM_STEP:
-                    found["adam step", name] = repr(float(value))
+                    items["adam step", name] = repr(float(value))
                 else:
-                    found["moments", f"{name}.{key}"] = digest(value)
-                    found["finite", f"{name}.{key}"] = finite(value)
+                    items["moments", f"{name}.{key}"] = tensor_digest(value)
+                    items["finite", f"{name}.{key}"] = finite_text(value)
             for key, value in group.items():
                 if key not in ("params", "lr"):
-                    found["group", f"{name}.{key}"] = _value_text(value)
-        found["rate", "lr"] = repr(float(group["lr"]))
+                    items["group", f"{name}.{key}"] = _value_text(value)
+        items["rate", "lr"] = repr(float(group["lr"]))
     for key, value in trainer.scheduler.state_dict().items():
-        found["scheduler", key] = _value_text(value)
-    found["step", "step"] = str(trainer.completed_steps)
+        items["scheduler", key] = _value_text(value)
+    items["step", "step"] = str(trainer.completed_steps)
     for key, value in trainer.sampler.state_dict().items():
-        found["samples", key] = _value_text(value)
-    found["samples", "of the next step"] = str(trainer.next_indices())
+        items["samples", key] = _value_text(value)
+    items["samples", "of the next step"] = str(trainer.next_indices())
     for kind, value in trainer.random_state.state_dict().items():
-        found["rng", kind] = _value_text(value)
+        items["rng", kind] = _value_text(value)
     if with_batch:
         for index, batch in enumerate(trainer.next_batches()):
             for name, value in batch.items():
-                found["batch", f"microbatch {index}: {name}"] = digest(value)
-    return found
+                items["batch", f"microbatch {index}: {name}"] = tensor_digest(value)
+    return items
 
 
 def shard_digests(trainer: Trainer) -> dict[tuple[str, str], str]:
     """Return digests of the model's local shards by name and shard; ranks with the same shard must agree."""
     layout = trainer.rank_model.layout
-    found = {}
-    for name, value in _model(trainer):
+    digests = {}
+    for name, value in _model_state(trainer):
         regions = layout.local_regions(name) if layout is not None else None
-        part = "whole" if regions is None else "; ".join(f"{each.offsets}+{each.sizes}" for each in regions)
-        found[trainer.rank_model.full_name(name), f"{part}{_place_of(value)}"] = digest(value)
-    return found
+        region_text = "whole" if regions is None else "; ".join(f"{each.offsets}+{each.sizes}" for each in regions)
+        digests[trainer.rank_model.full_name(name), f"{region_text}{_shard_text(value)}"] = tensor_digest(value)
+    return digests
 
 
-def digest(value: Any) -> str:
+def tensor_digest(value: Any) -> str:
     """Return a digest of bytes, dtype and shape of the local shard of a tensor."""
     if not isinstance(value, Tensor):
         return _value_text(value)
-    local = _local(value).detach().contiguous()
-    found = xxhash.xxh3_128(f"{local.dtype} {tuple(local.shape)}".encode())
+    local = _local_shard(value).detach().contiguous()
+    hasher = xxhash.xxh3_128(f"{local.dtype} {tuple(local.shape)}".encode())
     if local.numel():
-        found.update(memoryview(local.reshape(-1).view(torch.uint8).cpu().numpy()))
-    return found.hexdigest()
+        hasher.update(memoryview(local.reshape(-1).view(torch.uint8).cpu().numpy()))
+    return hasher.hexdigest()
 
 
-def finite(value: Any, *, may_be_infinite: bool = False) -> str:
+def finite_text(value: Any, *, may_be_infinite: bool = False) -> str:
     """Return "finite", or a description of NaN and infinity; `may_be_infinite` allows infinity."""
     if not isinstance(value, Tensor) or not (value.is_floating_point() or value.is_complex()):
         return "finite"
-    local = _local(value).detach()
+    local = _local_shard(value).detach()
     count = int(local.isnan().sum())
     infinite = 0 if may_be_infinite else int(local.isinf().sum())
-    said = [f"{number} {word}" for number, word in ((count, "NaN"), (infinite, "infinite")) if number]
-    return ", ".join(said) or "finite"
+    texts = [f"{number} {word}" for number, word in ((count, "NaN"), (infinite, "infinite")) if number]
+    return ", ".join(texts) or "finite"
 
 
-def _model(trainer: Trainer) -> Iterator[tuple[str, Any]]:
+def _model_state(trainer: Trainer) -> Iterator[tuple[str, Any]]:
     for model in trainer.rank_model.models:
         for name, value in model.state_dict(keep_vars=True).items():
             yield canonical_name(name), value
 
 
-def _local(value: Tensor) -> Tensor:
+def _local_shard(value: Tensor) -> Tensor:
     return local_tensor(value)
 
 
-def _place_of(value: Any) -> str:
+def _shard_text(value: Any) -> str:
     """Return the shard of a DTensor that is on this rank, in words."""
     if not isinstance(value, DTensor):
         return ""
     coordinate = value.device_mesh.get_coordinate() or ()
     parts = [
-        f"{placement} at {at}"
-        for placement, at in zip(value.placements, coordinate, strict=True)
+        f"{placement} at {index}"
+        for placement, index in zip(value.placements, coordinate, strict=True)
         if not placement.is_replicate()
     ]
     return f" {parts}" if parts else ""
@@ -117,7 +117,7 @@ def _place_of(value: Any) -> str:
 def _value_text(value: Any) -> str:
     """Return a plain value as a string, with digests for tensors."""
     if isinstance(value, Tensor):
-        return digest(value)
+        return tensor_digest(value)
     if isinstance(value, Mapping):
         return "{" + ", ".join(f"{key!r}: {_value_text(value[key])}" for key in sorted(value, key=repr)) + "}"
     if isinstance(value, (list, tuple)):

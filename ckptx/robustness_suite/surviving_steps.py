@@ -43,19 +43,19 @@ class SurvivingSteps(NamedTuple):
     faults: list[str]
 
 
-def survivors(
+def check_steps(
     root: Path,
     *,
-    good: int | None = None,
-    known: Mapping[int, str] | None = None,
+    good_step: int | None = None,
+    expected_digests: Mapping[int, str] | None = None,
     next_save: Callable[[], int] | None = None,
 ) -> SurvivingSteps:
     """Check a directory of steps, in one process.
 
     Args:
         root: Directory of all steps.
-        good: Newest step that was published and latest before the kill; it or a newer step must exist.
-        known: Expected digests of steps, from an earlier check.
+        good_step: Newest step that was published and latest before the kill; it or a newer step must exist.
+        expected_digests: Expected digests of steps, from an earlier check.
         next_save: Saves a step on all ranks and returns its number; it must succeed, and that step must be the latest.
     """
     steps = StepDirectories(root)
@@ -63,50 +63,53 @@ def survivors(
     faults, digests = [], {}
     for step in published:
         try:
-            digests[step] = content_of(steps.path(step))
+            digests[step] = content_digest(steps.path(step))
         except Exception as error:  # whatever a loader says
             faults.append(f"step-{step}: looks complete, but does not load: {type(error).__name__}: {error}")
         else:
-            if (known or {}).get(step, digests[step]) != digests[step]:
+            if (expected_digests or {}).get(step, digests[step]) != digests[step]:
                 faults.append(f"step-{step}: contents differ from what was saved")
-    faults += _of_choice(steps, published, choice.step, good)
+    faults += _check_latest(steps, published, choice.step, good_step)
     hidden = []
-    for path in _directories(root):
+    for path in _list_directories(root):
         name = str(path.relative_to(root))
         if path.parent == root and path.name in {f"step-{each}" for each in published}:
             continue
         if any(part.startswith(".") for part in path.relative_to(root).parts):
             hidden.append(name)
-        elif path.name.startswith("step-") or _loads(path):
+        elif path.name.startswith("step-") or _is_loadable(path):
             faults.append(f"{name}: is incomplete, but loaders may load it")
     if next_save is not None:
-        faults += _of_next_save(root, next_save, known)
+        faults += _check_next_save(root, next_save, expected_digests)
     return SurvivingSteps(published, choice.step, choice.note, digests, hidden, faults)
 
 
-def _of_choice(steps: StepDirectories, published: list[int], latest: int | None, good: int | None) -> Iterator[str]:
+def _check_latest(
+    steps: StepDirectories, published: list[int], latest: int | None, good_step: int | None
+) -> Iterator[str]:
     if latest is not None and latest not in published:
         yield f"step-{latest}: is selected as latest, but is incomplete"
-    said = steps.root / LATEST
-    if os.path.lexists(said) and said.read_text().strip() not in {f"step-{each}" for each in published}:
-        yield f"{LATEST}: names {said.read_text().strip()}, which is incomplete"
-    if good is not None and (latest is None or latest < good):
-        yield f"step-{good}: was complete, but {'no step' if latest is None else f'step-{latest}'} is now the latest"
+    latest_file = steps.root / LATEST
+    if os.path.lexists(latest_file) and latest_file.read_text().strip() not in {f"step-{each}" for each in published}:
+        yield f"{LATEST}: names {latest_file.read_text().strip()}, which is incomplete"
+    if good_step is not None and (latest is None or latest < good_step):
+        latest_text = "no step" if latest is None else f"step-{latest}"
+        yield f"step-{good_step}: was complete, but {latest_text} is now the latest"
 
 
-def _of_next_save(root: Path, next_save: Callable[[], int], known: Mapping[int, str] | None) -> list[str]:
+def _check_next_save(root: Path, next_save: Callable[[], int], expected_digests: Mapping[int, str] | None) -> list[str]:
     try:
         step = next_save()
     except CkptxError as error:
         return [f"the next save: {type(error).__name__}: {error}"]
-    after = survivors(root, good=step, known=known)
-    found = [f"after the next save: {each}" for each in after.faults]
-    if after.latest != step:
-        found.append(f"the next save: step-{step} is not the latest, step-{after.latest} is")
-    return found + [f"the next save: left {each}" for each in after.hidden if each.startswith(f".step-{step}.")]
+    result = check_steps(root, good_step=step, expected_digests=expected_digests)
+    faults = [f"after the next save: {each}" for each in result.faults]
+    if result.latest != step:
+        faults.append(f"the next save: step-{step} is not the latest, step-{result.latest} is")
+    return faults + [f"the next save: left {each}" for each in result.hidden if each.startswith(f".step-{step}.")]
 
 
-def content_of(path: Path) -> str:
+def content_digest(path: Path) -> str:
     """Return a digest of all contents of a DCP as stock torch loads it, and check that ckptx reads the same.
 
     Raises:
@@ -121,11 +124,11 @@ def content_of(path: Path) -> str:
             stored.fill(name, tensor)
             if compute_digest(tensor) != compute_digest(state[name]):
                 raise ValueError(f'tensor "{name}" has other bytes in stock torch')
-    found = blake2b(digest_size=16)
+    hasher = blake2b(digest_size=16)
     for name in sorted(state):
         value = state[name]
-        found.update(f"{name} {compute_digest(value.contiguous() if isinstance(value, Tensor) else value)}\n".encode())
-    return found.hexdigest()
+        hasher.update(f"{name} {compute_digest(value.contiguous() if isinstance(value, Tensor) else value)}\n".encode())
+    return hasher.hexdigest()
 
 
 def _load_with_torch(path: Path) -> dict[str, Any]:
@@ -144,7 +147,7 @@ def _load_with_torch(path: Path) -> dict[str, Any]:
     return state
 
 
-def _loads(path: Path) -> bool:
+def _is_loadable(path: Path) -> bool:
     try:
         _load_with_torch(path)
     except Exception:  # whatever a loader says
@@ -152,6 +155,6 @@ def _loads(path: Path) -> bool:
     return True
 
 
-def _directories(root: Path) -> Iterator[Path]:
-    for above, names, _ in os.walk(root):
-        yield from (Path(above, name) for name in sorted(names))
+def _list_directories(root: Path) -> Iterator[Path]:
+    for parent, names, _ in os.walk(root):
+        yield from (Path(parent, name) for name in sorted(names))

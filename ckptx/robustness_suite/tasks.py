@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ckptx.robustness_suite.kills import killing, record_operations
-from ckptx.robustness_suite.runs import KillPoint, Logits, Run, RunResult, max_difference
-from ckptx.robustness_suite.state_snapshot import items_of, shard_digests
-from ckptx.robustness_suite.surviving_steps import SurvivingSteps, survivors
+from ckptx.robustness_suite.kills import kill_at, record_operations
+from ckptx.robustness_suite.runs import KillPoint, Logits, RunRequest, RunResult, max_difference
+from ckptx.robustness_suite.state_snapshot import collect_items, shard_digests
+from ckptx.robustness_suite.surviving_steps import SurvivingSteps, check_steps
 from ckptx.runtime.memory.measured_memory import MeasuredMemory, measure_step
 from ckptx.runtime.model.build import read_config
 from ckptx.runtime.parallel.distributed import RankContext, all_gather_object, broadcast_object, raise_on_all_ranks
@@ -32,131 +32,135 @@ from ckptx.runtime.training.recipe import Recipe
 from ckptx.runtime.training.source import prepare_source
 from ckptx.runtime.training.trainer import StepMetrics, Trainer
 
-_PROBED = 2  # samples that logits are compared on
+_NUM_PROBE_SAMPLES = 2  # samples that logits are compared on
 LABELS = "labels"
 
 
-def prepared(place: RankContext, recipe: Recipe, directory: Path) -> tuple[Path, int | None]:
+def prepare(rank_context: RankContext, recipe: Recipe, directory: Path) -> tuple[Path, int | None]:
     """Return the initial checkpoint of a recipe, which rank 0 writes if there is none, and the number of GPUs.
 
     The number is None on a CPU.
     """
-    found: Path | None = None
+    checkpoint: Path | None = None
     with raise_on_all_ranks():
-        if place.rank == 0:
-            found = prepare_source(recipe, directory)
-    source: Path = broadcast_object(found)
-    return source, None if place.device.type == "cpu" else torch.cuda.device_count()
+        if rank_context.rank == 0:
+            checkpoint = prepare_source(recipe, directory)
+    source: Path = broadcast_object(checkpoint)
+    return source, None if rank_context.device.type == "cpu" else torch.cuda.device_count()
 
 
-def agreed(place: RankContext, value: Any) -> Any:
+def broadcast(rank_context: RankContext, value: Any) -> Any:
     """Return the value of the parent process of rank 0 to all ranks."""
     return broadcast_object(value)
 
 
-def gathered(place: RankContext, value: Any) -> list[Any]:
+def all_gather(rank_context: RankContext, value: Any) -> list[Any]:
     """Return the values of the parent processes of all ranks."""
     return all_gather_object(value)
 
 
-def called(place: RankContext, call: Callable[[], object]) -> Any:
+def call_on_rank_0(rank_context: RankContext, call: Callable[[], object]) -> Any:
     """Call a function on rank 0, and return its result on all ranks."""
-    found: object = None
+    result: object = None
     with raise_on_all_ranks():
-        if place.rank == 0:
-            found = call()
-    return broadcast_object(found)
+        if rank_context.rank == 0:
+            result = call()
+    return broadcast_object(result)
 
 
-def train(place: RankContext, run: Run) -> RunResult:
+def train(rank_context: RankContext, request: RunRequest) -> RunResult:
     """Run the trainer, from the initial checkpoint or resumed."""
-    dataset = open_dataset_on_all_ranks(run.recipe, run.source)
-    trainer = Trainer(run.recipe, run.source, dataset, place, layout=run.layout, callbacks=run.events)
+    dataset = open_dataset_on_all_ranks(request.recipe, request.source)
+    trainer = Trainer(
+        request.recipe, request.source, dataset, rank_context, layout=request.layout, callbacks=request.events
+    )
     try:
-        return _trained(place, run, trainer, dataset)
+        return _train(rank_context, request, trainer, dataset)
     finally:
         trainer.release()
 
 
-def _trained(place: RankContext, run: Run, trainer: Trainer, dataset: Dataset) -> RunResult:
-    if run.resumed is not None:
+def _train(rank_context: RankContext, request: RunRequest, trainer: Trainer, dataset: Dataset) -> RunResult:
+    if request.resume_from is not None:
         with raise_on_all_ranks():
-            trainer.resume(run.resumed)
-    if run.moved is not None:
-        perturb_embedding(trainer, run.moved)
-    looks: dict[int, list[Any]] = {}
+            trainer.resume(request.resume_from)
+    if request.perturbation_seed is not None:
+        perturb_embedding(trainer, request.perturbation_seed)
+    snapshots: dict[int, list[Any]] = {}
     losses: dict[int, float] = {}
-    said: list[str] = []
+    log_lines: list[str] = []
 
-    def pause() -> None:
+    def save_and_collect() -> None:
         """Save and collect items between two steps, if the run requests it for this step."""
-        if trainer.completed_steps in run.saves:
-            trainer.save(run.saves[trainer.completed_steps])
-        if trainer.completed_steps in run.looks:
-            looks[trainer.completed_steps] = all_gather_object((items_of(trainer), shard_digests(trainer)))
+        if trainer.completed_steps in request.saves:
+            trainer.save(request.saves[trainer.completed_steps])
+        if trainer.completed_steps in request.snapshot_steps:
+            snapshots[trainer.completed_steps] = all_gather_object((collect_items(trainer), shard_digests(trainer)))
 
-    start = all_gather_object(items_of(trainer)) if run.looks else []
-    pause()
+    start_items = all_gather_object(collect_items(trainer)) if request.snapshot_steps else []
+    save_and_collect()
     records: list[StepMetrics] = []
-    taken: MeasuredMemory | None = None
+    measured: MeasuredMemory | None = None
 
     def step() -> None:
         records.append(trainer.step())
 
-    while trainer.completed_steps < run.until:
-        if run.measures and trainer.completed_steps == run.until - 1:
-            taken = measure_step(step, trainer.rank_model.models, place.device)
+    while trainer.completed_steps < request.last_step:
+        if request.measures_memory and trainer.completed_steps == request.last_step - 1:
+            measured = measure_step(step, trainer.rank_model.models, rank_context.device)
         else:
             step()
         record = records[-1]
         losses[record.step] = record.loss
-        said.append(record.line())
-        if place.rank == 0 and run.lines is not None:
-            with run.lines.open("a", encoding="utf-8") as stream:
+        log_lines.append(record.line())
+        if rank_context.rank == 0 and request.log_file is not None:
+            with request.log_file.open("a", encoding="utf-8") as stream:
                 stream.write(json.dumps(asdict(record)) + "\n")
-        pause()
+        save_and_collect()
     trainer.wait_for_save()
-    sharded = all_gather_object(_sharded(trainer))
-    logits = probe_logits(trainer, dataset) if run.probes else None
+    sharded = all_gather_object(_count_sharded(trainer))
+    logits = compute_probe_logits(trainer, dataset) if request.computes_logits else None
     return RunResult(
         losses=losses,
-        said=said,
-        start=start,
-        items={step: [items for items, _ in found] for step, found in looks.items()},
-        held={step: [held for _, held in found] for step, found in looks.items()},
+        log_lines=log_lines,
+        start_items=start_items,
+        items={step: [items for items, _ in by_rank] for step, by_rank in snapshots.items()},
+        shard_digests={step: [digests for _, digests in by_rank] for step, by_rank in snapshots.items()},
         logits=logits,
-        sharded=(max(parts for parts, _ in sharded), max(count for _, count in sharded)),
+        sharded_counts=(max(num_sharded for num_sharded, _ in sharded), max(count for _, count in sharded)),
         wrapped_layers=max(all_gather_object(trainer.rank_model.wrapped_layers)),
         notes=list(dict.fromkeys(note for each in all_gather_object(trainer.notes) for note in each)),
-        taken=_most_of(all_gather_object(taken)) if run.measures else None,
+        measured_memory=_max_measured(all_gather_object(measured)) if request.measures_memory else None,
     )
 
 
-def _most_of(taken: Sequence[MeasuredMemory | None]) -> tuple[int, int]:
-    found = [each for each in taken if each is not None]
-    return max(each.peak for each in found), max(each.between_steps for each in found)
+def _max_measured(measured: Sequence[MeasuredMemory | None]) -> tuple[int, int]:
+    samples = [each for each in measured if each is not None]
+    return max(each.peak for each in samples), max(each.between_steps for each in samples)
 
 
-def saved_under_watch(place: RankContext, run: Run, watch: KillPoint) -> list[list[str]]:
+def save_and_record(rank_context: RankContext, request: RunRequest, kill_point: KillPoint) -> list[list[str]]:
     """Resume for one step and save it; return the file operations of the save by rank.
 
-    A rank is killed at the operation that `watch` names, if any.
+    A rank is killed at the operation that `kill_point` names, if any.
     """
-    dataset = open_dataset_on_all_ranks(run.recipe, run.source)
-    trainer = Trainer(run.recipe, run.source, dataset, place, layout=run.layout, callbacks=run.events)
+    dataset = open_dataset_on_all_ranks(request.recipe, request.source)
+    trainer = Trainer(
+        request.recipe, request.source, dataset, rank_context, layout=request.layout, callbacks=request.events
+    )
     try:
-        assert run.resumed is not None
-        trainer.resume(run.resumed)
+        assert request.resume_from is not None
+        trainer.resume(request.resume_from)
         trainer.step()
         pids = [pid for machine, pid in all_gather_object((_machine(), os.getpid())) if machine == _machine()]
         names: list[str] = []
         with ExitStack() as stack:
-            if watch.at is None:
-                names = stack.enter_context(record_operations(watch.root))
-            elif place.rank == watch.rank:
-                others = [pid for pid in pids if pid != os.getpid()] if watch.everyone else []
-                stack.enter_context(killing(watch.root, watch.at, others))
-            trainer.save(StepDirectories(watch.root).path(trainer.completed_steps))
+            if kill_point.operation is None:
+                names = stack.enter_context(record_operations(kill_point.root))
+            elif rank_context.rank == kill_point.rank:
+                others = [pid for pid in pids if pid != os.getpid()] if kill_point.kills_all_ranks else []
+                stack.enter_context(kill_at(kill_point.root, kill_point.operation, others))
+            trainer.save(StepDirectories(kill_point.root).path(trainer.completed_steps))
             trainer.wait_for_save()
         return all_gather_object(list(names))
     finally:
@@ -168,29 +172,31 @@ def _machine() -> tuple[str, str]:
     return socket.gethostname(), os.readlink("/proc/self/ns/pid") if os.path.exists("/proc/self/ns/pid") else ""
 
 
-def left_over(place: RankContext, root: Path, good: int, known: Mapping[int, str]) -> SurvivingSteps:
+def check_surviving_steps(
+    rank_context: RankContext, root: Path, good_step: int, expected_digests: Mapping[int, str]
+) -> SurvivingSteps:
     """Check a directory of steps after a kill, on rank 0; see `survivors`."""
-    found: SurvivingSteps | None = None
+    surviving: SurvivingSteps | None = None
     with raise_on_all_ranks():
-        if place.rank == 0:
-            found = survivors(root, good=good, known=known)
-    answer: SurvivingSteps = broadcast_object(found)
+        if rank_context.rank == 0:
+            surviving = check_steps(root, good_step=good_step, expected_digests=expected_digests)
+    answer: SurvivingSteps = broadcast_object(surviving)
     return answer
 
 
-def source_logits(place: RankContext, recipe: Recipe, path: Path, draws: int) -> tuple[Logits, float]:
+def compute_source_logits(rank_context: RankContext, recipe: Recipe, path: Path, draws: int) -> tuple[Logits, float]:
     """Return the logits of stock transformers on rank 0, and their noise: the difference after perturbing the embedding
     by 1 ULP.
     """
-    found: tuple[Logits, float] | None = None
+    result: tuple[Logits, float] | None = None
     with raise_on_all_ranks():
-        if place.rank == 0:
-            found = _stock(recipe, path, place, draws)
-    answer: tuple[Logits, float] = broadcast_object(found)
+        if rank_context.rank == 0:
+            result = _compute_stock_logits(recipe, path, rank_context, draws)
+    answer: tuple[Logits, float] = broadcast_object(result)
     return answer
 
 
-def _stock(recipe: Recipe, path: Path, place: RankContext, draws: int) -> tuple[Logits, float]:
+def _compute_stock_logits(recipe: Recipe, path: Path, rank_context: RankContext, draws: int) -> tuple[Logits, float]:
     _, cls, _ = read_config(path, trust_remote_code=recipe.model.trust_remote_code)
     model: Any = cls.from_pretrained(
         path,
@@ -198,8 +204,8 @@ def _stock(recipe: Recipe, path: Path, place: RankContext, draws: int) -> tuple[
         attn_implementation=recipe.model.attn_implementation or "sdpa",
         local_files_only=True,
     )
-    model = model.to(place.device).eval()
-    batches = probe(recipe, open_dataset(recipe, path), place)  # on this rank alone
+    model = model.to(rank_context.device).eval()
+    batches = probe_batches(recipe, open_dataset(recipe, path), rank_context)  # on this rank alone
 
     def logits() -> Logits:
         with torch.no_grad():
@@ -208,22 +214,24 @@ def _stock(recipe: Recipe, path: Path, place: RankContext, draws: int) -> tuple[
     reference = logits()
     noise = 0.0
     table = model.get_input_embeddings().weight
-    kept = table.detach().clone()
+    original = table.detach().clone()
     for draw in range(draws):
         with torch.no_grad():
-            table.copy_(perturb_copy(kept, _generator(draw)))
+            table.copy_(perturb_copy(original, _generator(draw)))
         noise = max(noise, max_difference(reference, logits()))
     return reference, noise
 
 
-def runtime_logits(place: RankContext, run: Run) -> Logits | None:
+def compute_runtime_logits(rank_context: RankContext, request: RunRequest) -> Logits | None:
     """Return the logits of the runtime on the mesh, for the source or a checkpoint."""
-    dataset = open_dataset_on_all_ranks(run.recipe, run.source)
-    trainer = Trainer(run.recipe, run.source, dataset, place, layout=run.layout, callbacks=run.events)
+    dataset = open_dataset_on_all_ranks(request.recipe, request.source)
+    trainer = Trainer(
+        request.recipe, request.source, dataset, rank_context, layout=request.layout, callbacks=request.events
+    )
     try:
-        if run.resumed is not None:
-            trainer.resume(run.resumed)
-        return probe_logits(trainer, dataset)
+        if request.resume_from is not None:
+            trainer.resume(request.resume_from)
+        return compute_probe_logits(trainer, dataset)
     finally:
         trainer.release()
 
@@ -234,45 +242,45 @@ def open_dataset_on_all_ranks(recipe: Recipe, source: Path) -> Dataset:
         return open_dataset(recipe, source)
 
 
-def probe(recipe: Recipe, dataset: Dataset, place: RankContext) -> list[dict[str, Tensor]]:
+def probe_batches(recipe: Recipe, dataset: Dataset, rank_context: RankContext) -> list[dict[str, Tensor]]:
     """Return the first samples as batches of one without labels, the same on every rank."""
     dtype = getattr(torch, recipe.model.dtype)
-    found = []
-    for index in range(min(_PROBED, len(dataset))):
+    batches = []
+    for index in range(min(_NUM_PROBE_SAMPLES, len(dataset))):
         batch = {name: value for name, value in collate([dataset[index]]).items() if name != LABELS}
-        found.append(
+        batches.append(
             {
-                name: value.to(place.device, dtype if value.is_floating_point() else value.dtype)
+                name: value.to(rank_context.device, dtype if value.is_floating_point() else value.dtype)
                 for name, value in batch.items()
             }
         )
-    return found
+    return batches
 
 
-def probe_logits(trainer: Trainer, dataset: Dataset) -> Logits | None:
+def compute_probe_logits(trainer: Trainer, dataset: Dataset) -> Logits | None:
     """Return the logits of the probe, from the first rank that has them."""
-    given = trainer.logits(probe(trainer.recipe, dataset, trainer.rank_context))
-    own = None if given is None else [each.numpy() for each in given]
-    return next((each for each in all_gather_object(own) if each is not None), None)
+    outputs = trainer.logits(probe_batches(trainer.recipe, dataset, trainer.rank_context))
+    local_logits = None if outputs is None else [each.numpy() for each in outputs]
+    return next((each for each in all_gather_object(local_logits) if each is not None), None)
 
 
 def perturb_embedding(trainer: Trainer, draw: int) -> None:
     """Perturb the token embedding by 1 ULP, up or down at random, on each rank that has a shard of it."""
-    table = _token_table(trainer)
+    embedding_names = _token_embedding_names(trainer)
     for name, parameter in trainer.rank_model.parameters():
-        if name in table:
+        if name in embedding_names:
             local = local_tensor(parameter)
             with torch.no_grad():
                 local.copy_(perturb_copy(local, _generator(draw)))
 
 
-def _token_table(trainer: Trainer) -> set[str]:
+def _token_embedding_names(trainer: Trainer) -> set[str]:
     """Return the name of the token embedding, gathered from the ranks that have it."""
-    own: set[str] = set()
+    names: set[str] = set()
     for model in trainer.rank_model.models:
         table = getattr(model.get_input_embeddings(), "weight", None)
-        own |= {trainer.rank_model.full_name(name) for name, each in model.named_parameters() if each is table}
-    return {name for each in all_gather_object(own) for name in each}
+        names |= {trainer.rank_model.full_name(name) for name, each in model.named_parameters() if each is table}
+    return {name for each in all_gather_object(names) for name in each}
 
 
 def _generator(draw: int) -> torch.Generator:
@@ -280,15 +288,15 @@ def _generator(draw: int) -> torch.Generator:
     return torch.Generator().manual_seed(draw)
 
 
-def _sharded(trainer: Trainer) -> tuple[int, int]:
+def _count_sharded(trainer: Trainer) -> tuple[int, int]:
     """Return the number of sharded parameters, and of all parameters."""
     layout = trainer.rank_model.layout
-    parts = every = 0
+    num_sharded = num_parameters = 0
     for name, parameter in trainer.rank_model.parameters():
         regions = layout.local_regions(name) if layout is not None else None
         mesh = getattr(parameter, "device_mesh", None)
-        is_cut = mesh is not None and any(
+        is_sharded = mesh is not None and any(
             not placement.is_replicate() and mesh.size(dim) > 1 for dim, placement in enumerate(parameter.placements)
         )
-        parts, every = parts + int(is_cut or regions is not None), every + 1
-    return parts, every
+        num_sharded, num_parameters = num_sharded + int(is_sharded or regions is not None), num_parameters + 1
+    return num_sharded, num_parameters

@@ -14,14 +14,14 @@ from ckptx.storage.files import FilePool
 from ckptx.transfer.digest import TreeDigest
 from ckptx.transfer.stream import TensorReader, push
 
-_PIECE = 1 << 20
-_EXPONENTS = {
+_BUFFER_BYTES = 1 << 20
+_EXPONENT_MASKS = {
     "F64": ("<u8", 0x7FF << 52),
     "F32": ("<u4", 0xFF << 23),
     "BF16": ("<u2", 0xFF << 7),
     "F16": ("<u2", 0x1F << 10),
 }
-_NUMBERS = {"F32": "f", "F64": "d", "I64": "q", "I32": "i", "BOOL": "?"}
+_STRUCT_CODES = {"F32": "f", "F64": "d", "I64": "q", "I32": "i", "BOOL": "?"}
 
 
 class TensorDigests:
@@ -29,7 +29,7 @@ class TensorDigests:
 
     def __init__(self, files: FilePool) -> None:
         self._files, self._reader = files, TensorReader(files)
-        self._buffer = memoryview(bytearray(_PIECE))
+        self._buffer = memoryview(bytearray(_BUFFER_BYTES))
 
     def read(self, entry: TensorEntry, data: bytes | None = None) -> tuple[str, int | None]:
         """Describes a tensor: its digest, or the number in it; and how many elements are not finite.
@@ -46,27 +46,27 @@ class TensorDigests:
             self._reader.stream(entry, full_region(entry.shape), sink)
         else:
             push(sink, memoryview(data))
-        number = self._number(entry, data)
-        found = sink.described(entry) if number is None else f"{entry.dtype} {list(entry.shape)} {number}"
-        return found, sink.not_finite if entry.dtype.name in _EXPONENTS else None
+        element = self._single_element(entry, data)
+        description = sink.describe(entry) if element is None else f"{entry.dtype} {list(entry.shape)} {element}"
+        return description, sink.num_nonfinite if entry.dtype.name in _EXPONENT_MASKS else None
 
     def digest(self, entry: TensorEntry, data: bytes | None = None) -> str:
         """The first part of `read`."""
         return self.read(entry, data)[0]
 
-    def _number(self, entry: TensorEntry, data: bytes | None) -> str | None:
+    def _single_element(self, entry: TensorEntry, data: bytes | None) -> str | None:
         """The only element of a tensor, of the dtypes that counters have; None of another, and of a NaN: it has bits.
 
         A boolean is one byte, of which only 0 and 1 have a name.
         """
-        kind = _NUMBERS.get(entry.dtype.name)
-        if kind is None or entry.numel != 1 or len(entry.chunks) != 1:
+        code = _STRUCT_CODES.get(entry.dtype.name)
+        if code is None or entry.numel != 1 or len(entry.chunks) != 1:
             return None
         assert DTYPES_BY_NAME[entry.dtype.name] is entry.dtype
         chunk = entry.chunks[0]
         raw = self._files.read(chunk.file, chunk.offset, entry.nbytes) if data is None else data
-        value = struct.unpack(f"<{kind}", raw)[0]
-        is_plain = not isnan(value) and struct.pack(f"<{kind}", value) == raw
+        value = struct.unpack(f"<{code}", raw)[0]
+        is_plain = not isnan(value) and struct.pack(f"<{code}", value) == raw
         return repr(value) if is_plain else None
 
 
@@ -74,25 +74,25 @@ class _Sink:
     """Digests a tensor of any length and counts what is not finite in it."""
 
     def __init__(self, entry: TensorEntry, buffer: memoryview) -> None:
-        self._digest, self._left, self._buffer = TreeDigest(), entry.nbytes, buffer
-        self._kind = _EXPONENTS.get(entry.dtype.name)
-        self._rest = b""
-        self.not_finite = 0
+        self._digest, self._remaining, self._buffer = TreeDigest(), entry.nbytes, buffer
+        self._exponent_mask = _EXPONENT_MASKS.get(entry.dtype.name)
+        self._partial_element = b""
+        self.num_nonfinite = 0
 
     def space(self, nbytes: int) -> memoryview:
         return self._buffer[: min(nbytes, self._digest.leaf_remaining, len(self._buffer))]
 
     def commit(self, view: memoryview) -> None:
-        self._left -= len(view)
-        self._digest.update(view, is_last=not self._left)
-        if self._kind is not None:
-            kind, exponent = self._kind
-            width = np.dtype(kind).itemsize
-            data = self._rest + view if self._rest else view
+        self._remaining -= len(view)
+        self._digest.update(view, is_last=not self._remaining)
+        if self._exponent_mask is not None:
+            integer_dtype, exponent = self._exponent_mask
+            width = np.dtype(integer_dtype).itemsize
+            data = self._partial_element + view if self._partial_element else view
             usable = len(data) // width * width
-            bits = np.frombuffer(data[:usable], kind)
-            self.not_finite += int(np.count_nonzero((bits & bits.dtype.type(exponent)) == exponent))
-            self._rest = bytes(data[usable:])
+            bits = np.frombuffer(data[:usable], integer_dtype)
+            self.num_nonfinite += int(np.count_nonzero((bits & bits.dtype.type(exponent)) == exponent))
+            self._partial_element = bytes(data[usable:])
 
-    def described(self, entry: TensorEntry) -> str:
+    def describe(self, entry: TensorEntry) -> str:
         return f"{entry.dtype} {list(entry.shape)} {self._digest.digest().hex()}"

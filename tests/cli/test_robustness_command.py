@@ -252,7 +252,7 @@ from ckptx import robustness
 assert robustness("small") == ("small", ())
 import ckptx.robustness_suite.oracles
 assert ckptx.robustness("small") == ("small", ())
-assert ckptx.robustness_suite.oracles.EXACT
+assert ckptx.robustness_suite.oracles.EXACT_ORACLES
 assert "torch" not in sys.modules
 """
 

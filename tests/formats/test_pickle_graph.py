@@ -155,16 +155,16 @@ def test_what_is_dear_to_look_at_takes_seconds(place: str, tmp_path: Path) -> No
 
 @pytest.mark.slow
 def test_calls_inside_calls_without_end(tmp_path: Path) -> None:
-    from ckptx.robustness_suite.stored_items import items_of
+    from ckptx.robustness_suite.stored_items import read_items
 
     depth = 50_000
     for name in (b"torch._utils\n_rebuild_parameter\n", b"builtins\nbytearray\n", b"collections\nOrderedDict\n"):
         middle = b"c" + name
         (tmp_path / "state.pkl").write_bytes(b"\x80\x02" + middle * depth + b"N" + b"\x85R" * depth + b".")
-        assert items_of(tmp_path)
+        assert read_items(tmp_path)
     began = time.process_time()
     (tmp_path / "state.pkl").write_bytes(b"\x80\x02" + b"]" * 3_000_000 + b".")
     with pytest.raises(InputError, match="containers"):
-        items_of(tmp_path)
+        read_items(tmp_path)
     assert time.process_time() - began < 20
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < 8 << 20

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from torch.distributed.checkpoint.api import CheckpointException
 
-from ckptx.robustness_suite.stored_items import items_of
+from ckptx.robustness_suite.stored_items import read_items
 from tests.robustness_suite.pickle_values import (
     Node,
     Thing,
@@ -82,7 +82,7 @@ def outcome_of(seed: int, folder: Path, pair: tuple[Node, Node, str] | None = No
                 return Outcome(None, None)
     are_equal = key_of(first, protocol) == key_of(second, protocol)
     try:
-        found = [items_of(path) for path in paths]
+        found = [read_items(path) for path in paths]
     except Exception as error:  # whatever it is, it is a fault
         return Outcome(are_equal, f"{form}: {type(error).__name__}: {error}")
     if (found[0] == found[1]) == are_equal:

@@ -20,9 +20,9 @@ import numpy as np
 import pytest
 import torch
 
-from ckptx.robustness_suite.file_noise import following_steps, lines_on_files, noisy_files
+from ckptx.robustness_suite.file_noise import noisy_files, not_compared_file_notes, step_count_settings
 from ckptx.robustness_suite.oracles import compare
-from ckptx.robustness_suite.stored_items import is_of_bytes, items_of, not_compared
+from ckptx.robustness_suite.stored_items import files_not_compared, is_file_digest, read_items
 
 ENDINGS = (
     "", ".txt", ".yaml", ".csv", ".jsonl", ".json", ".log", ".md", ".msgpack", ".dat", ".bin", ".tar", ".zip", ".npz",
@@ -53,7 +53,7 @@ def checkpoint(root: Path, files: dict[str, bytes]) -> Path:
 
 def differ(first: Path, second: Path) -> list[str]:
     """The names of the items that differ."""
-    return [each.item for row in compare([items_of(first)], [items_of(second)]) for each in row.differences]
+    return [each.item for row in compare([read_items(first)], [read_items(second)]) for each in row.differences]
 
 
 @pytest.mark.sampled(8)
@@ -203,7 +203,7 @@ def test_a_zip_whose_members_lie_over_each_other_is_compared_by_its_bytes(tmp_pa
     assert first.compress_size
     began = time.process_time()
     checkpoint(tmp_path / "a", {"state.zip": stream.getvalue()})
-    assert is_of_bytes(items_of(tmp_path / "a")["other", "state"])
+    assert is_file_digest(read_items(tmp_path / "a")["other", "state"])
     assert time.process_time() - began < 5
 
 
@@ -248,7 +248,7 @@ def test_the_order_of_keys_and_the_folder_of_the_run_do_not_matter_in_json(tmp_p
         run = tmp_path / name
         value = [dict.fromkeys(keys, f"{run}/log")]
         checkpoint(run, {"x.json": json.dumps({"list": value, "path": f"{run}/out"}).encode()})
-    assert items_of(tmp_path / "a", tmp_path / "a") == items_of(tmp_path / "b", tmp_path / "b")
+    assert read_items(tmp_path / "a", tmp_path / "a") == read_items(tmp_path / "b", tmp_path / "b")
     assert differ(tmp_path / "a", tmp_path / "b") == ["list", "path"]
 
 
@@ -289,7 +289,7 @@ def test_what_has_no_contents_counts(tmp_path: Path) -> None:
         root = checkpoint(tmp_path / str(at), {})
         if kind is not None:
             kind(root)
-        found.append(items_of(root))
+        found.append(read_items(root))
     assert all(found[at] == found[at + len(kinds)] for at in range(1, len(kinds) + 1))
     assert len({frozenset(each.items()) for each in found}) == len(kinds) + 1
 
@@ -325,9 +325,9 @@ def test_names_that_are_no_utf_8(tmp_path: Path) -> None:
 )
 def test_what_is_not_compared_is_listed(name: str, reason: str, tmp_path: Path) -> None:
     root = checkpoint(tmp_path, {name: b"no contents that matter"})
-    assert not_compared(root) == {reason: [name]}
-    assert [*lines_on_files(not_compared(root))] == [f"not compared ({reason}): {name}"]
-    assert {name for _, name in items_of(root)} == {"step"}
+    assert files_not_compared(root) == {reason: [name]}
+    assert [*not_compared_file_notes(files_not_compared(root))] == [f"not compared ({reason}): {name}"]
+    assert {name for _, name in read_items(root)} == {"step"}
 
 
 # --------------------------------------------------------------------------------------------------------------- noise
@@ -342,7 +342,7 @@ def test_files_that_two_identical_runs_do_not_share_are_noise(tmp_path: Path) ->
         ("wrong", {"log.txt": b"12:02", "log-1202.txt": b"x", "state": b"lost", "new-7.txt": b""}),
     ):
         checkpoint(tmp_path / run, {**same, **changes})
-    first, second, right, wrong = (items_of(tmp_path / each) for each in ("a", "rerun", "right", "wrong"))
+    first, second, right, wrong = (read_items(tmp_path / each) for each in ("a", "rerun", "right", "wrong"))
     noise = noisy_files(first, second, right)
     assert {name for _, name in noise} == {"log.txt", "log-1200.txt", "log-1201.txt", "log-1202.txt"}
     assert {key for key in {*first, *right} if first.get(key) != right.get(key)} <= noise
@@ -356,14 +356,14 @@ def test_values_are_no_noise(tmp_path: Path) -> None:
     for name, value in (("a", 1), ("rerun", 2)):
         stream = io.BytesIO()
         np.save(stream, np.array([value]))
-        found.append(items_of(checkpoint(tmp_path / name, {"x.npy": stream.getvalue(), "y.json": b"%d" % value})))
+        found.append(read_items(checkpoint(tmp_path / name, {"x.npy": stream.getvalue(), "y.json": b"%d" % value})))
     assert noisy_files(*found, found[0]) == set()
 
 
 def test_a_number_of_steps_follows_the_command() -> None:
     before = {("other", "config.steps"): "6", ("other", "x"): "6", ("step", "step"): "3", ("rng", "y"): "6"}
     after = {("other", "config.steps"): "3", ("other", "x"): "4", ("step", "step"): "0", ("rng", "y"): "3"}
-    assert following_steps(before, after, 6, 3) == {("other", "config.steps")}
+    assert step_count_settings(before, after, 6, 3) == {("other", "config.steps")}
 
 
 def test_a_compressed_stream_is_compared_by_its_bytes(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from benchmarks.planted.external_trainers import EXTERNAL, MISTAKES, SCRIPTS
 from benchmarks.planted.trainers import plant_in
 from ckptx.robustness_suite import command_runs
 from ckptx.robustness_suite import external_trainer as foreign
-from ckptx.robustness_suite.judge import Judge
+from ckptx.robustness_suite.judge import ReportBuilder
 from ckptx.runtime.training.recipe_file import read_recipe
 from tests.robustness_suite.test_foreign_trainer import failed
 from tests.support.warm_commands import run_warm
@@ -27,7 +27,7 @@ CASES = [
     for trainer, found in MISTAKES.items()
     for which in found
 ]
-RunTrainer = Callable[[str, str | None], Judge]
+RunTrainer = Callable[[str, str | None], ReportBuilder]
 
 
 @pytest.fixture
@@ -35,7 +35,7 @@ def judge(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunTrainer:
     """Runs a trainer four times, as it is or with a mistake."""
     monkeypatch.setattr(command_runs, "run_command", run_warm)
 
-    def run(trainer: str, which: str | None) -> Judge:
+    def run(trainer: str, which: str | None) -> ReportBuilder:
         if trainer == "accumulation" and find_spec("accelerate") is None:
             pytest.skip("accelerate is not installed")
         shutil.copytree(EXTERNAL, tmp_path / "recipes")

@@ -10,7 +10,7 @@ import pytest
 from benchmarks.faults import named, opened
 from ckptx.errors import UsageError
 from ckptx.robustness_suite.faults import FAULTS, find_fault
-from ckptx.robustness_suite.oracles import ORDER
+from ckptx.robustness_suite.oracles import ORACLE_ORDER
 from ckptx.robustness_suite.phases import PHASES
 from ckptx.robustness_suite.ranks import LeakedMemory
 from ckptx.robustness_suite.session import Session
@@ -33,8 +33,8 @@ def session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Opened]:
 
 def test_each_is_meant_for_a_phase_and_an_oracle_that_there_is() -> None:
     for name, each in FAULTS.items():
-        assert each.oracle in ORDER and each.phase in {phase.number for phase in PHASES}, name
-        kinds = (each.planted.events, each.planted.altered, each.planted.published)
+        assert each.oracle in ORACLE_ORDER and each.phase in {phase.number for phase in PHASES}, name
+        kinds = (each.injection.events, each.injection.request_changes, each.injection.file_changes)
         assert sum(map(bool, kinds)) == 1, name
 
 
@@ -49,7 +49,7 @@ def test_without_a_fault_nothing_is_named(session: Opened, number: int) -> None:
 def test_a_fault_of_a_resumed_run_is_named(session: Opened, name: str) -> None:
     row = named(*session, name, RESUME)
     assert row["needed"] in row["failed"], row["differing"]
-    first = min((each for each in row["failed"]), key=ORDER.index)
+    first = min((each for each in row["failed"]), key=ORACLE_ORDER.index)
     assert first in (row["needed"], "finite"), "nothing that comes before is blamed"
 
 
@@ -57,7 +57,7 @@ def test_a_fault_of_a_resumed_run_is_named(session: Opened, name: str) -> None:
 @pytest.mark.parametrize("name", OTHERS)
 def test_a_fault_of_another_phase_is_named(tmp_path: Path, name: str) -> None:
     settings = SHORT if FAULTS[name].phase == OTHER_LAYOUTS else (*SHORT, SHALLOW)  # one of them cuts four layers
-    with opened(tmp_path / "out", FAULTS[name].needs, settings=settings) as (session, baseline):
+    with opened(tmp_path / "out", FAULTS[name].min_mesh, settings=settings) as (session, baseline):
         row = named(session, baseline, name, FAULTS[name].phase)
         assert row["needed"] in row["failed"], row["differing"]
 

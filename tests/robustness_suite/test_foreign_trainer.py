@@ -15,9 +15,9 @@ import pytest
 from ckptx.errors import EnvironmentProblem, InputError, OutputError, UsageError
 from ckptx.report.report import Log
 from ckptx.robustness_suite.causes import likely_causes
-from ckptx.robustness_suite.commands import command_words, run_command
+from ckptx.robustness_suite.commands import run_command, split_command
 from ckptx.robustness_suite.external_trainer import run_external
-from ckptx.robustness_suite.judge import Judge
+from ckptx.robustness_suite.judge import ReportBuilder
 from ckptx.robustness_suite.oracles import compare
 from ckptx.runtime.training.recipe import ChecksBlock, ExternalBlock, Recipe, TrainingBlock
 
@@ -35,18 +35,18 @@ def recipe(fault: str = "", checks: dict[str, Any] | None = None, **keys: Any) -
     )
 
 
-def run(tmp_path: Path, fault: str = "", **keys: Any) -> Judge:
+def run(tmp_path: Path, fault: str = "", **keys: Any) -> ReportBuilder:
     """Its outcome, in a folder whose name needs quotes."""
     return run_external(recipe(fault, **keys), tmp_path / "it's $HOME; out", folder=Path(__file__).parent)
 
 
-def failed(outcome: Judge) -> dict[str, list[str]]:
+def failed(outcome: ReportBuilder) -> dict[str, list[str]]:
     """The oracles that failed, by phase."""
     rows = {row["name"]: [each["name"] for each in row["checks"] if not each["ok"]] for row in outcome.phases}
     return {name: oracles for name, oracles in rows.items() if oracles}
 
 
-def notes(outcome: Judge, name: str) -> str:
+def notes(outcome: ReportBuilder, name: str) -> str:
     """What a phase says."""
     return " ".join(next(row for row in outcome.phases if row["name"] == name)["notes"])
 
@@ -261,11 +261,11 @@ def test_a_program_that_is_not_there(tmp_path: Path) -> None:
     ],
 )
 def test_values_are_parts_of_words(template: str, words: list[str]) -> None:
-    assert command_words(template, {"x": "1 2; rm", "resume": "--from 'x y'"}, "train.command") == words
+    assert split_command(template, {"x": "1 2; rm", "resume": "--from 'x y'"}, "train.command") == words
 
 
 def test_nothing_is_left_of_an_empty_resume() -> None:
-    assert command_words("a {resume}", {"resume": ""}, "train.command") == ["a"]
+    assert split_command("a {resume}", {"resume": ""}, "train.command") == ["a"]
 
 
 def test_variables_of_a_launcher_are_not_handed_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -296,7 +296,7 @@ time.sleep(600)
 def test_a_command_that_takes_too_long_is_ended_with_what_it_started(tmp_path: Path) -> None:
     """Its child has a session of its own, as ranks have below torchrun."""
     ended = run_command([sys.executable, "-c", SPAWNS, str(tmp_path / "pids")], tmp_path / "log", {}, 2.0)
-    assert ended.is_late and "its time limit" in ended.failure()
+    assert ended.is_timed_out and "its time limit" in ended.failure_text()
     pids = [int(pid) for pid in (tmp_path / "pids").read_text().split()]
     wait_for(lambda: not any(map(is_alive, pids)))
 

@@ -13,8 +13,8 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from ckptx.robustness_suite.kills import KINDS, kill_points, killing, kind_of, record_operations
-from ckptx.robustness_suite.surviving_steps import survivors
+from ckptx.robustness_suite.kills import OPERATION_KINDS, kill_at, operation_kind, record_operations, select_kill_points
+from ckptx.robustness_suite.surviving_steps import check_steps
 from ckptx.runtime.checkpointing.save import save
 from ckptx.runtime.training.checkpoints import StepDirectories
 from tests.support import killed_ranks
@@ -40,7 +40,7 @@ class Rehearsed(NamedTuple):
 def rehearsed(tmp_path_factory: pytest.TempPathFactory) -> Rehearsed:
     root = tmp_path_factory.mktemp("kills")
     killed_ranks.start(root / "start")
-    known = dict(survivors(root / "start", good=6).digests)
+    known = dict(check_steps(root / "start", good_step=6).digests)
     names = {}
     for how, function in HOW.items():
         names[how], left = killed_ranks.rehearsed(root / "start", root / how, function)
@@ -59,7 +59,7 @@ def test_a_save_is_told_in_its_operations(rehearsed: Rehearsed) -> None:
         "unlink .step-N.removed.ckptx-partial/tree/.metadata", "rmdir .step-N.removed.ckptx-partial",
     ]  # fmt: skip
     assert [each for each in first if each in in_order] == in_order
-    assert {kind_of(each) for each in first} == set(KINDS)
+    assert {operation_kind(each) for each in first} == set(OPERATION_KINDS)
     assert "write __1_0.distcp #2" in second and not any("metadata" in each for each in second)
     assert len(set(first)) == len(first)
 
@@ -70,14 +70,14 @@ def test_both_ways_of_saving_do_the_same(rehearsed: Rehearsed) -> None:
 
 def test_points_are_of_every_kind(rehearsed: Rehearsed) -> None:
     first = rehearsed.names["sync"][0]
-    assert [kind_of(each) for each in kill_points(first, 3)] == ["data", "metadata", "publish"]
-    assert {kind_of(each) for each in kill_points(first, len(KINDS))} == set(KINDS)
-    assert kill_points(first, 3)[1:] == [
+    assert [operation_kind(each) for each in select_kill_points(first, 3)] == ["data", "metadata", "publish"]
+    assert {operation_kind(each) for each in select_kill_points(first, len(OPERATION_KINDS))} == set(OPERATION_KINDS)
+    assert select_kill_points(first, 3)[1:] == [
         "rename .metadata.tmp -> .metadata", "rename .step-N.ckptx-partial/tree -> step-N",
     ]  # fmt: skip
-    assert kill_points(first, 10_000) == first
-    assert kill_points([], 3) == []
-    assert len(kill_points(first, POINTS)) == POINTS
+    assert select_kill_points(first, 10_000) == first
+    assert select_kill_points([], 3) == []
+    assert len(select_kill_points(first, POINTS)) == POINTS
 
 
 CASES = [(how, index, everyone) for how in HOW for index in range(POINTS) for everyone in (False, True)]
@@ -86,7 +86,7 @@ FAST = [("sync", 4, True), ("async", 8, False), ("sync", 16, False)]
 
 @pytest.mark.parametrize(("how", "index", "everyone"), slow_but(CASES, FAST))
 def test_rank_0_is_killed(rehearsed: Rehearsed, tmp_path: Path, how: str, index: int, everyone: bool) -> None:
-    point = kill_points(rehearsed.names[how][0], POINTS)[index]
+    point = select_kill_points(rehearsed.names[how][0], POINTS)[index]
     check(rehearsed, tmp_path / "run", how, Kill(0, point, everyone))
 
 
@@ -95,7 +95,7 @@ OTHERS = [(how, index, everyone) for how in HOW for index in range(5) for everyo
 
 @pytest.mark.parametrize(("how", "index", "everyone"), slow_but(OTHERS, [("async", 3, False)]))
 def test_rank_1_is_killed(rehearsed: Rehearsed, tmp_path: Path, how: str, index: int, everyone: bool) -> None:
-    point = kill_points(rehearsed.names[how][1], 5)[index]
+    point = select_kill_points(rehearsed.names[how][1], 5)[index]
     check(rehearsed, tmp_path / "run", how, Kill(1, point, everyone))
 
 
@@ -115,7 +115,7 @@ def test_a_step_that_is_there_is_replaced_in_one_step(rehearsed: Rehearsed, tmp_
     shutil.copytree(rehearsed.start, root)
     kill = Kill(0, names[exchange - 1 + index], everyone=True)
     assert killed_ranks.run(root, 6, killed_ranks.behind, kill=kill) == [-signal.SIGKILL] * RANKS
-    left = survivors(root, good=6, known=rehearsed.known)
+    left = check_steps(root, good_step=6, expected_digests=rehearsed.known)
     assert (left.faults, left.latest, left.published) == ([], 6, [3, 6]), kill.at
 
 
@@ -170,7 +170,9 @@ def test_a_planted_defect_is_found(rehearsed: Rehearsed, tmp_path: Path, how: An
     shutil.copytree(rehearsed.start, root)
     codes = killed_ranks.run(root, 9, how, kill=Kill(0, at, True))
     assert codes == [-signal.SIGKILL] * RANKS
-    assert any(each.startswith(fault) for each in survivors(root, good=6, known=rehearsed.known).faults)
+    assert any(
+        each.startswith(fault) for each in check_steps(root, good_step=6, expected_digests=rehearsed.known).faults
+    )
 
 
 @pytest.mark.parametrize("believes", ["the highest number", "what latest says"])
@@ -184,11 +186,11 @@ def test_a_half_published_directory_that_is_chosen_is_found(
     monkeypatch.setattr(StepDirectories, "is_published", lambda steps, step: steps.path(step).is_dir())
     if believes == "what latest says":
         (root / "latest").write_text("step-9\n")
-    assert any("step-9: looks complete, but does not load" in each for each in survivors(root).faults)
+    assert any("step-9: looks complete, but does not load" in each for each in check_steps(root).faults)
 
 
 def test_a_next_save_that_fails_or_is_not_the_latest_is_found(rehearsed: Rehearsed) -> None:
-    assert any("step-6 is" in each for each in survivors(rehearsed.start, next_save=lambda: 7).faults)
+    assert any("step-6 is" in each for each in check_steps(rehearsed.start, next_save=lambda: 7).faults)
 
 
 # ------------------------------------------------------------------------------------ latest, and what goes
@@ -219,19 +221,19 @@ def test_cut_at_each_operation(
         process.start()
         process.join()
         assert process.exitcode == -signal.SIGKILL, name
-        left = survivors(root, good=3 if act is marked else 6, known=rehearsed.known)
+        left = check_steps(root, good_step=3 if act is marked else 6, expected_digests=rehearsed.known)
         assert left.faults == [], name
         assert {3, 6} - set(left.published) <= lost, name
         seen.add((left.latest, *left.published))
         act(root)
-        again = survivors(root, known=rehearsed.known)
+        again = check_steps(root, expected_digests=rehearsed.known)
         assert (again.faults, again.hidden) == ([], [])
         assert sorted(os.listdir(root)) == sorted(os.listdir(whole)), name
     assert len(seen) == 2, "it is done in one step"
 
 
 def _cut(root: Path, name: str, act: Callable[[Path], None]) -> None:
-    with killing(root, name):
+    with kill_at(root, name):
         act(root)
 
 
@@ -249,7 +251,7 @@ def test_a_removal_without_a_rename_is_found(rehearsed: Rehearsed, tmp_path: Pat
         process = fresh().Process(target=_removed, args=(root, name.replace("0/", ""), deletes))
         process.start()
         process.join()
-        found += survivors(root, good=6).faults
+        found += check_steps(root, good_step=6).faults
     assert any("step-3: is incomplete" in each for each in found)
 
 
@@ -261,5 +263,5 @@ def removed(root: Path, deletes: str) -> None:
 
 
 def _removed(root: Path, name: str, deletes: str) -> None:
-    with killing(root, name):
+    with kill_at(root, name):
         removed(root, deletes)

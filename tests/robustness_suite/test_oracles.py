@@ -7,33 +7,33 @@ from math import inf, nan
 import pytest
 
 from ckptx.robustness_suite.oracles import (
-    EXACT,
+    EXACT_ORACLES,
     Difference,
     Verdict,
-    all_finite,
+    check_finite,
     compare,
-    failing,
-    largest,
-    measured,
-    replicas,
+    compare_measurements,
+    compare_replicas,
+    failed_verdicts,
+    largest_value,
 )
 
 SAME = {("model", "a"): "1", ("moments", "a.exp_avg"): "2", ("rng", "torch"): "3"}
 
 
-@pytest.mark.parametrize("oracle", EXACT)
+@pytest.mark.parametrize("oracle", EXACT_ORACLES)
 def test_an_item_that_differs_is_named_by_its_oracle_on_its_rank(oracle: str) -> None:
     before = [SAME | {(oracle, "x"): "was"}] * 2
     after = [before[0], before[0] | {(oracle, "x"): "is"}]
-    (found,) = failing(compare(before, after))
+    (found,) = failed_verdicts(compare(before, after))
     assert (found.oracle, list(found.differences)) == (oracle, [Difference(oracle, "x", 1, "was", "is")])
 
 
 def test_what_is_missing_and_what_is_new_differ() -> None:
     less = {key: value for key, value in SAME.items() if key[0] != "moments"}
-    (missing,) = failing(compare([SAME], [less]))
+    (missing,) = failed_verdicts(compare([SAME], [less]))
     assert missing.differences[0].found is None and missing.differences[0].reference == "2"
-    (new,) = failing(compare([less], [SAME]))
+    (new,) = failed_verdicts(compare([less], [SAME]))
     assert new.differences[0].reference is None
 
 
@@ -57,16 +57,16 @@ def test_a_number_that_is_not_finite_is_never_within_a_limit(
     """Also where both are the same: NaN is not below, and Python's `max` keeps it or not by its place."""
     pair = (value, 1.0) if place else (1.0, value)
     for pairs in ([pair, *others], [*others, pair], [(value, value)]):
-        assert not measured("loss", pairs, 1e30, 8.0, 8.0).ok
+        assert not compare_measurements("loss", pairs, 1e30, 8.0, 8.0).ok
 
 
 def test_a_limit_is_noise_times_what_the_recipe_says() -> None:
-    found = measured("loss", [(1.0, 1.5), (1.0, 1.25)], 0.1, 8.0, 8.0)
+    found = compare_measurements("loss", [(1.0, 1.5), (1.0, 1.25)], 0.1, 8.0, 8.0)
     assert (found.value, found.limit, found.ok, found.is_widened) == (0.5, 0.8, True, False)
-    assert not measured("loss", [(1.0, 2.0)], 0.1, 8.0, 8.0).ok
-    assert measured("loss", [(1.0, 2.0)], 0.1, 16.0, 8.0).is_widened
-    assert not measured("loss", [(1.0, 1.0 + 1e-9)], 0.0, 8.0, 8.0).ok
-    assert measured("loss", [(1.0, 1.0)], 0.0, 8.0, 8.0).ok
+    assert not compare_measurements("loss", [(1.0, 2.0)], 0.1, 8.0, 8.0).ok
+    assert compare_measurements("loss", [(1.0, 2.0)], 0.1, 16.0, 8.0).is_widened
+    assert not compare_measurements("loss", [(1.0, 1.0 + 1e-9)], 0.0, 8.0, 8.0).ok
+    assert compare_measurements("loss", [(1.0, 1.0)], 0.0, 8.0, 8.0).ok
 
 
 def test_without_a_limit_nothing_measured_is_fine() -> None:
@@ -74,23 +74,23 @@ def test_without_a_limit_nothing_measured_is_fine() -> None:
 
 
 def test_the_largest_of_some_numbers() -> None:
-    assert largest([]) == 0.0
-    assert largest([1.0, 3.0, 2.0]) == 3.0
-    assert all(each != each for each in (largest([nan, 1.0]), largest([1.0, nan])))
+    assert largest_value([]) == 0.0
+    assert largest_value([1.0, 3.0, 2.0]) == 3.0
+    assert all(each != each for each in (largest_value([nan, 1.0]), largest_value([1.0, nan])))
 
 
 def test_replicas_are_held_against_the_first_that_has_them() -> None:
     whole, part = ("norm", "whole"), ("q", "rows 0-8")
     held = [{whole: "1", part: "2"}, {whole: "1", ("q", "rows 8-16"): "3"}, {whole: "9"}]
-    found = replicas(held)
+    found = compare_replicas(held)
     assert found.compared == 2
     assert [(each.item, each.rank) for each in found.differences] == [("norm", 2)]
 
 
 def test_nan_on_both_sides_is_not_equal() -> None:
     items = {("finite", "a"): "2 NaN", ("finite", "b"): "finite"}
-    assert [each.item for each in all_finite([items]).differences] == ["a"]
-    assert all_finite([{("finite", "b"): "finite"}]).ok
+    assert [each.item for each in check_finite([items]).differences] == ["a"]
+    assert check_finite([{("finite", "b"): "finite"}]).ok
 
 
 def test_what_is_missing_is_not_said_to_be_infinite() -> None:

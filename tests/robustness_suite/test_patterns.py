@@ -11,7 +11,7 @@ import pytest
 
 from ckptx.errors import UsageError
 from ckptx.robustness_suite import losses
-from ckptx.robustness_suite.commands import command_words, fill_placeholders, placeholders
+from ckptx.robustness_suite.commands import fill_placeholders, placeholders, split_command
 from ckptx.robustness_suite.losses import check_losses, read_losses
 from ckptx.runtime.training.recipe import ExternalBlock
 from tests.robustness_suite.test_foreign_trainer import run
@@ -39,7 +39,7 @@ def block(pattern: str) -> ExternalBlock:
 def test_a_pattern_that_takes_for_ever_is_stopped(
     pattern: str, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(losses, "_SECONDS", 0.3)
+    monkeypatch.setattr(losses, "_MATCH_SECONDS", 0.3)
     place = tmp_path / "log"
     place.write_text(text)
     begin = time.monotonic()
@@ -51,7 +51,7 @@ def test_a_pattern_that_takes_for_ever_is_stopped(
 
 
 def test_the_limit_is_ten_seconds() -> None:
-    assert losses._SECONDS == 10
+    assert losses._MATCH_SECONDS == 10
 
 
 @pytest.mark.parametrize(
@@ -103,7 +103,7 @@ def test_another_format_is_refused_with_its_key(name: str, width: str) -> None:
 @pytest.mark.parametrize(("name", "form"), product(("out", "resume", "python"), (":07d", ":7", "!r", ".x", ":x")))
 def test_a_text_has_no_width(name: str, form: str) -> None:
     with pytest.raises(UsageError, match=r"^train\.command: the placeholder .* has a format, which only {save_at}, "):
-        command_words(f"run {{{name}{form}}}", VALUES, "train.command")
+        split_command(f"run {{{name}{form}}}", VALUES, "train.command")
 
 
 @pytest.mark.parametrize("form", [":d", ":07d", ":4"])

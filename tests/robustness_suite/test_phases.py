@@ -14,7 +14,7 @@ import torch.distributed.checkpoint as dcp
 from ckptx.errors import UnsupportedError
 from ckptx.report.report import Log
 from ckptx.robustness_suite.oracles import Verdict
-from ckptx.robustness_suite.phases import _same_bytes, _same_state, other_layouts
+from ckptx.robustness_suite.phases import _compare_state, _compare_tensors, check_other_layouts
 from ckptx.robustness_suite.ranks import Ranks
 from ckptx.robustness_suite.session import Session
 from ckptx.runtime.training.recipe_file import read_recipe
@@ -68,8 +68,8 @@ def test_a_checkpoint_that_lost_something_on_another_mesh_is_named(
     given = state()
     change(given)
     first, second = saved(tmp_path / "first", state()), saved(tmp_path / "second", given)
-    assert _same_bytes(first, second).ok
-    found = {each.oracle: each for each in _same_state(first, second, "tp2")}
+    assert _compare_tensors(first, second).ok
+    found = {each.oracle: each for each in _compare_state(first, second, "tp2")}
     assert not found[oracle].ok
     assert [each.item.rpartition(".")[2] for each in found[oracle].differences] in ([item], [f"tp2: {item}"])
     assert all(each.item.startswith("tp2: ") for each in found[oracle].differences)
@@ -79,7 +79,7 @@ def test_random_numbers_are_of_ranks_and_not_compared_on_another_mesh(tmp_path: 
     given = state()
     given["training_state.rng.rank_1.value.torch"] = given.pop("training_state.rng.rank_0.value.torch") + 1
     first, second = saved(tmp_path / "first", state()), saved(tmp_path / "second", given)
-    found = _same_state(first, second, "tp2")
+    found = _compare_state(first, second, "tp2")
     assert all(each.ok for each in found)
     assert {each.oracle for each in found} == {"moments", "adam step", "group", "rate", "scheduler", "step", "batch"}
 
@@ -88,7 +88,7 @@ def test_a_model_of_other_bytes_is_named_by_its_tensor(tmp_path: Path) -> None:
     given = state()
     given["model.weight"] = given["model.weight"].clone()
     given["model.weight"][1, 2] = -5.0
-    verdict: Verdict = _same_bytes(saved(tmp_path / "first", state()), saved(tmp_path / "second", given), "tp2")
+    verdict: Verdict = _compare_tensors(saved(tmp_path / "first", state()), saved(tmp_path / "second", given), "tp2")
     assert [each.item for each in verdict.differences] == ["tp2: model.weight"]
 
 
@@ -102,10 +102,10 @@ def session_with(layouts: str, tmp_path: Path, stack: ExitStack, **others: Any) 
 def test_meshes_that_need_more_devices_than_there_are_are_left_out(tmp_path: Path) -> None:
     with ExitStack() as stack:
         session = session_with("[{tp: 4}, {tp: 2, pp: 2}]", tmp_path, stack, devices=2)
-        found = other_layouts(session)
+        found = check_other_layouts(session)
     assert not found.verdicts  # nothing was compared, and so nothing passes
     said = "not run, requires 4 ranks, which are not available"
-    assert found.skipped == f"tp4: {said}; tp2 x pp2: {said}"
+    assert found.skip_reason == f"tp4: {said}; tp2 x pp2: {said}"
 
 
 def test_a_mesh_that_the_model_cannot_have_is_named_by_its_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,7 +114,7 @@ def test_a_mesh_that_the_model_cannot_have_is_named_by_its_key(tmp_path: Path, m
 
     with ExitStack() as stack:
         session = session_with("[{tp: 4}]", tmp_path, stack)
-        monkeypatch.setattr(Session, "checkpoint", lambda self, step: tmp_path)
+        monkeypatch.setattr(Session, "straight_checkpoint", lambda self, step: tmp_path)
         monkeypatch.setattr(Session, "train", refuse)
         with pytest.raises(UnsupportedError, match=r"^checks.layouts\[0\]: LlamaForCausalLM: num_key_value"):
-            other_layouts(session)
+            check_other_layouts(session)

@@ -13,7 +13,7 @@ import pytest
 
 from ckptx.errors import InputError
 from ckptx.robustness_suite import canonical, pickled, pickled_kinds
-from ckptx.robustness_suite.stored_items import items_of
+from ckptx.robustness_suite.stored_items import read_items
 from tests.robustness_suite.pickle_pairs import outcome_of
 from tests.robustness_suite.pickle_values import (
     ALIKE,
@@ -59,7 +59,7 @@ def items_by_key(nodes: list[Node], folder: Path, form: str) -> dict[Any, set[fr
             except (TypeError, AttributeError):
                 unwritten += 1
                 break
-            found[key_of(node, protocol)].add(frozenset(items_of(path).items()))
+            found[key_of(node, protocol)].add(frozenset(read_items(path).items()))
     assert unwritten <= NEVER_WRITTEN
     return found
 
@@ -131,14 +131,14 @@ def test_every_kind_of_key_has_a_name_of_its_own(form: str, tmp_path: Path) -> N
 def test_a_usual_name_is_as_it_was(tmp_path: Path) -> None:
     state = {"state": {0: {"step": 1.0}}, "param_groups": [{"lr": 0.1}]}
     (tmp_path / "optimizer.pkl").write_bytes(pickle.dumps(state))
-    assert set(items_of(tmp_path)) == {
+    assert set(read_items(tmp_path)) == {
         ("adam step", "optimizer.state.0.step"),
         ("group", "optimizer.param_groups"),  # that it is a list
         ("group", "optimizer.param_groups.0.lr"),
         ("rate", "optimizer.param_groups.0.lr"),
     }
     (tmp_path / "optimizer.pkl").write_bytes(pickle.dumps({"state": {0: 1, "0": 2, b"0": 3, None: 4}}))
-    assert {name for _, name in items_of(tmp_path)} == {
+    assert {name for _, name in read_items(tmp_path)} == {
         "optimizer.state",
         "optimizer.state.0",
         'optimizer.state."0"',
@@ -166,8 +166,8 @@ def scalar_of_numbers(value: Any) -> bytes | None:
     return SCALAR(int(value)) if type(value) is bool else SCALAR(value)
 
 
-SCALAR = canonical._scalar
-PARTS_OF = canonical.Digests._parts
+SCALAR = canonical._encode_scalar
+PARTS_OF = canonical.ValueDigests._split_value
 
 
 def without(change: Any) -> Any:
@@ -176,29 +176,33 @@ def without(change: Any) -> Any:
 
 
 DEFECTS = {
-    "floats by repr": (canonical, "_scalar", scalar_without_bits),
-    "true is one": (canonical, "_scalar", scalar_of_numbers),
-    "keys by str": (pickled, "_is_usual", lambda key: True),
-    "kinds of lists": (pickled.Reader, "_layout", lambda self, node: iter(())),
+    "floats by repr": (canonical, "_encode_scalar", scalar_without_bits),
+    "true is one": (canonical, "_encode_scalar", scalar_of_numbers),
+    "keys by str": (pickled, "_is_plain_key", lambda key: True),
+    "kinds of lists": (pickled.PickleReader, "_describe_container", lambda self, node: iter(())),
     "sixth part": (
-        canonical.Digests, "_parts",
+        canonical.ValueDigests, "_split_value",
         without(lambda parts, value: parts if not getattr(value, "setters", ()) else parts._replace(ordered=())),
     ),
     "order of lists": (
-        canonical.Digests, "_parts",
+        canonical.ValueDigests, "_split_value",
         without(lambda parts, value: parts._replace(ordered=(), unordered=[(each,) for each in parts.ordered])
                 if type(value) is list else parts),
     ),
     "order of dicts": (
-        canonical.Digests, "_parts",
+        canonical.ValueDigests, "_split_value",
         without(lambda parts, value: parts._replace(ordered=[*sum(parts.unordered, ())], unordered=())
                 if isinstance(value, pickled_kinds.Dictionary) else parts),
     ),
-    "storages by length": (pickled.Reader, "_described", lambda self, value: str(getattr(value, "ref", None))),
-    "order of arrays": (pickled_kinds, "_row_major", lambda content, shape: content),
-    "attributes of tensors": (pickled_kinds.Kinds, "_with", lambda self, tensor, *attributes: tensor),
-    "pickles in bytes": (pickled.Reader, "_inside", lambda self, data: data),
-    "circles": (canonical.Digests, "_cyclic", lambda self, root, waiting, parts: b"#"),
+    "storages by length": (
+        pickled.PickleReader, "_describe_contents", lambda self, value: str(getattr(value, "ref", None)),
+    ),
+    "order of arrays": (pickled_kinds, "_to_row_major", lambda content, shape: content),
+    "attributes of tensors": (
+        pickled_kinds.PickleNormalizer, "_add_attributes", lambda self, tensor, *attributes: tensor,
+    ),
+    "pickles in bytes": (pickled.PickleReader, "_read_embedded", lambda self, data: data),
+    "circles": (canonical.ValueDigests, "_encode_cyclic", lambda self, root, waiting, parts: b"#"),
 }  # fmt: skip
 
 
@@ -225,7 +229,7 @@ def test_a_persistent_id_of_another_writer_is_compared(tmp_path: Path) -> None:
         folder.mkdir()
         with open(folder / "state.pkl", "wb") as file:
             Pickler(file).dump({"x": [Thing(name=name)]})
-        found.append(items_of(folder))
+        found.append(read_items(folder))
     assert found[0] == found[2] != found[1]
 
 
@@ -234,4 +238,4 @@ def test_a_pickle_that_is_cut_is_refused(at: int, tmp_path: Path) -> None:
     data = pickle.dumps({"a": [1, 2.0, "x", {"b": (None, True)}]}, 4)
     (tmp_path / "state.pkl").write_bytes(data[:-at])
     with pytest.raises(InputError, match=r"state\.pkl"):
-        items_of(tmp_path)
+        read_items(tmp_path)

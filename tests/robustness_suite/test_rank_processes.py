@@ -80,21 +80,21 @@ def test_ranks_answer_in_one_world_after_the_other(ranks: Ranks) -> None:
 
 def test_a_world_that_is_over_leaves_no_thread(ranks: Ranks) -> None:
     first, second = (ranks.run(added, 1, world_size=2) for _ in range(2))
-    assert {each.residue for each in first.values()} == {each.residue for each in second.values()}
+    assert {each.memory for each in first.values()} == {each.memory for each in second.values()}
 
 
 def test_a_thread_that_ends_a_moment_later_is_not_left_and_one_that_stays_is(ranks: Ranks) -> None:
-    before = ranks.run(added, 1, world_size=2)[0].residue
+    before = ranks.run(added, 1, world_size=2)[0].memory
     assert before is not None
-    assert ranks.run(with_thread, 0.2, world_size=1)[0].residue == before
-    stays = ranks.run(with_thread, 3.0, world_size=1)[0].residue
+    assert ranks.run(with_thread, 0.2, world_size=1)[0].memory == before
+    stays = ranks.run(with_thread, 3.0, world_size=1)[0].memory
     assert stays is not None
     assert stays.threads == before.threads + 1
 
 
 def test_what_a_task_keeps_is_measured(ranks: Ranks) -> None:
-    before = ranks.run(added, 1, world_size=1)[0].residue
-    after = ranks.run(kept, world_size=1)[0].residue
+    before = ranks.run(added, 1, world_size=1)[0].memory
+    after = ranks.run(kept, world_size=1)[0].memory
     assert before is not None and after is not None
     assert after.tensor_bytes - before.tensor_bytes == 100 * 101 * 4
     assert after.parameters - before.parameters == 2
@@ -113,7 +113,7 @@ def test_a_rank_that_is_killed_is_named(ranks: Ranks) -> None:
         ranks.run(killed, world_size=2)
     assert said.value.exit_code == 7
     answers = ranks.run(killed, world_size=2, may_die=True)
-    assert {rank: each.died for rank, each in answers.items()} == {0: None, 1: 9}
+    assert {rank: each.end_signal for rank, each in answers.items()} == {0: None, 1: 9}
     assert ranks.run(added, 1, world_size=2)[0].value[1] == 3.0
 
 
@@ -151,7 +151,7 @@ def test_ctrl_c_is_for_the_process_above_them(tmp_path: Path) -> None:
 def test_who_fails_before_all_have_met_is_not_blamed_on_who_waits(
     said: str, raised: type[Exception], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The error of the one that failed by itself is the one that is told; see `_first`."""
+    """The error of the one that failed by itself is the one that is told; see `_first_error`."""
     import torch.distributed as dist
 
     from ckptx.runtime.parallel.distributed import process_group

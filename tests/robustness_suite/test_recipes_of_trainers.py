@@ -18,8 +18,8 @@ import pytest
 from benchmarks.planted.trainers import MISTAKES, SCRIPTS, Mistake, plant
 from ckptx.report.report import Log
 from ckptx.robustness_suite import external_trainer as foreign
-from ckptx.robustness_suite.external_trainer import SHIPPED
-from ckptx.robustness_suite.judge import Judge
+from ckptx.robustness_suite.external_trainer import BUILT_IN_RECIPES
+from ckptx.robustness_suite.judge import ReportBuilder
 from ckptx.runtime.training.recipe import Recipe
 from ckptx.runtime.training.recipe_file import read_recipe
 
@@ -28,10 +28,10 @@ NEEDS_ACCELERATE = pytest.mark.skipif(find_spec("accelerate") is None, reason="a
 
 def read(name: str) -> Recipe:
     """A recipe that is shipped."""
-    return read_recipe(SHIPPED / f"{name}.yaml")
+    return read_recipe(BUILT_IN_RECIPES / f"{name}.yaml")
 
 
-def phases_of(recipe: Recipe, out: Path, folder: Path = SHIPPED) -> Any:
+def phases_of(recipe: Recipe, out: Path, folder: Path = BUILT_IN_RECIPES) -> Any:
     """What runs the phases, one by one."""
     return foreign._CommandPhases(recipe, out, Log(), lambda row: None, folder)
 
@@ -47,7 +47,7 @@ def straight(tmp_path_factory: pytest.TempPathFactory) -> Straight:
     def run(name: str) -> Any:
         if name not in made:
             made[name] = phases_of(read(name), tmp_path_factory.mktemp(name) / "out")
-            made[name].straight()
+            made[name].run_straight()
         return made[name]
 
     return run
@@ -55,16 +55,16 @@ def straight(tmp_path_factory: pytest.TempPathFactory) -> Straight:
 
 def with_mistake(straight: Any, tmp_path: Path, name: str, mistake: Mistake) -> Any:
     """The phases of a script with a mistake, after the straight run of the script without it."""
-    shutil.copytree(SHIPPED, tmp_path / "recipes")
+    shutil.copytree(BUILT_IN_RECIPES, tmp_path / "recipes")
     plant(name, mistake, tmp_path / "recipes")
     shutil.copytree(straight._runs._out, tmp_path / "out")
     phases = phases_of(read(name), tmp_path / "out", tmp_path / "recipes")
-    phases._ends, phases._saved = straight._ends, straight._saved
-    phases._losses, phases._noise = straight._losses, 0.0
+    phases._final_items, phases._saved_items = straight._final_items, straight._saved_items
+    phases._reference_losses, phases._loss_noise = straight._reference_losses, 0.0
     return phases
 
 
-def failed(outcome: Judge) -> dict[str, list[str]]:
+def failed(outcome: ReportBuilder) -> dict[str, list[str]]:
     """The oracles that failed, by phase."""
     rows = {row["name"]: [each["name"] for each in row["checks"] if each["ok"] is False] for row in outcome.phases}
     return {name: oracles for name, oracles in rows.items() if oracles}
@@ -123,33 +123,33 @@ OF_THE_SCRIPT = MISTAKES["fsdp2_script"]
 )
 def test_a_mistake_of_a_plain_script_is_named(mistake: Mistake, said: str, straight: Straight, tmp_path: Path) -> None:
     phases = with_mistake(straight("fsdp2_script"), tmp_path, "fsdp2_script", mistake)
-    phases.saved_again()
-    (row,) = phases.judge.phases
-    assert set(failed(phases.judge)["load and save"]) == mistake.oracles
+    phases.run_saved_again()
+    (row,) = phases.report_builder.phases
+    assert set(failed(phases.report_builder)["load and save"]) == mistake.oracles
     assert said in " ".join(row["notes"])
 
 
 @pytest.mark.slow
 def test_an_unsharded_run_is_named(tmp_path: Path) -> None:
     name = "fsdp2_script"
-    shutil.copytree(SHIPPED, tmp_path / "recipes")
+    shutil.copytree(BUILT_IN_RECIPES, tmp_path / "recipes")
     script = tmp_path / "recipes" / "scripts" / SCRIPTS[name]
     text = script.read_text(encoding="utf-8")
     text = text.replace("fully_shard(layer)", "pass").replace("    fully_shard(model)\n", "")
     script.write_text(text, encoding="utf-8")
     phases = phases_of(read(name), tmp_path / "out", tmp_path / "recipes")
-    phases.straight()
-    phases.sharded()
-    assert failed(phases.judge) == {"sharded": ["sharded"]}
-    assert "0 of 21 parameters are in several pieces" in phases.judge.phases[-1]["notes"][0]
+    phases.run_straight()
+    phases.check_sharding()
+    assert failed(phases.report_builder) == {"sharded": ["sharded"]}
+    assert "0 of 21 parameters are in several pieces" in phases.report_builder.phases[-1]["notes"][0]
 
 
 @pytest.mark.slow
 @NEEDS_ACCELERATE
 def test_a_scheduler_that_accelerate_was_not_given_is_named(straight: Straight, tmp_path: Path) -> None:
     phases = with_mistake(straight("accelerate"), tmp_path, "accelerate", MISTAKES["accelerate"]["scheduler"])
-    phases.saved_again()
-    assert failed(phases.judge) == {"load and save": ["scheduler"]}
+    phases.run_saved_again()
+    assert failed(phases.report_builder) == {"load and save": ["scheduler"]}
 
 
 @pytest.mark.slow
@@ -157,8 +157,8 @@ def test_a_scheduler_that_accelerate_was_not_given_is_named(straight: Straight, 
 def test_data_that_accelerate_does_not_skip_shows_at_the_end(straight: Straight, tmp_path: Path) -> None:
     """Its checkpoint has no place in the data, so that only what was trained on it differs."""
     phases = with_mistake(straight("accelerate"), tmp_path, "accelerate", MISTAKES["accelerate"]["data"])
-    phases.resumed()
-    assert {"model", "moments", "loss"} <= set(failed(phases.judge)["resumed"])
+    phases.run_resumed()
+    assert {"model", "moments", "loss"} <= set(failed(phases.report_builder)["resumed"])
 
 
 @pytest.mark.slow
@@ -166,6 +166,6 @@ def test_data_that_accelerate_does_not_skip_shows_at_the_end(straight: Straight,
 def test_data_that_the_trainer_does_not_skip_shows_at_the_end(straight: Straight, tmp_path: Path) -> None:
     mistake = MISTAKES["transformers_trainer"]["data"]
     phases = with_mistake(straight("transformers_trainer"), tmp_path, "transformers_trainer", mistake)
-    phases.resumed()
-    assert {"model", "moments", "loss"} <= set(failed(phases.judge)["resumed"])
-    assert "what was not restored is not" in " ".join(phases.judge.phases[-1]["notes"])
+    phases.run_resumed()
+    assert {"model", "moments", "loss"} <= set(failed(phases.report_builder)["resumed"])
+    assert "what was not restored is not" in " ".join(phases.report_builder.phases[-1]["notes"])

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from ckptx.robustness_suite.judge import Judge
-from ckptx.robustness_suite.reference_files import changes, snapshot
+from ckptx.robustness_suite.judge import ReportBuilder
+from ckptx.robustness_suite.reference_files import compare_snapshots, take_snapshot
 from tests.robustness_suite.tampering import CHANGES, NO_CHANGES, tamper
 from tests.robustness_suite.test_foreign_trainer import failed, notes, run
 
@@ -41,9 +41,9 @@ def folder_of_a_run(root: Path) -> Path:
 def test_every_change_is_seen_and_named(tmp_path: Path, file: str, change: str, is_known: bool) -> None:
     """Also where files with the same times are not read again, as for a trainer that is known."""
     root = folder_of_a_run(tmp_path / "straight")
-    before = snapshot(root)
+    before = take_snapshot(root)
     tamper(root / file, change)
-    found = changes(before, snapshot(root, known=before if is_known else None))
+    found = compare_snapshots(before, take_snapshot(root, previous=before if is_known else None))
     assert found.ok is False
     assert any(WORDS[change] in f"{each.item} {each.found}" for each in found.differences)
     expected = "extra.json" if change == "added" else file
@@ -53,18 +53,18 @@ def test_every_change_is_seen_and_named(tmp_path: Path, file: str, change: str, 
 @pytest.mark.parametrize(("file", "change"), product(FILES, NO_CHANGES))
 def test_what_is_no_change_is_none(tmp_path: Path, file: str, change: str) -> None:
     root = folder_of_a_run(tmp_path / "straight")
-    before = snapshot(root)
+    before = take_snapshot(root)
     tamper(root / file, change)
-    found = changes(before, snapshot(root))
+    found = compare_snapshots(before, take_snapshot(root))
     assert found.ok is True and found.compared >= 10
 
 
 def test_a_link_that_leads_elsewhere_is_a_change(tmp_path: Path) -> None:
     root = folder_of_a_run(tmp_path / "straight")
-    before = snapshot(root)
+    before = take_snapshot(root)
     (root / "latest").unlink()
     (root / "latest").symlink_to("step-2")
-    (found,) = changes(before, snapshot(root)).differences
+    (found,) = compare_snapshots(before, take_snapshot(root)).differences
     assert (found.item, found.found) == ("latest", "leads to step-2")
 
 
@@ -78,10 +78,10 @@ def test_a_checkpoint_behind_a_link_is_looked_at_and_what_else_is_linked_is_not(
     place.symlink_to(store / "step-2" if is_folder else store / "step-2" / "model.safetensors")
     (root / "data").symlink_to("/")  # a whole machine
     followed = [root / "linked", root / "step-2"]
-    before = snapshot(root, followed)
-    assert len(before.seen) < 40
+    before = take_snapshot(root, followed)
+    assert len(before.entries) < 40
     (store / "step-2" / "model.safetensors").write_text("x")
-    (found,) = changes(before, snapshot(root, followed)).differences
+    (found,) = compare_snapshots(before, take_snapshot(root, followed)).differences
     assert found.item.startswith(place.relative_to(root).as_posix()) and found.found == "has other contents"
 
 
@@ -90,14 +90,14 @@ def test_links_in_a_circle_end(tmp_path: Path) -> None:
     (root / "step-2" / "up").symlink_to(root)
     (root / "step-2" / "self").symlink_to("self")
     os.mkfifo(root / "step-2" / "pipe")
-    before = snapshot(root, [root / "step-2"])
-    assert changes(before, snapshot(root, [root / "step-2"])).ok
+    before = take_snapshot(root, [root / "step-2"])
+    assert compare_snapshots(before, take_snapshot(root, [root / "step-2"])).ok
 
 
 # ---------------------------------------------------------------------------------------------------- a whole run
 
 
-def tampered(tmp_path: Path, when: str, file: str, change: str, fault: str = "") -> Judge:
+def tampered(tmp_path: Path, when: str, file: str, change: str, fault: str = "") -> ReportBuilder:
     """The outcome of a trainer that does that."""
     command = (
         "{python} {recipe}/stub_trainer.py --out {out} --steps {steps} --total {total_steps} --save-at {save_at} "

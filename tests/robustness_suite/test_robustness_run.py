@@ -16,7 +16,7 @@ import pytest
 import ckptx
 from ckptx.cli.main import cli
 from ckptx.errors import EnvironmentProblem, OutputError, SpaceError, UnsupportedError, UsageError
-from ckptx.robustness_suite.memory import _forecast
+from ckptx.robustness_suite.memory import _forecast_step
 from ckptx.robustness_suite.phases import PHASES, select_phases
 from ckptx.runtime.training.recipe_file import read_recipe
 from ckptx.runtime.training.source import prepare_source
@@ -161,8 +161,8 @@ def test_ranks_on_a_cpu_share_its_memory(tmp_path: Path, monkeypatch: pytest.Mon
     with pytest.raises(
         SpaceError, match=r"llama_tiny: its ranks take .* at the peak of a step, but only 6.00 MiB are free"
     ):
-        _forecast(recipe, source, None, shares=True)
-    assert _forecast(recipe, source, None, shares=False)[0] < 6 << 20  # of one rank
+        _forecast_step(recipe, source, None, is_memory_shared=True)
+    assert _forecast_step(recipe, source, None, is_memory_shared=False)[0] < 6 << 20  # of one rank
 
 
 def test_what_a_command_printed_stays_when_it_fails(temporary: Path) -> None:

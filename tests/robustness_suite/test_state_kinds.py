@@ -13,11 +13,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptx.robustness_suite.causes import likely_causes, rank_of
+from ckptx.robustness_suite.causes import likely_causes, rank_in_name
 from ckptx.robustness_suite.item_names import kind_of_word
 from ckptx.robustness_suite.oracles import Items, compare
 from ckptx.robustness_suite.state_kinds import StoredItem, oracles_of_items
-from ckptx.robustness_suite.stored_items import items_of
+from ckptx.robustness_suite.stored_items import read_items
 from tests.robustness_suite.naming_styles import CHANGES, ORACLES, SENTENCES, STYLES, states
 
 PAIRS = [
@@ -35,7 +35,7 @@ def items(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Items]:
         if change is not None:
             CHANGES[change](found)
         STYLES[style].write(folder, found)
-        return items_of(folder)
+        return read_items(folder)
 
     return written
 
@@ -100,7 +100,7 @@ def check_sentences(style: str, changes: tuple[str, ...], causes: list[str]) -> 
 @pytest.mark.parametrize("style", STYLES)
 def test_nothing_is_said_where_nothing_differs(tmp_path: Path, items: Callable[..., Items], style: str) -> None:
     STYLES[style].write(tmp_path, states())
-    before, after = items(style), items_of(tmp_path)
+    before, after = items(style), read_items(tmp_path)
     assert before == after and likely_causes(compare([before], [after]), before, after) == []
 
 
@@ -285,7 +285,7 @@ def test_kinds_do_not_depend_on_names(words: list[str], shapes: Any, is_by_numbe
     ],
 )  # fmt: skip
 def test_the_rank_in_a_name(name: str, rank: int | None) -> None:
-    assert rank_of(name) == rank
+    assert rank_in_name(name) == rank
 
 
 @pytest.mark.parametrize("world", range(2, 6))

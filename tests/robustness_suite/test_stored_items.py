@@ -20,9 +20,9 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 
 from ckptx.errors import CkptxError, InputError
-from ckptx.robustness_suite.item_names import oracles_of, word_of_file
+from ckptx.robustness_suite.item_names import oracles_of, prefix_of_file
 from ckptx.robustness_suite.oracles import Items, compare
-from ckptx.robustness_suite.stored_items import items_of, sharding_of
+from ckptx.robustness_suite.stored_items import detect_sharding, read_items
 
 
 class Mode(enum.Enum):
@@ -45,7 +45,7 @@ def names(items: Items, oracle: str) -> list[str]:
 
 def differing(first: Path, second: Path) -> dict[str, list[str]]:
     """What differs, by oracle."""
-    verdicts = compare([items_of(first)], [items_of(second)])
+    verdicts = compare([read_items(first)], [read_items(second)])
     return {each.oracle: [d.item for d in each.differences] for each in verdicts if each.differences}
 
 
@@ -145,14 +145,14 @@ def test_the_oracle_of_a_name(name: str, oracles: tuple[str, ...]) -> None:
     ],
 )
 def test_the_word_of_a_file(stem: str, word: str | None) -> None:
-    assert word_of_file(stem) == word
+    assert prefix_of_file(stem) == word
 
 
 # ---------------------------------------------------------------------------------------------------------- formats
 
 
 def test_a_directory_of_the_trainer(tmp_path: Path) -> None:
-    items = items_of(trainer_checkpoint(tmp_path / "a"))
+    items = read_items(trainer_checkpoint(tmp_path / "a"))
     assert names(items, "model") == [f"model.{i}.{kind}" for i in range(2) for kind in ("bias", "weight")]
     assert names(items, "moments") == [
         f"optimizer.state.{i}.{kind}" for i in range(4) for kind in ("exp_avg", "exp_avg_sq")
@@ -198,7 +198,7 @@ def test_a_change_of_state_is_named(tmp_path: Path, file: str, change: Any, orac
 def test_names_in_the_place_of_numbers_where_the_groups_have_them(tmp_path: Path) -> None:
     _, optimizer, _ = stepped(named=True)
     torch.save({"optimizer": optimizer.state_dict(), "step": 3}, tmp_path / "state.pt")
-    items = items_of(tmp_path / "state.pt")
+    items = read_items(tmp_path / "state.pt")
     assert "optimizer.state.1.weight.exp_avg" in names(items, "moments")
     assert items["step", "step"] == "3"
 
@@ -220,7 +220,7 @@ def test_a_dcp_of_a_script_with_one_object_around_all(tmp_path: Path) -> None:
     dcp.save({"app": state}, checkpoint_id=tmp_path / "a", no_dist=True)
     state["loader"]["generator"] = np.random.default_rng(1).bit_generator.state  # 128 bits
     dcp.save({"app": state}, checkpoint_id=tmp_path / "b", no_dist=True)
-    items = items_of(tmp_path / "a")
+    items = read_items(tmp_path / "a")
     assert names(items, "model") == ["app.model.norm.weight"]
     assert items["step", "app.step"] == "3"
     assert {"app.rng.rank0"} < set(names(items, "rng"))
@@ -238,7 +238,7 @@ def test_a_dcp_of_torchtitan(tmp_path: Path) -> None:
         "train_state": {"step": torch.tensor(3), "ntokens_seen": torch.tensor(96, dtype=torch.int64)},
     }
     dcp.save(state, checkpoint_id=tmp_path / "a", no_dist=True)
-    items = items_of(tmp_path / "a")
+    items = read_items(tmp_path / "a")
     assert {oracle for oracle, _ in items} == {"finite", "model", "moments", "scheduler", "batch", "step", "samples"}
     assert items["samples", "train_state.ntokens_seen"] == "I64 [] 96"
 
@@ -251,7 +251,7 @@ def test_a_dcp_for_the_model_and_one_for_the_optimizer(tmp_path: Path) -> None:
         no_dist=True,
     )
     torch.save({"last_epoch": 2}, tmp_path / "scheduler.bin")
-    items = items_of(tmp_path)
+    items = read_items(tmp_path)
     assert names(items, "model") == ["model.a.weight"]
     assert names(items, "moments") == ["optimizer.state.a.weight.exp_avg"]
     assert names(items, "scheduler") == ["scheduler.last_epoch"]
@@ -268,7 +268,7 @@ def test_a_directory_of_accelerate(tmp_path: Path) -> None:
     )
     torch.save({"step": 4, "anything": [1, 2]}, tmp_path / "custom_checkpoint_0.pkl")
     torch.save(Thing(epoch=2), tmp_path / "sampler.bin")
-    items = items_of(tmp_path)
+    items = read_items(tmp_path)
     assert items["step", "step"] == "4"
     assert items["other", "anything"] == "[1, 2]"
     assert names(items, "batch") == ["dataloader.sampler"]
@@ -278,7 +278,7 @@ def test_a_directory_of_accelerate(tmp_path: Path) -> None:
 def test_a_name_in_two_files_hides_nothing(tmp_path: Path) -> None:
     for rank in range(2):
         torch.save({"thing": rank}, tmp_path / f"custom_checkpoint_{rank}.pkl")
-    items = items_of(tmp_path)
+    items = read_items(tmp_path)
     assert items["other", "thing"] == "0" and items["other", "custom_checkpoint_1: thing"] == "1"
 
 
@@ -286,12 +286,12 @@ def test_times_and_names_of_runs_are_no_items(tmp_path: Path) -> None:
     (tmp_path / "state.json").write_text(
         json.dumps({"step": 3, "wandb_run_id": "x", "train_runtime": 3.2, "note": "y"})
     )
-    assert dict(items_of(tmp_path)) == {("step", "step"): "3", ("other", "note"): "'y'"}
+    assert dict(read_items(tmp_path)) == {("step", "step"): "3", ("other", "note"): "'y'"}
 
 
 def test_a_parameter_that_is_called_like_a_time_is_one(tmp_path: Path) -> None:
     save_file({"time": torch.ones(2)}, tmp_path / "model.safetensors")
-    assert names(items_of(tmp_path), "model") == ["model.time"]
+    assert names(read_items(tmp_path), "model") == ["model.time"]
 
 
 # ----------------------------------------------------------------------------------------------------------- values
@@ -367,7 +367,7 @@ def test_a_pickle_that_is_no_archive_is_read_too(tmp_path: Path) -> None:
     for protocol in (2, 4, 5):
         value = {"step": 2, "array": np.arange(4), "text": bytearray(b"xy"), "big": 1 << 90}
         (tmp_path / f"{protocol}.pkl").write_bytes(pickle.dumps(value, protocol))
-        assert items_of(tmp_path / f"{protocol}.pkl")["step", "step"] == "2"
+        assert read_items(tmp_path / f"{protocol}.pkl")["step", "step"] == "2"
 
 
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks")
@@ -382,7 +382,7 @@ def test_what_is_not_finite_is_counted(tmp_path: Path, dtype: torch.dtype, value
     tensor = torch.ones(3, 5, dtype=dtype)
     tensor[1, 2] = tensor[2, 4] = value
     save_file({"w": tensor, "fine": torch.full((2,), 3e4, dtype=dtype)}, tmp_path / "model.safetensors")
-    items = items_of(tmp_path)
+    items = read_items(tmp_path)
     assert items["finite", "model.w"] == "2 elements are not" and items["finite", "model.fine"] == "finite"
 
 
@@ -390,7 +390,7 @@ def test_a_large_tensor_takes_little_memory(tmp_path: Path) -> None:
     save_file({"w": torch.ones(8_000_000)}, tmp_path / "model.safetensors")
     tracemalloc.start()
     try:
-        items_of(tmp_path)
+        read_items(tmp_path)
         assert tracemalloc.get_traced_memory()[1] < 16 << 20
     finally:
         tracemalloc.stop()
@@ -416,7 +416,7 @@ def test_nothing_is_run(tmp_path: Path, name: str) -> None:
         (tmp_path / name).write_bytes(pickle.dumps({"step": 1, "x": Runs(mark)}))
     else:
         torch.save({"step": 1, "x": Runs(mark)}, tmp_path / name)
-    assert len(items_of(tmp_path)) >= 2
+    assert len(read_items(tmp_path)) >= 2
     assert not mark.exists()
 
 
@@ -459,7 +459,7 @@ def doubled(times: int) -> dict[str, Any]:
 def test_a_hostile_pickle_is_refused_in_one_line(tmp_path: Path, data: bytes, said: str) -> None:
     (tmp_path / "optimizer.pt").write_bytes(data)
     with pytest.raises(InputError, match=said) as caught:
-        items_of(tmp_path)
+        read_items(tmp_path)
     assert "\n" not in str(caught.value) and str(tmp_path / "optimizer.pt") in str(caught.value)
 
 
@@ -468,7 +468,7 @@ def test_what_is_referred_to_often_is_looked_through_once(tmp_path: Path) -> Non
     shared = list(range(1 << 17))
     (tmp_path / "a.pkl").write_bytes(pickle.dumps({str(number): shared for number in range(1 << 15)}))
     began = time.process_time()
-    assert len(items_of(tmp_path / "a.pkl")) == (1 << 15) + 1  # the keys that look like numbers are one
+    assert len(read_items(tmp_path / "a.pkl")) == (1 << 15) + 1  # the keys that look like numbers are one
     assert time.process_time() - began < 10
 
 
@@ -507,56 +507,56 @@ def test_circles_that_are_too_long_are_refused(tmp_path: Path) -> None:
     (tmp_path / "a.pkl").write_bytes(b"\x80\x02" + lists + b"h\x00aK\x01a" + b"a" * 20_000 + b".")
     began = time.process_time()
     with pytest.raises(InputError, match="in circles too long to compare"):
-        items_of(tmp_path / "a.pkl")
+        read_items(tmp_path / "a.pkl")
     assert time.process_time() - began < 60
 
 
 def test_a_name_of_a_megabyte_is_refused(tmp_path: Path) -> None:
     torch.save({"x" * (1 << 20): {str(number): number for number in range(2000)}}, tmp_path / "a.pt")
     with pytest.raises(InputError, match="a name of 1,048,576 characters"):
-        items_of(tmp_path / "a.pt")
+        read_items(tmp_path / "a.pt")
 
 
 def test_a_truncated_archive_is_refused(tmp_path: Path) -> None:
     path = saved(tmp_path, {"a": torch.ones(1000)}, "optimizer.pt")
     path.write_bytes(path.read_bytes()[:2000])
     with pytest.raises(CkptxError, match="optimizer"):
-        items_of(tmp_path)
+        read_items(tmp_path)
 
 
 def test_a_name_with_control_characters_is_kept(tmp_path: Path) -> None:
     torch.save({"a\x1b[31m\nb": 1}, tmp_path / "state.pt")
-    assert names(items_of(tmp_path), "other") == ["a\x1b[31m\nb"]
+    assert names(read_items(tmp_path), "other") == ["a\x1b[31m\nb"]
 
 
 def test_a_folder_without_a_checkpoint_says_what_there_is(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("x")
     with pytest.raises(InputError, match=r"no checkpoint found, there is notes\.txt"):
-        items_of(tmp_path)
+        read_items(tmp_path)
     with pytest.raises(InputError, match="no such file"):
-        items_of(tmp_path / "absent")
+        read_items(tmp_path / "absent")
 
 
 def test_json_of_hostile_depth(tmp_path: Path) -> None:
     (tmp_path / "state.json").write_text("[" * 5000 + "]" * 5000)
     with pytest.raises(InputError, match="nested"):
-        items_of(tmp_path)
+        read_items(tmp_path)
 
 
 # ---------------------------------------------------------------------------------------------------------- sharded
 
 
 def test_whole_files_are_not_sharded(tmp_path: Path) -> None:
-    found = sharding_of(trainer_checkpoint(tmp_path / "a"))
-    assert not found.is_sharded and "model.safetensors has whole parameters" in found.how and found.world_size == 2
+    found = detect_sharding(trainer_checkpoint(tmp_path / "a"))
+    assert not found.is_sharded and "model.safetensors has whole parameters" in found.evidence and found.world_size == 2
 
 
 def test_a_dcp_of_one_rank_is_not_sharded(tmp_path: Path) -> None:
     dcp.save({"model": {"w": torch.ones(4)}}, checkpoint_id=tmp_path, no_dist=True)
-    found = sharding_of(tmp_path)
-    assert (found.is_sharded, found.world_size) == (False, 1) and "0 of 1 parameters" in found.how
+    found = detect_sharding(tmp_path)
+    assert (found.is_sharded, found.world_size) == (False, 1) and "0 of 1 parameters" in found.evidence
 
 
 def test_a_model_that_fsdp_gathered_was_sharded(tmp_path: Path) -> None:
     torch.save({"w": torch.ones(4)}, tmp_path / "pytorch_model_fsdp.bin")
-    assert sharding_of(tmp_path).is_sharded
+    assert detect_sharding(tmp_path).is_sharded

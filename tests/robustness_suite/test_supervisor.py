@@ -93,10 +93,12 @@ def test_what_a_command_leaves_is_ended(
 ) -> None:
     found, numbers = ended(way, is_stubborn, end)
     assert numbers and not any(map(is_alive, numbers))
-    assert found.is_late == (end == "hangs") and not found.unkillable
+    assert found.is_timed_out == (end == "hangs") and not found.unkillable
     if end != "hangs":
         assert found.code == ENDS[end]
-        assert found.left and any(f"(pid {number})" in each for number in numbers for each in found.left)
+        assert found.remaining_processes and any(
+            f"(pid {number})" in each for number in numbers for each in found.remaining_processes
+        )
         (said,) = found.notes()
         assert "of the command still ran after it ended: " in said and said.endswith("; ended by ckptx")
 
@@ -104,7 +106,7 @@ def test_what_a_command_leaves_is_ended(
 def test_a_helper_that_ends_by_itself_is_not_named(tmp_path: Path) -> None:
     code = "import subprocess; subprocess.Popen(['sleep', '0.3'], start_new_session=True)"
     found = run_command([sys.executable, "-c", code], tmp_path / "log", {}, 60)
-    assert found.code == 0 and not found.left and not list(found.notes())
+    assert found.code == 0 and not found.remaining_processes and not list(found.notes())
 
 
 def test_other_children_of_this_process_live_on(tmp_path: Path) -> None:

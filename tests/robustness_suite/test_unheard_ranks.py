@@ -14,8 +14,8 @@ def unheard(rank: int, world_size: int) -> None:
     here, there = multiprocessing.Pipe()
     here.send_bytes(b"a task")
     here.close()
-    with mock.patch.object(ranks, "_done", lambda said, rank, settings: b"an answer"):
-        ranks._work(there, rank, ranks.Settings("cpu", "gloo", None, "", False))
+    with mock.patch.object(ranks, "_run_task", lambda said, rank, settings: b"an answer"):
+        ranks._run_rank(there, rank, ranks.RankSettings("cpu", "gloo", None, "", False))
 
 
 def test_its_answer_is_dropped(pool: GlooPool) -> None:

@@ -17,7 +17,14 @@ from ckptx.report.robustness_html import robustness_page
 from ckptx.report.robustness_words import CAUSES, cause_text, first_cause, oracle_text
 from ckptx.robustness_suite import robustness
 from ckptx.robustness_suite.judge import Findings, phase_row
-from ckptx.robustness_suite.oracles import ORDER, Difference, Verdict, measured, phase_ok, replicas
+from ckptx.robustness_suite.oracles import (
+    ORACLE_ORDER,
+    Difference,
+    Verdict,
+    compare_measurements,
+    compare_replicas,
+    phase_ok,
+)
 from tests.report.made import oracle, phase, robust
 from tests.robustness_suite.test_foreign_trainer import run
 
@@ -29,7 +36,7 @@ TEXT = re.compile(r"difference (\S+), tolerance (\S+) \((?:(\S+) x noise (\S+)|e
 
 @pytest.mark.parametrize(("noise", "times", "pairs"), product(NOISES, TIMES, PAIRS))
 def test_a_limit_is_the_product_that_is_printed(noise: float | None, times: float, pairs: Any) -> None:
-    verdict = measured("loss", pairs, noise, times, 8.0)
+    verdict = compare_measurements("loss", pairs, noise, times, 8.0)
     row = verdict.row()
     found = TEXT.fullmatch(oracle_text(row))
     assert found is not None, oracle_text(row)
@@ -73,7 +80,7 @@ def test_the_page_draws_the_limit_of_what_is_judged() -> None:
 # ------------------------------------------------------------------------------------------ nothing was compared
 
 
-@pytest.mark.parametrize("name", ORDER)
+@pytest.mark.parametrize("name", ORACLE_ORDER)
 @pytest.mark.parametrize("is_measure", [False, True])
 def test_an_oracle_that_compared_nothing_is_no_pass(name: str, is_measure: bool) -> None:
     verdict = Verdict(name, 0, value=0.0 if is_measure else None, limit=0.0 if is_measure else None)
@@ -94,7 +101,7 @@ def test_an_oracle_that_compared_nothing_is_no_pass(name: str, is_measure: bool)
 
 
 def test_replicas_of_a_sharded_model_are_not_checked() -> None:
-    found = replicas([{("w", "rows 0-8"): "1"}, {("w", "rows 8-16"): "2"}])
+    found = compare_replicas([{("w", "rows 0-8"): "1"}, {("w", "rows 8-16"): "2"}])
     assert (found.compared, found.ok) == (0, None)
     assert "not checked: no replicated state" in robustness_text(robust(phases=[phase("replicas", True, found.row())]))
 
@@ -139,7 +146,7 @@ def test_a_run_that_passes_has_no_cause() -> None:
     assert first_cause(robust()) is None and "cause" not in robustness_text(robust())
 
 
-@pytest.mark.parametrize(("name", "later"), product(ORDER, ORDER[:4]))
+@pytest.mark.parametrize(("name", "later"), product(ORACLE_ORDER, ORACLE_ORDER[:4]))
 def test_the_earliest_phase_and_its_first_oracle(name: str, later: str) -> None:
     report = robust(
         exit=1,

@@ -19,8 +19,8 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from ckptx.layout.parallel_dims import ParallelDims
-from ckptx.robustness_suite.kills import killing, record_operations
-from ckptx.robustness_suite.surviving_steps import SurvivingSteps, survivors
+from ckptx.robustness_suite.kills import kill_at, record_operations
+from ckptx.robustness_suite.surviving_steps import SurvivingSteps, check_steps
 from ckptx.runtime.checkpointing.async_save import Saver
 from ckptx.runtime.checkpointing.save import save
 from ckptx.runtime.checkpointing.training_state import PerRank
@@ -116,7 +116,7 @@ def rehearsed(start: Path, root: Path, how: Save, step: int = 9) -> tuple[list[l
     shutil.copytree(start, root)
     assert run(root, step, how, note=root.parent / f"{root.name}.names") == [0, 0]
     found = [json.loads((root.parent / f"{root.name}.names-{rank}").read_text()) for rank in range(RANKS)]
-    left = survivors(root, good=step)
+    left = check_steps(root, good_step=step)
     assert left.faults == [], left.faults
     return found, left
 
@@ -131,7 +131,7 @@ def killed(start: Path, root: Path, how: Save, kill: Kill, known: dict[int, str]
             raise AssertionError("the next save failed")
         return 9
 
-    return codes, survivors(root, good=6, known=known, next_save=next_save)
+    return codes, check_steps(root, good_step=6, expected_digests=known, next_save=next_save)
 
 
 def run(root: Path, step: int, how: Save, *, kill: Kill | None = None, note: Path | None = None) -> list[int]:
@@ -165,7 +165,7 @@ def _rank(rank: int, store: str, root: Path, step: int, how: Save, kill: Kill | 
     at = trained(step)
     others = [pid for pid in all_gather_object(os.getpid()) if pid != os.getpid()]
     if kill is not None and kill.rank == rank:
-        with killing(root, kill.at, others if kill.everyone else ()):
+        with kill_at(root, kill.at, others if kill.everyone else ()):
             how(at, root, step)
         raise AssertionError(f"never came to {kill.at}")
     with record_operations(root) as names:

@@ -10,7 +10,10 @@ import pytest
 
 from ckptx.options.robustness import RobustnessOptions
 
-FAULTS = {"nan": SimpleNamespace(says="a row is NaN"), "stale_rng": SimpleNamespace(says="an older state")}
+FAULTS = {
+    "nan": SimpleNamespace(description="a row is NaN"),
+    "stale_rng": SimpleNamespace(description="an older state"),
+}
 
 
 class StubRun:
