@@ -11,7 +11,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent.parent))  # run from a checkout, installed or not
 
 from ckptx.options.commands import COMMANDS, Command, tables_of
-from ckptx.options.help import help_of
+from ckptx.options.help import make_help
 from ckptx.options.option import SECTIONS, Argument, Option, Setting, settings_of
 from ckptx.options.output import GlobalOptions
 
@@ -44,7 +44,7 @@ def row(setting: Setting, option: Option, text: str) -> str:
         option: Its annotation.
         text: Its help.
     """
-    flags = ", ".join(f"`{flag}`" for flag in (*setting.flags, *((option.off,) if option.off else ())))
+    flags = ", ".join(f"`{flag}`" for flag in (*setting.flags, *((option.off_flag,) if option.off_flag else ())))
     value = "" if setting.metavar is None else f" `{setting.metavar}`".replace("|", "\\|")
     default = setting.default_text if setting.kind is not bool else f"`{setting.default_text}`" * setting.default
     notes = [f"`{flag}` is short for `{value}`." for flag, value in option.shorthands.items()]
@@ -56,7 +56,7 @@ def tables() -> str:
     found = []
     for words, command in COMMANDS.items():
         other = f"\n\nAlso called `{words.split()[0]} {command.aliases[0]}`." if command.aliases else ""
-        texts, arguments = help_of(tables_of(command)), arguments_of(command)
+        texts, arguments = make_help(tables_of(command)), arguments_of(command)
         rows = [f"| `{metavar}` |  | {text} |\n" for metavar, text in arguments.items()]
         rows += [row(setting, option, texts[setting.name].sentences()) for setting, option in options_of(command)]
         call = " ".join(["ckptx", words, *arguments])

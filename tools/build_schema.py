@@ -11,9 +11,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))  # run from a checkout, installed or not
 
-from ckptx.report.schema import schema
+from ckptx.report.schema import build_schema
 
 PATH = Path(__file__).parent.parent / "docs" / "report.schema.json"
 
 if __name__ == "__main__":
-    PATH.write_text(json.dumps(schema(), indent=1) + "\n", encoding="utf-8")
+    PATH.write_text(json.dumps(build_schema(), indent=1) + "\n", encoding="utf-8")

@@ -14,7 +14,7 @@ from ckptx.report.documents.conversion import ConversionReport
 from ckptx.report.report import Log, Stopwatch
 
 
-@two_table_api(ToDcpOptions, ToHfOptions, (ConversionReport, ConversionReport), by="direction")
+@two_table_api(ToDcpOptions, ToHfOptions, (ConversionReport, ConversionReport), selector="direction")
 def convert(options: ToDcpOptions | ToHfOptions) -> ConversionReport:
     """Convert a checkpoint to a torch DCP or to HF safetensors. The format of the source is detected.
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from ckptx.runtime.forecasting.task import ForecastTask
 
 
-@two_table_api(ForecastOptions, SearchOptions, (ForecastReport, SearchReport), by="search")
+@two_table_api(ForecastOptions, SearchOptions, (ForecastReport, SearchReport), selector="search")
 def forecast(options: ForecastOptions | SearchOptions) -> ForecastReport | SearchReport:
     """Forecast the memory of a training step on each rank, or with `search` find the layouts that fit.
 

@@ -34,13 +34,13 @@ def inspect(options: InspectOptions) -> InspectionReport:
     match, ranks, html = options.match, options.ranks, options.html
     if html is not None:
         refuse_place(html)
-    opened = open_checkpoint(
+    checkpoint = open_checkpoint(
         resolve_source(str(options.path), revision=options.revision, token=options.token, cache_dir=options.cache_dir)
     )
     prefix = options.model_prefix
-    if prefix is not None and not opened.form.is_training_format:
-        raise UsageError(f"--source-prefix requires a DCP; {opened.root} is not a DCP")
-    view = log(_view_leniently(opened, prefix, log))
+    if prefix is not None and not checkpoint.form.is_training_format:
+        raise UsageError(f"--source-prefix requires a DCP; {checkpoint.root} is not a DCP")
+    view = log(_view_without_class_if_needed(checkpoint, prefix, log))
     log.note(*view.notes_on_other_models("not described"))
     catalog, parameters, aliases = view.catalog, count_parameters(view), find_aliases(view.catalog)
     names = [name for name in catalog.tensors if match is None or fnmatchcase(name, match)]
@@ -66,7 +66,7 @@ def inspect(options: InspectOptions) -> InspectionReport:
         objects=len(catalog.objects),
         unknown_tensors=list(view.unknown),
         config_check=match_config_with_notes(view, log.notes),
-        groups=_groups_of(view),
+        groups=_group_rows(view),
         selected_tensors=[_describe(catalog, name) for name in names] if is_listed else None,
     )
     if ranks or html is not None:
@@ -74,20 +74,20 @@ def inspect(options: InspectOptions) -> InspectionReport:
     return stopwatch.stop(replace(report, warnings=list(log.notes)))
 
 
-def _groups_of(view: ModelView) -> list[dict[str, Any]]:
+def _group_rows(view: ModelView) -> list[dict[str, Any]]:
     """Count tensors and bytes by the first three components of their name patterns."""
     sizes: dict[str, list[int]] = {}
     seen: set[object] = set()
     for name, entry in view.tensors.items():
         pattern, nbytes = pattern_of(name), entry.nbytes
-        known = sizes.get(pattern)
-        if known is None:
-            known = sizes[pattern] = []
-        place = entry.position if nbytes else name
-        if place in seen:
+        tensor_sizes = sizes.get(pattern)
+        if tensor_sizes is None:
+            tensor_sizes = sizes[pattern] = []
+        location = entry.position if nbytes else name
+        if location in seen:
             nbytes = 0  # a name that shares the bytes of another adds none
-        seen.add(place)
-        known.append(nbytes)
+        seen.add(location)
+        tensor_sizes.append(nbytes)
     groups: dict[str, dict[str, Any]] = {}
     for pattern, each in sizes.items():
         name = ".".join(pattern.split(".")[:3])
@@ -97,7 +97,7 @@ def _groups_of(view: ModelView) -> list[dict[str, Any]]:
     return list(groups.values())
 
 
-def _view_leniently(catalog: Catalog, prefix: str | None, log: Log) -> ModelView:
+def _view_without_class_if_needed(catalog: Catalog, prefix: str | None, log: Log) -> ModelView:
     """Return the model in the checkpoint, without its class if finding the class takes packages that are missing."""
     try:
         return view_model(catalog, prefix=prefix, allow_several=True)
@@ -111,7 +111,7 @@ def _with_layout(
 ) -> InspectionReport:
     """Add the layout of the tensors `names` over ranks or files to the report, and write the HTML page."""
     from ckptx.model_view.rank_layout import layout_by_rank, recorded_mesh  # a plain summary needs none of this
-    from ckptx.report.ranks import layout_of, rank_rows
+    from ckptx.report.ranks import layout_report, rank_rows
 
     catalog = view.catalog
     manifest_notes: list[str] = []
@@ -123,7 +123,7 @@ def _with_layout(
     view_names = {entry.name: name for name, entry in view.tensors.items()}
     layout = layout_by_rank(catalog, {name: view_names.get(name, name) for name in names}, dims)
     if ranks:
-        report = replace(report, by_rank=layout_of(layout), ranks=rank_rows(layout))
+        report = replace(report, by_rank=layout_report(layout), ranks=rank_rows(layout))
     if html is not None:
         from ckptx.report.html import layout_page
 

@@ -15,10 +15,10 @@ from ckptx.processes.fork import in_child
 from ckptx.report.report import human_bytes
 from ckptx.runtime.memory.reserve import reserve_bytes
 
-_LENGTH = 32  # tokens per sequence of the batches that models are compared on
+_SEQUENCE_LENGTH = 32  # tokens per sequence of the batches that models are compared on
 
 
-def require_fit(reference: Path, checkpoint: Path, options: RunOptions, gpu_memory: int) -> int:
+def check_memory_fit(reference: Path, checkpoint: Path, options: RunOptions, gpu_memory: int) -> int:
     """Return the peak tensor memory of a run in bytes, the maximum over ranks, if the run fits.
 
     Args:
@@ -34,7 +34,11 @@ def require_fit(reference: Path, checkpoint: Path, options: RunOptions, gpu_memo
     sources = [local_config_directory(open_checkpoint(path)) for path in (checkpoint, reference)]
     source = next((each for each in sources if (each / "config.json").is_file()), sources[-1])
     step = ForecastOptions(
-        source, **options.shared_with(ForecastOptions), dtype=options.compute_dtype, seq=_LENGTH, optimizer="none"
+        source,
+        **options.shared_with(ForecastOptions),
+        dtype=options.compute_dtype,
+        seq=_SEQUENCE_LENGTH,
+        optimizer="none",
     )
     peak, fitting = in_child(_peak, source, step, gpu_memory)
     if peak + reserve_bytes(peak) > gpu_memory:

@@ -8,7 +8,7 @@ from ckptx.report.documents.comparison import VerifyReport
 from ckptx.report.documents.running import RunReport
 
 
-@two_table_api(CompareOptions, CompareRunOptions, (VerifyReport, RunReport), by="run")
+@two_table_api(CompareOptions, CompareRunOptions, (VerifyReport, RunReport), selector="run")
 def verify(options: CompareOptions | CompareRunOptions) -> VerifyReport | RunReport:
     """Compare two checkpoints bit for bit, or with `run` the outputs of their models.
 
@@ -23,9 +23,9 @@ def verify(options: CompareOptions | CompareRunOptions) -> VerifyReport | RunRep
         InputError: A checkpoint is damaged or incomplete.
     """
     if isinstance(options, CompareRunOptions):
-        from ckptx.api.verify_run import verify_running
+        from ckptx.api.verify_run import verify_models
 
-        return verify_running(options)
+        return verify_models(options)
     from ckptx.comparison.contents import verify_bytes
 
     return verify_bytes(options)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import fields, replace
 from typing import Any
 
-from ckptx.api.memory_check import require_fit
+from ckptx.api.memory_check import check_memory_fit
 from ckptx.comparison.headers import seen_together
 from ckptx.errors import PeerFailure, missing_package
 from ckptx.formats.hf.hub import resolve_source
@@ -24,7 +24,7 @@ from ckptx.report.numbers import peak_of_processes
 from ckptx.report.report import Log, Stopwatch
 
 
-def verify_running(options: CompareRunOptions) -> RunReport:
+def verify_models(options: CompareRunOptions) -> RunReport:
     """Build both models, load the checkpoint on a mesh, and compare what they compute.
 
     Raises:
@@ -41,10 +41,12 @@ def verify_running(options: CompareRunOptions) -> RunReport:
         seen_together(open_checkpoint(reference), open_checkpoint(checkpoint), prefix=options.model_prefix)
     peak = None
     if options.gpu_bytes is not None and not is_launched_by_us() and is_first_rank():  # others wait for the first
-        peak = require_fit(reference, checkpoint, options, options.gpu_bytes)
+        peak = check_memory_fit(reference, checkpoint, options, options.gpu_bytes)
     if dims.world_size > 1 and not is_launched():
-        order = to_json(options.with_values(reference=str(reference), checkpoint=str(checkpoint)))
-        return replace(_report_of_rank_0(launch(order, dims.world_size), log, stopwatch), forecast_peak=peak)
+        options_json = to_json(options.with_values(reference=str(reference), checkpoint=str(checkpoint)))
+        return replace(
+            _merge_report_of_rank_0(launch(options_json, dims.world_size), log, stopwatch), forecast_peak=peak
+        )
     try:
         from ckptx.runtime.parity.forward import verify_run
     except ImportError as error:
@@ -52,7 +54,7 @@ def verify_running(options: CompareRunOptions) -> RunReport:
     return replace(verify_run(reference, checkpoint, options, log), forecast_peak=peak)
 
 
-def _report_of_rank_0(document: dict[str, Any], log: Log, stopwatch: Stopwatch) -> RunReport:
+def _merge_report_of_rank_0(document: dict[str, Any], log: Log, stopwatch: Stopwatch) -> RunReport:
     """Adopt the report of rank 0, with the time of this process and the memory of the largest rank.
 
     Raises:
@@ -61,8 +63,8 @@ def _report_of_rank_0(document: dict[str, Any], log: Log, stopwatch: Stopwatch) 
     log.note(*document["warnings"])
     if document["error"] is not None:
         raise PeerFailure(document["error"], document["exit"], is_reported=False)
-    ours = {each.name for each in fields(RunReport)}
-    report = RunReport(**{name: value for name, value in document.items() if name in ours})
-    first = report.ranks[0].get("peak_rss", report.peak_rss) if report.ranks else report.peak_rss
+    known = {each.name for each in fields(RunReport)}
+    report = RunReport(**{name: value for name, value in document.items() if name in known})
+    peak_of_rank_0 = report.ranks[0].get("peak_rss", report.peak_rss) if report.ranks else report.peak_rss
     largest = peak_of_processes([report.peak_rss], are_ranks=True)
-    return stopwatch.stop(replace(report, peak_rss_rank_0=first, **largest))
+    return stopwatch.stop(replace(report, peak_rss_rank_0=peak_of_rank_0, **largest))

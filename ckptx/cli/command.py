@@ -17,7 +17,7 @@ from click.shell_completion import CompletionItem
 from ckptx.cli.streams import print_error
 from ckptx.errors import CkptxError, UsageError
 from ckptx.options.commands import COMMANDS, Command, commands_by_name, tables_of
-from ckptx.options.help import help_of, section_titles
+from ckptx.options.help import make_help, section_titles
 from ckptx.options.option import GLOBAL, SECTIONS, Argument, Option, Options, Setting, settings_of
 from ckptx.options.output import GlobalOptions
 
@@ -66,7 +66,7 @@ class TextWithKeywords(click.types.StringParamType):
         return [CompletionItem(keyword) for keyword in self.keywords if keyword.startswith(incomplete)]
 
 
-class _Sectioned(click.Command):
+class _SectionedHelp(click.Command):
     """A help page: arguments, options section by section, then examples that run as written."""
 
     def __init__(
@@ -80,11 +80,11 @@ class _Sectioned(click.Command):
             examples: Calls that run as written.
             kwargs: Arguments of click.
         """
-        super().__init__(*args, **{**kwargs, "params": [*kwargs.get("params", ()), *params_of(tables)]})
+        super().__init__(*args, **{**kwargs, "params": [*kwargs.get("params", ()), *make_params(tables)]})
         self.tables, self.examples = tables, examples
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        entries = help_of(self.tables)
+        entries = make_help(self.tables)
         titles = {GLOBAL: GLOBAL, **section_titles([*entries.values()])}
         rows: dict[str, list[tuple[str, str]]] = {section: [] for section in SECTIONS}
         for param in self.get_params(ctx):
@@ -122,11 +122,11 @@ def _write_rows(formatter: click.HelpFormatter, rows: Sequence[tuple[str, str]])
     formatter.buffer[before:] = [each.replace(_HYPHEN, "-").replace(_SPACE, " ") for each in formatter.buffer[before:]]
 
 
-class SectionedCommand(_Sectioned):
+class SectionedCommand(_SectionedHelp):
     """Command with titled help sections."""
 
 
-class SectionedGroup(_Sectioned, click.Group):
+class SectionedGroup(_SectionedHelp, click.Group):
     """Group of commands with titled help sections."""
 
     def __init__(self, *args: Any, params: Sequence[click.Parameter] | None = None, **settings: Any) -> None:
@@ -145,8 +145,8 @@ class SectionedGroup(_Sectioned, click.Group):
 
             names, group = self.list_commands(ctx), name_of_call(ctx)
             aliases = [words.split()[-1] for words in commands_by_name() if words.rpartition(" ")[0] == group]
-            near = get_close_matches(name, [*names, *aliases], 1)
-            advice = f"did you mean {near[0]}?" if near else f"the commands are {', '.join(names)}"
+            matches = get_close_matches(name, [*names, *aliases], 1)
+            advice = f"did you mean {matches[0]}?" if matches else f"the commands are {', '.join(names)}"
             raise click.UsageError(f"unknown command: {name}; {advice}", ctx)
         return command
 
@@ -158,33 +158,33 @@ class SectionedGroup(_Sectioned, click.Group):
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         self.format_commands(ctx, formatter)
-        _Sectioned.format_options(self, ctx, formatter)
+        _SectionedHelp.format_options(self, ctx, formatter)
 
 
 class CommandCall(NamedTuple):
     """A call of a command.
 
     Attributes:
-        words: Name of the command as it was called, such as "convert hf2dcp".
+        name: Name of the command as it was called, such as "convert hf2dcp".
         values: Options and arguments of the Python function that are set, by name.
         output: Options of the output.
         defaults: Options that a file or the environment sets, as text for a note.
     """
 
-    words: str
+    name: str
     values: dict[str, Any]
     output: Any
     defaults: Sequence[str] = ()
 
 
-def define(words: str, *, examples: Sequence[str]) -> Callable[[Callable[[CommandCall], int]], SectionedCommand]:
+def define_command(name: str, *, examples: Sequence[str]) -> Callable[[Callable[[CommandCall], int]], SectionedCommand]:
     """Decorate a function as a click command; its docstring is the help.
 
     Args:
-        words: Name of the command in `COMMANDS`.
+        name: Name of the command in `COMMANDS`.
         examples: Calls that run as written.
     """
-    entry = COMMANDS[words]
+    entry = COMMANDS[name]
 
     def decorate(function: Callable[[CommandCall], int]) -> SectionedCommand:
         def run(**values: Any) -> int:
@@ -199,7 +199,7 @@ def define(words: str, *, examples: Sequence[str]) -> Callable[[Callable[[Comman
             return code
 
         return SectionedCommand(
-            words.rpartition(" ")[2],
+            name.rpartition(" ")[2],
             callback=run,
             tables=tables_of(entry),
             examples=examples,
@@ -218,36 +218,36 @@ def _make_call(entry: Command, values: Mapping[str, Any]) -> CommandCall:
         CkptxError: An option of the output or a default has an invalid value.
     """
     context = click.get_current_context()
-    words, program = name_of_call(context), context.find_root().ensure_object(dict)
-    given: dict[str, Any] = {}
+    command_name, global_values = name_of_call(context), context.find_root().ensure_object(dict)
+    set_values: dict[str, Any] = {}
     for name, value in values.items():
         name = name.partition(_SHORTHAND)[0]
         if value is None or value == ():
             continue
-        if given.setdefault(name, value) != value:
+        if set_values.setdefault(name, value) != value:
             flag = next(settings_of(table)[name].flag for table in entry.options if name in settings_of(table))
-            raise click.UsageError(f"{flag} is given as both {given[name]} and {value}; leave out one of them")
+            raise click.UsageError(f"{flag} is given as both {set_values[name]} and {value}; leave out one of them")
     origins: list[str] = []
     if _has_default_sources():
         from ckptx.options.defaults import applicable_defaults
 
-        defaults = applicable_defaults(words, {**program, **given})
-        given |= {name: each.value for name, each in defaults.items()}
+        defaults = applicable_defaults(command_name, {**global_values, **set_values})
+        set_values |= {name: each.value for name, each in defaults.items()}
         origins = [f"{each.setting.flag} ({each.origin})" for each in defaults.values()]
-    of_output, of_program = settings_of(entry.outputs), settings_of(GlobalOptions)
-    program |= {name: value for name, value in given.items() if name in of_program}
+    output_names, global_names = settings_of(entry.outputs), settings_of(GlobalOptions)
+    global_values |= {name: value for name, value in set_values.items() if name in global_names}
     return CommandCall(
-        words,
-        {name: value for name, value in given.items() if name not in of_output and name not in of_program},
-        entry.outputs(**{name: value for name, value in given.items() if name in of_output}),
+        command_name,
+        {name: value for name, value in set_values.items() if name not in output_names and name not in global_names},
+        entry.outputs(**{name: value for name, value in set_values.items() if name in output_names}),
         origins,
     )
 
 
 def _has_default_sources() -> bool:
     """Return True if a file or a variable may set defaults; most calls skip the module that reads them."""
-    files = any(os.path.lexists(name) for name in ("ckptx.toml", "pyproject.toml"))
-    return files or any(name.startswith("CKPTX_") for name in os.environ)
+    has_file = any(os.path.lexists(name) for name in ("ckptx.toml", "pyproject.toml"))
+    return has_file or any(name.startswith("CKPTX_") for name in os.environ)
 
 
 def name_of_call(context: click.Context) -> str:
@@ -263,16 +263,16 @@ _HYPHEN, _SPACE = "\u2011", "\xa0"  # those that text is not wrapped at
 _SHORTHAND = "__"  # between the name of an option and the value of a shorthand, or a former flag
 
 
-def params_of(tables: Sequence[type[Options]]) -> list[click.Parameter]:
+def make_params(tables: Sequence[type[Options]]) -> list[click.Parameter]:
     """Make the click parameters of the tables of a command."""
     params: dict[str, click.Parameter] = {}
-    entries = help_of(tables)
+    entries = make_help(tables)
     titles = section_titles([*entries.values()])
     for table in tables:
         for name, setting in settings_of(table).items():
             entry = entries.get(name)
             text = "" if entry is None else entry.sentences(with_condition=titles[entry.section] == entry.section)
-            for param in _params(setting, text, is_global=table is GlobalOptions):
+            for param in _make_params(setting, text, is_global=table is GlobalOptions):
                 params.setdefault(str(param.name), param)
     return list(params.values())
 
@@ -280,11 +280,13 @@ def params_of(tables: Sequence[type[Options]]) -> list[click.Parameter]:
 def _argument_rows(tables: Sequence[type[Options]]) -> list[tuple[str, str]]:
     """Return placeholder and help of each positional argument."""
     annotations = [each.annotation for table in tables for each in settings_of(table).values()]
-    shown = {each.metavar: each.help for each in annotations if isinstance(each, Argument) and each.metavar}
-    return list(shown.items())
+    help_by_placeholder = {
+        each.metavar: each.help for each in annotations if isinstance(each, Argument) and each.metavar
+    }
+    return list(help_by_placeholder.items())
 
 
-def _params(setting: Setting, text: str, *, is_global: bool) -> list[click.Parameter]:
+def _make_params(setting: Setting, text: str, *, is_global: bool) -> list[click.Parameter]:
     annotation = setting.annotation
     if isinstance(annotation, Argument):
         is_required = setting.is_required and not annotation.is_optional
@@ -295,14 +297,18 @@ def _params(setting: Setting, text: str, *, is_global: bool) -> list[click.Param
         return []
     kwargs: dict[str, Any] = {"expose_value": False, "callback": _store_global} if is_global else {}
     if setting.kind is bool:
-        flags = [*setting.flags[:-1], f"{setting.flags[-1]}/{annotation.off}"] if annotation.off else setting.flags
+        flags = (
+            [*setting.flags[:-1], f"{setting.flags[-1]}/{annotation.off_flag}"]
+            if annotation.off_flag
+            else setting.flags
+        )
         kwargs |= {"is_flag": True, "default": None}
     else:
-        flags, kwargs["type"] = setting.flags, _type_of(setting, annotation)
+        flags, kwargs["type"] = setting.flags, _param_type(setting, annotation)
         kwargs |= {"metavar": setting.metavar, "multiple": setting.kind is tuple}
     if setting.default_text:
         kwargs["show_default"] = setting.default_text
-    made_option = click.Option([*flags, setting.name], help=text, **kwargs)
+    main_option = click.Option([*flags, setting.name], help=text, **kwargs)
     shorthands = [
         click.Option(
             [flag, f"{setting.name}{_SHORTHAND}{value}"], flag_value=value, default=None, is_flag=True,
@@ -314,17 +320,17 @@ def _params(setting: Setting, text: str, *, is_global: bool) -> list[click.Param
         click.Option([flag, f"{setting.name}{_SHORTHAND}{flag.lstrip('-').replace('-', '_')}"], hidden=True, **kwargs)
         for flag in annotation.aliases
     ]
-    return [made_option, *shorthands, *aliases]
+    return [main_option, *shorthands, *aliases]
 
 
-def _type_of(setting: Setting, option: Option) -> click.ParamType[Any]:
+def _param_type(setting: Setting, option: Option) -> click.ParamType[Any]:
     if setting.choices:
-        return ChoiceParam(setting.words)
-    if setting.is_path and not option.words:
+        return ChoiceParam(setting.main_choices)
+    if setting.is_path and not option.keywords:
         return click.Path()
     if setting.kind is int and not option.is_size:
         return Number(option.minimum, option.maximum)
-    return TextWithKeywords(option.words)
+    return TextWithKeywords(option.keywords)
 
 
 def _store_global(ctx: click.Context, param: click.Parameter, value: Any) -> Any:

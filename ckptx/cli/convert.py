@@ -6,12 +6,12 @@ from typing import Any
 
 import click
 
-from ckptx.cli.command import CommandCall, SectionedGroup, define
+from ckptx.cli.command import CommandCall, SectionedGroup, define_command
 from ckptx.cli.output import Output
 from ckptx.options.commands import COMMANDS, Command
 
 
-class _Convert(SectionedGroup):
+class _ConvertGroup(SectionedGroup):
     """Group of the conversions, each of which has an alias."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
@@ -29,12 +29,12 @@ class _Convert(SectionedGroup):
             formatter.write_dl([(name, f"{each.summary}{_aliases(each)}") for name, each in rows])
 
 
-def _aliases(made: Command) -> str:
-    return f" (alias: {', '.join(made.aliases)})" if made.aliases else ""
+def _aliases(entry: Command) -> str:
+    return f" (alias: {', '.join(entry.aliases)})" if entry.aliases else ""
 
 
 @click.group(
-    cls=_Convert,
+    cls=_ConvertGroup,
     examples=["ckptx convert to-dcp MODEL MODEL-dcp", "ckptx convert to-hf MODEL-dcp MODEL-back"],
 )
 def command(**_: object) -> None:
@@ -44,7 +44,7 @@ def command(**_: object) -> None:
         raise click.UsageError(f"{ctx.command_path} requires a command: {', '.join(command.list_commands(ctx))}", ctx)
 
 
-@define(
+@define_command(
     "convert to-dcp",
     examples=[
         "ckptx convert to-dcp MODEL MODEL-dcp",
@@ -57,7 +57,7 @@ def to_dcp(call: CommandCall) -> int:
     return _run(call)
 
 
-@define(
+@define_command(
     "convert to-hf",
     examples=[
         "ckptx convert to-hf MODEL-dcp MODEL-back",
@@ -79,9 +79,9 @@ def _run(call: CommandCall) -> int:
     from ckptx.report.text import conversion_text
 
     output = Output(call.output)
-    given: dict[str, Any] = {"direction": call.words.rpartition(" ")[2], **call.values}
+    arguments: dict[str, Any] = {"direction": call.name.rpartition(" ")[2], **call.values}
     return output.run(
-        call.words,
-        lambda log: convert(**given, log=log, on_progress=output.progress, report_file=output.report_file),
+        call.name,
+        lambda log: convert(**arguments, log=log, on_progress=output.progress, report_file=output.report_file),
         conversion_text,
     )

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from ckptx.cli.command import CommandCall, define
+from ckptx.cli.command import CommandCall, define_command
 from ckptx.cli.output import Output
 
 
-@define("diff", examples=["ckptx diff MODEL MODEL-dcp"])
+@define_command("diff", examples=["ckptx diff MODEL MODEL-dcp"])
 def command(call: CommandCall) -> int:
     """Compare names, shapes, dtypes and tied weights of two checkpoints of any format.
 
@@ -15,4 +15,4 @@ def command(call: CommandCall) -> int:
     from ckptx.comparison.headers import diff
     from ckptx.report.text import diff_text
 
-    return Output(call.output).run(call.words, lambda log: diff(**call.values, log=log), diff_text)
+    return Output(call.output).run(call.name, lambda log: diff(**call.values, log=log), diff_text)

@@ -5,21 +5,21 @@ from __future__ import annotations
 import os
 import platform
 
-from ckptx.cli.command import CommandCall, define
+from ckptx.cli.command import CommandCall, define_command
 from ckptx.cli.output import Output
 from ckptx.options.commands import COMMANDS
 from ckptx.options.defaults import all_defaults, display_value
 from ckptx.report.documents.environment import EnvironmentReport
-from ckptx.report.environment import installed
+from ckptx.report.environment import installed_version
 from ckptx.report.report import Log
 from ckptx.version import __version__
 
 # Oldest and newest versions that the test suite runs with.
 _TESTED = {"torch": "2.11.0 and 2.13.0", "transformers": "5.17.0 and 5.23.0", "safetensors": "0.8.0"}
-_ALSO = ("huggingface-hub", "numpy", "xxhash", "isal", "click", "tqdm", "msgspec", "jinja2")
+_OTHER_PACKAGES = ("huggingface-hub", "numpy", "xxhash", "isal", "click", "tqdm", "msgspec", "jinja2")
 
 
-@define("env", examples=["ckptx env", "ckptx env --json"])
+@define_command("env", examples=["ckptx env", "ckptx env --json"])
 def command(call: CommandCall) -> int:
     """Print versions, system information and the option values that files and the environment set."""
     return Output(call.output).run("env", _make_report, _text)
@@ -32,7 +32,7 @@ def _make_report(log: Log) -> EnvironmentReport:
         python=platform.python_version(),
         platform=platform.platform(),
         cores=len(os.sched_getaffinity(0)),
-        packages={package: installed(package) for package in (*_TESTED, *_ALSO)},
+        packages={package: installed_version(package) for package in (*_TESTED, *_OTHER_PACKAGES)},
         tested_with=_TESTED,
         defaults=[
             {"option": each.setting.flag, "value": display_value(each), "origin": each.origin, "commands": commands}
@@ -43,9 +43,9 @@ def _make_report(log: Log) -> EnvironmentReport:
 
 def _text(report: EnvironmentReport) -> str:
     rows = [(name, str(getattr(report, name))) for name in ("ckptx", "python", "platform", "cores")]
-    for package, found in report.packages.items():
+    for package, installed in report.packages.items():
         tested = f" (tested with {_TESTED[package]})" if package in _TESTED else ""
-        rows.append((package, (found or "not installed") + tested))
+        rows.append((package, (installed or "not installed") + tested))
     for row in report.defaults:
         commands = "every command" if len(row["commands"]) == len(COMMANDS) else ", ".join(row["commands"])
         rows.append((f"{row['option']}", f"{row['value']}  ({row['origin']}; for {commands})"))

@@ -6,14 +6,14 @@ import gc
 from collections.abc import Callable
 from pathlib import Path
 
-from ckptx.cli.command import CommandCall, define
+from ckptx.cli.command import CommandCall, define_command
 from ckptx.cli.output import Output
 from ckptx.errors import UsageError
 from ckptx.report.documents.forecast import ForecastReport, SearchReport
 from ckptx.report.report import Log, Report
 
 
-@define(
+@define_command(
     "forecast",
     examples=[
         "ckptx forecast MODEL --tp 2 --dp-shard 4 --seq 4096",
@@ -50,7 +50,7 @@ def command(call: CommandCall) -> int:
     def verdict(report: ForecastReport | SearchReport) -> str:
         return search_verdict(report) if isinstance(report, SearchReport) else forecast_verdict(report)
 
-    return output.run(call.words, work, text, verdict)
+    return output.run(call.name, work, text, verdict)
 
 
 def _pages(subject: str, html: str | Path | None) -> dict[str, Callable[[Report], str]]:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from ckptx.cli.command import CommandCall, define
+from ckptx.cli.command import CommandCall, define_command
 from ckptx.cli.output import Output
 
 
-@define(
+@define_command(
     "inspect",
     examples=[
         "ckptx inspect MODEL",
@@ -22,4 +22,4 @@ def command(call: CommandCall) -> int:
     from ckptx.api.inspect import inspect
     from ckptx.report.text import inspect_text
 
-    return Output(call.output).run(call.words, lambda log: inspect(**call.values, log=log), inspect_text)
+    return Output(call.output).run(call.name, lambda log: inspect(**call.values, log=log), inspect_text)

@@ -75,16 +75,16 @@ def _help(words: Sequence[str]) -> None:
 
 def commands() -> dict[str, click.Command]:
     """Import and return every command by name: "reshard", "convert to-dcp", and the alias "convert hf2dcp"."""
-    found: dict[str, click.Command] = {}
+    by_name: dict[str, click.Command] = {}
     for words in commands_by_name():
         command: click.Command = cli
         for word in words.split():
             assert isinstance(command, click.Group)
-            below = command.get_command(click.Context(command), word)
-            assert below is not None
-            command = below
-        found[words] = command
-    return found
+            subcommand = command.get_command(click.Context(command), word)
+            assert subcommand is not None
+            command = subcommand
+        by_name[words] = command
+    return by_name
 
 
 def _usage_message(error: click.UsageError) -> str:
@@ -115,15 +115,15 @@ def main(work: Callable[[], object] = lambda: cli.main(standalone_mode=False)) -
     gc.disable()  # catalogs have many objects and no cycles; collecting takes a third of the start
     try:
         code = work()
-    except click.exceptions.Exit as leave:
-        code = leave.exit_code
+    except click.exceptions.Exit as exit_request:
+        code = exit_request.exit_code
     except click.UsageError as error:
         print_error(_usage_message(error), as_json="--json" in sys.argv)
         code = error.exit_code
     except click.Abort:
         code = 130
-    except Terminated as stopped:
-        code = exit_code_of(stopped)
+    except Terminated as termination:
+        code = exit_code_of(termination)
     except Exception as error:  # raised outside `Output.run`, which reports the others
         print_error(f"internal error: {type(error).__name__}: {error}; please report it")
         code = Defect.exit_code
@@ -135,9 +135,9 @@ def run(work: Callable[[], object] = lambda: cli.main(standalone_mode=False)) ->
     install_handlers()
     try:
         main(work)
-    except SystemExit as leave:
+    except SystemExit as exit_request:
         if not _MODULES_WITH_EXIT_HANDLERS.isdisjoint(sys.modules):
             raise
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
-        os._exit(leave.code if isinstance(leave.code, int) else 0)
+        os._exit(exit_request.code if isinstance(exit_request.code, int) else 0)

@@ -28,8 +28,8 @@ from ckptx.publishing.report_file import refuse_place, write_text
 from ckptx.report.report import Log, Report, Stopwatch, human_bytes
 from ckptx.untrusted.printable import lines, one_line, shown
 
-_SECONDS_BETWEEN_LINES = 10.0
-_BAR = "{percentage:3.0f}%|{bar}| {desc} [{elapsed}<{remaining}]"
+_SECONDS_BETWEEN_PROGRESS_LINES = 10.0
+_BAR_FORMAT = "{percentage:3.0f}%|{bar}| {desc} [{elapsed}<{remaining}]"
 R = TypeVar("R", bound=Report)
 
 
@@ -58,14 +58,14 @@ class Output:
         self.report_file = (
             str(output.report_file) if isinstance(output, ReportOutput) and output.report_file is not None else None
         )
-        self._pages = dict(pages or {})
+        self._page_makers = dict(pages or {})
         self._is_plain = bool(settings.get("no_color") or os.environ.get("NO_COLOR"))
         self._is_verbose = bool(settings.get("verbose"))
         hidden = os.environ.get("CI") or os.environ.get("HF_HUB_DISABLE_PROGRESS_BARS") == "1"
-        self._progress = not (self.quiet or self.as_json or hidden)
+        self._shows_progress = not (self.quiet or self.as_json or hidden)
         self._bar: Any = None
-        self._bar_began = 0.0
-        self._last_line = time.monotonic()
+        self._bar_start = 0.0
+        self._last_line_time = time.monotonic()
 
     def run(
         self,
@@ -157,15 +157,15 @@ class Output:
         return True
 
     def _files(self) -> list[str]:
-        return [*([] if self.report_file is None else [self.report_file]), *self._pages]
+        return [*([] if self.report_file is None else [self.report_file]), *self._page_makers]
 
     def _write(self, report: Report) -> int:
         """Write the report and the other files; return 0, or the exit code of a failure."""
         code = 0
         for path in self._files() if self._is_first else ():
             try:
-                if path in self._pages:
-                    write_text(path, self._pages[path](report))
+                if path in self._page_makers:
+                    write_text(path, self._page_makers[path](report))
                 else:
                     report.write(path)
             except (OutputError, UnsupportedError) as error:
@@ -195,19 +195,19 @@ class Output:
             done: Bytes done.
             total: Bytes in total.
         """
-        if not self._progress:
+        if not self._shows_progress:
             return
         if not sys.stderr.isatty():
-            if time.monotonic() - self._last_line >= _SECONDS_BETWEEN_LINES:
-                self._last_line = time.monotonic()
+            if time.monotonic() - self._last_line_time >= _SECONDS_BETWEEN_PROGRESS_LINES:
+                self._last_line_time = time.monotonic()
                 click.echo(f"{human_bytes(done)} of {human_bytes(total)}", err=True)
             return
         if self._bar is None:
             from tqdm.auto import tqdm  # a widget in a notebook
 
-            self._bar = tqdm(total=total, bar_format=_BAR, leave=False, file=sys.stderr)
-            self._bar_began = time.monotonic()
-        seconds = time.monotonic() - self._bar_began
+            self._bar = tqdm(total=total, bar_format=_BAR_FORMAT, leave=False, file=sys.stderr)
+            self._bar_start = time.monotonic()
+        seconds = time.monotonic() - self._bar_start
         speed = f", {human_bytes(done / seconds)}/s" if seconds > 0 else ""
         self._bar.set_description_str(f"{human_bytes(done)} of {human_bytes(total)}{speed}", refresh=False)
         self._bar.update(done - self._bar.n)

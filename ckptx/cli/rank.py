@@ -18,14 +18,14 @@ from ckptx.options.verify import CompareRunOptions
 
 def run_rank() -> int:
     """Run `verify --run` with the options of the document, write the report on rank 0, and return the exit code."""
-    from ckptx.api.verify_run import verify_running
+    from ckptx.api.verify_run import verify_models
     from ckptx.report.running import run_text, run_verdict
 
     gc.enable()  # models are full of cycles
-    order, report_file = sys.argv[1:]
-    options = from_json(Path(order).read_text(encoding="utf-8"), CompareRunOptions)
+    options_path, report_file = sys.argv[1:]
+    options = from_json(Path(options_path).read_text(encoding="utf-8"), CompareRunOptions)
     output = Output(ReportOutput(report_file=report_file), is_quiet=True)
-    return output.run("verify", lambda log: verify_running(options.with_values(log=log)), run_text, run_verdict)
+    return output.run("verify", lambda log: verify_models(options.with_values(log=log)), run_text, run_verdict)
 
 
 if __name__ == "__main__":

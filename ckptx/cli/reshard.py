@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from ckptx.cli.command import CommandCall, define
+from ckptx.cli.command import CommandCall, define_command
 from ckptx.cli.output import Output
 
 
-@define(
+@define_command(
     "reshard",
     examples=[
         "ckptx reshard MODEL MODEL-tp4-pp2 --tp 4 --pp 2",
@@ -25,7 +25,7 @@ def command(call: CommandCall) -> int:
 
     output = Output(call.output)
     return output.run(
-        call.words,
+        call.name,
         lambda log: reshard(**call.values, log=log, on_progress=output.progress, report_file=output.report_file),
         conversion_text,
     )

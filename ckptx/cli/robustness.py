@@ -8,13 +8,13 @@ from typing import Any
 
 import click
 
-from ckptx.cli.command import CommandCall, define
+from ckptx.cli.command import CommandCall, define_command
 from ckptx.cli.output import Output
 from ckptx.report.documents.robustness import FaultsReport, RobustnessReport
 from ckptx.report.report import Report
 
 
-@define(
+@define_command(
     "robustness",
     examples=[
         "ckptx robustness llama_tiny",
@@ -29,7 +29,7 @@ def command(call: CommandCall) -> int:
 
     if call.values.get("inject") == "list":
         return Output(call.output).run(
-            call.words,
+            call.name,
             lambda log: FaultsReport(command="robustness", faults=known_faults()),
             faults_text,
             faults_text,
@@ -46,7 +46,7 @@ def command(call: CommandCall) -> int:
             printed = len(report.phases)
 
     return output.run(
-        call.words,
+        call.name,
         lambda log: robustness(**call.values, log=log, on_phase=print_phase),
         lambda report: robustness_text(report, output.red, printed),
         robustness_verdict,

@@ -27,21 +27,21 @@ def install_handlers() -> None:
     if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
         numbers.append(signal.SIGHUP)
     for number in numbers:
-        signal.signal(number, _stop)
+        signal.signal(number, _raise_termination)
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-    threading.Thread(target=_watch, args=(reader, frozenset(numbers)), daemon=True, name="signals").start()
+    threading.Thread(target=_watch_wakeup_pipe, args=(reader, frozenset(numbers)), daemon=True, name="signals").start()
 
 
-def _stop(number: int, frame: FrameType | None) -> None:
+def _raise_termination(number: int, frame: FrameType | None) -> None:
     _is_handled.set()
     raise HungUp if number == signal.SIGHUP else Terminated
 
 
-def _watch(reader: int, numbers: frozenset[int]) -> None:
-    while arrived := os.read(reader, 16):
-        for number in numbers.intersection(arrived):
+def _watch_wakeup_pipe(reader: int, numbers: frozenset[int]) -> None:
+    while received := os.read(reader, 16):
+        for number in numbers.intersection(received):
             if _is_handled.wait(HANDLER_SECONDS):
                 time.sleep(CLEANUP_SECONDS)
             os.write(2, b"error: terminated; nothing was published; run again with --resume to continue\n")

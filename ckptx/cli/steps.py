@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from ckptx.untrusted.printable import one_line
 
 
-class _OneLine(logging.Formatter):
+class _OneLineFormatter(logging.Formatter):
     """Formatter that prints a record as one line, under torchrun with the rank."""
 
     def format(self, record: logging.LogRecord) -> str:
@@ -25,8 +25,8 @@ class _OneLine(logging.Formatter):
 def log_steps() -> Iterator[None]:
     """Print the log records of ckptx to stderr within the context."""
     logger, handler = logging.getLogger("ckptx"), logging.StreamHandler(sys.stderr)
-    before = logger.level, logger.propagate
-    handler.setFormatter(_OneLine())
+    previous = logger.level, logger.propagate
+    handler.setFormatter(_OneLineFormatter())
     logger.addHandler(handler)
     logger.setLevel(logging.DEBUG)
     logger.propagate = False
@@ -34,5 +34,5 @@ def log_steps() -> Iterator[None]:
         yield
     finally:
         logger.removeHandler(handler)
-        logger.setLevel(before[0])
-        logger.propagate = before[1]
+        logger.setLevel(previous[0])
+        logger.propagate = previous[1]

@@ -24,17 +24,17 @@ def prepare_streams() -> None:
         except OSError:
             os.open(os.devnull, os.O_RDWR)  # gets the lowest free descriptor, which is this one
     if sys.stdin is None:
-        sys.stdin = _text(0, "r")
+        sys.stdin = _open_text_stream(0, "r")
     if sys.stdout is None:
-        sys.stdout = _text(1, "w")
+        sys.stdout = _open_text_stream(1, "w")
     if sys.stderr is None:
-        sys.stderr = _text(2, "w")
+        sys.stderr = _open_text_stream(2, "w")
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
 
 
-def _text(descriptor: int, mode: str) -> io.TextIOWrapper:
+def _open_text_stream(descriptor: int, mode: str) -> io.TextIOWrapper:
     binary = io.FileIO(descriptor, mode, closefd=False)
     return io.TextIOWrapper(io.BufferedReader(binary) if mode == "r" else io.BufferedWriter(binary), encoding="utf-8")
 
@@ -68,6 +68,6 @@ def print_error(message: str, *, as_json: bool = False, exit_code: int = UsageEr
         print_result(Stopwatch().stop(report).to_json())
     context = click.get_current_context(silent=True)
     settings = context.find_root().ensure_object(dict) if context is not None else {}
-    plain = bool(settings.get("no_color") or os.environ.get("NO_COLOR"))
-    label = "error:" if plain or not sys.stderr.isatty() else click.style("error:", fg="red", bold=True)
-    click.echo(f"{label} {one_line(message)}", err=True, color=False if plain else None)
+    is_plain = bool(settings.get("no_color") or os.environ.get("NO_COLOR"))
+    label = "error:" if is_plain or not sys.stderr.isatty() else click.style("error:", fg="red", bold=True)
+    click.echo(f"{label} {one_line(message)}", err=True, color=False if is_plain else None)

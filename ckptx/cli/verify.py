@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import gc
 
-from ckptx.cli.command import CommandCall, define
+from ckptx.cli.command import CommandCall, define_command
 from ckptx.cli.output import Output
 
 
-@define(
+@define_command(
     "verify",
     examples=[
         "ckptx verify MODEL MODEL-dcp",
@@ -28,8 +28,8 @@ def command(call: CommandCall) -> int:
         gc.enable()  # models, unlike catalogs, are full of cycles
         from ckptx.report.running import run_text, run_verdict
 
-        return output.run(call.words, lambda log: verify(**call.values, log=log), run_text, run_verdict)
+        return output.run(call.name, lambda log: verify(**call.values, log=log), run_text, run_verdict)
     from ckptx.report.text import verify_text, verify_verdict
 
     call.values["on_progress"] = output.progress
-    return output.run(call.words, lambda log: verify(**call.values, log=log), verify_text, verify_verdict)
+    return output.run(call.name, lambda log: verify(**call.values, log=log), verify_text, verify_verdict)

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, TypeVar, cast, overl
 
 from ckptx.errors import UsageError
 from ckptx.options.commands import unknown_option_error
-from ckptx.options.help import OptionHelp, help_of
+from ckptx.options.help import OptionHelp, make_help
 from ckptx.options.option import SECTIONS, Argument, Hook, Options, Setting, bind_arguments, settings_of
 
 if TYPE_CHECKING:  # not imported by a command that starts
@@ -53,7 +53,7 @@ def two_table_api(
     second: Callable[Q, Options],
     results: tuple[type[R], type[S]],
     *,
-    by: str,
+    selector: str,
 ) -> Callable[[Callable[[Any], Any]], TwoTableFunction[P, R, Q, S]]:
     """Decorate a function of two tables of options, so that it takes the options of both as keyword arguments.
 
@@ -61,85 +61,89 @@ def two_table_api(
         first: First table.
         second: Second table.
         results: Type of the result for each table, for type checkers.
-        by: Argument whose value selects the table.
+        selector: Argument whose value selects the table.
     """
 
     def decorate(function: Callable[[Any], Any]) -> TwoTableFunction[P, R, Q, S]:
         tables = [cast("type[Options]", table) for table in (first, second)]
-        return cast("TwoTableFunction[P, R, Q, S]", _make_function(function, tables, by))
+        return cast("TwoTableFunction[P, R, Q, S]", _make_function(function, tables, selector))
 
     return decorate
 
 
-def make_options(tables: Sequence[type[Options]], by: str, given: Mapping[str, Any]) -> Options:
+def make_options(tables: Sequence[type[Options]], selector: str, arguments: Mapping[str, Any]) -> Options:
     """Make the options of a call.
 
     Args:
         tables: The tables of the command.
-        by: Argument whose value selects one of several tables.
-        given: Arguments by name; None means not set.
+        selector: Argument whose value selects one of several tables.
+        arguments: Arguments by name; None means not set.
 
     Raises:
         UsageError: An option is unknown, has an invalid value, or conflicts with another one.
     """
-    given = _with_current_names(tables, {name: value for name, value in given.items() if value is not None})
-    table = tables[0] if len(tables) == 1 else _select_table(tables, by, given)
-    for name in given:
+    arguments = _resolve_aliases(tables, {name: value for name, value in arguments.items() if value is not None})
+    table = tables[0] if len(tables) == 1 else _select_table(tables, selector, arguments)
+    for name in arguments:
         if name not in settings_of(table):
             for other in tables:
                 setting = settings_of(other).get(name)
-                if setting is not None and settings_of(other)[by].choices == (True,):
-                    raise UsageError(f"{setting.flag} requires {settings_of(other)[by].flag}")
+                if setting is not None and settings_of(other)[selector].choices == (True,):
+                    raise UsageError(f"{setting.flag} requires {settings_of(other)[selector].flag}")
             raise unknown_option_error(table.command, [table], name)
-    return table(**given)
+    return table(**arguments)
 
 
-def _with_current_names(tables: Sequence[type[Options]], given: Mapping[str, Any]) -> dict[str, Any]:
+def _resolve_aliases(tables: Sequence[type[Options]], arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Return arguments under the names of their fields; `allow_misfit` is `allow_config_mismatch`.
 
     Raises:
         UsageError: An argument is given under two names.
     """
     settings = [setting for table in tables for setting in settings_of(table).values() if setting.aliases]
-    current = {alias.lstrip("-").replace("-", "_"): each.name for each in settings for alias in each.aliases}
-    found: dict[str, Any] = {}
-    for name, value in given.items():
-        field = current.get(name, name)
-        if found.setdefault(field, value) != value:
-            raise UsageError(f"{field} is given as both {found[field]} and {value}; leave out one of them")
-    return found
+    name_by_alias = {alias.lstrip("-").replace("-", "_"): each.name for each in settings for alias in each.aliases}
+    renamed: dict[str, Any] = {}
+    for name, value in arguments.items():
+        field = name_by_alias.get(name, name)
+        if renamed.setdefault(field, value) != value:
+            raise UsageError(f"{field} is given as both {renamed[field]} and {value}; leave out one of them")
+    return renamed
 
 
-def _select_table(tables: Sequence[type[Options]], by: str, given: Mapping[str, Any]) -> type[Options]:
+def _select_table(tables: Sequence[type[Options]], selector: str, arguments: Mapping[str, Any]) -> type[Options]:
     choices: list[Any] = []
     for table in tables:
-        setting = settings_of(table)[by]
-        if given.get(by, setting.default) in setting.choices:
+        setting = settings_of(table)[selector]
+        if arguments.get(selector, setting.default) in setting.choices:
             return table
         choices += setting.choices
-    raise UsageError(f"{by}: {given.get(by)!r} must be one of {', '.join(map(str, choices))}")
+    raise UsageError(f"{selector}: {arguments.get(selector)!r} must be one of {', '.join(map(str, choices))}")
 
 
-def _make_function(function: Callable[[Any], Any], tables: Sequence[type[Options]], by: str) -> Callable[..., Any]:
+def _make_function(
+    function: Callable[[Any], Any], tables: Sequence[type[Options]], selector: str
+) -> Callable[..., Any]:
     merged: dict[str, Setting] = {}
     for table in tables:
         for name, setting in settings_of(table).items():
-            known = merged.get(name, setting)
-            kept = setting if known.is_required else known
-            merged[name] = kept if known.type == setting.type else kept._replace(type=known.type | setting.type)
-    merged = dict(sorted(merged.items(), key=lambda each: _position(each[1])))
+            previous = merged.get(name, setting)
+            preferred = setting if previous.is_required else previous
+            merged[name] = (
+                preferred if previous.type == setting.type else preferred._replace(type=previous.type | setting.type)
+            )
+    merged = dict(sorted(merged.items(), key=lambda each: _parameter_rank(each[1])))
     required = {name: each for name, each in merged.items() if isinstance(each.annotation, Argument)}
 
     @wraps(function)
-    def call(*args: Any, **given: Any) -> Any:
-        return function(make_options(tables, by, bind_arguments(function.__name__, required, args, given)))
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return function(make_options(tables, selector, bind_arguments(function.__name__, required, args, kwargs)))
 
     call.__signature__ = _signature(merged, inspect.signature(function).return_annotation)  # type: ignore[attr-defined]
-    call.__doc__ = _with_argument_help(function.__doc__ or "", merged, help_of(tables))
+    call.__doc__ = _with_argument_help(function.__doc__ or "", merged, make_help(tables))
     return call
 
 
-def _position(setting: Setting) -> int:
+def _parameter_rank(setting: Setting) -> int:
     """Return the rank of a parameter in a signature: arguments, options in the order of the sections, hooks."""
     if setting.option is None:
         return len(SECTIONS) if isinstance(setting.annotation, Hook) else -1

@@ -33,12 +33,12 @@ class Command(NamedTuple):
     @property
     def options(self) -> list[type[Options]]:
         """Import and return the tables of options of the Python function."""
-        return [_table(name) for name in self.tables]
+        return [_import_table(name) for name in self.tables]
 
     @property
     def outputs(self) -> type[Options]:
         """Import and return the table of options that only the command line has."""
-        return _table(self.output)
+        return _import_table(self.output)
 
 
 COMMANDS: Mapping[str, Command] = {
@@ -79,61 +79,63 @@ GROUPS = {"convert": "Convert a checkpoint to DCP or HF safetensors"}
 
 def commands_by_name() -> dict[str, Command]:
     """Return every command by name, aliases included."""
-    found: dict[str, Command] = {}
-    for words, command in COMMANDS.items():
-        group = words.rpartition(" ")[0]
-        found |= {words: command, **{f"{group} {alias}".strip(): command for alias in command.aliases}}
-    return found
+    by_name: dict[str, Command] = {}
+    for name, command in COMMANDS.items():
+        group = name.rpartition(" ")[0]
+        by_name |= {name: command, **{f"{group} {alias}".strip(): command for alias in command.aliases}}
+    return by_name
 
 
 def tables_of(command: Command) -> list[type[Options]]:
     """Return every table of a command, including those of the output and of the global options."""
-    return [*command.options, command.outputs, _table("output:GlobalOptions")]
+    return [*command.options, command.outputs, _import_table("output:GlobalOptions")]
 
 
-def unknown_option_error(words: str, tables: Sequence[type[Options]], name: str) -> UsageError:
+def unknown_option_error(command_name: str, tables: Sequence[type[Options]], name: str) -> UsageError:
     """Return the error for an option that a command does not have.
 
     Args:
-        words: Name of the command.
+        command_name: Name of the command.
         tables: Tables of the command.
         name: Flag or keyword argument.
     """
     name = name.lstrip("-").replace("-", "_")
-    own = {name: setting for table in tables for name, setting in settings_of(table).items()}
+    settings = {name: setting for table in tables for name, setting in settings_of(table).items()}
     flag = f"--{name.replace('_', '-')}"
-    instead = next((each for each in own.values() if each.option is not None and name in each.option.replaces), None)
-    if instead is not None:
-        return UsageError(f"{words} does not take {flag}; use {instead.flag}")
-    having: dict[str, None] = {}
+    replacement = next(
+        (each for each in settings.values() if each.option is not None and name in each.option.replaces), None
+    )
+    if replacement is not None:
+        return UsageError(f"{command_name} does not take {flag}; use {replacement.flag}")
+    owners: dict[str, None] = {}
     for other, command in COMMANDS.items():
         for table in tables_of(command):
-            if any(name in _names(each) for each in settings_of(table).values()):
-                having[other if table is not command.options[-1] or len(command.options) == 1 else table.command] = None
-    others = [each for each in having if each != words]
+            if any(name in _all_names(each) for each in settings_of(table).values()):
+                owners[other if table is not command.options[-1] or len(command.options) == 1 else table.command] = None
+    others = [each for each in owners if each != command_name]
     if others:
-        return UsageError(f"{words} does not take {flag} ({_join_commands(others)})")
-    known = [flag for each in own.values() if each.option is not None for flag in each.flags]
+        return UsageError(f"{command_name} does not take {flag} ({_join_commands(others)})")
+    known = [flag for each in settings.values() if each.option is not None for flag in each.flags]
     from difflib import get_close_matches  # slow to import
 
-    near = get_close_matches(flag, known, 1)
-    return UsageError(f"{words} does not take {flag}" + (f"; did you mean {near[0]}?" if near else ""))
+    matches = get_close_matches(flag, known, 1)
+    return UsageError(f"{command_name} does not take {flag}" + (f"; did you mean {matches[0]}?" if matches else ""))
 
 
-def _join_commands(words: Sequence[str]) -> str:
-    if len(words) == 1:
-        return f"{words[0]} does"
-    return f"{', '.join(words[:-1])} and {words[-1]} do"
+def _join_commands(names: Sequence[str]) -> str:
+    if len(names) == 1:
+        return f"{names[0]} does"
+    return f"{', '.join(names[:-1])} and {names[-1]} do"
 
 
-def _names(setting: Setting) -> set[str]:
+def _all_names(setting: Setting) -> set[str]:
     if not isinstance(setting.annotation, Option):
         return set()
-    flags = (*setting.annotation.shorthands, setting.annotation.off)
+    flags = (*setting.annotation.shorthands, setting.annotation.off_flag)
     return {*setting.names, *(flag.lstrip("-").replace("-", "_") for flag in flags)}
 
 
-def _table(name: str) -> type[Options]:
+def _import_table(name: str) -> type[Options]:
     module, _, class_name = name.partition(":")
     found: type[Options] = getattr(import_module(f"ckptx.options.{module}"), class_name)
     return found

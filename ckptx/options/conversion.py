@@ -80,7 +80,7 @@ class ConversionOptions(CallbackOptions, HubOptions, BufferOptions, RemoteCodeOp
             SOURCE,
             metavar="PATH|none",
             default="SRC",
-            words=("none",),
+            keywords=("none",),
         ),
     ] = None
     dry_run: Annotated[bool, Option("Print what would be written, without writing anything.", RUN)] = False

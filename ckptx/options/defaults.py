@@ -23,9 +23,9 @@ from ckptx.errors import CkptxError, InputError, UnsupportedError, UsageError
 from ckptx.options.commands import COMMANDS, GROUPS, Command, commands_by_name, tables_of, unknown_option_error
 from ckptx.options.option import Setting, settings_of
 
-_FILE, _PROJECT, _TOOL = "ckptx.toml", "pyproject.toml", "tool.ckptx"
-_VARIABLE = "CKPTX_"
-_FILE_BYTES = 1 << 20
+_CONFIG_FILE, _PROJECT_FILE, _PROJECT_TABLE = "ckptx.toml", "pyproject.toml", "tool.ckptx"
+_VARIABLE_PREFIX = "CKPTX_"
+_MAX_FILE_BYTES = 1 << 20
 _BOOLEANS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
 
 
@@ -59,24 +59,24 @@ class _DefaultEntry(NamedTuple):
     origin: str
 
 
-def defaults_of(words: str) -> dict[str, Default]:
+def read_defaults(words: str) -> dict[str, Default]:
     """Return the defaults of a command by the names of the fields.
 
     Raises:
         UsageError: A file or a variable has an unknown key or a value that is not allowed.
     """
     command = commands_by_name()[words]
-    group, found = words.rpartition(" ")[0], {}
-    for entries in _layers():
+    group, defaults = words.rpartition(" ")[0], {}
+    for entries in _read_sources():
         for scopes in (("",), (group,) if group else (), _names_of(words, command)):
             for entry in entries:
-                setting = _setting_of(command, entry.name) if entry.scope in scopes else None
+                setting = _find_setting(command, entry.name) if entry.scope in scopes else None
                 if setting is not None:
-                    found[setting.name] = Default(setting, _value_of(command, setting, entry), entry.origin)
-    return found
+                    defaults[setting.name] = Default(setting, _checked_value(command, setting, entry), entry.origin)
+    return defaults
 
 
-def applicable_defaults(words: str, given: Mapping[str, Any]) -> dict[str, Default]:
+def applicable_defaults(words: str, arguments: Mapping[str, Any]) -> dict[str, Default]:
     """Return the defaults that apply to a call.
 
     A default is ignored if its option is given, if an option that it requires is not set, or if an option that it
@@ -84,26 +84,28 @@ def applicable_defaults(words: str, given: Mapping[str, Any]) -> dict[str, Defau
 
     Args:
         words: Name of the command.
-        given: Options of the call by name.
+        arguments: Options of the call by name.
 
     Raises:
         UsageError: A file or a variable has an unknown key or a value that is not allowed.
     """
-    found = {name: each for name, each in defaults_of(words).items() if name not in given}
+    applicable = {name: each for name, each in read_defaults(words).items() if name not in arguments}
     command = commands_by_name()[words]
     table = command.options[0]
     for choice in (name for name, each in settings_of(command.options[-1]).items() if each.choices == (True,)):
-        if given.get(choice) or (choice in found and found[choice].value):
+        if arguments.get(choice) or (choice in applicable and applicable[choice].value):
             table = command.options[-1]
-    beside = {name for each in tables_of(command) if each not in command.options for name in settings_of(each)}
-    found = {name: each for name, each in found.items() if name in beside or name in settings_of(table)}
+    other_options = {name for each in tables_of(command) if each not in command.options for name in settings_of(each)}
+    applicable = {
+        name: each for name, each in applicable.items() if name in other_options or name in settings_of(table)
+    }
     while True:
-        values = {**{name: each.value for name, each in found.items()}, **given}
-        idle = [name for name in found if name not in beside and table.conflict(name, values)]
-        if not idle:
-            return found
-        for name in idle:
-            del found[name]
+        values = {**{name: each.value for name, each in applicable.items()}, **arguments}
+        inapplicable = [name for name in applicable if name not in other_options and table.conflict(name, values)]
+        if not inapplicable:
+            return applicable
+        for name in inapplicable:
+            del applicable[name]
 
 
 def all_defaults() -> Iterator[tuple[Default, list[str]]]:
@@ -112,34 +114,34 @@ def all_defaults() -> Iterator[tuple[Default, list[str]]]:
     Raises:
         UsageError: A file or a variable has an unknown key or a value that is not allowed.
     """
-    found: dict[tuple[str, str], tuple[Default, list[str]]] = {}
+    defaults: dict[tuple[str, str], tuple[Default, list[str]]] = {}
     for words in COMMANDS:
-        for default in defaults_of(words).values():
-            found.setdefault((default.setting.flag, default.origin), (default, []))[1].append(words)
-    yield from found.values()
+        for default in read_defaults(words).values():
+            defaults.setdefault((default.setting.flag, default.origin), (default, []))[1].append(words)
+    yield from defaults.values()
 
 
-def _layers() -> Iterator[list[_DefaultEntry]]:
+def _read_sources() -> Iterator[list[_DefaultEntry]]:
     """Iterate over the sources of defaults, from the weakest to the strongest."""
-    project = _table_of(_PROJECT, _TOOL)
-    yield list(_entries_of(project, f"{_PROJECT}: {_TOOL}.")) if project else []
-    own = _table_of(_FILE, "")
-    yield list(_entries_of(own, f"{_FILE}: ")) if own else []
+    project = _read_table(_PROJECT_FILE, _PROJECT_TABLE)
+    yield list(_entries_of(project, f"{_PROJECT_FILE}: {_PROJECT_TABLE}.")) if project else []
+    own = _read_table(_CONFIG_FILE, "")
+    yield list(_entries_of(own, f"{_CONFIG_FILE}: ")) if own else []
     yield [
-        _DefaultEntry("", name.removeprefix(_VARIABLE).lower(), value, name)
+        _DefaultEntry("", name.removeprefix(_VARIABLE_PREFIX).lower(), value, name)
         for name, value in os.environ.items()
-        if name.startswith(_VARIABLE) and value
+        if name.startswith(_VARIABLE_PREFIX) and value
     ]
 
 
-def _table_of(file: str, table: str) -> Mapping[str, Any] | None:
+def _read_table(file: str, table: str) -> Mapping[str, Any] | None:
     """Return a table of a file in the working directory; None if the file or the table does not exist."""
     if not os.path.lexists(file):
         return None
     from ckptx.storage.files import read_small
 
     try:
-        text = read_small(Path(file), _FILE_BYTES)
+        text = read_small(Path(file), _MAX_FILE_BYTES)
     except (InputError, UnsupportedError, OSError) as error:
         if table:  # a project file of another program
             return None
@@ -151,14 +153,14 @@ def _table_of(file: str, table: str) -> Mapping[str, Any] | None:
     else:
         import tomli as tomllib
     try:
-        found: Any = tomllib.loads(text.decode("utf-8"))
+        content: Any = tomllib.loads(text.decode("utf-8"))
     except (UnicodeDecodeError, tomllib.TOMLDecodeError, RecursionError) as error:
         raise UsageError(f"{file}: is not valid TOML: {error}; correct it") from error
     for key in table.split(".") if table else ():
-        found = found.get(key, {}) if isinstance(found, dict) else {}
-    if not isinstance(found, dict):
+        content = content.get(key, {}) if isinstance(content, dict) else {}
+    if not isinstance(content, dict):
         raise UsageError(f"{file}: {table} must be a table")
-    return found
+    return content
 
 
 def _entries_of(table: Mapping[str, Any], origin: str, scope: str = "") -> Iterator[_DefaultEntry]:
@@ -171,7 +173,7 @@ def _entries_of(table: Mapping[str, Any], origin: str, scope: str = "") -> Itera
         if not isinstance(value, dict):
             name = key.replace("-", "_")
             commands = [each for words, each in commands_by_name().items() if _is_in_scope(scope, words, each)]
-            if not any(_setting_of(each, name) for each in commands):
+            if not any(_find_setting(each, name) for each in commands):
                 tables = [each for command in commands for each in tables_of(command)]
                 raise UsageError(f"{origin}{key}: {unknown_option_error(scope or 'ckptx', tables, name)}")
             yield _DefaultEntry(scope, name, value, origin + key)
@@ -181,8 +183,8 @@ def _entries_of(table: Mapping[str, Any], origin: str, scope: str = "") -> Itera
         if words not in known:
             from difflib import get_close_matches  # slow to import
 
-            near = get_close_matches(words, known, 1)
-            raise UsageError(f"{origin}{key}: unknown command" + (f"; did you mean {near[0]}?" if near else ""))
+            matches = get_close_matches(words, known, 1)
+            raise UsageError(f"{origin}{key}: unknown command" + (f"; did you mean {matches[0]}?" if matches else ""))
         yield from _entries_of(value, f"{origin}{key}.", words)
 
 
@@ -194,41 +196,41 @@ def _names_of(words: str, command: Command) -> tuple[str, ...]:
     """Return the name and the aliases of a command."""
     group = words.rpartition(" ")[0]
     return next(
-        (own, *(f"{group} {alias}".strip() for alias in command.aliases))
-        for own, each in COMMANDS.items()
+        (name, *(f"{group} {alias}".strip() for alias in command.aliases))
+        for name, each in COMMANDS.items()
         if each is command
     )
 
 
 def _settings_named(command: Command, name: str) -> list[Setting]:
     """Return the options of a command that have a name, from each of its tables."""
-    found = []
+    settings = []
     for table in tables_of(command):
         for setting in settings_of(table).values():
             if setting.option is not None and name in setting.names:
-                found.append(setting)
-    return found
+                settings.append(setting)
+    return settings
 
 
-def _setting_of(command: Command, name: str) -> Setting | None:
+def _find_setting(command: Command, name: str) -> Setting | None:
     return next(iter(_settings_named(command, name)), None)
 
 
-def _value_of(command: Command, setting: Setting, entry: _DefaultEntry) -> Any:
+def _checked_value(command: Command, setting: Setting, entry: _DefaultEntry) -> Any:
     """Return the value of an entry, checked by the tables of a command.
 
     Raises:
         UsageError: No table allows the value.
     """
-    value = _parse_variable(setting, entry) if entry.origin.startswith(_VARIABLE) else entry.value
-    refusal: CkptxError | None = None
+    value = _parse_variable(setting, entry) if entry.origin.startswith(_VARIABLE_PREFIX) else entry.value
+    last_error: CkptxError | None = None
     for each in _settings_named(command, entry.name):
         try:
             return each.check_value(value, entry.origin)
         except CkptxError as error:
-            refusal = error
-    assert refusal is not None
-    raise refusal
+            last_error = error
+    assert last_error is not None
+    raise last_error
 
 
 def _parse_variable(setting: Setting, entry: _DefaultEntry) -> Any:

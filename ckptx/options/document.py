@@ -16,7 +16,7 @@ T = TypeVar("T", bound=Options)
 def to_json(options: Options) -> str:
     """Return the options that are set as JSON; hooks, which are functions, are left out."""
     values = {setting.name: value for setting, value in options.values()}
-    return json.dumps({"command": options.command, "options": values}, default=_plain)
+    return json.dumps({"command": options.command, "options": values}, default=_to_plain)
 
 
 def from_json(text: str, table: type[T]) -> T:
@@ -32,7 +32,7 @@ def from_json(text: str, table: type[T]) -> T:
     return table(**document["options"])
 
 
-def _plain(value: object) -> str | Sequence[object]:
+def _to_plain(value: object) -> str | Sequence[object]:
     if isinstance(value, Path):
         return str(value)
     raise Defect(f"{value!r} cannot be written to JSON")

@@ -27,7 +27,7 @@ from ckptx.untrusted.limits import RANKS
 Loss = Literal["sharded", "whole", "none"]
 OptimizerName = Literal["adamw", "adam", "sgd", "none"]
 FloatDtype = Literal["bf16", "bfloat16", "fp16", "float16", "fp32", "float32"]
-_BESIDE_A_RECIPE = ("recipe", "settings", "gpu_memory", "search", "gpus")
+_ALLOWED_WITH_RECIPE = ("recipe", "settings", "gpu_memory", "search", "gpus")
 _MODEL = "A config.json, a directory that contains one, or a Hub id."
 _SEARCH = (
     "Find layouts for --gpus GPUs that fit --gpu-memory, with the activation checkpointing and microbatches that each "
@@ -105,7 +105,7 @@ class StepOptions(
 
     @classmethod
     def conflict(cls, name: str, values: Mapping[str, Any]) -> str:
-        if values.get("recipe") is not None and name not in _BESIDE_A_RECIPE:
+        if values.get("recipe") is not None and name not in _ALLOWED_WITH_RECIPE:
             flag = settings_of(cls)[name].flag
             return f"{flag} cannot be combined with --recipe; change the recipe with --set KEY=VALUE"
         return super().conflict(name, values)

@@ -19,13 +19,13 @@ class TableSwitch(NamedTuple):
 
     Attributes:
         setting: The option, as the table that it selects has it.
-        on: Table with the option.
-        off: Table without the option.
+        table_with: Table with the option.
+        table_without: Table without the option.
     """
 
     setting: Setting
-    on: type[Options]
-    off: type[Options]
+    table_with: type[Options]
+    table_without: type[Options]
 
 
 class OptionHelp(NamedTuple):
@@ -62,34 +62,34 @@ class OptionHelp(NamedTuple):
         return f"{self.text}{excluded}{required}"
 
 
-def help_of(tables: Sequence[type[Options]]) -> dict[str, OptionHelp]:
+def make_help(tables: Sequence[type[Options]]) -> dict[str, OptionHelp]:
     """Return the help of every option in the tables of a command, by the names of the fields."""
-    switch = switch_of(tables)
-    found: dict[str, OptionHelp] = {}
+    switch = find_switch(tables)
+    help_by_name: dict[str, OptionHelp] = {}
     for table in tables:
         for name, setting in settings_of(table).items():
-            if setting.option is None or name in found:
+            if setting.option is None or name in help_by_name:
                 continue
             condition, is_switch = "", switch is not None and name == switch.setting.name
             if switch is not None and is_switch:
-                table, setting = switch.on, switch.setting
-            elif switch is not None and table is switch.off and name not in settings_of(switch.on):
+                table, setting = switch.table_with, switch.setting
+            elif switch is not None and table is switch.table_without and name not in settings_of(switch.table_with):
                 condition = f"without {switch.setting.flag}"
-            elif switch is not None and table is switch.on:
+            elif switch is not None and table is switch.table_with:
                 condition = f"with {switch.setting.flag}"
             assert setting.option is not None
             requires = _required_flags(table, setting)
-            found[name] = OptionHelp(setting.option.section, setting.option.help, requires, condition, is_switch)
-    return found
+            help_by_name[name] = OptionHelp(setting.option.section, setting.option.help, requires, condition, is_switch)
+    return help_by_name
 
 
-def switch_of(tables: Sequence[type[Options]]) -> TableSwitch | None:
+def find_switch(tables: Sequence[type[Options]]) -> TableSwitch | None:
     """Return the option that chooses between two of the tables; None if a command has one table of options."""
-    for on in tables:
-        for name, setting in settings_of(on).items():
+    for table in tables:
+        for name, setting in settings_of(table).items():
             if setting.choices == (True,):
-                off = next(each for each in tables if each is not on and name in settings_of(each))
-                return TableSwitch(setting, on, off)
+                other = next(each for each in tables if each is not table and name in settings_of(each))
+                return TableSwitch(setting, table, other)
     return None
 
 
@@ -100,8 +100,10 @@ def section_titles(entries: Sequence[OptionHelp]) -> dict[str, str]:
         if not each.is_switch:
             conditions.setdefault(each.section, set()).add(each.condition)
     return {
-        section: f"{section} ({found.pop()})" if len(found) == 1 and "" not in found else section
-        for section, found in conditions.items()
+        section: f"{section} ({section_conditions.pop()})"
+        if len(section_conditions) == 1 and "" not in section_conditions
+        else section
+        for section, section_conditions in conditions.items()
     }
 
 

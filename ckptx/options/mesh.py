@@ -68,7 +68,7 @@ class StageSplitOptions(MeshOptions):
             "Assignment of layers to stages: even, the rule of a framework, or the layer count of each stage.",
             LAYOUT,
             metavar="even|vllm|torchtitan|hf|a,b,c",
-            words=SPLIT_RULES,
+            keywords=SPLIT_RULES,
             requires=(("pp", 2),),
         ),
     ] = "even"

@@ -47,13 +47,13 @@ class Option(NamedTuple):
         section: Heading on the help page.
         flags: Flags; empty means `--` and the name of the field.
         aliases: Former flags, which still work; help does not show them.
-        off: Flag that turns a boolean option off; empty for an option that is off by default.
+        off_flag: Flag that turns a boolean option off; empty for an option that is off by default.
         metavar: Placeholder of the value; None derives it from the type.
         default: Description of the default; None shows the default of the field.
         minimum, maximum: Range of an integer; None means unbounded.
         is_size: True for a number of bytes, such as `5GB` or `256MiB`.
         is_secret: True for a value that is never printed.
-        words: Keywords among free strings, for shell completion.
+        keywords: Keywords among free strings, for shell completion.
         spellings: Other spelling of a choice -> choice.
         shorthands: Flag without a value -> choice.
         requires: Fields that must be set if this one is.
@@ -65,14 +65,14 @@ class Option(NamedTuple):
     section: str
     flags: Sequence[str] = ()
     aliases: Sequence[str] = ()
-    off: str = ""
+    off_flag: str = ""
     metavar: str | None = None
     default: str | None = None
     minimum: int | None = None
     maximum: int | None = None
     is_size: bool = False
     is_secret: bool = False
-    words: Sequence[str] = ()
+    keywords: Sequence[str] = ()
     spellings: Mapping[str, str] = {}
     shorthands: Mapping[str, str] = {}
     requires: Sequence[Requirement] = ()
@@ -151,7 +151,7 @@ class Setting(NamedTuple):
         return tuple(dict.fromkeys((self.name, *flags)))
 
     @property
-    def words(self) -> tuple[str, ...]:
+    def main_choices(self) -> tuple[str, ...]:
         """Return the choices in their usual spelling."""
         spellings = self.option.spellings if self.option is not None else {}
         return tuple(str(each) for each in self.choices if each not in spellings)
@@ -175,7 +175,7 @@ class Setting(NamedTuple):
         if option.metavar is not None:
             return option.metavar
         if self.choices:
-            return "|".join(self.words)
+            return "|".join(self.main_choices)
         if option.is_size:
             return "SIZE"
         return "N" if self.kind is int else "TEXT"
@@ -220,7 +220,7 @@ class Setting(NamedTuple):
             parse_size(value, subject)
             return value
         if self.kind is tuple:
-            return _as_strings(value, subject)
+            return _check_strings(value, subject)
         if self.kind is bool and type(value) is not bool:
             raise UsageError(f"{subject}: {_quoted(value)} must be true or false")
         if self.kind is int:
@@ -228,7 +228,7 @@ class Setting(NamedTuple):
         if self.choices:
             value = option.spellings.get(value, value) if isinstance(value, str) else value
             if value not in self.choices:
-                raise UsageError(f"{subject}: {_quoted(value)} must be one of {', '.join(self.words)}")
+                raise UsageError(f"{subject}: {_quoted(value)} must be one of {', '.join(self.main_choices)}")
         elif self.kind is str and not isinstance(value, str | Path):
             raise UsageError(f"{subject}: {_quoted(value)} must be a string")
         return value
@@ -238,7 +238,7 @@ def _quoted(value: Any) -> str:
     return f'"{value:.80}"' if isinstance(value, str) else f"{value!r:.80}"
 
 
-def _as_strings(value: Any, subject: str) -> tuple[str, ...]:
+def _check_strings(value: Any, subject: str) -> tuple[str, ...]:
     if isinstance(value, str) or not isinstance(value, Sequence) or not all(isinstance(each, str) for each in value):
         raise UsageError(f"{subject}: {_quoted(value)} must be a list of strings")
     return tuple(value)
@@ -247,9 +247,9 @@ def _as_strings(value: Any, subject: str) -> tuple[str, ...]:
 def _check_range(value: Any, option: Option, subject: str) -> int:
     if type(value) is not int:
         raise UsageError(f"{subject}: {_quoted(value)} must be an integer")
-    least, most = option.minimum, option.maximum
-    if (least is not None and value < least) or (most is not None and value > most):
-        allowed = f"at least {least}" if most is None else f"between {least} and {most:,}"
+    minimum, maximum = option.minimum, option.maximum
+    if (minimum is not None and value < minimum) or (maximum is not None and value > maximum):
+        allowed = f"at least {minimum}" if maximum is None else f"between {minimum} and {maximum:,}"
         raise UsageError(f"{subject}: {value} must be {allowed}")
     return value
 
@@ -279,14 +279,14 @@ class Options:
     def __init_subclass__(cls, *, kw_only: bool = True) -> None:
         """Accept `kw_only=False` for a table with positional arguments, which type checkers read."""
 
-    def __init__(self, *args: Any, **given: Any) -> None:
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
         settings = settings_of(type(self))
-        given = bind_arguments(type(self).__name__, settings, args, given)
-        unknown = given.keys() - settings.keys()
+        kwargs = bind_arguments(type(self).__name__, settings, args, kwargs)
+        unknown = kwargs.keys() - settings.keys()
         if unknown:
             raise TypeError(f"{type(self).__name__}() has no option {min(unknown)!r}")
         for name, setting in settings.items():
-            value = given.get(name)
+            value = kwargs.get(name)
             self.__dict__[name] = setting.default if value is None else setting.check_value(value)
         values = {setting.name: value for setting, value in self.values()}
         for name in values:
@@ -327,8 +327,10 @@ class Options:
 
     def shared_with(self, table: type[Options]) -> dict[str, Any]:
         """Return the options that are set and that another table also has."""
-        theirs = settings_of(table)
-        return {setting.name: value for setting, value in self.values() if setting.name in theirs and setting.option}
+        other_settings = settings_of(table)
+        return {
+            setting.name: value for setting, value in self.values() if setting.name in other_settings and setting.option
+        }
 
     @classmethod
     def conflict(cls, name: str, values: Mapping[str, Any]) -> str:
@@ -342,10 +344,12 @@ class Options:
         option, flag = settings[name].option, settings[name].flag
         assert option is not None
         for requirement in (*option.requires, *cls.requirements.get(name, ())):
-            needed, least = (requirement, 0) if isinstance(requirement, str) else requirement
-            value = values.get(needed)
-            if not settings[needed].is_set(value) or (least and not (isinstance(value, int) and value >= least)):
-                return f"{flag} requires {settings[needed].flag}" + (f" {least} or more" if least else "")
+            required, min_value = (requirement, 0) if isinstance(requirement, str) else requirement
+            value = values.get(required)
+            if not settings[required].is_set(value) or (
+                min_value and not (isinstance(value, int) and value >= min_value)
+            ):
+                return f"{flag} requires {settings[required].flag}" + (f" {min_value} or more" if min_value else "")
         for other in option.excludes:
             if other in settings and settings[other].is_set(values.get(other)):
                 return f"{flag} cannot be combined with {settings[other].flag}; leave out one of them"
@@ -354,22 +358,22 @@ class Options:
 
 def settings_of(table: type[Options]) -> Mapping[str, Setting]:
     """Return the fields of a table by name: arguments first, then the fields of the mixins from last to first."""
-    known = _known.get(table)
-    if known is None:
+    settings_by_name = _settings_by_table.get(table)
+    if settings_by_name is None:
         hints: dict[str, Any] = {}
         for each in reversed(table.__mro__):
             hints |= inspect.get_annotations(each)
         settings = [_setting_of(table, name, hint) for name, hint in hints.items() if hasattr(hint, "__metadata__")]
         settings.sort(key=lambda each: not isinstance(each.annotation, Argument))
-        known = _known[table] = {each.name: each for each in settings}
-    return known
+        settings_by_name = _settings_by_table[table] = {each.name: each for each in settings}
+    return settings_by_name
 
 
-_known: dict[type[Options], dict[str, Setting]] = {}
+_settings_by_table: dict[type[Options], dict[str, Setting]] = {}
 
 
 def bind_arguments(
-    name: str, settings: Mapping[str, Setting], args: Sequence[Any], given: Mapping[str, Any]
+    name: str, settings: Mapping[str, Setting], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Return the arguments of a call by name.
 
@@ -377,7 +381,7 @@ def bind_arguments(
         name: Name of the function, for error messages.
         settings: Parameters of the function.
         args: Positional arguments.
-        given: Keyword arguments.
+        kwargs: Keyword arguments.
 
     Raises:
         TypeError: There are too many or too few arguments, or two for one parameter.
@@ -385,13 +389,13 @@ def bind_arguments(
     positional = [name for name, setting in settings.items() if isinstance(setting.annotation, Argument)]
     if len(args) > len(positional):
         raise TypeError(f"{name}() takes {len(positional)} positional arguments, and {len(args)} are given")
-    found = dict(zip(positional, args, strict=False))
-    twice = [each for each in found if each in given]
-    lacking = [each for each in settings if settings[each].is_required and each not in found and each not in given]
-    if twice or lacking:
-        what = f"two values for {twice[0]!r}" if twice else f"no value for {lacking[0]!r}"
-        raise TypeError(f"{name}() has {what}")
-    return {**found, **given}
+    by_name = dict(zip(positional, args, strict=False))
+    duplicates = [each for each in by_name if each in kwargs]
+    missing = [each for each in settings if settings[each].is_required and each not in by_name and each not in kwargs]
+    if duplicates or missing:
+        problem = f"two values for {duplicates[0]!r}" if duplicates else f"no value for {missing[0]!r}"
+        raise TypeError(f"{name}() has {problem}")
+    return {**by_name, **kwargs}
 
 
 def _setting_of(table: type[Options], name: str, hint: Any) -> Setting:

@@ -33,12 +33,12 @@ class ReportOutput(JsonOutput):
 
     def check(self) -> None:
         super().check()
-        named: dict[Path, str] = {}
+        flag_by_path: dict[Path, str] = {}
         for setting, value in self.values():
             if setting.option is not None and setting.is_path:
-                other = named.setdefault(Path(value), setting.flag)
-                if other != setting.flag:
-                    raise UsageError(f"{value} is given for both {other} and {setting.flag}; choose two files")
+                first_flag = flag_by_path.setdefault(Path(value), setting.flag)
+                if first_flag != setting.flag:
+                    raise UsageError(f"{value} is given for both {first_flag} and {setting.flag}; choose two files")
 
 
 class GlobalOptions(Options):

@@ -39,7 +39,7 @@ class RobustnessOptions(CallbackOptions, GpuMemoryOptions, DeviceOptions, Recipe
             RUN,
             metavar="FAULT|list",
             default="none",
-            words=("list",),
+            keywords=("list",),
         ),
     ] = None
     out: Annotated[

@@ -46,7 +46,7 @@ class SourcePrefixOptions(Options):
             'Prefix of the tensor names in a DCP, e.g. "model."; selects one of several models. "" is no prefix.',
             SOURCE,
             metavar="auto|TEXT",
-            words=("auto",),
+            keywords=("auto",),
             replaces=("prefix",),
         ),
     ] = "auto"

@@ -33,7 +33,7 @@ class CheckpointingOptions(Options):
     ] = None
 
     @property
-    def recomputed(self) -> str:
+    def checkpointing_mode(self) -> str:
         """Return the activation checkpointing mode."""
         return self.activation_checkpointing or "none"
 

@@ -18,7 +18,7 @@ from ckptx.options.step import CheckpointedLayersOptions, DeviceOptions, GpuMemo
 _REFERENCE = "Checkpoint to compare with: a directory, file, index or Hub id."
 _CHECKPOINT = "Checkpoint to check."
 _RUN = "Load both checkpoints into transformers models and compare logits, loss and gradients."
-_MOST_MICROBATCHES = 1024  # the logits of every microbatch are kept
+_MAX_MICROBATCHES = 1024  # the logits of every microbatch are kept
 
 
 class RunOptions(
@@ -51,7 +51,9 @@ class RunOptions(
         Dtype, Option("Compute dtype (auto: as stored).", RUNNING, spellings=SPELLINGS, replaces=("dtype",))
     ] = "fp32"
     compile: Annotated[bool, Option("Compile each layer with torch.compile.", RUNNING)] = False
-    backward: Annotated[bool, Option("Also compare gradients of one training step.", STEP, off="--no-backward")] = True
+    backward: Annotated[
+        bool, Option("Also compare gradients of one training step.", STEP, off_flag="--no-backward")
+    ] = True
     strict: Annotated[
         bool,
         Option("Also exit 1 if the result is inconclusive (the tolerance is too large to detect errors).", RUNNING),
@@ -64,14 +66,14 @@ class RunOptions(
         return None if limit is None else parse_size(limit, "--reference-memory")
 
     @property
-    def measures(self) -> bool:
+    def measures_memory(self) -> bool:
         """Return True if tensor memory is measured while the checkpoint runs."""
         return self.gpu_memory is not None
 
     def check(self) -> None:
         super().check()
-        if self.microbatches is not None and self.microbatches > _MOST_MICROBATCHES:
-            raise UsageError(f"--microbatches: {self.microbatches} must be between 1 and {_MOST_MICROBATCHES:,}")
+        if self.microbatches is not None and self.microbatches > _MAX_MICROBATCHES:
+            raise UsageError(f"--microbatches: {self.microbatches} must be between 1 and {_MAX_MICROBATCHES:,}")
 
 
 class CompareOptions(BufferOptions, CallbackOptions, HubOptions, SourcePrefixOptions, kw_only=False):

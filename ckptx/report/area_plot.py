@@ -12,18 +12,18 @@ from typing import Any, NamedTuple
 
 from markupsafe import Markup
 
-from ckptx.report.plots import HIGH, WIDE, Label, Mark, Plot, path, rect
+from ckptx.report.plots import HEIGHT, WIDTH, Label, Plot, Tick, svg_path, svg_rect
 from ckptx.report.report import human_bytes
 from ckptx.untrusted.printable import one_line
 
-_MOST_SLOTS = 600
+_MAX_SLOTS = 600
 _HEADROOM = 1.22  # leaves room for a label above the peak
-_ABOVE_MEMORY = 1.17
-_NEAR = 2.5  # GPU memory is drawn up to this multiple of the peak
-_MOST_MARKS = 6
+_MEMORY_HEADROOM = 1.17
+_MAX_MEMORY_RATIO = 2.5  # GPU memory is drawn up to this multiple of the peak
+_MAX_TICKS = 6
 _UNITS = ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
-_STEPS = (0.2, 0.25, 0.5, 1, 2, 5, 10, 20, 25, 50, 100, 200, 250, 500, 1000, 10000)
-_PERCENT_A_LETTER = 0.72  # of the plot width
+_TICK_STEPS = (0.2, 0.25, 0.5, 1, 2, 5, 10, 20, 25, 50, 100, 200, 250, 500, 1000, 10000)
+_LETTER_WIDTH_PERCENT = 0.72  # of the plot width
 
 
 class StepPart(NamedTuple):
@@ -31,26 +31,26 @@ class StepPart(NamedTuple):
 
     Attributes:
         part: "forward", "backward", or another part such as "optimizer".
-        turn: Index of the forward or backward pass (microbatch).
-        unit: Name of the layer; "" outside layers.
-        sizes: Bytes by kind, at the time when their sum is largest.
+        microbatch: Index of the forward or backward pass (microbatch).
+        layer: Name of the layer; "" outside layers.
+        bytes_by_kind: Bytes by kind, at the time when their sum is largest.
     """
 
     part: str
-    turn: int
-    unit: str
-    sizes: tuple[int, ...]
+    microbatch: int
+    layer: str
+    bytes_by_kind: tuple[int, ...]
 
 
 class Area(NamedTuple):
     """One stacked area of the plot.
 
     Attributes:
-        at: Index of its bytes in `StepPart.sizes`.
+        kind_index: Index of its bytes in `StepPart.bytes_by_kind`.
         color: Number of its color in report.css.
     """
 
-    at: int
+    kind_index: int
     color: int
 
 
@@ -68,65 +68,68 @@ class Scale(NamedTuple):
     reserved: int
 
     @classmethod
-    def of(cls, peak: int, memory: int | None, reserved: int) -> Scale:
+    def fit(cls, peak: int, memory: int | None, reserved: int) -> Scale:
         """Return a scale that fits the highest peak and, if it is near, the GPU memory."""
         top = max(1, peak) * _HEADROOM
-        if memory is None or memory > _NEAR * peak:
+        if memory is None or memory > _MAX_MEMORY_RATIO * peak:
             return cls(top, None, reserved)
-        return cls(max(top, memory * _ABOVE_MEMORY), memory, reserved)
+        return cls(max(top, memory * _MEMORY_HEADROOM), memory, reserved)
 
-    def down(self, size: float) -> float:
+    def y(self, size: float) -> float:
         """Return the distance of a size from the upper edge, in units of the drawing."""
-        return HIGH * (1 - size / self.top)
+        return HEIGHT * (1 - size / self.top)
 
-    def marks(self) -> list[Mark]:
+    def ticks(self) -> list[Tick]:
         """Return tick marks at round sizes."""
         unit, name = next((each for each in _UNITS if self.top >= each[0]), (1, "B"))
-        most = self.top / unit
-        step = next((each for each in _STEPS if most / each <= _MOST_MARKS), most)
-        numbers = [step * index for index in range(1, int(most / step) + 1)]
-        return [Mark(self.down(0), "0"), *(Mark(self.down(each * unit), f"{each:g} {name}") for each in numbers)]
+        largest = self.top / unit
+        step = next((each for each in _TICK_STEPS if largest / each <= _MAX_TICKS), largest)
+        numbers = [step * index for index in range(1, int(largest / step) + 1)]
+        return [Tick(self.y(0), "0"), *(Tick(self.y(each * unit), f"{each:g} {name}") for each in numbers)]
 
 
-def slots_of(course: Sequence[Sequence[Any]]) -> list[StepPart]:
+def make_slots(timeline: Sequence[Sequence[Any]]) -> list[StepPart]:
     """Return a slot for each layer and pass, with the work around a layer merged into the layer.
 
     Args:
-        course: Rows of part, turn, unit and the bytes by kind.
+        timeline: Rows of part, microbatch, layer and the bytes by kind.
     """
-    return _downsample(_merge_gaps([StepPart(part, turn, unit, tuple(sizes)) for part, turn, unit, *sizes in course]))
+    slots = [StepPart(part, microbatch, layer, tuple(sizes)) for part, microbatch, layer, *sizes in timeline]
+    return _downsample(_merge_gaps(slots))
 
 
-def _total(slot: StepPart) -> int:
-    return sum(slot.sizes)
+def _total_bytes(slot: StepPart) -> int:
+    return sum(slot.bytes_by_kind)
 
 
 def _merge_gaps(slots: Sequence[StepPart]) -> list[StepPart]:
     """Merge work between two layers of a pass, or between two parts of one layer, into the first of them."""
-    found: list[StepPart] = []
+    merged: list[StepPart] = []
     for _, each in groupby(slots, key=lambda slot: slot[:2]):
         group = list(each)
-        last = max((index for index, slot in enumerate(group) if slot.unit), default=-1)
-        begin = len(found)
+        last_layer_index = max((index for index, slot in enumerate(group) if slot.layer), default=-1)
+        begin = len(merged)
         for index, slot in enumerate(group):
-            layer = found[-1].unit if len(found) > begin else ""
-            if layer and (slot.unit == layer or (not slot.unit and index < last)):
-                found[-1] = max(found[-1], slot, key=_total)._replace(unit=layer)
+            layer = merged[-1].layer if len(merged) > begin else ""
+            if layer and (slot.layer == layer or (not slot.layer and index < last_layer_index)):
+                merged[-1] = max(merged[-1], slot, key=_total_bytes)._replace(layer=layer)
             else:
-                found.append(slot)
-    return found
+                merged.append(slot)
+    return merged
 
 
 def _downsample(slots: list[StepPart]) -> list[StepPart]:
-    """Keep at most `_MOST_SLOTS` slots: of neighbors in a pass, the one with the highest memory."""
-    together = -(-len(slots) // _MOST_SLOTS)
-    if together == 1:
+    """Keep at most `_MAX_SLOTS` slots: of neighbors in a pass, the one with the highest memory."""
+    group_size = -(-len(slots) // _MAX_SLOTS)
+    if group_size == 1:
         return slots
-    found = []
+    kept_slots = []
     for _, each in groupby(slots, key=lambda slot: slot[:2]):
         group = list(each)
-        found += [max(group[at : at + together], key=_total) for at in range(0, len(group), together)]
-    return found
+        kept_slots += [
+            max(group[start : start + group_size], key=_total_bytes) for start in range(0, len(group), group_size)
+        ]
+    return kept_slots
 
 
 def area_plot(
@@ -148,71 +151,87 @@ def area_plot(
         slot_text: Returns the tooltip of a slot.
         pass_names: Returns the names of a pass, longest first; the first that fits is shown.
     """
-    wide = WIDE / len(slots)
-    at = max(range(len(slots)), key=lambda index: _total(slots[index]))
-    shapes = [*_passes(slots, wide), *_reserved(scale), *_areas(slots, areas, scale, wide), *_memory(scale)]
-    shapes += [rect("slot", index * wide, 0, wide, HIGH, one_line(slot_text(slot))) for index, slot in enumerate(slots)]
-    x, y = (at + 0.5) * wide, scale.down(_total(slots[at]))
-    shapes += [path("peak", f"M{x:.1f} 0V{HIGH}"), path("dot", f"M{x:.1f} {y:.1f}h0")]
-    over = [_label(x / WIDE, peak)]
+    slot_width = WIDTH / len(slots)
+    peak_index = max(range(len(slots)), key=lambda index: _total_bytes(slots[index]))
+    shapes = [
+        *_draw_passes(slots, slot_width),
+        *_draw_reserved(scale),
+        *_draw_areas(slots, areas, scale, slot_width),
+        *_draw_memory(scale),
+    ]
+    shapes += [
+        svg_rect("slot", index * slot_width, 0, slot_width, HEIGHT, one_line(slot_text(slot)))
+        for index, slot in enumerate(slots)
+    ]
+    x, y = (peak_index + 0.5) * slot_width, scale.y(_total_bytes(slots[peak_index]))
+    shapes += [svg_path("peak", f"M{x:.1f} 0V{HEIGHT}"), svg_path("dot", f"M{x:.1f} {y:.1f}h0")]
+    labels = [_peak_label(x / WIDTH, peak)]
     if scale.memory is not None:
-        far = "right" if WIDE / 2 <= x < 0.7 * WIDE or x < 0.2 * WIDE else "left"  # clear of the peak label
-        place = f"top:{100 * scale.down(scale.memory) / HIGH:.2f}%;{far}:6px"
+        side = "right" if WIDTH / 2 <= x < 0.7 * WIDTH or x < 0.2 * WIDTH else "left"  # clear of the peak label
+        style = f"top:{100 * scale.y(scale.memory) / HEIGHT:.2f}%;{side}:6px"
         free = f"{human_bytes(scale.reserved)} reserved"
-        over.append(Label(f"GPU memory {human_bytes(scale.memory)}, {free}", place, "memory"))
-    return Plot("memory over one training step", scale.marks(), list(_names(slots, wide, pass_names)), shapes, over)
+        labels.append(Label(f"GPU memory {human_bytes(scale.memory)}, {free}", style, "memory"))
+    return Plot(
+        "memory over one training step",
+        scale.ticks(),
+        list(_pass_labels(slots, slot_width, pass_names)),
+        shapes,
+        labels,
+    )
 
 
-def _label(x: float, text: str) -> Label:
+def _peak_label(x: float, text: str) -> Label:
     side = f"left:{100 * x:.2f}%" if x < 0.5 else f"right:{100 - 100 * x:.2f}%"
     return Label(text, side, f"peak {'after' if x < 0.5 else 'before'}")
 
 
-def _groups(slots: Sequence[StepPart]) -> Iterator[tuple[str, int, int, int]]:
-    """Yield part, turn, first slot and number of slots of each pass."""
+def _group_passes(slots: Sequence[StepPart]) -> Iterator[tuple[str, int, int, int]]:
+    """Yield part, microbatch, first slot and number of slots of each pass."""
     begin = 0
-    for (part, turn), each in groupby(slots, key=lambda slot: (slot.part, slot.turn)):
+    for (part, microbatch), each in groupby(slots, key=lambda slot: (slot.part, slot.microbatch)):
         count = len(list(each))
-        yield part, turn, begin, count
+        yield part, microbatch, begin, count
         begin += count
 
 
-def _passes(slots: Sequence[StepPart], wide: float) -> Iterator[Markup]:
-    for part, _, begin, count in _groups(slots):
+def _draw_passes(slots: Sequence[StepPart], slot_width: float) -> Iterator[Markup]:
+    for part, _, begin, count in _group_passes(slots):
         if part == "backward":
-            yield rect("pass", begin * wide, 0, count * wide, HIGH)
+            yield svg_rect("pass", begin * slot_width, 0, count * slot_width, HEIGHT)
 
 
-def _areas(slots: Sequence[StepPart], areas: Sequence[Area], scale: Scale, wide: float) -> Iterator[Markup]:
+def _draw_areas(slots: Sequence[StepPart], areas: Sequence[Area], scale: Scale, slot_width: float) -> Iterator[Markup]:
     low = [0] * len(slots)
     for area in areas:
-        high = [below + slot.sizes[area.at] for below, slot in zip(low, slots, strict=True)]
+        high = [base + slot.bytes_by_kind[area.kind_index] for base, slot in zip(low, slots, strict=True)]
         if high != low:
             upper = "".join(
-                f"V{scale.down(size):.1f}H{(index + 1) * wide:.2f}" for index, size in enumerate(high)
+                f"V{scale.y(size):.1f}H{(index + 1) * slot_width:.2f}" for index, size in enumerate(high)
             )  # fmt: skip
             lower = "".join(
-                f"V{scale.down(low[index]):.1f}H{index * wide:.2f}" for index in reversed(range(len(slots)))
+                f"V{scale.y(low[index]):.1f}H{index * slot_width:.2f}" for index in reversed(range(len(slots)))
             )  # fmt: skip
-            yield path(f"area c{area.color}", f"M0 {scale.down(low[0]):.1f}{upper}{lower}Z")
+            yield svg_path(f"area c{area.color}", f"M0 {scale.y(low[0]):.1f}{upper}{lower}Z")
         low = high
 
 
-def _reserved(scale: Scale) -> Iterator[Markup]:
+def _draw_reserved(scale: Scale) -> Iterator[Markup]:
     if scale.memory is not None:
-        top, bottom = scale.down(scale.memory), scale.down(max(0, scale.memory - scale.reserved))
-        yield rect("reserved", 0, top, WIDE, bottom - top)
+        top, bottom = scale.y(scale.memory), scale.y(max(0, scale.memory - scale.reserved))
+        yield svg_rect("reserved", 0, top, WIDTH, bottom - top)
 
 
-def _memory(scale: Scale) -> Iterator[Markup]:
+def _draw_memory(scale: Scale) -> Iterator[Markup]:
     if scale.memory is not None:
-        yield path("memory", f"M0 {scale.down(scale.memory):.1f}H{WIDE}")
+        yield svg_path("memory", f"M0 {scale.y(scale.memory):.1f}H{WIDTH}")
 
 
-def _names(slots: Sequence[StepPart], wide: float, names: Callable[[str, int], Sequence[str]]) -> Iterator[Label]:
-    for part, turn, begin, count in _groups(slots):
-        known = names(part, turn)
-        room = 100 * count * wide / WIDE
-        shown = next((name for name in known if len(name) * _PERCENT_A_LETTER <= room), "")
-        place = f"left:{100 * begin * wide / WIDE:.2f}%;width:{room:.2f}%"
-        yield Label(shown, place, "pass", known[0])
+def _pass_labels(
+    slots: Sequence[StepPart], slot_width: float, names: Callable[[str, int], Sequence[str]]
+) -> Iterator[Label]:
+    for part, microbatch, begin, count in _group_passes(slots):
+        candidates = names(part, microbatch)
+        width_percent = 100 * count * slot_width / WIDTH
+        shown = next((name for name in candidates if len(name) * _LETTER_WIDTH_PERCENT <= width_percent), "")
+        style = f"left:{100 * begin * slot_width / WIDTH:.2f}%;width:{width_percent:.2f}%"
+        yield Label(shown, style, "pass", candidates[0])

@@ -11,7 +11,7 @@ from ckptx.version import __version__
 _PACKAGES = ("torch", "transformers", "numpy")
 
 
-def installed(package: str) -> str | None:
+def installed_version(package: str) -> str | None:
     """Return the version of a package without importing it; None if it is not installed."""
     try:
         return version(package)
@@ -19,18 +19,18 @@ def installed(package: str) -> str | None:
         return None
 
 
-def environment(**more: str) -> dict[str, str]:
+def environment(**additional: str) -> dict[str, str]:
     """Return versions and machine by name.
 
     Args:
-        more: Additional entries, such as device and backend.
+        additional: Additional entries, such as device and backend.
     """
-    packages = {package: found for package in _PACKAGES if (found := installed(package)) is not None}
+    packages = {package: found for package in _PACKAGES if (found := installed_version(package)) is not None}
     return {
         "ckptx": __version__,
         "python": platform.python_version(),
         **packages,
         "platform": platform.platform(),
         "cores": str(len(os.sched_getaffinity(0))),
-        **more,
+        **additional,
     }

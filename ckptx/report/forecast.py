@@ -8,11 +8,11 @@ from typing import Any
 from ckptx.report.documents.forecast import ForecastReport
 from ckptx.report.forecast_words import (
     batch_text,
+    communication_text,
     flops_text,
-    moment_text,
-    place_text,
+    module_text,
+    peak_time_text,
     ranks_text,
-    sent_text,
     settings_text,
     stages_text,
     tensor_text,
@@ -34,7 +34,7 @@ def forecast_text(report: ForecastReport, red: Callable[[str], str] = str) -> st
         settings_text(report),
     ]
     for row in report.by_stage:
-        lines += _stage(report, row, red)
+        lines += _stage_lines(report, row, red)
     lines.append(f"all ranks: {flops_text(report)}")
     lines.append("assumptions:")
     lines += [f"  {each}" for each in report.assumptions]
@@ -49,16 +49,17 @@ def forecast_verdict(report: ForecastReport) -> str:
     return verdict(report)
 
 
-def _stage(report: ForecastReport, row: Mapping[str, Any], red: Callable[[str], str]) -> Iterator[str]:
+def _stage_lines(report: ForecastReport, row: Mapping[str, Any], red: Callable[[str], str]) -> Iterator[str]:
     peak = f"peak {human_bytes(row['peak'])}"
     layers = f", {counted(row['checkpointed_layers'], 'layer')} checkpointed" if row["checkpointed_layers"] else ""
     yield (
         f"{stages_text(report, row)}: {red(peak) if row['fits'] is False else peak}, "
         f"{human_bytes(row['between_steps'])} between steps{layers}"
     )
-    at = row["peak_tensor"]
-    if at is not None:
-        yield f"  peak during {moment_text(report, at)}: {at['op']} allocates {tensor_text(at)}"
+    peak_operation = row["peak_tensor"]
+    if peak_operation is not None:
+        allocation = f"{peak_operation['op']} allocates {tensor_text(peak_operation)}"
+        yield f"  peak during {peak_time_text(report, peak_operation)}: {allocation}"
     yield f"  {'':<12} {'at the peak':>13} {'between steps':>13}"
     for kind in report.kinds:
         numbers = row["by_kind"][kind], row["between_steps_by_kind"][kind]
@@ -68,6 +69,6 @@ def _stage(report: ForecastReport, row: Mapping[str, Any], red: Callable[[str], 
     for each in row["largest_tensors"]:
         yield (
             f"    {human_bytes(each['bytes']):>11}  {each['kind']:<12} {tensor_text(each)} from {each['op']}, "
-            f"{place_text(each['module'])}"
+            f"{module_text(each['module'])}"
         )
-    yield f"  {flops_text(row)}{f'; {sent_text(row)}' if row['sent_bytes'] else ''}"
+    yield f"  {flops_text(row)}{f'; {communication_text(row)}' if row['sent_bytes'] else ''}"

@@ -10,23 +10,23 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ckptx.report.area_plot import Area, Scale, StepPart, area_plot, slots_of
+from ckptx.report.area_plot import Area, Scale, StepPart, area_plot, make_slots
 from ckptx.report.documents.forecast import ForecastReport
 from ckptx.report.forecast_words import (
     batch_text,
+    communication_text,
     flops_text,
-    moment_text,
+    highest_peak_row,
+    module_text,
     pass_text,
-    place_text,
+    peak_time_text,
     ranks_text,
-    sent_text,
     settings_text,
     stages_text,
     tensor_text,
     verdict,
-    worst_of,
 )
-from ckptx.report.page import page
+from ckptx.report.page import render_page
 from ckptx.report.plots import Plot
 from ckptx.report.report import Report, counted, human_bytes
 
@@ -81,14 +81,14 @@ class LargeTensor:
         kind: Kind of tensor, such as "activations".
         text: Dtype and shape.
         op: Operation that allocated it.
-        place: Module that allocated it, in words.
+        module: Module that allocated it, in words.
     """
 
     nbytes: int
     kind: str
     text: str
     op: str
-    place: str
+    module: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,15 +127,15 @@ def forecast_page(report: Report, subject: str) -> str:
     assumptions: Sequence[str] | None = None
     note = ""
     if isinstance(report, ForecastReport):
-        scale = Scale.of(int(worst_of(report)["peak"]), report.gpu_memory, report.reserved)
+        scale = Scale.fit(int(highest_peak_row(report)["peak"]), report.gpu_memory, report.reserved)
         heading, assumptions = _heading(report, subject), report.assumptions
-        stages = [_stage(report, row, scale) for row in report.by_stage]
+        stages = [_stage_row(report, row, scale) for row in report.by_stage]
         note = _AXIS
         if report.gpu_memory is not None and scale.memory is None:
             note += f" GPU memory ({human_bytes(report.gpu_memory)}) is above the range of the plot."
     else:
         heading = ForecastHeading(subject, "", "bad", "ERROR", report.error or "no reason was given", [])
-    return page(
+    return render_page(
         "forecast.html",
         f"{heading.title} - forecast",
         _STYLES,
@@ -160,45 +160,47 @@ def _heading(report: ForecastReport, subject: str) -> ForecastHeading:
     return ForecastHeading(report.architecture, subject, kind, word, text, facts)
 
 
-def _stage(report: ForecastReport, row: Mapping[str, Any], scale: Scale) -> StageRow:
+def _stage_row(report: ForecastReport, row: Mapping[str, Any], scale: Scale) -> StageRow:
     facts = [f"{human_bytes(row['between_steps'])} between steps", flops_text(row)]
     if row["checkpointed_layers"]:
         facts.append(f"{counted(row['checkpointed_layers'], 'layer')} checkpointed")
     if row["sent_bytes"]:
-        facts.append(sent_text(row))
-    drawn = zip(*(each[3:] for each in row["timeline"]), strict=True)
-    has = {kind for kind, sizes in zip(report.kinds, drawn, strict=True) if any(sizes)}
+        facts.append(communication_text(row))
+    sizes_by_kind = zip(*(each[3:] for each in row["timeline"]), strict=True)
+    present_kinds = {kind for kind, sizes in zip(report.kinds, sizes_by_kind, strict=True) if any(sizes)}
     return StageRow(
         title=stages_text(report, row).capitalize(),
         peak=row["peak"],
         between_steps=row["between_steps"],
         is_too_large=row["fits"] is False,
         facts=", ".join(facts),
-        plot=_chart(report, row, scale),
+        plot=_memory_plot(report, row, scale),
         kinds=[
             MemoryKind(kind, _STACKED[kind], row["by_kind"][kind], row["between_steps_by_kind"][kind])
             for kind in reversed(_STACKED)
-            if kind in has
+            if kind in present_kinds
         ],
         largest=[
             LargeTensor(
-                each["bytes"], str(each["kind"]), tensor_text(each), str(each["op"]), place_text(each["module"])
+                each["bytes"], str(each["kind"]), tensor_text(each), str(each["op"]), module_text(each["module"])
             )
             for each in row["largest_tensors"]
         ],
     )
 
 
-def _chart(report: ForecastReport, row: Mapping[str, Any], scale: Scale) -> Plot | None:
-    slots = slots_of(row["timeline"])
+def _memory_plot(report: ForecastReport, row: Mapping[str, Any], scale: Scale) -> Plot | None:
+    slots = make_slots(row["timeline"])
     if not slots:
         return None
     kinds = list(report.kinds)
 
     def slot_text(slot: StepPart) -> str:
-        parts = [f"{kind} {human_bytes(size)}" for kind, size in zip(kinds, slot.sizes, strict=True) if size]
-        place = pass_text(report, slot.part, slot.turn)
-        return f"{place}, {slot.unit or 'outside layers'}: {human_bytes(sum(slot.sizes))}: {', '.join(parts)}"
+        parts = [f"{kind} {human_bytes(size)}" for kind, size in zip(kinds, slot.bytes_by_kind, strict=True) if size]
+        pass_name = pass_text(report, slot.part, slot.microbatch)
+        return (
+            f"{pass_name}, {slot.layer or 'outside layers'}: {human_bytes(sum(slot.bytes_by_kind))}: {', '.join(parts)}"
+        )
 
     def names(part: str, turn: int) -> Sequence[str]:
         letter = "I" if part == "build" else part[0].upper()
@@ -208,7 +210,7 @@ def _chart(report: ForecastReport, row: Mapping[str, Any], scale: Scale) -> Plot
 
     peak = f"peak {human_bytes(row['peak'])}"
     if row["peak_tensor"] is not None:
-        peak = f"{peak}: {moment_text(report, row['peak_tensor'])}"
+        peak = f"{peak}: {peak_time_text(report, row['peak_tensor'])}"
     order = [kind for kind in _STACKED if kind in kinds]
     areas = [Area(kinds.index(kind), _STACKED[kind]) for kind in order]
     return area_plot(slots, areas, scale, peak=peak, slot_text=slot_text, pass_names=names)

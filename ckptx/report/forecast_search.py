@@ -9,7 +9,7 @@ from ckptx.report.documents.forecast import SearchReport
 from ckptx.report.forecast_words import mesh_text, step_text
 from ckptx.report.report import counted, human_bytes
 
-_HEADS = ("layout", "checkpointing", "microbatches", "peak", "free", "recomputed", "idle", "sent per rank", "")
+_COLUMN_TITLES = ("layout", "checkpointing", "microbatches", "peak", "free", "recomputed", "idle", "sent per rank", "")
 
 
 def search_text(report: SearchReport, red: Callable[[str], str] = str) -> str:
@@ -27,13 +27,13 @@ def search_text(report: SearchReport, red: Callable[[str], str] = str) -> str:
         step_text(step),
     ]
     if report.layouts:
-        lines += _table([_HEADS, *(_cells(report, each) for each in report.layouts)])
+        lines += _table([_COLUMN_TITLES, *(_cells(report, each) for each in report.layouts)])
     if report.layouts_too_large:
         lines.append("too large in every checkpointing mode (smallest peak):")
-        lines += [f"  {_mesh(each['layout'])}: {human_bytes(each['peak'])}" for each in report.layouts_too_large]
+        lines += [f"  {_layout_text(each['layout'])}: {human_bytes(each['peak'])}" for each in report.layouts_too_large]
     if report.unsupported_layouts:
         lines.append("not supported:")
-        lines += [f"  {_mesh(each['layout'])}: {each['reason']}" for each in report.unsupported_layouts]
+        lines += [f"  {_layout_text(each['layout'])}: {each['reason']}" for each in report.unsupported_layouts]
     lines.append("assumptions:")
     lines += [f"  {each}" for each in report.assumptions]
     last = search_verdict(report)
@@ -45,19 +45,19 @@ def search_text(report: SearchReport, red: Callable[[str], str] = str) -> str:
 def search_verdict(report: SearchReport) -> str:
     """Return the verdict: `BEST: ` and the options of the best layout, or `NOTHING FITS ...`."""
     if not report.layouts:
-        least = min((each["peak"] for each in report.layouts_too_large), default=None)
-        close = f"; the smallest peak is {human_bytes(least)}" if least is not None else ""
-        return f"NOTHING FITS on {_gpus_text(report)}{close}"
-    return f"BEST: {options_of(report.layouts[0])}"
+        smallest_peak = min((each["peak"] for each in report.layouts_too_large), default=None)
+        peak_text = f"; the smallest peak is {human_bytes(smallest_peak)}" if smallest_peak is not None else ""
+        return f"NOTHING FITS on {_gpus_text(report)}{peak_text}"
+    return f"BEST: {layout_options(report.layouts[0])}"
 
 
-def options_of(found: Mapping[str, Any]) -> str:
+def layout_options(row: Mapping[str, Any]) -> str:
     """Return the options of `forecast` for a layout of the search."""
     sizes = {"--tp": "tp", "--pp": "pp", "--dp-shard": "dp_shard", "--dp-replicate": "dp_replicate"}
-    options = [f"{option} {found['layout'][axis]}" for option, axis in sizes.items() if found["layout"][axis] > 1]
-    options.append(f"--batch {found['microbatches'] * found['sequences']} --microbatches {found['microbatches']}")
-    if found["activation_checkpointing"] != "none":
-        options.append(f"--activation-checkpointing {found['activation_checkpointing']}")
+    options = [f"{option} {row['layout'][axis]}" for option, axis in sizes.items() if row["layout"][axis] > 1]
+    options.append(f"--batch {row['microbatches'] * row['sequences']} --microbatches {row['microbatches']}")
+    if row["activation_checkpointing"] != "none":
+        options.append(f"--activation-checkpointing {row['activation_checkpointing']}")
     return " ".join(options)
 
 
@@ -65,21 +65,21 @@ def _gpus_text(report: SearchReport) -> str:
     return f"{counted(report.gpus, 'GPU')} of {human_bytes(report.gpu_memory)}"
 
 
-def _cells(report: SearchReport, found: Mapping[str, Any]) -> tuple[str, ...]:
+def _cells(report: SearchReport, row: Mapping[str, Any]) -> tuple[str, ...]:
     return (
-        _mesh(found["layout"]),
-        found["activation_checkpointing"],
-        f"{found['microbatches']} x {counted(found['sequences'], 'sequence')}",
-        human_bytes(found["peak"]),
-        human_bytes(report.gpu_memory - found["peak"] - found["reserved"]),
-        f"{found['recomputed_flops'] / found['flops']:.1%}" if found["recomputed_flops"] else "none",
-        f"{found['bubble_fraction']:.0%}" if found["bubble_fraction"] else "none",
-        human_bytes(sum(found["sent_bytes"].values())),
-        "checked" if found["is_checked"] else "",
+        _layout_text(row["layout"]),
+        row["activation_checkpointing"],
+        f"{row['microbatches']} x {counted(row['sequences'], 'sequence')}",
+        human_bytes(row["peak"]),
+        human_bytes(report.gpu_memory - row["peak"] - row["reserved"]),
+        f"{row['recomputed_flops'] / row['flops']:.1%}" if row["recomputed_flops"] else "none",
+        f"{row['bubble_fraction']:.0%}" if row["bubble_fraction"] else "none",
+        human_bytes(sum(row["sent_bytes"].values())),
+        "checked" if row["is_checked"] else "",
     )
 
 
-def _mesh(layout: Mapping[str, int]) -> str:
+def _layout_text(layout: Mapping[str, int]) -> str:
     return mesh_text(layout) or "one GPU"
 
 

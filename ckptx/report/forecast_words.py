@@ -9,9 +9,9 @@ from typing import Any
 from ckptx.report.documents.forecast import ForecastReport
 from ckptx.report.report import counted, human_bytes
 
-_PARTS = {"build": "inputs of the step", "clipping": "gradient clipping", "optimizer": "optimizer step"}
+_PART_TEXTS = {"build": "inputs of the step", "clipping": "gradient clipping", "optimizer": "optimizer step"}
 _PASSES = ("forward", "backward")
-LOSSES = {"sharded": "loss on sharded logits", "whole": "loss on whole logits", "none": "no loss"}
+LOSS_TEXTS = {"sharded": "loss on sharded logits", "whole": "loss on whole logits", "none": "no loss"}
 
 
 def ranks_text(report: ForecastReport) -> str:
@@ -49,7 +49,7 @@ def step_text(step: Mapping[str, Any]) -> str:
     if step["reduce_dtype"]:
         parts.append(f"reduced in {step['reduce_dtype']}")
     parts.append("no optimizer" if step["optimizer"] == "none" else str(step["optimizer"]))
-    parts.append(LOSSES[step["loss"]])
+    parts.append(LOSS_TEXTS[step["loss"]])
     return ", ".join(parts)
 
 
@@ -64,20 +64,20 @@ def stages_text(report: ForecastReport, row: Mapping[str, Any]) -> str:
 def pass_text(report: ForecastReport, part: str, microbatch: int) -> str:
     """Return the name of a part of the step: `backward of microbatch 1`, `optimizer step`."""
     if part not in _PASSES:
-        return _PARTS.get(part, part)
+        return _PART_TEXTS.get(part, part)
     return part if report.settings["microbatches"] == 1 else f"{part} of microbatch {microbatch}"
 
 
-def place_text(module: str) -> str:
+def module_text(module: str) -> str:
     """Return where an operation ran: `in lm_head`, or `outside modules`."""
     return f"in {module}" if module else "outside modules"
 
 
-def moment_text(report: ForecastReport, at: Mapping[str, Any]) -> str:
+def peak_time_text(report: ForecastReport, peak: Mapping[str, Any]) -> str:
     """Return the time of the peak: `backward of microbatch 1, in lm_head, recomputed`."""
-    recomputed = ", recomputed" if at["is_recomputed"] else ""
-    part = pass_text(report, at["part"], at["microbatch"])
-    return f"{part}, {place_text(at['module'])}{recomputed}" if at["part"] in _PASSES else part
+    recomputed = ", recomputed" if peak["is_recomputed"] else ""
+    part = pass_text(report, peak["part"], peak["microbatch"])
+    return f"{part}, {module_text(peak['module'])}{recomputed}" if peak["part"] in _PASSES else part
 
 
 def tensor_text(tensor: Mapping[str, Any]) -> str:
@@ -94,7 +94,7 @@ def flops_text(row: Mapping[str, Any] | ForecastReport) -> str:
     return f"{human_count(flops)}FLOPs, {share} recomputed"
 
 
-def sent_text(row: Mapping[str, Any]) -> str:
+def communication_text(row: Mapping[str, Any]) -> str:
     """Return the bytes that a rank sends in a step, by collective."""
     return f"sends {', '.join(f'{name} {human_bytes(nbytes)}' for name, nbytes in row['sent_bytes'].items())}"
 
@@ -108,21 +108,21 @@ def human_count(number: float) -> str:
     return f"{number:.3g} E"
 
 
-def worst_of(report: ForecastReport) -> Mapping[str, Any]:
+def highest_peak_row(report: ForecastReport) -> Mapping[str, Any]:
     """Return the row with the highest peak."""
     return max(report.by_stage, key=lambda row: int(row["peak"]))
 
 
 def verdict(report: ForecastReport) -> str:
     """Return FITS or DOES NOT FIT with the margin; without GPU memory, PEAK with the highest peak."""
-    worst = worst_of(report)
+    worst = highest_peak_row(report)
     peak = human_bytes(worst["peak"])
     if report.layout["pp"] > 1:
         peak += f" ({stages_text(report, worst)})"
     if report.gpu_memory is None:
         return f"PEAK: {peak}, {human_bytes(worst['between_steps'])} between steps"
-    left = report.gpu_memory - worst["peak"] - report.reserved
+    free = report.gpu_memory - worst["peak"] - report.reserved
     required, memory = f"peak {peak} + reserve {human_bytes(report.reserved)}", human_bytes(report.gpu_memory)
-    if left >= 0:
-        return f"FITS: {required} of {memory} GPU memory; {human_bytes(left)} free"
-    return f"DOES NOT FIT: {required} exceeds {memory} GPU memory by {human_bytes(-left)}"
+    if free >= 0:
+        return f"FITS: {required} of {memory} GPU memory; {human_bytes(free)} free"
+    return f"DOES NOT FIT: {required} exceeds {memory} GPU memory by {human_bytes(-free)}"

@@ -16,19 +16,27 @@ from markupsafe import Markup
 
 from ckptx.model_view.rank_layout import Holder, Layout, TensorGroup, format_layer_spans, layer_spans
 from ckptx.report.documents.inspection import InspectionReport
-from ckptx.report.html_data import colors_of, embedded, name_of, page_data, sharding_text, symbol_id, thumbnails
-from ckptx.report.page import asset, page
+from ckptx.report.html_data import (
+    escape_json,
+    holder_colors,
+    page_data,
+    sharding_text,
+    tensor_name,
+    thumbnail_id,
+    thumbnails,
+)
+from ckptx.report.page import read_asset, render_page
 from ckptx.report.ranks import balance_text
 from ckptx.report.report import counted, human_bytes
 from ckptx.untrusted.printable import one_line, shown
 
-_MOST_CELLS = 4096  # ranks drawn one by one
-_MOST_BARS = 2048
-_MOST_ROWS = 400  # patterns listed before a search
-_ROOMY = 64  # up to so many ranks, each cell has room for its bytes,
-_ROOMY_TP = 12  # if a line has no more than these in 1,300 px
-_MOST_TP = 32  # cells in a line; further TP ranks wrap to the next line
-_MOST_OUTSIDE = 4
+_MAX_CELLS = 4096  # ranks drawn one by one
+_MAX_BARS = 2048
+_MAX_ROWS = 400  # patterns listed before a search
+_MAX_RANKS_WITH_BYTES = 64  # up to so many ranks, each cell has room for its bytes,
+_MAX_TP_WITH_BYTES = 12  # if a line has no more than these in 1,300 px
+_MAX_CELLS_PER_LINE = 32  # cells in a line; further TP ranks wrap to the next line
+_MAX_OUTSIDE_NAMES = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,23 +64,23 @@ class RankCell:
 
     Attributes:
         index: Index among all holders.
-        line: Label of the line that begins with this cell; None inside a line.
+        line_label: Label of the line that begins with this cell; None inside a line.
         label: Number of the rank, or name of the file.
         nbytes: Bytes of tensor data.
-        part: `nbytes` relative to the largest holder.
-        text: Coordinates, bytes and number of tensors, for the tooltip.
+        share: `nbytes` relative to the largest holder.
+        tooltip: Coordinates, bytes and number of tensors, for the tooltip.
         hue: Hue of the cell, in degrees of OKLCH.
-        light: Lightness of the cell, in OKLCH.
+        lightness: Lightness of the cell, in OKLCH.
     """
 
     index: int
-    line: str | None
+    line_label: str | None
     label: str
     nbytes: int
-    part: str
-    text: str
+    share: str
+    tooltip: str
     hue: int
-    light: float
+    lightness: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +91,7 @@ class MeshStage:
         title: Name of the stage.
         nbytes: Bytes of tensor data.
         layers: Layers of the stage, in words.
-        outside: Names of modules outside layers.
+        modules_outside_layers: Names of modules outside layers.
         cells_kind: CSS class of the list of cells; None if there are too many to draw.
         columns: Headers of the columns of cells.
         cells: Cells, row by row.
@@ -92,7 +100,7 @@ class MeshStage:
     title: str
     nbytes: int
     layers: str
-    outside: Sequence[str]
+    modules_outside_layers: Sequence[str]
     cells_kind: str | None
     columns: Sequence[str]
     cells: Sequence[RankCell]
@@ -104,18 +112,18 @@ class Mesh:
 
     Attributes:
         title: "Mesh" or "Files".
-        sentence: Mesh and meaning of the drawing.
+        description: Mesh and meaning of the drawing.
         note: Note that there are too many ranks to draw; "" if all are drawn.
-        is_roomy: True if cells have room for their bytes.
-        line: Number of cells in a line.
+        shows_bytes: True if cells have room for their bytes.
+        cells_per_line: Number of cells in a line.
         stages: Pipeline stages, or a single group of files.
     """
 
     title: str
-    sentence: Markup
+    description: Markup
     note: str
-    is_roomy: bool
-    line: int
+    shows_bytes: bool
+    cells_per_line: int
     stages: Sequence[MeshStage]
 
 
@@ -130,7 +138,7 @@ class Bar:
         height: Height.
         index: Index of the holder; None for several.
         hue: Hue, in degrees of OKLCH.
-        light: Lightness, in OKLCH.
+        lightness: Lightness, in OKLCH.
     """
 
     x: str
@@ -139,7 +147,7 @@ class Bar:
     height: str
     index: int | None
     hue: int
-    light: float
+    lightness: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,19 +220,19 @@ def layout_page(report: InspectionReport, layout: Layout) -> str:
         report: Report of `inspect`.
         layout: Layout of the checkpoint, or of the tensors that a glob selected.
     """
-    listed = _listed(layout)
+    listed_groups = _first_groups(layout)
     heading = _heading(report, layout)
-    return page(
+    return render_page(
         "layout.html",
         f"{heading.title} - layout",
         ["layout.css"],
-        asset("layout.js"),
+        read_asset("layout.js"),
         heading=heading,
         mesh=_mesh(layout),
         chart=_chart(layout),
-        tensors=_tensors(layout, listed),
-        thumbnails=thumbnails(layout, [group for _, group in listed]),
-        data=Markup(embedded(shown(page_data(layout), longest=0))),
+        tensors=_tensors(layout, listed_groups),
+        thumbnails=thumbnails(layout, [group for _, group in listed_groups]),
+        data=Markup(escape_json(shown(page_data(layout), longest=0))),
     )
 
 
@@ -236,32 +244,34 @@ def _heading(report: InspectionReport, layout: Layout) -> LayoutHeading:
         ("parameters", f"{report.parameters:,}"),
         ("size", human_bytes(report.bytes)),
     ]
-    drawn = sum(group.count for group in layout.groups)
+    num_shown = sum(group.count for group in layout.groups)
     return LayoutHeading(
         title=str(report.path).rstrip("/").rpartition("/")[2] or "checkpoint",
         path=str(report.path),
         facts=facts,
         dtypes=[(name, f"{count:,}") for name, count in report.dtypes["before"].items()],
-        note=f"This page shows {drawn:,} of {counted(report.tensors, 'tensor')}." if drawn < report.tensors else "",
+        note=f"This page shows {num_shown:,} of {counted(report.tensors, 'tensor')}."
+        if num_shown < report.tensors
+        else "",
     )
 
 
 def _mesh(layout: Layout) -> Mesh:
     tp = 1 if layout.dims is None else layout.dims.tp
-    many = f"Meshes of more than {_MOST_CELLS:,} ranks are not drawn; --ranks --json lists all ranks."
+    note = f"Meshes of more than {_MAX_CELLS:,} ranks are not drawn; --ranks --json lists all ranks."
     return Mesh(
         title="Mesh" if layout.has_ranks else "Files",
-        sentence=_mesh_sentence(layout),
-        note=many if len(layout.holders) > _MOST_CELLS else "",
-        is_roomy=len(layout.holders) <= _ROOMY and tp <= _ROOMY_TP,
-        line=_line(tp),
-        stages=[_stage(layout, stage, holders) for stage, holders in layout.holders_by_stage()],
+        description=_mesh_sentence(layout),
+        note=note if len(layout.holders) > _MAX_CELLS else "",
+        shows_bytes=len(layout.holders) <= _MAX_RANKS_WITH_BYTES and tp <= _MAX_TP_WITH_BYTES,
+        cells_per_line=_cells_per_line(tp),
+        stages=[_mesh_stage(layout, stage, holders) for stage, holders in layout.holders_by_stage()],
     )
 
 
-def _line(tp: int) -> int:
+def _cells_per_line(tp: int) -> int:
     """Return the number of cells in a line: all TP ranks, or equal parts of them if they do not fit."""
-    lines = -(-tp // _MOST_TP)
+    lines = -(-tp // _MAX_CELLS_PER_LINE)
     return -(-tp // lines)
 
 
@@ -288,47 +298,49 @@ def _mesh_sentence(layout: Layout) -> Markup:
     return sentence if layout.sharded_count else sentence + " No tensor is sharded: each is stored whole on one rank."
 
 
-def _stage(layout: Layout, stage: int | None, holders: Sequence[Holder]) -> MeshStage:
+def _mesh_stage(layout: Layout, stage: int | None, holders: Sequence[Holder]) -> MeshStage:
     dims = layout.dims
-    found = layer_spans(layer for holder in holders for layer in holder.layers)
+    layer_spans = layer_spans(layer for holder in holders for layer in holder.layers)
     outside = layout.names_outside_layers.get(stage, [])
-    names = list(outside[:_MOST_OUTSIDE])
-    if len(outside) > _MOST_OUTSIDE:
-        names.append(f"{len(outside) - _MOST_OUTSIDE:,} more")
-    is_drawn = len(layout.holders) <= _MOST_CELLS
+    names = list(outside[:_MAX_OUTSIDE_NAMES])
+    if len(outside) > _MAX_OUTSIDE_NAMES:
+        names.append(f"{len(outside) - _MAX_OUTSIDE_NAMES:,} more")
+    is_drawn = len(layout.holders) <= _MAX_CELLS
     kind = "cells" if dims is not None else "cells loose" if layout.has_ranks else "cells names"
     columns = [f"{'tp ' if tp == 0 else ''}{tp}" for tp in range(dims.tp)] if dims is not None else []
     return MeshStage(
         title="files" if not layout.has_ranks else "no stage" if stage is None else f"stage {stage}",
         nbytes=sum(holder.nbytes for holder in holders),
-        layers=format_layer_spans(found) if found else "no layers",
-        outside=names,
+        layers=format_layer_spans(layer_spans) if layer_spans else "no layers",
+        modules_outside_layers=names,
         cells_kind=kind if is_drawn else None,
-        columns=columns if is_drawn and dims is not None and _line(dims.tp) == dims.tp else [],
+        columns=columns if is_drawn and dims is not None and _cells_per_line(dims.tp) == dims.tp else [],
         cells=list(_cells(layout, holders)) if is_drawn else [],
     )
 
 
 def _cells(layout: Layout, holders: Sequence[Holder]) -> Iterator[RankCell]:
-    dims, colors = layout.dims, colors_of(layout)
-    most = max(holder.nbytes for holder in layout.holders) or 1
+    dims, colors = layout.dims, holder_colors(layout)
+    largest = max(holder.nbytes for holder in layout.holders) or 1
     for index, holder in enumerate(holders, start=layout.holders.index(holders[0])):
-        begins = dims is not None and holder.tp is not None and holder.tp % _line(dims.tp) == 0
-        hue, light = colors[index % len(colors)]
-        place = "".join(
+        begins_line = dims is not None and holder.tp is not None and holder.tp % _cells_per_line(dims.tp) == 0
+        hue, lightness = colors[index % len(colors)]
+        coordinates = "".join(
             f", {axis} {value}"
             for axis, value in (("stage", holder.stage), ("dp", holder.dp), ("tp", holder.tp))
             if value is not None
         )
         yield RankCell(
             index=index,
-            line=_line_label(holder, is_whole=_line(dims.tp) == dims.tp) if dims is not None and begins else None,
+            line_label=_line_label(holder, is_whole=_cells_per_line(dims.tp) == dims.tp)
+            if dims is not None and begins_line
+            else None,
             label=holder.label if holder.rank is None else str(holder.rank),
             nbytes=holder.nbytes,
-            part=f"{holder.nbytes / most:.3f}",
-            text=f"{holder.label}{place}: {human_bytes(holder.nbytes)}, {counted(holder.tensors, 'tensor')}",
+            share=f"{holder.nbytes / largest:.3f}",
+            tooltip=f"{holder.label}{coordinates}: {human_bytes(holder.nbytes)}, {counted(holder.tensors, 'tensor')}",
             hue=hue,
-            light=light,
+            lightness=lightness,
         )
 
 
@@ -345,14 +357,14 @@ def _chart(layout: Layout) -> Chart | None:
     if balance is None:
         return None
     sizes = [holder.nbytes for holder in layout.holders]
-    step = -(-len(sizes) // _MOST_BARS)
-    largest = [max(sizes[at : at + step]) for at in range(0, len(sizes), step)]
-    colors = colors_of(layout)
+    step = -(-len(sizes) // _MAX_BARS)
+    largest = [max(sizes[start : start + step]) for start in range(0, len(sizes), step)]
+    colors = holder_colors(layout)
     gap = 0.12 if len(largest) <= 256 else 0.0
     top = balance["max"]
     bars = []
     for index, size in enumerate(largest):
-        hue, light = colors[index * step % len(colors)]
+        hue, lightness = colors[index * step % len(colors)]
         height = round(100 * size / top, 2)
         bars.append(
             Bar(
@@ -362,7 +374,7 @@ def _chart(layout: Layout) -> Chart | None:
                 height=f"{height:g}",
                 index=index if step == 1 else None,
                 hue=hue,
-                light=light,
+                lightness=lightness,
             )
         )
     ends = (layout.holders[0].label, layout.holders[-1].label) if layout.has_ranks else ("first file", "last file")
@@ -377,35 +389,35 @@ def _chart(layout: Layout) -> Chart | None:
     )
 
 
-def _tensors(layout: Layout, listed: Sequence[tuple[int, TensorGroup]]) -> Tensors:
+def _tensors(layout: Layout, listed_groups: Sequence[tuple[int, TensorGroup]]) -> Tensors:
     groups = layout.groups
     patterns = counted(len({group.pattern for group in groups}), "pattern")
     sharded = f"{layout.sharded_count:,}" if layout.sharded_count else "none"
-    more = len(groups) - _MOST_ROWS
+    num_unlisted = len(groups) - _MAX_ROWS
     return Tensors(
         lead=f"{counted(sum(group.count for group in groups), 'tensor')} in {patterns}; {sharded} sharded. "
         "Select a tensor to see its shards.",
-        rows=[_row(layout, index, group) for index, group in listed],
-        note=f"{counted(more, 'more pattern')}; search finds them." if more > 0 else "",
+        rows=[_tensor_row(layout, index, group) for index, group in listed_groups],
+        note=f"{counted(num_unlisted, 'more pattern')}; search finds them." if num_unlisted > 0 else "",
     )
 
 
-def _listed(layout: Layout) -> list[tuple[int, TensorGroup]]:
-    """Return the first `_MOST_ROWS` groups with their indices, sorted so that groups of one pattern are adjacent."""
+def _first_groups(layout: Layout) -> list[tuple[int, TensorGroup]]:
+    """Return the first `_MAX_ROWS` groups with their indices, sorted so that groups of one pattern are adjacent."""
     order = {group.pattern: index for index, group in reversed(list(enumerate(layout.groups)))}
-    return sorted(enumerate(layout.groups), key=lambda item: order[item[1].pattern])[:_MOST_ROWS]
+    return sorted(enumerate(layout.groups), key=lambda item: order[item[1].pattern])[:_MAX_ROWS]
 
 
-def _row(layout: Layout, index: int, group: TensorGroup) -> TensorRow:
-    first, members = next(iter(group.indices_by_holder.items()))
-    cut = layout.shardings[group.sharding_index]
+def _tensor_row(layout: Layout, index: int, group: TensorGroup) -> TensorRow:
+    first_holder, members = next(iter(group.indices_by_holder.items()))
+    sharding = layout.shardings[group.sharding_index]
     return TensorRow(
         index=index,
-        target=Markup(quote(one_line(name_of(group.pattern, members[0]), longest=0), safe="")),
-        symbol=symbol_id(layout, group.sharding_index, first),
+        target=Markup(quote(one_line(tensor_name(group.pattern, members[0]), longest=0), safe="")),
+        symbol=thumbnail_id(layout, group.sharding_index, first_holder),
         pattern=group.pattern,
         count=group.count,
         dtype=group.dtype.name,
-        shape=", ".join(map(str, cut.shape)),
-        sharding=sharding_text(cut),
+        shape=", ".join(map(str, sharding.shape)),
+        sharding=sharding_text(sharding),
     )

@@ -18,18 +18,18 @@ from ckptx.publishing.report_file import XML_HEAD
 from ckptx.report.documents.robustness import RobustnessReport
 from ckptx.report.report import Report
 from ckptx.report.robustness_words import (
-    cause_of,
     cause_text,
+    differing_items,
     failing_oracles,
     first_cause,
     first_items,
-    items_of,
     kill_text,
     memory_faults,
     mesh_text,
     noise_text,
-    notes_of,
+    oracle_cause,
     oracle_text,
+    phase_notes,
     unchecked_text,
     verdict,
     widened_oracles,
@@ -37,7 +37,7 @@ from ckptx.report.robustness_words import (
 )
 from ckptx.untrusted.printable import one_line
 
-_MOST_ITEMS = 40
+_MAX_ITEMS = 40
 
 
 def junit_xml(report: Report, recipe: str) -> str:
@@ -49,21 +49,21 @@ def junit_xml(report: Report, recipe: str) -> str:
     """
     name = report.recipe if isinstance(report, RobustnessReport) else recipe
     suite = ET.Element("testsuite", {"name": _xml_text(name)})
-    kind = f"ckptx.robustness.{_class_name(name)}"
+    class_name = f"ckptx.robustness.{_escape_class_name(name)}"
     if isinstance(report, RobustnessReport):
-        _properties(suite, report)
+        _add_properties(suite, report)
         for phase in report.phases:
-            _phase(suite, report, phase, kind)
+            _add_phase(suite, report, phase, class_name)
         for row in report.kills or ():
             text = kill_text(row)
             failure = (
                 None if row["ok"] else (text, ["the last good step cannot be loaded, or another step looks complete"])
             )
-            _case(suite, f"{kind}.killed", text, 0.0, failure=failure)
+            _add_case(suite, f"{class_name}.killed", text, 0.0, failure=failure)
         if not report.ok and not suite.findall("testcase/failure"):
-            _case(suite, kind, "verdict", report.seconds, failure=(verdict(report), list(report.warnings)))
+            _add_case(suite, class_name, "verdict", report.seconds, failure=(verdict(report), list(report.warnings)))
     else:
-        case = _case(suite, kind, "run", report.seconds)
+        case = _add_case(suite, class_name, "run", report.seconds)
         message = report.error or "no reason was given"
         error = ET.SubElement(case, "error", {"message": _xml_text(message), "type": f"exit {report.exit}"})
         error.text = "\n".join(map(_xml_text, [message, *report.warnings]))
@@ -81,7 +81,7 @@ def junit_xml(report: Report, recipe: str) -> str:
     return f'{XML_HEAD}robustness"{attributes}>\n{body}\n</testsuites>\n'
 
 
-def _properties(suite: ET.Element, report: RobustnessReport) -> None:
+def _add_properties(suite: ET.Element, report: RobustnessReport) -> None:
     values = {
         "recipe_file": report.recipe_file,
         **({"mesh": ranks} if (ranks := mesh_text(report)) else {}),
@@ -99,10 +99,10 @@ def _properties(suite: ET.Element, report: RobustnessReport) -> None:
         ET.SubElement(properties, "property", {"name": _xml_text(name), "value": _xml_text(str(value))})
 
 
-def _phase(suite: ET.Element, report: RobustnessReport, phase: Mapping[str, Any], kind: str) -> None:
-    name, notes = str(phase["name"]), notes_of(phase)
+def _add_phase(suite: ET.Element, report: RobustnessReport, phase: Mapping[str, Any], class_name: str) -> None:
+    name, notes = str(phase["name"]), phase_notes(phase)
     if phase["ok"] is None:
-        case = _case(suite, kind, name, 0.0)
+        case = _add_case(suite, class_name, name, 0.0)
         ET.SubElement(case, "skipped", {"message": _xml_text(notes[0] if notes else "not run")})
         return
     failure = None
@@ -115,33 +115,35 @@ def _phase(suite: ET.Element, report: RobustnessReport, phase: Mapping[str, Any]
             parts += [str(cause_text(report))] if cause is not None and cause["cause"] not in parts else []
         lines = [line for row in failing for line in _oracle_lines(report, phase, row)]
         failure = ("; ".join(parts), [*lines, *memory, *notes])
-    case = _case(suite, kind, name, float(phase["seconds"]), failure=failure)
+    case = _add_case(suite, class_name, name, float(phase["seconds"]), failure=failure)
     if failure is None and notes:
         ET.SubElement(case, "system-out").text = "\n".join(map(_xml_text, notes))
     for row in phase.get("checks") or ():
-        of_oracle = (oracle_text(row), _oracle_lines(report, phase, row)) if row["ok"] is False else None
-        case = _case(suite, f"{kind}.{_class_name(name)}", str(row["name"]), 0.0, failure=of_oracle)
+        oracle_failure = (oracle_text(row), _oracle_lines(report, phase, row)) if row["ok"] is False else None
+        case = _add_case(
+            suite, f"{class_name}.{_escape_class_name(name)}", str(row["name"]), 0.0, failure=oracle_failure
+        )
         if row["ok"] is None:
             ET.SubElement(case, "skipped", {"message": _xml_text(unchecked_text(row))})
 
 
 def _oracle_lines(report: RobustnessReport, phase: Mapping[str, Any], row: Mapping[str, Any]) -> list[str]:
     name = str(row["name"])
-    items = [f"    {item}" for item in first_items(items_of(report, phase, name), _MOST_ITEMS)]
-    cause = cause_of(report, phase, name)
+    items = [f"    {item}" for item in first_items(differing_items(report, phase, name), _MAX_ITEMS)]
+    cause = oracle_cause(report, phase, name)
     return [f"{name}: {oracle_text(row)}", *items, *([] if cause is None else [f"    diagnosis: {cause}"])]
 
 
-def _case(
-    suite: ET.Element, kind: str, name: str, seconds: float, failure: tuple[str, Iterable[str]] | None = None
+def _add_case(
+    suite: ET.Element, class_name: str, name: str, seconds: float, failure: tuple[str, Iterable[str]] | None = None
 ) -> ET.Element:
     """Add a test case; `failure` is its message and the lines of its text."""
-    attributes = {"classname": _xml_text(kind), "name": _xml_text(name), "time": f"{seconds:.3f}"}
+    attributes = {"classname": _xml_text(class_name), "name": _xml_text(name), "time": f"{seconds:.3f}"}
     case = ET.SubElement(suite, "testcase", attributes)
     if failure is not None:
         message, lines = failure
-        found = ET.SubElement(case, "failure", {"message": _xml_text(message), "type": "robustness"})
-        found.text = "\n".join(map(_xml_text, lines)) or _xml_text(message)
+        element = ET.SubElement(case, "failure", {"message": _xml_text(message), "type": "robustness"})
+        element.text = "\n".join(map(_xml_text, lines)) or _xml_text(message)
     return case
 
 
@@ -150,6 +152,6 @@ def _xml_text(text: str) -> str:
     return one_line(text).replace("\ufffe", "\\ufffe").replace("\uffff", "\\uffff")
 
 
-def _class_name(name: str) -> str:
+def _escape_class_name(name: str) -> str:
     """Return a name as part of a class name, which readers split at dots."""
     return re.sub(r"[.\s/]+", "_", name) or "_"

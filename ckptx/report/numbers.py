@@ -55,9 +55,13 @@ def written_text(output_bytes: int, written_bytes: int) -> str:
         output_bytes: Bytes of all files of the output.
         written_bytes: Bytes of them that this run wrote; 0 for none.
     """
-    before = output_bytes - written_bytes
-    rest = f", {human_bytes(before)} of it by an earlier, interrupted run" if written_bytes and before else ""
-    return f"{human_bytes(output_bytes)}{rest}"
+    earlier_bytes = output_bytes - written_bytes
+    earlier_text = (
+        f", {human_bytes(earlier_bytes)} of it by an earlier, interrupted run"
+        if written_bytes and earlier_bytes
+        else ""
+    )
+    return f"{human_bytes(output_bytes)}{earlier_text}"
 
 
 def stored_text(stored: int, *, copies: int = 0, aliases: int = 0) -> str:

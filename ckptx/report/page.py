@@ -23,7 +23,7 @@ from ckptx.untrusted.printable import one_line
 from ckptx.wording import counted
 
 
-def page(template: str, title: str, styles: Iterable[str], script: str | None = None, **content: Any) -> str:
+def render_page(template: str, title: str, styles: Iterable[str], script: str | None = None, **content: Any) -> str:
     """Return a page that loads nothing, as its Content-Security-Policy requires.
 
     Args:
@@ -35,18 +35,18 @@ def page(template: str, title: str, styles: Iterable[str], script: str | None = 
     """
     digest = b64encode(hashlib.sha256((script or "").encode()).digest()).decode()
     scripts = "" if script is None else f" script-src 'sha256-{digest}';"
-    found = _environment().get_template(template)
-    return found.render(
+    loaded = _environment().get_template(template)
+    return loaded.render(
         title=title,
         generator=Markup(GENERATOR),
         policy=Markup(f"default-src 'none'; style-src 'unsafe-inline';{scripts} base-uri 'none'"),
-        style=Markup("".join(map(asset, ["page.css", *styles]))),
+        style=Markup("".join(map(read_asset, ["page.css", *styles]))),
         script=None if script is None else Markup(script),
         **content,
     )
 
 
-def asset(name: str) -> str:
+def read_asset(name: str) -> str:
     """Return a style sheet, a script or a template of this package."""
     return (files("ckptx.report") / name).read_text(encoding="utf-8")
 
@@ -54,7 +54,7 @@ def asset(name: str) -> str:
 @lru_cache(maxsize=1)
 def _environment() -> Environment:
     environment = Environment(
-        loader=FunctionLoader(lambda name: asset(f"templates/{name}")),
+        loader=FunctionLoader(lambda name: read_asset(f"templates/{name}")),
         autoescape=True,
         finalize=_printable,
         undefined=StrictUndefined,

@@ -9,16 +9,16 @@ from ckptx.model_view.rank_layout import Holder, Layout, format_layer_spans, lay
 from ckptx.report.documents.inspection import RanksOfInspection
 from ckptx.report.report import counted, human_bytes
 
-_MOST_RANKS = 64  # more are summarized by stage
-_EXTREMES = 3
-_MOST_LAYERS = 60  # characters
+_MAX_RANKS = 64  # more are summarized by stage
+_NUM_EXTREMES = 3
+_MAX_LAYERS_LENGTH = 60  # characters
 
 
-def layout_of(layout: Layout) -> RanksOfInspection:
+def layout_report(layout: Layout) -> RanksOfInspection:
     """Return the mesh and its balance, with a row for each file if no file name has a rank."""
     dims, mesh = layout.dims, None
     if dims is not None:
-        stages = [layer_spans(_layers(holders)) for _, holders in layout.holders_by_stage()]
+        stages = [layer_spans(_layers_of_holders(holders)) for _, holders in layout.holders_by_stage()]
         mesh = {"tp": dims.tp, "pp": dims.pp, "dp_shard": dims.dp_shard, "stages": stages}
     by_file = [
         {"file": holder.label, "layers": holder.spans(), "tensors": holder.tensors, "bytes": holder.nbytes}
@@ -59,28 +59,28 @@ def mesh_text(layout: dict[str, Any] | None, ranks: int) -> str:
     return f"{sizes}, {counted(ranks, 'rank')}"
 
 
-def rank_lines(found: RanksOfInspection, rows: Sequence[dict[str, Any]]) -> list[str]:
+def rank_lines(mesh_report: RanksOfInspection, rows: Sequence[dict[str, Any]]) -> list[str]:
     """Return the lines of the summary.
 
     Args:
-        found: Mesh, balance and files, from `layout_of`.
+        mesh_report: Mesh, balance and files, from `layout_of`.
         rows: Rows of ranks, from `rank_rows`.
     """
-    mesh = mesh_text(found.layout, len(rows))
-    if rows and found.layout is None:
+    mesh = mesh_text(mesh_report.layout, len(rows))
+    if rows and mesh_report.layout is None:
         mesh += "; ranks that have layers in common are shown as one stage"
     lines = [f"  mesh          {mesh}"]
     lines.append(
-        f"  sharded       {counted(found.sharded_tensors, 'tensor') if found.sharded_tensors else 'no tensors'}"
+        f"  sharded       {counted(mesh_report.sharded_tensors, 'tensor') if mesh_report.sharded_tensors else 'no tensors'}"
     )
     if not rows:
-        lines += _file_lines(found.by_file or ())
-    elif len(rows) <= _MOST_RANKS:
-        lines += _table(_RANK_HEAD, [_rank_row(row, found.balance) for row in rows])
+        lines += _file_lines(mesh_report.by_file or ())
+    elif len(rows) <= _MAX_RANKS:
+        lines += _table(_RANK_COLUMNS, [_rank_cells(row, mesh_report.balance) for row in rows])
     else:
-        lines += _summary_lines(rows, found.balance)
-    if found.balance:
-        lines.append(f"  balance       {balance_text(found.balance)}")
+        lines += _summary_lines(rows, mesh_report.balance)
+    if mesh_report.balance:
+        lines.append(f"  balance       {balance_text(mesh_report.balance)}")
     return lines
 
 
@@ -93,10 +93,10 @@ def balance_text(balance: dict[str, Any]) -> str:
     return f"mean {human_bytes(balance['mean'])}, max {most}, min {least}, max/mean {balance['max_over_mean']:.2f}"
 
 
-_RANK_HEAD = ("rank", "stage", "dp", "tp", "layers", "tensors", "bytes", "vs mean", "files")
+_RANK_COLUMNS = ("rank", "stage", "dp", "tp", "layers", "tensors", "bytes", "vs mean", "files")
 
 
-def _rank_row(row: dict[str, Any], balance: dict[str, Any] | None) -> list[str]:
+def _rank_cells(row: dict[str, Any], balance: dict[str, Any] | None) -> list[str]:
     return [
         str(row["rank"]),
         *("-" if row[axis] is None else str(row[axis]) for axis in ("stage", "dp", "tp")),
@@ -109,10 +109,10 @@ def _rank_row(row: dict[str, Any], balance: dict[str, Any] | None) -> list[str]:
 
 
 def _file_lines(rows: Sequence[dict[str, Any]]) -> list[str]:
-    shown = rows[:_MOST_RANKS]
+    shown = rows[:_MAX_RANKS]
     cells = [[r["file"], _layers_text(r["layers"]), f"{r['tensors']:,}", human_bytes(r["bytes"])] for r in shown]
-    left = len(rows) - len(shown)
-    more = [f"    and {counted(left, 'more file')}, --json lists all"] if left else []
+    num_unlisted = len(rows) - len(shown)
+    more = [f"    and {counted(num_unlisted, 'more file')}, --json lists all"] if num_unlisted else []
     return _table(("file", "layers", "tensors", "bytes"), cells) + more
 
 
@@ -123,7 +123,7 @@ def _summary_lines(rows: Sequence[dict[str, Any]], balance: dict[str, Any] | Non
         by_stage.setdefault(row["stage"], []).append(row)
     shown = sorted(by_stage.items(), key=lambda item: (item[0] is None, item[0]))
     cells = []
-    for stage, members in shown[:_MOST_RANKS]:
+    for stage, members in shown[:_MAX_RANKS]:
         sizes = [row["bytes"] for row in members]
         layers = layer_spans(
             (path, i) for row in members for path, first, stop in row["layers"] for i in range(first, stop)
@@ -141,12 +141,12 @@ def _summary_lines(rows: Sequence[dict[str, Any]], balance: dict[str, Any] | Non
             ]
         )
     lines = _table(("stage", "ranks", "layers", "min", "mean", "max", "vs mean"), cells)
-    if len(shown) > _MOST_RANKS:
-        lines.append(f"    and {counted(len(shown) - _MOST_RANKS, 'more stage')}, --json lists all ranks")
+    if len(shown) > _MAX_RANKS:
+        lines.append(f"    and {counted(len(shown) - _MAX_RANKS, 'more stage')}, --json lists all ranks")
     ordered = sorted(rows, key=lambda row: (-row["bytes"], row["rank"]))
-    extremes = [*ordered[:_EXTREMES], *ordered[-_EXTREMES:]]
+    extremes = [*ordered[:_NUM_EXTREMES], *ordered[-_NUM_EXTREMES:]]
     lines.append("    largest and smallest ranks; --json lists all")
-    return lines + _table(_RANK_HEAD, [_rank_row(row, balance) for row in extremes])
+    return lines + _table(_RANK_COLUMNS, [_rank_cells(row, balance) for row in extremes])
 
 
 def ranges_text(numbers: Sequence[int]) -> str:
@@ -154,25 +154,25 @@ def ranges_text(numbers: Sequence[int]) -> str:
     return format_layer_spans(layer_spans(("", number) for number in set(numbers))).strip()
 
 
-def _layers(holders: list[Holder]) -> set[tuple[str, int]]:
+def _layers_of_holders(holders: list[Holder]) -> set[tuple[str, int]]:
     return {layer for holder in holders for layer in holder.layers}
 
 
 def _layers_text(layers: Sequence[tuple[str, int, int]]) -> str:
     text = format_layer_spans(layers)
-    return text if len(text) <= _MOST_LAYERS else f"{text[: _MOST_LAYERS - 4].rstrip(' ,;')} ..."
+    return text if len(text) <= _MAX_LAYERS_LENGTH else f"{text[: _MAX_LAYERS_LENGTH - 4].rstrip(' ,;')} ..."
 
 
 _LEFT_ALIGNED = {"layers", "file", "ranks"}
 
 
-def _table(head: Sequence[str], rows: list[list[str]]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
+def _table(columns: Sequence[str], rows: list[list[str]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(columns, *rows, strict=True)]
     lines = []
-    for row in (head, *rows):
+    for row in (columns, *rows):
         cells = (
             cell.ljust(width) if title in _LEFT_ALIGNED else cell.rjust(width)
-            for title, cell, width in zip(head, row, widths, strict=True)
+            for title, cell, width in zip(columns, row, widths, strict=True)
         )
         lines.append("    " + "  ".join(cells).rstrip())
     return lines

@@ -140,17 +140,19 @@ class Stopwatch:
     """Measure time from its creation, and the peak memory of child processes that end meanwhile."""
 
     def __init__(self) -> None:
-        self._started, self._children = time.perf_counter(), peak_of_children()
+        self._started, self._peak_of_earlier_children = time.perf_counter(), peak_of_children()
 
     def stop(self, report: R) -> R:
         """Return the report with the elapsed time and the peak memory of the largest process of the run."""
         seconds = time.perf_counter() - self._started
         speed = written_gb_per_s(report, seconds)
-        own, children, owner = peak_memory(), peak_of_children(), report.peak_rss_of
-        peak = report.peak_rss if owner == LARGEST_RANK and report.peak_rss else max(own, report.peak_rss)
-        if children > max(peak, own, self._children):  # a child starts with the peak of this process
-            peak, owner = children, LARGEST_PROCESS if owner == THIS_PROCESS else owner
-        return replace(report, seconds=seconds, gb_per_s=speed, peak_rss=peak, peak_rss_of=owner)
+        peak_here, peak_of_child, peak_process = peak_memory(), peak_of_children(), report.peak_rss_of
+        peak = report.peak_rss if peak_process == LARGEST_RANK and report.peak_rss else max(peak_here, report.peak_rss)
+        if peak_of_child > max(
+            peak, peak_here, self._peak_of_earlier_children
+        ):  # a child starts with the peak of this process
+            peak, peak_process = peak_of_child, LARGEST_PROCESS if peak_process == THIS_PROCESS else peak_process
+        return replace(report, seconds=seconds, gb_per_s=speed, peak_rss=peak, peak_rss_of=peak_process)
 
 
 def written_gb_per_s(report: Report, seconds: float) -> float:

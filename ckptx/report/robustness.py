@@ -8,18 +8,18 @@ from typing import Any
 from ckptx.report.documents.robustness import FaultsReport, RobustnessReport
 from ckptx.report.report import counted
 from ckptx.report.robustness_words import (
-    cause_of,
     cause_text,
+    differing_items,
     failing_oracles,
     first_items,
-    items_of,
     kill_text,
     memory_faults,
     mesh_text,
     noise_text,
-    notes_of,
+    oracle_cause,
     oracle_text,
     phase_name,
+    phase_notes,
     step_memory_text,
     unchecked_oracles,
     unchecked_text,
@@ -29,28 +29,28 @@ from ckptx.report.robustness_words import (
 )
 from ckptx.report.text import cost_text
 
-_WIDTH = len("1 uninterrupted run")  # the longest name of a phase
-_WORDS = {True: "ok", False: "FAILED", None: "not run"}
+_NAME_WIDTH = len("1 uninterrupted run")  # the longest name of a phase
+_RESULT_WORDS = {True: "ok", False: "FAILED", None: "not run"}
 
 
-def robustness_text(report: RobustnessReport, red: Callable[[str], str] = str, printed: int | None = None) -> str:
+def robustness_text(report: RobustnessReport, red: Callable[[str], str] = str, num_printed: int | None = None) -> str:
     """Return the summary that `robustness` prints.
 
     Args:
         report: Report of `robustness`.
         red: Colors a string red if the terminal supports it.
-        printed: Number of phases that `progress_text` has printed; None if it has printed nothing.
+        num_printed: Number of phases that `progress_text` has printed; None if it has printed nothing.
     """
-    lines = [progress_text(report, red, printed)] if printed is None or report.phases[printed:] else []
-    for what in ("loss", "logits"):
-        noise = noise_text(report, what)
+    lines = [progress_text(report, red, num_printed)] if num_printed is None or report.phases[num_printed:] else []
+    for quantity in ("loss", "logits"):
+        noise = noise_text(report, quantity)
         if noise is not None:
-            lines.append(f"noise of {what}: {noise}")
+            lines.append(f"noise of {quantity}: {noise}")
     memory = step_memory_text(report)
     if memory is not None:
         lines.append(f"tensor memory of one step (max over ranks): {memory}")
     lines += [red(f"WIDENED by the recipe: {widened_text(phase, row)}") for phase, row in widened_oracles(report)]
-    lines += _kills(report, red)
+    lines += _kill_lines(report, red)
     lines.append(f"output: {report.output_dir or 'temporary, removed'}")
     lines.append(verdict(report) if report.ok else red(verdict(report)))
     lines.append(cost_text(report))
@@ -60,21 +60,21 @@ def robustness_text(report: RobustnessReport, red: Callable[[str], str] = str, p
     return "\n".join(lines)
 
 
-def progress_text(report: RobustnessReport, red: Callable[[str], str] = str, printed: int | None = None) -> str:
+def progress_text(report: RobustnessReport, red: Callable[[str], str] = str, num_printed: int | None = None) -> str:
     """Return the lines to print when a phase of a running report has ended.
 
     Args:
         report: Report so far.
         red: Colors a string red if the terminal supports it.
-        printed: Number of phases that are printed already; None if the opening is not printed either.
+        num_printed: Number of phases that are printed already; None if the opening is not printed either.
     """
-    lines = [] if printed is not None else _opening(report)
-    for phase in report.phases[printed or 0 :]:
-        lines += _phase(report, phase, red)
+    lines = [] if num_printed is not None else _header_lines(report)
+    for phase in report.phases[num_printed or 0 :]:
+        lines += _phase_lines(report, phase, red)
     return "\n".join(lines)
 
 
-def _opening(report: RobustnessReport) -> list[str]:
+def _header_lines(report: RobustnessReport) -> list[str]:
     ranks = mesh_text(report)
     lines = [f"{report.recipe} on {ranks}" if ranks else report.recipe]
     if report.trainer != "ckptx":
@@ -91,14 +91,14 @@ def robustness_verdict(report: RobustnessReport) -> str:
     end = "" if cause is None else f"; {cause}"
     for phase in report.phases:
         for row in failing_oracles(phase):
-            items = items_of(report, phase, str(row["name"]))
+            items = differing_items(report, phase, str(row["name"]))
             return f"{lead}; {phase['name']}: {row['name']}: {'; '.join([oracle_text(row), *items[:1]])}{end}"
     return lead + end
 
 
 def phase_text(report: RobustnessReport, phase: Mapping[str, Any]) -> str:
     """Return the lines of one phase."""
-    return "\n".join(_phase(report, phase, str, width=0))
+    return "\n".join(_phase_lines(report, phase, str, width=0))
 
 
 def faults_text(report: FaultsReport) -> str:
@@ -107,20 +107,20 @@ def faults_text(report: FaultsReport) -> str:
     return "\n".join(f"{name:<{width}}  {text}" for name, text in report.faults.items())
 
 
-def _phase(
-    report: RobustnessReport, phase: Mapping[str, Any], red: Callable[[str], str], width: int = _WIDTH
+def _phase_lines(
+    report: RobustnessReport, phase: Mapping[str, Any], red: Callable[[str], str], width: int = _NAME_WIDTH
 ) -> list[str]:
-    notes = notes_of(phase)
+    notes = phase_notes(phase)
     title = notes[0] if phase["ok"] is None and notes else str(phase.get("title") or "")
     seconds = "" if phase["ok"] is None else f"{phase['seconds']:.1f} s"
-    word = f"{_WORDS[phase['ok']]:<7}"
+    word = f"{_RESULT_WORDS[phase['ok']]:<7}"
     line = f"  {phase_name(phase):<{width}}  {red(word) if phase['ok'] is False else word} {seconds:>8}  {title}"
     lines = [line.rstrip()]
     for row in failing_oracles(phase):
         name = str(row["name"])
         lines.append(f"      {red(name)}: {oracle_text(row)}")
-        lines += [f"          {item}" for item in first_items(items_of(report, phase, name))]
-        cause = cause_of(report, phase, name)
+        lines += [f"          {item}" for item in first_items(differing_items(report, phase, name))]
+        cause = oracle_cause(report, phase, name)
         if cause is not None:
             lines.append(f"          diagnosis: {cause}")
     lines += [
@@ -131,12 +131,12 @@ def _phase(
     return lines
 
 
-def _kills(report: RobustnessReport, red: Callable[[str], str]) -> list[str]:
+def _kill_lines(report: RobustnessReport, red: Callable[[str], str]) -> list[str]:
     kills = report.kills or ()
     if not kills:
         return []
-    good = sum(1 for row in kills if row["ok"])
-    lines = [f"killed while saving: {counted(len(kills), 'time')}, {good:,} left only the last good step"]
+    num_valid = sum(1 for row in kills if row["ok"])
+    lines = [f"killed while saving: {counted(len(kills), 'time')}, {num_valid:,} left only the last good step"]
     return lines + [
         f"  {red('FAILED')} {text}" for text in first_items([kill_text(row) for row in kills if not row["ok"]], 20)
     ]

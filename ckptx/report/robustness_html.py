@@ -13,25 +13,25 @@ from typing import Any
 
 from ckptx.report.documents.robustness import RobustnessReport
 from ckptx.report.numbers import peak_memory_text
-from ckptx.report.page import page
-from ckptx.report.plots import Band, Plot, RunCurve, distances_plot, runs_plot
+from ckptx.report.page import render_page
+from ckptx.report.plots import NoiseBand, Plot, RunCurve, plot_differences, plot_losses
 from ckptx.report.report import Report, counted, human_bytes
 from ckptx.report.robustness_words import (
-    cause_of,
     cause_text,
+    differing_items,
     failing_oracles,
     first_items,
     is_in_phase,
-    items_of,
     kill_text,
+    measured_noise,
     memory_faults,
     mesh_text,
-    noise_of,
     noise_text,
-    notes_of,
+    oracle_cause,
     oracle_text,
     parse_number,
     phase_name,
+    phase_notes,
     step_memory_text,
     unchecked_text,
     verdict,
@@ -39,11 +39,11 @@ from ckptx.report.robustness_words import (
     widened_text,
 )
 
-_KINDS = {True: "ok", False: "bad", None: "left"}
+_CSS_CLASSES = {True: "ok", False: "bad", None: "left"}
 _STYLES = ("report.css", "robustness.css")
-_MOST_ROWS = 400
-_MOST_RUNS = 6  # drawn in addition to the first
-_MOST_FOUND = 12  # items listed below an oracle
+_MAX_ROWS = 400
+_MAX_RUNS = 6  # drawn in addition to the first
+_MAX_ITEMS = 12  # items listed below an oracle
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +77,7 @@ class RobustnessHeading:
 
 
 @dataclass(frozen=True, slots=True)
-class Oracle:
+class OracleRow:
     """The result of an oracle.
 
     Attributes:
@@ -115,7 +115,7 @@ class PhaseRow:
     name: str
     title: str
     time: str
-    oracles: Sequence[Oracle]
+    oracles: Sequence[OracleRow]
     memory_faults: Sequence[str]
     notes: Sequence[str]
 
@@ -141,38 +141,38 @@ class LossPlots:
     differences: Sequence[RunCurve]
     differences_lead: str
     differences_plot: Plot | None
-    band: Band
+    band: NoiseBand
     note: str
 
 
 @dataclass(frozen=True, slots=True)
-class Use:
+class RetainedAmount:
     """Memory, or threads, retained after a phase.
 
     Attributes:
         text: Value, with the baseline if it is exceeded.
-        is_over: True if the value exceeds the baseline.
-        part: Value, in percent of the maximum over phases.
-        baseline_part: Baseline, in percent of the same maximum.
+        exceeds_baseline: True if the value exceeds the baseline.
+        percent: Value, in percent of the maximum over phases.
+        baseline_percent: Baseline, in percent of the same maximum.
     """
 
     text: str
-    is_over: bool
-    part: float
-    baseline_part: float
+    exceeds_baseline: bool
+    percent: float
+    baseline_percent: float
 
 
 @dataclass(frozen=True, slots=True)
-class Retained:
+class RetainedMemory:
     """Memory and threads retained after a phase."""
 
     phase: str
-    tensors: Use
-    threads: Use
+    tensors: RetainedAmount
+    threads: RetainedAmount
 
 
 @dataclass(frozen=True, slots=True)
-class Kill:
+class KillRow:
     """A process that was killed while saving; `kind` is "ok" or "bad"."""
 
     kind: str
@@ -200,11 +200,11 @@ class PageContent:
     summary: str
     phases: Sequence[PhaseRow]
     losses: LossPlots | None
-    memory: Sequence[Retained]
+    memory: Sequence[RetainedMemory]
     step_memory: str
     differences: Sequence[Sequence[str | None]]
     differences_count: int
-    kills: Sequence[Kill]
+    kills: Sequence[KillRow]
     kills_lead: str
     settings: Sequence[tuple[str, str]]
     environment: Sequence[tuple[str, str]]
@@ -224,7 +224,7 @@ def robustness_page(report: Report, recipe: str) -> str:
         facts = [("exit", str(report.exit)), ("time", f"{report.seconds:.1f} s")]
         heading, content = RobustnessHeading(recipe, [why], facts), None
     title = f"{heading.title} - robustness"
-    return page("robustness.html", title, _STYLES, heading=heading, report=content, notes=report.warnings)
+    return render_page("robustness.html", title, _STYLES, heading=heading, report=content, notes=report.warnings)
 
 
 def _heading(report: RobustnessReport) -> RobustnessHeading:
@@ -249,7 +249,7 @@ def _heading(report: RobustnessReport) -> RobustnessHeading:
 
 def _content(report: RobustnessReport) -> PageContent:
     kills = report.kills or ()
-    good = sum(1 for row in kills if row["ok"])
+    num_valid = sum(1 for row in kills if row["ok"])
     settings = {
         "recipe": report.recipe_file,
         "output": report.output_dir or "temporary, removed",
@@ -257,14 +257,14 @@ def _content(report: RobustnessReport) -> PageContent:
     }
     return PageContent(
         summary=_summary(report),
-        phases=[_phase(report, phase) for phase in report.phases],
-        losses=_losses(report),
-        memory=list(_memory(report)),
+        phases=[_phase_row(report, phase) for phase in report.phases],
+        losses=_loss_plots(report),
+        memory=list(_retained_memory(report)),
         step_memory=step_memory_text(report) or "",
-        differences=[_difference(report, row) for row in report.differing[:_MOST_ROWS]],
+        differences=[_difference_cells(report, row) for row in report.differing[:_MAX_ROWS]],
         differences_count=len(report.differing),
-        kills=[Kill(_KINDS[bool(row["ok"])], kill_text(row)) for row in kills[:_MOST_ROWS]],
-        kills_lead=f"{counted(len(kills), 'time')}; {good:,} left only the last good step.",
+        kills=[KillRow(_CSS_CLASSES[bool(row["ok"])], kill_text(row)) for row in kills[:_MAX_ROWS]],
+        kills_lead=f"{counted(len(kills), 'time')}; {num_valid:,} left only the last good step.",
         settings=[(str(key), str(value)) for key, value in settings.items()],
         environment=[(str(key), str(value)) for key, value in report.environment.items()],
     )
@@ -272,59 +272,59 @@ def _content(report: RobustnessReport) -> PageContent:
 
 def _summary(report: RobustnessReport) -> str:
     failed = sum(phase["ok"] is False for phase in report.phases)
-    left = sum(phase["ok"] is None for phase in report.phases)
-    parts = [f"{len(report.phases) - failed - left} passed", f"{failed} failed", f"{left} not run"]
+    not_run = sum(phase["ok"] is None for phase in report.phases)
+    parts = [f"{len(report.phases) - failed - not_run} passed", f"{failed} failed", f"{not_run} not run"]
     return ", ".join(part for part in parts if not part.startswith("0 "))
 
 
-def _phase(report: RobustnessReport, phase: Mapping[str, Any]) -> PhaseRow:
+def _phase_row(report: RobustnessReport, phase: Mapping[str, Any]) -> PhaseRow:
     rows = phase.get("checks") or ()
-    good = [row for row in rows if row["ok"] is not False]
+    passed = [row for row in rows if row["ok"] is not False]
     return PhaseRow(
-        kind=_KINDS[phase["ok"]],
+        kind=_CSS_CLASSES[phase["ok"]],
         name=phase_name(phase),
         title=str(phase.get("title") or ""),
         time="not run" if phase["ok"] is None else f"{phase['seconds']:.1f} s",
-        oracles=[_oracle(report, phase, row) for row in (*failing_oracles(phase), *good)],
+        oracles=[_oracle_row(report, phase, row) for row in (*failing_oracles(phase), *passed)],
         memory_faults=list(memory_faults(phase)),
-        notes=notes_of(phase),
+        notes=phase_notes(phase),
     )
 
 
-def _oracle(report: RobustnessReport, phase: Mapping[str, Any], row: Mapping[str, Any]) -> Oracle:
+def _oracle_row(report: RobustnessReport, phase: Mapping[str, Any], row: Mapping[str, Any]) -> OracleRow:
     name, is_widened = str(row["name"]), bool(row.get("is_widened"))
     if row["ok"] is False:
-        items = list(first_items(items_of(report, phase, name), _MOST_FOUND))
-        return Oracle(name, oracle_text(row), True, is_widened, items, cause_of(report, phase, name) or "")
+        items = list(first_items(differing_items(report, phase, name), _MAX_ITEMS))
+        return OracleRow(name, oracle_text(row), True, is_widened, items, oracle_cause(report, phase, name) or "")
     if not row["ok"]:
-        return Oracle(name, unchecked_text(row), False, is_widened)
+        return OracleRow(name, unchecked_text(row), False, is_widened)
     result = f"{row['compared']:,} identical" if row.get("value") is None else oracle_text(row)
-    return Oracle(name, result, False, is_widened)
+    return OracleRow(name, result, False, is_widened)
 
 
-def _losses(report: RobustnessReport) -> LossPlots | None:
-    runs = _runs(report)
+def _loss_plots(report: RobustnessReport) -> LossPlots | None:
+    runs = _run_curves(report)
     if not runs:
         return None
     noise = noise_text(report, "loss")
-    band = Band(noise_of(report, "loss"), _limit(report))
-    differences = [found for run in runs[1:] if (found := _difference_of_runs(runs[0], run)).points]
-    left = len(report.losses) - len(runs)
+    band = NoiseBand(measured_noise(report, "loss"), _strictest_loss_tolerance(report))
+    differences = [found for run in runs[1:] if (found := _subtract_run(runs[0], run)).points]
+    num_omitted = len(report.losses) - len(runs)
     return LossPlots(
         lead=f"Noise measured in this run: {noise}." if noise else "Noise was not measured.",
         runs=runs,
-        plot=runs_plot(runs),
+        plot=plot_losses(runs),
         differences=differences,
         differences_lead=_differences_lead(differences),
-        differences_plot=distances_plot(differences, band),
+        differences_plot=plot_differences(differences, band),
         band=band,
-        note=f"{counted(left, 'more run')} in the --json report." if left > 0 else "",
+        note=f"{counted(num_omitted, 'more run')} in the --json report." if num_omitted > 0 else "",
     )
 
 
-def _runs(report: RobustnessReport) -> list[RunCurve]:
+def _run_curves(report: RobustnessReport) -> list[RunCurve]:
     first, others = report.losses[:1], sorted(report.losses[1:], key=_drawing_order)
-    rows = [*first, *others[:_MOST_RUNS]]
+    rows = [*first, *others[:_MAX_RUNS]]
     return [
         RunCurve(
             str(row["run"]),
@@ -341,13 +341,13 @@ def _drawing_order(row: Mapping[str, Any]) -> int:
     return 0 if name.startswith("resumed") else 2 if name.startswith("moved") else 1
 
 
-def _difference_of_runs(first: RunCurve, run: RunCurve) -> RunCurve:
-    known = dict(first.points)
+def _subtract_run(first: RunCurve, run: RunCurve) -> RunCurve:
+    reference = dict(first.points)
     return run._replace(
         points=[
-            (step, abs(number - known[step]) if isfinite(number) and isfinite(known[step]) else nan)
+            (step, abs(number - reference[step]) if isfinite(number) and isfinite(reference[step]) else nan)
             for step, number in run.points
-            if step in known
+            if step in reference
         ]
     )
 
@@ -359,36 +359,38 @@ def _differences_lead(runs: Sequence[RunCurve]) -> str:
     return f"Bit-identical at every step: {', '.join(equal)}." if equal else "No run is bit-identical at every step."
 
 
-def _limit(report: RobustnessReport) -> float | None:
+def _strictest_loss_tolerance(report: RobustnessReport) -> float | None:
     """Return the strictest tolerance of the loss among the phases that allow any difference.
 
     A row whose limit is the noise itself belongs to the phase that measured the noise, and has no tolerance.
     """
     rows = [row for phase in report.phases for row in phase.get("checks") or () if row["name"] == "loss"]
-    judged = [row for row in rows if row.get("noise_factor") != 1.0] or rows
-    limits = [parse_number(row["tolerance"]) for row in judged if row.get("tolerance") is not None]
+    tolerance_rows = [row for row in rows if row.get("noise_factor") != 1.0] or rows
+    limits = [parse_number(row["tolerance"]) for row in tolerance_rows if row.get("tolerance") is not None]
     return min((limit for limit in limits if isfinite(limit) and limit > 0), default=None)
 
 
-def _memory(report: RobustnessReport) -> Iterator[Retained]:
+def _retained_memory(report: RobustnessReport) -> Iterator[RetainedMemory]:
     rows = [(phase, phase["memory"]) for phase in report.phases if phase.get("memory") and phase["ok"] is not None]
-    most = {
-        key: max(1, *(memory[of] for _, memory in rows for of in (key, f"baseline_{key}")))
+    maxima = {
+        key: max(1, *(memory[field] for _, memory in rows for field in (key, f"baseline_{key}")))
         for key in ("tensor_bytes", "threads")
         if rows
     }
 
-    def use(memory: Mapping[str, int], key: str, shown: Callable[[int], str]) -> Use:
+    def amount(memory: Mapping[str, int], key: str, format_value: Callable[[int], str]) -> RetainedAmount:
         value, baseline = memory[key], memory[f"baseline_{key}"]
         is_over = value > baseline
-        text = f"{shown(value)}{f', baseline {shown(baseline)}' if is_over else ''}"
-        return Use(text, is_over, 100 * value / most[key], 100 * baseline / most[key])
+        text = f"{format_value(value)}{f', baseline {format_value(baseline)}' if is_over else ''}"
+        return RetainedAmount(text, is_over, 100 * value / maxima[key], 100 * baseline / maxima[key])
 
     for phase, memory in rows:
-        yield Retained(phase_name(phase), use(memory, "tensor_bytes", human_bytes), use(memory, "threads", str))
+        yield RetainedMemory(
+            phase_name(phase), amount(memory, "tensor_bytes", human_bytes), amount(memory, "threads", str)
+        )
 
 
-def _difference(report: RobustnessReport, row: Mapping[str, Any]) -> list[str | None]:
+def _difference_cells(report: RobustnessReport, row: Mapping[str, Any]) -> list[str | None]:
     phase = next((phase_name(each) for each in report.phases if is_in_phase(row, each)), row.get("phase"))
     cells = [phase, *(row.get(key) for key in ("check", "item", "rank", "reference", "actual"))]
     return [None if cell is None else str(cell) for cell in cells]

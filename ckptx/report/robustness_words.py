@@ -36,7 +36,7 @@ CAUSES: Mapping[str, str] = {
     "logits": "difference exceeds noise; the model computes other outputs with the same weights",
 }
 
-_NOTHING: Mapping[str, str] = {
+_UNCHECKED_REASONS: Mapping[str, str] = {
     "replicas": "no replicated state",
     "loss": "no loss",
     "logits": "no logits",
@@ -45,7 +45,7 @@ _NOTHING: Mapping[str, str] = {
 }
 _SETTINGS = {"lr": "learning rate", "initial_lr": "initial learning rate", "weight_decay": "weight decay"}
 
-MOST_ITEMS = 4  # of an oracle, listed in a line
+MAX_ITEMS = 4  # of an oracle, listed in a line
 
 
 def number_text(value: float | str | None) -> str:
@@ -69,7 +69,7 @@ def mesh_text(report: RobustnessReport) -> str:
     return f"{' x '.join(dims)}{', ' if dims else ''}{counted(report.world_size, 'rank')}"
 
 
-def notes_of(phase: Mapping[str, Any]) -> list[str]:
+def phase_notes(phase: Mapping[str, Any]) -> list[str]:
     """Return the notes of a phase."""
     notes = phase.get("notes") or ()
     return [notes] if isinstance(notes, str) else [str(note) for note in notes]
@@ -87,7 +87,7 @@ def unchecked_oracles(phase: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 def unchecked_text(row: Mapping[str, Any]) -> str:
     """Return the reason why an oracle had no result: `not checked: no loss`."""
-    return f"not checked: {_NOTHING.get(str(row['name']), 'nothing to compare')}"
+    return f"not checked: {_UNCHECKED_REASONS.get(str(row['name']), 'nothing to compare')}"
 
 
 def widened_oracles(report: RobustnessReport) -> Iterator[tuple[str, Mapping[str, Any]]]:
@@ -116,8 +116,8 @@ def oracle_text(row: Mapping[str, Any]) -> str:
     elif row.get("value") is None:
         parts.append(f"{counted(row['compared'], 'item')} {'identical' if row['ok'] else 'compared'}")
     if row.get("value") is not None:
-        times = row.get("noise_factor")
-        rule = f"{times:g} x noise{_noise_text(row)}" if times is not None else "equal bits required"
+        noise_factor = row.get("noise_factor")
+        rule = f"{noise_factor:g} x noise{_noise_text(row)}" if noise_factor is not None else "equal bits required"
         parts.append(f"difference {number_text(row['value'])}, tolerance {number_text(row['tolerance'])} ({rule})")
     return "; ".join(parts)
 
@@ -127,20 +127,20 @@ def _noise_text(row: Mapping[str, Any]) -> str:
     return "" if row.get("noise") is None else f" {number_text(row['noise'])}"
 
 
-def items_of(report: RobustnessReport, phase: Mapping[str, Any], oracle: str) -> list[str]:
+def differing_items(report: RobustnessReport, phase: Mapping[str, Any], oracle: str) -> list[str]:
     """Return items of an oracle that differ, with ranks and values: `a on rank 1: expected x, got y`."""
-    found: dict[tuple[str, object], list[Mapping[str, Any]]] = {}
+    rows_by_item: dict[tuple[str, object], list[Mapping[str, Any]]] = {}
     for row in report.differing:
         if is_in_phase(row, phase) and row.get("check") == oracle:
             value = row.get("actual") if row.get("rank") is None else None  # several faults of one kill, without a rank
-            found.setdefault((str(row["item"]), value), []).append(row)
-    if not found:
+            rows_by_item.setdefault((str(row["item"]), value), []).append(row)
+    if not rows_by_item:
         (names,) = (row.get("differing") or () for row in phase["checks"] if row["name"] == oracle)
         return [str(name) for name in names]
-    return [f"{item}{_ranks_text(rows)}{_values_text(rows[0])}" for (item, _), rows in found.items()]
+    return [f"{item}{_ranks_text(rows)}{_values_text(rows[0])}" for (item, _), rows in rows_by_item.items()]
 
 
-def cause_of(report: RobustnessReport, phase: Mapping[str, Any], oracle: str) -> str | None:
+def oracle_cause(report: RobustnessReport, phase: Mapping[str, Any], oracle: str) -> str | None:
     """Return the meaning of a failing oracle; for param groups, with only the settings that differ."""
     if oracle != "group":
         return CAUSES.get(oracle)
@@ -171,45 +171,45 @@ def _ranks_text(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _values_text(row: Mapping[str, Any]) -> str:
-    reference, found = row.get("reference"), row.get("actual")
-    if reference is None and found is None:
+    reference, actual = row.get("reference"), row.get("actual")
+    if reference is None and actual is None:
         return ""
-    if found is None:
+    if actual is None:
         return ": missing"
-    return f": {found}, not in the reference" if reference is None else f": expected {reference}, got {found}"
+    return f": {actual}, not in the reference" if reference is None else f": expected {reference}, got {actual}"
 
 
-def first_items(items: Sequence[str], most: int = MOST_ITEMS) -> list[str]:
-    """Return the first `most` items, and the number of further items as a last line."""
-    more = [f"and {len(items) - most:,} more"] if len(items) > most else []
-    return [*items[:most], *more]
+def first_items(items: Sequence[str], limit: int = MAX_ITEMS) -> list[str]:
+    """Return the first `limit` items, and the number of further items as a last line."""
+    more = [f"and {len(items) - limit:,} more"] if len(items) > limit else []
+    return [*items[:limit], *more]
 
 
 def step_memory_text(report: RobustnessReport) -> str | None:
     """Return forecast and measured memory of a step; None if it was not measured."""
-    found = report.step_memory
+    memory = report.step_memory
     parts = []
     for name, label in (("peak", "peak"), ("between_steps", "between steps")):
-        forecast, measured = found.get(f"forecast_{name}"), found.get(f"measured_{name}")
+        forecast, measured = memory.get(f"forecast_{name}"), memory.get(f"measured_{name}")
         if measured is not None:
             expected = f" (forecast {human_bytes(forecast)}, ratio {measured / forecast:.3f})" if forecast else ""
             parts.append(f"{label} {human_bytes(measured)}{expected}")
     return "; ".join(parts) or None
 
 
-def noise_text(report: RobustnessReport, what: str) -> str | None:
+def noise_text(report: RobustnessReport, quantity: str) -> str | None:
     """Return the noise of `loss` or `logits` and its two measurements; None if it was not measured."""
-    row = report.noise.get(what)
+    row = report.noise.get(quantity)
     if not row:
         return None
     parts = [("identical rerun", row.get("repeated")), ("embedding perturbed by 1 ULP", row.get("perturbed"))]
     text = "; ".join(f"{label}: {number_text(value)}" for label, value in parts if value is not None)
-    return f"{number_text(noise_of(report, what))} ({text})" if text else None
+    return f"{number_text(measured_noise(report, quantity))} ({text})" if text else None
 
 
-def noise_of(report: RobustnessReport, what: str) -> float | None:
+def measured_noise(report: RobustnessReport, quantity: str) -> float | None:
     """Return the larger of both measurements of noise, NaN if one is NaN; None if it was not measured."""
-    row = report.noise.get(what) or {}
+    row = report.noise.get(quantity) or {}
     values = [parse_number(row[key]) for key in ("repeated", "perturbed") if row.get(key) is not None]
     if not values:
         return None
@@ -248,12 +248,12 @@ def _killed_ranks(ranks: Any) -> str:
 def verdict(report: RobustnessReport) -> str:
     """Return the verdict: `PASSED: ...`, or `FAILED: ...` with the phases and oracles that failed."""
     failed = [phase for phase in report.phases if phase["ok"] is False]
-    ran = [phase for phase in report.phases if phase["ok"] is not None]
+    completed = [phase for phase in report.phases if phase["ok"] is not None]
     fault = f"; injected fault: {report.injected_fault}" if report.injected_fault else ""
     if report.ok and not failed:
-        skipped = len(report.phases) - len(ran)
-        left = f", {skipped} not run" if skipped else ""
-        return f"PASSED: {report.recipe}, {counted(len(ran), 'phase')}{left}{fault}"
+        skipped = len(report.phases) - len(completed)
+        skipped_text = f", {skipped} not run" if skipped else ""
+        return f"PASSED: {report.recipe}, {counted(len(completed), 'phase')}{skipped_text}{fault}"
     names = [f"{phase['name']}{_oracles_text(phase)}" for phase in failed]
     return f"FAILED: {report.recipe}: {'; '.join(names) or 'see the notes'}{fault}"
 
@@ -271,13 +271,13 @@ def first_cause(report: RobustnessReport) -> dict[str, Any] | None:
     """
     for phase in report.phases:
         if phase["ok"] is False:
-            failing = [str(row["name"]) for row in failing_oracles(phase)]
-            failing += ["memory"] if memory_faults(phase) else []
-            oracle = failing[0] if failing else None
+            failed = [str(row["name"]) for row in failing_oracles(phase)]
+            failed += ["memory"] if memory_faults(phase) else []
+            oracle = failed[0] if failed else None
             cause = (
                 phase.get("cause")
-                or (cause_of(report, phase, oracle) if oracle else None)
-                or next(iter(notes_of(phase)), "")
+                or (oracle_cause(report, phase, oracle) if oracle else None)
+                or next(iter(phase_notes(phase)), "")
                 or "unknown"
             )
             return {"phase": str(phase["name"]), "check": oracle, "cause": str(cause)}
@@ -286,8 +286,8 @@ def first_cause(report: RobustnessReport) -> dict[str, Any] | None:
 
 def cause_text(report: RobustnessReport) -> str | None:
     """Return the first failure in one line: `cause: resume, check rng: ...`; None if no phase failed."""
-    found = first_cause(report)
-    if found is None:
+    cause = first_cause(report)
+    if cause is None:
         return None
-    oracle = f", check {found['check']}" if found["check"] else ""
-    return f"cause: {found['phase']}{oracle}: {found['cause']}"
+    oracle = f", check {cause['check']}" if cause["check"] else ""
+    return f"cause: {cause['phase']}{oracle}: {cause['cause']}"

@@ -11,7 +11,7 @@ from ckptx.report.report import counted, human_bytes
 from ckptx.report.text import cost_text
 
 _LEVELS = ("config", "bytes", "forward", "gradients")  # differences of a level cause those of later levels
-_MOST_OF_A_LEVEL = 8
+_MAX_LINES_PER_LEVEL = 8
 _SHOWN_AXES = ("tp", "dp_shard")  # dims of the mesh that are shown even if they are 1
 
 
@@ -27,8 +27,8 @@ def run_text(report: RunReport) -> str:
     dims = [f"{name} {size}" for name, size in layout.items() if name in _SHOWN_AXES or size > 1]
     mesh = f"{' x '.join(dims)}, {counted(report.world_size, 'rank')}"
     kinds, tensors = " and ".join(report.inputs), counted(report.tensors, "tensor")
-    each = " per rank" if report.stages == 1 else ""
-    lines.append(f"ran {kinds} in {report.compute_dtype} on {mesh}; {tensors}{each}, {bytes_read_text(report)}")
+    per_rank = " per rank" if report.stages == 1 else ""
+    lines.append(f"ran {kinds} in {report.compute_dtype} on {mesh}; {tensors}{per_rank}, {bytes_read_text(report)}")
     if report.stages > 1:
         lines.append(
             f"pipeline   {report.stages} stages, {counted(report.microbatches, 'microbatch')} per step, "
@@ -72,16 +72,16 @@ def run_text(report: RunReport) -> str:
 def _gathered_lines(report: RunReport) -> list[str]:
     """Return warnings about modules whose shards were gathered instead of used as stored."""
     lines = []
-    for what, kept in (
+    for what, rows in (
         ("parameters", [row for row in report.gathered_modules if row["what"] == "parameters"]),
         ("outputs", [row for row in report.gathered_modules if row["what"] == "output" and not row["aligned"]]),
     ):
-        if not kept:
+        if not rows:
             continue
-        names = ", ".join(f"{row['pattern']} ({row['modules']:,})" for row in kept[:_MOST_OF_A_LEVEL])
-        others = len(kept) - _MOST_OF_A_LEVEL
+        names = ", ".join(f"{row['pattern']} ({row['modules']:,})" for row in rows[:_MAX_LINES_PER_LEVEL])
+        others = len(rows) - _MAX_LINES_PER_LEVEL
         more = f", and {counted(others, 'other pattern')}" if others > 0 else ""
-        count = counted(sum(row["modules"] for row in kept), "module")
+        count = counted(sum(row["modules"] for row in rows), "module")
         lines.append(
             f"warning: {count} ran with gathered {what}; this run does not prove that TP kernels can use their shards: "
             f"{names}{more}"
@@ -137,30 +137,30 @@ def _difference_lines(rows: Sequence[dict[str, Any]]) -> list[str]:
         for row in rows:
             if row["level"] == level:
                 by_name.setdefault(row["name"], []).append(row)
-        for name, found in list(by_name.items())[:_MOST_OF_A_LEVEL]:
-            called = f" ({found[0]['model_name']} in the model)" if "model_name" in found[0] else ""
-            where = "" if level == "config" else f" ({_ranks_text(found)})"
-            lines.append(f"{level}: {name}{called}: {_difference_text(level, found)}{where}")
-        if len(by_name) > _MOST_OF_A_LEVEL:
-            more = counted(len(by_name) - _MOST_OF_A_LEVEL, "key" if level == "config" else "tensor")
+        for name, tensor_rows in list(by_name.items())[:_MAX_LINES_PER_LEVEL]:
+            model_name = f" ({tensor_rows[0]['model_name']} in the model)" if "model_name" in tensor_rows[0] else ""
+            ranks_text = "" if level == "config" else f" ({_ranks_text(tensor_rows)})"
+            lines.append(f"{level}: {name}{model_name}: {_difference_text(level, tensor_rows)}{ranks_text}")
+        if len(by_name) > _MAX_LINES_PER_LEVEL:
+            more = counted(len(by_name) - _MAX_LINES_PER_LEVEL, "key" if level == "config" else "tensor")
             lines.append(f"{level}: and {more} more, --json lists all")
     return lines
 
 
-def _difference_text(level: str, found: list[dict[str, Any]]) -> str:
+def _difference_text(level: str, rows: list[dict[str, Any]]) -> str:
     if level == "config":
-        return f"{found[0]['reference']} in the reference, {found[0]['checkpoint']} in the checkpoint"
+        return f"{rows[0]['reference']} in the reference, {rows[0]['checkpoint']} in the checkpoint"
     if level == "bytes":
-        return str(found[0].get("what", "differs from the reference"))
-    worst = max(found, key=lambda row: float(row["max_abs"]))
+        return str(rows[0].get("what", "differs from the reference"))
+    worst = max(rows, key=lambda row: float(row["max_abs"]))
     return (
         worst.get("what")
         or f"max abs difference {_number_text(worst['max_abs'])}, tolerance {_number_text(worst['tolerance'])}"
     )
 
 
-def _ranks_text(found: list[dict[str, Any]]) -> str:
-    ranks = sorted({row["rank"] for row in found})
+def _ranks_text(rows: list[dict[str, Any]]) -> str:
+    ranks = sorted({row["rank"] for row in rows})
     return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
 
 

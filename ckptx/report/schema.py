@@ -14,22 +14,22 @@ from ckptx.report import documents
 from ckptx.report.documents.inspection import InspectionReport, RanksOfInspection
 from ckptx.report.report import SCHEMA_VERSION, Report
 
-_DESCRIBED = re.compile(r"^        (\w+): (.+(?:\n            .+)*)", re.MULTILINE)
+_ATTRIBUTE_LINE = re.compile(r"^        (\w+): (.+(?:\n            .+)*)", re.MULTILINE)
 
 
-def reports() -> list[type[Report]]:
+def report_classes() -> list[type[Report]]:
     """Return the class of every report that a command prints, module by module of `documents/`."""
-    found = []
+    classes = []
     for each in sorted(iter_modules(documents.__path__), key=lambda module: module.name):
         module = import_module(f"{documents.__name__}.{each.name}")
-        made = [value for value in vars(module).values() if isinstance(value, type) and issubclass(value, Report)]
-        found += [report for report in made if report.__module__ == module.__name__ and report.commands]
-    return found
+        candidates = [value for value in vars(module).values() if isinstance(value, type) and issubclass(value, Report)]
+        classes += [report for report in candidates if report.__module__ == module.__name__ and report.commands]
+    return classes
 
 
-def schema() -> dict[str, Any]:
+def build_schema() -> dict[str, Any]:
     """Return the schema, draft 2020-12, of all documents that `--json` prints."""
-    definitions = {"Failure": _failure_schema(), **{made.__name__: _report_schema(made) for made in reports()}}
+    definitions = {"Failure": _failure_schema(), **{made.__name__: _report_schema(made) for made in report_classes()}}
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": f"A report of ckptx, schema_version {SCHEMA_VERSION}",
@@ -39,42 +39,42 @@ def schema() -> dict[str, Any]:
 
 
 def _failure_schema() -> dict[str, Any]:
-    made = _object_schema(Report)
-    made["properties"]["error"] = {**made["properties"]["error"], "type": "string"}
-    made["properties"]["ok"] = {"const": False}
-    return {**made, "description": "Report of a command that failed."}
+    document = _object_schema(Report)
+    document["properties"]["error"] = {**document["properties"]["error"], "type": "string"}
+    document["properties"]["ok"] = {"const": False}
+    return {**document, "description": "Report of a command that failed."}
 
 
-def _report_schema(made: type[Report]) -> dict[str, Any]:
-    found = _object_schema(made)
-    if made is InspectionReport:  # the fields of `--ranks` are on the same level
-        found["properties"].update(_object_schema(RanksOfInspection)["properties"])
-    found["properties"]["command"] = {**found["properties"]["command"], "enum": list(made.commands)}
-    found["properties"]["error"] = {**found["properties"]["error"], "type": "null"}
-    return found
+def _report_schema(report_class: type[Report]) -> dict[str, Any]:
+    document = _object_schema(report_class)
+    if report_class is InspectionReport:  # the fields of `--ranks` are on the same level
+        document["properties"].update(_object_schema(RanksOfInspection)["properties"])
+    document["properties"]["command"] = {**document["properties"]["command"], "enum": list(report_class.commands)}
+    document["properties"]["error"] = {**document["properties"]["error"], "type": "null"}
+    return document
 
 
-def _object_schema(made: type[Any]) -> dict[str, Any]:
+def _object_schema(document_class: type[Any]) -> dict[str, Any]:
     """Return the schema of a dataclass; of a report, with the fields that every document has in addition."""
-    types = msgspec.json.schema_components([made])[1][made.__name__]["properties"]
-    described = _descriptions(made)
+    types = msgspec.json.schema_components([document_class])[1][document_class.__name__]["properties"]
+    descriptions = _descriptions(document_class)
     properties: dict[str, Any] = {}
     required = []
-    if issubclass(made, Report):
+    if issubclass(document_class, Report):
         properties |= {"schema_version": {"const": SCHEMA_VERSION}, "ok": {"type": "boolean"}}
         required = ["schema_version", "ok"]
-    for each in (each for each in fields(made) if each.name != "by_rank"):
+    for each in (each for each in fields(document_class) if each.name != "by_rank"):
         types[each.name].pop("default", None)  # a document has all fields, except optional ones
-        properties[each.name] = {**types[each.name], "description": described[each.name]}
+        properties[each.name] = {**types[each.name], "description": descriptions[each.name]}
         if not each.metadata.get("optional"):
             required.append(each.name)
     return {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
 
 
-def _descriptions(made: type[Any]) -> dict[str, str]:
+def _descriptions(document_class: type[Any]) -> dict[str, str]:
     """Return the description of each attribute, from the docstrings of a dataclass and its bases."""
-    found: dict[str, str] = {}
-    for each in reversed(made.__mro__):
-        for name, text in _DESCRIBED.findall(each.__doc__ or ""):
-            found[name] = " ".join(text.split())
-    return found
+    descriptions: dict[str, str] = {}
+    for each in reversed(document_class.__mro__):
+        for name, text in _ATTRIBUTE_LINE.findall(each.__doc__ or ""):
+            descriptions[name] = " ".join(text.split())
+    return descriptions

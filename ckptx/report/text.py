@@ -16,10 +16,10 @@ if TYPE_CHECKING:  # a command imports only the report that it returns
 
 T = TypeVar("T")
 
-_MOST_ROWS = 20
-_RULES = {"override": "a built-in rule", "user plan": "--tp-plan"}
+_MAX_ROWS = 20
+_RULE_NAMES = {"override": "a built-in rule", "user plan": "--tp-plan"}
 # Result of a tie, by its action.
-_TIES = {
+_TIE_RESULTS = {
     "alias": "one tensor with two names",
     "copy": "stored under both names",
     "single": "stored under one name",
@@ -38,8 +38,8 @@ def conversion_text(report: ConversionReport) -> str:
             f"  {row['name']}  {human_bytes(row['bytes'])}" + _tensors_text(row["tensors"])
             for row in _first_rows(files)
         ]
-        if len(files) > _MOST_ROWS:
-            lines.append(f"  and {counted(len(files) - _MOST_ROWS, 'more file')}, --json lists all")
+        if len(files) > _MAX_ROWS:
+            lines.append(f"  and {counted(len(files) - _MAX_ROWS, 'more file')}, --json lists all")
     if report.architecture:
         lines.append(f"architecture: {report.architecture['class']} ({report.architecture['known_from']})")
     if report.config_check and report.config_check["note"]:
@@ -50,17 +50,17 @@ def conversion_text(report: ConversionReport) -> str:
     if report.layout is not None:
         lines += _layout_lines(report, report.layout)
     lines += [
-        f"tie: {row['target']} <- {row['source']}: {row['case']}, {_TIES.get(row['action'], row['action'])} "
+        f"tie: {row['target']} <- {row['source']}: {row['case']}, {_TIE_RESULTS.get(row['action'], row['action'])} "
         f"({row['evidence']})"
-        for row in _first_rows([row for row in report.ties if row["declared"] or row["action"] in _TIES])
+        for row in _first_rows([row for row in report.ties if row["declared"] or row["action"] in _TIE_RESULTS])
     ]
     lines += [f"alias: {name} -> {stored}" for name, stored in _first_rows(list(report.aliases.items()))]
     for reason, count in Counter(row["reason"] for row in report.dropped).items():
         lines.append(f"dropped: {counted(count, 'tensor')} ({reason})")
     lines += [f"config.json: {row['key']}: {_edit_text(row)}" for row in report.edits]
-    kept = report.dtype_unchanged
-    if kept:
-        lines.append(f"dtype kept: {counted(len(kept), 'tensor')} ({kept[0]}{', ...' if len(kept) > 1 else ''})")
+    uncast = report.dtype_unchanged
+    if uncast:
+        lines.append(f"dtype kept: {counted(len(uncast), 'tensor')} ({uncast[0]}{', ...' if len(uncast) > 1 else ''})")
     lines.append(_source_line(report))
     lines.append(cost_text(report))
     return "\n".join(lines)
@@ -108,11 +108,11 @@ def _layout_lines(report: ConversionReport, layout: dict[str, Any]) -> list[str]
     mesh = f"tp {layout['tp']} x pp {layout['pp']} x dp_shard {layout['dp_shard']}"
     lines = [f"layout: {mesh}, {human_bytes(mean)} per rank, the largest {human_bytes(max(sizes))}"]
     if layout["pp"] > 1:
-        for stage, spans in enumerate(layout["stages"][:_MOST_ROWS]):
+        for stage, spans in enumerate(layout["stages"][:_MAX_ROWS]):
             layers = ", ".join(f"{path}.{first}-{stop - 1}" for path, first, stop in spans) or "no layers"
             lines.append(f"  stage {stage}: {layers}")
-        if layout["pp"] > _MOST_ROWS:
-            lines.append(f"  and {counted(layout['pp'] - _MOST_ROWS, 'more stage')}")
+        if layout["pp"] > _MAX_ROWS:
+            lines.append(f"  and {counted(layout['pp'] - _MAX_ROWS, 'more stage')}")
     counts: Counter[tuple[str, bool]] = Counter()
     for row in rules if layout["tp"] > 1 else ():
         counts[row["rule"], row["dim"] is not None] += row["tensors"]
@@ -120,9 +120,8 @@ def _layout_lines(report: ConversionReport, layout: dict[str, Any]) -> list[str]
         if rule == "default":
             lines.append(f"  {counted(count, 'tensor')} replicated (no TP rule)")
         else:
-            lines.append(
-                f"  {counted(count, 'tensor')} {'sharded' if is_sharded else 'replicated'} by {_RULES.get(rule, rule)}"
-            )
+            placement = "sharded" if is_sharded else "replicated"
+            lines.append(f"  {counted(count, 'tensor')} {placement} by {_RULE_NAMES.get(rule, rule)}")
     return lines
 
 
@@ -132,7 +131,7 @@ def inspect_text(report: InspectionReport) -> str:
         f"{report.path}",
         f"  format        {report.format}, {counted(len(report.files), 'file')}",
         f"  architecture  {report.architecture or 'unknown'}",
-        f"  tensors       {_names_text(report)} in {counted(report.chunks, 'chunk')}, {human_bytes(report.bytes)}",
+        f"  tensors       {_tensor_total_text(report)}, {human_bytes(report.bytes)}",
         f"  parameters    {report.parameters:,}",
         f"  dtypes        {_counts_text(report.dtypes['before'])}",
     ]
@@ -177,11 +176,12 @@ def inspect_text(report: InspectionReport) -> str:
     return "\n".join(lines)
 
 
-def _names_text(report: Report) -> str:
-    """Return the number of tensor names, and how many of them are aliases."""
+def _tensor_total_text(report: InspectionReport) -> str:
+    """Return the number of names, by kind of storage, and of chunks: `90 (85 stored + 5 aliases) in 85 chunks`."""
     aliases = len(report.aliases)
     stored = stored_text(report.tensors - aliases, aliases=aliases)
-    return f"{report.tensors:,} ({stored})" if stored else f"{report.tensors:,}"
+    names = f"{report.tensors:,} ({stored})" if stored else f"{report.tensors:,}"
+    return f"{names} in {counted(report.chunks, 'chunk')}"
 
 
 def diff_text(report: DiffReport) -> str:
@@ -201,8 +201,10 @@ def verify_text(report: VerifyReport) -> str:
     if report.exit == 0:
         lines.append(f"equal: {compared} compared bit for bit, {bytes_read_text(report)}")
     elif rows:
-        every = report.compared + sum(row["what"] != "content" for row in rows)
-        lines.append(f"DIFFERENT: {len(rows):,} of {counted(every, 'tensor')} {'differs' if every == 1 else 'differ'}")
+        tensors = report.compared + sum(row["what"] != "content" for row in rows)
+        lines.append(
+            f"DIFFERENT: {len(rows):,} of {counted(tensors, 'tensor')} {'differs' if tensors == 1 else 'differ'}"
+        )
     else:
         lines.append("DIFFERENT: neither checkpoint has a tensor to compare")
     lines.append(cost_text(report))
@@ -218,7 +220,7 @@ def verify_verdict(report: VerifyReport) -> str:
 
 def _difference_lines(rows: Sequence[dict[str, Any]]) -> list[str]:
     lines = []
-    for row in rows[:_MOST_ROWS]:
+    for row in rows[:_MAX_ROWS]:
         if row["what"] == "content":
             lines.append(
                 f"{row['name']}: content, first at {row['index']}: 0x{row['a']} and 0x{row['b']}; "
@@ -226,8 +228,8 @@ def _difference_lines(rows: Sequence[dict[str, Any]]) -> list[str]:
             )
         else:
             lines.append(f"{row['name']}: {row['what']}: {row['a'] or 'absent'} and {row['b'] or 'absent'}")
-    if len(rows) > _MOST_ROWS:
-        lines.append(f"and {len(rows) - _MOST_ROWS} more, --json lists all")
+    if len(rows) > _MAX_ROWS:
+        lines.append(f"and {len(rows) - _MAX_ROWS} more, --json lists all")
     return lines
 
 
@@ -250,12 +252,12 @@ def _tensors_text(tensors: int) -> str:
     return f"  {counted(tensors, 'tensor')}" if tensors else ""
 
 
-def _first_names(names: Sequence[str], most: int = 3) -> str:
-    return ", ".join(names[:most]) + (f", and {len(names) - most} more" if len(names) > most else "")
+def _first_names(names: Sequence[str], limit: int = 3) -> str:
+    return ", ".join(names[:limit]) + (f", and {len(names) - limit} more" if len(names) > limit else "")
 
 
 def _first_rows(rows: Sequence[T]) -> Sequence[T]:
-    return rows[:_MOST_ROWS]
+    return rows[:_MAX_ROWS]
 
 
 def _table(rows: Sequence[Sequence[str]]) -> list[str]:

@@ -194,7 +194,8 @@ def compare_with_noise(
         oracle,
         compared,
         value=value,
-        limit=noise_factor * noise, noise_factor=noise_factor,
+        limit=noise_factor * noise,
+        noise_factor=noise_factor,
         noise=noise,
         is_widened=noise_factor > default_factor,
     )

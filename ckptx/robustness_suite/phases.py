@@ -86,7 +86,9 @@ def check_straight_run(session: Session) -> Findings:
             findings.verdicts += compare(straight.items[step], repeated.items[step])
         findings.verdicts.append(_loss_verdict(session, straight, repeated, noise=None))
     else:
-        findings.notes.append("two runs with the same seed may differ in bits on this device; their difference is noise")
+        findings.notes.append(
+            "two runs with the same seed may differ in bits on this device; their difference is noise"
+        )
     noise = session.noise
     findings.notes.append(
         f"noise of the loss {max(noise['loss'].values()):.3g}, of logits {max(noise['logits'].values()):.3g}"

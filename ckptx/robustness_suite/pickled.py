@@ -280,7 +280,9 @@ class PickleReader:
             return value.kind
         if isinstance(value, CallResult):
             return (
-                f"object of {value.function!s:.{_MAX_DISPLAY_LENGTH}}" if isinstance(value.function, GlobalName) else "object"
+                f"object of {value.function!s:.{_MAX_DISPLAY_LENGTH}}"
+                if isinstance(value.function, GlobalName)
+                else "object"
             )
         if isinstance(value, GlobalName):
             return f"name {value!s:.{_MAX_DISPLAY_LENGTH}}"

@@ -236,7 +236,8 @@ class PickleNormalizer:
         if not 7 <= len(call.arguments) <= 8 or not isinstance(call.arguments[6], GlobalName):
             return None
         name = call.arguments[6]
-        return self._make_tensor(call, DTYPES_BY_TORCH_NAME.get(name.name) if name.module == "torch" else None, has_dtype=True
+        return self._make_tensor(
+            call, DTYPES_BY_TORCH_NAME.get(name.name) if name.module == "torch" else None, has_dtype=True
         )
 
     def _make_tensor(self, call: CallResult, dtype: DType | None, has_dtype: bool = False) -> Any:

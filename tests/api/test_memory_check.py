@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from ckptx.api.memory_check import require_fit
-from ckptx.api.verify_run import verify_running
+from ckptx.api.memory_check import check_memory_fit
+from ckptx.api.verify_run import verify_models
 from ckptx.errors import SpaceError
 from ckptx.options.verify import CompareRunOptions, RunOptions
 from tests.support.models import llama
@@ -24,7 +24,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_ranks_that_share_take_less(checkpoint: Path) -> None:
-    alone, shared = (require_fit(checkpoint, checkpoint, RunOptions(tp=tp), 80 * GIB) for tp in (1, 2))
+    alone, shared = (check_memory_fit(checkpoint, checkpoint, RunOptions(tp=tp), 80 * GIB) for tp in (1, 2))
     assert 0 < shared < alone
 
 
@@ -32,13 +32,13 @@ def test_what_cannot_fit_is_refused(checkpoint: Path) -> None:
     with pytest.raises(
         SpaceError, match=r"--gpu-memory: a run of .* requires .* a GPU has 1\.00 GiB; raising .* up to 64"
     ):
-        require_fit(checkpoint, checkpoint, RunOptions(), GIB)
+        check_memory_fit(checkpoint, checkpoint, RunOptions(), GIB)
 
 
 def test_a_process_that_has_trained_asks_too(checkpoint: Path) -> None:
     torch.ones(2, requires_grad=True).sum().backward()
     options = CompareRunOptions(checkpoint, checkpoint, run=True, gpu_memory="80GB", device="cpu")
-    report = verify_running(options)
+    report = verify_models(options)
     assert report.ok
     assert report.forecast_peak is not None and report.measured_peak is not None
     assert 0.8 < report.measured_peak / report.forecast_peak < 1.3

@@ -20,7 +20,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The options of each comparison that was made."""
     found: list[Any] = []
     monkeypatch.setattr(bits, "verify_bytes", found.append)
-    monkeypatch.setattr(running, "verify_running", found.append)
+    monkeypatch.setattr(running, "verify_models", found.append)
     return found
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from ckptx.api import verify_run as running
-from ckptx.api.verify_run import verify_running
+from ckptx.api.verify_run import verify_models
 from ckptx.errors import Defect, EnvironmentProblem, PeerFailure, UsageError
 from ckptx.layout.parallel_dims import ParallelDims
 from ckptx.options.document import from_json
@@ -58,7 +58,7 @@ class Launched:
 
 def run(**options: Any) -> RunReport:
     """Run `verify --run` of two checkpoints."""
-    return verify_running(CompareRunOptions(A, B, run=True, **options))
+    return verify_models(CompareRunOptions(A, B, run=True, **options))
 
 
 @pytest.fixture
@@ -161,7 +161,7 @@ def test_one_rank_is_run_here(launched: Launched, asked: list[Any]) -> None:
     assert (reference, checkpoint, said) == (A, B, log)
     assert options.dims == ParallelDims()
     assert (options.device, options.compute_dtype, options.backward, options.compile) == ("cpu", "bf16", False, True)
-    assert (options.backend, options.recomputed, options.ac_scope) == ("auto", "none", "all")
+    assert (options.backend, options.checkpointing_mode, options.ac_scope) == ("auto", "none", "all")
     assert (options.tp_plan, options.trust_remote_code) == (None, False)
 
 
@@ -175,7 +175,7 @@ def test_a_rank_that_was_started_starts_no_others(
     assert launched.world_size == 0
     options = asked[0][2]
     assert (options.dims, options.tp_plan) == (ParallelDims(tp=2, dp_shard=2), str(tmp_path / "plan.json"))
-    assert (options.recomputed, options.ac_scope) == ("full", "audio")
+    assert (options.checkpointing_mode, options.ac_scope) == ("full", "audio")
     assert (options.backend, options.trust_remote_code) == ("gloo", True)
 
 
@@ -226,12 +226,12 @@ def test_ranks_that_are_started_measure_what_was_forecast(launched: Launched, mo
         asked.append((given, how))
         return 2**30
 
-    monkeypatch.setattr(running, "require_fit", peak)
+    monkeypatch.setattr(running, "check_memory_fit", peak)
     found = run(tp=2, gpu_memory="80GB", compute_dtype="bf16", activation_checkpointing="full")
     ((given, how),) = asked
     (reference, checkpoint, options, memory), _ = given, how
     assert (reference, checkpoint, memory) == (A, B, 80_000_000_000)
-    assert (options.dims, options.compute_dtype, options.recomputed) == (ParallelDims(tp=2), "bf16", "full")
+    assert (options.dims, options.compute_dtype, options.checkpointing_mode) == (ParallelDims(tp=2), "bf16", "full")
     assert launched.given["gpu_memory"] == "80GB"
     assert found.forecast_peak == 2**30
 
@@ -244,7 +244,7 @@ def test_one_process_asks_for_the_forecast(
 ) -> None:
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(running, "require_fit", lambda *_, **__: pytest.fail("it was asked again"))
+    monkeypatch.setattr(running, "check_memory_fit", lambda *_, **__: pytest.fail("it was asked again"))
     run(tp=2, gpu_memory="80GB")
     ((_, _, options, _),) = asked
-    assert options.measures
+    assert options.measures_memory

@@ -356,7 +356,7 @@ def test_progress_is_hidden_where_nobody_looks(monkeypatch: pytest.MonkeyPatch, 
         monkeypatch.delenv(name, raising=False)
     said: list[str] = []
     monkeypatch.setattr(output.click, "echo", lambda text, **_: said.append(text))
-    monkeypatch.setattr(output, "_SECONDS_BETWEEN_LINES", 0.0)
+    monkeypatch.setattr(output, "_SECONDS_BETWEEN_PROGRESS_LINES", 0.0)
     output.Output().progress(1 << 20, 4 << 20)
     assert said == ["1.00 MiB of 4.00 MiB"]
     output.Output(JsonOutput(as_json=True)).progress(1, 2)

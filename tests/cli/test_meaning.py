@@ -415,12 +415,12 @@ def test_every_choice_is_completed(words: str) -> None:
             continue
         offered = [item.value for item in option.shell_complete(click.Context(COMMANDS[words]), "")]
         if setting.choices:
-            assert isinstance(option.type, click.Choice) and offered == [*setting.words]
+            assert isinstance(option.type, click.Choice) and offered == [*setting.main_choices]
         elif setting.kind is int and not setting.option.is_size:
             assert isinstance(option.type, click.IntRange)
             assert (option.type.min, option.type.max) == (setting.option.minimum, setting.option.maximum)
-        elif setting.option.words:
-            assert offered == [*setting.option.words]
+        elif setting.option.keywords:
+            assert offered == [*setting.option.keywords]
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])

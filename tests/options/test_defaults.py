@@ -12,7 +12,7 @@ from click.testing import Result
 import ckptx
 from ckptx.cli.main import cli
 from ckptx.errors import UsageError
-from ckptx.options.defaults import applicable_defaults, defaults_of
+from ckptx.options.defaults import applicable_defaults, read_defaults
 from tests.support.runner import CliRunner
 from tests.support.writers import llama, write_hf
 
@@ -63,12 +63,12 @@ def test_the_strongest_source_holds(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_table_is_for_one_command_or_a_group() -> None:
     files(own="[convert]\nworkers = 2\n[convert.hf2dcp]\nworkers = 3\n[convert.to-hf]\nindex = 'always'")
-    assert defaults_of("convert hf2dcp")["workers"].value == defaults_of("convert to-dcp")["workers"].value == 3
-    assert {name: each.value for name, each in defaults_of("convert dcp2hf").items()} == {
+    assert read_defaults("convert hf2dcp")["workers"].value == read_defaults("convert to-dcp")["workers"].value == 3
+    assert {name: each.value for name, each in read_defaults("convert dcp2hf").items()} == {
         "workers": 2,
         "index": "always",
     }
-    assert not defaults_of("reshard")
+    assert not read_defaults("reshard")
 
 
 @pytest.mark.parametrize(
@@ -83,14 +83,14 @@ def test_variables_are_read_as_their_option(
     monkeypatch: pytest.MonkeyPatch, name: str, text: str, value: object
 ) -> None:
     monkeypatch.setenv(f"CKPTX_{name}", text)
-    (found,) = defaults_of("verify").values()
+    (found,) = read_defaults("verify").values()
     assert (found.value, found.origin) == (value, f"CKPTX_{name}")
 
 
 def test_a_repeatable_option_and_what_is_no_option(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, text in {"SET": "a.b=1 c=2", "DEBUG": "1", "LAUNCHED": "1", "VERSION": "3", "TP": ""}.items():
         monkeypatch.setenv(f"CKPTX_{name}", text)
-    assert {name: each.value for name, each in defaults_of("robustness").items()} == {"settings": ("a.b=1", "c=2")}
+    assert {name: each.value for name, each in read_defaults("robustness").items()} == {"settings": ("a.b=1", "c=2")}
 
 
 @pytest.mark.parametrize(
@@ -202,7 +202,7 @@ def test_a_launched_rank_reads_no_defaults(monkeypatch: pytest.MonkeyPatch) -> N
         heard.append(options)
         raise UsageError("enough")
 
-    monkeypatch.setattr(running, "verify_running", run_here)
+    monkeypatch.setattr(running, "verify_models", run_here)
     monkeypatch.setattr("sys.argv", ["rank", "options.json", "report.json"])
     assert rank.run_rank() == 2
     assert (heard[0].dims.tp, heard[0].strict) == (2, True)

@@ -15,7 +15,7 @@ import ckptx
 from ckptx.errors import UnsupportedError, UsageError
 from ckptx.options.commands import COMMANDS, tables_of
 from ckptx.options.conversion import ToDcpOptions, ToHfOptions
-from ckptx.options.help import help_of, section_titles
+from ckptx.options.help import make_help, section_titles
 from ckptx.options.option import OUTPUT, Option, Options, settings_of
 from ckptx.options.sizes import default_workers, parse_size
 from tests.support.calls import arguments_of
@@ -246,7 +246,7 @@ def test_a_type_checker_knows_the_arguments(tmp_path: Path) -> None:
 
 
 def test_help_names_what_an_option_depends_on() -> None:
-    texts = help_of(tables_of(COMMANDS["verify"]))
+    texts = make_help(tables_of(COMMANDS["verify"]))
     assert texts["tp_plan"].sentences().endswith(" Requires --run and --tp 2 or more.")
     assert texts["tp_plan"].sentences(with_condition=False).endswith(" Requires --tp 2 or more.")
     assert texts["workers"].sentences().endswith(" Not with --run.")
@@ -255,5 +255,5 @@ def test_help_names_what_an_option_depends_on() -> None:
     titles = section_titles([*texts.values()])
     assert titles["Layout"] == "Layout (with --run)" and titles["Execution"] == "Execution (without --run)"
     assert titles["Source"] == "Source", "--trust-remote-code requires --run, and the others do not"
-    search = help_of(tables_of(COMMANDS["forecast"]))["search"]
+    search = make_help(tables_of(COMMANDS["forecast"]))["search"]
     assert search.sentences().endswith(" Requires --gpus and --gpu-memory.")

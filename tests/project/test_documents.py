@@ -8,16 +8,16 @@ from pathlib import Path
 import pytest
 
 from ckptx.report.report import SCHEMA_VERSION
-from ckptx.report.schema import schema
+from ckptx.report.schema import build_schema
 from tests.report.made import forecasted
 
 PAGE = Path("docs/report.md").read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize("report", schema()["$defs"])
+@pytest.mark.parametrize("report", build_schema()["$defs"])
 def test_every_field_of_a_report_is_described(report: str) -> None:
     described = set(re.findall(r"`(\w+)`", PAGE))
-    assert not schema()["$defs"][report]["properties"].keys() - described, "docs/report.md says nothing of these"
+    assert not build_schema()["$defs"][report]["properties"].keys() - described, "docs/report.md says nothing of these"
 
 
 def test_every_field_of_a_forecast_is_described() -> None:

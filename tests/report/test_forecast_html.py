@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from ckptx.report.area_plot import Scale, StepPart, slots_of
+from ckptx.report.area_plot import Scale, StepPart, make_slots
 from ckptx.report.forecast_html import forecast_page
-from ckptx.report.plots import Mark
+from ckptx.report.plots import Tick
 from ckptx.report.report import Report
 from ckptx.untrusted.printable import one_line
 from tests.report.made import forecasted, too_large
@@ -127,10 +127,10 @@ def test_gpu_memory_is_a_line_where_it_is_near() -> None:
 
 @pytest.mark.parametrize("peak", [1, 900, 20 << 20, 70 << 30, 3 << 40, 1 << 62])
 def test_marks_are_few_and_below_the_top(peak: int) -> None:
-    scale = Scale.of(peak, None, 0)
-    marks = scale.marks()
-    assert marks[0] == Mark(400.0, "0") and 2 <= len(marks) <= 1000
-    assert all(0 <= mark.down <= 400 for mark in marks)
+    scale = Scale.fit(peak, None, 0)
+    marks = scale.ticks()
+    assert marks[0] == Tick(400.0, "0") and 2 <= len(marks) <= 1000
+    assert all(0 <= mark.y <= 400 for mark in marks)
     assert len(marks) <= 8 or peak > 1 << 50
 
 
@@ -139,7 +139,7 @@ def test_what_is_around_a_layer_goes_with_it() -> None:
         ["forward", 0, "", 1], ["forward", 0, "l.0", 5], ["forward", 0, "", 7], ["forward", 0, "l.0", 2],
         ["forward", 0, "l.1", 3], ["forward", 0, "", 9], ["backward", 0, "", 8], ["backward", 0, "l.1", 6],
     ]  # fmt: skip
-    assert slots_of(rows) == [
+    assert make_slots(rows) == [
         StepPart("forward", 0, "", (1,)), StepPart("forward", 0, "l.0", (7,)), StepPart("forward", 0, "l.1", (3,)),
         StepPart("forward", 0, "", (9,)), StepPart("backward", 0, "", (8,)), StepPart("backward", 0, "l.1", (6,)),
     ]  # fmt: skip
@@ -147,6 +147,6 @@ def test_what_is_around_a_layer_goes_with_it() -> None:
 
 def test_a_long_step_is_drawn_with_fewer_slots_and_its_peak() -> None:
     rows = [["forward", turn, f"l.{layer}", turn * layer % 977] for turn in range(40) for layer in range(60)]
-    slots = slots_of(rows)
+    slots = make_slots(rows)
     assert 500 < len(slots) <= 640
-    assert max(sum(slot.sizes) for slot in slots) == max(row[3] for row in rows)
+    assert max(sum(slot.bytes_by_kind) for slot in slots) == max(row[3] for row in rows)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ckptx.report.forecast_search import options_of, search_text, search_verdict
+from ckptx.report.forecast_search import layout_options, search_text, search_verdict
 from ckptx.untrusted.printable import shown
 from tests.report.made import searched
 
@@ -42,8 +42,8 @@ def test_nothing_fits() -> None:
 
 def test_the_options_of_a_row_are_those_of_a_forecast() -> None:
     first, second = searched().layouts
-    assert options_of(first) == "--tp 2 --dp-shard 4 --batch 2 --microbatches 2"
-    assert options_of(second) == "--pp 2 --dp-shard 4 --batch 2 --microbatches 1 --activation-checkpointing full"
+    assert layout_options(first) == "--tp 2 --dp-shard 4 --batch 2 --microbatches 2"
+    assert layout_options(second) == "--pp 2 --dp-shard 4 --batch 2 --microbatches 1 --activation-checkpointing full"
 
 
 @pytest.mark.parametrize("text", ["\x1b[31mred", "a\nb", "\u202egnp"])

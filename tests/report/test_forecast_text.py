@@ -10,7 +10,7 @@ import pytest
 from jsonschema import Draft202012Validator
 
 from ckptx.report.forecast import forecast_text, forecast_verdict
-from ckptx.report.forecast_words import batch_text, human_count, moment_text, ranks_text, settings_text
+from ckptx.report.forecast_words import batch_text, human_count, peak_time_text, ranks_text, settings_text
 from ckptx.untrusted.printable import shown
 from tests.report.made import COURSE, forecasted, largest, stage, too_large
 from tests.report.test_html import EVIL
@@ -90,9 +90,9 @@ def test_one_rank_and_one_microbatch_are_not_numbered() -> None:
     assert ranks_text(report) == "1 rank"
     assert batch_text(report) == "batch 2 x 1,024 tokens"
     assert "each rank: peak 20.00 MiB" in forecast_text(report)
-    assert moment_text(report, largest(1)) == "backward, outside modules"
-    assert moment_text(report, largest(1, "a", is_recomputed=True)) == "backward, in a, recomputed"
-    assert moment_text(report, largest(1, part="optimizer")) == "optimizer step"
+    assert peak_time_text(report, largest(1)) == "backward, outside modules"
+    assert peak_time_text(report, largest(1, "a", is_recomputed=True)) == "backward, in a, recomputed"
+    assert peak_time_text(report, largest(1, part="optimizer")) == "optimizer step"
 
 
 def test_settings_are_said() -> None:

@@ -21,7 +21,7 @@ from ckptx.layout.parallel_dims import ParallelDims
 from ckptx.layout.placement import Placement, shard_tensor
 from ckptx.model_view.rank_layout import Layout, Shard, Sharding, layout_by_rank, recorded_mesh
 from ckptx.report.html import layout_page
-from ckptx.report.html_data import axes_of, colors_of, name_of, sharding_text
+from ckptx.report.html_data import drawn_axes, holder_colors, sharding_text, tensor_name
 from ckptx.report.report import count_dtypes
 from ckptx.untrusted.printable import one_line
 from tests.report.made import inspected
@@ -108,7 +108,7 @@ def test_names_are_text_whatever_they_say(dims: ParallelDims | None) -> None:
     page = Page(text)
     data = page.data
     found = [
-        name_of(pattern, numbers)
+        tensor_name(pattern, numbers)
         for pattern, _, _, placed in data["groups"]
         for _, texts in placed
         for numbers in texts.split(" ")
@@ -228,7 +228,7 @@ def test_a_sharding_in_words_and_which_dims_are_drawn(
         pieces.append(Shard(holder, each, each in held))
         held[each] = holder
     made = Sharding(shape, tuple(pieces))
-    assert tuple(axes_of(made)) == axes
+    assert tuple(drawn_axes(made)) == axes
     assert sharding_text(made) == said
 
 
@@ -302,7 +302,7 @@ def test_text_can_be_read_on_every_rank(dims: ParallelDims | None) -> None:
     catalog = catalog_of([("layers.0.w", (4, 4), 0)], dims or ParallelDims(2))
     layout = layout_by_rank(catalog, {"layers.0.w": "layers.0.w"}, dims)
     text = _themes()[0]["on-fill"]
-    for hue, light in colors_of(layout):
+    for hue, light in holder_colors(layout):
         assert _contrast(_of_oklch(light, float(chroma), hue), text) >= 4.5, (hue, light)
 
 

@@ -8,14 +8,16 @@ import pytest
 
 from ckptx.layout.parallel_dims import ParallelDims
 from ckptx.model_view.rank_layout import Holder, Layout
-from ckptx.report.ranks import layout_of, ranges_text, rank_rows
+from ckptx.report.ranks import layout_report, ranges_text, rank_rows
 from ckptx.report.text import inspect_text
 from tests.report.made import inspected
 
 
 def said(dims: ParallelDims | None, holders: Sequence[Holder]) -> list[str]:
     layout = Layout(list(holders), dims, [], [], {})
-    report = inspected(tensors=9, dtypes={"before": {"BF16": 9}}, by_rank=layout_of(layout), ranks=rank_rows(layout))
+    report = inspected(
+        tensors=9, dtypes={"before": {"BF16": 9}}, by_rank=layout_report(layout), ranks=rank_rows(layout)
+    )
     return inspect_text(report).splitlines()
 
 

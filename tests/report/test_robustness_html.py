@@ -7,8 +7,8 @@ import re
 import pytest
 from jinja2 import UndefinedError
 
-from ckptx.report.page import page
-from ckptx.report.plots import Band, RunCurve, distances_plot, runs_plot
+from ckptx.report.page import render_page
+from ckptx.report.plots import NoiseBand, RunCurve, plot_differences, plot_losses
 from ckptx.report.report import Report
 from ckptx.report.robustness_html import robustness_page
 from ckptx.report.robustness_words import CAUSES
@@ -146,13 +146,13 @@ def heights(shapes: str) -> dict[float, float]:
 
 def test_distances_lie_in_decades_above_what_is_equal() -> None:
     run = RunCurve("resumed", 1, [(1, 0.0), (2, 1e-6), (3, 1e-4), (4, 1e-2), (5, float("nan"))])
-    plot = distances_plot([run], Band(1e-6, 8e-6))
+    plot = plot_differences([run], NoiseBand(1e-6, 8e-6))
     assert plot is not None
     text = "".join(plot.shapes)
     places = list(heights(text).values())
     assert len(places) == 4 and places == sorted(places, reverse=True)
     assert places[1] - places[2] == pytest.approx(places[2] - places[3], abs=0.2)
-    assert 'class="dot nan"' in text and {"nan", "equal"} <= {mark.text for mark in plot.marks}
+    assert 'class="dot nan"' in text and {"nan", "equal"} <= {mark.text for mark in plot.ticks}
     noise, limit = (float(re.findall(rf'<path class="{name}" d="M0 ([\d.]+)H', text)[0]) for name in ("noise", "limit"))
     assert noise == pytest.approx(places[1], abs=0.1) and places[2] < limit < noise
 
@@ -160,7 +160,7 @@ def test_distances_lie_in_decades_above_what_is_equal() -> None:
 def test_a_run_is_drawn_to_scale_with_a_gap_where_there_is_no_number() -> None:
     first = RunCurve("straight", 0, [(1, 4.0), (2, 3.0), (3, 2.0)])
     second = RunCurve("resumed", 1, [(1, 4.0), (2, float("nan")), (3, 2.0)])
-    plot = runs_plot([first, second])
+    plot = plot_losses([first, second])
     assert plot is not None
     text = "".join(plot.shapes)
     assert re.search(r'class="run c1" d="M[\d. ]+M[\d. ]+"', text)
@@ -168,15 +168,15 @@ def test_a_run_is_drawn_to_scale_with_a_gap_where_there_is_no_number() -> None:
 
 
 def test_nothing_is_drawn_of_nothing() -> None:
-    assert runs_plot([]) is None and runs_plot([RunCurve("a", 0, [(1, float("nan"))])]) is None
-    assert distances_plot([], Band(None, None)) is None
+    assert plot_losses([]) is None and plot_losses([RunCurve("a", 0, [(1, float("nan"))])]) is None
+    assert plot_differences([], NoiseBand(None, None)) is None
 
 
 def test_a_page_has_its_policy_whether_it_has_a_script_or_not() -> None:
-    assert "script-src" not in page("page.html", "t", ["robustness.css"])
-    assert "script-src 'sha256-" in page("page.html", "t", ["robustness.css"], "1")
+    assert "script-src" not in render_page("page.html", "t", ["robustness.css"])
+    assert "script-src 'sha256-" in render_page("page.html", "t", ["robustness.css"], "1")
 
 
 def test_a_template_that_prints_what_is_not_there_is_refused() -> None:
     with pytest.raises(UndefinedError, match="heading"):
-        page("robustness.html", "t", [], report=None)
+        render_page("robustness.html", "t", [], report=None)

@@ -17,8 +17,8 @@ from ckptx.report.environment import environment
 from ckptx.report.junit import junit_xml
 from ckptx.report.robustness import faults_text, robustness_text, robustness_verdict
 from ckptx.report.robustness_html import robustness_page
-from ckptx.report.robustness_words import CAUSES, noise_of, notes_of, number_text, parse_number, verdict
-from ckptx.robustness_suite.oracles import ORDER, Difference, Verdict
+from ckptx.report.robustness_words import CAUSES, measured_noise, number_text, parse_number, phase_notes, verdict
+from ckptx.robustness_suite.oracles import ORACLE_ORDER, Difference, Verdict
 from ckptx.untrusted.printable import shown
 from tests.report.made import broken, oracle, phase, robust
 from tests.report.pages import Page
@@ -131,10 +131,10 @@ def test_numbers_that_are_none() -> None:
     assert [number_text(each) for each in (None, "nan", "inf", 1e-3)] == ["none", "nan", "inf", "0.001"]
     assert parse_number("x") != parse_number("x")
     noise = {"loss": {"repeated": "nan", "perturbed": 1.0}, "logits": {"repeated": 1.0, "perturbed": None}}
-    found = [noise_of(robust(noise=noise), what) for what in ("loss", "logits", "other")]
+    found = [measured_noise(robust(noise=noise), what) for what in ("loss", "logits", "other")]
     assert found[0] != found[0] and found[1:] == [1.0, None]
     assert "noise of loss: nan (identical rerun: nan; " in robustness_text(robust(noise=noise))
-    assert notes_of({"notes": "one"}) == ["one"] and notes_of({}) == []
+    assert phase_notes({"notes": "one"}) == ["one"] and phase_notes({}) == []
 
 
 @pytest.mark.parametrize("text", EVIL)
@@ -155,7 +155,7 @@ def test_ranks_that_are_not_known_are_not_counted() -> None:
 
 
 def test_every_oracle_has_a_cause() -> None:
-    assert set(CAUSES) >= set(ORDER)
+    assert set(CAUSES) >= set(ORACLE_ORDER)
 
 
 def test_rows_of_the_oracles_are_understood() -> None:

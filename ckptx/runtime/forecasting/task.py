@@ -85,7 +85,7 @@ def task_from_options(source: Path, options: ForecastOptions | SearchOptions, st
     """
     is_search = isinstance(options, SearchOptions)
     dims = ParallelDims() if is_search else options.dims
-    recomputed = "none" if is_search else options.recomputed
+    recomputed = "none" if is_search else options.checkpointing_mode
     schedule, pp_split, ac_scope = "1f1b", "even", "all"
     if isinstance(options, ForecastOptions):
         schedule, pp_split, ac_scope = options.schedule, options.pp_split, options.ac_scope

@@ -185,7 +185,7 @@ def _run_checkpoint(
     model_under_test: ModelUnderTest, own_batches: Sequence[Inputs], options: RunOptions, rank_context: RankContext
 ) -> tuple[StepResult, int | None]:
     """Run the checkpoint; returns the results, and the peak bytes if they are measured."""
-    if not options.measures:
+    if not options.measures_memory:
         return model_under_test.run(own_batches, backward=options.backward), None
     results: list[StepResult] = []
     measured = measure_step(

@@ -92,7 +92,9 @@ def build_run_report(
         compute_dtype=first["dtype"],
         checkpointed_layers=layers,
         gathered_modules=make_gathered_rows(share["gathered"] for share in rank_results),
-        measured_peak=max((share["taken"] for share in rank_results), default=None) if options.measures else None,
+        measured_peak=max((share["taken"] for share in rank_results), default=None)
+        if options.measures_memory
+        else None,
         **peak_of_processes((share["peak_rss"] for share in rank_results), are_ranks=dims.world_size > 1),
         bytes_read_per_rank=bytes_read_per_rank,
         **{name: _to_json_value(value) for name, value in values.items()},

@@ -239,7 +239,7 @@ class ModelLoader:
             model,
             mesh,
             plan,
-            activation_checkpointing=options.recomputed,
+            activation_checkpointing=options.checkpointing_mode,
             scope=options.ac_scope,
             compile=options.compile,
         )

@@ -50,7 +50,7 @@ def plan_stages(loader: ModelLoader, facts: ModelFacts, log: Log) -> PipelinePla
         microbatches=options.microbatches,
         schedule=options.schedule,
         split=options.pp_split,
-        activation_checkpointing=options.recomputed,
+        activation_checkpointing=options.checkpointing_mode,
         batches=make_batch_factory(model, facts),
         output=logits_or_hidden_states,
     )
