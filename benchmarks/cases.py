@@ -27,21 +27,21 @@ Columns = dict[str, Callable[[Row], str]]
 
 
 class Case(NamedTuple):
-    """One measurement; it gives figures by name."""
+    """One measurement, which returns figures by name."""
 
     name: str
     measure: Callable[[], Row]
 
 
 class Part(NamedTuple):
-    """What belongs into one table.
+    """The cases of one table.
 
     Attributes:
-        title: Of the table.
-        cases: In their order.
-        columns: Title -> text of a row that is done.
-        findings: What is wrong with the rows that are done, a line each.
-        note: Below the table.
+        title: Title of the table.
+        cases: Cases in the order of the rows.
+        columns: Title -> function that formats a cell of a row with status "done".
+        findings: Function that returns one line for each wrong result in the rows with status "done".
+        note: Function that returns the text below the table, or "".
     """
 
     title: str
@@ -52,13 +52,13 @@ class Part(NamedTuple):
 
 
 class Benchmark:
-    """The cases of all parts with what became of them.
+    """The cases of all parts and their results.
 
     Args:
-        name: Of the files, NAME.json and NAME.md.
-        parts: By name.
-        machine: What the figures are taken on.
-        directory: Of the files.
+        name: Name of the result files, NAME.json and NAME.md.
+        parts: Parts by name.
+        machine: Hardware and versions, from `machine_of`.
+        directory: Directory of the result files.
     """
 
     def __init__(self, name: str, parts: dict[str, Part], machine: Row, directory: Path) -> None:
@@ -69,15 +69,15 @@ class Benchmark:
         }
 
     def run(self, limit: float) -> None:
-        """Runs every case that can begin within `limit` seconds."""
+        """Run every case that can start within `limit` seconds."""
         start = time.monotonic()
         for name, part in self.parts.items():
             for case, row in zip(part.cases, self.rows[name], strict=True):
                 passed = time.monotonic() - start
                 if passed >= limit:
-                    row["reason"] = f"{passed:.0f} s have passed, cases begin within {limit:.0f} s"
+                    row["reason"] = f"{passed:.0f} s have passed, cases start only within {limit:.0f} s"
                     continue
-                row.update(status="failed", reason="was still running when the time was over")
+                row.update(status="failed", reason="was still running when the time limit ended")
                 print(f"{name}: {case.name}", file=sys.stderr)
                 row.update(_outcome(case))
                 _free()
@@ -85,7 +85,7 @@ class Benchmark:
         self.write()
 
     def findings(self) -> list[str]:
-        """What is wrong with the figures, and what failed."""
+        """List the cases that failed, and the wrong results."""
         failed = [
             f"{name}: {row['case']}: {row['reason']}"
             for name, rows in self.rows.items()
@@ -98,7 +98,7 @@ class Benchmark:
         return failed + wrong
 
     def write(self) -> None:
-        """Writes NAME.json and NAME.md."""
+        """Write NAME.json and NAME.md."""
         self.directory.mkdir(parents=True, exist_ok=True)
         results = {"machine": self.machine, "findings": self.findings(), "parts": self.rows}
         text = json.dumps(_finite(results), indent=2, allow_nan=False) + "\n"
@@ -106,7 +106,7 @@ class Benchmark:
         (self.directory / f"{self.name}.md").write_text(self.markdown())
 
     def markdown(self) -> str:
-        """The tables."""
+        """Return all tables as Markdown."""
         described = ", ".join(f"{key} {value}" for key, value in self.machine.items())
         tables = []
         for name, part in self.parts.items():
@@ -126,14 +126,19 @@ class Benchmark:
 
 
 def machine_of(device: torch.device, *, is_tiny: bool) -> Row:
-    """What figures were taken on; nothing that names a host."""
+    """Describe the GPU and the versions, without the host name.
+
+    Args:
+        device: Device of the measurements.
+        is_tiny: The benchmark uses small shapes.
+    """
     found: Row = {"card": "none"}
     if device.type == "cuda":
         card = torch.cuda.get_device_properties(device)
         found = {"card": card.name, "card_gib": round(card.total_memory / 2**30, 1), "cuda": torch.version.cuda}
     return found | {
         "shapes": "tiny" if is_tiny else "full",
-        "memory": "max_memory_allocated" if device.type == "cuda" else "allocations that torch saw",
+        "memory": "max_memory_allocated" if device.type == "cuda" else "allocations recorded by torch",
         "python": platform.python_version(),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
@@ -142,23 +147,23 @@ def machine_of(device: torch.device, *, is_tiny: bool) -> Row:
 
 
 def _outcome(case: Case) -> Row:
-    """The figures of a case, or why there are none."""
+    """Run a case, and return its figures, or the reason that it failed."""
     try:
         return {"status": "done", "reason": None, **case.measure()}
-    except Exception as error:  # whatever it is, the other cases still have something to show
+    except Exception as error:  # an error of any kind must not stop the other cases
         said = " ".join(str(error).split())
         return {"status": "failed", "reason": f"{type(error).__name__}: {said:.300}"}
 
 
 def _free() -> None:
-    """Gives back the memory of a case; outside of it, where no traceback holds its model any more."""
+    """Free the memory of a case; call it when no traceback refers to its model."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
 
 
 def _finite(value: Any) -> Any:
-    """JSON has no word for nan and infinity: they become text."""
+    """Replace nan and infinity by strings, because JSON does not have them."""
     if isinstance(value, dict):
         return {key: _finite(each) for key, each in value.items()}
     if isinstance(value, (list, tuple)):
@@ -168,7 +173,7 @@ def _finite(value: Any) -> Any:
 
 @contextmanager
 def ended(benchmark: Benchmark, work: Path, seconds: float) -> Iterator[None]:
-    """Ends the process after so many seconds, whatever it waits for, with what there is written and `work` removed."""
+    """End the process after `seconds` if the block still runs; first write the results and remove `work`."""
 
     def end() -> None:
         try:

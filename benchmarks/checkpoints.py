@@ -17,21 +17,22 @@ from ckptx.catalog.region import Shape
 from ckptx.formats.hf.reader import format_index
 from ckptx.formats.hf.safetensors import format_header_text, frame_header, pad_header
 
-_BLOCK = os.urandom(8 << 20)  # repeated with a shift: real enough for checksums, fast enough for gigabytes
+# Repeated with a shift, so that blocks have different checksums and gigabytes are written fast.
+_BLOCK = os.urandom(8 << 20)
 _BF16, _F32 = DTYPES_BY_NAME["BF16"], DTYPES_BY_NAME["F32"]
 
 Shapes = Iterator[tuple[str, Shape]]
 
 
 class Model(NamedTuple):
-    """What to generate: names and shapes of the tensors in their order, and config.json."""
+    """Names and shapes of the tensors of a checkpoint in their order, and the content of config.json."""
 
     shapes: Shapes
     config: dict[str, Any]
 
 
 def llama(layers: int = 20) -> Model:
-    """A Llama of 9 tensors a layer; the defaults are 183 tensors and 1.92 GiB in bf16."""
+    """Return a Llama with 9 tensors per layer; the default has 183 tensors and 1.92 GiB in bf16."""
     config = {
         "architectures": ["LlamaForCausalLM"],
         "head_dim": 64,
@@ -69,12 +70,12 @@ def _mlp(prefix: str, inner: int, hidden: int) -> Shapes:
 
 
 def experts(layers: int = 48, experts: int = 127) -> Model:
-    """A Qwen3-MoE of small experts, with an entry for each; the defaults are 18,723 tensors and 2.95 GiB in bf16."""
+    """Return a Qwen3-MoE with small, separate experts; the default has 18,723 tensors and 2.95 GiB in bf16."""
     return _qwen3_moe(layers, experts, hidden=512, inner=160, heads=8, kv_heads=8, head_dim=64, vocab=32000)
 
 
 def qwen3_moe(layers: int = 3) -> Model:
-    """Layers of Qwen3-30B-A3B, 128 experts of 768 x 2048, with fewer words; three are 1,182 tensors and 3.73 GiB."""
+    """Return layers of Qwen3-30B-A3B with a smaller vocabulary; three have 1,182 tensors and 3.73 GiB in bf16."""
     return _qwen3_moe(layers, 128, hidden=2048, inner=768, heads=32, kv_heads=4, head_dim=128, vocab=32000)
 
 
@@ -123,14 +124,14 @@ def _qwen3_moe_shapes(config: dict[str, Any]) -> Shapes:
 
 
 def deepseek(layers: int = 61, predictors: int = 1) -> Model:
-    """DeepSeek-V3 as its fp8 release becomes with scales applied: 46,183 tensors, 684 B parameters, 1.25 TiB.
+    """Return DeepSeek-V3, dequantized from its fp8 release: 46,183 tensors, 684 B parameters, 1.25 TiB.
 
-    The main model has 45,395 of the tensors and 671 B of the parameters; the rest is the head for a further token,
-    stored as layer 61 with copies of the embedding and the output head. All are bf16 but the biases of the routers.
+    The main model has 45,395 of the tensors and 671 B of the parameters. The rest is the multi-token prediction layer,
+    stored as layer 61 with copies of the embedding and the output head. All are bf16, except the router biases.
 
     Args:
-        layers: Hidden layers; the first three are dense.
-        predictors: Heads for further tokens, `num_nextn_predict_layers`.
+        layers: Number of hidden layers; the first three are dense.
+        predictors: Number of multi-token prediction layers, `num_nextn_predict_layers`.
     """
     config = {
         "architectures": ["DeepseekV3ForCausalLM"],
@@ -228,16 +229,16 @@ def _deepseek_layer(prefix: str, config: dict[str, Any], *, dense: bool) -> Shap
 
 
 def write_checkpoint(root: Path, model: Model, shards: int = 2, *, sparse: bool = False) -> int:
-    """Writes an HF directory, cut into shards of about equal size.
+    """Write an HF checkpoint in safetensors files of about equal size.
 
     Args:
-        root: The directory; it must not exist.
-        model: What to write.
+        root: Directory of the checkpoint; it must not exist.
+        model: Tensors and config to write.
         shards: Number of safetensors files.
-        sparse: Leave holes in the place of the tensors, which read as zeros.
+        sparse: Write holes instead of tensors; they read as zeros.
 
     Returns:
-        Bytes of all tensors.
+        Size of all tensors in bytes.
     """
     root.mkdir(parents=True)
     (root / "config.json").write_text(json.dumps(model.config, indent=2) + "\n")
@@ -258,7 +259,7 @@ def write_checkpoint(root: Path, model: Model, shards: int = 2, *, sparse: bool 
 
 
 def dtype_of(name: str) -> DType:
-    """bf16, but for the biases of DeepSeek's routers, which the release has in fp32."""
+    """Return bf16, or fp32 for the router biases of DeepSeek, as in its release."""
     return _F32 if name.endswith("e_score_correction_bias") else _BF16
 
 

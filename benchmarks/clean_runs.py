@@ -29,7 +29,7 @@ SEEDS, SCALES, DTYPES, REPLICAS = range(5), (0.02, 0.08, 0.3), ("float32", "bflo
 
 
 class Run(NamedTuple):
-    """How a model is written, and on how many data-parallel ranks it runs."""
+    """Seed, standard deviation and dtype of the weights of a model, and the number of data-parallel ranks."""
 
     seed: int
     scale: float
@@ -38,7 +38,7 @@ class Run(NamedTuple):
 
 
 def runs() -> list[Run]:
-    """16 runs that have every pair of values at least once."""
+    """Return 16 runs in which every pair of values occurs at least once."""
     found = [
         Run(seed, scale, DTYPES[(seed + at // 2) % 2], REPLICAS[(seed // 2 + at) % 2])
         for at, scale in enumerate(SCALES)
@@ -48,7 +48,7 @@ def runs() -> list[Run]:
 
 
 def write(name: str, run: Run, path: Path) -> None:
-    """A model as HF, all of it random: matrices of deviation `scale`."""
+    """Write a model with random values as an HF checkpoint; matrices have the standard deviation `scale`."""
     import torch
     import transformers
 
@@ -66,7 +66,7 @@ def write(name: str, run: Run, path: Path) -> None:
 
 
 def on_rank(work: Path, names: Sequence[str], dp_shard: int) -> None:
-    """What each rank does: every model in turn; rank 0 writes what came of them."""
+    """Verify every model on this rank; rank 0 writes the rows."""
     import shutil
 
     import torch
@@ -106,11 +106,19 @@ def on_rank(work: Path, names: Sequence[str], dp_shard: int) -> None:
 
 
 _KEPT = ("exit", "error", "max_abs", "max_abs_tolerance", "grad_closest_to_tolerance", "differing")
-_COLUMNS = ("model", "runs", "equal", "refused", "not decided", "logits: most of their limit", "a gradient: most")
+_COLUMNS = (
+    "model",
+    "runs",
+    "equal",
+    "rejected",
+    "inconclusive",
+    "logits: largest part of tolerance",
+    "gradients: largest part of tolerance",
+)
 
 
 def shown(name: str, rows: Sequence[dict[str, Any]]) -> tuple[object, ...]:
-    """A line of the table: all runs of a model."""
+    """Return the table row of a model: a summary of all its runs."""
     ran = [row for row in rows if row["error"] is None]
     shares = [row["max_abs"] / row["max_abs_tolerance"] for row in ran if row["max_abs_tolerance"]]
     gradients = [row["grad_closest_to_tolerance"][1] for row in ran]
@@ -126,7 +134,7 @@ def shown(name: str, rows: Sequence[dict[str, Any]]) -> tuple[object, ...]:
 
 
 def main() -> None:
-    """Runs all, and writes clean_runs.json and clean_runs.md."""
+    """Run all models, and write clean_runs.json and clean_runs.md; exit with 1 if a run reports a difference."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("models", nargs="*")
     parser.add_argument("--results", type=Path, default=HERE / "results")
@@ -149,7 +157,7 @@ def main() -> None:
             rows += json.loads((work / f"rows-{dp_shard}.json").read_text())
     lines = [shown(name, [row for row in rows if row["model"] == name]) for name in names]
     alarms = [row for row in rows if row["error"] is None and row["exit"] != 0]
-    counts = Counter("refused" if row["error"] else "equal" if row["exit"] == 0 else "DIFFERENT" for row in rows)
+    counts = Counter("rejected" if row["error"] else "equal" if row["exit"] == 0 else "DIFFERENT" for row in rows)
     said = ", ".join(f"{count:,} {outcome}" for outcome, count in sorted(counts.items()))
     title = f"Clean runs: {len(rows):,} of {len(names)} models, {said}"
     others = [row for row in rows if row["exit"] != 0]

@@ -29,12 +29,20 @@ MODELS = {
 
 
 def command(root: Path, *arguments: str) -> list[str]:
-    """What runs the ckptx of a checkout."""
+    """Return the command that runs the ckptx of a checkout."""
     return [sys.executable, "-c", _RUN.format(root=str(root)), *arguments]
 
 
 def raced(work: Path, source: Path, cases: Sequence[tuple[str, list[str]]], other: Path, rounds: int) -> list[Row]:
-    """Rounds of both checkouts over the cases: what each is called, and its arguments around SRC and DST."""
+    """Time each case with both checkouts.
+
+    Args:
+        work: Directory for outputs.
+        source: Checkpoint to convert.
+        cases: Name and command-line arguments of each case; SRC and DST follow the first argument.
+        other: The other checkout.
+        rounds: Number of timed rounds.
+    """
     copy, out = work / "cp", work / "out"
     steps = [Step(f"cp -r {source.name}", ["cp", "-r", str(source), str(copy)], copy)]
     for name, (verb, *rest) in cases:
@@ -48,7 +56,7 @@ def _both(other: Path) -> list[tuple[str, Path]]:
 
 
 def compared(work: Path, other: Path, rounds: int) -> list[Row]:
-    """All conversions of the checkpoint `work / "HF"`, from HF, from a DCP and from a cut one."""
+    """Time all conversions of the checkpoint `work / "HF"`: from HF, from a DCP, and from a sharded DCP."""
     whole, cut = work / "DCP", work / "DCP tp4 x pp2"
     rows = raced(
         work,
@@ -79,7 +87,7 @@ def _make(words: list[str], source: Path, out: Path) -> None:
 
 
 def main() -> None:
-    """Runs the parts asked for and writes the tables."""
+    """Run the selected parts, and write compare.json and compare.md."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("other", type=Path)
     parser.add_argument("--rounds", type=int, default=5)

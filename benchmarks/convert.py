@@ -17,7 +17,7 @@ from measure import CKPTX, STOCK, Row, Step, arguments_of, growing, publish, rac
 
 
 def in_ram(work: Path, source: Path, rounds: int, *, stock: bool) -> list[Row]:
-    """Rounds of cp, ckptx and, if asked for, stock torch, which holds the whole model, over one checkpoint."""
+    """Time `cp -r`, ckptx and optionally stock torch, which keeps the whole model in memory, with one checkpoint."""
     copy, dcp, back, stock_dcp, stock_back = (work / name for name in ("cp", "dcp", "back", "stock-dcp", "stock-back"))
     there, home, verify = [*CKPTX, "convert", "hf2dcp"], [*CKPTX, "convert", "dcp2hf"], [*CKPTX, "verify", str(source)]
     steps = [
@@ -34,7 +34,7 @@ def in_ram(work: Path, source: Path, rounds: int, *, stock: bool) -> list[Row]:
 
 
 def flat(work: Path) -> list[dict[str, float]]:
-    """Peak RSS for checkpoints of 1 to 8 GiB: it must not grow with the model."""
+    """Measure the peak RSS for checkpoints of 1 to 8 GiB; it must not grow with the model."""
     rows = []
     for gib, source in growing(work, ((1, 9), (2, 21), (4, 44), (8, 91))):
         dcp, back = work / "flat-dcp", work / "flat-back"
@@ -49,7 +49,7 @@ def flat(work: Path) -> list[dict[str, float]]:
 
 
 def on_disk(work: Path, rounds: int) -> list[Row]:
-    """One checkpoint on a real disk; ckptx fsyncs, so `cp` is followed by `sync` of what it wrote."""
+    """Time one checkpoint on a disk; ckptx calls fsync, so `cp` is followed by `sync -f`."""
     source, copy, dcp, back = (work / name for name in ("llama", "cp", "dcp", "back"))
     write_checkpoint(source, llama())
     durable = ["sh", "-c", f"cp -r {source} {copy} && sync -f {copy}"]
@@ -64,7 +64,7 @@ def on_disk(work: Path, rounds: int) -> list[Row]:
 
 
 def inspecting(checkpoints: dict[str, Path], rounds: int) -> list[Row]:
-    """`ckptx inspect` of each checkpoint."""
+    """Time `ckptx inspect` of each checkpoint."""
     rows = []
     for name, path in checkpoints.items():
         row = Row(f"ckptx inspect, {name}")
@@ -78,7 +78,7 @@ def inspecting(checkpoints: dict[str, Path], rounds: int) -> list[Row]:
 
 
 def main() -> None:
-    """Runs the parts asked for and writes the tables."""
+    """Run the selected parts, and write convert.json and convert.md."""
     arguments = arguments_of(__doc__, ("llama", "experts", "qwen3-moe", "inspect", "flat", "disk"))
     parts, rounds = arguments.parts, arguments.rounds
     results: dict[str, Any] = {}

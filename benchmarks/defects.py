@@ -36,7 +36,7 @@ from ckptx.options.verify import RunOptions  # noqa: E402 (benchmarks run from a
 from ckptx.report.report import Log  # noqa: E402 (benchmarks run from a checkout)
 from ckptx.runtime.parity.forward import verify_run  # noqa: E402 (benchmarks run from a checkout)
 
-# Models as they are: what differs here is a false alarm.
+# Unchanged models; a reported difference is a false alarm.
 NOTHING = "nothing"
 CLEAN = [Defect(name, "clean", NOTHING) for name in dict.fromkeys(each.model for each in (*KNOWN, *FURTHER))]
 TABLES = {"known": KNOWN, "further": FURTHER, "clean": CLEAN}
@@ -51,7 +51,7 @@ Row = dict[str, Any]
 
 
 class Pair(NamedTuple):
-    """A defect in one dtype: what is compared, the same directory twice for one of the runtime."""
+    """A defect in one dtype, and the two checkpoints to compare; a defect of the runtime has the same one twice."""
 
     defect: Defect
     dtype: str
@@ -60,7 +60,7 @@ class Pair(NamedTuple):
 
 
 def pairs_of(work: Path, defects: Iterable[Defect], dtypes: Sequence[str]) -> list[Pair]:
-    """Where each defect is, in each dtype."""
+    """Return the paths of the reference and the checkpoint of each defect in each dtype."""
     pairs = []
     for number, defect in enumerate(defects):
         for dtype in dtypes:
@@ -70,7 +70,7 @@ def pairs_of(work: Path, defects: Iterable[Defect], dtypes: Sequence[str]) -> li
 
 
 def write(pairs: Iterable[Pair]) -> None:
-    """Writes each model, and each checkpoint with a defect in it."""
+    """Write each model, and each checkpoint with its defect."""
     for defect, dtype, clean, other in pairs:
         stored: torch.dtype = getattr(torch, dtype)
         if not clean.exists():
@@ -82,7 +82,7 @@ def write(pairs: Iterable[Pair]) -> None:
 
 
 def judged(pair: Pair) -> Row:
-    """What a run says of one defect; every rank asks."""
+    """Verify one pair, and return its row; every rank calls this."""
     defect = pair.defect
     identical = defect.stored is not None and models.are_equal(pair.reference, pair.checkpoint)
     row = {"model": defect.model, "defect": defect.title, "dtype": pair.dtype, "identical": identical}
@@ -105,12 +105,12 @@ def judged(pair: Pair) -> Row:
 
 
 def _multiple(distance: Any, limit: Any) -> float | str:
-    """How many limits a distance is; a text where it is no number."""
+    """Return a distance as a multiple of its tolerance; a string if it is not finite."""
     return distance if isinstance(distance, str) else distance / limit if limit else float(distance > 0)
 
 
 def on_rank(work: Path, pairs: Sequence[Pair]) -> None:
-    """What each rank does: every defect in turn; rank 0 writes what came of them."""
+    """Verify every pair on this rank; rank 0 writes the rows."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     rows = []
@@ -126,7 +126,7 @@ def on_rank(work: Path, pairs: Sequence[Pair]) -> None:
 
 
 def chosen(names: Sequence[str]) -> list[Defect]:
-    """Defects with one of the names in their row, all for none."""
+    """Return the defects whose key contains one of the names, or all if there are no names."""
     every = [defect for defects in TABLES.values() for defect in defects]
     return [each for each in every if not names or any(name in each.key for name in names)]
 
@@ -135,17 +135,17 @@ def chosen(names: Sequence[str]) -> list[Defect]:
 
 
 def is_found(row: Row) -> bool:
-    """Whether a level above the bytes differs."""
+    """Return True if the config, the forward pass or the gradients differ."""
     return row["exit"] == 1 and bool(row["levels"])
 
 
 def is_equal(row: Row) -> bool:
-    """Whether there is nothing to find."""
+    """Return True if both checkpoints are identical and there is no defect of the runtime."""
     return bool(row["identical"]) or row["defect"] == NOTHING
 
 
 def cell(row: Row) -> str:
-    """How one dtype came out."""
+    """Format the outcome of one run: differences as multiples of their tolerances, and the levels that differ."""
     if row["error"] is not None:
         return f"exit {row['exit']}"
     figures = f"{_figure(row['logits'])} / {_figure(row['gradient'])}"
@@ -159,7 +159,7 @@ def _figure(multiple: float | str) -> str:
 
 
 def reason(defect: Defect, rows: Iterable[Row]) -> str:
-    """Why a defect is not found everywhere; nothing for one that is."""
+    """Return the reason that a defect is missed in a dtype, or "" if it is found in all."""
     rows = list(rows)
     said = next((row["error"] for row in rows if row["error"] is not None), "")
     if said:
@@ -169,7 +169,12 @@ def reason(defect: Defect, rows: Iterable[Row]) -> str:
 
 
 def tables_of(results: Mapping[str, Sequence[Row]], dtypes: Sequence[str]) -> list[str]:
-    """Counts, then every row; from what ran, by the name of its table."""
+    """Return the table of counts, then one table per kind of defect.
+
+    Args:
+        results: Rows of all runs, by the name of their table.
+        dtypes: Stored dtypes, in the order of the columns.
+    """
     from measure import table
 
     counted, tables = [], []
@@ -184,21 +189,21 @@ def tables_of(results: Mapping[str, Sequence[Row]], dtypes: Sequence[str]) -> li
             own = [found[key] for dtype in dtypes if (key := (defect.model, defect.title, dtype)) in found]
             if own:
                 lines.append((defect.model, defect.title, *map(cell, own), reason(defect, own)))
-        columns = ("model", "planted", *(f"stored {dtype}" for dtype in dtypes), "why it is missed")
+        columns = ("model", "defect", *(f"stored {dtype}" for dtype in dtypes), "reason if missed")
         tables.append(table(f"`verify --run --tp 2`: {_TITLES[name]}", columns, lines))
     columns = ("injected faults", "stored dtype", "cases", "found", "byte-identical", "missed", "rejected")
-    return [table("What `verify --run --tp 2` finds", columns, counted), *tables]
+    return [table("Defects that `verify --run --tp 2` finds", columns, counted), *tables]
 
 
 def counts(rows: Sequence[Row]) -> tuple[int, int, int, int, int]:
-    """All, found, equal, missed, refused with an error."""
+    """Count all rows, and those found, equal, missed, and rejected with an error."""
     found, refused = sum(map(is_found, rows)), sum(row["error"] is not None for row in rows)
     equal = sum(is_equal(row) and not is_found(row) and row["error"] is None for row in rows)
     return len(rows), found, equal, len(rows) - found - equal - refused, refused
 
 
 def main() -> None:
-    """Writes, runs, and publishes defects.json and defects.md."""
+    """Write and verify the models, and write defects.json and defects.md."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", metavar="PART OF A ROW")
     parser.add_argument("--dtypes", default=",".join(DTYPES))

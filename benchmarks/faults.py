@@ -37,7 +37,7 @@ Row = dict[str, Any]
 
 
 class Shared(Session):
-    """A session with one set of ranks: what a fault changes does not depend on interpreters of their own."""
+    """A session that reuses its ranks; the effect of a fault does not depend on new interpreters."""
 
     def fresh_ranks(self) -> AbstractContextManager[Ranks]:
         return nullcontext(self.ranks)
@@ -47,7 +47,14 @@ class Shared(Session):
 def opened(
     folder: Path, needs: Mapping[str, int], ranks: Ranks | None = None, settings: Sequence[str] = ()
 ) -> Iterator[tuple[Session, LeakedMemory]]:
-    """A session on a mesh that has what a fault needs, and what its ranks have when they have nothing."""
+    """Open a session on a mesh that a fault requires; yield it with the baseline memory of its ranks.
+
+    Args:
+        folder: Directory of the session; it must not exist.
+        needs: Mesh axes that the fault requires, with their minimum sizes.
+        ranks: Ranks to use; None starts new ones.
+        settings: Overrides of recipe keys, "key=value".
+    """
     recipe = read_recipe(RECIPE, [*settings, *(_SETTINGS[axis] for axis in needs if axis in _SETTINGS)])
     with Ranks(device="cpu") if ranks is None else nullcontext(ranks) as own:
         folder.mkdir()
@@ -59,7 +66,14 @@ def opened(
 
 
 def named(session: Session, baseline: LeakedMemory, name: str | None, number: int) -> Row:
-    """What a phase says with a fault, or without one."""
+    """Run a phase with a fault, and return the oracles that fail.
+
+    Args:
+        session: Session to run in.
+        baseline: Memory of the ranks before the phases.
+        name: Name of the fault; None runs without one.
+        number: Number of the phase.
+    """
     fault = FAULTS[name] if name is not None else None
     session.injection = fault.injection if fault is not None else InjectedFault()
     judge = ReportBuilder(lambda _: None)
@@ -80,7 +94,7 @@ def named(session: Session, baseline: LeakedMemory, name: str | None, number: in
 
 
 def every(work: Path, names: list[str]) -> Iterator[Row]:
-    """A row for each fault, and for a run without one."""
+    """Yield a row for each fault, and for each phase without a fault."""
     with opened(work / "resumed", {}) as (session, baseline):
         for number in (1, 2, 3, _RESUME):
             yield named(session, baseline, None, number)
@@ -94,7 +108,7 @@ def every(work: Path, names: list[str]) -> Iterator[Row]:
 
 
 def main() -> None:
-    """Plants them, and writes faults.json and faults.md; fails where one is not named by its oracle in its phase."""
+    """Inject the faults, and write faults.json and faults.md; exit with 1 if an oracle misses its fault."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ram", type=Path, default=Path("/dev/shm"))
     parser.add_argument("--results", type=Path, default=Path(__file__).resolve().parent / "results")
@@ -119,14 +133,22 @@ def main() -> None:
         )
         for row in rows
     ]
-    columns = ("fault", "what it does", "phase", "oracle", "oracles that fail", "loss, first step", "largest")
+    columns = (
+        "fault",
+        "what it does",
+        "phase",
+        "oracle",
+        "oracles that fail",
+        "loss difference, first step",
+        "largest",
+    )
     planted = [row for row in rows if row["needed"]]
     missed = [row["fault"] for row in planted if row["needed"] not in row["failed"]]
     wrong = [row["phase"] for row in rows if not row["needed"] and row["failed"]]
-    said = f"{len(planted) - len(missed)} of {len(planted)} faults are named by their oracle in their phase.\n"
-    from measure import publish, table  # beside this file, which tests import from elsewhere
+    said = f"{len(planted) - len(missed)} of {len(planted)} faults are detected by their oracle in their phase.\n"
+    from measure import publish, table  # next to this file; the tests import this module from another directory
 
-    publish(arguments.results, "faults", {"rows": rows}, [table("Planted faults", columns, lines), said])
+    publish(arguments.results, "faults", {"rows": rows}, [table("Injected faults", columns, lines), said])
     raise SystemExit(bool(missed or wrong))
 
 

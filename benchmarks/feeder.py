@@ -15,28 +15,28 @@ INTERVAL = 0.01  # seconds
 
 
 def free_memory() -> int:
-    """Bytes that nobody has, on this machine."""
+    """Return the bytes of free memory of this machine."""
     with open("/proc/meminfo") as file:
         (line,) = (each for each in file if each.startswith("MemFree:"))
     return int(line.split()[1]) << 10
 
 
 def taken(nbytes: int) -> mmap.mmap:
-    """Memory, every page of it in use."""
+    """Allocate memory and touch every page."""
     piece = mmap.mmap(-1, nbytes)
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        piece.madvise(mmap.MADV_HUGEPAGE)  # freed in a hundredth of the time
+        piece.madvise(mmap.MADV_HUGEPAGE)  # 100 times faster to free
     memoryview(piece)[:: mmap.PAGESIZE] = bytes(nbytes // mmap.PAGESIZE)
     return piece
 
 
 def main() -> None:
-    """Takes, and frees."""
+    """Allocate memory, and free it while other processes allocate."""
     pieces = [taken(PIECE) for _ in range(-(-int(sys.argv[1]) // PIECE) + AHEAD // PIECE)]
     print("ready", flush=True)
     at_first, freed = free_memory(), 0
     while not select.select([sys.stdin], [], [], INTERVAL)[0]:
-        wanted = at_first + freed - free_memory() + AHEAD  # what others took since, and some more
+        wanted = at_first + freed - free_memory() + AHEAD  # bytes that others allocated, plus AHEAD
         while pieces and freed < wanted:
             pieces.pop().close()
             freed += PIECE

@@ -36,17 +36,17 @@ from tests.support.measured_steps import (  # noqa: E402
 )
 from tests.support.pool import GlooPool, WorkerError  # noqa: E402
 
-_CLOSE = 0.01
+_CLOSE = 0.01  # allowed relative difference of forecast and measurement
 _LEFT = (
-    "Known of what is left: the state of the CPU's generator, 5,056 bytes for each module that computes again, and "
-    "14,400 bytes that a copy of transposed logits takes. Not looked into: phi3, tp4, selective (222,916 bytes)."
+    "Known causes of the differences: the state of the CPU generator (5,056 bytes per recomputed module) and a copy "
+    "of transposed logits (14,400 bytes). Not investigated: phi3, tp4, selective (222,916 bytes)."
 )
-_CLOSE_MIXED = 0.03
+_CLOSE_MIXED = 0.03  # the same with mixed precision
 _MIXED = (("dp4", "none"), ("dp4", "full"), ("tp2 x dp2", "none"), ("tp2 x dp2", "full"))
 
 
 class Case(NamedTuple):
-    """What is forecast and measured."""
+    """Model, layout, activation checkpointing mode and FSDP2 parameter dtype of one comparison."""
 
     model: str
     layout: str
@@ -55,7 +55,7 @@ class Case(NamedTuple):
 
 
 def rows_of(case: Case, source: Path, pool: GlooPool) -> Iterator[dict[str, Any]]:
-    """A row for each pipeline stage."""
+    """Forecast and measure a case, and yield a row for each pipeline stage."""
     model, layout, mode, param_dtype = case
     shown = {"model": model, "layout": layout, "mode": mode, "param_dtype": param_dtype}
     task = task_of(source, layout, mode, param_dtype=param_dtype)
@@ -79,13 +79,13 @@ def rows_of(case: Case, source: Path, pool: GlooPool) -> Iterator[dict[str, Any]
 
 
 def main() -> None:
-    """Runs the cases, and writes forecast.json and forecast.md."""
+    """Run the cases, and write forecast.json and forecast.md."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("models", nargs="*", metavar="MODEL")
     parser.add_argument("--layouts", default=",".join(LAYOUTS))
     parser.add_argument("--modes", default=",".join(MODES))
     parser.add_argument("--results", type=Path, default=HERE / "results")
-    parser.add_argument("--add", action="store_true", help="keep rows of other cases that are in DIR")
+    parser.add_argument("--add", action="store_true", help="keep the rows of other cases in DIR")
     arguments = parser.parse_args()
     models, layouts = arguments.models or list(CONFIGS), arguments.layouts.split(",")
     modes = arguments.modes.split(",")
@@ -124,7 +124,7 @@ def _place_of(row: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def summary_of(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """The smallest and the largest ratio, and how many are close."""
+    """Return the smallest and the largest ratio, and the number of rows within the allowed difference."""
     done = [row for row in rows if row["error"] is None]
     plain = [row for row in done if row["param_dtype"] is None]
     mixed = [row for row in done if row["param_dtype"] is not None]
@@ -148,8 +148,8 @@ def _words(summary: dict[str, Any]) -> str:
     )
     if summary["mixed_rows"]:
         said += (
-            f" With mixed precision {summary['mixed_rows']}: {summary['mixed_least']} to {summary['mixed_most']}, "
-            f"{summary['mixed_close']} within {_CLOSE_MIXED:.0%} or the parameters of a layer."
+            f" Mixed precision, {summary['mixed_rows']} stages: {summary['mixed_least']} to {summary['mixed_most']}, "
+            f"{summary['mixed_close']} within {_CLOSE_MIXED:.0%} or within the parameters of one layer."
         )
     if summary["failed"]:
         said += f" {summary['failed']} could not be run."
@@ -169,7 +169,7 @@ def _table(rows: list[dict[str, Any]]) -> str:
             (*begin, row["stage"], f"{row['forecast']:,}", f"{row['measured']:,}", f"{row['ratio']:.4f}",
              f"{row['between']:.4f}", f"{row['gloo']:,}")
         )  # fmt: skip
-    return table("Forecast and measured peak, bytes of a rank", columns, cells)
+    return table("Forecast and measured peak of a rank, bytes", columns, cells)
 
 
 if __name__ == "__main__":

@@ -37,14 +37,14 @@ DEEPSEEK = {
 
 
 class Case(NamedTuple):
-    """A run that somebody measured.
+    """A run with published memory.
 
     Attributes:
-        model: Its config.
-        options: Of `forecast`.
-        written: GiB that were measured, or None.
-        inferred: What the report does not say.
-        found: Takes the bytes that are meant from the forecast.
+        model: Config of the model.
+        options: Options of `forecast`.
+        written: Published memory in GiB; None if only the outcome was published.
+        inferred: Settings that the report omits, or "".
+        found: Function that returns the bytes of the forecast to compare.
     """
 
     model: Mapping[str, Any]
@@ -67,7 +67,7 @@ def _between(report: ForecastReport) -> int:
 
 
 def cases() -> dict[str, Case]:
-    """All of them, by name."""
+    """Return all cases by name."""
     phi = dict(read_recipe("phi_4_squad").model.shrunk_from)
     gemma = dict(read_recipe("gemma4_31b").model.shrunk_from)
     llama = {"tp": 4, "dp_shard": 2, "seq": 16384, "dtype": "fp32", "param_dtype": "bf16",
@@ -110,7 +110,7 @@ def cases() -> dict[str, Case]:
 
 
 def row_of(name: str, case: Case) -> dict[str, Any]:
-    """A case and its forecast."""
+    """Forecast a case, and return its row."""
     with tempfile.TemporaryDirectory() as directory:
         config = Path(directory, "config.json")
         config.write_text(json.dumps(case.model))
@@ -130,9 +130,9 @@ def row_of(name: str, case: Case) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Runs the cases and writes the table."""
+    """Run the cases, and write forecast_documents.json and forecast_documents.md."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="*", metavar="NAME", help="only cases whose name has this in it")
+    parser.add_argument("names", nargs="*", metavar="NAME", help="run only cases whose name contains this string")
     parser.add_argument("--results", type=Path, default=HERE / "results")
     options = parser.parse_args()
     rows = []
@@ -143,12 +143,12 @@ def main() -> None:
     shown = [
         {
             "run": row["case"],
-            "written down, GiB": "" if row["written"] is None else f"{row['written']:.2f}",
+            "published, GiB": "" if row["written"] is None else f"{row['written']:.2f}",
             "forecast, GiB": f"{row['forecast']:.2f}",
             "ratio": "" if row["written"] is None else f"{row['forecast'] / row['written']:.3f}",
             "fits 80 GiB": "" if row["fits"] is None else "yes" if row["fits"] else "no",
-            "most of the peak": row["kinds"],
-            "the peak is in": row["at"],
+            "largest kinds at the peak, GiB": row["kinds"],
+            "location of the peak": row["at"],
             "inferred": row["inferred"],
         }
         for row in rows
@@ -157,7 +157,7 @@ def main() -> None:
         options.results,
         "forecast_documents",
         {"rows": rows},
-        [table("Runs that others measured", list(shown[0]), [list(each.values()) for each in shown])],
+        [table("Runs with published memory", list(shown[0]), [list(each.values()) for each in shown])],
     )
 
 

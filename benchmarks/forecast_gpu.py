@@ -48,10 +48,10 @@ from ckptx.runtime.training.assembly import RankModel, build_rank_model_on_meta
 from ckptx.runtime.training.recipe_file import read_recipe
 
 _GIB = 2**30
-_LIMIT = 480  # seconds after which no case begins
-_GRACE = 60.0
-_AT_ONCE = 6  # forecasts beside each other, each of a core
-_CLOSE = 0.05
+_LIMIT = 480  # seconds after which no case starts
+_GRACE = 60.0  # seconds after the limit at which the process is ended
+_AT_ONCE = 6  # forecasts that run at the same time, each on one core
+_CLOSE = 0.05  # allowed relative difference of forecast and measurement
 _STD = 0.02
 _QWEN3_MOE = {
     "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "vocab_size": 151936, "hidden_size": 2048,
@@ -67,11 +67,11 @@ _TINY = {
 
 
 class Case(NamedTuple):
-    """A step.
+    """A training step to forecast and measure.
 
     Attributes:
-        model: Its config, and how many layers it has.
-        options: Of `ckptx forecast`, by their names in Python.
+        model: Config of the model, with its number of layers.
+        options: Options of `ckptx forecast`, by their names in Python.
     """
 
     model: Mapping[str, Any]
@@ -87,7 +87,7 @@ def _phi(layers: int) -> dict[str, Any]:
 
 
 def _gemma(layers: int) -> dict[str, Any]:
-    """The text model: of six layers one attends to all tokens."""
+    """Return the config of the text model; every sixth layer has full attention."""
     config: Mapping[str, Any] = read_recipe("gemma4_31b").model.shrunk_from
     text = dict(config["text_config"])
     kinds = ["full_attention" if each % 6 == 5 else "sliding_attention" for each in range(layers)]
@@ -98,7 +98,7 @@ def _gemma(layers: int) -> dict[str, Any]:
 
 
 def cases() -> dict[str, Case]:
-    """All of them, by name."""
+    """Return all cases by name."""
     modes = ("none", "full", "submodule", "selective")
     step = {"dtype": "bf16", "seq": 4096}
     full = {**step, "activation_checkpointing": "full"}
@@ -130,7 +130,7 @@ def cases() -> dict[str, Case]:
 
 
 def shrunk(case: Case) -> Case:
-    """The same for a try on a CPU."""
+    """Return the case with small shapes, to try the script on a CPU."""
     kinds = case.model.get("layer_types")
     small = {key: value for key, value in _TINY.items() if key in case.model or key == "pad_token_id"}
     if kinds:
@@ -144,7 +144,7 @@ def shrunk(case: Case) -> Case:
 
 
 def forecast_of(source: Path, options: Mapping[str, Any]) -> Row:
-    """What the command says."""
+    """Run `ckptx forecast`, and return the forecast peak and the bytes between steps."""
     words = []
     for name, value in options.items():
         if name == "loss":
@@ -162,12 +162,12 @@ def forecast_of(source: Path, options: Mapping[str, Any]) -> Row:
 
 
 def task_of(source: Path, options: Mapping[str, Any]) -> ForecastTask:
-    """The step that the command forecasts."""
+    """Return the task that the command forecasts."""
     return task_from_options(source, ForecastOptions(source, **options), 1)
 
 
 def taken_of(task: ForecastTask, device: torch.device) -> Row:
-    """What the step takes on the card: the second one, as the first makes the state of the optimizer."""
+    """Run a step twice on the GPU, and measure the second, because the first creates the optimizer state."""
     with fake_process_group(0, task.dims.world_size, device) as place:
         before = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
         assembled = build_rank_model_on_meta(task.recipe, task.source, place)
@@ -196,7 +196,7 @@ def _taken(step: StepSpec, device: torch.device) -> Row:
 
 
 def _filled(assembled: RankModel, task: ForecastTask, device: torch.device) -> StepSpec:
-    """With random weights, and rows on the device."""
+    """Fill a model with random weights, and return its step with inputs on the device."""
     torch.manual_seed(0)
     model = assembled.models[0]
     materialize(model, device)
@@ -213,13 +213,13 @@ def _filled(assembled: RankModel, task: ForecastTask, device: torch.device) -> S
 
 
 def _of_the_card(device: torch.device) -> int:
-    """Bytes that this process has of a card that nobody else uses."""
+    """Return the bytes in use on a GPU that no other process uses."""
     free, every = torch.cuda.mem_get_info(device)
     return int(every - free)
 
 
 def nccl_taken(device: torch.device, mesh: ParallelDims) -> Row:
-    """What is outside of the allocator once a group of NCCL has sent something."""
+    """Measure the memory outside the allocator after an all-reduce with NCCL."""
     if device.type != "cuda":
         return {"beside": 0}
     with tempfile.TemporaryDirectory() as directory:
@@ -238,7 +238,7 @@ def nccl_taken(device: torch.device, mesh: ParallelDims) -> Row:
 
 
 def comparing(found: Mapping[str, Case], work: Path, device: torch.device, pool: ThreadPoolExecutor) -> Part:
-    """A row for each case."""
+    """Return the part that compares the forecast and the measurement of each case."""
     forecasts: dict[str, Future[Row]] = {}
     measurements = []
     for number, (name, case) in enumerate(found.items()):
@@ -263,28 +263,28 @@ def comparing(found: Mapping[str, Case], work: Path, device: torch.device, pool:
 
     columns: Columns = {
         "forecast GiB": gib("forecast"),
-        "measured": gib("measured"),
+        "measured GiB": gib("measured"),
         "ratio": lambda row: f"{row['ratio']:.4f}",
-        "between steps": gib("forecast_between"),
-        "measured then": gib("measured_between"),
-        "ratio then": lambda row: f"{row['between_ratio']:.4f}",
+        "forecast between steps": gib("forecast_between"),
+        "measured between steps": gib("measured_between"),
+        "ratio between steps": lambda row: f"{row['between_ratio']:.4f}",
         "reserved": gib("reserved"),
-        "beside it": gib("beside"),
-        "s a step": lambda row: f"{row['seconds']:.2f}",
+        "outside allocator": gib("beside"),
+        "s per step": lambda row: f"{row['seconds']:.2f}",
         "s to forecast": lambda row: f"{row['forecast_s']:.1f}",
     }
-    return Part("Forecast and `max_memory_allocated` of a step, GiB", measurements, columns, wrong_ratios, _said)
+    return Part("Forecast and `max_memory_allocated` of one step, GiB", measurements, columns, wrong_ratios, _said)
 
 
 def wrong_ratios(rows: list[Row]) -> list[str]:
-    """Forecasts that are off, and cases that began with something of another."""
+    """List the wrong forecasts, and the cases that started with memory of an earlier case."""
     left = [
-        f"{row['case']}: {row['before']:,} bytes were there before, needed none"
+        f"{row['case']}: {row['before']:,} bytes were in use before the step, expected 0"
         for row in rows
         if row["before"] > 2**20
     ]
     return left + [
-        f"{row['case']}: forecast / measured is {row['ratio']:.4f}, needed {1 - _CLOSE} to {1 + _CLOSE}"
+        f"{row['case']}: forecast / measured is {row['ratio']:.4f}, expected {1 - _CLOSE} to {1 + _CLOSE}"
         for row in rows
         if not abs(row["ratio"] - 1) <= _CLOSE
     ]
@@ -305,32 +305,34 @@ def _said(rows: list[Row]) -> str:
             if each > row["forecast"] + reserve_bytes(row["forecast"])
         ]
         said += (
-            f" Tensors and what is beside the allocator are at most {above / _GIB:.2f} GiB above the forecast; above "
-            f"forecast and margin: {', '.join(short) or 'none'}. The allocator kept up to "
-            f"{max(row['reserved'] / row['measured'] for row in held):.3f} times the peak: nothing limited it, and how "
-            "much of that a smaller card would need was not tried."
+            f" Tensors and memory outside the allocator exceed the forecast by at most {above / _GIB:.2f} GiB; they "
+            f"exceed forecast and reserve in these cases: {', '.join(short) or 'none'}. The allocator reserved up to "
+            f"{max(row['reserved'] / row['measured'] for row in held):.3f} times the peak. Nothing limited it, and a "
+            "smaller GPU was not tried."
         )
     return said
 
 
 def libraries(device: torch.device) -> Part:
-    """What a group takes."""
-    measurements = [Measurement("a group of NCCL, one rank", lambda: nccl_taken(device, ParallelDims()))]
-    columns: Columns = {"beside the allocator, GiB": lambda row: f"{row['beside'] / _GIB:.3f}"}
+    """Return the part that measures the memory of an NCCL group."""
+    measurements = [Measurement("NCCL group of one rank", lambda: nccl_taken(device, ParallelDims()))]
+    columns: Columns = {"outside the allocator, GiB": lambda row: f"{row['beside'] / _GIB:.3f}"}
     return Part("Context and NCCL", measurements, columns, lambda rows: [])
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the cases; 1 when one failed or is off."""
+    """Run the cases; return 1 if one fails or its forecast is wrong."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tiny", action="store_true", help="small shapes, for a try on a CPU")
+    parser.add_argument("--tiny", action="store_true", help="use small shapes, to try the script on a CPU")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--only", default="", metavar="PART,...", help="cases whose name has one of these in it")
+    parser.add_argument(
+        "--only", default="", metavar="PART,...", help="run only cases whose name contains one of these strings"
+    )
     parser.add_argument("--results", type=Path, default=HERE / "results")
-    parser.add_argument("--limit", type=float, default=_LIMIT, help="seconds after which no case begins")
+    parser.add_argument("--limit", type=float, default=_LIMIT, help="seconds after which no case starts")
     options = parser.parse_args(arguments)
     if options.device == "cpu" and not options.tiny:
-        parser.error("--device cpu: these models are for a card; add --tiny")
+        parser.error("--device cpu: full shapes require a GPU; add --tiny")
     device = select_device(options.device)
     parts = [each for each in options.select.split(",") if each]
     found = {name: case for name, case in cases().items() if not parts or any(each in name for each in parts)}

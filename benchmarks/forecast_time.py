@@ -36,7 +36,7 @@ CASES: Mapping[str, tuple[str, Sequence[str], float]] = {
 
 
 def row_of(name: str, directory: Path) -> dict[str, Any]:
-    """A case, run once."""
+    """Run one case, and return its figures."""
     model, options, aim = CASES[name]
     command = [sys.executable, "-m", "ckptx", "forecast", str(directory / model), "--dtype", "bf16", *options]
     report = directory / "report.json"
@@ -55,9 +55,9 @@ def row_of(name: str, directory: Path) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Runs the cases and writes the table."""
+    """Run the cases, and write forecast_time.json and forecast_time.md."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="*", metavar="NAME", help="only cases whose name has this in it")
+    parser.add_argument("names", nargs="*", metavar="NAME", help="run only cases whose name contains this string")
     parser.add_argument("--results", type=Path, default=HERE / "results")
     options = parser.parse_args()
     models = {
@@ -69,7 +69,8 @@ def main() -> None:
         for model, config in models.items():
             (directory / model).mkdir()
             (directory / model / "config.json").write_text(json.dumps(config))
-        subprocess.run([sys.executable, "-m", "ckptx", "env"], check=True, capture_output=True)  # what is compiled
+        # Compile bytecode first, so that the first case does not.
+        subprocess.run([sys.executable, "-m", "ckptx", "env"], check=True, capture_output=True)
         for case in CASES:
             if not options.names or any(each in case for each in options.names):
                 rows.append(row_of(case, directory))
@@ -78,14 +79,14 @@ def main() -> None:
         {
             "forecast": row["case"],
             "seconds": f"{row['seconds']:.1f}",
-            "aim": f"{row['aim']:.0f}",
+            "target, s": f"{row['aim']:.0f}",
             "peak RSS of a process, MiB": f"{row['peak_rss'] / _MIB:.0f}",
-            "steps": row["of"],
+            "stages or layouts": row["of"],
         }
         for row in rows
     ]
     columns = list(shown[0])
-    text = table("What a forecast takes", columns, [list(each.values()) for each in shown])
+    text = table("Time and memory of a forecast", columns, [list(each.values()) for each in shown])
     publish(options.results, "forecast_time", {"rows": rows}, [text])
 
 

@@ -47,21 +47,21 @@ from ckptx.runtime.parity.forward import verify_run
 
 _TP = 4
 _REPEATS = 5
-_LIMIT = 400  # seconds after which no case begins
-GRACE = 70.0  # seconds more, after which everything ends
-_NEEDED = 8 << 30  # bytes that `verify` may write: the checkpoint twice, and as much again
-# Peak before and after, in GB, that the authors of NeMo Automodel published for their plan.
+_LIMIT = 400  # seconds after which no case starts
+GRACE = 70.0  # seconds after the limit at which the process is ended
+_NEEDED = 8 << 30  # free bytes of /dev/shm that the checkpoints require
+# Peak memory before and after in GB, as the authors of NeMo Automodel published it for their plan.
 _PUBLISHED = (51.93, 35.66)
 _DEFAULT, _OPTIMIZED = "default plan", "optimized plan"
 
 
 class Settings(NamedTuple):
-    """How to measure.
+    """Settings of all measurements.
 
     Attributes:
-        device: Where models are.
-        is_tiny: Small shapes, one repeat.
-        work: For checkpoints.
+        device: Device of the models.
+        is_tiny: Use small shapes and one repeat.
+        work: Directory for checkpoints.
     """
 
     device: torch.device
@@ -70,7 +70,7 @@ class Settings(NamedTuple):
 
     @property
     def repeats(self) -> int:
-        """Of a training step."""
+        """Number of timed training steps."""
         return 1 if self.is_tiny else _REPEATS
 
 
@@ -78,7 +78,7 @@ class Settings(NamedTuple):
 
 
 def verifying(settings: Settings) -> Part:
-    """`verify --run` of a DCP against the checkpoint it was made from."""
+    """Return the part that runs `verify --run` on a DCP and the checkpoint that it was converted from."""
     shape = llama_of(llama().config, is_tiny=settings.is_tiny)
 
     def measure() -> Row:
@@ -101,22 +101,22 @@ def verifying(settings: Settings) -> Part:
         "KL": lambda row: f"{row['kl']:.3g}",
         "cosine": lambda row: f"{row['cosine']:.6f}",
         "loss": lambda row: f"{row['loss']:.6f}",
-        "of the reference": lambda row: f"{row['loss_reference']:.6f}",
+        "reference loss": lambda row: f"{row['loss_reference']:.6f}",
         "gradients": lambda row: str(row["gradients"]),
-        "their max abs": lambda row: f"{row['grad_max_abs']:.3g}",
+        "gradients max abs": lambda row: f"{row['grad_max_abs']:.3g}",
         "seconds": lambda row: f"{row['seconds']:.1f}",
     }
-    title = "`verify --run`: a DCP on one rank against the HF checkpoint it was made from, bf16"
+    title = "`verify --run`: a DCP on one rank and its source HF checkpoint, bf16"
     return Part(title, [Case(shape.name, measure)], columns, wrong_outcomes)
 
 
 def wrong_outcomes(rows: list[Row]) -> list[str]:
-    """Of `verify`: what it found, it says in its rows."""
-    return [f"{row['case']}: verify gives exit {row['exit']}, needed 0" for row in rows if row["exit"]]
+    """List the rows in which `verify` did not exit with 0."""
+    return [f"{row['case']}: verify exited with {row['exit']}, expected 0" for row in rows if row["exit"]]
 
 
 def checkpointing(settings: Settings) -> Part:
-    """A training step in each mode of activation checkpointing."""
+    """Return the part that measures a training step in each activation checkpointing mode."""
 
     def case(whole: Shape, mode: str) -> Case:
         def measure() -> Row:
@@ -142,22 +142,22 @@ def checkpointing(settings: Settings) -> Part:
 
 
 def wrong_checkpointing(rows: list[Row]) -> list[str]:
-    """Layers that are not checkpointed, and losses that the mode changed."""
+    """List rows with layers that are not checkpointed, or with a loss that depends on the mode."""
     found = []
     for row in rows:
         needed = 0 if row["mode"] == "none" else row["layers"]
         if row["wrapped"] != needed:
-            found.append(f"{row['case']}: {row['wrapped']} layers are checkpointed, needed {needed}")
+            found.append(f"{row['case']}: {row['wrapped']} layers are checkpointed, expected {needed}")
         first = next(each for each in rows if each["model"] == row["model"])
         if row["loss"] != first["loss"] or not math.isfinite(row["loss"]):
-            found.append(f"{row['case']}: loss {row['loss']!r}, needed {first['loss']!r} as in {first['case']}")
+            found.append(f"{row['case']}: loss {row['loss']!r}, expected {first['loss']!r} as in {first['case']}")
         if not row["gradient_norm"] > 0:
-            found.append(f"{row['case']}: gradient norm {row['gradient_norm']!r}, needed more than 0")
+            found.append(f"{row['case']}: gradient norm {row['gradient_norm']!r}, expected more than 0")
     return found
 
 
 def sharding(settings: Settings) -> Part:
-    """One rank of four: logits gathered, as the plan of the class has it, and sharded, as ours has it."""
+    """Return the part that measures one of four TP ranks, with gathered logits (stock plan) and with sharded logits."""
     shape = llama_8b(4, is_tiny=settings.is_tiny)
 
     def case(name: str, wanted: str, *, on_sequence: bool = False) -> Case:
@@ -170,9 +170,9 @@ def sharding(settings: Settings) -> Part:
                 if wanted == "whole":
                     plan = dataclasses.replace(plan, sharded_head="")
                 apply_tensor_parallel(model, mesh, plan)
-                checkpoint_activations(model, "full")  # a smaller card has no room else
+                checkpoint_activations(model, "full")  # otherwise a smaller GPU runs out of memory
                 row = measured(model, shape, settings.device, settings.repeats)
-            del row["loss"], row["gradient_norm"]  # nothing was exchanged: they mean nothing
+            del row["loss"], row["gradient_norm"]  # meaningless, because the fake group sends no data
             return row | {"model": shape.name, "tp": _TP, "wanted": wanted}
 
         return Case(name, measure)
@@ -188,9 +188,9 @@ def sharding(settings: Settings) -> Part:
 
 
 def wrong_logits(rows: list[Row]) -> list[str]:
-    """Plans that did not decide what they were to decide."""
+    """List rows in which the plan did not give the expected placement of the logits."""
     return [
-        f"{row['case']}: the logits are {row['logits']}, needed {row['wanted']}"
+        f"{row['case']}: the logits are {row['logits']}, expected {row['wanted']}"
         for row in rows
         if row["logits"] != row["wanted"]
     ]
@@ -198,7 +198,7 @@ def wrong_logits(rows: list[Row]) -> list[str]:
 
 def _beside_published(rows: list[Row]) -> str:
     before, after = _PUBLISHED
-    said = f"Published for Llama 3.1 8B, FSDP2 and TP=4 on eight cards: {before} -> {after} GB, {after - before:+.2f}."
+    said = f"Published for Llama 3.1 8B, FSDP2 and TP=4 on eight GPUs: {before} -> {after} GB, {after - before:+.2f}."
     peaks = {row["case"]: row["peak_gib"] for row in rows}
     if _DEFAULT in peaks and _OPTIMIZED in peaks:
         whole, cut = peaks[_DEFAULT], peaks[_OPTIMIZED]
@@ -216,7 +216,7 @@ _STEP_COLUMNS: Columns = {
     "weights GiB": lambda row: f"{row['weights_gib']:.4g}",
     "peak GiB": lambda row: f"{row['peak_gib']:.4g}",
     "above weights": lambda row: f"{row['step_gib']:.4g}",
-    "ms a step": lambda row: f"{row['seconds'] * 1e3:.0f}",
+    "ms per step": lambda row: f"{row['seconds'] * 1e3:.0f}",
 }
 PARTS: dict[str, Callable[[Settings], Part]] = {
     "verify": verifying,
@@ -226,25 +226,25 @@ PARTS: dict[str, Callable[[Settings], Part]] = {
 
 
 def home() -> str | None:
-    """Where checkpoints are written: a RAM disk with room for them, else the directory for temporary files."""
+    """Return the parent directory of checkpoints: a RAM disk with enough space, or None for the default."""
     ram = Path("/dev/shm")
     return str(ram) if ram.is_dir() and shutil.disk_usage(ram).free > _NEEDED else None
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the parts asked for; 1 when something failed or is wrong."""
+    """Run the selected parts; return 1 if a case fails or a result is wrong."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tiny", action="store_true", help="small shapes, for a try on a CPU")
+    parser.add_argument("--tiny", action="store_true", help="use small shapes, to try the script on a CPU")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--results", type=Path, default=HERE / "results")
     parser.add_argument("--parts", default=",".join(PARTS))
-    parser.add_argument("--limit", type=float, default=_LIMIT, help="seconds after which no case begins")
+    parser.add_argument("--limit", type=float, default=_LIMIT, help="seconds after which no case starts")
     options = parser.parse_args(arguments)
     wanted = options.parts.split(",")
     if unknown := set(wanted) - set(PARTS):
-        parser.error(f"--parts: {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}")
+        parser.error(f"--parts: {', '.join(sorted(unknown))}: unknown; choose from {', '.join(PARTS)}")
     if options.device == "cpu" and not options.tiny:
-        parser.error("--device cpu: these models are for a card; add --tiny")
+        parser.error("--device cpu: full shapes require a GPU; add --tiny")
     try:
         device = select_device(options.device)
     except CkptxError as error:

@@ -26,7 +26,7 @@ from measure import publish, table  # noqa: E402 (benchmarks run from a checkout
 
 
 def judged(work: Path, name: str, pool: Any) -> dict[str, Any]:
-    """What both sides made of one model."""
+    """Run one model with ckptx and compare it with the saved outputs of transformers."""
     from tests.support import judged
     from tests.support.judged import computed, distance
 
@@ -58,20 +58,20 @@ def _numbers(found: Any) -> dict[str, Any]:
 
 
 _COLUMNS = (
-    "model", "as `from_pretrained`", "tp 2, from transformers uncut: outputs, worst gradient",
-    "tp 2, from transformers' own tp 2: outputs, worst gradient",
+    "model", "as `from_pretrained`", "tp 2, difference from unsharded transformers: outputs, worst gradient",
+    "tp 2, difference from transformers' own tp 2: outputs, worst gradient",
 )  # fmt: skip
 
 
 def shown(row: dict[str, Any]) -> tuple[object, ...]:
-    """A line of the table."""
+    """Return the table row of a model."""
     equal = f"equal, {row['tensors']} tensors" if not row["unequal"] else f"{len(row['unequal'])} DIFFERENCES"
     cut = [_apart(row["transformers_cut"])] if "transformers_cut" in row else []
     itself = row.get("transformers_with_itself")
     if itself is not None and itself["faults"]:
-        cut = [f"transformers differs from itself uncut: {_apart(itself)}"]
+        cut = [f"transformers differs from its unsharded run: {_apart(itself)}"]
     if row["error"] is not None:
-        cut.append(f"transformers refuses: {re.split('[.!] ', row['error'])[0]}")
+        cut.append(f"transformers fails: {re.split('[.!] ', row['error'])[0]}")
     return row["model"], equal, _apart(row["transformers_uncut"]), "; ".join(cut)
 
 
@@ -83,7 +83,7 @@ def _apart(found: dict[str, Any]) -> str:
 
 
 def summed(rows: list[dict[str, Any]]) -> list[tuple[str, int, str]]:
-    """How transformers' own tensor parallelism fares, by kind of outcome."""
+    """Count the outcomes of transformers' own tensor parallelism, with the models of each."""
     kinds: dict[str, list[str]] = {}
     for row in rows:
         kinds.setdefault(_kind(row), []).append(row["model"])
@@ -105,7 +105,7 @@ def _kind(row: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    """Prepares, runs, and writes judges.json and judges.md."""
+    """Run all models, and write judges.json and judges.md."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("models", nargs="*")
     parser.add_argument("--results", type=Path, default=HERE / "results")
@@ -130,7 +130,7 @@ def main() -> None:
             rows = [judged(work, name, pool) for name in names]
     finally:
         pool.close()
-    title = "The runtime and transformers in a process of its own, tiny random models, float32"
+    title = "The runtime, and transformers in a separate process; tiny random models, float32"
     tables = [
         table(
             "Results of transformers' own tensor parallelism", ("transformers at tp 2", "models", "names"), summed(rows)

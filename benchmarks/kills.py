@@ -26,12 +26,12 @@ from ckptx.robustness_suite.surviving_steps import check_steps
 from tests.support import killed_ranks
 from tests.support.killed_ranks import HOW, Kill
 
-_POINTS = (16, 4)  # by rank
+_POINTS = (16, 4)  # number of kill points, by rank
 _WAYS = [(how, everyone) for how in HOW for everyone in (False, True)]
 
 
 def main() -> None:
-    """Kills, and writes kills.json and kills.md; fails where something is left that should not be."""
+    """Kill saves, and write kills.json and kills.md; exit with 1 if a wrong file remains."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ram", type=Path, default=Path("/dev/shm"))
     parser.add_argument("--results", type=Path, default=HERE / "results")
@@ -40,19 +40,22 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=arguments.ram, prefix="ckptx-bench-") as directory:
         rows = killed_everywhere(Path(directory))
     lines = [(row["kind"], row["operation"], row["rank"], *(_cell(each) for each in row["left"])) for row in rows]
-    columns = ("of", "killed at", "rank", *(f"{how}, {'all ranks' if all_ else 'one rank'}" for how, all_ in _WAYS))
+    columns = (
+        "kind of file",
+        "killed at",
+        "rank",
+        *(f"{how}, {'all ranks' if all_ else 'one rank'}" for how, all_ in _WAYS),
+    )
     faults = [fault for row in rows for each in row["left"] for fault in each["faults"]]
     runs = len(rows) * len(_WAYS)
-    said = (
-        f"{runs} saves killed; {len(faults)} left something else than the last good step, or kept the next from it.\n"
-    )
-    title = "Killed in the save of step 9, with steps 3 and 6 there"
+    said = f"{runs} saves killed; {len(faults)} damaged the last complete step or prevented the next save.\n"
+    title = "Saves of step 9 that are killed, with complete steps 3 and 6"
     publish(arguments.results, "kills", {"rows": rows, "faults": faults}, [table(title, columns, lines), said])
     raise SystemExit(bool(faults))
 
 
 def killed_everywhere(work: Path) -> list[dict[str, Any]]:
-    """A row for each operation."""
+    """Kill a save at each operation, and return a row for each."""
     start = work / "start"
     killed_ranks.start(start)
     known, names = dict(check_steps(start, good_step=6).digests), {}

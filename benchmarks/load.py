@@ -24,9 +24,9 @@ from checkpoints import Model, llama, write_checkpoint
 from measure import CKPTX, HERE, arguments_of, fed, publish, table, timed
 
 TP = 4
-_RANK = 1  # whose loads are raced; norms lie in the file of another
-_SLACK = 200 << 20  # bytes of memory a rank may take beyond its part
-_AROUND = 6 << 10  # bytes it may read around a tensor: the ends of its archive
+_RANK = 1  # rank whose loads are timed; the norms are in the file of rank 0
+_SLACK = 200 << 20  # bytes of memory that a rank may use in addition to its shards
+_AROUND = 6 << 10  # bytes that it may read around a tensor, for the records of its archive
 _HOW = {
     "ckptx": "`ckptx.runtime.load`",
     "stock": "stock `dcp.load`",
@@ -35,7 +35,7 @@ _HOW = {
 
 
 def tiny() -> Model:
-    """A Llama with a 32nd of every dim."""
+    """Return a Llama with every dimension divided by 32."""
     model = llama(2)
     config = dict(model.config)
     for key in ("head_dim", "hidden_size", "intermediate_size", "vocab_size"):
@@ -45,13 +45,13 @@ def tiny() -> Model:
 
 
 def write(root: Path, model: Model) -> None:
-    """The HF checkpoint at root/hf, and what is cut at root/dcp."""
+    """Write the HF checkpoint to root/hf and the sharded DCP to root/dcp."""
     write_checkpoint(root / "hf", model)
     timed([*CKPTX, "reshard", str(root / "hf"), str(root / "dcp"), "--to", "dcp", "--tp", str(TP)])
 
 
 def loaded(warm: Path, source: Path, rank: int, *hows: str) -> list[dict[str, Any]]:
-    """What load_rank.py says, in a process of its own."""
+    """Run load_rank.py in a separate process, and return its rows."""
     jobs = [each for how in hows for each in (how, str(source / ("hf" if how == "whole" else "dcp")))]
     command = [sys.executable, str(HERE / "load_rank.py"), str(TP), str(rank), str(warm), *jobs]
     done = subprocess.run(command, stdout=subprocess.PIPE, check=True)
@@ -60,39 +60,41 @@ def loaded(warm: Path, source: Path, rank: int, *hows: str) -> list[dict[str, An
 
 
 def check(rows: list[dict[str, Any]], rank: int, described: int) -> None:
-    """What must be so on any machine.
+    """Check the results that do not depend on the machine.
 
     Args:
-        rows: As `loaded` gives them, one of ckptx among them.
-        rank: Whose they are.
+        rows: Rows of one rank from `loaded`; one of them is from ckptx.
+        rank: Rank that loaded.
         described: Bytes of `.metadata` and `config.json`.
 
     Raises:
-        SystemExit: The ways to load gave other bytes; or ckptx opened files of other ranks, read what it did not
-            need, or took too much memory.
+        SystemExit: If the methods loaded different bytes, or if ckptx opened files of other ranks, read too many bytes
+            or used too much memory.
     """
     if len({row["digest"] for row in rows}) != 1:
-        raise SystemExit(f"rank {rank} has other bytes by {' and '.join(row['how'] for row in rows)}")
+        raise SystemExit(f"rank {rank} has different bytes from {' and '.join(row['how'] for row in rows)}")
     row = next(row for row in rows if row["how"] == "ckptx")
     others = [name for name in row["files"] if not _may_open(name, rank)]
     if others or f"__{rank}_0.distcp" not in row["files"]:
-        raise SystemExit(f"rank {rank} opened {', '.join(row['files'])}, needed its own file and that of rank 0")
+        raise SystemExit(
+            f"rank {rank} opened {', '.join(row['files'])}; expected only its own files and those of rank 0"
+        )
     if row["read"] > row["needed"] + described + _AROUND * row["tensors"]:
-        raise SystemExit(f"rank {rank} read {row['read']} bytes, needed {row['needed']}")
+        raise SystemExit(f"rank {rank} read {row['read']} bytes for shards of {row['needed']} bytes")
     if row["grown"] > row["needed"] + _SLACK:
-        raise SystemExit(f"rank {rank} took {row['grown']} bytes of memory, needed {row['needed']}")
+        raise SystemExit(f"rank {rank} used {row['grown']} bytes of memory for shards of {row['needed']} bytes")
 
 
 def _may_open(name: str, rank: int) -> bool:
-    """Its own file, that of the first rank, which has what all ranks of a stage hold, and what describes them.
+    """Return True for metadata files, the rank's own files, and those of rank 0, which has the replicated tensors.
 
-    `ckptx.json` is opened to see that it is a file; none of it is read.
+    `ckptx.json` is opened to check that it is a file, but not read.
     """
     return name in (".metadata", "config.json", "ckptx.json") or name.startswith((f"__{rank}_", "__0_"))
 
 
 def summary(how: str, rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Medians over rounds."""
+    """Summarize the rounds of one method: median seconds, bytes in MiB, and opened files."""
     seconds = [row["seconds"] for row in rows]
     return {
         "how": how,
@@ -108,7 +110,7 @@ def summary(how: str, rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def shown(rows: list[dict[str, Any]]) -> str:
-    """The table."""
+    """Return the table of all methods."""
     cells = [
         (
             _HOW[row["how"]],
@@ -125,7 +127,7 @@ def shown(rows: list[dict[str, Any]]) -> str:
 
 
 def main() -> None:
-    """Checks every rank once, then races one."""
+    """Check every rank once, then time one rank, and write load.json and load.md."""
     is_tiny = "--tiny" in sys.argv
     if is_tiny:
         sys.argv.remove("--tiny")

@@ -48,28 +48,28 @@ def _listen(event: str, arguments: tuple[Any, ...]) -> None:
 
 
 def proc(file: str, field: str) -> int:
-    """A number of this process from /proc, in bytes."""
+    """Return a field of a file of /proc/self, in bytes."""
     found = re.search(rf"^{field}:\s+(\d+)( kB)?$", Path("/proc/self", file).read_text(), re.MULTILINE)
     assert found is not None
     return int(found[1]) << (10 if found[2] else 0)
 
 
 def by_ckptx(path: Path, model: nn.Module, layout: TensorParallelLayout) -> nn.Module:
-    """Loads what is this rank's."""
+    """Load the shards of this rank with `ckptx.runtime.load`."""
     materialize(model)
     load(model, path, regions=layout.local_regions)
     return model
 
 
 def by_stock(path: Path, model: nn.Module, _: TensorParallelLayout) -> nn.Module:
-    """The same by torch."""
+    """Load the shards of this rank with stock `dcp.load`."""
     materialize(model)
     dcp.load(model.state_dict(), storage_reader=dcp.FileSystemReader(path), no_dist=True)
     return model
 
 
 def by_transformers(path: Path, model: nn.Module, layout: TensorParallelLayout) -> nn.Module:
-    """Has transformers load everything, and takes this rank's part: until then it has files mapped, and no bytes."""
+    """Load the whole model with `from_pretrained`, which maps files, and copy the shards of this rank from it."""
     materialize(model)
     everything = LlamaForCausalLM.from_pretrained(path, dtype="auto").state_dict()
     with torch.no_grad():
@@ -88,12 +88,16 @@ HOW: dict[str, Callable[[Path, nn.Module, TensorParallelLayout], nn.Module]] = {
 
 
 def measured(how: str, path: Path, mesh: DeviceMesh) -> dict[str, object]:
-    """Loads and says what that took."""
+    """Load the shards of this rank with one method.
+
+    Returns:
+        Bytes needed and read, opened files, growth of the RSS in bytes, seconds, and a digest of the weights.
+    """
     model = build_model(path, dtype=torch.bfloat16)
     layout = apply_tensor_parallel(model, mesh, find_plan(model, read_json(path / "config.json")))
     needed = sum(_local(each).nbytes for each in model.parameters())
     gc.collect()
-    Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
+    Path("/proc/self/clear_refs").write_text("5")  # reset the peak RSS
     _opened.clear()
     resident, read, start = proc("status", "VmRSS"), proc("io", "rchar"), time.perf_counter()
     model = HOW[how](path, model, layout)
@@ -116,7 +120,7 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def digest_of(model: nn.Module) -> str:
-    """Of everything that this rank has."""
+    """Return a digest of all local shards of a model."""
     digest = xxhash.xxh3_128()
     for _, tensor in sorted(model.named_parameters()):
         digest.update(_local(tensor).contiguous().view(torch.uint8).numpy().data)
@@ -124,7 +128,7 @@ def digest_of(model: nn.Module) -> str:
 
 
 def main(world: str, rank: str, warm: str, *jobs: str) -> None:
-    """Loads what it is told to, one after another."""
+    """Load with each method and checkpoint in `jobs` in order, and print the figures."""
     warnings.simplefilter("ignore")
     logging.disable_progress_bar()
     sys.addaudithook(_listen)

@@ -32,7 +32,7 @@ import ckptx
 HERE = Path(__file__).resolve().parent
 CKPTX = [str(Path(sys.executable).with_name("ckptx"))]
 STOCK = [sys.executable, str(HERE / "stock.py")]
-# The kernel counts the memory of whoever forked into the peak of the child, so a small process does the forking.
+# The kernel counts the memory of the forking process in the peak of the child, so a small process forks.
 _LAUNCH = [sys.executable, "-I", "-S", str(HERE / "launch.py")]
 _FEEDER = [sys.executable, "-I", "-S", str(HERE / "feeder.py")]
 
@@ -41,11 +41,11 @@ class Step(NamedTuple):
     """One command of a round.
 
     Attributes:
-        name: As in the table.
-        command: The process.
-        output: What it writes; removed after the step, or after the round when a later step reads it.
-        keep: Whether a later step reads it.
-        checks: Run after the step in the round that does not count; each must succeed.
+        name: Name in the table.
+        command: Command line of the process.
+        output: Directory that it writes; removed after the step, or after the round with `keep`.
+        keep: Keep the output for a later step.
+        checks: Commands that run after the step in the warm-up round; each must succeed.
     """
 
     name: str
@@ -65,7 +65,7 @@ class Row:
     peak: int = 0
 
     def to_dict(self) -> dict[str, object]:
-        """Medians, for the JSON file."""
+        """Return medians and extremes of the rounds for the JSON file."""
         return {
             "name": self.name,
             "seconds": round(statistics.median(self.seconds), 3),
@@ -78,7 +78,12 @@ class Row:
 
 
 def timed(command: Sequence[str], nbytes: int = 0) -> tuple[float, int]:
-    """Seconds from fork to exit, and peak RSS in bytes, of one process, which is fed `nbytes` of memory."""
+    """Run a command, and return its seconds from fork to exit and its peak RSS in bytes.
+
+    Args:
+        command: Command line of the process.
+        nbytes: Bytes of memory that `feeder.py` frees for it; 0 for none.
+    """
     with fed(nbytes):
         launched = subprocess.run([*_LAUNCH, *command], capture_output=True, text=True, check=False)
     if launched.returncode:
@@ -89,7 +94,7 @@ def timed(command: Sequence[str], nbytes: int = 0) -> tuple[float, int]:
 
 @contextmanager
 def fed(nbytes: int) -> Iterator[None]:
-    """So many bytes of memory are freed within the block, as they are taken; none for 0."""
+    """Have `feeder.py` free `nbytes` of memory during the block, as other processes allocate it; 0 for none."""
     if not nbytes:
         yield
         return
@@ -104,12 +109,12 @@ def fed(nbytes: int) -> Iterator[None]:
 
 
 def race(steps: Sequence[Step], rounds: int, nbytes: int = 0) -> list[Row]:
-    """Rounds of all steps in turn.
+    """Time all steps in rounds.
 
     Args:
-        steps: The first is what the others are compared with; on a RAM disk it runs again before each of them.
-        rounds: How many count.
-        nbytes: What a step writes, on a RAM disk; 0 for another.
+        steps: Steps in order. The others are compared with the first; on a RAM disk it runs before each of them.
+        rounds: Number of timed rounds.
+        nbytes: Bytes that a step writes to a RAM disk; 0 for another disk.
     """
     rows = {step.name: Row(step.name) for step in steps}
     copy = steps[0]
@@ -125,7 +130,7 @@ def race(steps: Sequence[Step], rounds: int, nbytes: int = 0) -> list[Row]:
             if not step.keep:
                 shutil.rmtree(step.output)
             copied = seconds if step is copy else copied
-            if turn:  # the first round warms pages and caches
+            if turn:  # the first round warms up pages and caches
                 row.seconds.append(seconds)
                 row.ratios.append(seconds / copied)
                 row.peak = max(row.peak, peak)
@@ -138,14 +143,14 @@ def race(steps: Sequence[Step], rounds: int, nbytes: int = 0) -> list[Row]:
 
 
 def growing(work: Path, sizes: Sequence[tuple[int, int]]) -> Iterator[tuple[float, Path]]:
-    """Writes one Llama after the other; whoever takes it removes it.
+    """Write Llamas of growing size one after the other; the caller removes each.
 
     Args:
-        work: Where.
-        sizes: (GiB, layers) of each.
+        work: Parent directory of the checkpoints.
+        sizes: (GiB, layers) of each checkpoint.
 
     Yields:
-        Its size in GiB and its directory.
+        Size of a checkpoint in GiB, and its directory.
     """
     for gib, layers in sizes:
         source = work / "flat"
@@ -154,19 +159,19 @@ def growing(work: Path, sizes: Sequence[tuple[int, int]]) -> Iterator[tuple[floa
 
 
 def size_of(directory: Path) -> int:
-    """Bytes of the files in a directory."""
+    """Return the total size of the files in a directory, in bytes."""
     return sum(file.stat().st_size for file in directory.iterdir())
 
 
 def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """One Markdown table."""
+    """Return a Markdown table with a title."""
     lines = [f"### {title}", "", f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
     lines += [f"| {' | '.join(map(str, row))} |" for row in rows]
     return "\n".join([*lines, ""])
 
 
 def timings(title: str, rows: Sequence[Row]) -> str:
-    """The table of a race."""
+    """Return the table of timed commands."""
     cells = []
     for row in rows:
         shown = row.to_dict()
@@ -176,7 +181,7 @@ def timings(title: str, rows: Sequence[Row]) -> str:
 
 
 def machine() -> dict[str, object]:
-    """What the figures were taken on: cores, memory and versions, nothing that names a host."""
+    """Describe the machine: cores, memory in GiB and versions, without the host name."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     packages = ("torch", "transformers", "safetensors", "xxhash", "isal")
     return {
@@ -188,7 +193,15 @@ def machine() -> dict[str, object]:
 
 
 def arguments_of(description: str | None, parts: Sequence[str]) -> argparse.Namespace:
-    """The command line of a benchmark; `parts` of the result is the list of those asked for."""
+    """Parse the command line of a benchmark.
+
+    Args:
+        description: Help text of the command.
+        parts: Names of all parts.
+
+    Returns:
+        Arguments; `parts` is the list of the selected parts.
+    """
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--parts", default=",".join(parts))
@@ -199,14 +212,14 @@ def arguments_of(description: str | None, parts: Sequence[str]) -> argparse.Name
     arguments.parts = arguments.parts.split(",")
     unknown = set(arguments.parts) - set(parts)
     if unknown:
-        parser.error(f"--parts: {', '.join(sorted(unknown))}; there are {', '.join(parts)}")
-    # What pip does when it installs; an editable install in an environment that writes no bytecode compiles every time.
+        parser.error(f"--parts: {', '.join(sorted(unknown))}: unknown; choose from {', '.join(parts)}")
+    # pip does this at installation; an editable install without bytecode files would compile in every process.
     compileall.compile_dir(Path(ckptx.__file__).parent, quiet=1)
     return arguments
 
 
 def publish(directory: Path, name: str, results: dict[str, Any], tables: Sequence[str]) -> None:
-    """Writes NAME.json and NAME.md, and prints the tables."""
+    """Write NAME.json and NAME.md, and print the tables."""
     directory.mkdir(exist_ok=True)
     (directory / f"{name}.json").write_text(json.dumps({"machine": machine(), **results}, indent=2) + "\n")
     described = ", ".join(f"{key} {value}" for key, value in machine().items())

@@ -25,7 +25,7 @@ from measure import publish, table  # noqa: E402 (benchmarks run from a checkout
 
 
 def prepare(work: Path, names: list[str]) -> None:
-    """Writes each model as an HF checkpoint and converts it to a DCP."""
+    """Write each model as an HF checkpoint, and convert it to a DCP."""
     import torch
 
     import ckptx
@@ -37,7 +37,7 @@ def prepare(work: Path, names: list[str]) -> None:
 
 
 def on_rank(work: Path, names: list[str], tp: int, dp_shard: int, dtype: str) -> None:
-    """What each rank does: every model in turn; rank 0 writes what came of them."""
+    """Verify every model on this rank; rank 0 writes the rows."""
     import torch
     import torch.distributed as dist
 
@@ -67,11 +67,13 @@ _KEPT = (
 )  # fmt: skip
 
 
-_COLUMNS = ("model", "outcome", "logits: max abs of allowed", "KL", "loss: away of allowed", "gradients: max abs")
+_COLUMNS = (
+    "model", "outcome", "logits: max abs of tolerance", "KL", "loss: difference of tolerance", "gradients: max abs",
+)  # fmt: skip
 
 
 def shown(row: dict[str, Any]) -> tuple[object, ...]:
-    """A line of the table."""
+    """Return the table row of a model."""
     if row["error"] is not None:
         return row["model"], f"exit {row['exit']}: {row['error']}", "", "", "", ""
     away = abs(row["loss"] - row["loss_reference"])
@@ -81,12 +83,12 @@ def shown(row: dict[str, Any]) -> tuple[object, ...]:
         f"{row['max_abs']:.1e} of {row['max_abs_tolerance']:.1e}",
         f"{row['kl']:.0e}",
         f"{away:.1e} of {row['loss_tolerance']:.1e}",
-        f"{row['grad_max_abs']:.1e}, {row['grad_closest_to_tolerance'][1]:.0%} of its limit",
+        f"{row['grad_max_abs']:.1e}, {row['grad_closest_to_tolerance'][1]:.0%} of tolerance",
     )
 
 
 def main() -> None:
-    """Prepares, runs, and writes models.json and models.md."""
+    """Run all models, and write models.json and models.md."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("models", nargs="*")
     parser.add_argument("--tp", type=int, default=2)

@@ -46,17 +46,26 @@ _RUNS = {
     (_TIED, 2): (1, 12),
     ("untied, vocabulary 32,000", 1): (1, 12),
     ("tied, vocabulary 128,256", 1): (1, 12),
-}  # of a model and a number of batches, in how many pieces
+}  # (model, number of batches) -> numbers of stages
 _MIB = 1 << 20
 
 
 def peak_rss() -> int:
-    """Bytes of this process at its peak so far."""
+    """Return the peak RSS of this process so far, in bytes."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def run_one(path: Path, pieces: int, count: int) -> dict[str, Any]:
-    """What a process finds that runs the reference alone."""
+    """Run only the reference of a model in this process.
+
+    Args:
+        path: HF checkpoint of the model.
+        pieces: Number of stages that the reference runs in; 1 keeps the whole model in memory.
+        count: Number of batches.
+
+    Returns:
+        Peak RSS above the RSS before the run, estimated peak, both in bytes; a digest of all results; CPU seconds.
+    """
     import torch
 
     from ckptx.layout.stages import StageMap
@@ -105,7 +114,7 @@ def _digest(tensor: Any) -> str:
 
 
 def measured(path: Path, pieces: int, batches: int) -> dict[str, Any]:
-    """`run_one` in a process of its own."""
+    """Call `run_one` in a separate process."""
     command = [sys.executable, __file__, "--work", str(path), "--pieces", str(pieces), "--batches", str(batches)]
     environment = {**os.environ, "PYTHONPATH": str(HERE.parent)}
     found: dict[str, Any] = json.loads(subprocess.run(command, env=environment, check=True, capture_output=True).stdout)
@@ -113,7 +122,7 @@ def measured(path: Path, pieces: int, batches: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Measures, and writes pieces.json and pieces.md."""
+    """Measure all runs, and write pieces.json and pieces.md."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ram", type=Path, default=Path("/dev/shm"))
     parser.add_argument("--results", type=Path, default=HERE / "results")
@@ -161,7 +170,7 @@ def main() -> None:
         "estimate",
         "bit-identical results",
     )
-    title = "The reference of `verify --run`, in pieces; bfloat16 as stored"
+    title = "Reference of `verify --run`, split into stages; bfloat16 as stored"
     publish(arguments.results, "pieces", {"rows": rows}, [table(title, columns, lines)])
 
 

@@ -27,13 +27,13 @@ _TP8_PP16_DP8 = ["--tp", "8", "--pp", "16", "--dp-shard", "8"]
 
 
 def cutting(work: Path, source: Path, rounds: int, *, stock: bool) -> list[Row]:
-    """Rounds of cp and ckptx over one checkpoint: HF -> tp4 x pp2, that to another mesh, and that home again.
+    """Time `cp -r` and ckptx with one checkpoint: HF -> tp4 x pp2, from there to another mesh, and back to HF.
 
     Args:
-        work: Where outputs go.
+        work: Directory for outputs.
         source: The HF checkpoint.
-        rounds: How many count.
-        stock: Whether stock torch merges, too.
+        rounds: Number of timed rounds.
+        stock: Also time the merge with stock torch.
     """
     copy, cut, other, back, shards, stock_back = (
         work / name for name in ("cp", "tp4-pp2", "tp2", "back", "shards", "stock-back")
@@ -42,7 +42,7 @@ def cutting(work: Path, source: Path, rounds: int, *, stock: bool) -> list[Row]:
     to_other = [*_RESHARD, str(cut), str(other), "--to", "dcp", "--tp", "2"]
     to_shards = [*_RESHARD, str(source), str(shards), "--to", "safetensors", *_TP4_PP2]
     verify = [*CKPTX, "verify", str(source)]
-    # Shards have the names of the model, with the experts of a layer in one tensor: they are compared once back.
+    # The shards have transformers names and fused experts, so they are verified after conversion back to HF.
     shards_home = [[*_MERGE, str(shards), str(back)], [*verify, str(back)], ["rm", "-r", str(back)]]
     steps = [
         Step("cp -r", ["cp", "-r", str(source), str(copy)], copy),
@@ -57,7 +57,7 @@ def cutting(work: Path, source: Path, rounds: int, *, stock: bool) -> list[Row]:
 
 
 def flat(work: Path, sizes: tuple[tuple[int, int], ...]) -> list[dict[str, float]]:
-    """Peak RSS of the cut and of the way back, for checkpoints of 1 to 8 GiB: it must not grow with the model."""
+    """Measure the peak RSS of resharding and merging for checkpoints of 1 to 8 GiB; it must not grow with the model."""
     rows = []
     for gib, source in growing(work, sizes):
         cut, back = work / "flat-cut", work / "flat-back"
@@ -72,10 +72,10 @@ def flat(work: Path, sizes: tuple[tuple[int, int], ...]) -> list[dict[str, float
 
 
 def loading(work: Path, source: Path) -> list[dict[str, Any]]:
-    """What rank 3 of a TP of 8 reads to load its part of `source` with stock `dcp.load`.
+    """Measure the bytes that rank 3 of TP 8 reads to load its shards of `source` with stock `dcp.load`.
 
     Raises:
-        SystemExit: The two DCPs did not give it the same bytes.
+        SystemExit: If the shards from the two DCPs differ.
     """
     whole, cut = work / "whole", work / "tp8"
     timed([*CKPTX, "convert", "hf2dcp", str(source), str(whole)])
@@ -88,14 +88,14 @@ def loading(work: Path, source: Path) -> list[dict[str, Any]]:
         print(f"  {rows[-1]}", file=sys.stderr)
         shutil.rmtree(path)
     if len({row["digest"] for row in rows}) != 1:
-        raise SystemExit("stock dcp.load gave rank 3 other bytes from the DCP that is cut than from the whole one")
+        raise SystemExit("rank 3: stock dcp.load returned different bytes from the sharded and the unsharded DCP")
     return rows
 
 
 def planning(work: Path, rounds: int) -> list[dict[str, Any]]:
-    """`--dry-run` of DeepSeek-V3 for 1,024 ranks, and of its first quarter and half.
+    """Time `--dry-run` of DeepSeek-V3 for 1,024 ranks, and of its first quarter and half.
 
-    Each part of it has the head for a further token, and the quarter is 16 layers, as there are 16 stages.
+    Each includes the multi-token prediction layer. The quarter has 16 layers, one per pipeline stage.
     """
     rows = []
     for layers in (16, 31, 61):
@@ -125,7 +125,7 @@ def planning(work: Path, rounds: int) -> list[dict[str, Any]]:
 
 
 def loading_table(rows: list[dict[str, Any]]) -> str:
-    """Bytes needed and read."""
+    """Return the table of bytes that a rank needs and reads."""
     cells = [
         (
             row["dcp"],
@@ -141,7 +141,7 @@ def loading_table(rows: list[dict[str, Any]]) -> str:
 
 
 def planning_table(rows: list[dict[str, Any]]) -> str:
-    """Seconds and memory of the plans."""
+    """Return the table of seconds and memory of dry runs."""
     cells = [
         (
             row["layers"],
@@ -159,7 +159,7 @@ def planning_table(rows: list[dict[str, Any]]) -> str:
 
 
 def main() -> None:
-    """Runs the parts asked for and writes the tables."""
+    """Run the selected parts, and write reshard.json and reshard.md."""
     arguments = arguments_of(__doc__, ("llama", "experts", "qwen3-moe", "flat", "loading", "planning"))
     parts, rounds = arguments.parts, arguments.rounds
     results: dict[str, Any] = {}

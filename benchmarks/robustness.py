@@ -51,31 +51,31 @@ Row = dict[str, Any]
 
 
 def main() -> None:
-    """Runs the commands, and writes robustness.json and robustness.md; fails where a phase does."""
+    """Run the cases, and write robustness.json and robustness.md; exit with 1 if a phase fails."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(CASES)}; all when left out")
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"cases to run: {', '.join(CASES)} [default: all]")
     parser.add_argument("--ram", type=Path, default=Path("/dev/shm"))
     parser.add_argument("--results", type=Path, default=HERE / "results")
     arguments = parser.parse_args()
     unknown = set(arguments.names) - set(CASES)
     if unknown:
-        parser.error(f"{', '.join(sorted(unknown))}: there are {', '.join(CASES)}")
+        parser.error(f"{', '.join(sorted(unknown))}: unknown; choose from {', '.join(CASES)}")
     rows = []
     for name in arguments.names or CASES:
         with tempfile.TemporaryDirectory(dir=arguments.ram, prefix="ckptx-bench-") as directory:
             rows.append(measured(name, Path(directory)))
         print(f"  {name}: {_cells(rows[-1])}", file=sys.stderr, flush=True)
     columns = (
-        "recipe", "mesh", "ranks", "settings", "phases passed", "failed", "seconds", "peak RSS", "noise of loss",
-        "of logits",
+        "recipe", "mesh", "ranks", "settings", "phases passed", "failed", "seconds", "peak RSS", "loss noise",
+        "logits noise",
     )  # fmt: skip
-    title = "Trained, saved, loaded, exported, re-laid, resumed, killed"
+    title = "Train, save, load, export, reshard, resume and kill"
     publish(arguments.results, "robustness", {"rows": rows}, [table(title, columns, list(map(_cells, rows)))])
     raise SystemExit(any(row["failed"] for row in rows))
 
 
 def measured(name: str, work: Path) -> Row:
-    """One command, and what it said."""
+    """Run `ckptx robustness` for one case, and return the figures of its report."""
     recipe, phases, settings = CASES[name]
     command = [*CKPTX, "robustness", recipe, "--out", str(work / "out"), "--device", "cpu", "--json"]
     command += ["--phases", phases] if phases is not None else []
@@ -99,7 +99,7 @@ def measured(name: str, work: Path) -> Row:
 
 
 def _peak(report: Row, out: Path) -> int:
-    """Bytes of the largest process: the one that judges, or a rank, which tells its peak with each step."""
+    """Return the peak RSS of the largest process in bytes: the main process or a rank (from its log)."""
     lines = [json.loads(line) for each in out.glob("*.jsonl") for line in each.read_text().splitlines()]
     return max(int(report["peak_rss"]), *(int(line["mem"] * 2**30) for line in lines))
 

@@ -33,12 +33,12 @@ Row = dict[str, Any]
 
 
 class Case(NamedTuple):
-    """A recipe with other layers.
+    """A recipe with fewer layers.
 
     Attributes:
-        recipe: Its name.
-        layers: Of the language model.
-        settings: Other values of its keys.
+        recipe: Name of the recipe.
+        layers: Number of layers of the language model.
+        settings: Overrides of recipe keys, "key=value".
     """
 
     recipe: str
@@ -61,7 +61,7 @@ _TINY = {
 
 
 def config_of(case: Case, is_tiny: bool) -> dict[str, Any]:
-    """The model's own config with fewer layers; the last of a Gemma attends to all tokens, as the last of 60 does."""
+    """Return the model's config with fewer layers; the last layer of a Gemma keeps full attention."""
     config: dict[str, Any] = json.loads(json.dumps(read_recipe(case.recipe).model.shrunk_from))
     text = config.get("text_config", config)
     text["num_hidden_layers"] = case.layers
@@ -75,7 +75,7 @@ def config_of(case: Case, is_tiny: bool) -> dict[str, Any]:
 
 
 def row_of(name: str, case: Case, work: Path, device: str, is_tiny: bool) -> Row:
-    """One command, and what it said."""
+    """Run `ckptx robustness` for one case, and return the figures of its report."""
     settings = ["model.pretrained=null", f"model.config={json.dumps(config_of(case, is_tiny))}", *case.settings]
     settings += ["data.sequence_length=64"] if is_tiny else []
     report = work / "report.json"
@@ -117,20 +117,20 @@ def _cells(row: Row) -> Sequence[str]:
 
 
 def main() -> None:
-    """Runs the commands, and writes robustness_gpu.json and robustness_gpu.md; fails where a phase does."""
+    """Run the cases, and write robustness_gpu.json and robustness_gpu.md; exit with 1 if a phase fails."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(CASES)}; all when left out")
-    parser.add_argument("--tiny", action="store_true", help="small shapes, for a try on a CPU")
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"cases to run: {', '.join(CASES)} [default: all]")
+    parser.add_argument("--tiny", action="store_true", help="use small shapes, to try the script on a CPU")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--work", type=Path, default=None, help="where checkpoints go, and are removed again")
+    parser.add_argument("--work", type=Path, default=None, help="directory for temporary checkpoints [default: system]")
     parser.add_argument("--results", type=Path, default=HERE / "results")
     arguments = parser.parse_args()
     if unknown := set(arguments.names) - set(CASES):
-        parser.error(f"{', '.join(sorted(unknown))}: there are {', '.join(CASES)}")
+        parser.error(f"{', '.join(sorted(unknown))}: unknown; choose from {', '.join(CASES)}")
     machine = machine_of(torch.device(arguments.device), is_tiny=arguments.tiny)
     columns = (
-        "recipe", "layers", "phases passed", "failed", "seconds", "noise of loss: repeated / moved", "of logits",
-        "forecast peak, GiB", "measured", "peak RSS",
+        "recipe", "layers", "phases passed", "failed", "seconds", "loss noise: rerun / perturbed", "logits noise",
+        "forecast peak, GiB", "measured peak, GiB", "peak RSS",
     )  # fmt: skip
     rows = []
     for name in arguments.names or CASES:
@@ -140,7 +140,7 @@ def main() -> None:
         finally:
             shutil.rmtree(work)
         described = ", ".join(f"{key} {value}" for key, value in machine.items())
-        made = table("`ckptx robustness` on one card", columns, [_cells(row) for row in rows])
+        made = table("`ckptx robustness` on one GPU", columns, [_cells(row) for row in rows])
         publish(arguments.results, "robustness_gpu", {"machine": machine, "rows": rows}, [f"{described}\n", made])
     raise SystemExit(any(row["exit"] for row in rows))
 

@@ -35,25 +35,25 @@ _CASES = {
     "float32": (["--compute-dtype", "fp32"], 8),
     "float32, no backward": (["--compute-dtype", "fp32", "--no-backward"], 4),
     "as stored, bfloat16": (["--compute-dtype", "auto"], 4),
-}  # with the bytes of a weight and its gradient
+}  # options, and bytes per parameter for weight and gradient
 _GIB = 1 << 30
 _TINY = "llama-tied"
 
 
 def environment(root: Path) -> dict[str, str]:
-    """One in which `ckptx` is that of a checkout; for `-m` it must be the working directory, too."""
+    """Return an environment that imports ckptx from a checkout; `-m` also needs it as the working directory."""
     return {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
 
 
 def peak_of(root: Path, model: Path, options: list[str]) -> int:
-    """Bytes of rank 0 at its peak."""
+    """Run `verify --run` at tp 2, and return the peak RSS of rank 0 in bytes."""
     verify = [sys.executable, "-m", "ckptx", "verify", str(model), str(model), "--run", "--tp", "2", "--json"]
     done = subprocess.run([*verify, *options], cwd=root, env=environment(root), stdout=subprocess.PIPE, check=True)
     return int(json.loads(done.stdout)["peak_rss_rank_0"])
 
 
 def threads_on_rank(path: Path, runs: int, out: Path) -> None:
-    """What each rank does: the same run again and again; rank 0 writes how many threads it had after each."""
+    """Verify a model `runs` times on this rank; rank 0 writes its number of threads after each run."""
     import torch.distributed as dist
 
     from ckptx.options.verify import RunOptions
@@ -71,7 +71,7 @@ def threads_on_rank(path: Path, runs: int, out: Path) -> None:
 
 
 def threads_of(work: Path, runs: int) -> list[int]:
-    """Threads of rank 0 after each run of a tiny model."""
+    """Return the number of threads of rank 0 after each run of a tiny model."""
     sys.path.insert(0, str(HERE.parent))
     from tests.support.models import EVERY, write
 
@@ -84,7 +84,7 @@ def threads_of(work: Path, runs: int) -> list[int]:
 
 
 def main() -> None:
-    """Measures, and writes run_memory.json and run_memory.md."""
+    """Measure memory and threads, and write run_memory.json and run_memory.md."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--other", type=Path)
     parser.add_argument("--runs", type=int, default=50)

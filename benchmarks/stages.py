@@ -27,11 +27,11 @@ from measure import publish, table  # noqa: E402 (benchmarks run from a checkout
 SCHEDULES = ("gpipe", "1f1b", "interleaved1f1b", "interleavedzerobubble", "zbvzerobubble", "dualpipev")
 MICROBATCHES = 4
 PICTURED = ("gemma3-vlm", "qwen3-vl", "mllama", "gemma4-audio")
-PATIENCE = 20.0  # seconds; where one rank stops, the others wait for what it would have sent
+PATIENCE = 20.0  # seconds that ranks wait for a message of a rank that failed
 
 
 def cut(names: Sequence[str]) -> list[dict[str, Any]]:
-    """Every model with every cut, in this process."""
+    """Run every model with every split into stages in this process, and return a row for each."""
     from ckptx.errors import CkptxError
     from tests.support.staged import CUTS, compared
 
@@ -51,7 +51,7 @@ def cut(names: Sequence[str]) -> list[dict[str, Any]]:
 
 
 def pictured(names: Sequence[str]) -> list[dict[str, Any]]:
-    """Every model with every cut, in this process, over microbatches with other numbers of images."""
+    """Run every model with every split in this process, over microbatches with different numbers of images."""
     from ckptx.errors import CkptxError
     from tests.support.microbatches import pictures_of
     from tests.support.staged import CUTS, compared_in_microbatches
@@ -72,7 +72,12 @@ def pictured(names: Sequence[str]) -> list[dict[str, Any]]:
 
 
 def scheduled(names: Sequence[str], *, are_pictured: bool = False) -> list[dict[str, Any]]:
-    """Every model under every schedule, on two ranks; with other numbers of images in each microbatch, or not."""
+    """Run every model under every schedule on two ranks, and return a row for each.
+
+    Args:
+        names: Names of the models.
+        are_pictured: Give microbatches different numbers of images.
+    """
     from tests.support import pool as pools
     from tests.support.microbatches import pictures_of
     from tests.support.pool import GlooPool, WorkerError
@@ -94,7 +99,7 @@ def scheduled(names: Sequence[str], *, are_pictured: bool = False) -> list[dict[
                 }
             except WorkerError as error:
                 causes = re.findall(r"^\w+Error: ([^.(]*)", str(error), re.MULTILINE)
-                row |= {"error": f"stops: {causes[0].strip() if causes else 'no answer'}"}
+                row |= {"error": f"fails: {causes[0].strip() if causes else 'no answer'}"}
             rows.append(row)
             print(name, schedule, row.get("gradients", row.get("error")), file=sys.stderr)
     pool.close()
@@ -102,21 +107,21 @@ def scheduled(names: Sequence[str], *, are_pictured: bool = False) -> list[dict[
 
 
 def in_words(travels: Sequence[str]) -> str:
-    """What one stage is sent, counted by argument, which is a name or a position: "argument 0, 2 x position_bias"."""
+    """List the values that a stage receives, counted by argument name or position: "argument 0, 2 x position_bias"."""
     found = (re.sub(r"^.*?\((.*?)(\[.*)?\).*$", r"\1", each) for each in travels)
     counts = Counter(f"argument {each}" if each.isdecimal() else each for each in found)
     return ", ".join(f"{count} x `{name}`" if count > 1 else f"`{name}`" for name, count in counts.items())
 
 
 def cell(row: dict[str, Any]) -> str:
-    """One difference of gradients; logits are named where they are not equal."""
+    """Format the largest gradient difference of a row, with a warning if its logits differ."""
     if "error" in row:
         return str(row["error"]).replace("|", "\\|")
     return f"{row['gradients']:.1e}" if row["logits_equal"] else f"LOGITS DIFFER, {row['gradients']:.1e}"
 
 
 def by_model(rows: Sequence[dict[str, Any]], key: str) -> dict[str, dict[str, dict[str, Any]]]:
-    """Rows by model, then by cut or schedule."""
+    """Group rows by model, then by split or schedule."""
     found: dict[str, dict[str, dict[str, Any]]] = {}
     for row in rows:
         found.setdefault(row["model"], {})[row[key]] = row
@@ -124,7 +129,7 @@ def by_model(rows: Sequence[dict[str, Any]], key: str) -> dict[str, dict[str, di
 
 
 def summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """How many there are, how many have the same logits, and the largest difference of gradients."""
+    """Count the rows, and those with equal logits, and find the largest relative difference of a gradient."""
     run = [row for row in rows if "error" not in row]
     return {
         "cases": len(rows),
@@ -135,7 +140,7 @@ def summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def said(name: str, rows: Sequence[dict[str, Any]]) -> str:
-    """The summary in a line."""
+    """Return the summary as one line of text."""
     found = summary(rows)
     return (
         f"{found['cases']} {name}: {found['run']} run, logits bit-equal in {found['logits_equal']}; the largest "
@@ -144,14 +149,14 @@ def said(name: str, rows: Sequence[dict[str, Any]]) -> str:
 
 
 def tables_of(part: str, rows: Sequence[dict[str, Any]]) -> list[str]:
-    """The table of a part, and its summary."""
+    """Return the Markdown table of a part and its summary."""
     from tests.support.staged import CUTS, LAYERS
 
     titles = {
-        "cuts": f"Tiny random models of {LAYERS} layers in a list, cut into stages that run one after another, fp32",
+        "cuts": f"Tiny random models with {LAYERS} layers, split into stages that run in order in one process, fp32",
         "schedules": f"Gradients on two gloo ranks, {MICROBATCHES} microbatches, two or four stages, fp32",
-        "images": "The same cuts, gradients of microbatches with other numbers of images or sounds, fp32",
-        "pictured": "Such microbatches on two gloo ranks, gradients, two or four stages, fp32",
+        "images": "The same splits: gradients, microbatches with different numbers of images or audio clips, fp32",
+        "pictured": "Gradients of such microbatches on two gloo ranks, two or four stages, fp32",
     }
     by_cut = "cut" in rows[0]
     lines, found = [], by_model(rows, "cut" if by_cut else "schedule")
@@ -164,14 +169,14 @@ def tables_of(part: str, rows: Sequence[dict[str, Any]]) -> list[str]:
         lines.append(tuple(line))
     columns = [f"gradients: {how.replace('|', 'then')}" for how in CUTS] if by_cut else list(SCHEDULES)
     if part == "cuts":
-        columns.append("what travels, cut in three")
+        columns.append("values sent between three stages")
     if part == "images":
-        columns.insert(0, "images of each")
-    return [table(titles[part], ("model", *columns), lines), said("cuts" if by_cut else "runs", rows)]
+        columns.insert(0, "images per microbatch")
+    return [table(titles[part], ("model", *columns), lines), said("splits" if by_cut else "runs", rows)]
 
 
 def main() -> None:
-    """Cuts, runs, and writes stages.json and stages.md."""
+    """Run the parts, and write stages.json and stages.md."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("models", nargs="*")
     parser.add_argument("--parts", default="cuts,schedules,images")

@@ -43,7 +43,7 @@ _KEPT = (
 
 
 def run(pool: Any, name: str, case: str, work: Path) -> dict[str, Any]:
-    """One model, one way to run it."""
+    """Verify one model in one case, and return its row."""
     from tests.support.runs import verified
 
     settings = dict(CASES[case])
@@ -64,7 +64,7 @@ def run(pool: Any, name: str, case: str, work: Path) -> dict[str, Any]:
 
 
 def written(name: str, work: Path, *, is_stored_in_bf16: bool) -> Path:
-    """Where a model lies, of "RECIPE tied" or "RECIPE untied"; it is written when it is first asked for."""
+    """Return the directory of a model, "RECIPE tied" or "RECIPE untied"; write the model first if it does not exist."""
     from tests.support.models import randomise
     from tests.support.staged import deep
 
@@ -82,27 +82,27 @@ def written(name: str, work: Path, *, is_stored_in_bf16: bool) -> Path:
 
 
 def is_right(row: dict[str, Any]) -> bool:
-    """Whether everything is within its limit, and as many layers are wrapped as without stages."""
+    """Return True if all differences are within tolerance and as many layers are checkpointed as without stages."""
     wrapped = row.get("unsplit_checkpointed_layers")
     return row.get("exit") == 0 and (wrapped is None or row["checkpointed_layers"] == wrapped > 0)
 
 
 def cell(row: dict[str, Any]) -> str:
-    """How much of their limit logits and a gradient take, and how many layers are wrapped."""
+    """Format the differences of a row relative to their tolerances, and the number of checkpointed layers."""
     if "error" in row:
         return str(row["error"]).replace("|", "\\|")
     share = row["max_abs"] / row["max_abs_tolerance"] if row["max_abs_tolerance"] else 0.0
     exact = row["max_abs"] == row["max_abs_tolerance"] == 0
     said = f"{'bit-equal' if exact else f'{share:.0%}'}, {row['grad_closest_to_tolerance'][1]:.0%}"
     if "unsplit_checkpointed_layers" in row:
-        said += f", {row['checkpointed_layers']} of {row['unsplit_checkpointed_layers']} wrapped"
+        said += f", {row['checkpointed_layers']} of {row['unsplit_checkpointed_layers']} checkpointed"
     if row["inconclusive"]:
-        said += f", {row['inconclusive']} not decided"
+        said += f", {row['inconclusive']} inconclusive"
     return said if is_right(row) else f"DIFFERENT: {said}"
 
 
 def main() -> None:
-    """Runs all, and writes stages_matrix.json and stages_matrix.md."""
+    """Run all models, and write stages_matrix.json and stages_matrix.md; exit with 1 if a run is wrong."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("models", nargs="*")
     parser.add_argument("--results", type=Path, default=HERE / "results")
@@ -128,8 +128,8 @@ def main() -> None:
     every = [row for cases in rows.values() for row in cases.values()]
     lines = [(name, *(cell(cases[case]) for case in CASES)) for name, cases in rows.items()]
     right = sum(map(is_right, every))
-    title = f"Models of {LAYERS} layers at tp 2 x pp 2 x dp_shard 2 (all) and in bf16: logits, gradients of their limit"
-    said = f"{len(every)} runs: {right} within their limits.\n"
+    title = f"Models with {LAYERS} layers at tp 2 x pp 2 x dp_shard 2 (all) and in bf16: logits, gradients / tolerance"
+    said = f"{len(every)} runs: {right} within tolerance.\n"
     publish(arguments.results, "stages_matrix", {"rows": every}, [table(title, ("model", *CASES), lines), said])
     sys.exit(right != len(every))
 

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 
 def main(direction: str, src: str, dst: str) -> None:
-    """Loads every tensor of SRC, then saves it to DST; one process, no process group."""
+    """Load every tensor of SRC, then save it to DST, in one process without a process group."""
     reader = HuggingFaceStorageReader(src) if direction == "hf2dcp" else FileSystemReader(src)
     metadata = reader.read_metadata().state_dict_metadata
     state = {

@@ -26,7 +26,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers.models.llama.configuration_llama import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaForCausalLM
 
-# A weight is stored as (out, in): a column of the matrix that multiplies is a row of it.
+# A weight is stored as (out, in), so that column-wise sharding splits dim 0.
 _PLACEMENTS = {
     "colwise": Shard(0),
     "colwise_gather_output": Shard(0),
@@ -36,19 +36,19 @@ _PLACEMENTS = {
 
 
 def plan_of_llama() -> dict[str, str]:
-    """Module pattern -> style, as transformers has it for a model with these defaults."""
+    """Return the TP plan of transformers for a Llama: module pattern -> style."""
     with torch.device("meta"):
         return dict(LlamaForCausalLM(LlamaConfig(num_hidden_layers=1)).tp_plan)
 
 
 def placement_of(name: str, plan: dict[str, str]) -> Placement:
-    """Where a weight is cut; what the plan does not name is replicated."""
+    """Return the placement of a weight; weights that the plan does not match are replicated."""
     module = re.sub(r"\.\d+\.", ".*.", name.removesuffix(".weight"))
     return _PLACEMENTS[plan[module]] if module in plan else Replicate()
 
 
 def state_of(path: str, mesh: DeviceMesh) -> dict[str, DTensor]:
-    """Empty tensors for this rank, by name."""
+    """Create an empty DTensor for each tensor of a DCP, by name."""
     plan, state = plan_of_llama(), {}
     for name, entry in dcp.FileSystemReader(path).read_metadata().state_dict_metadata.items():
         if isinstance(entry, TensorStorageMetadata):
@@ -59,12 +59,16 @@ def state_of(path: str, mesh: DeviceMesh) -> dict[str, DTensor]:
 
 
 def bytes_read() -> int:
-    """Bytes that this process has read so far, from disk, page cache or RAM disk."""
+    """Return the bytes that this process has read so far, from disk, page cache or RAM disk."""
     return int(re.search(r"rchar: (\d+)", Path("/proc/self/io").read_text())[1])
 
 
 def load(path: str, state: dict[str, DTensor]) -> dict[str, object]:
-    """Loads into `state` and says what that took."""
+    """Load a DCP into `state`.
+
+    Returns:
+        Bytes of the local shards ("needed"), bytes read, seconds, and a digest of the loaded shards.
+    """
     before, start = bytes_read(), time.perf_counter()
     dcp.load(state, storage_reader=dcp.FileSystemReader(path), no_dist=True)
     seconds, after = time.perf_counter() - start, bytes_read()
@@ -77,7 +81,7 @@ def load(path: str, state: dict[str, DTensor]) -> dict[str, object]:
 
 
 def main(path: str, world: str, rank: str) -> None:
-    """Loads one small tensor first, so that what imports read is not counted."""
+    """Load a DCP and print the figures; first load one small tensor, so that imports do not count."""
     warnings.simplefilter("ignore")
     dist.init_process_group("fake", store=FakeStore(), rank=int(rank), world_size=int(world))
     state = state_of(path, init_device_mesh("cpu", (int(world),)))

@@ -34,29 +34,29 @@ Row = dict[str, Any]
 
 
 def main() -> None:
-    """Runs the commands, and writes trainers.json and trainers.md; fails where one does not say what it has to."""
+    """Run the commands, and write trainers.json and trainers.md; exit with 1 if a mistake is not identified."""
     names = [f"{recipe}:{which}" for recipe, found in ALL.items() for which in ("none", *found)]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(names)}; all when left out")
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"commands to run: {', '.join(names)} [default: all]")
     parser.add_argument("--ram", type=Path, default=Path("/dev/shm"))
     parser.add_argument("--results", type=Path, default=HERE / "results")
     arguments = parser.parse_args()
     unknown = set(arguments.names) - set(names)
     if unknown:
-        parser.error(f"{', '.join(sorted(unknown))}: there are {', '.join(names)}")
+        parser.error(f"{', '.join(sorted(unknown))}: unknown; choose from {', '.join(names)}")
     rows = []
     for name in arguments.names or names:
         with tempfile.TemporaryDirectory(dir=arguments.ram, prefix="ckptx-bench-") as directory:
             rows.append(judged(*name.split(":"), Path(directory)))
         print(f"  {name}: {_cells(rows[-1])}", file=sys.stderr, flush=True)
-    columns = ("recipe", "mistake", "exit", "needed", "phases and oracles that fail", "cause", "seconds")
-    title = "Trainers that know nothing of ckptx, as they are and with a mistake"
+    columns = ("recipe", "mistake", "exit", "expected", "phases and oracles that fail", "cause", "seconds")
+    title = "Third-party trainers, unchanged and with a mistake"
     publish(arguments.results, "trainers", {"rows": rows}, [table(title, columns, list(map(_cells, rows)))])
     raise SystemExit(not all(row["is_named"] for row in rows))
 
 
 def judged(recipe: str, which: str, work: Path) -> Row:
-    """One command, and what it said."""
+    """Run `ckptx robustness` on a trainer with a mistake ("none": unchanged), and return the figures of its report."""
     recipes = work / "recipes"
     shutil.copytree(BUILT_IN_RECIPES if recipe in MISTAKES else EXTERNAL, recipes)
     mistake = ALL[recipe].get(which)

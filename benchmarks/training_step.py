@@ -15,9 +15,9 @@ from transformers import AutoModelForCausalLM
 from transformers.models.gemma4.configuration_gemma4 import Gemma4TextConfig
 from transformers.models.llama.configuration_llama import LlamaConfig
 
-_ROOM = 110e9  # bytes that a model without checkpointing may take, so that a card of 141 GB has some left
-_SHARE = 0.85  # of a smaller card
-_STD = 0.02  # of random weights, as most configs have it
+_ROOM = 110e9  # bytes that a model without checkpointing may use on a GPU with 141 GB
+_SHARE = 0.85  # part of the memory that it may use on a smaller GPU
+_STD = 0.02  # standard deviation of random weights, the default of most configs
 
 _LLAMA_8B = {
     "hidden_size": 4096,
@@ -65,13 +65,13 @@ class Shape(NamedTuple):
     """A model and its batch.
 
     Attributes:
-        name: For tables.
-        make: The class of its config.
-        values: Of the config.
-        rows: Of the batch.
-        length: Tokens of a row.
-        period: Layers come in groups of so many.
-        unfused: How many of a group may have heads too wide for fused attention, and keep their scores.
+        name: Name in tables.
+        make: Config class.
+        values: Arguments of the config class.
+        rows: Sequences per batch.
+        length: Tokens per sequence.
+        period: Number of layers after which the pattern of layer types repeats.
+        unfused: Layers per period whose heads may be too wide for fused attention, so that scores are stored.
     """
 
     name: str
@@ -84,32 +84,32 @@ class Shape(NamedTuple):
 
     @property
     def config(self) -> Any:
-        """A new config."""
+        """A new config object."""
         return self.make(**self.values)
 
 
 def llama_of(values: dict[str, Any], *, is_tiny: bool) -> Shape:
-    """A Llama with the config of a checkpoint."""
+    """Return a Llama shape with the config of a checkpoint."""
     kept = {key: value for key, value in values.items() if key not in ("architectures", "head_dim", "model_type")}
     return Shape("tiny Llama" if is_tiny else "Llama", LlamaConfig, kept | (_TINY if is_tiny else {}), 1, 12)
 
 
 def llama_8b(rows: int, *, is_tiny: bool) -> Shape:
-    """Llama 3.1 8B without the scaling of its rotary table, which costs nothing."""
+    """Return the shape of Llama 3.1 8B without RoPE scaling, which does not change memory or time."""
     if is_tiny:
         return Shape("tiny Llama", LlamaConfig, _TINY, 1, 128)
     return Shape("Llama 3.1 8B", LlamaConfig, _LLAMA_8B, rows, 4096)
 
 
 def gemma4_31b(*, is_tiny: bool) -> Shape:
-    """The text model of Gemma 4 31B: five layers with sliding windows, one without, and so on."""
+    """Return the shape of the text model of Gemma 4 31B: five sliding-window layers, then one with full attention."""
     if is_tiny:
         return Shape("tiny Gemma 4", Gemma4TextConfig, _GEMMA4_31B | _TINY | _TINY_GEMMA4, 1, 128)
     return Shape("Gemma 4 31B", Gemma4TextConfig, _GEMMA4_31B, 1, 4096, 6, 1)
 
 
 def fitted(shape: Shape, device: torch.device) -> Shape:
-    """The shape with as many layers as fit on a card without checkpointing."""
+    """Return the shape with as many layers as fit on the GPU without activation checkpointing."""
     if device.type != "cuda":
         return shape
     room = min(_ROOM, _SHARE * torch.cuda.get_device_properties(device).total_memory)  # the same for each mode
@@ -117,10 +117,10 @@ def fitted(shape: Shape, device: torch.device) -> Shape:
 
 
 def layers_within(shape: Shape, room: float) -> int:
-    """How many layers fit into so many bytes with their gradients and activations, by a rough upper estimate.
+    """Estimate how many layers fit into `room` bytes with their gradients and activations.
 
     Returns:
-        A multiple of the shape's period, at least one.
+        A multiple of the shape's period, at least one period.
     """
     config = shape.config
     with torch.device("meta"):
@@ -128,20 +128,20 @@ def layers_within(shape: Shape, room: float) -> int:
     layers = sum(each.numel() for name, each in model.named_parameters() if ".layers." in name)
     others = sum(each.numel() for each in model.parameters()) - layers
     tokens = shape.rows * shape.length
-    # Bytes kept of a token: norms, which have it in fp32 too, and attention 32 a feature; the MLP five products.
+    # Saved bytes per token: 32 per hidden feature for norms (also in fp32) and attention, 10 per MLP feature.
     kept = tokens * (32 * config.hidden_size + 10 * config.intermediate_size)
-    scores = shape.rows * config.num_attention_heads * shape.length**2 * 10  # in fp32, in bf16, and their gradient
+    scores = shape.rows * config.num_attention_heads * shape.length**2 * 10  # fp32, bf16, and the gradient
     each = 4 * layers / config.num_hidden_layers + kept  # a parameter and its gradient in bf16
     group = shape.period * each + shape.unfused * scores
-    fixed = 4 * others + tokens * config.vocab_size * 18  # logits in bf16, and what the loss makes of them in fp32
+    fixed = 4 * others + tokens * config.vocab_size * 18  # logits in bf16, and fp32 copies in the loss
     most = config.num_hidden_layers // shape.period
     return shape.period * max(1, min(most, int((room - fixed) / group)))
 
 
 def built(shape: Shape, device: torch.device) -> Any:
-    """The stock model on a device, in bf16, the same weights each time.
+    """Build the stock model on a device in bf16, with the same random weights each time.
 
-    Weights are filled here: the init of some classes leaves zeros, with which every comparison would hold.
+    The init of some classes leaves zeros, with which every comparison would pass, so weights are filled here.
     """
     torch.manual_seed(0)
     with torch.device(device):
@@ -156,11 +156,11 @@ def built(shape: Shape, device: torch.device) -> Any:
 
 
 def measured(model: nn.Module, shape: Shape, device: torch.device, repeats: int) -> dict[str, Any]:
-    """Memory and time of forward and backward, after a step that warms up.
+    """Measure memory and time of forward and backward, after one warm-up step.
 
     Returns:
-        Memory in GiB (what the weights take, the peak, and the difference), the median of the seconds, loss and norm of
-        the gradient, and whether the logits came "sharded" or "whole".
+        Memory in GiB (weights, peak, and difference), the median of the seconds, the loss, the gradient norm, and the
+        placement of the logits, "sharded" or "whole".
     """
     batch = _batch_of(shape, device)
     logits = ""
@@ -204,7 +204,7 @@ def measured(model: nn.Module, shape: Shape, device: torch.device, repeats: int)
 
 
 def _batch_of(shape: Shape, device: torch.device) -> dict[str, Any]:
-    """Random tokens, which are their own labels."""
+    """Return random tokens, which are also the labels."""
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(3, shape.values["vocab_size"], (shape.rows, shape.length), generator=generator).to(device)
     return {"input_ids": ids, "labels": ids, "use_cache": False}
@@ -216,7 +216,7 @@ def _wait(device: torch.device) -> None:
 
 
 def _settled(model: nn.Module, device: torch.device) -> int:
-    """Bytes in use, which are those of the weights; the peak counts from here."""
+    """Reset the peak, and return the bytes in use, which are those of the weights."""
     gc.collect()
     if device.type != "cuda":
         return sum(local_of(each).nbytes for each in (*model.parameters(), *model.buffers()))
@@ -227,7 +227,7 @@ def _settled(model: nn.Module, device: torch.device) -> int:
 
 
 def _peak_on_cpu(step: Callable[[], object]) -> int:
-    """The most bytes that a step holds at once, from the profiler's list of allocations."""
+    """Return the peak bytes of a step, from the allocations that the profiler recorded."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         step()
     events = [each for each in profiled.profiler.kineto_results.events() if each.name() == "[memory]"]
@@ -244,6 +244,6 @@ def _gradient_norm(model: nn.Module) -> float:
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The part of a DTensor that is here; any other tensor itself."""
+    """Return the local shard of a DTensor, or any other tensor itself."""
     local: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
     return local

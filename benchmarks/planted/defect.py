@@ -1,4 +1,4 @@
-"""A defect: the model it is planted in, what is wrong, and the function that plants it."""
+"""A defect: its model, its description, and the function that injects it."""
 
 from __future__ import annotations
 
@@ -14,14 +14,20 @@ from ckptx.runtime.parallel.tensor_parallel.collectives import TpRanks
 
 
 class Built(NamedTuple):
-    """The parallel model, before it has storage; `layout` is None without TP."""
+    """The parallel model on the meta device.
+
+    Attributes:
+        model: Model with sharded parameters.
+        layout: Sharding of its parameters; None without TP.
+        ranks: TP ranks.
+    """
 
     model: nn.Module
     layout: TensorParallelLayout | None
     ranks: TpRanks
 
 
-# In what is stored: tensors and config are changed in place. And in the parallel model, by other forward passes.
+# Inject a defect into a checkpoint: change tensors and config in place. Or into the parallel model, by hooks.
 InStored = Callable[[Tensors, Config], None]
 InRuntime = Callable[[Built], None]
 
@@ -31,14 +37,14 @@ class Defect:
     """One row of a table.
 
     Attributes:
-        model: One of `benchmarks.planted.models`, with its deviations.
-        kind: "w" for the weights of the checkpoint, "c" for its config, "w+c"; "runtime" with equal bytes; "clean" for
-            nothing at all.
-        name: What is wrong.
-        stored: Plants it in the checkpoint.
-        runtime: Plants it in the parallel model.
-        missed: Why it is not found, where it is not.
-        options: Of the run, beside the usual ones.
+        model: Name of a model of `benchmarks.planted.models`, with its standard deviations.
+        kind: "w" for weights of the checkpoint, "c" for its config, "w+c" for both, "runtime" for the parallel model,
+            "clean" for no defect.
+        name: Description of the defect.
+        stored: Function that injects it into the checkpoint; None for the other kinds.
+        runtime: Function that injects it into the parallel model; None for the other kinds.
+        missed: Reason that `verify --run` misses it, or "".
+        options: Additional options of the run.
     """
 
     model: str
@@ -51,35 +57,35 @@ class Defect:
 
     @property
     def key(self) -> str:
-        """What tells it from all others."""
+        """Unique name, with the model."""
         return f"{self.model} | {self.title}"
 
     @property
     def title(self) -> str:
-        """As in the table."""
+        """Name in the table."""
         return self.name if self.kind in ("runtime", "clean") else f"{self.kind}: {self.name}"
 
 
 def w(name: str, plant: InStored, missed: str = "") -> Defect:
-    """In the weights."""
+    """Return a defect of the weights."""
     return Defect("", "w", name, stored=plant, missed=missed)
 
 
 def c(name: str, plant: InStored, missed: str = "") -> Defect:
-    """In the config."""
+    """Return a defect of the config."""
     return Defect("", "c", name, stored=plant, missed=missed)
 
 
 def wc(name: str, plant: InStored, missed: str = "") -> Defect:
-    """In both."""
+    """Return a defect of weights and config."""
     return Defect("", "w+c", name, stored=plant, missed=missed)
 
 
 def r(name: str, plant: InRuntime, missed: str = "", **options: Any) -> Defect:
-    """In the runtime; `tp` and `dp_shard` among the options are the mesh, which is tp 2 where they are left out."""
+    """Return a defect of the runtime; the options `tp` and `dp_shard` set the mesh [default: tp 2]."""
     return Defect("", "runtime", name, runtime=plant, missed=missed, options=options)
 
 
 def of(model: str, *defects: Defect) -> list[Defect]:
-    """The defects of one model."""
+    """Set the model of defects."""
     return [replace(each, model=model) for each in defects]

@@ -1,4 +1,4 @@
-"""Trainers that were written without a thought of ckptx, and mistakes of one line in each."""
+"""Third-party trainers that do not use ckptx, and one-line mistakes in each."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def _of(*oracles: str) -> frozenset[str]:
     return frozenset(oracles)
 
 
-# The phase of each is the one that fails first; the cause has to match the expression, or say that it is unknown.
+# `phase` is the first one that fails. The reported cause must match the expression or be "unknown".
 MISTAKES: Mapping[str, Mapping[str, Mistake]] = {
     "mesh": {
         "optimizer": Mistake(

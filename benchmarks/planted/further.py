@@ -1,4 +1,4 @@
-"""More defects: what converters and runtimes get wrong, one for each way that could be thought of."""
+"""More defects that converters and runtimes can have, one of each kind."""
 
 from __future__ import annotations
 
@@ -299,7 +299,7 @@ _RUNTIME = [
     *of("gemma3n", r("keys and values shared with another kind of layer", at.keys_of_another_kind_of_layer)),
 ]
 
-# What the inputs of a run, or its one step, may not ask for.
+# Defects that the inputs of a run, or its single step, may not exercise.
 _NOT_ASKED = [
     *of(
         "llama",

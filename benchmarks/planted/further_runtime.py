@@ -1,6 +1,6 @@
-"""More that can be wrong in the parallel model: orders of ranks and heads, masks, positions, dtypes, gradients.
+"""More defects of the parallel model: order of ranks and heads, masks, positions, dtypes, gradients.
 
-Each function plants, or gives one that does.
+Each function injects one, or returns a function that does.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ _ATTENTION, _HEAD = "layers.3.self_attn", "lm_head"
 
 
 def _of_other_rank(x: torch.Tensor, dim: int, ranks: TpRanks) -> torch.Tensor:
-    """The slice of the next rank, of slices of one size."""
+    """Return the shard of the next rank; all shards have the same size."""
     width = x.shape[dim]
     whole = gather_partial(x, dim, width * ranks.size, ranks)
     return whole.narrow(dim, width * ((ranks.rank + 1) % ranks.size), width)
 
 
 def _local(x: DTensor, change: Any) -> DTensor:
-    """The same DTensor with this rank's slice changed."""
+    """Return a DTensor with a changed local shard."""
     local = change(x.to_local())
     return DTensor.from_local(local, x.device_mesh, x.placements, run_check=False, shape=x.shape, stride=x.stride())
 
@@ -54,37 +54,37 @@ def _is_last(built: Built) -> bool:
 
 
 def head_in_order_of_other_ranks(built: Built) -> None:
-    """The logits of the ranks are put together in the opposite order; each rank has as many words."""
+    """Exchange the logits of the ranks; all shards of the vocabulary have the same size."""
     module = module_of(built, _HEAD)
     leaving(module, lambda found: _local(found, lambda x: _of_other_rank(x, x.dim() - 1, built.ranks)))
 
 
 def loss_scaled(built: Built) -> None:
-    """The gradient of the loss is that of all ranks, summed."""
+    """Multiply the gradient of the logits by the number of ranks."""
     module = module_of(built, _HEAD)
     leaving(module, lambda found: _local(found, lambda x: with_gradient(x, built.ranks.size)))
 
 
 def head_gradient_not_summed(built: Built) -> None:
-    """Hidden states get the gradient of this rank's words alone."""
+    """Omit the all-reduce of the gradient of the hidden states at the head."""
     module = module_of(built, _HEAD)
     del module.forward
     styles.colwise(module, built.ranks, output="dtensor", is_sequence_parallel=True)
 
 
 def head_without_its_part_of_a_tie(built: Built) -> None:
-    """The embedding is trained on what looks it up, and not on the head that is tied to it."""
+    """Detach the tied weight in the head, so that the embedding does not get the gradient of the head."""
     _with_parameter(module_of(built, _HEAD), "weight", lambda weight: weight.detach())
 
 
 def final_cap_on_one_rank(built: Built) -> None:
-    """The last rank gives its logits as they are."""
+    """Omit the soft cap of the logits on the last rank."""
     if _is_last(built):
         built.model.config.final_logit_softcapping = None
 
 
 def _with_parameter(module: nn.Module, name: str, change: Any) -> None:
-    """The module computes with another value of its parameter."""
+    """Change the value of a parameter during the forward pass of its module."""
 
     def make(stock: Forward) -> Forward:
         def replaced(*args: Any, **kwargs: Any) -> Any:
@@ -100,20 +100,20 @@ def _with_parameter(module: nn.Module, name: str, change: Any) -> None:
 
 
 def causal_mask_missing(built: Built) -> None:
-    """In one layer every token sees those after it."""
+    """Drop the causal mask in one layer."""
     module = module_of(built, _ATTENTION)
     module.is_causal = False
     given(module, attention_mask=lambda mask: None)
 
 
 def window_ignored(built: Built) -> None:
-    """Every layer sees all that came before."""
+    """Drop the sliding-window mask in all layers."""
     for module in modules_of(built, "self_attn"):
         given(module, attention_mask=lambda mask: None)
 
 
 def window_one_longer(built: Built) -> None:
-    """In one layer a token sees one token more."""
+    """Make the sliding window of one layer one token longer."""
 
     def longer(mask: torch.Tensor) -> torch.Tensor:
         assert mask.dtype is torch.bool
@@ -123,37 +123,37 @@ def window_one_longer(built: Built) -> None:
 
 
 def scaling_of_local_heads(built: Built) -> None:
-    """Scores are divided by the root of what this rank has of the width."""
+    """Scale the attention scores by the local instead of the full width."""
     for module in modules_of(built, "self_attn"):
         module.scaling *= built.ranks.size**0.5
 
 
 def cap_of_scores_on_one_rank(built: Built) -> None:
-    """The heads of the last rank go without."""
+    """Omit the soft cap of the attention scores on the last rank."""
     for module in modules_of(built, "self_attn") if _is_last(built) else ():
         module.attn_logit_softcapping = None
 
 
 def heads_reversed_on_one_rank(built: Built) -> None:
-    """What one layer of the last rank attended to reaches the projection in the opposite order of heads."""
+    """Reverse the order of heads at the input of one output projection on the last rank."""
     if _is_last(built):
         entering(module_of(built, f"{_ATTENTION}.o_proj"), lambda x: x.unflatten(-1, (-1, 16)).flip(-2).flatten(-2))
 
 
 def values_of_the_other_rank(built: Built) -> None:
-    """In one layer the ranks have each other's values."""
+    """Exchange the values of the ranks in one layer."""
     module = module_of(built, f"{_ATTENTION}.v_proj")
     leaving(module, lambda found: _of_other_rank(found, found.dim() - 1, built.ranks))
 
 
 def queries_normalized_as_keys(built: Built) -> None:
-    """In one layer the norm of the keys does both."""
+    """Normalize queries with the norm of the keys in one layer."""
     attention = module_of(built, _ATTENTION)
     attention.q_norm.compare_forward = attention.k_norm.compare_forward
 
 
 def _exchanged_inside(first: nn.Module, owner: nn.Module, name: str, change: Any) -> None:
-    """A parameter that is gathered around its owner is another one from the moment that `first` is called."""
+    """Change a parameter of `owner` when `first` is called, after it was gathered."""
 
     def make(stock: Forward) -> Forward:
         def replaced(*args: Any, **kwargs: Any) -> Any:
@@ -166,19 +166,19 @@ def _exchanged_inside(first: nn.Module, owner: nn.Module, name: str, change: Any
 
 
 def sinks_of_the_other_rank(built: Built) -> None:
-    """In one layer heads have the sinks of those of the other rank."""
+    """Exchange the attention sinks of the ranks in one layer."""
     attention = module_of(built, _ATTENTION)
     _exchanged_inside(attention.q_proj, attention, "sinks", lambda sinks: sinks.roll(len(sinks) // 2))
 
 
 def skip_of_the_other_rank(built: Built) -> None:
-    """In one mixer channels have the factors of those of the other rank."""
+    """Exchange the D parameters of the ranks in one mixer."""
     mixer = module_of(built, "layers.3.mixer")
     _exchanged_inside(mixer.in_proj, mixer, "D", lambda skip: skip.roll(len(skip) // 2))
 
 
 def slopes_of_the_other_rank(built: Built) -> None:
-    """Heads have the ALiBi slopes of those of the other rank."""
+    """Exchange the ALiBi slopes of the ranks."""
     owner: Any = module_of(built, "transformer")
     heads = owner.num_heads
     for block in owner.h:  # alibi is (batch * heads, 1, length)
@@ -186,7 +186,7 @@ def slopes_of_the_other_rank(built: Built) -> None:
 
 
 def rope_of_the_window(built: Built) -> None:
-    """Layers that see everything have the rotary table of those that see a window."""
+    """Use the rotary embedding of sliding-window layers in all layers."""
     module = module_of(built, "rotary_emb")
 
     def make(stock: Forward) -> Forward:
@@ -196,7 +196,7 @@ def rope_of_the_window(built: Built) -> None:
 
 
 def keys_of_another_kind_of_layer(built: Built) -> None:
-    """A layer that reuses keys and values takes those of the layers with a window."""
+    """Share keys and values of sliding-window layers with a layer that has full attention."""
     module: Any = module_of(built, "layers.7.self_attn")
     module.layer_type = "sliding_attention"
 
@@ -205,13 +205,13 @@ def keys_of_another_kind_of_layer(built: Built) -> None:
 
 
 def positions_later_on_one_rank(built: Built) -> None:
-    """The positions of the last rank begin at 1."""
+    """Start the positions at 1 on the last rank."""
     module: Any = module_of(built, "embed_positions")
     module.offset += _is_last(built)
 
 
 def rotary_table_in_bfloat16(built: Built) -> None:
-    """On the last rank cosines and sines are rounded."""
+    """Round the rotary embedding to bfloat16 on the last rank."""
 
     def make(stock: Forward) -> Forward:
         return lambda *args, **kwargs: tuple(each.bfloat16().float() for each in stock(*args, **kwargs))
@@ -221,7 +221,7 @@ def rotary_table_in_bfloat16(built: Built) -> None:
 
 
 def in_bfloat16(end: str) -> InRuntime:
-    """What a module takes and gives is rounded."""
+    """Round input and output of a module to bfloat16."""
 
     def plant(built: Built) -> None:
         module = module_of(built, end)
@@ -232,17 +232,17 @@ def in_bfloat16(end: str) -> InRuntime:
 
 
 def parameter_in_bfloat16(end: str, name: str) -> InRuntime:
-    """A parameter is rounded where it is used."""
+    """Round a parameter to bfloat16 during the forward pass of its module."""
     return lambda built: _with_parameter(module_of(built, end), name, lambda value: value.bfloat16().float())
 
 
 def dropout_left_on(built: Built) -> None:
-    """Behind one projection."""
+    """Apply dropout to the output of one projection."""
     leaving(module_of(built, f"{_ATTENTION}.o_proj"), lambda x: functions.dropout(x, 0.1, training=True))
 
 
 def residual_twice(built: Built) -> None:
-    """In one layer the residual is in the summand of every rank."""
+    """Add the residual of one layer on every rank."""
 
     def make(stock: Forward) -> Forward:
         return lambda x, *args, **kwargs: stock(x, *args, **kwargs) + x
@@ -251,7 +251,7 @@ def residual_twice(built: Built) -> None:
 
 
 def final_norm_skipped_on_one_rank(built: Built) -> None:
-    """The last rank gives hidden states to the head as they are."""
+    """Skip the final norm on the last rank."""
     if _is_last(built):
         around(module_of(built, "model.norm"), lambda stock: lambda x: x)
 
@@ -260,7 +260,12 @@ def final_norm_skipped_on_one_rank(built: Built) -> None:
 
 
 def _experts(built: Built, compute: Any) -> None:
-    """In one layer fused experts compute something else; `compute` gets the forward pass on this rank's part."""
+    """Replace the forward pass of the fused experts of one layer.
+
+    Args:
+        built: The parallel model.
+        compute: Replacement; it gets the forward pass with the local shards, and its arguments.
+    """
     module = module_of(built, "layers.3.mlp.experts")
 
     def replaced(hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> Any:
@@ -274,12 +279,12 @@ def _experts(built: Built, compute: Any) -> None:
 
 
 def experts_not_summed(built: Built) -> None:
-    """Each rank goes on with its part of what the experts give."""
+    """Omit the all-reduce of the output of the experts."""
     _experts(built, lambda stock, *given: stock(*given))
 
 
 def router_gradient_not_summed(built: Built) -> None:
-    """Weights of the routing get the gradient of this rank's part of the experts."""
+    """Omit the all-reduce of the gradient of the routing weights."""
     _experts(
         built,
         lambda stock, hidden, index, weights: sum_over_ranks(
@@ -289,13 +294,13 @@ def router_gradient_not_summed(built: Built) -> None:
 
 
 def experts_down_of_the_other_rank(built: Built) -> None:
-    """In one layer the second matrix of every expert is the slice of the other rank."""
+    """Exchange the down-projection shards of the ranks in the experts of one layer."""
     module = module_of(built, "layers.3.mlp.experts")
     _with_parameter(module, "down_proj", lambda down: _of_other_rank(to_local_shard(down), 2, built.ranks))
 
 
 def next_expert_on_one_rank(built: Built) -> None:
-    """On the last rank tokens go to the expert behind the one they chose."""
+    """Route tokens to the next expert on the last rank."""
     module: Any = module_of(built, "layers.3.mlp.experts")
 
     def make(stock: Forward) -> Forward:
@@ -309,22 +314,22 @@ def next_expert_on_one_rank(built: Built) -> None:
 
 
 def deepstack_reversed(built: Built) -> None:
-    """What the layers of the tower add to those of the text comes in the opposite order."""
+    """Reverse the order of the deepstack embeddings."""
     given(module_of(built, "language_model"), deepstack_visual_embeds=lambda found: found[::-1])
 
 
 def image_reversed(built: Built) -> None:
-    """The tokens of an image are put in from its end."""
+    """Reverse the order of the image tokens."""
     leaving(module_of(built, "multi_modal_projector"), lambda found: found.flip(-2))
 
 
 def tower_summed(end: str) -> InRuntime:
-    """What every rank has whole is summed over the ranks."""
+    """All-reduce the replicated output of a vision module."""
     return lambda built: leaving(module_of(built, end), lambda found: sum_over_ranks(found, built.ranks))
 
 
 def tower_without_gradient(end: str) -> InRuntime:
-    """A tower that was frozen by mistake."""
+    """Detach the output of a vision module, as if it was frozen."""
     return lambda built: leaving(module_of(built, end), lambda found: found.detach())
 
 
@@ -332,7 +337,7 @@ def tower_without_gradient(end: str) -> InRuntime:
 
 
 def norms_on_their_part_of_the_sequence(built: Built) -> None:
-    """Each rank trains norms on its part of the sequence, and nothing sums that."""
+    """Train the norms of each rank on its part of the sequence, without an all-reduce of the gradients."""
     for module in norms_of(built, None):
 
         def make(stock: Forward, module: nn.Module = module) -> Forward:
@@ -349,19 +354,19 @@ def norms_on_their_part_of_the_sequence(built: Built) -> None:
 
 
 def embedding_not_trained_on_one_rank(built: Built) -> None:
-    """The last rank keeps its words as they are."""
+    """Detach the embedding on the last rank."""
     if _is_last(built):
         _with_parameter(module_of(built, "embed_tokens"), "weight", lambda weight: weight.detach())
 
 
 def latent_rope_gradient_not_summed(built: Built) -> None:
-    """The rotary part of the latent projection gets the gradient of this rank's heads."""
+    """Omit the all-reduce of the gradient of the rotary part of the latent projection."""
     for module in modules_of(built, "kv_a_proj_with_mqa"):
         del module.forward
 
 
 def recomputed_otherwise(built: Built) -> None:
-    """A projection gives something else when it is computed the second time, for the backward pass."""
+    """Change the output of a projection when it is recomputed in the backward pass."""
     calls = 0
 
     def change(found: torch.Tensor) -> torch.Tensor:
@@ -373,7 +378,7 @@ def recomputed_otherwise(built: Built) -> None:
 
 
 def fsdp_sums(built: Built) -> None:
-    """FSDP2 sums the gradients of the ranks, where the mean was wanted."""
+    """Make FSDP2 sum the gradients of the ranks instead of averaging them."""
     for module in built.model.modules():
         if isinstance(module, FSDPModule):
             module.set_force_sum_reduction_for_comms(True)  # gloo cannot multiply while it sums
@@ -381,6 +386,6 @@ def fsdp_sums(built: Built) -> None:
 
 
 def fsdp_layer_not_reduced(built: Built) -> None:
-    """The gradients of one layer stay on their rank."""
+    """Turn off gradient reduction of one layer in FSDP2."""
     module: Any = module_of(built, "layers.3")
     module.set_requires_gradient_sync(False)

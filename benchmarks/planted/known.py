@@ -1,4 +1,4 @@
-"""The defects whose table this project began with."""
+"""The first list of defects, whose number is fixed."""
 
 from __future__ import annotations
 

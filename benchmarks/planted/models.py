@@ -1,7 +1,7 @@
-"""The small models that defects are planted in: classes of transformers with 8 layers and random values.
+"""Small models for the injection of defects: classes of transformers with 8 layers and random values.
 
-Matrices are normal of deviation 0.08, biases of 0.02, and what is a factor or an offset is moved by 0.1 from where the
-class begins. A name may say otherwise: "llama init.3 b.02" has matrices of 0.3.
+Matrices have a standard deviation of 0.08, biases of 0.02. Factors and offsets have noise of 0.1 added to their initial
+values. A name can override this: "llama init.3 b.02" has matrices with a standard deviation of 0.3.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ _CLIP: Config = {
     "num_attention_heads": 4, "image_size": 16, "patch_size": 8, "projection_dim": 64,
 }  # fmt: skip
 
-# By name: the class, and the settings of its config.
+# Name -> class, and settings of its config.
 MODELS: Mapping[str, tuple[str, Config]] = {
     "llama": ("LlamaForCausalLM", _BIASED),
     "llama12": ("LlamaForCausalLM", {**_TEXT, "num_hidden_layers": 12}),
@@ -225,12 +225,12 @@ MODELS: Mapping[str, tuple[str, Config]] = {
 
 
 def write(name: str, stored: torch.dtype, path: Path) -> None:
-    """A model as an HF checkpoint.
+    """Write a model as an HF checkpoint.
 
     Args:
-        name: One of `MODELS`, then deviations: "init.3" of matrices, "b.1" of biases.
-        stored: The dtype of every tensor of floats.
-        path: The directory.
+        name: Key of `MODELS`, then standard deviations: "init.3" for matrices, "b.1" for biases.
+        stored: Dtype of all floating-point tensors.
+        path: Directory of the checkpoint.
     """
     base, *told = name.split()
     deviations = {
@@ -247,7 +247,7 @@ def write(name: str, stored: torch.dtype, path: Path) -> None:
 
 
 def randomise(model: torch.nn.Module, *, matrices: float, biases: float) -> None:
-    """Random values for every tensor of floats of the state dict, in place; tied ones stay tied."""
+    """Fill all floating-point tensors of the state dict with random values in place; tied tensors stay tied."""
     generator = torch.Generator().manual_seed(0)
     for name, tensor in model.state_dict().items():
         if not tensor.is_floating_point():
@@ -262,14 +262,14 @@ def randomise(model: torch.nn.Module, *, matrices: float, biases: float) -> None
 
 
 def read(path: Path) -> tuple[Tensors, Config]:
-    """The tensors of a checkpoint, in float32, and its config."""
+    """Read the tensors of a checkpoint in float32, and its config."""
     tensors = load_file(path / "model.safetensors")
     config: Config = json.loads((path / "config.json").read_text())
     return {name: each.float() if each.is_floating_point() else each for name, each in tensors.items()}, config
 
 
 def save(tensors: Tensors, config: Config, stored: torch.dtype, path: Path) -> None:
-    """A checkpoint of one file, its floats rounded to a dtype."""
+    """Write a checkpoint with one file, with floating-point tensors rounded to a dtype."""
     path.mkdir(exist_ok=True)
     rounded = {
         name: (each.to(stored) if each.is_floating_point() else each).contiguous() for name, each in tensors.items()
@@ -279,5 +279,5 @@ def save(tensors: Tensors, config: Config, stored: torch.dtype, path: Path) -> N
 
 
 def are_equal(a: Path, b: Path) -> bool:
-    """Whether two checkpoints are the same, byte for byte."""
+    """Return True if two checkpoints are byte-identical."""
     return all((a / file).read_bytes() == (b / file).read_bytes() for file in ("model.safetensors", "config.json"))

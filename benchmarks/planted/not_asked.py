@@ -1,6 +1,6 @@
-"""What is wrong in the parallel model and may stay unseen: the inputs of a run, or its one step, do not ask for it.
+"""Defects of the parallel model that the inputs or the single step of a run may not exercise.
 
-Each function plants.
+Each function injects one.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from benchmarks.planted.planting import Forward, around, called_with, given, lea
 
 
 def padding_ignored(built: Built) -> None:
-    """The model does not hear which tokens are padding."""
+    """Drop the attention mask, so that padding tokens are not masked."""
     called_with(built.model, lambda named: {key: each for key, each in named.items() if key != "attention_mask"})
 
 
 def positions_wrap_around(built: Built) -> None:
-    """The rotary table has but 64 positions."""
+    """Take positions modulo 64 in the rotary embedding."""
     given(module_of(built, "rotary_emb"), position_ids=lambda ids: ids % 64)
 
 
 def second_pass_otherwise(built: Built) -> None:
-    """From the second forward pass on, with a graph for a backward pass, one projection gives something else."""
+    """Scale the output of one projection from the second forward pass on."""
     calls = 0
 
     def change(found: torch.Tensor) -> torch.Tensor:
@@ -37,7 +37,7 @@ def second_pass_otherwise(built: Built) -> None:
 
 
 def experts_of_a_capacity(built: Built) -> None:
-    """In one layer an expert drops its tokens from the 17th on."""
+    """Give the experts of one layer a capacity of 16 tokens; they drop the others."""
     module = module_of(built, "layers.3.mlp.experts")
 
     def make(stock: Forward) -> Forward:
@@ -52,12 +52,12 @@ def experts_of_a_capacity(built: Built) -> None:
 
 
 def height_is_width(built: Built) -> None:
-    """Images are taken to be as high as they are wide, and the other way round."""
+    """Exchange the height and the width of images."""
     called_with(built.model, lambda named: {**named, "image_grid_thw": named["image_grid_thw"][:, [0, 2, 1]]})
 
 
 def norm_in_the_dtype_of_its_input(built: Built) -> None:
-    """The last norm does not go to float32 for its mean."""
+    """Compute the mean of the last norm in the dtype of its input instead of float32."""
     module: Any = module_of(built, "model.norm")
 
     def normalized(x: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""How a defect comes into the parallel model: finding modules, and putting other forward passes in front of theirs."""
+"""Inject defects into the parallel model: find modules and wrap their forward passes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Forward = Callable[..., Any]
 
 @contextmanager
 def planted(defect: Defect) -> Iterator[None]:
-    """The checkpoint's side of `verify_run` is built with the defect; the reference is not."""
+    """Build the checkpoint's model in `verify_run` with a defect in this block; the reference is built without it."""
     if defect.runtime is None:
         yield
         return
@@ -37,19 +37,19 @@ def planted(defect: Defect) -> Iterator[None]:
         side.parallelize = stock
 
 
-# --------------------------------------------------------------------------------------------------- finding, replacing
+# ----------------------------------------------------------------------------------------------- find and wrap modules
 
 
 def module_of(built: Built, end: str) -> nn.Module:
-    """The first module whose name ends like this; what is wrapped has the name of its wrapper."""
+    """Return the first module whose name ends with `end`; a wrapped module has the name of its wrapper."""
     return next(module for name, module in built.model.named_modules() if canonical_name(name).endswith(end))
 
 
 def modules_of(built: Built, *ends: str) -> list[nn.Module]:
-    """All modules whose names end like one of these.
+    """Return all modules whose names end with one of `ends`.
 
     Raises:
-        KeyError: There is none.
+        KeyError: If there is none.
     """
     found = [module for name, module in built.model.named_modules() if name.endswith(ends)]
     if not found:
@@ -58,7 +58,13 @@ def modules_of(built: Built, *ends: str) -> list[nn.Module]:
 
 
 def cut_linears(built: Built, dim: int, index: int | None) -> list[nn.Module]:
-    """Linears in layers whose weight is cut along a dim: 0 is column-parallel, 1 is row-parallel."""
+    """Return linear modules of layers with weights sharded along `dim`: 0 is column-parallel, 1 is row-parallel.
+
+    Args:
+        built: The parallel model.
+        dim: Sharded dimension.
+        index: Index of the module to return; None for all.
+    """
     assert built.layout is not None
     found = []
     for name, module in built.model.named_modules():
@@ -69,7 +75,7 @@ def cut_linears(built: Built, dim: int, index: int | None) -> list[nn.Module]:
 
 
 def norms_of(built: Built, index: int | None) -> list[nn.Module]:
-    """Norms in layers, those of queries and keys left out."""
+    """Return the norms of layers, except query and key norms; only the one at `index` unless it is None."""
     found = [
         module
         for name, module in built.model.named_modules()
@@ -79,12 +85,12 @@ def norms_of(built: Built, index: int | None) -> list[nn.Module]:
 
 
 def around(module: nn.Module, make: Callable[[Forward], Forward]) -> None:
-    """Another forward pass, made from the one that the module has."""
+    """Replace the forward pass of a module by `make(forward)`."""
     module.forward = make(module.forward)
 
 
 def entering(module: nn.Module, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    """The first tensor that a module takes is another one."""
+    """Change the first input of a module."""
 
     def make(stock: Forward) -> Forward:
         def replaced(*args: Any, **kwargs: Any) -> Any:
@@ -99,7 +105,7 @@ def entering(module: nn.Module, change: Callable[[torch.Tensor], torch.Tensor]) 
 
 
 def leaving(module: nn.Module, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    """The first tensor that a module gives is another one."""
+    """Change the first output of a module."""
 
     def make(stock: Forward) -> Forward:
         def replaced(*args: Any, **kwargs: Any) -> Any:
@@ -112,17 +118,17 @@ def leaving(module: nn.Module, change: Callable[[torch.Tensor], torch.Tensor]) -
 
 
 def called_with(module: nn.Module, change: Any) -> None:
-    """A module is called with other named arguments; `change` makes them from those there are."""
+    """Replace the keyword arguments of a module by `change(kwargs)`."""
     around(module, lambda stock: lambda *args, **kwargs: stock(*args, **change(kwargs)))
 
 
 def given(module: nn.Module, **changes: Any) -> None:
-    """A module is called with other named arguments: each is made from the one there is."""
+    """Change single keyword arguments of a module, each with its own function."""
     called_with(module, lambda named: {**named, **{key: change(named[key]) for key, change in changes.items()}})
 
 
 class _WithGradient(torch.autograd.Function):
-    """A tensor whose gradient is multiplied on its way back."""
+    """An identity that multiplies the gradient in the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, factor: float) -> torch.Tensor:
@@ -135,6 +141,6 @@ class _WithGradient(torch.autograd.Function):
 
 
 def with_gradient(x: torch.Tensor, factor: float) -> torch.Tensor:
-    """The same tensor; its gradient is multiplied."""
+    """Return the tensor unchanged, and multiply its gradient by `factor`."""
     found: torch.Tensor = _WithGradient.apply(x, factor)
     return found

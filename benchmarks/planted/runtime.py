@@ -1,7 +1,7 @@
-"""What can be wrong in the parallel model while every byte is right: what modules do that are cut, and their gradients.
+"""Defects of the parallel model with correct weights: forward passes and gradients of sharded modules.
 
-Each function gives one that plants. Modules are counted in the order of the model; all are meant where no index is
-given.
+Each function takes a model, or returns a function that does, and injects one defect. An index counts modules in the
+order of the model; None means all modules.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from ckptx.runtime.parallel.tensor_parallel.styles import swap_parameters
 
 
 def _row_parallel(index: int | None, compute: Callable[[torch.Tensor, torch.Tensor, Any, TpRanks], Any]) -> InRuntime:
-    """Row-parallel modules that compute something else of their input, the own part of the weight, and the bias."""
+    """Replace the forward pass of row-parallel modules by a function of input, local weight shard and bias."""
 
     def plant(built: Built) -> None:
         for module in cut_linears(built, 1, index):
@@ -50,22 +50,22 @@ def _row_parallel(index: int | None, compute: Callable[[torch.Tensor, torch.Tens
 
 
 def sum_forgotten(index: int | None = None) -> InRuntime:
-    """Each rank goes on with its own summand."""
+    """Omit the all-reduce, so that each rank continues with its partial sum."""
     return _row_parallel(index, lambda x, weight, bias, ranks: functions.linear(x, weight, bias))
 
 
 def bias_on_every_rank(index: int | None = None) -> InRuntime:
-    """The bias is in every summand."""
+    """Add the bias on every rank before the all-reduce."""
     return _row_parallel(index, lambda x, weight, bias, ranks: sum_over_ranks(functions.linear(x, weight, bias), ranks))
 
 
 def bias_dropped(index: int | None = None) -> InRuntime:
-    """No bias."""
+    """Omit the bias."""
     return _row_parallel(index, lambda x, weight, bias, ranks: sum_over_ranks(functions.linear(x, weight), ranks))
 
 
 def bias_on_rank_0(index: int | None = None) -> InRuntime:
-    """After the sum, the bias is added on one rank alone."""
+    """Add the bias after the all-reduce, but on rank 0 only."""
 
     def compute(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, ranks: TpRanks) -> torch.Tensor:
         found = sum_over_ranks(functions.linear(x, weight), ranks)
@@ -75,7 +75,7 @@ def bias_on_rank_0(index: int | None = None) -> InRuntime:
 
 
 def output_scaled(index: int, by: float) -> InRuntime:
-    """A row-parallel module gives (1 + by) times what it should."""
+    """Multiply the output of a row-parallel module by (1 + by)."""
 
     def plant(built: Built) -> None:
         for module in cut_linears(built, 1, index):
@@ -88,7 +88,7 @@ def output_scaled(index: int, by: float) -> InRuntime:
 
 
 def gradient_not_summed(index: int | None = None) -> InRuntime:
-    """What enters a column-parallel module gets the gradient of this rank's columns alone."""
+    """Omit the all-reduce of the input gradient of column-parallel modules."""
 
     def plant(built: Built) -> None:
         for module in cut_linears(built, 0, index):
@@ -99,7 +99,7 @@ def gradient_not_summed(index: int | None = None) -> InRuntime:
 
 
 def gradient_summed_twice(index: int) -> InRuntime:
-    """What enters a column-parallel module gets its gradient once for each rank."""
+    """All-reduce the input gradient of a column-parallel module twice."""
 
     def plant(built: Built) -> None:
         for module in cut_linears(built, 0, index):
@@ -109,7 +109,7 @@ def gradient_summed_twice(index: int) -> InRuntime:
 
 
 def gradient_lost(index: int, part: float) -> InRuntime:
-    """What enters a column-parallel module gets but a part of its gradient."""
+    """Lose a part of the input gradient of a column-parallel module."""
 
     def plant(built: Built) -> None:
         for module in cut_linears(built, 0, index):
@@ -118,11 +118,11 @@ def gradient_lost(index: int, part: float) -> InRuntime:
     return plant
 
 
-# --------------------------------------------------------------------------------------------- norms, words and experts
+# ---------------------------------------------------------------------------------------- norms, embeddings and experts
 
 
 def norm_gradient_doubled(index: int | None = None) -> InRuntime:
-    """As a gradient that is whole on every rank, and summed over the ranks all the same."""
+    """Double the gradient of norms, as an all-reduce of a replicated gradient would."""
 
     def plant(built: Built) -> None:
         for module in norms_of(built, index):
@@ -140,18 +140,18 @@ def norm_gradient_doubled(index: int | None = None) -> InRuntime:
 
 
 def partial_norms(built: Built) -> None:
-    """Norms of queries and keys see the heads of one rank, and their gradient is not summed."""
+    """Omit the all-reduce of the gradients of query and key norms, which see only the heads of one rank."""
     for module in modules_of(built, "q_norm", "k_norm"):
         del module.forward
 
 
 def vocabulary_offset(built: Built) -> None:
-    """Rank 1 looks its tokens up one row too early."""
+    """Shift the embedding rows that rank 1 looks up by one."""
     _looked_up(built, lambda ids, begin, rows: (ids - begin - 1).clamp(0, rows - 1), is_masked=True)
 
 
 def foreign_tokens_not_masked(built: Built) -> None:
-    """A rank gives some row of its own for the tokens of others."""
+    """Do not mask tokens of other ranks, so that each rank adds an embedding row for them."""
     _looked_up(built, lambda ids, begin, rows: (ids - begin).clamp(0, rows - 1), is_masked=False)
 
 
@@ -175,6 +175,6 @@ def _looked_up(built: Built, row_of: Callable[[torch.Tensor, int, int], torch.Te
 
 
 def experts_summed_twice(built: Built) -> None:
-    """What enters the experts gets its gradient once for each rank."""
+    """All-reduce the input gradient of the experts twice."""
     for module in modules_of(built, "mlp.experts"):
         entering(module, lambda x: copy_to_ranks(x, built.ranks))

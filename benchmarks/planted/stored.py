@@ -1,6 +1,6 @@
-"""What can be wrong in a checkpoint: changes of its tensors, named by how their names end, and of its config.
+"""Defects of a checkpoint: changes of tensors, selected by the end of their names, and of its config.
 
-A shape in a comment is that of the tensor; `H` heads, `D` features of a head.
+In shapes, `H` is the number of heads and `D` the number of features of a head.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ Change = Callable[[torch.Tensor], torch.Tensor]
 
 
 def named(tensors: Tensors, end: str) -> list[str]:
-    """Names that end like this; `end` is a regular expression.
+    """Return the names whose end matches the regular expression `end`.
 
     Raises:
-        KeyError: There is none, so that no defect is planted nowhere.
+        KeyError: If there is none.
     """
     found = [name for name in tensors if re.search(f"{end}$", name)]
     if not found:
@@ -30,7 +30,7 @@ def named(tensors: Tensors, end: str) -> list[str]:
 
 
 def changed(end: str, change: Change) -> InStored:
-    """Every tensor whose name ends like this becomes something else of the same shape."""
+    """Change every tensor whose name ends with `end`; the shape remains the same."""
 
     def plant(tensors: Tensors, config: Config) -> None:
         for name in named(tensors, end):
@@ -41,17 +41,17 @@ def changed(end: str, change: Change) -> InStored:
 
 
 def scaled(end: str, factor: float) -> InStored:
-    """Times a factor."""
+    """Multiply tensors by a factor."""
     return changed(end, lambda tensor: tensor * factor)
 
 
 def zeroed(end: str) -> InStored:
-    """All zeros."""
+    """Set tensors to zero."""
     return changed(end, torch.zeros_like)
 
 
 def element_scaled(end: str, factor: float) -> InStored:
-    """The largest element times a factor."""
+    """Multiply the element with the largest magnitude by a factor."""
 
     def change(tensor: torch.Tensor) -> torch.Tensor:
         found = tensor.clone()
@@ -62,7 +62,7 @@ def element_scaled(end: str, factor: float) -> InStored:
 
 
 def exchanged(a: str, b: str) -> InStored:
-    """Two groups of tensors take each other's place; a group is all tensors with a part of their name."""
+    """Exchange two groups of tensors; a group is all tensors whose names contain a string."""
 
     def plant(tensors: Tensors, config: Config) -> None:
         names = [name for name in tensors if a in name]
@@ -76,7 +76,7 @@ def exchanged(a: str, b: str) -> InStored:
 
 
 def setting(key: str, value: Any) -> InStored:
-    """A key of the config, dotted where it is in a part of it."""
+    """Set a key of the config; dots separate nested keys."""
 
     def plant(tensors: Tensors, config: Config) -> None:
         *path, last = key.split(".")
@@ -88,7 +88,7 @@ def setting(key: str, value: Any) -> InStored:
 
 
 def together(*plants: InStored) -> InStored:
-    """One after the other."""
+    """Inject several defects in order."""
 
     def plant(tensors: Tensors, config: Config) -> None:
         for each in plants:
@@ -101,7 +101,7 @@ def together(*plants: InStored) -> InStored:
 
 
 def rows_exchanged(a: int, b: int, width: int = 1) -> Change:
-    """Blocks of rows, such as heads, take each other's place."""
+    """Exchange two blocks of `width` rows, such as heads."""
 
     def change(tensor: torch.Tensor) -> torch.Tensor:
         blocks = list(tensor.split(width))
@@ -112,7 +112,7 @@ def rows_exchanged(a: int, b: int, width: int = 1) -> Change:
 
 
 def parts(sizes: Sequence[int], order: Sequence[int]) -> Change:
-    """Rows lie in parts of these sizes, and the parts in another order."""
+    """Split rows into parts with the given sizes, and reorder the parts."""
 
     def change(tensor: torch.Tensor) -> torch.Tensor:
         split = tensor.split(list(sizes))
@@ -122,10 +122,10 @@ def parts(sizes: Sequence[int], order: Sequence[int]) -> Change:
 
 
 def regrouped(sizes: Sequence[int], order: Sequence[int]) -> Change:
-    """Rows seen as a block of several dims, whose dims are put into another order.
+    """View the rows as a block with several dimensions, and permute these dimensions.
 
     Example:
-        [q|k|v] of each head, (H * 3 * D, ..), becomes [q of all heads|k|v]: `regrouped((H, 3, D), (1, 0, 2))`.
+        `regrouped((H, 3, D), (1, 0, 2))` changes [q|k|v] of each head, (H * 3 * D, ..), to [q of all heads|k|v].
     """
 
     def change(tensor: torch.Tensor) -> torch.Tensor:
@@ -136,12 +136,12 @@ def regrouped(sizes: Sequence[int], order: Sequence[int]) -> Change:
 
 
 def of_each(groups: int, change: Change) -> Change:
-    """The same change inside of each of so many groups of rows."""
+    """Apply a change to each of `groups` groups of rows."""
     return lambda tensor: torch.cat([change(group) for group in tensor.chunk(groups)])
 
 
 def by_part(groups: int, sizes: Sequence[int]) -> Change:
-    """Rows lie in groups of parts; they become parts of groups: all first parts, then all second ones."""
+    """Reorder rows from groups of parts to parts of groups: all first parts, then all second parts, and so on."""
 
     def change(tensor: torch.Tensor) -> torch.Tensor:
         split = [group.split(list(sizes)) for group in tensor.chunk(groups)]
@@ -151,38 +151,38 @@ def by_part(groups: int, sizes: Sequence[int]) -> Change:
 
 
 def of_columns(change: Change) -> Change:
-    """The same change of columns."""
+    """Apply a change to columns instead of rows."""
     return lambda tensor: change(tensor.t()).reshape(tensor.t().shape).t()
 
 
 def flipped(dim: int) -> Change:
-    """In the opposite order along a dim."""
+    """Reverse the order along a dimension."""
     return lambda tensor: tensor.flip(dim)
 
 
 def rolled(by: int) -> Change:
-    """Every row so many places further."""
+    """Shift the rows by `by` positions, cyclically."""
     return lambda tensor: tensor.roll(by, 0)
 
 
 def read_as(*order: int) -> Change:
-    """Written with its dims in another order, and read as if they were not."""
+    """Permute the dimensions, and read the result with the original shape."""
     return lambda tensor: tensor.permute(*order).contiguous()
 
 
 def rounded(dtype: torch.dtype) -> Change:
-    """To a dtype and back."""
+    """Round to a dtype and back."""
     return lambda tensor: tensor.to(dtype).to(tensor.dtype)
 
 
 def to_int8(tensor: torch.Tensor) -> torch.Tensor:
-    """Rounded to 255 steps in each row."""
+    """Round each row to 255 levels."""
     step = tensor.abs().amax(1, keepdim=True) / 127
     return (tensor / step).round() * step
 
 
 def rows_set(begin: int, end: int | None, change: Change) -> Change:
-    """Some rows."""
+    """Change the rows from `begin` to `end` (exclusive; None for the last row)."""
 
     def changed(tensor: torch.Tensor) -> torch.Tensor:
         found = tensor.clone()
@@ -196,7 +196,7 @@ def rows_set(begin: int, end: int | None, change: Change) -> Change:
 
 
 def layers_in_order_of_text(tensors: Tensors, config: Config) -> None:
-    """0, 1, 10, 11, 2, ..: layers as a listing of a directory has them."""
+    """Order layers as strings: 0, 1, 10, 11, 2, and so on."""
     count = config["num_hidden_layers"]
     order = sorted(range(count), key=str)
     before = dict(tensors)
@@ -206,7 +206,7 @@ def layers_in_order_of_text(tensors: Tensors, config: Config) -> None:
 
 
 def head_of_its_own(change: Change) -> InStored:
-    """A tied model whose output head is stored beside its embedding, with other values."""
+    """Store a separate output head with different values in a tied model."""
 
     def plant(tensors: Tensors, config: Config) -> None:
         tensors["lm_head.weight"] = change(tensors["model.embed_tokens.weight"]).clone()
@@ -215,11 +215,11 @@ def head_of_its_own(change: Change) -> InStored:
 
 
 def head_is_the_embedding(tensors: Tensors, config: Config) -> None:
-    """An untied model whose output head is a copy of its embedding."""
+    """Replace the output head of an untied model by a copy of its embedding."""
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
 
 
 def head_dropped(tensors: Tensors, config: Config) -> None:
-    """An untied model stored as a tied one."""
+    """Store an untied model as a tied one, without its output head."""
     del tensors["lm_head.weight"]
     config["tie_word_embeddings"] = True

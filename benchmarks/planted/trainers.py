@@ -1,4 +1,4 @@
-"""Mistakes of trainers, each a line or two of a script that `ckptx robustness` ships a recipe for."""
+"""Mistakes in the trainer scripts that `ckptx robustness` ships recipes for; each changes one or two lines."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ SCRIPTS = {"fsdp2_script": "fsdp2.py", "accelerate": "accelerate_loop.py", "tran
 
 
 class Mistake(NamedTuple):
-    """What is changed in a script.
+    """A mistake in a trainer script.
 
     Attributes:
-        says: What it is.
-        edits: The text that is there once, and what stands there instead.
-        phase: The phase that names it; a mistake in what no checkpoint holds shows at the end alone.
-        oracles: Those that have to fail there; others may, as a step spreads a fault.
-        cause: An expression that the cause has to match, unless it says that it is unknown; "" does not ask.
+        says: Description of the mistake.
+        edits: Pairs of a string that occurs once in the script, and its replacement.
+        phase: Phase that detects it. If no checkpoint contains the state, only the end of the run shows it.
+        oracles: Oracles that must fail in that phase; others may fail too, because a training step spreads a fault.
+        cause: Regular expression that the reported cause must match, unless it is "unknown"; "" matches every cause.
     """
 
     says: str
@@ -28,7 +28,7 @@ class Mistake(NamedTuple):
     cause: str = ""
 
     def is_named_by(self, cause: str) -> bool:
-        """Return whether a cause is the right one, or is called unknown."""
+        """Return True if a reported cause is the right one, or is reported as unknown."""
         return cause.startswith("unknown") or re.search(self.cause, cause) is not None
 
 
@@ -117,10 +117,10 @@ MISTAKES: dict[str, dict[str, Mistake]] = {
 
 
 def plant(recipe: str, mistake: Mistake, recipes: Path) -> None:
-    """Changes the script of a recipe in a copy of the folder of recipes.
+    """Make the edits of a mistake in the script of a recipe, in a copy of the directory of recipes.
 
     Raises:
-        ValueError: A text that is to be changed does not stand there once.
+        ValueError: If a string to replace does not occur exactly once.
     """
     plant_in(recipes / "scripts" / SCRIPTS[recipe], mistake)
 
@@ -129,11 +129,11 @@ def plant_in(script: Path, mistake: Mistake) -> None:
     """Make the edits of a mistake in a copy of a script.
 
     Raises:
-        ValueError: A text that is to be changed does not stand there once.
+        ValueError: If a string to replace does not occur exactly once.
     """
     text = script.read_text(encoding="utf-8")
     for old, new in mistake.edits:
         if text.count(old) != 1:
-            raise ValueError(f"{script.name}: {old!r} stands {text.count(old)} times in it, needed once")
+            raise ValueError(f"{script.name}: expected {old!r} once, found it {text.count(old)} times")
         text = text.replace(old, new)
     script.write_text(text, encoding="utf-8")

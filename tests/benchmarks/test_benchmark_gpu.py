@@ -100,8 +100,8 @@ def test_a_mode_that_checkpoints_less_or_computes_otherwise_is_found(gpu: Module
     assert gpu.wrong_checkpointing(right) == []
     none, full = right
     for change, said in (
-        ({"wrapped": 1}, "1 layers are checkpointed, needed 2"),
-        ({"loss": 1.25}, "loss 1.25, needed 1.5"),
+        ({"wrapped": 1}, "1 layers are checkpointed, expected 2"),
+        ({"loss": 1.25}, "loss 1.25, expected 1.5"),
         ({"loss": float("nan")}, "loss nan"),
         ({"gradient_norm": 0.0}, "gradient norm 0.0"),
         ({"gradient_norm": float("nan")}, "gradient norm nan"),
@@ -114,9 +114,9 @@ def test_a_mode_that_checkpoints_less_or_computes_otherwise_is_found(gpu: Module
 def test_a_plan_that_gathers_and_a_model_that_differs_are_found(gpu: ModuleType) -> None:
     row = {"case": "optimized plan", "wanted": "sharded", "logits": "sharded"}
     assert gpu.wrong_logits([row]) == []
-    assert "are whole, needed sharded" in gpu.wrong_logits([row | {"logits": "whole"}])[0]
+    assert "are whole, expected sharded" in gpu.wrong_logits([row | {"logits": "whole"}])[0]
     assert gpu.wrong_outcomes([{"case": "c", "exit": 0}]) == []
-    assert "exit 1, needed 0" in gpu.wrong_outcomes([{"case": "c", "exit": 1}])[0]
+    assert "exited with 1, expected 0" in gpu.wrong_outcomes([{"case": "c", "exit": 1}])[0]
 
 
 def test_a_case_that_fails_frees_its_memory_and_loses_no_other(
@@ -155,7 +155,7 @@ def test_cases_without_time_are_listed_with_the_reason(gpu: ModuleType, tmp_path
     assert list(found) == PARTS
     for row in (row for part in found.values() for row in part):
         assert row["status"] == "not run"
-        assert row["reason"].endswith("cases begin within 0 s")
+        assert row["reason"].endswith("cases start only within 0 s")
 
 
 _HANGING = """
@@ -184,7 +184,7 @@ def test_a_case_that_never_ends_is_ended_and_leaves_nothing_behind(tmp_path: Pat
     done = subprocess.run(command, capture_output=True, text=True, timeout=90, check=False)
     assert done.returncode == 1, done.stderr
     hanging, following = json.loads((tmp_path / "gpu.json").read_text())["parts"]["part"]
-    assert (hanging["status"], hanging["reason"]) == ("failed", "was still running when the time was over")
+    assert (hanging["status"], hanging["reason"]) == ("failed", "was still running when the time limit ended")
     assert following["status"] == "not run"
     assert not Path(done.stdout.strip()).exists()
 

@@ -44,10 +44,10 @@ def row(**changes: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"digest": "b"}, "other bytes by ckptx and stock"),
+        ({"digest": "b"}, "different bytes from ckptx and stock"),
         ({"files": [*row()["files"], "__2_0.distcp"]}, "opened .*__2_0"),
-        ({"files": [".metadata"]}, "needed its own file"),
-        ({"read": 1000 + 100 + 2 * (6 << 10) + 1}, "read 13389 bytes, needed 1000"),
+        ({"files": [".metadata"]}, "expected only its own files"),
+        ({"read": 1000 + 100 + 2 * (6 << 10) + 1}, "read 13389 bytes for shards of 1000"),
         ({"grown": 1001 + (200 << 20)}, "bytes of memory"),
     ],
 )

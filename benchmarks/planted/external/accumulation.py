@@ -1,6 +1,6 @@
-"""A loop of accelerate that accumulates gradients over two batches; one process.
+"""Train with accelerate in one process, and accumulate gradients over two batches.
 
-It knows nothing of ckptx. `accumulation.yaml` runs it:
+The script does not use ckptx. `accumulation.yaml` runs it:
 
     python accumulation.py --out DIR --steps 4 --horizon 8 --save-at 3 [--from DIR/step_3]
 """
@@ -48,7 +48,7 @@ def main():
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
     scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, args.horizon)
     data = torch.randn(SAMPLES, WIDTH, generator=torch.Generator().manual_seed(1))
-    # A generator of its own: an iterator of the loader draws from it, and not from what load_state restored.
+    # A separate generator: an iterator of the loader draws from it, not from the generator that load_state restored.
     loader = DataLoader(data, batch_size=BATCH, generator=torch.Generator())
     model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
     counter = Counter()

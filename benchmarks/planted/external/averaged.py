@@ -1,6 +1,6 @@
-"""A plain loop with an average of its weights and a sampler of its own; one file of torch.save for everything.
+"""Train in a plain loop with averaged weights and a custom sampler, and save everything with `torch.save`.
 
-It knows nothing of ckptx. `averaged.yaml` runs it:
+The script does not use ckptx. `averaged.yaml` runs it:
 
     python averaged.py --out DIR --steps 6 --horizon 8 --save-at 3 [--from DIR/iter_0000003.pt]
 """

@@ -1,6 +1,6 @@
-"""A trainer on a mesh of 2 data ranks x 2 tensor ranks, with names of its own for its state: net, opt, pace, clock.
+"""Train on a mesh of 2 data-parallel x 2 tensor-parallel ranks, with unusual names of state: net, opt, pace, clock.
 
-It knows nothing of ckptx. One process imports torch, and its ranks are forked from it. `mesh.yaml` runs it:
+The script does not use ckptx. One process imports torch, and its ranks are forked from it. `mesh.yaml` runs it:
 
     python mesh.py --out DIR --steps 6 --horizon 8 --save-at 3 [--from DIR/ckpt-0003]
 """
@@ -58,7 +58,7 @@ def work(rank, args):
     pace = torch.optim.lr_scheduler.LinearLR(opt, 1.0, 0.1, args.horizon)
     data = torch.randn(SAMPLES, WIDTH, generator=torch.Generator().manual_seed(1))
     group = mesh["data"].get_local_rank()
-    torch.manual_seed(100 + group)  # tensor ranks drop the same
+    torch.manual_seed(100 + group)  # tensor-parallel ranks need the same dropout
     clock = 0
 
     def state():
