@@ -57,7 +57,7 @@ class Benchmark:
     Args:
         name: Name of the result files, NAME.json and NAME.md.
         parts: Parts by name.
-        machine: Hardware and versions, from `machine_of`.
+        machine: Hardware and versions, from `describe_machine`.
         directory: Directory of the result files.
     """
 
@@ -73,14 +73,14 @@ class Benchmark:
         start = time.monotonic()
         for name, part in self.parts.items():
             for case, row in zip(part.cases, self.rows[name], strict=True):
-                passed = time.monotonic() - start
-                if passed >= limit:
-                    row["reason"] = f"{passed:.0f} s have passed, cases start only within {limit:.0f} s"
+                elapsed = time.monotonic() - start
+                if elapsed >= limit:
+                    row["reason"] = f"{elapsed:.0f} s have passed, cases start only within {limit:.0f} s"
                     continue
                 row.update(status="failed", reason="was still running when the time limit ended")
                 print(f"{name}: {case.name}", file=sys.stderr)
                 row.update(_outcome(case))
-                _free()
+                _free_memory()
                 self.write()
         self.write()
 
@@ -93,7 +93,9 @@ class Benchmark:
             if row["status"] == "failed"
         ]
         wrong = [
-            f"{name}: {finding}" for name, part in self.parts.items() for finding in part.findings(self._done(name))
+            f"{name}: {finding}"
+            for name, part in self.parts.items()
+            for finding in part.findings(self._finished_rows(name))
         ]
         return failed + wrong
 
@@ -101,21 +103,21 @@ class Benchmark:
         """Write NAME.json and NAME.md."""
         self.directory.mkdir(parents=True, exist_ok=True)
         results = {"machine": self.machine, "findings": self.findings(), "parts": self.rows}
-        text = json.dumps(_finite(results), indent=2, allow_nan=False) + "\n"
+        text = json.dumps(_replace_non_finite(results), indent=2, allow_nan=False) + "\n"
         (self.directory / f"{self.name}.json").write_text(text)
         (self.directory / f"{self.name}.md").write_text(self.markdown())
 
     def markdown(self) -> str:
         """Return all tables as Markdown."""
-        described = ", ".join(f"{key} {value}" for key, value in self.machine.items())
+        machine_text = ", ".join(f"{key} {value}" for key, value in self.machine.items())
         tables = []
         for name, part in self.parts.items():
             rows = [self._cells(part, row) for row in self.rows[name]]
-            note = part.note(self._done(name))
+            note = part.note(self._finished_rows(name))
             tables += [table(part.title, ("case", *part.columns, "result"), rows), *([note, ""] if note else [])]
-        return "\n".join([described, "", *tables, *(f"* {finding}" for finding in self.findings())])
+        return "\n".join([machine_text, "", *tables, *(f"* {finding}" for finding in self.findings())])
 
-    def _done(self, name: str) -> list[Row]:
+    def _finished_rows(self, name: str) -> list[Row]:
         return [row for row in self.rows[name] if row["status"] == "done"]
 
     @staticmethod
@@ -125,18 +127,18 @@ class Benchmark:
         return [row["case"], *(show(row) for show in part.columns.values()), "done"]
 
 
-def machine_of(device: torch.device, *, is_tiny: bool) -> Row:
+def describe_machine(device: torch.device, *, is_tiny: bool) -> Row:
     """Describe the GPU and the versions, without the host name.
 
     Args:
         device: Device of the measurements.
         is_tiny: The benchmark uses small shapes.
     """
-    found: Row = {"card": "none"}
+    hardware: Row = {"card": "none"}
     if device.type == "cuda":
         card = torch.cuda.get_device_properties(device)
-        found = {"card": card.name, "card_gib": round(card.total_memory / 2**30, 1), "cuda": torch.version.cuda}
-    return found | {
+        hardware = {"card": card.name, "card_gib": round(card.total_memory / 2**30, 1), "cuda": torch.version.cuda}
+    return hardware | {
         "shapes": "tiny" if is_tiny else "full",
         "memory": "max_memory_allocated" if device.type == "cuda" else "allocations recorded by torch",
         "python": platform.python_version(),
@@ -151,28 +153,28 @@ def _outcome(case: Case) -> Row:
     try:
         return {"status": "done", "reason": None, **case.measure()}
     except Exception as error:  # an error of any kind must not stop the other cases
-        said = " ".join(str(error).split())
-        return {"status": "failed", "reason": f"{type(error).__name__}: {said:.300}"}
+        message = " ".join(str(error).split())
+        return {"status": "failed", "reason": f"{type(error).__name__}: {message:.300}"}
 
 
-def _free() -> None:
+def _free_memory() -> None:
     """Free the memory of a case; call it when no traceback refers to its model."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
 
 
-def _finite(value: Any) -> Any:
+def _replace_non_finite(value: Any) -> Any:
     """Replace nan and infinity by strings, because JSON does not have them."""
     if isinstance(value, dict):
-        return {key: _finite(each) for key, each in value.items()}
+        return {key: _replace_non_finite(each) for key, each in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_finite(each) for each in value]
+        return [_replace_non_finite(each) for each in value]
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 @contextmanager
-def ended(benchmark: Benchmark, work: Path, seconds: float) -> Iterator[None]:
+def end_after(benchmark: Benchmark, work: Path, seconds: float) -> Iterator[None]:
     """End the process after `seconds` if the block still runs; first write the results and remove `work`."""
 
     def end() -> None:

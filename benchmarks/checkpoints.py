@@ -245,15 +245,15 @@ def write_checkpoint(root: Path, model: Model, shards: int = 2, *, sparse: bool 
     rows = [(name, dtype_of(name), shape) for name, shape in model.shapes]
     sizes = [dtype.nbytes(prod(shape)) for _, dtype, shape in rows]
     total = sum(sizes)
-    weight_map, done, parts = {}, 0, [[] for _ in range(shards)]
+    weight_map, written_bytes, files = {}, 0, [[] for _ in range(shards)]
     for row, nbytes in zip(rows, sizes, strict=True):
-        parts[min(shards - 1, done * shards // total)].append(row)
-        done += nbytes
+        files[min(shards - 1, written_bytes * shards // total)].append(row)
+        written_bytes += nbytes
     fill = _hole if sparse else _random
-    for index, part in enumerate(parts):
+    for index, rows_of_file in enumerate(files):
         file = f"model-{index + 1:05d}-of-{shards:05d}.safetensors"
-        _write_shard(root / file, part, fill)
-        weight_map.update((name, file) for name, _, _ in part)
+        _write_shard(root / file, rows_of_file, fill)
+        weight_map.update((name, file) for name, _, _ in rows_of_file)
     (root / "model.safetensors.index.json").write_text(format_index(weight_map, {"total_size": total}))
     return total
 
@@ -264,14 +264,14 @@ def dtype_of(name: str) -> DType:
 
 
 def _write_shard(path: Path, rows: list[tuple[str, DType, Shape]], fill: Callable[[BinaryIO, int], None]) -> None:
-    at, header = 0, []
+    offset, header = 0, []
     for name, dtype, shape in rows:
         nbytes = dtype.nbytes(prod(shape))
-        header.append((name, dtype, shape, at, at + nbytes))
-        at += nbytes
+        header.append((name, dtype, shape, offset, offset + nbytes))
+        offset += nbytes
     with path.open("wb") as out:
         out.write(frame_header(pad_header(format_header_text(header, {"format": "pt"}))))
-        fill(out, at)
+        fill(out, offset)
 
 
 def _hole(out: BinaryIO, nbytes: int) -> None:

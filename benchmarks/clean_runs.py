@@ -40,8 +40,8 @@ class Run(NamedTuple):
 def runs() -> list[Run]:
     """Return 16 runs in which every pair of values occurs at least once."""
     found = [
-        Run(seed, scale, DTYPES[(seed + at // 2) % 2], REPLICAS[(seed // 2 + at) % 2])
-        for at, scale in enumerate(SCALES)
+        Run(seed, scale, DTYPES[(seed + index // 2) % 2], REPLICAS[(seed // 2 + index) % 2])
+        for index, scale in enumerate(SCALES)
         for seed in SEEDS
     ]
     return [*found, Run(0, SCALES[0], DTYPES[1], REPLICAS[1])]
@@ -65,7 +65,7 @@ def write(name: str, run: Run, path: Path) -> None:
     model.eval().save_pretrained(path)
 
 
-def on_rank(work: Path, names: Sequence[str], dp_shard: int) -> None:
+def verify_on_rank(work: Path, names: Sequence[str], dp_shard: int) -> None:
     """Verify every model on this rank; rank 0 writes the rows."""
     import shutil
 
@@ -94,7 +94,7 @@ def on_rank(work: Path, names: Sequence[str], dp_shard: int) -> None:
             row: dict[str, Any] = {"model": name, **run._asdict()}
             try:
                 report = verify_run(work / "hf", work / "dcp", options, Log()).to_dict()
-                row |= {key: report[key] for key in _KEPT}
+                row |= {key: report[key] for key in _REPORT_KEYS}
                 row["inconclusive"] = len(report["inconclusive"])
             except CkptxError as error:
                 row |= {"exit": error.exit_code, "error": str(error).replace(f"{work}/", "")}
@@ -105,7 +105,7 @@ def on_rank(work: Path, names: Sequence[str], dp_shard: int) -> None:
     dist.destroy_process_group()
 
 
-_KEPT = ("exit", "error", "max_abs", "max_abs_tolerance", "grad_closest_to_tolerance", "differing")
+_REPORT_KEYS = ("exit", "error", "max_abs", "max_abs_tolerance", "grad_closest_to_tolerance", "differing")
 _COLUMNS = (
     "model",
     "runs",
@@ -117,7 +117,7 @@ _COLUMNS = (
 )
 
 
-def shown(name: str, rows: Sequence[dict[str, Any]]) -> tuple[object, ...]:
+def table_row(name: str, rows: Sequence[dict[str, Any]]) -> tuple[object, ...]:
     """Return the table row of a model: a summary of all its runs."""
     ran = [row for row in rows if row["error"] is None]
     shares = [row["max_abs"] / row["max_abs_tolerance"] for row in ran if row["max_abs_tolerance"]]
@@ -142,7 +142,7 @@ def main() -> None:
     parser.add_argument("--dp-shard", type=int, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.work is not None:
-        on_rank(arguments.work, arguments.models, arguments.dp_shard)
+        verify_on_rank(arguments.work, arguments.models, arguments.dp_shard)
         return
     from tests.support.models import EVERY
 
@@ -155,11 +155,11 @@ def main() -> None:
             environment = {**os.environ, "OMP_NUM_THREADS": "1"}
             subprocess.run([*torchrun, *ranks, "--dp-shard", str(dp_shard), *names], check=True, env=environment)
             rows += json.loads((work / f"rows-{dp_shard}.json").read_text())
-    lines = [shown(name, [row for row in rows if row["model"] == name]) for name in names]
+    lines = [table_row(name, [row for row in rows if row["model"] == name]) for name in names]
     alarms = [row for row in rows if row["error"] is None and row["exit"] != 0]
     counts = Counter("rejected" if row["error"] else "equal" if row["exit"] == 0 else "DIFFERENT" for row in rows)
-    said = ", ".join(f"{count:,} {outcome}" for outcome, count in sorted(counts.items()))
-    title = f"Clean runs: {len(rows):,} of {len(names)} models, {said}"
+    outcomes = ", ".join(f"{count:,} {outcome}" for outcome, count in sorted(counts.items()))
+    title = f"Clean runs: {len(rows):,} of {len(names)} models, {outcomes}"
     others = [row for row in rows if row["exit"] != 0]
     results = {"counts": counts, "models": [dict(zip(_COLUMNS, line, strict=True)) for line in lines], "others": others}
     publish(arguments.results, "clean_runs", results, [table(title, _COLUMNS, lines)])

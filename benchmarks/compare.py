@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from checkpoints import experts, qwen3_moe, write_checkpoint
-from measure import HERE, Row, Step, publish, race, size_of, timings
+from measure import HERE, Row, Step, directory_size, publish, time_rounds, timing_table
 
 _RUN = "import sys; sys.path.insert(0, {root!r})\nfrom ckptx.cli.main import run\nrun()"
-_CUT = ["--tp", "4", "--pp", "2"]
+_MESH = ["--tp", "4", "--pp", "2"]
 MODELS = {
     "experts": ("Small experts, 18,723 tensors, 2.95 GiB, RAM disk", experts),
     "qwen3-moe": ("Layers of Qwen3-30B-A3B, 1,182 tensors, 3.73 GiB, RAM disk", qwen3_moe),
@@ -33,7 +33,7 @@ def command(root: Path, *arguments: str) -> list[str]:
     return [sys.executable, "-c", _RUN.format(root=str(root)), *arguments]
 
 
-def raced(work: Path, source: Path, cases: Sequence[tuple[str, list[str]]], other: Path, rounds: int) -> list[Row]:
+def time_cases(work: Path, source: Path, cases: Sequence[tuple[str, list[str]]], other: Path, rounds: int) -> list[Row]:
     """Time each case with both checkouts.
 
     Args:
@@ -47,42 +47,42 @@ def raced(work: Path, source: Path, cases: Sequence[tuple[str, list[str]]], othe
     steps = [Step(f"cp -r {source.name}", ["cp", "-r", str(source), str(copy)], copy)]
     for name, (verb, *rest) in cases:
         words = [*verb.split(), str(source), str(out), *rest]
-        steps += [Step(f"{name}, {which}", command(root, *words), out) for which, root in _both(other)]
-    return race(steps, rounds, size_of(source))
+        steps += [Step(f"{name}, {checkout}", command(root, *words), out) for checkout, root in _checkouts(other)]
+    return time_rounds(steps, rounds, directory_size(source))
 
 
-def _both(other: Path) -> list[tuple[str, Path]]:
+def _checkouts(other: Path) -> list[tuple[str, Path]]:
     return [("before", other), ("now", HERE.parent)]
 
 
-def compared(work: Path, other: Path, rounds: int) -> list[Row]:
+def time_conversions(work: Path, other: Path, rounds: int) -> list[Row]:
     """Time all conversions of the checkpoint `work / "HF"`: from HF, from a DCP, and from a sharded DCP."""
-    whole, cut = work / "DCP", work / "DCP tp4 x pp2"
-    rows = raced(
+    dcp, sharded = work / "DCP", work / "DCP tp4 x pp2"
+    rows = time_cases(
         work,
         work / "HF",
         [
             ("convert to-dcp", ["convert hf2dcp"]),
-            ("HF -> DCP tp4 x pp2", ["reshard", "--to", "dcp", *_CUT]),
-            ("HF -> sharded safetensors tp4 x pp2", ["reshard", "--to", "safetensors", *_CUT]),
+            ("HF -> DCP tp4 x pp2", ["reshard", "--to", "dcp", *_MESH]),
+            ("HF -> sharded safetensors tp4 x pp2", ["reshard", "--to", "safetensors", *_MESH]),
         ],
         other,
         rounds,
     )
-    _make(["convert", "hf2dcp"], work / "HF", whole)
-    rows += raced(work, whole, [("convert to-hf", ["convert dcp2hf"])], other, rounds)
-    subprocess.run(["rm", "-r", str(whole)], check=True)
-    _make(["reshard", "--to", "dcp", *_CUT], work / "HF", cut)
-    return rows + raced(
+    _run_ckptx(["convert", "hf2dcp"], work / "HF", dcp)
+    rows += time_cases(work, dcp, [("convert to-hf", ["convert dcp2hf"])], other, rounds)
+    subprocess.run(["rm", "-r", str(dcp)], check=True)
+    _run_ckptx(["reshard", "--to", "dcp", *_MESH], work / "HF", sharded)
+    return rows + time_cases(
         work,
-        cut,
+        sharded,
         [("DCP tp4 x pp2 -> DCP tp2", ["reshard", "--tp", "2"]), ("DCP tp4 x pp2 -> HF", ["convert dcp2hf"])],
         other,
         rounds,
     )
 
 
-def _make(words: list[str], source: Path, out: Path) -> None:
+def _run_ckptx(words: list[str], source: Path, out: Path) -> None:
     subprocess.run(command(HERE.parent, *words, str(source), str(out)), check=True, stdout=subprocess.DEVNULL)
 
 
@@ -96,17 +96,17 @@ def main() -> None:
     parser.add_argument("--results", type=Path, default=HERE / "results")
     arguments = parser.parse_args()
     other = arguments.other.resolve(strict=True)
-    for _, root in _both(other):
+    for _, root in _checkouts(other):
         compileall.compile_dir(root / "ckptx", quiet=1)
     results: dict[str, Any] = {}
     tables = []
     for part in arguments.parts.split(","):
-        title, made = MODELS[part]
+        title, make_model = MODELS[part]
         with tempfile.TemporaryDirectory(dir=arguments.ram, prefix="ckptx-bench-") as directory:
-            write_checkpoint(Path(directory) / "HF", made())
-            rows = compared(Path(directory), other, arguments.rounds)
+            write_checkpoint(Path(directory) / "HF", make_model())
+            rows = time_conversions(Path(directory), other, arguments.rounds)
         results[part] = [row.to_dict() for row in rows]
-        tables.append(timings(title, rows))
+        tables.append(timing_table(title, rows))
     publish(arguments.results, "compare", results, tables)
 
 

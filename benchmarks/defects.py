@@ -30,7 +30,7 @@ from benchmarks.planted import models  # noqa: E402 (benchmarks run from a check
 from benchmarks.planted.defect import Defect  # noqa: E402 (benchmarks run from a checkout)
 from benchmarks.planted.further import FURTHER  # noqa: E402 (benchmarks run from a checkout)
 from benchmarks.planted.known import KNOWN  # noqa: E402 (benchmarks run from a checkout)
-from benchmarks.planted.planting import planted  # noqa: E402 (benchmarks run from a checkout)
+from benchmarks.planted.planting import inject_defect  # noqa: E402 (benchmarks run from a checkout)
 from ckptx.errors import CkptxError  # noqa: E402 (benchmarks run from a checkout)
 from ckptx.options.verify import RunOptions  # noqa: E402 (benchmarks run from a checkout)
 from ckptx.report.report import Log  # noqa: E402 (benchmarks run from a checkout)
@@ -65,39 +65,41 @@ def pairs_of(work: Path, defects: Iterable[Defect], dtypes: Sequence[str]) -> li
     for number, defect in enumerate(defects):
         for dtype in dtypes:
             clean = work / f"{defect.model} {dtype}"
-            pairs.append(Pair(defect, dtype, clean, work / f"{number} {dtype}" if defect.stored else clean))
+            pairs.append(
+                Pair(defect, dtype, clean, work / f"{number} {dtype}" if defect.checkpoint_injection else clean)
+            )
     return pairs
 
 
 def write(pairs: Iterable[Pair]) -> None:
     """Write each model, and each checkpoint with its defect."""
     for defect, dtype, clean, other in pairs:
-        stored: torch.dtype = getattr(torch, dtype)
+        torch_dtype: torch.dtype = getattr(torch, dtype)
         if not clean.exists():
-            models.write(defect.model, stored, clean)
-        if defect.stored is not None:
+            models.write(defect.model, torch_dtype, clean)
+        if defect.checkpoint_injection is not None:
             tensors, config = models.read(clean)
-            defect.stored(tensors, config)
-            models.save(tensors, config, stored, other)
+            defect.checkpoint_injection(tensors, config)
+            models.save(tensors, config, torch_dtype, other)
 
 
-def judged(pair: Pair) -> Row:
+def verify_pair(pair: Pair) -> Row:
     """Verify one pair, and return its row; every rank calls this."""
     defect = pair.defect
-    identical = defect.stored is not None and models.are_equal(pair.reference, pair.checkpoint)
+    identical = defect.checkpoint_injection is not None and models.are_equal(pair.reference, pair.checkpoint)
     row = {"model": defect.model, "defect": defect.title, "dtype": pair.dtype, "identical": identical}
     options = RunOptions(**{"tp": 2, **defect.options})
     try:
-        with planted(defect):
+        with inject_defect(defect):
             report = verify_run(pair.reference, pair.checkpoint, options, Log()).to_dict()
     except CkptxError as error:
-        said = str(error).replace(f"{pair.checkpoint.parent}/", "")
-        return {**row, "exit": error.exit_code, "levels": [], "error": said, "logits": None, "gradient": None}
-    seen = {each["level"] for each in report["differing"]}
+        message = str(error).replace(f"{pair.checkpoint.parent}/", "")
+        return {**row, "exit": error.exit_code, "levels": [], "error": message, "logits": None, "gradient": None}
+    levels = {each["level"] for each in report["differing"]}
     return {
         **row,
         "exit": report["exit"],
-        "levels": [level for level in LEVELS if level in seen],
+        "levels": [level for level in LEVELS if level in levels],
         "error": None,
         "logits": _multiple(report["max_abs"], report["max_abs_tolerance"]),
         "gradient": report["grad_closest_to_tolerance"][1],
@@ -109,23 +111,23 @@ def _multiple(distance: Any, limit: Any) -> float | str:
     return distance if isinstance(distance, str) else distance / limit if limit else float(distance > 0)
 
 
-def on_rank(work: Path, pairs: Sequence[Pair]) -> None:
+def verify_on_rank(work: Path, pairs: Sequence[Pair]) -> None:
     """Verify every pair on this rank; rank 0 writes the rows."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     rows = []
     for pair in pairs:
         begin = time.perf_counter()
-        rows.append(judged(pair))
+        rows.append(verify_pair(pair))
         if not dist.get_rank():
             seconds = time.perf_counter() - begin
-            print(f"  {pair.defect.key}, {pair.dtype}: {cell(rows[-1])}, {seconds:.1f} s", file=sys.stderr)
+            print(f"  {pair.defect.key}, {pair.dtype}: {format_cell(rows[-1])}, {seconds:.1f} s", file=sys.stderr)
     if not dist.get_rank():
         (work / "rows.json").write_text(json.dumps(rows))
     dist.destroy_process_group()
 
 
-def chosen(names: Sequence[str]) -> list[Defect]:
+def select_defects(names: Sequence[str]) -> list[Defect]:
     """Return the defects whose key contains one of the names, or all if there are no names."""
     every = [defect for defects in TABLES.values() for defect in defects]
     return [each for each in every if not names or any(name in each.key for name in names)]
@@ -144,28 +146,28 @@ def is_equal(row: Row) -> bool:
     return bool(row["identical"]) or row["defect"] == NOTHING
 
 
-def cell(row: Row) -> str:
+def format_cell(row: Row) -> str:
     """Format the outcome of one run: differences as multiples of their tolerances, and the levels that differ."""
     if row["error"] is not None:
         return f"exit {row['exit']}"
-    figures = f"{_figure(row['logits'])} / {_figure(row['gradient'])}"
+    multiples = f"{_format_multiple(row['logits'])} / {_format_multiple(row['gradient'])}"
     if is_found(row):
-        return f"{figures} {', '.join(row['levels'])}"
-    return f"{figures} {'equal' if is_equal(row) else '**missed**'}"
+        return f"{multiples} {', '.join(row['levels'])}"
+    return f"{multiples} {'equal' if is_equal(row) else '**missed**'}"
 
 
-def _figure(multiple: float | str) -> str:
+def _format_multiple(multiple: float | str) -> str:
     return multiple if isinstance(multiple, str) else f"{multiple:.2g}"
 
 
-def reason(defect: Defect, rows: Iterable[Row]) -> str:
+def find_reason(defect: Defect, rows: Iterable[Row]) -> str:
     """Return the reason that a defect is missed in a dtype, or "" if it is found in all."""
     rows = list(rows)
-    said = next((row["error"] for row in rows if row["error"] is not None), "")
-    if said:
-        return said
+    message = next((row["error"] for row in rows if row["error"] is not None), "")
+    if message:
+        return message
     missed = [row for row in rows if not is_found(row) and not is_equal(row)]
-    return defect.missed or "not known" if missed else ""
+    return defect.missed_reason or "not known" if missed else ""
 
 
 def tables_of(results: Mapping[str, Sequence[Row]], dtypes: Sequence[str]) -> list[str]:
@@ -177,22 +179,22 @@ def tables_of(results: Mapping[str, Sequence[Row]], dtypes: Sequence[str]) -> li
     """
     from measure import table
 
-    counted, tables = [], []
+    totals, tables = [], []
     for name, rows in results.items():
         if not rows:
             continue
         for dtype in dtypes:
-            counted.append((_TITLES[name], dtype, *counts([row for row in rows if row["dtype"] == dtype])))
+            totals.append((_TITLES[name], dtype, *counts([row for row in rows if row["dtype"] == dtype])))
         found = {(row["model"], row["defect"], row["dtype"]): row for row in rows}
         lines = []
         for defect in TABLES[name]:
             own = [found[key] for dtype in dtypes if (key := (defect.model, defect.title, dtype)) in found]
             if own:
-                lines.append((defect.model, defect.title, *map(cell, own), reason(defect, own)))
+                lines.append((defect.model, defect.title, *map(format_cell, own), find_reason(defect, own)))
         columns = ("model", "defect", *(f"stored {dtype}" for dtype in dtypes), "reason if missed")
         tables.append(table(f"`verify --run --tp 2`: {_TITLES[name]}", columns, lines))
     columns = ("injected faults", "stored dtype", "cases", "found", "byte-identical", "missed", "rejected")
-    return [table("Defects that `verify --run --tp 2` finds", columns, counted), *tables]
+    return [table("Defects that `verify --run --tp 2` finds", columns, totals), *tables]
 
 
 def counts(rows: Sequence[Row]) -> tuple[int, int, int, int, int]:
@@ -212,13 +214,13 @@ def main() -> None:
     arguments = parser.parse_args()
     dtypes = arguments.dtypes.split(",")
     if arguments.work is not None:
-        on_rank(arguments.work, pairs_of(arguments.work, chosen(arguments.names), dtypes))
+        verify_on_rank(arguments.work, pairs_of(arguments.work, select_defects(arguments.names), dtypes))
         return
     from measure import publish
 
     with tempfile.TemporaryDirectory(prefix="ckptx-defects-") as directory:
         work = Path(directory)
-        write(pairs_of(work, chosen(arguments.names), dtypes))
+        write(pairs_of(work, select_defects(arguments.names), dtypes))
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
         command = [*torchrun, __file__, "--work", directory, "--dtypes", arguments.dtypes, *arguments.names]
         subprocess.run(command, check=True, env=os.environ | {"OMP_NUM_THREADS": "1"})

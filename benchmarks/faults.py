@@ -36,7 +36,7 @@ _RESUME = 6
 Row = dict[str, Any]
 
 
-class Shared(Session):
+class SharedRanksSession(Session):
     """A session that reuses its ranks; the effect of a fault does not depend on new interpreters."""
 
     def fresh_ranks(self) -> AbstractContextManager[Ranks]:
@@ -44,7 +44,7 @@ class Shared(Session):
 
 
 @contextmanager
-def opened(
+def open_session(
     folder: Path, needs: Mapping[str, int], ranks: Ranks | None = None, settings: Sequence[str] = ()
 ) -> Iterator[tuple[Session, LeakedMemory]]:
     """Open a session on a mesh that a fault requires; yield it with the baseline memory of its ranks.
@@ -58,14 +58,14 @@ def opened(
     recipe = read_recipe(RECIPE, [*settings, *(_SETTINGS[axis] for axis in needs if axis in _SETTINGS)])
     with Ranks(device="cpu") if ranks is None else nullcontext(ranks) as own:
         folder.mkdir()
-        session = Shared(
+        session = SharedRanksSession(
             recipe=recipe, source=folder / "source", out=folder, ranks=own, is_exact=True, log=Log(),
         )  # fmt: skip
         session.source, _ = session.run_task("prepare", recipe, session.source)
         yield session, measure_baseline(session)
 
 
-def named(session: Session, baseline: LeakedMemory, name: str | None, number: int) -> Row:
+def run_with_fault(session: Session, baseline: LeakedMemory, name: str | None, number: int) -> Row:
     """Run a phase with a fault, and return the oracles that fail.
 
     Args:
@@ -81,7 +81,7 @@ def named(session: Session, baseline: LeakedMemory, name: str | None, number: in
     failed = [each["name"] for each in row["checks"] if not each["ok"]]
     run = fault.run if fault is not None else "resumed"
     found = session.losses.get(run, {}) if number == _RESUME else {}
-    away = [
+    differences = [
         abs_difference(session.straight_result.losses[step], loss)
         for step, loss in found.items()
         if step in session.straight_result.losses
@@ -89,22 +89,22 @@ def named(session: Session, baseline: LeakedMemory, name: str | None, number: in
     return {
         "fault": name or "none", "says": fault.description if fault is not None else "", "phase": number,
         "needed": fault.oracle if fault is not None else "", "failed": failed, "differing": judge.differing[:8],
-        "first": away[0] if away else None, "largest": largest_value(away) if away else None,
+        "first": differences[0] if differences else None, "largest": largest_value(differences) if differences else None,
     }  # fmt: skip
 
 
-def every(work: Path, names: list[str]) -> Iterator[Row]:
+def run_all(work: Path, names: list[str]) -> Iterator[Row]:
     """Yield a row for each fault, and for each phase without a fault."""
-    with opened(work / "resumed", {}) as (session, baseline):
+    with open_session(work / "resumed", {}) as (session, baseline):
         for number in (1, 2, 3, _RESUME):
-            yield named(session, baseline, None, number)
+            yield run_with_fault(session, baseline, None, number)
         for name in names:
             if FAULTS[name].phase == _RESUME:
-                yield named(session, baseline, name, _RESUME)
+                yield run_with_fault(session, baseline, name, _RESUME)
     for name in names:
         if FAULTS[name].phase != _RESUME:
-            with opened(work / name, FAULTS[name].min_mesh) as (session, baseline):
-                yield named(session, baseline, name, FAULTS[name].phase)
+            with open_session(work / name, FAULTS[name].min_mesh) as (session, baseline):
+                yield run_with_fault(session, baseline, name, FAULTS[name].phase)
 
 
 def main() -> None:
@@ -116,11 +116,11 @@ def main() -> None:
     arguments = parser.parse_args()
     rows = []
     with tempfile.TemporaryDirectory(dir=arguments.ram, prefix="ckptx-bench-") as directory:
-        begin = time.perf_counter()
-        for row in every(Path(directory), arguments.names or list(FAULTS)):
+        start = time.perf_counter()
+        for row in run_all(Path(directory), arguments.names or list(FAULTS)):
             rows.append(row)
             print(
-                f"  {time.perf_counter() - begin:6.1f} s  {row['fault']}: {', '.join(row['failed'])}", file=sys.stderr
+                f"  {time.perf_counter() - start:6.1f} s  {row['fault']}: {', '.join(row['failed'])}", file=sys.stderr
             )
     lines = [
         (
@@ -142,13 +142,13 @@ def main() -> None:
         "loss difference, first step",
         "largest",
     )
-    planted = [row for row in rows if row["needed"]]
-    missed = [row["fault"] for row in planted if row["needed"] not in row["failed"]]
+    injected = [row for row in rows if row["needed"]]
+    missed = [row["fault"] for row in injected if row["needed"] not in row["failed"]]
     wrong = [row["phase"] for row in rows if not row["needed"] and row["failed"]]
-    said = f"{len(planted) - len(missed)} of {len(planted)} faults are detected by their oracle in their phase.\n"
+    summary = f"{len(injected) - len(missed)} of {len(injected)} faults are detected by their oracle in their phase.\n"
     from measure import publish, table  # next to this file; the tests import this module from another directory
 
-    publish(arguments.results, "faults", {"rows": rows}, [table("Injected faults", columns, lines), said])
+    publish(arguments.results, "faults", {"rows": rows}, [table("Injected faults", columns, lines), summary])
     raise SystemExit(bool(missed or wrong))
 
 

@@ -9,7 +9,7 @@ import mmap
 import select
 import sys
 
-PIECE = 64 << 20
+BLOCK = 64 << 20
 AHEAD = 512 << 20
 INTERVAL = 0.01  # seconds
 
@@ -21,25 +21,25 @@ def free_memory() -> int:
     return int(line.split()[1]) << 10
 
 
-def taken(nbytes: int) -> mmap.mmap:
+def allocate(nbytes: int) -> mmap.mmap:
     """Allocate memory and touch every page."""
-    piece = mmap.mmap(-1, nbytes)
+    block = mmap.mmap(-1, nbytes)
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        piece.madvise(mmap.MADV_HUGEPAGE)  # 100 times faster to free
-    memoryview(piece)[:: mmap.PAGESIZE] = bytes(nbytes // mmap.PAGESIZE)
-    return piece
+        block.madvise(mmap.MADV_HUGEPAGE)  # 100 times faster to free
+    memoryview(block)[:: mmap.PAGESIZE] = bytes(nbytes // mmap.PAGESIZE)
+    return block
 
 
 def main() -> None:
     """Allocate memory, and free it while other processes allocate."""
-    pieces = [taken(PIECE) for _ in range(-(-int(sys.argv[1]) // PIECE) + AHEAD // PIECE)]
+    blocks = [allocate(BLOCK) for _ in range(-(-int(sys.argv[1]) // BLOCK) + AHEAD // BLOCK)]
     print("ready", flush=True)
-    at_first, freed = free_memory(), 0
+    free_at_start, freed = free_memory(), 0
     while not select.select([sys.stdin], [], [], INTERVAL)[0]:
-        wanted = at_first + freed - free_memory() + AHEAD  # bytes that others allocated, plus AHEAD
-        while pieces and freed < wanted:
-            pieces.pop().close()
-            freed += PIECE
+        target = free_at_start + freed - free_memory() + AHEAD  # bytes that others allocated, plus AHEAD
+        while blocks and freed < target:
+            blocks.pop().close()
+            freed += BLOCK
 
 
 if __name__ == "__main__":

@@ -36,12 +36,12 @@ from tests.support.measured_steps import (  # noqa: E402
 )
 from tests.support.pool import GlooPool, WorkerError  # noqa: E402
 
-_CLOSE = 0.01  # allowed relative difference of forecast and measurement
-_LEFT = (
+_TOLERANCE = 0.01  # allowed relative difference of forecast and measurement
+_KNOWN_CAUSES = (
     "Known causes of the differences: the state of the CPU generator (5,056 bytes per recomputed module) and a copy "
     "of transposed logits (14,400 bytes). Not investigated: phi3, tp4, selective (222,916 bytes)."
 )
-_CLOSE_MIXED = 0.03  # the same with mixed precision
+_TOLERANCE_MIXED = 0.03  # the same with mixed precision
 _MIXED = (("dp4", "none"), ("dp4", "full"), ("tp2 x dp2", "none"), ("tp2 x dp2", "full"))
 
 
@@ -54,24 +54,24 @@ class Case(NamedTuple):
     param_dtype: str | None = None
 
 
-def rows_of(case: Case, source: Path, pool: GlooPool) -> Iterator[dict[str, Any]]:
+def run_case(case: Case, source: Path, pool: GlooPool) -> Iterator[dict[str, Any]]:
     """Forecast and measure a case, and yield a row for each pipeline stage."""
     model, layout, mode, param_dtype = case
-    shown = {"model": model, "layout": layout, "mode": mode, "param_dtype": param_dtype}
+    case_columns = {"model": model, "layout": layout, "mode": mode, "param_dtype": param_dtype}
     task = task_of(source, layout, mode, param_dtype=param_dtype)
     try:
         forecasts = forecast_ranks(task)
         measured = measured_stages(pool, task)
     except (CkptxError, WorkerError) as error:
-        yield {**shown, "error": f"{type(error).__name__}: {str(error).strip().splitlines()[-1]}"}
+        yield {**case_columns, "error": f"{type(error).__name__}: {str(error).strip().splitlines()[-1]}"}
         return
     layer = layer_parameters(source) * 2  # in bfloat16
     for stage, (forecast, real) in enumerate(zip(forecasts, measured, strict=True)):
         found = sum(forecast.timeline.peak_segment.most)
         ratio, between = found / real.peak, sum(forecast.timeline.between_steps) / real.before
-        is_close = abs(ratio - 1) <= (_CLOSE if param_dtype is None else _CLOSE_MIXED)
+        is_close = abs(ratio - 1) <= (_TOLERANCE if param_dtype is None else _TOLERANCE_MIXED)
         yield {
-            **shown, "stage": stage, "forecast": found, "measured": real.peak, "ratio": round(ratio, 4),
+            **case_columns, "stage": stage, "forecast": found, "measured": real.peak, "ratio": round(ratio, 4),
             "between": round(between, 4), "gloo": real.with_gloo - real.peak, "is_close": is_close,
             "is_within_a_layer": param_dtype is not None and abs(found - real.peak) <= layer,
             "error": None,
@@ -100,34 +100,34 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="ckptx-forecast-") as directory:
         sources = {model: write_config(model, Path(directory)) for model in models}
         for case in cases:
-            for row in rows_of(case, sources[case.model], pool):
+            for row in run_case(case, sources[case.model], pool):
                 rows.append(row)
                 print(*row.values(), file=sys.stderr, flush=True)
     pool.close()
     before = arguments.results / "forecast.json"
     if arguments.add and before.exists():
-        done = {_case_of(row) for row in rows}
-        rows += [row for row in json.loads(before.read_text())["rows"] if _case_of(row) not in done]
-    rows.sort(key=_place_of)
-    summary = summary_of(rows)
-    publish(arguments.results, "forecast", {"summary": summary, "rows": rows}, [_words(summary), _table(rows)])
+        finished = {_case_of(row) for row in rows}
+        rows += [row for row in json.loads(before.read_text())["rows"] if _case_of(row) not in finished]
+    rows.sort(key=_sort_key)
+    summary = summarize(rows)
+    publish(arguments.results, "forecast", {"summary": summary, "rows": rows}, [_summary_text(summary), _table(rows)])
 
 
 def _case_of(row: dict[str, Any]) -> Case:
     return Case(*(row[name] for name in Case._fields))
 
 
-def _place_of(row: dict[str, Any]) -> tuple[Any, ...]:
+def _sort_key(row: dict[str, Any]) -> tuple[Any, ...]:
     case = _case_of(row)
     orders = zip(case, (CONFIGS, LAYOUTS, MODES), strict=False)
     return case.param_dtype or "", *(list(order).index(each) for each, order in orders), row.get("stage", 0)
 
 
-def summary_of(rows: list[dict[str, Any]]) -> dict[str, Any]:
+def summarize(rows: list[dict[str, Any]]) -> dict[str, Any]:
     """Return the smallest and the largest ratio, and the number of rows within the allowed difference."""
-    done = [row for row in rows if row["error"] is None]
-    plain = [row for row in done if row["param_dtype"] is None]
-    mixed = [row for row in done if row["param_dtype"] is not None]
+    finished = [row for row in rows if row["error"] is None]
+    plain = [row for row in finished if row["param_dtype"] is None]
+    mixed = [row for row in finished if row["param_dtype"] is not None]
     return {
         "rows": len(plain),
         "least": min((row["ratio"] for row in plain), default=None),
@@ -137,23 +137,23 @@ def summary_of(rows: list[dict[str, Any]]) -> dict[str, Any]:
         "mixed_least": min((row["ratio"] for row in mixed), default=None),
         "mixed_most": max((row["ratio"] for row in mixed), default=None),
         "mixed_close": sum(row["is_close"] or row["is_within_a_layer"] for row in mixed),
-        "failed": len(rows) - len(done),
+        "failed": len(rows) - len(finished),
     }
 
 
-def _words(summary: dict[str, Any]) -> str:
-    said = (
+def _summary_text(summary: dict[str, Any]) -> str:
+    text = (
         f"Peaks of {summary['rows']} stages: forecast / measured is {summary['least']} to {summary['most']}, "
-        f"{summary['close']} within {_CLOSE:.0%}."
+        f"{summary['close']} within {_TOLERANCE:.0%}."
     )
     if summary["mixed_rows"]:
-        said += (
+        text += (
             f" Mixed precision, {summary['mixed_rows']} stages: {summary['mixed_least']} to {summary['mixed_most']}, "
-            f"{summary['mixed_close']} within {_CLOSE_MIXED:.0%} or within the parameters of one layer."
+            f"{summary['mixed_close']} within {_TOLERANCE_MIXED:.0%} or within the parameters of one layer."
         )
     if summary["failed"]:
-        said += f" {summary['failed']} could not be run."
-    return f"{said} {_LEFT}\n"
+        text += f" {summary['failed']} could not be run."
+    return f"{text} {_KNOWN_CAUSES}\n"
 
 
 def _table(rows: list[dict[str, Any]]) -> str:

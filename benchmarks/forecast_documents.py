@@ -42,16 +42,16 @@ class Case(NamedTuple):
     Attributes:
         model: Config of the model.
         options: Options of `forecast`.
-        written: Published memory in GiB; None if only the outcome was published.
+        published_gib: Published memory in GiB; None if only the outcome was published.
         inferred: Settings that the report omits, or "".
-        found: Function that returns the bytes of the forecast to compare.
+        get_bytes: Function that returns the bytes of the forecast to compare.
     """
 
     model: Mapping[str, Any]
     options: Mapping[str, Any]
-    written: float | None
+    published_gib: float | None
     inferred: str
-    found: Callable[[ForecastReport], int]
+    get_bytes: Callable[[ForecastReport], int]
 
 
 def _peak(report: ForecastReport) -> int:
@@ -72,23 +72,23 @@ def cases() -> dict[str, Case]:
     gemma = dict(read_recipe("gemma4_31b").model.shrunk_from)
     llama = {"tp": 4, "dp_shard": 2, "seq": 16384, "dtype": "fp32", "param_dtype": "bf16",
              "activation_checkpointing": "submodule"}  # fmt: skip
-    said = "16,384 tokens (what was saved is exactly their logits in bf16), float32 weights, bf16 compute, submodule"
+    settings = "16,384 tokens (the saved memory equals their logits in bf16), float32 weights, bf16 compute, submodule"
     phi_4 = {"dp_shard": 8, "seq": 5280, "dtype": "bf16"}
-    tokens = "5,280 tokens, which is not said"
+    phi_note = "5,280 tokens, not reported"
     gemma_8 = {"dp_shard": 8, "seq": 2048, "dtype": "bf16", "gpu_memory": "80GiB"}
     gemma_pp = {"tp": 4, "seq": 2048, "dtype": "bf16", "activation_checkpointing": "full"}
     rows = "2,048 tokens of text; images left out"
     return {
         "Llama 3.1 8B, tp4 x dp2, sharded head, forward of lm_head": Case(
-            LLAMA, {**llama, "loss": "none"}, 29.665, said, _forward
+            LLAMA, {**llama, "loss": "none"}, 29.665, settings, _forward
         ),
-        "Llama 3.1 8B, tp4 x dp2, sharded head, step": Case(LLAMA, llama, 35.66, said, _peak),
-        "Llama 3.1 8B, tp4 x dp2, gathered head, step": Case(LLAMA, {**llama, "loss": "whole"}, 51.93, said, _peak),
-        "phi-4, FSDP2 x 8, no checkpointing": Case(phi, {**phi_4, "loss": "whole"}, 74.0, tokens, _peak),
-        "phi-4, FSDP2 x 8, no checkpointing, between steps": Case(phi, phi_4, 10.0, tokens, _between),
+        "Llama 3.1 8B, tp4 x dp2, sharded head, step": Case(LLAMA, llama, 35.66, settings, _peak),
+        "Llama 3.1 8B, tp4 x dp2, gathered head, step": Case(LLAMA, {**llama, "loss": "whole"}, 51.93, settings, _peak),
+        "phi-4, FSDP2 x 8, no checkpointing": Case(phi, {**phi_4, "loss": "whole"}, 74.0, phi_note, _peak),
+        "phi-4, FSDP2 x 8, no checkpointing, between steps": Case(phi, phi_4, 10.0, phi_note, _between),
         "phi-4, FSDP2 x 8, full checkpointing": Case(
             phi, {**phi_4, "activation_checkpointing": "full"}, 70.0,
-            f"{tokens}; the figure is that of a whole test, with several models one after another", _peak,
+            f"{phi_note}; the figure is for a whole test with several models in sequence", _peak,
         ),
         "Gemma 4 31B, FSDP2 x 8, 0 layers checkpointed": Case(
             gemma, gemma_8, None, f"{rows}; it ran out of memory", _peak
@@ -109,7 +109,7 @@ def cases() -> dict[str, Case]:
     }  # fmt: skip
 
 
-def row_of(name: str, case: Case) -> dict[str, Any]:
+def forecast_case(name: str, case: Case) -> dict[str, Any]:
     """Forecast a case, and return its row."""
     with tempfile.TemporaryDirectory() as directory:
         config = Path(directory, "config.json")
@@ -119,8 +119,8 @@ def row_of(name: str, case: Case) -> dict[str, Any]:
     kinds = sorted(worst["by_kind"].items(), key=lambda item: -item[1])[:3]
     return {
         "case": name,
-        "written": case.written,
-        "forecast": case.found(report) / _GIB,
+        "written": case.published_gib,
+        "forecast": case.get_bytes(report) / _GIB,
         "kinds": ", ".join(f"{kind} {nbytes / _GIB:.1f}" for kind, nbytes in kinds),
         "at": f"{worst['peak_tensor']['part']} of {worst['peak_tensor']['module'] or 'the model'}",
         "fits": report.fits,
@@ -138,9 +138,9 @@ def main() -> None:
     rows = []
     for name, case in cases().items():
         if not options.names or any(each in name for each in options.names):
-            rows.append(row_of(name, case))
+            rows.append(forecast_case(name, case))
             print(rows[-1], flush=True)
-    shown = [
+    cells = [
         {
             "run": row["case"],
             "published, GiB": "" if row["written"] is None else f"{row['written']:.2f}",
@@ -157,7 +157,7 @@ def main() -> None:
         options.results,
         "forecast_documents",
         {"rows": rows},
-        [table("Runs with published memory", list(shown[0]), [list(each.values()) for each in shown])],
+        [table("Runs with published memory", list(cells[0]), [list(each.values()) for each in cells])],
     )
 
 

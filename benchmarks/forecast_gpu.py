@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from cases import Benchmark, Columns, Part, Row, ended, machine_of
+from cases import Benchmark, Columns, Part, Row, describe_machine, end_after
 from cases import Case as Measurement
 from forecast_documents import LLAMA
 from measure import HERE
@@ -50,8 +50,8 @@ from ckptx.runtime.training.recipe_file import read_recipe
 _GIB = 2**30
 _LIMIT = 480  # seconds after which no case starts
 _GRACE = 60.0  # seconds after the limit at which the process is ended
-_AT_ONCE = 6  # forecasts that run at the same time, each on one core
-_CLOSE = 0.05  # allowed relative difference of forecast and measurement
+_WORKERS = 6  # forecasts that run at the same time, each on one core
+_TOLERANCE = 0.05  # allowed relative difference of forecast and measurement
 _STD = 0.02
 _QWEN3_MOE = {
     "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "vocab_size": 151936, "hidden_size": 2048,
@@ -129,7 +129,7 @@ def cases() -> dict[str, Case]:
     return found
 
 
-def shrunk(case: Case) -> Case:
+def shrink_case(case: Case) -> Case:
     """Return the case with small shapes, to try the script on a CPU."""
     kinds = case.model.get("layer_types")
     small = {key: value for key, value in _TINY.items() if key in case.model or key == "pad_token_id"}
@@ -143,20 +143,20 @@ def shrunk(case: Case) -> Case:
 # ---------------------------------------------------------------------------------------------------------- the figures
 
 
-def forecast_of(source: Path, options: Mapping[str, Any]) -> Row:
+def run_forecast(source: Path, options: Mapping[str, Any]) -> Row:
     """Run `ckptx forecast`, and return the forecast peak and the bytes between steps."""
-    words = []
+    arguments = []
     for name, value in options.items():
         if name == "loss":
-            words.append({"whole": "--loss-fp32", "none": "--no-loss"}[value])
+            arguments.append({"whole": "--loss-fp32", "none": "--no-loss"}[value])
         else:
-            words += [f"--{name.replace('_', '-')}", str(value)]
-    command = [sys.executable, "-m", "ckptx", "forecast", str(source), *words, "--json"]
+            arguments += [f"--{name.replace('_', '-')}", str(value)]
+    command = [sys.executable, "-m", "ckptx", "forecast", str(source), *arguments, "--json"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
-    if done.returncode:
-        raise RuntimeError(f"{' '.join(command[2:])}: exit {done.returncode}: {done.stderr[-300:]}")
-    document = json.loads(done.stdout)
+    process = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    if process.returncode:
+        raise RuntimeError(f"{' '.join(command[2:])}: exit {process.returncode}: {process.stderr[-300:]}")
+    document = json.loads(process.stdout)
     (stage,) = document["by_stage"]
     return {"forecast": stage["peak"], "forecast_between": stage["between_steps"], "forecast_s": document["seconds"]}
 
@@ -166,12 +166,12 @@ def task_of(source: Path, options: Mapping[str, Any]) -> ForecastTask:
     return task_from_options(source, ForecastOptions(source, **options), 1)
 
 
-def taken_of(task: ForecastTask, device: torch.device) -> Row:
+def measure_on_gpu(task: ForecastTask, device: torch.device) -> Row:
     """Run a step twice on the GPU, and measure the second, because the first creates the optimizer state."""
-    with fake_process_group(0, task.dims.world_size, device) as place:
+    with fake_process_group(0, task.dims.world_size, device) as context:
         before = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
-        assembled = build_rank_model_on_meta(task.recipe, task.source, place)
-        row = {"before": before, **_taken(_filled(assembled, task, device), device)}
+        assembled = build_rank_model_on_meta(task.recipe, task.source, context)
+        row = {"before": before, **_measure_step(_build_random_step(assembled, task, device), device)}
         assembled.release()
     gc.collect()
     if device.type == "cuda":
@@ -179,7 +179,7 @@ def taken_of(task: ForecastTask, device: torch.device) -> Row:
     return row
 
 
-def _taken(step: StepSpec, device: torch.device) -> Row:
+def _measure_step(step: StepSpec, device: torch.device) -> Row:
     def run() -> None:
         step.run(StorageLedger())
         if device.type == "cuda":
@@ -191,11 +191,11 @@ def _taken(step: StepSpec, device: torch.device) -> Row:
     row = {"measured": found.peak, "measured_between": found.between_steps, "seconds": time.perf_counter() - start}
     if device.type == "cuda":
         row["reserved"] = torch.cuda.max_memory_reserved(device)
-        row["beside"] = _of_the_card(device) - torch.cuda.memory_reserved(device)
+        row["beside"] = _used_gpu_bytes(device) - torch.cuda.memory_reserved(device)
     return row
 
 
-def _filled(assembled: RankModel, task: ForecastTask, device: torch.device) -> StepSpec:
+def _build_random_step(assembled: RankModel, task: ForecastTask, device: torch.device) -> StepSpec:
     """Fill a model with random weights, and return its step with inputs on the device."""
     torch.manual_seed(0)
     model = assembled.models[0]
@@ -212,13 +212,13 @@ def _filled(assembled: RankModel, task: ForecastTask, device: torch.device) -> S
     return StepSpec(assembled, task, inputs, make_step_optimizer(task, parameters))
 
 
-def _of_the_card(device: torch.device) -> int:
+def _used_gpu_bytes(device: torch.device) -> int:
     """Return the bytes in use on a GPU that no other process uses."""
-    free, every = torch.cuda.mem_get_info(device)
-    return int(every - free)
+    free, total = torch.cuda.mem_get_info(device)
+    return int(total - free)
 
 
-def nccl_taken(device: torch.device, mesh: ParallelDims) -> Row:
+def measure_nccl(device: torch.device, mesh: ParallelDims) -> Row:
     """Measure the memory outside the allocator after an all-reduce with NCCL."""
     if device.type != "cuda":
         return {"beside": 0}
@@ -229,7 +229,7 @@ def nccl_taken(device: torch.device, mesh: ParallelDims) -> Row:
         for dtype in (torch.bfloat16, torch.float32):
             dist.all_reduce(torch.ones(2**24, dtype=dtype, device=device))
         torch.cuda.synchronize(device)
-        found = _of_the_card(device) - torch.cuda.memory_reserved(device)
+        found = _used_gpu_bytes(device) - torch.cuda.memory_reserved(device)
         dist.destroy_process_group()
     return {"beside": found}
 
@@ -237,7 +237,7 @@ def nccl_taken(device: torch.device, mesh: ParallelDims) -> Row:
 # ----------------------------------------------------------------------------------------------------------- the tables
 
 
-def comparing(found: Mapping[str, Case], work: Path, device: torch.device, pool: ThreadPoolExecutor) -> Part:
+def comparison_part(found: Mapping[str, Case], work: Path, device: torch.device, pool: ThreadPoolExecutor) -> Part:
     """Return the part that compares the forecast and the measurement of each case."""
     forecasts: dict[str, Future[Row]] = {}
     measurements = []
@@ -245,11 +245,11 @@ def comparing(found: Mapping[str, Case], work: Path, device: torch.device, pool:
         source = work / str(number)
         source.mkdir()
         (source / "config.json").write_text(json.dumps(case.model))
-        forecasts[name] = pool.submit(forecast_of, source, case.options)
+        forecasts[name] = pool.submit(run_forecast, source, case.options)
         task = task_of(source, case.options)
 
         def measure(name: str = name, task: ForecastTask = task) -> Row:
-            row = taken_of(task, device)
+            row = measure_on_gpu(task, device)
             row |= forecasts[name].result()
             return row | {
                 "ratio": row["forecast"] / row["measured"],
@@ -273,49 +273,49 @@ def comparing(found: Mapping[str, Case], work: Path, device: torch.device, pool:
         "s per step": lambda row: f"{row['seconds']:.2f}",
         "s to forecast": lambda row: f"{row['forecast_s']:.1f}",
     }
-    return Part("Forecast and `max_memory_allocated` of one step, GiB", measurements, columns, wrong_ratios, _said)
+    return Part("Forecast and `max_memory_allocated` of one step, GiB", measurements, columns, wrong_ratios, _summary)
 
 
 def wrong_ratios(rows: list[Row]) -> list[str]:
     """List the wrong forecasts, and the cases that started with memory of an earlier case."""
-    left = [
+    leaks = [
         f"{row['case']}: {row['before']:,} bytes were in use before the step, expected 0"
         for row in rows
         if row["before"] > 2**20
     ]
-    return left + [
-        f"{row['case']}: forecast / measured is {row['ratio']:.4f}, expected {1 - _CLOSE} to {1 + _CLOSE}"
+    return leaks + [
+        f"{row['case']}: forecast / measured is {row['ratio']:.4f}, expected {1 - _TOLERANCE} to {1 + _TOLERANCE}"
         for row in rows
-        if not abs(row["ratio"] - 1) <= _CLOSE
+        if not abs(row["ratio"] - 1) <= _TOLERANCE
     ]
 
 
-def _said(rows: list[Row]) -> str:
+def _summary(rows: list[Row]) -> str:
     if not rows:
         return ""
     ratios = [row["ratio"] for row in rows]
-    said = f"{len(rows)} cases: forecast / measured {min(ratios):.4f} to {max(ratios):.4f}."
-    held = [row for row in rows if "reserved" in row]
-    if held:
-        needed = [row["measured"] + row["beside"] for row in held]
-        above = max(each - row["forecast"] for each, row in zip(needed, held, strict=True))
+    text = f"{len(rows)} cases: forecast / measured {min(ratios):.4f} to {max(ratios):.4f}."
+    gpu_rows = [row for row in rows if "reserved" in row]
+    if gpu_rows:
+        needed = [row["measured"] + row["beside"] for row in gpu_rows]
+        excess = max(each - row["forecast"] for each, row in zip(needed, gpu_rows, strict=True))
         short = [
             row["case"]
-            for each, row in zip(needed, held, strict=True)
+            for each, row in zip(needed, gpu_rows, strict=True)
             if each > row["forecast"] + reserve_bytes(row["forecast"])
         ]
-        said += (
-            f" Tensors and memory outside the allocator exceed the forecast by at most {above / _GIB:.2f} GiB; they "
+        text += (
+            f" Tensors and memory outside the allocator exceed the forecast by at most {excess / _GIB:.2f} GiB; they "
             f"exceed forecast and reserve in these cases: {', '.join(short) or 'none'}. The allocator reserved up to "
-            f"{max(row['reserved'] / row['measured'] for row in held):.3f} times the peak. Nothing limited it, and a "
-            "smaller GPU was not tried."
+            f"{max(row['reserved'] / row['measured'] for row in gpu_rows):.3f} times the peak. Nothing limited it, and "
+            "a smaller GPU was not tried."
         )
-    return said
+    return text
 
 
-def libraries(device: torch.device) -> Part:
+def nccl_part(device: torch.device) -> Part:
     """Return the part that measures the memory of an NCCL group."""
-    measurements = [Measurement("NCCL group of one rank", lambda: nccl_taken(device, ParallelDims()))]
+    measurements = [Measurement("NCCL group of one rank", lambda: measure_nccl(device, ParallelDims()))]
     columns: Columns = {"outside the allocator, GiB": lambda row: f"{row['beside'] / _GIB:.3f}"}
     return Part("Context and NCCL", measurements, columns, lambda rows: [])
 
@@ -337,15 +337,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parts = [each for each in options.select.split(",") if each]
     found = {name: case for name, case in cases().items() if not parts or any(each in name for each in parts)}
     if options.tiny:
-        found = {name: shrunk(case) for name, case in found.items()}
+        found = {name: shrink_case(case) for name, case in found.items()}
         torch.set_num_threads(1)
     with (
         tempfile.TemporaryDirectory(prefix="ckptx-bench-") as directory,
-        ThreadPoolExecutor(min(_AT_ONCE, max(1, (os.cpu_count() or 2) // 2))) as pool,
+        ThreadPoolExecutor(min(_WORKERS, max(1, (os.cpu_count() or 2) // 2))) as pool,
     ):
-        tables = {"libraries": libraries(device), "steps": comparing(found, Path(directory), device, pool)}
-        benchmark = Benchmark("forecast_gpu", tables, machine_of(device, is_tiny=options.tiny), options.results)
-        with ended(benchmark, Path(directory), options.limit + _GRACE):
+        tables = {"libraries": nccl_part(device), "steps": comparison_part(found, Path(directory), device, pool)}
+        benchmark = Benchmark("forecast_gpu", tables, describe_machine(device, is_tiny=options.tiny), options.results)
+        with end_after(benchmark, Path(directory), options.limit + _GRACE):
             benchmark.run(options.limit)
     print(benchmark.markdown())
     return 1 if benchmark.findings() else 0

@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from forecast_documents import DEEPSEEK, LLAMA
-from measure import HERE, publish, table, timed
+from measure import HERE, publish, table, time_command
 
 from ckptx.runtime.training.recipe_file import read_recipe
 
 _MIB = 2**20
-_DEEP = ("--tp", "8", "--dp-shard", "128", "--activation-checkpointing", "full")
+_DEEPSEEK_OPTIONS = ("--tp", "8", "--dp-shard", "128", "--activation-checkpointing", "full")
 CASES: Mapping[str, tuple[str, Sequence[str], float]] = {
     "Llama 3.1 8B, dp_shard 8": ("llama", ("--dp-shard", "8"), 15),
     "Gemma 4 31B, dp_shard 8": ("gemma", ("--dp-shard", "8", "--seq", "2048"), 15),
@@ -28,28 +28,28 @@ CASES: Mapping[str, tuple[str, Sequence[str], float]] = {
         "gemma", ("--dp-shard", "8", "--seq", "2048", "--activation-checkpointing", "full"), 15,
     ),
     "Gemma 4 31B, tp 4 x pp 2": ("gemma", ("--tp", "4", "--pp", "2", "--seq", "2048"), 30),
-    "DeepSeek-V3 671B, tp 8 x dp_shard 128, 1,024 ranks, checkpointing full": ("deepseek", _DEEP, 30),
+    "DeepSeek-V3 671B, tp 8 x dp_shard 128, 1,024 ranks, checkpointing full": ("deepseek", _DEEPSEEK_OPTIONS, 30),
     "search: Llama 3.1 8B, 8 GPUs": ("llama", ("--search", "--gpus", "8", "--gpu-memory", "80GB"), 60),
     "search: Gemma 4 31B, 8 GPUs": ("gemma", ("--search", "--gpus", "8", "--gpu-memory", "80GB", "--seq", "2048"), 60),
     "search: Llama 3.1 8B, 64 GPUs": ("llama", ("--search", "--gpus", "64", "--gpu-memory", "80GB"), 300),
 }  # fmt: skip
 
 
-def row_of(name: str, directory: Path) -> dict[str, Any]:
+def run_case(name: str, directory: Path) -> dict[str, Any]:
     """Run one case, and return its figures."""
-    model, options, aim = CASES[name]
+    model, options, target = CASES[name]
     command = [sys.executable, "-m", "ckptx", "forecast", str(directory / model), "--dtype", "bf16", *options]
     report = directory / "report.json"
-    seconds, peak = timed([*command, "--report", str(report)])
-    found = json.loads(report.read_text())
-    rows = found.get("by_stage") or found["layouts"]
+    seconds, peak = time_command([*command, "--report", str(report)])
+    document = json.loads(report.read_text())
+    rows = document.get("by_stage") or document["layouts"]
     return {
         "case": name,
         "seconds": seconds,
-        "aim": aim,
+        "aim": target,
         "peak_rss": peak,
         "found": len(rows),
-        "of": found.get("tried", len(rows)),
+        "of": document.get("tried", len(rows)),
         "peak": rows[0]["peak"],
     }
 
@@ -73,9 +73,9 @@ def main() -> None:
         subprocess.run([sys.executable, "-m", "ckptx", "env"], check=True, capture_output=True)
         for case in CASES:
             if not options.names or any(each in case for each in options.names):
-                rows.append(row_of(case, directory))
+                rows.append(run_case(case, directory))
                 print(rows[-1], flush=True)
-    shown = [
+    cells = [
         {
             "forecast": row["case"],
             "seconds": f"{row['seconds']:.1f}",
@@ -85,8 +85,8 @@ def main() -> None:
         }
         for row in rows
     ]
-    columns = list(shown[0])
-    text = table("Time and memory of a forecast", columns, [list(each.values()) for each in shown])
+    columns = list(cells[0])
+    text = table("Time and memory of a forecast", columns, [list(each.values()) for each in cells])
     publish(options.results, "forecast_time", {"rows": rows}, [text])
 
 

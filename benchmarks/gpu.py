@@ -27,11 +27,11 @@ from typing import NamedTuple
 
 import torch
 import transformers
-from cases import Benchmark, Case, Columns, Part, Row, ended, machine_of
+from cases import Benchmark, Case, Columns, Part, Row, describe_machine, end_after
 from checkpoints import llama
 from measure import HERE
 from torch.distributed.device_mesh import init_device_mesh
-from training_step import Shape, built, fitted, gemma4_31b, llama_8b, llama_of, measured
+from training_step import Shape, build_model, fit_layers, gemma4_31b, llama_8b, llama_from, measure_step
 
 import ckptx
 from ckptx.errors import CkptxError
@@ -49,7 +49,7 @@ _TP = 4
 _REPEATS = 5
 _LIMIT = 400  # seconds after which no case starts
 GRACE = 70.0  # seconds after the limit at which the process is ended
-_NEEDED = 8 << 30  # free bytes of /dev/shm that the checkpoints require
+_FREE_BYTES = 8 << 30  # free bytes of /dev/shm that the checkpoints require
 # Peak memory before and after in GB, as the authors of NeMo Automodel published it for their plan.
 _PUBLISHED = (51.93, 35.66)
 _DEFAULT, _OPTIMIZED = "default plan", "optimized plan"
@@ -77,22 +77,22 @@ class Settings(NamedTuple):
 # ----------------------------------------------------------------------------------------------------------- the parts
 
 
-def verifying(settings: Settings) -> Part:
+def verify_part(settings: Settings) -> Part:
     """Return the part that runs `verify --run` on a DCP and the checkpoint that it was converted from."""
-    shape = llama_of(llama().config, is_tiny=settings.is_tiny)
+    shape = llama_from(llama().config, is_tiny=settings.is_tiny)
 
     def measure() -> Row:
         source, dcp = settings.work / "source", settings.work / "dcp"
-        model = built(shape, settings.device)
+        model = build_model(shape, settings.device)
         parameters = sum(each.numel() for each in model.parameters())
         model.save_pretrained(source, max_shard_size="1GB")
         del model
         ckptx.convert("hf2dcp", source, dcp)
         report = verify_run(source, dcp, RunOptions(device=settings.device.type), Log())
-        found = report.to_dict()
-        names = ("exit", "seconds", "max_abs", "kl", "cosine", "loss", "loss_reference", "gradients", "grad_max_abs")
-        row = {"parameters": parameters, **{name: found[name] for name in names}}
-        return row | {"differing": len(found["differing"]), "first_differing": found["differing"][:3]}
+        document = report.to_dict()
+        keys = ("exit", "seconds", "max_abs", "kl", "cosine", "loss", "loss_reference", "gradients", "grad_max_abs")
+        row = {"parameters": parameters, **{name: document[name] for name in keys}}
+        return row | {"differing": len(document["differing"]), "first_differing": document["differing"][:3]}
 
     columns: Columns = {
         "parameters": lambda row: f"{row['parameters']:,}",
@@ -115,16 +115,16 @@ def wrong_outcomes(rows: list[Row]) -> list[str]:
     return [f"{row['case']}: verify exited with {row['exit']}, expected 0" for row in rows if row["exit"]]
 
 
-def checkpointing(settings: Settings) -> Part:
+def checkpointing_part(settings: Settings) -> Part:
     """Return the part that measures a training step in each activation checkpointing mode."""
 
     def case(whole: Shape, mode: str) -> Case:
         def measure() -> Row:
-            shape = fitted(whole, settings.device)
-            model = built(shape, settings.device)
+            shape = fit_layers(whole, settings.device)
+            model = build_model(shape, settings.device)
             wrapped = checkpoint_activations(model, mode)
             layers = sum(len(group) for group in layer_groups(model).values())
-            row = measured(model, shape, settings.device, settings.repeats)
+            row = measure_step(model, shape, settings.device, settings.repeats)
             return row | {"model": shape.name, "mode": mode, "wrapped": wrapped, "layers": layers}
 
         return Case(f"{whole.name}, {mode}", measure)
@@ -143,20 +143,20 @@ def checkpointing(settings: Settings) -> Part:
 
 def wrong_checkpointing(rows: list[Row]) -> list[str]:
     """List rows with layers that are not checkpointed, or with a loss that depends on the mode."""
-    found = []
+    lines = []
     for row in rows:
         needed = 0 if row["mode"] == "none" else row["layers"]
         if row["wrapped"] != needed:
-            found.append(f"{row['case']}: {row['wrapped']} layers are checkpointed, expected {needed}")
+            lines.append(f"{row['case']}: {row['wrapped']} layers are checkpointed, expected {needed}")
         first = next(each for each in rows if each["model"] == row["model"])
         if row["loss"] != first["loss"] or not math.isfinite(row["loss"]):
-            found.append(f"{row['case']}: loss {row['loss']!r}, expected {first['loss']!r} as in {first['case']}")
+            lines.append(f"{row['case']}: loss {row['loss']!r}, expected {first['loss']!r} as in {first['case']}")
         if not row["gradient_norm"] > 0:
-            found.append(f"{row['case']}: gradient norm {row['gradient_norm']!r}, expected more than 0")
-    return found
+            lines.append(f"{row['case']}: gradient norm {row['gradient_norm']!r}, expected more than 0")
+    return lines
 
 
-def sharding(settings: Settings) -> Part:
+def tensor_parallel_part(settings: Settings) -> Part:
     """Return the part that measures one of four TP ranks, with gathered logits (stock plan) and with sharded logits."""
     shape = llama_8b(4, is_tiny=settings.is_tiny)
 
@@ -164,14 +164,14 @@ def sharding(settings: Settings) -> Part:
         def measure() -> Row:
             with fake_process_group(0, _TP, settings.device):
                 mesh = init_device_mesh(settings.device.type, (_TP,), mesh_dim_names=("tp",))
-                model = built(shape, settings.device)
+                model = build_model(shape, settings.device)
                 config = {**model.config.to_dict(), "architectures": [type(model).__name__]}
                 plan = find_plan(model, config, sequence_parallel=on_sequence)
                 if wanted == "whole":
                     plan = dataclasses.replace(plan, sharded_head="")
                 apply_tensor_parallel(model, mesh, plan)
                 checkpoint_activations(model, "full")  # otherwise a smaller GPU runs out of memory
-                row = measured(model, shape, settings.device, settings.repeats)
+                row = measure_step(model, shape, settings.device, settings.repeats)
             del row["loss"], row["gradient_norm"]  # meaningless, because the fake group sends no data
             return row | {"model": shape.name, "tp": _TP, "wanted": wanted}
 
@@ -184,7 +184,7 @@ def sharding(settings: Settings) -> Part:
         case(f"{_OPTIMIZED}, sequence parallel", "sharded", on_sequence=True),
     ]
     title = f"{shape.name}, rank 0 of TP={_TP} (fake group), forward and backward, full activation checkpointing, bf16"
-    return Part(title, cases, columns, wrong_logits, _beside_published)
+    return Part(title, cases, columns, wrong_logits, _compare_published)
 
 
 def wrong_logits(rows: list[Row]) -> list[str]:
@@ -196,16 +196,16 @@ def wrong_logits(rows: list[Row]) -> list[str]:
     ]
 
 
-def _beside_published(rows: list[Row]) -> str:
+def _compare_published(rows: list[Row]) -> str:
     before, after = _PUBLISHED
-    said = f"Published for Llama 3.1 8B, FSDP2 and TP=4 on eight GPUs: {before} -> {after} GB, {after - before:+.2f}."
+    text = f"Published for Llama 3.1 8B, FSDP2 and TP=4 on eight GPUs: {before} -> {after} GB, {after - before:+.2f}."
     peaks = {row["case"]: row["peak_gib"] for row in rows}
     if _DEFAULT in peaks and _OPTIMIZED in peaks:
         whole, cut = peaks[_DEFAULT], peaks[_OPTIMIZED]
-        said += (
+        text += (
             f" Here, {rows[0]['model']} without FSDP2 and optimizer: {whole:.4g} -> {cut:.4g} GiB, {cut - whole:+.4g}."
         )
-    return said
+    return text
 
 
 _MODEL_COLUMNS: Columns = {
@@ -219,16 +219,16 @@ _STEP_COLUMNS: Columns = {
     "ms per step": lambda row: f"{row['seconds'] * 1e3:.0f}",
 }
 PARTS: dict[str, Callable[[Settings], Part]] = {
-    "verify": verifying,
-    "activation_checkpointing": checkpointing,
-    "tensor_parallel": sharding,
+    "verify": verify_part,
+    "activation_checkpointing": checkpointing_part,
+    "tensor_parallel": tensor_parallel_part,
 }
 
 
-def home() -> str | None:
+def checkpoint_parent() -> str | None:
     """Return the parent directory of checkpoints: a RAM disk with enough space, or None for the default."""
     ram = Path("/dev/shm")
-    return str(ram) if ram.is_dir() and shutil.disk_usage(ram).free > _NEEDED else None
+    return str(ram) if ram.is_dir() and shutil.disk_usage(ram).free > _FREE_BYTES else None
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -253,11 +253,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     transformers.utils.logging.disable_progress_bar()
     if device.type == "cpu":
         torch.set_num_threads(1)  # shapes too small for more
-    with tempfile.TemporaryDirectory(dir=home(), prefix="ckptx-bench-") as directory:
+    with tempfile.TemporaryDirectory(dir=checkpoint_parent(), prefix="ckptx-bench-") as directory:
         settings = Settings(device, options.tiny, Path(directory))
         parts = {name: make(settings) for name, make in PARTS.items() if name in wanted}
-        benchmark = Benchmark("gpu", parts, machine_of(device, is_tiny=options.tiny), options.results)
-        with ended(benchmark, settings.work, options.limit + GRACE):
+        benchmark = Benchmark("gpu", parts, describe_machine(device, is_tiny=options.tiny), options.results)
+        with end_after(benchmark, settings.work, options.limit + GRACE):
             benchmark.run(options.limit)
     print(benchmark.markdown())
     return 1 if benchmark.findings() else 0

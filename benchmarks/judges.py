@@ -25,34 +25,34 @@ os.environ["OMP_NUM_THREADS"] = "1"
 from measure import publish, table  # noqa: E402 (benchmarks run from a checkout)
 
 
-def judged(work: Path, name: str, pool: Any) -> dict[str, Any]:
+def compare_model(work: Path, name: str, pool: Any) -> dict[str, Any]:
     """Run one model with ckptx and compare it with the saved outputs of transformers."""
     from tests.support import judged
     from tests.support.judged import computed, distance
 
-    uncut, cut = computed(work, "stock", name), computed(work, "stock-tp", name)
+    unsharded, sharded = computed(work, "stock", name), computed(work, "stock-tp", name)
     ours = judged.described(work, name, judged.in_one_piece(work, name))
     pool.run(judged.cut_on_rank, judged.TP, work, name)
-    ours_cut, limits = computed(work, "ours-tp", name), judged.allowed(work, name, uncut)
-    pairs = {"transformers_uncut": (ours_cut, uncut)}
-    if "outputs" in cut:
-        pairs |= {"transformers_cut": (ours_cut, cut), "transformers_with_itself": (cut, uncut)}
+    our_sharded, limits = computed(work, "ours-tp", name), judged.allowed(work, name, unsharded)
+    pairs = {"transformers_uncut": (our_sharded, unsharded)}
+    if "outputs" in sharded:
+        pairs |= {"transformers_cut": (our_sharded, sharded), "transformers_with_itself": (sharded, unsharded)}
     return {
         "model": name,
-        "tensors": len(uncut["tensors"]),
-        "unequal": judged.unequal(ours, uncut),
-        "error": cut.get("error"),
-        **{key: _numbers(distance(*pair, limits)) for key, pair in pairs.items()},
+        "tensors": len(unsharded["tensors"]),
+        "unequal": judged.unequal(ours, unsharded),
+        "error": sharded.get("error"),
+        **{key: _figures(distance(*pair, limits)) for key, pair in pairs.items()},
     }
 
 
-def _numbers(found: Any) -> dict[str, Any]:
-    name, apart, limit = found.worst_gradient
+def _figures(found: Any) -> dict[str, Any]:
+    name, difference, limit = found.worst_gradient
     return {
         "outputs": found.outputs,
         "loss": found.loss,
         "gradients": len(found.gradients),
-        "worst_gradient": [name, apart, limit],
+        "worst_gradient": [name, difference, limit],
         "faults": len(found.faults),
     }
 
@@ -63,45 +63,45 @@ _COLUMNS = (
 )  # fmt: skip
 
 
-def shown(row: dict[str, Any]) -> tuple[object, ...]:
+def table_row(row: dict[str, Any]) -> tuple[object, ...]:
     """Return the table row of a model."""
     equal = f"equal, {row['tensors']} tensors" if not row["unequal"] else f"{len(row['unequal'])} DIFFERENCES"
-    cut = [_apart(row["transformers_cut"])] if "transformers_cut" in row else []
-    itself = row.get("transformers_with_itself")
-    if itself is not None and itself["faults"]:
-        cut = [f"transformers differs from its unsharded run: {_apart(itself)}"]
+    sharded = [_format_difference(row["transformers_cut"])] if "transformers_cut" in row else []
+    self_difference = row.get("transformers_with_itself")
+    if self_difference is not None and self_difference["faults"]:
+        sharded = [f"transformers differs from its unsharded run: {_format_difference(self_difference)}"]
     if row["error"] is not None:
-        cut.append(f"transformers fails: {re.split('[.!] ', row['error'])[0]}")
-    return row["model"], equal, _apart(row["transformers_uncut"]), "; ".join(cut)
+        sharded.append(f"transformers fails: {re.split('[.!] ', row['error'])[0]}")
+    return row["model"], equal, _format_difference(row["transformers_uncut"]), "; ".join(sharded)
 
 
-def _apart(found: dict[str, Any]) -> str:
+def _format_difference(found: dict[str, Any]) -> str:
     outputs = f"{found['outputs'][0]:.1e} of {found['outputs'][1]:.1e}"
-    _, apart, limit = found["worst_gradient"]
-    gradient = f", {apart:.1e} of {limit:.1e}" if found["gradients"] else ""
+    _, difference, limit = found["worst_gradient"]
+    gradient = f", {difference:.1e} of {limit:.1e}" if found["gradients"] else ""
     return f"{outputs}{gradient}{' DIFFERENT' if found['faults'] else ''}"
 
 
-def summed(rows: list[dict[str, Any]]) -> list[tuple[str, int, str]]:
+def count_outcomes(rows: list[dict[str, Any]]) -> list[tuple[str, int, str]]:
     """Count the outcomes of transformers' own tensor parallelism, with the models of each."""
     kinds: dict[str, list[str]] = {}
     for row in rows:
-        kinds.setdefault(_kind(row), []).append(row["model"])
+        kinds.setdefault(_outcome(row), []).append(row["model"])
     most = max(kinds, key=lambda kind: len(kinds[kind]))
     return [(kind, len(names), "" if kind == most else ", ".join(names)) for kind, names in kinds.items()]
 
 
-def _kind(row: dict[str, Any]) -> str:
-    error, itself = row["error"], row.get("transformers_with_itself")
-    said = []
-    if itself is not None and itself["faults"]:
-        what = "outputs" if itself["outputs"][0] > itself["outputs"][1] else "gradients"
-        said.append(f"{what} differ from unsharded")
-    elif itself is not None:
-        said.append("same as ckptx" if not row["transformers_cut"]["faults"] else "DIFFERENT FROM CKPTX")
+def _outcome(row: dict[str, Any]) -> str:
+    error, self_difference = row["error"], row.get("transformers_with_itself")
+    parts = []
+    if self_difference is not None and self_difference["faults"]:
+        what = "outputs" if self_difference["outputs"][0] > self_difference["outputs"][1] else "gradients"
+        parts.append(f"{what} differ from unsharded")
+    elif self_difference is not None:
+        parts.append("same as ckptx" if not row["transformers_cut"]["faults"] else "DIFFERENT FROM CKPTX")
     if error is not None:
-        said.append("no plan" if "has no `tp_plan`" in error else f"error: {error.partition(':')[0]}")
-    return ", ".join(said)
+        parts.append("no plan" if "has no `tp_plan`" in error else f"error: {error.partition(':')[0]}")
+    return ", ".join(parts)
 
 
 def main() -> None:
@@ -127,15 +127,17 @@ def main() -> None:
             work = Path(directory)
             sides.prepare(work, names)
             sides.ask_transformers(work, names, tp=sides.TP)
-            rows = [judged(work, name, pool) for name in names]
+            rows = [compare_model(work, name, pool) for name in names]
     finally:
         pool.close()
     title = "The runtime, and transformers in a separate process; tiny random models, float32"
     tables = [
         table(
-            "Results of transformers' own tensor parallelism", ("transformers at tp 2", "models", "names"), summed(rows)
+            "Results of transformers' own tensor parallelism",
+            ("transformers at tp 2", "models", "names"),
+            count_outcomes(rows),
         ),
-        table(title, _COLUMNS, [shown(row) for row in rows]),
+        table(title, _COLUMNS, [table_row(row) for row in rows]),
     ]
     publish(arguments.results, "judges", {"models": rows}, tables)
 

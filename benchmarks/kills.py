@@ -27,7 +27,7 @@ from tests.support import killed_ranks
 from tests.support.killed_ranks import HOW, Kill
 
 _POINTS = (16, 4)  # number of kill points, by rank
-_WAYS = [(how, everyone) for how in HOW for everyone in (False, True)]
+_WAYS = [(how, all_ranks) for how in HOW for all_ranks in (False, True)]
 
 
 def main() -> None:
@@ -38,44 +38,44 @@ def main() -> None:
     arguments = parser.parse_args()
     warnings.simplefilter("ignore")
     with tempfile.TemporaryDirectory(dir=arguments.ram, prefix="ckptx-bench-") as directory:
-        rows = killed_everywhere(Path(directory))
+        rows = kill_at_all_points(Path(directory))
     lines = [(row["kind"], row["operation"], row["rank"], *(_cell(each) for each in row["left"])) for row in rows]
     columns = (
         "kind of file",
         "killed at",
         "rank",
-        *(f"{how}, {'all ranks' if all_ else 'one rank'}" for how, all_ in _WAYS),
+        *(f"{how}, {'all ranks' if is_all else 'one rank'}" for how, is_all in _WAYS),
     )
     faults = [fault for row in rows for each in row["left"] for fault in each["faults"]]
     runs = len(rows) * len(_WAYS)
-    said = f"{runs} saves killed; {len(faults)} damaged the last complete step or prevented the next save.\n"
+    summary = f"{runs} saves killed; {len(faults)} damaged the last complete step or prevented the next save.\n"
     title = "Saves of step 9 that are killed, with complete steps 3 and 6"
-    publish(arguments.results, "kills", {"rows": rows, "faults": faults}, [table(title, columns, lines), said])
+    publish(arguments.results, "kills", {"rows": rows, "faults": faults}, [table(title, columns, lines), summary])
     raise SystemExit(bool(faults))
 
 
-def killed_everywhere(work: Path) -> list[dict[str, Any]]:
+def kill_at_all_points(work: Path) -> list[dict[str, Any]]:
     """Kill a save at each operation, and return a row for each."""
     start = work / "start"
     killed_ranks.start(start)
-    known, names = dict(check_steps(start, good_step=6).digests), {}
+    digests, names = dict(check_steps(start, good_step=6).digests), {}
     for how, function in HOW.items():
         names[how], left = killed_ranks.rehearsed(start, work / how, function)
-        known |= left.digests
+        digests |= left.digests
     assert names["sync"] == names["async"]
     rows = []
     for rank, count in enumerate(_POINTS):
-        for at in select_kill_points(names["sync"][rank], count):
-            row: dict[str, Any] = {"kind": operation_kind(at), "operation": at, "rank": rank, "left": []}
-            for how, everyone in _WAYS:
-                root = work / f"{len(rows)}-{how}-{everyone}"
-                codes, found = killed_ranks.killed(start, root, HOW[how], Kill(rank, at, everyone), known)
+        for point in select_kill_points(names["sync"][rank], count):
+            row: dict[str, Any] = {"kind": operation_kind(point), "operation": point, "rank": rank, "left": []}
+            for how, all_ranks in _WAYS:
+                root = work / f"{len(rows)}-{how}-{all_ranks}"
+                codes, found = killed_ranks.killed(start, root, HOW[how], Kill(rank, point, all_ranks), digests)
                 assert codes[rank] == -signal.SIGKILL, codes
                 row["left"].append({
-                    "saved": how, "everyone": everyone, "exits": codes, "published": found.published,
+                    "saved": how, "everyone": all_ranks, "exits": codes, "published": found.published,
                     "latest": found.latest, "note": found.note, "hidden": found.hidden, "faults": found.faults,
                 })  # fmt: skip
-            print(f"  rank {rank}: {at}: {', '.join(map(_cell, row['left']))}", file=sys.stderr)
+            print(f"  rank {rank}: {point}: {', '.join(map(_cell, row['left']))}", file=sys.stderr)
             rows.append(row)
     return rows
 

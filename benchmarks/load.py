@@ -21,13 +21,13 @@ from pathlib import Path
 from typing import Any
 
 from checkpoints import Model, llama, write_checkpoint
-from measure import CKPTX, HERE, arguments_of, fed, publish, table, timed
+from measure import CKPTX, HERE, feed_memory, parse_arguments, publish, table, time_command
 
 TP = 4
 _RANK = 1  # rank whose loads are timed; the norms are in the file of rank 0
 _SLACK = 200 << 20  # bytes of memory that a rank may use in addition to its shards
-_AROUND = 6 << 10  # bytes that it may read around a tensor, for the records of its archive
-_HOW = {
+_READ_AROUND = 6 << 10  # bytes that it may read around a tensor, for the records of its archive
+_METHODS = {
     "ckptx": "`ckptx.runtime.load`",
     "stock": "stock `dcp.load`",
     "whole": "`from_pretrained` (full model, then sliced)",
@@ -44,28 +44,28 @@ def tiny() -> Model:
     return Model(iter(shapes), config)
 
 
-def write(root: Path, model: Model) -> None:
+def write_checkpoints(root: Path, model: Model) -> None:
     """Write the HF checkpoint to root/hf and the sharded DCP to root/dcp."""
     write_checkpoint(root / "hf", model)
-    timed([*CKPTX, "reshard", str(root / "hf"), str(root / "dcp"), "--to", "dcp", "--tp", str(TP)])
+    time_command([*CKPTX, "reshard", str(root / "hf"), str(root / "dcp"), "--to", "dcp", "--tp", str(TP)])
 
 
-def loaded(warm: Path, source: Path, rank: int, *hows: str) -> list[dict[str, Any]]:
+def load_in_process(warm: Path, source: Path, rank: int, *methods: str) -> list[dict[str, Any]]:
     """Run load_rank.py in a separate process, and return its rows."""
-    jobs = [each for how in hows for each in (how, str(source / ("hf" if how == "whole" else "dcp")))]
+    jobs = [each for how in methods for each in (how, str(source / ("hf" if how == "whole" else "dcp")))]
     command = [sys.executable, str(HERE / "load_rank.py"), str(TP), str(rank), str(warm), *jobs]
-    done = subprocess.run(command, stdout=subprocess.PIPE, check=True)
-    rows: list[dict[str, Any]] = json.loads(done.stdout)
+    process = subprocess.run(command, stdout=subprocess.PIPE, check=True)
+    rows: list[dict[str, Any]] = json.loads(process.stdout)
     return rows
 
 
-def check(rows: list[dict[str, Any]], rank: int, described: int) -> None:
+def check(rows: list[dict[str, Any]], rank: int, metadata_bytes: int) -> None:
     """Check the results that do not depend on the machine.
 
     Args:
-        rows: Rows of one rank from `loaded`; one of them is from ckptx.
+        rows: Rows of one rank from `load_in_process`; one of them is from ckptx.
         rank: Rank that loaded.
-        described: Bytes of `.metadata` and `config.json`.
+        metadata_bytes: Size of `.metadata` and `config.json`.
 
     Raises:
         SystemExit: If the methods loaded different bytes, or if ckptx opened files of other ranks, read too many bytes
@@ -79,7 +79,7 @@ def check(rows: list[dict[str, Any]], rank: int, described: int) -> None:
         raise SystemExit(
             f"rank {rank} opened {', '.join(row['files'])}; expected only its own files and those of rank 0"
         )
-    if row["read"] > row["needed"] + described + _AROUND * row["tensors"]:
+    if row["read"] > row["needed"] + metadata_bytes + _READ_AROUND * row["tensors"]:
         raise SystemExit(f"rank {rank} read {row['read']} bytes for shards of {row['needed']} bytes")
     if row["grown"] > row["needed"] + _SLACK:
         raise SystemExit(f"rank {rank} used {row['grown']} bytes of memory for shards of {row['needed']} bytes")
@@ -93,7 +93,7 @@ def _may_open(name: str, rank: int) -> bool:
     return name in (".metadata", "config.json", "ckptx.json") or name.startswith((f"__{rank}_", "__0_"))
 
 
-def summary(how: str, rows: list[dict[str, Any]]) -> dict[str, Any]:
+def summarize(how: str, rows: list[dict[str, Any]]) -> dict[str, Any]:
     """Summarize the rounds of one method: median seconds, bytes in MiB, and opened files."""
     seconds = [row["seconds"] for row in rows]
     return {
@@ -109,11 +109,11 @@ def summary(how: str, rows: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def shown(rows: list[dict[str, Any]]) -> str:
+def method_table(rows: list[dict[str, Any]]) -> str:
     """Return the table of all methods."""
     cells = [
         (
-            _HOW[row["how"]],
+            _METHODS[row["how"]],
             f"{row['seconds']:.2f}",
             f"{row['needed_mib']:.1f} MiB",
             "mapped" if row["how"] == "whole" else f"{row['read_mib']:.1f} MiB",
@@ -131,31 +131,36 @@ def main() -> None:
     is_tiny = "--tiny" in sys.argv
     if is_tiny:
         sys.argv.remove("--tiny")
-    arguments = arguments_of(__doc__, ("load",))
+    arguments = parse_arguments(__doc__, ("load",))
     with tempfile.TemporaryDirectory(dir=arguments.ram, prefix="ckptx-bench-") as directory:
         warm = source = Path(directory, "tiny")
-        write(warm, tiny())
+        write_checkpoints(warm, tiny())
         if not is_tiny:
             source = Path(directory, "llama")
-            write(source, llama(10))
-        described = sum((source / "dcp" / name).stat().st_size for name in (".metadata", "config.json"))
+            write_checkpoints(source, llama(10))
+        metadata_bytes = sum((source / "dcp" / name).stat().st_size for name in (".metadata", "config.json"))
         ranks = []
         for rank in range(2 if is_tiny else TP):
-            rows = loaded(warm, source, rank, *(_HOW if is_tiny else ("ckptx",)))
-            check(rows, rank, described)
-            ranks.append({"rank": rank, **summary("ckptx", rows[:1])})
-        raced: dict[str, list[dict[str, Any]]] = {how: [] for how in _HOW}
+            rows = load_in_process(warm, source, rank, *(_METHODS if is_tiny else ("ckptx",)))
+            check(rows, rank, metadata_bytes)
+            ranks.append({"rank": rank, **summarize("ckptx", rows[:1])})
+        rounds_by_method: dict[str, list[dict[str, Any]]] = {how: [] for how in _METHODS}
         for turn in range(0 if is_tiny else arguments.rounds + 1):
             rows = []
-            for how in _HOW:
-                with fed(1 << 30):
-                    rows += loaded(warm, source, _RANK, how)
-            check(rows, _RANK, described)
+            for how in _METHODS:
+                with feed_memory(1 << 30):
+                    rows += load_in_process(warm, source, _RANK, how)
+            check(rows, _RANK, metadata_bytes)
             for row in rows if turn else ():
-                raced[row["how"]].append(row)
+                rounds_by_method[row["how"]].append(row)
                 print(f"  round {turn}: {row['how']}: {row['seconds']} s, {row['grown'] >> 20} MiB", file=sys.stderr)
-        found = [summary(how, rows) for how, rows in raced.items() if rows]
-        publish(arguments.results, "load", {"load": found, "ranks": ranks}, [shown(found)] if found else [])
+        summaries = [summarize(how, rows) for how, rows in rounds_by_method.items() if rows]
+        publish(
+            arguments.results,
+            "load",
+            {"load": summaries, "ranks": ranks},
+            [method_table(summaries)] if summaries else [],
+        )
 
 
 if __name__ == "__main__":

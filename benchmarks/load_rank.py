@@ -39,55 +39,55 @@ from ckptx.runtime.model.build import build_model, materialize
 from ckptx.runtime.parallel.tensor_parallel.apply import TensorParallelLayout, apply_tensor_parallel
 from ckptx.runtime.parallel.tensor_parallel.plans import find_plan
 
-_opened: list[Path] = []
+_opened_files: list[Path] = []
 
 
-def _listen(event: str, arguments: tuple[Any, ...]) -> None:
+def _record_open(event: str, arguments: tuple[Any, ...]) -> None:
     if event == "open" and isinstance(arguments[0], (str, bytes, os.PathLike)):
-        _opened.append(Path(os.fsdecode(arguments[0])))
+        _opened_files.append(Path(os.fsdecode(arguments[0])))
 
 
-def proc(file: str, field: str) -> int:
+def read_proc(file: str, field: str) -> int:
     """Return a field of a file of /proc/self, in bytes."""
     found = re.search(rf"^{field}:\s+(\d+)( kB)?$", Path("/proc/self", file).read_text(), re.MULTILINE)
     assert found is not None
     return int(found[1]) << (10 if found[2] else 0)
 
 
-def by_ckptx(path: Path, model: nn.Module, layout: TensorParallelLayout) -> nn.Module:
+def load_with_ckptx(path: Path, model: nn.Module, layout: TensorParallelLayout) -> nn.Module:
     """Load the shards of this rank with `ckptx.runtime.load`."""
     materialize(model)
     load(model, path, regions=layout.local_regions)
     return model
 
 
-def by_stock(path: Path, model: nn.Module, _: TensorParallelLayout) -> nn.Module:
+def load_with_torch(path: Path, model: nn.Module, _: TensorParallelLayout) -> nn.Module:
     """Load the shards of this rank with stock `dcp.load`."""
     materialize(model)
     dcp.load(model.state_dict(), storage_reader=dcp.FileSystemReader(path), no_dist=True)
     return model
 
 
-def by_transformers(path: Path, model: nn.Module, layout: TensorParallelLayout) -> nn.Module:
+def load_with_transformers(path: Path, model: nn.Module, layout: TensorParallelLayout) -> nn.Module:
     """Load the whole model with `from_pretrained`, which maps files, and copy the shards of this rank from it."""
     materialize(model)
-    everything = LlamaForCausalLM.from_pretrained(path, dtype="auto").state_dict()
+    whole_state = LlamaForCausalLM.from_pretrained(path, dtype="auto").state_dict()
     with torch.no_grad():
         for name, tensor in model.named_parameters():
             (region,) = layout.local_regions(name) or ()
             part = tuple(slice(at, at + size) for at, size in zip(*region, strict=True))
-            _local(tensor).copy_(everything[name][part])
+            _local(tensor).copy_(whole_state[name][part])
     return model
 
 
-HOW: dict[str, Callable[[Path, nn.Module, TensorParallelLayout], nn.Module]] = {
-    "ckptx": by_ckptx,
-    "stock": by_stock,
-    "whole": by_transformers,
+METHODS: dict[str, Callable[[Path, nn.Module, TensorParallelLayout], nn.Module]] = {
+    "ckptx": load_with_ckptx,
+    "stock": load_with_torch,
+    "whole": load_with_transformers,
 }
 
 
-def measured(how: str, path: Path, mesh: DeviceMesh) -> dict[str, object]:
+def load_and_measure(how: str, path: Path, mesh: DeviceMesh) -> dict[str, object]:
     """Load the shards of this rank with one method.
 
     Returns:
@@ -98,11 +98,11 @@ def measured(how: str, path: Path, mesh: DeviceMesh) -> dict[str, object]:
     needed = sum(_local(each).nbytes for each in model.parameters())
     gc.collect()
     Path("/proc/self/clear_refs").write_text("5")  # reset the peak RSS
-    _opened.clear()
-    resident, read, start = proc("status", "VmRSS"), proc("io", "rchar"), time.perf_counter()
-    model = HOW[how](path, model, layout)
-    seconds, read, peak = time.perf_counter() - start, proc("io", "rchar") - read, proc("status", "VmHWM")
-    files = sorted({each.name for each in _opened if each.parent == path and each.exists()})
+    _opened_files.clear()
+    resident, read, start = read_proc("status", "VmRSS"), read_proc("io", "rchar"), time.perf_counter()
+    model = METHODS[how](path, model, layout)
+    seconds, read, peak = time.perf_counter() - start, read_proc("io", "rchar") - read, read_proc("status", "VmHWM")
+    files = sorted({each.name for each in _opened_files if each.parent == path and each.exists()})
     return {
         "how": how,
         "tensors": len(list(model.parameters())),
@@ -131,13 +131,13 @@ def main(world: str, rank: str, warm: str, *jobs: str) -> None:
     """Load with each method and checkpoint in `jobs` in order, and print the figures."""
     warnings.simplefilter("ignore")
     logging.disable_progress_bar()
-    sys.addaudithook(_listen)
+    sys.addaudithook(_record_open)
     dist.init_process_group("fake", store=FakeStore(), rank=int(rank), world_size=int(world))
     mesh = init_device_mesh("cpu", (int(world),), mesh_dim_names=("tp",))
     rows = []
     for how, path in zip(jobs[::2], jobs[1::2], strict=True):
-        measured(how, Path(warm, "hf" if how == "whole" else "dcp"), mesh)
-        rows.append(measured(how, Path(path), mesh))
+        load_and_measure(how, Path(warm, "hf" if how == "whole" else "dcp"), mesh)
+        rows.append(load_and_measure(how, Path(path), mesh))
     print(json.dumps(rows))
 
 

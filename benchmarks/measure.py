@@ -77,14 +77,14 @@ class Row:
         }
 
 
-def timed(command: Sequence[str], nbytes: int = 0) -> tuple[float, int]:
+def time_command(command: Sequence[str], nbytes: int = 0) -> tuple[float, int]:
     """Run a command, and return its seconds from fork to exit and its peak RSS in bytes.
 
     Args:
         command: Command line of the process.
         nbytes: Bytes of memory that `feeder.py` frees for it; 0 for none.
     """
-    with fed(nbytes):
+    with feed_memory(nbytes):
         launched = subprocess.run([*_LAUNCH, *command], capture_output=True, text=True, check=False)
     if launched.returncode:
         raise SystemExit(f"{' '.join(command)}: exit {launched.returncode}\n{launched.stderr}")
@@ -93,7 +93,7 @@ def timed(command: Sequence[str], nbytes: int = 0) -> tuple[float, int]:
 
 
 @contextmanager
-def fed(nbytes: int) -> Iterator[None]:
+def feed_memory(nbytes: int) -> Iterator[None]:
     """Have `feeder.py` free `nbytes` of memory during the block, as other processes allocate it; 0 for none."""
     if not nbytes:
         yield
@@ -108,7 +108,7 @@ def fed(nbytes: int) -> Iterator[None]:
             feeder.stdin.close()
 
 
-def race(steps: Sequence[Step], rounds: int, nbytes: int = 0) -> list[Row]:
+def time_rounds(steps: Sequence[Step], rounds: int, nbytes: int = 0) -> list[Row]:
     """Time all steps in rounds.
 
     Args:
@@ -121,18 +121,18 @@ def race(steps: Sequence[Step], rounds: int, nbytes: int = 0) -> list[Row]:
     if nbytes:
         steps = [each for step in steps[1:] for each in (copy, step)]
     for turn in range(rounds + 1):
-        copied = 0.0
+        copy_seconds = 0.0
         for step in steps:
             row = rows[step.name]
-            seconds, peak = timed(step.command, nbytes)
+            seconds, peak = time_command(step.command, nbytes)
             for check in step.checks if not turn else ():
-                timed(check)
+                time_command(check)
             if not step.keep:
                 shutil.rmtree(step.output)
-            copied = seconds if step is copy else copied
+            copy_seconds = seconds if step is copy else copy_seconds
             if turn:  # the first round warms up pages and caches
                 row.seconds.append(seconds)
-                row.ratios.append(seconds / copied)
+                row.ratios.append(seconds / copy_seconds)
                 row.peak = max(row.peak, peak)
             print(f"  round {turn}: {step.name}: {seconds:.2f} s, {peak / 2**20:.0f} MiB", file=sys.stderr)
         for step in steps:
@@ -142,7 +142,7 @@ def race(steps: Sequence[Step], rounds: int, nbytes: int = 0) -> list[Row]:
     return list(rows.values())
 
 
-def growing(work: Path, sizes: Sequence[tuple[int, int]]) -> Iterator[tuple[float, Path]]:
+def growing_checkpoints(work: Path, sizes: Sequence[tuple[int, int]]) -> Iterator[tuple[float, Path]]:
     """Write Llamas of growing size one after the other; the caller removes each.
 
     Args:
@@ -155,10 +155,10 @@ def growing(work: Path, sizes: Sequence[tuple[int, int]]) -> Iterator[tuple[floa
     for gib, layers in sizes:
         source = work / "flat"
         write_checkpoint(source, llama(layers), shards=max(1, gib // 2))
-        yield round(size_of(source) / 2**30, 2), source
+        yield round(directory_size(source) / 2**30, 2), source
 
 
-def size_of(directory: Path) -> int:
+def directory_size(directory: Path) -> int:
     """Return the total size of the files in a directory, in bytes."""
     return sum(file.stat().st_size for file in directory.iterdir())
 
@@ -170,17 +170,17 @@ def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) 
     return "\n".join([*lines, ""])
 
 
-def timings(title: str, rows: Sequence[Row]) -> str:
+def timing_table(title: str, rows: Sequence[Row]) -> str:
     """Return the table of timed commands."""
     cells = []
     for row in rows:
-        shown = row.to_dict()
-        ratio = "" if shown["ratio_to_cp"] is None else f"{shown['ratio_to_cp']:.2f}"
-        cells.append((row.name, f"{shown['seconds']:.2f}", ratio, f"{shown['peak_rss_mib']:.0f} MiB"))
+        medians = row.to_dict()
+        ratio = "" if medians["ratio_to_cp"] is None else f"{medians['ratio_to_cp']:.2f}"
+        cells.append((row.name, f"{medians['seconds']:.2f}", ratio, f"{medians['peak_rss_mib']:.0f} MiB"))
     return table(title, ("command", "seconds (median)", "x `cp -r`", "peak RSS"), cells)
 
 
-def machine() -> dict[str, object]:
+def describe_machine() -> dict[str, object]:
     """Describe the machine: cores, memory in GiB and versions, without the host name."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     packages = ("torch", "transformers", "safetensors", "xxhash", "isal")
@@ -192,7 +192,7 @@ def machine() -> dict[str, object]:
     }
 
 
-def arguments_of(description: str | None, parts: Sequence[str]) -> argparse.Namespace:
+def parse_arguments(description: str | None, parts: Sequence[str]) -> argparse.Namespace:
     """Parse the command line of a benchmark.
 
     Args:
@@ -221,7 +221,7 @@ def arguments_of(description: str | None, parts: Sequence[str]) -> argparse.Name
 def publish(directory: Path, name: str, results: dict[str, Any], tables: Sequence[str]) -> None:
     """Write NAME.json and NAME.md, and print the tables."""
     directory.mkdir(exist_ok=True)
-    (directory / f"{name}.json").write_text(json.dumps({"machine": machine(), **results}, indent=2) + "\n")
-    described = ", ".join(f"{key} {value}" for key, value in machine().items())
-    (directory / f"{name}.md").write_text(f"{described}\n\n" + "\n".join(tables))
+    (directory / f"{name}.json").write_text(json.dumps({"machine": describe_machine(), **results}, indent=2) + "\n")
+    machine_text = ", ".join(f"{key} {value}" for key, value in describe_machine().items())
+    (directory / f"{name}.md").write_text(f"{machine_text}\n\n" + "\n".join(tables))
     print("\n".join(tables))

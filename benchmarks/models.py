@@ -36,7 +36,7 @@ def prepare(work: Path, names: list[str]) -> None:
         ckptx.convert("hf2dcp", work / name, work / f"{name}-dcp")
 
 
-def on_rank(work: Path, names: list[str], tp: int, dp_shard: int, dtype: str) -> None:
+def verify_on_rank(work: Path, names: list[str], tp: int, dp_shard: int, dtype: str) -> None:
     """Verify every model on this rank; rank 0 writes the rows."""
     import torch
     import torch.distributed as dist
@@ -53,7 +53,7 @@ def on_rank(work: Path, names: list[str], tp: int, dp_shard: int, dtype: str) ->
     for name in names:
         try:
             report = verify_run(work / name, work / f"{name}-dcp", options, Log()).to_dict()
-            rows.append({"model": name, **{key: report[key] for key in _KEPT}})
+            rows.append({"model": name, **{key: report[key] for key in _REPORT_KEYS}})
         except CkptxError as error:
             rows.append({"model": name, "exit": error.exit_code, "error": str(error).replace(f"{work}/", "")})
     if dist.get_rank() == 0:
@@ -61,7 +61,7 @@ def on_rank(work: Path, names: list[str], tp: int, dp_shard: int, dtype: str) ->
     dist.destroy_process_group()
 
 
-_KEPT = (
+_REPORT_KEYS = (
     "exit", "error", "max_abs", "max_abs_tolerance", "kl", "cosine", "loss", "loss_reference", "loss_tolerance",
     "gradients", "grad_max_abs", "grad_closest_to_tolerance",
 )  # fmt: skip
@@ -72,17 +72,17 @@ _COLUMNS = (
 )  # fmt: skip
 
 
-def shown(row: dict[str, Any]) -> tuple[object, ...]:
+def table_row(row: dict[str, Any]) -> tuple[object, ...]:
     """Return the table row of a model."""
     if row["error"] is not None:
         return row["model"], f"exit {row['exit']}: {row['error']}", "", "", "", ""
-    away = abs(row["loss"] - row["loss_reference"])
+    difference = abs(row["loss"] - row["loss_reference"])
     return (
         row["model"],
         "equal" if row["exit"] == 0 else "DIFFERENT",
         f"{row['max_abs']:.1e} of {row['max_abs_tolerance']:.1e}",
         f"{row['kl']:.0e}",
-        f"{away:.1e} of {row['loss_tolerance']:.1e}",
+        f"{difference:.1e} of {row['loss_tolerance']:.1e}",
         f"{row['grad_max_abs']:.1e}, {row['grad_closest_to_tolerance'][1]:.0%} of tolerance",
     )
 
@@ -98,7 +98,7 @@ def main() -> None:
     parser.add_argument("--work", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.work is not None:
-        on_rank(arguments.work, arguments.models, arguments.tp, arguments.dp_shard, arguments.dtypes)
+        verify_on_rank(arguments.work, arguments.models, arguments.tp, arguments.dp_shard, arguments.dtypes)
         return
     from tests.support.models import EVERY
 
@@ -122,7 +122,7 @@ def main() -> None:
             subprocess.run(command, check=True, env=os.environ | {"OMP_NUM_THREADS": "1"}, stderr=subprocess.DEVNULL)
             results[dtype] = rows = json.loads((work / "rows.json").read_text())
             title = f"`verify --run --tp {arguments.tp} --dp-shard {arguments.dp_shard}` of tiny random models, {dtype}"
-            tables.append(table(title, _COLUMNS, [shown(row) for row in rows]))
+            tables.append(table(title, _COLUMNS, [table_row(row) for row in rows]))
     publish(arguments.results, "models", results, tables)
 
 

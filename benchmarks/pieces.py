@@ -78,31 +78,31 @@ def run_one(path: Path, pieces: int, count: int) -> dict[str, Any]:
     torch.set_num_threads(2)
     process = RankContext(0, 1, torch.device("cpu"))
     side = ModelLoader(path, path, RunOptions(device="cpu", compute_dtype="auto"))
-    seen = side.inspect_model()
-    batches = side.make_batches(seen, count)
+    facts = side.inspect_model()
+    batches = side.make_batches(facts, count)
     model, stacks = side.build_with_stacks()
     budget = MemoryBudget(model, stacks, batches, backward=True, includes_checkpoint=False)
-    running: Any = WholeReference(side, batches, process, backward=True)
+    reference: Any = WholeReference(side, batches, process, backward=True)
     expected = budget.whole_bytes
     if pieces > 1:
         stages = StageMap(stacks, pieces)
         expected = budget.peak_bytes(stages)
-        running = OffloadedReference(side, batches, process, partition_reference(model, stages, seen), backward=True)
+        reference = OffloadedReference(side, batches, process, partition_reference(model, stages, facts), backward=True)
     base = peak_rss()
-    found = running.forward()
-    digests = {f"logits {index}": _digest(each) for index, each in enumerate(found.outcome.logits)}
-    digests["loss"] = found.outcome.loss.hex()
-    digests["noise"] = repr((found.logits, found.loss))
-    for portion in running.gradients():
-        digests |= {each.name: f"{_digest(each.tensor)} {each.moved!r}" for each in portion}
-        del portion  # as verify does
-    said = json.dumps(digests, sort_keys=True)
+    outcome = reference.forward()
+    digests = {f"logits {index}": _digest(each) for index, each in enumerate(outcome.outcome.logits)}
+    digests["loss"] = outcome.outcome.loss.hex()
+    digests["noise"] = repr((outcome.logits, outcome.loss))
+    for gradients in reference.gradients():
+        digests |= {each.name: f"{_digest(each.tensor)} {each.moved!r}" for each in gradients}
+        del gradients  # as verify does
+    text = json.dumps(digests, sort_keys=True)
     return {
         "parameters": sum(each.numel() for each in model.parameters()),
         "peak": peak_rss() - base,
         "expected": expected,
         "tensors": len(digests),
-        "digest": hashlib.sha256(said.encode()).hexdigest(),
+        "digest": hashlib.sha256(text.encode()).hexdigest(),
         "seconds": sum(resource.getrusage(resource.RUSAGE_SELF)[:2]),
     }
 
@@ -113,12 +113,14 @@ def _digest(tensor: Any) -> str:
     return hashlib.sha256(tensor.contiguous().view(torch.uint8).numpy()).hexdigest()
 
 
-def measured(path: Path, pieces: int, batches: int) -> dict[str, Any]:
+def run_in_process(path: Path, pieces: int, batches: int) -> dict[str, Any]:
     """Call `run_one` in a separate process."""
     command = [sys.executable, __file__, "--work", str(path), "--pieces", str(pieces), "--batches", str(batches)]
     environment = {**os.environ, "PYTHONPATH": str(HERE.parent)}
-    found: dict[str, Any] = json.loads(subprocess.run(command, env=environment, check=True, capture_output=True).stdout)
-    return found
+    outcome: dict[str, Any] = json.loads(
+        subprocess.run(command, env=environment, check=True, capture_output=True).stdout
+    )
+    return outcome
 
 
 def main() -> None:
@@ -139,17 +141,17 @@ def main() -> None:
             for batches in (count for model, count in _RUNS if model == name):
                 whole = None
                 for pieces in _RUNS[name, batches]:
-                    found = measured(Path(directory), pieces, batches)
-                    whole = whole or found
+                    outcome = run_in_process(Path(directory), pieces, batches)
+                    whole = whole or outcome
                     rows.append(
                         {
                             "model": name,
                             "batches": batches,
                             "pieces": pieces,
-                            **found,
-                            "of_whole": found["peak"] / whole["peak"],
-                            "is_equal": found["digest"] == whole["digest"],
-                            "time": found["seconds"] / whole["seconds"],
+                            **outcome,
+                            "of_whole": outcome["peak"] / whole["peak"],
+                            "is_equal": outcome["digest"] == whole["digest"],
+                            "time": outcome["seconds"] / whole["seconds"],
                         }
                     )
                     print(rows[-1], file=sys.stderr)

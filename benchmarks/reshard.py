@@ -18,7 +18,21 @@ from pathlib import Path
 from typing import Any
 
 from checkpoints import deepseek, experts, llama, qwen3_moe, write_checkpoint
-from measure import CKPTX, HERE, STOCK, Row, Step, arguments_of, growing, publish, race, size_of, table, timed, timings
+from measure import (
+    CKPTX,
+    HERE,
+    STOCK,
+    Row,
+    Step,
+    directory_size,
+    growing_checkpoints,
+    parse_arguments,
+    publish,
+    table,
+    time_command,
+    time_rounds,
+    timing_table,
+)
 
 _RESHARD = [*CKPTX, "reshard"]
 _MERGE = [*CKPTX, "convert", "dcp2hf"]
@@ -26,7 +40,7 @@ _TP4_PP2 = ["--tp", "4", "--pp", "2"]
 _TP8_PP16_DP8 = ["--tp", "8", "--pp", "16", "--dp-shard", "8"]
 
 
-def cutting(work: Path, source: Path, rounds: int, *, stock: bool) -> list[Row]:
+def time_resharding(work: Path, source: Path, rounds: int, *, stock: bool) -> list[Row]:
     """Time `cp -r` and ckptx with one checkpoint: HF -> tp4 x pp2, from there to another mesh, and back to HF.
 
     Args:
@@ -35,53 +49,55 @@ def cutting(work: Path, source: Path, rounds: int, *, stock: bool) -> list[Row]:
         rounds: Number of timed rounds.
         stock: Also time the merge with stock torch.
     """
-    copy, cut, other, back, shards, stock_back = (
+    copy, sharded, other, merged, shards, stock_back = (
         work / name for name in ("cp", "tp4-pp2", "tp2", "back", "shards", "stock-back")
     )
-    to_cut = [*_RESHARD, str(source), str(cut), "--to", "dcp", *_TP4_PP2]
-    to_other = [*_RESHARD, str(cut), str(other), "--to", "dcp", "--tp", "2"]
+    to_sharded = [*_RESHARD, str(source), str(sharded), "--to", "dcp", *_TP4_PP2]
+    to_other = [*_RESHARD, str(sharded), str(other), "--to", "dcp", "--tp", "2"]
     to_shards = [*_RESHARD, str(source), str(shards), "--to", "safetensors", *_TP4_PP2]
     verify = [*CKPTX, "verify", str(source)]
     # The shards have transformers names and fused experts, so they are verified after conversion back to HF.
-    shards_home = [[*_MERGE, str(shards), str(back)], [*verify, str(back)], ["rm", "-r", str(back)]]
+    shard_checks = [[*_MERGE, str(shards), str(merged)], [*verify, str(merged)], ["rm", "-r", str(merged)]]
     steps = [
         Step("cp -r", ["cp", "-r", str(source), str(copy)], copy),
-        Step("HF -> DCP tp4 x pp2", to_cut, cut, keep=True, checks=[[*verify, str(cut)]]),
+        Step("HF -> DCP tp4 x pp2", to_sharded, sharded, keep=True, checks=[[*verify, str(sharded)]]),
         Step("DCP tp4 x pp2 -> DCP tp2", to_other, other, checks=[[*verify, str(other)]]),
-        Step("DCP tp4 x pp2 -> HF", [*_MERGE, str(cut), str(back)], back, checks=[[*verify, str(back)]]),
-        Step("HF -> sharded safetensors tp4 x pp2", to_shards, shards, checks=shards_home),
+        Step("DCP tp4 x pp2 -> HF", [*_MERGE, str(sharded), str(merged)], merged, checks=[[*verify, str(merged)]]),
+        Step("HF -> sharded safetensors tp4 x pp2", to_shards, shards, checks=shard_checks),
     ]
     if stock:
-        steps.append(Step("stock torch DCP tp4 x pp2 -> HF", [*STOCK, "dcp2hf", str(cut), str(stock_back)], stock_back))
-    return race(steps, rounds, size_of(source))
+        steps.append(
+            Step("stock torch DCP tp4 x pp2 -> HF", [*STOCK, "dcp2hf", str(sharded), str(stock_back)], stock_back)
+        )
+    return time_rounds(steps, rounds, directory_size(source))
 
 
-def flat(work: Path, sizes: tuple[tuple[int, int], ...]) -> list[dict[str, float]]:
+def measure_peaks(work: Path, sizes: tuple[tuple[int, int], ...]) -> list[dict[str, float]]:
     """Measure the peak RSS of resharding and merging for checkpoints of 1 to 8 GiB; it must not grow with the model."""
     rows = []
-    for gib, source in growing(work, sizes):
-        cut, back = work / "flat-cut", work / "flat-back"
-        _, there = timed([*_RESHARD, str(source), str(cut), "--to", "dcp", *_TP4_PP2])
+    for gib, source in growing_checkpoints(work, sizes):
+        sharded, merged = work / "flat-cut", work / "flat-back"
+        _, reshard_peak = time_command([*_RESHARD, str(source), str(sharded), "--to", "dcp", *_TP4_PP2])
         shutil.rmtree(source)
-        _, home = timed([*_MERGE, str(cut), str(back)])
-        for path in (cut, back):
+        _, merge_peak = time_command([*_MERGE, str(sharded), str(merged)])
+        for path in (sharded, merged):
             shutil.rmtree(path)
-        rows.append({"gib": gib, "cut_mib": round(there / 2**20, 1), "merge_mib": round(home / 2**20, 1)})
+        rows.append({"gib": gib, "cut_mib": round(reshard_peak / 2**20, 1), "merge_mib": round(merge_peak / 2**20, 1)})
         print(f"  {rows[-1]}", file=sys.stderr)
     return rows
 
 
-def loading(work: Path, source: Path) -> list[dict[str, Any]]:
+def measure_loading(work: Path, source: Path) -> list[dict[str, Any]]:
     """Measure the bytes that rank 3 of TP 8 reads to load its shards of `source` with stock `dcp.load`.
 
     Raises:
         SystemExit: If the shards from the two DCPs differ.
     """
-    whole, cut = work / "whole", work / "tp8"
-    timed([*CKPTX, "convert", "hf2dcp", str(source), str(whole)])
-    timed([*_RESHARD, str(source), str(cut), "--to", "dcp", "--tp", "8"])
+    unsharded, sharded = work / "whole", work / "tp8"
+    time_command([*CKPTX, "convert", "hf2dcp", str(source), str(unsharded)])
+    time_command([*_RESHARD, str(source), str(sharded), "--to", "dcp", "--tp", "8"])
     rows: list[dict[str, Any]] = []
-    for title, path in {"full tensors": whole, "sharded for tp8": cut}.items():
+    for title, path in {"full tensors": unsharded, "sharded for tp8": sharded}.items():
         command = [sys.executable, str(HERE / "stock_load.py"), str(path), "8", "3"]
         loaded = subprocess.run(command, stdout=subprocess.PIPE, check=True)
         rows.append({"dcp": title, **json.loads(loaded.stdout)})
@@ -92,7 +108,7 @@ def loading(work: Path, source: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def planning(work: Path, rounds: int) -> list[dict[str, Any]]:
+def time_planning(work: Path, rounds: int) -> list[dict[str, Any]]:
     """Time `--dry-run` of DeepSeek-V3 for 1,024 ranks, and of its first quarter and half.
 
     Each includes the multi-token prediction layer. The quarter has 16 layers, one per pipeline stage.
@@ -104,19 +120,19 @@ def planning(work: Path, rounds: int) -> list[dict[str, Any]]:
         command = [*_RESHARD, str(source), str(work / "none"), "--to", "dcp", *_TP8_PP16_DP8, "--dry-run"]
         row = Row("")
         for turn in range(rounds + 1):
-            seconds, peak = timed([*command, "--report", str(report)])
+            seconds, peak = time_command([*command, "--report", str(report)])
             if turn:
                 row.seconds.append(seconds)
                 row.peak = max(row.peak, peak)
-        found, shown = json.loads(report.read_text()), row.to_dict()
-        assert len(found["ranks"]) == 1024
+        document, times = json.loads(report.read_text()), row.to_dict()
+        assert len(document["ranks"]) == 1024
         rows.append(
             {
                 "layers": layers,
                 "tib": round(nbytes / 2**40, 2),
-                "tensors": found["tensors"],
-                "chunks": found["chunks"],
-                **{key: shown[key] for key in ("seconds", "min", "max", "peak_rss_mib", "rounds")},
+                "tensors": document["tensors"],
+                "chunks": document["chunks"],
+                **{key: times[key] for key in ("seconds", "min", "max", "peak_rss_mib", "rounds")},
             }
         )
         print(f"  {rows[-1]}", file=sys.stderr)
@@ -160,7 +176,7 @@ def planning_table(rows: list[dict[str, Any]]) -> str:
 
 def main() -> None:
     """Run the selected parts, and write reshard.json and reshard.md."""
-    arguments = arguments_of(__doc__, ("llama", "experts", "qwen3-moe", "flat", "loading", "planning"))
+    arguments = parse_arguments(__doc__, ("llama", "experts", "qwen3-moe", "flat", "loading", "planning"))
     parts, rounds = arguments.parts, arguments.rounds
     results: dict[str, Any] = {}
     tables = []
@@ -175,23 +191,23 @@ def main() -> None:
             if part in parts:
                 source = work / part
                 write_checkpoint(source, model)
-                rows = cutting(work, source, rounds, stock=part == "llama")
+                rows = time_resharding(work, source, rounds, stock=part == "llama")
                 results[part] = [row.to_dict() for row in rows]
-                tables.append(timings(title, rows))
+                tables.append(timing_table(title, rows))
                 shutil.rmtree(source)
         if "flat" in parts:
-            results["flat"] = sizes = flat(work, ((1, 9), (2, 21), (4, 44), (8, 91)))
+            results["flat"] = sizes = measure_peaks(work, ((1, 9), (2, 21), (4, 44), (8, 91)))
             cells = [(f"{row['gib']} GiB", f"{row['cut_mib']} MiB", f"{row['merge_mib']} MiB") for row in sizes]
             columns = ("checkpoint", "HF -> DCP tp4 x pp2", "DCP tp4 x pp2 -> HF")
             tables.append(table("Peak RSS against size", columns, cells))
         if "loading" in parts:
             source = work / "llama"
             write_checkpoint(source, llama())
-            results["loading"] = loads = loading(work, source)
+            results["loading"] = loads = measure_loading(work, source)
             tables.append(loading_table(loads))
             shutil.rmtree(source)
         if "planning" in parts:
-            results["planning"] = plans = planning(work, min(rounds, 3))
+            results["planning"] = plans = time_planning(work, min(rounds, 3))
             tables.append(planning_table(plans))
     publish(arguments.results, "reshard", results, tables)
 

@@ -20,7 +20,7 @@ from typing import Any
 from measure import CKPTX, HERE, publish, table
 
 _PHASES_OF_LAYOUTS = "1,2,6"
-_WHOLE = "checks.sharded=false"
+_UNSHARDED = "checks.sharded=false"
 _IMAGES = ("model.shrunk=true", "data.dataset=synthetic_images", "data.sequence_length=64")
 _TEXT = ("model.shrunk=true", "data.dataset=synthetic_text", "data.sequence_length=64")
 _SHORT = ("training.steps=4", "training.save_at=[2]")
@@ -31,7 +31,7 @@ CASES: dict[str, tuple[str, str | None, Sequence[str]]] = {
     "tp2-dp2": ("llama_tiny", _PHASES_OF_LAYOUTS, ("layout.tp=2",)),
     "pp2-dp2": ("llama_tiny", _PHASES_OF_LAYOUTS, ("layout.pp=2",)),
     "tp2-pp2": ("llama_tiny", _PHASES_OF_LAYOUTS, ("layout.tp=2", "layout.pp=2", "layout.dp_shard=1")),
-    "replicas": ("llama_tiny", _PHASES_OF_LAYOUTS, ("layout.dp_replicate=2", "layout.dp_shard=1", _WHOLE)),
+    "replicas": ("llama_tiny", _PHASES_OF_LAYOUTS, ("layout.dp_replicate=2", "layout.dp_shard=1", _UNSHARDED)),
     "hsdp": ("llama_tiny", _PHASES_OF_LAYOUTS, ("layout.dp_replicate=2",)),
     "ac-full": ("llama_tiny", _PHASES_OF_LAYOUTS, ("layout.activation_checkpointing=full",)),
     "ac-selective": ("llama_tiny", _PHASES_OF_LAYOUTS, ("layout.activation_checkpointing=selective",)),
@@ -63,7 +63,7 @@ def main() -> None:
     rows = []
     for name in arguments.names or CASES:
         with tempfile.TemporaryDirectory(dir=arguments.ram, prefix="ckptx-bench-") as directory:
-            rows.append(measured(name, Path(directory)))
+            rows.append(run_case(name, Path(directory)))
         print(f"  {name}: {_cells(rows[-1])}", file=sys.stderr, flush=True)
     columns = (
         "recipe", "mesh", "ranks", "settings", "phases passed", "failed", "seconds", "peak RSS", "loss noise",
@@ -74,16 +74,16 @@ def main() -> None:
     raise SystemExit(any(row["failed"] for row in rows))
 
 
-def measured(name: str, work: Path) -> Row:
+def run_case(name: str, work: Path) -> Row:
     """Run `ckptx robustness` for one case, and return the figures of its report."""
     recipe, phases, settings = CASES[name]
     command = [*CKPTX, "robustness", recipe, "--out", str(work / "out"), "--device", "cpu", "--json"]
     command += ["--phases", phases] if phases is not None else []
     command += [part for each in settings for part in ("--set", each)]
-    ran = subprocess.run(command, capture_output=True, text=True, check=False)
-    if ran.returncode not in (0, 1):
-        raise SystemExit(f"{' '.join(command)}: exit {ran.returncode}\n{ran.stderr}")
-    report = json.loads(ran.stdout)
+    process = subprocess.run(command, capture_output=True, text=True, check=False)
+    if process.returncode not in (0, 1):
+        raise SystemExit(f"{' '.join(command)}: exit {process.returncode}\n{process.stderr}")
+    report = json.loads(process.stdout)
     noise = report["noise"] or {}
     return {
         "name": name, "recipe": recipe, "settings": list(settings), "layout": report["layout"],
@@ -93,12 +93,12 @@ def measured(name: str, work: Path) -> Row:
         "not_run": [phase["number"] for phase in report["phases"] if phase["ok"] is None],
         "compared": sum(oracle["compared"] for phase in report["phases"] for oracle in phase["checks"]),
         "differing": report["differing"], "seconds": round(report["seconds"], 1),
-        "peak_rss": _peak(report, work / "out"),
+        "peak_rss": _peak_rss(report, work / "out"),
         "noise": {kind: max(found.values()) for kind, found in noise.items()},
     }  # fmt: skip
 
 
-def _peak(report: Row, out: Path) -> int:
+def _peak_rss(report: Row, out: Path) -> int:
     """Return the peak RSS of the largest process in bytes: the main process or a rank (from its log)."""
     lines = [json.loads(line) for each in out.glob("*.jsonl") for line in each.read_text().splitlines()]
     return max(int(report["peak_rss"]), *(int(line["mem"] * 2**30) for line in lines))
@@ -106,16 +106,16 @@ def _peak(report: Row, out: Path) -> int:
 
 def _cells(row: Row) -> Sequence[str]:
     mesh = " x ".join(f"{axis} {size}" for axis, size in row["layout"].items() if size > 1) or "one rank"
-    own = [each for each in row["settings"] if not each.startswith(("layout.tp", "layout.pp", "layout.dp"))]
+    other_settings = [each for each in row["settings"] if not each.startswith(("layout.tp", "layout.pp", "layout.dp"))]
     failed = ", ".join(f"{each['phase']}: {each['item']}" for each in row["differing"][:3])
     return (
-        row["recipe"], mesh, str(row["ranks"]), " ".join(f"`{each}`" for each in own), _numbers(row["passed"]),
-        failed or _numbers(row["failed"]), f"{row['seconds']:.0f}", f"{row['peak_rss'] / 2**20:.0f} MiB",
+        row["recipe"], mesh, str(row["ranks"]), " ".join(f"`{each}`" for each in other_settings), _join(row["passed"]),
+        failed or _join(row["failed"]), f"{row['seconds']:.0f}", f"{row['peak_rss'] / 2**20:.0f} MiB",
         f"{row['noise'].get('loss', 0):.1e}", f"{row['noise'].get('logits', 0):.1e}",
     )  # fmt: skip
 
 
-def _numbers(found: Sequence[int]) -> str:
+def _join(found: Sequence[int]) -> str:
     return ", ".join(map(str, found))
 
 

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from cases import machine_of
+from cases import describe_machine
 from measure import HERE, publish, table
 
 from ckptx.runtime.training.recipe_file import read_recipe
@@ -46,9 +46,9 @@ class Case(NamedTuple):
     settings: Sequence[str]
 
 
-_ROWS = ("training.steps=3", "training.save_at=[2]", "training.global_batch=4", "layout.dp_shard=1")
-_TEXT = ("data.dataset=synthetic_text", "data.samples=12", *_ROWS)
-_IMAGES = ("data.dataset=synthetic_images", "data.samples=12", *_ROWS)
+_SHORT_RUN = ("training.steps=3", "training.save_at=[2]", "training.global_batch=4", "layout.dp_shard=1")
+_TEXT = ("data.dataset=synthetic_text", "data.samples=12", *_SHORT_RUN)
+_IMAGES = ("data.dataset=synthetic_images", "data.samples=12", *_SHORT_RUN)
 CASES = {
     "phi-4, full": Case("phi_4_squad", 2, _TEXT),
     "phi-4, none": Case("phi_4_squad", 2, (*_TEXT, "layout.activation_checkpointing=none")),
@@ -74,7 +74,7 @@ def config_of(case: Case, is_tiny: bool) -> dict[str, Any]:
     return config
 
 
-def row_of(name: str, case: Case, work: Path, device: str, is_tiny: bool) -> Row:
+def run_case(name: str, case: Case, work: Path, device: str, is_tiny: bool) -> Row:
     """Run `ckptx robustness` for one case, and return the figures of its report."""
     settings = ["model.pretrained=null", f"model.config={json.dumps(config_of(case, is_tiny))}", *case.settings]
     settings += ["data.sequence_length=64"] if is_tiny else []
@@ -84,20 +84,20 @@ def row_of(name: str, case: Case, work: Path, device: str, is_tiny: bool) -> Row
     command += [part for each in settings for part in ("--set", each)]
     start = time.monotonic()
     print(f"{name}:", file=sys.stderr, flush=True)
-    done = subprocess.run(command, check=False, stdout=sys.stderr, env={**os.environ, "TMPDIR": str(work)})
+    process = subprocess.run(command, check=False, stdout=sys.stderr, env={**os.environ, "TMPDIR": str(work)})
     seconds = time.monotonic() - start
-    found: Mapping[str, Any] = json.loads(report.read_text())
-    phases = [each for each in found.get("phases", ()) if each["ok"] is not None]
-    noise = found.get("noise") or {}
+    document: Mapping[str, Any] = json.loads(report.read_text())
+    phases = [each for each in document.get("phases", ()) if each["ok"] is not None]
+    noise = document.get("noise") or {}
     return {
         "name": name, "recipe": case.recipe, "layers": case.layers, "settings": list(case.settings),
-        "exit": done.returncode, "error": found["error"], "seconds": seconds, "peak_rss": found["peak_rss"],
+        "exit": process.returncode, "error": document["error"], "seconds": seconds, "peak_rss": document["peak_rss"],
         "phases": {f"{each['number']} {each['name']}": [each["ok"], each["seconds"]] for each in phases},
         "failed": {
             each["name"]: [oracle["name"] for oracle in each["checks"] if not oracle["ok"]]
             for each in phases if not each["ok"]
         },
-        "noise": noise, "losses": found.get("losses"), "memory": found.get("step_memory") or {},
+        "noise": noise, "losses": document.get("losses"), "memory": document.get("step_memory") or {},
     }  # fmt: skip
 
 
@@ -127,7 +127,7 @@ def main() -> None:
     arguments = parser.parse_args()
     if unknown := set(arguments.names) - set(CASES):
         parser.error(f"{', '.join(sorted(unknown))}: unknown; choose from {', '.join(CASES)}")
-    machine = machine_of(torch.device(arguments.device), is_tiny=arguments.tiny)
+    machine = describe_machine(torch.device(arguments.device), is_tiny=arguments.tiny)
     columns = (
         "recipe", "layers", "phases passed", "failed", "seconds", "loss noise: rerun / perturbed", "logits noise",
         "forecast peak, GiB", "measured peak, GiB", "peak RSS",
@@ -136,12 +136,14 @@ def main() -> None:
     for name in arguments.names or CASES:
         work = Path(tempfile.mkdtemp(dir=arguments.work, prefix="ckptx-bench-"))
         try:
-            rows.append(row_of(name, CASES[name], work, arguments.device, arguments.tiny))
+            rows.append(run_case(name, CASES[name], work, arguments.device, arguments.tiny))
         finally:
             shutil.rmtree(work)
-        described = ", ".join(f"{key} {value}" for key, value in machine.items())
-        made = table("`ckptx robustness` on one GPU", columns, [_cells(row) for row in rows])
-        publish(arguments.results, "robustness_gpu", {"machine": machine, "rows": rows}, [f"{described}\n", made])
+        machine_text = ", ".join(f"{key} {value}" for key, value in machine.items())
+        markdown = table("`ckptx robustness` on one GPU", columns, [_cells(row) for row in rows])
+        publish(
+            arguments.results, "robustness_gpu", {"machine": machine, "rows": rows}, [f"{machine_text}\n", markdown]
+        )
     raise SystemExit(any(row["exit"] for row in rows))
 
 

@@ -45,11 +45,11 @@ def environment(root: Path) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
 
 
-def peak_of(root: Path, model: Path, options: list[str]) -> int:
+def measure_peak(root: Path, model: Path, options: list[str]) -> int:
     """Run `verify --run` at tp 2, and return the peak RSS of rank 0 in bytes."""
     verify = [sys.executable, "-m", "ckptx", "verify", str(model), str(model), "--run", "--tp", "2", "--json"]
-    done = subprocess.run([*verify, *options], cwd=root, env=environment(root), stdout=subprocess.PIPE, check=True)
-    return int(json.loads(done.stdout)["peak_rss_rank_0"])
+    process = subprocess.run([*verify, *options], cwd=root, env=environment(root), stdout=subprocess.PIPE, check=True)
+    return int(json.loads(process.stdout)["peak_rss_rank_0"])
 
 
 def threads_on_rank(path: Path, runs: int, out: Path) -> None:
@@ -70,15 +70,15 @@ def threads_on_rank(path: Path, runs: int, out: Path) -> None:
     dist.destroy_process_group()
 
 
-def threads_of(work: Path, runs: int) -> list[int]:
+def measure_threads(work: Path, runs: int) -> list[int]:
     """Return the number of threads of rank 0 after each run of a tiny model."""
     sys.path.insert(0, str(HERE.parent))
     from tests.support.models import EVERY, write
 
     write(EVERY[_TINY], work / "tiny")
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", __file__]
-    asked = ["--runs", str(runs), "--work", str(work)]
-    subprocess.run([*torchrun, *asked], env=environment(HERE.parent), check=True)
+    arguments = ["--runs", str(runs), "--work", str(work)]
+    subprocess.run([*torchrun, *arguments], env=environment(HERE.parent), check=True)
     counts: list[int] = json.loads((work / "threads.json").read_text())
     return counts
 
@@ -101,10 +101,12 @@ def main() -> None:
         model = Path(directory) / "HF"
         subprocess.run([sys.executable, "-c", _MODEL, str(model)], check=True)
         for case, (options, width) in _CASES.items():
-            for which, root in {**roots, "now": HERE.parent}.items():
-                peak, holds = peak_of(root, model, options), _PARAMETERS * width
-                rows.append({"computed": case, "which": which, "holds": holds, "peak": peak, "beyond": peak - holds})
-        counts = threads_of(Path(directory), arguments.runs)
+            for checkout, root in {**roots, "now": HERE.parent}.items():
+                peak, nbytes = measure_peak(root, model, options), _PARAMETERS * width
+                rows.append(
+                    {"computed": case, "which": checkout, "holds": nbytes, "peak": peak, "beyond": peak - nbytes}
+                )
+        counts = measure_threads(Path(directory), arguments.runs)
     lines = [
         (row["computed"], row["which"], *(f"{row[key] / _GIB:.2f} GiB" for key in ("holds", "peak", "beyond")))
         for row in rows

@@ -26,31 +26,31 @@ from measure import publish, table  # noqa: E402 (benchmarks run from a checkout
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved1f1b", "interleavedzerobubble", "zbvzerobubble", "dualpipev")
 MICROBATCHES = 4
-PICTURED = ("gemma3-vlm", "qwen3-vl", "mllama", "gemma4-audio")
-PATIENCE = 20.0  # seconds that ranks wait for a message of a rank that failed
+IMAGE_MODELS = ("gemma3-vlm", "qwen3-vl", "mllama", "gemma4-audio")
+POOL_TIMEOUT = 20.0  # seconds that ranks wait for a message of a rank that failed
 
 
-def cut(names: Sequence[str]) -> list[dict[str, Any]]:
+def run_splits(names: Sequence[str]) -> list[dict[str, Any]]:
     """Run every model with every split into stages in this process, and return a row for each."""
     from ckptx.errors import CkptxError
     from tests.support.staged import CUTS, compared
 
     rows = []
     for name in names:
-        for how in CUTS:
-            row: dict[str, Any] = {"model": name, "cut": how}
+        for split in CUTS:
+            row: dict[str, Any] = {"model": name, "cut": split}
             try:
-                is_equal, gradients, carry = compared(name, how)
-                travels = [[str(slot) for slot in slots] for slots in carry.slots[1:]]
-                row |= {"logits_equal": is_equal, "gradients": gradients, "travels": travels}
+                is_equal, gradients, boundary = compared(name, split)
+                boundary_values = [[str(slot) for slot in slots] for slots in boundary.slots[1:]]
+                row |= {"logits_equal": is_equal, "gradients": gradients, "travels": boundary_values}
             except CkptxError as error:
                 row |= {"error": str(error)}
             rows.append(row)
-            print(name, how, row.get("gradients", row.get("error")), file=sys.stderr)
+            print(name, split, row.get("gradients", row.get("error")), file=sys.stderr)
     return rows
 
 
-def pictured(names: Sequence[str]) -> list[dict[str, Any]]:
+def run_image_splits(names: Sequence[str]) -> list[dict[str, Any]]:
     """Run every model with every split in this process, over microbatches with different numbers of images."""
     from ckptx.errors import CkptxError
     from tests.support.microbatches import pictures_of
@@ -58,40 +58,40 @@ def pictured(names: Sequence[str]) -> list[dict[str, Any]]:
 
     rows = []
     for name in names:
-        pictures = pictures_of(name)
-        counts = [pictures.count(index) for index in range(max(pictures) + 1)]
-        for how in CUTS:
-            row: dict[str, Any] = {"model": name, "cut": how, "images": counts}
+        image_rows = pictures_of(name)
+        counts = [image_rows.count(index) for index in range(max(image_rows) + 1)]
+        for split in CUTS:
+            row: dict[str, Any] = {"model": name, "cut": split, "images": counts}
             try:
-                row["logits_equal"], row["gradients"] = compared_in_microbatches(name, how, pictures)
+                row["logits_equal"], row["gradients"] = compared_in_microbatches(name, split, image_rows)
             except CkptxError as error:
                 row["error"] = str(error)
             rows.append(row)
-            print(name, how, row.get("gradients", row.get("error")), file=sys.stderr)
+            print(name, split, row.get("gradients", row.get("error")), file=sys.stderr)
     return rows
 
 
-def scheduled(names: Sequence[str], *, are_pictured: bool = False) -> list[dict[str, Any]]:
+def run_schedules(names: Sequence[str], *, with_images: bool = False) -> list[dict[str, Any]]:
     """Run every model under every schedule on two ranks, and return a row for each.
 
     Args:
         names: Names of the models.
-        are_pictured: Give microbatches different numbers of images.
+        with_images: Give microbatches different numbers of images.
     """
     from tests.support import pool as pools
     from tests.support.microbatches import pictures_of
     from tests.support.pool import GlooPool, WorkerError
     from tests.support.staged import one_step
 
-    pools._TIMEOUT = PATIENCE
+    pools._TIMEOUT = POOL_TIMEOUT
     pool = GlooPool()
     rows = []
     for name in names:
         for schedule in SCHEDULES:
             row: dict[str, Any] = {"model": name, "schedule": schedule}
             try:
-                pictures = pictures_of(name) if are_pictured else None
-                found = pool.run(one_step, 2, name, schedule, MICROBATCHES, pictures)
+                image_rows = pictures_of(name) if with_images else None
+                found = pool.run(one_step, 2, name, schedule, MICROBATCHES, image_rows)
                 row |= {
                     "logits_equal": all(each[0] for each in found) and sum(each[2] for each in found) == MICROBATCHES,
                     "gradients": max(each[1] for each in found),
@@ -106,21 +106,21 @@ def scheduled(names: Sequence[str], *, are_pictured: bool = False) -> list[dict[
     return rows
 
 
-def in_words(travels: Sequence[str]) -> str:
+def format_values(boundary_values: Sequence[str]) -> str:
     """List the values that a stage receives, counted by argument name or position: "argument 0, 2 x position_bias"."""
-    found = (re.sub(r"^.*?\((.*?)(\[.*)?\).*$", r"\1", each) for each in travels)
+    found = (re.sub(r"^.*?\((.*?)(\[.*)?\).*$", r"\1", each) for each in boundary_values)
     counts = Counter(f"argument {each}" if each.isdecimal() else each for each in found)
     return ", ".join(f"{count} x `{name}`" if count > 1 else f"`{name}`" for name, count in counts.items())
 
 
-def cell(row: dict[str, Any]) -> str:
+def format_cell(row: dict[str, Any]) -> str:
     """Format the largest gradient difference of a row, with a warning if its logits differ."""
     if "error" in row:
         return str(row["error"]).replace("|", "\\|")
     return f"{row['gradients']:.1e}" if row["logits_equal"] else f"LOGITS DIFFER, {row['gradients']:.1e}"
 
 
-def by_model(rows: Sequence[dict[str, Any]], key: str) -> dict[str, dict[str, dict[str, Any]]]:
+def group_by_model(rows: Sequence[dict[str, Any]], key: str) -> dict[str, dict[str, dict[str, Any]]]:
     """Group rows by model, then by split or schedule."""
     found: dict[str, dict[str, dict[str, Any]]] = {}
     for row in rows:
@@ -139,7 +139,7 @@ def summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def said(name: str, rows: Sequence[dict[str, Any]]) -> str:
+def summary_line(name: str, rows: Sequence[dict[str, Any]]) -> str:
     """Return the summary as one line of text."""
     found = summary(rows)
     return (
@@ -148,7 +148,7 @@ def said(name: str, rows: Sequence[dict[str, Any]]) -> str:
     )
 
 
-def tables_of(part: str, rows: Sequence[dict[str, Any]]) -> list[str]:
+def build_tables(part: str, rows: Sequence[dict[str, Any]]) -> list[str]:
     """Return the Markdown table of a part and its summary."""
     from tests.support.staged import CUTS, LAYERS
 
@@ -158,21 +158,21 @@ def tables_of(part: str, rows: Sequence[dict[str, Any]]) -> list[str]:
         "images": "The same splits: gradients, microbatches with different numbers of images or audio clips, fp32",
         "pictured": "Gradients of such microbatches on two gloo ranks, two or four stages, fp32",
     }
-    by_cut = "cut" in rows[0]
-    lines, found = [], by_model(rows, "cut" if by_cut else "schedule")
+    is_split = "cut" in rows[0]
+    lines, found = [], group_by_model(rows, "cut" if is_split else "schedule")
     for name, each in found.items():
-        line = [name, *(cell(each[how]) for how in (CUTS if by_cut else SCHEDULES))]
+        line = [name, *(format_cell(each[split]) for split in (CUTS if is_split else SCHEDULES))]
         if part == "cuts":
-            line.append("; ".join(map(in_words, each["three"].get("travels", []))))
+            line.append("; ".join(map(format_values, each["three"].get("travels", []))))
         if part == "images":
             line.insert(1, ", ".join(map(str, each["three"]["images"])))
         lines.append(tuple(line))
-    columns = [f"gradients: {how.replace('|', 'then')}" for how in CUTS] if by_cut else list(SCHEDULES)
+    columns = [f"gradients: {split.replace('|', 'then')}" for split in CUTS] if is_split else list(SCHEDULES)
     if part == "cuts":
         columns.append("values sent between three stages")
     if part == "images":
         columns.insert(0, "images per microbatch")
-    return [table(titles[part], ("model", *columns), lines), said("splits" if by_cut else "runs", rows)]
+    return [table(titles[part], ("model", *columns), lines), summary_line("splits" if is_split else "runs", rows)]
 
 
 def main() -> None:
@@ -191,18 +191,18 @@ def main() -> None:
     logging.disable(logging.WARNING)
     torch.set_num_threads(1)
 
-    def asked(names: Sequence[str]) -> list[str]:
+    def select_names(names: Sequence[str]) -> list[str]:
         return [name for name in names if name in (arguments.models or names)]
 
     run: dict[str, list[dict[str, Any]]] = {}
     parts = arguments.parts.split(",")
     if "cuts" in parts:
-        run["cuts"] = cut(asked(list(EVERY)))
+        run["cuts"] = run_splits(select_names(list(EVERY)))
     if "schedules" in parts:
-        run["schedules"] = scheduled(asked(TWELVE))
+        run["schedules"] = run_schedules(select_names(TWELVE))
     if "images" in parts:
-        run["images"] = pictured(asked(MULTIMODAL))
-        run["pictured"] = scheduled(asked(PICTURED), are_pictured=True)
+        run["images"] = run_image_splits(select_names(MULTIMODAL))
+        run["pictured"] = run_schedules(select_names(IMAGE_MODELS), with_images=True)
     before = arguments.results / "stages.json"
     known = json.loads(before.read_text()) if before.exists() else {}
     results, tables = {}, []
@@ -210,7 +210,7 @@ def main() -> None:
         rows = run.get(part) or known.get(part, {}).get("rows")
         if rows:
             results[part] = {"summary": summary(rows), "rows": rows}
-            tables += tables_of(part, rows)
+            tables += build_tables(part, rows)
     publish(arguments.results, "stages", results, tables)
 
 

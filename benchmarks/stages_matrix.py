@@ -36,25 +36,25 @@ CASES: dict[str, dict[str, Any]] = {
     "bf16, pp 2": {"tp": 1, "pp": 2, "dp_shard": 1, "dtype": "auto"},
     "bf16, tp 2 x pp 2": {"tp": 2, "pp": 2, "dp_shard": 1, "dtype": "auto"},
 }
-_KEPT = (
+_REPORT_KEYS = (
     "exit", "max_abs", "max_abs_tolerance", "grad_max_abs", "grad_closest_to_tolerance",
     "checkpointed_layers", "compute_dtype", "differing",
 )  # fmt: skip
 
 
-def run(pool: Any, name: str, case: str, work: Path) -> dict[str, Any]:
+def verify_case(pool: Any, name: str, case: str, work: Path) -> dict[str, Any]:
     """Verify one model in one case, and return its row."""
     from tests.support.runs import verified
 
     settings = dict(CASES[case])
-    path = written(name, work, is_stored_in_bf16="dtype" in settings)
+    path = write_model(name, work, is_stored_in_bf16="dtype" in settings)
     row: dict[str, Any] = {"model": name, "case": case}
     if "vlm" in name:
         settings["plant"] = "images in some"
     document, text = verified(pool, path, path, **settings)
     if not isinstance(document, dict):
         return {**row, "error": text.replace(f"{work}/", "")}
-    row |= {key: document[key] for key in _KEPT} | {"inconclusive": len(document["inconclusive"])}
+    row |= {key: document[key] for key in _REPORT_KEYS} | {"inconclusive": len(document["inconclusive"])}
     if "activation_checkpointing" in settings:
         mode = settings["activation_checkpointing"]
         row["unsplit_checkpointed_layers"] = verified(pool, path, path, 1, 1, activation_checkpointing=mode)[0][
@@ -63,7 +63,7 @@ def run(pool: Any, name: str, case: str, work: Path) -> dict[str, Any]:
     return row
 
 
-def written(name: str, work: Path, *, is_stored_in_bf16: bool) -> Path:
+def write_model(name: str, work: Path, *, is_stored_in_bf16: bool) -> Path:
     """Return the directory of a model, "RECIPE tied" or "RECIPE untied"; write the model first if it does not exist."""
     from tests.support.models import randomise
     from tests.support.staged import deep
@@ -81,24 +81,24 @@ def written(name: str, work: Path, *, is_stored_in_bf16: bool) -> Path:
     return path
 
 
-def is_right(row: dict[str, Any]) -> bool:
+def is_within_tolerance(row: dict[str, Any]) -> bool:
     """Return True if all differences are within tolerance and as many layers are checkpointed as without stages."""
     wrapped = row.get("unsplit_checkpointed_layers")
     return row.get("exit") == 0 and (wrapped is None or row["checkpointed_layers"] == wrapped > 0)
 
 
-def cell(row: dict[str, Any]) -> str:
+def format_cell(row: dict[str, Any]) -> str:
     """Format the differences of a row relative to their tolerances, and the number of checkpointed layers."""
     if "error" in row:
         return str(row["error"]).replace("|", "\\|")
     share = row["max_abs"] / row["max_abs_tolerance"] if row["max_abs_tolerance"] else 0.0
     exact = row["max_abs"] == row["max_abs_tolerance"] == 0
-    said = f"{'bit-equal' if exact else f'{share:.0%}'}, {row['grad_closest_to_tolerance'][1]:.0%}"
+    text = f"{'bit-equal' if exact else f'{share:.0%}'}, {row['grad_closest_to_tolerance'][1]:.0%}"
     if "unsplit_checkpointed_layers" in row:
-        said += f", {row['checkpointed_layers']} of {row['unsplit_checkpointed_layers']} checkpointed"
+        text += f", {row['checkpointed_layers']} of {row['unsplit_checkpointed_layers']} checkpointed"
     if row["inconclusive"]:
-        said += f", {row['inconclusive']} inconclusive"
-    return said if is_right(row) else f"DIFFERENT: {said}"
+        text += f", {row['inconclusive']} inconclusive"
+    return text if is_within_tolerance(row) else f"DIFFERENT: {text}"
 
 
 def main() -> None:
@@ -121,17 +121,17 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="ckptx-stages-") as directory:
         for name in names:
             for case in CASES:
-                row = run(pool, name, case, Path(directory))
+                row = verify_case(pool, name, case, Path(directory))
                 rows.setdefault(name, {})[case] = row
-                print(name, case, cell(row), file=sys.stderr)
+                print(name, case, format_cell(row), file=sys.stderr)
     pool.close()
-    every = [row for cases in rows.values() for row in cases.values()]
-    lines = [(name, *(cell(cases[case]) for case in CASES)) for name, cases in rows.items()]
-    right = sum(map(is_right, every))
+    all_rows = [row for cases in rows.values() for row in cases.values()]
+    lines = [(name, *(format_cell(cases[case]) for case in CASES)) for name, cases in rows.items()]
+    passed = sum(map(is_within_tolerance, all_rows))
     title = f"Models with {LAYERS} layers at tp 2 x pp 2 x dp_shard 2 (all) and in bf16: logits, gradients / tolerance"
-    said = f"{len(every)} runs: {right} within tolerance.\n"
-    publish(arguments.results, "stages_matrix", {"rows": every}, [table(title, ("model", *CASES), lines), said])
-    sys.exit(right != len(every))
+    text = f"{len(all_rows)} runs: {passed} within tolerance.\n"
+    publish(arguments.results, "stages_matrix", {"rows": all_rows}, [table(title, ("model", *CASES), lines), text])
+    sys.exit(passed != len(all_rows))
 
 
 if __name__ == "__main__":

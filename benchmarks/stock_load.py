@@ -47,7 +47,7 @@ def placement_of(name: str, plan: dict[str, str]) -> Placement:
     return _PLACEMENTS[plan[module]] if module in plan else Replicate()
 
 
-def state_of(path: str, mesh: DeviceMesh) -> dict[str, DTensor]:
+def empty_state(path: str, mesh: DeviceMesh) -> dict[str, DTensor]:
     """Create an empty DTensor for each tensor of a DCP, by name."""
     plan, state = plan_of_llama(), {}
     for name, entry in dcp.FileSystemReader(path).read_metadata().state_dict_metadata.items():
@@ -84,7 +84,7 @@ def main(path: str, world: str, rank: str) -> None:
     """Load a DCP and print the figures; first load one small tensor, so that imports do not count."""
     warnings.simplefilter("ignore")
     dist.init_process_group("fake", store=FakeStore(), rank=int(rank), world_size=int(world))
-    state = state_of(path, init_device_mesh("cpu", (int(world),)))
+    state = empty_state(path, init_device_mesh("cpu", (int(world),)))
     smallest = min(state, key=lambda name: state[name].numel())
     load(path, {smallest: state[smallest].clone()})
     print(json.dumps(load(path, state)))

@@ -26,7 +26,7 @@ sys.path.insert(0, str(HERE.parent))
 
 from benchmarks.planted import external_trainers
 from benchmarks.planted.external_trainers import EXTERNAL
-from benchmarks.planted.trainers import MISTAKES, SCRIPTS, plant_in
+from benchmarks.planted.trainers import MISTAKES, SCRIPTS, inject_into
 from ckptx.robustness_suite.external_trainer import BUILT_IN_RECIPES
 
 ALL = {**MISTAKES, **external_trainers.MISTAKES}
@@ -35,7 +35,7 @@ Row = dict[str, Any]
 
 def main() -> None:
     """Run the commands, and write trainers.json and trainers.md; exit with 1 if a mistake is not identified."""
-    names = [f"{recipe}:{which}" for recipe, found in ALL.items() for which in ("none", *found)]
+    names = [f"{recipe}:{mistake_name}" for recipe, found in ALL.items() for mistake_name in ("none", *found)]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"commands to run: {', '.join(names)} [default: all]")
     parser.add_argument("--ram", type=Path, default=Path("/dev/shm"))
@@ -47,7 +47,7 @@ def main() -> None:
     rows = []
     for name in arguments.names or names:
         with tempfile.TemporaryDirectory(dir=arguments.ram, prefix="ckptx-bench-") as directory:
-            rows.append(judged(*name.split(":"), Path(directory)))
+            rows.append(run_trainer(*name.split(":"), Path(directory)))
         print(f"  {name}: {_cells(rows[-1])}", file=sys.stderr, flush=True)
     columns = ("recipe", "mistake", "exit", "expected", "phases and oracles that fail", "cause", "seconds")
     title = "Third-party trainers, unchanged and with a mistake"
@@ -55,32 +55,32 @@ def main() -> None:
     raise SystemExit(not all(row["is_named"] for row in rows))
 
 
-def judged(recipe: str, which: str, work: Path) -> Row:
+def run_trainer(recipe: str, mistake_name: str, work: Path) -> Row:
     """Run `ckptx robustness` on a trainer with a mistake ("none": unchanged), and return the figures of its report."""
     recipes = work / "recipes"
     shutil.copytree(BUILT_IN_RECIPES if recipe in MISTAKES else EXTERNAL, recipes)
-    mistake = ALL[recipe].get(which)
+    mistake = ALL[recipe].get(mistake_name)
     if mistake is not None:
-        plant_in(recipes / (f"scripts/{SCRIPTS[recipe]}" if recipe in MISTAKES else f"{recipe}.py"), mistake)
+        inject_into(recipes / (f"scripts/{SCRIPTS[recipe]}" if recipe in MISTAKES else f"{recipe}.py"), mistake)
     command = [*CKPTX, "robustness", str(recipes / f"{recipe}.yaml"), "--out", str(work / "out"), "--json"]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=600)
-    if ended.returncode not in (0, 1):
-        raise SystemExit(f"{recipe}, {which}: exit {ended.returncode}: {ended.stderr[-2000:]}")
-    report = json.loads(ended.stdout)
+    process = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    if process.returncode not in (0, 1):
+        raise SystemExit(f"{recipe}, {mistake_name}: exit {process.returncode}: {process.stderr[-2000:]}")
+    report = json.loads(process.stdout)
     failed = {
         phase["name"]: [each["name"] for each in phase["checks"] if each["ok"] is False]
         for phase in report["phases"]
         if phase["ok"] is False
     }
     if mistake is None:
-        is_named = ended.returncode == 0 and not failed
+        is_named = process.returncode == 0 and not failed
     else:
-        is_named = ended.returncode == 1 and mistake.oracles <= set(failed.get(mistake.phase, ()))
-        is_named = is_named and (not mistake.cause or mistake.is_named_by(report["cause"]["cause"]))
+        is_named = process.returncode == 1 and mistake.oracles <= set(failed.get(mistake.phase, ()))
+        is_named = is_named and (not mistake.cause or mistake.matches_cause(report["cause"]["cause"]))
     return {
-        "recipe": recipe, "mistake": which, "says": mistake.says if mistake is not None else "as it is",
+        "recipe": recipe, "mistake": mistake_name, "says": mistake.description if mistake is not None else "as it is",
         "needed": f"{mistake.phase}: {', '.join(sorted(mistake.oracles))}" if mistake is not None else "",
-        "exit": ended.returncode, "failed": failed, "cause": (report["cause"] or {}).get("cause", ""),
+        "exit": process.returncode, "failed": failed, "cause": (report["cause"] or {}).get("cause", ""),
         "is_named": is_named, "seconds": report["seconds"],
     }  # fmt: skip
 

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from transformers.models.gemma4.configuration_gemma4 import Gemma4TextConfig
 from transformers.models.llama.configuration_llama import LlamaConfig
 
-_ROOM = 110e9  # bytes that a model without checkpointing may use on a GPU with 141 GB
+_MAX_BYTES = 110e9  # bytes that a model without checkpointing may use on a GPU with 141 GB
 _SHARE = 0.85  # part of the memory that it may use on a smaller GPU
 _STD = 0.02  # standard deviation of random weights, the default of most configs
 
@@ -88,10 +88,12 @@ class Shape(NamedTuple):
         return self.make(**self.values)
 
 
-def llama_of(values: dict[str, Any], *, is_tiny: bool) -> Shape:
+def llama_from(values: dict[str, Any], *, is_tiny: bool) -> Shape:
     """Return a Llama shape with the config of a checkpoint."""
-    kept = {key: value for key, value in values.items() if key not in ("architectures", "head_dim", "model_type")}
-    return Shape("tiny Llama" if is_tiny else "Llama", LlamaConfig, kept | (_TINY if is_tiny else {}), 1, 12)
+    config_values = {
+        key: value for key, value in values.items() if key not in ("architectures", "head_dim", "model_type")
+    }
+    return Shape("tiny Llama" if is_tiny else "Llama", LlamaConfig, config_values | (_TINY if is_tiny else {}), 1, 12)
 
 
 def llama_8b(rows: int, *, is_tiny: bool) -> Shape:
@@ -108,15 +110,15 @@ def gemma4_31b(*, is_tiny: bool) -> Shape:
     return Shape("Gemma 4 31B", Gemma4TextConfig, _GEMMA4_31B, 1, 4096, 6, 1)
 
 
-def fitted(shape: Shape, device: torch.device) -> Shape:
+def fit_layers(shape: Shape, device: torch.device) -> Shape:
     """Return the shape with as many layers as fit on the GPU without activation checkpointing."""
     if device.type != "cuda":
         return shape
-    room = min(_ROOM, _SHARE * torch.cuda.get_device_properties(device).total_memory)  # the same for each mode
-    return shape._replace(values=shape.values | {"num_hidden_layers": layers_within(shape, room)})
+    memory = min(_MAX_BYTES, _SHARE * torch.cuda.get_device_properties(device).total_memory)  # the same for each mode
+    return shape._replace(values=shape.values | {"num_hidden_layers": max_layers(shape, memory)})
 
 
-def layers_within(shape: Shape, room: float) -> int:
+def max_layers(shape: Shape, memory: float) -> int:
     """Estimate how many layers fit into `room` bytes with their gradients and activations.
 
     Returns:
@@ -129,16 +131,16 @@ def layers_within(shape: Shape, room: float) -> int:
     others = sum(each.numel() for each in model.parameters()) - layers
     tokens = shape.rows * shape.length
     # Saved bytes per token: 32 per hidden feature for norms (also in fp32) and attention, 10 per MLP feature.
-    kept = tokens * (32 * config.hidden_size + 10 * config.intermediate_size)
+    saved_bytes = tokens * (32 * config.hidden_size + 10 * config.intermediate_size)
     scores = shape.rows * config.num_attention_heads * shape.length**2 * 10  # fp32, bf16, and the gradient
-    each = 4 * layers / config.num_hidden_layers + kept  # a parameter and its gradient in bf16
-    group = shape.period * each + shape.unfused * scores
-    fixed = 4 * others + tokens * config.vocab_size * 18  # logits in bf16, and fp32 copies in the loss
-    most = config.num_hidden_layers // shape.period
-    return shape.period * max(1, min(most, int((room - fixed) / group)))
+    each = 4 * layers / config.num_hidden_layers + saved_bytes  # a parameter and its gradient in bf16
+    group_bytes = shape.period * each + shape.unfused * scores
+    fixed_bytes = 4 * others + tokens * config.vocab_size * 18  # logits in bf16, and fp32 copies in the loss
+    most_groups = config.num_hidden_layers // shape.period
+    return shape.period * max(1, min(most_groups, int((memory - fixed_bytes) / group_bytes)))
 
 
-def built(shape: Shape, device: torch.device) -> Any:
+def build_model(shape: Shape, device: torch.device) -> Any:
     """Build the stock model on a device in bf16, with the same random weights each time.
 
     The init of some classes leaves zeros, with which every comparison would pass, so weights are filled here.
@@ -155,7 +157,7 @@ def built(shape: Shape, device: torch.device) -> Any:
     return model.train()
 
 
-def measured(model: nn.Module, shape: Shape, device: torch.device, repeats: int) -> dict[str, Any]:
+def measure_step(model: nn.Module, shape: Shape, device: torch.device, repeats: int) -> dict[str, Any]:
     """Measure memory and time of forward and backward, after one warm-up step.
 
     Returns:
@@ -175,7 +177,7 @@ def measured(model: nn.Module, shape: Shape, device: torch.device, repeats: int)
 
     step()
     model.zero_grad(set_to_none=True)
-    before = _settled(model, device)
+    before = _reset_peak(model, device)
     seconds = []
     for _ in range(repeats):
         model.zero_grad(set_to_none=True)
@@ -215,7 +217,7 @@ def _wait(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _settled(model: nn.Module, device: torch.device) -> int:
+def _reset_peak(model: nn.Module, device: torch.device) -> int:
     """Reset the peak, and return the bytes in use, which are those of the weights."""
     gc.collect()
     if device.type != "cuda":
@@ -228,13 +230,13 @@ def _settled(model: nn.Module, device: torch.device) -> int:
 
 def _peak_on_cpu(step: Callable[[], object]) -> int:
     """Return the peak bytes of a step, from the allocations that the profiler recorded."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         step()
-    events = [each for each in profiled.profiler.kineto_results.events() if each.name() == "[memory]"]
-    held = peak = 0
+    events = [each for each in profiler.profiler.kineto_results.events() if each.name() == "[memory]"]
+    current = peak = 0
     for event in sorted(events, key=lambda each: each.start_ns()):
-        held += event.nbytes()
-        peak = max(peak, held)
+        current += event.nbytes()
+        peak = max(peak, current)
     return peak
 
 

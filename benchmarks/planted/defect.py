@@ -13,7 +13,7 @@ from ckptx.runtime.parallel.tensor_parallel.apply import TensorParallelLayout
 from ckptx.runtime.parallel.tensor_parallel.collectives import TpRanks
 
 
-class Built(NamedTuple):
+class InjectionTarget(NamedTuple):
     """The parallel model on the meta device.
 
     Attributes:
@@ -28,8 +28,8 @@ class Built(NamedTuple):
 
 
 # Inject a defect into a checkpoint: change tensors and config in place. Or into the parallel model, by hooks.
-InStored = Callable[[Tensors, Config], None]
-InRuntime = Callable[[Built], None]
+CheckpointInjection = Callable[[Tensors, Config], None]
+RuntimeInjection = Callable[[InjectionTarget], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,18 +41,18 @@ class Defect:
         kind: "w" for weights of the checkpoint, "c" for its config, "w+c" for both, "runtime" for the parallel model,
             "clean" for no defect.
         name: Description of the defect.
-        stored: Function that injects it into the checkpoint; None for the other kinds.
-        runtime: Function that injects it into the parallel model; None for the other kinds.
-        missed: Reason that `verify --run` misses it, or "".
+        checkpoint_injection: Function that injects it into the checkpoint; None for the other kinds.
+        runtime_injection: Function that injects it into the parallel model; None for the other kinds.
+        missed_reason: Reason that `verify --run` misses it, or "".
         options: Additional options of the run.
     """
 
     model: str
     kind: str
     name: str
-    stored: InStored | None = None
-    runtime: InRuntime | None = None
-    missed: str = ""
+    checkpoint_injection: CheckpointInjection | None = None
+    runtime_injection: RuntimeInjection | None = None
+    missed_reason: str = ""
     options: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -66,26 +66,26 @@ class Defect:
         return self.name if self.kind in ("runtime", "clean") else f"{self.kind}: {self.name}"
 
 
-def w(name: str, plant: InStored, missed: str = "") -> Defect:
+def weight_defect(name: str, injection: CheckpointInjection, missed_reason: str = "") -> Defect:
     """Return a defect of the weights."""
-    return Defect("", "w", name, stored=plant, missed=missed)
+    return Defect("", "w", name, checkpoint_injection=injection, missed_reason=missed_reason)
 
 
-def c(name: str, plant: InStored, missed: str = "") -> Defect:
+def config_defect(name: str, injection: CheckpointInjection, missed_reason: str = "") -> Defect:
     """Return a defect of the config."""
-    return Defect("", "c", name, stored=plant, missed=missed)
+    return Defect("", "c", name, checkpoint_injection=injection, missed_reason=missed_reason)
 
 
-def wc(name: str, plant: InStored, missed: str = "") -> Defect:
+def combined_defect(name: str, injection: CheckpointInjection, missed_reason: str = "") -> Defect:
     """Return a defect of weights and config."""
-    return Defect("", "w+c", name, stored=plant, missed=missed)
+    return Defect("", "w+c", name, checkpoint_injection=injection, missed_reason=missed_reason)
 
 
-def r(name: str, plant: InRuntime, missed: str = "", **options: Any) -> Defect:
+def runtime_defect(name: str, injection: RuntimeInjection, missed_reason: str = "", **options: Any) -> Defect:
     """Return a defect of the runtime; the options `tp` and `dp_shard` set the mesh [default: tp 2]."""
-    return Defect("", "runtime", name, runtime=plant, missed=missed, options=options)
+    return Defect("", "runtime", name, runtime_injection=injection, missed_reason=missed_reason, options=options)
 
 
-def of(model: str, *defects: Defect) -> list[Defect]:
+def defects_of(model: str, *defects: Defect) -> list[Defect]:
     """Set the model of defects."""
     return [replace(each, model=model) for each in defects]

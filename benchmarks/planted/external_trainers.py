@@ -9,10 +9,10 @@ from benchmarks.planted.trainers import Mistake
 
 EXTERNAL = Path(__file__).with_name("external")
 SCRIPTS = {"mesh": "mesh.py", "accumulation": "accumulation.py", "averaged": "averaged.py"}
-_AGAIN, _END = "load and save", "resumed"
+_SAVED, _RESUMED = "load and save", "resumed"
 
 
-def _of(*oracles: str) -> frozenset[str]:
+def _set(*oracles: str) -> frozenset[str]:
     return frozenset(oracles)
 
 
@@ -21,33 +21,36 @@ MISTAKES: Mapping[str, Mapping[str, Mistake]] = {
     "mesh": {
         "optimizer": Mistake(
             "the optimizer is not set; `dcp.load` has filled its moments in place",
-            [('        set_optimizer_state_dict(net, opt, held["opt"])\n', "")],
-            _AGAIN, _of(), "optimizer|learning rate|group",
+            [('        set_optimizer_state_dict(net, opt, loaded["opt"])\n', "")],
+            _SAVED, _set(), "optimizer|learning rate|group",
         ),
         "scheduler": Mistake(
             "the schedule is not restored",
-            [('        pace.load_state_dict(held["pace"])\n', "")], _AGAIN, _of(), "schedul",
+            [('        pace.load_state_dict(loaded["pace"])\n', "")], _SAVED, _set(), "schedul",
         ),
         "rng": Mistake(
             "random numbers of rank 0 are restored on all ranks",
             [(
-                'torch.set_rng_state(held["dice"][f"rank{rank}"])',
-                'dist.broadcast(held["dice"][f"rank{rank}"], 0); torch.set_rng_state(held["dice"][f"rank{rank}"])',
+                'torch.set_rng_state(loaded["dice"][f"rank{rank}"])',
+                'dist.broadcast(loaded["dice"][f"rank{rank}"], 0); torch.set_rng_state(loaded["dice"][f"rank{rank}"])',
             )],
-            _AGAIN, _of(), "random numbers|RNG",
+            _SAVED, _set(), "random numbers|RNG",
         ),
         "rate": Mistake(
             "the learning rate is set from the configuration again",
-            [('        clock = held["clock"]\n', '        clock = held["clock"]; opt.param_groups[0]["lr"] = RATE\n')],
-            _AGAIN, _of(), "learning rate",
+            [(
+                '        clock = loaded["clock"]\n',
+                '        clock = loaded["clock"]; opt.param_groups[0]["lr"] = RATE\n',
+            )],
+            _SAVED, _set(), "learning rate",
         ),
         "betas": Mistake(
             "other betas are set after the optimizer was restored",
             [(
-                '        clock = held["clock"]\n',
-                '        clock = held["clock"]; opt.param_groups[0]["betas"] = (0.9, 0.999)\n',
+                '        clock = loaded["clock"]\n',
+                '        clock = loaded["clock"]; opt.param_groups[0]["betas"] = (0.9, 0.999)\n',
             )],
-            _AGAIN, _of(), "betas|hyperparameter|param_groups|parameter group",
+            _SAVED, _set(), "betas|hyperparameter|param_groups|parameter group",
         ),
         "early weights": Mistake(
             "weights are saved before the step of the optimizer",
@@ -55,7 +58,7 @@ MISTAKES: Mapping[str, Mapping[str, Mistake]] = {
                 ("        opt.step()\n", ""),
                 ("            saved = clock\n", "            saved = clock\n        opt.step()\n"),
             ],
-            _END, _of(), "before|step",
+            _RESUMED, _set(), "before|step",
         ),
     },
     "accumulation": {
@@ -65,11 +68,11 @@ MISTAKES: Mapping[str, Mapping[str, Mistake]] = {
                 "model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)",
                 "model, optimizer, loader = accelerator.prepare(model, optimizer, loader)",
             )],
-            _END, _of("group", "rate"), "schedul|learning rate",
+            _RESUMED, _set("group", "rate"), "schedul|learning rate",
         ),
         "counter": Mistake(
             "the count of accumulated batches is not restored",
-            [('        self.batch = state["batch"]\n', "")], _AGAIN, _of(), "data|batch|counter|samples",
+            [('        self.batch = state["batch"]\n', "")], _SAVED, _set(), "data|batch|counter|samples",
         ),
         "weight decay": Mistake(
             "weight decay is set from a configuration that has changed",
@@ -77,12 +80,12 @@ MISTAKES: Mapping[str, Mapping[str, Mistake]] = {
                 "        accelerator.load_state(args.source)\n",
                 '        accelerator.load_state(args.source); optimizer.param_groups[0]["weight_decay"] = 0.01\n',
             )],
-            _AGAIN, _of("group"), "weight decay|weight_decay|hyperparameter|param_groups|parameter group",
+            _SAVED, _set("group"), "weight decay|weight_decay|hyperparameter|param_groups|parameter group",
         ),
         "data": Mistake(
             "batches that were seen are not skipped",
             [("accelerator.skip_first_batches(loader, counter.batch)", "loader")],
-            _END, _of("model"), "data|batch|samples",
+            _RESUMED, _set("model"), "data|batch|samples",
         ),
         "early schedule": Mistake(
             "the checkpoint is saved before the step of the schedule",
@@ -93,7 +96,7 @@ MISTAKES: Mapping[str, Mapping[str, Mistake]] = {
                     "            scheduler.step()\n            if counter.step == args.steps:\n",
                 ),
             ],
-            _END, _of(), "schedul|learning rate|before",
+            _RESUMED, _set(), "schedul|learning rate|before",
         ),
         "optimizer": Mistake(
             "the state of the optimizer is thrown away after `load_state`",
@@ -101,29 +104,29 @@ MISTAKES: Mapping[str, Mapping[str, Mistake]] = {
                 "        accelerator.load_state(args.source)\n",
                 "        accelerator.load_state(args.source); optimizer.optimizer.state.clear()\n",
             )],
-            _AGAIN, _of("moments", "adam step"), "optimizer",
+            _SAVED, _set("moments", "adam step"), "optimizer",
         ),
     },
     "averaged": {
         "average": Mistake(
             "the average of the weights is not restored",
-            [('        ema.load_state_dict(state["ema"])\n', "")], _AGAIN, _of(), "EMA|ema|average",
+            [('        ema.load_state_dict(state["ema"])\n', "")], _SAVED, _set(), "EMA|ema|average",
         ),
         "place": Mistake(
             "the place in the epoch is not restored",
-            [('        deck.drawn = state["deck"]["drawn"]\n', "")], _AGAIN, _of(), "data|sampler|batch|samples|deck",
+            [('        deck.drawn = state["deck"]["drawn"]\n', "")], _SAVED, _set(), "data|sampler|batch|samples|deck",
         ),
         "epoch": Mistake(
             "the epoch of the sampler is not restored",
-            [('        deck.epoch = state["deck"]["epoch"]\n', "")], _AGAIN, _of(), "data|sampler|epoch|batch|samples",
+            [('        deck.epoch = state["deck"]["epoch"]\n', "")], _SAVED, _set(), "data|sampler|epoch|batch|samples",
         ),
         "off by one": Mistake(
             "the counter of steps is one too high",
-            [('        step = state["step"]\n', '        step = state["step"] + 1\n')], _AGAIN, _of("step"), "step",
+            [('        step = state["step"]\n', '        step = state["step"] + 1\n')], _SAVED, _set("step"), "step",
         ),
         "rng": Mistake(
             "random numbers are not restored",
-            [('        torch.set_rng_state(state["torch_rng"])\n', "")], _AGAIN, _of("rng"), "random numbers|RNG",
+            [('        torch.set_rng_state(state["torch_rng"])\n', "")], _SAVED, _set("rng"), "random numbers|RNG",
         ),
         "early weights": Mistake(
             "the checkpoint is saved before the step of the optimizer",
@@ -134,7 +137,7 @@ MISTAKES: Mapping[str, Mapping[str, Mistake]] = {
                     "            saved = step\n        optimizer.step()\n",
                 ),
             ],
-            _END, _of(), "before|step",
+            _RESUMED, _set(), "before|step",
         ),
     },
 }  # fmt: skip

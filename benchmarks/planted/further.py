@@ -6,328 +6,393 @@ from typing import Any
 
 import torch
 
-from benchmarks.planted import further_runtime as at
-from benchmarks.planted import not_asked
-from benchmarks.planted.defect import c, of, r, w, wc
+from benchmarks.planted import further_runtime as inject
+from benchmarks.planted import not_asked as not_exercised
+from benchmarks.planted.defect import combined_defect, config_defect, defects_of, runtime_defect, weight_defect
 from benchmarks.planted.stored import (
-    by_part,
-    changed,
-    exchanged,
-    flipped,
-    head_dropped,
-    head_is_the_embedding,
-    layers_in_order_of_text,
-    of_columns,
-    of_each,
-    parts,
-    read_as,
-    regrouped,
-    rolled,
-    rounded,
-    rows_exchanged,
-    rows_set,
-    scaled,
-    setting,
-    to_int8,
-    together,
-    zeroed,
+    combine,
+    copy_embedding_to_head,
+    drop_head,
+    exchange,
+    exchange_rows,
+    flip,
+    group_by_part,
+    map_columns,
+    map_groups,
+    misread_order,
+    permute_rows,
+    reorder_parts,
+    roll,
+    round_to,
+    round_to_int8,
+    scale,
+    set_config,
+    sort_layers_as_strings,
+    transform,
+    transform_rows,
+    zero,
 )
 
 _LATE_POSITIONS = "rows of a table of positions that no input reaches"
 _FUSED, _BOTH = r"query_key_value\.(weight|bias)", r"\.(weight|bias)"
 
 _FUSED_PROJECTIONS = [
-    *of(
+    *defects_of(
         "gpt_neox",
-        w("[q, k, v] of all heads in place of [q, k, v] of each", changed(_FUSED, regrouped((4, 3, 16), (1, 0, 2)))),
-        c("parallel residual off", setting("use_parallel_residual", False)),
-        c("half of the rotary dims", setting("rope_parameters.partial_rotary_factor", 0.25)),
-    ),
-    *of(
-        "bloom",
-        w("[q, k, v] of all heads in place of [q, k, v] of each", changed(_FUSED, regrouped((4, 3, 16), (1, 0, 2)))),
-    ),
-    *of(
-        "falcon", w("[q, k, v] of all heads in place of those of each group", changed(_FUSED, by_part(2, (32, 16, 16))))
-    ),
-    *of(
-        "gpt2",
-        w(
-            "c_attn cut by head in place of [q, k, v]",
-            changed("c_attn.weight", of_columns(regrouped((3, 4, 16), (1, 0, 2)))),
+        weight_defect(
+            "[q, k, v] of all heads in place of [q, k, v] of each",
+            transform(_FUSED, permute_rows((4, 3, 16), (1, 0, 2))),
         ),
-        w("one Conv1D saved as a Linear", changed("h.3.attn.c_proj.weight", lambda tensor: tensor.t())),
-        w(
+        config_defect("parallel residual off", set_config("use_parallel_residual", False)),
+        config_defect("half of the rotary dims", set_config("rope_parameters.partial_rotary_factor", 0.25)),
+    ),
+    *defects_of(
+        "bloom",
+        weight_defect(
+            "[q, k, v] of all heads in place of [q, k, v] of each",
+            transform(_FUSED, permute_rows((4, 3, 16), (1, 0, 2))),
+        ),
+    ),
+    *defects_of(
+        "falcon",
+        weight_defect(
+            "[q, k, v] of all heads in place of those of each group", transform(_FUSED, group_by_part(2, (32, 16, 16)))
+        ),
+    ),
+    *defects_of(
+        "gpt2",
+        weight_defect(
+            "c_attn cut by head in place of [q, k, v]",
+            transform("c_attn.weight", map_columns(permute_rows((3, 4, 16), (1, 0, 2)))),
+        ),
+        weight_defect("one Conv1D saved as a Linear", transform("h.3.attn.c_proj.weight", lambda tensor: tensor.t())),
+        weight_defect(
             "positions after the inputs reversed",
-            changed("wpe.weight", rows_set(32, None, flipped(0))),
+            transform("wpe.weight", transform_rows(32, None, flip(0))),
             _LATE_POSITIONS,
         ),
     ),
-    *of(
+    *defects_of(
         "phi3",
-        w(
+        weight_defect(
             "k and v exchanged in one qkv_proj",
-            changed("layers.3.self_attn.qkv_proj.weight", parts((64, 32, 32), (0, 2, 1))),
+            transform("layers.3.self_attn.qkv_proj.weight", reorder_parts((64, 32, 32), (0, 2, 1))),
         ),
-        w("[up, gate] in place of [gate, up]", changed("gate_up_proj.weight", rolled(96))),
+        weight_defect("[up, gate] in place of [gate, up]", transform("gate_up_proj.weight", roll(96))),
     ),
-    *of(
+    *defects_of(
         "glm4",
-        w("gate and up row by row in place of [gate, up]", changed("gate_up_proj.weight", regrouped((2, 96), (1, 0)))),
-    ),
-    *of(
-        "gptoss128",
-        w(
-            "[gate, up] in place of gate and up column by column",
-            changed(r"gate_up_proj(_bias)?", lambda tensor: tensor.unflatten(-1, (96, 2)).transpose(-1, -2)),
+        weight_defect(
+            "gate and up row by row in place of [gate, up]",
+            transform("gate_up_proj.weight", permute_rows((2, 96), (1, 0))),
         ),
-        w("sinks of the ranks exchanged in one layer", changed("layers.3.self_attn.sinks", rolled(2))),
-        r("sinks of the ranks exchanged in one layer", at.sinks_of_the_other_rank),
     ),
-    *of(
+    *defects_of(
+        "gptoss128",
+        weight_defect(
+            "[gate, up] in place of gate and up column by column",
+            transform(r"gate_up_proj(_bias)?", lambda tensor: tensor.unflatten(-1, (96, 2)).transpose(-1, -2)),
+        ),
+        weight_defect("sinks of the ranks exchanged in one layer", transform("layers.3.self_attn.sinks", roll(2))),
+        runtime_defect("sinks of the ranks exchanged in one layer", inject.sinks_of_the_other_rank),
+    ),
+    *defects_of(
         "qwen2_5_vl",
-        w("vision qkv by head in place of [q, k, v]", changed(f"attn.qkv{_BOTH}", regrouped((3, 4, 16), (1, 0, 2)))),
+        weight_defect(
+            "vision qkv by head in place of [q, k, v]",
+            transform(f"attn.qkv{_BOTH}", permute_rows((3, 4, 16), (1, 0, 2))),
+        ),
     ),
-    *of(
+    *defects_of(
         "qwen3_next",
-        w("qkvz of all heads in place of those of each", changed("in_proj_qkvz.weight", by_part(2, (16, 16, 32, 32)))),
+        weight_defect(
+            "qkvz of all heads in place of those of each",
+            transform("in_proj_qkvz.weight", group_by_part(2, (16, 16, 32, 32))),
+        ),
     ),
-    *of(
-        "mamba2", w("[x, z] in place of [z, x] in in_proj", changed("in_proj.weight", parts((128, 128, 40), (1, 0, 2))))
+    *defects_of(
+        "mamba2",
+        weight_defect(
+            "[x, z] in place of [z, x] in in_proj",
+            transform("in_proj.weight", reorder_parts((128, 128, 40), (1, 0, 2))),
+        ),
     ),
-    *of(
+    *defects_of(
         "mamba",
-        w("[z, x] in place of [x, z] in in_proj", changed("in_proj.weight", rolled(128))),
-        w("[dt, C, B] in place of [dt, B, C] in x_proj", changed("x_proj.weight", parts((4, 8, 8), (0, 2, 1)))),
-        w("A stored in place of its logarithm", changed("A_log", torch.exp)),
-        r("D of the ranks exchanged in one layer", at.skip_of_the_other_rank),
+        weight_defect("[z, x] in place of [x, z] in in_proj", transform("in_proj.weight", roll(128))),
+        weight_defect(
+            "[dt, C, B] in place of [dt, B, C] in x_proj",
+            transform("x_proj.weight", reorder_parts((4, 8, 8), (0, 2, 1))),
+        ),
+        weight_defect("A stored in place of its logarithm", transform("A_log", torch.exp)),
+        runtime_defect("D of the ranks exchanged in one layer", inject.skip_of_the_other_rank),
     ),
-    *of(
+    *defects_of(
         "deepseek",
-        w("kv_b as [k, v] of all heads", changed("kv_b_proj.weight", regrouped((4, 2, 16), (1, 0, 2)))),
-        w("rotary part before the latent in kv_a", changed("kv_a_proj_with_mqa.weight", parts((32, 16), (1, 0)))),
-        w("rotary part first in each head of q_b", changed("q_b_proj.weight", of_each(4, rolled(16)))),
-        w("router read as if it were transposed", changed("mlp.gate.weight", read_as(1, 0))),
-        w("shared expert and expert 0 exchanged", exchanged("layers.3.mlp.shared_experts.", "layers.3.mlp.experts.0.")),
-        r("gradient of the rotary part of kv_a not summed", at.latent_rope_gradient_not_summed),
+        weight_defect(
+            "kv_b as [k, v] of all heads", transform("kv_b_proj.weight", permute_rows((4, 2, 16), (1, 0, 2)))
+        ),
+        weight_defect(
+            "rotary part before the latent in kv_a",
+            transform("kv_a_proj_with_mqa.weight", reorder_parts((32, 16), (1, 0))),
+        ),
+        weight_defect("rotary part first in each head of q_b", transform("q_b_proj.weight", map_groups(4, roll(16)))),
+        weight_defect("router read as if it were transposed", transform("mlp.gate.weight", misread_order(1, 0))),
+        weight_defect(
+            "shared expert and expert 0 exchanged", exchange("layers.3.mlp.shared_experts.", "layers.3.mlp.experts.0.")
+        ),
+        runtime_defect("gradient of the rotary part of kv_a not summed", inject.latent_rope_gradient_not_summed),
     ),
 ]
 
 _HEADS_AND_NORMS = [
-    *of(
+    *defects_of(
         "llama",
-        w(
+        weight_defect(
             "q and k rows for interleaved rope",
-            together(
-                changed(r"q_proj\.(weight|bias)", regrouped((4, 2, 8), (0, 2, 1))),
-                changed(r"k_proj\.(weight|bias)", regrouped((2, 2, 8), (0, 2, 1))),
+            combine(
+                transform(r"q_proj\.(weight|bias)", permute_rows((4, 2, 8), (0, 2, 1))),
+                transform(r"k_proj\.(weight|bias)", permute_rows((2, 2, 8), (0, 2, 1))),
             ),
         ),
-        w(
+        weight_defect(
             "k rows for interleaved rope, one layer",
-            changed("layers.3.self_attn.k_proj.weight", regrouped((2, 2, 8), (0, 2, 1))),
+            transform("layers.3.self_attn.k_proj.weight", permute_rows((2, 2, 8), (0, 2, 1))),
         ),
-        w(
+        weight_defect(
             "kv heads exchanged in one layer",
-            changed(rf"layers.3.self_attn.[kv]_proj{_BOTH}", rows_exchanged(0, 1, 16)),
+            transform(rf"layers.3.self_attn.[kv]_proj{_BOTH}", exchange_rows(0, 1, 16)),
         ),
-        w(
+        weight_defect(
             "kv head 1 is a copy of head 0 in one layer",
-            changed(rf"layers.3.self_attn.[kv]_proj{_BOTH}", lambda tensor: torch.cat([tensor[:16]] * 2)),
+            transform(rf"layers.3.self_attn.[kv]_proj{_BOTH}", lambda tensor: torch.cat([tensor[:16]] * 2)),
         ),
-        w(
+        weight_defect(
             "q_proj and o_proj exchanged in one layer",
-            exchanged("layers.3.self_attn.q_proj.", "layers.3.self_attn.o_proj."),
+            exchange("layers.3.self_attn.q_proj.", "layers.3.self_attn.o_proj."),
         ),
-        w(
+        weight_defect(
             "bias of rank 1 missing in one v_proj",
-            changed("layers.3.self_attn.v_proj.bias", rows_set(16, None, torch.zeros_like)),
+            transform("layers.3.self_attn.v_proj.bias", transform_rows(16, None, torch.zeros_like)),
         ),
-        w("norms saved as w - 1", changed("norm.weight", lambda tensor: tensor - 1)),
-        w("layers 3 and 4 exchanged", exchanged("layers.3.", "layers.4.")),
-        w("the last three words zero", changed(r"(embed_tokens|lm_head).weight", rows_set(-3, None, torch.zeros_like))),
-        w("embedding one word too late", changed("embed_tokens.weight", rolled(1))),
-        w("head is a copy of the embedding", head_is_the_embedding),
-        wc("head dropped and tied", head_dropped),
-        w("one down_proj rounded to fp8", changed("layers.3.mlp.down_proj.weight", rounded(torch.float8_e4m3fn))),
-        w("one down_proj rounded to int8", changed("layers.3.mlp.down_proj.weight", to_int8)),
-        w("one down_proj rounded to bf16", changed("layers.3.mlp.down_proj.weight", rounded(torch.bfloat16))),
+        weight_defect("norms saved as w - 1", transform("norm.weight", lambda tensor: tensor - 1)),
+        weight_defect("layers 3 and 4 exchanged", exchange("layers.3.", "layers.4.")),
+        weight_defect(
+            "the last three words zero",
+            transform(r"(embed_tokens|lm_head).weight", transform_rows(-3, None, torch.zeros_like)),
+        ),
+        weight_defect("embedding one word too late", transform("embed_tokens.weight", roll(1))),
+        weight_defect("head is a copy of the embedding", copy_embedding_to_head),
+        combined_defect("head dropped and tied", drop_head),
+        weight_defect(
+            "one down_proj rounded to fp8", transform("layers.3.mlp.down_proj.weight", round_to(torch.float8_e4m3fn))
+        ),
+        weight_defect("one down_proj rounded to int8", transform("layers.3.mlp.down_proj.weight", round_to_int8)),
+        weight_defect(
+            "one down_proj rounded to bf16", transform("layers.3.mlp.down_proj.weight", round_to(torch.bfloat16))
+        ),
     ),
-    *of("llama12", w("layers in the order of their numbers as text", layers_in_order_of_text)),
-    *of(
+    *defects_of("llama12", weight_defect("layers in the order of their numbers as text", sort_layers_as_strings)),
+    *defects_of(
         "gemma2",
-        w("norms saved as 1 + w", changed("norm.weight", lambda tensor: tensor + 1)),
-        w("embedding stored with its scale", scaled("embed_tokens.weight", 8)),
-        r(
+        weight_defect("norms saved as 1 + w", transform("norm.weight", lambda tensor: tensor + 1)),
+        weight_defect("embedding stored with its scale", scale("embed_tokens.weight", 8)),
+        runtime_defect(
             "soft-cap of the scores forgotten on rank 1",
-            at.cap_of_scores_on_one_rank,
+            inject.cap_of_scores_on_one_rank,
             "scores far below the cap of 50: the difference is about as large as the tolerance",
         ),
-        r("soft-cap of the logits forgotten on rank 1", at.final_cap_on_one_rank),
+        runtime_defect("soft-cap of the logits forgotten on rank 1", inject.final_cap_on_one_rank),
     ),
-    *of(
+    *defects_of(
         "olmo2",
-        w(
+        weight_defect(
             "q_norm of two heads exchanged in one layer",
-            changed("layers.3.self_attn.q_norm.weight", rows_exchanged(0, 1, 16)),
+            transform("layers.3.self_attn.q_norm.weight", exchange_rows(0, 1, 16)),
         ),
     ),
-    *of("cohere", c("logit_scale 0.0625->1", setting("logit_scale", 1.0))),
-    *of("phi", c("partial rotary 0.5->0.25", setting("rope_parameters.partial_rotary_factor", 0.25))),
-    *of(
+    *defects_of("cohere", config_defect("logit_scale 0.0625->1", set_config("logit_scale", 1.0))),
+    *defects_of(
+        "phi", config_defect("partial rotary 0.5->0.25", set_config("rope_parameters.partial_rotary_factor", 0.25))
+    ),
+    *defects_of(
         "opt",
-        w("positions two too early", changed("embed_positions.weight", rolled(-2))),
-        w(
+        weight_defect("positions two too early", transform("embed_positions.weight", roll(-2))),
+        weight_defect(
             "positions after the inputs reversed",
-            changed("embed_positions.weight", rows_set(40, None, flipped(0))),
+            transform("embed_positions.weight", transform_rows(40, None, flip(0))),
             _LATE_POSITIONS,
         ),
-        r("positions begin at 1 on rank 1", at.positions_later_on_one_rank),
+        runtime_defect("positions begin at 1 on rank 1", inject.positions_later_on_one_rank),
     ),
-    *of("roberta", c("pad_token_id 1->0", setting("pad_token_id", 0))),
-    *of(
+    *defects_of("roberta", config_defect("pad_token_id 1->0", set_config("pad_token_id", 0))),
+    *defects_of(
         "t5",
-        w(
+        weight_defect(
             "relative positions of encoder and decoder exchanged",
-            exchanged(
+            exchange(
                 "encoder.block.0.layer.0.SelfAttention.relative", "decoder.block.0.layer.0.SelfAttention.relative"
             ),
         ),
-        w(
+        weight_defect(
             "relative positions of the furthest exchanged",
-            changed("encoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight", rows_exchanged(14, 15)),
+            transform("encoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight", exchange_rows(14, 15)),
             "no two tokens of the inputs are that far apart",
         ),
     ),
-    *of(
+    *defects_of(
         "bigvocab",
-        w(
+        weight_defect(
             "one word of the embedding x2",
-            changed("embed_tokens.weight", rows_set(70_001, 70_002, lambda row: row * 2)),
+            transform("embed_tokens.weight", transform_rows(70_001, 70_002, lambda row: row * 2)),
             "the word is not among the inputs, and its gradient is zero on both sides",
         ),
-        w("one word of the head x2", changed("lm_head.weight", rows_set(70_001, 70_002, lambda row: row * 2))),
+        weight_defect(
+            "one word of the head x2", transform("lm_head.weight", transform_rows(70_001, 70_002, lambda row: row * 2))
+        ),
     ),
 ]
 
 _EXPERTS = [
-    *of(
+    *defects_of(
         "mixtral",
-        w(
+        weight_defect(
             "expert 0 of layers 2 and 3 exchanged",
-            exchanged("layers.2.block_sparse_moe.experts.0.", "layers.3.block_sparse_moe.experts.0."),
+            exchange("layers.2.block_sparse_moe.experts.0.", "layers.3.block_sparse_moe.experts.0."),
         ),
-        w(
+        weight_defect(
             "w1 and w3 exchanged in one expert",
-            exchanged("layers.3.block_sparse_moe.experts.0.w1.", "layers.3.block_sparse_moe.experts.0.w3."),
+            exchange("layers.3.block_sparse_moe.experts.0.w1.", "layers.3.block_sparse_moe.experts.0.w3."),
         ),
-        w("router of one layer begins at expert 1", changed("layers.3.block_sparse_moe.gate.weight", rolled(1))),
-        r("sum of the experts forgotten in one layer", at.experts_not_summed),
-        r("w2 of the other rank in one layer", at.experts_down_of_the_other_rank),
-        r("gradient of the routing not summed in one layer", at.router_gradient_not_summed),
-        r("tokens go to the next expert on rank 1", at.next_expert_on_one_rank),
+        weight_defect(
+            "router of one layer begins at expert 1", transform("layers.3.block_sparse_moe.gate.weight", roll(1))
+        ),
+        runtime_defect("sum of the experts forgotten in one layer", inject.experts_not_summed),
+        runtime_defect("w2 of the other rank in one layer", inject.experts_down_of_the_other_rank),
+        runtime_defect("gradient of the routing not summed in one layer", inject.router_gradient_not_summed),
+        runtime_defect("tokens go to the next expert on rank 1", inject.next_expert_on_one_rank),
     ),
-    *of(
+    *defects_of(
         "qwen2_moe",
-        w("gate of the shared expert zeroed", zeroed("shared_expert_gate.weight")),
-        w(
+        weight_defect("gate of the shared expert zeroed", zero("shared_expert_gate.weight")),
+        weight_defect(
             "gate and up of the shared expert exchanged in one layer",
-            exchanged("layers.3.mlp.shared_expert.gate_proj.", "layers.3.mlp.shared_expert.up_proj."),
+            exchange("layers.3.mlp.shared_expert.gate_proj.", "layers.3.mlp.shared_expert.up_proj."),
         ),
     ),
-    *of("qwen3_moe", c("experts of a token 2->3", setting("num_experts_per_tok", 3))),
+    *defects_of("qwen3_moe", config_defect("experts of a token 2->3", set_config("num_experts_per_tok", 3))),
 ]
 
 _IMAGES = [
-    *of(
+    *defects_of(
         "llava",
-        w("positions of the tower one too late", changed("position_embedding.weight", rolled(1))),
-        w("patches with their channels last", changed("patch_embedding.weight", read_as(0, 2, 3, 1))),
-        r("tokens of an image from its end", at.image_reversed),
-        r("output of the tower summed over ranks that all have it", at.tower_summed("multi_modal_projector")),
-        r("no gradient reaches the tower", at.tower_without_gradient("multi_modal_projector.linear_1")),
+        weight_defect("positions of the tower one too late", transform("position_embedding.weight", roll(1))),
+        weight_defect(
+            "patches with their channels last", transform("patch_embedding.weight", misread_order(0, 2, 3, 1))
+        ),
+        runtime_defect("tokens of an image from its end", inject.image_reversed),
+        runtime_defect(
+            "output of the tower summed over ranks that all have it", inject.tower_summed("multi_modal_projector")
+        ),
+        runtime_defect(
+            "no gradient reaches the tower", inject.tower_without_gradient("multi_modal_projector.linear_1")
+        ),
     ),
-    *of(
+    *defects_of(
         "qwen3_vl",
-        w("patches with frames before channels", changed("patch_embed.proj.weight", read_as(0, 2, 1, 3, 4))),
-        w(
+        weight_defect(
+            "patches with frames before channels", transform("patch_embed.proj.weight", misread_order(0, 2, 1, 3, 4))
+        ),
+        weight_defect(
             "one position of the tower zeroed",
-            changed("pos_embed.weight", rows_set(54, 55, torch.zeros_like)),
+            transform("pos_embed.weight", transform_rows(54, 55, torch.zeros_like)),
             "the image of the inputs has 4 x 6 patches, whose positions are taken from others",
         ),
-        r("deepstack in the opposite order", at.deepstack_reversed),
+        runtime_defect("deepstack in the opposite order", inject.deepstack_reversed),
     ),
 ]
 
 _FSDP: dict[str, Any] = {"tp": 1, "dp_shard": 2}
 _RUNTIME = [
-    *of(
+    *defects_of(
         "llama",
-        r("loss summed over ranks that all have it", at.loss_scaled),
-        r("gradient of the head not summed", at.head_gradient_not_summed),
-        r("causal mask missing in one layer", at.causal_mask_missing),
-        r("scores scaled by the heads of one rank", at.scaling_of_local_heads),
-        r("heads of rank 1 reversed in one layer", at.heads_reversed_on_one_rank),
-        r("values of the other rank in one layer", at.values_of_the_other_rank),
-        r("rotary table of rank 1 in bfloat16", at.rotary_table_in_bfloat16),
-        r("one MLP in bfloat16", at.in_bfloat16("layers.3.mlp")),
-        r("last norm in bfloat16", at.in_bfloat16("model.norm")),
-        r("dropout left on behind one o_proj", at.dropout_left_on),
-        r("residual of one layer added on every rank", at.residual_twice),
-        r("last norm skipped on rank 1", at.final_norm_skipped_on_one_rank),
-        r("norms trained on a part of the sequence", at.norms_on_their_part_of_the_sequence),
-        r("embedding not trained on rank 1", at.embedding_not_trained_on_one_rank),
-        r(
+        runtime_defect("loss summed over ranks that all have it", inject.loss_scaled),
+        runtime_defect("gradient of the head not summed", inject.head_gradient_not_summed),
+        runtime_defect("causal mask missing in one layer", inject.causal_mask_missing),
+        runtime_defect("scores scaled by the heads of one rank", inject.scaling_of_local_heads),
+        runtime_defect("heads of rank 1 reversed in one layer", inject.heads_reversed_on_one_rank),
+        runtime_defect("values of the other rank in one layer", inject.values_of_the_other_rank),
+        runtime_defect("rotary table of rank 1 in bfloat16", inject.rotary_table_in_bfloat16),
+        runtime_defect("one MLP in bfloat16", inject.in_bfloat16("layers.3.mlp")),
+        runtime_defect("last norm in bfloat16", inject.in_bfloat16("model.norm")),
+        runtime_defect("dropout left on behind one o_proj", inject.dropout_left_on),
+        runtime_defect("residual of one layer added on every rank", inject.residual_twice),
+        runtime_defect("last norm skipped on rank 1", inject.final_norm_skipped_on_one_rank),
+        runtime_defect("norms trained on a part of the sequence", inject.norms_on_their_part_of_the_sequence),
+        runtime_defect("embedding not trained on rank 1", inject.embedding_not_trained_on_one_rank),
+        runtime_defect(
             "recomputed otherwise under activation checkpointing",
-            at.recomputed_otherwise,
+            inject.recomputed_otherwise,
             activation_checkpointing="full",
         ),
-        r("FSDP2 sums gradients, dp_shard 2", at.fsdp_sums, **_FSDP),
-        r("FSDP2 does not reduce one layer, dp_shard 2", at.fsdp_layer_not_reduced, **_FSDP),
+        runtime_defect("FSDP2 sums gradients, dp_shard 2", inject.fsdp_sums, **_FSDP),
+        runtime_defect("FSDP2 does not reduce one layer, dp_shard 2", inject.fsdp_layer_not_reduced, **_FSDP),
     ),
-    *of("llama_tied", r("tied embedding trained without its head", at.head_without_its_part_of_a_tie)),
-    *of("bigvocab", r("logits of the ranks in the opposite order", at.head_in_order_of_other_ranks)),
-    *of(
+    *defects_of(
+        "llama_tied", runtime_defect("tied embedding trained without its head", inject.head_without_its_part_of_a_tie)
+    ),
+    *defects_of(
+        "bigvocab", runtime_defect("logits of the ranks in the opposite order", inject.head_in_order_of_other_ranks)
+    ),
+    *defects_of(
         "mistral4",
-        r("window one longer in one layer", at.window_one_longer),
-        r("window ignored in all layers", at.window_ignored),
+        runtime_defect("window one longer in one layer", inject.window_one_longer),
+        runtime_defect("window ignored in all layers", inject.window_ignored),
     ),
-    *of("bloom", r("ALiBi slopes of the other rank", at.slopes_of_the_other_rank)),
-    *of("qwen3", r("queries normalized as keys in one layer", at.queries_normalized_as_keys)),
-    *of("qwen3_next", r("A_log in bfloat16 in one layer", at.parameter_in_bfloat16("layers.2.linear_attn", "A_log"))),
-    *of("gemma3", r("rotary table of windows in all layers", at.rope_of_the_window)),
-    *of("gemma3n", r("keys and values shared with another kind of layer", at.keys_of_another_kind_of_layer)),
+    *defects_of("bloom", runtime_defect("ALiBi slopes of the other rank", inject.slopes_of_the_other_rank)),
+    *defects_of("qwen3", runtime_defect("queries normalized as keys in one layer", inject.queries_normalized_as_keys)),
+    *defects_of(
+        "qwen3_next",
+        runtime_defect("A_log in bfloat16 in one layer", inject.parameter_in_bfloat16("layers.2.linear_attn", "A_log")),
+    ),
+    *defects_of("gemma3", runtime_defect("rotary table of windows in all layers", inject.rope_of_the_window)),
+    *defects_of(
+        "gemma3n",
+        runtime_defect("keys and values shared with another kind of layer", inject.keys_of_another_kind_of_layer),
+    ),
 ]
 
 # Defects that the inputs of a run, or its single step, may not exercise.
-_NOT_ASKED = [
-    *of(
+_NOT_EXERCISED = [
+    *defects_of(
         "llama",
-        w(
+        weight_defect(
             "embedding of the first word of a text x2",
-            changed("embed_tokens.weight", rows_set(1, 2, lambda row: row * 2)),
+            transform("embed_tokens.weight", transform_rows(1, 2, lambda row: row * 2)),
             "special tokens are not among the inputs",
         ),
-        c("eos_token_id 2->5", setting("eos_token_id", 5), "noted: generating alone reads it"),
-        r("padding ignored", not_asked.padding_ignored),
-        r("positions wrap around at 64", not_asked.positions_wrap_around, "the inputs are shorter"),
-        r("second step computes otherwise", not_asked.second_pass_otherwise, "one step is run"),
-        r(
+        config_defect("eos_token_id 2->5", set_config("eos_token_id", 5), "noted: generating alone reads it"),
+        runtime_defect("padding ignored", not_exercised.padding_ignored),
+        runtime_defect("positions wrap around at 64", not_exercised.positions_wrap_around, "the inputs are shorter"),
+        runtime_defect("second step computes otherwise", not_exercised.second_pass_otherwise, "one step is run"),
+        runtime_defect(
             "last norm in the dtype of its input",
-            not_asked.norm_in_the_dtype_of_its_input,
+            not_exercised.norm_in_the_dtype_of_its_input,
             "both sides compute in float32, where it is the same",
         ),
     ),
-    *of(
+    *defects_of(
         "mixtral",
-        c(
+        config_defect(
             "router_aux_loss_coef 0.001->0.1",
-            setting("router_aux_loss_coef", 0.1),
+            set_config("router_aux_loss_coef", 0.1),
             "noted: the loss that is compared is that of the words",
         ),
-        r("experts drop tokens from the 17th on", not_asked.experts_of_a_capacity, "no expert has that many"),
+        runtime_defect(
+            "experts drop tokens from the 17th on", not_exercised.experts_of_a_capacity, "no expert has that many"
+        ),
     ),
-    *of("qwen2_5_vl", r("height and width of images exchanged", not_asked.height_is_width)),
+    *defects_of("qwen2_5_vl", runtime_defect("height and width of images exchanged", not_exercised.height_is_width)),
 ]
 
-FURTHER = [*_FUSED_PROJECTIONS, *_HEADS_AND_NORMS, *_EXPERTS, *_IMAGES, *_RUNTIME, *_NOT_ASKED]
+FURTHER = [*_FUSED_PROJECTIONS, *_HEADS_AND_NORMS, *_EXPERTS, *_IMAGES, *_RUNTIME, *_NOT_EXERCISED]

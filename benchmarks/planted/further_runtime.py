@@ -13,17 +13,17 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from benchmarks.planted.defect import Built, InRuntime
+from benchmarks.planted.defect import InjectionTarget, RuntimeInjection
 from benchmarks.planted.planting import (
     Forward,
-    around,
-    entering,
-    given,
-    leaving,
-    module_of,
-    modules_of,
-    norms_of,
-    with_gradient,
+    change_arguments,
+    change_input,
+    change_output,
+    find_module,
+    find_modules,
+    find_norms,
+    scale_gradient,
+    wrap_forward,
 )
 from ckptx.runtime.parallel.shards import to_local_shard
 from ckptx.runtime.parallel.tensor_parallel import styles
@@ -33,57 +33,59 @@ from ckptx.runtime.parallel.tensor_parallel.styles import swap_parameters
 _ATTENTION, _HEAD = "layers.3.self_attn", "lm_head"
 
 
-def _of_other_rank(x: torch.Tensor, dim: int, ranks: TpRanks) -> torch.Tensor:
+def _shard_of_next_rank(x: torch.Tensor, dim: int, ranks: TpRanks) -> torch.Tensor:
     """Return the shard of the next rank; all shards have the same size."""
     width = x.shape[dim]
     whole = gather_partial(x, dim, width * ranks.size, ranks)
     return whole.narrow(dim, width * ((ranks.rank + 1) % ranks.size), width)
 
 
-def _local(x: DTensor, change: Any) -> DTensor:
+def _change_local_shard(x: DTensor, change: Any) -> DTensor:
     """Return a DTensor with a changed local shard."""
     local = change(x.to_local())
     return DTensor.from_local(local, x.device_mesh, x.placements, run_check=False, shape=x.shape, stride=x.stride())
 
 
-def _is_last(built: Built) -> bool:
-    return built.ranks.rank == built.ranks.size - 1
+def _is_last(target: InjectionTarget) -> bool:
+    return target.ranks.rank == target.ranks.size - 1
 
 
 # ----------------------------------------------------------------------------------------------------- head and loss
 
 
-def head_in_order_of_other_ranks(built: Built) -> None:
+def head_in_order_of_other_ranks(target: InjectionTarget) -> None:
     """Exchange the logits of the ranks; all shards of the vocabulary have the same size."""
-    module = module_of(built, _HEAD)
-    leaving(module, lambda found: _local(found, lambda x: _of_other_rank(x, x.dim() - 1, built.ranks)))
+    module = find_module(target, _HEAD)
+    change_output(
+        module, lambda found: _change_local_shard(found, lambda x: _shard_of_next_rank(x, x.dim() - 1, target.ranks))
+    )
 
 
-def loss_scaled(built: Built) -> None:
+def loss_scaled(target: InjectionTarget) -> None:
     """Multiply the gradient of the logits by the number of ranks."""
-    module = module_of(built, _HEAD)
-    leaving(module, lambda found: _local(found, lambda x: with_gradient(x, built.ranks.size)))
+    module = find_module(target, _HEAD)
+    change_output(module, lambda found: _change_local_shard(found, lambda x: scale_gradient(x, target.ranks.size)))
 
 
-def head_gradient_not_summed(built: Built) -> None:
+def head_gradient_not_summed(target: InjectionTarget) -> None:
     """Omit the all-reduce of the gradient of the hidden states at the head."""
-    module = module_of(built, _HEAD)
+    module = find_module(target, _HEAD)
     del module.forward
-    styles.colwise(module, built.ranks, output="dtensor", is_sequence_parallel=True)
+    styles.colwise(module, target.ranks, output="dtensor", is_sequence_parallel=True)
 
 
-def head_without_its_part_of_a_tie(built: Built) -> None:
+def head_without_its_part_of_a_tie(target: InjectionTarget) -> None:
     """Detach the tied weight in the head, so that the embedding does not get the gradient of the head."""
-    _with_parameter(module_of(built, _HEAD), "weight", lambda weight: weight.detach())
+    _change_parameter(find_module(target, _HEAD), "weight", lambda weight: weight.detach())
 
 
-def final_cap_on_one_rank(built: Built) -> None:
+def final_cap_on_one_rank(target: InjectionTarget) -> None:
     """Omit the soft cap of the logits on the last rank."""
-    if _is_last(built):
-        built.model.config.final_logit_softcapping = None
+    if _is_last(target):
+        target.model.config.final_logit_softcapping = None
 
 
-def _with_parameter(module: nn.Module, name: str, change: Any) -> None:
+def _change_parameter(module: nn.Module, name: str, change: Any) -> None:
     """Change the value of a parameter during the forward pass of its module."""
 
     def make(stock: Forward) -> Forward:
@@ -93,66 +95,68 @@ def _with_parameter(module: nn.Module, name: str, change: Any) -> None:
 
         return replaced
 
-    around(module, make)
+    wrap_forward(module, make)
 
 
 # ---------------------------------------------------------------------------------------------------------- attention
 
 
-def causal_mask_missing(built: Built) -> None:
+def causal_mask_missing(target: InjectionTarget) -> None:
     """Drop the causal mask in one layer."""
-    module = module_of(built, _ATTENTION)
+    module = find_module(target, _ATTENTION)
     module.is_causal = False
-    given(module, attention_mask=lambda mask: None)
+    change_arguments(module, attention_mask=lambda mask: None)
 
 
-def window_ignored(built: Built) -> None:
+def window_ignored(target: InjectionTarget) -> None:
     """Drop the sliding-window mask in all layers."""
-    for module in modules_of(built, "self_attn"):
-        given(module, attention_mask=lambda mask: None)
+    for module in find_modules(target, "self_attn"):
+        change_arguments(module, attention_mask=lambda mask: None)
 
 
-def window_one_longer(built: Built) -> None:
+def window_one_longer(target: InjectionTarget) -> None:
     """Make the sliding window of one layer one token longer."""
 
     def longer(mask: torch.Tensor) -> torch.Tensor:
         assert mask.dtype is torch.bool
         return mask | functions.pad(mask[..., 1:], (0, 1))
 
-    given(module_of(built, _ATTENTION), attention_mask=longer)
+    change_arguments(find_module(target, _ATTENTION), attention_mask=longer)
 
 
-def scaling_of_local_heads(built: Built) -> None:
+def scaling_of_local_heads(target: InjectionTarget) -> None:
     """Scale the attention scores by the local instead of the full width."""
-    for module in modules_of(built, "self_attn"):
-        module.scaling *= built.ranks.size**0.5
+    for module in find_modules(target, "self_attn"):
+        module.scaling *= target.ranks.size**0.5
 
 
-def cap_of_scores_on_one_rank(built: Built) -> None:
+def cap_of_scores_on_one_rank(target: InjectionTarget) -> None:
     """Omit the soft cap of the attention scores on the last rank."""
-    for module in modules_of(built, "self_attn") if _is_last(built) else ():
+    for module in find_modules(target, "self_attn") if _is_last(target) else ():
         module.attn_logit_softcapping = None
 
 
-def heads_reversed_on_one_rank(built: Built) -> None:
+def heads_reversed_on_one_rank(target: InjectionTarget) -> None:
     """Reverse the order of heads at the input of one output projection on the last rank."""
-    if _is_last(built):
-        entering(module_of(built, f"{_ATTENTION}.o_proj"), lambda x: x.unflatten(-1, (-1, 16)).flip(-2).flatten(-2))
+    if _is_last(target):
+        change_input(
+            find_module(target, f"{_ATTENTION}.o_proj"), lambda x: x.unflatten(-1, (-1, 16)).flip(-2).flatten(-2)
+        )
 
 
-def values_of_the_other_rank(built: Built) -> None:
+def values_of_the_other_rank(target: InjectionTarget) -> None:
     """Exchange the values of the ranks in one layer."""
-    module = module_of(built, f"{_ATTENTION}.v_proj")
-    leaving(module, lambda found: _of_other_rank(found, found.dim() - 1, built.ranks))
+    module = find_module(target, f"{_ATTENTION}.v_proj")
+    change_output(module, lambda found: _shard_of_next_rank(found, found.dim() - 1, target.ranks))
 
 
-def queries_normalized_as_keys(built: Built) -> None:
+def queries_normalized_as_keys(target: InjectionTarget) -> None:
     """Normalize queries with the norm of the keys in one layer."""
-    attention = module_of(built, _ATTENTION)
+    attention = find_module(target, _ATTENTION)
     attention.q_norm.compare_forward = attention.k_norm.compare_forward
 
 
-def _exchanged_inside(first: nn.Module, owner: nn.Module, name: str, change: Any) -> None:
+def _replace_parameter(first: nn.Module, owner: nn.Module, name: str, change: Any) -> None:
     """Change a parameter of `owner` when `first` is called, after it was gathered."""
 
     def make(stock: Forward) -> Forward:
@@ -162,111 +166,111 @@ def _exchanged_inside(first: nn.Module, owner: nn.Module, name: str, change: Any
 
         return replaced
 
-    around(first, make)
+    wrap_forward(first, make)
 
 
-def sinks_of_the_other_rank(built: Built) -> None:
+def sinks_of_the_other_rank(target: InjectionTarget) -> None:
     """Exchange the attention sinks of the ranks in one layer."""
-    attention = module_of(built, _ATTENTION)
-    _exchanged_inside(attention.q_proj, attention, "sinks", lambda sinks: sinks.roll(len(sinks) // 2))
+    attention = find_module(target, _ATTENTION)
+    _replace_parameter(attention.q_proj, attention, "sinks", lambda sinks: sinks.roll(len(sinks) // 2))
 
 
-def skip_of_the_other_rank(built: Built) -> None:
+def skip_of_the_other_rank(target: InjectionTarget) -> None:
     """Exchange the D parameters of the ranks in one mixer."""
-    mixer = module_of(built, "layers.3.mixer")
-    _exchanged_inside(mixer.in_proj, mixer, "D", lambda skip: skip.roll(len(skip) // 2))
+    mixer = find_module(target, "layers.3.mixer")
+    _replace_parameter(mixer.in_proj, mixer, "D", lambda skip: skip.roll(len(skip) // 2))
 
 
-def slopes_of_the_other_rank(built: Built) -> None:
+def slopes_of_the_other_rank(target: InjectionTarget) -> None:
     """Exchange the ALiBi slopes of the ranks."""
-    owner: Any = module_of(built, "transformer")
+    owner: Any = find_module(target, "transformer")
     heads = owner.num_heads
     for block in owner.h:  # alibi is (batch * heads, 1, length)
-        given(block, alibi=lambda found: found.unflatten(0, (-1, heads)).roll(heads // 2, 1).flatten(0, 1))
+        change_arguments(block, alibi=lambda found: found.unflatten(0, (-1, heads)).roll(heads // 2, 1).flatten(0, 1))
 
 
-def rope_of_the_window(built: Built) -> None:
+def rope_of_the_window(target: InjectionTarget) -> None:
     """Use the rotary embedding of sliding-window layers in all layers."""
-    module = module_of(built, "rotary_emb")
+    module = find_module(target, "rotary_emb")
 
     def make(stock: Forward) -> Forward:
         return lambda x, position_ids, layer_type: stock(x, position_ids, "sliding_attention")
 
-    around(module, make)
+    wrap_forward(module, make)
 
 
-def keys_of_another_kind_of_layer(built: Built) -> None:
+def keys_of_another_kind_of_layer(target: InjectionTarget) -> None:
     """Share keys and values of sliding-window layers with a layer that has full attention."""
-    module: Any = module_of(built, "layers.7.self_attn")
+    module: Any = find_module(target, "layers.7.self_attn")
     module.layer_type = "sliding_attention"
 
 
 # -------------------------------------------------------------------------------------------- positions, dtypes, noise
 
 
-def positions_later_on_one_rank(built: Built) -> None:
+def positions_later_on_one_rank(target: InjectionTarget) -> None:
     """Start the positions at 1 on the last rank."""
-    module: Any = module_of(built, "embed_positions")
-    module.offset += _is_last(built)
+    module: Any = find_module(target, "embed_positions")
+    module.offset += _is_last(target)
 
 
-def rotary_table_in_bfloat16(built: Built) -> None:
+def rotary_table_in_bfloat16(target: InjectionTarget) -> None:
     """Round the rotary embedding to bfloat16 on the last rank."""
 
     def make(stock: Forward) -> Forward:
         return lambda *args, **kwargs: tuple(each.bfloat16().float() for each in stock(*args, **kwargs))
 
-    if _is_last(built):
-        around(module_of(built, "rotary_emb"), make)
+    if _is_last(target):
+        wrap_forward(find_module(target, "rotary_emb"), make)
 
 
-def in_bfloat16(end: str) -> InRuntime:
+def in_bfloat16(end: str) -> RuntimeInjection:
     """Round input and output of a module to bfloat16."""
 
-    def plant(built: Built) -> None:
-        module = module_of(built, end)
-        entering(module, lambda x: x.bfloat16().float())
-        leaving(module, lambda x: x.bfloat16().float())
+    def inject(target: InjectionTarget) -> None:
+        module = find_module(target, end)
+        change_input(module, lambda x: x.bfloat16().float())
+        change_output(module, lambda x: x.bfloat16().float())
 
-    return plant
+    return inject
 
 
-def parameter_in_bfloat16(end: str, name: str) -> InRuntime:
+def parameter_in_bfloat16(end: str, name: str) -> RuntimeInjection:
     """Round a parameter to bfloat16 during the forward pass of its module."""
-    return lambda built: _with_parameter(module_of(built, end), name, lambda value: value.bfloat16().float())
+    return lambda target: _change_parameter(find_module(target, end), name, lambda value: value.bfloat16().float())
 
 
-def dropout_left_on(built: Built) -> None:
+def dropout_left_on(target: InjectionTarget) -> None:
     """Apply dropout to the output of one projection."""
-    leaving(module_of(built, f"{_ATTENTION}.o_proj"), lambda x: functions.dropout(x, 0.1, training=True))
+    change_output(find_module(target, f"{_ATTENTION}.o_proj"), lambda x: functions.dropout(x, 0.1, training=True))
 
 
-def residual_twice(built: Built) -> None:
+def residual_twice(target: InjectionTarget) -> None:
     """Add the residual of one layer on every rank."""
 
     def make(stock: Forward) -> Forward:
         return lambda x, *args, **kwargs: stock(x, *args, **kwargs) + x
 
-    around(module_of(built, "layers.3"), make)
+    wrap_forward(find_module(target, "layers.3"), make)
 
 
-def final_norm_skipped_on_one_rank(built: Built) -> None:
+def final_norm_skipped_on_one_rank(target: InjectionTarget) -> None:
     """Skip the final norm on the last rank."""
-    if _is_last(built):
-        around(module_of(built, "model.norm"), lambda stock: lambda x: x)
+    if _is_last(target):
+        wrap_forward(find_module(target, "model.norm"), lambda stock: lambda x: x)
 
 
 # ------------------------------------------------------------------------------------------------------------- experts
 
 
-def _experts(built: Built, compute: Any) -> None:
+def _experts(target: InjectionTarget, compute: Any) -> None:
     """Replace the forward pass of the fused experts of one layer.
 
     Args:
-        built: The parallel model.
+        target: The parallel model.
         compute: Replacement; it gets the forward pass with the local shards, and its arguments.
     """
-    module = module_of(built, "layers.3.mlp.experts")
+    module = find_module(target, "layers.3.mlp.experts")
 
     def replaced(hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> Any:
         own = [
@@ -278,94 +282,94 @@ def _experts(built: Built, compute: Any) -> None:
     module.forward = replaced
 
 
-def experts_not_summed(built: Built) -> None:
+def experts_not_summed(target: InjectionTarget) -> None:
     """Omit the all-reduce of the output of the experts."""
-    _experts(built, lambda stock, *given: stock(*given))
+    _experts(target, lambda stock, *args: stock(*args))
 
 
-def router_gradient_not_summed(built: Built) -> None:
+def router_gradient_not_summed(target: InjectionTarget) -> None:
     """Omit the all-reduce of the gradient of the routing weights."""
     _experts(
-        built,
+        target,
         lambda stock, hidden, index, weights: sum_over_ranks(
-            stock(copy_to_ranks(hidden, built.ranks), index, weights), built.ranks
+            stock(copy_to_ranks(hidden, target.ranks), index, weights), target.ranks
         ),
     )
 
 
-def experts_down_of_the_other_rank(built: Built) -> None:
+def experts_down_of_the_other_rank(target: InjectionTarget) -> None:
     """Exchange the down-projection shards of the ranks in the experts of one layer."""
-    module = module_of(built, "layers.3.mlp.experts")
-    _with_parameter(module, "down_proj", lambda down: _of_other_rank(to_local_shard(down), 2, built.ranks))
+    module = find_module(target, "layers.3.mlp.experts")
+    _change_parameter(module, "down_proj", lambda down: _shard_of_next_rank(to_local_shard(down), 2, target.ranks))
 
 
-def next_expert_on_one_rank(built: Built) -> None:
+def next_expert_on_one_rank(target: InjectionTarget) -> None:
     """Route tokens to the next expert on the last rank."""
-    module: Any = module_of(built, "layers.3.mlp.experts")
+    module: Any = find_module(target, "layers.3.mlp.experts")
 
     def make(stock: Forward) -> Forward:
         return lambda hidden, index, weights: stock(hidden, (index + 1) % module.num_experts, weights)
 
-    if _is_last(built):
-        around(module, make)
+    if _is_last(target):
+        wrap_forward(module, make)
 
 
 # -------------------------------------------------------------------------------------------------------------- images
 
 
-def deepstack_reversed(built: Built) -> None:
+def deepstack_reversed(target: InjectionTarget) -> None:
     """Reverse the order of the deepstack embeddings."""
-    given(module_of(built, "language_model"), deepstack_visual_embeds=lambda found: found[::-1])
+    change_arguments(find_module(target, "language_model"), deepstack_visual_embeds=lambda found: found[::-1])
 
 
-def image_reversed(built: Built) -> None:
+def image_reversed(target: InjectionTarget) -> None:
     """Reverse the order of the image tokens."""
-    leaving(module_of(built, "multi_modal_projector"), lambda found: found.flip(-2))
+    change_output(find_module(target, "multi_modal_projector"), lambda found: found.flip(-2))
 
 
-def tower_summed(end: str) -> InRuntime:
+def tower_summed(end: str) -> RuntimeInjection:
     """All-reduce the replicated output of a vision module."""
-    return lambda built: leaving(module_of(built, end), lambda found: sum_over_ranks(found, built.ranks))
+    return lambda target: change_output(find_module(target, end), lambda found: sum_over_ranks(found, target.ranks))
 
 
-def tower_without_gradient(end: str) -> InRuntime:
+def tower_without_gradient(end: str) -> RuntimeInjection:
     """Detach the output of a vision module, as if it was frozen."""
-    return lambda built: leaving(module_of(built, end), lambda found: found.detach())
+    return lambda target: change_output(find_module(target, end), lambda found: found.detach())
 
 
 # ----------------------------------------------------------------------------------------------------------- gradients
 
 
-def norms_on_their_part_of_the_sequence(built: Built) -> None:
+def norms_on_their_part_of_the_sequence(target: InjectionTarget) -> None:
     """Train the norms of each rank on its part of the sequence, without an all-reduce of the gradients."""
-    for module in norms_of(built, None):
+    for module in find_norms(target, None):
 
         def make(stock: Forward, module: nn.Module = module) -> Forward:
             def replaced(x: torch.Tensor) -> torch.Tensor:
-                own = torch.arange(x.shape[1]).chunk(built.ranks.size)[built.ranks.rank]
+                own = torch.arange(x.shape[1]).chunk(target.ranks.size)[target.ranks.rank]
                 is_own = torch.zeros(x.shape[1], 1, dtype=torch.bool).index_fill(0, own, True)
                 with swap_parameters([(module, "weight", module._parameters["weight"].detach())]):
-                    elsewhere = stock(x)
-                return torch.where(is_own, stock(x), elsewhere)
+                    frozen = stock(x)
+                return torch.where(is_own, stock(x), frozen)
 
             return replaced
 
-        around(module, make)
+        wrap_forward(module, make)
 
 
-def embedding_not_trained_on_one_rank(built: Built) -> None:
+def embedding_not_trained_on_one_rank(target: InjectionTarget) -> None:
     """Detach the embedding on the last rank."""
-    if _is_last(built):
-        _with_parameter(module_of(built, "embed_tokens"), "weight", lambda weight: weight.detach())
+    if _is_last(target):
+        _change_parameter(find_module(target, "embed_tokens"), "weight", lambda weight: weight.detach())
 
 
-def latent_rope_gradient_not_summed(built: Built) -> None:
+def latent_rope_gradient_not_summed(target: InjectionTarget) -> None:
     """Omit the all-reduce of the gradient of the rotary part of the latent projection."""
-    for module in modules_of(built, "kv_a_proj_with_mqa"):
+    for module in find_modules(target, "kv_a_proj_with_mqa"):
         del module.forward
 
 
-def recomputed_otherwise(built: Built) -> None:
+def recomputed_otherwise(target: InjectionTarget) -> None:
     """Change the output of a projection when it is recomputed in the backward pass."""
     calls = 0
 
@@ -374,18 +378,18 @@ def recomputed_otherwise(built: Built) -> None:
         calls += 1
         return found * (1.0 if calls % 2 else 1.1)
 
-    leaving(module_of(built, f"{_ATTENTION}.o_proj"), change)
+    change_output(find_module(target, f"{_ATTENTION}.o_proj"), change)
 
 
-def fsdp_sums(built: Built) -> None:
+def fsdp_sums(target: InjectionTarget) -> None:
     """Make FSDP2 sum the gradients of the ranks instead of averaging them."""
-    for module in built.model.modules():
+    for module in target.model.modules():
         if isinstance(module, FSDPModule):
             module.set_force_sum_reduction_for_comms(True)  # gloo cannot multiply while it sums
             module.set_gradient_divide_factor(1.0)
 
 
-def fsdp_layer_not_reduced(built: Built) -> None:
+def fsdp_layer_not_reduced(target: InjectionTarget) -> None:
     """Turn off gradient reduction of one layer in FSDP2."""
-    module: Any = module_of(built, "layers.3")
+    module: Any = find_module(target, "layers.3")
     module.set_requires_gradient_sync(False)

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import torch
 
-from benchmarks.planted import runtime as at
-from benchmarks.planted.defect import Defect, c, of, r, w, wc
+from benchmarks.planted import runtime as inject
+from benchmarks.planted.defect import Defect, combined_defect, config_defect, defects_of, runtime_defect, weight_defect
 from benchmarks.planted.stored import (
-    changed,
-    element_scaled,
-    exchanged,
-    flipped,
-    head_of_its_own,
-    rows_exchanged,
-    scaled,
-    setting,
-    together,
-    zeroed,
+    combine,
+    exchange,
+    exchange_rows,
+    flip,
+    scale,
+    scale_element,
+    set_config,
+    transform,
+    untie_head,
+    zero,
 )
 
 _Q, _V, _O = (f"layers.3.self_attn.{name}_proj.weight" for name in "qvo")
@@ -25,50 +25,54 @@ _SLIDING, _FULL = ["sliding_attention"], ["full_attention"]
 _FLIPPED = (_FULL + _SLIDING) * 4
 _NOT_COMPUTED = "noted: nothing that is computed without training depends on it"
 
-_LLAMA = of(
+_LLAMA = defects_of(
     "llama",
-    w("q_proj x(1+1e-4)", scaled(_Q, 1 + 1e-4)),
-    w("q_proj x(1+1e-3)", scaled(_Q, 1 + 1e-3)),
-    w("q_proj x(1+1e-2)", scaled(_Q, 1 + 1e-2)),
-    w("down_proj x(1+1e-4)", scaled(_DOWN, 1 + 1e-4)),
-    w("down_proj x(1+1e-3)", scaled(_DOWN, 1 + 1e-3)),
-    w("down_proj x(1+1e-2)", scaled(_DOWN, 1 + 1e-2)),
-    w("norm x(1+1e-4)", scaled("layers.3.input_layernorm.weight", 1 + 1e-4)),
-    w("norm x(1+1e-2)", scaled("layers.3.input_layernorm.weight", 1 + 1e-2)),
-    w("one element of v_proj x1.01", element_scaled(_V, 1.01)),
-    w("one element of v_proj x2", element_scaled(_V, 2)),
-    w("two q heads swapped", changed(_Q, rows_exchanged(0, 1, 16))),
-    w("two q heads swapped across ranks", changed(_Q, rows_exchanged(1, 2, 16))),
-    w("o_proj bias zeroed", zeroed("layers.3.self_attn.o_proj.bias")),
-    w("o_proj bias doubled", scaled("layers.3.self_attn.o_proj.bias", 2)),
-    w("gate/up swapped", exchanged("layers.3.mlp.gate_proj", "layers.3.mlp.up_proj")),
-    w("q_proj transposed", changed(_Q, lambda tensor: tensor.t())),
-    c("rope theta x1.01", setting("rope_parameters.rope_theta", 1.01e4)),
-    c("rope theta x1.001", setting("rope_parameters.rope_theta", 1.001e4)),
-    c("rope theta 1e4->1e6", setting("rope_parameters.rope_theta", 1e6)),
-    c("rope linear factor 2", setting("rope_parameters", {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4})),
-    c(
-        "rope linear factor 1.01",
-        setting("rope_parameters", {"rope_type": "linear", "factor": 1.01, "rope_theta": 1e4}),
+    weight_defect("q_proj x(1+1e-4)", scale(_Q, 1 + 1e-4)),
+    weight_defect("q_proj x(1+1e-3)", scale(_Q, 1 + 1e-3)),
+    weight_defect("q_proj x(1+1e-2)", scale(_Q, 1 + 1e-2)),
+    weight_defect("down_proj x(1+1e-4)", scale(_DOWN, 1 + 1e-4)),
+    weight_defect("down_proj x(1+1e-3)", scale(_DOWN, 1 + 1e-3)),
+    weight_defect("down_proj x(1+1e-2)", scale(_DOWN, 1 + 1e-2)),
+    weight_defect("norm x(1+1e-4)", scale("layers.3.input_layernorm.weight", 1 + 1e-4)),
+    weight_defect("norm x(1+1e-2)", scale("layers.3.input_layernorm.weight", 1 + 1e-2)),
+    weight_defect("one element of v_proj x1.01", scale_element(_V, 1.01)),
+    weight_defect("one element of v_proj x2", scale_element(_V, 2)),
+    weight_defect("two q heads swapped", transform(_Q, exchange_rows(0, 1, 16))),
+    weight_defect("two q heads swapped across ranks", transform(_Q, exchange_rows(1, 2, 16))),
+    weight_defect("o_proj bias zeroed", zero("layers.3.self_attn.o_proj.bias")),
+    weight_defect("o_proj bias doubled", scale("layers.3.self_attn.o_proj.bias", 2)),
+    weight_defect("gate/up swapped", exchange("layers.3.mlp.gate_proj", "layers.3.mlp.up_proj")),
+    weight_defect("q_proj transposed", transform(_Q, lambda tensor: tensor.t())),
+    config_defect("rope theta x1.01", set_config("rope_parameters.rope_theta", 1.01e4)),
+    config_defect("rope theta x1.001", set_config("rope_parameters.rope_theta", 1.001e4)),
+    config_defect("rope theta 1e4->1e6", set_config("rope_parameters.rope_theta", 1e6)),
+    config_defect(
+        "rope linear factor 2", set_config("rope_parameters", {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4})
     ),
-    c("rms eps 1e-6->1e-5", setting("rms_norm_eps", 1e-5)),
-    c("rms eps 1e-6->1e-8", setting("rms_norm_eps", 1e-8)),
-    c("attention_bias false", setting("attention_bias", False)),
-    c("mlp_bias false", setting("mlp_bias", False)),
-    c("hidden_act gelu", setting("hidden_act", "gelu")),
-    c("attention_dropout 0.1", setting("attention_dropout", 0.1), _NOT_COMPUTED),
+    config_defect(
+        "rope linear factor 1.01",
+        set_config("rope_parameters", {"rope_type": "linear", "factor": 1.01, "rope_theta": 1e4}),
+    ),
+    config_defect("rms eps 1e-6->1e-5", set_config("rms_norm_eps", 1e-5)),
+    config_defect("rms eps 1e-6->1e-8", set_config("rms_norm_eps", 1e-8)),
+    config_defect("attention_bias false", set_config("attention_bias", False)),
+    config_defect("mlp_bias false", set_config("mlp_bias", False)),
+    config_defect("hidden_act gelu", set_config("hidden_act", "gelu")),
+    config_defect("attention_dropout 0.1", set_config("attention_dropout", 0.1), _NOT_COMPUTED),
 )
 
 _ROPE = [
-    *of(
+    *defects_of(
         "llama3rope",
-        c("llama3 rope scaling removed", setting("rope_parameters", {"rope_type": "default", "rope_theta": 5e5})),
-        c("llama3 factor 8->32", setting("rope_parameters.factor", 32.0)),
+        config_defect(
+            "llama3 rope scaling removed", set_config("rope_parameters", {"rope_type": "default", "rope_theta": 5e5})
+        ),
+        config_defect("llama3 factor 8->32", set_config("rope_parameters.factor", 32.0)),
     ),
-    *of(
+    *defects_of(
         "yarn",
-        c("yarn removed", setting("rope_parameters", {"rope_type": "default", "rope_theta": 1e4})),
-        c("yarn factor 4->2", setting("rope_parameters.factor", 2.0)),
+        config_defect("yarn removed", set_config("rope_parameters", {"rope_type": "default", "rope_theta": 1e4})),
+        config_defect("yarn factor 4->2", set_config("rope_parameters.factor", 2.0)),
     ),
 ]
 
@@ -77,158 +81,162 @@ def _noise(tensor: torch.Tensor) -> torch.Tensor:
     return torch.randn(tensor.shape, generator=torch.Generator().manual_seed(1)) * 0.08
 
 
-_UNTIED = setting("tie_word_embeddings", False)
-_TIED = of(
+_UNTIED = set_config("tie_word_embeddings", False)
+_TIED = defects_of(
     "llama_tied",
-    wc("tied head untied, head x1.01", together(_UNTIED, head_of_its_own(lambda tensor: tensor * 1.01))),
-    wc("tied head untied, head random", together(_UNTIED, head_of_its_own(_noise))),
-    w("config ties, head stored x1.01", head_of_its_own(lambda tensor: tensor * 1.01)),
+    combined_defect("tied head untied, head x1.01", combine(_UNTIED, untie_head(lambda tensor: tensor * 1.01))),
+    combined_defect("tied head untied, head random", combine(_UNTIED, untie_head(_noise))),
+    weight_defect("config ties, head stored x1.01", untie_head(lambda tensor: tensor * 1.01)),
 )
 
 _WINDOWS = [
-    *of("mistral4", c("sliding window 4->5", setting("sliding_window", 5))),
-    *of(
+    *defects_of("mistral4", config_defect("sliding window 4->5", set_config("sliding_window", 5))),
+    *defects_of(
         "mistral4096",
-        c("sliding window 4096->4095", setting("sliding_window", 4095)),
-        c("sliding window 4096->64", setting("sliding_window", 64)),
-        c("sliding window 4096->none", setting("sliding_window", None)),
+        config_defect("sliding window 4096->4095", set_config("sliding_window", 4095)),
+        config_defect("sliding window 4096->64", set_config("sliding_window", 64)),
+        config_defect("sliding window 4096->none", set_config("sliding_window", None)),
     ),
-    *of(
+    *defects_of(
         "gptoss128",
-        c("sliding window 128->127", setting("sliding_window", 127)),
-        c("sliding window 128->12", setting("sliding_window", 12)),
-        c("all layers full attention", setting("layer_types", _FULL * 8)),
-        w("sinks zeroed", zeroed("sinks")),
-        w("router bias zeroed", zeroed("router.bias")),
+        config_defect("sliding window 128->127", set_config("sliding_window", 127)),
+        config_defect("sliding window 128->12", set_config("sliding_window", 12)),
+        config_defect("all layers full attention", set_config("layer_types", _FULL * 8)),
+        weight_defect("sinks zeroed", zero("sinks")),
+        weight_defect("router bias zeroed", zero("router.bias")),
     ),
-    *of(
+    *defects_of(
         "gemma2",
-        c("attn soft-cap removed", setting("attn_logit_softcapping", None)),
-        c("attn soft-cap 50->5", setting("attn_logit_softcapping", 5.0)),
-        c("final soft-cap removed", setting("final_logit_softcapping", None)),
-        c("final soft-cap 30->31", setting("final_logit_softcapping", 31.0)),
-        c("query_pre_attn_scalar 256->224", setting("query_pre_attn_scalar", 224)),
-        c("gelu_tanh->gelu", setting("hidden_activation", "gelu")),
-        c("layer_types flipped", setting("layer_types", _FLIPPED)),
+        config_defect("attn soft-cap removed", set_config("attn_logit_softcapping", None)),
+        config_defect("attn soft-cap 50->5", set_config("attn_logit_softcapping", 5.0)),
+        config_defect("final soft-cap removed", set_config("final_logit_softcapping", None)),
+        config_defect("final soft-cap 30->31", set_config("final_logit_softcapping", 31.0)),
+        config_defect("query_pre_attn_scalar 256->224", set_config("query_pre_attn_scalar", 224)),
+        config_defect("gelu_tanh->gelu", set_config("hidden_activation", "gelu")),
+        config_defect("layer_types flipped", set_config("layer_types", _FLIPPED)),
     ),
-    *of(
+    *defects_of(
         "gemma3",
-        c("layer_types flipped (window 512)", setting("layer_types", _FLIPPED)),
-        c("window 512->511", setting("sliding_window", 511)),
+        config_defect("layer_types flipped (window 512)", set_config("layer_types", _FLIPPED)),
+        config_defect("window 512->511", set_config("sliding_window", 511)),
     ),
 ]
 
 _EXPERTS = [
-    *of(
+    *defects_of(
         "mixtral",
-        c("top-2 -> top-1", setting("num_experts_per_tok", 1)),
-        w(
+        config_defect("top-2 -> top-1", set_config("num_experts_per_tok", 1)),
+        weight_defect(
             "experts 0,1 swapped",
-            exchanged("layers.3.block_sparse_moe.experts.0.", "layers.3.block_sparse_moe.experts.1."),
+            exchange("layers.3.block_sparse_moe.experts.0.", "layers.3.block_sparse_moe.experts.1."),
         ),
-        w("one expert w2 x1.01", scaled(r"layers.3.block_sparse_moe.experts.0.w2.weight", 1.01)),
-        w("one expert w2 x1.1", scaled(r"layers.3.block_sparse_moe.experts.0.w2.weight", 1.1)),
+        weight_defect("one expert w2 x1.01", scale(r"layers.3.block_sparse_moe.experts.0.w2.weight", 1.01)),
+        weight_defect("one expert w2 x1.1", scale(r"layers.3.block_sparse_moe.experts.0.w2.weight", 1.1)),
     ),
-    *of(
+    *defects_of(
         "qwen3_moe",
-        c("norm_topk_prob flipped", setting("norm_topk_prob", False)),
-        w("one expert down x1.1", scaled(r"layers.3.mlp.experts.0.down_proj.weight", 1.1)),
-        w("router x1.01", scaled("layers.3.mlp.gate.weight", 1.01)),
-        w("q_norm x1.01", scaled("layers.3.self_attn.q_norm.weight", 1.01)),
+        config_defect("norm_topk_prob flipped", set_config("norm_topk_prob", False)),
+        weight_defect("one expert down x1.1", scale(r"layers.3.mlp.experts.0.down_proj.weight", 1.1)),
+        weight_defect("router x1.01", scale("layers.3.mlp.gate.weight", 1.01)),
+        weight_defect("q_norm x1.01", scale("layers.3.self_attn.q_norm.weight", 1.01)),
     ),
-    *of(
+    *defects_of(
         "qwen3",
-        w("k_norm x1.01", scaled("layers.3.self_attn.k_norm.weight", 1.01)),
-        w("down_proj x1.01", scaled(_DOWN, 1.01)),
-        c("rms eps 1e-6->1e-5", setting("rms_norm_eps", 1e-5)),
+        weight_defect("k_norm x1.01", scale("layers.3.self_attn.k_norm.weight", 1.01)),
+        weight_defect("down_proj x1.01", scale(_DOWN, 1.01)),
+        config_defect("rms eps 1e-6->1e-5", set_config("rms_norm_eps", 1e-5)),
     ),
-    *of(
+    *defects_of(
         "deepseek",
-        w("e_score_correction_bias zeroed", zeroed("e_score_correction_bias")),
-        c("routed_scaling 2.5->2.6", setting("routed_scaling_factor", 2.6)),
-        c("n_group 2->1", setting("n_group", 1)),
-        c("rope_interleave flipped", setting("rope_interleave", False)),
+        weight_defect("e_score_correction_bias zeroed", zero("e_score_correction_bias")),
+        config_defect("routed_scaling 2.5->2.6", set_config("routed_scaling_factor", 2.6)),
+        config_defect("n_group 2->1", set_config("n_group", 1)),
+        config_defect("rope_interleave flipped", set_config("rope_interleave", False)),
     ),
-    *of(
+    *defects_of(
         "granite",
-        c("embedding_multiplier 3->3.03", setting("embedding_multiplier", 3.03)),
-        c("residual_multiplier 1->1.01", setting("residual_multiplier", 1.01)),
+        config_defect("embedding_multiplier 3->3.03", set_config("embedding_multiplier", 3.03)),
+        config_defect("residual_multiplier 1->1.01", set_config("residual_multiplier", 1.01)),
     ),
 ]
 
 _RECURRENT = [
-    *of(
+    *defects_of(
         "qwen3_next",
-        w("conv1d flipped", changed("conv1d.weight", flipped(-1))),
-        w("dt_bias zeroed", zeroed("dt_bias")),
-        w("A_log x1.1", scaled("A_log", 1.1)),
-        w("gated norm x1.01", scaled("linear_attn.norm.weight", 1.01)),
+        weight_defect("conv1d flipped", transform("conv1d.weight", flip(-1))),
+        weight_defect("dt_bias zeroed", zero("dt_bias")),
+        weight_defect("A_log x1.1", scale("A_log", 1.1)),
+        weight_defect("gated norm x1.01", scale("linear_attn.norm.weight", 1.01)),
     ),
-    *of(
+    *defects_of(
         "mamba",
-        w("conv1d flipped", changed("conv1d.weight", flipped(-1))),
-        w("D x1.01", scaled(r"mixer\.D", 1.01)),
+        weight_defect("conv1d flipped", transform("conv1d.weight", flip(-1))),
+        weight_defect("D x1.01", scale(r"mixer\.D", 1.01)),
     ),
 ]
 
-_SEEING = [
-    *of(
+_VISION = [
+    *defects_of(
         "qwen3_vl",
-        w("one vision qkv x1.01", scaled("visual.blocks.1.attn.qkv.weight", 1.01)),
-        w("one vision qkv x1.1", scaled("visual.blocks.1.attn.qkv.weight", 1.1)),
-        w("patch embed flipped", changed("patch_embed.proj.weight", flipped(-1))),
-        c("mrope_section order", setting("text_config.rope_parameters.mrope_section", [2, 2, 4])),
-        c("deepstack 1,2,3 -> 0,1,2", setting("vision_config.deepstack_visual_indexes", [0, 1, 2])),
+        weight_defect("one vision qkv x1.01", scale("visual.blocks.1.attn.qkv.weight", 1.01)),
+        weight_defect("one vision qkv x1.1", scale("visual.blocks.1.attn.qkv.weight", 1.1)),
+        weight_defect("patch embed flipped", transform("patch_embed.proj.weight", flip(-1))),
+        config_defect("mrope_section order", set_config("text_config.rope_parameters.mrope_section", [2, 2, 4])),
+        config_defect("deepstack 1,2,3 -> 0,1,2", set_config("vision_config.deepstack_visual_indexes", [0, 1, 2])),
     ),
-    *of(
+    *defects_of(
         "llava",
-        w("one vision fc1 x1.01", scaled("encoder.layers.1.mlp.fc1.weight", 1.01)),
-        w("projector x1.01", scaled("multi_modal_projector.linear_1.weight", 1.01)),
-        c("vision_feature_layer -1->-2", setting("vision_feature_layer", -2)),
-        w("position_embedding zeroed", zeroed("position_embedding.weight")),
-        c("vision eps 1e-5->1e-6", setting("vision_config.layer_norm_eps", 1e-6)),
+        weight_defect("one vision fc1 x1.01", scale("encoder.layers.1.mlp.fc1.weight", 1.01)),
+        weight_defect("projector x1.01", scale("multi_modal_projector.linear_1.weight", 1.01)),
+        config_defect("vision_feature_layer -1->-2", set_config("vision_feature_layer", -2)),
+        weight_defect("position_embedding zeroed", zero("position_embedding.weight")),
+        config_defect("vision eps 1e-5->1e-6", set_config("vision_config.layer_norm_eps", 1e-6)),
     ),
-    *of(
+    *defects_of(
         "qwen2_5_vl",
-        c("fullatt_block_indexes 1->2", setting("vision_config.fullatt_block_indexes", [2])),
-        c("window_size 16->8", setting("vision_config.window_size", 8)),
+        config_defect("fullatt_block_indexes 1->2", set_config("vision_config.fullatt_block_indexes", [2])),
+        config_defect("window_size 16->8", set_config("vision_config.window_size", 8)),
     ),
 ]
 
 
 def _lost(factor: str) -> Defect:
-    return r(f"part of the gradient lost at the input of module 16@{factor}", at.gradient_lost(16, float(factor)))
+    return runtime_defect(
+        f"part of the gradient lost at the input of module 16@{factor}", inject.gradient_lost(16, float(factor))
+    )
 
 
 def _output(factor: str) -> Defect:
-    return r(f"output scaled, row-parallel module 6@{factor}", at.output_scaled(6, float(factor)))
+    return runtime_defect(f"output scaled, row-parallel module 6@{factor}", inject.output_scaled(6, float(factor)))
 
 
-_FORGOTTEN_6 = r("sum over ranks forgotten in row-parallel module 6", at.sum_forgotten(6))
-_EVERY_6 = r("row-parallel bias added on every rank, module 6", at.bias_on_every_rank(6))
-_EVERY_ALL = r("row-parallel bias added on every rank, module all", at.bias_on_every_rank())
-_DROPPED_6 = r("row-parallel bias dropped, module 6", at.bias_dropped(6))
-_ON_0_6 = r("row-parallel bias on rank 0 only, module 6", at.bias_on_rank_0(6))
-_UNSUMMED_9 = r("gradient of the input not summed, column-parallel module 9", at.gradient_not_summed(9))
-_DOUBLED_ALL = r("norm gradient doubled all", at.norm_gradient_doubled())
-_DOUBLED_3 = r("norm gradient doubled 3", at.norm_gradient_doubled(3))
-_PARTIAL = r("norms of queries and keys trained on part of their gradient", at.partial_norms)
-_OFFSET = r("vocabulary offset of rank 1 wrong", at.vocabulary_offset)
-_UNMASKED = r("emb_no_mask", at.foreign_tokens_not_masked)
+_FORGOTTEN_6 = runtime_defect("sum over ranks forgotten in row-parallel module 6", inject.sum_forgotten(6))
+_EVERY_6 = runtime_defect("row-parallel bias added on every rank, module 6", inject.bias_on_every_rank(6))
+_EVERY_ALL = runtime_defect("row-parallel bias added on every rank, module all", inject.bias_on_every_rank())
+_DROPPED_6 = runtime_defect("row-parallel bias dropped, module 6", inject.bias_dropped(6))
+_ON_0_6 = runtime_defect("row-parallel bias on rank 0 only, module 6", inject.bias_on_rank_0(6))
+_UNSUMMED_9 = runtime_defect(
+    "gradient of the input not summed, column-parallel module 9", inject.gradient_not_summed(9)
+)
+_DOUBLED_ALL = runtime_defect("norm gradient doubled all", inject.norm_gradient_doubled())
+_DOUBLED_3 = runtime_defect("norm gradient doubled 3", inject.norm_gradient_doubled(3))
+_PARTIAL = runtime_defect("norms of queries and keys trained on part of their gradient", inject.partial_norms)
+_OFFSET = runtime_defect("vocabulary offset of rank 1 wrong", inject.vocabulary_offset)
+_UNMASKED = runtime_defect("emb_no_mask", inject.foreign_tokens_not_masked)
 
 _RUNTIME = [
-    *of(
+    *defects_of(
         "llama b.02",
-        r("sum over ranks forgotten in row-parallel module all", at.sum_forgotten()),
+        runtime_defect("sum over ranks forgotten in row-parallel module all", inject.sum_forgotten()),
         _FORGOTTEN_6,
         _EVERY_ALL,
         _EVERY_6,
-        r("row-parallel bias added on every rank, module 15", at.bias_on_every_rank(15)),
+        runtime_defect("row-parallel bias added on every rank, module 15", inject.bias_on_every_rank(15)),
         _DROPPED_6,
         _ON_0_6,
-        r("gradient of the input not summed, column-parallel module all", at.gradient_not_summed()),
+        runtime_defect("gradient of the input not summed, column-parallel module all", inject.gradient_not_summed()),
         _UNSUMMED_9,
-        r("gradient of the input summed twice, column-parallel module 9", at.gradient_summed_twice(9)),
+        runtime_defect("gradient of the input summed twice, column-parallel module 9", inject.gradient_summed_twice(9)),
         _DOUBLED_ALL,
         _DOUBLED_3,
         *map(_output, ("1e-4", "1e-3", "1e-2", "3e-2", "0.1")),
@@ -236,11 +244,11 @@ _RUNTIME = [
         _OFFSET,
         _UNMASKED,
     ),
-    *of("llama b.1", _EVERY_6, _DROPPED_6, _ON_0_6),
-    *of("llama b.004", _EVERY_6, _EVERY_ALL, _ON_0_6),
-    *of("llama b.001", _EVERY_6, _EVERY_ALL, _ON_0_6),
-    *of("llama init.02 b.02", _EVERY_6, _FORGOTTEN_6, _UNSUMMED_9, *map(_output, ("1e-2", "0.1"))),
-    *of(
+    *defects_of("llama b.1", _EVERY_6, _DROPPED_6, _ON_0_6),
+    *defects_of("llama b.004", _EVERY_6, _EVERY_ALL, _ON_0_6),
+    *defects_of("llama b.001", _EVERY_6, _EVERY_ALL, _ON_0_6),
+    *defects_of("llama init.02 b.02", _EVERY_6, _FORGOTTEN_6, _UNSUMMED_9, *map(_output, ("1e-2", "0.1"))),
+    *defects_of(
         "llama init.3 b.02",
         _EVERY_6,
         _EVERY_ALL,
@@ -249,15 +257,17 @@ _RUNTIME = [
         _DOUBLED_3,
         *map(_output, ("1e-2", "0.1", "0.5")),
     ),
-    *of(
+    *defects_of(
         "qwen3",
         _PARTIAL,
         _DOUBLED_ALL,
         _FORGOTTEN_6,
-        r("gradient of the input not summed, column-parallel module 16", at.gradient_not_summed(16)),
+        runtime_defect("gradient of the input not summed, column-parallel module 16", inject.gradient_not_summed(16)),
     ),
-    *of("qwen3_moe", _PARTIAL, r("experts_twice", at.experts_summed_twice), _FORGOTTEN_6, _DOUBLED_3),
-    *of("bigvocab", _OFFSET, _UNMASKED),
+    *defects_of(
+        "qwen3_moe", _PARTIAL, runtime_defect("experts_twice", inject.experts_summed_twice), _FORGOTTEN_6, _DOUBLED_3
+    ),
+    *defects_of("bigvocab", _OFFSET, _UNMASKED),
 ]
 
-KNOWN = [*_LLAMA, *_ROPE, *_TIED, *_WINDOWS, *_EXPERTS, *_RECURRENT, *_SEEING, *_RUNTIME]
+KNOWN = [*_LLAMA, *_ROPE, *_TIED, *_WINDOWS, *_EXPERTS, *_RECURRENT, *_VISION, *_RUNTIME]

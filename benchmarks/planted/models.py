@@ -23,17 +23,17 @@ from safetensors.torch import load_file, save_file
 Tensors = dict[str, torch.Tensor]
 Config = dict[str, Any]
 
-WORDS = 99
-_MOVED = 0.1
+VOCAB_SIZE = 99
+_FACTOR_NOISE = 0.1
 _ROPE: Config = {"rope_type": "default", "rope_theta": 1e4}
 _TEXT: Config = {
-    "vocab_size": WORDS, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 8,
+    "vocab_size": VOCAB_SIZE, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 8,
     "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 8192, "tie_word_embeddings": False,
     "rms_norm_eps": 1e-6, "pad_token_id": None, "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
-_BIASED: Config = {**_TEXT, "attention_bias": True, "mlp_bias": True}
+_TEXT_WITH_BIASES: Config = {**_TEXT, "attention_bias": True, "mlp_bias": True}
 _ALTERNATING = ["sliding_attention", "full_attention"] * 4
-_WORDS_FOR_IMAGES: Config = {
+_IMAGE_TOKENS: Config = {
     "image_token_id": 97, "video_token_id": 96, "vision_start_token_id": 94, "vision_end_token_id": 95,
 }  # fmt: skip
 
@@ -49,7 +49,7 @@ def _qwen_tower(**changes: Any) -> Config:
     }  # fmt: skip
 
 
-_NAMED: Config = {"vocab_size": WORDS, "hidden_size": 64, "num_hidden_layers": 8, "num_attention_heads": 4}
+_COMMON: Config = {"vocab_size": VOCAB_SIZE, "hidden_size": 64, "num_hidden_layers": 8, "num_attention_heads": 4}
 _CLIP: Config = {
     "model_type": "clip_vision_model", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4,
     "num_attention_heads": 4, "image_size": 16, "patch_size": 8, "projection_dim": 64,
@@ -57,7 +57,7 @@ _CLIP: Config = {
 
 # Name -> class, and settings of its config.
 MODELS: Mapping[str, tuple[str, Config]] = {
-    "llama": ("LlamaForCausalLM", _BIASED),
+    "llama": ("LlamaForCausalLM", _TEXT_WITH_BIASES),
     "llama12": ("LlamaForCausalLM", {**_TEXT, "num_hidden_layers": 12}),
     "llama3rope": (
         "LlamaForCausalLM",
@@ -106,7 +106,7 @@ MODELS: Mapping[str, tuple[str, Config]] = {
         "Gemma3nForCausalLM",
         {
             **_TEXT, "head_dim": 16, "sliding_window": 4, "layer_types": _ALTERNATING, "num_kv_shared_layers": 4,
-            "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": WORDS, "laurel_rank": 8,
+            "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": VOCAB_SIZE, "laurel_rank": 8,
             "altup_num_inputs": 2, "activation_sparsity_pattern": [0.0] * 8, "tie_word_embeddings": True,
             "pad_token_id": 0,
         },
@@ -149,14 +149,14 @@ MODELS: Mapping[str, tuple[str, Config]] = {
     "mamba": (
         "MambaForCausalLM",
         {
-            "vocab_size": WORDS, "hidden_size": 64, "state_size": 8, "num_hidden_layers": 8, "time_step_rank": 4,
+            "vocab_size": VOCAB_SIZE, "hidden_size": 64, "state_size": 8, "num_hidden_layers": 8, "time_step_rank": 4,
             "pad_token_id": None, "tie_word_embeddings": False,
         },
     ),
     "mamba2": (
         "Mamba2ForCausalLM",
         {
-            "vocab_size": WORDS, "hidden_size": 64, "state_size": 8, "num_hidden_layers": 8, "num_heads": 8,
+            "vocab_size": VOCAB_SIZE, "hidden_size": 64, "state_size": 8, "num_hidden_layers": 8, "num_heads": 8,
             "head_dim": 16, "n_groups": 2, "chunk_size": 4, "pad_token_id": None, "bos_token_id": 1, "eos_token_id": 2,
             "tie_word_embeddings": False,
         },
@@ -168,7 +168,7 @@ MODELS: Mapping[str, tuple[str, Config]] = {
                 "qwen3_vl_text", head_dim=16, rope_parameters={**_ROPE, "mrope_section": [4, 2, 2]}
             ),
             "vision_config": _qwen_tower(deepstack_visual_indexes=[1, 2, 3], num_position_embeddings=64),
-            **_WORDS_FOR_IMAGES, "tie_word_embeddings": False,
+            **_IMAGE_TOKENS, "tie_word_embeddings": False,
         },
     ),
     "qwen2_5_vl": (
@@ -176,7 +176,7 @@ MODELS: Mapping[str, tuple[str, Config]] = {
         {
             "text_config": _text("qwen2_5_vl_text", rope_parameters={**_ROPE, "mrope_section": [2, 3, 3]}),
             "vision_config": _qwen_tower(window_size=16, fullatt_block_indexes=[1]),
-            **_WORDS_FOR_IMAGES, "tie_word_embeddings": False,
+            **_IMAGE_TOKENS, "tie_word_embeddings": False,
         },
     ),
     "llava": (
@@ -189,16 +189,16 @@ MODELS: Mapping[str, tuple[str, Config]] = {
     "gpt_neox": (
         "GPTNeoXForCausalLM",
         {
-            **_NAMED, "intermediate_size": 96, "max_position_embeddings": 64, "tie_word_embeddings": False,
+            **_COMMON, "intermediate_size": 96, "max_position_embeddings": 64, "tie_word_embeddings": False,
             "rope_parameters": {**_ROPE, "partial_rotary_factor": 0.5},
         },
     ),
-    "falcon": ("FalconForCausalLM", {**_NAMED, "new_decoder_architecture": True, "num_kv_heads": 2}),
-    "bloom": ("BloomForCausalLM", {"vocab_size": WORDS, "hidden_size": 64, "n_layer": 8, "n_head": 4}),
+    "falcon": ("FalconForCausalLM", {**_COMMON, "new_decoder_architecture": True, "num_kv_heads": 2}),
+    "bloom": ("BloomForCausalLM", {"vocab_size": VOCAB_SIZE, "hidden_size": 64, "n_layer": 8, "n_head": 4}),
     "gpt2": (
         "GPT2LMHeadModel",
         {
-            "vocab_size": WORDS, "n_positions": 64, "n_embd": 64, "n_layer": 8, "n_head": 4, "bos_token_id": 1,
+            "vocab_size": VOCAB_SIZE, "n_positions": 64, "n_embd": 64, "n_layer": 8, "n_head": 4, "bos_token_id": 1,
             "eos_token_id": 2,
         },
     ),
@@ -209,32 +209,32 @@ MODELS: Mapping[str, tuple[str, Config]] = {
     "cohere": ("CohereForCausalLM", {**_TEXT, "tie_word_embeddings": True}),
     "opt": (
         "OPTForCausalLM",
-        {**_NAMED, "ffn_dim": 96, "max_position_embeddings": 64, "word_embed_proj_dim": 64},
+        {**_COMMON, "ffn_dim": 96, "max_position_embeddings": 64, "word_embed_proj_dim": 64},
     ),
     "t5": (
         "T5ForConditionalGeneration",
         {
-            "vocab_size": WORDS, "d_model": 64, "d_kv": 16, "d_ff": 96, "num_layers": 4, "num_decoder_layers": 4,
+            "vocab_size": VOCAB_SIZE, "d_model": 64, "d_kv": 16, "d_ff": 96, "num_layers": 4, "num_decoder_layers": 4,
             "num_heads": 4, "decoder_start_token_id": 0,
         },
     ),
     "roberta": (
-        "RobertaForMaskedLM", {**_NAMED, "intermediate_size": 96, "max_position_embeddings": 64}
+        "RobertaForMaskedLM", {**_COMMON, "intermediate_size": 96, "max_position_embeddings": 64}
     ),
 }  # fmt: skip
 
 
-def write(name: str, stored: torch.dtype, path: Path) -> None:
+def write(name: str, dtype: torch.dtype, path: Path) -> None:
     """Write a model as an HF checkpoint.
 
     Args:
         name: Key of `MODELS`, then standard deviations: "init.3" for matrices, "b.1" for biases.
-        stored: Dtype of all floating-point tensors.
+        dtype: Dtype of all floating-point tensors.
         path: Directory of the checkpoint.
     """
-    base, *told = name.split()
+    base, *overrides = name.split()
     deviations = {
-        found[1]: float(found[2]) for found in (re.fullmatch(r"([a-z]+)(.*)", part) for part in told) if found
+        found[1]: float(found[2]) for found in (re.fullmatch(r"([a-z]+)(.*)", part) for part in overrides) if found
     }
     class_name, settings = MODELS[base]
     cls = getattr(transformers, class_name)
@@ -243,7 +243,7 @@ def write(name: str, stored: torch.dtype, path: Path) -> None:
     randomise(model, matrices=deviations.get("init", 0.08), biases=deviations.get("b", 0.02))
     model.save_pretrained(path)
     tensors, config = read(path)
-    save(tensors, {**config, "dtype": str(stored).removeprefix("torch.")}, stored, path)
+    save(tensors, {**config, "dtype": str(dtype).removeprefix("torch.")}, dtype, path)
 
 
 def randomise(model: torch.nn.Module, *, matrices: float, biases: float) -> None:
@@ -256,7 +256,7 @@ def randomise(model: torch.nn.Module, *, matrices: float, biases: float) -> None
         if name.endswith("bias"):
             tensor.copy_(noise * biases)
         elif tensor.dim() == 1 or name.endswith("A_log"):
-            tensor.add_(noise * _MOVED)
+            tensor.add_(noise * _FACTOR_NOISE)
         else:
             tensor.copy_(noise * matrices)
 
@@ -268,11 +268,11 @@ def read(path: Path) -> tuple[Tensors, Config]:
     return {name: each.float() if each.is_floating_point() else each for name, each in tensors.items()}, config
 
 
-def save(tensors: Tensors, config: Config, stored: torch.dtype, path: Path) -> None:
+def save(tensors: Tensors, config: Config, dtype: torch.dtype, path: Path) -> None:
     """Write a checkpoint with one file, with floating-point tensors rounded to a dtype."""
     path.mkdir(exist_ok=True)
     rounded = {
-        name: (each.to(stored) if each.is_floating_point() else each).contiguous() for name, each in tensors.items()
+        name: (each.to(dtype) if each.is_floating_point() else each).contiguous() for name, each in tensors.items()
     }
     save_file(rounded, path / "model.safetensors", {"format": "pt"})
     (path / "config.json").write_text(json.dumps(config, indent=2) + "\n")

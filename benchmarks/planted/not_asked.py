@@ -10,21 +10,28 @@ from typing import Any
 import torch
 import torch.nn.functional as functions
 
-from benchmarks.planted.defect import Built
-from benchmarks.planted.planting import Forward, around, called_with, given, leaving, module_of
+from benchmarks.planted.defect import InjectionTarget
+from benchmarks.planted.planting import (
+    Forward,
+    change_arguments,
+    change_kwargs,
+    change_output,
+    find_module,
+    wrap_forward,
+)
 
 
-def padding_ignored(built: Built) -> None:
+def padding_ignored(target: InjectionTarget) -> None:
     """Drop the attention mask, so that padding tokens are not masked."""
-    called_with(built.model, lambda named: {key: each for key, each in named.items() if key != "attention_mask"})
+    change_kwargs(target.model, lambda kwargs: {key: each for key, each in kwargs.items() if key != "attention_mask"})
 
 
-def positions_wrap_around(built: Built) -> None:
+def positions_wrap_around(target: InjectionTarget) -> None:
     """Take positions modulo 64 in the rotary embedding."""
-    given(module_of(built, "rotary_emb"), position_ids=lambda ids: ids % 64)
+    change_arguments(find_module(target, "rotary_emb"), position_ids=lambda ids: ids % 64)
 
 
-def second_pass_otherwise(built: Built) -> None:
+def second_pass_otherwise(target: InjectionTarget) -> None:
     """Scale the output of one projection from the second forward pass on."""
     calls = 0
 
@@ -33,32 +40,32 @@ def second_pass_otherwise(built: Built) -> None:
         calls += 1
         return found * (1.0 if calls == 1 else 1.1)
 
-    leaving(module_of(built, "layers.3.self_attn.o_proj"), change)
+    change_output(find_module(target, "layers.3.self_attn.o_proj"), change)
 
 
-def experts_of_a_capacity(built: Built) -> None:
+def experts_of_a_capacity(target: InjectionTarget) -> None:
     """Give the experts of one layer a capacity of 16 tokens; they drop the others."""
-    module = module_of(built, "layers.3.mlp.experts")
+    module = find_module(target, "layers.3.mlp.experts")
 
     def make(stock: Forward) -> Forward:
         def replaced(hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> Any:
-            chosen = functions.one_hot(index.flatten())
-            place = (chosen.cumsum(0) * chosen).sum(-1).reshape(index.shape)
-            return stock(hidden, index, weights * (place <= 16))
+            choices = functions.one_hot(index.flatten())
+            position = (choices.cumsum(0) * choices).sum(-1).reshape(index.shape)
+            return stock(hidden, index, weights * (position <= 16))
 
         return replaced
 
-    around(module, make)
+    wrap_forward(module, make)
 
 
-def height_is_width(built: Built) -> None:
+def height_is_width(target: InjectionTarget) -> None:
     """Exchange the height and the width of images."""
-    called_with(built.model, lambda named: {**named, "image_grid_thw": named["image_grid_thw"][:, [0, 2, 1]]})
+    change_kwargs(target.model, lambda kwargs: {**kwargs, "image_grid_thw": kwargs["image_grid_thw"][:, [0, 2, 1]]})
 
 
-def norm_in_the_dtype_of_its_input(built: Built) -> None:
+def norm_in_the_dtype_of_its_input(target: InjectionTarget) -> None:
     """Compute the mean of the last norm in the dtype of its input instead of float32."""
-    module: Any = module_of(built, "model.norm")
+    module: Any = find_module(target, "model.norm")
 
     def normalized(x: torch.Tensor) -> torch.Tensor:
         scale = torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + module.variance_epsilon)

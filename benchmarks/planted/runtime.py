@@ -13,17 +13,17 @@ import torch
 import torch.nn.functional as functions
 from torch import nn
 
-from benchmarks.planted.defect import Built, InRuntime
+from benchmarks.planted.defect import InjectionTarget, RuntimeInjection
 from benchmarks.planted.planting import (
     Forward,
-    around,
-    cut_linears,
-    entering,
-    leaving,
-    module_of,
-    modules_of,
-    norms_of,
-    with_gradient,
+    change_input,
+    change_output,
+    find_module,
+    find_modules,
+    find_norms,
+    scale_gradient,
+    sharded_linears,
+    wrap_forward,
 )
 from ckptx.layout.placement import ceil_chunks
 from ckptx.runtime.parallel.shards import to_local_shard
@@ -34,37 +34,39 @@ from ckptx.runtime.parallel.tensor_parallel.styles import swap_parameters
 # ------------------------------------------------------------------------------------------------------- row-parallel
 
 
-def _row_parallel(index: int | None, compute: Callable[[torch.Tensor, torch.Tensor, Any, TpRanks], Any]) -> InRuntime:
+def _row_parallel(
+    index: int | None, compute: Callable[[torch.Tensor, torch.Tensor, Any, TpRanks], Any]
+) -> RuntimeInjection:
     """Replace the forward pass of row-parallel modules by a function of input, local weight shard and bias."""
 
-    def plant(built: Built) -> None:
-        for module in cut_linears(built, 1, index):
+    def inject(target: InjectionTarget) -> None:
+        for module in sharded_linears(target, 1, index):
 
             def replaced(x: torch.Tensor, module: nn.Module = module) -> Any:
                 weight, bias = module._parameters["weight"], module._parameters.get("bias")
-                return compute(x, to_local_shard(weight), bias, built.ranks)
+                return compute(x, to_local_shard(weight), bias, target.ranks)
 
             module.forward = replaced
 
-    return plant
+    return inject
 
 
-def sum_forgotten(index: int | None = None) -> InRuntime:
+def sum_forgotten(index: int | None = None) -> RuntimeInjection:
     """Omit the all-reduce, so that each rank continues with its partial sum."""
     return _row_parallel(index, lambda x, weight, bias, ranks: functions.linear(x, weight, bias))
 
 
-def bias_on_every_rank(index: int | None = None) -> InRuntime:
+def bias_on_every_rank(index: int | None = None) -> RuntimeInjection:
     """Add the bias on every rank before the all-reduce."""
     return _row_parallel(index, lambda x, weight, bias, ranks: sum_over_ranks(functions.linear(x, weight, bias), ranks))
 
 
-def bias_dropped(index: int | None = None) -> InRuntime:
+def bias_dropped(index: int | None = None) -> RuntimeInjection:
     """Omit the bias."""
     return _row_parallel(index, lambda x, weight, bias, ranks: sum_over_ranks(functions.linear(x, weight), ranks))
 
 
-def bias_on_rank_0(index: int | None = None) -> InRuntime:
+def bias_on_rank_0(index: int | None = None) -> RuntimeInjection:
     """Add the bias after the all-reduce, but on rank 0 only."""
 
     def compute(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, ranks: TpRanks) -> torch.Tensor:
@@ -74,89 +76,91 @@ def bias_on_rank_0(index: int | None = None) -> InRuntime:
     return _row_parallel(index, compute)
 
 
-def output_scaled(index: int, by: float) -> InRuntime:
+def output_scaled(index: int, by: float) -> RuntimeInjection:
     """Multiply the output of a row-parallel module by (1 + by)."""
 
-    def plant(built: Built) -> None:
-        for module in cut_linears(built, 1, index):
-            leaving(module, lambda found: found * (1 + by))
+    def inject(target: InjectionTarget) -> None:
+        for module in sharded_linears(target, 1, index):
+            change_output(module, lambda found: found * (1 + by))
 
-    return plant
+    return inject
 
 
 # ----------------------------------------------------------------------------------------------------- column-parallel
 
 
-def gradient_not_summed(index: int | None = None) -> InRuntime:
+def gradient_not_summed(index: int | None = None) -> RuntimeInjection:
     """Omit the all-reduce of the input gradient of column-parallel modules."""
 
-    def plant(built: Built) -> None:
-        for module in cut_linears(built, 0, index):
+    def inject(target: InjectionTarget) -> None:
+        for module in sharded_linears(target, 0, index):
             del module.forward
-            styles.colwise(module, built.ranks, is_sequence_parallel=True)
+            styles.colwise(module, target.ranks, is_sequence_parallel=True)
 
-    return plant
+    return inject
 
 
-def gradient_summed_twice(index: int) -> InRuntime:
+def gradient_summed_twice(index: int) -> RuntimeInjection:
     """All-reduce the input gradient of a column-parallel module twice."""
 
-    def plant(built: Built) -> None:
-        for module in cut_linears(built, 0, index):
-            entering(module, lambda x: copy_to_ranks(x, built.ranks))
+    def inject(target: InjectionTarget) -> None:
+        for module in sharded_linears(target, 0, index):
+            change_input(module, lambda x: copy_to_ranks(x, target.ranks))
 
-    return plant
+    return inject
 
 
-def gradient_lost(index: int, part: float) -> InRuntime:
+def gradient_lost(index: int, part: float) -> RuntimeInjection:
     """Lose a part of the input gradient of a column-parallel module."""
 
-    def plant(built: Built) -> None:
-        for module in cut_linears(built, 0, index):
-            entering(module, lambda x: with_gradient(x, 1 - part))
+    def inject(target: InjectionTarget) -> None:
+        for module in sharded_linears(target, 0, index):
+            change_input(module, lambda x: scale_gradient(x, 1 - part))
 
-    return plant
+    return inject
 
 
 # ---------------------------------------------------------------------------------------- norms, embeddings and experts
 
 
-def norm_gradient_doubled(index: int | None = None) -> InRuntime:
+def norm_gradient_doubled(index: int | None = None) -> RuntimeInjection:
     """Double the gradient of norms, as an all-reduce of a replicated gradient would."""
 
-    def plant(built: Built) -> None:
-        for module in norms_of(built, index):
+    def inject(target: InjectionTarget) -> None:
+        for module in find_norms(target, index):
 
             def make(stock: Forward, module: nn.Module = module) -> Forward:
                 def replaced(x: torch.Tensor) -> Any:
-                    with swap_parameters([(module, "weight", with_gradient(module._parameters["weight"], 2.0))]):
+                    with swap_parameters([(module, "weight", scale_gradient(module._parameters["weight"], 2.0))]):
                         return stock(x)
 
                 return replaced
 
-            around(module, make)
+            wrap_forward(module, make)
 
-    return plant
+    return inject
 
 
-def partial_norms(built: Built) -> None:
+def partial_norms(target: InjectionTarget) -> None:
     """Omit the all-reduce of the gradients of query and key norms, which see only the heads of one rank."""
-    for module in modules_of(built, "q_norm", "k_norm"):
+    for module in find_modules(target, "q_norm", "k_norm"):
         del module.forward
 
 
-def vocabulary_offset(built: Built) -> None:
+def vocabulary_offset(target: InjectionTarget) -> None:
     """Shift the embedding rows that rank 1 looks up by one."""
-    _looked_up(built, lambda ids, begin, rows: (ids - begin - 1).clamp(0, rows - 1), is_masked=True)
+    _replace_lookup(target, lambda ids, begin, rows: (ids - begin - 1).clamp(0, rows - 1), is_masked=True)
 
 
-def foreign_tokens_not_masked(built: Built) -> None:
+def foreign_tokens_not_masked(target: InjectionTarget) -> None:
     """Do not mask tokens of other ranks, so that each rank adds an embedding row for them."""
-    _looked_up(built, lambda ids, begin, rows: (ids - begin).clamp(0, rows - 1), is_masked=False)
+    _replace_lookup(target, lambda ids, begin, rows: (ids - begin).clamp(0, rows - 1), is_masked=False)
 
 
-def _looked_up(built: Built, row_of: Callable[[torch.Tensor, int, int], torch.Tensor], *, is_masked: bool) -> None:
-    module, ranks = module_of(built, "embed_tokens"), built.ranks
+def _replace_lookup(
+    target: InjectionTarget, row_of: Callable[[torch.Tensor, int, int], torch.Tensor], *, is_masked: bool
+) -> None:
+    module, ranks = find_module(target, "embed_tokens"), target.ranks
 
     def make(stock: Forward) -> Forward:
         def replaced(ids: torch.Tensor) -> torch.Tensor:
@@ -166,15 +170,15 @@ def _looked_up(built: Built, row_of: Callable[[torch.Tensor, int, int], torch.Te
             weight = module._parameters["weight"]
             begin, rows = ceil_chunks(weight.shape[0], ranks.size)[ranks.rank]
             found = functions.embedding(row_of(ids, begin, rows), to_local_shard(weight))
-            is_foreign = (ids < begin) | (ids >= begin + rows)
-            return sum_over_ranks(found.masked_fill(is_foreign[..., None], 0) if is_masked else found, ranks)
+            is_of_other_rank = (ids < begin) | (ids >= begin + rows)
+            return sum_over_ranks(found.masked_fill(is_of_other_rank[..., None], 0) if is_masked else found, ranks)
 
         return replaced
 
-    around(module, make)
+    wrap_forward(module, make)
 
 
-def experts_summed_twice(built: Built) -> None:
+def experts_summed_twice(target: InjectionTarget) -> None:
     """All-reduce the input gradient of the experts twice."""
-    for module in modules_of(built, "mlp.experts"):
-        entering(module, lambda x: copy_to_ranks(x, built.ranks))
+    for module in find_modules(target, "mlp.experts"):
+        change_input(module, lambda x: copy_to_ranks(x, target.ranks))

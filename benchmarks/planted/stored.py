@@ -11,13 +11,13 @@ from typing import Any
 
 import torch
 
-from benchmarks.planted.defect import InStored
+from benchmarks.planted.defect import CheckpointInjection
 from benchmarks.planted.models import Config, Tensors
 
 Change = Callable[[torch.Tensor], torch.Tensor]
 
 
-def named(tensors: Tensors, end: str) -> list[str]:
+def matching_names(tensors: Tensors, end: str) -> list[str]:
     """Return the names whose end matches the regular expression `end`.
 
     Raises:
@@ -29,28 +29,28 @@ def named(tensors: Tensors, end: str) -> list[str]:
     return found
 
 
-def changed(end: str, change: Change) -> InStored:
+def transform(end: str, change: Change) -> CheckpointInjection:
     """Change every tensor whose name ends with `end`; the shape remains the same."""
 
-    def plant(tensors: Tensors, config: Config) -> None:
-        for name in named(tensors, end):
+    def inject(tensors: Tensors, config: Config) -> None:
+        for name in matching_names(tensors, end):
             before = tensors[name]
             tensors[name] = change(before).reshape(before.shape).clone()
 
-    return plant
+    return inject
 
 
-def scaled(end: str, factor: float) -> InStored:
+def scale(end: str, factor: float) -> CheckpointInjection:
     """Multiply tensors by a factor."""
-    return changed(end, lambda tensor: tensor * factor)
+    return transform(end, lambda tensor: tensor * factor)
 
 
-def zeroed(end: str) -> InStored:
+def zero(end: str) -> CheckpointInjection:
     """Set tensors to zero."""
-    return changed(end, torch.zeros_like)
+    return transform(end, torch.zeros_like)
 
 
-def element_scaled(end: str, factor: float) -> InStored:
+def scale_element(end: str, factor: float) -> CheckpointInjection:
     """Multiply the element with the largest magnitude by a factor."""
 
     def change(tensor: torch.Tensor) -> torch.Tensor:
@@ -58,13 +58,13 @@ def element_scaled(end: str, factor: float) -> InStored:
         found.view(-1)[found.abs().argmax()] *= factor
         return found
 
-    return changed(end, change)
+    return transform(end, change)
 
 
-def exchanged(a: str, b: str) -> InStored:
+def exchange(a: str, b: str) -> CheckpointInjection:
     """Exchange two groups of tensors; a group is all tensors whose names contain a string."""
 
-    def plant(tensors: Tensors, config: Config) -> None:
+    def inject(tensors: Tensors, config: Config) -> None:
         names = [name for name in tensors if a in name]
         if not names:
             raise KeyError(a)
@@ -72,35 +72,35 @@ def exchanged(a: str, b: str) -> InStored:
             other = name.replace(a, b)
             tensors[name], tensors[other] = tensors[other].clone(), tensors[name].clone()
 
-    return plant
+    return inject
 
 
-def setting(key: str, value: Any) -> InStored:
+def set_config(key: str, value: Any) -> CheckpointInjection:
     """Set a key of the config; dots separate nested keys."""
 
-    def plant(tensors: Tensors, config: Config) -> None:
+    def inject(tensors: Tensors, config: Config) -> None:
         *path, last = key.split(".")
         for part in path:
             config = config[part]
         config[last] = value
 
-    return plant
+    return inject
 
 
-def together(*plants: InStored) -> InStored:
+def combine(*injections: CheckpointInjection) -> CheckpointInjection:
     """Inject several defects in order."""
 
-    def plant(tensors: Tensors, config: Config) -> None:
-        for each in plants:
+    def inject(tensors: Tensors, config: Config) -> None:
+        for each in injections:
             each(tensors, config)
 
-    return plant
+    return inject
 
 
 # ------------------------------------------------------------------------------------------------- changes of a tensor
 
 
-def rows_exchanged(a: int, b: int, width: int = 1) -> Change:
+def exchange_rows(a: int, b: int, width: int = 1) -> Change:
     """Exchange two blocks of `width` rows, such as heads."""
 
     def change(tensor: torch.Tensor) -> torch.Tensor:
@@ -111,7 +111,7 @@ def rows_exchanged(a: int, b: int, width: int = 1) -> Change:
     return change
 
 
-def parts(sizes: Sequence[int], order: Sequence[int]) -> Change:
+def reorder_parts(sizes: Sequence[int], order: Sequence[int]) -> Change:
     """Split rows into parts with the given sizes, and reorder the parts."""
 
     def change(tensor: torch.Tensor) -> torch.Tensor:
@@ -121,11 +121,11 @@ def parts(sizes: Sequence[int], order: Sequence[int]) -> Change:
     return change
 
 
-def regrouped(sizes: Sequence[int], order: Sequence[int]) -> Change:
+def permute_rows(sizes: Sequence[int], order: Sequence[int]) -> Change:
     """View the rows as a block with several dimensions, and permute these dimensions.
 
     Example:
-        `regrouped((H, 3, D), (1, 0, 2))` changes [q|k|v] of each head, (H * 3 * D, ..), to [q of all heads|k|v].
+        `permute_rows((H, 3, D), (1, 0, 2))` changes [q|k|v] of each head, (H * 3 * D, ..), to [q of all heads|k|v].
     """
 
     def change(tensor: torch.Tensor) -> torch.Tensor:
@@ -135,12 +135,12 @@ def regrouped(sizes: Sequence[int], order: Sequence[int]) -> Change:
     return change
 
 
-def of_each(groups: int, change: Change) -> Change:
+def map_groups(groups: int, change: Change) -> Change:
     """Apply a change to each of `groups` groups of rows."""
     return lambda tensor: torch.cat([change(group) for group in tensor.chunk(groups)])
 
 
-def by_part(groups: int, sizes: Sequence[int]) -> Change:
+def group_by_part(groups: int, sizes: Sequence[int]) -> Change:
     """Reorder rows from groups of parts to parts of groups: all first parts, then all second parts, and so on."""
 
     def change(tensor: torch.Tensor) -> torch.Tensor:
@@ -150,76 +150,76 @@ def by_part(groups: int, sizes: Sequence[int]) -> Change:
     return change
 
 
-def of_columns(change: Change) -> Change:
+def map_columns(change: Change) -> Change:
     """Apply a change to columns instead of rows."""
     return lambda tensor: change(tensor.t()).reshape(tensor.t().shape).t()
 
 
-def flipped(dim: int) -> Change:
+def flip(dim: int) -> Change:
     """Reverse the order along a dimension."""
     return lambda tensor: tensor.flip(dim)
 
 
-def rolled(by: int) -> Change:
+def roll(by: int) -> Change:
     """Shift the rows by `by` positions, cyclically."""
     return lambda tensor: tensor.roll(by, 0)
 
 
-def read_as(*order: int) -> Change:
+def misread_order(*order: int) -> Change:
     """Permute the dimensions, and read the result with the original shape."""
     return lambda tensor: tensor.permute(*order).contiguous()
 
 
-def rounded(dtype: torch.dtype) -> Change:
+def round_to(dtype: torch.dtype) -> Change:
     """Round to a dtype and back."""
     return lambda tensor: tensor.to(dtype).to(tensor.dtype)
 
 
-def to_int8(tensor: torch.Tensor) -> torch.Tensor:
+def round_to_int8(tensor: torch.Tensor) -> torch.Tensor:
     """Round each row to 255 levels."""
     step = tensor.abs().amax(1, keepdim=True) / 127
     return (tensor / step).round() * step
 
 
-def rows_set(begin: int, end: int | None, change: Change) -> Change:
+def transform_rows(begin: int, end: int | None, change: Change) -> Change:
     """Change the rows from `begin` to `end` (exclusive; None for the last row)."""
 
-    def changed(tensor: torch.Tensor) -> torch.Tensor:
+    def change_part(tensor: torch.Tensor) -> torch.Tensor:
         found = tensor.clone()
         found[begin:end] = change(found[begin:end])
         return found
 
-    return changed
+    return change_part
 
 
 # ------------------------------------------------------------------------------------------------ whole models at once
 
 
-def layers_in_order_of_text(tensors: Tensors, config: Config) -> None:
+def sort_layers_as_strings(tensors: Tensors, config: Config) -> None:
     """Order layers as strings: 0, 1, 10, 11, 2, and so on."""
     count = config["num_hidden_layers"]
     order = sorted(range(count), key=str)
     before = dict(tensors)
-    for name in named(tensors, r"\.layers\.\d+\..*"):
-        at = int(name.split(".layers.")[1].split(".")[0])
-        tensors[name] = before[name.replace(f".layers.{at}.", f".layers.{order[at]}.")]
+    for name in matching_names(tensors, r"\.layers\.\d+\..*"):
+        layer = int(name.split(".layers.")[1].split(".")[0])
+        tensors[name] = before[name.replace(f".layers.{layer}.", f".layers.{order[layer]}.")]
 
 
-def head_of_its_own(change: Change) -> InStored:
+def untie_head(change: Change) -> CheckpointInjection:
     """Store a separate output head with different values in a tied model."""
 
-    def plant(tensors: Tensors, config: Config) -> None:
+    def inject(tensors: Tensors, config: Config) -> None:
         tensors["lm_head.weight"] = change(tensors["model.embed_tokens.weight"]).clone()
 
-    return plant
+    return inject
 
 
-def head_is_the_embedding(tensors: Tensors, config: Config) -> None:
+def copy_embedding_to_head(tensors: Tensors, config: Config) -> None:
     """Replace the output head of an untied model by a copy of its embedding."""
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
 
 
-def head_dropped(tensors: Tensors, config: Config) -> None:
+def drop_head(tensors: Tensors, config: Config) -> None:
     """Store an untied model as a tied one, without its output head."""
     del tensors["lm_head.weight"]
     config["tie_word_embeddings"] = True

@@ -14,20 +14,20 @@ class Mistake(NamedTuple):
     """A mistake in a trainer script.
 
     Attributes:
-        says: Description of the mistake.
+        description: Description of the mistake.
         edits: Pairs of a string that occurs once in the script, and its replacement.
         phase: Phase that detects it. If no checkpoint contains the state, only the end of the run shows it.
         oracles: Oracles that must fail in that phase; others may fail too, because a training step spreads a fault.
         cause: Regular expression that the reported cause must match, unless it is "unknown"; "" matches every cause.
     """
 
-    says: str
+    description: str
     edits: Sequence[tuple[str, str]]
     phase: str
     oracles: frozenset[str]
     cause: str = ""
 
-    def is_named_by(self, cause: str) -> bool:
+    def matches_cause(self, cause: str) -> bool:
         """Return True if a reported cause is the right one, or is reported as unknown."""
         return cause.startswith("unknown") or re.search(self.cause, cause) is not None
 
@@ -47,52 +47,53 @@ _PREPARED = "model, optimizer, loader, scheduler = accelerator.prepare(model, op
 _GENERATOR = ", generator=torch.Generator().manual_seed(1))\n    optimizer"
 _TRAIN = "    trainer.train("
 _LOADER = "trainer._load_optimizer_and_scheduler"
-_AGAIN, _END = "load and save", "resumed"
+_SAVED, _RESUMED = "load and save", "resumed"
 
 MISTAKES: dict[str, dict[str, Mistake]] = {
     "fsdp2_script": {
         "iterator": Mistake(
             "the iterator of the loader is made after random numbers were restored",
-            [(_EARLY, _LATE)], _AGAIN, frozenset({"rng"}),
+            [(_EARLY, _LATE)], _SAVED, frozenset({"rng"}),
         ),
         "scheduler": Mistake(
             "the scheduler is not loaded",
-            [('        self.scheduler.load_state_dict(state["scheduler"])\n', "")], _AGAIN, frozenset({"scheduler"}),
+            [('        self.scheduler.load_state_dict(state["scheduler"])\n', "")], _SAVED, frozenset({"scheduler"}),
         ),
         "data": Mistake(
             "the place in the data is not loaded",
-            [('        self.sampler.load_state_dict(state["sampler"])\n', "")], _AGAIN, frozenset({"batch"}),
+            [('        self.sampler.load_state_dict(state["sampler"])\n', "")], _SAVED, frozenset({"batch"}),
         ),
         "optimizer": Mistake(
             "the optimizer is not set: `dcp.load` has filled its moments in place, its groups are new",
-            [(_SET, _SET_MODEL)], _AGAIN, frozenset({"group", "rate"}),
+            [(_SET, _SET_MODEL)], _SAVED, frozenset({"group", "rate"}),
         ),
     },
     "accelerate": {
         "iterator": Mistake(
             "a batch is looked at after `load_state`, through a loader without a generator of its own",
             [(_GENERATOR, ")\n    optimizer"), (_LOAD, _LOAD + "        next(iter(loader))\n")],
-            _AGAIN, frozenset({"rng"}),
+            _SAVED, frozenset({"rng"}),
         ),
         "scheduler": Mistake(
             "the scheduler is not given to `prepare`, so that it is not saved",
             [(_PREPARED, "model, optimizer, loader = accelerator.prepare(model, optimizer, loader)")],
-            _END, frozenset({"group", "rate"}),
+            _RESUMED, frozenset({"group", "rate"}),
         ),
         "data": Mistake(
             "`skip_first_batches` is forgotten",
             [("accelerator.skip_first_batches(loader, done) if done else loader", "loader")],
-            _END, frozenset({"model", "moments"}),
+            _RESUMED, frozenset({"model", "moments"}),
         ),
         "optimizer": Mistake(
             "the state of the optimizer is thrown away after `load_state`",
-            [(_LOAD, _LOAD + "        optimizer.optimizer.state.clear()\n")], _AGAIN, frozenset({"moments"}),
+            [(_LOAD, _LOAD + "        optimizer.optimizer.state.clear()\n")], _SAVED, frozenset({"moments"}),
         ),
     },
     "transformers_trainer": {
         "iterator": Mistake(
             "random numbers are not restored",
-            [(_TRAIN, "    trainer._load_rng_state = lambda checkpoint: None\n" + _TRAIN)], _END, frozenset({"rng"}),
+            [(_TRAIN, "    trainer._load_rng_state = lambda checkpoint: None\n" + _TRAIN)],
+            _RESUMED, frozenset({"rng"}),
         ),
         "scheduler": Mistake(
             "the schedule begins anew",
@@ -101,31 +102,32 @@ MISTAKES: dict[str, dict[str, Mistake]] = {
                 f"    load = {_LOADER}\n    {_LOADER} = lambda folder: (\n"
                 '        load(folder), setattr(trainer.lr_scheduler, "last_epoch", 0)\n    )\n' + _TRAIN,
             )],
-            _END, frozenset({"scheduler", "rate"}),
+            _RESUMED, frozenset({"scheduler", "rate"}),
         ),
         "data": Mistake(
             "`ignore_data_skip`: the data begins anew",
             [("        seed=0,\n", "        seed=0,\n        ignore_data_skip=True,\n")],
-            _END, frozenset({"model", "moments"}),
+            _RESUMED, frozenset({"model", "moments"}),
         ),
         "optimizer": Mistake(
             "optimizer and scheduler are not loaded",
-            [(_TRAIN, f"    {_LOADER} = lambda folder: None\n" + _TRAIN)], _END, frozenset({"adam step", "moments"}),
+            [(_TRAIN, f"    {_LOADER} = lambda folder: None\n" + _TRAIN)],
+            _RESUMED, frozenset({"adam step", "moments"}),
         ),
     },
 }  # fmt: skip
 
 
-def plant(recipe: str, mistake: Mistake, recipes: Path) -> None:
+def inject(recipe: str, mistake: Mistake, recipes: Path) -> None:
     """Make the edits of a mistake in the script of a recipe, in a copy of the directory of recipes.
 
     Raises:
         ValueError: If a string to replace does not occur exactly once.
     """
-    plant_in(recipes / "scripts" / SCRIPTS[recipe], mistake)
+    inject_into(recipes / "scripts" / SCRIPTS[recipe], mistake)
 
 
-def plant_in(script: Path, mistake: Mistake) -> None:
+def inject_into(script: Path, mistake: Mistake) -> None:
     """Make the edits of a mistake in a copy of a script.
 
     Raises:

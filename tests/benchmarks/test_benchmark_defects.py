@@ -46,9 +46,9 @@ def pair_of(work: Path, key: str, dtype: str) -> benchmark.Pair:
     return next(pair for pair in pairs if pair.defect.key == key)
 
 
-def judged_on_rank(rank: int, world_size: int, work: str, key: str, dtype: str) -> Row:
+def verify_on_rank(rank: int, world_size: int, work: str, key: str, dtype: str) -> Row:
     """One rank of one run."""
-    return benchmark.judged(pair_of(Path(work), key, dtype))
+    return benchmark.verify_pair(pair_of(Path(work), key, dtype))
 
 
 @pytest.fixture(scope="module")
@@ -68,20 +68,22 @@ def test_no_two_rows_are_one() -> None:
 def clean(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[models.Tensors, models.Config]]:
     """Every model that something is planted in on disk."""
     work = tmp_path_factory.mktemp("clean")
-    names = {each.model for each in EVERY.values() if each.stored is not None}
+    names = {each.model for each in EVERY.values() if each.checkpoint_injection is not None}
     for name in names:
         models.write(name, torch.float32, work / name)
     return {name: models.read(work / name) for name in names}
 
 
-@pytest.mark.parametrize("defect", [each for each in EVERY.values() if each.stored], ids=lambda each: each.key)
+@pytest.mark.parametrize(
+    "defect", [each for each in EVERY.values() if each.checkpoint_injection], ids=lambda each: each.key
+)
 def test_a_defect_of_a_checkpoint_changes_it(
     clean: dict[str, tuple[models.Tensors, models.Config]], defect: Defect
 ) -> None:
     before, config = clean[defect.model]
     tensors, other = dict(before), json.loads(json.dumps(config))
-    assert defect.stored is not None
-    defect.stored(tensors, other)
+    assert defect.checkpoint_injection is not None
+    defect.checkpoint_injection(tensors, other)
     lost, new = before.keys() - tensors.keys(), tensors.keys() - before.keys()
     is_changed = any(not torch.equal(before[name], tensors[name]) for name in before.keys() & tensors.keys())
     assert (bool(lost or new) or is_changed, other != config) == ("w" in defect.kind, "c" in defect.kind)
@@ -93,7 +95,7 @@ def test_a_defect_of_a_checkpoint_changes_it(
 def test_a_defect_is_found_at_its_levels(
     pool: GlooPool, work: Path, key: str, dtype: str, levels: set[str] | None
 ) -> None:
-    row, other = pool.run(judged_on_rank, 2, str(work), key, dtype)
+    row, other = pool.run(verify_on_rank, 2, str(work), key, dtype)
     assert row == other
     assert (set(row["levels"]), row["identical"]) == (levels or set(), levels is None)
     assert benchmark.is_found(row) == bool(levels)
@@ -135,7 +137,7 @@ def test_all_known_defects_but_three_are_found(tables: dict[str, list[Row]], dty
 def test_of_what_is_missed_the_reason_is_known(tables: dict[str, list[Row]], dtype: str) -> None:
     rows = tables["known"] + tables["further"]
     refused = {f"{row['model']} | {row['defect']}" for row in rows if row["error"] is not None}
-    assert [key for key in missed(rows, dtype) if not EVERY[key].missed and key not in refused] == []
+    assert [key for key in missed(rows, dtype) if not EVERY[key].missed_reason and key not in refused] == []
 
 
 @pytest.mark.slow
@@ -143,7 +145,7 @@ def test_what_is_found_by_far_has_no_reason_to_be_missed(tables: dict[str, list[
     """A defect may have a reason and be found, if its effect is about as large as the tolerance."""
     rows = tables["known"] + tables["further"]
     somewhere = {key for dtype in benchmark.DTYPES for key in missed(rows, dtype)}
-    explained = {key for key, each in EVERY.items() if each.missed}
+    explained = {key for key, each in EVERY.items() if each.missed_reason}
     largest = {
         key: max(max(row["logits"], row["gradient"]) for row in rows if f"{row['model']} | {row['defect']}" == key)
         for key in explained - somewhere

@@ -209,10 +209,10 @@ def test_shapes_are_those_of_the_models_they_name(gpu: ModuleType) -> None:
 def test_as_many_layers_are_taken_as_fit(gpu: ModuleType) -> None:
     step = import_module("training_step")
     llama, gemma = step.llama_8b(1, is_tiny=False), step.gemma4_31b(is_tiny=False)
-    assert step.layers_within(llama, 110e9) == 32
-    assert 8 < step.layers_within(llama, 40e9) < 32
-    assert step.layers_within(llama, 0) == 1
-    some = step.layers_within(gemma, 110e9)
+    assert step.max_layers(llama, 110e9) == 32
+    assert 8 < step.max_layers(llama, 40e9) < 32
+    assert step.max_layers(llama, 0) == 1
+    some = step.max_layers(gemma, 110e9)
     assert some % 6 == 0
     assert 6 < some < 60
-    assert step.layers_within(gemma, 0) == 6
+    assert step.max_layers(gemma, 0) == 6

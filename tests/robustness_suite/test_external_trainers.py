@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.planted.external_trainers import EXTERNAL, MISTAKES, SCRIPTS
-from benchmarks.planted.trainers import plant_in
+from benchmarks.planted.trainers import inject_into
 from ckptx.robustness_suite import command_runs
 from ckptx.robustness_suite import external_trainer as foreign
 from ckptx.robustness_suite.judge import ReportBuilder
@@ -40,7 +40,7 @@ def judge(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunTrainer:
             pytest.skip("accelerate is not installed")
         shutil.copytree(EXTERNAL, tmp_path / "recipes")
         if which is not None:
-            plant_in(tmp_path / "recipes" / SCRIPTS[trainer], MISTAKES[trainer][which])
+            inject_into(tmp_path / "recipes" / SCRIPTS[trainer], MISTAKES[trainer][which])
         recipe = read_recipe(tmp_path / "recipes" / f"{trainer}.yaml")
         return foreign.run_external(recipe, tmp_path / "out", folder=tmp_path / "recipes")
 
@@ -63,7 +63,7 @@ def test_a_mistake_is_found_and_named_rightly_or_called_unknown(trainer: str, wh
     first = next(row for row in outcome.phases if row["ok"] is False)
     print(f"{trainer} | {which} | {first['name']}: {', '.join(failed(outcome)[first['name']])} | {first['cause']}")
     assert first["name"] == mistake.phase and mistake.oracles <= set(failed(outcome)[mistake.phase])
-    assert mistake.is_named_by(first["cause"]), first["cause"]
+    assert mistake.matches_cause(first["cause"]), first["cause"]
 
 
 def test_there_are_six_mistakes_for_each_of_three_trainers() -> None:
@@ -75,5 +75,5 @@ def test_every_mistake_can_be_planted(trainer: str, tmp_path: Path) -> None:
     for which, mistake in MISTAKES[trainer].items():
         script = tmp_path / f"{which}.py"
         shutil.copy(EXTERNAL / SCRIPTS[trainer], script)
-        plant_in(script, mistake)
+        inject_into(script, mistake)
         compile(script.read_text(), script.name, "exec")

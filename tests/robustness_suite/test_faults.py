@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.faults import named, opened
+from benchmarks.faults import open_session, run_with_fault
 from ckptx.errors import UsageError
 from ckptx.robustness_suite.faults import FAULTS, find_fault
 from ckptx.robustness_suite.oracles import ORACLE_ORDER
@@ -27,7 +27,7 @@ Opened = tuple[Session, LeakedMemory]
 
 @pytest.fixture(scope="module")
 def session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Opened]:
-    with opened(tmp_path_factory.mktemp("resumed") / "out", {}, settings=(*SHORT, SHALLOW)) as found:
+    with open_session(tmp_path_factory.mktemp("resumed") / "out", {}, settings=(*SHORT, SHALLOW)) as found:
         yield found
 
 
@@ -40,14 +40,14 @@ def test_each_is_meant_for_a_phase_and_an_oracle_that_there_is() -> None:
 
 @pytest.mark.parametrize("number", [3, RESUME])
 def test_without_a_fault_nothing_is_named(session: Opened, number: int) -> None:
-    row = named(*session, None, number)
+    row = run_with_fault(*session, None, number)
     assert row["failed"] == [], row["differing"]
 
 
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", OF_RESUME)
 def test_a_fault_of_a_resumed_run_is_named(session: Opened, name: str) -> None:
-    row = named(*session, name, RESUME)
+    row = run_with_fault(*session, name, RESUME)
     assert row["needed"] in row["failed"], row["differing"]
     first = min((each for each in row["failed"]), key=ORACLE_ORDER.index)
     assert first in (row["needed"], "finite"), "nothing that comes before is blamed"
@@ -57,8 +57,8 @@ def test_a_fault_of_a_resumed_run_is_named(session: Opened, name: str) -> None:
 @pytest.mark.parametrize("name", OTHERS)
 def test_a_fault_of_another_phase_is_named(tmp_path: Path, name: str) -> None:
     settings = SHORT if FAULTS[name].phase == OTHER_LAYOUTS else (*SHORT, SHALLOW)  # one of them cuts four layers
-    with opened(tmp_path / "out", FAULTS[name].min_mesh, settings=settings) as (session, baseline):
-        row = named(session, baseline, name, FAULTS[name].phase)
+    with open_session(tmp_path / "out", FAULTS[name].min_mesh, settings=settings) as (session, baseline):
+        row = run_with_fault(session, baseline, name, FAULTS[name].phase)
         assert row["needed"] in row["failed"], row["differing"]
 
 

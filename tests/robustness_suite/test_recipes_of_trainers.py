@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.planted.trainers import MISTAKES, SCRIPTS, Mistake, plant
+from benchmarks.planted.trainers import MISTAKES, SCRIPTS, Mistake, inject
 from ckptx.report.report import Log
 from ckptx.robustness_suite import external_trainer as foreign
 from ckptx.robustness_suite.external_trainer import BUILT_IN_RECIPES
@@ -56,7 +56,7 @@ def straight(tmp_path_factory: pytest.TempPathFactory) -> Straight:
 def with_mistake(straight: Any, tmp_path: Path, name: str, mistake: Mistake) -> Any:
     """The phases of a script with a mistake, after the straight run of the script without it."""
     shutil.copytree(BUILT_IN_RECIPES, tmp_path / "recipes")
-    plant(name, mistake, tmp_path / "recipes")
+    inject(name, mistake, tmp_path / "recipes")
     shutil.copytree(straight._runs._out, tmp_path / "out")
     phases = phases_of(read(name), tmp_path / "out", tmp_path / "recipes")
     phases._final_items, phases._saved_items = straight._final_items, straight._saved_items
@@ -119,7 +119,7 @@ OF_THE_SCRIPT = MISTAKES["fsdp2_script"]
         (OF_THE_SCRIPT["optimizer"], "the param groups of the optimizer were not restored"),
         (RNG_OF_RANK_0, "RNG state of another rank was restored (rank 1 has that of rank 0)"),
     ],
-    ids=lambda each: each.says if isinstance(each, Mistake) else "",
+    ids=lambda each: each.description if isinstance(each, Mistake) else "",
 )
 def test_a_mistake_of_a_plain_script_is_named(mistake: Mistake, said: str, straight: Straight, tmp_path: Path) -> None:
     phases = with_mistake(straight("fsdp2_script"), tmp_path, "fsdp2_script", mistake)

@@ -71,13 +71,13 @@ def work(rank, args):
         }
 
     if args.source:
-        held = state()
-        dcp.load(held, checkpoint_id=args.source)
-        set_model_state_dict(net, held["net"])
-        set_optimizer_state_dict(net, opt, held["opt"])
-        pace.load_state_dict(held["pace"])
-        torch.set_rng_state(held["dice"][f"rank{rank}"])
-        clock = held["clock"]
+        loaded = state()
+        dcp.load(loaded, checkpoint_id=args.source)
+        set_model_state_dict(net, loaded["net"])
+        set_optimizer_state_dict(net, opt, loaded["opt"])
+        pace.load_state_dict(loaded["pace"])
+        torch.set_rng_state(loaded["dice"][f"rank{rank}"])
+        clock = loaded["clock"]
 
     def save():
         dcp.save(state(), checkpoint_id=args.out / f"ckpt-{clock:04d}")
