@@ -1,4 +1,4 @@
-"""For every test: one thread, signals as by default, no note on the version, one pool of gloo processes a session."""
+"""Fixtures for all tests: one thread, default signals, no version note, and one pool of gloo processes per session."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from tests.support.pool import SELDOM, GlooPool
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-# The models are tiny, and the tests themselves run side by side: more threads of torch would wait for each other.
+# The models are tiny and tests run in parallel, so more torch threads would only wait for each other.
 os.environ["OMP_NUM_THREADS"] = "1"
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Files go out in the order below; xdist would begin with those of the most tests, which are not the longest.
+    """Keep the order of test files below; xdist would start with the files that have the most tests.
 
-    What collecting imports is no garbage; to search it for some takes a third of that time.
+    Turn off garbage collection while tests are collected, because it takes a third of that time.
     """
     gc.disable()
     if hasattr(config.option, "loadscopereorder"):  # xdist before 3.7 keeps the order
@@ -34,9 +34,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks as slow what `sampled` leaves out: all but so many, evenly spread, of the cases that are not slow.
+    """Mark the cases that `sampled` does not select as slow; it selects a number of evenly spaced cases.
 
-    Files that run functions under gloo come first: they are the longest, and one of them at the end would run alone.
+    Files that run functions under gloo come first, because they take longest and would run alone at the end.
     """
     cases: defaultdict[str, list[pytest.Item]] = defaultdict(list)
     for item in items:
@@ -53,9 +53,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Ten thousand tests and what they import are no garbage, and need not be looked at again and again.
+    """Exclude collected tests and imported modules from garbage collection, and collect rarely.
 
-    Nor need what a model is made of be searched each time that one is built: it goes when nobody refers to it.
+    Models are freed by reference counts, so searches for cycles after each model would only take time.
     """
     gc.freeze()
     gc.set_threshold(*SELDOM)
@@ -64,14 +64,14 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def signals_as_in_a_terminal() -> None:
-    """Children inherit what is ignored: SIGHUP under nohup, SIGINT in the background of a script."""
+    """Restore default signal handlers, because child processes inherit ignored signals (nohup, background scripts)."""
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="module", autouse=True)
 def unchanged_process() -> Iterator[None]:
-    """Check that the tests of a file leave logging and the working directory as they were, for the files after it."""
+    """Check that the tests of a file do not change the logging level or the working directory for later files."""
     before = logging.root.manager.disable, os.getcwd()
     yield
     assert (logging.root.manager.disable, os.getcwd()) == before
@@ -79,7 +79,7 @@ def unchanged_process() -> Iterator[None]:
 
 @pytest.fixture(scope="module", autouse=True)
 def no_note_on_the_version() -> Iterator[None]:
-    """That another transformers is installed is not said here: `architecture/test_model_files.py` has tests of it."""
+    """Turn off the note about another transformers version; `architecture/test_model_files.py` tests it."""
     with pytest.MonkeyPatch.context() as patch:
         if not IS_ASKED:
             patch.setattr("ckptx.architecture.installed.version_note", lambda class_name: None)
@@ -88,7 +88,7 @@ def no_note_on_the_version() -> Iterator[None]:
 
 @pytest.fixture
 def place() -> MemoryPath:
-    """An empty directory in memory, for tests of what reads or writes through the interface of a storage."""
+    """An empty directory in memory, for tests of the storage interface."""
     place = MemoryPath("/run/here")
     place.mkdir()
     return place
@@ -96,7 +96,7 @@ def place() -> MemoryPath:
 
 @pytest.fixture(scope="session")
 def pool() -> Iterator[GlooPool]:
-    """Processes to run functions under gloo; `pool.run(function, world_size, *args)`."""
+    """A pool of processes that run functions under gloo: `pool.run(function, world_size, *args)`."""
     workers = GlooPool()
     yield workers
     workers.close()

@@ -1,6 +1,6 @@
-"""What the ranks in the tests of saving in the background do: save twice, at once and behind, and change all between.
+"""Functions of the ranks in tests of background saves: save in the foreground and the background, and change the state.
 
-`held` keeps the thread from writing until the run has gone on: a copy that is missing would show.
+`held` blocks the writer thread until the run has continued, so that a missing copy changes the saved bytes.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from tests.support.save_ranks import Shape, cut, mark, optimizer_of
 
 @contextmanager
 def held() -> Iterator[threading.Event]:
-    """Threads write when the event is set; at the end of the block at the latest."""
+    """Block the writer threads until the event is set, or until the end of the block."""
     go, publish = threading.Event(), background_save.publish
 
     def later(*args: Any, **settings: Any) -> None:
@@ -47,7 +47,7 @@ def held() -> Iterator[threading.Event]:
 
 
 def spoil(model: nn.Module, optimizer: Any, state: dict[str, Any]) -> None:
-    """What a run may do as soon as it goes on, and more."""
+    """Change all state that a run may change while a background save writes."""
     with torch.no_grad():
         for each in (*model.parameters(), *model.buffers()):
             each.fill_(7)
@@ -64,7 +64,7 @@ def spoil(model: nn.Module, optimizer: Any, state: dict[str, Any]) -> None:
 
 
 def both_ways(rank: int, world_size: int, hf: Path, out: Path, shape: Shape) -> None:
-    """Saves into `out/sync` and `out/behind`."""
+    """Save to `out/sync` in the foreground and to `out/behind` in the background."""
     at = cut(hf, shape)
     mark(at.optimizer)
     at.optimizer.param_groups[0]["betas"] = [0.9, 0.95]
@@ -85,7 +85,7 @@ def both_ways(rank: int, world_size: int, hf: Path, out: Path, shape: Shape) -> 
 
 
 def several_stages(rank: int, world_size: int, hf: Path, out: Path) -> None:
-    """Two stages on each of two ranks: the embedding and the second layer, the first layer and the head."""
+    """Save with two stages on each of two ranks: embedding and second layer, first layer and head."""
     models = []
     for stage in (rank, rank + 2):
         model: Any = build_model(hf)
@@ -110,7 +110,7 @@ def several_stages(rank: int, world_size: int, hf: Path, out: Path) -> None:
 
 
 def one_after_the_other(rank: int, world_size: int, hf: Path, out: Path) -> list[Any]:
-    """Saves three times, the second over a full disk; what became of each, and of the threads."""
+    """Save three times, the second time on a full disk; return the result of each save, and the number of threads."""
     at = cut(hf, Shape(dp=world_size))
     mark(at.optimizer)
     torch.distributed.barrier()
@@ -127,7 +127,7 @@ def one_after_the_other(rank: int, world_size: int, hf: Path, out: Path) -> list
             saver.save(at.model, at.optimizer, out / "one", on_published=then)
             assert not order
             threading.Timer(0.2, go.set).start()
-            saver.save(at.model, at.optimizer, out / "two", on_published=then)  # waits for the first
+            saver.save(at.model, at.optimizer, out / "two", on_published=then)  # waits for the first save
             assert (out / "one").is_dir()
         saver.wait()
         fails = mock.patch("torch.distributed.checkpoint.filesystem._write_item", full)
@@ -143,7 +143,7 @@ def one_after_the_other(rank: int, world_size: int, hf: Path, out: Path) -> list
 
 
 def after_publication(rank: int, world_size: int, hf: Path, out: Path) -> str:
-    """What the ranks are told when `then` fails."""
+    """Return the errors that the ranks get if `then` fails."""
     at = cut(hf, Shape())
 
     def then() -> None:
@@ -159,7 +159,7 @@ def after_publication(rank: int, world_size: int, hf: Path, out: Path) -> str:
 
 
 def replaced(rank: int, world_size: int, hf: Path, out: Path) -> str:
-    """Saves where a checkpoint is, and where another thing is."""
+    """Save over a checkpoint, and over a directory that is not one; return the error."""
     at, beside = cut(hf, Shape()), out.parent / f"beside-{rank}"
     shutil.copytree(hf, beside)
     (beside / "notes.rst").write_text("carried along")

@@ -1,4 +1,4 @@
-"""A valid call of each command, from the names of its arguments, so that tests call a new command as well."""
+"""Valid arguments of each command, from their names, so that tests also cover new commands."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Trains tiny models with checkpointed layers, and compares the outcome to the bit."""
+"""Train tiny models with activation checkpointing, and compare the results bit for bit."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Gradients = dict[str, torch.Tensor | None]
 
 
 def microbatch(recipe: Recipe, index: int) -> dict[str, torch.Tensor]:
-    """The inputs of a recipe, with other tokens for each microbatch where these are plain."""
+    """Return the inputs of a recipe; text-only inputs have different tokens in each microbatch."""
     inputs = recipe.inputs()
     if set(inputs) == {"input_ids"}:
         inputs["input_ids"] = (inputs["input_ids"] + index) % VOCAB
@@ -38,7 +38,7 @@ def loss_of(model: nn.Module, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
 
 
 def train(model: nn.Module, recipe: Recipe, microbatches: int = 1) -> tuple[list[float], Gradients]:
-    """Losses and gradients; the next forward runs before the last backward, as in 1F1B."""
+    """Return losses and gradients; each forward pass runs before the previous backward pass, as in 1F1B."""
     torch.manual_seed(7)
     waiting: list[torch.Tensor] = []
     losses = []
@@ -75,7 +75,7 @@ def wrappers(model: nn.Module) -> list[str]:
 
 
 class Counting(TorchDispatchMode):
-    """How often each operation ran."""
+    """Mode that counts the calls of each operation."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -87,9 +87,9 @@ class Counting(TorchDispatchMode):
 
 
 class LiveBytes(TorchDispatchMode):
-    """Bytes of the tensors that were made and are still held, by autograd or by a checkpoint.
+    """Mode that counts the bytes of tensors that were created and are still alive.
 
-    `saved_tensors_hooks` would not do: a checkpointed region has hooks of its own, outer ones see nothing in it.
+    `saved_tensors_hooks` cannot be used: a checkpointed region has its own hooks, and outer hooks see no tensors in it.
     """
 
     def __init__(self) -> None:
@@ -104,5 +104,5 @@ class LiveBytes(TorchDispatchMode):
         return result
 
     def total(self) -> int:
-        gc.collect()  # what only a cycle holds is not held
+        gc.collect()  # free tensors in reference cycles
         return sum(storage.nbytes() for storage in self._storages)

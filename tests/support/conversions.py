@@ -1,4 +1,4 @@
-"""Conversions of every kind, with what transformers calls them: each is checked against its loader."""
+"""Conversions of every kind, with their equivalents in transformers, whose loader is the reference."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.support.installed import INSTALLED
 GATE, UP, ONE = "e.*.gate", "e.*.up", "x"
 CONFIG = SimpleNamespace(num_attention_heads=4)
 
-# Name -> the conversion, the same in transformers, and the shapes of what it is given, by source.
+# Name -> conversion, its equivalent in transformers, and the shapes of its inputs by source.
 CASES: dict[str, tuple[Conversion, list[Any], list[list[tuple[int, ...]]]]] = {
     "experts of one projection": (
         Conversion((GATE,), ("y",), (Op("merge"),)),
@@ -104,12 +104,12 @@ CASES: dict[str, tuple[Conversion, list[Any], list[list[tuple[int, ...]]]]] = {
 def run_by_loader(
     conversion: Conversion, ops: list[Any], columns: list[list[torch.Tensor]]
 ) -> list[list[torch.Tensor]]:
-    """What transformers makes of the tensors, by target."""
+    """Convert the tensors with transformers; return them by target name."""
     held: dict[str, Any] = {pattern: list(column) for pattern, column in zip(conversion.sources, columns, strict=True)}
     sources, targets = list(conversion.sources), list(conversion.targets)
     for op in ops:
         is_whole = isinstance(op, loader.PermuteForRope) and op.permute_layer_names is None
         if is_whole and not hasattr(op, "get_target_pattern"):
-            pytest.skip(f"transformers {INSTALLED} permutes nothing but parts of a fused tensor")
+            pytest.skip(f"transformers {INSTALLED} permutes only parts of a fused tensor")
         held = op.convert(held, source_patterns=sources, target_patterns=targets, config=CONFIG)
     return [[held[name] for name in held if fnmatch(name, target)] for target in targets]

@@ -1,4 +1,4 @@
-"""What tests of the corrections by hand begin with."""
+"""Helpers for tests of the manual corrections."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from ckptx.architecture.correction_rows import Corrections, ForwardRow, LayersRo
 
 
 def every() -> dict[str, Corrections]:
-    """The rows of every model type that has some."""
+    """Return the corrections of every model type that has any."""
     return {each: corrections.corrections_of(each) for each in corrections.model_types_with_corrections()}
 
 
 @contextmanager
 def changed(model_type: str, **sections: Any) -> Iterator[None]:
-    """Within it, these sections of a model type hold other rows."""
+    """Replace sections of the corrections of a model type during the block."""
     other = corrections.corrections_of(model_type)._replace(**sections)
     real, files = corrections._read_corrections, corrections._corrected_model_types()
     with (
@@ -32,12 +32,12 @@ def changed(model_type: str, **sections: Any) -> Iterator[None]:
 
 
 def layers_rows() -> dict[str, LayersRow]:
-    """Where multimodal classes keep their layers, by the name of the class."""
+    """Return the corrections of layer lists of multimodal classes, by class name."""
     return {row.class_name: row for rows in every().values() for row in rows.layers}
 
 
 def forward_rows() -> dict[str, list[ForwardRow]]:
-    """What forward passes may do under tensor parallelism, by the name of the class."""
+    """Return the corrections of forward passes under tensor parallelism, by class name."""
     found: dict[str, list[ForwardRow]] = {}
     for row in chain.from_iterable(rows.forward for rows in every().values()):
         found.setdefault(row.class_name, []).append(row)
@@ -45,7 +45,7 @@ def forward_rows() -> dict[str, list[ForwardRow]]:
 
 
 def with_inputs(*kinds: str) -> set[str]:
-    """The model types that take something of these kinds; the class, where only one of them does."""
+    """Return the model types with inputs of these kinds, or the class if only one class of the type has them."""
     return {
         row.class_name or model_type for model_type, rows in every().items() for row in rows.inputs if row.kind in kinds
     }

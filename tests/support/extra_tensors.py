@@ -1,10 +1,10 @@
-"""Names of tensors that a class does not have and that may be there, by the kind in the table."""
+"""Names of extra tensors that checkpoints may contain and a class does not have, by their kind in the table."""
 
 from __future__ import annotations
 
 Shape = tuple[int, ...]
 
-# Names as checkpoints have them, beside the tensors of a tiny Llama.
+# Names in checkpoints, in addition to the tensors of a tiny Llama.
 EXAMPLES: dict[str, list[tuple[str, Shape]]] = {
     "rotary buffer": [
         ("model.layers.0.self_attn.rotary_emb.inv_freq", (4,)),

@@ -1,4 +1,4 @@
-"""Pickled FSDP state dicts put together value by value, so that each value can be one that torch would never write."""
+"""Build pickled FSDP state dicts value by value, including values that torch never writes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _TENSOR = "torch.distributed.tensor"
 
 @dataclass(frozen=True)
 class Name:
-    """A global."""
+    """A pickled global, such as a class or function."""
 
     module: str
     name: str
@@ -25,7 +25,7 @@ class Name:
 
 @dataclass(frozen=True)
 class Object:
-    """An object of a class, built with arguments, its state set."""
+    """A pickled object: its class, arguments and state."""
 
     kind: Name
     arguments: tuple[Any, ...] = ()
@@ -34,7 +34,7 @@ class Object:
 
 @dataclass(frozen=True)
 class Called:
-    """The result of a function."""
+    """A pickled call of a function."""
 
     function: Name
     arguments: tuple[Any, ...] = ()
@@ -42,7 +42,7 @@ class Called:
 
 @dataclass(frozen=True)
 class Storage:
-    """A storage of an archive, by its persistent id."""
+    """A reference to a storage of the archive, by its persistent id."""
 
     key: str
     numel: int
@@ -76,17 +76,17 @@ def pickled(value: Any) -> bytes:
 
 @dataclass
 class Archive:
-    """One archive: storages as they are added, then the state dict."""
+    """A torch archive: storages in the order in which they are added, then the state dict."""
 
     storages: list[bytes] = field(default_factory=list)
 
     def tensor(self, values: np.ndarray[Any, Any]) -> Called:
-        """A float32 tensor in a storage of its own."""
+        """Add a float32 tensor with a separate storage."""
         values = np.ascontiguousarray(values, np.float32)
         return self.stored("FloatStorage", values.shape, values.tobytes())
 
     def stored(self, kind: str, shape: tuple[int, ...], data: bytes) -> Called:
-        """A row-major tensor in a storage of its own, of a kind such as "BFloat16Storage"."""
+        """Add a row-major tensor with a separate storage of a given type, such as "BFloat16Storage"."""
         self.storages.append(data)
         strides = tuple(prod(shape[at + 1 :]) for at in range(len(shape)))
         storage = Storage(str(len(self.storages) - 1), prod(shape), kind)
@@ -97,7 +97,7 @@ class Archive:
         path.write_bytes(self.contents(state))
 
     def contents(self, state: Any) -> bytes:
-        """The archive; the same bytes whenever it is made."""
+        """Return the archive; its bytes are always the same."""
         stream = io.BytesIO()
         with zipfile.ZipFile(stream, "w") as file:
             file.writestr(zipfile.ZipInfo("archive/data.pkl"), pickled(state))

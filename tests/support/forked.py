@@ -1,6 +1,6 @@
-"""Programs in processes that are forked from one that has imported torch and transformers, and nothing of ckptx.
+"""Run programs in processes that are forked from one that has imported torch and transformers, but not ckptx.
 
-Importing them takes a process longer than most of what tests have it do.
+These imports take longer than most programs of tests.
 """
 
 from __future__ import annotations
@@ -21,32 +21,34 @@ _STREAMS = ("stdout", "stderr")
 
 
 def fresh() -> ForkServerContext:
-    """To start processes that have imported torch and transformers, and done nothing else."""
+    """Return a multiprocessing context whose processes have imported torch and transformers, and done nothing else."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.support.preloaded"])
-    # What they are forked from is told the path of what runs here, but looks at that of its environment alone.
+    # The fork server does not get `sys.path` of this process, only `PYTHONPATH` of its environment.
     with mock.patch.dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path)):
         forkserver.ensure_running()
     return context
 
 
 class Forked:
-    """A program that runs; `returncode` and `communicate` are those of `subprocess.Popen`."""
+    """A running program, with `returncode` and `communicate` as in `subprocess.Popen`."""
 
     def __init__(self, code: str, words: Sequence[str], environment: Mapping[str, str]) -> None:
-        """Starts it.
+        """Start a program.
 
         Args:
-            code: What runs.
-            words: Its `sys.argv`.
-            environment: What is added to that of the session.
+            code: Source code of the program.
+            words: `sys.argv` of the program.
+            environment: Environment variables in addition to those of the session.
         """
         self._streams = tempfile.TemporaryDirectory(prefix="forked-")
         for name in _STREAMS:
             Path(self._streams.name, name).touch()
         arguments = (self._streams.name, code, list(words), dict(environment))
         self._process = fresh().Process(target=_run, args=arguments)
-        with mock.patch.dict(sys.modules, {"__main__": ModuleType("__main__")}):  # else it imports what runs here
+        with mock.patch.dict(
+            sys.modules, {"__main__": ModuleType("__main__")}
+        ):  # otherwise the child would import the main module of the tests
             self._process.start()
 
     @property

@@ -26,7 +26,7 @@ KINDS = ("fsdp2", "hsdp2", "fsdp1", "hsdp1", "sharded1", "local1", "fsdp2+tp")
 
 
 class Odd(nn.Module):
-    """Rows that no world size divides, a dim of 1, tensors smaller than the world, buffers, tied embeddings."""
+    """A model with uneven rows, a dimension of 1, tensors smaller than the world, buffers and tied embeddings."""
 
     def __init__(self, tied: bool = True) -> None:
         super().__init__()
@@ -54,12 +54,12 @@ def _mesh(kind: str, world_size: int) -> DeviceMesh | None:
 
 
 def state_dict_of_rank(model: nn.Module, blocks: list[nn.Module], kind: str, world_size: int) -> dict[str, Any]:
-    """Shard a model as a kind says, and return the state dict that this rank saves."""
+    """Shard a model in one of the supported ways, and return the state dict that this rank saves."""
     mesh = _mesh(kind, world_size)
     if kind in ("fsdp2", "hsdp2", "fsdp2+tp"):
         assert mesh is not None
         if kind == "fsdp2+tp":
-            for block in blocks:  # rows twice on one dim, and rows with columns
+            for block in blocks:  # one dimension sharded twice, and rows with columns
                 parallelize_module(block, mesh["tp"], ColwiseParallel() if block is blocks[0] else RowwiseParallel())
             mesh = mesh["fsdp"]
         for block in blocks:
@@ -82,14 +82,14 @@ def state_dict_of_rank(model: nn.Module, blocks: list[nn.Module], kind: str, wor
 
 
 def save_odd(rank: int, world_size: int, kind: str, tied: bool, out: Path) -> dict[str, torch.Tensor]:
-    """Save the odd model from this rank; returns its full state dict."""
+    """Save the shards of the uneven model on this rank; return its full state dict."""
     torch.manual_seed(1)
     model = Odd(tied)
     return _save(rank, world_size, kind, model, model.blocks, out)
 
 
 def save_pretrained_model(rank: int, world_size: int, kind: str, hf: Path, out: Path) -> dict[str, torch.Tensor]:
-    """Save a model of transformers from this rank, as an actor whose config lies in `huggingface/`."""
+    """Save the shards of a transformers model on this rank, as an actor with its config in `huggingface/`."""
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(rank)

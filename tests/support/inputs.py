@@ -1,4 +1,4 @@
-"""What a model type is given besides text, made as for a run of a model."""
+"""Inputs of a model type in addition to text, created as for a run."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from ckptx.runtime.parity.inputs.batch import FORMS
 
 
 def model_types(kind: str) -> set[str]:
-    """Those with a form of "images", "audio" or "heard"."""
+    """Return the model types with a form of "images", "audio" or "heard"."""
     return {
         name for name in model_types_with_corrections() if any(row.kind == kind for row in corrections_of(name).inputs)
     }
 
 
 def form_of(kind: str, model_type: str) -> str:
-    """The name of the form that a model type takes."""
+    """Return the name of the input form of a model type."""
     return _row(kind, model_type).form
 
 
 def maker(kind: str, model_type: str) -> Callable[[Mapping[str, Any], int, torch.Generator], Any]:
-    """The form of a model type with its settings, as a function of config, rows and generator."""
+    """Return the input form of a model type with its settings, as a function of config, rows and generator."""
     row = _row(kind, model_type)
     form = FORMS[kind][row.form]
     return lambda config, rows, generator: form(config, rows, generator, **row.settings)

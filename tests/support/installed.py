@@ -1,4 +1,4 @@
-"""The transformers that is installed beside the one that the generated files were made from: what tests may ask it."""
+"""Differences between the installed transformers and the version that the generated files come from."""
 
 from __future__ import annotations
 
@@ -24,31 +24,31 @@ ASKED = model_files.read_index()["transformers"]
 IS_ASKED = INSTALLED == ASKED
 PACKAGE = Path(str(find_spec("transformers").origin)).parent  # type: ignore[union-attr]  # not imported to be looked at
 
-# For a test that compares the files with transformers itself: they hold what one version says of its classes.
+# For tests that compare the files with transformers, because the files describe one version.
 compares_the_files = pytest.mark.skipif(
-    not IS_ASKED, reason=f"compares the files, made from transformers {ASKED}, with the {INSTALLED} that is installed"
+    not IS_ASKED, reason=f"the files are generated from transformers {ASKED}, and {INSTALLED} is installed"
 )
 
-# What transformers has since 5.20.
+# For features that transformers has since 5.20.
 READS_SHARDED_FILES = (PACKAGE / "distributed" / "checkpoint.py").exists()
 reads_sharded_files = pytest.mark.skipif(
     not READS_SHARDED_FILES,
-    reason=f"transformers {INSTALLED} has nothing that reads the files of many ranks",
+    reason=f"transformers {INSTALLED} cannot read per-rank files",
 )
 
 
 def has_model(model_type: str) -> bool:
-    """Whether the installed transformers knows the model; one that the files know may be younger."""
+    """Return True if the installed transformers has the model; the files may come from a newer version."""
     return (PACKAGE / "models" / model_type).is_dir()
 
 
 def without_version_note(text: str) -> str:
-    """What a command of another process said, without the note that another transformers is installed."""
+    """Return the output of a command without the note about another transformers version."""
     return text if IS_ASKED else re.sub(r"^note: .* are those of transformers .*\n", "", text, flags=re.MULTILINE)
 
 
 def _distributed(name: str) -> Any:
-    """A module of `transformers.distributed`; None in a version that has its content in another."""
+    """Return a module of `transformers.distributed`; None if this version does not have it."""
     try:
         return importlib.import_module(f"transformers.distributed.{name}")
     except ModuleNotFoundError:
@@ -56,7 +56,7 @@ def _distributed(name: str) -> Any:
 
 
 def style_of(parameter: str, plan: Mapping[str, str]) -> str | None:
-    """The style that transformers gives a parameter by a plan."""
+    """Return the TP style of a parameter in a plan of transformers."""
     parallel, tensor_parallel = _distributed("parallel_utils"), _distributed("tensor_parallel")
     find = parallel._get_parameter_plan if parallel else tensor_parallel._get_parameter_tp_plan
     found: str | None = find(parameter, dict(plan))
@@ -64,13 +64,13 @@ def style_of(parameter: str, plan: Mapping[str, str]) -> str | None:
 
 
 def parallel_styles() -> list[str]:
-    """The names of all styles."""
-    _distributed("expert_parallel")  # registers its styles, and imports those of TP
+    """Return the names of all TP styles."""
+    _distributed("expert_parallel")  # registers its styles and the TP styles
     return sorted((_distributed("parallel_utils") or _distributed("tensor_parallel")).ALL_PARALLEL_STYLES)
 
 
 def cut_for_tensor_parallelism(model: Any, mesh: DeviceMesh) -> nn.Module:
-    """A model as `from_pretrained` cuts it by its own plan, before it reads a weight."""
+    """Return a model that transformers shards by its own plan, before it loads weights."""
     from transformers.distributed import DistributedConfig
     from transformers.distributed.tensor_parallel import ColwiseParallel, apply_tensor_parallelism
 
@@ -79,7 +79,7 @@ def cut_for_tensor_parallelism(model: Any, mesh: DeviceMesh) -> nn.Module:
         plan, _, _ = model._resolve_parallel_plans(DistributedConfig(tp_size=mesh.size()))
         cut = apply_tensor_parallelism(model, mesh, plan)
     else:
-        # That version refuses a head whose rows do not divide, as it cannot compute with it; nothing is computed here.
+        # That version rejects a head with uneven shards, with which it cannot compute; this test does not compute.
         with patch.object(ColwiseParallel, "validate_param", lambda *arguments, **options: None):
             cut = apply_tensor_parallelism(model, mesh)
     return cut

@@ -1,7 +1,6 @@
-"""What the runtime of ckptx computes, held against `stock_outputs.py`: a transformers that knows nothing of ckptx.
+"""Compare the outputs of the ckptx runtime with `stock_outputs.py`, which runs transformers without ckptx.
 
-Everything lies in one folder: hf/NAME, inputs/NAME.pt, and what each side computed in stock/, stock-tp/, stock-dcp/ and
-ours-tp/.
+All files are in one directory: hf/NAME, inputs/NAME.pt, and the outputs in stock/, stock-tp/, stock-dcp/ and ours-tp/.
 """
 
 from __future__ import annotations
@@ -38,22 +37,22 @@ from tests.support.tensor_parallel import whole_gradient
 
 TP = 2
 _PROGRAM = Path(__file__).with_name("stock_outputs.py")
-_PATIENCE = 1800.0  # seconds for all models
+_PATIENCE = 1800.0  # timeout for all models, in seconds
 
 Computed = dict[str, Any]
 
 
-# ---------------------------------------------------------------------------------------------------- the other side
+# ---------------------------------------------------------------------------------------------------- transformers
 
 
 def prepare(work: Path, names: Iterable[str], *, dtype: str = "float32", dcp: bool = False) -> None:
-    """Writes what both sides read.
+    """Write the checkpoints and inputs that both sides read.
 
     Args:
-        work: Where.
-        names: Recipes; written in float32.
-        dtype: They are loaded in. The inputs are those of `verify --run`, which reach every tower.
-        dcp: Write each as a DCP under the names of the model, too, cut for two ranks.
+        work: Directory of all files.
+        names: Recipes to write, in float32.
+        dtype: Dtype to load them in. The inputs are those of `verify --run`, which reach every tower.
+        dcp: Also write each model as a DCP with transformers names, sharded for two ranks.
     """
     (work / "inputs").mkdir(parents=True, exist_ok=True)
     for name in names:
@@ -71,7 +70,7 @@ def prepare(work: Path, names: Iterable[str], *, dtype: str = "float32", dcp: bo
 
 
 def ask_transformers(work: Path, names: Iterable[str], *, tp: int = 1) -> None:
-    """Has `stock_outputs.py` load and compute, in processes of its own."""
+    """Run `stock_outputs.py` in separate processes."""
     words = [str(_PROGRAM), str(work), *names]
     shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(tp)}
     shared |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
@@ -83,13 +82,13 @@ def ask_transformers(work: Path, names: Iterable[str], *, tp: int = 1) -> None:
 
 
 def computed(work: Path, side: str, name: str) -> Computed:
-    """What a side computed: stock, stock-tp, stock-dcp, ours-tp."""
+    """Load the outputs of a side: stock, stock-tp, stock-dcp or ours-tp."""
     found: Computed = torch.load(work / side / f"{name}.pt", weights_only=True)
     return found
 
 
 class Judge:
-    """Asks transformers about all recipes of a kind at once, when the first of them is wanted."""
+    """Run transformers for all recipes of a kind at once, when the first of them is needed."""
 
     def __init__(self, work: Path, fast: Collection[str], *, tp: int = 1, **how: Any) -> None:
         self.work, self._fast, self._tp, self._how = work, fast, tp, how
@@ -105,11 +104,11 @@ class Judge:
         error = computed(self.work, "stock", name).get("error")
         assert error is None or not IS_ASKED, error
         if error is not None:
-            pytest.skip(f"transformers {INSTALLED} in one piece: {error}")
+            pytest.skip(f"transformers {INSTALLED}, unsharded: {error}")
         return computed(self.work, side, name)
 
 
-# ---------------------------------------------------------------------------------------------------------- our side
+# ------------------------------------------------------------------------------------------------------------- ckptx
 
 
 class _Inputs(NamedTuple):
@@ -124,7 +123,7 @@ def _inputs_of(work: Path, name: str) -> _Inputs:
 
 
 def in_one_piece(work: Path, name: str) -> nn.Module:
-    """Built and loaded by the runtime."""
+    """Build and load a model with the runtime."""
     path = work / "hf" / name
     with open_source(path) as source:
         model = build_model(path, dtype=_inputs_of(work, name).dtype, untied=source.find_untied_names())
@@ -134,14 +133,14 @@ def in_one_piece(work: Path, name: str) -> nn.Module:
 
 
 def described(work: Path, name: str, model: nn.Module) -> Computed:
-    """What a model holds and computes, as `stock_outputs.py` says it of its own."""
+    """Return the parameters and outputs of a model, in the form of `stock_outputs.py`."""
     batch, labels, _ = _inputs_of(work, name)
     held = {"tensors": fingerprints(model), "stored": sorted(model.state_dict())}
     return {**held, **run(model, batch, labels)}
 
 
 def cut_on_rank(rank: int, world_size: int, work: Path, name: str, skipped: str = "") -> None:
-    """The same under TP, on one rank of the gloo pool; `skipped` is a function of `styles` that does nothing."""
+    """Compute the same under TP on one rank of the gloo pool; the function `skipped` of `styles` does nothing."""
     skip = mock.patch.object(styles, skipped, lambda given, *more: given) if skipped else nullcontext()
     mesh = init_device_mesh("cpu", (1, world_size), mesh_dim_names=("dp_shard", "tp"))
     with skip:
@@ -176,12 +175,12 @@ def _cut(work: Path, name: str, mesh: DeviceMesh) -> Computed:
 
 @dataclass(frozen=True, slots=True)
 class Distance:
-    """How far two sides are apart, and how far they may be.
+    """Differences of two sides, and their tolerances.
 
     Attributes:
-        outputs: Largest difference of outputs, and what is allowed.
-        loss: Likewise.
-        gradients: By parameter; one that only one side has is infinitely far away.
+        outputs: Largest difference of outputs, and its tolerance.
+        loss: Difference of the loss, and its tolerance.
+        gradients: Differences and tolerances by parameter; infinite if only one side has the gradient.
     """
 
     outputs: tuple[float, float]
@@ -190,7 +189,7 @@ class Distance:
 
     @property
     def worst_gradient(self) -> tuple[str, float, float]:
-        """The one that takes most of what it may."""
+        """Gradient with the largest difference relative to its tolerance."""
         name = max(self.gradients, key=lambda each: _ratio(*self.gradients[each]), default="")
         return name, *self.gradients.get(name, (0.0, 0.0))
 
@@ -205,12 +204,11 @@ def _ratio(found: float, limit: float) -> float:
 
 
 def allowed(work: Path, name: str, whole: Computed) -> Computed:
-    """What rounding may do, as `verify --run` measures it.
+    """Return the tolerances for rounding, measured as by `verify --run`.
 
-    Eight times what it does when every embedding moves by one unit in the last place; and no less than eight units in
-    the last place of the largest element, for a gradient that does not move then is no more exact for that. The model
-    that is moved is ours: that it computes what `whole` says, bit for bit, is what `test_oracle_from_pretrained.py`
-    asks.
+    A tolerance is eight times the difference after every embedding is perturbed by one ULP, and at least eight ULPs of
+    the largest element, because a gradient that does not change is still subject to rounding. The perturbed model is
+    that of ckptx; `test_oracle_from_pretrained.py` checks that it computes the same as `whole`, bit for bit.
     """
     model, (batch, labels, dtype) = in_one_piece(work, name), _inputs_of(work, name)
     limits: Computed = {
@@ -229,7 +227,7 @@ def allowed(work: Path, name: str, whole: Computed) -> Computed:
 
 
 def distance(first: Computed, second: Computed, limits: Computed) -> Distance:
-    """Between what two sides computed; of outputs alone, where one could not go on to gradients."""
+    """Compare the results of two sides; only the outputs if one side has no gradients."""
     found = between(first, second)
     return Distance(
         (found["outputs"], limits["outputs"]),
@@ -239,9 +237,9 @@ def distance(first: Computed, second: Computed, limits: Computed) -> Distance:
 
 
 def between(first: Computed, second: Computed) -> Computed:
-    """Largest differences of outputs, loss and gradients.
+    """Return the largest differences of outputs, loss and gradients.
 
-    What one side does not train, because the constructor of the class says so, is left out.
+    Parameters that the constructor of the class excludes from training are not compared.
     """
     outputs = max(_furthest(a, b) for a, b in zip(first["outputs"], second["outputs"], strict=True))
     if "loss" not in first or "loss" not in second:
@@ -270,7 +268,7 @@ def _largest(tensor: torch.Tensor) -> float:
 
 
 def unequal(ours: Computed, theirs: Computed) -> list[str]:
-    """What two models in one piece do not have in common, bit for bit."""
+    """List the differences of two unsharded models, bit for bit."""
     held, known = ours["tensors"], theirs["tensors"]
     found = [
         f"{name}: {held.get(name)}, not {known.get(name)}"

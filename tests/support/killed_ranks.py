@@ -1,4 +1,4 @@
-"""Ranks that save a small model and are killed meanwhile, in processes of their own; and those that save after them."""
+"""Ranks in separate processes that save a small model and are killed, and ranks that save after them."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ Save = Callable[["Trained", Path, int], None]
 
 
 class Trained(NamedTuple):
-    """What a rank saves."""
+    """State that a rank saves."""
 
     model: Any
     optimizer: torch.optim.Optimizer
@@ -45,7 +45,7 @@ class Trained(NamedTuple):
 
 
 def trained(step: int) -> Trained:
-    """A model over two data ranks, and an optimizer, with values that tell the step."""
+    """Return a model on two data-parallel ranks and an optimizer, with values that depend on the step."""
     mesh = mesh_of(ParallelDims(dp_shard=RANKS), "cpu")
     seed(step, mesh)
     model = fully_shard(nn.Sequential(nn.Linear(40, 64), nn.Linear(64, 40)), mesh=mesh["dp_shard"])
@@ -57,7 +57,7 @@ def trained(step: int) -> Trained:
 
 
 def settings(at: Trained, root: Path, step: int) -> dict[str, Any]:
-    """How it is saved: `latest` moves, and an old step goes, when it is published."""
+    """Return a saver that updates `latest` and removes an old step after each save."""
     steps = StepDirectories(root)
 
     def then() -> None:
@@ -72,12 +72,12 @@ def settings(at: Trained, root: Path, step: int) -> dict[str, Any]:
 
 
 def waiting(at: Trained, root: Path, step: int) -> None:
-    """Saves, and comes back when it is done."""
+    """Save in the foreground."""
     save(at.model, at.optimizer, StepDirectories(root).path(step), **settings(at, root, step))
 
 
 def behind(at: Trained, root: Path, step: int) -> None:
-    """Saves in the background, while the run goes on."""
+    """Save in the background, while the run continues."""
     with Saver() as saver:
         saver.save(at.model, at.optimizer, StepDirectories(root).path(step), **settings(at, root, step))
         with torch.no_grad():
@@ -90,12 +90,12 @@ HOW: dict[str, Save] = {"sync": waiting, "async": behind}
 
 
 class Kill(NamedTuple):
-    """Who is killed where.
+    """The operation at which ranks are killed.
 
     Attributes:
-        rank: Whose operation it is.
-        at: The operation.
-        everyone: All ranks are killed there, or this one alone.
+        rank: Rank that performs the operation.
+        at: Name of the operation.
+        everyone: Kill all ranks, not only this one.
     """
 
     rank: int
@@ -104,7 +104,7 @@ class Kill(NamedTuple):
 
 
 def start(root: Path) -> None:
-    """Steps 3 and 6."""
+    """Save steps 3 and 6."""
     (root / "beside").mkdir(parents=True)
     (root / "beside" / "config.json").write_text('{"architectures": ["LlamaForCausalLM"], "model_type": "llama"}')
     for step in (3, 6):
@@ -112,7 +112,7 @@ def start(root: Path) -> None:
 
 
 def rehearsed(start: Path, root: Path, how: Save, step: int = 9) -> tuple[list[list[str]], SurvivingSteps]:
-    """The operations of each rank in a save that nobody kills, and what it leaves."""
+    """Run a save that is not killed; return the operations of each rank, and the remaining files."""
     shutil.copytree(start, root)
     assert run(root, step, how, note=root.parent / f"{root.name}.names") == [0, 0]
     found = [json.loads((root.parent / f"{root.name}.names-{rank}").read_text()) for rank in range(RANKS)]
@@ -122,7 +122,7 @@ def rehearsed(start: Path, root: Path, how: Save, step: int = 9) -> tuple[list[l
 
 
 def killed(start: Path, root: Path, how: Save, kill: Kill, known: dict[int, str]) -> tuple[list[int], SurvivingSteps]:
-    """Exit codes of the ranks of a save that is killed, and what it left; the same step is saved again then."""
+    """Kill a save, then save the same step again; return the exit codes, and the files that the killed save left."""
     shutil.copytree(start, root)
     codes = run(root, 9, how, kill=kill)
 
@@ -135,7 +135,7 @@ def killed(start: Path, root: Path, how: Save, kill: Kill, known: dict[int, str]
 
 
 def run(root: Path, step: int, how: Save, *, kill: Kill | None = None, note: Path | None = None) -> list[int]:
-    """Two fresh ranks that save one step; their exit codes."""
+    """Start two new ranks that save one step; return their exit codes."""
     with tempfile.TemporaryDirectory() as directory:
         store = str(Path(directory, "store"))
         ranks = [
@@ -160,14 +160,14 @@ def _rank(rank: int, store: str, root: Path, step: int, how: Save, kill: Kill | 
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     if kill is not None:
-        sys.stderr = io.StringIO()  # gloo on the other rank says at length that one is gone
+        sys.stderr = io.StringIO()  # gloo logs a long error on the other rank
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=RANKS)
     at = trained(step)
     others = [pid for pid in all_gather_object(os.getpid()) if pid != os.getpid()]
     if kill is not None and kill.rank == rank:
         with kill_at(root, kill.at, others if kill.everyone else ()):
             how(at, root, step)
-        raise AssertionError(f"never came to {kill.at}")
+        raise AssertionError(f"did not reach the operation {kill.at}")
     with record_operations(root) as names:
         how(at, root, step)
     if note is not None:

@@ -1,4 +1,4 @@
-"""Configs of public models in their real size, written down from what their `config.json` says."""
+"""Configs of public models in their real size, copied from their `config.json`."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ _QWEN3_NEXT = _text(
     linear_value_head_dim=128, **_rope(partial_rotary_factor=0.25),
 )  # fmt: skip
 
-# Name -> the class of the model, and the settings of its config.
+# Name -> class of the model, and settings of its config.
 LARGE: Mapping[str, tuple[str, Settings]] = {
     "llama-3-70b": ("LlamaForCausalLM", _LLAMA3),
     "qwen3-235b-a22b": (
@@ -356,7 +356,7 @@ LARGE: Mapping[str, tuple[str, Settings]] = {
 
 
 def large(name: str) -> tuple[Any, Any]:
-    """The config of a public model, and its class."""
+    """Return the config of a public model, and its class."""
     class_name, settings = LARGE[name]
     cls = getattr(transformers, class_name)
     return cls.config_class(**settings), cls

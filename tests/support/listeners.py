@@ -1,4 +1,4 @@
-"""Small models of every class that listens: settings, as small as each class allows."""
+"""Small models of every audio class, with the smallest settings that the class allows."""
 
 from __future__ import annotations
 
@@ -51,12 +51,12 @@ SPEECH = {
 
 
 class Listener(NamedTuple):
-    """A small model that listens.
+    """A small audio model.
 
     Attributes:
-        classes: The names of its config class and of its class.
-        settings: Of the config.
-        deaf: Parameters of its ears that no sound reaches; without `model.`, which not every release has there.
+        classes: Names of the config class and the model class.
+        settings: Settings of the config.
+        deaf: Parameters of the audio encoder that no input reaches, without `model.`, which only some releases have.
     """
 
     classes: tuple[str, str]
@@ -158,7 +158,7 @@ LISTENERS: dict[str, Listener] = {
                               "num_attention_heads": 4, "image_size": 28, "patch_size": 14, "image_token_id": 98,
                               "crop_size": 28},
         },
-        frozenset(  # another projection, for sounds beside images
+        frozenset(  # another projection, for audio together with images
             f"embed_tokens_extend.audio_embed.{way}_proj_for_vision_speech.{leaf}"
             for way in ("up", "down") for leaf in ("weight", "bias")
         ),
@@ -169,7 +169,7 @@ LISTENERS: dict[str, Listener] = {
             "text_config": {**TEXT, "rope_parameters": MROPE}, "vision_config": QWEN_EYES,
             "audio_config": {**EARS, "n_window": 10, "output_dim": 32, "max_source_positions": 16}, **OMNI_TOKENS,
         },
-        frozenset({"audio_tower.audio_bos_eos_token.weight"}),  # the forward pass of the class does not read it
+        frozenset({"audio_tower.audio_bos_eos_token.weight"}),  # the forward pass does not use it
     ),
     "qwen2_audio": Listener(
         ("Qwen2AudioConfig", "Qwen2AudioForConditionalGeneration"),
@@ -256,6 +256,6 @@ LISTENERS: dict[str, Listener] = {
             "conv_dim": [16, 16], "conv_kernel": [10, 3], "conv_stride": [5, 2], "num_conv_pos_embeddings": 16,
             "num_conv_pos_embedding_groups": 4, "max_text_positions": 32, "max_speech_positions": 64,
         },
-        frozenset({"speecht5.encoder.prenet.masked_spec_embed"}),  # put in for what training masks
+        frozenset({"speecht5.encoder.prenet.masked_spec_embed"}),  # used only for masked positions in training
     ),
 }  # fmt: skip

@@ -1,4 +1,4 @@
-"""What the ranks in the tests of `load` do: cut a model on the meta device, load it, compare with torch's shards."""
+"""Functions of the ranks in tests of `load`: shard a model on the meta device, load it, compare with torch's shards."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from ckptx.runtime.checkpointing.load import load
 from ckptx.runtime.model.build import build_model, materialize
 from tests.support.stock import raw
 
-Answer = tuple[str | None, int, int]  # what is wrong, bytes of this rank's shards, bytes read for them
+Answer = tuple[str | None, int, int]  # error or None, bytes of this rank's shards, bytes read for them
 Regions = Callable[[str], "list[Region] | None"]
 
 
 def stock(path: Path) -> Any:
-    """The model as transformers loads it."""
+    """Return the model that transformers loads."""
     import transformers
 
     name = json.loads((path / "config.json").read_text())["architectures"][0]
@@ -34,10 +34,10 @@ def stock(path: Path) -> Any:
 
 
 def cut(model: nn.Module, mesh: DeviceMesh, layout: str) -> Regions:
-    """Replaces every matrix by a DTensor over `mesh`, along "rows" or "columns", or rows of three unequal parts.
+    """Replace every matrix by a DTensor sharded over `mesh` by "rows" or "columns", or "packed": rows in three parts.
 
     Returns:
-        What this rank holds by name, for "packed"; nothing for what torch can say itself.
+        Regions of this rank by name for "packed"; empty for the others, which DTensor placements describe.
     """
     held: dict[str, list[Region]] = {}
     made: dict[int, nn.Parameter] = {}
@@ -59,13 +59,13 @@ def _shard(tensor: torch.Tensor, mesh: DeviceMesh, layout: str, name: str, held:
     rows, rank, size = tensor.shape[0], mesh.get_local_rank(), mesh.size()
     groups = (rows // 2, rows // 4, rows - rows // 2 - rows // 4)
     parts = tensor.split(groups)
-    local = torch.cat([part.chunk(size)[rank] for part in parts])  # torch's words for it, not ckptx's
+    local = torch.cat([part.chunk(size)[rank] for part in parts])  # computed by torch, not by ckptx
     held[name] = list(tp_regions(tuple(tensor.shape), Placement(0, groups), size)[rank])
     return DTensor.from_local(local, mesh, [Shard(0)], run_check=False, shape=tensor.shape, stride=tensor.stride())
 
 
 def fault(model: nn.Module, expected: nn.Module) -> str | None:
-    """The first tensor whose local part has other bytes than that of `expected`."""
+    """Return the first tensor whose local shard differs from that of `expected`; None if all are equal."""
     theirs = expected.state_dict()
     mine = model.state_dict()
     if mine.keys() != theirs.keys():
@@ -78,7 +78,7 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def load_sharded(rank: int, world_size: int, hf: Path, path: Path, layout: str) -> Answer:
-    """TP alone."""
+    """Load with TP only."""
     mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("tp",))
     expected = stock(hf)
     cut(expected, mesh, layout)
@@ -90,7 +90,7 @@ def load_sharded(rank: int, world_size: int, hf: Path, path: Path, layout: str) 
 
 
 def load_fsdp_in_tp(rank: int, world_size: int, hf: Path, path: Path, layout: str) -> Answer:
-    """TP of 2, FSDP in it; layers and the rest are FSDP units."""
+    """Load with TP 2 and FSDP2; each layer and the remaining modules are FSDP units."""
     mesh = init_device_mesh("cpu", (world_size // 2, 2), mesh_dim_names=("dp_shard", "tp"))
     expected, model = stock(hf), build_model(hf)
     cut(expected, mesh["tp"], layout)
@@ -106,7 +106,7 @@ def load_fsdp_in_tp(rank: int, world_size: int, hf: Path, path: Path, layout: st
 
 
 def load_tied_fsdp(rank: int, world_size: int, hf: Path) -> str | None:
-    """FSDP shares a tied parameter, and goes on doing so; the forward pass is the stock one."""
+    """Load a model with tied parameters under FSDP2; they remain tied, and the forward pass is the stock one."""
     mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("dp_shard",))
     ids = torch.arange(3, 17).reshape(2, 7)
     expected = stock(hf)(ids).logits
@@ -124,7 +124,7 @@ def load_tied_fsdp(rank: int, world_size: int, hf: Path) -> str | None:
 
 
 def load_wrong_shard(rank: int, world_size: int, hf: Path) -> str | None:
-    """Each rank is told that it holds what the other one does."""
+    """Load with the regions of the other rank; return the first tensor that differs."""
     mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("tp",))
     expected, model = stock(hf), build_model(hf)
     cut(expected, mesh, "rows")
@@ -145,7 +145,7 @@ def load_wrong_shard(rank: int, world_size: int, hf: Path) -> str | None:
 
 
 def write_large(path: Path) -> None:
-    """A Llama of 310 MB: its largest tensor alone is 130 MB."""
+    """Write a Llama of 310 MB, whose largest tensor has 130 MB."""
     import transformers
 
     config = transformers.LlamaConfig(
@@ -162,13 +162,13 @@ def write_large(path: Path) -> None:
 
 
 def _rss(field: str) -> int:
-    """A field of /proc/self/status, in bytes."""
+    """Return a field of /proc/self/status in bytes."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) << 10 for line in lines if line.startswith(field))
 
 
 def main() -> None:
-    """Prints by how much memory grows while rank 0 of 2 loads, and how much it holds then."""
+    """Print by how many bytes the memory grows while rank 0 of 2 loads, and the bytes of its shards."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     hf, path, layout = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]

@@ -1,7 +1,7 @@
-"""What a training step takes with real tensors in real gloo processes, as torch's profiler sees it.
+"""Measure the memory of a training step with real tensors in gloo processes, with torch's profiler.
 
-The step is that of `ckptx/runtime/forecasting/step.py`, which a forecast runs, too; storage, processes and the counting
-of bytes are not: here the allocator itself is asked.
+The step is that of `ckptx/runtime/forecasting/step.py`, which a forecast also runs. Storage and processes are real, and
+bytes are counted by the allocator.
 """
 
 from __future__ import annotations
@@ -66,17 +66,17 @@ CONFIGS: dict[str, dict[str, Any]] = {
 LAYOUTS: dict[str, dict[str, int]] = {
     "dp1": {}, "tp4": {"tp": 4}, "dp4": {"dp_shard": 4}, "tp2 x dp2": {"tp": 2, "dp_shard": 2}, "pp2": {"pp": 2},
 }  # fmt: skip
-_STEPS = 2  # measured in a world of several ranks
-_OF_GLOO = ("c10d::", "gloo:")  # operations that only send: what they make is a copy, NCCL needs none
+_STEPS = 2  # measured steps with several ranks
+_OF_GLOO = ("c10d::", "gloo:")  # operations that only send; NCCL does not need their copies
 MODES = ("none", "full", "submodule", "selective")
 
 
 class Block(NamedTuple):
-    """Memory that was taken.
+    """An allocation.
 
     Attributes:
-        nbytes: How much.
-        op: The innermost operation around it.
+        nbytes: Size in bytes.
+        op: Innermost operation that allocated it.
     """
 
     nbytes: int
@@ -84,14 +84,14 @@ class Block(NamedTuple):
 
 
 class Measured(NamedTuple):
-    """What a rank took.
+    """Memory of a step on one rank.
 
     Attributes:
         before: Bytes of tensors before the step.
-        peak: The most during it, without what gloo takes for itself.
-        after: Bytes after it.
-        with_gloo: The most during it, with all there is.
-        alive: At the peak, of what was taken during the step.
+        peak: Peak bytes during the step, without buffers of gloo.
+        after: Bytes after the step.
+        with_gloo: Peak bytes during the step, with buffers of gloo.
+        alive: Allocations of the step that are alive at the peak.
     """
 
     before: int
@@ -102,7 +102,7 @@ class Measured(NamedTuple):
 
 
 def write_config(model: str, directory: Path) -> Path:
-    """The directory of a config.json of one of CONFIGS."""
+    """Write the config.json of one of CONFIGS, and return its directory."""
     found = directory / model
     found.mkdir(exist_ok=True)
     (found / "config.json").write_text(json.dumps(CONFIGS[model]))
@@ -110,14 +110,14 @@ def write_config(model: str, directory: Path) -> Path:
 
 
 def task_of(source: Path, layout: str, mode: Any, **dtypes: Any) -> ForecastTask:
-    """A step of a small model: one row, or one for each stage of a pipeline."""
+    """Return a step of a small model with one sequence, or one per pipeline stage."""
     sizes: dict[str, Any] = {"tp": 2} if layout == "tp2" else LAYOUTS[layout]
     options = ForecastOptions(source, **sizes, seq=SEQ, activation_checkpointing=mode, dtype="fp32", **dtypes)
     return task_from_options(source, options, options.dims.pp)
 
 
 def forecasts_here(task: ForecastTask) -> list[RankForecast]:
-    """The forecast of each stage in this process, which a fork of one that has trained could not make."""
+    """Forecast each stage in this process, because a fork of a process that has trained cannot do it."""
     known, found = BoundaryCache(), []
     for rank in range(task.dims.pp):
         forecast, known = run_rank(task, rank, known)
@@ -126,15 +126,15 @@ def forecasts_here(task: ForecastTask) -> list[RankForecast]:
 
 
 def measure_alone(task: ForecastTask) -> Measured:
-    """What a task of one rank takes, in this process."""
+    """Measure a task with one rank in this process."""
     with process_group("cpu") as place:
         return measure(task, place)
 
 
 def measured_stages(pool: GlooPool, task: ForecastTask) -> list[Measured]:
-    """What a task takes on a rank of each stage of its pipeline.
+    """Measure a task on one rank of each pipeline stage.
 
-    All that is cut divides, so that ranks of a stage take the same; of the one counts whose threads of gloo are first.
+    All shards are even, so that the ranks of a stage use the same memory; the rank with the lowest peak counts.
     """
     size = task.dims.ranks_per_stage
     found = pool.run(measure_on_rank, task.dims.world_size, task)
@@ -142,17 +142,17 @@ def measured_stages(pool: GlooPool, task: ForecastTask) -> list[Measured]:
 
 
 def measure_on_rank(rank: int, world_size: int, task: ForecastTask) -> Measured:
-    """What a task takes on this rank of a pool."""
+    """Measure a task on this rank of a pool."""
     return measure(task, RankContext(rank, world_size, torch.device("cpu")))
 
 
 def measure(task: ForecastTask, place: RankContext) -> Measured:
-    """What a task takes on this rank.
+    """Measure a task on this rank.
 
-    The first step makes what stays, such as the state of the optimizer. Of those after it the one with the lowest peak
-    counts: threads of gloo let go of what they have sent when they come to it, which may be an operation later.
+    The first step allocates lasting state, such as that of the optimizer. Of the later steps, the one with the lowest
+    peak counts, because threads of gloo may free sent buffers later than the operation ends.
     """
-    others = _storages()  # kept, so that nobody of them goes during a step
+    others = _storages()  # kept, so that none of them is freed during a step
     step = _prepared(task, place)
     step.run(StorageLedger())
     found = [_measured(step, others) for _ in range(_STEPS if place.world_size > 1 else 1)]
@@ -176,7 +176,7 @@ def _prepared(task: ForecastTask, place: RankContext) -> StepSpec:
     with torch.no_grad():
         for each in parameters:
             local = getattr(each, "_local_tensor", each)
-            random = torch.Generator().manual_seed(0)  # copies on several stages have to be equal
+            random = torch.Generator().manual_seed(0)  # copies on several stages must be equal
             local.copy_(torch.randn(local.shape, generator=random) * 0.02)
     model = assembled.models[0]
     config: Mapping[str, Any] = {**model.config.to_dict(), "architectures": model.config.architectures}
@@ -189,13 +189,13 @@ def _prepared(task: ForecastTask, place: RankContext) -> StepSpec:
 
 
 def _storages() -> dict[int, torch.UntypedStorage]:
-    """Every storage of this process by its address."""
+    """Return every tensor storage of this process by its address."""
     found = {}
     for each in iter_live_tensors():
         if each.device.type == "cpu":
             storage = each.untyped_storage()
             found[storage.data_ptr()] = storage
-    found.pop(0, None)  # the address of what takes nothing
+    found.pop(0, None)  # the address of empty storages
     return found
 
 
@@ -203,7 +203,7 @@ def _counted(before: int, seen: Any) -> Measured:
     tree = seen.profiler.kineto_results.experimental_event_tree()
     events = [each for each in traverse_dfs(tree) if each.typed[0] == torch._C._profiler._EventType.Allocation]
     now = peak = with_gloo = before
-    of_gloo: Counter[tuple[int, int]] = Counter()  # threads may say in another order what one gave back and one got
+    of_gloo: Counter[tuple[int, int]] = Counter()  # events of different threads may be out of order
     alive: dict[int, Block] = {}
     most: list[Block] = []
     for each in sorted(events, key=lambda each: each.start_time_ns):
@@ -226,7 +226,7 @@ def _counted(before: int, seen: Any) -> Measured:
 
 
 def _around(event: Any) -> list[str]:
-    """The operations in which something happened, the innermost first."""
+    """Return the operations around an event, the innermost first."""
     found = []
     while event.parent is not None:
         event = event.parent
@@ -235,6 +235,6 @@ def _around(event: Any) -> list[str]:
 
 
 def layer_parameters(source: Path) -> int:
-    """How many parameters the largest layer of a model has."""
+    """Return the number of parameters of the largest layer of a model."""
     groups = layer_groups(build_model(source)).values()
     return max(sum(each.numel() for each in layer.module.parameters()) for group in groups for layer in group)

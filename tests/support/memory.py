@@ -1,9 +1,8 @@
-"""A storage in memory, behind the same interface as a local disk: it proves the interface, and tests need no files.
+"""A storage in memory with the interface of a local disk, which tests the interface and lets tests run without files.
 
-`MemoryPath` is a `Location`, with the methods of `pathlib.Path` that tests write files with, and the `Source` of what
-lies there: `open_checkpoint(MemoryPath() / "model")`. `MemoryTree` is an `OutputTree` in it, and `MemoryPublisher`
-claims a target as a bucket does it: files have their final names at once, and a claim is an object that only one run
-can create.
+`MemoryPath` is a `Location` and a `Source`, with the methods of `pathlib.Path` with which tests write files:
+`open_checkpoint(MemoryPath() / "model")`. `MemoryTree` is an `OutputTree` in memory. `MemoryPublisher` claims a target
+as a bucket does: files have their final names at once, and a claim is an object that only one run can create.
 """
 
 from __future__ import annotations
@@ -27,28 +26,28 @@ _VERSIONS = itertools.count(1)
 
 
 class MemoryIdentity(NamedTuple):
-    """The number of a write: no two states of a file have the same, as no two entity tags of a store."""
+    """Size and write number of a file; each state of a file has a different number, like an entity tag."""
 
     nbytes: int
     number: int
 
     @property
     def version(self) -> tuple[int | str, ...]:
-        """Size and number."""
+        """Size and write number of the file."""
         return self
 
     @property
     def device_and_inode(self) -> tuple[int | str, ...]:
-        """Nothing: a version says all."""
+        """Empty, because the version identifies the state."""
         return ()
 
     def has_same_contents(self, other: FileIdentity) -> bool:
-        """Return True for the same state."""
+        """Return True if the other version is the same state."""
         return self == other
 
 
 class Stored(NamedTuple):
-    """The bytes of a file, and the number of the write that made it."""
+    """The bytes of a file, and the number of the write that created it."""
 
     data: bytearray
     number: int
@@ -63,8 +62,8 @@ class Store:
 
     Attributes:
         files: Contents by name ("/a/b").
-        listed: Every directory that was listed, in order: what a test counts.
-        room: Bytes that may still be written, or None for no limit.
+        listed: Directories that were listed, in order, for tests that count them.
+        room: Bytes that may still be written; None for no limit.
     """
 
     def __init__(self, room: int | None = None) -> None:
@@ -74,16 +73,16 @@ class Store:
         self.room = room
 
     def put(self, path: PurePosixPath, data: bytes) -> None:
-        """Make or replace a file; directories on the way are made, as in a bucket."""
+        """Create or replace a file and its parent directories, as in a bucket."""
         self.files[path] = Stored(bytearray(data), next(_VERSIONS))
         self.make_directory(path.parent)
 
     def make_directory(self, path: PurePosixPath) -> None:
-        """Make a directory and those above it."""
+        """Create a directory and its parents."""
         self.directories.update((path, *path.parents))
 
     def kind(self, path: PurePosixPath) -> EntryKind | None:
-        """Return what is at a name."""
+        """Return the entry with a name."""
         if path in self.files:
             return EntryKind.FILE
         return EntryKind.DIRECTORY if path in self.directories else None
@@ -95,7 +94,7 @@ class Store:
 
 
 class MemoryPath:
-    """A place in a store: where it is (`Location`), what lies there (`Source`), and how tests write it."""
+    """A path in a store: a `Location`, a `Source`, and methods with which tests write files."""
 
     def __init__(
         self,
@@ -105,9 +104,9 @@ class MemoryPath:
     ) -> None:
         self.path = PurePosixPath(path)
         self.store = Store() if store is None else store
-        self._listings = listings  # None remembers nothing, as tests go on writing
+        self._listings = listings  # None: do not cache, because tests continue to write
 
-    # ------------------------------------------------------------------------------------------------- a location
+    # ------------------------------------------------------------------------------------------------ `Location`
 
     @property
     def name(self) -> str:
@@ -134,7 +133,7 @@ class MemoryPath:
     def __lt__(self, other: MemoryPath) -> bool:
         return self.path < other.path
 
-    # ------------------------------------------------------------------------------------------ as tests write files
+    # ------------------------------------------------------------------------------------ `pathlib.Path` methods
 
     def mkdir(self, parents: bool = False, exist_ok: bool = False) -> None:
         self.store.make_directory(self.path)
@@ -156,7 +155,7 @@ class MemoryPath:
         del self.store.files[self.path]
 
     def remove(self) -> None:
-        """Remove a directory and all that is in it."""
+        """Remove a directory and its contents."""
         for place in self.rglob("*"):
             place.unlink()
         self.store.directories -= {path for path in self.store.directories if self.path in (path, *path.parents)}
@@ -180,7 +179,7 @@ class MemoryPath:
         self.write_bytes(b"")
 
     def copy_from(self, directory: Path) -> None:
-        """Copy the files of a directory of a local disk."""
+        """Copy the files of a local directory."""
         for path in directory.rglob("*"):
             if path.is_file():
                 (self / str(path.relative_to(directory))).write_bytes(path.read_bytes())
@@ -195,7 +194,7 @@ class MemoryPath:
     def iterdir(self) -> Iterator[MemoryPath]:
         return (self / name for name in self.store.names(self.path))
 
-    # -------------------------------------------------------------------------------------------------- a source
+    # --------------------------------------------------------------------------------------------------- `Source`
 
     @property
     def location(self) -> MemoryPath:
@@ -267,7 +266,7 @@ def _missing(place: MemoryPath) -> InputError:
 
 
 class MemoryFiles:
-    """The files of a place, opened for reading: a file that is replaced afterwards is still the one that was opened."""
+    """Files opened for reading; if a file is replaced later, the opened state is still read."""
 
     def __init__(self, root: MemoryPath, recorded: Mapping[str, FileIdentity] | None) -> None:
         self.root, self._recorded = root, recorded or {}
@@ -339,7 +338,7 @@ class MemoryFile:
         self.close()
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing, because no file is open."""
 
     @property
     def size(self) -> int:
@@ -365,14 +364,14 @@ class MemoryFile:
             if len(data) > store.room:
                 raise SpaceError(f"{self.path}: No space left on device; nothing was published, free some space")
             store.room -= len(data)
-        with self._lock:  # other threads write other places, and any of them may make it longer
+        with self._lock:  # other threads write at other offsets, and each may extend the file
             if len(self._data) < offset:
                 self._data.extend(bytes(offset - len(self._data)))
             self._data[offset : offset + len(data)] = data
 
 
 class MemoryTree:
-    """The directory of an output in memory. The holder of a file is the number of the write that made it."""
+    """The directory of an output in memory. The handle of a file is the number of the write that created it."""
 
     def __init__(self, path: MemoryPath) -> None:
         self.path = path
@@ -383,7 +382,7 @@ class MemoryTree:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Nothing is open."""
+        """Do nothing, because no file is open."""
 
     def open_output(self, name: str, nbytes: int | None, *, keep: bool = False) -> MemoryFile:
         path = resolve_inside(self.path, name)
@@ -427,7 +426,7 @@ class MemoryTree:
                 raise OutputError(f"{self.path / name}: was replaced; nothing was published, run again")
 
     def verify_files(self, expected: Mapping[str, ExpectedFile]) -> None:
-        """Check that there are these files and no others, and read those again that say how."""
+        """Check that exactly these files exist, and compare the contents of those with a digest."""
         self.verify_status(expected)
         for name in self._files():
             wanted = expected.get(name)
@@ -440,18 +439,18 @@ class MemoryTree:
 
 
 def source_of(place: Path | MemoryPath) -> Source:
-    """The source of a place in either storage."""
+    """Return the source of a path in either storage."""
     return place if isinstance(place, MemoryPath) else LocalSource(place)
 
 
 def tree_of(place: Path | MemoryPath) -> MemoryTree | DirectoryHandle:
-    """The output tree of a place in either storage; the directory is made."""
+    """Create a directory in either storage, and return its output tree."""
     place.mkdir(parents=True, exist_ok=True)
     return MemoryTree(place) if isinstance(place, MemoryPath) else DirectoryHandle.open_path(place)
 
 
 class MemoryPublisher:
-    """The claim on a target in memory: an object that only one run creates. What is written waits beside the target."""
+    """A claim on a target in memory: an object that only one run can create. Outputs are staged next to the target."""
 
     def __init__(
         self, target: MemoryPath, *, overwrite: bool, resume: bool, may_replace: Callable[[MemoryPath], None]

@@ -1,4 +1,4 @@
-"""Microbatches of a recipe that have no image (or sound), one, or several."""
+"""Microbatches of a recipe with no, one or several images (or audio clips)."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import torch
 
 from tests.support.models import EVERY, Inputs
 
-# None in the first microbatch, one in the next, three in the last. An encoder that only listens always has a sound.
+# None in the first microbatch, one in the next, three in the last. An audio-only encoder always has a clip.
 NONE_ONE_THREE, ONE_ONE_THREE = (1, 2, 2, 2), (0, 1, 2, 2, 2)
 
 _ABOUT_TOKENS = ("token_type_ids", "mm_token_type_ids", "attention_mask")
-_LAST_WORD = 90  # tokens above stand for images and sounds
+_LAST_WORD = 90  # tokens above this stand for images and audio
 
 MULTIMODAL = tuple(
     name for name, recipe in EVERY.items() if any(each.is_floating_point() for each in recipe.inputs().values())
@@ -21,18 +21,18 @@ MULTIMODAL = tuple(
 
 
 def pictures_of(name: str) -> tuple[int, ...]:
-    """For `microbatches`: no image, one, and three; one at least of what is all that a recipe takes."""
+    """Return the argument for `microbatches`: zero, one and three images, or at least one if there is no text input."""
     return NONE_ONE_THREE if "input_ids" in EVERY[name].inputs() else ONE_ONE_THREE
 
 
 def microbatches(name: str, count: int, pictured: Sequence[int] | None = None) -> list[Inputs]:
-    """Microbatches of a recipe, each with other tokens.
+    """Return microbatches of a recipe, each with different tokens.
 
     Args:
-        name: Of the recipe.
-        count: Of microbatches.
-        pictured: The numbers of those with an image or a sound, as often as they have one; by default each has one. In
-            those without, tokens that stand for one are others.
+        name: Name of the recipe.
+        count: Number of microbatches.
+        pictured: Index of a microbatch for each image or audio clip [default: one per microbatch]. In microbatches
+            without one, its placeholder tokens are replaced by text tokens.
     """
     found = []
     for index in range(count):
@@ -52,7 +52,7 @@ def microbatches(name: str, count: int, pictured: Sequence[int] | None = None) -
 
 @cache
 def several(name: str, count: int) -> Inputs:
-    """So many images in each row; where the class does not take them so, as many rows with one each."""
+    """Put `count` images in each row; if the class does not support it, return `count` rows with one image each."""
     one = EVERY[name].inputs()
     parts = [{key: _changed(value, index) for key, value in one.items()} for index in range(count)]
     rows = {key: torch.cat([part[key] for part in parts]) for key in one}
@@ -70,10 +70,10 @@ def several(name: str, count: int) -> Inputs:
 
 
 def kinds(batches: Sequence[Inputs]) -> list[Inputs]:
-    """One batch of each kind of arguments."""
+    """Return one microbatch for each set of arguments."""
     return list({tuple(sorted(batch)): batch for batch in reversed(batches)}.values())
 
 
 def _changed(value: torch.Tensor, index: int) -> torch.Tensor:
-    """Another image of the same form; all else is as it is."""
+    """Return another image of the same shape; other inputs do not change."""
     return value * (1 + index / 16) if value.is_floating_point() else value

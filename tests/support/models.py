@@ -1,7 +1,7 @@
-"""Tiny models of real transformers classes with random weights: what the oracle tests convert.
+"""Tiny models of real transformers classes with random weights, which the oracle tests convert.
 
-Every parameter and persistent buffer is random, so that a tensor that is lost, exchanged or left at its initial value
-changes the logits.
+Every parameter and persistent buffer is random, so that a tensor that is missing, exchanged or not loaded changes the
+logits.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torch.distributed.checkpoint._consolidate_hf_safetensors import consolidate
 from tests.support.installed import READS_SHARDED_FILES
 from tests.support.vision_models import tiny
 
-VOCAB = 101  # divides by nothing
+VOCAB = 101  # a prime number
 
 Inputs = dict[str, torch.Tensor]
 
@@ -35,13 +35,13 @@ class Recipe:
     """A tiny model.
 
     Attributes:
-        model: Builds it.
-        inputs: Inputs that reach every tower.
-        dtype: Of the parameters.
-        aliases: Tied name -> the name on disk that holds its bytes, both as the checkpoint spells them; written by hand
-            from the class, not asked from ckptx.
+        model: Function that builds the model.
+        inputs: Function that returns inputs that reach every tower.
+        dtype: Dtype of the parameters.
+        aliases: Tied name -> stored name with its bytes, both as in the checkpoint; written by hand from the class,
+            without ckptx.
         shard: `max_shard_size` of `save_pretrained`.
-        add: Names to write to disk besides what `save_pretrained` writes: name -> (stored name, whether equal to it).
+        add: Tensors to write in addition to `save_pretrained`: name -> (stored name, True to copy its values).
     """
 
     model: Callable[[], Any]
@@ -61,7 +61,7 @@ def encoder_decoder_tokens() -> Inputs:
 
 
 def randomise(model: torch.nn.Module, seed: int = 0) -> torch.nn.Module:
-    """Gives every tensor of the state dict random values, in place; tied ones stay tied."""
+    """Fill every tensor of the state dict with random values in place; tied tensors stay tied."""
     generator = torch.Generator().manual_seed(seed)
     for name, tensor in model.state_dict().items():
         if tensor.is_floating_point():
@@ -77,22 +77,24 @@ def randomise(model: torch.nn.Module, seed: int = 0) -> torch.nn.Module:
 
 
 def build(recipe: Recipe) -> Any:
-    """The model, random, in the dtype of the recipe."""
+    """Build the model of a recipe with random weights, in the dtype of the recipe."""
     torch.manual_seed(0)
     model = recipe.model()
-    model = model.float() if recipe.dtype is torch.float32 else model.bfloat16()  # `to` would make complex buffers real
+    model = (
+        model.float() if recipe.dtype is torch.float32 else model.bfloat16()
+    )  # `to` would convert complex buffers to real ones
     return randomise(model).eval()
 
 
 def write(recipe: Recipe, path: Path) -> None:
-    """The HF checkpoint, by `save_pretrained`; then what the recipe adds."""
+    """Write the HF checkpoint of a recipe with `save_pretrained`, then the tensors of `add`."""
     build(recipe).save_pretrained(path, max_shard_size=recipe.shard)
     for name, (stored, equal) in recipe.add.items():
         add_tensor(path, name, stored, equal)
 
 
 def add_tensor(path: Path, name: str, stored: str, equal: bool) -> None:
-    """Writes one more tensor into the file that holds `stored`, as a trainer that saves tied names twice does."""
+    """Write one more tensor to the file with `stored`, as a trainer that saves tied weights twice does."""
     import json
 
     index = path / "model.safetensors.index.json"
@@ -115,7 +117,7 @@ def read_file(file: Path) -> dict[str, torch.Tensor]:
 
 
 def read_hf(path: Path) -> dict[str, torch.Tensor]:
-    """Every tensor of an HF directory, by safetensors alone."""
+    """Read every tensor of an HF directory, with the safetensors library only."""
     tensors: dict[str, torch.Tensor] = {}
     for file in sorted(path.glob("*.safetensors")):
         tensors |= read_file(file)
@@ -123,7 +125,7 @@ def read_hf(path: Path) -> dict[str, torch.Tensor]:
 
 
 def consolidated(path: Path) -> Path:
-    """A directory beside one of sharded safetensors, with the file that torch makes of them."""
+    """Merge sharded safetensors with torch into a file in a new directory next to them."""
     out = path.with_name(f"{path.name} consolidated")
     out.mkdir()
     shards = sorted(path.glob("shard-*.safetensors"))
@@ -136,9 +138,9 @@ def consolidated(path: Path) -> Path:
 
 
 def load(path: Path, dtype: torch.dtype | str = "auto") -> Any:
-    """`from_pretrained` of a directory, which must hold exactly what the class wants.
+    """Call `from_pretrained` on a directory, and check that it has exactly the tensors of the class.
 
-    Sharded safetensors go through torch where the installed transformers does not read them.
+    Sharded safetensors are first merged with torch if the installed transformers cannot read them.
     """
     if not READS_SHARDED_FILES and any(path.glob("shard-*.safetensors")):
         path = consolidated(path)
@@ -152,7 +154,7 @@ def load(path: Path, dtype: torch.dtype | str = "auto") -> Any:
 
 
 def outputs(model: Any, inputs: Inputs) -> list[torch.Tensor]:
-    """What the model computes, as tensors."""
+    """Return the outputs of the model as tensors."""
     dtype = next(p.dtype for p in model.parameters())
     moved = {key: value.to(dtype) if value.is_floating_point() else value for key, value in inputs.items()}
     with torch.no_grad():
@@ -172,7 +174,7 @@ def assert_same_outputs(a: list[torch.Tensor], b: list[torch.Tensor]) -> None:
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# Recipes: `RECIPES` are converted in every run, `WIDE` in the wide matrix
+# Recipes: `RECIPES` are converted in every test run, `WIDE` in the large matrix
 
 _TEXT: dict[str, Any] = {
     "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 97, "num_hidden_layers": 2,
@@ -183,7 +185,7 @@ _LAYER_TYPES = ["sliding_attention", "full_attention"]
 
 
 def _plain(name: str, **changes: Any) -> Callable[[], Any]:
-    """A model whose config takes the names of Llama's."""
+    """Build a model whose config has the keys of Llama."""
 
     def make() -> Any:
         cls = getattr(transformers, name)
@@ -339,7 +341,7 @@ def t5(**changes: Any) -> Any:
 
 
 def t5_v1_1() -> Any:
-    """T5 v1.1: its own output head, although its config class says that it is tied."""
+    """Build T5 v1.1, which has a separate output head although its config class ties it."""
     model = t5(feed_forward_proj="gated-gelu")
     model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.clone())
     return model
@@ -480,7 +482,7 @@ RECIPES: dict[str, Recipe] = {
 }  # fmt: skip
 
 
-# Classes of the wide matrix: other heads, other ties, other forms on disk.
+# Classes of the large matrix: other heads, other ties, other formats on disk.
 
 
 def _clip_like(**changes: Any) -> dict[str, Any]:
@@ -532,7 +534,7 @@ _IMAGE = torch.tensor([[5, 99, 99, 99, 99, 6, 7]])
 
 
 def _looking(model_type: str, inputs: Callable[[], Inputs], **settings: Any) -> Recipe:
-    """A class that looks at images; fp32, for some towers want pixels in the dtype of their parameters."""
+    """Return a recipe of a vision model in fp32, because some towers need pixels in the dtype of their parameters."""
     return Recipe(lambda: tiny(model_type), inputs, dtype=torch.float32, **settings)
 
 
@@ -544,7 +546,7 @@ def _grid() -> Inputs:
 
 
 def _tiles() -> Inputs:
-    """An image of two tiles, which text sees from the token for it on."""
+    """Return inputs with an image of two tiles, which text attends to from the image token on."""
     ids = torch.tensor([[5, 6, VOCAB, 7, 8]])
     return {
         "input_ids": ids, "pixel_values": _pixels(1, 1, 2, 3, 16, 16), "aspect_ratio_ids": torch.tensor([[2]]),
@@ -561,7 +563,7 @@ def _navit() -> Inputs:
 
 
 def mllama() -> Any:
-    """Without global layers: whoever counts layers asks the config for `num_hidden_layers`."""
+    """Build a model without global layers, so that layers are counted by `num_hidden_layers` of the config."""
     config = tiny("mllama").config
     config.vision_config.num_global_layers = 0
     return transformers.MllamaForConditionalGeneration(config)
@@ -590,7 +592,7 @@ _QWEN3_NEXT = {
 
 
 def gemma3n() -> Any:
-    """Four layers of its own keys and values, two that reuse them; sparse activations, streams, inputs per layer."""
+    """Build four layers with keys and values and two that reuse them; sparse activations, streams, per-layer inputs."""
     config = transformers.Gemma3nTextConfig(
         **{**_TEXT, "num_hidden_layers": 6, "pad_token_id": 0}, head_dim=8, sliding_window=4, num_kv_shared_layers=2,
         layer_types=_LAYER_TYPES * 3, hidden_size_per_layer_input=8, vocab_size_per_layer_input=VOCAB - 4,

@@ -1,6 +1,6 @@
-"""The numbers of reports, read back from their text and held against the document and the files.
+"""Compare the numbers in printed reports with the JSON document and with the files.
 
-Files are counted with stock readers: safetensors and the metadata of torch's DCP. ckptx takes no part.
+Files are read with safetensors and torch's DCP, without ckptx.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ SIZE = r"\d+(?:\.\d+)? (?:B|KiB|MiB|GiB|TiB)"
 
 
 class Held(NamedTuple):
-    """What lies in a directory.
+    """Contents of a checkpoint directory.
 
     Attributes:
-        dtypes: Dtype of each name.
-        aliases: Names that share the bytes of a name before them.
-        nbytes: Bytes of each tensor.
-        chunks: Number of places where a part of a tensor is stored.
-        files: Size of each file.
+        dtypes: Dtype by tensor name.
+        aliases: Names that share the bytes of an earlier name.
+        nbytes: Size of each tensor in bytes.
+        chunks: Number of stored chunks of all tensors.
+        files: Size of each file in bytes.
     """
 
     dtypes: dict[str, str]
@@ -52,7 +52,7 @@ class Held(NamedTuple):
 
 
 def held(root: Path) -> Held:
-    """Counts a checkpoint of either format."""
+    """Count the contents of a checkpoint in either format."""
     files = {str(file.relative_to(root)): file.stat().st_size for file in root.rglob("*") if file.is_file()}
     return Held(*(_of_dcp(root) if (root / ".metadata").exists() else _of_safetensors(root)), files)
 
@@ -78,7 +78,7 @@ def _of_dcp(root: Path) -> tuple[dict[str, str], set[str], dict[str, int], int]:
 def _of_safetensors(root: Path) -> tuple[dict[str, str], set[str], dict[str, int], int]:
     dtypes: dict[str, str] = {}
     nbytes: dict[str, int] = {}
-    chunks = set()  # each replica is the chunk of another rank once more
+    chunks = set()  # replicas on other ranks count once
     for file in sorted(root.glob("*.safetensors")):
         with safe_open(file, "pt") as opened:
             info = json.loads((opened.metadata() or {}).get("DCP_SHARDING_INFO", "{}"))
@@ -91,7 +91,7 @@ def _of_safetensors(root: Path) -> tuple[dict[str, str], set[str], dict[str, int
 
 
 class Said(NamedTuple):
-    """How a command ended: its document, its text, and what went to stderr."""
+    """Result of a command: its JSON document, stdout and stderr."""
 
     document: dict[str, Any]
     text: str
@@ -99,7 +99,7 @@ class Said(NamedTuple):
 
 
 def run(report: Path, *words: object) -> Said:
-    """Runs a command; `report` is where its document is written. One that writes none runs twice."""
+    """Run a command that writes its document to `report`; a command without a document runs twice."""
     if words[0] in ("inspect", "diff"):
         texts = [
             CliRunner().invoke(cli, [*map(str, words), *more], standalone_mode=False) for more in ((), ("--json",))
@@ -114,12 +114,12 @@ def run(report: Path, *words: object) -> Said:
 
 
 def whole(text: str) -> int:
-    """A number with its commas."""
+    """Parse a number with thousands separators."""
     return int(text.replace(",", ""))
 
 
 def is_size(text: str, nbytes: float, slack: float = 0) -> bool:
-    """Whether a size as it is shown is this many bytes, as near as its digits say, or `slack` bytes off."""
+    """Return True if a printed size equals `nbytes` within its precision, or within `slack` bytes."""
     number, unit = text.split()
     factor = 1024 ** _UNITS[unit]
     digits = len(number.partition(".")[2])
@@ -127,35 +127,35 @@ def is_size(text: str, nbytes: float, slack: float = 0) -> bool:
 
 
 class Lines:
-    """The lines of a text, each of which must be understood by one of the patterns, with all its numbers."""
+    """Lines of printed text; a pattern must match each line with a number."""
 
     def __init__(self, text: str) -> None:
         self.left = text.splitlines()
 
     def one(self, pattern: str) -> re.Match[str]:
-        """The one line of a pattern."""
+        """Remove and return the match of the only line that a pattern matches."""
         (found,) = self.every(pattern)
         return found
 
     def every(self, pattern: str) -> list[re.Match[str]]:
-        """All lines of a pattern; they are taken out."""
+        """Remove all lines that a pattern matches, and return the matches."""
         found = [(line, match) for line in self.left if (match := re.fullmatch(pattern, line))]
         self.left = [line for line in self.left if all(line is not each for each, _ in found)]
         return [match for _, match in found]
 
     def end(self) -> None:
-        """Nothing with a number is left that no pattern understood."""
+        """Check that no remaining line has a number."""
         assert [line for line in self.left if re.search(r"\d", line)] == []
 
 
 def check_conversion(said: Said, before: Held, after: Held | None, *, dst: Path) -> None:
-    """Every number of the summary of a conversion.
+    """Check every number in the summary of a conversion.
 
     Args:
-        said: What was printed.
-        before: The source.
-        after: The output; None after a dry run.
-        dst: Where it is.
+        said: Result of the command.
+        before: Contents of the source.
+        after: Contents of the output; None after a dry run.
+        dst: Directory of the output.
     """
     document, lines = said.document, Lines(said.text)
     ledger, target = document["ledger"], document["ledger"]["target"]
@@ -300,7 +300,7 @@ def _check_cost(lines: Lines, document: Mapping[str, Any]) -> None:
     assert is_size(line[4], document["peak_rss"]) and document["peak_rss"] > 1 << 20
     assert (line[3] or "this process") == document["peak_rss_of"]
     if line[2]:
-        assert is_size(line[2], document["gb_per_s"] * 1e9, slack=500)  # which has six digits
+        assert is_size(line[2], document["gb_per_s"] * 1e9, slack=500)  # printed with six digits
         assert document["gb_per_s"] * 1e9 * document["seconds"] == _near(document["bytes_written"])
 
 
@@ -311,7 +311,7 @@ def _near(value: float) -> Any:
 
 
 def check_inspection(said: Said, found: Held, parameters: int | None = None) -> None:
-    """Every number of `inspect`."""
+    """Check every number in the output of `inspect`."""
     document, lines = said.document, Lines(said.text)
     lines.left = lines.left[1:]  # the path
     files = lines.one(rf"  format        \w+, ({NUMBER}) files?")
@@ -347,13 +347,13 @@ def check_inspection(said: Said, found: Held, parameters: int | None = None) -> 
 
 
 def check_verification(said: Said, compared: int, differing: int, every: int) -> None:
-    """Every number of `verify`.
+    """Check every number in the output of `verify`.
 
     Args:
-        said: What was printed.
-        compared: Pairs of tensors whose contents can be compared.
-        differing: Tensors that differ.
-        every: Tensors of both sides together.
+        said: Result of the command.
+        compared: Number of tensor pairs with comparable contents.
+        differing: Number of tensors that differ.
+        every: Number of tensor names on both sides.
     """
     document, lines = said.document, Lines(said.text)
     assert (document["compared"], len(document["differing"])) == (compared, differing)
@@ -372,7 +372,7 @@ def check_verification(said: Said, compared: int, differing: int, every: int) ->
 
 
 def check_difference(said: Said, common: int) -> None:
-    """Every number of `diff`."""
+    """Check every number in the output of `diff`."""
     lines = Lines(said.text)
     line = lines.one(rf"({NUMBER}) common names?: .*")
     assert whole(line[1]) == said.document["compared"] == common

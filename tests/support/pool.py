@@ -1,7 +1,7 @@
 """Worker processes that live for a whole test session and run functions under gloo.
 
-A process that imports torch and transformers costs four seconds, so one imports them, when the first test asks, and the
-workers are forked from it. They are sent functions (by import path) with arguments.
+Importing torch and transformers takes four seconds, so one process imports them when a test first needs it, and workers
+are forked from that process. They receive functions (by import path) with arguments.
 """
 
 from __future__ import annotations
@@ -24,28 +24,28 @@ from tests.support.forked import fresh
 
 MAX_WORLD_SIZE = 8
 _LAST_WORDS = "last-words"
-_TIMEOUT = 120.0  # seconds that one function may take
-# gloo keeps the threads of a mesh as long as anything remembers it, and torch remembers many; a thousand of them slow
-# the whole machine down, so that a worker with this many is replaced.
+_TIMEOUT = 120.0  # timeout of one function, in seconds
+# gloo keeps the threads of a mesh while any object refers to it, and caches of torch refer to many. A worker with this
+# many threads is replaced, because a thousand threads slow down the machine.
 _MOST_THREADS = 120
-_MANY_THREADS = 60  # what remembers a mesh is looked for then
-_NEW_MODULES = 50  # as a class of transformers brings with it
-SELDOM = (10_000, 10, 10)  # allocations between searches for garbage; of 700 a tenth of the time goes into them
-# What gloo says on a rank whose peer has gone, and how much of that is worth reading.
+_MANY_THREADS = 60  # collect garbage above this number of threads
+_NEW_MODULES = 50  # about as many as a class of transformers imports
+SELDOM = (10_000, 10, 10)  # garbage collection thresholds; the default of 700 takes a tenth of the time
+# Messages of gloo on a rank whose peer has ended, and the number of characters of them to show.
 _LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
 _SHORT = 700
 
 
 class WorkerError(AssertionError):
-    """A function failed in a worker; carries the traceback from there."""
+    """Raised if a function fails in a worker; the message has the worker's traceback."""
 
 
 class WorkerDied(WorkerError):
-    """A signal ended a worker; carries the signal and where the worker was."""
+    """Raised if a signal ends a worker; the message has the signal and the worker's stack."""
 
 
 class GlooPool:
-    """At most `MAX_WORLD_SIZE` processes; started as far as a test needs them."""
+    """A pool of at most `MAX_WORLD_SIZE` processes, which start when a test needs them."""
 
     def __init__(self) -> None:
         self._workers: list[tuple[multiprocessing.process.BaseProcess, Connection]] = []
@@ -54,18 +54,17 @@ class GlooPool:
         self._runs = itertools.count()
 
     def run(self, function: Callable[..., Any], world_size: int, *args: Any) -> list[Any]:
-        """Calls `function(rank, world_size, *args)` on every rank, inside a fresh gloo process group.
+        """Call `function(rank, world_size, *args)` on every rank in a new gloo process group.
 
         Returns:
-            What each rank returned, by rank.
+            Return value of each rank, by rank.
 
         Raises:
-            WorkerError: A rank failed or took too long; the pool starts afresh. Of a rank that a signal ended (a crash
-                of native code, a machine without memory) nothing is known about the function: it gets one more run,
-                and pytest's summary shows a warning.
+            WorkerError: If a rank fails or takes too long; the workers are restarted. If a signal ends a rank (a crash
+                of native code, or too little memory), the function runs once more, with a warning in pytest's summary.
         """
         if not 1 <= world_size <= MAX_WORLD_SIZE:
-            raise ValueError(f"world size {world_size}, needed 1 to {MAX_WORLD_SIZE}")
+            raise ValueError(f"world size {world_size}, expected 1 to {MAX_WORLD_SIZE}")
         try:
             return self._run(function, world_size, *args)
         except WorkerDied as died:
@@ -88,7 +87,7 @@ class GlooPool:
         return [value for _, value in answers]
 
     def stop(self) -> None:
-        """Ends the workers."""
+        """End the workers."""
         for process, pipe in self._workers:
             pipe.close()
             process.kill()
@@ -96,7 +95,7 @@ class GlooPool:
         self._workers = []
 
     def close(self) -> None:
-        """Ends the workers for good."""
+        """End the workers and remove their files."""
         self.stop()
         self._stores.cleanup()
 
@@ -111,7 +110,7 @@ class GlooPool:
 
 
 def _said_by_all(answers: list[tuple[bool, Any]]) -> str:
-    """What ranks said: first those that failed by themselves, in short those that only lost the connection to them."""
+    """Join the errors of ranks: first those with their own error, then shortened those that lost the connection."""
     lost = [not ok and any(each in said for each in _LOST) for ok, said in answers]
     found = []
     for rank in sorted(range(len(answers)), key=lambda rank: (answers[rank][0], lost[rank])):
@@ -140,7 +139,7 @@ def _answer(process: multiprocessing.process.BaseProcess, pipe: Connection) -> t
 
 
 def _work(pipe: Connection, last_words: Path) -> None:
-    assert "torch" in sys.modules, "nothing was imported before the fork, and each worker does it again"
+    assert "torch" in sys.modules, "torch was not imported before the fork, so each worker imports it"
     os.environ.update(GLOO_SOCKET_IFNAME="lo", HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false", OMP_NUM_THREADS="1")
     import torch
     import torch.distributed as dist
@@ -162,32 +161,29 @@ def _work(pipe: Connection, last_words: Path) -> None:
                 torch.manual_seed(0)
                 answer = (True, function(rank, world_size, *args))
             finally:
-                gc.collect()  # sends and receives that a schedule left must not outlive their group
+                gc.collect()  # pending sends and receives of a schedule must end before their group
                 dist.destroy_process_group()
                 _forget_meshes()
                 if len(os.listdir("/proc/self/task")) > _MANY_THREADS:
-                    gc.collect()  # what still remembers a mesh keeps its threads
+                    gc.collect()  # objects that refer to a mesh keep its threads
                 if len(sys.modules) > known + _NEW_MODULES:
                     known = _freeze()
-        except BaseException:  # handed to the test, which fails with it
+        except BaseException:  # sent to the test, which fails with it
             answer = (False, traceback.format_exc())
         pipe.send(answer)
 
 
 def _freeze() -> int:
-    """What was imported is no garbage, and need not be looked at after each function; gives how many modules it is.
+    """Exclude all current objects from garbage collection, and return the number of imported modules.
 
-    Called where nothing is garbage: before the first function, and after what one left was collected.
+    Called before the first function, and after the garbage of a function was collected.
     """
     gc.freeze()
     return len(sys.modules)
 
 
 def _forget_meshes() -> None:
-    """DTensor remembers the results of operations with their mesh, and takes one for another of the same ranks.
-
-    The group of the remembered mesh has ended with the function before.
-    """
+    """Clear the sharding cache of DTensor, which can return a mesh of an ended group for one with the same ranks."""
     if "torch.distributed.tensor" not in sys.modules:
         return
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache

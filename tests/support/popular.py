@@ -1,4 +1,4 @@
-"""Popular classes of the table that no recipe is made of, tiny and with the values that the class starts with."""
+"""Tiny models of popular classes that have no recipe, with the initial values of the class."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import transformers
 
-# Sizes under every name that these classes read them by; whoever has other names has small defaults.
+# Sizes, under all keys of these classes; classes with other keys have small defaults.
 _TEXT: dict[str, Any] = {
     "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64, "num_experts": 4, "num_local_experts": 4,
@@ -71,7 +71,7 @@ OTHERS: dict[str, dict[str, Any]] = {
 
 
 def build(class_name: str) -> Any:
-    """The model."""
+    """Build the model."""
     torch.manual_seed(0)
     cls = getattr(transformers, class_name)
     return cls(cls.config_class(**OTHERS.get(class_name, _TEXT)))

@@ -1,10 +1,10 @@
-"""What most functions of the pool import, without searching it for garbage; it starts no thread, which a fork loses."""
+"""Import the modules that most functions of the pool need, without garbage collection and without starting threads."""
 
 import gc
 import importlib
 
 _NEEDED = (
-    "pytest",  # as a test file does
+    "pytest",  # test files import it
     "torch._functorch.partitioners",
     "torch.distributed.checkpoint",
     "torch.distributed.fsdp",

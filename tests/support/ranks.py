@@ -1,4 +1,4 @@
-"""Processes that write one output, started by hand as a launcher starts them."""
+"""Processes that write one output, started like the ranks of a launcher."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _COMMAND = "from ckptx.cli.main import run\nrun()"
 
 
 def free_port() -> int:
-    """One that nobody listens on."""
+    """Return a port that no process listens on."""
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         return int(found.getsockname()[1])
@@ -33,19 +33,19 @@ def _execute(arguments: list[object], code: str, environment: dict[str, str]) ->
 
 
 def start_alone(arguments: list[object]) -> subprocess.Popen[str]:
-    """A process that nobody launched."""
+    """Start a process without a launcher."""
     return _execute(arguments, _COMMAND, {})
 
 
 def start(
     *ranks: list[object], codes: Mapping[int, str] | None = None, forks: bool = True
 ) -> Sequence[Forked | subprocess.Popen[str]]:
-    """One process for each of `ranks`, as a launcher without an agent starts them.
+    """Start one process for each of `ranks`, like a launcher without an agent.
 
     Args:
-        ranks: The arguments of each.
-        codes: What runs in place of the command, by rank.
-        forks: Whether torch is there already; a process that imports it itself settles what torch logs.
+        ranks: Command-line arguments of each rank.
+        codes: Programs to run instead of the command, by rank.
+        forks: Fork from a process that has imported torch; a process that imports torch can configure its logging.
     """
     shared = {"WORLD_SIZE": str(len(ranks)), "LOCAL_WORLD_SIZE": str(len(ranks)), "MASTER_ADDR": "127.0.0.1"}
     shared["MASTER_PORT"] = str(free_port())
@@ -56,7 +56,7 @@ def start(
 
 
 def finish(processes: Sequence[Forked | subprocess.Popen[str]]) -> list[tuple[int | None, str]]:
-    """Exit code and stderr of each."""
+    """Wait for all ranks; return the exit code and stderr of each."""
     found = []
     for process in processes:
         _, said = process.communicate(timeout=60)

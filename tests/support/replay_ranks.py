@@ -1,4 +1,4 @@
-"""What ranks do in the replays of torch's tests, by stock torch alone; run in the workers of a `GlooPool`."""
+"""Functions of the ranks in replays of torch's tests, without ckptx; they run in the workers of a `GlooPool`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ TWO_D: list[Placed] = [
 
 
 def square() -> torch.Tensor:
-    """The tensor of torch's tests."""
+    """Return the tensor of torch's tests."""
     return torch.arange(16, dtype=torch.float).view(4, 4)
 
 
@@ -35,7 +35,7 @@ def mesh_of(dims: int, world_size: int) -> DeviceMesh:
 
 
 def save_placed(rank: int, world_size: int, out: Path, dims: int) -> None:
-    """Saves the tensor once for each placement on a mesh of `dims` dims, named by its number."""
+    """Save the tensor with each placement on a mesh with `dims` dimensions, named by its index."""
     mesh = mesh_of(dims, world_size)
     placements = ONE_D if dims == 1 else TWO_D
     state = {
@@ -46,7 +46,7 @@ def save_placed(rank: int, world_size: int, out: Path, dims: int) -> None:
 
 
 def load_placed(rank: int, world_size: int, checkpoint: Path, names: Sequence[str], dims: int) -> list[str]:
-    """Loads each name at each placement on a mesh of `dims` dims; returns what is not the tensor."""
+    """Load each name with each placement on a mesh with `dims` dimensions; return those that differ from the tensor."""
     mesh = mesh_of(dims, world_size)
     wrong = []
     for placed in ONE_D if dims == 1 else TWO_D:
@@ -63,7 +63,7 @@ def reader_of(checkpoint: Path) -> Any:
 
 
 def save_one_element(rank: int, world_size: int, out: Path) -> None:
-    """A tensor of one element over all ranks: all but one hold nothing."""
+    """Shard a tensor with one element over all ranks; all shards except one are empty."""
     mesh = init_device_mesh("cpu", (world_size,))
     state = {"dtensor": distribute_tensor(torch.tensor([0.625]), mesh, [Shard(0)], src_data_rank=None)}
     dcp.save(state, storage_writer=dcp.HuggingFaceStorageWriter(str(out), save_distributed=True))
@@ -77,7 +77,7 @@ def load_one_element(rank: int, world_size: int, checkpoint: Path) -> float:
 
 
 def save_rows_and_columns(rank: int, world_size: int, out: Path) -> None:
-    """The tensor cut by rows, and again by columns."""
+    """Save the tensor sharded by rows, and again by columns."""
     mesh = init_device_mesh("cpu", (world_size,))
     state = {
         name: distribute_tensor(square(), mesh, [Shard(dim)], src_data_rank=None)
@@ -87,7 +87,7 @@ def save_rows_and_columns(rank: int, world_size: int, out: Path) -> None:
 
 
 class Uneven(nn.Module):
-    """Layers whose sizes no small number of ranks divides."""
+    """Layers whose sizes are not divisible by small numbers of ranks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -102,14 +102,14 @@ def uneven() -> Uneven:
 
 
 def save_model(rank: int, world_size: int, out: Path) -> None:
-    """A nested state as trainers save it, sharded over the ranks."""
+    """Save a nested state as trainers do, sharded over the ranks."""
     model = uneven()
     fully_shard(model, mesh=init_device_mesh("cpu", (world_size,)))
     dcp.save({"model": get_model_state_dict(model)}, checkpoint_id=out)
 
 
 def load_model(rank: int, world_size: int, checkpoint: Path, prefix: str) -> list[str]:
-    """Loads into a sharded model; returns the names that are not as `uneven` makes them."""
+    """Load into a sharded model; return the names that differ from those of `uneven`."""
     expected = uneven().state_dict()
     model = Uneven()
     with torch.no_grad():

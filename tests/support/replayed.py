@@ -1,4 +1,4 @@
-"""What the replays of outside test suites share: shards as torch records them, and a conversion by the command line."""
+"""Helpers of replays of external test suites: shards as torch records them, and conversions with the command line."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ INDEX = "model.safetensors.index.json"
 
 
 def save_part(path: Path, tensors: Mapping[str, torch.Tensor], offsets: Mapping[str, Sequence[int]] = {}) -> None:
-    """One safetensors file that records where its tensors begin in larger ones; at 0 unless said otherwise."""
+    """Write a safetensors file that records the offsets of its tensors in larger ones [default: 0]."""
     path.parent.mkdir(parents=True, exist_ok=True)
     info = {name: {"saved_offsets": list(offsets.get(name, [0] * part.dim()))} for name, part in tensors.items()}
     whole = {name: part.contiguous() for name, part in tensors.items()}
@@ -27,7 +27,7 @@ def save_part(path: Path, tensors: Mapping[str, torch.Tensor], offsets: Mapping[
 
 
 def converted(*arguments: object) -> dict[str, Any]:
-    """`ckptx convert ...`: the report, of a run that ended with 0."""
+    """Run `ckptx convert`, check that it exits with 0, and return the report."""
     result = CliRunner().invoke(cli, ["convert", *map(str, arguments), "--json"], standalone_mode=False)
     assert result.return_value == 0, result.stderr
     report = json.loads(result.stdout)
@@ -36,7 +36,7 @@ def converted(*arguments: object) -> dict[str, Any]:
 
 
 def loaded(root: Path) -> dict[str, torch.Tensor]:
-    """Every tensor of every safetensors file in a directory, by the stock library."""
+    """Read all tensors of all safetensors files in a directory with the safetensors library."""
     found: dict[str, torch.Tensor] = {}
     for path in sorted(root.glob("*.safetensors")):
         held = load_file(path)
@@ -46,19 +46,19 @@ def loaded(root: Path) -> dict[str, torch.Tensor]:
 
 
 def index_of(root: Path) -> dict[str, Any]:
-    """The index of an HF directory."""
+    """Read the index of an HF directory."""
     index = json.loads((root / INDEX).read_text())
     assert isinstance(index, dict)
     return index
 
 
 def nbytes(tensors: Iterable[torch.Tensor]) -> int:
-    """Bytes of their elements."""
+    """Return the total size of tensors in bytes."""
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
 def names_of_tests(module: str) -> set[str]:
-    """Names of the tests of a module, `Class.test` where they are in one."""
+    """Return the names of the tests of a module, `Class.test` for tests in a class."""
     here: ModuleType = sys.modules[module]
     found = {name for name in vars(here) if name.startswith("test_")}
     for each in vars(here).values():

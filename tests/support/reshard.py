@@ -1,4 +1,4 @@
-"""Cut checkpoints as stock torch and safetensors see them: which file holds which rectangle of which tensor."""
+"""Read sharded checkpoints with torch and safetensors: the region of each tensor in each file."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Shape = tuple[int, ...]
 
 
 class Held(NamedTuple):
-    """A rectangle of a tensor in a file."""
+    """A region of a tensor in a file."""
 
     file: str
     offsets: Shape
@@ -40,7 +40,7 @@ Blocks = dict[str, list[Held]]
 
 
 def in_dcp(root: Path) -> Blocks:
-    """What `.metadata` says, read by stock torch."""
+    """Read the regions in `.metadata` with torch."""
     read = dcp.FileSystemReader(root).read_metadata()
     entries, held = read.state_dict_metadata, defaultdict(list)
     for index, info in read.storage_data.items():
@@ -52,7 +52,7 @@ def in_dcp(root: Path) -> Blocks:
 
 
 def in_shards(root: Path) -> Blocks:
-    """What the headers of sharded safetensors say."""
+    """Read the regions in the headers of sharded safetensors."""
     held = defaultdict(list)
     for file in sorted(root.glob("*.safetensors")):
         with safe_open(file, "pt") as opened:
@@ -64,14 +64,14 @@ def in_shards(root: Path) -> Blocks:
 
 
 def rank_of(file: str) -> int:
-    """The rank whose file this is, as the two formats number them."""
+    """Return the rank that wrote a file, from its name in either format."""
     found = re.fullmatch(r"__(\d+)_\d+\.distcp|shard-(\d+)-model-\d+-of-\d+\.safetensors", file)
     assert found, file
     return int(found[1]) if found[1] else int(found[2]) - 1
 
 
 def fault_of_cover(shape: Shape, held: Iterable[Held], copies: int = 1) -> str | None:
-    """What is wrong with the rectangles of a tensor: every element must be there `copies` times, or once each."""
+    """List the errors of the regions of a tensor; every element must occur `copies` times [default: once]."""
     times = np.zeros(shape, int)
     for rectangle in held:
         if any(at + n > size for at, n, size in zip(rectangle.offsets, rectangle.sizes, shape, strict=True)):
@@ -83,7 +83,7 @@ def fault_of_cover(shape: Shape, held: Iterable[Held], copies: int = 1) -> str |
 
 
 def fault_of_bytes(root: Path, held: Mapping[str, list[Held]], expected: Mapping[str, torch.Tensor]) -> str | None:
-    """The first rectangle in sharded safetensors that is not the same part of the whole tensor, replicas too."""
+    """Return the first region in sharded safetensors that differs from the tensor, replicas included."""
     opened = {file.name: read_file(file) for file in root.glob("*.safetensors")}
     for name, rectangles in held.items():
         for rectangle in rectangles:
@@ -92,7 +92,7 @@ def fault_of_bytes(root: Path, held: Mapping[str, list[Held]], expected: Mapping
     return None
 
 
-# Lists of layers that pipeline stages share, in the order they run; elsewhere it is the one in `_DECODER`.
+# Lists of layers that pipeline stages split, in the order of execution [default: `_DECODER`].
 _DECODER = re.compile(r"(?:^|\.)(?:layers|h|block)\.(\d+)\.")
 _ENCODER_DECODER = re.compile(r"(?:^|\.)(encoder|decoder)\.(?:layers|block)\.(\d+)\.")
 _ENCODER = re.compile(r"(?:^|\.)encoder\.layer\.(\d+)\.")
@@ -100,11 +100,11 @@ _TOWER = re.compile(r"vision|visual|audio")
 
 
 def layer_of(name: str, encoder_layers: int) -> int | None:
-    """The index of the layer that a tensor belongs to, counted over encoder and decoder; None outside of layers.
+    """Return the index of the layer of a tensor, counted over encoder and decoder; None outside layers.
 
     Args:
-        name: Of a tensor, on disk or in the model.
-        encoder_layers: 0 in a model that has no decoder beside it.
+        name: Name of a tensor, on disk or in the model.
+        encoder_layers: Number of encoder layers; 0 for a model without a separate encoder.
     """
     if _TOWER.search(name):
         return None
@@ -116,7 +116,7 @@ def layer_of(name: str, encoder_layers: int) -> int | None:
 
 
 def deeper(name: str, layers: int) -> Recipe:
-    """A recipe with more layers in its language model."""
+    """Return a recipe with more layers in its language model."""
     recipe = models.EVERY[name]
 
     def make() -> Any:
@@ -132,6 +132,6 @@ def deeper(name: str, layers: int) -> Recipe:
 
 
 def state_of(recipe: Recipe, hf: Path) -> dict[str, torch.Tensor]:
-    """Every tensor of the model under its name there, tied ones under each, in the dtype it is saved in."""
+    """Return every tensor of the model by its names in the model, all names of tied tensors, in the saved dtype."""
     model = load(hf) if recipe.add else build(recipe)
     return {name: tensor.detach() for name, tensor in model.state_dict().items()}

@@ -1,4 +1,4 @@
-"""What ranks do with cut checkpoints: DTensors and trainers of stock torch, run in the workers of a `GlooPool`."""
+"""Load sharded checkpoints on ranks with DTensors and trainers of torch, in the workers of a `GlooPool`."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from tests.support.stock import raw
 
 Plan = Mapping[str, tuple[int, int | None]]
 
-_opened: list[str] | None = None  # what is opened while somebody looks
+_opened: list[str] | None = None  # opened files while a block watches, else None
 _is_watching = False
 
 
 @contextmanager
 def watched_opens() -> Iterator[list[str]]:
-    """Paths of every file that this process opens meanwhile."""
+    """Record the paths of all files that this process opens in the block."""
     global _opened, _is_watching
-    if not _is_watching:  # such a hook stays for the life of the process
+    if not _is_watching:  # an audit hook cannot be removed
         sys.addaudithook(_note)
         _is_watching = True
     _opened = []
@@ -48,18 +48,18 @@ def _note(event: str, arguments: tuple[Any, ...]) -> None:
 def load_stage(
     rank: int, world_size: int, checkpoint: Path, whole: Path, plan: Plan, tp: int
 ) -> tuple[list[str], list[str]]:
-    """Loads the tensors of this rank's stage as DTensors over `tp` ranks, by stock `dcp.load`.
+    """Load the tensors of this rank's stage as DTensors over `tp` ranks with stock `dcp.load`.
 
     Args:
-        rank: pp * tp + its place among the tp ranks.
-        world_size: pp * tp.
-        checkpoint: A DCP.
-        whole: A safetensors file of the whole tensors.
-        plan: Name -> stage, and the dim to shard, None to replicate.
-        tp: Ranks of a stage.
+        rank: Global rank, stage * tp + TP rank.
+        world_size: Number of ranks, pp * tp.
+        checkpoint: DCP to load.
+        whole: Safetensors file with the full tensors.
+        plan: Name -> stage, and the dimension to shard; None to replicate.
+        tp: Number of TP ranks per stage.
 
     Returns:
-        Names whose local shard is not what torch cuts out of the whole tensor, and the files of the checkpoint opened.
+        Names whose local shard differs from torch's shard of the full tensor, and the opened files of the checkpoint.
     """
     mesh = init_device_mesh("cpu", (world_size // tp, tp), mesh_dim_names=("pp", "tp"))["tp"]
     tensors = models.read_file(whole)
@@ -76,19 +76,19 @@ def load_stage(
 
 
 def load_fsdp(rank: int, world_size: int, hf: Path, checkpoint: Path, dp: int, tp: int) -> tuple[list[str], list[str]]:
-    """Loads a model after TP and FSDP2; names that are wrong, and the files of the checkpoint opened."""
+    """Load a model with TP and FSDP2; return the names that differ, and the opened files of the checkpoint."""
     with watched_opens() as opened:
         wrong = training.load_and_compare(rank, world_size, hf, checkpoint, dp, tp)
     return wrong, inside(checkpoint, opened)
 
 
 def inside(root: Path, paths: list[str]) -> list[str]:
-    """Those of the paths that lie in a directory, seen from there."""
+    """Return the paths in a directory, relative to it."""
     return sorted({str(Path(path).relative_to(root)) for path in paths if Path(path).is_relative_to(root)})
 
 
 def _local(tensor: torch.Tensor, whole: torch.Tensor | None = None) -> torch.Tensor:
-    """The local part of a tensor, or the same part of another; without asking other ranks."""
+    """Return the local shard of a tensor, or the same region of another tensor, without communication."""
     if not isinstance(tensor, DTensor):
         return tensor if whole is None else whole
     if whole is not None:
@@ -100,9 +100,9 @@ def _local(tensor: torch.Tensor, whole: torch.Tensor | None = None) -> torch.Ten
 
 
 def stage_of_llama(hf: Path, stage: int, first: int, stop: int, last: bool, mesh: DeviceMesh) -> nn.Module:
-    """The part of a Llama that one pipeline stage has, over TP, with other weights than `hf`; its names are global.
+    """Build one pipeline stage of a Llama under TP, with global names and other weights than `hf`.
 
-    A last stage has a head of its own, tied or not.
+    The last stage has a separate head, tied or not.
     """
     config = models.transformers.AutoConfig.from_pretrained(hf)
     config.tie_word_embeddings = False
@@ -130,19 +130,19 @@ def stage_of_llama(hf: Path, stage: int, first: int, stop: int, last: bool, mesh
 def load_training(
     rank: int, world_size: int, hf: Path, checkpoint: Path, whole: Path, stages: list[tuple[int, int]], prefix: str
 ) -> dict[str, list[str]]:
-    """Loads model and AdamW of this rank's stage by stock torch, into live modules.
+    """Load model and AdamW state of this rank's stage with torch into existing modules.
 
     Args:
-        rank: pp * tp + its place among the tp ranks.
-        world_size: pp * tp.
-        hf: HF checkpoint that says how large the model is.
-        checkpoint: A DCP of {"model", "optim"}, as `get_state_dict` gives them.
-        whole: A `torch.save` of every whole tensor by its name in the checkpoint.
-        stages: First layer and stop of each stage.
-        prefix: Key of the optimizer.
+        rank: Global rank, stage * tp + TP rank.
+        world_size: Number of ranks, pp * tp.
+        hf: HF checkpoint with the config of the model.
+        checkpoint: DCP of {"model", "optim"}, as `get_state_dict` returns them.
+        whole: File of `torch.save` with every full tensor by its name in the checkpoint.
+        stages: First layer and end (exclusive) of each stage.
+        prefix: Key of the optimizer state.
 
     Returns:
-        Names that were asked for, names that are not, bit for bit, the tensors of `whole`, and the files opened.
+        Names that were requested, names that differ from `whole`, and the opened files.
     """
     tp = world_size // len(stages)
     mesh = init_device_mesh("cpu", (len(stages), tp), mesh_dim_names=("pp", "tp"))["tp"]

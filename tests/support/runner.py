@@ -1,4 +1,4 @@
-"""Click's runner of commands, the same under every click that ckptx runs with."""
+"""A click runner of commands with the same behavior in all supported versions of click."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from click import testing
 
 
 class CliRunner(testing.CliRunner):
-    """Stdout and stderr apart, as click 8.2 always has them; before it, stdout held both where nobody asked."""
+    """Return a runner that separates stdout and stderr, which is the default only since click 8.2."""
 
     def __init__(self, **options: Any) -> None:
         if "mix_stderr" in inspect.signature(testing.CliRunner).parameters:

@@ -1,4 +1,4 @@
-"""`verify --run` on ranks of the pool, and what makes it fail on purpose."""
+"""Run `verify --run` on ranks of the pool, with and without injected faults."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.support.pool import GlooPool
 
 
 def verify_on_rank(rank: int, world_size: int, reference: str, checkpoint: str, settings: dict[str, Any]) -> Any:
-    """One rank of `verify --run`: the report, or the class and text of its refusal."""
+    """Run one rank of `verify --run`; return the report, or the class and text of its error."""
     from ckptx.options.verify import RunOptions
     from ckptx.runtime.parity.forward import verify_run
 
@@ -38,7 +38,7 @@ class _Nothing:
 
 
 class _FlippedSlice:
-    """One bit of what rank 1 loaded changes after loading."""
+    """A block that flips one bit of the weights of rank 1 after loading."""
 
     def __enter__(self) -> None:
         from ckptx.runtime.parity import side
@@ -63,7 +63,7 @@ class _FlippedSlice:
 
 
 class _ZeroedGradient:
-    """The gradient of one parameter is lost on its way, on every rank that holds some of it."""
+    """A block that loses the gradient of one parameter on every rank that has a shard of it."""
 
     def __enter__(self) -> None:
         from ckptx.runtime.parity import execution
@@ -86,7 +86,7 @@ class _ZeroedGradient:
 
 
 class _LastPlace:
-    """Logits of the last stage are one unit in the last place away."""
+    """A block that changes the logits of the last stage by one ULP."""
 
     def __enter__(self) -> None:
         from ckptx.runtime.parity import stages as staging
@@ -101,7 +101,7 @@ class _LastPlace:
 
 
 class _ImagesInSome:
-    """Of four microbatches, the first and the last have images: two data ranks have them at other places."""
+    """A block that gives images to the first and the last of four microbatches, in other places on each data rank."""
 
     def __enter__(self) -> None:
         from ckptx.runtime.parity.side import ModelLoader
@@ -121,7 +121,7 @@ class _ImagesInSome:
 
 
 def _without_images(inputs: Any) -> Any:
-    """The same text, with a token of text in the place of each that stands for an image."""
+    """Replace image tokens by text tokens."""
     kept = {name: value for name, value in inputs.batch.items() if value.shape == inputs.labels.shape}
     kept |= {name: torch.zeros_like(value) for name, value in kept.items() if name.endswith("token_type_ids")}
     kept["input_ids"] = torch.where(inputs.labels == -100, 7, kept["input_ids"])
@@ -155,6 +155,6 @@ def assert_equal(document: dict[str, Any], text: str, dims: ParallelDims, *, wra
     doubted = {row["level"] for row in document["inconclusive"]}
     said = f"equal: {', '.join(level for level in levels if level not in doubted)}"
     if doubted:
-        assert document["compute_dtype"] == "bfloat16"  # in float32 every limit could refuse
+        assert document["compute_dtype"] == "bfloat16"  # in float32, every tolerance could fail
         said += f"; INCONCLUSIVE: {', '.join(level for level in levels if level in doubted)}"
     assert text.splitlines()[-2] == said

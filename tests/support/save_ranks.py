@@ -1,7 +1,7 @@
-"""What the ranks in the tests of `save` do: cut a model, train it or pretend to, save it, go on from what was saved.
+"""Functions of the ranks in tests of `save`: shard a model, train it or set its state, save it, and resume.
 
-`marked` needs no training: it gives the optimizer moments that are functions of each element of the parameters, so that
-the whole of them is known from the checkpoint, whoever holds which part.
+`marked` does not train. It computes the optimizer moments from each element of the parameters, so that the full moments
+are known from the checkpoint for every sharding.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 
 
 class Shape(NamedTuple):
-    """How a model is cut and wrapped."""
+    """Parallelism of a model."""
 
     dp: int = 1
     tp: int = 1
@@ -64,7 +64,7 @@ class Cut(NamedTuple):
 
 
 def cut(source: Path, shape: Shape) -> Cut:
-    """The model of a checkpoint, loaded by ckptx, and an optimizer that has not taken a step."""
+    """Load the model of a checkpoint with ckptx, and create an optimizer without state."""
     sizes, names = (shape.replicate, shape.dp, shape.tp), ("dp_replicate", "dp_shard", "tp")
     mesh = init_device_mesh("cpu", sizes, mesh_dim_names=names)
     with open_source(source) as opened:
@@ -78,7 +78,7 @@ def cut(source: Path, shape: Shape) -> Cut:
 
 
 def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
-    """AdamW with two groups."""
+    """Create AdamW with two parameter groups."""
     matrices = [each for each in model.parameters() if each.dim() > 1]
     others = [each for each in model.parameters() if each.dim() <= 1]
     groups = [{"params": matrices}, {"params": others, "weight_decay": 0.0}]
@@ -86,7 +86,7 @@ def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def mark(optimizer: torch.optim.Optimizer) -> None:
-    """As if steps had been taken."""
+    """Set the optimizer state as if steps had been taken."""
     with torch.no_grad():
         for group in optimizer.param_groups:
             for parameter in group["params"]:
@@ -95,7 +95,7 @@ def mark(optimizer: torch.optim.Optimizer) -> None:
 
 
 def step(at: Cut, index: int) -> None:
-    """One step of training; each data rank has its own tokens."""
+    """Train one step; each data-parallel rank has different tokens."""
     ids = (tokens()["input_ids"] + index + 7 * dp_rank(at.model)) % 101
     at.model.train()
     compute(at.model, {"input_ids": ids})[1].backward()
@@ -110,7 +110,7 @@ def dp_rank(model: nn.Module) -> int:
 
 
 def marked(rank: int, world_size: int, hf: Path, out: Path, shape: Shape) -> None:
-    """Saves into `out` what was loaded and marked."""
+    """Save the loaded model and the marked optimizer state to `out`."""
     at = cut(hf, shape)
     mark(at.optimizer)
     with warnings.catch_warnings():
@@ -119,20 +119,20 @@ def marked(rank: int, world_size: int, hf: Path, out: Path, shape: Shape) -> Non
 
 
 def retaken(rank: int, world_size: int, source: Path, out: Path, shape: Shape) -> None:
-    """Loads what was saved on another mesh, and saves it again."""
+    """Load a checkpoint of another mesh, and save it again."""
     at = cut(source, shape)
     load_optimizer(at.optimizer, at.model, source, layout=at.layout)
     save(at.model, at.optimizer, out, layout=at.layout, step=3)
 
 
 def misplaced(rank: int, world_size: int, hf: Path, out: Path, by: str) -> str | None:
-    """The same by what the placements of DTensors say alone.
+    """Save with only the placements of DTensors.
 
     Args:
-        by: "stock" `dcp.save`, or "save" without the layout of TP.
+        by: "stock" for `dcp.save`, or "save" for `save` without the TP layout.
 
     Returns:
-        The refusal, if there is one.
+        The error message; None if the save succeeded.
     """
     at = cut(hf, TP)
     mark(at.optimizer)
@@ -148,10 +148,10 @@ def misplaced(rank: int, world_size: int, hf: Path, out: Path, by: str) -> str |
 
 
 def trained(rank: int, world_size: int, hf: Path, out: Path, shape: Shape) -> dict[str, bytes]:
-    """Saves after one step, and after another.
+    """Save after one step, and after a second one.
 
     Returns:
-        Bytes of what torch gathers after the first: parameters and first moments.
+        Bytes of the parameters and first moments after the first step, gathered by torch.
     """
     at = cut(hf, shape)
     step(at, 0)
@@ -165,10 +165,10 @@ def trained(rank: int, world_size: int, hf: Path, out: Path, shape: Shape) -> di
 
 
 def resumed(rank: int, world_size: int, source: Path, out: Path, shape: Shape, by: str) -> None:
-    """Loads `source/one`, saves it again into `out/one`, and takes the second step.
+    """Load `source/one`, save it again to `out/one`, and train the second step.
 
     Args:
-        by: Who loads the optimizer: "ckptx" or "torch".
+        by: Library that loads the optimizer, "ckptx" or "torch".
     """
     at = cut(source / "one", shape)
     if by == "ckptx":
@@ -184,14 +184,14 @@ def resumed(rank: int, world_size: int, source: Path, out: Path, shape: Shape, b
 
 
 def resumed_without(rank: int, world_size: int, hf: Path, out: Path) -> None:
-    """Looks for an optimizer in a checkpoint of the model alone."""
+    """Load an optimizer from a checkpoint that has only the model."""
     at = cut(hf, Shape())
     save(at.model, None, out / "one")
     load_optimizer(at.optimizer, at.model, out / "one")
 
 
 def staged(rank: int, world_size: int, hf: Path, out: Path) -> None:
-    """Saves a model of two layers, one of which each rank has; the embedding is on the first, the head on the last."""
+    """Save a model with two layers, one per rank; the embedding is on the first rank, the head on the last."""
     model: Any = build_model(hf)
     model.model.layers[1 - rank] = nn.Identity()
     if rank:
@@ -206,7 +206,7 @@ def staged(rank: int, world_size: int, hf: Path, out: Path) -> None:
 
 
 def refused(rank: int, world_size: int, hf: Path, out: Path, how: str) -> str:
-    """What `save` says to this rank."""
+    """Return the error of `save` on this rank."""
     at = cut(hf, Shape(dp=world_size))
     optimizer: Any = at.optimizer
     mark(optimizer)
@@ -228,7 +228,7 @@ def refused(rank: int, world_size: int, hf: Path, out: Path, how: str) -> str:
 
 
 def multi_query() -> Any:
-    """A GPT-BigCode: q, k and v in one matrix, and only one head of k and v, so that groups differ in width."""
+    """Build a GPT-BigCode, with q, k and v in one matrix and one key-value head, so that groups differ in width."""
     config = transformers.GPTBigCodeConfig(
         vocab_size=101, n_embd=32, n_head=4, n_layer=2, n_positions=64, multi_query=True, pad_token_id=0,
         bos_token_id=1, eos_token_id=2, attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0,
@@ -237,7 +237,7 @@ def multi_query() -> Any:
 
 
 def write(name: str, path: Path) -> Path:
-    """An HF checkpoint of a recipe in float32."""
+    """Write an HF checkpoint of a recipe in float32."""
     recipe = EVERY[name] if name != "multi-query" else Recipe(multi_query, tokens)
     build(recipe).float().save_pretrained(path)
     return path

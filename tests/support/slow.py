@@ -1,4 +1,4 @@
-"""Which of many cases `make test` runs, and which wait for `make test-all`."""
+"""Selection of the cases that `make test` runs; `make test-all` runs the others, too."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import pytest
 
 
 def slow_but(cases: Iterable[Any], fast: Collection[Any]) -> list[Any]:
-    """Parameters of a test: `fast` ones as they are, the others marked slow; a tuple is one value for each argument.
+    """Return the parameters of a test, all marked slow except `fast`; a tuple has one value per argument.
 
     Raises:
-        ValueError: One of `fast` is no case, so that a case that is renamed does not leave the fast set in silence.
+        ValueError: If one of `fast` is not a case, so that a renamed case is not dropped silently.
     """
     cases = list(cases)
     lost = [each for each in fast if each not in cases]

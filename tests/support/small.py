@@ -1,4 +1,4 @@
-"""Modules of a few numbers, whose outputs, loss and gradients can be computed by hand."""
+"""Modules with a few numbers, whose outputs, loss and gradients can be computed by hand."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from ckptx.runtime.parity.inputs.batch import Inputs
 
 PLACE = RankContext(0, 1, torch.device("cpu"))
 
-ULP = 2.0**-22  # what 3.0 is moved by in float32, up or down
+ULP = 2.0**-22  # difference of 3.0 to the adjacent float32 values
 
 
 def inputs_of(ids: Sequence[Sequence[int]], **further: torch.Tensor) -> Inputs:
-    """Tokens, (rows, length), which are their own labels."""
+    """Return tokens of shape (rows, length), which are also the labels."""
     tokens = torch.tensor(ids)
     return Inputs({"input_ids": tokens, **further}, tokens.clone(), ("text",), ())
 
 
 class Scaled(nn.Module):
-    """Every token is (3, 3), times a scale of (4, 4): each output is 12.
+    """A model in which every token is (3, 3), times a scale of (4, 4), so that each output is 12.
 
-    With ids that two hidden states are too few to be logits for, the loss is the mean square, 144.
+    With ids above the width of the outputs, which cannot be logits, the loss is the mean square, 144.
     """
 
     def __init__(self, dtype: torch.dtype = torch.float32) -> None:
@@ -39,7 +39,7 @@ class Scaled(nn.Module):
 
 
 class Looped(nn.Module):
-    """`shared` runs twice, on one thing and on another; `last` behind it."""
+    """A model in which `shared` runs twice on different inputs, then `last`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ class Looped(nn.Module):
 
 
 class Chosen(nn.Module):
-    """A token goes to the second expert when its number is above 1, else to the first."""
+    """Experts; tokens with an id above 1 go to the second expert, others to the first."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -77,7 +77,7 @@ class Chosen(nn.Module):
 
 
 class InPlace(nn.Module):
-    """What `first` gives is scaled in process, behind it, by a number of its own."""
+    """A model that multiplies the output of `first` in place by a separate parameter."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Tiny models of six layers, cut into pipeline stages: run one after another, or under a schedule on ranks."""
+"""Tiny models with six layers, split into pipeline stages that run in order, or under a schedule on ranks."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from tests.support.models import EVERY, Inputs, randomise
 
 LAYERS = 6
 CUTS = ("balanced", "1 | rest", "rest | 1", "three")
-# Of each kind of carry: the hidden state alone, tied and not; inputs of every layer; keys and values that are shared;
-# streams; an encoder with biases, and without; states of an image or a sound; images among the tokens.
+# Models with each kind of stage boundary: hidden states only, tied and untied; per-layer inputs; shared keys and
+# values; streams; an encoder with and without biases; states of an image or audio encoder; images among the tokens.
 TWELVE = (
     "llama-tied", "llama-untied", "gemma4-ple", "gemma4-shared-kv", "gemma3n", "t5", "bart", "whisper", "mllama",
     "qwen3-vl", "gemma3-vlm", "qwen2.5-vl",
@@ -41,11 +41,11 @@ _LISTS = (
 
 
 class Whole(NamedTuple):
-    """What an unsplit model computes.
+    """Results of an unsplit model.
 
     Attributes:
-        logits: Of each microbatch.
-        gradients: Of their mean loss, under every name that a parameter has; those that are there.
+        logits: Logits of each microbatch.
+        gradients: Gradients of the mean loss by every name of a parameter, without parameters that have none.
     """
 
     logits: list[Tensor]
@@ -53,7 +53,7 @@ class Whole(NamedTuple):
 
 
 def deep(name: str, layers: int = LAYERS) -> Any:
-    """The model of a recipe with so many layers in each list of its decoder (and encoder), random, in float32."""
+    """Build the model of a recipe with a number of layers in each stack, with random weights in float32."""
     torch.manual_seed(0)
     model = EVERY[name].model()
     config = copy.deepcopy(model.config)
@@ -75,13 +75,13 @@ def deep(name: str, layers: int = LAYERS) -> Any:
 
 
 def output_of(found: Any) -> Tensor:
-    """Logits, or the last hidden state of a model without a head."""
+    """Return the logits, or the last hidden state of a model without a head."""
     names = ("logits", "prediction_logits", "last_hidden_state")
     return next(value for value in (getattr(found, name, None) for name in names) if value is not None)
 
 
 def stages_of(model: Any, pp: int, how: str = "even") -> StageMap:
-    """How a model is cut: by a rule, or by one of `CUTS`."""
+    """Split a model into stages by a rule, or by one of `CUTS`."""
     stacks = find_row(type(model).__name__).architecture_for(model.config.to_dict()).stacks(model.config.to_dict())
     count = sum(stack.count for stack in stacks)
     counts = {
@@ -92,7 +92,7 @@ def stages_of(model: Any, pp: int, how: str = "even") -> StageMap:
 
 
 def whole_of(model: nn.Module, batches: Sequence[Inputs]) -> Whole:
-    """Forward and backward of the unsplit model; leaves no gradients."""
+    """Run forward and backward of the unsplit model, then clear its gradients."""
     logits = []
     for batch in batches:
         logits.append(output_of(model(**batch)))
@@ -103,12 +103,12 @@ def whole_of(model: nn.Module, batches: Sequence[Inputs]) -> Whole:
 
 
 def loss_of(logits: Tensor, count: int) -> Tensor:
-    """The part that one of so many microbatches has in the loss."""
+    """Return the part of one microbatch in the loss of `count` microbatches."""
     return logits.float().pow(2).mean() / count
 
 
 def gradients_of(model: nn.Module) -> dict[str, Tensor]:
-    """By every name of a parameter that has one; whole where FSDP2 has cut it, which is collective."""
+    """Return the gradients by every name of a parameter; FSDP2 shards are gathered, which is collective."""
     found = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if parameter.grad is not None:
@@ -119,7 +119,7 @@ def gradients_of(model: nn.Module) -> dict[str, Tensor]:
 
 
 def furthest(wanted: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> float:
-    """The largest difference, relative to the largest of each; infinite where one is lacking, or there for nothing."""
+    """Return the largest difference relative to the largest element; infinite if a gradient is missing or extra."""
     largest = 0.0
     for name in wanted.keys() | found.keys():
         if name not in wanted:
@@ -135,10 +135,10 @@ def furthest(wanted: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> float
 def run_stages(
     model: nn.Module, stages: StageMap, carry: StageBoundaries, batch: Inputs, count: int = 1
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """One of so many microbatches through the stages, one after another in this process, and back.
+    """Run forward and backward of one microbatch through all stages in this process.
 
     Returns:
-        Logits, and gradients, which are added to those that the model has; the stages share its tensors.
+        Logits, and gradients. They are added to those of the model, because the stages share its tensors.
     """
     parts = [
         StageRunner(make_shared_stage(model, stages, each, carry.output_structures), stages, each, carry)
@@ -167,7 +167,7 @@ def run_stages(
 
 
 def compared(name: str, how: str) -> tuple[bool, float, StageBoundaries]:
-    """Whether a recipe that is cut so gives the unsplit model's logits, how far its gradients are, what travels."""
+    """Compare a split with the unsplit model: equal logits, largest gradient difference, and the stage boundaries."""
     model = deep(name)
     (batch,) = microbatches(name, 1)
     stages = stages_of(model, 2, how)
@@ -178,7 +178,7 @@ def compared(name: str, how: str) -> tuple[bool, float, StageBoundaries]:
 
 
 def compared_in_microbatches(name: str, how: str, pictured: Sequence[int]) -> tuple[bool, float]:
-    """As `compared`, over microbatches with other numbers of images: one more of them than the last that has any."""
+    """Compare as `compared`, with different numbers of images per microbatch; the last microbatch has none."""
     batches = microbatches(name, max(pictured) + 1, pictured)
     model = deep(name)
     stages = stages_of(model, 2, how)
@@ -190,13 +190,13 @@ def compared_in_microbatches(name: str, how: str, pictured: Sequence[int]) -> tu
 
 
 class Ranked(NamedTuple):
-    """What one rank has of a model under a schedule.
+    """Stages of a model on one rank under a schedule.
 
     Attributes:
-        pipeline: Its stages.
-        models: The same, by number.
-        logits: Of each microbatch by its number, on the rank of the last stage; filled by steps.
-        loss: For steps.
+        pipeline: Pipeline with the stages of this rank.
+        models: Modules of the stages by stage index.
+        logits: Logits by microbatch index on the rank of the last stage; each step fills them.
+        loss: Loss function of a step.
     """
 
     pipeline: Pipeline
@@ -205,7 +205,7 @@ class Ranked(NamedTuple):
     loss: Loss
 
     def step(self, batches: Sequence[Inputs]) -> list[Tensor]:
-        """Of the pipeline."""
+        """Run one step of the pipeline, and return the losses."""
         return self.pipeline.step(batches, self.loss)
 
 
@@ -219,16 +219,16 @@ def ranked(
     count: int | None = None,
     **settings: Any,
 ) -> Ranked:
-    """The stages of this rank, with storage of their own.
+    """Build the stages of this rank with separate storage.
 
     Args:
-        name: Of the recipe.
-        schedule: Its name.
-        batches: For finding what travels.
-        mesh: As `mesh_of` made it; without it all ranks are those of the pipeline.
-        how: It is cut.
-        count: Microbatches that make up the loss; as many as `batches` if not given.
-        settings: For `parallelize`.
+        name: Name of the recipe.
+        schedule: Name of the pipeline schedule.
+        batches: Inputs to discover the stage boundaries with.
+        mesh: Mesh from `mesh_of`; None to use all ranks for the pipeline.
+        how: Split of the layers, as for `cut`.
+        count: Number of microbatches of the loss [default: the number of `batches`].
+        settings: Arguments of `parallelize`.
     """
     from ckptx.runtime.parallel.parallelize import parallelize
     from ckptx.runtime.parallel.tensor_parallel.plans import find_plan
@@ -259,7 +259,7 @@ def ranked(
 
 
 def away(run: Ranked, whole: Whole) -> tuple[bool, float]:
-    """Whether all logits that this rank has are those of the unsplit model, and how far its gradients are."""
+    """Compare this rank with the unsplit model: equal logits, and largest gradient difference."""
     owned: dict[str, Tensor] = {}
     wanted: dict[str, Tensor] = {}
     for model in run.models.values():
@@ -278,7 +278,9 @@ def one_step(
     pictured: Sequence[int] | None = None,
     how: str = "even",
 ) -> tuple[bool, float, int, float]:
-    """One step of a recipe: are logits equal, how far are gradients, logits seen here, difference of the loss."""
+    """Run one step of a recipe; return if logits are equal, the gradient difference, the number of logits, and the loss
+    difference.
+    """
     batches = microbatches(name, count, pictured)
     whole = whole_of(deep(name), batches)
     run = ranked(name, schedule, kinds(batches), how=how, count=count)

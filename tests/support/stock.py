@@ -1,4 +1,4 @@
-"""What stock torch says about a DCP: names, plain tensors, bytes. ckptx takes no part."""
+"""Read names, plain tensors and bytes of a DCP with torch, without ckptx."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from torch.distributed.tensor import DTensor
 
 
 def metadata(path: Path) -> dict[str, TensorStorageMetadata]:
-    """Tensors of a DCP by FQN, as stock `FileSystemReader` reads them."""
+    """Return the tensor metadata of a DCP by FQN, as stock `FileSystemReader` reads it."""
     entries = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
     return {name: entry for name, entry in entries.items() if isinstance(entry, TensorStorageMetadata)}
 
 
 def empty_like(path: Path, names: Iterable[str] | None = None) -> dict[str, torch.Tensor]:
-    """Tensors to load into, filled with a pattern that a missing byte would show."""
+    """Create tensors to load into, filled with a pattern that makes missing bytes visible."""
     found = metadata(path)
     state = {}
     for name in names if names is not None else found:
@@ -30,19 +30,19 @@ def empty_like(path: Path, names: Iterable[str] | None = None) -> dict[str, torc
 
 
 def load(path: Path, names: Iterable[str] | None = None) -> dict[str, torch.Tensor]:
-    """`dcp.load` into plain tensors, in one process."""
+    """Call `dcp.load` with plain tensors in one process."""
     state = empty_like(path, names)
     dcp.load(state, storage_reader=dcp.FileSystemReader(path), no_dist=True)
     return state
 
 
 def payload_bytes(path: Path) -> int:
-    """Bytes of the `.distcp` files."""
+    """Return the total size of the `.distcp` files in bytes."""
     return sum(file.stat().st_size for file in path.glob("*.distcp"))
 
 
 def raw(tensor: torch.Tensor) -> bytes:
-    """Row-major bytes of a tensor of any dtype; a DTensor is gathered first."""
+    """Return the row-major bytes of a tensor of any dtype; a DTensor is gathered first."""
     if isinstance(tensor, DTensor):
         tensor = tensor.full_tensor()
     plain = tensor.detach().contiguous()
@@ -50,7 +50,7 @@ def raw(tensor: torch.Tensor) -> bytes:
 
 
 def assert_same_tensors(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-    """Same names, shapes, dtypes and bytes."""
+    """Check that names, shapes, dtypes and bytes are equal."""
     assert found.keys() == expected.keys(), sorted(found.keys() ^ expected.keys())
     for name, tensor in expected.items():
         other = found[name]
@@ -59,5 +59,5 @@ def assert_same_tensors(found: dict[str, torch.Tensor], expected: dict[str, torc
 
 
 def file_bytes(root: Path) -> dict[str, bytes]:
-    """Every file below a directory, by relative path."""
+    """Read every file below a directory, by relative path."""
     return {str(file.relative_to(root)): file.read_bytes() for file in sorted(root.rglob("*")) if file.is_file()}

@@ -1,14 +1,14 @@
-"""What stock transformers loads and computes: a program of its own, in which ckptx takes no part.
+"""Load and run models with stock transformers, as a separate program without ckptx.
 
     python stock_outputs.py WORK NAME ...
 
-Of each model WORK/hf/NAME, run on WORK/inputs/NAME.pt, it writes what was loaded and computed
+For each model WORK/hf/NAME, run on WORK/inputs/NAME.pt, it writes the loaded tensors and the results:
 
-    from_pretrained, in one piece                                                -> WORK/stock/NAME.pt
-    a model that torch fills from WORK/dcp/NAME, where there is one              -> WORK/stock-dcp/NAME.pt
-    cut by transformers' own plan; with RANK, WORLD_SIZE=2, ... of a launcher    -> WORK/stock-tp/NAME.pt
+    `from_pretrained`, unsharded                                                 -> WORK/stock/NAME.pt
+    a model loaded with torch from WORK/dcp/NAME, if it exists                   -> WORK/stock-dcp/NAME.pt
+    sharded by transformers' own plan; with RANK, WORLD_SIZE=2, ... set          -> WORK/stock-tp/NAME.pt
 
-Many at once, so that imports are paid once.
+It takes many models at once, because imports are slow.
 """
 
 from __future__ import annotations
@@ -35,45 +35,45 @@ import transformers
 from torch.distributed.tensor import DTensor
 
 OUTPUTS = ("logits", "prediction_logits", "seq_relationship_logits", "last_hidden_state")
-_PATIENCE = timedelta(seconds=60)  # of a rank whose neighbour failed alone
+_PATIENCE = timedelta(seconds=60)  # timeout of a rank whose peer failed
 
 Inputs = Mapping[str, torch.Tensor]
 
 
 def fingerprint(tensor: torch.Tensor) -> str:
-    """Dtype, shape and the hash of the bytes of a tensor."""
+    """Return the dtype, the shape and a hash of the bytes of a tensor."""
     plain = tensor.detach().contiguous()
     data = plain.flatten().view(torch.uint8).numpy().tobytes() if plain.numel() else b""
     return f"{plain.dtype} {tuple(plain.shape)} {hashlib.sha256(data).hexdigest()}"
 
 
 def fingerprints(model: torch.nn.Module) -> dict[str, str]:
-    """Of every parameter and buffer, by every name it has; of those that no checkpoint holds, too."""
+    """Return fingerprints of all parameters and buffers by all their names, including non-persistent ones."""
     found = {name: fingerprint(each) for name, each in model.named_parameters(remove_duplicate=False)}
     return found | {name: fingerprint(each) for name, each in model.named_buffers(remove_duplicate=False)}
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor, gathered when it is sharded."""
+    """Gather a tensor if it is sharded."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def forward(model: Any, inputs: Inputs, **more: torch.Tensor) -> tuple[list[torch.Tensor], torch.Tensor | None]:
-    """Everything that can be compared, and the loss of the class, where it gives one."""
+    """Return all comparable outputs, and the loss of the class if it has one."""
     found = model(**inputs, **more)
     return [whole(found[name]) for name in OUTPUTS if found.get(name) is not None], found.get("loss")
 
 
 def outputs_of(model: Any, inputs: Inputs) -> list[torch.Tensor]:
-    """As they are when no gradient is asked for: transformers has other paths for that."""
+    """Return the outputs without gradients, for which transformers has other code paths."""
     with torch.no_grad():
         return [each.clone() for each in forward(model, inputs)[0]]
 
 
 def backward(model: Any, inputs: Inputs, labels: torch.Tensor) -> torch.Tensor:
-    """Leaves gradients in the parameters, and gives the loss they are of.
+    """Run a backward pass, and return the loss.
 
-    It is that of the class, where it takes labels for these outputs; else something that every output enters.
+    The loss is that of the class if it takes labels for these outputs, else a function of all outputs.
     """
     outputs, _ = forward(model, inputs)
     takes = "labels" in inspect.signature(type(model).forward).parameters and outputs[0].shape[:-1] == labels.shape
@@ -86,12 +86,12 @@ def backward(model: Any, inputs: Inputs, labels: torch.Tensor) -> torch.Tensor:
 
 
 def gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """By parameter, whole."""
+    """Return the gradients by parameter, gathered."""
     return {name: whole(each.grad).clone() for name, each in model.named_parameters() if each.grad is not None}
 
 
 def run(model: Any, inputs: Inputs, labels: torch.Tensor) -> dict[str, Any]:
-    """Outputs, loss and gradients."""
+    """Return outputs, loss and gradients."""
     outputs = outputs_of(model, inputs)
     return {"outputs": outputs, "loss": backward(model, inputs, labels), "gradients": gradients(model)}
 
@@ -112,13 +112,13 @@ class Task:
         return model.eval()
 
     def constructed(self) -> Any:
-        """With random weights."""
+        """Build the model with random weights."""
         return self.cls._from_config(self.cls.config_class.from_pretrained(self.hf), dtype=self.dtype).eval()
 
     def from_dcp(self) -> Any:
-        """Filled by torch, strictly, with what the DCP holds under the names of the model.
+        """Load the DCP with torch under the names of the model; all names must exist.
 
-        Names that the class ties get a parameter each where it holds different values, as with `from_pretrained`.
+        Tied names get separate parameters if the DCP has different values for them, as with `from_pretrained`.
         """
         model = self.constructed()
         state = {name: torch.zeros_like(tensor) for name, tensor in model.state_dict().items()}
@@ -132,16 +132,16 @@ class Task:
         return model
 
     def described(self, model: Any) -> dict[str, Any]:
-        """What a model in one piece holds and computes."""
+        """Return the parameters and results of the unsharded model."""
         held = {"tensors": fingerprints(model), "stored": sorted(model.state_dict())}
         return {**held, **run(model, self.inputs, self.labels)}
 
     def frozen(self) -> list[str]:
-        """Parameters that the constructor of the class excludes from training."""
+        """Return the parameters that the constructor of the class excludes from training."""
         return sorted(name for name, each in self.constructed().named_parameters() if not each.requires_grad)
 
     def cut(self, world_size: int) -> dict[str, Any]:
-        """What it computes under transformers' own tensor parallelism; what transformers says, where it does not."""
+        """Return the results under transformers' own tensor parallelism, or the error of transformers."""
         from transformers.distributed import DistributedConfig
 
         done: dict[str, Any] = {}
@@ -153,7 +153,7 @@ class Task:
             done["outputs"] = outputs_of(model, self.inputs)
             step = "backward"
             done |= {"loss": backward(model, self.inputs, self.labels), "gradients": gradients(model)}
-        except Exception as error:  # whatever transformers raises is what it says of this class
+        except Exception as error:  # an error of any kind is the result for this class
             done["error"] = f"{step}: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
         everyone: list[Any] = [None] * world_size
         dist.all_gather_object(everyone, done.get("error"))
@@ -162,15 +162,15 @@ class Task:
 
 
 def _without_accelerate() -> Any:
-    """transformers asks for accelerate wherever a device is named, also for a CPU, for which it makes no use of it."""
+    """Replace the check for accelerate, which transformers requires for any device but does not use on a CPU."""
     return mock.patch("transformers.integrations.accelerate.is_accelerate_available", lambda *args: True)
 
 
 def _done(task: Task, world_size: int) -> dict[str, dict[str, Any]]:
-    """By folder."""
+    """Return all results by directory."""
     try:
         done = {"stock": task.described(task.from_pretrained())}
-    except Exception as error:  # an older transformers may fail at a model, and the others are wanted all the same
+    except Exception as error:  # an older transformers may fail for a model, and the others are still needed
         return {"stock": {"error": f"{type(error).__name__}: {error}"}}
     if task.dcp.exists():
         done["stock-dcp"] = task.described(task.from_dcp())
@@ -199,7 +199,7 @@ def main() -> None:
     if world_size > 1:
         dist.destroy_process_group()
     ours = {name for name in sys.modules if name.split(".")[0] in ("ckptx", "support")}
-    ours -= {"support", "tests.support.forked", "tests.support.preloaded"}  # what started this
+    ours -= {"support", "tests.support.forked", "tests.support.preloaded"}  # modules that started this program
     assert not ours, f"what is judged takes part: {ours}"
 
 

@@ -1,4 +1,4 @@
-"""Tensors stored by hand in chunks of any form, and entries read back as tensors."""
+"""Write tensors in arbitrary chunks, and read catalog entries as tensors."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ckptx.catalog.region import Region, find_coverage_fault, full_region
 from ckptx.storage.files import FilePool
 from ckptx.transfer.stream import TensorReader
 
-# How a tensor lies in its file: into how many pieces each dim is cut, and the order of dims in a piece.
+# Storage of a tensor: number of chunks along each dimension, and the order of dimensions in a chunk.
 LAYOUTS: dict[str, tuple[tuple[int, ...], bool]] = {
     "whole": ((1, 1, 1), False),
     "rows": ((3, 1, 1), False),
@@ -26,7 +26,7 @@ LAYOUTS: dict[str, tuple[tuple[int, ...], bool]] = {
 
 
 class Collect:
-    """A sink that keeps everything."""
+    """A sink that keeps all bytes."""
 
     def __init__(self) -> None:
         self.data = bytearray()
@@ -40,7 +40,7 @@ class Collect:
 
 
 def store(root: Path, name: str, tensor: torch.Tensor, layout: str = "whole") -> TensorEntry:
-    """Writes a tensor to a file of its own, each piece with its CRC."""
+    """Write a tensor to a separate file, each chunk with its CRC."""
     cuts, backwards = LAYOUTS[layout]
     spans = []
     for size, pieces in zip(tensor.shape, cuts, strict=False):
@@ -64,7 +64,7 @@ def store(root: Path, name: str, tensor: torch.Tensor, layout: str = "whole") ->
 
 
 def read(root: Path, entry: TensorEntry) -> torch.Tensor:
-    """What a reader makes of an entry; its chunks must tile it."""
+    """Read an entry as a tensor; its chunks must cover it exactly once."""
     fault = find_coverage_fault(entry.shape, [chunk.region for chunk in entry.chunks])
     assert fault is None, (entry.name, fault)
     sink = Collect()
@@ -75,7 +75,7 @@ def read(root: Path, entry: TensorEntry) -> torch.Tensor:
 
 
 def assert_reads(root: Path, entries: Mapping[str, TensorEntry], expected: Mapping[str, torch.Tensor]) -> None:
-    """Names, shapes, dtypes and bytes."""
+    """Check that names, shapes, dtypes and bytes are equal."""
     assert set(entries) == set(expected)
     for name, tensor in expected.items():
         found = read(root, entries[name])
@@ -85,15 +85,15 @@ def assert_reads(root: Path, entries: Mapping[str, TensorEntry], expected: Mappi
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
-    """Its bytes: NaN equals NaN, and 0.0 is not -0.0."""
+    """Return the bytes of a tensor, so that NaN equals NaN and 0.0 differs from -0.0."""
     return tensor.contiguous().reshape(-1).view(torch.uint8)
 
 
 def numbers(*shape: int, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> torch.Tensor:
-    """Random values."""
+    """Return random values."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 def several(count: int, shape: Sequence[int]) -> list[torch.Tensor]:
-    """Random tensors of one shape."""
+    """Return random tensors of one shape."""
     return [numbers(*shape, seed=seed) for seed in range(count)]

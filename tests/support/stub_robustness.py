@@ -1,4 +1,4 @@
-"""A stand-in for `robustness_suite.run`: notes what it was called with, and reports or raises what a test says."""
+"""A stub of `robustness_suite.run` that records its calls, and returns or raises what a test sets."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ FAULTS = {
 
 
 class StubRun:
-    """What `ckptx.robustness` runs in place of a training.
+    """Stub that `ckptx.robustness` runs instead of a training.
 
     Attributes:
-        calls: The options of each call.
-        result: What it reports; an exception is raised.
+        calls: Options of each call.
+        result: Result to return, or exception to raise.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, result: Any) -> None:

@@ -1,4 +1,4 @@
-"""What tests of the generated files begin with."""
+"""Helpers for tests of the generated files."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from ckptx.architecture.table import lookup
 
 
 def known(class_name: str) -> Architecture:
-    """The architecture of a class that the files answer for."""
+    """Return the architecture of a class from the files."""
     found = lookup(class_name)
     assert found is not None, class_name
     return found

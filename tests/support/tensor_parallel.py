@@ -1,4 +1,4 @@
-"""What a rank computes with a model that tensor parallelism cut, against the same model as it was built.
+"""Compare a model under tensor parallelism with the same model unsharded.
 
 Functions for the workers of the gloo pool: their first arguments are rank and world size.
 """
@@ -39,15 +39,15 @@ Placed = dict[str, tuple[int, tuple[int, ...]] | None]
 
 @dataclass(frozen=True)
 class Outcome:
-    """The largest differences to the uncut model, relative to the largest value of each tensor.
+    """Largest differences from the unsharded model, relative to the largest value of each tensor.
 
     Attributes:
-        logits: Of the logits, gathered.
-        loss: Of the loss.
-        gradients: By parameter, gathered.
-        gathered: Modules around which parameters are gathered.
-        sharded_logits: Whether the logits stay sharded.
-        loss_by_model: Of the loss that `model(labels=...)` gives, None where nobody asked.
+        logits: Difference of the gathered logits.
+        loss: Difference of the loss.
+        gradients: Differences of the gathered gradients by parameter.
+        gathered: Modules whose parameters are gathered for their forward pass.
+        sharded_logits: True if the logits stay sharded.
+        loss_by_model: Difference of the loss of `model(labels=...)`; None if it was not computed.
     """
 
     logits: float
@@ -63,19 +63,19 @@ class Outcome:
 
 
 def config_of(model: Any) -> dict[str, Any]:
-    """As `config.json` has it."""
+    """Return the config as in `config.json`."""
     return {**model.config.to_dict(), "architectures": [type(model).__name__]}
 
 
 def tiny(name: str) -> Any:
-    """The model of a recipe in float32, without dropout or cache."""
+    """Build the model of a recipe in float32, without dropout or cache."""
     model = build(EVERY[name]).float().eval()
     model.config.use_cache = False
     return model
 
 
 def padded(inputs: Inputs, multiple: int) -> Inputs:
-    """With the last column of every token again, until their number divides."""
+    """Repeat the last token of every input until the length is divisible."""
     length = inputs["input_ids"].shape[1]
     missing = -length % multiple
     return {
@@ -85,7 +85,7 @@ def padded(inputs: Inputs, multiple: int) -> Inputs:
 
 
 def labels_of(logits: torch.Tensor) -> torch.Tensor:
-    """Labels for these logits: random ones, one that is ignored, the last of the vocabulary."""
+    """Return labels for logits: random ones, one ignored one, and the last token of the vocabulary."""
     generator = torch.Generator().manual_seed(5)
     labels = torch.randint(0, logits.shape[-1], logits.shape[:2], generator=generator)
     labels[0, -1] = logits.shape[-1] - 1
@@ -95,24 +95,24 @@ def labels_of(logits: torch.Tensor) -> torch.Tensor:
 
 
 def compute(model: Any, inputs: Inputs, **settings: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Logits, whole or sharded, and a loss, with that of routers where the settings of the model ask for it."""
+    """Return logits, gathered or sharded, and the loss, with the router loss if the settings of the model enable it."""
     inputs = {key: value.float() if value.is_floating_point() else value for key, value in inputs.items()}
     found = model(**inputs, **settings)
     logits = next(found[key] for key in ("logits", "prediction_logits", "last_hidden_state") if key in found)
     if logits.dim() == 2:
-        logits = logits[:, None].expand(-1, 2, -1)  # of a classifier
+        logits = logits[:, None].expand(-1, 2, -1)  # logits of a classifier
     loss = causal_lm_loss(logits, labels_of(logits))
     return logits, loss + found.aux_loss if settings else loss
 
 
 def relative(found: torch.Tensor, expected: torch.Tensor, floor: float = 1e-30) -> float:
-    """The largest difference over the largest value, or over `floor` where that is larger."""
+    """Return the largest difference divided by the largest value, or by `floor` if it is larger."""
     assert found.shape == expected.shape
     return float((found - expected).detach().abs().max() / max(float(expected.detach().abs().max()), floor))
 
 
 def whole_gradient(name: str, parameter: nn.Parameter, layout: TensorParallelLayout, ranks: TpRanks) -> Any:
-    """The gradient of a parameter, put together from the ranks' rectangles."""
+    """Gather the gradient of a parameter from the regions of all ranks."""
     gradient = parameter.grad
     if not isinstance(gradient, DTensor):
         return gradient
@@ -123,9 +123,9 @@ def whole_gradient(name: str, parameter: nn.Parameter, layout: TensorParallelLay
 
 
 def gradient_differences(model: nn.Module, cut: nn.Module, layout: TensorParallelLayout, ranks: TpRanks) -> Any:
-    """By parameter; also proves that the same parameters have gradients."""
+    """Return the gradient differences by parameter; check that the same parameters have gradients."""
     expected = dict(model.named_parameters())
-    # the gradient of a key bias is zero but for rounding: softmax does not see what is added to all keys
+    # the gradient of a key bias is zero except for rounding: softmax is invariant to a constant added to all keys
     floor = 1e-2 * max(float(each.grad.abs().max()) for each in expected.values() if each.grad is not None)
     differences = {}
     for key, parameter in cut.named_parameters():
@@ -153,20 +153,20 @@ def outcome(
     kv_heads: int = 2,
     with_routers: bool = False,
 ) -> Outcome:
-    """Forward and backward of both models.
+    """Run forward and backward of both models, and compare them.
 
     Args:
-        rank: Of this process.
+        rank: Rank of this process.
         world_size: Number of TP ranks.
-        name: A recipe.
-        user: A plan on top.
+        name: Name of a recipe.
+        user: Plan of the user, which overrides that of the model.
         sequence_parallel: See `find_plan`.
-        checkpointing: A mode of activation checkpointing for the cut model.
-        is_foreign: Let the cut model be of a class of somebody else that has the same bare name.
-        defect: A function of `styles` or `sequence` that does nothing.
-        microbatches: How often gradients are accumulated.
-        kv_heads: Of the recipe, where it does not say itself.
-        with_routers: Add the loss of routers, that balances experts.
+        checkpointing: Activation checkpointing mode of the sharded model.
+        is_foreign: Use a custom class with the same bare name for the sharded model.
+        defect: Function of `styles` or `sequence` that does nothing.
+        microbatches: Number of microbatches over which gradients are accumulated.
+        kv_heads: Number of key-value heads, if the recipe does not set it.
+        with_routers: Add the load-balancing loss of routers.
     """
     with mock.patch.dict(models._TEXT, num_key_value_heads=kv_heads):
         model = tiny(name)
@@ -205,7 +205,7 @@ def outcome(
 
 @contextmanager
 def forgotten(name: str) -> Iterator[None]:
-    """A function of `styles` or `sequence` does nothing, for the time of a block."""
+    """Make a function of `styles` or `sequence` do nothing in the block."""
     if not name:
         yield
         return
@@ -214,7 +214,7 @@ def forgotten(name: str) -> Iterator[None]:
 
 
 def on_meta(rank: int, world_size: int, name: str) -> tuple[Placed, dict[str, list[Any]], list[str]]:
-    """A model cut before it is loaded: placements, this rank's rectangles, and faults that were found."""
+    """Shard a model before it is loaded; return placements, the regions of this rank, and errors."""
     with torch.device("meta"):
         model = EVERY[name].model()
     shared = {id(p): n for n, p in model.named_parameters()}
@@ -243,7 +243,7 @@ def on_meta(rank: int, world_size: int, name: str) -> tuple[Placed, dict[str, li
 
 
 def reshard_regions(model: nn.Module, config: dict[str, Any], tp: int) -> dict[str, list[list[Any]]]:
-    """By parameter and TP rank the rectangles that `ckptx reshard` gives it."""
+    """Return the regions of `ckptx reshard` by parameter and TP rank."""
     sharder = Sharder(
         effective_plan(find_architecture(config), config, None), ParallelDims(tp), StageMap([], 1), None, True
     )
@@ -260,7 +260,7 @@ def reshard_regions(model: nn.Module, config: dict[str, Any], tp: int) -> dict[s
 
 
 def stock_classes() -> list[str]:
-    """Classes of transformers with an output head, that their default config builds."""
+    """Return the transformers classes with an output head that can be built from their default config."""
     from transformers.models.auto import modeling_auto
 
     found = (modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
@@ -268,7 +268,7 @@ def stock_classes() -> list[str]:
 
 
 def many_on_meta(rank: int, world_size: int, part: int, parts: int) -> tuple[dict[str, str], int, int]:
-    """Every so-many-th stock class: faults by class, how many were cut, how many of these without gathering."""
+    """Shard every n-th stock class; return errors by class, and how many are sharded, and without gathering."""
     faults: dict[str, str] = {}
     cut, free = 0, 0
     mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("tp",))
@@ -279,11 +279,11 @@ def many_on_meta(rank: int, world_size: int, part: int, parts: int) -> tuple[dic
                 model = cls(cls.config_class())
             config = config_of(model)
             expected = reshard_regions(model, config, world_size)
-        except Exception:  # a default config that builds nothing, a package that is missing
+        except Exception:  # the default config cannot be built, or a package is missing
             continue
         try:
             layout = apply_tensor_parallel(model, mesh, find_plan(model, config))
-        except Exception as error:  # listed by class; the caller fails on any
+        except Exception as error:  # listed by class; the caller fails if there is one
             faults[name] = f"{type(error).__name__}: {error}"
             continue
         held = {key: [tuple(each) for each in layout.local_regions(key) or []] for key in expected}
@@ -295,7 +295,7 @@ def many_on_meta(rank: int, world_size: int, part: int, parts: int) -> tuple[dic
 
 
 def with_fsdp(rank: int, world_size: int, name: str, sequence_parallel: bool = False) -> tuple[float, float]:
-    """TP inside FSDP2 on a square mesh: the worst differences of logits and of gradients that torch can gather."""
+    """Run TP with FSDP2 on a square mesh; return the largest differences of logits and of gathered gradients."""
     model = tiny(name)
     inputs = padded(EVERY[name].inputs(), 2)
     cut = copy.deepcopy(model)
@@ -321,7 +321,7 @@ def with_fsdp(rank: int, world_size: int, name: str, sequence_parallel: bool = F
 
 
 def full_tensors(rank: int, world_size: int, name: str) -> list[str]:
-    """Parameters that `DTensor.full_tensor` does not give back as they were."""
+    """Return the parameters that `DTensor.full_tensor` does not restore."""
     model = tiny(name)
     before = {key: value.detach().clone() for key, value in model.named_parameters()}
     mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("tp",))
@@ -334,7 +334,7 @@ def full_tensors(rank: int, world_size: int, name: str) -> list[str]:
 
 
 class Small(nn.Module):
-    """Every style that a small module can have, with sizes that leave the last of four ranks nothing."""
+    """A module with all TP styles, with sizes for which the last of four ranks has empty shards."""
 
     def __init__(self, tp_plan: dict[str, str]) -> None:
         super().__init__()
@@ -352,7 +352,7 @@ class Small(nn.Module):
 
 
 def small(rank: int, world_size: int, tp_plan: dict[str, str]) -> tuple[float, tuple[str, ...]]:
-    """The worst difference of outputs and gradients, and what is gathered."""
+    """Return the largest difference of outputs and gradients, and the gathered modules."""
     torch.manual_seed(1)
     model = Small(tp_plan)
     cut = copy.deepcopy(model)
@@ -367,7 +367,7 @@ def small(rank: int, world_size: int, tp_plan: dict[str, str]) -> tuple[float, t
 
 
 def losses(rank: int, world_size: int, vocabulary: int, dtype: torch.dtype) -> list[tuple[float, float]]:
-    """Differences of loss and gradient to transformers' on whole logits: plain, with a count, with shifted labels."""
+    """Compare loss and gradient with transformers on gathered logits: plain, with a count, with shifted labels."""
     from transformers.loss.loss_utils import ForCausalLMLoss
 
     generator = torch.Generator().manual_seed(2)
@@ -395,24 +395,24 @@ def losses(rank: int, world_size: int, vocabulary: int, dtype: torch.dtype) -> l
 
 
 def _slice(whole: torch.Tensor, ranks: TpRanks) -> torch.Tensor:
-    """This rank's slice of the last dim, cut by torch."""
+    """Return this rank's shard of the last dimension, computed by torch."""
     chunks = whole.detach().chunk(ranks.size, -1)
     return chunks[ranks.rank].clone() if ranks.rank < len(chunks) else whole[..., :0].clone()
 
 
 def applied(rank: int, world_size: int, name: str, user: dict[str, str] | None = None) -> str:
-    """What is said when a model is cut."""
+    """Shard a model; return its error, or "" if it has none."""
     model = tiny(name)
     mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("tp",))
     try:
         apply_tensor_parallel(model, mesh, find_plan(model, config_of(model), user))
-    except Exception as error:  # the caller looks at what it is
+    except Exception as error:  # the caller checks it
         return f"{type(error).__name__}: {error}"
     return ""
 
 
 def parts(rank: int, world_size: int) -> bool:
-    """Whether what is taken apart by rectangles of groups of unequal width is put together again."""
+    """Check that a tensor sharded in groups of unequal width is gathered correctly."""
     from ckptx.layout.placement import Placement, tp_regions
 
     full = torch.arange(33.0).reshape(11, 3)
@@ -422,7 +422,7 @@ def parts(rank: int, world_size: int) -> bool:
     return torch.equal(gather_shards(concat_regions(full, 0, regions[rank]), (11, 3), 0, regions, ranks), full)
 
 
-# Small in every size; a config takes those keys that it has.
+# Small sizes; a config takes the keys that it has.
 _SMALL: dict[str, Any] = {
     "vocab_size": 101, "hidden_size": 32, "intermediate_size": 48, "moe_intermediate_size": 24, "num_hidden_layers": 2,
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64,
@@ -437,7 +437,7 @@ _SMALL: dict[str, Any] = {
 
 
 def small_classes() -> list[str]:
-    """Language models of transformers."""
+    """Return the language model classes of transformers."""
     from transformers.models.auto import modeling_auto
 
     names = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
@@ -445,7 +445,7 @@ def small_classes() -> list[str]:
 
 
 def _small_stock(name: str) -> Any:
-    """A small model of a class in float32, None where these sizes do not make one that computes."""
+    """Build a small model of a class in float32; None if it cannot run with these sizes."""
     cls = getattr(transformers, name)
     try:
         default = cls.config_class()
@@ -455,17 +455,17 @@ def _small_stock(name: str) -> Any:
         config._attn_implementation = "eager"
         with torch.device("meta"):
             if sum(each.numel() for each in cls(config).parameters()) > 2_000_000:
-                return None  # a size that has another name there
+                return None  # a size with another key
         model = randomise(cls(config).float()).eval()
         model.config.use_cache = False
         logits, loss = compute(model, tokens())
         return model if logits.isfinite().all() and loss.isfinite() else None
-    except Exception:  # sizes that do not fit each other, a package that is missing
+    except Exception:  # incompatible sizes, or a missing package
         return None
 
 
 def many_small(rank: int, world_size: int, part: int, parts: int) -> tuple[dict[str, str], dict[str, float], list[str]]:
-    """Small models of every so-many-th class: what failed, the worst difference of the others, what was not built."""
+    """Compare small models of every n-th class; return errors, the largest difference, and the classes not built."""
     failed: dict[str, str] = {}
     worst: dict[str, float] = {}
     skipped: list[str] = []
@@ -476,7 +476,7 @@ def many_small(rank: int, world_size: int, part: int, parts: int) -> tuple[dict[
             skipped.append(name)
             continue
         try:
-            cut = _small_stock(name)  # some hold states of what they computed, which cannot be copied
+            cut = _small_stock(name)  # some store states of their outputs, which cannot be copied
             layout = apply_tensor_parallel(cut, mesh, find_plan(cut, config_of(model)))
             logits, loss = compute(model, tokens())
             loss.backward()
@@ -485,6 +485,6 @@ def many_small(rank: int, world_size: int, part: int, parts: int) -> tuple[dict[
             differences = gradient_differences(model, cut, layout, TpRanks.of(mesh))
             whole = found.full_tensor() if isinstance(found, DTensor) else found
             worst[name] = max(relative(whole, logits), *differences.values())
-        except Exception as error:  # every rank fails alike: what follows is still in step
+        except Exception as error:  # every rank fails at the same point, so the ranks stay in step
             failed[name] = f"{type(error).__name__}: {error}"
     return failed, worst, skipped

@@ -1,4 +1,4 @@
-"""The scripts of `tools/`, which are no package, as modules."""
+"""Import scripts of `tools/`, which is not a package, as modules."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ ROOT = Path(__file__).parent.parent.parent
 
 
 def tool(name: str) -> ModuleType:
-    """`tools/NAME.py`."""
+    """Import `tools/NAME.py` as a module."""
     spec = importlib.util.spec_from_file_location(name, ROOT / "tools" / f"{name}.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)

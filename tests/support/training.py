@@ -1,5 +1,6 @@
-"""What trainers do with a model on several ranks: shard it, step it, save it, load it. Stock torch alone; the functions
-run in the workers of a `GlooPool`.
+"""Shard, train, save and load a model on several ranks with torch, without ckptx.
+
+The functions run in the workers of a `GlooPool`.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from tests.support.stock import raw
 
 
 def shard(model: Any, dp: int, tp: int) -> Any:
-    """FSDP2 over `dp` ranks outside of TP over `tp` ranks, as torchtitan does; a size of 1 leaves that axis out."""
+    """Shard with FSDP2 over `dp` ranks and TP over `tp` ranks, as torchtitan does; a size of 1 omits the axis."""
     mesh = init_device_mesh("cpu", (dp, tp), mesh_dim_names=("dp", "tp"))
     if tp > 1:
         plan: dict[str, Any] = {
@@ -35,7 +36,7 @@ def shard(model: Any, dp: int, tp: int) -> Any:
         for name in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"):
             plan[f"model.layers.*.{name}"] = ColwiseParallel()
         for name in ("mlp.gate_proj", "mlp.up_proj"):
-            # A local output would forget that its shards are uneven.
+            # A local output would lose the information that its shards are uneven.
             plan[f"model.layers.*.{name}"] = ColwiseParallel(use_local_output=False)
         for name in ("self_attn.o_proj", "mlp.down_proj"):
             plan[f"model.layers.*.{name}"] = RowwiseParallel()
@@ -49,13 +50,13 @@ def shard(model: Any, dp: int, tp: int) -> Any:
 
 
 def shard_replicated(model: Any, world_size: int) -> Any:
-    """HSDP: two groups of ranks that hold the same shards."""
+    """Shard with HSDP: two groups of ranks have the same shards."""
     mesh = init_device_mesh("cpu", (2, world_size // 2), mesh_dim_names=("replicate", "shard"))
     return fully_shard(model, mesh=mesh)
 
 
 def shard_columns(model: Any, world_size: int) -> Any:
-    """FSDP2 that cuts tensors along their last dim where torch allows it: it must divide."""
+    """Shard with FSDP2 along the last dimension where torch allows it, which requires even shards."""
     mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("dp",))
 
     def last_dim(parameter: torch.Tensor) -> Shard:
@@ -65,7 +66,7 @@ def shard_columns(model: Any, world_size: int) -> Any:
 
 
 def save_otherwise_sharded(rank: int, world_size: int, hf: Path, out: Path, how: str) -> None:
-    """Saves the model of `hf`, a step further, sharded by `shard_replicated` or `shard_columns`."""
+    """Train the model of `hf` one step, sharded by `shard_replicated` or `shard_columns`, and save it."""
     cut = {"replicated": shard_replicated, "columns": shard_columns}[how]
     model = cut(models.load(hf), world_size)
     step(model)
@@ -77,7 +78,7 @@ def save_otherwise_sharded(rank: int, world_size: int, hf: Path, out: Path, how:
 
 
 def step(model: Any) -> torch.optim.Optimizer:
-    """One step of AdamW, so that every parameter has state and no parameter is what it was."""
+    """Train one step of AdamW, so that every parameter changes and has state."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
     tokens = models.tokens()["input_ids"]
     model(input_ids=tokens, use_cache=False).logits.float().square().mean().backward()
@@ -87,7 +88,7 @@ def step(model: Any) -> torch.optim.Optimizer:
 
 
 class App(Stateful):
-    """Model and optimizer behind one key, as the PyTorch tutorial for DCP does."""
+    """Model and optimizer under one key, as in the PyTorch tutorial for DCP."""
 
     def __init__(self, model: Any, optimizer: Any) -> None:
         self._parts = model, optimizer
@@ -97,17 +98,18 @@ class App(Stateful):
         return {"model": model, "optim": optimizer}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        raise AssertionError("only saved")
+        raise AssertionError("this state is only saved")
 
 
 def train_and_save(
     rank: int, world_size: int, hf: Path, out: Path, dp: int, tp: int, layout: str, threads: int
 ) -> dict[str, int]:
-    """Trains the model of `hf` one step and saves it into `out/dcp` in a trainer's layout; rank 0 writes what the full
-    model is to `out/expected.safetensors`.
+    """Train the model of `hf` one step, and save it to `out/dcp` in the layout of a trainer.
+
+    Rank 0 writes the full model to `out/expected.safetensors`.
 
     Returns:
-        Tensors and bytes of optimizer state, as torch counts them.
+        Number of tensors, and bytes, of the optimizer state, as torch counts them.
     """
     assert dp * tp == world_size
     model = shard(models.load(hf), dp, tp)
@@ -142,10 +144,10 @@ _TRAINED: dict[tuple[bytes, int, int, str, int], Path] = {}
 
 
 def trained_once(pool: GlooPool, hf: Path, out: Path, dp: int, tp: int, layout: str, threads: int = 1) -> Path:
-    """What ranks leave in `out` that run `train_and_save`; a copy of it where a test before asked for the same.
+    """Run `train_and_save` with output in `out`, or copy the output of an earlier test with the same arguments.
 
     Returns:
-        Where the checkpoint is.
+        Path of the checkpoint.
     """
     content = hashlib.blake2b(b"".join(each.read_bytes() for each in sorted(hf.iterdir()))).digest()
     key = (content, dp, tp, layout, threads)
@@ -169,17 +171,17 @@ def _full(tensor: torch.Tensor) -> torch.Tensor:
 def load_and_compare(
     rank: int, world_size: int, hf: Path, checkpoint: Path, dp: int, tp: int, untie: bool = False
 ) -> list[str]:
-    """Loads a DCP by stock `dcp.load` into a sharded model that starts with other weights.
+    """Load a DCP with stock `dcp.load` into a sharded model with other weights.
 
     Args:
-        hf: HF checkpoint that says what the weights are.
-        checkpoint: The DCP.
-        dp: Ranks of FSDP2.
-        tp: Ranks of TP.
-        untie: Whether the model has a head of its own, which asks for `lm_head.weight` beside the embedding.
+        hf: HF checkpoint with the expected weights.
+        checkpoint: DCP to load.
+        dp: Number of FSDP2 ranks.
+        tp: Number of TP ranks.
+        untie: Use a separate head, so that `lm_head.weight` is loaded in addition to the embedding.
 
     Returns:
-        Names that are not, bit for bit, what `hf` holds; "sharded" is appended when nothing was.
+        Names that differ from `hf`, bit for bit; "sharded" is appended if no parameter was sharded.
     """
     config = models.transformers.AutoConfig.from_pretrained(hf)
     if untie:

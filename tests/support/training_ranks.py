@@ -1,4 +1,4 @@
-"""What the ranks in the tests of the trainer do: train a recipe for some steps, and say what that changed."""
+"""Functions of the ranks in tests of the trainer: train a recipe, and return the tensors that changed."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from ckptx.runtime.training.trainer import Trainer
 
 
 class Moved(NamedTuple):
-    """What some steps did to what a rank holds of a model, by the names of the whole model.
+    """Effect of training steps on the tensors of a rank, by their names in the whole model.
 
     Attributes:
-        changed: Tensors of other bytes than before.
-        kept: Tensors of the same.
-        frozen: What the recipe freezes, wherever it is.
-        trained: What the optimizer has moments of.
+        changed: Tensors whose bytes changed.
+        kept: Tensors whose bytes did not change.
+        frozen: Tensors that the recipe freezes, on all ranks.
+        trained: Parameters with optimizer moments.
     """
 
     changed: frozenset[str]
@@ -31,7 +31,7 @@ class Moved(NamedTuple):
 
 
 def moved(rank: int, world_size: int, recipe: Recipe, source: Path, steps: int) -> Moved:
-    """Trains, and compares the bytes of this rank before and after."""
+    """Train, and compare the bytes of this rank before and after."""
     place = RankContext(rank, world_size, torch.device("cpu"))
     trainer = Trainer(recipe, source, open_dataset(recipe, source), place)
     before = shard_digests(trainer)

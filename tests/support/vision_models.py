@@ -1,6 +1,6 @@
-"""Tiny models of every multimodal class that looks at images: what the made-up images are tried on.
+"""Tiny models of every vision class, for tests of generated images.
 
-A row per class: its config, small enough to run in milliseconds, with the tower and the projector that the class has.
+Each class has a row with its config, small enough to run in milliseconds, including its tower and projector.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ _GLM_ROPE: Settings = {"rope_parameters": {**_ROPE, "partial_rotary_factor": 1.0
 
 
 def _tower(model_type: str, **changes: Any) -> Settings:
-    """A transformer over the patches of an image of one size; four patches."""
+    """Return the config of a vision transformer for images of one size with four patches."""
     return {
         "model_type": model_type, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
         "num_attention_heads": 4, "image_size": 16, "patch_size": 8, **changes,
@@ -113,7 +113,7 @@ def _gemma4_unified() -> Settings:
 
 _GEMMA_ENDS: Settings = {"boi_token_id": 97, "eoi_token_id": 96, "audio_token_id": 95, "boa_token_id": 94}
 
-# By model type: the class, and the settings of its config.
+# Model type -> class, and settings of its config.
 _ROWS: Mapping[str, tuple[str, Settings]] = {
     "aria": ("Aria", _aria()),
     "aya_vision": (
@@ -406,7 +406,7 @@ TINY: Sequence[str] = tuple(_ROWS)
 
 
 def tiny(model_type: str, **changes: Any) -> Any:
-    """A tiny model of the class, as the class initializes it, with other settings at the top of its config."""
+    """Build a tiny model of the class with its initial weights; `settings` override top-level keys of its config."""
     stem, settings = _ROWS[model_type]
     cls = getattr(transformers, f"{stem}ForConditionalGeneration")
     return cls(cls.config_class(**copy.deepcopy({**settings, **changes})))

@@ -1,4 +1,4 @@
-"""Python scripts run as commands, in processes forked from one that has imported torch: a run takes under a second."""
+"""Run Python scripts as commands in processes forked from one that has imported torch, in under a second each."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ckptx.robustness_suite.short_sockets import shorten_socket_paths
 
 
 def run_warm(words: Sequence[str], log: Path, environment: Mapping[str, str], time_limit: float) -> CommandResult:
-    """Do what `run_command` does for `python SCRIPT ...`; what the script leaves running stays."""
+    """Do what `run_command` does for `python SCRIPT ...`, but do not end processes that the script leaves running."""
     assert words[0] == sys.executable
     shorten_socket_paths()
     context: Any = multiprocessing.get_context("forkserver")

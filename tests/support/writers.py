@@ -1,4 +1,4 @@
-"""Tiny checkpoints without torch, written from the format descriptions and not with the code under test.
+"""Write tiny checkpoints without torch, from the format descriptions and not with the code under test.
 
 A tensor is a `Value`: safetensors dtype name, shape, row-major little-endian bytes.
 """
@@ -38,7 +38,7 @@ SINGLE = "model.safetensors"
 
 
 def value(dtype: str, *shape: int, seed: int = 0) -> Value:
-    """Random bytes as a tensor; floats are kept finite by clearing the top bit of their exponent."""
+    """Return a tensor of random bytes; floats are finite, because the top bit of their exponent is cleared."""
     nbytes = prod(shape) * BITS[dtype] // 8
     data = np.random.default_rng([seed, len(shape), nbytes]).integers(0, 256, nbytes, dtype=np.uint8)
     if dtype in ("F64", "F32", "F16", "BF16"):
@@ -49,13 +49,13 @@ def value(dtype: str, *shape: int, seed: int = 0) -> Value:
 
 
 def array(data: np.ndarray[Any, Any]) -> Value:
-    """A numpy array as a tensor."""
+    """Convert a numpy array to a tensor."""
     names = {"f8": "F64", "f4": "F32", "f2": "F16", "i8": "I64", "i4": "I32", "u1": "U8"}
     return names[data.dtype.str[1:]], data.shape, np.ascontiguousarray(data).tobytes()
 
 
 def header(tensors: Mapping[str, Value], metadata: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """The header of a safetensors file as a dict, to be written as it is or spoiled first."""
+    """Return the header of a safetensors file as a dict, which tests can corrupt before they write it."""
     rows: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata is not None else {}
     at = 0
     for name, (dtype, shape, data) in tensors.items():
@@ -65,7 +65,7 @@ def header(tensors: Mapping[str, Value], metadata: Mapping[str, str] | None = No
 
 
 def framed(text: str | bytes | dict[str, Any], body: bytes = b"") -> bytes:
-    """A safetensors file from the text of its header and what follows it."""
+    """Return the bytes of a safetensors file from the text of its header and its payload."""
     if isinstance(text, dict):
         text = json.dumps(text, separators=(",", ":"))
     raw = text.encode() if isinstance(text, str) else text
@@ -73,13 +73,13 @@ def framed(text: str | bytes | dict[str, Any], body: bytes = b"") -> bytes:
 
 
 def safetensors_bytes(tensors: Mapping[str, Value], metadata: Mapping[str, str] | None = None) -> bytes:
-    """A safetensors file; its header is padded to a multiple of 8 as the library does it."""
+    """Return the bytes of a safetensors file, with its header padded to a multiple of 8 as by the library."""
     text = json.dumps(header(tensors, metadata), separators=(",", ":"))
     return framed(text + " " * (-len(text.encode()) % 8), b"".join(data for _, _, data in tensors.values()))
 
 
 def write_safetensors(path: Path, tensors: Mapping[str, Value], metadata: Mapping[str, str] | None = None) -> Path:
-    """One safetensors file."""
+    """Write one safetensors file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(safetensors_bytes(tensors, {"format": "pt"} if metadata is None else metadata))
     return path
@@ -88,7 +88,7 @@ def write_safetensors(path: Path, tensors: Mapping[str, Value], metadata: Mappin
 def write_hf(
     root: Path, tensors: Mapping[str, Value], shards: int = 1, config: Mapping[str, Any] | None = LLAMA
 ) -> Path:
-    """An HF directory: one file, or an index and shards."""
+    """Write an HF directory: one file, or an index and shards."""
     root.mkdir(parents=True, exist_ok=True)
     if config is not None:
         (root / "config.json").write_text(json.dumps(config, indent=2) + "\n")
@@ -107,7 +107,7 @@ def write_hf(
 
 
 def write_index(root: Path, weight_map: Mapping[str, str], total: int = 0) -> None:
-    """`model.safetensors.index.json` as transformers writes it."""
+    """Write `model.safetensors.index.json` as transformers does."""
     index = {"metadata": {"total_size": total}, "weight_map": dict(weight_map)}
     (root / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
 
@@ -115,7 +115,7 @@ def write_index(root: Path, weight_map: Mapping[str, str], total: int = 0) -> No
 def llama(
     layers: int = 2, hidden: int = 8, vocab: int = 16, inner: int = 24, dtype: str = "BF16", head: bool = True
 ) -> dict[str, Value]:
-    """The tensors of a tiny Llama, each with bytes of its own."""
+    """Return the tensors of a tiny Llama, all with different bytes."""
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (vocab, hidden)}
     for layer in range(layers):
         prefix = f"model.layers.{layer}."
@@ -130,14 +130,14 @@ def llama(
 
 
 def archive(tensor: Value) -> bytes:
-    """A tensor as a torch archive."""
+    """Return a tensor as a torch archive."""
     name, shape, data = tensor
     dtype = DTYPES_BY_NAME[name]
     return archive_head(dtype, shape) + data + archive_tail(dtype, shape, zlib.crc32(data))
 
 
 def part(tensor: Value, region: Region) -> Value:
-    """A rectangle of a tensor of whole-byte elements."""
+    """Return a region of a tensor with whole-byte elements."""
     name, shape, data = tensor
     spans = tuple(slice(begin, begin + size) for begin, size in zip(*region, strict=True))
     block = np.frombuffer(data, f"V{BITS[name] // 8}").reshape(shape)[spans]
@@ -154,17 +154,17 @@ def write_dcp(
     objects: Iterable[str] = (),
     config: Mapping[str, Any] | None = None,
 ) -> Path:
-    """A DCP directory.
+    """Write a DCP directory.
 
     Args:
-        root: The directory.
-        tensors: By FQN.
-        cuts: Regions the tensor of a name is cut into; whole otherwise.
-        payloads: Bytes stored for a name instead of its archive.
+        root: Directory to write.
+        tensors: Tensors by FQN.
+        cuts: Regions of the chunks by FQN; tensors without an entry are one chunk.
+        payloads: Bytes to store for a name instead of its archive.
         aliases: FQN -> FQN whose bytes it shares.
-        files: Chunks are dealt out to this many files in turn.
+        files: Number of files; chunks are distributed round-robin.
         objects: FQNs of pickled objects, of three bytes each.
-        config: A `config.json` beside it.
+        config: Content of `config.json`; None to omit it.
     """
     root.mkdir(parents=True, exist_ok=True)
     described: dict[str, TensorMetadata] = {}
@@ -198,7 +198,7 @@ def write_dcp(
 
 
 def manifest(format: str, files: Mapping[str, int], tensors: Mapping[str, tuple[str, Sequence[int]]]) -> dict[str, Any]:
-    """The contents of a `ckptx.json`, from the sizes of files and the dtype and shape of tensors."""
+    """Return the content of `ckptx.json`, from the sizes of files and the dtype and shape of tensors."""
     return {
         "ckptx": 1,
         "tool": "0.1.0",
@@ -216,12 +216,12 @@ def manifest(format: str, files: Mapping[str, int], tensors: Mapping[str, tuple[
 
 
 def tree_bytes(root: Path) -> dict[str, bytes]:
-    """Every file below `root`."""
+    """Read every file below `root`."""
     return {str(path.relative_to(root)): path.read_bytes() for path in sorted(root.rglob("*")) if path.is_file()}
 
 
 def tree_digest(root: Path) -> str:
-    """One digest of names and bytes of every file below `root`."""
+    """Return a digest of the names and bytes of all files below `root`."""
     digest = hashlib.sha256()
     for name, data in tree_bytes(root).items():
         digest.update(f"{name}\0{len(data)}\0".encode() + data)
@@ -229,12 +229,12 @@ def tree_digest(root: Path) -> str:
 
 
 def flip(path: Path, at: int, mask: int = 0x01) -> None:
-    """Flips bits of one byte; a negative position counts from the end."""
+    """Flip bits of one byte; a negative position counts from the end."""
     data = bytearray(path.read_bytes())
     data[at] ^= mask
     path.write_bytes(data)
 
 
 def names_in(directory: Path) -> list[str]:
-    """What lies in a directory, hidden or not."""
+    """List the entries of a directory, including hidden ones."""
     return sorted(path.name for path in directory.iterdir())
