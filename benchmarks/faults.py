@@ -89,7 +89,8 @@ def run_with_fault(session: Session, baseline: LeakedMemory, name: str | None, n
     return {
         "fault": name or "none", "says": fault.description if fault is not None else "", "phase": number,
         "needed": fault.oracle if fault is not None else "", "failed": failed, "differing": judge.differing[:8],
-        "first": differences[0] if differences else None, "largest": largest_value(differences) if differences else None,
+        "first": differences[0] if differences else None,
+        "largest": largest_value(differences) if differences else None,
     }  # fmt: skip
 
 

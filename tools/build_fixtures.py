@@ -39,6 +39,7 @@ def raw(*shape: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def single_process() -> dict[str, dict[str, Any]]:
+    """Return the state dicts that one process saves, by name of the checkpoint."""
     fp8 = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu)
     integers = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.uint16, torch.uint64)
     return {
@@ -109,11 +110,13 @@ def flatten(state: Any, prefix: str = "") -> dict[str, torch.Tensor]:
 
 
 def expect(name: str, tensors: dict[str, torch.Tensor]) -> None:
+    """Write the expected tensors of a checkpoint as safetensors."""
     save_file({key: value.detach().clone().contiguous() for key, value in tensors.items()}, f"{name}.safetensors")
     os.chmod(f"{name}.safetensors", 0o644)
 
 
 def save(name: str, state: dict[str, Any], threads: int = 1) -> None:
+    """Save a state dict as a DCP, and its expected tensors."""
     dcp_save(state, storage_writer=FileSystemWriter(name, thread_count=threads), no_dist=True)
     expect(name, flatten(state))
 
@@ -136,6 +139,7 @@ def sharded(rank: int, store: str) -> None:
 
 
 def main() -> None:
+    """Write all checkpoints."""
     shutil.rmtree(ROOT, ignore_errors=True)
     ROOT.mkdir(parents=True)
     os.chdir(ROOT)  # torch stores the path of the checkpoint in it, and a relative path does not reveal the machine

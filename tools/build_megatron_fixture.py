@@ -54,6 +54,7 @@ def build() -> dict[str, Any]:
 
 
 def main() -> None:
+    """Save the checkpoint on two ranks, and its tensors as safetensors on rank 0."""
     torch.cuda.synchronize = lambda *_: None
     torch.cuda.current_device = lambda: "cpu"
     dist.init_process_group("gloo")

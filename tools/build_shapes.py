@@ -33,7 +33,7 @@ Row = tuple[str, str, "ShapeRules | None", float]  # class, prefix of its base m
 
 def row_of(class_name: str) -> Row:
     """Measure the rules of one class."""
-    from shape_variants import learned
+    from shape_variants import derive_shapes
 
     from ckptx.architecture.introspection import meta_model
 
@@ -45,7 +45,7 @@ def row_of(class_name: str) -> Row:
     rules = None
     for seed in starts(known.model_type):
         try:
-            rules = learned(cls, meta_model.default_config_builder(cls), seed, tied)
+            rules = derive_shapes(cls, meta_model.default_config_builder(cls), seed, tied)
         except Exception as error:  # any error of the class means that it has no row
             print(f"{class_name}: {type(error).__name__}: {error}", file=sys.stderr)
         if rules is not None:
@@ -63,7 +63,7 @@ def write_shapes(rules: Mapping[str, tuple[str, ShapeRules]], model_types: Colle
     """Replace the shapes in the files of model types, and return how many files changed.
 
     Args:
-        rules: The prefix of the base model, and the rules, by class; other classes have no shapes afterwards.
+        rules: Class -> prefix of its base model, and its shape rules; other classes have no shapes afterwards.
         model_types: Model types whose classes were measured.
     """
     changed = 0

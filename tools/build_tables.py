@@ -236,15 +236,15 @@ def main() -> None:
         text = encode_index({**others, **known}, model_files.read_index()["transformers"])
     else:
         text = encode_index(known, version("transformers"))
-        kept = {model_files.model_file(found) for found in known.values()}
-        for path in set(model_files.MODELS_DIR.glob("*.json")) - kept:
+        current_files = {model_files.model_file(found) for found in known.values()}
+        for path in set(model_files.MODELS_DIR.glob("*.json")) - current_files:
             path.unlink()
     write_if_new(model_files.INDEX_FILE, text)
 
     reasons = Counter(each.row.introspection_reason or "known" for each in measured)
     files = len({each.row.model_type for each in measured})
-    took = time.perf_counter() - started
-    print(f"{len(measured)} classes of {files} model types, {changed} files changed, {took:.0f} s")
+    seconds = time.perf_counter() - started
+    print(f"{len(measured)} classes of {files} model types, {changed} files changed, {seconds:.0f} s")
     for reason, count in reasons.most_common():
         print(f"{count:6} {reason}")
     slow = sorted(measured, key=lambda each: -each.seconds)

@@ -66,7 +66,7 @@ class Block(NamedTuple):
         line: Line of its fence.
         language: Language after the fence.
         text: Lines between the fences.
-        reason: Why it is not run, empty if it is.
+        reason: Reason in the comment above the block; empty if it is run.
     """
 
     page: str
@@ -77,7 +77,7 @@ class Block(NamedTuple):
 
     @property
     def is_run(self) -> bool:
-        """Tell if the checker runs it."""
+        """True if the checker runs the block."""
         return self.language in RUN and not self.reason
 
     def __str__(self) -> str:
@@ -87,20 +87,20 @@ class Block(NamedTuple):
 def blocks_of(page: str, text: str) -> Iterator[Block]:
     """Yield every fenced block of a page, without the indentation of its fence."""
     lines = text.splitlines()
-    at = 0
-    while at < len(lines):
-        opened = _FENCE.fullmatch(lines[at])
-        at += 1
-        if opened is None:
+    index = 0
+    while index < len(lines):
+        fence = _FENCE.fullmatch(lines[index])
+        index += 1
+        if fence is None:
             continue
-        indent, ticks, language = opened.groups()
-        begin = at
-        while at < len(lines) and lines[at].strip() != ticks:
-            at += 1
-        above = _REASON.fullmatch(lines[begin - 2]) if begin > 1 else None
-        inside = "".join(f"{line.removeprefix(indent)}\n" for line in lines[begin:at])
-        yield Block(page, begin, language, inside, above[1] if above else "")
-        at += 1
+        indent, ticks, language = fence.groups()
+        begin = index
+        while index < len(lines) and lines[index].strip() != ticks:
+            index += 1
+        reason = _REASON.fullmatch(lines[begin - 2]) if begin > 1 else None
+        body = "".join(f"{line.removeprefix(indent)}\n" for line in lines[begin:index])
+        yield Block(page, begin, language, body, reason[1] if reason else "")
+        index += 1
 
 
 def steps_of(session: str) -> list[tuple[str, str]]:
@@ -143,12 +143,12 @@ def run_session(session: str, directory: Path) -> tuple[str, str]:
     """
     faults, steps = [], []
     for command, expected in steps_of(session):
-        done = _started(["bash", "-euo", "pipefail", "-c", command], directory)
-        printed = done.stdout.strip("\n")
-        if done.returncode:
-            return f"{command}\nended with {done.returncode}\n{done.stdout}", session
+        process = _run_process(["bash", "-euo", "pipefail", "-c", command], directory)
+        printed = process.stdout.strip("\n")
+        if process.returncode:
+            return f"{command}\nended with {process.returncode}\n{process.stdout}", session
         if without_numbers(printed) != without_numbers(expected):
-            faults.append(f"{command}\nprinted\n{done.stdout}\nthe page has\n{expected}")
+            faults.append(f"{command}\nprinted\n{process.stdout}\nthe page has\n{expected}")
         else:
             printed = expected
         steps.append(f"$ {command}\n" + (f"{printed}\n" if printed else ""))
@@ -157,11 +157,11 @@ def run_session(session: str, directory: Path) -> tuple[str, str]:
 
 
 def _fault(command: list[str], directory: Path) -> str:
-    done = _started(command, directory)
-    return f"ended with {done.returncode}\n{done.stdout}" if done.returncode else ""
+    process = _run_process(command, directory)
+    return f"ended with {process.returncode}\n{process.stdout}" if process.returncode else ""
 
 
-def _started(command: list[str], directory: Path) -> subprocess.CompletedProcess[str]:
+def _run_process(command: list[str], directory: Path) -> subprocess.CompletedProcess[str]:
     settings = {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}", "HF_HUB_OFFLINE": "1"}
     return subprocess.run(
         command,
@@ -203,7 +203,7 @@ def write_checkpoints(directory: Path) -> None:
         titan = {name: torch.empty(entry.shape) for name, entry in entries.items()}
         assert report.tensors == len(titan)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that there is one process
+            warnings.simplefilter("ignore")  # torch warns about a single process
             dcp.load(titan, checkpoint_id=renamed, no_dist=True)
     step = {**titan, "optimizer": optimizer_of(titan), **counter}
     _save_dcp(step, directory / "outputs" / "checkpoint" / "step-1000")
@@ -225,7 +225,7 @@ def _save_dcp(state: dict[str, object], path: Path) -> None:
     import torch.distributed.checkpoint as dcp
 
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that there is one process
+        warnings.simplefilter("ignore")  # torch warns about a single process
         dcp.save(state, checkpoint_id=path, no_dist=True)
 
 
@@ -250,8 +250,10 @@ def types_fault(blocks: list[Block], directory: Path) -> str:
         (directory / f"{where}_{block.line}_{number}.py").write_text(block.text, encoding="utf-8")
     settings = ["--strict", "--config-file", str(ROOT / "pyproject.toml")]
     files = sorted(str(path) for path in directory.glob("*.py"))
-    done = subprocess.run([sys.executable, "-m", "mypy", *settings, *files], cwd=ROOT, capture_output=True, text=True)
-    return done.stdout + done.stderr if done.returncode else ""
+    process = subprocess.run(
+        [sys.executable, "-m", "mypy", *settings, *files], cwd=ROOT, capture_output=True, text=True
+    )
+    return process.stdout + process.stderr if process.returncode else ""
 
 
 def main() -> int:
@@ -263,33 +265,35 @@ def main() -> int:
     options = parser.parse_args()
 
     blocks = [block for page in options.pages for block in blocks_of(page, (ROOT / page).read_text(encoding="utf-8"))]
-    left = [block for block in blocks if block.language in RUN and block.reason]
+    skipped = [block for block in blocks if block.language in RUN and block.reason]
     faults = 0
     with tempfile.TemporaryDirectory(prefix="ckptx-docs-") as work:
-        given, typed = Path(work, "given"), Path(work, "typed")
+        checkpoints, typed_blocks = Path(work, "given"), Path(work, "typed")
         if not options.list:
-            write_checkpoints(given)
-            typed.mkdir()
+            write_checkpoints(checkpoints)
+            typed_blocks.mkdir()
         for block in filter(lambda block: block.is_run, blocks):
             started, directory, fault = time.perf_counter(), Path(work, block.page.replace("/", "_")), ""
             if not options.list:
                 if not directory.exists():
-                    shutil.copytree(given, directory, copy_function=os.link)
+                    shutil.copytree(checkpoints, directory, copy_function=os.link)
                 if options.write and block.language == "console":
                     fault = run_and_write(block, directory)
                 else:
                     fault = run(block, directory)
             faults += bool(fault)
-            took = "" if options.list else f"{time.perf_counter() - started:6.1f} s  {'FAULT' if fault else 'ok   '}  "
-            print(f"{took}{block} {block.language}{chr(10) if fault else ''}{fault}", flush=True)
+            prefix = (
+                "" if options.list else f"{time.perf_counter() - started:6.1f} s  {'FAULT' if fault else 'ok   '}  "
+            )
+            print(f"{prefix}{block} {block.language}{chr(10) if fault else ''}{fault}", flush=True)
         programs = [block for block in blocks if block.is_run and block.language == "python"]
         if programs and not options.list:
-            fault = types_fault(programs, typed)
+            fault = types_fault(programs, typed_blocks)
             faults += bool(fault)
             print(f"mypy: {fault or 'ok'}")
-    for block in left:
+    for block in skipped:
         print(f"not run: {block} {block.language}: {block.reason}")
-    print(f"{sum(block.is_run for block in blocks)} blocks run, {faults} faults, {len(left)} not run")
+    print(f"{sum(block.is_run for block in blocks)} blocks run, {faults} faults, {len(skipped)} not run")
     return bool(faults)
 
 

@@ -39,10 +39,10 @@ for line in sys.stdin:
     words, options = json.loads(line)
     try:
         function = getattr(ckptx, words[0])
-        said = function(*words[1:], **options).to_dict()
+        report = function(*words[1:], **options).to_dict()
     except CkptxError as error:
-        said = {"exit": error.exit_code, "error": str(error)}
-    print(json.dumps(said), flush=True)
+        report = {"exit": error.exit_code, "error": str(error)}
+    print(json.dumps(report), flush=True)
 """
 
 Call = tuple[list[str], dict[str, Any]]
@@ -82,7 +82,7 @@ def calls(hf: str, trained: str) -> Iterator[tuple[Call, str]]:
     yield reshard(trained, "trained-dp3", base=hf, dp_shard=3, optimizer="drop")
     yield reshard("OUT/trained-tp2-pp2", "trained-tp3", tp=3)
     yield convert("dcp2hf", trained, "trained-hf", base=hf)
-    yield convert("dcp2hf", "OUT/trained-tp2-pp2", "trained-cut-hf")
+    yield convert("dcp2hf", "OUT/trained-tp2-pp2", "trained-sharded-hf")
     for kind, source in (("inspect", "OUT/tp4-pp2"), ("inspect", "OUT/shards"), ("inspect", trained)):
         yield ([kind, source], {"ranks": True, "tensors": True}), ""
     for other in ("OUT/tp4-pp2", "OUT/shards", "OUT/half", "OUT/trained-hf"):
@@ -113,8 +113,8 @@ class Tree:
     def receive(self) -> dict[str, Any]:
         """Return the report of the call, without the paths of this tree."""
         assert self._process.stdout is not None
-        said: dict[str, Any] = json.loads(self._process.stdout.readline().replace(str(self.out), "OUT"))
-        return {name: value for name, value in with_new_names(said).items() if name not in MEASURED}
+        report: dict[str, Any] = json.loads(self._process.stdout.readline().replace(str(self.out), "OUT"))
+        return {name: value for name, value in with_new_names(report).items() if name not in MEASURED}
 
     def _at(self, word: str) -> str:
         return str(self.out / word.removeprefix("OUT/")) if word.startswith("OUT/") else word
@@ -152,7 +152,7 @@ def differing_files(old: Path, new: Path) -> list[str]:
 def differing_fields(old: dict[str, Any], new: dict[str, Any], wording: Counter[tuple[str, ...]]) -> list[str]:
     """Return the names of fields that differ; notes that differ are counted in `wording` instead."""
     found = [name for name in sorted(old.keys() | new.keys()) if name != "warnings" and old.get(name) != new.get(name)]
-    before, after = (Counter(said.get("warnings", ())) for said in (old, new))
+    before, after = (Counter(report.get("warnings", ())) for report in (old, new))
     if before != after:
         wording[(*(f"- {note}" for note in before - after), *(f"+ {note}" for note in after - before))] += 1
     return found
@@ -184,10 +184,10 @@ def main() -> int:
     sys.path[:0] = [str(HERE)]
     from tests.support.models import EVERY, write
 
-    done, files, faults, wording = 0, 0, 0, Counter[tuple[str, ...]]()
+    calls_run, files, faults, wording = 0, 0, 0, Counter[tuple[str, ...]]()
     outcomes: Counter[int] = Counter()
-    with tempfile.TemporaryDirectory(dir=options.work) as made:
-        work = Path(made)
+    with tempfile.TemporaryDirectory(dir=options.work) as directory:
+        work = Path(directory)
         trees = [Tree(options.old.resolve(), work / "old"), Tree(options.new.resolve(), work / "new")]
         for model in (name for name in EVERY if options.match in name):
             hf, trained = work / "hf", work / "trained"
@@ -197,21 +197,21 @@ def main() -> int:
                 for tree in trees:
                     tree.send(call)
                 old, new = (tree.receive() for tree in trees)
-                done += 1
+                calls_run += 1
                 outcomes[old["exit"]] += 1
-                wrong = differing_fields(old, new, wording)
+                differences = differing_fields(old, new, wording)
                 if target:
-                    wrong += differing_files(*(tree.out / target for tree in trees))
+                    differences += differing_files(*(tree.out / target for tree in trees))
                     files += sum(path.is_file() for path in (trees[0].out / target).rglob("*"))
-                if wrong:
+                if differences:
                     faults += 1
-                    print(f"{model}: {' '.join(call[0])} {call[1]}: {', '.join(wrong[:9])}", flush=True)
+                    print(f"{model}: {' '.join(call[0])} {call[1]}: {', '.join(differences[:9])}", flush=True)
             for path in (hf, trained, *(path for tree in trees for path in tree.out.iterdir())):
                 shutil.rmtree(path)
         codes = ", ".join(f"{code}: {count}" for code, count in sorted(outcomes.items()))
-        print(f"{done} calls (exits {codes}), {files} files compared, {faults} calls differ")
-        for said, count in wording.most_common():
-            print(f"notes of {count} calls:", *said, sep="\n  ")
+        print(f"{calls_run} calls (exits {codes}), {files} files compared, {faults} calls differ")
+        for notes, count in wording.most_common():
+            print(f"notes of {count} calls:", *notes, sep="\n  ")
     return 1 if faults else 0
 
 

@@ -30,7 +30,7 @@ SWITCHES: tuple[Values, ...] = (
     {"feed_forward_proj": "gated-gelu"},  # T5 v1.1, UMT5: wi_0, wi_1
     {"word_embed_proj_dim": 16},  # OPT 350m: project_in, project_out
     {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 8},  # Gemma 4
-    {"is_decoder": True, "add_cross_attention": True},  # decoders made of BERT and similar models
+    {"is_decoder": True, "add_cross_attention": True},  # decoders built from BERT and similar models
     {
         "relative_attention": True, "norm_rel_ebd": "layer_norm", "conv_kernel_size": 3, "position_buckets": 8,
         "share_att_key": False, "pos_att_type": ["p2c", "c2p"],
@@ -69,9 +69,9 @@ _LAYERS = frozenset(
     }
 )  # fmt: skip
 _EXPERTS = frozenset({"n_routed_experts", "num_experts", "num_local_experts"})
-_FEW = 8  # layers or experts
-_SMALL = 4  # for a count that is 0, 1 or absent
-_MOST = 96  # builds per class
+_FEW = 8  # number of layers or experts of a small config
+_SMALL = 4  # value to try for a count that is 0, 1 or absent
+_MOST = 96  # maximum number of builds per class
 
 
 class Change(NamedTuple):
@@ -196,7 +196,7 @@ def _others(config: Any, key: str, value: Any) -> Iterator[Any]:
     elif isinstance(value, str):
         yield from (kind for kind in kinds if isinstance(kind, str) and kind != value)
     elif value == []:
-        yield [0]  # of layers: `mlp_only_layers`
+        yield [0]  # indices of layers, as in `mlp_only_layers`
     elif isinstance(value, int):
         if value in (0, 1):
             yield _SMALL

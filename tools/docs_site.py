@@ -55,7 +55,7 @@ _ITEM = re.compile(r"( *)([*+-]|\d+[.)])( +)(?=\S)")
 _CODE = re.compile(r"`[^`]+`")
 _SHORT_CODE = re.compile(r"<code>([^<\s]{1,32})</code>")
 _COMMENT = re.compile(r" *<!-- .* -->")
-_INDENT = 4  # of Python-Markdown
+_INDENT = 4  # spaces per list level in Python-Markdown
 _COUNTED = ("h1", "h2", "h3", "h4", "li", "pre", "table", "tr", "a", "img", "strong", "code")
 
 
@@ -82,15 +82,15 @@ def site_link(target: str, source: str, repository: str) -> str:
     path = posixpath.normpath(posixpath.join(posixpath.dirname(source), name))
     if path == LIST_OF_PAGES or path == "docs":
         path, anchor, hash_sign = "README.md", "", ""
-    there = ROOT / path
-    if path.startswith("..") or not there.exists():
+    linked_file = ROOT / path
+    if path.startswith("..") or not linked_file.exists():
         raise ValueError(f"{source}: the link {target} leads to no file of the repository")
     page = EXTRA_PAGES.get(path) or (path.removeprefix("docs/") if path.startswith("docs/") else None)
     if page is None:
-        kind = "tree" if there.is_dir() else "blob"
+        kind = "tree" if linked_file.is_dir() else "blob"
         return f"{repository}/{kind}/{BRANCH}/{path}{hash_sign}{anchor}"
-    here = posixpath.dirname(EXTRA_PAGES.get(source) or source.removeprefix("docs/"))
-    return f"{posixpath.relpath(page, here or '.')}{hash_sign}{anchor}"
+    page_folder = posixpath.dirname(EXTRA_PAGES.get(source) or source.removeprefix("docs/"))
+    return f"{posixpath.relpath(page, page_folder or '.')}{hash_sign}{anchor}"
 
 
 def with_site_links(text: str, source: str, repository: str) -> str:
@@ -174,9 +174,9 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the pages outside docs/, and leave out the list of pages."""
     from mkdocs.structure.files import File
 
-    listed = files.get_file_from_path("README.md")
-    if listed is not None:
-        files.remove(listed)
+    list_page = files.get_file_from_path("README.md")
+    if list_page is not None:
+        files.remove(list_page)
     for path, page in EXTRA_PAGES.items():
         files.append(File.generated(config, page, abs_src_path=str(ROOT / path)))
     files.append(File.generated(config, STYLE, content=_CSS))
@@ -186,8 +186,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Rewrite the links and lists of a page."""
     source = source_path(page.file.src_uri)
-    kept = "\n".join(line for line in markdown.splitlines() if not _COMMENT.fullmatch(line))
-    text = with_site_links(kept, source, str(config.repo_url).rstrip("/"))
+    content = "\n".join(line for line in markdown.splitlines() if not _COMMENT.fullmatch(line))
+    text = with_site_links(content, source, str(config.repo_url).rstrip("/"))
     page.meta["commonmark"] = text
     return with_wide_lists(with_plain_pipes(text))
 
@@ -211,6 +211,6 @@ def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -
     found = tags(re.sub(r'<a id="__codelineno.*?</a>', "", own))
     wrong = {tag: (found[tag], expected[tag]) for tag in _COUNTED if found[tag] != expected[tag]}
     if wrong:
-        told = ", ".join(f"{found} <{tag}> instead of {expected}" for tag, (found, expected) in wrong.items())
-        raise PluginError(f"{source_path(page.file.src_uri)}: the site would differ from GitHub: {told}")
+        differences = ", ".join(f"{found} <{tag}> instead of {expected}" for tag, (found, expected) in wrong.items())
+        raise PluginError(f"{source_path(page.file.src_uri)}: the site would differ from GitHub: {differences}")
     return _SHORT_CODE.sub(r'<code class="short">\1</code>', html)

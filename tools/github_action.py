@@ -46,8 +46,8 @@ def annotation(kind: str, title: str, message: str, file: str = "") -> str:
         file: Path of the file in the repository; empty for none.
     """
     properties = {"file": file, "title": title}
-    listed = ",".join(f"{name}={_property(value)}" for name, value in properties.items() if value)
-    return f"::{kind} {listed}::{_data(_short(message))}"
+    properties_text = ",".join(f"{name}={_property(value)}" for name, value in properties.items() if value)
+    return f"::{kind} {properties_text}::{_data(_short(message))}"
 
 
 def annotations(report: Report, workspace: Path) -> list[str]:
@@ -81,9 +81,9 @@ def _warnings(report: Report) -> list[str]:
 def _limited(lines: list[str], kind: str, title: str) -> list[str]:
     if len(lines) <= MOST_ANNOTATIONS:
         return lines
-    kept = lines[: MOST_ANNOTATIONS - 1]
-    more = f"and {len(lines) - len(kept):,} more; the summary of the job and the report have them"
-    return [*kept, annotation(kind, title, more)]
+    first_lines = lines[: MOST_ANNOTATIONS - 1]
+    more = f"and {len(lines) - len(first_lines):,} more; the summary of the job and the report have them"
+    return [*first_lines, annotation(kind, title, more)]
 
 
 def _in_repository(path: str | None, workspace: Path) -> str:
@@ -250,7 +250,7 @@ def run(command: str, arguments: str, path: Path) -> tuple[int, Report | None]:
         arguments: Its arguments, as one string.
         path: File for the report.
     """
-    path.unlink(missing_ok=True)  # of a run before
+    path.unlink(missing_ok=True)  # report of an earlier run
     words = [sys.executable, "-m", "ckptx", command, *shlex.split(arguments), "--report", str(path)]
     token = secrets.token_hex(16)
     print(f"::stop-commands::{token}", flush=True)
@@ -269,14 +269,16 @@ def main() -> int:
     parser.add_argument("--robustness", default="", help="arguments of `ckptx robustness`")
     parser.add_argument("--reports", type=Path, default=Path("ckptx-reports"), help="directory for the reports")
     options = parser.parse_args()
-    asked = {name: words for name in ("verify", "robustness") if (words := getattr(options, name).strip())}
-    if not asked:
+    arguments_by_command = {
+        name: words for name in ("verify", "robustness") if (words := getattr(options, name).strip())
+    }
+    if not arguments_by_command:
         print(annotation("error", "ckptx", "the input verify or robustness is required"))
         return 2
     options.reports.mkdir(parents=True, exist_ok=True)
     workspace = Path(os.environ.get("GITHUB_WORKSPACE") or ".")
     exits = []
-    for command, arguments in asked.items():
+    for command, arguments in arguments_by_command.items():
         code, report = run(command, arguments, options.reports / f"{command}.json")
         exits.append(code)
         if report is None:

@@ -2,7 +2,7 @@
 
     encode_rows      Row         -> the sections "classes", "bodies" and "structures"
     encode_shapes    ShapeRules  -> the sections "shapes" and "shape_bodies"
-    encode_model     sections    -> the document of a model type, one key a line
+    encode_model     sections    -> the document of a model type, one key per line
     encode_index     classes     -> classes.json
 
 The data below the base model that several classes share is written once, without its prefix, and named after the first
@@ -36,7 +36,7 @@ def encode_index(classes: Mapping[str, str], transformers_version: str) -> str:
 
     Args:
         classes: Class -> model type.
-        transformers_version: The version of the library that was asked.
+        transformers_version: Version of transformers that the classes come from.
     """
     known = {"schema": SCHEMA, "transformers": transformers_version, "classes": dict(sorted(classes.items()))}
     return _written(known, 0, 0) + "\n"
@@ -54,12 +54,12 @@ def encode_model(source: Mapping[str, Any], sections: Sections) -> str:
 
 
 def _written(value: Any, indent: int, used: int) -> str:
-    """Return JSON with one key a line; a list that does not fit in its line has one item a line.
+    """Return JSON with one key per line; a list that does not fit in its line has one item per line.
 
     Args:
-        value: What to write.
-        indent: Spaces in front of the line.
-        used: Characters that stand in front of the value in its line, without these spaces.
+        value: Value to encode.
+        indent: Number of spaces before the line.
+        used: Number of characters before the value in its line, without these spaces.
     """
     pad = "\n" + " " * (indent + 1)
     if isinstance(value, Mapping) and value:
@@ -148,13 +148,13 @@ def _encoded_shared(shared: SharedLayers) -> Values:
 
 
 def encode_structure(known: Structure, lead: str, shared_parts: dict[str, str], owner: str) -> Values:
-    """Return the part of a structure that is a class's own; the shared part goes to `shared_parts`.
+    """Return the part of a structure that only this class has; the shared part goes to `shared_parts`.
 
     Args:
         known: The structure of the class.
-        lead: The base model's prefix with its dot, empty when the class is a base model itself.
-        shared_parts: Shared part as JSON -> the class it is named after; gains an entry if there is none yet.
-        owner: The class.
+        lead: Prefix of the base model with its dot; empty if the class is a base model.
+        shared_parts: Shared part as JSON -> class that it is named after; an entry is added if there is none.
+        owner: Name of the class.
     """
     shared = dataclasses.replace(
         known,
@@ -199,7 +199,7 @@ def _is_below(change: LoadConversion, lead: str) -> bool:
 
 
 def _structure_values(known: Structure, lead: str) -> Values:
-    """Return the fields that are not empty, with names without `lead`."""
+    """Return the fields that are not empty, with `lead` removed from names."""
     values = {
         "text": known.text_config_path,
         "text_type": known.text_type,
@@ -252,7 +252,7 @@ def encode_shapes(rules: Mapping[str, tuple[str, ShapeRules]]) -> dict[str, dict
     """Return the sections of shapes of one model type.
 
     Args:
-        rules: Class -> the prefix of its base model, and its rules.
+        rules: Class -> prefix of its base model, and its shape rules.
     """
     bodies: dict[str, str] = {}
     shapes = {}
@@ -265,7 +265,7 @@ def encode_shapes(rules: Mapping[str, tuple[str, ShapeRules]]) -> dict[str, dict
 
 
 def _shape_values(known: ShapeRules, lead: str, is_below: bool) -> Values:
-    """Return the rules below `lead`, or the others; defaults, aliases and model types are part of the first."""
+    """Return the rules below `lead`, with defaults, aliases and model types, or the other rules."""
 
     def chosen(names: Iterable[str]) -> list[str]:
         return sorted(name.removeprefix(lead) for name in names if name.startswith(lead) is is_below)

@@ -42,7 +42,7 @@ _LABELS_TEXT = "(num_labels ?? #id2label ?? 2)"
 _NO_SIZE = re.compile(r"(_token_id|_token_index|_token|token_ids?)$|drop|^_|^initializer|^use_cache$")
 
 
-class Seen(NamedTuple):
+class Observation(NamedTuple):
     """One config and the shapes of its model.
 
     Attributes:
@@ -56,7 +56,7 @@ class Seen(NamedTuple):
     shapes: Shapes
 
 
-def learned(cls: Any, build_config: ConfigBuilder, base: Values, tied: Iterable[str]) -> ShapeRules | None:
+def derive_shapes(cls: Any, build_config: ConfigBuilder, base: Values, tied: Iterable[str]) -> ShapeRules | None:
     """Return the rules of one class; None if its first config cannot be built.
 
     Args:
@@ -65,27 +65,27 @@ def learned(cls: Any, build_config: ConfigBuilder, base: Values, tied: Iterable[
         base: The dict to start from.
         tied: Names of tied tensors; a checkpoint may omit each of them.
     """
-    lab = _Lab(cls, build_config)
-    found = lab.first(base)
+    probe = _Probe(cls, build_config)
+    found = probe.first(base)
     if found is None:
         return None
     start, reads = found
-    first = lab.observed(start, frozenset())
+    first = probe.observe(start, frozenset())
     assert first is not None
-    sized = [first, *lab.with_other_numbers(start, reads)]
-    others = list(lab.with_other_words(start, reads))
-    return _Solver(lab, base, start, sized, others, frozenset(tied)).rules()
+    sized = [first, *probe.with_other_numbers(start, reads)]
+    others = list(probe.with_other_words(start, reads))
+    return _Solver(probe, base, start, sized, others, frozenset(tied)).rules()
 
 
-class _Lab:
-    """Builds one class under many configs."""
+class _Probe:
+    """Builder of one class under many configs."""
 
     def __init__(self, cls: Any, build_config: ConfigBuilder) -> None:
         self.cls, self.build_config = cls, build_config
         self.unlisted: list[tuple[str, ...]] = []  # keys that the model reads and the config class does not define
         self.unmoved: list[int] = []  # numbers for which no other number could be tried
 
-    def observed(self, values: Values, changed: frozenset[str]) -> Seen | None:
+    def observe(self, values: Values, changed: frozenset[str]) -> Observation | None:
         """Return the shapes of the model of a config; None if it cannot be built."""
         try:
             config = self.build_config(copy.deepcopy(values))
@@ -94,7 +94,7 @@ class _Lab:
             shapes = {name: tuple(value.shape) for name, value in model.state_dict(keep_vars=True).items()}
         except Exception:  # any error of the class means that no checkpoint has such a config
             return None
-        return Seen(changed, numbers_of(config), shapes)
+        return Observation(changed, numbers_of(config), shapes)
 
     def first(self, base: Values) -> tuple[Values, set[tuple[tuple[str, ...], str]]] | None:
         """Return `base` with few layers and every number set explicitly, and the keys that are read, with paths."""
@@ -113,17 +113,17 @@ class _Lab:
                 continue
             reads = {
                 (place, key)
-                for place, held in _configs(config)
-                for key in held
-                if (type(_at(config, place)), key) in read
+                for place, config_values in _configs(config)
+                for key in config_values
+                if (type(_config_at(config, place)), key) in read
             }
             if getattr(config, "sub_configs", None):  # a composite may pass its numbers to its parts
                 reads |= {((), key) for key, value in vars(config).items() if type(value) is int}
             spelled = self._spelled_out(values, config, reads)
-            seen = self.observed(spelled, frozenset())
+            seen = self.observe(spelled, frozenset())
             if seen is not None and {pattern_of(name) for name in seen.shapes} == names:
                 return self._with_unlisted(spelled, config, read, reads, seen)
-            if self.observed(values, frozenset()) is not None:
+            if self.observe(values, frozenset()) is not None:
                 return values, reads
         return None
 
@@ -133,17 +133,17 @@ class _Lab:
         config: Any,
         read: set[tuple[type, str]],
         reads: set[tuple[tuple[str, ...], str]],
-        seen: Seen,
+        seen: Observation,
     ) -> tuple[Values, set[tuple[tuple[str, ...], str]]]:
         """Set a number for each key that the model reads, its config class does not define, and that changes shapes."""
-        for place, held in _configs(config):
-            owner = _at(config, place)
+        for place, config_values in _configs(config):
+            owner = _config_at(config, place)
             for kind, key in sorted(read, key=str):
-                if kind is not type(owner) or key in held or hasattr(owner, key) or not _SIZED.search(key):
+                if kind is not type(owner) or key in config_values or hasattr(owner, key) or not _SIZED.search(key):
                     continue
                 given = copy.deepcopy(values)
                 _write(given, (*place, key), _UNLISTED, config)
-                other = self.observed(given, frozenset())
+                other = self.observe(given, frozenset())
                 if other is not None and other.shapes.keys() == seen.shapes.keys() and other.shapes != seen.shapes:
                     values, seen, reads = given, other, reads | {(place, key)}
                     self.unlisted.append((*place, key))
@@ -151,26 +151,26 @@ class _Lab:
 
     def _cut_down(self, values: Values, few: int) -> Values:
         config = self.build_config(copy.deepcopy(values))
-        for place, held in _configs(config):
-            for key in (_LAYERS | _EXPERTS) & held.keys():
-                if isinstance(held[key], int) and held[key] > few:
+        for place, config_values in _configs(config):
+            for key in (_LAYERS | _EXPERTS) & config_values.keys():
+                if isinstance(config_values[key], int) and config_values[key] > few:
                     _write(values, (*place, key), few, config)
         return values
 
     def _spelled_out(self, values: Values, config: Any, reads: Iterable[tuple[tuple[str, ...], str]]) -> Values:
         spelled = copy.deepcopy(values)
         for place, key in sorted(reads):
-            value = vars(_at(config, place)).get(key)
+            value = vars(_config_at(config, place)).get(key)
             if type(value) is int and not _NO_SIZE.search(key):
                 _write(spelled, (*place, key), value, config)
         return spelled
 
-    def with_other_numbers(self, start: Values, reads: Iterable[tuple[tuple[str, ...], str]]) -> Iterator[Seen]:
+    def with_other_numbers(self, start: Values, reads: Iterable[tuple[tuple[str, ...], str]]) -> Iterator[Observation]:
         """Yield the results of changing each number separately, then several at a time."""
         config = self.build_config(copy.deepcopy(start))
         changes: dict[tuple[str, ...], int] = {}
         for place, key in sorted(reads):
-            value = vars(_at(config, place)).get(key)
+            value = vars(_config_at(config, place)).get(key)
             if type(value) is not int or _NO_SIZE.search(key) or value < 2:
                 continue
             options = (value + 1, value + 2, value * 2) if key in _LAYERS else [value * each for each in _FACTORS]
@@ -220,22 +220,22 @@ class _Lab:
                     }
                     yield (*place, key), own[key], switch[key], seen, tuple(sorted(others.items()))
         for place, key in sorted(reads):
-            held = vars(_at(config, place)).get(key)
-            if _NO_SIZE.search(key) or isinstance(held, PreTrainedConfig):
+            first_value = vars(_config_at(config, place)).get(key)
+            if _NO_SIZE.search(key) or isinstance(first_value, PreTrainedConfig):
                 continue
-            others = list(_other_words(_at(config, place), key, held))
+            others = list(_other_words(_config_at(config, place), key, first_value))
             tried = [(other, self._changed(start, {(*place, key): other}, config)) for other in others]
             if tried and all(seen is None for _, seen in tried) and (*place, key) not in together:
-                yield (*place, key), held, others[0], None, ()
+                yield (*place, key), first_value, others[0], None, ()
             for other, seen in tried:
                 if seen is not None:
-                    yield (*place, key), held, other, seen, ()
+                    yield (*place, key), first_value, other, seen, ()
 
-    def _changed(self, start: Values, changes: Mapping[tuple[str, ...], Any], config: Any) -> Seen | None:
+    def _changed(self, start: Values, changes: Mapping[tuple[str, ...], Any], config: Any) -> Observation | None:
         values = copy.deepcopy(start)
         for path, value in changes.items():
             _write(values, path, value, config)
-        return self.observed(values, frozenset(".".join(path) for path in changes))
+        return self.observe(values, frozenset(".".join(path) for path in changes))
 
     def absent(
         self, start: Values, path: tuple[str, ...], others: Sequence[Mapping[tuple[str, ...], int]]
@@ -272,8 +272,8 @@ def _without_values() -> Iterator[None]:
 def numbers_of(config: Any) -> dict[str, int]:
     """Return every integer in a config and those below it, by dotted key."""
     numbers = {}
-    for place, held in _configs(config):
-        for key, value in held.items():
+    for place, config_values in _configs(config):
+        for key, value in config_values.items():
             if type(value) is int:
                 numbers[".".join((*place, key))] = value
     with contextlib.suppress(Exception):
@@ -297,7 +297,7 @@ def _other_words(config: Any, key: str, value: Any) -> Iterator[Any]:
         yield None
 
 
-def _at(config: Any, place: Sequence[str]) -> Any:
+def _config_at(config: Any, place: Sequence[str]) -> Any:
     for key in place:
         config = getattr(config, key)
     return config
@@ -320,7 +320,7 @@ def _write(values: Values, path: Sequence[str], value: Any, config: Any) -> None
 
 
 def _is_of_layers(key: str, value: Any) -> bool:
-    """Tell if a value is a list with a string or boolean per layer, which config classes create if it is not set."""
+    """Return True for a list with a string or boolean per layer, which config classes create if it is not set."""
     return (
         isinstance(value, list)
         and ("layer" in key or "block" in key)
@@ -333,14 +333,14 @@ class _Solver:
 
     def __init__(
         self,
-        lab: _Lab,
+        probe: _Probe,
         base: Values,
         start: Values,
-        sized: Sequence[Seen],
+        sized: Sequence[Observation],
         others: Sequence[tuple[Any, ...]],
         tied: frozenset[str],
     ) -> None:
-        self.lab, self.base, self.start, self.sized, self.others, self.tied = lab, base, start, sized, others, tied
+        self.probe, self.base, self.start, self.sized, self.others, self.tied = probe, base, start, sized, others, tied
         self.first = sized[0]
         self.by_pattern = [_grouped(seen.shapes) for seen in sized]
         own = self.first.numbers
@@ -398,12 +398,14 @@ class _Solver:
         return self._texts[key]
 
     def _may_hide(self, text: str) -> bool:
-        """Tell if a constant may be a number of the config that was not changed."""
+        """Return True if a constant may be a number of the config that was not changed."""
         constants = [int(each) for each in re.findall(r"(?<![\w.])[0-9]+(?![\w.])", text)]
-        if text.isdecimal() and self.lab.unmoved and int(text) > _PLAIN:
+        if text.isdecimal() and self.probe.unmoved and int(text) > _PLAIN:
             return True
-        held = set(self.first.numbers.values())
-        return any((each > 1 and each in self.lab.unmoved) or (each > _PLAIN and each in held) for each in constants)
+        first_numbers = set(self.first.numbers.values())
+        return any(
+            (each > 1 and each in self.probe.unmoved) or (each > _PLAIN and each in first_numbers) for each in constants
+        )
 
     def _shapes_of(self, pattern: str) -> tuple[tuple[str, ...], ...]:
         """Return the shapes that tensors of a pattern may have, in the order of the first tensor with each shape."""
@@ -453,7 +455,7 @@ class _Solver:
 
     def _may_be_missing(self, patterns: Iterable[str]) -> set[str]:
         """Return the patterns that a checkpoint may omit: buffers, tied names, keys that transformers may miss."""
-        model = meta_model.build_on_meta(self.lab.cls, self.lab.build_config(copy.deepcopy(self.start)))
+        model = meta_model.build_on_meta(self.probe.cls, self.probe.build_config(copy.deepcopy(self.start)))
         buffers = {pattern_of(name) for name, _ in model.named_buffers()}
         regexes = [each for each in model._keys_to_ignore_on_load_missing or () if isinstance(each, str)]
         names: dict[str, str] = {}
@@ -471,7 +473,7 @@ class _Solver:
         """Return the conditions under which the rules are valid, each with its patterns; see `with_other_words`."""
         found: dict[Condition, set[str]] = {}
         patterns = set(dims) | required
-        for path, held, other, seen, _ in self.others:
+        for path, first_value, other, seen, _ in self.others:
             grouped = _grouped(seen.shapes) if seen is not None else {}
             differs = {
                 each
@@ -481,8 +483,8 @@ class _Solver:
                 or (each in required and grouped[each].keys() != self.by_pattern[0][each].keys())
             }
             if differs:
-                found.setdefault(_condition(".".join(path), held, other), set()).update(differs)
-        for path, words in _words_of(self.lab.build_config(copy.deepcopy(self.start))).items():
+                found.setdefault(_condition(".".join(path), first_value, other), set()).update(differs)
+        for path, words in _words_of(self.probe.build_config(copy.deepcopy(self.start))).items():
             numbered = {each for each in patterns if "*" in each}
             if numbered:
                 found.setdefault(Condition(path, "among", tuple(words)), set()).update(numbered)
@@ -490,7 +492,7 @@ class _Solver:
 
     def _all_patterns(self) -> set[str]:
         """Return the patterns of the first config, and of the same config with all layers."""
-        whole = self.lab.observed(self.base, frozenset())
+        whole = self.probe.observe(self.base, frozenset())
         shapes = {**self.first.shapes, **(whole.shapes if whole is not None else {})}
         return set(map(pattern_of, shapes))
 
@@ -498,9 +500,9 @@ class _Solver:
         """Find the patterns that one value of one key adds or removes."""
         found: dict[Switch, set[str]] = {}
         first = set(map(pattern_of, self.first.shapes))
-        for path, held, other, seen, beside in self.others:
+        for path, first_value, other, seen, beside in self.others:
             patterns = set(map(pattern_of, seen.shapes)) if seen is not None else first
-            key, value = ".".join(path), as_hashable(held)
+            key, value = ".".join(path), as_hashable(first_value)
             if patterns - first:
                 effect = "adds" if self._is_default(path, value) else "adds where given"
                 found.setdefault(Switch(key, effect, value, beside), set()).update(patterns - first)
@@ -519,14 +521,14 @@ class _Solver:
     def _is_default(self, path: Sequence[str], value: Any) -> bool:
         """Return True if a config without the key has this value: a part has the defaults of its own class."""
         try:
-            owner = _at(self.lab.build_config(copy.deepcopy(self.start)), path[:-1])
+            owner = _config_at(self.probe.build_config(copy.deepcopy(self.start)), path[:-1])
             return bool(as_hashable(vars(type(owner)()).get(path[-1])) == value)
         except Exception:  # a class that cannot be built without arguments has no defaults
             return False
 
     def _models(self) -> dict[str, str]:
         """Return the model types of the exchangeable parts with which the class was measured."""
-        config = self.lab.build_config(copy.deepcopy(self.start))
+        config = self.probe.build_config(copy.deepcopy(self.start))
         found = {}
         for key, kind in sorted(getattr(config, "sub_configs", {}).items()):
             nested = getattr(config, key, None)
@@ -538,7 +540,7 @@ class _Solver:
 
     def _resolution(self, used: Sequence[str]) -> tuple[dict[str, str], dict[str, int], dict[str, str]]:
         """Return the values of absent keys, as expressions over others or as numbers, and the other names of keys."""
-        config = self.lab.build_config(copy.deepcopy(self.start))
+        config = self.probe.build_config(copy.deepcopy(self.start))
         resolved: dict[str, str] = {}
         defaults: dict[str, int] = {}
         aliases: dict[str, str] = {}
@@ -551,7 +553,7 @@ class _Solver:
                 resolved[key] = _LABELS_TEXT
                 continue
             path = tuple(key.split("."))
-            owner = _at(config, path[:-1])
+            owner = _config_at(config, path[:-1])
             spelled = [name for name, mapped in getattr(owner, "attribute_map", {}).items() if mapped == path[-1]]
             if spelled:
                 aliases[key] = spelled[0]
@@ -580,16 +582,16 @@ class _Solver:
     ) -> Iterator[tuple[Mapping[str, int], int | None]]:
         """Yield (numbers of the config, its value of the key) for configs without the key."""
         beside = [each for each in changes if len(each) != 1 or next(iter(each))[:-1] == path[:-1]][:_BESIDE]
-        for values, config in self.lab.absent(self.start, path, beside):
-            if path in self.lab.unlisted:
+        for values, config in self.probe.absent(self.start, path, beside):
+            if path in self.probe.unlisted:
                 yield numbers_of(config), self._as_if_given(path, values)
             else:
-                value = vars(_at(config, path[:-1])).get(path[-1])
+                value = vars(_config_at(config, path[:-1])).get(path[-1])
                 yield numbers_of(config), value if type(value) is int else None
 
     def _as_if_given(self, path: tuple[str, ...], values: Values) -> int | None:
         """Return the value of an unlisted key that gives the same shapes as the model without it."""
-        seen = self.lab.observed(values, frozenset())
+        seen = self.probe.observe(values, frozenset())
         key = ".".join(path)
         if seen is None:
             return None
@@ -610,8 +612,8 @@ def _words_of(config: Any) -> dict[str, list[str]]:
     """Return the lists with a string per layer, by dotted key; other strings mean other layers."""
     return {
         ".".join((*place, key)): sorted(set(value))
-        for place, held in _configs(config)
-        for key, value in sorted(held.items())
+        for place, config_values in _configs(config)
+        for key, value in sorted(config_values.items())
         if _is_of_layers(key, value) and value and isinstance(value[0], str)
     }
 
@@ -628,11 +630,11 @@ def _nested(numbers: Mapping[str, int]) -> Values:
     return config
 
 
-def _condition(key: str, held: Any, other: Any) -> Condition:
+def _condition(key: str, first_value: Any, other: Any) -> Condition:
     """Return the condition that separates the measured config from the one with the other value."""
-    if other is None or (other == 0 and type(other) is int and held != 1):
+    if other is None or (other == 0 and type(other) is int and first_value != 1):
         return Condition(key, "set", ())
-    value = list(held) if isinstance(held, tuple) else held
+    value = list(first_value) if isinstance(first_value, tuple) else first_value
     return Condition(key, "is", (value,) if not isinstance(value, list) else (tuple(value),))
 
 

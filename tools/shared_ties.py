@@ -1,4 +1,4 @@
-"""Find the rule by which layers share modules, and check it on models with other lists of layers."""
+"""Find the rule by which layers share modules, and check it on models with other lists of layer types."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ Values = dict[str, Any]
 Pairs = dict[str, str]
 
 _COUNT = "num_hidden_layers"
-_LAYERS = (3, 1, 1, 1, 2, 1)  # layers of another kind in front of each shared layer
-_LISTS = ("wwwww", ".w.w", "..ww.w..w.w.w", "w....", "...w.ww.")  # w: a layer that shares
+_LAYERS = (3, 1, 1, 1, 2, 1)  # numbers of layers of another type before each layer that shares
+_LISTS = ("wwwww", ".w.w", "..ww.w..w.w.w", "w....", "...w.ww.")  # "w" is a layer that shares its modules
 
 
 def is_numbered(pair: TiePair) -> bool:
-    """Tell if a tie is between numbered layers."""
+    """Return True if a tie is between numbered layers."""
     return any(part.isdigit() for name in pair.namings[0] for part in name.split("."))
 
 
@@ -41,15 +41,15 @@ def measured(cls: Any, build: ConfigBuilder, known: Architecture) -> tuple[Share
         return None
     config = build({}).to_dict()
     for kinds, kind in _lists(config, pairs, split[0] or ()):
-        lab = _Lab(cls, build, SharedLayers(split[0] or (), kinds, kind, _COUNT, "", 1, {}, pairs[0].flag), config)
-        found = lab.rule()
-        if found is not None and set(found.ties(config)) == set(pairs) and lab.holds(found):
-            return found, lab.base
+        probe = _Probe(cls, build, SharedLayers(split[0] or (), kinds, kind, _COUNT, "", 1, {}, pairs[0].flag), config)
+        found = probe.rule()
+        if found is not None and set(found.ties(config)) == set(pairs) and probe.holds(found):
+            return found, probe.base
     return None
 
 
-class _Lab:
-    """One class with one list of layers."""
+class _Probe:
+    """Experiments with one class and one key that lists the type of each layer."""
 
     def __init__(self, cls: Any, build: ConfigBuilder, bare: SharedLayers, config: Values) -> None:
         self.cls, self.build, self.bare, self.config = cls, build, bare, config
@@ -81,13 +81,15 @@ class _Lab:
         return SharedLayers(bare.paths, bare.kinds, bare.kind, bare.count, period, default, names, bare.flag)
 
     def holds(self, rule: SharedLayers) -> bool:
-        """Tell if the rule gives the ties of every list, period and set of switches that is tried."""
+        """Return True if the rule gives the ties for every list, period and set of switches that is tried."""
         switches = sorted({key for key in rule.names.values() if key})
-        for text, period, on in product(_LISTS, (1, 2, 3) if rule.period else (1,), (False, True)):
-            values = self.listed(text, **dict.fromkeys(switches, on), **({rule.period: period} if rule.period else {}))
-            pairs, told = self.pairs(values), dict(pair.namings[0] for pair in rule.ties(values))
+        for text, period, value in product(_LISTS, (1, 2, 3) if rule.period else (1,), (False, True)):
+            values = self.listed(
+                text, **dict.fromkeys(switches, value), **({rule.period: period} if rule.period else {})
+            )
+            pairs, rule_pairs = self.pairs(values), dict(pair.namings[0] for pair in rule.ties(values))
             # a class may reject a list without shared layers
-            if not rule.covers(values) or (pairs != told and (pairs is not None or told)):
+            if not rule.covers(values) or (pairs != rule_pairs and (pairs is not None or rule_pairs)):
                 return False
         return True
 

@@ -34,7 +34,7 @@ def split_layers(layers: int, stages: int, rule: str = "even") -> tuple[int, ...
     Raises:
         UsageError: The rule is unknown, there are fewer layers than stages, or the counts do not match.
     """
-    how = FORMER_SPLITS.get(how, how)
+    rule = FORMER_SPLITS.get(rule, rule)
     if rule not in SPLIT_RULES:
         return _parse_counts(layers, stages, rule)
     if 1 < stages > layers:

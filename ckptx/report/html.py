@@ -300,7 +300,7 @@ def _mesh_sentence(layout: Layout) -> Markup:
 
 def _mesh_stage(layout: Layout, stage: int | None, holders: Sequence[Holder]) -> MeshStage:
     dims = layout.dims
-    layer_spans = layer_spans(layer for holder in holders for layer in holder.layers)
+    spans = layer_spans(layer for holder in holders for layer in holder.layers)
     outside = layout.names_outside_layers.get(stage, [])
     names = list(outside[:_MAX_OUTSIDE_NAMES])
     if len(outside) > _MAX_OUTSIDE_NAMES:
@@ -311,7 +311,7 @@ def _mesh_stage(layout: Layout, stage: int | None, holders: Sequence[Holder]) ->
     return MeshStage(
         title="files" if not layout.has_ranks else "no stage" if stage is None else f"stage {stage}",
         nbytes=sum(holder.nbytes for holder in holders),
-        layers=format_layer_spans(layer_spans) if layer_spans else "no layers",
+        layers=format_layer_spans(spans) if spans else "no layers",
         modules_outside_layers=names,
         cells_kind=kind if is_drawn else None,
         columns=columns if is_drawn and dims is not None and _cells_per_line(dims.tp) == dims.tp else [],

@@ -70,9 +70,8 @@ def rank_lines(mesh_report: RanksOfInspection, rows: Sequence[dict[str, Any]]) -
     if rows and mesh_report.layout is None:
         mesh += "; ranks that have layers in common are shown as one stage"
     lines = [f"  mesh          {mesh}"]
-    lines.append(
-        f"  sharded       {counted(mesh_report.sharded_tensors, 'tensor') if mesh_report.sharded_tensors else 'no tensors'}"
-    )
+    sharded = counted(mesh_report.sharded_tensors, "tensor") if mesh_report.sharded_tensors else "no tensors"
+    lines.append(f"  sharded       {sharded}")
     if not rows:
         lines += _file_lines(mesh_report.by_file or ())
     elif len(rows) <= _MAX_RANKS:
