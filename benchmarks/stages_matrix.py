@@ -33,8 +33,8 @@ CASES: dict[str, dict[str, Any]] = {
     "all": ALL,
     "all, full": {**ALL, "activation_checkpointing": "full"},
     "all, selective": {**ALL, "activation_checkpointing": "selective"},
-    "bf16, pp 2": {"tp": 1, "pp": 2, "dp_shard": 1, "dtype": "auto"},
-    "bf16, tp 2 x pp 2": {"tp": 2, "pp": 2, "dp_shard": 1, "dtype": "auto"},
+    "bf16, pp 2": {"tp": 1, "pp": 2, "dp_shard": 1, "compute_dtype": "auto"},
+    "bf16, tp 2 x pp 2": {"tp": 2, "pp": 2, "dp_shard": 1, "compute_dtype": "auto"},
 }
 _REPORT_KEYS = (
     "exit", "max_abs", "max_abs_tolerance", "grad_max_abs", "grad_closest_to_tolerance",
@@ -47,7 +47,7 @@ def verify_case(pool: Any, name: str, case: str, work: Path) -> dict[str, Any]:
     from tests.support.runs import verified
 
     settings = dict(CASES[case])
-    path = write_model(name, work, is_stored_in_bf16="dtype" in settings)
+    path = write_model(name, work, is_stored_in_bf16="compute_dtype" in settings)
     row: dict[str, Any] = {"model": name, "case": case}
     if "vlm" in name:
         settings["plant"] = "images in some"
