@@ -27,7 +27,7 @@ __all__ = [
     "verify",
 ]  # fmt: skip
 
-_OTHERS = {"errors": "ckptx.errors", "open_checkpoint": "ckptx.formats.registry:open_checkpoint"}
+_NOT_COMMANDS = {"errors": "ckptx.errors", "open_checkpoint": "ckptx.formats.registry:open_checkpoint"}
 
 
 if not TYPE_CHECKING:  # a type checker knows the imports above, and finds a name that is none of them
@@ -39,8 +39,8 @@ if not TYPE_CHECKING:  # a type checker knows the imports above, and finds a nam
         from ckptx.options.commands import COMMANDS
 
         functions = {each.function.partition(":")[2]: each.function for each in COMMANDS.values()}
-        home, _, attribute = {**functions, **_OTHERS}[name].partition(":")
-        module = import_module(home)
+        module_name, _, attribute = {**functions, **_NOT_COMMANDS}[name].partition(":")
+        module = import_module(module_name)
         return getattr(module, attribute) if attribute else module
 
 

@@ -62,7 +62,7 @@ class EnvironmentProblem(CkptxError):
     exit_code = 7
 
 
-_BY_EXTRA = {
+_EXTRA_BY_PACKAGE = {
     "torch": "run",
     "transformers": "run",
     "tokenizers": "run",
@@ -81,9 +81,9 @@ def missing_package(subject: str, error: ImportError) -> EnvironmentProblem:
         error: The failed import.
     """
     package = (error.name or "").partition(".")[0]
-    if package in _BY_EXTRA:
+    if package in _EXTRA_BY_PACKAGE:
         return EnvironmentProblem(
-            f"{subject}: requires {package}, which is not installed; pip install 'ckptx[{_BY_EXTRA[package]}]'"
+            f"{subject}: requires {package}, which is not installed; pip install 'ckptx[{_EXTRA_BY_PACKAGE[package]}]'"
         )
     if package:
         return EnvironmentProblem(f"{subject}: requires the package {package}, which is not installed; install it")

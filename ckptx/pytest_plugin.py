@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 PHASES = (
     "initial logits", "uninterrupted run", "replicas", "load and save", "export", "other layouts", "resume", "kills",
 )  # fmt: skip
-_WHOLE = "run"  # name of the test of the run as a whole
+_WHOLE_RUN = "run"  # name of the test of the run as a whole
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -79,15 +79,15 @@ class PhaseFailure(Exception):
 class RecipeNode(pytest.Collector):
     """Collector of a recipe: one run, and a test for each phase."""
 
-    def __init__(self, *, settings: Sequence[str], **made: Any) -> None:
-        super().__init__(**made)
+    def __init__(self, *, settings: Sequence[str], **options: Any) -> None:
+        super().__init__(**options)
         self._settings = settings
         self._report: RobustnessReport | None = None
         self._error: Exception | None = None
 
     def collect(self) -> Iterator[pytest.Item]:
         """Return the test of the run as a whole, which fails if there is no report, and the tests of the phases."""
-        for name in (_WHOLE, *PHASES):
+        for name in (_WHOLE_RUN, *PHASES):
             item = PhaseItem.from_parent(self, name=name)
             if self.config.pluginmanager.hasplugin("xdist"):  # with `--dist loadgroup` they run in one process
                 item.add_marker(pytest.mark.xdist_group(self.nodeid))
@@ -119,7 +119,7 @@ class PhaseItem(pytest.Item):
 
     def runtest(self) -> None:
         """Run the recipe if no other test has, and check the phase."""
-        if self.name == _WHOLE:
+        if self.name == _WHOLE_RUN:
             self._check_whole(self.parent.report())
             return
         try:
@@ -133,13 +133,13 @@ class PhaseItem(pytest.Item):
 
     def _check_phase(self, report: RobustnessReport, phase: Mapping[str, Any]) -> None:
         from ckptx.report.robustness import phase_text
-        from ckptx.untrusted.printable import shown
+        from ckptx.untrusted.printable import escape_strings
 
         self.user_properties.append(("ckptx_seconds", phase["seconds"]))
         if phase["ok"] is None:
             pytest.skip("; ".join(phase["notes"]) or "not run")
         if phase["ok"] is False:
-            printable = shown(report)
+            printable = escape_strings(report)
             raise PhaseFailure(phase_text(printable, printable.phases[list(report.phases).index(dict(phase))]))
 
     def _check_whole(self, report: RobustnessReport) -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 
-def counted(number: int, noun: str) -> str:
+def counted(count: int, noun: str) -> str:
     """Return a number and its noun: `1 tensor`, `20,000 tensors`, `2 aliases`, `1 copy`, `2 copies`."""
-    return f"{number:,} {noun if number == 1 else plural(noun)}"
+    return f"{count:,} {noun if count == 1 else plural(noun)}"
 
 
 def plural(noun: str) -> str:

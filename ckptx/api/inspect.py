@@ -17,7 +17,7 @@ from ckptx.model_view.parameter_count import count_parameters, find_aliases
 from ckptx.model_view.view import ModelView, read_valid_manifest, view_model
 from ckptx.options.api import api
 from ckptx.options.inspect import InspectOptions
-from ckptx.publishing.report_file import refuse_place, write_text
+from ckptx.publishing.report_file import check_report_path, write_text
 from ckptx.report.documents.inspection import InspectionReport
 from ckptx.report.report import Log, Stopwatch, count_dtypes
 
@@ -33,7 +33,7 @@ def inspect(options: InspectOptions) -> InspectionReport:
     stopwatch, log = Stopwatch(), options.log or Log()
     match, ranks, html = options.match, options.ranks, options.html
     if html is not None:
-        refuse_place(html)
+        check_report_path(html)
     checkpoint = open_checkpoint(
         resolve_source(str(options.path), revision=options.revision, token=options.token, cache_dir=options.cache_dir)
     )

@@ -11,7 +11,7 @@ from ckptx.formats.registry import open_checkpoint
 from ckptx.layout.parallel_dims import ParallelDims
 from ckptx.options.forecast import ForecastOptions
 from ckptx.options.verify import RunOptions
-from ckptx.processes.fork import in_child
+from ckptx.processes.fork import run_in_child
 from ckptx.report.report import human_bytes
 from ckptx.runtime.memory.reserve import reserve_bytes
 
@@ -40,7 +40,7 @@ def check_memory_fit(reference: Path, checkpoint: Path, options: RunOptions, gpu
         seq=_SEQUENCE_LENGTH,
         optimizer="none",
     )
-    peak, fitting = in_child(_peak, source, step, gpu_memory)
+    peak, fitting = run_in_child(_peak, source, step, gpu_memory)
     if peak + reserve_bytes(peak) > gpu_memory:
         raise SpaceError(
             f"--gpu-memory: a run of {checkpoint} requires {human_bytes(peak)} of tensors and "

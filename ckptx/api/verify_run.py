@@ -10,7 +10,7 @@ from dataclasses import fields, replace
 from typing import Any
 
 from ckptx.api.memory_check import check_memory_fit
-from ckptx.comparison.headers import seen_together
+from ckptx.comparison.headers import view_both
 from ckptx.errors import PeerFailure, missing_package
 from ckptx.formats.hf.hub import resolve_source
 from ckptx.formats.registry import open_checkpoint
@@ -38,7 +38,7 @@ def verify_models(options: CompareRunOptions) -> RunReport:
     if options.tp_plan is not None:
         read_plan(str(options.tp_plan))  # errors are raised before a rank starts
     if options.model_prefix is not None:
-        seen_together(open_checkpoint(reference), open_checkpoint(checkpoint), prefix=options.model_prefix)
+        view_both(open_checkpoint(reference), open_checkpoint(checkpoint), prefix=options.model_prefix)
     peak = None
     if options.gpu_bytes is not None and not is_launched_by_us() and is_first_rank():  # others wait for the first
         peak = check_memory_fit(reference, checkpoint, options, options.gpu_bytes)

@@ -26,7 +26,7 @@ from ckptx.layout.stages import Stack
 from ckptx.layout.tensor_parallel_plan import Rule, TensorParallelPlan
 from ckptx.mapping.names import pattern_of
 from ckptx.mapping.ops import Conversion, Op
-from ckptx.untrusted.limits import LAYERS
+from ckptx.untrusted.limits import MAX_LAYERS
 
 _VOCABULARY_REASON = "vocabulary rows"
 
@@ -82,8 +82,8 @@ def stacks_of(structure: Structure, config: Mapping[str, Any]) -> tuple[Stack, .
 
 def _layer_count(stack: StackRule, scope: Scope) -> int:
     count = evaluate(stack.length, scope)
-    if not 0 <= count <= LAYERS:
-        raise InputError(f"config.json: {stack.length} is {count} and must be 0 to {LAYERS}; correct config.json")
+    if not 0 <= count <= MAX_LAYERS:
+        raise InputError(f"config.json: {stack.length} is {count} and must be 0 to {MAX_LAYERS}; correct config.json")
     return count
 
 

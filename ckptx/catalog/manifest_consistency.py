@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from ckptx.catalog.manifest import Manifest, ShardingRecord
 from ckptx.catalog.region import Region, Shape, find_coverage_fault
-from ckptx.untrusted.numbers import salted
+from ckptx.untrusted.numbers import salted_key
 
 
 class Contradiction(NamedTuple):
@@ -64,14 +64,16 @@ def _check_shardings(manifest: Manifest) -> Contradiction | None:
     """Check that the blocks of a tensor tile its shape, and that replicas equal one of them."""
     checked: set[tuple[int, tuple[int, Shape]]] = set()
     for name, row in manifest.tensors.items():
-        if row.sharding_index is None or (row.sharding_index, salted(row.shape)) in checked:
+        if row.sharding_index is None or (row.sharding_index, salted_key(row.shape)) in checked:
             continue
-        checked.add((row.sharding_index, salted(row.shape)))
+        checked.add((row.sharding_index, salted_key(row.shape)))
         sharding = manifest.shardings[row.sharding_index]
         regions = _regions_without_replicas(sharding)
         fault = find_coverage_fault(row.shape, regions)
-        region_keys = {salted(region) for region in regions}
-        if fault is not None or any(salted(sharding.regions[index]) not in region_keys for index in sharding.replicas):
+        region_keys = {salted_key(region) for region in regions}
+        if fault is not None or any(
+            salted_key(sharding.regions[index]) not in region_keys for index in sharding.replicas
+        ):
             value = "a replica of no block" if fault is None else f"a {fault.kind}"
             return Contradiction(_field_path("tensors", name, "cut"), value, f"blocks that tile {list(row.shape)}")
     return None

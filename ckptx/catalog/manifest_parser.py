@@ -33,10 +33,10 @@ from ckptx.catalog.manifest_consistency import find_contradiction
 from ckptx.catalog.region import Region, Shape
 from ckptx.errors import InputError, UnsupportedError
 from ckptx.storage.files import read_small
-from ckptx.untrusted.file_name import colliding_name, name_fault, weights_fault
+from ckptx.untrusted.file_name import find_conflicting_name, find_name_fault, find_weights_fault
 from ckptx.untrusted.json_text import parse_json
-from ckptx.untrusted.limits import MANIFEST_BYTES, shape_fault
-from ckptx.untrusted.numbers import SharedHash, UniqueTuples, salted
+from ckptx.untrusted.limits import MAX_MANIFEST_BYTES, find_shape_fault
+from ckptx.untrusted.numbers import HashFlood, UniqueTuples, salted_key
 
 _MAX_VALUES = 1 << 24  # of any type; the largest published model with its optimizer state has a tenth
 _INTEGER_STOP = 1 << 63
@@ -58,7 +58,7 @@ def read_manifest(path: Path) -> Manifest:
         InputError: It is not a valid manifest, or not a regular file.
         UnsupportedError: A newer ckptx wrote it.
     """
-    return parse_manifest(read_small(path, MANIFEST_BYTES), str(path))
+    return parse_manifest(read_small(path, MAX_MANIFEST_BYTES), str(path))
 
 
 @lru_cache(maxsize=1)  # several steps of a conversion read the same manifest
@@ -132,7 +132,7 @@ class _ManifestParser:
         if format not in _FORMATS:
             self._refuse("format", format, f"one of {', '.join(_FORMATS)}")
         files, sidecars = (self._parse_rows(document, key, self._parse_file) for key in ("files", "sidecars"))
-        duplicate = colliding_name([*files, *sidecars])
+        duplicate = find_conflicting_name([*files, *sidecars])
         if duplicate is not None:
             self._refuse("names in files and sidecars", duplicate, "unique")
         shardings = tuple(
@@ -157,7 +157,7 @@ class _ManifestParser:
     def _parse_rows(self, document: Mapping[str, Any], key: str, parse_row: Callable[[Any], T]) -> dict[str, T]:
         rows = self._require_object(document.get(key), key)
         for name in rows:
-            fault = None if key == "tensors" else name_fault(name)
+            fault = None if key == "tensors" else find_name_fault(name)
             if fault is not None:
                 self._refuse(f"every name in {key}", name, f"a valid file name ({fault})")
             self._require_string(name, key)
@@ -192,10 +192,10 @@ class _ManifestParser:
             self._require_index(file_index, file_count, ".file")
         else:
             self._require_index(sharding_index, len(shardings), ".cut")
-            if salted(shape) not in self._fitting_shapes[sharding_index]:  # tensors that share a cut have one shape
+            if salted_key(shape) not in self._fitting_shapes[sharding_index]:  # tensors that share a cut have one shape
                 if not all(_is_inside(region, shape) for region in shardings[sharding_index].regions):
                     self._refuse(".cut", sharding_index, "the index of blocks within the shape")
-                self._fitting_shapes[sharding_index].add(salted(shape))
+                self._fitting_shapes[sharding_index].add(salted_key(shape))
         return TensorRecord(
             dtype,
             shape,
@@ -273,7 +273,7 @@ class _ManifestParser:
         )
         index = original.get("index", 0)
         index = None if index is None else self._parse_original_index(index, f"{field}.index")
-        fault = weights_fault([file.name for file in files], None if index is None else index.name)
+        fault = find_weights_fault([file.name for file in files], None if index is None else index.name)
         if fault is not None:
             raise _InvalidField(f"{field}.files", None, "valid file names of an HF checkpoint", value_text=fault)
         tensors_field = f"{field}.tensors"
@@ -352,12 +352,12 @@ class _ManifestParser:
             return stored_shape
         if not all(0 <= size < _INTEGER_STOP for size in shape):
             self._refuse(field, value, "a list of sizes")
-        fault = shape_fault(shape)
+        fault = find_shape_fault(shape)
         if fault is not None:
             raise _InvalidField(field, None, "a shape that fits into memory", value_text=fault)
         try:
-            return self._shapes.keep(shape)
-        except SharedHash as error:
+            return self._shapes.add(shape)
+        except HashFlood as error:
             raise _InvalidField(field, None, "sizes of real tensors", value_text=str(error)) from None
 
     def _require_digest(self, value: Any, field: str) -> str:

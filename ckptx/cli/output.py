@@ -24,9 +24,9 @@ from ckptx.errors import (
 )
 from ckptx.options.output import JsonOutput, ReportOutput
 from ckptx.processes.rendezvous import is_first_rank
-from ckptx.publishing.report_file import refuse_place, write_text
+from ckptx.publishing.report_file import check_report_path, write_text
 from ckptx.report.report import Log, Report, Stopwatch, human_bytes
-from ckptx.untrusted.printable import lines, one_line, shown
+from ckptx.untrusted.printable import escape_lines, escape_strings, one_line
 
 _SECONDS_BETWEEN_PROGRESS_LINES = 10.0
 _BAR_FORMAT = "{percentage:3.0f}%|{bar}| {desc} [{elapsed}<{remaining}]"
@@ -92,7 +92,9 @@ class Output:
         try:
             if os.environ.get("WORLD_SIZE", "1") == "1":
                 for path in self._files():
-                    refuse_place(path)  # ranks of one run check this after the rendezvous, so that all of them fail
+                    check_report_path(
+                        path
+                    )  # ranks of one run check this after the rendezvous, so that all of them fail
             with self._step_log():
                 report = work(log)
         except CkptxError as error:
@@ -130,7 +132,7 @@ class Output:
                 click.echo(f"note: {one_line(warning)}", err=True)
         formatter = verdict if self.quiet and verdict is not None else text
         if self._is_first and (not self.quiet or code or formatter is verdict):
-            code = print_result(formatter(shown(report)) + "\n") or code
+            code = print_result(formatter(escape_strings(report)) + "\n") or code
         return code
 
     def _fail(self, stopwatch: Stopwatch, report: Report, failure: str, raised: BaseException) -> int:
@@ -153,7 +155,7 @@ class Output:
         """
         if self.quiet or self.as_json:
             return False
-        print_result(text(shown(report)) + "\n")
+        print_result(text(escape_strings(report)) + "\n")
         return True
 
     def _files(self) -> list[str]:
@@ -230,4 +232,4 @@ def _print_traceback(error: BaseException) -> None:
     import traceback  # takes longer to import than most commands take to start
     from textwrap import indent
 
-    click.echo(indent(lines("".join(traceback.format_exception(error))), "| "), err=True)
+    click.echo(indent(escape_lines("".join(traceback.format_exception(error))), "| "), err=True)

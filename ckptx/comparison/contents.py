@@ -11,8 +11,13 @@ from typing import Any
 from ckptx.catalog.dtype import CAST_TARGETS, DType
 from ckptx.catalog.entry import TensorEntry
 from ckptx.catalog.region import full_region
-from ckptx.comparison.headers import TiedNames, differing_headers, in_common_names, seen_together
-from ckptx.comparison.optimizer_state import has_state, not_compared, notes_on_objects, pair_state
+from ckptx.comparison.headers import TiedNames, compare_headers, convert_to_common_names, view_both
+from ckptx.comparison.optimizer_state import (
+    describe_object_differences,
+    describe_uncompared_state,
+    has_state,
+    pair_state,
+)
 from ckptx.formats.hf.hub import resolve_source
 from ckptx.formats.registry import open_checkpoint
 from ckptx.mapping.dtypes import cast_targets
@@ -47,30 +52,30 @@ def verify_bytes(options: CompareOptions, *, with_state: bool = True) -> VerifyR
         resolve_source(str(path), revision=options.revision, token=options.token, cache_dir=options.cache_dir)
         for path in (options.reference, options.checkpoint)
     )
-    first, second = seen_together(open_checkpoint(reference), open_checkpoint(checkpoint), prefix=options.model_prefix)
+    first, second = view_both(open_checkpoint(reference), open_checkpoint(checkpoint), prefix=options.model_prefix)
     for view in (first, second):
         match_config_with_notes(view, log.notes)
     tensors, parameters = len(first.catalog.tensors), count_parameters(first).count
     with first.catalog.source.open() as files_a, second.catalog.source.open() as files_b:
         with_state = with_state and has_state(first) and has_state(second)
-        a, b = _locate(first, files_a, log, with_state), _locate(second, files_b, log, with_state)
-        first, second = in_common_names(a, b)
-        targets, ties = _targets(first, dtype), TiedNames.of(first, second)
+        a_view, b_view = _locate(first, files_a, log, with_state), _locate(second, files_b, log, with_state)
+        first, second = convert_to_common_names(a_view, b_view)
+        targets, ties = _choose_dtypes(first, dtype), TiedNames.from_views(first, second)
         pairs, rows = _pair_tensors(first, second, targets, ties)
         if with_state:
-            state = pair_state(a, b, ties, in_model_names=first is not a)
+            state = pair_state(a_view, b_view, ties, in_model_names=first is not a_view)
             pairs += [_Pair(name, x, y, x.dtype) for name, x, y in state.pairs]
             rows += state.rows
             log.note(*state.notes)
-            log.note(*notes_on_objects(a.catalog.objects, b.catalog.objects, (files_a, files_b)))
+            log.note(*describe_object_differences(a_view.catalog.objects, b_view.catalog.objects, (files_a, files_b)))
         else:
-            log.note(*(not_compared(view) for view in (a, b) if has_state(view)))
+            log.note(*(describe_uncompared_state(view) for view in (a_view, b_view) if has_state(view)))
         comparison = _Comparison(pairs, (files_a, files_b), options.buffer_bytes)
         rows += comparison.run(options.threads, options.on_progress)
-    if comparison.unrecorded:
-        archives = counted(comparison.unrecorded, "archive")
+    if comparison.records_without_crc:
+        archives = counted(comparison.records_without_crc, "archive")
         log.note(f"{archives} without a recorded CRC-32: their bytes could not be checked")
-    overflows = comparison.losses.overflows
+    overflows = comparison.overflow_counts.overflows
     if overflows:
         numbers, where = counted(sum(overflows.values()), "number"), first_of(list(overflows))
         log.note(f"--dtype {dtype}: {numbers} of the reference became infinite in the cast ({where})")
@@ -107,12 +112,12 @@ def _locate(view: ModelView, files: SourceFiles, log: Log, with_state: bool) -> 
     return view
 
 
-def _targets(reference: ModelView, dtype: str) -> dict[str, DType]:
-    architecture, wanted = reference.architecture, CAST_TARGETS.get(dtype)
+def _choose_dtypes(reference: ModelView, dtype: str) -> dict[str, DType]:
+    architecture, cast_dtype = reference.architecture, CAST_TARGETS.get(dtype)
     wanted_name: Any = dtype
     return cast_targets(
         reference.tensors,
-        wanted,
+        cast_dtype,
         lambda name: architecture is not None and dtype != "fp32" and architecture.keeps_fp32(name, wanted_name),
     )
 
@@ -122,17 +127,17 @@ def _note_on_dtypes(rows: list[dict[str, Any]], a: ModelView, b: ModelView, dtyp
     names = [row["name"] for row in rows if row["what"] == "dtype"]
     if not names:
         return None
-    of_model = [name for name in names if name in a.tensors and name in b.tensors]  # optimizer state is never cast
-    stored = {b.tensors[name].dtype.name for name in of_model}
-    targets = [word for word, target in CAST_TARGETS.items() if {target.name} == stored and word != dtype]
-    is_float = of_model == names and all(a.tensors[name].dtype.is_castable for name in of_model)
+    model_names = [name for name in names if name in a.tensors and name in b.tensors]  # optimizer state is never cast
+    stored_dtypes = {b.tensors[name].dtype.name for name in model_names}
+    targets = [word for word, target in CAST_TARGETS.items() if {target.name} == stored_dtypes and word != dtype]
+    is_float = model_names == names and all(a.tensors[name].dtype.is_castable for name in model_names)
     if targets and is_float:
-        step = f"pass --dtype {targets[0]} to cast the reference first, as convert --dtype does"
+        advice = f"pass --dtype {targets[0]} to cast the reference first, as convert --dtype does"
     else:
-        step = "no single --dtype makes them comparable"
+        advice = "no single --dtype makes them comparable"
     return (
         f"dtype: {counted(len(names), 'tensor')} with a dtype other than in the reference, contents not compared: "
-        f"{first_of(names)}; {step}"
+        f"{first_of(names)}; {advice}"
     )
 
 
@@ -153,13 +158,13 @@ def _pair_tensors(
 
     A tied name that one side lacks is compared with its partner there, so that every alias is checked.
     """
-    rows = differing_headers(replace_dtypes(a, targets), b)
-    bad = {row["name"] for row in rows}
+    rows = compare_headers(replace_dtypes(a, targets), b)
+    differing_names = {row["name"] for row in rows}
     pairs = []
     for name in [*a.tensors, *(name for name in b.tensors if name not in a.tensors)]:
-        in_a = name if name in a.tensors else ties.stand_in(name, b, a)
-        in_b = name if name in b.tensors else ties.stand_in(name, a, b)
-        if name in bad or in_a is None or in_b is None:
+        in_a = name if name in a.tensors else ties.find_counterpart(name, b, a)
+        in_b = name if name in b.tensors else ties.find_counterpart(name, a, b)
+        if name in differing_names or in_a is None or in_b is None:
             continue
         first, second, dtype = a.tensors[in_a], b.tensors[in_b], targets[in_a]
         if (first.shape, dtype) != (second.shape, second.dtype):
@@ -176,21 +181,21 @@ def replace_dtypes(view: ModelView, targets: dict[str, DType]) -> ModelView:
     return replace(view, tensors=tensors)
 
 
-class _KeepSink:
+class _BlockSink:
     """Sink that keeps one block of a tensor and discards the rest."""
 
     def __init__(self, block: int) -> None:
-        self.kept = bytearray()
-        self._at, self._block = 0, block
+        self.block_bytes = bytearray()
+        self._position, self._block = 0, block
         self._buffer = memoryview(bytearray(_BUFFER))
 
     def space(self, nbytes: int) -> memoryview:
-        return self._buffer[: min(nbytes, LEAF_NBYTES - self._at % LEAF_NBYTES)]
+        return self._buffer[: min(nbytes, LEAF_NBYTES - self._position % LEAF_NBYTES)]
 
     def commit(self, view: memoryview) -> None:
-        if self._at // LEAF_NBYTES == self._block:
-            self.kept += view
-        self._at += len(view)
+        if self._position // LEAF_NBYTES == self._block:
+            self.block_bytes += view
+        self._position += len(view)
 
 
 @dataclass(slots=True)
@@ -201,15 +206,15 @@ class _Comparison:
     files: tuple[SourceFiles, SourceFiles]
     max_memory: int
     bytes_read: int = 0
-    unrecorded: int = 0
-    losses: OverflowCountsByTensor = field(default_factory=OverflowCountsByTensor)
+    records_without_crc: int = 0
+    overflow_counts: OverflowCountsByTensor = field(default_factory=OverflowCountsByTensor)
     _rows: dict[int, dict[str, Any]] = field(default_factory=dict)
     _errors: list[BaseException] = field(default_factory=list)
 
     def run(self, workers: int, on_progress: Callable[[int, int], None]) -> list[dict[str, Any]]:
         queue = deque(sorted(range(len(self.pairs)), key=lambda i: -self.pairs[i].a.nbytes))
         total = sum(pair.a.nbytes for pair in self.pairs)
-        done = [0] * workers
+        compared_nbytes = [0] * workers
         lock = threading.Lock()
 
         def work(worker: int) -> None:
@@ -220,15 +225,15 @@ class _Comparison:
                         index = queue.popleft()
                     except IndexError:
                         break
-                    row = _compare(self.pairs[index], readers[0], readers[1], self.losses)
+                    row = _compare(self.pairs[index], readers[0], readers[1], self.overflow_counts)
                     if row is not None:
                         self._rows[index] = row
-                    done[worker] += self.pairs[index].a.nbytes
+                    compared_nbytes[worker] += self.pairs[index].a.nbytes
             except BaseException as error:  # re-raised in the calling thread
                 self._errors.append(error)
             with lock:
                 self.bytes_read += sum(reader.bytes_read for reader in readers)
-                self.unrecorded += sum(reader.records_without_crc for reader in readers)
+                self.records_without_crc += sum(reader.records_without_crc for reader in readers)
 
         threads = [threading.Thread(target=work, args=(i,), daemon=True) for i in range(workers)]
         for thread in threads:
@@ -236,26 +241,28 @@ class _Comparison:
         for thread in threads:
             while thread.is_alive():
                 thread.join(0.1)
-                on_progress(sum(done), total)
+                on_progress(sum(compared_nbytes), total)
         if self._errors:
             raise self._errors[0]
         return [self._rows[index] for index in sorted(self._rows)]
 
 
-def _compare(pair: _Pair, a: TensorReader, b: TensorReader, losses: OverflowCountsByTensor) -> dict[str, Any] | None:
+def _compare(
+    pair: _Pair, a: TensorReader, b: TensorReader, overflow_counts: OverflowCountsByTensor
+) -> dict[str, Any] | None:
     """Return None if the bytes are equal, else a row with the position of the first difference."""
-    lost = OverflowCounts()
-    sides = [digest_tensor(reader, entry, pair.dtype, lost).leaves for reader, entry in ((a, pair.a), (b, pair.b))]
-    losses.add(pair.name, lost)
-    if sides[0] == sides[1]:
+    counts = OverflowCounts()
+    leaves = [digest_tensor(reader, entry, pair.dtype, counts).leaves for reader, entry in ((a, pair.a), (b, pair.b))]
+    overflow_counts.add(pair.name, counts)
+    if leaves[0] == leaves[1]:
         return None
-    block = next(i for i, (x, y) in enumerate(zip(*sides, strict=True)) if x != y)
-    kept = []
+    block = next(i for i, (x, y) in enumerate(zip(*leaves, strict=True)) if x != y)
+    block_bytes = []
     for reader, entry in ((a, pair.a), (b, pair.b)):
-        keep = _KeepSink(block)
-        stream_cast(reader, entry, full_region(entry.shape), pair.dtype, keep)
-        kept.append(keep.kept)
-    return {"name": pair.name, "what": "content"} | _locate_difference(pair, block, *kept)
+        sink = _BlockSink(block)
+        stream_cast(reader, entry, full_region(entry.shape), pair.dtype, sink)
+        block_bytes.append(sink.block_bytes)
+    return {"name": pair.name, "what": "content"} | _locate_difference(pair, block, *block_bytes)
 
 
 def _locate_difference(pair: _Pair, block: int, a: bytearray, b: bytearray) -> dict[str, Any]:
@@ -280,10 +287,10 @@ def _locate_difference(pair: _Pair, block: int, a: bytearray, b: bytearray) -> d
     for size in reversed(pair.a.shape):
         index.append(rest % size)
         rest //= size
-    at = int(different[0])
+    position = int(different[0])
     return {
         "index": index[::-1],
-        "a": first[at].tobytes()[::-1].hex(),
-        "b": second[at].tobytes()[::-1].hex(),
+        "a": first[position].tobytes()[::-1].hex(),
+        "b": second[position].tobytes()[::-1].hex(),
         "differing_elements": f"{len(elements)} in the first 16 MiB block that differs",
     }

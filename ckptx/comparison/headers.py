@@ -40,10 +40,10 @@ def diff(options: DiffOptions) -> DiffReport:
         resolve_source(str(each), revision=options.revision, token=options.token, cache_dir=options.cache_dir)
         for each in (options.a, options.b)
     ]
-    a_view, b_view = seen_together(*(open_checkpoint(path) for path in paths), prefix=options.model_prefix)
+    a_view, b_view = view_both(*(open_checkpoint(path) for path in paths), prefix=options.model_prefix)
     for view in (a_view, b_view):
         match_config_with_notes(view, log.notes)
-    first, second = in_common_names(_headers_of(a_view), _headers_of(b_view))
+    first, second = convert_to_common_names(_replace_chunks(a_view), _replace_chunks(b_view))
     for view in (first, second):
         log.note(*(f"{view.catalog.root}: {note}" for note in view.notes))
     for view in (a_view, b_view):
@@ -53,7 +53,7 @@ def diff(options: DiffOptions) -> DiffReport:
                 for note in (*view.notes_on_other_models("not compared"), *_note_on_duplicates(view))
             )
         )
-    rows = differing_headers(first, second)
+    rows = compare_headers(first, second)
     report = DiffReport(
         command="diff",
         exit=1 if rows else 0,
@@ -66,12 +66,12 @@ def diff(options: DiffOptions) -> DiffReport:
         parameters=count_parameters(a_view).count,
         compared=len(first.tensors.keys() & second.tensors.keys()),
         differing=rows,
-        tied_tensors=_ties_in_one(first, second),
+        tied_tensors=_find_one_sided_ties(first, second),
     )
     return stopwatch.stop(report)
 
 
-def seen_together(a: Catalog, b: Catalog, *, prefix: str | None = None) -> tuple[ModelView, ModelView]:
+def view_both(a: Catalog, b: Catalog, *, prefix: str | None = None) -> tuple[ModelView, ModelView]:
     """View two checkpoints as models; one without a config uses that of the other, as `verify --run` does.
 
     Args:
@@ -117,17 +117,17 @@ def _note_on_duplicates(view: ModelView) -> list[str]:
     return [f"{counted(len(names), 'tensor')} stored under two names: {first_of(names)}; `verify` compares their bytes"]
 
 
-def _headers_of(view: ModelView) -> ModelView:
+def _replace_chunks(view: ModelView) -> ModelView:
     """Replace the chunks of each tensor by one that only identifies its bytes, so that archives are not opened."""
     tensors = {}
     for name, entry in view.tensors.items():
-        place = entry.chunks[0] if entry.chunks and entry.numel else None
-        key = name if place is None else f"{place.file}:{place.offset}"
+        chunk = entry.chunks[0] if entry.chunks and entry.numel else None
+        key = name if chunk is None else f"{chunk.file}:{chunk.offset}"
         tensors[name] = entry._replace(chunks=(Chunk(full_region(entry.shape), key, 0, entry.nbytes),), replicas=())
     return replace(view, tensors=tensors)
 
 
-def in_common_names(a: ModelView, b: ModelView) -> tuple[ModelView, ModelView]:
+def convert_to_common_names(a: ModelView, b: ModelView) -> tuple[ModelView, ModelView]:
     """Rename both views to model names if this makes more names match; else return them unchanged.
 
     Checkpoints may store experts separately or as one tensor, and may use different names for the same module.
@@ -140,12 +140,12 @@ def in_common_names(a: ModelView, b: ModelView) -> tuple[ModelView, ModelView]:
     try:
         tensors = []
         for view in (a, b):
-            published = (
+            published_tensors = (
                 trainer_rules(view.trainer_conversions).to_model(view.tensors).tensors
                 if view.trainer_conversions
                 else view.tensors
             )
-            tensors.append(rules.to_model(published).tensors)
+            tensors.append(rules.to_model(published_tensors).tensors)
     except (InputError, UnsupportedError):
         return a, b  # a view is incomplete or has an unknown form: its own names show the differences best
     before, after = (len(first.keys() ^ second.keys()) for first, second in ((a.tensors, b.tensors), tensors))
@@ -154,40 +154,40 @@ def in_common_names(a: ModelView, b: ModelView) -> tuple[ModelView, ModelView]:
     return replace(a, tensors=tensors[0]), replace(b, tensors=tensors[1])
 
 
-def differing_headers(a: ModelView, b: ModelView) -> list[dict[str, Any]]:
+def compare_headers(a: ModelView, b: ModelView) -> list[dict[str, Any]]:
     """Return a row for each name that differs, with the kind of difference and the value in each checkpoint."""
-    tied = {row["name"] for row in _ties_in_one(a, b)}
+    tied_names = {row["name"] for row in _find_one_sided_ties(a, b)}
     rows: list[dict[str, Any]] = []
     for name in [*a.tensors, *(name for name in b.tensors if name not in a.tensors)]:
-        row = difference_of(name, a.tensors.get(name), b.tensors.get(name))
-        if row is not None and not (row["what"] == "missing" and name in tied):
+        row = compare_entries(name, a.tensors.get(name), b.tensors.get(name))
+        if row is not None and not (row["what"] == "missing" and name in tied_names):
             rows.append(row)
     return rows
 
 
-def difference_of(name: str, a: TensorEntry | None, b: TensorEntry | None) -> dict[str, Any] | None:
+def compare_entries(name: str, a: TensorEntry | None, b: TensorEntry | None) -> dict[str, Any] | None:
     """Return the row for a tensor that is missing on one side or differs in shape or dtype; None if equal."""
-    what = None
+    kind = None
     if a is None or b is None:
-        what = "missing"
+        kind = "missing"
     elif a.shape != b.shape:
-        what = "shape"
+        kind = "shape"
     elif a.dtype is not b.dtype:
-        what = "dtype"
-    return None if what is None else {"name": name, "what": what, "a": _describe(a), "b": _describe(b)}
+        kind = "dtype"
+    return None if kind is None else {"name": name, "what": kind, "a": _describe(a), "b": _describe(b)}
 
 
 def _describe(entry: TensorEntry | None) -> str | None:
     return None if entry is None else f"{entry.dtype.name} {list(entry.shape)}"
 
 
-def _ties_in_one(a: ModelView, b: ModelView) -> list[dict[str, str]]:
+def _find_one_sided_ties(a: ModelView, b: ModelView) -> list[dict[str, str]]:
     """Return the tied names that only one side stores, each with the tied name that both have."""
     rows = []
-    ties = TiedNames.of(a, b)
+    ties = TiedNames.from_views(a, b)
     for view, other in ((a, b), (b, a)):
         for name in view.tensors:
-            partner = None if name in other.tensors else ties.stand_in(name, view, other)
+            partner = None if name in other.tensors else ties.find_counterpart(name, view, other)
             if partner is not None:
                 rows.append({"name": name, "tied_to": partner, "only_in": str(view.catalog.root)})
     return rows
@@ -206,35 +206,39 @@ class TiedNames:
     sources: dict[str, set[str]] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, *views: ModelView) -> TiedNames:
+    def from_views(cls, *views: ModelView) -> TiedNames:
         """Collect the tied names of all views."""
         ties = cls()
         for view in views:
-            owners: dict[object, str] = {}
+            name_by_chunks: dict[object, str] = {}
             for name, entry in view.tensors.items():
-                kept = owners.setdefault(entry.chunks, name) if entry.numel else name
-                if kept != name:
-                    ties._join(name, kept)
+                first_name = name_by_chunks.setdefault(entry.chunks, name) if entry.numel else name
+                if first_name != name:
+                    ties._merge_groups(name, first_name)
             if view.architecture is not None and view.config is not None:
                 for pair in view.architecture.ties:
                     if pair.flag.is_set(view.config):
                         for target, source in pair.namings:
-                            ties._join(target, source)
+                            ties._merge_groups(target, source)
                             ties.sources.setdefault(target, set()).add(source)
         return ties
 
-    def _join(self, a: str, b: str) -> None:
-        joined = self.groups.get(a, {a}) | self.groups.get(b, {b})
-        self.groups.update(dict.fromkeys(joined, joined))
+    def _merge_groups(self, a: str, b: str) -> None:
+        group = self.groups.get(a, {a}) | self.groups.get(b, {b})
+        self.groups.update(dict.fromkeys(group, group))
 
-    def stand_in(self, name: str, holder: ModelView, view: ModelView) -> str | None:
-        """Return the name in `view` to compare with `name`, which only `holder` has; None if there is none.
+    def find_counterpart(self, name: str, source_view: ModelView, view: ModelView) -> str | None:
+        """Return the name in `view` to compare with `name`, which only `source_view` has; None if there is none.
 
         Names that are declared tied may be different tensors (T5 v1.1 declares its separate head tied). So a name that
         shares the bytes of `name` comes first, then the source of its own pair, then any other.
         """
         candidates = sorted(other for other in self.groups.get(name, ()) if other in view.tensors)
-        chunks = holder.tensors[name].chunks
-        shared = [other for other in candidates if other in holder.tensors and holder.tensors[other].chunks == chunks]
-        direct = [other for other in candidates if other in self.sources.get(name, ())]
-        return next(iter(shared + direct + candidates), None)
+        chunks = source_view.tensors[name].chunks
+        sharing_bytes = [
+            other
+            for other in candidates
+            if other in source_view.tensors and source_view.tensors[other].chunks == chunks
+        ]
+        tied_directly = [other for other in candidates if other in self.sources.get(name, ())]
+        return next(iter(sharing_bytes + tied_directly + candidates), None)

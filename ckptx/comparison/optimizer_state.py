@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ckptx.catalog.entry import BytesEntry, TensorEntry
-from ckptx.comparison.headers import TiedNames, difference_of
+from ckptx.comparison.headers import TiedNames, compare_entries
 from ckptx.mapping.state_names import ParameterIndex, StateName
 from ckptx.model_view.view import ModelView, rules_of, trainer_rules
 from ckptx.storage.interface import SourceFiles
@@ -51,30 +51,30 @@ def pair_state(a: ModelView, b: ModelView, ties: TiedNames, *, in_model_names: b
         ties: Tied names, in the names that are compared.
         in_model_names: True to compare model names, False to compare names of the views.
     """
-    first, second = (_by_key(view, in_model_names) for view in (a, b))
+    first, second = (_index_state(view, in_model_names) for view in (a, b))
     if not first.keys() & second.keys():
-        return StatePairs(notes=(not_compared(a), not_compared(b)))
+        return StatePairs(notes=(describe_uncompared_state(a), describe_uncompared_state(b)))
     pairs, rows = [], []
     for key in dict.fromkeys((*first, *second)):
-        x = first.get(key) or _twin(second[key], first, ties)
-        y = second.get(key) or _twin(first[key], second, ties)
+        x = first.get(key) or _find_tied_state(second[key], first, ties)
+        y = second.get(key) or _find_tied_state(first[key], second, ties)
         name = (first.get(key) or second[key]).entry.name
         if x is not None and y is not None and (x.entry.dtype, x.entry.shape) == (y.entry.dtype, y.entry.shape):
             pairs.append((name, x.entry, y.entry))
             continue
-        row = difference_of(name, None if x is None else x.entry, None if y is None else y.entry)
+        row = compare_entries(name, None if x is None else x.entry, None if y is None else y.entry)
         assert row is not None
         rows.append(row)
     return StatePairs(tuple(pairs), tuple(rows))
 
 
-def notes_on_objects(
+def describe_object_differences(
     a: Mapping[str, BytesEntry], b: Mapping[str, BytesEntry], files: tuple[SourceFiles, SourceFiles]
 ) -> list[str]:
     """Return notes on pickled objects with different bytes, which may still be equal values, or on one side only."""
-    other = [name for name in a if name in b and not _are_equal(a[name], b[name], files)]
-    alone = [name for name in (*a, *b) if name not in a or name not in b]
-    groups = ((other, "with different bytes"), (alone, "in only one checkpoint"))
+    differing = [name for name in a if name in b and not _are_equal(a[name], b[name], files)]
+    unpaired = [name for name in (*a, *b) if name not in a or name not in b]
+    groups = ((differing, "with different bytes"), (unpaired, "in only one checkpoint"))
     return [
         f"not compared: {counted(len(names), 'pickled object')} {reason}: {first_of(names)}"
         for names, reason in groups
@@ -91,18 +91,18 @@ class _StateTensor:
     parameter: str = ""
 
 
-def _by_key(view: ModelView, in_model_names: bool) -> dict[str, _StateTensor]:
-    owners = ParameterIndex.of({name: entry.name for name, entry in view.tensors.items()}, view.prefix)
-    found: dict[str, _StateTensor] = {}
+def _index_state(view: ModelView, in_model_names: bool) -> dict[str, _StateTensor]:
+    parameters = ParameterIndex.of({name: entry.name for name, entry in view.tensors.items()}, view.prefix)
+    state_by_key: dict[str, _StateTensor] = {}
     for name in (*view.optimizer, *view.other):
-        entry, state = view.catalog.tensors[name], owners.find(name)
+        entry, state = view.catalog.tensors[name], parameters.find(name)
         if state is None:
-            found[name] = _StateTensor(entry, None)
+            state_by_key[name] = _StateTensor(entry, None)
             continue
         parameter = _model_name(view, state.parameter) if in_model_names else state.parameter
         key = state.name_for(parameter)
-        found[name if key in found else key] = _StateTensor(entry, state, parameter)
-    return found
+        state_by_key[name if key in state_by_key else key] = _StateTensor(entry, state, parameter)
+    return state_by_key
 
 
 def _model_name(view: ModelView, name: str) -> str:
@@ -112,15 +112,17 @@ def _model_name(view: ModelView, name: str) -> str:
     return name if rules is None else rules.model_name(name) or name
 
 
-def _twin(state_tensor: _StateTensor, others: Mapping[str, _StateTensor], ties: TiedNames) -> _StateTensor | None:
+def _find_tied_state(
+    state_tensor: _StateTensor, others: Mapping[str, _StateTensor], ties: TiedNames
+) -> _StateTensor | None:
     """Return the same state of a name that the parameter is tied to; None if there is none."""
     if state_tensor.state is None:
         return None
-    twins = (state_tensor.state.name_for(name) for name in sorted(ties.groups.get(state_tensor.parameter, ())))
-    return next((others[key] for key in twins if key in others), None)
+    keys = (state_tensor.state.name_for(name) for name in sorted(ties.groups.get(state_tensor.parameter, ())))
+    return next((others[key] for key in keys if key in others), None)
 
 
-def not_compared(view: ModelView) -> str:
+def describe_uncompared_state(view: ModelView) -> str:
     """Return the note on a checkpoint whose training state is not compared."""
     return (
         f"{view.catalog.root}: not compared: {counted(len(view.optimizer), 'optimizer tensor')}, "
@@ -131,13 +133,13 @@ def not_compared(view: ModelView) -> str:
 def _are_equal(a: BytesEntry, b: BytesEntry, files: tuple[SourceFiles, SourceFiles]) -> bool:
     if a.nbytes != b.nbytes:
         return False
-    for at in range(0, a.nbytes, _READ_BYTES):
-        pieces = []
+    for offset in range(0, a.nbytes, _READ_BYTES):
+        blocks = []
         for each, pool in zip((a, b), files, strict=True):
-            piece = bytearray(min(_READ_BYTES, each.nbytes - at))
-            if pool.read_into(each.file, each.offset + at, [memoryview(piece)]) < len(piece):
+            block = bytearray(min(_READ_BYTES, each.nbytes - offset))
+            if pool.read_into(each.file, each.offset + offset, [memoryview(block)]) < len(block):
                 return False  # the file ends before the object does
-            pieces.append(piece)
-        if pieces[0] != pieces[1]:
+            blocks.append(block)
+        if blocks[0] != blocks[1]:
             return False
     return True

@@ -15,11 +15,11 @@ from ckptx.catalog.entry import TensorEntry
 from ckptx.report.report import counted
 from ckptx.wording import first_of
 
-_NAMED = 3  # tensors listed per row
-_KEPT: dict[str, Literal["fp16", "bf16"]] = {"F16": "fp16", "BF16": "bf16"}
+_MAX_LISTED = 3  # tensors listed per row
+_HALF_DTYPES: dict[str, Literal["fp16", "bf16"]] = {"F16": "fp16", "BF16": "bf16"}
 
 
-def dtype_differences(
+def find_dtype_differences(
     reference: Mapping[str, TensorEntry],
     checkpoint: Mapping[str, TensorEntry],
     config: Mapping[str, Any] | None,
@@ -37,28 +37,34 @@ def dtype_differences(
         A row for each pair of dtypes: `against` ("reference" or "config"), `stored`, `expected`, `tensors`, and the
         first `names` in the model.
     """
-    found: dict[tuple[str, str, str], list[str]] = {}
-    declared = _declared(config or {})
+    names_by_dtypes: dict[tuple[str, str, str], list[str]] = {}
+    declared = _read_config_dtype(config or {})
     for name, entry in checkpoint.items():
         if architecture is not None and not architecture.owns(name):
             continue
-        other = reference.get(name)
-        if other is not None and other.dtype is not entry.dtype:
-            found.setdefault(("reference", entry.dtype.name, other.dtype.name), []).append(name)
+        reference_entry = reference.get(name)
+        if reference_entry is not None and reference_entry.dtype is not entry.dtype:
+            names_by_dtypes.setdefault(("reference", entry.dtype.name, reference_entry.dtype.name), []).append(name)
         is_cast = declared is not None and entry.dtype.is_castable and entry.dtype is not declared
-        if declared is not None and is_cast and not _is_kept(name, entry.dtype, declared, architecture):
-            found.setdefault(("config", entry.dtype.name, declared.name), []).append(name)
+        if declared is not None and is_cast and not _keeps_fp32(name, entry.dtype, declared, architecture):
+            names_by_dtypes.setdefault(("config", entry.dtype.name, declared.name), []).append(name)
     return [
-        {"against": against, "stored": stored, "expected": expected, "tensors": len(names), "names": names[:_NAMED]}
-        for (against, stored, expected), names in found.items()
+        {
+            "against": against,
+            "stored": stored,
+            "expected": expected,
+            "tensors": len(names),
+            "names": names[:_MAX_LISTED],
+        }
+        for (against, stored, expected), names in names_by_dtypes.items()
     ]
 
 
-def dtype_notes(rows: list[dict[str, Any]], compute_dtype: str) -> Iterator[str]:
-    """Yield one line for each row of `dtype_differences`.
+def describe_dtype_differences(rows: list[dict[str, Any]], compute_dtype: str) -> Iterator[str]:
+    """Yield one line for each row of `find_dtype_differences`.
 
     Args:
-        rows: Rows of `dtype_differences`.
+        rows: Rows of `find_dtype_differences`.
         compute_dtype: Dtype in which both models ran.
     """
     for row in rows:
@@ -76,20 +82,20 @@ def dtype_notes(rows: list[dict[str, Any]], compute_dtype: str) -> Iterator[str]
             )
 
 
-def _declared(config: Mapping[str, Any]) -> DType | None:
+def _read_config_dtype(config: Mapping[str, Any]) -> DType | None:
     """Return the dtype that a config sets; None if it sets none."""
     nested = config.get("text_config")
-    for place in (config, nested):
+    for section in (config, nested):
         for key in ("dtype", "torch_dtype"):
-            value = place.get(key) if isinstance(place, Mapping) else None
+            value = section.get(key) if isinstance(section, Mapping) else None
             if isinstance(value, str):
                 return DTYPES_BY_TORCH_NAME.get(value.removeprefix("torch."))
     return None
 
 
-def _is_kept(name: str, stored: DType, declared: DType, architecture: Architecture | None) -> bool:
+def _keeps_fp32(name: str, stored: DType, declared: DType, architecture: Architecture | None) -> bool:
     """Return True if the class keeps the tensor in float32 under any config."""
-    target = _KEPT.get(declared.name)
+    target = _HALF_DTYPES.get(declared.name)
     return (
         stored.name == "F32"
         and target is not None

@@ -34,7 +34,7 @@ from ckptx.model_view.view import compare_replicas
 from ckptx.options.conversion import ConversionOptions
 from ckptx.processes.peers import PeerProcesses
 from ckptx.publishing.publish import Job, publish
-from ckptx.publishing.replacing import refuse_foreign
+from ckptx.publishing.replacing import refuse_unrelated_files
 from ckptx.report.documents.conversion import ConversionReport
 from ckptx.report.report import Log
 from ckptx.storage.interface import SourceFiles
@@ -143,12 +143,12 @@ def run_conversion(
         plan=plan,
         source=target.source,
         sidecars=dict(sidecars.files),
-        options=options.fingerprint(),
-        manifest=lambda outcome: output.manifest(contents, allocation, outcome.digests),
-        opened=source,
+        settings=options.fingerprint(),
+        build_manifest=lambda outcome: output.manifest(contents, allocation, outcome.digests),
+        opened_catalog=source,
         is_decision_unchanged=is_decision_unchanged,
-        refuse=lambda outcome: refuse_overflow(outcome, options.allow_overflow, options.dtype, log),
-        check=allocation.check,
+        validate_result=lambda outcome: refuse_overflow(outcome, options.allow_overflow, options.dtype, log),
+        check_staged_files=allocation.check,
         markers=list(allocation.markers),
     )
     state_of_run = ConversionState(
@@ -180,5 +180,5 @@ def _publish(
         on_progress=lambda done: options.on_progress(done, total),
         processes=processes,
         other_sources=() if base.catalog is None else (base.catalog,),
-        may_replace=refuse_foreign,
+        check_replaceable=refuse_unrelated_files,
     )

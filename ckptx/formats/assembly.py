@@ -11,7 +11,7 @@ from ckptx.catalog.catalog import Catalog
 from ckptx.catalog.entry import Chunk, TensorEntry
 from ckptx.catalog.region import CoverageFault, Region, Shape, find_coverage_fault
 from ckptx.errors import InputError
-from ckptx.untrusted.numbers import SharedHash, UniqueTuples, identity, salted
+from ckptx.untrusted.numbers import HashFlood, UniqueTuples, identity_key, salted_key
 
 
 class RegionCache:
@@ -36,8 +36,8 @@ class RegionCache:
             InputError: Too many regions share a hash, which happens only if the file was made so.
         """
         try:
-            return self._regions.keep(region)
-        except SharedHash as error:
+            return self._regions.add(region)
+        except HashFlood as error:
             raise InputError(f'{where}: tensor "{name}" has one of {error}; the file is damaged') from None
 
 
@@ -50,7 +50,7 @@ class CoverageCheck:
     def fault(self, shape: Shape, chunks: Iterable[Chunk]) -> CoverageFault | None:
         """Return the first reason why chunks do not tile a shape, or None; their regions come from one cache."""
         regions = [chunk.region for chunk in chunks]
-        key = identity(regions), shape
+        key = identity_key(regions), shape
         if key in self._covered:
             return None
         fault = find_coverage_fault(shape, regions)
@@ -64,7 +64,7 @@ def split_replicas(blocks: Iterable[Chunk]) -> tuple[tuple[Chunk, ...], tuple[Ch
     first: dict[tuple[int, Region], Chunk] = {}
     replicas = []
     for block in blocks:
-        if first.setdefault(salted(block.region), block) is not block:
+        if first.setdefault(salted_key(block.region), block) is not block:
             replicas.append(block)
     return tuple(first.values()), tuple(replicas)
 
@@ -73,6 +73,6 @@ def replica_pairs(catalog: Catalog) -> Iterator[tuple[TensorEntry, Chunk, Chunk]
     """Iterate over replicas, each with its tensor and the chunk of the same region; readers compare both."""
     for entry in catalog.tensors.values():
         if entry.replicas:
-            chunks = {salted(chunk.region): chunk for chunk in entry.chunks}
+            chunks = {salted_key(chunk.region): chunk for chunk in entry.chunks}
             for replica in entry.replicas:
-                yield entry, chunks[salted(replica.region)], replica
+                yield entry, chunks[salted_key(replica.region)], replica

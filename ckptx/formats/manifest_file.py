@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from ckptx.errors import CkptxError, InputError, ReadError, UnsupportedError
 from ckptx.formats.sidecars import MANIFEST
 from ckptx.storage.interface import Source
-from ckptx.untrusted.limits import MANIFEST_BYTES
+from ckptx.untrusted.limits import MAX_MANIFEST_BYTES
 
 if TYPE_CHECKING:
     from ckptx.catalog.manifest import Manifest
@@ -35,7 +35,7 @@ def read_manifest(source: Source, notes: list[str]) -> Manifest | None:
     from ckptx.catalog.manifest_parser import parse_manifest  # takes as long to import as most headers take to read
 
     try:
-        return parse_manifest(source.read_small(MANIFEST, MANIFEST_BYTES), str(source.location / MANIFEST))
+        return parse_manifest(source.read_small(MANIFEST, MAX_MANIFEST_BYTES), str(source.location / MANIFEST))
     except ReadError:
         raise
     except (InputError, UnsupportedError) as error:
@@ -48,7 +48,7 @@ def note_unreadable_manifest(source: Source, notes: list[str]) -> None:
     if not source.listing().has(MANIFEST):
         return
     try:
-        source.refuse_large(MANIFEST, MANIFEST_BYTES)
+        source.refuse_large(MANIFEST, MAX_MANIFEST_BYTES)
     except ReadError:
         raise
     except InputError as error:

@@ -22,7 +22,7 @@ from ckptx.mapping.names import pattern_of
 from ckptx.storage.interface import Location, Source
 from ckptx.storage.listing import Listing
 from ckptx.untrusted.json_text import parse_json
-from ckptx.untrusted.limits import CONFIG_BYTES
+from ckptx.untrusted.limits import MAX_CONFIG_BYTES
 
 Shapes = Mapping[str, Shape]
 ShapeReader = Callable[[Location], Shapes | None]
@@ -254,7 +254,7 @@ def read_config(*directories: Source) -> dict[str, Any] | None:
     """Return the first config.json that can be parsed, or None; faults are reported where the config is used."""
     for directory in directories:
         try:
-            text = directory.read_small("config.json", CONFIG_BYTES).decode("utf-8")
+            text = directory.read_small("config.json", MAX_CONFIG_BYTES).decode("utf-8")
             found = parse_json(text, directory.location / "config.json")
         except (CkptxError, UnicodeDecodeError):
             continue

@@ -43,7 +43,7 @@ from ckptx.storage.interface import Location, Source
 from ckptx.storage.listing import EntryKind
 from ckptx.storage.local import LocalSource
 from ckptx.storage.staged import is_in_staging_directory
-from ckptx.untrusted.limits import NAME_LENGTH, TENSORS
+from ckptx.untrusted.limits import MAX_NAME_LENGTH, MAX_TENSORS
 from ckptx.untrusted.remote_name import refuse_remote
 
 # In order of precedence: `.metadata` before weights in the same directory, shards by name before files that are shards
@@ -153,13 +153,13 @@ def _header_metadata(catalog: Catalog, weights: str) -> dict[str, Any]:
 def _check_limits(catalog: Catalog) -> None:
     """Refuse overlong names, and more tensors than any model has."""
     longest = max(map(len, (*catalog.tensors, *catalog.objects)))
-    if longest > NAME_LENGTH:
+    if longest > MAX_NAME_LENGTH:
         raise InputError(
-            f"{catalog.root}: has a name of {longest:,} characters, the limit is {NAME_LENGTH:,}; shorten it"
+            f"{catalog.root}: has a name of {longest:,} characters, the limit is {MAX_NAME_LENGTH:,}; shorten it"
         )
-    if len(catalog.tensors) > TENSORS:
+    if len(catalog.tensors) > MAX_TENSORS:
         raise InputError(
-            f"{catalog.root}: has {len(catalog.tensors):,} tensors, the limit is {TENSORS:,}; split the checkpoint"
+            f"{catalog.root}: has {len(catalog.tensors):,} tensors, the limit is {MAX_TENSORS:,}; split the checkpoint"
         )
 
 

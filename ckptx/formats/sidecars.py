@@ -13,8 +13,8 @@ from ckptx.formats.unsupported import is_unsupported_weights
 from ckptx.storage.files import changed_error
 from ckptx.storage.interface import FileIdentity, Source
 from ckptx.storage.listing import EntryKind, Listing
-from ckptx.untrusted.file_name import name_fault
-from ckptx.untrusted.limits import CONFIG_BYTES
+from ckptx.untrusted.file_name import find_name_fault
+from ckptx.untrusted.limits import MAX_CONFIG_BYTES
 
 MANIFEST = "ckptx.json"
 _OWN_FILES = frozenset({MANIFEST, ".metadata"})
@@ -102,7 +102,7 @@ def list_sidecars(source: Source, used_files: frozenset[str]) -> SidecarFiles:
         else:
             copied.extend(name for name in candidates if name.endswith(_TEXT_SUFFIXES))
             dropped.extend(name for name in candidates if not name.endswith(_TEXT_SUFFIXES))
-    dropped.extend(name for name in copied if name_fault(name) is not None)
+    dropped.extend(name for name in copied if find_name_fault(name) is not None)
     return _make_sidecar_files(source, copied, tuple(sorted(dropped)))
 
 
@@ -115,7 +115,7 @@ def sidecars_of_file(source: Source) -> SidecarFiles:
 
 def _make_sidecar_files(source: Source, names: list[str], dropped: tuple[str, ...]) -> SidecarFiles:
     """Return the sidecars for names that are allowed in a manifest."""
-    names = [name for name in sorted(names) if name_fault(name) is None]
+    names = [name for name in sorted(names) if find_name_fault(name) is None]
     identities = source.read_identities(names)
     copied = (Sidecar(name, identities[name].nbytes if name in identities else source.size(name)) for name in names)
     return SidecarFiles(tuple(copied), dropped, identities)
@@ -148,7 +148,7 @@ def _module_directories(source: Source) -> frozenset[str]:
     if not source.listing().is_file("modules.json"):
         return frozenset()
     try:
-        modules = json.loads(source.read_small("modules.json", CONFIG_BYTES).decode("utf-8"))
+        modules = json.loads(source.read_small("modules.json", MAX_CONFIG_BYTES).decode("utf-8"))
         return frozenset(module["path"].split("/")[0] for module in modules if module.get("path"))
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return frozenset()  # not the modules.json of sentence-transformers

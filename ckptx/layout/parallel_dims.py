@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ckptx.errors import UsageError
-from ckptx.untrusted.limits import RANKS
+from ckptx.untrusted.limits import MAX_RANKS
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +38,8 @@ class ParallelDims:
         for axis, size in sizes.items():
             if size < 1:
                 raise UsageError(f"mesh: {axis} must be 1 or more, found {size}; use 1 to disable it")
-        if self.world_size > RANKS:
-            raise UsageError(f"mesh: {self.world_size} ranks, but at most {RANKS} are allowed; use fewer ranks")
+        if self.world_size > MAX_RANKS:
+            raise UsageError(f"mesh: {self.world_size} ranks, but at most {MAX_RANKS} are allowed; use fewer ranks")
 
     @property
     def world_size(self) -> int:

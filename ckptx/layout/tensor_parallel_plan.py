@@ -21,7 +21,7 @@ from ckptx.errors import UnsupportedError, UsageError
 from ckptx.layout.composition import Compositions, Part, holds_whole_parts
 from ckptx.layout.placement import Placement, is_aligned, scale_placement
 from ckptx.layout.styles import STYLES, StyleKind
-from ckptx.untrusted.limits import INDEX
+from ckptx.untrusted.limits import INDEX_IN_NAME
 
 USER_PLAN = "user plan"
 _NO_COMPOSITIONS = Compositions()
@@ -344,7 +344,7 @@ def _append_reason(text: str, rule: Rule) -> str:
 
 def _replace_indices(path: str) -> str:
     """Return the path with every index replaced by `*`."""
-    return INDEX.sub("*", path)
+    return INDEX_IN_NAME.sub("*", path)
 
 
 def _matches_indices(pattern: str, path: str) -> bool:

@@ -11,9 +11,9 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from ckptx.errors import InputError
-from ckptx.untrusted.limits import INDEX
+from ckptx.untrusted.limits import INDEX_IN_NAME
 
-_INDEX_COMPONENTS = re.compile(f"({INDEX.pattern})")  # a group, so that `split` keeps them
+_INDEX_COMPONENTS = re.compile(f"({INDEX_IN_NAME.pattern})")  # a group, so that `split` keeps them
 
 # Components that torch adds to the names of wrapped parameters; meaningless outside of the run that wrapped them.
 WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module", "module"})

@@ -31,7 +31,7 @@ from ckptx.mapping.names import pattern_of, split_pattern
 from ckptx.mapping.ops import Conversion, convert
 from ckptx.mapping.rules import NameRules
 from ckptx.model_view.view import ModelView, rules_of, trainer_rules
-from ckptx.untrusted.limits import INDEX
+from ckptx.untrusted.limits import INDEX_IN_NAME
 from ckptx.wording import counted, first_of
 
 _U8 = DTYPES_BY_NAME["U8"]
@@ -237,7 +237,7 @@ def _layer_indices(path: str, names: Iterable[str]) -> set[int]:
     """Return the indices of the layers of a list that have a tensor among `names`."""
     prefix = f"{path}."
     components = (name[len(prefix) :].partition(".")[0] for name in names if name.startswith(prefix))
-    return {int(component) for component in components if INDEX.fullmatch(component)}
+    return {int(component) for component in components if INDEX_IN_NAME.fullmatch(component)}
 
 
 def _missing_vocab_rows(view: ModelView, architecture: Architecture, config: Mapping[str, Any]) -> list[Mismatch]:

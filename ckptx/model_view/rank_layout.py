@@ -21,8 +21,8 @@ from ckptx.catalog.object_ids import ObjectIds
 from ckptx.catalog.region import Region, Shape
 from ckptx.layout.parallel_dims import ParallelDims
 from ckptx.mapping.names import pattern_of
-from ckptx.untrusted.limits import RANKS
-from ckptx.untrusted.numbers import salted
+from ckptx.untrusted.limits import MAX_RANKS
+from ckptx.untrusted.numbers import salted_key
 
 LayerSpan = tuple[str, int, int]  # path of a list of layers, first, stop
 Layer = tuple[str, int]
@@ -208,7 +208,7 @@ def distinct_regions(sharding: Sharding) -> list[tuple[Region, list[int]]]:
     holders_by_region: dict[tuple[int, Region], list[int]] = {}
     for shard in sorted(sharding.shards, key=lambda piece: piece.replica):
         if shard.region.numel:
-            holders_by_region.setdefault(salted(shard.region), []).append(shard.holder)
+            holders_by_region.setdefault(salted_key(shard.region), []).append(shard.holder)
     return [(region, holders) for (_, region), holders in holders_by_region.items()]
 
 
@@ -221,7 +221,7 @@ def recorded_mesh(layout: LayoutRecord | None, files: Iterable[str]) -> tuple[Pa
         return None, None
     world_size = layout.tp * layout.pp * layout.dp_shard
     last = max((rank for rank in map(rank_of, files) if rank is not None), default=0)
-    if 1 < world_size <= last or world_size > RANKS:
+    if 1 < world_size <= last or world_size > MAX_RANKS:
         return None, f"mesh of ckptx.json ignored: it has {world_size} ranks, but file names go up to rank {last}"
     return ParallelDims(layout.tp, layout.pp, layout.dp_shard), None
 

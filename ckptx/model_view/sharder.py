@@ -29,7 +29,7 @@ from ckptx.mapping.quantization_scales import BLOCK_SCALE_SUFFIX
 from ckptx.mapping.rules import NameRules
 from ckptx.storage.files import read_small
 from ckptx.untrusted.json_text import parse_json
-from ckptx.untrusted.limits import PLAN_BYTES
+from ckptx.untrusted.limits import MAX_PLAN_BYTES
 
 _MTP_PREFIXES = ("mtp", "nextn", "eagle")  # MTP layers, which follow the last layer
 
@@ -106,7 +106,7 @@ def read_plan(path: str) -> Mapping[str, Any]:
         UsageError: The file cannot be read or is not a JSON object.
     """
     try:
-        plan = parse_json(read_small(Path(path), PLAN_BYTES).decode("utf-8"), path)
+        plan = parse_json(read_small(Path(path), MAX_PLAN_BYTES).decode("utf-8"), path)
     except UnicodeDecodeError as error:
         raise UsageError(f"--tp-plan: {path} is not UTF-8 at byte {error.start}") from error
     except InputError as error:

@@ -28,7 +28,7 @@ from ckptx.mapping.ops import Conversion
 from ckptx.mapping.quantization_scales import add_scale_conversions, find_parent
 from ckptx.mapping.rules import NameRules
 from ckptx.storage.interface import Location, SourceFiles
-from ckptx.untrusted.limits import METADATA_BYTES
+from ckptx.untrusted.limits import MAX_METADATA_BYTES
 from ckptx.wording import counted, first_of
 
 if TYPE_CHECKING:  # commands that read only headers do not import tensor readers or readers of other formats
@@ -340,7 +340,7 @@ def read_valid_manifest(source: Catalog, notes: list[str]) -> Manifest | None:
     for name in markers if source.form.has_archives else ():
         if not source.source.listing().is_file(name):  # a part in sharded safetensors, which ckptx does not write
             return None
-        data = source.source.read_small(name, METADATA_BYTES)
+        data = source.source.read_small(name, MAX_METADATA_BYTES)
         if recorded.get(name) != FileRecord(len(data), digest_bytes(data)):
             notes.append(f"{MANIFEST} ignored: it describes another {name}")
             return None

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from ckptx.options.option import RUN, Hook, Option, Options
 from ckptx.options.sizes import default_workers, parse_size
-from ckptx.untrusted.limits import WORKERS
+from ckptx.untrusted.limits import MAX_WORKERS
 
 Progress = Callable[[int, int], None]
 Dtype = Literal["auto", "bf16", "bfloat16", "fp16", "float16", "fp32", "float32"]
@@ -27,7 +27,7 @@ class BufferOptions(Options):
             "Number of threads; does not affect the result.",
             RUN,
             minimum=1,
-            maximum=WORKERS,
+            maximum=MAX_WORKERS,
             default="number of cores, at most 16",
         ),
     ] = None

@@ -13,7 +13,7 @@ from ckptx.options.mesh import ShardingOptions
 from ckptx.options.option import CONTENT, RUN, SOURCE, Argument, Hook, Option, settings_of
 from ckptx.options.sizes import parse_size
 from ckptx.options.source import CallbackOptions, HubOptions, RemoteCodeOptions, SourcePrefixOptions
-from ckptx.untrusted.limits import RANKS
+from ckptx.untrusted.limits import MAX_RANKS
 from ckptx.wording import counted
 
 if TYPE_CHECKING:  # not imported for a help page
@@ -144,7 +144,9 @@ class DcpOptions(ConversionOptions):
     )
     files: Annotated[
         int | None,
-        Option("Number of .distcp files (per rank if sharded).", CONTENT, minimum=1, maximum=RANKS, default="by size"),
+        Option(
+            "Number of .distcp files (per rank if sharded).", CONTENT, minimum=1, maximum=MAX_RANKS, default="by size"
+        ),
     ] = None
 
     def fingerprint(self) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from ckptx.options.step import (
     MicrobatchOptions,
     RecipeOptions,
 )
-from ckptx.untrusted.limits import RANKS
+from ckptx.untrusted.limits import MAX_RANKS
 
 Loss = Literal["sharded", "whole", "none"]
 OptimizerName = Literal["adamw", "adam", "sgd", "none"]
@@ -148,7 +148,7 @@ class SearchOptions(StepOptions, kw_only=False):
     search: Annotated[Literal[True], Option(_SEARCH, SEARCH, requires=("gpus", "gpu_memory"))]
     gpus: Annotated[
         int | None,
-        Option("Number of GPUs to search layouts for.", SEARCH, minimum=1, maximum=RANKS, default="none"),
+        Option("Number of GPUs to search layouts for.", SEARCH, minimum=1, maximum=MAX_RANKS, default="none"),
     ] = None
 
     def check(self) -> None:

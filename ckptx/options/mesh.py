@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from ckptx.errors import UsageError
 from ckptx.layout.stages import SPLIT_RULES
 from ckptx.options.option import LAYOUT, Option, Options
-from ckptx.untrusted.limits import RANKS
+from ckptx.untrusted.limits import MAX_RANKS
 
 if TYPE_CHECKING:  # not imported for a help page
     from ckptx.layout.parallel_dims import ParallelDims
@@ -26,7 +26,7 @@ class MeshOptions(Options):
             LAYOUT,
             flags=("--tp", "--tensor-parallel-size"),
             minimum=1,
-            maximum=RANKS,
+            maximum=MAX_RANKS,
             default="1",
         ),
     ] = None
@@ -37,13 +37,13 @@ class MeshOptions(Options):
             LAYOUT,
             flags=("--pp", "--pipeline-parallel-size"),
             minimum=1,
-            maximum=RANKS,
+            maximum=MAX_RANKS,
             default="1",
         ),
     ] = None
-    dp_shard: Annotated[int | None, Option("Number of FSDP ranks.", LAYOUT, minimum=1, maximum=RANKS, default="1")] = (
-        None
-    )
+    dp_shard: Annotated[
+        int | None, Option("Number of FSDP ranks.", LAYOUT, minimum=1, maximum=MAX_RANKS, default="1")
+    ] = None
 
     @property
     def dims(self) -> "ParallelDims":
@@ -55,8 +55,8 @@ class MeshOptions(Options):
     def check(self) -> None:
         super().check()
         ranks = (self.tp or 1) * (self.pp or 1) * (self.dp_shard or 1)
-        if ranks > RANKS:
-            raise UsageError(f"--tp x --pp x --dp-shard: {ranks:,} ranks must be at most {RANKS:,}")
+        if ranks > MAX_RANKS:
+            raise UsageError(f"--tp x --pp x --dp-shard: {ranks:,} ranks must be at most {MAX_RANKS:,}")
 
 
 class StageSplitOptions(MeshOptions):
@@ -93,7 +93,7 @@ class ReplicaOptions(MeshOptions):
     """Options for a mesh with replicas."""
 
     dp_replicate: Annotated[
-        int | None, Option("Number of replicas of the model (HSDP).", LAYOUT, minimum=1, maximum=RANKS, default="1")
+        int | None, Option("Number of replicas of the model (HSDP).", LAYOUT, minimum=1, maximum=MAX_RANKS, default="1")
     ] = None
 
     @property

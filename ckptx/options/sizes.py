@@ -6,7 +6,7 @@ import os
 import re
 
 from ckptx.errors import UsageError
-from ckptx.untrusted.limits import MEMORY_BYTES
+from ckptx.untrusted.limits import MAX_MEMORY_BYTES
 
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]i?B|B)?\s*", re.IGNORECASE)
 _UNITS = {"b": 1} | {
@@ -24,8 +24,8 @@ def parse_size(text: str | int, option: str) -> int:
     """
     match = _SIZE.fullmatch(str(text))
     amount = float(match[1]) * _UNITS[(match[2] or "B").lower()] if match else 0.0
-    if amount > MEMORY_BYTES:
-        raise UsageError(f'{option}: "{text!s:.40}" must be at most {MEMORY_BYTES >> 40} TiB')
+    if amount > MAX_MEMORY_BYTES:
+        raise UsageError(f'{option}: "{text!s:.40}" must be at most {MAX_MEMORY_BYTES >> 40} TiB')
     nbytes = int(amount)
     if nbytes < 1:
         raise UsageError(f'{option}: "{text}" is not a size; write 5GB, 256MiB or a number of bytes')

@@ -19,18 +19,18 @@ from multiprocessing.connection import Connection, wait
 from typing import Any, TypeVar
 
 from ckptx.errors import Defect
-from ckptx.processes.worker import Worker, WorkerDied, reply, use_one_thread
+from ckptx.processes.worker import Worker, WorkerDied, send_result, use_one_thread
 
 T = TypeVar("T")
-_FORKED = "fork-based multiprocessing"  # in the error of autograd
-_LEAVING = 5.0  # seconds between an answer and the end of its process
+_AUTOGRAD_FORK_ERROR = "fork-based multiprocessing"  # in the error of autograd
+_EXIT_PATIENCE = 5.0  # seconds between an answer and the end of its process
 
 
-def in_child(work: Callable[..., T], *args: Any, context: Any = None) -> T:
+def run_in_child(function: Callable[..., T], *args: Any, context: Any = None) -> T:
     """Return the result of a function that runs in a separate process.
 
     Args:
-        work: Function with a result that can be pickled.
+        function: Function with a result that can be pickled.
         args: Arguments of the function.
         context: multiprocessing context that starts the process. None forks this process, or starts an interpreter if
             the fork fails because this process has run a backward pass.
@@ -39,49 +39,55 @@ def in_child(work: Callable[..., T], *args: Any, context: Any = None) -> T:
         CkptxError: The function raised it.
         Defect: It raised something else, or the process died.
     """
-    return _answers(work, [args], 1, context)[0]
+    return _run_calls(function, [args], 1, context)[0]
 
 
-def in_children(work: Callable[..., T], calls: Sequence[tuple[Any, ...]], most: int | None = None) -> list[T]:
+def run_in_children(
+    function: Callable[..., T], calls: Sequence[tuple[Any, ...]], max_processes: int | None = None
+) -> list[T]:
     """Return the results of a function for several calls that run in parallel, each in a separate process.
 
     Args:
-        work: Function with results that can be pickled.
+        function: Function with results that can be pickled.
         calls: Arguments of each call.
-        most: Maximum number of processes at a time; None for the number of cores.
+        max_processes: Maximum number of processes at a time; None for the number of cores.
 
     Raises:
-        CkptxError, Defect: See `in_child`; the other processes are then ended.
+        CkptxError, Defect: See `run_in_child`; the other processes are then ended.
     """
-    return _answers(work, calls, most or len(os.sched_getaffinity(0)), None)
+    return _run_calls(function, calls, max_processes or len(os.sched_getaffinity(0)), None)
 
 
-def _answers(work: Callable[..., T], calls: Sequence[tuple[Any, ...]], most: int, context: Any) -> list[T]:
+def _run_calls(
+    function: Callable[..., T], calls: Sequence[tuple[Any, ...]], max_processes: int, context: Any
+) -> list[T]:
     try:
-        return _side_by_side(work, calls, most, context or multiprocessing.get_context("fork"))
+        return _run_in_parallel(function, calls, max_processes, context or multiprocessing.get_context("fork"))
     except Defect as error:
         message = f"{error} {error.__cause__}"  # a pipeline of torch wraps the error in its own
-        if context is not None or _FORKED not in message:
+        if context is not None or _AUTOGRAD_FORK_ERROR not in message:
             raise
     with hide_main_module():
-        return _side_by_side(work, calls, most, multiprocessing.get_context("spawn"))
+        return _run_in_parallel(function, calls, max_processes, multiprocessing.get_context("spawn"))
 
 
-def _side_by_side(work: Callable[..., T], calls: Sequence[tuple[Any, ...]], most: int, context: Any) -> list[T]:
-    waiting = deque(enumerate(calls))
+def _run_in_parallel(
+    function: Callable[..., T], calls: Sequence[tuple[Any, ...]], max_processes: int, context: Any
+) -> list[T]:
+    pending = deque(enumerate(calls))
     running: dict[Any, tuple[int, Worker]] = {}
-    found: dict[int, T] = {}
+    results: dict[int, T] = {}
     try:
-        while waiting or running:
-            while waiting and len(running) < most:
-                number, args = waiting.popleft()
-                started = Worker(context, _run, work, args)
-                running[started.pipe] = number, started
+        while pending or running:
+            while pending and len(running) < max_processes:
+                number, args = pending.popleft()
+                new_worker = Worker(context, _run_worker, function, args)
+                running[new_worker.pipe] = number, new_worker
             for pipe in wait(list(running)):
                 number, worker = running[pipe]
-                found[number] = worker.answer()
+                results[number] = worker.wait_for_result()
                 del running[pipe]
-                worker.end(_LEAVING)
+                worker.end(_EXIT_PATIENCE)
     except WorkerDied as died:
         raise Defect(
             f"a child process ended with code {died.code} and without a result; "
@@ -90,33 +96,33 @@ def _side_by_side(work: Callable[..., T], calls: Sequence[tuple[Any, ...]], most
     finally:
         for _, worker in running.values():
             worker.end()
-    return [found[number] for number in range(len(calls))]
+    return [results[number] for number in range(len(calls))]
 
 
 @contextmanager
 def hide_main_module() -> Iterator[None]:
     """Keep multiprocessing from importing the main script of this process into every process that it starts."""
-    before = sys.modules["__main__"]
+    main_module = sys.modules["__main__"]
     sys.modules["__main__"] = types.ModuleType("__main__")
     try:
         yield
     finally:
-        sys.modules["__main__"] = before
+        sys.modules["__main__"] = main_module
 
 
-def _leave(*_: Any) -> None:
+def _exit_with_children(*_: Any) -> None:
     """End this process and its children without raising: an exception in a callback would be lost."""
     for each in multiprocessing.active_children():
         each.terminate()
     os._exit(128 + signal.SIGTERM)
 
 
-def _run(pipe: Connection, work: Callable[..., Any], args: tuple[Any, ...]) -> None:
+def _run_worker(pipe: Connection, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
     signal.signal(
         signal.SIGINT, signal.SIG_IGN
     )  # a terminal sends it to all; the process that started this one ends it
-    signal.signal(signal.SIGTERM, _leave)
+    signal.signal(signal.SIGTERM, _exit_with_children)
     use_one_thread()  # threads of the parent do not exist in a fork
     gc.freeze()  # objects of the parent are never freed here
-    reply(pipe, work, *args)
+    send_result(pipe, function, *args)
     os._exit(0)  # skips exit handlers of the parent

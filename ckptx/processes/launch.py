@@ -25,16 +25,16 @@ from typing import Any
 from ckptx.errors import EnvironmentProblem
 from ckptx.processes.rendezvous import LAUNCHED_BY_US, rank_variables
 
-_GRACE = 20.0  # seconds that the other ranks get to report after one has failed
-_POLL = 0.05
-_LAST_WORDS = 2000  # characters of stderr
+_GRACE_PERIOD = 20.0  # seconds that the other ranks get to report after one has failed
+_POLL_INTERVAL = 0.05
+_STDERR_TAIL_LENGTH = 2000  # characters of stderr
 
 
-def launch(order: str, world_size: int) -> dict[str, Any]:
+def launch(options_json: str, world_size: int) -> dict[str, Any]:
     """Run a command in `world_size` processes on this machine, with the same options for each.
 
     Args:
-        order: Options as JSON from `ckptx.options.document.to_json`, which `ckptx.cli.rank` reads.
+        options_json: Options as JSON from `ckptx.options.document.to_json`, which `ckptx.cli.rank` reads.
         world_size: Number of processes.
 
     Returns:
@@ -45,43 +45,47 @@ def launch(order: str, world_size: int) -> dict[str, Any]:
     """
     with tempfile.TemporaryDirectory(prefix="ckptx-run-") as directory:
         options, report = Path(directory, "options.json"), Path(directory, "report.json")
-        options.write_text(order, encoding="utf-8")
+        options.write_text(options_json, encoding="utf-8")
         command = [sys.executable, "-m", "ckptx.cli.rank", str(options), str(report)]
-        shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port()), LAUNCHED_BY_US: "1"}
+        shared_variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port()), LAUNCHED_BY_US: "1"}
         cores = max(1, len(os.sched_getaffinity(0)) // world_size)
-        shared["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS") or str(cores)
+        shared_variables["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS") or str(cores)
         processes = []
-        errors = [Path(directory, f"stderr-{rank}") for rank in range(world_size)]
-        for rank, file in enumerate(errors):
-            environment = os.environ | shared | rank_variables(rank, world_size)
+        stderr_files = [Path(directory, f"stderr-{rank}") for rank in range(world_size)]
+        for rank, file in enumerate(stderr_files):
+            environment = os.environ | shared_variables | rank_variables(rank, world_size)
             with file.open("wb") as stderr:
                 processes.append(subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=stderr))
-        rank = _wait(processes)
+        rank = _wait_for_ranks(processes)
         if report.is_file():
             document: dict[str, Any] = json.loads(report.read_text(encoding="utf-8"))
             return document
-        last = errors[rank].read_text(errors="replace")[-_LAST_WORDS:].strip()
+        stderr_tail = stderr_files[rank].read_text(errors="replace")[-_STDERR_TAIL_LENGTH:].strip()
         raise EnvironmentProblem(
             f"rank {rank} of {world_size} ended with code {processes[rank].returncode} and without a report; "
-            f"its stderr: {last or 'empty'}"
+            f"its stderr: {stderr_tail or 'empty'}"
         )
 
 
-def _wait(processes: Sequence[subprocess.Popen[bytes]]) -> int:
+def _wait_for_ranks(processes: Sequence[subprocess.Popen[bytes]]) -> int:
     """Wait for all ranks, and return the first that failed, or 0; the others are killed after a grace period."""
-    first: int | None = None
+    failed_rank: int | None = None
     deadline = math.inf
     try:
         while any(process.poll() is None for process in processes) and time.monotonic() < deadline:
-            if first is None:
-                first = next((rank for rank, process in enumerate(processes) if process.poll()), None)
-                deadline = math.inf if first is None else time.monotonic() + _GRACE
-            time.sleep(_POLL)
+            if failed_rank is None:
+                failed_rank = next((rank for rank, process in enumerate(processes) if process.poll()), None)
+                deadline = math.inf if failed_rank is None else time.monotonic() + _GRACE_PERIOD
+            time.sleep(_POLL_INTERVAL)
     finally:
         for process in processes:
             process.kill()  # has no effect on an ended process
             process.wait()
-    return first if first is not None else next((rank for rank, each in enumerate(processes) if each.returncode), 0)
+    return (
+        failed_rank
+        if failed_rank is not None
+        else next((rank for rank, each in enumerate(processes) if each.returncode), 0)
+    )
 
 
 def _free_port() -> int:

@@ -29,6 +29,6 @@ def peak_memory(pid: int | None = None) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _KIB if pid is None else 0
 
 
-def peak_of_children() -> int:
+def peak_memory_of_children() -> int:
     """Return the largest peak of ended and awaited child processes, in bytes."""
     return resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * _KIB

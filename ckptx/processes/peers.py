@@ -20,21 +20,21 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from ckptx.errors import EnvironmentProblem, PeerFailure, Terminated, exit_code_of, missing_package
-from ckptx.processes.rendezvous import PATIENCE, open_store
+from ckptx.processes.rendezvous import START_TIMEOUT, open_store
 
 if TYPE_CHECKING:
     from torch.distributed import Store
 
-_POLL = 0.02  # seconds between two reads of the store
-_BEAT = 1.0  # seconds between two heartbeats
-_SILENCE = 30  # consecutive missed heartbeats after which a rank counts as dead
-_LAST_READS = 3  # the same, once this process has received SIGTERM
-_FAREWELL = 60.0  # seconds that rank 0 waits for the others to learn the result
-_PART = 4 << 20  # bytes of a value; the store refuses 8 MiB
-_GONE = "ended without a message, or its connection was lost; look at its output"
-_LEAVE = -(1 << 40)  # makes any number of heartbeats negative
+_POLL_INTERVAL = 0.02  # seconds between two reads of the store
+_BEAT_INTERVAL = 1.0  # seconds between two heartbeats
+_MAX_MISSED_BEATS = 30  # consecutive missed heartbeats after which a rank counts as dead
+_MAX_MISSED_BEATS_AFTER_SIGTERM = 3  # the same, once this process has received SIGTERM
+_LEAVE_TIMEOUT = 60.0  # seconds that rank 0 waits for the others to learn the result
+_PART_NBYTES = 4 << 20  # bytes of a value; the store refuses 8 MiB
+_DEAD_PEER = "ended without a message, or its connection was lost; look at its output"
+_LEFT_BEAT = -(1 << 40)  # makes any number of heartbeats negative
 
-_meetings = 0  # meetings of this process; equal on all ranks, so that messages of different meetings do not mix
+_meeting_count = 0  # meetings of this process; equal on all ranks, so that messages of different meetings do not mix
 
 
 class PeerProcesses:
@@ -47,30 +47,30 @@ class PeerProcesses:
         world_size: Number of processes.
     """
 
-    def __init__(self, rank: int, world_size: int, connect: Callable[[], Store], place: str) -> None:
+    def __init__(self, rank: int, world_size: int, connect: Callable[[], Store], address: str) -> None:
         """Start connecting; failures surface in the methods that wait for others.
 
         Args:
             rank: Global rank of this process.
             world_size: Number of processes.
             connect: Opens the store.
-            place: Address of the store, for messages.
+            address: Address of the store, for messages.
         """
         self.rank, self.world_size = rank, world_size
-        self._connect, self._place = connect, place
-        self._changed = threading.Condition()
+        self._connect, self._address = connect, address
+        self._condition = threading.Condition()
         # State shared with the thread; guarded by `_changed`.
         self._outbox: deque[tuple[str, bytes]] = deque()
-        self._wanted: set[str] = set()
+        self._awaited_keys: set[str] = set()
         self._received: dict[str, Any] = {}
-        self._beats, self._missed, self._reads = [0] * world_size, [0] * world_size, 0
-        self._ends_by = 0.0
-        self._given_up: set[int] = set()
+        self._beats, self._missed_beats, self._beat_reads = [0] * world_size, [0] * world_size, 0
+        self._leave_deadline = 0.0
+        self._ignored_ranks: set[int] = set()
         self._failure: PeerFailure | None = None
-        self._problem = ""
+        self._connection_error = ""
         self._is_connected = self._is_leaving = self._is_stopped = False
-        self._round_at = self._began = time.monotonic()
-        self._thread = threading.Thread(target=self._communicate, daemon=True, name="processes")
+        self._last_exchange_at = self._started_at = time.monotonic()
+        self._thread = threading.Thread(target=self._run_thread, daemon=True, name="processes")
         self._thread.start()
 
     @classmethod
@@ -94,11 +94,11 @@ class PeerProcesses:
                 f"environment: WORLD_SIZE is {world_size}, but MASTER_ADDR {host[:60]!a} and MASTER_PORT {port[:20]!a} "
                 "are not the address of a store; start with torchrun, or unset RANK and WORLD_SIZE"
             )
-        return cls(int(rank), int(world_size), _store_at(host, int(port), int(rank)), f"{host}:{port}")
+        return cls(int(rank), int(world_size), _store_opener(host, int(port), int(rank)), f"{host}:{port}")
 
-    def send(self, topic: str, what: Any) -> None:
+    def send(self, topic: str, value: Any) -> None:
         """Send a message to all other ranks."""
-        self._post(f"{self.rank}/{topic}", json.dumps(what).encode())
+        self._enqueue(f"{self.rank}/{topic}", json.dumps(value).encode())
 
     def receive(self, rank: int, topic: str) -> Any:
         """Wait for a message of a rank.
@@ -108,12 +108,12 @@ class PeerProcesses:
             EnvironmentProblem: The rank does not start, or the connection is lost.
         """
         key = f"{rank}/{topic}"
-        with self._changed:
-            self._wanted.add(key)
-            self._changed.notify_all()
+        with self._condition:
+            self._awaited_keys.add(key)
+            self._condition.notify_all()
             while key not in self._received:
                 self._check()
-                self._changed.wait(_BEAT)
+                self._condition.wait(_BEAT_INTERVAL)
             return self._received.pop(key)
 
     def check(self) -> None:
@@ -123,7 +123,7 @@ class PeerProcesses:
             PeerFailure: A rank failed or died.
             EnvironmentProblem: A rank does not start, or the connection is lost.
         """
-        with self._changed:
+        with self._condition:
             self._check()
 
     @contextmanager
@@ -134,11 +134,11 @@ class PeerProcesses:
                 yield
         finally:
             if self.rank == 0:
-                self._await_ends()
-            with self._changed:
+                self._wait_for_peers_to_leave()
+            with self._condition:
                 self._is_leaving = True
-                self._changed.notify_all()
-            self._thread.join(_FAREWELL if self._is_worth_waiting() else 0)
+                self._condition.notify_all()
+            self._thread.join(_LEAVE_TIMEOUT if self._can_receive() else 0)
 
     @contextmanager
     def shared_failure(self) -> Iterator[None]:
@@ -147,16 +147,16 @@ class PeerProcesses:
             yield
         except BaseException as error:  # whatever ends this rank ends the others
             self._is_stopped = isinstance(error, Terminated)
-            found = self._failure_of_peer() if self._is_stopped else None
-            failure = found or error
+            peer_failure = self._find_peer_failure() if self._is_stopped else None
+            failure = peer_failure or error
             if not isinstance(failure, PeerFailure):
                 self._send_failure(f"rank {self.rank}: {str(failure) or type(failure).__name__}", exit_code_of(failure))
             elif failure is not self._failure:
                 self._send_failure(str(failure), failure.exit_code, is_reported=failure.is_reported)
             if self.rank == 0:
-                self._await_ends()
-            if found is not None:
-                raise found from error
+                self._wait_for_peers_to_leave()
+            if peer_failure is not None:
+                raise peer_failure from error
             raise
 
     # ------------------------------------------------------------------ what this rank makes of what it sees
@@ -165,161 +165,171 @@ class PeerProcesses:
         if self._failure is not None:
             raise self._failure
         self._check_connection()
-        is_late = time.monotonic() - self._began > PATIENCE
-        for rank in self._expected():
-            if self._missed[rank] >= _SILENCE:
-                raise _silent_peer(rank, _GONE)
+        is_late = time.monotonic() - self._started_at > START_TIMEOUT
+        for rank in self._watched_ranks():
+            if self._missed_beats[rank] >= _MAX_MISSED_BEATS:
+                raise _peer_failure(rank, _DEAD_PEER)
             if is_late and not self._beats[rank]:
-                self._given_up.update(each for each in self._expected() if not self._beats[each])
+                self._ignored_ranks.update(each for each in self._watched_ranks() if not self._beats[each])
                 raise EnvironmentProblem(
-                    f"rank {rank}: did not start within {PATIENCE:.0f} s; check that it was started"
+                    f"rank {rank}: did not start within {START_TIMEOUT:.0f} s; check that it was started"
                 )
 
     def _check_connection(self) -> None:
-        if not self._problem and self._is_connected and time.monotonic() - self._round_at > _SILENCE * _BEAT:
-            self._changed.wait(2 * _BEAT)  # this process may have been stopped, and its thread not yet resumed
-            if time.monotonic() - self._round_at > _SILENCE * _BEAT:
-                self._problem = f"no answer for {_SILENCE * _BEAT:.0f} s"
-        if self._problem:
+        if (
+            not self._connection_error
+            and self._is_connected
+            and time.monotonic() - self._last_exchange_at > _MAX_MISSED_BEATS * _BEAT_INTERVAL
+        ):
+            self._condition.wait(
+                2 * _BEAT_INTERVAL
+            )  # this process may have been stopped, and its thread not yet resumed
+            if time.monotonic() - self._last_exchange_at > _MAX_MISSED_BEATS * _BEAT_INTERVAL:
+                self._connection_error = f"no answer for {_MAX_MISSED_BEATS * _BEAT_INTERVAL:.0f} s"
+        if self._connection_error:
             raise EnvironmentProblem(
-                f"rank {self.rank}: {'lost the' if self._is_connected else 'has no'} connection to {self._place}, the "
-                f"store of the processes: {self._problem}; look at the output of rank 0 and check the network"
+                f"rank {self.rank}: {'lost the' if self._is_connected else 'has no'} connection to {self._address}, "
+                f"the store of the processes: {self._connection_error}; look at the output of rank 0 and "
+                "check the network"
             )
 
-    def _failure_of_peer(self) -> PeerFailure | None:
+    def _find_peer_failure(self) -> PeerFailure | None:
         """Return the failure of another rank, if any, after SIGTERM, which torchrun sends to all when one fails."""
-        with self._changed:
-            self._await_reads(1)  # heartbeats sent just before a rank died do not count
-            if not (self._is_connected or self._problem):
+        with self._condition:
+            self._wait_for_beat_reads(1)  # heartbeats sent just before a rank died do not count
+            if not (self._is_connected or self._connection_error):
                 message = (
-                    f"rank {self.rank}: had no connection to {self._place} when the run was stopped; "
+                    f"rank {self.rank}: had no connection to {self._address} when the run was stopped; "
                     "look at the output of rank 0"
                 )
                 return PeerFailure(message, EnvironmentProblem.exit_code, is_reported=False)
-            before = list(self._beats)
-            self._await_reads(_LAST_READS)
-            if self._failure is not None or self._problem:
+            beats_before = list(self._beats)
+            self._wait_for_beat_reads(_MAX_MISSED_BEATS_AFTER_SIGTERM)
+            if self._failure is not None or self._connection_error:
                 return self._failure
-            dead = [rank for rank in self._expected() if self._beats[rank] == before[rank] > 0]
-            late = [rank for rank in self._expected() if not self._beats[rank]]
-            self._given_up.update(dead, late)
+            dead = [rank for rank in self._watched_ranks() if self._beats[rank] == beats_before[rank] > 0]
+            late = [rank for rank in self._watched_ranks() if not self._beats[rank]]
+            self._ignored_ranks.update(dead, late)
         if dead:
-            return _silent_peer(dead[0], _GONE)
-        return _silent_peer(late[0], "had not started when the run was stopped; look at its output") if late else None
+            return _peer_failure(dead[0], _DEAD_PEER)
+        return _peer_failure(late[0], "had not started when the run was stopped; look at its output") if late else None
 
-    def _await_reads(self, count: int) -> None:
+    def _wait_for_beat_reads(self, count: int) -> None:
         """Wait until the thread has read the heartbeats `count` times, or there is a failure."""
-        last = self._reads + count
-        until = time.monotonic() + 2 * count * _BEAT
-        while self._reads < last and not (self._failure or self._problem or time.monotonic() > until):
-            self._changed.wait(_BEAT)
+        last = self._beat_reads + count
+        deadline = time.monotonic() + 2 * count * _BEAT_INTERVAL
+        while self._beat_reads < last and not (self._failure or self._connection_error or time.monotonic() > deadline):
+            self._condition.wait(_BEAT_INTERVAL)
 
-    def _is_worth_waiting(self) -> bool:
+    def _can_receive(self) -> bool:
         """Return False if no more messages can arrive: the connection is lost, or missing while the run is stopped."""
-        return not self._problem and (self._is_connected or not self._is_stopped)
+        return not self._connection_error and (self._is_connected or not self._is_stopped)
 
-    def _expected(self) -> Iterator[int]:
-        return (rank for rank in range(self.world_size) if rank != self.rank and rank not in self._given_up)
+    def _watched_ranks(self) -> Iterator[int]:
+        return (rank for rank in range(self.world_size) if rank != self.rank and rank not in self._ignored_ranks)
 
     def _send_failure(self, message: str, exit_code: int, is_reported: bool = True) -> None:
         """Send a failure to the others, unless another rank sent one before, and wait until it is sent."""
-        self._post("failed", json.dumps([message, exit_code, is_reported]).encode())
-        until = time.monotonic() + _FAREWELL
-        with self._changed:
-            while self._outbox and self._is_worth_waiting() and time.monotonic() < until:
-                self._changed.wait(_BEAT)
+        self._enqueue("failed", json.dumps([message, exit_code, is_reported]).encode())
+        deadline = time.monotonic() + _LEAVE_TIMEOUT
+        with self._condition:
+            while self._outbox and self._can_receive() and time.monotonic() < deadline:
+                self._condition.wait(_BEAT_INTERVAL)
 
-    def _await_ends(self) -> None:
-        self._ends_by = self._ends_by or time.monotonic() + _FAREWELL
-        with self._changed:
-            while self._is_worth_waiting() and time.monotonic() < self._ends_by:
-                if all(self._beats[rank] < 0 or self._missed[rank] >= _SILENCE for rank in self._expected()):
+    def _wait_for_peers_to_leave(self) -> None:
+        self._leave_deadline = self._leave_deadline or time.monotonic() + _LEAVE_TIMEOUT
+        with self._condition:
+            while self._can_receive() and time.monotonic() < self._leave_deadline:
+                if all(
+                    self._beats[rank] < 0 or self._missed_beats[rank] >= _MAX_MISSED_BEATS
+                    for rank in self._watched_ranks()
+                ):
                     return
-                self._changed.wait(_BEAT)
+                self._condition.wait(_BEAT_INTERVAL)
 
     # ------------------------------------------------------------------------------------ the thread
 
-    def _post(self, key: str, data: bytes) -> None:
-        with self._changed:
+    def _enqueue(self, key: str, data: bytes) -> None:
+        with self._condition:
             self._outbox.append((key, data))
-            self._changed.notify_all()
+            self._condition.notify_all()
 
-    def _communicate(self) -> None:
+    def _run_thread(self) -> None:
         try:
             store = self._connect()
             self._is_connected = True
-            beat_at = 0.0
+            next_beat_at = 0.0
             while not self._is_leaving or self._outbox:
-                if time.monotonic() >= beat_at:
-                    self._count(store)
-                    beat_at = time.monotonic() + _BEAT
-                self._exchange(store)
-            store.add(f"beat/{self.rank}", _LEAVE)
+                if time.monotonic() >= next_beat_at:
+                    self._exchange_beats(store)
+                    next_beat_at = time.monotonic() + _BEAT_INTERVAL
+                self._exchange_messages(store)
+            store.add(f"beat/{self.rank}", _LEFT_BEAT)
         except Exception as error:  # network errors; reported by whoever waits for a message
-            with self._changed:
-                self._problem = (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
-                self._changed.notify_all()
+            with self._condition:
+                self._connection_error = (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
+                self._condition.notify_all()
 
-    def _count(self, store: Store) -> None:
+    def _exchange_beats(self, store: Store) -> None:
         """Send a heartbeat, and count those of the others since the last call."""
-        found = [store.add(f"beat/{rank}", int(rank == self.rank)) for rank in range(self.world_size)]
-        with self._changed:
-            for rank, count in enumerate(found):
-                silent = count == self._beats[rank] > 0
-                self._missed[rank] = self._missed[rank] + 1 if silent else 0
-            self._beats, self._reads = found, self._reads + 1
-            self._changed.notify_all()
+        beats = [store.add(f"beat/{rank}", int(rank == self.rank)) for rank in range(self.world_size)]
+        with self._condition:
+            for rank, count in enumerate(beats):
+                is_silent = count == self._beats[rank] > 0
+                self._missed_beats[rank] = self._missed_beats[rank] + 1 if is_silent else 0
+            self._beats, self._beat_reads = beats, self._beat_reads + 1
+            self._condition.notify_all()
 
-    def _exchange(self, store: Store) -> None:
+    def _exchange_messages(self, store: Store) -> None:
         """Send the messages of the outbox, and receive those that are waited for."""
-        with self._changed:
-            messages, wanted = list(self._outbox), list(self._wanted)
+        with self._condition:
+            messages, awaited_keys = list(self._outbox), list(self._awaited_keys)
         for key, data in messages:
             if key == "failed":
                 store.compare_set(key, "", data.decode())
             else:
-                _put(store, key, data)
+                _set_value(store, key, data)
         failed = json.loads(store.get("failed")) if self._failure is None and store.check(["failed"]) else None
-        received = {key: json.loads(_take(store, key)) for key in wanted if store.check([key])}
-        with self._changed:
+        received = {key: json.loads(_get_value(store, key)) for key in awaited_keys if store.check([key])}
+        with self._condition:
             for _ in messages:
                 self._outbox.popleft()
             if failed is not None:
                 self._failure = PeerFailure(*failed)
             self._received |= received
-            self._wanted -= received.keys()
-            self._round_at = time.monotonic()
-            self._changed.notify_all()
+            self._awaited_keys -= received.keys()
+            self._last_exchange_at = time.monotonic()
+            self._condition.notify_all()
             if not self._is_leaving:
-                self._changed.wait(_POLL)
+                self._condition.wait(_POLL_INTERVAL)
 
 
-def _silent_peer(rank: int, words: str) -> PeerFailure:
+def _peer_failure(rank: int, reason: str) -> PeerFailure:
     """Return the failure of a rank that does not answer. Rank 0 reports it; that of rank 0 is reported by all."""
-    return PeerFailure(f"rank {rank}: {words}", EnvironmentProblem.exit_code, is_reported=rank != 0)
+    return PeerFailure(f"rank {rank}: {reason}", EnvironmentProblem.exit_code, is_reported=rank != 0)
 
 
-def _put(store: Store, key: str, data: bytes) -> None:
+def _set_value(store: Store, key: str, data: bytes) -> None:
     """Store a value of any length; the key itself, with the number of parts, comes last."""
-    parts = range(0, len(data), _PART)
-    for number, at in enumerate(parts):
-        store.set(f"{key}/{number}", data[at : at + _PART].decode("ascii"))
+    parts = range(0, len(data), _PART_NBYTES)
+    for number, offset in enumerate(parts):
+        store.set(f"{key}/{number}", data[offset : offset + _PART_NBYTES].decode("ascii"))
     store.set(key, str(len(parts)))
 
 
-def _take(store: Store, key: str) -> bytes:
+def _get_value(store: Store, key: str) -> bytes:
     return b"".join(store.get(f"{key}/{number}") for number in range(int(store.get(key))))
 
 
-def _store_at(host: str, port: int, rank: int) -> Callable[[], Store]:
+def _store_opener(host: str, port: int, rank: int) -> Callable[[], Store]:
     """Return a function that opens the store for the next meeting.
 
     Raises:
         EnvironmentProblem: torch is not installed.
     """
-    global _meetings
-    _meetings += 1
-    name = str(_meetings)
+    global _meeting_count
+    _meeting_count += 1
+    name = str(_meeting_count)
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # failures are reported here, in one line
     try:
         import torch.distributed  # noqa: F401  # the store is opened in a thread

@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch.distributed import Store
 
-PATIENCE = 300.0  # maximum seconds between the starts of ranks
+START_TIMEOUT = 300.0  # maximum seconds between the starts of ranks
 LAUNCHED_BY_US = "CKPTX_LAUNCHED"
-_OF_LAUNCHERS = re.compile(
+_LAUNCHER_VARIABLES = re.compile(
     r"(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_(ADDR|PORT)|TORCHELASTIC_.+|TORCH_NCCL_ASYNC_ERROR_HANDLING"
 )
 
@@ -50,9 +50,9 @@ def rank_variables(rank: int, world_size: int) -> dict[str, str]:
     return {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}
 
 
-def without_launcher(environment: Mapping[str, str]) -> dict[str, str]:
+def remove_launcher_variables(environment: Mapping[str, str]) -> dict[str, str]:
     """Return the environment for a child process of a rank that is no rank itself."""
-    return {key: value for key, value in environment.items() if not _OF_LAUNCHERS.fullmatch(key)}
+    return {key: value for key, value in environment.items() if not _LAUNCHER_VARIABLES.fullmatch(key)}
 
 
 def open_store(host: str, port: int, rank: int, name: str) -> Store:
@@ -67,6 +67,6 @@ def open_store(host: str, port: int, rank: int, name: str) -> Store:
     from torch.distributed import PrefixStore, TCPStore
 
     is_master = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-    patience = timedelta(seconds=PATIENCE)
-    store = TCPStore(host, port, None, is_master, patience, wait_for_workers=False, multi_tenant=True)
+    timeout = timedelta(seconds=START_TIMEOUT)
+    store = TCPStore(host, port, None, is_master, timeout, wait_for_workers=False, multi_tenant=True)
     return PrefixStore(f"ckptx/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{name}", store)

@@ -18,8 +18,8 @@ from typing import Any
 from ckptx.errors import CkptxError, Defect, PeerFailure
 from ckptx.processes.peak_memory import peak_memory
 
-_GRACE = 30.0  # seconds between the last message of a process and its end
-_PATIENCE = 5.0  # seconds between SIGTERM and SIGKILL
+_EXIT_TIMEOUT = 30.0  # seconds between the last message of a process and its end
+_TERMINATE_TIMEOUT = 5.0  # seconds between SIGTERM and SIGKILL
 
 
 class WorkerDied(Exception):
@@ -41,19 +41,19 @@ class Worker:
         pipe: Pipe that becomes readable when an answer is there or the worker has ended.
     """
 
-    def __init__(self, context: Any, target: Callable[..., None], *args: Any, **how: Any) -> None:
+    def __init__(self, context: Any, target: Callable[..., None], *args: Any, **process_options: Any) -> None:
         """Start the process.
 
         Args:
             context: Context of multiprocessing, which decides how the process is started.
-            target: Called in the process with its end of the pipe and `args`; sends each answer with `reply`.
+            target: Called in the process with its end of the pipe and `args`; sends each wait_for_result with `reply`.
             args: Further arguments of `target`.
-            how: Further arguments of `multiprocessing.Process`.
+            process_options: Further arguments of `multiprocessing.Process`.
         """
-        self.pipe, theirs = context.Pipe()
-        self._process = context.Process(target=target, args=(theirs, *args), **how)
+        self.pipe, child_pipe = context.Pipe()
+        self._process = context.Process(target=target, args=(child_pipe, *args), **process_options)
         self._process.start()
-        theirs.close()
+        child_pipe.close()
 
     @property
     def is_alive(self) -> bool:
@@ -65,7 +65,7 @@ class Worker:
         """Peak resident set size of the process in bytes; 0 once it has ended."""
         return peak_memory(self._process.pid)
 
-    def answer(self) -> Any:
+    def wait_for_result(self) -> Any:
         """Wait for an answer, and return the result.
 
         Raises:
@@ -74,40 +74,40 @@ class Worker:
             WorkerDied: The worker ended without an answer.
         """
         try:
-            is_done, found = pickle.loads(self.pipe.recv_bytes())
+            has_result, value = pickle.loads(self.pipe.recv_bytes())
         except (EOFError, OSError):
-            self._process.join(_GRACE)
+            self._process.join(_EXIT_TIMEOUT)
             raise WorkerDied(self._process.exitcode) from None
-        if is_done:
-            return found
-        kind, text, trace = found
+        if has_result:
+            return value
+        error_class, text, trace = value
         raise (
-            PeerFailure(text, 7, is_reported=False) if issubclass(kind, PeerFailure) else kind(text)
+            PeerFailure(text, 7, is_reported=False) if issubclass(error_class, PeerFailure) else error_class(text)
         ) from RuntimeError(trace)
 
-    def end(self, patience: float = 0.0) -> None:
+    def end(self, timeout: float = 0.0) -> None:
         """End the process and its children, whatever it does.
 
         Args:
-            patience: Seconds to wait for the process to end on its own, as an idle one does once the pipe is closed.
+            timeout: Seconds to wait for the process to end on its own, as an idle one does once the pipe is closed.
         """
         self.pipe.close()
-        self._process.join(patience)
+        self._process.join(timeout)
         self._process.terminate()
-        self._process.join(_PATIENCE)
+        self._process.join(_TERMINATE_TIMEOUT)
         self._process.kill()
         self._process.join()
 
 
-def reply(pipe: Connection, work: Callable[..., Any], *args: Any) -> bool:
+def send_result(pipe: Connection, function: Callable[..., Any], *args: Any) -> bool:
     """Call a function in a worker and send its result or error; return False if the caller has gone."""
     try:
-        answer = pickle.dumps((True, work(*args)))
+        answer = pickle.dumps((True, function(*args)))
     except BaseException as error:  # raised again in the calling process
-        kind, text = type(error), str(error)
+        error_class, text = type(error), str(error)
         if not isinstance(error, CkptxError):
-            kind, text = Defect, f"{type(error).__name__}: {error}; please report this"
-        answer = pickle.dumps((False, (kind, text, traceback.format_exc())))
+            error_class, text = Defect, f"{type(error).__name__}: {error}; please report this"
+        answer = pickle.dumps((False, (error_class, text, traceback.format_exc())))
     try:
         pipe.send_bytes(answer)
     except BrokenPipeError:

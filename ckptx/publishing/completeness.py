@@ -19,7 +19,7 @@ from ckptx.transfer.plan import CopyPlan, CopyStep
 from ckptx.transfer.stream import TensorReader
 
 
-def result_of_existing_files(target: Source, plan: CopyPlan, source: SourceFiles, max_memory: int) -> CopyResult | None:
+def compare_existing_files(target: Source, plan: CopyPlan, source: SourceFiles, max_memory: int) -> CopyResult | None:
     """Return the result that a copy would have, from files that were written before.
 
     Reads all of the source, and all of the files as a loader reads them.
@@ -37,55 +37,65 @@ def result_of_existing_files(target: Source, plan: CopyPlan, source: SourceFiles
         InputError: The source is corrupt.
     """
     reader = TensorReader(source, max_memory // 2)
-    digests, losses = {}, OverflowCountsByTensor()
-    with target.open() as written:
+    digests, overflow_counts = {}, OverflowCountsByTensor()
+    with target.open() as existing_files:
         try:
-            if any(written.read_up_to(file.name, 0, len(file.prologue)) != file.prologue for file in plan.files):
+            if any(existing_files.read_up_to(file.name, 0, len(file.prologue)) != file.prologue for file in plan.files):
                 return None
         except CkptxError:
             return None
         for step in plan.steps():
-            lost = OverflowCounts()
-            digest = digest_tensor(reader, step.source, step.target.dtype, lost)
+            counts = OverflowCounts()
+            digest = digest_tensor(reader, step.source, step.target.dtype, counts)
             digests[step.target.name] = digest.digest().hex()
-            losses.add(step.target.name, lost)
+            overflow_counts.add(step.target.name, counts)
             try:
-                found = _leaves(step, written, plan.build_frame is not None, max_memory // 2)
-                if any(leaves != digest.leaves for leaves in found):
+                stored_leaves = _digest_combinations(
+                    step, existing_files, plan.build_frame is not None, max_memory // 2
+                )
+                if any(leaves != digest.leaves for leaves in stored_leaves):
                     return None
             except CkptxError:
                 return None
-    return CopyResult(digests, was_complete=True, overflows=losses.overflows, underflows=losses.underflows)
+    return CopyResult(
+        digests, was_complete=True, overflows=overflow_counts.overflows, underflows=overflow_counts.underflows
+    )
 
 
-def _leaves(step: CopyStep, written: SourceFiles, in_archives: bool, max_memory: int) -> Iterator[list[bytes]]:
+def _digest_combinations(
+    step: CopyStep, existing_files: SourceFiles, in_archives: bool, max_memory: int
+) -> Iterator[list[bytes]]:
     """Yield the leaf digests of a tensor as it was written, once for each combination of chunks and replicas."""
-    reader = TensorReader(written, max_memory)
+    reader = TensorReader(existing_files, max_memory)
     entry = step.target
-    for chunks in _copies(entry):
-        alone = entry._replace(chunks=chunks, replicas=())
+    for chunks in _combine_chunks(entry):
+        combined_entry = entry._replace(chunks=chunks, replicas=())
         if in_archives and step.has_frame:
-            alone = locate_payloads(Catalog(written.root, "dcp", {entry.name: alone}), written).tensors[entry.name]
-        yield digest_tensor(reader, alone, entry.dtype).leaves
+            combined_entry = locate_payloads(
+                Catalog(existing_files.root, "dcp", {entry.name: combined_entry}), existing_files
+            ).tensors[entry.name]
+        yield digest_tensor(reader, combined_entry, entry.dtype).leaves
 
 
-def _copies(entry: TensorEntry) -> Iterator[tuple[Chunk, ...]]:
+def _combine_chunks(entry: TensorEntry) -> Iterator[tuple[Chunk, ...]]:
     """Yield the chunks of a tensor, and then sets in which replicas replace equal chunks, until each was used."""
     chunks = entry.chunks
     if not isinstance(chunks, ShardedChunks):
         yield tuple(chunks)
         return
-    kept = {chunk.region: chunk for block, chunk in zip(chunks.blocks, chunks, strict=True) if not block.is_replica}
-    yield tuple(kept.values())
-    waiting = [chunk for block, chunk in zip(chunks.blocks, chunks, strict=True) if block.is_replica]
-    while waiting:
-        turn, later = dict(kept), []
-        seen = set()
-        for chunk in waiting:
-            if chunk.region in seen:
-                later.append(chunk)
+    primary_chunks = {
+        chunk.region: chunk for block, chunk in zip(chunks.blocks, chunks, strict=True) if not block.is_replica
+    }
+    yield tuple(primary_chunks.values())
+    pending = [chunk for block, chunk in zip(chunks.blocks, chunks, strict=True) if block.is_replica]
+    while pending:
+        combination, deferred = dict(primary_chunks), []
+        replaced_regions = set()
+        for chunk in pending:
+            if chunk.region in replaced_regions:
+                deferred.append(chunk)
             else:
-                seen.add(chunk.region)
-                turn[chunk.region] = chunk
-        yield tuple(turn.values())
-        waiting = later
+                replaced_regions.add(chunk.region)
+                combination[chunk.region] = chunk
+        yield tuple(combination.values())
+        pending = deferred

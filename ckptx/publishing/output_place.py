@@ -42,12 +42,12 @@ def refuse_existing(target: Path, overwrite: bool) -> None:
     if not overwrite and not is_empty:
         raise OutputError(f"{target}: exists and is not empty; choose another DST or pass --overwrite")
     resolved = Path(os.path.realpath(target))
-    mounted = next((mount for mount in (*_mount_points(), resolved) if _is_mount_in(mount, resolved)), None)
-    if mounted is not None:
-        holds = "is a mount point" if mounted == resolved else f"contains a mount point, {mounted}"
-        raise OutputError(f"{target}: {holds}, and cannot be replaced atomically; choose a directory inside it")
-    here = Path(os.path.realpath("."))
-    if resolved == here or resolved in here.parents:
+    mount_point = next((mount for mount in (*_mount_points(), resolved) if _is_mount_in(mount, resolved)), None)
+    if mount_point is not None:
+        problem = "is a mount point" if mount_point == resolved else f"contains a mount point, {mount_point}"
+        raise OutputError(f"{target}: {problem}, and cannot be replaced atomically; choose a directory inside it")
+    current_directory = Path(os.path.realpath("."))
+    if resolved == current_directory or resolved in current_directory.parents:
         raise OutputError(
             f"{target}: is or contains the current directory, which would be replaced; choose a directory inside it, "
             "or run ckptx from another directory"
@@ -68,10 +68,12 @@ def _mount_points() -> frozenset[Path]:
     except OSError:
         return frozenset()
     points = (line.split(b" ")[4] for line in lines if line.count(b" ") > 4)
-    return frozenset(Path(os.fsdecode(_OCTAL.sub(lambda match: bytes([int(match[1], 8)]), point))) for point in points)
+    return frozenset(
+        Path(os.fsdecode(_OCTAL_ESCAPE.sub(lambda match: bytes([int(match[1], 8)]), point))) for point in points
+    )
 
 
-_OCTAL = re.compile(rb"\\([0-3][0-7]{2})")  # mountinfo escapes spaces in octal
+_OCTAL_ESCAPE = re.compile(rb"\\([0-3][0-7]{2})")  # mountinfo escapes spaces in octal
 
 
 def refuse_overlap(source: Path, target: Path) -> None:
@@ -81,7 +83,7 @@ def refuse_overlap(source: Path, target: Path) -> None:
         OutputError: One contains the other.
     """
     a, b = Path(os.path.realpath(source)), Path(os.path.realpath(target))
-    if a == b or _is_same_as_one_of(a, b.parents) or _is_same_as_one_of(b, (a, *a.parents)):
+    if a == b or _is_any_of(a, b.parents) or _is_any_of(b, (a, *a.parents)):
         raise OutputError(f"{target}: overlaps the input {source}; choose a DST outside it")
 
 
@@ -94,29 +96,29 @@ def refuse_files_inside(files: Iterable[Path], target: Path) -> None:
         OutputError: Target and input overlap.
     """
     resolved = Path(os.path.realpath(target))
-    seen: set[Path] = set()
+    checked_directories: set[Path] = set()
     for file in files:
         real = Path(os.path.realpath(file)).parent
-        if real in seen:
+        if real in checked_directories:
             continue
-        seen.add(real)
+        checked_directories.add(real)
         cache = real.parent if real.name == "blobs" and (real.parent / "snapshots").is_dir() else None
-        homes = [real] if cache is None else [real, cache]
-        if any(_is_same_as_one_of(resolved, (home, *home.parents)) for home in homes) or (
-            cache is not None and _is_same_as_one_of(cache, (resolved, *resolved.parents))
+        directories = [real] if cache is None else [real, cache]
+        if any(_is_any_of(resolved, (home, *home.parents)) for home in directories) or (
+            cache is not None and _is_any_of(cache, (resolved, *resolved.parents))
         ):
             raise OutputError(f"{target}: overlaps the input, because {file} is in {real}; choose a DST outside it")
 
 
-def _is_same_as_one_of(path: Path, others: Iterable[Path]) -> bool:
+def _is_any_of(path: Path, others: Iterable[Path]) -> bool:
     """Return True if `path` is one of `others`, by name or, for a directory mounted twice, by device and inode."""
     try:
-        found = os.stat(path)
+        status = os.stat(path)
     except OSError:
         return path in others
     for other in others:
         try:
-            if other == path or os.path.samestat(found, os.stat(other)):
+            if other == path or os.path.samestat(status, os.stat(other)):
                 return True
         except OSError:
             continue
@@ -125,7 +127,7 @@ def _is_same_as_one_of(path: Path, others: Iterable[Path]) -> bool:
 
 def free_space(target: Path) -> int:
     """Return the free space of the file system of `target`, in bytes."""
-    place = Path(os.path.realpath(target)).parent
-    while not os.path.exists(place):
-        place = place.parent
-    return shutil.disk_usage(place).free
+    directory = Path(os.path.realpath(target)).parent
+    while not os.path.exists(directory):
+        directory = directory.parent
+    return shutil.disk_usage(directory).free

@@ -21,20 +21,20 @@ from ckptx.formats.hf.reader import stray_notes
 from ckptx.formats.sidecars import MANIFEST
 from ckptx.processes.peak_memory import peak_memory
 from ckptx.processes.peers import PeerProcesses
-from ckptx.publishing.completeness import result_of_existing_files
+from ckptx.publishing.completeness import compare_existing_files
 from ckptx.publishing.publisher import Claim, Publisher
 from ckptx.publishing.source_contents import require_unchanged
-from ckptx.publishing.source_state import FileIdentities, agreement, is_agreed, recorded_identities
-from ckptx.publishing.staging import Staging, open_staged
+from ckptx.publishing.source_state import FileIdentities, collect_identities, describe_source, is_same_source
+from ckptx.publishing.staging import Staging, open_staging
 from ckptx.storage.directory_handle import refuse_conflicting_names
 from ckptx.storage.interface import ExpectedFile, OutputTree, Source, SourceFiles, StoredFile
 from ckptx.transfer.digest import LEAF_NBYTES, digest_bytes, file_digest, leaf_digest, tree_digest
 from ckptx.transfer.executor import CopyResult, execute
 from ckptx.transfer.plan import CopyPlan
-from ckptx.untrusted.limits import MANIFEST_BYTES
+from ckptx.untrusted.limits import MAX_MANIFEST_BYTES
 
 # Loaders would read other files with these suffixes instead of the output, or along with it.
-_WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".distcp", ".metadata")
+_WEIGHT_SUFFIXES = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".distcp", ".metadata")
 _logger = logging.getLogger(__name__)
 
 
@@ -46,24 +46,24 @@ class Job:
         plan: Copy plan of the tensor files.
         source: The checkpoint from which tensors are read.
         sidecars: Name in the output -> file to copy, or bytes to write.
-        options: Other settings that determine the bytes; a resumed run must have equal ones.
-        manifest: Returns the manifest without `files` and `sidecars` from the result of the copy.
-        opened: The source as it was opened.
+        settings: Other settings that determine the bytes; a resumed run must have equal ones.
+        build_manifest: Returns the manifest without `files` and `sidecars` from the result of the copy.
+        opened_catalog: The source as it was opened.
         is_decision_unchanged: Repeats decisions on the current contents of the source; True if they are unchanged.
-        refuse: Raises an error if the result of the copy shows that the source cannot be converted.
-        check: Checks the finished tensor files in the staged tree before the commit markers are written.
+        validate_result: Raises an error if the result of the copy shows that the source cannot be converted.
+        check_staged_files: Checks the finished tensor files in the staged tree before the commit markers are written.
         markers: Name and bytes of the commit markers (index, `.metadata`), in the order to write them.
     """
 
     plan: CopyPlan
     source: Catalog
     sidecars: dict[str, StoredFile | bytes]
-    options: dict[str, Any]
-    manifest: Callable[[CopyResult], dict[str, Any]]
-    opened: Catalog
+    settings: dict[str, Any]
+    build_manifest: Callable[[CopyResult], dict[str, Any]]
+    opened_catalog: Catalog
     is_decision_unchanged: Callable[[], bool]
-    refuse: Callable[[CopyResult], None]
-    check: Callable[[Source, CopyResult], None] = lambda tree, outcome: None
+    validate_result: Callable[[CopyResult], None]
+    check_staged_files: Callable[[Source, CopyResult], None] = lambda tree, outcome: None
     markers: list[tuple[str, bytes]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -98,7 +98,7 @@ def publish(
     on_progress: Callable[[int], None],
     processes: PeerProcesses | None = None,
     other_sources: Iterable[Catalog] = (),
-    may_replace: Callable[[Path], None] = lambda target: None,
+    check_replaceable: Callable[[Path], None] = lambda target: None,
     claim: Claim = Staging,
 ) -> CopyResult | None:
     """Write and publish an output directory.
@@ -116,7 +116,7 @@ def publish(
         on_progress: Called periodically with the number of bytes written.
         processes: The other processes that write the same output; None for a single process.
         other_sources: Other checkpoints from which the output is made.
-        may_replace: Raises OutputError for a directory that must not be replaced.
+        check_replaceable: Raises OutputError for a directory that must not be replaced.
         claim: Claims the target in its storage.
 
     Returns:
@@ -127,59 +127,64 @@ def publish(
         OutputError, SpaceError: The output cannot be written, or another process changed it.
         InputError: The source is corrupt, or changed while it was read.
     """
-    seen = recorded_identities(job.source, *other_sources)
+    identities = collect_identities(job.source, *other_sources)
     if processes is not None and processes.rank:
-        return _write_share(job, target, files, workers, max_memory, on_progress, processes, seen)
-    together = processes.shared_failure() if processes is not None else nullcontext()
-    with claim(target, overwrite=overwrite, resume=resume, may_replace=may_replace) as staging, together:
-        seen.touched()
-        done = _existing_result(staging, job, files, seen, max_memory) if resume else None
-        if done is not None:
+        return _write_share(job, target, files, workers, max_memory, on_progress, processes, identities)
+    failure_scope = processes.shared_failure() if processes is not None else nullcontext()
+    with (
+        claim(target, overwrite=overwrite, resume=resume, check_replaceable=check_replaceable) as staging,
+        failure_scope,
+    ):
+        identities.find_touched()
+        existing_result = _find_existing_result(staging, job, files, identities, max_memory) if resume else None
+        if existing_result is not None:
             staging.discard()
             if processes is not None:
                 processes.send("plan", "complete")
-            return done
-        staging.refuse_target_unless(overwrite)
-        resumed = _prepare(job, staging, seen, resume)
+            return existing_result
+        staging.refuse_existing_target(overwrite)
+        resumed = _prepare_staging(job, staging, identities, resume)
         _logger.info("staged in %s%s", staging.output.path, ", resuming an interrupted run" if resumed else "")
         if processes is not None:
-            processes.send("plan", {"agreed": _agreement(job, files), "resumed": resumed})
-        outcome = execute(
+            processes.send("plan", {"agreed": _describe_job(job, files), "resumed": resumed})
+        result = execute(
             job.plan,
             files,
             staging.output,
-            staging.notes,
+            staging.journal,
             workers=workers,
             max_memory=max_memory,
             resumed=resumed,
-            on_progress=_with_peer_checks(on_progress, processes),
-            groups=None if processes is None else _share(job.plan, processes),
+            on_progress=_add_peer_checks(on_progress, processes),
+            groups=None if processes is None else _assign_groups(job.plan, processes),
         )
-        outcome.was_locked = staging.is_locked
+        result.was_locked = staging.is_locked
         if processes is not None:
             for rank in range(1, processes.world_size):
-                outcome.add(CopyResult(**processes.receive(rank, "outcome")))
-        job.refuse(outcome)
-        require_unchanged(seen, job.plan, outcome.digests, files, job.opened, job.is_decision_unchanged, max_memory)
+                result.add(CopyResult(**processes.receive(rank, "outcome")))
+        job.validate_result(result)
+        require_unchanged(
+            identities, job.plan, result.digests, files, job.opened_catalog, job.is_decision_unchanged, max_memory
+        )
         expected = staging.output.describe_expected({file.name: file.nbytes for file in job.plan.files})
-        _logger.info("copied: %d bytes read, %d written", outcome.bytes_read, outcome.bytes_written)
-        _check(job, outcome, staging, expected)
+        _logger.info("copied: %d bytes read, %d written", result.bytes_read, result.bytes_written)
+        _check_staged_files(job, result, staging, expected)
         _logger.info("checked: files match the plan")
-        expected |= _write_rest(staging.output, job, outcome, seen)
+        expected |= _write_other_files(staging.output, job, result, identities)
         if processes is not None:
             processes.send("written", True)
             for rank in range(1, processes.world_size):
-                outcome.peak_rss = max(outcome.peak_rss, processes.receive(rank, "held"))
+                result.peak_rss = max(result.peak_rss, processes.receive(rank, "held"))
         staging.publish(expected)
         _logger.info("published as %s", target)
     if processes is not None:
         processes.send("published", True)
-    return outcome
+    return result
 
 
-def _manifest_bytes(job: Job, outcome: CopyResult, files: Mapping[str, Any], sidecars: Mapping[str, Any]) -> bytes:
+def _encode_job_manifest(job: Job, result: CopyResult, files: Mapping[str, Any], sidecars: Mapping[str, Any]) -> bytes:
     """Return the bytes of `ckptx.json`: the manifest of the job, with size and digest of each file."""
-    manifest = job.manifest(outcome)
+    manifest = job.build_manifest(result)
     tensors = manifest.pop("tensors")
     return encode_manifest({**manifest, "files": files, "sidecars": sidecars, "tensors": tensors})
 
@@ -192,12 +197,12 @@ def manifest_size(job: Job) -> int:
         {name: {"bytes": nbytes, "digest": digest} for name, nbytes in each.items()}
         for each in (sizes, job.sidecar_sizes())
     )
-    return len(_manifest_bytes(job, CopyResult(defaultdict(lambda: digest)), files, sidecars))
+    return len(_encode_job_manifest(job, CopyResult(defaultdict(lambda: digest)), files, sidecars))
 
 
-def _prepare(job: Job, staging: Publisher, seen: FileIdentities, resume: bool) -> bool:
+def _prepare_staging(job: Job, staging: Publisher, identities: FileIdentities, resume: bool) -> bool:
     """Prepare the staging directory; return True if an interrupted run of the same job is resumed."""
-    plan = repr((seen.states(), _layout(job.plan), sorted(job.options.items()))).encode()
+    plan = repr((identities.describe_tensor_files(), _digest_plan(job.plan), sorted(job.settings.items()))).encode()
     resumed = staging.begin(plan, resume)
     if resumed:
         staging.output.remove_others({file.name for file in job.plan.files})
@@ -213,66 +218,70 @@ def _write_share(
     max_memory: int,
     on_progress: Callable[[int], None],
     processes: PeerProcesses,
-    seen: FileIdentities,
+    identities: FileIdentities,
 ) -> CopyResult | None:
     """Write the share of a rank other than 0, and wait until rank 0 has published the output."""
-    seen.touched()
-    wanted = processes.receive(0, "plan")
-    if wanted == "complete":
+    identities.find_touched()
+    message = processes.receive(0, "plan")
+    if message == "complete":
         return None
-    if not is_agreed(wanted["agreed"], _agreement(job, files)):
+    if not is_same_source(message["agreed"], _describe_job(job, files)):
         raise InputError(
             f"{job.source.root}: the checkpoint or the options of rank {processes.rank} differ from those of rank 0; "
             "start all ranks with the same options, on a directory that all nodes share"
         )
-    with open_staged(target) as (tree, journal):
-        outcome = execute(
+    with open_staging(target) as (tree, journal):
+        result = execute(
             job.plan,
             files,
             tree,
             journal,
             workers=workers,
             max_memory=max_memory,
-            resumed=wanted["resumed"],
-            on_progress=_with_peer_checks(on_progress, processes),
-            groups=_share(job.plan, processes),
+            resumed=message["resumed"],
+            on_progress=_add_peer_checks(on_progress, processes),
+            groups=_assign_groups(job.plan, processes),
         )
-        require_unchanged(seen, job.plan, outcome.digests, files, job.opened, job.is_decision_unchanged, max_memory)
+        require_unchanged(
+            identities, job.plan, result.digests, files, job.opened_catalog, job.is_decision_unchanged, max_memory
+        )
         tree.fsync_tracked()  # rank 0 may be on another node
-        own = set(outcome.file_digests)
-        processes.send("outcome", asdict(outcome))
+        written_names = set(result.file_digests)
+        processes.send("outcome", asdict(result))
         processes.receive(0, "written")
         tree.verify_status(
-            tree.describe_expected({file.name: file.nbytes for file in job.plan.files if file.name in own})
+            tree.describe_expected({file.name: file.nbytes for file in job.plan.files if file.name in written_names})
         )
         processes.send("held", peak_memory())
         processes.receive(0, "published")
-    return outcome
+    return result
 
 
-def _check(job: Job, outcome: CopyResult, staging: Publisher, expected: Mapping[str, ExpectedFile]) -> None:
+def _check_staged_files(job: Job, result: CopyResult, staging: Publisher, expected: Mapping[str, ExpectedFile]) -> None:
     """Run the check of the job on the finished tensor files; report changes by other processes as such."""
 
-    def require_untouched() -> None:
-        staging.require_own()
+    def require_unchanged_files() -> None:
+        staging.verify_claim()
         staging.output.verify_status(expected)
 
-    require_untouched()
+    require_unchanged_files()
     try:
-        job.check(staging.written, outcome)
+        job.check_staged_files(staging.staged_source, result)
     except CkptxError:
-        require_untouched()
+        require_unchanged_files()
         raise
 
 
-def _agreement(job: Job, files: SourceFiles) -> dict[str, str]:
+def _describe_job(job: Job, files: SourceFiles) -> dict[str, str]:
     """Return the values that must be equal on all ranks before any rank writes."""
-    return agreement(job.source, files, _layout(job.plan), repr(sorted(job.options.items())))
+    return describe_source(job.source, files, _digest_plan(job.plan), repr(sorted(job.settings.items())))
 
 
-def _write_rest(output: OutputTree, job: Job, outcome: CopyResult, seen: FileIdentities) -> dict[str, ExpectedFile]:
+def _write_other_files(
+    output: OutputTree, job: Job, result: CopyResult, identities: FileIdentities
+) -> dict[str, ExpectedFile]:
     """Write all files but the tensor files: sidecars, markers, and finally the manifest."""
-    written: dict[str, ExpectedFile] = {}
+    expected: dict[str, ExpectedFile] = {}
 
     def write(name: str, data: StoredFile | bytes) -> dict[str, Any]:
         leaves: list[bytes] = []
@@ -280,49 +289,49 @@ def _write_rest(output: OutputTree, job: Job, outcome: CopyResult, seen: FileIde
 
         def blocks() -> Iterator[bytes]:
             nonlocal nbytes
-            for block in seen.blocks(data, LEAF_NBYTES):
+            for block in identities.iterate_blocks(data, LEAF_NBYTES):
                 leaves.append(leaf_digest(block))
                 nbytes += len(block)
                 yield block
 
-        holder = output.write(name, blocks())
-        written[name] = ExpectedFile(nbytes, holder, lambda file: file_digest(file) == tree_digest(leaves))
+        device_and_inode = output.write(name, blocks())
+        expected[name] = ExpectedFile(nbytes, device_and_inode, lambda file: file_digest(file) == tree_digest(leaves))
         return {"bytes": nbytes, "digest": tree_digest(leaves).hex()}
 
     sidecars = {name: write(name, data) for name, data in sorted(job.sidecars.items())}
-    rows = {file.name: {"bytes": file.nbytes, "digest": outcome.file_digests[file.name]} for file in job.plan.files}
+    rows = {file.name: {"bytes": file.nbytes, "digest": result.file_digests[file.name]} for file in job.plan.files}
     rows |= {name: write(name, data) for name, data in job.markers}
-    write(MANIFEST, _manifest_bytes(job, outcome, rows, sidecars))
-    return written
+    write(MANIFEST, _encode_job_manifest(job, result, rows, sidecars))
+    return expected
 
 
-def _share(plan: CopyPlan, processes: PeerProcesses) -> list[int]:
+def _assign_groups(plan: CopyPlan, processes: PeerProcesses) -> list[int]:
     """Return the groups that this rank writes: groups are assigned by size, each to the rank with the least bytes."""
     sizes = [sum(plan.files[file].nbytes for file in group.files) for group in plan.groups]
     loads = [(0, rank) for rank in range(processes.world_size)]
-    mine = []
+    own_groups = []
     for index in sorted(range(len(sizes)), key=lambda index: (-sizes[index], index)):
         load, rank = heappop(loads)
         heappush(loads, (load + sizes[index], rank))
         if rank == processes.rank:
-            mine.append(index)
-    return sorted(mine)
+            own_groups.append(index)
+    return sorted(own_groups)
 
 
-def _with_peer_checks(on_progress: Callable[[int], None], processes: PeerProcesses | None) -> Callable[[int], None]:
+def _add_peer_checks(on_progress: Callable[[int], None], processes: PeerProcesses | None) -> Callable[[int], None]:
     """Return a callback that also checks the other ranks whenever progress is reported."""
     if processes is None:
         return on_progress
 
-    def watch(nbytes: int) -> None:
+    def check_and_report(nbytes: int) -> None:
         processes.check()
         on_progress(nbytes)
 
-    return watch
+    return check_and_report
 
 
-def _existing_result(
-    staging: Publisher, job: Job, files: SourceFiles, seen: FileIdentities, max_memory: int
+def _find_existing_result(
+    staging: Publisher, job: Job, files: SourceFiles, identities: FileIdentities, max_memory: int
 ) -> CopyResult | None:
     """Return the result of a copy whose target is complete already, or None if it is not.
 
@@ -331,16 +340,18 @@ def _existing_result(
     Raises:
         InputError: The source is corrupt, changed during the run, or has values that cannot be cast.
     """
-    manifest = _manifest_at(staging)
-    if manifest is None or not is_complete(staging.published, manifest, job):
+    manifest = _read_target_manifest(staging)
+    if manifest is None or not is_complete(staging.target_source, manifest, job):
         return None
-    if not is_intact(staging, manifest, job, seen):
+    if not is_intact(staging, manifest, job, identities):
         return None
-    outcome = result_of_existing_files(staging.published, job.plan, files, max_memory)
-    if outcome is None:
+    result = compare_existing_files(staging.target_source, job.plan, files, max_memory)
+    if result is None:
         return None
-    job.refuse(outcome)
-    require_unchanged(seen, job.plan, outcome.digests, files, job.opened, job.is_decision_unchanged, max_memory)
+    job.validate_result(result)
+    require_unchanged(
+        identities, job.plan, result.digests, files, job.opened_catalog, job.is_decision_unchanged, max_memory
+    )
     rows, sidecars = (
         {name: row._asdict() for name, row in each.items()} for each in (manifest.files, manifest.sidecars)
     )
@@ -348,40 +359,44 @@ def _existing_result(
         row["bytes"] = row.pop("nbytes")
     if set(sidecars) != set(job.sidecars):
         return None
-    fresh = parse_manifest(_manifest_bytes(job, outcome, rows, sidecars), manifest.path)
-    return outcome if fresh == manifest else None
+    new_manifest = parse_manifest(_encode_job_manifest(job, result, rows, sidecars), manifest.path)
+    return result if new_manifest == manifest else None
 
 
-def _manifest_at(staging: Publisher) -> Manifest | None:
+def _read_target_manifest(staging: Publisher) -> Manifest | None:
     """Return the manifest at the target, or None if there is no valid one."""
     try:
-        data = staging.published.read_small(MANIFEST, MANIFEST_BYTES)
-        return parse_manifest(data, str(staging.published.location / MANIFEST))
+        data = staging.target_source.read_small(MANIFEST, MAX_MANIFEST_BYTES)
+        return parse_manifest(data, str(staging.target_source.location / MANIFEST))
     except CkptxError:
         return None
 
 
-def is_intact(staging: Publisher, manifest: Manifest, job: Job, seen: FileIdentities) -> bool:
+def is_intact(staging: Publisher, manifest: Manifest, job: Job, identities: FileIdentities) -> bool:
     """Return True if tensor files, markers and sidecars at the target have the expected bytes; reads all of them."""
     try:
-        wanted = {name: row.digest for name, row in manifest.files.items()}
-        wanted |= {name: digest_bytes(data) for name, data in job.markers}
+        expected_digests = {name: row.digest for name, row in manifest.files.items()}
+        expected_digests |= {name: digest_bytes(data) for name, data in job.markers}
         for name, data in job.sidecars.items():
-            wanted[name] = tree_digest(leaf_digest(block) for block in seen.blocks(data, LEAF_NBYTES)).hex()
-        return all(staging.digest_of_published(name) == digest for name, digest in wanted.items())
+            expected_digests[name] = tree_digest(
+                leaf_digest(block) for block in identities.iterate_blocks(data, LEAF_NBYTES)
+            ).hex()
+        return all(staging.digest_target_file(name) == digest for name, digest in expected_digests.items())
     except (CkptxError, OSError):
         return False
 
 
 def is_complete(target: Source, manifest: Manifest, job: Job) -> bool:
     """Return True if the target matches the job in names, dtypes, sizes and markers; tensor data is not read."""
-    wanted = {file.name: file.nbytes for file in job.plan.files} | {name: len(data) for name, data in job.markers}
+    expected_sizes = {file.name: file.nbytes for file in job.plan.files} | {
+        name: len(data) for name, data in job.markers
+    }
     try:
         files, tensors = manifest.files, manifest.tensors
         return (
-            {name: row.nbytes for name, row in files.items()} == wanted
-            and not stray_notes(target.listing(), {*wanted, *job.sidecars}, _WEIGHTS)
-            and all(target.size(name) == nbytes for name, nbytes in wanted.items())
+            {name: row.nbytes for name, row in files.items()} == expected_sizes
+            and not stray_notes(target.listing(), {*expected_sizes, *job.sidecars}, _WEIGHT_SUFFIXES)
+            and all(target.size(name) == nbytes for name, nbytes in expected_sizes.items())
             and all(files[name].digest == digest_bytes(data) for name, data in job.markers)
             and all(tensors[step.target.name].dtype is step.target.dtype for step in job.plan.steps() if step.has_frame)
         )
@@ -389,21 +404,21 @@ def is_complete(target: Source, manifest: Manifest, job: Job) -> bool:
         return False
 
 
-def _layout(plan: CopyPlan) -> str:
+def _digest_plan(plan: CopyPlan) -> str:
     """Return a digest of all files, tensors and positions of the plan."""
-    ids, known = ObjectIds(), dict[tuple[int, int], bytes]()
+    ids, digests = ObjectIds(), dict[tuple[int, int], bytes]()
 
-    def places(chunks: Sequence[Chunk]) -> bytes:
+    def encode_positions(chunks: Sequence[Chunk]) -> bytes:
         if type(chunks) is not ShardedChunks:
             return repr([(*chunk.region, *chunk[1:]) for chunk in chunks]).encode()
         key = (ids(chunks.files), ids(chunks.blocks))  # shared by equally sharded tensors
-        if key not in known:
-            known[key] = leaf_digest(repr((chunks.files, chunks.blocks)).encode())
-        return known[key] + chunks.offsets.tobytes()
+        if key not in digests:
+            digests[key] = leaf_digest(repr((chunks.files, chunks.blocks)).encode())
+        return digests[key] + chunks.offsets.tobytes()
 
     files = (leaf_digest(repr((file.name, file.nbytes)).encode() + file.prologue) for file in plan.files)
     steps = (
-        leaf_digest(repr((step.target.name, step.target.dtype.name)).encode() + places(step.target.chunks))
+        leaf_digest(repr((step.target.name, step.target.dtype.name)).encode() + encode_positions(step.target.chunks))
         for step in plan.steps()
     )
     return tree_digest([*files, *steps]).hex()

@@ -30,18 +30,18 @@ class Publisher(Protocol):
         """The files of the output; available after `begin`."""
 
     @property
-    def notes(self) -> OutputTree:
+    def journal(self) -> OutputTree:
         """Notes on finished work for a resumed run, which are not published; available after `begin`."""
 
     @property
-    def written(self) -> Source:
+    def staged_source(self) -> Source:
         """The files of the output, for reading them before they are published."""
 
     @property
-    def published(self) -> Source:
+    def target_source(self) -> Source:
         """The current files at the target."""
 
-    def digest_of_published(self, name: str) -> str:
+    def digest_target_file(self, name: str) -> str:
         """Return the digest of a file at the target, without following a link out of it.
 
         Raises:
@@ -50,7 +50,7 @@ class Publisher(Protocol):
 
     @property
     def is_locked(self) -> bool:
-        """False if the storage does not support locks: a later run can take over, which `require_own` detects."""
+        """False if the storage does not support locks: a later run can take over, which `verify_claim` detects."""
 
     def __enter__(self) -> Publisher:
         """Return the claim itself."""
@@ -61,13 +61,13 @@ class Publisher(Protocol):
         """Release the claim."""
 
     def begin(self, plan: bytes, resume: bool) -> bool:
-        """Prepare `output` and `notes` for a run with this plan.
+        """Prepare `output` and `journal` for a run with this plan.
 
         Returns:
             True if `resume` is set and an interrupted run of the same plan is resumed.
         """
 
-    def refuse_target_unless(self, overwrite: bool) -> None:
+    def refuse_existing_target(self, overwrite: bool) -> None:
         """Refuse an existing target that is not empty, unless `overwrite` is set.
 
         Raises:
@@ -81,7 +81,7 @@ class Publisher(Protocol):
             SpaceError: There is not enough space.
         """
 
-    def require_own(self) -> None:
+    def verify_claim(self) -> None:
         """Check that the claim is still valid.
 
         Raises:
@@ -106,7 +106,7 @@ class Publisher(Protocol):
 class Claim(Protocol):
     """Function that claims a target."""
 
-    def __call__(self, target: Any, /, *, overwrite: bool, resume: bool, may_replace: Any) -> Publisher:
+    def __call__(self, target: Any, /, *, overwrite: bool, resume: bool, check_replaceable: Any) -> Publisher:
         """Claim a target; see `Staging.__init__` for the arguments.
 
         Raises:

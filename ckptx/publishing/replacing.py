@@ -26,8 +26,8 @@ from ckptx.storage.interface import local_path
 from ckptx.transfer.digest import file_digest
 from ckptx.untrusted.printable import one_line
 
-_BLOCK = 1 << 20
-_NAMED = 3  # foreign files that a refusal names
+_BLOCK_NBYTES = 1 << 20
+_MAX_LISTED = 3  # foreign files that a refusal names
 
 _WEIGHTS = re.compile(
     r"\.metadata|.+\.(safetensors|distcp|gguf)|.+\.(safetensors|bin|h5|msgpack)\.index\.json|"
@@ -42,19 +42,19 @@ _TRAINER_STATE = re.compile(
     r"(dataloader|rng|scheduler|lr_scheduler)(_dp_rank_\d+)?\.pt|losses\.json|\.metadata\.json"
 )
 # Subdirectories of trainers and of the Hub client, and the names that are allowed in them.
-_DIRECTORIES = (
+_KNOWN_DIRECTORIES = (
     (re.compile(r"(model|optim|optimizer|weights|pytorch_model_fsdp_\d+|optimizer_\d+|train|\.hf_metadata)"), None),
     (re.compile(r"(rng|dataloader|scheduler|lr_scheduler|step_scheduler)"), re.compile(r"[\w.-]+\.(pt|json)")),
     (re.compile(r"\.cache/huggingface(/download)?"), re.compile(r"[\w.-]+\.(metadata|lock)|\.gitignore|CACHEDIR\.TAG")),
 )
 
 
-def refuse_foreign(target: Path, kept_in: Path | None = None) -> None:
+def refuse_unrelated_files(target: Path, backup: Path | None = None) -> None:
     """Refuse to replace a directory that is not a checkpoint or contains unrelated files; it may be absent or empty.
 
     Args:
         target: The directory.
-        kept_in: Another directory; files that are also in it, with the same name and bytes, may be replaced. None
+        backup: Another directory; files that are also in it, with the same name and bytes, may be replaced. None
             allows no such files.
 
     Raises:
@@ -63,29 +63,29 @@ def refuse_foreign(target: Path, kept_in: Path | None = None) -> None:
     resolved = Path(os.path.realpath(target))
     if not resolved.is_dir() or not os.listdir(resolved):
         return
-    manifest = _digests(resolved)
+    manifest = _read_digests(resolved)
     try:
         with ExitStack() as stack:
             directory = stack.enter_context(DirectoryHandle.open_path(resolved))
-            kept = None if kept_in is None else stack.enter_context(DirectoryHandle.open_path(kept_in))
-            foreign = sorted(_foreign_files(directory, manifest or {}, kept))
+            backup_directory = None if backup is None else stack.enter_context(DirectoryHandle.open_path(backup))
+            unrelated = sorted(_iterate_unrelated_files(directory, manifest or {}, backup_directory))
     except OSError as error:
         raise OutputError(f"{target}: cannot be listed: {error.strerror}; choose another DST") from error
-    if foreign:
-        named = ", ".join(one_line(name) for name in foreign[:_NAMED])
-        more = f" and {len(foreign) - _NAMED} more" if len(foreign) > _NAMED else ""
+    if unrelated:
+        listed = ", ".join(one_line(name) for name in unrelated[:_MAX_LISTED])
+        more = f" and {len(unrelated) - _MAX_LISTED} more" if len(unrelated) > _MAX_LISTED else ""
         raise OutputError(
-            f"{target}: contains files that do not belong to a checkpoint: {named}{more}; --overwrite would delete "
+            f"{target}: contains files that do not belong to a checkpoint: {listed}{more}; --overwrite would delete "
             "them; move them elsewhere, or choose another DST"
         )
-    if manifest is None and not _opens(resolved):
+    if manifest is None and not _is_checkpoint(resolved):
         raise OutputError(
             f"{target}: cannot be opened as a checkpoint and has no {MANIFEST}; --overwrite replaces only checkpoints; "
             "remove it yourself, or choose another DST"
         )
 
 
-def refuse_files_of(catalog: Catalog, target: Path) -> None:
+def refuse_input_files(catalog: Catalog, target: Path) -> None:
     """Refuse a target that contains a file of an input, with links resolved.
 
     Raises:
@@ -95,14 +95,14 @@ def refuse_files_of(catalog: Catalog, target: Path) -> None:
     refuse_files_inside((local_path(catalog.root / name) for name in sorted(names)), target)
 
 
-def _opens(root: Path) -> bool:
+def _is_checkpoint(root: Path) -> bool:
     try:
         return local_path(open_checkpoint(root).root).samefile(root)
     except (CkptxError, OSError):
         return False
 
 
-def _digests(root: Path) -> Mapping[str, str] | None:
+def _read_digests(root: Path) -> Mapping[str, str] | None:
     """Return the digest of each file that ckptx wrote, by name, or None without a valid manifest."""
     try:
         manifest = read_manifest(root / MANIFEST)
@@ -111,19 +111,21 @@ def _digests(root: Path) -> Mapping[str, str] | None:
         return None
 
 
-def _foreign_files(
-    directory: DirectoryHandle, digests: Mapping[str, str], kept: DirectoryHandle | None
+def _iterate_unrelated_files(
+    directory: DirectoryHandle, digests: Mapping[str, str], backup: DirectoryHandle | None
 ) -> Iterator[str]:
-    for name, found in directory.walk():
-        if stat.S_ISLNK(found.st_mode):
-            is_foreign = not is_known_name(name)
-        elif stat.S_ISREG(found.st_mode):
-            is_foreign = not (
-                is_known_name(name) or _is_ours(directory, name, digests) or _is_kept(directory, name, kept)
+    for name, status in directory.walk():
+        if stat.S_ISLNK(status.st_mode):
+            is_unrelated = not is_known_name(name)
+        elif stat.S_ISREG(status.st_mode):
+            is_unrelated = not (
+                is_known_name(name)
+                or _is_written_by_ckptx(directory, name, digests)
+                or _is_in_backup(directory, name, backup)
             )
         else:
-            is_foreign = True
-        if is_foreign:
+            is_unrelated = True
+        if is_unrelated:
             yield name
 
 
@@ -132,18 +134,18 @@ def is_known_name(name: str) -> bool:
     path = PurePosixPath(name)
     base, directory = path.name, str(path.parent)
     if directory == ".":
-        return _is_known(base) or base == MANIFEST
-    for known, inside in _DIRECTORIES:
-        if known.fullmatch(directory):
-            return _is_known(base) if inside is None else inside.fullmatch(base) is not None
+        return _is_known_base_name(base) or base == MANIFEST
+    for directory_pattern, name_pattern in _KNOWN_DIRECTORIES:
+        if directory_pattern.fullmatch(directory):
+            return _is_known_base_name(base) if name_pattern is None else name_pattern.fullmatch(base) is not None
     return False
 
 
-def _is_known(base: str) -> bool:
+def _is_known_base_name(base: str) -> bool:
     return is_known_sidecar(base) or any(known.fullmatch(base) for known in (_WEIGHTS, _TRAINER_STATE))
 
 
-def _is_ours(directory: DirectoryHandle, name: str, digests: Mapping[str, str]) -> bool:
+def _is_written_by_ckptx(directory: DirectoryHandle, name: str, digests: Mapping[str, str]) -> bool:
     """Return True for a file with the bytes that ckptx wrote, or a report or page of ckptx."""
     try:
         with directory.open_file(name) as file:
@@ -152,13 +154,13 @@ def _is_ours(directory: DirectoryHandle, name: str, digests: Mapping[str, str]) 
         return False
 
 
-def _is_kept(directory: DirectoryHandle, name: str, kept: DirectoryHandle | None) -> bool:
+def _is_in_backup(directory: DirectoryHandle, name: str, backup: DirectoryHandle | None) -> bool:
     """Return True for a file that another directory contains, too, with the same bytes."""
-    if kept is None:
+    if backup is None:
         return False
     try:
-        with directory.open_file(name) as file, kept.open_file(name) as other:
-            blocks = zip(file.blocks(_BLOCK), other.blocks(_BLOCK), strict=False)
+        with directory.open_file(name) as file, backup.open_file(name) as other:
+            blocks = zip(file.blocks(_BLOCK_NBYTES), other.blocks(_BLOCK_NBYTES), strict=False)
             return file.size == other.size and all(a == b for a, b in blocks)
     except (CkptxError, OSError):
         return False

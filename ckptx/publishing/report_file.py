@@ -13,7 +13,7 @@ from ckptx.storage.open_file import OpenFile
 from ckptx.untrusted.remote_name import refuse_remote
 
 GENERATOR = '<meta name="generator" content="ckptx">'
-_HEAD = 4096  # bytes at the beginning that identify a report or page
+_HEAD_NBYTES = 4096  # bytes at the beginning that identify a report or page
 _REPORT = re.compile(
     rb'\{\s*"schema_version":\s*\d+,\s*"command":\s*"'
     rb'(convert|reshard|inspect|diff|verify|env|forecast|robustness|usage)[^"]*",\s*"exit":\s*\d+,\s*"ok":\s*(true|false)'
@@ -28,7 +28,7 @@ _OLD_PAGE = re.compile(
 )
 
 
-def refuse_place(path: str | Path) -> None:
+def check_report_path(path: str | Path) -> None:
     """Check that a report or page may be written to a path, before any other work.
 
     Raises:
@@ -38,29 +38,29 @@ def refuse_place(path: str | Path) -> None:
     refuse_remote(path)
     path = Path(path)
     try:
-        found = os.lstat(path)
+        status = os.lstat(path)
     except FileNotFoundError:
         if not Path(os.path.abspath(path)).parent.is_dir():
             raise OutputError(f"{path}: its directory does not exist; create it, or choose another file") from None
         return
     except OSError as error:
         raise OutputError(f"{path}: cannot be written: {error.strerror}; choose another file") from error
-    if not stat.S_ISREG(found.st_mode):
-        what = "a symbolic link" if stat.S_ISLNK(found.st_mode) else "not a regular file"
-        raise OutputError(f"{path}: is {what}; choose a new file, or an earlier report or page of ckptx")
+    if not stat.S_ISREG(status.st_mode):
+        kind = "a symbolic link" if stat.S_ISLNK(status.st_mode) else "not a regular file"
+        raise OutputError(f"{path}: is {kind}; choose a new file, or an earlier report or page of ckptx")
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         with OpenFile(descriptor, path) as file:
-            is_ours = stat.S_ISREG(os.fstat(descriptor).st_mode) and is_earlier_output(file)
+            is_earlier = stat.S_ISREG(os.fstat(descriptor).st_mode) and is_earlier_output(file)
     except OSError as error:
         raise OutputError(f"{path}: cannot be read: {error.strerror}; choose another file") from error
-    if not is_ours:
+    if not is_earlier:
         raise OutputError(f"{path}: exists and is not a report or page of ckptx; choose another file, or remove it")
 
 
 def is_earlier_output(file: OpenFile) -> bool:
     """Return True for a file that begins like a report, a page or JUnit XML of ckptx."""
-    head = file.read(_HEAD, 0)
+    head = file.read(_HEAD_NBYTES, 0)
     if _REPORT.match(head) or head.startswith(XML_HEAD.encode()):
         return True
     is_page = head.startswith(b"<!doctype html>\n") and b"\n" + GENERATOR.encode() + b"\n" in head
@@ -73,7 +73,7 @@ def write_text(path: str | Path, text: str) -> None:
     Raises:
         OutputError: The path is not allowed or cannot be written.
     """
-    refuse_place(path)
+    check_report_path(path)
     path = Path(path)
     temporary = path.parent / f".{path.name}.{os.getpid()}.ckptx-new"
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC

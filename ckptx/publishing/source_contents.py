@@ -27,69 +27,73 @@ _logger = logging.getLogger(__name__)
 
 
 def require_unchanged(
-    seen: FileIdentities,
+    identities: FileIdentities,
     plan: CopyPlan,
     digests: Mapping[str, str],
     files: SourceFiles,
-    opened: Catalog,
+    opened_catalog: Catalog,
     is_decision_unchanged: Callable[[], bool],
     max_memory: int,
 ) -> None:
     """Check that the source is unchanged since it was copied.
 
     Args:
-        seen: Identities of its files when it was opened.
+        identities: Identities of its files when it was opened.
         plan: Plan of the copy.
         digests: Digest of each copied tensor, by target name.
         files: Files of the source.
-        opened: The source as it was opened.
+        opened_catalog: The source as it was opened.
         is_decision_unchanged: Repeats decisions on the current contents of the source; True if they are unchanged.
         max_memory: Memory limit for buffers, in bytes.
 
     Raises:
         InputError: A file was removed or replaced, or has other contents.
     """
-    touched = seen.touched()
+    touched = identities.find_touched()
     if not touched:
         return
     _logger.info("reading files again because their change time differs: %s", ", ".join(map(str, touched)))
     first = next(iter(touched))
-    names = {name for path in touched if (name := relative_name(opened.root, path)) is not None}
-    carried = {catalog.root / sidecar.name for catalog in seen.catalogs for sidecar in catalog.sidecars}
+    names = {name for path in touched if (name := relative_name(opened_catalog.root, path)) is not None}
+    sidecar_locations = {catalog.root / sidecar.name for catalog in identities.catalogs for sidecar in catalog.sidecars}
     for path in touched:
-        is_known = relative_name(opened.root, path) is not None or path in carried
-        if not is_known or (path.name == "config.json" and not _is_config_as_read(seen.files[path], seen.catalogs)):
+        is_known = relative_name(opened_catalog.root, path) is not None or path in sidecar_locations
+        if not is_known or (
+            path.name == "config.json" and not _is_config_unchanged(identities.files[path], identities.catalogs)
+        ):
             raise changed_error(path)
-    if names and not (_has_same_catalog(opened) and is_decision_unchanged()):
+    if names and not (_has_same_catalog(opened_catalog) and is_decision_unchanged()):
         raise changed_error(first)
     reader = TensorReader(files, max_memory)
     for step in plan.steps():
-        recorded = digests.get(step.target.name)
-        if recorded is None or names.isdisjoint(_files_of(step.source)):
+        expected = digests.get(step.target.name)
+        if expected is None or names.isdisjoint(_iterate_chunk_files(step.source)):
             continue
-        if digest_tensor(reader, step.source, step.target.dtype).digest().hex() != recorded:
-            raise changed_error(opened.root / next(name for name in _files_of(step.source) if name in names))
-    if seen.touched() != touched:
+        if digest_tensor(reader, step.source, step.target.dtype).digest().hex() != expected:
+            raise changed_error(
+                opened_catalog.root / next(name for name in _iterate_chunk_files(step.source) if name in names)
+            )
+    if identities.find_touched() != touched:
         raise changed_error(first)
-    seen.accept(touched)
+    identities.accept(touched)
 
 
-def _is_config_as_read(config: StoredFile, catalogs: tuple[Catalog, ...]) -> bool:
+def _is_config_unchanged(config: StoredFile, catalogs: tuple[Catalog, ...]) -> bool:
     """Return True if the file still contains the config of every checkpoint that uses it."""
     directory = config.location.parent
-    owners = [each for each in catalogs if each.config is not None and config_source(each).location == directory]
-    return all(read_json_object(*config) == each.config for each in owners)
+    config_users = [each for each in catalogs if each.config is not None and config_source(each).location == directory]
+    return all(read_json_object(*config) == each.config for each in config_users)
 
 
 def _has_same_catalog(opened: Catalog) -> bool:
     """Return True if opening the checkpoint again gives the same headers."""
     try:
-        again = open_checkpoint(opened.source.with_location(opened.opened_from or opened.root).without_cache())
+        reopened = open_checkpoint(opened.source.with_location(opened.opened_from or opened.root).without_cache())
     except CkptxError:
         return False
-    return list(header_texts(again)) == list(header_texts(opened))
+    return list(header_texts(reopened)) == list(header_texts(opened))
 
 
-def _files_of(entry: TensorEntry) -> Iterator[str]:
+def _iterate_chunk_files(entry: TensorEntry) -> Iterator[str]:
     chunks = entry.chunks
     return (chunk.file for chunk in (chunks.archives if isinstance(chunks, LazyChunks) else chunks))

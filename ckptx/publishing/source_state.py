@@ -16,7 +16,7 @@ from ckptx.transfer.digest import leaf_digest, tree_digest
 
 # Samples of tensor data that ranks compare before they begin, spread evenly over the files: enough to distinguish two
 # steps of a training run, and fast to read.
-_SAMPLES, _SAMPLE = 512, 256
+_SAMPLE_COUNT, _SAMPLE_NBYTES = 512, 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,19 +26,19 @@ class FileIdentities:
     Attributes:
         catalogs: The checkpoints; the first is the source.
         files: The files, by location.
-        recorded: Identity of each file, by location.
+        by_location: Identity of each file, by location.
     """
 
     catalogs: tuple[Catalog, ...]
     files: Mapping[Location, StoredFile]
-    recorded: dict[Location, FileIdentity]
+    by_location: dict[Location, FileIdentity]
 
     @property
     def source(self) -> Catalog:
         """The checkpoint from which tensors are read."""
         return self.catalogs[0]
 
-    def touched(self) -> dict[Location, FileIdentity]:
+    def find_touched(self) -> dict[Location, FileIdentity]:
         """Check the identity of every file again.
 
         Returns:
@@ -49,22 +49,22 @@ class FileIdentities:
             InputError: A file was removed or changed.
         """
         touched = {}
-        for location, identity in self.recorded.items():
+        for location, identity in self.by_location.items():
             source, name = self.files[location]
-            found = source.read_identities((name,)).get(name)
-            if found is None:
+            current = source.read_identities((name,)).get(name)
+            if current is None:
                 source.size(name)  # raises for a missing file
-            if found is None or not found.has_same_contents(identity):
+            if current is None or not current.has_same_contents(identity):
                 raise changed_error(location)
-            if found != identity:
-                touched[location] = found
+            if current != identity:
+                touched[location] = current
         return touched
 
     def accept(self, touched: Mapping[Location, FileIdentity]) -> None:
         """Record the current identities of files whose contents are unchanged."""
-        self.recorded.update(touched)
+        self.by_location.update(touched)
 
-    def states(self) -> list[tuple[str, tuple[int | str, ...], tuple[int | str, ...]]]:
+    def describe_tensor_files(self) -> list[tuple[str, tuple[int | str, ...], tuple[int | str, ...]]]:
         """Return name, version and inode of each tensor file; if they differ, a resumed run starts over.
 
         If they are equal, contents that are reused are compared, because these values do not reveal a file that was
@@ -72,30 +72,30 @@ class FileIdentities:
         """
         rows = ((name, self.source.identities[name]) for name in self.source.files)
         # Without the device number, which may change when a disk is mounted again.
-        return [(name, found.version, found.device_and_inode[1:]) for name, found in rows]
+        return [(name, identity.version, identity.device_and_inode[1:]) for name, identity in rows]
 
-    def blocks(self, data: StoredFile | bytes, size: int) -> Iterator[bytes]:
+    def iterate_blocks(self, data: StoredFile | bytes, size: int) -> Iterator[bytes]:
         """Iterate over bytes, or the contents of a file, `size` bytes at a time.
 
         Raises:
             InputError: The file cannot be read, or has changed.
         """
         if isinstance(data, bytes):
-            for at in range(0, len(data), size):
-                yield data[at : at + size]
+            for offset in range(0, len(data), size):
+                yield data[offset : offset + size]
             return
         source, name = data
         with source.open() as files:
             identity = files.identity(name)
-            if self.recorded.get(data.location, identity) != identity:
+            if self.by_location.get(data.location, identity) != identity:
                 raise changed_error(data.location)
-            at = 0
-            while block := files.read_up_to(name, at, size):
+            offset = 0
+            while block := files.read_up_to(name, offset, size):
                 yield block
-                at += len(block)
+                offset += len(block)
 
 
-def recorded_identities(source: Catalog, *others: Catalog) -> FileIdentities:
+def collect_identities(source: Catalog, *others: Catalog) -> FileIdentities:
     """Return the identities that the catalogs recorded when they were opened."""
     catalogs = (source, *others)
     files = {
@@ -105,61 +105,61 @@ def recorded_identities(source: Catalog, *others: Catalog) -> FileIdentities:
     return FileIdentities(catalogs, files, recorded)
 
 
-def agreement(source: Catalog, files: SourceFiles, *more: str) -> dict[str, str]:
+def describe_source(source: Catalog, files: SourceFiles, *values: str) -> dict[str, str]:
     """Return the values that the ranks of a run compare before they begin.
 
     Args:
         source: The checkpoint as this rank opened it.
         files: Its files.
-        more: Other values that must be equal.
+        values: Other values that must be equal.
 
     Returns:
         `digest` of headers, sizes, times and samples of the data; `place`, equal for ranks that see the same file
         systems; and `files`, which then must be equal, too.
     """
     states = [(name, source.identities[name].version) for name in source.files]
-    leaves = [leaf_digest(text.encode("utf-8", "surrogatepass")) for text in (repr(states), *more)]
+    leaves = [leaf_digest(text.encode("utf-8", "surrogatepass")) for text in (repr(states), *values)]
     leaves += [leaf_digest(text.encode("utf-8", "surrogatepass")) for text in header_texts(source)]
-    leaves += [leaf_digest(sample) for sample in _samples(source, files)]
-    holders = [(name, source.identities[name].device_and_inode) for name in source.files]
+    leaves += [leaf_digest(sample) for sample in _iterate_samples(source, files)]
+    inodes = [(name, source.identities[name].device_and_inode) for name in source.files]
     return {
         "digest": tree_digest(leaves).hex(),
-        "place": _place(),
-        "files": leaf_digest(repr(holders).encode("utf-8", "surrogatepass")).hex(),
+        "place": _mount_id(),
+        "files": leaf_digest(repr(inodes).encode("utf-8", "surrogatepass")).hex(),
     }
 
 
-def is_agreed(theirs: Mapping[str, str], ours: Mapping[str, str]) -> bool:
+def is_same_source(other: Mapping[str, str], own: Mapping[str, str]) -> bool:
     """Return True if two ranks have the same checkpoint and options."""
-    same_place = bool(ours["place"]) and theirs["place"] == ours["place"]
-    return theirs["digest"] == ours["digest"] and (not same_place or theirs["files"] == ours["files"])
+    is_same_mount = bool(own["place"]) and other["place"] == own["place"]
+    return other["digest"] == own["digest"] and (not is_same_mount or other["files"] == own["files"])
 
 
 def header_texts(source: Catalog) -> Iterator[str]:
     """Yield everything that was read to open a checkpoint, tensor by tensor, then objects, config and headers."""
     for name, entry in source.tensors.items():
         chunks = entry.chunks
-        places = chunks.archives if isinstance(chunks, LazyChunks) else chunks
-        yield repr((name, entry.dtype.name, entry.shape, [chunk[:5] for chunk in places]))
+        chunk_list = chunks.archives if isinstance(chunks, LazyChunks) else chunks
+        yield repr((name, entry.dtype.name, entry.shape, [chunk[:5] for chunk in chunk_list]))
     yield repr([tuple(entry) for entry in source.objects.values()])
     yield json.dumps(source.config, sort_keys=True, default=repr)
     yield from (repr(row) for row in sorted(source.verbatim.items()))
 
 
-def _samples(source: Catalog, files: SourceFiles) -> Iterator[bytes]:
-    each = max(3, _SAMPLES // max(1, len(source.files)))
+def _iterate_samples(source: Catalog, files: SourceFiles) -> Iterator[bytes]:
+    count_per_file = max(3, _SAMPLE_COUNT // max(1, len(source.files)))
     for name, nbytes in source.files.items():
-        for at in _positions(nbytes, each):
-            yield files.read_up_to(name, at, _SAMPLE)
+        for offset in _sample_offsets(nbytes, count_per_file):
+            yield files.read_up_to(name, offset, _SAMPLE_NBYTES)
 
 
-def _positions(nbytes: int, count: int) -> Iterable[int]:
+def _sample_offsets(nbytes: int, count: int) -> Iterable[int]:
     """Return evenly spaced sample positions in a file, including its end."""
-    last = max(0, nbytes - _SAMPLE)
+    last = max(0, nbytes - _SAMPLE_NBYTES)
     return sorted({last * index // (count - 1) for index in range(count)})
 
 
-def _place() -> str:
+def _mount_id() -> str:
     """Return a string that is equal for processes on one machine with the same mounts; empty if unknown."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()

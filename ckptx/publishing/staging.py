@@ -30,7 +30,7 @@ from ckptx.storage.staged import staging_paths
 from ckptx.transfer.digest import file_digest
 
 _RENAME_EXCHANGE = 2
-_TRIES = 100  # attempts to claim a directory that another run is about to remove
+_MAX_CLAIM_ATTEMPTS = 100  # attempts to claim a directory that another run is about to remove
 
 
 class Staging:
@@ -42,14 +42,14 @@ class Staging:
     Attributes:
         target: Path to be published, with links resolved.
         root: The staging directory.
-        tree, journal: Paths of the two directories, for readers.
-        output, notes: Handles of the same directories, for writing; available after `begin`.
+        tree_path, journal_path: Paths of the two directories, for readers.
+        output, journal: Handles of the same directories, for writing; available after `begin`.
         is_locked: False if the file system does not support locks: then another run can take over the directory, which
             this one detects before it publishes.
     """
 
     output: DirectoryHandle
-    notes: DirectoryHandle
+    journal: DirectoryHandle
 
     def __init__(
         self,
@@ -57,7 +57,7 @@ class Staging:
         *,
         overwrite: bool = False,
         resume: bool = False,
-        may_replace: Callable[[Path], None] = lambda target: None,
+        check_replaceable: Callable[[Path], None] = lambda target: None,
     ) -> None:
         """Claim the target. With `resume` the target may exist: the caller checks whether it is complete.
 
@@ -65,22 +65,22 @@ class Staging:
             target: Directory to publish.
             overwrite: Replace an existing target.
             resume: Resume an interrupted run.
-            may_replace: Raises OutputError for a directory that must not be replaced.
+            check_replaceable: Raises OutputError for a directory that must not be replaced.
 
         Raises:
             OutputError: The target exists and must not be overwritten, another run is writing it, or its parent is
                 not writable.
         """
         self.target = Path(os.path.realpath(target))
-        self.tree, self.journal = staging_paths(self.target)
-        self.root = self.tree.parent
-        self._overwrite, self._may_replace = overwrite, may_replace
-        self._aside = f".{self.target.name}.ckptx-old"
-        self._opened: list[DirectoryHandle] = []
+        self.tree_path, self.journal_path = staging_paths(self.target)
+        self.root = self.tree_path.parent
+        self._overwrite, self._check_replaceable = overwrite, check_replaceable
+        self._old_name = f".{self.target.name}.ckptx-old"
+        self._handles: list[DirectoryHandle] = []
         self._lock, self.is_locked, self._signature = -1, True, b""
         try:
             self.target.parent.mkdir(parents=True, exist_ok=True)
-            self._parent = self._keep(
+            self._parent = self._track(
                 DirectoryHandle(self.target.parent, os.open(self.target.parent, os.O_RDONLY | os.O_DIRECTORY))
             )
         except OSError as error:
@@ -98,20 +98,22 @@ class Staging:
             self._close()
             raise
 
-    def _keep(self, directory: DirectoryHandle) -> DirectoryHandle:
-        self._opened.append(directory)
+    def _track(self, directory: DirectoryHandle) -> DirectoryHandle:
+        self._handles.append(directory)
         return directory
 
     def _close(self) -> None:
-        for directory in self._opened:
+        for directory in self._handles:
             directory.close()
         if self._lock >= 0:
             os.close(self._lock)
 
     def _acquire(self) -> None:
         """Open the staging directory, and lock it for this run."""
-        reason = OutputError(f"{self.root}: was removed by another process {_TRIES} times; wait for it and run again")
-        for _ in range(_TRIES):
+        reason = OutputError(
+            f"{self.root}: was removed by another process {_MAX_CLAIM_ATTEMPTS} times; wait for it and run again"
+        )
+        for _ in range(_MAX_CLAIM_ATTEMPTS):
             try:
                 root = self._parent.open_directory(self.root.name, create=True)
             except OutputError as error:
@@ -120,7 +122,7 @@ class Staging:
                 reason = error  # raised if the directory cannot be created at all
                 continue  # another run may have just removed it
             try:
-                _refuse_foreign(root)
+                _refuse_foreign_directory(root)
                 try:
                     lock = root.create_descriptor("lock", keep=True)
                 except OutputError:
@@ -128,7 +130,7 @@ class Staging:
                         raise
                     root.close()
                     continue  # another run has just removed the directory
-                if self._take(root, lock):
+                if self._try_lock(root, lock):
                     return
             except BaseException:  # close all descriptors, and raise it again
                 root.close()
@@ -136,7 +138,7 @@ class Staging:
             root.close()
         raise reason
 
-    def _take(self, root: DirectoryHandle, lock: int) -> bool:
+    def _try_lock(self, root: DirectoryHandle, lock: int) -> bool:
         """Lock the directory; return False if another run removed it after it was opened."""
         try:
             is_free = lock_file(lock, self.root / "lock")
@@ -152,11 +154,11 @@ class Staging:
             raise OutputError(
                 f"{self.target}: another ckptx is writing it (lock {self.root / 'lock'}); wait for it or stop it"
             )
-        found = root.stat("lock")
-        if found is None or not os.path.samestat(found, os.fstat(lock)):
+        status = root.stat("lock")
+        if status is None or not os.path.samestat(status, os.fstat(lock)):
             os.close(lock)
             return False
-        self._root, self._lock, self.is_locked = self._keep(root), lock, is_free is True
+        self._root, self._lock, self.is_locked = self._track(root), lock, is_free is True
         return True
 
     def _sign(self) -> None:
@@ -168,7 +170,7 @@ class Staging:
             file.write(signature, 0)
             self._signature = signature
 
-    def _is_ours(self) -> bool:
+    def _is_claim_valid(self) -> bool:
         """Return False if another run has taken over the directory, which is possible without locks."""
         return self.is_locked or self._root.read("lock") == self._signature
 
@@ -177,17 +179,17 @@ class Staging:
 
         It is recognized by the inode that the run recorded before; any other directory of that name is not touched.
         """
-        found = self._parent.stat(self._aside)
-        if found is not None:
-            if not stat.S_ISDIR(found.st_mode) or self._root.read("aside") != _inode_record(found):
+        status = self._parent.stat(self._old_name)
+        if status is not None:
+            if not stat.S_ISDIR(status.st_mode) or self._root.read("aside") != _encode_inode(status):
                 raise OutputError(
-                    f"{self._parent.path / self._aside}: exists, but is not the directory that ckptx moved there; move "
-                    "it elsewhere and run again"
+                    f"{self._parent.path / self._old_name}: exists, but is not the directory that ckptx moved there; "
+                    "move it elsewhere and run again"
                 )
             if self._parent.stat(self.target.name) is not None:
-                self._parent.remove(self._aside)
+                self._parent.remove(self._old_name)
             else:
-                self._rename(self._parent, self._aside, self._parent, self.target.name)
+                self._rename(self._parent, self._old_name, self._parent, self.target.name)
         self._remove_if_present("aside")
 
     def _remove_if_present(self, name: str) -> None:
@@ -207,42 +209,42 @@ class Staging:
         self._close()
 
     @property
-    def written(self) -> LocalSource:
-        """The files of `tree`, for reading."""
-        return LocalSource(self.tree)
+    def staged_source(self) -> LocalSource:
+        """The files of `tree_path`, for reading."""
+        return LocalSource(self.tree_path)
 
     @property
-    def published(self) -> LocalSource:
+    def target_source(self) -> LocalSource:
         """The current files at the target."""
         return LocalSource(self.target)
 
-    def digest_of_published(self, name: str) -> str:
+    def digest_target_file(self, name: str) -> str:
         """Return the digest of a file at the target; links are refused."""
-        with DirectoryHandle.open_path(self.target) as held, held.open_file(name) as file:
+        with DirectoryHandle.open_path(self.target) as directory, directory.open_file(name) as file:
             return file_digest(file).hex()
 
-    def refuse_target_unless(self, overwrite: bool) -> None:
+    def refuse_existing_target(self, overwrite: bool) -> None:
         """Refuse an existing target, for a resumed run whose target turned out to be incomplete or different."""
         refuse_existing(self.target, overwrite)
 
     def begin(self, plan: bytes, resume: bool) -> bool:
-        """Prepare `tree` and `journal` for a run with this plan.
+        """Prepare `tree_path` and `journal_path` for a run with this plan.
 
         Returns:
             True if an interrupted run of the same plan is resumed.
         """
-        same = resume and self._root.read("plan", len(plan) + 1) == plan
+        is_resumed = resume and self._root.read("plan", len(plan) + 1) == plan
         try:
-            if not same:
+            if not is_resumed:
                 for name in ("plan", "tree", "journal"):
                     self._remove_if_present(name)
-            self.output = self._keep(self._root.open_directory("tree", create=True))
-            self.notes = self._keep(self._root.open_directory("journal", create=True))
-            if not same:
+            self.output = self._track(self._root.open_directory("tree", create=True))
+            self.journal = self._track(self._root.open_directory("journal", create=True))
+            if not is_resumed:
                 self._root.write("plan", [plan])
         except OSError as error:
             raise write_error(self.root, error) from error
-        return same
+        return is_resumed
 
     def require_space(self, nbytes: int) -> None:
         """Check that `nbytes` more bytes fit. If the disk fills up later, the run fails just as cleanly.
@@ -257,7 +259,7 @@ class Staging:
             )
 
     def publish(self, expected: Mapping[str, ExpectedFile] | None = None) -> None:
-        """Make `tree` the target, durably and atomically.
+        """Make `tree_path` the target, durably and atomically.
 
         Args:
             expected: Every file that must exist, by name; None accepts any regular files.
@@ -268,9 +270,9 @@ class Staging:
         """
         try:
             self.output.fsync_and_verify(expected)
-            self.require_own()
+            self.verify_claim()
             if self._overwrite and self._parent.stat(self.target.name) is not None:
-                self._exchange()
+                self._replace_target()
             else:
                 self._rename(self._root, "tree", self._parent, self.target.name)
             if not self._is_published():
@@ -285,13 +287,13 @@ class Staging:
             raise write_error(self.target, error) from error
         self.discard()
 
-    def require_own(self) -> None:
+    def verify_claim(self) -> None:
         """Check that the staging directory and the tree are still those that were claimed.
 
         Raises:
             OutputError: They were removed, replaced or taken over.
         """
-        if not self._is_ours():
+        if not self._is_claim_valid():
             raise OutputError(
                 f"{self.target}: another ckptx is writing it, too, on a file system without locks; nothing was "
                 "published, run one after the other"
@@ -328,17 +330,17 @@ class Staging:
 
         Directories that replaced those of this run are kept, because another user may own them.
         """
-        if not self._is_ours():
+        if not self._is_claim_valid():
             return
         with suppress(OSError):
-            for held, name in ((getattr(self, "output", None), "tree"), (getattr(self, "notes", None), "journal")):
-                if held is None or held.is_entry_of(self._root, name):
+            for handle, name in ((getattr(self, "output", None), "tree"), (getattr(self, "notes", None), "journal")):
+                if handle is None or handle.is_entry_of(self._root, name):
                     self._remove_if_present(name)
         # Errors are ignored: the next run may claim the directory once the lock is removed, and a failed run reports
         # its own error.
         with suppress(OSError):
             self._remove_if_present("plan")
-            if self._parent.stat(self._aside) is None:
+            if self._parent.stat(self._old_name) is None:
                 self._remove_if_present("aside")
             if self._root.list_names() == [
                 "lock"
@@ -347,76 +349,76 @@ class Staging:
                 if self._root.is_entry_of(self._parent, self.root.name):
                     os.rmdir(self.root.name, dir_fd=self._parent.descriptor)
 
-    def _exchange(self) -> None:
+    def _replace_target(self) -> None:
         """Exchange the tree and the target, and remove the old target unless files were added to it meanwhile."""
-        self._may_replace(self.target)
-        old = self._keep(self._parent.open_directory(self.target.name))
-        known = {name for name, _ in old.walk()}
-        place = (self._root, "tree")
+        self._check_replaceable(self.target)
+        old_directory = self._track(self._parent.open_directory(self.target.name))
+        old_names = {name for name, _ in old_directory.walk()}
+        old_entry = (self._root, "tree")
         is_swapped = _exchange_names(self._root.descriptor, "tree", self._parent.descriptor, self.target.name)
         if not is_swapped:
-            place = (self._parent, self._aside)
-            self._root.write("aside", [_inode_record(os.fstat(old.descriptor))])
-            self._rename(self._parent, self.target.name, *place)
+            old_entry = (self._parent, self._old_name)
+            self._root.write("aside", [_encode_inode(os.fstat(old_directory.descriptor))])
+            self._rename(self._parent, self.target.name, *old_entry)
             try:
                 self._rename(self._root, "tree", self._parent, self.target.name)
             except OSError:
-                self._rename(*place, self._parent, self.target.name)
+                self._rename(*old_entry, self._parent, self.target.name)
                 raise
-        came = sorted({name for name, _ in old.walk()} - known)
-        if came or not old.is_entry_of(*place):
+        added = sorted({name for name, _ in old_directory.walk()} - old_names)
+        if added or not old_directory.is_entry_of(*old_entry):
             if is_swapped:
                 _exchange_names(self._root.descriptor, "tree", self._parent.descriptor, self.target.name)
             else:
                 self._rename(self._parent, self.target.name, self._root, "tree")
-                self._rename(*place, self._parent, self.target.name)
+                self._rename(*old_entry, self._parent, self.target.name)
             raise OutputError(
-                f"{self.target}: {came[0] if came else 'it'} changed while it was being replaced; nothing was "
+                f"{self.target}: {added[0] if added else 'it'} changed while it was being replaced; nothing was "
                 "replaced, run again"
             )
         with suppress(OSError):  # the new one is published; the next run removes the rest of the old one
-            place[0].remove(place[1])
+            old_entry[0].remove(old_entry[1])
 
-    def _rename(self, a: DirectoryHandle, name: str, b: DirectoryHandle, other: str) -> None:
-        os.rename(name, other, src_dir_fd=a.descriptor, dst_dir_fd=b.descriptor)
+    def _rename(self, source: DirectoryHandle, name: str, target: DirectoryHandle, new_name: str) -> None:
+        os.rename(name, new_name, src_dir_fd=source.descriptor, dst_dir_fd=target.descriptor)
 
 
-def _inode_record(found: os.stat_result) -> bytes:
+def _encode_inode(status: os.stat_result) -> bytes:
     """Return the record of a directory that is moved aside: its inode."""
-    return f"{found.st_ino}\n".encode()
+    return f"{status.st_ino}\n".encode()
 
 
-def _refuse_foreign(root: DirectoryHandle) -> None:
+def _refuse_foreign_directory(root: DirectoryHandle) -> None:
     """Refuse a staging directory that ckptx did not create.
 
     Raises:
         OutputError: It contains unknown names, or belongs to another user.
     """
     names = root.list_names()
-    foreign = [name for name in names if name not in _CONTENTS]
-    foreign += [
+    unknown = [name for name in names if name not in _EXPECTED_KINDS]
+    unknown += [
         name
-        for name, is_kind in _CONTENTS.items()
-        if (found := root.stat(name)) is not None and not is_kind(found.st_mode)
+        for name, is_kind in _EXPECTED_KINDS.items()
+        if (status := root.stat(name)) is not None and not is_kind(status.st_mode)
     ]
-    if not foreign and "lock" not in names and set(names) - {PROBE_NAME} and root.list_names():
+    if not unknown and "lock" not in names and set(names) - {PROBE_NAME} and root.list_names():
         raise OutputError(f"{root.path}: not a staging directory of ckptx, it has no lock; move it elsewhere")
-    if foreign:
+    if unknown:
         raise OutputError(
-            f"{root.path}: not a staging directory of ckptx, it contains {foreign[0]!a}; move it elsewhere"
+            f"{root.path}: not a staging directory of ckptx, it contains {unknown[0]!a}; move it elsewhere"
         )
     if not root.is_owned_by_us():
         raise OutputError(f"{root.path}: belongs to another user; remove it, or choose another DST")
 
 
-_CONTENTS: dict[str, Callable[[int], bool]] = {
+_EXPECTED_KINDS: dict[str, Callable[[int], bool]] = {
     "lock": stat.S_ISREG, "plan": stat.S_ISREG, "aside": stat.S_ISREG, "tree": stat.S_ISDIR, "journal": stat.S_ISDIR,
     PROBE_NAME: stat.S_ISREG,
 }  # fmt: skip
 
 
 @contextmanager
-def open_staged(target: Path) -> Iterator[tuple[DirectoryHandle, DirectoryHandle]]:
+def open_staging(target: Path) -> Iterator[tuple[DirectoryHandle, DirectoryHandle]]:
     """Open the tree and the journal of the run that writes `target`, for another process of that run.
 
     Raises:
@@ -424,9 +426,9 @@ def open_staged(target: Path) -> Iterator[tuple[DirectoryHandle, DirectoryHandle
     """
     root = Path(os.path.realpath(target)).parent / staging_paths(target)[0].parent.name
     with (
-        DirectoryHandle.open_path(root) as held,
-        held.open_directory("tree") as tree,
-        held.open_directory("journal") as journal,
+        DirectoryHandle.open_path(root) as directory,
+        directory.open_directory("tree") as tree,
+        directory.open_directory("journal") as journal,
     ):
         yield tree, journal
 

@@ -28,7 +28,7 @@ from ckptx.report.html_data import (
 from ckptx.report.page import read_asset, render_page
 from ckptx.report.ranks import balance_text
 from ckptx.report.report import counted, human_bytes
-from ckptx.untrusted.printable import one_line, shown
+from ckptx.untrusted.printable import escape_strings, one_line
 
 _MAX_CELLS = 4096  # ranks drawn one by one
 _MAX_BARS = 2048
@@ -232,7 +232,7 @@ def layout_page(report: InspectionReport, layout: Layout) -> str:
         chart=_chart(layout),
         tensors=_tensors(layout, listed_groups),
         thumbnails=thumbnails(layout, [group for _, group in listed_groups]),
-        data=Markup(escape_json(shown(page_data(layout), longest=0))),
+        data=Markup(escape_json(escape_strings(page_data(layout), max_length=0))),
     )
 
 
@@ -413,7 +413,7 @@ def _tensor_row(layout: Layout, index: int, group: TensorGroup) -> TensorRow:
     sharding = layout.shardings[group.sharding_index]
     return TensorRow(
         index=index,
-        target=Markup(quote(one_line(tensor_name(group.pattern, members[0]), longest=0), safe="")),
+        target=Markup(quote(one_line(tensor_name(group.pattern, members[0]), max_length=0), safe="")),
         symbol=thumbnail_id(layout, group.sharding_index, first_holder),
         pattern=group.pattern,
         count=group.count,

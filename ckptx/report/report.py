@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
 
-from ckptx.processes.peak_memory import peak_memory, peak_of_children
+from ckptx.processes.peak_memory import peak_memory, peak_memory_of_children
 from ckptx.wording import counted as counted
 
 if TYPE_CHECKING:  # help pages import this module and must not import the catalog
@@ -140,13 +140,13 @@ class Stopwatch:
     """Measure time from its creation, and the peak memory of child processes that end meanwhile."""
 
     def __init__(self) -> None:
-        self._started, self._peak_of_earlier_children = time.perf_counter(), peak_of_children()
+        self._started, self._peak_of_earlier_children = time.perf_counter(), peak_memory_of_children()
 
     def stop(self, report: R) -> R:
         """Return the report with the elapsed time and the peak memory of the largest process of the run."""
         seconds = time.perf_counter() - self._started
         speed = written_gb_per_s(report, seconds)
-        peak_here, peak_of_child, peak_process = peak_memory(), peak_of_children(), report.peak_rss_of
+        peak_here, peak_of_child, peak_process = peak_memory(), peak_memory_of_children(), report.peak_rss_of
         peak = report.peak_rss if peak_process == LARGEST_RANK and report.peak_rss else max(peak_here, report.peak_rss)
         if peak_of_child > max(
             peak, peak_here, self._peak_of_earlier_children

@@ -7,7 +7,7 @@ from html import escape
 from importlib import import_module
 from typing import Any, Protocol
 
-from ckptx.untrusted.printable import one_line, shown
+from ckptx.untrusted.printable import escape_strings, one_line
 
 # Class of report -> module and name of the function that renders it. Each module is imported when it is first used.
 _RENDERERS = {
@@ -49,7 +49,7 @@ def summary_text(report: Summarized) -> str:
     if report.error is None and type(report).__name__ in _RENDERERS:
         module, name = _RENDERERS[type(report).__name__]
         render: Callable[[Any], str] = getattr(import_module(module), name)
-        return render(shown(report))
+        return render(escape_strings(report))
     error = "" if report.error is None else f": {one_line(report.error)}"
     return f"{report.command}: exit code {report.exit}{error}"
 

@@ -19,7 +19,7 @@ from ckptx.formats.dcp.reader import open_dcp
 from ckptx.robustness_suite.item_names import prefix_of_file
 from ckptx.storage.files import FilePool, read_error, read_head
 from ckptx.storage.local import LocalSource
-from ckptx.untrusted.limits import CONFIG_BYTES, PICKLE_BYTES
+from ckptx.untrusted.limits import MAX_CONFIG_BYTES, MAX_PICKLE_BYTES
 
 METADATA = ".metadata"
 DCP, SAFETENSORS, JSON, PICKLE, ARRAY, ZIP, TAR, BYTES, MARKER, NOT_COMPARED = (
@@ -163,9 +163,9 @@ def _kind_of_file(path: Path, suffix: str, size: int, must_be_read: bool) -> str
     if suffix == ".safetensors":
         return SAFETENSORS
     if suffix == ".json":
-        return JSON if size <= CONFIG_BYTES else BYTES
+        return JSON if size <= MAX_CONFIG_BYTES else BYTES
     head = read_head(path, _HEAD_BYTES)
-    is_small = size <= PICKLE_BYTES or _is_legacy(head)
+    is_small = size <= MAX_PICKLE_BYTES or _is_legacy(head)
     if head.startswith(b"PK\3\4"):
         return (
             PICKLE if suffix in (*_PICKLE_SUFFIXES, *_POSSIBLE_PICKLE_SUFFIXES) else ZIP

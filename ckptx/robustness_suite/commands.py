@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ckptx.errors import EnvironmentProblem, OutputError, UsageError
-from ckptx.processes.rendezvous import without_launcher
+from ckptx.processes.rendezvous import remove_launcher_variables
 from ckptx.storage.files import open_regular
 from ckptx.untrusted.printable import one_line
 from ckptx.wording import counted
@@ -175,7 +175,7 @@ def run_command(words: Sequence[str], log: Path, environment: Mapping[str, str],
         EnvironmentProblem: The command cannot be started.
         OutputError: The file cannot be written.
     """
-    variables = {**without_launcher(os.environ), **environment}
+    variables = {**remove_launcher_variables(os.environ), **environment}
     request = {"words": [*words], "environment": variables, "time_limit": time_limit}
     try:
         output = log.open("wb")

@@ -207,8 +207,8 @@ class _CommandPhases:
             count = sum(len(each.differences) for each in failed)
             oracles_text = ", ".join(each.oracle for each in failed)
             notes.append(
-                f"two runs of the same command end in different states: {counted(count, 'item')} ({oracles_text}), which "
-                "are not compared at the end of the resumed run; set seeds and deterministic kernels to have them compared"
+                f"two runs of the same command end in different states: {counted(count, 'item')} ({oracles_text}); "
+                "the end of the resumed run is compared without them; set seeds and deterministic kernels"
             )
             if not self._loss_noise:
                 notes.append("losses do not show it: they are logged with too few digits, or before the difference")

@@ -27,7 +27,7 @@ from ckptx.robustness_suite.canonical import ValueDigests
 from ckptx.robustness_suite.pickled_kinds import PickleNormalizer
 from ckptx.storage.files import open_regular
 from ckptx.transfer.digest import TreeDigest
-from ckptx.untrusted.limits import DIMS, PICKLE_BYTES, TENSORS
+from ckptx.untrusted.limits import MAX_DIMS, MAX_PICKLE_BYTES, MAX_TENSORS
 
 FILE_PREFIX = "file: "  # what the description of a file begins with that is compared by its bytes
 _BLOCK_BYTES = 1 << 20
@@ -74,7 +74,7 @@ def contents_of_zip(path: Path) -> Iterator[Content]:
         with open_regular_file(path) as file, zipfile.ZipFile(file) as archive:
             members = archive.infolist()
             size = path.stat().st_size
-            if len(members) > TENSORS or sum(each.compress_size for each in members) > size:
+            if len(members) > MAX_TENSORS or sum(each.compress_size for each in members) > size:
                 raise zipfile.BadZipFile  # members that lie over each other
             if any(each.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED) for each in members):
                 raise zipfile.BadZipFile
@@ -103,7 +103,7 @@ def contents_of_tar(path: Path) -> Iterator[Content]:
         with open_regular_file(path) as file, tarfile.open(fileobj=file, mode="r:") as archive:
             contents = []
             for count, member in enumerate(archive):
-                if count > TENSORS or member.issparse():
+                if count > MAX_TENSORS or member.issparse():
                     raise tarfile.ReadError
                 source = archive.extractfile(member) if member.isreg() else None
                 text = (
@@ -146,8 +146,8 @@ def _describe_array(file: _ByteSource, subject: str) -> str:
     if "|O" in repr(header.descr):
         return f"{text} {_digest_objects(file, subject)}"
     if header.is_fortran and len(header.shape) > 1:
-        data = file.read(PICKLE_BYTES + 1)
-        if count and data and not len(data) % count and len(data) <= PICKLE_BYTES:
+        data = file.read(MAX_PICKLE_BYTES + 1)
+        if count and data and not len(data) % count and len(data) <= MAX_PICKLE_BYTES:
             elements = np.frombuffer(data, f"V{len(data) // count}").reshape(header.shape, order="F")
             return f"{text} {_digest_stream(file, elements.tobytes(order='C'))[1]}"
         return f"{text} in Fortran order {_digest_stream(file, data)[1]}"
@@ -168,7 +168,7 @@ def _parse_header(start: bytes, file: _ByteSource) -> tuple[_Header | None, byte
         fields = ast.literal_eval(text.strip())
         assert isinstance(fields, dict) and fields.keys() == _HEADER_KEYS
         shape, is_fortran = fields["shape"], fields["fortran_order"]
-        assert isinstance(shape, tuple) and len(shape) <= DIMS and type(is_fortran) is bool
+        assert isinstance(shape, tuple) and len(shape) <= MAX_DIMS and type(is_fortran) is bool
         assert all(type(size) is int and size >= 0 for size in shape)
     except (AssertionError, ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
         return None, start + body
@@ -177,8 +177,8 @@ def _parse_header(start: bytes, file: _ByteSource) -> tuple[_Header | None, byte
 
 def _digest_objects(file: _ByteSource, subject: str) -> str:
     """An array of objects by the values in its pickle."""
-    data = file.read(PICKLE_BYTES + 1)
-    if len(data) <= PICKLE_BYTES:
+    data = file.read(MAX_PICKLE_BYTES + 1)
+    if len(data) <= MAX_PICKLE_BYTES:
         try:
             graph = read_graph(data, subject)
             if graph.end == len(data) and not graph.dropped:

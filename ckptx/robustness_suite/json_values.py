@@ -13,7 +13,7 @@ from ckptx.robustness_suite.canonical import ValueDigests
 from ckptx.robustness_suite.pickled import shorten
 from ckptx.robustness_suite.pickled_kinds import Dictionary
 from ckptx.untrusted.json_text import parse_json
-from ckptx.untrusted.limits import JSON_DEPTH
+from ckptx.untrusted.limits import MAX_JSON_DEPTH
 
 
 def values_of_json(
@@ -42,7 +42,7 @@ def values_of_json(
     pending: list[tuple[str, Any, int]] = [("", tree, 0)]
     while pending:
         name, value, depth = pending.pop()
-        children = value.items() if isinstance(value, dict) and depth < JSON_DEPTH else ()
+        children = value.items() if isinstance(value, dict) and depth < MAX_JSON_DEPTH else ()
         if noise_keys.fullmatch(name.rpartition(".")[2]):
             continue
         if not children:

@@ -15,7 +15,7 @@ from ckptx.errors import InputError, UnsupportedError
 from ckptx.formats.torch_archive.pickle_graph import read_graph
 from ckptx.formats.torch_archive.pickle_machine import CallResult, PersistentObject, PickledDict, PickledSet
 from ckptx.robustness_suite.pickled_kinds import parse_storage_id
-from ckptx.untrusted.limits import TENSORS
+from ckptx.untrusted.limits import MAX_TENSORS
 
 _MAGIC = b"\x80\x02\x8a\x0a\x6c\xfc\x9c\x46\xf9\x20\x6a\xa8\x50\x19."
 _VERSION = 1001
@@ -51,7 +51,7 @@ def read_legacy(data: bytes, length: int, subject: str, offset: int) -> tuple[An
     magic, version, machine, value, keys = values
     if data[: len(_MAGIC)] != _MAGIC or magic is None or version != _VERSION or type(keys) is not list:
         raise InputError(f"{subject}: is no file of torch.save (another magic number or version); copy it again")
-    if len(keys) > TENSORS:
+    if len(keys) > MAX_TENSORS:
         raise InputError(f"{subject}: has {len(keys):,} storages; the file is damaged, copy it again")
     if isinstance(machine, PickledDict) and ("little_endian", False) in machine.items:
         raise UnsupportedError(f"{subject}: was written big-endian, which is not read")

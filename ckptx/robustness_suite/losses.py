@@ -26,7 +26,7 @@ from ckptx.robustness_suite.event_files import read_scalars
 from ckptx.runtime.training.recipe import ExternalBlock
 from ckptx.storage.files import read_small
 from ckptx.untrusted.json_text import parse_json
-from ckptx.untrusted.limits import INDEX_BYTES
+from ckptx.untrusted.limits import MAX_INDEX_BYTES
 from ckptx.untrusted.printable import one_line
 
 _COLOR_CODE = re.compile(r"\x1b\[[0-9;]*m")
@@ -91,7 +91,7 @@ def _searched_text(block: ExternalBlock) -> str:
 
 
 def _read_json_lines(path: Path, block: ExternalBlock, notes: list[str]) -> Iterator[tuple[int, float]]:
-    text = read_small(path, INDEX_BYTES).decode("utf-8", "replace")
+    text = read_small(path, MAX_INDEX_BYTES).decode("utf-8", "replace")
     lines = text.split("\n")
     for number, line in enumerate(lines, start=1):
         if not line.strip():
@@ -174,7 +174,7 @@ def _pattern(block: ExternalBlock) -> re.Pattern[str]:
 
 def _read_text(path: Path, block: ExternalBlock) -> Iterator[tuple[int, float]]:
     pattern = _pattern(block).pattern
-    text = _COLOR_CODE.sub("", read_small(path, INDEX_BYTES).decode("utf-8", "replace"))
+    text = _COLOR_CODE.sub("", read_small(path, MAX_INDEX_BYTES).decode("utf-8", "replace"))
     for number, step, loss in _match_lines(pattern, text.split("\n"), path):
         subject = f"{path}, line {number}"
         yield _parse_step(step, subject), _parse_loss(loss, subject)
@@ -215,7 +215,7 @@ def _match_lines(pattern: str, lines: Sequence[str], path: Path) -> Sequence[tup
 
 
 def _read_trainer_state(path: Path, block: ExternalBlock) -> Iterator[tuple[int, float]]:
-    state = parse_json(read_small(path, INDEX_BYTES).decode("utf-8", "replace"), path)
+    state = parse_json(read_small(path, MAX_INDEX_BYTES).decode("utf-8", "replace"), path)
     history = state.get("log_history") if isinstance(state, dict) else None
     if not isinstance(history, list):
         raise InputError(f'{path}: has no list "log_history"; expected the trainer_state.json of transformers')

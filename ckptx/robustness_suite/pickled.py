@@ -32,7 +32,7 @@ from ckptx.robustness_suite.legacy_archive import is_legacy, read_legacy
 from ckptx.robustness_suite.pickled_kinds import Array, Dictionary, PickleNormalizer, Storage, Tensor
 from ckptx.robustness_suite.tensor_digests import TensorDigests
 from ckptx.storage.files import FilePool
-from ckptx.untrusted.limits import JSON_DEPTH, NAME_LENGTH, PICKLE_BYTES
+from ckptx.untrusted.limits import MAX_JSON_DEPTH, MAX_NAME_LENGTH, MAX_PICKLE_BYTES
 
 _PICKLE_START = re.compile(rb"\x80[\x02-\x05].", re.DOTALL)
 _INTEGER_TEXT = re.compile(r"-?[0-9]+")
@@ -102,15 +102,15 @@ class PickleReader:
         records: dict[str, Record] = {}
         head = files.read_up_to(file, offset, min(length, 16))
         if is_legacy(head):
-            data = files.read(file, offset, min(length, PICKLE_BYTES))
+            data = files.read(file, offset, min(length, MAX_PICKLE_BYTES))
             self.root_value, records = read_legacy(data, length, subject, offset)
             self._max_values = max(_MIN_VALUE_LIMIT, len(data))
         elif head.startswith(b"PK\3\4") or not is_pickle(files, file, offset, length):
             archive = open_archive(partial(files.read, file), offset, length, subject, self._load)
             self.root_value, records = archive
-        elif length > PICKLE_BYTES:
+        elif length > MAX_PICKLE_BYTES:
             raise InputError(
-                f"{subject}: has a pickle of {length:,} bytes; at most {PICKLE_BYTES:,} are read, write a smaller one"
+                f"{subject}: has a pickle of {length:,} bytes; at most {MAX_PICKLE_BYTES:,} are read, write a smaller one"
             )
         else:
             self.root_value = self._load(files.read(file, offset, length), subject)
@@ -188,7 +188,7 @@ class PickleReader:
             while isinstance(node, EmbeddedPickle):
                 descriptions.append("pickle in bytes")
                 node = self.normalize(node.value)
-            is_undivided = id(node) in undivided_ids or id(node) in ancestors or len(leaf.path) >= JSON_DEPTH
+            is_undivided = id(node) in undivided_ids or id(node) in ancestors or len(leaf.path) >= MAX_JSON_DEPTH
             children = [] if is_undivided else list(self._children(leaf, node))
             if not children:
                 if id(node) not in ancestors:
@@ -197,8 +197,8 @@ class PickleReader:
                 continue
             count += len(children)
             longest = max(len(each.path[-1]) for each in children)
-            if count > self._max_values or longest > NAME_LENGTH:
-                reason = f"a name of {longest:,} characters" if longest > NAME_LENGTH else "more values than bytes"
+            if count > self._max_values or longest > MAX_NAME_LENGTH:
+                reason = f"a name of {longest:,} characters" if longest > MAX_NAME_LENGTH else "more values than bytes"
                 raise InputError(f"{self.subject}: holds {reason}; it is damaged, or no state of a training run")
             descriptions += self._describe_container(node)
             if descriptions:
@@ -343,7 +343,7 @@ def is_pickle(files: FilePool, file: str, offset: int, length: int) -> bool:
     head, last = files.read_up_to(file, offset, 4), files.read_up_to(file, offset + length - 1, 1)
     if head[:1] == b"\x80":
         return True
-    if last != b"." or length > PICKLE_BYTES or head.startswith(b"PK"):
+    if last != b"." or length > MAX_PICKLE_BYTES or head.startswith(b"PK"):
         return False
     try:
         return read_graph(files.read(file, offset, length), file).end == length

@@ -22,7 +22,7 @@ from ckptx.catalog.object_ids import ObjectIds
 from ckptx.errors import InputError
 from ckptx.formats.torch_archive.pickle_machine import CallResult, GlobalName, PersistentObject, PickledDict, PickledSet
 from ckptx.formats.torch_archive.unpickle import StorageRef, TensorRef
-from ckptx.untrusted.limits import DIMS, shape_fault
+from ckptx.untrusted.limits import MAX_DIMS, find_shape_fault
 
 _MAX_DEPTH = 16  # calls inside each other, as of a parameter of a tensor of a storage in bytes
 _MAX_EXPANSION = 16  # times the bytes of its storage that a tensor may have, to be compared by its elements
@@ -251,7 +251,7 @@ class PickleNormalizer:
         dtype = dtype if has_dtype else storage.ref.dtype
         if dtype is None or type(requires_grad) is not bool or len(shape) != len(strides):
             return None
-        if len(shape) > DIMS or shape_fault(shape) is not None:
+        if len(shape) > MAX_DIMS or find_shape_fault(shape) is not None:
             return None
         if prod(shape) * dtype.itemsize > max(_MAX_SMALL_TENSOR_BYTES, _MAX_EXPANSION * storage.ref.nbytes):
             return None
@@ -296,7 +296,9 @@ class PickleNormalizer:
             and len(value.arguments) == 1
         ):
             value = value.arguments[0]
-        return value if type(value) is tuple and len(value) <= DIMS and all(map(_is_nonnegative_int, value)) else None
+        return (
+            value if type(value) is tuple and len(value) <= MAX_DIMS and all(map(_is_nonnegative_int, value)) else None
+        )
 
     def _make_storage(self, call: CallResult) -> Any:
         data = self.normalize(call.arguments[0]) if len(call.arguments) == 1 else None

@@ -29,9 +29,9 @@ from signal import SIG_BLOCK, SIG_SETMASK, SIGINT, SIGKILL, pthread_sigmask
 from typing import Any, NamedTuple
 
 from ckptx.errors import CkptxError, EnvironmentProblem, PeerFailure
-from ckptx.processes.fork import hide_main_module, in_child
+from ckptx.processes.fork import hide_main_module, run_in_child
 from ckptx.processes.rendezvous import is_launched, launched_world_size, open_store, rank_variables
-from ckptx.processes.worker import Worker, WorkerDied, reply, use_one_thread
+from ckptx.processes.worker import Worker, WorkerDied, send_result, use_one_thread
 from ckptx.robustness_suite.short_sockets import shorten_socket_paths
 
 _PRELOAD = "ckptx.robustness_suite.preload"
@@ -164,7 +164,7 @@ class Ranks:
             Defect: The function raised another error, or its process died.
         """
         with _inherited_environment():
-            return in_child(function, *args, context=_fork_server())
+            return run_in_child(function, *args, context=_fork_server())
 
     def with_new_interpreters(self) -> Ranks:
         """Return ranks with the same settings in new interpreters, none of which is started yet."""
@@ -232,7 +232,7 @@ class Ranks:
     def _receive_result(self, rank: int) -> TaskResult | BaseException:
         worker = self._workers[rank]
         try:
-            value, memory = worker.answer()
+            value, memory = worker.wait_for_result()
             return TaskResult(pickle.loads(value), memory)
         except WorkerDied as died:
             if died.code is not None and died.code < 0:
@@ -320,7 +320,7 @@ def _run_rank(pipe: Connection, rank: int, settings: RankSettings) -> None:
             call = pipe.recv_bytes()
         except (EOFError, OSError):
             return
-        if not reply(pipe, _run_task, call, rank, settings):  # another rank has ended meanwhile
+        if not send_result(pipe, _run_task, call, rank, settings):  # another rank has ended meanwhile
             return
 
 

@@ -14,7 +14,7 @@ value itself. Tensors are read in pieces of a megabyte. What belongs to no oracl
 compared like the rest. Left out is:
 
 * what a trainer was told, not what it has come to: training_args.bin, config.json and the like, tokenizers
-* logs with times; `not_compared` lists them and the settings
+* logs with times; `describe_uncompared_state` lists them and the settings
 * times, speeds, and names of runs and folders, which two runs never share (`_NOISE_KEYS`), outside of model and
   optimizer
 * the history of losses in trainer_state.json, which `losses` reads
@@ -66,7 +66,7 @@ from ckptx.robustness_suite.pickled import ContainerInfo, Leaf, PickleReader
 from ckptx.robustness_suite.state_kinds import StoredItem, is_generator_state, oracles_of_items
 from ckptx.robustness_suite.tensor_digests import TensorDigests
 from ckptx.storage.files import FilePool, read_head, read_small
-from ckptx.untrusted.limits import CONFIG_BYTES, RANKS, TENSORS
+from ckptx.untrusted.limits import MAX_CONFIG_BYTES, MAX_RANKS, MAX_TENSORS
 
 _NOISE_KEYS = re.compile(
     r"(.+_)?(time|timestamp|elapsed|hostname|runtime|per_second|seconds)|(wandb_|run_|save_)+id|uuid|best_model_checkpoint"
@@ -154,7 +154,7 @@ def detect_sharding(path: Path) -> RunSharding:
             model = [entry for entry, found in oracles if found == ("model",)]
             num_sharded = sum(len(entry.chunks) > 1 for entry in model)
             writers = [int(found[1]) for name in catalog.files if (found := re.match(r"__(\d+)_\d+\.distcp", name))]
-            world_size = world_size or (max(writers) + 1 if writers and max(writers) < RANKS else None)
+            world_size = world_size or (max(writers) + 1 if writers and max(writers) < MAX_RANKS else None)
             evidence = f"{num_sharded} of {len(model)} parameters are in several pieces in {file.path.name}/{METADATA}"
             return RunSharding(num_sharded > 0, evidence, world_size)
     names = sorted(file.path.name for file in files if file.may_contain("model") and file.kind in (SAFETENSORS, PICKLE))
@@ -202,7 +202,7 @@ class _ItemCollector:
         self._files.append((name, value, oracles))
 
     def _check_limit(self, file: ComparedFile) -> None:
-        if len(self._stored) + len(self._files) > 4 * TENSORS:
+        if len(self._stored) + len(self._files) > 4 * MAX_TENSORS:
             raise InputError(f"{file.path}: more values than any training run has")
 
     def items_by_oracle(self) -> dict[tuple[str, str], str]:
@@ -376,7 +376,7 @@ def _replace_numbers(path: tuple[str, ...], names: Mapping[tuple[str, ...], Mapp
 
 def _read_json(file: ComparedFile, items: _ItemCollector, run_folder: Path | None) -> None:
     try:
-        values = list(values_of_json(read_small(file.path, CONFIG_BYTES), file.path, _NOISE_KEYS, run_folder))
+        values = list(values_of_json(read_small(file.path, MAX_CONFIG_BYTES), file.path, _NOISE_KEYS, run_folder))
     except UnicodeDecodeError:
         _read_bytes(file, items)
         return

@@ -19,7 +19,7 @@ from ckptx.errors import CkptxError, InputError, OutputError
 from ckptx.storage.files import write_error
 from ckptx.storage.interface import ExpectedFile
 from ckptx.storage.open_file import OpenFile
-from ckptx.untrusted.file_name import colliding_name, name_fault
+from ckptx.untrusted.file_name import find_conflicting_name, find_name_fault
 from ckptx.untrusted.printable import one_line
 
 _DIRECTORY_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -57,10 +57,10 @@ def refuse_conflicting_names(names: Iterable[str]) -> None:
     names = list(names)
     for name in names:
         split_name(name)
-        fault = name_fault(name)
+        fault = find_name_fault(name)
         if fault is not None:
             raise InputError(f'file name "{one_line(name)}" is not allowed in an output: {fault}; rename it')
-    conflict = colliding_name(names)
+    conflict = find_conflicting_name(names)
     if conflict is not None:
         raise InputError(
             f'file name "{one_line(conflict)}" conflicts with another file of the output; rename one of them in '

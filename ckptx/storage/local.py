@@ -12,7 +12,7 @@ from ckptx.storage import files
 from ckptx.storage.files import FilePool, read_error, state_of
 from ckptx.storage.interface import FileIdentity, Location, local_path
 from ckptx.storage.listing import EntryKind, Listing
-from ckptx.untrusted.limits import LISTED_NAMES, REMEMBERED_NAMES
+from ckptx.untrusted.limits import MAX_CACHED_NAMES, MAX_LISTED_NAMES
 
 
 class LocalSource:
@@ -114,7 +114,7 @@ class _ListingCache:
         listing = self._listings.get(path)
         if listing is None:
             kinds = _list_kinds(path)
-            if self._name_count + len(kinds) > REMEMBERED_NAMES:
+            if self._name_count + len(kinds) > MAX_CACHED_NAMES:
                 self._listings, self._name_count = {}, 0
             listing = Listing(kinds, lambda name: _link_target_kind(path / name), lambda name: self.get(path / name))
             self._listings[path] = listing
@@ -128,9 +128,9 @@ def _list_kinds(path: Path) -> dict[str, EntryKind]:
     try:
         with os.scandir(path) as entries:
             for entry in entries:
-                if len(kinds) == LISTED_NAMES:
+                if len(kinds) == MAX_LISTED_NAMES:
                     raise InputError(
-                        f"{path}: contains more than {LISTED_NAMES:,} files, the limit; pass the directory of a "
+                        f"{path}: contains more than {MAX_LISTED_NAMES:,} files, the limit; pass the directory of a "
                         "checkpoint"
                     )
                 kinds.append((entry.name, _entry_kind(entry)))

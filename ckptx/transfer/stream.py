@@ -22,7 +22,7 @@ from ckptx.transfer.digest import crc32
 from ckptx.transfer.grid import Cell, Grid, build_grid, is_grid
 from ckptx.transfer.segments import TILE_NBYTES, Span, Strided, Tile, iterate_segments
 from ckptx.transfer.split_tensor import ChecksumPart, RecordPart
-from ckptx.untrusted.numbers import packed
+from ckptx.untrusted.numbers import packed_key
 
 
 class Sink(Protocol):
@@ -261,7 +261,7 @@ class TensorReader:
     def _find_grid(self, entry: TensorEntry, chunks: Sequence[Chunk]) -> Grid | None:
         """Return the grid of the chunks, cached for tensors with the same regions; None if they form no grid."""
         regions = tuple([chunk.region for chunk in chunks])
-        key = (entry.dtype, packed(len(entry.shape), entry.shape, *chain.from_iterable(regions)))
+        key = (entry.dtype, packed_key(len(entry.shape), entry.shape, *chain.from_iterable(regions)))
         if key not in self._grids:
             self._grids[key] = build_grid(entry.dtype, entry.shape, regions) if is_grid(entry.shape, regions) else None
         return self._grids[key]

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-_MAX_COMPONENT = 255  # bytes, on every common file system
-_MAX_NAME = 1024
+_MAX_COMPONENT_NBYTES = 255  # bytes, on every common file system
+_MAX_NAME_NBYTES = 1024
 _WEIGHTS_SUFFIX, _INDEX_SUFFIX = ".safetensors", ".safetensors.index.json"
-_SINGLE = "model.safetensors"
-_STAGING = (".ckptx-partial", ".ckptx-old")
+_SINGLE_FILE = "model.safetensors"
+_STAGING_SUFFIXES = (".ckptx-partial", ".ckptx-old")
 
 
-def name_fault(name: str) -> str | None:
+def find_name_fault(name: str) -> str | None:
     """Return the reason why a name is not valid for a file in a directory, or None if it is valid.
 
     Example:
@@ -32,28 +32,28 @@ def name_fault(name: str) -> str | None:
         return "it leads out of the directory"
     if "" in parts or "." in parts:
         return "it has an empty component"
-    if size > _MAX_NAME or any(len(part.encode()) > _MAX_COMPONENT for part in parts):
+    if size > _MAX_NAME_NBYTES or any(len(part.encode()) > _MAX_COMPONENT_NBYTES for part in parts):
         return "it is too long"
-    if any(part.startswith(".") and part.endswith(_STAGING) for part in parts):
+    if any(part.startswith(".") and part.endswith(_STAGING_SUFFIXES) for part in parts):
         return "it is reserved for staging directories"
     return None
 
 
-def colliding_name(names: Iterable[str]) -> str | None:
+def find_conflicting_name(names: Iterable[str]) -> str | None:
     """Return the first name that is a duplicate, or both a file and a directory; None if there is none."""
     files: set[str] = set()
     directories: set[str] = set()
     for name in names:
         parts = name.split("/")
-        above = {"/".join(parts[:depth]) for depth in range(1, len(parts))}
-        if name in files or name in directories or above & files:
+        parents = {"/".join(parts[:depth]) for depth in range(1, len(parts))}
+        if name in files or name in directories or parents & files:
             return name
         files.add(name)
-        directories |= above
+        directories |= parents
     return None
 
 
-def weights_fault(files: Sequence[str], index: str | None) -> str | None:
+def find_weights_fault(files: Sequence[str], index: str | None) -> str | None:
     """Return the reason why names are not valid for the safetensors files and index of an HF checkpoint, or None.
 
     Loaders prefer `model.safetensors` to any index, and look for an index only at the top of a checkpoint, so some
@@ -63,13 +63,13 @@ def weights_fault(files: Sequence[str], index: str | None) -> str | None:
         weights_fault(["a.safetensors"], None) is None, weights_fault(["config.json"], None) is not.
     """
     for name in files:
-        fault = _ending_fault(name, _WEIGHTS_SUFFIX)
+        fault = _find_suffix_fault(name, _WEIGHTS_SUFFIX)
         if fault is None and name.rpartition("/")[2].startswith("adapter_"):
             fault = "it is the name of an adapter"
         if fault is not None:
             return f"{name!r:.80}: {fault}"
     if index is not None:
-        fault = _ending_fault(index, _INDEX_SUFFIX)
+        fault = _find_suffix_fault(index, _INDEX_SUFFIX)
         if fault is not None:
             return f"{index!r:.80}: {fault}"
     elif len(files) != 1:
@@ -77,11 +77,11 @@ def weights_fault(files: Sequence[str], index: str | None) -> str | None:
     main_file = index if index is not None else files[0]
     if "/" in main_file:
         return f"{main_file!r:.80}: it is not at the top of the checkpoint"
-    if len(files) > 1 and _SINGLE in files:
-        return f'"{_SINGLE}": loaders would ignore the other files'
-    twice = colliding_name([*files, *([] if index is None else [index])])
-    return None if twice is None else f"{twice!r:.80}: it is a duplicate"
+    if len(files) > 1 and _SINGLE_FILE in files:
+        return f'"{_SINGLE_FILE}": loaders would ignore the other files'
+    conflict = find_conflicting_name([*files, *([] if index is None else [index])])
+    return None if conflict is None else f"{conflict!r:.80}: it is a duplicate"
 
 
-def _ending_fault(name: str, suffix: str) -> str | None:
-    return name_fault(name) or (None if name.endswith(suffix) else f"it does not end in {suffix}")
+def _find_suffix_fault(name: str, suffix: str) -> str | None:
+    return find_name_fault(name) or (None if name.endswith(suffix) else f"it does not end in {suffix}")

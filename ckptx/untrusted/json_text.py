@@ -6,32 +6,32 @@ import json
 from typing import Any
 
 from ckptx.errors import InputError
-from ckptx.untrusted.limits import JSON_BITS, JSON_DEPTH
+from ckptx.untrusted.limits import MAX_JSON_DEPTH, MAX_JSON_NUMBER_BITS
 
 
-def parse_json(text: str, where: object, what: str = "file") -> Any:
+def parse_json(text: str, subject: object, noun: str = "file") -> Any:
     """Parse a JSON text.
 
     Args:
         text: The text.
-        where: Subject of error messages.
-        what: Noun for the text in error messages ("the file is corrupt").
+        subject: Subject of error messages.
+        noun: Noun for the text in error messages ("the file is corrupt").
 
     Raises:
-        InputError: It is not JSON, has a duplicate key or a lone surrogate, is nested deeper than `JSON_DEPTH`, or has
-            a number of more than `JSON_BITS` bits.
+        InputError: It is not JSON, has a duplicate key or a lone surrogate, is nested deeper than `MAX_JSON_DEPTH`, or
+            has a number of more than `MAX_JSON_NUMBER_BITS` bits.
     """
     try:
-        value = json.loads(text, object_pairs_hook=lambda pairs: _unique(pairs, where))
+        value = json.loads(text, object_pairs_hook=lambda pairs: _reject_duplicate_keys(pairs, subject))
     except RecursionError as error:
-        raise _too_deep(where) from error
+        raise _nesting_error(subject) from error
     except json.JSONDecodeError as error:
-        raise InputError(f"{where}: not JSON ({error}); the {what} is corrupt") from error
+        raise InputError(f"{subject}: not JSON ({error}); the {noun} is corrupt") from error
     except ValueError as error:  # Python refuses numbers of more than 4,300 digits
-        raise _too_long(where) from error
-    _check_nesting(value, where)
+        raise _number_error(subject) from error
+    _check_nesting(value, subject)
     if has_lone_surrogate(text):
-        raise lone_surrogate(where)
+        raise lone_surrogate_error(subject)
     return value
 
 
@@ -46,24 +46,24 @@ def has_lone_surrogate(text: str) -> bool:
     return False
 
 
-def lone_surrogate(where: object) -> InputError:
+def lone_surrogate_error(subject: object) -> InputError:
     """Return the error for a string that cannot be encoded as UTF-8."""
-    return InputError(f"{where}: a string has a lone surrogate, which is invalid Unicode; correct that string")
+    return InputError(f"{subject}: a string has a lone surrogate, which is invalid Unicode; correct that string")
 
 
-def _unique(pairs: list[tuple[str, Any]], where: object) -> dict[str, Any]:
+def _reject_duplicate_keys(pairs: list[tuple[str, Any]], subject: object) -> dict[str, Any]:
     keys: dict[str, Any] = dict(pairs)
     if len(keys) != len(pairs):
         seen: set[str] = set()
-        twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]  # it is None
-        raise InputError(f'{where}: key "{twice}" appears twice; remove one')
+        duplicate = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]  # it is None
+        raise InputError(f'{subject}: key "{duplicate}" appears twice; remove one')
     return keys
 
 
-def _check_nesting(value: Any, where: object) -> None:
+def _check_nesting(value: Any, subject: object) -> None:
     """Check depth and numbers level by level, without recursion."""
     level = [value]
-    for _ in range(JSON_DEPTH):
+    for _ in range(MAX_JSON_DEPTH):
         next_level: list[Any] = []
         for each in level:
             inside = each.values() if isinstance(each, dict) else each if isinstance(each, list) else (each,)
@@ -71,17 +71,17 @@ def _check_nesting(value: Any, where: object) -> None:
                 kind = type(item)
                 if kind is dict or kind is list:
                     next_level.append(item)
-                elif kind is int and item.bit_length() > JSON_BITS:
-                    raise _too_long(where)
+                elif kind is int and item.bit_length() > MAX_JSON_NUMBER_BITS:
+                    raise _number_error(subject)
         if not next_level:
             return
         level = next_level
-    raise _too_deep(where)
+    raise _nesting_error(subject)
 
 
-def _too_deep(where: object) -> InputError:
-    return InputError(f"{where}: JSON is nested deeper than {JSON_DEPTH} levels; the file is corrupt")
+def _nesting_error(subject: object) -> InputError:
+    return InputError(f"{subject}: JSON is nested deeper than {MAX_JSON_DEPTH} levels; the file is corrupt")
 
 
-def _too_long(where: object) -> InputError:
-    return InputError(f"{where}: JSON has a number of more than {JSON_BITS} bits; the file is corrupt")
+def _number_error(subject: object) -> InputError:
+    return InputError(f"{subject}: JSON has a number of more than {MAX_JSON_NUMBER_BITS} bits; the file is corrupt")

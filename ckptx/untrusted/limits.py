@@ -9,37 +9,37 @@ import re
 from math import prod
 
 # Bytes of small files, which are read whole. A DCP of a thousand ranks has a `.metadata` of some 200 MB.
-CONFIG_BYTES = 64 << 20
-INDEX_BYTES = 256 << 20
-PLAN_BYTES = 16 << 20
-METADATA_BYTES = 1 << 30
-MANIFEST_BYTES = 256 << 20
-PICKLE_BYTES = 256 << 20  # `data.pkl` of one archive
+MAX_CONFIG_BYTES = 64 << 20
+MAX_INDEX_BYTES = 256 << 20
+MAX_PLAN_BYTES = 16 << 20
+MAX_METADATA_BYTES = 1 << 30
+MAX_MANIFEST_BYTES = 256 << 20
+MAX_PICKLE_BYTES = 256 << 20  # `data.pkl` of one archive
 
-JSON_DEPTH = 64
-JSON_BITS = 320  # of a number; some tokenizers write 1e30 for "no limit"
+MAX_JSON_DEPTH = 64
+MAX_JSON_NUMBER_BITS = 320  # of a number; some tokenizers write 1e30 for "no limit"
 
 # Torch allows 64 dims, and 63 bits for element counts and strides.
-DIMS = 64
-ELEMENT_BITS = 63
+MAX_DIMS = 64
+MAX_NUMEL_BITS = 63
 # The largest elements have 16 bytes, and positions in a file 63 bits.
-STORED_BITS = 59
+MAX_STORED_NUMEL_BITS = 59
 
-NAME_LENGTH = 4000  # characters; Python parses at most 4,300 digits, and a name may consist of digits
-TENSORS = 1 << 20  # of one file or one `.metadata`
-RANKS = 1 << 16
-LISTED_NAMES = 1 << 20  # in one directory
-REMEMBERED_NAMES = 1 << 18  # of all directories listed to find a checkpoint
-WORKERS = 1 << 10
-MEMORY_BYTES = 1 << 50
-LAYERS = 1 << 16
+MAX_NAME_LENGTH = 4000  # characters; Python parses at most 4,300 digits, and a name may consist of digits
+MAX_TENSORS = 1 << 20  # of one file or one `.metadata`
+MAX_RANKS = 1 << 16
+MAX_LISTED_NAMES = 1 << 20  # in one directory
+MAX_CACHED_NAMES = 1 << 18  # of all directories listed to find a checkpoint
+MAX_WORKERS = 1 << 10
+MAX_MEMORY_BYTES = 1 << 50
+MAX_LAYERS = 1 << 16
 # An index in a name: a component of only digits, between dots or the ends of the name. The lookbehind is at the first
 # digit, because searching for a digit is faster than searching for a position after a dot. Indices of module lists have
 # no leading zero: "01" is another name than "1".
-INDEX = re.compile(r"[0-9](?<![^.][0-9])(?:(?<!0)[0-9]{0,8})?(?![^.])")
+INDEX_IN_NAME = re.compile(r"[0-9](?<![^.][0-9])(?:(?<!0)[0-9]{0,8})?(?![^.])")
 
 
-def shape_fault(shape: tuple[int, ...] | list[int]) -> str | None:
+def find_shape_fault(shape: tuple[int, ...] | list[int]) -> str | None:
     """Return the reason why no tensor can have this shape, or None if one can.
 
     Dims of size 0 count as 1, as in strides: the strides of a tensor without elements must still be valid.
@@ -50,17 +50,17 @@ def shape_fault(shape: tuple[int, ...] | list[int]) -> str | None:
     Example:
         [0, 2**64] has "a dim of 65 bits"; [4, 4] has no fault.
     """
-    if len(shape) > DIMS:
-        return f"{len(shape)} dims, more than {DIMS}"
+    if len(shape) > MAX_DIMS:
+        return f"{len(shape)} dims, more than {MAX_DIMS}"
     total = 1
     for size in shape:
         if size < 0:
             return "a negative dim"
-        if size.bit_length() > ELEMENT_BITS:
-            return f"a dim of {size.bit_length()} bits, more than {ELEMENT_BITS}"
+        if size.bit_length() > MAX_NUMEL_BITS:
+            return f"a dim of {size.bit_length()} bits, more than {MAX_NUMEL_BITS}"
         total *= size or 1
-    if total.bit_length() > ELEMENT_BITS:
-        return f"more than 2**{ELEMENT_BITS} elements"
-    if prod(shape).bit_length() > STORED_BITS:
-        return f"more than 2**{STORED_BITS} elements, too many for a file"
+    if total.bit_length() > MAX_NUMEL_BITS:
+        return f"more than 2**{MAX_NUMEL_BITS} elements"
+    if prod(shape).bit_length() > MAX_STORED_NUMEL_BITS:
+        return f"more than 2**{MAX_STORED_NUMEL_BITS} elements, too many for a file"
     return None

@@ -20,27 +20,27 @@ from typing import Generic, TypeVar
 T = TypeVar("T", bound=Hashable)
 
 SALT = int.from_bytes(os.urandom(7), "little")
-_SHARING = 16
+_MAX_PER_HASH = 16
 
 
-class SharedHash(ValueError):
+class HashFlood(ValueError):
     """Too many tuples share a hash, so they were chosen to: by chance, no two of a billion tuples share one."""
 
 
 class UniqueTuples(Generic[T]):
     """Stores one object per distinct tuple, because a checkpoint repeats a few of them many thousand times."""
 
-    __slots__ = ("_known", "_sharing")
+    __slots__ = ("_count_by_hash", "_values")
 
     def __init__(self) -> None:
-        self._known: dict[tuple[int, T], T] = {}
-        self._sharing: dict[int, int] = {}
+        self._values: dict[tuple[int, T], T] = {}
+        self._count_by_hash: dict[int, int] = {}
 
     def get(self, value: T) -> T | None:
         """Return the stored value that equals `value`, or None; it must be a tuple of numbers, or a tuple of those."""
-        return self._known.get((SALT, value))
+        return self._values.get((SALT, value))
 
-    def keep(self, value: T) -> T:
+    def add(self, value: T) -> T:
         """Store a value for which `get` returned None.
 
         Raises:
@@ -48,23 +48,25 @@ class UniqueTuples(Generic[T]):
         """
         key = SALT, value
         salted_hash = hash(key)
-        sharing = self._sharing[salted_hash] = self._sharing.get(salted_hash, 0) + 1
-        if sharing > _SHARING:
-            raise SharedHash(f"more than {_SHARING} shapes or offsets that share a hash, which no real writer produces")
-        self._known[key] = value
+        count = self._count_by_hash[salted_hash] = self._count_by_hash.get(salted_hash, 0) + 1
+        if count > _MAX_PER_HASH:
+            raise HashFlood(
+                f"more than {_MAX_PER_HASH} shapes or offsets that share a hash, which no real writer produces"
+            )
+        self._values[key] = value
         return value
 
 
-def salted(value: T) -> tuple[int, T]:
+def salted_key(value: T) -> tuple[int, T]:
     """Return a dict key for a tuple from `UniqueTuples`."""
     return SALT, value
 
 
-def packed(rank: int, *tuples: Iterable[int]) -> bytes:
+def packed_key(rank: int, *tuples: Iterable[int]) -> bytes:
     """Return a dict key for tuples of `rank` numbers of at most 64 bits each."""
     return array("Q", chain((rank,), *tuples)).tobytes()
 
 
-def identity(values: Iterable[object]) -> bytes:
+def identity_key(values: Iterable[object]) -> bytes:
     """Return a dict key that is equal for the same sequence of objects, which must outlive the key."""
     return array("Q", map(id, values)).tobytes()

@@ -15,53 +15,55 @@ T = TypeVar("T")
 
 # Category Cc; U+061C, U+200E/F, U+202A-E, U+2066-9 (direction); U+200B-D, U+2060, U+FEFF (no width); U+2028/9 (lines);
 # U+00AD (soft hyphen); tags, which are invisible; lone surrogates, which are invalid in UTF-8.
-_ACTIVE = (
+_ACTIVE_CHARACTERS = (
     "\u00ad\u061c\u180e\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb\ud800-\udfff\U000e0000-\U000e007f"
 )
-_IN_LINE = re.compile(f"[\x00-\x1f\x7f-\x9f{_ACTIVE}]")
-_IN_TEXT = re.compile(f"[\x00-\x09\x0b-\x1f\x7f-\x9f{_ACTIVE}]")
+_IN_LINE = re.compile(f"[\x00-\x1f\x7f-\x9f{_ACTIVE_CHARACTERS}]")
+_IN_TEXT = re.compile(f"[\x00-\x09\x0b-\x1f\x7f-\x9f{_ACTIVE_CHARACTERS}]")
 
-_LONGEST_LINE = 4000  # a header of 100 MB can be a single name
+_MAX_LINE_LENGTH = 4000  # a header of 100 MB can be a single name
 
 
-def one_line(text: str, longest: int = _LONGEST_LINE) -> str:
-    r"""Return text as one line, with active characters escaped (`\n`, `\x1b`, `\u202e`), shortened to about `longest`.
+def one_line(text: str, max_length: int = _MAX_LINE_LENGTH) -> str:
+    r"""Return text as one line, with active characters escaped (`\n`, `\x1b`, `\u202e`), and shortened.
 
-    A `longest` of 0 means no limit.
+    `max_length` is the approximate length of the result in characters; 0 means no limit.
     """
-    line = _IN_LINE.sub(_escaped, text)
-    if not longest or len(line) <= longest:
+    line = _IN_LINE.sub(_escape_match, text)
+    if not max_length or len(line) <= max_length:
         return line
-    half = longest // 2
+    half = max_length // 2
     return f"{line[:half]} [{len(line) - 2 * half:,} characters omitted] {line[-half:]}"
 
 
-def lines(text: str) -> str:
+def escape_lines(text: str) -> str:
     """Escape active characters but keep newlines, for a text that was composed of `one_line` names."""
-    return _IN_TEXT.sub(_escaped, text)
+    return _IN_TEXT.sub(_escape_match, text)
 
 
-def shown(value: T, longest: int = _LONGEST_LINE) -> T:
+def escape_strings(value: T, max_length: int = _MAX_LINE_LENGTH) -> T:
     """Return a value with `one_line` applied to every string in it: in lists, tuples, dicts and dataclasses.
 
     Lines that are composed of the fields of a report then cannot be broken by names with newlines.
     """
-    made: Any = value
+    result: Any = value
     if isinstance(value, str):
-        made = one_line(value, longest)
+        result = one_line(value, max_length)
     elif isinstance(value, dict):
-        changed = {shown(key, longest): shown(below, longest) for key, below in value.items()}
-        made = changed if len(changed) == len(value) else value | changed
+        changed = {escape_strings(key, max_length): escape_strings(item, max_length) for key, item in value.items()}
+        result = changed if len(changed) == len(value) else value | changed
     elif isinstance(value, list):
-        made = [shown(each, longest) for each in value]
+        result = [escape_strings(each, max_length) for each in value]
     elif isinstance(value, tuple):
-        parts = [shown(each, longest) for each in value]
-        made = type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
+        parts = [escape_strings(each, max_length) for each in value]
+        result = type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        fields = {field.name: shown(getattr(value, field.name), longest) for field in dataclasses.fields(value)}
-        made = dataclasses.replace(value, **fields)
-    return cast(T, made)
+        fields = {
+            field.name: escape_strings(getattr(value, field.name), max_length) for field in dataclasses.fields(value)
+        }
+        result = dataclasses.replace(value, **fields)
+    return cast(T, result)
 
 
-def _escaped(found: re.Match[str]) -> str:
-    return found[0].encode("unicode_escape", "backslashreplace").decode("ascii")
+def _escape_match(match: re.Match[str]) -> str:
+    return match[0].encode("unicode_escape", "backslashreplace").decode("ascii")

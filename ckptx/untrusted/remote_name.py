@@ -9,7 +9,7 @@ from ckptx.errors import UnsupportedError
 
 _URL = re.compile(r"\s*([A-Za-z][A-Za-z0-9+.-]*)://")
 # `pathlib.Path("s3://bucket/x")` is `s3:/bucket/x`.
-_COLLAPSED = re.compile(r"\s*([A-Za-z][A-Za-z0-9+.-]+):/")
+_URL_AS_PATH = re.compile(r"\s*([A-Za-z][A-Za-z0-9+.-]+):/")
 _SCHEMES = frozenset({
     "abfs", "abfss", "adl", "az", "azure", "azureml", "b2", "bos", "cos", "dav", "davs", "dbfs", "dvc", "file", "ftp",
     "ftps", "gcs", "gdrive", "gitlab", "github", "gs", "hdfs", "hf", "http", "https", "ipfs", "ks3", "memory",
@@ -31,20 +31,20 @@ def refuse_remote(*names: str | os.PathLike[str] | None) -> None:
     """
     for name in names:
         text = "" if name is None else os.fsdecode(name)
-        scheme = _scheme_of(text)
+        scheme = _find_scheme(text)
         if scheme is not None:
             raise UnsupportedError(f"{text}: {_reason(text, scheme)}")
 
 
-def _scheme_of(text: str) -> str | None:
+def _find_scheme(text: str) -> str | None:
     """Return the scheme in lower case, or None for a local path or a Hub id."""
-    found = _URL.match(text)
-    if found is not None:
-        return found[1].lower()
-    found = _COLLAPSED.match(text)
-    if found is None or found[1].lower() not in _SCHEMES or os.path.lexists(text):
+    match = _URL.match(text)
+    if match is not None:
+        return match[1].lower()
+    match = _URL_AS_PATH.match(text)
+    if match is None or match[1].lower() not in _SCHEMES or os.path.lexists(text):
         return None
-    return found[1].lower()
+    return match[1].lower()
 
 
 def _reason(text: str, scheme: str) -> str:

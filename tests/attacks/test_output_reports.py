@@ -13,7 +13,7 @@ import ckptx
 from ckptx.cli.main import cli
 from ckptx.errors import OutputError
 from ckptx.publishing import report_file
-from ckptx.publishing.report_file import refuse_place, write_text
+from ckptx.publishing.report_file import check_report_path, write_text
 from ckptx.report.report import Report
 from tests.support.runner import CliRunner
 from tests.support.writers import llama, names_in, tree_bytes, write_hf
@@ -148,7 +148,7 @@ def test_a_document_whose_disk_is_full_leaves_the_earlier_one(tmp_path: Path, mo
 
 
 def test_what_came_between_the_look_and_the_writing_stays(tmp_path: Path) -> None:
-    refuse_place(tmp_path / "file")
+    check_report_path(tmp_path / "file")
     (tmp_path / "file").write_bytes(b"mine")
     with pytest.raises(OutputError):
         write_text(tmp_path / "file", "new")

@@ -22,7 +22,7 @@ from ckptx.formats.dcp import reader as dcp
 from ckptx.formats.hf import reader as huggingface
 from ckptx.formats.registry import open_checkpoint
 from ckptx.publishing import publish as publish_module
-from ckptx.publishing.source_state import agreement, is_agreed
+from ckptx.publishing.source_state import describe_source, is_same_source
 from ckptx.publishing.staging import Staging
 from ckptx.storage.files import FilePool
 from tests.support.ranks import finish, start
@@ -182,14 +182,14 @@ def seen(root: Path, *more: str) -> dict[str, str]:
     """What a rank on another machine says of a source."""
     source = open_checkpoint(root)
     with FilePool(source.root, source.identities) as files:
-        return {**agreement(source, files, *more), "place": ""}
+        return {**describe_source(source, files, *more), "place": ""}
 
 
 @pytest.mark.parametrize("kind", FILES)
 def test_ranks_with_copies_of_one_source_agree(tmp_path: Path, kind: str) -> None:
     here, there = written(tmp_path / "here", kind), written(tmp_path / "there", kind)
-    assert is_agreed(seen(here, "plan"), seen(there, "plan"))
-    assert not is_agreed(seen(here, "plan"), seen(there, "another plan"))
+    assert is_same_source(seen(here, "plan"), seen(there, "plan"))
+    assert not is_same_source(seen(here, "plan"), seen(there, "another plan"))
 
 
 @given(
@@ -217,7 +217,7 @@ def test_ranks_with_sources_of_equal_size_and_time_disagree(
         (there / "config.json").write_text(config.replace("false", "true "))
         os.utime(there / "config.json", ns=(TIME, TIME))
     same = tensors == TENSORS and what != "config"
-    assert is_agreed(seen(here), seen(there)) == same
+    assert is_same_source(seen(here), seen(there)) == same
     sizes = [{path.name: path.stat().st_size for path in root.iterdir()} for root in (here, there)]
     assert sizes[0] == sizes[1]
 
@@ -228,9 +228,9 @@ def test_ranks_on_one_machine_see_the_very_same_files(tmp_path: Path) -> None:
     for name in ("here", "there"):
         source = open_checkpoint(written(tmp_path / name, "hf"))
         with FilePool(source.root) as files:
-            said.append(agreement(source, files))
+            said.append(describe_source(source, files))
     assert said[0]["digest"] == said[1]["digest"] and said[0]["place"]
-    assert not is_agreed(*said) and is_agreed(said[0], said[0])
+    assert not is_same_source(*said) and is_same_source(said[0], said[0])
 
 
 @pytest.mark.sampled(1)

@@ -13,7 +13,7 @@ import torch.distributed.checkpoint as dcp
 import ckptx
 from ckptx.api.verify import verify
 from ckptx.catalog.entry import BytesEntry
-from ckptx.comparison.optimizer_state import notes_on_objects
+from ckptx.comparison.optimizer_state import describe_object_differences
 from ckptx.report.documents.comparison import VerifyReport
 from tests.support import models
 from tests.support.stock import raw
@@ -148,5 +148,5 @@ def test_an_object_that_ends_behind_its_file_is_none_that_is_equal() -> None:
             return 0
 
     endless = BytesEntry("x", "f", 0, 1 << 60)
-    notes = notes_on_objects({"x": endless}, {"x": endless}, (Files(), Files()))  # type: ignore[arg-type]  # two that end at once
+    notes = describe_object_differences({"x": endless}, {"x": endless}, (Files(), Files()))  # type: ignore[arg-type]  # two that end at once
     assert notes == ['not compared: 1 pickled object with different bytes: "x"']

@@ -15,7 +15,7 @@ from ckptx.architecture.table import lookup
 from ckptx.catalog.dtype import DTYPES_BY_NAME
 from ckptx.catalog.entry import Chunk, TensorEntry
 from ckptx.catalog.region import full_region
-from ckptx.comparison.stored_dtypes import dtype_differences, dtype_notes
+from ckptx.comparison.stored_dtypes import describe_dtype_differences, find_dtype_differences
 from tests.support.writers import LLAMA, llama, write_hf
 
 FLOATS = ("F64", "F32", "F16", "BF16")
@@ -44,7 +44,7 @@ def test_every_tensor_is_counted_once_against_each(
     reference: dict[str, str], checkpoint: dict[str, str], declared: str | None, key: str
 ) -> None:
     config: dict[str, Any] = {} if declared is None else {key: TORCH[declared]}
-    rows = dtype_differences(entries(reference), entries(checkpoint), config, CLASS)
+    rows = find_dtype_differences(entries(reference), entries(checkpoint), config, CLASS)
     expected = {
         ("reference", checkpoint[name], reference[name]): [
             each for each in NAMES if (checkpoint[each], reference[each]) == (checkpoint[name], reference[name])
@@ -58,20 +58,20 @@ def test_every_tensor_is_counted_once_against_each(
             expected["config", stored, declared] = names
     found = {(row["against"], row["stored"], row["expected"]): (row["tensors"], row["names"]) for row in rows}
     assert found == {pair: (len(names), names[:3]) for pair, names in expected.items()}
-    assert len(list(dtype_notes(rows, "float32"))) == len(rows)
+    assert len(list(describe_dtype_differences(rows, "float32"))) == len(rows)
 
 
 def test_what_the_class_keeps_in_float32_is_no_difference_from_the_config() -> None:
     known = lookup("T5ForConditionalGeneration")
     assert known is not None
     names = {"encoder.block.0.layer.1.DenseReluDense.wo.weight": "F32", "shared.weight": "F32"}
-    (row,) = dtype_differences({}, entries(names), {"dtype": "float16"}, known)
+    (row,) = find_dtype_differences({}, entries(names), {"dtype": "float16"}, known)
     assert row["names"] == ["shared.weight"]
 
 
 def test_tensors_that_the_class_does_not_have_are_left_out() -> None:
     extra = {"model.layers.0.self_attn.rotary_emb.inv_freq": "F32"}
-    assert dtype_differences({}, entries(extra), {"dtype": "bfloat16"}, CLASS) == []
+    assert find_dtype_differences({}, entries(extra), {"dtype": "bfloat16"}, CLASS) == []
 
 
 @pytest.mark.parametrize(("ours", "theirs"), itertools.permutations(("F32", "F16", "BF16"), 2))

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from ckptx.errors import Defect, InputError, PeerFailure
-from ckptx.processes.fork import in_child, in_children
+from ckptx.processes.fork import run_in_child, run_in_children
 
 
 def late(seconds: float) -> tuple[float, int]:
@@ -42,27 +42,27 @@ def backward(size: int) -> float:
 
 
 def test_answers_come_in_the_order_of_the_calls() -> None:
-    found = in_children(late, [(0.3,), (0.0,), (0.1,)], most=3)
+    found = run_in_children(late, [(0.3,), (0.0,), (0.1,)], max_processes=3)
     assert [seconds for seconds, _ in found] == [0.3, 0.0, 0.1]
     assert len({process for _, process in found} | {os.getpid()}) == 4
 
 
 def test_no_more_run_than_may() -> None:
     begin = time.perf_counter()
-    in_children(late, [(0.2,)] * 3, most=1)
+    run_in_children(late, [(0.2,)] * 3, max_processes=1)
     assert time.perf_counter() - begin > 0.6
 
 
 def test_an_error_ends_the_others() -> None:
     begin = time.perf_counter()
     with pytest.raises(InputError, match="number 1: found"):
-        in_children(refuse, [(0,), (1,), (2,)], most=3)
+        run_in_children(refuse, [(0,), (1,), (2,)], max_processes=3)
     assert time.perf_counter() - begin < 20
 
 
 def test_a_process_that_dies_is_a_defect() -> None:
     with pytest.raises(Defect, match="ended with code 9"):
-        in_child(os._exit, 9)
+        run_in_child(os._exit, 9)
 
 
 def lose_a_peer() -> None:
@@ -71,12 +71,12 @@ def lose_a_peer() -> None:
 
 def test_the_failure_of_a_peer_comes_back_as_one() -> None:
     with pytest.raises(PeerFailure, match=r"^rank 1: is gone$"):
-        in_child(lose_a_peer)
+        run_in_child(lose_a_peer)
 
 
 def test_a_result_that_cannot_be_sent_is_a_defect_with_its_cause() -> None:
     with pytest.raises(Defect, match=r"lambda.*please report this"):
-        in_child(unsendable)
+        run_in_child(unsendable)
 
 
 def unsendable() -> Any:
@@ -85,7 +85,7 @@ def unsendable() -> Any:
 
 def nested(path: Path) -> None:
     """Starts a process that says who it is, and waits for it."""
-    in_child(wait_long, path)
+    run_in_child(wait_long, path)
 
 
 def wait_long(path: Path) -> None:
@@ -106,7 +106,7 @@ def test_what_a_process_started_ends_with_it(tmp_path: Path) -> None:
     threading.Thread(target=when_it_waits, daemon=True).start()
     try:
         with pytest.raises(KeyboardInterrupt):
-            in_child(nested, tmp_path / "pid")
+            run_in_child(nested, tmp_path / "pid")
     finally:
         signal.signal(signal.SIGALRM, before)
     process = int((tmp_path / "pid").read_text())
@@ -118,10 +118,10 @@ def test_what_a_process_started_ends_with_it(tmp_path: Path) -> None:
 
 
 def test_nothing_to_do_is_nothing() -> None:
-    assert in_children(late, []) == []
+    assert run_in_children(late, []) == []
 
 
 def test_a_process_that_has_gone_backward_asks_new_ones() -> None:
     torch.ones(2, requires_grad=True).sum().backward()
-    assert in_children(backward, [(3,), (5,)]) == [3.0, 5.0]
-    assert in_child(backward, 2) == 2.0
+    assert run_in_children(backward, [(3,), (5,)]) == [3.0, 5.0]
+    assert run_in_child(backward, 2) == 2.0

@@ -38,7 +38,7 @@ def test_a_rank_that_dies_is_named_and_the_others_end(
     program.write_text(RANK.format(python=sys.executable, body=body))
     program.chmod(0o700)
     monkeypatch.setattr(launch.sys, "executable", str(program))
-    monkeypatch.setattr(launch, "_GRACE", 0.2)
+    monkeypatch.setattr(launch, "_GRACE_PERIOD", 0.2)
     begin = time.monotonic()
     with pytest.raises(EnvironmentProblem, match=f"^{said}$"):
         launch.launch("order", 2)

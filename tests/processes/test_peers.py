@@ -72,8 +72,8 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """As in earnest, twenty times as fast."""
     for name, seconds in (("_BEAT", 0.05), ("_FAREWELL", 3.0)):
         monkeypatch.setattr(processes, name, seconds)
-    monkeypatch.setattr(processes, "_SILENCE", 20)
-    monkeypatch.setattr(processes, "_LAST_READS", 6)
+    monkeypatch.setattr(processes, "_MAX_MISSED_BEATS", 20)
+    monkeypatch.setattr(processes, "_MAX_MISSED_BEATS_AFTER_SIGTERM", 6)
 
 
 def exchange(here: PeerProcesses) -> list[Any]:
@@ -94,7 +94,9 @@ def test_all_ranks_hear_each_other(size: int, late: int) -> None:
     assert together(*ranks) == [[rank * 10 for rank in range(size)]] * size
 
 
-@pytest.mark.parametrize("nbytes", [0, 1, processes._PART - 2, processes._PART, 3 * processes._PART + 5])
+@pytest.mark.parametrize(
+    "nbytes", [0, 1, processes._PART_NBYTES - 2, processes._PART_NBYTES, 3 * processes._PART_NBYTES + 5]
+)
 def test_a_word_of_any_length_arrives(nbytes: int) -> None:
     """The store refuses values of 8 MiB; the digests of a hundred thousand tensors take more."""
     meeting, word = Meeting(2), "ä" + "x" * nbytes
@@ -154,7 +156,7 @@ def test_a_rank_that_dies_without_a_word_is_named_to_all() -> None:
     def dies() -> None:
         here = meeting.come(1)
         here.receive(0, "word")
-        here._count = lambda store: gone.set()  # type: ignore[method-assign]  # no more signs of life
+        here._exchange_beats = lambda store: gone.set()  # type: ignore[method-assign]  # no more signs of life
 
     def listen(here: PeerProcesses) -> None:
         here.send("word", 1)
@@ -164,7 +166,7 @@ def test_a_rank_that_dies_without_a_word_is_named_to_all() -> None:
     assert gone.is_set()
     for found in (first, last):
         assert isinstance(found, PeerFailure)
-        assert (found.exit_code, str(found)) == (7, f"rank 1: {processes._GONE}")
+        assert (found.exit_code, str(found)) == (7, f"rank 1: {processes._DEAD_PEER}")
         assert found.is_reported, "by rank 0"
 
 
@@ -236,7 +238,7 @@ def test_a_lost_connection_ends_both_sides_and_names_the_rank() -> None:
             here.receive(0, "never")
 
     near, far = together(meeting.attend(0, listen), cut)
-    assert isinstance(near, PeerFailure) and str(near) == f"rank 1: {processes._GONE}"
+    assert isinstance(near, PeerFailure) and str(near) == f"rank 1: {processes._DEAD_PEER}"
     assert isinstance(far, EnvironmentProblem)
     assert str(far).startswith(f"rank 1: lost the connection to 127.0.0.1:{meeting.port}"), far
 
@@ -251,7 +253,7 @@ def test_after_sigterm_the_rank_that_died_is_named(is_dead: bool) -> None:
         here.send("word", 1)
         here.receive(0, "word")
         if is_dead:
-            here._count = lambda store: None  # type: ignore[method-assign]  # no more signs of life
+            here._exchange_beats = lambda store: None  # type: ignore[method-assign]  # no more signs of life
         done.wait(5)
 
     def ended(here: PeerProcesses) -> None:
@@ -268,7 +270,7 @@ def test_after_sigterm_the_rank_that_died_is_named(is_dead: bool) -> None:
 
     found = together(first, other)[0]
     if is_dead:
-        assert isinstance(found, PeerFailure) and str(found) == f"rank 1: {processes._GONE}"
+        assert isinstance(found, PeerFailure) and str(found) == f"rank 1: {processes._DEAD_PEER}"
     else:
         assert isinstance(found, Terminated)
 
@@ -285,7 +287,7 @@ def test_after_sigterm_a_rank_that_never_came_is_named() -> None:
 
 def test_who_is_told_to_end_before_there_is_a_connection_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     """As long as nobody brings the store, there is nobody to tell and nobody to wait for."""
-    monkeypatch.setattr(processes, "_FAREWELL", 15.0)
+    monkeypatch.setattr(processes, "_LEAVE_TIMEOUT", 15.0)
 
     def connect() -> Store:
         time.sleep(20)
@@ -304,7 +306,7 @@ def test_who_is_told_to_end_before_there_is_a_connection_ends(monkeypatch: pytes
 
 
 def test_another_that_never_comes_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(processes, "PATIENCE", 0.3)
+    monkeypatch.setattr(processes, "START_TIMEOUT", 0.3)
     (found,) = together(Meeting(3).attend(0, lambda here: here.receive(1, "word")))
     assert isinstance(found, EnvironmentProblem)
     assert str(found) == "rank 1: did not start within 0 s; check that it was started"
@@ -352,10 +354,10 @@ def test_several_processes_need_a_place_to_meet(monkeypatch: pytest.MonkeyPatch,
 def test_the_environment_says_where_to_meet_and_runs_do_not_hear_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
     clear(monkeypatch, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()), WORLD_SIZE="2")
     for run in range(2):
-        monkeypatch.setattr(processes, "_meetings", run)
+        monkeypatch.setattr(processes, "_meeting_count", run)
         monkeypatch.setenv("RANK", "0")
         first = PeerProcesses.from_environment()
-        monkeypatch.setattr(processes, "_meetings", run)
+        monkeypatch.setattr(processes, "_meeting_count", run)
         monkeypatch.setenv("RANK", "1")
         second = PeerProcesses.from_environment()
         assert first is not None and second is not None

@@ -9,7 +9,7 @@ from ckptx.processes.rendezvous import (
     is_launched,
     launched_world_size,
     rank_variables,
-    without_launcher,
+    remove_launcher_variables,
 )
 
 
@@ -29,4 +29,4 @@ def test_a_process_on_its_own_is_the_first_and_no_rank(monkeypatch: pytest.Monke
 def test_what_is_no_rank_is_told_nothing_of_ranks() -> None:
     launcher = {"MASTER_ADDR": "a", "MASTER_PORT": "1", "TORCHELASTIC_RUN_ID": "x", "GROUP_RANK": "0"}
     others = {"MASTER_KEY": "stays", "RANKING": "stays", "OMP_NUM_THREADS": "1"}
-    assert without_launcher({**rank_variables(1, 2), **launcher, **others}) == others
+    assert remove_launcher_variables({**rank_variables(1, 2), **launcher, **others}) == others

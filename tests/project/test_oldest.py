@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from ckptx.cli.env import _TESTED
-from ckptx.errors import _BY_EXTRA, missing_package
+from ckptx.errors import _EXTRA_BY_PACKAGE, missing_package
 
 ROOT = Path(__file__).parents[2]
 PROJECT = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
@@ -32,7 +32,7 @@ def test_the_extra_that_an_error_names_brings_the_package() -> None:
     project = PROJECT.partition("[project.optional-dependencies]")[2].partition("\n[")[0]
     extras = dict(re.findall(r"^(\w+) = \[(.*)\]", project, re.MULTILINE))
     names = {"PIL": "pillow", "ruamel": "ruamel.yaml", "tokenizers": "transformers"}
-    for module, extra in _BY_EXTRA.items():
+    for module, extra in _EXTRA_BY_PACKAGE.items():
         assert re.search(rf'"{names.get(module, module)}\b', extras[extra]), module
         error = missing_package("x", ImportError(name=f"{module}.part"))
         assert f"requires {module}, which is not installed; pip install 'ckptx[{extra}]'" in str(error)

@@ -21,7 +21,7 @@ from tests.support.writers import names_in, tree_bytes
 def fill(staging: Staging, text: bytes = b"new") -> None:
     """What a run does between claiming and publishing."""
     staging.begin(b"plan", resume=False)
-    (staging.tree / "file").write_bytes(text)
+    (staging.tree_path / "file").write_bytes(text)
 
 
 def old(target: Path) -> Path:
@@ -164,8 +164,8 @@ def test_the_same_plan_is_resumed_another_starts_afresh(tmp_path: Path) -> None:
     for plan, resume, resumed in ((b"a", True, False), (b"a", True, True), (b"b", True, False), (b"b", False, False)):
         with pytest.raises(KeyboardInterrupt), Staging(tmp_path / "out", resume=resume) as staging:
             assert staging.begin(plan, resume) is resumed
-            assert (staging.tree / "half").exists() is resumed
-            (staging.tree / "half").write_bytes(b"")
+            assert (staging.tree_path / "half").exists() is resumed
+            (staging.tree_path / "half").write_bytes(b"")
             raise KeyboardInterrupt
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ckptx.report.forecast_search import layout_options, search_text, search_verdict
-from ckptx.untrusted.printable import shown
+from ckptx.untrusted.printable import escape_strings
 from tests.report.made import searched
 
 
@@ -49,6 +49,6 @@ def test_the_options_of_a_row_are_those_of_a_forecast() -> None:
 @pytest.mark.parametrize("text", ["\x1b[31mred", "a\nb", "\u202egnp"])
 def test_what_a_config_says_is_printed_safely(text: str) -> None:
     report = searched(architecture=text, unsupported_layouts=[{"layout": {"tp": 2}, "reason": text}])
-    said = search_text(shown(report))
+    said = search_text(escape_strings(report))
     assert text not in said
     assert len(said.splitlines()) == len(search_text(searched()).splitlines())

@@ -11,7 +11,7 @@ from jsonschema import Draft202012Validator
 
 from ckptx.report.forecast import forecast_text, forecast_verdict
 from ckptx.report.forecast_words import batch_text, human_count, peak_time_text, ranks_text, settings_text
-from ckptx.untrusted.printable import shown
+from ckptx.untrusted.printable import escape_strings
 from tests.report.made import COURSE, forecasted, largest, stage, too_large
 from tests.report.test_html import EVIL
 
@@ -127,7 +127,7 @@ def test_counts_have_prefixes(number: float, said: str) -> None:
 
 @pytest.mark.parametrize("text", EVIL)
 def test_no_name_starts_a_line_or_moves_the_cursor(text: str) -> None:
-    said = forecast_text(shown(hostile(text)))
+    said = forecast_text(escape_strings(hostile(text)))
     assert not {"\x1b", "\r", "\x00", "\u202e", "\ud800"} & set(said)
     assert len(said.splitlines()) == len(forecast_text(hostile("plain")).splitlines())
 

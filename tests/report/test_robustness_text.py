@@ -19,7 +19,7 @@ from ckptx.report.robustness import faults_text, robustness_text, robustness_ver
 from ckptx.report.robustness_html import robustness_page
 from ckptx.report.robustness_words import CAUSES, measured_noise, number_text, parse_number, phase_notes, verdict
 from ckptx.robustness_suite.oracles import ORACLE_ORDER, Difference, Verdict
-from ckptx.untrusted.printable import shown
+from ckptx.untrusted.printable import escape_strings
 from tests.report.made import broken, oracle, phase, robust
 from tests.report.pages import Page
 
@@ -140,10 +140,10 @@ def test_numbers_that_are_none() -> None:
 @pytest.mark.parametrize("text", EVIL)
 def test_no_name_starts_a_line_or_moves_the_cursor(text: str) -> None:
     """As the command line prints it: every text of the report as one line."""
-    said = robustness_text(shown(hostile(text)))
+    said = robustness_text(escape_strings(hostile(text)))
     assert not {"\x1b", "\r", "\x00", "\u202e", "\ud800"} & set(said)
     assert len(said.splitlines()) == len(robustness_text(hostile("plain")).splitlines())
-    assert "\n" not in robustness_verdict(shown(hostile(text)))
+    assert "\n" not in robustness_verdict(escape_strings(hostile(text)))
 
 
 def test_ranks_that_are_not_known_are_not_counted() -> None:

@@ -39,12 +39,12 @@ def job_of(source: Catalog, root: Any, check: Callable[[Source, CopyResult], Non
         plan=plan,
         source=source,
         sidecars={sidecar.name: StoredFile(source.source, sidecar.name) for sidecar in source.sidecars},
-        options={},
-        manifest=lambda outcome: manifest_of("dcp", target, outcome.digests),
-        opened=source,
+        settings={},
+        build_manifest=lambda outcome: manifest_of("dcp", target, outcome.digests),
+        opened_catalog=source,
         is_decision_unchanged=lambda: True,
-        refuse=lambda outcome: None,
-        check=check,
+        validate_result=lambda outcome: None,
+        check_staged_files=check,
         markers=[(MARKER, dcp_layout.metadata_bytes(target, {name: name for name in target.tensors}))],
     )
     return job, target

@@ -14,7 +14,7 @@ from ckptx.errors import CkptxError, InputError, OutputError, SpaceError, Unsupp
 from ckptx.formats.registry import open_checkpoint
 from ckptx.model_view.parameter_count import count_parameters
 from ckptx.model_view.view import read_valid_manifest, view_model
-from ckptx.publishing.source_state import recorded_identities
+from ckptx.publishing.source_state import collect_identities
 from ckptx.storage.directory_handle import DirectoryHandle
 from ckptx.storage.interface import OutputTree, Source, StoredFile, local_path, relative_name
 from ckptx.storage.listing import EntryKind
@@ -216,7 +216,7 @@ def test_a_source_goes_to_another_process(tmp_path: Path) -> None:
 def test_a_run_is_resumed_though_the_disk_of_its_source_was_mounted_again(tmp_path: Path) -> None:
     """The number of a device may be another one then; that of another file never is the same."""
     source = open_checkpoint(write_hf(tmp_path / "hf", llama()))
-    states = recorded_identities(source).states()
+    states = collect_identities(source).describe_tensor_files()
     (name,) = source.files
     identity = source.identities[name]
     for changed, is_same in (
@@ -226,7 +226,7 @@ def test_a_run_is_resumed_though_the_disk_of_its_source_was_mounted_again(tmp_pa
         ({"nbytes": 1}, False),
     ):
         source.identities[name] = identity._replace(**changed)
-        assert (recorded_identities(source).states() == states) == is_same
+        assert (collect_identities(source).describe_tensor_files() == states) == is_same
 
 
 def test_listings_that_are_many_are_not_all_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,7 @@ from ckptx.storage.interface import ExpectedFile, FileIdentity, Location, Source
 from ckptx.storage.listing import EntryKind, Listing
 from ckptx.storage.local import LocalSource
 from ckptx.transfer.digest import digest_bytes
-from ckptx.untrusted.limits import LISTED_NAMES
+from ckptx.untrusted.limits import MAX_LISTED_NAMES
 
 _VERSIONS = itertools.count(1)
 
@@ -220,8 +220,8 @@ class MemoryPath:
             if kind is not EntryKind.DIRECTORY:
                 raise _missing(self) if kind is None else InputError(f"{self}: cannot be read: Not a directory")
             names = self.store.names(self.path)
-            if len(names) > LISTED_NAMES:
-                raise InputError(f"{self}: contains more than {LISTED_NAMES:,} files, the limit")
+            if len(names) > MAX_LISTED_NAMES:
+                raise InputError(f"{self}: contains more than {MAX_LISTED_NAMES:,} files, the limit")
             kinds = {name: self.store.kind(self.path / name) for name in names}
             below = lambda name: self.with_location(self / name).listing()  # noqa: E731 (as short as its use)
             listing = Listing(kinds, lambda name: EntryKind.BROKEN_LINK, below)
@@ -453,25 +453,25 @@ class MemoryPublisher:
     """A claim on a target in memory: an object that only one run can create. Outputs are staged next to the target."""
 
     def __init__(
-        self, target: MemoryPath, *, overwrite: bool, resume: bool, may_replace: Callable[[MemoryPath], None]
+        self, target: MemoryPath, *, overwrite: bool, resume: bool, check_replaceable: Callable[[MemoryPath], None]
     ) -> None:
-        self.target, self._overwrite, self._may_replace = target, overwrite, may_replace
+        self.target, self._overwrite, self._may_replace = target, overwrite, check_replaceable
         self._claim, self.staged = target.parent / f".{target.name}.claim", target.parent / f".{target.name}.staged"
         if self._claim.exists():
             raise OutputError(f"{target}: another ckptx is writing it")
-        self.refuse_target_unless(overwrite or resume)
+        self.refuse_existing_target(overwrite or resume)
         self._claim.write_bytes(b"")
         self._has_claim, self.is_locked = True, True
 
     @property
-    def written(self) -> MemoryPath:
+    def staged_source(self) -> MemoryPath:
         return self.output.path.without_cache()
 
     @property
-    def published(self) -> MemoryPath:
+    def target_source(self) -> MemoryPath:
         return self.target.without_cache()
 
-    def digest_of_published(self, name: str) -> str:
+    def digest_target_file(self, name: str) -> str:
         return digest_bytes(self.target.read_small(name, 1 << 30))
 
     def __enter__(self) -> MemoryPublisher:
@@ -493,10 +493,10 @@ class MemoryPublisher:
         if not same:
             self.staged.remove()
         noted.write_bytes(plan)
-        self.output, self.notes = MemoryTree(self.staged / "tree"), MemoryTree(self.staged / "journal")
+        self.output, self.journal = MemoryTree(self.staged / "tree"), MemoryTree(self.staged / "journal")
         return same
 
-    def refuse_target_unless(self, overwrite: bool) -> None:
+    def refuse_existing_target(self, overwrite: bool) -> None:
         if not overwrite and self.target.is_dir() and any(self.target.iterdir()):
             raise OutputError(f"{self.target}: exists and is not empty; choose another DST or pass --overwrite")
 
@@ -505,13 +505,13 @@ class MemoryPublisher:
         if room is not None and room < nbytes:
             raise SpaceError(f"{self.target}: requires {nbytes} bytes, but the store has {room} free; free some space")
 
-    def require_own(self) -> None:
+    def verify_claim(self) -> None:
         if not self._claim.exists():
             raise OutputError(f"{self._claim}: was removed or replaced by another process; nothing was published")
 
     def publish(self, expected: Mapping[str, ExpectedFile]) -> None:
         self.output.verify_files(expected)
-        self.require_own()
+        self.verify_claim()
         if self.target.is_dir() and any(self.target.iterdir()):
             assert self._overwrite
             self._may_replace(self.target)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckptx.untrusted.file_name import colliding_name, name_fault, weights_fault
+from ckptx.untrusted.file_name import find_conflicting_name, find_name_fault, find_weights_fault
 
 PARTS = ["", ".", "..", "a", "b", "~", "...", "\0", "\n", "\x7f", "\x9b", "\ud800", "\\", "é", "x" * 255, "é" * 128]
 PARTS += [".a.ckptx-partial", ".a.ckptx-old", "a.ckptx-old", "-"]
@@ -19,7 +19,7 @@ PARTS += [".a.ckptx-partial", ".a.ckptx-old", "a.ckptx-old", "-"]
 @given(st.lists(st.sampled_from(PARTS), max_size=4).map("/".join))
 @settings(max_examples=300, deadline=None)
 def test_a_name_without_a_fault_is_made_below_the_directory_and_printed(name: str) -> None:
-    if name_fault(name) is not None:
+    if find_name_fault(name) is not None:
         return
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory, name)
@@ -35,7 +35,7 @@ def test_a_name_without_a_fault_is_made_below_the_directory_and_printed(name: st
 )
 @pytest.mark.parametrize("around", ["{}", "{}/a", "a/{}", "a/{}/b"])
 def test_a_faulty_part_is_a_fault_wherever_it_stands(part: str, around: str) -> None:
-    assert name_fault(around.format(part)) is not None
+    assert find_name_fault(around.format(part)) is not None
 
 
 def can_all_be_files(names: list[str]) -> bool:
@@ -54,7 +54,7 @@ def can_all_be_files(names: list[str]) -> bool:
 @given(st.lists(st.lists(st.sampled_from(["a", "b", "c"]), min_size=1, max_size=3).map("/".join), max_size=6))
 @settings(max_examples=300, deadline=None)
 def test_names_collide_exactly_when_they_cannot_all_be_files(names: list[str]) -> None:
-    assert (colliding_name(names) is None) == can_all_be_files(names)
+    assert (find_conflicting_name(names) is None) == can_all_be_files(names)
 
 
 @pytest.mark.parametrize(
@@ -78,5 +78,5 @@ def test_names_collide_exactly_when_they_cannot_all_be_files(names: list[str]) -
     ],
 )
 def test_names_of_an_hf_checkpoint(files: list[str], index: str | None, fault: str | None) -> None:
-    found = weights_fault(files, index)
+    found = find_weights_fault(files, index)
     assert found == fault if fault is None else fault in str(found)

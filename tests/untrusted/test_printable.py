@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckptx.cli import main as main_module
-from ckptx.untrusted.printable import lines, one_line, shown
+from ckptx.untrusted.printable import escape_lines, escape_strings, one_line
 from tests.support.writers import framed, llama, value, write_hf
 
 ACTIVE = [
@@ -47,18 +47,18 @@ def test_lines_are_clean_and_one(text: str, extra: list[str]) -> None:
     said = one_line(text + "".join(extra))
     assert not any(map(is_active, said))
     said.encode("utf-8")
-    assert not any(map(is_active, lines(text).replace("\n", "")))
+    assert not any(map(is_active, escape_lines(text).replace("\n", "")))
 
 
 def test_long_lines_are_cut_in_the_middle() -> None:
     said = one_line("a" * 10_000 + "b")
     assert len(said) < 5000 and "6,001 characters omitted" in said and said.endswith("b")
-    assert one_line("a" * 10_000, longest=0) == "a" * 10_000
+    assert one_line("a" * 10_000, max_length=0) == "a" * 10_000
 
 
 def test_a_report_is_cleaned_through_and_through() -> None:
     spoiled = {"a\n": ["\x1b[2J", ("\u202e", 3)], "b": {"c": None}}
-    assert shown(spoiled) == {"a\\n": ["\\x1b[2J", ("\\u202e", 3)], "b": {"c": None}}
+    assert escape_strings(spoiled) == {"a\\n": ["\\x1b[2J", ("\\u202e", 3)], "b": {"c": None}}
 
 
 NAMES = [

@@ -10,7 +10,7 @@ from ckptx.errors import UsageError
 from ckptx.mapping.models import describe_prefix
 from ckptx.mapping.names import is_optimizer, is_trainer_state
 from ckptx.model_view.view import ModelView
-from ckptx.untrusted.limits import NAME_LENGTH
+from ckptx.untrusted.limits import MAX_NAME_LENGTH
 
 
 def refuse_unreadable_prefix(prefix: str, names: Collection[str], view: ModelView) -> None:
@@ -34,8 +34,8 @@ def _unreadable_reason(prefix: str, names: Collection[str], view: ModelView) -> 
     if "*" in prefix.split("."):
         return 'a component "*" stands for an index where names are looked up'
     longest = max(map(len, names), default=0) + len(prefix)
-    if longest > NAME_LENGTH:
-        return f"the longest name would have {longest:,} characters, at most {NAME_LENGTH:,} are allowed"
+    if longest > MAX_NAME_LENGTH:
+        return f"the longest name would have {longest:,} characters, at most {MAX_NAME_LENGTH:,} are allowed"
     prefixed_names = {prefix + name: name for name in names}
     config, source_config = view.config, view.catalog.config
     if config is not None and source_config is not None and source_config.get("architectures") in (None, []):

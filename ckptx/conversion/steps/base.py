@@ -18,7 +18,7 @@ from ckptx.formats.sidecars import MANIFEST, list_sidecars
 from ckptx.model_view.view import read_valid_manifest
 from ckptx.options.conversion import ConversionOptions
 from ckptx.publishing.output_place import refuse_overlap
-from ckptx.publishing.replacing import refuse_files_of
+from ckptx.publishing.replacing import refuse_input_files
 from ckptx.storage.interface import local_path
 from ckptx.storage.listing import EntryKind
 from ckptx.storage.local import LocalSource
@@ -71,7 +71,7 @@ def find_base(source: Catalog, dst: Path, options: ConversionOptions, config_nee
     base = _open_base(options)
     if base is not None:
         refuse_overlap(local_path(base.root), dst)
-        refuse_files_of(base, dst)
+        refuse_input_files(base, dst)
         return BaseCheckpoint(source, base, base.config, {name: entry.dtype for name, entry in base.tensors.items()})
     if options.base == "none":
         note = "--base none: no config used; tied weights and name prefixes are not detected"

@@ -16,8 +16,8 @@ from ckptx.formats.registry import open_checkpoint
 from ckptx.options.conversion import ConversionOptions
 from ckptx.processes.peers import PeerProcesses
 from ckptx.publishing.output_place import refuse_existing, refuse_overlap, refuse_unreachable
-from ckptx.publishing.replacing import refuse_files_of, refuse_foreign
-from ckptx.publishing.report_file import refuse_place
+from ckptx.publishing.replacing import refuse_input_files, refuse_unrelated_files
+from ckptx.publishing.report_file import check_report_path
 from ckptx.storage.interface import SourceFiles
 from ckptx.wording import counted
 
@@ -57,7 +57,7 @@ def open_source(src: str | Path, dst: str | Path, options: ConversionOptions) ->
     with processes.session() if processes is not None else nullcontext():
         dst = Path(dst)
         if options.report_file is not None and (processes is None or not processes.rank):
-            refuse_place(options.report_file)
+            check_report_path(options.report_file)
         path = resolve_source(str(src), revision=options.revision, token=options.token, cache_dir=options.cache_dir)
         refuse_unreachable(dst)
         refuse_overlap(path, dst)
@@ -65,7 +65,7 @@ def open_source(src: str | Path, dst: str | Path, options: ConversionOptions) ->
         source = open_checkpoint(path)
         if not options.allow_config_mismatch:
             _refuse_incomplete_set(source)
-        refuse_files_of(source, dst)
+        refuse_input_files(source, dst)
         _logger.info(
             "%s: %s, %d tensors, %d objects, %d files", source.root, source.format, len(source.tensors),
             len(source.objects), len(source.files),
@@ -91,7 +91,7 @@ def _refuse_existing_target(dst: Path, options: ConversionOptions) -> tuple[str,
     """Refuse a target that cannot be written; in a dry run, return the error as a note."""
     try:
         refuse_existing(dst, options.overwrite)
-        refuse_foreign(dst)
+        refuse_unrelated_files(dst)
     except OutputError as error:
         if not options.dry_run:
             raise

@@ -31,7 +31,7 @@ from ckptx.formats.torch_archive.unpickle import (
     load,
     without_garbage_collection,
 )
-from ckptx.untrusted.limits import DIMS, ELEMENT_BITS, JSON_DEPTH, TENSORS, shape_fault
+from ckptx.untrusted.limits import MAX_DIMS, MAX_JSON_DEPTH, MAX_NUMEL_BITS, MAX_TENSORS, find_shape_fault
 from ckptx.untrusted.numbers import UniqueTuples
 
 _INTEGER_TYPES = frozenset({int})
@@ -240,13 +240,13 @@ class ShapeCache:
     def store(self, value: Any) -> Shape:
         """Return the stored shape that equals `value`, which may be freed afterwards."""
         # Checked before hashing, because hashing a deeply nested tuple could take forever.
-        if type(value) is not tuple or len(value) > DIMS or not _INTEGER_TYPES.issuperset(map(type, value)):
+        if type(value) is not tuple or len(value) > MAX_DIMS or not _INTEGER_TYPES.issuperset(map(type, value)):
             raise ValueError("a size is not a tuple of counts")
         shape = self._stored.get(value)
         if shape is None:
-            if any(not 0 <= size < 1 << ELEMENT_BITS for size in value):
+            if any(not 0 <= size < 1 << MAX_NUMEL_BITS for size in value):
                 raise ValueError("a size is not a tuple of counts")
-            shape = self._stored.keep(value)
+            shape = self._stored.add(value)
         return shape
 
     def region(self, offsets: Any, sizes: Any) -> Region:
@@ -261,9 +261,9 @@ class ShapeCache:
         return region
 
     def fault(self, shape: Shape) -> str | None:
-        """Return the `shape_fault` of a stored shape, or None."""
+        """Return the `find_shape_fault` of a stored shape, or None."""
         if id(shape) not in self._faults:
-            self._faults[id(shape)] = shape_fault(shape)
+            self._faults[id(shape)] = find_shape_fault(shape)
         return self._faults[id(shape)]
 
 
@@ -287,8 +287,8 @@ def _parse_state(
     """Parse tensors and objects with at most `max_chunks` chunks: tensors may share one pickled list of chunks."""
     tensors: dict[str, TensorMetadata] = {}
     objects: list[str] = []
-    if len(state) > TENSORS:
-        raise ValueError(f"{len(state):,} names, allowed at most {TENSORS:,}")
+    if len(state) > MAX_TENSORS:
+        raise ValueError(f"{len(state):,} names, allowed at most {MAX_TENSORS:,}")
     for fqn, value in dict.items(state):
         strings.check(fqn)
         fields = vars(value)
@@ -351,10 +351,10 @@ def _check_planner_data(value: Any, strings: _StringChecker, max_values: int) ->
         max_values: Maximum number of values.
 
     Raises:
-        ValueError: It is deeper than `JSON_DEPTH` levels, or has more than `max_values` values when written out.
+        ValueError: It is deeper than `MAX_JSON_DEPTH` levels, or has more than `max_values` values when written out.
     """
     level = [value]
-    for _ in range(JSON_DEPTH):
+    for _ in range(MAX_JSON_DEPTH):
         next_level: list[Any] = []
         for each in level:
             if isinstance(each, str):
@@ -370,4 +370,4 @@ def _check_planner_data(value: Any, strings: _StringChecker, max_values: int) ->
             return value
         max_values -= len(next_level)
         level = next_level
-    raise ValueError(f"planner_data is nested deeper than {JSON_DEPTH} levels")
+    raise ValueError(f"planner_data is nested deeper than {MAX_JSON_DEPTH} levels")

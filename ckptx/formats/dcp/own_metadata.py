@@ -36,7 +36,7 @@ from ckptx.formats.dcp.metadata import (
 )
 from ckptx.formats.dcp.metadata_writer import BYTES_CLASS, PickleEmitter, memo_reference
 from ckptx.formats.torch_archive.unpickle import Symbol, without_garbage_collection
-from ckptx.untrusted.limits import DIMS, TENSORS
+from ckptx.untrusted.limits import MAX_DIMS, MAX_TENSORS
 
 _GET, _LONG_GET, _TEXT, _LONG_TEXT, _MEMOIZE, _SET_ITEMS, _APPENDS, _NONE, _MARK, _TUPLE = b"hj\x8cX\x94ueN(t"
 _ONE_BYTE, _TWO_BYTES, _FOUR_BYTES, _LONG = b"KMJ\x8a"
@@ -393,7 +393,7 @@ class _OwnMetadataReader:
             self._position = end + 1
         else:
             text = self._read_string()
-        if code not in self._memo or text in self._names or len(self._names) == TENSORS:
+        if code not in self._memo or text in self._names or len(self._names) == MAX_TENSORS:
             raise _UnexpectedForm
         self._names[text] = code
         return text
@@ -454,7 +454,7 @@ class _OwnMetadataReader:
         numbers: list[int] = []
         while self._data[self._position] not in (b"t" if is_long else _TUPLES):
             numbers.append(self._read_integer())
-        if len(numbers) > DIMS or not (is_long or self._data[self._position] == _TUPLES[len(numbers)]):
+        if len(numbers) > MAX_DIMS or not (is_long or self._data[self._position] == _TUPLES[len(numbers)]):
             raise _UnexpectedForm
         self._position += 1
         self._expect(b"\x85R\x94")

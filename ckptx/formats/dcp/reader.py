@@ -33,8 +33,8 @@ from ckptx.formats.unsupported import refuse_directory
 from ckptx.storage.files import changed_error, resolve_inside
 from ckptx.storage.interface import FileIdentity, Location, Source, SourceFiles
 from ckptx.storage.listing import EntryKind
-from ckptx.untrusted.limits import METADATA_BYTES
-from ckptx.untrusted.numbers import identity
+from ckptx.untrusted.limits import MAX_METADATA_BYTES
+from ckptx.untrusted.numbers import identity_key
 
 METADATA = ".metadata"
 
@@ -63,7 +63,7 @@ def open_dcp(source: Source) -> Catalog:
         catalog.tensors = {entry.name: entry for entry in entries}
         catalog.objects = {name: BytesEntry(name, *place[:3]) for name, place in metadata.objects.items()}
         identities = _check_files(catalog)
-        catalog.files = {name: identity.nbytes for name, identity in identities.items()}
+        catalog.files = {name: identity_key.nbytes for name, identity_key in identities.items()}
         catalog.identities.update(identities)
     if isinstance(metadata.planner_data, dict):
         catalog.planner_data = metadata.planner_data
@@ -75,7 +75,7 @@ def open_dcp(source: Source) -> Catalog:
 def _read_metadata(source: Source) -> bytes:
     path = source.location / METADATA
     try:
-        data = source.read_small(METADATA, METADATA_BYTES)
+        data = source.read_small(METADATA, MAX_METADATA_BYTES)
     except InputError:
         if source.read_kind() is not EntryKind.DIRECTORY or source.listing().has(METADATA):
             raise
@@ -179,7 +179,7 @@ class _MetadataChecker:
         dtype, where = DTYPES_BY_TORCH_NAME.get(tensor.dtype), f'{self._subject}: tensor "{name}"'
         if dtype is None:
             raise UnsupportedError(f"{where} has dtype {tensor.dtype}, which is not supported")
-        key = (dtype, identity((tensor.size, *tensor.chunks)))  # equal shapes and regions are one object
+        key = (dtype, identity_key((tensor.size, *tensor.chunks)))  # equal shapes and regions are one object
         sharding = self._checked.get(key)
         if sharding is not None:
             return sharding

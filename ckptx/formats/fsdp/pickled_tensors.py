@@ -28,7 +28,7 @@ from ckptx.formats.torch_archive.unpickle import (
     rebuild_from_type,
 )
 from ckptx.layout.placement import ceil_chunks
-from ckptx.untrusted.limits import RANKS, shape_fault
+from ckptx.untrusted.limits import MAX_RANKS, find_shape_fault
 
 _MAX_MESH_DIMS = 8
 
@@ -206,7 +206,7 @@ def _require_shape(value: object, where: str) -> Shape:
     sizes = tuple(value) if isinstance(value, list) else value
     if not is_shape(sizes):
         raise _damaged_error(where, "no valid shape")
-    fault = shape_fault(sizes)
+    fault = find_shape_fault(sizes)
     if fault is not None:
         raise _damaged_error(where, f"a shape of {fault}")
     return sizes
@@ -252,7 +252,7 @@ def _mesh_sizes(mesh: InstanceStandIn, where: str) -> Shape:
         sizes = layout.field("shape")
         if isinstance(axes, tuple) and all(isinstance(axis, InstanceStandIn) for axis in axes):
             sizes = tuple(_axis_size(axis.field("shape")) for axis in axes)
-    if not is_shape(sizes) or not 0 < len(sizes) <= _MAX_MESH_DIMS or not 0 < prod(sizes) <= RANKS:
+    if not is_shape(sizes) or not 0 < len(sizes) <= _MAX_MESH_DIMS or not 0 < prod(sizes) <= MAX_RANKS:
         raise _damaged_error(where, "no shape of the device mesh")
     return sizes
 

@@ -28,7 +28,7 @@ from ckptx.formats.torch_archive.archive import locate_tensor, open_archive
 from ckptx.formats.torch_archive.unpickle import without_garbage_collection
 from ckptx.storage.interface import Source, SourceFiles
 from ckptx.untrusted.json_text import parse_json
-from ckptx.untrusted.limits import CONFIG_BYTES, RANKS
+from ckptx.untrusted.limits import MAX_CONFIG_BYTES, MAX_RANKS
 
 _CONFIG = "fsdp_config.json"
 _FLAT_PARAMETERS = ("_flat_param", "flat_param")
@@ -67,9 +67,9 @@ def _check_ranks(source: Source, files: Sequence[RankFile]) -> None:
         InputError: A file is missing, or `fsdp_config.json` has another world size.
     """
     world_size = files[0].world_size
-    if world_size > RANKS:
+    if world_size > MAX_RANKS:
         raise InputError(
-            f"{source.location}: FSDP files of {world_size:,} ranks, the limit is {RANKS:,}; check the file names"
+            f"{source.location}: FSDP files of {world_size:,} ranks, the limit is {MAX_RANKS:,}; check the file names"
         )
     ranks = {file.rank for file in files}
     missing = [RankFile(world_size, rank).name for rank in islice(_missing_ranks(ranks, world_size), 4)]
@@ -82,7 +82,7 @@ def _check_ranks(source: Source, files: Sequence[RankFile]) -> None:
     if not source.listing().has(_CONFIG):
         return
     where = source.location / _CONFIG
-    config = parse_json(source.read_small(_CONFIG, CONFIG_BYTES).decode("utf-8", "replace"), where)
+    config = parse_json(source.read_small(_CONFIG, MAX_CONFIG_BYTES).decode("utf-8", "replace"), where)
     recorded = config.get("world_size") if isinstance(config, dict) else None
     if type(recorded) is int and recorded != world_size:
         raise InputError(

@@ -12,7 +12,7 @@ from ckptx.formats.rank_files import ShapeReader, complete_files
 from ckptx.formats.sharding_info import files_with_offsets
 from ckptx.formats.unsupported import kind_of_name
 from ckptx.storage.interface import Source
-from ckptx.untrusted.limits import INDEX_BYTES
+from ckptx.untrusted.limits import MAX_INDEX_BYTES
 
 _BIN_INDEX, _BIN = "pytorch_model.bin.index.json", "pytorch_model.bin"
 _FSDP_BIN = "pytorch_model_fsdp.bin"  # the whole state dict, as accelerate saves it with FULL_STATE_DICT
@@ -32,7 +32,11 @@ def detect_weights(source: Source, shapes_in: ShapeReader) -> LocatedCheckpoint 
     """
     listing = source.listing()
     single, index = listing.has(SINGLE_FILE), listing.has(INDEX_FILE)
-    if single and index and SINGLE_FILE not in source.read_small(INDEX_FILE, INDEX_BYTES).decode("utf-8", "replace"):
+    if (
+        single
+        and index
+        and SINGLE_FILE not in source.read_small(INDEX_FILE, MAX_INDEX_BYTES).decode("utf-8", "replace")
+    ):
         raise InputError(
             f"{source.location}: has both {SINGLE_FILE} and {INDEX_FILE}, which does not list it, and loaders disagree "
             "on which to use; pass one of them as SRC"
@@ -74,7 +78,7 @@ def locate_by_header(source: Source, weights: str) -> LocatedCheckpoint:
     other_names = [name for name in source.listing() if name != weights]
     for index in other_names:
         if index.endswith(".safetensors.index.json"):
-            listed = parse_index(read_text(source, index, INDEX_BYTES), source.location / index).values()
+            listed = parse_index(read_text(source, index, MAX_INDEX_BYTES), source.location / index).values()
             if weights in listed and open_huggingface(source, index) is not None:
                 return single_file
     if weights != SINGLE_FILE or files_with_offsets(

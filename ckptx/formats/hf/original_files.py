@@ -23,8 +23,8 @@ from ckptx.formats.hf.layout import HuggingFaceLayout, format_header, place_file
 from ckptx.formats.hf.reader import INDEX_FILE, check_index, format_index, parse_index
 from ckptx.formats.hf.safetensors import frame_header, pad_header, parse_header
 from ckptx.storage.interface import Location
-from ckptx.untrusted.file_name import weights_fault
-from ckptx.untrusted.limits import JSON_DEPTH
+from ckptx.untrusted.file_name import find_weights_fault
+from ckptx.untrusted.limits import MAX_JSON_DEPTH
 
 _TensorRange = tuple[DType, Shape, int, int]
 _NEXT_STEP = "remove the manifest, which no loader needs, to write new files instead"
@@ -41,7 +41,7 @@ def record_files(source: Catalog, notes: list[str]) -> OriginalFiles | None:
         None if they have such names.
     """
     index = next((name for name in source.verbatim if name not in source.files), None)
-    fault = weights_fault(list(source.files), index)
+    fault = find_weights_fault(list(source.files), index)
     if fault is not None:
         notes.append(f"original file names not recorded: {fault}")
         return None
@@ -84,7 +84,7 @@ def _json_value(text: str, key: str, default: object = None) -> Any:
 def _is_shallow(value: Any) -> bool:
     """Return True if the value is nested less deeply than half the limit for a manifest, which will contain it."""
     level = [value]
-    for _ in range(JSON_DEPTH // 2):
+    for _ in range(MAX_JSON_DEPTH // 2):
         level = [
             inner
             for each in level

@@ -21,7 +21,7 @@ from ckptx.storage.files import resolve_inside
 from ckptx.storage.interface import Location, Source, SourceFiles
 from ckptx.storage.local import LocalSource
 from ckptx.untrusted.json_text import parse_json
-from ckptx.untrusted.limits import CONFIG_BYTES, INDEX_BYTES
+from ckptx.untrusted.limits import MAX_CONFIG_BYTES, MAX_INDEX_BYTES
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
@@ -41,7 +41,7 @@ def open_huggingface(source: Source, weights: str) -> Catalog | None:
         InputError: A file is missing or corrupt, or index and headers disagree; the message names file and tensor.
     """
     if weights.endswith(".json"):
-        text = read_text(source, weights, INDEX_BYTES)
+        text = read_text(source, weights, MAX_INDEX_BYTES)
         weight_map = parse_index(text, source.location / weights)
         names = sorted(set(weight_map.values()))
         catalog = _open_files(source, names)
@@ -134,7 +134,7 @@ def read_json_object(source: Source, name: str) -> dict[str, Any]:
         InputError: `read_text` raised it, the file is not a JSON object, or an object has the same key twice.
     """
     path = source.location / name
-    value = parse_json(read_text(source, name, CONFIG_BYTES), path)
+    value = parse_json(read_text(source, name, MAX_CONFIG_BYTES), path)
     if not isinstance(value, dict):
         raise InputError(f"{path}: expected a JSON object, found a {type(value).__name__}; correct or remove the file")
     return value

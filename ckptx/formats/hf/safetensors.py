@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 from ckptx.catalog.dtype import DTYPES_BY_NAME, DType
 from ckptx.catalog.region import Shape
 from ckptx.errors import InputError, UnsupportedError
-from ckptx.untrusted.json_text import has_lone_surrogate, lone_surrogate
-from ckptx.untrusted.limits import ELEMENT_BITS, TENSORS, shape_fault
+from ckptx.untrusted.json_text import has_lone_surrogate, lone_surrogate_error
+from ckptx.untrusted.limits import MAX_NUMEL_BITS, MAX_TENSORS, find_shape_fault
 
 # The library refuses longer headers, so no loader could open such a file.
 MAX_HEADER = 100_000_000
@@ -99,15 +99,15 @@ def parse_header(read: ReadBytes, size: int, where: str) -> Header:
     raw = read(8, length)
     try:
         text = raw.decode("utf-8")
-        if text.count('"dtype"') > TENSORS:
-            raise InputError(f"{where}: header lists more than {TENSORS:,} tensors, the limit; split the file")
+        if text.count('"dtype"') > MAX_TENSORS:
+            raise InputError(f"{where}: header lists more than {MAX_TENSORS:,} tensors, the limit; split the file")
         parsed = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise InputError(f"{where}: header is not JSON ({error}); the file is corrupt") from error
     if not text.startswith("{") or not isinstance(parsed, dict):
         raise InputError(f"{where}: header is not a JSON object; the file is corrupt")
     if has_lone_surrogate(text):
-        raise lone_surrogate(where)
+        raise lone_surrogate_error(where)
     metadata = parsed.pop("__metadata__", None)
     _refuse_duplicate_keys(text, len(parsed), where)
     kinds: dict[str, _DtypeAndShape] = {}
@@ -159,7 +159,7 @@ def _parse_tensor(
     kind = kinds.get(key)
     if kind is None:
         kind = kinds[key] = _parse_kind(name, dtype_name, shape, where)
-    if type(begin) is not int or type(end) is not int or not 0 <= begin <= end < 1 << ELEMENT_BITS:
+    if type(begin) is not int or type(end) is not int or not 0 <= begin <= end < 1 << MAX_NUMEL_BITS:
         raise InputError(f'{where}: tensor "{name}" has data_offsets {_abbreviate([begin, end])}; the file is corrupt')
     if end - begin != kind.nbytes:
         raise InputError(
@@ -186,7 +186,7 @@ def _parse_kind(name: str, dtype_name: Any, shape: Any, where: str) -> _DtypeAnd
     for dim in shape:
         if type(dim) is not int or dim < 0:
             raise InputError(f'{where}: tensor "{name}" has shape {_abbreviate(shape)}; the file is corrupt')
-    if (fault := shape_fault(shape)) is not None:
+    if (fault := find_shape_fault(shape)) is not None:
         raise InputError(f'{where}: tensor "{name}" has a shape of {fault}; the file is corrupt')
     numel = prod(shape)
     if numel * dtype.bits % 8:

@@ -17,7 +17,7 @@ from ckptx.formats.hf.reader import check_index, parse_index, read_text
 from ckptx.formats.torch_archive.archive import locate_tensor, open_archive
 from ckptx.formats.torch_archive.unpickle import TensorRef, UnsupportedObject
 from ckptx.storage.interface import Source, SourceFiles
-from ckptx.untrusted.limits import INDEX_BYTES
+from ckptx.untrusted.limits import MAX_INDEX_BYTES
 
 
 def open_bin(source: Source, names: Sequence[str]) -> Catalog:
@@ -34,7 +34,7 @@ def open_bin(source: Source, names: Sequence[str]) -> Catalog:
     index = names[0] if len(names) == 1 and names[0].endswith(".json") else None
     if index is None:
         return _open_files(source, names)
-    text, path = read_text(source, index, INDEX_BYTES), source.location / index
+    text, path = read_text(source, index, MAX_INDEX_BYTES), source.location / index
     weight_map = parse_index(text, path)
     catalog = _open_files(source, list(dict.fromkeys(weight_map.values())))
     check_index(weight_map, catalog, path)

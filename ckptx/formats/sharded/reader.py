@@ -38,8 +38,8 @@ from ckptx.formats.sharding_info import (
 from ckptx.formats.sidecars import MANIFEST
 from ckptx.formats.torch_archive.unpickle import without_garbage_collection
 from ckptx.storage.interface import Location, Source
-from ckptx.untrusted.limits import shape_fault
-from ckptx.untrusted.numbers import salted
+from ckptx.untrusted.limits import find_shape_fault
+from ckptx.untrusted.numbers import salted_key
 
 
 def open_sharded(source: Source, expected_shapes: Mapping[str, Shape] | None = None) -> Catalog:
@@ -197,7 +197,7 @@ class _TensorAssembly:
         return TensorEntry(name, dtype, shape, chunks, replicas)
 
     def _check_whole_shape(self, name: str, shape: Shape) -> Shape:
-        fault = shape_fault(shape)
+        fault = find_shape_fault(shape)
         if fault is not None:
             raise InputError(
                 f'{self._root}: the shards of tensor "{name}" add up to {fault}; they are damaged, copy them again'
@@ -242,11 +242,13 @@ class _TensorAssembly:
         return f"missing {', '.join(missing[:3])}{more}, copy the checkpoint again"
 
     def _count_unique_regions(self, name: str, chunks: Iterable[Chunk], replicas: Iterable[Chunk]) -> None:
-        file_of_region = {salted(chunk.region): chunk.file for chunk in chunks}
+        file_of_region = {salted_key(chunk.region): chunk.file for chunk in chunks}
         shared = set()
         for replica in replicas:
-            self._duplicates.setdefault((file_of_region[salted(replica.region)], replica.file), (name, replica.region))
-            shared.add(salted(replica.region))
+            self._duplicates.setdefault(
+                (file_of_region[salted_key(replica.region)], replica.file), (name, replica.region)
+            )
+            shared.add(salted_key(replica.region))
         self._unique_regions.update(file for region, file in file_of_region.items() if region not in shared)
 
     def refuse_duplicate_files(self) -> None:

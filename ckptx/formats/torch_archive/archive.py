@@ -39,7 +39,7 @@ from ckptx.formats.torch_archive.zip_directory import (
     read_directory,
     read_member,
 )
-from ckptx.untrusted.limits import PICKLE_BYTES
+from ckptx.untrusted.limits import MAX_PICKLE_BYTES
 
 _ALIGNMENT = 64
 _UTF8 = 0x0800
@@ -397,7 +397,7 @@ def open_archive(
         )
     if order != b"little":
         raise damaged_error(where, "unknown byte order")
-    pickled = read_member(window, members, f"{prefix}data.pkl", where, PICKLE_BYTES)
+    pickled = read_member(window, members, f"{prefix}data.pkl", where, MAX_PICKLE_BYTES)
     if pickled is None:
         raise damaged_error(where, "no data.pkl inside")
     records = {}

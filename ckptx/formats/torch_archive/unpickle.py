@@ -31,7 +31,7 @@ from typing import Any, NamedTuple, NoReturn, TypeGuard
 
 from ckptx.catalog.dtype import DTYPES_BY_STORAGE_CLASS, DTYPES_BY_TORCH_NAME, DType
 from ckptx.errors import CkptxError, InputError
-from ckptx.untrusted.limits import DIMS, shape_fault
+from ckptx.untrusted.limits import MAX_DIMS, find_shape_fault
 
 Globals = Mapping[tuple[str, str], object]
 
@@ -372,7 +372,7 @@ def _is_count(value: object) -> bool:
 
 def is_shape(value: object) -> TypeGuard[tuple[int, ...]]:
     """Return True for a tuple of at most 64 counts."""
-    return type(value) is tuple and len(value) <= DIMS and all(map(_is_count, value))
+    return type(value) is tuple and len(value) <= MAX_DIMS and all(map(_is_count, value))
 
 
 def _make_tensor(
@@ -387,7 +387,7 @@ def _make_tensor(
     assert isinstance(offset, int)
     if len(shape) != len(strides):
         raise InputError(f"describes a tensor with {len(shape)} dims and {len(strides)} strides; the file is damaged")
-    if (fault := shape_fault(shape)) is not None:
+    if (fault := find_shape_fault(shape)) is not None:
         raise InputError(f"describes a tensor with {fault}; the file is damaged")
     names = tuple(str(name)[:40] for name, is_set in flags.items() if is_set)[:4] if isinstance(flags, dict) else ()
     return TensorRef(storage, dtype, offset, shape, strides, names)

@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.optim import Optimizer
 
 from ckptx.errors import CkptxError, Defect, InputError, UsageError
-from ckptx.publishing.replacing import refuse_foreign
+from ckptx.publishing.replacing import refuse_unrelated_files
 from ckptx.publishing.staging import Staging
 from ckptx.runtime.checkpointing.save_planner import AliasWriter, SavePlanner
 from ckptx.runtime.checkpointing.save_request import SaveOptions, SaveRequest
@@ -182,8 +182,8 @@ def publish(
         staging = None
         with raise_on_all_ranks(group):
             if dist.get_rank() == 0:
-                may_replace = partial(refuse_foreign, kept_in=staging_paths(path)[0])
-                staging = stack.enter_context(Staging(path, overwrite=overwrite, may_replace=may_replace))
+                may_replace = partial(refuse_unrelated_files, backup=staging_paths(path)[0])
+                staging = stack.enter_context(Staging(path, overwrite=overwrite, check_replaceable=may_replace))
                 staging.begin(b"", resume=False)
         with raise_on_all_ranks(group):
             _write_files(snapshot, staging_paths(path)[0], group)

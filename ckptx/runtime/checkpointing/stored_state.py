@@ -32,7 +32,7 @@ from ckptx.runtime.checkpointing.reading import RegionReader
 from ckptx.runtime.parallel.shards import find_local_shards, narrow_to
 from ckptx.runtime.torch_private import local_tensor
 from ckptx.storage.interface import Location, SourceFiles
-from ckptx.untrusted.limits import JSON_DEPTH
+from ckptx.untrusted.limits import MAX_JSON_DEPTH
 
 _INTEGER_LIMIT = 1 << 63  # limit of the unpickler
 
@@ -115,9 +115,9 @@ class _PlainValueConverter:
             return node
         key = self._ids(node)
         if key not in self._converted:
-            if depth > JSON_DEPTH:
+            if depth > MAX_JSON_DEPTH:
                 raise InputError(
-                    f"{self._subject}: is nested deeper than {JSON_DEPTH} levels; flatten it before saving"
+                    f"{self._subject}: is nested deeper than {MAX_JSON_DEPTH} levels; flatten it before saving"
                 )
             self._converted[key] = self._convert_new(node, depth + 1)
         return self._converted[key]

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ckptx.processes.fork import in_children
+from ckptx.processes.fork import run_in_children
 from ckptx.runtime.forecasting.extrapolation import ShortModelForecast, extrapolate
 from ckptx.runtime.forecasting.run import BoundaryCache, RankForecast, find_sent_shapes, run_rank
 from ckptx.runtime.forecasting.short_models import ShorteningPlan, assign_stages, plan_shortening, shorten
@@ -175,9 +175,9 @@ class _RankForecaster:
 
     def _run_calls(self, function: Callable[..., T], calls: Sequence[tuple[Any, ...]]) -> list[T]:
         if not self._in_process:
-            return in_children(function, calls)
+            return run_in_children(function, calls)
         if self._task.dims.pp > 1:  # DTensor caches groups by mesh, and each rank has other groups
-            return in_children(function, calls, most=1)
+            return run_in_children(function, calls, max_processes=1)
         return [function(*each) for each in calls]
 
     def _task_of_index(self, task_index: int) -> ForecastTask:

@@ -20,7 +20,7 @@ from msgspec import structs
 
 from ckptx.errors import CkptxError, Defect, UsageError
 from ckptx.layout.parallel_dims import ParallelDims
-from ckptx.processes.fork import in_children
+from ckptx.processes.fork import run_in_children
 from ckptx.runtime.forecasting.ranks import BoundariesBySplit, forecast_ranks
 from ckptx.runtime.forecasting.run import RankForecast
 from ckptx.runtime.forecasting.task import ForecastTask
@@ -168,7 +168,7 @@ def search(space: SearchSpace) -> SearchResult:
     for number, dims in enumerate(meshes):  # group meshes with equal pp, whose stages send the same
         mesh_groups.setdefault((dims.pp, number if dims.pp == 1 else 0), []).append(dims)
     calls = [(space, each, parameter_count) for _, each in sorted(mesh_groups.items(), reverse=True)]
-    results = [each for found in in_children(search_meshes, calls) for each in found]
+    results = [each for found in run_in_children(search_meshes, calls) for each in found]
     fitting = sorted((each for each in results if each.best is not None), key=_best_sort_key)
     other_results = [each for each in results if each.best is None]
     for number, result in enumerate(fitting[:_MAX_CONFIRMED]):

@@ -20,7 +20,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ckptx.comparison.stored_dtypes import dtype_notes
+from ckptx.comparison.stored_dtypes import describe_dtype_differences
 from ckptx.options.verify import RunOptions
 from ckptx.processes.peak_memory import peak_memory
 from ckptx.report.documents.running import RunReport
@@ -170,7 +170,7 @@ def verify_run(reference: Path, checkpoint: Path, options: RunOptions, log: Log)
         )
     unread_rows = make_unread_rows(*unread_names)
     log.note(*unread_notes([row for row in unread_rows if row["is_expected"]]))
-    log.note(*dtype_notes(dtypes, rank_results[0]["dtype"]))
+    log.note(*describe_dtype_differences(dtypes, rank_results[0]["dtype"]))
     worst = find_worst_by_tensor(rank_results, record.stored_names)
     small_windows = {
         key: [value, windows.SHRUNK_WINDOW]

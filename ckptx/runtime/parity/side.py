@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from ckptx.comparison.stored_dtypes import dtype_differences
+from ckptx.comparison.stored_dtypes import find_dtype_differences
 from ckptx.errors import InputError, UnsupportedError
 from ckptx.formats.hf.hf_metadata import local_config_directory
 from ckptx.layout.stages import Stack
@@ -288,6 +288,6 @@ def make_loaders(
 
 
 def compare_stored_dtypes(reference: ModelLoader, checkpoint: ModelLoader) -> list[dict[str, Any]]:
-    """Compare the stored dtypes of both sides; see `dtype_differences`."""
+    """Compare the stored dtypes of both sides; see `find_dtype_differences`."""
     with reference.open_checkpoint() as first, checkpoint.open_checkpoint() as second:
-        return dtype_differences(first.tensors, second.tensors, second.config, second.architecture)
+        return find_dtype_differences(first.tensors, second.tensors, second.config, second.architecture)

@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from ckptx.errors import CkptxError, OutputError, UsageError
 from ckptx.formats.dcp.reader import open_dcp
-from ckptx.publishing.replacing import refuse_foreign
+from ckptx.publishing.replacing import refuse_unrelated_files
 from ckptx.publishing.staging import Staging
 from ckptx.storage.directory_handle import DirectoryHandle
 from ckptx.storage.files import lock_file, read_small, write_error
@@ -180,12 +180,12 @@ class StepDirectories:
         """
         path = Path(os.path.realpath(self.root)) / f"step-{step}"
         try:
-            refuse_foreign(path, kept_in=path.with_name(f"step-{newest}"))
+            refuse_unrelated_files(path, backup=path.with_name(f"step-{newest}"))
         except OutputError:
             return False
         with Staging(path.with_name(f"{path.name}.removed")) as removal:
             try:
-                os.rename(path, removal.tree)
+                os.rename(path, removal.tree_path)
                 for each in (path.parent, removal.root):  # before files are removed, or a crash might undo the rename
                     _sync_directory(each)
             except OSError as error:

@@ -14,7 +14,7 @@ from ckptx.errors import CkptxError, UsageError
 from ckptx.layout.stages import FORMER_SPLITS, SPLIT_RULES
 from ckptx.runtime.training.recipe import LayoutBlock, Recipe, TrainingBlock
 from ckptx.runtime.training.recipe_schema import DescribeSubject
-from ckptx.untrusted.limits import RANKS
+from ckptx.untrusted.limits import MAX_RANKS
 from ckptx.wording import counted
 
 _SEED_BITS = 32
@@ -36,8 +36,10 @@ def fill_dp_shard(
     """
     for key in ("tp", "pp", "dp_shard", "dp_replicate"):
         size = getattr(layout, key)
-        if size is not None and not 1 <= size <= RANKS:
-            raise UsageError(f"{subject(f'{path}.{key}')}: {path}.{key} is {size} and must be 1 to {RANKS}; correct it")
+        if size is not None and not 1 <= size <= MAX_RANKS:
+            raise UsageError(
+                f"{subject(f'{path}.{key}')}: {path}.{key} is {size} and must be 1 to {MAX_RANKS}; correct it"
+            )
     others = layout.tp * layout.pp * layout.dp_replicate
     if layout.dp_shard is None:
         if world_size is not None and world_size % others:

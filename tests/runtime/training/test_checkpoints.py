@@ -116,11 +116,11 @@ def test_other_names_are_none(steps: StepDirectories, step: Path, name: str) -> 
 def test_what_is_being_saved_is_none(steps: StepDirectories, step: Path) -> None:
     with Staging(steps.path(12)) as staging:
         staging.begin(b"", resume=False)
-        shutil.copytree(step, staging.tree, dirs_exist_ok=True)
+        shutil.copytree(step, staging.tree_path, dirs_exist_ok=True)
         assert steps.published() == [3, 6, 10]
         assert steps.choose() == ResumePoint(10)
         assert steps.clean_up() == []
-        assert staging.tree.is_dir()
+        assert staging.tree_path.is_dir()
         staging.publish()
     assert steps.published() == [3, 6, 10, 12]
 
