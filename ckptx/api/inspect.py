@@ -98,7 +98,7 @@ def _group_rows(view: ModelView) -> list[dict[str, Any]]:
 
 
 def _view_without_class_if_needed(catalog: Catalog, prefix: str | None, log: Log) -> ModelView:
-    """Return the model in the checkpoint, without its class if finding the class takes packages that are missing."""
+    """Return the view of a checkpoint, without its model class if packages that determine the class are missing."""
     try:
         return view_model(catalog, prefix=prefix, allow_several=True)
     except EnvironmentProblem as error:

@@ -40,7 +40,7 @@ def verify_models(options: CompareRunOptions) -> RunReport:
     if options.model_prefix is not None:
         view_both(open_checkpoint(reference), open_checkpoint(checkpoint), prefix=options.model_prefix)
     peak = None
-    if options.gpu_bytes is not None and not is_launched_by_us() and is_first_rank():  # others wait for the first
+    if options.gpu_bytes is not None and not is_launched_by_us() and is_first_rank():  # other ranks wait for rank 0
         peak = check_memory_fit(reference, checkpoint, options, options.gpu_bytes)
     if dims.world_size > 1 and not is_launched():
         options_json = to_json(options.with_values(reference=str(reference), checkpoint=str(checkpoint)))
@@ -55,7 +55,7 @@ def verify_models(options: CompareRunOptions) -> RunReport:
 
 
 def _merge_report_of_rank_0(document: dict[str, Any], log: Log, stopwatch: Stopwatch) -> RunReport:
-    """Adopt the report of rank 0, with the time of this process and the memory of the largest rank.
+    """Return the report of rank 0 with the time of this process and the memory of the largest rank.
 
     Raises:
         PeerFailure: Rank 0 reports an error.

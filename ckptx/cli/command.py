@@ -165,7 +165,7 @@ class CommandCall(NamedTuple):
     """A call of a command.
 
     Attributes:
-        name: Name of the command as it was called, such as "convert hf2dcp".
+        name: Name of the command in the call, which may be an alias such as "convert hf2dcp".
         values: Options and arguments of the Python function that are set, by name.
         output: Options of the output.
         defaults: Options that a file or the environment sets, as text for a note.
@@ -259,8 +259,8 @@ def name_of_call(context: click.Context) -> str:
     return " ".join(reversed(words))
 
 
-_HYPHEN, _SPACE = "\u2011", "\xa0"  # those that text is not wrapped at
-_SHORTHAND = "__"  # between the name of an option and the value of a shorthand, or a former flag
+_HYPHEN, _SPACE = "\u2011", "\xa0"  # non-breaking characters, so that text is not wrapped there
+_SHORTHAND = "__"  # separates the name of an option from the value of a shorthand or from a former flag
 
 
 def make_params(tables: Sequence[type[Options]]) -> list[click.Parameter]:

@@ -19,7 +19,7 @@ from ckptx.options.commands import COMMANDS, GROUPS, commands_by_name, tables_of
 from ckptx.options.output import GlobalOptions
 from ckptx.version import __version__
 
-# Modules with exit handlers that must run: for processes, devices, and the directory of a forkserver.
+# Modules with exit handlers that must run: they end processes, release devices and remove temporary directories.
 _MODULES_WITH_EXIT_HANDLERS = frozenset({"torch", "multiprocessing.forkserver"})
 
 

@@ -47,7 +47,7 @@ class Option(NamedTuple):
         section: Heading on the help page.
         flags: Flags; empty means `--` and the name of the field.
         aliases: Former flags, which still work; help does not show them.
-        off_flag: Flag that turns a boolean option off; empty for an option that is off by default.
+        off_flag: Flag that turns a boolean option off, such as "--no-backward"; "" if it is off by default.
         metavar: Placeholder of the value; None derives it from the type.
         default: Description of the default; None shows the default of the field.
         minimum, maximum: Range of an integer; None means unbounded.

@@ -30,7 +30,7 @@ class StepPart(NamedTuple):
     """A part of a step, drawn as one slot of the plot.
 
     Attributes:
-        part: "forward", "backward", or another part such as "optimizer".
+        part: "build" (inputs), "forward", "backward", "clipping" or "optimizer".
         microbatch: Index of the forward or backward pass (microbatch).
         layer: Name of the layer; "" outside layers.
         bytes_by_kind: Bytes by kind, at the time when their sum is largest.
@@ -69,7 +69,13 @@ class Scale(NamedTuple):
 
     @classmethod
     def fit(cls, peak: int, memory: int | None, reserved: int) -> Scale:
-        """Return a scale that fits the highest peak and, if it is near, the GPU memory."""
+        """Return a scale that fits the highest peak and, up to 2.5 times the peak, the GPU memory.
+
+        Args:
+            peak: Highest peak in bytes.
+            memory: GPU memory in bytes; None if it was not given.
+            reserved: Bytes of GPU memory reserved for allocations other than tensors.
+        """
         top = max(1, peak) * _HEADROOM
         if memory is None or memory > _MAX_MEMORY_RATIO * peak:
             return cls(top, None, reserved)
@@ -119,7 +125,7 @@ def _merge_gaps(slots: Sequence[StepPart]) -> list[StepPart]:
 
 
 def _downsample(slots: list[StepPart]) -> list[StepPart]:
-    """Keep at most `_MAX_SLOTS` slots: of neighbors in a pass, the one with the highest memory."""
+    """Keep at most about `_MAX_SLOTS` slots: of each group of neighbors in a pass, the one with the most bytes."""
     group_size = -(-len(slots) // _MAX_SLOTS)
     if group_size == 1:
         return slots

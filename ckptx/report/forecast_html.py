@@ -64,7 +64,14 @@ class ForecastHeading:
 
 @dataclass(frozen=True, slots=True)
 class MemoryKind:
-    """A kind of tensors, with its bytes at the peak and between steps, and its color in the plot."""
+    """A kind of tensors, such as "activations".
+
+    Attributes:
+        name: Name of the kind.
+        color: Number of its color in report.css.
+        at_peak: Bytes at the peak.
+        between_steps: Bytes between steps.
+    """
 
     name: str
     color: int
@@ -81,7 +88,7 @@ class LargeTensor:
         kind: Kind of tensor, such as "activations".
         text: Dtype and shape.
         op: Operation that allocated it.
-        module: Module that allocated it, in words.
+        module: Module that allocated it, in words: "in lm_head", or "outside modules".
     """
 
     nbytes: int
@@ -134,7 +141,7 @@ def forecast_page(report: Report, subject: str) -> str:
         if report.gpu_memory is not None and scale.memory is None:
             note += f" GPU memory ({human_bytes(report.gpu_memory)}) is above the range of the plot."
     else:
-        heading = ForecastHeading(subject, "", "bad", "ERROR", report.error or "no reason was given", [])
+        heading = ForecastHeading(subject, "", "bad", "ERROR", report.error or "unknown error", [])
     return render_page(
         "forecast.html",
         f"{heading.title} - forecast",

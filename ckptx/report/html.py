@@ -2,8 +2,8 @@
 
 This module computes the content; `templates/layout.html` is the markup. The page loads nothing, as its
 Content-Security-Policy states, and is readable without its script, which adds search and the drawing of a tensor to
-scale. Names in a checkpoint are untrusted: the template escapes them, `embedded` escapes the JSON data, and the script
-writes them into text nodes only.
+scale. Names in a checkpoint are untrusted: the template escapes them, `escape_json` escapes the JSON data, and the
+script writes them into text nodes only.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from ckptx.report.ranks import balance_text
 from ckptx.report.report import counted, human_bytes
 from ckptx.untrusted.printable import escape_strings, one_line
 
-_MAX_CELLS = 4096  # ranks drawn one by one
+_MAX_CELLS = 4096  # more ranks are not drawn
 _MAX_BARS = 2048
-_MAX_ROWS = 400  # patterns listed before a search
-_MAX_RANKS_WITH_BYTES = 64  # up to so many ranks, each cell has room for its bytes,
-_MAX_TP_WITH_BYTES = 12  # if a line has no more than these in 1,300 px
+_MAX_ROWS = 400  # patterns listed without a search
+_MAX_RANKS_WITH_BYTES = 64  # up to this many ranks, cells show their bytes,
+_MAX_TP_WITH_BYTES = 12  # if a line has at most this many cells, for 1,300 px
 _MAX_CELLS_PER_LINE = 32  # cells in a line; further TP ranks wrap to the next line
 _MAX_OUTSIDE_NAMES = 4
 
@@ -67,10 +67,10 @@ class RankCell:
         line_label: Label of the line that begins with this cell; None inside a line.
         label: Number of the rank, or name of the file.
         nbytes: Bytes of tensor data.
-        share: `nbytes` relative to the largest holder.
+        share: `nbytes` divided by that of the largest holder.
         tooltip: Coordinates, bytes and number of tensors, for the tooltip.
-        hue: Hue of the cell, in degrees of OKLCH.
-        lightness: Lightness of the cell, in OKLCH.
+        hue: Hue of the cell in OKLCH, in degrees.
+        lightness: Lightness of the cell in OKLCH, 0 to 1.
     """
 
     index: int
@@ -112,7 +112,7 @@ class Mesh:
 
     Attributes:
         title: "Mesh" or "Files".
-        description: Mesh and meaning of the drawing.
+        description: Sizes of the mesh, and the meaning of rows, columns and colors.
         note: Note that there are too many ranks to draw; "" if all are drawn.
         shows_bytes: True if cells have room for their bytes.
         cells_per_line: Number of cells in a line.

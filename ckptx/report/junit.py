@@ -64,7 +64,7 @@ def junit_xml(report: Report, recipe: str) -> str:
             _add_case(suite, class_name, "verdict", report.seconds, failure=(verdict(report), list(report.warnings)))
     else:
         case = _add_case(suite, class_name, "run", report.seconds)
-        message = report.error or "no reason was given"
+        message = report.error or "unknown error"
         error = ET.SubElement(case, "error", {"message": _xml_text(message), "type": f"exit {report.exit}"})
         error.text = "\n".join(map(_xml_text, [message, *report.warnings]))
     counts = {

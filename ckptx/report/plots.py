@@ -16,7 +16,7 @@ from markupsafe import Markup
 
 WIDTH, HEIGHT = 1000, 400  # units of the drawing
 _MAX_STEP_LABELS = 9
-_MAX_DOTS = 60  # of a run; a longer run is drawn as a line only
+_MAX_DOTS = 60  # points of a run; a longer run is drawn as a line only
 _MIN_DECADE = -12
 _NONFINITE_Y, _FINITE_TOP = 12, 46  # height of NaN and infinity, and the upper edge of the finite numbers
 
@@ -99,7 +99,7 @@ class RunCurve(NamedTuple):
 
 
 class NoiseBand(NamedTuple):
-    """Differences without meaning.
+    """Band of differences that noise explains.
 
     Attributes:
         noise: Measured noise; None if it was not measured.

@@ -63,7 +63,7 @@ def rank_lines(mesh_report: RanksOfInspection, rows: Sequence[dict[str, Any]]) -
     """Return the lines of the summary.
 
     Args:
-        mesh_report: Mesh, balance and files, from `layout_of`.
+        mesh_report: Mesh, balance and files, from `layout_report`.
         rows: Rows of ranks, from `rank_rows`.
     """
     mesh = mesh_text(mesh_report.layout, len(rows))

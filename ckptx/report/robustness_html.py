@@ -164,7 +164,13 @@ class RetainedAmount:
 
 @dataclass(frozen=True, slots=True)
 class RetainedMemory:
-    """Memory and threads retained after a phase."""
+    """Memory and threads retained after a phase.
+
+    Attributes:
+        phase: Number and name of the phase.
+        tensors: Bytes of tensors, maximum over ranks.
+        threads: Number of threads, maximum over ranks.
+    """
 
     phase: str
     tensors: RetainedAmount
@@ -173,7 +179,12 @@ class RetainedMemory:
 
 @dataclass(frozen=True, slots=True)
 class KillRow:
-    """A process that was killed while saving; `kind` is "ok" or "bad"."""
+    """A process that was killed while saving.
+
+    Attributes:
+        kind: "ok" if only the last good step was left, otherwise "bad".
+        text: Operation, ranks and latest step, in words.
+    """
 
     kind: str
     text: str
@@ -220,7 +231,7 @@ def robustness_page(report: Report, recipe: str) -> str:
     if isinstance(report, RobustnessReport):
         heading, content = _heading(report), _content(report)
     else:
-        why = VerdictRow("bad", "ERROR", report.error or "no reason was given")
+        why = VerdictRow("bad", "ERROR", report.error or "unknown error")
         facts = [("exit", str(report.exit)), ("time", f"{report.seconds:.1f} s")]
         heading, content = RobustnessHeading(recipe, [why], facts), None
     title = f"{heading.title} - robustness"

@@ -45,7 +45,7 @@ _UNCHECKED_REASONS: Mapping[str, str] = {
 }
 _SETTINGS = {"lr": "learning rate", "initial_lr": "initial learning rate", "weight_decay": "weight decay"}
 
-MAX_ITEMS = 4  # of an oracle, listed in a line
+MAX_ITEMS = 4  # items of an oracle that are listed in a summary
 
 
 def number_text(value: float | str | None) -> str:

@@ -1,11 +1,13 @@
-"""Digests of values in a pickle: equal for equal values, whatever the order of dicts and sets or of what is shared.
+"""Digests of values in a pickle: equal values have equal digests.
 
-The digest of a value is made of its kind and the digests of what it holds; those of a dict and a set are sorted. Values
-that refer to themselves have no such digest. Each of them gets a color, which is refined by the colors of what it
-holds until no color splits (as in minimizing an automaton): two values have the same digest if nobody who
-follows references from them could tell one from the other. Nothing is recursive, so that depth does not matter.
+The order of dicts and sets, and the sharing of objects, do not affect a digest. The digest of a value is computed from
+its type and the digests of its children; those of a dict or set are sorted. A cycle has no such order, so its values
+are digested by color refinement, as in the minimization of an automaton: each value starts with the same color, and is
+recolored by the colors of its children until the number of colors stops growing. Two values then have the same digest
+if no sequence of references distinguishes them. No function is recursive, so the depth of a value is not limited.
 
-Types count: 1, 1.0 and True are three values, and so are a list and a tuple. Floats count by their bits.
+Types are significant: 1, 1.0 and True are different values, and so are a list and a tuple. Floats are compared by their
+bits.
 """
 
 from __future__ import annotations
@@ -22,30 +24,30 @@ from ckptx.formats.torch_archive.pickle_machine import CallResult, GlobalName, P
 from ckptx.formats.torch_archive.unpickle import without_garbage_collection
 from ckptx.robustness_suite.pickled_kinds import Array, Dictionary, Storage, Tensor
 
-_MAX_SCALAR_BYTES = 32  # bytes of a scalar that stands for itself
-_MAX_VISITED_VALUES = 1 << 21  # values looked at for the sake of those that refer to themselves
+_MAX_SCALAR_BYTES = 32  # longer scalars are replaced by their digest
+_MAX_VISITED_VALUES = 1 << 21  # values visited while cycles are refined, in one file
 _PLAIN_TYPES = frozenset({type(None), bool, int, float, str})
 _NORMALIZED_TYPES = _PLAIN_TYPES | {list, tuple, bytearray, PickledSet, GlobalName}
 _SCALAR_TYPES = _PLAIN_TYPES | {bytes, bytearray}
 
 
 class EmbeddedPickle(NamedTuple):
-    """A pickle in bytes.
+    """A pickle inside a bytes object.
 
     Attributes:
-        value: The value it stands for.
+        value: Value that the inner pickle contains.
     """
 
     value: Any
 
 
 class _CompositeValue(NamedTuple):
-    """A value that is no scalar.
+    """A value that is not a scalar, split into its parts.
 
     Attributes:
-        header: Its kind, and what in it is no value.
-        ordered: Parts whose order counts.
-        unordered: Parts whose order does not count: items of a dict, or of a set.
+        header: Type of the value, and data that is not a child value, such as the digest of a tensor.
+        ordered: Children whose order is significant.
+        unordered: Groups of children whose order is not significant: items of a dict or a set.
     """
 
     header: str
@@ -59,12 +61,12 @@ class ValueDigests:
     def __init__(
         self, subject: str, normalize: Callable[[Any], Any], describe: Callable[[Storage | Tensor], str]
     ) -> None:
-        """Has none yet.
+        """Start without digests; each is computed on request and cached.
 
         Args:
             subject: Subject of error messages.
-            normalize: Gives the meaning of a value, always the same object for the same value.
-            describe: Describes the bytes of a storage or the elements of a tensor.
+            normalize: Returns the normal form of a value; the same object for the same value.
+            describe: Returns a description, with a digest, of the bytes of a storage or the elements of a tensor.
         """
         self._subject, self._normalize, self._describe = subject, normalize, describe
         self._encodings: dict[int, bytes] = {}
@@ -72,15 +74,19 @@ class ValueDigests:
         self._visited_values = 0
 
     def hex_digest(self, value: Any) -> str:
-        """The digest of a value, in hex.
+        """Return the digest of a value, in hex.
 
         Raises:
-            InputError: It refers to itself in too many ways, or a tensor in it is damaged.
+            InputError: The value contains too many cycles, or a damaged tensor.
         """
         return tagged_digest("value", self.encode(value)).hex()[2:]
 
     def encode(self, value: Any) -> bytes:
-        """Return the code of a value in the digest of another. See `of`."""
+        """Return the encoding of a value within the digest of its parent: a short scalar itself, else a digest.
+
+        Raises:
+            InputError: See `hex_digest`.
+        """
         value = self._normalize(value)
         scalar = _encode_scalar(value)
         if scalar is not None:
@@ -93,7 +99,12 @@ class ValueDigests:
         return self._encodings[id(value)]
 
     def _encode_acyclic(self, root: Any) -> tuple[list[int], dict[int, _CompositeValue]]:
-        """Finds the codes of what can be reached from a value; gives the rest, which can reach a cycle."""
+        """Encode all values below `root` that reach no cycle.
+
+        Returns:
+            The ids of the values that reach a cycle, which have no encoding yet; and the parts of all visited values,
+            by id.
+        """
         parts: dict[int, _CompositeValue] = {}
         parents: dict[int, list[int]] = {}
         missing_children: dict[int, int] = {}
@@ -122,7 +133,18 @@ class ValueDigests:
         return [each for each, count in missing_children.items() if count], parts
 
     def _encode_cyclic(self, root: Any, unresolved: list[int], parts: dict[int, _CompositeValue]) -> bytes:
-        """The code of a value that can reach a cycle; not kept, as it would hide the cycle from what holds it."""
+        """Return the encoding of a value that reaches a cycle, by color refinement.
+
+        The encoding is not cached: a cached one would hide the cycle from the parents of the value.
+
+        Args:
+            root: Value to encode.
+            unresolved: Ids of the values that reach a cycle.
+            parts: Parts of the visited values, by id.
+
+        Raises:
+            InputError: There are too many values in cycles.
+        """
         colors = dict.fromkeys(unresolved, tagged_digest("cycle"))
         count = 1
         while True:
@@ -130,7 +152,7 @@ class ValueDigests:
                 len(parts[each].ordered) + len(parts[each].unordered) for each in unresolved
             )
             if self._visited_values > _MAX_VISITED_VALUES:
-                raise InputError(f"{self._subject}: its values refer to each other in circles too long to compare")
+                raise InputError(f"{self._subject}: contains reference cycles that are too large to compare")
             encodings = _ChainedEncodings(colors, self._encodings)
             refined = {
                 each: tagged_digest("cycle", colors[each], self._digest_composite(parts[each], encodings))
@@ -141,7 +163,7 @@ class ValueDigests:
                 return tagged_digest("cycle", colors[id(root)], *sorted({*colors.values()}))
 
     def _children(self, parts: _CompositeValue) -> Iterator[Any]:
-        """Yield the parts of a value that are no scalars."""
+        """Yield the children of a value that are not scalars, in normal form."""
         for value in chain(parts.ordered, chain.from_iterable(parts.unordered)):
             value_type = type(value)
             if value_type not in _PLAIN_TYPES:
@@ -191,7 +213,7 @@ class ValueDigests:
 
 
 class _ChainedEncodings:
-    """Codes that are found in one of two tables."""
+    """Lookup of encodings in one table, then in another."""
 
     __slots__ = ("_first", "_second")
 
@@ -204,7 +226,12 @@ class _ChainedEncodings:
 
 
 def tagged_digest(kind: str, *parts: bytes) -> bytes:
-    """A digest of 16 bytes that starts with a mark, which no scalar begins with."""
+    """Return a digest of 16 bytes behind a `#`, with which no encoding of a scalar begins.
+
+    Args:
+        kind: Type of the value, so that values of different types have different digests.
+        parts: Encodings of its parts, in order.
+    """
     digest = blake2b(kind.encode("utf-8", "surrogatepass"), digest_size=16)
     for part in parts:
         digest.update(len(part).to_bytes(8, "little"))
@@ -213,7 +240,7 @@ def tagged_digest(kind: str, *parts: bytes) -> bytes:
 
 
 def _encode_scalar(value: Any) -> bytes | None:
-    """A scalar as bytes, of which the first says its type; None of anything else."""
+    """Return a scalar as bytes, the first of which identifies its type; None if the value is not a scalar."""
     value_type = type(value)
     encoding: bytes
     if value_type is str:

@@ -1,7 +1,8 @@
-"""Files of a checkpoint: every file and folder below it, at any depth, with the way in which it is compared.
+"""List the files of a checkpoint at any depth, and how each is compared.
 
-The contents decide, where the name does not: a file without an ending may be an archive of `torch.save`. A link is
-followed, unless it leads to a folder that is being looked through. What is not compared is listed with the reason.
+The suffix of a file determines its kind; without a known suffix, its contents do: such a file may be an archive of
+`torch.save`. Links are followed, except links to a parent folder. Files that are not compared are listed with the
+reason.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ DCP, SAFETENSORS, JSON, PICKLE, ARRAY, ZIP, TAR, BYTES, MARKER, NOT_COMPARED = (
     "dcp", "safetensors", "json", "pickle", "array", "zip", "tar", "bytes", "mark", "left out"
 )  # fmt: skip
 _PICKLE_SUFFIXES = (".pt", ".pth", ".pkl", ".pickle", ".ckpt")
-_POSSIBLE_PICKLE_SUFFIXES = (".bin", ".tar", ".p")  # other programs use these endings, too
+_POSSIBLE_PICKLE_SUFFIXES = (".bin", ".tar", ".p")  # also used for files that are not pickles
 _SETTINGS = re.compile(
     r"training_args\.(json|bin|pt)|((generation|adapter|quantize|(video_)?(pre)?processor)_)?config\.json"
 )
@@ -52,16 +53,16 @@ _SPECIAL_FILE_TYPES = (
 
 
 class ComparedFile(NamedTuple):
-    """A file, the folder of a DCP, or something that has no contents.
+    """A file, the folder of a DCP, or an entry without contents, such as a socket.
 
     Attributes:
-        path: Its path.
-        label: Its path below the checkpoint, without ending.
-        name_prefix: Prefix of the names in it, if its own name gives one; else None.
-        kind: The way it is compared: one of the words above.
-        note: Text that is compared for something without contents, or the reason why it is not compared.
-        relative_path: Its path below the checkpoint, as it can be printed.
-        catalog: Catalog of a DCP, else None.
+        path: Path of the file or folder.
+        label: Path relative to the checkpoint, without the suffix.
+        name_prefix: Prefix for the names of its items, such as "optimizer"; None if the file name implies none.
+        kind: Kind of comparison: DCP, SAFETENSORS, JSON, PICKLE, ARRAY, ZIP, TAR, BYTES, MARKER or NOT_COMPARED.
+        note: Text to compare for a MARKER, or the reason for NOT_COMPARED; "" for other kinds.
+        relative_path: Printable path relative to the checkpoint; "" for a DCP.
+        catalog: Catalog of a DCP; None for other kinds.
     """
 
     path: Path
@@ -73,7 +74,7 @@ class ComparedFile(NamedTuple):
     catalog: Catalog | None = None
 
     def full_name(self, inner_name: str) -> str:
-        """The whole name of something in it."""
+        """Return the name of an item with the prefix of its file; in a DCP, names that begin with it are kept."""
         if self.name_prefix is None:
             return inner_name
         first = self.name_prefix.partition(".")[0]
@@ -81,18 +82,18 @@ class ComparedFile(NamedTuple):
         return inner_name if has_prefix else ".".join(filter(None, (self.name_prefix, inner_name)))
 
     def may_contain(self, kind_word: str) -> bool:
-        """False where its name says that it holds something else."""
+        """Return False if the file name implies another kind of state than `kind_word`."""
         return self.name_prefix is None or self.name_prefix.partition(".")[0] == kind_word
 
 
 def list_files(path: Path) -> list[ComparedFile]:
-    """Everything in a checkpoint, in the order of labels.
+    """Return all files of a checkpoint, sorted by label.
 
     Args:
-        path: A folder or a file.
+        path: Folder or file of the checkpoint.
 
     Raises:
-        InputError: It is missing, or something in it cannot be read.
+        InputError: The checkpoint is missing, or a file in it cannot be read.
     """
     if path.is_file():
         return [_classify_file(path, (), path.name, must_be_read=True)]
@@ -169,7 +170,7 @@ def _kind_of_file(path: Path, suffix: str, size: int, must_be_read: bool) -> str
     if head.startswith(b"PK\3\4"):
         return (
             PICKLE if suffix in (*_PICKLE_SUFFIXES, *_POSSIBLE_PICKLE_SUFFIXES) else ZIP
-        )  # which may hold what torch.save wrote
+        )  # it may be an archive of torch.save
     if head.startswith(b"\x93NUMPY"):
         return ARRAY
     if head[257:262] == b"ustar":
@@ -183,12 +184,12 @@ def _kind_of_file(path: Path, suffix: str, size: int, must_be_read: bool) -> str
 
 
 def _looks_like_pickle(path: Path, head: bytes, size: int) -> bool:
-    """True of a file that has the first and the last byte of a pickle, or is a legacy archive of torch."""
+    """Return True for a file with the first and last byte of a pickle, or for a legacy archive of torch."""
     return head.startswith(b"\x80") and (_is_legacy(head) or _last_byte(path, size) == b".")
 
 
 def is_declared_pickle(path: Path) -> bool:
-    """True of a file that its ending or its first bytes call a pickle or archive: one that is none is refused."""
+    """Return True for a file whose suffix or first bytes declare a pickle or archive; reading another format fails."""
     return path.suffix in _PICKLE_SUFFIXES or read_head(path, 4) == b"PK\3\4"
 
 
@@ -202,5 +203,5 @@ def _is_legacy(head: bytes) -> bool:
 
 
 def printable_name(name: str) -> str:
-    """A name of a file with its bytes that are no UTF-8 written out."""
+    """Return a file name with bytes that are not UTF-8 as escapes."""
     return os.fsencode(name).decode("utf-8", "backslashreplace")

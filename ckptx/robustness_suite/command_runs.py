@@ -32,7 +32,7 @@ class CommandRun(NamedTuple):
     Attributes:
         name: Name of the phase.
         out: Output folder of the run.
-        result: Exit code, time and output.
+        result: Exit code, time and last lines of output.
     """
 
     name: str
@@ -81,7 +81,7 @@ class CommandRuns:
         fill_placeholders(block.resume, {**values, "checkpoint": ""}, "train.resume")
         check_environment(self._environment(self._out, values))
         if any("\0" in word for word in words):
-            raise UsageError("train.command: contains NUL, which no argument of a program can; remove it")
+            raise UsageError("train.command: contains a NUL character, which arguments cannot contain; remove it")
         if not block.time_limit > 0:
             raise UsageError(f"train.time_limit: {block.time_limit:g} must be more than 0 seconds")
         templates = " ".join((block.command, *map(str, block.environment.values())))
@@ -115,15 +115,15 @@ class CommandRuns:
         return self._out / name.replace(" ", "-")
 
     def run(self, name: str, steps: int, checkpoint: Path | None) -> CommandRun:
-        """Run the command, and wait until it has ended.
+        """Run the command and wait for its end.
 
         Args:
             name: Name of the phase.
-            steps: Step after which it stops.
+            steps: Step after which the run stops.
             checkpoint: Checkpoint to resume from; None to start from scratch.
 
         Raises:
-            OutputError: Its folder cannot be created.
+            OutputError: The folder of the run cannot be created.
             EnvironmentProblem: The command cannot be started.
         """
         out = self.run_folder(name)
@@ -147,10 +147,10 @@ class CommandRuns:
         return self._resolve_path(out, self.block.checkpoint, step)
 
     def require_checkpoint(self, run: CommandRun, step: int) -> Path:
-        """Return the checkpoint of a step.
+        """Return the path of the checkpoint of a step.
 
         Raises:
-            InputError: The run left none.
+            InputError: The run did not save it.
         """
         path = self.checkpoint_path(run.out, step)
         if not path.exists():
@@ -161,18 +161,18 @@ class CommandRuns:
         """Return the items of the checkpoint of a step.
 
         Raises:
-            InputError: The run left none, or it is damaged.
+            InputError: The run did not save it, or it is damaged.
         """
         return read_items(self.require_checkpoint(run, step), run.out)
 
     def read_items_if_saved(self, name: str, step: int) -> Items:
-        """Return the items of the checkpoint of a step, none if the run of this phase saved no such checkpoint."""
+        """Return the items of the checkpoint of a step of a phase's run; empty if the run did not save it."""
         out = self.run_folder(name)
         path = self.checkpoint_path(out, step)
         return read_items(path, out) if path.exists() else {}
 
     def last_unexpected_step(self, run: CommandRun, step: int) -> int | None:
-        """Return the last step that a run saved in place of this one; None if it saved this one, or none at all."""
+        """Return the last step that a run saved instead of `step`; None if it saved `step` or nothing."""
         if self.checkpoint_path(run.out, step).exists():
             return None
         steps = range(self.training.steps + 2)
@@ -182,7 +182,7 @@ class CommandRuns:
         """Read the losses of a run.
 
         Raises:
-            InputError: The run left none, or they cannot be read.
+            InputError: The run wrote no losses, or they cannot be read.
         """
         path = self.losses_path(run.out)
         if not path.exists():

@@ -1,4 +1,4 @@
-"""Commands of custom trainers: built from a recipe, run, and ended with all processes that they started."""
+"""Build the command of a custom trainer from a recipe, run it, and end all processes that it started."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from ckptx.untrusted.printable import one_line
 from ckptx.wording import counted
 
 _PLACEHOLDER = re.compile(r"\{([A-Za-z_]\w*)([:!.\[][^{}]*)?\}")
-_INTEGER_PLACEHOLDERS = frozenset({"step", "steps", "save_at", "total_steps"})  # which may have a width
+_INTEGER_PLACEHOLDERS = frozenset(
+    {"step", "steps", "save_at", "total_steps"}
+)  # these may have a width, as in {step:07d}
 _FORMAT_WIDTH = re.compile(r":(0?[1-9][0-9]?)?d?")
 _SUPERVISOR_SCRIPT = Path(__file__).with_name("supervisor.py")
-_SHUTDOWN_SECONDS = (
-    40.0  # seconds for the supervisor to end everything: its own limits, one after another, are below that
-)
-_MAX_LISTED_PROCESSES = 6  # processes that a note names
+_SHUTDOWN_SECONDS = 40.0  # for the supervisor to end all processes; longer than the sum of its own limits
+_MAX_LISTED_PROCESSES = 6  # processes listed in a note
 _MAX_LAST_LINES, _TAIL_BYTES = 6, 1 << 16
 _EXCEPTION_LINE = re.compile(r"(\[\w+\]:\s*)?([A-Za-z_][\w.]*(Error|Exception|Interrupt)|AssertionError)\b.*")
 
@@ -38,7 +38,7 @@ class CommandResult(NamedTuple):
     Attributes:
         code: Exit code; negative for the signal that ended the command.
         seconds: Wall-clock time in seconds.
-        last_lines: Last lines of the output, after the first exception, which launchers print long before.
+        last_lines: Last lines of the output, preceded by the first exception if launchers printed it earlier.
         is_timed_out: True if the command exceeded its time limit and was ended.
         remaining_processes: Command lines of processes that were still running after the command, and were ended.
         unkillable: Command lines of processes that could not be ended.
@@ -77,8 +77,8 @@ class CommandResult(NamedTuple):
 def split_command(template: str, values: Mapping[str, str], subject: str) -> list[str]:
     """Split a command into words as a shell does, and replace placeholders by values.
 
-    The template is split first, so that a value is never more than a part of a word, whatever it contains. A word
-    that is nothing but `{resume}` becomes the words of that value, or none: options are written so.
+    The template is split before placeholders are replaced, so no value can add a word. The only exception is a word
+    that is exactly `{resume}`, which becomes the words of its value, or no word if the value is empty.
 
     Args:
         template: Command with placeholders such as `{out}`.
@@ -86,7 +86,7 @@ def split_command(template: str, values: Mapping[str, str], subject: str) -> lis
         subject: Key of the recipe, for error messages.
 
     Raises:
-        UsageError: A quote is not closed, a placeholder is unknown, or nothing is left.
+        UsageError: A quote is not closed, a placeholder is unknown, or the command is empty.
 
     Example:
         "run --dir '{out}' {resume}", out "a b", resume "--from x" -> run, --dir, a b, --from, x
@@ -94,7 +94,9 @@ def split_command(template: str, values: Mapping[str, str], subject: str) -> lis
     try:
         parts = shlex.split(template)
     except ValueError as error:
-        raise UsageError(f"{subject}: {one_line(template, 120)!r} is no command: {error}; close the quote") from error
+        raise UsageError(
+            f"{subject}: {one_line(template, 120)!r} is not a valid command: {error}; close the quote"
+        ) from error
     words: list[str] = []
     for part in parts:
         if part == "{resume}" and "resume" in values:
@@ -109,8 +111,8 @@ def split_command(template: str, values: Mapping[str, str], subject: str) -> lis
 def fill_placeholders(text: str, values: Mapping[str, str], subject: str) -> str:
     """Replace the placeholders in a string by values.
 
-    A number of steps may have a width, with a zero before it for zero padding: `{step:07d}`. No other format exists, so
-    that braces with anything else in them, as in JSON, stay as they are.
+    A number of steps may have a width, with a zero before it for zero padding: `{step:07d}`. Other text
+    in braces, such as JSON, is not changed.
 
     Raises:
         UsageError: A placeholder is unknown (the nearest is suggested), or its format is not a valid width.

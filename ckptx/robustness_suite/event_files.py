@@ -3,9 +3,9 @@
     file     records, one after the other: u64 length | u32 masked CRC-32C of it | data | u32 masked CRC-32C of the data
     data     an Event in protocol buffers, with a step and the values of some tags
 
-as in TensorFlow's `record_writer.h`. TensorBoard's own package decodes the events and the tensors in them. The records
-are taken apart here: the readers of TensorBoard and of tbparse end in silence at a damaged record, and read whatever
-length it claims. A run that is still writing, or was killed, leaves half a record at the end, which a note reports.
+as in TensorFlow's `record_writer.h`. TensorBoard's own package decodes the events and the tensors in them. This module
+parses the records: the readers of TensorBoard and tbparse stop without an error at a damaged record, and trust the
+length in its header. If a run was killed while writing, the last record is incomplete, and a note reports it.
 """
 
 from __future__ import annotations
@@ -19,9 +19,7 @@ from ckptx.errors import InputError, missing_package
 from ckptx.storage.files import FilePool
 
 _HEADER_BYTES, _FRAME_BYTES = 12, 16
-_MAX_CHECKED_BYTES = (
-    1 << 16
-)  # bytes of the longest record whose data is compared with its checksum: scalars take a hundred
+_MAX_CHECKED_BYTES = 1 << 16  # checksums of longer records are not checked; a scalar takes about 100 bytes
 _MAX_RECORD_BYTES = 64 << 20  # longer records, such as images, are skipped
 
 
@@ -29,9 +27,9 @@ class Scalar(NamedTuple):
     """A value of a tag.
 
     Attributes:
-        tag: The name that the writer gave it.
-        step: The step that the writer gave it.
-        value: The number; most writers store floats of 32 bits.
+        tag: Name of the scalar, such as "train/loss".
+        step: Global step at which it was logged.
+        value: Value of the scalar; most writers store float32.
     """
 
     tag: str
@@ -55,7 +53,7 @@ def require_tensorboard(subject: str) -> None:
 
 
 def read_scalars(path: Path, notes: list[str]) -> Iterator[Scalar]:
-    """Yield the scalars of a file in its order.
+    """Yield the scalars of a file in the order in which they were logged.
 
     Args:
         path: The file.
@@ -94,24 +92,28 @@ def _read_records(path: Path, notes: list[str]) -> Iterator[tuple[int, bytes]]:
             length, crc = struct.unpack("<QI", header)
             if masked_crc32c(header[:8]) != crc:
                 raise InputError(
-                    f"{path}: no record of TensorBoard at byte {offset}, its length has another checksum; it is damaged"
+                    f"{path}: the length of the record at byte {offset} does not match its checksum; the file is "
+                    "damaged, delete it or write it again"
                 )
             if offset + _FRAME_BYTES + length > size:
                 break
             if length <= _MAX_RECORD_BYTES:
                 data = files.read(path.name, offset + _HEADER_BYTES, length + 4)
                 if length <= _MAX_CHECKED_BYTES and masked_crc32c(data[:-4]) != int.from_bytes(data[-4:], "little"):
-                    raise InputError(f"{path}: the record at byte {offset} has another checksum; the file is damaged")
+                    raise InputError(
+                        f"{path}: the data of the record at byte {offset} does not match its checksum; the file is "
+                        "damaged, delete it or write it again"
+                    )
                 yield offset, data[:-4]
             offset += _FRAME_BYTES + length
         if offset < size:
             notes.append(
-                f"{path.name}: ends in the middle of a record, at byte {size}; what was logged last is missing"
+                f"{path.name}: ends in the middle of a record, at byte {size}; the last logged values are missing"
             )
 
 
 def _scalar_value(value: Any) -> float | None:
-    """Return the number in a value of a summary; None of several numbers, strings, images and the like."""
+    """Return the scalar in a summary value; None for tensors of several elements, strings, images and other data."""
     from tensorboard.compat.proto.types_pb2 import DT_BFLOAT16
     from tensorboard.util.tensor_util import make_ndarray
 
@@ -120,11 +122,11 @@ def _scalar_value(value: Any) -> float | None:
     if not value.HasField("tensor"):
         return None
     tensor = value.tensor
-    if tensor.dtype == DT_BFLOAT16:  # which numpy, and so TensorBoard without TensorFlow, does not know
+    if tensor.dtype == DT_BFLOAT16:  # numpy, and so TensorBoard without TensorFlow, does not support it
         bits = tensor.tensor_content or b"".join((half & 0xFFFF).to_bytes(2, "little") for half in tensor.half_val)
         return float(struct.unpack("<f", b"\0\0" + bits)[0]) if len(bits) == 2 else None
     try:
         array = make_ndarray(tensor)
-    except (TypeError, ValueError):  # a dtype that is no number, or no elements
+    except (TypeError, ValueError):  # a dtype that is not numeric, or an empty tensor
         return None
     return float(array.item()) if array.size == 1 and array.dtype.kind in "fiu" else None

@@ -411,7 +411,7 @@ def _modified_cause(run: CommandRun, reference_verdict: Verdict) -> str:
 
 
 def _default_cause(failed: Sequence[Verdict]) -> str:
-    """Return the cause of a failed phase: the first oracle, and that its cause is unknown."""
+    """Return the cause of a failed phase: that of its first failed oracle if known, else "unknown" and its items."""
     if not failed:
         return "unknown"
     first = failed[0]

@@ -1,6 +1,6 @@
-"""Faults to inject: each changes state or files as a real defect did, and nothing else.
+"""Faults to inject: each changes state or files as a real defect would, and nothing else.
 
-They prove that oracles can fail. Oracles and phases do not import this module.
+They prove that oracles can fail. Oracles and phases must not depend on them, so they do not import this module.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Fault:
         phase: Number of the phase that must fail.
         run: Name of the run with the fault.
         min_mesh: Minimum sizes of the mesh, by axis, for the fault to have an effect.
-        injection: Function that a session calls to inject the fault.
+        injection: Functions that a session calls to inject the fault.
     """
 
     description: str
@@ -44,7 +44,7 @@ class Fault:
     injection: InjectedFault
 
 
-FAULTS: dict[str, Fault] = {}  # by name, in the order in which they are declared
+FAULTS: dict[str, Fault] = {}  # name -> fault, in the order of this file
 F = TypeVar("F", bound=Callable[..., Any])
 
 

@@ -1,11 +1,12 @@
-"""Digests of files that hold no state in a format of torch: arrays of numpy, archives by their members, and any bytes.
+"""Digests of files that are not in a format of torch: numpy arrays, archives and other files.
 
-    .npy            magic and version, the length of a header, the header: dtype, order and shape | the elements
-    .npz            a zip of them. A zip has times in it, so that its members are compared and not its bytes
-    .tar            in the same way
-    anything else   its bytes
+    .npy            magic and version, length of the header, header (dtype, order, shape) | elements
+    .npz            zip of .npy files. A zip contains timestamps, so its members are compared, not its bytes
+    .tar            compared by its members, for the same reason
+    other files     compared by their bytes
 
-Each is read in pieces, so that the size does not matter. An array of objects is a pickle, of which nothing is executed.
+Files are read in blocks, so memory does not grow with the file size. An array of objects is a pickle; it is parsed, and
+nothing in it is executed.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from ckptx.storage.files import open_regular
 from ckptx.transfer.digest import TreeDigest
 from ckptx.untrusted.limits import MAX_DIMS, MAX_PICKLE_BYTES, MAX_TENSORS
 
-FILE_PREFIX = "file: "  # what the description of a file begins with that is compared by its bytes
+FILE_PREFIX = "file: "  # start of the description of a file that is compared by its bytes
 _BLOCK_BYTES = 1 << 20
 _MAGIC = b"\x93NUMPY"
 _MAX_HEADER_BYTES = 1 << 16
@@ -37,11 +38,11 @@ _HEADER_KEYS = {"descr", "fortran_order", "shape"}
 
 
 class Content(NamedTuple):
-    """Something in a file that is compared.
+    """A part of a file that is compared.
 
     Attributes:
-        name: Its name in the file; empty for the whole file.
-        text: Text that is compared.
+        name: Name of an archive member; "" for the whole file.
+        text: Description with dtype, shape and digest; equal contents have equal descriptions.
     """
 
     name: str
@@ -53,29 +54,29 @@ class _ByteSource(Protocol):
 
 
 def digest_of_file(path: Path) -> str:
-    """The length and digest of the bytes of a file.
+    """Return a description of the bytes of a file: their number and digest.
 
     Raises:
-        InputError: It cannot be read.
+        InputError: The file cannot be read.
     """
     with open_regular_file(path) as file:
         return _describe_bytes(file)
 
 
 def contents_of_array(path: Path) -> Iterator[Content]:
-    """The array of a `.npy` file, or the bytes of one that is none."""
+    """Yield the contents of a `.npy` file: its array, or its bytes if it is not a valid array."""
     with open_regular_file(path) as file:
         yield Content("", _describe_array(file, str(path)))
 
 
 def contents_of_zip(path: Path) -> Iterator[Content]:
-    """The members of a zip, arrays among them by their elements; the bytes of one that cannot be read."""
+    """Yield the members of a zip, `.npy` members as arrays; the bytes of the file if it is not a valid zip."""
     try:
         with open_regular_file(path) as file, zipfile.ZipFile(file) as archive:
             members = archive.infolist()
             size = path.stat().st_size
             if len(members) > MAX_TENSORS or sum(each.compress_size for each in members) > size:
-                raise zipfile.BadZipFile  # members that lie over each other
+                raise zipfile.BadZipFile  # overlapping members, as in a zip bomb
             if any(each.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED) for each in members):
                 raise zipfile.BadZipFile
             contents = []
@@ -89,7 +90,7 @@ def contents_of_zip(path: Path) -> Iterator[Content]:
 
 
 def is_torch_archive(path: Path) -> bool:
-    """True of a zip that has the pickle of `torch.save` in it."""
+    """Return True for a zip that contains the pickle of `torch.save`."""
     try:
         with open_regular_file(path) as file, zipfile.ZipFile(file) as archive:
             return any(name.count("/") == 1 and name.endswith("/data.pkl") for name in archive.namelist())
@@ -98,7 +99,7 @@ def is_torch_archive(path: Path) -> bool:
 
 
 def contents_of_tar(path: Path) -> Iterator[Content]:
-    """The members of a tar by their contents, without times and owners; the bytes of one that cannot be read."""
+    """Yield the members of a tar by their contents, without timestamps and owners; its bytes if it is not valid."""
     try:
         with open_regular_file(path) as file, tarfile.open(fileobj=file, mode="r:") as archive:
             contents = []
@@ -118,10 +119,10 @@ def contents_of_tar(path: Path) -> Iterator[Content]:
 
 
 def open_regular_file(path: Path) -> BinaryIO:
-    """A regular file, opened for reading.
+    """Open a regular file for reading in binary mode.
 
     Raises:
-        InputError: It is missing, no regular file, or cannot be read.
+        InputError: The file is missing, not a regular file, or cannot be read.
     """
     return open(open_regular(path), "rb")
 
@@ -136,7 +137,7 @@ class _Header(NamedTuple):
 
 
 def _describe_array(file: _ByteSource, subject: str) -> str:
-    """An array of numpy by its elements; anything else by its bytes."""
+    """Return a description of a numpy array by its elements, or of any other data by its bytes."""
     start = file.read(len(_MAGIC) + 6)
     header, raw = _parse_header(start, file)
     if header is None:
@@ -155,7 +156,7 @@ def _describe_array(file: _ByteSource, subject: str) -> str:
 
 
 def _parse_header(start: bytes, file: _ByteSource) -> tuple[_Header | None, bytes]:
-    """The header of an array, or None and what was read."""
+    """Return the header of an array, None if it is not valid, and the bytes that were read."""
     if not start.startswith(_MAGIC) or len(start) < len(_MAGIC) + 6 or start[6] not in (1, 2, 3):
         return None, start
     width = 2 if start[6] == 1 else 4
@@ -176,7 +177,7 @@ def _parse_header(start: bytes, file: _ByteSource) -> tuple[_Header | None, byte
 
 
 def _digest_objects(file: _ByteSource, subject: str) -> str:
-    """An array of objects by the values in its pickle."""
+    """Return the digest of an array of objects: of the values in its pickle if it can be parsed, else of its bytes."""
     data = file.read(MAX_PICKLE_BYTES + 1)
     if len(data) <= MAX_PICKLE_BYTES:
         try:
@@ -196,7 +197,7 @@ def _describe_bytes(file: _ByteSource, prefix: bytes = b"") -> str:
 
 
 def _digest_stream(file: _ByteSource, prefix: bytes) -> tuple[int, str]:
-    """The number and the digest of bytes that were read and of those that follow."""
+    """Return the number and hex digest of the bytes in `prefix`, which were read already, and in the rest of a file."""
     digest, count, pending = TreeDigest(), 0, prefix
     while True:
         block = pending or file.read(_BLOCK_BYTES)

@@ -1,4 +1,4 @@
-"""Differences between identical runs of a trainer: times and paths in files, and the number of steps to take."""
+"""Find items that differ between runs for other reasons than lost state: timestamps, paths, the number of steps."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from ckptx.robustness_suite.stored_items import is_file_digest
 from ckptx.untrusted.printable import one_line
 
 _DIGITS = re.compile(r"[0-9]+")
-_SETTING_ORACLES = ("other", "step")  # oracles; a counter of steps would be the second number in both checkpoints
+_SETTING_ORACLES = (
+    "other",
+    "step",
+)  # oracles of settings; a step counter would have the same value in both checkpoints
 _MAX_LISTED_NAMES = 8  # names in a line
 _MAX_LINE_LENGTH = 400  # characters of them
 
@@ -18,8 +21,8 @@ _MAX_LINE_LENGTH = 400  # characters of them
 def noisy_files(reference: Items, repeated: Items, compared: Items) -> set[tuple[str, str]]:
     """Return the files that differ between two identical runs, among those that are compared by their bytes.
 
-    Names may have times in them: so a file that only the third checkpoint has is one of these, too, if its name is that
-    of such a file but for digits.
+    File names may contain timestamps, so a file that only `compared` has is also included if its name equals that of a
+    noisy file except for digits.
 
     Args:
         reference: Items of a checkpoint.

@@ -1,9 +1,10 @@
 """Assign items of a checkpoint to oracles, by their names and files.
 
-Trainers agree on words, not on their places: `optimizer.state.<name>.exp_avg` (torchtitan), `app.optim.state.<name>...`
-(a script with one stateful object around all), `optimizer.pt` (transformers), `random_states_1.pkl` (accelerate). So a
-name is read from its front: what holds everything is passed over, the first word that is known decides, and the last
-one refines. What no word is known for is a parameter if it is a tensor outside of pickled state, and "other" if not.
+Trainers use the same words at different places: `optimizer.state.<name>.exp_avg` (torchtitan),
+`app.optim.state.<name>...` (a script with one stateful object for all state), `optimizer.pt` (transformers),
+`random_states_1.pkl` (accelerate). So a name is matched from its start: words for containers are skipped, the first
+known word determines the kind of state, and the last word refines it. An item without a known word is a parameter if it
+is a tensor outside of pickled state, otherwise "other".
 
 Names of custom trainers are recognized by `state_kinds`, which considers all items of a checkpoint together.
 """
@@ -46,7 +47,7 @@ _WORDS_BY_KIND: tuple[tuple[StateKind, frozenset[str]], ...] = (
         frozenset({"args", "config", "cfg", "hparams", "options", "ds_config"})
         | {"hyper_parameters", "hyperparameters", "datamodule_hyper_parameters"},
     ),
-    ("progress", frozenset({"loops"})),  # of Lightning: how far each loop has come
+    ("progress", frozenset({"loops"})),  # progress of each loop of Lightning
 )
 _KIND_BY_WORD: dict[str, StateKind] = {word: kind for kind, words in _WORDS_BY_KIND for word in words}
 STEP_KEYS = frozenset(
@@ -61,7 +62,7 @@ _MOMENT = re.compile(
     r"|state[12]|absmax[12]|(first|second)_moments?|moment[12]|shampoo_.+|row_momentum|col_momentum"
 )
 
-# The file of a state, by what its trainer calls it -> the word for it. Numbers at the end are ranks or further objects.
+# Pattern of a file name -> prefix for its items. A number at the end is a rank, or the index of a further object.
 _FILE_PREFIXES = (
     (r"(.+[_-])?(ema|swa)([_-].+)?", "ema"),
     (r"(model|pytorch_model|pytorch_model_fsdp|weights)([_-].*)?", "model"),
@@ -103,7 +104,7 @@ def oracles_of(name: str, is_tensor: bool) -> tuple[str, ...]:
 
 
 def inner_words(name: str) -> list[str]:
-    """Split a name at its dots and leave out the words in front that hold everything or name a rank."""
+    """Split a name at its dots, without leading words for containers or ranks."""
     words = name.split(".")
     while len(words) > 1 and _is_container(words[0].lower(), words[1]):
         words = words[1:]
@@ -126,9 +127,9 @@ def oracles_by_words(words: Sequence[str], is_array: bool = False) -> tuple[str,
     """Return the oracles of an item that its words name, or None if no word is known.
 
     Args:
-        words: The words of its name, from `inner_words`.
-        is_array: The item is a tensor of several elements. It is no counter, and only its first word is looked at: a
-            module of a model may be called "sampler" or "generator".
+        words: Words of the name, from `inner_words`.
+        is_array: True for a tensor of several elements. It cannot be a counter, and only its first word is
+            considered, as a module of a model may be called "sampler" or "generator".
     """
     lower = [word.lower() for word in words]
     if "param_groups" in lower:
@@ -165,12 +166,12 @@ def is_master(word: str) -> bool:
 
 
 def is_moment(word: str) -> bool:
-    """Return True for a word that only optimizers use, for a tensor that they keep for each parameter."""
+    """Return True for a name that only optimizers use for a state tensor of a parameter, such as `exp_avg`."""
     return _MOMENT.fullmatch(word.lower()) is not None
 
 
 def _is_container(word: str, next_word: str) -> bool:
-    if word == "state" and next_word.isdigit():  # of an optimizer that is all of its file
+    if word == "state" and next_word.isdigit():  # state of an optimizer that is a file of its own
         return False
     return word in _CONTAINER_WORDS or _RANK.fullmatch(word) is not None
 

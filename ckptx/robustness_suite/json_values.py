@@ -1,4 +1,4 @@
-"""The values of a JSON file by their paths, as texts that are equal for equal values alone."""
+"""List the values of a JSON file by path, as strings that are equal only for equal values."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from ckptx.untrusted.limits import MAX_JSON_DEPTH
 def values_of_json(
     data: bytes, path: Path, noise_keys: re.Pattern[str], run_folder: Path | None = None
 ) -> Iterator[tuple[str, Any, str]]:
-    """The values of a JSON file; a list is one value.
+    """Yield the values of a JSON file; a list is one value.
 
     Args:
-        data: The file.
-        path: Its path, the subject of error messages.
-        noise_keys: Keys whose values are left out.
-        run_folder: A folder whose path is replaced in strings, as two runs do not share it.
+        data: Contents of the file.
+        path: Path of the file, for error messages.
+        noise_keys: Pattern of keys whose values are skipped.
+        run_folder: Folder whose path is replaced by `{out}` in strings, as it differs between runs; None for none.
 
     Yields:
-        The path of a value, with dots, the value, and the value as a string. An object whose keys have dots in them is
-        an item, too.
+        Path of a value, with dots; the value; and the value as a string. An object with keys that contain dots or are
+        empty is also an item, with these keys, so that they cannot be confused with nested objects.
 
     Raises:
-        InputError: It is no JSON, or nested too deep.
-        UnicodeDecodeError: It is no UTF-8.
+        InputError: The file is not valid JSON, or nested too deeply.
+        UnicodeDecodeError: The file is not UTF-8.
     """
     text = data.decode("utf-8")
     if run_folder is not None:
@@ -64,7 +64,7 @@ def _value_text(value: Any, subject: str) -> str:
 
 
 class _JsonNormalizer:
-    """Makes of objects what has digests; each object once."""
+    """Convert JSON objects to `Dictionary`, which `ValueDigests` can digest; each object once."""
 
     def __init__(self) -> None:
         self._normalized: dict[int, Dictionary] = {}

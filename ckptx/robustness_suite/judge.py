@@ -1,9 +1,9 @@
-"""Turn the findings of phases into rows of the report, for the runtime's trainer and for custom trainers.
+"""Convert the findings of phases into rows of the report, for the runtime's trainer and for custom trainers.
 
-Findings                  the verdicts of the oracles, and notes, of one phase
-phase_row                 the row of the phase
-rows_of_differences       a row for each item that differs
-Judge                     the rows of all phases so far, and the report that is made of them
+Findings          verdicts of the oracles and notes of one phase
+phase_row         row of a phase
+difference_rows   a row for each item that differs
+ReportBuilder     rows of all phases so far, and the report with them
 
 `phases.py` gets findings from its own ranks, `external_trainer.py` from the files of a command.
 """
@@ -25,12 +25,12 @@ _MAX_DIFFERENCES = 200  # rows of differences in a report
 
 @dataclass(slots=True)
 class Findings:
-    """Everything that a phase found.
+    """Results of the oracles in one phase.
 
     Attributes:
-        verdicts: The verdicts of its oracles.
+        verdicts: Verdicts of the oracles.
         notes: Notes for the user.
-        skip_reason: The reason why it did not run; None for a phase that ran.
+        skip_reason: Reason why the phase did not run; None if it ran.
         has_failed: True if a run of the phase failed, whatever the oracles say.
     """
 
@@ -41,14 +41,14 @@ class Findings:
 
     @property
     def ok(self) -> bool | None:
-        """True where nothing failed; None for a phase that did not run or compared nothing."""
+        """Return True if nothing failed; None if the phase did not run or compared nothing."""
         if self.skip_reason is not None:
             return None
         return False if self.has_failed else phase_ok(self.verdicts)
 
     @contextmanager
     def catch_read_errors(self, item: str) -> Iterator[None]:
-        """Turn the error of a checkpoint that cannot be read, within the block, into a finding about `item`."""
+        """Add the verdict of the oracle `readable` on `item`; it fails if the block raises an `InputError`."""
         try:
             yield
         except InputError as error:
@@ -96,8 +96,8 @@ def difference_rows(phase: int | str, verdicts: Iterable[Verdict]) -> list[dict[
     """Return a row for each item that differs.
 
     Args:
-        phase: Number of the phase, or its name where it has no number: the items of a command are of no rank.
-        verdicts: The verdicts of its oracles.
+        phase: Number of the phase; its name for a custom trainer, whose items have no ranks.
+        verdicts: Verdicts of the oracles of the phase.
     """
     rows = [
         {
@@ -117,15 +117,15 @@ def difference_rows(phase: int | str, verdicts: Iterable[Verdict]) -> list[dict[
 
 @dataclass(slots=True)
 class ReportBuilder:
-    """Everything that was found so far, as rows of the report.
+    """Results of the phases so far, as rows of the report.
 
     Attributes:
-        on_phase: Called with this judge after each phase.
-        world_size: Number of ranks; None if a trainer does not tell it.
+        on_phase: Function that is called with this object after each phase.
+        world_size: Number of ranks; None if it is unknown.
         phases: A row for each phase.
-        losses: A row for each run.
+        losses: A row for each run, with its losses by step.
         differing: A row for each item that differs.
-        noise: The noise by which losses and logits are judged, once it was measured.
+        noise: Measured noise of loss and logits, as in the report; empty before the measurement.
     """
 
     on_phase: Callable[[ReportBuilder], None]
@@ -137,11 +137,11 @@ class ReportBuilder:
 
     @property
     def ok(self) -> bool:
-        """True if no phase failed."""
+        """Return True if no phase failed."""
         return all(row["ok"] is not False for row in self.phases)
 
     def add_losses(self, run: str, by_step: Mapping[int, float]) -> None:
-        """Add the row of a run."""
+        """Add the losses of a run."""
         self.losses.append({"run": run, "steps": [*by_step], "losses": [*map(json_number, by_step.values())]})
 
     def add(self, name: str, title: str, findings: Findings, seconds: float, **phase_fields: Any) -> dict[str, Any]:

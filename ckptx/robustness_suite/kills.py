@@ -1,16 +1,16 @@
 """Kill a rank at a named file operation, not at a time: before a rename, or in the middle of a write.
 
-    with rehearse(root) as names:            what a save does below `root` on this rank, in order:
+    with record_operations(root) as names:   the file operations of a save below `root` on this rank, in order:
         save(...)                            "open __0_0.distcp", "write __0_0.distcp", "write __0_0.distcp #2", ...
-    points = kill_points(names, 5)           some of each kind
-    with killing(root, points[0]):           the next save of this rank ends there
+    points = select_kill_points(names, 5)    some of each kind
+    with kill_at(root, points[0]):           the next save of this rank is killed there
         save(...)
 
-Names say nothing of the number of a step, so that one save is rehearsed and a later one killed. What is in the staging
-directory of a step has its bare name; `step-N` is where a step is published, `root` the directory of all steps.
+The names do not contain the number of the step, so the operations of one save can be used to kill a later one. A file
+in the staging directory of a step has its bare name; `step-N` is the published step, `root` the directory of all steps.
 
-Functions of `os` and `open` are replaced in this process, as long as the block lasts: torch's writer and ours are what
-they are.
+Within the block, functions of `os` and the builtin `open` are replaced in this process; the writers of torch and ckptx
+are unchanged.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from unittest.mock import patch
 
 from ckptx.publishing import staging
 
-# What operations are for, those first that a few points should be of.
+# Purposes of operations. If only a few are selected, the first kinds come first.
 OPERATION_KINDS = ("data", "metadata", "publish", "latest", "fsync", "retention", "directory fsync", "other")
 
 _STEP_NAME = re.compile(r"\bstep-[0-9]+\b")
@@ -43,18 +43,18 @@ _DESCRIPTOR_FUNCTIONS = ("fsync", "fdatasync", "ftruncate")
 _TWO_PATH_FUNCTIONS = ("rename", "replace", "link")
 _WRITE_FUNCTIONS = ("write", "pwrite", "writev", "pwritev")
 
-OnOperation = Callable[[str], bool]  # told the name before the operation; True where a write must stop half way
+OnOperation = Callable[[str], bool]  # receives the name before the operation; returns True to stop a write halfway
 
 
 @contextmanager
 def record_operations(root: Path) -> Iterator[list[str]]:
-    """Record all file operations of this process below a directory, in order; repeated names are numbered.
+    """Record the names of all file operations of this process below a directory.
 
     Args:
         root: Directory of all steps.
 
     Yields:
-        The names so far.
+        List that grows with each operation; repeated names are numbered.
     """
     names: list[str] = []
 
@@ -71,9 +71,9 @@ def kill_at(root: Path, operation: str, other_pids: Collection[int] = ()) -> Ite
     """End this process by SIGKILL just before an operation, or in the middle of a write.
 
     Args:
-        root: Directory of all steps, as in the rehearsal.
-        operation: Name of the operation.
-        other_pids: Further processes to kill: the other ranks.
+        root: Directory of all steps.
+        operation: Name of the operation, from `record_operations`.
+        other_pids: Process ids of other ranks to kill.
     """
 
     def on_operation(name: str) -> bool:
@@ -94,7 +94,7 @@ def select_kill_points(names: Sequence[str], count: int) -> list[str]:
     """Select operations of a save: the last of each kind, the first of each kind, then those between.
 
     Args:
-        names: Names of all operations, as `record_operations` recorded them.
+        names: Names of all operations, from `record_operations`.
         count: Number to select; fewer if there are not enough.
     """
     queues = [_order_from_ends([each for each in names if operation_kind(each) == kind]) for kind in OPERATION_KINDS]
@@ -113,7 +113,7 @@ def _order_from_ends(names: list[str]) -> list[str]:
 
 
 def operation_kind(name: str) -> str:
-    """Return the kind of an operation, one of `KINDS`."""
+    """Return the kind of an operation, one of `OPERATION_KINDS`."""
     verb, _, target = name.partition(" ")
     if ".removed." in target:
         return "retention"
@@ -257,7 +257,7 @@ class _PatchedFunctions:
                 parent = self._descriptor_path(directory) if directory is not None else ""
                 head, tail = os.path.split(os.path.join(parent, name))
                 full_path = os.path.join(os.path.realpath(head), tail)
-        except (OSError, TypeError, ValueError):  # who calls the real function is told
+        except (OSError, TypeError, ValueError):  # the real function raises the error
             return None
         if full_path == self._root:
             return "root"

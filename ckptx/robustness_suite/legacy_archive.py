@@ -1,9 +1,9 @@
-"""Files of `torch.save` from before torch 1.6, which torch still writes for storages in a plain pickle.
+"""Read archives of `torch.save` before torch 1.6; torch still writes them for storages in a plain pickle.
 
-    pickles     a magic number, the version of the format, facts on the machine, the value, the keys of its storages
-    storages    of each: the number of its elements in 8 bytes, and its bytes
+    5 pickles   magic number, format version (1001), machine (byte order, ...), value, keys of its storages
+    storages    for each key: number of elements in 8 bytes, then the bytes
 
-as in `_legacy_save` of torch/serialization.py. The version is 1001.
+as in `_legacy_save` of torch/serialization.py.
 """
 
 from __future__ import annotations
@@ -19,29 +19,29 @@ from ckptx.untrusted.limits import MAX_TENSORS
 
 _MAGIC = b"\x80\x02\x8a\x0a\x6c\xfc\x9c\x46\xf9\x20\x6a\xa8\x50\x19."
 _VERSION = 1001
-_COUNT_BYTES = 8  # bytes of the number of elements
+_COUNT_BYTES = 8  # size of the number of elements before each storage
 
 
 def is_legacy(head: bytes) -> bool:
-    """True of the first 16 bytes of such a file."""
+    """Return True if the first 16 bytes of a file are those of a legacy archive."""
     return head.startswith(_MAGIC[:4])
 
 
 def read_legacy(data: bytes, length: int, subject: str, offset: int) -> tuple[Any, dict[str, Record]]:
-    """Reads the value and finds the storages.
+    """Parse the value of an archive and locate its storages.
 
     Args:
-        data: The file, or as much of its begin as may have pickles.
-        length: Length of the whole file in bytes.
+        data: The archive, or at least its pickles.
+        length: Length of the whole archive in bytes.
         subject: Subject of error messages.
-        offset: First byte of the archive in the file.
+        offset: Position of the archive in the file, in bytes.
 
     Returns:
-        The value, and its storages by key.
+        The value, with storages as persistent ids; and key -> position of each storage.
 
     Raises:
-        InputError: It is damaged.
-        UnsupportedError: It is big-endian, or has storages that are views of others.
+        InputError: The archive is damaged.
+        UnsupportedError: The archive is big-endian, or has storages that are views of others.
     """
     values, position = [], 0
     for _ in range(5):
@@ -50,16 +50,16 @@ def read_legacy(data: bytes, length: int, subject: str, offset: int) -> tuple[An
         position = graph.end
     magic, version, machine, value, keys = values
     if data[: len(_MAGIC)] != _MAGIC or magic is None or version != _VERSION or type(keys) is not list:
-        raise InputError(f"{subject}: is no file of torch.save (another magic number or version); copy it again")
+        raise InputError(f"{subject}: is not a legacy torch.save file of format version 1001; copy it again")
     if len(keys) > MAX_TENSORS:
         raise InputError(f"{subject}: has {len(keys):,} storages; the file is damaged, copy it again")
     if isinstance(machine, PickledDict) and ("little_endian", False) in machine.items:
-        raise UnsupportedError(f"{subject}: was written big-endian, which is not read")
+        raise UnsupportedError(f"{subject}: is big-endian, which is not supported; save it on a little-endian machine")
     storage_sizes = _find_storage_sizes(value, subject)
     records = {}
     for key in keys:
         if type(key) is not str or key not in storage_sizes:
-            raise InputError(f"{subject}: has a storage that no tensor describes; the file is damaged, copy it again")
+            raise InputError(f"{subject}: has a storage that no tensor refers to; the file is damaged, copy it again")
         nbytes = storage_sizes[key]
         if position + _COUNT_BYTES + nbytes > length:
             raise InputError(f"{subject}: ends before the end of a storage; the file is truncated, copy it again")
@@ -69,7 +69,7 @@ def read_legacy(data: bytes, length: int, subject: str, offset: int) -> tuple[An
 
 
 def _find_storage_sizes(value: Any, subject: str) -> dict[str, int]:
-    """Bytes of each storage that a value refers to."""
+    """Return the size in bytes of each storage that a value refers to, by key."""
     sizes: dict[str, int] = {}
     seen: set[int] = set()
     pending = [value]

@@ -33,8 +33,8 @@ _COLOR_CODE = re.compile(r"\x1b\[[0-9;]*m")
 _STEP_BITS = 63
 _MAX_SHOWN_LENGTH = 80
 _MATCHER_SCRIPT = Path(__file__).with_name("matcher.py")
-_MATCH_SECONDS = 10.0  # for all lines of a text
-_START_SECONDS = 10.0  # seconds in which an interpreter starts on a busy machine
+_MATCH_SECONDS = 10.0  # limit for all lines of a file
+_START_SECONDS = 10.0  # for an interpreter to start on a busy machine
 
 
 class Losses(NamedTuple):
@@ -110,7 +110,7 @@ def _read_json_lines(path: Path, block: ExternalBlock, notes: list[str]) -> Iter
 def _parse_row(row: dict[str, Any], block: ExternalBlock, subject: str) -> Iterator[tuple[int, float]]:
     step, loss = _nested_value(row, block.step_key), _nested_value(row, block.loss_key)
     if step is None or loss is None:
-        return  # a line without step and loss: an evaluation, a message
+        return  # another kind of line, such as an evaluation
     yield _parse_step(step, subject), _parse_loss(loss, subject)
 
 
@@ -147,7 +147,7 @@ def check_losses(block: ExternalBlock) -> None:
     """Check the pattern of the losses before the first run.
 
     Raises:
-        UsageError: The pattern is no valid regular expression, or lacks a group.
+        UsageError: The pattern is not a valid regular expression, or lacks a group.
     """
     if block.losses_kind == "regex":
         _pattern(block)
@@ -163,7 +163,9 @@ def _pattern(block: ExternalBlock) -> re.Pattern[str]:
             warnings.simplefilter("ignore")  # FutureWarning on syntax whose meaning may change
             pattern = re.compile(block.pattern)
     except (re.error, ValueError, OverflowError, RecursionError) as error:
-        raise UsageError(f"train.pattern: {block.pattern!r} is no regular expression: {error}; correct it") from error
+        raise UsageError(
+            f"train.pattern: {block.pattern!r} is not a valid regular expression: {error}; correct it"
+        ) from error
     if not {"step", "loss"} <= set(pattern.groupindex):
         raise UsageError(
             f"train.pattern: {block.pattern!r} has no groups named step and loss; "

@@ -1,12 +1,12 @@
-"""Match a regular expression of a recipe against the lines of a text, for at most some seconds; `losses` starts this.
+"""Match a regular expression of a recipe against lines, with a time limit; `losses` starts this file as a script.
 
-An expression may need longer than the universe exists for a line that it does not match ("catastrophic backtracking").
-Python's engine cannot be stopped from another thread, but it looks for signals: a process of its own can have an alarm.
+An expression can take practically forever on a line that it does not match (catastrophic backtracking). Another thread
+cannot interrupt Python's engine, but the engine checks for signals, so a separate process with an alarm is used.
 
     stdin     JSON: pattern, lines, seconds
-    stdout    JSON: found, a list of [number of the line, step, loss]; or late, the line it had come to
+    stdout    JSON: found, a list of [line number, step, loss]; or late, the number of the line when the time was over
 
-It imports the standard library alone: it starts in a few milliseconds, without ckptx.
+This file imports only the standard library, so that it starts in a few milliseconds.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 
 
 class _Timeout(Exception):
-    """The time is over."""
+    """The time limit is exceeded."""
 
 
 def _alarm(*_: object) -> None:

@@ -21,7 +21,7 @@ def forecast_memory(session: Session, gpu_memory: int | None) -> StepMemory:
         gpu_memory: Memory of a GPU in bytes; None for no check.
 
     Raises:
-        SpaceError: The step does not fit in a GPU, or in the memory that ranks on a CPU share.
+        SpaceError: The step does not fit in GPU memory or, on a CPU, in the memory that all ranks share.
         CkptxError: `gpu_memory` is set and the memory cannot be forecast.
     """
     try:
@@ -40,7 +40,7 @@ def forecast_memory(session: Session, gpu_memory: int | None) -> StepMemory:
 
 
 def _forecast_step(recipe: Recipe, source: Path, gpu_memory: int | None, is_memory_shared: bool) -> tuple[int, int]:
-    """Return the peak and the bytes between steps, maximum over ranks.
+    """Return the bytes of tensors at the peak of a step and between steps, maximum over ranks.
 
     Args:
         recipe: Recipe of the step.
@@ -87,7 +87,12 @@ def _advice(dims: ParallelDims, fitting: tuple[ParallelDims, int] | None) -> str
 
 
 def add_measurement(memory: StepMemory, measured: tuple[int, int] | None) -> StepMemory:
-    """Add the measured bytes of a step."""
+    """Add measured bytes to a forecast.
+
+    Args:
+        memory: Forecast of a step.
+        measured: Bytes of tensors at the peak of a step and between steps; None if they were not measured.
+    """
     if measured is None:
         return memory
     return {**memory, "measured_peak": measured[0], "measured_between_steps": measured[1]}

@@ -1,7 +1,7 @@
-"""Roots of the model in a checkpoint, and of tensors with the same names: optimizer state, an EMA.
+"""Find the roots of the model in a checkpoint, and of its copies: optimizer state, master weights, an EMA.
 
-A root is the words in front of names that belong together: `("net",)` of `net.layers.0.weight`. A model without one,
-as torchtitan writes it, has a root for each of its top modules.
+A root is the common prefix of the names of a model, as words: `("net",)` for `net.layers.0.weight`. A model without a
+prefix, as in checkpoints of torchtitan, has one root for each top-level module.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ _WRAPPERS = frozenset(
 )
 _MOMENT_PAIRS = ({"m", "v"}, {"mu", "nu"}, {"m1", "m2"}, {"first", "second"})
 _SINGLE_MOMENTS = frozenset({"momentum", "momentums", "momenta", "velocity", "velocities", "trace", "moments"})
-_MIN_COPY_SHARE = 0.5  # of a model, below a root that holds a copy of it: an EMA may leave out frozen ones and buffers
+_MIN_COPY_SHARE = 0.5  # share of the parameters that a copy has at least: an EMA may omit frozen parameters and buffers
 
 
 class NamedShape(NamedTuple):
     """A tensor of a checkpoint.
 
     Attributes:
-        words: Words of its name.
-        shape: Its shape.
-        is_float: Its dtype is one of floating point.
+        words: Words of the name, split at dots.
+        shape: Shape of the tensor.
+        is_float: True for a floating-point dtype.
     """
 
     words: Words
@@ -39,14 +39,14 @@ class NamedShape(NamedTuple):
 
 
 class ModelRoots(NamedTuple):
-    """Items by the words of their names.
+    """Roots of the model and of its copies.
 
     Attributes:
         model: Roots of parameters and buffers.
-        second: Roots of further copies of the model.
-        moments: Roots of copies that an optimizer keeps.
-        masters: Roots of copies in full precision.
-        optimizer: Roots of all state of an optimizer.
+        second: Roots of other copies of the model, such as an EMA.
+        moments: Roots of optimizer state with the names and shapes of parameters.
+        masters: Roots of master weights, in full precision.
+        optimizer: Roots of all state of optimizers.
     """
 
     model: Roots = frozenset()
@@ -60,8 +60,8 @@ def find_roots(tensors: Sequence[NamedShape], moments: Sequence[NamedShape]) -> 
     """Find the model and the copies of it.
 
     Args:
-        tensors: Tensors that no word names optimizer state.
-        moments: Tensors that only an optimizer has, with `exp_avg` or the like in their names.
+        tensors: Tensors whose names do not identify them as optimizer state.
+        moments: Tensors whose names have a word that only optimizers use, such as `exp_avg`.
     """
     named_model = [each for each in tensors if kind_of_word(each.words[0]) == "model"]
     unknown = [each for each in tensors if kind_of_word(each.words[0]) in (None, "second model")]
@@ -94,7 +94,7 @@ def has_root(words: Words, roots: Roots) -> bool:
 
 
 def _roots_by_optimizer_names(tensors: Sequence[NamedShape], moments: Sequence[NamedShape]) -> Roots:
-    """Return the roots of the tensors whose names an optimizer has in its own."""
+    """Return the roots of the tensors whose names are part of the names of `moments`."""
     names = {each.words for each in tensors}
     roots_by_name: dict[Words, list[str]] = {}
     for each in tensors:
@@ -111,7 +111,9 @@ def _roots_by_optimizer_names(tensors: Sequence[NamedShape], moments: Sequence[N
                 continue
             break
     votes = Counter(root for roots in candidates for root in dict.fromkeys(roots))
-    sizes = Counter(each.words[0] for each in tensors)  # an EMA may leave out buffers; of equals the first is the model
+    sizes = Counter(
+        each.words[0] for each in tensors
+    )  # the model has at least the tensors of an EMA; if equal, the first is the model
     for root in sorted(votes, key=lambda each: (_is_second_model(each), -votes[each], -sizes[each])):
         if any(root in roots for roots in candidates):
             model_roots.add((root,))
@@ -120,7 +122,7 @@ def _roots_by_optimizer_names(tensors: Sequence[NamedShape], moments: Sequence[N
 
 
 def _possible_parameters(words: Words) -> Iterator[Words]:
-    """Yield the names that a parameter may have, given the name of what an optimizer keeps for it; longest first."""
+    """Yield possible names of the parameter that an optimizer state tensor belongs to, longest first."""
     if is_moment(words[-1]):
         yield from (words[begin:-1] for begin in range(len(words) - 1))
         return
@@ -129,7 +131,7 @@ def _possible_parameters(words: Words) -> Iterator[Words]:
 
 
 def _roots_by_optimizer_shapes(tensors: Sequence[NamedShape], moments: Sequence[NamedShape]) -> Roots:
-    """Return the roots of the tensors that have the shapes of what an optimizer keeps by number."""
+    """Return the roots of the tensors with the shapes of `moments`, for an optimizer that numbers its parameters."""
     expected = _parameter_shapes(moments)
     groups: dict[str, list[NamedShape]] = {}
     for each in tensors:
@@ -159,7 +161,7 @@ def _count_shapes(tensors: Iterable[NamedShape]) -> Counter[Shape]:
 
 
 def _is_repeated(group: Sequence[NamedShape], shapes: Mapping[Words, Shape]) -> bool:
-    """Return True where all of a group is there without its first word, too."""
+    """Return True if each tensor of a group also exists without the first word of its name."""
     return all(shapes.get(each.words[1:]) == each.shape for each in group)
 
 
@@ -171,7 +173,7 @@ def _is_second_model(word: str) -> bool:
 
 
 def _shapes_by_relative_name(tensors: Sequence[NamedShape], model: Roots) -> dict[Words, Shape]:
-    """Return the shapes of the model by its names below a root; of a model without one, by its whole names."""
+    """Return the shapes of the model's tensors, by name relative to a root and, without a single root, by full name."""
     shapes = {}
     for each in tensors:
         if has_root(each.words, model):
@@ -205,7 +207,7 @@ def _copies_by_name(
 def _copies_by_shape(
     tensors: Sequence[NamedShape], names: Mapping[Words, Shape], moments: Sequence[NamedShape]
 ) -> Iterator[Words]:
-    """Yield the roots of lists of tensors that have the shapes of all parameters."""
+    """Yield the roots of numbered lists of tensors that have the shapes of all parameters."""
     lists: dict[Words, list[NamedShape]] = {}
     for each in tensors:
         if each.words[-1].isdigit() and len(each.words) > 1 and each.is_float:
@@ -215,7 +217,7 @@ def _copies_by_shape(
 
 
 def _kind_of_copy(root: Words, roots: set[Words]) -> str | None:
-    """Return what a copy of the model is by the last word of its root; None for gradients."""
+    """Return the kind of a copy, a field of `ModelRoots`, from the words of its root; None for gradients."""
     last = root[-1].lower()
     siblings = {each[-1].lower() for each in roots if each[:-1] == root[:-1]}
     is_pair = any(last in pair and pair <= siblings for pair in _MOMENT_PAIRS)
@@ -230,7 +232,7 @@ def _kind_of_copy(root: Words, roots: set[Words]) -> str | None:
 
 
 def _optimizer_root(words: Words, names: Mapping[Words, Shape]) -> Words:
-    """Return the words in front of the parameter that a moment belongs to."""
+    """Return the root of the optimizer that an optimizer state tensor belongs to; empty if unknown."""
     if "state" in words[1:]:
         return words[: words.index("state", 1)]
     moment_index = max(index for index, word in enumerate(words) if is_moment(word))

@@ -39,7 +39,7 @@ MEASURED_ORACLES = ("loss", "logits", "memory")
 ORACLE_ORDER = (*EXACT_ORACLES, *MEASURED_ORACLES)
 _MAX_LISTED_ITEMS = 8  # items that a row of the report names
 
-Items = Mapping[tuple[str, str], str]  # (oracle, item) -> digest, or the value as a text
+Items = Mapping[tuple[str, str], str]  # (oracle, item) -> digest, or the value as a string
 
 
 class Difference(NamedTuple):
@@ -70,7 +70,7 @@ class Verdict(NamedTuple):
         value: Largest difference of a measurement; None for an exact oracle.
         limit: Tolerance of `value`; None for an exact oracle.
         noise_factor: Tolerance as a multiple of the noise; None if equal bits are required and the tolerance is 0.
-        noise: Noise that the tolerance is a multiple of; None if `noise_factor` is.
+        noise: Measured noise, the other factor of the tolerance; None if `noise_factor` is None.
         is_widened: True if the recipe raised the tolerance above its default.
     """
 
@@ -116,8 +116,8 @@ def compare(
     Args:
         reference: Items of each rank in the uninterrupted run.
         actual: Items of each rank in the other run, with the same number of ranks.
-        oracles: Oracles to apply; one without items on either side has no verdict. A missing tensor is reported by its
-            own oracle, not by `finite`.
+        oracles: Oracles to apply; an oracle without items in both runs has no verdict. A missing tensor is reported by
+            its own oracle, not by `finite`.
     """
     selected = set(oracles)
     compared: dict[str, int] = {}
@@ -187,7 +187,7 @@ def compare_measurements(
 def compare_with_noise(
     oracle: str, compared: int, value: float, noise: float | None, noise_factor: float, default_factor: float
 ) -> Verdict:
-    """Compare a largest difference with a tolerance, as `measured` does."""
+    """Compare a largest difference with a tolerance, as `compare_measurements` does."""
     if noise is None:
         return Verdict(oracle, compared, value=value, limit=0.0)
     return Verdict(

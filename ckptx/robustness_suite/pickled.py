@@ -1,10 +1,10 @@
-"""Read pickles of any trainer as named values: names in them are recorded, and nothing is imported or executed.
+"""Read pickles of any trainer as named values; nothing in them is imported or executed.
 
-`pickle_graph` reads a pickle, `pickled_kinds` gives what torch, numpy and Python write its meaning, and `canonical` has
-the digests. Here a file is opened, and its value is divided into parts, each with the name under which it is compared.
+`pickle_graph` parses a pickle, `pickled_kinds` normalizes the objects of torch, numpy and Python, and `canonical`
+computes digests. This module opens a file and splits its value into leaves, each with the name for its comparison.
 
-A digest depends on values only. The order of the keys of a dict, that of a set (which differs from process to process),
-what was written once and referred to, and how often, do not enter it.
+A digest depends on values only, not on the order of dict keys or set elements (which differs between processes), or on
+whether equal objects are shared.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ from ckptx.untrusted.limits import MAX_JSON_DEPTH, MAX_NAME_LENGTH, MAX_PICKLE_B
 
 _PICKLE_START = re.compile(rb"\x80[\x02-\x05].", re.DOTALL)
 _INTEGER_TEXT = re.compile(r"-?[0-9]+")
-_MIN_VALUE_LIMIT = 1 << 12  # values of a pickle that nobody counts: one written once may be referred to often
-_MAX_DISPLAY_LENGTH = 60  # characters of a value that is shown as it is
-_KEY_DIGEST_LENGTH = 8  # digits of the digest of a key in a name
-_MAX_INT_BITS = 256  # bits of a number that is shown as it is
+_MIN_VALUE_LIMIT = 1 << 12  # a pickle may have at least so many values, as one object may be referenced often
+_MAX_DISPLAY_LENGTH = 60  # characters; longer values are replaced by their digest
+_KEY_DIGEST_LENGTH = 8  # hex digits of the digest of a key in a name
+_MAX_INT_BITS = 256  # larger integers are replaced by their digest
 _PLAIN_TYPES = {type(None), bool, int, float}
 _NAN_BYTES = struct.pack("<d", float("nan"))
 
 
 class ContainerInfo(NamedTuple):
-    """The way in which a value holds its parts, where the names of the parts do not say it.
+    """Properties of a container that the names of its parts do not show, such as the class of a dict.
 
     Attributes:
         description: Text that is compared.
@@ -58,9 +58,9 @@ class Leaf(NamedTuple):
     """A part of a value that is compared.
 
     Attributes:
-        path: Words of its name.
-        value: The part, or a `ContainerForm`.
-        sort_key: A sort key that no two parts share.
+        path: Words of the name, one for each level.
+        value: Value, not normalized, or the `ContainerInfo` of a container.
+        sort_key: Encodings of the keys on the path; unique among the leaves of a file.
     """
 
     path: tuple[str, ...]
@@ -69,7 +69,7 @@ class Leaf(NamedTuple):
 
 
 class PickleReader:
-    """Reads pickles of one file: an archive of `torch.save` at a position, or a pickle that is all of the file."""
+    """Reader of an archive of `torch.save` or a plain pickle, in a file or a part of it."""
 
     def __init__(
         self,
@@ -80,19 +80,19 @@ class PickleReader:
         offset: int = 0,
         nbytes: int | None = None,
     ) -> None:
-        """Reads it.
+        """Parse the pickle.
 
         Args:
-            files: Has the file.
-            file: Its name.
+            files: Pool that opens the file.
+            file: Name of the file in the pool.
             subject: Subject of error messages.
-            tensors: Digests of tensors in the file.
-            offset: First byte of the archive in the file.
-            nbytes: Its length; the rest of the file by default.
+            tensors: Computes the digests of tensors in the file.
+            offset: Position of the archive in the file, in bytes.
+            nbytes: Length of the archive in bytes; None for the rest of the file.
 
         Raises:
-            InputError: It is damaged, too large, or neither of the two.
-            UnsupportedError: An archive of a kind that is not read.
+            InputError: The file is damaged, too large, or neither an archive nor a pickle.
+            UnsupportedError: The kind of archive is not supported, such as TorchScript.
         """
         self.subject, self._file, self._tensors = subject, file, tensors
         self._embedded: dict[int, Any] = {}
@@ -110,13 +110,12 @@ class PickleReader:
             self.root_value, records = archive
         elif length > MAX_PICKLE_BYTES:
             raise InputError(
-                f"{subject}: has a pickle of {length:,} bytes; at most {MAX_PICKLE_BYTES:,} are read, write a smaller one"
+                f"{subject}: has a pickle of {length:,} bytes; at most {MAX_PICKLE_BYTES:,} are read; "
+                "write a smaller one"
             )
         else:
             self.root_value = self._load(files.read(file, offset, length), subject)
-        self._remaining_bytes = (
-            4 * self._max_values
-        )  # bytes of pickles in bytes that are read; they may be in each other
+        self._remaining_bytes = 4 * self._max_values  # limit for pickles inside bytes objects, which may be nested
         self._normalizer = PickleNormalizer(subject, records, self._read_embedded_storage)
         self._digests = ValueDigests(subject, self.normalize, self._describe_contents)
 
@@ -129,10 +128,10 @@ class PickleReader:
     # ------------------------------------------------------------------------------------------------------ meaning
 
     def normalize(self, value: Any) -> Any:
-        """The meaning of a value: see `pickled_kinds`; bytes that are a pickle are what it holds.
+        """Return the normal form of a value, see `pickled_kinds`; bytes that contain a pickle become its value.
 
-        Loaders have their state in such bytes. Those of equal values differ: what one object was when it was written
-        first is two after it was read.
+        Data loaders store their state as such bytes. The bytes themselves cannot be compared: pickles of equal values
+        differ if one shares objects and the other does not.
         """
         normalized = self._normalizer.normalize(value)
         if type(normalized) is not bytes or normalized[:1] != b"\x80" or normalized[-1:] != b".":
@@ -155,7 +154,7 @@ class PickleReader:
         return data if graph.end < len(data) or graph.dropped else EmbeddedPickle(graph.value)
 
     def _read_embedded_storage(self, data: bytes) -> Storage | None:
-        """A storage that was pickled in bytes, as an archive of its own: tensors in a plain pickle are such."""
+        """Return the storage in a legacy archive, as plain pickles of tensors contain; None for other bytes."""
         self._remaining_bytes -= len(data)
         if not is_legacy(data[:16]) or self._remaining_bytes < 0:
             return None
@@ -172,10 +171,10 @@ class PickleReader:
     # ------------------------------------------------------------------------------------------------------- leaves
 
     def leaves(self) -> Iterator[Leaf]:
-        """The values by path: what is no dict, and no list or tuple with a dict or tensor in it.
+        """Yield the leaves: all values except dicts, and lists or tuples that contain a dict or tensor.
 
         Raises:
-            InputError: There are too many.
+            InputError: There are too many values, or a name is too long.
         """
         count, undivided_ids = 0, set[int]()
         if self._dropped_calls:
@@ -192,14 +191,16 @@ class PickleReader:
             children = [] if is_undivided else list(self._children(leaf, node))
             if not children:
                 if id(node) not in ancestors:
-                    undivided_ids.add(id(node))  # a long list that is referred to often is looked through once
+                    undivided_ids.add(id(node))  # a long list that is referenced often is searched once
                 yield leaf
                 continue
             count += len(children)
             longest = max(len(each.path[-1]) for each in children)
             if count > self._max_values or longest > MAX_NAME_LENGTH:
                 reason = f"a name of {longest:,} characters" if longest > MAX_NAME_LENGTH else "more values than bytes"
-                raise InputError(f"{self.subject}: holds {reason}; it is damaged, or no state of a training run")
+                raise InputError(
+                    f"{self.subject}: contains {reason}; it is damaged, or not the state of a training run"
+                )
             descriptions += self._describe_container(node)
             if descriptions:
                 yield leaf._replace(value=ContainerInfo(": ".join(descriptions)))
@@ -207,7 +208,7 @@ class PickleReader:
             pending.extend((each, ancestors) for each in reversed(children))
 
     def dict_items(self, value: Any) -> list[tuple[Any, Any]]:
-        """The items of a dict; none of anything else."""
+        """Return the items of a dict; empty if the value is not a dict."""
         normalized = self.normalize(value)
         return normalized.items if isinstance(normalized, Dictionary) else []
 
@@ -226,7 +227,7 @@ class PickleReader:
         return type(value) not in _PLAIN_TYPES and isinstance(self.normalize(value), Dictionary | Tensor)
 
     def _describe_container(self, node: Any) -> Iterator[str]:
-        """Return what names do not show of a dict or list: its kind, and keys that are no numbers or words."""
+        """Yield properties that names do not show: the class of a dict or list, and keys that are not plain words."""
         if not isinstance(node, Dictionary):
             yield f"{type(node).__name__} of {len(node):,}"
             return
@@ -237,7 +238,7 @@ class PickleReader:
             yield f"dict with other keys than words and whole numbers {tagged_digest('keys', *unusual_keys).hex()[2:]}"
 
     def _key_text(self, key: Any) -> str:
-        """The word for a key in a name: a string or a whole number as it is, anything else with its type."""
+        """Return the word for a dict key in a name: a string or integer itself, other keys with their type."""
         normalized = self.normalize(key)
         if type(normalized) is str:
             return normalized
@@ -254,10 +255,10 @@ class PickleReader:
     # ------------------------------------------------------------------------------------------------------- values
 
     def value_text(self, value: Any) -> str:
-        """A value as a text: itself where it is short, else its kind and digest; the same for equal values alone.
+        """Return a value as a string that is equal only for equal values: a short value itself, else type and digest.
 
         Raises:
-            InputError: A tensor in it is damaged.
+            InputError: A tensor in the value is damaged.
         """
         if isinstance(value, ContainerInfo):
             return value.description
@@ -275,7 +276,7 @@ class PickleReader:
         return f"{self._kind_text(normalized)} {self._digests.hex_digest(value)}"
 
     def _kind_text(self, value: Any) -> str:
-        """A word or two for the kind of a value."""
+        """Return the type of a value in words."""
         if isinstance(value, Dictionary):
             return value.kind
         if isinstance(value, CallResult):
@@ -291,10 +292,16 @@ class PickleReader:
         return "pickle" if isinstance(value, EmbeddedPickle) else str(getattr(value, "kind", type(value).__name__))
 
     def read_tensor(self, name: str, value: Any) -> tuple[TensorEntry, bytes | None, str] | None:
-        """A tensor, its elements where they are in memory, and what else there is to it; None of another value.
+        """Return the entry of a tensor, its bytes and a description of its attributes; None if it is not a tensor.
+
+        The bytes are in row-major order; None if they are in the file, at the position in the entry.
+
+        Args:
+            name: Name of the tensor, for the entry and error messages.
+            value: Value of a leaf.
 
         Raises:
-            InputError: It leaves its storage.
+            InputError: The tensor exceeds its storage.
         """
         tensor = self.normalize(value)
         if not isinstance(tensor, Tensor):
@@ -334,9 +341,9 @@ class PickleReader:
 
 
 def is_pickle(files: FilePool, file: str, offset: int, length: int) -> bool:
-    """True of a file that is a pickle by its first and last bytes.
+    """Return True if a range of a file is a pickle, from its first and last bytes.
 
-    One of protocol 0 or 1 has no mark at its begin, so that it is read.
+    Protocols 0 and 1 have no magic number, so such a range is parsed.
     """
     if length < 2:
         return False
@@ -352,7 +359,7 @@ def is_pickle(files: FilePool, file: str, offset: int, length: int) -> bool:
 
 
 def shorten(text: str) -> str:
-    """A text as it is, or its digest where it is long."""
+    """Return a string, or its digest if it is long."""
     return (
         text
         if len(text) <= _MAX_DISPLAY_LENGTH
@@ -361,7 +368,7 @@ def shorten(text: str) -> str:
 
 
 def _is_displayed(value: Any) -> bool:
-    """True of a scalar whose `repr` is short and says all of it, as it does not of a NaN with other bits."""
+    """Return True for a scalar with a short `repr` that determines its bits, unlike that of a NaN with a payload."""
     if type(value) is float:
         return value == value or struct.pack("<d", value) == _NAN_BYTES
     if type(value) is int:
@@ -370,5 +377,5 @@ def _is_displayed(value: Any) -> bool:
 
 
 def _is_plain_key(key: Any) -> bool:
-    """True of a key that its word in a name says completely: a whole number, or a string that is no number or path."""
+    """Return True for a key that its word in a name determines: an integer, or a string that is no integer or path."""
     return type(key) is int or (type(key) is str and key != "" and "." not in key and not _INTEGER_TEXT.fullmatch(key))

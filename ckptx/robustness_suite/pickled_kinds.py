@@ -1,8 +1,8 @@
-"""Gives the objects in a pickle their meaning: what torch, numpy and Python write in several ways for one value.
+"""Normalize the objects in a pickle: torch, numpy and Python write one value in several ways.
 
-A pickle says how to build a value, and there are several ways: bytes are a call that encodes a string up to protocol 2,
-an array in Fortran order has its elements in another order, a tensor is a view of a storage. Each becomes one of the
-classes below; what is none of them stays as it was read, a `Made`, and is compared by how it is built.
+A pickle contains instructions that build a value. Up to protocol 2, bytes are a call that encodes a string; an array in
+Fortran order has its elements in another order; a tensor is a view of a storage. Each is converted to one of the
+classes below. Other objects stay as they were parsed, a `CallResult`, and are compared by the calls that build them.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from ckptx.formats.torch_archive.pickle_machine import CallResult, GlobalName, P
 from ckptx.formats.torch_archive.unpickle import StorageRef, TensorRef
 from ckptx.untrusted.limits import MAX_DIMS, find_shape_fault
 
-_MAX_DEPTH = 16  # calls inside each other, as of a parameter of a tensor of a storage in bytes
-_MAX_EXPANSION = 16  # times the bytes of its storage that a tensor may have, to be compared by its elements
-_MAX_SMALL_TENSOR_BYTES = 1 << 28  # bytes
+_MAX_DEPTH = 16  # nested calls, such as a parameter of a tensor of a storage in bytes
+_MAX_EXPANSION = 16  # a tensor may be this many times larger than its storage, as expanded tensors are
+_MAX_SMALL_TENSOR_BYTES = 1 << 28  # up to this size, a tensor may be expanded without limit
 _BUILTINS = "builtins"
 _ARRAY_MODULES = ("numpy._core.multiarray", "numpy.core.multiarray")
 _BUFFER_MODULES = ("numpy._core.numeric", "numpy.core.numeric")
@@ -41,10 +41,10 @@ class Storage:
     """A storage of torch.
 
     Attributes:
-        kind: Its class.
-        ref: Its key, dtype and length.
-        record: Position of its bytes in the file; None if they are in memory.
-        data: Its bytes, where they are in memory.
+        kind: Name of the class.
+        ref: Key, dtype and length of the storage.
+        record: Position of the bytes in the file; None if they are in memory.
+        data: Bytes in memory; None if they are in the file.
     """
 
     kind: str
@@ -58,11 +58,11 @@ class Tensor:
     """A dense tensor.
 
     Attributes:
-        ref: Elements of the storage that belong to the tensor.
-        storage: Has its bytes.
-        kind: Its class.
-        requires_grad: The flag that was pickled.
-        attributes: Hooks and Python attributes, where it has any.
+        ref: Dtype, offset, shape and strides in the storage.
+        storage: Storage with the bytes.
+        kind: Name of the class.
+        requires_grad: Value of the attribute `requires_grad`.
+        attributes: Hooks and Python attributes; empty for none.
     """
 
     ref: TensorRef
@@ -77,9 +77,9 @@ class Array:
     """An array of numpy.
 
     Attributes:
-        kind: Its class, any value.
-        dtype: Any value.
-        shape: Any value.
+        kind: Class, as parsed.
+        dtype: Dtype, as parsed.
+        shape: Shape, as parsed.
         elements: Elements in row-major order: bytes, or a list of objects.
     """
 
@@ -93,9 +93,9 @@ class Dictionary(NamedTuple):
     """A dict, ordered or not, or a defaultdict.
 
     Attributes:
-        kind: "dict", or the name of its class.
-        items: Keys and values.
-        attributes: Its factory and attributes, where it has any.
+        kind: "dict", or the name of the class.
+        items: Pairs of key and value.
+        attributes: Default factory and attributes; empty for none.
     """
 
     kind: str
@@ -104,15 +104,15 @@ class Dictionary(NamedTuple):
 
 
 class PickleNormalizer:
-    """Finds the meaning of what was read from one file."""
+    """Normalizes the objects of one file; each object once."""
 
     def __init__(self, subject: str, records: Table[str, Record], load_storage: Callable[[bytes], Any]) -> None:
-        """Remembers where storages are.
+        """Start without normalized objects.
 
         Args:
             subject: Subject of error messages.
-            records: The storages of the file by key.
-            load_storage: Reads a storage that was pickled in bytes; gives None for other bytes.
+            records: Position of each storage in the file, by key.
+            load_storage: Function that parses a storage in a bytes object, and returns None for other bytes.
         """
         self._subject, self._records, self._load_storage = subject, records, load_storage
         self._normalized: dict[int, Any] = {}
@@ -120,7 +120,11 @@ class PickleNormalizer:
         self._ids = ObjectIds()
 
     def normalize(self, value: Any) -> Any:
-        """Return the meaning of a value, or the value itself if it has none."""
+        """Return the normal form of a value, or the value itself if it has no other form.
+
+        Raises:
+            InputError: A storage is missing, or its size differs from its description.
+        """
         if not isinstance(value, (CallResult, PickledDict, PersistentObject)):
             return value
         normalized = self._normalized.get(self._ids(value))
@@ -149,12 +153,12 @@ class PickleNormalizer:
             raise InputError(
                 f"{self._subject}: the storage {ref.key[:40]!r} is missing; the file is damaged, copy it again"
             )
-        if ref.numel < 0:  # of a dtype that ckptx does not know
+        if ref.numel < 0:  # the dtype is unknown
             return Storage(kind, StorageRef(ref.key, None, record.nbytes), record)
         if record.nbytes != ref.nbytes:
             raise InputError(
-                f"{self._subject}: the storage {ref.key[:40]!r} has {record.nbytes} bytes, and its description says "
-                f"{ref.nbytes}; the file is damaged, copy it again"
+                f"{self._subject}: the storage {ref.key[:40]!r} has {record.nbytes} bytes, expected {ref.nbytes}; "
+                f"the file is damaged, copy it again"
             )
         return Storage(kind, ref, record)
 
@@ -202,7 +206,7 @@ class PickleNormalizer:
         return Dictionary("dict", items, tuple(filter(None, map(self._strip_metadata, call.states))))
 
     def _strip_metadata(self, state: Any) -> Any:
-        """The attributes of an ordered dict without the versions of modules, which torch adds to a state dict."""
+        """Return attributes of an OrderedDict without `_metadata`, which torch adds to state dicts; None if empty."""
         if not isinstance(state, PickledDict):
             return (state,)
         remaining = PickledDict()
@@ -215,7 +219,7 @@ class PickleNormalizer:
         return Dictionary("collections.defaultdict", call.pairs, (call.arguments, call.states))
 
     def _make_reconstructed(self, call: CallResult) -> Any:
-        """An object at protocol 0 and 1, as later protocols write it."""
+        """Return an object of protocol 0 or 1 in the form of later protocols."""
         if len(call.arguments) != 3 or call.arguments[1:] != (GlobalName(_BUILTINS, "object"), None):
             return None
         modern_call = CallResult("new", call.arguments[0], ())
@@ -268,7 +272,7 @@ class PickleNormalizer:
         return self._add_attributes(replace(data, kind=_PARAMETER_TYPE, requires_grad=requires_grad), *attributes)
 
     def _make_tensor_subclass(self, call: CallResult) -> Any:
-        """A tensor of a subclass, or with attributes."""
+        """Return a tensor of a subclass, or with attributes."""
         if len(call.arguments) != 4 or type(call.arguments[2]) is not tuple or not call.is_unchanged:
             return None
         function, kind, arguments, state = call.arguments
@@ -283,7 +287,7 @@ class PickleNormalizer:
         return replace(tensor, attributes=(*tensor.attributes, *nonempty))
 
     def _is_nonempty(self, value: Any) -> bool:
-        """False of None and of empty containers, as hooks and attributes mostly are."""
+        """Return False for None and for empty containers, such as missing hooks and attributes."""
         normalized = self.normalize(value)
         if isinstance(normalized, Dictionary):
             return bool(normalized.items or normalized.attributes)
@@ -335,7 +339,7 @@ class PickleNormalizer:
         )
 
     def _to_little_endian(self, array: Array) -> Array:
-        """An array of numbers in big-endian order as numpy has it after loading: in little-endian order."""
+        """Return a numeric array with its elements in little-endian order; other arrays are not changed."""
         dtype = self.normalize(array.dtype)
         if not (isinstance(dtype, CallResult) and dtype.function == _DTYPE and type(array.elements) is bytes):
             return array
@@ -354,9 +358,9 @@ class PickleNormalizer:
 
 
 def parse_storage_id(pid: Any) -> tuple[str, StorageRef] | None:
-    """The class, and the description, of the storage that a persistent id of torch names; None where it names none.
+    """Return class name and description of the storage in a persistent id of torch; None for another id.
 
-    A storage of an unknown dtype has no length here.
+    The length of a storage of an unknown dtype is -1.
     """
     if (
         type(pid) is not tuple
@@ -368,7 +372,7 @@ def parse_storage_id(pid: Any) -> tuple[str, StorageRef] | None:
     _, kind, key, _, numel = pid[:5]
     if not (isinstance(kind, GlobalName) and type(key) is str and _is_nonnegative_int(numel)):
         return None
-    if kind.name == "UntypedStorage":  # which torch has as one of bytes after loading
+    if kind.name == "UntypedStorage":  # torch loads it as a storage of bytes
         return "torch.ByteStorage", StorageRef(key, None, numel)
     dtype = DTYPES_BY_STORAGE_CLASS.get(kind.name)
     return str(kind), StorageRef(key, dtype, numel if dtype else -1)
@@ -390,7 +394,7 @@ def _is_pair_list(value: Any) -> bool:
 
 
 def _to_row_major(data: bytes, shape: Any) -> bytes | None:
-    """The elements of an array in Fortran order, in row-major order; None where they do not fit the shape."""
+    """Return the bytes of an array in Fortran order in row-major order; None if their number does not fit the shape."""
     if type(shape) is not tuple or len(shape) > 32 or not all(map(_is_nonnegative_int, shape)):
         return None
     count = prod(shape)

@@ -1,11 +1,11 @@
 """Ranks of a run: processes that live for several phases, forked from a preloaded process, measured after each phase.
 
-    this process     imports no torch, has no process group, uses no device; it waits and compares
-      the preload process    imports once, before it has a thread; multiprocessing's fork server
-        rank 0..n    forked from it; each phase is a world of its own that ends with the phase
+    this process           compares results; imports no torch, has no process group, uses no device
+      preload process      fork server of multiprocessing; imports torch once, while it has a single thread
+        rank 0..n          forked from it; each task has its own process group
 
-Imports take several times as long as what a small recipe computes. Under torchrun each of its processes has one rank
-below it, and a rank that is killed is not the process that torchrun watches.
+Forking saves the imports, which take several times as long as the steps of a small recipe. Under torchrun each of its
+processes has one rank as a child, so that a killed rank is not the process that torchrun monitors.
 """
 
 from __future__ import annotations
@@ -36,18 +36,20 @@ from ckptx.robustness_suite.short_sockets import shorten_socket_paths
 
 _PRELOAD = "ckptx.robustness_suite.preload"
 _TASKS = "ckptx.robustness_suite.tasks"
-_MAX_CONSTANT_BYTES = 64  # bytes of a tensor that a module keeps for itself, such as a number
-_world_numbers = itertools.count()  # of all `Ranks`: under torchrun they meet in one store, which forgets no address
-_FAILURE_GRACE_SECONDS = 30.0  # seconds that the others get to end once a rank has failed or died
-_CLOSE_SECONDS = 0.5  # seconds in which a rank that has nothing to do ends when it is closed
-_THREAD_END_SECONDS = 1.0  # seconds in which the threads of a group that was ended are gone
+_MAX_CONSTANT_BYTES = 64  # smaller tensors are constants of modules, and not counted
+_world_numbers = (
+    itertools.count()
+)  # shared by all `Ranks`, as under torchrun they use one store, which keeps all addresses
+_FAILURE_GRACE_SECONDS = 30.0  # for other ranks to end after one has failed or died
+_CLOSE_SECONDS = 0.5  # for an idle rank to end when it is closed
+_THREAD_END_SECONDS = 1.0  # for the threads of a destroyed process group to end
 
 
 class LeakedMemory(NamedTuple):
     """Memory and threads of a rank after a phase, when its process group is destroyed.
 
     Attributes:
-        tensor_bytes: Bytes of live tensors, each storage once, without constants that modules keep.
+        tensor_bytes: Bytes of live tensors, each storage counted once, without small constants of modules.
         parameters: Number of live model parameters, with storage or without.
         threads: Number of threads of the process; threads that are ending get time to end.
     """
@@ -64,7 +66,7 @@ class TaskResult:
     Attributes:
         value: Return value of the task.
         memory: Memory and threads after the task.
-        end_signal: Signal that ended the process; None if it is alive.
+        end_signal: Number of the signal that ended the process; None if it is alive.
     """
 
     value: Any = None
@@ -111,7 +113,7 @@ class Ranks:
         """
         self._uses_new_interpreters = uses_new_interpreters
         self._workers: dict[int, Worker] = {}
-        self._peaks = [0]  # shared with those that `fresh` gives
+        self._peaks = [0]  # shared with the result of `with_new_interpreters`
         self._directory = tempfile.TemporaryDirectory(prefix="ckptx-ranks-")
         self._settings = RankSettings(device, backend, gpu_memory, self._directory.name, is_launched())
 
@@ -153,7 +155,7 @@ class Ranks:
         }
 
     def run_in_subprocess(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Call a function in a new process, which is no rank and may have children, and return its result.
+        """Call a function in a new process, which is not a rank and may have children, and return its result.
 
         Args:
             function: Function of a module.
@@ -167,7 +169,7 @@ class Ranks:
             return run_in_child(function, *args, context=_fork_server())
 
     def with_new_interpreters(self) -> Ranks:
-        """Return ranks with the same settings in new interpreters, none of which is started yet."""
+        """Return ranks with the same settings that start as new interpreters with their first task."""
         settings = self._settings
         ranks = Ranks(
             device=settings.device, backend=settings.backend, gpu_memory=settings.gpu_memory, uses_new_interpreters=True
@@ -182,7 +184,7 @@ class Ranks:
 
     @property
     def is_launched(self) -> bool:
-        """Return True if a launcher started this process and others, each with a rank of its own."""
+        """Return True if a launcher such as torchrun started this process, which then has one rank."""
         return self._settings.is_launched
 
     def supports_world_size(self, world_size: int) -> bool:
@@ -206,16 +208,16 @@ class Ranks:
                 context = multiprocessing.get_context("spawn") if self._uses_new_interpreters else _fork_server()
             with (
                 _block_sigint() if self._uses_new_interpreters else nullcontext()
-            ):  # a fork waits until the preload process has imported
+            ):  # a fork waits for the imports of the preload process
                 return Worker(context, _run_rank, rank, self._settings, name=f"ckptx-rank-{rank}", daemon=True)
 
     def _collect_results(self, ranks: Sequence[int]) -> dict[int, TaskResult | BaseException]:
-        """Return what each rank sent, or why it failed; when one has failed the others have a while."""
+        """Return the result or the error of each rank; after a failure, the other ranks have a limited time."""
         pending: dict[Any, int] = {self._workers[rank].pipe: rank for rank in ranks}
         results: dict[int, TaskResult | BaseException] = {}
         while pending and not any(
             isinstance(each, _RankKilled) for each in results.values()
-        ):  # others only say that it died
+        ):  # other ranks only report the dead peer
             is_failing = any(isinstance(each, BaseException) for each in results.values())
             ready = wait(list(pending), _FAILURE_GRACE_SECONDS if is_failing else None)
             for pipe in ready:
@@ -257,7 +259,7 @@ class _RankKilled(PeerFailure):
     """A signal ended a rank."""
 
     def __init__(self, rank: int, signal: int) -> None:
-        why = " and unless somebody did that, memory was short" if signal == SIGKILL else ""
+        why = ", possibly by the kernel because memory was short" if signal == SIGKILL else ""
         super().__init__(f"rank {rank}: ended by signal {signal}{why}; see its output", 7, is_reported=False)
         self.signal = signal
 
@@ -270,11 +272,12 @@ def _first_error(failures: Mapping[int, BaseException]) -> BaseException:
 
 @contextmanager
 def _block_sigint() -> Iterator[None]:
-    """Keep SIGINT, which a terminal sends to all processes, from what starts here: it ends when this process does.
+    """Block SIGINT in processes that start within the block; they end when this process does.
 
-    Else preload process and ranks would each show where they were. Here one that arrives meanwhile is heard afterwards.
+    A terminal sends SIGINT to all processes, and each would print a traceback. This process handles a SIGINT that
+    arrives within the block after it.
     """
-    resource_tracker.ensure_running()  # it would be started with a preload process, and lets SIGINT through when it is
+    resource_tracker.ensure_running()  # it unblocks SIGINT when it starts, so it must run already
     before = pthread_sigmask(SIG_BLOCK, {SIGINT})
     try:
         yield
@@ -293,7 +296,7 @@ def _fork_server() -> Any:
 
 @contextmanager
 def _inherited_environment() -> Iterator[None]:
-    """Set what preload process and ranks inherit: no main module, and one thread each unless that is set already."""
+    """Set the environment that child processes inherit: no main module, and one thread each unless already set."""
     variables = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
     missing = [name for name in variables if name not in os.environ]
     os.environ.update({name: variables[name] for name in missing})
@@ -310,7 +313,7 @@ def _inherited_environment() -> Iterator[None]:
 
 def _run_rank(pipe: Connection, rank: int, settings: RankSettings) -> None:
     """Run tasks until the pipe is closed."""
-    importlib.import_module(_PRELOAD)  # is there already but in an interpreter of its own
+    importlib.import_module(_PRELOAD)  # already imported, except in a new interpreter
     from transformers.utils import logging
 
     use_one_thread()
@@ -320,7 +323,7 @@ def _run_rank(pipe: Connection, rank: int, settings: RankSettings) -> None:
             call = pipe.recv_bytes()
         except (EOFError, OSError):
             return
-        if not send_result(pipe, _run_task, call, rank, settings):  # another rank has ended meanwhile
+        if not send_result(pipe, _run_task, call, rank, settings):  # the parent process has closed the pipe
             return
 
 
@@ -345,7 +348,7 @@ def _limit_gpu_memory(settings: RankSettings, device: Any) -> None:
     """Limit the GPU memory of a rank."""
     if settings.gpu_memory is None:
         return
-    if device.type != "cuda":  # the forecast has asked whether it would fit
+    if device.type != "cuda":  # the forecast has checked that it fits
         return
     import torch
 
@@ -354,7 +357,7 @@ def _limit_gpu_memory(settings: RankSettings, device: Any) -> None:
 
 
 def _open_store(settings: RankSettings, rank: int, world: int, world_size: int) -> Any:
-    """Return the store of a process group: a file, or that of the launcher with a prefix of its own."""
+    """Return the store of a process group: a file, or a prefix in the store of the launcher."""
     import torch.distributed as dist
 
     if not settings.is_launched:
@@ -364,7 +367,9 @@ def _open_store(settings: RankSettings, rank: int, world: int, world_size: int) 
     return store
 
 
-_last_store: list[Any] = []  # the last store: the one of rank 0, where no agent has one, serves until the next is there
+_last_store: list[
+    Any
+] = []  # the last store; without an agent, that of rank 0 is the server, and must live until the next exists
 
 
 def _measure_memory() -> LeakedMemory:
@@ -387,7 +392,7 @@ def _measure_memory() -> LeakedMemory:
     return LeakedMemory(sum(storages.values()), parameters, _count_threads())
 
 
-_min_threads: list[int] = []  # the fewest that this process has had after a task
+_min_threads: list[int] = []  # smallest number of threads after a task so far
 
 
 def _count_threads() -> int:

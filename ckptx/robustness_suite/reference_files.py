@@ -1,10 +1,10 @@
-"""Detect a run that changes the files of the run that it is compared with.
+"""Detect a run that changes the files of the reference run.
 
-A comparison with files that the other side can write proves nothing: a resumed run that writes its own state over the
-checkpoint it began with is equal to it. So the files of the reference run are digested before another run starts, and
-again when it is over; what is compared was read before.
+A resumed run that overwrites the checkpoint it started from would always equal it. So the files of the reference run
+are digested before and after each other run, and the items to compare are read before it.
 
-A change is another content, a name that is gone, new or moved, a link that leads elsewhere. Times are no content.
+A change is a file with other contents, a deleted, added or renamed file, or a link with another target. Timestamps are
+ignored.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ckptx.robustness_suite.oracles import Difference, Verdict
 from ckptx.storage.files import open_regular
 
 _BLOCK_BYTES = 1 << 20
-_MAX_FILES = 1_000_000  # names in one folder of a run
+_MAX_FILES = 1_000_000  # files in the folder of a run
 _UNCHANGED = "unchanged"
 
 
@@ -30,8 +30,8 @@ class _FileState(NamedTuple):
     """A file, folder or link.
 
     Attributes:
-        content: Its kind, with the digest of a file or the target of a link.
-        stat_fields: Result of `stat` when the content of a file was read; None for folders and links.
+        content: Kind, with the digest of a file or the target of a link.
+        stat_fields: Device, inode, size, mtime and ctime when a file was read; None for folders and links.
     """
 
     content: str
@@ -42,7 +42,7 @@ class RunFiles(NamedTuple):
     """The files of a run.
 
     Attributes:
-        root: The folder of the run.
+        root: Folder of the run.
         entries: Path relative to the folder, with "/" -> its state. A path outside the folder that a link leads to is
             listed below the path of the link.
     """
@@ -52,14 +52,14 @@ class RunFiles(NamedTuple):
 
 
 def take_snapshot(root: Path, followed_paths: Iterable[Path] = (), previous: RunFiles | None = None) -> RunFiles:
-    """Digest everything below a folder.
+    """Digest all files below a folder.
 
     Args:
-        root: The folder of a run.
-        followed_paths: Places in it whose links are followed as readers of checkpoints follow them: a checkpoint may be
-            a link to a folder elsewhere. Other links are compared by where they lead, and nothing is read there.
-        previous: An earlier snapshot: a file with the same identity, size and times as then is not read again. Leave it
-            out where a program that nobody knows has run: what writes through shared memory can leave the times alone.
+        root: Folder of a run.
+        followed_paths: Paths below `root` whose links are followed, such as checkpoints, which may be links to other
+            folders. Other links are compared by their targets, which are not read.
+        previous: Earlier snapshot; files with unchanged inode, size and times are not read again. Use None after a
+            run of an unknown program, as writes through shared memory may not change the times.
 
     Raises:
         InputError: There are too many files.
@@ -84,7 +84,7 @@ def take_snapshot(root: Path, followed_paths: Iterable[Path] = (), previous: Run
                 pending.append((label, entry_path, ancestors | {real_path}))
         if len(entries) > _MAX_FILES:
             raise InputError(
-                f"{root}: more than {_MAX_FILES:,} files; the folder of a run must hold what that run writes"
+                f"{root}: more than {_MAX_FILES:,} files; the folder of a run must contain only its output"
             )
     return RunFiles(root, entries)
 
@@ -124,7 +124,7 @@ def _change_text(before: str, after: str) -> str:
 
 
 def _list_folder(folder: str) -> Iterator[tuple[str, str]]:
-    with suppress(OSError), os.scandir(folder) as entries:  # who reads a checkpoint says what cannot be read
+    with suppress(OSError), os.scandir(folder) as entries:  # the reader of the checkpoint reports the error
         yield from sorted((each.name, each.path) for each in entries)
 
 
@@ -151,7 +151,7 @@ def _read_state(path: str, previous: _FileState | None) -> _FileState:
         if previous is not None and previous.stat_fields == stat_fields:
             return previous
         return _FileState(f"file sha256 {_file_digest(path)}", stat_fields)
-    except (OSError, CkptxError) as error:  # gone since its folder was listed, or not for this user
+    except (OSError, CkptxError) as error:  # deleted since the folder was listed, or no permission
         return _FileState(f"unreadable {type(error).__name__}")
 
 

@@ -29,13 +29,13 @@ from ckptx.runtime.training.recipe_file import find_recipe, read_recipe
 
 
 def robustness(options: RobustnessOptions) -> RobustnessReport:
-    """Train, save, load, export, reshard, resume and kill as a recipe says, and name what differs.
+    """Run the phases of a recipe: train, save, load, export, reshard, resume and kill; report the items that differ.
 
     Returns:
         The report; `exit` is 1 if something differs.
 
     Raises:
-        CkptxError: As `ckptx.robustness` does.
+        CkptxError: See `ckptx.robustness`.
     """
     stopwatch, log = Stopwatch(), options.log or Log()
     phases, fault_name, settings, on_phase = options.phases, options.inject, options.settings, options.on_phase
@@ -85,7 +85,7 @@ def robustness(options: RobustnessOptions) -> RobustnessReport:
                 if ranks.is_launched:
                     session.run_task("broadcast", None)  # wait until all ranks have finished reading
             report = replace(report, **peak_of_processes([ranks.peak_rss], are_ranks=True))
-    except BaseException as error:  # there is no report
+    except BaseException as error:  # without a report, remove the output folder
         keeps_output = recipe.train is not None and isinstance(error, CkptxError)  # keep the output of the command
         if is_temporary and not (keeps_output and any(created_folder.iterdir())):
             shutil.rmtree(created_folder, ignore_errors=True)
@@ -159,7 +159,7 @@ def _run_phases(
 
 
 def run_phase(builder: ReportBuilder, session: Session, phase: Phase, baseline: LeakedMemory) -> dict[str, Any]:
-    """Run a phase, and return its row, which `builder` has from then on."""
+    """Run a phase, add its row to the report, and return the row."""
     begin = time.perf_counter()
     findings = phase.run(session)
     reference = session.reference_verdict()
@@ -173,9 +173,9 @@ def run_phase(builder: ReportBuilder, session: Session, phase: Phase, baseline: 
 
 
 def measure_baseline(session: Session) -> LeakedMemory:
-    """Measure memory and threads after a run of two steps was released: the minimum of a process that has trained.
+    """Measure memory and threads after a run of two steps was released: the least that a trained process retains.
 
-    The second step is like all later steps; its memory is measured.
+    Also measure the memory of the second step, which is that of all later steps.
     """
     outcome = session.run_task("train", replace(session.make_request(last_step=2), measures_memory=True))
     session.measured_memory = outcome.measured_memory
@@ -209,7 +209,9 @@ def _prepare_output(out: str | Path | None) -> tuple[Path, bool]:
         return Path(tempfile.mkdtemp(prefix="ckptx-robustness-")), True
     folder = Path(out)
     try:
-        if is_first_rank() and folder.exists() and any(folder.iterdir()):  # rank 0 may write already
+        if (
+            is_first_rank() and folder.exists() and any(folder.iterdir())
+        ):  # other ranks skip this, as rank 0 may have written already
             raise OutputError(f"{folder}: already contains files; use another --out, or an empty folder")
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:

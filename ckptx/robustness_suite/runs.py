@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from ckptx.robustness_suite.oracles import Items
 from ckptx.runtime.training.recipe import LayoutBlock, Recipe
 
-EventHandler = Callable[[Any], None]  # is given the trainer of its rank
+EventHandler = Callable[[Any], None]  # receives the trainer of the rank
 Logits = Sequence[NDArray[np.float32]]
 
 

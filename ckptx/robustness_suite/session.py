@@ -20,7 +20,7 @@ from ckptx.runtime.training.recipe import LayoutBlock, Recipe
 
 _logger = logging.getLogger(__name__)
 
-PERTURBED_RUNS = 3  # runs with the embedding moved by one unit in the last place
+PERTURBED_RUNS = 3  # number of runs with an embedding perturbed by 1 ULP
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ class InjectedFault:
 
     Attributes:
         events: Run -> event -> function that is called with the trainer at that event, on all ranks.
-        request_changes: Run -> function that returns a changed `Run` before it starts.
+        request_changes: Run -> function that returns a changed `RunRequest` before it starts.
         file_changes: Run -> function that is called with the folder of the run when it has ended.
     """
 
@@ -114,7 +114,13 @@ class Session:
         return self.run_task("call_on_rank_0", call) if self.ranks.is_launched else call()
 
     def train(self, name: str, run: RunRequest, ranks: Ranks | None = None) -> RunResult:
-        """Run the trainer; `name` identifies the run for its losses and for an injected fault."""
+        """Run the trainer.
+
+        Args:
+            name: Name of the run, for its folder, its losses and injected faults.
+            run: Request to send to the ranks.
+            ranks: Ranks to use; None for those of the session.
+        """
         run = replace(run, events=self.injection.events.get(name, {}), log_file=self.out / f"{name}.jsonl")
         if name in self.injection.request_changes:
             run = self.injection.request_changes[name](run)
@@ -161,7 +167,7 @@ class Session:
         return self.checkpoint_path("straight", step)
 
     def make_request(self, **settings: Any) -> RunRequest:
-        """Return a run of the recipe to its end, with these fields of `Run` changed."""
+        """Return a request for a run of the recipe to its end, with these fields of `RunRequest` changed."""
         fields: dict[str, Any] = {"last_step": self.recipe.training.steps, **settings}
         return RunRequest(recipe=self.recipe, source=self.source, **fields)
 
@@ -231,7 +237,7 @@ class Session:
         return self.straight_result.logits
 
     def layout_text(self, layout: LayoutBlock) -> str:
-        """Return a layout in words."""
+        """Return a layout in words: `tp2 x dp_shard4`, or `one rank`."""
         sizes = {
             "tp": layout.tp,
             "pp": layout.pp,

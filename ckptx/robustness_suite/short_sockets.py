@@ -1,9 +1,8 @@
-"""Give multiprocessing a place for its sockets whose path is short enough, whatever TMPDIR is.
+"""Shorten the paths of multiprocessing's sockets, so that its fork server starts with any TMPDIR.
 
-The path of a socket has at most 107 bytes on Linux. multiprocessing listens in a directory that it makes below TMPDIR,
-with names of 32 characters, so that a TMPDIR of 76 bytes is too long for its fork server. Here that directory is opened
-and reached through /proc/PID/fd: the same place, under another name. Processes that inherit the name can use it for as
-long as this one runs.
+The path of a socket has at most 107 bytes on Linux. multiprocessing creates its sockets in a directory below TMPDIR,
+with names of 32 characters, so a TMPDIR of 76 bytes is too long for its fork server. This module opens that directory
+and uses its path below /proc/PID/fd. Child processes can use this path as long as this process runs.
 """
 
 from __future__ import annotations
@@ -13,16 +12,16 @@ from multiprocessing import process, util
 
 from ckptx.errors import EnvironmentProblem
 
-_MAX_PATH_BYTES = 104  # bytes of the path of a socket, with a zero at the end: the least of the systems that have them
-_NAME_BYTES = len("/listener-") + 8  # of a socket in the directory, as `tempfile` makes it
-_descriptors: dict[str, int] = {}  # directory -> descriptor, which stays open as long as multiprocessing can ask for it
+_MAX_PATH_BYTES = 104  # smallest limit of any system for the path of a socket, with its final NUL
+_NAME_BYTES = len("/listener-") + 8  # bytes of the name that `tempfile` creates for a socket
+_descriptors: dict[str, int] = {}  # directory -> descriptor, open until this process ends
 
 
 def shorten_socket_paths() -> None:
-    """Make the directory of multiprocessing's sockets reachable by a short path; call it before a fork server starts.
+    """Shorten the path of multiprocessing's directory for sockets; call this before a fork server starts.
 
     Raises:
-        EnvironmentProblem: TMPDIR is too long, and this system has no other name for it.
+        EnvironmentProblem: TMPDIR is too long, and /proc is not available.
     """
     directory = util.get_temp_dir()
     if len(os.fsencode(directory)) + _NAME_BYTES < _MAX_PATH_BYTES:

@@ -1,14 +1,14 @@
-"""Kinds of state in a checkpoint, found from all items together: a trainer's own names are recognized by structure.
+"""Assign the items of a checkpoint to oracles by structure, so that names of custom trainers are recognized.
 
-    optimizer      tensors that only optimizers keep (`exp_avg`, `momentum_buffer`, ...), the counter beside them, and
-                   settings that are together in every param group: a learning rate with weight decay, betas, ...
-    model          what the optimizer names as its parameters; if it numbers them, tensors of the same shapes
-    second model   the names and shapes of the model once more below another root, as an EMA has them
-    rng            byte tensors as long as a state of torch's generators; the tuples of Python's and numpy's
-    scheduler      `last_epoch` with what torch's schedulers have beside it
-    batch          what torch's StatefulDataLoader has beside a position; an epoch with a position in it
+    optimizer      tensors that only optimizers have (`exp_avg`, `momentum_buffer`, ...), the step count next to them,
+                   and settings of param groups: a learning rate with weight decay, betas, ...
+    model          the parameters that the optimizer names; if it numbers them, tensors of the same shapes
+    second model   the names and shapes of the model below another root, such as an EMA
+    rng            byte tensors of the size of torch's generator states; the tuples of Python and numpy
+    scheduler      `last_epoch` next to other keys of torch's schedulers
+    batch          the keys of torch's StatefulDataLoader; an epoch next to a position
 
-What a known word says comes after that, and what neither says is "other", by its own name.
+Known words in names are considered next; an item that neither identifies is "other".
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ _FLOAT_DTYPES = frozenset({"F64", "F32", "F16", "BF16"})
 _BYTE_DTYPES = frozenset({"U8", "I8"})
 _CPU_GENERATOR_SHAPES = frozenset(
     {(5056,), (5048,)}
-)  # bytes of torch's state of an mt19937; the second before torch 1.13
-_DEVICE_GENERATOR_SHAPES = frozenset({(16,), (44,)})  # bytes of a state of CUDA (seed and offset), and of MPS
+)  # bytes of the state of torch's CPU generator; the second before torch 1.13
+_DEVICE_GENERATOR_SHAPES = frozenset({(16,), (44,)})  # bytes of the states of CUDA (seed and offset) and MPS
 _GENERATOR_NAMES = frozenset(
     {"python", "py", "random", "numpy", "np", "torch", "cpu", "cuda", "gpu", "device", "xpu", "npu", "hip", "mps"}
 )
 _NUMPY_KEYS = frozenset({"bit_generator", "state"})
-_MERSENNE_STATE_SIZE = 625  # numbers in the state of Python's generator
+_MERSENNE_STATE_SIZE = 625  # integers in the state of Python's generator
 _PARAM_GROUP_KEYS = frozenset({"betas", "weight_decay", "momentum", "eps", "nesterov", "amsgrad", "dampening", "alpha"})
 _SCHEDULER_KEYS = frozenset({"_step_count", "base_lrs", "_last_lr", "lr_lambdas", "T_max", "total_steps"})
 _LOADER_KEYS = frozenset(
@@ -67,19 +67,19 @@ _POSITION_KEYS = frozenset(
 )
 _PARAMETER_NAMES = frozenset({"weight", "bias", "lora_A", "lora_B", "gamma", "beta", "running_mean", "running_var"})
 
-ParentKey = tuple[str, Words]  # a file, and the words of a name in it that have something below them
+ParentKey = tuple[str, Words]  # a file, and the words of the parent of an item in it
 
 
 class StoredItem(NamedTuple):
-    """One item of a checkpoint, as far as its kind depends on it.
+    """The properties of an item that determine its oracle.
 
     Attributes:
-        name: Path in the checkpoint, with dots.
-        file: File or folder that holds it.
-        is_tensor: The format itself names this tensor; a tensor inside a pickled object is none of those.
-        shape: Shape of a tensor, None for other values.
-        dtype: Name of its dtype, None for other values.
-        is_generator: The value is a state of the generator of Python or numpy.
+        name: Name of the item, with dots.
+        file: Label of the file or folder that contains the item.
+        is_tensor: True if the format names this tensor; False for a tensor inside a pickled object.
+        shape: Shape of a tensor; None for other values.
+        dtype: Name of the dtype, such as "F32"; None for other values.
+        is_generator: True if the value is an RNG state of Python or numpy.
     """
 
     name: str
@@ -94,14 +94,14 @@ def oracles_of_items(items: Sequence[StoredItem]) -> list[tuple[str, ...]]:
     """Return the oracles of each item of a checkpoint, in the order of the items.
 
     Args:
-        items: All items of one checkpoint; what one is depends on the others.
+        items: All items of one checkpoint; the oracle of an item depends on the others.
     """
     classifier = _StateClassifier([*_make_entries(items)])
     return [classifier.oracles(each) for each in classifier.entries]
 
 
 def is_generator_state(value: Any) -> bool:
-    """Return True for what `random.getstate()` or `numpy.random.get_state()` return, also when it was JSON."""
+    """Return True for a value of `random.getstate()` or `numpy.random.get_state()`, also as lists from JSON."""
     if type(value) not in (list, tuple) or len(value) not in (3, 5):
         return False
     first, second = value[0], value[1]
@@ -110,39 +110,39 @@ def is_generator_state(value: Any) -> bool:
 
 
 class _Entry(NamedTuple):
-    """An item, and the words of its name that say what it is."""
+    """An item, and the words of its name without containers."""
 
     item: StoredItem
     words: Words
 
     @property
     def parent(self) -> ParentKey:
-        """The file and parent that hold it: the same for siblings."""
+        """Return the file and the words of the parent, which are the same for siblings."""
         return self.item.file, self.words[:-1]
 
     @property
     def last_word(self) -> str:
-        """Its last word in lower case."""
+        """Return the last word of the name in lower case."""
         return self.words[-1].lower()
 
     @property
     def is_float(self) -> bool:
-        """It is a tensor that could be a parameter."""
+        """Return True for a tensor of a floating-point dtype, which may be a parameter."""
         return self.item.dtype in _FLOAT_DTYPES
 
     @property
     def is_array(self) -> bool:
-        """It is a tensor, and no single number."""
+        """Return True for a tensor of several elements."""
         return self.item.shape is not None and any(size != 1 for size in self.item.shape)
 
     @property
     def is_optimizer_tensor(self) -> bool:
-        """It is a tensor, and its name has a word that only optimizers use."""
+        """Return True for a tensor whose name has a word that only optimizers use."""
         return self.item.shape is not None and any(map(is_moment, self.words))
 
 
 class _StateClassifier:
-    """All items, and what they say of each other."""
+    """Finds the structure of a checkpoint, then assigns items to oracles."""
 
     def __init__(self, entries: Sequence[_Entry]) -> None:
         self.entries = entries
@@ -235,7 +235,7 @@ class _StateClassifier:
         return oracles_by_words(entry.words, entry.is_array)
 
     def _default_oracles(self, entry: _Entry) -> tuple[str, ...]:
-        """Return the oracle of an item with a name that no word and no structure explains."""
+        """Return the oracle of an item that neither words nor structure identify."""
         if has_root(entry.words, self._roots.optimizer):
             return ("moments",) if entry.is_array or "state" in entry.words else ("other",)
         if entry.item.shape is None or not (entry.item.is_tensor or entry.last_word in _PARAMETER_NAMES):
@@ -282,7 +282,7 @@ def _prefixes(words: Words) -> Iterator[Words]:
 
 
 def _make_entries(items: Sequence[StoredItem]) -> Iterator[_Entry]:
-    """Yield each item with the words of its name that say what it is, without those that stand around everything."""
+    """Yield each item with the words of its name, without containers that all items share."""
     words = [tuple(inner_words(each.name)) for each in items]
     combined_files = _files_with_all_state(items, words)
     words = [
@@ -290,12 +290,12 @@ def _make_entries(items: Sequence[StoredItem]) -> Iterator[_Entry]:
         for item, each in zip(items, words, strict=True)
     ]
     while len(words) > 1 and _is_common_container(words):
-        words = [each[1:] or each for each in words]  # the word itself may be an item: the kind of the object
+        words = [each[1:] or each for each in words]  # the container itself may be an item: its description
     yield from (_Entry(item, each) for item, each in zip(items, words, strict=True))
 
 
 def _files_with_all_state(items: Sequence[StoredItem], words: Sequence[Words]) -> set[str]:
-    """Return the files that are called as those of a model, and hold an optimizer or a second model, too."""
+    """Return the files whose names are those of a model file, but which also contain an optimizer or second model."""
     files = set()
     for item, each in zip(items, words, strict=True):
         if len(each) < 3 or each[0] != "model":
@@ -308,7 +308,7 @@ def _files_with_all_state(items: Sequence[StoredItem], words: Sequence[Words]) -
 
 
 def _is_common_container(words: Sequence[Words]) -> bool:
-    """Return True where all names begin with one word that says nothing, and several kinds of state are below it."""
+    """Return True if all names begin with one unknown word, with several names below it."""
     first = words[0][0]
     if kind_of_word(first) is not None or any(each[0] != first for each in words):
         return False

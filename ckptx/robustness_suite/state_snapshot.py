@@ -18,7 +18,7 @@ _ADAM_STEP = "step"
 
 
 def collect_items(trainer: Trainer, *, with_batch: bool = True) -> dict[tuple[str, str], str]:
-    """Return the items of this rank without changing the state of the run.
+    """Return (oracle, item) -> digest or value of this rank, without changing the state of the run.
 
     Args:
         trainer: Trainer between two steps.
@@ -81,7 +81,7 @@ def tensor_digest(value: Any) -> str:
 
 
 def finite_text(value: Any, *, may_be_infinite: bool = False) -> str:
-    """Return "finite", or a description of NaN and infinity; `may_be_infinite` allows infinity."""
+    """Return "finite", or the number of NaN and infinite elements in words; `may_be_infinite` allows infinity."""
     if not isinstance(value, Tensor) or not (value.is_floating_point() or value.is_complex()):
         return "finite"
     local = _local_shard(value).detach()

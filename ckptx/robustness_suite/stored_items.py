@@ -1,24 +1,24 @@
-"""Read the checkpoint of any trainer as items that oracles compare. Nothing in it is executed.
+"""Read the checkpoint of any trainer as items that oracles compare; nothing in it is executed.
 
-    a folder with `.metadata`           DCP: of ckptx, of torchtitan, of a script with one stateful object
-    model.safetensors, optimizer.pt,    transformers' Trainer, accelerate's save_state, and what trainers of their own
-    random_states_0.pkl, *.json, ...    put into such files
+    a folder with `.metadata`           DCP of ckptx, of torchtitan, or of a script with one stateful object
+    model.safetensors, optimizer.pt,    files of transformers' Trainer, of accelerate's save_state, and of custom
+    random_states_0.pkl, *.json, ...    trainers
     *.npz, *.npy, *.zip, *.tar          arrays and members
     any other file                      its bytes
 
-A folder is searched at any depth, as `checkpoint_files` does: the Trainer with FSDP has a DCP for the model, one for
-the optimizer, and files beside them. A checkpoint may be one file, too.
+A folder is searched at any depth, as `checkpoint_files` does: the Trainer with FSDP writes one DCP for the model, one
+for the optimizer, and other files next to them. A checkpoint may also be a single file.
 
-Every tensor, and every value in a pickled object or in JSON, is one item: its name, and a digest of its bytes or the
-value itself. Tensors are read in pieces of a megabyte. What belongs to no oracle by its name is of "other", which is
-compared like the rest. Left out is:
+Each tensor, and each value in a pickled object or in JSON, is one item: its name, and a digest of its bytes or the
+value itself. Tensors are read in blocks of 1 MiB. An item whose name matches no oracle belongs to "other", which is
+compared like the rest. Not compared are:
 
-* what a trainer was told, not what it has come to: training_args.bin, config.json and the like, tokenizers
-* logs with times; `describe_uncompared_state` lists them and the settings
-* times, speeds, and names of runs and folders, which two runs never share (`_NOISE_KEYS`), outside of model and
+* settings of a trainer, which are not state: training_args.bin, config.json and the like, tokenizers
+* logs with timestamps; `describe_uncompared_state` lists them and the settings
+* times, speeds, and names of runs and folders, which differ between runs (`_NOISE_KEYS`), outside of model and
   optimizer
 * the history of losses in trainer_state.json, which `losses` reads
-* the layout: which rank wrote what into which file. `sharding_of` looks at that
+* the sharding: which rank wrote which file; see `detect_sharding`
 """
 
 from __future__ import annotations
@@ -94,16 +94,17 @@ def read_items(path: Path, run_folder: Path | None = None) -> Items:
     """Return the items of a checkpoint.
 
     Args:
-        path: Folder or file.
-        run_folder: Folder of the run that wrote it; its path is removed from strings in JSON, as it is no state.
+        path: Folder or file of the checkpoint.
+        run_folder: Folder of the run that wrote it; its path is removed from strings in JSON, as it is not state.
+            None removes nothing.
 
     Returns:
-        (oracle, name) -> digest, or the value itself where it is short. ("finite", name) -> "finite", or how many
-        elements are not, for every tensor of the model and of the moments.
+        (oracle, name) -> digest, or the value itself if it is short. For each tensor of the model and the optimizer,
+        ("finite", name) -> "finite", or the number of elements that are not.
 
     Raises:
-        InputError: It is no checkpoint, is damaged, or holds what no state of a training run holds.
-        UnsupportedError: A file in it is of a kind that is not read.
+        InputError: The path has no checkpoint, or the checkpoint is damaged or too large.
+        UnsupportedError: The kind of a file is not supported.
     """
     items = _ItemCollector()
     files = list_files(path)
@@ -123,7 +124,7 @@ def files_not_compared(path: Path) -> dict[str, list[str]]:
     """Return the files in a checkpoint that are not compared, by reason.
 
     Raises:
-        InputError: See `items_of`.
+        InputError: See `read_items`.
     """
     by_reason: dict[str, list[str]] = {}
     for file in list_files(path):
@@ -138,10 +139,10 @@ def is_file_digest(value: str | None) -> bool:
 
 
 def detect_sharding(path: Path) -> RunSharding:
-    """Return whether and how a run was sharded, from its checkpoint.
+    """Detect from a checkpoint whether the run that wrote it sharded its parameters.
 
     Raises:
-        InputError: It is no checkpoint, or is damaged.
+        InputError: The path has no checkpoint, or the checkpoint is damaged.
     """
     files = list_files(path)
     ranks = {int(found[1]) for each in files if (found := re.search(r"\brng\.rank (\d+)", each.name_prefix or ""))}
@@ -155,58 +156,67 @@ def detect_sharding(path: Path) -> RunSharding:
             num_sharded = sum(len(entry.chunks) > 1 for entry in model)
             writers = [int(found[1]) for name in catalog.files if (found := re.match(r"__(\d+)_\d+\.distcp", name))]
             world_size = world_size or (max(writers) + 1 if writers and max(writers) < MAX_RANKS else None)
-            evidence = f"{num_sharded} of {len(model)} parameters are in several pieces in {file.path.name}/{METADATA}"
+            evidence = (
+                f"{num_sharded} of {len(model)} parameters are stored as several shards in {file.path.name}/{METADATA}"
+            )
             return RunSharding(num_sharded > 0, evidence, world_size)
     names = sorted(file.path.name for file in files if file.may_contain("model") and file.kind in (SAFETENSORS, PICKLE))
     gathered = [name for name in names if "fsdp" in name]
     if gathered:
         return RunSharding(
-            True, f"{gathered[0]} is what accelerate writes where FSDP gathered the parameters", world_size
+            True, f"{gathered[0]} is a file that accelerate writes when FSDP has gathered the parameters", world_size
         )
     listed = ", ".join(names[:3]) or "no file"
-    evidence = f"{listed} has whole parameters, and no DCP or pytorch_model_fsdp file lies beside it"
+    evidence = f"{listed} has whole parameters, and there is no DCP or pytorch_model_fsdp file"
     return RunSharding(False, evidence, world_size)
 
 
 def _folder_text(path: Path) -> str:
     if path.is_file():
-        return "the file holds no value"
+        return "the file contains no value"
     names = sorted(each.name for each in os.scandir(path))
-    return f"there is {', '.join(names[:6])}{', ...' * (len(names) > 6)}" if names else "it is empty"
+    return f"the folder has {', '.join(names[:6])}{', ...' * (len(names) > 6)}" if names else "the folder is empty"
 
 
 # ---------------------------------------------------------------------------------------------------- what is there
 
 
 class _ItemCollector:
-    """Items as they are found; what each is depends on all of them, and no name hides another."""
+    """Collects the items of a checkpoint, then assigns oracles, which depend on all items; names are made unique."""
 
     def __init__(self) -> None:
         self._stored: list[StoredItem] = []
         self._values: list[tuple[str, int | None]] = []
         self._files: list[tuple[str, str, tuple[str, ...]]] = []
-        self.has_values = False  # of a format that has names, or arrays
-        self.first_error: CkptxError | None = None  # why a file is compared by its bytes
+        self.has_values = False  # True if a file has named values or arrays
+        self.first_error: CkptxError | None = None  # first error of a file that is therefore compared by its bytes
 
     def add(self, file: ComparedFile, item: StoredItem, value: str, not_finite: int | None = None) -> None:
-        """Add a value, whose kind follows from all items together."""
+        """Add a value.
+
+        Args:
+            file: File that contains the value.
+            item: Name, shape and dtype, from which the oracle is derived.
+            value: Value or digest.
+            not_finite: Number of elements that are NaN or infinity; None for a value that is always finite.
+        """
         self._check_limit(file)
         self.has_values = True
         self._stored.append(item)
         self._values.append((value, not_finite))
 
     def add_file(self, file: ComparedFile, name: str, value: str, oracles: tuple[str, ...]) -> None:
-        """Add what has no names inside, such as a file that is compared by its bytes."""
+        """Add a value without a name inside its file, such as the digest of the file, with its oracles."""
         self._check_limit(file)
         self.has_values |= not is_file_digest(value)
         self._files.append((name, value, oracles))
 
     def _check_limit(self, file: ComparedFile) -> None:
         if len(self._stored) + len(self._files) > 4 * MAX_TENSORS:
-            raise InputError(f"{file.path}: more values than any training run has")
+            raise InputError(f"{file.path}: more than {4 * TENSORS:,} values, the maximum; use a smaller checkpoint")
 
     def items_by_oracle(self) -> dict[tuple[str, str], str]:
-        """Return what `items_of` returns."""
+        """Return the items as `read_items` does."""
         items: dict[tuple[str, str], str] = {}
         classified = zip(self._stored, self._values, oracles_of_items(self._stored), strict=True)
         for item, (value, not_finite), oracles in classified:
@@ -332,7 +342,7 @@ def _add_leaves(
     first: dict[str, int] = {}
     for index, (whole_name, _) in enumerate(named):
         first.setdefault(whole_name, index)
-    # Parts with the same name are in the order of their places, whatever the order of the dicts.
+    # Leaves with the same name are sorted by key, as the order of dicts is not significant.
     for whole_name, leaf in sorted(named, key=lambda each: (first[each[0]], each[1].sort_key)):
         tensor = reader.read_tensor(whole_name, leaf.value)
         if tensor is None:
@@ -345,9 +355,9 @@ def _add_leaves(
 
 
 def _parameter_names(reader: PickleReader) -> Mapping[tuple[str, ...], Mapping[str, str]]:
-    """Return for each optimizer in a pickle the names of parameters by number, if its groups have `param_names`.
+    """Return path of an optimizer -> number -> name of its parameters, if its param groups have `param_names`.
 
-    torch has them in `state_dict` where an optimizer was made of `named_parameters()`.
+    The state dict of torch contains them if the optimizer was created from `named_parameters()`.
     """
     names_by_optimizer: dict[tuple[str, ...], dict[str, str]] = {}
     root_value = reader.root_value

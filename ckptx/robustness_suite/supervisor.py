@@ -1,14 +1,14 @@
 """Run one command, wait for it, and end every process that it started. `commands` starts this file as a script.
 
-A process that leaves the session of its parent, or forks twice, is no longer reachable through its process group. This
-process asks Linux for the orphans below it (PR_SET_CHILD_SUBREAPER), so that all descendants of the command stay below
-this process, and only those are. It is a process of its own because ckptx may have other children.
+A process that starts its own session, or forks twice, cannot be reached through its process group. This process is a
+child subreaper (PR_SET_CHILD_SUBREAPER): orphans of the command become its children, so that all of its descendants
+belong to the command. It is a separate process because ckptx may have other children.
 
-    stdin     one line of JSON: words, environment, time_limit. End of file: end everything now
+    stdin     one line of JSON: words, environment, time_limit. End of file: end all processes now
     stderr    output of the command
     stdout    one line of JSON: code, seconds, is_late, left, unkillable; or error, if the command cannot be started
 
-It imports the standard library alone: it starts in a few milliseconds, without ckptx.
+This file imports only the standard library, so that it starts in a few milliseconds.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 _SET_CHILD_SUBREAPER = 36  # of prctl(2)
-_TERM_SECONDS = 10.0  # seconds that a command gets to end after SIGTERM: launchers end their ranks meanwhile
-_EXIT_SECONDS = 1.0  # seconds in which helpers of a command that has ended end by themselves
-_KILL_DELAY_SECONDS = 2.0  # seconds between SIGTERM and SIGKILL for what has not
-_KILL_SECONDS = 10.0  # seconds of SIGKILL before this process gives up, as for a process of another user
-_POLL_SECONDS = 60.0  # seconds between two looks at the clock
-_MAX_LISTINGS = 50  # at /proc, for what runs
+_TERM_SECONDS = 10.0  # for a command to end after SIGTERM, in which launchers end their ranks
+_EXIT_SECONDS = 1.0  # for helper processes to end by themselves after the command
+_KILL_DELAY_SECONDS = 2.0  # between SIGTERM and SIGKILL for processes that have not
+_KILL_SECONDS = 10.0  # of SIGKILL before this process gives up, as for a process of another user
+_POLL_SECONDS = 60.0  # longest wait before the time limit is checked
+_MAX_LISTINGS = 50  # of /proc, to find the running processes
 _MAX_COMMAND_LENGTH = 200  # characters of a command line
 
 
 class _Process(NamedTuple):
-    """A process below this one.
+    """A descendant of this process.
 
     Attributes:
-        pid: Its number.
-        start_time: Start time in clock ticks, which distinguishes it from a later process of the same number.
-        state: A letter, Z for a zombie.
+        pid: Process id.
+        start_time: Start time in clock ticks; distinguishes it from a later process with the same id.
+        state: State letter of Linux; Z for a zombie.
     """
 
     pid: int
@@ -51,11 +51,11 @@ class _Process(NamedTuple):
 
 
 class _Supervisor:
-    """The command and what it has started.
+    """The command and its descendants.
 
     Attributes:
-        code: Exit code of the command, below zero the signal that ended it; None while it runs.
-        is_abandoned: True if ckptx has closed stdin, or is gone.
+        code: Exit code of the command; negative for the signal that ended it; None while it runs.
+        is_abandoned: True if ckptx has closed stdin, or has ended.
     """
 
     def __init__(self, words: list[str], environment: dict[str, str]) -> None:
@@ -74,7 +74,7 @@ class _Supervisor:
         )
 
     def wait(self, seconds: float, condition: Callable[[], bool]) -> bool:
-        """Wait until something is so; return False after so many seconds, or once ckptx has given up."""
+        """Wait until `condition` returns True; return False after the time is over, or if ckptx has ended."""
         end = time.monotonic() + seconds
         while True:
             self._reap()
@@ -92,28 +92,32 @@ class _Supervisor:
                 os.read(self._wakeup_reader, 1 << 12)
 
     def has_ended(self) -> bool:
-        """Return whether the command has ended; what it started may still run."""
+        """Return True if the command has ended; its descendants may still run."""
         return self.code is not None
 
     def has_no_children(self) -> bool:
-        """Return whether nothing runs below this process."""
+        """Return True if this process has no children, and so no descendants."""
         return not self._has_children
 
     def stop(self) -> None:
-        """Ask the command to end, as launchers end their ranks then."""
+        """Send SIGTERM to the command, as launchers then end their ranks, and wait for its end."""
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(self._command.pid, signal.SIGTERM)
         self.wait(_TERM_SECONDS, self.has_ended)
 
     def end_all(self, sends_sigterm: bool) -> list[str]:
-        """End everything below this process, and return the command lines of what could not be ended."""
+        """End all descendants, and return the command lines of those that could not be ended.
+
+        Args:
+            sends_sigterm: True to send SIGTERM first, and SIGKILL after some seconds.
+        """
         if sends_sigterm and not self.has_no_children():
             _send_signal(_descendants(), signal.SIGTERM)
             self.wait(_KILL_DELAY_SECONDS, self.has_no_children)
         deadline = time.monotonic() + _KILL_SECONDS
         while not self.has_no_children() and time.monotonic() < deadline:
             descendants = _descendants()
-            _send_signal(descendants, signal.SIGKILL)  # what was forked meanwhile comes next
+            _send_signal(descendants, signal.SIGKILL)  # processes forked meanwhile are found in the next round
             if not descendants:  # a system that does not list processes
                 with suppress(ProcessLookupError, PermissionError):
                     os.killpg(self._command.pid, signal.SIGKILL)
@@ -121,13 +125,13 @@ class _Supervisor:
         return self.running_commands()
 
     def running_commands(self) -> list[str]:
-        """Return the command lines of what runs; one that forks all the time can be missed by a single look."""
+        """Return the command lines of running descendants; retries, as one that keeps forking can be missed."""
         for _ in range(_MAX_LISTINGS):
             commands = [_command_line(each) for each in _descendants() if each.state != "Z"]
             if commands or self.has_no_children():
                 return commands
             self.wait(0.01, self.has_no_children)
-        return ["a process that could not be looked at"]
+        return ["a process whose command line is unknown"]
 
     def _reap(self) -> None:
         with suppress(ChildProcessError):
@@ -149,7 +153,7 @@ def _send_signal(processes: list[_Process], number: int) -> None:
 
 
 def _descendants() -> list[_Process]:
-    """Return all processes below this one, where the system lists them."""
+    """Return all descendants of this process; empty if the system has no /proc."""
     children: dict[int, list[_Process]] = {}
     for name in _pids():
         process = _read_process(name)
@@ -169,7 +173,7 @@ def _pids() -> Iterator[int]:
 
 
 def _read_process(pid: int) -> tuple[_Process, int] | None:
-    """Return a process and the number of its parent, or None if it is gone."""
+    """Return a process and the id of its parent; None if it has ended."""
     with suppress(OSError, ValueError, IndexError):
         fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
         return _Process(pid, fields[19], fields[0]), int(fields[1])
@@ -177,7 +181,7 @@ def _read_process(pid: int) -> tuple[_Process, int] | None:
 
 
 def _command_line(process: _Process) -> str:
-    """Return the command line of a process with its number."""
+    """Return the command line of a process, with its id."""
     line = ""
     with suppress(OSError):
         line = Path(f"/proc/{process.pid}/cmdline").read_text(encoding="utf-8", errors="replace")
@@ -211,6 +215,6 @@ if __name__ == "__main__":
     while not received.endswith(b"\n"):
         more = os.read(0, 1 << 16)
         if not more:
-            sys.exit(1)  # ckptx has ended before it said what to run
+            sys.exit(1)  # ckptx has ended before it sent the command
         received += more
     os.write(1, json.dumps(_run(json.loads(received))).encode() + b"\n")

@@ -54,9 +54,10 @@ def check_steps(
 
     Args:
         root: Directory of all steps.
-        good_step: Newest step that was published and latest before the kill; it or a newer step must exist.
-        expected_digests: Expected digests of steps, from an earlier check.
-        next_save: Saves a step on all ranks and returns its number; it must succeed, and that step must be the latest.
+        good_step: Latest published step before the kill; it or a newer step must be the latest. None skips this check.
+        expected_digests: Step -> digest, from an earlier check; None skips the comparison of contents.
+        next_save: Function that saves a step on all ranks and returns its number; it must succeed, and that step must
+            become the latest. None skips this check.
     """
     steps = StepDirectories(root)
     published, choice = steps.published(), steps.choose()
@@ -64,7 +65,7 @@ def check_steps(
     for step in published:
         try:
             digests[step] = content_digest(steps.path(step))
-        except Exception as error:  # whatever a loader says
+        except Exception as error:  # a loader may raise any error
             faults.append(f"step-{step}: looks complete, but does not load: {type(error).__name__}: {error}")
         else:
             if (expected_digests or {}).get(step, digests[step]) != digests[step]:
@@ -123,7 +124,7 @@ def content_digest(path: Path) -> str:
             tensor = torch.empty(entry.shape, dtype=getattr(torch, str(entry.dtype.torch_name)))
             stored.fill(name, tensor)
             if compute_digest(tensor) != compute_digest(state[name]):
-                raise ValueError(f'tensor "{name}" has other bytes in stock torch')
+                raise ValueError(f'tensor "{name}" has different bytes in stock torch')
     hasher = blake2b(digest_size=16)
     for name in sorted(state):
         value = state[name]
@@ -139,10 +140,10 @@ def _load_with_torch(path: Path) -> dict[str, Any]:
         is_tensor = isinstance(entry, TensorStorageMetadata)
         state[name] = torch.zeros(entry.size, dtype=entry.properties.dtype) if is_tensor else None
     try:
-        with warnings.catch_warnings():  # that there is no process group is meant
+        with warnings.catch_warnings():  # the missing process group is intended
             warnings.simplefilter("ignore")
             dcp.load(state, storage_reader=dcp.FileSystemReader(path), no_dist=True)
-    except CheckpointException as failed:  # no Exception
+    except CheckpointException as failed:  # a BaseException
         raise InputError(f"{path}: stock torch cannot load it: {next(iter(failed.failures.values()))[0]}") from failed
     return state
 
@@ -150,7 +151,7 @@ def _load_with_torch(path: Path) -> dict[str, Any]:
 def _is_loadable(path: Path) -> bool:
     try:
         _load_with_torch(path)
-    except Exception:  # whatever a loader says
+    except Exception:  # a loader may raise any error
         return False
     return True
 

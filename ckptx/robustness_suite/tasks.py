@@ -175,7 +175,7 @@ def _machine() -> tuple[str, str]:
 def check_surviving_steps(
     rank_context: RankContext, root: Path, good_step: int, expected_digests: Mapping[int, str]
 ) -> SurvivingSteps:
-    """Check a directory of steps after a kill, on rank 0; see `survivors`."""
+    """Check a directory of steps after a kill, on rank 0; see `check_steps`."""
     surviving: SurvivingSteps | None = None
     with raise_on_all_ranks():
         if rank_context.rank == 0:
@@ -205,7 +205,7 @@ def _compute_stock_logits(recipe: Recipe, path: Path, rank_context: RankContext,
         local_files_only=True,
     )
     model = model.to(rank_context.device).eval()
-    batches = probe_batches(recipe, open_dataset(recipe, path), rank_context)  # on this rank alone
+    batches = probe_batches(recipe, open_dataset(recipe, path), rank_context)  # on this rank only
 
     def logits() -> Logits:
         with torch.no_grad():
@@ -237,7 +237,7 @@ def compute_runtime_logits(rank_context: RankContext, request: RunRequest) -> Lo
 
 
 def open_dataset_on_all_ranks(recipe: Recipe, source: Path) -> Dataset:
-    """Open the data; if one rank fails, all do."""
+    """Open the data; an error on one rank is raised on all ranks."""
     with raise_on_all_ranks():
         return open_dataset(recipe, source)
 

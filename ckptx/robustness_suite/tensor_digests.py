@@ -1,4 +1,4 @@
-"""Digests of tensors of any length, and how many of their elements are not finite."""
+"""Digests of tensors of any size, and the number of their elements that are NaN or infinity."""
 
 from __future__ import annotations
 
@@ -25,21 +25,23 @@ _STRUCT_CODES = {"F32": "f", "F64": "d", "I64": "q", "I32": "i", "BOOL": "?"}
 
 
 class TensorDigests:
-    """Reads the tensors of one place, a piece at a time."""
+    """Computes digests of the tensors in the files of a pool, block by block."""
 
     def __init__(self, files: FilePool) -> None:
         self._files, self._reader = files, TensorReader(files)
         self._buffer = memoryview(bytearray(_BUFFER_BYTES))
 
     def read(self, entry: TensorEntry, data: bytes | None = None) -> tuple[str, int | None]:
-        """Describes a tensor: its digest, or the number in it; and how many elements are not finite.
+        """Return the description of a tensor, and the number of its elements that are not finite.
+
+        The description has dtype, shape, and a digest, or the value of a tensor with a single element.
 
         Args:
-            entry: The tensor.
-            data: Its elements in row-major order, where they are in memory; else they are read from its file.
+            entry: Dtype, shape, and position in the file.
+            data: Elements in row-major order; None to read them from the file.
 
         Returns:
-            The description, and None as the second where all values of the dtype are finite.
+            Description and number; the number is None for a dtype without NaN and infinity.
         """
         sink = _Sink(entry, self._buffer)
         if data is None:
@@ -51,13 +53,14 @@ class TensorDigests:
         return description, sink.num_nonfinite if entry.dtype.name in _EXPONENT_MASKS else None
 
     def digest(self, entry: TensorEntry, data: bytes | None = None) -> str:
-        """The first part of `read`."""
+        """Return the description of a tensor, as `read` does."""
         return self.read(entry, data)[0]
 
     def _single_element(self, entry: TensorEntry, data: bytes | None) -> str | None:
-        """The only element of a tensor, of the dtypes that counters have; None of another, and of a NaN: it has bits.
+        """Return the only element of a tensor as a string; None if its bits cannot be recovered from the string.
 
-        A boolean is one byte, of which only 0 and 1 have a name.
+        That is the case for a NaN, for a boolean byte other than 0 and 1, for dtypes that counters do not have, and for
+        tensors of several elements.
         """
         code = _STRUCT_CODES.get(entry.dtype.name)
         if code is None or entry.numel != 1 or len(entry.chunks) != 1:
@@ -71,7 +74,7 @@ class TensorDigests:
 
 
 class _Sink:
-    """Digests a tensor of any length and counts what is not finite in it."""
+    """Sink that digests the bytes of a tensor and counts its elements that are not finite."""
 
     def __init__(self, entry: TensorEntry, buffer: memoryview) -> None:
         self._digest, self._remaining, self._buffer = TreeDigest(), entry.nbytes, buffer

@@ -91,7 +91,7 @@ def test_a_text_with_colours(tmp_path: Path) -> None:
 
 def test_a_pattern_that_is_none(tmp_path: Path) -> None:
     path = written(tmp_path / "l", "step 1 loss 2\n")
-    with pytest.raises(UsageError, match="is no regular expression"):
+    with pytest.raises(UsageError, match="is not a valid regular expression"):
         read_losses(path, block("regex", pattern="("))
     with pytest.raises(UsageError, match="has no groups named step and loss"):
         read_losses(path, block("regex", pattern=r"(?P<step>\d+)"))
@@ -222,8 +222,8 @@ def test_a_record_that_is_cut_off_is_said(tmp_path: Path, left: int) -> None:
 @pytest.mark.parametrize(
     ("data", "said"),
     [
-        (b"\xff" * 40, "its length has another checksum"),
-        (record(b"x" * 20)[:-1] + b"\0", "has another checksum"),
+        (b"\xff" * 40, "the length of the record at byte 0 does not match its checksum"),
+        (record(b"x" * 20)[:-1] + b"\0", "the data of the record at byte 0 does not match its checksum"),
         (record(varint(5 << 3 | 2) + varint(1 << 40)), "damaged event"),
         (record(b"\xff" * 11), "damaged event"),
         (record(b"\x2b"), "damaged event"),

@@ -141,7 +141,7 @@ def test_an_unsharded_run_is_named(tmp_path: Path) -> None:
     phases.run_straight()
     phases.check_sharding()
     assert failed(phases.report_builder) == {"sharded": ["sharded"]}
-    assert "0 of 21 parameters are in several pieces" in phases.report_builder.phases[-1]["notes"][0]
+    assert "0 of 21 parameters are stored as several shards" in phases.report_builder.phases[-1]["notes"][0]
 
 
 @pytest.mark.slow
