@@ -14,7 +14,7 @@ value itself. Tensors are read in blocks of 1 MiB. An item whose name matches no
 compared like the rest. Not compared are:
 
 * settings of a trainer, which are not state: training_args.bin, config.json and the like, tokenizers
-* logs with timestamps; `describe_uncompared_state` lists them and the settings
+* logs with timestamps; `files_not_compared` lists them and the settings
 * times, speeds, and names of runs and folders, which differ between runs (`_NOISE_KEYS`), outside of model and
   optimizer
 * the history of losses in trainer_state.json, which `losses` reads
@@ -213,7 +213,9 @@ class _ItemCollector:
 
     def _check_limit(self, file: ComparedFile) -> None:
         if len(self._stored) + len(self._files) > 4 * MAX_TENSORS:
-            raise InputError(f"{file.path}: more than {4 * TENSORS:,} values, the maximum; use a smaller checkpoint")
+            raise InputError(
+                f"{file.path}: more than {4 * MAX_TENSORS:,} values, the maximum; use a smaller checkpoint"
+            )
 
     def items_by_oracle(self) -> dict[tuple[str, str], str]:
         """Return the items as `read_items` does."""

@@ -121,7 +121,7 @@ def test_torch_is_not_imported() -> None:
         "import sys; from pathlib import Path; from ckptx.storage.local import LocalSource;"
         "from ckptx.formats.dcp import reader as dcp; from ckptx.formats.hf import torch_bin;"
         "root = Path(sys.argv[1]); catalog = dcp.open_dcp(LocalSource(root));"
-        "dcp.open_payloads(catalog, catalog.source.open()); assert catalog.tensors;"
+        "dcp.locate_payloads(catalog, catalog.source.open()); assert catalog.tensors;"
         "assert not {'torch', 'numpy'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code, str(GOLDENS / "sharded")], check=True)

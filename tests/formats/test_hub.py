@@ -38,9 +38,9 @@ def refuse(*args, **kwargs):
     raise SystemExit("a socket was opened")
 socket.socket.connect = refuse
 from ckptx.errors import InputError, UnsupportedError
-from ckptx.formats.hf.hub import resolve
+from ckptx.formats.hf.hub import resolve_source
 try:
-    print(resolve(sys.argv[1], cache_dir=sys.argv[2]))
+    print(resolve_source(sys.argv[1], cache_dir=sys.argv[2]))
 except InputError as error:
     print(error)
 """

@@ -70,7 +70,7 @@ _CHILD = """
 import sys, time
 from ckptx.errors import CkptxError
 from ckptx.formats.dcp.metadata import parse_metadata
-from ckptx.formats.torch_archive.archive import place_tensor
+from ckptx.formats.torch_archive.archive import locate_tensor
 from ckptx.formats.torch_archive.unpickle import load_torch
 import resource
 resource.setrlimit(resource.RLIMIT_AS, (2 << 30, 2 << 30))
