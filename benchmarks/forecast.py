@@ -67,7 +67,7 @@ def run_case(case: Case, source: Path, pool: GlooPool) -> Iterator[dict[str, Any
         return
     layer = layer_parameters(source) * 2  # in bfloat16
     for stage, (forecast, real) in enumerate(zip(forecasts, measured, strict=True)):
-        found = sum(forecast.timeline.peak_segment.most)
+        found = sum(forecast.timeline.peak_segment.peak_bytes)
         ratio, between = found / real.peak, sum(forecast.timeline.between_steps) / real.before
         is_close = abs(ratio - 1) <= (_TOLERANCE if param_dtype is None else _TOLERANCE_MIXED)
         yield {

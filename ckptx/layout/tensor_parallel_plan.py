@@ -79,7 +79,7 @@ class TensorParallelPlan:
                 )
             by_stars.setdefault(_replace_indices(pattern), []).append(pattern)
         ordered = {key: tuple(sorted(patterns, key=_specificity_key)) for key, patterns in by_stars.items()}
-        object.__setattr__(self, "_by_stars", ordered)
+        object.__setattr__(self, "_patterns_by_wildcards", ordered)
 
     @classmethod
     def from_user(

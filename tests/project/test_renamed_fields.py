@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ckptx.report.schema import reports, schema
+from ckptx.report.schema import build_schema, report_classes
 from tests.support.tool import tool
 
 compare_trees = tool("compare_trees")
@@ -13,10 +13,10 @@ COMMANDS = compare_trees.RENAMED["commands"]
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_new_names_are_fields_and_old_ones_are_not(command: str) -> None:
-    definitions = schema()["$defs"]
+    definitions = build_schema()["$defs"]
     fields = {
         name
-        for each in reports()
+        for each in report_classes()
         if any(words.split()[0] == command for words in each.commands)
         for name in definitions[each.__name__]["properties"]
     }

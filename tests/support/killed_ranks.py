@@ -49,8 +49,8 @@ def trained(step: int) -> Trained:
     mesh = mesh_of(ParallelDims(dp_shard=RANKS), "cpu")
     seed(step, mesh)
     model = fully_shard(nn.Sequential(nn.Linear(40, 64), nn.Linear(64, 40)), mesh=mesh["dp_shard"])
-    optimizer = torch.optim.AdamW(model.parameter_count(), lr=1e-3 * step)
-    for each in model.parameter_count():
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3 * step)
+    for each in model.parameters():
         each.grad = torch.full_like(each, float(step))
     optimizer.step()
     return Trained(model, optimizer, mesh)

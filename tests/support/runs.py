@@ -112,12 +112,12 @@ class _ImagesInSome:
             found = self._batches(side, *settings)
             return [each if index % 4 in (0, 3) else _without_images(each) for index, each in enumerate(found)]
 
-        ModelLoader.batches = batches  # type: ignore[method-assign]
+        ModelLoader.make_batches = batches  # type: ignore[method-assign]
 
     def __exit__(self, *_: object) -> None:
         from ckptx.runtime.parity.side import ModelLoader
 
-        ModelLoader.batches = self._batches  # type: ignore[method-assign]
+        ModelLoader.make_batches = self._batches  # type: ignore[method-assign]
 
 
 def _without_images(inputs: Any) -> Any:

@@ -42,7 +42,7 @@ def moved(rank: int, world_size: int, recipe: Recipe, source: Path, steps: int) 
     found = Moved(
         frozenset(name for name, part in before if before[name, part] != after[name, part]),
         frozenset(name for name, part in before if before[name, part] == after[name, part]),
-        trainer.rank_model.frozen,
+        trainer.rank_model.frozen_names,
         frozenset(names[id(each)] for each in trainer.optimizer.state),
     )
     trainer.release()

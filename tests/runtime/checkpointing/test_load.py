@@ -99,7 +99,7 @@ def test_the_ledger_names_what_was_read_and_from_what(tmp_path: Path) -> None:
     write(EVERY["mixtral"], tmp_path)
     model, ledger = loaded(tmp_path)
     fused = ledger.loaded_tensors["model.layers.0.mlp.experts.gate_up_proj"]
-    assert len(fused.stored) == 8 and all(".experts." in name for name in fused.stored)
+    assert len(fused.stored_names) == 8 and all(".experts." in name for name in fused.stored_names)
     assert fused.nbytes == 2 * model.model.layers[0].mlp.experts.gate_up_proj.numel()
     assert ledger.nbytes == ledger.bytes_read == sum(2 * tensor.numel() for tensor in model.parameters())
     assert "model.rotary_emb.inv_freq" in ledger.initialized_buffers
@@ -130,7 +130,7 @@ def test_only_the_target_of_a_tie_is_enough(copied: Path) -> None:
     model, ledger = loaded(copied)
     assert torch.equal(model.model.embed_tokens.weight, embedding)
     assert model.lm_head.weight is model.model.embed_tokens.weight
-    assert ledger.loaded_tensors["model.embed_tokens.weight"].stored == ("lm_head.weight",)
+    assert ledger.loaded_tensors["model.embed_tokens.weight"].stored_names == ("lm_head.weight",)
 
 
 def test_what_is_not_of_the_model_is_left_and_said(copied: Path) -> None:

@@ -99,17 +99,17 @@ def assert_same(few: RankForecast, every: RankForecast) -> None:
         (each.phase, each.pass_index, each.layer, each.peak_bytes, each.end_bytes) for each in other
     ]
     assert few.work_by_pass == every.work_by_pass
-    told = ("left_out", "timeline", "turns")
+    told = ("omitted_layers", "timeline", "work_by_pass")
     assert all(
         getattr(few, each.name) == getattr(every, each.name)
         for each in dataclasses.fields(few)
         if each.name not in told
     )
     worst, expected = few.timeline.peak_segment, every.timeline.peak_segment
-    assert [each.nbytes for each in worst.largest] == [each.nbytes for each in expected.largest]
-    assert worst.peak is not None and expected.peak is not None
-    assert (worst.peak.op, worst.peak.shape, worst.peak.born) == (
-        expected.peak.op, expected.peak.shape, expected.peak.born,
+    assert [each.nbytes for each in worst.largest_storages] == [each.nbytes for each in expected.largest_storages]
+    assert worst.peak_storage is not None and expected.peak_storage is not None
+    assert (worst.peak_storage.operation, worst.peak_storage.shape, worst.peak_storage.alloc_phase) == (
+        expected.peak_storage.operation, expected.peak_storage.shape, expected.peak_storage.alloc_phase,
     )  # fmt: skip
     assert few.timeline.between_steps == every.timeline.between_steps
 

@@ -131,8 +131,8 @@ def test_turns_that_differ_are_not_steady(source: Path) -> None:
     (rank,) = forecast_ranks(with_layout(step(source, 4), ParallelDims(), "none", 4))
     assert has_steady_passes(rank)
     turns = {**rank.work_by_pass, ("backward", 2): Work(flops=1)}
-    assert not has_steady_passes(dataclasses.replace(rank, turns=turns))
-    assert not has_steady_passes(dataclasses.replace(rank, turns={}))
+    assert not has_steady_passes(dataclasses.replace(rank, work_by_pass=turns))
+    assert not has_steady_passes(dataclasses.replace(rank, work_by_pass={}))
 
 
 def test_the_first_is_what_wastes_least(source: Path) -> None:
@@ -180,16 +180,16 @@ def test_a_mode_is_taken_when_those_that_recompute_less_do_not_fit(source: Path)
     assert peaks["full"] < peaks["selective"] < peaks["none"]
     memory = peaks["selective"] + reserve_bytes(peaks["selective"])
     (outcome,) = search(SearchSpace(task, 1, memory, FixedDims())).mesh_results
-    assert outcome.best is not None and outcome.tried == 3  # none, selective, selective with everything
+    assert outcome.best is not None and outcome.candidate_count == 3  # none, selective, selective with everything
     assert outcome.best.task.recipe.layout.activation_checkpointing == "selective"
     (outcome,) = search(SearchSpace(task, 1, memory, FixedDims(mode="none"))).mesh_results
-    assert outcome.best is None and outcome.least == peaks["none"]
+    assert outcome.best is None and outcome.min_peak == peaks["none"]
 
 
 def test_what_cannot_be_cut_says_why(source: Path) -> None:
     found = search(SearchSpace(step(source, 16), 16, 80 * GIB, FixedDims(tp=16, pp=1)))
     (outcome,) = found.mesh_results
-    assert outcome.best is None and "16" in outcome.refused
+    assert outcome.best is None and "16" in outcome.refusal_reason
 
 
 @pytest.mark.parametrize(

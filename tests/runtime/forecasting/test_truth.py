@@ -32,7 +32,7 @@ _CLOSE_MIXED = 0.03
 
 def peak_of(forecast: RankForecast) -> int:
     """The most bytes of a forecast."""
-    return sum(forecast.timeline.peak_segment.most)
+    return sum(forecast.timeline.peak_segment.peak_bytes)
 
 
 def hold(forecast: RankForecast, measured: Measured, close: float = _CLOSE) -> None:
