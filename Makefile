@@ -39,7 +39,7 @@ check: $(VENV)/ready  ## check style, types and layers
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest tests/project/test_layers.py
+	$(BIN)/python -m pytest tests/project/test_import_layers.py
 
 robustness: $(VENV)/ready  ## train, save, reload, reshard, resume and kill two tiny models; writes robustness/*.html
 	mkdir -p robustness

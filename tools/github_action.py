@@ -173,7 +173,7 @@ def _run_difference(row: Mapping[str, Any]) -> str:
     if row.get("what"):
         return str(row["what"])
     if "max_abs" in row:
-        return f"max abs difference {_number(row['max_abs'])}, tolerance {_number(row['limit'])}"
+        return f"max abs difference {_number(row['max_abs'])}, tolerance {_number(row['tolerance'])}"
     return "differs from the reference"
 
 

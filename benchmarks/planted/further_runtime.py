@@ -153,7 +153,7 @@ def values_of_the_other_rank(target: InjectionTarget) -> None:
 def queries_normalized_as_keys(target: InjectionTarget) -> None:
     """Normalize queries with the norm of the keys in one layer."""
     attention = find_module(target, _ATTENTION)
-    attention.q_norm.compare_forward = attention.k_norm.compare_forward
+    attention.q_norm.forward = attention.k_norm.forward
 
 
 def _replace_parameter(first: nn.Module, owner: nn.Module, name: str, change: Any) -> None:

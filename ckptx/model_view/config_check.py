@@ -275,7 +275,9 @@ def _missing_layers(lists: Mapping[str, _LayerList]) -> Iterator[Mismatch]:
         others = set(layers.present_layers)
         for index in range(layers.layer_count):
             if index not in others:
-                yield Mismatch(f"{path}.{index}", "nothing", f"one of {layers.layer_count} layers by config.json")
+                yield Mismatch(
+                    f"{path}.{index}", "nothing", f"one of {counted(layers.layer_count, 'layer')} by config.json"
+                )
 
 
 class _ConversionRun(NamedTuple):

@@ -333,7 +333,7 @@ class Staging:
         if not self._is_claim_valid():
             return
         with suppress(OSError):
-            for handle, name in ((getattr(self, "output", None), "tree"), (getattr(self, "notes", None), "journal")):
+            for handle, name in ((getattr(self, "output", None), "tree"), (getattr(self, "journal", None), "journal")):
                 if handle is None or handle.is_entry_of(self._root, name):
                     self._remove_if_present(name)
         # Errors are ignored: the next run may claim the directory once the lock is removed, and a failed run reports

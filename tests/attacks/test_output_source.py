@@ -106,7 +106,7 @@ def _at(moment: str, patch: pytest.MonkeyPatch, change: Callable[[], None]) -> N
 
     if moment == "while it is opened":
         after(huggingface, "read_header")
-        after(dcp, "parse_own")
+        after(dcp, "parse_own_metadata")
     elif moment == "between header and copy":
         after(opening, "open_checkpoint")
     else:

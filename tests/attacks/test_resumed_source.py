@@ -232,7 +232,11 @@ def test_the_cases_would_notice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     class Believed(copy_run.DigestSink):
         @property
         def digest(self) -> Any:
-            return type("Any", (), {"leaves": _EqualToAll(), "room": self._tree.room, "update": self._tree.update})()
+            return type(
+                "Any",
+                (),
+                {"leaves": _EqualToAll(), "leaf_remaining": self._tree.leaf_remaining, "update": self._tree.update},
+            )()
 
         @digest.setter
         def digest(self, tree: Any) -> None:
@@ -337,7 +341,7 @@ def test_a_change_during_one_run(
         monkeypatch.setattr(module, function, called)
 
     if moment == "opened":
-        before(publish_module, "recorded_identities")
+        before(publish_module, "collect_identities")
     elif moment == "first write":
         before(open_file, "write_at")
     else:
@@ -366,9 +370,11 @@ def test_a_file_system_whose_change_time_says_nothing(
     source = write(tmp_path / "source", "hf", TENSORS)
     with pytest.MonkeyPatch.context() as patch:
         small_buffers(patch)
-        real = files_module.LocalFileIdentity.of.__func__  # type: ignore[attr-defined]
+        real = files_module.LocalFileIdentity.from_stat.__func__  # type: ignore[attr-defined]
         patch.setattr(
-            files_module.LocalFileIdentity, "of", classmethod(lambda cls, found: real(cls, found)._replace(ctime_ns=0))
+            files_module.LocalFileIdentity,
+            "from_stat",
+            classmethod(lambda cls, found: real(cls, found)._replace(ctime_ns=0)),
         )
         interrupted(after, lambda: make("dcp of hf", source, tmp_path / "out"))
         _keeping_times(source / name, lambda: flip(source / name, -at, 0x02))

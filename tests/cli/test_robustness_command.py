@@ -234,7 +234,8 @@ def test_help_names_the_sections(stub: StubRun) -> None:
 
 def test_help_lists_the_phases(stub: StubRun) -> None:
     shown = " ".join(ran("--help").stdout.split())
-    assert ", ".join(f"{each.number} {each.name}" for each in PHASES) in shown
+    *others, last = (f"{each.number} {each.name}" for each in PHASES)
+    assert f"{', '.join(others)} and {last}." in shown
 
 
 # ---------------------------------------------------------------------------------------------- the package is callable

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import tempfile
 from dataclasses import dataclass, field
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -118,25 +119,31 @@ def refusals(made: Made, prefix: str | None) -> list[list[str]]:
     if prefix is None and len(made.complete) > 1:
         return [[f'under "{each}"' if each else "without a prefix" for each in made.complete]]
     meant = made.complete[0] if prefix is None else prefix
-    found = []
+    names: dict[str, set[str]] = {}  # name of a parameter -> names on disk that mean it
+
+    def add(of: str, name: str, *on_disk: str) -> None:
+        # The class takes names with its base prefix once more, as transformers does.
+        once = name if of == meant else (of + name).removeprefix(meant).removeprefix("model.")
+        names.setdefault(meant + once if once in made.models[meant] else of + name, set()).update(on_disk)
+
     for again, (of, name, equal) in made.second.items():
         if (of == meant or (of not in made.complete and stays_inside(of, meant))) and not equal:
-            found.append([again, made.models[of][name]])
+            add(of, name, again, made.models[of][name])
     for other, held in made.models.items():
-        if other not in made.complete and stays_inside(other, meant):
-            # The class takes names with its base prefix once more, as transformers does.
-            for name, disk in held.items():
+        for name, disk in held.items():
+            if other not in made.complete and stays_inside(other, meant):
                 once = (other + name).removeprefix(meant).removeprefix("model.")
                 if once in made.models[meant]:
-                    found.append([disk, made.models[meant][once]])
-    if prefix is None:
-        for other, held in made.models.items():
-            if other != meant and not stays_inside(other, meant):
+                    add(meant, once, disk, made.models[meant][once])
+            elif (
+                prefix is None
+                and other != meant
+                and not stays_inside(other, meant)
+                and other + name in made.models[meant]
+            ):
                 # The name on disk, without wrappers, is the name of a tensor of the model without the prefix.
-                for name, disk in held.items():
-                    if other + name in made.models[meant]:
-                        found.append([disk, made.models[meant][other + name]])
-    return found
+                add(meant, other + name, disk, made.models[meant][other + name])
+    return [list(pair) for several in names.values() for pair in combinations(sorted(several), 2)]
 
 
 @given(checkpoints(), st.data())

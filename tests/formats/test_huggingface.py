@@ -35,7 +35,7 @@ def test_strays_are_named_and_ignored(place: MemoryPath) -> None:
     write_safetensors(place / "consolidated.safetensors", {"norm.weight": value("F32", 4)})
     catalog = open_huggingface(place, INDEX_FILE)
     assert "norm.weight" not in catalog.tensors
-    assert catalog.journal_path == ["consolidated.safetensors ignored: it is not part of the checkpoint"]
+    assert catalog.notes == ["consolidated.safetensors ignored: it is not part of the checkpoint"]
 
 
 @pytest.fixture

@@ -70,7 +70,7 @@ def together(*ranks: Callable[[], Any]) -> list[Any]:
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """As in earnest, twenty times as fast."""
-    for name, seconds in (("_BEAT", 0.05), ("_FAREWELL", 3.0)):
+    for name, seconds in (("_BEAT_INTERVAL", 0.05), ("_LEAVE_TIMEOUT", 3.0)):
         monkeypatch.setattr(processes, name, seconds)
     monkeypatch.setattr(processes, "_MAX_MISSED_BEATS", 20)
     monkeypatch.setattr(processes, "_MAX_MISSED_BEATS_AFTER_SIGTERM", 6)

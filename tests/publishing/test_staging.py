@@ -172,7 +172,7 @@ def test_the_same_plan_is_resumed_another_starts_afresh(tmp_path: Path) -> None:
 def test_what_an_interrupted_run_left_does_not_block_a_fresh_one(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt), Staging(tmp_path / "out") as staging:
         fill(staging, b"half")
-        (staging.journal / "note").write_bytes(b"")
+        (staging.journal_path / "note").write_bytes(b"")
         raise KeyboardInterrupt
     with Staging(tmp_path / "out") as staging:
         fill(staging)
@@ -199,7 +199,7 @@ with Staging(Path(sys.argv[1])) as staging:
     staging.begin(b"plan", False)
     print("held", flush=True)
     sys.stdin.read()
-    (staging.tree / "file").write_bytes(b"theirs")
+    (staging.tree_path / "file").write_bytes(b"theirs")
     staging.publish()
 """
 

@@ -145,7 +145,12 @@ def keeps_nothing(at: Trained, root: Path, step: int) -> None:
     if torch.distributed.get_rank() == 0:
         for each in StepDirectories(root).published():
             shutil.rmtree(StepDirectories(root).path(each))
-    save(at.model, None, StepDirectories(root).path(step), **{**killed_ranks.settings(at, root, step), "then": None})
+    save(
+        at.model,
+        None,
+        StepDirectories(root).path(step),
+        **{**killed_ranks.settings(at, root, step), "on_published": None},
+    )
 
 
 PUBLISH = "rename .step-N.ckptx-partial/tree -> step-N"

@@ -531,7 +531,7 @@ def test_a_name_with_control_characters_is_kept(tmp_path: Path) -> None:
 
 def test_a_folder_without_a_checkpoint_says_what_there_is(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("x")
-    with pytest.raises(InputError, match=r"no checkpoint found, there is notes\.txt"):
+    with pytest.raises(InputError, match=r"no checkpoint found, the folder has notes\.txt"):
         read_items(tmp_path)
     with pytest.raises(InputError, match="no such file"):
         read_items(tmp_path / "absent")

@@ -105,7 +105,7 @@ def test_a_listing_remembers_and_a_fresh_source_looks_again(place: Place) -> Non
 
 def test_more_names_than_any_checkpoint_has_are_refused(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     for module in ("ckptx.storage.local", "tests.support.memory"):
-        monkeypatch.setattr(f"{module}.LISTED_NAMES", 3)
+        monkeypatch.setattr(f"{module}.MAX_LISTED_NAMES", 3)
     assert len(place.source.listing()) == 3
     place.write("one more", b"")
     with pytest.raises(InputError, match="contains more than 3 files, the limit"):
@@ -231,7 +231,7 @@ def test_a_run_is_resumed_though_the_disk_of_its_source_was_mounted_again(tmp_pa
 
 def test_listings_that_are_many_are_not_all_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The memory of a search does not grow with the tree that is searched."""
-    monkeypatch.setattr("ckptx.storage.local.REMEMBERED_NAMES", 25)
+    monkeypatch.setattr("ckptx.storage.local.MAX_CACHED_NAMES", 25)
     for number in range(10):
         for file in range(10):
             (tmp_path / f"{number}").mkdir(exist_ok=True)

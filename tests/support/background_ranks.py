@@ -74,7 +74,7 @@ def both_ways(rank: int, world_size: int, hf: Path, out: Path, shape: Shape) -> 
     }  # fmt: skip
     beside = out / f"beside-{rank}"
     shutil.copytree(hf, beside)
-    what: dict[str, Any] = {"layout": at.layout, "step": 3, "beside": beside, "training_state": state, "mesh": mesh}
+    what: dict[str, Any] = {"layout": at.layout, "step": 3, "base": beside, "training_state": state, "mesh": mesh}
     save(at.model, at.optimizer, out / "sync", **what)
     with held() as go, Saver() as saver:
         saver.save(at.model, at.optimizer, out / "behind", **what)

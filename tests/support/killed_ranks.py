@@ -66,7 +66,7 @@ def settings(at: Trained, root: Path, step: int) -> dict[str, Any]:
 
     state = {"samples": 8 * step, "rng": PerRank(RandomState())}
     return {
-        "step": step, "beside": root / "beside", "training_state": state, "mesh": at.mesh, "then": then,
+        "step": step, "base": root / "beside", "training_state": state, "mesh": at.mesh, "on_published": then,
         "overwrite": True,
     }  # fmt: skip
 

@@ -176,7 +176,7 @@ def test_a_third_step_is_held_against_the_first_two(runs: tuple[RepeatedLayers, 
     repeat, (base, grown, third) = runs
     assert extrapolate([repeat], base, [grown], third) is not None
     segment = third.forecast.timeline.segments[7]
-    for key in ("most", "last"):
+    for key in ("peak_bytes", "end_bytes"):
         other = tuple(size + (2**20 if number == 4 else 0) for number, size in enumerate(getattr(segment, key)))
         changed = list(third.forecast.timeline.segments)
         changed[7] = dataclasses.replace(segment, **{key: other})
@@ -185,10 +185,10 @@ def test_a_third_step_is_held_against_the_first_two(runs: tuple[RepeatedLayers, 
         assert extrapolate([repeat], base, [grown], spoiled) is None
 
 
-@pytest.mark.parametrize("what", ["turns", "checkpointed_layers"])
+@pytest.mark.parametrize("what", ["work_by_pass", "wrapped_layers"])
 def test_so_is_what_it_computes(what: str, runs: tuple[RepeatedLayers, list[ShortModelForecast]]) -> None:
     repeat, (base, grown, third) = runs
-    other: Any = {} if what == "turns" else 7
+    other: Any = {} if what == "work_by_pass" else 7
     spoiled = dataclasses.replace(third, forecast=dataclasses.replace(third.forecast, **{what: other}))
     assert extrapolate([repeat], base, [grown], spoiled) is None
 

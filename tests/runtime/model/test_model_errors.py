@@ -29,7 +29,7 @@ def rigged(model: LlamaForCausalLM, error: Exception, module: str) -> None:
     """Makes a layer raise `error` from code of that module."""
     space = {"__name__": module, "error": error}
     exec("def forward(*args, **named):\n    raise error", space)
-    model.model.layers[0].mlp.compare_forward = space["forward"]
+    model.model.layers[0].mlp.forward = space["forward"]
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,7 @@ IDS = [[0, 1], [2, 3]]
 
 def side_of(model: nn.Module) -> Any:
     """A reference that is already built."""
-    return SimpleNamespace(whole=lambda place: model)
+    return SimpleNamespace(load_whole=lambda rank_context: model)
 
 
 def first_divergence(

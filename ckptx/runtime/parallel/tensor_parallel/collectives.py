@@ -4,8 +4,8 @@ Activations and gradients are either equal on all ranks ("whole") or one slice p
 partial: each rank has its own summand. Forward and backward of each function (Megatron-LM, arXiv 1909.08053 and
 2205.05198):
 
-    copy_in         whole -> whole          backward: sum over ranks
-    sum_out         partial -> whole        backward: nothing
+    copy_to_ranks   whole -> whole          backward: sum over ranks
+    sum_over_ranks  partial -> whole        backward: nothing
     gather          slices -> whole         backward: own slice
     split           whole -> own slice      backward: gather
     gather_partial  slices -> whole         backward: sum over ranks, own slice
