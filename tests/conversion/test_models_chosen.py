@@ -126,8 +126,8 @@ def refusals(made: Made, prefix: str | None) -> list[list[str]]:
         once = name if of == meant else (of + name).removeprefix(meant).removeprefix("model.")
         names.setdefault(meant + once if once in made.models[meant] else of + name, set()).update(on_disk)
 
-    for again, (of, name, equal) in made.second.items():
-        if (of == meant or (of not in made.complete and stays_inside(of, meant))) and not equal:
+    for again, (of, name, _) in made.second.items():
+        if of == meant or (of not in made.complete and stays_inside(of, meant)):
             add(of, name, again, made.models[of][name])
     for other, held in made.models.items():
         for name, disk in held.items():
@@ -143,7 +143,8 @@ def refusals(made: Made, prefix: str | None) -> list[list[str]]:
             ):
                 # The name on disk, without wrappers, is the name of a tensor of the model without the prefix.
                 add(meant, other + name, disk, made.models[meant][other + name])
-    return [list(pair) for several in names.values() for pair in combinations(sorted(several), 2)]
+    pairs = (pair for several in names.values() for pair in combinations(sorted(several), 2))
+    return [[a, b] for a, b in pairs if made.tensors[a] != made.tensors[b]]
 
 
 @given(checkpoints(), st.data())

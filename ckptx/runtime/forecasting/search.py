@@ -212,7 +212,8 @@ def _search_mesh(
         for count in counts:  # in descending order: more microbatches take less memory
             try:
                 candidate = _forecast_candidate(
-                    with_layout(task, dims, mode, count), validate_extrapolation=False, peak_ranks_only=True, in_process=True,
+                    with_layout(task, dims, mode, count),
+                    validate_extrapolation=False, peak_ranks_only=True, in_process=True,
                     known_boundaries=known_boundaries, directory=space.directory,
                 )  # fmt: skip
             except Defect:
