@@ -176,7 +176,7 @@ def test_what_an_interrupted_run_left_does_not_block_a_fresh_one(tmp_path: Path)
         raise KeyboardInterrupt
     with Staging(tmp_path / "out") as staging:
         fill(staging)
-        assert names_in(staging.journal) == []
+        assert names_in(staging.journal_path) == []
         staging.publish()
     assert tree_bytes(tmp_path / "out") == {"file": b"new"}
 
