@@ -228,6 +228,8 @@ def open_with_state(path: Path) -> tuple[int, os.stat_result]:
         # Non-blocking, because opening a pipe would otherwise wait for a writer forever.
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:
+        if error.errno == errno.ENXIO:  # a socket, or a device without a driver
+            raise _not_regular_error(path) from error
         raise read_error(path, error) from error
     except ValueError as error:  # a null byte in the name
         raise InputError(f"{path}: not a valid file name: {error}") from error
@@ -238,8 +240,12 @@ def open_with_state(path: Path) -> tuple[int, os.stat_result]:
         raise read_error(path, error) from error
     if not stat.S_ISREG(state.st_mode):
         os.close(descriptor)
-        raise InputError(f"{path}: expected a regular file, found a directory, pipe or device; pass another path")
+        raise _not_regular_error(path)
     return descriptor, state
+
+
+def _not_regular_error(path: Path) -> InputError:
+    return InputError(f"{path}: expected a regular file, found a directory, pipe, socket or device; pass another path")
 
 
 def read_head(path: Path, nbytes: int) -> bytes:

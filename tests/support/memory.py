@@ -256,7 +256,7 @@ class MemoryPath:
         stored = self.store.files.get(place.path)
         if stored is None:
             if place.read_kind() is EntryKind.DIRECTORY:
-                raise InputError(f"{place}: expected a regular file, found a directory, pipe or device")
+                raise InputError(f"{place}: expected a regular file, found a directory, pipe, socket or device")
             raise _missing(place)
         return stored
 
