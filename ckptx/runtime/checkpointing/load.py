@@ -1,7 +1,7 @@
 """Fills the parameters of a model from a checkpoint: on each rank its shards, and no tensor may stay uninitialized.
 
 model names --- OpenCheckpoint (any format, any naming) ---> entries: byte ranges in files
-parameters  --- shards.local_shards_of ---> rectangles of this rank, and their place in its memory
+parameters  --- shards.find_local_shards ---> rectangles of this rank, and their place in its memory
 both        --- RegionReader.fill, in threads, in the order of the files ---> loaded
 """
 
@@ -90,7 +90,7 @@ def load_from(
     """Load like `load`, from a checkpoint that is open.
 
     `tied` has names that the checkpoint may store under another name although the model does not tie them
-    (see `OpenCheckpoint.tied`).
+    (see `OpenCheckpoint.find_tied_names`).
     """
     plan = _plan_load(model, source, regions, tied)
     reader = RegionReader(source.files)
@@ -139,7 +139,7 @@ def find_unread(
     regions: FindLocalRegions | None = None,
     tied: Mapping[str, str] = MappingProxyType({}),
 ) -> dict[str, str]:
-    """Return the names on disk that `load_from` would not read from `source`, with the reason; see `LoadLedger.unread`.
+    """Return the names on disk that `load_from` would not read, with the reason; see `LoadReport.unread_names`.
 
     Raises:
         InputError, UnsupportedError: See `load`.

@@ -96,7 +96,7 @@ class OpenCheckpoint:
     def explain_extra_tensors(self) -> dict[str, str]:
         """Return the tensors that the class does not have, by name on disk, each with the reason why it is allowed.
 
-        The reason is `UNKNOWN` for a tensor without a known reason.
+        The reason is `UNKNOWN_TO_CLASS` for a tensor without a known reason.
         """
         if self.architecture is None or self.config is None:
             return {}

@@ -2,7 +2,7 @@
 
 torch treats a DTensor as one rectangle at the place that its placements give. Fused groups ([q|k|v]) are several, and
 if their widths differ, the placements do not show it: stock `dcp.save` would store rows in the wrong order. Here the
-rectangles come from `shards.local_shards_of`; the result is an ordinary DCP.
+rectangles come from `shards.find_local_shards`; the result is an ordinary DCP.
 """
 
 from __future__ import annotations

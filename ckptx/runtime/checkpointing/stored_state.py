@@ -59,7 +59,7 @@ class StoredState:
         Args:
             name: Name of the entry, which has the shape of `tensor`.
             tensor: A DTensor, or a plain whole tensor.
-            local_regions: See `shards.local_shards_of`.
+            local_regions: See `shards.find_local_shards`.
 
         Raises:
             InputError: The file is damaged.

@@ -42,7 +42,7 @@ class StepPhase(NamedTuple):
     """A part of a step.
 
     Attributes:
-        name: forward, backward, or the name that `StorageLedger.during` got (clipping, optimizer).
+        name: forward, backward, or the name that `StorageLedger.phase` got (clipping, optimizer).
         pass_index: Index of the forward or backward pass in the step, from 0.
         is_recompute: True if something is recomputed in a backward pass.
         module: Name of the module that is running; "" for none.
@@ -88,7 +88,7 @@ class StorageLedger:
     """Records the storages of the operations that `ShapeTensors` runs.
 
         ledger = StorageLedger()
-        with ShapeTensors(ledger.see), ledger.watching([model]):
+        with ShapeTensors(ledger.record_operation), ledger.watch([model]):
             ...
 
     Attributes:
@@ -103,7 +103,7 @@ class StorageLedger:
         self._module_names: dict[int, str] = {}  # names of modules, by id
         self._parameter_shapes: dict[str, set[tuple[int, ...]]] = {}  # shapes of parameters, by module
         self._module_stack: list[str] = []
-        self._node_numbers: list[int] = []  # first autograd node of each call, parallel to `_modules`
+        self._node_numbers: list[int] = []  # first autograd node of each call, parallel to `_node_modules`
         self._node_modules: list[str] = []
         self._phase_name = BUILD
         self._pass_indices = {FORWARD: -1, BACKWARD: -1}

@@ -54,7 +54,7 @@ def build_model(
         trust_remote_code: Allow Python files in `config_dir` to be executed.
         attn_implementation: "eager" or "sdpa"; a class or tower without sdpa gets eager.
         untied: Names that the config ties but that get parameters of their own, for a checkpoint that stores different
-            values for them (see `OpenCheckpoint.untied`).
+            values for them (see `OpenCheckpoint.find_untied_names`).
         edit_config: Changes the config, in place, before the model is built.
 
     Raises:

@@ -123,7 +123,7 @@ class ModelUnderTest(Protocol):
         """Run one step on these batches.
 
         Raises:
-            UnsupportedError, SpaceError: See `execution.run`.
+            UnsupportedError, SpaceError: See `execution.run_step`.
         """
         ...
 

@@ -55,7 +55,7 @@ class StagePartition(NamedTuple):
         stages: Assignment of layers to stages.
         boundaries: Values that each stage passes to the next.
         ties: Parameters that several stages share.
-        embeddings: Result of `noise.embeddings_of` for the whole model.
+        embeddings: Result of `noise.find_embeddings` for the whole model.
         dtype: Dtype of the first floating-point parameter, to which floating-point inputs are converted.
     """
 
@@ -132,7 +132,7 @@ class OffloadedModel:
             backward: Keep the stage inputs for a backward pass.
 
         Raises:
-            UnsupportedError, SpaceError: See `execution.run`.
+            UnsupportedError, SpaceError: See `execution.run_step`.
         """
         for compute_pass in self._passes:
             compute_pass.stage_inputs[0] = [()] * len(self._batches)

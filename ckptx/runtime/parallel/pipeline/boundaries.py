@@ -111,7 +111,7 @@ def discover_boundaries(
     batches_by_kind: dict[BatchKind, list[Batch]] = {}
     for batch in batches:
         batches_by_kind.setdefault(frozenset(batch), []).append(batch)
-    copies = [_shared_copy(model) for _ in batches_by_kind]  # for the reason of `fresh` below
+    copies = [_shared_copy(model) for _ in batches_by_kind]  # unused, for the same reason as `unused_copy`
     try:
         return _discover_common(model, stages, batches, output)
     except UnsupportedError:

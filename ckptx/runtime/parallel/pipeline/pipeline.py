@@ -91,7 +91,7 @@ class Pipeline:
             schedule: Schedule that runs the stages.
             group: Ranks of the pipeline.
             device: Device of the models.
-            ties: From `ties_across_stages`; the gradients of their copies are summed at the end of each step.
+            ties: From `find_ties_across_stages`; the gradients of their copies are summed at the end of each step.
 
         Raises:
             UnsupportedError: The copies of a tied parameter are sharded differently.

@@ -31,11 +31,13 @@ def causal_lm_loss(
     """Return the value of transformers' `ForCausalLMLoss`, in float32, also for sharded logits.
 
     Args:
-        logits: [B, S, V]; a DTensor sharded along its last dim, or whole. labels: [B, S]; the label of a position is
-        its token, which is compared with the logits of the previous position. vocab_size: Ignored; accepted so that
-        `model.loss_function` can be this function. num_items_in_batch: Divisor of the sum; None means the number of
-        labels that count. ignore_index: Label that does not count. shift_labels: Labels that are already shifted, used
-        instead of `labels`.
+        logits: [B, S, V]; a DTensor sharded along its last dim, or whole.
+        labels: [B, S]; the label of a position is its token, which is compared with the logits of the previous
+            position.
+        vocab_size: Ignored; accepted so that `model.loss_function` can be this function.
+        num_items_in_batch: Divisor of the summed loss; None means the number of labels that count.
+        ignore_index: Label that does not count.
+        shift_labels: Labels that are already shifted, used instead of `labels`; None shifts `labels`.
 
     Raises:
         UsageError: The logits are a DTensor that is sharded along another dim.

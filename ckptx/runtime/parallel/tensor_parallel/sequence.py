@@ -1,8 +1,7 @@
 """Sequence parallelism: modules that run on a slice of the sequence, and modules that get the full sequence.
 
-    layer          [B, S / tp, H]  norms, residuals, routers: each rank has its slice, gradients of parameters are
-    summed full sequence  [B, S, H]       attention, MLP: the slices are gathered before it, and its output is split
-    again
+    layer          [B, S / tp, H]  norms, residuals, routers: each rank has a slice; gradients of parameters are summed
+    full sequence  [B, S, H]       attention, MLP: slices are gathered before the module, and its output is split again
 
 TP in a full-sequence module is correct if all ranks have equal inputs and outputs: then the output is split. If a
 rank's output is a summand instead, sum and split are one collective, and so are their counterparts in the backward pass

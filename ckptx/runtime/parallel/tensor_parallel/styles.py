@@ -168,8 +168,8 @@ def experts(module: nn.Module, ranks: TpRanks, *, is_sequence_parallel: bool = F
         if not sharded:
             return original_forward(*args, **kwargs)
         if not is_sequence_parallel:
-            args = tuple(_copy_in_floats(each, ranks) for each in args)
-            kwargs = {key: _copy_in_floats(each, ranks) for key, each in kwargs.items()}
+            args = tuple(_copy_floats_to_ranks(each, ranks) for each in args)
+            kwargs = {key: _copy_floats_to_ranks(each, ranks) for key, each in kwargs.items()}
         with swap_parameters((module, name, to_local_shard(tensor)) for name, tensor in sharded):
             output = original_forward(*args, **kwargs)
         return scatter_sum(output, _TOKENS, ranks) if is_sequence_parallel else sum_over_ranks(output, ranks)
@@ -285,7 +285,7 @@ def _own_bias(bias: torch.Tensor, ranks: TpRanks) -> torch.Tensor:
     return to_local_shard(bias) if isinstance(bias, DTensor) else split(bias, 0, ranks)
 
 
-def _copy_in_floats(value: Any, ranks: TpRanks) -> Any:
+def _copy_floats_to_ranks(value: Any, ranks: TpRanks) -> Any:
     is_float = isinstance(value, torch.Tensor) and value.is_floating_point()
     return copy_to_ranks(value, ranks) if is_float else value
 
