@@ -90,11 +90,11 @@ def run_one(path: Path, pieces: int, count: int) -> dict[str, Any]:
         reference = OffloadedReference(side, batches, process, partition_reference(model, stages, facts), backward=True)
     base = peak_rss()
     outcome = reference.forward()
-    digests = {f"logits {index}": _digest(each) for index, each in enumerate(outcome.outcome.logits)}
-    digests["loss"] = outcome.outcome.loss.hex()
-    digests["noise"] = repr((outcome.logits, outcome.loss))
+    digests = {f"logits {index}": _digest(each) for index, each in enumerate(outcome.result.logits)}
+    digests["loss"] = outcome.result.loss.hex()
+    digests["noise"] = repr((outcome.logits_noise, outcome.loss_noise))
     for gradients in reference.gradients():
-        digests |= {each.name: f"{_digest(each.tensor)} {each.moved!r}" for each in gradients}
+        digests |= {each.name: f"{_digest(each.tensor)} {each.noise!r}" for each in gradients}
         del gradients  # as verify does
     text = json.dumps(digests, sort_keys=True)
     return {
