@@ -1,1 +1,1 @@
-"""Moving bytes from one catalog to another: plan, prove, execute."""
+"""Plan and execute the copy of tensor data from one catalog to another."""

@@ -11,11 +11,11 @@ from ckptx.transfer.grid import Grid
 from ckptx.transfer.outfile import OutFile
 from ckptx.transfer.small_tensors import encode_crc
 
-_MIN_UNBUFFERED_NBYTES = 256 << 10  # bytes; a longer piece is written with its own system call
+_MIN_UNBUFFERED_NBYTES = 256 << 10  # from this length on, contiguous bytes are written with their own call
 
 
 class BlockWriter:
-    """Writer of a block, or of the share of it that belongs to this run.
+    """Writer of a block, or of the share of it in one step range.
 
     Attributes:
         out: Output file.
@@ -76,20 +76,20 @@ OnComplete = Callable[[BlockWriter], None]  # called with each complete block
 class DirectSink:
     """Sink that fills the buffer of the file that is written next.
 
-    Long pieces go through one shared buffer instead, which stays in the cache: the buffer of a file would be evicted
-    before the next piece of that file comes.
+    Long extents go through one shared buffer instead, which stays in the cache: the buffer of a file would be evicted
+    before the next extent of that file.
     """
 
     def __init__(
         self, on_complete: OnComplete, grid: Grid, writers: dict[int, BlockWriter], buffer: memoryview | None
     ) -> None:
-        """Start at the first piece of the grid.
+        """Start at the first extent of the grid.
 
         Args:
             on_complete: Called with each complete block.
             grid: Grid of the tensor.
             writers: Writers by index in the grid.
-            buffer: Buffer for long pieces; None if there is one block.
+            buffer: Buffer for long extents; None if there is one block.
         """
         self.digest = TreeDigest()
         self._on_complete, self._writers, self._shared_buffer = on_complete, writers, buffer
@@ -97,7 +97,7 @@ class DirectSink:
         self._extent_remaining = 0
         self._tensor_remaining = grid.nbytes
         self._writer: BlockWriter
-        self._unbuffered_view: memoryview | None = None  # the buffer, while a long piece goes through it
+        self._unbuffered_view: memoryview | None = None  # the shared buffer, during a long extent
 
     def space(self, nbytes: int) -> memoryview:
         if not self._extent_remaining:

@@ -61,7 +61,7 @@ def cast(view: memoryview, source: DType, target: DType, counts: OverflowCounts 
 
 
 def _count_overflows(view: memoryview, result: Any, source: str, target: str, counts: OverflowCounts) -> None:
-    """Compare the magnitudes before and after a cast; the source is read only if a loss is possible."""
+    """Compare the magnitudes before and after a cast; the source is read only if an overflow is possible."""
     uint_dtype, mask, infinity = _MAGNITUDES[target]
     after = result.view(uint_dtype) & mask
     may_overflow, may_underflow = after.max() >= infinity, not after.min()
@@ -69,7 +69,7 @@ def _count_overflows(view: memoryview, result: Any, source: str, target: str, co
         return
     uint_dtype, mask, infinity_before = _MAGNITUDES[source]
     before = np.frombuffer(view, uint_dtype) & mask
-    if may_overflow:  # NaN has more than the bits of infinity, before and after
+    if may_overflow:  # NaN is above infinity as an integer, and is not counted
         counts.overflows += int(np.count_nonzero(after == infinity) - np.count_nonzero(before == infinity_before))
     if may_underflow:
         counts.underflows += int(np.count_nonzero(before) - np.count_nonzero(after))
@@ -82,7 +82,7 @@ def _round_to_bf16(values: Any) -> Any:
 
 
 class CastSink:
-    """Sink that casts its input and passes it to another sink."""
+    """Sink that casts elements from one dtype to another and passes them to another sink."""
 
     def __init__(
         self, sink: Sink, source: DType, target: DType, scratch: memoryview, counts: OverflowCounts | None = None
@@ -95,7 +95,7 @@ class CastSink:
         return self._scratch[self._filled : self._filled + nbytes]
 
     def commit(self, view: memoryview) -> None:
-        """Cast the complete elements received so far; part of an element waits for the rest."""
+        """Cast the complete elements received so far; keep an incomplete element until the rest arrives."""
         self._filled += len(view)
         ready = self._filled // self._source.itemsize * self._source.itemsize
         if not ready:

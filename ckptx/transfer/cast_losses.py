@@ -1,4 +1,4 @@
-"""Counts of the numbers that a cast makes infinite or zero."""
+"""Number of elements that a cast makes infinite (overflow) or zero (underflow)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 @dataclass(slots=True)
 class OverflowCounts:
-    """Losses of one tensor.
+    """Overflows and underflows in the cast of one tensor.
 
     Attributes:
         overflows: Number of finite elements that became infinite.
@@ -20,20 +20,20 @@ class OverflowCounts:
     underflows: int = 0
 
     def add(self, other: OverflowCounts) -> None:
-        """Add the losses of another part of the same tensor."""
+        """Add the counts of another part of the same tensor."""
         self.overflows += other.overflows
         self.underflows += other.underflows
 
 
 class OverflowCountsByTensor:
-    """Losses of all tensors of one copy; several threads may add to it."""
+    """Overflows and underflows of all tensors of one copy; several threads may add to it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._counts_by_name: dict[str, OverflowCounts] = {}
 
     def add(self, name: str, counts: OverflowCounts) -> None:
-        """Add the losses of a tensor, or of a part of it."""
+        """Add the counts of a tensor, or of a part of it."""
         if counts.overflows or counts.underflows:
             with self._lock:
                 self._counts_by_name.setdefault(name, OverflowCounts()).add(counts)

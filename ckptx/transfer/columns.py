@@ -1,4 +1,4 @@
-"""Copies of columns between buffers: extracting columns from rows, and weaving columns into rows."""
+"""Copy columns of bytes between buffers: out of rows, and into rows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pass of one worker over a run: read each tensor once, in row-major order, and fill its blocks.
+"""Copy a range of steps in one worker: read each tensor once, in row-major order, and fill its blocks.
 
 A block with long rows is read directly into the buffer that is written next. Short rows are read into a tile first and
 copied out of it in memory, because a system call per row of a narrow shard would cost more than its bytes.
@@ -37,7 +37,7 @@ _GROUP_BUFFERS_NBYTES = 4 << 20
 _MIN_DIRECT_ROW_NBYTES = 64 << 10  # bytes per row of a block from which one system call per row pays off
 
 _LEAF_DIGEST_NBYTES = 16  # bytes per digest in the journal
-_MAX_JOURNAL_NBYTES = 64 << 20  # bytes per run; entries beyond are ignored, and their tensors are copied again
+_MAX_JOURNAL_NBYTES = 64 << 20  # per step range; later entries are ignored, their tensors copied again
 
 
 class Cancelled(Exception):
@@ -46,20 +46,20 @@ class Cancelled(Exception):
 
 @dataclass(frozen=True, slots=True)
 class CopyContext:
-    """State that the passes of one copy share; they add their results to the dicts and lists.
+    """State that all workers of one copy share; they add their results to the dicts and lists.
 
     Attributes:
         plan: Copy plan.
         tree: Directory of the target files.
         journal: Directory of the journals of finished tensors.
-        resumed: True if files and journals of an interrupted run may exist.
+        resumed: True if files and journals of an interrupted run may exist; False to refuse existing files.
         split_tensors: (group, step) of a large tensor -> results of the passes that copy parts of it.
         files: Target files by index in the plan.
         file_digests: Partial digests of target files by index in the plan.
         digests: Digest of each finished tensor by target name, in hex.
-        overflow_counts: Numbers that casts made infinite or zero, by target name.
+        overflow_counts: Number of elements that casts made infinite or zero, by target name.
         bytes_written: Number of bytes written by each worker.
-        stop_event: Set when a pass failed or the run is interrupted.
+        stop_event: Set when a worker failed or the run is interrupted.
     """
 
     plan: CopyPlan
@@ -104,19 +104,27 @@ class _StepSharding(NamedTuple):
 
 def _is_buffered(block_ends: list[tuple[OutFile, int]]) -> bool:
     """Return True if a block that ends at one of these positions is not written yet."""
-    for out_file, end in block_ends:  # noqa: SIM110 (any() takes thrice as long)
+    for out_file, end in block_ends:  # noqa: SIM110 (any() takes three times as long)
         if out_file.position < end and out_file.buffered:
             return True
     return False
 
 
 class StepRangeCopier:
-    """Pass of one worker over a run."""
+    """Copier of one step range, used by one worker and once."""
 
     def __init__(
         self, context: CopyContext, step_range: StepRange, reader: TensorReader, buffers: Buffers, worker: int
     ) -> None:
-        """Prepare the buffers; `copy` copies."""
+        """Prepare the buffers without reading or writing.
+
+        Args:
+            context: State of the whole copy, to which results are added.
+            step_range: Steps to copy, or the range of dim 0 of one large tensor.
+            reader: Reader of the source.
+            buffers: Buffers of the worker.
+            worker: Index of the worker in `CopyContext.bytes_written`.
+        """
         self._context, self._plan, self._reader, self._worker = context, context.plan, reader, worker
         self._step_range, self._buffers = step_range, buffers
         self._group = context.plan.groups[step_range.group]
@@ -139,7 +147,13 @@ class StepRangeCopier:
         self._journal_name = f"{step_range.group:05d}-{step_range.first:07d}{suffix}"
 
     def copy(self) -> None:
-        """Copy the tensors that an interrupted run did not finish."""
+        """Copy the tensors of the step range, except those that an interrupted run finished.
+
+        Raises:
+            Cancelled: Another worker failed, or the run is interrupted.
+            InputError: The source is corrupt.
+            SpaceError, OutputError: The target cannot be written.
+        """
         steps = self._group.steps[self._step_range.first : self._step_range.stop]
         self._journal = self._context.journal.open_output(self._journal_name, None, keep=self._context.resumed)
         try:
@@ -160,7 +174,7 @@ class StepRangeCopier:
         return self._context.files[self._group.files[self._index_in_group[name]]]
 
     def _open_out_file(self, name: str, position: int) -> OutFile:
-        """Return the file `name`, positioned at `position`."""
+        """Return the output file of a name, positioned at `position` in bytes; open it on first use."""
         out_file = self._out_files.get(name)
         if out_file is not None:
             out_file.seek(position)
@@ -219,14 +233,14 @@ class StepRangeCopier:
         return _StepSharding(grid, frames, sizes, has_replicas, is_whole, small)
 
     def _block_positions(self, step: CopyStep) -> Iterator[tuple[str, int]]:
-        """Return file and offset of each block, including its frame."""
+        """Return the file of each block, and the offset in bytes at which its frame, or the block itself, begins."""
         chunks = step.target.chunks
         if type(chunks) is ShardedChunks:
             return zip(chunks.files, chunks.offsets, strict=True)
         return ((chunk.file, chunk.offset) for chunk in chunks)
 
     def _grid_share(self, step: CopyStep, sharding: _StepSharding) -> Grid:
-        """Return the part of the grid that belongs to this run."""
+        """Return the part of the grid in this step range."""
         dim0_range = self._step_range.dim0_range
         return sharding.grid if dim0_range is None else sharding.grid.slice_dim0(*dim0_range, step.target.shape[0])
 
@@ -248,7 +262,7 @@ class StepRangeCopier:
         self._finish(step, sharding, writers, sink.digest, record_parts)
 
     def _stream(self, step: CopyStep, grid: Grid, sink: Sink, record_parts: list[RecordPart] | None) -> OverflowCounts:
-        """Read and cast the share of a tensor that belongs to this run; return the losses of the cast."""
+        """Read and cast the share of a tensor in this step range; return how many elements overflowed."""
         counts = OverflowCounts()
         if grid.nbytes:
             stream_cast(
@@ -263,7 +277,7 @@ class StepRangeCopier:
         return Region((dim0_range[0],) + (0,) * (len(shape) - 1), (dim0_range[1] - dim0_range[0], *shape[1:]))
 
     def _open_blocks(self, step: CopyStep, sharding: _StepSharding, grid: Grid) -> dict[int, BlockWriter]:
-        """Return writers for the blocks that this run fills, after writing the head of each that starts here."""
+        """Return a writer by index for each block in this step range; write the head of each that starts in it."""
         positions = list(self._block_positions(step))
         writers = {}
         for cell in grid.cells:
@@ -281,14 +295,14 @@ class StepRangeCopier:
         return writers
 
     def finish_block(self, writer: BlockWriter) -> None:
-        """Write the tail of a complete block; for a shared block, the last worker does that."""
+        """Write the tail of a complete block; of a tensor that several workers copy, the last one writes the tails."""
         if writer.frame is not None and self._split_tensor is None:
             tail = writer.frame.build_tail(writer.crc)
             writer.out.write(tail)
             writer.position += len(tail)
 
     def _copy_small(self, step: CopyStep, sharding: _StepSharding) -> bool:
-        """Copy a tensor that fits into the buffer; return False if it does not, or needs the general path."""
+        """Copy a tensor that fits into the buffer with few calls; return False if `_stream` has to copy it."""
         source, target, small = step.source, step.target, sharding.small
         if small is None or small.max_block_nbytes > self._buffer_nbytes or target.dtype is not source.dtype:
             return False
@@ -308,7 +322,7 @@ class StepRangeCopier:
         tree: TreeDigest,
         record_parts: list[RecordPart] | None,
     ) -> None:
-        """Record the results of a tensor, or of its share, once all of it is in buffers or written."""
+        """Record the digests of a tensor, or of its share, all of which is in buffers or written."""
         journal_entry = b"".join(tree.leaves) or leaf_digest(b"")
         journal_entry += b"".join([block.to_journal_entry() for block in writers.values()])
         self._unjournaled.append(([(block.out, block.position) for block in writers.values()], journal_entry))
@@ -429,7 +443,7 @@ class StepRangeCopier:
         return True
 
     def _digest_target(self, file: OutputFile, start: int, nbytes: int) -> tuple[list[bytes], bytes, int]:
-        """Return block digests, hash and CRC-32 of bytes in the target, of fewer bytes if the file is shorter."""
+        """Return leaf digests, hash and CRC-32 of `nbytes` bytes of the target, or of all bytes up to its end."""
         tree, hasher, crc, nbytes_read = TreeDigest(), BlockHasher(), 0, 0
         buffer = self._buffers.get(0)
         while nbytes_read < nbytes:

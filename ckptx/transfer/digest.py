@@ -35,13 +35,13 @@ LEAF_NBYTES = 16 << 20
 
 leaf_digest = xxhash.xxh3_128_digest
 block_hash = xxhash.xxh3_64_digest
-BlockHasher = xxhash.xxh3_64  # of a block while it is written; a resumed run keeps blocks with equal hashes
+BlockHasher = xxhash.xxh3_64  # hashes a block while it is written; a resumed run keeps blocks with equal hashes
 
-_POLYNOMIAL = 0xEDB88320  # of CRC-32, lowest bit first
+_POLYNOMIAL = 0xEDB88320  # polynomial of CRC-32, lowest bit first
 
 
 def tree_digest(leaves: Iterable[bytes]) -> bytes:
-    """Return the digest from the digests of the blocks, in order."""
+    """Return the tree digest from the digests of all leaves, in order."""
     return leaf_digest(b"".join(leaves))
 
 
@@ -60,7 +60,7 @@ def join_crc32(first: int, second: int, nbytes: int) -> int:
 
     Appending a zero bit multiplies a CRC by x modulo the polynomial, so the first is multiplied by x^(8 nbytes).
     """
-    power, factor, bits = 1 << 31, 1 << 30, 8 * nbytes  # 1 and x
+    power, factor, bits = 1 << 31, 1 << 30, 8 * nbytes  # the polynomials 1 and x
     while bits:
         if bits & 1:
             power = _multiply(power, factor)
@@ -79,7 +79,12 @@ def _multiply(a: int, b: int) -> int:
 
 
 class TreeDigest:
-    """Digest of a stream; `leaf_remaining` is the number of bytes before the next block, which no update may cross."""
+    """Tree digest of a stream.
+
+    Attributes:
+        leaves: Digest of each complete leaf.
+        leaf_remaining: Number of bytes up to the end of the current leaf, which no update may cross.
+    """
 
     __slots__ = ("_hasher", "leaf_remaining", "leaves")
 
@@ -92,7 +97,7 @@ class TreeDigest:
         """Add `view`, at most `leaf_remaining` bytes; `is_last` is True for the end of the stream."""
         remaining = self.leaf_remaining - len(view)
         if self._hasher is None and (is_last or not remaining):
-            self.leaves.append(leaf_digest(view))  # a block in one piece needs no hasher
+            self.leaves.append(leaf_digest(view))  # a leaf in one update needs no hasher
             self.leaf_remaining = LEAF_NBYTES
             return
         if self._hasher is None:
@@ -105,5 +110,5 @@ class TreeDigest:
         self.leaf_remaining = remaining
 
     def digest(self) -> bytes:
-        """Return the digest of all blocks finished so far."""
+        """Return the tree digest of all complete leaves."""
         return tree_digest(self.leaves)

@@ -1,4 +1,4 @@
-"""Sink that digests a tensor, and streaming through a cast."""
+"""Digest a tensor, and stream it through a cast."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def stream_cast(
 def digest_tensor(
     reader: TensorReader, entry: TensorEntry, dtype: DType, counts: OverflowCounts | None = None
 ) -> TreeDigest:
-    """Return the layout-independent digest of a tensor cast to `dtype`, from its bytes."""
+    """Read a tensor, cast it to `dtype`, and return the digest of its row-major bytes, independent of the layout."""
     nbytes = dtype.nbytes(entry.numel)
     sink = DigestSink(nbytes, memoryview(bytearray(min(_BUFFER_NBYTES, max(1, nbytes)))))
     stream_cast(reader, entry, full_region(entry.shape), dtype, sink, counts=counts)

@@ -1,8 +1,8 @@
 """Executor of a copy plan, the only code that copies tensor data.
 
-Each worker thread takes runs of tensors and copies them front to back: blocks of 1 MiB are filled from the source,
-checksummed while in cache, and written to the files of the group. Results depend on the plan alone, never on the number
-of workers or their timing.
+Each worker thread takes ranges of steps and copies their tensors front to back: buffers of 1 MiB are filled from the
+source, checksummed while in cache, and written to the files of the group. Results depend on the plan alone, never on
+the number of workers or their timing.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ class CopyResult:
     """Result of a copy.
 
     Attributes:
-        digests: Digest of the row-major bytes of each tensor by target name, independent of its shards.
-        file_digests: Digest of each target file by name.
+        digests: Digest of the row-major bytes of each tensor, in hex, by target name; independent of its shards.
+        file_digests: Digest of each target file, in hex, by name.
         bytes_read: Number of bytes read from the source, including those that a resumed run only compares.
         bytes_written: Number of bytes written; less than planned if the run was resumed.
-        records_without_crc: Number of source records without a CRC.
+        records_without_crc: Number of archive records of the source without a CRC-32, which could not be checked.
         was_locked: False if the file system of the output has no locks.
         was_complete: True if nothing was copied because the files were already complete.
         overflows: Number of finite elements that a cast made infinite, by target name.
@@ -203,7 +203,7 @@ class CopyExecution:
             self.result.records_without_crc += reader.records_without_crc
 
     def _digest_files(self) -> None:
-        """Combine the digests of file blocks; blocks that span two runs are read back from the page cache."""
+        """Combine the leaf digests of each file; leaves that span two step ranges are read back from the page cache."""
         undigested: deque[tuple[int, int, int]] = deque()
         for index in self.files:
             nbytes = self.plan.files[index].nbytes
@@ -233,7 +233,7 @@ class CopyExecution:
         )
 
     def _digest_rest(self, undigested: deque[tuple[int, int, int]]) -> None:
-        """Digest the rest of the file blocks in the queue: file, block, first position."""
+        """Digest the leaves in the queue, each given as file index, leaf index and first byte to read."""
         buffer = memoryview(bytearray(BUFFER_NBYTES))
         try:
             while undigested:
@@ -256,7 +256,7 @@ class CopyExecution:
 
 
 def _chunk_spans(plan: CopyPlan, step_range: StepRange) -> Iterator[tuple[str, int, int]]:
-    """Yield file, offset and number of bytes of the chunks that a run reads, in order."""
+    """Yield file, offset and number of bytes of each chunk that a step range reads, in order."""
     for step in plan.groups[step_range.group].steps[step_range.first : step_range.stop]:
         entry = step.source
         region = full_region(entry.shape)
@@ -269,7 +269,7 @@ def _chunk_spans(plan: CopyPlan, step_range: StepRange) -> Iterator[tuple[str, i
 
 
 def _create_split_tensors(step_ranges: list[StepRange]) -> dict[tuple[int, int], SplitTensor]:
-    """Create the shared results of each tensor that several workers copy, by group and step."""
+    """Return the shared results of each tensor that several workers copy, by (group, step)."""
     counts: dict[tuple[int, int], int] = {}
     for step_range in step_ranges:
         if step_range.dim0_range is not None:

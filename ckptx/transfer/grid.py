@@ -42,7 +42,7 @@ class Cell(NamedTuple):
 
 
 class Extent(NamedTuple):
-    """Contiguous bytes of one cell in the tensor."""
+    """Contiguous bytes of the tensor in one cell: index of the block, and number of bytes."""
 
     block: int
     nbytes: int
@@ -66,7 +66,7 @@ class Grid(NamedTuple):
 
     @property
     def min_cell_width(self) -> int:
-        """Return the row width of the narrowest cell in bytes."""
+        """Return the width of the narrowest cell that is not empty, in bytes; the row width if all are empty."""
         return min((cell.right - cell.left for cell in self.cells if cell.nbytes), default=self.width)
 
     def slice_dim0(self, begin: int, end: int, dim0_size: int) -> Grid:
@@ -86,7 +86,7 @@ class Grid(NamedTuple):
         return Grid(bottom - top, right - left, self.rows_per_index, tuple(cells))
 
     def iterate_extents(self) -> Iterator[Extent]:
-        """Yield the pieces in row-major order."""
+        """Yield the contiguous bytes of each cell, in row-major order of the tensor."""
         nonempty_cells = [cell for cell in self.cells if cell.nbytes]
         points = sorted({point for cell in nonempty_cells for point in (cell.top, cell.bottom)})
         for top, bottom in pairwise(points):
@@ -124,7 +124,7 @@ def build_grid(dtype: DType, shape: Shape, regions: Sequence[Region]) -> Grid:
             f"a tensor of shape {list(shape)} sharded on dims {sharded_dims}; this is a bug in ckptx, please report it"
         )
     dim = sharded_dims[-1] if sharded_dims else 0
-    unit_bits = prod(shape[dim + 1 :]) * dtype.bits  # of one index of `dim`, in bits: half a byte for F4
+    unit_bits = prod(shape[dim + 1 :]) * dtype.bits  # size of one index of `dim`; an F4 element has half a byte
     width = dtype.nbytes(prod(shape[dim:]))
     rows_per_index = prod(shape[1:dim]) if dim else 0
     cells = []

@@ -10,11 +10,11 @@ from ckptx.transfer.digest import TreeDigest
 
 
 class FileDigests:
-    """Partial digests of a file that several passes write.
+    """Leaf digests of a file that several workers write; a leaf is a block of `LEAF_NBYTES` bytes.
 
     Attributes:
-        leaves: Block number -> digest of the complete block.
-        partial_leaves: Position -> digest of the block that was written in order up to there.
+        leaves: Index of the leaf -> digest of the complete leaf.
+        partial_leaves: Position in bytes -> digest of the leaf that was written in order up to that position.
     """
 
     __slots__ = ("leaves", "partial_leaves")
@@ -24,7 +24,7 @@ class FileDigests:
         self.partial_leaves: dict[int, TreeDigest] = {}
 
     def find_undigested_leaves(self, nbytes: int) -> list[tuple[int, int]]:
-        """Return number and first position to read of each block of a file of `nbytes` that is not digested yet."""
+        """Return each leaf of a file of `nbytes` that is not digested yet, as (index, first byte to read)."""
         positions = {position // digest.LEAF_NBYTES: position for position in self.partial_leaves}
         count = -(-nbytes // digest.LEAF_NBYTES)
         return [
@@ -33,13 +33,13 @@ class FileDigests:
 
 
 class OutFile:
-    """One pass over a range of a target file.
+    """Range of a target file that one worker writes.
 
     The buffer is written with one call when it ends at a multiple of its size, so that writes are aligned as long as
-    the pass goes front to back; it may also seek, for two blocks of one tensor in the same file.
+    the worker writes front to back; it may also seek, for two blocks of one tensor in the same file.
 
     Attributes:
-        position: Position of the buffer in the file.
+        position: Position in the file of the first byte in the buffer.
         buffered: Number of bytes in the buffer.
         nbytes: Total size of the file.
     """
@@ -60,8 +60,8 @@ class OutFile:
         Args:
             file: File, open for writing.
             nbytes: Total size of the file.
-            buffer: Buffer whose size divides the size of a digest block.
-            digests: Receives the digest of each block of the file that this pass completes.
+            buffer: Buffer whose size divides `LEAF_NBYTES`.
+            digests: Receives the digest of each leaf of the file that this worker completes.
             on_write: Called with the number of bytes before they are written.
             position: First position to write.
         """
@@ -134,13 +134,13 @@ class OutFile:
         self.position = position
 
     def suspend(self) -> None:
-        """Flush, and store the digest of the current block for the pass that continues at this position."""
+        """Flush, and store the digest of the current leaf for the worker that continues at this position."""
         self.flush()
         if self._leaf_digest is not None:
             self._file_digests.partial_leaves[self.position], self._leaf_digest = self._leaf_digest, None
 
     def _update_digest(self, view: memoryview, position: int) -> None:
-        """Digest blocks of the file that are written in order; the rest of other blocks is read back at the end."""
+        """Digest leaves that are written in order; the executor reads the other leaves again at the end."""
         if position % digest.LEAF_NBYTES == 0:
             self._leaf_digest = TreeDigest()
         if self._leaf_digest is None:

@@ -87,7 +87,7 @@ class CopyPlan:
             yield from group.steps
 
     def to_lines(self) -> Iterator[str]:
-        """Yield a text description: each group, and source and destination of each tensor in it."""
+        """Yield lines that describe the plan: each group, and the source and target of each tensor in it."""
         for number, group in enumerate(self.groups):
             names = [self.files[index].name for index in group.files]
             yield f"group {number}: {', '.join(names)}"
@@ -97,7 +97,7 @@ class CopyPlan:
                 yield f"  {tensor_text} <- {step.source.name} {source} -> {target}"
 
     def step_ranges(self) -> list[StepRange]:
-        """Return the runs, ordered so that neighbors are in different groups: writers of one file block each other."""
+        """Return the step ranges; neighbors are in different groups, because writers of one file block each other."""
         ordered: list[tuple[int, StepRange]] = []
         for index, group in enumerate(self.groups):
             ordered += enumerate(_split_group(index, group))
@@ -106,7 +106,7 @@ class CopyPlan:
 
 
 def _format_position(entry: TensorEntry) -> str:
-    """Return file and offset of the first chunk, and the number of further chunks, as text."""
+    """Return file and offset of the first chunk, and the number of other chunks, as a string."""
     first = entry.chunks[0]
     more = f" and {len(entry.chunks) - 1} more" if len(entry.chunks) > 1 else ""
     return f"{first.file}:{first.offset}{more}"
@@ -118,7 +118,7 @@ def _split_group(index: int, group: FileGroup) -> Iterator[StepRange]:
         dim0_ranges = list(_split_dim0(step)) if step.target.nbytes > STEP_RANGE_NBYTES else []
         if len(dim0_ranges) > 1:
             if first < i or i == 0:
-                yield StepRange(index, first, i)  # even if it is empty, because the first run writes the prologues
+                yield StepRange(index, first, i)  # even if it is empty: the first range writes the prologues
             yield from (StepRange(index, i, i + 1, dim0_range) for dim0_range in dim0_ranges)
             first, nbytes = i + 1, 0
             continue
@@ -131,7 +131,7 @@ def _split_group(index: int, group: FileGroup) -> Iterator[StepRange]:
 
 
 def _split_dim0(step: CopyStep) -> Iterator[tuple[int, int]]:
-    """Yield ranges of dim 0 of about `STEP_RANGE_NBYTES` bytes that start at a block of the digest of the tensor."""
+    """Yield ranges of dim 0 of about `STEP_RANGE_NBYTES` bytes that start at a leaf of its digest."""
     shape, dtype = step.target.shape, step.target.dtype
     row_bits = prod(shape[1:]) * dtype.bits
     if not shape or row_bits % 8:

@@ -9,7 +9,7 @@ from numpy.lib.stride_tricks import as_strided
 
 
 def insert_columns(out: memoryview, out_width: int, column: int, rows: memoryview, pitch: int, width: int) -> None:
-    """Copy the rows of a strip to a tile: `width` bytes every `pitch` bytes, to `column` of rows of `out_width`."""
+    """Copy `width` bytes every `pitch` bytes of `rows` to `column` of rows of `out_width` bytes, with numpy."""
     target = np.frombuffer(out, np.uint8).reshape(-1, out_width)
     if pitch == width:
         source = np.frombuffer(rows, np.uint8)[: target.shape[0] * width].reshape(-1, width)
@@ -19,7 +19,7 @@ def insert_columns(out: memoryview, out_width: int, column: int, rows: memoryvie
 
 
 def extract_columns(out: memoryview, rows: memoryview, pitch: int, column: int, width: int) -> None:
-    """Copy `width` bytes at `column` of each row of `pitch` bytes."""
+    """Copy `width` bytes at `column` of each row of `pitch` bytes, with numpy."""
     target = np.frombuffer(out, np.uint8).reshape(-1, width)
     source = np.frombuffer(rows, np.uint8)[: target.shape[0] * pitch].reshape(-1, pitch)
     target[:] = source[:, column : column + width]
@@ -38,7 +38,7 @@ def copy_strided(
     Args:
         out: Row-major destination of `sizes` elements.
         sizes: Size of each dim.
-        fixed_indices: Dims that are fixed -> their position; `span` holds the elements of the other dims.
+        fixed_indices: Dim -> index, for dims of which `span` contains one index only.
         span: Source bytes from the first element on.
         strides: Source stride of each dim, in elements.
         itemsize: Bytes per element.

@@ -1,10 +1,10 @@
-"""Reads that give a region of a tensor in row-major order from its chunks.
+"""Plan the reads that give a region of a tensor in row-major order from its chunks.
 
     chunks split along rows           chunks split along columns
     +---------+                       +----+----+
     |    A    |   A, then B:          | A  | B  |   row by row, A and B in turn: the tile
     +---------+   two spans           |    |    |   reads whole rows of A and of B, then
-    |    B    |                       |    |    |   weaves them
+    |    B    |                       |    |    |   merges their rows
     +---------+                       +----+----+
 
 The order is that of the target, so that one pass can copy, checksum and digest; each chunk is nevertheless read front
@@ -21,8 +21,8 @@ from typing import NamedTuple
 from ckptx.catalog.entry import Chunk, TensorEntry
 from ckptx.catalog.region import Region, Shape
 
-# A row segment shorter than this is read together with its neighbors and woven in memory, because one system call per
-# row of a narrow shard would cost more than its bytes.
+# A shorter row segment is read together with its neighbors and reordered in memory, because one system call per row of
+# a narrow shard would cost more than its bytes.
 _MIN_SPAN_NBYTES = 64 << 10
 TILE_NBYTES = 1 << 20
 
@@ -50,7 +50,7 @@ class Strip(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """Rows of `width` bytes, woven from strips that cover them exactly."""
+    """Rows of `width` bytes, made of strips that cover them exactly."""
 
     rows: int
     width: int

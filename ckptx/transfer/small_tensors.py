@@ -1,4 +1,4 @@
-"""Copy of tensors that fit into a buffer; a MoE checkpoint has tens of thousands, and their calls cost more than bytes.
+"""Copy tensors that fit into a buffer. A MoE checkpoint has tens of thousands, whose calls cost more than their bytes.
 
 It takes a third of the time of the general path: such a tensor is read with one call, its blocks are copied from
 memory, and each block enters the buffer of its file together with its frame.
@@ -21,7 +21,7 @@ HASH_NBYTES = 8  # bytes per block in the journal
 
 
 def encode_crc(crc: int) -> bytes:
-    """Return a CRC-32 in the form of the journal."""
+    """Return a CRC-32 as a journal entry of `HASH_NBYTES` bytes, little-endian."""
     return crc.to_bytes(HASH_NBYTES, "little")
 
 
@@ -58,7 +58,7 @@ class CopiedTensor(NamedTuple):
 
 
 def build_small_sharding(grid: Grid, frames: Sequence[Frame | None]) -> SmallSharding:
-    """Return the blocks of a grid, in its order."""
+    """Return the sharding of a small tensor from its grid and the frame of each block (None for none)."""
     blocks = []
     for cell, frame in zip(grid.cells, frames, strict=True):
         frame_nbytes = 0 if frame is None else len(frame.head) + frame.tail_nbytes
@@ -73,7 +73,7 @@ def build_small_sharding(grid: Grid, frames: Sequence[Frame | None]) -> SmallSha
 
 
 class SmallTensorCopier:
-    """Copier of the small tensors of one pass."""
+    """Copier of the small tensors of one step range."""
 
     def __init__(
         self,

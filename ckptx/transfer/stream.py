@@ -1,4 +1,4 @@
-"""Streaming of a region of a tensor, in row-major order, into a sink.
+"""Stream a region of a tensor, in row-major order, into a sink.
 
 The sink provides the memory, so that a plain copy reads from the file directly into the buffer that is written next.
 The recorded CRC-32 of the source is checked on the way; stock torch never checks it.
@@ -267,7 +267,7 @@ class TensorReader:
         return self._grids[key]
 
     def _start_crcs(self, entry: TensorEntry, region: Region, is_share: bool) -> dict[int, int]:
-        """Return CRC 0 for each chunk whose CRC can be checked while streaming; check the others in a separate read."""
+        """Return {index: 0} for chunks whose CRC-32 is computed while streaming; check others in a separate read."""
         running_crcs: dict[int, int] = {}
         for index, chunk in enumerate(entry.chunks):
             record = chunk.record
@@ -378,7 +378,8 @@ class TensorReader:
             starts[-1] //= entry.dtype.pack
             sizes[-1] //= entry.dtype.pack
         row_dim = next((dim for dim, size in enumerate(sizes) if size > 1), 0)
-        row_bytes = max(prod(sizes[row_dim + 1 :]), *strides[row_dim : row_dim + 1], 1) * itemsize  # or what it spans
+        # A strided row may span more bytes than it has.
+        row_bytes = max(prod(sizes[row_dim + 1 :]), *strides[row_dim : row_dim + 1], 1) * itemsize
         step = max(1, min(sizes[row_dim], self._max_memory // (2 * row_bytes)))
         for first in range(0, sizes[row_dim], step):
             rows = [*sizes[:row_dim], min(step, sizes[row_dim] - first), *sizes[row_dim + 1 :]]
