@@ -15,8 +15,9 @@ class DType:
 
     Attributes:
         name: The safetensors name (`BF16`); torch dtypes that safetensors lacks carry their torch name in capitals.
-        torch_name: The attribute of `torch_name` (`bfloat16`), or None if torch has no such dtype.
-        storage_class: The typed storage class of `torch_name.save` (`BFloat16Storage`), or None for an untyped storage.
+        torch_name: Name of the attribute of `torch` (`bfloat16`), or None if torch has no such dtype.
+        storage_class: Name of the typed storage class in `torch.save` files (`BFloat16Storage`), or None for an untyped
+            storage.
         bits: Bits per element; safetensors counts each F4 value as an element.
         is_castable: True for plain floats, which `--dtype` casts; False for quantized floats (fp8, fp4) and all other
             dtypes.

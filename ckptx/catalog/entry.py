@@ -195,7 +195,13 @@ class LazyChunks(Sequence[Chunk]):
         build_frame: Callable[[DType, Shape], Frame],
         parse: Callable[[Iterable[Chunk]], tuple[Chunk, ...]],
     ) -> None:
-        """Store the archives; `parse` parses some of them and returns the chunks, or raises what parsing raises."""
+        """Store the archives without parsing them.
+
+        Args:
+            archives: All archives of the tensor.
+            build_frame: Returns the expected bytes around the elements of an archive, from dtype and shape.
+            parse: Parses some of the archives and returns their chunks; its errors are passed on.
+        """
         self.archives, self.build_frame = archives, build_frame
         self._parse = parse
         self._parsed_chunks: tuple[Chunk, ...] | None = None

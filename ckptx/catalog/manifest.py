@@ -37,7 +37,7 @@ ORIGIN_FORMAT = "huggingface"
 
 
 class FileRecord(NamedTuple):
-    """Size and digest of a file as it was written."""
+    """Size in bytes, and digest in hex, of a file as it was written."""
 
     nbytes: int
     digest: str
@@ -52,7 +52,15 @@ class ShardingRecord(NamedTuple):
 
 
 class TensorRecord(NamedTuple):
-    """A tensor as it was written: whole in one `file_index`, or sharded as in a `sharding_index`; both are indices."""
+    """Record of a tensor as it was written: whole in one file, or sharded.
+
+    Attributes:
+        digest: Digest of its row-major bytes, in hex.
+        file_index: Index of its file in `files` of the manifest; None if it is sharded.
+        sharding_index: Index in `Manifest.shardings`; None if it is whole.
+        tied_to: Name of the tensor with the same bytes that it is tied to; None if it is not tied.
+        model_name: Name in the model; None if it is the name on disk.
+    """
 
     dtype: DType
     shape: Shape
@@ -64,7 +72,7 @@ class TensorRecord(NamedTuple):
 
 
 class LayoutRecord(NamedTuple):
-    """The mesh of a checkpoint, and the layers (path, first, stop) of each pipeline stage (None if unknown)."""
+    """Record of the mesh: its sizes, and the layers of each pipeline stage as (path, first, stop); None if unknown."""
 
     tp: int
     pp: int
@@ -164,7 +172,7 @@ def encode_manifest(manifest: dict[str, Any]) -> bytes:
 
 
 def _encode_tensor_rows(rows: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
-    """Yield names and rows of tensors; the text around the digest is encoded once for all tensors that share it."""
+    """Yield the JSON text of each tensor; the text around the digest is encoded once for equal rows."""
     row_texts: dict[tuple[object, ...], tuple[str, str]] = {}
     comma = ""
     for name, row in rows.items():

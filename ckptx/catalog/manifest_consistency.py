@@ -30,7 +30,7 @@ def find_contradiction(manifest: Manifest) -> Contradiction | None:
     """Return the first contradiction, or None.
 
     Args:
-        manifest: A parsed manifest, of which every field alone is valid.
+        manifest: Parsed manifest, in which each field is valid by itself.
     """
     return _check_layout(manifest) or _check_ties(manifest) or _check_shardings(manifest) or _check_file_sizes(manifest)
 

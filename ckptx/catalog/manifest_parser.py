@@ -38,7 +38,7 @@ from ckptx.untrusted.json_text import parse_json
 from ckptx.untrusted.limits import MAX_MANIFEST_BYTES, find_shape_fault
 from ckptx.untrusted.numbers import HashFlood, UniqueTuples, salted_key
 
-_MAX_VALUES = 1 << 24  # of any type; the largest published model with its optimizer state has a tenth
+_MAX_VALUES = 1 << 24  # JSON values of any type; the largest published model with its optimizer state has a tenth
 _INTEGER_STOP = 1 << 63
 # Formats that a manifest can describe: outputs that have one, then sources that it can restore.
 _FORMATS = (
@@ -112,7 +112,13 @@ def _invalid_manifest(path: str, reason: str) -> InputError:
 
 
 class _InvalidField(Exception):
-    """A field has an invalid value."""
+    """The value of a field is invalid.
+
+    Attributes:
+        field: Path of the field in the file.
+        value_text: Value as text, shortened.
+        required: Requirement, such as "a list of sizes".
+    """
 
     def __init__(self, field: str, value: Any, required: str, value_text: str | None = None) -> None:
         super().__init__(field)
@@ -120,7 +126,7 @@ class _InvalidField(Exception):
 
 
 class _ManifestParser:
-    """Parses the fields of one manifest; errors name the path of a field in the file."""
+    """Parser of one manifest; raises `_InvalidField` with the path of the field in the file."""
 
     def __init__(self) -> None:
         self._shapes: UniqueTuples[Shape] = UniqueTuples()
@@ -192,7 +198,7 @@ class _ManifestParser:
             self._require_index(file_index, file_count, ".file")
         else:
             self._require_index(sharding_index, len(shardings), ".cut")
-            if salted_key(shape) not in self._fitting_shapes[sharding_index]:  # tensors that share a cut have one shape
+            if salted_key(shape) not in self._fitting_shapes[sharding_index]:  # checked once per shape
                 if not all(_is_inside(region, shape) for region in shardings[sharding_index].regions):
                     self._refuse(".cut", sharding_index, "the index of blocks within the shape")
                 self._fitting_shapes[sharding_index].add(salted_key(shape))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 class ObjectIds:
-    """Returns `id` of objects and keeps each object alive, so that ids are valid keys of a cache.
+    """Return the `id` of objects, and keep the objects alive, so that ids are valid keys of a cache.
 
     An id is unique only while its object lives; a later object in the same memory has the same id. So a cache by `id`
     that outlives its keys could return the value for another object.

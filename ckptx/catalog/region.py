@@ -130,7 +130,7 @@ def _are_disjoint(groups: list[_Slab]) -> bool:
 
 
 def _split_into_slabs(groups: list[_Slab], budget: list[int]) -> list[_Slab] | None:
-    """Split at all bounds: return the intervals, each with every region that spans it; None if over budget."""
+    """Split at all bounds: return the intervals, each with all regions that span it; None if over budget."""
     points = [point for point, _ in groupby(sorted(p for begin, size, _ in groups for p in (begin, begin + size)))]
     point_ranges = [(bisect_left(points, begin), bisect_left(points, begin + size)) for begin, size, _ in groups]
     budget[0] -= sum((stop - first) * len(group[2]) for (first, stop), group in zip(point_ranges, groups, strict=True))
