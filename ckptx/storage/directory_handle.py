@@ -29,7 +29,7 @@ _FILE_FLAGS = (
 # Errors of opening a name that is not a file or directory as expected.
 _UNEXPECTED_KIND_ERRNOS = {errno.ELOOP, errno.EMLINK, errno.ENOTDIR, errno.EISDIR, errno.ENXIO, errno.EEXIST}
 
-PROBE_NAME = "probe"  # created and removed to find out the owner of our files
+PROBE_NAME = "probe"  # file that is created and removed to find out the owner of new files
 
 
 def split_name(name: str) -> tuple[str, ...]:
@@ -95,7 +95,7 @@ class DirectoryHandle:
             raise open_error(path, error) from error
 
     def open_directory(self, name: str, *, create: bool = False) -> DirectoryHandle:
-        """Open a subdirectory; with `create_descriptor` it is created if it does not exist.
+        """Open a subdirectory; with `create`, create it if it does not exist.
 
         Raises:
             OutputError: It cannot be created, or is not a directory.
@@ -162,7 +162,7 @@ class DirectoryHandle:
         return OpenFile(descriptor, self.path / name)
 
     def open_output(self, name: str, nbytes: int | None, *, keep: bool = False) -> OpenFile:
-        """Create a file of the output, or with `keep` open_descriptor the file of an interrupted run; see `OutputTree`.
+        """Create a file of the output, or with `keep` open the file of an interrupted run; see `OutputTree`.
 
         Args:
             name: Name relative to this directory.
@@ -201,7 +201,7 @@ class DirectoryHandle:
             return file.device_and_inode
 
     def open_descriptor(self, name: str, *, write: bool = False) -> int:
-        """Open a regular file for reading, and with `write` for writing, too; the caller closes it.
+        """Open a regular file for reading, and with `write` also for writing; the caller closes it.
 
         Raises:
             FileNotFoundError: It does not exist.
@@ -233,7 +233,7 @@ class DirectoryHandle:
             return None
 
     def device_and_inode(self, name: str) -> tuple[int, int]:
-        """Return device and inode of a file whose descriptor was kept."""
+        """Return device and inode of a file that `create_tracked` created."""
         status = os.fstat(self._tracked[name])
         return status.st_dev, status.st_ino
 
@@ -268,7 +268,7 @@ class DirectoryHandle:
                 os.unlink(PROBE_NAME, dir_fd=self.descriptor)
 
     def stat(self, name: str) -> os.stat_result | None:
-        """Return the status of a name in this directory without following links, or None if it does not exist."""
+        """Return the status of an entry of this directory without following links, or None if it does not exist."""
         try:
             return os.stat(name, dir_fd=self.descriptor, follow_symlinks=False)
         except FileNotFoundError:
@@ -300,7 +300,7 @@ class DirectoryHandle:
         _remove(name, self.descriptor)
 
     def remove_others(self, kept_names: Collection[str]) -> None:
-        """Remove every file in the tree whose name is not among `list_names`."""
+        """Remove every file in the tree whose name is not in `kept_names`."""
         try:
             for name, _ in list(self.walk()):
                 if name not in kept_names:
