@@ -78,7 +78,7 @@ def _digest_combinations(
 
 
 def _combine_chunks(entry: TensorEntry) -> Iterator[tuple[Chunk, ...]]:
-    """Yield the chunks of a tensor, and then sets in which replicas replace equal chunks, until each was used."""
+    """Yield the chunks of a tensor, then again with replicas in place of equal chunks, until each was used."""
     chunks = entry.chunks
     if not isinstance(chunks, ShardedChunks):
         yield tuple(chunks)

@@ -48,7 +48,7 @@ class Job:
         sidecars: Name in the output -> file to copy, or bytes to write.
         settings: Other settings that determine the bytes; a resumed run must have equal ones.
         build_manifest: Returns the manifest without `files` and `sidecars` from the result of the copy.
-        opened_catalog: The source as it was opened.
+        opened_catalog: Catalog of the source as it was when it was opened.
         is_decision_unchanged: Repeats decisions on the current contents of the source; True if they are unchanged.
         validate_result: Raises an error if the result of the copy shows that the source cannot be converted.
         check_staged_files: Checks the finished tensor files in the staged tree before the commit markers are written.
@@ -63,7 +63,7 @@ class Job:
     opened_catalog: Catalog
     is_decision_unchanged: Callable[[], bool]
     validate_result: Callable[[CopyResult], None]
-    check_staged_files: Callable[[Source, CopyResult], None] = lambda tree, outcome: None
+    check_staged_files: Callable[[Source, CopyResult], None] = lambda tree, result: None
     markers: list[tuple[str, bytes]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -220,7 +220,7 @@ def _write_share(
     processes: PeerProcesses,
     identities: FileIdentities,
 ) -> CopyResult | None:
-    """Write the share of a rank other than 0, and wait until rank 0 has published the output."""
+    """Write the files of a rank other than 0, and wait until rank 0 has published the output."""
     identities.find_touched()
     message = processes.receive(0, "plan")
     if message == "complete":

@@ -31,7 +31,7 @@ class Publisher(Protocol):
 
     @property
     def journal(self) -> OutputTree:
-        """Notes on finished work for a resumed run, which are not published; available after `begin`."""
+        """Journal of finished tensors, from which a run resumes; not published; available after `begin`."""
 
     @property
     def staged_source(self) -> Source:

@@ -2,7 +2,7 @@
 
 A directory is replaced as a whole, so every name in it is checked first. Weights, sidecars and trainer state are
 recognized by name; other files that ckptx wrote are recognized by the digest in its manifest, unless they were edited.
-Any other file, at any depth, is foreign.
+Any other file, at any depth, is unrelated to the checkpoint.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from ckptx.transfer.digest import file_digest
 from ckptx.untrusted.printable import one_line
 
 _BLOCK_NBYTES = 1 << 20
-_MAX_LISTED = 3  # foreign files that a refusal names
+_MAX_LISTED = 3  # unrelated files that an error message names
 
 _WEIGHTS = re.compile(
     r"\.metadata|.+\.(safetensors|distcp|gguf)|.+\.(safetensors|bin|h5|msgpack)\.index\.json|"
@@ -155,7 +155,7 @@ def _is_written_by_ckptx(directory: DirectoryHandle, name: str, digests: Mapping
 
 
 def _is_in_backup(directory: DirectoryHandle, name: str, backup: DirectoryHandle | None) -> bool:
-    """Return True for a file that another directory contains, too, with the same bytes."""
+    """Return True for a file that `backup` also contains, with the same bytes."""
     if backup is None:
         return False
     try:

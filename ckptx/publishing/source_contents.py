@@ -42,7 +42,7 @@ def require_unchanged(
         plan: Plan of the copy.
         digests: Digest of each copied tensor, by target name.
         files: Files of the source.
-        opened_catalog: The source as it was opened.
+        opened_catalog: Catalog of the source as it was when it was opened.
         is_decision_unchanged: Repeats decisions on the current contents of the source; True if they are unchanged.
         max_memory: Memory limit for buffers, in bytes.
 

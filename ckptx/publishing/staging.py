@@ -3,7 +3,7 @@
     parent/.NAME.ckptx-partial/lock         locked by flock during a run; without lock support, signed by the run
                                plan         plan of the output, which must be equal for a resumed run
                                aside        inode of the directory that an overwrite moves to parent/.NAME.ckptx-old
-                               journal/     finished blocks, one file per run of blocks
+                               journal/     finished blocks, one file per range of steps
                                tree/        becomes parent/NAME by one rename; its commit marker is written last
 
 A refused or failed run removes all of it. A killed one leaves it, and the next run resumes it or starts over. Programs
@@ -42,8 +42,8 @@ class Staging:
     Attributes:
         target: Path to be published, with links resolved.
         root: The staging directory.
-        tree_path, journal_path: Paths of the two directories, for readers.
-        output, journal: Handles of the same directories, for writing; available after `begin`.
+        tree_path, journal_path: Paths of the tree and the journal, for reading.
+        output, journal: Handles of the tree and the journal, for writing; available after `begin`.
         is_locked: False if the file system does not support locks: then another run can take over the directory, which
             this one detects before it publishes.
     """
@@ -210,7 +210,7 @@ class Staging:
 
     @property
     def staged_source(self) -> LocalSource:
-        """The files of `tree_path`, for reading."""
+        """The files of the tree, for reading."""
         return LocalSource(self.tree_path)
 
     @property
@@ -228,7 +228,7 @@ class Staging:
         refuse_existing(self.target, overwrite)
 
     def begin(self, plan: bytes, resume: bool) -> bool:
-        """Prepare `tree_path` and `journal_path` for a run with this plan.
+        """Prepare the tree and the journal for a run with this plan.
 
         Returns:
             True if an interrupted run of the same plan is resumed.
@@ -259,7 +259,7 @@ class Staging:
             )
 
     def publish(self, expected: Mapping[str, ExpectedFile] | None = None) -> None:
-        """Make `tree_path` the target, durably and atomically.
+        """Rename the tree to the target, durably and atomically.
 
         Args:
             expected: Every file that must exist, by name; None accepts any regular files.
