@@ -22,8 +22,8 @@ from ckptx.errors import Defect
 from ckptx.processes.worker import Worker, WorkerDied, send_result, use_one_thread
 
 T = TypeVar("T")
-_AUTOGRAD_FORK_ERROR = "fork-based multiprocessing"  # in the error of autograd
-_EXIT_PATIENCE = 5.0  # seconds between an answer and the end of its process
+_AUTOGRAD_FORK_ERROR = "fork-based multiprocessing"  # part of the error message of autograd
+_EXIT_PATIENCE = 5.0  # seconds that a process gets to exit after its answer
 
 
 def run_in_child(function: Callable[..., T], *args: Any, context: Any = None) -> T:

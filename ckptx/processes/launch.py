@@ -27,7 +27,7 @@ from ckptx.processes.rendezvous import LAUNCHED_BY_US, rank_variables
 
 _GRACE_PERIOD = 20.0  # seconds that the other ranks get to report after one has failed
 _POLL_INTERVAL = 0.05
-_STDERR_TAIL_LENGTH = 2000  # characters of stderr
+_STDERR_TAIL_LENGTH = 2000  # characters of stderr in an error message
 
 
 def launch(options_json: str, world_size: int) -> dict[str, Any]:

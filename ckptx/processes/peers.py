@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 _POLL_INTERVAL = 0.02  # seconds between two reads of the store
 _BEAT_INTERVAL = 1.0  # seconds between two heartbeats
 _MAX_MISSED_BEATS = 30  # consecutive missed heartbeats after which a rank counts as dead
-_MAX_MISSED_BEATS_AFTER_SIGTERM = 3  # the same, once this process has received SIGTERM
+_MAX_MISSED_BEATS_AFTER_SIGTERM = 3  # the same after this process has received SIGTERM
 _LEAVE_TIMEOUT = 60.0  # seconds that rank 0 waits for the others to learn the result
-_PART_NBYTES = 4 << 20  # bytes of a value; the store refuses 8 MiB
+_PART_NBYTES = 4 << 20  # maximum size of a stored value; the store refuses 8 MiB
 _DEAD_PEER = "ended without a message, or its connection was lost; look at its output"
 _LEFT_BEAT = -(1 << 40)  # makes any number of heartbeats negative
 
@@ -38,7 +38,7 @@ _meeting_count = 0  # meetings of this process; equal on all ranks, so that mess
 
 
 class PeerProcesses:
-    """The processes of one run, from the view of one of them.
+    """Connection of this process to the other processes of the run.
 
     A thread handles the store: a connection that hangs blocks that thread only, and is noticed here.
 
@@ -59,7 +59,7 @@ class PeerProcesses:
         self.rank, self.world_size = rank, world_size
         self._connect, self._address = connect, address
         self._condition = threading.Condition()
-        # State shared with the thread; guarded by `_changed`.
+        # State shared with the thread; guarded by `_condition`.
         self._outbox: deque[tuple[str, bytes]] = deque()
         self._awaited_keys: set[str] = set()
         self._received: dict[str, Any] = {}
@@ -145,7 +145,7 @@ class PeerProcesses:
         """Make a failure in the block end all ranks: once it is raised, no other rank writes any more."""
         try:
             yield
-        except BaseException as error:  # whatever ends this rank ends the others
+        except BaseException as error:  # any exception that ends this rank ends all ranks
             self._is_stopped = isinstance(error, Terminated)
             peer_failure = self._find_peer_failure() if self._is_stopped else None
             failure = peer_failure or error
@@ -159,7 +159,7 @@ class PeerProcesses:
                 raise peer_failure from error
             raise
 
-    # ------------------------------------------------------------------ what this rank makes of what it sees
+    # ------------------------------------------------------------------ checks of the other ranks
 
     def _check(self) -> None:
         if self._failure is not None:
@@ -265,7 +265,7 @@ class PeerProcesses:
                     next_beat_at = time.monotonic() + _BEAT_INTERVAL
                 self._exchange_messages(store)
             store.add(f"beat/{self.rank}", _LEFT_BEAT)
-        except Exception as error:  # network errors; reported by whoever waits for a message
+        except Exception as error:  # network errors; raised where a message is awaited
             with self._condition:
                 self._connection_error = (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
                 self._condition.notify_all()
@@ -281,7 +281,7 @@ class PeerProcesses:
             self._condition.notify_all()
 
     def _exchange_messages(self, store: Store) -> None:
-        """Send the messages of the outbox, and receive those that are waited for."""
+        """Send the messages of the outbox, and receive the awaited messages that have arrived."""
         with self._condition:
             messages, awaited_keys = list(self._outbox), list(self._awaited_keys)
         for key, data in messages:

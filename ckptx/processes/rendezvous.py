@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch.distributed import Store
 
-START_TIMEOUT = 300.0  # maximum seconds between the starts of ranks
+START_TIMEOUT = 300.0  # seconds that a rank waits for the others to start
 LAUNCHED_BY_US = "CKPTX_LAUNCHED"
 _LAUNCHER_VARIABLES = re.compile(
     r"(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_(ADDR|PORT)|TORCHELASTIC_.+|TORCH_NCCL_ASYNC_ERROR_HANDLING"
@@ -51,7 +51,7 @@ def rank_variables(rank: int, world_size: int) -> dict[str, str]:
 
 
 def remove_launcher_variables(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment for a child process of a rank that is no rank itself."""
+    """Return the environment for a child process of a rank, without the variables that make it a rank."""
     return {key: value for key, value in environment.items() if not _LAUNCHER_VARIABLES.fullmatch(key)}
 
 

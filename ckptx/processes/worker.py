@@ -26,7 +26,7 @@ class WorkerDied(Exception):
     """A worker ended without an answer.
 
     Attributes:
-        code: Its exit code, below zero the signal that ended it; None if it still runs.
+        code: Exit code of the process; negative for the signal that ended it, None if it still runs.
     """
 
     def __init__(self, code: int | None) -> None:
@@ -45,8 +45,8 @@ class Worker:
         """Start the process.
 
         Args:
-            context: Context of multiprocessing, which decides how the process is started.
-            target: Called in the process with its end of the pipe and `args`; sends each wait_for_result with `reply`.
+            context: multiprocessing context, which starts the process by fork or spawn.
+            target: Called in the process with its end of the pipe and `args`; sends each answer with `send_result`.
             args: Further arguments of `target`.
             process_options: Further arguments of `multiprocessing.Process`.
         """
@@ -100,7 +100,7 @@ class Worker:
 
 
 def send_result(pipe: Connection, function: Callable[..., Any], *args: Any) -> bool:
-    """Call a function in a worker and send its result or error; return False if the caller has gone."""
+    """Call a function in a worker and send its result or error; return False if the calling process has ended."""
     try:
         answer = pickle.dumps((True, function(*args)))
     except BaseException as error:  # raised again in the calling process
