@@ -14,7 +14,7 @@ def parse_json(text: str, subject: object, noun: str = "file") -> Any:
 
     Args:
         text: The text.
-        subject: Subject of error messages.
+        subject: Path or other subject of error messages.
         noun: Noun for the text in error messages ("the file is corrupt").
 
     Raises:

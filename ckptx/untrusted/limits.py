@@ -17,7 +17,7 @@ MAX_MANIFEST_BYTES = 256 << 20
 MAX_PICKLE_BYTES = 256 << 20  # `data.pkl` of one archive
 
 MAX_JSON_DEPTH = 64
-MAX_JSON_NUMBER_BITS = 320  # of a number; some tokenizers write 1e30 for "no limit"
+MAX_JSON_NUMBER_BITS = 320  # some tokenizers write 1e30 for "no limit"
 
 # Torch allows 64 dims, and 63 bits for element counts and strides.
 MAX_DIMS = 64
@@ -26,10 +26,10 @@ MAX_NUMEL_BITS = 63
 MAX_STORED_NUMEL_BITS = 59
 
 MAX_NAME_LENGTH = 4000  # characters; Python parses at most 4,300 digits, and a name may consist of digits
-MAX_TENSORS = 1 << 20  # of one file or one `.metadata`
+MAX_TENSORS = 1 << 20  # in one file or one `.metadata`
 MAX_RANKS = 1 << 16
 MAX_LISTED_NAMES = 1 << 20  # in one directory
-MAX_CACHED_NAMES = 1 << 18  # of all directories listed to find a checkpoint
+MAX_CACHED_NAMES = 1 << 18  # in all cached directory listings together
 MAX_WORKERS = 1 << 10
 MAX_MEMORY_BYTES = 1 << 50
 MAX_LAYERS = 1 << 16

@@ -24,11 +24,11 @@ _MAX_PER_HASH = 16
 
 
 class HashFlood(ValueError):
-    """Too many tuples share a hash, so they were chosen to: by chance, no two of a billion tuples share one."""
+    """Too many tuples share a hash; this is deliberate, because by chance no two of a billion tuples do."""
 
 
 class UniqueTuples(Generic[T]):
-    """Stores one object per distinct tuple, because a checkpoint repeats a few of them many thousand times."""
+    """Store of one object per distinct tuple, because a checkpoint repeats a few of them many thousand times."""
 
     __slots__ = ("_count_by_hash", "_values")
 
