@@ -99,7 +99,7 @@ def verify_bytes(options: CompareOptions, *, with_state: bool = True) -> VerifyR
 
 
 def _locate(view: ModelView, files: SourceFiles, log: Log, with_state: bool) -> ModelView:
-    """Locate every block of the model, and of its state with `with_state`; compare tensors that are stored twice."""
+    """Locate every block of the model, and with `with_state` of its state; compare tensors that are stored twice."""
     view = (
         locate_all_archives(view, files)
         if with_state and view.catalog.form.has_archives

@@ -147,7 +147,7 @@ def convert_to_common_names(a: ModelView, b: ModelView) -> tuple[ModelView, Mode
             )
             tensors.append(rules.to_model(published_tensors).tensors)
     except (InputError, UnsupportedError):
-        return a, b  # a view is incomplete or has an unknown form: its own names show the differences best
+        return a, b  # a view is incomplete or has unknown names; its own names show the differences best
     before, after = (len(first.keys() ^ second.keys()) for first, second in ((a.tensors, b.tensors), tensors))
     if after >= before:
         return a, b
@@ -199,7 +199,7 @@ class TiedNames:
 
     Attributes:
         groups: Name -> all names tied to it, directly or indirectly, in every naming.
-        sources: Target -> names that its own pairs tie it to.
+        sources: Name -> names that the config directly ties it to.
     """
 
     groups: dict[str, set[str]] = field(default_factory=dict)

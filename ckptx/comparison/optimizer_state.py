@@ -26,8 +26,8 @@ class StatePairs:
 
     Attributes:
         pairs: Name on disk of the first tensor, and both tensors, which have equal dtypes and shapes.
-        rows: Rows for differences in headers.
-        notes: Notes on state that is not compared.
+        rows: Rows of the report for names, shapes or dtypes that differ.
+        notes: Notes on state that is not compared, for the report.
     """
 
     pairs: tuple[tuple[str, TensorEntry, TensorEntry], ...] = ()
