@@ -261,7 +261,7 @@ class ShapeCache:
         return region
 
     def fault(self, shape: Shape) -> str | None:
-        """Return the `find_shape_fault` of a stored shape, or None."""
+        """Return the reason why a stored shape is invalid, or None if it is valid; see `find_shape_fault`."""
         if id(shape) not in self._faults:
             self._faults[id(shape)] = find_shape_fault(shape)
         return self._faults[id(shape)]
