@@ -92,7 +92,7 @@ EXTRA_ROWS: tuple[ExtraRow, ...] = (
     ExtraRow(
         "further tokens",
         r"^[^*]*(?<![^.])(mtp|nextn)[A-Za-z0-9_]*(\.|$)",
-        "layer that predicts further tokens (MTP), for speculative decoding",
+        "multi-token prediction (MTP) layer, for speculative decoding",
     ),
     ExtraRow(
         "extra state",
@@ -104,7 +104,7 @@ EXTRA_ROWS: tuple[ExtraRow, ...] = (
         r"\.(qweight|qzeros|scales|zeros|g_idx|perm|weight_packed|weight_shape|weight_zero_point|weight_g_idx"
         r"|weight_scale(s|_inv|_2)?|weight_global_scale|SCB|weight_format|absmax|quant_map|nested_absmax"
         r"|nested_quant_map|quant_state\.[a-z_0-9]+|codes|codebooks|centroids|indices|Qidxs|SU|SV|trellis|suh|svh)$",
-        "form or scale of a quantized weight",
+        "packed data or scale of a quantized weight",
         needs_weight=True,
     ),
     ExtraRow(
@@ -118,7 +118,7 @@ EXTRA_ROWS: tuple[ExtraRow, ...] = (
         "scale of a parameter",
         r"_(blocks|scales|scale|scale_inv|scale_2|packed|bias_scale|zero_point|qdata)$|\.(scale|zero|qscale_weight"
         r"|qscale_act)$",
-        "form or scale of a quantized weight",
+        "packed data or scale of a quantized weight",
         needs_weight=True,
     ),
     ExtraRow(
@@ -260,7 +260,7 @@ class ExtraTensors:
         other, module = self._other_class(pattern), self._innermost_module(pattern)
         is_head = not self._is_in_base_model(pattern) and (bool(other) or pattern.split(".")[0] in _TASK_HEADS)
         if is_head and self._lacks_own_head:
-            return ExtraTensor("", module or "the place of the own head, which is not stored")
+            return ExtraTensor("", module or "the position of the class's own head, which is not stored")
         if other and pattern.rpartition(".")[0] not in self._modules:  # not a bias that the own head lacks
             return ExtraTensor(f"of {other}, another class of this model type", module)
         return ExtraTensor("", module) if module else ExtraTensor(OUTSIDE_REASON)

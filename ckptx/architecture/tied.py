@@ -234,8 +234,8 @@ class _TieResolver:
             fact = f"{target} is {first.dtype} {first.shape}, {stored_name} is {second.dtype} {second.shape}"
             return make_decision("mismatched", "keep-both", fact)
         if self.are_equal(target, stored_name):
-            return make_decision("equal", "alias", f"{target} and {stored_name} hold the same bytes")
-        return make_decision("different", "keep-both", f"{target} and {stored_name} hold different bytes")
+            return make_decision("equal", "alias", f"{target} and {stored_name} have the same bytes")
+        return make_decision("different", "keep-both", f"{target} and {stored_name} have different bytes")
 
     def _decide_untied(
         self, pair: TiePair, target: str, source: str, make_decision: Callable[..., TieDecision]

@@ -90,12 +90,12 @@ def conversions(class_name: str, config: Mapping[str, Any]) -> tuple[Conversion,
             row.class_name for each in model_types_with_corrections() for row in corrections_of(each).torchtitan
         )
         raise UnsupportedError(
-            f"{class_name}: torchtitan names are known for {', '.join(known)} only; keep the names of the hub"
+            f"{class_name}: torchtitan names are known for {', '.join(known)} only; keep the names of the Hub"
         )
     for key in ("attention_bias", "mlp_bias"):
         if read_flag(config, (key,)):
             raise UnsupportedError(
-                f"config.json: {key} is true, but torchtitan's model has no biases there; keep the names of the hub"
+                f"config.json: {key} is true, but torchtitan's model has no biases there; keep the names of the Hub"
             )
     current = [Conversion((name,), (hub,)) for name, hub in _COMMON_NAMES]
     if form == _COMPLEX_ROPE:
