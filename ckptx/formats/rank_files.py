@@ -35,7 +35,7 @@ _MAX_SEARCHED, _MAX_DEPTH = 16, 8  # directories of one directory, and levels, t
 _WORLD_SIZE_KEYS = ("world_size", "tp_size", "tensor_parallel_size", "num_ranks")
 _NEXT_STEP = (
     "save a DCP or the whole model where it was trained, and pass that (if each rank holds a whole model, put its "
-    "config.json beside it)"
+    "config.json next to it)"
 )
 
 

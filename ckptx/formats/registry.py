@@ -182,7 +182,7 @@ def _add_sidecars(catalog: Catalog, located: LocatedCheckpoint) -> None:
         ]
         if dropped:
             names_text = ", ".join(dropped[:5]) + (f", and {len(dropped) - 5} more" if len(dropped) > 5 else "")
-            catalog.notes.append(f"not carried: {names_text}")
+            catalog.notes.append(f"not copied: {names_text}")
     if is_megatron:
         sidecars_by_name = {sidecar.name: sidecar for sidecar in (*catalog.sidecars, *torch_dist_sidecars(source))}
         catalog.sidecars = tuple(sidecars_by_name[name] for name in sorted(sidecars_by_name))

@@ -347,7 +347,7 @@ def _(root: Path) -> None:
     write_dcp(root, NORM, halves((0, 3), (2, 2)))
 
 
-@dcp("a chunk that lies outside", 3, rf'tensor "{W}" .*: a chunk lies outside at \[3:5, 0:2\]')
+@dcp("a chunk that lies outside", 3, rf'tensor "{W}" .*: a chunk is out of bounds at \[3:5, 0:2\]')
 def _(root: Path) -> None:
     write_dcp(root, {W: value("F32", 5, 2)}, halves((0, 3), (3, 2)))
     rewrite(root, lambda metadata: {W: metadata.tensors[W]._replace(size=(4, 2))})

@@ -148,7 +148,7 @@ def test_an_overlap_is_refused(place: MemoryPath) -> None:
 def test_a_chunk_outside_of_its_tensor_is_refused(place: MemoryPath) -> None:
     write_dcp(place, {"w": raw_tensor("bfloat16", (4, 2))})
     edit(place, lambda m: replace(m, tensors={"w": m.tensors["w"]._replace(size=(3, 2))}))
-    with pytest.raises(InputError, match=r'tensor "w" .*a chunk lies outside at \[0:4, 0:2\]'):
+    with pytest.raises(InputError, match=r'tensor "w" .*a chunk is out of bounds at \[0:4, 0:2\]'):
         open_dcp(place)
 
 

@@ -216,11 +216,11 @@ class Foreign:
         (stock_metadata(storage_data={stock.MetadataIndex("w", [0]): None}), "damaged metadata"),
         (
             stock_metadata(storage_data={stock.MetadataIndex("w", [0]): _StorageInfo("f", -1, 2)}),
-            "'w' lies at no valid byte range",
+            "'w' has an invalid byte range",
         ),
         (
             stock_metadata(storage_data={stock.MetadataIndex("w", [0]): _StorageInfo("f", 1, (1 << 63) - 1)}),
-            "'w' lies at no valid byte range",
+            "'w' has an invalid byte range",
         ),
         (
             stock_metadata(storage_data={stock.MetadataIndex("w", [-1]): _StorageInfo("f", 1, 1)}),
@@ -237,7 +237,7 @@ def test_damaged_metadata_is_refused(value: object, reason: str) -> None:
 def test_two_places_for_one_chunk_are_refused() -> None:
     metadata = DcpMetadata({}, (), {("w", (0,)): StorageInfo("f", 0, 1), ("v", (0,)): StorageInfo("f", 1, 1)})
     data = metadata_to_bytes(metadata).replace(b"\x8c\x01v", b"\x8c\x01w")
-    with pytest.raises(InputError, match="'w' has two places for one chunk"):
+    with pytest.raises(InputError, match="'w' has two locations for one chunk"):
         parse_metadata(data, "x")
 
 

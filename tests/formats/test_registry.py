@@ -106,7 +106,7 @@ def test_shards_below_an_hf_checkpoint_stay_behind(place: MemoryPath) -> None:
     write_shard(place / "sharded", 1, {"w": (TENSORS["w"], (0, 0))})
     catalog = open_checkpoint(place)
     assert catalog.format == "huggingface"
-    assert catalog.notes == [f"not carried: sharded/{shard_name(1, 1, 1)}"]
+    assert catalog.notes == [f"not copied: sharded/{shard_name(1, 1, 1)}"]
 
 
 def test_parts_with_a_name_in_common_are_refused(place: MemoryPath) -> None:

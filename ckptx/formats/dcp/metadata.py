@@ -325,9 +325,9 @@ def _parse_storage(storage: Any, shapes: ShapeCache, strings: _StringChecker) ->
         strings.check(fqn)
         strings.check(path)
         if type(offset) is not int or type(length) is not int or not 0 <= offset <= offset + length < 1 << 63:
-            raise ValueError(f"{fqn!r} lies at no valid byte range")
+            raise ValueError(f"{fqn!r} has an invalid byte range")
         if key in locations:
-            raise ValueError(f"{fqn!r} has two places for one chunk")
+            raise ValueError(f"{fqn!r} has two locations for one chunk")
         transforms = fields.get("transform_descriptors")
         if transforms:
             locations[key] = StorageInfo(path, offset, length, _transform_names(transforms))
@@ -338,7 +338,7 @@ def _parse_storage(storage: Any, shapes: ShapeCache, strings: _StringChecker) ->
 
 def _transform_names(transforms: Any) -> tuple[str, ...]:
     if not isinstance(transforms, list | tuple):
-        raise TypeError("transforms are no list")
+        raise TypeError("transforms are not a list")
     return tuple(each[:80] if isinstance(each, str) else f"a {type(each).__name__}" for each in transforms[:8])
 
 
@@ -365,7 +365,7 @@ def _check_planner_data(value: Any, strings: _StringChecker, max_values: int) ->
             elif isinstance(each, tuple | list):
                 next_level.extend(each)
             if len(next_level) > max_values:
-                raise ValueError("planner_data holds more values than bytes")
+                raise ValueError("planner_data has more values than the file has bytes")
         if not next_level:
             return value
         max_values -= len(next_level)

@@ -233,7 +233,7 @@ def _check_coverage(where: str, shape: Shape, regions: Sequence[Region]) -> None
     problem = {
         "gap": "no chunk covers",
         "overlap": "more than one chunk covers",
-        "outside": "a chunk lies outside at",
+        "outside": "a chunk is out of bounds at",
     }[fault.kind]
     raise InputError(
         f"{where} of shape {list(shape)}: {problem} {fault.region}; the save is incomplete or damaged, save it again"

@@ -152,7 +152,7 @@ def test_the_model_in_a_training_checkpoint_is_found(llama: Path, tmp_path: Path
     dcp.save(state, checkpoint_id=tmp_path, no_dist=True)
     model = build_model(llama)
     materialize(model)
-    ledger = load(model, tmp_path)  # no config.json beside it: the model's own says what is in it
+    ledger = load(model, tmp_path)  # no config.json next to it: the model's own says what is in it
     assert_same_tensors(model.state_dict(), expected.state_dict())
     assert (
         set(ledger.unread_names.values()) == {"optimizer state", "not part of the model"}
