@@ -52,7 +52,7 @@ class DcpFormat(OutputFormat):
     def dropped_state(self, view: ModelView) -> DroppedState:
         if not view.catalog.form.is_training_format:
             return DroppedState()
-        return drop_training_state(view, view.catalog.objects, "dropped as asked")
+        return drop_training_state(view, view.catalog.objects, "dropped (--optimizer drop)")
 
     def default_naming(self, view: ModelView) -> str | None:
         return "disk" if view.catalog.form.has_model_names else None

@@ -40,7 +40,7 @@ class ShardedFormat(OutputFormat):
     def dropped_state(self, view: ModelView) -> DroppedState:
         if not view.catalog.form.is_training_format:
             return DroppedState()
-        return drop_training_state(view, view.catalog.objects, "does not fit into safetensors")
+        return drop_training_state(view, view.catalog.objects, "cannot be stored in safetensors")
 
     def default_naming(self, view: ModelView) -> str | None:
         return "model"

@@ -92,7 +92,7 @@ def no_config_error(source: Catalog) -> InputError:
     root = source.root
     if is_torch_dist(source.source):
         return InputError(
-            f"{root}: has no config.json, and its Megatron-Core names are not mapped to published names; pass "
+            f"{root}: has no config.json, and its Megatron-Core names are not mapped to Hugging Face names; pass "
             "--base none to keep the names"
         )
     return InputError(

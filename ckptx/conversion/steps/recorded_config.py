@@ -60,7 +60,7 @@ def check_recorded_config(view: ModelView, base: BaseCheckpoint, named: NamedTar
         )
     if without_disk_name:
         raise InputError(
-            f"{config_path}: its class has no published names for these tensors ({_name_first(without_disk_name)}); "
+            f"{config_path}: its class has no Hugging Face names for these tensors ({_name_first(without_disk_name)}); "
             "pass --base HF with the model that they came from"
         )
     if _config_digest(source_config) == recorded.digest:

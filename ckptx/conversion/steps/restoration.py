@@ -196,7 +196,7 @@ def _dropped_ties(
 ) -> set[str] | None:
     """Return the source names that the original files lack; None if the files contain other tensors.
 
-    A tensor is dropped only if the config ties it to one that is kept and both hold the same bytes, never on the word
+    A tensor is dropped only if the config ties it to one that is kept and both have the same bytes, never on the word
     of the manifest alone.
 
     Args:
@@ -232,7 +232,7 @@ def _dropped_ties(
 
 
 def _tie_groups(decisions: Sequence[TieDecision]) -> dict[str, str]:
-    """Map each name to a representative of the names that the config ties to it and that hold the same bytes."""
+    """Map each name to a representative of the names that the config ties to it and that have the same bytes."""
     representatives: dict[str, str] = {}
     for each in decisions:
         if each.declared and each.case == "equal":
