@@ -579,7 +579,7 @@ class _ConfigMatcher:
                     if position not in positions[index] and not self._has_other_form(name):
                         yield Mismatch(name, "no such tensor", needed)
                 for position in sorted(each for each in positions[index] if each >= count):
-                    yield Mismatch(run_name(source, shared_indices, position), "one more", needed)
+                    yield Mismatch(run_name(source, shared_indices, position), "an additional one", needed)
 
     def _surplus_layers(self, destinations: Mapping[str, Destination | str | None]) -> dict[str, SurplusLayer]:
         """Return the tensors of layers after the last one of the config, by name."""

@@ -466,7 +466,7 @@ def _difference(reader: TensorReader, a: TensorEntry, b: TensorEntry) -> str | N
         return f"have different shapes, {list(a.shape)} and {list(b.shape)}"
     if a.chunks == b.chunks or digest_tensor(reader, a, a.dtype).leaves == digest_tensor(reader, b, b.dtype).leaves:
         return None
-    return "hold different bytes"
+    return "have different bytes"
 
 
 def decide_ties(
