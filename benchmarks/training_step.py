@@ -119,7 +119,7 @@ def fit_layers(shape: Shape, device: torch.device) -> Shape:
 
 
 def max_layers(shape: Shape, memory: float) -> int:
-    """Estimate how many layers fit into `room` bytes with their gradients and activations.
+    """Estimate how many layers fit into `memory` bytes with their gradients and activations.
 
     Returns:
         A multiple of the shape's period, at least one period.

@@ -1,7 +1,7 @@
 """The supported dtypes: safetensors name, torch name, and width.
 
-One table serves every format. `storage` is the legacy typed storage class that `torch.save` records for a dtype; newer
-dtypes have none and are pickled with `torch.storage.UntypedStorage`.
+One table serves every format. `storage_class` is the legacy typed storage class that `torch.save` records for a dtype;
+newer dtypes have none and are pickled with `torch.storage.UntypedStorage`.
 """
 
 from __future__ import annotations

@@ -125,7 +125,7 @@ def _merge_gaps(slots: Sequence[StepPart]) -> list[StepPart]:
 
 
 def _downsample(slots: list[StepPart]) -> list[StepPart]:
-    """Keep at most about `_MAX_SLOTS` slots: of each group of neighbors in a pass, the one with the most bytes."""
+    """Reduce the slots to about `_MAX_SLOTS`: each group of neighbors in a pass keeps the slot with the most bytes."""
     group_size = -(-len(slots) // _MAX_SLOTS)
     if group_size == 1:
         return slots

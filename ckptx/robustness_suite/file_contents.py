@@ -177,7 +177,7 @@ def _parse_header(start: bytes, file: _ByteSource) -> tuple[_Header | None, byte
 
 
 def _digest_objects(file: _ByteSource, subject: str) -> str:
-    """Return the digest of an array of objects: of the values in its pickle if it can be parsed, else of its bytes."""
+    """Digest an array of objects: the values in its pickle, or its bytes if the pickle cannot be parsed."""
     data = file.read(MAX_PICKLE_BYTES + 1)
     if len(data) <= MAX_PICKLE_BYTES:
         try:

@@ -3,7 +3,7 @@
 A user with write access to the parent of an output could place a link where a file is about to be created, so that the
 output would overwrite the target of the link. So every name is resolved relative to the descriptor of its directory,
 one component at a time: a link, pipe or device in place of a directory or file is refused. If the directory is moved or
-replaced, the descriptor still refers to the original one, and `is_at` detects it.
+replaced, the descriptor still refers to the original one, and `is_entry_of` detects it.
 """
 
 from __future__ import annotations

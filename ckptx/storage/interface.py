@@ -306,10 +306,10 @@ class OutputTree(Protocol):
         """Remove every file of an interrupted run that is not among `kept_names`."""
 
     def describe_expected(self, sizes: Mapping[str, int]) -> dict[str, ExpectedFile]:
-        """Return the expected state of files from their sizes, with the holder of those that this process wrote."""
+        """Return the expected state of files of these sizes; device and inode are known for files of this process."""
 
     def verify_status(self, expected: Mapping[str, ExpectedFile]) -> None:
-        """Check size and holder of files; `Publisher.publish` checks `reads_as`.
+        """Check size, device and inode of files; `Publisher.publish` checks `has_expected_bytes`.
 
         Raises:
             OutputError: A file is missing, was replaced, or has another size.

@@ -5,8 +5,8 @@ that share a hash or collide in the table of a dict, so that each lookup visits 
 the work proportional to the size of the input:
 
 1. Tuples of numbers are made unique by `UniqueTuples`, which refuses more than a handful with the same hash.
-2. A dict of such tuples has keys of `salted`, or keys that begin with the name of a tensor or a dtype.
-3. A key of many tuples is a bytes object, made by `packed`.
+2. A dict of such tuples has keys of `salted_key`, or keys that begin with the name of a tensor or a dtype.
+3. A key of many tuples is a bytes object, made by `packed_key`.
 """
 
 from __future__ import annotations

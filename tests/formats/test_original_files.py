@@ -18,7 +18,7 @@ from tests.support.writers import framed, header, llama, manifest, value, write_
 
 
 def rewritten(root: MemoryPath, weights: str) -> dict[str, bytes]:
-    """Headers and index as `restore` gives them from what `remember` kept, through JSON as a manifest is."""
+    """Return headers and index as `plan_recorded_files` restores them from a manifest that was written and read."""
     source = open_huggingface(root, weights)
     original = record_files(source, [])
     assert original is not None

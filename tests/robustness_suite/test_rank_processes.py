@@ -151,7 +151,7 @@ def test_ctrl_c_is_for_the_process_above_them(tmp_path: Path) -> None:
 def test_who_fails_before_all_have_met_is_not_blamed_on_who_waits(
     said: str, raised: type[Exception], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The error of the one that failed by itself is the one that is told; see `_first_error`."""
+    """The error of the rank that failed first is reported, not the errors that follow from it; see `_first_error`."""
     import torch.distributed as dist
 
     from ckptx.runtime.parallel.distributed import process_group

@@ -44,7 +44,7 @@ class TpPlan:
 
     Attributes:
         class_name: Class name of the model, for messages.
-        sharding: Rules for `ckptx.layout.tensor_parallel_plan.decide`.
+        sharding: Rules for `ckptx.layout.tensor_parallel_plan.decide_placement`.
         origins: Pattern -> source of the decision, for patterns of this model.
         runnable_patterns: Patterns whose tensors the forward pass uses as shards; all others are gathered.
         sharded_head: Module whose output stays sharded over the vocabulary; empty for none.
