@@ -26,16 +26,11 @@ class InputError(CkptxError):
 
 
 class ReadError(InputError):
-    """The storage did not deliver a file that exists: an I/O error, a stale handle, missing permission.
+    """A file or directory exists and cannot be read, for example because permission is missing."""
 
-    Attributes:
-        is_denied: True if permission is missing. Then the rest of a directory can still be searched; after any other
-            failure the result of a search is unknown.
-    """
 
-    def __init__(self, message: str, is_denied: bool = False) -> None:
-        super().__init__(message)
-        self.is_denied = is_denied
+class StorageFailure(ReadError):
+    """The storage failed (an I/O error, a stale handle), so that the result of a search would be unknown."""
 
 
 class UnsupportedError(CkptxError):

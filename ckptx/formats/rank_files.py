@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from ckptx.catalog.region import Shape
-from ckptx.errors import CkptxError, InputError, ReadError, UnsupportedError
+from ckptx.errors import CkptxError, InputError, StorageFailure, UnsupportedError
 from ckptx.formats.rank_names import NameGroup, group_of, has_only_ranks, has_rank, may_be_part, world_size_from_name
 from ckptx.mapping.names import pattern_of
 from ckptx.storage.interface import Location, Source
@@ -96,12 +96,10 @@ def refuse_parts_in_tree(source: Source, depth: int, shapes_in: ShapeReader) -> 
     """
     try:
         listing = source.listing()
-    except ReadError as error:
-        if error.is_denied:
-            return
+    except StorageFailure:
         raise
     except InputError:
-        return  # not a directory, or one with too many names
+        return  # not a directory, not accessible, or with too many names
     names = [name for name in listing if name.endswith(WEIGHT_SUFFIXES)]
     families = _part_groups(source, names, shapes_in, directories=False)
     if families:
@@ -319,12 +317,10 @@ def _has_weights(source: Source) -> bool:
     """Return True if the directory or a subdirectory contains a weight file; links to directories are not followed."""
     try:
         return _lists_weights(source.listing(), _MAX_DEPTH)
-    except ReadError as error:
-        if error.is_denied:
-            return False
+    except StorageFailure:
         raise
     except InputError:
-        return False  # not a directory, or one with too many names
+        return False  # not a directory, not accessible, or with too many names
 
 
 def _lists_weights(listing: Listing, depth: int) -> bool:
@@ -336,9 +332,8 @@ def _lists_weights(listing: Listing, depth: int) -> bool:
         try:
             if _lists_weights(listing.subdirectory(name), depth - 1):
                 return True
-        except ReadError as error:
-            if not error.is_denied:
-                raise
+        except StorageFailure:
+            raise
         except InputError:
             continue
     return False

@@ -17,7 +17,7 @@ from ckptx.catalog.catalog import Catalog, CheckpointPart
 from ckptx.catalog.entry import ArchiveChunks, TensorEntry
 from ckptx.catalog.form import FORMS
 from ckptx.catalog.object_ids import ObjectIds
-from ckptx.errors import CkptxError, InputError, ReadError, UnsupportedError
+from ckptx.errors import CkptxError, InputError, StorageFailure, UnsupportedError
 from ckptx.formats.dcp import detect as dcp
 from ckptx.formats.dcp.megatron import COMMON_FILE, is_torch_dist, torch_dist_sidecars
 from ckptx.formats.fsdp import detect as fsdp
@@ -349,9 +349,9 @@ def _find_candidates(
         directory = source.with_location(source.location / name)
         try:
             located = _locate_directory(directory)
+        except StorageFailure:
+            raise
         except (InputError, UnsupportedError) as error:
-            if isinstance(error, ReadError) and not error.is_denied:
-                raise
             if isinstance(error, UnsupportedError):
                 refusals.append(error)
             continue  # a broken directory is no candidate; its error is reported if it is passed itself

@@ -11,7 +11,7 @@ from collections.abc import Collection
 from functools import cache
 from typing import NamedTuple
 
-from ckptx.errors import InputError, ReadError, UnsupportedError
+from ckptx.errors import InputError, StorageFailure, UnsupportedError
 from ckptx.formats.fsdp.file_names import STATE_FILE_PATTERN
 from ckptx.storage.interface import Location, Source
 
@@ -221,12 +221,10 @@ def refuse_in_tree(source: Source, depth: int) -> None:
         for directory in level:
             try:
                 listing = source.with_location(directory).listing()
-            except ReadError as error:
-                if error.is_denied:
-                    continue
+            except StorageFailure:
                 raise
             except InputError:
-                continue  # not a directory, or one with too many names
+                continue  # not a directory, not accessible, or with too many names
             refuse_directory(directory, listing.names)
             next_level += [directory / name for name in listing.directories() if not name.startswith(".")]
         level = next_level

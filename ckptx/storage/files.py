@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple, TypeVar, cast
 
-from ckptx.errors import CkptxError, EnvironmentProblem, InputError, OutputError, ReadError, SpaceError
+from ckptx.errors import CkptxError, EnvironmentProblem, InputError, OutputError, ReadError, SpaceError, StorageFailure
 from ckptx.storage.interface import FileIdentity, Location
 
 # Errors of `stat` which mean that the name does not exist; a link to such a name is broken.
@@ -335,7 +335,8 @@ def read_error(path: Path, error: OSError) -> CkptxError:
         return InputError(f"{path}: symbolic link to {os.readlink(path)}, which does not exist; restore the target")
     if isinstance(error, FileNotFoundError):
         return InputError(f"{path}: no such file; the checkpoint is incomplete")
-    return ReadError(f"{path}: cannot be read: {error.strerror}", isinstance(error, PermissionError))
+    kind = ReadError if isinstance(error, PermissionError) else StorageFailure
+    return kind(f"{path}: cannot be read: {error.strerror}")
 
 
 def write_at(descriptor: int, data: memoryview | bytes, offset: int, path: Path) -> None:

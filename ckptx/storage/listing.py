@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, KeysView, Mapping
 from enum import Enum
 
-from ckptx.errors import CkptxError, ReadError
+from ckptx.errors import CkptxError, StorageFailure
 
 
 class EntryKind(Enum):
@@ -70,9 +70,7 @@ class Listing:
             return None
         try:
             return self._list_directory(first).kind(rest)
-        except ReadError as error:
-            if error.is_denied:
-                return None
+        except StorageFailure:
             raise
         except CkptxError:
             return None

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import ckptx
-from ckptx.errors import CkptxError
+from ckptx.errors import CkptxError, StorageFailure
 from tests.support.failing_reads import failing_reads
 from tests.support.writers import LLAMA, llama, write_hf
 
@@ -89,3 +89,24 @@ def test_it_is_named(checkpoints: Path, name: str, tmp_path: Path, number: int) 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_every_position_is_named(checkpoints: Path, name: str, tmp_path: Path) -> None:
     check(checkpoints, name, tmp_path, None, errno.EIO)
+
+
+@pytest.mark.parametrize(("number", "is_found"), [(errno.EIO, False), (errno.ESTALE, False), (errno.EACCES, True)])
+def test_a_search_goes_on_only_where_permission_is_missing(
+    checkpoints: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, is_found: bool
+) -> None:
+    shutil.copytree(checkpoints / "dcp", tmp_path / "run" / "step-1")
+    (tmp_path / "run" / "step-2").mkdir()
+    real = os.scandir
+
+    def scandir(path: Any) -> Any:
+        if os.path.basename(path) == "step-2":
+            raise OSError(number, os.strerror(number), path)
+        return real(path)
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    if is_found:
+        assert ckptx.inspect(tmp_path / "run").format == "dcp"
+    else:
+        with pytest.raises(StorageFailure, match=f"step-2: cannot be read: {os.strerror(number)}"):
+            ckptx.inspect(tmp_path / "run")
