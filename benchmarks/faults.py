@@ -21,10 +21,10 @@ from typing import Any
 
 from ckptx.report.report import Log
 from ckptx.robustness_suite.faults import FAULTS
-from ckptx.robustness_suite.judge import ReportBuilder
 from ckptx.robustness_suite.oracles import abs_difference, largest_value
 from ckptx.robustness_suite.phases import PHASES
 from ckptx.robustness_suite.ranks import LeakedMemory, Ranks
+from ckptx.robustness_suite.report_builder import ReportBuilder
 from ckptx.robustness_suite.run import measure_baseline, run_phase
 from ckptx.robustness_suite.session import InjectedFault, Session
 from ckptx.runtime.training.recipe_file import read_recipe

@@ -36,7 +36,7 @@ from training_step import local_of
 
 from ckptx.layout.parallel_dims import ParallelDims
 from ckptx.options.forecast import ForecastOptions
-from ckptx.runtime.forecasting.fake_world import fake_process_group
+from ckptx.runtime.forecasting.fake_process_group import fake_process_group
 from ckptx.runtime.forecasting.step import StepSpec, make_step_inputs, make_step_optimizer
 from ckptx.runtime.forecasting.task import ForecastTask, task_from_options
 from ckptx.runtime.memory.measured_memory import measure_step
@@ -44,7 +44,7 @@ from ckptx.runtime.memory.reserve import reserve_bytes
 from ckptx.runtime.memory.storage_ledger import StorageLedger
 from ckptx.runtime.model.build import materialize
 from ckptx.runtime.parallel.distributed import mesh_of, select_device
-from ckptx.runtime.training.assembly import RankModel, build_rank_model_on_meta
+from ckptx.runtime.training.rank_model import RankModel, build_rank_model_on_meta
 from ckptx.runtime.training.recipe_file import read_recipe
 
 _GIB = 2**30

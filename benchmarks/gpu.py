@@ -37,7 +37,7 @@ import ckptx
 from ckptx.errors import CkptxError
 from ckptx.options.verify import RunOptions
 from ckptx.report.report import Log
-from ckptx.runtime.forecasting.fake_world import fake_process_group
+from ckptx.runtime.forecasting.fake_process_group import fake_process_group
 from ckptx.runtime.model.layers import layer_groups
 from ckptx.runtime.parallel.activation_checkpointing.wrap import MODES, checkpoint_activations
 from ckptx.runtime.parallel.distributed import select_device

@@ -72,8 +72,8 @@ def run_one(path: Path, pieces: int, count: int) -> dict[str, Any]:
     from ckptx.options.verify import RunOptions
     from ckptx.runtime.parallel.distributed import RankContext
     from ckptx.runtime.parity.budget import MemoryBudget
+    from ckptx.runtime.parity.model_loaders import ModelLoader
     from ckptx.runtime.parity.reference import OffloadedReference, WholeReference, partition_reference
-    from ckptx.runtime.parity.side import ModelLoader
 
     torch.set_num_threads(2)
     process = RankContext(0, 1, torch.device("cpu"))

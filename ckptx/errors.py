@@ -115,10 +115,10 @@ def exit_code_of(error: BaseException) -> int:
         return 129
     if isinstance(error, Terminated):
         return 143
-    return 130 if isinstance(error, KeyboardInterrupt) else Defect.exit_code
+    return 130 if isinstance(error, KeyboardInterrupt) else InternalError.exit_code
 
 
-class Defect(CkptxError):
+class InternalError(CkptxError):
     """ckptx detected a bug in itself. Nothing was published; the message asks for a report."""
 
     exit_code = 70

@@ -82,7 +82,7 @@ def no_note_on_the_version() -> Iterator[None]:
     """Turn off the note about another transformers version; `architecture/test_model_files.py` tests it."""
     with pytest.MonkeyPatch.context() as patch:
         if not IS_ASKED:
-            patch.setattr("ckptx.architecture.installed.version_note", lambda class_name: None)
+            patch.setattr("ckptx.architecture.transformers_version.version_note", lambda class_name: None)
         yield
 
 

@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from build_tables import known_sections, silence, starts, write_if_new
 from model_file_writer import encode_model, encode_shapes
 
-from ckptx.architecture import model_files, table
+from ckptx.architecture import class_table, model_files
 from ckptx.architecture.shape_rules import ShapeRules
 from ckptx.mapping.names import pattern_of
 
@@ -38,7 +38,7 @@ def row_of(class_name: str) -> Row:
     from ckptx.architecture.introspection import meta_model
 
     started = time.perf_counter()
-    known, cls = table.lookup(class_name), meta_model.find_class(class_name)
+    known, cls = class_table.lookup(class_name), meta_model.find_class(class_name)
     if known is None or cls is None:
         return class_name, "", None, 0.0
     tied = {pattern_of(name) for pair in known.ties for naming in pair.namings for name in naming}

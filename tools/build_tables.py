@@ -5,8 +5,8 @@
 The output depends only on the transformers version and the corrections. Names restrict the work to the files of these
 model types; without names, files of model types that no longer exist are removed. Classes that need their real
 config.json (defaults that cannot be built, or ties between numbered layers without a rule that `shared_ties` finds) get
-a row with the reason; `ckptx.architecture.find` builds them when a checkpoint has such a class. The names of a row are
-those of the default config and of its variants (`config_variants`). Shapes do not change: see `build_shapes`.
+a row with the reason; `ckptx.architecture.lookup` builds them when a checkpoint has such a class. The names of a row
+are those of the default config and of its variants (`config_variants`). Shapes do not change: see `build_shapes`.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ sys.path.insert(0, str(Path(__file__).parent))
 from model_file_writer import encode_index, encode_model, encode_rows
 
 from ckptx.architecture import model_files
+from ckptx.architecture.architecture import Architecture
+from ckptx.architecture.class_rows import ClassRow
 from ckptx.architecture.corrections import corrections_of
-from ckptx.architecture.installed import source_digest
-from ckptx.architecture.rows import ClassRow
-from ckptx.architecture.spec import Architecture
+from ckptx.architecture.transformers_version import source_digest
 
 if TYPE_CHECKING:
     from ckptx.architecture.introspection.meta_model import MetaModelNames

@@ -16,11 +16,11 @@ import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from ckptx.architecture.architecture import TiePair
+from ckptx.architecture.class_rows import ClassRow
 from ckptx.architecture.model_files import SCHEMA, SECTIONS, Sections
-from ckptx.architecture.rows import ClassRow
 from ckptx.architecture.shape_rules import ShapeRules
 from ckptx.architecture.shared_layers import SharedLayers
-from ckptx.architecture.spec import TiePair
 from ckptx.architecture.structure import LoadConversion, StackRule, Structure
 
 Values = dict[str, Any]

@@ -7,11 +7,11 @@ from collections.abc import Iterable, Iterator
 from itertools import product
 from typing import Any
 
-from ckptx.architecture.declared import existing_pairs, flatten_chains
+from ckptx.architecture.architecture import Architecture, TiePair
 from ckptx.architecture.introspection import meta_model
 from ckptx.architecture.introspection.meta_model import ConfigBuilder
 from ckptx.architecture.shared_layers import SharedLayers
-from ckptx.architecture.spec import Architecture, TiePair
+from ckptx.architecture.tie_declarations import existing_pairs, flatten_chains
 
 Values = dict[str, Any]
 Pairs = dict[str, str]

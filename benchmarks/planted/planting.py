@@ -12,7 +12,7 @@ from torch import nn
 from benchmarks.planted.defect import Defect, InjectionTarget
 from ckptx.runtime.model.layers import canonical_name
 from ckptx.runtime.parallel.tensor_parallel.collectives import TpRanks
-from ckptx.runtime.parity import side
+from ckptx.runtime.parity import model_loaders
 
 Forward = Callable[..., Any]
 
@@ -23,18 +23,18 @@ def inject_defect(defect: Defect) -> Iterator[None]:
     if defect.runtime_injection is None:
         yield
         return
-    stock, inject = side.parallelize, defect.runtime_injection
+    stock, inject = model_loaders.parallelize, defect.runtime_injection
 
     def parallelize(model: nn.Module, mesh: Any, *args: Any, **kwargs: Any) -> Any:
         result = stock(model, mesh, *args, **kwargs)
         inject(InjectionTarget(model, result.layout, TpRanks.of(mesh["tp"])))
         return result
 
-    side.parallelize = parallelize
+    model_loaders.parallelize = parallelize
     try:
         yield
     finally:
-        side.parallelize = stock
+        model_loaders.parallelize = stock
 
 
 # ----------------------------------------------------------------------------------------------- find and wrap modules

@@ -5,9 +5,9 @@ from __future__ import annotations
 from ckptx.conversion.outputs.dcp import DcpFormat
 from ckptx.conversion.outputs.huggingface import HuggingFaceFormat
 from ckptx.conversion.outputs.output_format import OutputFormat
-from ckptx.conversion.pipeline import run_conversion
-from ckptx.conversion.steps.base import ConfigNeed
-from ckptx.conversion.steps.opening import open_source
+from ckptx.conversion.run_conversion import run_conversion
+from ckptx.conversion.steps.base_checkpoint import ConfigNeed
+from ckptx.conversion.steps.open_source import open_source
 from ckptx.options.api import two_table_api
 from ckptx.options.conversion import ToDcpOptions, ToHfOptions
 from ckptx.report.documents.conversion import ConversionReport
@@ -27,16 +27,16 @@ def convert(options: ToDcpOptions | ToHfOptions) -> ConversionReport:
     stopwatch, log = Stopwatch(), options.log or Log()
     with open_source(options.src, options.dst, options) as ready:
         log(ready)
-        form = ready.source.form
-        options.check_source(form)
+        traits = ready.source.traits
+        options.check_source(traits)
         output: OutputFormat
         need: ConfigNeed
         if isinstance(options, ToHfOptions):
             output, need = HuggingFaceFormat(options), "unless remembered"
         else:
-            options.check_prefix(form)
+            options.check_prefix(traits)
             # A trainer's files may hold state that is sharded as its parameters are, and belong to ranks as they do.
-            is_sharded = options.dims.world_size > 1 or form.is_training_format
+            is_sharded = options.dims.world_size > 1 or traits.is_training_format
             output = DcpFormat(options, options if is_sharded else None)
-            need = "config" if form.is_training_format else "none"
+            need = "config" if traits.is_training_format else "none"
         return stopwatch.stop(run_conversion(f"convert {options.direction}", ready, output, need, log))

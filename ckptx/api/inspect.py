@@ -38,7 +38,7 @@ def inspect(options: InspectOptions) -> InspectionReport:
         resolve_source(str(options.path), revision=options.revision, token=options.token, cache_dir=options.cache_dir)
     )
     prefix = options.model_prefix
-    if prefix is not None and not checkpoint.form.is_training_format:
+    if prefix is not None and not checkpoint.traits.is_training_format:
         raise UsageError(f"--source-prefix requires a DCP; {checkpoint.root} is not a DCP")
     view = log(_view_without_class_if_needed(checkpoint, prefix, log))
     log.note(*view.notes_on_other_models("not described"))

@@ -59,8 +59,8 @@ def _advice(dims: ParallelDims, fitting: tuple[ParallelDims, int] | None) -> str
 
 
 def _peak(source: Path, options: ForecastOptions, gpu_memory: int) -> tuple[int, Any]:
+    from ckptx.runtime.forecasting.larger_mesh import find_larger_mesh
     from ckptx.runtime.forecasting.ranks import count_stages, forecast_ranks
-    from ckptx.runtime.forecasting.remedy import find_larger_mesh
     from ckptx.runtime.forecasting.task import task_from_options
 
     task = task_from_options(source, options, count_stages(options.dims.pp, options.schedule))

@@ -5,8 +5,8 @@ from __future__ import annotations
 from ckptx.conversion.outputs.dcp import DcpFormat
 from ckptx.conversion.outputs.output_format import OutputFormat
 from ckptx.conversion.outputs.sharded import ShardedFormat
-from ckptx.conversion.pipeline import run_conversion
-from ckptx.conversion.steps.opening import open_source
+from ckptx.conversion.run_conversion import run_conversion
+from ckptx.conversion.steps.open_source import open_source
 from ckptx.options.api import api
 from ckptx.options.conversion import ReshardOptions
 from ckptx.report.documents.conversion import ConversionReport
@@ -26,12 +26,12 @@ def reshard(options: ReshardOptions) -> ConversionReport:
     stopwatch, log = Stopwatch(), options.log or Log()
     with open_source(options.src, options.dst, options) as ready:
         log(ready)
-        form = ready.source.form
-        options.check_source(form)
+        traits = ready.source.traits
+        options.check_source(traits)
         output: OutputFormat = DcpFormat(options, options)
-        if (options.to or form.reshard_output) == "safetensors":
+        if (options.to or traits.reshard_output) == "safetensors":
             options.check_sharded()
             output = ShardedFormat(options)
         else:
-            options.check_prefix(form)
+            options.check_prefix(traits)
         return stopwatch.stop(run_conversion("reshard", ready, output, "config", log))

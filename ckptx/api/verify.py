@@ -5,7 +5,7 @@ from __future__ import annotations
 from ckptx.options.api import two_table_api
 from ckptx.options.verify import CompareOptions, CompareRunOptions
 from ckptx.report.documents.comparison import VerifyReport
-from ckptx.report.documents.running import RunReport
+from ckptx.report.documents.verify_run import RunReport
 
 
 @two_table_api(CompareOptions, CompareRunOptions, (VerifyReport, RunReport), selector="run")

@@ -19,8 +19,8 @@ from ckptx.options.document import to_json
 from ckptx.options.verify import CompareRunOptions
 from ckptx.processes.launch import launch
 from ckptx.processes.rendezvous import is_first_rank, is_launched, is_launched_by_us
-from ckptx.report.documents.running import RunReport
-from ckptx.report.numbers import peak_of_processes
+from ckptx.report.documents.verify_run import RunReport
+from ckptx.report.number_formats import peak_of_processes
 from ckptx.report.report import Log, Stopwatch
 
 

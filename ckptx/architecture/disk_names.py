@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Collection, Sequence
 
-from ckptx.architecture.spec import Architecture, TiePair
+from ckptx.architecture.architecture import Architecture, TiePair
 
 
 class CheckpointNames:

@@ -16,9 +16,9 @@ import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from ckptx.architecture.architecture import Architecture
+from ckptx.architecture.class_table import lookup
 from ckptx.architecture.model_files import classes_of
-from ckptx.architecture.spec import Architecture
-from ckptx.architecture.table import lookup
 from ckptx.catalog.entry import TensorEntry
 from ckptx.mapping.names import pattern_of
 from ckptx.mapping.quantization_scales import find_parent

@@ -7,7 +7,7 @@ permission to run it. Each row has a target, its source, and the models it is kn
 
 from __future__ import annotations
 
-from ckptx.architecture.spec import Architecture, TieFlag, TiePair
+from ckptx.architecture.architecture import Architecture, TieFlag, TiePair
 
 # (target, source, reason for the row)
 SUFFIX_TIES: tuple[tuple[str, str, str], ...] = (

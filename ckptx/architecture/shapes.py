@@ -6,10 +6,10 @@ import functools
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from ckptx.architecture.architecture import Architecture
+from ckptx.architecture.class_table import shape_rules
 from ckptx.architecture.expressions import Scope, keys_of
 from ckptx.architecture.shape_rules import ExpectedShapes
-from ckptx.architecture.spec import Architecture
-from ckptx.architecture.table import shape_rules
 from ckptx.catalog.region import Shape
 from ckptx.mapping.names import pattern_of
 from ckptx.mapping.ops import Conversion

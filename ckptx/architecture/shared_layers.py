@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ckptx.architecture.spec import TieFlag, TiePair
+from ckptx.architecture.architecture import TieFlag, TiePair
 
 _MAX_LAYERS = 1 << 12  # maximum number of layers in a list
 

@@ -11,9 +11,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from ckptx.architecture.architecture import Architecture, TiePair
 from ckptx.architecture.disk_names import CheckpointNames, tie_names
 from ckptx.architecture.overrides import FROM_SUFFIX_TABLE
-from ckptx.architecture.spec import Architecture, TiePair
 from ckptx.errors import InputError
 
 Case = Literal[

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from ckptx.catalog.entry import BytesEntry, Sidecar, TensorEntry
-from ckptx.catalog.form import BIN, FORMS, Form
+from ckptx.catalog.format_traits import BIN, TRAITS_BY_FORMAT, FormatTraits
 from ckptx.storage.interface import FileIdentity, Location, Source, local_path
 from ckptx.storage.local import LocalSource
 
@@ -32,7 +32,7 @@ class Catalog:
 
     Attributes:
         root: The directory to which file names are relative.
-        format: Name of its `Form`.
+        format: Name of its `FormatTraits`.
         tensors: Logical tensors by name, in the order on disk. Names that share bytes (aliases in a DCP, shared
             storages in a `.bin`) have separate entries with equal chunks.
         objects: Pickled objects of a DCP by name; they are never unpickled.
@@ -71,15 +71,15 @@ class Catalog:
         return self.storage if self.storage is not None else LocalSource(local_path(self.root))
 
     @property
-    def form(self) -> Form:
+    def traits(self) -> FormatTraits:
         """Properties of the format."""
-        return FORMS[self.format]
+        return TRAITS_BY_FORMAT[self.format]
 
     @property
     def is_published(self) -> bool:
         """True for weights in a published form; a state dict with a custom file name is that of a trainer."""
-        is_named = self.form is not BIN or bool(self.verbatim) or set(self.files) == {"pytorch_model.bin"}
-        return self.form.is_published and is_named
+        is_named = self.traits is not BIN or bool(self.verbatim) or set(self.files) == {"pytorch_model.bin"}
+        return self.traits.is_published and is_named
 
     @property
     def nbytes(self) -> int:

@@ -28,7 +28,7 @@ from json.encoder import encode_basestring_ascii
 from typing import Any, NamedTuple
 
 from ckptx.catalog.dtype import DType
-from ckptx.catalog.form import FORMS, Form
+from ckptx.catalog.format_traits import TRAITS_BY_FORMAT, FormatTraits
 from ckptx.catalog.region import Region, Shape
 
 SCHEMA = 1
@@ -150,9 +150,9 @@ class Manifest:
     tensors: Mapping[str, TensorRecord]
 
     @property
-    def form(self) -> Form:
+    def traits(self) -> FormatTraits:
         """Properties of the format."""
-        return FORMS[self.format]
+        return TRAITS_BY_FORMAT[self.format]
 
 
 def encode_manifest(manifest: dict[str, Any]) -> bytes:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from ckptx.catalog.manifest import Manifest, ShardingRecord
 from ckptx.catalog.region import Region, Shape, find_coverage_fault
-from ckptx.untrusted.numbers import salted_key
+from ckptx.untrusted.hash_keys import salted_key
 
 
 class Contradiction(NamedTuple):

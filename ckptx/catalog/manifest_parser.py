@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from ckptx.catalog.dtype import DTYPES_BY_NAME
-from ckptx.catalog.form import FORMS
+from ckptx.catalog.format_traits import TRAITS_BY_FORMAT
 from ckptx.catalog.manifest import (
     ORIGIN_FORMAT,
     RANK_ORDER,
@@ -34,16 +34,16 @@ from ckptx.catalog.region import Region, Shape
 from ckptx.errors import InputError, UnsupportedError
 from ckptx.storage.files import read_small
 from ckptx.untrusted.file_name import find_conflicting_name, find_name_fault, find_weights_fault
+from ckptx.untrusted.hash_keys import HashFlood, UniqueTuples, salted_key
 from ckptx.untrusted.json_text import parse_json
 from ckptx.untrusted.limits import MAX_MANIFEST_BYTES, find_shape_fault
-from ckptx.untrusted.numbers import HashFlood, UniqueTuples, salted_key
 
 _MAX_VALUES = 1 << 24  # JSON values of any type; the largest published model with its optimizer state has a tenth
 _INTEGER_STOP = 1 << 63
 # Formats that a manifest can describe: outputs that have one, then sources that it can restore.
 _FORMATS = (
-    *(form.name for form in FORMS.values() if form.has_manifest),
-    *(form.name for form in FORMS.values() if form.can_be_restored),
+    *(traits.name for traits in TRAITS_BY_FORMAT.values() if traits.has_manifest),
+    *(traits.name for traits in TRAITS_BY_FORMAT.values() if traits.can_be_restored),
 )
 _INTEGER_TYPES = frozenset({int})
 _DIGEST = re.compile("[0-9a-f]{32}")

@@ -14,7 +14,7 @@ import click
 from ckptx.cli.command import SectionedGroup, name_of_call
 from ckptx.cli.signals import install_handlers
 from ckptx.cli.streams import prepare_streams, print_error
-from ckptx.errors import Defect, Terminated, exit_code_of
+from ckptx.errors import InternalError, Terminated, exit_code_of
 from ckptx.options.commands import COMMANDS, GROUPS, commands_by_name, tables_of, unknown_option_error
 from ckptx.options.output import GlobalOptions
 from ckptx.version import __version__
@@ -126,7 +126,7 @@ def main(work: Callable[[], object] = lambda: cli.main(standalone_mode=False)) -
         code = exit_code_of(termination)
     except Exception as error:  # raised outside `Output.run`, which reports the others
         print_error(f"internal error: {type(error).__name__}: {error}; please report it")
-        code = Defect.exit_code
+        code = InternalError.exit_code
     sys.exit(code if isinstance(code, int) else 0)
 
 

@@ -19,7 +19,7 @@ from ckptx.options.verify import CompareRunOptions
 def run_rank() -> int:
     """Run `verify --run` with the options of the document, write the report on rank 0, and return the exit code."""
     from ckptx.api.verify_run import verify_models
-    from ckptx.report.running import run_text, run_verdict
+    from ckptx.report.verify_run import run_text, run_verdict
 
     gc.enable()  # models are full of cycles
     options_path, report_file = sys.argv[1:]

@@ -26,7 +26,7 @@ def command(call: CommandCall) -> int:
     output = Output(call.output)
     if call.values.get("run"):
         gc.enable()  # models, unlike catalogs, are full of cycles
-        from ckptx.report.running import run_text, run_verdict
+        from ckptx.report.verify_run import run_text, run_verdict
 
         return output.run(call.name, lambda log: verify(**call.values, log=log), run_text, run_verdict)
     from ckptx.report.text import verify_text, verify_verdict

@@ -28,9 +28,9 @@ from ckptx.options.verify import CompareOptions
 from ckptx.report.documents.comparison import VerifyReport
 from ckptx.report.report import Log, Stopwatch, count_dtypes, counted
 from ckptx.storage.interface import SourceFiles
-from ckptx.transfer.cast_losses import OverflowCounts, OverflowCountsByTensor
 from ckptx.transfer.digest import LEAF_NBYTES
 from ckptx.transfer.digest_sink import digest_tensor, stream_cast
+from ckptx.transfer.overflow_counts import OverflowCounts, OverflowCountsByTensor
 from ckptx.transfer.stream import TensorReader
 from ckptx.wording import first_of
 
@@ -102,7 +102,7 @@ def _locate(view: ModelView, files: SourceFiles, log: Log, with_state: bool) -> 
     """Locate every block of the model, and with `with_state` of its state; compare tensors that are stored twice."""
     view = (
         locate_all_archives(view, files)
-        if with_state and view.catalog.form.has_archives
+        if with_state and view.catalog.traits.has_archives
         else locate_archives(view, files)
     )
     compare_replicas(view.catalog, files)

@@ -83,7 +83,9 @@ def view_both(a: Catalog, b: Catalog, *, prefix: str | None = None) -> tuple[Mod
         InputError, UnsupportedError: A checkpoint cannot be viewed, or neither has a model under the prefix.
     """
     views = _view_with_config_of(a, b, prefix), _view_with_config_of(b, a, prefix)
-    if prefix is not None and not any(view.catalog.form.is_training_format and view.prefix == prefix for view in views):
+    if prefix is not None and not any(
+        view.catalog.traits.is_training_format and view.prefix == prefix for view in views
+    ):
         raise InputError(
             f'--source-prefix "{prefix}": neither {a.root} nor {b.root} is a DCP with a model '
             f"{describe_prefix(prefix)}; list "

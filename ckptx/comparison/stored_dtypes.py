@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
-from ckptx.architecture.spec import Architecture
+from ckptx.architecture.architecture import Architecture
 from ckptx.catalog.dtype import DTYPES_BY_TORCH_NAME, DType
 from ckptx.catalog.entry import TensorEntry
 from ckptx.report.report import counted

@@ -14,7 +14,7 @@ class LocatedCheckpoint(NamedTuple):
 
     Attributes:
         source: The directory.
-        kind: Name of its `Form`, see `Catalog.format`.
+        kind: Name of its `FormatTraits`, see `Catalog.format`.
         weights: Names of the weight files or of an index; for "dcp" and "sharded" the directories with the parts.
     """
 

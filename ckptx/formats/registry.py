@@ -15,7 +15,7 @@ from typing import Any
 
 from ckptx.catalog.catalog import Catalog, CheckpointPart
 from ckptx.catalog.entry import ArchiveChunks, TensorEntry
-from ckptx.catalog.form import FORMS
+from ckptx.catalog.format_traits import TRAITS_BY_FORMAT
 from ckptx.catalog.object_ids import ObjectIds
 from ckptx.errors import CkptxError, InputError, StorageFailure, UnsupportedError
 from ckptx.formats.dcp import detect as dcp
@@ -42,7 +42,7 @@ from ckptx.mapping.names import is_optimizer, is_trainer_state
 from ckptx.storage.interface import Location, Source
 from ckptx.storage.listing import EntryKind
 from ckptx.storage.local import LocalSource
-from ckptx.storage.staged import is_in_staging_directory
+from ckptx.storage.staging_paths import is_in_staging_directory
 from ckptx.untrusted.limits import MAX_NAME_LENGTH, MAX_TENSORS
 from ckptx.untrusted.remote_name import refuse_remote
 
@@ -135,7 +135,7 @@ def _refuse_part(located: LocatedCheckpoint, catalog: Catalog) -> None:
     source, read_shapes = located.source, partial(_read_shapes, located.source)
     shapes = {name: entry.shape for name, entry in catalog.tensors.items()}
     metadata = _header_metadata(catalog, located.weights[0])
-    if FORMS[located.kind].is_published and not located.weights[0].endswith(".index.json"):
+    if TRAITS_BY_FORMAT[located.kind].is_published and not located.weights[0].endswith(".index.json"):
         refuse_part_file(source, located.weights[0], shapes, read_shapes, metadata)
     refuse_part_directory(source, shapes, read_shapes, metadata)
 
@@ -194,7 +194,9 @@ def _has_own_directory(located: LocatedCheckpoint) -> bool:
     """Return False for a weight file with a custom name, whose directory may contain unrelated files."""
     weights = located.weights[0]
     return (
-        not FORMS[located.kind].is_published or weights in hf.WHOLE_CHECKPOINT_NAMES or weights.endswith(".index.json")
+        not TRAITS_BY_FORMAT[located.kind].is_published
+        or weights in hf.WHOLE_CHECKPOINT_NAMES
+        or weights.endswith(".index.json")
     )
 
 

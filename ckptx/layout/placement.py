@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 from ckptx.catalog.entry import Block
 from ckptx.catalog.region import Region, Shape, full_region
-from ckptx.errors import Defect
+from ckptx.errors import InternalError
 from ckptx.layout.parallel_dims import ParallelDims
 
 Span = tuple[int, int]  # start and length
@@ -69,7 +69,7 @@ def tp_regions(shape: Shape, placement: Placement | None, tp: int, pack: int = 1
         concatenation along the dim. A tensor whose groups do not divide into whole bytes is replicated.
 
     Raises:
-        Defect: The placement does not match the shape.
+        InternalError: The placement does not match the shape.
     """
     if placement is None or not _is_sharded(shape, placement, pack):
         return ((full_region(shape),),) * tp
@@ -109,7 +109,7 @@ def shard_tensor(
         but a tensor without elements is one block of rank 0. FSDP never shards a 0-d tensor: its first rank holds it.
 
     Raises:
-        Defect: The placement does not match the shape.
+        InternalError: The placement does not match the shape.
     """
     if not prod(shape):
         return (Block(0, full_region(shape)),)
@@ -175,7 +175,7 @@ def _is_sharded(shape: Shape, placement: Placement, pack: int) -> bool:
     """Return False if a group along the last dim does not divide into packs, so that the tensor is not sharded."""
     dim, groups, _ = placement
     if not 0 <= dim < len(shape) or sum(groups) != shape[dim]:
-        raise Defect(
+        raise InternalError(
             f"placement: groups {list(groups)} of dim {dim} must add up to the size of that dim in {list(shape)}; "
             "please report this"
         )

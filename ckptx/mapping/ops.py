@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from ckptx.catalog.entry import TensorEntry
 from ckptx.catalog.region import Shape
-from ckptx.errors import Defect, InputError, UnsupportedError
+from ckptx.errors import InputError, InternalError, UnsupportedError
 from ckptx.mapping.rewrite import concat, interleave, merge, permute_rope, split, transpose, unmerge
 from ckptx.wording import counted
 
@@ -116,7 +116,7 @@ def convert(conversion: Conversion, columns: Columns, shapes: Sequence[Shape | N
         columns = _apply_op(op, columns, len(conversion.targets), shapes)
     if len(columns) != len(conversion.targets):
         gave = counted(len(columns), "tensor")
-        raise Defect(f"{conversion}: gave {gave}; this is a defect of ckptx, please report it")
+        raise InternalError(f"{conversion}: gave {gave}; this is a defect of ckptx, please report it")
     return columns
 
 

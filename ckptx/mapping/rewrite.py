@@ -14,7 +14,7 @@ from typing import overload
 from ckptx.catalog.dtype import DType
 from ckptx.catalog.entry import Chunk, TensorEntry
 from ckptx.catalog.region import Region, Shape
-from ckptx.errors import Defect, InputError, UnsupportedError
+from ckptx.errors import InputError, InternalError, UnsupportedError
 from ckptx.wording import counted
 
 
@@ -310,7 +310,7 @@ def _shift(chunk: Chunk, dim: int, distance: int) -> Chunk:
 
 def _require_located(chunk: Chunk, name: str) -> Chunk:
     if chunk.is_archive:
-        raise Defect(f'tensor "{name}": rewritten before its payload was located; please report this')
+        raise InternalError(f'tensor "{name}": rewritten before its payload was located; please report this')
     return chunk
 
 

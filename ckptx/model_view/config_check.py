@@ -15,11 +15,11 @@ from itertools import chain, islice, product
 from math import prod
 from typing import Any, NamedTuple
 
+from ckptx.architecture.architecture import Architecture
 from ckptx.architecture.extra_tensors import ExtraTensor, ExtraTensors
 from ckptx.architecture.overrides import FROM_SUFFIX_TABLE
 from ckptx.architecture.shape_rules import ExpectedShapes, Sizes, star_prefixes
 from ckptx.architecture.shapes import expected_shapes, states_layer_count
-from ckptx.architecture.spec import Architecture
 from ckptx.architecture.surplus_layers import SurplusLayer, find_surplus_layer, unexplained_layers
 from ckptx.catalog.dtype import DTYPES_BY_NAME
 from ckptx.catalog.entry import Chunk, TensorEntry

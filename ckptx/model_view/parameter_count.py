@@ -115,7 +115,7 @@ def _group_by_samples(view: ModelView, names: list[str]) -> list[list[str]]:
     groups: dict[object, list[str]] = {}
     try:
         with catalog.source.open() as files:
-            if catalog.form.has_archives:
+            if catalog.traits.has_archives:
                 part = replace(catalog, tensors={entry.name: entry for entry in entries.values()})
                 located = locate_payloads(part, files).tensors
                 entries = {name: located[entry.name] for name, entry in entries.items()}

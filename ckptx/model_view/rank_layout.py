@@ -21,8 +21,8 @@ from ckptx.catalog.object_ids import ObjectIds
 from ckptx.catalog.region import Region, Shape
 from ckptx.layout.parallel_dims import ParallelDims
 from ckptx.mapping.names import pattern_of
+from ckptx.untrusted.hash_keys import salted_key
 from ckptx.untrusted.limits import MAX_RANKS
-from ckptx.untrusted.numbers import salted_key
 
 LayerSpan = tuple[str, int, int]  # path of a list of layers, first, stop
 Layer = tuple[str, int]

@@ -12,8 +12,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ckptx.architecture.architecture import Architecture
 from ckptx.architecture.fused import compositions_of_unknown
-from ckptx.architecture.spec import Architecture
 from ckptx.catalog.dtype import DType
 from ckptx.catalog.entry import Block, TensorEntry
 from ckptx.catalog.region import Region, Shape

@@ -7,12 +7,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from ckptx.architecture.find import find_architecture
-from ckptx.architecture.infer import infer_class
-from ckptx.architecture.installed import architecture_note
-from ckptx.architecture.names_found import ModelNames, apply_trainer_naming, find_model_names, known_names
+from ckptx.architecture.architecture import Architecture
+from ckptx.architecture.infer_class import infer_class
+from ckptx.architecture.lookup import find_architecture
+from ckptx.architecture.model_names import ModelNames, apply_trainer_naming, find_model_names, known_names
 from ckptx.architecture.shapes import shape_lookup
-from ckptx.architecture.spec import Architecture
+from ckptx.architecture.transformers_version import architecture_note
 from ckptx.catalog.catalog import Catalog
 from ckptx.catalog.entry import Chunk, TensorEntry
 from ckptx.catalog.region import full_region
@@ -137,7 +137,7 @@ def view_model(
     disk_architecture, architecture = architecture, found.architecture
     patterns = architecture.name_patterns if architecture is not None else frozenset()
     roles, unwrapped = found.models.roles, found.unwrapped
-    if len(found.models.complete_prefixes) > 1 and prefix is None and catalog.form.is_training_format:
+    if len(found.models.complete_prefixes) > 1 and prefix is None and catalog.traits.is_training_format:
         if not allow_several:
             raise SeveralModelsError(catalog.root, found.models.complete_prefixes)
         notes.append(
@@ -192,7 +192,7 @@ def view_model_under(
     Raises:
         InputError, UnsupportedError: See `view_model`.
     """
-    if prefix is not None and catalog.form.is_training_format:
+    if prefix is not None and catalog.traits.is_training_format:
         view = view_model(catalog, config=config, trust_remote_code=trust_remote_code, allow_several=True)
         is_known = len(view.unknown) < len(view.tensors) and view.architecture is not None
         if prefix in view.model_prefixes or (not is_known and any(name.startswith(prefix) for name in view.tensors)):
@@ -246,7 +246,7 @@ def _find_model_names(
     """Return the model names in a checkpoint; in an HF checkpoint every name is a model name, unchanged."""
     unchanged_names = UnwrappedNames({name: name for name in catalog.tensors}, {})
     unchanged = unchanged_names, Models(Roles("", unchanged_names.names, [], []))
-    if not catalog.form.is_training_format:
+    if not catalog.traits.is_training_format:
         architecture, trainer_conversions = apply_trainer_naming(disk_architecture, config, catalog.tensors)
         others = find_models(unchanged[1].roles, known_names(architecture, config), is_user_prefix=False).others
         notes.extend(
@@ -303,7 +303,7 @@ def rules_of(view: ModelView) -> NameRules | None:
 def has_model_names(view: ModelView) -> bool:
     """Return True if the tensors have model names, as trainers save them, which may differ from disk names."""
     rules = rules_of(view)
-    return view.catalog.form.has_model_names or (rules is not None and rules.are_model_names(view.tensors))
+    return view.catalog.traits.has_model_names or (rules is not None and rules.are_model_names(view.tensors))
 
 
 def _build_rules(architecture: Architecture | None, config: dict[str, Any] | None) -> NameRules | None:
@@ -328,8 +328,8 @@ def read_valid_manifest(source: Catalog, notes: list[str]) -> Manifest | None:
         source: DCP or sharded safetensors.
         notes: Receives one line if a manifest is ignored because it is damaged or describes other files.
     """
-    manifest = read_manifest(source.source, notes) if source.form.has_manifest else None
-    if manifest is None or manifest.form is not source.form:
+    manifest = read_manifest(source.source, notes) if source.traits.has_manifest else None
+    if manifest is None or manifest.traits is not source.traits:
         return None
     from ckptx.catalog.manifest import FileRecord
     from ckptx.formats.dcp.reader import METADATA
@@ -337,7 +337,7 @@ def read_valid_manifest(source: Catalog, notes: list[str]) -> Manifest | None:
 
     recorded = manifest.files
     markers = [f"{part.directory}/{METADATA}" for part in source.parts] or [METADATA]
-    for name in markers if source.form.has_archives else ():
+    for name in markers if source.traits.has_archives else ():
         if not source.source.listing().is_file(name):  # a part in sharded safetensors, which ckptx does not write
             return None
         data = source.source.read_small(name, MAX_METADATA_BYTES)
@@ -355,7 +355,7 @@ def locate_archives(view: ModelView, files: SourceFiles, *, lazy: bool = False) 
 
     `lazy` is passed to `locate_payloads`.
     """
-    if not view.catalog.form.has_archives:
+    if not view.catalog.traits.has_archives:
         return view
     from ckptx.formats.dcp.reader import locate_payloads
 
@@ -383,7 +383,7 @@ def compare_replicas(catalog: Catalog, files: SourceFiles) -> None:
     Raises:
         InputError: Two replicas differ.
     """
-    from ckptx.formats.assembly import replica_pairs
+    from ckptx.formats.block_assembly import replica_pairs
     from ckptx.transfer.digest_sink import digest_tensor
     from ckptx.transfer.stream import TensorReader
 

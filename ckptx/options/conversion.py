@@ -17,7 +17,7 @@ from ckptx.untrusted.limits import MAX_RANKS
 from ckptx.wording import counted
 
 if TYPE_CHECKING:  # not imported for a help page
-    from ckptx.catalog.form import Form
+    from ckptx.catalog.format_traits import FormatTraits
 
 Names = Literal["disk", "model", "torchtitan"]
 TiedMode = Literal["auto", "alias", "copy", "drop"]
@@ -118,7 +118,7 @@ class ConversionOptions(CallbackOptions, HubOptions, BufferOptions, RemoteCodeOp
         if self.optimizer == "keep":
             raise UsageError("--optimizer keep requires DCP output; safetensors hold the model only")
 
-    def check_source(self, source: "Form") -> None:
+    def check_source(self, source: "FormatTraits") -> None:
         """Check the options against the format of the source.
 
         Raises:
@@ -152,7 +152,7 @@ class DcpOptions(ConversionOptions):
     def fingerprint(self) -> dict[str, Any]:
         return {**super().fingerprint(), "prefix": self.prefix}
 
-    def check_prefix(self, source: "Form") -> None:
+    def check_prefix(self, source: "FormatTraits") -> None:
         """Check that `prefix` is not set for a DCP source.
 
         Raises:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TypeVar
 
-from ckptx.errors import Defect
+from ckptx.errors import InternalError
 from ckptx.options.option import Options, settings_of
 
 T = TypeVar("T", bound=Options)
@@ -23,16 +23,16 @@ def from_json(text: str, table: type[T]) -> T:
     """Return the options in a document.
 
     Raises:
-        Defect: The document is for another command, or has an unknown option.
+        InternalError: The document is for another command, or has an unknown option.
     """
     document = json.loads(text)
     unknown = sorted(document["options"].keys() - settings_of(table).keys())
     if document["command"] != table.command or unknown:
-        raise Defect(f"options of {document['command']} with {unknown}, required those of {table.command}")
+        raise InternalError(f"options of {document['command']} with {unknown}, required those of {table.command}")
     return table(**document["options"])
 
 
 def _to_plain(value: object) -> str | Sequence[object]:
     if isinstance(value, Path):
         return str(value)
-    raise Defect(f"{value!r} cannot be written to JSON")
+    raise InternalError(f"{value!r} cannot be written to JSON")

@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from multiprocessing.connection import Connection, wait
 from typing import Any, TypeVar
 
-from ckptx.errors import Defect
+from ckptx.errors import InternalError
 from ckptx.processes.worker import Worker, WorkerDied, send_result, use_one_thread
 
 T = TypeVar("T")
@@ -37,7 +37,7 @@ def run_in_child(function: Callable[..., T], *args: Any, context: Any = None) ->
 
     Raises:
         CkptxError: The function raised it.
-        Defect: It raised something else, or the process died.
+        InternalError: It raised something else, or the process died.
     """
     return _run_calls(function, [args], 1, context)[0]
 
@@ -53,7 +53,7 @@ def run_in_children(
         max_processes: Maximum number of processes at a time; None for the number of cores.
 
     Raises:
-        CkptxError, Defect: See `run_in_child`; the other processes are then ended.
+        CkptxError, InternalError: See `run_in_child`; the other processes are then ended.
     """
     return _run_calls(function, calls, max_processes or len(os.sched_getaffinity(0)), None)
 
@@ -63,7 +63,7 @@ def _run_calls(
 ) -> list[T]:
     try:
         return _run_in_parallel(function, calls, max_processes, context or multiprocessing.get_context("fork"))
-    except Defect as error:
+    except InternalError as error:
         message = f"{error} {error.__cause__}"  # a pipeline of torch wraps the error in its own
         if context is not None or _AUTOGRAD_FORK_ERROR not in message:
             raise
@@ -89,7 +89,7 @@ def _run_in_parallel(
                 del running[pipe]
                 worker.end(_EXIT_PATIENCE)
     except WorkerDied as died:
-        raise Defect(
+        raise InternalError(
             f"a child process ended with code {died.code} and without a result; "
             "check whether the machine is out of memory"
         ) from None

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
-from ckptx.errors import CkptxError, Defect, PeerFailure
+from ckptx.errors import CkptxError, InternalError, PeerFailure
 from ckptx.processes.peak_memory import peak_memory
 
 _EXIT_TIMEOUT = 30.0  # seconds between the last message of a process and its end
@@ -70,7 +70,7 @@ class Worker:
 
         Raises:
             CkptxError: The call raised it.
-            Defect: The call raised something else.
+            InternalError: The call raised something else.
             WorkerDied: The worker ended without an answer.
         """
         try:
@@ -106,7 +106,7 @@ def send_result(pipe: Connection, function: Callable[..., Any], *args: Any) -> b
     except BaseException as error:  # raised again in the calling process
         error_class, text = type(error), str(error)
         if not isinstance(error, CkptxError):
-            error_class, text = Defect, f"{type(error).__name__}: {error}; please report this"
+            error_class, text = InternalError, f"{type(error).__name__}: {error}; please report this"
         answer = pickle.dumps((False, (error_class, text, traceback.format_exc())))
     try:
         pipe.send_bytes(answer)

@@ -21,7 +21,7 @@ from ckptx.formats.hf.reader import stray_notes
 from ckptx.formats.sidecars import MANIFEST
 from ckptx.processes.peak_memory import peak_memory
 from ckptx.processes.peers import PeerProcesses
-from ckptx.publishing.completeness import compare_existing_files
+from ckptx.publishing.existing_files import compare_existing_files
 from ckptx.publishing.publisher import Claim, Publisher
 from ckptx.publishing.source_contents import require_unchanged
 from ckptx.publishing.source_state import FileIdentities, collect_identities, describe_source, is_same_source

@@ -20,13 +20,13 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from ckptx.errors import OutputError, SpaceError
-from ckptx.publishing.output_place import free_space, refuse_existing
+from ckptx.publishing.output_checks import free_space, refuse_existing
 from ckptx.storage.directory_handle import PROBE_NAME, DirectoryHandle
 from ckptx.storage.files import lock_file, write_error
 from ckptx.storage.interface import ExpectedFile
 from ckptx.storage.local import LocalSource
 from ckptx.storage.open_file import OpenFile
-from ckptx.storage.staged import staging_paths
+from ckptx.storage.staging_paths import staging_paths
 from ckptx.transfer.digest import file_digest
 
 _RENAME_EXCHANGE = 2

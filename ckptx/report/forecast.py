@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from ckptx.report.documents.forecast import ForecastReport
-from ckptx.report.forecast_words import (
+from ckptx.report.forecast_text import (
     batch_text,
     communication_text,
     flops_text,

@@ -12,7 +12,7 @@ from typing import Any
 
 from ckptx.report.area_plot import Area, Scale, StepPart, area_plot, make_slots
 from ckptx.report.documents.forecast import ForecastReport
-from ckptx.report.forecast_words import (
+from ckptx.report.forecast_text import (
     batch_text,
     communication_text,
     flops_text,

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from ckptx.report.documents.forecast import SearchReport
-from ckptx.report.forecast_words import mesh_text, step_text
+from ckptx.report.forecast_text import mesh_text, step_text
 from ckptx.report.report import counted, human_bytes
 
 _COLUMN_TITLES = ("layout", "checkpointing", "microbatches", "peak", "free", "recomputed", "idle", "sent per rank", "")

@@ -17,7 +17,7 @@ from xml.etree import ElementTree as ET
 from ckptx.publishing.report_file import XML_HEAD
 from ckptx.report.documents.robustness import RobustnessReport
 from ckptx.report.report import Report
-from ckptx.report.robustness_words import (
+from ckptx.report.robustness_text import (
     cause_text,
     differing_items,
     failing_oracles,

@@ -7,7 +7,7 @@ from typing import Any
 
 from ckptx.report.documents.robustness import FaultsReport, RobustnessReport
 from ckptx.report.report import counted
-from ckptx.report.robustness_words import (
+from ckptx.report.robustness_text import (
     cause_text,
     differing_items,
     failing_oracles,

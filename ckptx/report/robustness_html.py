@@ -12,11 +12,11 @@ from math import isfinite, nan
 from typing import Any
 
 from ckptx.report.documents.robustness import RobustnessReport
-from ckptx.report.numbers import peak_memory_text
+from ckptx.report.number_formats import peak_memory_text
 from ckptx.report.page import render_page
 from ckptx.report.plots import NoiseBand, Plot, RunCurve, plot_differences, plot_losses
 from ckptx.report.report import Report, counted, human_bytes
-from ckptx.report.robustness_words import (
+from ckptx.report.robustness_text import (
     cause_text,
     differing_items,
     failing_oracles,

@@ -15,7 +15,7 @@ _RENDERERS = {
     "InspectionReport": ("ckptx.report.text", "inspect_text"),
     "DiffReport": ("ckptx.report.text", "diff_text"),
     "VerifyReport": ("ckptx.report.text", "verify_text"),
-    "RunReport": ("ckptx.report.running", "run_text"),
+    "RunReport": ("ckptx.report.verify_run", "run_text"),
     "ForecastReport": ("ckptx.report.forecast", "forecast_text"),
     "SearchReport": ("ckptx.report.forecast_search", "search_text"),
     "RobustnessReport": ("ckptx.report.robustness", "robustness_text"),

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from ckptx.report.numbers import bytes_read_text, peak_memory_text, speed_text, stored_text, written_text
+from ckptx.report.number_formats import bytes_read_text, peak_memory_text, speed_text, stored_text, written_text
 from ckptx.report.report import Report, counted, human_bytes
 
 if TYPE_CHECKING:  # a command imports only the report that it returns

@@ -31,7 +31,6 @@ from ckptx.robustness_suite.file_noise import (
     not_compared_note,
     step_count_settings,
 )
-from ckptx.robustness_suite.judge import Findings, ReportBuilder
 from ckptx.robustness_suite.losses import Losses
 from ckptx.robustness_suite.oracles import (
     Difference,
@@ -46,6 +45,7 @@ from ckptx.robustness_suite.oracles import (
     largest_value,
 )
 from ckptx.robustness_suite.reference_files import RunFiles, compare_snapshots, take_snapshot
+from ckptx.robustness_suite.report_builder import Findings, ReportBuilder
 from ckptx.robustness_suite.stored_items import detect_sharding, files_not_compared
 from ckptx.runtime.training.recipe import ChecksBlock, ExternalBlock, Recipe
 from ckptx.untrusted.printable import one_line

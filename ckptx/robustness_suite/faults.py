@@ -16,7 +16,7 @@ from typing import Any, Literal, TypeVar
 from msgspec import structs
 
 from ckptx.errors import UsageError
-from ckptx.robustness_suite.runs import RunRequest
+from ckptx.robustness_suite.run_requests import RunRequest
 from ckptx.robustness_suite.session import InjectedFault
 from ckptx.runtime.training.recipe import Recipe
 

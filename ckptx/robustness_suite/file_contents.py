@@ -24,8 +24,8 @@ import numpy as np
 
 from ckptx.errors import CkptxError
 from ckptx.formats.torch_archive.pickle_graph import read_graph
-from ckptx.robustness_suite.canonical import ValueDigests
-from ckptx.robustness_suite.pickled_kinds import PickleNormalizer
+from ckptx.robustness_suite.pickle_normalizer import PickleNormalizer
+from ckptx.robustness_suite.value_digests import ValueDigests
 from ckptx.storage.files import open_regular
 from ckptx.transfer.digest import TreeDigest
 from ckptx.untrusted.limits import MAX_DIMS, MAX_PICKLE_BYTES, MAX_TENSORS

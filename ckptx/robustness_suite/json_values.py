@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from ckptx.catalog.object_ids import ObjectIds
-from ckptx.robustness_suite.canonical import ValueDigests
-from ckptx.robustness_suite.pickled import shorten
-from ckptx.robustness_suite.pickled_kinds import Dictionary
+from ckptx.robustness_suite.pickle_normalizer import Dictionary
+from ckptx.robustness_suite.pickle_reader import shorten
+from ckptx.robustness_suite.value_digests import ValueDigests
 from ckptx.untrusted.json_text import parse_json
 from ckptx.untrusted.limits import MAX_JSON_DEPTH
 

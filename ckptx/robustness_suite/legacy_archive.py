@@ -14,7 +14,7 @@ from ckptx.catalog.entry import Record
 from ckptx.errors import InputError, UnsupportedError
 from ckptx.formats.torch_archive.pickle_graph import read_graph
 from ckptx.formats.torch_archive.pickle_machine import CallResult, PersistentObject, PickledDict, PickledSet
-from ckptx.robustness_suite.pickled_kinds import parse_storage_id
+from ckptx.robustness_suite.pickle_normalizer import parse_storage_id
 from ckptx.untrusted.limits import MAX_TENSORS
 
 _MAGIC = b"\x80\x02\x8a\x0a\x6c\xfc\x9c\x46\xf9\x20\x6a\xa8\x50\x19."

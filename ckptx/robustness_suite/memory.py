@@ -50,8 +50,8 @@ def _forecast_step(recipe: Recipe, source: Path, gpu_memory: int | None, is_memo
     """
     import torch
 
+    from ckptx.runtime.forecasting.larger_mesh import find_larger_mesh
     from ckptx.runtime.forecasting.ranks import forecast_ranks
-    from ckptx.runtime.forecasting.remedy import find_larger_mesh
     from ckptx.runtime.forecasting.task import task_from_recipe
     from ckptx.runtime.memory.reserve import reserve_bytes
     from ckptx.runtime.parity.memory import read_free_bytes

@@ -25,14 +25,13 @@ from msgspec import structs
 
 from ckptx.api.convert import convert
 from ckptx.api.reshard import reshard
-from ckptx.architecture.find import find_architecture
+from ckptx.architecture.lookup import find_architecture
 from ckptx.comparison.contents import verify_bytes
 from ckptx.errors import InputError, OutputError, UnsupportedError, UsageError
 from ckptx.formats.hf.reader import read_json
 from ckptx.formats.registry import open_checkpoint
 from ckptx.options.conversion import Names
 from ckptx.options.verify import CompareOptions
-from ckptx.robustness_suite.judge import Findings
 from ckptx.robustness_suite.kills import select_kill_points
 from ckptx.robustness_suite.oracles import (
     Difference,
@@ -43,7 +42,8 @@ from ckptx.robustness_suite.oracles import (
     compare_replicas,
     compare_with_noise,
 )
-from ckptx.robustness_suite.runs import KillPoint, Logits, RunResult, max_difference
+from ckptx.robustness_suite.report_builder import Findings
+from ckptx.robustness_suite.run_requests import KillPoint, Logits, RunResult, max_difference
 from ckptx.robustness_suite.session import PERTURBED_RUNS, Session, losses_of_steps
 from ckptx.robustness_suite.stored_items import read_items
 from ckptx.runtime.training.checkpoints import LATEST

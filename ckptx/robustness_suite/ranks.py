@@ -163,7 +163,7 @@ class Ranks:
 
         Raises:
             CkptxError: The function raised it.
-            Defect: The function raised another error, or its process died.
+            InternalError: The function raised another error, or its process died.
         """
         with _inherited_environment():
             return run_in_child(function, *args, context=_fork_server())

@@ -15,14 +15,14 @@ from ckptx.options.robustness import RobustnessOptions
 from ckptx.processes.rendezvous import is_first_rank, is_launched, launched_world_size
 from ckptx.report.documents.robustness import RobustnessReport
 from ckptx.report.environment import environment
-from ckptx.report.numbers import peak_of_processes
+from ckptx.report.number_formats import peak_of_processes
 from ckptx.report.report import Log, Stopwatch
-from ckptx.report.robustness_words import first_cause
-from ckptx.robustness_suite.judge import ReportBuilder
+from ckptx.report.robustness_text import first_cause
 from ckptx.robustness_suite.memory import StepMemory, add_measurement, forecast_memory
 from ckptx.robustness_suite.oracles import Difference, Verdict
 from ckptx.robustness_suite.phases import Phase, select_phases
 from ckptx.robustness_suite.ranks import LeakedMemory, Ranks
+from ckptx.robustness_suite.report_builder import ReportBuilder
 from ckptx.robustness_suite.session import InjectedFault, Session
 from ckptx.runtime.training.recipe import Recipe
 from ckptx.runtime.training.recipe_file import find_recipe, read_recipe

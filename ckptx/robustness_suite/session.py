@@ -10,12 +10,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ckptx.errors import Defect
+from ckptx.errors import InternalError
 from ckptx.report.report import Log
 from ckptx.robustness_suite.oracles import Verdict, abs_difference, largest_value
 from ckptx.robustness_suite.ranks import LeakedMemory, Ranks
 from ckptx.robustness_suite.reference_files import RunFiles, compare_snapshots, take_snapshot
-from ckptx.robustness_suite.runs import EventHandler, Logits, RunRequest, RunResult, max_difference
+from ckptx.robustness_suite.run_requests import EventHandler, Logits, RunRequest, RunResult, max_difference
 from ckptx.runtime.training.recipe import LayoutBlock, Recipe
 
 _logger = logging.getLogger(__name__)
@@ -233,7 +233,7 @@ class Session:
     def reference_logits(self) -> Logits:
         """Return the logits of the model at the end of the straight run."""
         if self.straight_result.logits is None:
-            raise Defect("robustness: no rank of the straight run returned the logits of the last stage")
+            raise InternalError("robustness: no rank of the straight run returned the logits of the last stage")
         return self.straight_result.logits
 
     def layout_text(self, layout: LayoutBlock) -> str:

@@ -62,7 +62,7 @@ from ckptx.robustness_suite.file_contents import (
 from ckptx.robustness_suite.item_names import oracles_of
 from ckptx.robustness_suite.json_values import values_of_json
 from ckptx.robustness_suite.oracles import Items
-from ckptx.robustness_suite.pickled import ContainerInfo, Leaf, PickleReader
+from ckptx.robustness_suite.pickle_reader import ContainerInfo, Leaf, PickleReader
 from ckptx.robustness_suite.state_kinds import StoredItem, is_generator_state, oracles_of_items
 from ckptx.robustness_suite.tensor_digests import TensorDigests
 from ckptx.storage.files import FilePool, read_head, read_small

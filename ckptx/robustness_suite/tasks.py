@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ckptx.robustness_suite.kills import kill_at, record_operations
-from ckptx.robustness_suite.runs import KillPoint, Logits, RunRequest, RunResult, max_difference
+from ckptx.robustness_suite.run_requests import KillPoint, Logits, RunRequest, RunResult, max_difference
 from ckptx.robustness_suite.state_snapshot import collect_items, shard_digests
 from ckptx.robustness_suite.surviving_steps import SurvivingSteps, check_steps
 from ckptx.runtime.memory.measured_memory import MeasuredMemory, measure_step

@@ -8,7 +8,7 @@ from ckptx.catalog.entry import Frame
 from ckptx.transfer.columns import extract_columns
 from ckptx.transfer.digest import BlockHasher, TreeDigest, crc32
 from ckptx.transfer.grid import Grid
-from ckptx.transfer.outfile import OutFile
+from ckptx.transfer.output_file import OutFile
 from ckptx.transfer.small_tensors import encode_crc
 
 _MIN_UNBUFFERED_NBYTES = 256 << 10  # from this length on, contiguous bytes are written with their own call

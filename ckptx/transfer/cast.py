@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from ckptx.catalog.dtype import DType
-from ckptx.transfer.cast_losses import OverflowCounts
+from ckptx.transfer.overflow_counts import OverflowCounts
 from ckptx.transfer.stream import Sink, push
 
 _NUMPY_DTYPES: dict[str, Any] = {"F64": np.float64, "F32": np.float32, "F16": np.float16}

@@ -46,6 +46,6 @@ def insert_columns(out: memoryview, out_width: int, column: int, rows: memoryvie
 
 @cache
 def _reorder() -> ModuleType:
-    from ckptx.transfer import reorder
+    from ckptx.transfer import strided_copy
 
-    return reorder
+    return strided_copy

@@ -5,8 +5,8 @@ from __future__ import annotations
 from ckptx.catalog.dtype import DType
 from ckptx.catalog.entry import TensorEntry
 from ckptx.catalog.region import Region, full_region
-from ckptx.transfer.cast_losses import OverflowCounts
 from ckptx.transfer.digest import TreeDigest
+from ckptx.transfer.overflow_counts import OverflowCounts
 from ckptx.transfer.split_tensor import RecordPart
 from ckptx.transfer.stream import Sink, TensorReader
 

@@ -18,12 +18,12 @@ from ckptx.catalog.region import Region, full_region
 from ckptx.errors import OutputError
 from ckptx.storage.interface import OutputFile, OutputTree, SourceFiles
 from ckptx.transfer import digest
-from ckptx.transfer.cast_losses import OverflowCountsByTensor
-from ckptx.transfer.copy_run import BUFFER_NBYTES, Buffers, Cancelled, CopyContext, StepRangeCopier
 from ckptx.transfer.digest import TreeDigest, tree_digest
-from ckptx.transfer.outfile import FileDigests
+from ckptx.transfer.output_file import FileDigests
+from ckptx.transfer.overflow_counts import OverflowCountsByTensor
 from ckptx.transfer.plan import CopyPlan, StepRange
 from ckptx.transfer.split_tensor import SplitTensor
+from ckptx.transfer.step_range_copier import BUFFER_NBYTES, Buffers, Cancelled, CopyContext, StepRangeCopier
 from ckptx.transfer.stream import TensorReader
 
 # Maximum wait of a worker for the interpreter after a system call; the default equals ten system calls.

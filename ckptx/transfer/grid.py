@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from ckptx.catalog.dtype import DType
 from ckptx.catalog.region import Region, Shape
-from ckptx.errors import Defect
+from ckptx.errors import InternalError
 
 
 class Cell(NamedTuple):
@@ -116,11 +116,11 @@ def build_grid(dtype: DType, shape: Shape, regions: Sequence[Region]) -> Grid:
     """Return the grid of a tensor sharded into `regions`, on dim 0 and at most one other dim, as TP with FSDP gives.
 
     Raises:
-        Defect: The regions are sharded on more dims.
+        InternalError: The regions are sharded on more dims.
     """
     sharded_dims = _sharded_dims(shape, regions)
     if not is_grid(shape, regions):
-        raise Defect(
+        raise InternalError(
             f"a tensor of shape {list(shape)} sharded on dims {sharded_dims}; this is a bug in ckptx, please report it"
         )
     dim = sharded_dims[-1] if sharded_dims else 0

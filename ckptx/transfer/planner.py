@@ -9,7 +9,7 @@ from ckptx.catalog.dtype import DTYPES_BY_NAME
 from ckptx.catalog.entry import Block, BytesEntry, Chunk, ShardedChunks, TensorEntry
 from ckptx.catalog.object_ids import ObjectIds
 from ckptx.catalog.region import Shape, find_coverage_fault, full_region
-from ckptx.errors import Defect
+from ckptx.errors import InternalError
 from ckptx.transfer.plan import CopyPlan, CopyStep, FileGroup, FrameBuilder, TargetFile
 
 _REPORT_BUG = "this is a bug in ckptx, please report it"
@@ -37,7 +37,7 @@ def plan_copy(
         groups: Names of files that are written together; None to write each file on its own.
 
     Raises:
-        Defect: The target is not exactly covered by its chunks, or a file is not exactly covered by blocks.
+        InternalError: The target is not exactly covered by its chunks, or a file is not exactly covered by blocks.
     """
     prologues = prologues or {}
     steps = [CopyStep(entry, source.tensors[source_names[entry.name]], True) for entry in target.tensors.values()]
@@ -62,7 +62,7 @@ def plan_copy(
         _check_files(group, frozenset(group_names[index]), end_by_file, block_counts)
     for name, nbytes in target.files.items():
         if end_by_file[name] != nbytes:
-            raise Defect(f"{name}: planned {nbytes} bytes, blocks end at {end_by_file[name]}; {_REPORT_BUG}")
+            raise InternalError(f"{name}: planned {nbytes} bytes, blocks end at {end_by_file[name]}; {_REPORT_BUG}")
     index_by_file = {name: index for index, name in enumerate(files)}
     return CopyPlan(
         tuple(TargetFile(name, target.files[name], prologues.get(name, b""), block_counts[name]) for name in files),
@@ -94,7 +94,7 @@ class _CoverageCheck:
     def check(self, step: CopyStep) -> None:
         target = step.target
         if step.source.shape != target.shape:
-            raise Defect(
+            raise InternalError(
                 f'tensor "{target.name}": planned with shape {target.shape}, but the source has {step.source.shape}; '
                 f"{_REPORT_BUG}"
             )
@@ -112,14 +112,16 @@ class _CoverageCheck:
 def _check_coverage(target: TensorEntry, blocks: Sequence[Block]) -> None:
     fault = find_coverage_fault(target.shape, [block.region for block in blocks])
     if fault is not None:
-        raise Defect(f'tensor "{target.name}": planned with {fault.kind} {fault.region}; {_REPORT_BUG}')
+        raise InternalError(f'tensor "{target.name}": planned with {fault.kind} {fault.region}; {_REPORT_BUG}')
 
 
 def _check_replicas(target: TensorEntry, blocks: Sequence[Block]) -> None:
     regions = {block.region for block in blocks if not block.is_replica}
     for block in blocks:
         if block.is_replica and block.region not in regions:
-            raise Defect(f'tensor "{target.name}": a replica {block.region} of nothing was planned; {_REPORT_BUG}')
+            raise InternalError(
+                f'tensor "{target.name}": a replica {block.region} of nothing was planned; {_REPORT_BUG}'
+            )
 
 
 def _check_files(
@@ -135,9 +137,11 @@ def _check_files(
             positions = ((chunk.file, chunk.offset, chunk.nbytes) for chunk in chunks)
         for file, offset, nbytes in positions:
             if file not in files:
-                raise Defect(f'{file}: block of "{step.target.name}" planned outside of its group; {_REPORT_BUG}')
+                raise InternalError(
+                    f'{file}: block of "{step.target.name}" planned outside of its group; {_REPORT_BUG}'
+                )
             if offset != end_by_file[file]:
-                raise Defect(
+                raise InternalError(
                     f'{file}: block of "{step.target.name}" planned at byte {offset}, expected {end_by_file[file]}; '
                     f"{_REPORT_BUG}"
                 )

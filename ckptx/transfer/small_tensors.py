@@ -14,7 +14,7 @@ from ckptx.catalog.entry import Frame, ShardedChunks, TensorEntry
 from ckptx.transfer.columns import extract_columns
 from ckptx.transfer.digest import block_hash, crc32, leaf_digest
 from ckptx.transfer.grid import Grid
-from ckptx.transfer.outfile import OutFile
+from ckptx.transfer.output_file import OutFile
 from ckptx.transfer.stream import TensorReader
 
 HASH_NBYTES = 8  # bytes per block in the journal

@@ -22,7 +22,7 @@ from ckptx.transfer.digest import crc32
 from ckptx.transfer.grid import Cell, Grid, build_grid, is_grid
 from ckptx.transfer.segments import TILE_NBYTES, Span, Strided, Tile, iterate_segments
 from ckptx.transfer.split_tensor import ChecksumPart, RecordPart
-from ckptx.untrusted.numbers import packed_key
+from ckptx.untrusted.hash_keys import packed_key
 
 
 class Sink(Protocol):
@@ -388,7 +388,7 @@ class TensorReader:
             push(sink, self._gather(entry, chunk, origin, rows, row_dim))
 
     def _gather(self, entry: TensorEntry, chunk: Chunk, origin: int, sizes: list[int], row_dim: int) -> memoryview:
-        from ckptx.transfer import reorder
+        from ckptx.transfer import strided_copy
 
         strides, itemsize = chunk.strides, entry.dtype.itemsize
         assert strides is not None
@@ -405,7 +405,7 @@ class TensorReader:
         for index in product(*(range(sizes[dim]) for dim in looped)):
             start = origin + sum(i * strides[dim] for i, dim in zip(index, looped, strict=True))
             self._read_into(chunk.file, chunk.offset + start * itemsize, buffer, entry.name)
-            reorder.copy_strided(out, sizes, dict(zip(looped, index, strict=True)), buffer, strides, itemsize)
+            strided_copy.copy_strided(out, sizes, dict(zip(looped, index, strict=True)), buffer, strides, itemsize)
         return out
 
     def _tile_buffer(self, nbytes: int) -> memoryview:

@@ -10,12 +10,12 @@ import pytest
 
 from ckptx.api import verify_run as running
 from ckptx.api.verify_run import verify_models
-from ckptx.errors import Defect, EnvironmentProblem, PeerFailure, UsageError
+from ckptx.errors import EnvironmentProblem, InternalError, PeerFailure, UsageError
 from ckptx.layout.parallel_dims import ParallelDims
 from ckptx.options.document import from_json
 from ckptx.options.option import settings_of
 from ckptx.options.verify import CompareRunOptions
-from ckptx.report.documents.running import RunReport
+from ckptx.report.documents.verify_run import RunReport
 from ckptx.report.report import Log
 
 A, B = Path("a"), Path("b")
@@ -126,9 +126,9 @@ def test_ranks_read_the_options_that_they_are_given(launched: Launched, tmp_path
 
 def test_a_document_of_another_command_is_a_defect(launched: Launched) -> None:
     run(tp=2)
-    with pytest.raises(Defect, match="required those of verify --run"):
+    with pytest.raises(InternalError, match="required those of verify --run"):
         from_json(launched.order.replace("--run", ""), CompareRunOptions)
-    with pytest.raises(Defect, match="'tensor_parallel'"):
+    with pytest.raises(InternalError, match="'tensor_parallel'"):
         from_json(launched.order.replace('"tp"', '"tensor_parallel"'), CompareRunOptions)
 
 

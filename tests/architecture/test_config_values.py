@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ckptx
+from ckptx.architecture.class_table import lookup
 from ckptx.architecture.configs import read_flag
 from ckptx.architecture.expressions import Scope, keys_of
-from ckptx.architecture.find import find_architecture
+from ckptx.architecture.lookup import find_architecture
 from ckptx.architecture.model_files import class_names
-from ckptx.architecture.table import lookup
 from ckptx.errors import InputError
 from tests.support.writers import LLAMA, llama, write_dcp, write_hf
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from ckptx.architecture import corrections, model_files, table
+from ckptx.architecture import class_table, corrections, model_files
 from ckptx.architecture.correction_rows import (
     Corrections,
     ForwardRow,
@@ -179,7 +179,7 @@ def names_by_type() -> dict[str, set[str]]:
     """The patterns of names of all classes of a model type."""
     found: dict[str, set[str]] = {}
     for class_name, model_type in model_files.read_index()["classes"].items():
-        architecture = table.lookup(class_name)
+        architecture = class_table.lookup(class_name)
         found.setdefault(model_type, set()).update(architecture.model_names if architecture else ())
     return found
 
@@ -188,7 +188,7 @@ def test_every_layers_row_names_the_decoder_and_another_list_of_its_class() -> N
     """The decoder of the transformers that was asked is among them, and no list of a group is a misprint."""
     for model_type, rows in every().items():
         for row in rows.layers:
-            names = table.lookup(row.class_name).model_names  # type: ignore[union-attr]
+            names = class_table.lookup(row.class_name).model_names  # type: ignore[union-attr]
             groups = {"language": row.language, "vision": row.vision, "audio": row.audio}
             found = {
                 group for group, paths in groups.items()

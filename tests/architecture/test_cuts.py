@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers.core_model_loading import revert_weight_conversion
 
-from ckptx.architecture import table
+from ckptx.architecture import class_table
 from ckptx.catalog.entry import Block
 from ckptx.catalog.region import Shape
 from ckptx.layout.parallel_dims import ParallelDims
@@ -36,7 +36,7 @@ def owners(shape: Shape, blocks: tuple[Block, ...]) -> torch.Tensor:
 def compared(class_name: str, dims: ParallelDims, planted: bool = False) -> tuple[int, list[str]]:
     """How many tensors on disk were cut, and those that are cut otherwise than the model's."""
     model, config = small_model(class_name, **copy.deepcopy(SMALL[class_name]))
-    known = table.lookup(class_name)
+    known = class_table.lookup(class_name)
     assert known is not None
     plan = known.tensor_parallel_plan(config)
     state = dict(model.state_dict())

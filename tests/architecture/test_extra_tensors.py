@@ -10,6 +10,8 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
+from ckptx.architecture.architecture import Architecture
+from ckptx.architecture.class_table import find_row, lookup
 from ckptx.architecture.extra_tensors import (
     EXTRA_ROWS,
     IGNORED_REASON,
@@ -20,8 +22,6 @@ from ckptx.architecture.extra_tensors import (
     ExtraTensors,
 )
 from ckptx.architecture.model_files import class_names
-from ckptx.architecture.spec import Architecture
-from ckptx.architecture.table import find_row, lookup
 from ckptx.catalog.dtype import DTYPES_BY_NAME
 from ckptx.catalog.entry import Chunk, TensorEntry
 from ckptx.catalog.region import Shape, full_region

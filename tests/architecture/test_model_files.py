@@ -15,11 +15,11 @@ from typing import Any
 
 import pytest
 
-from ckptx.architecture import installed, model_files, table
-from ckptx.architecture.find import find_architecture
-from ckptx.architecture.infer import infer_class
-from ckptx.architecture.rows import ClassRow, decode_row
-from ckptx.architecture.table import lookup
+from ckptx.architecture import class_table, model_files, transformers_version
+from ckptx.architecture.class_rows import ClassRow, decode_row
+from ckptx.architecture.class_table import lookup
+from ckptx.architecture.infer_class import infer_class
+from ckptx.architecture.lookup import find_architecture
 from tests.support.installed import IS_ASKED, compares_the_files
 from tests.support.tables import known
 from tests.support.tool import ROOT, tool
@@ -53,7 +53,7 @@ def test_lookup_needs_the_model_type_to_agree_when_given() -> None:
 
 
 def test_lookup_opens_one_file_of_one_model_type(monkeypatch: pytest.MonkeyPatch) -> None:
-    for cached in (table.find_row, model_files.read_index, model_files._read_model_file):
+    for cached in (class_table.find_row, model_files.read_index, model_files._read_model_file):
         cached.cache_clear()
     read: list[str] = []
     real = Path.read_bytes
@@ -67,8 +67,8 @@ def test_what_a_checkpoint_calls_itself_is_no_part_of_a_path(said: str, monkeypa
     read: list[Path] = []
     real = Path.read_bytes
     monkeypatch.setattr(Path, "read_bytes", lambda path: read.append(path) or real(path))
-    assert table.find_row(said) is None and table.shape_rules(said) is None
-    assert table.find_row("LlamaForCausalLM", said) is None
+    assert class_table.find_row(said) is None and class_table.shape_rules(said) is None
+    assert class_table.find_row("LlamaForCausalLM", said) is None
     find_architecture({"architectures": [said], "model_type": said})
     infer_class({"model_type": said}, {})
     ours = {path.name for path in read if path.name.endswith(".json")}
@@ -98,11 +98,11 @@ def test_every_file_is_what_its_classes_say() -> None:
     """What is read and written again is the same document, to the byte."""
     for model_type in set(model_files.read_index()["classes"].values()):
         names = model_files.classes_of(model_type)
-        rows = {name: table.find_row(name) for name in names}
+        rows = {name: class_table.find_row(name) for name in names}
         rules = {
             name: (row.architecture.base_prefix, found)
             for name, row in rows.items()
-            if row is not None and row.architecture is not None and (found := table.shape_rules(name)) is not None
+            if row is not None and row.architecture is not None and (found := class_table.shape_rules(name)) is not None
         }
         sections = {**writer.encode_rows(rows.values()), **writer.encode_shapes(rules)}
         text = model_files.model_file(model_type).read_text(encoding="utf-8")
@@ -112,7 +112,7 @@ def test_every_file_is_what_its_classes_say() -> None:
 def test_lookup_does_not_import_torch() -> None:
     code = (
         "import sys\n"
-        "from ckptx.architecture.find import find_architecture\n"
+        "from ckptx.architecture.lookup import find_architecture\n"
         "from ckptx.architecture.tied import resolve_ties, StoredTensor\n"
         "found = find_architecture({'architectures': ['LlamaForCausalLM'], 'model_type': 'llama'})\n"
         "names = dict.fromkeys(['lm_head.weight', 'model.embed_tokens.weight'], StoredTensor((2, 2), 'f32'))\n"
@@ -124,7 +124,7 @@ def test_lookup_does_not_import_torch() -> None:
 
 
 def test_rows_survive_being_written() -> None:
-    row = table.find_row("LlavaForConditionalGeneration")
+    row = class_table.find_row("LlavaForConditionalGeneration")
     assert row is not None
     empty = ClassRow("Nameless", row.model_type, "a reason", None)
     sections = json.loads(json.dumps(writer.encode_rows([empty, row])))
@@ -144,7 +144,7 @@ def copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     shutil.copy(model_files.INDEX_FILE, tmp_path)
     monkeypatch.setattr(model_files, "MODELS_DIR", tmp_path / "models")
     monkeypatch.setattr(model_files, "INDEX_FILE", tmp_path / "classes.json")
-    caches = (table.find_row, table.shape_rules, model_files.read_index, model_files._read_model_file)
+    caches = (class_table.find_row, class_table.shape_rules, model_files.read_index, model_files._read_model_file)
     for each in caches:
         each.cache_clear()
     yield tmp_path
@@ -166,7 +166,7 @@ def test_a_change_to_one_model_changes_its_file_alone(copied: Path, build_tables
         source = model_files.source_of(names[0])
         assert source is not None
         (directory,) = source["directories"]
-        return [build_tables.Measured(table.find_row(name), directory, 0.0) for name in names]
+        return [build_tables.Measured(class_table.find_row(name), directory, 0.0) for name in names]
 
     rows = [*measured("llama"), *measured("mistral")]
     assert build_tables.write_models(rows, transformers) == 0 and contents(copied) == before
@@ -183,7 +183,7 @@ def test_a_change_to_one_model_changes_its_file_alone(copied: Path, build_tables
 
 def test_the_list_of_classes_with_shapes_is_sorted_and_says_whose_shapes_are_known(build_shapes: ModuleType) -> None:
     listed = build_shapes.classes_to_measure()
-    assert listed == [name for name in model_files.class_names() if table.shape_rules(name) is not None]
+    assert listed == [name for name in model_files.class_names() if class_table.shape_rules(name) is not None]
 
 
 @compares_the_files
@@ -202,7 +202,9 @@ def test_a_removed_file_is_built_again_to_the_byte(
 
 def test_shapes_of_classes_that_are_not_measured_go(copied: Path, build_shapes: ModuleType) -> None:
     before = contents(copied)
-    rules = {name: ("model", found) for name in ("LlamaForCausalLM",) if (found := table.shape_rules(name)) is not None}
+    rules = {
+        name: ("model", found) for name in ("LlamaForCausalLM",) if (found := class_table.shape_rules(name)) is not None
+    }
     assert len(json.loads(before["llama.json"])["shapes"]) > 1
     assert build_shapes.write_shapes(rules, {"llama", "olmo"}) == 2
     after = contents(copied)
@@ -213,8 +215,8 @@ def test_shapes_of_classes_that_are_not_measured_go(copied: Path, build_shapes: 
 
 
 def test_the_installed_transformers_is_noticed_where_it_is_another() -> None:
-    installed.version_note.cache_clear()
-    assert (installed.architecture_note(known("LlamaForCausalLM")) is None) is IS_ASKED
+    transformers_version.version_note.cache_clear()
+    assert (transformers_version.architecture_note(known("LlamaForCausalLM")) is None) is IS_ASKED
 
 
 @compares_the_files
@@ -228,25 +230,25 @@ def test_another_transformers_is_noticed_where_its_code_differs(
     (package / "__init__.py").write_text("raise SystemExit('nothing is imported to look')")
     (package.parent / "transformers-9.9.9.dist-info").mkdir()
     spec = importlib.util.spec_from_file_location("transformers", package / "__init__.py")
-    monkeypatch.setattr(installed, "find_spec", lambda name: spec)
-    installed.version_note.cache_clear()
+    monkeypatch.setattr(transformers_version, "find_spec", lambda name: spec)
+    transformers_version.version_note.cache_clear()
     with (package / "models" / "mistral" / "modeling_mistral.py").open("a") as file:
         file.write("# one line more\n")
-    assert installed.architecture_note(known("LlamaForCausalLM")) is None
-    note = installed.architecture_note(known("MistralForCausalLM"))
+    assert transformers_version.architecture_note(known("LlamaForCausalLM")) is None
+    note = transformers_version.architecture_note(known("MistralForCausalLM"))
     assert note is not None and note.startswith("MistralForCausalLM: ") and "5.23.0" in note
-    assert installed.architecture_note(None) is None
+    assert transformers_version.architecture_note(None) is None
     asked = model_files.read_index()["transformers"]
     (package.parent / f"transformers-{asked}.dist-info").mkdir()
-    installed.version_note.cache_clear()
-    assert installed.architecture_note(known("MistralForCausalLM")) is None
+    transformers_version.version_note.cache_clear()
+    assert transformers_version.architecture_note(known("MistralForCausalLM")) is None
     (package.parent / f"transformers-{asked}.dist-info").rmdir()
 
     def hidden(name: str) -> None:
         raise ModuleNotFoundError(f"No module named {name!r}")
 
     for finder in (lambda name: None, hidden):
-        monkeypatch.setattr(installed, "find_spec", finder)
-        installed.version_note.cache_clear()
-        assert installed.architecture_note(known("MistralForCausalLM")) is None
-    installed.version_note.cache_clear()
+        monkeypatch.setattr(transformers_version, "find_spec", finder)
+        transformers_version.version_note.cache_clear()
+        assert transformers_version.architecture_note(known("MistralForCausalLM")) is None
+    transformers_version.version_note.cache_clear()

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from ckptx.architecture import model_files, table
+from ckptx.architecture import class_table, model_files
+from ckptx.architecture.architecture import Architecture
 from ckptx.architecture.correction_rows import PlanRow, expand_braces
 from ckptx.architecture.corrections import corrections_of, plan_keys
 from ckptx.architecture.expressions import keys_of
-from ckptx.architecture.spec import Architecture
 from ckptx.layout.placement import Placement
 from ckptx.layout.tensor_parallel_plan import PlacementDecision, decide_placement
 from tests.support.corrections import changed, every
@@ -21,7 +21,7 @@ QUANTIZED = ("_blocks", "_scales")
 
 
 def known(class_name: str) -> Architecture:
-    found = table.lookup(class_name)
+    found = class_table.lookup(class_name)
     assert found is not None, class_name
     return found
 
@@ -33,7 +33,7 @@ def decision(class_name: str, name: str, shape: tuple[int, ...], config: dict[st
 def classes_by_text_type() -> dict[str, list[Architecture]]:
     found: dict[str, list[Architecture]] = {}
     for class_name in model_files.class_names():
-        architecture = table.lookup(class_name)
+        architecture = class_table.lookup(class_name)
         if architecture is not None:
             found.setdefault(architecture.structure.text_type, []).append(architecture)
     return found

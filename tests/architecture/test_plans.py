@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from ckptx.architecture import model_files, table
-from ckptx.architecture.find import find_architecture
+from ckptx.architecture import class_table, model_files
+from ckptx.architecture.architecture import Architecture
+from ckptx.architecture.lookup import find_architecture
 from ckptx.architecture.plans import layer_overrides
-from ckptx.architecture.spec import Architecture
 from ckptx.architecture.structure import LoadConversion, StackRule, Structure
 from ckptx.architecture.structure_rows import decode_structure
 from ckptx.errors import InputError
@@ -30,7 +30,7 @@ ROOT = Path(__file__).parent.parent.parent
 
 
 def known(class_name: str) -> Architecture:
-    found = table.lookup(class_name)
+    found = class_table.lookup(class_name)
     assert found is not None, class_name
     return found
 
@@ -65,7 +65,7 @@ def test_rules_that_match_nothing_are_left_out() -> None:
 def test_every_style_of_the_table_is_known() -> None:
     styles = set()
     for class_name in model_files.class_names():
-        found = table.lookup(class_name)
+        found = class_table.lookup(class_name)
         styles |= set(found.structure.plan.values()) if found else set()
     assert len(styles) > 10
     assert styles <= set(STYLES)
@@ -369,7 +369,7 @@ def test_classes_around_one_body_share_a_line() -> None:
 def test_plans_need_no_torch() -> None:
     code = (
         "import sys\n"
-        "from ckptx.architecture.table import lookup\n"
+        "from ckptx.architecture.class_table import lookup\n"
         "found = lookup('Qwen3MoeForCausalLM')\n"
         "assert found.tensor_parallel_plan({}).rules and found.stacks({}) and found.conversions({})\n"
         "print([name for name in ('torch', 'transformers', 'numpy') if name in sys.modules])\n"

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ckptx.architecture.find import find_architecture
+from ckptx.architecture.class_table import find_row, lookup
 from ckptx.architecture.introspection import meta_model
-from ckptx.architecture.table import find_row, lookup
+from ckptx.architecture.lookup import find_architecture
 
 SIZES = {
     "hidden_size": 64, "intermediate_size": 32, "num_attention_heads": 4, "num_key_value_heads": 4, "vocab_size": 32,

@@ -15,12 +15,12 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.models.auto import modeling_auto
 
-from ckptx.architecture import table
+from ckptx.architecture import class_table
+from ckptx.architecture.architecture import Architecture
 from ckptx.architecture.corrections import corrections_of_class
-from ckptx.architecture.find import find_architecture
 from ckptx.architecture.introspection import meta_model
 from ckptx.architecture.introspection.meta_model_names import disk_names_by_naming, load_rename
-from ckptx.architecture.spec import Architecture
+from ckptx.architecture.lookup import find_architecture
 from ckptx.layout.stages import Stack, StageMap
 from ckptx.layout.tensor_parallel_plan import TensorParallelPlan
 from ckptx.mapping.names import pattern_of
@@ -53,7 +53,7 @@ LANGUAGE = tuple(
             )
             for names in mapping.values()
             for name in (names if isinstance(names, (list, tuple)) else (names,))
-            if table.lookup(name) is not None
+            if class_table.lookup(name) is not None
         }
     )
 )
@@ -71,7 +71,7 @@ TWO_KINDS = {
 
 
 def known(class_name: str) -> Architecture:
-    found = table.lookup(class_name)
+    found = class_table.lookup(class_name)
     assert found is not None, class_name
     return found
 

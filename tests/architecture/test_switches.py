@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
+from ckptx.architecture.class_table import lookup, shape_rules
 from ckptx.architecture.introspection import meta_model
 from ckptx.architecture.model_files import class_names
 from ckptx.architecture.shape_rules import Switch
-from ckptx.architecture.table import lookup, shape_rules
 from ckptx.mapping.names import pattern_of
 from tests.support.slow import slow_but
 from tests.support.tool import ROOT

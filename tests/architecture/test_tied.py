@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from ckptx.architecture.find import find_architecture
-from ckptx.architecture.spec import ALWAYS_TIED, Architecture, TieFlag, TiePair
-from ckptx.architecture.table import lookup
+from ckptx.architecture.architecture import ALWAYS_TIED, Architecture, TieFlag, TiePair
+from ckptx.architecture.class_table import lookup
+from ckptx.architecture.lookup import find_architecture
 from ckptx.architecture.tied import StoredTensor, TieDecision, resolve_ties, untying_edits
 from ckptx.errors import InputError
 

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 
 import ckptx
 from ckptx.errors import CkptxError, OutputError
-from ckptx.publishing import output_place, staging
-from ckptx.publishing.replacing import is_known_name
+from ckptx.publishing import output_checks, staging
+from ckptx.publishing.overwrite_checks import is_known_name
 from ckptx.storage.directory_handle import refuse_conflicting_names, split_name
 from ckptx.untrusted.printable import one_line
 from tests.support.writers import llama, names_in, tree_bytes, write_dcp, write_hf
@@ -315,9 +315,9 @@ def test_the_current_directory_is_not_replaced_under_whoever_is_in_it(
 
 
 def test_what_the_kernel_lists_is_parsed(tmp_path: Path) -> None:
-    assert Path("/proc") in output_place._mount_points()
+    assert Path("/proc") in output_checks._mount_points()
     with pytest.raises(OutputError, match="mount point"):
-        output_place.refuse_existing(Path("/proc"), overwrite=True)
+        output_checks.refuse_existing(Path("/proc"), overwrite=True)
 
 
 # ------------------------------------------------------------------------------------------------- names

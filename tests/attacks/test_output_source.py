@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import ckptx
-from ckptx.conversion.steps import opening
+from ckptx.conversion.steps import open_source
 from ckptx.errors import CkptxError, InputError, OutputError, SpaceError
 from ckptx.formats.dcp import reader as dcp
 from ckptx.formats.hf import reader as huggingface
@@ -108,7 +108,7 @@ def _at(moment: str, patch: pytest.MonkeyPatch, change: Callable[[], None]) -> N
         after(huggingface, "read_header")
         after(dcp, "parse_own_metadata")
     elif moment == "between header and copy":
-        after(opening, "open_checkpoint")
+        after(open_source, "open_checkpoint")
     else:
         after(publish_module, "execute")
 

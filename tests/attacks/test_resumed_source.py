@@ -176,10 +176,10 @@ CASES = [
 
 def small_buffers(patch: pytest.MonkeyPatch) -> None:
     """Files are written in pieces of 4 KiB and journaled after each, so that there is something to take over."""
-    from ckptx.transfer import copy_run
+    from ckptx.transfer import step_range_copier
 
-    patch.setattr(copy_run, "_MIN_BUFFER_NBYTES", 4 << 10)
-    patch.setattr(copy_run, "BUFFER_NBYTES", 8 << 10)
+    patch.setattr(step_range_copier, "_MIN_BUFFER_NBYTES", 4 << 10)
+    patch.setattr(step_range_copier, "BUFFER_NBYTES", 8 << 10)
 
 
 @pytest.mark.sampled(60)
@@ -225,11 +225,11 @@ def test_what_is_as_it_was_is_resumed(tmp_path: Path, monkeypatch: pytest.Monkey
 
 def test_the_cases_would_notice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Planted defect: what is taken over is believed without a look at the source."""
-    from ckptx.transfer import copy_run
+    from ckptx.transfer import step_range_copier
 
     small_buffers(monkeypatch)
 
-    class Believed(copy_run.DigestSink):
+    class Believed(step_range_copier.DigestSink):
         @property
         def digest(self) -> Any:
             return type(
@@ -246,7 +246,7 @@ def test_the_cases_would_notice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         def __ne__(self, other: object) -> bool:
             return False
 
-    monkeypatch.setattr(copy_run, "DigestSink", Believed)
+    monkeypatch.setattr(step_range_copier, "DigestSink", Believed)
     source = write(tmp_path / "in" / "source", "hf", TENSORS)
     other = write(tmp_path / "in" / "other", "hf", OTHER)
     interrupted(5, lambda: make("dcp of hf", source, tmp_path / "out"))

@@ -8,9 +8,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ckptx.conversion.steps import base
-from ckptx.conversion.steps.model import find_model, resolve_ties
-from ckptx.conversion.steps.opening import SourceCheckpoint, open_source
+from ckptx.conversion.steps import base_checkpoint
+from ckptx.conversion.steps.open_source import SourceCheckpoint, open_source
+from ckptx.conversion.steps.source_model import find_model, resolve_ties
 from ckptx.model_view.view import ModelView
 from ckptx.options.conversion import ConversionOptions, ReshardOptions, ToDcpOptions, ToHfOptions
 from tests.support.writers import LLAMA
@@ -35,12 +35,12 @@ def source(src: Path, command: str = "reshard", **options: Any) -> Iterator[Sour
         yield ready
 
 
-def find_base(ready: SourceCheckpoint, need: base.ConfigNeed) -> base.BaseCheckpoint:
+def find_base(ready: SourceCheckpoint, need: base_checkpoint.ConfigNeed) -> base_checkpoint.BaseCheckpoint:
     """Its config."""
-    return base.find_base(ready.source, ready.dst, ready.options, need)
+    return base_checkpoint.find_base(ready.source, ready.dst, ready.options, need)
 
 
-def viewed(ready: SourceCheckpoint, need: base.ConfigNeed = "config", **fields: Any) -> ModelView:
+def viewed(ready: SourceCheckpoint, need: base_checkpoint.ConfigNeed = "config", **fields: Any) -> ModelView:
     """The model in it."""
     return find_model(find_base(ready, need), ready.files, ready.options, **{"with_state": False, **fields}).view
 

@@ -162,7 +162,7 @@ def written_whole(root: Path) -> dict[str, Value]:
 
     catalog, found = open_checkpoint(root), {}
     with FilePool(root) as files:
-        if catalog.form.has_archives:
+        if catalog.traits.has_archives:
             catalog = locate_payloads(catalog, files)
         for name, entry in catalog.tensors.items():
             keep = Keep()

@@ -13,22 +13,22 @@ import pytest
 
 import ckptx
 from ckptx.catalog.dtype import DTYPES_BY_NAME
-from ckptx.catalog.form import FORMS
+from ckptx.catalog.format_traits import TRAITS_BY_FORMAT
 from ckptx.conversion.outputs.dcp import DcpFormat
 from ckptx.conversion.outputs.huggingface import HuggingFaceFormat
 from ckptx.conversion.outputs.output_format import OutputFormat
 from ckptx.conversion.outputs.sharded import ShardedFormat
 from ckptx.conversion.steps.dtypes import cast_tensors
 from ckptx.conversion.steps.ledger import build_ledger
-from ckptx.conversion.steps.model import check_against_config, drop_training_state, refuse_without_model
 from ckptx.conversion.steps.naming import rename_tensors
 from ckptx.conversion.steps.restoration import record_original, restore_original
 from ckptx.conversion.steps.selection import select_tensors
 from ckptx.conversion.steps.sharding import ShardedTarget, rank_rows, shard_tensors
 from ckptx.conversion.steps.sidecars import collect_sidecars
-from ckptx.conversion.steps.target import TargetTensors, apply_ties
+from ckptx.conversion.steps.source_model import check_against_config, drop_training_state, refuse_without_model
+from ckptx.conversion.steps.target_tensors import TargetTensors, apply_ties
 from ckptx.conversion.steps.training_state import map_training_state
-from ckptx.errors import Defect, InputError, UnsupportedError, UsageError
+from ckptx.errors import InputError, InternalError, UnsupportedError, UsageError
 from ckptx.layout.parallel_dims import ParallelDims
 from ckptx.options.conversion import ReshardOptions, ToHfOptions
 from ckptx.storage.interface import StoredFile
@@ -390,21 +390,21 @@ def test_a_tensor_that_ends_nowhere_is_a_defect() -> None:
     assert build_ledger(["a", "b", "c"], plan, **ends).counts_by_outcome == {"written": 1, "aliases": 1, "dropped": 1}
     assert build_ledger(["a"], plan, **{**ends, "shared": {"a"}, "dropped": {"a"}}).counts_by_outcome["written"] == 1
     for end in ("written", "shared", "dropped"):
-        with pytest.raises(Defect, match="would be lost"):
+        with pytest.raises(InternalError, match="would be lost"):
             build_ledger(["a", "b", "c"], plan, **{**ends, end: set()})
 
 
 # Formats
 
 
-@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize("name", TRAITS_BY_FORMAT)
 def test_every_format_that_is_read_says_what_follows_from_it(name: str) -> None:
-    form = FORMS[name]
-    assert form.name == name and form.reshard_output in ("dcp", "safetensors")
-    assert not (form.is_published and form.has_manifest)  # what ckptx writes for training, or what authors publish
-    assert form.is_published or form.has_manifest or form.is_training_format
-    assert not form.has_archives or form.is_training_format
-    assert not form.can_be_restored or form.is_published
+    traits = TRAITS_BY_FORMAT[name]
+    assert traits.name == name and traits.reshard_output in ("dcp", "safetensors")
+    assert not (traits.is_published and traits.has_manifest)  # what ckptx writes for training, or what authors publish
+    assert traits.is_published or traits.has_manifest or traits.is_training_format
+    assert not traits.has_archives or traits.is_training_format
+    assert not traits.can_be_restored or traits.is_published
 
 
 @pytest.mark.parametrize("output", FORMATS)

@@ -14,7 +14,7 @@ import ckptx
 from ckptx.conversion.outputs import dcp as to_dcp
 from ckptx.conversion.outputs import huggingface as to_huggingface
 from ckptx.conversion.outputs import sharded as to_sharded
-from ckptx.errors import Defect, OutputError
+from ckptx.errors import InternalError, OutputError
 from ckptx.formats.dcp.metadata import DcpMetadata, parse_metadata
 from ckptx.formats.dcp.metadata_writer import metadata_to_bytes
 from ckptx.storage.interface import Source, local_path
@@ -70,10 +70,10 @@ def spoiled_before(monkeypatch: pytest.MonkeyPatch, module: Any, check: str, spo
 
 def refused(convert: Callable[[Path], object], dst: Path) -> None:
     """The check refuses; where the file itself was changed, who changed it is blamed, for the reason it gave."""
-    with pytest.raises((Defect, OutputError)) as caught:
+    with pytest.raises((InternalError, OutputError)) as caught:
         convert(dst)
-    reason = caught.value if isinstance(caught.value, Defect) else caught.value.__context__
-    assert isinstance(reason, Defect)
+    reason = caught.value if isinstance(caught.value, InternalError) else caught.value.__context__
+    assert isinstance(reason, InternalError)
     assert "differs from the plan" in str(reason)
     assert names_in(dst.parent) == []
 
@@ -217,7 +217,7 @@ def test_the_metadata_of_a_dcp(hf: Path, dst: Path, change: str, tp: int, monkey
 @pytest.mark.parametrize("most", [1 << 12, 0], ids=["all blocks", "the outermost"])
 def test_the_archives_of_a_dcp(hf: Path, dst: Path, tp: int, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A block that is shifted by a few bytes, in the first and in the last place of a file."""
-    monkeypatch.setattr("ckptx.conversion.steps.written._ALWAYS_CHECKED_BLOCKS", most)
+    monkeypatch.setattr("ckptx.conversion.steps.output_check._ALWAYS_CHECKED_BLOCKS", most)
     for last in (False, True):
 
         def spoil(tree: Path, output: Any, last: bool = last) -> None:
@@ -242,5 +242,5 @@ def test_nothing_is_found_where_nothing_is_wrong(hf: Path, tmp_path: Path, monke
     with monkeypatch.context() as patch:
         spoiled_before(patch, to_dcp, "check_dcp", same)
         ckptx.reshard(hf, tmp_path / "dcp", tp=2, to="dcp")
-    monkeypatch.setattr("ckptx.conversion.steps.written._ALWAYS_CHECKED_BLOCKS", 0)
+    monkeypatch.setattr("ckptx.conversion.steps.output_check._ALWAYS_CHECKED_BLOCKS", 0)
     ckptx.reshard(hf, tmp_path / "again", tp=2, pp=2, to="dcp")

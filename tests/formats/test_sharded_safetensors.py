@@ -11,7 +11,7 @@ import pytest
 from ckptx.catalog.manifest import encode_manifest
 from ckptx.catalog.region import Region, full_region
 from ckptx.errors import InputError, UnsupportedError
-from ckptx.formats.assembly import replica_pairs
+from ckptx.formats.block_assembly import replica_pairs
 from ckptx.formats.sharded.file_names import is_shard, shard_name
 from ckptx.formats.sharded.reader import open_sharded
 from tests.formats.cut_writer import rows, write_shard

@@ -21,7 +21,7 @@ from ckptx.catalog.region import CoverageFault, Region, find_coverage_fault, ful
 from ckptx.errors import InputError
 from ckptx.formats.dcp.metadata import DcpMetadata, StorageInfo, TensorMetadata, parse_metadata
 from ckptx.formats.dcp.metadata_writer import metadata_to_bytes
-from ckptx.untrusted.numbers import HashFlood, UniqueTuples, identity_key, packed_key, salted_key
+from ckptx.untrusted.hash_keys import HashFlood, UniqueTuples, identity_key, packed_key, salted_key
 
 MODULUS = (1 << 61) - 1  # of the hash of a number
 MANY = 4000

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from ckptx.catalog.entry import Block
 from ckptx.catalog.region import Region, find_coverage_fault, full_region
-from ckptx.errors import Defect
+from ckptx.errors import InternalError
 from ckptx.layout.parallel_dims import ParallelDims
 from ckptx.layout.placement import Placement, ceil_chunks, is_aligned, scale_placement, shard_tensor, tp_regions
 
@@ -82,7 +82,7 @@ def test_what_is_not_cut_is_whole_everywhere() -> None:
     "placement", [Placement(0, (9,)), Placement(2, (4,)), Placement(0, (5, 6)), Placement(-1, (4,))]
 )
 def test_a_placement_of_another_shape_is_a_defect(placement: Placement) -> None:
-    with pytest.raises(Defect, match="add up"):
+    with pytest.raises(InternalError, match="add up"):
         tp_regions((10, 4), placement, 2)
 
 

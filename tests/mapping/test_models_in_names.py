@@ -6,10 +6,10 @@ from collections.abc import Iterator
 
 import pytest
 
+from ckptx.architecture.architecture import Architecture
+from ckptx.architecture.class_table import lookup
 from ckptx.architecture.model_files import class_names
-from ckptx.architecture.names_found import ModelNames, find_model_names
-from ckptx.architecture.spec import Architecture
-from ckptx.architecture.table import lookup
+from ckptx.architecture.model_names import ModelNames, find_model_names
 from ckptx.errors import CkptxError
 from ckptx.mapping.duplicates import find_duplicate_names
 from ckptx.mapping.rules import NameRules

@@ -10,7 +10,7 @@ import torch
 from ckptx.catalog.dtype import DTYPES_BY_NAME
 from ckptx.catalog.entry import Chunk, TensorEntry
 from ckptx.catalog.region import Region, find_coverage_fault, full_region
-from ckptx.errors import Defect, InputError, UnsupportedError
+from ckptx.errors import InputError, InternalError, UnsupportedError
 from ckptx.mapping.ops import Conversion, Op, convert
 from ckptx.mapping.rewrite import RegroupedRows, merge, permute_rope, regroup, slice_chunk, split, transpose
 from tests.support.conversions import CASES, ONE, run_by_loader
@@ -214,5 +214,5 @@ def test_an_archive_that_was_not_opened_is_no_place_of_elements() -> None:
         Op("unmerge"),
         Op("chunk", args=(2,)),
     ):
-        with pytest.raises(Defect, match="before its payload was located"):
+        with pytest.raises(InternalError, match="before its payload was located"):
             convert(Conversion(("x",), ("y",), (op,)), [[closed]], [None])

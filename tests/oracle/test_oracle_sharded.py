@@ -24,7 +24,7 @@ from ckptx.catalog.catalog import Catalog
 from ckptx.catalog.dtype import DTYPES_BY_TORCH_NAME
 from ckptx.catalog.entry import BytesEntry, TensorEntry
 from ckptx.errors import InputError
-from ckptx.formats.assembly import replica_pairs
+from ckptx.formats.block_assembly import replica_pairs
 from ckptx.formats.dcp.layout import allocate_sharded, metadata_bytes
 from ckptx.formats.registry import open_checkpoint
 from ckptx.formats.sharded.file_names import shard_name

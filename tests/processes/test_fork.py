@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from ckptx.errors import Defect, InputError, PeerFailure
+from ckptx.errors import InputError, InternalError, PeerFailure
 from ckptx.processes.fork import run_in_child, run_in_children
 
 
@@ -61,7 +61,7 @@ def test_an_error_ends_the_others() -> None:
 
 
 def test_a_process_that_dies_is_a_defect() -> None:
-    with pytest.raises(Defect, match="ended with code 9"):
+    with pytest.raises(InternalError, match="ended with code 9"):
         run_in_child(os._exit, 9)
 
 
@@ -75,7 +75,7 @@ def test_the_failure_of_a_peer_comes_back_as_one() -> None:
 
 
 def test_a_result_that_cannot_be_sent_is_a_defect_with_its_cause() -> None:
-    with pytest.raises(Defect, match=r"lambda.*please report this"):
+    with pytest.raises(InternalError, match=r"lambda.*please report this"):
         run_in_child(unsendable)
 
 

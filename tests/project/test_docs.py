@@ -13,11 +13,11 @@ import pytest
 from ckptx.architecture import model_files
 from ckptx.architecture.correction_schema import decode_corrections
 from ckptx.catalog.dtype import DTYPES_BY_NAME
-from ckptx.catalog.form import FORMS
+from ckptx.catalog.format_traits import TRAITS_BY_FORMAT
 from ckptx.cli.main import cli, commands
-from ckptx.errors import CkptxError, Defect
+from ckptx.errors import CkptxError, InternalError
 from ckptx.formats.unsupported import UNSUPPORTED_KINDS
-from ckptx.report.robustness_words import CAUSES
+from ckptx.report.robustness_text import CAUSES
 from ckptx.robustness_suite.faults import FAULTS
 from tests.support.tool import tool
 
@@ -268,7 +268,7 @@ def test_figures_are_those_that_were_measured(page: str) -> None:
 def test_formats_and_dtypes_are_those_of_the_code() -> None:
     text = text_of("docs/formats.md")
     rows = rows_of(text)
-    assert {row[0].strip("`") for row in rows if row[0].startswith("`")} >= FORMS.keys()
+    assert {row[0].strip("`") for row in rows if row[0].startswith("`")} >= TRAITS_BY_FORMAT.keys()
     for kind in UNSUPPORTED_KINDS:
         assert (kind.description.rstrip(","), kind.next_step) in rows
     dtypes = {row[0]: set(row[1].split()) for row in rows if len(row) == 2}
@@ -312,7 +312,7 @@ def test_every_fault_has_its_check() -> None:
 def test_exit_codes_are_those_of_the_errors() -> None:
     python = {row[0].strip("`"): row[1] for row in rows_of(text_of("docs/python.md")) if len(row) == 2}
     codes = {row[0] for row in rows_of(text_of("docs/troubleshooting.md"))}
-    for each in (*CkptxError.__subclasses__(), Defect):
+    for each in (*CkptxError.__subclasses__(), InternalError):
         if each.exit_code > 1:
             assert python[each.__name__] == str(each.exit_code)
             assert str(each.exit_code) in codes

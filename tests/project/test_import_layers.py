@@ -133,7 +133,7 @@ def test_only_who_plants_faults_knows_them() -> None:
         ("catalog/x.py", "from ckptx import publishing", "imports publishing"),
         ("catalog/x.py", "from ..formats import dcp", "imports formats"),
         ("catalog/x.py", "from ckptx import inspect", "ckptx.inspect, which is in no layer"),
-        ("comparison/x.py", "from ckptx.runtime.parity.side import Side", "imports runtime/parity"),
+        ("comparison/x.py", "from ckptx.runtime.parity.model_loaders import Side", "imports runtime/parity"),
         (
             "transfer/x.py",
             "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import ckptx.model_view.view",
@@ -141,7 +141,7 @@ def test_only_who_plants_faults_knows_them() -> None:
         ),
         ("formats/x.py", "import torch", "imports torch"),
         ("cli/x.py", "def f():\n    from transformers.models import llama", "imports transformers"),
-        ("architecture/table.py", "import torch.nn as nn", "imports torch"),
+        ("architecture/class_table.py", "import torch.nn as nn", "imports torch"),
         ("comparison/contents.py", "import torch", "imports torch"),
         ("helpers.py", "", "is in no layer"),
     ],

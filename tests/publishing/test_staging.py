@@ -11,10 +11,10 @@ import pytest
 
 from ckptx.errors import OutputError, SpaceError
 from ckptx.publishing import staging as staging_module
-from ckptx.publishing.output_place import free_space, refuse_existing, refuse_overlap
+from ckptx.publishing.output_checks import free_space, refuse_existing, refuse_overlap
 from ckptx.publishing.staging import Staging
 from ckptx.storage.directory_handle import DirectoryHandle
-from ckptx.storage.staged import is_in_staging_directory
+from ckptx.storage.staging_paths import is_in_staging_directory
 from tests.support.writers import names_in, tree_bytes
 
 

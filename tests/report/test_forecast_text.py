@@ -10,7 +10,7 @@ import pytest
 from jsonschema import Draft202012Validator
 
 from ckptx.report.forecast import forecast_text, forecast_verdict
-from ckptx.report.forecast_words import batch_text, human_count, peak_time_text, ranks_text, settings_text
+from ckptx.report.forecast_text import batch_text, human_count, peak_time_text, ranks_text, settings_text
 from ckptx.untrusted.printable import escape_strings
 from tests.report.made import COURSE, forecasted, largest, stage, too_large
 from tests.report.test_html import EVIL

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from ckptx.report import numbers
+from ckptx.report import number_formats
 from ckptx.report.report import LARGEST_PROCESS, LARGEST_RANK, THIS_PROCESS, Stopwatch, written_gb_per_s
 from ckptx.report.text import cost_text
 from tests.report.made import converted
@@ -22,7 +22,7 @@ MIB = 1 << 20
     ],
 )
 def test_the_largest_process_is_that_of_a_run(peaks: list[int], are_ranks: bool, expected: dict[str, object]) -> None:
-    assert numbers.peak_of_processes(peaks, are_ranks=are_ranks) == expected
+    assert number_formats.peak_of_processes(peaks, are_ranks=are_ranks) == expected
 
 
 @pytest.mark.parametrize(
@@ -34,7 +34,7 @@ def test_the_largest_process_is_that_of_a_run(peaks: list[int], are_ranks: bool,
     ],
 )
 def test_peak_memory_has_a_label(of: str, label: str) -> None:
-    assert numbers.peak_memory_text(converted(peak_rss=3 * MIB, peak_rss_of=of)) == (label, "3.00 MiB")
+    assert number_formats.peak_memory_text(converted(peak_rss=3 * MIB, peak_rss_of=of)) == (label, "3.00 MiB")
     assert cost_text(converted(peak_rss=3 * MIB, peak_rss_of=of)) == f"0.00 s, {label} 3.00 MiB"
 
 
@@ -49,7 +49,7 @@ def test_peak_memory_has_a_label(of: str, label: str) -> None:
 )
 def test_names_that_share_bytes_are_said(counts: tuple[int, int, int], said: str) -> None:
     stored, copies, aliases = counts
-    assert numbers.stored_text(stored, copies=copies, aliases=aliases) == said
+    assert number_formats.stored_text(stored, copies=copies, aliases=aliases) == said
 
 
 @pytest.mark.parametrize(
@@ -61,11 +61,11 @@ def test_names_that_share_bytes_are_said(counts: tuple[int, int, int], said: str
     ],
 )
 def test_what_an_earlier_run_wrote_is_said(output: int, written: int, said: str) -> None:
-    assert numbers.written_text(output, written) == said
+    assert number_formats.written_text(output, written) == said
 
 
 def test_bytes_read_are_said() -> None:
-    assert numbers.bytes_read_text(converted(bytes_read=5 * MIB)) == "5.00 MiB read"
+    assert number_formats.bytes_read_text(converted(bytes_read=5 * MIB)) == "5.00 MiB read"
 
 
 def test_a_dry_run_has_no_speed_in_text_or_document() -> None:

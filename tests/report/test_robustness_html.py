@@ -11,7 +11,7 @@ from ckptx.report.page import render_page
 from ckptx.report.plots import NoiseBand, RunCurve, plot_differences, plot_losses
 from ckptx.report.report import Report
 from ckptx.report.robustness_html import robustness_page
-from ckptx.report.robustness_words import CAUSES
+from ckptx.report.robustness_text import CAUSES
 from ckptx.untrusted.printable import one_line
 from tests.report.made import broken, oracle, phase, robust
 from tests.report.pages import Page, fault_of_page

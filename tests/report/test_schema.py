@@ -123,7 +123,7 @@ def test_a_document_that_is_none_is_refused(
 
 def test_a_report_of_a_run_is_allowed(validator: Draft202012Validator) -> None:
     """As `verify --run` fills it; that itself is run by the oracle tests."""
-    from ckptx.report.documents.running import RunReport
+    from ckptx.report.documents.verify_run import RunReport
 
     report = RunReport(
         command="verify", compared=1, differing=[{"level": "bytes"}], inconclusive=[],

@@ -16,7 +16,7 @@ from benchmarks.planted.external_trainers import EXTERNAL, MISTAKES, SCRIPTS
 from benchmarks.planted.trainers import inject_into
 from ckptx.robustness_suite import command_runs
 from ckptx.robustness_suite import external_trainer as foreign
-from ckptx.robustness_suite.judge import ReportBuilder
+from ckptx.robustness_suite.report_builder import ReportBuilder
 from ckptx.runtime.training.recipe_file import read_recipe
 from tests.robustness_suite.test_foreign_trainer import failed
 from tests.support.warm_commands import run_warm

@@ -17,8 +17,8 @@ from ckptx.report.report import Log
 from ckptx.robustness_suite.causes import likely_causes
 from ckptx.robustness_suite.commands import run_command, split_command
 from ckptx.robustness_suite.external_trainer import run_external
-from ckptx.robustness_suite.judge import ReportBuilder
 from ckptx.robustness_suite.oracles import compare
+from ckptx.robustness_suite.report_builder import ReportBuilder
 from ckptx.runtime.training.recipe import ChecksBlock, ExternalBlock, Recipe, TrainingBlock
 
 COMMAND = (

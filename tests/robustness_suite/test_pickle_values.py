@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from ckptx.errors import InputError
-from ckptx.robustness_suite import canonical, pickled, pickled_kinds
+from ckptx.robustness_suite import pickle_normalizer, pickle_reader, value_digests
 from ckptx.robustness_suite.stored_items import read_items
 from tests.robustness_suite.pickle_pairs import outcome_of
 from tests.robustness_suite.pickle_values import (
@@ -166,8 +166,8 @@ def scalar_of_numbers(value: Any) -> bytes | None:
     return SCALAR(int(value)) if type(value) is bool else SCALAR(value)
 
 
-SCALAR = canonical._encode_scalar
-PARTS_OF = canonical.ValueDigests._split_value
+SCALAR = value_digests._encode_scalar
+PARTS_OF = value_digests.ValueDigests._split_value
 
 
 def without(change: Any) -> Any:
@@ -176,33 +176,33 @@ def without(change: Any) -> Any:
 
 
 DEFECTS = {
-    "floats by repr": (canonical, "_encode_scalar", scalar_without_bits),
-    "true is one": (canonical, "_encode_scalar", scalar_of_numbers),
-    "keys by str": (pickled, "_is_plain_key", lambda key: True),
-    "kinds of lists": (pickled.PickleReader, "_describe_container", lambda self, node: iter(())),
+    "floats by repr": (value_digests, "_encode_scalar", scalar_without_bits),
+    "true is one": (value_digests, "_encode_scalar", scalar_of_numbers),
+    "keys by str": (pickle_reader, "_is_plain_key", lambda key: True),
+    "kinds of lists": (pickle_reader.PickleReader, "_describe_container", lambda self, node: iter(())),
     "sixth part": (
-        canonical.ValueDigests, "_split_value",
+        value_digests.ValueDigests, "_split_value",
         without(lambda parts, value: parts if not getattr(value, "setters", ()) else parts._replace(ordered=())),
     ),
     "order of lists": (
-        canonical.ValueDigests, "_split_value",
+        value_digests.ValueDigests, "_split_value",
         without(lambda parts, value: parts._replace(ordered=(), unordered=[(each,) for each in parts.ordered])
                 if type(value) is list else parts),
     ),
     "order of dicts": (
-        canonical.ValueDigests, "_split_value",
+        value_digests.ValueDigests, "_split_value",
         without(lambda parts, value: parts._replace(ordered=[*sum(parts.unordered, ())], unordered=())
-                if isinstance(value, pickled_kinds.Dictionary) else parts),
+                if isinstance(value, pickle_normalizer.Dictionary) else parts),
     ),
     "storages by length": (
-        pickled.PickleReader, "_describe_contents", lambda self, value: str(getattr(value, "ref", None)),
+        pickle_reader.PickleReader, "_describe_contents", lambda self, value: str(getattr(value, "ref", None)),
     ),
-    "order of arrays": (pickled_kinds, "_to_row_major", lambda content, shape: content),
+    "order of arrays": (pickle_normalizer, "_to_row_major", lambda content, shape: content),
     "attributes of tensors": (
-        pickled_kinds.PickleNormalizer, "_add_attributes", lambda self, tensor, *attributes: tensor,
+        pickle_normalizer.PickleNormalizer, "_add_attributes", lambda self, tensor, *attributes: tensor,
     ),
-    "pickles in bytes": (pickled.PickleReader, "_read_embedded", lambda self, data: data),
-    "circles": (canonical.ValueDigests, "_encode_cyclic", lambda self, root, waiting, parts: b"#"),
+    "pickles in bytes": (pickle_reader.PickleReader, "_read_embedded", lambda self, data: data),
+    "circles": (value_digests.ValueDigests, "_encode_cyclic", lambda self, root, waiting, parts: b"#"),
 }  # fmt: skip
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from ckptx.errors import Defect, PeerFailure, UnsupportedError
+from ckptx.errors import InternalError, PeerFailure, UnsupportedError
 from ckptx.robustness_suite.ranks import Ranks
 
 
@@ -103,7 +103,7 @@ def test_what_a_task_keeps_is_measured(ranks: Ranks) -> None:
 def test_an_error_comes_as_it_was_raised_and_from_who_raised_it(ranks: Ranks) -> None:
     with pytest.raises(UnsupportedError, match=r"^planted: cannot$"):
         ranks.run(refused, world_size=2)
-    with pytest.raises(Defect, match="KeyError: 'planted'; please report this"):
+    with pytest.raises(InternalError, match="KeyError: 'planted'; please report this"):
         ranks.run(broken, world_size=2)
     assert ranks.run(added, 1, world_size=2)[1].value[1] == 3.0, "others take their place"
 

@@ -19,7 +19,7 @@ from benchmarks.planted.trainers import MISTAKES, SCRIPTS, Mistake, inject
 from ckptx.report.report import Log
 from ckptx.robustness_suite import external_trainer as foreign
 from ckptx.robustness_suite.external_trainer import BUILT_IN_RECIPES
-from ckptx.robustness_suite.judge import ReportBuilder
+from ckptx.robustness_suite.report_builder import ReportBuilder
 from ckptx.runtime.training.recipe import Recipe
 from ckptx.runtime.training.recipe_file import read_recipe
 

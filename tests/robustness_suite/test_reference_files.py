@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from ckptx.robustness_suite.judge import ReportBuilder
 from ckptx.robustness_suite.reference_files import compare_snapshots, take_snapshot
+from ckptx.robustness_suite.report_builder import ReportBuilder
 from tests.robustness_suite.tampering import CHANGES, NO_CHANGES, tamper
 from tests.robustness_suite.test_foreign_trainer import failed, notes, run
 

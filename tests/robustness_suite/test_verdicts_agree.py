@@ -14,9 +14,8 @@ import pytest
 from ckptx.report.junit import junit_xml
 from ckptx.report.robustness import robustness_text, robustness_verdict
 from ckptx.report.robustness_html import robustness_page
-from ckptx.report.robustness_words import CAUSES, cause_text, first_cause, oracle_text
+from ckptx.report.robustness_text import CAUSES, cause_text, first_cause, oracle_text
 from ckptx.robustness_suite import robustness
-from ckptx.robustness_suite.judge import Findings, phase_row
 from ckptx.robustness_suite.oracles import (
     ORACLE_ORDER,
     Difference,
@@ -25,6 +24,7 @@ from ckptx.robustness_suite.oracles import (
     compare_replicas,
     phase_ok,
 )
+from ckptx.robustness_suite.report_builder import Findings, phase_row
 from tests.report.made import oracle, phase, robust
 from tests.robustness_suite.test_foreign_trainer import run
 

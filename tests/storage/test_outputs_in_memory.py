@@ -11,8 +11,8 @@ import pytest
 from ckptx.catalog.catalog import Catalog
 from ckptx.conversion.outputs.dcp_parts import DcpOutput
 from ckptx.conversion.steps.manifest import manifest_of
-from ckptx.conversion.steps.written import check_dcp
-from ckptx.errors import Defect, InputError, OutputError, SpaceError
+from ckptx.conversion.steps.output_check import check_dcp
+from ckptx.errors import InputError, InternalError, OutputError, SpaceError
 from ckptx.formats.dcp import layout as dcp_layout
 from ckptx.formats.registry import open_checkpoint
 from ckptx.formats.torch_archive.archive import archive_frame
@@ -133,7 +133,7 @@ def test_a_defect_of_a_writer_is_found_before_it_is_published(
         real(file, b"\0" + bytes(data)[1:] if is_head else data, offset)
 
     monkeypatch.setattr(MemoryFile, "write", spoiled)
-    with pytest.raises(Defect, match=r"__1_0\.distcp: contains no archive of"):
+    with pytest.raises(InternalError, match=r"__1_0\.distcp: contains no archive of"):
         made(source, place / "out", MemoryPublisher)
     assert not (place / "out").exists()
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from ckptx.conversion.steps.base import _open_base
+from ckptx.conversion.steps.base_checkpoint import _open_base
 from ckptx.errors import CkptxError
 from ckptx.formats.registry import open_checkpoint
 from ckptx.model_view.sharder import read_plan

@@ -26,7 +26,7 @@ from ckptx.runtime.model.build import build_model, materialize
 from ckptx.runtime.model.layers import layer_groups
 from ckptx.runtime.parallel.distributed import RankContext, process_group
 from ckptx.runtime.parallel.live_tensors import iter_live_tensors
-from ckptx.runtime.training.assembly import build_rank_model_on_meta, connect_pipeline
+from ckptx.runtime.training.rank_model import build_rank_model_on_meta, connect_pipeline
 from tests.support.pool import GlooPool
 
 _SIZES = {

@@ -11,7 +11,7 @@ import torch
 from ckptx.errors import CkptxError
 from ckptx.layout.parallel_dims import ParallelDims
 from ckptx.report.report import Log
-from ckptx.report.running import run_text
+from ckptx.report.verify_run import run_text
 from tests.support.pool import GlooPool
 
 
@@ -41,9 +41,9 @@ class _FlippedSlice:
     """A block that flips one bit of the weights of rank 1 after loading."""
 
     def __enter__(self) -> None:
-        from ckptx.runtime.parity import side
+        from ckptx.runtime.parity import model_loaders
 
-        self._load = side.load_from
+        self._load = model_loaders.load_from
 
         def load_from(model: Any, source: Any, **settings: Any) -> Any:
             ledger = self._load(model, source, **settings)
@@ -54,12 +54,12 @@ class _FlippedSlice:
                 local[0, 0] ^= 1
             return ledger
 
-        side.load_from = load_from  # type: ignore[assignment]
+        model_loaders.load_from = load_from  # type: ignore[assignment]
 
     def __exit__(self, *_: object) -> None:
-        from ckptx.runtime.parity import side
+        from ckptx.runtime.parity import model_loaders
 
-        side.load_from = self._load
+        model_loaders.load_from = self._load
 
 
 class _ZeroedGradient:
@@ -104,18 +104,18 @@ class _ImagesInSome:
     """A block that gives images to the first and the last of four microbatches, in other places on each data rank."""
 
     def __enter__(self) -> None:
-        from ckptx.runtime.parity.side import ModelLoader
+        from ckptx.runtime.parity.model_loaders import ModelLoader
 
         self._batches = ModelLoader.make_batches
 
-        def batches(side: ModelLoader, *settings: Any) -> Any:
-            found = self._batches(side, *settings)
+        def batches(loader: ModelLoader, *settings: Any) -> Any:
+            found = self._batches(loader, *settings)
             return [each if index % 4 in (0, 3) else _without_images(each) for index, each in enumerate(found)]
 
         ModelLoader.make_batches = batches  # type: ignore[method-assign]
 
     def __exit__(self, *_: object) -> None:
-        from ckptx.runtime.parity.side import ModelLoader
+        from ckptx.runtime.parity.model_loaders import ModelLoader
 
         ModelLoader.make_batches = self._batches  # type: ignore[method-assign]
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ckptx.architecture.table import find_row
+from ckptx.architecture.class_table import find_row
 from ckptx.layout.stages import StageMap
 from ckptx.runtime.model.layers import canonical_name
 from ckptx.runtime.parallel.pipeline.boundaries import StageBoundaries, discover_boundaries, make_shared_stage

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from ckptx.architecture.spec import Architecture
-from ckptx.architecture.table import lookup
+from ckptx.architecture.architecture import Architecture
+from ckptx.architecture.class_table import lookup
 
 
 def known(class_name: str) -> Architecture:

@@ -15,15 +15,15 @@ from ckptx.catalog.catalog import Catalog
 from ckptx.catalog.dtype import DTYPES_BY_NAME
 from ckptx.catalog.entry import Block, Chunk, Record, ShardedChunks, TensorEntry
 from ckptx.catalog.region import Region, Shape, full_region
-from ckptx.errors import Defect, InputError
+from ckptx.errors import InputError, InternalError
 from ckptx.formats.torch_archive import archive as torch_zip
 from ckptx.layout.parallel_dims import ParallelDims
 from ckptx.layout.placement import Placement, shard_tensor
 from ckptx.storage import open_file
 from ckptx.transfer import block_writers
-from ckptx.transfer import copy_run as passes_module
 from ckptx.transfer import digest as digest_module
 from ckptx.transfer import plan as plan_module
+from ckptx.transfer import step_range_copier as passes_module
 from ckptx.transfer.executor import CopyResult, execute
 from ckptx.transfer.plan import CopyPlan
 from ckptx.transfer.planner import plan_copy
@@ -306,7 +306,7 @@ def test_a_wrong_cut_is_caught_before_a_byte_moves(place: MemoryPath, how: str, 
     names = tuple(f"rank{block.rank_in_stage}" for block in blocks)
     chunks = ShardedChunks(blocks, names, (1,) * len(blocks), array("q", range(len(blocks))))
     target.tensors["rows"] = entry._replace(chunks=chunks)
-    with pytest.raises(Defect, match=said):
+    with pytest.raises(InternalError, match=said):
         planned(source, target, True)
 
 
@@ -338,14 +338,14 @@ def test_two_groups_are_written_apart_and_a_rank_of_several_writes_its_own(place
 
 
 def test_narrow_and_wide_rows_are_cut_alike() -> None:
-    from ckptx.transfer import reorder
+    from ckptx.transfer import strided_copy
     from ckptx.transfer.columns import extract_columns, insert_columns
 
     rows = np.arange(40 * 3000, dtype=np.uint32).view(np.uint8)[: 40 * 3000]
     for column, width in ((0, 1024), (500, 2000), (2999, 1), (0, 3000), (17, 1023)):
         out, other = bytearray(40 * width), bytearray(40 * width)
         extract_columns(memoryview(out), memoryview(rows.tobytes()), 3000, column, width)
-        reorder.extract_columns(memoryview(other), memoryview(rows.tobytes()), 3000, column, width)
+        strided_copy.extract_columns(memoryview(other), memoryview(rows.tobytes()), 3000, column, width)
         assert out == other == rows.reshape(40, 3000)[:, column : column + width].tobytes()
         woven = bytearray(40 * 3000)
         insert_columns(memoryview(woven), 3000, column, memoryview(bytes(out)), width, width)

@@ -12,7 +12,7 @@ import pytest
 from ckptx.catalog.catalog import Catalog
 from ckptx.catalog.dtype import DTYPES_BY_NAME
 from ckptx.catalog.entry import TensorEntry
-from ckptx.errors import Defect, InputError
+from ckptx.errors import InputError, InternalError
 from ckptx.formats.dcp import layout as dcp_layout
 from ckptx.formats.hf import layout as huggingface_layout
 from ckptx.formats.hf.reader import open_huggingface
@@ -300,7 +300,7 @@ def test_a_wrong_plan_is_caught_before_a_byte_moves(hf: MemoryPath, how: str) ->
     source = open_huggingface(hf, "model.safetensors")
     _, target = planned(hf)
     target.tensors = dict(broken(target, how))
-    with pytest.raises(Defect):
+    with pytest.raises(InternalError):
         plan_copy(source, target, {name: name for name in target.tensors}, build_frame=torch_zip.archive_frame)
 
 
@@ -308,7 +308,7 @@ def test_a_file_longer_than_its_blocks_is_a_wrong_plan(hf: MemoryPath) -> None:
     source = open_huggingface(hf, "model.safetensors")
     _, target = planned(hf)
     target.files["__0_0.distcp"] += 1
-    with pytest.raises(Defect, match="planned"):
+    with pytest.raises(InternalError, match="planned"):
         plan_copy(source, target, {name: name for name in target.tensors}, build_frame=torch_zip.archive_frame)
 
 

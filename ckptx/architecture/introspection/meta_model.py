@@ -21,15 +21,8 @@ import transformers
 from torch import nn
 from transformers import PreTrainedModel, initialization
 
+from ckptx.architecture.architecture import NEVER_TIED, Architecture, TieFlag, TiePair
 from ckptx.architecture.configs import TIE_FLAG, remote_reference, structural_config, without_tie_flag
-from ckptx.architecture.declared import existing_pairs, flatten_chains, ties_from_list
-from ckptx.architecture.flags import (
-    UnmeasurableFlagError,
-    config_tree,
-    find_config_path,
-    flag_config_paths,
-    measure_flag,
-)
 from ckptx.architecture.introspection.meta_model_names import (
     disk_names_by_naming,
     disk_renames,
@@ -40,8 +33,15 @@ from ckptx.architecture.introspection.meta_model_names import (
 from ckptx.architecture.introspection.meta_model_structure import read_structure
 from ckptx.architecture.namings import loadable_namings
 from ckptx.architecture.patterns import patterns_of, regex_for_patterns
-from ckptx.architecture.spec import NEVER_TIED, Architecture, TieFlag, TiePair
 from ckptx.architecture.structure import Structure
+from ckptx.architecture.tie_declarations import existing_pairs, flatten_chains, ties_from_list
+from ckptx.architecture.tie_flags import (
+    UnmeasurableFlagError,
+    config_tree,
+    find_config_path,
+    flag_config_paths,
+    measure_flag,
+)
 from ckptx.errors import UnsupportedError, missing_package
 
 VERSION: str = transformers.__version__

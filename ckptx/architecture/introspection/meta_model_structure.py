@@ -16,7 +16,6 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from ckptx.architecture.corrections import corrections_of, plan_keys
 from ckptx.architecture.expressions import Scope, keys_of, try_evaluate
-from ckptx.architecture.flags import config_tree, find_config_path
 from ckptx.architecture.introspection.meta_model_configs import class_default, class_defaults, nearest_config, read_key
 from ckptx.architecture.structure import (
     Heads,
@@ -27,6 +26,7 @@ from ckptx.architecture.structure import (
     join_path,
     matches_parameter,
 )
+from ckptx.architecture.tie_flags import config_tree, find_config_path
 from ckptx.mapping.names import pattern_of
 
 # Modules that run after the last layer: children of the module with the layers, and of the modules around it.

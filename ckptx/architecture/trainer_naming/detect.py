@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from ckptx.architecture.spec import Architecture, TiePair
+from ckptx.architecture.architecture import Architecture, TiePair
 from ckptx.architecture.trainer_naming import torchtitan
 from ckptx.architecture.trainer_naming.scheme import TrainerScheme
 from ckptx.mapping.ops import Conversion

@@ -11,12 +11,12 @@ from ckptx.catalog.catalog import Catalog
 from ckptx.conversion.outputs.dcp_parts import DcpContents, DcpOutput, allocate_dcp
 from ckptx.conversion.outputs.dcp_prefix import refuse_unreadable_prefix
 from ckptx.conversion.outputs.output_format import Allocation, ConfigEdits, OutputContents, OutputFormat, float_edits
-from ckptx.conversion.steps.base import BaseCheckpoint
+from ckptx.conversion.steps.base_checkpoint import BaseCheckpoint
 from ckptx.conversion.steps.dtypes import CastTarget, lossless_edits
 from ckptx.conversion.steps.manifest import manifest_of
-from ckptx.conversion.steps.model import DroppedState, Ties, drop_training_state
 from ckptx.conversion.steps.naming import NamedTarget
-from ckptx.conversion.steps.written import check_dcp
+from ckptx.conversion.steps.output_check import check_dcp
+from ckptx.conversion.steps.source_model import DroppedState, Ties, drop_training_state
 from ckptx.formats.dcp import layout as dcp_layout
 from ckptx.formats.dcp.reader import METADATA
 from ckptx.formats.torch_archive.archive import archive_frame
@@ -47,15 +47,15 @@ class DcpFormat(OutputFormat):
         return bool(self.options.prefix)
 
     def keeps_state(self, source: Catalog) -> bool:
-        return source.form.is_training_format and self.options.optimizer != "drop"
+        return source.traits.is_training_format and self.options.optimizer != "drop"
 
     def dropped_state(self, view: ModelView) -> DroppedState:
-        if not view.catalog.form.is_training_format:
+        if not view.catalog.traits.is_training_format:
             return DroppedState()
         return drop_training_state(view, view.catalog.objects, "dropped (--optimizer drop)")
 
     def default_naming(self, view: ModelView) -> str | None:
-        return "disk" if view.catalog.form.has_model_names else None
+        return "disk" if view.catalog.traits.has_model_names else None
 
     def names(self, view: ModelView, named: NamedTarget) -> dict[str, str]:
         """Map target names to output names.
@@ -67,7 +67,7 @@ class DcpFormat(OutputFormat):
             UsageError: The reader would not find the model under the prefix.
         """
         names = OutputFormat.names(self, view, named)
-        if not view.catalog.form.is_training_format:
+        if not view.catalog.traits.is_training_format:
             prefix = self.options.prefix
             if prefix:
                 refuse_unreadable_prefix(prefix, names, view)
@@ -80,7 +80,7 @@ class DcpFormat(OutputFormat):
         """Map each second name of a tensor to its first; both are written because the trainer may read either."""
         if named.naming.sources:
             return {}
-        prefix = "" if view.catalog.form.is_training_format else self.options.prefix
+        prefix = "" if view.catalog.traits.is_training_format else self.options.prefix
         stored_names = {entry.name: names[name] for name, entry in view.tensors.items() if name in names}
         return {
             prefix + name: stored_names[other]

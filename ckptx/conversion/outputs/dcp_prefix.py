@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from ckptx.architecture.infer import infer_class
-from ckptx.architecture.names_found import ModelNames, find_model_names
+from ckptx.architecture.infer_class import infer_class
+from ckptx.architecture.model_names import ModelNames, find_model_names
 from ckptx.errors import UsageError
 from ckptx.mapping.models import describe_prefix
 from ckptx.mapping.names import is_optimizer, is_trainer_state

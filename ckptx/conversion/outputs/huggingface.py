@@ -9,15 +9,15 @@ from typing import Any, ClassVar
 
 from ckptx.conversion.outputs.output_format import Allocation, ConfigEdits, OutputContents, OutputFormat
 from ckptx.conversion.outputs.safetensors_config import safetensors_edits
-from ckptx.conversion.steps.base import BaseCheckpoint, no_config_error
+from ckptx.conversion.steps.base_checkpoint import BaseCheckpoint, no_config_error
 from ckptx.conversion.steps.dtypes import CastTarget
 from ckptx.conversion.steps.manifest import manifest_of
-from ckptx.conversion.steps.model import DroppedState, Ties, drop_training_state
 from ckptx.conversion.steps.naming import NamedTarget
+from ckptx.conversion.steps.output_check import check_digests, check_huggingface
 from ckptx.conversion.steps.reordered_tensors import check_reordered
 from ckptx.conversion.steps.restoration import Restoration, restore_original
-from ckptx.conversion.steps.target import TargetTensors
-from ckptx.conversion.steps.written import check_digests, check_huggingface
+from ckptx.conversion.steps.source_model import DroppedState, Ties, drop_training_state
+from ckptx.conversion.steps.target_tensors import TargetTensors
 from ckptx.formats.dcp.megatron import COMMON_FILE, names_without_backend_file
 from ckptx.formats.hf import layout as huggingface_layout
 from ckptx.formats.hf.hf_metadata import FILE_MAPPING

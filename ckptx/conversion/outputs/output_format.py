@@ -10,12 +10,12 @@ from typing import Any, ClassVar
 
 from ckptx.catalog.catalog import Catalog
 from ckptx.catalog.manifest import OriginalFiles
-from ckptx.conversion.steps.base import BaseCheckpoint
+from ckptx.conversion.steps.base_checkpoint import BaseCheckpoint
 from ckptx.conversion.steps.dtypes import CastTarget, quantization_edits
-from ckptx.conversion.steps.model import DroppedState, Ties
 from ckptx.conversion.steps.naming import NamedTarget, NameMap
 from ckptx.conversion.steps.restoration import Restoration, RestoredFiles
 from ckptx.conversion.steps.sharding import ShardedTarget
+from ckptx.conversion.steps.source_model import DroppedState, Ties
 from ckptx.conversion.steps.training_state import TrainingState
 from ckptx.model_view.view import ModelView
 from ckptx.options.mesh import ShardingOptions

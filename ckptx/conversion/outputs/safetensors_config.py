@@ -6,10 +6,10 @@ from typing import Any
 
 from ckptx.architecture.tied import untying_edits
 from ckptx.conversion.outputs.output_format import ConfigEdits, float_edits
-from ckptx.conversion.steps.base import BaseCheckpoint
+from ckptx.conversion.steps.base_checkpoint import BaseCheckpoint
 from ckptx.conversion.steps.dtypes import CastTarget, lossless_edits
-from ckptx.conversion.steps.model import Ties
 from ckptx.conversion.steps.naming import NamedTarget
+from ckptx.conversion.steps.source_model import Ties
 from ckptx.model_view.view import ModelView
 
 

@@ -12,12 +12,12 @@ from typing import Any, ClassVar
 
 from ckptx.conversion.outputs.output_format import Allocation, ConfigEdits, OutputContents, OutputFormat
 from ckptx.conversion.outputs.safetensors_config import safetensors_edits
-from ckptx.conversion.steps.base import BaseCheckpoint
+from ckptx.conversion.steps.base_checkpoint import BaseCheckpoint
 from ckptx.conversion.steps.dtypes import CastTarget
 from ckptx.conversion.steps.manifest import manifest_of
-from ckptx.conversion.steps.model import DroppedState, Ties, drop_training_state
 from ckptx.conversion.steps.naming import NamedTarget
-from ckptx.conversion.steps.written import check_sharded
+from ckptx.conversion.steps.output_check import check_sharded
+from ckptx.conversion.steps.source_model import DroppedState, Ties, drop_training_state
 from ckptx.formats.dcp.megatron import names_without_backend_file
 from ckptx.formats.sharded import layout as sharded_layout
 from ckptx.model_view.view import ModelView
@@ -38,7 +38,7 @@ class ShardedFormat(OutputFormat):
     own_files_only: ClassVar[bool] = True
 
     def dropped_state(self, view: ModelView) -> DroppedState:
-        if not view.catalog.form.is_training_format:
+        if not view.catalog.traits.is_training_format:
             return DroppedState()
         return drop_training_state(view, view.catalog.objects, "cannot be stored in safetensors")
 

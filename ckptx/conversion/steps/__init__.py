@@ -1,1 +1,1 @@
-"""The steps of a conversion, one file each, in the order of `conversion/pipeline.py`."""
+"""The steps of a conversion, one file each, in the order of `conversion/run_conversion.py`."""

@@ -8,12 +8,12 @@ from typing import Any
 
 from ckptx.catalog.dtype import CAST_TARGETS, DType
 from ckptx.catalog.entry import TensorEntry
-from ckptx.conversion.steps.base import BaseCheckpoint
+from ckptx.conversion.steps.base_checkpoint import BaseCheckpoint
 from ckptx.conversion.steps.naming import NamedTarget, NameMap
 from ckptx.conversion.steps.restoration import usable_manifest
-from ckptx.conversion.steps.target import TargetTensors
+from ckptx.conversion.steps.target_tensors import TargetTensors
 from ckptx.errors import UsageError
-from ckptx.mapping.config import dequantization_edits, dtype_edits, dtypes_in, is_exact_in, widening_edits
+from ckptx.mapping.config_edits import dequantization_edits, dtype_edits, dtypes_in, is_exact_in, widening_edits
 from ckptx.mapping.dtypes import base_targets, cast_targets
 from ckptx.model_view.view import ModelView, rules_of
 from ckptx.report.report import counted

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ckptx.catalog.entry import TensorEntry
-from ckptx.errors import Defect
+from ckptx.errors import InternalError
 from ckptx.report.report import count_dtypes
 from ckptx.transfer.plan import CopyPlan
 
@@ -68,14 +68,14 @@ def build_ledger(
         representatives: Stored name -> representative name, equal for all names of one tensor.
 
     Raises:
-        Defect: A tensor is neither written nor shared nor dropped.
+        InternalError: A tensor is neither written nor shared nor dropped.
     """
     disk_names, remaining, counts_by_outcome = set(source_names), set(source_names), {}
     for outcome, names in (("written", written), ("aliases", shared), ("dropped", dropped)):
         counts_by_outcome[outcome] = len(remaining.intersection(names))
         remaining.difference_update(names)
     if remaining:
-        raise Defect(f'tensor "{min(remaining)}" and {len(remaining) - 1} more would be lost; please report it')
+        raise InternalError(f'tensor "{min(remaining)}" and {len(remaining) - 1} more would be lost; please report it')
     steps = {step.target.name: step for step in plan.steps() if step.has_frame}
     keys = {_content_key(step.source, disk_names, representatives) for step in steps.values()}
     all_steps = [*steps.values(), *(steps[name] for name in aliases.values())]

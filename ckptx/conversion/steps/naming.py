@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from ckptx.architecture.trainer_naming.detect import SCHEMES, detect_scheme
 from ckptx.architecture.trainer_naming.scheme import TrainerScheme
-from ckptx.conversion.steps.target import TargetTensors
+from ckptx.conversion.steps.target_tensors import TargetTensors
 from ckptx.errors import UnsupportedError
 from ckptx.mapping.rules import NameRules, RenamedTensors
 from ckptx.model_view.view import ModelView, rules_of, trainer_rules

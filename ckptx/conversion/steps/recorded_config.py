@@ -12,7 +12,7 @@ from typing import Any
 
 from ckptx.architecture.trainer_naming.detect import find_trainer_conversions
 from ckptx.catalog.manifest import Manifest
-from ckptx.conversion.steps.base import BaseCheckpoint
+from ckptx.conversion.steps.base_checkpoint import BaseCheckpoint
 from ckptx.conversion.steps.naming import NamedTarget
 from ckptx.errors import CkptxError, InputError
 from ckptx.formats.hf.hf_metadata import config_source

@@ -12,8 +12,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 from ckptx.catalog.catalog import Catalog
 from ckptx.catalog.entry import TensorEntry
+from ckptx.conversion.steps.output_check import changed_bytes_error
 from ckptx.conversion.steps.restoration import RestoredFiles
-from ckptx.conversion.steps.written import changed_bytes_error
 from ckptx.errors import CkptxError
 from ckptx.options.conversion import ConversionOptions
 from ckptx.storage.interface import Source, SourceFiles

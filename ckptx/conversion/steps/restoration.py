@@ -11,7 +11,7 @@ from ckptx.architecture.tied import TieDecision
 from ckptx.catalog.entry import TensorEntry
 from ckptx.catalog.manifest import Manifest, OriginalFiles, TensorRecord
 from ckptx.conversion.steps.naming import NamedTarget, rename_tensors
-from ckptx.conversion.steps.target import TargetTensors
+from ckptx.conversion.steps.target_tensors import TargetTensors
 from ckptx.errors import InputError
 from ckptx.formats.hf.layout import HuggingFaceLayout
 from ckptx.formats.hf.original_files import plan_recorded_files
@@ -110,7 +110,7 @@ class TensorSelection:
 def record_original(view: ModelView) -> OriginalFilesRecord:
     """Return the files to record when a checkpoint is converted: its own, or those that its manifest records."""
     notes: list[str] = []
-    if view.catalog.form.can_be_restored:
+    if view.catalog.traits.can_be_restored:
         return OriginalFilesRecord(remember_files(view.catalog, notes), tuple(notes))
     manifest = usable_manifest(view, notes)
     return OriginalFilesRecord(None if manifest is None else manifest.original, tuple(notes))

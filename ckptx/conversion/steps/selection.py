@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from ckptx.conversion.outputs.output_format import OutputFormat
-from ckptx.conversion.steps.base import BaseCheckpoint
-from ckptx.conversion.steps.model import Ties, wrapper_notes
+from ckptx.conversion.steps.base_checkpoint import BaseCheckpoint
 from ckptx.conversion.steps.naming import rename_tensors
 from ckptx.conversion.steps.restoration import OriginalFilesRecord, TensorSelection, record_original
-from ckptx.conversion.steps.target import apply_ties
+from ckptx.conversion.steps.source_model import Ties, wrapper_notes
+from ckptx.conversion.steps.target_tensors import apply_ties
 from ckptx.model_view.view import ModelView
 from ckptx.options.conversion import ConversionOptions
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from ckptx.conversion.steps.naming import NameMap
 from ckptx.conversion.steps.replication import Replication, count_replication
-from ckptx.conversion.steps.target import TargetTensors
+from ckptx.conversion.steps.target_tensors import TargetTensors
 from ckptx.errors import UsageError
 from ckptx.layout.parallel_dims import ParallelDims
 from ckptx.layout.stages import StageMap

@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ckptx.conversion.steps.base import BaseCheckpoint
+from ckptx.conversion.steps.base_checkpoint import BaseCheckpoint
 from ckptx.formats.hf.reader import read_json_object
-from ckptx.formats.links import find_outside_links
+from ckptx.formats.outside_links import find_outside_links
 from ckptx.formats.sidecars import QUANTIZATION_FILES
-from ckptx.mapping.config import format_edited_config
+from ckptx.mapping.config_edits import format_edited_config
 from ckptx.storage.interface import StoredFile
 from ckptx.wording import counted
 

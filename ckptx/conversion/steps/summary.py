@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from ckptx.conversion.outputs.output_format import Allocation, OutputContents
-from ckptx.conversion.steps.cast_losses import count_rows, range_notes
 from ckptx.conversion.steps.dtypes import CastTarget
 from ckptx.conversion.steps.ledger import Ledger
-from ckptx.conversion.steps.model import ConfigCheck, DroppedState, SourceModel, Ties
+from ckptx.conversion.steps.overflow_check import count_rows, range_notes
 from ckptx.conversion.steps.sharding import ShardedTarget, rank_rows
 from ckptx.conversion.steps.sidecars import Sidecars
+from ckptx.conversion.steps.source_model import ConfigCheck, DroppedState, SourceModel, Ties
 from ckptx.conversion.steps.tie_actions import tie_actions
 from ckptx.errors import ReadError
 from ckptx.formats.sidecars import MANIFEST
@@ -20,10 +20,10 @@ from ckptx.model_view.view import tie_rows
 from ckptx.options.conversion import ConversionOptions
 from ckptx.processes.peak_memory import peak_memory
 from ckptx.processes.peers import PeerProcesses
-from ckptx.publishing.output_place import free_space
+from ckptx.publishing.output_checks import free_space
 from ckptx.publishing.publish import Job, manifest_size
 from ckptx.report.documents.conversion import ConversionReport
-from ckptx.report.numbers import peak_of_processes
+from ckptx.report.number_formats import peak_of_processes
 from ckptx.report.report import Log, human_bytes
 from ckptx.storage.files import read_size
 from ckptx.transfer.executor import CopyResult

@@ -31,8 +31,8 @@ from ckptx.formats.torch_archive.unpickle import (
     load,
     without_garbage_collection,
 )
+from ckptx.untrusted.hash_keys import UniqueTuples
 from ckptx.untrusted.limits import MAX_DIMS, MAX_JSON_DEPTH, MAX_NUMEL_BITS, MAX_TENSORS, find_shape_fault
-from ckptx.untrusted.numbers import UniqueTuples
 
 _INTEGER_TYPES = frozenset({int})
 

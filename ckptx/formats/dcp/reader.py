@@ -33,8 +33,8 @@ from ckptx.formats.unsupported import refuse_directory
 from ckptx.storage.files import changed_error, resolve_inside
 from ckptx.storage.interface import FileIdentity, Location, Source, SourceFiles
 from ckptx.storage.listing import EntryKind
+from ckptx.untrusted.hash_keys import identity_key
 from ckptx.untrusted.limits import MAX_METADATA_BYTES
-from ckptx.untrusted.numbers import identity_key
 
 METADATA = ".metadata"
 

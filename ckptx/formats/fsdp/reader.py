@@ -20,7 +20,7 @@ from ckptx.catalog.dtype import DType
 from ckptx.catalog.entry import Chunk, TensorEntry
 from ckptx.catalog.region import Region, Shape, full_region
 from ckptx.errors import InputError, UnsupportedError
-from ckptx.formats.assembly import CoverageCheck, RegionCache, split_replicas
+from ckptx.formats.block_assembly import CoverageCheck, RegionCache, split_replicas
 from ckptx.formats.fsdp.file_names import STATE_FILE_PATTERN, RankFile, parse_rank_file
 from ckptx.formats.fsdp.pickled_tensors import RankShards, load_state_dict, shards_of_rank
 from ckptx.formats.hf.torch_bin import describe_value, is_utf8

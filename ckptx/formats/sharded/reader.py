@@ -21,7 +21,7 @@ from ckptx.catalog.dtype import DType
 from ckptx.catalog.entry import Chunk, TensorEntry
 from ckptx.catalog.region import Region, Shape, full_region
 from ckptx.errors import InputError, UnsupportedError
-from ckptx.formats.assembly import CoverageCheck, RegionCache, split_replicas
+from ckptx.formats.block_assembly import CoverageCheck, RegionCache, split_replicas
 from ckptx.formats.hf.layout import natural_key
 from ckptx.formats.hf.reader import INDEX_FILE, read_header
 from ckptx.formats.hf.safetensors import Header
@@ -38,8 +38,8 @@ from ckptx.formats.sharding_info import (
 from ckptx.formats.sidecars import MANIFEST
 from ckptx.formats.torch_archive.unpickle import without_garbage_collection
 from ckptx.storage.interface import Location, Source
+from ckptx.untrusted.hash_keys import salted_key
 from ckptx.untrusted.limits import find_shape_fault
-from ckptx.untrusted.numbers import salted_key
 
 
 def open_sharded(source: Source, expected_shapes: Mapping[str, Shape] | None = None) -> Catalog:

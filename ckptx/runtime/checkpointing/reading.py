@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ckptx.architecture.architecture import Architecture
 from ckptx.architecture.extra_tensors import ExtraTensors
-from ckptx.architecture.spec import Architecture
 from ckptx.catalog.dtype import DTYPES_BY_TORCH_NAME, DType
 from ckptx.catalog.entry import LazyChunks, TensorEntry
 from ckptx.catalog.region import Region

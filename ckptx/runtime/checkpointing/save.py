@@ -24,8 +24,8 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.optim import Optimizer
 
-from ckptx.errors import CkptxError, Defect, InputError, UsageError
-from ckptx.publishing.replacing import refuse_unrelated_files
+from ckptx.errors import CkptxError, InputError, InternalError, UsageError
+from ckptx.publishing.overwrite_checks import refuse_unrelated_files
 from ckptx.publishing.staging import Staging
 from ckptx.runtime.checkpointing.save_planner import AliasWriter, SavePlanner
 from ckptx.runtime.checkpointing.save_request import SaveOptions, SaveRequest
@@ -42,7 +42,7 @@ from ckptx.runtime.checkpointing.stored_state import StoredState, open_state
 from ckptx.runtime.parallel.distributed import raise_on_all_ranks
 from ckptx.runtime.parallel.tensor_parallel.apply import TensorParallelLayout
 from ckptx.storage.files import write_error
-from ckptx.storage.staged import staging_paths
+from ckptx.storage.staging_paths import staging_paths
 
 if TYPE_CHECKING:  # Python 3.10 has it only there
     from typing_extensions import Unpack
@@ -176,7 +176,7 @@ def publish(
 
     Raises:
         OutputError, SpaceError: See `save`.
-        Defect: torch refuses the state dict.
+        InternalError: torch refuses the state dict.
     """
     with ExitStack() as stack:
         staging = None
@@ -208,4 +208,4 @@ def _write_files(snapshot: Snapshot, directory: Path, group: dist.ProcessGroup |
             raise error from failed
         if isinstance(error, OSError):
             raise write_error(directory, error) from failed
-        raise Defect(f"{directory}: {type(error).__name__}: {error}; please report this") from failed
+        raise InternalError(f"{directory}: {type(error).__name__}: {error}; please report this") from failed

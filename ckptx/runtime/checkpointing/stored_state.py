@@ -92,9 +92,9 @@ def open_state(path: Path) -> Iterator[StoredState]:
         UnsupportedError: The checkpoint is not a DCP.
     """
     catalog = open_checkpoint(path)
-    if not catalog.form.has_archives:
+    if not catalog.traits.has_archives:
         raise UnsupportedError(
-            f"{catalog.root}: is a {catalog.form.name} checkpoint, expected a DCP, the only format with training "
+            f"{catalog.root}: is a {catalog.traits.name} checkpoint, expected a DCP, the only format with training "
             "state; use a checkpoint that was saved during training"
         )
     with catalog.source.open() as files:

@@ -16,7 +16,7 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from ckptx.errors import CkptxError, UnsupportedError
 from ckptx.layout.stages import StageMap
 from ckptx.runtime.forecasting.counting import Work, WorkCounter, sum_work
-from ckptx.runtime.forecasting.fake_world import fake_process_group
+from ckptx.runtime.forecasting.fake_process_group import fake_process_group
 from ckptx.runtime.forecasting.pipeline import IsolatedPipeline, StageInputSlots
 from ckptx.runtime.forecasting.step import StepSpec, make_step_batches, make_step_inputs, make_step_optimizer
 from ckptx.runtime.forecasting.task import ForecastTask
@@ -30,7 +30,7 @@ from ckptx.runtime.parallel.pipeline.plan import find_and_check_boundaries
 from ckptx.runtime.parallel.pipeline.schedules import Schedule
 from ckptx.runtime.parity.inputs.batch import Inputs
 from ckptx.runtime.torch_private import DataDependentOutputException, DynamicOutputShapeException
-from ckptx.runtime.training.assembly import RankModel, build_rank_model_on_meta
+from ckptx.runtime.training.rank_model import RankModel, build_rank_model_on_meta
 
 
 @dataclass(slots=True)

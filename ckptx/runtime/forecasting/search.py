@@ -18,7 +18,7 @@ from typing import Any, cast
 
 from msgspec import structs
 
-from ckptx.errors import CkptxError, Defect, UsageError
+from ckptx.errors import CkptxError, InternalError, UsageError
 from ckptx.layout.parallel_dims import ParallelDims
 from ckptx.processes.fork import run_in_children
 from ckptx.runtime.forecasting.ranks import BoundariesBySplit, forecast_ranks
@@ -216,7 +216,7 @@ def _search_mesh(
                     validate_extrapolation=False, peak_ranks_only=True, in_process=True,
                     known_boundaries=known_boundaries, directory=space.directory,
                 )  # fmt: skip
-            except Defect:
+            except InternalError:
                 raise
             except CkptxError as error:
                 return MeshResult(dims, refusal_reason=str(error), candidate_count=candidate_count)

@@ -14,7 +14,7 @@ import torch
 from msgspec import structs
 from torch import nn
 
-from ckptx.architecture.find import find_architecture
+from ckptx.architecture.lookup import find_architecture
 from ckptx.errors import CkptxError
 from ckptx.layout.stages import StageMap
 from ckptx.runtime.forecasting.repeated_layers import (

@@ -22,8 +22,8 @@ from ckptx.runtime.parallel.mixed_inputs import MixedInputs
 from ckptx.runtime.parallel.tensor_parallel.loss import causal_lm_loss
 from ckptx.runtime.parity.execution import full_tensor, logits_or_hidden_states
 from ckptx.runtime.parity.inputs.batch import Inputs, make_inputs
-from ckptx.runtime.training.assembly import RankModel
-from ckptx.runtime.training.optimization import make_optimizer
+from ckptx.runtime.training.optimizer import make_optimizer
+from ckptx.runtime.training.rank_model import RankModel
 
 
 @dataclass(frozen=True, slots=True)

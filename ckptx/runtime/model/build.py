@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, initialization
 
 from ckptx.architecture.configs import remote_reference
-from ckptx.architecture.find import find_architecture
 from ckptx.architecture.introspection.meta_model import find_class
+from ckptx.architecture.lookup import find_architecture
 from ckptx.catalog.object_ids import ObjectIds
 from ckptx.errors import InputError, UnsupportedError, missing_package
 from ckptx.formats.hf.reader import read_json

@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
+from ckptx.architecture.class_table import find_row
 from ckptx.architecture.correction_rows import LayersRow, rows_of_class
 from ckptx.architecture.corrections import corrections_of_class
-from ckptx.architecture.table import find_row
 from ckptx.errors import UnsupportedError
 
 LAYER_GROUPS = ("language", "vision", "audio")

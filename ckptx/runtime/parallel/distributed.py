@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from ckptx.errors import CkptxError, Defect, EnvironmentProblem, PeerFailure, UsageError, exit_code_of
+from ckptx.errors import CkptxError, EnvironmentProblem, InternalError, PeerFailure, UsageError, exit_code_of
 from ckptx.layout.parallel_dims import ParallelDims
 from ckptx.processes.rendezvous import is_launched
 from ckptx.runtime.torch_private import default_store, drop_group_references
@@ -170,7 +170,7 @@ def raise_on_all_ranks(group: dist.ProcessGroup | None = None) -> Iterator[None]
     except (CkptxError, KeyboardInterrupt) as caught:
         error = caught
     except Exception as caught:  # sent to every rank, and raised there as a defect
-        error = Defect(f"{type(caught).__name__}: {caught}; please report this")
+        error = InternalError(f"{type(caught).__name__}: {caught}; please report this")
         error.__cause__ = caught
     errors = all_gather_object(None if error is None else (type(error), str(error)), group)
     if error is not None:

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from ckptx.catalog.region import Region, Shape, full_region
-from ckptx.errors import Defect, UnsupportedError
+from ckptx.errors import InternalError, UnsupportedError
 from ckptx.layout.placement import ceil_chunks
 from ckptx.runtime.torch_private import dtensor_spec, local_tensor
 
@@ -85,7 +85,7 @@ def _find_spans(local_regions: list[Region], ndim: int) -> list[Spans]:
         along = [(region.offsets[dim], region.sizes[dim]) for region in local_regions]
         spans.append(along if len(set(along)) > 1 else along[:1])
     if prod(map(len, spans)) != len(local_regions):
-        raise Defect(
+        raise InternalError(
             f"rectangles {[str(each) for each in local_regions]} differ in more than one dim; please report this"
         )
     return spans
@@ -123,7 +123,7 @@ def find_local_shards(name: str, tensor: Tensor, local_regions: Sequence[Region]
 
     Raises:
         UnsupportedError: A placement is neither a replica nor a shard.
-        Defect: The shape of the local tensor does not match its placements.
+        InternalError: The shape of the local tensor does not match its placements.
     """
     shape = tuple(tensor.shape)
     shardings: list[MeshDimSharding] = []
@@ -135,7 +135,7 @@ def find_local_shards(name: str, tensor: Tensor, local_regions: Sequence[Region]
         return []
     shards, expected = compute_local_shards(shape, shardings, local_regions or ())
     if expected != local_shape:
-        raise Defect(
+        raise InternalError(
             f"{name}: the local tensor has shape {list(local_shape)}, its layout gives {list(expected)}; please report "
             "this"
         )

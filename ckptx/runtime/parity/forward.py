@@ -23,7 +23,7 @@ from typing import Any
 from ckptx.comparison.stored_dtypes import describe_dtype_differences
 from ckptx.options.verify import RunOptions
 from ckptx.processes.peak_memory import peak_memory
-from ckptx.report.documents.running import RunReport
+from ckptx.report.documents.verify_run import RunReport
 from ckptx.report.report import Log, Stopwatch
 from ckptx.runtime.checkpointing.load_report import NOT_IN_MODEL, OPTIMIZER_STATE, OTHER_STATE, UNKNOWN_TO_CLASS
 from ckptx.runtime.memory.measured_memory import measure_step
@@ -43,13 +43,13 @@ from ckptx.runtime.parity.divergence import find_first_divergence
 from ckptx.runtime.parity.execution import StepResult
 from ckptx.runtime.parity.inputs import windows
 from ckptx.runtime.parity.inputs.batch import Inputs
+from ckptx.runtime.parity.model_loaders import ModelFacts, compare_stored_dtypes, make_loaders
 from ckptx.runtime.parity.model_under_test import ModelUnderTest, OffloadedModelUnderTest, ResidentModel, intersect
 from ckptx.runtime.parity.notes import add_notes, unread_notes
 from ckptx.runtime.parity.reference import ReferenceModel, make_reference
 from ckptx.runtime.parity.run_report import build_run_report, find_worst_by_tensor, make_unread_rows
-from ckptx.runtime.parity.side import ModelFacts, compare_stored_dtypes, make_loaders
 from ckptx.runtime.parity.stages import find_stage_of_row, plan_stages
-from ckptx.runtime.parity.unreached import UnreachedParameters
+from ckptx.runtime.parity.unreached_parameters import UnreachedParameters
 
 
 def verify_run(reference: Path, checkpoint: Path, options: RunOptions, log: Log) -> RunReport:

@@ -14,7 +14,7 @@ import torch
 from ckptx.options.verify import RunOptions
 from ckptx.report.report import human_bytes
 from ckptx.runtime.parallel.distributed import RankContext
-from ckptx.runtime.parity.side import ModelFacts
+from ckptx.runtime.parity.model_loaders import ModelFacts
 
 _MEMINFO = Path("/proc/meminfo")
 _CGROUP = Path("/sys/fs/cgroup")

@@ -21,8 +21,8 @@ from ckptx.runtime.parity.comparison import RankParameter
 from ckptx.runtime.parity.divergence import OutputsByCall, record_outputs
 from ckptx.runtime.parity.execution import StepResult
 from ckptx.runtime.parity.inputs.batch import Inputs
+from ckptx.runtime.parity.model_loaders import ModelLoader, ShardedMetaModel
 from ckptx.runtime.parity.offloaded_model import ComputePass, OffloadedModel, StagePartition, share_parameters
-from ckptx.runtime.parity.side import ModelLoader, ShardedMetaModel
 from ckptx.runtime.parity.stages import LocalStages
 
 

@@ -26,8 +26,8 @@ from ckptx.runtime.parity.distances import max_abs_difference
 from ckptx.runtime.parity.divergence import OutputsByCall, record_outputs
 from ckptx.runtime.parity.execution import StepResult, logits_or_hidden_states, run_step
 from ckptx.runtime.parity.inputs.batch import Inputs
+from ckptx.runtime.parity.model_loaders import ModelFacts, ModelLoader
 from ckptx.runtime.parity.offloaded_model import ComputePass, OffloadedModel, StagePartition, share_parameters
-from ckptx.runtime.parity.side import ModelFacts, ModelLoader
 from ckptx.runtime.parity.stages import make_batch_factory
 
 

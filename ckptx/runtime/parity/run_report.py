@@ -9,8 +9,8 @@ from typing import Any
 
 from ckptx.mapping.names import pattern_of
 from ckptx.options.verify import RunOptions
-from ckptx.report.documents.running import RunReport
-from ckptx.report.numbers import peak_of_processes
+from ckptx.report.documents.verify_run import RunReport
+from ckptx.report.number_formats import peak_of_processes
 from ckptx.runtime.checkpointing.load_report import NOT_IN_MODEL, UNKNOWN_TO_CLASS
 from ckptx.runtime.parallel.pipeline.plan import PipelinePlan
 from ckptx.runtime.parity.comparison import make_difference_row

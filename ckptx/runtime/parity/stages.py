@@ -26,7 +26,7 @@ from ckptx.runtime.parity.execution import (
     translate_model_errors,
 )
 from ckptx.runtime.parity.inputs.batch import Inputs, make_inputs
-from ckptx.runtime.parity.side import ModelFacts, ModelLoader, ShardedMetaModel
+from ckptx.runtime.parity.model_loaders import ModelFacts, ModelLoader, ShardedMetaModel
 
 
 def plan_stages(loader: ModelLoader, facts: ModelFacts, log: Log) -> PipelinePlan:

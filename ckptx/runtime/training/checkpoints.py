@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from ckptx.errors import CkptxError, OutputError, UsageError
 from ckptx.formats.dcp.reader import open_dcp
-from ckptx.publishing.replacing import refuse_unrelated_files
+from ckptx.publishing.overwrite_checks import refuse_unrelated_files
 from ckptx.publishing.staging import Staging
 from ckptx.storage.directory_handle import DirectoryHandle
 from ckptx.storage.files import lock_file, read_small, write_error

@@ -11,7 +11,7 @@ from torch import Tensor
 from ckptx.errors import InputError
 from ckptx.runtime.training.encoding import Encoder
 from ckptx.runtime.training.recipe import Recipe
-from ckptx.runtime.training.rows import Row, open_rows, to_question
+from ckptx.runtime.training.samples import Row, open_rows, to_question
 
 Sample = dict[str, Tensor]
 

@@ -24,7 +24,7 @@ from ckptx.errors import InputError, UnsupportedError, UsageError, missing_packa
 from ckptx.runtime.model.build import read_config
 from ckptx.runtime.parity.inputs.batch import make_inserts
 from ckptx.runtime.parity.inputs.multimodal import MultimodalInput
-from ckptx.runtime.training.rows import QuestionExample
+from ckptx.runtime.training.samples import QuestionExample
 from ckptx.untrusted.printable import one_line
 
 IGNORE_INDEX = -100

@@ -25,7 +25,7 @@ from ckptx.errors import CkptxError, InputError, UsageError
 from ckptx.formats.hf.hub import resolve_source
 from ckptx.formats.hf.reader import read_json
 from ckptx.runtime.model.build import read_config, translate_build_errors
-from ckptx.runtime.training.dropouts import find_dropout_keys, set_dropout
+from ckptx.runtime.training.dropout_config import find_dropout_keys, set_dropout
 from ckptx.runtime.training.recipe import ModelBlock, Recipe
 from ckptx.runtime.training.recipe_schema import unknown_name_error
 from ckptx.runtime.training.shrinking import reduce_layers, shrink_widths

@@ -32,10 +32,10 @@ from ckptx.runtime.parallel.distributed import RankContext, all_gather_object, d
 from ckptx.runtime.parallel.gradients import clip_grad_norm, labels_per_rank
 from ckptx.runtime.parallel.randomness import RandomState, seed
 from ckptx.runtime.parallel.tensor_parallel.loss import causal_lm_loss, token_losses
-from ckptx.runtime.training.assembly import RankModel, build_rank_model, connect_pipeline, make_mixed_inputs
 from ckptx.runtime.training.checkpoints import StepDirectories
 from ckptx.runtime.training.data import Dataset, collate
-from ckptx.runtime.training.optimization import make_optimizer, make_scheduler
+from ckptx.runtime.training.optimizer import make_optimizer, make_scheduler
+from ckptx.runtime.training.rank_model import RankModel, build_rank_model, connect_pipeline, make_mixed_inputs
 from ckptx.runtime.training.recipe import LayoutBlock, Recipe
 from ckptx.runtime.training.sampler import Sampler, split_over_ranks
 

@@ -12,10 +12,10 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from ckptx.architecture import find
-from ckptx.architecture.find import find_architecture
+from ckptx.architecture import lookup
+from ckptx.architecture.architecture import Architecture
 from ckptx.architecture.introspection import meta_model
-from ckptx.architecture.spec import Architecture
+from ckptx.architecture.lookup import find_architecture
 from ckptx.architecture.tied import StoredTensor, resolve_ties
 from ckptx.errors import EnvironmentProblem, UnsupportedError
 
@@ -315,4 +315,4 @@ def test_a_text_class_over_a_composite_config_reads_the_nested_flag() -> None:
 
 
 def test_the_search_module_does_not_import_the_builder_at_its_top() -> None:
-    assert not hasattr(find, "meta_model")
+    assert not hasattr(lookup, "meta_model")

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ckptx.runtime.forecasting.fake_world import fake_process_group
+from ckptx.runtime.forecasting.fake_process_group import fake_process_group
 from ckptx.runtime.memory.shape_tensors import ShapeTensors
 from ckptx.runtime.memory.storage_ledger import KINDS, OPTIMIZER, PARAMETERS, StorageLedger
 from tests.support.measured_steps import forecasts_here, task_of, write_config

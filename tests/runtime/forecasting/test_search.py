@@ -19,8 +19,8 @@ from ckptx.options.forecast import ForecastOptions
 from ckptx.report.documents.forecast import ForecastReport, SearchReport
 from ckptx.runtime.forecasting import search as searching
 from ckptx.runtime.forecasting.counting import Work
+from ckptx.runtime.forecasting.larger_mesh import find_larger_mesh
 from ckptx.runtime.forecasting.ranks import _RankForecaster, forecast_ranks
-from ckptx.runtime.forecasting.remedy import find_larger_mesh
 from ckptx.runtime.forecasting.search import (
     Candidate,
     FixedDims,

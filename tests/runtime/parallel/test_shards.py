@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 
 from ckptx.catalog.region import Region
-from ckptx.errors import Defect
+from ckptx.errors import InternalError
 from ckptx.layout.parallel_dims import ParallelDims
 from ckptx.layout.placement import Placement, tp_regions
 from ckptx.layout.placement import shard_tensor as cut_of_files
@@ -80,7 +80,7 @@ def test_equal_groups_are_cut_one_by_one() -> None:
 
 
 def test_rectangles_that_lie_anyhow_are_refused() -> None:
-    with pytest.raises(Defect, match="differ in more than one dim"):
+    with pytest.raises(InternalError, match="differ in more than one dim"):
         compute_local_shards((4, 4), [], [Region((0, 0), (2, 2)), Region((2, 2), (2, 2))])
 
 

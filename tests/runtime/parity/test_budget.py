@@ -18,8 +18,8 @@ from ckptx.options.verify import RunOptions
 from ckptx.runtime.parallel.distributed import RankContext
 from ckptx.runtime.parity import budget as budget_module
 from ckptx.runtime.parity.budget import MemoryBudget
+from ckptx.runtime.parity.model_loaders import ModelFacts, ModelLoader
 from ckptx.runtime.parity.reference import OffloadedReference, partition_reference
-from ckptx.runtime.parity.side import ModelFacts, ModelLoader
 from tests.support.models import randomise, transformers
 from tests.support.slow import slow_but
 

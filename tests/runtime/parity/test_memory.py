@@ -10,8 +10,8 @@ import torch
 from ckptx.options.verify import RunOptions
 from ckptx.runtime.parallel.distributed import RankContext
 from ckptx.runtime.parity import memory
+from ckptx.runtime.parity.model_loaders import ModelFacts
 from ckptx.runtime.parity.routing import Routing
-from ckptx.runtime.parity.side import ModelFacts
 
 GIB = 1 << 30
 CPU = torch.device("cpu")

@@ -13,8 +13,8 @@ from ckptx.layout.stages import StageMap
 from ckptx.options.verify import RunOptions
 from ckptx.runtime.parallel.distributed import RankContext
 from ckptx.runtime.parity.comparison import ReferenceResult
+from ckptx.runtime.parity.model_loaders import ModelLoader
 from ckptx.runtime.parity.reference import OffloadedReference, ReferenceModel, WholeReference, partition_reference
-from ckptx.runtime.parity.side import ModelLoader
 from tests.support.models import EVERY, write
 from tests.support.staged import deep
 

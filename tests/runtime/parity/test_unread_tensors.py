@@ -9,7 +9,7 @@ import pytest
 
 import ckptx
 from ckptx.architecture.extra_tensors import EXTRA_ROWS
-from ckptx.report.documents.running import RunReport
+from ckptx.report.documents.verify_run import RunReport
 from tests.support.extra_tensors import EXAMPLES
 from tests.support.slow import slow_but
 from tests.support.writers import LLAMA, Value, llama, value, write_hf

@@ -19,7 +19,7 @@ from ckptx.runtime.training.data import collate, open_dataset
 from ckptx.runtime.training.encoding import IGNORE_INDEX, Encoder
 from ckptx.runtime.training.recipe import DataBlock
 from ckptx.runtime.training.recipe_file import read_recipe
-from ckptx.runtime.training.rows import QuestionExample, open_rows, to_question
+from ckptx.runtime.training.samples import QuestionExample, open_rows, to_question
 from ckptx.runtime.training.source import prepare_source
 
 QUESTION = QuestionExample("x=12 y=34 y?", "34")

@@ -18,10 +18,10 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
+from ckptx.architecture.architecture import Architecture
 from ckptx.architecture.correction_rows import SequenceParallelModules
-from ckptx.architecture.find import find_architecture
+from ckptx.architecture.lookup import find_architecture
 from ckptx.architecture.plans import layer_overrides
-from ckptx.architecture.spec import Architecture
 from ckptx.errors import UnsupportedError, UsageError
 from ckptx.layout.styles import STYLES, StyleKind
 from ckptx.layout.tensor_parallel_plan import Rule, TensorParallelPlan

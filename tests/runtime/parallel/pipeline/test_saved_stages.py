@@ -16,7 +16,7 @@ from tests.support.pool import GlooPool
 
 def save_stages(rank: int, world_size: int, root: str, out: str, dims: dict[str, int], steps: int) -> list[str]:
     """Loads the stages of a checkpoint and saves them again, with an optimizer after so many steps."""
-    from ckptx.architecture.table import find_row
+    from ckptx.architecture.class_table import find_row
     from ckptx.formats.hf.reader import read_json
     from ckptx.layout.parallel_dims import ParallelDims
     from ckptx.layout.stages import StageMap

@@ -11,7 +11,7 @@ from torch import nn
 
 from ckptx.architecture.correction_rows import ForwardRow
 from ckptx.architecture.corrections import corrections_of
-from ckptx.architecture.find import find_architecture
+from ckptx.architecture.lookup import find_architecture
 from ckptx.architecture.model_files import read_index
 from ckptx.errors import UnsupportedError, UsageError
 from ckptx.layout.styles import STYLES

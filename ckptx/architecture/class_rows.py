@@ -1,0 +1,116 @@
+"""Read the classes of a model file: JSON becomes a `ClassRow`.
+
+    classes       LlamaForCausalLM -> its facts; `names` are those outside of its base model
+    bodies        LlamaForCausalLM -> names below the base model, without its prefix, shared by the classes around it
+    structures    LlamaForCausalLM -> plan, layers and conversions below that prefix, see `structure_rows`
+
+`body` names the entry of `bodies`, and `body_below` the prefix of its names in the class. A class with `introspect` has
+no names: its value is the reason why only the real config can give them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ckptx.architecture.architecture import Architecture, TieFlag, TiePair
+from ckptx.architecture.shared_layers import SharedLayers, decode_shared
+from ckptx.architecture.structure import Structure
+from ckptx.architecture.structure_rows import decode_structure
+
+
+@dataclass(frozen=True, slots=True)
+class ClassRow:
+    """One class of the table.
+
+    Attributes:
+        class_name: Name as in ``architectures``.
+        model_type: Model type of the class's config.
+        introspection_reason: Reason why the class must be built with its real config; empty if ``architecture`` is
+            valid for all.
+        sub_models: Config key of an exchangeable sub-model -> model types with which the row was measured.
+        architecture: Architecture of the class; None if ``introspection_reason`` is set.
+        structures: Structures with other sub-models, by model type of the text model.
+        shared_layers: Rule for ties between layers; ``architecture`` has them only for a config.
+    """
+
+    class_name: str
+    model_type: str
+    introspection_reason: str
+    architecture: Architecture | None
+    sub_models: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    structures: Mapping[str, Structure] = field(default_factory=dict)
+    shared_layers: SharedLayers | None = None
+
+    def architecture_for(self, config: Mapping[str, Any]) -> Architecture | None:
+        """Return the architecture with the text model and the ties between layers of this ``config.json``."""
+        if self.architecture is not None and self.shared_layers is not None:
+            if not self.shared_layers.covers(config):
+                return None
+            return dataclasses.replace(self.architecture, ties=self.architecture.ties + self.shared_layers.ties(config))
+        nested = config.get("text_config")
+        found = nested.get("model_type") if isinstance(nested, Mapping) else None
+        structure = self.structures.get(str(found))
+        if self.architecture is None or structure is None:
+            return self.architecture
+        return dataclasses.replace(self.architecture, structure=structure)
+
+    def covers(self, config: Mapping[str, Any]) -> bool:
+        """Return True if the row is valid for this ``config.json``: its sub-models and layer lists were measured."""
+        if self.architecture is None or (self.shared_layers is not None and not self.shared_layers.covers(config)):
+            return False
+        for key, measured in self.sub_models.items():
+            nested = config.get(key)
+            found = nested.get("model_type") if isinstance(nested, Mapping) else None
+            if found is not None and found not in measured:
+                return False
+        return True
+
+
+def decode_row(
+    class_name: str, model_type: str, sections: Mapping[str, Mapping[str, Any]], transformers_version: str
+) -> ClassRow:
+    """Return the row of a class.
+
+    Args:
+        class_name: Name of the class.
+        model_type: Model type of its config.
+        sections: Sections of the file of the class.
+        transformers_version: Version of transformers that was introspected.
+    """
+    values = sections["classes"][class_name]
+    if "introspect" in values:
+        return ClassRow(class_name, model_type, values["introspect"], None)
+    prefix = f"{values['body_below']}." if "body_below" in values else ""
+    names = [*values.get("names", ()), *(prefix + name for name in sections["bodies"][values["body"]])]
+
+    def structure_from(own: Mapping[str, Any]) -> Structure:
+        return decode_structure(own, sections["structures"][own["body"]] if "body" in own else {}, prefix)
+
+    architecture = Architecture(
+        class_name=class_name,
+        model_type=model_type,
+        ties=tuple(_decode_tie(tie) for tie in values.get("ties", ())),
+        name_patterns=frozenset(names),
+        base_prefix=values["base_prefix"],
+        keep_in_fp32=tuple(values.get("keep_in_fp32", ())),
+        keep_in_fp32_strict=tuple(values.get("keep_in_fp32_strict", ())),
+        ties_flag_editable=values["ties_flag_editable"],
+        has_output_embeddings=values["has_output_embeddings"],
+        known_from="table",
+        transformers_version=transformers_version,
+        ignored=tuple(values.get("ignored", ())),
+        structure=structure_from(values.get("structure", {})),
+    )
+    sub_models = {key: tuple(types) for key, types in values.get("sub_models", {}).items()}
+    structures = {key: structure_from(own) for key, own in values.get("structures_by_text_model", {}).items()}
+    layers = decode_shared(values["shared_layers"]) if "shared_layers" in values else None
+    return ClassRow(class_name, model_type, "", architecture, sub_models, structures, layers)
+
+
+def _decode_tie(values: Mapping[str, Any]) -> TiePair:
+    flag = TieFlag(tuple(tuple(key.split(".")) for key in values["flag_keys"]), values["flag_truth"])
+    namings = tuple((target, source) for target, source in values["namings"])
+    return TiePair(namings, flag, values.get("is_primary", True))

@@ -1,0 +1,38 @@
+"""Properties of each checkpoint format, so that code outside `formats/` need not compare format names."""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+
+class FormatTraits(NamedTuple):
+    """Properties of every checkpoint of one format.
+
+    Attributes:
+        name: Name in catalogs, manifests, reports and docs/formats.md.
+        reshard_output: Default output format of `reshard` for such a source.
+        has_archives: True if tensors are in `torch.save` archives, which have to be parsed.
+        is_training_format: True if a trainer wrote it: names may have wrappers and a prefix, and there may be optimizer
+            state and pickled objects.
+        is_published: True for the form in which models are published, with a config that matches the weights.
+        can_be_restored: True if its files can be recorded and written again byte for byte.
+        has_manifest: True if ckptx writes a manifest with a record of the original files.
+        has_model_names: True if tensors usually have the names of the model, not those of a published checkpoint.
+    """
+
+    name: str
+    reshard_output: Literal["dcp", "safetensors"]
+    has_archives: bool = False
+    is_training_format: bool = False
+    is_published: bool = False
+    can_be_restored: bool = False
+    has_manifest: bool = False
+    has_model_names: bool = False
+
+
+HUGGINGFACE = FormatTraits("huggingface", "safetensors", is_published=True, can_be_restored=True)
+BIN = FormatTraits("bin", "safetensors", is_published=True)
+DCP = FormatTraits("dcp", "dcp", has_archives=True, is_training_format=True, has_manifest=True)
+SHARDED = FormatTraits("sharded", "safetensors", has_manifest=True, has_model_names=True)
+FSDP = FormatTraits("fsdp", "dcp", is_training_format=True)
+TRAITS_BY_FORMAT = {traits.name: traits for traits in (HUGGINGFACE, BIN, DCP, SHARDED, FSDP)}

@@ -1,0 +1,179 @@
+"""Config of the source, and the checkpoint from which tokenizer and other files are copied."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from ckptx.catalog.catalog import Catalog
+from ckptx.catalog.dtype import DType
+from ckptx.errors import InputError, ReadError, UnsupportedError
+from ckptx.formats.dcp.megatron import is_torch_dist
+from ckptx.formats.hf.hf_metadata import config_source, find_hf_metadata, read_config, read_hf_metadata
+from ckptx.formats.hf.hub import resolve_source
+from ckptx.formats.registry import open_checkpoint
+from ckptx.formats.sidecars import MANIFEST, list_sidecars
+from ckptx.model_view.view import read_valid_manifest
+from ckptx.options.conversion import ConversionOptions
+from ckptx.publishing.output_checks import refuse_overlap
+from ckptx.publishing.overwrite_checks import refuse_input_files
+from ckptx.storage.interface import local_path
+from ckptx.storage.listing import EntryKind
+from ckptx.storage.local import LocalSource
+
+# Behavior without a config: convert; convert only if a manifest records that there was none; refuse.
+ConfigNeed = Literal["none", "unless remembered", "config"]
+
+
+@dataclass(frozen=True, slots=True)
+class BaseCheckpoint:
+    """Checkpoint that the source was trained from, as far as it is known.
+
+    Attributes:
+        source: Source checkpoint, with its sidecar files.
+        catalog: Checkpoint of `--base`, else the one that the trainer recorded in `.hf_metadata/`; None for neither.
+        config: Config of the base, else the one next to the tensors; None if there is none or with `--base none`.
+        dtypes: Tensor name in the base -> dtype.
+        file_numbers: Tensor name -> number of its file in the base; empty unless `.hf_metadata/` records it.
+        is_none: True with `--base none`.
+        notes: Notes for the user.
+    """
+
+    source: Catalog
+    catalog: Catalog | None
+    config: dict[str, Any] | None
+    dtypes: Mapping[str, DType] = field(default_factory=dict)
+    file_numbers: Mapping[str, int] = field(default_factory=dict)
+    is_none: bool = False
+    notes: tuple[str, ...] = ()
+
+    @property
+    def sidecar_source(self) -> Catalog:
+        """Return the checkpoint that the sidecar files are copied from."""
+        return self.catalog if self.catalog is not None else self.source
+
+
+def find_base(source: Catalog, dst: Path, options: ConversionOptions, config_need: ConfigNeed) -> BaseCheckpoint:
+    """Find the config of the source and the checkpoint it was trained from.
+
+    Args:
+        source: Source checkpoint.
+        dst: Directory to write; must not contain files of the base.
+        options: `base`, and the Hub options for it.
+        config_need: Behavior when there is no config.
+
+    Raises:
+        InputError: There is no config, or it is damaged.
+        UnsupportedError: `--base` names a DCP.
+    """
+    base = _open_base(options)
+    if base is not None:
+        refuse_overlap(local_path(base.root), dst)
+        refuse_input_files(base, dst)
+        return BaseCheckpoint(source, base, base.config, {name: entry.dtype for name, entry in base.tensors.items()})
+    if options.base == "none":
+        note = "--base none: no config used; tied weights and name prefixes are not detected"
+        return BaseCheckpoint(source, None, None, is_none=True, notes=(note,))
+    adjacent = _adjacent_base(source)
+    if adjacent.config is not None:
+        return adjacent
+    if config_need == "none":
+        note = "no config.json: tied weights are not detected, every tensor is converted unchanged"
+        return replace(adjacent, notes=(*adjacent.notes, note))
+    if config_need == "unless remembered":
+        return _base_without_config(adjacent)
+    raise no_config_error(source)
+
+
+def no_config_error(source: Catalog) -> InputError:
+    """Return the error for a source without a config."""
+    root = source.root
+    if is_torch_dist(source.source):
+        return InputError(
+            f"{root}: has no config.json, and its Megatron-Core names are not mapped to Hugging Face names; pass "
+            "--base none to keep the names"
+        )
+    return InputError(
+        f"{root}: has no config.json, which names the architecture and its tied weights; pass --base HF with the "
+        "checkpoint it was trained from, or --base none to write tensors without a config"
+    )
+
+
+def _base_without_config(base: BaseCheckpoint) -> BaseCheckpoint:
+    """Return the base of a source whose manifest records original files without a config.
+
+    Sidecar files that the manifest records and that still exist are copied.
+
+    Raises:
+        InputError: No manifest records such files.
+    """
+    source = base.source
+    notes: list[str] = []
+    manifest = read_valid_manifest(source, notes)
+    if manifest is None or manifest.original is None or "config.json" in manifest.sidecars:
+        raise no_config_error(source)
+    found_sidecars = list_sidecars(source.source, frozenset(source.files))
+    sidecars = tuple(sidecar for sidecar in found_sidecars.copied if sidecar.name in manifest.sidecars)
+    identities = {sidecar.name: found_sidecars.identities[sidecar.name] for sidecar in sidecars}
+    note = f"no config.json: restoring the files that {MANIFEST} records; tied weights are not detected"
+    return replace(
+        base,
+        source=replace(source, sidecars=sidecars, identities={**identities, **source.identities}),
+        notes=(*base.notes, *notes, note),
+    )
+
+
+def _adjacent_base(source: Catalog) -> BaseCheckpoint:
+    """Return the base recorded next to the tensors, in `.hf_metadata/` or as a config.
+
+    Raises:
+        InputError: `.hf_metadata/` is damaged.
+    """
+    directory = find_hf_metadata(source)
+    if directory is None:
+        return BaseCheckpoint(source, None, source.config)
+    identities = directory.read_identities(directory.listing())
+    metadata = read_hf_metadata(directory)
+    if metadata.config is None:
+        return BaseCheckpoint(source, None, source.config, metadata.dtypes, metadata.file_numbers)
+    base = Catalog(
+        directory.location, "huggingface", {}, config=metadata.config, sidecars=metadata.sidecars, storage=directory
+    )
+    base.identities = {**directory.read_identities(sidecar.name for sidecar in metadata.sidecars), **identities}
+    note = f"using config, tokenizer and other files from {directory.location.name} in the source"
+    return BaseCheckpoint(source, base, source.config, metadata.dtypes, metadata.file_numbers, notes=(note,))
+
+
+def _open_base(options: ConversionOptions) -> Catalog | None:
+    """Open the checkpoint of `--base`; None without one.
+
+    Raises:
+        InputError: It has no config.json.
+        UnsupportedError: It is not an HF checkpoint.
+    """
+    if options.base in (None, "none"):
+        return None
+    root = resolve_source(
+        str(options.base), revision=options.revision, token=options.token, cache_dir=options.cache_dir
+    )
+    source = LocalSource(root)
+    if source.read_kind() is EntryKind.DIRECTORY and source.listing().is_file("config.json"):
+        try:
+            base = open_checkpoint(root)
+        except ReadError:
+            raise
+        except InputError:
+            # A directory with only config and tokenizer is a valid base.
+            identities = source.read_identities(("config.json",))
+            base = Catalog(root, "huggingface", {}, config=read_config(source), storage=source)
+            found_sidecars = list_sidecars(source, frozenset())
+            base.sidecars, base.identities = found_sidecars.copied, {**found_sidecars.identities, **identities}
+    else:
+        base = open_checkpoint(root)
+    if base.config is None or config_source(base).location != base.root:
+        raise InputError(f"{base.root}: has no config.json; --base requires an HF checkpoint")
+    if base.traits.is_training_format:
+        raise UnsupportedError(f"{base.root}: is of format {base.format}; --base requires an HF checkpoint")
+    return base

@@ -1,0 +1,166 @@
+"""Check that `--overwrite` replaces only a checkpoint, without deleting unrelated files.
+
+A directory is replaced as a whole, so every name in it is checked first. Weights, sidecars and trainer state are
+recognized by name; other files that ckptx wrote are recognized by the digest in its manifest, unless they were edited.
+Any other file, at any depth, is unrelated to the checkpoint.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from pathlib import Path, PurePosixPath
+
+from ckptx.catalog.catalog import Catalog
+from ckptx.catalog.manifest_parser import read_manifest
+from ckptx.errors import CkptxError, OutputError
+from ckptx.formats.registry import open_checkpoint
+from ckptx.formats.sidecars import MANIFEST, is_known_sidecar
+from ckptx.publishing.output_checks import refuse_files_inside
+from ckptx.publishing.report_file import is_earlier_output
+from ckptx.storage.directory_handle import DirectoryHandle
+from ckptx.storage.interface import local_path
+from ckptx.transfer.digest import file_digest
+from ckptx.untrusted.printable import one_line
+
+_BLOCK_NBYTES = 1 << 20
+_MAX_LISTED = 3  # unrelated files that an error message names
+
+_WEIGHTS = re.compile(
+    r"\.metadata|.+\.(safetensors|distcp|gguf)|.+\.(safetensors|bin|h5|msgpack)\.index\.json|"
+    r"(pytorch_model|adapter_model|consolidated|tf_model|flax_model|model)([-_.][\w.-]+)?"
+    r"\.(bin|pt|pth|h5|msgpack|onnx|onnx_data)|shard-\d+-model-\d+-of-\d+\.\w+"
+)
+_TRAINER_STATE = re.compile(
+    r"trainer_state\.json|training_args\.(bin|json)|optimizer(_\d+)?\.(pt|bin)|scheduler(_\d+)?\.(pt|bin)|"
+    r"scaler(_\d+)?\.pt|rng_state(_\d+)?\.pth|random_states_\d+\.pkl|sampler(_\d+)?\.bin|dl_state_dict(_\d+)?\.bin|"
+    r"custom_checkpoint_\d+\.pkl|common\.pt|metadata\.json|latest|zero_to_fp32\.py|train_state\.(pt|json)|"
+    r"latest_checkpointed_iteration\.txt|run_config\.yaml|meta\.pt|rank\d+\.pt|step_scheduler\.pt|"
+    r"(dataloader|rng|scheduler|lr_scheduler)(_dp_rank_\d+)?\.pt|losses\.json|\.metadata\.json"
+)
+# Subdirectories of trainers and of the Hub client, and the names that are allowed in them.
+_KNOWN_DIRECTORIES = (
+    (re.compile(r"(model|optim|optimizer|weights|pytorch_model_fsdp_\d+|optimizer_\d+|train|\.hf_metadata)"), None),
+    (re.compile(r"(rng|dataloader|scheduler|lr_scheduler|step_scheduler)"), re.compile(r"[\w.-]+\.(pt|json)")),
+    (re.compile(r"\.cache/huggingface(/download)?"), re.compile(r"[\w.-]+\.(metadata|lock)|\.gitignore|CACHEDIR\.TAG")),
+)
+
+
+def refuse_unrelated_files(target: Path, backup: Path | None = None) -> None:
+    """Refuse to replace a directory that is not a checkpoint or contains unrelated files; it may be absent or empty.
+
+    Args:
+        target: The directory.
+        backup: Another directory; files that are also in it, with the same name and bytes, may be replaced. None
+            allows no such files.
+
+    Raises:
+        OutputError: It is not a checkpoint, or contains unrelated files, of which the message names up to three.
+    """
+    resolved = Path(os.path.realpath(target))
+    if not resolved.is_dir() or not os.listdir(resolved):
+        return
+    manifest = _read_digests(resolved)
+    try:
+        with ExitStack() as stack:
+            directory = stack.enter_context(DirectoryHandle.open_path(resolved))
+            backup_directory = None if backup is None else stack.enter_context(DirectoryHandle.open_path(backup))
+            unrelated = sorted(_iterate_unrelated_files(directory, manifest or {}, backup_directory))
+    except OSError as error:
+        raise OutputError(f"{target}: cannot be listed: {error.strerror}; choose another DST") from error
+    if unrelated:
+        listed = ", ".join(one_line(name) for name in unrelated[:_MAX_LISTED])
+        more = f" and {len(unrelated) - _MAX_LISTED} more" if len(unrelated) > _MAX_LISTED else ""
+        raise OutputError(
+            f"{target}: contains files that do not belong to a checkpoint: {listed}{more}; --overwrite would delete "
+            "them; move them elsewhere, or choose another DST"
+        )
+    if manifest is None and not _is_checkpoint(resolved):
+        raise OutputError(
+            f"{target}: cannot be opened as a checkpoint and has no {MANIFEST}; --overwrite replaces only checkpoints; "
+            "remove it yourself, or choose another DST"
+        )
+
+
+def refuse_input_files(catalog: Catalog, target: Path) -> None:
+    """Refuse a target that contains a file of an input, with links resolved.
+
+    Raises:
+        OutputError: It contains one.
+    """
+    names = {*catalog.identities, *catalog.files, *(sidecar.name for sidecar in catalog.sidecars), *catalog.verbatim}
+    refuse_files_inside((local_path(catalog.root / name) for name in sorted(names)), target)
+
+
+def _is_checkpoint(root: Path) -> bool:
+    try:
+        return local_path(open_checkpoint(root).root).samefile(root)
+    except (CkptxError, OSError):
+        return False
+
+
+def _read_digests(root: Path) -> Mapping[str, str] | None:
+    """Return the digest of each file that ckptx wrote, by name, or None without a valid manifest."""
+    try:
+        manifest = read_manifest(root / MANIFEST)
+        return {name: row.digest for name, row in {**manifest.files, **manifest.sidecars}.items()}
+    except (CkptxError, OSError):
+        return None
+
+
+def _iterate_unrelated_files(
+    directory: DirectoryHandle, digests: Mapping[str, str], backup: DirectoryHandle | None
+) -> Iterator[str]:
+    for name, status in directory.walk():
+        if stat.S_ISLNK(status.st_mode):
+            is_unrelated = not is_known_name(name)
+        elif stat.S_ISREG(status.st_mode):
+            is_unrelated = not (
+                is_known_name(name)
+                or _is_written_by_ckptx(directory, name, digests)
+                or _is_in_backup(directory, name, backup)
+            )
+        else:
+            is_unrelated = True
+        if is_unrelated:
+            yield name
+
+
+def is_known_name(name: str) -> bool:
+    """Return True if a relative path is that of a usual file of a checkpoint."""
+    path = PurePosixPath(name)
+    base, directory = path.name, str(path.parent)
+    if directory == ".":
+        return _is_known_base_name(base) or base == MANIFEST
+    for directory_pattern, name_pattern in _KNOWN_DIRECTORIES:
+        if directory_pattern.fullmatch(directory):
+            return _is_known_base_name(base) if name_pattern is None else name_pattern.fullmatch(base) is not None
+    return False
+
+
+def _is_known_base_name(base: str) -> bool:
+    return is_known_sidecar(base) or any(known.fullmatch(base) for known in (_WEIGHTS, _TRAINER_STATE))
+
+
+def _is_written_by_ckptx(directory: DirectoryHandle, name: str, digests: Mapping[str, str]) -> bool:
+    """Return True for a file with the bytes that ckptx wrote, or a report or page of ckptx."""
+    try:
+        with directory.open_file(name) as file:
+            return file_digest(file).hex() == digests[name] if name in digests else is_earlier_output(file)
+    except (CkptxError, OSError):
+        return False
+
+
+def _is_in_backup(directory: DirectoryHandle, name: str, backup: DirectoryHandle | None) -> bool:
+    """Return True for a file that `backup` also contains, with the same bytes."""
+    if backup is None:
+        return False
+    try:
+        with directory.open_file(name) as file, backup.open_file(name) as other:
+            blocks = zip(file.blocks(_BLOCK_NBYTES), other.blocks(_BLOCK_NBYTES), strict=False)
+            return file.size == other.size and all(a == b for a, b in blocks)
+    except (CkptxError, OSError):
+        return False

@@ -1,0 +1,457 @@
+"""Copy a range of steps in one worker: read each tensor once, in row-major order, and fill its blocks.
+
+A block with long rows is read directly into the buffer that is written next. Short rows are read into a tile first and
+copied out of it in memory, because a system call per row of a narrow shard would cost more than its bytes.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from threading import Event
+from typing import NamedTuple
+
+from ckptx.catalog.dtype import DType
+from ckptx.catalog.entry import Frame, ShardedChunks
+from ckptx.catalog.object_ids import ObjectIds
+from ckptx.catalog.region import Region, Shape, full_region
+from ckptx.storage.interface import OutputFile, OutputTree
+from ckptx.transfer import digest
+from ckptx.transfer.block_writers import BlockWriter, DirectSink, TileSink
+from ckptx.transfer.digest import BlockHasher, TreeDigest, crc32, leaf_digest, tree_digest
+from ckptx.transfer.digest_sink import DigestSink, stream_cast
+from ckptx.transfer.grid import Grid, build_grid
+from ckptx.transfer.output_file import FileDigests, OutFile
+from ckptx.transfer.overflow_counts import OverflowCounts, OverflowCountsByTensor
+from ckptx.transfer.plan import CopyPlan, CopyStep, StepRange
+from ckptx.transfer.small_tensors import HASH_NBYTES, SmallSharding, SmallTensorCopier, build_small_sharding, encode_crc
+from ckptx.transfer.split_tensor import ChecksumPart, RecordPart, SplitTensor, join_parts
+from ckptx.transfer.stream import Sink, TensorReader
+
+BUFFER_NBYTES = 1 << 20
+_MIN_BUFFER_NBYTES = 64 << 10
+# Buffers of all files of a group together; they should still be in the cache when they are written.
+_GROUP_BUFFERS_NBYTES = 4 << 20
+_MIN_DIRECT_ROW_NBYTES = 64 << 10  # bytes per row of a block from which one system call per row pays off
+
+_LEAF_DIGEST_NBYTES = 16  # bytes per digest in the journal
+_MAX_JOURNAL_NBYTES = 64 << 20  # per step range; later entries are ignored, their tensors copied again
+
+
+class Cancelled(Exception):
+    """Another worker failed, or the run was interrupted."""
+
+
+@dataclass(frozen=True, slots=True)
+class CopyContext:
+    """State that all workers of one copy share; they add their results to the dicts and lists.
+
+    Attributes:
+        plan: Copy plan.
+        tree: Directory of the target files.
+        journal: Directory of the journals of finished tensors.
+        resumed: True if files and journals of an interrupted run may exist; False to refuse existing files.
+        split_tensors: (group, step) of a large tensor -> results of the passes that copy parts of it.
+        files: Target files by index in the plan.
+        file_digests: Partial digests of target files by index in the plan.
+        digests: Digest of each finished tensor by target name, in hex.
+        overflow_counts: Number of elements that casts made infinite or zero, by target name.
+        bytes_written: Number of bytes written by each worker.
+        stop_event: Set when a worker failed or the run is interrupted.
+    """
+
+    plan: CopyPlan
+    tree: OutputTree
+    journal: OutputTree
+    resumed: bool
+    split_tensors: dict[tuple[int, int], SplitTensor]
+    files: dict[int, OutputFile]
+    file_digests: dict[int, FileDigests]
+    digests: dict[str, str]
+    overflow_counts: OverflowCountsByTensor
+    bytes_written: list[int]
+    stop_event: Event
+
+
+class Buffers:
+    """Buffers of one worker, allocated on first use; untouched pages use no memory."""
+
+    def __init__(self) -> None:
+        self._buffers: dict[int, memoryview] = {}
+
+    def get(self, index: int) -> memoryview:
+        """Return buffer number `index`, of `BUFFER_NBYTES` bytes."""
+        if index not in self._buffers:
+            self._buffers[index] = memoryview(mmap.mmap(-1, BUFFER_NBYTES))
+        return self._buffers[index]
+
+
+class _StepSharding(NamedTuple):
+    """Sharding of a tensor, shared by all tensors with the same blocks.
+
+    `is_whole` is True if one block is the whole tensor; `small` is None unless the tensor fits into a buffer.
+    """
+
+    grid: Grid
+    frames: tuple[Frame | None, ...]
+    block_nbytes: tuple[int, ...]
+    has_replicas: bool
+    is_whole: bool
+    small: SmallSharding | None
+
+
+def _is_buffered(block_ends: list[tuple[OutFile, int]]) -> bool:
+    """Return True if a block that ends at one of these positions is not written yet."""
+    for out_file, end in block_ends:  # noqa: SIM110 (any() takes three times as long)
+        if out_file.position < end and out_file.buffered:
+            return True
+    return False
+
+
+class StepRangeCopier:
+    """Copier of one step range, used by one worker and once."""
+
+    def __init__(
+        self, context: CopyContext, step_range: StepRange, reader: TensorReader, buffers: Buffers, worker: int
+    ) -> None:
+        """Prepare the buffers without reading or writing.
+
+        Args:
+            context: State of the whole copy, to which results are added.
+            step_range: Steps to copy, or the range of dim 0 of one large tensor.
+            reader: Reader of the source.
+            buffers: Buffers of the worker.
+            worker: Index of the worker in `CopyContext.bytes_written`.
+        """
+        self._context, self._plan, self._reader, self._worker = context, context.plan, reader, worker
+        self._step_range, self._buffers = step_range, buffers
+        self._group = context.plan.groups[step_range.group]
+        self._index_in_group = {context.plan.files[file].name: number for number, file in enumerate(self._group.files)}
+        self._buffer_nbytes = BUFFER_NBYTES
+        while (
+            self._buffer_nbytes > _MIN_BUFFER_NBYTES
+            and self._buffer_nbytes * len(self._group.files) > _GROUP_BUFFERS_NBYTES
+        ):
+            self._buffer_nbytes //= 2
+        self._out_files: dict[str, OutFile] = {}
+        self._small_tensor_copier = SmallTensorCopier(reader, buffers.get(0), self._out_files, self._open_out_file)
+        self._shardings: dict[tuple[int, DType, Shape, bool], _StepSharding] = {}
+        self._ids = ObjectIds()
+        self._split_tensor = (
+            context.split_tensors[step_range.group, step_range.first] if step_range.dim0_range is not None else None
+        )
+        self._unjournaled: deque[tuple[list[tuple[OutFile, int]], bytes]] = deque()  # (file, end) of blocks, digests
+        suffix = "" if step_range.dim0_range is None else f"-{step_range.dim0_range[0]}"
+        self._journal_name = f"{step_range.group:05d}-{step_range.first:07d}{suffix}"
+
+    def copy(self) -> None:
+        """Copy the tensors of the step range, except those that an interrupted run finished.
+
+        Raises:
+            Cancelled: Another worker failed, or the run is interrupted.
+            InputError: The source is corrupt.
+            SpaceError, OutputError: The target cannot be written.
+        """
+        steps = self._group.steps[self._step_range.first : self._step_range.stop]
+        self._journal = self._context.journal.open_output(self._journal_name, None, keep=self._context.resumed)
+        try:
+            finished_count, self._journal_position = self._count_finished_steps(steps)
+            if self._step_range.first == 0 and self._step_range.dim0_range is None:
+                self._write_prologues(fresh=not finished_count)
+            for step in steps[finished_count:]:
+                self._copy_step(step)
+            for out_file in self._out_files.values():
+                out_file.suspend()
+            self._write_journal()
+        finally:
+            self._journal.close()
+
+    # ------------------------------------------------------------------------------------------------------- files
+
+    def _target_file(self, name: str) -> OutputFile:
+        return self._context.files[self._group.files[self._index_in_group[name]]]
+
+    def _open_out_file(self, name: str, position: int) -> OutFile:
+        """Return the output file of a name, positioned at `position` in bytes; open it on first use."""
+        out_file = self._out_files.get(name)
+        if out_file is not None:
+            out_file.seek(position)
+            return out_file
+        number = self._index_in_group[name]
+        file = self._group.files[number]
+        out_file = self._out_files[name] = OutFile(
+            self._context.files[file],
+            self._plan.files[file].nbytes,
+            self._buffers.get(number + 1)[: self._buffer_nbytes],
+            self._context.file_digests[file],
+            self._on_write,
+            position,
+        )
+        return out_file
+
+    def _on_write(self, nbytes: int) -> None:
+        if self._context.stop_event.is_set():
+            raise Cancelled
+        self._context.bytes_written[self._worker] += nbytes
+        if self._unjournaled:
+            self._write_journal()
+
+    def _write_prologues(self, fresh: bool) -> None:
+        for file in self._group.files:
+            name, prologue = self._plan.files[file].name, self._plan.files[file].prologue
+            if prologue and fresh:
+                self._open_out_file(name, 0).write(prologue)
+            elif prologue:
+                self._context.files[file].write(prologue, 0)
+
+    # ------------------------------------------------------------------------------------------------------- tensors
+
+    def _find_sharding(self, step: CopyStep) -> _StepSharding:
+        chunks = step.target.chunks
+        blocks = chunks.blocks if type(chunks) is ShardedChunks else None
+        if blocks is None and len(chunks) > 1:
+            return self._make_sharding(step, [chunk.region for chunk in chunks], False)
+        # A single chunk is always the whole tensor.
+        key = (self._ids(blocks), step.target.dtype, step.target.shape, step.has_frame)
+        sharding = self._shardings.get(key)
+        if sharding is None:
+            regions = [full_region(step.target.shape)] if blocks is None else [block.region for block in blocks]
+            replicas = blocks is not None and any(block.is_replica for block in blocks)
+            sharding = self._shardings[key] = self._make_sharding(step, regions, replicas)
+        return sharding
+
+    def _make_sharding(self, step: CopyStep, regions: list[Region], has_replicas: bool) -> _StepSharding:
+        dtype, shape = step.target.dtype, step.target.shape
+        frame_of = self._plan.build_frame if step.has_frame else None
+        frames = tuple([frame_of(dtype, region.sizes) if frame_of else None for region in regions])
+        sizes = tuple([dtype.nbytes(region.numel) for region in regions])
+        is_whole = len(regions) == 1 and regions[0].sizes == shape
+        grid = build_grid(dtype, shape, regions)
+        small = build_small_sharding(grid, frames) if 0 < grid.nbytes <= BUFFER_NBYTES // 2 else None
+        return _StepSharding(grid, frames, sizes, has_replicas, is_whole, small)
+
+    def _block_positions(self, step: CopyStep) -> Iterator[tuple[str, int]]:
+        """Return the file of each block, and the offset in bytes at which its frame, or the block itself, begins."""
+        chunks = step.target.chunks
+        if type(chunks) is ShardedChunks:
+            return zip(chunks.files, chunks.offsets, strict=True)
+        return ((chunk.file, chunk.offset) for chunk in chunks)
+
+    def _grid_share(self, step: CopyStep, sharding: _StepSharding) -> Grid:
+        """Return the part of the grid in this step range."""
+        dim0_range = self._step_range.dim0_range
+        return sharding.grid if dim0_range is None else sharding.grid.slice_dim0(*dim0_range, step.target.shape[0])
+
+    def _copy_step(self, step: CopyStep) -> None:
+        sharding = self._find_sharding(step)
+        if self._split_tensor is None and self._copy_small(step, sharding):
+            return
+        grid = self._grid_share(step, sharding)
+        writers = self._open_blocks(step, sharding, grid)
+        sink: DirectSink | TileSink
+        if sharding.is_whole or (not sharding.has_replicas and grid.min_cell_width >= _MIN_DIRECT_ROW_NBYTES):
+            sink = DirectSink(self.finish_block, grid, writers, None if sharding.is_whole else self._buffers.get(0))
+        else:
+            sink = TileSink(self.finish_block, grid, writers, self._buffers.get(0)[: self._buffer_nbytes])
+        record_parts: list[RecordPart] | None = None if self._split_tensor is None else []
+        self._context.overflow_counts.add(step.target.name, self._stream(step, grid, sink, record_parts))
+        for block in writers.values():
+            assert not block.remaining, f"{step.target.name}: {block.remaining} bytes were not produced"
+        self._finish(step, sharding, writers, sink.digest, record_parts)
+
+    def _stream(self, step: CopyStep, grid: Grid, sink: Sink, record_parts: list[RecordPart] | None) -> OverflowCounts:
+        """Read and cast the share of a tensor in this step range; return how many elements overflowed."""
+        counts = OverflowCounts()
+        if grid.nbytes:
+            stream_cast(
+                self._reader, step.source, self._source_region(step), step.target.dtype, sink, record_parts, counts
+            )
+        return counts
+
+    def _source_region(self, step: CopyStep) -> Region:
+        shape, dim0_range = step.source.shape, self._step_range.dim0_range
+        if dim0_range is None:
+            return full_region(shape)
+        return Region((dim0_range[0],) + (0,) * (len(shape) - 1), (dim0_range[1] - dim0_range[0], *shape[1:]))
+
+    def _open_blocks(self, step: CopyStep, sharding: _StepSharding, grid: Grid) -> dict[int, BlockWriter]:
+        """Return a writer by index for each block in this step range; write the head of each that starts in it."""
+        positions = list(self._block_positions(step))
+        writers = {}
+        for cell in grid.cells:
+            name, offset = positions[cell.block]
+            frame, nbytes = sharding.frames[cell.block], cell.nbytes
+            position = offset + (len(frame.head) if frame is not None else 0) + cell.offset_in_block
+            out_file = self._open_out_file(name, position if cell.offset_in_block else offset)
+            if frame is not None and not cell.offset_in_block:
+                out_file.write(frame.head)
+            writer = writers[cell.block] = BlockWriter(
+                out_file, position, cell.offset_in_block, nbytes, frame, not sharding.is_whole
+            )
+            if not nbytes:
+                self.finish_block(writer)
+        return writers
+
+    def finish_block(self, writer: BlockWriter) -> None:
+        """Write the tail of a complete block; of a tensor that several workers copy, the last one writes the tails."""
+        if writer.frame is not None and self._split_tensor is None:
+            tail = writer.frame.build_tail(writer.crc)
+            writer.out.write(tail)
+            writer.position += len(tail)
+
+    def _copy_small(self, step: CopyStep, sharding: _StepSharding) -> bool:
+        """Copy a tensor that fits into the buffer with few calls; return False if `_stream` has to copy it."""
+        source, target, small = step.source, step.target, sharding.small
+        if small is None or small.max_block_nbytes > self._buffer_nbytes or target.dtype is not source.dtype:
+            return False
+        copied = self._small_tensor_copier.copy(target, source, small, sharding.is_whole)
+        if copied is None:
+            return False
+        leaf, hashes, block_ends = copied
+        self._context.digests[target.name] = tree_digest([leaf]).hex()
+        self._unjournaled.append((block_ends, leaf + hashes))
+        return True
+
+    def _finish(
+        self,
+        step: CopyStep,
+        sharding: _StepSharding,
+        writers: dict[int, BlockWriter],
+        tree: TreeDigest,
+        record_parts: list[RecordPart] | None,
+    ) -> None:
+        """Record the digests of a tensor, or of its share, all of which is in buffers or written."""
+        journal_entry = b"".join(tree.leaves) or leaf_digest(b"")
+        journal_entry += b"".join([block.to_journal_entry() for block in writers.values()])
+        self._unjournaled.append(([(block.out, block.position) for block in writers.values()], journal_entry))
+        if record_parts is None:
+            self._context.digests[step.target.name] = tree.digest().hex()
+        else:
+            block_parts = [
+                (index, ChecksumPart(block.offset_in_block, block.nbytes, block.crc))
+                for index, block in writers.items()
+            ]
+            self._merge_share(step, sharding, tree.leaves, block_parts, record_parts)
+
+    def _merge_share(
+        self,
+        step: CopyStep,
+        sharding: _StepSharding,
+        leaves: list[bytes],
+        block_parts: list[tuple[int, ChecksumPart]],
+        record_parts: list[RecordPart],
+    ) -> None:
+        """Add the results of this share to those of the other workers; the last worker completes the blocks."""
+        split_tensor, dim0_range = self._split_tensor, self._step_range.dim0_range
+        assert split_tensor is not None and dim0_range is not None
+        first_leaf = dim0_range[0] * (step.target.nbytes // step.target.shape[0]) // digest.LEAF_NBYTES
+        if not split_tensor.add(enumerate(leaves, first_leaf), block_parts, record_parts):
+            return
+        for (file, record), parts in split_tensor.records.items():
+            total = join_parts(parts)
+            if total.nbytes == record.nbytes and total.crc != record.crc:
+                raise self._reader.crc_error(step.source.name, file, record, total.crc)
+        for index, (name, offset) in enumerate(self._block_positions(step)):
+            frame = sharding.frames[index]
+            if frame is not None:
+                tail = frame.build_tail(join_parts(split_tensor.blocks[index]).crc)
+                self._target_file(name).write(tail, offset + len(frame.head) + sharding.block_nbytes[index])
+                self._on_write(len(tail))
+        self._context.digests[step.target.name] = tree_digest(
+            split_tensor.leaves[index] for index in sorted(split_tensor.leaves)
+        ).hex()
+
+    # ------------------------------------------------------------------------------------------------------- journal
+
+    def _write_journal(self) -> None:
+        """Record in the journal the tensors that are completely written."""
+        entries = b""
+        while self._unjournaled and not _is_buffered(self._unjournaled[0][0]):
+            entries += self._unjournaled.popleft()[1]
+        if entries:
+            self._journal.write(entries, self._journal_position)
+            self._journal_position += len(entries)
+
+    def _count_finished_steps(self, steps: tuple[CopyStep, ...]) -> tuple[int, int]:
+        """Return the number of steps that an interrupted run finished and that still match their digests and the
+        source, and the position at which the journal continues.
+
+        The source is read again for this, because names, sizes and times do not show whether it was rewritten in place.
+        """
+        journal = self._journal.read(min(self._journal.size, _MAX_JOURNAL_NBYTES), 0)
+        position = 0
+        for number, step in enumerate(steps):
+            if self._context.stop_event.is_set():
+                raise Cancelled
+            sharding = self._find_sharding(step)
+            grid = self._grid_share(step, sharding)
+            leaf_count = max(1, -(-grid.nbytes // digest.LEAF_NBYTES))
+            hash_count = 0 if sharding.is_whole else len(grid.cells)
+            journal_entry = journal[position : position + leaf_count * _LEAF_DIGEST_NBYTES + hash_count * HASH_NBYTES]
+            if len(
+                journal_entry
+            ) < leaf_count * _LEAF_DIGEST_NBYTES + hash_count * HASH_NBYTES or not self._is_already_copied(
+                step, sharding, grid, journal_entry
+            ):
+                return number, position
+            position += len(journal_entry)
+        return len(steps), position
+
+    def _is_already_copied(self, step: CopyStep, sharding: _StepSharding, grid: Grid, journal_entry: bytes) -> bool:
+        """Return True if the blocks in the target match the journal and the source still has these bytes.
+
+        Their digests are then recorded as if they had been written.
+        """
+        leaves_nbytes = max(1, -(-grid.nbytes // digest.LEAF_NBYTES)) * _LEAF_DIGEST_NBYTES
+        leaves = [journal_entry[at : at + _LEAF_DIGEST_NBYTES] for at in range(0, leaves_nbytes, _LEAF_DIGEST_NBYTES)]
+        if not grid.nbytes:
+            leaves = []
+        hashes = b""
+        positions = list(self._block_positions(step))
+        block_parts = []
+        for cell in grid.cells:
+            name, offset = positions[cell.block]
+            file = self._target_file(name)
+            frame = sharding.frames[cell.block]
+            start = offset + (len(frame.head) if frame is not None else 0) + cell.offset_in_block
+            target_leaves, block_hash, crc = self._digest_target(file, start, cell.nbytes)
+            if sharding.is_whole and target_leaves != leaves:
+                return False
+            if not sharding.is_whole:
+                hashes += block_hash if frame is None else encode_crc(crc)
+            if frame is not None and not cell.offset_in_block and file.read(len(frame.head), offset) != frame.head:
+                return False
+            if frame is not None and self._split_tensor is None:
+                tail = frame.build_tail(crc)
+                if file.read(len(tail), start + cell.nbytes) != tail:
+                    return False
+            block_parts.append((cell.block, ChecksumPart(cell.offset_in_block, cell.nbytes, crc)))
+        if hashes != journal_entry[leaves_nbytes:]:
+            return False
+        record_parts: list[RecordPart] = []
+        source_sink = DigestSink(grid.nbytes, self._buffers.get(0))
+        counts = self._stream(step, grid, source_sink, None if self._split_tensor is None else record_parts)
+        if source_sink.digest.leaves != leaves:
+            return False
+        self._context.overflow_counts.add(step.target.name, counts)
+        if self._split_tensor is None:
+            self._context.digests[step.target.name] = tree_digest(leaves).hex()
+        else:
+            self._merge_share(step, sharding, leaves, block_parts, record_parts)
+        return True
+
+    def _digest_target(self, file: OutputFile, start: int, nbytes: int) -> tuple[list[bytes], bytes, int]:
+        """Return leaf digests, hash and CRC-32 of `nbytes` bytes of the target, or of all bytes up to its end."""
+        tree, hasher, crc, nbytes_read = TreeDigest(), BlockHasher(), 0, 0
+        buffer = self._buffers.get(0)
+        while nbytes_read < nbytes:
+            view = buffer[: min(BUFFER_NBYTES, nbytes - nbytes_read)]
+            if file.read_into(view, start + nbytes_read) != len(view):
+                break
+            crc = crc32(view, crc)
+            hasher.update(view)
+            nbytes_read += len(view)
+            tree.update(view, is_last=nbytes_read == nbytes)
+        return tree.leaves, hasher.digest(), crc
