@@ -33,7 +33,7 @@ POOL_TIMEOUT = 20.0  # seconds that ranks wait for a message of a rank that fail
 def run_splits(names: Sequence[str]) -> list[dict[str, Any]]:
     """Run every model with every split into stages in this process, and return a row for each."""
     from ckptx.errors import CkptxError
-    from tests.support.staged import CUTS, compared
+    from tests.support.staged_models import CUTS, compared
 
     rows = []
     for name in names:
@@ -54,7 +54,7 @@ def run_image_splits(names: Sequence[str]) -> list[dict[str, Any]]:
     """Run every model with every split in this process, over microbatches with different numbers of images."""
     from ckptx.errors import CkptxError
     from tests.support.microbatches import pictures_of
-    from tests.support.staged import CUTS, compared_in_microbatches
+    from tests.support.staged_models import CUTS, compared_in_microbatches
 
     rows = []
     for name in names:
@@ -81,7 +81,7 @@ def run_schedules(names: Sequence[str], *, with_images: bool = False) -> list[di
     from tests.support import pool as pools
     from tests.support.microbatches import pictures_of
     from tests.support.pool import GlooPool, WorkerError
-    from tests.support.staged import one_step
+    from tests.support.staged_models import one_step
 
     pools._TIMEOUT = POOL_TIMEOUT
     pool = GlooPool()
@@ -150,7 +150,7 @@ def summary_line(name: str, rows: Sequence[dict[str, Any]]) -> str:
 
 def build_tables(part: str, rows: Sequence[dict[str, Any]]) -> list[str]:
     """Return the Markdown table of a part and its summary."""
-    from tests.support.staged import CUTS, LAYERS
+    from tests.support.staged_models import CUTS, LAYERS
 
     titles = {
         "cuts": f"Tiny random models with {LAYERS} layers, split into stages that run in order in one process, fp32",
@@ -186,7 +186,7 @@ def main() -> None:
 
     from tests.support.microbatches import MULTIMODAL
     from tests.support.models import EVERY
-    from tests.support.staged import TWELVE
+    from tests.support.staged_models import TWELVE
 
     logging.disable(logging.WARNING)
     torch.set_num_threads(1)

@@ -44,13 +44,13 @@ _REPORT_KEYS = (
 
 def verify_case(pool: Any, name: str, case: str, work: Path) -> dict[str, Any]:
     """Verify one model in one case, and return its row."""
-    from tests.support.runs import verified
+    from tests.support.verify_runs import verified
 
     settings = dict(CASES[case])
     path = write_model(name, work, is_stored_in_bf16="compute_dtype" in settings)
     row: dict[str, Any] = {"model": name, "case": case}
     if "vlm" in name:
-        settings["plant"] = "images in some"
+        settings["inject"] = "images in some"
     document, text = verified(pool, path, path, **settings)
     if not isinstance(document, dict):
         return {**row, "error": text.replace(f"{work}/", "")}
@@ -66,7 +66,7 @@ def verify_case(pool: Any, name: str, case: str, work: Path) -> dict[str, Any]:
 def write_model(name: str, work: Path, *, is_stored_in_bf16: bool) -> Path:
     """Return the directory of a model, "RECIPE tied" or "RECIPE untied"; write the model first if it does not exist."""
     from tests.support.models import randomise
-    from tests.support.staged import deep
+    from tests.support.staged_models import deep
 
     path = work / f"{name.replace(' ', '-')}{'-bf16' if is_stored_in_bf16 else ''}"
     if not path.exists():

@@ -4,7 +4,7 @@
 
 A row is one command, `ckptx robustness RECIPE`, on a copy of the recipes with that line changed. The scripts do not use
 ckptx, so that only their checkpoints can show the mistake. The scripts are those of the package, and three that differ
-from them: `benchmarks/planted/external`. A mistake is found if the phase that can detect it fails, and if the cause in
+from them: `benchmarks/injected/external`. A mistake is found if the phase that can detect it fails, and if the cause in
 the last line is right or reported as unknown.
 """
 
@@ -24,9 +24,9 @@ from measure import CKPTX, HERE, publish, table
 
 sys.path.insert(0, str(HERE.parent))
 
-from benchmarks.planted import external_trainers
-from benchmarks.planted.external_trainers import EXTERNAL
-from benchmarks.planted.trainers import MISTAKES, SCRIPTS, inject_into
+from benchmarks.injected import external_trainers
+from benchmarks.injected.external_trainers import EXTERNAL
+from benchmarks.injected.trainers import MISTAKES, SCRIPTS, inject_into
 from ckptx.robustness_suite.external_trainer import BUILT_IN_RECIPES
 
 ALL = {**MISTAKES, **external_trainers.MISTAKES}

@@ -11,9 +11,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.support.installed import IS_ASKED
-from tests.support.memory import MemoryPath
+from tests.support.memory_storage import MemoryPath
 from tests.support.pool import SELDOM, GlooPool
+from tests.support.transformers_version import IS_ASKED
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")

@@ -11,7 +11,7 @@ import pytest
 import ckptx
 from ckptx.errors import OutputError
 from tests.report.pages import Page, fault_of_page
-from tests.support.writers import LLAMA, llama, write_dcp, write_hf
+from tests.support.checkpoint_writers import LLAMA, llama, write_dcp, write_hf
 
 
 def test_a_tied_head_counts_once_in_every_format(tmp_path: Path) -> None:
@@ -69,7 +69,7 @@ def test_ranks_say_what_reshard_said(cut: Path, tmp_path: Path) -> None:
 
 
 def test_bytes_of_ranks_are_those_stock_torch_reads(cut: Path) -> None:
-    from tests.support.reshard import in_dcp, rank_of
+    from tests.support.sharded_files import in_dcp, rank_of
 
     expected: dict[int, int] = {}
     for held in in_dcp(cut).values():

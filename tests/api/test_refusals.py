@@ -24,7 +24,7 @@ from ckptx.errors import CkptxError
 from ckptx.formats.dcp.metadata import DcpMetadata, parse_metadata
 from ckptx.formats.dcp.metadata_writer import metadata_to_bytes
 from ckptx.formats.torch_archive.archive import archive_head
-from tests.support.writers import (
+from tests.support.checkpoint_writers import (
     INDEX,
     LLAMA,
     SINGLE,

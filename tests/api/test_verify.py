@@ -12,7 +12,7 @@ from ckptx.api import verify_run as running
 from ckptx.comparison import contents as bits
 from ckptx.errors import InputError, UsageError
 from ckptx.options.verify import CompareOptions, CompareRunOptions
-from tests.support.writers import llama, write_hf
+from tests.support.checkpoint_writers import llama, write_hf
 
 
 @pytest.fixture

@@ -15,10 +15,10 @@ from ckptx.architecture.architecture import TieFlag
 from ckptx.architecture.class_table import lookup
 from ckptx.architecture.patterns import regex_for_patterns
 from ckptx.mapping.names import pattern_of
-from tests.support.installed import ASKED, INSTALLED, compares_the_files
+from tests.support.import_tool import ROOT, tool
 from tests.support.slow import slow_but
 from tests.support.tables import known
-from tests.support.tool import ROOT, tool
+from tests.support.transformers_version import ASKED, INSTALLED, compares_the_files
 
 FAST = ("BertForMaskedLM", "GPT2LMHeadModel", "LlamaForCausalLM", "MixtralForCausalLM", "T5ForConditionalGeneration")
 SAMPLE = (

@@ -18,7 +18,7 @@ from ckptx.architecture.expressions import Scope, keys_of
 from ckptx.architecture.lookup import find_architecture
 from ckptx.architecture.model_files import class_names
 from ckptx.errors import InputError
-from tests.support.writers import LLAMA, llama, write_dcp, write_hf
+from tests.support.checkpoint_writers import LLAMA, llama, write_dcp, write_hf
 
 # What JSON can hold, and is no boolean.
 NOT_FLAGS = st.one_of(

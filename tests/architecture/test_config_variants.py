@@ -12,7 +12,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from ckptx.architecture.introspection import meta_model
 from ckptx.architecture.introspection.meta_model import MetaModelNames
-from tests.support.tool import tool
+from tests.support.import_tool import tool
 
 
 class TowerConfig(PreTrainedConfig):  # type: ignore[misc]

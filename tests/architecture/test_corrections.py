@@ -25,9 +25,9 @@ from ckptx.architecture.correction_schema import InvalidCorrectionError, decode_
 from ckptx.architecture.corrections import corrections_of, corrections_of_class, plan_keys, plan_rows
 from ckptx.architecture.trainer_naming import torchtitan
 from tests.support.corrections import changed, every
-from tests.support.installed import compares_the_files
+from tests.support.import_tool import ROOT
 from tests.support.slow import slow_but
-from tests.support.tool import ROOT
+from tests.support.transformers_version import compares_the_files
 
 ROW = {"modules": "@layers.*.mlp.fc", "style": "colwise", "reason": "for a test"}
 INPUT = {"kind": "images", "form": "tiles", "reason": "for a test"}

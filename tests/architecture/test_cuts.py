@@ -33,7 +33,7 @@ def owners(shape: Shape, blocks: tuple[Block, ...]) -> torch.Tensor:
     return held
 
 
-def compared(class_name: str, dims: ParallelDims, planted: bool = False) -> tuple[int, list[str]]:
+def compared(class_name: str, dims: ParallelDims, injected: bool = False) -> tuple[int, list[str]]:
     """How many tensors on disk were cut, and those that are cut otherwise than the model's."""
     model, config = small_model(class_name, **copy.deepcopy(SMALL[class_name]))
     known = class_table.lookup(class_name)
@@ -58,7 +58,7 @@ def compared(class_name: str, dims: ParallelDims, planted: bool = False) -> tupl
         shape_of=lambda name: tuple(state[name].shape) if name in state else None,
     )
     shapes: dict[str, Shape] = {name: tuple(value.shape) for name, value in expected.items()}
-    pulled = PullBack(rules, shapes, wrong_blocks_of if planted else blocks_of)
+    pulled = PullBack(rules, shapes, wrong_blocks_of if injected else blocks_of)
     wrong = []
     for name, held in expected.items():
         blocks = pulled.blocks(name)
@@ -75,7 +75,7 @@ def test_disk_tensors_are_cut_as_the_model_s(class_name: str, dims: ParallelDims
 
 
 def test_another_cut_would_be_told_from_it() -> None:
-    assert compared("MixtralForCausalLM", ParallelDims(tp=2), planted=True)[1]
+    assert compared("MixtralForCausalLM", ParallelDims(tp=2), injected=True)[1]
 
 
 @pytest.mark.slow

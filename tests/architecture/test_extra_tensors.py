@@ -26,8 +26,8 @@ from ckptx.catalog.dtype import DTYPES_BY_NAME
 from ckptx.catalog.entry import Chunk, TensorEntry
 from ckptx.catalog.region import Shape, full_region
 from ckptx.mapping.names import pattern_of
+from tests.support.checkpoint_writers import LLAMA, llama
 from tests.support.extra_tensors import EXAMPLES
-from tests.support.writers import LLAMA, llama
 
 KNOWN = [found for name in class_names() if (found := lookup(name)) is not None and found.name_patterns]
 IGNORING = [each for each in KNOWN if each.ignored]

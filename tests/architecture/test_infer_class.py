@@ -12,9 +12,9 @@ import transformers
 
 import ckptx
 from ckptx.architecture.infer_class import infer_class
+from tests.support.checkpoint_writers import llama, write_dcp, write_hf
 from tests.support.models import EVERY, Recipe
 from tests.support.slow import slow_but
-from tests.support.writers import llama, write_dcp, write_hf
 
 FAST = ("llama-tied", "gpt2", "mixtral", "t5", "gemma3-vlm", "paligemma", "qwen3-moe", "bert-pretraining", "whisper")
 SLOW = slow_but(EVERY, FAST)

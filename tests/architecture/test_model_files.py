@@ -20,9 +20,9 @@ from ckptx.architecture.class_rows import ClassRow, decode_row
 from ckptx.architecture.class_table import lookup
 from ckptx.architecture.infer_class import infer_class
 from ckptx.architecture.lookup import find_architecture
-from tests.support.installed import IS_ASKED, compares_the_files
+from tests.support.import_tool import ROOT, tool
 from tests.support.tables import known
-from tests.support.tool import ROOT, tool
+from tests.support.transformers_version import IS_ASKED, compares_the_files
 
 writer = tool("model_file_writer")
 

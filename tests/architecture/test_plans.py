@@ -22,7 +22,7 @@ from ckptx.layout.placement import Placement
 from ckptx.layout.styles import STYLES
 from ckptx.layout.tensor_parallel_plan import decide_placement
 from ckptx.mapping.ops import Conversion, Op
-from tests.support.tool import tool
+from tests.support.import_tool import tool
 
 writer = tool("model_file_writer")
 

@@ -26,7 +26,7 @@ from ckptx.layout.tensor_parallel_plan import TensorParallelPlan
 from ckptx.mapping.names import pattern_of
 from ckptx.mapping.ops import Conversion, Op
 from tests.architecture.small_models import SMALL, TEXT, VISION, small_model
-from tests.support.installed import IS_ASKED, style_of
+from tests.support.transformers_version import IS_ASKED, style_of
 
 SAMPLE = (
     "GPT2LMHeadModel",
@@ -337,14 +337,14 @@ def test_what_transformers_saves_becomes_the_model_by_the_conversions_alone(clas
 
 
 @pytest.mark.parametrize(
-    ("class_name", "planted"),
+    ("class_name", "injected"),
     [
         ("MixtralForCausalLM", lambda each: Conversion(each.sources[::-1], each.targets, each.ops)),
         ("GPTNeoXForCausalLM", lambda each: Conversion(each.sources, each.sources, each.ops)),
     ],
 )
-def test_a_wrong_conversion_would_be_seen(class_name: str, planted: Any, tmp_path: Path) -> None:
+def test_a_wrong_conversion_would_be_seen(class_name: str, injected: Any, tmp_path: Path) -> None:
     model, tensors, config = saved(class_name, tmp_path)
-    loaded = converted(tensors, tuple(map(planted, known(class_name).conversions(config))))
+    loaded = converted(tensors, tuple(map(injected, known(class_name).conversions(config))))
     wanted = model.state_dict()
     assert any(name not in wanted or not torch.equal(value, wanted[name]) for name, value in loaded.items())

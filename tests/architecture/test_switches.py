@@ -14,8 +14,8 @@ from ckptx.architecture.introspection import meta_model
 from ckptx.architecture.model_files import class_names
 from ckptx.architecture.shape_rules import Switch
 from ckptx.mapping.names import pattern_of
+from tests.support.import_tool import ROOT
 from tests.support.slow import slow_but
-from tests.support.tool import ROOT
 
 MEASURED = [name for name in class_names() if (rules := shape_rules(name)) is not None and rules.switches]
 FAST = ["LlamaForCausalLM", "Qwen2MoeForCausalLM", "JambaForCausalLM", "Glm4MoeForCausalLM"]

@@ -25,9 +25,9 @@ from ckptx.storage.directory_handle import DirectoryHandle
 from ckptx.storage.files import FilePool
 from ckptx.transfer.executor import execute
 from ckptx.transfer.planner import plan_copy
-from tests.support import stock
+from tests.support import torch_dcp
 from tests.support.models import EVERY, build, read_hf
-from tests.support.stored import assert_reads, bits, read
+from tests.support.stored_tensors import assert_reads, bits, read
 
 HEADS, KV_HEADS, HEAD_DIM, HIDDEN = 4, 2, 8, 32
 
@@ -222,4 +222,4 @@ def test_the_executor_writes_rewritten_tensors_as_any_other(workers: int, tmp_pa
     ):
         execute(plan, files, tree, journal, workers=workers, max_memory=1 << 20)
     (tmp_path / "titan" / ".metadata").write_bytes(dcp_layout.metadata_bytes(target, {}))
-    stock.assert_same_tensors(stock.load(tmp_path / "titan"), in_torchtitan(disk, rotated=True))
+    torch_dcp.assert_same_tensors(torch_dcp.load(tmp_path / "titan"), in_torchtitan(disk, rotated=True))

@@ -16,7 +16,7 @@ from ckptx.formats.registry import open_checkpoint
 from ckptx.report.documents.conversion import ConversionReport
 from ckptx.storage.files import FilePool
 from ckptx.transfer.digest import digest_bytes
-from tests.support.writers import flip, llama, tree_bytes, value, write_hf, write_safetensors
+from tests.support.checkpoint_writers import flip, llama, tree_bytes, value, write_hf, write_safetensors
 
 OUTPUTS: dict[str, Callable[..., ConversionReport]] = {
     "dcp": lambda src, dst, **more: ckptx.convert("hf2dcp", src, dst, **more),

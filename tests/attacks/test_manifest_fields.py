@@ -24,7 +24,7 @@ import ckptx
 from ckptx.catalog.manifest_parser import parse_manifest
 from ckptx.errors import CkptxError, InputError, exit_code_of
 from tests.attacks.test_manifest_mutations import FIXTURES, At, Json, Tensors, as_model, holder_of, read_as_loaders_do
-from tests.support.writers import tree_bytes
+from tests.support.checkpoint_writers import tree_bytes
 
 KINDS = ["untied/cut", "tied/dcp", "experts/sharded", "source_only/dcp"]
 VALUES: list[Json] = [None, True, -1, 3, 1 << 70, "x", "0" * 32, [], {"x": 1}]

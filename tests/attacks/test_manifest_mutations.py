@@ -21,7 +21,7 @@ from safetensors import deserialize
 
 import ckptx
 from ckptx.errors import exit_code_of
-from tests.support.writers import INDEX, SINGLE, tree_bytes
+from tests.support.checkpoint_writers import INDEX, SINGLE, tree_bytes
 
 FIXTURES = Path(__file__).parents[2] / "fixtures" / "manifests"
 KINDS = ["untied/dcp", "untied/cut", "untied/sharded", "tied/dcp", "tied/sharded", "source_only/dcp", "experts/sharded"]

@@ -11,7 +11,7 @@ import pytest
 import ckptx
 from ckptx.errors import CkptxError, UnsupportedError
 from tests.fuzz.seeds import CONFIG
-from tests.support.writers import llama, write_dcp, write_hf
+from tests.support.checkpoint_writers import llama, write_dcp, write_hf
 
 STARRED = ["*", "*.*", "model.*", "model.layers.*", "model.layers.*.mlp.up_proj.weight", "layers.*.mlp.up_proj.weight"]
 ODD = [

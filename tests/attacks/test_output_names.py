@@ -16,7 +16,7 @@ import pytest
 
 import ckptx
 from ckptx.errors import CkptxError
-from tests.support.writers import (
+from tests.support.checkpoint_writers import (
     INDEX,
     LLAMA,
     Value,

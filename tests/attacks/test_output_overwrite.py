@@ -21,7 +21,7 @@ from ckptx.publishing import output_checks, staging
 from ckptx.publishing.overwrite_checks import is_known_name
 from ckptx.storage.directory_handle import refuse_conflicting_names, split_name
 from ckptx.untrusted.printable import one_line
-from tests.support.writers import llama, names_in, tree_bytes, write_dcp, write_hf
+from tests.support.checkpoint_writers import llama, names_in, tree_bytes, write_dcp, write_hf
 from tests.untrusted.test_file_names import can_all_be_files
 
 TENSORS = llama(layers=1)
@@ -118,17 +118,17 @@ paths = st.lists(component | known_parts, min_size=1, max_size=3).map("/".join)
 def test_any_foreign_name_is_kept_and_up_to_three_are_said(hf: Path, kind: str, names: list[str]) -> None:
     with tempfile.TemporaryDirectory() as directory:
         dst = ours(Path(directory) / "out", kind)
-        planted = []
+        injected = []
         for name in names:
             try:
                 split_name(name)
                 if not (dst / name).exists():
                     (dst / name).parent.mkdir(parents=True, exist_ok=True)
                     (dst / name).write_bytes(b"mine")
-                    planted.append("/".join(split_name(name)))
+                    injected.append("/".join(split_name(name)))
             except (OSError, CkptxError):
                 continue  # no name of a file, or below a file
-        foreign = sorted(name for name in planted if not is_known_name(name))
+        foreign = sorted(name for name in injected if not is_known_name(name))
         assume(foreign)
         said = refused(hf, dst)
         assert sum(one_line(name) in said for name in foreign[:3]) == min(3, len(foreign))

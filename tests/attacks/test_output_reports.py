@@ -15,8 +15,8 @@ from ckptx.errors import OutputError
 from ckptx.publishing import report_file
 from ckptx.publishing.report_file import check_report_path, write_text
 from ckptx.report.report import Report
+from tests.support.checkpoint_writers import llama, names_in, tree_bytes, write_hf
 from tests.support.runner import CliRunner
-from tests.support.writers import llama, names_in, tree_bytes, write_hf
 
 
 @pytest.fixture
@@ -57,7 +57,7 @@ PLANTED: dict[str, Callable[[Path], object]] = {
     "pipe": os.mkfifo,
     "link to a file": lambda path: path.symlink_to("victim"),
     "link to a report": lambda path: path.symlink_to("report"),
-    "link to nothing": lambda path: path.symlink_to("planted"),
+    "link to nothing": lambda path: path.symlink_to("injected"),
     "link to a directory": lambda path: path.symlink_to("."),
     "link to a device": lambda path: path.symlink_to("/dev/null"),
 }
@@ -91,11 +91,11 @@ def test_a_file_that_is_neither_report_nor_page_stays(hf: Path, tmp_path: Path, 
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-@pytest.mark.parametrize("planted", PLANTED)
-def test_what_is_no_file_stays(hf: Path, tmp_path: Path, command: str, planted: str) -> None:
+@pytest.mark.parametrize("injected", PLANTED)
+def test_what_is_no_file_stays(hf: Path, tmp_path: Path, command: str, injected: str) -> None:
     (tmp_path / "victim").write_bytes(b"mine")
     (tmp_path / "report").write_text(Report(command="verify").to_json())
-    PLANTED[planted](tmp_path / "file")
+    PLANTED[injected](tmp_path / "file")
     is_refused(hf, tmp_path, command, tmp_path / "file")
 
 

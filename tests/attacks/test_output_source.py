@@ -25,8 +25,8 @@ from ckptx.publishing import publish as publish_module
 from ckptx.publishing.source_state import describe_source, is_same_source
 from ckptx.publishing.staging import Staging
 from ckptx.storage.files import FilePool
+from tests.support.checkpoint_writers import LLAMA, Value, llama, names_in, write_dcp, write_hf
 from tests.support.ranks import finish, start
-from tests.support.writers import LLAMA, Value, llama, names_in, write_dcp, write_hf
 
 TENSORS = llama(layers=1, hidden=32)
 OTHER: dict[str, Value] = {name: (dtype, shape, bytes(len(data))) for name, (dtype, shape, data) in TENSORS.items()}

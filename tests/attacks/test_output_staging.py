@@ -1,4 +1,4 @@
-"""Somebody works in the staging directory: whatever is planted, removed or changed there, at whatever moment, nothing
+"""Somebody works in the staging directory: whatever is injected, removed or changed there, at whatever moment, nothing
 outside is touched, and a run that ends with success has published what an undisturbed one publishes."""
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import ckptx
 from ckptx.errors import CkptxError
 from ckptx.publishing import publish as publish_module
 from ckptx.publishing.staging import Staging
-from tests.support.writers import llama, tree_bytes, write_hf
+from tests.support.checkpoint_writers import llama, tree_bytes, write_hf
 
 STAGING = ".out.ckptx-partial"
 # Of `hf2dcp` with two files: both tensor files, sidecars at two depths, marker, manifest, and what ckptx itself keeps.
@@ -65,7 +65,7 @@ def _moved(path: Path, outside: Path) -> None:
 FILE_CHANGES: dict[str, Change] = {
     "link to a file": _with(lambda path, outside: path.symlink_to(outside / "victim")),
     "link to a directory": _with(lambda path, outside: path.symlink_to(outside)),
-    "link to nothing yet": _with(lambda path, outside: path.symlink_to(outside / "planted")),
+    "link to nothing yet": _with(lambda path, outside: path.symlink_to(outside / "injected")),
     "second name of a file": _with(lambda path, outside: os.link(outside / "victim", path)),
     "pipe": _with(lambda path, outside: os.mkfifo(path)),
     "directory": _with(lambda path, outside: path.mkdir()),

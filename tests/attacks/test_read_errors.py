@@ -13,8 +13,8 @@ import pytest
 
 import ckptx
 from ckptx.errors import CkptxError, StorageFailure
+from tests.support.checkpoint_writers import LLAMA, llama, write_hf
 from tests.support.failing_reads import failing_reads
-from tests.support.writers import LLAMA, llama, write_hf
 
 CONFIG = LLAMA | {"hidden_size": 8, "num_attention_heads": 2, "num_key_value_heads": 2, "num_hidden_layers": 2}
 Command = Callable[[Path, Path], Any]

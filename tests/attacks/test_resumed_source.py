@@ -22,7 +22,7 @@ from ckptx.publishing import publish as publish_module
 from ckptx.publishing import source_contents
 from ckptx.storage import files as files_module
 from ckptx.storage import open_file
-from tests.support.writers import LLAMA, Value, flip, llama, names_in, tree_bytes, write_dcp, write_hf
+from tests.support.checkpoint_writers import LLAMA, Value, flip, llama, names_in, tree_bytes, write_dcp, write_hf
 
 CONFIG = LLAMA | {"hidden_size": 32, "intermediate_size": 24, "vocab_size": 16, "num_hidden_layers": 2,
                   "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 8}  # fmt: skip
@@ -224,7 +224,7 @@ def test_what_is_as_it_was_is_resumed(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_the_cases_would_notice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Planted defect: what is taken over is believed without a look at the source."""
+    """Injected defect: what is taken over is believed without a look at the source."""
     from ckptx.transfer import step_range_copier
 
     small_buffers(monkeypatch)
@@ -254,7 +254,7 @@ def test_the_cases_would_notice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         HOW["rewritten in place with its time"](source / name, (other / name).read_bytes())
     make("dcp of hf", source, tmp_path / "out", resume=True)
     make("dcp of hf", source, tmp_path / "fresh")
-    assert tree_bytes(tmp_path / "out") != tree_bytes(tmp_path / "fresh"), "the fault was not planted"
+    assert tree_bytes(tmp_path / "out") != tree_bytes(tmp_path / "fresh"), "the fault was not injected"
 
 
 @pytest.mark.sampled(30)

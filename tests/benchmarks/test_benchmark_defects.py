@@ -1,4 +1,4 @@
-"""The planted defects: each is planted, a few of each kind are found as the table says, and all of them at length."""
+"""The injected defects: each is injected, a few of each kind are found as the table says, and all of them at length."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from benchmarks import defects as benchmark
-from benchmarks.planted import models
-from benchmarks.planted.defect import Defect
-from benchmarks.planted.further import FURTHER
-from benchmarks.planted.known import KNOWN
+from benchmarks.injected import models
+from benchmarks.injected.defect import Defect
+from benchmarks.injected.more_defects import FURTHER
+from benchmarks.injected.reference_defects import KNOWN
 from tests.support.pool import GlooPool
 
 Row = dict[str, Any]
@@ -41,7 +41,7 @@ EVERY = {each.key: each for each in (*KNOWN, *FURTHER, *benchmark.CLEAN)}
 
 
 def pair_of(work: Path, key: str, dtype: str) -> benchmark.Pair:
-    """Where a defect is; those of `SOME` share the models that they are planted in."""
+    """Where a defect is; those of `SOME` share the models that they are injected in."""
     pairs = benchmark.pairs_of(work, [EVERY[key] for key, _, _ in SOME], [dtype])
     return next(pair for pair in pairs if pair.defect.key == key)
 
@@ -53,7 +53,7 @@ def verify_on_rank(rank: int, world_size: int, work: str, key: str, dtype: str) 
 
 @pytest.fixture(scope="module")
 def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("planted")
+    directory = tmp_path_factory.mktemp("injected")
     benchmark.write(pair_of(directory, key, dtype) for key, dtype, _ in SOME)
     return directory
 
@@ -66,7 +66,7 @@ def test_no_two_rows_are_one() -> None:
 
 @pytest.fixture(scope="module")
 def clean(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[models.Tensors, models.Config]]:
-    """Every model that something is planted in on disk."""
+    """Every model that something is injected in on disk."""
     work = tmp_path_factory.mktemp("clean")
     names = {each.model for each in EVERY.values() if each.checkpoint_injection is not None}
     for name in names:
@@ -155,5 +155,5 @@ def test_what_is_found_by_far_has_no_reason_to_be_missed(tables: dict[str, list[
 
 
 @pytest.mark.slow
-def test_nothing_is_found_where_nothing_is_planted(tables: dict[str, list[Row]]) -> None:
+def test_nothing_is_found_where_nothing_is_injected(tables: dict[str, list[Row]]) -> None:
     assert [row for row in tables["clean"] if row["exit"]] == []

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ckptx.catalog.dtype import CAST_TARGETS, DTYPES_BY_NAME, DTYPES_BY_STORAGE_CLASS, DTYPES_BY_TORCH_NAME
-from tests.support.writers import BITS
+from tests.support.checkpoint_writers import BITS
 
 
 @pytest.mark.parametrize(("name", "bits"), BITS.items())

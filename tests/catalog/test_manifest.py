@@ -14,7 +14,7 @@ from ckptx.catalog.dtype import DTYPES_BY_NAME
 from ckptx.catalog.manifest import FileRecord, Manifest, TensorRecord, encode_manifest
 from ckptx.catalog.manifest_parser import parse_manifest, read_manifest
 from ckptx.errors import CkptxError, InputError, UnsupportedError
-from tests.support.writers import manifest
+from tests.support.checkpoint_writers import manifest
 
 FIXTURES = Path(__file__).parents[2] / "fixtures" / "manifests"
 MANIFEST = manifest("dcp", {"__0_0.distcp": 70}, {'a "quoted" ü': ("BF16", (2, 3)), "b": ("F32", ())})

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import ckptx
-from tests.support.writers import tree_bytes
+from tests.support.checkpoint_writers import tree_bytes
 
 FIXTURES = Path(__file__).parents[2] / "fixtures" / "manifests"
 CASES = sorted(path.parent.relative_to(FIXTURES).as_posix() for path in FIXTURES.glob("*/*/ckptx.json"))

@@ -17,8 +17,8 @@ from ckptx.cli.main import cli
 from ckptx.options.commands import COMMANDS, GROUPS
 from ckptx.options.output import JsonOutput
 from ckptx.version import __version__
+from tests.support.checkpoint_writers import LLAMA, llama, names_in, value, write_dcp, write_hf
 from tests.support.runner import CliRunner
-from tests.support.writers import LLAMA, llama, names_in, value, write_dcp, write_hf
 
 TOP_LEVEL = {
     "schema_version", "command", "exit", "ok", "error", "tensors", "bytes_read", "bytes_written", "aliases", "ties",

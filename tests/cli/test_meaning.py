@@ -21,9 +21,9 @@ from ckptx.errors import CkptxError, UsageError
 from ckptx.options.commands import COMMANDS as CANONICAL
 from ckptx.options.commands import Command, tables_of
 from ckptx.options.option import settings_of
-from tests.support.calls import arguments_of
+from tests.support.checkpoint_writers import LLAMA, llama, write_dcp, write_hf
+from tests.support.command_arguments import arguments_of
 from tests.support.runner import CliRunner
-from tests.support.writers import LLAMA, llama, write_dcp, write_hf
 
 GLOBAL = {"quiet", "verbose", "no_color"}
 

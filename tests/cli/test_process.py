@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from ckptx.version import __version__
-from tests.support.installed import without_version_note
-from tests.support.writers import llama, names_in, write_hf
+from tests.support.checkpoint_writers import llama, names_in, write_hf
+from tests.support.transformers_version import without_version_note
 
 
 def ckptx(*arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:

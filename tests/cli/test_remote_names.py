@@ -21,9 +21,9 @@ from ckptx.options.commands import tables_of
 from ckptx.options.option import Argument, Options, settings_of
 from ckptx.runtime.training.recipe_file import read_recipe
 from ckptx.untrusted.remote_name import refuse_remote
-from tests.support.calls import arguments_of
+from tests.support.checkpoint_writers import llama, names_in, write_dcp, write_hf
+from tests.support.command_arguments import arguments_of
 from tests.support.runner import CliRunner
-from tests.support.writers import llama, names_in, write_dcp, write_hf
 
 COMMANDS = {words: each for words, each in commands().items() if words in CANONICAL}
 

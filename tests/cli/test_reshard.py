@@ -13,8 +13,8 @@ import pytest
 from click.testing import Result
 
 from ckptx.cli.main import cli
+from tests.support.checkpoint_writers import LLAMA, Value, llama, names_in, value, write_dcp, write_hf
 from tests.support.runner import CliRunner
-from tests.support.writers import LLAMA, Value, llama, names_in, value, write_dcp, write_hf
 
 CONFIG = {
     **LLAMA, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4, "hidden_size": 8,

@@ -19,7 +19,17 @@ from ckptx.catalog.region import Region
 from ckptx.comparison import contents as bits
 from ckptx.errors import InputError, UsageError
 from ckptx.transfer.digest import LEAF_NBYTES
-from tests.support.writers import LLAMA, Value, array, llama, part, value, write_dcp, write_hf, write_safetensors
+from tests.support.checkpoint_writers import (
+    LLAMA,
+    Value,
+    array,
+    llama,
+    part,
+    value,
+    write_dcp,
+    write_hf,
+    write_safetensors,
+)
 
 
 def located(dtype: str, shape: tuple[int, ...], a: bytes, b: bytes, block: int = 0) -> dict[str, Any]:

@@ -16,8 +16,8 @@ from ckptx.catalog.entry import BytesEntry
 from ckptx.comparison.optimizer_state import describe_object_differences
 from ckptx.report.documents.comparison import VerifyReport
 from tests.support import models
-from tests.support.stock import raw
-from tests.support.writers import LLAMA, Value, llama, value, write_dcp, write_hf
+from tests.support.checkpoint_writers import LLAMA, Value, llama, value, write_dcp, write_hf
+from tests.support.torch_dcp import raw
 
 CONFIG = {**LLAMA, "num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 8, "vocab_size": 16}
 TIED = {**CONFIG, "tie_word_embeddings": True}

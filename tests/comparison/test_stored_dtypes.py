@@ -16,7 +16,7 @@ from ckptx.catalog.dtype import DTYPES_BY_NAME
 from ckptx.catalog.entry import Chunk, TensorEntry
 from ckptx.catalog.region import full_region
 from ckptx.comparison.stored_dtypes import describe_dtype_differences, find_dtype_differences
-from tests.support.writers import LLAMA, llama, write_hf
+from tests.support.checkpoint_writers import LLAMA, llama, write_hf
 
 FLOATS = ("F64", "F32", "F16", "BF16")
 STORED = (*FLOATS, "F8_E4M3", "I8", "U8")

@@ -13,7 +13,7 @@ from ckptx.conversion.steps.open_source import SourceCheckpoint, open_source
 from ckptx.conversion.steps.source_model import find_model, resolve_ties
 from ckptx.model_view.view import ModelView
 from ckptx.options.conversion import ConversionOptions, ReshardOptions, ToDcpOptions, ToHfOptions
-from tests.support.writers import LLAMA
+from tests.support.checkpoint_writers import LLAMA
 
 CONFIG: dict[str, Any] = {
     **LLAMA, "hidden_size": 8, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4,

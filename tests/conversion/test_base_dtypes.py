@@ -19,7 +19,7 @@ from ckptx.api.reshard import reshard
 from ckptx.errors import UsageError
 from ckptx.formats.registry import open_checkpoint
 from ckptx.storage.files import FilePool
-from tests.support.writers import LLAMA, Value, llama, value, write_dcp, write_hf
+from tests.support.checkpoint_writers import LLAMA, Value, llama, value, write_dcp, write_hf
 
 SHAPES = {name: tensor[1] for name, tensor in llama(layers=1).items()}
 SIZES = {

@@ -16,7 +16,7 @@ from ckptx.api.convert import convert
 from ckptx.api.reshard import reshard
 from ckptx.report.documents.conversion import ConversionReport
 from tests.conversion.test_base_dtypes import SIZES
-from tests.support.writers import LLAMA, Value, llama, value, write_dcp, write_hf
+from tests.support.checkpoint_writers import LLAMA, Value, llama, value, write_dcp, write_hf
 
 METHODS: dict[str, dict[str, Any]] = {
     "fp8": {"quant_method": "fp8", "weight_block_size": [128, 128]},

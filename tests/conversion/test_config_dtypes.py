@@ -14,7 +14,7 @@ import torch
 
 import ckptx
 from tests.conversion.test_base_dtypes import HELD, SHAPES, config, encoded, written
-from tests.support.writers import SINGLE, Value, write_dcp, write_hf
+from tests.support.checkpoint_writers import SINGLE, Value, write_dcp, write_hf
 
 TORCH = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 SOURCES = ("safetensors", "shards", "pt", "pytorch_model.bin", "dcp", "dcp of ckptx", "sharded")

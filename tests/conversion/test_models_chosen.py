@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 import ckptx
 from ckptx.errors import CkptxError, InputError, UsageError
 from ckptx.mapping.names import WRAPPERS
-from tests.support.writers import INDEX, LLAMA, SINGLE, Value, llama, value, write_dcp, write_hf
+from tests.support.checkpoint_writers import INDEX, LLAMA, SINGLE, Value, llama, value, write_dcp, write_hf
 
 MODEL = llama(layers=1, hidden=4, vocab=6, inner=8)
 CONFIG = LLAMA | {"num_hidden_layers": 1}

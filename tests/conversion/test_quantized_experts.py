@@ -12,7 +12,7 @@ import ckptx
 from ckptx.errors import UnsupportedError
 from ckptx.formats.registry import open_checkpoint
 from tests.mapping.test_quantization_scales import KINDS
-from tests.support.writers import SINGLE, Value, value, write_hf
+from tests.support.checkpoint_writers import SINGLE, Value, value, write_hf
 
 pytest.importorskip("transformers")  # the shapes of a class with experts may come from its model
 

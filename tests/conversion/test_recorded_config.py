@@ -15,7 +15,7 @@ import ckptx
 from ckptx.conversion import run_conversion
 from ckptx.errors import CkptxError, InputError
 from tests.conversion.test_renamed_tensors import CONFIG, both_spellings
-from tests.support.writers import SINGLE, Value, tree_bytes, value, write_dcp, write_hf
+from tests.support.checkpoint_writers import SINGLE, Value, tree_bytes, value, write_dcp, write_hf
 
 SIZES = {
     "hidden_size": 8, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 4, "num_hidden_layers": 1,
@@ -158,7 +158,7 @@ def test_the_files_come_back_or_the_conversion_is_refused(
     ],
 )
 def test_the_cases_would_notice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, op: str, key: str, kind: str) -> None:
-    """Planted defect: without the check, the rows come out in another order."""
+    """Injected defect: without the check, the rows come out in another order."""
     monkeypatch.setattr(run_conversion, "check_recorded_config", lambda *given: None)
     config, tensors = OPS[op]
     hf = write_hf(tmp_path / "in" / "hf", tensors, config=config)

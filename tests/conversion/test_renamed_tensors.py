@@ -19,7 +19,7 @@ from ckptx.model_view.view import locate_all_archives, view_model
 from ckptx.options.conversion import Names
 from ckptx.storage.files import FilePool
 from ckptx.transfer.stream import TensorReader
-from tests.support.writers import LLAMA, Value, tree_bytes, value, write_dcp, write_hf
+from tests.support.checkpoint_writers import LLAMA, Value, tree_bytes, value, write_dcp, write_hf
 from tests.transfer.test_stream import Collect
 
 HEADS, KV_HEADS, HEAD_DIM, HIDDEN, LAYERS = 4, 2, 6, 10, 2

@@ -12,7 +12,7 @@ import pytest
 import ckptx
 from ckptx.errors import InputError, UsageError
 from ckptx.mapping.names import WRAPPERS
-from tests.support.writers import LLAMA, Value, llama, value, write_dcp, write_hf, write_safetensors
+from tests.support.checkpoint_writers import LLAMA, Value, llama, value, write_dcp, write_hf, write_safetensors
 
 MODEL = llama(layers=1, hidden=4, vocab=6, inner=8)
 NORM = "model.norm.weight"

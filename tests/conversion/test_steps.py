@@ -33,7 +33,7 @@ from ckptx.layout.parallel_dims import ParallelDims
 from ckptx.options.conversion import ReshardOptions, ToHfOptions
 from ckptx.storage.interface import StoredFile
 from tests.conversion.steps import CONFIG, TIED, decided, find_base, frozen, source, viewed
-from tests.support.writers import llama, value, write_dcp, write_hf
+from tests.support.checkpoint_writers import llama, value, write_dcp, write_hf
 
 EMBED, HEAD, NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
 MIXTRAL = {

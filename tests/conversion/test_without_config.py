@@ -13,8 +13,8 @@ import pytest
 
 import ckptx
 from ckptx.errors import InputError
+from tests.support.checkpoint_writers import LLAMA, SINGLE, framed, header, llama, value, write_hf
 from tests.support.slow import slow_but
-from tests.support.writers import LLAMA, SINGLE, framed, header, llama, value, write_hf
 
 SIZES = {
     "hidden_size": 8,

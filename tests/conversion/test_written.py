@@ -18,7 +18,7 @@ from ckptx.errors import InternalError, OutputError
 from ckptx.formats.dcp.metadata import DcpMetadata, parse_metadata
 from ckptx.formats.dcp.metadata_writer import metadata_to_bytes
 from ckptx.storage.interface import Source, local_path
-from tests.support.writers import framed, llama, names_in, write_hf
+from tests.support.checkpoint_writers import framed, llama, names_in, write_hf
 
 GATE, UP = "model.layers.1.mlp.gate_proj.weight", "model.layers.1.mlp.up_proj.weight"
 Q, K = "model.layers.0.self_attn.q_proj.weight", "model.layers.0.self_attn.k_proj.weight"

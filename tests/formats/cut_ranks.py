@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from transformers.distributed import DistributedConfig
 
 from tests.support import models
-from tests.support.stock import raw
+from tests.support.torch_dcp import raw
 
 Plan = Mapping[str, tuple[int, int | None]]
 

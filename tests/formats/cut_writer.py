@@ -14,7 +14,7 @@ from ckptx.catalog.entry import Block, TensorEntry
 from ckptx.catalog.region import Region, Shape, full_region
 from ckptx.formats.sharded.file_names import shard_name
 from ckptx.formats.torch_archive.archive import archive_frame
-from tests.support.writers import Value, part, write_safetensors
+from tests.support.checkpoint_writers import Value, part, write_safetensors
 
 Blocks = tuple[Block, ...]
 

@@ -33,8 +33,8 @@ from tests.formats.stock_goldens import (
     values,
     write_dcp,
 )
-from tests.support import writers
-from tests.support.memory import MemoryFiles, MemoryPath, source_of
+from tests.support import checkpoint_writers
+from tests.support.memory_storage import MemoryFiles, MemoryPath, source_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -342,10 +342,10 @@ def test_archives_of_a_mixture_of_experts_are_not_read_one_by_one(place: MemoryP
 
 
 def test_an_archive_of_another_length_is_looked_into_at_once(place: MemoryPath) -> None:
-    tensor = writers.value("F32", 4, 6)
+    tensor = checkpoint_writers.value("F32", 4, 6)
     stream = io.BytesIO()
     torch.save(torch.zeros(4, 12)[:, :6], stream)
-    writers.write_dcp(place, {"w": tensor, "v": tensor}, payloads={"w": stream.getvalue()})
+    checkpoint_writers.write_dcp(place, {"w": tensor, "v": tensor}, payloads={"w": stream.getvalue()})
     with place.open() as files:
         later = locate_payloads(open_dcp(place), files, lazy=True)
         found, waiting = later.tensors["w"].chunks, later.tensors["v"].chunks

@@ -32,7 +32,7 @@ from ckptx.layout.parallel_dims import ParallelDims
 from ckptx.storage.files import FilePool
 from ckptx.storage.local import LocalSource
 from tests.formats.cut_writer import Blocks, along, cuts, grid, halves, once, write_cut_dcp
-from tests.support.writers import archive, part, value
+from tests.support.checkpoint_writers import archive, part, value
 
 
 def entries(sizes: list[int]) -> list[TensorEntry]:

@@ -20,7 +20,7 @@ from ckptx.errors import InputError, UnsupportedError
 from ckptx.formats.fsdp.pickled_tensors import load_state_dict, shards_of_rank
 from ckptx.formats.registry import open_checkpoint
 from tests.support.forged_fsdp import Archive, Called, Name, Object, dtensor, mesh, pickled, placement, shard
-from tests.support.memory import MemoryPath
+from tests.support.memory_storage import MemoryPath
 
 SHAPE = (5, 3)
 WHOLE = np.arange(15, dtype=np.float32).reshape(SHAPE)

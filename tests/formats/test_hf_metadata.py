@@ -17,7 +17,7 @@ from ckptx.errors import CkptxError, InputError, UnsupportedError
 from ckptx.formats.hf.hf_metadata import DIRECTORIES, DTYPE_MAPPING, FILE_MAPPING, local_config_directory
 from ckptx.formats.registry import open_checkpoint
 from tests.formats.cut_writer import rows, write_shard
-from tests.support.writers import INDEX, LLAMA, SINGLE, Value, llama, names_in, write_dcp, write_hf
+from tests.support.checkpoint_writers import INDEX, LLAMA, SINGLE, Value, llama, names_in, write_dcp, write_hf
 
 CONFIG: dict[str, Any] = {
     **LLAMA, "hidden_size": 8, "intermediate_size": 24, "vocab_size": 16, "num_hidden_layers": 2,

@@ -16,8 +16,8 @@ from ckptx.formats.hf.reader import (
     read_json_object,
     refuse_adapters,
 )
-from tests.support.memory import MemoryPath
-from tests.support.writers import llama, value, write_hf, write_index, write_safetensors
+from tests.support.checkpoint_writers import llama, value, write_hf, write_index, write_safetensors
+from tests.support.memory_storage import MemoryPath
 
 
 def test_shards_in_the_order_of_the_index(place: MemoryPath) -> None:

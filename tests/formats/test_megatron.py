@@ -172,11 +172,11 @@ def test_plans_change_nothing_of_what_is_read(
     assert parse_metadata(pickle.dumps(theirs, protocol), "x") == expected
 
 
-def planted(where: str, module: str, name: str, call: bool) -> bytes:
+def injected(where: str, module: str, name: str, call: bool) -> bytes:
     """A torch_dist `.metadata` with one more global in a plan, in its items, or beside the plans."""
     read = FileSystemReader(GOLDENS / "kinds").read_metadata()
     item = planner.WriteItem(metadata.MetadataIndex("w"), planner.WriteItemType.BYTE_IO)
-    marker = "planted-here"
+    marker = "injected-here"
     read.all_local_plans = [
         planner.SavePlan([marker if where == "item" else item], marker if where == "plan" else None)
     ]
@@ -213,7 +213,7 @@ REFUSED = [
 @pytest.mark.parametrize(("module", "name"), REFUSED)
 def test_no_class_outside_the_list_is_admitted(where: str, module: str, name: str, call: bool) -> None:
     with pytest.raises(InputError, match="is not allowed in a checkpoint; nothing was executed"):
-        parse_metadata(planted(where, module, name, call), "x")
+        parse_metadata(injected(where, module, name, call), "x")
 
 
 def by_name(member: enum.Enum, protocol: int) -> tuple[object, ...]:
@@ -261,7 +261,7 @@ MEMBER = b"c%s\ngetattr\nctorch.distributed.checkpoint.planner\nWriteItemType\nX
     ],
 )
 def test_getattr_is_for_members_of_enumerations_alone(module: bytes, taken: bytes, instead: bytes) -> None:
-    whole = planted("plan", "torch.distributed.checkpoint.planner", "WriteItem", call=False)
+    whole = injected("plan", "torch.distributed.checkpoint.planner", "WriteItem", call=False)
     admitted = b"ctorch.distributed.checkpoint.planner\nWriteItem\n"
     at = whole.rindex(admitted)
     member = MEMBER % module
@@ -273,7 +273,7 @@ def test_getattr_is_for_members_of_enumerations_alone(module: bytes, taken: byte
 
 @pytest.mark.parametrize("name", [b"__class__", b"__init__", b"__reduce_ex__", b"_function"])
 def test_no_attribute_of_a_stand_in_is_reached(name: bytes) -> None:
-    whole = planted("plan", "torch.distributed.checkpoint.planner", "WriteItem", call=False)
+    whole = injected("plan", "torch.distributed.checkpoint.planner", "WriteItem", call=False)
     admitted = b"ctorch.distributed.checkpoint.planner\nWriteItem\n"
     at = whole.rindex(admitted)
     member = (MEMBER % b"builtins").replace(b"X\x05\0\0\0SHARD", b"X" + len(name).to_bytes(4, "little") + name)
@@ -301,7 +301,7 @@ ADMITTED = [
 def test_a_stand_in_keeps_nothing_and_cannot_be_changed(module: str, name: str, attribute: str, is_slots: bool) -> None:
     values = b"}X" + len(attribute).to_bytes(4, "little") + attribute.encode() + b"K\x01s"
     state = b"N" + values + b"\x86b" if is_slots else values + b"b"
-    clean = planted("plan", module, name, call=True)
+    clean = injected("plan", module, name, call=True)
     expected = parse_metadata(clean, "x")
     named = f"c{module}\n{name}\n".encode()
     assert parse_metadata(clean.replace(named + b")R", named + b")R" + state), "x") == expected

@@ -13,8 +13,17 @@ from ckptx.catalog.manifest_parser import parse_manifest
 from ckptx.errors import InputError
 from ckptx.formats.hf.original_files import plan_recorded_files, record_files
 from ckptx.formats.hf.reader import INDEX_FILE, SINGLE_FILE, open_huggingface
-from tests.support.memory import MemoryPath
-from tests.support.writers import framed, header, llama, manifest, value, write_hf, write_index, write_safetensors
+from tests.support.checkpoint_writers import (
+    framed,
+    header,
+    llama,
+    manifest,
+    value,
+    write_hf,
+    write_index,
+    write_safetensors,
+)
+from tests.support.memory_storage import MemoryPath
 
 
 def rewritten(root: MemoryPath, weights: str) -> dict[str, bytes]:
@@ -79,7 +88,7 @@ def test_an_index_of_any_style(place: MemoryPath, indent: int | None, newline: s
 
 
 def test_the_comparison_would_notice(place: MemoryPath) -> None:
-    """A planted defect: another index than the one remembered."""
+    """An injected defect: another index than the one remembered."""
     write_hf(place, llama(), shards=2)
     texts = rewritten(place, INDEX_FILE)
     assert texts[INDEX_FILE] == (place / INDEX_FILE).read_bytes()

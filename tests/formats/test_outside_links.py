@@ -10,7 +10,7 @@ import pytest
 import ckptx
 from ckptx.formats.outside_links import find_outside_links
 from ckptx.storage.local import LocalSource
-from tests.support.writers import LLAMA, llama, write_dcp, write_hf
+from tests.support.checkpoint_writers import LLAMA, llama, write_dcp, write_hf
 
 NAMES = ("README.md", "tokenizer.json", "1_Pooling/config.json", "config.json")
 

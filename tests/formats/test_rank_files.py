@@ -14,7 +14,7 @@ from ckptx.errors import CkptxError, InputError, UnsupportedError
 from ckptx.formats.rank_names import file_count_from_name, group_of, world_size_from_name
 from ckptx.formats.registry import open_checkpoint
 from ckptx.formats.unsupported import kind_of_name
-from tests.support.writers import (
+from tests.support.checkpoint_writers import (
     LLAMA,
     Value,
     llama,

@@ -12,8 +12,8 @@ from ckptx.errors import CkptxError, InputError, UnsupportedError
 from ckptx.formats.registry import locate, open_checkpoint
 from ckptx.formats.sharded.file_names import shard_name
 from tests.formats.cut_writer import rows, write_shard
-from tests.support.memory import MemoryPath
-from tests.support.writers import INDEX, LLAMA, SINGLE, llama, value, write_dcp, write_hf, write_safetensors
+from tests.support.checkpoint_writers import INDEX, LLAMA, SINGLE, llama, value, write_dcp, write_hf, write_safetensors
+from tests.support.memory_storage import MemoryPath
 
 TENSORS = {"w": value("F32", 2, 2), "b": value("F32", 2)}
 

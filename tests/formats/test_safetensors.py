@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from ckptx.catalog.dtype import DTYPES_BY_NAME
 from ckptx.errors import CkptxError, InputError, UnsupportedError
 from ckptx.formats.hf.safetensors import MAX_HEADER, Header, format_header_text, frame_header, pad_header, parse_header
-from tests.support.writers import BITS, Value, framed, header, safetensors_bytes, value
+from tests.support.checkpoint_writers import BITS, Value, framed, header, safetensors_bytes, value
 
 TENSORS: dict[str, Value] = {"a": value("BF16", 2, 3), "b.weight": value("F32", 4), "c": value("I64", 2, 0)}
 BODY = b"".join(data for _, _, data in TENSORS.values())
@@ -291,7 +291,7 @@ def test_any_json_in_any_place_is_refused_or_still_right(key: str, anything: Any
 
 
 def test_the_comparison_with_the_library_would_notice() -> None:
-    """A planted defect: a header that both read, and a view that differs."""
+    """An injected defect: a header that both read, and a view that differs."""
     assert check_against_the_library(VALID)
     other = safetensors_bytes(TENSORS | {"a": value("BF16", 3, 2, seed=9)}, {"format": "pt"})
     assert view(other) != view(VALID)

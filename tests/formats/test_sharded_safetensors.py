@@ -15,8 +15,8 @@ from ckptx.formats.block_assembly import replica_pairs
 from ckptx.formats.sharded.file_names import is_shard, shard_name
 from ckptx.formats.sharded.reader import open_sharded
 from tests.formats.cut_writer import rows, write_shard
-from tests.support.memory import MemoryPath
-from tests.support.writers import INDEX, SINGLE, flip, manifest, value, write_safetensors
+from tests.support.checkpoint_writers import INDEX, SINGLE, flip, manifest, value, write_safetensors
+from tests.support.memory_storage import MemoryPath
 
 W = value("BF16", 6, 4, seed=1)
 NORM = value("F32", 4, seed=2)

@@ -21,7 +21,7 @@ from ckptx.layout.parallel_dims import ParallelDims
 from ckptx.storage.files import FilePool
 from ckptx.storage.local import LocalSource
 from tests.formats.cut_writer import Blocks, along, cuts, everywhere, grid, halves, once, write_sharded
-from tests.support.writers import part, value
+from tests.support.checkpoint_writers import part, value
 
 TENSORS = {
     "embed": value("BF16", 5, 4, seed=1),

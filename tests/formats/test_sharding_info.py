@@ -22,7 +22,7 @@ from ckptx.formats.registry import open_checkpoint
 from ckptx.formats.sharded.file_names import shard_name
 from ckptx.storage.files import FilePool
 from tests.formats.cut_writer import grid
-from tests.support.writers import (
+from tests.support.checkpoint_writers import (
     INDEX,
     LLAMA,
     SINGLE,
@@ -141,7 +141,7 @@ def test_shards_are_found_whatever_they_are_called_and_whoever_lists_them(
 def test_shards_of_any_name_are_the_model_beside_a_dcp_of_the_optimizer(
     tmp_path: Path, parts: tuple[str, str], naming: str
 ) -> None:
-    from tests.support.writers import write_dcp
+    from tests.support.checkpoint_writers import write_dcp
 
     for rank, blocks in enumerate(on_ranks(2, 1)):
         write_file(tmp_path / parts[0] / NAMINGS[naming](rank, 2), blocks)

@@ -10,7 +10,7 @@ import pytest
 from ckptx.errors import InputError
 from ckptx.formats.sidecars import list_sidecars, sidecars_of_file
 from ckptx.storage.local import LocalSource
-from tests.support.memory import MemoryPath
+from tests.support.memory_storage import MemoryPath
 
 
 def lay_out(root: MemoryPath, *names: str) -> None:

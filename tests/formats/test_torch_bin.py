@@ -14,7 +14,7 @@ import torch
 from ckptx.errors import InputError, UnsupportedError
 from ckptx.formats.hf.torch_bin import open_bin
 from tests.formats.stock_goldens import raw_bytes, raw_tensor, values
-from tests.support.memory import MemoryPath
+from tests.support.memory_storage import MemoryPath
 
 SINGLE, INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 

@@ -17,8 +17,8 @@ from ckptx.formats.registry import open_checkpoint
 from ckptx.formats.sharded.file_names import shard_name
 from ckptx.formats.unsupported import UNSUPPORTED_KINDS, UnsupportedKind, is_unsupported_weights, kind_of_name
 from tests.formats.cut_writer import write_shard
-from tests.support.memory import MemoryPath
-from tests.support.writers import llama, value, write_dcp, write_hf
+from tests.support.checkpoint_writers import llama, value, write_dcp, write_hf
+from tests.support.memory_storage import MemoryPath
 
 # What each framework writes, as its own documentation and code call it: files, and what the refusal must say.
 WRITTEN = {

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import ckptx
 from ckptx.catalog.region import Region
+from tests.support.checkpoint_writers import LLAMA, Value, llama, tree_bytes, value, write_dcp, write_hf
 from tests.support.forged_fsdp import Archive, dtensor, mesh, shard
-from tests.support.writers import LLAMA, Value, llama, tree_bytes, value, write_dcp, write_hf
 
 Files = dict[str, bytes]
 

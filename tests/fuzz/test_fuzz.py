@@ -1,4 +1,4 @@
-"""The fuzzer itself: cases that were kept pass, a few new ones do, and it finds what is planted."""
+"""The fuzzer itself: cases that were kept pass, a few new ones do, and it finds what is injected."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.fuzz.mutations import mutate_bytes, mutate_header, mutate_json, mutat
 from tests.fuzz.others import Others
 from tests.fuzz.sandbox import Outcome, fault_of
 from tests.fuzz.seeds import EXPERTS, experts, torch_file
-from tests.support.writers import llama, safetensors_bytes, write_dcp, write_hf
+from tests.support.checkpoint_writers import llama, safetensors_bytes, write_dcp, write_hf
 
 CORPUS = Path(__file__).parent / "corpus"
 

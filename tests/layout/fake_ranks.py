@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from tests.support.forked import fresh
+from tests.support.forked_programs import fresh
 
 Shape = tuple[int, ...]
 Elements = np.ndarray[Any, np.dtype[np.int64]]  # the local tensor of a rank, each element its index in the whole tensor
@@ -115,7 +115,7 @@ def _answer(asked: Asked) -> Answers:
 
 
 def _styles() -> list[str]:
-    from tests.support.installed import parallel_styles
+    from tests.support.transformers_version import parallel_styles
 
     return parallel_styles()
 
@@ -164,7 +164,7 @@ def _read(model: Any, mesh: DeviceMesh) -> dict[str, Elements]:
     """What this rank reads of each parameter, as `from_pretrained` reads it."""
     from transformers.distributed.sharding_utils import DtensorShardOperation
 
-    from tests.support.installed import cut_for_tensor_parallelism
+    from tests.support.transformers_version import cut_for_tensor_parallelism
 
     cut_for_tensor_parallelism(model, mesh)
     read = {}

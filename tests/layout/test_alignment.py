@@ -19,7 +19,7 @@ from safetensors.numpy import load_file
 import ckptx
 from ckptx.layout.composition import Composition, Compositions, holds_whole_parts
 from ckptx.layout.placement import Placement
-from tests.support.writers import array, write_hf
+from tests.support.checkpoint_writers import array, write_hf
 
 Parts = Sequence[tuple[int, int]]  # number of heads or features, size of one
 

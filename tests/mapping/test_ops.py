@@ -14,7 +14,7 @@ from ckptx.errors import InputError, InternalError, UnsupportedError
 from ckptx.mapping.ops import Conversion, Op, convert
 from ckptx.mapping.rewrite import RegroupedRows, merge, permute_rope, regroup, slice_chunk, split, transpose
 from tests.support.conversions import CASES, ONE, run_by_loader
-from tests.support.stored import LAYOUTS, bits, numbers, read, several, store
+from tests.support.stored_tensors import LAYOUTS, bits, numbers, read, several, store
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

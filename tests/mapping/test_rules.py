@@ -19,7 +19,7 @@ from ckptx.mapping.name_index import NameIndex, fill_pattern
 from ckptx.mapping.ops import Conversion, Op
 from ckptx.mapping.rules import NameRules
 from tests.support.models import EVERY, build, read_hf
-from tests.support.stored import assert_reads, bits, numbers, read, store
+from tests.support.stored_tensors import assert_reads, bits, numbers, read, store
 
 MODELS = ("mixtral", "qwen3-moe", "llava", "gemma3-vlm", "gpt-neox", "gpt2", "qwen2.5-vl", "llama-tied")
 MORE = tuple(name for name in EVERY if name not in MODELS)

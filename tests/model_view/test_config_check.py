@@ -24,10 +24,10 @@ from ckptx.catalog.region import Shape, full_region
 from ckptx.errors import InputError
 from ckptx.model_view.config_check import ConfigMatch, match_config
 from ckptx.model_view.view import view_model
+from tests.support.checkpoint_writers import LLAMA, Value, llama, value, write_dcp, write_hf
 from tests.support.models import EVERY, RECIPES
-from tests.support.popular import LANGUAGE, OTHERS, build
+from tests.support.popular_models import LANGUAGE, OTHERS, build
 from tests.support.slow import slow_but
-from tests.support.writers import LLAMA, Value, llama, value, write_dcp, write_hf
 
 EACH = slow_but(EVERY, RECIPES)
 # Of the others at least three of ten tensors are known. These switch on what was not measured together with the rest:

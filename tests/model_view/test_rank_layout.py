@@ -24,7 +24,7 @@ from ckptx.model_view.rank_layout import (
     recorded_mesh,
 )
 from tests.formats.stock_goldens import GOLDENS
-from tests.support.writers import LLAMA, llama, write_hf
+from tests.support.checkpoint_writers import LLAMA, llama, write_hf
 
 Held = Mapping[str, Sequence[tuple[int, Region]]]
 

@@ -13,8 +13,8 @@ import ckptx
 from ckptx.cli.main import cli
 from ckptx.errors import UsageError
 from ckptx.options.defaults import applicable_defaults, read_defaults
+from tests.support.checkpoint_writers import llama, write_hf
 from tests.support.runner import CliRunner
-from tests.support.writers import llama, write_hf
 
 
 @pytest.fixture(autouse=True)

@@ -18,7 +18,7 @@ from ckptx.options.conversion import ToDcpOptions, ToHfOptions
 from ckptx.options.help import make_help, section_titles
 from ckptx.options.option import OUTPUT, Option, Options, settings_of
 from ckptx.options.sizes import default_workers, parse_size
-from tests.support.calls import arguments_of
+from tests.support.command_arguments import arguments_of
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ckptx.options.commands import COMMANDS
-from tests.support.tool import tool
+from tests.support.import_tool import tool
 
 build = tool("build_options_page")
 

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 import ckptx
 from ckptx.errors import UsageError
-from tests.support import stock
+from tests.support import torch_dcp
 from tests.support.slow import slow_but
 
 NAMES = ("llama-tied", "llama-untied", "qwen3-moe")
@@ -42,18 +42,18 @@ def test_hf_in_shards_of_another_size_loads_to_the_same_model(hf_of: HfOf, tmp_p
     files = [load_file(path).values() for path in (tmp_path / "small").glob("*.safetensors")]
     assert len(files) > 2
     assert all(len(tensors) == 1 or sum(each.nbytes for each in tensors) <= 20_000 for tensors in files)
-    stock.assert_same_tensors(stored(tmp_path / "small"), stored(hf))
-    stock.assert_same_tensors(loaded(tmp_path / "small"), loaded(hf))
+    torch_dcp.assert_same_tensors(stored(tmp_path / "small"), stored(hf))
+    torch_dcp.assert_same_tensors(loaded(tmp_path / "small"), loaded(hf))
     ckptx.convert("to-hf", tmp_path / "small", tmp_path / "one", index="always")
     assert (tmp_path / "one" / "model.safetensors.index.json").is_file()
-    stock.assert_same_tensors(loaded(tmp_path / "one"), loaded(hf))
+    torch_dcp.assert_same_tensors(loaded(tmp_path / "one"), loaded(hf))
 
 
 @pytest.mark.parametrize("name", slow_but(NAMES, NAMES[:1]))
 def test_hf_is_cast(hf_of: HfOf, tmp_path: Path, name: str) -> None:
     ckptx.convert("to-hf", hf_of(name), tmp_path / "half", dtype="bf16")
     expected = {name: each.bfloat16() for name, each in stored(hf_of(name)).items()}
-    stock.assert_same_tensors(stored(tmp_path / "half"), expected)
+    torch_dcp.assert_same_tensors(stored(tmp_path / "half"), expected)
     assert json.loads((tmp_path / "half" / "config.json").read_text())["dtype"] == "bfloat16"
 
 
@@ -66,7 +66,7 @@ def test_hf_without_a_config_is_completed_from_a_base(hf_of: HfOf, tmp_path: Pat
     ckptx.convert(direction, bare, out, base=hf)  # type: ignore[call-overload]  # one of three words
     assert (out / "config.json").read_bytes() == (hf / "config.json").read_bytes()
     if direction == "to-hf":
-        stock.assert_same_tensors(loaded(out), loaded(hf))
+        torch_dcp.assert_same_tensors(loaded(out), loaded(hf))
     assert ckptx.verify(hf, out).exit == 0
 
 
@@ -85,11 +85,11 @@ def test_a_dcp_of_anything_is_read_by_torch(hf_of: HfOf, tmp_path: Path, source:
         ckptx.convert("to-dcp", hf, src, tp=1 if source == "dcp" else 2, dp_shard=1 if source == "dcp" else 2)
     report = ckptx.convert("to-dcp", src, out, tp=tp, base=hf)
     assert report.exit == 0
-    stock.assert_same_tensors(stock.load(out), expected)
+    torch_dcp.assert_same_tensors(torch_dcp.load(out), expected)
     if source == "trained":
         ckptx.convert("to-dcp", src, tmp_path / "model", base=hf, optimizer="drop", dtype="bf16")
         kept = {name: each.bfloat16() for name, each in expected.items() if not name.startswith("optimizer.")}
-        stock.assert_same_tensors(stock.load(tmp_path / "model"), kept)
+        torch_dcp.assert_same_tensors(torch_dcp.load(tmp_path / "model"), kept)
 
 
 def test_a_chain_through_every_format_comes_back_byte_for_byte(hf_of: HfOf, tmp_path: Path) -> None:
@@ -99,9 +99,9 @@ def test_a_chain_through_every_format_comes_back_byte_for_byte(hf_of: HfOf, tmp_
     ckptx.reshard(tmp_path / "2", tmp_path / "3", to="safetensors", tp=2)
     ckptx.convert("to-dcp", tmp_path / "3", tmp_path / "4", dp_shard=3)
     ckptx.convert("to-hf", tmp_path / "4", tmp_path / "5")
-    stock.assert_same_tensors(loaded(tmp_path / "5"), loaded(hf))
-    ours = stock.file_bytes(tmp_path / "5")
-    assert {name: data for name, data in ours.items() if name != "ckptx.json"} == stock.file_bytes(hf)
+    torch_dcp.assert_same_tensors(loaded(tmp_path / "5"), loaded(hf))
+    ours = torch_dcp.file_bytes(tmp_path / "5")
+    assert {name: data for name, data in ours.items() if name != "ckptx.json"} == torch_dcp.file_bytes(hf)
 
 
 def test_a_prefix_is_added_to_names_of_hf_alone(hf_of: HfOf, tmp_path: Path) -> None:

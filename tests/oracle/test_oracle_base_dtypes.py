@@ -9,8 +9,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from tests.support.replayed import converted, loaded
-from tests.support.stock import assert_same_tensors
+from tests.support.replays import converted, loaded
+from tests.support.torch_dcp import assert_same_tensors
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 

@@ -12,8 +12,8 @@ import torch
 import ckptx
 from ckptx.errors import UnsupportedError
 from tests.support.models import RECIPES, assert_same_outputs, build, load, outputs, read_hf, write
-from tests.support.stock import assert_same_tensors, metadata, payload_bytes, raw
-from tests.support.stock import load as stock_load
+from tests.support.torch_dcp import assert_same_tensors, metadata, payload_bytes, raw
+from tests.support.torch_dcp import load as stock_load
 
 TIED = RECIPES["llama-tied"]
 

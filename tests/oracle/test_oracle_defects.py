@@ -1,4 +1,4 @@
-"""`verify` and `diff` must find what is planted: each defect is made by stock libraries, found, and named."""
+"""`verify` and `diff` must find what is injected: each defect is made by stock libraries, found, and named."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import ckptx
 from ckptx.errors import InputError
 from ckptx.report.report import Report
 from tests.support.models import RECIPES, read_hf, write
-from tests.support.stock import raw
+from tests.support.torch_dcp import raw
 
 Tensors = dict[str, torch.Tensor]
 Row = dict[str, object]
@@ -88,7 +88,7 @@ DEFECTS: dict[Callable[[Tensors], None], dict[str, tuple[str, list[int] | None]]
     swap_head_and_embedding: {_HEAD: ("content", [0, 0]), _EMBED: ("content", [0, 0])},
 }
 
-PLANTED = pytest.mark.parametrize("plant", DEFECTS, ids=lambda plant: plant.__name__)
+INJECTED = pytest.mark.parametrize("inject", DEFECTS, ids=lambda inject: inject.__name__)
 
 
 @pytest.fixture(scope="module")
@@ -114,19 +114,19 @@ def save_hf(tensors: Tensors, path: Path, hf: Path) -> None:
 
 
 @pytest.fixture(params=["hf", "dcp"])
-def planted(
-    request: pytest.FixtureRequest, forms: dict[str, Path], plant: Callable[[Tensors], None], tmp_path: Path
+def injected(
+    request: pytest.FixtureRequest, forms: dict[str, Path], inject: Callable[[Tensors], None], tmp_path: Path
 ) -> Path:
     """The model with the defect, as HF or DCP."""
     tensors = read_hf(forms["hf"])
-    plant(tensors)
+    inject(tensors)
     save = save_hf if request.param == "hf" else save_dcp
-    save(tensors, tmp_path / "planted", forms["hf"])
-    return tmp_path / "planted"
+    save(tensors, tmp_path / "injected", forms["hf"])
+    return tmp_path / "injected"
 
 
-def assert_found(report: Report, plant: Callable[[Tensors], None], contents: bool) -> None:
-    expected = {name: row for name, row in DEFECTS[plant].items() if contents or row[0] != "content"}
+def assert_found(report: Report, inject: Callable[[Tensors], None], contents: bool) -> None:
+    expected = {name: row for name, row in DEFECTS[inject].items() if contents or row[0] != "content"}
     rows = {row["name"]: row for row in report.differing}
     assert rows.keys() == expected.keys()
     for name, (what, index) in expected.items():
@@ -139,21 +139,21 @@ def assert_found(report: Report, plant: Callable[[Tensors], None], contents: boo
     assert report.ok is not bool(expected)
 
 
-@PLANTED
+@INJECTED
 @pytest.mark.parametrize("reference", ["hf", "stock", "ckptx"])
 def test_verify_finds_the_defect_whichever_side_it_is_on(
-    forms: dict[str, Path], planted: Path, plant: Callable[[Tensors], None], reference: str
+    forms: dict[str, Path], injected: Path, inject: Callable[[Tensors], None], reference: str
 ) -> None:
-    assert_found(ckptx.verify(forms[reference], planted), plant, contents=True)
-    assert_found(ckptx.verify(planted, forms[reference]), plant, contents=True)
+    assert_found(ckptx.verify(forms[reference], injected), inject, contents=True)
+    assert_found(ckptx.verify(injected, forms[reference]), inject, contents=True)
 
 
-@PLANTED
+@INJECTED
 @pytest.mark.parametrize("reference", ["hf", "stock", "ckptx"])
 def test_diff_finds_what_headers_show(
-    forms: dict[str, Path], planted: Path, plant: Callable[[Tensors], None], reference: str
+    forms: dict[str, Path], injected: Path, inject: Callable[[Tensors], None], reference: str
 ) -> None:
-    assert_found(ckptx.diff(forms[reference], planted), plant, contents=False)
+    assert_found(ckptx.diff(forms[reference], injected), inject, contents=False)
 
 
 def test_without_a_defect_all_forms_are_equal(forms: dict[str, Path]) -> None:

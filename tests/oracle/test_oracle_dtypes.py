@@ -17,8 +17,8 @@ from safetensors.torch import save_file
 import ckptx
 from ckptx.errors import InputError, UnsupportedError
 from tests.support.models import RECIPES, Recipe, assert_same_outputs, load, outputs, read_file, read_hf, write
-from tests.support.stock import assert_same_tensors, metadata, raw
-from tests.support.stock import load as stock_load
+from tests.support.torch_dcp import assert_same_tensors, metadata, raw
+from tests.support.torch_dcp import load as stock_load
 
 GOLDENS = Path(__file__).resolve().parents[2] / "fixtures" / "dcp"
 

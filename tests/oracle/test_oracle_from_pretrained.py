@@ -12,7 +12,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from tests.support.judged import Judge, described, in_one_piece, unequal
+from tests.support.against_transformers import Judge, described, in_one_piece, unequal
 from tests.support.models import EVERY
 from tests.support.slow import slow_but
 
@@ -54,7 +54,7 @@ def test_in_bfloat16_too(judge_of_bfloat16: Judge, name: str) -> None:
     equal(judge_of_bfloat16, name)
 
 
-# ------------------------------------------------------------------------------------------------------ planted defects
+# ----------------------------------------------------------------------------------------------------- injected defects
 
 
 def _exchange_experts(model: torch.nn.Module) -> None:
@@ -71,16 +71,16 @@ def _lose_a_gradient(model: torch.nn.Module) -> None:
 
 
 @pytest.mark.parametrize(
-    ("plant", "found"),
+    ("inject", "found"),
     [
         (_exchange_experts, "model.layers.1.mlp.experts.down_proj: "),
         (_move_a_frequency, "model.rotary_emb.inv_freq: "),
         (_lose_a_gradient, "gradient of model.norm.weight"),
     ],
 )
-def test_a_planted_defect_is_found(judge: Judge, plant: Callable[[torch.nn.Module], None], found: str) -> None:
+def test_an_injected_defect_is_found(judge: Judge, inject: Callable[[torch.nn.Module], None], found: str) -> None:
     theirs = judge("qwen3-moe")
     model = in_one_piece(judge.work, "qwen3-moe")
-    plant(model)
+    inject(model)
     faults = unequal(described(judge.work, "qwen3-moe", model), theirs)
     assert any(each.startswith(found) for each in faults), faults

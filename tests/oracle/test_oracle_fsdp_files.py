@@ -16,7 +16,7 @@ from tests.support.fsdp_writers import save_odd, save_pretrained_model
 from tests.support.models import EVERY, assert_same_outputs, load, outputs, write
 from tests.support.pool import GlooPool
 from tests.support.slow import slow_but
-from tests.support.stock import load as stock_load
+from tests.support.torch_dcp import load as stock_load
 
 CASES = [
     *((kind, ranks) for kind in ("fsdp2", "fsdp1", "sharded1") for ranks in (1, 2, 4)),

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from tests.support.models import RECIPES, assert_same_outputs, build, load, outputs, read_file, write
 from tests.support.pool import MAX_WORLD_SIZE, GlooPool, WorkerError
 from tests.support.slow import slow_but
-from tests.support.stock import assert_same_tensors
+from tests.support.torch_dcp import assert_same_tensors
 
 
 def test_comparison_of_tensors_notices_bits_shapes_dtypes_and_names() -> None:
@@ -61,7 +61,7 @@ def test_outputs_depend_on_every_file(recipe: str, tmp_path: Path) -> None:
 
 def _fail_on_last(rank: int, world_size: int) -> int:
     if rank == world_size - 1:
-        raise ValueError("planted")
+        raise ValueError("injected")
     return rank
 
 
@@ -79,7 +79,7 @@ def _sum(rank: int, world_size: int) -> float:
 def test_pool_runs_raises_and_recovers() -> None:
     pool = GlooPool()
     assert pool.run(_sum, 2) == [3.0, 3.0]
-    with pytest.raises(WorkerError, match="planted"):
+    with pytest.raises(WorkerError, match="injected"):
         pool.run(_fail_on_last, 2)
     with pytest.raises(WorkerError, match="ended"):
         pool.run(_die, 1)

@@ -20,7 +20,7 @@ from ckptx.catalog.entry import TensorEntry
 from ckptx.catalog.region import full_region
 from ckptx.model_view.view import ModelView, locate_archives
 from ckptx.runtime.checkpointing.reading import RegionReader, open_source
-from tests.support.judged import Judge, unequal
+from tests.support.against_transformers import Judge, unequal
 from tests.support.models import EVERY, read_hf
 from tests.support.slow import slow_but
 from tests.support.stock_outputs import fingerprint

@@ -29,8 +29,8 @@ from tests.support.models import (
     write,
 )
 from tests.support.slow import slow_but
-from tests.support.stock import assert_same_tensors, file_bytes, metadata, payload_bytes, raw
-from tests.support.stock import load as stock_load
+from tests.support.torch_dcp import assert_same_tensors, file_bytes, metadata, payload_bytes, raw
+from tests.support.torch_dcp import load as stock_load
 
 
 class Converted(NamedTuple):

@@ -14,7 +14,17 @@ import pytest
 
 from ckptx.errors import UnsupportedError
 from tests.support.models import RECIPES, write
-from tests.support.numbers import NUMBER, SIZE, Lines, check_conversion, check_inspection, held, is_size, run, whole
+from tests.support.report_numbers import (
+    NUMBER,
+    SIZE,
+    Lines,
+    check_conversion,
+    check_inspection,
+    held,
+    is_size,
+    run,
+    whole,
+)
 from tests.support.slow import slow_but
 
 FAST = ("llama-tied", "gpt2", "mixtral", "t5")

@@ -20,8 +20,8 @@ from safetensors.torch import load_file
 
 from ckptx.errors import UsageError
 from ckptx.options.conversion import ToHfOptions
-from tests.support.replayed import converted, index_of, loaded, names_of_tests, nbytes, save_part
-from tests.support.stock import assert_same_tensors, raw
+from tests.support.replays import converted, index_of, loaded, names_of_tests, nbytes, save_part
+from tests.support.torch_dcp import assert_same_tensors, raw
 
 ONE, FIRST, SECOND = (
     "model-00001-of-00001.safetensors",

@@ -30,10 +30,10 @@ from tests.processes.test_several_processes import finish, start
 from tests.support import replay_ranks
 from tests.support.pool import GlooPool
 from tests.support.replay_ranks import square, uneven
-from tests.support.replayed import converted, index_of, loaded, names_of_tests, nbytes, save_part
+from tests.support.replays import converted, index_of, loaded, names_of_tests, nbytes, save_part
 from tests.support.runner import CliRunner
-from tests.support.stock import assert_same_tensors, file_bytes
-from tests.support.stock import load as stock_load
+from tests.support.torch_dcp import assert_same_tensors, file_bytes
+from tests.support.torch_dcp import load as stock_load
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)")
 

@@ -14,9 +14,8 @@ import pytest
 import torch
 
 import ckptx
-from tests.support.installed import reads_sharded_files
 from tests.support.models import EVERY, Recipe, assert_same_outputs, load, outputs, read_hf, write
-from tests.support.reshard import (
+from tests.support.sharded_files import (
     Held,
     fault_of_bytes,
     fault_of_cover,
@@ -27,8 +26,9 @@ from tests.support.reshard import (
     state_of,
 )
 from tests.support.slow import slow_but
-from tests.support.stock import assert_same_tensors, payload_bytes, raw
-from tests.support.stock import load as stock_load
+from tests.support.torch_dcp import assert_same_tensors, payload_bytes, raw
+from tests.support.torch_dcp import load as stock_load
+from tests.support.transformers_version import reads_sharded_files
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 

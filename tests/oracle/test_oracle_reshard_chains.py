@@ -12,10 +12,10 @@ import torch.distributed.checkpoint as dcp
 
 import ckptx
 from tests.support.models import EVERY, Recipe, assert_same_outputs, load, outputs, read_hf, write
-from tests.support.reshard import deeper, in_dcp, in_shards, layer_of, rank_of, state_of
+from tests.support.sharded_files import deeper, in_dcp, in_shards, layer_of, rank_of, state_of
 from tests.support.slow import slow_but
-from tests.support.stock import assert_same_tensors, file_bytes, raw
-from tests.support.stock import load as stock_load
+from tests.support.torch_dcp import assert_same_tensors, file_bytes, raw
+from tests.support.torch_dcp import load as stock_load
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 

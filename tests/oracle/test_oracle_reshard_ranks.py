@@ -16,12 +16,12 @@ from safetensors.torch import save_file
 import ckptx
 from tests.layout.fake_ranks import Asked, Elements, ask
 from tests.support import reshard_ranks
-from tests.support.installed import compares_the_files
 from tests.support.models import EVERY, read_hf, write
 from tests.support.pool import GlooPool
-from tests.support.reshard import Held as Rectangle
-from tests.support.reshard import deeper, in_dcp, in_shards, layer_of, rank_of
+from tests.support.sharded_files import Held as Rectangle
+from tests.support.sharded_files import deeper, in_dcp, in_shards, layer_of, rank_of
 from tests.support.slow import slow_but
+from tests.support.transformers_version import compares_the_files
 
 Indices = np.ndarray[Any, np.dtype[np.int64]]
 

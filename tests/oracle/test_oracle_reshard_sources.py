@@ -15,10 +15,10 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 import ckptx
 from ckptx.errors import OutputError
 from tests.support.models import EVERY, assert_same_outputs, load, outputs, read_hf, write
-from tests.support.reshard import deeper, in_dcp, in_shards, rank_of
+from tests.support.sharded_files import deeper, in_dcp, in_shards, rank_of
 from tests.support.slow import slow_but
-from tests.support.stock import assert_same_tensors, file_bytes
-from tests.support.stock import load as stock_load
+from tests.support.torch_dcp import assert_same_tensors, file_bytes
+from tests.support.torch_dcp import load as stock_load
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 

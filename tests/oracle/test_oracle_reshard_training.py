@@ -19,13 +19,13 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
 import ckptx
 from ckptx.errors import UnsupportedError, UsageError
-from tests.support import reshard_ranks, training
+from tests.support import reshard_ranks, torch_training
 from tests.support.models import load, read_file, write
 from tests.support.pool import GlooPool
-from tests.support.reshard import deeper, fault_of_cover, in_dcp, rank_of
+from tests.support.sharded_files import deeper, fault_of_cover, in_dcp, rank_of
 from tests.support.slow import slow_but
-from tests.support.stock import assert_same_tensors, metadata, raw
-from tests.support.stock import load as stock_load
+from tests.support.torch_dcp import assert_same_tensors, metadata, raw
+from tests.support.torch_dcp import load as stock_load
 
 LAYERS = 3  # over two stages: 2 and 1
 STAGES = [(0, 2), (2, 3)]
@@ -54,7 +54,7 @@ def is_tied(hf: Path) -> bool:
 
 def train(pool: GlooPool, hf: Path, out: Path, layout: str = "model-optim", threads: int = 1) -> Path:
     """Two ranks of FSDP2 save the model and AdamW after a step."""
-    return training.trained_once(pool, hf, out, 2, 1, layout, threads)
+    return torch_training.trained_once(pool, hf, out, 2, 1, layout, threads)
 
 
 def objects(path: Path) -> dict[str, Any]:
@@ -244,7 +244,7 @@ def save(state: dict[str, Any], path: Path) -> Path:
 
 def trained(hf: Path) -> tuple[Any, torch.optim.Optimizer]:
     model = load(hf)
-    return model, training.step(model)
+    return model, torch_training.step(model)
 
 
 def test_states_by_index_are_refused(untied: Path, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""`verify --run` on real gloo ranks: models under TP x FSDP2 compute what they compute in one piece, and every planted
+"""`verify --run` on real gloo ranks: models under TP x FSDP2 compute what they compute in one piece, and every injected
 defect is found and named at its level."""
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ckptx.layout.parallel_dims import ParallelDims
 from tests.support.models import EVERY, VOCAB, Recipe, write
 from tests.support.pool import GlooPool
 from tests.support.runner import CliRunner
-from tests.support.runs import assert_equal, verified
+from tests.support.verify_runs import assert_equal, verified
 
 # Different builds, in every run: tied, multimodal, shared keys and values, experts, latent attention, Conv1D.
 RUN = ("llama-tied", "gemma3-vlm", "qwen3-moe", "deepseek-v3", "phi3")
@@ -128,7 +128,7 @@ def test_the_python_function_runs_models_too(hf_of: Callable[[str], Path]) -> No
         ckptx.verify(hf_of("llama-tied"), hf_of("llama-tied"), nonsense=1)
 
 
-# ------------------------------------------------------------------------------------------------------ planted defects
+# ----------------------------------------------------------------------------------------------------- injected defects
 
 
 def changed(hf: Path, to: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> Path:
@@ -153,7 +153,7 @@ def levels(document: dict[str, Any]) -> set[str]:
 
 
 def test_a_flipped_bit_in_a_slice_is_named_with_its_rank(pool: GlooPool, hf_of: Callable[[str], Path]) -> None:
-    document, text = verified(pool, hf_of("llama-untied"), hf_of("llama-untied"), plant="slice")
+    document, text = verified(pool, hf_of("llama-untied"), hf_of("llama-untied"), inject="slice")
     assert document["exit"] == 1
     found = [(row["rank"], row["name"]) for row in document["differing"] if row["level"] == "bytes"]
     assert found == [(1, "model.layers.1.mlp.up_proj.weight")]
@@ -209,7 +209,7 @@ def test_a_tensor_that_nothing_reads_is_a_difference_unless_both_have_it(
 
 
 def test_a_lost_gradient_is_named(pool: GlooPool, hf_of: Callable[[str], Path]) -> None:
-    document, _ = verified(pool, hf_of("llama-untied"), hf_of("llama-untied"), plant="gradient")
+    document, _ = verified(pool, hf_of("llama-untied"), hf_of("llama-untied"), inject="gradient")
     assert levels(document) == {"gradients"}
     assert {row["name"] for row in document["differing"]} == {"model.layers.0.self_attn.o_proj.weight"}
     assert {row["rank"] for row in document["differing"]} == {0, 1, 2, 3}

@@ -14,7 +14,7 @@ import ckptx
 from ckptx.errors import InputError
 from tests.support.models import EVERY, assert_same_outputs, load, outputs, write
 from tests.support.slow import slow_but
-from tests.support.stock import load as stock_load
+from tests.support.torch_dcp import load as stock_load
 
 CLASSES = ("llama-tied", "llama-both-different", "gpt2", "t5", "bert-pretraining", "qwen3-moe", "mixtral", "gemma3-vlm")
 

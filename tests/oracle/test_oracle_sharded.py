@@ -36,12 +36,12 @@ from ckptx.storage.local import LocalSource
 from tests.formats import cut_ranks
 from tests.formats.cut_writer import Blocks, along, cuts, everywhere, grid, halves, once, write_cut_dcp, write_sharded
 from tests.support import models
-from tests.support.installed import READS_SHARDED_FILES, reads_sharded_files
+from tests.support.checkpoint_writers import Value
 from tests.support.models import Recipe, assert_same_outputs, load, outputs, read_hf, tokens, write
 from tests.support.pool import GlooPool
-from tests.support.stock import assert_same_tensors, raw
-from tests.support.stock import load as stock_load
-from tests.support.writers import Value
+from tests.support.torch_dcp import assert_same_tensors, raw
+from tests.support.torch_dcp import load as stock_load
+from tests.support.transformers_version import READS_SHARDED_FILES, reads_sharded_files
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:torch.distributed is disabled", "ignore:Distributed environment not initialized"

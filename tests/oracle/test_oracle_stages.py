@@ -15,7 +15,7 @@ from ckptx.layout.parallel_dims import ParallelDims
 from ckptx.runtime.parallel.pipeline.schedules import can_split_backward
 from tests.support.models import EVERY, read_hf, write
 from tests.support.pool import GlooPool
-from tests.support.runs import assert_equal, verified
+from tests.support.verify_runs import assert_equal, verified
 
 # The hidden state alone, tied and untied; per-layer inputs with shared keys and values; encoder and decoder; images.
 RUN = ("llama-tied", "llama-untied", "gemma4-shared-kv", "t5", "gemma3-vlm", "qwen3-moe")
@@ -79,7 +79,7 @@ def test_compiled_layers_of_stages_stay_within_their_noise(
     ("name", "settings"),
     [
         ("gemma4-shared-kv", {"activation_checkpointing": "full"}),
-        ("gemma4-vlm", {"activation_checkpointing": "selective", "plant": "images in some"}),
+        ("gemma4-vlm", {"activation_checkpointing": "selective", "inject": "images in some"}),
     ],
 )
 def test_eight_ranks_of_tp_stages_and_fsdp2_stay_within_their_noise(
@@ -121,7 +121,7 @@ def test_a_difference_is_named_with_its_stage(pool: GlooPool, hf_of: Callable[[s
 
 def test_one_unit_in_the_last_place_is_a_difference(pool: GlooPool, hf_of: Callable[[str], Path]) -> None:
     """Also on the ranks that do not have the reference."""
-    document, _ = verified(pool, hf_of("llama-tied"), hf_of("llama-tied"), 1, 1, pp=2, plant="last place")
+    document, _ = verified(pool, hf_of("llama-tied"), hf_of("llama-tied"), 1, 1, pp=2, inject="last place")
     (row,) = document["differing"]
     assert (document["exit"], row["level"], row["rank"], row["tolerance"]) == (1, "forward", 1, 0)
 

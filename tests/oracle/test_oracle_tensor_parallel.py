@@ -10,11 +10,11 @@ import re
 
 import pytest
 
-from tests.support.installed import IS_ASKED
-from tests.support.judged import TP, Judge, allowed, computed, cut_on_rank, distance
+from tests.support.against_transformers import TP, Judge, allowed, computed, cut_on_rank, distance
 from tests.support.models import EVERY
 from tests.support.pool import GlooPool
 from tests.support.slow import slow_but
+from tests.support.transformers_version import IS_ASKED
 
 FAST = ("llama-tied", "gemma3-vlm", "qwen3-moe", "deepseek-v3", "phi3", "gpt2")
 

@@ -29,8 +29,8 @@ from tests.support.models import (
     read_hf,
     write,
 )
-from tests.support.stock import load as stock_load
-from tests.support.stock import metadata, raw
+from tests.support.torch_dcp import load as stock_load
+from tests.support.torch_dcp import metadata, raw
 
 
 class Family(NamedTuple):

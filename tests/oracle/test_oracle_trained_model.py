@@ -15,8 +15,8 @@ import transformers
 
 import ckptx
 from tests.support.models import read_hf
-from tests.support.stock import assert_same_tensors, file_bytes
-from tests.support.stock import load as stock_load
+from tests.support.torch_dcp import assert_same_tensors, file_bytes
+from tests.support.torch_dcp import load as stock_load
 
 _SENTENCES = [
     "A conversion is the difference between two catalogs.",

@@ -17,11 +17,11 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
 import ckptx
 from ckptx.errors import InputError
-from tests.support import models, training
+from tests.support import models, torch_training
 from tests.support.models import Recipe, assert_same_outputs, load, outputs, read_file, read_hf, tokens, write
 from tests.support.pool import GlooPool
 from tests.support.slow import slow_but
-from tests.support.stock import assert_same_tensors, metadata, raw
+from tests.support.torch_dcp import assert_same_tensors, metadata, raw
 
 MESHES = pytest.mark.parametrize(("dp", "tp"), [(2, 1), (1, 2), (2, 2), (4, 1), (1, 4)])
 
@@ -41,7 +41,7 @@ def tied_hf(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def train(pool: GlooPool, hf: Path, out: Path, dp: int, tp: int, layout: str, threads: int = 1) -> Path:
-    return training.trained_once(pool, hf, out, dp, tp, layout, threads)
+    return torch_training.trained_once(pool, hf, out, dp, tp, layout, threads)
 
 
 def assert_trained(hf: Path, out: Path, expected: dict[str, torch.Tensor]) -> None:
@@ -75,7 +75,7 @@ def test_other_ways_to_shard_become_the_gathered_model(
 ) -> None:
     """Copies of shards on several ranks, and cuts along the last dim; Mixtral's experts are fused in 3-d tensors."""
     write(models.RECIPES[recipe], tmp_path / "hf")
-    pool.run(training.save_otherwise_sharded, world_size, tmp_path / "hf", tmp_path, how)
+    pool.run(torch_training.save_otherwise_sharded, world_size, tmp_path / "hf", tmp_path, how)
     ckptx.convert("dcp2hf", tmp_path / "dcp", tmp_path / "out", base=str(tmp_path / "hf"), names="model")
     expected = read_file(tmp_path / "expected.safetensors")
     assert_same_tensors(read_hf(tmp_path / "out"), expected)
@@ -270,7 +270,7 @@ def test_a_name_with_and_without_a_wrapper_is_one_tensor_where_the_bytes_are_equ
 @MESHES
 def test_stock_torch_loads_into_a_sharded_model(pool: GlooPool, hf: Path, tmp_path: Path, dp: int, tp: int) -> None:
     ckptx.convert("hf2dcp", hf, tmp_path / "dcp")
-    for wrong in pool.run(training.load_and_compare, dp * tp, hf, tmp_path / "dcp", dp, tp):
+    for wrong in pool.run(torch_training.load_and_compare, dp * tp, hf, tmp_path / "dcp", dp, tp):
         assert wrong == []
 
 
@@ -282,7 +282,7 @@ def test_stock_torch_finds_the_head_of_a_tied_model(
     """A model with a head of its own, as a last pipeline stage has, asks for a name that the HF files leave out."""
     assert "lm_head.weight" not in read_hf(tied_hf)
     ckptx.convert("hf2dcp", tied_hf, tmp_path / "dcp", files=3)
-    for wrong in pool.run(training.load_and_compare, dp * tp, tied_hf, tmp_path / "dcp", dp, tp, True):
+    for wrong in pool.run(torch_training.load_and_compare, dp * tp, tied_hf, tmp_path / "dcp", dp, tp, True):
         assert wrong == []
 
 
@@ -291,5 +291,5 @@ def test_comparison_after_loading_notices_other_weights(pool: GlooPool, hf: Path
     other = tmp_path / "other"
     changed = {"lm_head.weight": ("lm_head.weight", False)}
     write(Recipe(lambda: models.llama(num_key_value_heads=4), tokens, add=changed), other)
-    for wrong in pool.run(training.load_and_compare, 2, other, tmp_path / "dcp", 2, 1):
+    for wrong in pool.run(torch_training.load_and_compare, 2, other, tmp_path / "dcp", 2, 1):
         assert wrong == ["lm_head.weight"]

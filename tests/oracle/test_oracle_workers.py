@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 
 import ckptx
 from tests.support.models import RECIPES, write
-from tests.support.stock import file_bytes
+from tests.support.torch_dcp import file_bytes
 
 
 def convert(direction: str, src: Path, dst: Path, **options: Any) -> dict[str, bytes]:

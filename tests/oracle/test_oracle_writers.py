@@ -30,8 +30,8 @@ from tests.support.models import (
     write,
 )
 from tests.support.slow import slow_but
-from tests.support.stock import assert_same_tensors, metadata, raw
-from tests.support.stock import load as stock_load
+from tests.support.torch_dcp import assert_same_tensors, metadata, raw
+from tests.support.torch_dcp import load as stock_load
 
 FAST = (
     "llama-tied",

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.checkpoint_writers import LLAMA, llama, names_in, write_dcp, write_hf
 from tests.support.models import EVERY, write
 from tests.support.ranks import finish, start, start_alone
-from tests.support.writers import LLAMA, llama, names_in, write_dcp, write_hf
 
 CONFIG = {**LLAMA, "num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 8, "vocab_size": 16}
 STAGING = ".cut.ckptx-partial"

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.checkpoint_writers import LLAMA, llama, write_dcp, write_hf
 from tests.support.slow import slow_but
-from tests.support.writers import LLAMA, llama, write_dcp, write_hf
 
 # Python runs a `sitecustomize` before anything else, in processes that ckptx starts, too.
 _BLOCKER = """

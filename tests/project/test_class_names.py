@@ -28,7 +28,7 @@ def test_no_class_name_is_used_twice() -> None:
     assert used_twice({str(path.relative_to(ROOT)): path.read_text(encoding="utf-8") for path in sorted(files)}) == {}
 
 
-def test_a_planted_name_is_found() -> None:
+def test_an_injected_name_is_found() -> None:
     sources = {
         "a.py": "class Plan:\n    pass",
         "b.py": "def f():\n    class Plan:\n        pass",

@@ -19,7 +19,7 @@ from ckptx.errors import CkptxError, InternalError
 from ckptx.formats.unsupported import UNSUPPORTED_KINDS
 from ckptx.report.robustness_text import CAUSES
 from ckptx.robustness_suite.faults import FAULTS
-from tests.support.tool import tool
+from tests.support.import_tool import tool
 
 ROOT = Path(__file__).resolve().parents[2]
 GENERATED = "docs/situations.md"  # has hostile options, and links to nothing
@@ -93,7 +93,7 @@ def test_links_and_anchors_lead_somewhere(page: str) -> None:
     assert broken_links(page, text_of(page)) == []
 
 
-def test_a_planted_link_is_found() -> None:
+def test_an_injected_link_is_found() -> None:
     text = "# A `b` -- c?\n\n[a](#a-b----c) [b](#b) [c](docs/none.md) [d](docs/report.md#env) [e](docs/report.md#none)"
     assert broken_links("README.md", text) == ["#b", "docs/none.md", "docs/report.md#none"]
 
@@ -190,7 +190,7 @@ def test_options_exist(page: str) -> None:
         assert misplaced_options(block.text) == [], str(block)
 
 
-def test_a_planted_option_is_found() -> None:
+def test_an_injected_option_is_found() -> None:
     assert unknown_options("`--tp 2`, `--turbo`, a--b, `--no-backward`, `--rounds`") == ["--turbo"]
     assert misplaced_options("torchrun -m ckptx reshard A B --tp 2  # --none\nckptx diff A B --tp 2") == ["diff --tp"]
     assert misplaced_options("$ ckptx convert dcp2hf A B --files 2") == ["convert dcp2hf --files"]
@@ -238,7 +238,7 @@ def test_a_session_is_its_commands_and_what_they_print(tmp_path: Path) -> None:
         ("python", "assert False\n", "AssertionError"),
     ],
 )
-def test_a_planted_fault_is_found(tmp_path: Path, language: str, text: str, said: str) -> None:
+def test_an_injected_fault_is_found(tmp_path: Path, language: str, text: str, said: str) -> None:
     assert said in check_docs.run(check_docs.Block("p", 1, language, text), tmp_path)
 
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from ckptx.report.report import SCHEMA_VERSION
-from tests.support.tool import tool
-from tests.support.writers import LLAMA, llama, write_dcp, write_hf
+from tests.support.checkpoint_writers import LLAMA, llama, write_dcp, write_hf
+from tests.support.import_tool import tool
 
 action = tool("github_action")
 

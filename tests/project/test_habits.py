@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.tool import tool
+from tests.support.import_tool import tool
 
 ROOT = Path(__file__).resolve().parents[2]
 docs_site = tool("docs_site")

@@ -111,7 +111,7 @@ def faults_of(source: str, file: str) -> list[str]:
 FILES = sorted(str(path.relative_to(ROOT)) for path in ROOT.rglob("*.py"))
 
 
-def test_only_who_plants_faults_knows_them() -> None:
+def test_only_who_injects_faults_knows_them() -> None:
     """Oracles and phases that knew a fault would prove nothing by naming it."""
     known = {
         file
@@ -146,7 +146,7 @@ def test_only_who_plants_faults_knows_them() -> None:
         ("helpers.py", "", "is in no layer"),
     ],
 )
-def test_a_planted_import_is_found(file: str, source: str, fault: str) -> None:
+def test_an_injected_import_is_found(file: str, source: str, fault: str) -> None:
     (found,) = faults_of(source, file)
     assert fault in found
 
@@ -199,7 +199,7 @@ def test_no_files_form_a_circle() -> None:
     assert circle_in(neighbours(sources)) == []
 
 
-def test_a_planted_circle_is_found() -> None:
+def test_an_injected_circle_is_found() -> None:
     sources = {
         "transfer/a.py": "from ckptx.transfer.b import B",
         "transfer/b.py": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from ckptx.transfer import c",
@@ -229,7 +229,7 @@ def calls_beside_storage(source: str, file: str) -> list[str]:
     return [f"{file}:{node.lineno}: os.{node.attr}" for node in found if node.attr in POSITIONAL]
 
 
-def test_a_planted_call_is_found() -> None:
+def test_an_injected_call_is_found() -> None:
     source = "import os\ndef f(fd):\n    return os.pread(fd, 1, 0)"
     assert calls_beside_storage(source, "transfer/x.py") == ["transfer/x.py:3: os.pread"]
     assert calls_beside_storage(source, "storage/x.py") == []
@@ -255,7 +255,7 @@ def looks_at_a_disk(source: str, file: str) -> list[str]:
     return found
 
 
-def test_a_planted_look_at_a_disk_is_found() -> None:
+def test_an_injected_look_at_a_disk_is_found() -> None:
     assert looks_at_a_disk("import os", "formats/x/reader.py") == ["formats/x/reader.py:1: imports os"]
     assert looks_at_a_disk("from pathlib import Path", "transfer/x.py") == ["transfer/x.py:1: imports Path"]
     assert looks_at_a_disk("from pathlib import PurePosixPath", "formats/x.py") == []
@@ -283,7 +283,7 @@ def comparisons_of_format(source: str, file: str) -> list[str]:
     ]
 
 
-def test_a_planted_comparison_is_found() -> None:
+def test_an_injected_comparison_is_found() -> None:
     for text in ('x = c.format == "dcp"', 'x = c.format in ("dcp", "bin")', 'x = "dcp" != view.catalog.format'):
         assert comparisons_of_format(text, "view.py") == ["view.py:1"]
     assert comparisons_of_format('x = c.format == "dcp"', "formats/x.py") == []
@@ -310,7 +310,7 @@ def names_of_models(source: str, file: str) -> list[str]:
     ]
 
 
-def test_a_planted_name_of_a_model_is_found() -> None:
+def test_an_injected_name_of_a_model_is_found() -> None:
     for text in ('x = kind == "pixtral"', 'T = {"LlamaForCausalLM": 1}', 'x = kind in ("qwen2_vl", "other")'):
         (found,) = names_of_models(text, "view.py")
         assert found.startswith("view.py:1: ")

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from ckptx.options.commands import COMMANDS
-from tests.support.writers import LLAMA, llama, write_dcp, write_hf
+from tests.support.checkpoint_writers import LLAMA, llama, write_dcp, write_hf
 
 _LOADED = """
 import json, sys

@@ -143,7 +143,7 @@ def private_names(source: str, file: str) -> list[str]:
         "import torch\n_foreach_mul_ = torch._foreach_mul_",
     ],
 )
-def test_a_planted_name_is_found(source: str) -> None:
+def test_an_injected_name_is_found(source: str) -> None:
     assert private_names(source, "runtime/x.py")
     assert not private_names(source, TORCH)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ckptx.report.schema import build_schema, report_classes
-from tests.support.tool import tool
+from tests.support.import_tool import tool
 
 compare_trees = tool("compare_trees")
 COMMANDS = compare_trees.RENAMED["commands"]

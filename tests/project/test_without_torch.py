@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.models import EVERY, RECIPES, write
-from tests.support.popular import LANGUAGE, OTHERS, build
+from tests.support.popular_models import LANGUAGE, OTHERS, build
 
 _WORK = """
 import json, sys

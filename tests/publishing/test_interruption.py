@@ -20,8 +20,8 @@ import xxhash
 
 import ckptx
 from ckptx.errors import CkptxError
+from tests.support.checkpoint_writers import LLAMA, framed, names_in
 from tests.support.slow import slow_but
-from tests.support.writers import LLAMA, framed, names_in
 
 HIDDEN, LAYERS = 2048, 10
 KILLS = 10  # in each direction
@@ -190,7 +190,7 @@ def test_killed_then_run_without_resume_starts_afresh(settings: dict[str, Settin
 
 
 def test_the_checks_would_notice(settings: dict[str, Setting], dst: Path) -> None:
-    """Planted defects: a published half, and a staging directory under a name that loaders look into."""
+    """Injected defects: a published half, and a staging directory under a name that loaders look into."""
     setting = settings["hf2dcp"]
     shutil.copytree(setting.expected, dst)
     (dst / ".metadata").unlink()

@@ -28,7 +28,7 @@ from ckptx.formats.hf.reader import refuse_adapters
 from ckptx.formats.torch_archive.archive import archive_head, archive_length, archive_tail
 from ckptx.report.documents.conversion import ConversionReport
 from ckptx.storage import files as storage
-from tests.support.writers import (
+from tests.support.checkpoint_writers import (
     LLAMA,
     Value,
     flip,

@@ -15,7 +15,7 @@ from ckptx.publishing.output_checks import free_space, refuse_existing, refuse_o
 from ckptx.publishing.staging import Staging
 from ckptx.storage.directory_handle import DirectoryHandle
 from ckptx.storage.staging_paths import is_in_staging_directory
-from tests.support.writers import names_in, tree_bytes
+from tests.support.checkpoint_writers import names_in, tree_bytes
 
 
 def fill(staging: Staging, text: bytes = b"new") -> None:

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 import ckptx
 from ckptx.report.documents.conversion import ConversionReport
-from tests.support.writers import LLAMA, Value, llama, tree_bytes, value, write_dcp, write_hf
+from tests.support.checkpoint_writers import LLAMA, Value, llama, tree_bytes, value, write_dcp, write_hf
 
 CONFIG = LLAMA | {
     "hidden_size": 8, "intermediate_size": 24, "num_attention_heads": 2, "num_hidden_layers": 2,

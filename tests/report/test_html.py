@@ -135,7 +135,7 @@ def test_names_are_text_whatever_they_say(dims: ParallelDims | None) -> None:
         (":root {", ":root { background: url(https://x/y.png);", "outside"),
     ],
 )
-def test_a_planted_defect_is_found(search: str, replace: str, fault: str) -> None:
+def test_an_injected_defect_is_found(search: str, replace: str, fault: str) -> None:
     dims = ParallelDims(2)
     catalog = catalog_of([("</script><img src=x>", (4, 4), 0), ("norm", (4,), 0)], dims)
     text, _ = page_of(catalog, dims)

@@ -19,7 +19,7 @@ from ckptx.catalog.region import Region
 from ckptx.layout.parallel_dims import ParallelDims
 from tests.report.pages import Page
 from tests.report.test_html import EVIL, catalog_of, evil, page_of, small
-from tests.support.writers import LLAMA, llama, write_hf
+from tests.support.checkpoint_writers import LLAMA, llama, write_hf
 
 pytestmark = pytest.mark.slow
 

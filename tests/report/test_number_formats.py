@@ -22,7 +22,8 @@ import ckptx
 from ckptx.report.report import human_bytes
 from ckptx.report.text import conversion_text
 from tests.report.test_counting import EMBEDDING, HEAD, Source, source
-from tests.support.numbers import (
+from tests.support.checkpoint_writers import Value, value, write_dcp, write_hf
+from tests.support.report_numbers import (
     Lines,
     check_conversion,
     check_difference,
@@ -32,7 +33,6 @@ from tests.support.numbers import (
     is_size,
     run,
 )  # fmt: skip
-from tests.support.writers import Value, value, write_dcp, write_hf
 
 # Options of a step; its source is HF or a DCP.
 FROM_HF: dict[str, tuple[str, ...]] = {
@@ -218,7 +218,7 @@ def test_a_number_that_no_pattern_reads_is_told() -> None:
 
 @pytest.mark.parametrize("spoil", ["tensors", "output_bytes", "peak_rss", "written", "stored", "dtypes", "action"])
 def test_a_report_whose_numbers_contradict_each_other_is_found(tmp_path: Path, spoil: str) -> None:
-    """A planted defect in the document of a sound run: the text was made of the other number."""
+    """An injected defect in the document of a sound run: the text was made of the other number."""
     found = source("tied")
     src = write_hf(tmp_path / "src", found.tensors, config=found.config)
     dst = tmp_path / "dst"

@@ -56,7 +56,7 @@ def test_names_are_text_whatever_they_say(name: str) -> None:
         (":root {", ":root { background: url(https://x/y.png);", "outside"),
     ],
 )
-def test_a_planted_defect_is_found(search: str, replace: str, said: str) -> None:
+def test_an_injected_defect_is_found(search: str, replace: str, said: str) -> None:
     text = robustness_page(hostile("</script><img src=x>"), "small")
     assert fault(text) is None and search in text
     assert re.search(said, fault(text.replace(search, replace)) or "")

@@ -95,7 +95,7 @@ def test_names_are_text_whatever_they_say(text: str) -> None:
         ("properties>", "propertied>", "propertied"),
     ],
 )
-def test_a_planted_defect_is_found(search: str, replace: str, said: str) -> None:
+def test_an_injected_defect_is_found(search: str, replace: str, said: str) -> None:
     text = junit_xml(broken(), "small")
     assert fault_of(text) is None and search in text
     found = fault_of(text.replace(search, replace))

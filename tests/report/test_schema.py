@@ -14,9 +14,9 @@ from ckptx.cli.main import cli, commands
 from ckptx.options.commands import COMMANDS
 from ckptx.report.schema import build_schema, report_classes
 from tests.conversion.steps import CONFIG, TIED
-from tests.support.calls import arguments_of
+from tests.support.checkpoint_writers import llama, value, write_dcp, write_hf
+from tests.support.command_arguments import arguments_of
 from tests.support.runner import CliRunner
-from tests.support.writers import llama, value, write_dcp, write_hf
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 SCHEMA = ROOT / "docs" / "report.schema.json"

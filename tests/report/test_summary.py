@@ -17,8 +17,8 @@ from ckptx.cli.main import cli
 from ckptx.report import documents, summary
 from ckptx.report.report import Report
 from tests.report.made import broken, converted, forecasted, inspected, robust, searched, too_large
+from tests.support.checkpoint_writers import llama, write_hf
 from tests.support.runner import CliRunner
-from tests.support.writers import llama, write_hf
 
 MADE: list[Callable[..., Report]] = [broken, converted, forecasted, inspected, robust, searched, too_large]
 

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.planted.external_trainers import EXTERNAL, MISTAKES, SCRIPTS
-from benchmarks.planted.trainers import inject_into
+from benchmarks.injected.external_trainers import EXTERNAL, MISTAKES, SCRIPTS
+from benchmarks.injected.trainers import inject_into
 from ckptx.robustness_suite import command_runs
 from ckptx.robustness_suite import external_trainer as foreign
 from ckptx.robustness_suite.report_builder import ReportBuilder
@@ -71,7 +71,7 @@ def test_there_are_six_mistakes_for_each_of_three_trainers() -> None:
 
 
 @pytest.mark.parametrize("trainer", SCRIPTS)
-def test_every_mistake_can_be_planted(trainer: str, tmp_path: Path) -> None:
+def test_every_mistake_can_be_injected(trainer: str, tmp_path: Path) -> None:
     for which, mistake in MISTAKES[trainer].items():
         script = tmp_path / f"{which}.py"
         shutil.copy(EXTERNAL / SCRIPTS[trainer], script)

@@ -53,7 +53,7 @@ def test_a_fault_of_a_resumed_run_is_named(session: Opened, name: str) -> None:
     assert first in (row["needed"], "finite"), "nothing that comes before is blamed"
 
 
-@pytest.mark.slow  # `test_robustness_run.py` plants one of them by the command
+@pytest.mark.slow  # `test_robustness_run.py` injects one of them by the command
 @pytest.mark.parametrize("name", OTHERS)
 def test_a_fault_of_another_phase_is_named(tmp_path: Path, name: str) -> None:
     settings = SHORT if FAULTS[name].phase == OTHER_LAYOUTS else (*SHORT, SHALLOW)  # one of them cuts four layers

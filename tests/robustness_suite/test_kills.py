@@ -18,7 +18,7 @@ from ckptx.robustness_suite.surviving_steps import check_steps
 from ckptx.runtime.checkpointing.save import save
 from ckptx.runtime.training.checkpoints import StepDirectories
 from tests.support import killed_ranks
-from tests.support.forked import fresh
+from tests.support.forked_programs import fresh
 from tests.support.killed_ranks import HOW, RANKS, Kill, Trained
 from tests.support.slow import slow_but
 
@@ -119,7 +119,7 @@ def test_a_step_that_is_there_is_replaced_in_one_step(rehearsed: Rehearsed, tmp_
     assert (left.faults, left.latest, left.published) == ([], 6, [3, 6]), kill.at
 
 
-# ------------------------------------------------------------------------------------ planted defects
+# ------------------------------------------------------------------------------------ injected defects
 
 
 def marks_first(at: Trained, root: Path, step: int) -> None:
@@ -170,7 +170,7 @@ PUBLISH = "rename .step-N.ckptx-partial/tree -> step-N"
         (keeps_nothing, PUBLISH, "step-6: was complete, but no step is now the latest"),
     ],
 )
-def test_a_planted_defect_is_found(rehearsed: Rehearsed, tmp_path: Path, how: Any, at: str, fault: str) -> None:
+def test_an_injected_defect_is_found(rehearsed: Rehearsed, tmp_path: Path, how: Any, at: str, fault: str) -> None:
     root = tmp_path / "run"
     shutil.copytree(rehearsed.start, root)
     codes = killed_ranks.run(root, 9, how, kill=Kill(0, at, True))
@@ -244,7 +244,7 @@ def _cut(root: Path, name: str, act: Callable[[Path], None]) -> None:
 
 @pytest.mark.parametrize("deletes", ["in place", pytest.param("metadata last", marks=pytest.mark.slow)])
 def test_a_removal_without_a_rename_is_found(rehearsed: Rehearsed, tmp_path: Path, deletes: str) -> None:
-    """The planted defect: files go one by one under the name of the step."""
+    """The injected defect: files go one by one under the name of the step."""
     found = []
     with record_operations(tmp_path) as names:
         shutil.copytree(rehearsed.start, tmp_path / "0")

@@ -32,12 +32,12 @@ def refused(place: Any) -> None:
     import torch.distributed as dist
 
     if place.rank == 1:
-        raise UnsupportedError("planted: cannot")
+        raise UnsupportedError("injected: cannot")
     dist.all_reduce(torch.zeros(1))
 
 
 def broken(place: Any) -> None:
-    raise KeyError("planted")
+    raise KeyError("injected")
 
 
 def killed(place: Any) -> None:
@@ -101,9 +101,9 @@ def test_what_a_task_keeps_is_measured(ranks: Ranks) -> None:
 
 
 def test_an_error_comes_as_it_was_raised_and_from_who_raised_it(ranks: Ranks) -> None:
-    with pytest.raises(UnsupportedError, match=r"^planted: cannot$"):
+    with pytest.raises(UnsupportedError, match=r"^injected: cannot$"):
         ranks.run(refused, world_size=2)
-    with pytest.raises(InternalError, match="KeyError: 'planted'; please report this"):
+    with pytest.raises(InternalError, match="KeyError: 'injected'; please report this"):
         ranks.run(broken, world_size=2)
     assert ranks.run(added, 1, world_size=2)[1].value[1] == 3.0, "others take their place"
 

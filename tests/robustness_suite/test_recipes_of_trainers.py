@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.planted.trainers import MISTAKES, SCRIPTS, Mistake, inject
+from benchmarks.injected.trainers import MISTAKES, SCRIPTS, Mistake, inject
 from ckptx.report.report import Log
 from ckptx.robustness_suite import external_trainer as foreign
 from ckptx.robustness_suite.external_trainer import BUILT_IN_RECIPES

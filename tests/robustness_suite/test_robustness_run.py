@@ -20,8 +20,8 @@ from ckptx.robustness_suite.memory import _forecast_step
 from ckptx.robustness_suite.phases import PHASES, select_phases
 from ckptx.runtime.training.recipe_file import read_recipe
 from ckptx.runtime.training.source import prepare_source
+from tests.support.import_tool import ROOT
 from tests.support.runner import CliRunner
-from tests.support.tool import ROOT
 
 # Fewer steps and layers than the recipe has.
 SMALLER = [

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tests.support.writers import LLAMA, llama, write_dcp, write_hf
+from tests.support.checkpoint_writers import LLAMA, llama, write_dcp, write_hf
 
 CHECKOUT = Path(__file__).parents[2]
 LIMIT = 20

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from tests.situations.box import Box, situation
-from tests.support.writers import LLAMA, Value, llama, value, write_dcp, write_hf
+from tests.support.checkpoint_writers import LLAMA, Value, llama, value, write_dcp, write_hf
 
 _CONFIG = {
     **LLAMA, "vocab_size": 16, "hidden_size": 8, "intermediate_size": 24, "num_hidden_layers": 2,

@@ -16,7 +16,7 @@ import ckptx
 from ckptx.storage import open_file
 from tests.situations.box import Box, situation
 from tests.situations.paths import hf2dcp
-from tests.support.writers import LLAMA, SINGLE, Value, flip, llama, value, write_dcp, write_hf
+from tests.support.checkpoint_writers import LLAMA, SINGLE, Value, flip, llama, value, write_dcp, write_hf
 
 AREA = "conversion"
 EDITED = r"config\.json: differs from the config that ckptx\.json records.*--base HF"

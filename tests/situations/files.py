@@ -11,7 +11,7 @@ from typing import Any
 
 from tests.situations.box import Box, situation
 from tests.situations.paths import hf2dcp
-from tests.support.writers import (
+from tests.support.checkpoint_writers import (
     INDEX,
     SINGLE,
     archive,

@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 from tests.situations.box import Box, situation
-from tests.support.writers import LLAMA, llama, value, write_hf
+from tests.support.checkpoint_writers import LLAMA, llama, value, write_hf
 
 AREA = "layout"
 NOTHING = r"shards 0 tensors and replicates .* 100% of the parameter bytes: no TP rule matches"

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from tests.situations.box import Box, situation
-from tests.support.writers import LLAMA, Value, llama, value, write_dcp, write_hf
+from tests.support.checkpoint_writers import LLAMA, Value, llama, value, write_dcp, write_hf
 
 AREA = "names"
 MODEL = llama(layers=1, hidden=4, vocab=6, inner=8)

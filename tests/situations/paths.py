@@ -7,7 +7,7 @@ import socket
 from typing import Any
 
 from tests.situations.box import Box, Try, situation
-from tests.support.writers import INDEX, LLAMA, SINGLE, llama, write_hf, write_index, write_safetensors
+from tests.support.checkpoint_writers import INDEX, LLAMA, SINGLE, llama, write_hf, write_index, write_safetensors
 
 AREA = "paths"
 

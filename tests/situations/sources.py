@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.situations.box import Box, Try, situation
-from tests.support.writers import LLAMA, llama, manifest, value, write_dcp, write_hf, write_safetensors
+from tests.support.checkpoint_writers import LLAMA, llama, manifest, value, write_dcp, write_hf, write_safetensors
 
 AREA = "sources"
 URL = r"is a URL.*(copy to or from a local directory|write the)"

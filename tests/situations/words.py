@@ -10,7 +10,7 @@ from typing import Any
 
 from tests.situations.box import Box, Try, situation
 from tests.situations.paths import hf2dcp
-from tests.support.writers import LLAMA, SINGLE, llama, value, write_hf
+from tests.support.checkpoint_writers import LLAMA, SINGLE, llama, value, write_hf
 
 _CONFIGS: dict[str, tuple[tuple[int, ...], str]] = {
     "is empty": ((3,), ""),

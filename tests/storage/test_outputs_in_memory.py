@@ -23,8 +23,8 @@ from ckptx.storage.local import LocalSource
 from ckptx.transfer import plan as plan_module
 from ckptx.transfer.executor import CopyResult
 from ckptx.transfer.planner import plan_copy
-from tests.support.memory import MemoryFile, MemoryPath, MemoryPublisher, Store
-from tests.support.writers import LLAMA, llama, tree_bytes, write_hf
+from tests.support.checkpoint_writers import LLAMA, llama, tree_bytes, write_hf
+from tests.support.memory_storage import MemoryFile, MemoryPath, MemoryPublisher, Store
 
 TENSORS = llama()
 MARKER = ".metadata"

@@ -19,8 +19,8 @@ from ckptx.storage.directory_handle import DirectoryHandle
 from ckptx.storage.interface import OutputTree, Source, StoredFile, local_path, relative_name
 from ckptx.storage.listing import EntryKind
 from ckptx.storage.local import LocalSource
-from tests.support.memory import MemoryPath, MemoryTree, Store
-from tests.support.writers import LLAMA, llama, write_dcp, write_hf
+from tests.support.checkpoint_writers import LLAMA, llama, write_dcp, write_hf
+from tests.support.memory_storage import MemoryPath, MemoryTree, Store
 
 FILES = {"config.json": b"{}", "model/.metadata": b"meta", "model/a.distcp": bytes(range(256)), "empty": b""}
 
@@ -104,7 +104,7 @@ def test_a_listing_remembers_and_a_fresh_source_looks_again(place: Place) -> Non
 
 
 def test_more_names_than_any_checkpoint_has_are_refused(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("ckptx.storage.local", "tests.support.memory"):
+    for module in ("ckptx.storage.local", "tests.support.memory_storage"):
         monkeypatch.setattr(f"{module}.MAX_LISTED_NAMES", 3)
     assert len(place.source.listing()) == 3
     place.write("one more", b"")

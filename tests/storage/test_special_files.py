@@ -20,7 +20,7 @@ from ckptx.formats.registry import open_checkpoint
 from ckptx.model_view.sharder import read_plan
 from ckptx.options.conversion import ReshardOptions
 from ckptx.storage.files import read_small
-from tests.support.writers import llama, write_dcp, write_hf
+from tests.support.checkpoint_writers import llama, write_dcp, write_hf
 
 
 @pytest.fixture(autouse=True)

@@ -11,7 +11,7 @@ import torch
 from transformers import core_model_loading as loader
 
 from ckptx.mapping.ops import Conversion, Op
-from tests.support.installed import INSTALLED
+from tests.support.transformers_version import INSTALLED
 
 GATE, UP, ONE = "e.*.gate", "e.*.up", "x"
 CONFIG = SimpleNamespace(num_attention_heads=4)

@@ -27,7 +27,7 @@ from ckptx.runtime.checkpointing.training_state import PerRank
 from ckptx.runtime.parallel.distributed import all_gather_object, mesh_of
 from ckptx.runtime.parallel.randomness import RandomState, seed
 from ckptx.runtime.training.checkpoints import StepDirectories
-from tests.support.forked import fresh
+from tests.support.forked_programs import fresh
 
 RANKS = 2
 KEEP = 2

@@ -19,7 +19,7 @@ from ckptx.catalog.region import Region
 from ckptx.layout.placement import Placement, tp_regions
 from ckptx.runtime.checkpointing.load import load
 from ckptx.runtime.model.build import build_model, materialize
-from tests.support.stock import raw
+from tests.support.torch_dcp import raw
 
 Answer = tuple[str | None, int, int]  # error or None, bytes of this rank's shards, bytes read for them
 Regions = Callable[[str], "list[Region] | None"]

@@ -22,7 +22,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch.distributed.checkpoint._consolidate_hf_safetensors import consolidate_safetensors_files
 
-from tests.support.installed import READS_SHARDED_FILES
+from tests.support.transformers_version import READS_SHARDED_FILES
 from tests.support.vision_models import tiny
 
 VOCAB = 101  # a prime number

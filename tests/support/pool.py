@@ -20,7 +20,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from tests.support.forked import fresh
+from tests.support.forked_programs import fresh
 
 MAX_WORLD_SIZE = 8
 _LAST_WORDS = "last-words"

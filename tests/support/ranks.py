@@ -8,8 +8,8 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 
-from tests.support.forked import Forked
-from tests.support.installed import without_version_note
+from tests.support.forked_programs import Forked
+from tests.support.transformers_version import without_version_note
 
 _COMMAND = "from ckptx.cli.main import run\nrun()"
 

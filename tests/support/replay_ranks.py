@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor, zeros
 
-from tests.support.stock import raw
+from tests.support.torch_dcp import raw
 
 Placed = Sequence[Placement]
 

@@ -17,8 +17,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
-from tests.support import models, training
-from tests.support.stock import raw
+from tests.support import models, torch_training
+from tests.support.torch_dcp import raw
 
 Plan = Mapping[str, tuple[int, int | None]]
 
@@ -78,7 +78,7 @@ def load_stage(
 def load_fsdp(rank: int, world_size: int, hf: Path, checkpoint: Path, dp: int, tp: int) -> tuple[list[str], list[str]]:
     """Load a model with TP and FSDP2; return the names that differ, and the opened files of the checkpoint."""
     with watched_opens() as opened:
-        wrong = training.load_and_compare(rank, world_size, hf, checkpoint, dp, tp)
+        wrong = torch_training.load_and_compare(rank, world_size, hf, checkpoint, dp, tp)
     return wrong, inside(checkpoint, opened)
 
 

@@ -34,8 +34,8 @@ from ckptx.runtime.parallel.parallelize import parallelize
 from ckptx.runtime.parallel.tensor_parallel.apply import TensorParallelLayout
 from ckptx.runtime.parallel.tensor_parallel.plans import find_plan
 from tests.support.models import EVERY, Recipe, build, tokens
-from tests.support.stock import raw
 from tests.support.tensor_parallel import compute
+from tests.support.torch_dcp import raw
 
 MARKS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "exp_avg": lambda value: value * 2,

@@ -199,7 +199,7 @@ def main() -> None:
     if world_size > 1:
         dist.destroy_process_group()
     ours = {name for name in sys.modules if name.split(".")[0] in ("ckptx", "support")}
-    ours -= {"support", "tests.support.forked", "tests.support.preloaded"}  # modules that started this program
+    ours -= {"support", "tests.support.forked_programs", "tests.support.preload"}  # modules that started this program
     assert not ours, f"what is judged takes part: {ours}"
 
 

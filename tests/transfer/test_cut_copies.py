@@ -27,8 +27,8 @@ from ckptx.transfer import step_range_copier as passes_module
 from ckptx.transfer.executor import CopyResult, execute
 from ckptx.transfer.plan import CopyPlan
 from ckptx.transfer.planner import plan_copy
-from tests.support.memory import MemoryPath, source_of, tree_of
-from tests.support.writers import tree_bytes
+from tests.support.checkpoint_writers import tree_bytes
+from tests.support.memory_storage import MemoryPath, source_of, tree_of
 from tests.transfer.test_digest import defined
 from tests.transfer.test_stream import Array, numbers
 from tests.transfer.test_stream import cut as sliced

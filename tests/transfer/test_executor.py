@@ -23,8 +23,8 @@ from ckptx.transfer import plan as plan_module
 from ckptx.transfer.executor import CopyResult, execute
 from ckptx.transfer.plan import CopyPlan
 from ckptx.transfer.planner import plan_copy
-from tests.support.memory import MemoryPath, source_of, tree_of
-from tests.support.writers import Value, archive, flip, tree_bytes, value, write_hf
+from tests.support.checkpoint_writers import Value, archive, flip, tree_bytes, value, write_hf
+from tests.support.memory_storage import MemoryPath, source_of, tree_of
 from tests.transfer.test_digest import defined
 
 Place = Path | MemoryPath

@@ -23,7 +23,7 @@ from ckptx.transfer import cast as cast_module
 from ckptx.transfer.cast import CastSink, cast
 from ckptx.transfer.overflow_counts import OverflowCounts
 from ckptx.transfer.stream import push
-from tests.support.writers import LLAMA, Value, llama, names_in, write_dcp, write_hf
+from tests.support.checkpoint_writers import LLAMA, Value, llama, names_in, write_dcp, write_hf
 from tests.transfer.test_cast import EXPONENT, MANTISSA, NAMES, WORD
 
 PAIRS = [pair for pair in product(NAMES, NAMES) if pair[0] != pair[1]]
@@ -121,7 +121,7 @@ def test_what_is_infinite_already_and_nan_are_no_overflow() -> None:
 
 
 def test_the_comparison_would_notice(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Planted defect: the border is a number too high."""
+    """Injected defect: the border is a number too high."""
     kind, mask, infinity = cast_module._MAGNITUDES["F16"]
     monkeypatch.setitem(cast_module._MAGNITUDES, "F16", (kind, mask, infinity + 1))
     numbers = np.array([70000.0, 1.0], np.float32).tobytes()

@@ -20,7 +20,7 @@ from ckptx.errors import InputError, UnsupportedError
 from ckptx.transfer import segments as segments_module
 from ckptx.transfer import stream as stream_module
 from ckptx.transfer.stream import TensorReader
-from tests.support.memory import MemoryPath
+from tests.support.memory_storage import MemoryPath
 
 Shape = tuple[int, ...]
 Array = np.ndarray[Any, Any]

@@ -19,7 +19,7 @@ from ckptx.formats.dcp.metadata import TensorMetadata, parse_metadata
 from ckptx.formats.dcp.metadata_writer import metadata_to_bytes
 from ckptx.formats.torch_archive.archive import archive_length
 from ckptx.untrusted.limits import MAX_DIMS, find_shape_fault
-from tests.support.writers import INDEX, LLAMA, framed, llama, write_dcp, write_hf
+from tests.support.checkpoint_writers import INDEX, LLAMA, framed, llama, write_dcp, write_hf
 
 CONFIG = {
     **LLAMA, "hidden_size": 8, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2,

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from ckptx.cli import main as main_module
 from ckptx.untrusted.printable import escape_lines, escape_strings, one_line
-from tests.support.writers import framed, llama, value, write_hf
+from tests.support.checkpoint_writers import framed, llama, value, write_hf
 
 ACTIVE = [
     *map(chr, range(0x20)), *map(chr, range(0x7F, 0xA0)),

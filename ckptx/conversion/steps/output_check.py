@@ -191,7 +191,7 @@ class _PlannedBlocks:
         return chunks[numbers[file]] if file in numbers else None
 
     def require_all_found(self) -> None:
-        """Raise InternalError if a planned block was not found; names in a header are unique, so none was counted twice."""
+        """Raise InternalError if a planned block was not found; names in a header are unique: none counts twice."""
         planned = sum(len(entry.chunks) for entry in self._catalog.tensors.values())
         if self._found != planned:
             raise _internal_error(str(self._catalog.root), f"{self._found} blocks of {planned}")

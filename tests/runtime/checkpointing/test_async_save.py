@@ -18,9 +18,9 @@ import torch.distributed as dist
 from ckptx.runtime.checkpointing import async_save as background_save
 from ckptx.runtime.checkpointing.async_save import Saver
 from ckptx.runtime.checkpointing.training_state import load_training_state
-from tests.support import background_ranks, save_ranks, stock
+from tests.support import background_ranks, save_ranks, torch_dcp
 from tests.support.background_ranks import held
-from tests.support.forked import fresh
+from tests.support.forked_programs import fresh
 from tests.support.pool import GlooPool
 from tests.support.save_ranks import TP, Shape, cut
 from tests.support.slow import slow_but
@@ -51,7 +51,7 @@ def test_the_bytes_are_those_of_a_save_that_waits(
     pool: GlooPool, checkpoints: Any, tmp_path: Path, name: str, shape: Shape
 ) -> None:
     pool.run(background_ranks.both_ways, shape.dp * shape.tp, checkpoints(name), tmp_path, shape)
-    found, wanted = stock.file_bytes(tmp_path / "behind"), stock.file_bytes(tmp_path / "sync")
+    found, wanted = torch_dcp.file_bytes(tmp_path / "behind"), torch_dcp.file_bytes(tmp_path / "sync")
     assert found.keys() == wanted.keys() > {".metadata", "config.json", "__0_0.distcp"}
     assert [each for each, data in wanted.items() if found[each] != data] == []
     assert load_training_state(tmp_path / "behind")["counts"] == [1, 2]
@@ -59,13 +59,13 @@ def test_the_bytes_are_those_of_a_save_that_waits(
 
 def test_so_are_those_of_several_stages(pool: GlooPool, checkpoints: Any, tmp_path: Path) -> None:
     pool.run(background_ranks.several_stages, 2, checkpoints("llama-untied"), tmp_path)
-    assert stock.file_bytes(tmp_path / "behind") == stock.file_bytes(tmp_path / "sync")
+    assert torch_dcp.file_bytes(tmp_path / "behind") == torch_dcp.file_bytes(tmp_path / "sync")
 
 
 def test_a_copy_that_is_missing_shows(pool: GlooPool, checkpoints: Any, tmp_path: Path) -> None:
-    """The planted defect: the thread writes what the run has by then."""
+    """The injected defect: the thread writes what the run has by then."""
     pool.run(uncopied, 2, checkpoints("llama-tied"), tmp_path)
-    found, wanted = stock.file_bytes(tmp_path / "behind"), stock.file_bytes(tmp_path / "sync")
+    found, wanted = torch_dcp.file_bytes(tmp_path / "behind"), torch_dcp.file_bytes(tmp_path / "sync")
     assert all(found[name] != wanted[name] for name in ("__0_0.distcp", "__1_0.distcp"))
 
 

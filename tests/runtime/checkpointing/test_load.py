@@ -24,7 +24,7 @@ from tests.support.load_ranks import stock
 from tests.support.models import EVERY, assert_same_outputs, outputs, read_hf, write
 from tests.support.pool import GlooPool
 from tests.support.slow import slow_but
-from tests.support.stock import assert_same_tensors
+from tests.support.torch_dcp import assert_same_tensors
 
 # Ties of every kind, fused experts and projections, buffers that are saved, towers, encoder and decoder.
 FAST = (
@@ -195,7 +195,7 @@ def test_fp8_is_not_cast(copied: Path) -> None:
         loaded(copied)
 
 
-# ------------------------------------------------------------------------------------ planted defects
+# ------------------------------------------------------------------------------------ injected defects
 
 
 def test_a_missing_tensor_is_named(copied: Path) -> None:

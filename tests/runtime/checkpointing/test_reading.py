@@ -13,7 +13,7 @@ from ckptx.catalog.region import Region
 from ckptx.errors import UnsupportedError
 from ckptx.runtime.checkpointing import reading
 from ckptx.runtime.checkpointing.reading import OpenCheckpoint, RegionReader, open_source, split_region
-from tests.support.stock import raw
+from tests.support.torch_dcp import raw
 
 SHAPE = (6, 5, 4)
 

@@ -12,7 +12,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import ckptx
-from tests.support import save_ranks, stock
+from tests.support import save_ranks, torch_dcp
 from tests.support.load_ranks import stock as from_pretrained
 from tests.support.models import EVERY
 from tests.support.pool import GlooPool
@@ -47,8 +47,8 @@ def expected(hf: Path) -> Tensors:
 
 def wrong(path: Path, hf: Path) -> list[str]:
     """Names that stock torch loads with other bytes than they should have, or that are not there, or too many."""
-    found, wanted = stock.load(path), expected(hf)
-    same = [name for name in found.keys() & wanted.keys() if stock.raw(found[name]) == stock.raw(wanted[name])]
+    found, wanted = torch_dcp.load(path), expected(hf)
+    same = [name for name in found.keys() & wanted.keys() if torch_dcp.raw(found[name]) == torch_dcp.raw(wanted[name])]
     return sorted((found.keys() | wanted.keys()) - set(same))
 
 
@@ -97,9 +97,9 @@ def test_replicas_store_each_tensor_once(pool: GlooPool, checkpoints: Any, tmp_p
         (each.relative_path, each.offset): each.length
         for each in dcp.FileSystemReader(path).read_metadata().storage_data.values()
     }
-    assert sum(places.values()) == stock.payload_bytes(path), "bytes that no name leads to"
+    assert sum(places.values()) == torch_dcp.payload_bytes(path), "bytes that no name leads to"
     pool.run(save_ranks.retaken, 2, path, tmp_path / "again", Shape(dp=2))
-    stock.assert_same_tensors(stock.load(tmp_path / "again"), stock.load(path))
+    torch_dcp.assert_same_tensors(torch_dcp.load(tmp_path / "again"), torch_dcp.load(path))
 
 
 @pytest.mark.sampled(1)
@@ -107,7 +107,7 @@ def test_replicas_store_each_tensor_once(pool: GlooPool, checkpoints: Any, tmp_p
 def test_placements_alone_would_put_fused_groups_out_of_order(
     pool: GlooPool, checkpoints: Any, tmp_path: Path, name: str, by: str
 ) -> None:
-    """The planted defect: it is refused, or seen to be wrong."""
+    """The injected defect: it is refused, or seen to be wrong."""
     said = pool.run(save_ranks.misplaced, 2, checkpoints(name), tmp_path / "saved", by)
     if not all(said):
         assert [each for each in wrong(tmp_path / "saved", checkpoints(name)) if "c_attn" in each]
@@ -127,13 +127,13 @@ def run(
 
 def test_what_torch_gathers_is_what_is_saved(run: Any) -> None:
     _, path, gathered = run
-    found = stock.load(path / "one")
+    found = torch_dcp.load(path / "one")
     # Groups of unequal width, which torch cannot gather.
     moved = {name: content for name, content in gathered[0].items() if "c_attn" not in name}
     assert len(moved) > 20 and all(any(content) for content in moved.values())
     for name, content in moved.items():
         full = f"optim.state.{name}" if name.endswith(".exp_avg") else f"model.{name}"
-        assert stock.raw(found[full]) == content, name
+        assert torch_dcp.raw(found[full]) == content, name
     steps = [tensor for name, tensor in found.items() if name.endswith(".step")]
     assert steps and all(each == 1 for each in steps)
 
@@ -142,8 +142,8 @@ def test_the_same_mesh_goes_on_as_if_it_had_not_stopped(pool: GlooPool, run: Any
     path = run[1]
     pool.run(save_ranks.resumed, 2, path, tmp_path, TP, "ckptx")
     for each in ("one", "two"):
-        stock.assert_same_tensors(stock.load(tmp_path / each), stock.load(path / each))
-    steps = [stock.raw(stock.load(path / each)["model.lm_head.weight"]) for each in ("one", "two")]
+        torch_dcp.assert_same_tensors(torch_dcp.load(tmp_path / each), torch_dcp.load(path / each))
+    steps = [torch_dcp.raw(torch_dcp.load(path / each)["model.lm_head.weight"]) for each in ("one", "two")]
     assert steps[0] != steps[1]
 
 
@@ -152,7 +152,7 @@ def test_the_same_mesh_goes_on_as_if_it_had_not_stopped(pool: GlooPool, run: Any
 def test_another_mesh_takes_over(pool: GlooPool, run: Any, tmp_path: Path, by: str) -> None:
     path = run[1]
     pool.run(save_ranks.resumed, 2, path, tmp_path, FSDP, by)
-    stock.assert_same_tensors(stock.load(tmp_path / "one"), stock.load(path / "one"))
+    torch_dcp.assert_same_tensors(torch_dcp.load(tmp_path / "one"), torch_dcp.load(path / "one"))
     assert objects(tmp_path / "one") == objects(path / "one")
 
 
@@ -160,8 +160,8 @@ def test_a_converted_checkpoint_loads_in_transformers(run: Any, tmp_path: Path) 
     hf, path, _ = run
     ckptx.convert("dcp2hf", path / "one", tmp_path / "hf")
     model = from_pretrained(tmp_path / "hf")
-    found = stock.load(path / "one")
-    stock.assert_same_tensors(
+    found = torch_dcp.load(path / "one")
+    torch_dcp.assert_same_tensors(
         {f"model.{name}": tensor for name, tensor in model.state_dict().items()},
         {name: tensor for name, tensor in found.items() if name.startswith("model.")},
     )
@@ -170,7 +170,7 @@ def test_a_converted_checkpoint_loads_in_transformers(run: Any, tmp_path: Path) 
 
 def objects(path: Path) -> dict[str, Any]:
     """What is no tensor, as torch loads it."""
-    names = dcp.FileSystemReader(path).read_metadata().state_dict_metadata.keys() - stock.metadata(path).keys()
+    names = dcp.FileSystemReader(path).read_metadata().state_dict_metadata.keys() - torch_dcp.metadata(path).keys()
     state: dict[str, Any] = dict.fromkeys(names)
     dcp.load(state, storage_reader=dcp.FileSystemReader(path), no_dist=True)
     return state
@@ -211,7 +211,7 @@ def test_torch_makes_one_file_of_it(tied: Path, checkpoints: Any, tmp_path: Path
     held = torch.load(tmp_path / "all.pt", weights_only=True)
     assert held["step"] == 3
     wanted = from_pretrained(checkpoints("llama-tied")).state_dict()
-    stock.assert_same_tensors(held["model"], wanted)
+    torch_dcp.assert_same_tensors(held["model"], wanted)
     assert held["optim"]["param_groups.lm_head.weight.weight_decay"] == 0.01
     assert held["optim"]["param_groups.model.norm.weight.weight_decay"] == 0.0
 

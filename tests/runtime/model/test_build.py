@@ -159,7 +159,7 @@ def test_a_buffer_that_nothing_computes_is_refused(llama: Path) -> None:
 
 def test_a_class_that_fails_to_compute_is_refused(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(self: Any, module: nn.Module) -> None:
-        raise ZeroDivisionError("planted")
+        raise ZeroDivisionError("injected")
 
     monkeypatch.setattr(transformers.PreTrainedModel, "_init_weights", fail)
     with pytest.raises(UnsupportedError, match=r"buffers at model\.rotary_emb cannot be computed: ZeroDivisionError"):

@@ -16,7 +16,7 @@ from transformers.models.auto import modeling_auto
 from ckptx.runtime.model import layers
 from ckptx.runtime.model.layers import LayerList, find_layer_lists, layer_groups
 from tests.support.corrections import layers_rows
-from tests.support.installed import INSTALLED
+from tests.support.transformers_version import INSTALLED
 
 # Lists of modules that are no layers, by the class of their items: all are small, or are run without gradients.
 NO_LAYERS = {

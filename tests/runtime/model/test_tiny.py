@@ -314,7 +314,7 @@ def test_a_model_that_does_not_read_is_refused_by_name() -> None:
         tiny_config(config, transformers.ViTModel)
 
 
-def planted(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> None:
+def injected(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> None:
     """Makes what is narrowed wrong in some keys."""
 
     def narrow_wrongly(config: Any, how: ShrinkPolicy) -> Any:
@@ -337,7 +337,7 @@ PLANTED = {
 @pytest.mark.parametrize("defect", PLANTED)
 def test_a_config_of_other_layers_is_not_taken(defect: str, monkeypatch: pytest.MonkeyPatch) -> None:
     changes, message = PLANTED[defect]
-    planted(monkeypatch, **changes)
+    injected(monkeypatch, **changes)
     config, cls = large("llama-3-70b")
     config.num_hidden_layers = 4  # as wide, and built in no time
     with pytest.raises(

@@ -10,7 +10,7 @@ import pytest
 import torch.distributed as dist
 
 from ckptx.runtime.parallel.distributed import _is_connection_lost
-from tests.support.forked import Forked
+from tests.support.forked_programs import Forked
 from tests.support.ranks import free_port
 
 # Rank 1 ends while rank 0 waits for it; rank 0 prints what it met.

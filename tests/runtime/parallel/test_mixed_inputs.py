@@ -23,7 +23,7 @@ from ckptx.runtime.parity.execution import full_tensor
 from ckptx.runtime.parity.inputs.batch import make_inputs
 from tests.support.models import EVERY, Inputs, randomise
 from tests.support.pool import GlooPool
-from tests.support.staged import (
+from tests.support.staged_models import (
     Whole,
     away,
     deep,

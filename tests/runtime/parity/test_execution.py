@@ -14,7 +14,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from ckptx.errors import CkptxError, SpaceError, UnsupportedError
 from ckptx.runtime.parity.execution import ModuleCall, observe_outputs, run_step
 from ckptx.runtime.parity.inputs.batch import Inputs
-from tests.support.small import Looped, Scaled, inputs_of
+from tests.support.small_modules import Looped, Scaled, inputs_of
 
 FOUR = [[0, 1], [2, 3]]  # labels of two hidden states that are no logits, so that the loss is a mean square
 

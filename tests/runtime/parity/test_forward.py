@@ -22,7 +22,7 @@ from ckptx.runtime.parity.comparison import ReferenceResult
 from ckptx.runtime.parity.divergence import OutputsByCall
 from ckptx.runtime.parity.reference import WholeReference
 from ckptx.runtime.parity.stages import find_stage_of_row
-from tests.support.small import PLACE, ULP, Chosen, InPlace, Looped, Scaled, inputs_of
+from tests.support.small_modules import PLACE, ULP, Chosen, InPlace, Looped, Scaled, inputs_of
 
 IDS = [[0, 1], [2, 3]]
 

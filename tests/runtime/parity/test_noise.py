@@ -11,7 +11,7 @@ from torch import nn
 
 from ckptx.runtime.parity import noise
 from ckptx.runtime.parity.noise import perturb_copy, perturb_embeddings
-from tests.support.small import ULP, Scaled
+from tests.support.small_modules import ULP, Scaled
 
 
 def seeded(seed: int = 0) -> torch.Generator:

@@ -16,7 +16,7 @@ from ckptx.runtime.parity.comparison import ReferenceResult
 from ckptx.runtime.parity.model_loaders import ModelLoader
 from ckptx.runtime.parity.reference import OffloadedReference, ReferenceModel, WholeReference, partition_reference
 from tests.support.models import EVERY, write
-from tests.support.staged import deep
+from tests.support.staged_models import deep
 
 PLACE = RankContext(0, 1, torch.device("cpu"))
 # The hidden state alone, tied and untied; inputs of every layer, shared keys and values; one weight tied at three

@@ -23,9 +23,9 @@ from ckptx.runtime.parity import forward, reference
 from ckptx.runtime.parity.execution import StepResult
 from ckptx.runtime.parity.inputs.batch import make_inputs
 from tests.support.corrections import changed
-from tests.support.installed import INSTALLED, has_model
 from tests.support.models import EVERY, write
 from tests.support.pool import GlooPool
+from tests.support.transformers_version import INSTALLED, has_model
 from tests.support.vision_models import tiny
 
 

@@ -10,9 +10,9 @@ import pytest
 import ckptx
 from ckptx.architecture.extra_tensors import EXTRA_ROWS
 from ckptx.report.documents.verify_run import RunReport
+from tests.support.checkpoint_writers import LLAMA, Value, llama, value, write_hf
 from tests.support.extra_tensors import EXAMPLES
 from tests.support.slow import slow_but
-from tests.support.writers import LLAMA, Value, llama, value, write_hf
 
 CONFIG = {
     **LLAMA, "vocab_size": 16, "hidden_size": 8, "intermediate_size": 24, "num_hidden_layers": 2,

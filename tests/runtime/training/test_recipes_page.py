@@ -8,7 +8,7 @@ from msgspec import structs
 
 from ckptx.runtime.training.recipe import Recipe
 from ckptx.runtime.training.recipe_file import list_shipped_recipes
-from tests.support.tool import tool
+from tests.support.import_tool import tool
 
 build = tool("build_recipes_page")
 

@@ -20,10 +20,10 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import ckptx
-from tests.support import stock
+from tests.support import torch_dcp
+from tests.support.import_tool import ROOT
 from tests.support.models import EVERY, build
 from tests.support.pool import GlooPool
-from tests.support.tool import ROOT
 
 
 def program() -> str:
@@ -64,7 +64,7 @@ def run(rank: int, world_size: int, directory: Path, arguments: list[str], *chan
         world_size: Their number.
         directory: With MODEL-dropout in it.
         arguments: Of the program.
-        changes: Lines of the program that are others, for another mesh or a planted defect.
+        changes: Lines of the program that are others, for another mesh or an injected defect.
 
     Returns:
         Losses in the order of the backward passes, digests of gradients, parameters and states after each step of the
@@ -137,7 +137,7 @@ def test_what_goes_on_is_what_never_stopped(pool: GlooPool, tmp_path: Path, name
         assert later_said.splitlines() == said.splitlines()[half:]
     assert len({losses[0] for losses, *_ in first}) == 2, "each data rank has its data"
     last, other = (tmp_path / out / f"step-{count}" for out in ("run", "again"))
-    stock.assert_same_tensors(stock.load(other), stock.load(last))
+    torch_dcp.assert_same_tensors(torch_dcp.load(other), torch_dcp.load(last))
     assert ckptx.verify(last, other).exit == 0
     state: dict[str, Any] = {"step": None, "training_state": {"scheduler": None}}
     dcp.load(state, storage_reader=dcp.FileSystemReader(other), no_dist=True)
@@ -155,7 +155,9 @@ def test_replicas_go_on_as_well(pool: GlooPool, tmp_path: Path) -> None:
     again = pool.run(run, 4, tmp_path, ["again", "run/step-5"], change)
     for before, later in zip(first, again, strict=True):
         assert (later[0], later[1]) == (before[0][10:], before[1][5:])
-    stock.assert_same_tensors(stock.load(tmp_path / "again" / "step-10"), stock.load(tmp_path / "run" / "step-10"))
+    torch_dcp.assert_same_tensors(
+        torch_dcp.load(tmp_path / "again" / "step-10"), torch_dcp.load(tmp_path / "run" / "step-10")
+    )
 
 
 @pytest.mark.sampled(1)
@@ -181,7 +183,7 @@ def test_another_number_of_tp_ranks_goes_on_with_the_same_data(pool: GlooPool, t
     ],
 )
 def test_what_is_not_restored_is_seen(pool: GlooPool, tmp_path: Path, change: tuple[str, str], named: str) -> None:
-    """Planted defects: the comparison above would fail. Two ranks have all that is lost."""
+    """Injected defects: the comparison above would fail. Two ranks have all that is lost."""
     write_model(tmp_path, "qwen3")
     changes = (MESH, "ParallelDims(dp_shard=2)"), change, *of_steps(4)
     first = pool.run(run, 2, tmp_path, ["run"], *changes)

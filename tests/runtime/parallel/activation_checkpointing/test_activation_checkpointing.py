@@ -31,7 +31,7 @@ from ckptx.runtime.parallel.activation_checkpointing.wrap import (
 from ckptx.runtime.parallel.distributed import mesh_of
 from ckptx.runtime.parallel.parallelize import parallelize
 from ckptx.runtime.parallel.tensor_parallel.plans import find_plan
-from tests.support.checkpointed import Counting, Gradients, assert_same, prepared, train, wrappers
+from tests.support.activation_checkpointing import Counting, Gradients, assert_same, prepared, train, wrappers
 from tests.support.models import EVERY, build, tokens
 from tests.support.slow import slow_but
 

@@ -18,9 +18,9 @@ from ckptx.runtime.parallel.activation_checkpointing.wrap import (
     checkpoint_activations,
 )
 from ckptx.runtime.parity.inputs.batch import make_inputs
-from tests.support.checkpointed import LiveBytes, assert_same, wrappers
+from tests.support.activation_checkpointing import LiveBytes, assert_same, wrappers
+from tests.support.audio_models import LISTENERS
 from tests.support.corrections import every
-from tests.support.listeners import LISTENERS
 from tests.support.slow import slow_but
 from tests.support.vision_models import TINY, tiny
 

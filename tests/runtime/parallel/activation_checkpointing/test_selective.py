@@ -22,7 +22,7 @@ from ckptx.runtime.model.layers import layer_groups
 from ckptx.runtime.parallel.activation_checkpointing import selective
 from ckptx.runtime.parallel.activation_checkpointing.selective import SelectivePolicy, find_op_sets
 from ckptx.runtime.parallel.activation_checkpointing.wrap import MODES, checkpoint_activations
-from tests.support.checkpointed import Counting, Gradients, LiveBytes, assert_same, loss_of, prepared, train
+from tests.support.activation_checkpointing import Counting, Gradients, LiveBytes, assert_same, loss_of, prepared, train
 from tests.support.models import EVERY, VOCAB, build, tokens
 
 aten = torch.ops.aten

@@ -19,7 +19,7 @@ from ckptx.runtime.parallel.pipeline.boundaries import (
 )
 from ckptx.runtime.parallel.pipeline.run import StageRunner
 from tests.support.slow import slow_but
-from tests.support.staged import deep, microbatches, output_of, run_stages, stages_of
+from tests.support.staged_models import deep, microbatches, output_of, run_stages, stages_of
 
 LANGUAGE = "model.language_model"
 

@@ -17,7 +17,7 @@ from ckptx.runtime.parallel.distributed import data_index, mesh_of
 from ckptx.runtime.parallel.gradients import NonFiniteGradients
 from ckptx.runtime.parallel.pipeline import pipeline as under_test
 from tests.support.pool import GlooPool
-from tests.support.staged import Ranked, deep, furthest, gradients_of, loss_of, microbatches, output_of, ranked
+from tests.support.staged_models import Ranked, deep, furthest, gradients_of, loss_of, microbatches, output_of, ranked
 
 ORDERS = (2.0, inf, 3.0)
 MOST = 0.05

@@ -17,7 +17,7 @@ from ckptx.runtime.parallel.distributed import data_index, mesh_of
 from ckptx.runtime.parallel.pipeline import call_hooks as taps
 from tests.support.models import Inputs
 from tests.support.pool import GlooPool
-from tests.support.staged import away, deep, microbatches, ranked, whole_of
+from tests.support.staged_models import away, deep, microbatches, ranked, whole_of
 
 COUNT = 4
 MODES = ("none", "full", "selective")
@@ -126,7 +126,7 @@ def test_compiled_stages_under_tp_and_fsdp2(pool: GlooPool, dims: ParallelDims, 
 
 @pytest.mark.slow
 def test_hooks_are_not_traced(pool: GlooPool) -> None:
-    """Planted: put where hooks usually are, they are frames that the compiler looks at, with all that they refer to."""
+    """Injected where hooks usually are: frames that the compiler looks at, with all that they refer to."""
     around, within = (
         pool.run(compiled, 2, "llama-untied", "1f1b", "none", ParallelDims(pp=2), (), is_around)
         for is_around in (True, False)

@@ -15,7 +15,7 @@ from ckptx.runtime.parallel.pipeline import dry_run as rehearsal
 from ckptx.runtime.parallel.pipeline.boundaries import discover_boundaries
 from ckptx.runtime.parallel.pipeline.dry_run import dry_run_stages
 from tests.support.models import EVERY, randomise
-from tests.support.staged import stages_of
+from tests.support.staged_models import stages_of
 
 
 def model_of(name: str) -> tuple[nn.Module, list[dict[str, Tensor]]]:

@@ -17,7 +17,7 @@ from ckptx.runtime.parallel.parallelize import parallelize
 from ckptx.runtime.parallel.pipeline.plan import plan_pipeline
 from tests.support.models import Inputs
 from tests.support.pool import GlooPool
-from tests.support.staged import deep, furthest, gradients_of, loss_of, microbatches, output_of, ranked
+from tests.support.staged_models import deep, furthest, gradients_of, loss_of, microbatches, output_of, ranked
 
 POLICY = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 COUNT = 4

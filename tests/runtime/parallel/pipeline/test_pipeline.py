@@ -19,7 +19,7 @@ from ckptx.runtime.parallel.pipeline import pipeline as under_test
 from tests.support.microbatches import pictures_of
 from tests.support.pool import GlooPool
 from tests.support.slow import slow_but
-from tests.support.staged import (
+from tests.support.staged_models import (
     TWELVE,
     Ranked,
     Whole,

@@ -20,7 +20,7 @@ from ckptx.runtime.parallel.pipeline.stage import (
     modules_on_layer_path,
 )
 from tests.support.models import EVERY
-from tests.support.staged import deep, furthest, microbatches, output_of, run_stages, stages_of, whole_of
+from tests.support.staged_models import deep, furthest, microbatches, output_of, run_stages, stages_of, whole_of
 
 # Of a `language_model` inside, and none of them Gemma4, whose forward is special.
 COMPOSITES = ("llava", "qwen2.5-vl", "mistral3", "internvl", "paligemma")

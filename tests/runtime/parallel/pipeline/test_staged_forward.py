@@ -11,7 +11,7 @@ from ckptx.errors import UnsupportedError
 from ckptx.runtime.parallel.pipeline.boundaries import StageBoundaries
 from tests.support.microbatches import MULTIMODAL, pictures_of
 from tests.support.models import EVERY
-from tests.support.staged import CUTS, compared, compared_in_microbatches
+from tests.support.staged_models import CUTS, compared, compared_in_microbatches
 
 
 @pytest.mark.sampled(7)

@@ -19,11 +19,11 @@ import ckptx
 from ckptx.runtime.checkpointing.save import load_optimizer
 from ckptx.runtime.parallel.pipeline.pipeline import Pipeline
 from ckptx.runtime.parallel.tensor_parallel.loss import causal_lm_loss
-from tests.support import stock
+from tests.support import torch_dcp
+from tests.support.import_tool import ROOT
 from tests.support.models import load
 from tests.support.pool import GlooPool, WorkerError
-from tests.support.staged import deep
-from tests.support.tool import ROOT
+from tests.support.staged_models import deep
 
 STEPS, COUNT = 4, 4  # the program takes ten steps, and saves the fifth; here it saves the second and the last
 HALF, WRITTEN = STEPS // 2, 10
@@ -121,7 +121,7 @@ def in_one_piece(
 
 def assert_learned(directory: Path, wanted: nn.Module, out: str, most: float, steps: int = STEPS) -> None:
     """What was saved last is what the model in one piece became."""
-    stored = stock.load(directory / out / f"step-{steps}")
+    stored = torch_dcp.load(directory / out / f"step-{steps}")
     initial = load(directory / "MODEL", torch.float32).state_dict()
     for name, parameter in wanted.named_parameters(remove_duplicate=False):
         assert float((initial[name] - parameter.detach()).abs().max()) > 1e-3, "four steps of 1e-3 at most"
@@ -185,7 +185,7 @@ def test_without_a_tie_the_steps_are_the_same_to_the_last_bit(pool: GlooPool, tm
 
 
 def test_a_loss_that_is_divided_by_microbatch_would_be_seen(pool: GlooPool, tmp_path: Path) -> None:
-    """A planted defect: the mean of the means of microbatches."""
+    """An injected defect: the mean of the means of microbatches."""
     write_model(tmp_path, "llama-tied")
     wanted, _ = in_one_piece(tmp_path, 1)
     mean = "lambda output, index: token_losses(labels, (labels[index][:, 1:] != -100).sum())(output, index) / 4"
@@ -244,8 +244,8 @@ def test_what_goes_on_is_what_never_stopped(
     for (losses, said), (later, later_said) in zip(first, again, strict=True):
         assert later == losses[half:]
         assert later_said.splitlines() == said.splitlines()[half:]
-    last, other = (stock.load(tmp_path / out / f"step-{steps}") for out in ("run", "again"))
-    stock.assert_same_tensors(other, last)
+    last, other = (torch_dcp.load(tmp_path / out / f"step-{steps}") for out in ("run", "again"))
+    torch_dcp.assert_same_tensors(other, last)
 
 
 def test_an_optimizer_that_is_not_restored_would_be_seen(pool: GlooPool, tmp_path: Path) -> None:
@@ -269,7 +269,7 @@ def test_stages_go_on_under_another_layout(pool: GlooPool, tmp_path: Path) -> No
 def test_what_an_optimizer_of_stages_knew_one_of_the_whole_model_knows(pool: GlooPool, tmp_path: Path) -> None:
     write_model(tmp_path, "llama-tied")
     pool.run(run, 2, tmp_path, ["run"], (on(PP2, "interleaved1f1b"),))
-    stored = stock.load(tmp_path / "run" / f"step-{STEPS}")
+    stored = torch_dcp.load(tmp_path / "run" / f"step-{STEPS}")
     model = load(tmp_path / "MODEL", torch.float32)
     optimizer = torch.optim.AdamW(model.parameters())
     load_optimizer(optimizer, model, tmp_path / "run" / f"step-{STEPS}")

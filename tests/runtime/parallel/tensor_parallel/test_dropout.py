@@ -146,7 +146,7 @@ def test_masks_of_whole_activations_are_equal_and_of_cut_ones_differ(
         ("phi3", "_use_own_stream_within", "slices are dropped alike"),
     ],
 )
-def test_a_planted_defect_is_found(pool: GlooPool, name: str, defect: str, said: str) -> None:
+def test_an_injected_defect_is_found(pool: GlooPool, name: str, defect: str, said: str) -> None:
     with pytest.raises(AssertionError, match=said):
         pool.run(recorded, 2, name, name == "phi3", defect)
 

@@ -21,12 +21,12 @@ from ckptx.runtime.parallel.tensor_parallel.plans import find_plan
 from ckptx.runtime.parallel.tensor_parallel.sequence import SequenceSharding, shard_sequence
 from tests.support import models
 from tests.support import tensor_parallel as worker
-from tests.support.checkpointed import LiveBytes
+from tests.support.activation_checkpointing import LiveBytes
 from tests.support.corrections import forward_rows
-from tests.support.installed import INSTALLED, IS_ASKED
 from tests.support.models import EVERY
 from tests.support.pool import GlooPool
 from tests.support.slow import slow_but
+from tests.support.transformers_version import INSTALLED, IS_ASKED
 
 # Sums of float32 in another order: 24 bits give 6e-8 for one, and a gradient is behind some hundred of them.
 CLOSE = 1e-5
@@ -116,7 +116,7 @@ def test_what_is_gathered_is_right_on_the_whole_sequence(
         assert found.gathered == gathered
 
 
-# Planted defects
+# Injected defects
 
 
 @pytest.mark.parametrize(

@@ -17,8 +17,8 @@ from ckptx.runtime.model.layers import layer_groups
 from ckptx.runtime.parallel.activation_checkpointing.wrap import MODES, checkpoint_activations
 from ckptx.runtime.parity.execution import run_step
 from ckptx.runtime.parity.inputs.batch import Inputs, make_inputs
+from tests.support.audio_models import EARS, GRANITE_EARS, LISTENERS
 from tests.support.corrections import changed, layers_rows, with_inputs
-from tests.support.listeners import EARS, GRANITE_EARS, LISTENERS
 from tests.support.models import VOCAB, randomise
 
 # What the installed transformers has of them.

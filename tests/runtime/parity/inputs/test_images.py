@@ -16,9 +16,9 @@ from ckptx.architecture.model_files import read_index
 from ckptx.runtime.parallel.tensor_parallel.loss import causal_lm_loss
 from ckptx.runtime.parity.inputs.batch import Inputs, make_inputs
 from tests.support.corrections import layers_rows, with_inputs
-from tests.support.installed import INSTALLED, IS_ASKED
 from tests.support.models import EVERY, randomise
 from tests.support.slow import slow_but
+from tests.support.transformers_version import INSTALLED, IS_ASKED
 from tests.support.vision_models import TINY, tiny
 
 # Model type -> the recipe that has it.

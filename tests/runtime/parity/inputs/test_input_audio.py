@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from ckptx.runtime.parity.inputs.multimodal import TEXT_LENGTH, MultimodalInput
-from tests.support.inputs import form_of, maker, model_types
+from tests.support.model_inputs import form_of, maker, model_types
 
 ROWS = 3
 TOKEN = 90

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from ckptx.runtime.parity.inputs.multimodal import MultimodalInput
-from tests.support.inputs import maker
+from tests.support.model_inputs import maker
 
 ROWS = 3
 TOKEN = 90

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from tests.support import models
 from tests.support.models import Recipe, build, load, read_file
-from tests.support.stock import raw
+from tests.support.torch_dcp import raw
 
 Shape = tuple[int, ...]
 

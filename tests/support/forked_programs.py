@@ -23,7 +23,7 @@ _STREAMS = ("stdout", "stderr")
 def fresh() -> ForkServerContext:
     """Return a multiprocessing context whose processes have imported torch and transformers, and done nothing else."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.support.preloaded"])
+    context.set_forkserver_preload(["tests.support.preload"])
     # The fork server does not get `sys.path` of this process, only `PYTHONPATH` of its environment.
     with mock.patch.dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path)):
         forkserver.ensure_running()

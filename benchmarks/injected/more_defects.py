@@ -6,10 +6,9 @@ from typing import Any
 
 import torch
 
-from benchmarks.planted import further_runtime as inject
-from benchmarks.planted import not_asked as not_exercised
-from benchmarks.planted.defect import combined_defect, config_defect, defects_of, runtime_defect, weight_defect
-from benchmarks.planted.stored import (
+from benchmarks.injected import more_runtime_defects as inject
+from benchmarks.injected import unexercised_defects as not_exercised
+from benchmarks.injected.checkpoint_changes import (
     combine,
     copy_embedding_to_head,
     drop_head,
@@ -32,6 +31,7 @@ from benchmarks.planted.stored import (
     transform_rows,
     zero,
 )
+from benchmarks.injected.defect import combined_defect, config_defect, defects_of, runtime_defect, weight_defect
 
 _LATE_POSITIONS = "rows of a table of positions that no input reaches"
 _FUSED, _BOTH = r"query_key_value\.(weight|bias)", r"\.(weight|bias)"

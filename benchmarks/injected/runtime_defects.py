@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as functions
 from torch import nn
 
-from benchmarks.planted.defect import InjectionTarget, RuntimeInjection
-from benchmarks.planted.planting import (
+from benchmarks.injected.defect import InjectionTarget, RuntimeInjection
+from benchmarks.injected.inject import (
     Forward,
     change_input,
     change_output,

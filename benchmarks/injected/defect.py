@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from benchmarks.planted.models import Config, Tensors
+from benchmarks.injected.models import Config, Tensors
 from ckptx.runtime.parallel.tensor_parallel.apply import TensorParallelLayout
 from ckptx.runtime.parallel.tensor_parallel.collectives import TpRanks
 
@@ -37,7 +37,7 @@ class Defect:
     """One row of a table.
 
     Attributes:
-        model: Name of a model of `benchmarks.planted.models`, with its standard deviations.
+        model: Name of a model of `benchmarks.injected.models`, with its standard deviations.
         kind: "w" for weights of the checkpoint, "c" for its config, "w+c" for both, "runtime" for the parallel model,
             "clean" for no defect.
         name: Description of the defect.

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from benchmarks.planted import runtime as inject
-from benchmarks.planted.defect import Defect, combined_defect, config_defect, defects_of, runtime_defect, weight_defect
-from benchmarks.planted.stored import (
+from benchmarks.injected import runtime_defects as inject
+from benchmarks.injected.checkpoint_changes import (
     combine,
     exchange,
     exchange_rows,
@@ -18,6 +17,7 @@ from benchmarks.planted.stored import (
     untie_head,
     zero,
 )
+from benchmarks.injected.defect import Defect, combined_defect, config_defect, defects_of, runtime_defect, weight_defect
 
 _Q, _V, _O = (f"layers.3.self_attn.{name}_proj.weight" for name in "qvo")
 _DOWN = "layers.3.mlp.down_proj.weight"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from benchmarks.planted.trainers import Mistake
+from benchmarks.injected.trainers import Mistake
 
 EXTERNAL = Path(__file__).with_name("external")
 SCRIPTS = {"mesh": "mesh.py", "accumulation": "accumulation.py", "averaged": "averaged.py"}

@@ -20,10 +20,10 @@ def verify_on_rank(rank: int, world_size: int, reference: str, checkpoint: str, 
     from ckptx.options.verify import RunOptions
     from ckptx.runtime.parity.forward import verify_run
 
-    planted = settings.pop("plant", None)
+    injected = settings.pop("inject", None)
     options = RunOptions(**settings)
     try:
-        with _PLANTS[planted]():
+        with _INJECTIONS[injected]():
             report = verify_run(Path(reference), Path(checkpoint), options, Log())
     except CkptxError as error:
         return type(error).__name__, str(error)
@@ -128,7 +128,7 @@ def _without_images(inputs: Any) -> Any:
     return inputs._replace(batch=kept, kinds=("text",))
 
 
-_PLANTS: dict[str | None, Any] = {
+_INJECTIONS: dict[str | None, Any] = {
     None: _Nothing, "slice": _FlippedSlice, "gradient": _ZeroedGradient, "last place": _LastPlace,
     "images in some": _ImagesInSome,
 }  # fmt: skip

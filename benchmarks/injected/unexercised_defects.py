@@ -10,8 +10,8 @@ from typing import Any
 import torch
 import torch.nn.functional as functions
 
-from benchmarks.planted.defect import InjectionTarget
-from benchmarks.planted.planting import (
+from benchmarks.injected.defect import InjectionTarget
+from benchmarks.injected.inject import (
     Forward,
     change_arguments,
     change_kwargs,

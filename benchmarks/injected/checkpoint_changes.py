@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.planted.defect import CheckpointInjection
-from benchmarks.planted.models import Config, Tensors
+from benchmarks.injected.defect import CheckpointInjection
+from benchmarks.injected.models import Config, Tensors
 
 Change = Callable[[torch.Tensor], torch.Tensor]
 

@@ -22,7 +22,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from tests.support import models
 from tests.support.pool import GlooPool
-from tests.support.stock import raw
+from tests.support.torch_dcp import raw
 
 
 def shard(model: Any, dp: int, tp: int) -> Any:

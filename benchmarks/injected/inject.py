@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from benchmarks.planted.defect import Defect, InjectionTarget
+from benchmarks.injected.defect import Defect, InjectionTarget
 from ckptx.runtime.model.layers import canonical_name
 from ckptx.runtime.parallel.tensor_parallel.collectives import TpRanks
 from ckptx.runtime.parity import model_loaders

@@ -16,7 +16,7 @@ from ckptx.errors import SpaceError, UsageError
 from ckptx.layout.parallel_dims import ParallelDims
 from tests.support.models import randomise, transformers
 from tests.support.pool import GlooPool
-from tests.support.runs import assert_equal, verified
+from tests.support.verify_runs import assert_equal, verified
 
 _SMALL = 22_000_000  # a bound that takes several pieces
 
@@ -104,7 +104,7 @@ def test_the_least_is_named_and_is_enough(pool: GlooPool, hf: Path) -> None:
 
 
 def _refused(rank: int, world_size: int, path: str, memory: int) -> tuple[str, str]:
-    from tests.support.runs import verify_on_rank
+    from tests.support.verify_runs import verify_on_rank
 
     found: tuple[str, str] = verify_on_rank(rank, world_size, path, path, {"reference_memory": memory})
     return found

@@ -1,6 +1,6 @@
 """Compare every tiny model of the tests with transformers in processes without ckptx, and write a table.
 
-    python benchmarks/judges.py [--results DIR] [MODEL ...]
+    python benchmarks/against_transformers.py [--results DIR] [MODEL ...]
 
 The runtime loads and runs each model, and so does transformers in processes that never import ckptx: as a whole, where
 everything must be equal bit for bit, and under tensor parallelism of two ranks, where transformers uses its own plan.
@@ -27,20 +27,20 @@ from measure import publish, table  # noqa: E402 (benchmarks run from a checkout
 
 def compare_model(work: Path, name: str, pool: Any) -> dict[str, Any]:
     """Run one model with ckptx and compare it with the saved outputs of transformers."""
-    from tests.support import judged
-    from tests.support.judged import computed, distance
+    from tests.support import against_transformers
+    from tests.support.against_transformers import computed, distance
 
     unsharded, sharded = computed(work, "stock", name), computed(work, "stock-tp", name)
-    ours = judged.described(work, name, judged.in_one_piece(work, name))
-    pool.run(judged.cut_on_rank, judged.TP, work, name)
-    our_sharded, limits = computed(work, "ours-tp", name), judged.allowed(work, name, unsharded)
+    ours = against_transformers.described(work, name, against_transformers.in_one_piece(work, name))
+    pool.run(against_transformers.cut_on_rank, against_transformers.TP, work, name)
+    our_sharded, limits = computed(work, "ours-tp", name), against_transformers.allowed(work, name, unsharded)
     pairs = {"transformers_uncut": (our_sharded, unsharded)}
     if "outputs" in sharded:
         pairs |= {"transformers_cut": (our_sharded, sharded), "transformers_with_itself": (sharded, unsharded)}
     return {
         "model": name,
         "tensors": len(unsharded["tensors"]),
-        "unequal": judged.unequal(ours, unsharded),
+        "unequal": against_transformers.unequal(ours, unsharded),
         "error": sharded.get("error"),
         **{key: _figures(distance(*pair, limits)) for key, pair in pairs.items()},
     }
@@ -105,7 +105,7 @@ def _outcome(row: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    """Run all models, and write judges.json and judges.md."""
+    """Run all models, and write against_transformers.json and .md."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("models", nargs="*")
     parser.add_argument("--results", type=Path, default=HERE / "results")
@@ -113,7 +113,7 @@ def main() -> None:
     import torch
     import transformers
 
-    from tests.support import judged as sides
+    from tests.support import against_transformers as sides
     from tests.support.models import EVERY
     from tests.support.pool import GlooPool
 
@@ -123,7 +123,7 @@ def main() -> None:
     names = arguments.models or list(EVERY)
     pool = GlooPool()
     try:
-        with tempfile.TemporaryDirectory(prefix="ckptx-judges-") as directory:
+        with tempfile.TemporaryDirectory(prefix="ckptx-bench-") as directory:
             work = Path(directory)
             sides.prepare(work, names)
             sides.ask_transformers(work, names, tp=sides.TP)
@@ -139,7 +139,7 @@ def main() -> None:
         ),
         table(title, _COLUMNS, [table_row(row) for row in rows]),
     ]
-    publish(arguments.results, "judges", {"models": rows}, tables)
+    publish(arguments.results, "against_transformers", {"models": rows}, tables)
 
 
 if __name__ == "__main__":

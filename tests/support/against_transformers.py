@@ -28,12 +28,12 @@ from ckptx.runtime.parallel.tensor_parallel.collectives import TpRanks
 from ckptx.runtime.parallel.tensor_parallel.plans import check_heads, find_plan
 from ckptx.runtime.parity.inputs.batch import make_inputs
 from ckptx.runtime.parity.noise import NOISE_MULTIPLE, NUM_DRAWS, perturb_embeddings, rounding_tolerance
-from tests.support.forked import Forked
-from tests.support.installed import INSTALLED, IS_ASKED
+from tests.support.forked_programs import Forked
 from tests.support.models import EVERY, write
 from tests.support.ranks import free_port
 from tests.support.stock_outputs import backward, fingerprint, fingerprints, outputs_of, run
 from tests.support.tensor_parallel import whole_gradient
+from tests.support.transformers_version import INSTALLED, IS_ASKED
 
 TP = 2
 _PROGRAM = Path(__file__).with_name("stock_outputs.py")

@@ -13,8 +13,8 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from benchmarks.planted.defect import InjectionTarget, RuntimeInjection
-from benchmarks.planted.planting import (
+from benchmarks.injected.defect import InjectionTarget, RuntimeInjection
+from benchmarks.injected.inject import (
     Forward,
     change_arguments,
     change_input,

@@ -1,6 +1,6 @@
 """Compare the peak memory of a reference that runs layer by layer with that of the whole reference.
 
-    python benchmarks/pieces.py [--ram /dev/shm] [--results DIR]
+    python benchmarks/layerwise_reference.py [--ram /dev/shm] [--results DIR]
 
 The models are Llamas of 0.7 B parameters stored in bfloat16 and run as stored: one with an untied head, one tied, and
 one with the large vocabulary of Llama 3. Each run is a separate process that does only the work of rank 0 on its
@@ -55,12 +55,12 @@ def peak_rss() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def run_one(path: Path, pieces: int, count: int) -> dict[str, Any]:
+def run_one(path: Path, stages: int, count: int) -> dict[str, Any]:
     """Run only the reference of a model in this process.
 
     Args:
         path: HF checkpoint of the model.
-        pieces: Number of stages that the reference runs in; 1 keeps the whole model in memory.
+        stages: Number of stages that the reference runs in; 1 keeps the whole model in memory.
         count: Number of batches.
 
     Returns:
@@ -77,17 +77,19 @@ def run_one(path: Path, pieces: int, count: int) -> dict[str, Any]:
 
     torch.set_num_threads(2)
     process = RankContext(0, 1, torch.device("cpu"))
-    side = ModelLoader(path, path, RunOptions(device="cpu", compute_dtype="auto"))
-    facts = side.inspect_model()
-    batches = side.make_batches(facts, count)
-    model, stacks = side.build_with_stacks()
+    loader = ModelLoader(path, path, RunOptions(device="cpu", compute_dtype="auto"))
+    facts = loader.inspect_model()
+    batches = loader.make_batches(facts, count)
+    model, stacks = loader.build_with_stacks()
     budget = MemoryBudget(model, stacks, batches, backward=True, includes_checkpoint=False)
-    reference: Any = WholeReference(side, batches, process, backward=True)
+    reference: Any = WholeReference(loader, batches, process, backward=True)
     expected = budget.whole_bytes
-    if pieces > 1:
-        stages = StageMap(stacks, pieces)
-        expected = budget.peak_bytes(stages)
-        reference = OffloadedReference(side, batches, process, partition_reference(model, stages, facts), backward=True)
+    if stages > 1:
+        stage_map = StageMap(stacks, stages)
+        expected = budget.peak_bytes(stage_map)
+        reference = OffloadedReference(
+            loader, batches, process, partition_reference(model, stage_map, facts), backward=True
+        )
     base = peak_rss()
     outcome = reference.forward()
     digests = {f"logits {index}": _digest(each) for index, each in enumerate(outcome.result.logits)}
@@ -113,9 +115,9 @@ def _digest(tensor: Any) -> str:
     return hashlib.sha256(tensor.contiguous().view(torch.uint8).numpy()).hexdigest()
 
 
-def run_in_process(path: Path, pieces: int, batches: int) -> dict[str, Any]:
+def run_in_process(path: Path, stages: int, batches: int) -> dict[str, Any]:
     """Call `run_one` in a separate process."""
-    command = [sys.executable, __file__, "--work", str(path), "--pieces", str(pieces), "--batches", str(batches)]
+    command = [sys.executable, __file__, "--work", str(path), "--stages", str(stages), "--batches", str(batches)]
     environment = {**os.environ, "PYTHONPATH": str(HERE.parent)}
     outcome: dict[str, Any] = json.loads(
         subprocess.run(command, env=environment, check=True, capture_output=True).stdout
@@ -124,15 +126,15 @@ def run_in_process(path: Path, pieces: int, batches: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Measure all runs, and write pieces.json and pieces.md."""
+    """Measure all runs, and write layerwise_reference.json and .md."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ram", type=Path, default=Path("/dev/shm"))
     parser.add_argument("--results", type=Path, default=HERE / "results")
-    for name, kind in {"--work": Path, "--pieces": int, "--batches": int}.items():
+    for name, kind in {"--work": Path, "--stages": int, "--batches": int}.items():
         parser.add_argument(name, type=kind, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.work is not None:
-        print(json.dumps(run_one(arguments.work, arguments.pieces, arguments.batches)))
+        print(json.dumps(run_one(arguments.work, arguments.stages, arguments.batches)))
         return
     rows: list[dict[str, Any]] = []
     for name, config in _MODELS.items():
@@ -140,16 +142,16 @@ def main() -> None:
             subprocess.run([sys.executable, "-c", _MODEL, directory, json.dumps(config)], check=True)
             for batches in (count for model, count in _RUNS if model == name):
                 whole = None
-                for pieces in _RUNS[name, batches]:
-                    outcome = run_in_process(Path(directory), pieces, batches)
+                for stages in _RUNS[name, batches]:
+                    outcome = run_in_process(Path(directory), stages, batches)
                     whole = whole or outcome
                     rows.append(
                         {
                             "model": name,
                             "batches": batches,
-                            "pieces": pieces,
+                            "stages": stages,
                             **outcome,
-                            "of_whole": outcome["peak"] / whole["peak"],
+                            "relative_peak": outcome["peak"] / whole["peak"],
                             "is_equal": outcome["digest"] == whole["digest"],
                             "time": outcome["seconds"] / whole["seconds"],
                         }
@@ -157,7 +159,7 @@ def main() -> None:
                     print(rows[-1], file=sys.stderr)
     lines = [
         (
-            f"{row['model']}, {row['parameters'] / 1e9:.2f} B", row["batches"], row["pieces"],
+            f"{row['model']}, {row['parameters'] / 1e9:.2f} B", row["batches"], row["stages"],
             f"{row['peak'] / _MIB:,.0f} MiB", f"{row['of_whole']:.0%}", f"{row['expected'] / _MIB:,.0f} MiB",
             row["tensors"] if row["is_equal"] else "DIFFERENT",
         )
@@ -173,7 +175,7 @@ def main() -> None:
         "bit-identical results",
     )
     title = "Reference of `verify --run`, split into stages; bfloat16 as stored"
-    publish(arguments.results, "pieces", {"rows": rows}, [table(title, columns, lines)])
+    publish(arguments.results, "layerwise_reference", {"rows": rows}, [table(title, columns, lines)])
 
 
 if __name__ == "__main__":
