@@ -18,5 +18,5 @@ def plural(noun: str) -> str:
 
 
 def first_of(names: Sequence[str]) -> str:
-    """Return the first of several names in quotes: `"a"`, `"a" and more`."""
-    return f'"{names[0]}"{" and more" if len(names) > 1 else ""}'
+    """Return the first of several names in quotes: `"a"`, `"a", ...`."""
+    return f'"{names[0]}"{", ..." if len(names) > 1 else ""}'

@@ -151,8 +151,8 @@ def differing_files(old: Path, new: Path) -> list[str]:
 
 def differing_fields(old: dict[str, Any], new: dict[str, Any], wording: Counter[tuple[str, ...]]) -> list[str]:
     """Return the names of fields that differ; notes that differ are counted in `wording` instead."""
-    found = [name for name in sorted(old.keys() | new.keys()) if name != "warnings" and old.get(name) != new.get(name)]
-    before, after = (Counter(report.get("warnings", ())) for report in (old, new))
+    found = [name for name in sorted(old.keys() | new.keys()) if name != "notes" and old.get(name) != new.get(name)]
+    before, after = (Counter(report.get("notes", ())) for report in (old, new))
     if before != after:
         wording[(*(f"- {note}" for note in before - after), *(f"+ {note}" for note in after - before))] += 1
     return found

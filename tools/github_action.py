@@ -75,7 +75,7 @@ def _errors(report: Report) -> list[str]:
 
 def _warnings(report: Report) -> list[str]:
     inconclusive = [f"inconclusive: {row['level']}: {row['name']}" for row in report.get("inconclusive") or ()]
-    return [*report["warnings"], *inconclusive]
+    return [*report["notes"], *inconclusive]
 
 
 def _limited(lines: list[str], kind: str, title: str) -> list[str]:

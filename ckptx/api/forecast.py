@@ -47,7 +47,7 @@ def forecast(options: ForecastOptions | SearchOptions) -> ForecastReport | Searc
             if isinstance(options, SearchOptions)
             else _forecast_report(options, task)
         )
-        return stopwatch.stop(replace(report, warnings=list(log.notes)))
+        return stopwatch.stop(replace(report, notes=list(log.notes)))
 
 
 def _task(options: ForecastOptions | SearchOptions, directory: Path, log: Log) -> ForecastTask:

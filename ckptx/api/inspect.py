@@ -57,7 +57,7 @@ def inspect(options: InspectOptions) -> InspectionReport:
         architecture=None if view.architecture is None else view.architecture.class_name,
         prefix=view.prefix,
         files=catalog.files,
-        sidecars=[sidecar.name for sidecar in catalog.sidecars],
+        other_files=[sidecar.name for sidecar in catalog.sidecars],
         chunks=sum(len(entry.chunks) for name, entry in catalog.tensors.items() if name not in aliases),
         alias_groups=_shared_names(aliases),
         tied_groups=parameters.tied,
@@ -71,7 +71,7 @@ def inspect(options: InspectOptions) -> InspectionReport:
     )
     if ranks or html is not None:
         report = _with_layout(report, view, names, ranks, html, log)
-    return stopwatch.stop(replace(report, warnings=list(log.notes)))
+    return stopwatch.stop(replace(report, notes=list(log.notes)))
 
 
 def _group_rows(view: ModelView) -> list[dict[str, Any]]:

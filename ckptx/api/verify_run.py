@@ -60,7 +60,7 @@ def _merge_report_of_rank_0(document: dict[str, Any], log: Log, stopwatch: Stopw
     Raises:
         PeerFailure: Rank 0 reports an error.
     """
-    log.note(*document["warnings"])
+    log.note(*document["notes"])
     if document["error"] is not None:
         raise PeerFailure(document["error"], document["exit"], is_reported=False)
     known = {each.name for each in fields(RunReport)}

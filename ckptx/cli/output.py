@@ -117,7 +117,7 @@ class Output:
             code = self._deliver(stopwatch.stop(report), text, verdict)
         else:
             assert raised is not None
-            code = self._fail(stopwatch, Report(command=command, warnings=log.notes), failure, raised)
+            code = self._fail(stopwatch, Report(command=command, notes=log.notes), failure, raised)
         if isinstance(raised, KeyboardInterrupt | Terminated) and os.environ.get("CKPTX_DEBUG") == "1":
             _print_traceback(raised)
         return code
@@ -128,8 +128,8 @@ class Output:
         if self.as_json:
             return code
         if not self.quiet:
-            for warning in report.warnings:
-                click.echo(f"note: {one_line(warning)}", err=True)
+            for note in report.notes:
+                click.echo(f"note: {one_line(note)}", err=True)
         formatter = verdict if self.quiet and verdict is not None else text
         if self._is_first and (not self.quiet or code or formatter is verdict):
             code = print_result(formatter(escape_strings(report)) + "\n") or code

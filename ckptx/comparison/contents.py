@@ -90,7 +90,7 @@ def verify_bytes(options: CompareOptions, *, with_state: bool = True) -> VerifyR
             "before": count_dtypes(first.tensors.values()),
             "after": count_dtypes(second.tensors.values()),
         },
-        warnings=list(log.notes),
+        notes=list(log.notes),
         parameters=parameters,
         compared=len(pairs),
         differing=rows,

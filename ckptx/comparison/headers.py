@@ -62,7 +62,7 @@ def diff(options: DiffOptions) -> DiffReport:
             "before": count_dtypes(first.tensors.values()),
             "after": count_dtypes(second.tensors.values()),
         },
-        warnings=list(log.notes),
+        notes=list(log.notes),
         parameters=count_parameters(a_view).count,
         compared=len(first.tensors.keys() & second.tensors.keys()),
         differing=rows,

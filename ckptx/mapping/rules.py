@@ -503,4 +503,4 @@ def _is_identity(conversion: Conversion) -> bool:
 
 
 def _describe_names(names: Sequence[str]) -> str:
-    return f'"{names[0]}"' if len(names) == 1 else f'{counted(len(names), "tensor")}, "{names[0]}" and more,'
+    return f'"{names[0]}"' if len(names) == 1 else f'{counted(len(names), "tensor")}, "{names[0]}", ...,'

@@ -60,11 +60,11 @@ def _stage_lines(report: ForecastReport, row: Mapping[str, Any], red: Callable[[
     if peak_operation is not None:
         allocation = f"{peak_operation['op']} allocates {tensor_text(peak_operation)}"
         yield f"  peak during {peak_time_text(report, peak_operation)}: {allocation}"
-    yield f"  {'':<12} {'at the peak':>13} {'between steps':>13}"
+    yield f"  {'':<12} {'at the peak':>13}  {'between steps':>13}"
     for kind in report.kinds:
         numbers = row["by_kind"][kind], row["between_steps_by_kind"][kind]
         if any(numbers):
-            yield f"  {kind:<12} {human_bytes(numbers[0]):>13} {human_bytes(numbers[1]):>13}"
+            yield f"  {kind:<12} {human_bytes(numbers[0]):>13}  {human_bytes(numbers[1]):>13}"
     yield "  largest tensors at the peak"
     for each in row["largest_tensors"]:
         yield (

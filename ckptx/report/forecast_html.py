@@ -150,7 +150,7 @@ def forecast_page(report: Report, subject: str) -> str:
         stages=stages,
         note=note,
         assumptions=assumptions,
-        warnings=report.warnings,
+        notes=report.notes,
     )
 
 

@@ -9,7 +9,7 @@ from ckptx.report.documents.forecast import SearchReport
 from ckptx.report.forecast_text import mesh_text, step_text
 from ckptx.report.report import counted, human_bytes
 
-_COLUMN_TITLES = ("layout", "checkpointing", "microbatches", "peak", "free", "recomputed", "idle", "sent per rank", "")
+_COLUMN_TITLES = ("layout", "AC mode", "microbatches", "peak", "free", "recomputed", "idle", "sent per rank", "")
 
 
 def search_text(report: SearchReport, red: Callable[[str], str] = str) -> str:
@@ -29,7 +29,7 @@ def search_text(report: SearchReport, red: Callable[[str], str] = str) -> str:
     if report.layouts:
         lines += _table([_COLUMN_TITLES, *(_cells(report, each) for each in report.layouts)])
     if report.layouts_too_large:
-        lines.append("too large in every checkpointing mode (smallest peak):")
+        lines.append("too large with every mode of activation checkpointing (smallest peak):")
         lines += [f"  {_layout_text(each['layout'])}: {human_bytes(each['peak'])}" for each in report.layouts_too_large]
     if report.unsupported_layouts:
         lines.append("not supported:")

@@ -61,12 +61,12 @@ def junit_xml(report: Report, recipe: str) -> str:
             )
             _add_case(suite, f"{class_name}.killed", text, 0.0, failure=failure)
         if not report.ok and not suite.findall("testcase/failure"):
-            _add_case(suite, class_name, "verdict", report.seconds, failure=(verdict(report), list(report.warnings)))
+            _add_case(suite, class_name, "verdict", report.seconds, failure=(verdict(report), list(report.notes)))
     else:
         case = _add_case(suite, class_name, "run", report.seconds)
         message = report.error or "unknown error"
         error = ET.SubElement(case, "error", {"message": _xml_text(message), "type": f"exit {report.exit}"})
-        error.text = "\n".join(map(_xml_text, [message, *report.warnings]))
+        error.text = "\n".join(map(_xml_text, [message, *report.notes]))
     counts = {
         "tests": len(suite.findall("testcase")),
         "failures": len(suite.findall("testcase/failure")),

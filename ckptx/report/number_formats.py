@@ -65,7 +65,7 @@ def written_text(output_bytes: int, written_bytes: int) -> str:
 
 
 def stored_text(stored: int, *, copies: int = 0, aliases: int = 0) -> str:
-    """Return the number of tensors by kind of storage: `90 stored + 1 alias`; empty if all are stored once.
+    """Return the number of tensors by kind of storage: `90 + 1 alias`; empty if none shares or repeats bytes.
 
     Args:
         stored: Tensors whose bytes are stored.
@@ -73,4 +73,4 @@ def stored_text(stored: int, *, copies: int = 0, aliases: int = 0) -> str:
         aliases: Tied tensors that share the bytes of another.
     """
     parts = [counted(count, noun) for count, noun in ((copies, "copy"), (aliases, "alias")) if count]
-    return " + ".join([f"{stored:,} stored", *parts]) if parts else ""
+    return " + ".join([f"{stored:,}", *parts]) if parts else ""

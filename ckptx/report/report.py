@@ -62,14 +62,14 @@ class Report:
         error: Error message on one line; null if there is none.
         tensors: Number of tensor names in the checkpoint that was written or read; for a comparison, in the reference.
         bytes_read: Bytes of tensor data read.
-        bytes_written: Bytes of all files written: weights, sidecars, index, manifest.
+        bytes_written: Bytes of all files written: weights, index, config and other files, manifest.
         aliases: Names in that checkpoint that share the bytes of another name -> that name.
         ties: Decisions on tied weights: target, source, case, action, evidence.
         dropped: Tensors that were dropped: name, reason.
         edits: Changes to config.json: key, before, after.
         dtypes: Number of tensors by dtype, {"before": {...}, "after": {...}}.
         ranks: One entry per rank; empty for commands without ranks.
-        warnings: Warnings and notes for the user.
+        notes: Notes for the user; they do not change the exit code.
         seconds: Wall-clock time in seconds.
         gb_per_s: Gigabytes (1e9 bytes) written per second; 0 for a dry run.
         peak_rss: Peak resident set size in bytes, of the process named by `peak_rss_of`.
@@ -90,7 +90,7 @@ class Report:
     edits: Sequence[dict[str, Any]] = field(default_factory=list)
     dtypes: Mapping[str, dict[str, int]] = field(default_factory=dict)
     ranks: Sequence[dict[str, Any]] = field(default_factory=list)
-    warnings: Sequence[str] = field(default_factory=list)
+    notes: Sequence[str] = field(default_factory=list)
     seconds: float = field(default=0.0, metadata={"digits": 6})
     gb_per_s: float = field(default=0.0, metadata={"digits": 6})
     peak_rss: int = 0

@@ -235,7 +235,7 @@ def robustness_page(report: Report, recipe: str) -> str:
         facts = [("exit", str(report.exit)), ("time", f"{report.seconds:.1f} s")]
         heading, content = RobustnessHeading(recipe, [why], facts), None
     title = f"{heading.title} - robustness"
-    return render_page("robustness.html", title, _STYLES, heading=heading, report=content, notes=report.warnings)
+    return render_page("robustness.html", title, _STYLES, heading=heading, report=content, notes=report.notes)
 
 
 def _heading(report: RobustnessReport) -> RobustnessHeading:

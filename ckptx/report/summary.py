@@ -35,7 +35,7 @@ class Summarized(Protocol):
     @property
     def error(self) -> str | None: ...
     @property
-    def warnings(self) -> Sequence[str]: ...
+    def notes(self) -> Sequence[str]: ...
     @property
     def seconds(self) -> float: ...
 
@@ -58,7 +58,7 @@ def summary_html(report: Summarized) -> str:
     """Return the summary and the notes as an HTML fragment without scripts and styles from elsewhere."""
     color = "inherit" if report.ok else "#b00020"
     heading = f"ckptx {escape(one_line(report.command))}: exit code {report.exit}, {report.seconds:.1f} s"
-    notes = "".join(f"<li>{escape(one_line(note))}</li>" for note in report.warnings)
+    notes = "".join(f"<li>{escape(one_line(note))}</li>" for note in report.notes)
     return (
         f'<div class="ckptx-report"><p style="color: {color}"><strong>{heading}</strong></p>'
         f'<pre style="white-space: pre-wrap">{escape(summary_text(report))}</pre>'

@@ -24,6 +24,8 @@ _TIE_RESULTS = {
     "copy": "stored under both names",
     "single": "stored under one name",
 }
+_SOURCES_OF_FACTS = {"table": "built-in table", "suffix table": "built-in list of name suffixes"}
+_FORMAT_NAMES = {"sharded": "sharded safetensors", "fsdp": "FSDP rank files", "bin": "pytorch_model.bin"}
 
 
 def conversion_text(report: ConversionReport) -> str:
@@ -41,7 +43,10 @@ def conversion_text(report: ConversionReport) -> str:
         if len(files) > _MAX_ROWS:
             lines.append(f"  and {counted(len(files) - _MAX_ROWS, 'more file')}, --json lists all")
     if report.architecture:
-        lines.append(f"architecture: {report.architecture['class']} ({report.architecture['known_from']})")
+        known_from = report.architecture["known_from"]
+        lines.append(
+            f"architecture: {report.architecture['class']} (from the {_SOURCES_OF_FACTS.get(known_from, known_from)})"
+        )
     if report.config_check and report.config_check["note"]:
         lines.append(f"config.json: {report.config_check['note']}")
     if report.prefix:
@@ -49,12 +54,11 @@ def conversion_text(report: ConversionReport) -> str:
     lines.append(f"dtypes: {_dtypes_text(report)}")
     if report.layout is not None:
         lines += _layout_lines(report, report.layout)
-    lines += [
-        f"tie: {row['target']} <- {row['source']}: {row['case']}, {_TIE_RESULTS.get(row['action'], row['action'])} "
-        f"({row['evidence']})"
-        for row in _first_rows([row for row in report.ties if row["declared"] or row["action"] in _TIE_RESULTS])
-    ]
-    lines += [f"alias: {name} -> {stored}" for name, stored in _first_rows(list(report.aliases.items()))]
+    ties = _first_rows([row for row in report.ties if row["declared"] or row["action"] in _TIE_RESULTS])
+    lines += map(_tie_line, ties)
+    reported = {row["target"] for row in ties} | {row["source"] for row in ties}
+    aliases = [(name, stored) for name, stored in report.aliases.items() if not {name, stored} <= reported]
+    lines += [f"alias: {name} = {stored}" for name, stored in _first_rows(aliases)]
     for reason, count in Counter(row["reason"] for row in report.dropped).items():
         lines.append(f"dropped: {counted(count, 'tensor')} ({reason})")
     lines += [f"config.json: {row['key']}: {_edit_text(row)}" for row in report.edits]
@@ -64,6 +68,14 @@ def conversion_text(report: ConversionReport) -> str:
     lines.append(_source_line(report))
     lines.append(cost_text(report))
     return "\n".join(lines)
+
+
+def _tie_line(row: Mapping[str, Any]) -> str:
+    """Return how a tied pair is stored, and why: `tied: lm_head.weight = embed.weight, stored ... (source: ...)`."""
+    facts = f"(source: {row['evidence']})"
+    if row["action"] in _TIE_RESULTS:
+        return f"tied: {row['target']} = {row['source']}, {_TIE_RESULTS[row['action']]} {facts}"
+    return f"not tied: {row['target']}, {row['source']} {facts}"
 
 
 def _edit_text(edit: dict[str, Any]) -> str:
@@ -106,7 +118,8 @@ def _layout_lines(report: ConversionReport, layout: dict[str, Any]) -> list[str]
     sizes = [row["bytes"] for row in report.ranks]
     mean = sum(sizes) / len(sizes)
     mesh = f"tp {layout['tp']} x pp {layout['pp']} x dp_shard {layout['dp_shard']}"
-    lines = [f"layout: {mesh}, {human_bytes(mean)} per rank, the largest {human_bytes(max(sizes))}"]
+    per_rank = f"mean {human_bytes(mean)} per rank, largest {human_bytes(max(sizes))}"
+    lines = [f"layout: {mesh}, {per_rank if len(sizes) > 1 else f'1 rank, {human_bytes(mean)}'}"]
     if layout["pp"] > 1:
         for stage, spans in enumerate(layout["stages"][:_MAX_ROWS]):
             layers = ", ".join(f"{path}.{first}-{stop - 1}" for path, first, stop in spans) or "no layers"
@@ -129,7 +142,7 @@ def inspect_text(report: InspectionReport) -> str:
     """Return the summary that `inspect` prints."""
     lines = [
         f"{report.path}",
-        f"  format        {report.format}, {counted(len(report.files), 'file')}",
+        f"  format        {_FORMAT_NAMES.get(report.format, report.format)}, {counted(len(report.files), 'file')}",
         f"  architecture  {report.architecture or 'unknown'}",
         f"  tensors       {_tensor_total_text(report)}, {human_bytes(report.bytes)}",
         f"  parameters    {report.parameters:,}",
@@ -155,8 +168,8 @@ def inspect_text(report: InspectionReport) -> str:
         lines.append(
             f"  unknown       {counted(len(report.unknown_tensors), 'tensor')}: {_first_names(report.unknown_tensors)}"
         )
-    if report.sidecars:
-        lines.append(f"  sidecars      {_first_names(report.sidecars, 12)}")
+    if report.other_files:
+        lines.append(f"  other files   {_first_names(report.other_files, 12)}")
     if report.selected_tensors is not None:
         lines += _table(
             [
@@ -177,7 +190,7 @@ def inspect_text(report: InspectionReport) -> str:
 
 
 def _tensor_total_text(report: InspectionReport) -> str:
-    """Return the number of names, by kind of storage, and of chunks: `90 (85 stored + 5 aliases) in 85 chunks`."""
+    """Return the number of names, by kind of storage, and of chunks: `90 (85 + 5 aliases) in 85 chunks`."""
     aliases = len(report.aliases)
     stored = stored_text(report.tensors - aliases, aliases=aliases)
     names = f"{report.tensors:,} ({stored})" if stored else f"{report.tensors:,}"
@@ -187,24 +200,26 @@ def _tensor_total_text(report: InspectionReport) -> str:
 def diff_text(report: DiffReport) -> str:
     """Return the summary that `diff` prints."""
     lines = [f"tied: {row['name']} only in {row['only_in']}, tied to {row['tied_to']}" for row in report.tied_tensors]
-    lines += _difference_lines(report.differing)
-    verdict = "differ" if report.exit else "have equal names, shapes and dtypes"
-    lines.append(f"{counted(report.compared, 'common name')}: the checkpoints {verdict}")
+    lines += _difference_lines(report.differing, ("A", "B"))
+    if report.exit:
+        only_in_one = sum(row["what"] == "missing" for row in report.differing)
+        lines.append(_different_text(report.differing, report.compared + only_in_one))
+    else:
+        has = "has" if report.compared == 1 else "have"
+        lines.append(f"equal: {counted(report.compared, 'common name')} {has} equal shapes and dtypes")
     return "\n".join(lines)
 
 
 def verify_text(report: VerifyReport) -> str:
     """Return the summary that `verify` prints."""
     rows = report.differing
-    lines = _difference_lines(rows)
+    lines = _difference_lines(rows, ("the reference", "the checkpoint"))
     compared = counted(report.compared, "tensor")
     if report.exit == 0:
         lines.append(f"equal: {compared} compared bit for bit, {bytes_read_text(report)}")
     elif rows:
-        tensors = report.compared + sum(row["what"] != "content" for row in rows)
-        lines.append(
-            f"DIFFERENT: {len(rows):,} of {counted(tensors, 'tensor')} {'differs' if tensors == 1 else 'differ'}"
-        )
+        not_compared = sum(row["what"] != "content" for row in rows)
+        lines.append(_different_text(rows, report.compared + not_compared))
     else:
         lines.append("DIFFERENT: neither checkpoint has a tensor to compare")
     lines.append(cost_text(report))
@@ -218,16 +233,33 @@ def verify_verdict(report: VerifyReport) -> str:
     return verdict if first is verdict else f"{verdict}; {first}"
 
 
-def _difference_lines(rows: Sequence[dict[str, Any]]) -> list[str]:
+def _different_text(rows: Sequence[dict[str, Any]], tensors: int) -> str:
+    """Return the verdict of a comparison that found differences.
+
+    Args:
+        rows: Entries for the differences, one per tensor.
+        tensors: Number of tensors that were to be compared.
+    """
+    return f"DIFFERENT: {len(rows):,} of {counted(tensors, 'tensor')} {'differs' if tensors == 1 else 'differ'}"
+
+
+def _difference_lines(rows: Sequence[dict[str, Any]], sides: tuple[str, str]) -> list[str]:
+    """Return one line per tensor that differs, at most 20.
+
+    Args:
+        rows: Entries for the differences, with a value for each side.
+        sides: Names of the sides, for example `("A", "B")`.
+    """
     lines = []
     for row in rows[:_MAX_ROWS]:
         if row["what"] == "content":
             lines.append(
-                f"{row['name']}: content, first at {row['index']}: 0x{row['a']} and 0x{row['b']}; "
-                f"{row['differing_elements']}"
+                f"{row['name']}: content, first at {row['index']}: 0x{row['a']} in {sides[0]}, 0x{row['b']} in "
+                f"{sides[1]}; {row['differing_elements']}"
             )
         else:
-            lines.append(f"{row['name']}: {row['what']}: {row['a'] or 'absent'} and {row['b'] or 'absent'}")
+            values = (f"{value or 'absent'} in {side}" for value, side in zip((row["a"], row["b"]), sides, strict=True))
+            lines.append(f"{row['name']}: {row['what']}: {', '.join(values)}")
     if len(rows) > _MAX_ROWS:
         lines.append(f"and {len(rows) - _MAX_ROWS} more, --json lists all")
     return lines

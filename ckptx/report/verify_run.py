@@ -25,10 +25,11 @@ def run_text(report: RunReport) -> str:
         )
     layout = report.layout
     dims = [f"{name} {size}" for name, size in layout.items() if name in _SHOWN_AXES or size > 1]
-    mesh = f"{' x '.join(dims)}, {counted(report.world_size, 'rank')}"
+    mesh = f"{' x '.join(dims)} ({counted(report.world_size, 'rank')})"
     kinds, tensors = " and ".join(report.inputs), counted(report.tensors, "tensor")
     per_rank = " per rank" if report.stages == 1 else ""
-    lines.append(f"ran {kinds} in {report.compute_dtype} on {mesh}; {tensors}{per_rank}, {bytes_read_text(report)}")
+    read = f"{bytes_read_text(report)} in total"
+    lines.append(f"ran on {kinds} inputs in {report.compute_dtype}, {mesh}; {tensors}{per_rank}, {read}")
     if report.stages > 1:
         lines.append(
             f"pipeline   {report.stages} stages, {counted(report.microbatches, 'microbatch')} per step, "

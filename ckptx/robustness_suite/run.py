@@ -95,7 +95,7 @@ def robustness(options: RobustnessOptions) -> RobustnessReport:
     if is_temporary and not report.exit:
         shutil.rmtree(folder, ignore_errors=True)
         report = replace(report, output_dir="")
-    return stopwatch.stop(replace(report, warnings=log.notes, cause=first_cause(report)))
+    return stopwatch.stop(replace(report, notes=log.notes, cause=first_cause(report)))
 
 
 def _check_save_at(recipe: Recipe) -> None:

@@ -100,7 +100,7 @@ def test_without_a_manifest_ranks_come_from_file_names(cut: Path, spoil: str) ->
     assert [(row["stage"], row["dp"], row["tp"]) for row in report.ranks] == [
         (i, None, None) for i in (0,) * 4 + (1,) * 4
     ]
-    assert any("ckptx.json" in warning for warning in report.warnings) == (spoil != "gone")
+    assert any("ckptx.json" in warning for warning in report.notes) == (spoil != "gone")
 
 
 def test_what_is_not_cut_is_told_by_file(tmp_path: Path) -> None:

@@ -590,7 +590,7 @@ def test_a_stray_file_is_ignored_and_said_so(tmp_path: Path, dst: Path) -> None:
     write_safetensors(tmp_path / "in" / "consolidated.safetensors", {W: value("F32", 7)})
     report = ckptx.convert("hf2dcp", tmp_path / "in", dst)
     assert report.tensors == len(llama())
-    assert any(warning.startswith("consolidated.safetensors ignored") for warning in report.warnings)
+    assert any(warning.startswith("consolidated.safetensors ignored") for warning in report.notes)
     assert "consolidated.safetensors" not in names_in(dst)
 
 
@@ -616,7 +616,7 @@ def test_a_manifest_of_another_save_is_ignored(tmp_path: Path, dst: Path) -> Non
     other = {name: value(dtype, *shape, seed=50 + i) for i, (name, (dtype, shape, _)) in enumerate(llama().items())}
     write_dcp(tmp_path / "dcp", other, files=2)
     report = ckptx.convert("dcp2hf", tmp_path / "dcp", dst)
-    assert any("ckptx.json ignored: it describes another .metadata" in warning for warning in report.warnings)
+    assert any("ckptx.json ignored: it describes another .metadata" in warning for warning in report.notes)
     assert ckptx.verify(tmp_path / "dcp", dst).exit == 0
 
 
@@ -624,6 +624,6 @@ def test_a_damaged_manifest_is_named_and_ignored(tmp_path: Path, dst: Path) -> N
     write_dcp(tmp_path / "dcp", llama(), config=LLAMA)
     (tmp_path / "dcp" / "ckptx.json").write_text("{}")
     report = ckptx.convert("dcp2hf", tmp_path / "dcp", dst)
-    (said,) = (each for each in report.warnings if "ckptx.json" in each)
+    (said,) = (each for each in report.notes if "ckptx.json" in each)
     assert "ckptx.json: not a valid manifest" in said and said.endswith("; manifest ignored")
     assert ckptx.verify(tmp_path / "dcp", dst).exit == 0

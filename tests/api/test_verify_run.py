@@ -33,7 +33,7 @@ def report(**changes: Any) -> RunReport:
         "max_abs_tolerance": 1.0, "logits_std": 2.0, "kl": 0.0,
         "cosine": "nan", "loss": 1.0, "loss_reference": 1.0, "loss_tolerance": 0.0, "gradients": 4, "grad_max_abs": 0.0,
         "grad_closest_to_tolerance": ["x", 0.5], "first_divergence": None, "gradient_differences": [],
-        "warnings": ["said"], "peak_rss": 123456789, "seconds": 99.0,
+        "notes": ["said"], "peak_rss": 123456789, "seconds": 99.0,
     }  # fmt: skip
     return RunReport(**made | changes)
 

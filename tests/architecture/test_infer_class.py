@@ -121,7 +121,7 @@ def test_a_prefix_is_stripped_without_the_name_of_the_class(
     write_dcp(tmp_path / "dcp", _prefixed(prefix), config=LLAMA)
     write_hf(tmp_path / "base", llama(), config=LLAMA)
     report = run(tmp_path)
-    assert any("assuming LlamaForCausalLM" in each for each in report.warnings)
+    assert any("assuming LlamaForCausalLM" in each for each in report.notes)
     assert report.architecture["class"] == "LlamaForCausalLM"
     names = set(ckptx.open_checkpoint(tmp_path / "out").tensors)
     assert names == set(llama())

@@ -93,7 +93,7 @@ def converted(source: Path, out: Path) -> Ended:
         assert exit_code_of(error) in (3, 4)
         assert not out.exists() and "\n" not in str(error)
         return Ended(None, {}, (str(error),))
-    return Ended(tree_bytes(out), read_as_loaders_do(out), tuple(report.warnings))
+    return Ended(tree_bytes(out), read_as_loaders_do(out), tuple(report.notes))
 
 
 class Case:
@@ -180,7 +180,7 @@ def test_a_manifest_that_contradicts_itself_is_ignored_in_one_line(words: str, t
         ckptx.reshard(case.source, tmp_path / "again", tp=2),
         ckptx.inspect(case.source, ranks=True),
     ):
-        assert sum("ckptx.json" in each for each in report.warnings) == 1
+        assert sum("ckptx.json" in each for each in report.notes) == 1
     assert ckptx.verify(case.original, tmp_path / "again").exit == 0
 
 
@@ -246,9 +246,9 @@ def test_a_manifest_that_is_none_is_said_once_and_never_in_the_way(
         command = "reshard"
     report = COMMANDS[command](source, FIXTURES / "untied" / "hf", tmp_path / "out")
     assert report.exit == 0
-    said = [each for each in report.warnings if "ckptx.json" in each]
+    said = [each for each in report.notes if "ckptx.json" in each]
     is_read = kind != "untied/hf" and (command in READERS or kind == "untied/sharded")
-    assert len(said) == (1 if what in NO_FILES or is_read else 0), report.warnings
+    assert len(said) == (1 if what in NO_FILES or is_read else 0), report.notes
     assert all("ignored" in each and "\n" not in each for each in said)
     if (tmp_path / "out").exists():
         assert ckptx.verify(FIXTURES / "untied" / "hf", tmp_path / "out").exit == 0

@@ -299,7 +299,7 @@ def test_a_file_system_without_locks_is_written_and_named(
     ckptx.convert("hf2dcp", source, tmp_path / "in" / "locked")
     without_flock(monkeypatch, name)
     report = ckptx.convert("hf2dcp", source, tmp_path / "out" / "made")
-    (note,) = [note for note in report.warnings if "lock" in note]
+    (note,) = [note for note in report.notes if "lock" in note]
     assert note == (
         f"{tmp_path / 'out'}: the file system has no locks; a concurrent run that writes made would not be detected"
     )

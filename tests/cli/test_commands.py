@@ -22,7 +22,7 @@ from tests.support.runner import CliRunner
 
 TOP_LEVEL = {
     "schema_version", "command", "exit", "ok", "error", "tensors", "bytes_read", "bytes_written", "aliases", "ties",
-    "dropped", "edits", "dtypes", "ranks", "warnings", "seconds", "gb_per_s", "peak_rss",
+    "dropped", "edits", "dtypes", "ranks", "notes", "seconds", "gb_per_s", "peak_rss",
 }  # fmt: skip
 
 
@@ -151,7 +151,7 @@ def test_diff_finds_names_shapes_and_dtypes(tmp_path: Path, hf: Path) -> None:
     assert {row["name"]: row["what"] for row in document(result)["differing"]} == {
         "model.norm.weight": "dtype", "lm_head.weight": "shape", "extra": "missing",
     }  # fmt: skip
-    assert "the checkpoints differ" in run("diff", hf, other).stdout
+    assert "DIFFERENT: 3 of 22 tensors differ" in run("diff", hf, other).stdout
     assert run("diff", hf, hf).return_value == 0
 
 

@@ -37,7 +37,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, dict[str, Any]]]:
     def stand_in(model: Any = None, **options: Any) -> Any:
         found.append((model, options))
         options["log"].note("a note")
-        return forecasted(warnings=["a note"])
+        return forecasted(notes=["a note"])
 
     monkeypatch.setattr(forecasting, "forecast", stand_in)
     return found

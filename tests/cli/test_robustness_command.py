@@ -31,7 +31,7 @@ Ran = Callable[..., Any]
 
 @pytest.fixture
 def stub(monkeypatch: pytest.MonkeyPatch) -> StubRun:
-    return StubRun(monkeypatch, robust(warnings=["a warning"]))
+    return StubRun(monkeypatch, robust(notes=["a warning"]))
 
 
 def ran(*words: object) -> Any:

@@ -54,7 +54,7 @@ def test_what_was_cut_again_is_equal(tmp_path: Path, mesh: dict[str, int], confi
     for there in (verify(step, tmp_path / "cut"), verify(tmp_path / "cut", step)):
         assert (there.exit, differing(there)) == (0, {})
         assert there.compared >= there.tensors >= 4 * len(llama(head=False)) + 1
-        assert not any("compared" in note or "judged" in note for note in there.warnings)
+        assert not any("compared" in note or "judged" in note for note in there.notes)
 
 
 @pytest.mark.parametrize("mesh", [{}, {"tp": 2, "pp": 2}])
@@ -89,7 +89,7 @@ def test_a_prefix_is_no_difference(tmp_path: Path) -> None:
     other = write_dcp(tmp_path / "other", {**tensors, **state_of(model)}, config=CONFIG)
     found = verify(trained(tmp_path / "step"), other)
     assert (found.exit, found.compared) == (0, 4 * len(model) + 1)
-    assert [note for note in found.warnings if "pickled object" in note] == [
+    assert [note for note in found.notes if "pickled object" in note] == [
         'not compared: 1 pickled object in only one checkpoint: "optim.param_groups"'
     ]
 
@@ -128,7 +128,7 @@ def test_state_of_one_side_alone_is_said(tmp_path: Path) -> None:
     found = verify(hf, step)
     assert (found.exit, found.compared) == (0, len(llama()))
     count = 3 * len(llama())
-    assert f"{step}: not compared: {count} optimizer tensors, 1 other tensor" in found.warnings
+    assert f"{step}: not compared: {count} optimizer tensors, 1 other tensor" in found.notes
 
 
 def test_objects_of_other_bytes_are_said(tmp_path: Path) -> None:
@@ -139,7 +139,7 @@ def test_objects_of_other_bytes_are_said(tmp_path: Path) -> None:
     file.write_bytes(data[:-2] + b"\x89.")  # False where None was
     found = verify(step, other)
     assert found.exit == 0
-    assert found.warnings[-1] == 'not compared: 1 pickled object with different bytes: "optim.param_groups"'
+    assert found.notes[-1] == 'not compared: 1 pickled object with different bytes: "optim.param_groups"'
 
 
 def test_an_object_that_ends_behind_its_file_is_none_that_is_equal() -> None:

@@ -80,16 +80,16 @@ def test_verify_says_which_cast_makes_two_dtypes_comparable(tmp_path: Path, ours
     b = write_hf(tmp_path / "b", llama(dtype=theirs), config=LLAMA)
     report = ckptx.verify(a, b)
     assert report.exit == 1
-    (note,) = (each for each in report.warnings if each.startswith("dtype: "))
+    (note,) = (each for each in report.notes if each.startswith("dtype: "))
     assert f"{len(NAMES)} tensors with a dtype other than in the reference" in note and "contents not compared" in note
     assert f"pass --dtype {WORD[theirs]} to cast the reference first" in note
     again = ckptx.verify(a, b, dtype=WORD[theirs])
-    assert not any(each.startswith("dtype: ") for each in again.warnings)
+    assert not any(each.startswith("dtype: ") for each in again.notes)
     assert {row["what"] for row in again.differing} == {"content"}
 
 
 def test_verify_names_no_cast_where_none_helps(tmp_path: Path) -> None:
     a, b = llama(), llama(dtype="F32") | {"model.norm.weight": llama(dtype="F16")["model.norm.weight"]}
     report = ckptx.verify(write_hf(tmp_path / "a", a), write_hf(tmp_path / "b", b))
-    (note,) = (each for each in report.warnings if each.startswith("dtype: "))
+    (note,) = (each for each in report.notes if each.startswith("dtype: "))
     assert note.endswith("no single --dtype makes them comparable")

@@ -162,7 +162,7 @@ def test_dtype_base_gives_every_tensor_the_dtype_it_had(
             sorted(lacking),
             [],
         )
-        assert any("not in the base, dtype unchanged" in line for line in report.warnings) is bool(lacking)
+        assert any("not in the base, dtype unchanged" in line for line in report.notes) is bool(lacking)
 
 
 def _options() -> set[str]:
@@ -189,7 +189,7 @@ def test_dtype_base_touches_plain_floats_alone(tmp_path: Path, there: str, other
     assert found[name] == step[name]
     assert {tensor[0] for each, tensor in found.items() if each != name} == {"BF16"}
     assert report.base_dtypes["otherwise"] == ([name] if there == "base" else [])
-    assert any("quantized in the base, dtype unchanged" in line for line in report.warnings) is (there == "base")
+    assert any("quantized in the base, dtype unchanged" in line for line in report.notes) is (there == "base")
 
 
 @pytest.mark.parametrize("how", [{}, {"base": "none"}, {"base": "config alone"}])

@@ -76,9 +76,7 @@ def test_a_step_in_floats_does_not_speak_of_quantisation(
     assert speaks(tmp_path / "out") == []
     key = "vision_config.quantization_config" if nested else "quantization_config"
     assert {"key": key, "before": METHODS[method], "after": None} in report.edits
-    assert sum("not copied, it describes the quantization of the base" in line for line in report.warnings) == len(
-        BESIDE
-    )
+    assert sum("not copied, it describes the quantization of the base" in line for line in report.notes) == len(BESIDE)
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert {name: config[name] for name in CONFIG} == CONFIG
 

@@ -198,7 +198,7 @@ def check(made: Made, meant: str, report: Any, tensors: dict[str, Value]) -> Non
     assert ledger["aliases"] == len(seconds)
     for other in made.models:
         if other != meant and other not in inside:
-            assert any(f'--source-prefix "{other}"' in note for note in report.warnings)
+            assert any(f'--source-prefix "{other}"' in note for note in report.notes)
 
 
 # ---------------------------------------------------------------------------------------- prefixes that are added

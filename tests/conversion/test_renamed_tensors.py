@@ -98,9 +98,9 @@ def test_what_reads_headers_alone_checks_torchtitans_names_against_the_config(tm
     hf, dcp = write_hf(tmp_path / "hf", published, config=CONFIG), tmp_path / "titan"
     ckptx.convert("hf2dcp", hf, dcp, names="torchtitan")
     report = ckptx.inspect(dcp)
-    assert report.warnings == [] and report.config_check is not None
+    assert report.notes == [] and report.config_check is not None
     assert report.config_check["checked"] == "names and shapes" and report.config_check["mismatches"] == []
-    assert ckptx.diff(hf, dcp).warnings == []
+    assert ckptx.diff(hf, dcp).notes == []
     text = (dcp / "config.json").read_text()
     (dcp / "config.json").write_text(text.replace('"head_dim": 6', '"head_dim": 8'))
     fit = ckptx.inspect(dcp).config_check

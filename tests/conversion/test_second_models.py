@@ -56,7 +56,7 @@ def test_every_command_asks_which_model_is_meant(
     report = COMMANDS[command](hf, saved, tmp_path / "out", prefixes[meant])
     assert report.exit == 0
     if "reshard" not in command or "drop" in command or "safetensors" in command:
-        assert any(f'--source-prefix "{prefixes[1 - meant]}"' in note for note in report.warnings)
+        assert any(f'--source-prefix "{prefixes[1 - meant]}"' in note for note in report.notes)
     if (tmp_path / "out").exists():
         kept = command == "reshard"
         assert ckptx.verify(hf, tmp_path / "out", source_prefix=prefixes[meant] if kept else None).exit == 0
@@ -98,11 +98,11 @@ def test_all_models_are_listed(count: int, names_class: bool, tmp_path: Path) ->
 def test_inspect_describes_one_and_names_the_others(tmp_path: Path) -> None:
     saved = write_dcp(tmp_path / "dcp", under("model.") | under("ema.", seed=100), config=CONFIG)
     report = ckptx.inspect(saved)
-    assert report.exit == 0 and any("holds 2 complete models" in note for note in report.warnings)
+    assert report.exit == 0 and any("holds 2 complete models" in note for note in report.notes)
     for prefix, other in (("model.", "ema."), ("ema.", "model.")):
         report = ckptx.inspect(saved, source_prefix=prefix)
         assert report.prefix == prefix and not report.unknown_tensors
-        assert any(f'second model under "{other}"' in note for note in report.warnings)
+        assert any(f'second model under "{other}"' in note for note in report.notes)
         assert sorted(report.other_tensors) == sorted(other + name for name in MODEL)
     with pytest.raises(UsageError, match="--source-prefix"):
         ckptx.inspect(write_hf(tmp_path / "hf", MODEL), source_prefix="model.")
@@ -143,9 +143,9 @@ def test_models_of_an_unknown_class_are_noted(base: str | None, tmp_path: Path) 
     config = {"architectures": ["NobodyKnows"]} if base is None else None
     saved = write_dcp(tmp_path / "dcp", tensors, config=config)
     report = ckptx.convert("dcp2hf", saved, tmp_path / "out", base=base)
-    assert any('the same names under "ema.", "model."' in note for note in report.warnings)
+    assert any('the same names under "ema.", "model."' in note for note in report.notes)
     assert report.ledger["written"] == len(tensors)
-    assert any("the same names" in note for note in ckptx.inspect(saved).warnings)
+    assert any("the same names" in note for note in ckptx.inspect(saved).notes)
     report = ckptx.convert("dcp2hf", saved, tmp_path / "one", base=base, source_prefix="model.")
     assert {row["reason"] for row in report.dropped} == {'second model under "ema.", not converted'}
 
@@ -154,7 +154,7 @@ def test_models_of_an_unknown_class_are_noted(base: str | None, tmp_path: Path) 
 def test_modules_of_one_model_are_no_models(names: list[str], tmp_path: Path) -> None:
     saved = write_dcp(tmp_path / "dcp", {name: value("F32", 2) for name in names})
     report = ckptx.convert("dcp2hf", saved, tmp_path / "out", base="none")
-    assert not any("the same names" in note for note in report.warnings)
+    assert not any("the same names" in note for note in report.notes)
 
 
 # -------------------------------------------------------------------------------------- two names for one tensor
@@ -194,12 +194,12 @@ def test_two_names_of_one_tensor(second: str, change: str, order: int, tmp_path:
         if change == "equal":
             report = run()
             assert report.exit == 0
-            assert any("two names" in note for note in report.warnings)
+            assert any("two names" in note for note in report.notes)
         else:
             with pytest.raises(InputError, match="one parameter under two names") as refused:
                 run()
             assert f'"{NORM}"' in str(refused.value) and f'"{second}"' in str(refused.value)
-    assert any(second in note for note in ckptx.diff(hf, saved).warnings)
+    assert any(second in note for note in ckptx.diff(hf, saved).notes)
     if change == "equal":
         for out in ("out", "cut", "st"):
             assert ckptx.verify(hf, tmp_path / out).exit == 0
@@ -231,7 +231,7 @@ def test_an_old_name_beside_the_new_one(kind: str, change: str, leaf: str, tmp_p
         source = write_hf(tmp_path / "hf", tensors, 2 if kind == "shards" else 1, config=config)
     if change == "equal":
         report = ckptx.convert("hf2dcp", source, tmp_path / "out", allow_config_mismatch=True)
-        assert any("two names" in note and old in note for note in report.warnings)
+        assert any("two names" in note and old in note for note in report.notes)
         assert report.ledger["source"] == report.ledger["written"] + report.ledger["aliases"] == 3
         assert ckptx.verify(source, tmp_path / "out").exit == 0
     else:
@@ -243,7 +243,7 @@ def test_an_old_name_beside_the_new_one(kind: str, change: str, leaf: str, tmp_p
 def test_a_second_model_in_safetensors_is_noted_and_kept(prefix: str, tmp_path: Path) -> None:
     source = write_hf(tmp_path / "hf", under("") | under(prefix, seed=100), config=CONFIG)
     report = ckptx.convert("hf2dcp", source, tmp_path / "out")
-    assert any("second complete model" in note and prefix in note for note in report.warnings)
+    assert any("second complete model" in note and prefix in note for note in report.notes)
     assert report.ledger["written"] == 2 * len(MODEL)
     assert ckptx.verify(source, tmp_path / "out").exit == 0
     back = ckptx.convert("dcp2hf", tmp_path / "out", tmp_path / "back")

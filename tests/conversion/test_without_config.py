@@ -58,7 +58,7 @@ def test_the_config_of_one_side_does_for_both(
     for pair in ((tmp_path / "a", tmp_path / "b"), (tmp_path / "b", tmp_path / "a")):
         report = ckptx.verify(*pair)
         assert (report.exit, report.differing) == (0, [])
-        assert any("no config.json; using that of" in note for note in report.warnings)
+        assert any("no config.json; using that of" in note for note in report.notes)
         assert ckptx.diff(*pair).exit == 0
 
 
@@ -127,7 +127,7 @@ def test_a_checkpoint_that_never_had_a_config_comes_back(tmp_path: Path, kind: s
     source, dcp = bare(tmp_path, kind, way)
     report = ckptx.convert("dcp2hf", dcp, tmp_path / "back")
     assert files_of(tmp_path / "back") == files_of(source)
-    assert any("ckptx.json records; tied weights are not detected" in note for note in report.warnings)
+    assert any("ckptx.json records; tied weights are not detected" in note for note in report.notes)
 
 
 def _drop_manifest(dcp: Path) -> None:

@@ -128,7 +128,7 @@ def test_files_are_those_of_the_original(files: dict[str, int], index: str) -> N
         assert held == [expected[number] for number in sorted(expected)]
         assert (dst / INDEX).exists() is (count > 1 or index == "always")
         strangers = files.keys() - set(NAMES) if not files.keys().isdisjoint(NAMES) else set()
-        assert any(FILE_MAPPING in line for line in report.warnings) is bool(strangers)
+        assert any(FILE_MAPPING in line for line in report.notes) is bool(strangers)
 
 
 @pytest.mark.parametrize("size", ["2KB", "1GB"])

@@ -48,7 +48,7 @@ def test_it_is_carried_and_named(tmp_path: Path, kind: str, name: str, to: str, 
         report = ckptx.convert("dcp2hf", write_dcp(tmp_path / "dcp", llama()), dst, base=root)
     assert (dst / name).read_bytes() == (root / name).read_bytes()
     assert not (dst / name).is_symlink()
-    said = [warning for warning in report.warnings if "point outside the checkpoint" in warning]
+    said = [warning for warning in report.notes if "point outside the checkpoint" in warning]
     assert len(said) == leads_out
     assert all(f"{name} -> " in line and "private" in line for line in said)
 
@@ -59,5 +59,5 @@ def test_many_are_counted(tmp_path: Path) -> None:
         (tmp_path / f"text{number}").write_text("{}")
         (root / f"extra{number}.json").symlink_to(tmp_path / f"text{number}")
     report = ckptx.convert("hf2dcp", root, tmp_path / "out")
-    assert [warning for warning in report.warnings if "and 4 more" in warning and "9 links" in warning]
+    assert [warning for warning in report.notes if "and 4 more" in warning and "9 links" in warning]
     assert len(find_outside_links(LocalSource(root), [f"extra{number}.json" for number in range(9)])) == 9

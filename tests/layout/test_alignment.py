@@ -369,7 +369,7 @@ def test_aligned_says_what_the_files_hold(tmp_path: Path, sample: str, plan: str
             found[name] = name not in (report.unaligned_tensors or ())
     assert found == expected
     assert {row["aligned"] for row in report.rules or ()} >= {*found.values()}
-    assert any(note.startswith("not aligned:") for note in report.warnings) is (False in found.values())
+    assert any(note.startswith("not aligned:") for note in report.notes) is (False in found.values())
 
 
 def test_the_samples_reach_both_answers() -> None:

@@ -382,7 +382,7 @@ def test_what_does_not_fit_is_refused_unless_allowed(tmp_path: Path, case: str, 
     report = COMMANDS[command](tmp_path, allow_config_mismatch=True)
     assert report.ok
     assert report.config_check["mismatches"]
-    assert any("does not match its config" in each for each in report.warnings)
+    assert any("does not match its config" in each for each in report.notes)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -395,7 +395,7 @@ def test_inspect_diff_and_verify_only_note_it(tmp_path: Path, case: str) -> None
     compared, verified = ckptx.diff(tmp_path / "a", tmp_path / "a"), ckptx.verify(tmp_path / "a", tmp_path / "a")
     for each in (report, compared, verified):
         assert each.ok
-        assert any("does not match its config" in note and said in note for note in each.warnings)
+        assert any("does not match its config" in note and said in note for note in each.notes)
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -408,5 +408,5 @@ def test_what_lies_outside_of_the_class_passes_with_a_warning(tmp_path: Path, co
     report = COMMANDS[command](tmp_path)
     assert report.ok and report.config_check["mismatches"] == []
     assert [row["tensors"] for row in report.config_check["extra_tensors"]] == [2]
-    (note,) = (each for each in report.warnings if "passed through" in each)
+    (note,) = (each for each in report.notes if "passed through" in each)
     assert note.startswith('2 tensors unknown to LlamaForCausalLM, passed through: "vision_tower.blocks.0.weight"')

@@ -99,7 +99,7 @@ def test_verify_run_reports_the_memory_of_the_largest_rank(tmp_path: Path, mesh:
     assert len(document["ranks"]) == document["world_size"]
     assert max(row["peak_rss"] for row in document["ranks"]) <= document["peak_rss"]
     ran = re.search(
-        rf"ran .* on tp (\d+) x dp_shard (\d+), ({NUMBER}) ranks?; ({NUMBER}) tensors on each", found["out"]
+        rf"ran on .*, tp (\d+) x dp_shard (\d+) \(({NUMBER}) ranks?\); ({NUMBER}) tensors per rank", found["out"]
     )
     assert ran and int(ran[1]) * int(ran[2]) == whole(ran[3]) == document["world_size"]
     assert whole(ran[4]) == document["tensors"] == document["compared"]

@@ -206,7 +206,7 @@ def test_consolidate_ignores_mapping_keys_missing_from_input_shards(tmp_path: Pa
     index = index_of(tmp_path / "out")
     assert index["weight_map"] == {"transformer.wte.weight": "model.safetensors"}
     assert index["metadata"]["total_size"] == nbytes([wte])
-    assert any("1 name without a stored tensor" in line and '"lm_head.weight"' in line for line in report["warnings"])
+    assert any("1 name without a stored tensor" in line and '"lm_head.weight"' in line for line in report["notes"])
 
 
 def test_consolidate_keeps_float_when_original_dtype_is_quantized(tmp_path: Path) -> None:
@@ -216,7 +216,7 @@ def test_consolidate_keeps_float_when_original_dtype_is_quantized(tmp_path: Path
     assert_same_tensors(loaded(tmp_path / "out"), {"weight": arange(4)})
     assert any(
         "quantized in the base" in line and '"weight" is F8_E4M3 in the base, F32 here' in line
-        for line in report["warnings"]
+        for line in report["notes"]
     )
 
 

@@ -232,7 +232,7 @@ def test_heads_that_do_not_divide_are_cut_all_the_same_and_said_so(
     """4 heads of queries and 2 of keys over 3 ranks: ceil-chunks, as DTensor stores them."""
     hf = hf_of("llama-untied")
     report = ckptx.reshard(hf, tmp_path / "cut", to="dcp", tp=3)
-    assert [warning for warning in report.warnings if warning.startswith("not aligned: ") and "8 tensors" in warning]
+    assert [warning for warning in report.notes if warning.startswith("not aligned: ") and "8 tensors" in warning]
     assert {name.split(".")[-2] for name in report.unaligned_tensors} == {"q_proj", "k_proj", "v_proj", "o_proj"}
     assert_same_tensors(stock_load(tmp_path / "cut"), read_hf(hf))
     assert ckptx.reshard(hf, tmp_path / "two", to="dcp", tp=2).unaligned_tensors == []

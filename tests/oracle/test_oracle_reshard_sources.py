@@ -106,7 +106,7 @@ def test_names_with_wrappers_stay_as_the_trainer_wants_them(hf: Path, tmp_path: 
         state[f"model.{wrapped}"] = tensor
         state[f"optim.state.{wrapped}.exp_avg"] = tensor.float()
     report = ckptx.reshard(save(state, tmp_path / "saved"), tmp_path / "cut", base=str(hf), tp=2, pp=2)
-    assert f'wrapper "_orig_mod." kept in {len(state)} names' in report.warnings
+    assert f'wrapper "_orig_mod." kept in {len(state)} names' in report.notes
     assert_same_tensors(stock_load(tmp_path / "cut"), state)
     held = in_dcp(tmp_path / "cut")
     name = "_orig_mod.model.layers.3.self_attn._checkpoint_wrapped_module.q_proj.weight"
@@ -221,7 +221,7 @@ def test_a_checkpoint_of_nothing_known(tmp_path: Path) -> None:
     save(dict(state), tmp_path / "saved")
     report = ckptx.reshard(tmp_path / "saved", tmp_path / "cut", base="none", tp=2, dp_shard=3)
     assert_same_tensors(stock_load(tmp_path / "cut"), state)
-    assert any(warning.startswith("--base none") for warning in report.warnings)
+    assert any(warning.startswith("--base none") for warning in report.notes)
     assert [rank_of(each.file) for each in in_dcp(tmp_path / "cut")["a.weight"]] == [0, 2, 4]
 
 
@@ -269,4 +269,4 @@ def test_another_mesh_replaces_one_only_if_asked(hf: Path, tmp_path: Path) -> No
     assert_same_tensors(stock_load(tmp_path / "cut"), read_hf(hf))
     assert len(list((tmp_path / "cut").glob("*.distcp"))) == 4
     report = ckptx.reshard(hf, tmp_path / "cut", to="dcp", tp=4, resume=True)
-    assert any("nothing to resume" in warning for warning in report.warnings)
+    assert any("nothing to resume" in warning for warning in report.notes)

@@ -270,7 +270,7 @@ def test_states_of_another_shape_are_whole_and_listed(untied: Path, tmp_path: Pa
     assert_same_training(tmp_path / "cut", saved)
     apart = {name for name, tensor in rows.items() if tensor.numel() > 1} | blocks.keys()
     assert set(report.state_replicated) == apart
-    assert any(f"{len(apart)} tensors" in warning for warning in report.warnings)
+    assert any(f"{len(apart)} tensors" in warning for warning in report.notes)
     held = in_dcp(tmp_path / "cut")
     assert all(len(held[name]) == 1 for name in apart)
     assert any(len(held[name]) == 2 for name in same)
@@ -290,7 +290,7 @@ def test_states_of_nothing_known_are_whole_and_listed(untied: Path, tmp_path: Pa
     report = ckptx.reshard(saved, tmp_path / "cut", base=str(untied), **MESH)
     assert_same_training(tmp_path / "cut", saved)
     assert report.state_without_parameter == ["optim.state.elsewhere.weight.exp_avg"]
-    assert any(warning.startswith("optimizer state without a known parameter") for warning in report.warnings)
+    assert any(warning.startswith("optimizer state without a known parameter") for warning in report.notes)
 
 
 @pytest.mark.parametrize("layout", ["model-optim", "two-directories"])
@@ -325,7 +325,7 @@ def test_moments_of_tied_names_that_differ_are_reported(pool: GlooPool, tmp_path
     saved = save(state, tmp_path / "saved")
     report = ckptx.reshard(saved, tmp_path / "cut", base=str(tmp_path / "hf"), **MESH)
     assert [row["name"] for row in report.dropped] == [f"optim.state.{HEAD}.exp_avg"]
-    assert any("differ although their parameters are tied" in warning for warning in report.warnings)
+    assert any("differ although their parameters are tied" in warning for warning in report.notes)
     found = stock_load(tmp_path / "cut")
     for name in (EMBEDDING, HEAD):
         assert raw(found[f"optim.state.{name}.exp_avg"]) == raw(moment)

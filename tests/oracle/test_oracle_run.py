@@ -180,7 +180,7 @@ def test_a_key_that_changes_nothing_is_a_note(pool: GlooPool, hf_of: Callable[[s
     (other / "config.json").write_text(json.dumps(config | {"eos_token_id": 7, "attention_dropout": 0.5}))
     document, text = verified(pool, hf_of("llama-untied"), other, **TWO)
     assert_equal(document, text, ParallelDims(**TWO))
-    (note,) = (each for each in document["warnings"] if each.startswith("config differences without effect"))
+    (note,) = (each for each in document["notes"] if each.startswith("config differences without effect"))
     assert "eos_token_id (2 in the reference, 7 in the checkpoint)" in note
     assert "attention_dropout (0.0 in the reference, 0.5 in the checkpoint)" in note
 
@@ -203,7 +203,7 @@ def test_a_tensor_that_nothing_reads_is_a_difference_unless_both_have_it(
         document, text = verified(pool, other, checkpoint, **TWO)
         assert_equal(document, text, ParallelDims(**TWO))
         (note,) = (
-            each for each in document["warnings"] if each.startswith("tensors of the reference that its class does not")
+            each for each in document["notes"] if each.startswith("tensors of the reference that its class does not")
         )
         assert note.endswith("not compared: model.layers.0.mlp.gate_proj.extra (unknown to the class)")
 
@@ -289,7 +289,7 @@ def test_the_command_starts_its_ranks_itself(hf_of: Callable[[str], Path], tmp_p
     hf = str(hf_of("llama-untied"))
     result = CliRunner().invoke(cli, ["verify", hf, hf, "--run", "--tp", "2"], standalone_mode=False)
     assert result.return_value == 0, result.stderr
-    assert "ran text in float32 on tp 2 x dp_shard 1, 2 ranks" in result.stdout
+    assert "ran on text inputs in float32, tp 2 x dp_shard 1 (2 ranks)" in result.stdout
     result = CliRunner().invoke(cli, ["verify", hf, hf, "--run", "--tp", "3"], standalone_mode=False)
     assert result.return_value == 4
     assert "num_attention_heads is 4" in result.stderr

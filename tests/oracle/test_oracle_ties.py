@@ -153,7 +153,7 @@ def test_declared_pair_with_different_bytes_stays_two_tensors_in_dcp(family: Fam
     report = ckptx.convert("hf2dcp", hf, tmp_path / "dcp")
     assert case_of(report, family) == ("different", "keep-both")
     assert report.aliases == {}
-    assert any(family.target in warning and family.source in warning for warning in report.warnings), report.warnings
+    assert any(family.target in warning and family.source in warning for warning in report.notes), report.notes
     loaded, expected = stock_load(tmp_path / "dcp"), read_hf(hf)
     assert raw(loaded[family.target]) == raw(expected[family.target])
     assert raw(loaded[family.source]) == raw(expected[family.source])
@@ -164,7 +164,7 @@ def test_declared_pair_with_different_bytes_is_untied_in_the_config(family: Fami
     hf = arrange(family, tmp_path / "hf", "different")
     report = ckptx.convert("dcp2hf", stock_dcp(hf, tmp_path / "dcp"), tmp_path / "out")
     assert case_of(report, family) == ("different", "keep-both")
-    assert any(family.target in warning and family.source in warning for warning in report.warnings), report.warnings
+    assert any(family.target in warning and family.source in warning for warning in report.notes), report.notes
     assert {family.target, family.source} < set(read_hf(tmp_path / "out"))
     edits = {edit["key"]: (edit["before"], edit["after"]) for edit in report.edits}
     assert edits == {".".join(keys): (True, False) for keys in family.flags}
@@ -190,7 +190,7 @@ def test_declared_pair_with_other_shape_or_dtype_stays_two_tensors(family: Famil
     other_size = how == "shape"  # which is not that of the config either
     report = ckptx.convert("hf2dcp", hf, tmp_path / "dcp", allow_config_mismatch=other_size)
     assert case_of(report, family) == ("mismatched", "keep-both")
-    assert any(family.target in warning and family.source in warning for warning in report.warnings), report.warnings
+    assert any(family.target in warning and family.source in warning for warning in report.notes), report.notes
     assert raw(stock_load(tmp_path / "dcp")[family.target]) == raw(tensors[family.target])
     report = ckptx.convert(
         "dcp2hf", stock_dcp(hf, tmp_path / "stock"), tmp_path / "out", allow_config_mismatch=other_size
@@ -266,11 +266,11 @@ def test_t5_with_a_head_of_its_own_keeps_its_flag(tmp_path: Path) -> None:
     recipe = RECIPES["t5-v1.1"]
     write(recipe, tmp_path / "hf")
     there = ckptx.convert("hf2dcp", tmp_path / "hf", tmp_path / "dcp")
-    assert any("lm_head.weight" in warning and "shared.weight" in warning for warning in there.warnings)
+    assert any("lm_head.weight" in warning and "shared.weight" in warning for warning in there.notes)
     stock = stock_dcp(tmp_path / "hf", tmp_path / "stock")
     report = ckptx.convert("dcp2hf", stock, tmp_path / "out")
     assert report.edits == []
-    assert any("tie_word_embeddings is unchanged" in warning for warning in report.warnings)
+    assert any("tie_word_embeddings is unchanged" in warning for warning in report.notes)
     assert read_config(tmp_path / "out") == read_config(tmp_path / "hf")
     family = Family(recipe, "lm_head.weight", "shared.weight", ())
     assert case_of(report, family) == ("different", "keep-both")

@@ -152,7 +152,7 @@ def test_prefix_is_found_and_optimizer_state_is_counted(
     assert report.objects["count"] == len(objects)
     root = "optimizer." if layout == "two-directories" else ""
     assert {row["name"] for row in report.dropped} == {f"{root}{name}" for name in state}
-    said = [warning for warning in report.warnings if warning.startswith("not converted: ")]
+    said = [warning for warning in report.notes if warning.startswith("not converted: ")]
     if state:
         size = f"{sum(state.values()) / 1024:.2f} KiB"
         assert said == [
@@ -189,7 +189,7 @@ def test_tie_that_tensor_parallelism_broke_is_given_up_in_the_config(
     assert raw(expected["lm_head.weight"]) != raw(expected["model.embed_tokens.weight"])
     report = ckptx.convert("dcp2hf", saved, tmp_path / "out", base=str(tied_hf))
     assert report.edits == [{"key": "tie_word_embeddings", "before": True, "after": False}]
-    assert any("lm_head.weight" in warning for warning in report.warnings)
+    assert any("lm_head.weight" in warning for warning in report.notes)
     assert_same_tensors(read_hf(tmp_path / "out"), expected)
     model = load(tmp_path / "out")
     assert_same_tensors(dict(model.state_dict()), expected)
@@ -245,7 +245,7 @@ def test_wrappers_in_names_are_removed_and_counted(
     report = ckptx.convert("dcp2hf", tmp_path / "dcp", tmp_path / "out", base=str(hf))
     assert_same_tensors(read_hf(tmp_path / "out"), read_hf(hf))
     for wrapper, count in counts.items():
-        assert f'wrapper "{wrapper}." removed from {count} names' in report.warnings
+        assert f'wrapper "{wrapper}." removed from {count} names' in report.notes
     assert_same_outputs(outputs(load(tmp_path / "out"), tokens()), outputs(load(hf), tokens()))
 
 
@@ -254,7 +254,7 @@ def test_a_name_with_and_without_a_wrapper_is_one_tensor_where_the_bytes_are_equ
     wrapped = {**state, "_orig_mod.lm_head.weight": state["lm_head.weight"].clone()}
     dcp.save(dict(wrapped), storage_writer=dcp.FileSystemWriter(tmp_path / "dcp"), no_dist=True)
     report = ckptx.convert("dcp2hf", tmp_path / "dcp", tmp_path / "out", base=str(hf))
-    assert any("two names" in warning and "_orig_mod.lm_head.weight" in warning for warning in report.warnings)
+    assert any("two names" in warning and "_orig_mod.lm_head.weight" in warning for warning in report.notes)
     assert report.ledger["aliases"] == 1 and not report.unknown_tensors
     assert_same_tensors(read_hf(tmp_path / "out"), state)
     wrapped["_orig_mod.lm_head.weight"] += 1

@@ -229,5 +229,5 @@ def test_torchrun_runs_a_model_on_its_ranks(tmp_path: Path) -> None:
     write(EVERY["llama-tied"], hf)
     done = torchrun(2, "verify", hf, hf, "--run", "--tp", 2)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("ran text in float32 on tp 2 x dp_shard 1, 2 ranks") == 1
+    assert done.stdout.count("ran on text inputs in float32, tp 2 x dp_shard 1 (2 ranks)") == 1
     assert done.stdout.count("equal: config, bytes, forward, gradients") == 1

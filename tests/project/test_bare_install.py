@@ -153,7 +153,7 @@ def test_inspect_does_without_the_class(bare: Bare, here: Path, name: str) -> No
     said = json.loads(done.stdout)
     assert said["tensors"] == len(llama())
     if name != "remote":  # whose code nobody asked to run
-        assert "pip install 'ckptx[run]'" in said["warnings"][0]
+        assert "pip install 'ckptx[run]'" in said["notes"][0]
 
 
 def refused(done: subprocess.CompletedProcess[str], package: str) -> None:

@@ -15,7 +15,7 @@ from tests.support.import_tool import tool
 
 action = tool("github_action")
 
-REPORT: dict[str, Any] = {"command": "verify", "ok": False, "exit": 1, "error": None, "warnings": [], "seconds": 1.0}
+REPORT: dict[str, Any] = {"command": "verify", "ok": False, "exit": 1, "error": None, "notes": [], "seconds": 1.0}
 ORACLE = {"ok": False, "compared": 36, "count": 2, "differing": ["torch", "torch"], "value": None, "tolerance": None}
 PHASE = {"name": "resume", "title": "t", "ok": False, "seconds": 2.0, "checks": [], "notes": []}
 

@@ -155,7 +155,7 @@ def test_wrappers_of_a_training_run_go_unless_two_names_would_become_one(tmp_pat
     write_dcp(tmp_path / "dcp", tensors, config={"x": 1})
     report = ckptx.convert("dcp2hf", tmp_path / "dcp", tmp_path / "hf")
     assert set(ckptx.open_checkpoint(tmp_path / "hf").tensors) == {"w", "v"}
-    assert any('wrapper "_orig_mod."' in warning for warning in report.warnings)
+    assert any('wrapper "_orig_mod."' in warning for warning in report.notes)
     write_dcp(tmp_path / "two", tensors | {"w": value("F32", 3)}, config={"x": 1})
     with pytest.raises(InputError, match=r'"w" and "_orig_mod\.w" are one parameter under two names'):
         ckptx.convert("dcp2hf", tmp_path / "two", tmp_path / "both")
@@ -168,7 +168,7 @@ def test_archives_without_a_checksum_are_counted(tmp_path: Path, shape: tuple[in
     payload = archive_head(dtype, shape) + tensor[2] + archive_tail(dtype, shape, 0)
     write_dcp(tmp_path / "dcp", {"w": tensor, "v": value("F32", 2)}, payloads={"w": payload})
     report = ckptx.convert("dcp2hf", tmp_path / "dcp", tmp_path / "hf", base="none")
-    assert "1 archive without a recorded CRC-32: their bytes could not be checked" in report.warnings
+    assert "1 archive without a recorded CRC-32: their bytes could not be checked" in report.notes
 
 
 @pytest.mark.parametrize("shape", [(8,), (700_000,)])
@@ -310,7 +310,7 @@ def test_resuming_what_is_complete_does_nothing(hf: Path, dst: Path) -> None:
     convert(hf, dst)
     before = tree_bytes(dst)
     report = convert(hf, dst, resume=True)
-    assert any("already complete" in warning for warning in report.warnings)
+    assert any("already complete" in warning for warning in report.notes)
     assert (report.bytes_read, report.bytes_written) == (0, 0)
     assert tree_bytes(dst) == before
     assert names_in(dst.parent) == ["dcp"]
@@ -376,7 +376,7 @@ def test_a_dry_run_reports_too_little_space_and_succeeds(hf: Path, dst: Path, mo
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(free=1000))
     report = convert(hf, dst, dry_run=True)
     assert report.exit == 0
-    assert any("not enough space" in warning for warning in report.warnings)
+    assert any("not enough space" in warning for warning in report.notes)
 
 
 @pytest.mark.parametrize("part", [".distcp", "journal/", ".metadata", "ckptx.json", "config.json"])
@@ -447,5 +447,5 @@ def test_sidecars_travel_and_foreign_weights_stay(hf: Path, dst: Path) -> None:
     report = convert(hf, dst)
     carried = {name for name in tree_bytes(dst) if not name.endswith((".distcp", ".metadata", "ckptx.json"))}
     assert carried == {"config.json", "tokenizer.json", "chat_template.jinja", "modeling_x.py", "sub/vocab.txt"}
-    assert any("tf_model.h5" in warning for warning in report.warnings)
+    assert any("tf_model.h5" in warning for warning in report.notes)
     assert LLAMA["model_type"] in (dst / "config.json").read_text()

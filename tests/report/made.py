@@ -15,7 +15,7 @@ def inspected(**fields: Any) -> InspectionReport:
     """A report of `inspect` with these fields, and otherwise of next to nothing."""
     made: dict[str, Any] = {
         "command": "inspect", "path": "made", "format": "dcp", "bytes": 1, "parameters": 1, "architecture": None,
-        "prefix": "", "files": {}, "sidecars": [], "chunks": 9, "alias_groups": [],
+        "prefix": "", "files": {}, "other_files": [], "chunks": 9, "alias_groups": [],
         "tied_groups": [], "optimizer": {"tensors": 0, "bytes": 0}, "other_tensors": [], "objects": 0,
         "unknown_tensors": [], "config_check": None,
         "groups": [{"pattern": "w", "tensors": 9, "bytes": 1}], "dtypes": {"before": {"F32": 9}, "after": {"F32": 9}},

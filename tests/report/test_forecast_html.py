@@ -51,7 +51,7 @@ def test_the_verdict_has_a_word_and_a_colour() -> None:
 
 
 def test_what_could_not_be_forecast_says_why() -> None:
-    text = forecast_page(Report(command="forecast", exit=3, error="config.json: <b>is none", warnings=["a note"]), "m")
+    text = forecast_page(Report(command="forecast", exit=3, error="config.json: <b>is none", notes=["a note"]), "m")
     assert fault(text) is None
     found = Page(text)
     assert found.all("p", "verdict")[0].text == "ERROR config.json: <b>is none"

@@ -10,17 +10,17 @@ from tests.report.made import searched
 
 
 def test_a_table_of_what_fits_and_why_the_rest_does_not() -> None:
-    kept = "tp 2 x dp_shard 4  none           2 x 1 sequence   600.00 MiB  400.00 MiB"
+    kept = "tp 2 x dp_shard 4  none     2 x 1 sequence   600.00 MiB  400.00 MiB"
     assert search_text(searched(seconds=12.4)).splitlines() == [
         "SomeForCausalLM, 4,000,000 parameters, on 8 GPUs of 1.00 GiB",
         "per step, over all GPUs: batch 8 x 1,024 tokens",
         "float32, gathered in bfloat16, adamw, loss on sharded logits",
         (
-            "layout             checkpointing  microbatches     peak        free        recomputed  idle  sent per rank"
+            "layout             AC mode  microbatches     peak        free        recomputed  idle  sent per rank"
         ),
         f"{kept}  none        none  4.00 MiB       checked",
-        "pp 2 x dp_shard 4  full           1 x 2 sequences  600.00 MiB  400.00 MiB  25.0%       20%   4.00 MiB",
-        "too large in every checkpointing mode (smallest peak):",
+        "pp 2 x dp_shard 4  full     1 x 2 sequences  600.00 MiB  400.00 MiB  25.0%       20%   4.00 MiB",
+        "too large with every mode of activation checkpointing (smallest peak):",
         "  dp_shard 8: 2.00 GiB",
         "not supported:",
         "  tp 8: tp 8 of 4 heads",

@@ -29,7 +29,7 @@ def hostile(text: str) -> Any:
     """With this name wherever a config or a model has one."""
     course = [[row[0], row[1], text, *row[3:]] for row in COURSE]
     row = stage(0, course, peak_tensor=largest(1, text), largest_tensors=[largest(1, text, op=text)])
-    return forecasted(architecture=text, by_stage=[row], assumptions=[text], warnings=[text])
+    return forecasted(architecture=text, by_stage=[row], assumptions=[text], notes=[text])
 
 
 def test_a_block_for_each_stage_and_the_verdict_at_the_end() -> None:
@@ -56,12 +56,12 @@ def block(name: str, times: int) -> list[str]:
         said = (
             "0 B" if not each else f"{each * times}.00 MiB" for each in (peak, peak if between is None else between)
         )
-        return f"  {kind:<12} {next(said):>13} {next(said):>13}"
+        return f"  {kind:<12} {next(said):>13}  {next(said):>13}"
 
     return [
         f"{name}: peak {20 * times}.00 MiB, {12 * times}.00 MiB between steps, 2 layers checkpointed",
         "  peak during backward of microbatch 1, in lm_head: aten::exp allocates float32 [2, 3]",
-        f"  {'':<12}   at the peak between steps",
+        f"  {'':<12}   at the peak  between steps",
         row("parameters", 4), row("gradients", 4, 0), row("optimizer", 8), row("activations", 2, 0),
         row("temporaries", 2, 0),
         "  largest tensors at the peak",

@@ -104,11 +104,11 @@ def test_a_long_list_of_differences_is_cut_and_says_so() -> None:
     rows = [{"name": f"t{i}", "what": "missing", "a": "F32 [1]", "b": None} for i in range(25)]
     report = VerifyReport(command="verify", exit=1, parameters=9, compared=5, differing=rows)
     lines = verify_text(report).splitlines()
-    assert lines[0] == "t0: missing: F32 [1] and absent"
+    assert lines[0] == "t0: missing: F32 [1] in the reference, absent in the checkpoint"
     assert lines[20] == "and 5 more, --json lists all"
     assert lines[21] == "DIFFERENT: 25 of 30 tensors differ"
 
 
 def test_a_diff_without_differences() -> None:
     report = DiffReport(command="diff", parameters=9, compared=1, differing=[], tied_tensors=[])
-    assert diff_text(report) == "1 common name: the checkpoints have equal names, shapes and dtypes"
+    assert diff_text(report) == "equal: 1 common name has equal shapes and dtypes"

@@ -42,9 +42,9 @@ def test_peak_memory_has_a_label(of: str, label: str) -> None:
     ("counts", "said"),
     [
         ((90, 0, 0), ""),
-        ((90, 0, 1), "90 stored + 1 alias"),
-        ((1200, 2, 0), "1,200 stored + 2 copies"),
-        ((90, 1, 2), "90 stored + 1 copy + 2 aliases"),
+        ((90, 0, 1), "90 + 1 alias"),
+        ((1200, 2, 0), "1,200 + 2 copies"),
+        ((90, 1, 2), "90 + 1 copy + 2 aliases"),
     ],
 )
 def test_names_that_share_bytes_are_said(counts: tuple[int, int, int], said: str) -> None:

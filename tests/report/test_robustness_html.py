@@ -94,7 +94,7 @@ def test_runs_are_bit_equal_or_said_not_to_be() -> None:
 
 
 def test_what_could_not_be_judged_says_why() -> None:
-    report = Report(command="robustness", exit=3, error="recipe.yaml: <b>is none", warnings=["a note"])
+    report = Report(command="robustness", exit=3, error="recipe.yaml: <b>is none", notes=["a note"])
     text = robustness_page(report, "</title><script>1</script>")
     assert fault(text) is None
     found = Page(text)

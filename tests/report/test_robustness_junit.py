@@ -78,7 +78,7 @@ def test_a_document_is_as_readers_expect(report: Report) -> None:
 @pytest.mark.parametrize("text", [*EVIL, *EVIL_MARKUP, "\ufffe\uffff", "\U0001fffe", "x" * 100_000, "]]>"])
 def test_names_are_text_whatever_they_say(text: str) -> None:
     assert fault_of(junit_xml(hostile(text), text)) is None
-    failure = Report(command="robustness", exit=70, error=text, warnings=[text])
+    failure = Report(command="robustness", exit=70, error=text, notes=[text])
     assert fault_of(junit_xml(failure, text)) is None
 
 
@@ -136,7 +136,7 @@ def test_properties_say_what_it_ran_with() -> None:
 
 
 def test_what_could_not_be_judged_is_an_error() -> None:
-    failure = Report(command="robustness", exit=3, error="recipe.yaml: is none", warnings=["a note"])
+    failure = Report(command="robustness", exit=3, error="recipe.yaml: is none", notes=["a note"])
     ((name, case),) = cases(junit_xml(failure, "a.b/c")).items()
     assert name == "ckptx.robustness.a_b_c run"
     (error,) = case
@@ -145,7 +145,7 @@ def test_what_could_not_be_judged_is_an_error() -> None:
 
 
 def test_a_failure_that_no_phase_has_is_a_case() -> None:
-    found = cases(junit_xml(robust(exit=1, warnings=["why"]), "small"))
+    found = cases(junit_xml(robust(exit=1, notes=["why"]), "small"))
     failure = found["ckptx.robustness.small verdict"].find("failure")
     assert failure is not None and failure.text == "why"
 

@@ -38,7 +38,7 @@ def hostile(text: str) -> RobustnessReport:
         injected_fault=text or "x",
         settings={text: text},
         environment={text: text},
-        warnings=[text],
+        notes=[text],
         phases=[phase(text, False, *rows, title=text, notes=[text]), phase(text + "2", None, notes=[text])],
         losses=[{"run": text, "steps": [1, 2], "losses": [1.0, 2.0]}, {"run": text, "steps": [2], "losses": [2.5]}],
         differing=[

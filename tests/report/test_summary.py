@@ -51,7 +51,7 @@ def test_the_summary_is_what_the_command_prints(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("made", MADE, ids=lambda made: made.__name__)
 def test_the_html_holds_the_summary(made: Callable[..., Report]) -> None:
-    report = replace(made(), warnings=["one <note> & more"])
+    report = replace(made(), notes=["one <note> & more"])
     page = report._repr_html_()
     assert report.summary() in unescape(page)
     assert "<li>one &lt;note&gt; &amp; more</li>" in page and "<script" not in page
@@ -60,7 +60,7 @@ def test_the_html_holds_the_summary(made: Callable[..., Report]) -> None:
 @pytest.mark.parametrize("name", ["<script>alert(1)</script>", "a\nb", "\x1b[31mred", "\u202ereversed"])
 def test_a_name_stays_text(name: str) -> None:
     made: dict[str, Any] = {"name": name, "reason": name}
-    report = replace(converted(), dropped=[made], warnings=[name], prefix=name)
+    report = replace(converted(), dropped=[made], notes=[name], prefix=name)
     for text in (report.summary(), report._repr_html_()):
         assert "\x1b" not in text and "\u202e" not in text
     assert "<script" not in report._repr_html_()

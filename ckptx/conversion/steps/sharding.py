@@ -129,9 +129,9 @@ def _sharding_notes(model: ShardedModel) -> list[str]:
     notes = []
     if model.unaligned:
         notes.append(
-            f"not aligned: --tp {model.dims.tp} does not give each rank whole heads or groups of every fused part of "
-            f"{counted(len(model.unaligned), 'tensor')}, {first_of(model.unaligned)}; TP kernels cannot use these "
-            "shards; choose another --tp, or pass rules for them with --tp-plan"
+            f"not aligned: --tp {model.dims.tp} splits heads, groups or fused parts of "
+            f"{counted(len(model.unaligned), 'tensor')} ({first_of(model.unaligned)}); TP kernels cannot use these "
+            "shards; choose another --tp, or pass rules for these tensors with --tp-plan"
         )
     if model.unknown_tensors and model.dims.world_size > 1:
         notes.append(

@@ -85,7 +85,7 @@ def build_report(command: str, conversion: ConversionState, outcome: CopyResult 
         edits=list(conversion.sidecars.edits),
         dtypes=conversion.ledger.dtypes,
         ranks=_rank_entries(conversion),
-        warnings=list(log.notes),
+        notes=list(log.notes),
         output_bytes=output_bytes,
         parameters=conversion.ties.parameters,
         architecture=None

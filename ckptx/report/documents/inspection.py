@@ -38,7 +38,7 @@ class InspectionReport(Report):
         architecture: Name of the model class; null if it is unknown.
         prefix: Prefix of the names of the model; empty for none.
         files: Bytes of each file that contains tensor data.
-        sidecars: Names of the files that belong to the checkpoint besides the weights, such as config and tokenizer.
+        other_files: Names of the files that belong to the checkpoint besides the weights, such as config and tokenizer.
         chunks: Number of chunks that tensors are stored in; shared chunks count once.
         alias_groups: Groups of names that share bytes.
         tied_groups: Groups of tied names that are stored separately; each counts as one parameter.
@@ -63,7 +63,7 @@ class InspectionReport(Report):
     architecture: str | None
     prefix: str
     files: Mapping[str, int]
-    sidecars: Sequence[str]
+    other_files: Sequence[str]
     chunks: int
     alias_groups: Sequence[Sequence[str]]
     tied_groups: Sequence[Sequence[str]]

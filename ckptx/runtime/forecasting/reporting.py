@@ -98,8 +98,8 @@ def build_search_report(space: SearchSpace, result: SearchResult) -> SearchRepor
     missing = best[0].missing_inputs if best else ()
     assumptions = list_assumptions(task, missing, False)
     assumptions.append(
-        "every layout runs the same step; layouts are forecast with few of the repeated layers, few microbatches and, "
-        "with a pipeline, few ranks; the row marked checked was run on every rank, with its layers validated"
+        "every layout runs the same step; most are extrapolated from few layers, microbatches and pipeline ranks; the "
+        "row marked checked was forecast for every rank, and its extrapolation over layers was checked"
     )
     if space.fixed.tp is None and space.gpus > GPUS_PER_NODE:
         assumptions.append(
@@ -185,7 +185,7 @@ def list_assumptions(task: ForecastTask, missing: Sequence[str], is_extrapolated
             "back to a score matrix take more"
         ),
         (
-            "not counted: kernel workspaces, NCCL, CUDA context, fragmentation; reserve for them: "
+            "not counted: kernel workspaces, NCCL, CUDA context, fragmentation; the reserve covers them: "
             f"{CONTEXT_BYTES / _GIB:.1f} GiB + {FRAGMENTATION_FRACTION:.0%} of the peak"
         ),
     ]

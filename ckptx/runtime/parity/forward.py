@@ -178,7 +178,7 @@ def verify_run(reference: Path, checkpoint: Path, options: RunOptions, log: Log)
     }
     report = build_run_report(options, rank_results, inputs, small_windows, worst, plan)
     report = replace(report, unread_tensors=unread_rows, dtype_differences=dtypes)
-    return stopwatch.stop(replace(report, warnings=list(log.notes)))
+    return stopwatch.stop(replace(report, notes=list(log.notes)))
 
 
 def _run_checkpoint(

@@ -66,9 +66,9 @@ def test_ties_are_judged_by_values(written: dict[str, Path], reference: str, che
 
 
 def test_a_tie_on_one_side_alone_is_said(written: dict[str, Path]) -> None:
-    (said,) = verified(written["tied"], written["untied, equal"])["warnings"]
+    (said,) = verified(written["tied"], written["untied, equal"])["notes"]
     assert said.startswith("lm_head.weight: tied in one checkpoint and separate in the other; compared as separate")
-    assert verified(written["tied"], written["tied, stored equal"])["warnings"] == []
+    assert verified(written["tied"], written["tied, stored equal"])["notes"] == []
 
 
 def test_a_head_that_nobody_stores_is_refused(written: dict[str, Path], tmp_path: Path) -> None:

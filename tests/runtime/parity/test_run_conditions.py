@@ -154,7 +154,7 @@ def test_a_tower_that_gets_no_input_is_named(pool: GlooPool, tmp_path: Path) -> 
     (found,) = pool.run(run_blind, 1, str(tmp_path))
     assert found["exit"] == 0
     assert found["inputs"] == ["text"]
-    said, unreached = found["warnings"]
+    said, unreached = found["notes"]
     assert "no gradient reaches model.multi_modal_projector" in unreached
     assert {row["name"].split(".")[1] for row in found["without_gradient"]} == {"multi_modal_projector", "vision_tower"}
     assert said == (

@@ -47,7 +47,7 @@ def test_what_may_be_there_is_a_note_that_names_it_with_its_reason(tmp_path: Pat
     for row in report.unread_tensors:
         assert (row["reason"], row["is_expected"]) == (REASONS[kind], True)
         assert row["stored_in"] == sides_of(side)
-    (note,) = (each for each in report.warnings if REASONS[kind] in each)
+    (note,) = (each for each in report.notes if REASONS[kind] in each)
     assert note.startswith(f"the {' and the '.join(sides_of(side))} hold") and next(iter(extra)) in note
 
 
@@ -62,7 +62,7 @@ def test_a_tensor_of_another_model_is_a_difference_unless_the_reference_has_it(
     (row,) = report.unread_tensors
     assert (row["name"], row["is_expected"], row["stored_in"]) == (name, False, sides_of(side))
     if side != "checkpoint":
-        assert any(name in each and "were not compared" in each for each in report.warnings)
+        assert any(name in each and "were not compared" in each for each in report.notes)
 
 
 @pytest.mark.parametrize("dtype", ["F32", pytest.param("F16", marks=pytest.mark.slow), "BF16"])
@@ -76,7 +76,7 @@ def test_stored_dtypes_are_counted_and_are_no_difference(tmp_path: Path, dtype: 
     found = {row["against"]: (row["stored"], row["expected"], row["tensors"]) for row in report.dtype_differences}
     expected = (dtype, "BF16", len(ones))
     assert found == ({} if dtype == "BF16" else {"reference": expected, "config": expected})
-    notes = [each for each in report.warnings if f"stored as {dtype}" in each]
+    notes = [each for each in report.notes if f"stored as {dtype}" in each]
     assert len(notes) == len(found)
 
 
