@@ -32,7 +32,7 @@ class Mistake(NamedTuple):
         return cause.startswith("unknown") or re.search(self.cause, cause) is not None
 
 
-_EARLY = """    batches = iter(loader)  # it draws a random number, so it comes before random numbers are restored
+_EARLY = """    batches = iter(loader)  # draws a random number, so create it before the generators are restored
     if args.resume:
         dcp.load({"app": app}, checkpoint_id=args.resume)
 """

@@ -124,14 +124,14 @@ _CHILD = """
 import resource, sys, time
 from pathlib import Path
 from ckptx.errors import CkptxError
-from ckptx.robustness_suite.stored_items import items_of
+from ckptx.robustness_suite.stored_items import read_items
 resource.setrlimit(resource.RLIMIT_AS, (3 << 30, 3 << 30))
 path = Path(sys.argv[1]) / "state.pkl"
 for line in sys.stdin.buffer:
     path.write_bytes(bytes.fromhex(line.decode()))
     began = time.process_time()
     try:
-        items_of(path)
+        read_items(path)
     except CkptxError as error:
         assert error.exit_code in (3, 4) and len(str(error)) < 600, str(error)[:500]
     print(round(time.process_time() - began, 1), flush=True)

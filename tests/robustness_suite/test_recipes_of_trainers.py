@@ -168,4 +168,4 @@ def test_data_that_the_trainer_does_not_skip_shows_at_the_end(straight: Straight
     phases = with_mistake(straight("transformers_trainer"), tmp_path, "transformers_trainer", mistake)
     phases.run_resumed()
     assert {"model", "moments", "loss"} <= set(failed(phases.report_builder)["resumed"])
-    assert "what was not restored is not" in " ".join(phases.report_builder.phases[-1]["notes"])
+    assert "it differs only if it was not restored" in " ".join(phases.report_builder.phases[-1]["notes"])
