@@ -77,8 +77,15 @@ def _task(options: ForecastOptions | SearchOptions, directory: Path, log: Log) -
 def _forecast_report(options: ForecastOptions, task: ForecastTask) -> ForecastReport:
     from ckptx.runtime.forecasting.ranks import forecast_ranks
     from ckptx.runtime.forecasting.reporting import build_report
+    from ckptx.runtime.forecasting.task import with_other_precision
 
-    return build_report(task, forecast_ranks(task), options.gpu_bytes)
+    other = None
+    if options.recipe is None and options.dtype == "auto" and options.param_dtype is None:
+        # Nobody chose a precision, and the two usual ones differ most in memory. The forecast of `task` has validated
+        # the extrapolation over layers, which is the same in any precision.
+        other_task = with_other_precision(task)
+        other = other_task, forecast_ranks(other_task, peak_ranks_only=True, validate_extrapolation=False)
+    return build_report(task, forecast_ranks(task), options.gpu_bytes, other)
 
 
 def _search_report(options: SearchOptions, task: ForecastTask, directory: Path) -> SearchReport:

@@ -31,7 +31,9 @@ class BufferOptions(Options):
             default="number of cores, at most 16",
         ),
     ] = None
-    max_memory: Annotated[int | str, Option("Upper limit of the memory for I/O buffers.", RUN, is_size=True)] = "256MB"
+    max_memory: Annotated[int | str, Option("Upper limit of the memory for I/O buffers.", RUN, parse=parse_size)] = (
+        "256MB"
+    )
     on_progress: Annotated[Progress, Hook("Function that is called with the number of bytes done and the total.")] = (
         no_progress
     )

@@ -204,7 +204,7 @@ class ToHfOptions(ConversionOptions, kw_only=False):
         Option(
             "Maximum size of a safetensors shard.",
             CONTENT,
-            is_size=True,
+            parse=parse_size,
             default=f"the original shards if recorded, else {SHARD_SIZE}",
         ),
     ] = None

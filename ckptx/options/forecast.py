@@ -27,11 +27,11 @@ from ckptx.untrusted.limits import MAX_RANKS
 Loss = Literal["sharded", "whole", "none"]
 OptimizerName = Literal["adamw", "adam", "sgd", "none"]
 FloatDtype = Literal["bf16", "bfloat16", "fp16", "float16", "fp32", "float32"]
-_ALLOWED_WITH_RECIPE = ("recipe", "settings", "gpu_memory", "search", "gpus")
+_ALLOWED_WITH_RECIPE = ("recipe", "settings", "gpu_memory", "gpu", "search", "gpus")
 _MODEL = "A config.json, a directory that contains one, or a Hub id."
 _SEARCH = (
-    "Find layouts for --gpus GPUs that fit --gpu-memory, with the activation checkpointing and microbatches that each "
-    "needs."
+    "Find layouts for --gpus GPUs that fit --gpu-memory or --gpu, with the activation checkpointing and microbatches "
+    "that each needs."
 )
 
 
@@ -65,7 +65,10 @@ class StepOptions(
         ),
     ] = None
     gpu_memory: Annotated[
-        int | str | None, GPU_MEMORY._replace(help="Memory per GPU; exit 1 if the step does not fit.")
+        int | str | None,
+        GPU_MEMORY._replace(
+            help="Memory per GPU; exit 1 if the step does not fit. 80GB means 80 GiB, as GPU vendors count."
+        ),
     ] = None
     batch: Annotated[
         int | None,
@@ -145,7 +148,7 @@ class SearchOptions(StepOptions, kw_only=False):
 
     model: Annotated[str | Path | None, Argument(_MODEL, "MODEL")] = None
     _: KW_ONLY
-    search: Annotated[Literal[True], Option(_SEARCH, SEARCH, requires=("gpus", "gpu_memory"))]
+    search: Annotated[Literal[True], Option(_SEARCH, SEARCH, requires=("gpus",))]
     gpus: Annotated[
         int | None,
         Option("Number of GPUs to search layouts for.", SEARCH, minimum=1, maximum=MAX_RANKS, default="none"),
@@ -154,6 +157,8 @@ class SearchOptions(StepOptions, kw_only=False):
     def check(self) -> None:
         super().check()
         self.check_model(self.model)
+        if self.gpu_bytes is None:
+            raise UsageError("--search requires --gpu-memory or --gpu")
 
 
 class ForecastOutput(ReportOutput):

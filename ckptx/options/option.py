@@ -11,14 +11,13 @@ repeated, and `str | Path` is a path, which must not be a URL.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import MISSING
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, TypeVar, Union, get_args, get_origin
 
 from ckptx.errors import UsageError
-from ckptx.options.sizes import parse_size
 from ckptx.untrusted.remote_name import refuse_remote
 
 if TYPE_CHECKING:  # in typing since Python 3.11
@@ -51,7 +50,8 @@ class Option(NamedTuple):
         metavar: Placeholder of the value; None derives it from the type.
         default: Description of the default; None shows the default of the field.
         minimum, maximum: Range of an integer; None means unbounded.
-        is_size: True for a number of bytes, such as `5GB` or `256MiB`.
+        parse: Function that converts a size such as `5GB` or `256MiB` to bytes; None if the value is not a size. Its
+            second argument is the subject of its error messages.
         is_secret: True for a value that is never printed.
         keywords: Keywords among free strings, for shell completion.
         spellings: Other spelling of a choice -> choice.
@@ -70,7 +70,7 @@ class Option(NamedTuple):
     default: str | None = None
     minimum: int | None = None
     maximum: int | None = None
-    is_size: bool = False
+    parse: Callable[[str | int, str], int] | None = None
     is_secret: bool = False
     keywords: Sequence[str] = ()
     spellings: Mapping[str, str] = {}
@@ -78,6 +78,11 @@ class Option(NamedTuple):
     requires: Sequence[Requirement] = ()
     excludes: Sequence[str] = ()
     replaces: Sequence[str] = ()
+
+    @property
+    def is_size(self) -> bool:
+        """Return True for a number of bytes."""
+        return self.parse is not None
 
 
 class Argument(NamedTuple):
@@ -216,8 +221,8 @@ class Setting(NamedTuple):
         option = self.option
         if option is None:
             return value
-        if option.is_size:
-            parse_size(value, subject)
+        if option.parse is not None:
+            option.parse(value, subject)
             return value
         if self.kind is tuple:
             return _check_strings(value, subject)

@@ -14,6 +14,22 @@ _UNITS = {"b": 1} | {
     for power, letter in enumerate("kmgt", start=1)
     for infix, base in (("", 1000), ("i", 1024))
 }
+_MIN_GPU_BYTES = 1 << 30  # smaller numbers without a unit are taken for a forgotten unit
+# GPU -> memory in GiB, slightly less than `torch.cuda.get_device_properties(0).total_memory` on such a GPU.
+GPU_GIB = {
+    "h100": 79.1,
+    "h200": 139.7,
+    "b200": 178.3,
+    "a100-80gb": 79.1,
+    "a100-40gb": 39.3,
+    "l40s": 44.3,
+    "l4": 21.9,
+    "a10g": 21.9,
+    "v100-32gb": 31.7,
+    "t4": 14.5,
+    "rtx4090": 23.5,
+    "mi300x": 191.9,
+}
 
 
 def parse_size(text: str | int, option: str) -> int:
@@ -30,6 +46,18 @@ def parse_size(text: str | int, option: str) -> int:
     if nbytes < 1:
         raise UsageError(f'{option}: "{text}" is not a size; write 5GB, 256MiB or a number of bytes')
     return nbytes
+
+
+def parse_gpu_memory(text: str | int, option: str) -> int:
+    """Convert the memory of a GPU to bytes; `80GB` is 80 GiB, as GPU vendors count, and the same as `80GiB`.
+
+    Raises:
+        UsageError: The string is not a size, the unit is missing, or the size is zero or out of range.
+    """
+    string = str(text)
+    if string.strip().isdecimal() and int(string) < _MIN_GPU_BYTES:
+        raise UsageError(f'{option}: "{text}" has no unit; write {string.strip()}GB')
+    return parse_size(re.sub(r"(?i)\b(\d+(?:\.\d+)?\s*[KMGT])B", r"\1iB", string), option)
 
 
 def default_workers() -> int:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Annotated, Literal
 
 from ckptx.options.option import LIMITS, RECIPE, RUNNING, STEP, Option, Options
-from ckptx.options.sizes import parse_size
+from ckptx.options.sizes import GPU_GIB, parse_gpu_memory
 
 MICROBATCHES = Option(
     "Microbatches per step and data-parallel rank.",
@@ -15,7 +15,16 @@ MICROBATCHES = Option(
     maximum=2**16,
     default="one per pipeline stage",
 )
-GPU_MEMORY = Option("Memory per GPU; refuse to start if the run cannot fit.", LIMITS, is_size=True, default="no check")
+GpuName = Literal[
+    "h100", "h200", "b200", "a100-80gb", "a100-40gb", "l40s", "l4", "a10g", "v100-32gb", "t4", "rtx4090", "mi300x"
+]
+GPU_MEMORY = Option(
+    "Memory per GPU; refuse to start if the run cannot fit. 80GB means 80 GiB, as GPU vendors count.",
+    LIMITS,
+    parse=parse_gpu_memory,
+    default="no check",
+    excludes=("gpu",),
+)
 
 
 class MicrobatchOptions(Options):
@@ -55,14 +64,25 @@ class DeviceOptions(Options):
 
 
 class GpuMemoryOptions(Options):
-    """Option for the memory per GPU."""
+    """Options for the memory per GPU."""
 
     gpu_memory: Annotated[int | str | None, GPU_MEMORY] = None
+    gpu: Annotated[
+        GpuName | None,
+        Option(
+            f"GPU whose reported memory to use instead of --gpu-memory: {', '.join(GPU_GIB)}.",
+            LIMITS,
+            metavar="NAME",
+            default="no check",
+        ),
+    ] = None
 
     @property
     def gpu_bytes(self) -> int | None:
         """Return the memory per GPU in bytes; None means no check."""
-        return None if self.gpu_memory is None else parse_size(self.gpu_memory, "--gpu-memory")
+        if self.gpu is not None:
+            return int(GPU_GIB[self.gpu] * 2**30)
+        return None if self.gpu_memory is None else parse_gpu_memory(self.gpu_memory, "--gpu-memory")
 
 
 class RecipeOptions(Options):

@@ -43,7 +43,7 @@ class RunOptions(
             "Memory limit for the reference model; larger models are run layer by layer. With one rank, it covers both "
             "models.",
             LIMITS,
-            is_size=True,
+            parse=parse_size,
             default="free memory",
         ),
     ] = None
@@ -68,7 +68,7 @@ class RunOptions(
     @property
     def measures_memory(self) -> bool:
         """Return True if tensor memory is measured while the checkpoint runs."""
-        return self.gpu_memory is not None
+        return self.gpu_bytes is not None
 
     def check(self) -> None:
         super().check()

@@ -11,6 +11,7 @@ from ckptx.report.forecast_text import (
     communication_text,
     flops_text,
     module_text,
+    other_precision_text,
     peak_time_text,
     ranks_text,
     settings_text,
@@ -40,6 +41,8 @@ def forecast_text(report: ForecastReport, red: Callable[[str], str] = str) -> st
     lines += [f"  {each}" for each in report.assumptions]
     last = verdict(report)
     lines.append(last if report.fits is not False else red(last))
+    if other := other_precision_text(report):
+        lines.append(other)
     lines.append(f"done in {report.seconds:.1f} s")
     return "\n".join(lines)
 

@@ -18,6 +18,7 @@ from ckptx.report.forecast_text import (
     flops_text,
     highest_peak_row,
     module_text,
+    other_precision_text,
     pass_text,
     peak_time_text,
     ranks_text,
@@ -163,6 +164,8 @@ def _heading(report: ForecastReport, subject: str) -> ForecastHeading:
         ("all ranks", flops_text(report)),
         ("settings", settings_text(report)),
     ]
+    if other := other_precision_text(report):
+        facts.append(("other precision", other))
     kind = {True: "ok", False: "bad", None: "known"}[report.fits]
     return ForecastHeading(report.architecture, subject, kind, word, text, facts)
 

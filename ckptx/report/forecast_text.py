@@ -11,6 +11,7 @@ from ckptx.report.report import counted, human_bytes
 
 _PART_TEXTS = {"build": "inputs of the step", "clipping": "gradient clipping", "optimizer": "optimizer step"}
 _PASSES = ("forward", "backward")
+PRECISION_KEYS = ("dtype", "param_dtype", "reduce_dtype")
 LOSS_TEXTS = {"sharded": "loss on sharded logits", "whole": "loss on whole logits", "none": "no loss"}
 
 
@@ -119,10 +120,40 @@ def verdict(report: ForecastReport) -> str:
     peak = human_bytes(worst["peak"])
     if report.layout["pp"] > 1:
         peak += f" ({stages_text(report, worst)})"
+    precision = precision_text(report.settings)
     if report.gpu_memory is None:
-        return f"PEAK: {peak}, {human_bytes(worst['between_steps'])} between steps"
-    free = report.gpu_memory - worst["peak"] - report.reserved
-    required, memory = f"peak {peak} + reserve {human_bytes(report.reserved)}", human_bytes(report.gpu_memory)
+        return f"PEAK: {peak}, {human_bytes(worst['between_steps'])} between steps; {precision}"
+    return f"{_fit_text(report.gpu_memory, worst['peak'], report.reserved, peak)}; {precision}"
+
+
+def _fit_text(gpu_memory: int, peak: int, reserved: int, peak_text: str) -> str:
+    """Return FITS or DOES NOT FIT with the margin, all sizes in bytes."""
+    free = gpu_memory - peak - reserved
+    required, memory = f"peak {peak_text} + reserve {human_bytes(reserved)}", human_bytes(gpu_memory)
     if free >= 0:
         return f"FITS: {required} of {memory} GPU memory; {human_bytes(free)} free"
     return f"DOES NOT FIT: {required} exceeds {memory} GPU memory by {human_bytes(-free)}"
+
+
+def precision_text(step: Mapping[str, Any]) -> str:
+    """Return the precision of a step: `bfloat16 parameters and optimizer state, no float32 master weights`."""
+    states = "parameters" if step["optimizer"] in ("none", "sgd") else "parameters and optimizer state"
+    if step["param_dtype"] and step["param_dtype"] != step["dtype"]:
+        return f"{step['dtype']} {states}, computed in {step['param_dtype']}"
+    return f"{step['dtype']} {states}" + ("" if step["dtype"] == "float32" else ", no float32 master weights")
+
+
+def other_precision_text(report: ForecastReport) -> str:
+    """Return the peak in the other usual precision, and the options for it; empty if a precision was chosen."""
+    other = report.other_precision
+    if other is None:
+        return ""
+    names = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+    options = " ".join(f"--{key.replace('_', '-')} {names[other[key]]}" for key in PRECISION_KEYS if other[key])
+    peak = human_bytes(other["peak"])
+    fit = (
+        f"peak {peak}"
+        if report.gpu_memory is None
+        else _fit_text(report.gpu_memory, other["peak"], other["reserved"], peak)
+    )
+    return f"with {precision_text({**report.settings, **other})} ({options}): {fit}"

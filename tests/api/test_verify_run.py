@@ -121,7 +121,7 @@ def test_ranks_read_the_options_that_they_are_given(launched: Launched, tmp_path
     hooks_and_paths = {"log": None, "tp_plan": str(plan), "cache_dir": str(tmp_path)}
     assert {name: getattr(heard, name) for name in given} == given | hooks_and_paths
     options = {name for name, each in settings_of(CompareRunOptions).items() if each.option is not None}
-    assert options - given.keys() == {"run", "gpu_memory"}, "give the new option a value here"
+    assert options - given.keys() == {"run", "gpu_memory", "gpu"}, "give the new option a value here"
 
 
 def test_a_document_of_another_command_is_a_defect(launched: Launched) -> None:
@@ -230,7 +230,7 @@ def test_ranks_that_are_started_measure_what_was_forecast(launched: Launched, mo
     found = run(tp=2, gpu_memory="80GB", compute_dtype="bf16", activation_checkpointing="full")
     ((given, how),) = asked
     (reference, checkpoint, options, memory), _ = given, how
-    assert (reference, checkpoint, memory) == (A, B, 80_000_000_000)
+    assert (reference, checkpoint, memory) == (A, B, 80 << 30)
     assert (options.dims, options.compute_dtype, options.checkpointing_mode) == (ParallelDims(tp=2), "bf16", "full")
     assert launched.given["gpu_memory"] == "80GB"
     assert found.forecast_peak == 2**30

@@ -142,10 +142,19 @@ def test_a_step_is_forecast_judged_and_drawn(model: Path, tmp_path: Path) -> Non
     (row,) = document["by_stage"]
     assert row["peak"] == sum(row["by_kind"].values()) > row["between_steps"] > 0
     assert row["by_kind"]["parameters"] == 2 * document["parameters"] + 2 * 8 * 4  # and frequencies, twice, in float32
-    assert "LlamaForCausalLM" in result.stdout and "DOES NOT FIT: " in result.stdout.splitlines()[-2]
+    assert "LlamaForCausalLM" in result.stdout and "DOES NOT FIT: " in result.stdout.splitlines()[-3]
+    assert result.stdout.splitlines()[-2].startswith(
+        "with float32 parameters and optimizer state, computed in bfloat16"
+    )
+    other = document["other_precision"]
+    assert other["peak"] > row["peak"] and other["fits"] is False
+    chosen = ran(*words[:5], "--dtype", "fp32", "--param-dtype", "bf16", "--reduce-dtype", "fp32", "--json")
+    chosen_document = json.loads(chosen.stdout)
+    assert chosen_document["by_stage"][0]["peak"] == other["peak"], "what the options in that line say"
+    assert chosen_document["other_precision"] is None
     assert fault_of_page(html.read_text(), has_script=False) is None
     (said,) = [each.text for each in Page(html.read_text()).all("p", "verdict")]
-    assert said == result.stdout.splitlines()[-2].replace("DOES NOT FIT:", "DOES NOT FIT")
+    assert said == result.stdout.splitlines()[-3].replace("DOES NOT FIT:", "DOES NOT FIT")
 
 
 def test_what_fits_ends_with_0(model: Path) -> None:

@@ -7,7 +7,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args
 
 import pytest
 
@@ -15,9 +15,11 @@ import ckptx
 from ckptx.errors import UnsupportedError, UsageError
 from ckptx.options.commands import COMMANDS, tables_of
 from ckptx.options.conversion import ToDcpOptions, ToHfOptions
+from ckptx.options.forecast import ForecastOptions
 from ckptx.options.help import make_help, section_titles
 from ckptx.options.option import OUTPUT, Option, Options, settings_of
-from ckptx.options.sizes import default_workers, parse_size
+from ckptx.options.sizes import GPU_GIB, default_workers, parse_gpu_memory, parse_size
+from ckptx.options.step import GpuName
 from tests.support.command_arguments import arguments_of
 
 
@@ -36,6 +38,32 @@ def test_sizes(text: str | int, nbytes: int) -> None:
 def test_what_is_no_size(text: str) -> None:
     with pytest.raises(UsageError, match=r"--x: .* is not a size"):
         parse_size(text, "--x")
+
+
+@pytest.mark.parametrize(
+    ("text", "nbytes"),
+    [("80GB", 80 << 30), ("80GiB", 80 << 30), ("80 gb", 80 << 30), ("1.5TB", 1536 << 30), ("512MB", 512 << 20),
+     (80 << 30, 80 << 30), (str(80 << 30), 80 << 30), ("9000B", 9000)],
+)  # fmt: skip
+def test_gpu_memory_is_counted_as_vendors_do(text: str | int, nbytes: int) -> None:
+    assert parse_gpu_memory(text, "--x") == nbytes
+    assert ForecastOptions("m", gpu_memory=text).gpu_bytes == nbytes
+
+
+@pytest.mark.parametrize("text", ["80", 80, " 24 ", 2**30 - 1, "0"])
+def test_gpu_memory_without_a_unit_is_refused(text: str | int) -> None:
+    with pytest.raises(UsageError, match=rf'--gpu-memory: "{text}" has no unit; write {str(text).strip()}GB'):
+        ForecastOptions("m", gpu_memory=text)
+
+
+def test_gpus_have_a_little_less_memory_than_their_names_say() -> None:
+    assert set(get_args(GpuName)) == GPU_GIB.keys()
+    named = {"h100": 80, "h200": 141, "b200": 180, "l40s": 45, "l4": 22.5, "a10g": 22.5, "t4": 15, "rtx4090": 24}
+    named |= {"mi300x": 192, "v100-32gb": 32}
+    for name, gib in GPU_GIB.items():
+        total = named.get(name) or int(name.rpartition("-")[2].removesuffix("gb"))
+        assert 0.96 * total < gib < total
+        assert ForecastOptions("m", gpu=name).gpu_bytes == int(gib * 2**30)  # type: ignore[arg-type]
 
 
 def test_defaults() -> None:
@@ -101,8 +129,12 @@ def test_spellings_of_a_dtype() -> None:
         ("verify", {"run": True, "dtype": "bf16"}, "verify --run does not take --dtype; use --compute-dtype"),
         ("verify", {"run": True, "workers": 2}, "verify --run does not take --workers (convert to-dcp, convert to-hf,"),
         ("forecast", {"gpus": 2}, "--gpus requires --search"),
-        ("forecast", {"search": True, "gpus": 2}, "--search requires --gpu-memory"),
+        ("forecast", {"search": True, "gpus": 2}, "--search requires --gpu-memory or --gpu"),
         ("forecast", {"search": True, "gpus": 2, "gpu_memory": "1GB", "schedule": "gpipe"}, "forecast --search does"),
+        ("forecast", {"gpu": "h300"}, '--gpu: "h300" must be one of h100, h200, '),
+        ("forecast", {"gpu": "h100", "gpu_memory": "80GB"}, "--gpu-memory cannot be combined with --gpu; leave out"),
+        ("forecast", {"gpu_memory": "80"}, '--gpu-memory: "80" has no unit; write 80GB'),
+        ("forecast", {"gpu_memory": 80}, '--gpu-memory: "80" has no unit; write 80GB'),
         ("forecast", {"settings": ["a=b"]}, "--set requires --recipe"),
         ("forecast", {"recipe": "r"}, "a and --recipe both name a model; leave out one of them"),
         ("forecast", {"loss": "some"}, '--loss: "some" must be one of sharded, whole, none'),
@@ -256,4 +288,4 @@ def test_help_names_what_an_option_depends_on() -> None:
     assert titles["Layout"] == "Layout (with --run)" and titles["Execution"] == "Execution (without --run)"
     assert titles["Source"] == "Source", "--trust-remote-code requires --run, and the others do not"
     search = make_help(tables_of(COMMANDS["forecast"]))["search"]
-    assert search.sentences().endswith(" Requires --gpus and --gpu-memory.")
+    assert search.sentences().endswith(" Requires --gpus.")

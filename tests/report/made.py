@@ -146,6 +146,7 @@ def forecasted(**fields: Any) -> ForecastReport:
             "reduce_dtype": None, "optimizer": "adamw", "loss": "sharded",
         },
         "by_stage": rows, "kinds": KINDS, "gpu_memory": 1 << 30, "reserved": 24 << 20, "fits": True,
+        "other_precision": None,
         "flops": 16 * 10**12, "recomputed_flops": 4 * 10**12, "assumptions": ["bytes of tensors", "no fragmentation"],
     }  # fmt: skip
     return ForecastReport(**{**made, **fields})

@@ -44,7 +44,10 @@ def test_a_block_for_each_stage_and_the_verdict_at_the_end() -> None:
         "assumptions:",
         "  bytes of tensors",
         "  no fragmentation",
-        "FITS: peak 40.00 MiB (stage 1) + reserve 24.00 MiB of 1.00 GiB GPU memory; 960.00 MiB free",
+        (
+            "FITS: peak 40.00 MiB (stage 1) + reserve 24.00 MiB of 1.00 GiB GPU memory; 960.00 MiB free; "
+            "float32 parameters and optimizer state, computed in bfloat16"
+        ),
         "done in 2.5 s",
     ]
 
@@ -75,14 +78,18 @@ def test_what_does_not_fit_is_red_with_what_is_too_much() -> None:
     text = forecast_text(too_large(), lambda said: f"<{said}>")
     assert "stage 0: peak 20.00 MiB" in text and "stage 1: <peak 40.00 MiB>" in text
     said = "DOES NOT FIT: peak 40.00 MiB (stage 1) + reserve 24.00 MiB exceeds 50.00 MiB GPU memory by 14.00 MiB"
+    said += "; float32 parameters and optimizer state, computed in bfloat16"
     assert f"<{said}>" in text
     assert forecast_verdict(too_large()) == said
 
 
 def test_without_a_size_nothing_is_judged() -> None:
     said = forecast_verdict(forecasted(gpu_memory=None, fits=None))
-    assert said == "PEAK: 40.00 MiB (stage 1), 24.00 MiB between steps"
-    assert forecast_verdict(alone(gpu_memory=None, fits=None)) == "PEAK: 20.00 MiB, 12.00 MiB between steps"
+    mixed = "float32 parameters and optimizer state, computed in bfloat16"
+    assert said == f"PEAK: 40.00 MiB (stage 1), 24.00 MiB between steps; {mixed}"
+    precision = "float32 parameters and optimizer state"
+    verdict = f"PEAK: 20.00 MiB, 12.00 MiB between steps; {precision}"
+    assert forecast_verdict(alone(gpu_memory=None, fits=None)) == verdict
 
 
 def test_one_rank_and_one_microbatch_are_not_numbered() -> None:
@@ -106,6 +113,49 @@ def test_settings_are_said() -> None:
         "float32, gathered in bfloat16, reduced in float32, no optimizer, no loss, "
         "activation checkpointing full (vision layers)"
     )
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"dtype": "bfloat16"}, "bfloat16 parameters and optimizer state, no float32 master weights"),
+        (
+            {"dtype": "bfloat16", "param_dtype": "bfloat16"},
+            "bfloat16 parameters and optimizer state, no float32 master",
+        ),
+        ({"dtype": "bfloat16", "optimizer": "sgd"}, "bfloat16 parameters, no float32 master weights"),
+        ({"dtype": "float32"}, "float32 parameters and optimizer state"),
+        ({"dtype": "float32", "param_dtype": "float16"}, "float32 parameters and optimizer state, computed in float16"),
+        ({"dtype": "float32", "param_dtype": "bfloat16", "optimizer": "none"}, "float32 parameters, computed in bf"),
+    ],
+)
+def test_the_precision_is_on_the_verdict_line(settings: dict[str, str], said: str) -> None:
+    report = alone(settings={**alone().settings, **settings})
+    assert forecast_verdict(report).partition("free; ")[2].startswith(said)
+    assert ("master" in forecast_verdict(report)) is (settings["dtype"] != "float32")
+
+
+@pytest.mark.parametrize(
+    ("memory", "said"),
+    [
+        (None, "peak 600.00 MiB"),
+        (1 << 30, "FITS: peak 600.00 MiB + reserve 24.00 MiB of 1.00 GiB GPU memory; 400.00 MiB free"),
+        (512 << 20, "DOES NOT FIT: peak 600.00 MiB + reserve 24.00 MiB exceeds 512.00 MiB GPU memory by 112.00 MiB"),
+    ],
+)
+def test_the_other_precision_is_below_the_verdict(memory: int | None, said: str) -> None:
+    other = {
+        "dtype": "float32", "param_dtype": "bfloat16", "reduce_dtype": "float32", "peak": 600 << 20,
+        "reserved": 24 << 20, "fits": None,
+    }  # fmt: skip
+    settings = {**alone().settings, "dtype": "bfloat16"}
+    lines = forecast_text(alone(gpu_memory=memory, other_precision=other, settings=settings)).splitlines()
+    assert "master" in lines[-3]
+    assert lines[-2] == (
+        "with float32 parameters and optimizer state, computed in bfloat16 "
+        f"(--dtype fp32 --param-dtype bf16 --reduce-dtype fp32): {said}"
+    )
+    assert not any(line.startswith("with ") for line in forecast_text(alone()).splitlines())
 
 
 def test_a_rank_may_have_several_stages() -> None:

@@ -27,6 +27,8 @@ class ForecastReport(Report):
         gpu_memory: Memory of a GPU in bytes; null if it was not given.
         reserved: Bytes of GPU memory reserved for allocations other than tensors, for the largest peak.
         fits: True if every stage fits in `gpu_memory`; null if it was not given.
+        other_precision: The same step in the other usual precision, if none was chosen: `dtype`, `param_dtype`,
+            `reduce_dtype`, `peak` (largest, in bytes), `reserved` (bytes) and `fits`; null if one was chosen.
         flops: FLOPs of a step, summed over ranks.
         recomputed_flops: FLOPs of activations that are recomputed; part of `flops`.
         assumptions: Assumptions and limits of the forecast.
@@ -43,6 +45,7 @@ class ForecastReport(Report):
     gpu_memory: int | None
     reserved: int
     fits: bool | None
+    other_precision: Mapping[str, Any] | None
     flops: int
     recomputed_flops: int
     assumptions: Sequence[str]

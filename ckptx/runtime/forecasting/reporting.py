@@ -17,8 +17,20 @@ from ckptx.runtime.memory.storage_ledger import KINDS, StorageLifetime
 _GIB = 2**30
 
 
-def build_report(task: ForecastTask, ranks: Sequence[RankForecast], memory: int | None) -> ForecastReport:
-    """Return the report of a forecast."""
+def build_report(
+    task: ForecastTask,
+    ranks: Sequence[RankForecast],
+    memory: int | None,
+    other: tuple[ForecastTask, Sequence[RankForecast]] | None = None,
+) -> ForecastReport:
+    """Return the report of a forecast.
+
+    Args:
+        task: Step that was forecast.
+        ranks: Forecast of each pipeline rank.
+        memory: Memory of a GPU in bytes; None for no check.
+        other: The same step in the other usual precision, and the forecasts of its largest ranks; None for none.
+    """
     dims, training = task.dims, task.recipe.training
     rows = [_rank_row(rank, memory) for rank in ranks]
     peak = max(row["peak"] for row in rows)
@@ -43,10 +55,24 @@ def build_report(task: ForecastTask, ranks: Sequence[RankForecast], memory: int 
         gpu_memory=memory,
         reserved=reserve_bytes(peak),
         fits=fits,
+        other_precision=None if other is None else _other_precision_row(*other, memory),
         flops=sum(each.work.flops for each in ranks) * dims.ranks_per_stage,
         recomputed_flops=sum(each.work.recomputed_flops for each in ranks) * dims.ranks_per_stage,
         assumptions=list_assumptions(task, ranks[0].missing_inputs, any(each.omitted_layers for each in ranks)),
     )
+
+
+def _other_precision_row(task: ForecastTask, ranks: Sequence[RankForecast], memory: int | None) -> dict[str, Any]:
+    peak = max(each.peak for each in ranks)
+    layout = task.recipe.layout
+    return {
+        "dtype": task.recipe.model.dtype,
+        "param_dtype": layout.param_dtype,
+        "reduce_dtype": layout.reduce_dtype,
+        "peak": peak,
+        "reserved": reserve_bytes(peak),
+        "fits": None if memory is None else peak + reserve_bytes(peak) <= memory,
+    }
 
 
 def _rank_row(rank: RankForecast, memory: int | None) -> dict[str, Any]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
+
+from msgspec import structs
 
 from ckptx.errors import UsageError
 from ckptx.formats.hf.reader import read_json
@@ -126,6 +128,19 @@ def task_from_options(source: Path, options: ForecastOptions | SearchOptions, st
         ),
         source=source, seq=options.seq, images=options.images, loss=options.loss, optimizer=options.optimizer,
     )  # fmt: skip
+
+
+def with_other_precision(task: ForecastTask) -> ForecastTask:
+    """Return the same step in the other usual precision, for a step without mixed precision.
+
+    That is mixed precision as torchtitan trains by default: float32 parameters and optimizer state, which are gathered
+    in bfloat16 (or the low-precision dtype of the task), and gradients that are reduced in float32.
+    """
+    low = task.recipe.model.dtype if task.recipe.model.dtype != "float32" else "bfloat16"
+    recipe = task.recipe
+    model = structs.replace(recipe.model, dtype="float32")
+    layout = structs.replace(recipe.layout, param_dtype=low, reduce_dtype="float32")
+    return replace(task, recipe=structs.replace(recipe, model=model, layout=layout))
 
 
 def stored_dtype(source: Path) -> str:
