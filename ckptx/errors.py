@@ -19,6 +19,10 @@ class UsageError(CkptxError):
     exit_code = 2
 
 
+class ArgumentTypeError(UsageError, TypeError):
+    """An argument of a Python function is unknown, or its type is not accepted."""
+
+
 class InputError(CkptxError):
     """The input is unreadable, corrupt or incomplete."""
 

@@ -43,13 +43,15 @@ class ChoiceParam(_StringChoice):
 
 
 class Number(click.IntRange):
-    """Integer in a range for help and completion; any value is accepted."""
+    """Integer; the table of options checks its range, which this type has for completion."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         try:
             return int(value)
         except ValueError:
-            return value
+            assert param is not None
+            flag = next((each for each in param.opts if each.startswith("--")), param.opts[0])
+            raise click.UsageError(f'{flag}: "{value:.80}" must be an integer', ctx) from None
 
     def _describe_range(self) -> str:
         return ""  # the maximum is a guard against absurd values

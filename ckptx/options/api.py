@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
 from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, TypeVar, cast, overload
 
-from ckptx.errors import UsageError
+from ckptx.errors import ArgumentTypeError, UsageError
 from ckptx.options.commands import unknown_option_error
 from ckptx.options.help import OptionHelp, make_help
 from ckptx.options.option import SECTIONS, Argument, Hook, Options, Setting, bind_arguments, settings_of
@@ -80,7 +80,8 @@ def make_options(tables: Sequence[type[Options]], selector: str, arguments: Mapp
         arguments: Arguments by name; None means not set.
 
     Raises:
-        UsageError: An option is unknown, has an invalid value, or conflicts with another one.
+        ArgumentTypeError: An argument is unknown, or has a wrong type.
+        UsageError: An option has an invalid value, or conflicts with another one.
     """
     arguments = _resolve_aliases(tables, {name: value for name, value in arguments.items() if value is not None})
     table = tables[0] if len(tables) == 1 else _select_table(tables, selector, arguments)
@@ -90,7 +91,10 @@ def make_options(tables: Sequence[type[Options]], selector: str, arguments: Mapp
                 setting = settings_of(other).get(name)
                 if setting is not None and settings_of(other)[selector].choices == (True,):
                     raise UsageError(f"{setting.flag} requires {settings_of(other)[selector].flag}")
-            raise unknown_option_error(table.command, [table], name)
+            raise ArgumentTypeError(str(unknown_option_error(table.command, [table], name)))
+    for name, setting in settings_of(table).items():
+        if setting.is_required and name not in arguments:
+            raise ArgumentTypeError(f"{name}: None must be {setting.accepted_types[1]}")
     return table(**arguments)
 
 
@@ -117,7 +121,9 @@ def _select_table(tables: Sequence[type[Options]], selector: str, arguments: Map
         if arguments.get(selector, setting.default) in setting.choices:
             return table
         choices += setting.choices
-    raise UsageError(f"{selector}: {arguments.get(selector)!r} must be one of {', '.join(map(str, choices))}")
+    value = arguments.get(selector)
+    error = UsageError if any(isinstance(value, type(each)) for each in choices) else ArgumentTypeError
+    raise error(f"{selector}: {value!r} must be one of {', '.join(map(str, choices))}")
 
 
 def _make_function(

@@ -11,13 +11,14 @@ repeated, and `str | Path` is a path, which must not be a URL.
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import MISSING
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, TypeVar, Union, get_args, get_origin
 
-from ckptx.errors import UsageError
+from ckptx.errors import ArgumentTypeError, UsageError
 from ckptx.untrusted.remote_name import refuse_remote
 
 if TYPE_CHECKING:  # in typing since Python 3.11
@@ -209,12 +210,19 @@ class Setting(NamedTuple):
 
         Args:
             value: Value from the caller, the command line or a file.
-            subject: Subject of the error message; None means the flag.
+            subject: Subject of the error message; None means the flag, or for a wrong type the argument.
 
         Raises:
-            UsageError: The value has the wrong type, is not among the choices, or is out of range.
+            ArgumentTypeError: The value has the wrong type.
+            UsageError: The value is not among the choices, or is out of range.
             UnsupportedError: The value is a URL, and a path is required.
         """
+        accepted_types, description = self.accepted_types
+        # bool is a subclass of int, and is accepted only for itself
+        if not isinstance(value, accepted_types) or (type(value) is bool and bool not in accepted_types):
+            raise ArgumentTypeError(f"{subject or self.name}: {_quoted(value)} must be {description}")
+        if self.kind is tuple:
+            return _check_strings(value, subject or self.name)
         subject = subject or self.flag
         if self.is_path:
             refuse_remote(value)
@@ -224,19 +232,33 @@ class Setting(NamedTuple):
         if option.parse is not None:
             option.parse(value, subject)
             return value
-        if self.kind is tuple:
-            return _check_strings(value, subject)
-        if self.kind is bool and type(value) is not bool:
-            raise UsageError(f"{subject}: {_quoted(value)} must be true or false")
         if self.kind is int:
             return _check_range(value, option, subject)
         if self.choices:
-            value = option.spellings.get(value, value) if isinstance(value, str) else value
+            value = option.spellings.get(value, value)
             if value not in self.choices:
                 raise UsageError(f"{subject}: {_quoted(value)} must be one of {', '.join(self.main_choices)}")
-        elif self.kind is str and not isinstance(value, str | Path):
-            raise UsageError(f"{subject}: {_quoted(value)} must be a string")
         return value
+
+    @property
+    def accepted_types(self) -> tuple[tuple[type, ...], str]:
+        """Return the accepted types of a value, and their description for an error message."""
+        if isinstance(self.annotation, Hook) and not self.is_path:
+            classes = tuple(each for each in _parts_of(self.type) if isinstance(each, type) and each is not NoneType)
+            return (classes, f"a {classes[0].__name__}") if classes else ((Callable,), "a function")
+        if self.option is not None and self.option.parse is not None:
+            return (int, str), "a size such as 5GB, or a number of bytes"
+        if self.is_path:
+            return (str, os.PathLike), "a path"
+        if self.kind is tuple:
+            return (Sequence,), "a list of strings"
+        if self.kind is bool:
+            return (bool,), "true or false"
+        if self.kind is int:
+            return (int,), "an integer"
+        if self.choices:
+            return (str,), f"one of {', '.join(self.main_choices)}"
+        return (str,), "a string"
 
 
 def _quoted(value: Any) -> str:
@@ -245,13 +267,11 @@ def _quoted(value: Any) -> str:
 
 def _check_strings(value: Any, subject: str) -> tuple[str, ...]:
     if isinstance(value, str) or not isinstance(value, Sequence) or not all(isinstance(each, str) for each in value):
-        raise UsageError(f"{subject}: {_quoted(value)} must be a list of strings")
+        raise ArgumentTypeError(f"{subject}: {_quoted(value)} must be a list of strings")
     return tuple(value)
 
 
-def _check_range(value: Any, option: Option, subject: str) -> int:
-    if type(value) is not int:
-        raise UsageError(f"{subject}: {_quoted(value)} must be an integer")
+def _check_range(value: int, option: Option, subject: str) -> int:
     minimum, maximum = option.minimum, option.maximum
     if (minimum is not None and value < minimum) or (maximum is not None and value > maximum):
         allowed = f"at least {minimum}" if maximum is None else f"between {minimum} and {maximum:,}"

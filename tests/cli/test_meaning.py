@@ -190,8 +190,9 @@ def test_python_refuses_the_same_options(tmp_path: Path, words: str, option: str
     given = {option: GIVEN.get(option, "1")}
     name, *direction = words.split()
     paths = [*direction, *arguments_of(words, hf, tmp_path / "out")]
-    with pytest.raises(UsageError, match=f"^{words} does not take --{option.replace('_', '-')}"):
+    with pytest.raises(UsageError, match=f"^{words} does not take --{option.replace('_', '-')}") as caught:
         getattr(ckptx, name)(*paths, **given)
+    assert isinstance(caught.value, TypeError)
     assert not (tmp_path / "out").exists()
 
 

@@ -50,6 +50,58 @@ def test_gpu_memory_is_counted_as_vendors_do(text: str | int, nbytes: int) -> No
     assert ForecastOptions("m", gpu_memory=text).gpu_bytes == nbytes
 
 
+def _functions() -> list[tuple[str, Any, list[str]]]:
+    """Each command with a Python function: its name, the function, and its arguments up to the first option."""
+    found = []
+    for words, command in COMMANDS.items():
+        if command.function:
+            name, *direction = words.split()
+            required = [each for each in settings_of(command.options[0]).values() if each.is_required]
+            paths = ["there"] * len([each for each in required if each.name != "direction"])
+            found.append((words, getattr(ckptx, name), [*direction, *paths]))
+    return found
+
+
+_WRONG = (3.5, b"x", {"a": 1}, object(), True, 7, "text", ["text"], lambda: None)
+
+
+@pytest.mark.parametrize(("words", "function", "paths"), _functions(), ids=[each[0] for each in _functions()])
+def test_values_of_a_wrong_type_are_type_errors(words: str, function: Any, paths: list[str]) -> None:
+    """Every parameter of every function, with values of every type that its own type does not accept."""
+    tables = COMMANDS[words].options
+    selectors = {"run", "search", "direction"}
+    checked = set()
+    for table in tables:
+        chosen = {name: True for name in selectors if name in settings_of(table) and table is not tables[0]}
+        for name, setting in settings_of(table).items():
+            if name in selectors or setting.is_required:
+                continue
+            accepted, _ = setting.accepted_types
+            for value in _WRONG:
+                is_accepted = isinstance(value, accepted) and (type(value) is not bool or bool in accepted)
+                if is_accepted and not (setting.kind is tuple and value == b"x"):
+                    continue
+                with pytest.raises(TypeError, match=rf"^{name}: .* must be ") as caught:
+                    function(*paths, **chosen, **{name: value})
+                assert isinstance(caught.value, UsageError)
+                checked.add(name)
+    assert (
+        checked
+        == {name for table in tables for name, each in settings_of(table).items() if not each.is_required} - selectors
+    )
+
+
+@pytest.mark.parametrize(("words", "function", "paths"), _functions(), ids=[each[0] for each in _functions()])
+def test_arguments_of_a_wrong_type_are_type_errors(words: str, function: Any, paths: list[str]) -> None:
+    direction = paths[: len(words.split()) - 1]
+    paths = paths or ["there"]
+    for value in (3, b"a", ["a"], True, *([None] if words != "forecast" else [])):
+        with pytest.raises(TypeError, match=r"\w+: .* must be a path|no value for"):
+            function(*direction, *([value] * (len(paths) - len(direction))))
+    with pytest.raises(TypeError, match="does not take --nonsense"):
+        function(*paths, nonsense=1)
+
+
 @pytest.mark.parametrize("text", ["80", 80, " 24 ", 2**30 - 1, "0"])
 def test_gpu_memory_without_a_unit_is_refused(text: str | int) -> None:
     with pytest.raises(UsageError, match=rf'--gpu-memory: "{text}" has no unit; write {str(text).strip()}GB'):
@@ -109,17 +161,17 @@ def test_spellings_of_a_dtype() -> None:
         ("to-hf", {"files": 2}, "convert to-hf does not take --files (convert to-dcp and reshard do)"),
         ("to-hf", {"tied": "alias"}, "--tied alias requires DCP output; in safetensors two names cannot share bytes"),
         ("to-hf", {"prefix": "model."}, "convert to-hf does not take --prefix; use --source-prefix"),
-        ("to-dcp", {"workers": True}, "--workers: True must be an integer"),
-        ("to-dcp", {"workers": 1.5}, "--workers: 1.5 must be an integer"),
+        ("to-dcp", {"workers": True}, "workers: True must be an integer"),
+        ("to-dcp", {"workers": 1.5}, "workers: 1.5 must be an integer"),
         ("to-dcp", {"workers": 2000}, "--workers: 2000 must be between 1 and 1,024"),
         ("to-dcp", {"files": 0}, "--files: 0 must be between 1 and 65,536"),
         ("to-dcp", {"tp": 300, "pp": 300}, "--tp x --pp x --dp-shard: 90,000 ranks must be at most 65,536"),
         ("to-dcp", {"max_memory": "1MB", "workers": 1}, "--max-memory: 1,000,000 bytes for 1 worker must be at least"),
         ("to-dcp", {"max_memory": "some"}, '--max-memory: "some" is not a size; write 5GB, 256MiB'),
         ("to-dcp", {"dtype": "int8"}, '--dtype: "int8" must be one of auto, base, bf16, fp16, fp32'),
-        ("to-dcp", {"dtype": 8}, "--dtype: 8 must be one of auto, base, bf16, fp16, fp32"),
-        ("to-dcp", {"overwrite": 1}, "--overwrite: 1 must be true or false"),
-        ("to-dcp", {"prefix": 1}, "--prefix: 1 must be a string"),
+        ("to-dcp", {"dtype": 8}, "dtype: 8 must be one of auto, base, bf16, fp16, fp32"),
+        ("to-dcp", {"overwrite": 1}, "overwrite: 1 must be true or false"),
+        ("to-dcp", {"prefix": 1}, "prefix: 1 must be a string"),
         ("to-dcp", {"tp_plan": "x"}, "--tp-plan requires --tp 2 or more"),
         ("to-dcp", {"tp_plan": "x", "tp": 1}, "--tp-plan requires --tp 2 or more"),
         ("to-dcp", {"allow_overflow": True}, "--allow-overflow requires --dtype"),
