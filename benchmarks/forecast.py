@@ -30,7 +30,7 @@ from tests.support.measured_steps import (  # noqa: E402
     LAYOUTS,
     MODES,
     layer_parameters,
-    measured_stages,
+    measure_stages,
     task_of,
     write_config,
 )
@@ -61,7 +61,7 @@ def run_case(case: Case, source: Path, pool: GlooPool) -> Iterator[dict[str, Any
     task = task_of(source, layout, mode, param_dtype=param_dtype)
     try:
         forecasts = forecast_ranks(task)
-        measured = measured_stages(pool, task)
+        measured = measure_stages(pool, task)
     except (CkptxError, WorkerError) as error:
         yield {**case_columns, "error": f"{type(error).__name__}: {str(error).strip().splitlines()[-1]}"}
         return

@@ -18,7 +18,7 @@ from ckptx.runtime.parallel.activation_checkpointing.wrap import MODES, checkpoi
 from ckptx.runtime.parity.execution import run_step
 from ckptx.runtime.parity.inputs.batch import Inputs, make_inputs
 from tests.support.audio_models import EARS, GRANITE_EARS, LISTENERS
-from tests.support.corrections import changed, layers_rows, with_inputs
+from tests.support.corrections import layers_rows, model_types_with_inputs, patched_corrections
 from tests.support.models import VOCAB, randomise
 
 # What the installed transformers has of them.
@@ -94,9 +94,9 @@ def _without_timm(monkeypatch: pytest.MonkeyPatch) -> None:
 def _blind() -> Iterator[None]:
     """No images, so that it is the sound that is tested."""
     with ExitStack() as stack:
-        for name in with_inputs("images") & LISTENERS.keys():
+        for name in model_types_with_inputs("images") & LISTENERS.keys():
             ears = tuple(row for row in corrections_of(name).inputs if row.kind != "images")
-            stack.enter_context(changed(name, inputs=ears))
+            stack.enter_context(patched_corrections(name, inputs=ears))
         yield
 
 
@@ -149,7 +149,7 @@ def test_every_registered_class_that_listens_gets_a_sound() -> None:
     classes = {LISTENERS[name].classes[1] for name in LISTENERS}
     listening = {name for name, paths in layers_rows().items() if paths.audio}
     assert {each for each in listening if hasattr(transformers, each)} - classes == set()
-    assert LISTENERS.keys() == with_inputs("audio", "heard")
+    assert LISTENERS.keys() == model_types_with_inputs("audio", "heard")
     for name in HERE:
         config, cls = LISTENERS[name].classes
         assert name in (getattr(transformers, config).model_type, cls)
