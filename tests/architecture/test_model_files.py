@@ -166,7 +166,7 @@ def test_a_change_to_one_model_changes_its_file_alone(copied: Path, build_tables
         source = model_files.source_of(names[0])
         assert source is not None
         (directory,) = source["directories"]
-        return [build_tables.Measured(class_table.find_row(name), directory, 0.0) for name in names]
+        return [build_tables.MeasuredClass(class_table.find_row(name), directory, 0.0) for name in names]
 
     rows = [*measured("llama"), *measured("mistral")]
     assert build_tables.write_models(rows, transformers) == 0 and contents(copied) == before
@@ -193,8 +193,8 @@ def test_a_removed_file_is_built_again_to_the_byte(
     before, names = contents(copied), model_files.classes_of("olmo2")
     transformers = Path(str(importlib.util.find_spec("transformers").origin)).parent / "models"  # type: ignore[union-attr]
     model_files.model_file("olmo2").unlink()
-    assert build_tables.write_models([build_tables.row_of(name) for name in names], transformers) == 1
-    rows = [build_shapes.row_of(name) for name in build_shapes.classes_to_measure() if name in names]
+    assert build_tables.write_models([build_tables.measure_class(name) for name in names], transformers) == 1
+    rows = [build_shapes.measure_class(name) for name in build_shapes.classes_to_measure() if name in names]
     assert [name for name, *_ in rows] == ["Olmo2ForCausalLM"]
     assert build_shapes.write_shapes({name: (prefix, rules) for name, prefix, rules, _ in rows}, {"olmo2"}) == 1
     assert contents(copied) == before
