@@ -52,12 +52,12 @@ def write(name: str, run: Run, path: Path) -> None:
     import torch
     import transformers
 
-    from tests.support.models import EVERY, randomise
+    from tests.support.models import EVERY, randomize
 
     torch.manual_seed(0)
     model = EVERY[name].model()
     model = model.bfloat16() if run.dtype == "bfloat16" else model.float()
-    randomise(model, run.seed)
+    randomize(model, run.seed)
     for tensor in model.state_dict().values():
         if tensor.is_floating_point() and tensor.dim() > 1:
             tensor.mul_(run.scale / 0.3)

@@ -65,7 +65,7 @@ def verify_case(pool: Any, name: str, case: str, work: Path) -> dict[str, Any]:
 
 def write_model(name: str, work: Path, *, is_stored_in_bf16: bool) -> Path:
     """Return the directory of a model, "RECIPE tied" or "RECIPE untied"; write the model first if it does not exist."""
-    from tests.support.models import randomise
+    from tests.support.models import randomize
     from tests.support.staged_models import build_deep_model
 
     path = work / f"{name.replace(' ', '-')}{'-bf16' if is_stored_in_bf16 else ''}"
@@ -74,7 +74,7 @@ def write_model(name: str, work: Path, *, is_stored_in_bf16: bool) -> Path:
         model: Any = build_deep_model(recipe, LAYERS)
         for config in (model.config, model.config.get_text_config()):
             config.tie_word_embeddings = how == "tied"
-        model = randomise(type(model)(model.config).float()).eval()
+        model = randomize(type(model)(model.config).float()).eval()
         weights = [each.weight for each in (model.get_input_embeddings(), model.get_output_embeddings())]
         assert (weights[0] is weights[1]) == (how == "tied"), name
         (model.bfloat16() if is_stored_in_bf16 else model).save_pretrained(path)

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 import ckptx
 from ckptx.errors import SpaceError, UsageError
 from ckptx.layout.parallel_dims import ParallelDims
-from tests.support.models import randomise, transformers
+from tests.support.models import randomize, transformers
 from tests.support.pool import GlooPool
 from tests.support.verify_runs import assert_equal, run_verify
 
@@ -29,7 +29,7 @@ def hf(tmp_path_factory: pytest.TempPathFactory) -> Path:
         hidden_size=192, intermediate_size=512, num_hidden_layers=6, num_attention_heads=6, num_key_value_heads=2,
         vocab_size=1000, tie_word_embeddings=True,
     )  # fmt: skip
-    randomise(transformers.LlamaForCausalLM(config)).save_pretrained(path)
+    randomize(transformers.LlamaForCausalLM(config)).save_pretrained(path)
     return path
 
 

@@ -20,7 +20,7 @@ from ckptx.runtime.parallel.pipeline.schedules import find_schedule
 from ckptx.runtime.parallel.pipeline.ties import find_ties_across_stages
 from ckptx.runtime.parity.execution import full_tensor
 from tests.support.microbatches import kinds, microbatches
-from tests.support.models import EVERY, Inputs, randomise
+from tests.support.models import EVERY, Inputs, randomize
 
 LAYERS = 6
 SPLITS = ("balanced", "1 | rest", "rest | 1", "three")
@@ -71,7 +71,7 @@ def build_deep_model(name: str, layers: int = LAYERS) -> Any:
                 if isinstance(kinds, list) and len(kinds) == count:
                     setattr(each, listed, (kinds * layers)[:layers])
         each.use_cache = False
-    return randomise(type(model)(config).float()).eval()
+    return randomize(type(model)(config).float()).eval()
 
 
 def output_of(found: Any) -> Tensor:

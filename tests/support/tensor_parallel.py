@@ -32,7 +32,7 @@ from ckptx.runtime.parallel.tensor_parallel.collectives import TpRanks, concat_r
 from ckptx.runtime.parallel.tensor_parallel.loss import causal_lm_loss
 from ckptx.runtime.parallel.tensor_parallel.plans import find_plan
 from tests.support import models
-from tests.support.models import EVERY, Inputs, build, randomise, tokens
+from tests.support.models import EVERY, Inputs, build, randomize, tokens
 
 Placed = dict[str, tuple[int, tuple[int, ...]] | None]
 
@@ -456,7 +456,7 @@ def _small_stock(name: str) -> Any:
         with torch.device("meta"):
             if sum(each.numel() for each in cls(config).parameters()) > 2_000_000:
                 return None  # a size with another key
-        model = randomise(cls(config).float()).eval()
+        model = randomize(cls(config).float()).eval()
         model.config.use_cache = False
         logits, loss = compute(model, tokens())
         return model if logits.isfinite().all() and loss.isfinite() else None

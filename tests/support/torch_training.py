@@ -189,7 +189,7 @@ def load_and_compare(
         config.tie_word_embeddings = False
     dtype = config.dtype
     model = models.transformers.LlamaForCausalLM(config).to(dtype)
-    models.randomise(model, seed=99)
+    models.randomize(model, seed=99)
     model = shard(model, dp, tp)
     state = get_model_state_dict(model)
     dcp.load(state, storage_reader=dcp.FileSystemReader(checkpoint))

@@ -21,7 +21,7 @@ from ckptx.runtime.parallel.parallelize import parallelize
 from ckptx.runtime.parallel.tensor_parallel.plans import find_plan
 from ckptx.runtime.parity.execution import full_tensor
 from ckptx.runtime.parity.inputs.batch import make_inputs
-from tests.support.models import EVERY, Inputs, randomise
+from tests.support.models import EVERY, Inputs, randomize
 from tests.support.pool import GlooPool
 from tests.support.staged_models import (
     UnsplitResults,
@@ -134,7 +134,7 @@ def test_tensor_parallel_ranks_have_the_inputs_of_their_data_rank(pool: GlooPool
 
 def with_experts_for_images(rank: int, world_size: int, pictured: list[int]) -> tuple[bool, float]:
     """Three microbatches of a model whose layers have experts that only tokens of images are sent to."""
-    model = randomise(tiny("ernie4_5_vl_moe").float()).eval()
+    model = randomize(tiny("ernie4_5_vl_moe").float()).eval()
     image = make_inputs({**model.config.to_dict(), "architectures": [type(model).__name__]}).batch
     batches = [image if number in pictured else make_text_batch(model) for number in range(6)]
     unsplit = run_unsplit(model, batches)

@@ -19,7 +19,7 @@ from ckptx.runtime.parallel.activation_checkpointing.wrap import (
 )
 from ckptx.runtime.parity.inputs.batch import make_inputs
 from tests.support.activation_checkpointing import LiveBytes, assert_equal_results, wrapped_names
-from tests.support.audio_models import LISTENERS
+from tests.support.audio_models import AUDIO_MODELS
 from tests.support.corrections import all_corrections
 from tests.support.slow import slow_but
 from tests.support.vision_models import TINY, tiny
@@ -28,7 +28,7 @@ CANNOT = {"gemma3n"}  # its tower is a model of timm, which is no dependency
 # Those that are registered and only listen, by the name of their model.
 LISTENING = tuple(
     name
-    for name in LISTENERS
+    for name in AUDIO_MODELS
     if name not in {*TINY, *CANNOT} and name in all_corrections() and all_corrections()[name].layers
 )
 FEW = ("mllama", "idefics2")  # two stacks in a tower; a resampler
@@ -36,8 +36,8 @@ FEW = ("mllama", "idefics2")  # two stacks in a tower; a resampler
 
 def listener(name: str) -> nn.Module:
     """A model of a class that listens, as the class initializes it."""
-    config, cls = (getattr(transformers, each) for each in LISTENERS[name].classes)
-    model: nn.Module = cls(config(**LISTENERS[name].settings))
+    config, cls = (getattr(transformers, each) for each in AUDIO_MODELS[name].classes)
+    model: nn.Module = cls(config(**AUDIO_MODELS[name].settings))
     return model
 
 

@@ -14,13 +14,13 @@ from ckptx.errors import UnsupportedError
 from ckptx.runtime.parallel.pipeline import dry_run as rehearsal
 from ckptx.runtime.parallel.pipeline.boundaries import discover_boundaries
 from ckptx.runtime.parallel.pipeline.dry_run import dry_run_stages
-from tests.support.models import EVERY, randomise
+from tests.support.models import EVERY, randomize
 from tests.support.staged_models import split_into_stages
 
 
 def model_of(name: str) -> tuple[nn.Module, list[dict[str, Tensor]]]:
     model = EVERY[name].model().float()
-    randomise(model)
+    randomize(model)
     model.config.use_cache = False
     return model.eval(), [EVERY[name].inputs()]
 

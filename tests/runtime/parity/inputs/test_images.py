@@ -16,7 +16,7 @@ from ckptx.architecture.model_files import read_index
 from ckptx.runtime.parallel.tensor_parallel.loss import causal_lm_loss
 from ckptx.runtime.parity.inputs.batch import Inputs, make_inputs
 from tests.support.corrections import layers_rows, model_types_with_inputs
-from tests.support.models import EVERY, randomise
+from tests.support.models import EVERY, randomize
 from tests.support.slow import slow_but
 from tests.support.transformers_version import INSTALLED, IS_TABLES_VERSION
 from tests.support.vision_models import TINY, tiny
@@ -95,7 +95,7 @@ def looking(model_type: str, **changes: Any) -> nn.Module:
     """A tiny model with random weights, in fp32."""
     torch.manual_seed(0)
     made = EVERY[RECIPES[model_type]].model() if model_type in RECIPES else tiny(model_type, **changes)
-    model: nn.Module = randomise(made).eval()
+    model: nn.Module = randomize(made).eval()
     return model
 
 
@@ -213,7 +213,7 @@ def test_a_tower_of_other_make_behind_llava() -> None:
         changed = {**config, "vision_config": vision, "vision_feature_select_strategy": strategy}
         torch.manual_seed(0)
         model = LlavaForConditionalGeneration(LlavaConfig.from_dict(changed)).eval()
-        randomise(model)
+        randomize(model)
         inputs = make_inputs(config_of(model))
         assert int((inputs.labels[0] == -100).sum()) == count
         assert rows_that_change(model, inputs) == [False, True]
