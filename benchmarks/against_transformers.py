@@ -28,32 +28,40 @@ from measure import publish, table  # noqa: E402 (benchmarks run from a checkout
 def compare_model(work: Path, name: str, pool: Any) -> dict[str, Any]:
     """Run one model with ckptx and compare it with the saved outputs of transformers."""
     from tests.support import against_transformers
-    from tests.support.against_transformers import computed, distance
+    from tests.support.against_transformers import compare_results, load_results
 
-    unsharded, sharded = computed(work, "stock", name), computed(work, "stock-tp", name)
-    ours = against_transformers.described(work, name, against_transformers.in_one_piece(work, name))
-    pool.run(against_transformers.cut_on_rank, against_transformers.TP, work, name)
-    our_sharded, limits = computed(work, "ours-tp", name), against_transformers.allowed(work, name, unsharded)
-    pairs = {"transformers_uncut": (our_sharded, unsharded)}
+    unsharded, sharded = load_results(work, "stock", name), load_results(work, "stock-tp", name)
+    unsharded_ckptx = against_transformers.compute_results(
+        work, name, against_transformers.load_unsharded_model(work, name)
+    )
+    pool.run(against_transformers.save_sharded_results, against_transformers.TP, work, name)
+    sharded_ckptx, limits = (
+        load_results(work, "ckptx-tp", name),
+        against_transformers.measure_tolerances(work, name, unsharded),
+    )
+    pairs = {"ckptx_tp_vs_unsharded": (sharded_ckptx, unsharded)}
     if "outputs" in sharded:
-        pairs |= {"transformers_cut": (our_sharded, sharded), "transformers_with_itself": (sharded, unsharded)}
+        pairs |= {
+            "ckptx_tp_vs_transformers_tp": (sharded_ckptx, sharded),
+            "transformers_tp_vs_unsharded": (sharded, unsharded),
+        }
     return {
         "model": name,
         "tensors": len(unsharded["tensors"]),
-        "unequal": against_transformers.unequal(ours, unsharded),
+        "unequal": against_transformers.list_differences(unsharded_ckptx, unsharded),
         "error": sharded.get("error"),
-        **{key: _figures(distance(*pair, limits)) for key, pair in pairs.items()},
+        **{key: _figures(compare_results(*pair, limits)) for key, pair in pairs.items()},
     }
 
 
-def _figures(found: Any) -> dict[str, Any]:
-    name, difference, limit = found.worst_gradient
+def _figures(comparison: Any) -> dict[str, Any]:
+    name, difference, limit = comparison.worst_gradient
     return {
-        "outputs": found.outputs,
-        "loss": found.loss,
-        "gradients": len(found.gradients),
+        "outputs": comparison.outputs,
+        "loss": comparison.loss,
+        "gradients": len(comparison.gradients),
         "worst_gradient": [name, difference, limit],
-        "faults": len(found.faults),
+        "faults": len(comparison.faults),
     }
 
 
@@ -66,13 +74,13 @@ _COLUMNS = (
 def table_row(row: dict[str, Any]) -> tuple[object, ...]:
     """Return the table row of a model."""
     equal = f"equal, {row['tensors']} tensors" if not row["unequal"] else f"{len(row['unequal'])} DIFFERENCES"
-    sharded = [_format_difference(row["transformers_cut"])] if "transformers_cut" in row else []
-    self_difference = row.get("transformers_with_itself")
+    sharded = [_format_difference(row["ckptx_tp_vs_transformers_tp"])] if "ckptx_tp_vs_transformers_tp" in row else []
+    self_difference = row.get("transformers_tp_vs_unsharded")
     if self_difference is not None and self_difference["faults"]:
         sharded = [f"transformers differs from its unsharded run: {_format_difference(self_difference)}"]
     if row["error"] is not None:
         sharded.append(f"transformers fails: {re.split('[.!] ', row['error'])[0]}")
-    return row["model"], equal, _format_difference(row["transformers_uncut"]), "; ".join(sharded)
+    return row["model"], equal, _format_difference(row["ckptx_tp_vs_unsharded"]), "; ".join(sharded)
 
 
 def _format_difference(found: dict[str, Any]) -> str:
@@ -87,18 +95,18 @@ def count_outcomes(rows: list[dict[str, Any]]) -> list[tuple[str, int, str]]:
     kinds: dict[str, list[str]] = {}
     for row in rows:
         kinds.setdefault(_outcome(row), []).append(row["model"])
-    most = max(kinds, key=lambda kind: len(kinds[kind]))
-    return [(kind, len(names), "" if kind == most else ", ".join(names)) for kind, names in kinds.items()]
+    largest = max(kinds, key=lambda kind: len(kinds[kind]))
+    return [(kind, len(names), "" if kind == largest else ", ".join(names)) for kind, names in kinds.items()]
 
 
 def _outcome(row: dict[str, Any]) -> str:
-    error, self_difference = row["error"], row.get("transformers_with_itself")
+    error, self_difference = row["error"], row.get("transformers_tp_vs_unsharded")
     parts = []
     if self_difference is not None and self_difference["faults"]:
-        what = "outputs" if self_difference["outputs"][0] > self_difference["outputs"][1] else "gradients"
-        parts.append(f"{what} differ from unsharded")
+        kind = "outputs" if self_difference["outputs"][0] > self_difference["outputs"][1] else "gradients"
+        parts.append(f"{kind} differ from unsharded")
     elif self_difference is not None:
-        parts.append("same as ckptx" if not row["transformers_cut"]["faults"] else "DIFFERENT FROM CKPTX")
+        parts.append("same as ckptx" if not row["ckptx_tp_vs_transformers_tp"]["faults"] else "DIFFERENT FROM CKPTX")
     if error is not None:
         parts.append("no plan" if "has no `tp_plan`" in error else f"error: {error.partition(':')[0]}")
     return ", ".join(parts)
@@ -113,7 +121,7 @@ def main() -> None:
     import torch
     import transformers
 
-    from tests.support import against_transformers as sides
+    from tests.support import against_transformers
     from tests.support.models import EVERY
     from tests.support.pool import GlooPool
 
@@ -125,8 +133,8 @@ def main() -> None:
     try:
         with tempfile.TemporaryDirectory(prefix="ckptx-bench-") as directory:
             work = Path(directory)
-            sides.prepare(work, names)
-            sides.ask_transformers(work, names, tp=sides.TP)
+            against_transformers.prepare(work, names)
+            against_transformers.run_transformers(work, names, tp=against_transformers.TP)
             rows = [compare_model(work, name, pool) for name in names]
     finally:
         pool.close()

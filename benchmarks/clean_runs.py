@@ -4,7 +4,7 @@
 
 Every tiny model of the tests is written with 5 seeds and 3 scales of weights in float32 and bfloat16, converted to a
 DCP, and run at tp2 and at tp2 x dp_shard2, so that every pair of values occurs: 16 runs per model. The table has, for
-each model, the largest difference as a part of its tolerance.
+each model, the largest difference relative to its tolerance.
 """
 
 from __future__ import annotations
@@ -52,12 +52,12 @@ def write(name: str, run: Run, path: Path) -> None:
     import torch
     import transformers
 
-    from tests.support.models import EVERY, randomise
+    from tests.support.models import EVERY, randomize
 
     torch.manual_seed(0)
     model = EVERY[name].model()
     model = model.bfloat16() if run.dtype == "bfloat16" else model.float()
-    randomise(model, run.seed)
+    randomize(model, run.seed)
     for tensor in model.state_dict().values():
         if tensor.is_floating_point() and tensor.dim() > 1:
             tensor.mul_(run.scale / 0.3)
@@ -120,7 +120,7 @@ _COLUMNS = (
 def table_row(name: str, rows: Sequence[dict[str, Any]]) -> tuple[object, ...]:
     """Return the table row of a model: a summary of all its runs."""
     ran = [row for row in rows if row["error"] is None]
-    shares = [row["max_abs"] / row["max_abs_tolerance"] for row in ran if row["max_abs_tolerance"]]
+    ratios = [row["max_abs"] / row["max_abs_tolerance"] for row in ran if row["max_abs_tolerance"]]
     gradients = [row["grad_closest_to_tolerance"][1] for row in ran]
     return (
         name,
@@ -128,7 +128,7 @@ def table_row(name: str, rows: Sequence[dict[str, Any]]) -> tuple[object, ...]:
         sum(row["exit"] == 0 for row in ran),
         len(rows) - len(ran),
         sum(bool(row["inconclusive"]) for row in ran),
-        f"{max(shares, default=0):.0%}",
+        f"{max(ratios, default=0):.0%}",
         f"{max(gradients, default=0):.0%}",
     )
 

@@ -1,4 +1,4 @@
-"""Inject defects into small models, run `verify --run` on them, and list which are found and by which check.
+"""Inject defects into small models, run `verify --run` on them, and list the levels at which it finds each.
 
     python benchmarks/defects.py [--results DIR] [--dtypes float32,bfloat16] [PART OF A ROW ...]
 
@@ -29,20 +29,22 @@ import torch.distributed as dist  # noqa: E402 (benchmarks run from a checkout)
 from benchmarks.injected import models  # noqa: E402 (benchmarks run from a checkout)
 from benchmarks.injected.defect import Defect  # noqa: E402 (benchmarks run from a checkout)
 from benchmarks.injected.inject import inject_defect  # noqa: E402 (benchmarks run from a checkout)
-from benchmarks.injected.more_defects import FURTHER  # noqa: E402 (benchmarks run from a checkout)
-from benchmarks.injected.reference_defects import KNOWN  # noqa: E402 (benchmarks run from a checkout)
+from benchmarks.injected.more_defects import RARE_DEFECTS  # noqa: E402 (benchmarks run from a checkout)
+from benchmarks.injected.reference_defects import COMMON_DEFECTS  # noqa: E402 (benchmarks run from a checkout)
 from ckptx.errors import CkptxError  # noqa: E402 (benchmarks run from a checkout)
 from ckptx.options.verify import RunOptions  # noqa: E402 (benchmarks run from a checkout)
 from ckptx.report.report import Log  # noqa: E402 (benchmarks run from a checkout)
 from ckptx.runtime.parity.forward import verify_run  # noqa: E402 (benchmarks run from a checkout)
 
 # Unchanged models; a reported difference is a false alarm.
-NOTHING = "nothing"
-CLEAN = [Defect(name, "clean", NOTHING) for name in dict.fromkeys(each.model for each in (*KNOWN, *FURTHER))]
-TABLES = {"known": KNOWN, "further": FURTHER, "clean": CLEAN}
+NO_DEFECT = "nothing"
+CLEAN = [
+    Defect(name, "clean", NO_DEFECT) for name in dict.fromkeys(each.model for each in (*COMMON_DEFECTS, *RARE_DEFECTS))
+]
+TABLES = {"common": COMMON_DEFECTS, "rare": RARE_DEFECTS, "clean": CLEAN}
 _TITLES = {
-    "known": "common faults",
-    "further": "rare faults",
+    "common": "common faults",
+    "rare": "rare faults",
     "clean": "none",
 }
 LEVELS = ("config", "forward", "gradients")
@@ -143,7 +145,7 @@ def is_found(row: Row) -> bool:
 
 def is_equal(row: Row) -> bool:
     """Return True if both checkpoints are identical and there is no defect of the runtime."""
-    return bool(row["identical"]) or row["defect"] == NOTHING
+    return bool(row["identical"]) or row["defect"] == NO_DEFECT
 
 
 def format_cell(row: Row) -> str:
@@ -199,9 +201,9 @@ def tables_of(results: Mapping[str, Sequence[Row]], dtypes: Sequence[str]) -> li
 
 def counts(rows: Sequence[Row]) -> tuple[int, int, int, int, int]:
     """Count all rows, and those found, equal, missed, and rejected with an error."""
-    found, refused = sum(map(is_found, rows)), sum(row["error"] is not None for row in rows)
+    found, rejected = sum(map(is_found, rows)), sum(row["error"] is not None for row in rows)
     equal = sum(is_equal(row) and not is_found(row) and row["error"] is None for row in rows)
-    return len(rows), found, equal, len(rows) - found - equal - refused, refused
+    return len(rows), found, equal, len(rows) - found - equal - rejected, rejected
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""Run every fault of `ckptx robustness --inject`: which oracle identifies it, and how much the loss changes.
+"""Run every fault of `ckptx robustness --inject`: the oracles that identify it, and the change of the loss.
 
     python benchmarks/faults.py [--ram /dev/shm] [--results DIR] [NAME ...]
 
@@ -76,21 +76,22 @@ def run_with_fault(session: Session, baseline: LeakedMemory, name: str | None, n
     """
     fault = FAULTS[name] if name is not None else None
     session.injection = fault.injection if fault is not None else InjectedFault()
-    judge = ReportBuilder(lambda _: None)
-    row = run_phase(judge, session, PHASES[number], baseline)
+    builder = ReportBuilder(lambda _: None)
+    row = run_phase(builder, session, PHASES[number], baseline)
     failed = [each["name"] for each in row["checks"] if not each["ok"]]
     run = fault.run if fault is not None else "resumed"
-    found = session.losses.get(run, {}) if number == _RESUME else {}
+    losses = session.losses.get(run, {}) if number == _RESUME else {}
     differences = [
         abs_difference(session.straight_result.losses[step], loss)
-        for step, loss in found.items()
+        for step, loss in losses.items()
         if step in session.straight_result.losses
     ]
     return {
-        "fault": name or "none", "says": fault.description if fault is not None else "", "phase": number,
-        "needed": fault.oracle if fault is not None else "", "failed": failed, "differing": judge.differing[:8],
-        "first": differences[0] if differences else None,
-        "largest": largest_value(differences) if differences else None,
+        "fault": name or "none", "description": fault.description if fault is not None else "", "phase": number,
+        "expected_oracle": fault.oracle if fault is not None else "", "failed": failed,
+        "differing": builder.differing[:8],
+        "first_difference": differences[0] if differences else None,
+        "largest_difference": largest_value(differences) if differences else None,
     }  # fmt: skip
 
 
@@ -126,11 +127,11 @@ def main() -> None:
     lines = [
         (
             row["fault"],
-            row["says"],
+            row["description"],
             row["phase"],
-            row["needed"],
+            row["expected_oracle"],
             ", ".join(row["failed"]),
-            *map(_cell, (row["first"], row["largest"])),
+            *map(_cell, (row["first_difference"], row["largest_difference"])),
         )
         for row in rows
     ]
@@ -143,9 +144,9 @@ def main() -> None:
         "loss difference, first step",
         "largest",
     )
-    injected = [row for row in rows if row["needed"]]
-    missed = [row["fault"] for row in injected if row["needed"] not in row["failed"]]
-    wrong = [row["phase"] for row in rows if not row["needed"] and row["failed"]]
+    injected = [row for row in rows if row["expected_oracle"]]
+    missed = [row["fault"] for row in injected if row["expected_oracle"] not in row["failed"]]
+    wrong = [row["phase"] for row in rows if not row["expected_oracle"] and row["failed"]]
     summary = f"{len(injected) - len(missed)} of {len(injected)} faults are detected by their oracle in their phase.\n"
     from measure import publish, table  # next to this file; the tests import this module from another directory
 

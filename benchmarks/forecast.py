@@ -30,7 +30,7 @@ from tests.support.measured_steps import (  # noqa: E402
     LAYOUTS,
     MODES,
     layer_parameters,
-    measured_stages,
+    measure_stages,
     task_of,
     write_config,
 )
@@ -61,7 +61,7 @@ def run_case(case: Case, source: Path, pool: GlooPool) -> Iterator[dict[str, Any
     task = task_of(source, layout, mode, param_dtype=param_dtype)
     try:
         forecasts = forecast_ranks(task)
-        measured = measured_stages(pool, task)
+        measured = measure_stages(pool, task)
     except (CkptxError, WorkerError) as error:
         yield {**case_columns, "error": f"{type(error).__name__}: {str(error).strip().splitlines()[-1]}"}
         return
@@ -69,11 +69,12 @@ def run_case(case: Case, source: Path, pool: GlooPool) -> Iterator[dict[str, Any
     for stage, (forecast, real) in enumerate(zip(forecasts, measured, strict=True)):
         found = sum(forecast.timeline.peak_segment.peak_bytes)
         ratio, between = found / real.peak, sum(forecast.timeline.between_steps) / real.before
-        is_close = abs(ratio - 1) <= (_TOLERANCE if param_dtype is None else _TOLERANCE_MIXED)
+        is_within_tolerance = abs(ratio - 1) <= (_TOLERANCE if param_dtype is None else _TOLERANCE_MIXED)
         yield {
             **case_columns, "stage": stage, "forecast": found, "measured": real.peak, "ratio": round(ratio, 4),
-            "between": round(between, 4), "gloo": real.with_gloo - real.peak, "is_close": is_close,
-            "is_within_a_layer": param_dtype is not None and abs(found - real.peak) <= layer,
+            "between_steps_ratio": round(between, 4), "gloo_bytes": real.with_gloo - real.peak,
+            "is_within_tolerance": is_within_tolerance,
+            "is_within_one_layer": param_dtype is not None and abs(found - real.peak) <= layer,
             "error": None,
         }  # fmt: skip
 
@@ -130,26 +131,27 @@ def summarize(rows: list[dict[str, Any]]) -> dict[str, Any]:
     mixed = [row for row in finished if row["param_dtype"] is not None]
     return {
         "rows": len(plain),
-        "least": min((row["ratio"] for row in plain), default=None),
-        "most": max((row["ratio"] for row in plain), default=None),
-        "close": sum(row["is_close"] for row in plain),
+        "min_ratio": min((row["ratio"] for row in plain), default=None),
+        "max_ratio": max((row["ratio"] for row in plain), default=None),
+        "within_tolerance": sum(row["is_within_tolerance"] for row in plain),
         "mixed_rows": len(mixed),
-        "mixed_least": min((row["ratio"] for row in mixed), default=None),
-        "mixed_most": max((row["ratio"] for row in mixed), default=None),
-        "mixed_close": sum(row["is_close"] or row["is_within_a_layer"] for row in mixed),
+        "mixed_min_ratio": min((row["ratio"] for row in mixed), default=None),
+        "mixed_max_ratio": max((row["ratio"] for row in mixed), default=None),
+        "mixed_within_tolerance": sum(row["is_within_tolerance"] or row["is_within_one_layer"] for row in mixed),
         "failed": len(rows) - len(finished),
     }
 
 
 def _summary_text(summary: dict[str, Any]) -> str:
     text = (
-        f"Peaks of {summary['rows']} stages: forecast / measured is {summary['least']} to {summary['most']}, "
-        f"{summary['close']} within {_TOLERANCE:.0%}."
+        f"Peaks of {summary['rows']} stages: forecast / measured is {summary['min_ratio']} to {summary['max_ratio']}, "
+        f"{summary['within_tolerance']} within {_TOLERANCE:.0%}."
     )
     if summary["mixed_rows"]:
         text += (
-            f" Mixed precision, {summary['mixed_rows']} stages: {summary['mixed_least']} to {summary['mixed_most']}, "
-            f"{summary['mixed_close']} within {_TOLERANCE_MIXED:.0%} or within the parameters of one layer."
+            f" Mixed precision, {summary['mixed_rows']} stages: {summary['mixed_min_ratio']} to "
+            f"{summary['mixed_max_ratio']}, "
+            f"{summary['mixed_within_tolerance']} within {_TOLERANCE_MIXED:.0%} or within the parameters of one layer."
         )
     if summary["failed"]:
         text += f" {summary['failed']} could not be run."
@@ -167,7 +169,7 @@ def _table(rows: list[dict[str, Any]]) -> str:
             continue
         cells.append(
             (*begin, row["stage"], f"{row['forecast']:,}", f"{row['measured']:,}", f"{row['ratio']:.4f}",
-             f"{row['between']:.4f}", f"{row['gloo']:,}")
+             f"{row['between_steps_ratio']:.4f}", f"{row['gloo_bytes']:,}")
         )  # fmt: skip
     return table("Forecast and measured peak of a rank, bytes", columns, cells)
 

@@ -1,4 +1,4 @@
-"""Compare forecasts with memory on GPUs that others have measured and published.
+"""Compare forecasts with published measurements of GPU memory.
 
     python benchmarks/forecast_documents.py [--results DIR] [NAME ...]
 
@@ -43,7 +43,7 @@ class Case(NamedTuple):
         model: Config of the model.
         options: Options of `forecast`.
         published_gib: Published memory in GiB; None if only the outcome was published.
-        inferred: Settings that the report omits, or "".
+        inferred: Settings that the report omits and that were inferred, or "".
         get_bytes: Function that returns the bytes of the forecast to compare.
     """
 
@@ -119,10 +119,10 @@ def forecast_case(name: str, case: Case) -> dict[str, Any]:
     kinds = sorted(worst["by_kind"].items(), key=lambda item: -item[1])[:3]
     return {
         "case": name,
-        "written": case.published_gib,
-        "forecast": case.get_bytes(report) / _GIB,
-        "kinds": ", ".join(f"{kind} {nbytes / _GIB:.1f}" for kind, nbytes in kinds),
-        "at": f"{worst['peak_tensor']['part']} of {worst['peak_tensor']['module'] or 'the model'}",
+        "published_gib": case.published_gib,
+        "forecast_gib": case.get_bytes(report) / _GIB,
+        "largest_kinds": ", ".join(f"{kind} {nbytes / _GIB:.1f}" for kind, nbytes in kinds),
+        "peak_location": f"{worst['peak_tensor']['part']} of {worst['peak_tensor']['module'] or 'the model'}",
         "fits": report.fits,
         "inferred": case.inferred,
         "seconds": report.seconds,
@@ -143,12 +143,12 @@ def main() -> None:
     cells = [
         {
             "run": row["case"],
-            "published, GiB": "" if row["written"] is None else f"{row['written']:.2f}",
-            "forecast, GiB": f"{row['forecast']:.2f}",
-            "ratio": "" if row["written"] is None else f"{row['forecast'] / row['written']:.3f}",
+            "published, GiB": "" if row["published_gib"] is None else f"{row['published_gib']:.2f}",
+            "forecast, GiB": f"{row['forecast_gib']:.2f}",
+            "ratio": "" if row["published_gib"] is None else f"{row['forecast_gib'] / row['published_gib']:.3f}",
             "fits 80 GiB": "" if row["fits"] is None else "yes" if row["fits"] else "no",
-            "largest kinds at the peak, GiB": row["kinds"],
-            "location of the peak": row["at"],
+            "largest kinds at the peak, GiB": row["largest_kinds"],
+            "location of the peak": row["peak_location"],
             "inferred": row["inferred"],
         }
         for row in rows

@@ -158,7 +158,11 @@ def run_forecast(source: Path, options: Mapping[str, Any]) -> Row:
         raise RuntimeError(f"{' '.join(command[2:])}: exit {process.returncode}: {process.stderr[-300:]}")
     document = json.loads(process.stdout)
     (stage,) = document["by_stage"]
-    return {"forecast": stage["peak"], "forecast_between": stage["between_steps"], "forecast_s": document["seconds"]}
+    return {
+        "forecast": stage["peak"],
+        "forecast_between_steps": stage["between_steps"],
+        "forecast_seconds": document["seconds"],
+    }
 
 
 def task_of(source: Path, options: Mapping[str, Any]) -> ForecastTask:
@@ -171,7 +175,7 @@ def measure_on_gpu(task: ForecastTask, device: torch.device) -> Row:
     with fake_process_group(0, task.dims.world_size, device) as context:
         before = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
         assembled = build_rank_model_on_meta(task.recipe, task.source, context)
-        row = {"before": before, **_measure_step(_build_random_step(assembled, task, device), device)}
+        row = {"bytes_before": before, **_measure_step(_build_random_step(assembled, task, device), device)}
         assembled.release()
     gc.collect()
     if device.type == "cuda":
@@ -188,10 +192,14 @@ def _measure_step(step: StepSpec, device: torch.device) -> Row:
     run()
     start = time.perf_counter()
     found = measure_step(run, step.rank_model.models, device)
-    row = {"measured": found.peak, "measured_between": found.between_steps, "seconds": time.perf_counter() - start}
+    row = {
+        "measured": found.peak,
+        "measured_between_steps": found.between_steps,
+        "seconds": time.perf_counter() - start,
+    }
     if device.type == "cuda":
         row["reserved"] = torch.cuda.max_memory_reserved(device)
-        row["beside"] = _used_gpu_bytes(device) - torch.cuda.memory_reserved(device)
+        row["outside_allocator"] = _used_gpu_bytes(device) - torch.cuda.memory_reserved(device)
     return row
 
 
@@ -221,7 +229,7 @@ def _used_gpu_bytes(device: torch.device) -> int:
 def measure_nccl(device: torch.device, mesh: ParallelDims) -> Row:
     """Measure the memory outside the allocator after an all-reduce with NCCL."""
     if device.type != "cuda":
-        return {"beside": 0}
+        return {"outside_allocator": 0}
     with tempfile.TemporaryDirectory() as directory:
         store = dist.FileStore(str(Path(directory, "store")), 1)
         dist.init_process_group("nccl", store=store, rank=0, world_size=1, device_id=device)
@@ -231,7 +239,7 @@ def measure_nccl(device: torch.device, mesh: ParallelDims) -> Row:
         torch.cuda.synchronize(device)
         found = _used_gpu_bytes(device) - torch.cuda.memory_reserved(device)
         dist.destroy_process_group()
-    return {"beside": found}
+    return {"outside_allocator": found}
 
 
 # ----------------------------------------------------------------------------------------------------------- the tables
@@ -253,7 +261,7 @@ def comparison_part(found: Mapping[str, Case], work: Path, device: torch.device,
             row |= forecasts[name].result()
             return row | {
                 "ratio": row["forecast"] / row["measured"],
-                "between_ratio": row["forecast_between"] / row["measured_between"],
+                "between_steps_ratio": row["forecast_between_steps"] / row["measured_between_steps"],
             }
 
         measurements.append(Measurement(name, measure))
@@ -265,13 +273,13 @@ def comparison_part(found: Mapping[str, Case], work: Path, device: torch.device,
         "forecast GiB": gib("forecast"),
         "measured GiB": gib("measured"),
         "ratio": lambda row: f"{row['ratio']:.4f}",
-        "forecast between steps": gib("forecast_between"),
-        "measured between steps": gib("measured_between"),
-        "ratio between steps": lambda row: f"{row['between_ratio']:.4f}",
+        "forecast between steps": gib("forecast_between_steps"),
+        "measured between steps": gib("measured_between_steps"),
+        "ratio between steps": lambda row: f"{row['between_steps_ratio']:.4f}",
         "reserved": gib("reserved"),
-        "outside allocator": gib("beside"),
+        "outside allocator": gib("outside_allocator"),
         "s per step": lambda row: f"{row['seconds']:.2f}",
-        "s to forecast": lambda row: f"{row['forecast_s']:.1f}",
+        "s to forecast": lambda row: f"{row['forecast_seconds']:.1f}",
     }
     return Part("Forecast and `max_memory_allocated` of one step, GiB", measurements, columns, wrong_ratios, _summary)
 
@@ -279,9 +287,9 @@ def comparison_part(found: Mapping[str, Case], work: Path, device: torch.device,
 def wrong_ratios(rows: list[Row]) -> list[str]:
     """List the wrong forecasts, and the cases that started with memory of an earlier case."""
     leaks = [
-        f"{row['case']}: {row['before']:,} bytes were in use before the step, expected 0"
+        f"{row['case']}: {row['bytes_before']:,} bytes were in use before the step, expected 0"
         for row in rows
-        if row["before"] > 2**20
+        if row["bytes_before"] > 2**20
     ]
     return leaks + [
         f"{row['case']}: forecast / measured is {row['ratio']:.4f}, expected {1 - _TOLERANCE} to {1 + _TOLERANCE}"
@@ -297,7 +305,7 @@ def _summary(rows: list[Row]) -> str:
     text = f"{len(rows)} cases: forecast / measured {min(ratios):.4f} to {max(ratios):.4f}."
     gpu_rows = [row for row in rows if "reserved" in row]
     if gpu_rows:
-        needed = [row["measured"] + row["beside"] for row in gpu_rows]
+        needed = [row["measured"] + row["outside_allocator"] for row in gpu_rows]
         excess = max(each - row["forecast"] for each, row in zip(needed, gpu_rows, strict=True))
         short = [
             row["case"]
@@ -316,7 +324,7 @@ def _summary(rows: list[Row]) -> str:
 def nccl_part(device: torch.device) -> Part:
     """Return the part that measures the memory of an NCCL group."""
     measurements = [Measurement("NCCL group of one rank", lambda: measure_nccl(device, ParallelDims()))]
-    columns: Columns = {"outside the allocator, GiB": lambda row: f"{row['beside'] / _GIB:.3f}"}
+    columns: Columns = {"outside the allocator, GiB": lambda row: f"{row['outside_allocator'] / _GIB:.3f}"}
     return Part("Context and NCCL", measurements, columns, lambda rows: [])
 
 
@@ -334,8 +342,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.device == "cpu" and not options.tiny:
         parser.error("--device cpu: full shapes require a GPU; add --tiny")
     device = select_device(options.device)
-    parts = [each for each in options.select.split(",") if each]
-    found = {name: case for name, case in cases().items() if not parts or any(each in name for each in parts)}
+    substrings = [each for each in options.only.split(",") if each]
+    found = {name: case for name, case in cases().items() if not substrings or any(each in name for each in substrings)}
     if options.tiny:
         found = {name: shrink_case(case) for name, case in found.items()}
         torch.set_num_threads(1)

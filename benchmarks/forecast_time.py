@@ -46,10 +46,10 @@ def run_case(name: str, directory: Path) -> dict[str, Any]:
     return {
         "case": name,
         "seconds": seconds,
-        "aim": target,
+        "target_seconds": target,
         "peak_rss": peak,
-        "found": len(rows),
-        "of": document.get("tried", len(rows)),
+        "results": len(rows),
+        "candidates": document.get("tried", len(rows)),
         "peak": rows[0]["peak"],
     }
 
@@ -79,9 +79,9 @@ def main() -> None:
         {
             "forecast": row["case"],
             "seconds": f"{row['seconds']:.1f}",
-            "target, s": f"{row['aim']:.0f}",
+            "target, s": f"{row['target_seconds']:.0f}",
             "peak RSS of a process, MiB": f"{row['peak_rss'] / _MIB:.0f}",
-            "stages or layouts": row["of"],
+            "stages or layouts": row["candidates"],
         }
         for row in rows
     ]

@@ -118,16 +118,16 @@ def wrong_outcomes(rows: list[Row]) -> list[str]:
 def checkpointing_part(settings: Settings) -> Part:
     """Return the part that measures a training step in each activation checkpointing mode."""
 
-    def case(whole: Shape, mode: str) -> Case:
+    def case(full_shape: Shape, mode: str) -> Case:
         def measure() -> Row:
-            shape = fit_layers(whole, settings.device)
+            shape = fit_layers(full_shape, settings.device)
             model = build_model(shape, settings.device)
             wrapped = checkpoint_activations(model, mode)
             layers = sum(len(group) for group in layer_groups(model).values())
             row = measure_step(model, shape, settings.device, settings.repeats)
             return row | {"model": shape.name, "mode": mode, "wrapped": wrapped, "layers": layers}
 
-        return Case(f"{whole.name}, {mode}", measure)
+        return Case(f"{full_shape.name}, {mode}", measure)
 
     columns: Columns = {
         **_MODEL_COLUMNS,
@@ -145,9 +145,9 @@ def wrong_checkpointing(rows: list[Row]) -> list[str]:
     """List rows with layers that are not checkpointed, or with a loss that depends on the mode."""
     lines = []
     for row in rows:
-        needed = 0 if row["mode"] == "none" else row["layers"]
-        if row["wrapped"] != needed:
-            lines.append(f"{row['case']}: {row['wrapped']} layers are checkpointed, expected {needed}")
+        expected = 0 if row["mode"] == "none" else row["layers"]
+        if row["wrapped"] != expected:
+            lines.append(f"{row['case']}: {row['wrapped']} layers are checkpointed, expected {expected}")
         first = next(each for each in rows if each["model"] == row["model"])
         if row["loss"] != first["loss"] or not math.isfinite(row["loss"]):
             lines.append(f"{row['case']}: loss {row['loss']!r}, expected {first['loss']!r} as in {first['case']}")
@@ -160,20 +160,20 @@ def tensor_parallel_part(settings: Settings) -> Part:
     """Return the part that measures one of four TP ranks, with gathered logits (stock plan) and with sharded logits."""
     shape = llama_8b(4, is_tiny=settings.is_tiny)
 
-    def case(name: str, wanted: str, *, on_sequence: bool = False) -> Case:
+    def case(name: str, expected_logits: str, *, on_sequence: bool = False) -> Case:
         def measure() -> Row:
             with fake_process_group(0, _TP, settings.device):
                 mesh = init_device_mesh(settings.device.type, (_TP,), mesh_dim_names=("tp",))
                 model = build_model(shape, settings.device)
                 config = {**model.config.to_dict(), "architectures": [type(model).__name__]}
                 plan = find_plan(model, config, sequence_parallel=on_sequence)
-                if wanted == "whole":
+                if expected_logits == "whole":
                     plan = dataclasses.replace(plan, sharded_head="")
                 apply_tensor_parallel(model, mesh, plan)
                 checkpoint_activations(model, "full")  # otherwise a smaller GPU runs out of memory
                 row = measure_step(model, shape, settings.device, settings.repeats)
             del row["loss"], row["gradient_norm"]  # meaningless, because the fake group sends no data
-            return row | {"model": shape.name, "tp": _TP, "wanted": wanted}
+            return row | {"model": shape.name, "tp": _TP, "expected_logits": expected_logits}
 
         return Case(name, measure)
 
@@ -190,9 +190,9 @@ def tensor_parallel_part(settings: Settings) -> Part:
 def wrong_logits(rows: list[Row]) -> list[str]:
     """List rows in which the plan did not give the expected placement of the logits."""
     return [
-        f"{row['case']}: the logits are {row['logits']}, expected {row['wanted']}"
+        f"{row['case']}: the logits are {row['logits']}, expected {row['expected_logits']}"
         for row in rows
-        if row["logits"] != row["wanted"]
+        if row["logits"] != row["expected_logits"]
     ]
 
 
@@ -201,16 +201,17 @@ def _compare_published(rows: list[Row]) -> str:
     text = f"Published for Llama 3.1 8B, FSDP2 and TP=4 on eight GPUs: {before} -> {after} GB, {after - before:+.2f}."
     peaks = {row["case"]: row["peak_gib"] for row in rows}
     if _DEFAULT in peaks and _OPTIMIZED in peaks:
-        whole, cut = peaks[_DEFAULT], peaks[_OPTIMIZED]
+        gathered, sharded = peaks[_DEFAULT], peaks[_OPTIMIZED]
         text += (
-            f" Here, {rows[0]['model']} without FSDP2 and optimizer: {whole:.4g} -> {cut:.4g} GiB, {cut - whole:+.4g}."
+            f" Here, {rows[0]['model']} without FSDP2 and optimizer: {gathered:.4g} -> {sharded:.4g} GiB, "
+            f"{sharded - gathered:+.4g}."
         )
     return text
 
 
 _MODEL_COLUMNS: Columns = {
     "layers": lambda row: str(row["layers"]),
-    "batch": lambda row: f"{row['rows']} x {row['length']}",
+    "batch": lambda row: f"{row['batch_size']} x {row['sequence_length']}",
 }
 _STEP_COLUMNS: Columns = {
     "weights GiB": lambda row: f"{row['weights_gib']:.4g}",
@@ -240,8 +241,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--parts", default=",".join(PARTS))
     parser.add_argument("--limit", type=float, default=_LIMIT, help="seconds after which no case starts")
     options = parser.parse_args(arguments)
-    wanted = options.parts.split(",")
-    if unknown := set(wanted) - set(PARTS):
+    names = options.parts.split(",")
+    if unknown := set(names) - set(PARTS):
         parser.error(f"--parts: {', '.join(sorted(unknown))}: unknown; choose from {', '.join(PARTS)}")
     if options.device == "cpu" and not options.tiny:
         parser.error("--device cpu: full shapes require a GPU; add --tiny")
@@ -255,7 +256,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         torch.set_num_threads(1)  # shapes too small for more
     with tempfile.TemporaryDirectory(dir=checkpoint_parent(), prefix="ckptx-bench-") as directory:
         settings = Settings(device, options.tiny, Path(directory))
-        parts = {name: make(settings) for name, make in PARTS.items() if name in wanted}
+        parts = {name: make(settings) for name, make in PARTS.items() if name in names}
         benchmark = Benchmark("gpu", parts, describe_machine(device, is_tiny=options.tiny), options.results)
         with end_after(benchmark, settings.work, options.limit + GRACE):
             benchmark.run(options.limit)

@@ -24,10 +24,10 @@ sys.path.insert(0, str(HERE.parent))
 from ckptx.robustness_suite.kills import operation_kind, select_kill_points
 from ckptx.robustness_suite.surviving_steps import check_steps
 from tests.support import killed_ranks
-from tests.support.killed_ranks import HOW, Kill
+from tests.support.killed_ranks import SAVES, Kill
 
 _POINTS = (16, 4)  # number of kill points, by rank
-_WAYS = [(how, all_ranks) for how in HOW for all_ranks in (False, True)]
+_VARIANTS = [(mode, all_ranks) for mode in SAVES for all_ranks in (False, True)]
 
 
 def main() -> None:
@@ -39,15 +39,15 @@ def main() -> None:
     warnings.simplefilter("ignore")
     with tempfile.TemporaryDirectory(dir=arguments.ram, prefix="ckptx-bench-") as directory:
         rows = kill_at_all_points(Path(directory))
-    lines = [(row["kind"], row["operation"], row["rank"], *(_cell(each) for each in row["left"])) for row in rows]
+    lines = [(row["kind"], row["operation"], row["rank"], *(_cell(each) for each in row["outcomes"])) for row in rows]
     columns = (
         "kind of file",
         "killed at",
         "rank",
-        *(f"{how}, {'all ranks' if is_all else 'one rank'}" for how, is_all in _WAYS),
+        *(f"{mode}, {'all ranks' if is_all else 'one rank'}" for mode, is_all in _VARIANTS),
     )
-    faults = [fault for row in rows for each in row["left"] for fault in each["faults"]]
-    runs = len(rows) * len(_WAYS)
+    faults = [fault for row in rows for each in row["outcomes"] for fault in each["faults"]]
+    runs = len(rows) * len(_VARIANTS)
     summary = f"{runs} saves killed; {len(faults)} damaged the last complete step or prevented the next save.\n"
     title = "Saves of step 9 that are killed, with complete steps 3 and 6"
     publish(arguments.results, "kills", {"rows": rows, "faults": faults}, [table(title, columns, lines), summary])
@@ -57,31 +57,33 @@ def main() -> None:
 def kill_at_all_points(work: Path) -> list[dict[str, Any]]:
     """Kill a save at each operation, and return a row for each."""
     start = work / "start"
-    killed_ranks.start(start)
+    killed_ranks.save_first_steps(start)
     digests, names = dict(check_steps(start, good_step=6).digests), {}
-    for how, function in HOW.items():
-        names[how], left = killed_ranks.rehearsed(start, work / how, function)
-        digests |= left.digests
+    for mode, function in SAVES.items():
+        names[mode], surviving = killed_ranks.run_without_kill(start, work / mode, function)
+        digests |= surviving.digests
     assert names["sync"] == names["async"]
     rows = []
     for rank, count in enumerate(_POINTS):
         for point in select_kill_points(names["sync"][rank], count):
-            row: dict[str, Any] = {"kind": operation_kind(point), "operation": point, "rank": rank, "left": []}
-            for how, all_ranks in _WAYS:
-                root = work / f"{len(rows)}-{how}-{all_ranks}"
-                codes, found = killed_ranks.killed(start, root, HOW[how], Kill(rank, point, all_ranks), digests)
+            row: dict[str, Any] = {"kind": operation_kind(point), "operation": point, "rank": rank, "outcomes": []}
+            for mode, all_ranks in _VARIANTS:
+                root = work / f"{len(rows)}-{mode}-{all_ranks}"
+                codes, found = killed_ranks.run_killed_save(
+                    start, root, SAVES[mode], Kill(rank, point, all_ranks), digests
+                )
                 assert codes[rank] == -signal.SIGKILL, codes
-                row["left"].append({
-                    "saved": how, "everyone": all_ranks, "exits": codes, "published": found.published,
+                row["outcomes"].append({
+                    "mode": mode, "all_ranks": all_ranks, "exits": codes, "published": found.published,
                     "latest": found.latest, "note": found.note, "hidden": found.hidden, "faults": found.faults,
                 })  # fmt: skip
-            print(f"  rank {rank}: {point}: {', '.join(map(_cell, row['left']))}", file=sys.stderr)
+            print(f"  rank {rank}: {point}: {', '.join(map(_cell, row['outcomes']))}", file=sys.stderr)
             rows.append(row)
     return rows
 
 
-def _cell(left: dict[str, Any]) -> str:
-    return "; ".join(left["faults"]) or f"step-{left['latest']}"
+def _cell(outcome: dict[str, Any]) -> str:
+    return "; ".join(outcome["faults"]) or f"step-{outcome['latest']}"
 
 
 if __name__ == "__main__":

@@ -60,11 +60,12 @@ def run_one(path: Path, stages: int, count: int) -> dict[str, Any]:
 
     Args:
         path: HF checkpoint of the model.
-        stages: Number of stages that the reference runs in; 1 keeps the whole model in memory.
+        stages: Number of stages in which the reference runs; 1 keeps the whole model in memory.
         count: Number of batches.
 
     Returns:
-        Peak RSS above the RSS before the run, estimated peak, both in bytes; a digest of all results; CPU seconds.
+        Number of parameters, peak RSS above the RSS before the run and its estimate in bytes, number of compared
+        results, digest of all results, and CPU seconds.
     """
     import torch
 
@@ -83,10 +84,10 @@ def run_one(path: Path, stages: int, count: int) -> dict[str, Any]:
     model, stacks = loader.build_with_stacks()
     budget = MemoryBudget(model, stacks, batches, backward=True, includes_checkpoint=False)
     reference: Any = WholeReference(loader, batches, process, backward=True)
-    expected = budget.whole_bytes
+    estimate = budget.whole_bytes
     if stages > 1:
         stage_map = StageMap(stacks, stages)
-        expected = budget.peak_bytes(stage_map)
+        estimate = budget.peak_bytes(stage_map)
         reference = OffloadedReference(
             loader, batches, process, partition_reference(model, stage_map, facts), backward=True
         )
@@ -102,7 +103,7 @@ def run_one(path: Path, stages: int, count: int) -> dict[str, Any]:
     return {
         "parameters": sum(each.numel() for each in model.parameters()),
         "peak": peak_rss() - base,
-        "expected": expected,
+        "estimate": estimate,
         "tensors": len(digests),
         "digest": hashlib.sha256(text.encode()).hexdigest(),
         "seconds": sum(resource.getrusage(resource.RUSAGE_SELF)[:2]),
@@ -141,26 +142,26 @@ def main() -> None:
         with tempfile.TemporaryDirectory(dir=arguments.ram, prefix="ckptx-bench-") as directory:
             subprocess.run([sys.executable, "-c", _MODEL, directory, json.dumps(config)], check=True)
             for batches in (count for model, count in _RUNS if model == name):
-                whole = None
+                resident = None
                 for stages in _RUNS[name, batches]:
                     outcome = run_in_process(Path(directory), stages, batches)
-                    whole = whole or outcome
+                    resident = resident or outcome
                     rows.append(
                         {
                             "model": name,
                             "batches": batches,
                             "stages": stages,
                             **outcome,
-                            "relative_peak": outcome["peak"] / whole["peak"],
-                            "is_equal": outcome["digest"] == whole["digest"],
-                            "time": outcome["seconds"] / whole["seconds"],
+                            "relative_peak": outcome["peak"] / resident["peak"],
+                            "is_equal": outcome["digest"] == resident["digest"],
+                            "relative_time": outcome["seconds"] / resident["seconds"],
                         }
                     )
                     print(rows[-1], file=sys.stderr)
     lines = [
         (
             f"{row['model']}, {row['parameters'] / 1e9:.2f} B", row["batches"], row["stages"],
-            f"{row['peak'] / _MIB:,.0f} MiB", f"{row['of_whole']:.0%}", f"{row['expected'] / _MIB:,.0f} MiB",
+            f"{row['peak'] / _MIB:,.0f} MiB", f"{row['relative_peak']:.0%}", f"{row['estimate'] / _MIB:,.0f} MiB",
             row["tensors"] if row["is_equal"] else "DIFFERENT",
         )
         for row in rows

@@ -1,4 +1,4 @@
-"""Measure how one rank of a TP mesh of 4 loads its part of a Llama.
+"""Measure the time, the bytes read and the memory of one TP rank of four that loads its shards of a Llama.
 
     python benchmarks/load.py [--rounds 5] [--ram /dev/shm] [--results DIR] [--tiny]
 
@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from checkpoints import Model, llama, write_checkpoint
-from measure import CKPTX, HERE, feed_memory, parse_arguments, publish, table, time_command
+from measure import CKPTX, HERE, free_memory_meanwhile, parse_arguments, publish, table, time_command
 
 TP = 4
 _RANK = 1  # rank whose loads are timed; the norms are in the file of rank 0
@@ -30,7 +30,7 @@ _READ_AROUND = 6 << 10  # bytes that it may read around a tensor, for the record
 _METHODS = {
     "ckptx": "`ckptx.runtime.load`",
     "stock": "stock `dcp.load`",
-    "whole": "`from_pretrained` (full model, then sliced)",
+    "transformers": "`from_pretrained` (full model, then sliced)",
 }
 
 
@@ -52,7 +52,9 @@ def write_checkpoints(root: Path, model: Model) -> None:
 
 def load_in_process(warm: Path, source: Path, rank: int, *methods: str) -> list[dict[str, Any]]:
     """Run load_rank.py in a separate process, and return its rows."""
-    jobs = [each for how in methods for each in (how, str(source / ("hf" if how == "whole" else "dcp")))]
+    jobs = [
+        each for method in methods for each in (method, str(source / ("hf" if method == "transformers" else "dcp")))
+    ]
     command = [sys.executable, str(HERE / "load_rank.py"), str(TP), str(rank), str(warm), *jobs]
     process = subprocess.run(command, stdout=subprocess.PIPE, check=True)
     rows: list[dict[str, Any]] = json.loads(process.stdout)
@@ -72,8 +74,8 @@ def check(rows: list[dict[str, Any]], rank: int, metadata_bytes: int) -> None:
             or used too much memory.
     """
     if len({row["digest"] for row in rows}) != 1:
-        raise SystemExit(f"rank {rank} has different bytes from {' and '.join(row['how'] for row in rows)}")
-    row = next(row for row in rows if row["how"] == "ckptx")
+        raise SystemExit(f"rank {rank} has different bytes from {' and '.join(row['method'] for row in rows)}")
+    row = next(row for row in rows if row["method"] == "ckptx")
     others = [name for name in row["files"] if not _may_open(name, rank)]
     if others or f"__{rank}_0.distcp" not in row["files"]:
         raise SystemExit(
@@ -81,8 +83,8 @@ def check(rows: list[dict[str, Any]], rank: int, metadata_bytes: int) -> None:
         )
     if row["read"] > row["needed"] + metadata_bytes + _READ_AROUND * row["tensors"]:
         raise SystemExit(f"rank {rank} read {row['read']} bytes for shards of {row['needed']} bytes")
-    if row["grown"] > row["needed"] + _SLACK:
-        raise SystemExit(f"rank {rank} used {row['grown']} bytes of memory for shards of {row['needed']} bytes")
+    if row["memory_growth"] > row["needed"] + _SLACK:
+        raise SystemExit(f"rank {rank} used {row['memory_growth']} bytes of memory for shards of {row['needed']} bytes")
 
 
 def _may_open(name: str, rank: int) -> bool:
@@ -93,15 +95,15 @@ def _may_open(name: str, rank: int) -> bool:
     return name in (".metadata", "config.json", "ckptx.json") or name.startswith((f"__{rank}_", "__0_"))
 
 
-def summarize(how: str, rows: list[dict[str, Any]]) -> dict[str, Any]:
+def summarize(method: str, rows: list[dict[str, Any]]) -> dict[str, Any]:
     """Summarize the rounds of one method: median seconds, bytes in MiB, and opened files."""
     seconds = [row["seconds"] for row in rows]
     return {
-        "how": how,
+        "method": method,
         "needed_mib": round(rows[0]["needed"] / 2**20, 2),
         "read_mib": round(rows[0]["read"] / 2**20, 2),
         "files": rows[0]["files"],
-        "grown_mib": round(max(row["grown"] for row in rows) / 2**20, 1),
+        "memory_growth_mib": round(max(row["memory_growth"] for row in rows) / 2**20, 1),
         "seconds": round(statistics.median(seconds), 3),
         "min": min(seconds),
         "max": max(seconds),
@@ -113,12 +115,12 @@ def method_table(rows: list[dict[str, Any]]) -> str:
     """Return the table of all methods."""
     cells = [
         (
-            _METHODS[row["how"]],
+            _METHODS[row["method"]],
             f"{row['seconds']:.2f}",
             f"{row['needed_mib']:.1f} MiB",
-            "mapped" if row["how"] == "whole" else f"{row['read_mib']:.1f} MiB",
-            "all" if row["how"] == "whole" else ", ".join(f"`{name}`" for name in row["files"]),
-            f"{row['grown_mib']:.0f} MiB",
+            "mapped" if row["method"] == "transformers" else f"{row['read_mib']:.1f} MiB",
+            "all" if row["method"] == "transformers" else ", ".join(f"`{name}`" for name in row["files"]),
+            f"{row['memory_growth_mib']:.0f} MiB",
         )
         for row in rows
     ]
@@ -144,17 +146,20 @@ def main() -> None:
             rows = load_in_process(warm, source, rank, *(_METHODS if is_tiny else ("ckptx",)))
             check(rows, rank, metadata_bytes)
             ranks.append({"rank": rank, **summarize("ckptx", rows[:1])})
-        rounds_by_method: dict[str, list[dict[str, Any]]] = {how: [] for how in _METHODS}
+        rounds_by_method: dict[str, list[dict[str, Any]]] = {method: [] for method in _METHODS}
         for turn in range(0 if is_tiny else arguments.rounds + 1):
             rows = []
-            for how in _METHODS:
-                with feed_memory(1 << 30):
-                    rows += load_in_process(warm, source, _RANK, how)
+            for method in _METHODS:
+                with free_memory_meanwhile(1 << 30):
+                    rows += load_in_process(warm, source, _RANK, method)
             check(rows, _RANK, metadata_bytes)
             for row in rows if turn else ():
-                rounds_by_method[row["how"]].append(row)
-                print(f"  round {turn}: {row['how']}: {row['seconds']} s, {row['grown'] >> 20} MiB", file=sys.stderr)
-        summaries = [summarize(how, rows) for how, rows in rounds_by_method.items() if rows]
+                rounds_by_method[row["method"]].append(row)
+                print(
+                    f"  round {turn}: {row['method']}: {row['seconds']} s, {row['memory_growth'] >> 20} MiB",
+                    file=sys.stderr,
+                )
+        summaries = [summarize(method, rows) for method, rows in rounds_by_method.items() if rows]
         publish(
             arguments.results,
             "load",

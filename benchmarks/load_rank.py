@@ -1,9 +1,9 @@
-"""Load the shards of one rank of a TP mesh: python load_rank.py WORLD RANK WARM {HOW CHECKPOINT}...
+"""Load the shards of one rank of a TP mesh: python load_rank.py WORLD RANK WARM {METHOD CHECKPOINT}...
 
-HOW is "ckptx" (`ckptx.runtime.load`), "stock" (`dcp.load` into the same DTensors) or "whole" (`from_pretrained` of the
-whole model, from which the rank takes its shards). Only this rank exists: a fake process group stands for the others.
-Each method first loads a tiny model at WARM, so that imports do not count; then the time runs from a model on the meta
-device to a model with all its weights.
+METHOD is "ckptx" (`ckptx.runtime.load`), "stock" (`dcp.load` into the same DTensors) or "transformers"
+(`from_pretrained` of the whole model, from which the rank takes its shards). Only this rank exists: a fake process
+group stands for the others. Each method first loads a tiny model at WARM, so that imports do not count; then the time
+runs from a model on the meta device to a model with all its weights.
 
 The output is a JSON list: tensors; bytes that the rank needs; bytes from read calls (mapped files do not count); files
 that it opened; its largest growth of memory; seconds; a digest of the loaded weights.
@@ -48,7 +48,7 @@ def _record_open(event: str, arguments: tuple[Any, ...]) -> None:
 
 
 def read_proc(file: str, field: str) -> int:
-    """Return a field of a file of /proc/self, in bytes."""
+    """Return the value of a field of a file of /proc/self; a value in kB is converted to bytes."""
     found = re.search(rf"^{field}:\s+(\d+)( kB)?$", Path("/proc/self", file).read_text(), re.MULTILINE)
     assert found is not None
     return int(found[1]) << (10 if found[2] else 0)
@@ -71,23 +71,23 @@ def load_with_torch(path: Path, model: nn.Module, _: TensorParallelLayout) -> nn
 def load_with_transformers(path: Path, model: nn.Module, layout: TensorParallelLayout) -> nn.Module:
     """Load the whole model with `from_pretrained`, which maps files, and copy the shards of this rank from it."""
     materialize(model)
-    whole_state = LlamaForCausalLM.from_pretrained(path, dtype="auto").state_dict()
+    full_state = LlamaForCausalLM.from_pretrained(path, dtype="auto").state_dict()
     with torch.no_grad():
         for name, tensor in model.named_parameters():
             (region,) = layout.local_regions(name) or ()
             part = tuple(slice(at, at + size) for at, size in zip(*region, strict=True))
-            _local(tensor).copy_(whole_state[name][part])
+            _local(tensor).copy_(full_state[name][part])
     return model
 
 
 METHODS: dict[str, Callable[[Path, nn.Module, TensorParallelLayout], nn.Module]] = {
     "ckptx": load_with_ckptx,
     "stock": load_with_torch,
-    "whole": load_with_transformers,
+    "transformers": load_with_transformers,
 }
 
 
-def load_and_measure(how: str, path: Path, mesh: DeviceMesh) -> dict[str, object]:
+def load_and_measure(method: str, path: Path, mesh: DeviceMesh) -> dict[str, object]:
     """Load the shards of this rank with one method.
 
     Returns:
@@ -100,16 +100,16 @@ def load_and_measure(how: str, path: Path, mesh: DeviceMesh) -> dict[str, object
     Path("/proc/self/clear_refs").write_text("5")  # reset the peak RSS
     _opened_files.clear()
     resident, read, start = read_proc("status", "VmRSS"), read_proc("io", "rchar"), time.perf_counter()
-    model = METHODS[how](path, model, layout)
+    model = METHODS[method](path, model, layout)
     seconds, read, peak = time.perf_counter() - start, read_proc("io", "rchar") - read, read_proc("status", "VmHWM")
     files = sorted({each.name for each in _opened_files if each.parent == path and each.exists()})
     return {
-        "how": how,
+        "method": method,
         "tensors": len(list(model.parameters())),
         "needed": needed,
         "read": read,
         "files": files,
-        "grown": peak - resident,
+        "memory_growth": peak - resident,
         "seconds": round(seconds, 3),
         "digest": digest_of(model),
     }
@@ -135,9 +135,9 @@ def main(world: str, rank: str, warm: str, *jobs: str) -> None:
     dist.init_process_group("fake", store=FakeStore(), rank=int(rank), world_size=int(world))
     mesh = init_device_mesh("cpu", (int(world),), mesh_dim_names=("tp",))
     rows = []
-    for how, path in zip(jobs[::2], jobs[1::2], strict=True):
-        load_and_measure(how, Path(warm, "hf" if how == "whole" else "dcp"), mesh)
-        rows.append(load_and_measure(how, Path(path), mesh))
+    for method, path in zip(jobs[::2], jobs[1::2], strict=True):
+        load_and_measure(method, Path(warm, "hf" if method == "transformers" else "dcp"), mesh)
+        rows.append(load_and_measure(method, Path(path), mesh))
     print(json.dumps(rows))
 
 

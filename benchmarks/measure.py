@@ -2,8 +2,8 @@
 
 Every round runs every command once, in turn, so that a drift of the machine affects all of them; the first round does
 not count. On a RAM disk each command is compared with a `cp -r` immediately before it, with the same amount of memory
-in use, and both get memory that was in use a moment ago (`feeder.py`): otherwise, on a virtual machine, every command
-of more than two seconds would pay for getting memory back from the host.
+in use, and both get memory that was in use a moment ago (`free_memory.py`): otherwise, on a virtual machine, every
+command of more than two seconds would pay for getting memory back from the host.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ import ckptx
 
 HERE = Path(__file__).resolve().parent
 CKPTX = [str(Path(sys.executable).with_name("ckptx"))]
-STOCK = [sys.executable, str(HERE / "stock.py")]
+STOCK = [sys.executable, str(HERE / "stock_torch.py")]
 # The kernel counts the memory of the forking process in the peak of the child, so a small process forks.
 _LAUNCH = [sys.executable, "-I", "-S", str(HERE / "launch.py")]
-_FEEDER = [sys.executable, "-I", "-S", str(HERE / "feeder.py")]
+_FREE_MEMORY = [sys.executable, "-I", "-S", str(HERE / "free_memory.py")]
 
 
 class Step(NamedTuple):
@@ -57,7 +57,14 @@ class Step(NamedTuple):
 
 @dataclass
 class Row:
-    """One command over all rounds: seconds, ratios to the `cp -r` before it, and peak RSS in bytes."""
+    """Measurements of one command over all rounds.
+
+    Attributes:
+        name: Name in the table.
+        seconds: Wall time of each round.
+        ratios: Wall time of each round relative to the `cp -r` before it; empty if nothing was copied.
+        peak: Largest peak RSS in bytes.
+    """
 
     name: str
     seconds: list[float] = field(default_factory=list)
@@ -82,34 +89,34 @@ def time_command(command: Sequence[str], nbytes: int = 0) -> tuple[float, int]:
 
     Args:
         command: Command line of the process.
-        nbytes: Bytes of memory that `feeder.py` frees for it; 0 for none.
+        nbytes: Bytes of memory that `free_memory.py` frees while it runs; 0 for none.
     """
-    with feed_memory(nbytes):
-        launched = subprocess.run([*_LAUNCH, *command], capture_output=True, text=True, check=False)
-    if launched.returncode:
-        raise SystemExit(f"{' '.join(command)}: exit {launched.returncode}\n{launched.stderr}")
-    seconds, peak = launched.stdout.split()
+    with free_memory_meanwhile(nbytes):
+        process = subprocess.run([*_LAUNCH, *command], capture_output=True, text=True, check=False)
+    if process.returncode:
+        raise SystemExit(f"{' '.join(command)}: exit {process.returncode}\n{process.stderr}")
+    seconds, peak = process.stdout.split()
     return float(seconds), int(peak)
 
 
 @contextmanager
-def feed_memory(nbytes: int) -> Iterator[None]:
-    """Have `feeder.py` free `nbytes` of memory during the block, as other processes allocate it; 0 for none."""
+def free_memory_meanwhile(nbytes: int) -> Iterator[None]:
+    """Let `free_memory.py` free `nbytes` during the block, as other processes allocate memory; 0 frees nothing."""
     if not nbytes:
         yield
         return
-    with subprocess.Popen([*_FEEDER, str(nbytes)], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as feeder:
-        assert feeder.stdin is not None and feeder.stdout is not None
-        if feeder.stdout.readline() != b"ready\n":
-            raise SystemExit(f"feeder.py: could not take {nbytes} bytes of memory")
+    with subprocess.Popen([*_FREE_MEMORY, str(nbytes)], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdin is not None and process.stdout is not None
+        if process.stdout.readline() != b"ready\n":
+            raise SystemExit(f"free_memory.py: could not allocate {nbytes} bytes")
         try:
             yield
         finally:
-            feeder.stdin.close()
+            process.stdin.close()
 
 
 def time_rounds(steps: Sequence[Step], rounds: int, nbytes: int = 0) -> list[Row]:
-    """Time all steps in rounds.
+    """Time all steps in rounds, and return a row for each.
 
     Args:
         steps: Steps in order. The others are compared with the first; on a RAM disk it runs before each of them.
@@ -147,7 +154,7 @@ def growing_checkpoints(work: Path, sizes: Sequence[tuple[int, int]]) -> Iterato
 
     Args:
         work: Parent directory of the checkpoints.
-        sizes: (GiB, layers) of each checkpoint.
+        sizes: Nominal size in GiB and number of layers of each checkpoint.
 
     Yields:
         Size of a checkpoint in GiB, and its directory.

@@ -3,7 +3,7 @@
     python benchmarks/reshard.py [--rounds 5] [--parts llama,experts,qwen3-moe,flat,loading,planning] [--ram /dev/shm]
 
 llama, experts, qwen3-moe: whole processes against `cp -r`. flat: peak RSS against size. loading: bytes that stock
-`dcp.load` reads on one rank, from a DCP with whole tensors and from one with sharded tensors. planning: `--dry-run` for
+`dcp.load` reads on one rank, from a DCP with full tensors and from one with sharded tensors. planning: `--dry-run` for
 1,024 ranks.
 """
 
@@ -49,11 +49,11 @@ def time_resharding(work: Path, source: Path, rounds: int, *, stock: bool) -> li
         rounds: Number of timed rounds.
         stock: Also time the merge with stock torch.
     """
-    copy, sharded, other, merged, shards, stock_back = (
+    copy, sharded, resharded, merged, shards, stock_back = (
         work / name for name in ("cp", "tp4-pp2", "tp2", "back", "shards", "stock-back")
     )
     to_sharded = [*_RESHARD, str(source), str(sharded), "--to", "dcp", *_TP4_PP2]
-    to_other = [*_RESHARD, str(sharded), str(other), "--to", "dcp", "--tp", "2"]
+    to_resharded = [*_RESHARD, str(sharded), str(resharded), "--to", "dcp", "--tp", "2"]
     to_shards = [*_RESHARD, str(source), str(shards), "--to", "safetensors", *_TP4_PP2]
     verify = [*CKPTX, "verify", str(source)]
     # The shards have transformers names and fused experts, so they are verified after conversion back to HF.
@@ -61,7 +61,7 @@ def time_resharding(work: Path, source: Path, rounds: int, *, stock: bool) -> li
     steps = [
         Step("cp -r", ["cp", "-r", str(source), str(copy)], copy),
         Step("HF -> DCP tp4 x pp2", to_sharded, sharded, keep=True, checks=[[*verify, str(sharded)]]),
-        Step("DCP tp4 x pp2 -> DCP tp2", to_other, other, checks=[[*verify, str(other)]]),
+        Step("DCP tp4 x pp2 -> DCP tp2", to_resharded, resharded, checks=[[*verify, str(resharded)]]),
         Step("DCP tp4 x pp2 -> HF", [*_MERGE, str(sharded), str(merged)], merged, checks=[[*verify, str(merged)]]),
         Step("HF -> sharded safetensors tp4 x pp2", to_shards, shards, checks=shard_checks),
     ]
@@ -76,13 +76,15 @@ def measure_peaks(work: Path, sizes: tuple[tuple[int, int], ...]) -> list[dict[s
     """Measure the peak RSS of resharding and merging for checkpoints of 1 to 8 GiB; it must not grow with the model."""
     rows = []
     for gib, source in growing_checkpoints(work, sizes):
-        sharded, merged = work / "flat-cut", work / "flat-back"
+        sharded, merged = work / "flat-sharded", work / "flat-back"
         _, reshard_peak = time_command([*_RESHARD, str(source), str(sharded), "--to", "dcp", *_TP4_PP2])
         shutil.rmtree(source)
         _, merge_peak = time_command([*_MERGE, str(sharded), str(merged)])
         for path in (sharded, merged):
             shutil.rmtree(path)
-        rows.append({"gib": gib, "cut_mib": round(reshard_peak / 2**20, 1), "merge_mib": round(merge_peak / 2**20, 1)})
+        rows.append(
+            {"gib": gib, "reshard_mib": round(reshard_peak / 2**20, 1), "merge_mib": round(merge_peak / 2**20, 1)}
+        )
         print(f"  {rows[-1]}", file=sys.stderr)
     return rows
 
@@ -93,7 +95,7 @@ def measure_loading(work: Path, source: Path) -> list[dict[str, Any]]:
     Raises:
         SystemExit: If the shards from the two DCPs differ.
     """
-    unsharded, sharded = work / "whole", work / "tp8"
+    unsharded, sharded = work / "unsharded", work / "tp8"
     time_command([*CKPTX, "convert", "hf2dcp", str(source), str(unsharded)])
     time_command([*_RESHARD, str(source), str(sharded), "--to", "dcp", "--tp", "8"])
     rows: list[dict[str, Any]] = []
@@ -197,7 +199,7 @@ def main() -> None:
                 shutil.rmtree(source)
         if "flat" in parts:
             results["flat"] = sizes = measure_peaks(work, ((1, 9), (2, 21), (4, 44), (8, 91)))
-            cells = [(f"{row['gib']} GiB", f"{row['cut_mib']} MiB", f"{row['merge_mib']} MiB") for row in sizes]
+            cells = [(f"{row['gib']} GiB", f"{row['reshard_mib']} MiB", f"{row['merge_mib']} MiB") for row in sizes]
             columns = ("checkpoint", "HF -> DCP tp4 x pp2", "DCP tp4 x pp2 -> HF")
             tables.append(table("Peak RSS against size", columns, cells))
         if "loading" in parts:

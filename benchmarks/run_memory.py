@@ -37,7 +37,7 @@ _CASES = {
     "as stored, bfloat16": (["--compute-dtype", "auto"], 4),
 }  # options, and bytes per parameter for weight and gradient
 _GIB = 1 << 30
-_TINY = "llama-tied"
+_TINY_MODEL = "llama-tied"
 
 
 def environment(root: Path) -> dict[str, str]:
@@ -75,7 +75,7 @@ def measure_threads(work: Path, runs: int) -> list[int]:
     sys.path.insert(0, str(HERE.parent))
     from tests.support.models import EVERY, write
 
-    write(EVERY[_TINY], work / "tiny")
+    write(EVERY[_TINY_MODEL], work / "tiny")
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", __file__]
     arguments = ["--runs", str(runs), "--work", str(work)]
     subprocess.run([*torchrun, *arguments], env=environment(HERE.parent), check=True)
@@ -104,11 +104,21 @@ def main() -> None:
             for checkout, root in {**roots, "now": HERE.parent}.items():
                 peak, nbytes = measure_peak(root, model, options), _PARAMETERS * width
                 rows.append(
-                    {"computed": case, "which": checkout, "holds": nbytes, "peak": peak, "beyond": peak - nbytes}
+                    {
+                        "case": case,
+                        "version": checkout,
+                        "weights_and_gradients": nbytes,
+                        "peak": peak,
+                        "overhead": peak - nbytes,
+                    }
                 )
         counts = measure_threads(Path(directory), arguments.runs)
     lines = [
-        (row["computed"], row["which"], *(f"{row[key] / _GIB:.2f} GiB" for key in ("holds", "peak", "beyond")))
+        (
+            row["case"],
+            row["version"],
+            *(f"{row[key] / _GIB:.2f} GiB" for key in ("weights_and_gradients", "peak", "overhead")),
+        )
         for row in rows
     ]
     columns = ("computed in", "version", "weights and gradients", "peak of rank 0", "beyond weights and gradients")

@@ -1,6 +1,6 @@
 """Split every tiny model of the tests into pipeline stages; list differences and the tensors between stages.
 
-    python benchmarks/stages.py [--parts cuts,schedules,images] [--results DIR] [MODEL ...]
+    python benchmarks/stages.py [--parts splits,schedules,images] [--results DIR] [MODEL ...]
 
 The first table is for one process that runs the stages in order. The second is for two gloo ranks that run them under
 the schedules of torch. The next two are for microbatches with no, one and three images (or audio clips). The script
@@ -33,16 +33,16 @@ POOL_TIMEOUT = 20.0  # seconds that ranks wait for a message of a rank that fail
 def run_splits(names: Sequence[str]) -> list[dict[str, Any]]:
     """Run every model with every split into stages in this process, and return a row for each."""
     from ckptx.errors import CkptxError
-    from tests.support.staged_models import CUTS, compared
+    from tests.support.staged_models import SPLITS, compare_split
 
     rows = []
     for name in names:
-        for split in CUTS:
-            row: dict[str, Any] = {"model": name, "cut": split}
+        for split in SPLITS:
+            row: dict[str, Any] = {"model": name, "split": split}
             try:
-                is_equal, gradients, boundary = compared(name, split)
+                is_equal, gradients, boundary = compare_split(name, split)
                 boundary_values = [[str(slot) for slot in slots] for slots in boundary.slots[1:]]
-                row |= {"logits_equal": is_equal, "gradients": gradients, "travels": boundary_values}
+                row |= {"logits_equal": is_equal, "gradients": gradients, "boundary_values": boundary_values}
             except CkptxError as error:
                 row |= {"error": str(error)}
             rows.append(row)
@@ -53,17 +53,17 @@ def run_splits(names: Sequence[str]) -> list[dict[str, Any]]:
 def run_image_splits(names: Sequence[str]) -> list[dict[str, Any]]:
     """Run every model with every split in this process, over microbatches with different numbers of images."""
     from ckptx.errors import CkptxError
-    from tests.support.microbatches import pictures_of
-    from tests.support.staged_models import CUTS, compared_in_microbatches
+    from tests.support.microbatches import image_microbatches
+    from tests.support.staged_models import SPLITS, compare_split_in_microbatches
 
     rows = []
     for name in names:
-        image_rows = pictures_of(name)
+        image_rows = image_microbatches(name)
         counts = [image_rows.count(index) for index in range(max(image_rows) + 1)]
-        for split in CUTS:
-            row: dict[str, Any] = {"model": name, "cut": split, "images": counts}
+        for split in SPLITS:
+            row: dict[str, Any] = {"model": name, "split": split, "images": counts}
             try:
-                row["logits_equal"], row["gradients"] = compared_in_microbatches(name, split, image_rows)
+                row["logits_equal"], row["gradients"] = compare_split_in_microbatches(name, split, image_rows)
             except CkptxError as error:
                 row["error"] = str(error)
             rows.append(row)
@@ -79,9 +79,9 @@ def run_schedules(names: Sequence[str], *, with_images: bool = False) -> list[di
         with_images: Give microbatches different numbers of images.
     """
     from tests.support import pool as pools
-    from tests.support.microbatches import pictures_of
+    from tests.support.microbatches import image_microbatches
     from tests.support.pool import GlooPool, WorkerError
-    from tests.support.staged_models import one_step
+    from tests.support.staged_models import run_one_step
 
     pools._TIMEOUT = POOL_TIMEOUT
     pool = GlooPool()
@@ -90,8 +90,8 @@ def run_schedules(names: Sequence[str], *, with_images: bool = False) -> list[di
         for schedule in SCHEDULES:
             row: dict[str, Any] = {"model": name, "schedule": schedule}
             try:
-                image_rows = pictures_of(name) if with_images else None
-                found = pool.run(one_step, 2, name, schedule, MICROBATCHES, image_rows)
+                image_rows = image_microbatches(name) if with_images else None
+                found = pool.run(run_one_step, 2, name, schedule, MICROBATCHES, image_rows)
                 row |= {
                     "logits_equal": all(each[0] for each in found) and sum(each[2] for each in found) == MICROBATCHES,
                     "gradients": max(each[1] for each in found),
@@ -107,7 +107,11 @@ def run_schedules(names: Sequence[str], *, with_images: bool = False) -> list[di
 
 
 def format_values(boundary_values: Sequence[str]) -> str:
-    """List the values that a stage receives, counted by argument name or position: "argument 0, 2 x position_bias"."""
+    """List the values that a stage receives, by argument name or position, with their number.
+
+    Example:
+        "argument 0, 2 x `position_bias`"
+    """
     found = (re.sub(r"^.*?\((.*?)(\[.*)?\).*$", r"\1", each) for each in boundary_values)
     counts = Counter(f"argument {each}" if each.isdecimal() else each for each in found)
     return ", ".join(f"{count} x `{name}`" if count > 1 else f"`{name}`" for name, count in counts.items())
@@ -150,25 +154,25 @@ def summary_line(name: str, rows: Sequence[dict[str, Any]]) -> str:
 
 def build_tables(part: str, rows: Sequence[dict[str, Any]]) -> list[str]:
     """Return the Markdown table of a part and its summary."""
-    from tests.support.staged_models import CUTS, LAYERS
+    from tests.support.staged_models import LAYERS, SPLITS
 
     titles = {
-        "cuts": f"Tiny random models with {LAYERS} layers, split into stages that run in order in one process, fp32",
+        "splits": f"Tiny random models with {LAYERS} layers, split into stages that run in order in one process, fp32",
         "schedules": f"Gradients on two gloo ranks, {MICROBATCHES} microbatches, two or four stages, fp32",
         "images": "The same splits: gradients, microbatches with different numbers of images or audio clips, fp32",
-        "pictured": "Gradients of such microbatches on two gloo ranks, two or four stages, fp32",
+        "image_schedules": "Gradients of such microbatches on two gloo ranks, two or four stages, fp32",
     }
-    is_split = "cut" in rows[0]
-    lines, found = [], group_by_model(rows, "cut" if is_split else "schedule")
+    is_split = "split" in rows[0]
+    lines, found = [], group_by_model(rows, "split" if is_split else "schedule")
     for name, each in found.items():
-        line = [name, *(format_cell(each[split]) for split in (CUTS if is_split else SCHEDULES))]
-        if part == "cuts":
-            line.append("; ".join(map(format_values, each["three"].get("travels", []))))
+        line = [name, *(format_cell(each[split]) for split in (SPLITS if is_split else SCHEDULES))]
+        if part == "splits":
+            line.append("; ".join(map(format_values, each["three"].get("boundary_values", []))))
         if part == "images":
             line.insert(1, ", ".join(map(str, each["three"]["images"])))
         lines.append(tuple(line))
-    columns = [f"gradients: {split.replace('|', 'then')}" for split in CUTS] if is_split else list(SCHEDULES)
-    if part == "cuts":
+    columns = [f"gradients: {split.replace('|', 'then')}" for split in SPLITS] if is_split else list(SCHEDULES)
+    if part == "splits":
         columns.append("values sent between three stages")
     if part == "images":
         columns.insert(0, "images per microbatch")
@@ -179,14 +183,14 @@ def main() -> None:
     """Run the parts, and write stages.json and stages.md."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("models", nargs="*")
-    parser.add_argument("--parts", default="cuts,schedules,images")
+    parser.add_argument("--parts", default="splits,schedules,images")
     parser.add_argument("--results", type=Path, default=HERE / "results")
     arguments = parser.parse_args()
     import torch
 
     from tests.support.microbatches import MULTIMODAL
     from tests.support.models import EVERY
-    from tests.support.staged_models import TWELVE
+    from tests.support.staged_models import PIPELINE_MODELS
 
     logging.disable(logging.WARNING)
     torch.set_num_threads(1)
@@ -194,20 +198,20 @@ def main() -> None:
     def select_names(names: Sequence[str]) -> list[str]:
         return [name for name in names if name in (arguments.models or names)]
 
-    run: dict[str, list[dict[str, Any]]] = {}
+    new_rows: dict[str, list[dict[str, Any]]] = {}
     parts = arguments.parts.split(",")
-    if "cuts" in parts:
-        run["cuts"] = run_splits(select_names(list(EVERY)))
+    if "splits" in parts:
+        new_rows["splits"] = run_splits(select_names(list(EVERY)))
     if "schedules" in parts:
-        run["schedules"] = run_schedules(select_names(TWELVE))
+        new_rows["schedules"] = run_schedules(select_names(PIPELINE_MODELS))
     if "images" in parts:
-        run["images"] = run_image_splits(select_names(MULTIMODAL))
-        run["pictured"] = run_schedules(select_names(IMAGE_MODELS), with_images=True)
-    before = arguments.results / "stages.json"
-    known = json.loads(before.read_text()) if before.exists() else {}
+        new_rows["images"] = run_image_splits(select_names(MULTIMODAL))
+        new_rows["image_schedules"] = run_schedules(select_names(IMAGE_MODELS), with_images=True)
+    results_file = arguments.results / "stages.json"
+    earlier = json.loads(results_file.read_text()) if results_file.exists() else {}
     results, tables = {}, []
-    for part in ("cuts", "schedules", "images", "pictured"):
-        rows = run.get(part) or known.get(part, {}).get("rows")
+    for part in ("splits", "schedules", "images", "image_schedules"):
+        rows = new_rows.get(part) or earlier.get(part, {}).get("rows")
         if rows:
             results[part] = {"summary": summary(rows), "rows": rows}
             tables += build_tables(part, rows)

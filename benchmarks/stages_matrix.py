@@ -44,20 +44,20 @@ _REPORT_KEYS = (
 
 def verify_case(pool: Any, name: str, case: str, work: Path) -> dict[str, Any]:
     """Verify one model in one case, and return its row."""
-    from tests.support.verify_runs import verified
+    from tests.support.verify_runs import run_verify
 
     settings = dict(CASES[case])
     path = write_model(name, work, is_stored_in_bf16="compute_dtype" in settings)
     row: dict[str, Any] = {"model": name, "case": case}
     if "vlm" in name:
         settings["inject"] = "images in some"
-    document, text = verified(pool, path, path, **settings)
+    document, text = run_verify(pool, path, path, **settings)
     if not isinstance(document, dict):
         return {**row, "error": text.replace(f"{work}/", "")}
     row |= {key: document[key] for key in _REPORT_KEYS} | {"inconclusive": len(document["inconclusive"])}
     if "activation_checkpointing" in settings:
         mode = settings["activation_checkpointing"]
-        row["unsplit_checkpointed_layers"] = verified(pool, path, path, 1, 1, activation_checkpointing=mode)[0][
+        row["unsplit_checkpointed_layers"] = run_verify(pool, path, path, 1, 1, activation_checkpointing=mode)[0][
             "checkpointed_layers"
         ]
     return row
@@ -65,16 +65,16 @@ def verify_case(pool: Any, name: str, case: str, work: Path) -> dict[str, Any]:
 
 def write_model(name: str, work: Path, *, is_stored_in_bf16: bool) -> Path:
     """Return the directory of a model, "RECIPE tied" or "RECIPE untied"; write the model first if it does not exist."""
-    from tests.support.models import randomise
-    from tests.support.staged_models import deep
+    from tests.support.models import randomize
+    from tests.support.staged_models import build_deep_model
 
     path = work / f"{name.replace(' ', '-')}{'-bf16' if is_stored_in_bf16 else ''}"
     if not path.exists():
         recipe, how = name.split()
-        model: Any = deep(recipe, LAYERS)
+        model: Any = build_deep_model(recipe, LAYERS)
         for config in (model.config, model.config.get_text_config()):
             config.tie_word_embeddings = how == "tied"
-        model = randomise(type(model)(model.config).float()).eval()
+        model = randomize(type(model)(model.config).float()).eval()
         weights = [each.weight for each in (model.get_input_embeddings(), model.get_output_embeddings())]
         assert (weights[0] is weights[1]) == (how == "tied"), name
         (model.bfloat16() if is_stored_in_bf16 else model).save_pretrained(path)
@@ -91,9 +91,9 @@ def format_cell(row: dict[str, Any]) -> str:
     """Format the differences of a row relative to their tolerances, and the number of checkpointed layers."""
     if "error" in row:
         return str(row["error"]).replace("|", "\\|")
-    share = row["max_abs"] / row["max_abs_tolerance"] if row["max_abs_tolerance"] else 0.0
+    ratio = row["max_abs"] / row["max_abs_tolerance"] if row["max_abs_tolerance"] else 0.0
     exact = row["max_abs"] == row["max_abs_tolerance"] == 0
-    text = f"{'bit-equal' if exact else f'{share:.0%}'}, {row['grad_closest_to_tolerance'][1]:.0%}"
+    text = f"{'bit-equal' if exact else f'{ratio:.0%}'}, {row['grad_closest_to_tolerance'][1]:.0%}"
     if "unsplit_checkpointed_layers" in row:
         text += f", {row['checkpointed_layers']} of {row['unsplit_checkpointed_layers']} checkpointed"
     if row["inconclusive"]:

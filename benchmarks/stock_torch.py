@@ -1,4 +1,4 @@
-"""Convert between HF and DCP with stock torch, as a process to be timed: python stock.py hf2dcp|dcp2hf SRC DST."""
+"""Convert between HF and DCP with stock torch: python stock_torch.py hf2dcp|dcp2hf SRC DST."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ def main() -> None:
     columns = ("recipe", "mistake", "exit", "expected", "phases and oracles that fail", "cause", "seconds")
     title = "Third-party trainers, unchanged and with a mistake"
     publish(arguments.results, "trainers", {"rows": rows}, [table(title, columns, list(map(_cells, rows)))])
-    raise SystemExit(not all(row["is_named"] for row in rows))
+    raise SystemExit(not all(row["is_identified"] for row in rows))
 
 
 def run_trainer(recipe: str, mistake_name: str, work: Path) -> Row:
@@ -73,21 +73,30 @@ def run_trainer(recipe: str, mistake_name: str, work: Path) -> Row:
         if phase["ok"] is False
     }
     if mistake is None:
-        is_named = process.returncode == 0 and not failed
+        is_identified = process.returncode == 0 and not failed
     else:
-        is_named = process.returncode == 1 and mistake.oracles <= set(failed.get(mistake.phase, ()))
-        is_named = is_named and (not mistake.cause or mistake.matches_cause(report["cause"]["cause"]))
+        is_identified = process.returncode == 1 and mistake.oracles <= set(failed.get(mistake.phase, ()))
+        is_identified = is_identified and (not mistake.cause or mistake.matches_cause(report["cause"]["cause"]))
     return {
-        "recipe": recipe, "mistake": mistake_name, "says": mistake.description if mistake is not None else "as it is",
-        "needed": f"{mistake.phase}: {', '.join(sorted(mistake.oracles))}" if mistake is not None else "",
+        "recipe": recipe, "mistake": mistake_name,
+        "description": mistake.description if mistake is not None else "as it is",
+        "expected": f"{mistake.phase}: {', '.join(sorted(mistake.oracles))}" if mistake is not None else "",
         "exit": process.returncode, "failed": failed, "cause": (report["cause"] or {}).get("cause", ""),
-        "is_named": is_named, "seconds": report["seconds"],
+        "is_identified": is_identified, "seconds": report["seconds"],
     }  # fmt: skip
 
 
 def _cells(row: Row) -> Sequence[str]:
     failed = "; ".join(f"{phase}: {', '.join(oracles)}" for phase, oracles in row["failed"].items())
-    return row["recipe"], row["says"], str(row["exit"]), row["needed"], failed, row["cause"], f"{row['seconds']:.0f}"
+    return (
+        row["recipe"],
+        row["description"],
+        str(row["exit"]),
+        row["expected"],
+        failed,
+        row["cause"],
+        f"{row['seconds']:.0f}",
+    )
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from transformers.models.gemma4.configuration_gemma4 import Gemma4TextConfig
 from transformers.models.llama.configuration_llama import LlamaConfig
 
 _MAX_BYTES = 110e9  # bytes that a model without checkpointing may use on a GPU with 141 GB
-_SHARE = 0.85  # part of the memory that it may use on a smaller GPU
+_MAX_FRACTION = 0.85  # fraction of the memory that it may use on a smaller GPU
 _STD = 0.02  # standard deviation of random weights, the default of most configs
 
 _LLAMA_8B = {
@@ -68,8 +68,8 @@ class Shape(NamedTuple):
         name: Name in tables.
         make: Config class.
         values: Arguments of the config class.
-        rows: Sequences per batch.
-        length: Tokens per sequence.
+        batch_size: Sequences per batch.
+        sequence_length: Tokens per sequence.
         period: Number of layers after which the pattern of layer types repeats.
         unfused: Layers per period whose heads may be too wide for fused attention, so that scores are stored.
     """
@@ -77,8 +77,8 @@ class Shape(NamedTuple):
     name: str
     make: Callable[..., Any]
     values: dict[str, Any]
-    rows: int
-    length: int
+    batch_size: int
+    sequence_length: int
     period: int = 1
     unfused: int = 0
 
@@ -96,11 +96,11 @@ def llama_from(values: dict[str, Any], *, is_tiny: bool) -> Shape:
     return Shape("tiny Llama" if is_tiny else "Llama", LlamaConfig, config_values | (_TINY if is_tiny else {}), 1, 12)
 
 
-def llama_8b(rows: int, *, is_tiny: bool) -> Shape:
+def llama_8b(batch_size: int, *, is_tiny: bool) -> Shape:
     """Return the shape of Llama 3.1 8B without RoPE scaling, which does not change memory or time."""
     if is_tiny:
         return Shape("tiny Llama", LlamaConfig, _TINY, 1, 128)
-    return Shape("Llama 3.1 8B", LlamaConfig, _LLAMA_8B, rows, 4096)
+    return Shape("Llama 3.1 8B", LlamaConfig, _LLAMA_8B, batch_size, 4096)
 
 
 def gemma4_31b(*, is_tiny: bool) -> Shape:
@@ -114,7 +114,9 @@ def fit_layers(shape: Shape, device: torch.device) -> Shape:
     """Return the shape with as many layers as fit on the GPU without activation checkpointing."""
     if device.type != "cuda":
         return shape
-    memory = min(_MAX_BYTES, _SHARE * torch.cuda.get_device_properties(device).total_memory)  # the same for each mode
+    memory = min(
+        _MAX_BYTES, _MAX_FRACTION * torch.cuda.get_device_properties(device).total_memory
+    )  # the same for each mode
     return shape._replace(values=shape.values | {"num_hidden_layers": max_layers(shape, memory)})
 
 
@@ -127,17 +129,19 @@ def max_layers(shape: Shape, memory: float) -> int:
     config = shape.config
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    layers = sum(each.numel() for name, each in model.named_parameters() if ".layers." in name)
-    others = sum(each.numel() for each in model.parameters()) - layers
-    tokens = shape.rows * shape.length
+    layer_parameters = sum(each.numel() for name, each in model.named_parameters() if ".layers." in name)
+    other_parameters = sum(each.numel() for each in model.parameters()) - layer_parameters
+    tokens = shape.batch_size * shape.sequence_length
     # Saved bytes per token: 32 per hidden feature for norms (also in fp32) and attention, 10 per MLP feature.
     saved_bytes = tokens * (32 * config.hidden_size + 10 * config.intermediate_size)
-    scores = shape.rows * config.num_attention_heads * shape.length**2 * 10  # fp32, bf16, and the gradient
-    each = 4 * layers / config.num_hidden_layers + saved_bytes  # a parameter and its gradient in bf16
-    group_bytes = shape.period * each + shape.unfused * scores
-    fixed_bytes = 4 * others + tokens * config.vocab_size * 18  # logits in bf16, and fp32 copies in the loss
-    most_groups = config.num_hidden_layers // shape.period
-    return shape.period * max(1, min(most_groups, int((memory - fixed_bytes) / group_bytes)))
+    score_bytes = (
+        shape.batch_size * config.num_attention_heads * shape.sequence_length**2 * 10
+    )  # fp32, bf16, and the gradient
+    layer_bytes = 4 * layer_parameters / config.num_hidden_layers + saved_bytes  # a parameter and its gradient in bf16
+    group_bytes = shape.period * layer_bytes + shape.unfused * score_bytes
+    fixed_bytes = 4 * other_parameters + tokens * config.vocab_size * 18  # logits in bf16, and fp32 copies in the loss
+    max_groups = config.num_hidden_layers // shape.period
+    return shape.period * max(1, min(max_groups, int((memory - fixed_bytes) / group_bytes)))
 
 
 def build_model(shape: Shape, device: torch.device) -> Any:
@@ -193,8 +197,8 @@ def measure_step(model: nn.Module, shape: Shape, device: torch.device, repeats: 
         peak = before + _peak_on_cpu(step)
     return {
         "layers": shape.values["num_hidden_layers"],
-        "rows": shape.rows,
-        "length": shape.length,
+        "batch_size": shape.batch_size,
+        "sequence_length": shape.sequence_length,
         "weights_gib": before / 2**30,
         "peak_gib": peak / 2**30,
         "step_gib": (peak - before) / 2**30,
@@ -208,7 +212,9 @@ def measure_step(model: nn.Module, shape: Shape, device: torch.device, repeats: 
 def _batch_of(shape: Shape, device: torch.device) -> dict[str, Any]:
     """Return random tokens, which are also the labels."""
     generator = torch.Generator().manual_seed(1)
-    ids = torch.randint(3, shape.values["vocab_size"], (shape.rows, shape.length), generator=generator).to(device)
+    ids = torch.randint(
+        3, shape.values["vocab_size"], (shape.batch_size, shape.sequence_length), generator=generator
+    ).to(device)
     return {"input_ids": ids, "labels": ids, "use_cache": False}
 
 

@@ -12,8 +12,8 @@ from collections.abc import Iterator
 import pytest
 
 from tests.support.memory_storage import MemoryPath
-from tests.support.pool import SELDOM, GlooPool
-from tests.support.transformers_version import IS_ASKED
+from tests.support.pool import GC_THRESHOLDS, GlooPool
+from tests.support.transformers_version import IS_TABLES_VERSION
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
@@ -58,7 +58,7 @@ def pytest_collection_finish() -> None:
     Models are freed by reference counts, so searches for cycles after each model would only take time.
     """
     gc.freeze()
-    gc.set_threshold(*SELDOM)
+    gc.set_threshold(*GC_THRESHOLDS)
     gc.enable()
 
 
@@ -81,7 +81,7 @@ def unchanged_process() -> Iterator[None]:
 def no_note_on_the_version() -> Iterator[None]:
     """Turn off the note about another transformers version; `architecture/test_model_files.py` tests it."""
     with pytest.MonkeyPatch.context() as patch:
-        if not IS_ASKED:
+        if not IS_TABLES_VERSION:
             patch.setattr("ckptx.architecture.transformers_version.version_note", lambda class_name: None)
         yield
 

@@ -19,7 +19,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent.parent))  # run from a checkout, installed or not
 sys.path.insert(0, str(Path(__file__).parent))
 
-from build_tables import known_sections, silence, starts, write_if_new
+from build_tables import config_seeds, known_sections, silence, write_if_new
 from model_file_writer import encode_model, encode_shapes
 
 from ckptx.architecture import class_table, model_files
@@ -31,7 +31,7 @@ CLASSES = Path(__file__).with_name("classes_with_shapes.txt")
 Row = tuple[str, str, "ShapeRules | None", float]  # class, prefix of its base model, rules, seconds
 
 
-def row_of(class_name: str) -> Row:
+def measure_class(class_name: str) -> Row:
     """Measure the rules of one class."""
     from shape_variants import derive_shapes
 
@@ -43,7 +43,7 @@ def row_of(class_name: str) -> Row:
         return class_name, "", None, 0.0
     tied = {pattern_of(name) for pair in known.ties for naming in pair.namings for name in naming}
     rules = None
-    for seed in starts(known.model_type):
+    for seed in config_seeds(known.model_type):
         try:
             rules = derive_shapes(cls, meta_model.default_config_builder(cls), seed, tied)
         except Exception as error:  # any error of the class means that it has no row
@@ -91,7 +91,7 @@ def main() -> None:
     names = [name for name in listed if types.get(name) in wanted]
     started = time.perf_counter()
     with multiprocessing.get_context("spawn").Pool(options.workers, initializer=silence) as pool:
-        rows = pool.map(row_of, names, chunksize=8)
+        rows = pool.map(measure_class, names, chunksize=8)
     rules = {name: (prefix, found) for name, prefix, found, _ in rows if found is not None and found.shapes}
     changed = write_shapes(rules, wanted)
     sizes = [

@@ -69,7 +69,7 @@ def _is_abstract(name: str) -> bool:
     return "pretrained" in name.lower()
 
 
-class Measured(NamedTuple):
+class MeasuredClass(NamedTuple):
     """The result for one class.
 
     Attributes:
@@ -89,14 +89,14 @@ def silence() -> None:
     logging.disable(logging.CRITICAL)
 
 
-def row_of(class_name: str) -> Measured:
+def measure_class(class_name: str) -> MeasuredClass:
     """Measure one class."""
     from ckptx.architecture.introspection import meta_model
 
     started = time.perf_counter()
-    row, cls = measured_row(class_name), meta_model.find_class(class_name)
+    row, cls = derive_row(class_name), meta_model.find_class(class_name)
     assert cls is not None, class_name
-    return Measured(row, cls.__module__.split(".")[2], time.perf_counter() - started)
+    return MeasuredClass(row, cls.__module__.split(".")[2], time.perf_counter() - started)
 
 
 def model_types() -> dict[str, str]:
@@ -107,15 +107,15 @@ def model_types() -> dict[str, str]:
     return {name: str(getattr(cls.config_class, "model_type", "")) for name, cls in classes.items() if cls is not None}
 
 
-def starts(model_type: str) -> list[dict[str, Any]]:
+def config_seeds(model_type: str) -> list[dict[str, Any]]:
     """Return the config values to try for a model type, in order: its defaults, then those of the corrections."""
     return [{}, *(dict(row.config) for row in corrections_of(model_type).defaults)]
 
 
-def measured_row(class_name: str) -> ClassRow:
+def derive_row(class_name: str) -> ClassRow:
     """Return the row of a class from its meta model, or a row with the reason if the defaults do not determine it."""
     from config_variants import names_of_variants
-    from shared_ties import is_numbered, measured
+    from shared_ties import derive_shared_layers, is_numbered
 
     from ckptx.architecture.introspection import meta_model
 
@@ -124,7 +124,7 @@ def measured_row(class_name: str) -> ClassRow:
     builder = meta_model.default_config_builder(cls)
     model_type = str(getattr(cls.config_class, "model_type", ""))
     known, seed = None, {}
-    for seed in starts(model_type):
+    for seed in config_seeds(model_type):
         try:
             known = meta_model.derive_architecture(cls, builder, seed, known_from="table")
             break
@@ -134,18 +134,18 @@ def measured_row(class_name: str) -> ClassRow:
         return ClassRow(class_name, model_type, "its defaults cannot be built", None)
     shared = None
     if any(map(is_numbered, known.ties)):
-        found = measured(cls, builder, known)
+        found = derive_shared_layers(cls, builder, known)
         if found is None:
             return ClassRow(class_name, known.model_type, "ties between numbered layers", None)
         shared, seed = found
         known = dataclasses.replace(known, ties=tuple(pair for pair in known.ties if not is_numbered(pair)))
-    sub_models, names, structures = _exchangeable(cls, builder, known)
+    sub_models, names, structures = _measure_text_models(cls, builder, known)
     every = names_of_variants(cls, builder, seed, names)
     structures = {text: each.with_conversions_of(every.structure) for text, each in structures.items()}
     return ClassRow(class_name, known.model_type, "", every.applied_to(known), sub_models, structures, shared)
 
 
-def _exchangeable(
+def _measure_text_models(
     cls: type, builder: Callable[[dict[str, Any]], Any], known: Architecture
 ) -> tuple[dict[str, tuple[str, ...]], MetaModelNames, dict[str, Structure]]:
     """Return the text models with which a composite keeps its ties, the names with all of them, and its structures."""
@@ -178,14 +178,14 @@ def _exchangeable(
     return measured, names, structures
 
 
-def write_models(measured: Iterable[Measured], models: Path) -> int:
+def write_models(measured: Iterable[MeasuredClass], models: Path) -> int:
     """Write the files of model types whose classes were all measured, and return how many files changed.
 
     Args:
         measured: The classes.
         models: The directory `models` of the transformers package.
     """
-    by_type: dict[str, list[Measured]] = {}
+    by_type: dict[str, list[MeasuredClass]] = {}
     for each in measured:
         by_type.setdefault(each.row.model_type, []).append(each)
     changed = 0
@@ -226,7 +226,7 @@ def main() -> None:
         wanted = {types.get(name, name) for name in options.names} or set(types.values())
         if wanted - set(types.values()):
             parser.error(f"neither a model type nor a class: {', '.join(sorted(wanted - set(types.values())))}")
-        measured = pool.map(row_of, [name for name, found in types.items() if found in wanted], chunksize=16)
+        measured = pool.map(measure_class, [name for name, found in types.items() if found in wanted], chunksize=16)
     transformers = find_spec("transformers")
     assert transformers is not None and transformers.origin is not None
     changed = write_models(measured, Path(transformers.origin).parent / "models")

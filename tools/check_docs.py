@@ -46,7 +46,7 @@ RUN = ("sh", "console", "python")
 NOT_RUN = ("text", "json")
 _FENCE = re.compile(r"( *)(`{3,})(\w*)\s*")
 _REASON = re.compile(r"\s*<!-- not run: (.+) -->\s*")
-_SECONDS_FOR_A_BLOCK = 900
+_BLOCK_TIMEOUT = 900  # seconds
 
 # Output that depends on the machine: time, memory, and rounding of CPU kernels.
 _MACHINE = (
@@ -119,8 +119,8 @@ def without_numbers(printed: str) -> str:
     """Return the output of a command without the numbers that depend on the machine."""
     lines = []
     for line in printed.strip("\n").splitlines():
-        for pattern, instead in _MACHINE:
-            line = pattern.sub(instead, line)
+        for pattern, replacement in _MACHINE:
+            line = pattern.sub(replacement, line)
         lines.append(_NUMBER.sub("N", line) if _ROUNDING.match(line) else line)
     return "\n".join(re.sub(r"  +", "  ", line) for line in lines)
 
@@ -170,7 +170,7 @@ def _run_process(command: list[str], directory: Path) -> subprocess.CompletedPro
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=_SECONDS_FOR_A_BLOCK,
+        timeout=_BLOCK_TIMEOUT,
     )
 
 

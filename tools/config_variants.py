@@ -1,4 +1,4 @@
-"""Find the other configs of a class that add tensor names, so that its table row has every possible name.
+"""Find the configs of a class that add tensor names to those of its default config.
 
 A class builds additional modules for some configs: biases, gated MLPs, experts, towers. `names_of_variants` changes
 one key of the config at a time, among those that the model reads while it is built, and builds each on the meta device;
@@ -22,7 +22,7 @@ from ckptx.architecture.introspection.meta_model import ConfigBuilder, MetaModel
 from ckptx.architecture.patterns import patterns_of
 
 Values = dict[str, Any]
-Reads = set[tuple[type, str]]
+Reads = set[tuple[type, str]]  # config class and key
 
 # Changes that one key cannot make: keys that a config class converts into others, one of many strings, and keys that
 # have an effect only together. They are tried for every config, at any level, that has the first key.
@@ -56,22 +56,22 @@ SWITCHES: tuple[Values, ...] = (
 VISION_TYPES = ("clip_vision_model", "pixtral", "siglip_vision_model")
 
 # Keys that models read and that do not affect names.
-_WITHOUT_NAMES = frozenset(
+_KEYS_WITHOUT_NAMES = frozenset(
     {
         "architectures", "chunk_size_feed_forward", "dtype", "initializer_range", "is_encoder_decoder",
         "output_attentions", "output_hidden_states", "problem_type", "return_dict", "tie_word_embeddings", "use_cache",
     }
 )  # fmt: skip
-_LAYERS = frozenset(
+_LAYER_COUNTS = frozenset(
     {
         "decoder_layers", "depth", "encoder_layers", "n_layer", "n_layers", "num_decoder_layers",
         "num_encoder_layers", "num_hidden_layers", "num_layers",
     }
 )  # fmt: skip
-_EXPERTS = frozenset({"n_routed_experts", "num_experts", "num_local_experts"})
-_FEW = 8  # number of layers or experts of a small config
-_SMALL = 4  # value to try for a count that is 0, 1 or absent
-_MOST = 96  # maximum number of builds per class
+_EXPERT_COUNTS = frozenset({"n_routed_experts", "num_experts", "num_local_experts"})
+_SMALL_COUNT = 8  # number of layers or experts of a small config
+_TRIAL_COUNT = 4  # value to try for a count that is 0, 1 or absent
+_MAX_BUILDS = 96  # maximum number of builds per class
 
 
 class Change(NamedTuple):
@@ -92,15 +92,15 @@ def names_of_variants(cls: Any, build_config: ConfigBuilder, base: Values, names
     """
     base = _small_base(cls, build_config, base)
     tried: set[str] = set()
-    waiting: list[tuple[Values, Change | None]] = [(base, None)]
+    queue: list[tuple[Values, Change | None]] = [(base, None)]
     effective: list[Change] = []
-    for at in range(_MOST):
-        if at == len(waiting):
+    for at in range(_MAX_BUILDS):
+        if at == len(queue):
             break
-        values, change = waiting[at]
+        values, change = queue[at]
         try:
             config = build_config(copy.deepcopy(values))
-            with _recorded() as reads:
+            with _recorded_reads() as reads:
                 model = meta_model.build_with_all_ties(cls, config)
             found = meta_model.add_names_of(model, names)
         except Exception:  # any error of the class means that no checkpoint has such a config
@@ -109,24 +109,28 @@ def names_of_variants(cls: Any, build_config: ConfigBuilder, base: Values, names
             continue
         names = found
         effective += [change] if change is not None else []
-        for following in _changes(build_config(copy.deepcopy(values)), reads):
-            if repr(following) not in tried:
-                tried.add(repr(following))
-                waiting.append((_changed(values, build_config, following), following))
-    return _all_at_once(cls, build_config, base, effective, names)
+        for next_change in _possible_changes(build_config(copy.deepcopy(values)), reads):
+            if repr(next_change) not in tried:
+                tried.add(repr(next_change))
+                queue.append((_with_change(values, build_config, next_change), next_change))
+    return _with_all_changes(cls, build_config, base, effective, names)
 
 
 def _small_base(cls: Any, build_config: ConfigBuilder, base: Values) -> Values:
     """Return `base` with few layers and experts if the names are the same; building them takes most of the time."""
-    whole = _state_names(cls, build_config, base)
-    for counts in (_LAYERS | _EXPERTS, _LAYERS):
+    full_names = _state_names(cls, build_config, base)
+    for counts in (_LAYER_COUNTS | _EXPERT_COUNTS, _LAYER_COUNTS):
         try:
             small = base
-            for place, held in _configs(build_config(copy.deepcopy(base))):
-                less = {key: _FEW for key in counts & held.keys() if _is_more(held[key], _FEW)}
+            for place, config_values in _configs(build_config(copy.deepcopy(base))):
+                less = {
+                    key: _SMALL_COUNT
+                    for key in counts & config_values.keys()
+                    if _is_greater(config_values[key], _SMALL_COUNT)
+                }
                 if less:
-                    small = _changed(small, build_config, Change(place, less))
-            if _state_names(cls, build_config, small) == whole:
+                    small = _with_change(small, build_config, Change(place, less))
+            if _state_names(cls, build_config, small) == full_names:
                 return small
         except Exception:  # a list with an entry per layer, or groups of experts
             continue
@@ -145,11 +149,11 @@ def _configs(config: Any, place: tuple[str, ...] = ()) -> Iterator[tuple[tuple[s
             yield from _configs(value, (*place, key))
 
 
-def _is_more(value: Any, count: int) -> bool:
+def _is_greater(value: Any, count: int) -> bool:
     return isinstance(value, int) and value > count
 
 
-def _all_at_once(
+def _with_all_changes(
     cls: Any, build_config: ConfigBuilder, base: Values, effective: list[Change], names: MetaModelNames
 ) -> MetaModelNames:
     """Add the names under all effective changes together, such as biases of modules that another key adds."""
@@ -157,31 +161,31 @@ def _all_at_once(
         return names
     try:
         for change in effective:
-            base = _changed(base, build_config, change)
+            base = _with_change(base, build_config, change)
         return meta_model.add_names_of(meta_model.build_with_all_ties(cls, build_config(copy.deepcopy(base))), names)
     except Exception:  # they exclude each other
         return names
 
 
-def _changes(config: Any, reads: Reads, place: tuple[str, ...] = ()) -> Iterator[Change]:
+def _possible_changes(config: Any, reads: Reads, place: tuple[str, ...] = ()) -> Iterator[Change]:
     """Yield every change of one key, or of one switch, in this config and those below it."""
-    held = vars(config)
+    config_values = vars(config)
     for switch in SWITCHES:
-        if next(iter(switch)) in held:
+        if next(iter(switch)) in config_values:
             yield Change(place, switch)
-    for key in sorted(held):
-        value = held[key]
+    for key in sorted(config_values):
+        value = config_values[key]
         if isinstance(value, PreTrainedConfig):
-            yield from _changes(value, reads, (*place, key))
+            yield from _possible_changes(value, reads, (*place, key))
             if key == "vision_config" and _is_exchangeable(config, key):
                 yield from (Change(place, {key: {"model_type": kind}}) for kind in VISION_TYPES)
-        elif (type(config), key) in reads and key not in _WITHOUT_NAMES:
-            yield from (Change(place, {key: other}) for other in _others(config, key, value))
+        elif (type(config), key) in reads and key not in _KEYS_WITHOUT_NAMES:
+            yield from (Change(place, {key: other}) for other in _other_values(config, key, value))
 
 
-def _others(config: Any, key: str, value: Any) -> Iterator[Any]:
+def _other_values(config: Any, key: str, value: Any) -> Iterator[Any]:
     """Yield the other values that a key can have."""
-    kinds = _kinds(config, key)
+    kinds = _declared_types(config, key)
     if key.startswith("_") or key.endswith(("_token_id", "_token_index")) or "drop" in key:
         return
     if isinstance(value, bool):
@@ -192,14 +196,14 @@ def _others(config: Any, key: str, value: Any) -> Iterator[Any]:
     elif value is None and bool in kinds:
         yield True
     elif value is None and int in kinds:
-        yield _SMALL
+        yield _TRIAL_COUNT
     elif isinstance(value, str):
         yield from (kind for kind in kinds if isinstance(kind, str) and kind != value)
     elif value == []:
         yield [0]  # indices of layers, as in `mlp_only_layers`
     elif isinstance(value, int):
         if value in (0, 1):
-            yield _SMALL
+            yield _TRIAL_COUNT
         if type(None) in kinds:
             yield None
 
@@ -209,7 +213,7 @@ def _is_exchangeable(config: Any, key: str) -> bool:
     return key in sub_configs and sub_configs[key].__name__ == "AutoConfig"
 
 
-def _kinds(config: Any, key: str) -> list[Any]:
+def _declared_types(config: Any, key: str) -> list[Any]:
     """Return the types, and the choices of a `Literal`, that the config class declares for a key."""
     for base in type(config).__mro__:
         annotations = inspect.get_annotations(base)
@@ -220,13 +224,13 @@ def _kinds(config: Any, key: str) -> list[Any]:
     return []
 
 
-def _changed(values: Values, build_config: ConfigBuilder, change: Change) -> Values:
+def _with_change(values: Values, build_config: ConfigBuilder, change: Change) -> Values:
     """Return a copy of `values` with the change; configs above the key get all values that are not the default."""
     result = copy.deepcopy(values)
     config, node = build_config(copy.deepcopy(values)), result
     for key in change.place:
         config = getattr(config, key)
-        spelled = {name: value for name, value in config.to_diff_dict().items() if name not in _WITHOUT_NAMES}
+        spelled = {name: value for name, value in config.to_diff_dict().items() if name not in _KEYS_WITHOUT_NAMES}
         node[key] = {**spelled, **(node.get(key) or {})}
         node = node[key]
     node.update(copy.deepcopy(change.values))
@@ -234,7 +238,7 @@ def _changed(values: Values, build_config: ConfigBuilder, change: Change) -> Val
 
 
 @contextlib.contextmanager
-def _recorded() -> Iterator[Reads]:
+def _recorded_reads() -> Iterator[Reads]:
     """Record the keys that are read, with their config classes."""
     reads: Reads = set()
     base: Any = PreTrainedConfig

@@ -56,7 +56,7 @@ _CODE = re.compile(r"`[^`]+`")
 _SHORT_CODE = re.compile(r"<code>([^<\s]{1,32})</code>")
 _COMMENT = re.compile(r" *<!-- .* -->")
 _INDENT = 4  # spaces per list level in Python-Markdown
-_COUNTED = ("h1", "h2", "h3", "h4", "li", "pre", "table", "tr", "a", "img", "strong", "code")
+_COMPARED_TAGS = ("h1", "h2", "h3", "h4", "li", "pre", "table", "tr", "a", "img", "strong", "code")
 
 
 def source_path(src_uri: str) -> str:
@@ -148,7 +148,7 @@ def _paragraph(lines: list[str]) -> list[str]:
 
 
 def _lines(text: str) -> list[tuple[str, bool]]:
-    """Return each line of a page, and whether it is in a fenced block (the fences are)."""
+    """Return each line of a page, and True if it is in a fenced block; the fences are part of the block."""
     found, fence = [], ""
     for line in text.splitlines():
         mark = _FENCE.match(line)
@@ -164,7 +164,7 @@ def _lines(text: str) -> list[tuple[str, bool]]:
 
 def tags(html: str) -> Counter[str]:
     """Count the elements of a page that both Markdown parsers must agree on."""
-    return Counter(tag for tag in re.findall(r"<(\w+)[\s>]", html) if tag in _COUNTED)
+    return Counter(tag for tag in re.findall(r"<(\w+)[\s>]", html) if tag in _COMPARED_TAGS)
 
 
 # --------------------------------------------------------------------------------------------------- called by mkdocs
@@ -209,7 +209,7 @@ def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -
     expected = tags(MarkdownIt("commonmark").enable("table").render(page.meta.pop("commonmark")))
     own = re.sub(r'<a class="headerlink".*?</a>', "", html)
     found = tags(re.sub(r'<a id="__codelineno.*?</a>', "", own))
-    wrong = {tag: (found[tag], expected[tag]) for tag in _COUNTED if found[tag] != expected[tag]}
+    wrong = {tag: (found[tag], expected[tag]) for tag in _COMPARED_TAGS if found[tag] != expected[tag]}
     if wrong:
         differences = ", ".join(f"{found} <{tag}> instead of {expected}" for tag, (found, expected) in wrong.items())
         raise PluginError(f"{source_path(page.file.src_uri)}: the site would differ from GitHub: {differences}")

@@ -24,9 +24,9 @@ from pathlib import Path
 from typing import Any
 
 # GitHub shows ten annotations of a kind for a step.
-MOST_ANNOTATIONS = 10
-MOST_ROWS = 50
-LONGEST_TEXT = 500
+MAX_ANNOTATIONS = 10
+MAX_ROWS = 50  # rows of a table in the summary of the job
+MAX_TEXT_LENGTH = 500  # characters of a message or a cell
 
 SCHEMA_VERSION = 3  # of the reports that this script reads
 
@@ -79,9 +79,9 @@ def _warnings(report: Report) -> list[str]:
 
 
 def _limited(lines: list[str], kind: str, title: str) -> list[str]:
-    if len(lines) <= MOST_ANNOTATIONS:
+    if len(lines) <= MAX_ANNOTATIONS:
         return lines
-    first_lines = lines[: MOST_ANNOTATIONS - 1]
+    first_lines = lines[: MAX_ANNOTATIONS - 1]
     more = f"and {len(lines) - len(first_lines):,} more; the summary of the job and the report have them"
     return [*first_lines, annotation(kind, title, more)]
 
@@ -189,11 +189,11 @@ def summary(report: Report) -> str:
         head = (
             ("phase", "check", "difference") if report["command"] == "robustness" else ("level", "name", "difference")
         )
-        lines += _table(head, found[:MOST_ROWS])
-    if len(found) > MOST_ROWS:
-        lines += ["", f"{len(found) - MOST_ROWS:,} more rows are in the report."]
+        lines += _table(head, found[:MAX_ROWS])
+    if len(found) > MAX_ROWS:
+        lines += ["", f"{len(found) - MAX_ROWS:,} more rows are in the report."]
     if warnings := _warnings(report):
-        lines += ["", *(f"* {_cell(each)}" for each in warnings[:MOST_ROWS])]
+        lines += ["", *(f"* {_cell(each)}" for each in warnings[:MAX_ROWS])]
     return "\n".join([*lines, "", ""])
 
 
@@ -210,7 +210,7 @@ def _table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> list[str]:
 
 
 def _short(text: str) -> str:
-    return text if len(text) <= LONGEST_TEXT else f"{text[:LONGEST_TEXT]} ..."
+    return text if len(text) <= MAX_TEXT_LENGTH else f"{text[:MAX_TEXT_LENGTH]} ..."
 
 
 def _data(text: str) -> str:

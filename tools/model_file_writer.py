@@ -1,6 +1,6 @@
 """Write the data about model classes as the JSON documents that `ckptx.architecture.model_files` reads.
 
-    encode_rows      Row         -> the sections "classes", "bodies" and "structures"
+    encode_rows      ClassRow    -> the sections "classes", "bodies" and "structures"
     encode_shapes    ShapeRules  -> the sections "shapes" and "shape_bodies"
     encode_model     sections    -> the document of a model type, one key per line
     encode_index     classes     -> classes.json
@@ -39,7 +39,7 @@ def encode_index(classes: Mapping[str, str], transformers_version: str) -> str:
         transformers_version: Version of transformers that the classes come from.
     """
     known = {"schema": SCHEMA, "transformers": transformers_version, "classes": dict(sorted(classes.items()))}
-    return _written(known, 0, 0) + "\n"
+    return _format_json(known, 0, 0) + "\n"
 
 
 def encode_model(source: Mapping[str, Any], sections: Sections) -> str:
@@ -50,10 +50,10 @@ def encode_model(source: Mapping[str, Any], sections: Sections) -> str:
         sections: Entries by section and name.
     """
     known = {"source": source, **{name: dict(sorted(sections[name].items())) for name in SECTIONS}}
-    return _written(known, 0, 0) + "\n"
+    return _format_json(known, 0, 0) + "\n"
 
 
-def _written(value: Any, indent: int, used: int) -> str:
+def _format_json(value: Any, indent: int, used: int) -> str:
     """Return JSON with one key per line; a list that does not fit in its line has one item per line.
 
     Args:
@@ -63,11 +63,11 @@ def _written(value: Any, indent: int, used: int) -> str:
     """
     pad = "\n" + " " * (indent + 1)
     if isinstance(value, Mapping) and value:
-        lines = (f"{json.dumps(key)}: {_written(each, indent + 1, len(key) + 4)}" for key, each in value.items())
+        lines = (f"{json.dumps(key)}: {_format_json(each, indent + 1, len(key) + 4)}" for key, each in value.items())
         return "{" + ",".join(pad + line for line in lines) + "\n" + " " * indent + "}"
     text = json.dumps(value)
     if isinstance(value, list | tuple) and value and (indent + used + len(text) > _WIDTH or _has_objects(value)):
-        return "[" + ",".join(pad + _written(each, indent + 1, 0) for each in value) + "\n" + " " * indent + "]"
+        return "[" + ",".join(pad + _format_json(each, indent + 1, 0) for each in value) + "\n" + " " * indent + "]"
     return text
 
 
@@ -267,26 +267,26 @@ def encode_shapes(rules: Mapping[str, tuple[str, ShapeRules]]) -> dict[str, dict
 def _shape_values(known: ShapeRules, lead: str, is_below: bool) -> Values:
     """Return the rules below `lead`, with defaults, aliases and model types, or the other rules."""
 
-    def chosen(names: Iterable[str]) -> list[str]:
+    def select(names: Iterable[str]) -> list[str]:
         return sorted(name.removeprefix(lead) for name in names if name.startswith(lead) is is_below)
 
-    def of_chosen(texts: Mapping[str, str]) -> dict[str, str]:
-        return {name: texts[lead + name if is_below else name] for name in chosen(texts)}
+    def select_items(texts: Mapping[str, str]) -> dict[str, str]:
+        return {name: texts[lead + name if is_below else name] for name in select(texts)}
 
     values: Values = {
-        "shapes": of_chosen({name: _shape_text(shapes) for name, shapes in known.shapes.items()}),
-        "optional": chosen(set(known.shapes) - known.required),
-        "without_shape": chosen(known.required - set(known.shapes)),
-        "counts": of_chosen(known.counts),
+        "shapes": select_items({name: _shape_text(shapes) for name, shapes in known.shapes.items()}),
+        "optional": select(set(known.shapes) - known.required),
+        "without_shape": select(known.required - set(known.shapes)),
+        "counts": select_items(known.counts),
         "conditions": [
             {
                 "key": condition.key,
                 "kind": condition.kind,
                 **({"values": list(condition.values)} if condition.values else {}),
-                "names": chosen(names),
+                "names": select(names),
             }
             for condition, names in sorted(known.conditions.items(), key=str)
-            if chosen(names)
+            if select(names)
         ],
         "switches": [
             {
@@ -294,12 +294,12 @@ def _shape_values(known: ShapeRules, lead: str, is_below: bool) -> Values:
                 "effect": switch.effect,
                 "value": switch.value,
                 **({"beside": dict(switch.companions)} if switch.companions else {}),
-                "names": chosen(names),
+                "names": select(names),
             }
             for switch, names in sorted(known.switches.items(), key=str)
-            if chosen(names)
+            if select(names)
         ],
-        "others": chosen(known.other_patterns),
+        "others": select(known.other_patterns),
     }
     if is_below:
         values |= {"models": dict(known.models), "defaults": dict(known.defaults), "aliases": dict(known.aliases)}

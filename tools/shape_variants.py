@@ -15,7 +15,15 @@ import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from config_variants import _EXPERTS, _LAYERS, SWITCHES, _configs, _kinds, _others, _recorded
+from config_variants import (
+    _EXPERT_COUNTS,
+    _LAYER_COUNTS,
+    SWITCHES,
+    _configs,
+    _declared_types,
+    _other_values,
+    _recorded_reads,
+)
 from shape_search import Search
 from torch import nn
 from transformers import PreTrainedConfig
@@ -30,12 +38,12 @@ Values = dict[str, Any]
 Shapes = Mapping[str, tuple[int, ...]]
 
 _JOINT = 10  # configs with several numbers changed
-_FACTORS = (3, 2, 5)
-_FEW_LAYERS = (4, 8)
-_BESIDE = 24
-_PLAIN = 4  # a constant up to this value is attributed to the class itself
+_FACTORS = (3, 2, 5)  # factors to try for a number
+_FEW_LAYERS = (4, 8)  # numbers of layers to try for the first config
+_MAX_ABSENT_CONFIGS = 24  # configs from which a key is removed
+_MAX_PLAIN_CONSTANT = 4  # a constant up to this value is attributed to the class itself
 _SIZED = re.compile(r"size|dim|num|heads|rank|width|length")
-_UNLISTED = 48
+_UNDECLARED_VALUE = 48  # value to try for a size that the model reads and the config class does not define
 _LABELS = "num_labels"
 _LABELS_TEXT = "(num_labels ?? #id2label ?? 2)"
 # Numbers that do not determine shapes, and that config classes compare with others.
@@ -72,18 +80,24 @@ def derive_shapes(cls: Any, build_config: ConfigBuilder, base: Values, tied: Ite
     start, reads = found
     first = probe.observe(start, frozenset())
     assert first is not None
-    sized = [first, *probe.with_other_numbers(start, reads)]
-    others = list(probe.with_other_words(start, reads))
+    sized = [first, *probe.vary_numbers(start, reads)]
+    others = list(probe.vary_other_values(start, reads))
     return _Solver(probe, base, start, sized, others, frozenset(tied)).rules()
 
 
 class _Probe:
-    """Builder of one class under many configs."""
+    """Builder of one class under many configs.
+
+    Args:
+        cls: The model class.
+        build_config: Its config class as a function of a dict.
+    """
 
     def __init__(self, cls: Any, build_config: ConfigBuilder) -> None:
         self.cls, self.build_config = cls, build_config
-        self.unlisted: list[tuple[str, ...]] = []  # keys that the model reads and the config class does not define
-        self.unmoved: list[int] = []  # numbers for which no other number could be tried
+        # Keys that the model reads and the config class does not define.
+        self.undeclared_keys: list[tuple[str, ...]] = []
+        self.unchanged_numbers: list[int] = []  # numbers for which no other number could be tried
 
     def observe(self, values: Values, changed: frozenset[str]) -> Observation | None:
         """Return the shapes of the model of a config; None if it cannot be built."""
@@ -102,12 +116,12 @@ class _Probe:
             values = copy.deepcopy(base)
             try:
                 if few is not None:
-                    values = self._cut_down(values, few)
+                    values = self._with_few_layers(values, few)
                 config = self.build_config(copy.deepcopy(values))
-                with _recorded() as read:
+                with _recorded_reads() as read:
                     model = meta_model.build_on_meta(self.cls, config)
                 names = {pattern_of(name) for name in model.state_dict(keep_vars=True)}
-                if few is not None and _words_of(config) != _words_of(self.build_config(copy.deepcopy(base))):
+                if few is not None and _layer_lists(config) != _layer_lists(self.build_config(copy.deepcopy(base))):
                     continue  # a kind of layer that occurs only in a deeper model
             except Exception:
                 continue
@@ -119,21 +133,21 @@ class _Probe:
             }
             if getattr(config, "sub_configs", None):  # a composite may pass its numbers to its parts
                 reads |= {((), key) for key, value in vars(config).items() if type(value) is int}
-            spelled = self._spelled_out(values, config, reads)
-            seen = self.observe(spelled, frozenset())
-            if seen is not None and {pattern_of(name) for name in seen.shapes} == names:
-                return self._with_unlisted(spelled, config, read, reads, seen)
+            spelled = self._with_explicit_numbers(values, config, reads)
+            observation = self.observe(spelled, frozenset())
+            if observation is not None and {pattern_of(name) for name in observation.shapes} == names:
+                return self._with_undeclared_keys(spelled, config, read, reads, observation)
             if self.observe(values, frozenset()) is not None:
                 return values, reads
         return None
 
-    def _with_unlisted(
+    def _with_undeclared_keys(
         self,
         values: Values,
         config: Any,
         read: set[tuple[type, str]],
         reads: set[tuple[tuple[str, ...], str]],
-        seen: Observation,
+        observation: Observation,
     ) -> tuple[Values, set[tuple[tuple[str, ...], str]]]:
         """Set a number for each key that the model reads, its config class does not define, and that changes shapes."""
         for place, config_values in _configs(config):
@@ -142,22 +156,28 @@ class _Probe:
                 if kind is not type(owner) or key in config_values or hasattr(owner, key) or not _SIZED.search(key):
                     continue
                 given = copy.deepcopy(values)
-                _write(given, (*place, key), _UNLISTED, config)
+                _write(given, (*place, key), _UNDECLARED_VALUE, config)
                 other = self.observe(given, frozenset())
-                if other is not None and other.shapes.keys() == seen.shapes.keys() and other.shapes != seen.shapes:
-                    values, seen, reads = given, other, reads | {(place, key)}
-                    self.unlisted.append((*place, key))
+                if (
+                    other is not None
+                    and other.shapes.keys() == observation.shapes.keys()
+                    and other.shapes != observation.shapes
+                ):
+                    values, observation, reads = given, other, reads | {(place, key)}
+                    self.undeclared_keys.append((*place, key))
         return values, reads
 
-    def _cut_down(self, values: Values, few: int) -> Values:
+    def _with_few_layers(self, values: Values, few: int) -> Values:
         config = self.build_config(copy.deepcopy(values))
         for place, config_values in _configs(config):
-            for key in (_LAYERS | _EXPERTS) & config_values.keys():
+            for key in (_LAYER_COUNTS | _EXPERT_COUNTS) & config_values.keys():
                 if isinstance(config_values[key], int) and config_values[key] > few:
                     _write(values, (*place, key), few, config)
         return values
 
-    def _spelled_out(self, values: Values, config: Any, reads: Iterable[tuple[tuple[str, ...], str]]) -> Values:
+    def _with_explicit_numbers(
+        self, values: Values, config: Any, reads: Iterable[tuple[tuple[str, ...], str]]
+    ) -> Values:
         spelled = copy.deepcopy(values)
         for place, key in sorted(reads):
             value = vars(_config_at(config, place)).get(key)
@@ -165,7 +185,7 @@ class _Probe:
                 _write(spelled, (*place, key), value, config)
         return spelled
 
-    def with_other_numbers(self, start: Values, reads: Iterable[tuple[tuple[str, ...], str]]) -> Iterator[Observation]:
+    def vary_numbers(self, start: Values, reads: Iterable[tuple[tuple[str, ...], str]]) -> Iterator[Observation]:
         """Yield the results of changing each number separately, then several at a time."""
         config = self.build_config(copy.deepcopy(start))
         changes: dict[tuple[str, ...], int] = {}
@@ -173,15 +193,15 @@ class _Probe:
             value = vars(_config_at(config, place)).get(key)
             if type(value) is not int or _NO_SIZE.search(key) or value < 2:
                 continue
-            options = (value + 1, value + 2, value * 2) if key in _LAYERS else [value * each for each in _FACTORS]
+            options = (value + 1, value + 2, value * 2) if key in _LAYER_COUNTS else [value * each for each in _FACTORS]
             for other in (*options, value + 1):
-                seen = self._changed(start, {(*place, key): other}, config)
-                if seen is not None:
+                observation = self._changed(start, {(*place, key): other}, config)
+                if observation is not None:
                     changes[(*place, key)] = other
-                    yield seen
+                    yield observation
                     break
             else:
-                self.unmoved.append(value)
+                self.unchanged_numbers.append(value)
         labels = self._changed(start, {(_LABELS,): 7}, config)
         if labels is not None:
             changes[_LABELS,] = 7
@@ -193,12 +213,12 @@ class _Probe:
                 break
             share = chooser.choice((0.3, 0.5, 0.8))
             chosen = {path: changes[path] for path in paths if chooser.random() < share}
-            seen = self._changed(start, chosen, config)
-            if seen is not None:
+            observation = self._changed(start, chosen, config)
+            if observation is not None:
                 done += 1
-                yield seen
+                yield observation
 
-    def with_other_words(
+    def vary_other_values(
         self, start: Values, reads: Iterable[tuple[tuple[str, ...], str]]
     ) -> Iterator[tuple[Any, ...]]:
         """Yield (path of the key, first value, other value, result, keys set with it) for values that are not numbers.
@@ -212,24 +232,24 @@ class _Probe:
                 key = next(iter(switch))
                 if key not in own or isinstance(own[key], list):
                     continue
-                seen = self._changed(start, {(*place, each): value for each, value in switch.items()}, config)
-                if seen is not None:
+                observation = self._changed(start, {(*place, each): value for each, value in switch.items()}, config)
+                if observation is not None:
                     together.add((*place, key))
                     others = {
                         ".".join((*place, each)): as_hashable(value) for each, value in switch.items() if each != key
                     }
-                    yield (*place, key), own[key], switch[key], seen, tuple(sorted(others.items()))
+                    yield (*place, key), own[key], switch[key], observation, tuple(sorted(others.items()))
         for place, key in sorted(reads):
             first_value = vars(_config_at(config, place)).get(key)
             if _NO_SIZE.search(key) or isinstance(first_value, PreTrainedConfig):
                 continue
-            others = list(_other_words(_config_at(config, place), key, first_value))
+            others = list(_trial_values(_config_at(config, place), key, first_value))
             tried = [(other, self._changed(start, {(*place, key): other}, config)) for other in others]
-            if tried and all(seen is None for _, seen in tried) and (*place, key) not in together:
+            if tried and all(observation is None for _, observation in tried) and (*place, key) not in together:
                 yield (*place, key), first_value, others[0], None, ()
-            for other, seen in tried:
-                if seen is not None:
-                    yield (*place, key), first_value, other, seen, ()
+            for other, observation in tried:
+                if observation is not None:
+                    yield (*place, key), first_value, other, observation, ()
 
     def _changed(self, start: Values, changes: Mapping[tuple[str, ...], Any], config: Any) -> Observation | None:
         values = copy.deepcopy(start)
@@ -237,7 +257,7 @@ class _Probe:
             _write(values, path, value, config)
         return self.observe(values, frozenset(".".join(path) for path in changes))
 
-    def absent(
+    def configs_without_key(
         self, start: Values, path: tuple[str, ...], others: Sequence[Mapping[tuple[str, ...], int]]
     ) -> Iterator[Any]:
         """Yield the config without a key for each of `others`: the dict, and the config built from it."""
@@ -281,10 +301,10 @@ def numbers_of(config: Any) -> dict[str, int]:
     return numbers
 
 
-def _other_words(config: Any, key: str, value: Any) -> Iterator[Any]:
+def _trial_values(config: Any, key: str, value: Any) -> Iterator[Any]:
     """Yield the other values to try for a value that is not a number, or for a number that acts as a switch."""
     if isinstance(value, bool) or value is None or isinstance(value, str) or value == []:
-        yield from _others(config, key, value)
+        yield from _other_values(config, key, value)
     elif isinstance(value, float):
         yield value * 2
         yield value / 2
@@ -293,7 +313,7 @@ def _other_words(config: Any, key: str, value: Any) -> Iterator[Any]:
     elif isinstance(value, (list, tuple)) and all(type(each) is int for each in value):
         yield [each * 2 for each in value]
         yield [*value, value[-1]]
-    if isinstance(value, int) and not isinstance(value, bool) and type(None) in _kinds(config, key):
+    if isinstance(value, int) and not isinstance(value, bool) and type(None) in _declared_types(config, key):
         yield None
 
 
@@ -312,14 +332,14 @@ def _write(values: Values, path: Sequence[str], value: Any, config: Any) -> None
             spelled = {
                 name: each
                 for name, each in config.to_diff_dict().items()
-                if not _NO_SIZE.search(name) and not _is_of_layers(name, each)
+                if not _NO_SIZE.search(name) and not _is_list_of_layer_types(name, each)
             }
             node[key] = copy.deepcopy(spelled)
         node = node[key]
     node[path[-1]] = value
 
 
-def _is_of_layers(key: str, value: Any) -> bool:
+def _is_list_of_layer_types(key: str, value: Any) -> bool:
     """Return True for a list with a string or boolean per layer, which config classes create if it is not set."""
     return (
         isinstance(value, list)
@@ -329,7 +349,16 @@ def _is_of_layers(key: str, value: Any) -> bool:
 
 
 class _Solver:
-    """Solver that derives the rules from the results."""
+    """Derivation of the rules of a class from the shapes of its models.
+
+    Args:
+        probe: Builder of the class.
+        base: The dict to start from.
+        start: `base` with few layers and every number set explicitly.
+        sized: Observations with other numbers; the first is that of `start`.
+        others: Results of `_Probe.vary_other_values`.
+        tied: Names of tied tensors.
+    """
 
     def __init__(
         self,
@@ -342,19 +371,24 @@ class _Solver:
     ) -> None:
         self.probe, self.base, self.start, self.sized, self.others, self.tied = probe, base, start, sized, others, tied
         self.first = sized[0]
-        self.by_pattern = [_grouped(seen.shapes) for seen in sized]
+        self.by_pattern = [_by_pattern(observation.shapes) for observation in sized]
         own = self.first.numbers
         # a number that a config class always computes is not read from the file
-        fixed = {key for seen in sized for key in seen.changed if seen.numbers.get(key) == own.get(key)}
-        given = set().union(*(seen.changed for seen in sized))
+        fixed = {
+            key for observation in sized for key in observation.changed if observation.numbers.get(key) == own.get(key)
+        }
+        given = set().union(*(observation.changed for observation in sized))
         self.keys = sorted((given - fixed) & own.keys())
-        for seen in sized:
-            self.keys = [key for key in self.keys if key in seen.numbers]
+        for observation in sized:
+            self.keys = [key for key in self.keys if key in observation.numbers]
         moved = {
-            key for seen in sized for key in self.keys if key not in seen.changed and seen.numbers[key] != own[key]
+            key
+            for observation in sized
+            for key in self.keys
+            if key not in observation.changed and observation.numbers[key] != own[key]
         }
         self.keys = [key for key in self.keys if key not in moved]
-        self.search = Search({key: [seen.numbers[key] for seen in sized] for key in self.keys})
+        self.search = Search({key: [observation.numbers[key] for observation in sized] for key in self.keys})
         self._texts: dict[tuple[int, ...], str | None] = {}
         self.dims: dict[str, tuple[tuple[str, ...], ...]] = {}
 
@@ -366,11 +400,11 @@ class _Solver:
             if found:
                 dims[pattern] = found
         counts = self._counts(patterns)
-        required = frozenset(each for each in patterns if self._is_everywhere(each, counts))
+        required = frozenset(each for each in patterns if self._has_all_indices(each, counts))
         required -= self._may_be_missing(required)
         conditions = self._conditions(dims, counts, required)
         texts = {text for shapes in dims.values() for shape in shapes for text in shape} | set(counts.values())
-        used = [key for key in self.keys if any(_uses(text, key) for text in texts)]
+        used = [key for key in self.keys if any(_reads_key(text, key) for text in texts)]
         resolved, defaults, aliases = self._resolution(used)
         every = self._all_patterns()
         return ShapeRules(
@@ -390,35 +424,37 @@ class _Solver:
 
     # -- expressions
 
-    def _text(self, sizes: Sequence[int]) -> str | None:
+    def _expression(self, sizes: Sequence[int]) -> str | None:
         key = tuple(sizes)
         if key not in self._texts:
             text = self.search.find(key)
-            self._texts[key] = text if text is not None and not self._may_hide(text) else None
+            self._texts[key] = text if text is not None and not self._may_be_config_number(text) else None
         return self._texts[key]
 
-    def _may_hide(self, text: str) -> bool:
+    def _may_be_config_number(self, text: str) -> bool:
         """Return True if a constant may be a number of the config that was not changed."""
         constants = [int(each) for each in re.findall(r"(?<![\w.])[0-9]+(?![\w.])", text)]
-        if text.isdecimal() and self.probe.unmoved and int(text) > _PLAIN:
+        if text.isdecimal() and self.probe.unchanged_numbers and int(text) > _MAX_PLAIN_CONSTANT:
             return True
         first_numbers = set(self.first.numbers.values())
         return any(
-            (each > 1 and each in self.probe.unmoved) or (each > _PLAIN and each in first_numbers) for each in constants
+            (each > 1 and each in self.probe.unchanged_numbers)
+            or (each > _MAX_PLAIN_CONSTANT and each in first_numbers)
+            for each in constants
         )
 
     def _shapes_of(self, pattern: str) -> tuple[tuple[str, ...], ...]:
         """Return the shapes that tensors of a pattern may have, in the order of the first tensor with each shape."""
-        seen = [list(dict.fromkeys(each[pattern].values())) for each in self.by_pattern]
-        number = len(seen[0])
-        if number > 3 or any(len(shapes) != number for shapes in seen):
+        shapes_by_config = [list(dict.fromkeys(each[pattern].values())) for each in self.by_pattern]
+        number = len(shapes_by_config[0])
+        if number > 3 or any(len(shapes) != number for shapes in shapes_by_config):
             return ()
         found = []
         for at in range(number):
-            shapes = [each[at] for each in seen]
+            shapes = [each[at] for each in shapes_by_config]
             if len({len(shape) for shape in shapes}) != 1:
                 return ()
-            texts = [self._text([shape[dim] for shape in shapes]) for dim in range(len(shapes[0]))]
+            texts = [self._expression([shape[dim] for shape in shapes]) for dim in range(len(shapes[0]))]
             if number > 1 and None in texts:
                 return ()
             found.append(tuple(text or "" for text in texts))
@@ -434,21 +470,21 @@ class _Solver:
         }  # fmt: skip
         found = {}
         for path in sorted(paths):
-            numbers = [_number_below(path, seen.shapes) for seen in self.sized]
-            text = self._text([number or 0 for number in numbers]) if all(numbers) else None
+            numbers = [_number_below(path, observation.shapes) for observation in self.sized]
+            text = self._expression([number or 0 for number in numbers]) if all(numbers) else None
             if text:
                 found[path] = text
         return found
 
-    def _is_everywhere(self, pattern: str, counts: Mapping[str, str]) -> bool:
+    def _has_all_indices(self, pattern: str, counts: Mapping[str, str]) -> bool:
         parts = pattern.split(".")
         paths = [".".join(parts[:at]) for at, part in enumerate(parts) if part == "*"]
         if any(path not in counts for path in paths):
             return False
-        for seen, grouped in zip(self.sized, self.by_pattern, strict=True):
+        for observation, grouped in zip(self.sized, self.by_pattern, strict=True):
             whole = 1
             for path in paths:
-                whole *= _number_below(path, seen.shapes) or 0
+                whole *= _number_below(path, observation.shapes) or 0
             if len(grouped[pattern]) != whole:
                 return False
         return True
@@ -470,11 +506,11 @@ class _Solver:
     def _conditions(
         self, dims: Mapping[str, Any], counts: Mapping[str, str], required: frozenset[str]
     ) -> dict[Condition, frozenset[str]]:
-        """Return the conditions under which the rules are valid, each with its patterns; see `with_other_words`."""
+        """Return the conditions under which the rules are valid, each with its patterns; see `vary_other_values`."""
         found: dict[Condition, set[str]] = {}
         patterns = set(dims) | required
-        for path, first_value, other, seen, _ in self.others:
-            grouped = _grouped(seen.shapes) if seen is not None else {}
+        for path, first_value, other, observation, _ in self.others:
+            grouped = _by_pattern(observation.shapes) if observation is not None else {}
             differs = {
                 each
                 for each in patterns
@@ -484,7 +520,7 @@ class _Solver:
             }
             if differs:
                 found.setdefault(_condition(".".join(path), first_value, other), set()).update(differs)
-        for path, words in _words_of(self.probe.build_config(copy.deepcopy(self.start))).items():
+        for path, words in _layer_lists(self.probe.build_config(copy.deepcopy(self.start))).items():
             numbered = {each for each in patterns if "*" in each}
             if numbered:
                 found.setdefault(Condition(path, "among", tuple(words)), set()).update(numbered)
@@ -500,14 +536,14 @@ class _Solver:
         """Find the patterns that one value of one key adds or removes."""
         found: dict[Switch, set[str]] = {}
         first = set(map(pattern_of, self.first.shapes))
-        for path, first_value, other, seen, beside in self.others:
-            patterns = set(map(pattern_of, seen.shapes)) if seen is not None else first
+        for path, first_value, other, observation, companions in self.others:
+            patterns = set(map(pattern_of, observation.shapes)) if observation is not None else first
             key, value = ".".join(path), as_hashable(first_value)
             if patterns - first:
                 effect = "adds" if self._is_default(path, value) else "adds where given"
-                found.setdefault(Switch(key, effect, value, beside), set()).update(patterns - first)
+                found.setdefault(Switch(key, effect, value, companions), set()).update(patterns - first)
             # Whether a number removes a layer of some kind depends on how many layers there are.
-            if not beside and first - patterns and (other is None or isinstance(other, bool | str)):
+            if not companions and first - patterns and (other is None or isinstance(other, bool | str)):
                 found.setdefault(Switch(key, "removes", as_hashable(other)), set()).update(first - patterns)
         for switch in [each for each in found if each.companions]:  # without them, the key adds what another row says
             found[switch] -= found.get(switch._replace(companions=()), set())
@@ -545,8 +581,12 @@ class _Solver:
         defaults: dict[str, int] = {}
         aliases: dict[str, str] = {}
         changes = [
-            {tuple(key.split(".")): seen.numbers[key] for key in seen.changed if key in seen.numbers}
-            for seen in self.sized
+            {
+                tuple(key.split(".")): observation.numbers[key]
+                for key in observation.changed
+                if key in observation.numbers
+            }
+            for observation in self.sized
         ]
         for key in used:
             if key == _LABELS:
@@ -557,21 +597,25 @@ class _Solver:
             spelled = [name for name, mapped in getattr(owner, "attribute_map", {}).items() if mapped == path[-1]]
             if spelled:
                 aliases[key] = spelled[0]
-            told = list(self._without(path, changes))
-            values = [value for _, value in told]
-            if not told or None in values:
+            absent_values = list(self._without(path, changes))
+            values = [value for _, value in absent_values]
+            if not absent_values or None in values:
                 continue
             if len(set(values)) == 1:
                 if len(path) > 1:
                     defaults[key] = values[0]
             else:
-                keys = [each for each in self.keys if each != key and all(each in numbers for numbers, _ in told)]
-                text = Search({each: [numbers[each] for numbers, _ in told] for each in keys}).find(tuple(values))
+                keys = [
+                    each for each in self.keys if each != key and all(each in numbers for numbers, _ in absent_values)
+                ]
+                text = Search({each: [numbers[each] for numbers, _ in absent_values] for each in keys}).find(
+                    tuple(values)
+                )
                 if text:
                     resolved[key] = f"({key} ?? {text})"
         # an expression for an absent key reads keys that may be absent, too
         for key in [key for key in self.keys if key not in used]:
-            if any(_uses(text, key) for text in resolved.values()):
+            if any(_reads_key(text, key) for text in resolved.values()):
                 for _, value in self._without(tuple(key.split(".")), [{}]):
                     if value is not None and "." in key:
                         defaults.setdefault(key, value)
@@ -581,40 +625,42 @@ class _Solver:
         self, path: tuple[str, ...], changes: Sequence[Mapping[tuple[str, ...], int]]
     ) -> Iterator[tuple[Mapping[str, int], int | None]]:
         """Yield (numbers of the config, its value of the key) for configs without the key."""
-        beside = [each for each in changes if len(each) != 1 or next(iter(each))[:-1] == path[:-1]][:_BESIDE]
-        for values, config in self.probe.absent(self.start, path, beside):
-            if path in self.probe.unlisted:
-                yield numbers_of(config), self._as_if_given(path, values)
+        companions = [each for each in changes if len(each) != 1 or next(iter(each))[:-1] == path[:-1]][
+            :_MAX_ABSENT_CONFIGS
+        ]
+        for values, config in self.probe.configs_without_key(self.start, path, companions):
+            if path in self.probe.undeclared_keys:
+                yield numbers_of(config), self._equivalent_value(path, values)
             else:
                 value = vars(_config_at(config, path[:-1])).get(path[-1])
                 yield numbers_of(config), value if type(value) is int else None
 
-    def _as_if_given(self, path: tuple[str, ...], values: Values) -> int | None:
-        """Return the value of an unlisted key that gives the same shapes as the model without it."""
-        seen = self.probe.observe(values, frozenset())
+    def _equivalent_value(self, path: tuple[str, ...], values: Values) -> int | None:
+        """Return the value of an undeclared key that gives the same shapes as the model without it."""
+        observation = self.probe.observe(values, frozenset())
         key = ".".join(path)
-        if seen is None:
+        if observation is None:
             return None
         for pattern, shapes in self.dims.items():
             for dim, text in enumerate(shapes[0]) if len(shapes) == 1 else ():
-                grouped = _grouped(seen.shapes).get(pattern) if _uses(text, key) else None
+                grouped = _by_pattern(observation.shapes).get(pattern) if _reads_key(text, key) else None
                 if grouped is None:
                     continue
                 size = next(iter(grouped.values()))[dim]
-                tried = [try_evaluate(text, Scope(_nested({**seen.numbers, key: at}))) for at in (1, 2)]
+                tried = [try_evaluate(text, Scope(_nested({**observation.numbers, key: at}))) for at in (1, 2)]
                 rise = (tried[1] or 0) - (tried[0] or 0)
                 if rise and (size - (tried[0] or 0)) % rise == 0:
                     return 1 + (size - (tried[0] or 0)) // rise
         return None
 
 
-def _words_of(config: Any) -> dict[str, list[str]]:
+def _layer_lists(config: Any) -> dict[str, list[str]]:
     """Return the lists with a string per layer, by dotted key; other strings mean other layers."""
     return {
         ".".join((*place, key)): sorted(set(value))
         for place, config_values in _configs(config)
         for key, value in sorted(config_values.items())
-        if _is_of_layers(key, value) and value and isinstance(value[0], str)
+        if _is_list_of_layer_types(key, value) and value and isinstance(value[0], str)
     }
 
 
@@ -638,7 +684,7 @@ def _condition(key: str, first_value: Any, other: Any) -> Condition:
     return Condition(key, "is", (value,) if not isinstance(value, list) else (tuple(value),))
 
 
-def _grouped(shapes: Shapes) -> dict[str, dict[str, tuple[int, ...]]]:
+def _by_pattern(shapes: Shapes) -> dict[str, dict[str, tuple[int, ...]]]:
     grouped: dict[str, dict[str, tuple[int, ...]]] = {}
     for name, shape in shapes.items():
         grouped.setdefault(pattern_of(name), {})[name] = shape
@@ -659,7 +705,7 @@ def _number_below(path: str, names: Iterable[str]) -> int | None:
     return len(sets[0])
 
 
-def _uses(text: str, key: str) -> bool:
+def _reads_key(text: str, key: str) -> bool:
     return re.search(rf"(?<![\w.]){re.escape(key)}(?![\w.])", text) is not None
 
 

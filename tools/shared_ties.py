@@ -26,7 +26,7 @@ def is_numbered(pair: TiePair) -> bool:
     return any(part.isdigit() for name in pair.namings[0] for part in name.split("."))
 
 
-def measured(cls: Any, build: ConfigBuilder, known: Architecture) -> tuple[SharedLayers, Values] | None:
+def derive_shared_layers(cls: Any, build: ConfigBuilder, known: Architecture) -> tuple[SharedLayers, Values] | None:
     """Return the rule of a class and a config with few layers; None if its ties do not follow such a rule.
 
     Args:
@@ -35,15 +35,17 @@ def measured(cls: Any, build: ConfigBuilder, known: Architecture) -> tuple[Share
         known: The class under its defaults, with every tie.
     """
     pairs = [pair for pair in known.ties if is_numbered(pair)]
-    split = [_split(pair) for pair in pairs]
-    flags, paths = {pair.flag for pair in pairs}, set(split)
+    paths_of_pairs = [_paths_before_numbers(pair) for pair in pairs]
+    flags, paths = {pair.flag for pair in pairs}, set(paths_of_pairs)
     if None in paths or len(paths) != 1 or len(flags) != 1 or any(pair.is_primary for pair in pairs):
         return None
     config = build({}).to_dict()
-    for kinds, kind in _lists(config, pairs, split[0] or ()):
-        probe = _Probe(cls, build, SharedLayers(split[0] or (), kinds, kind, _COUNT, "", 1, {}, pairs[0].flag), config)
+    for kinds, kind in _lists(config, pairs, paths_of_pairs[0] or ()):
+        probe = _Probe(
+            cls, build, SharedLayers(paths_of_pairs[0] or (), kinds, kind, _COUNT, "", 1, {}, pairs[0].flag), config
+        )
         found = probe.rule()
-        if found is not None and set(found.ties(config)) == set(pairs) and probe.holds(found):
+        if found is not None and set(found.ties(config)) == set(pairs) and probe.agrees_with_models(found):
             return found, probe.base
     return None
 
@@ -54,9 +56,10 @@ class _Probe:
     def __init__(self, cls: Any, build: ConfigBuilder, bare: SharedLayers, config: Values) -> None:
         self.cls, self.build, self.bare, self.config = cls, build, bare, config
         self.other = next(each for each in config[bare.kinds] if each != bare.kind)
-        self.base = self.listed("".join("." * count + "w" for count in _LAYERS))
+        self.base = self.config_with_layers("".join("." * count + "w" for count in _LAYERS))
 
-    def listed(self, text: str, **changes: Any) -> Values:
+    def config_with_layers(self, text: str, **changes: Any) -> Values:
+        """Return config values with one layer per character; "w" is a layer that shares its modules."""
         kinds = [self.bare.kind if each == "w" else self.other for each in text]
         return {self.bare.kinds: kinds, _COUNT: len(kinds), **changes}
 
@@ -80,11 +83,11 @@ class _Probe:
         bare, default = self.bare, self.config[period] if period else 1
         return SharedLayers(bare.paths, bare.kinds, bare.kind, bare.count, period, default, names, bare.flag)
 
-    def holds(self, rule: SharedLayers) -> bool:
+    def agrees_with_models(self, rule: SharedLayers) -> bool:
         """Return True if the rule gives the ties for every list, period and set of switches that is tried."""
         switches = sorted({key for key in rule.names.values() if key})
         for text, period, value in product(_LISTS, (1, 2, 3) if rule.period else (1,), (False, True)):
-            values = self.listed(
+            values = self.config_with_layers(
                 text, **dict.fromkeys(switches, value), **({rule.period: period} if rule.period else {})
             )
             pairs, rule_pairs = self.pairs(values), dict(pair.namings[0] for pair in rule.ties(values))
@@ -121,19 +124,19 @@ class _Probe:
         return stars | (tails - covered)
 
 
-def _split(pair: TiePair) -> tuple[str, ...] | None:
+def _paths_before_numbers(pair: TiePair) -> tuple[str, ...] | None:
     """Return the path before the first number in every naming; None unless both names differ only in that number."""
     paths = []
     for names in pair.namings:
         both = [name.split(".") for name in names]
         at = [next((at for at, part in enumerate(parts) if part.isdigit()), None) for parts in both]
-        if at[0] is None or at[0] != at[1] or _without(both[0], at[0]) != _without(both[1], at[0]):
+        if at[0] is None or at[0] != at[1] or _without_index(both[0], at[0]) != _without_index(both[1], at[0]):
             return None
         paths.append(".".join(both[0][: at[0]]))
     return tuple(paths)
 
 
-def _without(parts: list[str], at: int) -> list[str]:
+def _without_index(parts: list[str], at: int) -> list[str]:
     return [*parts[:at], *parts[at + 1 :]]
 
 

@@ -240,13 +240,13 @@ def write(name: str, dtype: torch.dtype, path: Path) -> None:
     cls = getattr(transformers, class_name)
     torch.manual_seed(0)
     model = cls(cls.config_class(**json.loads(json.dumps(settings)))).float()
-    randomise(model, matrices=deviations.get("init", 0.08), biases=deviations.get("b", 0.02))
+    randomize(model, matrices=deviations.get("init", 0.08), biases=deviations.get("b", 0.02))
     model.save_pretrained(path)
     tensors, config = read(path)
     save(tensors, {**config, "dtype": str(dtype).removeprefix("torch.")}, dtype, path)
 
 
-def randomise(model: torch.nn.Module, *, matrices: float, biases: float) -> None:
+def randomize(model: torch.nn.Module, *, matrices: float, biases: float) -> None:
     """Fill all floating-point tensors of the state dict with random values in place; tied tensors stay tied."""
     generator = torch.Generator().manual_seed(0)
     for name, tensor in model.state_dict().items():

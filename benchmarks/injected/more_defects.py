@@ -1,4 +1,4 @@
-"""More defects that converters and runtimes can have, one of each kind."""
+"""Defects that are rare in converters and runtimes, one of each kind."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ from benchmarks.injected.checkpoint_changes import (
 )
 from benchmarks.injected.defect import combined_defect, config_defect, defects_of, runtime_defect, weight_defect
 
-_LATE_POSITIONS = "rows of a table of positions that no input reaches"
-_FUSED, _BOTH = r"query_key_value\.(weight|bias)", r"\.(weight|bias)"
+_UNREACHED_POSITIONS = "rows of a table of positions that no input reaches"
+_FUSED, _WEIGHT_AND_BIAS = r"query_key_value\.(weight|bias)", r"\.(weight|bias)"
 
 _FUSED_PROJECTIONS = [
     *defects_of(
@@ -69,7 +69,7 @@ _FUSED_PROJECTIONS = [
         weight_defect(
             "positions after the inputs reversed",
             transform("wpe.weight", transform_rows(32, None, flip(0))),
-            _LATE_POSITIONS,
+            _UNREACHED_POSITIONS,
         ),
     ),
     *defects_of(
@@ -94,13 +94,13 @@ _FUSED_PROJECTIONS = [
             transform(r"gate_up_proj(_bias)?", lambda tensor: tensor.unflatten(-1, (96, 2)).transpose(-1, -2)),
         ),
         weight_defect("sinks of the ranks exchanged in one layer", transform("layers.3.self_attn.sinks", roll(2))),
-        runtime_defect("sinks of the ranks exchanged in one layer", inject.sinks_of_the_other_rank),
+        runtime_defect("sinks of the ranks exchanged in one layer", inject.exchange_sink_shards),
     ),
     *defects_of(
         "qwen2_5_vl",
         weight_defect(
             "vision qkv by head in place of [q, k, v]",
-            transform(f"attn.qkv{_BOTH}", permute_rows((3, 4, 16), (1, 0, 2))),
+            transform(f"attn.qkv{_WEIGHT_AND_BIAS}", permute_rows((3, 4, 16), (1, 0, 2))),
         ),
     ),
     *defects_of(
@@ -125,7 +125,7 @@ _FUSED_PROJECTIONS = [
             transform("x_proj.weight", reorder_parts((4, 8, 8), (0, 2, 1))),
         ),
         weight_defect("A stored in place of its logarithm", transform("A_log", torch.exp)),
-        runtime_defect("D of the ranks exchanged in one layer", inject.skip_of_the_other_rank),
+        runtime_defect("D of the ranks exchanged in one layer", inject.exchange_d_shards),
     ),
     *defects_of(
         "deepseek",
@@ -141,7 +141,7 @@ _FUSED_PROJECTIONS = [
         weight_defect(
             "shared expert and expert 0 exchanged", exchange("layers.3.mlp.shared_experts.", "layers.3.mlp.experts.0.")
         ),
-        runtime_defect("gradient of the rotary part of kv_a not summed", inject.latent_rope_gradient_not_summed),
+        runtime_defect("gradient of the rotary part of kv_a not summed", inject.skip_latent_rope_gradient_all_reduce),
     ),
 ]
 
@@ -161,11 +161,11 @@ _HEADS_AND_NORMS = [
         ),
         weight_defect(
             "kv heads exchanged in one layer",
-            transform(rf"layers.3.self_attn.[kv]_proj{_BOTH}", exchange_rows(0, 1, 16)),
+            transform(rf"layers.3.self_attn.[kv]_proj{_WEIGHT_AND_BIAS}", exchange_rows(0, 1, 16)),
         ),
         weight_defect(
             "kv head 1 is a copy of head 0 in one layer",
-            transform(rf"layers.3.self_attn.[kv]_proj{_BOTH}", lambda tensor: torch.cat([tensor[:16]] * 2)),
+            transform(rf"layers.3.self_attn.[kv]_proj{_WEIGHT_AND_BIAS}", lambda tensor: torch.cat([tensor[:16]] * 2)),
         ),
         weight_defect(
             "q_proj and o_proj exchanged in one layer",
@@ -199,10 +199,10 @@ _HEADS_AND_NORMS = [
         weight_defect("embedding stored with its scale", scale("embed_tokens.weight", 8)),
         runtime_defect(
             "soft-cap of the scores forgotten on rank 1",
-            inject.cap_of_scores_on_one_rank,
+            inject.drop_score_softcap_on_last_rank,
             "scores far below the cap of 50: the difference is about as large as the tolerance",
         ),
-        runtime_defect("soft-cap of the logits forgotten on rank 1", inject.final_cap_on_one_rank),
+        runtime_defect("soft-cap of the logits forgotten on rank 1", inject.drop_logit_softcap_on_last_rank),
     ),
     *defects_of(
         "olmo2",
@@ -221,9 +221,9 @@ _HEADS_AND_NORMS = [
         weight_defect(
             "positions after the inputs reversed",
             transform("embed_positions.weight", transform_rows(40, None, flip(0))),
-            _LATE_POSITIONS,
+            _UNREACHED_POSITIONS,
         ),
-        runtime_defect("positions begin at 1 on rank 1", inject.positions_later_on_one_rank),
+        runtime_defect("positions begin at 1 on rank 1", inject.shift_positions_on_last_rank),
     ),
     *defects_of("roberta", config_defect("pad_token_id 1->0", set_config("pad_token_id", 0))),
     *defects_of(
@@ -267,10 +267,10 @@ _EXPERTS = [
         weight_defect(
             "router of one layer begins at expert 1", transform("layers.3.block_sparse_moe.gate.weight", roll(1))
         ),
-        runtime_defect("sum of the experts forgotten in one layer", inject.experts_not_summed),
-        runtime_defect("w2 of the other rank in one layer", inject.experts_down_of_the_other_rank),
-        runtime_defect("gradient of the routing not summed in one layer", inject.router_gradient_not_summed),
-        runtime_defect("tokens go to the next expert on rank 1", inject.next_expert_on_one_rank),
+        runtime_defect("sum of the experts forgotten in one layer", inject.skip_expert_all_reduce),
+        runtime_defect("w2 of the other rank in one layer", inject.exchange_expert_down_shards),
+        runtime_defect("gradient of the routing not summed in one layer", inject.skip_router_gradient_all_reduce),
+        runtime_defect("tokens go to the next expert on rank 1", inject.route_to_next_expert_on_last_rank),
     ),
     *defects_of(
         "qwen2_moe",
@@ -290,13 +290,12 @@ _IMAGES = [
         weight_defect(
             "patches with their channels last", transform("patch_embedding.weight", misread_order(0, 2, 3, 1))
         ),
-        runtime_defect("tokens of an image from its end", inject.image_reversed),
+        runtime_defect("tokens of an image from its end", inject.reverse_image_tokens),
         runtime_defect(
-            "output of the tower summed over ranks that all have it", inject.tower_summed("multi_modal_projector")
+            "output of the tower summed over ranks that all have it",
+            inject.all_reduce_tower_output("multi_modal_projector"),
         ),
-        runtime_defect(
-            "no gradient reaches the tower", inject.tower_without_gradient("multi_modal_projector.linear_1")
-        ),
+        runtime_defect("no gradient reaches the tower", inject.detach_tower_output("multi_modal_projector.linear_1")),
     ),
     *defects_of(
         "qwen3_vl",
@@ -308,7 +307,7 @@ _IMAGES = [
             transform("pos_embed.weight", transform_rows(54, 55, torch.zeros_like)),
             "the image of the inputs has 4 x 6 patches, whose positions are taken from others",
         ),
-        runtime_defect("deepstack in the opposite order", inject.deepstack_reversed),
+        runtime_defect("deepstack in the opposite order", inject.reverse_deepstack),
     ),
 ]
 
@@ -316,49 +315,51 @@ _FSDP: dict[str, Any] = {"tp": 1, "dp_shard": 2}
 _RUNTIME = [
     *defects_of(
         "llama",
-        runtime_defect("loss summed over ranks that all have it", inject.loss_scaled),
-        runtime_defect("gradient of the head not summed", inject.head_gradient_not_summed),
-        runtime_defect("causal mask missing in one layer", inject.causal_mask_missing),
-        runtime_defect("scores scaled by the heads of one rank", inject.scaling_of_local_heads),
-        runtime_defect("heads of rank 1 reversed in one layer", inject.heads_reversed_on_one_rank),
-        runtime_defect("values of the other rank in one layer", inject.values_of_the_other_rank),
-        runtime_defect("rotary table of rank 1 in bfloat16", inject.rotary_table_in_bfloat16),
-        runtime_defect("one MLP in bfloat16", inject.in_bfloat16("layers.3.mlp")),
-        runtime_defect("last norm in bfloat16", inject.in_bfloat16("model.norm")),
-        runtime_defect("dropout left on behind one o_proj", inject.dropout_left_on),
-        runtime_defect("residual of one layer added on every rank", inject.residual_twice),
-        runtime_defect("last norm skipped on rank 1", inject.final_norm_skipped_on_one_rank),
-        runtime_defect("norms trained on a part of the sequence", inject.norms_on_their_part_of_the_sequence),
-        runtime_defect("embedding not trained on rank 1", inject.embedding_not_trained_on_one_rank),
+        runtime_defect("loss summed over ranks that all have it", inject.scale_logit_gradient),
+        runtime_defect("gradient of the head not summed", inject.skip_head_gradient_all_reduce),
+        runtime_defect("causal mask missing in one layer", inject.drop_causal_mask),
+        runtime_defect("scores scaled by the heads of one rank", inject.scale_scores_by_local_width),
+        runtime_defect("heads of rank 1 reversed in one layer", inject.reverse_heads_on_last_rank),
+        runtime_defect("values of the other rank in one layer", inject.exchange_value_shards),
+        runtime_defect("rotary table of rank 1 in bfloat16", inject.round_rope_on_last_rank),
+        runtime_defect("one MLP in bfloat16", inject.round_module_to_bfloat16("layers.3.mlp")),
+        runtime_defect("last norm in bfloat16", inject.round_module_to_bfloat16("model.norm")),
+        runtime_defect("dropout left on behind one o_proj", inject.enable_dropout),
+        runtime_defect("residual of one layer added on every rank", inject.add_residual_twice),
+        runtime_defect("last norm skipped on rank 1", inject.skip_final_norm_on_last_rank),
+        runtime_defect("norms trained on a part of the sequence", inject.train_norms_on_local_sequence),
+        runtime_defect("embedding not trained on rank 1", inject.detach_embedding_on_last_rank),
         runtime_defect(
             "recomputed otherwise under activation checkpointing",
-            inject.recomputed_otherwise,
+            inject.change_recomputed_output,
             activation_checkpointing="full",
         ),
-        runtime_defect("FSDP2 sums gradients, dp_shard 2", inject.fsdp_sums, **_FSDP),
-        runtime_defect("FSDP2 does not reduce one layer, dp_shard 2", inject.fsdp_layer_not_reduced, **_FSDP),
+        runtime_defect("FSDP2 sums gradients, dp_shard 2", inject.sum_fsdp_gradients, **_FSDP),
+        runtime_defect("FSDP2 does not reduce one layer, dp_shard 2", inject.skip_fsdp_layer_reduction, **_FSDP),
     ),
-    *defects_of(
-        "llama_tied", runtime_defect("tied embedding trained without its head", inject.head_without_its_part_of_a_tie)
-    ),
-    *defects_of(
-        "bigvocab", runtime_defect("logits of the ranks in the opposite order", inject.head_in_order_of_other_ranks)
-    ),
+    *defects_of("llama_tied", runtime_defect("tied embedding trained without its head", inject.detach_tied_head)),
+    *defects_of("bigvocab", runtime_defect("logits of the ranks in the opposite order", inject.exchange_logit_shards)),
     *defects_of(
         "mistral4",
-        runtime_defect("window one longer in one layer", inject.window_one_longer),
-        runtime_defect("window ignored in all layers", inject.window_ignored),
+        runtime_defect("window one longer in one layer", inject.widen_sliding_window),
+        runtime_defect("window ignored in all layers", inject.drop_sliding_window),
     ),
-    *defects_of("bloom", runtime_defect("ALiBi slopes of the other rank", inject.slopes_of_the_other_rank)),
-    *defects_of("qwen3", runtime_defect("queries normalized as keys in one layer", inject.queries_normalized_as_keys)),
+    *defects_of("bloom", runtime_defect("ALiBi slopes of the other rank", inject.exchange_alibi_slopes)),
+    *defects_of(
+        "qwen3", runtime_defect("queries normalized as keys in one layer", inject.normalize_queries_with_key_norm)
+    ),
     *defects_of(
         "qwen3_next",
-        runtime_defect("A_log in bfloat16 in one layer", inject.parameter_in_bfloat16("layers.2.linear_attn", "A_log")),
+        runtime_defect(
+            "A_log in bfloat16 in one layer", inject.round_parameter_to_bfloat16("layers.2.linear_attn", "A_log")
+        ),
     ),
-    *defects_of("gemma3", runtime_defect("rotary table of windows in all layers", inject.rope_of_the_window)),
+    *defects_of(
+        "gemma3", runtime_defect("rotary table of windows in all layers", inject.use_window_rope_in_all_layers)
+    ),
     *defects_of(
         "gemma3n",
-        runtime_defect("keys and values shared with another kind of layer", inject.keys_of_another_kind_of_layer),
+        runtime_defect("keys and values shared with another kind of layer", inject.share_keys_of_wrong_layer_type),
     ),
 ]
 
@@ -372,12 +373,12 @@ _NOT_EXERCISED = [
             "special tokens are not among the inputs",
         ),
         config_defect("eos_token_id 2->5", set_config("eos_token_id", 5), "noted: generating alone reads it"),
-        runtime_defect("padding ignored", not_exercised.padding_ignored),
-        runtime_defect("positions wrap around at 64", not_exercised.positions_wrap_around, "the inputs are shorter"),
-        runtime_defect("second step computes otherwise", not_exercised.second_pass_otherwise, "one step is run"),
+        runtime_defect("padding ignored", not_exercised.ignore_padding),
+        runtime_defect("positions wrap around at 64", not_exercised.wrap_positions, "the inputs are shorter"),
+        runtime_defect("second step computes otherwise", not_exercised.scale_later_passes, "one step is run"),
         runtime_defect(
             "last norm in the dtype of its input",
-            not_exercised.norm_in_the_dtype_of_its_input,
+            not_exercised.compute_norm_in_input_dtype,
             "both sides compute in float32, where it is the same",
         ),
     ),
@@ -389,10 +390,13 @@ _NOT_EXERCISED = [
             "noted: the loss that is compared is that of the words",
         ),
         runtime_defect(
-            "experts drop tokens from the 17th on", not_exercised.experts_of_a_capacity, "no expert has that many"
+            "experts drop tokens from the 17th on", not_exercised.limit_expert_capacity, "no expert has that many"
         ),
     ),
-    *defects_of("qwen2_5_vl", runtime_defect("height and width of images exchanged", not_exercised.height_is_width)),
+    *defects_of(
+        "qwen2_5_vl",
+        runtime_defect("height and width of images exchanged", not_exercised.exchange_image_height_and_width),
+    ),
 ]
 
-FURTHER = [*_FUSED_PROJECTIONS, *_HEADS_AND_NORMS, *_EXPERTS, *_IMAGES, *_RUNTIME, *_NOT_EXERCISED]
+RARE_DEFECTS = [*_FUSED_PROJECTIONS, *_HEADS_AND_NORMS, *_EXPERTS, *_IMAGES, *_RUNTIME, *_NOT_EXERCISED]

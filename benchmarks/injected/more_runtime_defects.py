@@ -33,7 +33,7 @@ from ckptx.runtime.parallel.tensor_parallel.styles import swap_parameters
 _ATTENTION, _HEAD = "layers.3.self_attn", "lm_head"
 
 
-def _shard_of_next_rank(x: torch.Tensor, dim: int, ranks: TpRanks) -> torch.Tensor:
+def _next_rank_shard(x: torch.Tensor, dim: int, ranks: TpRanks) -> torch.Tensor:
     """Return the shard of the next rank; all shards have the same size."""
     width = x.shape[dim]
     whole = gather_partial(x, dim, width * ranks.size, ranks)
@@ -53,33 +53,33 @@ def _is_last(target: InjectionTarget) -> bool:
 # ----------------------------------------------------------------------------------------------------- head and loss
 
 
-def head_in_order_of_other_ranks(target: InjectionTarget) -> None:
+def exchange_logit_shards(target: InjectionTarget) -> None:
     """Exchange the logits of the ranks; all shards of the vocabulary have the same size."""
     module = find_module(target, _HEAD)
     change_output(
-        module, lambda found: _change_local_shard(found, lambda x: _shard_of_next_rank(x, x.dim() - 1, target.ranks))
+        module, lambda found: _change_local_shard(found, lambda x: _next_rank_shard(x, x.dim() - 1, target.ranks))
     )
 
 
-def loss_scaled(target: InjectionTarget) -> None:
+def scale_logit_gradient(target: InjectionTarget) -> None:
     """Multiply the gradient of the logits by the number of ranks."""
     module = find_module(target, _HEAD)
     change_output(module, lambda found: _change_local_shard(found, lambda x: scale_gradient(x, target.ranks.size)))
 
 
-def head_gradient_not_summed(target: InjectionTarget) -> None:
+def skip_head_gradient_all_reduce(target: InjectionTarget) -> None:
     """Omit the all-reduce of the gradient of the hidden states at the head."""
     module = find_module(target, _HEAD)
     del module.forward
     styles.colwise(module, target.ranks, output="dtensor", is_sequence_parallel=True)
 
 
-def head_without_its_part_of_a_tie(target: InjectionTarget) -> None:
+def detach_tied_head(target: InjectionTarget) -> None:
     """Detach the tied weight in the head, so that the embedding does not get the gradient of the head."""
     _change_parameter(find_module(target, _HEAD), "weight", lambda weight: weight.detach())
 
 
-def final_cap_on_one_rank(target: InjectionTarget) -> None:
+def drop_logit_softcap_on_last_rank(target: InjectionTarget) -> None:
     """Omit the soft cap of the logits on the last rank."""
     if _is_last(target):
         target.model.config.final_logit_softcapping = None
@@ -101,20 +101,20 @@ def _change_parameter(module: nn.Module, name: str, change: Any) -> None:
 # ---------------------------------------------------------------------------------------------------------- attention
 
 
-def causal_mask_missing(target: InjectionTarget) -> None:
+def drop_causal_mask(target: InjectionTarget) -> None:
     """Drop the causal mask in one layer."""
     module = find_module(target, _ATTENTION)
     module.is_causal = False
     change_arguments(module, attention_mask=lambda mask: None)
 
 
-def window_ignored(target: InjectionTarget) -> None:
+def drop_sliding_window(target: InjectionTarget) -> None:
     """Drop the sliding-window mask in all layers."""
     for module in find_modules(target, "self_attn"):
         change_arguments(module, attention_mask=lambda mask: None)
 
 
-def window_one_longer(target: InjectionTarget) -> None:
+def widen_sliding_window(target: InjectionTarget) -> None:
     """Make the sliding window of one layer one token longer."""
 
     def longer(mask: torch.Tensor) -> torch.Tensor:
@@ -124,19 +124,19 @@ def window_one_longer(target: InjectionTarget) -> None:
     change_arguments(find_module(target, _ATTENTION), attention_mask=longer)
 
 
-def scaling_of_local_heads(target: InjectionTarget) -> None:
+def scale_scores_by_local_width(target: InjectionTarget) -> None:
     """Scale the attention scores by the local instead of the full width."""
     for module in find_modules(target, "self_attn"):
         module.scaling *= target.ranks.size**0.5
 
 
-def cap_of_scores_on_one_rank(target: InjectionTarget) -> None:
+def drop_score_softcap_on_last_rank(target: InjectionTarget) -> None:
     """Omit the soft cap of the attention scores on the last rank."""
     for module in find_modules(target, "self_attn") if _is_last(target) else ():
         module.attn_logit_softcapping = None
 
 
-def heads_reversed_on_one_rank(target: InjectionTarget) -> None:
+def reverse_heads_on_last_rank(target: InjectionTarget) -> None:
     """Reverse the order of heads at the input of one output projection on the last rank."""
     if _is_last(target):
         change_input(
@@ -144,13 +144,13 @@ def heads_reversed_on_one_rank(target: InjectionTarget) -> None:
         )
 
 
-def values_of_the_other_rank(target: InjectionTarget) -> None:
+def exchange_value_shards(target: InjectionTarget) -> None:
     """Exchange the values of the ranks in one layer."""
     module = find_module(target, f"{_ATTENTION}.v_proj")
-    change_output(module, lambda found: _shard_of_next_rank(found, found.dim() - 1, target.ranks))
+    change_output(module, lambda found: _next_rank_shard(found, found.dim() - 1, target.ranks))
 
 
-def queries_normalized_as_keys(target: InjectionTarget) -> None:
+def normalize_queries_with_key_norm(target: InjectionTarget) -> None:
     """Normalize queries with the norm of the keys in one layer."""
     attention = find_module(target, _ATTENTION)
     attention.q_norm.forward = attention.k_norm.forward
@@ -169,19 +169,19 @@ def _replace_parameter(first: nn.Module, owner: nn.Module, name: str, change: An
     wrap_forward(first, make)
 
 
-def sinks_of_the_other_rank(target: InjectionTarget) -> None:
+def exchange_sink_shards(target: InjectionTarget) -> None:
     """Exchange the attention sinks of the ranks in one layer."""
     attention = find_module(target, _ATTENTION)
     _replace_parameter(attention.q_proj, attention, "sinks", lambda sinks: sinks.roll(len(sinks) // 2))
 
 
-def skip_of_the_other_rank(target: InjectionTarget) -> None:
+def exchange_d_shards(target: InjectionTarget) -> None:
     """Exchange the D parameters of the ranks in one mixer."""
     mixer = find_module(target, "layers.3.mixer")
     _replace_parameter(mixer.in_proj, mixer, "D", lambda skip: skip.roll(len(skip) // 2))
 
 
-def slopes_of_the_other_rank(target: InjectionTarget) -> None:
+def exchange_alibi_slopes(target: InjectionTarget) -> None:
     """Exchange the ALiBi slopes of the ranks."""
     owner: Any = find_module(target, "transformer")
     heads = owner.num_heads
@@ -189,7 +189,7 @@ def slopes_of_the_other_rank(target: InjectionTarget) -> None:
         change_arguments(block, alibi=lambda found: found.unflatten(0, (-1, heads)).roll(heads // 2, 1).flatten(0, 1))
 
 
-def rope_of_the_window(target: InjectionTarget) -> None:
+def use_window_rope_in_all_layers(target: InjectionTarget) -> None:
     """Use the rotary embedding of sliding-window layers in all layers."""
     module = find_module(target, "rotary_emb")
 
@@ -199,7 +199,7 @@ def rope_of_the_window(target: InjectionTarget) -> None:
     wrap_forward(module, make)
 
 
-def keys_of_another_kind_of_layer(target: InjectionTarget) -> None:
+def share_keys_of_wrong_layer_type(target: InjectionTarget) -> None:
     """Share keys and values of sliding-window layers with a layer that has full attention."""
     module: Any = find_module(target, "layers.7.self_attn")
     module.layer_type = "sliding_attention"
@@ -208,13 +208,13 @@ def keys_of_another_kind_of_layer(target: InjectionTarget) -> None:
 # -------------------------------------------------------------------------------------------- positions, dtypes, noise
 
 
-def positions_later_on_one_rank(target: InjectionTarget) -> None:
+def shift_positions_on_last_rank(target: InjectionTarget) -> None:
     """Start the positions at 1 on the last rank."""
     module: Any = find_module(target, "embed_positions")
     module.offset += _is_last(target)
 
 
-def rotary_table_in_bfloat16(target: InjectionTarget) -> None:
+def round_rope_on_last_rank(target: InjectionTarget) -> None:
     """Round the rotary embedding to bfloat16 on the last rank."""
 
     def make(stock: Forward) -> Forward:
@@ -224,7 +224,7 @@ def rotary_table_in_bfloat16(target: InjectionTarget) -> None:
         wrap_forward(find_module(target, "rotary_emb"), make)
 
 
-def in_bfloat16(end: str) -> RuntimeInjection:
+def round_module_to_bfloat16(end: str) -> RuntimeInjection:
     """Round input and output of a module to bfloat16."""
 
     def inject(target: InjectionTarget) -> None:
@@ -235,17 +235,17 @@ def in_bfloat16(end: str) -> RuntimeInjection:
     return inject
 
 
-def parameter_in_bfloat16(end: str, name: str) -> RuntimeInjection:
+def round_parameter_to_bfloat16(end: str, name: str) -> RuntimeInjection:
     """Round a parameter to bfloat16 during the forward pass of its module."""
     return lambda target: _change_parameter(find_module(target, end), name, lambda value: value.bfloat16().float())
 
 
-def dropout_left_on(target: InjectionTarget) -> None:
+def enable_dropout(target: InjectionTarget) -> None:
     """Apply dropout to the output of one projection."""
     change_output(find_module(target, f"{_ATTENTION}.o_proj"), lambda x: functions.dropout(x, 0.1, training=True))
 
 
-def residual_twice(target: InjectionTarget) -> None:
+def add_residual_twice(target: InjectionTarget) -> None:
     """Add the residual of one layer on every rank."""
 
     def make(stock: Forward) -> Forward:
@@ -254,7 +254,7 @@ def residual_twice(target: InjectionTarget) -> None:
     wrap_forward(find_module(target, "layers.3"), make)
 
 
-def final_norm_skipped_on_one_rank(target: InjectionTarget) -> None:
+def skip_final_norm_on_last_rank(target: InjectionTarget) -> None:
     """Skip the final norm on the last rank."""
     if _is_last(target):
         wrap_forward(find_module(target, "model.norm"), lambda stock: lambda x: x)
@@ -282,12 +282,12 @@ def _experts(target: InjectionTarget, compute: Any) -> None:
     module.forward = replaced
 
 
-def experts_not_summed(target: InjectionTarget) -> None:
+def skip_expert_all_reduce(target: InjectionTarget) -> None:
     """Omit the all-reduce of the output of the experts."""
     _experts(target, lambda stock, *args: stock(*args))
 
 
-def router_gradient_not_summed(target: InjectionTarget) -> None:
+def skip_router_gradient_all_reduce(target: InjectionTarget) -> None:
     """Omit the all-reduce of the gradient of the routing weights."""
     _experts(
         target,
@@ -297,13 +297,13 @@ def router_gradient_not_summed(target: InjectionTarget) -> None:
     )
 
 
-def experts_down_of_the_other_rank(target: InjectionTarget) -> None:
+def exchange_expert_down_shards(target: InjectionTarget) -> None:
     """Exchange the down-projection shards of the ranks in the experts of one layer."""
     module = find_module(target, "layers.3.mlp.experts")
-    _change_parameter(module, "down_proj", lambda down: _shard_of_next_rank(to_local_shard(down), 2, target.ranks))
+    _change_parameter(module, "down_proj", lambda down: _next_rank_shard(to_local_shard(down), 2, target.ranks))
 
 
-def next_expert_on_one_rank(target: InjectionTarget) -> None:
+def route_to_next_expert_on_last_rank(target: InjectionTarget) -> None:
     """Route tokens to the next expert on the last rank."""
     module: Any = find_module(target, "layers.3.mlp.experts")
 
@@ -317,22 +317,22 @@ def next_expert_on_one_rank(target: InjectionTarget) -> None:
 # -------------------------------------------------------------------------------------------------------------- images
 
 
-def deepstack_reversed(target: InjectionTarget) -> None:
+def reverse_deepstack(target: InjectionTarget) -> None:
     """Reverse the order of the deepstack embeddings."""
     change_arguments(find_module(target, "language_model"), deepstack_visual_embeds=lambda found: found[::-1])
 
 
-def image_reversed(target: InjectionTarget) -> None:
+def reverse_image_tokens(target: InjectionTarget) -> None:
     """Reverse the order of the image tokens."""
     change_output(find_module(target, "multi_modal_projector"), lambda found: found.flip(-2))
 
 
-def tower_summed(end: str) -> RuntimeInjection:
+def all_reduce_tower_output(end: str) -> RuntimeInjection:
     """All-reduce the replicated output of a vision module."""
     return lambda target: change_output(find_module(target, end), lambda found: sum_over_ranks(found, target.ranks))
 
 
-def tower_without_gradient(end: str) -> RuntimeInjection:
+def detach_tower_output(end: str) -> RuntimeInjection:
     """Detach the output of a vision module, as if it was frozen."""
     return lambda target: change_output(find_module(target, end), lambda found: found.detach())
 
@@ -340,7 +340,7 @@ def tower_without_gradient(end: str) -> RuntimeInjection:
 # ----------------------------------------------------------------------------------------------------------- gradients
 
 
-def norms_on_their_part_of_the_sequence(target: InjectionTarget) -> None:
+def train_norms_on_local_sequence(target: InjectionTarget) -> None:
     """Train the norms of each rank on its part of the sequence, without an all-reduce of the gradients."""
     for module in find_norms(target, None):
 
@@ -357,19 +357,19 @@ def norms_on_their_part_of_the_sequence(target: InjectionTarget) -> None:
         wrap_forward(module, make)
 
 
-def embedding_not_trained_on_one_rank(target: InjectionTarget) -> None:
+def detach_embedding_on_last_rank(target: InjectionTarget) -> None:
     """Detach the embedding on the last rank."""
     if _is_last(target):
         _change_parameter(find_module(target, "embed_tokens"), "weight", lambda weight: weight.detach())
 
 
-def latent_rope_gradient_not_summed(target: InjectionTarget) -> None:
+def skip_latent_rope_gradient_all_reduce(target: InjectionTarget) -> None:
     """Omit the all-reduce of the gradient of the rotary part of the latent projection."""
     for module in find_modules(target, "kv_a_proj_with_mqa"):
         del module.forward
 
 
-def recomputed_otherwise(target: InjectionTarget) -> None:
+def change_recomputed_output(target: InjectionTarget) -> None:
     """Change the output of a projection when it is recomputed in the backward pass."""
     calls = 0
 
@@ -381,7 +381,7 @@ def recomputed_otherwise(target: InjectionTarget) -> None:
     change_output(find_module(target, f"{_ATTENTION}.o_proj"), change)
 
 
-def fsdp_sums(target: InjectionTarget) -> None:
+def sum_fsdp_gradients(target: InjectionTarget) -> None:
     """Make FSDP2 sum the gradients of the ranks instead of averaging them."""
     for module in target.model.modules():
         if isinstance(module, FSDPModule):
@@ -389,7 +389,7 @@ def fsdp_sums(target: InjectionTarget) -> None:
             module.set_gradient_divide_factor(1.0)
 
 
-def fsdp_layer_not_reduced(target: InjectionTarget) -> None:
+def skip_fsdp_layer_reduction(target: InjectionTarget) -> None:
     """Turn off gradient reduction of one layer in FSDP2."""
     module: Any = find_module(target, "layers.3")
     module.set_requires_gradient_sync(False)

@@ -1,4 +1,4 @@
-"""The first list of defects, whose number is fixed."""
+"""Defects that are common in converters and runtimes; the benchmark always has the same ones."""
 
 from __future__ import annotations
 
@@ -200,74 +200,92 @@ _VISION = [
 ]
 
 
-def _lost(factor: str) -> Defect:
+def _gradient_reduced(factor: str) -> Defect:
     return runtime_defect(
-        f"part of the gradient lost at the input of module 16@{factor}", inject.gradient_lost(16, float(factor))
+        f"part of the gradient lost at the input of module 16@{factor}", inject.reduce_input_gradient(16, float(factor))
     )
 
 
-def _output(factor: str) -> Defect:
-    return runtime_defect(f"output scaled, row-parallel module 6@{factor}", inject.output_scaled(6, float(factor)))
+def _scaled_output(factor: str) -> Defect:
+    return runtime_defect(f"output scaled, row-parallel module 6@{factor}", inject.scale_output(6, float(factor)))
 
 
-_FORGOTTEN_6 = runtime_defect("sum over ranks forgotten in row-parallel module 6", inject.sum_forgotten(6))
-_EVERY_6 = runtime_defect("row-parallel bias added on every rank, module 6", inject.bias_on_every_rank(6))
-_EVERY_ALL = runtime_defect("row-parallel bias added on every rank, module all", inject.bias_on_every_rank())
-_DROPPED_6 = runtime_defect("row-parallel bias dropped, module 6", inject.bias_dropped(6))
-_ON_0_6 = runtime_defect("row-parallel bias on rank 0 only, module 6", inject.bias_on_rank_0(6))
-_UNSUMMED_9 = runtime_defect(
-    "gradient of the input not summed, column-parallel module 9", inject.gradient_not_summed(9)
+_NO_ALL_REDUCE_6 = runtime_defect("sum over ranks forgotten in row-parallel module 6", inject.skip_output_all_reduce(6))
+_BIAS_EVERY_RANK_6 = runtime_defect("row-parallel bias added on every rank, module 6", inject.add_bias_on_every_rank(6))
+_BIAS_EVERY_RANK = runtime_defect("row-parallel bias added on every rank, module all", inject.add_bias_on_every_rank())
+_NO_BIAS_6 = runtime_defect("row-parallel bias dropped, module 6", inject.drop_bias(6))
+_BIAS_RANK_0_6 = runtime_defect("row-parallel bias on rank 0 only, module 6", inject.add_bias_on_rank_0(6))
+_NO_GRADIENT_ALL_REDUCE_9 = runtime_defect(
+    "gradient of the input not summed, column-parallel module 9", inject.skip_input_gradient_all_reduce(9)
 )
-_DOUBLED_ALL = runtime_defect("norm gradient doubled all", inject.norm_gradient_doubled())
-_DOUBLED_3 = runtime_defect("norm gradient doubled 3", inject.norm_gradient_doubled(3))
-_PARTIAL = runtime_defect("norms of queries and keys trained on part of their gradient", inject.partial_norms)
-_OFFSET = runtime_defect("vocabulary offset of rank 1 wrong", inject.vocabulary_offset)
-_UNMASKED = runtime_defect("emb_no_mask", inject.foreign_tokens_not_masked)
+_DOUBLED_NORM_GRADIENTS = runtime_defect("norm gradient doubled all", inject.double_norm_gradient())
+_DOUBLED_NORM_GRADIENT_3 = runtime_defect("norm gradient doubled 3", inject.double_norm_gradient(3))
+_PARTIAL_NORM_GRADIENTS = runtime_defect(
+    "norms of queries and keys trained on part of their gradient", inject.skip_qk_norm_gradient_all_reduce
+)
+_SHIFTED_EMBEDDING = runtime_defect("vocabulary offset of rank 1 wrong", inject.shift_embedding_rows)
+_UNMASKED_TOKENS = runtime_defect("emb_no_mask", inject.skip_token_mask)
 
 _RUNTIME = [
     *defects_of(
         "llama b.02",
-        runtime_defect("sum over ranks forgotten in row-parallel module all", inject.sum_forgotten()),
-        _FORGOTTEN_6,
-        _EVERY_ALL,
-        _EVERY_6,
-        runtime_defect("row-parallel bias added on every rank, module 15", inject.bias_on_every_rank(15)),
-        _DROPPED_6,
-        _ON_0_6,
-        runtime_defect("gradient of the input not summed, column-parallel module all", inject.gradient_not_summed()),
-        _UNSUMMED_9,
-        runtime_defect("gradient of the input summed twice, column-parallel module 9", inject.gradient_summed_twice(9)),
-        _DOUBLED_ALL,
-        _DOUBLED_3,
-        *map(_output, ("1e-4", "1e-3", "1e-2", "3e-2", "0.1")),
-        *map(_lost, ("1e-3", "1e-2", "0.1", "0.5")),
-        _OFFSET,
-        _UNMASKED,
+        runtime_defect("sum over ranks forgotten in row-parallel module all", inject.skip_output_all_reduce()),
+        _NO_ALL_REDUCE_6,
+        _BIAS_EVERY_RANK,
+        _BIAS_EVERY_RANK_6,
+        runtime_defect("row-parallel bias added on every rank, module 15", inject.add_bias_on_every_rank(15)),
+        _NO_BIAS_6,
+        _BIAS_RANK_0_6,
+        runtime_defect(
+            "gradient of the input not summed, column-parallel module all", inject.skip_input_gradient_all_reduce()
+        ),
+        _NO_GRADIENT_ALL_REDUCE_9,
+        runtime_defect(
+            "gradient of the input summed twice, column-parallel module 9", inject.repeat_input_gradient_all_reduce(9)
+        ),
+        _DOUBLED_NORM_GRADIENTS,
+        _DOUBLED_NORM_GRADIENT_3,
+        *map(_scaled_output, ("1e-4", "1e-3", "1e-2", "3e-2", "0.1")),
+        *map(_gradient_reduced, ("1e-3", "1e-2", "0.1", "0.5")),
+        _SHIFTED_EMBEDDING,
+        _UNMASKED_TOKENS,
     ),
-    *defects_of("llama b.1", _EVERY_6, _DROPPED_6, _ON_0_6),
-    *defects_of("llama b.004", _EVERY_6, _EVERY_ALL, _ON_0_6),
-    *defects_of("llama b.001", _EVERY_6, _EVERY_ALL, _ON_0_6),
-    *defects_of("llama init.02 b.02", _EVERY_6, _FORGOTTEN_6, _UNSUMMED_9, *map(_output, ("1e-2", "0.1"))),
+    *defects_of("llama b.1", _BIAS_EVERY_RANK_6, _NO_BIAS_6, _BIAS_RANK_0_6),
+    *defects_of("llama b.004", _BIAS_EVERY_RANK_6, _BIAS_EVERY_RANK, _BIAS_RANK_0_6),
+    *defects_of("llama b.001", _BIAS_EVERY_RANK_6, _BIAS_EVERY_RANK, _BIAS_RANK_0_6),
+    *defects_of(
+        "llama init.02 b.02",
+        _BIAS_EVERY_RANK_6,
+        _NO_ALL_REDUCE_6,
+        _NO_GRADIENT_ALL_REDUCE_9,
+        *map(_scaled_output, ("1e-2", "0.1")),
+    ),
     *defects_of(
         "llama init.3 b.02",
-        _EVERY_6,
-        _EVERY_ALL,
-        _FORGOTTEN_6,
-        _UNSUMMED_9,
-        _DOUBLED_3,
-        *map(_output, ("1e-2", "0.1", "0.5")),
+        _BIAS_EVERY_RANK_6,
+        _BIAS_EVERY_RANK,
+        _NO_ALL_REDUCE_6,
+        _NO_GRADIENT_ALL_REDUCE_9,
+        _DOUBLED_NORM_GRADIENT_3,
+        *map(_scaled_output, ("1e-2", "0.1", "0.5")),
     ),
     *defects_of(
         "qwen3",
-        _PARTIAL,
-        _DOUBLED_ALL,
-        _FORGOTTEN_6,
-        runtime_defect("gradient of the input not summed, column-parallel module 16", inject.gradient_not_summed(16)),
+        _PARTIAL_NORM_GRADIENTS,
+        _DOUBLED_NORM_GRADIENTS,
+        _NO_ALL_REDUCE_6,
+        runtime_defect(
+            "gradient of the input not summed, column-parallel module 16", inject.skip_input_gradient_all_reduce(16)
+        ),
     ),
     *defects_of(
-        "qwen3_moe", _PARTIAL, runtime_defect("experts_twice", inject.experts_summed_twice), _FORGOTTEN_6, _DOUBLED_3
+        "qwen3_moe",
+        _PARTIAL_NORM_GRADIENTS,
+        runtime_defect("experts_twice", inject.repeat_expert_gradient_all_reduce),
+        _NO_ALL_REDUCE_6,
+        _DOUBLED_NORM_GRADIENT_3,
     ),
-    *defects_of("bigvocab", _OFFSET, _UNMASKED),
+    *defects_of("bigvocab", _SHIFTED_EMBEDDING, _UNMASKED_TOKENS),
 ]
 
-KNOWN = [*_LLAMA, *_ROPE, *_TIED, *_WINDOWS, *_EXPERTS, *_RECURRENT, *_VISION, *_RUNTIME]
+COMMON_DEFECTS = [*_LLAMA, *_ROPE, *_TIED, *_WINDOWS, *_EXPERTS, *_RECURRENT, *_VISION, *_RUNTIME]

@@ -51,22 +51,22 @@ def _row_parallel(
     return inject
 
 
-def sum_forgotten(index: int | None = None) -> RuntimeInjection:
+def skip_output_all_reduce(index: int | None = None) -> RuntimeInjection:
     """Omit the all-reduce, so that each rank continues with its partial sum."""
     return _row_parallel(index, lambda x, weight, bias, ranks: functions.linear(x, weight, bias))
 
 
-def bias_on_every_rank(index: int | None = None) -> RuntimeInjection:
+def add_bias_on_every_rank(index: int | None = None) -> RuntimeInjection:
     """Add the bias on every rank before the all-reduce."""
     return _row_parallel(index, lambda x, weight, bias, ranks: sum_over_ranks(functions.linear(x, weight, bias), ranks))
 
 
-def bias_dropped(index: int | None = None) -> RuntimeInjection:
+def drop_bias(index: int | None = None) -> RuntimeInjection:
     """Omit the bias."""
     return _row_parallel(index, lambda x, weight, bias, ranks: sum_over_ranks(functions.linear(x, weight), ranks))
 
 
-def bias_on_rank_0(index: int | None = None) -> RuntimeInjection:
+def add_bias_on_rank_0(index: int | None = None) -> RuntimeInjection:
     """Add the bias after the all-reduce, but on rank 0 only."""
 
     def compute(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, ranks: TpRanks) -> torch.Tensor:
@@ -76,7 +76,7 @@ def bias_on_rank_0(index: int | None = None) -> RuntimeInjection:
     return _row_parallel(index, compute)
 
 
-def output_scaled(index: int, by: float) -> RuntimeInjection:
+def scale_output(index: int, by: float) -> RuntimeInjection:
     """Multiply the output of a row-parallel module by (1 + by)."""
 
     def inject(target: InjectionTarget) -> None:
@@ -89,7 +89,7 @@ def output_scaled(index: int, by: float) -> RuntimeInjection:
 # ----------------------------------------------------------------------------------------------------- column-parallel
 
 
-def gradient_not_summed(index: int | None = None) -> RuntimeInjection:
+def skip_input_gradient_all_reduce(index: int | None = None) -> RuntimeInjection:
     """Omit the all-reduce of the input gradient of column-parallel modules."""
 
     def inject(target: InjectionTarget) -> None:
@@ -100,7 +100,7 @@ def gradient_not_summed(index: int | None = None) -> RuntimeInjection:
     return inject
 
 
-def gradient_summed_twice(index: int) -> RuntimeInjection:
+def repeat_input_gradient_all_reduce(index: int) -> RuntimeInjection:
     """All-reduce the input gradient of a column-parallel module twice."""
 
     def inject(target: InjectionTarget) -> None:
@@ -110,7 +110,7 @@ def gradient_summed_twice(index: int) -> RuntimeInjection:
     return inject
 
 
-def gradient_lost(index: int, part: float) -> RuntimeInjection:
+def reduce_input_gradient(index: int, part: float) -> RuntimeInjection:
     """Lose a part of the input gradient of a column-parallel module."""
 
     def inject(target: InjectionTarget) -> None:
@@ -123,7 +123,7 @@ def gradient_lost(index: int, part: float) -> RuntimeInjection:
 # ---------------------------------------------------------------------------------------- norms, embeddings and experts
 
 
-def norm_gradient_doubled(index: int | None = None) -> RuntimeInjection:
+def double_norm_gradient(index: int | None = None) -> RuntimeInjection:
     """Double the gradient of norms, as an all-reduce of a replicated gradient would."""
 
     def inject(target: InjectionTarget) -> None:
@@ -141,18 +141,18 @@ def norm_gradient_doubled(index: int | None = None) -> RuntimeInjection:
     return inject
 
 
-def partial_norms(target: InjectionTarget) -> None:
+def skip_qk_norm_gradient_all_reduce(target: InjectionTarget) -> None:
     """Omit the all-reduce of the gradients of query and key norms, which see only the heads of one rank."""
     for module in find_modules(target, "q_norm", "k_norm"):
         del module.forward
 
 
-def vocabulary_offset(target: InjectionTarget) -> None:
+def shift_embedding_rows(target: InjectionTarget) -> None:
     """Shift the embedding rows that rank 1 looks up by one."""
     _replace_lookup(target, lambda ids, begin, rows: (ids - begin - 1).clamp(0, rows - 1), is_masked=True)
 
 
-def foreign_tokens_not_masked(target: InjectionTarget) -> None:
+def skip_token_mask(target: InjectionTarget) -> None:
     """Do not mask tokens of other ranks, so that each rank adds an embedding row for them."""
     _replace_lookup(target, lambda ids, begin, rows: (ids - begin).clamp(0, rows - 1), is_masked=False)
 
@@ -178,7 +178,7 @@ def _replace_lookup(
     wrap_forward(module, make)
 
 
-def experts_summed_twice(target: InjectionTarget) -> None:
+def repeat_expert_gradient_all_reduce(target: InjectionTarget) -> None:
     """All-reduce the input gradient of the experts twice."""
     for module in find_modules(target, "mlp.experts"):
         change_input(module, lambda x: copy_to_ranks(x, target.ranks))

@@ -21,17 +21,17 @@ from benchmarks.injected.inject import (
 )
 
 
-def padding_ignored(target: InjectionTarget) -> None:
+def ignore_padding(target: InjectionTarget) -> None:
     """Drop the attention mask, so that padding tokens are not masked."""
     change_kwargs(target.model, lambda kwargs: {key: each for key, each in kwargs.items() if key != "attention_mask"})
 
 
-def positions_wrap_around(target: InjectionTarget) -> None:
+def wrap_positions(target: InjectionTarget) -> None:
     """Take positions modulo 64 in the rotary embedding."""
     change_arguments(find_module(target, "rotary_emb"), position_ids=lambda ids: ids % 64)
 
 
-def second_pass_otherwise(target: InjectionTarget) -> None:
+def scale_later_passes(target: InjectionTarget) -> None:
     """Scale the output of one projection from the second forward pass on."""
     calls = 0
 
@@ -43,7 +43,7 @@ def second_pass_otherwise(target: InjectionTarget) -> None:
     change_output(find_module(target, "layers.3.self_attn.o_proj"), change)
 
 
-def experts_of_a_capacity(target: InjectionTarget) -> None:
+def limit_expert_capacity(target: InjectionTarget) -> None:
     """Give the experts of one layer a capacity of 16 tokens; they drop the others."""
     module = find_module(target, "layers.3.mlp.experts")
 
@@ -58,12 +58,12 @@ def experts_of_a_capacity(target: InjectionTarget) -> None:
     wrap_forward(module, make)
 
 
-def height_is_width(target: InjectionTarget) -> None:
+def exchange_image_height_and_width(target: InjectionTarget) -> None:
     """Exchange the height and the width of images."""
     change_kwargs(target.model, lambda kwargs: {**kwargs, "image_grid_thw": kwargs["image_grid_thw"][:, [0, 2, 1]]})
 
 
-def norm_in_the_dtype_of_its_input(target: InjectionTarget) -> None:
+def compute_norm_in_input_dtype(target: InjectionTarget) -> None:
     """Compute the mean of the last norm in the dtype of its input instead of float32."""
     module: Any = find_module(target, "model.norm")
 

@@ -69,10 +69,10 @@ def test_ranks_say_what_reshard_said(cut: Path, tmp_path: Path) -> None:
 
 
 def test_bytes_of_ranks_are_those_stock_torch_reads(cut: Path) -> None:
-    from tests.support.sharded_files import in_dcp, rank_of
+    from tests.support.sharded_files import rank_of, read_dcp_regions
 
     expected: dict[int, int] = {}
-    for held in in_dcp(cut).values():
+    for held in read_dcp_regions(cut).values():
         for block in held:
             rank = rank_of(block.file)
             expected[rank] = expected.get(rank, 0) + 2 * prod(block.sizes)

@@ -17,8 +17,8 @@ from ckptx.architecture.patterns import regex_for_patterns
 from ckptx.mapping.names import pattern_of
 from tests.support.import_tool import ROOT, tool
 from tests.support.slow import slow_but
-from tests.support.tables import known
-from tests.support.transformers_version import ASKED, INSTALLED, compares_the_files
+from tests.support.tables import architecture_of
+from tests.support.transformers_version import INSTALLED, TABLES_VERSION, requires_tables_version
 
 FAST = ("BertForMaskedLM", "GPT2LMHeadModel", "LlamaForCausalLM", "MixtralForCausalLM", "T5ForConditionalGeneration")
 SAMPLE = (
@@ -53,26 +53,26 @@ def test_table_was_made_from_the_transformers_that_make_test_has() -> None:
         for name in ("constraints.txt", "constraints-oldest.txt")
     ]
     newest, oldest = (found[1] for found in pins if found)
-    assert newest == ASKED, "run `make tables`"
+    assert newest == TABLES_VERSION, "run `make tables`"
     assert INSTALLED in (newest, oldest), "neither `make test` nor `make test-oldest` made this environment"
 
 
 @pytest.mark.sampled(4)
-@compares_the_files
+@requires_tables_version
 @pytest.mark.parametrize("class_name", slow_but(SAMPLE, FAST))
 def test_a_row_equals_the_meta_model(class_name: str, build_tables: ModuleType) -> None:
-    assert build_tables.measured_row(class_name) == class_table.find_row(class_name)
+    assert build_tables.derive_row(class_name) == class_table.find_row(class_name)
 
 
 def test_a_wrong_row_differs_from_the_meta_model(build_tables: ModuleType) -> None:
     row = class_table.find_row("LlamaForCausalLM")
     assert row is not None and row.architecture is not None
     wrong = dataclasses.replace(row, architecture=dataclasses.replace(row.architecture, base_prefix="other"))
-    assert build_tables.measured_row("LlamaForCausalLM") != wrong
+    assert build_tables.derive_row("LlamaForCausalLM") != wrong
 
 
 @pytest.mark.sampled(3)
-@compares_the_files
+@requires_tables_version
 @pytest.mark.parametrize("class_name", [name for name in SAMPLE if lookup(name) is not None])
 def test_variants_of_the_config_add_names_and_change_nothing_else(class_name: str) -> None:
     from ckptx.architecture.introspection import meta_model
@@ -94,7 +94,7 @@ def test_variants_of_the_config_add_names_and_change_nothing_else(class_name: st
     assert meta_model.MetaModelNames.from_architecture(default).applied_to(found) == default
 
 
-@compares_the_files
+@requires_tables_version
 @pytest.mark.slow
 def test_every_class_equals_its_meta_model(build_tables: ModuleType) -> None:
     if importlib.util.find_spec("timm"):
@@ -104,7 +104,7 @@ def test_every_class_equals_its_meta_model(build_tables: ModuleType) -> None:
     assert names == model_files.class_names()
     wrong = []
     for name in names:
-        measured, source = build_tables.row_of(name), model_files.source_of(name)
+        measured, source = build_tables.measure_class(name), model_files.source_of(name)
         assert source is not None
         if measured.row != class_table.find_row(name) or measured.directory not in source["directories"]:
             wrong.append(name)
@@ -125,7 +125,7 @@ def test_the_table_holds_the_classes_that_matter() -> None:
 
 def test_disk_names_that_differ_from_model_names() -> None:
     def spelled(class_name: str) -> tuple[tuple[str, str], ...]:
-        return known(class_name).ties[0].namings
+        return architecture_of(class_name).ties[0].namings
 
     gemma = ("language_model.lm_head.weight", "language_model.model.embed_tokens.weight")
     assert gemma in spelled("Gemma3ForConditionalGeneration")
@@ -136,25 +136,25 @@ def test_disk_names_that_differ_from_model_names() -> None:
 
 
 def test_every_tied_name_is_there_not_only_the_head() -> None:
-    t5 = {pair.namings[0] for pair in known("T5ForConditionalGeneration").ties}
+    t5 = {pair.namings[0] for pair in architecture_of("T5ForConditionalGeneration").ties}
     assert t5 == {
         ("encoder.embed_tokens.weight", "shared.weight"),
         ("decoder.embed_tokens.weight", "shared.weight"),
         ("lm_head.weight", "shared.weight"),
     }
-    bert = known("BertForMaskedLM").ties
+    bert = architecture_of("BertForMaskedLM").ties
     assert [pair.is_primary for pair in bert] == [True, False]
     assert bert[1].namings[0] == ("cls.predictions.decoder.bias", "cls.predictions.bias")
 
 
 def test_nested_children_bring_their_ties_and_their_flag() -> None:
-    (pair,) = known("Blip2ForConditionalGeneration").ties
+    (pair,) = architecture_of("Blip2ForConditionalGeneration").ties
     assert pair.namings[0][0] == "language_model.lm_head.weight"
     assert pair.flag.paths == (("text_config", "tie_word_embeddings"),)
 
 
 def test_a_class_that_declares_no_tie_is_never_tied() -> None:
-    (pair,) = known("NemotronHForCausalLM").ties
+    (pair,) = architecture_of("NemotronHForCausalLM").ties
     assert pair.flag == TieFlag((), "0")
 
 
@@ -202,11 +202,11 @@ def test_the_effective_flag(class_name: str, root: bool | None, nested: bool | N
         config["tie_word_embeddings"] = root
     if nested is not None:
         config["text_config"]["tie_word_embeddings"] = nested
-    assert known(class_name).ties[0].flag.is_set(config) is expected
+    assert architecture_of(class_name).ties[0].flag.is_set(config) is expected
 
 
 def test_renamed_key_of_the_flag() -> None:
-    (pair,) = known("Lfm2ForCausalLM").ties
+    (pair,) = architecture_of("Lfm2ForCausalLM").ties
     assert not pair.flag.is_set({"tie_embedding": False})
     assert pair.flag.is_set({"tie_word_embeddings": False, "tie_embedding": True})
 
@@ -217,31 +217,34 @@ def test_the_flag_is_not_editable_where_forward_reads_it() -> None:
         "LongT5ForConditionalGeneration",
         "UMT5ForConditionalGeneration",
     ):
-        assert not known(class_name).ties_flag_editable
+        assert not architecture_of(class_name).ties_flag_editable
     for class_name in (
         "LlamaForCausalLM",
         "Gemma3ForConditionalGeneration",
         "PaliGemmaForConditionalGeneration",
     ):
-        assert known(class_name).ties_flag_editable
+        assert architecture_of(class_name).ties_flag_editable
 
 
 def test_precision_rules_depend_on_the_target() -> None:
-    t5 = known("T5ForConditionalGeneration")
+    t5 = architecture_of("T5ForConditionalGeneration")
     name = "encoder.block.0.layer.1.DenseReluDense.wo.weight"
     assert t5.keeps_fp32(name, "fp16") and not t5.keeps_fp32(name, "bf16")
-    deepseek = known("DeepseekV3ForCausalLM")
+    deepseek = architecture_of("DeepseekV3ForCausalLM")
     name = "model.layers.3.mlp.gate.e_score_correction_bias"
     assert deepseek.keeps_fp32(name, "fp16") and deepseek.keeps_fp32(name, "bf16")
     assert not deepseek.keeps_fp32("lm_head.weight", "fp16")
 
 
 def test_names_match_in_model_and_disk_spelling_with_and_without_prefix() -> None:
-    mixtral = known("MixtralForCausalLM")
+    mixtral = architecture_of("MixtralForCausalLM")
     assert mixtral.match_fraction(["model.layers.0.mlp.experts.gate_up_proj"]) == 1.0
     assert mixtral.match_fraction(["model.layers.0.block_sparse_moe.experts.7.w1.weight"]) == 1.0
     assert mixtral.match_fraction(["layers.0.block_sparse_moe.experts.7.w1.weight", "mtp.weight"]) == 0.5
-    assert known("BertModel").match_fraction(["bert.embeddings.LayerNorm.gamma", "embeddings.LayerNorm.beta"]) == 1.0
+    assert (
+        architecture_of("BertModel").match_fraction(["bert.embeddings.LayerNorm.gamma", "embeddings.LayerNorm.beta"])
+        == 1.0
+    )
     assert mixtral.match_fraction([]) == 0.0
 
 
@@ -266,7 +269,7 @@ def test_names_match_in_model_and_disk_spelling_with_and_without_prefix() -> Non
     ],
 )
 def test_names_that_a_config_switches_on_are_known(class_name: str, name: str) -> None:
-    assert known(class_name).match_fraction([name]) == 1.0
+    assert architecture_of(class_name).match_fraction([name]) == 1.0
 
 
 @pytest.mark.parametrize(
@@ -281,20 +284,20 @@ def test_names_that_a_config_switches_on_are_known(class_name: str, name: str) -
     ],
 )
 def test_names_that_transformers_ignores_are_known_and_prove_nothing(class_name: str, name: str) -> None:
-    assert known(class_name).expects(name)
-    assert known(class_name).match_fraction([name]) == 0.0
+    assert architecture_of(class_name).expects(name)
+    assert architecture_of(class_name).match_fraction([name]) == 0.0
 
 
 def test_a_layer_that_is_ignored_by_its_number_does_not_hide_other_layers() -> None:
-    deepseek = known("DeepseekV3ForCausalLM")
+    deepseek = architecture_of("DeepseekV3ForCausalLM")
     assert not deepseek.expects("model.layers.61.stray.weight") and not deepseek.expects("model.layers.3.stray.weight")
     assert not deepseek.expects("model.layers.3.mlp.down_proj.weight_packed")
-    gemma = known("Gemma4ForCausalLM")
+    gemma = architecture_of("Gemma4ForCausalLM")
     assert not gemma.expects("model.layers.3.self_attn.k_proj.weight_packed")
 
 
 def test_a_tower_of_a_missing_package_matches_any_name_below_it() -> None:
-    gemma = known("Gemma3nForConditionalGeneration")
+    gemma = architecture_of("Gemma3nForConditionalGeneration")
     assert gemma.expects("model.vision_tower.timm_model.blocks.0.1.conv.weight")
     assert not gemma.expects("model.other_tower.timm_model.blocks.0.1.conv.weight")
 

@@ -24,10 +24,10 @@ from ckptx.architecture.correction_rows import (
 from ckptx.architecture.correction_schema import InvalidCorrectionError, decode_corrections
 from ckptx.architecture.corrections import corrections_of, corrections_of_class, plan_keys, plan_rows
 from ckptx.architecture.trainer_naming import torchtitan
-from tests.support.corrections import changed, every
+from tests.support.corrections import all_corrections, patched_corrections
 from tests.support.import_tool import ROOT
 from tests.support.slow import slow_but
-from tests.support.transformers_version import compares_the_files
+from tests.support.transformers_version import requires_tables_version
 
 ROW = {"modules": "@layers.*.mlp.fc", "style": "colwise", "reason": "for a test"}
 INPUT = {"kind": "images", "form": "tiles", "reason": "for a test"}
@@ -151,7 +151,7 @@ def test_a_class_is_known_where_transformers_defines_it_and_nowhere_else() -> No
 
 def test_plan_rows_of_a_composite_may_lie_with_itself_or_with_its_text_model() -> None:
     row = PlanRow("@layers.*.mlp.fc", "colwise", "for a test", groups=("widths",))
-    with changed("llava", plan=(row,)):
+    with patched_corrections("llava", plan=(row,)):
         assert plan_rows("qwen2", "llava") == (row,) and plan_keys("qwen2", "llava") == {"widths"}
         assert plan_rows("gpt2", "llava") == corrections_of("gpt2").plan
     assert plan_rows("qwen2", "llava") == ()
@@ -162,7 +162,7 @@ def test_plan_rows_of_a_composite_may_lie_with_itself_or_with_its_text_model() -
 
 def test_every_file_is_of_a_known_model_type_and_its_classes_are_of_that_type() -> None:
     types = model_files.read_index()["classes"]
-    for model_type, rows in every().items():
+    for model_type, rows in all_corrections().items():
         assert model_type in types.values(), model_type
         named = [*rows.forward, *rows.layers, *rows.torchtitan, *(row for row in rows.inputs if row.class_name)]
         for row in named:
@@ -186,7 +186,7 @@ def names_by_type() -> dict[str, set[str]]:
 
 def test_every_layers_row_names_the_decoder_and_another_list_of_its_class() -> None:
     """The decoder of the transformers that was asked is among them, and no list of a group is a misprint."""
-    for model_type, rows in every().items():
+    for model_type, rows in all_corrections().items():
         for row in rows.layers:
             names = class_table.lookup(row.class_name).model_names  # type: ignore[union-attr]
             groups = {"language": row.language, "vision": row.vision, "audio": row.audio}
@@ -205,16 +205,19 @@ TIMM = {"Gemma3nForConditionalGeneration"}
 def test_names_of_parts_are_those_of_one_model_type() -> None:
     """A name that several have belongs to `wrap`, one that none has to nobody."""
     of_type = {kind: {part for name in names for part in name.split(".")} for kind, names in names_by_type().items()}
-    for model_type, rows in every().items():
+    for model_type, rows in all_corrections().items():
         for part in (part for row in rows.layer_parts for part in (*row.attention, *row.mlp, *row.norms)):
             assert {kind for kind, parts in of_type.items() if part in parts} == {model_type}, part
 
 
 def test_every_form_of_torchtitan_is_of_a_class() -> None:
-    rows = [row for each in every().values() for row in each.torchtitan]
+    rows = [row for each in all_corrections().values() for row in each.torchtitan]
     assert {row.form for row in rows} == set(torchtitan.FORMS)
     row = TorchtitanRow("MixtralForCausalLM", "none", "for a test")
-    with changed("mixtral", torchtitan=(row,)), pytest.raises(InvalidCorrectionError, match="is not a form of names"):
+    with (
+        patched_corrections("mixtral", torchtitan=(row,)),
+        pytest.raises(InvalidCorrectionError, match="is not a form of names"),
+    ):
         torchtitan.form_of("MixtralForCausalLM")
 
 
@@ -223,9 +226,9 @@ def test_every_form_of_torchtitan_is_of_a_class() -> None:
 FEW = ("dbrx", "rag")  # the others take a second or two each
 
 
-@compares_the_files  # how another version lays out a class is no judge of rows about this one
+@requires_tables_version  # how another version lays out a class is no judge of rows about this one
 @pytest.mark.parametrize(
-    "model_type", slow_but([kind for kind, rows in every().items() if rows.no_stacks or rows.defaults], FEW)
+    "model_type", slow_but([kind for kind, rows in all_corrections().items() if rows.no_stacks or rows.defaults], FEW)
 )
 def test_rows_for_making_the_files_change_what_is_made(model_type: str) -> None:
     from ckptx.architecture.introspection import meta_model
@@ -235,7 +238,7 @@ def test_rows_for_making_the_files_change_what_is_made(model_type: str) -> None:
     assert not rows.defaults or any(not builds(cls, {}) and builds(cls, rows.defaults[0].config) for cls in classes)
     if rows.no_stacks:
         before = [stacks(cls) for cls in classes]
-        with changed(model_type, no_stacks=()):
+        with patched_corrections(model_type, no_stacks=()):
             assert [stacks(cls) for cls in classes] != before
 
 

@@ -21,8 +21,8 @@ from ckptx.architecture.class_table import lookup
 from ckptx.architecture.infer_class import infer_class
 from ckptx.architecture.lookup import find_architecture
 from tests.support.import_tool import ROOT, tool
-from tests.support.tables import known
-from tests.support.transformers_version import IS_ASKED, compares_the_files
+from tests.support.tables import architecture_of
+from tests.support.transformers_version import IS_TABLES_VERSION, requires_tables_version
 
 writer = tool("model_file_writer")
 
@@ -58,7 +58,7 @@ def test_lookup_opens_one_file_of_one_model_type(monkeypatch: pytest.MonkeyPatch
     read: list[str] = []
     real = Path.read_bytes
     monkeypatch.setattr(Path, "read_bytes", lambda path: read.append(path.name) or real(path))
-    known("Qwen2_5OmniForConditionalGeneration")
+    architecture_of("Qwen2_5OmniForConditionalGeneration")
     assert read == ["classes.json", "qwen2_5_omni.json"]
 
 
@@ -156,7 +156,7 @@ def contents(root: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in root.rglob("*.json")}
 
 
-@compares_the_files
+@requires_tables_version
 def test_a_change_to_one_model_changes_its_file_alone(copied: Path, build_tables: ModuleType) -> None:
     transformers = Path(str(importlib.util.find_spec("transformers").origin)).parent / "models"  # type: ignore[union-attr]
     before = contents(copied)
@@ -166,7 +166,7 @@ def test_a_change_to_one_model_changes_its_file_alone(copied: Path, build_tables
         source = model_files.source_of(names[0])
         assert source is not None
         (directory,) = source["directories"]
-        return [build_tables.Measured(class_table.find_row(name), directory, 0.0) for name in names]
+        return [build_tables.MeasuredClass(class_table.find_row(name), directory, 0.0) for name in names]
 
     rows = [*measured("llama"), *measured("mistral")]
     assert build_tables.write_models(rows, transformers) == 0 and contents(copied) == before
@@ -186,15 +186,15 @@ def test_the_list_of_classes_with_shapes_is_sorted_and_says_whose_shapes_are_kno
     assert listed == [name for name in model_files.class_names() if class_table.shape_rules(name) is not None]
 
 
-@compares_the_files
+@requires_tables_version
 def test_a_removed_file_is_built_again_to_the_byte(
     copied: Path, build_tables: ModuleType, build_shapes: ModuleType
 ) -> None:
     before, names = contents(copied), model_files.classes_of("olmo2")
     transformers = Path(str(importlib.util.find_spec("transformers").origin)).parent / "models"  # type: ignore[union-attr]
     model_files.model_file("olmo2").unlink()
-    assert build_tables.write_models([build_tables.row_of(name) for name in names], transformers) == 1
-    rows = [build_shapes.row_of(name) for name in build_shapes.classes_to_measure() if name in names]
+    assert build_tables.write_models([build_tables.measure_class(name) for name in names], transformers) == 1
+    rows = [build_shapes.measure_class(name) for name in build_shapes.classes_to_measure() if name in names]
     assert [name for name, *_ in rows] == ["Olmo2ForCausalLM"]
     assert build_shapes.write_shapes({name: (prefix, rules) for name, prefix, rules, _ in rows}, {"olmo2"}) == 1
     assert contents(copied) == before
@@ -216,10 +216,10 @@ def test_shapes_of_classes_that_are_not_measured_go(copied: Path, build_shapes: 
 
 def test_the_installed_transformers_is_noticed_where_it_is_another() -> None:
     transformers_version.version_note.cache_clear()
-    assert (transformers_version.architecture_note(known("LlamaForCausalLM")) is None) is IS_ASKED
+    assert (transformers_version.architecture_note(architecture_of("LlamaForCausalLM")) is None) is IS_TABLES_VERSION
 
 
-@compares_the_files
+@requires_tables_version
 def test_another_transformers_is_noticed_where_its_code_differs(
     copied: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -234,14 +234,14 @@ def test_another_transformers_is_noticed_where_its_code_differs(
     transformers_version.version_note.cache_clear()
     with (package / "models" / "mistral" / "modeling_mistral.py").open("a") as file:
         file.write("# one line more\n")
-    assert transformers_version.architecture_note(known("LlamaForCausalLM")) is None
-    note = transformers_version.architecture_note(known("MistralForCausalLM"))
+    assert transformers_version.architecture_note(architecture_of("LlamaForCausalLM")) is None
+    note = transformers_version.architecture_note(architecture_of("MistralForCausalLM"))
     assert note is not None and note.startswith("MistralForCausalLM: ") and "5.23.0" in note
     assert transformers_version.architecture_note(None) is None
     asked = model_files.read_index()["transformers"]
     (package.parent / f"transformers-{asked}.dist-info").mkdir()
     transformers_version.version_note.cache_clear()
-    assert transformers_version.architecture_note(known("MistralForCausalLM")) is None
+    assert transformers_version.architecture_note(architecture_of("MistralForCausalLM")) is None
     (package.parent / f"transformers-{asked}.dist-info").rmdir()
 
     def hidden(name: str) -> None:
@@ -250,5 +250,5 @@ def test_another_transformers_is_noticed_where_its_code_differs(
     for finder in (lambda name: None, hidden):
         monkeypatch.setattr(transformers_version, "find_spec", finder)
         transformers_version.version_note.cache_clear()
-        assert transformers_version.architecture_note(known("MistralForCausalLM")) is None
+        assert transformers_version.architecture_note(architecture_of("MistralForCausalLM")) is None
     transformers_version.version_note.cache_clear()

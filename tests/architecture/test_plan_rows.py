@@ -15,7 +15,7 @@ from ckptx.architecture.corrections import corrections_of, plan_keys
 from ckptx.architecture.expressions import keys_of
 from ckptx.layout.placement import Placement
 from ckptx.layout.tensor_parallel_plan import PlacementDecision, decide_placement
-from tests.support.corrections import changed, every
+from tests.support.corrections import all_corrections, patched_corrections
 
 QUANTIZED = ("_blocks", "_scales")
 
@@ -64,7 +64,7 @@ def changes(row: PlanRow, architecture: Architecture) -> bool:
     others = tuple(each for each in corrections_of(text).plan if each is not row)
     for config in configs(architecture, row):
         before = cuts(architecture, config, names)
-        with changed(text, plan=others):
+        with patched_corrections(text, plan=others):
             if cuts(architecture, config, names) != before:
                 return True
     return False
@@ -86,14 +86,14 @@ def unused_rows(rows: Mapping[str, Iterable[PlanRow]]) -> list[tuple[str, PlanRo
 
 
 def test_patterns_are_relative_to_the_layers() -> None:
-    rows = [(kind, row) for kind, each in every().items() for row in (*each.plan, *each.absent)]
+    rows = [(kind, row) for kind, each in all_corrections().items() for row in (*each.plan, *each.absent)]
     assert len({kind for kind, _ in rows}) > 30
     for kind, row in rows:
         assert all(each.startswith(("@layers.*.", "@around.")) for each in expand_braces(row.patterns)), (kind, row)
 
 
 def test_every_plan_row_changes_how_a_class_is_cut() -> None:
-    assert unused_rows({kind: each.plan for kind, each in every().items()}) == []
+    assert unused_rows({kind: each.plan for kind, each in all_corrections().items()}) == []
 
 
 @pytest.mark.parametrize(
@@ -105,13 +105,13 @@ def test_every_plan_row_changes_how_a_class_is_cut() -> None:
     ],
 )
 def test_a_row_that_changes_nothing_is_reported(row: PlanRow) -> None:
-    with changed("gpt2", plan=(*corrections_of("gpt2").plan, row)):
+    with patched_corrections("gpt2", plan=(*corrections_of("gpt2").plan, row)):
         assert unused_rows({"gpt2": (row,)}) == [("gpt2", row)]
 
 
 def test_every_absent_row_names_tensors_of_its_model_type() -> None:
     classes = classes_by_text_type()
-    for kind, rows in every().items():
+    for kind, rows in all_corrections().items():
         for row in rows.absent:
             config = dict.fromkeys(keys_of(row.first_layer), 1)
             assert any(

@@ -26,7 +26,7 @@ from ckptx.layout.tensor_parallel_plan import TensorParallelPlan
 from ckptx.mapping.names import pattern_of
 from ckptx.mapping.ops import Conversion, Op
 from tests.architecture.small_models import SMALL, TEXT, VISION, small_model
-from tests.support.transformers_version import IS_ASKED, style_of
+from tests.support.transformers_version import IS_TABLES_VERSION, style_of
 
 SAMPLE = (
     "GPT2LMHeadModel",
@@ -91,7 +91,7 @@ def default_model(class_name: str) -> tuple[PreTrainedModel, dict[str, Any]]:
 
 def asked(class_name: str, config: dict[str, Any]) -> Architecture:
     """What is known of the class: by the table, and under another transformers than the table's by asking that one."""
-    if IS_ASKED:
+    if IS_TABLES_VERSION:
         return known(class_name)
     cls = meta_model.find_class(class_name)
     assert cls is not None

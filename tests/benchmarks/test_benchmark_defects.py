@@ -14,8 +14,8 @@ import torch
 from benchmarks import defects as benchmark
 from benchmarks.injected import models
 from benchmarks.injected.defect import Defect
-from benchmarks.injected.more_defects import FURTHER
-from benchmarks.injected.reference_defects import KNOWN
+from benchmarks.injected.more_defects import RARE_DEFECTS
+from benchmarks.injected.reference_defects import COMMON_DEFECTS
 from tests.support.pool import GlooPool
 
 Row = dict[str, Any]
@@ -37,7 +37,7 @@ SOME: list[tuple[str, str, set[str] | None]] = [
     ("llama | FSDP2 sums gradients, dp_shard 2", "float32", {"gradients"}),
     ("llama | nothing", "float32", set()),
 ]
-EVERY = {each.key: each for each in (*KNOWN, *FURTHER, *benchmark.CLEAN)}
+EVERY = {each.key: each for each in (*COMMON_DEFECTS, *RARE_DEFECTS, *benchmark.CLEAN)}
 
 
 def pair_of(work: Path, key: str, dtype: str) -> benchmark.Pair:
@@ -59,9 +59,9 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_no_two_rows_are_one() -> None:
-    assert len(KNOWN) == 142
-    assert len(EVERY) == len(KNOWN) + len(FURTHER) + len(benchmark.CLEAN)
-    assert {each.kind for each in KNOWN} == {"w", "c", "w+c", "runtime"}
+    assert len(COMMON_DEFECTS) == 142
+    assert len(EVERY) == len(COMMON_DEFECTS) + len(RARE_DEFECTS) + len(benchmark.CLEAN)
+    assert {each.kind for each in COMMON_DEFECTS} == {"w", "c", "w+c", "runtime"}
 
 
 @pytest.fixture(scope="module")
@@ -129,13 +129,13 @@ def missed(rows: list[Row], dtype: str) -> list[str]:
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", benchmark.DTYPES)
 def test_all_known_defects_but_three_are_found(tables: dict[str, list[Row]], dtype: str) -> None:
-    assert len(missed(tables["known"], dtype)) <= 3, missed(tables["known"], dtype)
+    assert len(missed(tables["common"], dtype)) <= 3, missed(tables["common"], dtype)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", benchmark.DTYPES)
 def test_of_what_is_missed_the_reason_is_known(tables: dict[str, list[Row]], dtype: str) -> None:
-    rows = tables["known"] + tables["further"]
+    rows = tables["common"] + tables["rare"]
     refused = {f"{row['model']} | {row['defect']}" for row in rows if row["error"] is not None}
     assert [key for key in missed(rows, dtype) if not EVERY[key].missed_reason and key not in refused] == []
 
@@ -143,7 +143,7 @@ def test_of_what_is_missed_the_reason_is_known(tables: dict[str, list[Row]], dty
 @pytest.mark.slow
 def test_what_is_found_by_far_has_no_reason_to_be_missed(tables: dict[str, list[Row]]) -> None:
     """A defect may have a reason and be found, if its effect is about as large as the tolerance."""
-    rows = tables["known"] + tables["further"]
+    rows = tables["common"] + tables["rare"]
     somewhere = {key for dtype in benchmark.DTYPES for key in missed(rows, dtype)}
     explained = {key for key, each in EVERY.items() if each.missed_reason}
     largest = {

@@ -112,7 +112,7 @@ def test_a_mode_that_checkpoints_less_or_computes_otherwise_is_found(gpu: Module
 
 
 def test_a_plan_that_gathers_and_a_model_that_differs_are_found(gpu: ModuleType) -> None:
-    row = {"case": "optimized plan", "wanted": "sharded", "logits": "sharded"}
+    row = {"case": "optimized plan", "expected_logits": "sharded", "logits": "sharded"}
     assert gpu.wrong_logits([row]) == []
     assert "are whole, expected sharded" in gpu.wrong_logits([row | {"logits": "whole"}])[0]
     assert gpu.wrong_outcomes([{"case": "c", "exit": 0}]) == []

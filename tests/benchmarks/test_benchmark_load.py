@@ -37,7 +37,15 @@ def test_a_rank_reads_its_part_from_its_own_files_and_has_what_others_load(tmp_p
 def row(**changes: Any) -> dict[str, Any]:
     """What a rank says when all is well."""
     files = [".metadata", "__0_0.distcp", "__1_0.distcp", "config.json"]
-    good = {"how": "ckptx", "tensors": 2, "needed": 1000, "read": 1100, "files": files, "grown": 2000, "digest": "a"}
+    good = {
+        "method": "ckptx",
+        "tensors": 2,
+        "needed": 1000,
+        "read": 1100,
+        "files": files,
+        "memory_growth": 2000,
+        "digest": "a",
+    }
     return good | changes
 
 
@@ -48,12 +56,12 @@ def row(**changes: Any) -> dict[str, Any]:
         ({"files": [*row()["files"], "__2_0.distcp"]}, "opened .*__2_0"),
         ({"files": [".metadata"]}, "expected only its own files"),
         ({"read": 1000 + 100 + 2 * (6 << 10) + 1}, "read 13389 bytes for shards of 1000"),
-        ({"grown": 1001 + (200 << 20)}, "bytes of memory"),
+        ({"memory_growth": 1001 + (200 << 20)}, "bytes of memory"),
     ],
 )
 def test_what_is_wrong_is_said(monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], said: str) -> None:
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     check = importlib.import_module("load").check
-    check([row(), row(how="stock")], 1, 100)
+    check([row(), row(method="stock")], 1, 100)
     with pytest.raises(SystemExit, match=said):
-        check([row(**changes), row(how="stock")], 1, 100)
+        check([row(**changes), row(method="stock")], 1, 100)

@@ -19,7 +19,7 @@ from ckptx.catalog.region import Region
 from ckptx.errors import InputError, UnsupportedError
 from ckptx.formats.fsdp.pickled_tensors import load_state_dict, shards_of_rank
 from ckptx.formats.registry import open_checkpoint
-from tests.support.forged_fsdp import Archive, Called, Name, Object, dtensor, mesh, pickled, placement, shard
+from tests.support.forged_fsdp import Archive, FunctionCall, Name, Object, dtensor, mesh, pickle_value, placement, shard
 from tests.support.memory_storage import MemoryPath
 
 SHAPE = (5, 3)
@@ -96,7 +96,7 @@ def truncate(path: Path) -> None:
 
 
 HSDP = (placement("Replicate"), shard(0))
-SYSTEM = Called(Name("posix", "mkdir"), ("was-executed",))
+SYSTEM = FunctionCall(Name("posix", "mkdir"), ("was-executed",))
 
 MALFORMED: dict[str, tuple[Callable[[Path], None], str]] = {
     "a rank without a file": (
@@ -198,8 +198,8 @@ def test_nothing_that_a_pickle_names_is_run(place: str, tmp_path: Path, monkeypa
 
 def test_getattr_gives_an_inert_class(tmp_path: Path) -> None:
     """ShardedTensor names it for the class of its process group."""
-    asked = Called(Name("__builtin__", "getattr"), (Name("torch.distributed.tensor", "DTensor"), "__init__"))
-    tree = load_state_dict(pickled({"x": Object(asked, ("a",), {"b": 1})}), "x")
+    asked = FunctionCall(Name("__builtin__", "getattr"), (Name("torch.distributed.tensor", "DTensor"), "__init__"))
+    tree = load_state_dict(pickle_value({"x": Object(asked, ("a",), {"b": 1})}), "x")
     assert tree["x"].arguments == ("a",) and tree["x"].field("b") == 1
 
 
@@ -309,7 +309,7 @@ def test_regions_are_those_of_torch(
     archive = Archive()
     forged = tuple(placement("Replicate") if dim is None else shard(dim) for dim in dims)
     value = dtensor(shape, archive.tensor(np.zeros(local)), mesh_of(sizes, coordinate), forged)
-    parts = shards_of_rank(load_state_dict(pickled(value), "x"), 0, "x")
+    parts = shards_of_rank(load_state_dict(pickle_value(value), "x"), 0, "x")
     ((_, region),) = parts.local_shards
     assert parts.shape == shape
     assert region.sizes == tuple(local)

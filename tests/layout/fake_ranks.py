@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from tests.support.forked_programs import fresh
+from tests.support.forked_programs import preloaded_context
 
 Shape = tuple[int, ...]
 Elements = np.ndarray[Any, np.dtype[np.int64]]  # the local tensor of a rank, each element its index in the whole tensor
@@ -99,7 +99,7 @@ class Answers(NamedTuple):
 
 def ask(asked: Asked) -> Answers:
     """The answers of torch and transformers, from a fresh process."""
-    with fresh().Pool(1) as pool:
+    with preloaded_context().Pool(1) as pool:
         return pool.apply(_answer, (asked,))
 
 
@@ -164,9 +164,9 @@ def _read(model: Any, mesh: DeviceMesh) -> dict[str, Elements]:
     """What this rank reads of each parameter, as `from_pretrained` reads it."""
     from transformers.distributed.sharding_utils import DtensorShardOperation
 
-    from tests.support.transformers_version import cut_for_tensor_parallelism
+    from tests.support.transformers_version import shard_with_transformers
 
-    cut_for_tensor_parallelism(model, mesh)
+    shard_with_transformers(model, mesh)
     read = {}
     for name, parameter in model.named_parameters():
         source = numbered(tuple(parameter.shape))

@@ -9,7 +9,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from tests.support.replays import converted, loaded
+from tests.support.replays import read_tensors, run_convert
 from tests.support.torch_dcp import assert_same_tensors
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -40,11 +40,11 @@ def state(model: Qwen3MoeForCausalLM) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("names", ["disk", "model"])
 def test_the_base_decides_under_names_that_are_not_its_own(trained: Path, tmp_path: Path, names: str) -> None:
-    base = loaded(trained / "base")
+    base = read_tensors(trained / "base")
     for dtype in ("base", "bf16"):
         options = ("--base", trained / "base", "--names", names, "--dtype", dtype)
-        report = converted("dcp2hf", trained / "step", tmp_path / dtype, *options)
-        found = loaded(tmp_path / dtype)
+        report = run_convert("dcp2hf", trained / "step", tmp_path / dtype, *options)
+        found = read_tensors(tmp_path / dtype)
         routers = {name for name, tensor in found.items() if tensor.dtype is torch.float32}
         assert routers == {name for name in base if name.endswith("mlp.gate.weight")}
         assert {tensor.dtype for name, tensor in found.items() if name not in routers} == {torch.bfloat16}
@@ -53,7 +53,7 @@ def test_the_base_decides_under_names_that_are_not_its_own(trained: Path, tmp_pa
 
 
 def test_from_pretrained_rounds_nothing_of_a_step_as_it_is(trained: Path, tmp_path: Path) -> None:
-    report = converted("dcp2hf", trained / "step", tmp_path / "hf", "--base", trained / "base", "--names", "disk")
+    report = run_convert("dcp2hf", trained / "step", tmp_path / "hf", "--base", trained / "base", "--names", "disk")
     assert [(edit["key"], edit["after"]) for edit in report["edits"]] == [("dtype", "float32")]
     expected = Qwen3MoeForCausalLM.from_pretrained(trained / "base", dtype=torch.float32)
     model = Qwen3MoeForCausalLM.from_pretrained(tmp_path / "hf")

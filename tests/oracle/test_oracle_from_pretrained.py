@@ -12,7 +12,12 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from tests.support.against_transformers import Judge, described, in_one_piece, unequal
+from tests.support.against_transformers import (
+    TransformersResults,
+    compute_results,
+    list_differences,
+    load_unsharded_model,
+)
 from tests.support.models import EVERY
 from tests.support.slow import slow_but
 
@@ -26,31 +31,31 @@ FROZEN = {
 
 
 @pytest.fixture(scope="module")
-def judge(tmp_path_factory: pytest.TempPathFactory) -> Judge:
-    return Judge(tmp_path_factory.mktemp("float32"), FAST)
+def judge(tmp_path_factory: pytest.TempPathFactory) -> TransformersResults:
+    return TransformersResults(tmp_path_factory.mktemp("float32"), FAST)
 
 
 @pytest.fixture(scope="module")
-def judge_of_bfloat16(tmp_path_factory: pytest.TempPathFactory) -> Judge:
-    return Judge(tmp_path_factory.mktemp("bfloat16"), (), dtype="bfloat16")
+def judge_of_bfloat16(tmp_path_factory: pytest.TempPathFactory) -> TransformersResults:
+    return TransformersResults(tmp_path_factory.mktemp("bfloat16"), (), dtype="bfloat16")
 
 
-def equal(judge: Judge, name: str) -> None:
+def equal(judge: TransformersResults, name: str) -> None:
     theirs = judge(name)
-    model = in_one_piece(judge.work, name)
-    assert unequal(described(judge.work, name, model), theirs) == []
+    model = load_unsharded_model(judge.work, name)
+    assert list_differences(compute_results(judge.work, name, model), theirs) == []
     frozen = [each for each, parameter in model.named_parameters() if not parameter.requires_grad]
     assert frozen == theirs["frozen"] == FROZEN.get(name, [])
 
 
 @pytest.mark.parametrize("name", slow_but(EVERY, FAST))
-def test_every_tensor_output_and_gradient_is_equal_bit_for_bit(judge: Judge, name: str) -> None:
+def test_every_tensor_output_and_gradient_is_equal_bit_for_bit(judge: TransformersResults, name: str) -> None:
     equal(judge, name)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", EVERY)
-def test_in_bfloat16_too(judge_of_bfloat16: Judge, name: str) -> None:
+def test_in_bfloat16_too(judge_of_bfloat16: TransformersResults, name: str) -> None:
     equal(judge_of_bfloat16, name)
 
 
@@ -78,9 +83,11 @@ def _lose_a_gradient(model: torch.nn.Module) -> None:
         (_lose_a_gradient, "gradient of model.norm.weight"),
     ],
 )
-def test_an_injected_defect_is_found(judge: Judge, inject: Callable[[torch.nn.Module], None], found: str) -> None:
+def test_an_injected_defect_is_found(
+    judge: TransformersResults, inject: Callable[[torch.nn.Module], None], found: str
+) -> None:
     theirs = judge("qwen3-moe")
-    model = in_one_piece(judge.work, "qwen3-moe")
+    model = load_unsharded_model(judge.work, "qwen3-moe")
     inject(model)
-    faults = unequal(described(judge.work, "qwen3-moe", model), theirs)
+    faults = list_differences(compute_results(judge.work, "qwen3-moe", model), theirs)
     assert any(each.startswith(found) for each in faults), faults

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 import ckptx
 from ckptx.errors import UnsupportedError
 from ckptx.formats.registry import open_checkpoint
-from tests.support.fsdp_writers import save_odd, save_pretrained_model
+from tests.support.fsdp_writers import save_pretrained_model, save_uneven_model
 from tests.support.models import EVERY, assert_same_outputs, load, outputs, write
 from tests.support.pool import GlooPool
 from tests.support.slow import slow_but
@@ -37,7 +37,7 @@ def equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> 
 def test_every_tensor_equals_the_full_state_dict(
     kind: str, ranks: int, tied: bool, pool: GlooPool, tmp_path: Path
 ) -> None:
-    full = pool.run(save_odd, ranks, kind, tied, tmp_path / "actor")[0]
+    full = pool.run(save_uneven_model, ranks, kind, tied, tmp_path / "actor")[0]
     report = ckptx.convert("to-dcp", tmp_path / "actor", tmp_path / "dcp", base="none")
     assert equal(stock_load(tmp_path / "dcp"), full)
     assert report.ledger["source"] == len(full) == report.ledger["written"] + report.ledger["aliases"]
@@ -49,7 +49,7 @@ def test_every_tensor_equals_the_full_state_dict(
 
 
 def test_shards_and_replicas_are_those_of_the_ranks(pool: GlooPool, tmp_path: Path) -> None:
-    pool.run(save_odd, 4, "hsdp2", True, tmp_path)
+    pool.run(save_uneven_model, 4, "hsdp2", True, tmp_path)
     catalog = open_checkpoint(tmp_path)
     embed = catalog.tensors["embed.weight"]
     assert [(chunk.region.offsets[0], chunk.region.sizes[0], chunk.file[-9:]) for chunk in embed.chunks] == [
@@ -57,13 +57,13 @@ def test_shards_and_replicas_are_those_of_the_ranks(pool: GlooPool, tmp_path: Pa
     ]  # fmt: skip
     assert [chunk.file[-9:] for chunk in embed.replicas] == ["rank_2.pt", "rank_3.pt"]
     assert catalog.tensors["head.weight"].chunks == embed.chunks  # tied: the same storage
-    pool.run(save_odd, 4, "fsdp2", True, tmp_path / "uneven")
+    pool.run(save_uneven_model, 4, "fsdp2", True, tmp_path / "uneven")
     one = open_checkpoint(tmp_path / "uneven").tensors["norm.weight"]  # 6 rows: rank 3 has none
     assert [chunk.region.sizes[0] for chunk in one.chunks] == [2, 2, 2]
 
 
 def test_flat_parameters_are_refused(pool: GlooPool, tmp_path: Path) -> None:
-    pool.run(save_odd, 2, "local1", True, tmp_path / "actor")
+    pool.run(save_uneven_model, 2, "local1", True, tmp_path / "actor")
     with pytest.raises(UnsupportedError, match="is a flat parameter of FSDP1") as refused:
         ckptx.convert("to-hf", tmp_path / "actor", tmp_path / "out", base="none")
     assert "SHARDED_STATE_DICT" in str(refused.value)

@@ -14,9 +14,9 @@ from safetensors.torch import load_file, save_file
 import ckptx
 from ckptx.errors import SpaceError, UsageError
 from ckptx.layout.parallel_dims import ParallelDims
-from tests.support.models import randomise, transformers
+from tests.support.models import randomize, transformers
 from tests.support.pool import GlooPool
-from tests.support.verify_runs import assert_equal, verified
+from tests.support.verify_runs import assert_equal, run_verify
 
 _SMALL = 22_000_000  # a bound that takes several pieces
 
@@ -29,7 +29,7 @@ def hf(tmp_path_factory: pytest.TempPathFactory) -> Path:
         hidden_size=192, intermediate_size=512, num_hidden_layers=6, num_attention_heads=6, num_key_value_heads=2,
         vocab_size=1000, tie_word_embeddings=True,
     )  # fmt: skip
-    randomise(transformers.LlamaForCausalLM(config)).save_pretrained(path)
+    randomize(transformers.LlamaForCausalLM(config)).save_pretrained(path)
     return path
 
 
@@ -52,9 +52,9 @@ def test_on_one_rank_both_sides_are_walked_in_pieces(
     pool: GlooPool, hf: Path, tmp_path: Path, settings: dict[str, Any]
 ) -> None:
     ckptx.reshard(hf, tmp_path / "cut", to="dcp", pp=2)
-    whole, _ = verified(pool, hf, tmp_path / "cut", 1, 1)
+    whole, _ = run_verify(pool, hf, tmp_path / "cut", 1, 1)
     assert whole["reference_parts"] == 1
-    found, text = verified(pool, hf, tmp_path / "cut", 1, 1, reference_memory=_SMALL, **settings)
+    found, text = run_verify(pool, hf, tmp_path / "cut", 1, 1, reference_memory=_SMALL, **settings)
     assert_equal(found, text, ParallelDims(), wrapped=6 if settings else 0)
     assert found["reference_parts"] > 2
     assert f"reference  run in {found['reference_parts']} parts, one after another" in text
@@ -76,8 +76,8 @@ def test_on_one_rank_both_sides_are_walked_in_pieces(
 @pytest.mark.parametrize("layout", [{"tp": 2}, {"dp_shard": 2}, {"pp": 2}])
 def test_ranks_are_held_against_a_reference_in_pieces(pool: GlooPool, hf: Path, layout: dict[str, int]) -> None:
     given = {"tp": 1, "dp_shard": 1, **layout}
-    whole, _ = verified(pool, hf, hf, **given)
-    found, text = verified(pool, hf, hf, reference_memory=_SMALL, **given)
+    whole, _ = run_verify(pool, hf, hf, **given)
+    found, text = run_verify(pool, hf, hf, reference_memory=_SMALL, **given)
     assert_equal(found, text, ParallelDims(**given))
     assert (whole["reference_parts"], found["reference_parts"] > 2) == (1, True)
     same = ("loss_reference", "loss_tolerance", "max_abs_tolerance", "gradients", "logits_std")
@@ -87,7 +87,7 @@ def test_ranks_are_held_against_a_reference_in_pieces(pool: GlooPool, hf: Path, 
 
 
 def test_without_a_backward_pass_too(pool: GlooPool, hf: Path) -> None:
-    found, text = verified(pool, hf, hf, 1, 1, reference_memory=16_000_000, backward=False)
+    found, text = run_verify(pool, hf, hf, 1, 1, reference_memory=16_000_000, backward=False)
     assert (found["exit"], found["gradients"], found["max_abs"]) == (0, None, 0), text
     assert found["reference_parts"] > 1
 
@@ -99,7 +99,7 @@ def test_the_least_is_named_and_is_enough(pool: GlooPool, hf: Path) -> None:
             r"requires at least .* when split into up to 6 stages, .*; use --reference-memory (\d+)MB", said
         )
         assert least is not None, said
-    found, text = verified(pool, hf, hf, 1, 1, reference_memory=int(least[1]) * 10**6)
+    found, text = run_verify(pool, hf, hf, 1, 1, reference_memory=int(least[1]) * 10**6)
     assert_equal(found, text, ParallelDims())
 
 
@@ -133,7 +133,7 @@ def test_what_differs_is_named_in_pieces_and_stages_as_in_the_whole(
     other = changed(hf, tmp_path / "other", tensor=tensor, **config)
     documents = []
     for settings in ({}, {"reference_memory": _SMALL}):
-        found, text = verified(pool, hf, other, 1, 1, **layout, **settings)
+        found, text = run_verify(pool, hf, other, 1, 1, **layout, **settings)
         assert (found["exit"], {row["level"] for row in found["differing"]}) == (1, levels), text
         assert found["first_divergence"]["module"] == module
         documents.append(found)
@@ -148,7 +148,7 @@ def test_a_missing_and_a_needless_tensor_are_named(pool: GlooPool, hf: Path, tmp
     tensors = load_file(hf / "model.safetensors")
     other = changed(hf, tmp_path / "other")
     save_file({**tensors, "model.more.weight": torch.ones(2)}, other / "model.safetensors", metadata={"format": "pt"})
-    found, text = verified(pool, hf, other, 1, 1, reference_memory=_SMALL)
+    found, text = run_verify(pool, hf, other, 1, 1, reference_memory=_SMALL)
     assert [(row["level"], row["name"]) for row in found["differing"]] == [("bytes", "model.more.weight")], text
     del tensors["model.layers.3.mlp.up_proj.weight"]
     save_file(tensors, other / "model.safetensors", metadata={"format": "pt"})

@@ -20,7 +20,7 @@ from ckptx.catalog.entry import TensorEntry
 from ckptx.catalog.region import full_region
 from ckptx.model_view.view import ModelView, locate_archives
 from ckptx.runtime.checkpointing.reading import RegionReader, open_source
-from tests.support.against_transformers import Judge, unequal
+from tests.support.against_transformers import TransformersResults, list_differences
 from tests.support.models import EVERY, read_hf
 from tests.support.slow import slow_but
 from tests.support.stock_outputs import fingerprint
@@ -29,8 +29,8 @@ FAST = ("llama-tied", "gemma3-vlm", "qwen3-moe", "deepseek-v3", "phi3", "gpt2", 
 
 
 @pytest.fixture(scope="module")
-def judge(tmp_path_factory: pytest.TempPathFactory) -> Judge:
-    return Judge(tmp_path_factory.mktemp("mapping"), FAST, dcp=True)
+def judge(tmp_path_factory: pytest.TempPathFactory) -> TransformersResults:
+    return TransformersResults(tmp_path_factory.mktemp("mapping"), FAST, dcp=True)
 
 
 def read(reading: RegionReader, entry: TensorEntry) -> torch.Tensor:
@@ -56,7 +56,7 @@ def held(theirs: Mapping[str, object]) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("name", slow_but(EVERY, FAST))
-def test_the_tensors_of_a_model_are_those_that_transformers_loads(judge: Judge, name: str) -> None:
+def test_the_tensors_of_a_model_are_those_that_transformers_loads(judge: TransformersResults, name: str) -> None:
     expected = held(judge(name))
     found, used = read_as_model(judge.work / "hf" / name)
     assert found == expected
@@ -64,8 +64,8 @@ def test_the_tensors_of_a_model_are_those_that_transformers_loads(judge: Judge, 
 
 
 @pytest.mark.parametrize("name", slow_but(EVERY, FAST))
-def test_torch_fills_a_model_from_our_dcp_as_transformers_does(judge: Judge, name: str) -> None:
-    assert unequal(judge(name, "stock-dcp"), judge(name)) == []
+def test_torch_fills_a_model_from_our_dcp_as_transformers_does(judge: TransformersResults, name: str) -> None:
+    assert list_differences(judge(name, "stock-dcp"), judge(name)) == []
     assert read_as_model(judge.work / "dcp" / name)[0] == held(judge(name))
 
 
@@ -79,7 +79,7 @@ def test_torch_fills_a_model_from_our_dcp_as_transformers_does(judge: Judge, nam
     ],
 )  # fmt: skip
 def test_exchanged_parts_of_a_fused_tensor_are_found(
-    judge: Judge, monkeypatch: pytest.MonkeyPatch, name: str, first: str, second: str, where: str
+    judge: TransformersResults, monkeypatch: pytest.MonkeyPatch, name: str, first: str, second: str, where: str
 ) -> None:
     """The chunks of two names on disk change places, as a wrong mapping would have them."""
 

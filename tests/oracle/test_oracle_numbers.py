@@ -20,10 +20,10 @@ from tests.support.report_numbers import (
     Lines,
     check_conversion,
     check_inspection,
-    held,
     is_size,
+    parse_count,
+    read_contents,
     run,
-    whole,
 )
 from tests.support.slow import slow_but
 
@@ -44,16 +44,16 @@ def test_every_class_there_and_back(tmp_path: Path, name: str, step: str) -> Non
     write(RECIPES[name], src)
     verb = STEPS[step][: 2 if STEPS[step][0] == "convert" else 1]
     words = [*verb, src, dst, *STEPS[step][len(verb) :]]
-    before = held(src)
+    before = read_contents(src)
     try:
         done = run(report, *words)
     except AssertionError as error:
         assert isinstance(error.args[0], UnsupportedError) and "pipeline stages" in str(error)
         return
-    after = held(dst)
+    after = read_contents(dst)
     check_conversion(done, before, after, dst=dst)
     check_inspection(run(report, "inspect", dst), after, done.document["parameters"])
-    check_conversion(run(report, "convert", "dcp2hf", dst, back), after, held(back), dst=back)
+    check_conversion(run(report, "convert", "dcp2hf", dst, back), after, read_contents(back), dst=back)
 
 
 # ------------------------------------------------------------------------------------------------------------- memory
@@ -101,8 +101,8 @@ def test_verify_run_reports_the_memory_of_the_largest_rank(tmp_path: Path, mesh:
     ran = re.search(
         rf"ran on .*, tp (\d+) x dp_shard (\d+) \(({NUMBER}) ranks?\); ({NUMBER}) tensors per rank", found["out"]
     )
-    assert ran and int(ran[1]) * int(ran[2]) == whole(ran[3]) == document["world_size"]
-    assert whole(ran[4]) == document["tensors"] == document["compared"]
+    assert ran and int(ran[1]) * int(ran[2]) == parse_count(ran[3]) == document["world_size"]
+    assert parse_count(ran[4]) == document["tensors"] == document["compared"]
     assert sum(document["bytes_read_per_rank"]) == document["bytes_read"]
     assert document["gathered_modules"] == [] or mesh == ("--tp", "2")
 
@@ -168,6 +168,6 @@ def test_forecast_counts_what_it_shows(tmp_path: Path) -> None:
     shown = re.findall(rf"^ +({SIZE})  \w+ +", text, re.MULTILINE)
     assert len(shown) == len(row["largest_tensors"])
     assert all(is_size(size, each["bytes"]) for size, each in zip(shown, row["largest_tensors"], strict=True))
-    assert whole(re.findall(rf"({NUMBER}) parameters", text)[0]) == document["parameters"]
+    assert parse_count(re.findall(rf"({NUMBER}) parameters", text)[0]) == document["parameters"]
     assert document["peak_rss_of"] in ("this process", "largest process")
     assert document["peak_rss"] > 100 << 20

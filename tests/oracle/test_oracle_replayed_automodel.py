@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 
 from ckptx.errors import UsageError
 from ckptx.options.conversion import ToHfOptions
-from tests.support.replays import converted, index_of, loaded, names_of_tests, nbytes, save_part
+from tests.support.replays import index_of, names_of_tests, nbytes, read_tensors, run_convert, write_shard
 from tests.support.torch_dcp import assert_same_tensors, raw
 
 ONE, FIRST, SECOND = (
@@ -93,7 +93,7 @@ def write_metadata(root: Path, files: Mapping[str, int] | None = None, dtypes: M
 
 
 def consolidated(src: Path, dst: Path, *options: object) -> dict[str, Any]:
-    return converted("dcp2hf", src, dst, "--index", "always", *options)
+    return run_convert("dcp2hf", src, dst, "--index", "always", *options)
 
 
 def arange(count: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -103,19 +103,19 @@ def arange(count: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 def test_write_scalar_tensor(tmp_path: Path) -> None:
     """A tensor without dims is written with exactly its bytes; some consolidators leave it out."""
     scalar = torch.tensor([0x1234], dtype=torch.int16).view(torch.bfloat16)[0]
-    save_part(tmp_path / "in" / ONE, {"scale": scalar})
+    write_shard(tmp_path / "in" / ONE, {"scale": scalar})
     consolidated(tmp_path / "in", tmp_path / "out", "--base", "none")
-    found = loaded(tmp_path / "out")["scale"]
+    found = read_tensors(tmp_path / "out")["scale"]
     assert (found.shape, found.dtype, raw(found)) == (torch.Size([]), torch.bfloat16, b"\x34\x12")
 
 
 def test_consolidate_writes_output_safetensors_without_append(tmp_path: Path) -> None:
     """The output file is written once from the start: nothing before the header, nothing after the last tensor."""
     weight = arange(4).reshape(2, 2)
-    save_part(tmp_path / "in" / ONE, {"weight": weight})
+    write_shard(tmp_path / "in" / ONE, {"weight": weight})
     for _ in range(2):  # a second run over the first must not add to it either
         consolidated(tmp_path / "in", tmp_path / "out", "--base", "none", "--overwrite")
-    assert_same_tensors(loaded(tmp_path / "out"), {"weight": weight})
+    assert_same_tensors(read_tensors(tmp_path / "out"), {"weight": weight})
     written = (tmp_path / "out" / "model.safetensors").read_bytes()
     assert len(written) == 8 + int.from_bytes(written[:8], "little") + nbytes([weight])
 
@@ -124,10 +124,10 @@ def test_consolidate_preserves_semantics_for_multi_shard_outputs_without_append(
     """Tensors lie in the files that the mapping says, and the index names them and their size."""
     expected = {"linear.weight": arange(12).reshape(4, 3), "norm.weight": arange(4, torch.float16)}
     src = write_metadata(tmp_path / "in", {"linear.weight": 1, "norm.weight": 2})
-    save_part(src / FIRST, {"linear.weight": expected["linear.weight"][:2], "norm.weight": expected["norm.weight"]})
-    save_part(src / SECOND, {"linear.weight": expected["linear.weight"][2:]}, {"linear.weight": [2, 0]})
+    write_shard(src / FIRST, {"linear.weight": expected["linear.weight"][:2], "norm.weight": expected["norm.weight"]})
+    write_shard(src / SECOND, {"linear.weight": expected["linear.weight"][2:]}, {"linear.weight": [2, 0]})
     consolidated(src, tmp_path / "out")
-    assert_same_tensors(loaded(tmp_path / "out"), expected)
+    assert_same_tensors(read_tensors(tmp_path / "out"), expected)
     index = index_of(tmp_path / "out")
     assert index["weight_map"] == {"linear.weight": FIRST, "norm.weight": SECOND}
     assert index["metadata"]["total_size"] == nbytes(expected.values())
@@ -137,10 +137,10 @@ def test_consolidate_preserves_semantics_for_multi_shard_outputs_without_append(
 def test_consolidate_casts_float_tensors_only_when_cast_dtype_is_set(tmp_path: Path) -> None:
     """A cast touches floats alone, and it is said what was asked and what became of it."""
     tensors = {"float_weight": arange(4).reshape(2, 2), "int_weight": torch.arange(4)}
-    save_part(tmp_path / "in" / ONE, tensors)
+    write_shard(tmp_path / "in" / ONE, tensors)
     report = consolidated(tmp_path / "in", tmp_path / "out", "--base", "none", "--dtype", "bf16")
     expected = {"float_weight": tensors["float_weight"].bfloat16(), "int_weight": tensors["int_weight"]}
-    assert_same_tensors(loaded(tmp_path / "out"), expected)
+    assert_same_tensors(read_tensors(tmp_path / "out"), expected)
     assert index_of(tmp_path / "out")["metadata"]["total_size"] == 4 * 2 + 4 * 8
     assert report["dtypes"] == {"before": {"F32": 1, "I64": 1}, "after": {"BF16": 1, "I64": 1}}
     assert_same_tensors(_kept(tmp_path), tensors)
@@ -149,26 +149,26 @@ def test_consolidate_casts_float_tensors_only_when_cast_dtype_is_set(tmp_path: P
 def _kept(tmp_path: Path) -> dict[str, torch.Tensor]:
     """The same without a cast."""
     consolidated(tmp_path / "in", tmp_path / "kept", "--base", "none")
-    return loaded(tmp_path / "kept")
+    return read_tensors(tmp_path / "kept")
 
 
 def test_consolidate_cast_dtype_does_not_cast_fp8_tensors(tmp_path: Path) -> None:
     """Quantised floats are not cast with the plain ones."""
     tensors = {"fp8_weight": arange(4, torch.float8_e4m3fn), "fp32_weight": arange(4)}
-    save_part(tmp_path / "in" / ONE, tensors)
+    write_shard(tmp_path / "in" / ONE, tensors)
     consolidated(tmp_path / "in", tmp_path / "out", "--base", "none", "--dtype", "bf16")
     expected = {"fp8_weight": tensors["fp8_weight"], "fp32_weight": tensors["fp32_weight"].bfloat16()}
-    assert_same_tensors(loaded(tmp_path / "out"), expected)
+    assert_same_tensors(read_tensors(tmp_path / "out"), expected)
 
 
 def test_consolidate_cast_dtype_preserves_mapped_fp32_tensors(tmp_path: Path) -> None:
     """What the original keeps in float32 among others stays so under a cast; the rest is cast, mapped or not."""
     tensors = {name: arange(4) for name in ("protected_fp32_weight", "ordinary_weight", "ordinary_with_original_dtype")}
     dtypes = {"protected_fp32_weight": "F32", "ordinary_with_original_dtype": "BF16"}
-    save_part(write_metadata(tmp_path / "in", dict.fromkeys(tensors, 1), dtypes) / ONE, tensors)
+    write_shard(write_metadata(tmp_path / "in", dict.fromkeys(tensors, 1), dtypes) / ONE, tensors)
     consolidated(tmp_path / "in", tmp_path / "out", "--dtype", "fp16")
     expected = {name: arange(4, torch.float32 if "protected" in name else torch.float16) for name in tensors}
-    assert_same_tensors(loaded(tmp_path / "out"), expected)
+    assert_same_tensors(read_tensors(tmp_path / "out"), expected)
     assert index_of(tmp_path / "out")["metadata"]["total_size"] == 4 * 4 + 8 * 2
 
 
@@ -178,9 +178,9 @@ def test_consolidate_preserves_original_hf_float_dtypes_when_available(tmp_path:
         "bf16_weight": arange(4).reshape(2, 2), "fp32_weight": arange(4), "missing_original_dtype": arange(2)
     }  # fmt: skip
     src = write_metadata(tmp_path / "in", dict.fromkeys(tensors, 1), {"bf16_weight": "BF16", "fp32_weight": "F32"})
-    save_part(src / ONE, tensors)
+    write_shard(src / ONE, tensors)
     report = consolidated(src, tmp_path / "out", "--dtype", "base")
-    assert_same_tensors(loaded(tmp_path / "out"), tensors | {"bf16_weight": tensors["bf16_weight"].bfloat16()})
+    assert_same_tensors(read_tensors(tmp_path / "out"), tensors | {"bf16_weight": tensors["bf16_weight"].bfloat16()})
     assert index_of(tmp_path / "out")["metadata"]["total_size"] == 4 * 2 + 4 * 4 + 2 * 4
     assert report["base_dtypes"]["lacking"] == ["missing_original_dtype"]
 
@@ -191,18 +191,18 @@ def test_consolidate_keeps_saved_dtype_when_original_hf_dtype_metadata_is_missin
 ) -> None:
     """Without dtypes of an original nothing is cast."""
     tensors = {"fp32_weight": arange(4), "bf16_weight": arange(4, torch.bfloat16)}
-    save_part(write_metadata(tmp_path / "in", dict.fromkeys(tensors, 1)) / ONE, tensors)
+    write_shard(write_metadata(tmp_path / "in", dict.fromkeys(tensors, 1)) / ONE, tensors)
     consolidated(tmp_path / "in", tmp_path / "out", *options)
-    assert_same_tensors(loaded(tmp_path / "out"), tensors)
+    assert_same_tensors(read_tensors(tmp_path / "out"), tensors)
 
 
 def test_consolidate_ignores_mapping_keys_missing_from_input_shards(tmp_path: Path) -> None:
     """A tied name that the mapping has and the shards have not is left out of files and index, and named."""
     wte = arange(4).reshape(2, 2)
     src = write_metadata(tmp_path / "in", {"transformer.wte.weight": 1, "lm_head.weight": 1})
-    save_part(src / ONE, {"transformer.wte.weight": wte})
+    write_shard(src / ONE, {"transformer.wte.weight": wte})
     report = consolidated(src, tmp_path / "out")
-    assert_same_tensors(loaded(tmp_path / "out"), {"transformer.wte.weight": wte})
+    assert_same_tensors(read_tensors(tmp_path / "out"), {"transformer.wte.weight": wte})
     index = index_of(tmp_path / "out")
     assert index["weight_map"] == {"transformer.wte.weight": "model.safetensors"}
     assert index["metadata"]["total_size"] == nbytes([wte])
@@ -211,9 +211,9 @@ def test_consolidate_ignores_mapping_keys_missing_from_input_shards(tmp_path: Pa
 
 def test_consolidate_keeps_float_when_original_dtype_is_quantized(tmp_path: Path) -> None:
     """Trained floats whose original was quantised stay floats, and it is said by name and dtypes."""
-    save_part(write_metadata(tmp_path / "in", {"weight": 1}, {"weight": "F8_E4M3"}) / ONE, {"weight": arange(4)})
+    write_shard(write_metadata(tmp_path / "in", {"weight": 1}, {"weight": "F8_E4M3"}) / ONE, {"weight": arange(4)})
     report = consolidated(tmp_path / "in", tmp_path / "out", "--dtype", "base")
-    assert_same_tensors(loaded(tmp_path / "out"), {"weight": arange(4)})
+    assert_same_tensors(read_tensors(tmp_path / "out"), {"weight": arange(4)})
     assert any(
         "quantized in the base" in line and '"weight" is F8_E4M3 in the base, F32 here' in line
         for line in report["notes"]
@@ -241,9 +241,9 @@ def test_every_rank_consolidation_surfaces_originating_rank_error(tmp_path: Path
     That an error of one rank is that of all is in tests/processes/test_several_processes.py.
     """
     tensors = {"weight": torch.ones(2), "other": torch.ones(3), "adapter_created.bias": torch.zeros(2)}
-    save_part(write_metadata(tmp_path / "in", {"weight": 1, "other": 2}) / ONE, tensors)
+    write_shard(write_metadata(tmp_path / "in", {"weight": 1, "other": 2}) / ONE, tensors)
     consolidated(tmp_path / "in", tmp_path / "out")
-    assert_same_tensors(loaded(tmp_path / "out"), tensors)
+    assert_same_tensors(read_tensors(tmp_path / "out"), tensors)
     assert index_of(tmp_path / "out")["weight_map"]["adapter_created.bias"] == SECOND
 
 
@@ -252,7 +252,7 @@ class TestStorageWriterFinishDiffusersCompatible:
 
     def test_finish_preserves_index_name_when_not_diffusers_compatible(self, tmp_path: Path) -> None:
         """The index is called as transformers calls it, beside one file as beside several."""
-        save_part(tmp_path / "in" / ONE, {"a": torch.ones(4), "b": torch.zeros(4)})
+        write_shard(tmp_path / "in" / ONE, {"a": torch.ones(4), "b": torch.zeros(4)})
         for size in ("16B", "1KB"):
             consolidated(tmp_path / "in", tmp_path / size, "--base", "none", "--max-shard-size", size)
             assert [path.name for path in tmp_path.glob(f"{size}/*.index.json")] == ["model.safetensors.index.json"]

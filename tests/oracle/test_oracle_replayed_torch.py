@@ -30,7 +30,7 @@ from tests.processes.test_several_processes import finish, start
 from tests.support import replay_ranks
 from tests.support.pool import GlooPool
 from tests.support.replay_ranks import square, uneven
-from tests.support.replays import converted, index_of, loaded, names_of_tests, nbytes, save_part
+from tests.support.replays import index_of, names_of_tests, nbytes, read_tensors, run_convert, write_shard
 from tests.support.runner import CliRunner
 from tests.support.torch_dcp import assert_same_tensors, file_bytes
 from tests.support.torch_dcp import load as stock_load
@@ -120,10 +120,10 @@ class TestHfStorage:
             "tensor_0": FIRST, "tensor_1": SECOND,
         }  # fmt: skip
         assert [entry.nbytes for entry in catalog.tensors.values()] == [16, 40]
-        converted("hf2dcp", tmp_path / "hf", tmp_path / "dcp")
+        run_convert("hf2dcp", tmp_path / "hf", tmp_path / "dcp")
         assert_same_tensors(stock_load(tmp_path / "dcp"), state)
-        converted("dcp2hf", tmp_path / "dcp", tmp_path / "back", "--base", "none")
-        assert_same_tensors(loaded(tmp_path / "back"), state)
+        run_convert("dcp2hf", tmp_path / "dcp", tmp_path / "back", "--base", "none")
+        assert_same_tensors(read_tensors(tmp_path / "back"), state)
 
     def test_write_data_with_sharding(self, tmp_path: Path) -> None:
         """Saved as a shard of one rank, it is read as that and made whole."""
@@ -131,8 +131,8 @@ class TestHfStorage:
         save(state, tmp_path / "sharded", save_distributed=True)
         catalog = open_checkpoint(tmp_path / "sharded")
         assert (catalog.format, list(catalog.files)) == ("sharded", ["shard-00001-model-00001-of-00001.safetensors"])
-        converted("dcp2hf", tmp_path / "sharded", tmp_path / "hf", "--base", "none")
-        assert_same_tensors(loaded(tmp_path / "hf"), state)
+        run_convert("dcp2hf", tmp_path / "sharded", tmp_path / "hf", "--base", "none")
+        assert_same_tensors(read_tensors(tmp_path / "hf"), state)
 
     def test_read_data_hf(self, tmp_path: Path) -> None:
         """A file without `__metadata__` is read for what it holds."""
@@ -140,7 +140,7 @@ class TestHfStorage:
         expected = torch.tensor([[1.0, 2.0, 3.0, 4.0]])
         (tmp_path / "hf").mkdir()
         (tmp_path / "hf" / ONE).write_bytes(len(header).to_bytes(8, "little") + header + expected.numpy().tobytes())
-        converted("hf2dcp", tmp_path / "hf", tmp_path / "dcp")
+        run_convert("hf2dcp", tmp_path / "hf", tmp_path / "dcp")
         assert_same_tensors(stock_load(tmp_path / "dcp"), {"tensor_0": expected})
 
     def test_write_metadata_hf(self, tmp_path: Path) -> None:
@@ -149,13 +149,13 @@ class TestHfStorage:
         save(state, tmp_path / "hf")
         theirs = index_of(tmp_path / "hf")
         assert theirs == {"metadata": {"total_size": 200}, "weight_map": dict.fromkeys(state, ONE)}
-        converted("hf2dcp", tmp_path / "hf", tmp_path / "dcp")
-        converted("dcp2hf", tmp_path / "dcp", tmp_path / "new", "--base", "none", "--index", "always")
+        run_convert("hf2dcp", tmp_path / "hf", tmp_path / "dcp")
+        run_convert("dcp2hf", tmp_path / "dcp", tmp_path / "new", "--base", "none", "--index", "always")
         ours = index_of(tmp_path / "new")
         assert ours["metadata"]["total_size"] == 200
         assert ours["weight_map"] == dict.fromkeys(state, "model.safetensors")
         (tmp_path / "dcp" / "config.json").write_text("{}")
-        converted("dcp2hf", tmp_path / "dcp", tmp_path / "back")
+        run_convert("dcp2hf", tmp_path / "dcp", tmp_path / "back")
         kept = {name: data for name, data in file_bytes(tmp_path / "back").items() if "safetensors" in name}
         assert kept == file_bytes(tmp_path / "hf")
 
@@ -176,14 +176,14 @@ class TestSingleRankSaveLoad:
         """What torch's writer saved is what ckptx makes a DCP of."""
         save(small(), tmp_path / "hf")
         assert_same_tensors(load_file(tmp_path / "hf" / ONE), small())
-        converted("hf2dcp", tmp_path / "hf", tmp_path / "dcp")
+        run_convert("hf2dcp", tmp_path / "hf", tmp_path / "dcp")
         assert_same_tensors(stock_load(tmp_path / "dcp"), small())
 
     def test_load(self, tmp_path: Path) -> None:
         """What the safetensors library saved comes out of torch's reader after both conversions."""
         (tmp_path / "hf").mkdir()
         save_file(small(), tmp_path / "hf" / ONE)
-        converted("hf2dcp", tmp_path / "hf", tmp_path / "dcp")
+        run_convert("hf2dcp", tmp_path / "hf", tmp_path / "dcp")
         ran("reshard", tmp_path / "dcp", tmp_path / "cut", "--to", "safetensors", "--dp-shard", 3, "--base", "none")
         state = {name: torch.full_like(tensor, -1) for name, tensor in small().items()}
         dcp.load(state, storage_reader=dcp.HuggingFaceStorageReader(str(tmp_path / "cut")), no_dist=True)
@@ -193,7 +193,7 @@ class TestSingleRankSaveLoad:
         """A loader that asks for no name gets all there are, from files of either form."""
         (tmp_path / "hf").mkdir()
         save_file(small(), tmp_path / "hf" / ONE)
-        converted("hf2dcp", tmp_path / "hf", tmp_path / "dcp")
+        run_convert("hf2dcp", tmp_path / "hf", tmp_path / "dcp")
         ran("reshard", tmp_path / "dcp", tmp_path / "cut", "--to", "safetensors", "--dp-shard", 2, "--base", "none")
         for checkpoint in (tmp_path / "dcp", tmp_path / "cut"):
             found = _load_state_dict_from_keys(storage_reader=replay_ranks.reader_of(checkpoint))
@@ -208,8 +208,8 @@ def cut_anew_loads_everywhere(pool: GlooPool, root: Path, saved: int, loaded_at:
         ran("reshard", root / "saved", root / to, "--to", to, "--dp-shard", 3, "--base", "none")
         for wrong in pool.run(replay_ranks.load_placed, 4, root / to, names, loaded_at):
             assert wrong == []
-    converted("dcp2hf", root / "saved", root / "hf", "--base", "none")
-    assert_same_tensors(loaded(root / "hf"), dict.fromkeys(names, square()))
+    run_convert("dcp2hf", root / "saved", root / "hf", "--base", "none")
+    assert_same_tensors(read_tensors(root / "hf"), dict.fromkeys(names, square()))
 
 
 class TestDTensorReshardPlacementChange:
@@ -253,15 +253,15 @@ class TestConsolidateHFSafeTensors:
 
     def test_consolidate_to_one_file(self, pool: GlooPool, tmp_path: Path) -> None:
         """Rows and columns of two ranks become whole tensors in one file, listed in an index when one is asked for."""
-        converted("dcp2hf", two_ranks(pool, tmp_path), tmp_path / "hf", "--base", "none", "--index", "always")
-        assert_same_tensors(loaded(tmp_path / "hf"), {"dtensor": square(), "dtensor_col": square()})
+        run_convert("dcp2hf", two_ranks(pool, tmp_path), tmp_path / "hf", "--base", "none", "--index", "always")
+        assert_same_tensors(read_tensors(tmp_path / "hf"), {"dtensor": square(), "dtensor_col": square()})
         index = index_of(tmp_path / "hf")
         assert index["metadata"]["total_size"] == 16 * 4 * 2
         assert index["weight_map"] == dict.fromkeys(("dtensor", "dtensor_col"), "model.safetensors")
 
     def test_consolidate_to_two_files(self, pool: GlooPool, tmp_path: Path) -> None:
         """Into one file each, under the names that torch gives, with an index."""
-        converted("dcp2hf", two_ranks(pool, tmp_path), tmp_path / "hf", "--base", "none", "--max-shard-size", "64B")
+        run_convert("dcp2hf", two_ranks(pool, tmp_path), tmp_path / "hf", "--base", "none", "--max-shard-size", "64B")
         assert_same_tensors(load_file(tmp_path / "hf" / FIRST), {"dtensor": square()})
         assert_same_tensors(load_file(tmp_path / "hf" / SECOND), {"dtensor_col": square()})
         index = index_of(tmp_path / "hf")
@@ -272,10 +272,10 @@ class TestConsolidateHFSafeTensors:
     def test_parse_input_metadata_supports_integer_and_bool_dtypes(self, tmp_path: Path, dtype: torch.dtype) -> None:
         """Integers and flags are made whole as floats are; before torch 2.14 its consolidation stops at them."""
         weight = torch.arange(8).reshape(2, 4).to(dtype)
-        save_part(tmp_path / "in" / "shard.safetensors", {"weight": weight[:1]})
-        save_part(tmp_path / "in" / "other.safetensors", {"weight": weight[1:]}, {"weight": [1, 0]})
-        converted("dcp2hf", tmp_path / "in", tmp_path / "out", "--base", "none", "--index", "always")
-        assert_same_tensors(loaded(tmp_path / "out"), {"weight": weight})
+        write_shard(tmp_path / "in" / "shard.safetensors", {"weight": weight[:1]})
+        write_shard(tmp_path / "in" / "other.safetensors", {"weight": weight[1:]}, {"weight": [1, 0]})
+        run_convert("dcp2hf", tmp_path / "in", tmp_path / "out", "--base", "none", "--index", "always")
+        assert_same_tensors(read_tensors(tmp_path / "out"), {"weight": weight})
         assert index_of(tmp_path / "out")["metadata"]["total_size"] == nbytes([weight])
 
     @pytest.mark.slow
@@ -291,7 +291,7 @@ class TestConsolidateHFSafeTensors:
     def test_consolidate_one_file_with_two_ranks(self, pool: GlooPool, tmp_path: Path) -> None:
         """With one file for two processes, the one without work waits for the other."""
         by_two_processes(two_ranks(pool, tmp_path), tmp_path / "hf")
-        assert_same_tensors(loaded(tmp_path / "hf"), {"dtensor": square(), "dtensor_col": square()})
+        assert_same_tensors(read_tensors(tmp_path / "hf"), {"dtensor": square(), "dtensor_col": square()})
 
     @pytest.mark.parametrize(
         ("shape", "offsets", "sizes"),
@@ -310,9 +310,11 @@ class TestConsolidateHFSafeTensors:
         cuts = [sorted({0, begin, begin + size, end}) for begin, size, end in zip(offsets, sizes, shape, strict=True)]
         for number, spans in enumerate(_boxes(cuts)):
             block = full[tuple(slice(begin, end) for begin, end in spans)]
-            save_part(tmp_path / "in" / f"part{number}.safetensors", {"t": block}, {"t": [begin for begin, _ in spans]})
-        converted("dcp2hf", tmp_path / "in", tmp_path / "out", "--base", "none")
-        assert_same_tensors(loaded(tmp_path / "out"), {"t": full})
+            write_shard(
+                tmp_path / "in" / f"part{number}.safetensors", {"t": block}, {"t": [begin for begin, _ in spans]}
+            )
+        run_convert("dcp2hf", tmp_path / "in", tmp_path / "out", "--base", "none")
+        assert_same_tensors(read_tensors(tmp_path / "out"), {"t": full})
 
 
 def _boxes(cuts: list[list[int]]) -> list[list[tuple[int, int]]]:
@@ -364,10 +366,10 @@ def _quantised(root: Path, state: dict[str, torch.Tensor], size: str) -> list[Pa
     """A DCP with fp8 weights, made into an HF checkpoint."""
     stored = {name: t if name.endswith("_inv") else t.to(torch.float8_e4m3fn) for name, t in state.items()}
     dcp.save(stored, checkpoint_id=root / "dcp", no_dist=True)
-    converted(
+    run_convert(
         "dcp2hf", root / "dcp", root / "hf", "--base", "none", "--index", "always", "--max-shard-size", size
     )  # fmt: skip
-    assert_same_tensors(loaded(root / "hf"), stored)
+    assert_same_tensors(read_tensors(root / "hf"), stored)
     return list((root / "hf").glob("*.safetensors"))
 
 
@@ -381,8 +383,8 @@ class TestFormatUtilsNoDist:
     def test_dcp_to_torch_save(self, tmp_path: Path) -> None:
         """A DCP holds the same state after it was cut anew, by stock torch's own conversion."""
         dcp.save({"model": uneven()}, checkpoint_id=tmp_path / "dcp", no_dist=True)
-        converted("dcp2hf", tmp_path / "dcp", tmp_path / "hf", "--base", "none")
-        assert_same_tensors(loaded(tmp_path / "hf"), prefixed(uneven().state_dict()))
+        run_convert("dcp2hf", tmp_path / "dcp", tmp_path / "hf", "--base", "none")
+        assert_same_tensors(read_tensors(tmp_path / "hf"), prefixed(uneven().state_dict()))
         ran("reshard", tmp_path / "dcp", tmp_path / "cut", "--to", "dcp", "--dp-shard", 3, "--base", "none")
         dcp_to_torch_save(tmp_path / "cut", tmp_path / "model.pt")
         found = torch.load(tmp_path / "model.pt", weights_only=True)
@@ -392,7 +394,7 @@ class TestFormatUtilsNoDist:
     def test_torch_save_to_dcp(self, tmp_path: Path) -> None:
         """A state dict of torch.save becomes a DCP; the nest that torch's test puts it in is refused by name here."""
         torch.save(uneven().state_dict(), tmp_path / "model.pt")
-        converted("hf2dcp", tmp_path / "model.pt", tmp_path / "dcp")
+        run_convert("hf2dcp", tmp_path / "model.pt", tmp_path / "dcp")
         assert_same_tensors(stock_load(tmp_path / "dcp"), dict(uneven().state_dict()))
         torch.save({"model": uneven().state_dict()}, tmp_path / "nested.pt")
         refused = CliRunner().invoke(
@@ -407,7 +409,7 @@ class TestFormatUtils:
     def test_online_torch_save_to_dcp(self, pool: GlooPool, tmp_path: Path) -> None:
         """A file of torch.save ends up in a model that is sharded over two ranks."""
         torch.save(uneven().state_dict(), tmp_path / "model.pt")
-        converted("hf2dcp", tmp_path / "model.pt", tmp_path / "dcp", "--dp-shard", 2)
+        run_convert("hf2dcp", tmp_path / "model.pt", tmp_path / "dcp", "--dp-shard", 2)
         assert pool.run(replay_ranks.load_model, 2, tmp_path / "dcp", "") == [[], []]
 
 
@@ -417,9 +419,9 @@ class TestDCPToTorchSave:
     def test_dcp_to_torch_save(self, pool: GlooPool, tmp_path: Path) -> None:
         """What FSDP saved on two ranks is whole in the files of ckptx, and in a file of torch.save after them."""
         pool.run(replay_ranks.save_model, 2, tmp_path / "dcp")
-        converted("dcp2hf", tmp_path / "dcp", tmp_path / "hf", "--base", "none")
-        assert_same_tensors(loaded(tmp_path / "hf"), prefixed(uneven().state_dict()))
-        converted("hf2dcp", tmp_path / "hf", tmp_path / "again")
+        run_convert("dcp2hf", tmp_path / "dcp", tmp_path / "hf", "--base", "none")
+        assert_same_tensors(read_tensors(tmp_path / "hf"), prefixed(uneven().state_dict()))
+        run_convert("hf2dcp", tmp_path / "hf", tmp_path / "again")
         dcp_to_torch_save(tmp_path / "again", tmp_path / "model.pt")
         found = torch.load(tmp_path / "model.pt", weights_only=True)
         assert_same_tensors(found, prefixed(uneven().state_dict()))
@@ -431,7 +433,7 @@ class TestTorchSaveToDCP:
     def test_offline_conversion(self, pool: GlooPool, tmp_path: Path) -> None:
         """Each rank gets a part, and a loader of one process and of three gets the model."""
         torch.save(uneven().state_dict(), tmp_path / "model.pt")
-        converted("hf2dcp", tmp_path / "model.pt", tmp_path / "dcp", "--dp-shard", 4, "--prefix", "model.")
+        run_convert("hf2dcp", tmp_path / "model.pt", tmp_path / "dcp", "--dp-shard", 4, "--prefix", "model.")
         assert len(list((tmp_path / "dcp").glob("*.distcp"))) == 4
         assert_same_tensors(stock_load(tmp_path / "dcp"), prefixed(uneven().state_dict()))
         assert pool.run(replay_ranks.load_model, 3, tmp_path / "dcp", "model.") == [[], [], []]

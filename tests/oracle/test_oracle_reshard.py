@@ -16,19 +16,19 @@ import torch
 import ckptx
 from tests.support.models import EVERY, Recipe, assert_same_outputs, load, outputs, read_hf, write
 from tests.support.sharded_files import (
-    Held,
-    fault_of_bytes,
-    fault_of_cover,
-    in_dcp,
-    in_shards,
+    StoredRegion,
+    coverage_fault,
+    first_wrong_region,
     layer_of,
     rank_of,
+    read_dcp_regions,
+    read_shard_regions,
     state_of,
 )
 from tests.support.slow import slow_but
 from tests.support.torch_dcp import assert_same_tensors, payload_bytes, raw
 from tests.support.torch_dcp import load as stock_load
-from tests.support.transformers_version import reads_sharded_files
+from tests.support.transformers_version import requires_sharded_file_loading
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -73,7 +73,7 @@ def made(name: str, hf: Path) -> Model:
 on_meshes = pytest.mark.parametrize(("tp", "pp", "dp"), slow_but((*MESHES, *MORE_MESHES), MESHES))
 
 
-def misplaced(model: Model, held: dict[str, list[Held]], mesh: Mesh) -> list[str]:
+def misplaced(model: Model, held: dict[str, list[StoredRegion]], mesh: Mesh) -> list[str]:
     """Tensors of a layer that lie in a file of another stage than theirs; the first stages have a layer more."""
     tp, pp, dp = mesh
     layers = {name: layer_of(name, model.encoder_layers) for name in held}
@@ -97,8 +97,8 @@ def test_a_cut_dcp(model: Model, tmp_path: Path, tp: int, pp: int, dp: int) -> N
         expected.setdefault(alias, expected[stored])
     assert_same_tensors(stock_load(tmp_path / "cut"), expected)
 
-    held = in_dcp(tmp_path / "cut")
-    faults = {name: fault_of_cover(tuple(expected[name].shape), held[name]) for name in expected}
+    held = read_dcp_regions(tmp_path / "cut")
+    faults = {name: coverage_fault(tuple(expected[name].shape), held[name]) for name in expected}
     assert [name for name, fault in faults.items() if fault] == []
     assert misplaced(model, held, (tp, pp, dp)) == []
     assert {rank_of(each.file) for blocks in held.values() for each in blocks} <= set(range(tp * pp * dp))
@@ -120,18 +120,18 @@ def test_cut_safetensors(model: Model, tmp_path: Path, tp: int, pp: int, dp: int
     if model.name not in TIED_BY_THE_LOADER:
         assert_same_outputs(outputs(load(tmp_path / "cut"), model.recipe.inputs()), model.logits)
 
-    held = in_shards(tmp_path / "cut")
+    held = read_shard_regions(tmp_path / "cut")
     assert held.keys() == model.state.keys()
-    faults = {name: fault_of_cover(tuple(model.state[name].shape), held[name], copies=tp) for name in held}
+    faults = {name: coverage_fault(tuple(model.state[name].shape), held[name], copies=tp) for name in held}
     assert [name for name, fault in faults.items() if fault] == []
-    assert fault_of_bytes(tmp_path / "cut", held, model.state) is None
+    assert first_wrong_region(tmp_path / "cut", held, model.state) is None
     assert misplaced(model, held, (tp, pp, dp)) == []
     for name, blocks in held.items():
         twice = [each for each in blocks if blocks.count(each) > 1]
         assert twice == [], name
 
 
-@reads_sharded_files
+@requires_sharded_file_loading
 def test_a_head_that_the_loader_ties_is_warned_of(tmp_path: Path) -> None:
     model = made("t5-v1.1", tmp_path / "hf")
     report = ckptx.reshard(model.hf, tmp_path / "cut", to="safetensors", tp=2)
@@ -157,21 +157,21 @@ def test_a_head_that_the_loader_ties_is_warned_of(tmp_path: Path) -> None:
 def test_gaps_overlaps_and_replicas_would_be_noticed(
     held: list[tuple[tuple[int, ...], tuple[int, ...]]], copies: int, is_whole: bool
 ) -> None:
-    fault = fault_of_cover((3, 2), [Held("", *each) for each in held], copies)
+    fault = coverage_fault((3, 2), [StoredRegion("", *each) for each in held], copies)
     assert (fault is None) == is_whole
 
 
 def test_other_bytes_in_a_replica_would_be_noticed(tmp_path: Path) -> None:
     model = made("llama-tied", tmp_path / "hf")
     ckptx.reshard(model.hf, tmp_path / "cut", to="safetensors", tp=2)
-    held = in_shards(tmp_path / "cut")
-    assert fault_of_bytes(tmp_path / "cut", held, model.state) is None
+    held = read_shard_regions(tmp_path / "cut")
+    assert first_wrong_region(tmp_path / "cut", held, model.state) is None
     changed = {**model.state, "model.norm.weight": model.state["model.norm.weight"].flip(0)}
-    assert fault_of_bytes(tmp_path / "cut", held, changed) is not None
+    assert first_wrong_region(tmp_path / "cut", held, changed) is not None
 
 
 def test_a_layer_on_another_stage_would_be_noticed(tmp_path: Path) -> None:
     model = made("llama-tied", tmp_path / "hf")
     ckptx.reshard(model.hf, tmp_path / "cut", to="dcp", tp=2, pp=2, pp_split="2,0")
-    found = misplaced(model, in_dcp(tmp_path / "cut"), (2, 2, 1))
+    found = misplaced(model, read_dcp_regions(tmp_path / "cut"), (2, 2, 1))
     assert len(found) == 9 and all(".layers.1." in name for name in found)

@@ -12,7 +12,7 @@ import torch.distributed.checkpoint as dcp
 
 import ckptx
 from tests.support.models import EVERY, Recipe, assert_same_outputs, load, outputs, read_hf, write
-from tests.support.sharded_files import deeper, in_dcp, in_shards, layer_of, rank_of, state_of
+from tests.support.sharded_files import layer_of, rank_of, read_dcp_regions, read_shard_regions, state_of, with_layers
 from tests.support.slow import slow_but
 from tests.support.torch_dcp import assert_same_tensors, file_bytes, raw
 from tests.support.torch_dcp import load as stock_load
@@ -20,14 +20,14 @@ from tests.support.torch_dcp import load as stock_load
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 RECIPES: dict[str, Recipe] = {
-    "tied": deeper("llama-tied", 5),
-    "untied": deeper("llama-untied", 4),
-    "both-equal": deeper("llama-both-equal", 4),
-    "tower": deeper("llava", 4),
-    "tied-tower": deeper("gemma3-vlm", 4),
-    "experts": deeper("mixtral", 4),
-    "experts-of-some-layers": deeper("deepseek-v3", 5),
-    "conv1d": deeper("gpt2", 4),
+    "tied": with_layers("llama-tied", 5),
+    "untied": with_layers("llama-untied", 4),
+    "both-equal": with_layers("llama-both-equal", 4),
+    "tower": with_layers("llava", 4),
+    "tied-tower": with_layers("gemma3-vlm", 4),
+    "experts": with_layers("mixtral", 4),
+    "experts-of-some-layers": with_layers("deepseek-v3", 5),
+    "conv1d": with_layers("gpt2", 4),
 }
 NAMES = slow_but(RECIPES, ["tied", "untied", "tower", "experts"])
 MESHES: tuple[dict[str, int], ...] = ({"tp": 4, "pp": 2}, {"tp": 2, "dp_shard": 2}, {"pp": 4})
@@ -134,7 +134,7 @@ def test_names_on_disk_stay_in_safetensors_if_asked(hf_of: Callable[[str], Path]
     hf = hf_of(name)
     ckptx.reshard(hf, tmp_path / "cut", to="safetensors", names="disk", tp=2, pp=2)
     expected = read_hf(hf)
-    assert in_shards(tmp_path / "cut").keys() == expected.keys() != state_of(EVERY[name], hf).keys()
+    assert read_shard_regions(tmp_path / "cut").keys() == expected.keys() != state_of(EVERY[name], hf).keys()
     state = {key: torch.zeros_like(tensor) for key, tensor in expected.items()}
     dcp.load(state, storage_reader=dcp.HuggingFaceStorageReader(str(tmp_path / "cut")), no_dist=True)
     assert_same_tensors(state, expected)
@@ -170,7 +170,7 @@ def test_tied_names_in_a_dcp(
     """On the stage of the embedding the head may share its bytes; on another it is a copy, for its ranks."""
     hf = hf_of("llama-tied")
     report = ckptx.reshard(hf, tmp_path / "cut", to="dcp", tied=tied, tp=2, pp=pp)
-    held = in_dcp(tmp_path / "cut")
+    held = read_dcp_regions(tmp_path / "cut")
     head, embedding = TIED
     assert (head in held) == (stored or aliased)
     assert report.aliases == ({head: embedding} if aliased and pp == 1 else {})
@@ -184,9 +184,9 @@ def test_tied_names_in_a_dcp(
 
 def test_a_dropped_head_is_not_in_safetensors(hf_of: Callable[[str], Path], tmp_path: Path) -> None:
     ckptx.reshard(hf_of("llama-tied"), tmp_path / "cut", to="safetensors", tied="drop", tp=2, pp=2)
-    assert in_shards(tmp_path / "cut").keys() == read_hf(hf_of("llama-tied")).keys()
+    assert read_shard_regions(tmp_path / "cut").keys() == read_hf(hf_of("llama-tied")).keys()
     ckptx.reshard(hf_of("llama-tied"), tmp_path / "auto", to="safetensors", tp=2, pp=2)
-    assert in_shards(tmp_path / "auto").keys() == read_hf(hf_of("llama-tied")).keys() | {TIED[0]}
+    assert read_shard_regions(tmp_path / "auto").keys() == read_hf(hf_of("llama-tied")).keys() | {TIED[0]}
 
 
 # Which layers lie where
@@ -204,7 +204,7 @@ def test_layers_lie_where_the_split_says(
     hf_of: Callable[[str], Path], tmp_path: Path, how: str, counts: tuple[int, ...], to: str
 ) -> None:
     report = ckptx.reshard(hf_of("untied"), tmp_path / "cut", to=to, pp=3, tp=2, pp_split=how)
-    held = (in_dcp if to == "dcp" else in_shards)(tmp_path / "cut")
+    held = (read_dcp_regions if to == "dcp" else read_shard_regions)(tmp_path / "cut")
     stages: dict[int, set[int]] = {}
     for name, blocks in held.items():
         layer = layer_of(name, 0)

@@ -18,10 +18,10 @@ from tests.layout.fake_ranks import Asked, Elements, ask
 from tests.support import reshard_ranks
 from tests.support.models import EVERY, read_hf, write
 from tests.support.pool import GlooPool
-from tests.support.sharded_files import Held as Rectangle
-from tests.support.sharded_files import deeper, in_dcp, in_shards, layer_of, rank_of
+from tests.support.sharded_files import StoredRegion as Rectangle
+from tests.support.sharded_files import layer_of, rank_of, read_dcp_regions, read_shard_regions, with_layers
 from tests.support.slow import slow_but
-from tests.support.transformers_version import compares_the_files
+from tests.support.transformers_version import requires_tables_version
 
 Indices = np.ndarray[Any, np.dtype[np.int64]]
 
@@ -33,7 +33,7 @@ COLUMNS = ("o_proj", "down_proj")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """4 layers, 101 tokens and 97 inner features; a head of its own."""
     path = tmp_path_factory.mktemp("llama") / "hf"
-    write(deeper("llama-untied", 4), path)
+    write(with_layers("llama-untied", 4), path)
     save_file(read_hf(path), path.parent / "whole.safetensors")
     return path
 
@@ -141,7 +141,7 @@ def rows_of(local: Elements, dp: int, index: int) -> Indices:
 
 
 @pytest.mark.sampled(5)
-@compares_the_files
+@requires_tables_version
 @pytest.mark.parametrize("dp", [1, 2])
 @pytest.mark.parametrize("tp", SIZES)
 @pytest.mark.parametrize("to", ["dcp", "safetensors"])
@@ -152,7 +152,7 @@ def test_a_rank_has_what_transformers_gives_it(
     """But for tensors that transformers has no rule for, or a wrong one: the report calls theirs an override."""
     write(EVERY[name], tmp_path / "hf")
     report = ckptx.reshard(tmp_path / "hf", tmp_path / "cut", to=to, names="model", tp=tp, dp_shard=dp)
-    held = (in_dcp if to == "dcp" else in_shards)(tmp_path / "cut")
+    held = (read_dcp_regions if to == "dcp" else read_shard_regions)(tmp_path / "cut")
     overridden = {row["pattern"] for row in report.rules if row["rule"] == "override"}
     by_rank = held_by_transformers(name)[tp]
     cut = set()

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 import ckptx
 from ckptx.errors import OutputError
 from tests.support.models import EVERY, assert_same_outputs, load, outputs, read_hf, write
-from tests.support.sharded_files import deeper, in_dcp, in_shards, rank_of
+from tests.support.sharded_files import rank_of, read_dcp_regions, read_shard_regions, with_layers
 from tests.support.slow import slow_but
 from tests.support.torch_dcp import assert_same_tensors, file_bytes
 from tests.support.torch_dcp import load as stock_load
@@ -28,7 +28,7 @@ LAYERS = 4
 @pytest.fixture(scope="module")
 def hf(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("llama") / "hf"
-    write(deeper("llama-untied", LAYERS), path)
+    write(with_layers("llama-untied", LAYERS), path)
     return path
 
 
@@ -94,7 +94,7 @@ def test_a_training_checkpoint_of_any_model(tmp_path: Path, name: str, layout: s
         assert_same_tensors({name: found[name] for name in expected}, expected)
         extra = {extra.rpartition(".")[0] for extra in found.keys() - expected.keys()}
         assert len(extra) <= len(recipe.aliases) or name == "t5-v1.1"
-    assert len({each.file for blocks in in_dcp(tmp_path / "cut").values() for each in blocks}) == 8
+    assert len({each.file for blocks in read_dcp_regions(tmp_path / "cut").values() for each in blocks}) == 8
     ckptx.convert("dcp2hf", tmp_path / "cut", tmp_path / "back", base=base)
     assert_same_outputs(outputs(load(tmp_path / "back"), recipe.inputs()), outputs(model, recipe.inputs()))
 
@@ -108,7 +108,7 @@ def test_names_with_wrappers_stay_as_the_trainer_wants_them(hf: Path, tmp_path: 
     report = ckptx.reshard(save(state, tmp_path / "saved"), tmp_path / "cut", base=str(hf), tp=2, pp=2)
     assert f'wrapper "_orig_mod." kept in {len(state)} names' in report.notes
     assert_same_tensors(stock_load(tmp_path / "cut"), state)
-    held = in_dcp(tmp_path / "cut")
+    held = read_dcp_regions(tmp_path / "cut")
     name = "_orig_mod.model.layers.3.self_attn._checkpoint_wrapped_module.q_proj.weight"
     for each in (f"model.{name}", f"optim.state.{name}.exp_avg"):
         assert [rank_of(rectangle.file) for rectangle in held[each]] == [2, 3]
@@ -181,7 +181,7 @@ def test_scales_of_blocks_come_back(hf: Path, tmp_path: Path, to: str, tp: int, 
     ckptx.convert("dcp2hf", tmp_path / "cut", tmp_path / "back", allow_config_mismatch=True)
     assert (tmp_path / "back" / "model.safetensors").read_bytes() == (source / "model.safetensors").read_bytes()
     # 32 rows of queries are 4 blocks, which 2 and 4 ranks share and 3 do not; 97 inner features divide by nothing.
-    held = (in_dcp if to == "dcp" else in_shards)(tmp_path / "cut")
+    held = (read_dcp_regions if to == "dcp" else read_shard_regions)(tmp_path / "cut")
     parts = {each.offsets[0] for each in held["model.layers.0.self_attn.q_proj.weight_scale_inv"]}
     assert len(parts) == (4 if tp == 4 else 2 if tp == 2 else 1)
     reasons = {row["pattern"].split(".")[-2]: row["reason"] for row in report.rules if "scale" in row["pattern"]}
@@ -202,13 +202,13 @@ STRANGE = {
 @pytest.mark.parametrize("name", STRANGE)
 def test_tensors_of_no_model_stay_with_their_layer(tmp_path: Path, name: str, to: str) -> None:
     """On every rank of the stage or on the first, and byte for byte the same file at the end."""
-    write(deeper(name, LAYERS), tmp_path / "hf")
+    write(with_layers(name, LAYERS), tmp_path / "hf")
     tensors = read_hf(tmp_path / "hf")
     tensors |= {strange: torch.arange(5.0) + i for i, strange in enumerate(STRANGE[name])}
     source = write_single(tensors, tmp_path / "hf", tmp_path / "source")
     report = ckptx.reshard(source, tmp_path / "cut", to=to, tp=2, pp=LAYERS, allow_config_mismatch=True)
     assert set(report.other_tensors) == set(STRANGE[name])
-    held = (in_dcp if to == "dcp" else in_shards)(tmp_path / "cut")
+    held = (read_dcp_regions if to == "dcp" else read_shard_regions)(tmp_path / "cut")
     for strange, stage in STRANGE[name].items():
         ranks = [rank_of(each.file) for each in held[strange]]
         assert ranks == ([2 * stage] if to == "dcp" else [2 * stage, 2 * stage + 1]), strange
@@ -222,7 +222,7 @@ def test_a_checkpoint_of_nothing_known(tmp_path: Path) -> None:
     report = ckptx.reshard(tmp_path / "saved", tmp_path / "cut", base="none", tp=2, dp_shard=3)
     assert_same_tensors(stock_load(tmp_path / "cut"), state)
     assert any(warning.startswith("--base none") for warning in report.notes)
-    assert [rank_of(each.file) for each in in_dcp(tmp_path / "cut")["a.weight"]] == [0, 2, 4]
+    assert [rank_of(each.file) for each in read_dcp_regions(tmp_path / "cut")["a.weight"]] == [0, 2, 4]
 
 
 # Meshes, files, threads

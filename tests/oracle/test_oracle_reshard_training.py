@@ -22,7 +22,7 @@ from ckptx.errors import UnsupportedError, UsageError
 from tests.support import reshard_ranks, torch_training
 from tests.support.models import load, read_file, write
 from tests.support.pool import GlooPool
-from tests.support.sharded_files import deeper, fault_of_cover, in_dcp, rank_of
+from tests.support.sharded_files import coverage_fault, rank_of, read_dcp_regions, with_layers
 from tests.support.slow import slow_but
 from tests.support.torch_dcp import assert_same_tensors, metadata, raw
 from tests.support.torch_dcp import load as stock_load
@@ -36,7 +36,7 @@ HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 @pytest.fixture(scope="module", params=["untied", "tied"])
 def hf(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     root = tmp_path_factory.mktemp(request.param)
-    write(deeper(f"llama-{request.param}", LAYERS), root / "hf")
+    write(with_layers(f"llama-{request.param}", LAYERS), root / "hf")
     yield root / "hf"
     shutil.rmtree(root)
 
@@ -44,7 +44,7 @@ def hf(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory)
 @pytest.fixture(scope="module")
 def untied(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("untied") / "hf"
-    write(deeper("llama-untied", LAYERS), path)
+    write(with_layers("llama-untied", LAYERS), path)
     return path
 
 
@@ -126,7 +126,7 @@ def test_merged_again_it_is_what_the_trainer_saved(pool: GlooPool, hf: Path, tmp
     head = frozenset(state_names(stock_load(tmp_path / "merged"), HEAD) - stock_load(saved).keys())
     assert len(head) == (3 if is_tied(hf) else 0)
     assert_same_training(tmp_path / "merged", saved, head)
-    held = in_dcp(tmp_path / "merged")
+    held = read_dcp_regions(tmp_path / "merged")
     assert all(len(blocks) == 1 for blocks in held.values())
     assert {each.file for blocks in held.values() for each in blocks} == {"__0_0.distcp"}
     if head:
@@ -137,13 +137,16 @@ def test_merged_again_it_is_what_the_trainer_saved(pool: GlooPool, hf: Path, tmp
 def test_every_state_is_cut_as_its_parameter(pool: GlooPool, tmp_path: Path, name: str) -> None:
     """Experts of all of a layer are in fused tensors here, as the model has them, and fused projections in groups."""
     hf = tmp_path / "hf"
-    write(deeper(name, LAYERS), hf)
+    write(with_layers(name, LAYERS), hf)
     saved = train(pool, hf, tmp_path)
     ckptx.reshard(saved, tmp_path / "cut", base=str(hf), tp=2, pp=2, dp_shard=2)
     assert_same_training(tmp_path / "cut", saved)
-    held, shapes = in_dcp(tmp_path / "cut"), {name: tuple(each.size) for name, each in metadata(saved).items()}
+    held, shapes = (
+        read_dcp_regions(tmp_path / "cut"),
+        {name: tuple(each.size) for name, each in metadata(saved).items()},
+    )
     assert held.keys() == shapes.keys()
-    assert [name for name, shape in shapes.items() if fault_of_cover(shape, held[name])] == []
+    assert [name for name, shape in shapes.items() if coverage_fault(shape, held[name])] == []
     cut = 0
     for name, blocks in held.items():
         if name.startswith("optim."):
@@ -159,7 +162,7 @@ def test_every_state_is_cut_as_its_parameter(pool: GlooPool, tmp_path: Path, nam
 
 def test_states_of_experts_cannot_follow_names_on_disk(pool: GlooPool, tmp_path: Path) -> None:
     """There each expert is a tensor of its own, and no trainer has state for it."""
-    write(deeper("mixtral", LAYERS), tmp_path / "hf")
+    write(with_layers("mixtral", LAYERS), tmp_path / "hf")
     saved = train(pool, tmp_path / "hf", tmp_path)
     options = {"base": str(tmp_path / "hf"), "names": "disk", **MESH}
     with pytest.raises(UnsupportedError, match="belongs to a parameter that these names combine, split or reorder"):
@@ -172,7 +175,7 @@ def test_states_of_experts_cannot_follow_names_on_disk(pool: GlooPool, tmp_path:
 
 
 def test_a_cast_leaves_the_optimizer_alone(pool: GlooPool, tmp_path: Path) -> None:
-    write(deeper("llama-fp32", LAYERS), tmp_path / "hf")
+    write(with_layers("llama-fp32", LAYERS), tmp_path / "hf")
     saved = train(pool, tmp_path / "hf", tmp_path)
     ckptx.reshard(saved, tmp_path / "cut", base=str(tmp_path / "hf"), dtype="bf16", **MESH)
     before, after = stock_load(saved), stock_load(tmp_path / "cut")
@@ -194,7 +197,7 @@ def test_prefixes_objects_and_nesting_are_carried(pool: GlooPool, untied: Path, 
         dcp_to_torch_save(path, tmp_path / out)
     a, b = (torch.load(tmp_path / name, weights_only=False) for name in ("a.pt", "b.pt"))
     assert_same_nested(a, b)
-    assert {each.file for blocks in in_dcp(tmp_path / "cut").values() for each in blocks} == {
+    assert {each.file for blocks in read_dcp_regions(tmp_path / "cut").values() for each in blocks} == {
         f"__{rank}_0.distcp" for rank in range(4)
     }
 
@@ -271,7 +274,7 @@ def test_states_of_another_shape_are_whole_and_listed(untied: Path, tmp_path: Pa
     apart = {name for name, tensor in rows.items() if tensor.numel() > 1} | blocks.keys()
     assert set(report.state_replicated) == apart
     assert any(f"{len(apart)} tensors" in warning for warning in report.notes)
-    held = in_dcp(tmp_path / "cut")
+    held = read_dcp_regions(tmp_path / "cut")
     assert all(len(held[name]) == 1 for name in apart)
     assert any(len(held[name]) == 2 for name in same)
     for name in apart:
@@ -317,7 +320,7 @@ def test_safetensors_cannot_keep_an_optimizer(pool: GlooPool, untied: Path, tmp_
 
 def test_moments_of_tied_names_that_differ_are_reported(pool: GlooPool, tmp_path: Path) -> None:
     """Both names of a tied pair have state, and it is not the same."""
-    write(deeper("llama-tied", LAYERS), tmp_path / "hf")
+    write(with_layers("llama-tied", LAYERS), tmp_path / "hf")
     model, _ = trained(tmp_path / "hf")
     state: dict[str, Any] = {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
     moment = torch.ones_like(model.lm_head.weight)

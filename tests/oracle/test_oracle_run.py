@@ -21,7 +21,7 @@ from ckptx.layout.parallel_dims import ParallelDims
 from tests.support.models import EVERY, VOCAB, Recipe, write
 from tests.support.pool import GlooPool
 from tests.support.runner import CliRunner
-from tests.support.verify_runs import assert_equal, verified
+from tests.support.verify_runs import assert_equal, run_verify
 
 # Different builds, in every run: tied, multimodal, shared keys and values, experts, latent attention, Conv1D.
 RUN = ("llama-tied", "gemma3-vlm", "qwen3-moe", "deepseek-v3", "phi3")
@@ -34,7 +34,7 @@ def test_a_model_computes_the_same_on_a_mesh(
     pool: GlooPool, hf_of: Callable[[str], Path], tmp_path: Path, name: str
 ) -> None:
     ckptx.convert("hf2dcp", hf_of(name), tmp_path / "dcp")
-    document, text = verified(pool, hf_of(name), tmp_path / "dcp")
+    document, text = run_verify(pool, hf_of(name), tmp_path / "dcp")
     assert_equal(document, text, ParallelDims(tp=2, dp_shard=2))
     assert document["max_abs"] < 1e-4, "a sum in another order, in float32"
 
@@ -52,7 +52,7 @@ def test_every_model_computes_the_same_on_a_mesh(
 def test_bfloat16_stays_within_its_own_noise(
     pool: GlooPool, hf_of: Callable[[str], Path], tmp_path: Path, name: str
 ) -> None:
-    document, text = verified(pool, hf_of(name), hf_of(name), compute_dtype="bf16")
+    document, text = run_verify(pool, hf_of(name), hf_of(name), compute_dtype="bf16")
     assert_equal(document, text, ParallelDims(tp=2, dp_shard=2))
 
 
@@ -60,7 +60,7 @@ def test_bfloat16_stays_within_its_own_noise(
 @pytest.mark.parametrize("tp", [1, 2])
 def test_layers_that_share_parameters_are_sharded_together(pool: GlooPool, tmp_path: Path, tp: int) -> None:
     write(Recipe(_shares_a_transformer, dict), tmp_path / "hf")
-    document, text = verified(pool, tmp_path / "hf", tmp_path / "hf", tp=tp, dp_shard=2)
+    document, text = run_verify(pool, tmp_path / "hf", tmp_path / "hf", tp=tp, dp_shard=2)
     assert_equal(document, text, ParallelDims(tp=tp, dp_shard=2))
 
 
@@ -76,7 +76,7 @@ def _shares_a_transformer() -> Any:
 
 def test_what_cannot_be_run_says_so(pool: GlooPool, tmp_path: Path) -> None:
     write(Recipe(_hears_without_text, dict, dtype=torch.float32), tmp_path / "ctc")
-    kind, said = verified(pool, tmp_path / "ctc", tmp_path / "ctc", tp=1, dp_shard=2)
+    kind, said = run_verify(pool, tmp_path / "ctc", tmp_path / "ctc", tp=1, dp_shard=2)
     assert kind == "UnsupportedError"
     assert "fails on inputs input_ids, attention_mask: TypeError" in said
 
@@ -97,7 +97,7 @@ def test_a_cut_checkpoint_is_run_as_it_is(
 ) -> None:
     hf = hf_of("llama-tied")
     ckptx.reshard(hf, tmp_path / "cut", to=to, tp=2, pp=2)
-    document, text = verified(pool, hf, tmp_path / "cut", tp=2, dp_shard=1)
+    document, text = run_verify(pool, hf, tmp_path / "cut", tp=2, dp_shard=1)
     assert_equal(document, text, ParallelDims(tp=2))
 
 
@@ -105,8 +105,8 @@ def test_a_cut_checkpoint_is_run_as_it_is(
 @pytest.mark.parametrize("mode", ["full", "submodule", "selective"])
 def test_recomputing_changes_nothing(pool: GlooPool, hf_of: Callable[[str], Path], mode: str) -> None:
     hf = hf_of("llama-untied")
-    plain, _ = verified(pool, hf, hf)
-    document, text = verified(pool, hf, hf, activation_checkpointing=mode)
+    plain, _ = run_verify(pool, hf, hf)
+    document, text = run_verify(pool, hf, hf, activation_checkpointing=mode)
     assert_equal(document, text, ParallelDims(tp=2, dp_shard=2), wrapped=2)
     for number in ("max_abs", "loss", "grad_max_abs"):
         assert document[number] == plain[number]
@@ -153,7 +153,7 @@ def levels(document: dict[str, Any]) -> set[str]:
 
 
 def test_a_flipped_bit_in_a_slice_is_named_with_its_rank(pool: GlooPool, hf_of: Callable[[str], Path]) -> None:
-    document, text = verified(pool, hf_of("llama-untied"), hf_of("llama-untied"), inject="slice")
+    document, text = run_verify(pool, hf_of("llama-untied"), hf_of("llama-untied"), inject="slice")
     assert document["exit"] == 1
     found = [(row["rank"], row["name"]) for row in document["differing"] if row["level"] == "bytes"]
     assert found == [(1, "model.layers.1.mlp.up_proj.weight")]
@@ -166,7 +166,7 @@ def test_another_eps_in_the_config_is_named_and_shows_in_the_forward_pass(
     other = changed(hf_of("llama-untied"), tmp_path / "eps", lambda tensors: None)
     config = json.loads((other / "config.json").read_text())
     (other / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 1e-3}))
-    document, text = verified(pool, hf_of("llama-untied"), other, **TWO)
+    document, text = run_verify(pool, hf_of("llama-untied"), other, **TWO)
     assert document["exit"] == 1
     assert {"config", "forward"} <= levels(document) and "bytes" not in levels(document)
     assert "config: rms_norm_eps: 1e-06 in the reference, 0.001 in the checkpoint" in text
@@ -178,7 +178,7 @@ def test_a_key_that_changes_nothing_is_a_note(pool: GlooPool, hf_of: Callable[[s
     other = changed(hf_of("llama-untied"), tmp_path / "eos", lambda tensors: None)
     config = json.loads((other / "config.json").read_text())
     (other / "config.json").write_text(json.dumps(config | {"eos_token_id": 7, "attention_dropout": 0.5}))
-    document, text = verified(pool, hf_of("llama-untied"), other, **TWO)
+    document, text = run_verify(pool, hf_of("llama-untied"), other, **TWO)
     assert_equal(document, text, ParallelDims(**TWO))
     (note,) = (each for each in document["notes"] if each.startswith("config differences without effect"))
     assert "eos_token_id (2 in the reference, 7 in the checkpoint)" in note
@@ -194,13 +194,13 @@ def test_a_tensor_that_nothing_reads_is_a_difference_unless_both_have_it(
         tensors["model.layers.0.mlp.gate_proj.extra"] = torch.ones(3)
 
     plain, other = hf_of("llama-untied"), changed(hf_of("llama-untied"), tmp_path / "more", add)
-    document, text = verified(pool, plain, other, **TWO)
+    document, text = run_verify(pool, plain, other, **TWO)
     assert [(row["level"], row["name"]) for row in document["differing"]] == [
         ("bytes", "model.layers.0.mlp.gate_proj.extra")
     ]
     assert "bytes: model.layers.0.mlp.gate_proj.extra: unknown to the class, and not in the reference" in text
     for checkpoint in (plain, other):
-        document, text = verified(pool, other, checkpoint, **TWO)
+        document, text = run_verify(pool, other, checkpoint, **TWO)
         assert_equal(document, text, ParallelDims(**TWO))
         (note,) = (
             each for each in document["notes"] if each.startswith("tensors of the reference that its class does not")
@@ -209,7 +209,7 @@ def test_a_tensor_that_nothing_reads_is_a_difference_unless_both_have_it(
 
 
 def test_a_lost_gradient_is_named(pool: GlooPool, hf_of: Callable[[str], Path]) -> None:
-    document, _ = verified(pool, hf_of("llama-untied"), hf_of("llama-untied"), inject="gradient")
+    document, _ = run_verify(pool, hf_of("llama-untied"), hf_of("llama-untied"), inject="gradient")
     assert levels(document) == {"gradients"}
     assert {row["name"] for row in document["differing"]} == {"model.layers.0.self_attn.o_proj.weight"}
     assert {row["rank"] for row in document["differing"]} == {0, 1, 2, 3}
@@ -222,7 +222,7 @@ def test_exchanged_projections_are_named(pool: GlooPool, hf_of: Callable[[str], 
         tensors[first], tensors[second] = tensors[second].clone(), tensors[first].clone()
 
     swapped = changed(hf_of("llama-untied"), tmp_path / "swapped", swap)
-    document, _ = verified(pool, hf_of("llama-untied"), swapped, **TWO)
+    document, _ = run_verify(pool, hf_of("llama-untied"), swapped, **TWO)
     assert levels(document) == {"bytes", "forward", "gradients"}
     assert {row["name"] for row in document["differing"] if row["level"] == "bytes"} == {first, second}
 
@@ -234,12 +234,12 @@ def test_what_is_not_a_number_is_found_before_anything_else(
         tensors["model.layers.0.mlp.up_proj.weight"][3, 5] = float("nan")
 
     spoiled = changed(hf_of("llama-untied"), tmp_path / "nan", spoil)
-    document, text = verified(pool, hf_of("llama-untied"), spoiled, **TWO)
+    document, text = run_verify(pool, hf_of("llama-untied"), spoiled, **TWO)
     first = next(row for row in document["differing"] if row["level"] == "forward")
     assert first["what"].endswith("not finite, checkpoint")
     assert document["kl"] == "nan"
     assert "not finite" in text
-    both, _ = verified(pool, spoiled, spoiled, **TWO)
+    both, _ = run_verify(pool, spoiled, spoiled, **TWO)
     assert both["exit"] == 1, "that both are not numbers does not make them equal"
 
 
@@ -248,17 +248,17 @@ def test_a_missing_tensor_is_refused_on_every_rank(
 ) -> None:
     name = "model.layers.1.mlp.down_proj.weight"
     lacking = changed(hf_of("llama-untied"), tmp_path / "lacking", lambda tensors: tensors.__delitem__(name))
-    kind, said = verified(pool, hf_of("llama-untied"), lacking, **TWO)
+    kind, said = run_verify(pool, hf_of("llama-untied"), lacking, **TWO)
     assert (kind, name in said) == ("InputError", True)
 
 
 def test_heads_that_do_not_divide_are_refused_before_anything_is_built(
     pool: GlooPool, hf_of: Callable[[str], Path]
 ) -> None:
-    kind, said = verified(pool, hf_of("llama-untied"), hf_of("llama-untied"), tp=3, dp_shard=1)
+    kind, said = run_verify(pool, hf_of("llama-untied"), hf_of("llama-untied"), tp=3, dp_shard=1)
     assert kind == "UnsupportedError"
     assert "num_attention_heads is 4" in said
-    kind, said = verified(pool, hf_of("llama-untied"), hf_of("llama-untied"), tp=4, dp_shard=1)
+    kind, said = run_verify(pool, hf_of("llama-untied"), hf_of("llama-untied"), tp=4, dp_shard=1)
     assert (kind, "num_key_value_heads is 2" in said) == ("UnsupportedError", True)
 
 

@@ -41,7 +41,7 @@ from tests.support.models import Recipe, assert_same_outputs, load, outputs, rea
 from tests.support.pool import GlooPool
 from tests.support.torch_dcp import assert_same_tensors, raw
 from tests.support.torch_dcp import load as stock_load
-from tests.support.transformers_version import READS_SHARDED_FILES, reads_sharded_files
+from tests.support.transformers_version import READS_SHARDED_FILES, requires_sharded_file_loading
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:torch.distributed is disabled", "ignore:Distributed environment not initialized"
@@ -102,7 +102,7 @@ def test_without_a_rank_what_torch_saved_is_refused_where_stock_torch_loads_it(p
 
 
 @pytest.mark.sampled(1)
-@pytest.mark.parametrize("how", [pytest.param("tp", marks=reads_sharded_files), "fsdp"])
+@pytest.mark.parametrize("how", [pytest.param("tp", marks=requires_sharded_file_loading), "fsdp"])
 def test_what_transformers_saves_distributed_is_opened(pool: GlooPool, hf: Path, tmp_path: Path, how: str) -> None:
     pool.run(cut_ranks.save_pretrained, 2, hf, tmp_path / "saved", how)
     catalog = open_checkpoint(tmp_path / "saved")
@@ -254,7 +254,7 @@ def test_stock_loaders_read_cut_safetensors_whole(hf: Path, tmp_path: Path) -> N
 
 
 @pytest.mark.sampled(1)
-@reads_sharded_files
+@requires_sharded_file_loading
 @pytest.mark.parametrize("how", ["tp", "pp"])
 def test_transformers_loads_cut_safetensors_on_two_ranks(pool: GlooPool, hf: Path, tmp_path: Path, how: str) -> None:
     root = write_cut("sharded", tmp_path / "cut", hf)
@@ -262,7 +262,7 @@ def test_transformers_loads_cut_safetensors_on_two_ranks(pool: GlooPool, hf: Pat
 
 
 @pytest.mark.parametrize(
-    "how", ["torch", "torch on every rank", pytest.param("transformers", marks=reads_sharded_files)]
+    "how", ["torch", "torch on every rank", pytest.param("transformers", marks=requires_sharded_file_loading)]
 )
 def test_cut_safetensors_are_consolidated(hf: Path, tmp_path: Path, how: str) -> None:
     root, out = write_cut("sharded", tmp_path / "cut", hf), tmp_path / "out"

@@ -1,7 +1,8 @@
 """What the runtime computes under tensor parallelism is what transformers does, uncut and cut by its own plan.
 
 transformers runs in processes that never import ckptx. A difference may be eight times what moving each embedding by
-one unit in the last place makes of the same number (`support.judged.allowed`): sums in another order, nothing else.
+one unit in the last place makes of the same number (`measure_tolerances` of `tests.support.against_transformers`):
+sums in another order, nothing else.
 """
 
 from __future__ import annotations
@@ -10,11 +11,18 @@ import re
 
 import pytest
 
-from tests.support.against_transformers import TP, Judge, allowed, computed, cut_on_rank, distance
+from tests.support.against_transformers import (
+    TP,
+    TransformersResults,
+    compare_results,
+    load_results,
+    measure_tolerances,
+    save_sharded_results,
+)
 from tests.support.models import EVERY
 from tests.support.pool import GlooPool
 from tests.support.slow import slow_but
-from tests.support.transformers_version import IS_ASKED
+from tests.support.transformers_version import IS_TABLES_VERSION
 
 FAST = ("llama-tied", "gemma3-vlm", "qwen3-moe", "deepseek-v3", "phi3", "gpt2")
 
@@ -44,24 +52,26 @@ DIFFERENT = {
 
 
 @pytest.fixture(scope="module")
-def judge(tmp_path_factory: pytest.TempPathFactory) -> Judge:
-    return Judge(tmp_path_factory.mktemp("tp"), FAST, tp=TP)
+def judge(tmp_path_factory: pytest.TempPathFactory) -> TransformersResults:
+    return TransformersResults(tmp_path_factory.mktemp("tp"), FAST, tp=TP)
 
 
 @pytest.mark.parametrize("name", slow_but(EVERY, FAST))
-def test_outputs_loss_and_gradients_are_those_of_transformers(pool: GlooPool, judge: Judge, name: str) -> None:
+def test_outputs_loss_and_gradients_are_those_of_transformers(
+    pool: GlooPool, judge: TransformersResults, name: str
+) -> None:
     uncut, cut = judge(name), judge(name, "stock-tp")
-    pool.run(cut_on_rank, TP, judge.work, name)
-    ours, limits = computed(judge.work, "ours-tp", name), allowed(judge.work, name, uncut)
-    assert distance(ours, uncut, limits).faults == []
+    pool.run(save_sharded_results, TP, judge.work, name)
+    ours, limits = load_results(judge.work, "ckptx-tp", name), measure_tolerances(judge.work, name, uncut)
+    assert compare_results(ours, uncut, limits).faults == []
     error = cut.get("error", "")
-    apart = distance(cut, uncut, limits).faults if "outputs" in cut else []
+    apart = compare_results(cut, uncut, limits).faults if "outputs" in cut else []
     named = ", ".join(each.partition(":")[0] for each in apart)
-    if IS_ASKED:  # other versions refuse others
+    if IS_TABLES_VERSION:  # other versions refuse others
         assert re.match(REFUSED.get(name, "$"), error), error
         assert re.match(DIFFERENT.get(name, "$"), named), named
     if "outputs" in cut and not apart:
-        assert distance(ours, cut, limits).faults == []
+        assert compare_results(ours, cut, limits).faults == []
 
 
 @pytest.mark.parametrize(
@@ -74,12 +84,12 @@ def test_outputs_loss_and_gradients_are_those_of_transformers(pool: GlooPool, ju
     ],
 )
 def test_a_sum_over_the_ranks_that_is_skipped_is_found(
-    pool: GlooPool, judge: Judge, name: str, skipped: str, found: str
+    pool: GlooPool, judge: TransformersResults, name: str, skipped: str, found: str
 ) -> None:
     """Of what is computed, or of a gradient."""
     uncut, cut = judge(name), judge(name, "stock-tp")
-    pool.run(cut_on_rank, TP, judge.work, name, skipped)
-    ours, limits = computed(judge.work, "ours-tp", name), allowed(judge.work, name, uncut)
-    assert "gradients" in cut or not IS_ASKED
+    pool.run(save_sharded_results, TP, judge.work, name, skipped)
+    ours, limits = load_results(judge.work, "ckptx-tp", name), measure_tolerances(judge.work, name, uncut)
+    assert "gradients" in cut or not IS_TABLES_VERSION
     for theirs in (uncut, cut) if "gradients" in cut else (uncut,):
-        assert found in [each.partition(":")[0] for each in distance(ours, theirs, limits).faults]
+        assert found in [each.partition(":")[0] for each in compare_results(ours, theirs, limits).faults]

@@ -29,8 +29,8 @@ from tests.support.report_numbers import (
     check_difference,
     check_inspection,
     check_verification,
-    held,
     is_size,
+    read_contents,
     run,
 )  # fmt: skip
 
@@ -122,14 +122,14 @@ def _convert_and_check(tmp_path: Path, src: Path, words: tuple[str, ...], made: 
     """A dry run, the run, a run that finds it complete, `inspect`, `verify` and `diff`."""
     dst, report = tmp_path / "dst", tmp_path / "report.json"
     verb, options = (words[:2], words[2:]) if words[0] == "convert" else (words[:1], words[1:])
-    before = held(src)
+    before = read_contents(src)
     heads = {made.tensors[name] for name in (HEAD, EMBEDDING) if name in made.tensors}
     if options[:2] == ("--tied", "drop") and made.config["tie_word_embeddings"] and len(heads) > 1:
         return  # refused: one of two tensors would be lost
     planned = run(report, *verb, src, dst, *options, "--dry-run")
     check_conversion(planned, before, None, dst=dst)
     done = run(report, *verb, src, dst, *options)
-    after = held(dst)
+    after = read_contents(dst)
     check_conversion(done, before, after, dst=dst)
     names = {row["name"] for row in planned.document["files"]}
     assert names == after.files.keys()
@@ -200,7 +200,7 @@ def test_an_interrupted_run_that_is_resumed(tmp_path: Path, direction: str, made
     with pytest.raises(KeyboardInterrupt):
         ckptx.convert(direction, src, dst, on_progress=interrupt, workers=1, max_memory=4 << 20)
     report = ckptx.convert(direction, src, dst, resume=True)
-    after = held(dst)
+    after = read_contents(dst)
     assert report.output_bytes == after.size
     assert 0 < report.bytes_written <= report.output_bytes
     head = conversion_text(report).splitlines()[0]
@@ -223,7 +223,7 @@ def test_a_report_whose_numbers_contradict_each_other_is_found(tmp_path: Path, s
     src = write_hf(tmp_path / "src", found.tensors, config=found.config)
     dst = tmp_path / "dst"
     said = run(tmp_path / "r.json", "convert", "hf2dcp", src, dst)
-    before, after = held(src), held(dst)
+    before, after = read_contents(src), read_contents(dst)
     check_conversion(said, before, after, dst=dst)
     document = said.document
     if spoil in ("tensors", "output_bytes"):

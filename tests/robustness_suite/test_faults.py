@@ -48,9 +48,9 @@ def test_without_a_fault_nothing_is_named(session: Opened, number: int) -> None:
 @pytest.mark.parametrize("name", OF_RESUME)
 def test_a_fault_of_a_resumed_run_is_named(session: Opened, name: str) -> None:
     row = run_with_fault(*session, name, RESUME)
-    assert row["needed"] in row["failed"], row["differing"]
+    assert row["expected_oracle"] in row["failed"], row["differing"]
     first = min((each for each in row["failed"]), key=ORACLE_ORDER.index)
-    assert first in (row["needed"], "finite"), "nothing that comes before is blamed"
+    assert first in (row["expected_oracle"], "finite"), "nothing that comes before is blamed"
 
 
 @pytest.mark.slow  # `test_robustness_run.py` injects one of them by the command
@@ -59,7 +59,7 @@ def test_a_fault_of_another_phase_is_named(tmp_path: Path, name: str) -> None:
     settings = SHORT if FAULTS[name].phase == OTHER_LAYOUTS else (*SHORT, SHALLOW)  # one of them cuts four layers
     with open_session(tmp_path / "out", FAULTS[name].min_mesh, settings=settings) as (session, baseline):
         row = run_with_fault(session, baseline, name, FAULTS[name].phase)
-        assert row["needed"] in row["failed"], row["differing"]
+        assert row["expected_oracle"] in row["failed"], row["differing"]
 
 
 def test_a_fault_that_is_none_and_one_without_a_place() -> None:

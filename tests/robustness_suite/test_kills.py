@@ -18,8 +18,8 @@ from ckptx.robustness_suite.surviving_steps import check_steps
 from ckptx.runtime.checkpointing.save import save
 from ckptx.runtime.training.checkpoints import StepDirectories
 from tests.support import killed_ranks
-from tests.support.forked_programs import fresh
-from tests.support.killed_ranks import HOW, RANKS, Kill, Trained
+from tests.support.forked_programs import preloaded_context
+from tests.support.killed_ranks import RANKS, SAVES, Kill, Trained
 from tests.support.slow import slow_but
 
 POINTS = 20
@@ -39,11 +39,11 @@ class Rehearsed(NamedTuple):
 @pytest.fixture(scope="module")
 def rehearsed(tmp_path_factory: pytest.TempPathFactory) -> Rehearsed:
     root = tmp_path_factory.mktemp("kills")
-    killed_ranks.start(root / "start")
+    killed_ranks.save_first_steps(root / "start")
     known = dict(check_steps(root / "start", good_step=6).digests)
     names = {}
-    for how, function in HOW.items():
-        names[how], left = killed_ranks.rehearsed(root / "start", root / how, function)
+    for how, function in SAVES.items():
+        names[how], left = killed_ranks.run_without_kill(root / "start", root / how, function)
         assert known[6] == left.digests[6]
         assert known.setdefault(9, left.digests[9]) == left.digests[9], "sync and async differ"
     return Rehearsed(root / "start", names, known)
@@ -80,7 +80,7 @@ def test_points_are_of_every_kind(rehearsed: Rehearsed) -> None:
     assert len(select_kill_points(first, POINTS)) == POINTS
 
 
-CASES = [(how, index, everyone) for how in HOW for index in range(POINTS) for everyone in (False, True)]
+CASES = [(how, index, everyone) for how in SAVES for index in range(POINTS) for everyone in (False, True)]
 FAST = [("sync", 4, True), ("async", 8, False), ("sync", 16, False)]
 
 
@@ -90,7 +90,7 @@ def test_rank_0_is_killed(rehearsed: Rehearsed, tmp_path: Path, how: str, index:
     check(rehearsed, tmp_path / "run", how, Kill(0, point, everyone))
 
 
-OTHERS = [(how, index, everyone) for how in HOW for index in range(5) for everyone in (False, True)]
+OTHERS = [(how, index, everyone) for how in SAVES for index in range(5) for everyone in (False, True)]
 
 
 @pytest.mark.parametrize(("how", "index", "everyone"), slow_but(OTHERS, [("async", 3, False)]))
@@ -100,21 +100,23 @@ def test_rank_1_is_killed(rehearsed: Rehearsed, tmp_path: Path, how: str, index:
 
 
 def check(rehearsed: Rehearsed, root: Path, how: str, kill: Kill) -> None:
-    codes, left = killed_ranks.killed(rehearsed.start, root, HOW[how], kill, rehearsed.known)
+    codes, left = killed_ranks.run_killed_save(rehearsed.start, root, SAVES[how], kill, rehearsed.known)
     assert codes[kill.rank] == -signal.SIGKILL
-    assert codes[1 - kill.rank] in ((-signal.SIGKILL,) if kill.everyone else (0, 1))
+    assert codes[1 - kill.rank] in ((-signal.SIGKILL,) if kill.all_ranks else (0, 1))
     assert left.faults == [], kill.at
     assert 6 in left.published
 
 
 @pytest.mark.parametrize("index", slow_but(range(8), [1, 2]))
 def test_a_step_that_is_there_is_replaced_in_one_step(rehearsed: Rehearsed, tmp_path: Path, index: int) -> None:
-    names = killed_ranks.rehearsed(rehearsed.start, tmp_path / "whole", killed_ranks.waiting, step=6)[0][0]
+    names = killed_ranks.run_without_kill(rehearsed.start, tmp_path / "whole", killed_ranks.save_in_foreground, step=6)[
+        0
+    ][0]
     exchange = names.index("exchange .step-N.ckptx-partial/tree <-> step-N")
     root = tmp_path / "run"
     shutil.copytree(rehearsed.start, root)
-    kill = Kill(0, names[exchange - 1 + index], everyone=True)
-    assert killed_ranks.run(root, 6, killed_ranks.behind, kill=kill) == [-signal.SIGKILL] * RANKS
+    kill = Kill(0, names[exchange - 1 + index], all_ranks=True)
+    assert killed_ranks.run(root, 6, killed_ranks.save_in_background, kill=kill) == [-signal.SIGKILL] * RANKS
     left = check_steps(root, good_step=6, expected_digests=rehearsed.known)
     assert (left.faults, left.latest, left.published) == ([], 6, [3, 6]), kill.at
 
@@ -126,7 +128,7 @@ def marks_first(at: Trained, root: Path, step: int) -> None:
     """`latest` is written before the step is complete."""
     if torch.distributed.get_rank() == 0:
         (root / "latest").write_text(f"step-{step}\n")
-    killed_ranks.waiting(at, root, step)
+    killed_ranks.save_in_foreground(at, root, step)
 
 
 def in_its_place(at: Trained, root: Path, step: int) -> None:
@@ -149,7 +151,7 @@ def keeps_nothing(at: Trained, root: Path, step: int) -> None:
         at.model,
         None,
         StepDirectories(root).path(step),
-        **{**killed_ranks.settings(at, root, step), "on_published": None},
+        **{**killed_ranks.save_arguments(at, root, step), "on_published": None},
     )
 
 
@@ -222,7 +224,7 @@ def test_cut_at_each_operation(
     for index, name in enumerate(names):
         root = tmp_path / f"cut-{index}"
         shutil.copytree(rehearsed.start, root)
-        process = fresh().Process(target=_cut, args=(root, name, act))
+        process = preloaded_context().Process(target=_cut, args=(root, name, act))
         process.start()
         process.join()
         assert process.exitcode == -signal.SIGKILL, name
@@ -253,7 +255,7 @@ def test_a_removal_without_a_rename_is_found(rehearsed: Rehearsed, tmp_path: Pat
     for index, name in enumerate(names):
         root = tmp_path / f"{index + 1}"
         shutil.copytree(rehearsed.start, root)
-        process = fresh().Process(target=_removed, args=(root, name.replace("0/", ""), deletes))
+        process = preloaded_context().Process(target=_removed, args=(root, name.replace("0/", ""), deletes))
         process.start()
         process.join()
         found += check_steps(root, good_step=6).faults

@@ -33,6 +33,7 @@ def microbatch(recipe: Recipe, index: int) -> dict[str, torch.Tensor]:
 
 
 def loss_of(model: nn.Module, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Return the mean square of the first output of a model."""
     found: torch.Tensor = model(**inputs)[0]
     return found.float().square().mean()
 
@@ -40,29 +41,30 @@ def loss_of(model: nn.Module, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
 def train(model: nn.Module, recipe: Recipe, microbatches: int = 1) -> tuple[list[float], Gradients]:
     """Return losses and gradients; each forward pass runs before the previous backward pass, as in 1F1B."""
     torch.manual_seed(7)
-    waiting: list[torch.Tensor] = []
+    pending: list[torch.Tensor] = []
     losses = []
     for index in range(microbatches):
-        waiting.append(loss_of(model, microbatch(recipe, index)))
-        losses.append(waiting[-1].item())
-        if len(waiting) == 2:
-            waiting.pop(0).backward()
-    for loss in waiting:
+        pending.append(loss_of(model, microbatch(recipe, index)))
+        losses.append(pending[-1].item())
+        if len(pending) == 2:
+            pending.pop(0).backward()
+    for loss in pending:
         loss.backward()
     return losses, {canonical_name(name): parameter.grad for name, parameter in model.named_parameters()}
 
 
-def assert_same(found: tuple[list[float], Gradients], wanted: tuple[list[float], Gradients]) -> None:
-    assert found[0] == wanted[0]
-    assert found[1].keys() == wanted[1].keys()
-    for name, gradient in wanted[1].items():
+def assert_equal_results(found: tuple[list[float], Gradients], expected: tuple[list[float], Gradients]) -> None:
+    assert found[0] == expected[0]
+    assert found[1].keys() == expected[1].keys()
+    for name, gradient in expected[1].items():
         other = found[1][name]
         assert (other is None) == (gradient is None), name
         assert gradient is None or (other is not None and torch.equal(other, gradient)), name
-    assert any(gradient is not None and gradient.any() for gradient in wanted[1].values())
+    assert any(gradient is not None and gradient.any() for gradient in expected[1].values())
 
 
-def prepared(name: str, mode: str, scope: str = "all") -> nn.Module:
+def build_checkpointed(name: str, mode: str, scope: str = "all") -> nn.Module:
+    """Build the model of a recipe with activation checkpointing."""
     model: nn.Module = build(EVERY[name]).train()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", KVSharingFallback)
@@ -70,11 +72,12 @@ def prepared(name: str, mode: str, scope: str = "all") -> nn.Module:
     return model
 
 
-def wrappers(model: nn.Module) -> list[str]:
+def wrapped_names(model: nn.Module) -> list[str]:
+    """Return the names of the checkpointed modules."""
     return [canonical_name(name) for name, each in model.named_modules() if isinstance(each, CheckpointWrapper)]
 
 
-class Counting(TorchDispatchMode):
+class OperationCounter(TorchDispatchMode):
     """Mode that counts the calls of each operation."""
 
     def __init__(self) -> None:
@@ -104,5 +107,6 @@ class LiveBytes(TorchDispatchMode):
         return result
 
     def total(self) -> int:
+        """Return the bytes of all storages that are still alive."""
         gc.collect()  # free tensors in reference cycles
         return sum(storage.nbytes() for storage in self._storages)

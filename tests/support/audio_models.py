@@ -11,16 +11,22 @@ TEXT: dict[str, Any] = {
     "num_key_value_heads": 2, "max_position_embeddings": 512, "pad_token_id": None, "bos_token_id": 1,
     "eos_token_id": 2,
 }  # fmt: skip
-EARS = {"num_mel_bins": 8, "d_model": 32, "encoder_layers": 2, "encoder_attention_heads": 4, "encoder_ffn_dim": 48}
+ENCODER = {
+    "num_mel_bins": 8,
+    "d_model": 32,
+    "encoder_layers": 2,
+    "encoder_attention_heads": 4,
+    "encoder_ffn_dim": 48,
+}
 GEMMA4 = {
     **TEXT, "head_dim": 8, "global_head_dim": 8, "layer_types": ["full_attention"], "hidden_size_per_layer_input": 0,
     "vocab_size_per_layer_input": VOCAB, "num_kv_shared_layers": 0, "num_global_key_value_heads": 2, "pad_token_id": 0,
 }  # fmt: skip
-GEMMA4_EARS = {
+GEMMA4_AUDIO = {
     "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "subsampling_conv_channels": [8, 4],
     "output_proj_dims": 24,
 }  # fmt: skip
-GEMMA4_EYES = {
+GEMMA4_VISION = {
     "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4,
     "num_key_value_heads": 4, "head_dim": 8, "global_head_dim": 8, "patch_size": 4, "pooling_kernel_size": 2,
     "position_embedding_size": 16, "default_output_length": 4,
@@ -29,14 +35,14 @@ GEMMA4_TOKENS = {
     "image_token_id": 99, "boi_token_id": 97, "eoi_token_id": 98, "video_token_id": 96, "audio_token_id": 95,
     "boa_token_id": 94, "eoa_token_index": 93,
 }  # fmt: skip
-QWEN_EYES = {
+QWEN_VISION = {
     "depth": 2, "hidden_size": 32, "intermediate_size": 48, "num_heads": 4, "out_hidden_size": 32, "patch_size": 4,
     "spatial_merge_size": 2, "temporal_patch_size": 2, "deepstack_visual_indexes": [0], "num_position_embeddings": 16,
 }  # fmt: skip
 OMNI_TOKENS = {"image_token_id": 99, "video_token_id": 98, "vision_start_token_id": 96, "vision_end_token_id": 97}
 OMNI_TOKENS |= {"audio_token_id": 95, "audio_start_token_id": 94, "audio_end_token_id": 93}
 MROPE = {"rope_type": "default", "mrope_section": [2, 1, 1], "rope_theta": 1e4}
-GRANITE_EARS = {
+GRANITE_ENCODER = {
     "input_dim": 8, "num_layers": 2, "hidden_dim": 32, "num_heads": 4, "output_dim": 6, "context_size": 8,
     "max_pos_emb": 16,
 }  # fmt: skip
@@ -50,26 +56,26 @@ SPEECH = {
 }  # fmt: skip
 
 
-class Listener(NamedTuple):
+class AudioModel(NamedTuple):
     """A small audio model.
 
     Attributes:
         classes: Names of the config class and the model class.
         settings: Settings of the config.
-        deaf: Parameters of the audio encoder that no input reaches, without `model.`, which only some releases have.
+        unreached: Names of parameters of the audio encoder that no input reaches, without the prefix `model.`.
     """
 
     classes: tuple[str, str]
     settings: dict[str, Any]
-    deaf: frozenset[str] = frozenset()
+    unreached: frozenset[str] = frozenset()
 
 
-LISTENERS: dict[str, Listener] = {
-    "audioflamingo3": Listener(
+AUDIO_MODELS: dict[str, AudioModel] = {
+    "audioflamingo3": AudioModel(
         ("AudioFlamingo3Config", "AudioFlamingo3ForConditionalGeneration"),
-        {"text_config": TEXT, "audio_config": {**EARS, "max_source_positions": 16}, "audio_token_id": 99},
+        {"text_config": TEXT, "audio_config": {**ENCODER, "max_source_positions": 16}, "audio_token_id": 99},
     ),
-    "gemma3n": Listener(
+    "gemma3n": AudioModel(
         ("Gemma3nConfig", "Gemma3nForConditionalGeneration"),
         {
             "text_config": {
@@ -86,11 +92,11 @@ LISTENERS: dict[str, Listener] = {
             "image_token_id": 81, "boi_token_id": 88, "eoi_token_id": 80,
         },
     ),
-    "gemma4": Listener(
+    "gemma4": AudioModel(
         ("Gemma4Config", "Gemma4ForConditionalGeneration"),
-        {"text_config": GEMMA4, "audio_config": GEMMA4_EARS, "vision_config": GEMMA4_EYES, **GEMMA4_TOKENS},
+        {"text_config": GEMMA4, "audio_config": GEMMA4_AUDIO, "vision_config": GEMMA4_VISION, **GEMMA4_TOKENS},
     ),
-    "gemma4_unified": Listener(
+    "gemma4_unified": AudioModel(
         ("Gemma4UnifiedConfig", "Gemma4UnifiedForConditionalGeneration"),
         {
             "text_config": {key: value for key, value in GEMMA4.items() if "per_layer" not in key},
@@ -100,7 +106,7 @@ LISTENERS: dict[str, Listener] = {
             **GEMMA4_TOKENS,
         },
     ),
-    "glmasr": Listener(
+    "glmasr": AudioModel(
         ("GlmAsrConfig", "GlmAsrForConditionalGeneration"),
         {
             "text_config": TEXT, "audio_token_id": 99,
@@ -108,22 +114,22 @@ LISTENERS: dict[str, Listener] = {
                              "num_attention_heads": 4, "num_mel_bins": 8},
         },
     ),
-    "granite_speech": Listener(
+    "granite_speech": AudioModel(
         ("GraniteSpeechConfig", "GraniteSpeechForConditionalGeneration"),
         {
             "text_config": TEXT, "audio_token_index": 99, "has_lora_adapter": False,
-            "encoder_config": GRANITE_EARS, "projector_config": QFORMER,
+            "encoder_config": GRANITE_ENCODER, "projector_config": QFORMER,
         },
     ),
-    "granite_speech_plus": Listener(
+    "granite_speech_plus": AudioModel(
         ("GraniteSpeechPlusConfig", "GraniteSpeechPlusForConditionalGeneration"),
         {
             "text_config": TEXT, "audio_token_index": 99, "has_lora_adapter": False,
-            "encoder_config": {**GRANITE_EARS, "cat_hidden_layers": [1]},
+            "encoder_config": {**GRANITE_ENCODER, "cat_hidden_layers": [1]},
             "projector_config": {**QFORMER, "encoder_hidden_size": 64},
         },
     ),
-    "muse_spark": Listener(
+    "muse_spark": AudioModel(
         ("MuseSparkConfig", "MuseSparkForConditionalGeneration"),
         {
             "text_config": {**TEXT, "head_dim": 8, "mlp_layer_types": ["dense"], "layer_types": ["full_attention"],
@@ -138,14 +144,14 @@ LISTENERS: dict[str, Listener] = {
             "audio_token_id": 97,
         },
     ),
-    "musicflamingo": Listener(
+    "musicflamingo": AudioModel(
         ("MusicFlamingoConfig", "MusicFlamingoForConditionalGeneration"),
         {
             "text_config": TEXT, "audio_token_id": 99, "audio_bos_token_id": 97, "audio_eos_token_id": 98,
-            "audio_config": {**EARS, "max_source_positions": 16, "model_type": "audioflamingo3_encoder"},
+            "audio_config": {**ENCODER, "max_source_positions": 16, "model_type": "audioflamingo3_encoder"},
         },
     ),
-    "phi4_multimodal": Listener(
+    "phi4_multimodal": AudioModel(
         ("Phi4MultimodalConfig", "Phi4MultimodalForCausalLM"),
         {
             **TEXT,
@@ -163,37 +169,37 @@ LISTENERS: dict[str, Listener] = {
             for way in ("up", "down") for leaf in ("weight", "bias")
         ),
     ),
-    "qwen2_5_omni_thinker": Listener(
+    "qwen2_5_omni_thinker": AudioModel(
         ("Qwen2_5OmniThinkerConfig", "Qwen2_5OmniThinkerForConditionalGeneration"),
         {
-            "text_config": {**TEXT, "rope_parameters": MROPE}, "vision_config": QWEN_EYES,
-            "audio_config": {**EARS, "n_window": 10, "output_dim": 32, "max_source_positions": 16}, **OMNI_TOKENS,
+            "text_config": {**TEXT, "rope_parameters": MROPE}, "vision_config": QWEN_VISION,
+            "audio_config": {**ENCODER, "n_window": 10, "output_dim": 32, "max_source_positions": 16}, **OMNI_TOKENS,
         },
         frozenset({"audio_tower.audio_bos_eos_token.weight"}),  # the forward pass does not use it
     ),
-    "qwen2_audio": Listener(
+    "qwen2_audio": AudioModel(
         ("Qwen2AudioConfig", "Qwen2AudioForConditionalGeneration"),
-        {"text_config": TEXT, "audio_config": {**EARS, "max_source_positions": 16}, "audio_token_index": 99},
+        {"text_config": TEXT, "audio_config": {**ENCODER, "max_source_positions": 16}, "audio_token_index": 99},
     ),
-    "qwen3_asr": Listener(
+    "qwen3_asr": AudioModel(
         ("Qwen3ASRConfig", "Qwen3ASRForConditionalGeneration"),
         {
             "text_config": {**TEXT, "head_dim": 8}, "audio_token_id": 99, "timestamp_token_id": 98,
-            "audio_config": {**EARS, "n_window": 20, "n_window_infer": 80, "output_dim": 32,
+            "audio_config": {**ENCODER, "n_window": 20, "n_window_infer": 80, "output_dim": 32,
                              "downsample_hidden_size": 8},
         },
     ),
-    "qwen3_omni_moe_thinker": Listener(
+    "qwen3_omni_moe_thinker": AudioModel(
         ("Qwen3OmniMoeThinkerConfig", "Qwen3OmniMoeThinkerForConditionalGeneration"),
         {
             "text_config": {**TEXT, "head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2,
                             "moe_intermediate_size": 24, "rope_parameters": MROPE},
-            "vision_config": QWEN_EYES,
-            "audio_config": {**EARS, "output_dim": 32, "downsample_hidden_size": 8, "max_source_positions": 16},
+            "vision_config": QWEN_VISION,
+            "audio_config": {**ENCODER, "output_dim": 32, "downsample_hidden_size": 8, "max_source_positions": 16},
             **OMNI_TOKENS,
         },
     ),
-    "voxtral": Listener(
+    "voxtral": AudioModel(
         ("VoxtralConfig", "VoxtralForConditionalGeneration"),
         {
             "text_config": {**TEXT, "head_dim": 8}, "audio_token_id": 99,
@@ -201,7 +207,7 @@ LISTENERS: dict[str, Listener] = {
                              "num_attention_heads": 4, "num_mel_bins": 8, "max_source_positions": 16},
         },
     ),
-    "voxtral_realtime": Listener(
+    "voxtral_realtime": AudioModel(
         ("VoxtralRealtimeConfig", "VoxtralRealtimeForConditionalGeneration"),
         {
             "text_config": {**TEXT, "head_dim": 8},
@@ -209,14 +215,14 @@ LISTENERS: dict[str, Listener] = {
                              "num_attention_heads": 4, "num_mel_bins": 8, "head_dim": 8},
         },
     ),
-    "moonshine": Listener(
+    "moonshine": AudioModel(
         ("MoonshineConfig", "MoonshineForConditionalGeneration"),
         {
             "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "encoder_num_hidden_layers": 1,
             "decoder_num_hidden_layers": 1, "encoder_num_attention_heads": 4, "decoder_num_attention_heads": 4,
         },
     ),
-    "moonshine_streaming": Listener(
+    "moonshine_streaming": AudioModel(
         ("MoonshineStreamingConfig", "MoonshineStreamingForConditionalGeneration"),
         {
             **TEXT, "num_key_value_heads": 4,
@@ -224,18 +230,18 @@ LISTENERS: dict[str, Listener] = {
                                "num_attention_heads": 4, "num_key_value_heads": 4, "sliding_windows": [[4, 2]]},
         },
     ),
-    "speech_to_text": Listener(
+    "speech_to_text": AudioModel(
         ("Speech2TextConfig", "Speech2TextForConditionalGeneration"),
         {**SPEECH, "input_feat_per_channel": 8, "conv_channels": 16, "max_source_positions": 32,
          "max_target_positions": 32},
     ),
-    "whisper": Listener(
+    "whisper": AudioModel(
         ("WhisperConfig", "WhisperForConditionalGeneration"),
         {**SPEECH, "num_mel_bins": 8, "max_source_positions": 16, "max_target_positions": 16, "pad_token_id": 0,
          "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 3},
     ),
     **{
-        f"{stem}ForSpeechToText": Listener(
+        f"{stem}ForSpeechToText": AudioModel(
             (f"{stem}Config", f"{stem}ForSpeechToText"),
             {
                 "vocab_size": VOCAB, "hidden_size": 32, "encoder_layers": 1, "decoder_layers": 1,
@@ -248,7 +254,7 @@ LISTENERS: dict[str, Listener] = {
         )
         for stem in ("SeamlessM4T", "SeamlessM4Tv2")
     },
-    "SpeechT5ForSpeechToText": Listener(
+    "SpeechT5ForSpeechToText": AudioModel(
         ("SpeechT5Config", "SpeechT5ForSpeechToText"),
         {
             "vocab_size": VOCAB, "hidden_size": 32, "encoder_layers": 1, "encoder_attention_heads": 4,

@@ -1,6 +1,6 @@
 """Functions of the ranks in tests of background saves: save in the foreground and the background, and change the state.
 
-`held` blocks the writer thread until the run has continued, so that a missing copy changes the saved bytes.
+`blocked_writer` blocks the writer thread until the run has continued, so that a missing copy changes the saved bytes.
 """
 
 from __future__ import annotations
@@ -27,26 +27,26 @@ from ckptx.runtime.checkpointing.training_state import PerRank
 from ckptx.runtime.model.build import build_model, materialize
 from ckptx.runtime.parallel.distributed import mesh_of
 from ckptx.runtime.parallel.randomness import RandomState
-from tests.support.save_ranks import Shape, cut, mark, optimizer_of
+from tests.support.save_ranks import Shape, load_sharded_model, optimizer_of, set_optimizer_state
 
 
 @contextmanager
-def held() -> Iterator[threading.Event]:
+def blocked_writer() -> Iterator[threading.Event]:
     """Block the writer threads until the event is set, or until the end of the block."""
-    go, publish = threading.Event(), background_save.publish
+    release, publish = threading.Event(), background_save.publish
 
-    def later(*args: Any, **settings: Any) -> None:
-        go.wait(60)
+    def publish_later(*args: Any, **settings: Any) -> None:
+        release.wait(60)
         publish(*args, **settings)
 
-    with mock.patch.object(background_save, "publish", later):
+    with mock.patch.object(background_save, "publish", publish_later):
         try:
-            yield go
+            yield release
         finally:
-            go.set()
+            release.set()
 
 
-def spoil(model: nn.Module, optimizer: Any, state: dict[str, Any]) -> None:
+def overwrite_state(model: nn.Module, optimizer: Any, state: dict[str, Any]) -> None:
     """Change all state that a run may change while a background save writes."""
     with torch.no_grad():
         for each in (*model.parameters(), *model.buffers()):
@@ -63,10 +63,10 @@ def spoil(model: nn.Module, optimizer: Any, state: dict[str, Any]) -> None:
     torch.rand(7)
 
 
-def both_ways(rank: int, world_size: int, hf: Path, out: Path, shape: Shape) -> None:
+def save_sync_and_async(rank: int, world_size: int, hf: Path, out: Path, shape: Shape) -> None:
     """Save to `out/sync` in the foreground and to `out/behind` in the background."""
-    at = cut(hf, shape)
-    mark(at.optimizer)
+    at = load_sharded_model(hf, shape)
+    set_optimizer_state(at.optimizer)
     at.optimizer.param_groups[0]["betas"] = [0.9, 0.95]
     mesh = mesh_of(ParallelDims(tp=shape.tp, dp_shard=shape.dp), "cpu")
     state = {
@@ -74,17 +74,17 @@ def both_ways(rank: int, world_size: int, hf: Path, out: Path, shape: Shape) -> 
     }  # fmt: skip
     beside = out / f"beside-{rank}"
     shutil.copytree(hf, beside)
-    what: dict[str, Any] = {"layout": at.layout, "step": 3, "base": beside, "training_state": state, "mesh": mesh}
-    save(at.model, at.optimizer, out / "sync", **what)
-    with held() as go, Saver() as saver:
-        saver.save(at.model, at.optimizer, out / "behind", **what)
+    arguments: dict[str, Any] = {"layout": at.layout, "step": 3, "base": beside, "training_state": state, "mesh": mesh}
+    save(at.model, at.optimizer, out / "sync", **arguments)
+    with blocked_writer() as release, Saver() as saver:
+        saver.save(at.model, at.optimizer, out / "behind", **arguments)
         assert not (out / "behind").exists()
         shutil.rmtree(beside)
-        spoil(at.model, at.optimizer, {**state, "seen": state["seen"]})
-        go.set()
+        overwrite_state(at.model, at.optimizer, {**state, "seen": state["seen"]})
+        release.set()
 
 
-def several_stages(rank: int, world_size: int, hf: Path, out: Path) -> None:
+def save_two_stages_per_rank(rank: int, world_size: int, hf: Path, out: Path) -> None:
     """Save with two stages on each of two ranks: embedding and second layer, first layer and head."""
     models = []
     for stage in (rank, rank + 2):
@@ -100,57 +100,59 @@ def several_stages(rank: int, world_size: int, hf: Path, out: Path) -> None:
         load(model, hf)
         models.append(model)
     optimizer = optimizer_of(nn.ModuleList(models))
-    mark(optimizer)
+    set_optimizer_state(optimizer)
     save(models, optimizer, out / "sync", step=3, base=hf)
-    with held() as go, Saver() as saver:
+    with blocked_writer() as release, Saver() as saver:
         saver.save(models, optimizer, out / "behind", step=3, base=hf)
         for model in models:
-            spoil(model, optimizer, {"counts": [], "seen": torch.zeros(1)})
-        go.set()
+            overwrite_state(model, optimizer, {"counts": [], "seen": torch.zeros(1)})
+        release.set()
 
 
-def one_after_the_other(rank: int, world_size: int, hf: Path, out: Path) -> list[Any]:
-    """Save three times, the second time on a full disk; return the result of each save, and the number of threads."""
-    at = cut(hf, Shape(dp=world_size))
-    mark(at.optimizer)
+def save_repeatedly(rank: int, world_size: int, hf: Path, out: Path) -> list[Any]:
+    """Save three times, the second time on a full disk; return the names in `out` after each publication, the
+    errors, and the change of the number of threads.
+    """
+    at = load_sharded_model(hf, Shape(dp=world_size))
+    set_optimizer_state(at.optimizer)
     torch.distributed.barrier()
-    before, said, order = len(os.listdir("/proc/self/task")), [], []
+    threads_before, errors, listings = len(os.listdir("/proc/self/task")), [], []
 
-    def then() -> None:
-        order.append(sorted(path.name for path in out.iterdir()))
+    def on_published() -> None:
+        listings.append(sorted(path.name for path in out.iterdir()))
 
     def full(*_: Any, **__: Any) -> None:
         raise OSError(28, "No space left on device")
 
     with Saver() as saver:
-        with held() as go:
-            saver.save(at.model, at.optimizer, out / "one", on_published=then)
-            assert not order
-            threading.Timer(0.2, go.set).start()
-            saver.save(at.model, at.optimizer, out / "two", on_published=then)  # waits for the first save
+        with blocked_writer() as release:
+            saver.save(at.model, at.optimizer, out / "one", on_published=on_published)
+            assert not listings
+            threading.Timer(0.2, release.set).start()
+            saver.save(at.model, at.optimizer, out / "two", on_published=on_published)  # waits for the first save
             assert (out / "one").is_dir()
         saver.wait()
         fails = mock.patch("torch.distributed.checkpoint.filesystem._write_item", full)
         with fails if rank == 1 else mock.MagicMock():
-            saver.save(at.model, at.optimizer, out / "three", on_published=then)
+            saver.save(at.model, at.optimizer, out / "three", on_published=on_published)
             try:
-                saver.save(at.model, at.optimizer, out / "four", on_published=then)
+                saver.save(at.model, at.optimizer, out / "four", on_published=on_published)
             except CkptxError as error:
-                said.append(f"{type(error).__name__}: {error}")
-        saver.save(at.model, at.optimizer, out / "five", on_published=then)
+                errors.append(f"{type(error).__name__}: {error}")
+        saver.save(at.model, at.optimizer, out / "five", on_published=on_published)
     del saver
-    return [order, said, len(os.listdir("/proc/self/task")) - before]
+    return [listings, errors, len(os.listdir("/proc/self/task")) - threads_before]
 
 
-def after_publication(rank: int, world_size: int, hf: Path, out: Path) -> str:
-    """Return the errors that the ranks get if `then` fails."""
-    at = cut(hf, Shape())
+def fail_after_publication(rank: int, world_size: int, hf: Path, out: Path) -> str:
+    """Return the errors that the ranks get if the callback after publication fails."""
+    at = load_sharded_model(hf, Shape())
 
-    def then() -> None:
+    def on_published() -> None:
         raise OutputError("latest: cannot be written")
 
     with Saver() as saver:
-        saver.save(at.model, None, out, on_published=then)
+        saver.save(at.model, None, out, on_published=on_published)
         try:
             saver.wait()
         except OutputError as error:
@@ -158,9 +160,9 @@ def after_publication(rank: int, world_size: int, hf: Path, out: Path) -> str:
     return ""
 
 
-def replaced(rank: int, world_size: int, hf: Path, out: Path) -> str:
+def save_over_existing(rank: int, world_size: int, hf: Path, out: Path) -> str:
     """Save over a checkpoint, and over a directory that is not one; return the error."""
-    at, beside = cut(hf, Shape()), out.parent / f"beside-{rank}"
+    at, beside = load_sharded_model(hf, Shape()), out.parent / f"beside-{rank}"
     shutil.copytree(hf, beside)
     (beside / "notes.rst").write_text("carried along")
     save(at.model, None, out / "one", step=1, base=beside)

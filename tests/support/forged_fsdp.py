@@ -33,7 +33,7 @@ class Object:
 
 
 @dataclass(frozen=True)
-class Called:
+class FunctionCall:
     """A pickled call of a function."""
 
     function: Name
@@ -54,7 +54,7 @@ class _Pickler(pickle._Pickler):
         write = self.write  # type: ignore[attr-defined]
         if isinstance(obj, Name):
             write(f"c{obj.module}\n{obj.name}\n".encode())
-        elif isinstance(obj, Object | Called):
+        elif isinstance(obj, Object | FunctionCall):
             self.save(obj.kind if isinstance(obj, Object) else obj.function)
             self.save(obj.arguments)
             write(b"\x81" if isinstance(obj, Object) else b"R")
@@ -68,7 +68,7 @@ class _Pickler(pickle._Pickler):
             super().save(obj, save_persistent_id)
 
 
-def pickled(value: Any) -> bytes:
+def pickle_value(value: Any) -> bytes:
     out = io.BytesIO()
     _Pickler(out, 2).dump(value)
     return out.getvalue()
@@ -80,18 +80,18 @@ class Archive:
 
     storages: list[bytes] = field(default_factory=list)
 
-    def tensor(self, values: np.ndarray[Any, Any]) -> Called:
+    def tensor(self, values: np.ndarray[Any, Any]) -> FunctionCall:
         """Add a float32 tensor with a separate storage."""
         values = np.ascontiguousarray(values, np.float32)
         return self.stored("FloatStorage", values.shape, values.tobytes())
 
-    def stored(self, kind: str, shape: tuple[int, ...], data: bytes) -> Called:
+    def stored(self, kind: str, shape: tuple[int, ...], data: bytes) -> FunctionCall:
         """Add a row-major tensor with a separate storage of a given type, such as "BFloat16Storage"."""
         self.storages.append(data)
         strides = tuple(prod(shape[at + 1 :]) for at in range(len(shape)))
         storage = Storage(str(len(self.storages) - 1), prod(shape), kind)
-        arguments = storage, 0, shape, strides, False, Called(Name("collections", "OrderedDict"))
-        return Called(Name("torch._utils", "_rebuild_tensor_v2"), arguments)
+        arguments = storage, 0, shape, strides, False, FunctionCall(Name("collections", "OrderedDict"))
+        return FunctionCall(Name("torch._utils", "_rebuild_tensor_v2"), arguments)
 
     def write(self, path: Path, state: Any) -> None:
         path.write_bytes(self.contents(state))
@@ -100,7 +100,7 @@ class Archive:
         """Return the archive; its bytes are always the same."""
         stream = io.BytesIO()
         with zipfile.ZipFile(stream, "w") as file:
-            file.writestr(zipfile.ZipInfo("archive/data.pkl"), pickled(state))
+            file.writestr(zipfile.ZipInfo("archive/data.pkl"), pickle_value(state))
             file.writestr(zipfile.ZipInfo("archive/byteorder"), "little")
             for key, data in enumerate(self.storages):
                 file.writestr(zipfile.ZipInfo(f"archive/data/{key}"), data)
@@ -126,13 +126,13 @@ def _is_shape(shape: Any) -> bool:
     return isinstance(shape, tuple) and all(isinstance(size, int) for size in shape)
 
 
-def dtensor(shape: Any, local: Any, mesh: Any, placements: Any, dtype: str = "float32") -> Called:
+def dtensor(shape: Any, local: Any, mesh: Any, placements: Any, dtype: str = "float32") -> FunctionCall:
     spec = Object(Name(f"{_TENSOR}._dtensor_spec", "DTensorSpec"), (), {"mesh": mesh, "placements": placements})
     kind = Name(_TENSOR, "DTensor")
     strides = tuple(prod(shape[at + 1 :]) for at in range(len(shape))) if _is_shape(shape) else (1,)
-    strided = Called(Name("torch.serialization", "_get_layout"), ("torch.strided",))
-    device = Called(Name("torch", "device"), ("cpu",))
+    strided = FunctionCall(Name("torch.serialization", "_get_layout"), ("torch.strided",))
+    device = FunctionCall(Name("torch", "device"), ("cpu",))
     rebuilt = kind, Name("torch", dtype), shape, strides, 0, strided, device, False
     wrapper = Name("torch._utils", "_rebuild_wrapper_subclass")
     state = (None, {"_local_tensor": local, "_spec": spec})
-    return Called(Name("torch._tensor", "_rebuild_from_type_v2"), (wrapper, kind, rebuilt, state))
+    return FunctionCall(Name("torch._tensor", "_rebuild_from_type_v2"), (wrapper, kind, rebuilt, state))

@@ -20,7 +20,7 @@ from unittest import mock
 _STREAMS = ("stdout", "stderr")
 
 
-def fresh() -> ForkServerContext:
+def preloaded_context() -> ForkServerContext:
     """Return a multiprocessing context whose processes have imported torch and transformers, and done nothing else."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.support.preload"])
@@ -30,22 +30,22 @@ def fresh() -> ForkServerContext:
     return context
 
 
-class Forked:
+class ForkedProgram:
     """A running program, with `returncode` and `communicate` as in `subprocess.Popen`."""
 
-    def __init__(self, code: str, words: Sequence[str], environment: Mapping[str, str]) -> None:
+    def __init__(self, code: str, arguments: Sequence[str], environment: Mapping[str, str]) -> None:
         """Start a program.
 
         Args:
             code: Source code of the program.
-            words: `sys.argv` of the program.
+            arguments: `sys.argv` of the program.
             environment: Environment variables in addition to those of the session.
         """
         self._streams = tempfile.TemporaryDirectory(prefix="forked-")
         for name in _STREAMS:
             Path(self._streams.name, name).touch()
-        arguments = (self._streams.name, code, list(words), dict(environment))
-        self._process = fresh().Process(target=_run, args=arguments)
+        process_arguments = (self._streams.name, code, list(arguments), dict(environment))
+        self._process = preloaded_context().Process(target=_run, args=process_arguments)
         with mock.patch.dict(
             sys.modules, {"__main__": ModuleType("__main__")}
         ):  # otherwise the child would import the main module of the tests
@@ -56,6 +56,11 @@ class Forked:
         return self._process.exitcode
 
     def communicate(self, timeout: float) -> tuple[str, str]:
+        """Wait for the program, and return its stdout and stderr.
+
+        Raises:
+            TimeoutExpired: If it does not end within `timeout` seconds; the process is killed.
+        """
         with self._streams as directory:
             self._process.join(timeout)
             if self._process.is_alive():
@@ -65,9 +70,9 @@ class Forked:
         return stdout, stderr
 
 
-def _run(directory: str, code: str, words: list[str], environment: dict[str, str]) -> None:
+def _run(directory: str, code: str, arguments: list[str], environment: dict[str, str]) -> None:
     os.environ.update(environment)
     for name in _STREAMS:
         os.dup2(os.open(Path(directory, name), os.O_WRONLY), getattr(sys, name).fileno())
-    sys.argv = words
-    exec(compile(code, words[0], "exec"), {"__name__": "__main__"})
+    sys.argv = arguments
+    exec(compile(code, arguments[0], "exec"), {"__name__": "__main__"})

@@ -25,7 +25,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 KINDS = ("fsdp2", "hsdp2", "fsdp1", "hsdp1", "sharded1", "local1", "fsdp2+tp")
 
 
-class Odd(nn.Module):
+class UnevenModel(nn.Module):
     """A model with uneven rows, a dimension of 1, tensors smaller than the world, buffers and tied embeddings."""
 
     def __init__(self, tied: bool = True) -> None:
@@ -81,10 +81,10 @@ def state_dict_of_rank(model: nn.Module, blocks: list[nn.Module], kind: str, wor
         return wrapped.state_dict()
 
 
-def save_odd(rank: int, world_size: int, kind: str, tied: bool, out: Path) -> dict[str, torch.Tensor]:
+def save_uneven_model(rank: int, world_size: int, kind: str, tied: bool, out: Path) -> dict[str, torch.Tensor]:
     """Save the shards of the uneven model on this rank; return its full state dict."""
     torch.manual_seed(1)
-    model = Odd(tied)
+    model = UnevenModel(tied)
     return _save(rank, world_size, kind, model, model.blocks, out)
 
 

@@ -25,7 +25,7 @@ Answer = tuple[str | None, int, int]  # error or None, bytes of this rank's shar
 Regions = Callable[[str], "list[Region] | None"]
 
 
-def stock(path: Path) -> Any:
+def load_with_transformers(path: Path) -> Any:
     """Return the model that transformers loads."""
     import transformers
 
@@ -33,26 +33,28 @@ def stock(path: Path) -> Any:
     return getattr(transformers, name).from_pretrained(path, dtype="auto")
 
 
-def cut(model: nn.Module, mesh: DeviceMesh, layout: str) -> Regions:
+def shard_matrices(model: nn.Module, mesh: DeviceMesh, layout: str) -> Regions:
     """Replace every matrix by a DTensor sharded over `mesh` by "rows" or "columns", or "packed": rows in three parts.
 
     Returns:
         Regions of this rank by name for "packed"; empty for the others, which DTensor placements describe.
     """
-    held: dict[str, list[Region]] = {}
-    made: dict[int, nn.Parameter] = {}
+    regions_by_name: dict[str, list[Region]] = {}
+    sharded: dict[int, nn.Parameter] = {}
     for path, module in list(model.named_modules()):
         for leaf, parameter in list(module._parameters.items()):
             if parameter is None or parameter.dim() < 2:
                 continue
             name = f"{path}.{leaf}"
-            if id(parameter) not in made:
-                made[id(parameter)] = nn.Parameter(_shard(parameter.detach(), mesh, layout, name, held))
-            module._parameters[leaf] = made[id(parameter)]
-    return lambda name: held.get(name)
+            if id(parameter) not in sharded:
+                sharded[id(parameter)] = nn.Parameter(_shard(parameter.detach(), mesh, layout, name, regions_by_name))
+            module._parameters[leaf] = sharded[id(parameter)]
+    return lambda name: regions_by_name.get(name)
 
 
-def _shard(tensor: torch.Tensor, mesh: DeviceMesh, layout: str, name: str, held: dict[str, list[Region]]) -> Any:
+def _shard(
+    tensor: torch.Tensor, mesh: DeviceMesh, layout: str, name: str, regions_by_name: dict[str, list[Region]]
+) -> Any:
     if layout != "packed":
         dim = 0 if layout == "rows" else tensor.dim() - 1
         return distribute_tensor(tensor, mesh, [Shard(dim)], src_data_rank=None)
@@ -60,17 +62,17 @@ def _shard(tensor: torch.Tensor, mesh: DeviceMesh, layout: str, name: str, held:
     groups = (rows // 2, rows // 4, rows - rows // 2 - rows // 4)
     parts = tensor.split(groups)
     local = torch.cat([part.chunk(size)[rank] for part in parts])  # computed by torch, not by ckptx
-    held[name] = list(tp_regions(tuple(tensor.shape), Placement(0, groups), size)[rank])
+    regions_by_name[name] = list(tp_regions(tuple(tensor.shape), Placement(0, groups), size)[rank])
     return DTensor.from_local(local, mesh, [Shard(0)], run_check=False, shape=tensor.shape, stride=tensor.stride())
 
 
-def fault(model: nn.Module, expected: nn.Module) -> str | None:
+def first_difference(model: nn.Module, expected: nn.Module) -> str | None:
     """Return the first tensor whose local shard differs from that of `expected`; None if all are equal."""
-    theirs = expected.state_dict()
-    mine = model.state_dict()
-    if mine.keys() != theirs.keys():
-        return f"names {mine.keys() ^ theirs.keys()}"
-    return next((name for name in mine if raw(_local(mine[name])) != raw(_local(theirs[name]))), None)
+    expected_state = expected.state_dict()
+    state = model.state_dict()
+    if state.keys() != expected_state.keys():
+        return f"names {state.keys() ^ expected_state.keys()}"
+    return next((name for name in state if raw(_local(state[name])) != raw(_local(expected_state[name]))), None)
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
@@ -80,21 +82,21 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 def load_sharded(rank: int, world_size: int, hf: Path, path: Path, layout: str) -> Answer:
     """Load with TP only."""
     mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("tp",))
-    expected = stock(hf)
-    cut(expected, mesh, layout)
+    expected = load_with_transformers(hf)
+    shard_matrices(expected, mesh, layout)
     model = build_model(hf)
-    regions = cut(model, mesh, layout)
+    regions = shard_matrices(model, mesh, layout)
     materialize(model)
     ledger = load(model, path, regions=regions)
-    return fault(model, expected), ledger.nbytes, ledger.bytes_read
+    return first_difference(model, expected), ledger.nbytes, ledger.bytes_read
 
 
 def load_fsdp_in_tp(rank: int, world_size: int, hf: Path, path: Path, layout: str) -> Answer:
     """Load with TP 2 and FSDP2; each layer and the remaining modules are FSDP units."""
     mesh = init_device_mesh("cpu", (world_size // 2, 2), mesh_dim_names=("dp_shard", "tp"))
-    expected, model = stock(hf), build_model(hf)
-    cut(expected, mesh["tp"], layout)
-    regions = cut(model, mesh["tp"], layout)
+    expected, model = load_with_transformers(hf), build_model(hf)
+    shard_matrices(expected, mesh["tp"], layout)
+    regions = shard_matrices(model, mesh["tp"], layout)
     for each in (expected, model):
         for module in [module for name, module in each.named_modules() if name.rpartition(".")[2].isdecimal()]:
             if any(True for _ in module.parameters()):
@@ -102,14 +104,14 @@ def load_fsdp_in_tp(rank: int, world_size: int, hf: Path, path: Path, layout: st
         fully_shard(each, mesh=mesh["dp_shard"])
     materialize(model)
     ledger = load(model, path, regions=regions)
-    return fault(model, expected), ledger.nbytes, ledger.bytes_read
+    return first_difference(model, expected), ledger.nbytes, ledger.bytes_read
 
 
 def load_tied_fsdp(rank: int, world_size: int, hf: Path) -> str | None:
     """Load a model with tied parameters under FSDP2; they remain tied, and the forward pass is the stock one."""
     mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("dp_shard",))
     ids = torch.arange(3, 17).reshape(2, 7)
-    expected = stock(hf)(ids).logits
+    expected = load_with_transformers(hf)(ids).logits
     model = build_model(hf)
     fully_shard(model, mesh=mesh)
     materialize(model)
@@ -126,9 +128,9 @@ def load_tied_fsdp(rank: int, world_size: int, hf: Path) -> str | None:
 def load_wrong_shard(rank: int, world_size: int, hf: Path) -> str | None:
     """Load with the regions of the other rank; return the first tensor that differs."""
     mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("tp",))
-    expected, model = stock(hf), build_model(hf)
-    cut(expected, mesh, "rows")
-    cut(model, mesh, "rows")
+    expected, model = load_with_transformers(hf), build_model(hf)
+    shard_matrices(expected, mesh, "rows")
+    shard_matrices(model, mesh, "rows")
     materialize(model)
 
     def regions(name: str) -> list[Region] | None:
@@ -138,7 +140,7 @@ def load_wrong_shard(rank: int, world_size: int, hf: Path) -> str | None:
         return [Region(((1 - rank) * rows // 2, 0), (rows // 2, columns))]
 
     load(model, hf, regions=regions)
-    return fault(model, expected)
+    return first_difference(model, expected)
 
 
 # ------------------------------------------------------------------------------------ memory
@@ -174,7 +176,7 @@ def main() -> None:
     hf, path, layout = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
     torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     model = build_model(hf)
-    regions = cut(model, init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)), layout)
+    regions = shard_matrices(model, init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)), layout)
     before = _rss("VmRSS")
     materialize(model)
     ledger = load(model, path, regions=regions)

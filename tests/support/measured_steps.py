@@ -67,7 +67,7 @@ LAYOUTS: dict[str, dict[str, int]] = {
     "dp1": {}, "tp4": {"tp": 4}, "dp4": {"dp_shard": 4}, "tp2 x dp2": {"tp": 2, "dp_shard": 2}, "pp2": {"pp": 2},
 }  # fmt: skip
 _STEPS = 2  # measured steps with several ranks
-_OF_GLOO = ("c10d::", "gloo:")  # operations that only send; NCCL does not need their copies
+_GLOO_OPERATIONS = ("c10d::", "gloo:")  # operations that only send; NCCL does not need their copies
 MODES = ("none", "full", "submodule", "selective")
 
 
@@ -83,7 +83,7 @@ class Block(NamedTuple):
     op: str
 
 
-class Measured(NamedTuple):
+class MeasuredMemory(NamedTuple):
     """Memory of a step on one rank.
 
     Attributes:
@@ -110,13 +110,13 @@ def write_config(model: str, directory: Path) -> Path:
 
 
 def task_of(source: Path, layout: str, mode: Any, **dtypes: Any) -> ForecastTask:
-    """Return a step of a small model with one sequence, or one per pipeline stage."""
+    """Return the forecast task of a small model: one step with one microbatch per pipeline stage."""
     sizes: dict[str, Any] = {"tp": 2} if layout == "tp2" else LAYOUTS[layout]
     options = ForecastOptions(source, **sizes, seq=SEQ, activation_checkpointing=mode, dtype="fp32", **dtypes)
     return task_from_options(source, options, options.dims.pp)
 
 
-def forecasts_here(task: ForecastTask) -> list[RankForecast]:
+def forecast_in_this_process(task: ForecastTask) -> list[RankForecast]:
     """Forecast each stage in this process, because a fork of a process that has trained cannot do it."""
     known, found = BoundaryCache(), []
     for rank in range(task.dims.pp):
@@ -125,13 +125,13 @@ def forecasts_here(task: ForecastTask) -> list[RankForecast]:
     return found
 
 
-def measure_alone(task: ForecastTask) -> Measured:
+def measure_in_this_process(task: ForecastTask) -> MeasuredMemory:
     """Measure a task with one rank in this process."""
-    with process_group("cpu") as place:
-        return measure(task, place)
+    with process_group("cpu") as context:
+        return measure(task, context)
 
 
-def measured_stages(pool: GlooPool, task: ForecastTask) -> list[Measured]:
+def measure_stages(pool: GlooPool, task: ForecastTask) -> list[MeasuredMemory]:
     """Measure a task on one rank of each pipeline stage.
 
     All shards are even, so that the ranks of a stage use the same memory; the rank with the lowest peak counts.
@@ -141,25 +141,25 @@ def measured_stages(pool: GlooPool, task: ForecastTask) -> list[Measured]:
     return [min(found[begin : begin + size], key=lambda each: each.peak) for begin in range(0, len(found), size)]
 
 
-def measure_on_rank(rank: int, world_size: int, task: ForecastTask) -> Measured:
+def measure_on_rank(rank: int, world_size: int, task: ForecastTask) -> MeasuredMemory:
     """Measure a task on this rank of a pool."""
     return measure(task, RankContext(rank, world_size, torch.device("cpu")))
 
 
-def measure(task: ForecastTask, place: RankContext) -> Measured:
+def measure(task: ForecastTask, context: RankContext) -> MeasuredMemory:
     """Measure a task on this rank.
 
     The first step allocates lasting state, such as that of the optimizer. Of the later steps, the one with the lowest
     peak counts, because threads of gloo may free sent buffers later than the operation ends.
     """
     others = _storages()  # kept, so that none of them is freed during a step
-    step = _prepared(task, place)
+    step = _prepared(task, context)
     step.run(StorageLedger())
-    found = [_measured(step, others) for _ in range(_STEPS if place.world_size > 1 else 1)]
+    found = [_measured(step, others) for _ in range(_STEPS if context.world_size > 1 else 1)]
     return min(found, key=lambda each: each.peak)
 
 
-def _measured(step: StepSpec, others: Mapping[int, torch.UntypedStorage]) -> Measured:
+def _measured(step: StepSpec, others: Mapping[int, torch.UntypedStorage]) -> MeasuredMemory:
     gc.collect()
     rows = {each.untyped_storage().data_ptr() for each in (*step.inputs.batch.values(), step.inputs.labels)}
     before = sum(each.nbytes() for address, each in _storages().items() if address not in {*rows, *others})
@@ -168,10 +168,10 @@ def _measured(step: StepSpec, others: Mapping[int, torch.UntypedStorage]) -> Mea
     return _counted(before, seen)
 
 
-def _prepared(task: ForecastTask, place: RankContext) -> StepSpec:
-    assembled = build_rank_model_on_meta(task.recipe, task.source, place)
+def _prepared(task: ForecastTask, context: RankContext) -> StepSpec:
+    assembled = build_rank_model_on_meta(task.recipe, task.source, context)
     for model in assembled.models:
-        materialize(model, place.device)
+        materialize(model, context.device)
     parameters = [each for _, each in assembled.parameters()]
     with torch.no_grad():
         for each in parameters:
@@ -199,34 +199,34 @@ def _storages() -> dict[int, torch.UntypedStorage]:
     return found
 
 
-def _counted(before: int, seen: Any) -> Measured:
+def _counted(before: int, seen: Any) -> MeasuredMemory:
     tree = seen.profiler.kineto_results.experimental_event_tree()
     events = [each for each in traverse_dfs(tree) if each.typed[0] == torch._C._profiler._EventType.Allocation]
     now = peak = with_gloo = before
-    of_gloo: Counter[tuple[int, int]] = Counter()  # events of different threads may be out of order
+    gloo_blocks: Counter[tuple[int, int]] = Counter()  # events of different threads may be out of order
     alive: dict[int, Block] = {}
-    most: list[Block] = []
+    alive_at_peak: list[Block] = []
     for each in sorted(events, key=lambda each: each.start_time_ns):
         nbytes, address = each.extra_fields.alloc_size, each.extra_fields.ptr
-        around = _around(each)
-        if nbytes > 0 and any(name.startswith(_OF_GLOO) for name in around):
-            of_gloo[address, nbytes] += 1
+        operations = _enclosing_operations(each)
+        if nbytes > 0 and any(name.startswith(_GLOO_OPERATIONS) for name in operations):
+            gloo_blocks[address, nbytes] += 1
         elif nbytes > 0:
             now += nbytes
-            alive[address] = Block(nbytes, " < ".join(around[:6]))
-        elif of_gloo[address, -nbytes]:
-            of_gloo[address, -nbytes] -= 1
+            alive[address] = Block(nbytes, " < ".join(operations[:6]))
+        elif gloo_blocks[address, -nbytes]:
+            gloo_blocks[address, -nbytes] -= 1
         else:
             now += nbytes
             alive.pop(address, None)
-        with_gloo = max(with_gloo, now + sum(size * count for (_, size), count in of_gloo.items()))
+        with_gloo = max(with_gloo, now + sum(size * count for (_, size), count in gloo_blocks.items()))
         if now > peak:
-            peak, most = now, list(alive.values())
-    return Measured(before, peak, now, with_gloo, most)
+            peak, alive_at_peak = now, list(alive.values())
+    return MeasuredMemory(before, peak, now, with_gloo, alive_at_peak)
 
 
-def _around(event: Any) -> list[str]:
-    """Return the operations around an event, the innermost first."""
+def _enclosing_operations(event: Any) -> list[str]:
+    """Return the names of the operations that enclose an event, the innermost first."""
     found = []
     while event.parent is not None:
         event = event.parent

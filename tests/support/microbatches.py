@@ -12,40 +12,43 @@ from tests.support.models import EVERY, Inputs
 # None in the first microbatch, one in the next, three in the last. An audio-only encoder always has a clip.
 NONE_ONE_THREE, ONE_ONE_THREE = (1, 2, 2, 2), (0, 1, 2, 2, 2)
 
-_ABOUT_TOKENS = ("token_type_ids", "mm_token_type_ids", "attention_mask")
-_LAST_WORD = 90  # tokens above this stand for images and audio
+_PER_TOKEN_INPUTS = ("token_type_ids", "mm_token_type_ids", "attention_mask")
+_LAST_TEXT_TOKEN = 90  # tokens above this stand for images and audio
 
 MULTIMODAL = tuple(
     name for name, recipe in EVERY.items() if any(each.is_floating_point() for each in recipe.inputs().values())
 )
 
 
-def pictures_of(name: str) -> tuple[int, ...]:
-    """Return the argument for `microbatches`: zero, one and three images, or at least one if there is no text input."""
+def image_microbatches(name: str) -> tuple[int, ...]:
+    """Return `image_indices` for `microbatches`: no, one and three images; one, one and three without text input."""
     return NONE_ONE_THREE if "input_ids" in EVERY[name].inputs() else ONE_ONE_THREE
 
 
-def microbatches(name: str, count: int, pictured: Sequence[int] | None = None) -> list[Inputs]:
+def microbatches(name: str, count: int, image_indices: Sequence[int] | None = None) -> list[Inputs]:
     """Return microbatches of a recipe, each with different tokens.
 
     Args:
         name: Name of the recipe.
         count: Number of microbatches.
-        pictured: Index of a microbatch for each image or audio clip [default: one per microbatch]. In microbatches
+        image_indices: Index of a microbatch for each image or audio clip [default: one per microbatch]. In microbatches
             without one, its placeholder tokens are replaced by text tokens.
     """
     found = []
     for index in range(count):
-        pictures = 1 if pictured is None else pictured.count(index)
-        batch = dict(several(name, pictures) if pictures > 1 else EVERY[name].inputs())
-        if not pictures:
-            about = {key: torch.zeros_like(batch[key]) for key in _ABOUT_TOKENS if key in batch}
-            batch = {"input_ids": torch.where(batch["input_ids"] > _LAST_WORD, 7, batch["input_ids"]), **about}
+        images = 1 if image_indices is None else image_indices.count(index)
+        batch = dict(several(name, images) if images > 1 else EVERY[name].inputs())
+        if not images:
+            per_token = {key: torch.zeros_like(batch[key]) for key in _PER_TOKEN_INPUTS if key in batch}
+            batch = {
+                "input_ids": torch.where(batch["input_ids"] > _LAST_TEXT_TOKEN, 7, batch["input_ids"]),
+                **per_token,
+            }
         for key, value in batch.items():
             if value.is_floating_point():
                 batch[key] = value * (1 + index / 8)
             elif key.endswith("input_ids"):
-                batch[key] = torch.where(value > _LAST_WORD, value, (value * 5 + 7 * index) % 80 + 3)
+                batch[key] = torch.where(value > _LAST_TEXT_TOKEN, value, (value * 5 + 7 * index) % 80 + 3)
         found.append(batch)
     return found
 

@@ -53,6 +53,7 @@ class Recipe:
 
 
 def tokens() -> Inputs:
+    """Return token ids of shape (2, 7)."""
     return {"input_ids": torch.arange(3, 17).reshape(2, 7)}
 
 
@@ -60,7 +61,7 @@ def encoder_decoder_tokens() -> Inputs:
     return {**tokens(), "decoder_input_ids": torch.arange(20, 30).reshape(2, 5)}
 
 
-def randomise(model: torch.nn.Module, seed: int = 0) -> torch.nn.Module:
+def randomize(model: torch.nn.Module, seed: int = 0) -> torch.nn.Module:
     """Fill every tensor of the state dict with random values in place; tied tensors stay tied."""
     generator = torch.Generator().manual_seed(seed)
     for name, tensor in model.state_dict().items():
@@ -83,7 +84,7 @@ def build(recipe: Recipe) -> Any:
     model = (
         model.float() if recipe.dtype is torch.float32 else model.bfloat16()
     )  # `to` would convert complex buffers to real ones
-    return randomise(model).eval()
+    return randomize(model).eval()
 
 
 def write(recipe: Recipe, path: Path) -> None:
@@ -124,7 +125,7 @@ def read_hf(path: Path) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def consolidated(path: Path) -> Path:
+def consolidate_shards(path: Path) -> Path:
     """Merge sharded safetensors with torch into a file in a new directory next to them."""
     out = path.with_name(f"{path.name} consolidated")
     out.mkdir()
@@ -143,7 +144,7 @@ def load(path: Path, dtype: torch.dtype | str = "auto") -> Any:
     Sharded safetensors are first merged with torch if the installed transformers cannot read them.
     """
     if not READS_SHARDED_FILES and any(path.glob("shard-*.safetensors")):
-        path = consolidated(path)
+        path = consolidate_shards(path)
     config = transformers.AutoConfig.from_pretrained(path)
     cls = getattr(transformers, config.architectures[0])
     model, info = cls.from_pretrained(path, dtype=dtype, output_loading_info=True)
@@ -166,6 +167,7 @@ _OUTPUTS = ("logits", "prediction_logits", "seq_relationship_logits", "last_hidd
 
 
 def assert_same_outputs(a: list[torch.Tensor], b: list[torch.Tensor]) -> None:
+    """Check that outputs are equal bit for bit, finite and not constant."""
     assert len(a) == len(b) > 0
     for first, second in zip(a, b, strict=True):
         assert torch.isfinite(first).all()
@@ -267,11 +269,11 @@ def gemma4_vlm_inputs() -> Inputs:
 
 
 def gemma4_audio() -> Any:
-    ears = {
+    audio = {
         "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "subsampling_conv_channels": [8, 4],
         "output_proj_dims": 24,
     }  # fmt: skip
-    return gemma4_vlm(ears)
+    return gemma4_vlm(audio)
 
 
 def gemma4_audio_inputs() -> Inputs:
@@ -379,29 +381,29 @@ def whisper_inputs() -> Inputs:
     return {"input_features": _pixels(1, 8, 32), "decoder_input_ids": torch.arange(3, 8)[None]}
 
 
-_SOUND = torch.tensor([[5, 99, 99, 99, 99, 6, 7]])
+_AUDIO_TOKENS = torch.tensor([[5, 99, 99, 99, 99, 6, 7]])
 
 
 def qwen2_audio() -> Any:
-    ears = {
+    audio = {
         "num_mel_bins": 8, "d_model": 32, "encoder_layers": 2, "encoder_attention_heads": 4, "encoder_ffn_dim": 48,
         "max_source_positions": 16,
     }  # fmt: skip
-    config = transformers.Qwen2AudioConfig(text_config={**_TEXT}, audio_config=ears, audio_token_index=99)
+    config = transformers.Qwen2AudioConfig(text_config={**_TEXT}, audio_config=audio, audio_token_index=99)
     return transformers.Qwen2AudioForConditionalGeneration(config)
 
 
 def qwen2_audio_inputs() -> Inputs:
     mask = (torch.arange(32) < 16).long()[None]
-    return {"input_ids": _SOUND, "input_features": _pixels(1, 8, 32), "feature_attention_mask": mask}
+    return {"input_ids": _AUDIO_TOKENS, "input_features": _pixels(1, 8, 32), "feature_attention_mask": mask}
 
 
 def voxtral() -> Any:
-    ears = {
+    audio = {
         "num_mel_bins": 8, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
         "intermediate_size": 128, "max_source_positions": 16,
     }  # fmt: skip
-    config = transformers.VoxtralConfig(text_config={**_TEXT, "head_dim": 8}, audio_config=ears, audio_token_id=99)
+    config = transformers.VoxtralConfig(text_config={**_TEXT, "head_dim": 8}, audio_config=audio, audio_token_id=99)
     return transformers.VoxtralForConditionalGeneration(config)
 
 
@@ -533,7 +535,7 @@ def qwen3_vl() -> Any:
 _IMAGE = torch.tensor([[5, 99, 99, 99, 99, 6, 7]])
 
 
-def _looking(model_type: str, inputs: Callable[[], Inputs], **settings: Any) -> Recipe:
+def _vision_recipe(model_type: str, inputs: Callable[[], Inputs], **settings: Any) -> Recipe:
     """Return a recipe of a vision model in fp32, because some towers need pixels in the dtype of their parameters."""
     return Recipe(lambda: tiny(model_type), inputs, dtype=torch.float32, **settings)
 
@@ -685,21 +687,21 @@ WIDE: dict[str, Recipe] = {
     "qwen3-vl": Recipe(
         qwen3_vl, qwen2_5_vl_inputs, aliases={_LM_HEAD: "model.language_model.embed_tokens.weight"}
     ),
-    "qwen3-vl-moe": _looking("qwen3_vl_moe", _grid),
+    "qwen3-vl-moe": _vision_recipe("qwen3_vl_moe", _grid),
     "gemma4-audio": Recipe(
         gemma4_audio, gemma4_audio_inputs, aliases={_LM_HEAD: "model.language_model.embed_tokens.weight"}
     ),
     "qwen2-audio": Recipe(qwen2_audio, qwen2_audio_inputs),
-    "voxtral": Recipe(voxtral, lambda: {"input_ids": _SOUND, "input_features": _pixels(1, 8, 32)}),
-    "glm4v": _looking("glm4v", _grid),
-    "idefics3": _looking("idefics3", _one_image(1, 1, 3, 32, 32)),
-    "internvl": _looking("internvl", _one_image(1, 3, 32, 32), aliases=_NESTED_HEAD),
-    "lfm2-vl": _looking(
+    "voxtral": Recipe(voxtral, lambda: {"input_ids": _AUDIO_TOKENS, "input_features": _pixels(1, 8, 32)}),
+    "glm4v": _vision_recipe("glm4v", _grid),
+    "idefics3": _vision_recipe("idefics3", _one_image(1, 1, 3, 32, 32)),
+    "internvl": _vision_recipe("internvl", _one_image(1, 3, 32, 32), aliases=_NESTED_HEAD),
+    "lfm2-vl": _vision_recipe(
         "lfm2_vl", _navit, aliases={_LM_HEAD: "model.language_model.embed_tokens.weight"}
     ),
-    "llama4": _looking("llama4", _one_image(1, 3, 32, 32)),
+    "llama4": _vision_recipe("llama4", _one_image(1, 3, 32, 32)),
     "mllama": Recipe(mllama, _tiles, dtype=torch.float32),
-    "qwen3.5": _looking("qwen3_5", _grid),
+    "qwen3.5": _vision_recipe("qwen3_5", _grid),
 }  # fmt: skip
 
 EVERY = RECIPES | WIDE

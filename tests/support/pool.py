@@ -20,20 +20,20 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from tests.support.forked_programs import fresh
+from tests.support.forked_programs import preloaded_context
 
 MAX_WORLD_SIZE = 8
-_LAST_WORDS = "last-words"
+_CRASH_LOG = "crash-log"
 _TIMEOUT = 120.0  # timeout of one function, in seconds
 # gloo keeps the threads of a mesh while any object refers to it, and caches of torch refer to many. A worker with this
 # many threads is replaced, because a thousand threads slow down the machine.
-_MOST_THREADS = 120
+_MAX_THREADS = 120
 _MANY_THREADS = 60  # collect garbage above this number of threads
 _NEW_MODULES = 50  # about as many as a class of transformers imports
-SELDOM = (10_000, 10, 10)  # garbage collection thresholds; the default of 700 takes a tenth of the time
+GC_THRESHOLDS = (10_000, 10, 10)  # garbage collection thresholds; the default of 700 takes a tenth of the time
 # Messages of gloo on a rank whose peer has ended, and the number of characters of them to show.
 _LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
-_SHORT = 700
+_SHORT_LENGTH = 700
 
 
 class WorkerError(AssertionError):
@@ -80,10 +80,10 @@ class GlooPool:
             pipe.send((function, rank, world_size, store, args))
         answers = [_answer(*member) for member in members]
         died = any(process.exitcode is not None and process.exitcode < 0 for process, _ in members)
-        if not all(ok for ok, _ in answers) or any(_threads_of(process) > _MOST_THREADS for process, _ in members):
+        if not all(ok for ok, _ in answers) or any(_threads_of(process) > _MAX_THREADS for process, _ in members):
             self.stop()
         if not all(ok for ok, _ in answers):
-            raise (WorkerDied if died else WorkerError)(_said_by_all(answers))
+            raise (WorkerDied if died else WorkerError)(_join_errors(answers))
         return [value for _, value in answers]
 
     def stop(self) -> None:
@@ -100,22 +100,22 @@ class GlooPool:
         self._stores.cleanup()
 
     def _start(self) -> tuple[multiprocessing.process.BaseProcess, Connection]:
-        context = fresh()
+        context = preloaded_context()
         here, there = context.Pipe()
-        last_words = Path(self._stores.name, f"{_LAST_WORDS}-{next(self._started)}")
-        process = context.Process(target=_work, args=(there, last_words), name=str(last_words), daemon=True)
+        crash_log = Path(self._stores.name, f"{_CRASH_LOG}-{next(self._started)}")
+        process = context.Process(target=_work, args=(there, crash_log), name=str(crash_log), daemon=True)
         process.start()
         there.close()
         return process, here
 
 
-def _said_by_all(answers: list[tuple[bool, Any]]) -> str:
+def _join_errors(answers: list[tuple[bool, Any]]) -> str:
     """Join the errors of ranks: first those with their own error, then shortened those that lost the connection."""
     lost = [not ok and any(each in said for each in _LOST) for ok, said in answers]
     found = []
     for rank in sorted(range(len(answers)), key=lambda rank: (answers[rank][0], lost[rank])):
         ok, said = answers[rank]
-        text = f"gave {said!r:.300}" if ok else f"... {said[-_SHORT:]}" if lost[rank] else said
+        text = f"gave {said!r:.300}" if ok else f"... {said[-_SHORT_LENGTH:]}" if lost[rank] else said
         found.append(f"rank {rank}:\n{text}")
     return "\n".join(found)
 
@@ -134,11 +134,11 @@ def _answer(process: multiprocessing.process.BaseProcess, pipe: Connection) -> t
         return pipe.recv()
     except (EOFError, ConnectionError):
         process.join(1)
-        last_words = Path(process.name)
-        return False, f"ended with {process.exitcode}\n{last_words.read_text() if last_words.exists() else ''}"
+        crash_log = Path(process.name)
+        return False, f"ended with {process.exitcode}\n{crash_log.read_text() if crash_log.exists() else ''}"
 
 
-def _work(pipe: Connection, last_words: Path) -> None:
+def _work(pipe: Connection, crash_log: Path) -> None:
     assert "torch" in sys.modules, "torch was not imported before the fork, so each worker imports it"
     os.environ.update(GLOO_SOCKET_IFNAME="lo", HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false", OMP_NUM_THREADS="1")
     import torch
@@ -146,9 +146,9 @@ def _work(pipe: Connection, last_words: Path) -> None:
 
     torch.set_num_threads(1)
     known = _freeze()
-    gc.set_threshold(*SELDOM)
-    said = last_words.open("w")
-    faulthandler.enable(said)
+    gc.set_threshold(*GC_THRESHOLDS)
+    crash_file = crash_log.open("w")
+    faulthandler.enable(crash_file)
     while True:
         try:
             function, rank, world_size, store, args = pipe.recv()

@@ -71,7 +71,7 @@ OTHERS: dict[str, dict[str, Any]] = {
 
 
 def build(class_name: str) -> Any:
-    """Build the model."""
+    """Build a tiny model of a class, with the initial weights of the class."""
     torch.manual_seed(0)
     cls = getattr(transformers, class_name)
     return cls(cls.config_class(**OTHERS.get(class_name, _TEXT)))

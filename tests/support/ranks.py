@@ -8,7 +8,7 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 
-from tests.support.forked_programs import Forked
+from tests.support.forked_programs import ForkedProgram
 from tests.support.transformers_version import without_version_note
 
 _COMMAND = "from ckptx.cli.main import run\nrun()"
@@ -21,8 +21,8 @@ def free_port() -> int:
         return int(found.getsockname()[1])
 
 
-def _fork(arguments: list[object], code: str, environment: dict[str, str]) -> Forked:
-    return Forked(code, ["ckptx", "reshard", *map(str, arguments)], environment)
+def _fork(arguments: list[object], code: str, environment: dict[str, str]) -> ForkedProgram:
+    return ForkedProgram(code, ["ckptx", "reshard", *map(str, arguments)], environment)
 
 
 def _execute(arguments: list[object], code: str, environment: dict[str, str]) -> subprocess.Popen[str]:
@@ -39,7 +39,7 @@ def start_alone(arguments: list[object]) -> subprocess.Popen[str]:
 
 def start(
     *ranks: list[object], codes: Mapping[int, str] | None = None, forks: bool = True
-) -> Sequence[Forked | subprocess.Popen[str]]:
+) -> Sequence[ForkedProgram | subprocess.Popen[str]]:
     """Start one process for each of `ranks`, like a launcher without an agent.
 
     Args:
@@ -55,7 +55,7 @@ def start(
     ]
 
 
-def finish(processes: Sequence[Forked | subprocess.Popen[str]]) -> list[tuple[int | None, str]]:
+def finish(processes: Sequence[ForkedProgram | subprocess.Popen[str]]) -> list[tuple[int | None, str]]:
     """Wait for all ranks; return the exit code and stderr of each."""
     found = []
     for process in processes:

@@ -18,7 +18,7 @@ from tests.support.runner import CliRunner
 INDEX = "model.safetensors.index.json"
 
 
-def save_part(path: Path, tensors: Mapping[str, torch.Tensor], offsets: Mapping[str, Sequence[int]] = {}) -> None:
+def write_shard(path: Path, tensors: Mapping[str, torch.Tensor], offsets: Mapping[str, Sequence[int]] = {}) -> None:
     """Write a safetensors file that records the offsets of its tensors in larger ones [default: 0]."""
     path.parent.mkdir(parents=True, exist_ok=True)
     info = {name: {"saved_offsets": list(offsets.get(name, [0] * part.dim()))} for name, part in tensors.items()}
@@ -26,7 +26,7 @@ def save_part(path: Path, tensors: Mapping[str, torch.Tensor], offsets: Mapping[
     save_file(whole, path, metadata={"DCP_SHARDING_INFO": json.dumps(info)})
 
 
-def converted(*arguments: object) -> dict[str, Any]:
+def run_convert(*arguments: object) -> dict[str, Any]:
     """Run `ckptx convert`, check that it exits with 0, and return the report."""
     result = CliRunner().invoke(cli, ["convert", *map(str, arguments), "--json"], standalone_mode=False)
     assert result.return_value == 0, result.stderr
@@ -35,7 +35,7 @@ def converted(*arguments: object) -> dict[str, Any]:
     return report
 
 
-def loaded(root: Path) -> dict[str, torch.Tensor]:
+def read_tensors(root: Path) -> dict[str, torch.Tensor]:
     """Read all tensors of all safetensors files in a directory with the safetensors library."""
     found: dict[str, torch.Tensor] = {}
     for path in sorted(root.glob("*.safetensors")):

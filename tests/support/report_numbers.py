@@ -29,7 +29,7 @@ NUMBER = r"(?:\d{1,3}(?:,\d{3})+|\d+)"
 SIZE = r"\d+(?:\.\d+)? (?:B|KiB|MiB|GiB|TiB)"
 
 
-class Held(NamedTuple):
+class DirectoryContents(NamedTuple):
     """Contents of a checkpoint directory.
 
     Attributes:
@@ -51,10 +51,10 @@ class Held(NamedTuple):
         return sum(self.files.values())
 
 
-def held(root: Path) -> Held:
+def read_contents(root: Path) -> DirectoryContents:
     """Count the contents of a checkpoint in either format."""
     files = {str(file.relative_to(root)): file.stat().st_size for file in root.rglob("*") if file.is_file()}
-    return Held(*(_of_dcp(root) if (root / ".metadata").exists() else _of_safetensors(root)), files)
+    return DirectoryContents(*(_of_dcp(root) if (root / ".metadata").exists() else _of_safetensors(root)), files)
 
 
 def _of_dcp(root: Path) -> tuple[dict[str, str], set[str], dict[str, int], int]:
@@ -90,30 +90,36 @@ def _of_safetensors(root: Path) -> tuple[dict[str, str], set[str], dict[str, int
     return dtypes, set(), nbytes, len(chunks)
 
 
-class Said(NamedTuple):
-    """Result of a command: its JSON document, stdout and stderr."""
+class CommandResult(NamedTuple):
+    """Outputs of a command.
+
+    Attributes:
+        document: Its JSON document.
+        text: Its stdout.
+        notes: Its stderr.
+    """
 
     document: dict[str, Any]
     text: str
     notes: str
 
 
-def run(report: Path, *words: object) -> Said:
+def run(report: Path, *words: object) -> CommandResult:
     """Run a command that writes its document to `report`; a command without a document runs twice."""
     if words[0] in ("inspect", "diff"):
         texts = [
             CliRunner().invoke(cli, [*map(str, words), *more], standalone_mode=False) for more in ((), ("--json",))
         ]
         assert [each.exception for each in texts] == [None, None]
-        return Said(json.loads(texts[1].stdout), texts[0].stdout, texts[0].stderr)
+        return CommandResult(json.loads(texts[1].stdout), texts[0].stdout, texts[0].stderr)
     result = CliRunner().invoke(cli, [*map(str, words), "--report", str(report)], standalone_mode=False)
     assert result.exception is None, result.exception
     found = json.loads(report.read_text())
     assert result.return_value == found["exit"], result.stderr
-    return Said(found, result.stdout, result.stderr)
+    return CommandResult(found, result.stdout, result.stderr)
 
 
-def whole(text: str) -> int:
+def parse_count(text: str) -> int:
     """Parse a number with thousands separators."""
     return int(text.replace(",", ""))
 
@@ -130,7 +136,7 @@ class Lines:
     """Lines of printed text; a pattern must match each line with a number."""
 
     def __init__(self, text: str) -> None:
-        self.left = text.splitlines()
+        self.remaining = text.splitlines()
 
     def one(self, pattern: str) -> re.Match[str]:
         """Remove and return the match of the only line that a pattern matches."""
@@ -139,16 +145,18 @@ class Lines:
 
     def every(self, pattern: str) -> list[re.Match[str]]:
         """Remove all lines that a pattern matches, and return the matches."""
-        found = [(line, match) for line in self.left if (match := re.fullmatch(pattern, line))]
-        self.left = [line for line in self.left if all(line is not each for each, _ in found)]
+        found = [(line, match) for line in self.remaining if (match := re.fullmatch(pattern, line))]
+        self.remaining = [line for line in self.remaining if all(line is not each for each, _ in found)]
         return [match for _, match in found]
 
     def end(self) -> None:
         """Check that no remaining line has a number."""
-        assert [line for line in self.left if re.search(r"\d", line)] == []
+        assert [line for line in self.remaining if re.search(r"\d", line)] == []
 
 
-def check_conversion(said: Said, before: Held, after: Held | None, *, dst: Path) -> None:
+def check_conversion(
+    said: CommandResult, before: DirectoryContents, after: DirectoryContents | None, *, dst: Path
+) -> None:
     """Check every number in the summary of a conversion.
 
     Args:
@@ -167,10 +175,10 @@ def check_conversion(said: Said, before: Held, after: Held | None, *, dst: Path)
         rf"(?:; would read ({SIZE}); buffers up to ({SIZE}))?"
     )
     verb, tensors, stored, copies, aliases, size, rest, reads, buffers = head.groups()
-    shown = [whole(each or "0") for each in (copies, aliases)]
-    assert whole(tensors) == document["tensors"] == target["tensors"]
+    shown = [parse_count(each or "0") for each in (copies, aliases)]
+    assert parse_count(tensors) == document["tensors"] == target["tensors"]
     assert shown == [target["copies"], target["aliases"]]
-    assert whole(stored or tensors) == target["stored"] == whole(tensors) - sum(shown)
+    assert parse_count(stored or tensors) == target["stored"] == parse_count(tensors) - sum(shown)
     assert len(document["aliases"]) == target["aliases"]
     assert is_size(size, document["output_bytes"])
     assert (verb == "would write ") is is_dry and (reads is not None) is is_dry
@@ -180,7 +188,7 @@ def check_conversion(said: Said, before: Held, after: Held | None, *, dst: Path)
         rows = {row["name"]: row for row in document["files"]}
         for match in listed:
             assert is_size(match[2], rows[match[1]]["bytes"])
-            assert whole(match[3] or "0") == rows[match[1]]["tensors"]
+            assert parse_count(match[3] or "0") == rows[match[1]]["tensors"]
         assert len(listed) == min(len(rows), 20)
         assert sum(row["bytes"] for row in rows.values()) == document["output_bytes"] == document["bytes_written"]
         lines.every(rf"  and {NUMBER} more files, --json lists all")
@@ -191,7 +199,7 @@ def check_conversion(said: Said, before: Held, after: Held | None, *, dst: Path)
         assert earlier >= 0 and (rest is not None) is (earlier > 0)
         assert rest is None or is_size(rest, earlier)
     if after is not None:
-        assert whole(tensors) == len(after.dtypes)
+        assert parse_count(tensors) == len(after.dtypes)
         assert document["output_bytes"] == after.size
         assert {*document["aliases"]} == after.aliases or len(document["aliases"]) == len(after.aliases)
         assert document["dtypes"]["after"] == dict(Counter(after.dtypes.values()))
@@ -203,7 +211,7 @@ def check_conversion(said: Said, before: Held, after: Held | None, *, dst: Path)
     lines.every(r"config\.json: .*")
     lines.every(r'prefix: ".*" removed from names')
     kept = lines.every(rf"dtype kept: ({NUMBER}) tensors? \(.*\)")
-    assert [whole(match[1]) for match in kept] == (
+    assert [parse_count(match[1]) for match in kept] == (
         [len(document["dtype_unchanged"])] if document.get("dtype_unchanged") else []
     )
     _check_cost(lines, document)
@@ -211,24 +219,26 @@ def check_conversion(said: Said, before: Held, after: Held | None, *, dst: Path)
     assert ledger["source"] == len(before.dtypes)
 
 
-def _check_source(lines: Lines, document: Mapping[str, Any], before: Held) -> None:
+def _check_source(lines: Lines, document: Mapping[str, Any], before: DirectoryContents) -> None:
     ledger = document["ledger"]
     line = lines.one(rf"source tensors: ({NUMBER}) \((.*)\)")
     parts = Counter[str]()
     for part in line[2].split(", "):
         match = re.fullmatch(rf"({NUMBER}) (written|tied|(?:\w+ )?skipped)(?: as ({NUMBER}) tensors?)?", part)
         assert match, part
-        parts[match[2].rpartition(" ")[2]] += whole(match[1])
+        parts[match[2].rpartition(" ")[2]] += parse_count(match[1])
         if match[2] == "written":
-            assert whole(match[3] or match[1]) == ledger["target"]["stored"]
+            assert parse_count(match[3] or match[1]) == ledger["target"]["stored"]
         if match[2] == "optimizer skipped":
-            assert whole(match[1]) == sum(name.startswith("optimizer.") for name in before.dtypes)
+            assert parse_count(match[1]) == sum(name.startswith("optimizer.") for name in before.dtypes)
     expected = {"written": ledger["written"], "tied": ledger["aliases"], "skipped": ledger["dropped"]}
     assert parts == Counter(expected)
-    assert whole(line[1]) == ledger["source"] == sum(parts.values()) == len(before.dtypes)
+    assert parse_count(line[1]) == ledger["source"] == sum(parts.values()) == len(before.dtypes)
     assert len(document["dropped"]) == ledger["dropped"]
     dropped = lines.every(rf"dropped: ({NUMBER}) tensors? \((.*)\)")
-    assert {match[2]: whole(match[1]) for match in dropped} == Counter(row["reason"] for row in document["dropped"])
+    assert {match[2]: parse_count(match[1]) for match in dropped} == Counter(
+        row["reason"] for row in document["dropped"]
+    )
 
 
 def _check_dtypes(lines: Lines, document: Mapping[str, Any]) -> None:
@@ -238,16 +248,16 @@ def _check_dtypes(lines: Lines, document: Mapping[str, Any]) -> None:
     assert all(sum(each.values()) == document["tensors"] for each in counts)
 
 
-def _check_ties(lines: Lines, document: Mapping[str, Any], after: Held | None) -> None:
+def _check_ties(lines: Lines, document: Mapping[str, Any], after: DirectoryContents | None) -> None:
     words = {"one tensor with two names": "alias", "stored under both names": "copy", "stored under one name": "single"}
-    told = {(match[1], match[2]): match[3] for match in lines.every(r"tied: (\S+) = (\S+), ([\w ]+) \(source: .*\)")}
+    printed = {(match[1], match[2]): match[3] for match in lines.every(r"tied: (\S+) = (\S+), ([\w ]+) \(source: .*\)")}
     untied = {(match[1], match[2]) for match in lines.every(r"not tied: (\S+), (\S+) \(source: .*\)")}
     for row in document["ties"]:
         pair = row["target"], row["source"]
-        if pair in told:
-            assert words[told[pair]] == row["action"]
+        if pair in printed:
+            assert words[printed[pair]] == row["action"]
         else:
-            assert row["action"] not in words.values() or len(told) == 20
+            assert row["action"] not in words.values() or len(printed) == 20
             assert (pair in untied) is (row["declared"] and row["action"] not in words.values())
         if after is None or row["action"] == "none":
             continue
@@ -260,7 +270,7 @@ def _check_ties(lines: Lines, document: Mapping[str, Any], after: Held | None) -
             assert (row["action"] == "alias") is shares, (row, names)
             assert not shares or {*pair} & after.aliases
     aliases = {(match[1], match[2]) for match in lines.every(r"alias: (\S+) = (\S+)")}
-    reported = {name for pair in told for name in pair}
+    reported = {name for pair in printed for name in pair}
     others = {pair for pair in document["aliases"].items() if not reported.issuperset(pair)}
     assert aliases <= others and len(aliases) == min(len(others), 20)
 
@@ -293,8 +303,8 @@ def _check_layout(lines: Lines, document: Mapping[str, Any], dst: Path | None) -
         assert [list(each) for each in spans] == layout["stages"][int(match[1])]
     rules = lines.every(rf"  ({NUMBER}) tensors? (replicated \(no TP rule\)|(?:sharded|replicated) by .*)")
     placed = sum(row["tensors"] for row in document["rules"])
-    assert sum(whole(match[1]) for match in rules) == (placed if tp > 1 else 0)
-    sharded = sum(whole(match[1]) for match in rules if match[2].startswith("sharded"))
+    assert sum(parse_count(match[1]) for match in rules) == (placed if tp > 1 else 0)
+    sharded = sum(parse_count(match[1]) for match in rules if match[2].startswith("sharded"))
     assert sharded == (sum(row["tensors"] for row in document["rules"] if row["dim"] is not None) if tp > 1 else 0)
     replicated = document.get("replicated")
     assert (replicated is not None) is (tp > 1)
@@ -319,43 +329,43 @@ def _near(value: float) -> Any:
     return pytest.approx(value, rel=0.02, abs=2000)
 
 
-def check_inspection(said: Said, found: Held, parameters: int | None = None) -> None:
+def check_inspection(said: CommandResult, found: DirectoryContents, parameters: int | None = None) -> None:
     """Check every number in the output of `inspect`."""
     document, lines = said.document, Lines(said.text)
-    lines.left = lines.left[1:]  # the path
+    lines.remaining = lines.remaining[1:]  # the path
     files = lines.one(rf"  format        [\w .]+, ({NUMBER}) files?")
-    assert whole(files[1]) == len(document["files"])
+    assert parse_count(files[1]) == len(document["files"])
     assert all(found.files[name] == size for name, size in document["files"].items())
     tensors = lines.one(
         rf"  tensors       ({NUMBER})(?: \(({NUMBER}) \+ ({NUMBER}) alias(?:es)?\))?"
         rf" in ({NUMBER}) chunks?, ({SIZE})"
     )
-    assert whole(tensors[1]) == document["tensors"] == len(found.dtypes)
-    assert whole(tensors[3] or "0") == len(document["aliases"]) == len(found.aliases)
-    assert whole(tensors[2] or tensors[1]) == document["tensors"] - len(document["aliases"])
-    assert whole(tensors[4]) == document["chunks"] == found.chunks
+    assert parse_count(tensors[1]) == document["tensors"] == len(found.dtypes)
+    assert parse_count(tensors[3] or "0") == len(document["aliases"]) == len(found.aliases)
+    assert parse_count(tensors[2] or tensors[1]) == document["tensors"] - len(document["aliases"])
+    assert parse_count(tensors[4]) == document["chunks"] == found.chunks
     assert is_size(tensors[5], document["bytes"])
-    assert whole(lines.one(rf"  parameters    ({NUMBER})")[1]) == document["parameters"]
+    assert parse_count(lines.one(rf"  parameters    ({NUMBER})")[1]) == document["parameters"]
     assert parameters is None or document["parameters"] == parameters
     counts = {name: int(n) for name, n in re.findall(r"(\w+) (\d+)", lines.one(r"  dtypes        (.*)")[1])}
     assert counts == document["dtypes"]["before"] == dict(Counter(found.dtypes.values()))
     for match in lines.every(rf"  optimizer     ({NUMBER}) tensors?, ({SIZE})"):
-        assert whole(match[1]) == document["optimizer"]["tensors"]
+        assert parse_count(match[1]) == document["optimizer"]["tensors"]
         assert is_size(match[2], document["optimizer"]["bytes"])
         names = [name for name in found.dtypes if name.startswith("optimizer.")]
-        assert whole(match[1]) == len(names)
+        assert parse_count(match[1]) == len(names)
         assert document["optimizer"]["bytes"] == sum(found.nbytes[name] for name in names if name not in found.aliases)
     groups = lines.every(rf"    (\S+)\s+({NUMBER})\s+({SIZE})")
     others = document["optimizer"]["tensors"] + len(document["other_tensors"])
     assert sum(row["tensors"] for row in document["groups"]) == document["tensors"] - others
     for match, row in zip(groups, document["groups"], strict=False):
-        assert (match[1], whole(match[2])) == (row["pattern"], row["tensors"]) and is_size(match[3], row["bytes"])
+        assert (match[1], parse_count(match[2])) == (row["pattern"], row["tensors"]) and is_size(match[3], row["bytes"])
     for pattern in ("architecture", "prefix", "other", "objects", "shared", "tied", "unknown", "other files"):
         lines.every(rf"  {pattern}\s+.*")
     lines.end()
 
 
-def check_verification(said: Said, compared: int, differing: int, every: int) -> None:
+def check_verification(said: CommandResult, compared: int, differing: int, every: int) -> None:
     """Check every number in the output of `verify`.
 
     Args:
@@ -368,10 +378,10 @@ def check_verification(said: Said, compared: int, differing: int, every: int) ->
     assert (document["compared"], len(document["differing"])) == (compared, differing)
     if not differing:
         line = lines.one(rf"equal: ({NUMBER}) tensors? compared bit for bit, ({SIZE}) read")
-        assert whole(line[1]) == compared and is_size(line[2], document["bytes_read"])
+        assert parse_count(line[1]) == compared and is_size(line[2], document["bytes_read"])
     else:
         line = lines.one(rf"DIFFERENT: ({NUMBER}) of ({NUMBER}) tensors? differs?")
-        assert (whole(line[1]), whole(line[2])) == (differing, every)
+        assert (parse_count(line[1]), parse_count(line[2])) == (differing, every)
         rows = lines.every(r"[\w.]+: (?:content|missing|shape|dtype|tied).*")
         assert len(rows) == min(differing, 20)
         more = lines.every(r"and (\d+) more, --json lists all")
@@ -380,7 +390,7 @@ def check_verification(said: Said, compared: int, differing: int, every: int) ->
     lines.end()
 
 
-def check_difference(said: Said, common: int) -> None:
+def check_difference(said: CommandResult, common: int) -> None:
     """Check every number in the output of `diff`."""
     lines = Lines(said.text)
     assert said.document["compared"] == common
@@ -388,9 +398,11 @@ def check_difference(said: Said, common: int) -> None:
     if rows:
         line = lines.one(rf"DIFFERENT: ({NUMBER}) of ({NUMBER}) tensors? differs?")
         only_in_one = sum(row["what"] == "missing" for row in rows)
-        assert (whole(line[1]), whole(line[2])) == (len(rows), common + only_in_one)
+        assert (parse_count(line[1]), parse_count(line[2])) == (len(rows), common + only_in_one)
     else:
-        assert whole(lines.one(rf"equal: ({NUMBER}) common names? ha(?:s|ve) equal shapes and dtypes")[1]) == common
+        assert (
+            parse_count(lines.one(rf"equal: ({NUMBER}) common names? ha(?:s|ve) equal shapes and dtypes")[1]) == common
+        )
     assert len(lines.every(r"tied: .*")) == len(said.document["tied_tensors"])
     assert len(lines.every(r"[\w.]+: (?:missing|shape|dtype).*")) == min(20, len(rows))
     more = lines.every(r"and (\d+) more, --json lists all")

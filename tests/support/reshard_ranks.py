@@ -106,7 +106,7 @@ def stage_of_llama(hf: Path, stage: int, first: int, stop: int, last: bool, mesh
     """
     config = models.transformers.AutoConfig.from_pretrained(hf)
     config.tie_word_embeddings = False
-    model = models.randomise(models.transformers.LlamaForCausalLM(config).to(config.dtype), seed=99)
+    model = models.randomize(models.transformers.LlamaForCausalLM(config).to(config.dtype), seed=99)
     inner: Any = model.model
     layers = {str(i): layer for i, layer in enumerate(inner.layers) if first <= i < stop}
     inner.layers = nn.ModuleDict(layers)

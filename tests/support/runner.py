@@ -9,7 +9,7 @@ from click import testing
 
 
 class CliRunner(testing.CliRunner):
-    """Return a runner that separates stdout and stderr, which is the default only since click 8.2."""
+    """A runner that separates stdout and stderr, which is the default only since click 8.2."""
 
     def __init__(self, **options: Any) -> None:
         if "mix_stderr" in inspect.signature(testing.CliRunner).parameters:

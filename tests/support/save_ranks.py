@@ -1,7 +1,7 @@
 """Functions of the ranks in tests of `save`: shard a model, train it or set its state, save it, and resume.
 
-`marked` does not train. It computes the optimizer moments from each element of the parameters, so that the full moments
-are known from the checkpoint for every sharding.
+`set_optimizer_state` does not train. It computes the optimizer moments from each element of the parameters, so that the
+full moments are known from the checkpoint for every sharding.
 """
 
 from __future__ import annotations
@@ -45,7 +45,15 @@ _FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 
 
 class Shape(NamedTuple):
-    """Parallelism of a model."""
+    """Parallelism of a model.
+
+    Attributes:
+        dp: Number of FSDP2 ranks.
+        tp: Number of TP ranks.
+        replicate: Number of replicas of the FSDP2 shards (HSDP).
+        checkpointing: Activation checkpointing mode.
+        compiled: Compile the layers.
+    """
 
     dp: int = 1
     tp: int = 1
@@ -57,13 +65,21 @@ class Shape(NamedTuple):
 TP = Shape(tp=2)
 
 
-class Cut(NamedTuple):
+class ShardedModel(NamedTuple):
+    """A model that was loaded on a rank, with its optimizer.
+
+    Attributes:
+        model: Model with the shards of this rank.
+        optimizer: AdamW optimizer with two parameter groups.
+        layout: Sharding of the parameters under TP; None without TP.
+    """
+
     model: Any
     optimizer: torch.optim.Optimizer
     layout: TensorParallelLayout | None
 
 
-def cut(source: Path, shape: Shape) -> Cut:
+def load_sharded_model(source: Path, shape: Shape) -> ShardedModel:
     """Load the model of a checkpoint with ckptx, and create an optimizer without state."""
     sizes, names = (shape.replicate, shape.dp, shape.tp), ("dp_replicate", "dp_shard", "tp")
     mesh = init_device_mesh("cpu", sizes, mesh_dim_names=names)
@@ -74,7 +90,7 @@ def cut(source: Path, shape: Shape) -> Cut:
     materialize(model)
     regions = made.layout.local_regions if made.layout is not None else None
     load(model, source, regions=regions)
-    return Cut(model, optimizer_of(model), made.layout)
+    return ShardedModel(model, optimizer_of(model), made.layout)
 
 
 def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
@@ -85,8 +101,8 @@ def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(groups, lr=1e-2, foreach=False)
 
 
-def mark(optimizer: torch.optim.Optimizer) -> None:
-    """Set the optimizer state as if steps had been taken."""
+def set_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
+    """Set the optimizer state as after three steps; `MARKS` computes the moments from the parameters."""
     with torch.no_grad():
         for group in optimizer.param_groups:
             for parameter in group["params"]:
@@ -94,7 +110,7 @@ def mark(optimizer: torch.optim.Optimizer) -> None:
                 optimizer.state[parameter] = {"step": torch.tensor(3.0), **marks}
 
 
-def step(at: Cut, index: int) -> None:
+def train_one_step(at: ShardedModel, index: int) -> None:
     """Train one step; each data-parallel rank has different tokens."""
     ids = (tokens()["input_ids"] + index + 7 * dp_rank(at.model)) % 101
     at.model.train()
@@ -104,28 +120,29 @@ def step(at: Cut, index: int) -> None:
 
 
 def dp_rank(model: nn.Module) -> int:
+    """Return the FSDP2 rank of this process; 0 if the model is not sharded with FSDP2."""
     meshes = (getattr(parameter, "device_mesh", None) for parameter in model.parameters())
     mesh = next((each for each in meshes if each is not None and "dp_shard" in (each.mesh_dim_names or ())), None)
     return 0 if mesh is None else int(mesh.get_local_rank("dp_shard"))
 
 
-def marked(rank: int, world_size: int, hf: Path, out: Path, shape: Shape) -> None:
-    """Save the loaded model and the marked optimizer state to `out`."""
-    at = cut(hf, shape)
-    mark(at.optimizer)
+def save_with_known_state(rank: int, world_size: int, hf: Path, out: Path, shape: Shape) -> None:
+    """Save the loaded model and the known optimizer state to `out`."""
+    at = load_sharded_model(hf, shape)
+    set_optimizer_state(at.optimizer)
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
         save(at.model, at.optimizer, out, layout=at.layout, step=3, base=hf)
 
 
-def retaken(rank: int, world_size: int, source: Path, out: Path, shape: Shape) -> None:
+def reshard_through_load(rank: int, world_size: int, source: Path, out: Path, shape: Shape) -> None:
     """Load a checkpoint of another mesh, and save it again."""
-    at = cut(source, shape)
+    at = load_sharded_model(source, shape)
     load_optimizer(at.optimizer, at.model, source, layout=at.layout)
     save(at.model, at.optimizer, out, layout=at.layout, step=3)
 
 
-def misplaced(rank: int, world_size: int, hf: Path, out: Path, by: str) -> str | None:
+def save_without_layout(rank: int, world_size: int, hf: Path, out: Path, by: str) -> str | None:
     """Save with only the placements of DTensors.
 
     Args:
@@ -134,8 +151,8 @@ def misplaced(rank: int, world_size: int, hf: Path, out: Path, by: str) -> str |
     Returns:
         The error message; None if the save succeeded.
     """
-    at = cut(hf, TP)
-    mark(at.optimizer)
+    at = load_sharded_model(hf, TP)
+    set_optimizer_state(at.optimizer)
     state = {"model": at.model.state_dict(), "optim": get_optimizer_state_dict(at.model, at.optimizer, options=_FLAT)}
     try:
         if by == "stock":
@@ -147,30 +164,30 @@ def misplaced(rank: int, world_size: int, hf: Path, out: Path, by: str) -> str |
     return None
 
 
-def trained(rank: int, world_size: int, hf: Path, out: Path, shape: Shape) -> dict[str, bytes]:
+def save_two_steps(rank: int, world_size: int, hf: Path, out: Path, shape: Shape) -> dict[str, bytes]:
     """Save after one step, and after a second one.
 
     Returns:
         Bytes of the parameters and first moments after the first step, gathered by torch.
     """
-    at = cut(hf, shape)
-    step(at, 0)
+    at = load_sharded_model(hf, shape)
+    train_one_step(at, 0)
     save(at.model, at.optimizer, out / "one", layout=at.layout, step=1, base=hf)
     gathered = {name: raw(value) for name, value in at.model.state_dict().items()}
     moments = get_optimizer_state_dict(at.model, at.optimizer)["state"]
     gathered |= {f"{name}.exp_avg": raw(state["exp_avg"]) for name, state in moments.items()}
-    step(at, 1)
+    train_one_step(at, 1)
     save(at.model, at.optimizer, out / "two", layout=at.layout, step=2, base=hf)
     return gathered
 
 
-def resumed(rank: int, world_size: int, source: Path, out: Path, shape: Shape, by: str) -> None:
+def resume_and_save(rank: int, world_size: int, source: Path, out: Path, shape: Shape, by: str) -> None:
     """Load `source/one`, save it again to `out/one`, and train the second step.
 
     Args:
         by: Library that loads the optimizer, "ckptx" or "torch".
     """
-    at = cut(source / "one", shape)
+    at = load_sharded_model(source / "one", shape)
     if by == "ckptx":
         load_optimizer(at.optimizer, at.model, source / "one", layout=at.layout)
     else:
@@ -179,18 +196,18 @@ def resumed(rank: int, world_size: int, source: Path, out: Path, shape: Shape, b
         assert state["step"] == 1
         set_optimizer_state_dict(at.model, at.optimizer, state["optim"], options=_FLAT)
     save(at.model, at.optimizer, out / "one", layout=at.layout, step=1)
-    step(at, 1)
+    train_one_step(at, 1)
     save(at.model, at.optimizer, out / "two", layout=at.layout, step=2)
 
 
-def resumed_without(rank: int, world_size: int, hf: Path, out: Path) -> None:
+def resume_without_optimizer(rank: int, world_size: int, hf: Path, out: Path) -> None:
     """Load an optimizer from a checkpoint that has only the model."""
-    at = cut(hf, Shape())
+    at = load_sharded_model(hf, Shape())
     save(at.model, None, out / "one")
     load_optimizer(at.optimizer, at.model, out / "one")
 
 
-def staged(rank: int, world_size: int, hf: Path, out: Path) -> None:
+def save_stage(rank: int, world_size: int, hf: Path, out: Path) -> None:
     """Save a model with two layers, one per rank; the embedding is on the first rank, the head on the last."""
     model: Any = build_model(hf)
     model.model.layers[1 - rank] = nn.Identity()
@@ -201,15 +218,15 @@ def staged(rank: int, world_size: int, hf: Path, out: Path) -> None:
     materialize(model)
     load(model, hf)
     optimizer = optimizer_of(model)
-    mark(optimizer)
+    set_optimizer_state(optimizer)
     save(model, optimizer, out, step=3)
 
 
-def refused(rank: int, world_size: int, hf: Path, out: Path, how: str) -> str:
-    """Return the error of `save` on this rank."""
-    at = cut(hf, Shape(dp=world_size))
+def save_and_return_error(rank: int, world_size: int, hf: Path, out: Path, how: str) -> str:
+    """Return the class and message of the error of `save` on this rank, or "saved"."""
+    at = load_sharded_model(hf, Shape(dp=world_size))
     optimizer: Any = at.optimizer
-    mark(optimizer)
+    set_optimizer_state(optimizer)
     first = next(iter(optimizer.state))
     if how == "another model":
         optimizer = optimizer_of(nn.Linear(3, 3))

@@ -24,8 +24,14 @@ from tests.support.torch_dcp import raw
 Shape = tuple[int, ...]
 
 
-class Held(NamedTuple):
-    """A region of a tensor in a file."""
+class StoredRegion(NamedTuple):
+    """A region of a tensor in a file.
+
+    Attributes:
+        file: Name of the file.
+        offsets: First index of the region in each dimension.
+        sizes: Number of indices in each dimension.
+    """
 
     file: str
     offsets: Shape
@@ -36,10 +42,10 @@ class Held(NamedTuple):
         return tuple(slice(at, at + n) for at, n in zip(self.offsets, self.sizes, strict=True))
 
 
-Blocks = dict[str, list[Held]]
+Blocks = dict[str, list[StoredRegion]]
 
 
-def in_dcp(root: Path) -> Blocks:
+def read_dcp_regions(root: Path) -> Blocks:
     """Read the regions in `.metadata` with torch."""
     read = dcp.FileSystemReader(root).read_metadata()
     entries, held = read.state_dict_metadata, defaultdict(list)
@@ -47,11 +53,11 @@ def in_dcp(root: Path) -> Blocks:
         entry = entries[index.fqn]
         if isinstance(entry, TensorStorageMetadata):
             sizes = next(chunk.sizes for chunk in entry.chunks if chunk.offsets == index.offset)
-            held[index.fqn].append(Held(info.relative_path, tuple(index.offset), tuple(sizes)))
+            held[index.fqn].append(StoredRegion(info.relative_path, tuple(index.offset), tuple(sizes)))
     return dict(held)
 
 
-def in_shards(root: Path) -> Blocks:
+def read_shard_regions(root: Path) -> Blocks:
     """Read the regions in the headers of sharded safetensors."""
     held = defaultdict(list)
     for file in sorted(root.glob("*.safetensors")):
@@ -59,7 +65,7 @@ def in_shards(root: Path) -> Blocks:
             info = json.loads(opened.metadata()["DCP_SHARDING_INFO"])
             for name in opened.keys():  # noqa: SIM118 (a file cannot be iterated over)
                 sizes = tuple(opened.get_slice(name).get_shape())
-                held[name].append(Held(file.name, tuple(info[name]["saved_offsets"]), sizes))
+                held[name].append(StoredRegion(file.name, tuple(info[name]["saved_offsets"]), sizes))
     return dict(held)
 
 
@@ -70,8 +76,8 @@ def rank_of(file: str) -> int:
     return int(found[1]) if found[1] else int(found[2]) - 1
 
 
-def fault_of_cover(shape: Shape, held: Iterable[Held], copies: int = 1) -> str | None:
-    """List the errors of the regions of a tensor; every element must occur `copies` times [default: once]."""
+def coverage_fault(shape: Shape, held: Iterable[StoredRegion], copies: int = 1) -> str | None:
+    """Return the error in the regions of a tensor; None if all elements occur once, or all `copies` times."""
     times = np.zeros(shape, int)
     for rectangle in held:
         if any(at + n > size for at, n, size in zip(rectangle.offsets, rectangle.sizes, shape, strict=True)):
@@ -79,10 +85,12 @@ def fault_of_cover(shape: Shape, held: Iterable[Held], copies: int = 1) -> str |
         times[rectangle.slices] += 1
     if not times.size or (times.min() == times.max() and times.min() in (1, copies)):
         return None
-    return f"elements are there {times.min()} to {times.max()} times"
+    return f"elements occur {times.min()} to {times.max()} times"
 
 
-def fault_of_bytes(root: Path, held: Mapping[str, list[Held]], expected: Mapping[str, torch.Tensor]) -> str | None:
+def first_wrong_region(
+    root: Path, held: Mapping[str, list[StoredRegion]], expected: Mapping[str, torch.Tensor]
+) -> str | None:
     """Return the first region in sharded safetensors that differs from the tensor, replicas included."""
     opened = {file.name: read_file(file) for file in root.glob("*.safetensors")}
     for name, rectangles in held.items():
@@ -115,7 +123,7 @@ def layer_of(name: str, encoder_layers: int) -> int | None:
     return int(found[1]) if found else None
 
 
-def deeper(name: str, layers: int) -> Recipe:
+def with_layers(name: str, layers: int) -> Recipe:
     """Return a recipe with more layers in its language model."""
     recipe = models.EVERY[name]
 
@@ -132,6 +140,6 @@ def deeper(name: str, layers: int) -> Recipe:
 
 
 def state_of(recipe: Recipe, hf: Path) -> dict[str, torch.Tensor]:
-    """Return every tensor of the model by its names in the model, all names of tied tensors, in the saved dtype."""
+    """Return every tensor of the model in the saved dtype, by its names in the model; tied tensors have all names."""
     model = load(hf) if recipe.add else build(recipe)
     return {name: tensor.detach() for name, tensor in model.state_dict().items()}

@@ -10,7 +10,7 @@ from torch import nn
 from ckptx.runtime.parallel.distributed import RankContext
 from ckptx.runtime.parity.inputs.batch import Inputs
 
-PLACE = RankContext(0, 1, torch.device("cpu"))
+RANK_CONTEXT = RankContext(0, 1, torch.device("cpu"))
 
 ULP = 2.0**-22  # difference of 3.0 to the adjacent float32 values
 

@@ -20,13 +20,13 @@ from ckptx.runtime.parallel.pipeline.schedules import find_schedule
 from ckptx.runtime.parallel.pipeline.ties import find_ties_across_stages
 from ckptx.runtime.parity.execution import full_tensor
 from tests.support.microbatches import kinds, microbatches
-from tests.support.models import EVERY, Inputs, randomise
+from tests.support.models import EVERY, Inputs, randomize
 
 LAYERS = 6
-CUTS = ("balanced", "1 | rest", "rest | 1", "three")
+SPLITS = ("balanced", "1 | rest", "rest | 1", "three")
 # Models with each kind of stage boundary: hidden states only, tied and untied; per-layer inputs; shared keys and
 # values; streams; an encoder with and without biases; states of an image or audio encoder; images among the tokens.
-TWELVE = (
+PIPELINE_MODELS = (
     "llama-tied", "llama-untied", "gemma4-ple", "gemma4-shared-kv", "gemma3n", "t5", "bart", "whisper", "mllama",
     "qwen3-vl", "gemma3-vlm", "qwen2.5-vl",
 )  # fmt: skip
@@ -40,7 +40,7 @@ _LISTS = (
 )  # fmt: skip
 
 
-class Whole(NamedTuple):
+class UnsplitResults(NamedTuple):
     """Results of an unsplit model.
 
     Attributes:
@@ -52,13 +52,13 @@ class Whole(NamedTuple):
     gradients: dict[str, Tensor]
 
 
-def deep(name: str, layers: int = LAYERS) -> Any:
+def build_deep_model(name: str, layers: int = LAYERS) -> Any:
     """Build the model of a recipe with a number of layers in each stack, with random weights in float32."""
     torch.manual_seed(0)
     model = EVERY[name].model()
     config = copy.deepcopy(model.config)
-    below = [key for key in getattr(config, "sub_configs", {}) if "vision" not in key and "audio" not in key]
-    for each in (config, *(getattr(config, key, None) for key in below)):
+    text_keys = [key for key in getattr(config, "sub_configs", {}) if "vision" not in key and "audio" not in key]
+    for each in (config, *(getattr(config, key, None) for key in text_keys)):
         if each is None:
             continue
         for key in _COUNTS:
@@ -71,7 +71,7 @@ def deep(name: str, layers: int = LAYERS) -> Any:
                 if isinstance(kinds, list) and len(kinds) == count:
                     setattr(each, listed, (kinds * layers)[:layers])
         each.use_cache = False
-    return randomise(type(model)(config).float()).eval()
+    return randomize(type(model)(config).float()).eval()
 
 
 def output_of(found: Any) -> Tensor:
@@ -80,8 +80,8 @@ def output_of(found: Any) -> Tensor:
     return next(value for value in (getattr(found, name, None) for name in names) if value is not None)
 
 
-def stages_of(model: Any, pp: int, how: str = "even") -> StageMap:
-    """Split a model into stages by a rule, or by one of `CUTS`."""
+def split_into_stages(model: Any, pp: int, how: str = "even") -> StageMap:
+    """Split a model into stages by a rule of `StageMap`, or by one of `SPLITS`."""
     stacks = find_row(type(model).__name__).architecture_for(model.config.to_dict()).stacks(model.config.to_dict())
     count = sum(stack.count for stack in stacks)
     counts = {
@@ -91,7 +91,7 @@ def stages_of(model: Any, pp: int, how: str = "even") -> StageMap:
     return StageMap(stacks, len(counts), ",".join(map(str, counts))) if counts else StageMap(stacks, pp, how)
 
 
-def whole_of(model: nn.Module, batches: Sequence[Inputs]) -> Whole:
+def run_unsplit(model: nn.Module, batches: Sequence[Inputs]) -> UnsplitResults:
     """Run forward and backward of the unsplit model, then clear its gradients."""
     logits = []
     for batch in batches:
@@ -99,7 +99,7 @@ def whole_of(model: nn.Module, batches: Sequence[Inputs]) -> Whole:
         loss_of(logits[-1], len(batches)).backward()
     gradients = gradients_of(model)
     model.zero_grad(set_to_none=True)
-    return Whole([each.detach() for each in logits], gradients)
+    return UnsplitResults([each.detach() for each in logits], gradients)
 
 
 def loss_of(logits: Tensor, count: int) -> Tensor:
@@ -118,22 +118,22 @@ def gradients_of(model: nn.Module) -> dict[str, Tensor]:
     return found
 
 
-def furthest(wanted: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> float:
+def max_relative_difference(expected: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> float:
     """Return the largest difference relative to the largest element; infinite if a gradient is missing or extra."""
     largest = 0.0
-    for name in wanted.keys() | found.keys():
-        if name not in wanted:
+    for name in expected.keys() | found.keys():
+        if name not in expected:
             largest = max(largest, float("inf") if bool(found[name].any()) else 0.0)
         elif name not in found:
-            largest = max(largest, float("inf") if bool(wanted[name].any()) else 0.0)
+            largest = max(largest, float("inf") if bool(expected[name].any()) else 0.0)
         else:
-            away = (wanted[name] - found[name]).abs().max() / wanted[name].abs().max().clamp_min(1e-30)
-            largest = max(largest, float("inf") if bool(away.isnan()) else float(away))
+            difference = (expected[name] - found[name]).abs().max() / expected[name].abs().max().clamp_min(1e-30)
+            largest = max(largest, float("inf") if bool(difference.isnan()) else float(difference))
     return largest
 
 
 def run_stages(
-    model: nn.Module, stages: StageMap, carry: StageBoundaries, batch: Inputs, count: int = 1
+    model: nn.Module, stages: StageMap, boundaries: StageBoundaries, batch: Inputs, count: int = 1
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Run forward and backward of one microbatch through all stages in this process.
 
@@ -141,7 +141,7 @@ def run_stages(
         Logits, and gradients. They are added to those of the model, because the stages share its tensors.
     """
     parts = [
-        StageRunner(make_shared_stage(model, stages, each, carry.output_structures), stages, each, carry)
+        StageRunner(make_shared_stage(model, stages, each, boundaries.output_structures), stages, each, boundaries)
         for each in range(stages.count)
     ]
     received: list[tuple[Any, ...]] = [()]
@@ -166,30 +166,34 @@ def run_stages(
     return logits.detach(), gradients_of(model)
 
 
-def compared(name: str, how: str) -> tuple[bool, float, StageBoundaries]:
-    """Compare a split with the unsplit model: equal logits, largest gradient difference, and the stage boundaries."""
-    model = deep(name)
+def compare_split(name: str, how: str) -> tuple[bool, float, StageBoundaries]:
+    """Compare a split with the unsplit model.
+
+    Returns:
+        True if the logits are equal, the largest relative difference of a gradient, and the stage boundaries.
+    """
+    model = build_deep_model(name)
     (batch,) = microbatches(name, 1)
-    stages = stages_of(model, 2, how)
-    carry = discover_boundaries(deep(name), stages, [batch], output_of)
-    whole = whole_of(deep(name), [batch])
-    logits, gradients = run_stages(model, stages, carry, batch)
-    return torch.equal(logits, whole.logits[0]), furthest(whole.gradients, gradients), carry
+    stages = split_into_stages(model, 2, how)
+    boundaries = discover_boundaries(build_deep_model(name), stages, [batch], output_of)
+    unsplit = run_unsplit(build_deep_model(name), [batch])
+    logits, gradients = run_stages(model, stages, boundaries, batch)
+    return torch.equal(logits, unsplit.logits[0]), max_relative_difference(unsplit.gradients, gradients), boundaries
 
 
-def compared_in_microbatches(name: str, how: str, pictured: Sequence[int]) -> tuple[bool, float]:
-    """Compare as `compared`, with different numbers of images per microbatch; the last microbatch has none."""
-    batches = microbatches(name, max(pictured) + 1, pictured)
-    model = deep(name)
-    stages = stages_of(model, 2, how)
-    carry = discover_boundaries(deep(name), stages, kinds(batches), output_of)
-    whole = whole_of(deep(name), batches)
-    found = [run_stages(model, stages, carry, batch, len(batches)) for batch in batches]
-    is_equal = all(torch.equal(logits, right) for (logits, _), right in zip(found, whole.logits, strict=True))
-    return is_equal, furthest(whole.gradients, found[-1][1])
+def compare_split_in_microbatches(name: str, how: str, image_indices: Sequence[int]) -> tuple[bool, float]:
+    """Compare as `compare_split`, with different numbers of images per microbatch; the last microbatch has none."""
+    batches = microbatches(name, max(image_indices) + 1, image_indices)
+    model = build_deep_model(name)
+    stages = split_into_stages(model, 2, how)
+    boundaries = discover_boundaries(build_deep_model(name), stages, kinds(batches), output_of)
+    unsplit = run_unsplit(build_deep_model(name), batches)
+    found = [run_stages(model, stages, boundaries, batch, len(batches)) for batch in batches]
+    is_equal = all(torch.equal(logits, right) for (logits, _), right in zip(found, unsplit.logits, strict=True))
+    return is_equal, max_relative_difference(unsplit.gradients, found[-1][1])
 
 
-class Ranked(NamedTuple):
+class RankStages(NamedTuple):
     """Stages of a model on one rank under a schedule.
 
     Attributes:
@@ -209,7 +213,7 @@ class Ranked(NamedTuple):
         return self.pipeline.step(batches, self.loss)
 
 
-def ranked(
+def build_rank_stages(
     name: str,
     schedule: str,
     batches: Sequence[Inputs],
@@ -218,7 +222,7 @@ def ranked(
     how: str = "even",
     count: int | None = None,
     **settings: Any,
-) -> Ranked:
+) -> RankStages:
     """Build the stages of this rank with separate storage.
 
     Args:
@@ -226,7 +230,7 @@ def ranked(
         schedule: Name of the pipeline schedule.
         batches: Inputs to discover the stage boundaries with.
         mesh: Mesh from `mesh_of`; None to use all ranks for the pipeline.
-        how: Split of the layers, as for `cut`.
+        how: Split of the layers, as for `split_into_stages`.
         count: Number of microbatches of the loss [default: the number of `batches`].
         settings: Arguments of `parallelize`.
     """
@@ -236,14 +240,14 @@ def ranked(
     group = dist.group.WORLD if mesh is None else mesh["pp"].get_group()
     assert group is not None
     pp, chosen = dist.get_world_size(group), find_schedule(schedule)
-    model = deep(name)
-    stages = stages_of(model, pp * chosen.stages_per_rank, how)
-    carry = discover_boundaries(deep(name), stages, batches, output_of)
-    is_cut = mesh is not None and mesh["tp"].size() > 1
-    plan = find_plan(model, {**model.config.to_dict(), "architectures": [type(model).__name__]}) if is_cut else None
+    model = build_deep_model(name)
+    stages = split_into_stages(model, pp * chosen.stages_per_rank, how)
+    boundaries = discover_boundaries(build_deep_model(name), stages, batches, output_of)
+    has_tp = mesh is not None and mesh["tp"].size() > 1
+    plan = find_plan(model, {**model.config.to_dict(), "architectures": [type(model).__name__]}) if has_tp else None
     models = {}
     for number in chosen.stages_of(dist.get_rank(group), pp):
-        models[number] = copy.deepcopy(make_shared_stage(model, stages, number, carry.output_structures))
+        models[number] = copy.deepcopy(make_shared_stage(model, stages, number, boundaries.output_structures))
         if mesh is not None:
             parallelize(models[number], mesh, plan, **settings)
     logits: dict[int, Tensor] = {}
@@ -254,37 +258,46 @@ def ranked(
         return loss_of(output, count or len(batches))
 
     ties = find_ties_across_stages(model, stages)
-    pipeline = Pipeline(models, stages, carry, chosen, group, torch.device("cpu"), ties)
-    return Ranked(pipeline, models, logits, loss)
+    pipeline = Pipeline(models, stages, boundaries, chosen, group, torch.device("cpu"), ties)
+    return RankStages(pipeline, models, logits, loss)
 
 
-def away(run: Ranked, whole: Whole) -> tuple[bool, float]:
-    """Compare this rank with the unsplit model: equal logits, and largest gradient difference."""
+def compare_with_unsplit(run: RankStages, unsplit: UnsplitResults) -> tuple[bool, float]:
+    """Compare the stages of this rank with the unsplit model.
+
+    Returns:
+        True if the logits are equal, and the largest relative difference of a gradient.
+    """
     owned: dict[str, Tensor] = {}
-    wanted: dict[str, Tensor] = {}
+    expected: dict[str, Tensor] = {}
     for model in run.models.values():
         owned |= gradients_of(model)
         names = [canonical_name(name) for name, _ in model.named_parameters(remove_duplicate=False)]
-        wanted |= {name: whole.gradients[name] for name in names if name in whole.gradients}
-    return all(torch.equal(each, whole.logits[index]) for index, each in run.logits.items()), furthest(wanted, owned)
+        expected |= {name: unsplit.gradients[name] for name in names if name in unsplit.gradients}
+    return all(torch.equal(each, unsplit.logits[index]) for index, each in run.logits.items()), max_relative_difference(
+        expected, owned
+    )
 
 
-def one_step(
+def run_one_step(
     rank: int,
     world_size: int,
     name: str,
     schedule: str,
     count: int,
-    pictured: Sequence[int] | None = None,
+    image_indices: Sequence[int] | None = None,
     how: str = "even",
 ) -> tuple[bool, float, int, float]:
-    """Run one step of a recipe; return if logits are equal, the gradient difference, the number of logits, and the loss
-    difference.
+    """Run one step of a recipe under a schedule, and compare it with the unsplit model.
+
+    Returns:
+        True if the logits are equal, the largest relative difference of a gradient, the number of microbatches with
+        logits on this rank, and the difference of the loss.
     """
-    batches = microbatches(name, count, pictured)
-    whole = whole_of(deep(name), batches)
-    run = ranked(name, schedule, kinds(batches), how=how, count=count)
+    batches = microbatches(name, count, image_indices)
+    unsplit = run_unsplit(build_deep_model(name), batches)
+    run = build_rank_stages(name, schedule, kinds(batches), how=how, count=count)
     losses = run.step(batches)
-    expected = sum(float(loss_of(each, count)) for each in whole.logits)
-    is_equal, gradients = away(run, whole)
-    return is_equal, gradients, len(run.logits), abs(sum(map(float, losses)) - expected) if losses else 0.0
+    expected_loss = sum(float(loss_of(each, count)) for each in unsplit.logits)
+    is_equal, gradients = compare_with_unsplit(run, unsplit)
+    return is_equal, gradients, len(run.logits), abs(sum(map(float, losses)) - expected_loss) if losses else 0.0

@@ -35,7 +35,7 @@ import transformers
 from torch.distributed.tensor import DTensor
 
 OUTPUTS = ("logits", "prediction_logits", "seq_relationship_logits", "last_hidden_state")
-_PATIENCE = timedelta(seconds=60)  # timeout of a rank whose peer failed
+_TIMEOUT = timedelta(seconds=60)  # timeout of a rank whose peer failed
 
 Inputs = Mapping[str, torch.Tensor]
 
@@ -53,7 +53,7 @@ def fingerprints(model: torch.nn.Module) -> dict[str, str]:
     return found | {name: fingerprint(each) for name, each in model.named_buffers(remove_duplicate=False)}
 
 
-def whole(tensor: torch.Tensor) -> torch.Tensor:
+def gather(tensor: torch.Tensor) -> torch.Tensor:
     """Gather a tensor if it is sharded."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
@@ -61,7 +61,7 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 def forward(model: Any, inputs: Inputs, **more: torch.Tensor) -> tuple[list[torch.Tensor], torch.Tensor | None]:
     """Return all comparable outputs, and the loss of the class if it has one."""
     found = model(**inputs, **more)
-    return [whole(found[name]) for name in OUTPUTS if found.get(name) is not None], found.get("loss")
+    return [gather(found[name]) for name in OUTPUTS if found.get(name) is not None], found.get("loss")
 
 
 def outputs_of(model: Any, inputs: Inputs) -> list[torch.Tensor]:
@@ -87,7 +87,7 @@ def backward(model: Any, inputs: Inputs, labels: torch.Tensor) -> torch.Tensor:
 
 def gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Return the gradients by parameter, gathered."""
-    return {name: whole(each.grad).clone() for name, each in model.named_parameters() if each.grad is not None}
+    return {name: gather(each.grad).clone() for name, each in model.named_parameters() if each.grad is not None}
 
 
 def run(model: Any, inputs: Inputs, labels: torch.Tensor) -> dict[str, Any]:
@@ -105,13 +105,13 @@ class Task:
         self.dtype = getattr(torch, dtype)
         self.cls = getattr(transformers, json.loads((self.hf / "config.json").read_text())["architectures"][0])
 
-    def from_pretrained(self, **how: Any) -> Any:
-        model, info = self.cls.from_pretrained(self.hf, dtype=self.dtype, output_loading_info=True, **how)
+    def from_pretrained(self, **options: Any) -> Any:
+        model, info = self.cls.from_pretrained(self.hf, dtype=self.dtype, output_loading_info=True, **options)
         for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
             assert not info[kind], f"{kind}: {sorted(info[kind])}"
         return model.eval()
 
-    def constructed(self) -> Any:
+    def build_random(self) -> Any:
         """Build the model with random weights."""
         return self.cls._from_config(self.cls.config_class.from_pretrained(self.hf), dtype=self.dtype).eval()
 
@@ -120,7 +120,7 @@ class Task:
 
         Tied names get separate parameters if the DCP has different values for them, as with `from_pretrained`.
         """
-        model = self.constructed()
+        model = self.build_random()
         state = {name: torch.zeros_like(tensor) for name, tensor in model.state_dict().items()}
         dcp.load(state, storage_reader=dcp.FileSystemReader(self.dcp), no_dist=True)
         first: dict[int, str] = {}
@@ -131,16 +131,16 @@ class Task:
         model.load_state_dict(state, strict=True)
         return model
 
-    def described(self, model: Any) -> dict[str, Any]:
+    def results(self, model: Any) -> dict[str, Any]:
         """Return the parameters and results of the unsharded model."""
-        held = {"tensors": fingerprints(model), "stored": sorted(model.state_dict())}
-        return {**held, **run(model, self.inputs, self.labels)}
+        parameters = {"tensors": fingerprints(model), "stored": sorted(model.state_dict())}
+        return {**parameters, **run(model, self.inputs, self.labels)}
 
     def frozen(self) -> list[str]:
         """Return the parameters that the constructor of the class excludes from training."""
-        return sorted(name for name, each in self.constructed().named_parameters() if not each.requires_grad)
+        return sorted(name for name, each in self.build_random().named_parameters() if not each.requires_grad)
 
-    def cut(self, world_size: int) -> dict[str, Any]:
+    def tensor_parallel_results(self, world_size: int) -> dict[str, Any]:
         """Return the results under transformers' own tensor parallelism, or the error of transformers."""
         from transformers.distributed import DistributedConfig
 
@@ -155,9 +155,9 @@ class Task:
             done |= {"loss": backward(model, self.inputs, self.labels), "gradients": gradients(model)}
         except Exception as error:  # an error of any kind is the result for this class
             done["error"] = f"{step}: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
-        everyone: list[Any] = [None] * world_size
-        dist.all_gather_object(everyone, done.get("error"))
-        errors = [each for each in everyone if each is not None]
+        errors_by_rank: list[Any] = [None] * world_size
+        dist.all_gather_object(errors_by_rank, done.get("error"))
+        errors = [each for each in errors_by_rank if each is not None]
         return {**done, "error": errors[0]} if errors else done
 
 
@@ -166,16 +166,16 @@ def _without_accelerate() -> Any:
     return mock.patch("transformers.integrations.accelerate.is_accelerate_available", lambda *args: True)
 
 
-def _done(task: Task, world_size: int) -> dict[str, dict[str, Any]]:
+def _all_results(task: Task, world_size: int) -> dict[str, dict[str, Any]]:
     """Return all results by directory."""
     try:
-        done = {"stock": task.described(task.from_pretrained())}
+        done = {"stock": task.results(task.from_pretrained())}
     except Exception as error:  # an older transformers may fail for a model, and the others are still needed
         return {"stock": {"error": f"{type(error).__name__}: {error}"}}
     if task.dcp.exists():
-        done["stock-dcp"] = task.described(task.from_dcp())
+        done["stock-dcp"] = task.results(task.from_dcp())
     if world_size > 1:
-        done["stock-tp"] = task.cut(world_size)
+        done["stock-tp"] = task.tensor_parallel_results(world_size)
     return done
 
 
@@ -189,18 +189,18 @@ def main() -> None:
     transformers.logging.disable_progress_bar()
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     if world_size > 1:
-        dist.init_process_group("gloo", timeout=_PATIENCE)
+        dist.init_process_group("gloo", timeout=_TIMEOUT)
     for name in arguments.names:
         task = Task(arguments.work, name)
-        done, frozen = _done(task, world_size), task.frozen()
-        for side, found in done.items() if rank == 0 else ():
-            (arguments.work / side).mkdir(exist_ok=True)
-            torch.save({**found, "frozen": frozen}, arguments.work / side / f"{name}.pt")
+        done, frozen = _all_results(task, world_size), task.frozen()
+        for directory, found in done.items() if rank == 0 else ():
+            (arguments.work / directory).mkdir(exist_ok=True)
+            torch.save({**found, "frozen": frozen}, arguments.work / directory / f"{name}.pt")
     if world_size > 1:
         dist.destroy_process_group()
     ours = {name for name in sys.modules if name.split(".")[0] in ("ckptx", "support")}
     ours -= {"support", "tests.support.forked_programs", "tests.support.preload"}  # modules that started this program
-    assert not ours, f"what is judged takes part: {ours}"
+    assert not ours, f"ckptx was imported: {ours}"
 
 
 if __name__ == "__main__":

@@ -32,7 +32,7 @@ from ckptx.runtime.parallel.tensor_parallel.collectives import TpRanks, concat_r
 from ckptx.runtime.parallel.tensor_parallel.loss import causal_lm_loss
 from ckptx.runtime.parallel.tensor_parallel.plans import find_plan
 from tests.support import models
-from tests.support.models import EVERY, Inputs, build, randomise, tokens
+from tests.support.models import EVERY, Inputs, build, randomize, tokens
 
 Placed = dict[str, tuple[int, tuple[int, ...]] | None]
 
@@ -67,14 +67,14 @@ def config_of(model: Any) -> dict[str, Any]:
     return {**model.config.to_dict(), "architectures": [type(model).__name__]}
 
 
-def tiny(name: str) -> Any:
+def build_tiny_model(name: str) -> Any:
     """Build the model of a recipe in float32, without dropout or cache."""
     model = build(EVERY[name]).float().eval()
     model.config.use_cache = False
     return model
 
 
-def padded(inputs: Inputs, multiple: int) -> Inputs:
+def pad_inputs(inputs: Inputs, multiple: int) -> Inputs:
     """Repeat the last token of every input until the length is divisible."""
     length = inputs["input_ids"].shape[1]
     missing = -length % multiple
@@ -111,7 +111,7 @@ def relative(found: torch.Tensor, expected: torch.Tensor, floor: float = 1e-30) 
     return float((found - expected).detach().abs().max() / max(float(expected.detach().abs().max()), floor))
 
 
-def whole_gradient(name: str, parameter: nn.Parameter, layout: TensorParallelLayout, ranks: TpRanks) -> Any:
+def gather_gradient(name: str, parameter: nn.Parameter, layout: TensorParallelLayout, ranks: TpRanks) -> Any:
     """Gather the gradient of a parameter from the regions of all ranks."""
     gradient = parameter.grad
     if not isinstance(gradient, DTensor):
@@ -122,16 +122,16 @@ def whole_gradient(name: str, parameter: nn.Parameter, layout: TensorParallelLay
     return gather_shards(gradient.to_local(), layout.shapes[name], placement.dim, regions, ranks)
 
 
-def gradient_differences(model: nn.Module, cut: nn.Module, layout: TensorParallelLayout, ranks: TpRanks) -> Any:
+def gradient_differences(model: nn.Module, sharded: nn.Module, layout: TensorParallelLayout, ranks: TpRanks) -> Any:
     """Return the gradient differences by parameter; check that the same parameters have gradients."""
     expected = dict(model.named_parameters())
     # the gradient of a key bias is zero except for rounding: softmax is invariant to a constant added to all keys
     floor = 1e-2 * max(float(each.grad.abs().max()) for each in expected.values() if each.grad is not None)
     differences = {}
-    for key, parameter in cut.named_parameters():
+    for key, parameter in sharded.named_parameters():
         key = key.replace("_checkpoint_wrapped_module.", "")
         reference = expected[key].grad
-        gradient = whole_gradient(key, parameter, layout, ranks)
+        gradient = gather_gradient(key, parameter, layout, ranks)
         if reference is None:
             assert gradient is None or not gradient.any(), key
         else:
@@ -140,14 +140,14 @@ def gradient_differences(model: nn.Module, cut: nn.Module, layout: TensorParalle
     return differences
 
 
-def outcome(
+def compare_with_unsharded(
     rank: int,
     world_size: int,
     name: str,
     user: dict[str, str] | None = None,
     sequence_parallel: bool = False,
     checkpointing: str = "none",
-    is_foreign: bool = False,
+    is_custom_class: bool = False,
     defect: str = "",
     microbatches: int = 1,
     kv_heads: int = 2,
@@ -162,49 +162,49 @@ def outcome(
         user: Plan of the user, which overrides that of the model.
         sequence_parallel: See `find_plan`.
         checkpointing: Activation checkpointing mode of the sharded model.
-        is_foreign: Use a custom class with the same bare name for the sharded model.
+        is_custom_class: Use a custom class with the same bare name for the sharded model.
         defect: Function of `styles` or `sequence` that does nothing.
         microbatches: Number of microbatches over which gradients are accumulated.
         kv_heads: Number of key-value heads, if the recipe does not set it.
         with_routers: Add the load-balancing loss of routers.
     """
     with mock.patch.dict(models._TEXT, num_key_value_heads=kv_heads):
-        model = tiny(name)
+        model = build_tiny_model(name)
     settings = {"output_router_logits": True} if with_routers else {}
     inputs = EVERY[name].inputs()
     if sequence_parallel:
-        inputs = padded(inputs, world_size)
-    cut = copy.deepcopy(model)
-    if is_foreign:
+        inputs = pad_inputs(inputs, world_size)
+    sharded = copy.deepcopy(model)
+    if is_custom_class:
         stock = type(model)
-        cut.__class__ = type(
+        sharded.__class__ = type(
             stock.__name__, (stock,), {"forward": lambda self, **kwargs: stock.forward(self, **kwargs)}
         )
     mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("tp",))
-    plan = find_plan(cut, config_of(model), user, sequence_parallel)
-    with forgotten(defect):
-        layout = apply_tensor_parallel(cut, mesh, plan)
+    plan = find_plan(sharded, config_of(model), user, sequence_parallel)
+    with disabled_function(defect):
+        layout = apply_tensor_parallel(sharded, mesh, plan)
     if checkpointing != "none":
-        checkpoint_activations(cut, checkpointing)
+        checkpoint_activations(sharded, checkpointing)
     for _ in range(microbatches):
         logits, loss = compute(model, inputs, **settings)
         loss.backward()
-        found, found_loss = compute(cut, inputs, **settings)
+        found, found_loss = compute(sharded, inputs, **settings)
         found_loss.backward()
-    differences = gradient_differences(model, cut, layout, TpRanks.of(mesh))
+    differences = gradient_differences(model, sharded, layout, TpRanks.of(mesh))
     is_sharded = isinstance(found, DTensor)
     whole = found.full_tensor() if isinstance(found, DTensor) else found
     by_model = None
     if is_sharded and inputs.keys() == {"input_ids"}:
         labels = labels_of(logits)
-        by_model = relative(cut(**inputs, labels=labels).loss, model(**inputs, labels=labels).loss)
+        by_model = relative(sharded(**inputs, labels=labels).loss, model(**inputs, labels=labels).loss)
     return Outcome(
         relative(whole, logits), relative(found_loss, loss), differences, layout.gathered_modules, is_sharded, by_model
     )
 
 
 @contextmanager
-def forgotten(name: str) -> Iterator[None]:
+def disabled_function(name: str) -> Iterator[None]:
     """Make a function of `styles` or `sequence` do nothing in the block."""
     if not name:
         yield
@@ -213,7 +213,7 @@ def forgotten(name: str) -> Iterator[None]:
         yield
 
 
-def on_meta(rank: int, world_size: int, name: str) -> tuple[Placed, dict[str, list[Any]], list[str]]:
+def shard_on_meta(rank: int, world_size: int, name: str) -> tuple[Placed, dict[str, list[Any]], list[str]]:
     """Shard a model before it is loaded; return placements, the regions of this rank, and errors."""
     with torch.device("meta"):
         model = EVERY[name].model()
@@ -267,10 +267,10 @@ def stock_classes() -> list[str]:
     return sorted({name for names in found for name in names.values() if isinstance(name, str)})
 
 
-def many_on_meta(rank: int, world_size: int, part: int, parts: int) -> tuple[dict[str, str], int, int]:
+def shard_many_on_meta(rank: int, world_size: int, part: int, parts: int) -> tuple[dict[str, str], int, int]:
     """Shard every n-th stock class; return errors by class, and how many are sharded, and without gathering."""
     faults: dict[str, str] = {}
-    cut, free = 0, 0
+    sharded, not_gathered = 0, 0
     mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("tp",))
     for name in stock_classes()[part::parts]:
         try:
@@ -288,29 +288,29 @@ def many_on_meta(rank: int, world_size: int, part: int, parts: int) -> tuple[dic
             continue
         held = {key: [tuple(each) for each in layout.local_regions(key) or []] for key in expected}
         if held != {key: each[rank] for key, each in expected.items()}:
-            faults[name] = "holds other rectangles than reshard gives"
-        is_cut = any(placement is not None for placement in layout.placements.values())
-        cut, free = cut + is_cut, free + (is_cut and not layout.gathered_modules)
-    return faults, cut, free
+            faults[name] = "has other regions than reshard writes"
+        is_sharded = any(placement is not None for placement in layout.placements.values())
+        sharded, not_gathered = sharded + is_sharded, not_gathered + (is_sharded and not layout.gathered_modules)
+    return faults, sharded, not_gathered
 
 
-def with_fsdp(rank: int, world_size: int, name: str, sequence_parallel: bool = False) -> tuple[float, float]:
+def compare_with_fsdp(rank: int, world_size: int, name: str, sequence_parallel: bool = False) -> tuple[float, float]:
     """Run TP with FSDP2 on a square mesh; return the largest differences of logits and of gathered gradients."""
-    model = tiny(name)
-    inputs = padded(EVERY[name].inputs(), 2)
-    cut = copy.deepcopy(model)
+    model = build_tiny_model(name)
+    inputs = pad_inputs(EVERY[name].inputs(), 2)
+    sharded = copy.deepcopy(model)
     mesh = init_device_mesh("cpu", (world_size // 2, 2), mesh_dim_names=("dp_shard", "tp"))
-    layout = apply_tensor_parallel(cut, mesh["tp"], find_plan(cut, config_of(model), None, sequence_parallel))
-    for layer in cut.model.layers:
+    layout = apply_tensor_parallel(sharded, mesh["tp"], find_plan(sharded, config_of(model), None, sequence_parallel))
+    for layer in sharded.model.layers:
         fully_shard(layer, mesh=mesh["dp_shard"], reshard_after_forward=True)
-    fully_shard(cut, mesh=mesh["dp_shard"])
+    fully_shard(sharded, mesh=mesh["dp_shard"])
     logits, loss = compute(model, inputs)
     loss.backward()
-    found, found_loss = compute(cut, inputs)
+    found, found_loss = compute(sharded, inputs)
     found_loss.backward()
     expected = dict(model.named_parameters())
     worst = 0.0
-    for key, parameter in cut.named_parameters():
+    for key, parameter in sharded.named_parameters():
         placement = layout.placements[key]
         if placement is None or len(placement.groups) == 1:
             gradient = parameter.grad
@@ -320,9 +320,9 @@ def with_fsdp(rank: int, world_size: int, name: str, sequence_parallel: bool = F
     return relative(whole, logits), worst
 
 
-def full_tensors(rank: int, world_size: int, name: str) -> list[str]:
+def find_wrong_full_tensors(rank: int, world_size: int, name: str) -> list[str]:
     """Return the parameters that `DTensor.full_tensor` does not restore."""
-    model = tiny(name)
+    model = build_tiny_model(name)
     before = {key: value.detach().clone() for key, value in model.named_parameters()}
     mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("tp",))
     apply_tensor_parallel(model, mesh, find_plan(model, config_of(model)))
@@ -351,22 +351,22 @@ class Small(nn.Module):
         return found
 
 
-def small(rank: int, world_size: int, tp_plan: dict[str, str]) -> tuple[float, tuple[str, ...]]:
+def compare_small_module(rank: int, world_size: int, tp_plan: dict[str, str]) -> tuple[float, tuple[str, ...]]:
     """Return the largest difference of outputs and gradients, and the gathered modules."""
     torch.manual_seed(1)
     model = Small(tp_plan)
-    cut = copy.deepcopy(model)
+    sharded = copy.deepcopy(model)
     mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("tp",))
-    layout = apply_tensor_parallel(cut, mesh, find_plan(cut, {}))
+    layout = apply_tensor_parallel(sharded, mesh, find_plan(sharded, {}))
     ids = torch.tensor([[0, 1, 2], [3, 4, 4]])
-    expected, found = model(ids), cut(ids)
+    expected, found = model(ids), sharded(ids)
     for each in (expected, found):
         each.pow(2).sum().backward()
-    differences = gradient_differences(model, cut, layout, TpRanks.of(mesh))
+    differences = gradient_differences(model, sharded, layout, TpRanks.of(mesh))
     return max(relative(found, expected), *differences.values()), layout.gathered_modules
 
 
-def losses(rank: int, world_size: int, vocabulary: int, dtype: torch.dtype) -> list[tuple[float, float]]:
+def compare_losses(rank: int, world_size: int, vocabulary: int, dtype: torch.dtype) -> list[tuple[float, float]]:
     """Compare loss and gradient with transformers on gathered logits: plain, with a count, with shifted labels."""
     from transformers.loss.loss_utils import ForCausalLMLoss
 
@@ -400,9 +400,9 @@ def _slice(whole: torch.Tensor, ranks: TpRanks) -> torch.Tensor:
     return chunks[ranks.rank].clone() if ranks.rank < len(chunks) else whole[..., :0].clone()
 
 
-def applied(rank: int, world_size: int, name: str, user: dict[str, str] | None = None) -> str:
+def sharding_error(rank: int, world_size: int, name: str, user: dict[str, str] | None = None) -> str:
     """Shard a model; return its error, or "" if it has none."""
-    model = tiny(name)
+    model = build_tiny_model(name)
     mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("tp",))
     try:
         apply_tensor_parallel(model, mesh, find_plan(model, config_of(model), user))
@@ -411,7 +411,7 @@ def applied(rank: int, world_size: int, name: str, user: dict[str, str] | None =
     return ""
 
 
-def parts(rank: int, world_size: int) -> bool:
+def gathers_uneven_groups(rank: int, world_size: int) -> bool:
     """Check that a tensor sharded in groups of unequal width is gathered correctly."""
     from ckptx.layout.placement import Placement, tp_regions
 
@@ -456,7 +456,7 @@ def _small_stock(name: str) -> Any:
         with torch.device("meta"):
             if sum(each.numel() for each in cls(config).parameters()) > 2_000_000:
                 return None  # a size with another key
-        model = randomise(cls(config).float()).eval()
+        model = randomize(cls(config).float()).eval()
         model.config.use_cache = False
         logits, loss = compute(model, tokens())
         return model if logits.isfinite().all() and loss.isfinite() else None
@@ -464,7 +464,9 @@ def _small_stock(name: str) -> Any:
         return None
 
 
-def many_small(rank: int, world_size: int, part: int, parts: int) -> tuple[dict[str, str], dict[str, float], list[str]]:
+def compare_many_small(
+    rank: int, world_size: int, part: int, parts: int
+) -> tuple[dict[str, str], dict[str, float], list[str]]:
     """Compare small models of every n-th class; return errors, the largest difference, and the classes not built."""
     failed: dict[str, str] = {}
     worst: dict[str, float] = {}
@@ -476,13 +478,13 @@ def many_small(rank: int, world_size: int, part: int, parts: int) -> tuple[dict[
             skipped.append(name)
             continue
         try:
-            cut = _small_stock(name)  # some store states of their outputs, which cannot be copied
-            layout = apply_tensor_parallel(cut, mesh, find_plan(cut, config_of(model)))
+            sharded = _small_stock(name)  # some store states of their outputs, which cannot be copied
+            layout = apply_tensor_parallel(sharded, mesh, find_plan(sharded, config_of(model)))
             logits, loss = compute(model, tokens())
             loss.backward()
-            found, found_loss = compute(cut, tokens())
+            found, found_loss = compute(sharded, tokens())
             found_loss.backward()
-            differences = gradient_differences(model, cut, layout, TpRanks.of(mesh))
+            differences = gradient_differences(model, sharded, layout, TpRanks.of(mesh))
             whole = found.full_tensor() if isinstance(found, DTensor) else found
             worst[name] = max(relative(whole, logits), *differences.values())
         except Exception as error:  # every rank fails at the same point, so the ranks stay in step

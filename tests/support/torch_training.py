@@ -67,8 +67,8 @@ def shard_columns(model: Any, world_size: int) -> Any:
 
 def save_otherwise_sharded(rank: int, world_size: int, hf: Path, out: Path, how: str) -> None:
     """Train the model of `hf` one step, sharded by `shard_replicated` or `shard_columns`, and save it."""
-    cut = {"replicated": shard_replicated, "columns": shard_columns}[how]
-    model = cut(models.load(hf), world_size)
+    shard_model = {"replicated": shard_replicated, "columns": shard_columns}[how]
+    model = shard_model(models.load(hf), world_size)
     step(model)
     state = get_model_state_dict(model)
     save({"model": state}, out / "dcp")
@@ -109,7 +109,7 @@ def train_and_save(
     Rank 0 writes the full model to `out/expected.safetensors`.
 
     Returns:
-        Number of tensors, and bytes, of the optimizer state, as torch counts them.
+        {"sharded": number of DTensors in the state dict of the model}.
     """
     assert dp * tp == world_size
     model = shard(models.load(hf), dp, tp)
@@ -161,6 +161,7 @@ def trained_once(pool: GlooPool, hf: Path, out: Path, dp: int, tp: int, layout: 
 
 
 def save(state: dict[str, Any], path: Path, threads: int = 1) -> None:
+    """Save a state dict with stock `dcp.save`; `threads` is the number of files per rank."""
     dcp.save(state, storage_writer=dcp.FileSystemWriter(path, thread_count=threads))
 
 
@@ -181,14 +182,14 @@ def load_and_compare(
         untie: Use a separate head, so that `lm_head.weight` is loaded in addition to the embedding.
 
     Returns:
-        Names that differ from `hf`, bit for bit; "sharded" is appended if no parameter was sharded.
+        Names that differ from `hf`, bit for bit; "nothing was sharded" is appended if no parameter was sharded.
     """
     config = models.transformers.AutoConfig.from_pretrained(hf)
     if untie:
         config.tie_word_embeddings = False
     dtype = config.dtype
     model = models.transformers.LlamaForCausalLM(config).to(dtype)
-    models.randomise(model, seed=99)
+    models.randomize(model, seed=99)
     model = shard(model, dp, tp)
     state = get_model_state_dict(model)
     dcp.load(state, storage_reader=dcp.FileSystemReader(checkpoint))

@@ -14,7 +14,7 @@ from ckptx.runtime.training.recipe import Recipe
 from ckptx.runtime.training.trainer import Trainer
 
 
-class Moved(NamedTuple):
+class StepEffect(NamedTuple):
     """Effect of training steps on the tensors of a rank, by their names in the whole model.
 
     Attributes:
@@ -30,8 +30,8 @@ class Moved(NamedTuple):
     trained: frozenset[str]
 
 
-def moved(rank: int, world_size: int, recipe: Recipe, source: Path, steps: int) -> Moved:
-    """Train, and compare the bytes of this rank before and after."""
+def train_and_compare(rank: int, world_size: int, recipe: Recipe, source: Path, steps: int) -> StepEffect:
+    """Train `steps` steps, and compare the bytes of this rank before and after."""
     place = RankContext(rank, world_size, torch.device("cpu"))
     trainer = Trainer(recipe, source, open_dataset(recipe, source), place)
     before = shard_digests(trainer)
@@ -39,7 +39,7 @@ def moved(rank: int, world_size: int, recipe: Recipe, source: Path, steps: int) 
         trainer.step()
     after = shard_digests(trainer)
     names = {id(parameter): name for name, parameter in trainer.rank_model.parameters()}
-    found = Moved(
+    found = StepEffect(
         frozenset(name for name, part in before if before[name, part] != after[name, part]),
         frozenset(name for name, part in before if before[name, part] == after[name, part]),
         trainer.rank_model.frozen_names,

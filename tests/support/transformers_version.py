@@ -20,18 +20,19 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 INSTALLED = version("transformers")
-ASKED = model_files.read_index()["transformers"]
-IS_ASKED = INSTALLED == ASKED
-PACKAGE = Path(str(find_spec("transformers").origin)).parent  # type: ignore[union-attr]  # not imported to be looked at
+TABLES_VERSION = model_files.read_index()["transformers"]
+IS_TABLES_VERSION = INSTALLED == TABLES_VERSION
+PACKAGE = Path(str(find_spec("transformers").origin)).parent  # type: ignore[union-attr]  # found without importing it
 
 # For tests that compare the files with transformers, because the files describe one version.
-compares_the_files = pytest.mark.skipif(
-    not IS_ASKED, reason=f"the files are generated from transformers {ASKED}, and {INSTALLED} is installed"
+requires_tables_version = pytest.mark.skipif(
+    not IS_TABLES_VERSION,
+    reason=f"the files are generated from transformers {TABLES_VERSION}, and {INSTALLED} is installed",
 )
 
 # For features that transformers has since 5.20.
 READS_SHARDED_FILES = (PACKAGE / "distributed" / "checkpoint.py").exists()
-reads_sharded_files = pytest.mark.skipif(
+requires_sharded_file_loading = pytest.mark.skipif(
     not READS_SHARDED_FILES,
     reason=f"transformers {INSTALLED} cannot read per-rank files",
 )
@@ -44,7 +45,9 @@ def has_model(model_type: str) -> bool:
 
 def without_version_note(text: str) -> str:
     """Return the output of a command without the note about another transformers version."""
-    return text if IS_ASKED else re.sub(r"^note: .* are those of transformers .*\n", "", text, flags=re.MULTILINE)
+    return (
+        text if IS_TABLES_VERSION else re.sub(r"^note: .* are those of transformers .*\n", "", text, flags=re.MULTILINE)
+    )
 
 
 def _distributed(name: str) -> Any:
@@ -69,17 +72,17 @@ def parallel_styles() -> list[str]:
     return sorted((_distributed("parallel_utils") or _distributed("tensor_parallel")).ALL_PARALLEL_STYLES)
 
 
-def cut_for_tensor_parallelism(model: Any, mesh: DeviceMesh) -> nn.Module:
+def shard_with_transformers(model: Any, mesh: DeviceMesh) -> nn.Module:
     """Return a model that transformers shards by its own plan, before it loads weights."""
     from transformers.distributed import DistributedConfig
     from transformers.distributed.tensor_parallel import ColwiseParallel, apply_tensor_parallelism
 
-    cut: nn.Module
+    sharded: nn.Module
     if hasattr(model, "_resolve_parallel_plans"):
         plan, _, _ = model._resolve_parallel_plans(DistributedConfig(tp_size=mesh.size()))
-        cut = apply_tensor_parallelism(model, mesh, plan)
+        sharded = apply_tensor_parallelism(model, mesh, plan)
     else:
         # That version rejects a head with uneven shards, with which it cannot compute; this test does not compute.
         with patch.object(ColwiseParallel, "validate_param", lambda *arguments, **options: None):
-            cut = apply_tensor_parallelism(model, mesh)
-    return cut
+            sharded = apply_tensor_parallelism(model, mesh)
+    return sharded

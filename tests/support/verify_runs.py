@@ -85,7 +85,7 @@ class _ZeroedGradient:
         execution.run_step = self._run
 
 
-class _LastPlace:
+class _OneUlp:
     """A block that changes the logits of the last stage by one ULP."""
 
     def __enter__(self) -> None:
@@ -129,14 +129,18 @@ def _without_images(inputs: Any) -> Any:
 
 
 _INJECTIONS: dict[str | None, Any] = {
-    None: _Nothing, "slice": _FlippedSlice, "gradient": _ZeroedGradient, "last place": _LastPlace,
+    None: _Nothing, "slice": _FlippedSlice, "gradient": _ZeroedGradient, "last place": _OneUlp,
     "images in some": _ImagesInSome,
 }  # fmt: skip
 
 
-def verified(
+def run_verify(
     pool: GlooPool, reference: Path, checkpoint: Path, tp: int = 2, dp_shard: int = 2, **settings: Any
 ) -> tuple[dict[str, Any], str]:
+    """Run `verify --run` on a mesh of the pool; return the JSON document and the printed text of rank 0.
+
+    If the command fails, these are the class and the message of its error.
+    """
     options = {"tp": tp, "dp_shard": dp_shard, **settings}
     ranks = tp * dp_shard * options.get("pp", 1) * options.get("dp_replicate", 1)
     found = pool.run(verify_on_rank, ranks, str(reference), str(checkpoint), options)
@@ -152,9 +156,9 @@ def assert_equal(document: dict[str, Any], text: str, dims: ParallelDims, *, wra
     assert len(document["bytes_read_per_rank"]) == dims.world_size
     assert document["gradients"] > 0
     levels = ["config", "bytes", "forward", "gradients"]
-    doubted = {row["level"] for row in document["inconclusive"]}
-    said = f"equal: {', '.join(level for level in levels if level not in doubted)}"
-    if doubted:
+    inconclusive_levels = {row["level"] for row in document["inconclusive"]}
+    expected = f"equal: {', '.join(level for level in levels if level not in inconclusive_levels)}"
+    if inconclusive_levels:
         assert document["compute_dtype"] == "bfloat16"  # in float32, every tolerance could fail
-        said += f"; INCONCLUSIVE: {', '.join(level for level in levels if level in doubted)}"
-    assert text.splitlines()[-2] == said
+        expected += f"; INCONCLUSIVE: {', '.join(level for level in levels if level in inconclusive_levels)}"
+    assert text.splitlines()[-2] == expected

@@ -406,7 +406,7 @@ TINY: Sequence[str] = tuple(_ROWS)
 
 
 def tiny(model_type: str, **changes: Any) -> Any:
-    """Build a tiny model of the class with its initial weights; `settings` override top-level keys of its config."""
+    """Build a tiny model of the class with its initial weights; `changes` override top-level keys of its config."""
     stem, settings = _ROWS[model_type]
     cls = getattr(transformers, f"{stem}ForConditionalGeneration")
     return cls(cls.config_class(**copy.deepcopy({**settings, **changes})))

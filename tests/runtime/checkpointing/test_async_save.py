@@ -19,10 +19,10 @@ from ckptx.runtime.checkpointing import async_save as background_save
 from ckptx.runtime.checkpointing.async_save import Saver
 from ckptx.runtime.checkpointing.training_state import load_training_state
 from tests.support import background_ranks, save_ranks, torch_dcp
-from tests.support.background_ranks import held
-from tests.support.forked_programs import fresh
+from tests.support.background_ranks import blocked_writer
+from tests.support.forked_programs import preloaded_context
 from tests.support.pool import GlooPool
-from tests.support.save_ranks import TP, Shape, cut
+from tests.support.save_ranks import TP, Shape, load_sharded_model
 from tests.support.slow import slow_but
 
 
@@ -50,7 +50,7 @@ CASES = [
 def test_the_bytes_are_those_of_a_save_that_waits(
     pool: GlooPool, checkpoints: Any, tmp_path: Path, name: str, shape: Shape
 ) -> None:
-    pool.run(background_ranks.both_ways, shape.dp * shape.tp, checkpoints(name), tmp_path, shape)
+    pool.run(background_ranks.save_sync_and_async, shape.dp * shape.tp, checkpoints(name), tmp_path, shape)
     found, wanted = torch_dcp.file_bytes(tmp_path / "behind"), torch_dcp.file_bytes(tmp_path / "sync")
     assert found.keys() == wanted.keys() > {".metadata", "config.json", "__0_0.distcp"}
     assert [each for each, data in wanted.items() if found[each] != data] == []
@@ -58,7 +58,7 @@ def test_the_bytes_are_those_of_a_save_that_waits(
 
 
 def test_so_are_those_of_several_stages(pool: GlooPool, checkpoints: Any, tmp_path: Path) -> None:
-    pool.run(background_ranks.several_stages, 2, checkpoints("llama-untied"), tmp_path)
+    pool.run(background_ranks.save_two_stages_per_rank, 2, checkpoints("llama-untied"), tmp_path)
     assert torch_dcp.file_bytes(tmp_path / "behind") == torch_dcp.file_bytes(tmp_path / "sync")
 
 
@@ -72,13 +72,13 @@ def test_a_copy_that_is_missing_shows(pool: GlooPool, checkpoints: Any, tmp_path
 def uncopied(rank: int, world_size: int, hf: Path, out: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("ckptx.runtime.checkpointing.snapshot._copy", lambda value: value)
-        background_ranks.both_ways(rank, world_size, hf, out, Shape(dp=2))
+        background_ranks.save_sync_and_async(rank, world_size, hf, out, Shape(dp=2))
 
 
 def test_one_is_written_at_a_time_and_what_fails_fails_everywhere(
     pool: GlooPool, checkpoints: Any, tmp_path: Path
 ) -> None:
-    answers = pool.run(background_ranks.one_after_the_other, 2, checkpoints("llama-tied"), tmp_path)
+    answers = pool.run(background_ranks.save_repeatedly, 2, checkpoints("llama-tied"), tmp_path)
     first, second = answers
     assert first[0] == [["one"], ["one", "two"], ["five", "one", "two"]]
     assert second[0] == []
@@ -88,14 +88,14 @@ def test_one_is_written_at_a_time_and_what_fails_fails_everywhere(
 
 
 def test_what_comes_after_publication_fails_everywhere_too(pool: GlooPool, checkpoints: Any, tmp_path: Path) -> None:
-    answers = pool.run(background_ranks.after_publication, 2, checkpoints("llama-tied"), tmp_path / "saved")
+    answers = pool.run(background_ranks.fail_after_publication, 2, checkpoints("llama-tied"), tmp_path / "saved")
     assert answers == ["latest: cannot be written"] * 2
     assert [each.name for each in tmp_path.iterdir()] == ["saved"]
 
 
 def test_a_checkpoint_is_replaced_and_nothing_else_is(pool: GlooPool, checkpoints: Any, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    answers = pool.run(background_ranks.replaced, 2, checkpoints("llama-tied"), out)
+    answers = pool.run(background_ranks.save_over_existing, 2, checkpoints("llama-tied"), out)
     assert all("two: contains files that do not belong to a checkpoint: mine" in each for each in answers)
     assert load_training_state(out / "one")["step"] == 2
     assert (out / "one" / "notes.rst").read_text() == "carried along"
@@ -108,7 +108,7 @@ def test_a_checkpoint_is_replaced_and_nothing_else_is(pool: GlooPool, checkpoint
 def ended(how: Callable[..., None], hf: Path, out: Path) -> list[int]:
     """Two processes that each end in some way; their exit codes."""
     store = str(out / "store")
-    processes = [fresh().Process(target=_rank, args=(how, rank, store, hf, out)) for rank in range(2)]
+    processes = [preloaded_context().Process(target=_rank, args=(how, rank, store, hf, out)) for rank in range(2)]
     for each in processes:
         each.start()
     for each in processes:
@@ -139,7 +139,7 @@ def _rank(how: Callable[..., None], rank: int, store: str, hf: Path, out: Path) 
 
 
 def forgets(rank: int, hf: Path, out: Path) -> None:
-    at = cut(hf, Shape(dp=2))
+    at = load_sharded_model(hf, Shape(dp=2))
     saver = Saver()
     saver.save(at.model, at.optimizer, out / "saved")
     globals()["kept"] = saver
@@ -151,15 +151,15 @@ def ends_the_world(rank: int, hf: Path, out: Path) -> None:
 
 
 def fails(rank: int, hf: Path, out: Path) -> None:
-    at = cut(hf, Shape(dp=2))
-    with held() as go, Saver() as saver:
+    at = load_sharded_model(hf, Shape(dp=2))
+    with blocked_writer() as go, Saver() as saver:
         saver.save(at.model, at.optimizer, out / "saved")
         go.set()
         raise RuntimeError("the step after")
 
 
 def fails_alone(rank: int, hf: Path, out: Path) -> None:
-    at = cut(hf, Shape(dp=2))
+    at = load_sharded_model(hf, Shape(dp=2))
     with Saver() as saver:
         saver.save(at.model, at.optimizer, out / "saved")
         if rank == 1:
@@ -168,7 +168,7 @@ def fails_alone(rank: int, hf: Path, out: Path) -> None:
 
 
 def dies(rank: int, hf: Path, out: Path) -> None:
-    at = cut(hf, Shape(dp=2))
+    at = load_sharded_model(hf, Shape(dp=2))
     if rank == 1:
         background_save.publish = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
     with Saver() as saver:

@@ -20,7 +20,7 @@ from ckptx.runtime.checkpointing.load_report import LoadReport
 from ckptx.runtime.checkpointing.reading import open_source
 from ckptx.runtime.model.build import build_model, materialize
 from tests.support import load_ranks
-from tests.support.load_ranks import stock
+from tests.support.load_ranks import load_with_transformers
 from tests.support.models import EVERY, assert_same_outputs, outputs, read_hf, write
 from tests.support.pool import GlooPool
 from tests.support.slow import slow_but
@@ -59,7 +59,7 @@ def loaded(path: Path) -> tuple[Any, LoadReport]:
 @pytest.mark.parametrize("recipe", slow_but(EVERY, FAST))
 def test_models_are_those_of_transformers(recipe: str, tmp_path: Path) -> None:
     write(EVERY[recipe], tmp_path / "hf")
-    expected = stock(tmp_path / "hf").eval()
+    expected = load_with_transformers(tmp_path / "hf").eval()
     logits = outputs(expected, EVERY[recipe].inputs())
     for kind in ("hf", "bin", "whole-dcp", "cut-dcp", "cut-safetensors"):
         model, ledger = loaded(written_as(kind, tmp_path / "hf"))
@@ -111,7 +111,7 @@ def test_a_tied_name_is_loaded_through_the_other(llama: Path) -> None:
 
 
 def test_a_stage_with_the_head_alone_reads_the_embedding(llama: Path) -> None:
-    expected = stock(llama).lm_head.weight
+    expected = load_with_transformers(llama).lm_head.weight
     model = build_model(llama)
     model.model.embed_tokens = torch.nn.Identity()
     model.model.layers = torch.nn.ModuleDict({"1": model.model.layers[1]})
@@ -145,7 +145,7 @@ def test_what_is_not_of_the_model_is_left_and_said(copied: Path) -> None:
 def test_the_model_in_a_training_checkpoint_is_found(llama: Path, tmp_path: Path) -> None:
     import torch.distributed.checkpoint as dcp
 
-    expected = stock(llama)
+    expected = load_with_transformers(llama)
     state = {"model": {f"_orig_mod.{name}": tensor for name, tensor in expected.state_dict().items()},
              "optimizer": {"state": {name: {"exp_avg": torch.ones(3)} for name in ("a", "b")}},
              "lr_scheduler": {"last": torch.ones(1)}}  # fmt: skip
@@ -168,7 +168,7 @@ def test_names_of_wrappers_in_the_model_do_not_matter(llama: Path) -> None:
     materialize(model)
     ledger = load(model, llama)
     assert "model.layers.0.mlp.up_proj.weight" in ledger.loaded_tensors
-    assert_same_tensors(model.state_dict(), stock(llama).state_dict())
+    assert_same_tensors(model.state_dict(), load_with_transformers(llama).state_dict())
 
 
 # ------------------------------------------------------------------------------------ dtypes
@@ -179,7 +179,7 @@ def test_values_are_cast_as_torch_casts_them(llama: Path, dtype: torch.dtype) ->
     model = build_model(llama, dtype=dtype)
     materialize(model)
     load(model, llama)
-    expected = {name: tensor.to(dtype) for name, tensor in stock(llama).state_dict().items()}
+    expected = {name: tensor.to(dtype) for name, tensor in load_with_transformers(llama).state_dict().items()}
     assert_same_tensors(model.state_dict(), expected)
 
 
@@ -258,7 +258,7 @@ def test_a_swap_of_equal_shapes_is_not_noticed_here(copied: Path) -> None:
     tensors = read_hf(copied)
     swapped = {"model__layers__0__mlp__up_proj__weight": tensors["model.layers.0.mlp.gate_proj.weight"],
                "model__layers__0__mlp__gate_proj__weight": tensors["model.layers.0.mlp.up_proj.weight"]}  # fmt: skip
-    logits = outputs(stock(copied).eval(), EVERY["llama-tied"].inputs())
+    logits = outputs(load_with_transformers(copied).eval(), EVERY["llama-tied"].inputs())
     changed(copied, **swapped)
     model, _ = loaded(copied)
     with pytest.raises(AssertionError):

@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import ckptx
 from tests.support import save_ranks, torch_dcp
-from tests.support.load_ranks import stock as from_pretrained
+from tests.support.load_ranks import load_with_transformers as from_pretrained
 from tests.support.models import EVERY
 from tests.support.pool import GlooPool
 from tests.support.save_ranks import MARKS, TP, Shape
@@ -81,7 +81,7 @@ def test_parameters_and_moments_are_whole(
     pool: GlooPool, checkpoints: Any, tmp_path: Path, name: str, shape: Shape
 ) -> None:
     hf, path = checkpoints(name), tmp_path / "saved"
-    pool.run(save_ranks.marked, shape.dp * shape.tp * shape.replicate, hf, path, shape)
+    pool.run(save_ranks.save_with_known_state, shape.dp * shape.tp * shape.replicate, hf, path, shape)
     assert wrong(path, hf) == []
     assert ckptx.verify(hf, path).exit == 0
     assert [each.name for each in tmp_path.iterdir()] == ["saved"]
@@ -91,14 +91,14 @@ def test_parameters_and_moments_are_whole(
 @pytest.mark.parametrize("shape", [Shape(replicate=2), Shape(tp=2, replicate=2), Shape(dp=2, replicate=2)])
 def test_replicas_store_each_tensor_once(pool: GlooPool, checkpoints: Any, tmp_path: Path, shape: Shape) -> None:
     hf, path = checkpoints("llama-tied"), tmp_path / "saved"
-    pool.run(save_ranks.marked, shape.dp * shape.tp * shape.replicate, hf, path, shape)
+    pool.run(save_ranks.save_with_known_state, shape.dp * shape.tp * shape.replicate, hf, path, shape)
     assert wrong(path, hf) == []
     places = {
         (each.relative_path, each.offset): each.length
         for each in dcp.FileSystemReader(path).read_metadata().storage_data.values()
     }
     assert sum(places.values()) == torch_dcp.payload_bytes(path), "bytes that no name leads to"
-    pool.run(save_ranks.retaken, 2, path, tmp_path / "again", Shape(dp=2))
+    pool.run(save_ranks.reshard_through_load, 2, path, tmp_path / "again", Shape(dp=2))
     torch_dcp.assert_same_tensors(torch_dcp.load(tmp_path / "again"), torch_dcp.load(path))
 
 
@@ -108,7 +108,7 @@ def test_placements_alone_would_put_fused_groups_out_of_order(
     pool: GlooPool, checkpoints: Any, tmp_path: Path, name: str, by: str
 ) -> None:
     """The injected defect: it is refused, or seen to be wrong."""
-    said = pool.run(save_ranks.misplaced, 2, checkpoints(name), tmp_path / "saved", by)
+    said = pool.run(save_ranks.save_without_layout, 2, checkpoints(name), tmp_path / "saved", by)
     if not all(said):
         assert [each for each in wrong(tmp_path / "saved", checkpoints(name)) if "c_attn" in each]
 
@@ -122,7 +122,7 @@ def run(
 ) -> Any:
     """Two steps on TP of 2: the HF checkpoint, where they are saved, and what torch gathered."""
     path, hf = tmp_path_factory.mktemp("run"), checkpoints(request.param)
-    return hf, path, pool.run(save_ranks.trained, 2, hf, path, TP)
+    return hf, path, pool.run(save_ranks.save_two_steps, 2, hf, path, TP)
 
 
 def test_what_torch_gathers_is_what_is_saved(run: Any) -> None:
@@ -140,7 +140,7 @@ def test_what_torch_gathers_is_what_is_saved(run: Any) -> None:
 
 def test_the_same_mesh_goes_on_as_if_it_had_not_stopped(pool: GlooPool, run: Any, tmp_path: Path) -> None:
     path = run[1]
-    pool.run(save_ranks.resumed, 2, path, tmp_path, TP, "ckptx")
+    pool.run(save_ranks.resume_and_save, 2, path, tmp_path, TP, "ckptx")
     for each in ("one", "two"):
         torch_dcp.assert_same_tensors(torch_dcp.load(tmp_path / each), torch_dcp.load(path / each))
     steps = [torch_dcp.raw(torch_dcp.load(path / each)["model.lm_head.weight"]) for each in ("one", "two")]
@@ -151,7 +151,7 @@ def test_the_same_mesh_goes_on_as_if_it_had_not_stopped(pool: GlooPool, run: Any
 @pytest.mark.parametrize("by", ["ckptx", "torch"])
 def test_another_mesh_takes_over(pool: GlooPool, run: Any, tmp_path: Path, by: str) -> None:
     path = run[1]
-    pool.run(save_ranks.resumed, 2, path, tmp_path, FSDP, by)
+    pool.run(save_ranks.resume_and_save, 2, path, tmp_path, FSDP, by)
     torch_dcp.assert_same_tensors(torch_dcp.load(tmp_path / "one"), torch_dcp.load(path / "one"))
     assert objects(tmp_path / "one") == objects(path / "one")
 
@@ -182,7 +182,7 @@ def objects(path: Path) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def tied(pool: GlooPool, checkpoints: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path: Path = tmp_path_factory.mktemp("tied") / "saved"
-    pool.run(save_ranks.marked, 2, checkpoints("llama-tied"), path, WRAPPED)
+    pool.run(save_ranks.save_with_known_state, 2, checkpoints("llama-tied"), path, WRAPPED)
     return path
 
 
@@ -200,7 +200,7 @@ def test_names_that_share_a_parameter_share_its_bytes_and_its_state(tied: Path) 
 
 def test_what_is_loaded_and_saved_again_has_the_same_bytes(pool: GlooPool, tied: Path, tmp_path: Path) -> None:
     again = tmp_path / "again"
-    pool.run(save_ranks.retaken, 2, tied, again, WRAPPED)
+    pool.run(save_ranks.reshard_through_load, 2, tied, again, WRAPPED)
     names = sorted(each.name for each in tied.iterdir() if each.suffix == ".distcp" or each.name == ".metadata")
     assert ".metadata" in names
     assert [each for each in names if (tied / each).read_bytes() != (again / each).read_bytes()] == []
@@ -217,7 +217,7 @@ def test_torch_makes_one_file_of_it(tied: Path, checkpoints: Any, tmp_path: Path
 
 
 def test_the_model_has_a_config_beside_it(pool: GlooPool, run: Any, tmp_path: Path) -> None:
-    pool.run(save_ranks.resumed, 1, run[1], tmp_path, Shape(), "ckptx")
+    pool.run(save_ranks.resume_and_save, 1, run[1], tmp_path, Shape(), "ckptx")
     config = json.loads((tmp_path / "one" / "config.json").read_text())
     wanted = json.loads((run[0] / "config.json").read_text())
     assert config["architectures"] == wanted["architectures"]
@@ -228,7 +228,7 @@ def test_the_model_has_a_config_beside_it(pool: GlooPool, run: Any, tmp_path: Pa
 @pytest.mark.parametrize("name", ["llama-tied", "llama-untied"])
 def test_stages_add_up(pool: GlooPool, checkpoints: Any, tmp_path: Path, name: str) -> None:
     hf = checkpoints(name)
-    pool.run(save_ranks.staged, 2, hf, tmp_path / "saved")
+    pool.run(save_ranks.save_stage, 2, hf, tmp_path / "saved")
     assert wrong(tmp_path / "saved", hf) == []
     assert ckptx.verify(hf, tmp_path / "saved").exit == 0
 
@@ -248,7 +248,7 @@ def test_stages_add_up(pool: GlooPool, checkpoints: Any, tmp_path: Path, name: s
 def test_a_refusal_is_that_of_every_rank_and_leaves_nothing(
     pool: GlooPool, checkpoints: Any, tmp_path: Path, how: str, said: str
 ) -> None:
-    answers = pool.run(save_ranks.refused, 2, checkpoints("llama-tied"), tmp_path / "saved", how)
+    answers = pool.run(save_ranks.save_and_return_error, 2, checkpoints("llama-tied"), tmp_path / "saved", how)
     assert [answer[: len(said)] for answer in answers] == [said, said], answers
     assert not list(tmp_path.iterdir())
 
@@ -256,11 +256,11 @@ def test_a_refusal_is_that_of_every_rank_and_leaves_nothing(
 def test_what_is_there_is_not_replaced(pool: GlooPool, checkpoints: Any, tmp_path: Path) -> None:
     (tmp_path / "saved").mkdir()
     (tmp_path / "saved" / "mine").write_text("mine")
-    answers = pool.run(save_ranks.refused, 2, checkpoints("llama-tied"), tmp_path / "saved", "")
+    answers = pool.run(save_ranks.save_and_return_error, 2, checkpoints("llama-tied"), tmp_path / "saved", "")
     assert all(answer.startswith("OutputError: ") and "not empty" in answer for answer in answers)
     assert [each.name for each in tmp_path.rglob("*")] == ["saved", "mine"]
 
 
 def test_an_optimizer_that_is_not_in_the_checkpoint_is_missed(pool: GlooPool, checkpoints: Any, tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match=r'has no optimizer state for "model\.embed_tokens\.weight"'):
-        pool.run(save_ranks.resumed_without, 1, checkpoints("llama-tied"), tmp_path)
+        pool.run(save_ranks.resume_without_optimizer, 1, checkpoints("llama-tied"), tmp_path)

@@ -23,7 +23,7 @@ from ckptx.runtime.checkpointing.stored_state import compute_digest, open_state,
 from ckptx.runtime.checkpointing.training_state import PerRank, load_training_state
 from ckptx.runtime.parallel.distributed import mesh_of
 from ckptx.runtime.parallel.randomness import RandomState, seed
-from tests.support.load_ranks import stock as from_pretrained
+from tests.support.load_ranks import load_with_transformers as from_pretrained
 from tests.support.models import EVERY, build
 from tests.support.pool import GlooPool
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from ckptx.runtime.forecasting.fake_process_group import fake_process_group
 from ckptx.runtime.memory.shape_tensors import ShapeTensors
 from ckptx.runtime.memory.storage_ledger import KINDS, OPTIMIZER, PARAMETERS, StorageLedger
-from tests.support.measured_steps import forecasts_here, task_of, write_config
+from tests.support.measured_steps import forecast_in_this_process, task_of, write_config
 
 _LARGE = (1024, 2048)
 _NBYTES = 1024 * 2048 * 4
@@ -71,9 +71,9 @@ def test_what_ranks_agree_on_is_what_this_one_says() -> None:
 
 def test_what_gets_no_gradient_has_no_state(tmp_path: Path) -> None:
     """A tower that rows of text do not reach: neither moments nor counts of steps, which the optimizer makes late."""
-    model = forecasts_here(task_of(write_config("qwen2.5-vl", tmp_path), "dp1", "none"))[0]
+    model = forecast_in_this_process(task_of(write_config("qwen2.5-vl", tmp_path), "dp1", "none"))[0]
     between = dict(zip(KINDS, model.timeline.between_steps, strict=True))
-    text = forecasts_here(task_of(write_config("llama", tmp_path), "dp1", "none"))[0]
+    text = forecast_in_this_process(task_of(write_config("llama", tmp_path), "dp1", "none"))[0]
     state = dict(zip(KINDS, text.timeline.between_steps, strict=True))
     tower = between[PARAMETERS] - state[PARAMETERS]
     assert tower > 0

@@ -15,10 +15,10 @@ from tests.support.measured_steps import (
     CONFIGS,
     LAYOUTS,
     MODES,
-    Measured,
-    forecasts_here,
-    measure_alone,
-    measured_stages,
+    MeasuredMemory,
+    forecast_in_this_process,
+    measure_in_this_process,
+    measure_stages,
     task_of,
     write_config,
 )
@@ -35,7 +35,7 @@ def peak_of(forecast: RankForecast) -> int:
     return sum(forecast.timeline.peak_segment.peak_bytes)
 
 
-def hold(forecast: RankForecast, measured: Measured, close: float = _CLOSE) -> None:
+def hold(forecast: RankForecast, measured: MeasuredMemory, close: float = _CLOSE) -> None:
     """A forecast and what was measured say the same of the peak, and of what lives between steps."""
     assert peak_of(forecast) == pytest.approx(measured.peak, rel=close)
     assert sum(forecast.timeline.between_steps) == pytest.approx(measured.before, rel=close)
@@ -51,12 +51,14 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 @pytest.mark.parametrize("mode", slow_but(MODES, ("none", "full")))
 def test_a_model_in_one_piece(mode: str, sources: dict[str, Path]) -> None:
     task = task_of(sources["llama"], "dp1", mode)
-    hold(forecasts_here(task)[0], measure_alone(task))
+    hold(forecast_in_this_process(task)[0], measure_in_this_process(task))
 
 
 def test_what_is_measured_tells_modes_apart(sources: dict[str, Path]) -> None:
     """Else forecasts that say the same of all of them would be held to be right."""
-    none, full = (peak_of(forecasts_here(task_of(sources["llama"], "dp1", mode))[0]) for mode in ("none", "full"))
+    none, full = (
+        peak_of(forecast_in_this_process(task_of(sources["llama"], "dp1", mode))[0]) for mode in ("none", "full")
+    )
     assert full < 0.95 * none
 
 
@@ -66,7 +68,7 @@ def test_what_is_measured_tells_modes_apart(sources: dict[str, Path]) -> None:
 ))  # fmt: skip
 def test_ranks(model: str, layout: str, mode: str, sources: dict[str, Path], pool: GlooPool) -> None:
     task = task_of(sources[model], layout, mode)
-    for forecast, measured in zip(forecasts_here(task), measured_stages(pool, task), strict=True):
+    for forecast, measured in zip(forecast_in_this_process(task), measure_stages(pool, task), strict=True):
         hold(forecast, measured, _CLOSE_CUT)
 
 
@@ -75,4 +77,4 @@ def test_ranks(model: str, layout: str, mode: str, sources: dict[str, Path], poo
 @pytest.mark.parametrize("layout", ["dp4", "tp2 x dp2"])
 def test_mixed_precision(layout: str, mode: str, sources: dict[str, Path], pool: GlooPool) -> None:
     task = task_of(sources["llama"], layout, mode, param_dtype="bf16")
-    hold(forecasts_here(task)[0], measured_stages(pool, task)[0], _CLOSE_MIXED)
+    hold(forecast_in_this_process(task)[0], measure_stages(pool, task)[0], _CLOSE_MIXED)

@@ -14,7 +14,7 @@ from torch import nn
 from ckptx.errors import InputError, UnsupportedError
 from ckptx.runtime.checkpointing.reading import open_source
 from ckptx.runtime.model.build import build_model, materialize
-from tests.support.load_ranks import stock
+from tests.support.load_ranks import load_with_transformers
 from tests.support.models import EVERY, write
 from tests.support.slow import slow_but
 
@@ -54,14 +54,14 @@ def test_buffers_are_those_of_transformers(recipe: str, tmp_path: Path) -> None:
     assert all(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
     materialize(model)
     assert not any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
-    assert fault(model, stock(tmp_path)) is None
+    assert fault(model, load_with_transformers(tmp_path)) is None
 
 
 def test_the_comparison_notices_a_buffer(llama: Path) -> None:
     model = build_model(llama)
     materialize(model)
     model.get_buffer("model.rotary_emb.inv_freq")[1] *= 1.001
-    assert fault(model, stock(llama)) == "model.rotary_emb.inv_freq"
+    assert fault(model, load_with_transformers(llama)) == "model.rotary_emb.inv_freq"
 
 
 def test_without_a_dtype_in_the_config_it_is_what_is_stored(tmp_path: Path) -> None:
@@ -125,7 +125,7 @@ def test_random_numbers_are_not_used_up(llama: Path) -> None:
 
 
 def test_a_stage_without_some_layers_gets_storage(llama: Path) -> None:
-    expected = computed(stock(llama))
+    expected = computed(load_with_transformers(llama))
     model = build_model(llama)
     model.model.layers = nn.ModuleDict({"1": model.model.layers[1]})
     model.lm_head = None

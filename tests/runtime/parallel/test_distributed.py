@@ -10,7 +10,7 @@ import pytest
 import torch.distributed as dist
 
 from ckptx.runtime.parallel.distributed import _is_connection_lost
-from tests.support.forked_programs import Forked
+from tests.support.forked_programs import ForkedProgram
 from tests.support.ranks import free_port
 
 # Rank 1 ends while rank 0 waits for it; rank 0 prints what it met.
@@ -52,7 +52,8 @@ with distributed.process_group("cpu") as process:
 def what_rank_0_met(how: str, waits: str) -> Any:
     shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     ranks = [
-        Forked(_RANK, ["rank", how, waits], {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in (0, 1)
+        ForkedProgram(_RANK, ["rank", how, waits], {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)})
+        for rank in (0, 1)
     ]
     stdout, stderr = ranks[0].communicate(120)
     ranks[1].communicate(120)

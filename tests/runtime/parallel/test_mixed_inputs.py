@@ -21,19 +21,19 @@ from ckptx.runtime.parallel.parallelize import parallelize
 from ckptx.runtime.parallel.tensor_parallel.plans import find_plan
 from ckptx.runtime.parity.execution import full_tensor
 from ckptx.runtime.parity.inputs.batch import make_inputs
-from tests.support.models import EVERY, Inputs, randomise
+from tests.support.models import EVERY, Inputs, randomize
 from tests.support.pool import GlooPool
 from tests.support.staged_models import (
-    Whole,
-    away,
-    deep,
-    furthest,
+    UnsplitResults,
+    build_deep_model,
+    build_rank_stages,
+    compare_with_unsplit,
     gradients_of,
     loss_of,
+    max_relative_difference,
     microbatches,
     output_of,
-    ranked,
-    whole_of,
+    run_unsplit,
 )
 from tests.support.vision_models import tiny
 
@@ -53,7 +53,7 @@ FSDP, HSDP = ParallelDims(dp_shard=2), ParallelDims(dp_replicate=2)
 def cut(name: str, dims: ParallelDims, checkpointing: str = "none") -> tuple[Any, int]:
     """A model of a recipe on a mesh, and which data rank this is."""
     mesh = mesh_of(dims, "cpu")
-    model = deep(name, LAYERS)
+    model = build_deep_model(name, LAYERS)
     plan = find_plan(model, {**model.config.to_dict(), "architectures": [type(model).__name__]})
     parallelize(model, mesh, plan if dims.tp > 1 else None, activation_checkpointing=checkpointing)
     return model, data_index(mesh)
@@ -70,7 +70,7 @@ def trained(
 ) -> tuple[bool, float]:
     """A step of so many microbatches on each data rank: are the logits equal, and how far are the gradients."""
     batches = microbatches(name, count * dims.dp, pictured)
-    unsplit = whole_of(deep(name, LAYERS), batches)
+    unsplit = run_unsplit(build_deep_model(name, LAYERS), batches)
     model, index = cut(name, dims, checkpointing)
     mixed, is_equal = MixedInputs(model), True
     for number in range(count):
@@ -79,7 +79,7 @@ def trained(
             logits = output_of(model(**batches[own]))
             is_equal &= torch.equal(logits.detach(), unsplit.logits[own])
             loss_of(logits, count).backward()
-    return is_equal, furthest(unsplit.gradients, gradients_of(model))
+    return is_equal, max_relative_difference(unsplit.gradients, gradients_of(model))
 
 
 def assert_right(found: list[tuple[bool, float]], name: str = "") -> None:
@@ -120,7 +120,7 @@ def norms(rank: int, world_size: int, name: str, pictured: list[int]) -> tuple[f
     model, index = cut(name, dims)
     with MixedInputs(model).microbatch(batches[index]):
         loss_of(full_tensor(output_of(model(**batches[index]))), 1).backward()
-    expected = deep(name, LAYERS)
+    expected = build_deep_model(name, LAYERS)
     for batch in batches:
         loss_of(output_of(expected(**batch)), dims.dp).backward()
     return float(clip_grad_norm(model, inf)), float(clip_grad_norm(expected, inf))
@@ -134,10 +134,10 @@ def test_tensor_parallel_ranks_have_the_inputs_of_their_data_rank(pool: GlooPool
 
 def with_experts_for_images(rank: int, world_size: int, pictured: list[int]) -> tuple[bool, float]:
     """Three microbatches of a model whose layers have experts that only tokens of images are sent to."""
-    model = randomise(tiny("ernie4_5_vl_moe").float()).eval()
+    model = randomize(tiny("ernie4_5_vl_moe").float()).eval()
     image = make_inputs({**model.config.to_dict(), "architectures": [type(model).__name__]}).batch
     batches = [image if number in pictured else make_text_batch(model) for number in range(6)]
-    unsplit = whole_of(model, batches)
+    unsplit = run_unsplit(model, batches)
     parallelize(model, mesh_of(FSDP, "cpu"), None)
     mixed, is_equal = MixedInputs(model), True
     for number in range(3):
@@ -145,7 +145,7 @@ def with_experts_for_images(rank: int, world_size: int, pictured: list[int]) -> 
             logits = output_of(model(**batches[2 * number + rank]))
             is_equal &= torch.equal(logits.detach(), unsplit.logits[2 * number + rank])
             loss_of(logits, 3).backward()
-    return is_equal, furthest(unsplit.gradients, gradients_of(model))
+    return is_equal, max_relative_difference(unsplit.gradients, gradients_of(model))
 
 
 @pytest.mark.skipif(
@@ -165,18 +165,18 @@ def in_stages(
     mesh = mesh_of(ParallelDims(pp=2, dp_shard=2), "cpu")
     here, is_equal, total = 4 * data_index(mesh), True, dict[str, Tensor]()
     kinds = [microbatches(name, 1)[0], microbatches(name, 1, [])[0]]
-    run = ranked(name, schedule, kinds, mesh=mesh, count=4)
+    run = build_rank_stages(name, schedule, kinds, mesh=mesh, count=4)
     for pictured in steps:
         batches = microbatches(name, 8, pictured)
-        unsplit = whole_of(deep(name), batches)
+        unsplit = run_unsplit(build_deep_model(name), batches)
         for key, gradient in unsplit.gradients.items():
             total[key] = total[key] + gradient if key in total else gradient
         own = slice(here, here + 4)
         forward = run.pipeline.forward(batches[own], run.loss)
         losses = run.step(batches[own])
         assert list(map(float, forward)) == list(map(float, losses))
-        is_equal &= away(run, Whole(unsplit.logits[own], {}))[0]
-    return is_equal, away(run, Whole(unsplit.logits[own], total))[1], list(map(float, losses))
+        is_equal &= compare_with_unsplit(run, UnsplitResults(unsplit.logits[own], {}))[0]
+    return is_equal, compare_with_unsplit(run, UnsplitResults(unsplit.logits[own], total))[1], list(map(float, losses))
 
 
 @pytest.mark.sampled(1)
@@ -211,7 +211,7 @@ def test_where_ranks_are_alike_nothing_is_done(pool: GlooPool) -> None:
 def evaluated(rank: int, world_size: int, name: str) -> tuple[bool, bool, bool]:
     """Forward alone, in training mode: are logits equal, is the mode as before, are gradients there."""
     batches = microbatches(name, 2, [1])
-    unsplit = whole_of(deep(name, LAYERS), batches)
+    unsplit = run_unsplit(build_deep_model(name, LAYERS), batches)
     model, index = cut(name, FSDP)
     model.train()
     with torch.no_grad(), MixedInputs(model).microbatch(batches[index]):

@@ -20,7 +20,7 @@ from ckptx.runtime.parity import budget as budget_module
 from ckptx.runtime.parity.budget import MemoryBudget
 from ckptx.runtime.parity.model_loaders import ModelFacts, ModelLoader
 from ckptx.runtime.parity.reference import OffloadedReference, partition_reference
-from tests.support.models import randomise, transformers
+from tests.support.models import randomize, transformers
 from tests.support.slow import slow_but
 
 PLACE = RankContext(0, 1, torch.device("cpu"))
@@ -73,7 +73,7 @@ def side_of(path: Path, *, tied: bool) -> tuple[ModelLoader, ModelFacts]:
         hidden_size=192, intermediate_size=768, num_hidden_layers=8, num_attention_heads=6, num_key_value_heads=2,
         vocab_size=2000, tie_word_embeddings=tied,
     )  # fmt: skip
-    randomise(transformers.LlamaForCausalLM(config)).save_pretrained(path)
+    randomize(transformers.LlamaForCausalLM(config)).save_pretrained(path)
     side = ModelLoader(path, path, RunOptions(device="cpu"))
     return side, side.inspect_model()
 

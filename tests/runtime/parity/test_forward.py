@@ -22,7 +22,7 @@ from ckptx.runtime.parity.comparison import ReferenceResult
 from ckptx.runtime.parity.divergence import OutputsByCall
 from ckptx.runtime.parity.reference import WholeReference
 from ckptx.runtime.parity.stages import find_stage_of_row
-from tests.support.small_modules import PLACE, ULP, Chosen, InPlace, Looped, Scaled, inputs_of
+from tests.support.small_modules import RANK_CONTEXT, ULP, Chosen, InPlace, Looped, Scaled, inputs_of
 
 IDS = [[0, 1], [2, 3]]
 
@@ -39,7 +39,7 @@ def first_divergence(
     with divergence.record_outputs(model, ours):
         execution.run_step(model, [inputs_of(ids)], backward=False)
     side: Any = side_of(reference)
-    found = WholeReference(side, [], PLACE, False).observed(inputs_of(ids))
+    found = WholeReference(side, [], RANK_CONTEXT, False).observed(inputs_of(ids))
     return divergence.find_first_divergence(found, iter([ours]), is_exact=is_exact)
 
 
@@ -93,7 +93,7 @@ def test_experts_that_get_other_tokens_are_not_compared(ids: list[list[int]]) ->
 
 def reference_of(model: nn.Module, *, backward: bool = True) -> tuple[ReferenceResult, dict[str, float]]:
     """What it gives forward, and how much noise moves its gradients."""
-    running = WholeReference(side_of(model), [inputs_of(IDS), inputs_of([[4, 5], [6, 7]])], PLACE, backward)
+    running = WholeReference(side_of(model), [inputs_of(IDS), inputs_of([[4, 5], [6, 7]])], RANK_CONTEXT, backward)
     found = running.forward()
     (portion,) = running.gradients()
     return found, {each.name: each.noise for each in portion}

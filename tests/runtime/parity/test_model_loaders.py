@@ -17,7 +17,7 @@ from ckptx.report.report import Log
 from ckptx.runtime.parity import memory
 from ckptx.runtime.parity.forward import verify_run
 from ckptx.runtime.parity.model_loaders import make_loaders
-from tests.support.models import EVERY, llama, randomise, read_hf, write
+from tests.support.models import EVERY, llama, randomize, read_hf, write
 
 Head = Callable[[torch.Tensor], torch.Tensor] | None
 
@@ -35,7 +35,7 @@ COMPUTES = {name: "x 1.01" in name for name in HEADS}  # by which head
 def written(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("heads")
     torch.manual_seed(0)
-    randomise(llama(tie_word_embeddings=True).float()).save_pretrained(root / "tied")  # type: ignore[operator]
+    randomize(llama(tie_word_embeddings=True).float()).save_pretrained(root / "tied")  # type: ignore[operator]
     tensors = read_hf(root / "tied")
     config = json.loads((root / "tied" / "config.json").read_text())
     found = {}

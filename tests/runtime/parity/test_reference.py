@@ -16,7 +16,7 @@ from ckptx.runtime.parity.comparison import ReferenceResult
 from ckptx.runtime.parity.model_loaders import ModelLoader
 from ckptx.runtime.parity.reference import OffloadedReference, ReferenceModel, WholeReference, partition_reference
 from tests.support.models import EVERY, write
-from tests.support.staged_models import deep
+from tests.support.staged_models import build_deep_model
 
 PLACE = RankContext(0, 1, torch.device("cpu"))
 # The hidden state alone, tied and untied; inputs of every layer, shared keys and values; one weight tied at three
@@ -94,7 +94,7 @@ def test_pieces_of_every_model_give_what_the_whole_gives(tmp_path: Path, name: s
     ],
 )
 def test_pieces_of_a_deeper_model_give_what_the_whole_gives(tmp_path: Path, name: str, split: str) -> None:
-    deep(name).save_pretrained(tmp_path)
+    build_deep_model(name).save_pretrained(tmp_path)
     assert_alike(*both(tmp_path, split.count(",") + 1, 2, split))
 
 

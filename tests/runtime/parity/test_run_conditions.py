@@ -22,7 +22,7 @@ from ckptx.runtime.parallel.parallelize import _find_other_dtype_modules
 from ckptx.runtime.parity import forward, reference
 from ckptx.runtime.parity.execution import StepResult
 from ckptx.runtime.parity.inputs.batch import make_inputs
-from tests.support.corrections import changed
+from tests.support.corrections import patched_corrections
 from tests.support.models import EVERY, write
 from tests.support.pool import GlooPool
 from tests.support.transformers_version import INSTALLED, has_model
@@ -145,7 +145,7 @@ def test_inputs_say_what_they_lack() -> None:
 
 def run_blind(rank: int, world_size: int, path: str) -> dict[str, Any]:
     """`verify --run` by a ckptx that does not know what images of this class look like."""
-    with changed("gemma3", inputs=()):
+    with patched_corrections("gemma3", inputs=()):
         return forward.verify_run(Path(path), Path(path), RunOptions(), Log()).to_dict()
 
 

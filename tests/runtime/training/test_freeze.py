@@ -12,7 +12,7 @@ from ckptx.runtime.training.recipe_file import read_recipe
 from ckptx.runtime.training.source import prepare_source
 from tests.support.pool import GlooPool
 from tests.support.slow import slow_but
-from tests.support.training_ranks import Moved, moved
+from tests.support.training_ranks import StepEffect, train_and_compare
 
 MESHES = {
     "one rank": (),
@@ -36,8 +36,8 @@ def recipe(parts: Sequence[str], mesh: str = "one rank") -> Recipe:
     return read_recipe("gemma4_vlm_tiny", sets)
 
 
-def trained(pool: GlooPool, made: Recipe, source: Path) -> list[Moved]:
-    return pool.run(moved, made.layout.dims.world_size, made, source, 2)
+def trained(pool: GlooPool, made: Recipe, source: Path) -> list[StepEffect]:
+    return pool.run(train_and_compare, made.layout.dims.world_size, made, source, 2)
 
 
 @pytest.mark.parametrize("mesh", slow_but(MESHES, ["pp"]))

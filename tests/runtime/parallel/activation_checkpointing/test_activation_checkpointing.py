@@ -31,7 +31,14 @@ from ckptx.runtime.parallel.activation_checkpointing.wrap import (
 from ckptx.runtime.parallel.distributed import mesh_of
 from ckptx.runtime.parallel.parallelize import parallelize
 from ckptx.runtime.parallel.tensor_parallel.plans import find_plan
-from tests.support.activation_checkpointing import Counting, Gradients, assert_same, prepared, train, wrappers
+from tests.support.activation_checkpointing import (
+    Gradients,
+    OperationCounter,
+    assert_equal_results,
+    build_checkpointed,
+    train,
+    wrapped_names,
+)
 from tests.support.models import EVERY, build, tokens
 from tests.support.slow import slow_but
 
@@ -57,7 +64,7 @@ def test_losses_and_gradients_are_equal_to_the_bit(name: str, microbatches: int)
     plain.config.use_cache = False
     wanted = train(plain, recipe, microbatches)
     for mode in WRAPPING:
-        assert_same(train(prepared(name, mode), recipe, microbatches), wanted)
+        assert_equal_results(train(build_checkpointed(name, mode), recipe, microbatches), wanted)
 
 
 @pytest.mark.slow
@@ -65,7 +72,7 @@ def test_losses_and_gradients_are_equal_to_the_bit(name: str, microbatches: int)
 @pytest.mark.parametrize("name", sorted(EVERY.keys() - {"whisper"}))  # its inputs do not have its dtype
 def test_every_model_computes_the_same_bits(name: str, mode: str) -> None:
     plain = build(EVERY[name]).train()
-    assert_same(train(prepared(name, mode), EVERY[name]), train(plain, EVERY[name]))
+    assert_equal_results(train(build_checkpointed(name, mode), EVERY[name]), train(plain, EVERY[name]))
 
 
 def test_a_comparison_of_bits_notices_one() -> None:
@@ -73,7 +80,7 @@ def test_a_comparison_of_bits_notices_one() -> None:
     other = {name: gradient.clone() for name, gradient in gradients.items() if gradient is not None}
     other["model.norm.weight"][3] += 2**-20
     with pytest.raises(AssertionError, match=r"model\.norm\.weight"):
-        assert_same((losses, other), (losses, gradients))
+        assert_equal_results((losses, other), (losses, gradients))
 
 
 @pytest.mark.parametrize("name", slow_but(EVERY, FEW))
@@ -88,9 +95,9 @@ def test_as_many_layers_are_wrapped_as_there_are(name: str) -> None:
                 warnings.simplefilter("ignore", KVSharingFallback)
                 assert checkpoint_activations(model, mode) == len(layers)
             if mode == "full" and name not in SHARING:
-                assert sorted(wrappers(model)) == sorted(layers)
+                assert sorted(wrapped_names(model)) == sorted(layers)
             else:
-                assert {owner(part, layers) for part in wrappers(model)} == set(layers)
+                assert {owner(part, layers) for part in wrapped_names(model)} == set(layers)
 
 
 def into_dicts(model: nn.Module, layers: list[str]) -> None:
@@ -108,28 +115,29 @@ def owner(part: str, layers: list[str]) -> str:
 
 def test_router_logits_leave_a_checkpointed_layer() -> None:
     def run(mode: str) -> tuple[list[float], Gradients]:
-        model = prepared("mixtral", mode)
+        model = build_checkpointed("mixtral", mode)
         loss = model(**tokens(), labels=tokens()["input_ids"], output_router_logits=True).loss
         loss.backward()
         return [loss.item()], {canonical_name(name): each.grad for name, each in model.named_parameters()}
 
     wanted = run("none")
     for mode in WRAPPING:
-        assert_same(run(mode), wanted)
+        assert_equal_results(run(mode), wanted)
 
 
 # What is wrapped
 
 
 def test_submodule_wraps_attention_mlp_and_norms_and_nothing_else() -> None:
-    parts = {name.rpartition(".")[2] for name in wrappers(prepared("gemma2", "submodule"))}
+    parts = {name.rpartition(".")[2] for name in wrapped_names(build_checkpointed("gemma2", "submodule"))}
     assert parts == {
         "self_attn", "mlp", "input_layernorm", "pre_feedforward_layernorm", "post_attention_layernorm"
     }  # fmt: skip
 
 
 def test_sublayers_of_t5_are_found_in_their_list() -> None:
-    assert [name for name in wrappers(prepared("t5", "submodule")) if name.startswith("decoder.block.1")] == [
+    names = wrapped_names(build_checkpointed("t5", "submodule"))
+    assert [name for name in names if name.startswith("decoder.block.1")] == [
         "decoder.block.1.layer.0.SelfAttention", "decoder.block.1.layer.0.layer_norm",
         "decoder.block.1.layer.1.EncDecAttention", "decoder.block.1.layer.1.layer_norm",
         "decoder.block.1.layer.2.DenseReluDense", "decoder.block.1.layer.2.layer_norm",
@@ -139,7 +147,7 @@ def test_sublayers_of_t5_are_found_in_their_list() -> None:
 @pytest.mark.parametrize("mode", WRAPPING)
 @pytest.mark.parametrize("name", [LLAMA, "t5", "qwen2.5-vl"])
 def test_names_stay_as_they_were(name: str, mode: str) -> None:
-    plain, model = build(EVERY[name]), prepared(name, mode)
+    plain, model = build(EVERY[name]), build_checkpointed(name, mode)
     assert list(model.state_dict()) == list(plain.state_dict())
     assert [canonical_name(each) for each, _ in model.named_parameters()] == [
         each for each, _ in plain.named_parameters()
@@ -152,16 +160,16 @@ def test_names_stay_as_they_were(name: str, mode: str) -> None:
 
 @pytest.mark.parametrize("mode", WRAPPING)
 def test_a_second_call_adds_no_second_wrapper(mode: str) -> None:
-    model = prepared(LLAMA, mode)
-    before = wrappers(model)
+    model = build_checkpointed(LLAMA, mode)
+    before = wrapped_names(model)
     assert checkpoint_activations(model, mode) == 2
-    assert wrappers(model) == before
+    assert wrapped_names(model) == before
 
 
 def test_none_changes_nothing() -> None:
     model = build(EVERY[LLAMA])
     assert checkpoint_activations(model, "none") == 0
-    assert wrappers(model) == [] and model.config.use_cache is True
+    assert wrapped_names(model) == [] and model.config.use_cache is True
 
 
 def test_a_property_does_not_make_a_second_wrapper() -> None:
@@ -175,11 +183,11 @@ def test_a_property_does_not_make_a_second_wrapper() -> None:
         layer.__class__ = Aliased
     checkpoint_activations(model, "submodule")
     assert list(model.state_dict()) == list(build(EVERY[LLAMA]).state_dict())
-    assert [name for name in wrappers(model) if name.endswith("feed_forward")] == []
+    assert [name for name in wrapped_names(model) if name.endswith("feed_forward")] == []
 
 
 def test_a_wrapped_part_is_taken_for_what_is_in_it() -> None:
-    model = prepared(LLAMA, "submodule")
+    model = build_checkpointed(LLAMA, "submodule")
     mlp = model.model.layers[0].mlp
     assert isinstance(mlp, CheckpointWrapper) and isinstance(mlp, transformers.models.llama.modeling_llama.LlamaMLP)
     assert not isinstance(mlp, nn.Linear)
@@ -190,7 +198,7 @@ def test_a_layer_without_known_parts_is_checkpointed_whole_in_submodule_mode() -
     model = build(EVERY[LLAMA])
     model.model.layers[1] = nn.Sequential(nn.Linear(32, 32))
     assert checkpoint_activations(model, "submodule") == 2
-    assert "model.layers.1" in wrappers(model) and "model.layers.0" not in wrappers(model)
+    assert "model.layers.1" in wrapped_names(model) and "model.layers.0" not in wrapped_names(model)
 
 
 @pytest.mark.parametrize(
@@ -202,8 +210,8 @@ def test_a_layer_without_known_parts_is_checkpointed_whole_in_submodule_mode() -
     ],
 )
 def test_a_scope_wraps_its_group_alone(scope: str, prefixes: set[str]) -> None:
-    model = prepared("gemma3-vlm", "full", scope)
-    assert {".".join(name.split(".")[:2]) for name in wrappers(model)} == prefixes
+    model = build_checkpointed("gemma3-vlm", "full", scope)
+    assert {".".join(name.split(".")[:2]) for name in wrapped_names(model)} == prefixes
 
 
 def test_frozen_layers_stay_as_they_are() -> None:
@@ -211,7 +219,7 @@ def test_frozen_layers_stay_as_they_are() -> None:
     model.model.vision_tower.requires_grad_(False)
     model.model.language_model.layers[0].requires_grad_(False)
     assert checkpoint_activations(model, "full") == 1
-    assert wrappers(model) == ["model.language_model.layers.1"]
+    assert wrapped_names(model) == ["model.language_model.layers.1"]
     model.model.vision_tower.requires_grad_(False)
     with pytest.raises(UnsupportedError, match="Gemma3ForConditionalGeneration: mode full with scope vision"):
         checkpoint_activations(model, "full", "vision")
@@ -234,7 +242,7 @@ def test_a_list_taken_for_a_layer_is_noticed(mode: str, monkeypatch: pytest.Monk
     model = build(EVERY["gemma3-vlm"])
     with pytest.raises(UnsupportedError, match="would checkpoint no layer"):
         checkpoint_activations(model, mode)
-    assert wrappers(model) == []
+    assert wrapped_names(model) == []
 
 
 @pytest.mark.parametrize(("mode", "scope"), [("half", "all"), ("full", "multimodal"), ("Full", "all")])
@@ -263,7 +271,7 @@ def test_a_stage_may_own_no_layer() -> None:
 
 @pytest.mark.parametrize("name", ["t5", "gemma3-vlm", LLAMA])
 def test_no_config_keeps_a_cache(name: str) -> None:
-    model = prepared(name, "full")
+    model = build_checkpointed(name, "full")
     configs = [each.config for each in model.modules() if hasattr(each, "config")]
     configs += [each.text_config for each in configs if hasattr(each, "text_config")]
     assert len({id(config) for config in configs}) > (name != LLAMA)
@@ -311,9 +319,9 @@ def test_shared_keys_and_values_keep_their_attention_and_their_cache(name: str, 
         assert checkpoint_activations(model, mode) == layers
     assert [warning.category for warning in caught] == ([] if mode == "submodule" else [KVSharingFallback])
     assert model.config.use_cache is True
-    parts = {name.rpartition(".")[2] for name in wrappers(model)}
+    parts = {name.rpartition(".")[2] for name in wrapped_names(model)}
     assert "mlp" in parts and "input_layernorm" in parts and "self_attn" not in parts
-    assert_same(train(model, EVERY[name], 3), train(build(EVERY[name]).train(), EVERY[name], 3))
+    assert_equal_results(train(model, EVERY[name], 3), train(build(EVERY[name]).train(), EVERY[name], 3))
 
 
 # Over ranks
@@ -325,7 +333,7 @@ def sharded_run(rank: int, world_size: int, mode: str) -> tuple[list[float], dic
     from torch.distributed.fsdp import fully_shard
 
     assert dist.get_world_size() == world_size
-    model = prepared("mixtral", mode).float()
+    model = build_checkpointed("mixtral", mode).float()
     model.config.use_cache = False
     mesh = init_device_mesh("cpu", (world_size,))
     for layer in layer_groups(model)["language"]:
@@ -364,7 +372,7 @@ def cut_run(rank: int, world_size: int, name: str, mode: str) -> tuple[int, dict
     parallelize(model, mesh, find_plan(model, config, None), activation_checkpointing=mode)
     logits = model(**EVERY[name].inputs()).logits
     loss = (logits.to_local() if isinstance(logits, DTensor) else logits).square().mean()
-    with Counting() as counting:
+    with OperationCounter() as counting:
         loss.backward()
     sums = sum(count for op, count in counting.ops.items() if "functional.all_reduce" in str(op))
     named = ((canonical_name(key), each.grad) for key, each in model.named_parameters())

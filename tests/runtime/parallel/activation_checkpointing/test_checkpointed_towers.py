@@ -18,24 +18,26 @@ from ckptx.runtime.parallel.activation_checkpointing.wrap import (
     checkpoint_activations,
 )
 from ckptx.runtime.parity.inputs.batch import make_inputs
-from tests.support.activation_checkpointing import LiveBytes, assert_same, wrappers
-from tests.support.audio_models import LISTENERS
-from tests.support.corrections import every
+from tests.support.activation_checkpointing import LiveBytes, assert_equal_results, wrapped_names
+from tests.support.audio_models import AUDIO_MODELS
+from tests.support.corrections import all_corrections
 from tests.support.slow import slow_but
 from tests.support.vision_models import TINY, tiny
 
 CANNOT = {"gemma3n"}  # its tower is a model of timm, which is no dependency
 # Those that are registered and only listen, by the name of their model.
 LISTENING = tuple(
-    name for name in LISTENERS if name not in {*TINY, *CANNOT} and name in every() and every()[name].layers
+    name
+    for name in AUDIO_MODELS
+    if name not in {*TINY, *CANNOT} and name in all_corrections() and all_corrections()[name].layers
 )
 FEW = ("mllama", "idefics2")  # two stacks in a tower; a resampler
 
 
 def listener(name: str) -> nn.Module:
     """A model of a class that listens, as the class initializes it."""
-    config, cls = (getattr(transformers, each) for each in LISTENERS[name].classes)
-    model: nn.Module = cls(config(**LISTENERS[name].settings))
+    config, cls = (getattr(transformers, each) for each in AUDIO_MODELS[name].classes)
+    model: nn.Module = cls(config(**AUDIO_MODELS[name].settings))
     return model
 
 
@@ -85,7 +87,7 @@ def test_layers_of_every_tower_are_checkpointed_to_the_same_bits(model_type: str
         assert (
             count == len(layers) > model.config.get_text_config().num_hidden_layers - (model_type == "gemma4_unified")
         )
-        assert mode == "submodule" or sorted(wrappers(model)) == sorted(layers)
-        assert_same(found, wanted.outcome)
+        assert mode == "submodule" or sorted(wrapped_names(model)) == sorted(layers)
+        assert_equal_results(found, wanted.outcome)
     assert held["none"] > held["selective"] > held["full"]
     assert held["none"] > held["submodule"] > held["full"]

@@ -22,7 +22,15 @@ from ckptx.runtime.model.layers import layer_groups
 from ckptx.runtime.parallel.activation_checkpointing import selective
 from ckptx.runtime.parallel.activation_checkpointing.selective import SelectivePolicy, find_op_sets
 from ckptx.runtime.parallel.activation_checkpointing.wrap import MODES, checkpoint_activations
-from tests.support.activation_checkpointing import Counting, Gradients, LiveBytes, assert_same, loss_of, prepared, train
+from tests.support.activation_checkpointing import (
+    Gradients,
+    LiveBytes,
+    OperationCounter,
+    assert_equal_results,
+    build_checkpointed,
+    loss_of,
+    train,
+)
 from tests.support.models import EVERY, VOCAB, build, tokens
 
 aten = torch.ops.aten
@@ -30,7 +38,7 @@ LLAMA = "llama-fp32"
 
 
 def kept_bytes(name: str, mode: str) -> int:
-    model = prepared(name, mode)
+    model = build_checkpointed(name, mode)
     model.config.use_cache = False
     long = {"input_ids": torch.arange(96).reshape(2, 48) % VOCAB}
     with LiveBytes() as live:
@@ -41,8 +49,8 @@ def kept_bytes(name: str, mode: str) -> int:
 
 
 def ops_of_backward(name: str, mode: str) -> Counter[Any]:
-    loss = loss_of(prepared(name, mode), EVERY[name].inputs())
-    with Counting() as counting:
+    loss = loss_of(build_checkpointed(name, mode), EVERY[name].inputs())
+    with OperationCounter() as counting:
         loss.backward()
     return counting.ops
 
@@ -74,7 +82,7 @@ def test_selective_runs_attention_choice_of_experts_and_half_of_the_products_onc
 
 def test_a_router_that_scales_in_place_needs_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(selective, "_MUTATED_RESULT_OPS", ())
-    loss = loss_of(prepared("mixtral", "selective"), tokens())
+    loss = loss_of(build_checkpointed("mixtral", "selective"), tokens())
     with pytest.raises(RuntimeError, match="has been mutated"):
         loss.backward()
 
@@ -173,7 +181,7 @@ def test_what_fsdp_does_ahead_of_time_is_not_counted() -> None:
 
 def test_a_trace_names_each_operation_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setenv("CKPTX_SELECTIVE_AC_TRACE", "1")
-    model = prepared("mixtral", "selective")
+    model = build_checkpointed("mixtral", "selective")
     with caplog.at_level(logging.INFO, logger="ckptx.runtime.parallel.activation_checkpointing.selective"):
         loss = loss_of(model, tokens())
         said = [record.getMessage() for record in caplog.records]
@@ -210,7 +218,7 @@ def test_a_trace_goes_to_stderr_where_nobody_set_up_logging(monkeypatch: pytest.
 
 
 def compiled_run(mode: str, backend: str) -> tuple[list[float], Gradients]:
-    model = prepared("mixtral", mode).float()
+    model = build_checkpointed("mixtral", mode).float()
     model.config.use_cache = False
     for layer in layer_groups(model)["language"]:
         layer.module.compile(backend=backend)
@@ -226,7 +234,7 @@ def test_compiled_layers_ask_the_policy_and_compute_the_same(
         wanted = compiled_run("none", "aot_eager")
         assert not [record for record in caplog.records if record.name.startswith("ckptx")]
         for mode in ("full", "selective"):
-            assert_same(compiled_run(mode, "aot_eager"), wanted)
+            assert_equal_results(compiled_run(mode, "aot_eager"), wanted)
     assert "selective activation checkpointing: aten.topk.default: saved" in [
         record.getMessage() for record in caplog.records
     ]
@@ -246,7 +254,7 @@ def kept_by_graph(mode: str) -> list[str]:
     def backward(graph: torch.fx.GraphModule, inputs: Any) -> Any:
         return functorch.compile.make_boxed_func(graph.forward)
 
-    model = prepared(LLAMA, mode)
+    model = build_checkpointed(LLAMA, mode)
     model.config.use_cache = False
     backend = aot_autograd(fw_compiler=forward, bw_compiler=backward, partition_fn=min_cut_rematerialization_partition)
     with compiler():
@@ -282,7 +290,7 @@ def test_dynamo_is_told_to_take_the_first_graph_for_selective_alone(monkeypatch:
 @pytest.mark.slow
 def test_layers_compiled_by_inductor_compute_nearly_the_same() -> None:
     with compiler():
-        losses, gradients = train(prepared("mixtral", "none").float(), EVERY["mixtral"])
+        losses, gradients = train(build_checkpointed("mixtral", "none").float(), EVERY["mixtral"])
         for mode in ("full", "selective"):
             found, others = compiled_run(mode, "inductor")
             assert found == pytest.approx(losses, rel=1e-6)

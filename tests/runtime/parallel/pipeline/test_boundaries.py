@@ -19,15 +19,15 @@ from ckptx.runtime.parallel.pipeline.boundaries import (
 )
 from ckptx.runtime.parallel.pipeline.run import StageRunner
 from tests.support.slow import slow_but
-from tests.support.staged_models import deep, microbatches, output_of, run_stages, stages_of
+from tests.support.staged_models import build_deep_model, microbatches, output_of, run_stages, split_into_stages
 
 LANGUAGE = "model.language_model"
 
 
 def carried(name: str, how: str) -> list[list[str]]:
     """What each stage gets, but the first."""
-    model = deep(name)
-    carry = discover_boundaries(model, stages_of(model, 2, how), microbatches(name, 1), output_of)
+    model = build_deep_model(name)
+    carry = discover_boundaries(model, split_into_stages(model, 2, how), microbatches(name, 1), output_of)
     return [[str(slot) for slot in slots] for slots in carry.slots[1:]]
 
 
@@ -84,8 +84,8 @@ def test_states_of_an_image_go_as_far_as_layers_look_at_them() -> None:
 
 @pytest.mark.parametrize("name", ["llama-tied", "gemma4-shared-kv", "t5", "mllama", "gemma3n"])
 def test_without_any_one_of_what_travels_the_result_is_another(name: str) -> None:
-    model = deep(name)
-    stages = stages_of(model, 2, "rest | 1")
+    model = build_deep_model(name)
+    stages = split_into_stages(model, 2, "rest | 1")
     (batch,) = microbatches(name, 1)
     carry = discover_boundaries(model, stages, [batch], output_of)
     with torch.no_grad():
@@ -115,10 +115,10 @@ def run_forward(model: nn.Module, stages: StageMap, carry: StageBoundaries, batc
     "name", slow_but(("llama-tied", "gemma4-ple", "qwen3-vl", "bart", "gemma3-vlm"), ("gemma4-ple", "qwen3-vl", "bart"))
 )
 def test_nan_never_reaches_the_logits(name: str) -> None:
-    model = deep(name)
+    model = build_deep_model(name)
     (batch, other) = microbatches(name, 2)
     for how in ("1 | rest", "three"):
-        stages = stages_of(model, 2, how)
+        stages = split_into_stages(model, 2, how)
         carry = discover_boundaries(model, stages, [batch], output_of)
         logits, gradients = run_stages(model, stages, carry, other)
         assert bool(logits.isfinite().all())

@@ -17,7 +17,16 @@ from ckptx.runtime.parallel.distributed import data_index, mesh_of
 from ckptx.runtime.parallel.gradients import NonFiniteGradients
 from ckptx.runtime.parallel.pipeline import pipeline as under_test
 from tests.support.pool import GlooPool
-from tests.support.staged_models import Ranked, deep, furthest, gradients_of, loss_of, microbatches, output_of, ranked
+from tests.support.staged_models import (
+    RankStages,
+    build_deep_model,
+    build_rank_stages,
+    gradients_of,
+    loss_of,
+    max_relative_difference,
+    microbatches,
+    output_of,
+)
 
 ORDERS = (2.0, inf, 3.0)
 MOST = 0.05
@@ -30,7 +39,7 @@ Expected = list[tuple[float, dict[str, Tensor]]]
 @cache
 def expected(name: str, rows: int, *orders: float) -> Expected:
     """For each order: the norm and the clipped gradients of the model in one piece, by torch."""
-    model = deep(name)
+    model = build_deep_model(name)
     for batch in microbatches(name, rows):
         loss_of(output_of(model(**batch)), rows).backward()
     gradients = {key: each.grad.clone() for key, each in model.named_parameters() if each.grad is not None}
@@ -42,11 +51,11 @@ def expected(name: str, rows: int, *orders: float) -> Expected:
     return found
 
 
-def stepped(name: str, schedule: str, dims: ParallelDims) -> Ranked:
+def stepped(name: str, schedule: str, dims: ParallelDims) -> RankStages:
     """The stages of this rank after one step."""
     mesh = mesh_of(dims, "cpu")
     batches = microbatches(name, COUNT * dims.dp)
-    run = ranked(name, schedule, batches[:1], mesh=mesh, count=COUNT)
+    run = build_rank_stages(name, schedule, batches[:1], mesh=mesh, count=COUNT)
     begin = COUNT * data_index(mesh)
     run.step(batches[begin : begin + COUNT])
     return run
@@ -68,7 +77,7 @@ def clipped(
         here: dict[str, Tensor] = {}
         for model in run.models.values():
             here |= gradients_of(model)
-        away = furthest({key: whole[key] for key in here}, here)
+        away = max_relative_difference({key: whole[key] for key in here}, here)
         found.append((float(total).hex(), abs(float(total) - wanted) / wanted, away))
     return found
 

@@ -17,7 +17,13 @@ from ckptx.runtime.parallel.distributed import data_index, mesh_of
 from ckptx.runtime.parallel.pipeline import call_hooks as taps
 from tests.support.models import Inputs
 from tests.support.pool import GlooPool
-from tests.support.staged_models import away, deep, microbatches, ranked, whole_of
+from tests.support.staged_models import (
+    build_deep_model,
+    build_rank_stages,
+    compare_with_unsplit,
+    microbatches,
+    run_unsplit,
+)
 
 COUNT = 4
 MODES = ("none", "full", "selective")
@@ -65,20 +71,22 @@ def compiled(
     """
     mesh = mesh_of(dims, "cpu")
     batches = batches_of(name, dims.dp, lengths)
-    whole = whole_of(deep(name), batches)
+    whole = run_unsplit(build_deep_model(name), batches)
     kinds = [batches[0]]
     plain = {} if is_around else {"_CompiledCallHooks": lambda module, _, before, after: (
         module.register_forward_pre_hook(before, prepend=True, with_kwargs=True), module.register_forward_hook(after)
     )}  # fmt: skip
     with compiler(), mock.patch.multiple(taps, **plain) if plain else mock.MagicMock():
-        run = ranked(name, schedule, kinds, mesh=mesh, count=COUNT, activation_checkpointing=mode, compile=True)
+        run = build_rank_stages(
+            name, schedule, kinds, mesh=mesh, count=COUNT, activation_checkpointing=mode, compile=True
+        )
         begin = COUNT * data_index(mesh)
         for _ in range(2):
             run.step(batches[begin : begin + COUNT])
         frames = torch._dynamo.utils.counters["frames"]["total"]
     own = slice(begin, begin + COUNT)
     doubled = {key: 2 * gradient for key, gradient in whole.gradients.items()}
-    is_equal, gradients = away(run, type(whole)(whole.logits[own], doubled))
+    is_equal, gradients = compare_with_unsplit(run, type(whole)(whole.logits[own], doubled))
     return is_equal, gradients, frames
 
 

@@ -14,13 +14,13 @@ from ckptx.errors import UnsupportedError
 from ckptx.runtime.parallel.pipeline import dry_run as rehearsal
 from ckptx.runtime.parallel.pipeline.boundaries import discover_boundaries
 from ckptx.runtime.parallel.pipeline.dry_run import dry_run_stages
-from tests.support.models import EVERY, randomise
-from tests.support.staged_models import stages_of
+from tests.support.models import EVERY, randomize
+from tests.support.staged_models import split_into_stages
 
 
 def model_of(name: str) -> tuple[nn.Module, list[dict[str, Tensor]]]:
     model = EVERY[name].model().float()
-    randomise(model)
+    randomize(model)
     model.config.use_cache = False
     return model.eval(), [EVERY[name].inputs()]
 
@@ -34,7 +34,7 @@ def logits(output: Any) -> Tensor:
 @pytest.mark.parametrize("name", ["llama-tied", "gemma4-shared-kv", "mllama"])
 def test_what_is_found_passes_and_leaves_no_gradients(name: str, split: bool) -> None:
     model, batches = model_of(name)
-    stages = stages_of(model, 2)
+    stages = split_into_stages(model, 2)
     dry_run_stages(
         model, stages, discover_boundaries(model, stages, batches, logits), batches, logits, split_backward=split
     )
@@ -43,7 +43,7 @@ def test_what_is_found_passes_and_leaves_no_gradients(name: str, split: bool) ->
 
 def test_a_class_that_cannot_go_backward_in_two_parts_is_refused_for_such_schedules_alone() -> None:
     model, batches = model_of("t5")
-    stages = stages_of(model, 4)
+    stages = split_into_stages(model, 4)
     carry = discover_boundaries(model, stages, batches, logits)
     dry_run_stages(model, stages, carry, batches, logits)
     with pytest.raises(UnsupportedError, match=r"^T5For.* 4 pipeline stages: .*a second time.*use --schedule 1f1b"):
@@ -53,7 +53,7 @@ def test_a_class_that_cannot_go_backward_in_two_parts_is_refused_for_such_schedu
 @pytest.mark.parametrize("lost", [0, 1])
 def test_what_is_not_sent_is_noticed(lost: int) -> None:
     model, batches = model_of("gemma4-shared-kv")
-    stages = stages_of(model, 2)
+    stages = split_into_stages(model, 2)
     carry = discover_boundaries(model, stages, batches, logits)
     left = tuple(slot for index, slot in enumerate(carry.slots[1]) if index != lost)
     with pytest.raises(UnsupportedError, match="Gemma4ForCausalLM: the output of 2 pipeline stages differs"):
@@ -62,7 +62,7 @@ def test_what_is_not_sent_is_noticed(lost: int) -> None:
 
 def test_a_gradient_that_is_lost_between_stages_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     model, batches = model_of("llama-untied")
-    stages = stages_of(model, 2)
+    stages = split_into_stages(model, 2)
     carry = discover_boundaries(model, stages, batches, logits)
     backward = rehearsal._backward
 

@@ -17,7 +17,15 @@ from ckptx.runtime.parallel.parallelize import parallelize
 from ckptx.runtime.parallel.pipeline.plan import plan_pipeline
 from tests.support.models import Inputs
 from tests.support.pool import GlooPool
-from tests.support.staged_models import deep, furthest, gradients_of, loss_of, microbatches, output_of, ranked
+from tests.support.staged_models import (
+    build_deep_model,
+    build_rank_stages,
+    gradients_of,
+    loss_of,
+    max_relative_difference,
+    microbatches,
+    output_of,
+)
 
 POLICY = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 COUNT = 4
@@ -37,7 +45,7 @@ def staged(rank: int, world_size: int, name: str, schedule: str, length: int, po
     """Logits of this data rank, gradients of this stage, and the dtypes that are sent."""
     mesh = mesh_of(ParallelDims(pp=2, dp_shard=2), "cpu")
     batches = batches_of(name, length)
-    run = ranked(name, schedule, batches[:1], mesh=mesh, count=COUNT, mixed_precision=policy)
+    run = build_rank_stages(name, schedule, batches[:1], mesh=mesh, count=COUNT, mixed_precision=policy)
     begin = COUNT * data_index(mesh)
     run.step(batches[begin : begin + COUNT])
     gradients: dict[str, Tensor] = {}
@@ -51,7 +59,7 @@ def staged(rank: int, world_size: int, name: str, schedule: str, length: int, po
 def whole(rank: int, world_size: int, name: str, length: int) -> Found:
     """The same without stages."""
     mesh = mesh_of(ParallelDims(dp_shard=2), "cpu")
-    model = deep(name)
+    model = build_deep_model(name)
     parallelize(model, mesh, None, mixed_precision=POLICY)
     logits = []
     for index, batch in enumerate(batches_of(name, length)[COUNT * rank : COUNT * rank + COUNT]):
@@ -91,7 +99,7 @@ def test_stages_compute_what_the_model_computes_in_bfloat16(
     gradients = one[0][1]
     for rank, (logits, found, dtypes) in enumerate(by_rank):
         assert dtypes == sent
-        assert furthest({key: gradients[key] for key in found}, found) < 1e-2, (
+        assert max_relative_difference({key: gradients[key] for key in found}, found) < 1e-2, (
             "bfloat16 has 8 bits; ties are summed later"
         )
         wanted = one[rank % 2][0]
@@ -104,13 +112,13 @@ def test_without_mixed_precision_the_measure_sees_what_bfloat16_rounds(pool: Glo
     one = without_stages(pool, "llama-untied", 0)
     assert found[0][2] == {"torch.float32"}
     for _, gradients, _ in found:
-        assert furthest({key: one[0][1][key] for key in gradients}, gradients) > 1e-2
+        assert max_relative_difference({key: one[0][1][key] for key in gradients}, gradients) > 1e-2
 
 
 def refused(rank: int, world_size: int) -> str:
     """What is said of a schedule that FSDP2 does not go with, on one data rank that mixes precisions."""
     dims = ParallelDims(pp=2)
-    mesh, model = mesh_of(dims, "cpu"), deep("llama-untied")
+    mesh, model = mesh_of(dims, "cpu"), build_deep_model("llama-untied")
     config = {**model.config.to_dict(), "architectures": [type(model).__name__]}
     cut = plan_pipeline(model, config, dims, microbatches=COUNT, schedule="zbvzerobubble")
     models = cut.models(model, mesh)

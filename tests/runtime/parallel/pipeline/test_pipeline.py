@@ -16,22 +16,22 @@ from torch.distributed.pipelining._backward import stage_backward_input, stage_b
 from ckptx.layout.parallel_dims import ParallelDims
 from ckptx.runtime.parallel.distributed import mesh_of
 from ckptx.runtime.parallel.pipeline import pipeline as under_test
-from tests.support.microbatches import pictures_of
+from tests.support.microbatches import image_microbatches
 from tests.support.pool import GlooPool
 from tests.support.slow import slow_but
 from tests.support.staged_models import (
-    TWELVE,
-    Ranked,
-    Whole,
-    away,
-    deep,
-    furthest,
+    PIPELINE_MODELS,
+    RankStages,
+    UnsplitResults,
+    build_deep_model,
+    build_rank_stages,
+    compare_with_unsplit,
     gradients_of,
     loss_of,
+    max_relative_difference,
     microbatches,
-    one_step,
-    ranked,
-    whole_of,
+    run_one_step,
+    run_unsplit,
 )
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved1f1b", "interleavedzerobubble", "zbvzerobubble")
@@ -42,7 +42,7 @@ SPLIT = ("interleavedzerobubble", "zbvzerobubble")
 NEVER_SPLIT = ("t5", "bart", "whisper", "gemma3n")
 MATRIX = [
     (schedule, name)
-    for schedule, name in product(SCHEDULES, TWELVE)
+    for schedule, name in product(SCHEDULES, PIPELINE_MODELS)
     if schedule not in SPLIT or name not in NEVER_SPLIT
 ]  # fmt: skip
 CLOSE = 3e-7  # float32: gradients of several uses of one parameter, and of microbatches, are summed in another order
@@ -60,7 +60,7 @@ def assert_right(found: list[Any], count: int) -> None:
 @pytest.mark.sampled(5)
 @pytest.mark.parametrize(("schedule", "name"), MATRIX)
 def test_a_step_gives_what_the_unsplit_model_gives(pool: GlooPool, schedule: str, name: str) -> None:
-    assert_right(pool.run(one_step, 2, name, schedule, 4), 4)
+    assert_right(pool.run(run_one_step, 2, name, schedule, 4), 4)
 
 
 @pytest.mark.sampled(1)
@@ -69,7 +69,7 @@ def test_a_step_gives_what_the_unsplit_model_gives(pool: GlooPool, schedule: str
     list(product(("1f1b", "gpipe", "zbvzerobubble"), ("llama-tied", "gemma4-shared-kv", "qwen3-vl"))),
 )
 def test_three_ranks_of_a_pipeline(pool: GlooPool, schedule: str, name: str) -> None:
-    assert_right(pool.run(one_step, 3, name, schedule, 6), 6)
+    assert_right(pool.run(run_one_step, 3, name, schedule, 6), 6)
 
 
 @pytest.mark.sampled(2)
@@ -83,11 +83,11 @@ def test_three_ranks_of_a_pipeline(pool: GlooPool, schedule: str, name: str) -> 
     ),
 )
 def test_images_in_some_microbatches_and_none_in_others(pool: GlooPool, name: str, schedule: str) -> None:
-    assert_right(pool.run(one_step, 2, name, schedule, 4, pictures_of(name)), 4)
+    assert_right(pool.run(run_one_step, 2, name, schedule, 4, image_microbatches(name)), 4)
 
 
 def test_text_that_goes_by_the_first_layer_of_a_stage(pool: GlooPool) -> None:
-    assert_right(pool.run(one_step, 2, "mllama", "1f1b", 4, pictures_of("mllama"), "1 | rest"), 4)
+    assert_right(pool.run(run_one_step, 2, "mllama", "1f1b", 4, image_microbatches("mllama"), "1 | rest"), 4)
 
 
 def train(rank: int, world_size: int, schedule: str, is_summed: bool) -> dict[str, Tensor]:
@@ -97,7 +97,7 @@ def train(rank: int, world_size: int, schedule: str, is_summed: bool) -> dict[st
         under_test.sum_gradients = lambda *_: None
     try:
         batches = microbatches("llama-tied", 4)
-        run = ranked("llama-tied", schedule, batches[:1], count=4)
+        run = build_rank_stages("llama-tied", schedule, batches[:1], count=4)
         parameters = [each for model in run.models.values() for each in model.parameters()]
         optimizer = torch.optim.AdamW(parameters, lr=1e-3)
         for _ in range(10):
@@ -123,7 +123,7 @@ def trained(pool: GlooPool, schedule: str, is_summed: bool = True) -> tuple[Tens
 def test_tied_embeddings_stay_equal_when_trained(pool: GlooPool, schedule: str) -> None:
     embedding, head = trained(pool, schedule)
     assert torch.equal(embedding, head)
-    assert not torch.equal(embedding, deep("llama-tied").lm_head.weight), "something was learned"
+    assert not torch.equal(embedding, build_deep_model("llama-tied").lm_head.weight), "something was learned"
 
 
 def test_without_the_sum_tied_embeddings_part(pool: GlooPool) -> None:
@@ -134,7 +134,7 @@ def test_without_the_sum_tied_embeddings_part(pool: GlooPool) -> None:
 def same(rank: int, world_size: int, name: str) -> tuple[list[float], list[float]]:
     """The losses of a forward alone, and of a step."""
     batches = microbatches(name, 4)
-    run = ranked(name, "interleaved1f1b", batches[:1], count=4)
+    run = build_rank_stages(name, "interleaved1f1b", batches[:1], count=4)
     return [float(each) for each in run.pipeline.forward(batches, run.loss)], [
         float(each) for each in run.step(batches)
     ]
@@ -177,23 +177,23 @@ def accumulate(
     if not is_cured:
         under_test.TorchStage._post_metadata_inference_cleanup = PipelineStage._post_metadata_inference_cleanup
     try:
-        run: Ranked | None = None
+        run: RankStages | None = None
         total: dict[str, Tensor] = {}
         is_equal = True
         for length in lengths:
             batches = [{"input_ids": each["input_ids"][:, :length]} for each in microbatches(name, 4 * dp_shard)]
-            whole = whole_of(deep(name), batches)
+            whole = run_unsplit(build_deep_model(name), batches)
             for key, gradient in whole.gradients.items():
                 total[key] = total[key] + gradient if key in total else gradient
             own = slice(4 * here, 4 * here + 4)
-            run = run or ranked(name, schedule, batches[:1], mesh=mesh, count=4)
+            run = run or build_rank_stages(name, schedule, batches[:1], mesh=mesh, count=4)
             for module in (each for model in run.models.values() for each in model.modules()):
                 if reshards and isinstance(module, FSDPModule):
                     module.set_reshard_after_forward(True)
             run.step(batches[own])
-            is_equal &= away(run, Whole(whole.logits[own], {}))[0]
+            is_equal &= compare_with_unsplit(run, UnsplitResults(whole.logits[own], {}))[0]
         assert run is not None
-        return is_equal, away(run, Whole(whole.logits[own], total))[1]
+        return is_equal, compare_with_unsplit(run, UnsplitResults(whole.logits[own], total))[1]
     finally:
         under_test.TorchStage._post_metadata_inference_cleanup = cured
 
@@ -246,7 +246,7 @@ def whole_backward(rank: int, world_size: int, function: str, *args: Any) -> Any
 
     under_test.TorchStage.__init__ = make
     try:
-        return {"one_step": one_step, "accumulate": accumulate}[function](rank, world_size, *args)
+        return {"one_step": run_one_step, "accumulate": accumulate}[function](rank, world_size, *args)
     finally:
         under_test.TorchStage.__init__ = made
 
@@ -330,16 +330,16 @@ def test_torch_loses_gradients_of_what_is_sent_without_having_met_what_was_recei
     torch.stack([each.sum() for each in whole(torch.ones(2, 3))]).sum().backward()
     wanted = gradients_of(whole)
     assert bool(wanted.pop("bias.weight").any())
-    assert furthest(wanted, found) == 0
+    assert max_relative_difference(wanted, found) == 0
 
 
 def test_the_measure_itself_sees_a_gradient_that_is_lacking_or_wrong() -> None:
-    model = deep("llama-untied", 2)
+    model = build_deep_model("llama-untied", 2)
     (batch,) = microbatches("llama-untied", 1)
-    wanted = whole_of(model, [batch]).gradients
+    wanted = run_unsplit(model, [batch]).gradients
     name = "model.layers.1.mlp.up_proj.weight"
-    assert furthest(wanted, wanted) == 0
-    assert furthest(wanted, {key: value for key, value in wanted.items() if key != name}) == float("inf")
-    assert furthest(wanted, wanted | {name: wanted[name] * 1.001}) == pytest.approx(1e-3, rel=1e-2)
-    assert furthest(wanted, wanted | {name: wanted[name] * float("nan")}) == float("inf")
+    assert max_relative_difference(wanted, wanted) == 0
+    assert max_relative_difference(wanted, {key: value for key, value in wanted.items() if key != name}) == float("inf")
+    assert max_relative_difference(wanted, wanted | {name: wanted[name] * 1.001}) == pytest.approx(1e-3, rel=1e-2)
+    assert max_relative_difference(wanted, wanted | {name: wanted[name] * float("nan")}) == float("inf")
     assert loss_of(torch.ones(2, 3) * 2, 4) == 1

@@ -20,7 +20,15 @@ from ckptx.runtime.parallel.pipeline.stage import (
     modules_on_layer_path,
 )
 from tests.support.models import EVERY
-from tests.support.staged_models import deep, furthest, microbatches, output_of, run_stages, stages_of, whole_of
+from tests.support.staged_models import (
+    build_deep_model,
+    max_relative_difference,
+    microbatches,
+    output_of,
+    run_stages,
+    run_unsplit,
+    split_into_stages,
+)
 
 # Of a `language_model` inside, and none of them Gemma4, whose forward is special.
 COMPOSITES = ("llava", "qwen2.5-vl", "mistral3", "internvl", "paligemma")
@@ -81,8 +89,8 @@ def stored(model: nn.Module) -> set[str]:
 @pytest.mark.sampled(8)
 @pytest.mark.parametrize("name", list(EVERY))
 def test_every_parameter_is_where_the_map_says_and_nowhere_else(name: str) -> None:
-    model = deep(name, 4)
-    stages = stages_of(model, 3)
+    model = build_deep_model(name, 4)
+    stages = split_into_stages(model, 3)
     found: Counter[str] = Counter()
     for number in range(stages.count):
         own = stored(make_shared_stage(model, stages, number, {}))
@@ -206,16 +214,18 @@ def test_the_ways_to_layers_go_from_the_outermost_in() -> None:
 
 @pytest.mark.parametrize("name", COMPOSITES)
 def test_nothing_of_a_class_is_patched(name: str) -> None:
-    model = deep(name)
+    model = build_deep_model(name)
     classes = {type(each) for each in model.modules()}
     before = {(each, key): value for each in classes for key, value in vars(each).items() if not key.startswith("_abc")}
     (batch,) = microbatches(name, 1)
-    whole = whole_of(model, [batch])
-    stages = stages_of(model, 2)
+    whole = run_unsplit(model, [batch])
+    stages = split_into_stages(model, 2)
     carry = discover_boundaries(model, stages, [batch], output_of)
     logits, gradients = run_stages(model, stages, carry, batch)
     assert torch.equal(logits, whole.logits[0])
-    assert furthest(whole.gradients, gradients) < 3e-7, "float32, a tied gradient is summed in another order"
+    assert max_relative_difference(whole.gradients, gradients) < 3e-7, (
+        "float32, a tied gradient is summed in another order"
+    )
     after = {(each, key): value for each in classes for key, value in vars(each).items() if not key.startswith("_abc")}
     assert after.keys() == before.keys()
     assert all(after[key] is value for key, value in before.items())
@@ -229,13 +239,13 @@ def test_nothing_of_a_class_is_patched(name: str) -> None:
 
 
 def test_a_class_that_was_derived_at_run_time_is_cut_like_its_base() -> None:
-    model = deep("llama-untied")
+    model = build_deep_model("llama-untied")
     (batch,) = microbatches("llama-untied", 1)
-    whole = whole_of(model, [batch])
-    stages = stages_of(model, 2)
+    whole = run_unsplit(model, [batch])
+    stages = split_into_stages(model, 2)
     for module in (model, model.model, *model.model.layers):
         module.__class__ = type(f"Wrapped{type(module).__name__}", (type(module),), {})
     carry = discover_boundaries(model, stages, [batch], output_of)
     logits, gradients = run_stages(model, stages, carry, batch)
     assert torch.equal(logits, whole.logits[0])
-    assert furthest(whole.gradients, gradients) == 0
+    assert max_relative_difference(whole.gradients, gradients) == 0

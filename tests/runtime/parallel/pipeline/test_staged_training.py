@@ -23,7 +23,7 @@ from tests.support import torch_dcp
 from tests.support.import_tool import ROOT
 from tests.support.models import load
 from tests.support.pool import GlooPool, WorkerError
-from tests.support.staged_models import deep
+from tests.support.staged_models import build_deep_model
 
 STEPS, COUNT = 4, 4  # the program takes ten steps, and saves the fifth; here it saves the second and the last
 HALF, WRITTEN = STEPS // 2, 10
@@ -82,7 +82,7 @@ def run(
 
 def write_model(directory: Path, name: str, **settings: Any) -> None:
     """The MODEL of the page: one of six layers."""
-    model = deep(name)
+    model = build_deep_model(name)
     for key, value in settings.items():
         assert hasattr(model.config, key)
         setattr(model.config, key, value)

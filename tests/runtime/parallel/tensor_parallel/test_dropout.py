@@ -28,7 +28,7 @@ from ckptx.runtime.parallel.tensor_parallel.apply import apply_tensor_parallel
 from ckptx.runtime.parallel.tensor_parallel.plans import find_plan
 from tests.support.models import EVERY, build
 from tests.support.pool import GlooPool
-from tests.support.tensor_parallel import compute, config_of, padded
+from tests.support.tensor_parallel import compute, config_of, pad_inputs
 
 P = 0.25
 MODES = ("full", "submodule", "selective")
@@ -76,7 +76,7 @@ def recorded(rank: int, world_size: int, name: str, sequence_parallel: bool, def
     """
     inputs = EVERY[name].inputs()
     if sequence_parallel:
-        inputs = padded(inputs, world_size)
+        inputs = pad_inputs(inputs, world_size)
     model = dropping(name)
     whole = copy.deepcopy(model)
     with mock.patch.object(dropout, defect, lambda *_, **__: None) if defect else mock.MagicMock():

@@ -17,7 +17,7 @@ from ckptx.errors import UnsupportedError, UsageError
 from ckptx.layout.styles import STYLES
 from ckptx.runtime.parallel.tensor_parallel.forward_traits import ForwardTraits, find_forward_traits
 from ckptx.runtime.parallel.tensor_parallel.plans import TpPlan, check_heads, find_plan
-from tests.support.corrections import changed, forward_rows
+from tests.support.corrections import forward_rows, patched_corrections
 from tests.support.models import EVERY
 from tests.support.tensor_parallel import config_of
 
@@ -63,7 +63,7 @@ def unused_rows(rows: dict[str, list[ForwardRow]]) -> set[tuple[str, str]]:
         for row in of_model:
             model_type = types[row.class_name]
             others = tuple(each for each in corrections_of(model_type).forward if each is not row)
-            with changed(model_type, forward=others):
+            with patched_corrections(model_type, forward=others):
                 if as_it_runs(model) != before:
                     found.discard((row.class_name, row.reason))
     return found
@@ -75,7 +75,7 @@ def test_every_row_changes_how_a_model_runs() -> None:
 
 def test_a_row_that_changes_nothing_is_reported() -> None:
     nothing = ForwardRow("LlamaForCausalLM", "for a test", runs=("model.layers.*.mlp.nowhere",))
-    with changed("llama", forward=(*corrections_of("llama").forward, nothing)):
+    with patched_corrections("llama", forward=(*corrections_of("llama").forward, nothing)):
         assert unused_rows({"LlamaForCausalLM": [nothing]}) == {("LlamaForCausalLM", "for a test")}
 
 

@@ -26,7 +26,7 @@ from tests.support.corrections import forward_rows
 from tests.support.models import EVERY
 from tests.support.pool import GlooPool
 from tests.support.slow import slow_but
-from tests.support.transformers_version import INSTALLED, IS_ASKED
+from tests.support.transformers_version import INSTALLED, IS_TABLES_VERSION
 
 # Sums of float32 in another order: 24 bits give 6e-8 for one, and a gradient is behind some hundred of them.
 CLOSE = 1e-5
@@ -42,7 +42,7 @@ OTHERS = (
 FAST = ("llama-tied", "gemma4-moe", "phi3", "qwen3-moe")
 NO_SEQUENCE = {"Qwen3VLForConditionalGeneration"}
 
-sequence_parallel = partial(worker.outcome, sequence_parallel=True)
+sequence_parallel = partial(worker.compare_with_unsharded, sequence_parallel=True)
 
 
 @pytest.mark.sampled(3)
@@ -93,7 +93,7 @@ def test_routers_are_balanced_over_the_whole_sequence(pool: GlooPool, name: str)
 
 @pytest.mark.parametrize("name", slow_but(("gemma4-moe", "gpt-oss"), ("gemma4-moe",)))
 def test_fsdp_goes_around_it(pool: GlooPool, name: str) -> None:
-    for logits, gradients in pool.run(worker.with_fsdp, 4, name, True):
+    for logits, gradients in pool.run(worker.compare_with_fsdp, 4, name, True):
         assert logits < CLOSE
         assert gradients < CLOSE
 
@@ -147,7 +147,7 @@ def with_wrong_passages(rank: int, world_size: int, name: str) -> worker.Outcome
         return gather(x, dim, total, ranks)
 
     with mock.patch.object(sequence, "gather_partial", gather_whole):
-        return worker.outcome(rank, world_size, name, sequence_parallel=True)
+        return worker.compare_with_unsharded(rank, world_size, name, sequence_parallel=True)
 
 
 # What is where
@@ -229,7 +229,7 @@ class Digits(nn.ModuleDict):
 
 def stage(rank: int, world_size: int, container: str) -> tuple[float, tuple[str, ...]]:
     """Layers 1 and 2 of four with per-layer inputs: the worst difference, and where the sequence is cut."""
-    model = worker.tiny("gemma4-shared-kv")
+    model = worker.build_tiny_model("gemma4-shared-kv")
     layers = list(model.model.layers)
     if container == "list":
         model.model.layers = nn.ModuleList([Skip(), layers[1], layers[2], Skip()])
@@ -246,7 +246,7 @@ def stage(rank: int, world_size: int, container: str) -> tuple[float, tuple[str,
     plan = find_plan(cut, worker.config_of(model), None, True)
     modules = dict(cut.named_modules())
     layout = apply_tensor_parallel(cut, mesh, plan)
-    inputs = worker.padded(EVERY["gemma4-shared-kv"].inputs(), world_size)
+    inputs = worker.pad_inputs(EVERY["gemma4-shared-kv"].inputs(), world_size)
     for each in (model, cut):
         worker.compute(each, inputs)[1].backward()
     differences = worker.gradient_differences(model, cut, layout, TpRanks.of(mesh))
@@ -258,7 +258,7 @@ def stage(rank: int, world_size: int, container: str) -> tuple[float, tuple[str,
 
 def refusal(rank: int, world_size: int, name: str, what: str, settings: dict[str, Any]) -> str:
     """What is said of a model, or of its inputs."""
-    model = worker.tiny(name)
+    model = worker.build_tiny_model(name)
     layer = model.model.layers[0]
     user = None
     if what == "layer":
@@ -286,7 +286,7 @@ def refusal(rank: int, world_size: int, name: str, what: str, settings: dict[str
         pytest.param(
             "gemma4-shared-kv", "", {"logits_to_keep": 1},
             "UsageError: sequence parallel: per_layer_input has 1 tokens, expected 2, a multiple of tp=2; pad the batc",
-            marks=pytest.mark.skipif(not IS_ASKED, reason=f"{INSTALLED} gives each layer the whole sequence"),
+            marks=pytest.mark.skipif(not IS_TABLES_VERSION, reason=f"{INSTALLED} gives each layer the whole sequence"),
         ),
         (
             "llama-tied", "layer", {},
@@ -322,7 +322,7 @@ LAYERS = 6
 def live_bytes(rank: int, world_size: int, sequence_parallel: bool, checkpointing: str) -> int:
     """Bytes that the layers of a model hold between forward and backward."""
     with mock.patch.dict(models._TEXT, num_hidden_layers=LAYERS):
-        model = worker.tiny("llama-fp32")
+        model = worker.build_tiny_model("llama-fp32")
     mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("tp",))
     apply_tensor_parallel(model, mesh, find_plan(model, worker.config_of(model), None, sequence_parallel))
     checkpoint_activations(model, checkpointing)

@@ -7,7 +7,7 @@ import torch
 
 from ckptx.runtime.parallel.tensor_parallel.apply import find_gather_unit
 from tests.support import tensor_parallel as worker
-from tests.support.corrections import changed
+from tests.support.corrections import patched_corrections
 from tests.support.models import EVERY
 from tests.support.pool import GlooPool
 from tests.support.slow import slow_but
@@ -36,7 +36,7 @@ SHARDED_LOGITS = {
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", slow_but(EVERY, FAST))
 def test_logits_loss_and_gradients_are_those_of_the_uncut_model(pool: GlooPool, name: str) -> None:
-    for found in pool.run(worker.outcome, 2, name):
+    for found in pool.run(worker.compare_with_unsharded, 2, name):
         assert found.worst < CLOSE, found
         assert found.sharded_logits == (name in SHARDED_LOGITS)
         assert found.loss_by_model is None or found.loss_by_model < CLOSE
@@ -45,7 +45,7 @@ def test_logits_loss_and_gradients_are_those_of_the_uncut_model(pool: GlooPool, 
 @pytest.mark.slow
 @pytest.mark.parametrize("part", range(12))
 def test_small_language_models_of_every_class(pool: GlooPool, part: int) -> None:
-    for failed, worst, skipped in pool.run(worker.many_small, 2, part, 12):
+    for failed, worst, skipped in pool.run(worker.compare_many_small, 2, part, 12):
         assert failed == {}
         # ten times as much as elsewhere: nothing was done to keep random linear attention and experts well conditioned
         assert {name: value for name, value in worst.items() if not value < 10 * CLOSE} == {}
@@ -58,7 +58,7 @@ def test_small_language_models_of_every_class(pool: GlooPool, part: int) -> None
 def test_more_ranks_with_uneven_and_gathered_cuts(pool: GlooPool, name: str, world_size: int) -> None:
     if name == "deepseek-v3" and world_size == 3:
         pytest.skip("four heads")
-    for found in pool.run(worker.outcome, world_size, name):
+    for found in pool.run(worker.compare_with_unsharded, world_size, name):
         assert found.worst < CLOSE, found
 
 
@@ -74,14 +74,14 @@ def test_more_ranks_with_uneven_and_gathered_cuts(pool: GlooPool, name: str, wor
     ],
 )
 def test_what_runs_on_shards_and_what_is_gathered(pool: GlooPool, name: str, gathered: tuple[str, ...]) -> None:
-    assert pool.run(worker.outcome, 2, name)[0].gathered == gathered
+    assert pool.run(worker.compare_with_unsharded, 2, name)[0].gathered == gathered
 
 
 @pytest.mark.parametrize(
     "name", slow_but(("llama-tied", "qwen3-moe", "gemma3-vlm", "deepseek-v3"), ("llama-tied", "deepseek-v3"))
 )
 def test_a_class_of_somebody_else_is_gathered_and_right(pool: GlooPool, name: str) -> None:
-    found = pool.run(worker.outcome, 2, name, None, False, "none", True)[0]
+    found = pool.run(worker.compare_with_unsharded, 2, name, None, False, "none", True)[0]
     assert found.worst < CLOSE
     assert "self_attn" in "".join(found.gathered)
     assert not found.sharded_logits
@@ -103,7 +103,7 @@ def test_a_class_of_somebody_else_is_gathered_and_right(pool: GlooPool, name: st
 def test_a_plan_of_the_user_is_right_whatever_it_says(
     pool: GlooPool, name: str, user: dict[str, str], gathered: tuple[str, ...]
 ) -> None:
-    found = pool.run(worker.outcome, 2, name, user)[0]
+    found = pool.run(worker.compare_with_unsharded, 2, name, user)[0]
     assert found.worst < CLOSE
     assert found.gathered == gathered
 
@@ -116,12 +116,12 @@ def test_a_plan_of_the_user_is_right_whatever_it_says(
     ),
 )
 def test_recomputed_activations_go_through_the_same_collectives(pool: GlooPool, name: str, mode: str) -> None:
-    for found in pool.run(worker.outcome, 2, name, None, False, mode):
+    for found in pool.run(worker.compare_with_unsharded, 2, name, None, False, mode):
         assert found.worst < CLOSE, found
 
 
 def test_gradients_add_up_over_microbatches(pool: GlooPool) -> None:
-    for found in pool.run(worker.outcome, 2, "qwen3", None, False, "none", False, "", 3):
+    for found in pool.run(worker.compare_with_unsharded, 2, "qwen3", None, False, "none", False, "", 3):
         assert found.worst < CLOSE, found
 
 
@@ -133,7 +133,7 @@ def test_gradients_add_up_over_microbatches(pool: GlooPool) -> None:
     ],
 )
 def test_a_forgotten_sum_of_gradients_is_seen(pool: GlooPool, name: str, defect: str, sign: str) -> None:
-    found = pool.run(worker.outcome, 2, name, None, False, "none", False, defect)[0]
+    found = pool.run(worker.compare_with_unsharded, 2, name, None, False, "none", False, defect)[0]
     assert found.logits < CLOSE
     assert found.gradients[sign] > 100 * CLOSE
 
@@ -156,7 +156,7 @@ _EMBED, _VECTORS = {"embed": "embedding_rowwise"}, {"vectors": "embedding_colwis
     ids=["today", "replicated", "older", "none"],
 )  # fmt: skip
 def test_a_plan_of_the_class_itself(pool: GlooPool, plan: dict[str, str], world_size: int) -> None:
-    for difference, gathered in pool.run(worker.small, world_size, plan):
+    for difference, gathered in pool.run(worker.compare_small_module, world_size, plan):
         assert difference < CLOSE
         assert gathered == ()
 
@@ -169,15 +169,15 @@ def test_the_loss_of_sharded_logits_is_that_of_transformers(
 ) -> None:
     # a gradient in bfloat16 is rounded to 8 bits
     close = CLOSE if dtype == torch.float32 else 2**-8
-    for rank in pool.run(worker.losses, 4, vocabulary, dtype):
+    for rank in pool.run(worker.compare_losses, 4, vocabulary, dtype):
         for loss, gradient in rank:
             assert loss < CLOSE
             assert gradient < close
 
 
 def test_parts_of_unequal_width_are_put_together(pool: GlooPool) -> None:
-    assert all(pool.run(worker.parts, 2))
-    assert all(pool.run(worker.parts, 4))
+    assert all(pool.run(worker.gathers_uneven_groups, 2))
+    assert all(pool.run(worker.gathers_uneven_groups, 4))
 
 
 # The contract with reshard
@@ -189,7 +189,7 @@ def test_a_rank_holds_what_reshard_gives_it(pool: GlooPool, name: str) -> None:
     with torch.device("meta"):
         model = EVERY[name].model()
     expected = worker.reshard_regions(model, worker.config_of(model), 2)
-    answers = pool.run(worker.on_meta, 2, name)
+    answers = pool.run(worker.shard_on_meta, 2, name)
     assert any(placement is not None for placement in answers[0][0].values())
     for rank, (_, held, faults) in enumerate(answers):
         assert faults == []
@@ -201,7 +201,7 @@ def test_a_rank_holds_what_reshard_gives_it(pool: GlooPool, name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("part", range(5))
 def test_a_rank_of_any_stock_class_holds_what_reshard_gives_it(pool: GlooPool, part: int) -> None:
-    for faults, cut, free in pool.run(worker.many_on_meta, 2, part, 5):
+    for faults, cut, free in pool.run(worker.shard_many_on_meta, 2, part, 5):
         assert {name for name, said in faults.items() if "inside a head of size" not in said} == set()
         assert faults.keys() <= {"PI0ForConditionalGeneration", "PaliGemmaForConditionalGeneration"}  # one key head
         assert cut > 40
@@ -217,23 +217,23 @@ def test_a_rank_of_any_stock_class_holds_what_reshard_gives_it(pool: GlooPool, p
     ],
 )
 def test_torch_puts_shards_together_where_it_can_say_how_they_are_cut(pool: GlooPool, name: str) -> None:
-    assert pool.run(worker.full_tensors, 2, name) == [[], []]
+    assert pool.run(worker.find_wrong_full_tensors, 2, name) == [[], []]
 
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", ["llama-tied", "qwen3-moe", "olmo2"])
 def test_fsdp_goes_around_it(pool: GlooPool, name: str) -> None:
-    for logits, gradients in pool.run(worker.with_fsdp, 4, name):
+    for logits, gradients in pool.run(worker.compare_with_fsdp, 4, name):
         assert logits < CLOSE
         assert gradients < CLOSE
 
 
 def test_heads_that_do_not_divide_are_refused_by_name(pool: GlooPool) -> None:
-    said = pool.run(worker.applied, 4, "llama-tied")[0]
+    said = pool.run(worker.sharding_error, 4, "llama-tied")[0]
     assert said.startswith(
         "UnsupportedError: LlamaForCausalLM: tp=4 would split model.layers.0.self_attn.k_proj.weight inside a head"
     )
-    assert pool.run(worker.applied, 4, "olmo2")[0] == ""  # gathers what heads need
+    assert pool.run(worker.sharding_error, 4, "olmo2")[0] == ""  # gathers what heads need
 
 
 @pytest.mark.parametrize(
@@ -254,8 +254,8 @@ def test_the_unit_of_a_tensor(name: str, unit: str) -> None:
 
 def without_a_rule_for_norms(rank: int, world_size: int) -> worker.Outcome:
     """GLM-4.5 as the plan of transformers has it, which says nothing of the norms of queries and keys."""
-    with changed("glm4_moe", plan=()):
-        return worker.outcome(rank, world_size, "glm4-moe")
+    with patched_corrections("glm4_moe", plan=()):
+        return worker.compare_with_unsharded(rank, world_size, "glm4-moe")
 
 
 def test_attention_with_a_norm_of_heads_that_no_rule_speaks_of_is_gathered(pool: GlooPool) -> None:

@@ -17,22 +17,22 @@ from ckptx.runtime.model.layers import layer_groups
 from ckptx.runtime.parallel.activation_checkpointing.wrap import MODES, checkpoint_activations
 from ckptx.runtime.parity.execution import run_step
 from ckptx.runtime.parity.inputs.batch import Inputs, make_inputs
-from tests.support.audio_models import EARS, GRANITE_EARS, LISTENERS
-from tests.support.corrections import changed, layers_rows, with_inputs
-from tests.support.models import VOCAB, randomise
+from tests.support.audio_models import AUDIO_MODELS, ENCODER, GRANITE_ENCODER
+from tests.support.corrections import layers_rows, model_types_with_inputs, patched_corrections
+from tests.support.models import VOCAB, randomize
 
 # What the installed transformers has of them.
 CLASSES = frozenset(dir(transformers))  # asked once: it takes a quarter of a second
-HERE = [name for name, listener in LISTENERS.items() if listener.classes[1] in CLASSES]
+HERE = [name for name, listener in AUDIO_MODELS.items() if listener.classes[1] in CLASSES]
 WITH_IMAGES = ("gemma4", "gemma4_unified", "muse_spark", "qwen2_5_omni_thinker", "qwen3_omni_moe_thinker")
 # Windows as long as those of real checkpoints: what is put into a row is counted from them.
 LONG: dict[str, dict[str, Any]] = {
     "gemma3n": {"audio_soft_tokens_per_image": 188},
-    "granite_speech": {"encoder_config": {**GRANITE_EARS, "context_size": 200, "max_pos_emb": 512}},
-    "musicflamingo": {"audio_config": {**EARS, "model_type": "audioflamingo3_encoder"}},
-    "qwen2_audio": {"audio_config": EARS},
-    "qwen3_asr": {"audio_config": {**EARS, "output_dim": 32, "downsample_hidden_size": 8}},
-    "voxtral": {"audio_config": {**LISTENERS["voxtral"].settings["audio_config"], "max_source_positions": 1500}},
+    "granite_speech": {"encoder_config": {**GRANITE_ENCODER, "context_size": 200, "max_pos_emb": 512}},
+    "musicflamingo": {"audio_config": {**ENCODER, "model_type": "audioflamingo3_encoder"}},
+    "qwen2_audio": {"audio_config": ENCODER},
+    "qwen3_asr": {"audio_config": {**ENCODER, "output_dim": 32, "downsample_hidden_size": 8}},
+    "voxtral": {"audio_config": {**AUDIO_MODELS["voxtral"].settings["audio_config"], "max_source_positions": 1500}},
     "whisper": {"max_source_positions": 1500, "max_target_positions": 448},
 }
 HEARD_AS = ("input_features", "input_values", "audio_input_features")
@@ -43,10 +43,10 @@ NOT_EARS = re.compile(
 
 def build(name: str, **changes: Any) -> nn.Module:
     """The model, small and random, in float32."""
-    config, cls = (getattr(transformers, each) for each in LISTENERS[name].classes)
+    config, cls = (getattr(transformers, each) for each in AUDIO_MODELS[name].classes)
     torch.manual_seed(0)
-    model = cls(config(**LISTENERS[name].settings | changes, architectures=[cls.__name__]))
-    return randomise(model).eval()
+    model = cls(config(**AUDIO_MODELS[name].settings | changes, architectures=[cls.__name__]))
+    return randomize(model).eval()
 
 
 def inputs_of(model: Any, **settings: Any) -> Inputs:
@@ -94,9 +94,9 @@ def _without_timm(monkeypatch: pytest.MonkeyPatch) -> None:
 def _blind() -> Iterator[None]:
     """No images, so that it is the sound that is tested."""
     with ExitStack() as stack:
-        for name in with_inputs("images") & LISTENERS.keys():
+        for name in model_types_with_inputs("images") & AUDIO_MODELS.keys():
             ears = tuple(row for row in corrections_of(name).inputs if row.kind != "images")
-            stack.enter_context(changed(name, inputs=ears))
+            stack.enter_context(patched_corrections(name, inputs=ears))
         yield
 
 
@@ -107,7 +107,7 @@ def test_a_sound_changes_the_logits_and_trains_all_of_the_ears(name: str) -> Non
     inputs = inputs_of(model)
     assert "audio" in inputs.kinds and "audio" not in inputs.missing
     assert changes(model, inputs, other_sound(inputs))
-    assert {each.removeprefix("model.") for each in unheard(model, inputs)} == LISTENERS[name].deaf
+    assert {each.removeprefix("model.") for each in unheard(model, inputs)} == AUDIO_MODELS[name].unreached
 
 
 @pytest.mark.usefixtures("_blind")
@@ -146,12 +146,12 @@ def _silenced(output: Any) -> Any:
 
 
 def test_every_registered_class_that_listens_gets_a_sound() -> None:
-    classes = {LISTENERS[name].classes[1] for name in LISTENERS}
+    classes = {AUDIO_MODELS[name].classes[1] for name in AUDIO_MODELS}
     listening = {name for name, paths in layers_rows().items() if paths.audio}
     assert {each for each in listening if hasattr(transformers, each)} - classes == set()
-    assert LISTENERS.keys() == with_inputs("audio", "heard")
+    assert AUDIO_MODELS.keys() == model_types_with_inputs("audio", "heard")
     for name in HERE:
-        config, cls = LISTENERS[name].classes
+        config, cls = AUDIO_MODELS[name].classes
         assert name in (getattr(transformers, config).model_type, cls)
 
 
@@ -162,7 +162,7 @@ def test_a_config_without_ears_gets_no_sound() -> None:
 
 
 def test_a_decoder_by_itself_reads_tokens() -> None:
-    config = transformers.WhisperConfig(**LISTENERS["whisper"].settings)
+    config = transformers.WhisperConfig(**AUDIO_MODELS["whisper"].settings)
     model = transformers.WhisperForCausalLM(config).eval()
     inputs = inputs_of(model)
     assert (list(inputs.batch), inputs.kinds) == (["input_ids"], ("text",))

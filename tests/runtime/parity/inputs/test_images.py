@@ -15,10 +15,10 @@ from torch import nn
 from ckptx.architecture.model_files import read_index
 from ckptx.runtime.parallel.tensor_parallel.loss import causal_lm_loss
 from ckptx.runtime.parity.inputs.batch import Inputs, make_inputs
-from tests.support.corrections import layers_rows, with_inputs
-from tests.support.models import EVERY, randomise
+from tests.support.corrections import layers_rows, model_types_with_inputs
+from tests.support.models import EVERY, randomize
 from tests.support.slow import slow_but
-from tests.support.transformers_version import INSTALLED, IS_ASKED
+from tests.support.transformers_version import INSTALLED, IS_TABLES_VERSION
 from tests.support.vision_models import TINY, tiny
 
 # Model type -> the recipe that has it.
@@ -95,7 +95,7 @@ def looking(model_type: str, **changes: Any) -> nn.Module:
     """A tiny model with random weights, in fp32."""
     torch.manual_seed(0)
     made = EVERY[RECIPES[model_type]].model() if model_type in RECIPES else tiny(model_type, **changes)
-    model: nn.Module = randomise(made).eval()
+    model: nn.Module = randomize(made).eval()
     return model
 
 
@@ -137,7 +137,7 @@ def test_the_image_of_a_row_changes_its_logits_and_trains_tower_and_projector(mo
     model = looking(model_type)
     inputs = make_inputs(config_of(model))
     assert "images" in inputs.kinds and "images" not in inputs.missing
-    if model_type == "minimax_m3_vl" and not IS_ASKED:
+    if model_type == "minimax_m3_vl" and not IS_TABLES_VERSION:
         pytest.skip(f"in transformers {INSTALLED} its tower looks from each image at those of other rows")
     assert rows_that_change(model, inputs) == [False, True]
     found = untrained(model, inputs)
@@ -165,7 +165,7 @@ def test_every_registered_class_with_a_tower_has_an_image() -> None:
         config_class = getattr(transformers, name).config_class
         if paths.vision or config_class.model_type == "gemma4_unified":
             types.add(config_class.model_type)
-    assert types == with_inputs("images") == {*EYES, *CANNOT}
+    assert types == model_types_with_inputs("images") == {*EYES, *CANNOT}
 
 
 def test_arguments_as_long_as_a_row_know_where_the_image_is() -> None:
@@ -213,7 +213,7 @@ def test_a_tower_of_other_make_behind_llava() -> None:
         changed = {**config, "vision_config": vision, "vision_feature_select_strategy": strategy}
         torch.manual_seed(0)
         model = LlavaForConditionalGeneration(LlavaConfig.from_dict(changed)).eval()
-        randomise(model)
+        randomize(model)
         inputs = make_inputs(config_of(model))
         assert int((inputs.labels[0] == -100).sum()) == count
         assert rows_that_change(model, inputs) == [False, True]

@@ -11,13 +11,13 @@ from ckptx.architecture.correction_rows import InputRow
 from ckptx.architecture.correction_schema import INPUT_KINDS, InvalidCorrectionError
 from ckptx.architecture.corrections import corrections_of
 from ckptx.runtime.parity.inputs.batch import FORMS, make_inputs
-from tests.support.corrections import changed, every
+from tests.support.corrections import all_corrections, patched_corrections
 
 CONFIG: dict[str, Any] = {"model_type": "made-up", "vocab_size": 50}
 
 
 def rows_by_type() -> list[tuple[str, InputRow]]:
-    return [(model_type, row) for model_type, rows in every().items() for row in rows.inputs]
+    return [(model_type, row) for model_type, rows in all_corrections().items() for row in rows.inputs]
 
 
 def test_every_form_is_of_a_row_and_every_row_has_a_form() -> None:
@@ -41,7 +41,7 @@ def test_settings_are_those_of_the_form(model_type: str, row: InputRow) -> None:
     ],
 )
 def test_a_form_that_is_none_is_refused_by_name(row: InputRow, message: str) -> None:
-    with changed("made-up", inputs=(row,)), pytest.raises(InvalidCorrectionError, match=message):
+    with patched_corrections("made-up", inputs=(row,)), pytest.raises(InvalidCorrectionError, match=message):
         make_inputs(CONFIG)
 
 
@@ -50,17 +50,17 @@ def test_a_model_that_is_made_up_needs_rows_alone() -> None:
     config = {**CONFIG, "vision_config": {"patch_size": 2}, "image_token_id": 40}
     found = make_inputs(config)
     assert (found.kinds, found.missing) == (("text",), ("images",))
-    with changed("made-up", inputs=corrections_of("qwen2_vl").inputs):
+    with patched_corrections("made-up", inputs=corrections_of("qwen2_vl").inputs):
         found = make_inputs(config)
     assert (found.kinds, found.missing) == (("text", "images"), ())
     assert found.batch["image_grid_thw"].tolist() == [[1, 4, 6]] * 2
 
 
-@pytest.mark.parametrize("model_type", [kind for kind, rows in every().items() if rows.as_tower])
+@pytest.mark.parametrize("model_type", [kind for kind, rows in all_corrections().items() if rows.as_tower])
 def test_every_row_of_a_tower_changes_what_llava_is_given(model_type: str) -> None:
     vision = {"model_type": model_type, "patch_size": 2, "image_size": 8}
     config = {**CONFIG, "model_type": "llava", "vision_config": vision, "image_token_index": 40}
     given = make_inputs(config)
-    with changed(model_type, as_tower=()):
+    with patched_corrections(model_type, as_tower=()):
         other = make_inputs(config)
     assert given.batch["input_ids"].shape != other.batch["input_ids"].shape
