@@ -73,7 +73,7 @@ def kill_at_all_points(work: Path) -> list[dict[str, Any]]:
                 assert codes[rank] == -signal.SIGKILL, codes
                 row["left"].append({
                     "saved": how, "everyone": all_ranks, "exits": codes, "published": found.published,
-                    "latest": found.latest, "note": found.note, "hidden": found.hidden, "faults": found.faults,
+                    "latest": found.latest, "note": found.note, "hidden": found.hidden, "faults": found.violations,
                 })  # fmt: skip
             print(f"  rank {rank}: {point}: {', '.join(map(_cell, row['left']))}", file=sys.stderr)
             rows.append(row)

@@ -117,7 +117,7 @@ def rehearsed(start: Path, root: Path, how: Save, step: int = 9) -> tuple[list[l
     assert run(root, step, how, note=root.parent / f"{root.name}.names") == [0, 0]
     found = [json.loads((root.parent / f"{root.name}.names-{rank}").read_text()) for rank in range(RANKS)]
     left = check_steps(root, good_step=step)
-    assert left.faults == [], left.faults
+    assert left.violations == [], left.violations
     return found, left
 
 
