@@ -82,9 +82,9 @@ def run_with_fault(session: Session, baseline: LeakedMemory, name: str | None, n
     run = fault.run if fault is not None else "resumed"
     losses = session.losses.get(run, {}) if number == _RESUME else {}
     differences = [
-        abs_difference(session.straight_result.losses[step], loss)
+        abs_difference(session.uninterrupted_result.losses[step], loss)
         for step, loss in losses.items()
-        if step in session.straight_result.losses
+        if step in session.uninterrupted_result.losses
     ]
     return {
         "fault": name or "none", "description": fault.description if fault is not None else "", "phase": number,

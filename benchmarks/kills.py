@@ -75,7 +75,7 @@ def kill_at_all_points(work: Path) -> list[dict[str, Any]]:
                 assert codes[rank] == -signal.SIGKILL, codes
                 row["outcomes"].append({
                     "mode": mode, "all_ranks": all_ranks, "exits": codes, "published": found.published,
-                    "latest": found.latest, "note": found.note, "hidden": found.hidden, "faults": found.faults,
+                    "latest": found.latest, "note": found.note, "hidden": found.hidden, "faults": found.violations,
                 })  # fmt: skip
             print(f"  rank {rank}: {point}: {', '.join(map(_cell, row['outcomes']))}", file=sys.stderr)
             rows.append(row)

@@ -86,7 +86,7 @@ class RecipeNode(pytest.Collector):
         self._error: Exception | None = None
 
     def collect(self) -> Iterator[pytest.Item]:
-        """Return the test of the run as a whole, which fails if there is no report, and the tests of the phases."""
+        """Yield the test of the run as a whole, which fails if there is no report, and the tests of the phases."""
         for name in (_WHOLE_RUN, *PHASES):
             item = PhaseItem.from_parent(self, name=name)
             if self.config.pluginmanager.hasplugin("xdist"):  # with `--dist loadgroup` they run in one process
@@ -94,7 +94,7 @@ class RecipeNode(pytest.Collector):
             yield item
 
     def report(self) -> RobustnessReport:
-        """Run the recipe at the first call, and return the report.
+        """Return the report of the recipe, which runs at the first call.
 
         Raises:
             CkptxError: The run ended without a report.
@@ -163,5 +163,5 @@ class PhaseItem(pytest.Item):
         return super().repr_failure(excinfo, *args, **options)
 
     def reportinfo(self) -> tuple[Path, None, str]:
-        """Return the location for the listings of pytest."""
+        """Return the root folder, no line number, and a title, which pytest prints as the location of the test."""
         return self.config.rootpath, None, f"{self.parent.name}: {self.name}"

@@ -1,7 +1,8 @@
 """Call a function in a separate process, whose memory is freed afterwards.
 
-The process is a fork: it inherits the imports and open files of this process, and has no peers. A process that has run
-a backward pass cannot be forked for another one; it starts new interpreters instead, which takes seconds.
+The process is a fork: it inherits the imports and open files of this process, and has no peers. Autograd
+cannot run in a fork of a process that has already run a backward pass; new interpreters are started then, which takes
+seconds.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from ckptx.processes.worker import Worker, WorkerDied, send_result, use_one_thre
 
 T = TypeVar("T")
 _AUTOGRAD_FORK_ERROR = "fork-based multiprocessing"  # part of the error message of autograd
-_EXIT_PATIENCE = 5.0  # seconds that a process gets to exit after its answer
+_EXIT_TIMEOUT = 5.0  # seconds for a process to exit after its answer
 
 
 def run_in_child(function: Callable[..., T], *args: Any, context: Any = None) -> T:
@@ -87,7 +88,7 @@ def _run_in_parallel(
                 number, worker = running[pipe]
                 results[number] = worker.wait_for_result()
                 del running[pipe]
-                worker.end(_EXIT_PATIENCE)
+                worker.end(_EXIT_TIMEOUT)
     except WorkerDied as died:
         raise InternalError(
             f"a child process ended with code {died.code} and without a result; "
@@ -118,9 +119,8 @@ def _exit_with_children(*_: Any) -> None:
 
 
 def _run_worker(pipe: Connection, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
-    signal.signal(
-        signal.SIGINT, signal.SIG_IGN
-    )  # a terminal sends it to all; the process that started this one ends it
+    # A terminal sends SIGINT to all processes; the process that started this one ends it.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, _exit_with_children)
     use_one_thread()  # threads of the parent do not exist in a fork
     gc.freeze()  # objects of the parent are never freed here

@@ -25,8 +25,8 @@ from typing import Any
 from ckptx.errors import EnvironmentProblem
 from ckptx.processes.rendezvous import LAUNCHED_BY_US, rank_variables
 
-_GRACE_PERIOD = 20.0  # seconds that the other ranks get to report after one has failed
-_POLL_INTERVAL = 0.05
+_GRACE_PERIOD = 20.0  # seconds for the other ranks to report after one has failed
+_POLL_INTERVAL = 0.05  # seconds between two checks of the ranks
 _STDERR_TAIL_LENGTH = 2000  # characters of stderr in an error message
 
 
@@ -44,9 +44,9 @@ def launch(options_json: str, world_size: int) -> dict[str, Any]:
         EnvironmentProblem: A rank ended without a report.
     """
     with tempfile.TemporaryDirectory(prefix="ckptx-run-") as directory:
-        options, report = Path(directory, "options.json"), Path(directory, "report.json")
-        options.write_text(options_json, encoding="utf-8")
-        command = [sys.executable, "-m", "ckptx.cli.rank", str(options), str(report)]
+        options_path, report_path = Path(directory, "options.json"), Path(directory, "report.json")
+        options_path.write_text(options_json, encoding="utf-8")
+        command = [sys.executable, "-m", "ckptx.cli.rank", str(options_path), str(report_path)]
         shared_variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port()), LAUNCHED_BY_US: "1"}
         cores = max(1, len(os.sched_getaffinity(0)) // world_size)
         shared_variables["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS") or str(cores)
@@ -57,9 +57,9 @@ def launch(options_json: str, world_size: int) -> dict[str, Any]:
             with file.open("wb") as stderr:
                 processes.append(subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=stderr))
         rank = _wait_for_ranks(processes)
-        if report.is_file():
-            document: dict[str, Any] = json.loads(report.read_text(encoding="utf-8"))
-            return document
+        if report_path.is_file():
+            report: dict[str, Any] = json.loads(report_path.read_text(encoding="utf-8"))
+            return report
         stderr_tail = stderr_files[rank].read_text(errors="replace")[-_STDERR_TAIL_LENGTH:].strip()
         raise EnvironmentProblem(
             f"rank {rank} of {world_size} ended with code {processes[rank].returncode} and without a report; "
@@ -68,7 +68,11 @@ def launch(options_json: str, world_size: int) -> dict[str, Any]:
 
 
 def _wait_for_ranks(processes: Sequence[subprocess.Popen[bytes]]) -> int:
-    """Wait for all ranks, and return the first that failed, or 0; the others are killed after a grace period."""
+    """Wait for all ranks; after a failure, kill the others when the grace period is over.
+
+    Returns:
+        The first rank that failed; 0 if none did.
+    """
     failed_rank: int | None = None
     deadline = math.inf
     try:
@@ -89,7 +93,7 @@ def _wait_for_ranks(processes: Sequence[subprocess.Popen[bytes]]) -> int:
 
 
 def _free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port: int = found.getsockname()[1]
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
     return port

@@ -9,10 +9,10 @@ _KIB = 1024
 
 
 def peak_memory(pid: int | None = None) -> int:
-    """Return the peak resident set size of a program, in bytes.
+    """Return the peak resident set size of a process, in bytes.
 
-    VmHWM of the kernel is reset when a process executes another program; `ru_maxrss` includes the program before, so it
-    is used only without /proc.
+    The kernel resets VmHWM when a process executes another program. `ru_maxrss` includes the previous program, so it is
+    used only without /proc.
 
     Args:
         pid: Process id; None for this process.
@@ -30,5 +30,5 @@ def peak_memory(pid: int | None = None) -> int:
 
 
 def peak_memory_of_children() -> int:
-    """Return the largest peak of ended and awaited child processes, in bytes."""
+    """Return the largest peak resident set size of child processes that have ended and were waited for, in bytes."""
     return resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * _KIB

@@ -34,7 +34,7 @@ _PART_NBYTES = 4 << 20  # maximum size of a stored value; the store refuses 8 Mi
 _DEAD_PEER = "ended without a message, or its connection was lost; look at its output"
 _LEFT_BEAT = -(1 << 40)  # makes any number of heartbeats negative
 
-_meeting_count = 0  # meetings of this process; equal on all ranks, so that messages of different meetings do not mix
+_rendezvous_count = 0  # of this process; equal on all ranks, and part of the keys, so that no messages are mixed up
 
 
 class PeerProcesses:
@@ -48,7 +48,7 @@ class PeerProcesses:
     """
 
     def __init__(self, rank: int, world_size: int, connect: Callable[[], Store], address: str) -> None:
-        """Start connecting; failures surface in the methods that wait for others.
+        """Start connecting; failures are raised by the methods that wait for others.
 
         Args:
             rank: Global rank of this process.
@@ -142,7 +142,7 @@ class PeerProcesses:
 
     @contextmanager
     def shared_failure(self) -> Iterator[None]:
-        """Make a failure in the block end all ranks: once it is raised, no other rank writes any more."""
+        """Send a failure in the block to all ranks, which ends them; no rank writes after the failure is raised."""
         try:
             yield
         except BaseException as error:  # any exception that ends this rank ends all ranks
@@ -181,9 +181,8 @@ class PeerProcesses:
             and self._is_connected
             and time.monotonic() - self._last_exchange_at > _MAX_MISSED_BEATS * _BEAT_INTERVAL
         ):
-            self._condition.wait(
-                2 * _BEAT_INTERVAL
-            )  # this process may have been stopped, and its thread not yet resumed
+            # This process may have been stopped, and its thread not yet resumed.
+            self._condition.wait(2 * _BEAT_INTERVAL)
             if time.monotonic() - self._last_exchange_at > _MAX_MISSED_BEATS * _BEAT_INTERVAL:
                 self._connection_error = f"no answer for {_MAX_MISSED_BEATS * _BEAT_INTERVAL:.0f} s"
         if self._connection_error:
@@ -247,7 +246,7 @@ class PeerProcesses:
                     return
                 self._condition.wait(_BEAT_INTERVAL)
 
-    # ------------------------------------------------------------------------------------ the thread
+    # ------------------------------------------------------------------ the thread that handles the store
 
     def _enqueue(self, key: str, data: bytes) -> None:
         with self._condition:
@@ -305,12 +304,12 @@ class PeerProcesses:
 
 
 def _peer_failure(rank: int, reason: str) -> PeerFailure:
-    """Return the failure of a rank that does not answer. Rank 0 reports it; that of rank 0 is reported by all."""
+    """Return the failure of a rank that does not answer. Rank 0 reports it; if rank 0 does not answer, all do."""
     return PeerFailure(f"rank {rank}: {reason}", EnvironmentProblem.exit_code, is_reported=rank != 0)
 
 
 def _set_value(store: Store, key: str, data: bytes) -> None:
-    """Store a value of any length; the key itself, with the number of parts, comes last."""
+    """Store a value of any length in parts; the key itself, with the number of parts, is written last."""
     parts = range(0, len(data), _PART_NBYTES)
     for number, offset in enumerate(parts):
         store.set(f"{key}/{number}", data[offset : offset + _PART_NBYTES].decode("ascii"))
@@ -322,14 +321,14 @@ def _get_value(store: Store, key: str) -> bytes:
 
 
 def _store_opener(host: str, port: int, rank: int) -> Callable[[], Store]:
-    """Return a function that opens the store for the next meeting.
+    """Return a function that opens the store for the next rendezvous.
 
     Raises:
         EnvironmentProblem: torch is not installed.
     """
-    global _meeting_count
-    _meeting_count += 1
-    name = str(_meeting_count)
+    global _rendezvous_count
+    _rendezvous_count += 1
+    name = str(_rendezvous_count)
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # failures are reported here, in one line
     try:
         import torch.distributed  # noqa: F401  # the store is opened in a thread

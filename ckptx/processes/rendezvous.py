@@ -31,7 +31,7 @@ def is_launched() -> bool:
 
 
 def is_launched_by_us() -> bool:
-    """Return True if `launch` started this process, after checking that the command can run."""
+    """Return True if `launch` started this process, whose caller has checked that the command can run."""
     return LAUNCHED_BY_US in os.environ
 
 
@@ -62,7 +62,7 @@ def open_store(host: str, port: int, rank: int, name: str) -> Store:
         host: MASTER_ADDR.
         port: MASTER_PORT.
         rank: Rank of this process.
-        name: Name of the meeting, which separates its keys from others; the same on every rank.
+        name: Name of the rendezvous, which prefixes its keys; the same on every rank.
     """
     from torch.distributed import PrefixStore, TCPStore
 

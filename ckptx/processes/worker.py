@@ -86,10 +86,10 @@ class Worker:
         ) from RuntimeError(trace)
 
     def end(self, timeout: float = 0.0) -> None:
-        """End the process and its children, whatever it does.
+        """End the process: wait, then send SIGTERM, then SIGKILL. A fork ends its own children at SIGTERM.
 
         Args:
-            timeout: Seconds to wait for the process to end on its own, as an idle one does once the pipe is closed.
+            timeout: Seconds to wait before SIGTERM; an idle process ends by itself once the pipe is closed.
         """
         self.pipe.close()
         self._process.join(timeout)
@@ -100,7 +100,7 @@ class Worker:
 
 
 def send_result(pipe: Connection, function: Callable[..., Any], *args: Any) -> bool:
-    """Call a function in a worker and send its result or error; return False if the calling process has ended."""
+    """Call a function in a worker, and send its result or error; return False if the pipe is closed."""
     try:
         answer = pickle.dumps((True, function(*args)))
     except BaseException as error:  # raised again in the calling process

@@ -22,7 +22,7 @@ UNSAVED_STATE_CAUSES = (
 )
 
 _RANK = re.compile(r"rank[ _-]?(\d+)", re.IGNORECASE)
-# Without the word, a number by itself; those in a list of devices are none of ranks.
+# A number without the word "rank"; numbers after the name of a device or a seed are not ranks.
 _BARE_NUMBER = re.compile(r"(?:^|(?<!cuda)(?<!seed)(?<!gpu)(?<!device)(?<!devices)[._])(\d+)(?=\.|$)")
 _TENSOR = re.compile(r"([A-Z][A-Z0-9_]*) \[([\d, ]*)\] (.*)")
 _DIGEST = re.compile(r"(.*\s)?[0-9a-f]{24,64}")
@@ -31,13 +31,13 @@ _MAX_LISTED_NAMES = 3  # names in a sentence
 _SETTINGS = {"lr": "learning rate", "initial_lr": "initial learning rate", "weight_decay": "weight decay"}
 
 
-class _CauseInputs(NamedTuple):
-    """Everything that a sentence may depend on.
+class _ResumeComparison(NamedTuple):
+    """Comparison of a checkpoint with the one that was saved again after a resume.
 
     Attributes:
         differences: The items that differ, by oracle.
         source_items: Items of the checkpoint that was resumed from.
-        resaved_items: Items of the one that was saved again.
+        resaved_items: Items of the checkpoint that was saved again.
     """
 
     differences: Mapping[str, Sequence[Difference]]
@@ -48,7 +48,7 @@ class _CauseInputs(NamedTuple):
         """Return the number of items of an oracle before the resume."""
         return sum(1 for each, _ in self.source_items if each == oracle)
 
-    def is_whole(self, oracle: str) -> bool:
+    def all_differ(self, oracle: str) -> bool:
         """Return True if every item of an oracle differs."""
         return len(self.differences.get(oracle, ())) >= self.count(oracle) > 0
 
@@ -65,13 +65,13 @@ def likely_causes(verdicts: Sequence[Verdict], source_items: Items, resaved_item
         Lines for the report; empty if nothing differs.
     """
     differences = {each.oracle: each.differences for each in verdicts if each.differences}
-    comparison = _CauseInputs(differences, source_items, resaved_items)
+    comparison = _ResumeComparison(differences, source_items, resaved_items)
     order = sorted((oracle for oracle in differences if oracle in _EXPLANATIONS), key=ORACLE_ORDER.index)
     return [sentence for oracle in order for sentence in _EXPLANATIONS[oracle](differences[oracle], comparison)]
 
 
 def rank_in_name(item: str) -> int | None:
-    """Return the rank that the name of an item has in it; None if it has none.
+    """Return the rank that the name of an item contains; None if it contains none.
 
     Example:
         app.rng.rank_1.torch -> 1, rng.rank 0.torch_cuda_manual_seed.3 -> 0, rank2/state: rng.torch -> 2, rng.3.cpu -> 3
@@ -83,17 +83,17 @@ def rank_in_name(item: str) -> int | None:
 # ------------------------------------------------------------------------------------- a sentence for a kind of state
 
 
-def _explain_model(differences: Sequence[Difference], comparison: _CauseInputs) -> Iterator[str]:
+def _explain_model(differences: Sequence[Difference], comparison: _ResumeComparison) -> Iterator[str]:
     causes = "weights of another step were loaded, shards or rows were swapped, or the weights were cast and cast back"
-    if comparison.is_whole("model"):
+    if comparison.all_differ("model"):
         causes = f"the model was not loaded, {causes}"
     yield from _explain_tensors("parameter", differences, comparison.count("model"), f"possible causes: {causes}")
 
 
-def _explain_second_model(differences: Sequence[Difference], comparison: _CauseInputs) -> Iterator[str]:
+def _explain_second_model(differences: Sequence[Difference], comparison: _ResumeComparison) -> Iterator[str]:
     for root, group in _group_by_root(differences, comparison).items():
         models = {value for (oracle, _), value in comparison.resaved_items.items() if oracle == "model"}
-        tensors = [each.found for each in group if each.found is not None and _TENSOR.fullmatch(each.found)]
+        tensors = [each.actual for each in group if each.actual is not None and _TENSOR.fullmatch(each.actual)]
         is_restarted = bool(tensors) and all(value in models for value in tensors)
         restart_note = "; it restarts from the weights of the model" if is_restarted else ""
         yield (
@@ -102,9 +102,9 @@ def _explain_second_model(differences: Sequence[Difference], comparison: _CauseI
         )
 
 
-def _explain_moments(differences: Sequence[Difference], comparison: _CauseInputs) -> Iterator[str]:
+def _explain_moments(differences: Sequence[Difference], comparison: _ResumeComparison) -> Iterator[str]:
     names = _join_names(dict.fromkeys(map(_moment_name, differences)))
-    if comparison.is_whole("moments"):
+    if comparison.all_differ("moments"):
         cause = "possible causes: the optimizer state was not restored, or it was cast"
     else:
         cause = (
@@ -113,63 +113,64 @@ def _explain_moments(differences: Sequence[Difference], comparison: _CauseInputs
     yield from _explain_tensors(f"optimizer state ({names})", differences, comparison.count("moments"), cause)
 
 
-def _explain_master_weights(differences: Sequence[Difference], comparison: _CauseInputs) -> Iterator[str]:
+def _explain_master_weights(differences: Sequence[Difference], comparison: _ResumeComparison) -> Iterator[str]:
     cause = "possible causes: they were not restored, or were recreated from the weights of lower precision"
     yield from _explain_tensors("master weight", differences, comparison.count("master weights"), cause)
 
 
-def _explain_adam_step(differences: Sequence[Difference], comparison: _CauseInputs) -> Iterator[str]:
+def _explain_adam_step(differences: Sequence[Difference], comparison: _ResumeComparison) -> Iterator[str]:
     cause = "possible causes: they were not restored, or a step was run to initialize the state before loading"
     count = _count_text(differences, comparison.count("adam step"))
     yield f"step counts of the optimizer differ ({count}{_example_text(differences)}); {cause}"
 
 
-def _explain_param_groups(differences: Sequence[Difference], comparison: _CauseInputs) -> Iterator[str]:
+def _explain_param_groups(differences: Sequence[Difference], comparison: _ResumeComparison) -> Iterator[str]:
     by_key: dict[str, list[Difference]] = {}
     for each in differences:
         by_key.setdefault(each.item.rpartition(".")[2], []).append(each)
-    rates = {key: group for key, group in by_key.items() if key in LEARNING_RATE_KEYS}
+    learning_rates = {key: group for key, group in by_key.items() if key in LEARNING_RATE_KEYS}
     others = {key: group for key, group in by_key.items() if key not in LEARNING_RATE_KEYS}
-    groups = "the param groups of the optimizer were not restored"
-    if rates:
-        schedule = "the scheduler was not restored"
+    groups_cause = "the param groups of the optimizer were not restored"
+    if learning_rates:
+        scheduler_cause = "the scheduler was not restored"
         if not comparison.count("scheduler"):
             causes = "the scheduler or optimizer state was not restored"
         else:
-            causes = f"{schedule}, or {groups}" if "scheduler" in comparison.differences else groups
-        yield f"{_settings_text(rates)}; possible causes: {causes}"
+            causes = f"{scheduler_cause}, or {groups_cause}" if "scheduler" in comparison.differences else groups_cause
+        yield f"{_settings_text(learning_rates)}; possible causes: {causes}"
     if others:
-        filled = "dcp.load fills tensors in place; settings come back with set_state_dict or load_state_dict"
-        yield f"{_settings_text(others)}; possible causes: {groups} ({filled}), or were recreated from the config"
+        dcp_hint = "dcp.load fills tensors in place; settings come back with set_state_dict or load_state_dict"
+        causes = f"{groups_cause} ({dcp_hint}), or were recreated from the config"
+        yield f"{_settings_text(others)}; possible causes: {causes}"
 
 
-def _explain_learning_rate(differences: Sequence[Difference], comparison: _CauseInputs) -> Iterator[str]:
+def _explain_learning_rate(differences: Sequence[Difference], comparison: _ResumeComparison) -> Iterator[str]:
     explained_items = {each.item for each in comparison.differences.get("group", ())}
     if any(each.item not in explained_items for each in differences):
         change = _first_change_text(differences)
         yield f"learning rate differs{change}; possible causes: the scheduler or optimizer state"
 
 
-def _explain_scheduler(differences: Sequence[Difference], _: _CauseInputs) -> Iterator[str]:
+def _explain_scheduler(differences: Sequence[Difference], _: _ResumeComparison) -> Iterator[str]:
     causes = "it was not restored, was made for another number of steps, or was stepped after it was restored"
     yield f"scheduler state differs{_values_text(differences)}; possible causes: {causes}"
 
 
-def _counter_explainer(name: str) -> Callable[[Sequence[Difference], _CauseInputs], Iterator[str]]:
-    def explain(differences: Sequence[Difference], _: _CauseInputs) -> Iterator[str]:
+def _counter_explainer(name: str) -> Callable[[Sequence[Difference], _ResumeComparison], Iterator[str]]:
+    def explain(differences: Sequence[Difference], _: _ResumeComparison) -> Iterator[str]:
         values = _values_text(differences)
         yield f"{name} differs{values}; possible causes: it was not restored, or was changed after that"
 
     return explain
 
 
-def _explain_rng(differences: Sequence[Difference], comparison: _CauseInputs) -> Iterator[str]:
-    missing = [each for each in differences if each.found is None]
+def _explain_rng(differences: Sequence[Difference], comparison: _ResumeComparison) -> Iterator[str]:
+    missing = [each for each in differences if each.actual is None]
     if missing:
         ranks = _ranks_in_differences(missing)
         ranks_text = f" on {_ranks_text(ranks)}" if ranks else ""
         yield f"RNG state is missing after the resume{ranks_text}{_names_text(missing)}"
-        differences = [each for each in differences if each.found is not None]
+        differences = [each for each in differences if each.actual is not None]
         if not differences:
             return
     swapped_ranks = _swapped_ranks_text(differences, comparison)
@@ -195,7 +196,7 @@ def _explain_rng(differences: Sequence[Difference], comparison: _CauseInputs) ->
     yield f"RNG state differs{ranks_text}{_names_text(differences)}; possible causes: {', or '.join(causes)}"
 
 
-def _explain_batch(differences: Sequence[Difference], _: _CauseInputs) -> Iterator[str]:
+def _explain_batch(differences: Sequence[Difference], _: _ResumeComparison) -> Iterator[str]:
     is_epoch = all(each.item.rpartition(".")[2].lower() in ("epoch", "epochs") for each in differences)
     ranks = _ranks_in_differences(differences)
     ranks_text = f" on {_ranks_text(ranks)}" if ranks else ""
@@ -204,12 +205,12 @@ def _explain_batch(differences: Sequence[Difference], _: _CauseInputs) -> Iterat
     yield f"{name} differs{ranks_text}{_values_text(differences)}; possible causes: {causes}"
 
 
-def _explain_other(differences: Sequence[Difference], comparison: _CauseInputs) -> Iterator[str]:
+def _explain_other(differences: Sequence[Difference], comparison: _ResumeComparison) -> Iterator[str]:
     for root, group in _group_by_root(differences, comparison).items():
         yield f'other: state under "{root}" was not restored as it was saved{_values_text(group)}'
 
 
-_EXPLANATIONS: Mapping[str, Callable[[Sequence[Difference], _CauseInputs], Iterator[str]]] = {
+_EXPLANATIONS: Mapping[str, Callable[[Sequence[Difference], _ResumeComparison], Iterator[str]]] = {
     "model": _explain_model,
     "second model": _explain_second_model,
     "moments": _explain_moments,
@@ -227,16 +228,16 @@ _EXPLANATIONS: Mapping[str, Callable[[Sequence[Difference], _CauseInputs], Itera
 }
 
 
-# ----------------------------------------------------------------------------------------------------- parts of them
+# ----------------------------------------------------------------------------------------------- parts of the sentences
 
 
 def _explain_tensors(name: str, differences: Sequence[Difference], count: int, cause: str) -> Iterator[str]:
     """Yield a sentence each for tensors that are missing or new, of another dtype or shape, or of other values."""
-    missing = [each for each in differences if each.found is None]
+    missing = [each for each in differences if each.actual is None]
     new = [each for each in differences if each.reference is None]
-    changed = [each for each in differences if each.found is not None and each.reference is not None]
-    cast = [each for each in changed if _dtype_and_shape(each.reference) != _dtype_and_shape(each.found)]
-    others = [each for each in changed if _dtype_and_shape(each.reference) == _dtype_and_shape(each.found)]
+    changed = [each for each in differences if each.actual is not None and each.reference is not None]
+    cast = [each for each in changed if _dtype_and_shape(each.reference) != _dtype_and_shape(each.actual)]
+    others = [each for each in changed if _dtype_and_shape(each.reference) == _dtype_and_shape(each.actual)]
     plural = name if name.startswith("optimizer") else f"{name}s"
     verb = "is" if plural == name else "are"
     if missing:
@@ -245,10 +246,10 @@ def _explain_tensors(name: str, differences: Sequence[Difference], count: int, c
         yield f"{plural} {verb} new after the resume ({len(new):,}{_example_text(new)})"
     if cast:
         first = cast[0]
-        was, now = (" ".join(_dtype_and_shape(value)) for value in (first.reference, first.found))
+        reference, actual = (" ".join(_dtype_and_shape(value)) for value in (first.reference, first.actual))
         yield (
-            f"dtypes or shapes of {plural} differ ({_count_text(cast, count)}; {first.item}: {was} in the reference, "
-            f"{now} after the resume)"
+            f"dtypes or shapes of {plural} differ ({_count_text(cast, count)}; {first.item}: {reference} in the "
+            f"reference, {actual} after the resume)"
         )
     if others:
         values = f"{name} values differ" if plural != name else f"{name} differs"
@@ -266,26 +267,28 @@ def _settings_text(by_key: Mapping[str, Sequence[Difference]]) -> str:
 
 
 def _values_text(differences: Sequence[Difference]) -> str:
-    """Return the items that differ in brackets, with their values where these can be read."""
+    """Return the items that differ, in parentheses, with their values if these are short."""
     shown = [f"{each.item}{_change_text(each, ': ')}" for each in differences[:_MAX_LISTED_NAMES]]
     more = [f"and {len(differences) - _MAX_LISTED_NAMES:,} more"] if len(differences) > _MAX_LISTED_NAMES else []
     return f" ({'; '.join([*shown, *more])})"
 
 
 def _first_change_text(differences: Sequence[Difference]) -> str:
-    """Return the change of a setting in brackets: that of the first group."""
+    """Return the change of a setting in the first param group, in parentheses."""
     changes = list(dict.fromkeys(_change_text(each, "") for each in differences))
     more = f", and {len(changes) - 1:,} other changes" if len(changes) > 1 else ""
     return f" ({changes[0]}{more})" if changes[0] else ""
 
 
 def _change_text(difference: Difference, prefix: str) -> str:
-    was, now = (_display_value(value) for value in (difference.reference, difference.found))
-    return "" if was is None or now is None else f"{prefix}{was} in the reference, {now} after the resume"
+    reference, actual = (_display_value(value) for value in (difference.reference, difference.actual))
+    if reference is None or actual is None:
+        return ""
+    return f"{prefix}{reference} in the reference, {actual} after the resume"
 
 
 def _display_value(value: str | None) -> str | None:
-    """Return a value as a sentence shows it: the number in a tensor; None for a digest or a long value."""
+    """Return a value for a sentence, for a tensor its only element; None for a digest or a long value."""
     if value is None:
         return "missing"
     tensor = _TENSOR.fullmatch(value)
@@ -294,7 +297,7 @@ def _display_value(value: str | None) -> str | None:
 
 
 def _dtype_and_shape(value: str | None) -> tuple[str, str]:
-    """Return dtype and shape of a tensor, two empty texts for anything else."""
+    """Return dtype and shape of a tensor as strings; two empty strings for any other value."""
     tensor = _TENSOR.fullmatch(value or "")
     return ("", "") if tensor is None else (tensor[1], f"[{tensor[2]}]")
 
@@ -306,7 +309,7 @@ def _count_text(differences: Sequence[Difference], count: int) -> str:
 def _example_text(differences: Sequence[Difference]) -> str:
     first = differences[0]
     is_number = _dtype_and_shape(first.reference)[1] in ("", "[]")
-    return f": {first.item}{_change_text(first, ': ') if is_number and first.found and first.reference else ''}"
+    return f": {first.item}{_change_text(first, ': ') if is_number and first.actual and first.reference else ''}"
 
 
 def _names_text(differences: Sequence[Difference]) -> str:
@@ -324,8 +327,8 @@ def _moment_name(difference: Difference) -> str:
     return next((word for word in reversed(words) if is_moment(word)), words[-1])
 
 
-def _group_by_root(differences: Sequence[Difference], comparison: _CauseInputs) -> dict[str, list[Difference]]:
-    """Return differences by the first word of their names that not all names have, with the words around it."""
+def _group_by_root(differences: Sequence[Difference], comparison: _ResumeComparison) -> dict[str, list[Difference]]:
+    """Group differences by the start of their names: the words that all names share, containers, and the next word."""
     prefix_length = _common_prefix_length(_without_file_name(name).split(".") for _, name in comparison.source_items)
     groups: dict[str, list[Difference]] = {}
     for each in differences:
@@ -336,7 +339,7 @@ def _group_by_root(differences: Sequence[Difference], comparison: _CauseInputs) 
 
 
 def _common_prefix_length(names: Iterable[Sequence[str]]) -> int:
-    """Return how many words all names begin with; the last word of a name is never one of them."""
+    """Return the number of words with which all names begin, without the last word of any name."""
     shared: Sequence[str] | None = None
     top_level_names = set[str]()
     for words in names:
@@ -352,7 +355,7 @@ def _common_prefix_length(names: Iterable[Sequence[str]]) -> int:
 
 
 def _without_file_name(item: str) -> str:
-    """Return a name without the file that stands before it where two files have the same name."""
+    """Return a name without its file, which precedes it if several files have an item of this name."""
     return item.rpartition(": ")[2]
 
 
@@ -364,7 +367,10 @@ def _ranks_in_differences(differences: Sequence[Difference]) -> set[int]:
 
 
 def _ranks_in_names(items: Iterable[str]) -> set[int]:
-    """Return the ranks in names; a name that others have behind their file, with a rank in it, is of rank 0."""
+    """Return the ranks in names. If only some names contain a rank, the others belong to rank 0.
+
+    Items of the same name in several files are named after their file, which has the rank, except for the first one.
+    """
     names = [*items]
     ranks = {rank for rank in map(rank_in_name, names) if rank is not None}
     return ranks | {0} if ranks and 0 not in ranks and any(rank_in_name(name) is None for name in names) else ranks
@@ -383,7 +389,7 @@ def _ranks_text(ranks: Iterable[int]) -> str:
 
 
 def _rank_span(item: str) -> slice | None:
-    """Return where the number of a rank stands in a name."""
+    """Return the position of the number of a rank in a name; None if there is none."""
     match = _RANK.search(item) or _BARE_NUMBER.search(item)
     return None if match is None else slice(*match.span(1))
 
@@ -393,15 +399,15 @@ def _mask_rank(item: str) -> str:
     return item if span is None else f"{item[: span.start]}#{item[span.stop :]}"
 
 
-def _swapped_ranks_text(differences: Sequence[Difference], comparison: _CauseInputs) -> str | None:
-    """Say which rank has whose state where every RNG state that differs is one that another rank had; else None."""
+def _swapped_ranks_text(differences: Sequence[Difference], comparison: _ResumeComparison) -> str | None:
+    """Return a text on which rank has the RNG state of which; None unless each state that differs is that of a rank."""
     saved_rank_by_state: dict[tuple[str, str], int | None] = {}
     for (oracle, name), value in comparison.source_items.items():
         if oracle == "rng":
             saved_rank_by_state.setdefault((_mask_rank(name), value), rank_in_name(name))
     restored_ranks: dict[int | None, set[int]] = {}
     for each in differences:
-        key = (_mask_rank(each.item), each.found or "")
+        key = (_mask_rank(each.item), each.actual or "")
         rank = rank_in_name(each.item)
         if key not in saved_rank_by_state or rank is None:
             return None
@@ -417,6 +423,6 @@ def _is_torch_cpu_rng(difference: Difference) -> bool:
     """Return True for a state of torch's CPU generator, from which iter(loader) draws."""
     is_bytes = any(
         _dtype_and_shape(value)[0] == "U8" and _dtype_and_shape(value)[1] in ("[5056]", "[5048]")
-        for value in difference[3:5]
+        for value in (difference.reference, difference.actual)
     )
     return is_bytes or any("torch" in word and "cuda" not in word for word in difference.item.lower().split("."))

@@ -81,9 +81,9 @@ class ComparedFile(NamedTuple):
         has_prefix = self.kind == DCP and inner_name.partition(".")[0] == first
         return inner_name if has_prefix else ".".join(filter(None, (self.name_prefix, inner_name)))
 
-    def may_contain(self, kind_word: str) -> bool:
-        """Return False if the file name implies another kind of state than `kind_word`."""
-        return self.name_prefix is None or self.name_prefix.partition(".")[0] == kind_word
+    def may_contain(self, state_kind: str) -> bool:
+        """Return False if the file name implies another kind of state, such as "optimizer", than `state_kind`."""
+        return self.name_prefix is None or self.name_prefix.partition(".")[0] == state_kind
 
 
 def list_files(path: Path) -> list[ComparedFile]:
@@ -139,25 +139,23 @@ def _marker(path: Path, parts: tuple[str, ...], note: str) -> ComparedFile:
 def _classify_file(path: Path, parents: tuple[str, ...], name: str, must_be_read: bool = False) -> ComparedFile:
     stem, suffix = os.path.splitext(name)
     stem, shown_name = printable_name(stem), printable_name(name)
-    label, file = "/".join((*parents, stem)), "/".join((*parents, shown_name))
+    label, relative_path = "/".join((*parents, stem)), "/".join((*parents, shown_name))
     try:
         file_stat = os.stat(path)
     except OSError as error:
         if not os.path.islink(path) or suffix in (".safetensors", ".json", *_PICKLE_SUFFIXES):
             raise read_error(path, error) from error
-        return ComparedFile(
-            path, label, None, MARKER, f"link to {printable_name(os.readlink(path))}, which is not there", file
-        )
-    for matches, kind in _SPECIAL_FILE_TYPES:
+        note = f"link to {printable_name(os.readlink(path))}, which is not there"
+        return ComparedFile(path, label, None, MARKER, note, relative_path)
+    for matches, type_name in _SPECIAL_FILE_TYPES:
         if matches(file_stat.st_mode):
-            return ComparedFile(path, label, None, MARKER, kind, file)
+            return ComparedFile(path, label, None, MARKER, type_name, relative_path)
     for pattern, reason in _NOT_COMPARED_PATTERNS:
         if pattern.fullmatch(name) and not must_be_read:
-            return ComparedFile(path, label, None, NOT_COMPARED, reason, file)
+            return ComparedFile(path, label, None, NOT_COMPARED, reason, relative_path)
     name_prefix = None if must_be_read else prefix_of_file(stem)
-    return ComparedFile(
-        path, label, name_prefix, _kind_of_file(path, suffix, file_stat.st_size, must_be_read), "", file
-    )
+    kind = _kind_of_file(path, suffix, file_stat.st_size, must_be_read)
+    return ComparedFile(path, label, name_prefix, kind, "", relative_path)
 
 
 def _kind_of_file(path: Path, suffix: str, size: int, must_be_read: bool) -> str:
@@ -168,9 +166,8 @@ def _kind_of_file(path: Path, suffix: str, size: int, must_be_read: bool) -> str
     head = read_head(path, _HEAD_BYTES)
     is_small = size <= MAX_PICKLE_BYTES or _is_legacy(head)
     if head.startswith(b"PK\3\4"):
-        return (
-            PICKLE if suffix in (*_PICKLE_SUFFIXES, *_POSSIBLE_PICKLE_SUFFIXES) else ZIP
-        )  # it may be an archive of torch.save
+        # With such a suffix, it may be an archive of torch.save.
+        return PICKLE if suffix in (*_PICKLE_SUFFIXES, *_POSSIBLE_PICKLE_SUFFIXES) else ZIP
     if head.startswith(b"\x93NUMPY"):
         return ARRAY
     if head[257:262] == b"ustar":
@@ -189,7 +186,7 @@ def _looks_like_pickle(path: Path, head: bytes, size: int) -> bool:
 
 
 def is_declared_pickle(path: Path) -> bool:
-    """Return True for a file whose suffix or first bytes declare a pickle or archive; reading another format fails."""
+    """Return True for a file whose suffix or first bytes declare a pickle or archive: it must be readable as one."""
     return path.suffix in _PICKLE_SUFFIXES or read_head(path, 4) == b"PK\3\4"
 
 

@@ -1,4 +1,4 @@
-"""Runs of a custom trainer: arguments, exit, and paths of its checkpoints and losses."""
+"""Run the command of a custom trainer, and find the checkpoints and losses that each run wrote."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class CommandRuns:
         """Prepare runs; nothing is run or written.
 
         Args:
-            block: The command with its options.
+            block: Block `train` of the recipe: the command, and the paths of its outputs.
             training: Number of steps, and the steps that are saved.
             out: Parent of the folders of all runs.
             folder: Folder of the recipe, for `{recipe}`.

@@ -21,9 +21,8 @@ from ckptx.untrusted.printable import one_line
 from ckptx.wording import counted
 
 _PLACEHOLDER = re.compile(r"\{([A-Za-z_]\w*)([:!.\[][^{}]*)?\}")
-_INTEGER_PLACEHOLDERS = frozenset(
-    {"step", "steps", "save_at", "total_steps"}
-)  # these may have a width, as in {step:07d}
+# Placeholders that may have a width, as in {step:07d}.
+_INTEGER_PLACEHOLDERS = frozenset({"step", "steps", "save_at", "total_steps"})
 _FORMAT_WIDTH = re.compile(r":(0?[1-9][0-9]?)?d?")
 _SUPERVISOR_SCRIPT = Path(__file__).with_name("supervisor.py")
 _SHUTDOWN_SECONDS = 40.0  # for the supervisor to end all processes; longer than the sum of its own limits
@@ -119,26 +118,26 @@ def fill_placeholders(text: str, values: Mapping[str, str], subject: str) -> str
     """
 
     def replacement(match: re.Match[str]) -> str:
-        name, form = match[1], match[2] or ""
+        name, format_spec = match[1], match[2] or ""
         if name not in values:
-            if form and not (form != ":" and _FORMAT_WIDTH.fullmatch(form)):
+            if format_spec and not (format_spec != ":" and _FORMAT_WIDTH.fullmatch(format_spec)):
                 return match[0]
             near = get_close_matches(name, values, 1, 0.5)
             hint = f"did you mean {{{near[0]}}}?" if near else f"use one of {', '.join(map('{{{}}}'.format, values))}"
             raise UsageError(f"{subject}: the placeholder {{{one_line(name, 80)}}} is unknown; {hint}")
-        if not form:
+        if not format_spec:
             return values[name]
         if name not in _INTEGER_PLACEHOLDERS:
             raise UsageError(
                 f"{subject}: the placeholder {one_line(match[0], 80)} has a format, which only "
                 f"{', '.join(map('{{{}}}'.format, sorted(_INTEGER_PLACEHOLDERS)))} can have; write {{{name}}}"
             )
-        if not _FORMAT_WIDTH.fullmatch(form):
+        if not _FORMAT_WIDTH.fullmatch(format_spec):
             raise UsageError(
-                f"{subject}: the placeholder {one_line(match[0], 80)} has the format {one_line(form, 40)!r}, which "
-                f"must be a width below 100, filled with zeros or spaces; write it as {{{name}:07d}}"
+                f"{subject}: the placeholder {one_line(match[0], 80)} has the format {one_line(format_spec, 40)!r}, "
+                f"which must be a width below 100, filled with zeros or spaces; write it as {{{name}:07d}}"
             )
-        return format(int(values[name]), form[1:])
+        return format(int(values[name]), format_spec[1:])
 
     return _PLACEHOLDER.sub(replacement, text)
 
@@ -165,7 +164,7 @@ def check_environment(variables: Mapping[str, str]) -> None:
 def run_command(words: Sequence[str], log: Path, environment: Mapping[str, str], time_limit: float) -> CommandResult:
     """Run a command to its end, with its output in a file.
 
-    If this call ends early, as by an interruption, the command and all processes that it started are ended.
+    If an exception such as KeyboardInterrupt ends this call early, the command and all its processes are ended.
 
     Args:
         words: Words of the command.
@@ -198,12 +197,19 @@ def run_command(words: Sequence[str], log: Path, environment: Mapping[str, str],
             "install it, or write its path"
         )
     return CommandResult(
-        report["code"], report["seconds"], _last_lines(log), report["is_late"], report["left"], report["unkillable"]
+        report["code"],
+        report["seconds"],
+        _last_lines(log),
+        report["is_timed_out"],
+        report["remaining_processes"],
+        report["unkillable"],
     )
 
 
 def _exchange_with_supervisor(supervisor: subprocess.Popen[bytes], request: bytes) -> dict[str, Any]:
-    """Send the command to the supervisor, and return its report; on an interruption, it ends all processes.
+    """Send the command to the supervisor, and return its report.
+
+    On an interruption, the supervisor ends all processes.
 
     Raises:
         EnvironmentProblem: The supervisor ended without a report.

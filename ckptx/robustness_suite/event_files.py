@@ -1,6 +1,6 @@
 """Read the scalars of TensorBoard's event files.
 
-    file     records, one after the other: u64 length | u32 masked CRC-32C of it | data | u32 masked CRC-32C of the data
+    file     records, one after the other: u64 length | u32 masked CRC-32C of length | data | u32 masked CRC-32C of data
     data     an Event in protocol buffers, with a step and the values of some tags
 
 as in TensorFlow's `record_writer.h`. TensorBoard's own package decodes the events and the tensors in them. This module
@@ -75,9 +75,9 @@ def read_scalars(path: Path, notes: list[str]) -> Iterator[Scalar]:
                 f"{path}: damaged event at byte {offset} ({error!s:.120}); delete the file or write it again"
             ) from None
         for value in event.summary.value:
-            number = _scalar_value(value)
-            if number is not None:
-                yield Scalar(value.tag, event.step, number)
+            scalar = _scalar_value(value)
+            if scalar is not None:
+                yield Scalar(value.tag, event.step, scalar)
 
 
 def _read_records(path: Path, notes: list[str]) -> Iterator[tuple[int, bytes]]:

@@ -44,7 +44,7 @@ from ckptx.robustness_suite.oracles import (
     json_number,
     largest_value,
 )
-from ckptx.robustness_suite.reference_files import RunFiles, compare_snapshots, take_snapshot
+from ckptx.robustness_suite.reference_files import RunFiles, compare_file_snapshots, snapshot_files
 from ckptx.robustness_suite.report_builder import Findings, ReportBuilder
 from ckptx.robustness_suite.stored_items import detect_sharding, files_not_compared
 from ckptx.runtime.training.recipe import ChecksBlock, ExternalBlock, Recipe
@@ -53,12 +53,12 @@ from ckptx.wording import counted
 
 _MAX_LISTED_FILES = 4  # files listed in a cause
 BUILT_IN_RECIPES = Path(ckptx.runtime.training.__file__).parent / "recipes"
-STRAIGHT, REPEATED, SAVED_AGAIN, RESUMED = "uninterrupted", "rerun", "load and save", "resumed"
+UNINTERRUPTED, RERUN, LOAD_AND_SAVE, RESUMED = "uninterrupted", "rerun", "load and save", "resumed"
 _TITLES = {
-    STRAIGHT: "uninterrupted run: all state in its checkpoints is finite",
+    UNINTERRUPTED: "uninterrupted run: all state in its checkpoints is finite",
     "sharded": "parameters were sharded over ranks",
-    REPEATED: "the same run a second time: measures numerical noise",
-    SAVED_AGAIN: "a checkpoint that is loaded and saved keeps all state",
+    RERUN: "the same run a second time: measures numerical noise",
+    LOAD_AND_SAVE: "a checkpoint that is loaded and saved keeps all state",
     RESUMED: "resumed run ends in the same state as the uninterrupted run",
 }
 _UNKNOWN_STATE_CAUSE = (
@@ -69,7 +69,7 @@ _NOISY_FILE_REASON = "differ between two runs of the same command, as files that
 _RESTORED_STATE_CAUSE = (
     "all state in the checkpoint was restored, so other state was not saved, or the checkpoint was saved within a step"
 )
-_RESUMED_RUN_NAMES = {SAVED_AGAIN: "run resumed for zero steps", RESUMED: "resumed run"}
+_RESUMED_RUN_NAMES = {LOAD_AND_SAVE: "run resumed for zero steps", RESUMED: "resumed run"}
 _MODIFIED_SOURCE_NOTE = (
     "the run resumed from a checkpoint that an earlier run had modified, which may have caused its differences"
 )
@@ -78,7 +78,7 @@ _ORACLE_CAUSES = {
     "finite": "the state or a loss contains NaN or infinity",
     "sharded": "parameters are not sharded as checks.sharded requires",
 }
-# State that differs only if it was not restored, as a step does not spread differences to it.
+# State that differs only if it was not restored: a difference in other state does not change it in a step.
 _STEP_INDEPENDENT_ORACLES = ("adam step", "group", "scheduler", "step", "epoch", "samples", "rng", "batch", "rate")
 
 
@@ -90,7 +90,7 @@ def run_external(
     recipe: Recipe,
     out: Path,
     log: Log | None = None,
-    on_phase: OnPhase = lambda found: None,
+    on_phase: OnPhase = lambda builder: None,
     *,
     folder: Path = BUILT_IN_RECIPES,
 ) -> ReportBuilder:
@@ -111,10 +111,10 @@ def run_external(
     """
     phases = _CommandPhases(recipe, out, log or Log(), on_phase, folder)
     phases.check()
-    phases.run_straight()
+    phases.run_uninterrupted()
     phases.check_sharding()
-    phases.run_repeated()
-    phases.run_saved_again()
+    phases.run_rerun()
+    phases.run_load_and_save()
     phases.run_resumed()
     return phases.report_builder
 
@@ -141,7 +141,11 @@ class _CommandPhases:
         self._is_reference_modified = False
 
     def check(self) -> None:
-        """Check recipe and command before the first run."""
+        """Check recipe and command before the first run.
+
+        Raises:
+            UsageError, OutputError, EnvironmentProblem: See `run_external`.
+        """
         steps = self.training.steps
         if not 0 < self.save_at < steps:
             raise UsageError(
@@ -154,9 +158,9 @@ class _CommandPhases:
 
     # ------------------------------------------------------------------------------------------------- the phases
 
-    def run_straight(self) -> None:
+    def run_uninterrupted(self) -> None:
         """Run A, the reference of all other runs."""
-        run = self._run_command(STRAIGHT, self.training.steps, None)
+        run = self._run_command(UNINTERRUPTED, self.training.steps, None)
         if run.has_failed:
             raise EnvironmentProblem(run.failure)
         self._sharding = detect_sharding(self._runs.require_checkpoint(run, self.save_at))
@@ -176,14 +180,16 @@ class _CommandPhases:
         sharding = self._sharding
         if self.checks.sharded is None:
             return
-        is_right = sharding.is_sharded == self.checks.sharded
-        got, expected = ("sharded" if each else "not sharded" for each in (sharding.is_sharded, self.checks.sharded))
-        differences = [] if is_right else [Difference("sharded", "placement of parameters", None, expected, got)]
-        self._add_phase("sharded", Findings([Verdict("sharded", 1, differences)], [f"{got}: {sharding.evidence}"]), 0.0)
+        is_expected = sharding.is_sharded == self.checks.sharded
+        actual, expected = ("sharded" if each else "not sharded" for each in (sharding.is_sharded, self.checks.sharded))
+        differences = [] if is_expected else [Difference("sharded", "placement of parameters", None, expected, actual)]
+        self._add_phase(
+            "sharded", Findings([Verdict("sharded", 1, differences)], [f"{actual}: {sharding.evidence}"]), 0.0
+        )
 
-    def run_repeated(self) -> None:
+    def run_rerun(self) -> None:
         """Run A', and measure the noise."""
-        run = self._run_command(REPEATED, self.training.steps, None)
+        run = self._run_command(RERUN, self.training.steps, None)
         if run.has_failed:
             raise EnvironmentProblem(run.failure)
         results = self._read_results(
@@ -221,22 +227,22 @@ class _CommandPhases:
         loss = loss._replace(compared=len(self._reference_losses), differences=missing)
         self._add_run(run, [*passed, loss], notes, "two runs of the same command do not log the same losses")
 
-    def run_saved_again(self) -> None:
+    def run_load_and_save(self) -> None:
         """Run Z, and compare it with A at step N: items that differ were not restored."""
         if not self.block.zero_steps:
-            self._add_phase(SAVED_AGAIN, Findings(skip_reason=_UNKNOWN_STATE_CAUSE), 0.0)
+            self._add_phase(LOAD_AND_SAVE, Findings(skip_reason=_UNKNOWN_STATE_CAUSE), 0.0)
             return
         source, repeated_items = (
-            self._runs.checkpoint_path(self._runs.run_folder(STRAIGHT), self.save_at),
-            self._runs.read_items_if_saved(REPEATED, self.save_at),
+            self._runs.checkpoint_path(self._runs.run_folder(UNINTERRUPTED), self.save_at),
+            self._runs.read_items_if_saved(RERUN, self.save_at),
         )
-        run = self._run_command(SAVED_AGAIN, self.save_at, source)
+        run = self._run_command(LOAD_AND_SAVE, self.save_at, source)
         if run.has_failed:
             self._add_failed_run(run)
             return
         step_verdict = self._unexpected_step_verdict(run, self.save_at)
         if step_verdict is not None:
-            self._add_run(run, [step_verdict], [], f"step count differs: {step_verdict.differences[0].found}")
+            self._add_run(run, [step_verdict], [], f"step count differs: {step_verdict.differences[0].actual}")
             return
         resaved_items = self._read_results(run, lambda: self._runs.read_items(run, self.save_at))
         if resaved_items is None:
@@ -256,7 +262,7 @@ class _CommandPhases:
 
     def run_resumed(self) -> None:
         """Run R, and compare its final state and its losses with those of A."""
-        source = self._runs.checkpoint_path(self._runs.run_folder(STRAIGHT), self.save_at)
+        source = self._runs.checkpoint_path(self._runs.run_folder(UNINTERRUPTED), self.save_at)
         run = self._run_command(RESUMED, self.training.steps, source)
         if run.has_failed:
             self._add_failed_run(run)
@@ -267,13 +273,15 @@ class _CommandPhases:
         if results is None:
             return
         (resumed_items, losses), (reference_items, repeated_items) = results, self._final_items
-        shared = {key for key in reference_items if reference_items[key] == repeated_items.get(key)}
-        expected = {key: value for key, value in reference_items.items() if key in shared}
-        known = (
+        reproducible_keys = {key for key in reference_items if reference_items[key] == repeated_items.get(key)}
+        expected = {key: value for key, value in reference_items.items() if key in reproducible_keys}
+        known_keys = (
             reference_items.keys() | repeated_items.keys() | noisy_files(reference_items, repeated_items, resumed_items)
         )
-        compared = {key: value for key, value in resumed_items.items() if key in shared or key not in known}
-        verdicts = compare([expected], [compared])
+        actual = {
+            key: value for key, value in resumed_items.items() if key in reproducible_keys or key not in known_keys
+        }
+        verdicts = compare([expected], [actual])
         verdicts += [self._loss_verdict(losses.by_step)]
         cause_notes = [*self._cause_notes(verdicts)]
         short_cause = _RESTORED_STATE_CAUSE if self.block.zero_steps else "one step spreads a fault to every parameter"
@@ -287,7 +295,7 @@ class _CommandPhases:
     def _cause_notes(self, verdicts: Sequence[Verdict]) -> Iterator[str]:
         """Yield notes on the cause of different final states, if the run for zero steps has none."""
         failed = [each.oracle for each in failed_verdicts(verdicts)]
-        has_named_cause = any(row["name"] == SAVED_AGAIN and row["ok"] is False for row in self.report_builder.phases)
+        has_named_cause = any(row["name"] == LOAD_AND_SAVE and row["ok"] is False for row in self.report_builder.phases)
         if not failed or has_named_cause:
             return
         yield UNSAVED_STATE_CAUSES if self.block.zero_steps else _UNKNOWN_STATE_CAUSE
@@ -299,8 +307,8 @@ class _CommandPhases:
         reference_losses = {step: loss for step, loss in self._reference_losses.items() if step > self.save_at}
         if not reference_losses:
             raise InputError(
-                f"{self._runs.losses_path(self._runs.run_folder(STRAIGHT))}: no loss after step {self.save_at}, from "
-                "which the resumed run continues; log every step"
+                f"{self._runs.losses_path(self._runs.run_folder(UNINTERRUPTED))}: no loss after step {self.save_at}, "
+                "from which the resumed run continues; log every step"
             )
         noise_factor, default_factor = self.checks.loss_times_noise, ChecksBlock().loss_times_noise
         verdict = compare_measurements(
@@ -321,29 +329,29 @@ class _CommandPhases:
     # ---------------------------------------------------------------------------------------------------- the runs
 
     def _run_command(self, name: str, steps: int, checkpoint: Path | None) -> CommandRun:
-        if name != STRAIGHT and self._reference_files is None:
+        if name != UNINTERRUPTED and self._reference_files is None:
             self._reference_files = self._snapshot()
         run = self._runs.run(name, steps, checkpoint)
         self._check_reference(run)
         return run
 
     def _snapshot(self) -> RunFiles:
-        """Digest the files of the straight run."""
-        out = self._runs.run_folder(STRAIGHT)
+        """Digest the files of the uninterrupted run."""
+        out = self._runs.run_folder(UNINTERRUPTED)
         steps = (self.save_at, self.training.steps)
         paths = [self._runs.checkpoint_path(out, step) for step in steps]
-        return take_snapshot(out, [*paths, self._runs.losses_path(out)])
+        return snapshot_files(out, [*paths, self._runs.losses_path(out)])
 
     def _check_reference(self, run: CommandRun) -> None:
-        """Compare the files of the straight run with those before another run."""
+        """Compare the files of the uninterrupted run with their state before `run`."""
         self._reference_verdict = None
         if self._reference_files is not None:
             current = self._snapshot()
-            self._reference_verdict = compare_snapshots(self._reference_files, current)
+            self._reference_verdict = compare_file_snapshots(self._reference_files, current)
             self._reference_files = current
 
     def _read_results(self, run: CommandRun, read: Callable[[], T]) -> T | None:
-        """Return the results of a run; None, with the phase failed, if a run that changed the reference has none.
+        """Return the results of a run; None, with a failed phase, for a run without results that changed the reference.
 
         Raises:
             InputError: The run has no results and did not change the reference, so the recipe is wrong.
@@ -353,15 +361,15 @@ class _CommandPhases:
         except InputError as error:
             if self._reference_verdict is None or self._reference_verdict.ok is not False:
                 raise
-            self._add_run(run, [], [str(error)], failed=True)
+            self._add_run(run, [], [str(error)], has_failed=True)
             return None
 
     def _add_failed_run(self, run: CommandRun) -> None:
         """Report a run of the command that failed."""
-        self._add_run(run, [], [run.failure], run.failure, failed=True)
+        self._add_run(run, [], [run.failure], run.failure, has_failed=True)
 
     def _unexpected_step_verdict(self, run: CommandRun, step: int) -> Verdict | None:
-        """Return a failed verdict if a run saved another step than the one where it had to stop, else None."""
+        """Return a failed verdict if a run saved another step instead of `step`, its last one; otherwise None."""
         saved_step = self._runs.last_unexpected_step(run, step)
         if saved_step is None:
             return None
@@ -377,7 +385,12 @@ class _CommandPhases:
     # ------------------------------------------------------------------------------------------------- the report
 
     def _add_run(
-        self, run: CommandRun, verdicts: Sequence[Verdict], notes: Sequence[str], cause: str = "", failed: bool = False
+        self,
+        run: CommandRun,
+        verdicts: Sequence[Verdict],
+        notes: Sequence[str],
+        cause: str = "",
+        has_failed: bool = False,
     ) -> None:
         notes = [*notes, *run.result.notes()]
         if self._reference_verdict is not None:
@@ -388,7 +401,7 @@ class _CommandPhases:
                 self._is_reference_modified = True
             elif self._is_reference_modified and run.name in _RESUMED_RUN_NAMES:
                 notes = [*notes, _MODIFIED_SOURCE_NOTE]
-        self._add_phase(run.name, Findings([*verdicts], [*notes], has_failed=failed), run.result.seconds, cause)
+        self._add_phase(run.name, Findings([*verdicts], [*notes], has_failed=has_failed), run.result.seconds, cause)
 
     def _add_phase(self, name: str, findings: Findings, seconds: float, cause: str = "") -> None:
         cause = cause or _default_cause([*failed_verdicts(findings.verdicts)])
@@ -403,7 +416,7 @@ def _without_items(items: Items, keys: set[tuple[str, str]]) -> Items:
 
 def _modified_cause(run: CommandRun, reference_verdict: Verdict) -> str:
     """Return the cause of a failed `reference` verdict: the files that a run has modified."""
-    shown = [f"{each.item} {each.found}" for each in reference_verdict.differences[:_MAX_LISTED_FILES]]
+    shown = [f"{each.item} {each.actual}" for each in reference_verdict.differences[:_MAX_LISTED_FILES]]
     more = len(reference_verdict.differences) - len(shown)
     listed = ", ".join(shown) + (f", and {more:,} more" if more else "")
     run_name = _RESUMED_RUN_NAMES.get(run.name, "repeated run")

@@ -265,26 +265,26 @@ def shards_swapped(trainer: Any) -> None:
 
 
 def _load_parameters(trainer: Any, path: Path, is_selected: Callable[[str], bool]) -> None:
-    """Load parameters with these names from another checkpoint."""
-    unselected = [(name, _local_values(each), _local_values(each).clone()) for name, each in _parameters(trainer)]
+    """Load the parameters whose names `is_selected` accepts from another checkpoint."""
+    originals = [(name, _local_values(each), _local_values(each).clone()) for name, each in _parameters(trainer)]
     trainer.rank_model.load(path)
-    for name, values, own in unselected:
+    for name, values, original in originals:
         if not is_selected(name):
-            values.copy_(own)
+            values.copy_(original)
 
 
 @register_fault("one rank has the initial weights", oracle="model")
 def one_rank_old(trainer: Any) -> None:
-    last = trainer.rank_context.rank == trainer.rank_context.world_size - 1
-    _load_parameters(trainer, trainer.source, lambda _: last)
+    is_last_rank = trainer.rank_context.rank == trainer.rank_context.world_size - 1
+    _load_parameters(trainer, trainer.source, lambda _: is_last_rank)
 
 
 @register_fault("one rank has the weights of an earlier step", oracle="model", run="resumed-2")
 def one_rank_one_step_old(trainer: Any) -> None:
     steps = sorted(trainer.resumed_from.parent.glob("step-*"), key=lambda each: int(each.name.partition("-")[2]))
     previous = steps[steps.index(trainer.resumed_from) - 1]
-    last = trainer.rank_context.rank == trainer.rank_context.world_size - 1
-    _load_parameters(trainer, previous, lambda _: last)
+    is_last_rank = trainer.rank_context.rank == trainer.rank_context.world_size - 1
+    _load_parameters(trainer, previous, lambda _: is_last_rank)
 
 
 @register_fault("the head has its initial weights", oracle="model")

@@ -156,7 +156,7 @@ def _describe_array(file: _ByteSource, subject: str) -> str:
 
 
 def _parse_header(start: bytes, file: _ByteSource) -> tuple[_Header | None, bytes]:
-    """Return the header of an array, None if it is not valid, and the bytes that were read."""
+    """Return the header of an array, or None if it is not valid, and the bytes that were read."""
     if not start.startswith(_MAGIC) or len(start) < len(_MAGIC) + 6 or start[6] not in (1, 2, 3):
         return None, start
     width = 2 if start[6] == 1 else 4

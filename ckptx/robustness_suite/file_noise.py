@@ -10,12 +10,10 @@ from ckptx.robustness_suite.stored_items import is_file_digest
 from ckptx.untrusted.printable import one_line
 
 _DIGITS = re.compile(r"[0-9]+")
-_SETTING_ORACLES = (
-    "other",
-    "step",
-)  # oracles of settings; a step counter would have the same value in both checkpoints
-_MAX_LISTED_NAMES = 8  # names in a line
-_MAX_LINE_LENGTH = 400  # characters of them
+# Oracles that a setting with the number of steps may have; a step counter has the same value in both checkpoints.
+_SETTING_ORACLES = ("other", "step")
+_MAX_LISTED_NAMES = 8  # names in a note
+_MAX_NAMES_LENGTH = 400  # characters of the names in a note
 
 
 def noisy_files(reference: Items, repeated: Items, compared: Items) -> set[tuple[str, str]]:
@@ -72,4 +70,4 @@ def not_compared_file_notes(files_by_reason: Mapping[str, Sequence[str]]) -> Ite
 
 def _join_names(names: Sequence[str]) -> str:
     more = f" and {len(names) - _MAX_LISTED_NAMES:,} more" if len(names) > _MAX_LISTED_NAMES else ""
-    return one_line(", ".join(names[:_MAX_LISTED_NAMES]), _MAX_LINE_LENGTH) + more
+    return one_line(", ".join(names[:_MAX_LISTED_NAMES]), _MAX_NAMES_LENGTH) + more

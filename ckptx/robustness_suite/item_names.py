@@ -62,7 +62,7 @@ _MOMENT = re.compile(
     r"|state[12]|absmax[12]|(first|second)_moments?|moment[12]|shampoo_.+|row_momentum|col_momentum"
 )
 
-# Pattern of a file name -> prefix for its items. A number at the end is a rank, or the index of a further object.
+# Pattern of a file name -> prefix for its items. A number at the end is a rank, or the index of an object.
 _FILE_PREFIXES = (
     (r"(.+[_-])?(ema|swa)([_-].+)?", "ema"),
     (r"(model|pytorch_model|pytorch_model_fsdp|weights)([_-].*)?", "model"),
@@ -112,7 +112,7 @@ def inner_words(name: str) -> list[str]:
 
 
 def kind_of_word(word: str) -> StateKind | None:
-    """Return the kind of state that a word stands for, or None if the word is unknown."""
+    """Return the kind of state that a word denotes; None for an unknown word."""
     word = word.lower()
     if word in _KIND_BY_WORD:
         return _KIND_BY_WORD[word]
@@ -161,7 +161,7 @@ def oracles_of_group(key: str) -> tuple[str, ...]:
 
 
 def is_master(word: str) -> bool:
-    """Return True for a word that stands for master weights: a copy of the parameters in full precision."""
+    """Return True for a word that denotes master weights: a copy of the parameters in full precision."""
     return _MASTER.fullmatch(word.lower()) is not None
 
 
@@ -192,8 +192,8 @@ def _oracles_of_kind(kind: StateKind, words: Sequence[str], is_array: bool) -> t
         if any(kind_of_word(word) == "loader" for word in words):
             return ("batch",)
         return ("epoch",) if "epoch_progress" in words else ("step",)
-    oracle = {"model": "model", "second model": "second model", "scheduler": "scheduler", "loader": "batch"}
-    return (oracle.get(kind, "other"),)
+    oracle_by_kind = {"model": "model", "second model": "second model", "scheduler": "scheduler", "loader": "batch"}
+    return (oracle_by_kind.get(kind, "other"),)
 
 
 def _oracles_of_optimizer(words: Sequence[str], is_array: bool) -> tuple[str, ...]:

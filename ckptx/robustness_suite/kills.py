@@ -32,7 +32,7 @@ from unittest.mock import patch
 
 from ckptx.publishing import staging
 
-# Purposes of operations. If only a few are selected, the first kinds come first.
+# Kinds of operations; if only a few operations are selected, those of the first kinds come first.
 OPERATION_KINDS = ("data", "metadata", "publish", "latest", "fsync", "retention", "directory fsync", "other")
 
 _STEP_NAME = re.compile(r"\bstep-[0-9]+\b")
@@ -91,11 +91,14 @@ def kill_at(root: Path, operation: str, other_pids: Collection[int] = ()) -> Ite
 
 
 def select_kill_points(names: Sequence[str], count: int) -> list[str]:
-    """Select operations of a save: the last of each kind, the first of each kind, then those between.
+    """Select operations of a save: the last of each kind, the first, the middle one, then the others.
 
     Args:
         names: Names of all operations, from `record_operations`.
         count: Number to select; fewer if there are not enough.
+
+    Returns:
+        Names in the order of the save.
     """
     queues = [_order_from_ends([each for each in names if operation_kind(each) == kind]) for kind in OPERATION_KINDS]
     selected: set[str] = set()
@@ -107,7 +110,7 @@ def select_kill_points(names: Sequence[str], count: int) -> list[str]:
 
 
 def _order_from_ends(names: list[str]) -> list[str]:
-    """Sort names: the last, the first, the middle one, then the others."""
+    """Return the names in order of selection: the last, the first, the middle one, then the others."""
     order = [-1, 0, len(names) // 2] if names else []
     return list(dict.fromkeys([*(names[index] for index in order), *names]))
 
@@ -128,7 +131,7 @@ def operation_kind(name: str) -> str:
     return "data" if ".distcp" in target else "other"
 
 
-# ------------------------------------------------------------------------------------------ watching
+# ----------------------------------------------------------------------------------------- functions of `os` and `open`
 
 
 @contextmanager
@@ -193,11 +196,11 @@ class _PatchedFunctions:
         """Return a replacement for the exchange of two names, which is a call into the C library."""
 
         @wraps(function)
-        def replacement(a: int, name: str, b: int, other: str) -> bool:
-            names = self._relative_name(name, a), self._relative_name(other, b)
+        def replacement(directory: int, name: str, other_directory: int, other_name: str) -> bool:
+            names = self._relative_name(name, directory), self._relative_name(other_name, other_directory)
             if None not in names:
                 self._report(f"exchange {names[0]} <-> {names[1]}")
-            return function(a, name, b, other)
+            return function(directory, name, other_directory, other_name)
 
         return replacement
 
@@ -242,13 +245,13 @@ class _PatchedFunctions:
         return self._relative_name(path, dir_fd) if flags & _WRITE_FLAGS else None
 
     def _name_of_two_paths(
-        self, a: Any, b: Any, *_: Any, src_dir_fd: int | None = None, dst_dir_fd: int | None = None, **__: Any
+        self, source: Any, target: Any, *_: Any, src_dir_fd: int | None = None, dst_dir_fd: int | None = None, **__: Any
     ) -> str | None:
-        names = self._relative_name(a, src_dir_fd), self._relative_name(b, dst_dir_fd)
+        names = self._relative_name(source, src_dir_fd), self._relative_name(target, dst_dir_fd)
         return None if names == (None, None) else f"{names[0] or 'elsewhere'} -> {names[1] or 'elsewhere'}"
 
     def _relative_name(self, path: Any, directory: int | None = None) -> str | None:
-        """Return the role of a file or directory by its path below the root; None if it is outside."""
+        """Return the path of a file below the root, with `step-N` for any step; None if it is outside the root."""
         try:
             if isinstance(path, int):
                 full_path = self._descriptor_path(path)

@@ -115,7 +115,7 @@ def _parse_row(row: dict[str, Any], block: ExternalBlock, subject: str) -> Itera
 
 
 def _nested_value(row: dict[str, Any], key: str) -> Any:
-    """Return the value of a key, also of a nested key such as `train.loss`; None if it is missing."""
+    """Return the value of a key, which may be nested, such as `train.loss`; None if it is missing."""
     value: Any = row
     if key in row:
         return row[key]
@@ -198,7 +198,7 @@ def _match_lines(pattern: str, lines: Sequence[str], path: Path) -> Sequence[tup
             check=False, start_new_session=True,
         )  # fmt: skip
     except subprocess.TimeoutExpired:  # if the engine does not check for signals
-        result: dict[str, Any] = {"late": None}
+        result: dict[str, Any] = {"timeout_line": None}
     else:
         if process.returncode:
             raise EnvironmentProblem(
@@ -206,13 +206,13 @@ def _match_lines(pattern: str, lines: Sequence[str], path: Path) -> Sequence[tup
                 "machine has enough memory"
             )
         result = json.loads(process.stdout)
-    if "late" in result:
-        line = f" (stopped at line {result['late']})" if result["late"] else ""
+    if "timeout_line" in result:
+        line = f" (stopped at line {result['timeout_line']})" if result["timeout_line"] else ""
         raise UsageError(
             f"train.pattern: {one_line(pattern, _MAX_SHOWN_LENGTH)!r} takes more than {_MATCH_SECONDS:g} seconds to "
             f"match {path}{line}; write it without a repetition inside a repetition, such as (a+)+"
         )
-    matches: Sequence[tuple[int, str, str]] = result["found"]
+    matches: Sequence[tuple[int, str, str]] = result["matches"]
     return matches
 
 

@@ -4,7 +4,7 @@ An expression can take practically forever on a line that it does not match (cat
 cannot interrupt Python's engine, but the engine checks for signals, so a separate process with an alarm is used.
 
     stdin     JSON: pattern, lines, seconds
-    stdout    JSON: found, a list of [line number, step, loss]; or late, the number of the line when the time was over
+    stdout    JSON: matches, a list of [line number, step, loss]; or timeout_line, the line when the time was over
 
 This file imports only the standard library, so that it starts in a few milliseconds.
 """
@@ -22,13 +22,13 @@ class _Timeout(Exception):
     """The time limit is exceeded."""
 
 
-def _alarm(*_: object) -> None:
+def _raise_timeout(*_: object) -> None:
     raise _Timeout
 
 
 def _match_lines(pattern: str, lines: list[str], seconds: float) -> dict[str, Any]:
     line_number, matches = 0, []
-    signal.signal(signal.SIGALRM, _alarm)
+    signal.signal(signal.SIGALRM, _raise_timeout)
     signal.setitimer(signal.ITIMER_REAL, seconds)
     try:
         expression = re.compile(pattern)
@@ -36,10 +36,10 @@ def _match_lines(pattern: str, lines: list[str], seconds: float) -> dict[str, An
             matches += [(line_number, each["step"], each["loss"]) for each in expression.finditer(line)]
         signal.setitimer(signal.ITIMER_REAL, 0)
     except _Timeout:
-        return {"late": line_number}
-    return {"found": matches}
+        return {"timeout_line": line_number}
+    return {"matches": matches}
 
 
 if __name__ == "__main__":
-    order = json.load(sys.stdin)
-    json.dump(_match_lines(order["pattern"], order["lines"], order["seconds"]), sys.stdout)
+    request = json.load(sys.stdin)
+    json.dump(_match_lines(request["pattern"], request["lines"], request["seconds"]), sys.stdout)

@@ -10,11 +10,11 @@ from ckptx.report.report import human_bytes
 from ckptx.robustness_suite.session import Session
 from ckptx.runtime.training.recipe import Recipe
 
-StepMemory = dict[str, int]
+StepMemory = dict[str, int]  # "forecast_peak", "measured_between_steps", ... -> bytes
 
 
 def forecast_memory(session: Session, gpu_memory: int | None) -> StepMemory:
-    """Forecast the memory of a step in a new process; add a note if the class cannot be forecast.
+    """Return the forecast memory of a step, computed in a new process; empty, with a note, if it cannot be forecast.
 
     Args:
         session: Session with a prepared source.
@@ -75,19 +75,19 @@ def _forecast_step(recipe: Recipe, source: Path, gpu_memory: int | None, is_memo
     return peak, max(sum(each.timeline.between_steps) for each in ranks)
 
 
-def _advice(dims: ParallelDims, fitting: tuple[ParallelDims, int] | None) -> str:
-    if fitting is None:
+def _advice(dims: ParallelDims, larger_mesh: tuple[ParallelDims, int] | None) -> str:
+    if larger_mesh is None:
         return (
             "no mesh of up to 64 times as many ranks for tp or dp_shard makes it fit; use activation checkpointing "
             "(--set layout.activation_checkpointing=full), or larger GPUs"
         )
-    larger, peak = fitting
+    larger, peak = larger_mesh
     key, size = ("tp", larger.tp) if larger.tp > dims.tp else ("dp_shard", larger.dp_shard)
     return f"use --set layout.{key}={size}, with which it takes {human_bytes(peak)}"
 
 
 def add_measurement(memory: StepMemory, measured: tuple[int, int] | None) -> StepMemory:
-    """Add measured bytes to a forecast.
+    """Return a forecast with measured bytes added.
 
     Args:
         memory: Forecast of a step.

@@ -21,7 +21,7 @@ _WRAPPERS = frozenset(
 )
 _MOMENT_PAIRS = ({"m", "v"}, {"mu", "nu"}, {"m1", "m2"}, {"first", "second"})
 _SINGLE_MOMENTS = frozenset({"momentum", "momentums", "momenta", "velocity", "velocities", "trace", "moments"})
-_MIN_COPY_SHARE = 0.5  # share of the parameters that a copy has at least: an EMA may omit frozen parameters and buffers
+_MIN_COPY_SHARE = 0.5  # minimum share of the parameters in a copy; an EMA may omit frozen parameters and buffers
 
 
 class NamedShape(NamedTuple):
@@ -43,16 +43,16 @@ class ModelRoots(NamedTuple):
 
     Attributes:
         model: Roots of parameters and buffers.
-        second: Roots of other copies of the model, such as an EMA.
+        second_model: Roots of other copies of the model, such as an EMA.
         moments: Roots of optimizer state with the names and shapes of parameters.
-        masters: Roots of master weights, in full precision.
+        master_weights: Roots of master weights, in full precision.
         optimizer: Roots of all state of optimizers.
     """
 
     model: Roots = frozenset()
-    second: Roots = frozenset()
+    second_model: Roots = frozenset()
     moments: Roots = frozenset()
-    masters: Roots = frozenset()
+    master_weights: Roots = frozenset()
     optimizer: Roots = frozenset()
 
 
@@ -68,7 +68,7 @@ def find_roots(tensors: Sequence[NamedShape], moments: Sequence[NamedShape]) -> 
     model = frozenset(each.words[:1] for each in named_model)
     model = model or _roots_by_optimizer_names(unknown, moments) or _roots_by_optimizer_shapes(unknown, moments)
     names = _shapes_by_relative_name(tensors, model)
-    copies = {"second": set[Words](), "moments": set[Words](), "masters": set[Words]()}
+    copies = {"second_model": set[Words](), "moments": set[Words](), "master_weights": set[Words]()}
     others = [each for each in tensors if not has_root(each.words, model)]
     roots = {*_copies_by_name(others, names, moments), *_copies_by_shape(others, names, moments)}
     for root in roots:
@@ -78,9 +78,9 @@ def find_roots(tensors: Sequence[NamedShape], moments: Sequence[NamedShape]) -> 
     optimizer = {_optimizer_root(each.words, names) for each in moments}
     return ModelRoots(
         model,
-        frozenset(copies["second"]),
+        frozenset(copies["second_model"]),
         frozenset(copies["moments"]),
-        frozenset(copies["masters"]),
+        frozenset(copies["master_weights"]),
         frozenset(root for root in optimizer if root and not has_root(root, model)),
     )
 
@@ -111,9 +111,8 @@ def _roots_by_optimizer_names(tensors: Sequence[NamedShape], moments: Sequence[N
                 continue
             break
     votes = Counter(root for roots in candidates for root in dict.fromkeys(roots))
-    sizes = Counter(
-        each.words[0] for each in tensors
-    )  # the model has at least the tensors of an EMA; if equal, the first is the model
+    # The model has at least the tensors of an EMA; if it has as many, the first of them is the model.
+    sizes = Counter(each.words[0] for each in tensors)
     for root in sorted(votes, key=lambda each: (_is_second_model(each), -votes[each], -sizes[each])):
         if any(root in roots for roots in candidates):
             model_roots.add((root,))
@@ -136,16 +135,16 @@ def _roots_by_optimizer_shapes(tensors: Sequence[NamedShape], moments: Sequence[
     groups: dict[str, list[NamedShape]] = {}
     for each in tensors:
         groups.setdefault(each.words[0], []).append(each)
-    groups = {first: found for first, found in groups.items() if any(each.is_float for each in found)}
+    groups = {first: group for first, group in groups.items() if any(each.is_float for each in group)}
     if not expected or not groups:
         return frozenset()
     shapes = {each.words: each.shape for each in tensors}
-    unique_groups = {first: found for first, found in groups.items() if not _is_repeated(found, shapes)}
+    unique_groups = {first: group for first, group in groups.items() if not _is_repeated(group, shapes)}
     for first in sorted(unique_groups, key=lambda each: (_is_second_model(each), -len(unique_groups[each]))):
         if expected <= _count_shapes(unique_groups[first]):
             return frozenset({(first,)})
-    unique_groups = {first: found for first, found in unique_groups.items() if not _is_second_model(first)}
-    all_shapes = _count_shapes(each for found in unique_groups.values() for each in found)
+    unique_groups = {first: group for first, group in unique_groups.items() if not _is_second_model(first)}
+    all_shapes = _count_shapes(each for group in unique_groups.values() for each in group)
     return frozenset((first,) for first in unique_groups) if expected <= all_shapes else frozenset()
 
 
@@ -169,7 +168,7 @@ def _is_second_model(word: str) -> bool:
     return kind_of_word(word) == "second model"
 
 
-# ------------------------------------------------------------------------------------------------------ its copies
+# -------------------------------------------------------------------------------------------------- copies of the model
 
 
 def _shapes_by_relative_name(tensors: Sequence[NamedShape], model: Roots) -> dict[Words, Shape]:
@@ -213,7 +212,7 @@ def _copies_by_shape(
         if each.words[-1].isdigit() and len(each.words) > 1 and each.is_float:
             lists.setdefault(each.words[:-1], []).append(each)
     expected = [Counter(names.values()), _parameter_shapes(moments)]
-    yield from (root for root, found in lists.items() if len(found) > 1 and _count_shapes(found) in expected)
+    yield from (root for root, group in lists.items() if len(group) > 1 and _count_shapes(group) in expected)
 
 
 def _kind_of_copy(root: Words, roots: set[Words]) -> str | None:
@@ -224,11 +223,11 @@ def _kind_of_copy(root: Words, roots: set[Words]) -> str | None:
     if is_pair or last in _SINGLE_MOMENTS:
         return "moments"
     if any(map(is_master, root)):
-        return "masters"
+        return "master_weights"
     if last.startswith("grad"):
         return None
     is_of_optimizer = kind_of_word(root[0]) == "optimizer" and not any(map(_is_second_model, root))
-    return "moments" if is_of_optimizer else "second"
+    return "moments" if is_of_optimizer else "second_model"
 
 
 def _optimizer_root(words: Words, names: Mapping[Words, Shape]) -> Words:

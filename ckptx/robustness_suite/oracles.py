@@ -6,7 +6,7 @@ A snapshot is a set of items, each with the digest of its bytes, under the oracl
     readable     a published checkpoint opens, and is complete
     sharded      parameters are sharded over ranks, as the recipe requires
     finite       no NaN; no infinity in a parameter, a moment or a loss
-    names        the same names; no wrapper of FSDP2, compile or checkpointing in one; heads tied as the table says
+    names        the same names of tensors: none missing, added, or named after a wrapper of FSDP2 or compile
     model        parameters and persistent buffers
     second model   another copy of the model, such as an EMA
     moments      exp_avg, exp_avg_sq and other optimizer state of each parameter
@@ -19,7 +19,7 @@ A snapshot is a set of items, each with the digest of its bytes, under the oracl
     replicas     state that is replicated on several ranks
     batch        the samples of the next step, by rank
     rate         the learning rate of the next step
-    memory       memory and threads after a phase, compared with those after a released warm-up
+    memory       memory and threads after each task of a phase, at most those after a run of two steps
     other        state that ckptx does not recognize
 
 Loss and logits come last; their tolerance is a multiple of the noise measured in the same run.
@@ -50,14 +50,14 @@ class Difference(NamedTuple):
         item: Name of the item.
         rank: Global rank that has the item; None if it belongs to no rank.
         reference: Expected value; None if the item is not in the reference.
-        found: Value that was found; None if the item is missing.
+        actual: Actual value; None if the item is missing.
     """
 
     oracle: str
     item: str
     rank: int | None
     reference: str | None
-    found: str | None
+    actual: str | None
 
 
 class Verdict(NamedTuple):
@@ -122,14 +122,14 @@ def compare(
     selected = set(oracles)
     compared: dict[str, int] = {}
     differences: dict[str, list[Difference]] = {}
-    for rank, (before, after) in enumerate(zip(reference, actual, strict=True)):
-        for oracle, item in {**before, **after}:
+    for rank, (reference_items, actual_items) in enumerate(zip(reference, actual, strict=True)):
+        for oracle, item in {**reference_items, **actual_items}:
             if oracle not in selected:
                 continue
             compared[oracle] = compared.get(oracle, 0) + 1
-            was, now = before.get((oracle, item)), after.get((oracle, item))
-            if was != now and not (oracle == "finite" and None in (was, now)):
-                differences.setdefault(oracle, []).append(Difference(oracle, item, rank, was, now))
+            values = reference_items.get((oracle, item)), actual_items.get((oracle, item))
+            if values[0] != values[1] and not (oracle == "finite" and None in values):
+                differences.setdefault(oracle, []).append(Difference(oracle, item, rank, *values))
     return [
         Verdict(oracle, compared[oracle], differences.get(oracle, ())) for oracle in ORACLE_ORDER if oracle in compared
     ]
@@ -175,7 +175,7 @@ def compare_measurements(
 
     Args:
         oracle: "loss" or "logits".
-        pairs: Pairs of expected and found number.
+        pairs: Pairs of an expected and an actual number.
         noise: Measured noise; None if equal bits are required.
         noise_factor: Factor of the noise, from the recipe.
         default_factor: Default of that factor.
@@ -187,7 +187,7 @@ def compare_measurements(
 def compare_with_noise(
     oracle: str, compared: int, value: float, noise: float | None, noise_factor: float, default_factor: float
 ) -> Verdict:
-    """Compare a largest difference with a tolerance, as `compare_measurements` does."""
+    """Compare a largest difference, `value`, with a tolerance, as `compare_measurements` does."""
     if noise is None:
         return Verdict(oracle, compared, value=value, limit=0.0)
     return Verdict(

@@ -7,7 +7,7 @@
 3 load and save      a checkpoint that is loaded and saved keeps all state, with synchronous and asynchronous saves
 4 export             exported HF files give the same logits in stock transformers
 5 other layouts      a checkpoint resharded for other meshes is bit-identical, and trains equally within the noise
-6 resume             a resumed run equals an uninterrupted run: bit for bit, in new processes, twice, past an epoch
+6 resume             a run resumed from each saved step equals the uninterrupted run; the first one in new processes
 7 kills              a killed save leaves the last good step, and no incomplete step that looks complete
 """
 
@@ -50,7 +50,7 @@ from ckptx.runtime.training.checkpoints import LATEST
 from ckptx.runtime.training.recipe import ChecksBlock, LayoutBlock, Recipe
 
 _DEFAULTS = ChecksBlock()
-_RANK_INDEPENDENT_ORACLES = ("scheduler", "step", "samples", "rate")  # state that is the same on every mesh
+_RANK_INDEPENDENT_ORACLES = ("scheduler", "step", "samples", "rate")  # equal in memory on every rank and mesh
 
 
 class Phase(NamedTuple):
@@ -69,16 +69,16 @@ class Phase(NamedTuple):
     run: Callable[[Session], Findings]
 
 
-def check_source_parity(session: Session) -> Findings:
-    """Run phase 0."""
+def check_initial_logits(session: Session) -> Findings:
+    """Run phase 0: compare the logits of the sharded model with those of stock transformers."""
     reference, noise = session.run_task("compute_source_logits", session.recipe, session.source, PERTURBED_RUNS)
     logits = session.run_task("compute_runtime_logits", session.make_request())
     return Findings([_logits_verdict(session, reference, logits, noise)])
 
 
-def check_straight_run(session: Session) -> Findings:
-    """Run phase 1."""
-    straight, repeated = session.straight_result, session.repeated_result
+def check_uninterrupted_run(session: Session) -> Findings:
+    """Run phase 1: compare the uninterrupted run with a second one, and measure the noise."""
+    straight, repeated = session.uninterrupted_result, session.repeated_result
     findings = Findings([_sharding_verdict(session, straight)] if session.recipe.checks.sharded is not None else [])
     findings.verdicts += _finite_verdicts(straight)
     if session.is_exact:
@@ -102,22 +102,22 @@ def _with_save_mode(recipe: Recipe, is_asynchronous: bool) -> Recipe:
 
 
 def check_replicas(session: Session) -> Findings:
-    """Run phase 2."""
-    straight, last = session.straight_result, session.saved_steps[-1]
+    """Run phase 2: compare replicated state between ranks, and the logits of a reloaded checkpoint."""
+    straight, last = session.uninterrupted_result, session.saved_steps[-1]
     findings = Findings([compare_replicas(straight.shard_digests[step]) for step in session.saved_steps])
     with findings.catch_read_errors(f"step-{last}"):
         logits = session.run_task(
-            "compute_runtime_logits", session.make_request(resume_from=session.straight_checkpoint(last))
+            "compute_runtime_logits", session.make_request(resume_from=session.uninterrupted_checkpoint(last))
         )
         noise = None if session.is_exact else session.max_noise("logits")
         findings.verdicts.append(_logits_verdict(session, session.reference_logits, logits, noise))
     return _merge_verdicts(findings)
 
 
-def check_save_again(session: Session) -> Findings:
-    """Run phase 3."""
+def check_load_and_save(session: Session) -> Findings:
+    """Run phase 3: load a checkpoint, save it again, and compare both."""
     step = session.resume_step
-    source = session.straight_checkpoint(step)
+    source = session.uninterrupted_checkpoint(step)
     findings = Findings()
     for name, is_asynchronous in (("saved-again", False), ("saved-again-async", True)):
         recipe = _with_save_mode(session.recipe, is_asynchronous)
@@ -128,16 +128,16 @@ def check_save_again(session: Session) -> Findings:
                 saves={step: session.checkpoint_path(name, step)},
                 snapshot_steps=[step],
             )
-            outcome = session.train(name, replace(run, recipe=recipe))
-            findings.verdicts += compare(session.straight_result.items[step], outcome.items[step])
+            result = session.train(name, replace(run, recipe=recipe))
+            findings.verdicts += compare(session.uninterrupted_result.items[step], result.items[step])
             findings.verdicts.append(_compare_files(source, session.checkpoint_path(name, step)))
     return _merge_verdicts(findings)
 
 
 def check_export(session: Session) -> Findings:
-    """Run phase 4."""
+    """Run phase 4: export the last checkpoint, and compare it and its logits in stock transformers."""
     last = session.saved_steps[-1]
-    checkpoint, exported = session.straight_checkpoint(last), session.out / "export"
+    checkpoint, exported = session.uninterrupted_checkpoint(last), session.out / "export"
     findings = Findings()
     architecture = find_architecture(read_json(session.source / "config.json"))
     is_known = architecture is not None and architecture.name_patterns
@@ -146,15 +146,14 @@ def check_export(session: Session) -> Findings:
         convert("dcp2hf", checkpoint, exported, base=str(session.source), names=names, overwrite=True)
         findings.verdicts.append(_compare_names(session.source, exported))
         findings.verdicts.append(_compare_tensors(checkpoint, exported))
-        logits, noise = session.run_task(
-            "compute_source_logits", session.recipe, exported, PERTURBED_RUNS
-        )  # of a forward pass alone
+        # This noise is that of a forward pass; that of the session includes training.
+        logits, noise = session.run_task("compute_source_logits", session.recipe, exported, PERTURBED_RUNS)
         findings.verdicts.append(_logits_verdict(session, session.reference_logits, logits, noise))
     return _merge_verdicts(findings)
 
 
 def check_other_layouts(session: Session) -> Findings:
-    """Run phase 5."""
+    """Run phase 5: reshard a checkpoint for other meshes, and train there."""
     step, findings = session.resume_step, Findings()
     layouts = session.recipe.checks.layouts
     if not layouts:
@@ -170,7 +169,7 @@ def check_other_layouts(session: Session) -> Findings:
     recipe_without_dropout = structs.replace(
         session.recipe, training=structs.replace(session.recipe.training, dropout=0.0)
     )
-    checkpoint = session.straight_checkpoint(step)
+    checkpoint = session.uninterrupted_checkpoint(step)
     base_result: RunResult | None = None
     for number, layout in enumerate(layouts, 1):
         if layout in unavailable:
@@ -194,7 +193,7 @@ def _check_layout(
 ) -> Iterator[Verdict]:
     """Reshard a checkpoint for another mesh, load it there, save it, and continue training."""
     step, layout_text, dims = session.resume_step, session.layout_text(layout), layout.dims
-    checkpoint = session.straight_checkpoint(step)
+    checkpoint = session.uninterrupted_checkpoint(step)
     resharded, saved = session.out / f"layout-{number}-resharded", session.checkpoint_path(f"layout-{number}", step)
     reshard(checkpoint, resharded, tp=dims.tp, pp=dims.pp, dp_shard=dims.dp_shard, to="dcp", overwrite=True)
     yield _compare_tensors(checkpoint, resharded, layout_text)
@@ -202,10 +201,10 @@ def _check_layout(
         session.make_request(resume_from=resharded, snapshot_steps=[step], saves={step: saved}, layout=layout),
         recipe=recipe,
     )
-    outcome = session.train(f"layout-{number}", run)
-    yield from compare(base_result.start_items[:1], outcome.start_items[:1], _RANK_INDEPENDENT_ORACLES)
+    result = session.train(f"layout-{number}", run)
+    yield from compare(base_result.start_items[:1], result.start_items[:1], _RANK_INDEPENDENT_ORACLES)
     yield _compare_tensors(checkpoint, saved, layout_text)
-    yield _loss_verdict(session, base_result, outcome, session.max_noise("loss"))
+    yield _loss_verdict(session, base_result, result, session.max_noise("loss"))
     yield from _compare_state(checkpoint, resharded, layout_text)
     yield from _compare_state(checkpoint, saved, layout_text)
 
@@ -220,35 +219,34 @@ def _add_key_to_errors(key: str) -> Iterator[None]:
 
 
 def check_resume(session: Session) -> Findings:
-    """Run phase 6."""
+    """Run phase 6: resume from each saved step, and compare with the uninterrupted run."""
     findings = Findings()
     noise = None if session.is_exact else session.max_noise("loss")
     steps = [each for each in session.saved_steps if each < session.recipe.training.steps]
     for number, step in enumerate(steps, 1):
         later_steps = [each for each in session.saved_steps if each > step]
-        run = session.make_request(resume_from=session.straight_checkpoint(step), snapshot_steps=later_steps)
+        run = session.make_request(resume_from=session.uninterrupted_checkpoint(step), snapshot_steps=later_steps)
         with findings.catch_read_errors(f"step-{step}"):
             if number > 1:
-                outcome = session.train(f"resumed-{number}", run)
+                result = session.train(f"resumed-{number}", run)
             else:
                 with session.fresh_ranks() as fresh:
-                    outcome = session.train("resumed", run, fresh)
-            start_verdicts = compare(session.straight_result.items[step], outcome.start_items)
+                    result = session.train("resumed", run, fresh)
+            start_verdicts = compare(session.uninterrupted_result.items[step], result.start_items)
             findings.verdicts += start_verdicts
-            if session.is_exact and all(
-                each.ok is not False for each in start_verdicts
-            ):  # later steps can only be equal if the start is
+            # Later steps can only be equal if the start is.
+            if session.is_exact and all(each.ok is not False for each in start_verdicts):
                 for each in later_steps:
-                    findings.verdicts += compare(session.straight_result.items[each], outcome.items[each])
-            findings.verdicts += _finite_verdicts(outcome)
-            findings.verdicts.append(_loss_verdict(session, session.straight_result, outcome, noise))
+                    findings.verdicts += compare(session.uninterrupted_result.items[each], result.items[each])
+            findings.verdicts += _finite_verdicts(result)
+            findings.verdicts.append(_loss_verdict(session, session.uninterrupted_result, result, noise))
     return _merge_verdicts(findings)
 
 
 def check_kills(session: Session) -> Findings:
-    """Run phase 7."""
+    """Run phase 7: kill ranks during saves, and check the remaining steps and the next save."""
     findings, good_step = Findings(), session.resume_step
-    source = session.straight_checkpoint(good_step)
+    source = session.uninterrupted_checkpoint(good_step)
     cases = ((False, False), (False, True), (True, False))  # asynchronous, all ranks
     operations: dict[bool, list[str]] = {}
     for number, (is_asynchronous, kills_all_ranks) in enumerate(cases, 1):
@@ -265,26 +263,26 @@ def check_kills(session: Session) -> Findings:
         )
         session.apply_file_fault(f"killed-{number}", root)
         surviving = session.run_task("check_surviving_steps", root, good_step, steps_before.digests)
-        faults = list(surviving.faults)
+        violations = list(surviving.violations)
         if not killed_ranks:
-            faults.append(f"{operation}: no rank was killed at this operation")
+            violations.append(f"{operation}: no rank was killed at this operation")
         try:
             session.run_task("save_and_record", run, KillPoint(root=root))
         except (InputError, OutputError) as error:
-            faults.append(f"the next save: {error}")
+            violations.append(f"the next save: {error}")
         else:
             steps_after = session.run_task("check_surviving_steps", root, good_step + 1, steps_before.digests)
-            faults += [f"after the next save: {each}" for each in steps_after.faults]
+            violations += [f"after the next save: {each}" for each in steps_after.violations]
         session.kills.append(
             {
                 "operation": operation,
                 "ranks": killed_ranks,
                 "is_async": is_asynchronous,
                 "latest_step": surviving.latest,
-                "ok": not faults,
+                "ok": not violations,
             }
         )
-        differences = [Difference("readable", operation, None, "only the last good step", each) for each in faults]
+        differences = [Difference("readable", operation, None, "only the last good step", each) for each in violations]
         findings.verdicts.append(Verdict("readable", 1, differences))
     return _merge_verdicts(findings)
 
@@ -302,10 +300,12 @@ def _publish_first_step(root: Path, source: Path) -> None:
 
 
 PHASES: tuple[Phase, ...] = (
-    Phase(0, "initial logits", "the sharded model gives the same logits as from_pretrained", check_source_parity),
-    Phase(1, "uninterrupted run", "two runs with the same seed match; measures numerical noise", check_straight_run),
+    Phase(0, "initial logits", "the sharded model gives the same logits as from_pretrained", check_initial_logits),
+    Phase(
+        1, "uninterrupted run", "two runs with the same seed match; measures numerical noise", check_uninterrupted_run
+    ),
     Phase(2, "replicas", "replicated state matches across ranks; logits survive a reload", check_replicas),
-    Phase(3, "load and save", "a checkpoint that is loaded and saved keeps all state", check_save_again),
+    Phase(3, "load and save", "a checkpoint that is loaded and saved keeps all state", check_load_and_save),
     Phase(4, "export", "exported HF files give the same logits in transformers", check_export),
     Phase(5, "other layouts", "resharded for another mesh, state is equal and training matches", check_other_layouts),
     Phase(6, "resume", "a resumed run equals an uninterrupted run", check_resume),
@@ -336,15 +336,15 @@ def _merge_verdicts(findings: Findings) -> Findings:
     return replace(findings, verdicts=verdicts)
 
 
-def _finite_verdicts(outcome: RunResult) -> list[Verdict]:
+def _finite_verdicts(result: RunResult) -> list[Verdict]:
     return [
-        *(check_finite(items) for items in (outcome.start_items, *outcome.items.values())),
-        check_finite((), outcome.losses),
+        *(check_finite(items) for items in (result.start_items, *result.items.values())),
+        check_finite((), result.losses),
     ]  # fmt: skip
 
 
-def _sharding_verdict(session: Session, outcome: RunResult) -> Verdict:
-    num_sharded, num_parameters = outcome.sharded_counts
+def _sharding_verdict(session: Session, result: RunResult) -> Verdict:
+    num_sharded, num_parameters = result.sharded_counts
     is_sharded, is_expected = num_sharded > 0, session.recipe.checks.sharded
     words = {True: "sharded", False: "not sharded"}
     differences = (
@@ -379,9 +379,8 @@ def _logits_verdict(session: Session, reference: Logits, actual: Logits, noise: 
 
 def _compare_tensors(reference: Path, actual: Path, label: str = "") -> Verdict:
     """Compare all tensors of two models bit for bit, in any format and layout."""
-    report = verify_bytes(
-        CompareOptions(reference, actual), with_state=False
-    )  # other oracles compare the rest of the state
+    # Other oracles compare the rest of the state.
+    report = verify_bytes(CompareOptions(reference, actual), with_state=False)
     prefix = f"{label}: " if label else ""
     differences = [
         Difference("model", f"{prefix}{row['name']}", None, "the same", str(row.get("kind", "differs")))
@@ -390,7 +389,7 @@ def _compare_tensors(reference: Path, actual: Path, label: str = "") -> Verdict:
     return Verdict("model", report.compared, differences)
 
 
-# State besides the model that is the same on every mesh; RNG state belongs to a rank.
+# Stored state besides the model that is equal for every mesh; RNG state belongs to a rank.
 _MESH_INDEPENDENT_ORACLES = ("moments", "adam step", "group", "rate", "scheduler", "step", "batch", "samples")
 
 

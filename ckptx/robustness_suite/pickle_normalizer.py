@@ -8,8 +8,7 @@ classes below. Other objects stay as they were parsed, a `CallResult`, and are c
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
-from collections.abc import Mapping as Table
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any, NamedTuple
@@ -24,7 +23,7 @@ from ckptx.formats.torch_archive.pickle_machine import CallResult, GlobalName, P
 from ckptx.formats.torch_archive.unpickle import StorageRef, TensorRef
 from ckptx.untrusted.limits import MAX_DIMS, find_shape_fault
 
-_MAX_DEPTH = 16  # nested calls, such as a parameter of a tensor of a storage in bytes
+_MAX_DEPTH = 16  # nested calls, such as a parameter that wraps a tensor with a storage in a bytes object
 _MAX_EXPANSION = 16  # a tensor may be this many times larger than its storage, as expanded tensors are
 _MAX_SMALL_TENSOR_BYTES = 1 << 28  # up to this size, a tensor may be expanded without limit
 _BUILTINS = "builtins"
@@ -104,10 +103,10 @@ class Dictionary(NamedTuple):
 
 
 class PickleNormalizer:
-    """Normalizes the objects of one file; each object once."""
+    """Normalizer of the objects of one file; each object is normalized once."""
 
-    def __init__(self, subject: str, records: Table[str, Record], load_storage: Callable[[bytes], Any]) -> None:
-        """Start without normalized objects.
+    def __init__(self, subject: str, records: Mapping[str, Record], load_storage: Callable[[bytes], Any]) -> None:
+        """Prepare to normalize; no object is normalized yet.
 
         Args:
             subject: Subject of error messages.
@@ -394,7 +393,7 @@ def _is_pair_list(value: Any) -> bool:
 
 
 def _to_row_major(data: bytes, shape: Any) -> bytes | None:
-    """Return the bytes of an array in Fortran order in row-major order; None if their number does not fit the shape."""
+    """Return the bytes of a Fortran-order array in row-major order; None if their number does not match the shape."""
     if type(shape) is not tuple or len(shape) > 32 or not all(map(_is_nonnegative_int, shape)):
         return None
     count = prod(shape)

@@ -126,7 +126,7 @@ class PickleReader:
         self._dropped_calls = graph.dropped
         return graph.value
 
-    # ------------------------------------------------------------------------------------------------------ meaning
+    # ----------------------------------------------------------------------------------------------------- normal forms
 
     def normalize(self, value: Any) -> Any:
         """Return the normal form of a value, see `pickle_normalizer`; bytes that contain a pickle become its value.
@@ -316,19 +316,21 @@ class PickleReader:
     def _tensor_entry(self, name: str, tensor: Tensor) -> tuple[TensorEntry, bytes | None]:
         storage = tensor.storage
         record = storage.record or Record(0, storage.ref.nbytes, None)
-        placed = locate_tensor(tensor.ref, {storage.ref.key: record}, f'{self.subject}: tensor "{name}"')
-        shape = placed.shape
-        if placed.dtype.pack > 1 and shape:
-            shape = (*shape[:-1], shape[-1] * placed.dtype.pack)
-        chunk = Chunk(full_region(shape), self._file, placed.data_offset, placed.nbytes, placed.strides, placed.record)
-        entry = TensorEntry(name, placed.dtype, shape, (chunk,))
+        location = locate_tensor(tensor.ref, {storage.ref.key: record}, f'{self.subject}: tensor "{name}"')
+        shape = location.shape
+        if location.dtype.pack > 1 and shape:
+            shape = (*shape[:-1], shape[-1] * location.dtype.pack)
+        chunk = Chunk(
+            full_region(shape), self._file, location.data_offset, location.nbytes, location.strides, location.record
+        )
+        entry = TensorEntry(name, location.dtype, shape, (chunk,))
         if storage.data is None:
             return entry, None
-        data = storage.data[placed.data_offset : placed.data_offset + placed.nbytes]
-        if placed.strides is not None and data:
-            width = placed.dtype.itemsize
+        data = storage.data[location.data_offset : location.data_offset + location.nbytes]
+        if location.strides is not None and data:
+            width = location.dtype.itemsize
             elements = np.frombuffer(data, f"V{width}")
-            strides = tuple(width * stride for stride in placed.strides)
+            strides = tuple(width * stride for stride in location.strides)
             data = np.lib.stride_tricks.as_strided(elements, tensor.ref.shape, strides).tobytes()
         return entry, data
 

@@ -1,4 +1,4 @@
-"""Ranks of a run: processes that live for several phases, forked from a preloaded process, measured after each phase.
+"""Ranks of a run: processes that live for several phases, forked from a preloaded process, measured after each task.
 
     this process           compares results; imports no torch, has no process group, uses no device
       preload process      fork server of multiprocessing; imports torch once, while it has a single thread
@@ -37,16 +37,15 @@ from ckptx.robustness_suite.short_sockets import shorten_socket_paths
 _PRELOAD = "ckptx.robustness_suite.preload"
 _TASKS = "ckptx.robustness_suite.tasks"
 _MAX_CONSTANT_BYTES = 64  # smaller tensors are constants of modules, and not counted
-_world_numbers = (
-    itertools.count()
-)  # shared by all `Ranks`, as under torchrun they use one store, which keeps all addresses
+# Numbers of process groups; shared by all `Ranks`, as under torchrun they use one store, which keeps all addresses.
+_world_numbers = itertools.count()
 _FAILURE_GRACE_SECONDS = 30.0  # for other ranks to end after one has failed or died
 _CLOSE_SECONDS = 0.5  # for an idle rank to end when it is closed
 _THREAD_END_SECONDS = 1.0  # for the threads of a destroyed process group to end
 
 
 class LeakedMemory(NamedTuple):
-    """Memory and threads of a rank after a phase, when its process group is destroyed.
+    """Memory and threads of a rank after a task, when its process group is destroyed.
 
     Attributes:
         tensor_bytes: Bytes of live tensors, each storage counted once, without small constants of modules.
@@ -120,7 +119,7 @@ class Ranks:
     def run(
         self, task: str | Callable[..., Any], *args: Any, world_size: int, may_die: bool = False
     ) -> dict[int, TaskResult]:
-        """Call `task(place, *args)` on all ranks, in a new process group, and return the results of the ranks here.
+        """Call `task(rank_context, *args)` on all ranks, in a new process group, and return the results of local ranks.
 
         Args:
             task: Function of a module, or its name in `robustness_suite/tasks.py`, which is not imported here.
@@ -206,18 +205,16 @@ class Ranks:
         with _inherited_environment():
             with _block_sigint():
                 context = multiprocessing.get_context("spawn") if self._uses_new_interpreters else _fork_server()
-            with (
-                _block_sigint() if self._uses_new_interpreters else nullcontext()
-            ):  # a fork waits for the imports of the preload process
+            # SIGINT is not blocked for a fork, as it waits for the imports of the preload process.
+            with _block_sigint() if self._uses_new_interpreters else nullcontext():
                 return Worker(context, _run_rank, rank, self._settings, name=f"ckptx-rank-{rank}", daemon=True)
 
     def _collect_results(self, ranks: Sequence[int]) -> dict[int, TaskResult | BaseException]:
         """Return the result or the error of each rank; after a failure, the other ranks have a limited time."""
         pending: dict[Any, int] = {self._workers[rank].pipe: rank for rank in ranks}
         results: dict[int, TaskResult | BaseException] = {}
-        while pending and not any(
-            isinstance(each, _RankKilled) for each in results.values()
-        ):  # other ranks only report the dead peer
+        # After a rank was killed, the others only report the dead peer.
+        while pending and not any(isinstance(each, _RankKilled) for each in results.values()):
             is_failing = any(isinstance(each, BaseException) for each in results.values())
             ready = wait(list(pending), _FAILURE_GRACE_SECONDS if is_failing else None)
             for pipe in ready:
@@ -259,13 +256,13 @@ class _RankKilled(PeerFailure):
     """A signal ended a rank."""
 
     def __init__(self, rank: int, signal: int) -> None:
-        why = ", possibly by the kernel because memory was short" if signal == SIGKILL else ""
-        super().__init__(f"rank {rank}: ended by signal {signal}{why}; see its output", 7, is_reported=False)
+        cause = ", possibly by the kernel because memory was short" if signal == SIGKILL else ""
+        super().__init__(f"rank {rank}: ended by signal {signal}{cause}; see its output", 7, is_reported=False)
         self.signal = signal
 
 
 def _first_error(failures: Mapping[int, BaseException]) -> BaseException:
-    """Return the error to raise: that of a rank that failed on its own, before those of ranks that lost a peer."""
+    """Return the error to raise: of a killed rank, else of one that failed by itself, else of one that lost a peer."""
     errors = [failures[rank] for rank in sorted(failures)]
     return min(errors, key=lambda each: (not isinstance(each, _RankKilled), isinstance(each, PeerFailure)))
 
@@ -367,9 +364,8 @@ def _open_store(settings: RankSettings, rank: int, world: int, world_size: int) 
     return store
 
 
-_last_store: list[
-    Any
-] = []  # the last store; without an agent, that of rank 0 is the server, and must live until the next exists
+# The last store. Without an agent, that of rank 0 is the server, and must live until the next exists.
+_last_store: list[Any] = []
 
 
 def _measure_memory() -> LeakedMemory:

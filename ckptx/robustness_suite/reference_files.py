@@ -51,8 +51,8 @@ class RunFiles(NamedTuple):
     entries: Mapping[str, _FileState]
 
 
-def take_snapshot(root: Path, followed_paths: Iterable[Path] = (), previous: RunFiles | None = None) -> RunFiles:
-    """Digest all files below a folder.
+def snapshot_files(root: Path, followed_paths: Iterable[Path] = (), previous: RunFiles | None = None) -> RunFiles:
+    """Return a snapshot of all files below a folder: their digests, sizes and times.
 
     Args:
         root: Folder of a run.
@@ -89,8 +89,8 @@ def take_snapshot(root: Path, followed_paths: Iterable[Path] = (), previous: Run
     return RunFiles(root, entries)
 
 
-def compare_snapshots(before: RunFiles, after: RunFiles) -> Verdict:
-    """Return the verdict of the oracle `reference` on all names below a folder: changed, deleted or renamed."""
+def compare_file_snapshots(before: RunFiles, after: RunFiles) -> Verdict:
+    """Return the verdict of the oracle `reference`: files that were changed, added, deleted or renamed."""
     deleted = {name: before.entries[name].content for name in before.entries if name not in after.entries}
     added = {name: after.entries[name].content for name in after.entries if name not in before.entries}
     differences = []

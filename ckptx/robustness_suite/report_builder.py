@@ -77,7 +77,7 @@ def phase_row(
         number: Number of the phase, for `--phases`; None for a phase of a custom trainer.
         memory: Bytes, parameters and threads retained after the phase, and those of the baseline; None if they were
             not measured.
-        cause: The reason why a phase without a number failed, if it failed.
+        cause: Cause if the phase of a custom trainer failed; ignored for other phases.
     """
     row = {
         "name": name,
@@ -106,7 +106,7 @@ def difference_rows(phase: int | str, verdicts: Iterable[Verdict]) -> list[dict[
             "item": each.item,
             "rank": each.rank,
             "reference": each.reference,
-            "actual": each.found,
+            "actual": each.actual,
         }
         for verdict in verdicts
         for each in verdict.differences
@@ -140,12 +140,12 @@ class ReportBuilder:
         """Return True if no phase failed."""
         return all(row["ok"] is not False for row in self.phases)
 
-    def add_losses(self, run: str, by_step: Mapping[int, float]) -> None:
+    def add_losses(self, run: str, losses: Mapping[int, float]) -> None:
         """Add the losses of a run."""
-        self.losses.append({"run": run, "steps": [*by_step], "losses": [*map(json_number, by_step.values())]})
+        self.losses.append({"run": run, "steps": [*losses], "losses": [*map(json_number, losses.values())]})
 
     def add(self, name: str, title: str, findings: Findings, seconds: float, **phase_fields: Any) -> dict[str, Any]:
-        """Add the row of a phase, which is returned, and those of the items that differ.
+        """Add the row of a phase and those of the items that differ; return the row of the phase.
 
         Args:
             name: Name of the phase.

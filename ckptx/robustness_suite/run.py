@@ -39,11 +39,11 @@ def robustness(options: RobustnessOptions) -> RobustnessReport:
     """
     stopwatch, log = Stopwatch(), options.log or Log()
     phases, fault_name, settings, on_phase = options.phases, options.inject, options.settings, options.on_phase
-    device, backend, memory = options.device, options.backend, options.gpu_bytes
+    device, backend, gpu_memory = options.device, options.backend, options.gpu_bytes
     path = find_recipe(options.recipe)
     recipe = read_recipe(path, settings, launched_world_size())
     log(recipe)
-    selected = select_phases(phases)
+    selected_phases = select_phases(phases)
     injection = InjectedFault()
     if fault_name is not None:
         from ckptx.robustness_suite.faults import find_fault  # imported only if a fault is injected
@@ -51,7 +51,7 @@ def robustness(options: RobustnessOptions) -> RobustnessReport:
         fault = find_fault(fault_name, recipe)
         injection = fault.injection
         if phases is None:
-            selected = [each for each in selected if each.number == fault.phase]
+            selected_phases = [each for each in selected_phases if each.number == fault.phase]
     if recipe.train is not None:
         _check_external_options(recipe, phases, fault_name)
     else:
@@ -64,7 +64,7 @@ def robustness(options: RobustnessOptions) -> RobustnessReport:
         if recipe.train is not None:
             report = _run_external(report, recipe, path, log, on_phase)
         else:
-            with Ranks(device=device, backend=backend, gpu_memory=memory) as ranks:
+            with Ranks(device=device, backend=backend, gpu_memory=gpu_memory) as ranks:
                 session = Session(
                     recipe=recipe,
                     source=folder / "source",
@@ -80,8 +80,8 @@ def robustness(options: RobustnessOptions) -> RobustnessReport:
                 on_phase(report)
                 session.source, session.devices = session.run_task("prepare", recipe, folder / "source")
                 session.is_exact = session.devices is None
-                forecast = forecast_memory(session, memory)
-                report = _run_phases(report, session, selected, forecast, on_phase)
+                forecast = forecast_memory(session, gpu_memory)
+                report = _run_phases(report, session, selected_phases, forecast, on_phase)
                 if ranks.is_launched:
                     session.run_task("broadcast", None)  # wait until all ranks have finished reading
             report = replace(report, **peak_of_processes([ranks.peak_rss], are_ranks=True))
@@ -134,7 +134,7 @@ def _run_external(
     assert recipe.train is not None
     report = replace(report, trainer=recipe.train.command, layout={})
     builder = run_external(
-        recipe, Path(report.output_dir), log, lambda so_far: on_phase(so_far.report(report)), folder=path.parent
+        recipe, Path(report.output_dir), log, lambda builder: on_phase(builder.report(report)), folder=path.parent
     )
     return builder.report(report, log)
 
@@ -145,7 +145,7 @@ def _run_phases(
 ) -> RobustnessReport:  # fmt: skip
     """Run the phases in order, and add their results to the report."""
     baseline = measure_baseline(session)
-    builder = ReportBuilder(lambda so_far: on_phase(so_far.report(report)), session.world_size)
+    builder = ReportBuilder(lambda builder: on_phase(builder.report(report)), session.world_size)
     for phase in phases:
         run_phase(builder, session, phase, baseline)
     builder.noise = session.measured_noise
@@ -177,8 +177,8 @@ def measure_baseline(session: Session) -> LeakedMemory:
 
     Also measure the memory of the second step, which is that of all later steps.
     """
-    outcome = session.run_task("train", replace(session.make_request(last_step=2), measures_memory=True))
-    session.measured_memory = outcome.measured_memory
+    result = session.run_task("train", replace(session.make_request(last_step=2), measures_memory=True))
+    session.measured_memory = result.measured_memory
     baseline = _max_memory(session.memory_samples)
     session.memory_samples.clear()
     return baseline
@@ -209,9 +209,8 @@ def _prepare_output(out: str | Path | None) -> tuple[Path, bool]:
         return Path(tempfile.mkdtemp(prefix="ckptx-robustness-")), True
     folder = Path(out)
     try:
-        if (
-            is_first_rank() and folder.exists() and any(folder.iterdir())
-        ):  # other ranks skip this, as rank 0 may have written already
+        # Other ranks skip this check, as rank 0 may have written already.
+        if is_first_rank() and folder.exists() and any(folder.iterdir()):
             raise OutputError(f"{folder}: already contains files; use another --out, or an empty folder")
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -30,7 +30,7 @@ class RunRequest:
         snapshot_steps: Steps after which items are collected; the step of `resume_from` means before the first step.
         layout: Layout that replaces the recipe's; None for the recipe's.
         perturbation_seed: Seed of the perturbation of the embedding by 1 ULP; None for no perturbation.
-        computes_logits: True to compute the logits of the probe at the end.
+        computes_logits: True to compute the logits of the probe samples at the end.
         events: Functions that are called at events of the run, see `Trainer`.
         log_file: File for a line of JSON per step; None for no file.
         measures_memory: True to measure the tensor memory of the last step.
@@ -77,12 +77,12 @@ class RunResult:
         start_items: Items of each rank before the first step; empty if they were not requested.
         items: Step -> items of each rank.
         shard_digests: Step -> digests of the model's local shards, for each rank.
-        logits: Logits of the probe at the end, in float32; None if they were not requested.
+        logits: Logits of the probe samples at the end, in float32; None if they were not requested.
         sharded_counts: Number of parameters that are sharded over ranks, and number of all parameters.
         wrapped_layers: Number of layers with activation checkpointing, maximum over ranks.
         notes: Notes for the user.
-        measured_memory: Bytes of tensors at the peak of the last step and after it, maximum over ranks; None if not
-            measured.
+        measured_memory: Bytes of tensors at the peak of the last step, and between steps, maximum over ranks; None if
+            not measured.
     """
 
     losses: Mapping[int, float]

@@ -14,7 +14,7 @@ from ckptx.errors import InternalError
 from ckptx.report.report import Log
 from ckptx.robustness_suite.oracles import Verdict, abs_difference, largest_value
 from ckptx.robustness_suite.ranks import LeakedMemory, Ranks
-from ckptx.robustness_suite.reference_files import RunFiles, compare_snapshots, take_snapshot
+from ckptx.robustness_suite.reference_files import RunFiles, compare_file_snapshots, snapshot_files
 from ckptx.robustness_suite.run_requests import EventHandler, Logits, RunRequest, RunResult, max_difference
 from ckptx.runtime.training.recipe import LayoutBlock, Recipe
 
@@ -51,12 +51,12 @@ class Session:
         devices: Number of devices if each rank requires its own; None if ranks can share, as on a CPU.
         log: Receives notes for the user.
         injection: Injected fault; empty for none.
-        losses: Losses of each run, by name of the run.
-        kills: A row for each rank that was killed.
+        losses: Name of a run -> step -> loss.
+        kills: A row of the report for each killed save.
         memory_samples: Memory and threads of ranks after each task of the current phase.
-        reference: Last snapshot of the files that the straight run saved; None before it ran.
-        measured_memory: Measured bytes of tensors at the peak of a step and after it, maximum over ranks; None before
-            the measurement.
+        reference: Last snapshot of the files that the uninterrupted run saved; None before that run.
+        measured_memory: Measured bytes of tensors at the peak of a step and between steps, maximum over ranks; None
+            before the measurement.
     """
 
     recipe: Recipe
@@ -98,10 +98,10 @@ class Session:
         return next(iter(results.values())).value
 
     def run_until_killed(self, task: str, *args: Any) -> list[int]:
-        """Run a task in which ranks may be killed, and return the ranks that were."""
+        """Run a task in which ranks may be killed, and return the killed ranks."""
         results = self.ranks.run(task, *args, world_size=self.world_size, may_die=True)
         killed = [rank for rank, each in results.items() if each.end_signal is not None]
-        if self.ranks.is_launched:  # each process saw its own
+        if self.ranks.is_launched:  # each process has the result of its own rank only
             killed = [rank for each in self.run_task("all_gather", killed) for rank in each]
         return killed
 
@@ -114,7 +114,7 @@ class Session:
         return self.run_task("call_on_rank_0", call) if self.ranks.is_launched else call()
 
     def train(self, name: str, run: RunRequest, ranks: Ranks | None = None) -> RunResult:
-        """Run the trainer.
+        """Run the trainer, and return the results of all ranks.
 
         Args:
             name: Name of the run, for its folder, its losses and injected faults.
@@ -125,14 +125,14 @@ class Session:
         if name in self.injection.request_changes:
             run = self.injection.request_changes[name](run)
         layout = run.layout or run.recipe.layout
-        outcome = self.run_task("train", run, world_size=layout.dims.world_size, ranks=ranks)
-        assert isinstance(outcome, RunResult)
-        self.losses[name] = outcome.losses
-        for line in outcome.log_lines:
+        result = self.run_task("train", run, world_size=layout.dims.world_size, ranks=ranks)
+        assert isinstance(result, RunResult)
+        self.losses[name] = result.losses
+        for line in result.log_lines:
             _logger.info("%s: %s", name, line)
-        self.log.note(*outcome.notes)
+        self.log.note(*result.notes)
         self.apply_file_fault(name, self.folder(name))
-        return outcome
+        return result
 
     def apply_file_fault(self, name: str, folder: Path) -> None:
         """Apply an injected fault to the folder of a run that has ended."""
@@ -148,12 +148,12 @@ class Session:
         return self.folder(name) / f"step-{step}"
 
     def reference_verdict(self) -> Verdict | None:
-        """Compare the files of the straight run with the last snapshot of them; None before it ran."""
+        """Compare the files of the uninterrupted run with their last snapshot; return None before that run."""
         if self.reference is None:
             return None
         previous = self.reference
-        self.reference = self.run_once(take_snapshot, self.folder("straight"), (), previous)
-        return compare_snapshots(previous, self.reference)
+        self.reference = self.run_once(snapshot_files, self.folder("straight"), (), previous)
+        return compare_file_snapshots(previous, self.reference)
 
     @contextmanager
     def fresh_ranks(self) -> Iterator[Ranks]:
@@ -161,9 +161,9 @@ class Session:
         with self.ranks.with_new_interpreters() as ranks:
             yield ranks
 
-    def straight_checkpoint(self, step: int) -> Path:
-        """Return the checkpoint of a step of the straight run, which runs first if it has not."""
-        assert self.straight_result
+    def uninterrupted_checkpoint(self, step: int) -> Path:
+        """Return the checkpoint of a step of the uninterrupted run, which runs first if it has not."""
+        assert self.uninterrupted_result
         return self.checkpoint_path("straight", step)
 
     def make_request(self, **settings: Any) -> RunRequest:
@@ -173,18 +173,18 @@ class Session:
 
     @property
     def saved_steps(self) -> list[int]:
-        """Return the steps that the straight run saves: those of the recipe, the one after the first, and the last."""
+        """Return the steps that the uninterrupted run saves: those of the recipe, first + 1, and the last."""
         training = self.recipe.training
         return sorted({*training.save_at, min(self.resume_step + 1, training.steps), training.steps})
 
     @property
-    def straight_result(self) -> RunResult:
+    def uninterrupted_result(self) -> RunResult:
         """Return the result of the uninterrupted run, the reference of all other runs."""
         if "straight" not in self._cache:
             saves = {step: self.checkpoint_path("straight", step) for step in self.saved_steps}
             run = self.make_request(saves=saves, snapshot_steps=self.saved_steps, computes_logits=True)
             self._cache["straight"] = self.train("straight", run)
-            self.reference = self.run_once(take_snapshot, self.folder("straight"))
+            self.reference = self.run_once(snapshot_files, self.folder("straight"))
         result = self._cache["straight"]
         assert isinstance(result, RunResult)
         return result
@@ -204,13 +204,13 @@ class Session:
     def noise(self) -> Mapping[str, Mapping[str, float]]:
         """Return the noise: differences of identical runs, and of runs with an embedding perturbed by 1 ULP."""
         if "noise" not in self._cache:
-            repeated = _max_differences(self.straight_result, self.repeated_result)
+            repeated = _max_differences(self.uninterrupted_result, self.repeated_result)
             perturbed = [
                 _max_differences(
-                    self.straight_result,
-                    self.train(f"moved-{draw}", self.make_request(perturbation_seed=draw, computes_logits=True)),
+                    self.uninterrupted_result,
+                    self.train(f"moved-{seed}", self.make_request(perturbation_seed=seed, computes_logits=True)),
                 )
-                for draw in range(PERTURBED_RUNS)
+                for seed in range(PERTURBED_RUNS)
             ]
             self._cache["noise"] = {
                 kind: {"repeated": repeated[kind], "perturbed": largest_value(each[kind] for each in perturbed)}
@@ -231,13 +231,13 @@ class Session:
 
     @property
     def reference_logits(self) -> Logits:
-        """Return the logits of the model at the end of the straight run."""
-        if self.straight_result.logits is None:
+        """Return the logits of the model at the end of the uninterrupted run."""
+        if self.uninterrupted_result.logits is None:
             raise InternalError("robustness: no rank of the straight run returned the logits of the last stage")
-        return self.straight_result.logits
+        return self.uninterrupted_result.logits
 
     def layout_text(self, layout: LayoutBlock) -> str:
-        """Return a layout in words: `tp2 x dp_shard4`, or `one rank`."""
+        """Return a layout as text: `tp2 x dp_shard4`, or `one rank`."""
         sizes = {
             "tp": layout.tp,
             "pp": layout.pp,

@@ -31,9 +31,7 @@ from ckptx.robustness_suite.model_roots import NamedShape, Shape, Words, find_ro
 
 _FLOAT_DTYPES = frozenset({"F64", "F32", "F16", "BF16"})
 _BYTE_DTYPES = frozenset({"U8", "I8"})
-_CPU_GENERATOR_SHAPES = frozenset(
-    {(5056,), (5048,)}
-)  # bytes of the state of torch's CPU generator; the second before torch 1.13
+_CPU_GENERATOR_SHAPES = frozenset({(5056,), (5048,)})  # bytes of torch's CPU generator state, since and before 1.13
 _DEVICE_GENERATOR_SHAPES = frozenset({(16,), (44,)})  # bytes of the states of CUDA (seed and offset) and MPS
 _GENERATOR_NAMES = frozenset(
     {"python", "py", "random", "numpy", "np", "torch", "cpu", "cuda", "gpu", "device", "xpu", "npu", "hip", "mps"}
@@ -110,7 +108,12 @@ def is_generator_state(value: Any) -> bool:
 
 
 class _Entry(NamedTuple):
-    """An item, and the words of its name without containers."""
+    """An item, and the words of its name without containers.
+
+    Attributes:
+        item: Properties of the item.
+        words: Words of its name, split at dots, without leading containers.
+    """
 
     item: StoredItem
     words: Words
@@ -142,7 +145,7 @@ class _Entry(NamedTuple):
 
 
 class _StateClassifier:
-    """Finds the structure of a checkpoint, then assigns items to oracles."""
+    """Classifier that finds the structure of a checkpoint, then assigns its items to oracles."""
 
     def __init__(self, entries: Sequence[_Entry]) -> None:
         self.entries = entries
@@ -208,10 +211,10 @@ class _StateClassifier:
 
     def _oracles_by_structure(self, entry: _Entry) -> tuple[str, ...] | None:
         roots, words = self._roots, entry.words
-        for oracle, copy_roots in (("moments", roots.moments), ("master weights", roots.masters)):
+        for oracle, copy_roots in (("moments", roots.moments), ("master weights", roots.master_weights)):
             if has_root(words, copy_roots):
                 return (oracle,)
-        if has_root(words, roots.second):
+        if has_root(words, roots.second_model):
             return ("second model",)
         if self._is_in_model(entry):
             return ("model",)

@@ -85,9 +85,9 @@ def finite_text(value: Any, *, may_be_infinite: bool = False) -> str:
     if not isinstance(value, Tensor) or not (value.is_floating_point() or value.is_complex()):
         return "finite"
     local = _local_shard(value).detach()
-    count = int(local.isnan().sum())
-    infinite = 0 if may_be_infinite else int(local.isinf().sum())
-    texts = [f"{number} {word}" for number, word in ((count, "NaN"), (infinite, "infinite")) if number]
+    num_nan = int(local.isnan().sum())
+    num_infinite = 0 if may_be_infinite else int(local.isinf().sum())
+    texts = [f"{number} {word}" for number, word in ((num_nan, "NaN"), (num_infinite, "infinite")) if number]
     return ", ".join(texts) or "finite"
 
 
@@ -102,7 +102,7 @@ def _local_shard(value: Tensor) -> Tensor:
 
 
 def _shard_text(value: Any) -> str:
-    """Return the shard of a DTensor that is on this rank, in words."""
+    """Return the placements of a DTensor and the position of this rank in each, as text; "" if it is not sharded."""
     if not isinstance(value, DTensor):
         return ""
     coordinate = value.device_mesh.get_coordinate() or ()

@@ -145,16 +145,16 @@ def detect_sharding(path: Path) -> RunSharding:
         InputError: The path has no checkpoint, or the checkpoint is damaged.
     """
     files = list_files(path)
-    ranks = {int(found[1]) for each in files if (found := re.search(r"\brng\.rank (\d+)", each.name_prefix or ""))}
+    ranks = {int(match[1]) for each in files if (match := re.search(r"\brng\.rank (\d+)", each.name_prefix or ""))}
     world_size = max(ranks) + 1 if ranks else None
     for file in files:
         if file.catalog is not None and file.may_contain("model"):
             catalog = file.catalog
             stored = [_stored_tensor(file, file.full_name(name), entry) for name, entry in catalog.tensors.items()]
-            oracles = zip(catalog.tensors.values(), oracles_of_items(stored), strict=True)
-            model = [entry for entry, found in oracles if found == ("model",)]
+            entries_with_oracles = zip(catalog.tensors.values(), oracles_of_items(stored), strict=True)
+            model = [entry for entry, oracles in entries_with_oracles if oracles == ("model",)]
             num_sharded = sum(len(entry.chunks) > 1 for entry in model)
-            writers = [int(found[1]) for name in catalog.files if (found := re.match(r"__(\d+)_\d+\.distcp", name))]
+            writers = [int(match[1]) for name in catalog.files if (match := re.match(r"__(\d+)_\d+\.distcp", name))]
             world_size = world_size or (max(writers) + 1 if writers and max(writers) < MAX_RANKS else None)
             evidence = (
                 f"{num_sharded} of {len(model)} parameters are stored as several shards in {file.path.name}/{METADATA}"
@@ -178,11 +178,11 @@ def _folder_text(path: Path) -> str:
     return f"the folder has {', '.join(names[:6])}{', ...' * (len(names) > 6)}" if names else "the folder is empty"
 
 
-# ---------------------------------------------------------------------------------------------------- what is there
+# ---------------------------------------------------------------------------------------------- items and their readers
 
 
 class _ItemCollector:
-    """Collects the items of a checkpoint, then assigns oracles, which depend on all items; names are made unique."""
+    """Collector of the items of a checkpoint, which then assigns oracles to all of them and makes names unique."""
 
     def __init__(self) -> None:
         self._stored: list[StoredItem] = []
@@ -191,19 +191,19 @@ class _ItemCollector:
         self.has_values = False  # True if a file has named values or arrays
         self.first_error: CkptxError | None = None  # first error of a file that is therefore compared by its bytes
 
-    def add(self, file: ComparedFile, item: StoredItem, value: str, not_finite: int | None = None) -> None:
+    def add(self, file: ComparedFile, item: StoredItem, value: str, num_nonfinite: int | None = None) -> None:
         """Add a value.
 
         Args:
             file: File that contains the value.
             item: Name, shape and dtype, from which the oracle is derived.
             value: Value or digest.
-            not_finite: Number of elements that are NaN or infinity; None for a value that is always finite.
+            num_nonfinite: Number of elements that are NaN or infinity; None for a value that is always finite.
         """
         self._check_limit(file)
         self.has_values = True
         self._stored.append(item)
-        self._values.append((value, not_finite))
+        self._values.append((value, num_nonfinite))
 
     def add_file(self, file: ComparedFile, name: str, value: str, oracles: tuple[str, ...]) -> None:
         """Add a value without a name inside its file, such as the digest of the file, with its oracles."""
@@ -221,7 +221,7 @@ class _ItemCollector:
         """Return the items as `read_items` does."""
         items: dict[tuple[str, str], str] = {}
         classified = zip(self._stored, self._values, oracles_of_items(self._stored), strict=True)
-        for item, (value, not_finite), oracles in classified:
+        for item, (value, num_nonfinite), oracles in classified:
             if _NOISE_KEYS.fullmatch(item.name.rpartition(".")[2]) and _NOISE_FREE_ORACLES.isdisjoint(oracles):
                 continue
             unique_name, number = item.name, 1
@@ -230,8 +230,8 @@ class _ItemCollector:
                 number += 1
             for oracle in oracles:
                 items[oracle, unique_name] = value
-            if not_finite is not None and not _FINITE_ORACLES.isdisjoint(oracles):
-                items["finite", unique_name] = "finite" if not not_finite else f"{not_finite:,} elements are not"
+            if num_nonfinite is not None and not _FINITE_ORACLES.isdisjoint(oracles):
+                items["finite", unique_name] = "finite" if not num_nonfinite else f"{num_nonfinite:,} elements are not"
         for name, value, oracles in self._files:
             items |= {(oracle, name): value for oracle in oracles}
         return items
@@ -248,8 +248,8 @@ def _read_dcp(file: ComparedFile, items: _ItemCollector) -> None:
         for name, entry in located.tensors.items():
             items.add(file, _stored_tensor(file, file.full_name(name), entry), *tensors.read(entry))
         for name, stored in file.catalog.objects.items():
-            where = f'{file.path / stored.file}: object "{name}"'
-            reader = PickleReader(files, stored.file, where, tensors, stored.offset, stored.nbytes)
+            subject = f'{file.path / stored.file}: object "{name}"'
+            reader = PickleReader(files, stored.file, subject, tensors, stored.offset, stored.nbytes)
             _add_leaves(file, name, reader, tensors, items)
 
 
@@ -346,14 +346,14 @@ def _add_leaves(
         first.setdefault(whole_name, index)
     # Leaves with the same name are sorted by key, as the order of dicts is not significant.
     for whole_name, leaf in sorted(named, key=lambda each: (first[each[0]], each[1].sort_key)):
-        tensor = reader.read_tensor(whole_name, leaf.value)
-        if tensor is None:
+        tensor_parts = reader.read_tensor(whole_name, leaf.value)
+        if tensor_parts is None:
             item = StoredItem(whole_name, file.label, is_generator=is_generator_state(reader.normalize(leaf.value)))
             items.add(file, item, reader.value_text(leaf.value))
         else:
-            entry, data, rest = tensor
-            text, not_finite = tensors.read(entry, data)
-            items.add(file, _stored_tensor(file, whole_name, entry, not name), text + rest, not_finite)
+            entry, data, attributes_text = tensor_parts
+            text, num_nonfinite = tensors.read(entry, data)
+            items.add(file, _stored_tensor(file, whole_name, entry, not name), text + attributes_text, num_nonfinite)
 
 
 def _parameter_names(reader: PickleReader) -> Mapping[tuple[str, ...], Mapping[str, str]]:

@@ -6,7 +6,8 @@ belong to the command. It is a separate process because ckptx may have other chi
 
     stdin     one line of JSON: words, environment, time_limit. End of file: end all processes now
     stderr    output of the command
-    stdout    one line of JSON: code, seconds, is_late, left, unkillable; or error, if the command cannot be started
+    stdout    one line of JSON: code, seconds, is_timed_out, remaining_processes, unkillable; or error, if the command
+              cannot be started
 
 This file imports only the standard library, so that it starts in a few milliseconds.
 """
@@ -29,10 +30,10 @@ from typing import Any, NamedTuple
 _SET_CHILD_SUBREAPER = 36  # of prctl(2)
 _TERM_SECONDS = 10.0  # for a command to end after SIGTERM, in which launchers end their ranks
 _EXIT_SECONDS = 1.0  # for helper processes to end by themselves after the command
-_KILL_DELAY_SECONDS = 2.0  # between SIGTERM and SIGKILL for processes that have not
-_KILL_SECONDS = 10.0  # of SIGKILL before this process gives up, as for a process of another user
+_KILL_DELAY_SECONDS = 2.0  # between SIGTERM and SIGKILL for the other processes
+_KILL_SECONDS = 10.0  # for processes to end after SIGKILL; those of another user never do
 _POLL_SECONDS = 60.0  # longest wait before the time limit is checked
-_MAX_LISTINGS = 50  # of /proc, to find the running processes
+_MAX_LISTINGS = 50  # reads of /proc to find the running processes
 _MAX_COMMAND_LENGTH = 200  # characters of a command line
 
 
@@ -74,7 +75,7 @@ class _Supervisor:
         )
 
     def wait(self, seconds: float, condition: Callable[[], bool]) -> bool:
-        """Wait until `condition` returns True; return False after the time is over, or if ckptx has ended."""
+        """Wait until `condition` returns True; return False when the time is over, or when ckptx has ended."""
         end = time.monotonic() + seconds
         while True:
             self._reap()
@@ -155,8 +156,8 @@ def _send_signal(processes: list[_Process], number: int) -> None:
 def _descendants() -> list[_Process]:
     """Return all descendants of this process; empty if the system has no /proc."""
     children: dict[int, list[_Process]] = {}
-    for name in _pids():
-        process = _read_process(name)
+    for pid in _pids():
+        process = _read_process(pid)
         if process is not None:
             children.setdefault(process[1], []).append(process[0])
     pending, descendants = [os.getpid()], []
@@ -206,8 +207,12 @@ def _run(request: dict[str, Any]) -> dict[str, Any]:
     seconds = time.monotonic() - begin - (0 if is_timed_out or not remaining else _EXIT_SECONDS)
     unkillable = command.end_all(sends_sigterm=not is_timed_out)
     return {
-        "code": command.code, "seconds": seconds, "is_late": is_timed_out, "left": remaining, "unkillable": unkillable,
-    }  # fmt: skip
+        "code": command.code,
+        "seconds": seconds,
+        "is_timed_out": is_timed_out,
+        "remaining_processes": remaining,
+        "unkillable": unkillable,
+    }
 
 
 if __name__ == "__main__":

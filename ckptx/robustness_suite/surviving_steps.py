@@ -27,12 +27,12 @@ class SurvivingSteps(NamedTuple):
     """State of a directory of steps.
 
     Attributes:
-        published: Complete steps.
+        published: Numbers of the complete steps.
         latest: Step to resume from; None if there is none.
-        note: Reason why it is not the step in the file `latest`; "" if it is.
+        note: Reason why `latest` is not the step in the file `latest`; "" if it is.
         digests: Step -> digest of its contents.
         hidden: Names that loaders ignore: remains of interrupted saves and removals.
-        faults: Violations; empty if the directory is valid.
+        violations: Sentence for each violated requirement; empty if the directory is valid.
     """
 
     published: list[int]
@@ -40,7 +40,7 @@ class SurvivingSteps(NamedTuple):
     note: str
     digests: Mapping[int, str]
     hidden: list[str]
-    faults: list[str]
+    violations: list[str]
 
 
 def check_steps(
@@ -50,7 +50,7 @@ def check_steps(
     expected_digests: Mapping[int, str] | None = None,
     next_save: Callable[[], int] | None = None,
 ) -> SurvivingSteps:
-    """Check a directory of steps, in one process.
+    """Return the state of a directory of steps, checked in one process.
 
     Args:
         root: Directory of all steps.
@@ -61,16 +61,16 @@ def check_steps(
     """
     steps = StepDirectories(root)
     published, choice = steps.published(), steps.choose()
-    faults, digests = [], {}
+    violations, digests = [], {}
     for step in published:
         try:
             digests[step] = content_digest(steps.path(step))
         except Exception as error:  # a loader may raise any error
-            faults.append(f"step-{step}: looks complete, but does not load: {type(error).__name__}: {error}")
+            violations.append(f"step-{step}: looks complete, but does not load: {type(error).__name__}: {error}")
         else:
             if (expected_digests or {}).get(step, digests[step]) != digests[step]:
-                faults.append(f"step-{step}: contents differ from what was saved")
-    faults += _check_latest(steps, published, choice.step, good_step)
+                violations.append(f"step-{step}: contents differ from what was saved")
+    violations += _check_latest(steps, published, choice.step, good_step)
     hidden = []
     for path in _list_directories(root):
         name = str(path.relative_to(root))
@@ -79,10 +79,10 @@ def check_steps(
         if any(part.startswith(".") for part in path.relative_to(root).parts):
             hidden.append(name)
         elif path.name.startswith("step-") or _is_loadable(path):
-            faults.append(f"{name}: is incomplete, but loaders may load it")
+            violations.append(f"{name}: is incomplete, but loaders may load it")
     if next_save is not None:
-        faults += _check_next_save(root, next_save, expected_digests)
-    return SurvivingSteps(published, choice.step, choice.note, digests, hidden, faults)
+        violations += _check_next_save(root, next_save, expected_digests)
+    return SurvivingSteps(published, choice.step, choice.note, digests, hidden, violations)
 
 
 def _check_latest(
@@ -104,10 +104,10 @@ def _check_next_save(root: Path, next_save: Callable[[], int], expected_digests:
     except CkptxError as error:
         return [f"the next save: {type(error).__name__}: {error}"]
     result = check_steps(root, good_step=step, expected_digests=expected_digests)
-    faults = [f"after the next save: {each}" for each in result.faults]
+    violations = [f"after the next save: {each}" for each in result.violations]
     if result.latest != step:
-        faults.append(f"the next save: step-{step} is not the latest, step-{result.latest} is")
-    return faults + [f"the next save: left {each}" for each in result.hidden if each.startswith(f".step-{step}.")]
+        violations.append(f"the next save: step-{step} is not the latest, step-{result.latest} is")
+    return violations + [f"the next save: left {each}" for each in result.hidden if each.startswith(f".step-{step}.")]
 
 
 def content_digest(path: Path) -> str:
@@ -115,8 +115,8 @@ def content_digest(path: Path) -> str:
 
     Raises:
         CkptxError: ckptx cannot read it, or torch cannot.
-        Exception: torch cannot read its metadata.
         ValueError: ckptx and torch read different contents.
+        Exception: torch cannot read its metadata; the class depends on the damage.
     """
     state = _load_with_torch(path)
     with open_state(path) as stored:

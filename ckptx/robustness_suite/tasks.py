@@ -32,14 +32,14 @@ from ckptx.runtime.training.recipe import Recipe
 from ckptx.runtime.training.source import prepare_source
 from ckptx.runtime.training.trainer import StepMetrics, Trainer
 
-_NUM_PROBE_SAMPLES = 2  # samples that logits are compared on
+_NUM_PROBE_SAMPLES = 2  # samples whose logits are compared
 LABELS = "labels"
 
 
 def prepare(rank_context: RankContext, recipe: Recipe, directory: Path) -> tuple[Path, int | None]:
     """Return the initial checkpoint of a recipe, which rank 0 writes if there is none, and the number of GPUs.
 
-    The number is None on a CPU.
+    The number of GPUs is None on a CPU.
     """
     checkpoint: Path | None = None
     with raise_on_all_ranks():
@@ -50,12 +50,12 @@ def prepare(rank_context: RankContext, recipe: Recipe, directory: Path) -> tuple
 
 
 def broadcast(rank_context: RankContext, value: Any) -> Any:
-    """Return the value of the parent process of rank 0 to all ranks."""
+    """Return the value that the parent process of rank 0 passed, on all ranks."""
     return broadcast_object(value)
 
 
 def all_gather(rank_context: RankContext, value: Any) -> list[Any]:
-    """Return the values of the parent processes of all ranks."""
+    """Return the values that the parent processes of all ranks passed, by rank."""
     return all_gather_object(value)
 
 
@@ -168,7 +168,7 @@ def save_and_record(rank_context: RankContext, request: RunRequest, kill_point: 
 
 
 def _machine() -> tuple[str, str]:
-    """Return the machine and the PID namespace in which the number of a process is unique."""
+    """Return the machine and PID namespace within which a process id is unique."""
     return socket.gethostname(), os.readlink("/proc/self/ns/pid") if os.path.exists("/proc/self/ns/pid") else ""
 
 
@@ -184,19 +184,24 @@ def check_surviving_steps(
     return answer
 
 
-def compute_source_logits(rank_context: RankContext, recipe: Recipe, path: Path, draws: int) -> tuple[Logits, float]:
-    """Return the logits of stock transformers on rank 0, and their noise: the difference after perturbing the embedding
-    by 1 ULP.
+def compute_source_logits(
+    rank_context: RankContext, recipe: Recipe, path: Path, num_perturbations: int
+) -> tuple[Logits, float]:
+    """Return the logits of stock transformers on rank 0, and their noise.
+
+    The noise is the largest difference of the logits after perturbing the embedding by 1 ULP, over all perturbations.
     """
     result: tuple[Logits, float] | None = None
     with raise_on_all_ranks():
         if rank_context.rank == 0:
-            result = _compute_stock_logits(recipe, path, rank_context, draws)
+            result = _compute_stock_logits(recipe, path, rank_context, num_perturbations)
     answer: tuple[Logits, float] = broadcast_object(result)
     return answer
 
 
-def _compute_stock_logits(recipe: Recipe, path: Path, rank_context: RankContext, draws: int) -> tuple[Logits, float]:
+def _compute_stock_logits(
+    recipe: Recipe, path: Path, rank_context: RankContext, num_perturbations: int
+) -> tuple[Logits, float]:
     _, cls, _ = read_config(path, trust_remote_code=recipe.model.trust_remote_code)
     model: Any = cls.from_pretrained(
         path,
@@ -215,15 +220,15 @@ def _compute_stock_logits(recipe: Recipe, path: Path, rank_context: RankContext,
     noise = 0.0
     table = model.get_input_embeddings().weight
     original = table.detach().clone()
-    for draw in range(draws):
+    for seed in range(num_perturbations):
         with torch.no_grad():
-            table.copy_(perturb_copy(original, _generator(draw)))
+            table.copy_(perturb_copy(original, _make_generator(seed)))
         noise = max(noise, max_difference(reference, logits()))
     return reference, noise
 
 
 def compute_runtime_logits(rank_context: RankContext, request: RunRequest) -> Logits | None:
-    """Return the logits of the runtime on the mesh, for the source or a checkpoint."""
+    """Return the logits of the sharded model, for the source or the checkpoint to resume from."""
     dataset = open_dataset_on_all_ranks(request.recipe, request.source)
     trainer = Trainer(
         request.recipe, request.source, dataset, rank_context, layout=request.layout, callbacks=request.events
@@ -258,20 +263,20 @@ def probe_batches(recipe: Recipe, dataset: Dataset, rank_context: RankContext) -
 
 
 def compute_probe_logits(trainer: Trainer, dataset: Dataset) -> Logits | None:
-    """Return the logits of the probe, from the first rank that has them."""
+    """Return the logits of the probe samples on all ranks, from the first rank that has them."""
     outputs = trainer.logits(probe_batches(trainer.recipe, dataset, trainer.rank_context))
     local_logits = None if outputs is None else [each.numpy() for each in outputs]
     return next((each for each in all_gather_object(local_logits) if each is not None), None)
 
 
-def perturb_embedding(trainer: Trainer, draw: int) -> None:
+def perturb_embedding(trainer: Trainer, seed: int) -> None:
     """Perturb the token embedding by 1 ULP, up or down at random, on each rank that has a shard of it."""
     embedding_names = _token_embedding_names(trainer)
     for name, parameter in trainer.rank_model.parameters():
         if name in embedding_names:
             local = local_tensor(parameter)
             with torch.no_grad():
-                local.copy_(perturb_copy(local, _generator(draw)))
+                local.copy_(perturb_copy(local, _make_generator(seed)))
 
 
 def _token_embedding_names(trainer: Trainer) -> set[str]:
@@ -283,9 +288,9 @@ def _token_embedding_names(trainer: Trainer) -> set[str]:
     return {name for each in all_gather_object(names) for name in each}
 
 
-def _generator(draw: int) -> torch.Generator:
-    """Return the generator for the perturbation of one draw."""
-    return torch.Generator().manual_seed(draw)
+def _make_generator(seed: int) -> torch.Generator:
+    """Return the generator for one perturbation."""
+    return torch.Generator().manual_seed(seed)
 
 
 def _count_sharded(trainer: Trainer) -> tuple[int, int]:

@@ -25,7 +25,7 @@ _STRUCT_CODES = {"F32": "f", "F64": "d", "I64": "q", "I32": "i", "BOOL": "?"}
 
 
 class TensorDigests:
-    """Computes digests of the tensors in the files of a pool, block by block."""
+    """Reader of the tensors in the files of a pool, which computes their digests block by block."""
 
     def __init__(self, files: FilePool) -> None:
         self._files, self._reader = files, TensorReader(files)

@@ -61,7 +61,7 @@ class ValueDigests:
     def __init__(
         self, subject: str, normalize: Callable[[Any], Any], describe: Callable[[Storage | Tensor], str]
     ) -> None:
-        """Start without digests; each is computed on request and cached.
+        """Prepare digests; each is computed on request and cached.
 
         Args:
             subject: Subject of error messages.
@@ -176,14 +176,14 @@ class ValueDigests:
         return tagged_digest(parts.header, self._join_encodings(parts.ordered, encodings), *sorted(groups))
 
     def _join_encodings(self, values: Iterable[Any], encodings: Any) -> bytes:
-        pieces: list[bytes] = []
+        parts: list[bytes] = []
         for value in values:
             normalized = value if type(value) in _NORMALIZED_TYPES else self._normalize(value)
             encoding = _encode_scalar(normalized)
             if encoding is None:
                 encoding = encodings[id(normalized)]
-            pieces += len(encoding).to_bytes(4, "little"), encoding
-        return b"".join(pieces)
+            parts += len(encoding).to_bytes(4, "little"), encoding
+        return b"".join(parts)
 
     def _split_value(self, value: Any) -> _CompositeValue:
         if type(value) in (list, tuple):
@@ -221,8 +221,8 @@ class _ChainedEncodings:
         self._first, self._second = first, second
 
     def __getitem__(self, key: int) -> bytes:
-        found = self._first.get(key)
-        return self._second[key] if found is None else found
+        encoding = self._first.get(key)
+        return self._second[key] if encoding is None else encoding
 
 
 def tagged_digest(kind: str, *parts: bytes) -> bytes:

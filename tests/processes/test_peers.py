@@ -354,10 +354,10 @@ def test_several_processes_need_a_place_to_meet(monkeypatch: pytest.MonkeyPatch,
 def test_the_environment_says_where_to_meet_and_runs_do_not_hear_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
     clear(monkeypatch, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()), WORLD_SIZE="2")
     for run in range(2):
-        monkeypatch.setattr(processes, "_meeting_count", run)
+        monkeypatch.setattr(processes, "_rendezvous_count", run)
         monkeypatch.setenv("RANK", "0")
         first = PeerProcesses.from_environment()
-        monkeypatch.setattr(processes, "_meeting_count", run)
+        monkeypatch.setattr(processes, "_rendezvous_count", run)
         monkeypatch.setenv("RANK", "1")
         second = PeerProcesses.from_environment()
         assert first is not None and second is not None

@@ -103,7 +103,7 @@ def check(rehearsed: Rehearsed, root: Path, how: str, kill: Kill) -> None:
     codes, left = killed_ranks.run_killed_save(rehearsed.start, root, SAVES[how], kill, rehearsed.known)
     assert codes[kill.rank] == -signal.SIGKILL
     assert codes[1 - kill.rank] in ((-signal.SIGKILL,) if kill.all_ranks else (0, 1))
-    assert left.faults == [], kill.at
+    assert left.violations == [], kill.at
     assert 6 in left.published
 
 
@@ -118,7 +118,7 @@ def test_a_step_that_is_there_is_replaced_in_one_step(rehearsed: Rehearsed, tmp_
     kill = Kill(0, names[exchange - 1 + index], all_ranks=True)
     assert killed_ranks.run(root, 6, killed_ranks.save_in_background, kill=kill) == [-signal.SIGKILL] * RANKS
     left = check_steps(root, good_step=6, expected_digests=rehearsed.known)
-    assert (left.faults, left.latest, left.published) == ([], 6, [3, 6]), kill.at
+    assert (left.violations, left.latest, left.published) == ([], 6, [3, 6]), kill.at
 
 
 # ------------------------------------------------------------------------------------ injected defects
@@ -178,7 +178,7 @@ def test_an_injected_defect_is_found(rehearsed: Rehearsed, tmp_path: Path, how: 
     codes = killed_ranks.run(root, 9, how, kill=Kill(0, at, True))
     assert codes == [-signal.SIGKILL] * RANKS
     assert any(
-        each.startswith(fault) for each in check_steps(root, good_step=6, expected_digests=rehearsed.known).faults
+        each.startswith(fault) for each in check_steps(root, good_step=6, expected_digests=rehearsed.known).violations
     )
 
 
@@ -193,11 +193,11 @@ def test_a_half_published_directory_that_is_chosen_is_found(
     monkeypatch.setattr(StepDirectories, "is_published", lambda steps, step: steps.path(step).is_dir())
     if believes == "what latest says":
         (root / "latest").write_text("step-9\n")
-    assert any("step-9: looks complete, but does not load" in each for each in check_steps(root).faults)
+    assert any("step-9: looks complete, but does not load" in each for each in check_steps(root).violations)
 
 
 def test_a_next_save_that_fails_or_is_not_the_latest_is_found(rehearsed: Rehearsed) -> None:
-    assert any("step-6 is" in each for each in check_steps(rehearsed.start, next_save=lambda: 7).faults)
+    assert any("step-6 is" in each for each in check_steps(rehearsed.start, next_save=lambda: 7).violations)
 
 
 # ------------------------------------------------------------------------------------ latest, and what goes
@@ -229,12 +229,12 @@ def test_cut_at_each_operation(
         process.join()
         assert process.exitcode == -signal.SIGKILL, name
         left = check_steps(root, good_step=3 if act is marked else 6, expected_digests=rehearsed.known)
-        assert left.faults == [], name
+        assert left.violations == [], name
         assert {3, 6} - set(left.published) <= lost, name
         seen.add((left.latest, *left.published))
         act(root)
         again = check_steps(root, expected_digests=rehearsed.known)
-        assert (again.faults, again.hidden) == ([], [])
+        assert (again.violations, again.hidden) == ([], [])
         assert sorted(os.listdir(root)) == sorted(os.listdir(whole)), name
     assert len(seen) == 2, "it is done in one step"
 
@@ -258,7 +258,7 @@ def test_a_removal_without_a_rename_is_found(rehearsed: Rehearsed, tmp_path: Pat
         process = preloaded_context().Process(target=_removed, args=(root, name.replace("0/", ""), deletes))
         process.start()
         process.join()
-        found += check_steps(root, good_step=6).faults
+        found += check_steps(root, good_step=6).violations
     assert any("step-3: is incomplete" in each for each in found)
 
 

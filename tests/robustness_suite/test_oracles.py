@@ -32,7 +32,7 @@ def test_an_item_that_differs_is_named_by_its_oracle_on_its_rank(oracle: str) ->
 def test_what_is_missing_and_what_is_new_differ() -> None:
     less = {key: value for key, value in SAME.items() if key[0] != "moments"}
     (missing,) = failed_verdicts(compare([SAME], [less]))
-    assert missing.differences[0].found is None and missing.differences[0].reference == "2"
+    assert missing.differences[0].actual is None and missing.differences[0].reference == "2"
     (new,) = failed_verdicts(compare([less], [SAME]))
     assert new.differences[0].reference is None
 

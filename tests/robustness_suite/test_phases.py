@@ -114,7 +114,7 @@ def test_a_mesh_that_the_model_cannot_have_is_named_by_its_key(tmp_path: Path, m
 
     with ExitStack() as stack:
         session = session_with("[{tp: 4}]", tmp_path, stack)
-        monkeypatch.setattr(Session, "straight_checkpoint", lambda self, step: tmp_path)
+        monkeypatch.setattr(Session, "uninterrupted_checkpoint", lambda self, step: tmp_path)
         monkeypatch.setattr(Session, "train", refuse)
         with pytest.raises(UnsupportedError, match=r"^checks.layouts\[0\]: LlamaForCausalLM: num_key_value"):
             check_other_layouts(session)

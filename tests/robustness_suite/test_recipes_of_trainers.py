@@ -47,7 +47,7 @@ def straight(tmp_path_factory: pytest.TempPathFactory) -> Straight:
     def run(name: str) -> Any:
         if name not in made:
             made[name] = phases_of(read(name), tmp_path_factory.mktemp(name) / "out")
-            made[name].run_straight()
+            made[name].run_uninterrupted()
         return made[name]
 
     return run
@@ -123,7 +123,7 @@ OF_THE_SCRIPT = MISTAKES["fsdp2_script"]
 )
 def test_a_mistake_of_a_plain_script_is_named(mistake: Mistake, said: str, straight: Straight, tmp_path: Path) -> None:
     phases = with_mistake(straight("fsdp2_script"), tmp_path, "fsdp2_script", mistake)
-    phases.run_saved_again()
+    phases.run_load_and_save()
     (row,) = phases.report_builder.phases
     assert set(failed(phases.report_builder)["load and save"]) == mistake.oracles
     assert said in " ".join(row["notes"])
@@ -138,7 +138,7 @@ def test_an_unsharded_run_is_named(tmp_path: Path) -> None:
     text = text.replace("fully_shard(layer)", "pass").replace("    fully_shard(model)\n", "")
     script.write_text(text, encoding="utf-8")
     phases = phases_of(read(name), tmp_path / "out", tmp_path / "recipes")
-    phases.run_straight()
+    phases.run_uninterrupted()
     phases.check_sharding()
     assert failed(phases.report_builder) == {"sharded": ["sharded"]}
     assert "0 of 21 parameters are stored as several shards" in phases.report_builder.phases[-1]["notes"][0]
@@ -148,7 +148,7 @@ def test_an_unsharded_run_is_named(tmp_path: Path) -> None:
 @NEEDS_ACCELERATE
 def test_a_scheduler_that_accelerate_was_not_given_is_named(straight: Straight, tmp_path: Path) -> None:
     phases = with_mistake(straight("accelerate"), tmp_path, "accelerate", MISTAKES["accelerate"]["scheduler"])
-    phases.run_saved_again()
+    phases.run_load_and_save()
     assert failed(phases.report_builder) == {"load and save": ["scheduler"]}
 
 

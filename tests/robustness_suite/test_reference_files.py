@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ckptx.robustness_suite.reference_files import compare_snapshots, take_snapshot
+from ckptx.robustness_suite.reference_files import compare_file_snapshots, snapshot_files
 from ckptx.robustness_suite.report_builder import ReportBuilder
 from tests.robustness_suite.tampering import CHANGES, NO_CHANGES, tamper
 from tests.robustness_suite.test_foreign_trainer import failed, notes, run
@@ -41,11 +41,11 @@ def folder_of_a_run(root: Path) -> Path:
 def test_every_change_is_seen_and_named(tmp_path: Path, file: str, change: str, is_known: bool) -> None:
     """Also where files with the same times are not read again, as for a trainer that is known."""
     root = folder_of_a_run(tmp_path / "straight")
-    before = take_snapshot(root)
+    before = snapshot_files(root)
     tamper(root / file, change)
-    found = compare_snapshots(before, take_snapshot(root, previous=before if is_known else None))
+    found = compare_file_snapshots(before, snapshot_files(root, previous=before if is_known else None))
     assert found.ok is False
-    assert any(WORDS[change] in f"{each.item} {each.found}" for each in found.differences)
+    assert any(WORDS[change] in f"{each.item} {each.actual}" for each in found.differences)
     expected = "extra.json" if change == "added" else file
     assert any(expected in each.item for each in found.differences)
 
@@ -53,19 +53,19 @@ def test_every_change_is_seen_and_named(tmp_path: Path, file: str, change: str, 
 @pytest.mark.parametrize(("file", "change"), product(FILES, NO_CHANGES))
 def test_what_is_no_change_is_none(tmp_path: Path, file: str, change: str) -> None:
     root = folder_of_a_run(tmp_path / "straight")
-    before = take_snapshot(root)
+    before = snapshot_files(root)
     tamper(root / file, change)
-    found = compare_snapshots(before, take_snapshot(root))
+    found = compare_file_snapshots(before, snapshot_files(root))
     assert found.ok is True and found.compared >= 10
 
 
 def test_a_link_that_leads_elsewhere_is_a_change(tmp_path: Path) -> None:
     root = folder_of_a_run(tmp_path / "straight")
-    before = take_snapshot(root)
+    before = snapshot_files(root)
     (root / "latest").unlink()
     (root / "latest").symlink_to("step-2")
-    (found,) = compare_snapshots(before, take_snapshot(root)).differences
-    assert (found.item, found.found) == ("latest", "leads to step-2")
+    (found,) = compare_file_snapshots(before, snapshot_files(root)).differences
+    assert (found.item, found.actual) == ("latest", "leads to step-2")
 
 
 @pytest.mark.parametrize("is_folder", [True, False])
@@ -78,11 +78,11 @@ def test_a_checkpoint_behind_a_link_is_looked_at_and_what_else_is_linked_is_not(
     place.symlink_to(store / "step-2" if is_folder else store / "step-2" / "model.safetensors")
     (root / "data").symlink_to("/")  # a whole machine
     followed = [root / "linked", root / "step-2"]
-    before = take_snapshot(root, followed)
+    before = snapshot_files(root, followed)
     assert len(before.entries) < 40
     (store / "step-2" / "model.safetensors").write_text("x")
-    (found,) = compare_snapshots(before, take_snapshot(root, followed)).differences
-    assert found.item.startswith(place.relative_to(root).as_posix()) and found.found == "has other contents"
+    (found,) = compare_file_snapshots(before, snapshot_files(root, followed)).differences
+    assert found.item.startswith(place.relative_to(root).as_posix()) and found.actual == "has other contents"
 
 
 def test_links_in_a_circle_end(tmp_path: Path) -> None:
@@ -90,8 +90,8 @@ def test_links_in_a_circle_end(tmp_path: Path) -> None:
     (root / "step-2" / "up").symlink_to(root)
     (root / "step-2" / "self").symlink_to("self")
     os.mkfifo(root / "step-2" / "pipe")
-    before = take_snapshot(root, [root / "step-2"])
-    assert compare_snapshots(before, take_snapshot(root, [root / "step-2"])).ok
+    before = snapshot_files(root, [root / "step-2"])
+    assert compare_file_snapshots(before, snapshot_files(root, [root / "step-2"])).ok
 
 
 # ---------------------------------------------------------------------------------------------------- a whole run

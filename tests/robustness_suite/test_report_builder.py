@@ -52,7 +52,7 @@ def test_what_cannot_be_read_is_a_finding() -> None:
     with found.catch_read_errors("step-3"):
         raise InputError("step-3: is truncated")
     assert [each.ok for each in found.verdicts] == [True, False]
-    assert found.verdicts[1].differences[0].found == "step-3: is truncated"
+    assert found.verdicts[1].differences[0].actual == "step-3: is truncated"
 
 
 REPORT = RobustnessReport(

@@ -123,7 +123,7 @@ def run_without_kill(start: Path, root: Path, save_step: Save, step: int = 9) ->
     assert run(root, step, save_step, note=root.parent / f"{root.name}.names") == [0, 0]
     operations = [json.loads((root.parent / f"{root.name}.names-{rank}").read_text()) for rank in range(RANKS)]
     surviving = check_steps(root, good_step=step)
-    assert surviving.faults == [], surviving.faults
+    assert surviving.violations == [], surviving.violations
     return operations, surviving
 
 

@@ -93,7 +93,7 @@ class StepSpec:
 
 def make_step_inputs(task: ForecastTask, config: Mapping[str, Any]) -> Inputs:
     """Return the inputs of one microbatch, for a model with this config."""
-    return make_inputs(config, rows=task.microbatch, min_tokens=task.seq, images=task.images)
+    return make_inputs(config, batch_size=task.microbatch, min_tokens=task.seq, images=task.images)
 
 
 def make_step_batches(task: ForecastTask, inputs: Inputs) -> list[dict[str, Tensor]]:

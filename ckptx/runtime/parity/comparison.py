@@ -89,7 +89,7 @@ class _GradientComparison(NamedTuple):
         distance: Largest absolute difference.
         limit: Tolerance of that difference.
         size: Largest absolute value in the gradient of the reference.
-        own_size: Largest absolute value in the gradient of this rank.
+        own_magnitude: Largest absolute value in the gradient of this rank.
         dtype: Dtype of both gradients.
         is_exact: True if both must be equal bit for bit.
         defect: Another defect, such as values that are not finite; empty for none.
@@ -99,7 +99,7 @@ class _GradientComparison(NamedTuple):
     distance: float
     limit: float
     size: float
-    own_size: float
+    own_magnitude: float
     dtype: torch.dtype
     is_exact: bool
     defect: str = ""
@@ -129,7 +129,7 @@ class Comparison:
     metrics: dict[str, Any] = field(default_factory=dict)
     gradient_distances: dict[str, tuple[float, float]] = field(default_factory=dict)
     _pending: dict[str, list[RankParameter]] = field(default_factory=dict)
-    _reference_sizes: dict[str, float] = field(default_factory=dict)
+    _reference_magnitudes: dict[str, float] = field(default_factory=dict)
     _gradient_comparisons: list[_GradientComparison] = field(default_factory=list)
 
     def compare_forward(self, expected: ReferenceResult | None, result: StepResult, first_batch: int) -> None:
@@ -221,7 +221,7 @@ class Comparison:
             theirs = broadcast(None if expected is None else expected[number].tensor, shape, dtype, self.rank_context)
             is_exact = self.is_exact and name not in self.tied_copies
             limit = 0.0 if is_exact else max(noise.NOISE_MULTIPLE * noise_size, noise.rounding_tolerance(dtype, size))
-            self._reference_sizes[name] = size
+            self._reference_magnitudes[name] = size
             own_parameters = self._pending.pop(name, ())  # empty for a parameter of another stage
             if name not in names_on_any_rank or any(each.parameter.grad is None for each in own_parameters):
                 self._gradient_comparisons.append(
@@ -246,7 +246,7 @@ class Comparison:
 
     def finish_gradients(self) -> None:
         """Judge all gradients, now that their sizes are known."""
-        module_sizes = _largest_by_module(self._reference_sizes)
+        module_magnitudes = _largest_by_module(self._reference_magnitudes)
         worst_share, largest = ("", 0.0), 0.0
         for each in self._gradient_comparisons:
             name, distance, limit = each.name, each.distance, each.limit
@@ -258,8 +258,8 @@ class Comparison:
             if distance >= self.gradient_distances.get(name, (0.0, 0.0))[0]:
                 self.gradient_distances[name] = distance, limit
             if not each.defect:
-                if not each.is_exact and max(each.size, each.own_size) <= noise.rounding_tolerance(
-                    each.dtype, module_sizes[name]
+                if not each.is_exact and max(each.size, each.own_magnitude) <= noise.rounding_tolerance(
+                    each.dtype, module_magnitudes[name]
                 ):
                     continue  # zero up to rounding, as the gradients of key biases, which softmax cancels
                 if not distance <= limit:
@@ -269,7 +269,7 @@ class Comparison:
             if limit and distance / limit > worst_share[1]:
                 worst_share = name, distance / limit
         self.metrics |= {
-            "gradients": len(self._reference_sizes),
+            "gradients": len(self._reference_magnitudes),
             "grad_max_abs": largest,
             "grad_closest_to_tolerance": list(worst_share),
         }
@@ -290,7 +290,7 @@ def _compare_gradient(
     parameter: RankParameter, whole: torch.Tensor, comparison: _GradientComparison
 ) -> _GradientComparison:
     local, distance = parameter.compare_gradient(whole)
-    comparison = comparison._replace(distance=distance, own_size=distances.max_abs(local))
+    comparison = comparison._replace(distance=distance, own_magnitude=distances.max_abs(local))
     nonfinite_sides = [
         side for side, part in (("reference", whole), ("checkpoint", local)) if not distances.is_finite(part)
     ]

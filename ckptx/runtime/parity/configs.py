@@ -68,15 +68,20 @@ def compare_configs(
         checkpoint: Config of the checkpoint, likewise.
         relevant_keys: Keys that this class computes with, although most others do not.
     """
-    ours, theirs = dict(_iter_leaves(reference)), dict(_iter_leaves(checkpoint))
+    reference_values, checkpoint_values = dict(_iter_leaves(reference)), dict(_iter_leaves(checkpoint))
     differences = []
-    for key in sorted(ours.keys() | theirs.keys()):
-        a, b = ours.get(key), theirs.get(key)
+    for key in sorted(reference_values.keys() | checkpoint_values.keys()):
+        a, b = reference_values.get(key), checkpoint_values.get(key)
         name = key.rpartition(".")[2]
         if _are_equal(a, b) or name in _KEYS_COMPARED_BY_TENSORS:
             continue
         differences.append(
-            ConfigDifference(key, _json_value(key, ours), _json_value(key, theirs), _has_no_effect(key, relevant_keys))
+            ConfigDifference(
+                key,
+                _json_value(key, reference_values),
+                _json_value(key, checkpoint_values),
+                _has_no_effect(key, relevant_keys),
+            )
         )
     return differences
 

@@ -163,7 +163,7 @@ def verify_run(reference: Path, checkpoint: Path, options: RunOptions, log: Log)
         rank_results[0].get("without_gradient"),
         reference_loader.separate_names | checkpoint_loader.separate_names,
     )
-    if options.dims.tp > 1 and not any(share["sharded"] for share in rank_results):
+    if options.dims.tp > 1 and not any(rank_result["sharded"] for rank_result in rank_results):
         log.note(
             f"--tp {options.dims.tp} shards no parameter of {record.architecture}: every TP rank ran the whole model; "
             "pass --tp-plan FILE with rules for it, or leave out --tp"
@@ -240,7 +240,7 @@ def _compare_gradients(
         On the rank of the reference, rows of the parameters that no gradient reaches; None on the others.
     """
     gradient_groups = reference.gradients() if reference is not None else None
-    reached = UnreachedParameters(facts)
+    unreached = UnreachedParameters(facts)
     for number in itertools.count():
         with raise_on_all_ranks():
             gradients = next(gradient_groups, None) if gradient_groups is not None else None
@@ -250,11 +250,11 @@ def _compare_gradients(
             comparison.compare_gradients(gradients, parameters)
             if not model_under_test.is_resident:
                 comparison.report_missing_gradients()
-        reached.record({each.name: each.tensor for each in gradients or ()})
+        unreached.record({each.name: each.tensor for each in gradients or ()})
         gradients = None  # the next one needs the room
     comparison.report_missing_gradients()
     comparison.finish_gradients()
-    return reached.make_rows() if reference is not None else None
+    return unreached.make_rows() if reference is not None else None
 
 
 def _find_first_divergence(
@@ -263,11 +263,11 @@ def _find_first_divergence(
     """Return the first divergence, on the first rank; every rank runs the same batch as the reference."""
     with raise_on_all_ranks():
         checkpoint_outputs = (
-            list(model_under_test.observed(inputs))
+            list(model_under_test.iter_module_outputs(inputs))
             if model_under_test.is_resident
-            else model_under_test.observed(inputs)
+            else model_under_test.iter_module_outputs(inputs)
         )
     with raise_on_all_ranks():
         if reference is None:
             return None
-        return find_first_divergence(reference.observed(inputs), iter(checkpoint_outputs), is_exact=is_exact)
+        return find_first_divergence(reference.iter_module_outputs(inputs), iter(checkpoint_outputs), is_exact=is_exact)

@@ -199,12 +199,15 @@ class ModelLoader:
         dims = self.options.dims
         with self.open_checkpoint() as source:
             config = self.build_meta_model(source).config.to_dict()  # with the defaults of the class
-        length = (
-            facts.routing.tokens_needed(config) * 2 // _BATCH_SIZE
-        )  # half of all tokens are sent to experts in turn
+        length = facts.routing.min_tokens(config) * 2 // _BATCH_SIZE  # half of all tokens are sent to experts in turn
         return [
             make_inputs(
-                config, rows=_BATCH_SIZE, seed=index, shards=dims.tp, min_tokens=length, is_padded=facts.takes_mask
+                config,
+                batch_size=_BATCH_SIZE,
+                seed=index,
+                shards=dims.tp,
+                min_tokens=length,
+                is_padded=facts.takes_mask,
             )
             for index in range(dims.dp * microbatches)
         ]

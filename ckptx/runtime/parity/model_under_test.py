@@ -41,8 +41,8 @@ class LoadRecord:
         loaded_names: Names of the loaded tensors.
         differing_names: Names of loaded tensors that differ from the reference.
         unread_names: Stored names that no model part of this rank reads, with the reason; None before the first part.
-        reference_only_names: Stored names of the reference that no model part of this rank has, with the reason;
-            likewise.
+        reference_only_names: Stored names of the reference that no model part of this rank has, with the reason; None
+            before the first part.
         bytes_read: Bytes read from the files.
         nbytes: Bytes of the loaded tensors.
     """
@@ -135,7 +135,7 @@ class ModelUnderTest(Protocol):
         """
         ...
 
-    def observed(self, inputs: Inputs) -> Iterator[OutputsByCall]:
+    def iter_module_outputs(self, inputs: Inputs) -> Iterator[OutputsByCall]:
         """Yield the outputs of module calls, part by part, in the order of the model."""
         ...
 
@@ -169,9 +169,9 @@ class ResidentModel(ModelUnderTest):
     def parameters_of_stage(self, number: int) -> Iterator[Iterator[RankParameter]]:
         yield (each for built in self._meta_models if not number for each in _iter_rank_parameters(built, self._copies))
 
-    def observed(self, inputs: Inputs) -> Iterator[OutputsByCall]:
+    def iter_module_outputs(self, inputs: Inputs) -> Iterator[OutputsByCall]:
         if self._stages is not None:
-            yield from self._stages.observed(inputs)
+            yield from self._stages.iter_module_outputs(inputs)
             return
         outputs: OutputsByCall = {}
         with record_outputs(self._meta_models[0].model, outputs):
@@ -216,10 +216,10 @@ class OffloadedModelUnderTest(ModelUnderTest):
                 if name not in later_copies
             )
 
-    def observed(self, inputs: Inputs) -> Iterator[OutputsByCall]:
+    def iter_module_outputs(self, inputs: Inputs) -> Iterator[OutputsByCall]:
         for (found,) in OffloadedModel(
             self._partition, [inputs], [ComputePass()], self._open_stage, self._device
-        ).observed():
+        ).iter_module_outputs():
             yield found
 
     def _build_stage(self, number: int, shared: Mapping[str, nn.Parameter]) -> ShardedMetaModel:

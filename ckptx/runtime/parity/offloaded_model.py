@@ -166,7 +166,7 @@ class OffloadedModel:
             else:
                 compute_pass.stage_inputs[runner.number + 1].append(as_stage_inputs(sent))
 
-    def observed(self) -> Iterator[list[OutputsByCall]]:
+    def iter_module_outputs(self) -> Iterator[list[OutputsByCall]]:
         """Yield the outputs of module calls on the first batch, stage by stage; each item has one dict per pass."""
         inputs_by_pass: list[tuple[Any, ...]] = [()] * len(self._passes)
         for number in range(self.partition.stages.count):

@@ -101,7 +101,7 @@ class ReferenceModel(Protocol):
         """Yield the gradients after `forward`, some at a time."""
         ...
 
-    def observed(self, inputs: Inputs) -> Iterator[tuple[OutputsByCall, OutputsByCall]]:
+    def iter_module_outputs(self, inputs: Inputs) -> Iterator[tuple[OutputsByCall, OutputsByCall]]:
         """Yield the outputs of module calls without and with perturbed embeddings, part by part."""
         ...
 
@@ -151,7 +151,7 @@ class WholeReference(ReferenceModel):
         gradients, self._gradients = self._gradients, []
         yield gradients
 
-    def observed(self, inputs: Inputs) -> Iterator[tuple[OutputsByCall, OutputsByCall]]:
+    def iter_module_outputs(self, inputs: Inputs) -> Iterator[tuple[OutputsByCall, OutputsByCall]]:
         model = self.loader.load_whole(self.rank_context)
         seen: OutputsByCall = {}
         other: OutputsByCall = {}
@@ -240,9 +240,11 @@ class OffloadedReference(ReferenceModel):
             yield [ReferenceGradient(name, each, distances[name]) for name, each in plain_gradients.items()]
             plain_gradients.clear()
 
-    def observed(self, inputs: Inputs) -> Iterator[tuple[OutputsByCall, OutputsByCall]]:
+    def iter_module_outputs(self, inputs: Inputs) -> Iterator[tuple[OutputsByCall, OutputsByCall]]:
         passes = [ComputePass(), ComputePass(0)]
-        found = OffloadedModel(self._model.partition, [inputs], passes, self._stage_opener, self._device).observed()
+        found = OffloadedModel(
+            self._model.partition, [inputs], passes, self._stage_opener, self._device
+        ).iter_module_outputs()
         yield from ((seen, other) for seen, other in found)
 
 

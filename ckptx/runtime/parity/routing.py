@@ -33,13 +33,13 @@ class Routing(NamedTuple):
     expert_counts: Mapping[str, int]
     score_routers: Mapping[str, int]
 
-    def tokens_needed(self, config: Mapping[str, Any]) -> int:
+    def min_tokens(self, config: Mapping[str, Any]) -> int:
         """Return the tokens that reach each expert when they are sent to them in turn; 0 without experts.
 
         One more than there are turns: the last token of a text predicts nothing, and gets no gradient.
         """
         most = max([*self.expert_counts.values(), *self.score_routers.values()], default=0)
-        chosen = min((number for number in _iter_integers(config, _TOP_K_KEYS) if number > 0), default=1)
+        chosen = min((number for number in _find_integers(config, _TOP_K_KEYS) if number > 0), default=1)
         if self.expert_counts and not self.score_routers:
             most = -(-most // chosen)
         return most and most + 1
@@ -128,10 +128,10 @@ def _roll_scores(module: nn.Module, args: Any, output: Any) -> Any:
     return (new_scores, *output[1:]) if isinstance(output, tuple) else new_scores
 
 
-def _iter_integers(config: Mapping[str, Any], keys: tuple[str, ...]) -> list[int]:
+def _find_integers(config: Mapping[str, Any], keys: tuple[str, ...]) -> list[int]:
     """Return the values of these keys, in every part of a config."""
     integers = [int(config[key]) for key in keys if isinstance(config.get(key), int)]
     for value in config.values():
         if isinstance(value, Mapping):
-            integers += _iter_integers(value, keys)
+            integers += _find_integers(value, keys)
     return integers

@@ -28,42 +28,44 @@ def build_run_report(
 ) -> RunReport:
     """Combine the results of all ranks into one report."""
     dims = options.dims
-    tensors = len({name for share in rank_results for name in share["names"]})
+    tensors = len({name for rank_result in rank_results for name in rank_result["names"]})
     stages = plan.stages.count if plan is not None else 1
     microbatches = plan.microbatches if plan is not None else 1
     bubble = plan.schedule.bubble_fraction(dims.pp, microbatches) if plan is not None else 0.0
-    layers = sum(share["wrapped"] for share in rank_results[:: dims.ranks_per_stage])  # one rank of each pipeline rank
-    rows = [row for share in rank_results for row in share["rows"]]
-    inconclusive = _drop_repeated_rows(row for share in rank_results for row in share["inconclusive"])
+    layers = sum(
+        rank_result["wrapped"] for rank_result in rank_results[:: dims.ranks_per_stage]
+    )  # one rank of each pipeline rank
+    rows = [row for rank_result in rank_results for row in rank_result["rows"]]
+    inconclusive = _drop_repeated_rows(row for rank_result in rank_results for row in rank_result["inconclusive"])
     first = rank_results[0]
     ranks = [
         {
             "rank": rank,
-            "bytes_read": share["read"],
-            "bytes": share["nbytes"],
-            "differing": len(share["rows"]),
-            "peak_rss": share["peak_rss"],
-            **{name: _to_json_value(share.get(name)) for name in ("max_abs", "kl", "cosine", "grad_max_abs")},
+            "bytes_read": rank_result["read"],
+            "bytes": rank_result["nbytes"],
+            "differing": len(rank_result["rows"]),
+            "peak_rss": rank_result["peak_rss"],
+            **{name: _to_json_value(rank_result.get(name)) for name in ("max_abs", "kl", "cosine", "grad_max_abs")},
         }
-        for rank, share in enumerate(rank_results)
+        for rank, rank_result in enumerate(rank_results)
     ]
     gradient_values: dict[str, Any] = {"gradients": None, "grad_max_abs": None, "grad_closest_to_tolerance": None}
     if options.backward:
         gradient_values = {
             "gradients": first["gradients"],
-            "grad_max_abs": max(share["grad_max_abs"] for share in rank_results),
+            "grad_max_abs": max(rank_result["grad_max_abs"] for rank_result in rank_results),
             "grad_closest_to_tolerance": max(
-                (share["grad_closest_to_tolerance"] for share in rank_results), key=lambda found: found[1]
+                (rank_result["grad_closest_to_tolerance"] for rank_result in rank_results), key=lambda found: found[1]
             ),
         }
     values = {
         "differing": rows,
         "inconclusive": inconclusive,
-        "max_abs": max(share["max_abs"] for share in rank_results),
+        "max_abs": max(rank_result["max_abs"] for rank_result in rank_results),
         "max_abs_tolerance": first["max_abs_tolerance"],
         "logits_std": first["logits_std"],
-        "kl": max((share["kl"] for share in rank_results), key=nan_is_worst),
-        "cosine": max((share["cosine"] for share in rank_results), key=lambda found: nan_is_worst(-found)),
+        "kl": max((rank_result["kl"] for rank_result in rank_results), key=nan_is_worst),
+        "cosine": max((rank_result["cosine"] for rank_result in rank_results), key=lambda found: nan_is_worst(-found)),
         "loss": first["loss"],
         "loss_reference": first["loss_reference"],
         "loss_tolerance": first["loss_tolerance"],
@@ -71,7 +73,7 @@ def build_run_report(
         "gradient_differences": worst,
         **gradient_values,
     }
-    bytes_read_per_rank = [int(share["read"]) for share in rank_results]
+    bytes_read_per_rank = [int(rank_result["read"]) for rank_result in rank_results]
     return RunReport(
         command="verify",
         exit=1 if rows or (inconclusive and options.strict) else 0,
@@ -91,11 +93,11 @@ def build_run_report(
         without_gradient=first.get("without_gradient"),
         compute_dtype=first["dtype"],
         checkpointed_layers=layers,
-        gathered_modules=make_gathered_rows(share["gathered"] for share in rank_results),
-        measured_peak=max((share["taken"] for share in rank_results), default=None)
+        gathered_modules=make_gathered_rows(rank_result["gathered"] for rank_result in rank_results),
+        measured_peak=max((rank_result["taken"] for rank_result in rank_results), default=None)
         if options.measures_memory
         else None,
-        **peak_of_processes((share["peak_rss"] for share in rank_results), are_ranks=dims.world_size > 1),
+        **peak_of_processes((rank_result["peak_rss"] for rank_result in rank_results), are_ranks=dims.world_size > 1),
         bytes_read_per_rank=bytes_read_per_rank,
         **{name: _to_json_value(value) for name, value in values.items()},
     )
@@ -144,8 +146,8 @@ def find_worst_by_tensor(
 ) -> list[dict[str, Any]]:
     """Return a row for each gradient, with the largest difference over all ranks."""
     worst: dict[str, tuple[int, float, float]] = {}
-    for rank, share in enumerate(rank_results):
-        for name, (distance, limit) in share["by_tensor"].items():
+    for rank, rank_result in enumerate(rank_results):
+        for name, (distance, limit) in rank_result["by_tensor"].items():
             if name not in worst or distance > worst[name][1]:
                 worst[name] = rank, distance, limit
     return [

@@ -77,7 +77,7 @@ def make_batch_factory(model: nn.Module, facts: ModelFacts) -> Callable[[nn.Modu
     def batches(small: nn.Module) -> list[dict[str, torch.Tensor]]:
         config = {**small.config.to_dict(), "architectures": model.config.architectures}
         return [
-            make_inputs(config, rows=2, seed=int(padded), is_padded=padded).batch
+            make_inputs(config, batch_size=2, seed=int(padded), is_padded=padded).batch
             for padded in {False, facts.takes_mask}
         ]
 
@@ -127,7 +127,7 @@ class LocalStages:
         self._logits[index] = full_tensor(logits.detach())
         return compute_loss(logits, self._batches[index]) / len(self._batches)
 
-    def observed(self, inputs: Inputs) -> Iterator[OutputsByCall]:
+    def iter_module_outputs(self, inputs: Inputs) -> Iterator[OutputsByCall]:
         """Yield the outputs of module calls, stage by stage, on the first rank; nothing on the others.
 
         All ranks must call it with the same batch.

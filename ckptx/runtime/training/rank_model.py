@@ -194,4 +194,4 @@ def _make_mixed_precision_policy(recipe: Recipe, layout: LayoutBlock) -> MixedPr
 def _make_small_batches(small: nn.Module) -> Sequence[dict[str, Tensor]]:
     """Return arguments of all kinds in the data for a small model of the class, without and with padding."""
     config = {**small.config.to_dict(), "architectures": small.config.architectures}
-    return [make_inputs(config, rows=2, seed=int(padded), is_padded=padded).batch for padded in (False, True)]
+    return [make_inputs(config, batch_size=2, seed=int(padded), is_padded=padded).batch for padded in (False, True)]

@@ -39,7 +39,7 @@ def first_divergence(
     with divergence.record_outputs(model, ours):
         execution.run_step(model, [inputs_of(ids)], backward=False)
     side: Any = side_of(reference)
-    found = WholeReference(side, [], RANK_CONTEXT, False).observed(inputs_of(ids))
+    found = WholeReference(side, [], RANK_CONTEXT, False).iter_module_outputs(inputs_of(ids))
     return divergence.find_first_divergence(found, iter([ours]), is_exact=is_exact)
 
 

@@ -95,7 +95,7 @@ def test_scores_are_rolled_so_that_each_expert_is_the_first_in_turn() -> None:
     ],
 )
 def test_as_many_tokens_are_needed_as_reach_each_expert(routing: Routing, config: dict[str, Any], tokens: int) -> None:
-    assert routing.tokens_needed(config) == tokens
+    assert routing.min_tokens(config) == tokens
 
 
 MIXTURES = [name for name in EVERY if any(word in name for word in ("moe", "deepseek", "mixtral", "gpt-oss", "llama4"))]
@@ -109,7 +109,7 @@ def test_every_expert_of_a_class_gets_a_gradient(name: str) -> None:
     assert routing.expert_counts or routing.score_routers
     install_even_routing(model, routing)
     config = model.config.to_dict()
-    inputs = make_inputs(config, min_tokens=routing.tokens_needed(config))
+    inputs = make_inputs(config, min_tokens=routing.min_tokens(config))
     gradients = run_step(model, [inputs], backward=True).gradients
     for path, count in routing.expert_counts.items():
         fused = {each: tensor for each, tensor in gradients.items() if each.rpartition(".")[0] == path}
@@ -125,7 +125,7 @@ def test_many_experts_are_all_reached() -> None:
     )  # fmt: skip
     model = transformers.Qwen3MoeForCausalLM(config).eval()
     routing = find_routing(model)
-    inputs = make_inputs(config.to_dict(), min_tokens=routing.tokens_needed(config.to_dict()))
+    inputs = make_inputs(config.to_dict(), min_tokens=routing.min_tokens(config.to_dict()))
     assert inputs.batch["input_ids"].shape == (2, 44)
     before = run_step(model, [inputs], backward=True).gradients
     install_even_routing(model, routing)

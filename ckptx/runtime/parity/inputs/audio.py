@@ -32,9 +32,9 @@ def _make_insert(config: Config, count: int, tensors: Batch, begin: str = "", en
     return MultimodalInput([*first, *[token] * count, *last], token, tensors)
 
 
-def _make_mask(rows: int, total: int, valid: int) -> torch.Tensor:
-    """Return a mask (rows, total) of 0 and 1 whose first frames are valid."""
-    return (torch.arange(total) < valid).long().repeat(rows, 1)
+def _make_mask(batch_size: int, total: int, valid: int) -> torch.Tensor:
+    """Return a mask (batch_size, total) of 0 and 1 whose first frames are valid."""
+    return (torch.arange(total) < valid).long().repeat(batch_size, 1)
 
 
 def _halve(length: int, times: int) -> int:
@@ -45,135 +45,137 @@ def _halve(length: int, times: int) -> int:
 
 
 def _window(
-    config: Config, rows: int, generator: torch.Generator, mask: str, begin: str = "", end: str = ""
+    config: Config, batch_size: int, generator: torch.Generator, mask: str, begin: str = "", end: str = ""
 ) -> MultimodalInput:
     """Make a full window of mels, and a mask of the valid frames: Whisper's encoder followed by a pooling."""
     audio = config["audio_config"]
     total = 2 * int(audio["max_source_positions"])
     valid = min(4 * _TOKENS, total)
     tensors = {
-        "input_features": make_random_tensor(generator, rows, int(audio["num_mel_bins"]), total),
-        mask: _make_mask(rows, total, valid),
+        "input_features": make_random_tensor(generator, batch_size, int(audio["num_mel_bins"]), total),
+        mask: _make_mask(batch_size, total, valid),
     }
     return _make_insert(config, valid // 4, tensors, begin, end)
 
 
-def _whole_window(config: Config, rows: int, generator: torch.Generator) -> MultimodalInput:
+def _whole_window(config: Config, batch_size: int, generator: torch.Generator) -> MultimodalInput:
     """Make a full window of mels without a mask; `intermediate_size` features of the encoder make a token."""
     audio = config["audio_config"]
     positions = int(audio["max_source_positions"])
-    features = make_random_tensor(generator, rows, int(audio["num_mel_bins"]), 2 * positions)
+    features = make_random_tensor(generator, batch_size, int(audio["num_mel_bins"]), 2 * positions)
     count = positions * int(audio["hidden_size"]) // int(audio["intermediate_size"])
     return _make_insert(config, count, {"input_features": features})
 
 
-def _added_to_text(config: Config, rows: int, generator: torch.Generator) -> MultimodalInput:
+def _added_to_text(config: Config, batch_size: int, generator: torch.Generator) -> MultimodalInput:
     """Make sound that is added to every token of the text, and so has no token of its own."""
     audio = config["audio_config"]
     frames = 2 * int(config["downsample_factor"]) * TEXT_LENGTH
-    features = make_random_tensor(generator, rows, int(audio["num_mel_bins"]), frames)
+    features = make_random_tensor(generator, batch_size, int(audio["num_mel_bins"]), frames)
     return MultimodalInput([], -1, {"input_features": features})
 
 
-def _four_frames(config: Config, rows: int, generator: torch.Generator) -> MultimodalInput:
+def _four_frames(config: Config, batch_size: int, generator: torch.Generator) -> MultimodalInput:
     """Make frames of which four are a token after the convolutions, a constant in the code of the class."""
     audio = config["audio_config"]
     frames = 2 * 4 * _TOKENS
     tensors = {
-        "input_features": make_random_tensor(generator, rows, int(audio["num_mel_bins"]), frames),
-        "input_features_mask": _make_mask(rows, frames, frames),
+        "input_features": make_random_tensor(generator, batch_size, int(audio["num_mel_bins"]), frames),
+        "input_features_mask": _make_mask(batch_size, frames, frames),
     }
     return _make_insert(config, _TOKENS, tensors)
 
 
-def _one_window(config: Config, rows: int, generator: torch.Generator) -> MultimodalInput:
+def _one_window(config: Config, batch_size: int, generator: torch.Generator) -> MultimodalInput:
     """Make one window of the projector; the mask covers the tokens that it returns."""
     window, mels = int(config["window_size"]), int(config["encoder_config"]["input_dim"])
     count = window // int(config["downsample_rate"])
     tensors = {
-        "input_features": make_random_tensor(generator, rows, window, mels),
-        "input_features_mask": torch.ones(rows, count, dtype=torch.bool),
+        "input_features": make_random_tensor(generator, batch_size, window, mels),
+        "input_features_mask": torch.ones(batch_size, count, dtype=torch.bool),
     }
     return _make_insert(config, count, tensors)
 
 
-def _masked_chunk(config: Config, rows: int, generator: torch.Generator) -> MultimodalInput:
+def _masked_chunk(config: Config, batch_size: int, generator: torch.Generator) -> MultimodalInput:
     """Make one chunk of an encoder with three convolutions."""
     audio = config["audio_config"]
     total = 2 * int(audio["n_window"])
     valid = min(8 * _TOKENS, total)
     tensors = {
-        "input_features": make_random_tensor(generator, rows, int(audio["num_mel_bins"]), total),
-        "input_features_mask": _make_mask(rows, total, valid),
+        "input_features": make_random_tensor(generator, batch_size, int(audio["num_mel_bins"]), total),
+        "input_features_mask": _make_mask(batch_size, total, valid),
     }
     return _make_insert(config, _halve(valid, 3), tensors)
 
 
-def _chunk(config: Config, rows: int, generator: torch.Generator, convolutions: int) -> MultimodalInput:
+def _chunk(config: Config, batch_size: int, generator: torch.Generator, convolutions: int) -> MultimodalInput:
     """Make at most one chunk of the encoder. A pooling halves like a convolution if it pools whole pairs."""
     audio = config["audio_config"]
     frames = min(2**convolutions * _TOKENS, 2 * int(audio["n_window"]))
     tensors = {
-        "input_features": make_random_tensor(generator, rows, int(audio["num_mel_bins"]), frames),
-        "feature_attention_mask": _make_mask(rows, frames, frames),
+        "input_features": make_random_tensor(generator, batch_size, int(audio["num_mel_bins"]), frames),
+        "feature_attention_mask": _make_mask(batch_size, frames, frames),
     }
     return _make_insert(config, _halve(frames, convolutions), tensors, "audio_start_token_id", "audio_end_token_id")
 
 
-def _two_convolutions(config: Config, rows: int, generator: torch.Generator) -> MultimodalInput | None:
+def _two_convolutions(config: Config, batch_size: int, generator: torch.Generator) -> MultimodalInput | None:
     """Make mels for two convolutions; their number follows from the channels of the first, which fit a projection."""
     audio = config["audio_config"]
     if audio is None:
         return None
     mels = int(audio["subsampling_conv_channels"][0]) // 4 * 4
     tensors = {
-        "input_features": make_random_tensor(generator, rows, 4 * _TOKENS, mels),
-        "input_features_mask": torch.ones(rows, 4 * _TOKENS, dtype=torch.bool),
+        "input_features": make_random_tensor(generator, batch_size, 4 * _TOKENS, mels),
+        "input_features_mask": torch.ones(batch_size, 4 * _TOKENS, dtype=torch.bool),
     }
     return _make_insert(config, _TOKENS, tensors, "boa_token_id", "eoa_token_index")
 
 
-def _frames(config: Config, rows: int, generator: torch.Generator) -> MultimodalInput | None:
+def _frames(config: Config, batch_size: int, generator: torch.Generator) -> MultimodalInput | None:
     """Make frames of a waveform for a class without a tower: each frame is a token."""
     if config["audio_config"] is None:
         return None
     tensors = {
-        "input_features": make_random_tensor(generator, rows, _TOKENS, int(config["audio_config"]["audio_embed_dim"])),
-        "input_features_mask": torch.ones(rows, _TOKENS, dtype=torch.bool),
+        "input_features": make_random_tensor(
+            generator, batch_size, _TOKENS, int(config["audio_config"]["audio_embed_dim"])
+        ),
+        "input_features_mask": torch.ones(batch_size, _TOKENS, dtype=torch.bool),
     }
     return _make_insert(config, _TOKENS, tensors, "boa_token_id", "eoa_token_index")
 
 
-def _filled(config: Config, rows: int, generator: torch.Generator) -> MultimodalInput:
+def _filled(config: Config, batch_size: int, generator: torch.Generator) -> MultimodalInput:
     """Make a sound that the class pads to a fixed number of tokens, however short it is."""
     audio, count = config["audio_config"], int(config["audio_soft_tokens_per_image"])
     per_token = prod(int(time) for time, _ in audio["sscp_conv_stride_size"]) * int(audio["conf_reduction_factor"])
     frames = per_token * min(_TOKENS, count)
     tensors = {
-        "input_features": make_random_tensor(generator, rows, frames, int(audio["input_feat_size"])),
-        "input_features_mask": torch.ones(rows, frames, dtype=torch.bool),
+        "input_features": make_random_tensor(generator, batch_size, frames, int(audio["input_feat_size"])),
+        "input_features_mask": torch.ones(batch_size, frames, dtype=torch.bool),
     }
     return _make_insert(config, count, tensors, "boa_token_id", "eoa_token_id")
 
 
-def _embedded_sizes(config: Config, rows: int, generator: torch.Generator) -> MultimodalInput:
+def _embedded_sizes(config: Config, batch_size: int, generator: torch.Generator) -> MultimodalInput:
     audio = config["audio_config"]
     frames = int(audio["time_reduction"]) * _TOKENS
     count = ceil(_TOKENS / int(audio["downsample_rate"]))
     tensors = {
-        "audio_input_features": make_random_tensor(generator, rows, frames, int(audio["input_size"])),
-        "audio_embed_sizes": torch.full((rows,), count),
-        "audio_attention_mask": torch.ones(rows, frames, dtype=torch.bool),
+        "audio_input_features": make_random_tensor(generator, batch_size, frames, int(audio["input_size"])),
+        "audio_embed_sizes": torch.full((batch_size,), count),
+        "audio_attention_mask": torch.ones(batch_size, frames, dtype=torch.bool),
     }
     return _make_insert(audio, count, tensors)
 
 
-def _folded_waveform(config: Config, rows: int, generator: torch.Generator) -> MultimodalInput:
+def _folded_waveform(config: Config, batch_size: int, generator: torch.Generator) -> MultimodalInput:
     """Make a waveform; every layer of the tower folds several samples into one."""
     samples = prod(int(size) for size in config["audio_config"]["patch_sizes"]) * _TOKENS
     tensors = {
-        "input_values": make_random_tensor(generator, rows, samples),
-        "input_values_mask": _make_mask(rows, samples, samples),
+        "input_values": make_random_tensor(generator, batch_size, samples),
+        "input_values_mask": _make_mask(batch_size, samples, samples),
     }
     return _make_insert(config, _TOKENS, tensors)
 
@@ -195,44 +197,46 @@ FORMS: Mapping[str, SoundForm] = {
 }
 
 
-def _mel_window(config: Config, rows: int, generator: torch.Generator) -> Batch:
+def _mel_window(config: Config, batch_size: int, generator: torch.Generator) -> Batch:
     frames = 2 * int(config["max_source_positions"])
-    return {"input_features": make_random_tensor(generator, rows, int(config["num_mel_bins"]), frames)}
+    return {"input_features": make_random_tensor(generator, batch_size, int(config["num_mel_bins"]), frames)}
 
 
 def _waveform(
-    config: Config, rows: int, generator: torch.Generator, *, convolutions: Iterable[tuple[int, int]]
+    config: Config, batch_size: int, generator: torch.Generator, *, convolutions: Iterable[tuple[int, int]]
 ) -> Batch:
     """Make a waveform from which unpadded convolutions, (kernel, stride) in order, make `_TOKENS` outputs."""
     samples = _TOKENS
     for kernel, stride in reversed(list(convolutions)):
         samples = kernel + (samples - 1) * stride
-    return {"input_values": make_random_tensor(generator, rows, samples)}
+    return {"input_values": make_random_tensor(generator, batch_size, samples)}
 
 
-def _waveform_of_config(config: Config, rows: int, generator: torch.Generator) -> Batch:
+def _waveform_of_config(config: Config, batch_size: int, generator: torch.Generator) -> Batch:
     """Make a waveform for the convolutions of the config."""
     convolutions = zip(config["conv_kernel"], config["conv_stride"], strict=True)
-    return _waveform(config, rows, generator, convolutions=convolutions)
+    return _waveform(config, batch_size, generator, convolutions=convolutions)
 
 
-def _stacked_mels(config: Config, rows: int, generator: torch.Generator) -> Batch:
+def _stacked_mels(config: Config, batch_size: int, generator: torch.Generator) -> Batch:
     """Make stacked mels, which an adaptor after the encoder folds."""
     frames = int(config["adaptor_stride"]) * _TOKENS
-    return {"input_features": make_random_tensor(generator, rows, frames, int(config["feature_projection_input_dim"]))}
+    return {
+        "input_features": make_random_tensor(generator, batch_size, frames, int(config["feature_projection_input_dim"]))
+    }
 
 
-def _framed_waveform(config: Config, rows: int, generator: torch.Generator) -> Batch:
+def _framed_waveform(config: Config, batch_size: int, generator: torch.Generator) -> Batch:
     """Make a waveform in frames of some milliseconds, which two convolutions follow."""
     audio = config["encoder_config"]
     frame = round(int(audio["sample_rate"]) * float(audio["frame_ms"]) / 1000)
-    return {"input_values": make_random_tensor(generator, rows, frame * 4 * _TOKENS)}
+    return {"input_values": make_random_tensor(generator, batch_size, frame * 4 * _TOKENS)}
 
 
-def _mels(config: Config, rows: int, generator: torch.Generator) -> Batch:
+def _mels(config: Config, batch_size: int, generator: torch.Generator) -> Batch:
     frames = 2 ** int(config["num_conv_layers"]) * _TOKENS
     width = int(config["input_feat_per_channel"]) * int(config["input_channels"])
-    return {"input_features": make_random_tensor(generator, rows, frames, width)}
+    return {"input_features": make_random_tensor(generator, batch_size, frames, width)}
 
 
 # Inputs of an encoder whose decoder generates text; these have no tokens.

@@ -53,7 +53,7 @@ class Inputs(NamedTuple):
 def make_inputs(
     config: Mapping[str, Any],
     *,
-    rows: int = 2,
+    batch_size: int = 2,
     seed: int = 0,
     shards: int = 1,
     min_tokens: int = 0,
@@ -64,7 +64,7 @@ def make_inputs(
 
     Args:
         config: Config as a mapping, with the defaults of its class.
-        rows: Batch size.
+        batch_size: Batch size.
         seed: Seed of tokens, pixels and sounds.
         shards: Number of vocabulary shards; the first and last token of each shard are in every batch.
         min_tokens: Minimum number of text tokens per sequence.
@@ -75,18 +75,18 @@ def make_inputs(
         UnsupportedError: The model has no vocabulary, or one of special tokens only.
     """
     generator = torch.Generator().manual_seed(seed)
-    is_padded = is_padded and rows > 1
-    ids = _make_random_tokens(config, rows, generator, shards, min_tokens, is_padded)
+    is_padded = is_padded and batch_size > 1
+    ids = _make_random_tokens(config, batch_size, generator, shards, min_tokens, is_padded)
     rows_by_kind = _find_rows_by_kind(config)
     encoder_row = rows_by_kind.get("heard")
     if encoder_row is not None and config.get("is_encoder_decoder"):  # a decoder on its own takes no sound
-        batch = _make_form(encoder_row, config, rows, generator)
+        batch = _make_form(encoder_row, config, batch_size, generator)
         return Inputs({**batch, "decoder_input_ids": ids}, ids.clone(), ("audio",), (), _count_vocabulary(config, ids))
     if config.get("is_encoder_decoder"):
-        target = _make_random_tokens(config, rows, generator, shards, min_tokens)
+        target = _make_random_tokens(config, batch_size, generator, shards, min_tokens)
         batch = {"input_ids": ids, "decoder_input_ids": target, **_make_mask(ids, is_padded)}
         return _collect_inputs(config, batch, target.clone(), ["text"])
-    inserts = _repeat_inserts(config, rows, 1 if images is None else images, generator)
+    inserts = _repeat_inserts(config, batch_size, 1 if images is None else images, generator)
     batch, labels = _insert_placeholders(inserts.values(), ids) if inserts else ({"input_ids": ids}, ids.clone())
     if is_padded:
         labels[0, -_PADDING:] = -100
@@ -94,29 +94,29 @@ def make_inputs(
     return _collect_inputs(config, batch, labels, ["text", *inserts])
 
 
-def make_inserts(config: Mapping[str, Any], rows: int, generator: torch.Generator) -> dict[str, MultimodalInput]:
+def make_inserts(config: Mapping[str, Any], batch_size: int, generator: torch.Generator) -> dict[str, MultimodalInput]:
     """Return one image and one sound per sequence, by kind, as far as the model takes them.
 
     Args:
         config: Config as a mapping, with the defaults of its class.
-        rows: Batch size.
+        batch_size: Batch size.
         generator: Generator of pixels and sounds.
     """
     rows_by_kind, inserts = _find_rows_by_kind(config), {}
     for name in ("images", "audio"):
-        insert = _make_form(rows_by_kind[name], config, rows, generator) if name in rows_by_kind else None
+        insert = _make_form(rows_by_kind[name], config, batch_size, generator) if name in rows_by_kind else None
         if insert is not None:  # None for a config without this tower
             inserts[name] = insert
     return inserts
 
 
 def _repeat_inserts(
-    config: Mapping[str, Any], rows: int, times: int, generator: torch.Generator
+    config: Mapping[str, Any], batch_size: int, times: int, generator: torch.Generator
 ) -> dict[str, MultimodalInput]:
     """Return `make_inserts` with several of each kind per sequence, one after another."""
     if not times:
         return {}
-    inserts = make_inserts(config, rows * times, generator)
+    inserts = make_inserts(config, batch_size * times, generator)
     return {name: each._replace(tokens=[*each.tokens] * times) for name, each in inserts.items()}
 
 
@@ -136,7 +136,7 @@ def _find_rows_by_kind(config: Mapping[str, Any]) -> dict[str, InputRow]:
     return {row.kind: row for row in rows if row.class_name in names}
 
 
-def _make_form(row: InputRow, config: Mapping[str, Any], rows: int, generator: torch.Generator) -> Any:
+def _make_form(row: InputRow, config: Mapping[str, Any], batch_size: int, generator: torch.Generator) -> Any:
     """Call the form function of a correction row.
 
     Raises:
@@ -148,12 +148,12 @@ def _make_form(row: InputRow, config: Mapping[str, Any], rows: int, generator: t
             f'{config.get("model_type")}: "{row.form}" is not a form of {row.kind}; use one of {forms}'
         )
     try:
-        inspect.signature(make_form).bind(config, rows, generator, **row.settings)
+        inspect.signature(make_form).bind(config, batch_size, generator, **row.settings)
     except TypeError as error:
         raise InvalidCorrectionError(
             f'{config.get("model_type")}: the form "{row.form}" does not accept its settings: {error}'
         ) from error
-    return make_form(config, rows, generator, **row.settings)
+    return make_form(config, batch_size, generator, **row.settings)
 
 
 def _make_mask(ids: torch.Tensor, is_padded: bool) -> Batch:
@@ -167,7 +167,7 @@ def _make_mask(ids: torch.Tensor, is_padded: bool) -> Batch:
 
 def _make_random_tokens(
     config: Mapping[str, Any],
-    rows: int,
+    batch_size: int,
     generator: torch.Generator,
     shards: int,
     min_tokens: int = 0,
@@ -184,7 +184,7 @@ def _make_random_tokens(
             f"{config.get('model_type')}: the config has no vocab_size, and --run requires a model that reads text; "
             "compare the bytes without --run"
         )
-    special = {value for key, value in _iter_integers(config) if key.endswith(("_token_id", "_token_index"))}
+    special = {value for key, value in _find_integers(config) if key.endswith(("_token_id", "_token_index"))}
     allowed = torch.tensor(
         [token for token in range(_FIRST_TEXT_TOKEN, vocabulary_size) if token not in special], dtype=torch.long
     )
@@ -196,8 +196,8 @@ def _make_random_tokens(
         )
     edge_tokens = _find_shard_edge_tokens(allowed, vocabulary_size, shards)
     padding = _PADDING if is_padded else 0
-    length = max(TEXT_LENGTH, min_tokens, -(-(len(edge_tokens) + padding) // rows))
-    drawn_count = rows * length - len(edge_tokens) - padding
+    length = max(TEXT_LENGTH, min_tokens, -(-(len(edge_tokens) + padding) // batch_size))
+    drawn_count = batch_size * length - len(edge_tokens) - padding
     indices = (
         (torch.arange(drawn_count) + torch.rand(drawn_count, generator=generator))
         * (len(allowed) / max(1, drawn_count))
@@ -205,7 +205,7 @@ def _make_random_tokens(
     tokens = torch.cat([edge_tokens, allowed[indices.clamp(max=len(allowed) - 1)]])
     tokens = tokens[torch.randperm(len(tokens), generator=generator)]
     filler = allowed[:1].expand(padding)
-    return torch.cat([tokens[: length - padding], filler, tokens[length - padding :]]).reshape(rows, length)
+    return torch.cat([tokens[: length - padding], filler, tokens[length - padding :]]).reshape(batch_size, length)
 
 
 def _find_shard_edge_tokens(allowed: torch.Tensor, vocabulary_size: int, shards: int) -> torch.Tensor:
@@ -247,12 +247,12 @@ def _count_vocabulary(config: Mapping[str, Any], *ids: torch.Tensor) -> tuple[in
     return len(torch.cat([each.reshape(-1) for each in ids]).unique()), int(find_text_config(config)["vocab_size"])
 
 
-def _iter_integers(config: Mapping[str, Any]) -> list[tuple[str, int]]:
+def _find_integers(config: Mapping[str, Any]) -> list[tuple[str, int]]:
     """Return every integer of a config, with its key."""
     integers = []
     for key, value in config.items():
         if isinstance(value, Mapping):
-            integers += _iter_integers(value)
+            integers += _find_integers(value)
         elif isinstance(value, int) and not isinstance(value, bool):
             integers.append((str(key), value))  # Aria's config has integer keys
     return integers

@@ -51,6 +51,6 @@ def count_patches_per_side(config: Config) -> int:
     return first_size(vision["image_size"]) // first_size(vision["patch_size"])
 
 
-def make_square_image(config: Config, rows: int, generator: torch.Generator) -> Batch:
+def make_square_image(config: Config, batch_size: int, generator: torch.Generator) -> Batch:
     size = first_size(config["vision_config"]["image_size"])
-    return {"pixel_values": make_random_tensor(generator, rows, count_channels(config), size, size)}
+    return {"pixel_values": make_random_tensor(generator, batch_size, count_channels(config), size, size)}

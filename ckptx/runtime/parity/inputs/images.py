@@ -39,10 +39,12 @@ def _fixed(count: Callable[[Config, int], int]) -> ImageForm:
         count: Function from the config and the patches along one side to the tokens of an image.
     """
 
-    def image(config: Config, rows: int, generator: torch.Generator) -> MultimodalInput:
+    def image(config: Config, batch_size: int, generator: torch.Generator) -> MultimodalInput:
         token = find_image_token(config)
         return MultimodalInput(
-            [token] * count(config, count_patches_per_side(config)), token, make_square_image(config, rows, generator)
+            [token] * count(config, count_patches_per_side(config)),
+            token,
+            make_square_image(config, batch_size, generator),
         )
 
     return image
@@ -52,11 +54,11 @@ def _every_patch(config: Config, side: int) -> int:
     return side * side
 
 
-def _of_any_tower(config: Config, rows: int, generator: torch.Generator) -> MultimodalInput:
+def _of_any_tower(config: Config, batch_size: int, generator: torch.Generator) -> MultimodalInput:
     """Make an image for Llava, whose tower may be of any model type; the corrections of that type give its form."""
     if any(row.any_size for row in _tower(config)):
-        return _any_size(1, config, rows, generator)
-    return _fixed(_selected)(config, rows, generator)
+        return _any_size(1, config, batch_size, generator)
+    return _fixed(_selected)(config, batch_size, generator)
 
 
 def _tower(config: Config) -> tuple[TowerRow, ...]:
@@ -64,7 +66,10 @@ def _tower(config: Config) -> tuple[TowerRow, ...]:
 
 
 def _selected(config: Config, side: int) -> int:
-    """Return all patches, or all but the first, which is the class token of CLIP; other towers may have none."""
+    """Return the number of tokens of an image.
+
+    By default, the class drops the first feature, which is the class token of CLIP; other towers may have none.
+    """
     has_class = all(row.class_token for row in _tower(config))
     return side * side + has_class - int(config.get("vision_feature_select_strategy", "default") == "default")
 
@@ -78,35 +83,35 @@ def _halved_twice(config: Config, side: int) -> int:
     return (-(-side // 4)) ** 2
 
 
-def _pooled(config: Config, rows: int, generator: torch.Generator) -> MultimodalInput:
+def _pooled(config: Config, batch_size: int, generator: torch.Generator) -> MultimodalInput:
     token = find_image_token(config)
     tokens = [int(config["boi_token_index"]), *[token] * int(config["mm_tokens_per_image"])]
     tokens.append(int(config["eoi_token_index"]))
-    return MultimodalInput(tokens, token, make_square_image(config, rows, generator), ("token_type_ids", 1))
+    return MultimodalInput(tokens, token, make_square_image(config, batch_size, generator), ("token_type_ids", 1))
 
 
-def _of_timm(config: Config, rows: int, generator: torch.Generator) -> MultimodalInput | None:
+def _of_timm(config: Config, batch_size: int, generator: torch.Generator) -> MultimodalInput | None:
     """Make an image of 768 pixels, as the processor does: towers of timm have no size in the config."""
     if config.get("vision_config") is None:
         return None
     token, count = find_image_token(config), int(config["vision_soft_tokens_per_image"])
     tokens = [int(config["boi_token_id"]), *[token] * count, int(config["eoi_token_id"])]
-    return MultimodalInput(tokens, token, {"pixel_values": make_random_tensor(generator, rows, 3, 768, 768)})
+    return MultimodalInput(tokens, token, {"pixel_values": make_random_tensor(generator, batch_size, 3, 768, 768)})
 
 
-def _prompt(config: Config, rows: int, generator: torch.Generator) -> MultimodalInput:
+def _prompt(config: Config, batch_size: int, generator: torch.Generator) -> MultimodalInput:
     """Make a prompt without an answer: all tokens, those of the image included, have type 0 and see each other."""
-    return _fixed(_every_patch)(config, rows, generator)._replace(token_types=("token_type_ids", 0))
+    return _fixed(_every_patch)(config, batch_size, generator)._replace(token_types=("token_type_ids", 0))
 
 
-def _shuffled(config: Config, rows: int, generator: torch.Generator) -> MultimodalInput:
+def _shuffled(config: Config, batch_size: int, generator: torch.Generator) -> MultimodalInput:
     token, ratio = find_image_token(config), float(config["vision_config"]["pixel_shuffle_ratio"])
     count = round(count_patches_per_side(config) ** 2 * ratio**2)
     tokens = [int(config["boi_token_index"]), *[token] * count, int(config["eoi_token_index"])]
-    return MultimodalInput(tokens, token, make_square_image(config, rows, generator))
+    return MultimodalInput(tokens, token, make_square_image(config, batch_size, generator))
 
 
-def _cross_attended(config: Config, rows: int, generator: torch.Generator) -> MultimodalInput:
+def _cross_attended(config: Config, batch_size: int, generator: torch.Generator) -> MultimodalInput:
     """Make one image with the largest number of tiles, so that no tile is padding.
 
     The image has no tokens in the text, which attends to it from its placeholder on. `pixel_values` is (n, 1, tiles,
@@ -116,9 +121,9 @@ def _cross_attended(config: Config, rows: int, generator: torch.Generator) -> Mu
     tiles, size = int(vision["max_num_tiles"]), first_size(vision["image_size"])
     shapes = [int(high) * int(wide) for high, wide in vision["supported_aspect_ratios"]]
     tensors = {
-        "pixel_values": make_random_tensor(generator, rows, 1, tiles, count_channels(config), size, size),
-        "aspect_ratio_ids": torch.full((rows, 1), 1 + shapes.index(max(shapes))),  # 0 is no image
-        "aspect_ratio_mask": torch.ones(rows, 1, tiles, dtype=torch.long),
+        "pixel_values": make_random_tensor(generator, batch_size, 1, tiles, count_channels(config), size, size),
+        "aspect_ratio_ids": torch.full((batch_size, 1), 1 + shapes.index(max(shapes))),  # 0 is no image
+        "aspect_ratio_mask": torch.ones(batch_size, 1, tiles, dtype=torch.long),
     }
 
     def seen_by(ids: torch.Tensor) -> Batch:
@@ -131,7 +136,7 @@ def _cross_attended(config: Config, rows: int, generator: torch.Generator) -> Mu
 # ------------------------------------------------------------------------------ tiles of the tower's size, one overview
 
 
-def _tiles(config: Config, rows: int, generator: torch.Generator) -> MultimodalInput:
+def _tiles(config: Config, batch_size: int, generator: torch.Generator) -> MultimodalInput:
     """Make an image of the smallest size offered: an overview and its tiles, each row of patches with a newline.
 
     `pixel_values` is (n, 1 + tiles, channels, size, size).
@@ -145,8 +150,8 @@ def _tiles(config: Config, rows: int, generator: torch.Generator) -> MultimodalI
     high, wide = height // size, width // size
     count = side * side + high * side * (wide * side + 1)
     tensors = {
-        "pixel_values": make_random_tensor(generator, rows, 1 + high * wide, count_channels(config), size, size),
-        "image_sizes": torch.tensor([[height, width]] * rows),
+        "pixel_values": make_random_tensor(generator, batch_size, 1 + high * wide, count_channels(config), size, size),
+        "image_sizes": torch.tensor([[height, width]] * batch_size),
     }
     return MultimodalInput([token] * count, token, tensors)
 
@@ -154,50 +159,50 @@ def _tiles(config: Config, rows: int, generator: torch.Generator) -> MultimodalI
 # -------------------------------------------------------------------------------------------------- images of any size
 
 
-def _with_sizes(config: Config, rows: int, generator: torch.Generator) -> MultimodalInput:
+def _with_sizes(config: Config, batch_size: int, generator: torch.Generator) -> MultimodalInput:
     """Make an image and its size, for Pixtral and similar towers; `spatial_merge_size` patches per side are a token."""
-    return _any_size(int(config["spatial_merge_size"]), config, rows, generator)
+    return _any_size(int(config["spatial_merge_size"]), config, batch_size, generator)
 
 
-def _any_size(merge: int, config: Config, rows: int, generator: torch.Generator) -> MultimodalInput:
+def _any_size(merge: int, config: Config, batch_size: int, generator: torch.Generator) -> MultimodalInput:
     """Make an image of which `merge` patches per side are one token."""
     token, size = find_image_token(config), first_size(config["vision_config"]["patch_size"]) * merge
     high, wide = size * IMAGE_HEIGHT, size * IMAGE_WIDTH
     tensors = {
-        "pixel_values": make_random_tensor(generator, rows, count_channels(config), high, wide),
-        "image_sizes": torch.tensor([[high, wide]] * rows),
+        "pixel_values": make_random_tensor(generator, batch_size, count_channels(config), high, wide),
+        "image_sizes": torch.tensor([[high, wide]] * batch_size),
     }
     return MultimodalInput([token] * (IMAGE_HEIGHT * IMAGE_WIDTH), token, tensors)
 
 
-def _downsampled_of_any_size(config: Config, rows: int, generator: torch.Generator) -> MultimodalInput:
+def _downsampled_of_any_size(config: Config, batch_size: int, generator: torch.Generator) -> MultimodalInput:
     """Make an image for interpolated positions; a token is `1 / downsample_ratio` patches high and wide."""
     patch, token = config["vision_config"]["patch_size"], find_image_token(config)
     high, wide = patch if isinstance(patch, list | tuple) else (patch, patch)
     side = round(IMAGE_HEIGHT / float(config["downsample_ratio"]))
-    pixels = make_random_tensor(generator, rows, count_channels(config), high * side, wide * side)
+    pixels = make_random_tensor(generator, batch_size, count_channels(config), high * side, wide * side)
     is_whole = config.get("vision_feature_select_strategy", "default") != "default"
     return MultimodalInput([token] * (IMAGE_HEIGHT**2 + is_whole), token, {"pixel_values": pixels})
 
 
-def _folded(config: Config, rows: int, generator: torch.Generator) -> MultimodalInput:
+def _folded(config: Config, batch_size: int, generator: torch.Generator) -> MultimodalInput:
     """Make an image for interpolated positions; two convolutions of stride 2 make a token of four patches per side."""
     token, size = find_image_token(config), first_size(config["vision_config"]["patch_size"]) * 4 * IMAGE_HEIGHT
     return MultimodalInput(
         [token] * IMAGE_HEIGHT**2,
         token,
-        {"pixel_values": make_random_tensor(generator, rows, count_channels(config), size, size)},
+        {"pixel_values": make_random_tensor(generator, batch_size, count_channels(config), size, size)},
     )
 
 
-def _queries(config: Config, rows: int, generator: torch.Generator) -> MultimodalInput:
+def _queries(config: Config, batch_size: int, generator: torch.Generator) -> MultimodalInput:
     """Make the image with the fewest patches, for a fixed number of queries per number of patches."""
     queries = {int(patches): int(count) for patches, count in config["projector_patch_to_query_dict"].items()}
     token, fewest = find_image_token(config), min(queries)
     size = isqrt(fewest) * first_size(config["vision_config"]["patch_size"])
     tensors = {
-        "pixel_values": make_random_tensor(generator, rows, count_channels(config), size, size),
-        "pixel_mask": torch.ones(rows, size, size, dtype=torch.bool),
+        "pixel_values": make_random_tensor(generator, batch_size, count_channels(config), size, size),
+        "pixel_mask": torch.ones(batch_size, size, size, dtype=torch.bool),
     }
     return MultimodalInput([token] * queries[fewest], token, tensors)
 
@@ -210,11 +215,11 @@ def _masked(count: Callable[[Config], int], side: Callable[[Config], int]) -> Im
         side: Function from the config to the patches per side of the smallest image.
     """
 
-    def image(config: Config, rows: int, generator: torch.Generator) -> MultimodalInput:
+    def image(config: Config, batch_size: int, generator: torch.Generator) -> MultimodalInput:
         token, size = find_image_token(config), first_size(config["vision_config"]["patch_size"]) * side(config)
         tensors = {
-            "pixel_values": make_random_tensor(generator, rows, 1, count_channels(config), size, size),
-            "pixel_attention_mask": torch.ones(rows, 1, size, size, dtype=torch.long),
+            "pixel_values": make_random_tensor(generator, batch_size, 1, count_channels(config), size, size),
+            "pixel_attention_mask": torch.ones(batch_size, 1, size, size, dtype=torch.long),
         }
         return MultimodalInput([token] * count(config), token, tensors)
 

@@ -21,8 +21,8 @@ class MultimodalInput(NamedTuple):
         tensors: Further arguments of `forward`.
         token_types: Argument of `forward` with the type of each token, and the type of this kind; None if the class has
             no such argument.
-        make_text_arguments: Makes arguments of sequence length from the finished tokens, (rows, length); None if there
-            are none.
+        make_text_arguments: Makes arguments of sequence length from the finished tokens, (batch, length); None
+            if there are none.
     """
 
     tokens: list[int]

@@ -19,7 +19,7 @@ from ckptx.runtime.parity.inputs.config_keys import (
 from ckptx.runtime.parity.inputs.multimodal import MultimodalInput, make_random_tensor
 
 
-def flat(config: Config, rows: int, generator: torch.Generator) -> MultimodalInput:
+def flat(config: Config, batch_size: int, generator: torch.Generator) -> MultimodalInput:
     """Make patches as for Qwen2-VL and its successors: those of all images in one dim, and the grid of each image.
 
     `pixel_values` is (n * patches, channels * frames * patch * patch): an image is a film that stands still. The class
@@ -32,48 +32,48 @@ def flat(config: Config, rows: int, generator: torch.Generator) -> MultimodalInp
     patches = high * wide * merge * merge
     width = count_channels(config) * int(vision.get("temporal_patch_size", 2)) * patch * patch
     tensors = {
-        "pixel_values": make_random_tensor(generator, rows * patches, width),
-        "image_grid_thw": torch.tensor([[1, high * merge, wide * merge]] * rows),
+        "pixel_values": make_random_tensor(generator, batch_size * patches, width),
+        "image_grid_thw": torch.tensor([[1, high * merge, wide * merge]] * batch_size),
     }
     return MultimodalInput(
         add_boundary_tokens(config, [token] * (high * wide)), token, tensors, ("mm_token_type_ids", 1)
     )
 
 
-def flat_untyped(config: Config, rows: int, generator: torch.Generator) -> MultimodalInput:
+def flat_untyped(config: Config, batch_size: int, generator: torch.Generator) -> MultimodalInput:
     """Make `flat` patches for classes that find images without token types."""
-    return flat(config, rows, generator)._replace(token_types=None)
+    return flat(config, batch_size, generator)._replace(token_types=None)
 
 
-def flat_for_experts(config: Config, rows: int, generator: torch.Generator) -> MultimodalInput:
+def flat_for_experts(config: Config, batch_size: int, generator: torch.Generator) -> MultimodalInput:
     """Make patches for Ernie 4.5 VL, which have no frames, because the projector pairs an image with itself.
 
     Its tokens, and those for begin and end, go to experts of their own.
     """
     vision = {**config["vision_config"], "temporal_patch_size": 1}
-    insert = flat({**config, "vision_config": vision}, rows, generator)
+    insert = flat({**config, "vision_config": vision}, batch_size, generator)
     seen = torch.tensor(insert.tokens)
     return insert._replace(make_text_arguments=lambda ids: {"moe_mm_token_type_ids": torch.isin(ids, seen).long()})
 
 
-def flat_renamed(config: Config, rows: int, generator: torch.Generator) -> MultimodalInput:
+def flat_renamed(config: Config, batch_size: int, generator: torch.Generator) -> MultimodalInput:
     """Make patches for Muse Spark: the form of Qwen2-VL with other names for the sizes."""
     vision = config["vision_config"]
     renamed = {"spatial_merge_size": vision["merge_size"], "temporal_patch_size": vision["patch_temporal"]}
-    return flat_untyped({**config, "vision_config": {**vision, **renamed}}, rows, generator)
+    return flat_untyped({**config, "vision_config": {**vision, **renamed}}, batch_size, generator)
 
 
-def large(config: Config, rows: int, generator: torch.Generator) -> MultimodalInput:
+def large(config: Config, batch_size: int, generator: torch.Generator) -> MultimodalInput:
     """Make large patches, each one a token: (n * patches, frames, patch, patch, channels)."""
     vision, token = config["vision_config"], find_image_token(config)
     patch, frames = int(vision["patch_size"]), int(vision["temporal_patch_size"])
-    pixels = make_random_tensor(generator, rows * IMAGE_HEIGHT, frames, patch, patch, count_channels(config))
+    pixels = make_random_tensor(generator, batch_size * IMAGE_HEIGHT, frames, patch, patch, count_channels(config))
     return MultimodalInput(
         [int(config["image_bos_token_id"]), *[token] * IMAGE_HEIGHT], token, {"pixel_values": pixels}
     )
 
 
-def square(config: Config, rows: int, generator: torch.Generator) -> MultimodalInput:
+def square(config: Config, batch_size: int, generator: torch.Generator) -> MultimodalInput:
     """Make square patches, (n * patches, channels, patch, patch)."""
     vision, token = config["vision_config"], find_image_token(config)
     patch = first_size(vision["patch_size"])
@@ -82,43 +82,45 @@ def square(config: Config, rows: int, generator: torch.Generator) -> MultimodalI
         for merged, side in zip(vision["merge_kernel_size"], (IMAGE_HEIGHT, IMAGE_WIDTH), strict=True)
     )
     tensors = {
-        "pixel_values": make_random_tensor(generator, rows * high * wide, count_channels(config), patch, patch),
-        "image_grid_thw": torch.tensor([[1, high, wide]] * rows),
+        "pixel_values": make_random_tensor(generator, batch_size * high * wide, count_channels(config), patch, patch),
+        "image_grid_thw": torch.tensor([[1, high, wide]] * batch_size),
     }
     return MultimodalInput([token] * (IMAGE_HEIGHT * IMAGE_WIDTH), token, tensors)
 
 
-def flat_unmerged(config: Config, rows: int, generator: torch.Generator) -> MultimodalInput:
+def flat_unmerged(config: Config, batch_size: int, generator: torch.Generator) -> MultimodalInput:
     """Make patches that are not merged, unlike those of videos."""
     patch, token = int(config["vision_config"]["patch_size"]), find_image_token(config)
     tensors = {
         "pixel_values": make_random_tensor(
-            generator, rows * IMAGE_HEIGHT * IMAGE_WIDTH, count_channels(config) * patch * patch
+            generator, batch_size * IMAGE_HEIGHT * IMAGE_WIDTH, count_channels(config) * patch * patch
         ),
-        "image_grid_thw": torch.tensor([[1, IMAGE_HEIGHT, IMAGE_WIDTH]] * rows),
-        "image_merge_sizes": torch.ones(rows, dtype=torch.long),
+        "image_grid_thw": torch.tensor([[1, IMAGE_HEIGHT, IMAGE_WIDTH]] * batch_size),
+        "image_merge_sizes": torch.ones(batch_size, dtype=torch.long),
     }
     return MultimodalInput([token] * (IMAGE_HEIGHT * IMAGE_WIDTH), token, tensors)
 
 
-def padded(config: Config, rows: int, generator: torch.Generator) -> MultimodalInput:
+def padded(config: Config, batch_size: int, generator: torch.Generator) -> MultimodalInput:
     """Make the patches of each image without padding, (n, patches, channels * patch * patch)."""
     patch, merged = int(config["vision_config"]["patch_size"]), int(config["downsample_factor"])
     high, wide, token = merged * IMAGE_HEIGHT, merged * IMAGE_WIDTH, find_image_token(config)
     tensors = {
-        "pixel_values": make_random_tensor(generator, rows, high * wide, count_channels(config) * patch * patch),
-        "spatial_shapes": torch.tensor([[high, wide]] * rows),
-        "pixel_attention_mask": torch.ones(rows, high * wide, dtype=torch.long),
+        "pixel_values": make_random_tensor(generator, batch_size, high * wide, count_channels(config) * patch * patch),
+        "spatial_shapes": torch.tensor([[high, wide]] * batch_size),
+        "pixel_attention_mask": torch.ones(batch_size, high * wide, dtype=torch.long),
     }
     return MultimodalInput([token] * (IMAGE_HEIGHT * IMAGE_WIDTH), token, tensors)
 
 
-def placed(config: Config, rows: int, generator: torch.Generator, *, pooled_in_model: bool) -> MultimodalInput | None:
+def placed(
+    config: Config, batch_size: int, generator: torch.Generator, *, pooled_in_model: bool
+) -> MultimodalInput | None:
     """Make patches with positions, (n, patches, 3 * patch * patch), from 0 to 1.
 
     Args:
         config: Config of the class; the result is None if it has no tower.
-        rows: Batch size.
+        batch_size: Batch size.
         generator: Generator of the pixels.
         pooled_in_model: True if the tower merges several patches into a token; otherwise the processor has done so.
     """
@@ -131,8 +133,8 @@ def placed(config: Config, rows: int, generator: torch.Generator, *, pooled_in_m
     high, wide = IMAGE_HEIGHT * pool, IMAGE_WIDTH * pool
     places = torch.stack(torch.meshgrid(torch.arange(wide), torch.arange(high), indexing="xy"), -1)
     tensors = {
-        "pixel_values": make_random_tensor(generator, rows, high * wide, 3 * patch * patch).sigmoid(),
-        "image_position_ids": places.reshape(1, high * wide, 2).expand(rows, -1, -1).contiguous(),
+        "pixel_values": make_random_tensor(generator, batch_size, high * wide, 3 * patch * patch).sigmoid(),
+        "image_position_ids": places.reshape(1, high * wide, 2).expand(batch_size, -1, -1).contiguous(),
     }
     tokens = [int(config["boi_token_id"]), *[token] * (IMAGE_HEIGHT * IMAGE_WIDTH)]
     tokens.append(int(config.get("eoi_token_id", config.get("eoi_token_index", token))))

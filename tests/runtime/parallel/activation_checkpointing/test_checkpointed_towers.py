@@ -63,7 +63,7 @@ def trained(model_type: str, mode: str) -> Trained:
     if hasattr(model, "set_experts_implementation"):
         model.set_experts_implementation("eager")  # torch's grouped product takes rows of 16 bytes alone
     config = json.loads(model.config.to_json_string()) | {"architectures": [type(model).__name__]}
-    batch = make_inputs(config, rows=2, seed=0).batch
+    batch = make_inputs(config, batch_size=2, seed=0).batch
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", KVSharingFallback)
         count = checkpoint_activations(model, mode)

@@ -42,7 +42,7 @@ def is_same(a: Inputs, b: Inputs) -> bool:
 def test_tokens_are_of_the_vocabulary_and_none_is_special(
     words: int, rows: int, seed: int, special: dict[str, int]
 ) -> None:
-    found = make_inputs({**TEXT, "vocab_size": words, "text_like": special}, rows=rows, seed=seed)
+    found = make_inputs({**TEXT, "vocab_size": words, "text_like": special}, batch_size=rows, seed=seed)
     ((name, ids),) = found.batch.items()
     assert (name, found.kinds, found.missing) == ("input_ids", ("text",), ())
     assert (ids.shape, ids.dtype) == ((rows, TEXT_LENGTH), torch.int64)
@@ -60,7 +60,7 @@ def test_tokens_are_of_the_vocabulary_and_none_is_special(
 def test_every_part_of_the_vocabulary_is_looked_up_at_both_ends(
     words: int, shards: int, rows: int, seed: int, special: dict[str, int]
 ) -> None:
-    found = make_inputs({**TEXT, "vocab_size": words, "t": special}, rows=rows, seed=seed, shards=shards)
+    found = make_inputs({**TEXT, "vocab_size": words, "t": special}, batch_size=rows, seed=seed, shards=shards)
     ids = found.batch["input_ids"]
     assert len(ids) == rows and ids.shape[1] >= TEXT_LENGTH
     allowed = [token for token in range(3, words) if token not in special.values()]
@@ -84,9 +84,9 @@ def test_all_other_tokens_are_drawn() -> None:
         "nested": {"image_token_id": 8, "audio_token_index": 7},
         "pad_token_id": None,
     }
-    assert {*make_inputs(config, rows=50).batch["input_ids"].flatten().tolist()} == {3, 4, 6}
+    assert {*make_inputs(config, batch_size=50).batch["input_ids"].flatten().tolist()} == {3, 4, 6}
     other = {**TEXT, "vocab_size": 9, "layers": 5, "eos_token_ids": 6, "use_token_id": True, "token_id_count": 7}
-    assert {*make_inputs(other, rows=50).batch["input_ids"].flatten().tolist()} == {3, 4, 5, 6, 7, 8}
+    assert {*make_inputs(other, batch_size=50).batch["input_ids"].flatten().tolist()} == {3, 4, 5, 6, 7, 8}
 
 
 @settings(max_examples=30, deadline=None)
@@ -96,11 +96,11 @@ def test_a_seed_gives_the_same_and_another_seed_does_not(
     config: dict[str, Any], seed: int, other: int, rows: int
 ) -> None:
     torch.manual_seed(rows)  # what others drew does not matter
-    found = make_inputs(config, rows=rows, seed=seed)
+    found = make_inputs(config, batch_size=rows, seed=seed)
     torch.manual_seed(rows + 1)
     read = json.loads(json.dumps(config))
-    assert is_same(found, make_inputs(dict(reversed(read.items())), rows=rows, seed=seed))
-    assert is_same(found, make_inputs(config, rows=rows, seed=other)) is (seed == other)
+    assert is_same(found, make_inputs(dict(reversed(read.items())), batch_size=rows, seed=seed))
+    assert is_same(found, make_inputs(config, batch_size=rows, seed=other)) is (seed == other)
 
 
 @pytest.mark.parametrize("words", [None, "many", 12.5])
@@ -175,7 +175,7 @@ def test_two_inserts_lie_one_behind_the_other() -> None:
 
 
 def test_what_listens_while_its_decoder_writes_has_no_tokens_of_input() -> None:
-    found = make_inputs(WHISPER, rows=3)
+    found = make_inputs(WHISPER, batch_size=3)
     assert {name: tuple(each.shape) for name, each in found.batch.items()} == {
         "input_features": (3, 4, 10), "decoder_input_ids": (3, TEXT_LENGTH),
     }  # fmt: skip
