@@ -108,7 +108,7 @@ def cases() -> dict[str, Case]:
     }
     found |= {
         "Llama 3.1 8B, 32 layers, full": Case(_llama(32), full),
-        "Llama 3.1 8B, 16 layers, whole logits in fp32": Case(_llama(16), {**full, "loss": "whole", "batch": 2}),
+        "Llama 3.1 8B, 16 layers, full logits in fp32": Case(_llama(16), {**full, "loss": "full", "batch": 2}),
         "Llama 3.1 8B, tp4, 4 rows": Case(_llama(32), {**full, "tp": 4, "batch": 4}),
         "Llama 3.1 8B, FSDP2 x 8, fp32, gathered in bf16": Case(
             _llama(32), {**full, "dtype": "fp32", "param_dtype": "bf16", "dp_shard": 8, "batch": 2}
@@ -147,10 +147,7 @@ def run_forecast(source: Path, options: Mapping[str, Any]) -> Row:
     """Run `ckptx forecast`, and return the forecast peak and the bytes between steps."""
     arguments = []
     for name, value in options.items():
-        if name == "loss":
-            arguments.append({"whole": "--loss-fp32", "none": "--no-loss"}[value])
-        else:
-            arguments += [f"--{name.replace('_', '-')}", str(value)]
+        arguments += [f"--{name.replace('_', '-')}", str(value)]
     command = [sys.executable, "-m", "ckptx", "forecast", str(source), *arguments, "--json"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     process = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)

@@ -15,7 +15,7 @@ from msgspec import NODEFAULT, structs
 
 sys.path.insert(0, str(Path(__file__).parent.parent))  # run from a checkout, installed or not
 
-from ckptx.runtime.training.recipe import ExternalBlock, RecipeKeys
+from ckptx.runtime.training.recipe import RecipeKeys, TrainerBlock
 from ckptx.runtime.training.recipe_schema import describe_type, is_block
 
 PATH = Path(__file__).parent.parent / "docs" / "recipes.md"
@@ -27,7 +27,7 @@ def blocks() -> Iterator[tuple[str, Any]]:
     for each in structs.fields(RecipeKeys):
         if is_block(each.type):
             yield each.name, each.type
-    yield "train", ExternalBlock
+    yield "trainer", TrainerBlock
 
 
 def meanings_of(cls: Any) -> dict[str, str]:

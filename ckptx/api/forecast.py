@@ -64,10 +64,10 @@ def _task(options: ForecastOptions | SearchOptions, directory: Path, log: Log) -
         schedule = options.schedule if isinstance(options, ForecastOptions) else "1f1b"
         return task_from_options(source, options, count_stages(options.dims.pp, schedule))
     recipe = read_recipe(options.recipe, options.settings)
-    if recipe.train is not None:
+    if recipe.trainer is not None:
         raise UsageError(
-            f"{recipe.name}: trains with its own command, and forecast requires a recipe without a `train` block; pass "
-            "another recipe, or a config.json"
+            f"{recipe.name}: trains with its own command, and forecast requires a recipe without a `trainer` block; "
+            "pass another recipe, or a config.json"
         )
     source, notes = write_recipe_config(recipe.model, directory)
     log.note(*recipe.notes, *notes)

@@ -24,7 +24,7 @@ from ckptx.options.step import (
 )
 from ckptx.untrusted.limits import MAX_RANKS
 
-Loss = Literal["sharded", "whole", "none"]
+Loss = Literal["sharded", "full", "none"]
 OptimizerName = Literal["adamw", "adam", "sgd", "none"]
 FloatDtype = Literal["bf16", "bfloat16", "fp16", "float16", "fp32", "float32"]
 _ALLOWED_WITH_RECIPE = ("recipe", "settings", "gpu_memory", "gpu", "search", "gpus")
@@ -99,10 +99,10 @@ class StepOptions(
     loss: Annotated[
         Loss,
         Option(
-            "Cross-entropy loss in fp32 on sharded logits or, as in transformers, on full logits (whole); or the sum "
+            "Cross-entropy loss in fp32 on sharded logits or, as in transformers, on full logits (full); or the sum "
             "of the logits without a loss (none).",
             STEP,
-            shorthands={"--no-loss": "none", "--loss-fp32": "whole"},
+            shorthands={"--no-loss": "none"},
         ),
     ] = "sharded"
 

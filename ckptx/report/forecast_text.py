@@ -12,7 +12,7 @@ from ckptx.report.report import counted, human_bytes
 _PART_TEXTS = {"build": "inputs of the step", "clipping": "gradient clipping", "optimizer": "optimizer step"}
 _PASSES = ("forward", "backward")
 PRECISION_KEYS = ("dtype", "param_dtype", "reduce_dtype")
-LOSS_TEXTS = {"sharded": "loss on sharded logits", "whole": "loss on whole logits", "none": "no loss"}
+LOSS_TEXTS = {"sharded": "loss on sharded logits", "full": "loss on full logits", "none": "no loss"}
 
 
 def ranks_text(report: ForecastReport) -> str:

@@ -349,7 +349,7 @@ def _run_curves(report: RobustnessReport) -> list[RunCurve]:
 def _drawing_order(row: Mapping[str, Any]) -> int:
     """Return a sort key: resumed runs first, and runs with a perturbed embedding last, as noise is drawn as a band."""
     name = str(row["run"])
-    return 0 if name.startswith("resumed") else 2 if name.startswith("moved") else 1
+    return 0 if name.startswith("resumed") else 2 if name.startswith("perturbed") else 1
 
 
 def _subtract_run(first: RunCurve, run: RunCurve) -> RunCurve:

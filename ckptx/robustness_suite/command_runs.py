@@ -20,7 +20,7 @@ from ckptx.robustness_suite.commands import (
 from ckptx.robustness_suite.losses import Losses, check_losses, read_losses
 from ckptx.robustness_suite.oracles import Items
 from ckptx.robustness_suite.stored_items import read_items
-from ckptx.runtime.training.recipe import ExternalBlock, TrainingBlock
+from ckptx.runtime.training.recipe import TrainerBlock, TrainingBlock
 from ckptx.untrusted.printable import one_line
 
 OUTPUT_FILE = "output.log"
@@ -50,17 +50,17 @@ class CommandRun(NamedTuple):
         tail = " | ".join(self.result.last_lines)
         ends = f"ends with: {tail}" if tail else "is empty"
         failure, output = self.result.failure_text(), self.out / OUTPUT_FILE
-        return f"train.command, {self.name}: {failure}; its output {output} {ends}"
+        return f"trainer.command, {self.name}: {failure}; its output {output} {ends}"
 
 
 class CommandRuns:
     """Runs of the command of a recipe, each in its own folder."""
 
-    def __init__(self, block: ExternalBlock, training: TrainingBlock, out: Path, folder: Path) -> None:
+    def __init__(self, block: TrainerBlock, training: TrainingBlock, out: Path, folder: Path) -> None:
         """Prepare runs; nothing is run or written.
 
         Args:
-            block: Block `train` of the recipe: the command, and the paths of its outputs.
+            block: Block `trainer` of the recipe: the command, and the paths of its outputs.
             training: Number of steps, and the steps that are saved.
             out: Parent of the folders of all runs.
             folder: Folder of the recipe, for `{recipe}`.
@@ -77,31 +77,31 @@ class CommandRuns:
             OutputError: The parent of the folders is not empty.
         """
         block, values = self.block, self._placeholder_values(self._out, 0, None)
-        words = split_command(block.command, values, "train.command")
-        fill_placeholders(block.resume, {**values, "checkpoint": ""}, "train.resume")
+        words = split_command(block.command, values, "trainer.command")
+        fill_placeholders(block.resume, {**values, "checkpoint": ""}, "trainer.resume")
         check_environment(self._environment(self._out, values))
         if any("\0" in word for word in words):
-            raise UsageError("train.command: contains a NUL character, which arguments cannot contain; remove it")
+            raise UsageError("trainer.command: contains a NUL character, which arguments cannot contain; remove it")
         if not block.time_limit > 0:
-            raise UsageError(f"train.time_limit: {block.time_limit:g} must be more than 0 seconds")
+            raise UsageError(f"trainer.time_limit: {block.time_limit:g} must be more than 0 seconds")
         templates = " ".join((block.command, *map(str, block.environment.values())))
         if not _receives_checkpoint(templates, block.resume):
             raise UsageError(
-                "train.command: does not receive {checkpoint}, so every run would start from scratch; use {resume}, "
-                "and {checkpoint} in train.resume"
+                "trainer.command: does not receive {checkpoint}, so every run would start from scratch; use {resume}, "
+                "and {checkpoint} in trainer.resume"
             )
         for key, text in (("checkpoint", block.checkpoint), ("losses", block.losses)):
             path = fill_placeholders(
-                text, dict.fromkeys(("step", "steps", "save_at", "total_steps"), "1"), f"train.{key}"
+                text, dict.fromkeys(("step", "steps", "save_at", "total_steps"), "1"), f"trainer.{key}"
             )
             if path.startswith("/") or ".." in Path(path).parts:
                 raise UsageError(
-                    f"train.{key}: {one_line(text, 200)} must be a path relative to {{out}} and inside it, as each run "
-                    "has its own folder"
+                    f"trainer.{key}: {one_line(text, 200)} must be a path relative to {{out}} and inside it, as each "
+                    "run has its own folder"
                 )
         if "step" not in placeholders(block.checkpoint):
             raise UsageError(
-                f"train.checkpoint: {one_line(block.checkpoint, 200)} is the same for every step; save each step in "
+                f"trainer.checkpoint: {one_line(block.checkpoint, 200)} is the same for every step; save each step in "
                 "its own folder, with {step} in the path"
             )
         check_losses(block)
@@ -132,7 +132,7 @@ class CommandRuns:
         except OSError as error:
             raise OutputError(f"{out}: cannot be created: {error.strerror}") from error
         values = self._placeholder_values(out, steps, checkpoint)
-        words = split_command(self.block.command, values, "train.command")
+        words = split_command(self.block.command, values, "trainer.command")
         environment = self._environment(out, values)
         return CommandRun(name, out, run_command(words, out / OUTPUT_FILE, environment, self.block.time_limit))
 
@@ -205,19 +205,19 @@ class CommandRuns:
         }
         if checkpoint is not None:
             quoted = {key: quote(value) for key, value in values.items()}
-            values["resume"] = fill_placeholders(self.block.resume, quoted, "train.resume")
+            values["resume"] = fill_placeholders(self.block.resume, quoted, "trainer.resume")
         return values
 
     def _environment(self, out: Path, values: Mapping[str, str]) -> dict[str, str]:
         templates = self.block.environment
         return {
-            key: fill_placeholders(str(value), values, f"train.environment.{key}") for key, value in templates.items()
+            key: fill_placeholders(str(value), values, f"trainer.environment.{key}") for key, value in templates.items()
         }
 
     def _resolve_path(self, out: Path, text: str, step: int = 0) -> Path:
         values = self._placeholder_values(out, self.training.steps, None)
         values["step"] = str(step)
-        return out / fill_placeholders(text, values, "train.checkpoint")
+        return out / fill_placeholders(text, values, "trainer.checkpoint")
 
 
 def _receives_checkpoint(command: str, resume: str) -> bool:

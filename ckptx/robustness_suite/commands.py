@@ -156,7 +156,7 @@ def check_environment(variables: Mapping[str, str]) -> None:
     for key, value in variables.items():
         if not key or "=" in key or "\0" in key + value:
             raise UsageError(
-                f"train.environment: {one_line(key, 80)!r} is not a valid variable; the name must not be empty or "
+                f"trainer.environment: {one_line(key, 80)!r} is not a valid variable; the name must not be empty or "
                 'contain "=", and neither name nor value may contain NUL'
             )
 
@@ -193,7 +193,7 @@ def run_command(words: Sequence[str], log: Path, environment: Mapping[str, str],
     report = _exchange_with_supervisor(supervisor, json.dumps(request).encode() + b"\n")
     if "error" in report:
         raise EnvironmentProblem(
-            f"train.command: {one_line(words[0], 120)} cannot be started: {report['error']}; "
+            f"trainer.command: {one_line(words[0], 120)} cannot be started: {report['error']}; "
             "install it, or write its path"
         )
     return CommandResult(
@@ -230,7 +230,7 @@ def _exchange_with_supervisor(supervisor: subprocess.Popen[bytes], request: byte
         report: dict[str, Any] = json.loads(answer)
     except ValueError:
         raise EnvironmentProblem(
-            f"train.command: the process that waits for it ended with code {supervisor.returncode} and no report; "
+            f"trainer.command: the process that waits for it ended with code {supervisor.returncode} and no report; "
             "check that the machine has enough memory"
         ) from None
     return report

@@ -47,7 +47,7 @@ from ckptx.robustness_suite.oracles import (
 from ckptx.robustness_suite.reference_files import RunFiles, compare_file_snapshots, snapshot_files
 from ckptx.robustness_suite.report_builder import Findings, ReportBuilder
 from ckptx.robustness_suite.stored_items import detect_sharding, files_not_compared
-from ckptx.runtime.training.recipe import ChecksBlock, ExternalBlock, Recipe
+from ckptx.runtime.training.recipe import ChecksBlock, Recipe, TrainerBlock
 from ckptx.untrusted.printable import one_line
 from ckptx.wording import counted
 
@@ -97,7 +97,7 @@ def run_external(
     """Run the command of a recipe four times, and compare its checkpoints and losses.
 
     Args:
-        recipe: Recipe with a `train` block.
+        recipe: Recipe with a `trainer` block.
         out: Parent of the folders of runs, each with the output of its command in output.log; absent or empty.
         log: Receives notes for the user.
         on_phase: Called after each phase with the results so far.
@@ -123,9 +123,9 @@ class _CommandPhases:
     """The four runs of a command, and the phase of each."""
 
     def __init__(self, recipe: Recipe, out: Path, log: Log, on_phase: OnPhase, folder: Path) -> None:
-        if recipe.train is None:
-            raise UsageError(f"{recipe.name}: has no train.command, which a custom trainer requires")
-        self.block: ExternalBlock = recipe.train
+        if recipe.trainer is None:
+            raise UsageError(f"{recipe.name}: has no trainer.command, which a custom trainer requires")
+        self.block: TrainerBlock = recipe.trainer
         self.checks: ChecksBlock = recipe.checks
         self.training = recipe.training
         self.save_at = min(self.training.save_at, default=0)
@@ -153,7 +153,7 @@ class _CommandPhases:
                 "resume to compare; set training.steps or training.save_at"
             )
         if self.block.losses_kind == "tensorboard":
-            require_tensorboard("train.losses_kind tensorboard")
+            require_tensorboard("trainer.losses_kind tensorboard")
         self._runs.check()
 
     # ------------------------------------------------------------------------------------------------- the phases
@@ -229,7 +229,7 @@ class _CommandPhases:
 
     def run_load_and_save(self) -> None:
         """Run Z, and compare it with A at step N: items that differ were not restored."""
-        if not self.block.zero_steps:
+        if not self.block.can_save_without_step:
             self._add_phase(LOAD_AND_SAVE, Findings(skip_reason=_UNKNOWN_STATE_CAUSE), 0.0)
             return
         source, repeated_items = (
@@ -284,7 +284,9 @@ class _CommandPhases:
         verdicts = compare([expected], [actual])
         verdicts += [self._loss_verdict(losses.by_step)]
         cause_notes = [*self._cause_notes(verdicts)]
-        short_cause = _RESTORED_STATE_CAUSE if self.block.zero_steps else "one step spreads a fault to every parameter"
+        short_cause = (
+            _RESTORED_STATE_CAUSE if self.block.can_save_without_step else "one step spreads a fault to every parameter"
+        )
         self._add_run(
             run,
             verdicts,
@@ -298,7 +300,7 @@ class _CommandPhases:
         has_named_cause = any(row["name"] == LOAD_AND_SAVE and row["ok"] is False for row in self.report_builder.phases)
         if not failed or has_named_cause:
             return
-        yield UNSAVED_STATE_CAUSES if self.block.zero_steps else _UNKNOWN_STATE_CAUSE
+        yield UNSAVED_STATE_CAUSES if self.block.can_save_without_step else _UNKNOWN_STATE_CAUSE
         independent_oracles = [oracle for oracle in _STEP_INDEPENDENT_ORACLES if oracle in failed]
         if independent_oracles:
             yield f"check {', '.join(independent_oracles)} first: it differs only if it was not restored"

@@ -66,7 +66,7 @@ def register_fault(
         target: Argument of the function: "trainer" at an event, on every rank; "run" before it starts; or "files" in
             the folder of a run that has ended.
         phase: Number of the phase that must fail.
-        run: Name of the run with the fault: straight, resumed (in new processes), resumed-2, ...
+        run: Name of the run with the fault: uninterrupted, resumed (in new processes), resumed-2, ...
         event: Event at which the trainer is changed.
         min_mesh: Minimum sizes of the mesh, by axis, for the fault to have an effect.
     """
@@ -315,7 +315,7 @@ def nan_in_a_row(trainer: Any) -> None:
     "replicated parameters drift apart between TP ranks",
     oracle="replicas",
     phase=2,
-    run="straight",
+    run="uninterrupted",
     event="stepped",
     min_mesh={"tp": 2},
 )
@@ -335,14 +335,14 @@ def _data_files(folder: Path) -> list[Path]:
     return sorted((each for step in steps for each in step.glob("*.distcp")), key=lambda each: -each.stat().st_size)
 
 
-@register_fault("files of tensors are truncated", oracle="readable", target="files", phase=3, run="straight")
+@register_fault("files of tensors are truncated", oracle="readable", target="files", phase=3, run="uninterrupted")
 def shard_truncated(folder: Path) -> None:
     for each in _data_files(folder):
         os.truncate(each, each.stat().st_size // 2)
 
 
 @register_fault(
-    "one bit of each file of tensors is flipped", oracle="readable", target="files", phase=3, run="straight"
+    "one bit of each file of tensors is flipped", oracle="readable", target="files", phase=3, run="uninterrupted"
 )
 def byte_changed(folder: Path) -> None:
     """Flip one bit in the middle of each file of tensors."""
@@ -354,7 +354,7 @@ def byte_changed(folder: Path) -> None:
             stream.write(bytes([byte[0] ^ 1]))
 
 
-@register_fault("saved steps lack their metadata", oracle="readable", target="files", phase=3, run="straight")
+@register_fault("saved steps lack their metadata", oracle="readable", target="files", phase=3, run="uninterrupted")
 def metadata_missing(folder: Path) -> None:
     for each in folder.glob("step-*/.metadata"):
         each.unlink()
@@ -406,7 +406,7 @@ def only_good_step_removed(root: Path) -> None:
 def overwritten_in_part(root: Path) -> None:
     """Replace one file of the last good step by that of the next step, which is valid and of the same size."""
     step = next(root.glob("step-*"))
-    next_step = root.parent / "straight" / f"step-{int(step.name.partition('-')[2]) + 1}"
+    next_step = root.parent / "uninterrupted" / f"step-{int(step.name.partition('-')[2]) + 1}"
     file = sorted(step.glob("*.distcp"))[0]
     shutil.copyfile(next_step / file.name, file)
 
@@ -419,7 +419,7 @@ def overwritten_in_part(root: Path) -> None:
     oracle="sharded",
     target="run",
     phase=1,
-    run="straight",
+    run="uninterrupted",
     min_mesh={"dp_shard": 2},
 )
 def unsharded(run: RunRequest) -> RunRequest:
@@ -430,13 +430,17 @@ def unsharded(run: RunRequest) -> RunRequest:
 
 
 @register_fault(
-    "a reference keeps the model alive after its release", oracle="memory", phase=1, run="straight", event="stepped"
+    "a reference keeps the model alive after its release",
+    oracle="memory",
+    phase=1,
+    run="uninterrupted",
+    event="stepped",
 )
 def model_pinned(trainer: Any) -> None:
     _leaked_objects.append((trainer.rank_model.models, [each.detach() for _, each in _parameters(trainer)]))
 
 
-@register_fault("a process group is never destroyed", oracle="memory", phase=1, run="straight", event="loaded")
+@register_fault("a process group is never destroyed", oracle="memory", phase=1, run="uninterrupted", event="loaded")
 def group_leaked(trainer: Any) -> None:
     """Create a process group that is never destroyed."""
     import torch.distributed as dist

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 from ckptx.errors import EnvironmentProblem, InputError, UsageError
 from ckptx.robustness_suite.event_files import read_scalars
-from ckptx.runtime.training.recipe import ExternalBlock
+from ckptx.runtime.training.recipe import TrainerBlock
 from ckptx.storage.files import read_small
 from ckptx.untrusted.json_text import parse_json
 from ckptx.untrusted.limits import MAX_INDEX_BYTES
@@ -49,7 +49,7 @@ class Losses(NamedTuple):
     notes: list[str]
 
 
-def read_losses(path: Path, block: ExternalBlock) -> Losses:
+def read_losses(path: Path, block: TrainerBlock) -> Losses:
     """Read the losses of one run.
 
     Args:
@@ -78,11 +78,11 @@ def read_losses(path: Path, block: ExternalBlock) -> Losses:
                 "and each run into its own folder"
             )
     if not by_step:
-        raise InputError(f"{path}: contains no loss, {_searched_text(block)}; correct train.losses in the recipe")
+        raise InputError(f"{path}: contains no loss, {_searched_text(block)}; correct trainer.losses in the recipe")
     return Losses(dict(sorted(by_step.items())), notes)
 
 
-def _searched_text(block: ExternalBlock) -> str:
+def _searched_text(block: TrainerBlock) -> str:
     if block.losses_kind == "regex":
         return f"searched for {one_line(str(block.pattern), _MAX_SHOWN_LENGTH)}"
     if block.losses_kind == "tensorboard":
@@ -90,7 +90,7 @@ def _searched_text(block: ExternalBlock) -> str:
     return f'searched for "{block.step_key}" and "{block.loss_key}"'
 
 
-def _read_json_lines(path: Path, block: ExternalBlock, notes: list[str]) -> Iterator[tuple[int, float]]:
+def _read_json_lines(path: Path, block: TrainerBlock, notes: list[str]) -> Iterator[tuple[int, float]]:
     text = read_small(path, MAX_INDEX_BYTES).decode("utf-8", "replace")
     lines = text.split("\n")
     for number, line in enumerate(lines, start=1):
@@ -107,7 +107,7 @@ def _read_json_lines(path: Path, block: ExternalBlock, notes: list[str]) -> Iter
             yield from _parse_row(row, block, f"{path}, line {number}")
 
 
-def _parse_row(row: dict[str, Any], block: ExternalBlock, subject: str) -> Iterator[tuple[int, float]]:
+def _parse_row(row: dict[str, Any], block: TrainerBlock, subject: str) -> Iterator[tuple[int, float]]:
     step, loss = _nested_value(row, block.step_key), _nested_value(row, block.loss_key)
     if step is None or loss is None:
         return  # another kind of line, such as an evaluation
@@ -143,7 +143,7 @@ def _parse_loss(value: Any, subject: str) -> float:
     raise InputError(f"{subject}: the loss is {one_line(repr(value), _MAX_SHOWN_LENGTH)}; expected a number")
 
 
-def check_losses(block: ExternalBlock) -> None:
+def check_losses(block: TrainerBlock) -> None:
     """Check the pattern of the losses before the first run.
 
     Raises:
@@ -153,10 +153,10 @@ def check_losses(block: ExternalBlock) -> None:
         _pattern(block)
 
 
-def _pattern(block: ExternalBlock) -> re.Pattern[str]:
+def _pattern(block: TrainerBlock) -> re.Pattern[str]:
     if block.pattern is None:
         raise UsageError(
-            r"train.pattern: losses_kind: regex requires a pattern with the groups (?P<step>\d+) and (?P<loss>\S+)"
+            r"trainer.pattern: losses_kind: regex requires a pattern with the groups (?P<step>\d+) and (?P<loss>\S+)"
         )
     try:
         with warnings.catch_warnings():
@@ -164,17 +164,17 @@ def _pattern(block: ExternalBlock) -> re.Pattern[str]:
             pattern = re.compile(block.pattern)
     except (re.error, ValueError, OverflowError, RecursionError) as error:
         raise UsageError(
-            f"train.pattern: {block.pattern!r} is not a valid regular expression: {error}; correct it"
+            f"trainer.pattern: {block.pattern!r} is not a valid regular expression: {error}; correct it"
         ) from error
     if not {"step", "loss"} <= set(pattern.groupindex):
         raise UsageError(
-            f"train.pattern: {block.pattern!r} has no groups named step and loss; "
+            f"trainer.pattern: {block.pattern!r} has no groups named step and loss; "
             r"write (?P<step>\d+) and (?P<loss>\S+)"
         )
     return pattern
 
 
-def _read_text(path: Path, block: ExternalBlock) -> Iterator[tuple[int, float]]:
+def _read_text(path: Path, block: TrainerBlock) -> Iterator[tuple[int, float]]:
     pattern = _pattern(block).pattern
     text = _COLOR_CODE.sub("", read_small(path, MAX_INDEX_BYTES).decode("utf-8", "replace"))
     for number, step, loss in _match_lines(pattern, text.split("\n"), path):
@@ -202,21 +202,21 @@ def _match_lines(pattern: str, lines: Sequence[str], path: Path) -> Sequence[tup
     else:
         if process.returncode:
             raise EnvironmentProblem(
-                f"train.pattern: the process that matches it ended with code {process.returncode}; check that the "
+                f"trainer.pattern: the process that matches it ended with code {process.returncode}; check that the "
                 "machine has enough memory"
             )
         result = json.loads(process.stdout)
     if "timeout_line" in result:
         line = f" (stopped at line {result['timeout_line']})" if result["timeout_line"] else ""
         raise UsageError(
-            f"train.pattern: {one_line(pattern, _MAX_SHOWN_LENGTH)!r} takes more than {_MATCH_SECONDS:g} seconds to "
+            f"trainer.pattern: {one_line(pattern, _MAX_SHOWN_LENGTH)!r} takes more than {_MATCH_SECONDS:g} seconds to "
             f"match {path}{line}; write it without a repetition inside a repetition, such as (a+)+"
         )
     matches: Sequence[tuple[int, str, str]] = result["matches"]
     return matches
 
 
-def _read_trainer_state(path: Path, block: ExternalBlock) -> Iterator[tuple[int, float]]:
+def _read_trainer_state(path: Path, block: TrainerBlock) -> Iterator[tuple[int, float]]:
     state = parse_json(read_small(path, MAX_INDEX_BYTES).decode("utf-8", "replace"), path)
     history = state.get("log_history") if isinstance(state, dict) else None
     if not isinstance(history, list):
@@ -226,10 +226,10 @@ def _read_trainer_state(path: Path, block: ExternalBlock) -> Iterator[tuple[int,
             yield from _parse_row(row, block, f"{path}, log_history[{index}]")
 
 
-def _read_tensorboard(path: Path, block: ExternalBlock, notes: list[str]) -> Iterator[tuple[int, float]]:
+def _read_tensorboard(path: Path, block: TrainerBlock, notes: list[str]) -> Iterator[tuple[int, float]]:
     files = sorted(path.rglob("*tfevents*")) if path.is_dir() else [path]
     if not files:
-        raise InputError(f"{path}: contains no event files of TensorBoard; set train.losses to their folder")
+        raise InputError(f"{path}: contains no event files of TensorBoard; set trainer.losses to their folder")
     tags: set[str] = set()
     for file in files:
         for scalar in read_scalars(file, notes):

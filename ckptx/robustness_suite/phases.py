@@ -78,13 +78,15 @@ def check_initial_logits(session: Session) -> Findings:
 
 def check_uninterrupted_run(session: Session) -> Findings:
     """Run phase 1: compare the uninterrupted run with a second one, and measure the noise."""
-    straight, repeated = session.uninterrupted_result, session.repeated_result
-    findings = Findings([_sharding_verdict(session, straight)] if session.recipe.checks.sharded is not None else [])
-    findings.verdicts += _finite_verdicts(straight)
+    uninterrupted, repeated = session.uninterrupted_result, session.repeated_result
+    findings = Findings(
+        [_sharding_verdict(session, uninterrupted)] if session.recipe.checks.sharded is not None else []
+    )
+    findings.verdicts += _finite_verdicts(uninterrupted)
     if session.is_exact:
         for step in session.saved_steps:
-            findings.verdicts += compare(straight.items[step], repeated.items[step])
-        findings.verdicts.append(_loss_verdict(session, straight, repeated, noise=None))
+            findings.verdicts += compare(uninterrupted.items[step], repeated.items[step])
+        findings.verdicts.append(_loss_verdict(session, uninterrupted, repeated, noise=None))
     else:
         findings.notes.append(
             "two runs with the same seed may differ in bits on this device; their difference is noise"
@@ -103,8 +105,8 @@ def _with_save_mode(recipe: Recipe, is_asynchronous: bool) -> Recipe:
 
 def check_replicas(session: Session) -> Findings:
     """Run phase 2: compare replicated state between ranks, and the logits of a reloaded checkpoint."""
-    straight, last = session.uninterrupted_result, session.saved_steps[-1]
-    findings = Findings([compare_replicas(straight.shard_digests[step]) for step in session.saved_steps])
+    uninterrupted, last = session.uninterrupted_result, session.saved_steps[-1]
+    findings = Findings([compare_replicas(uninterrupted.shard_digests[step]) for step in session.saved_steps])
     with findings.catch_read_errors(f"step-{last}"):
         logits = session.run_task(
             "compute_runtime_logits", session.make_request(resume_from=session.uninterrupted_checkpoint(last))

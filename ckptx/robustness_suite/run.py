@@ -52,7 +52,7 @@ def robustness(options: RobustnessOptions) -> RobustnessReport:
         injection = fault.injection
         if phases is None:
             selected_phases = [each for each in selected_phases if each.number == fault.phase]
-    if recipe.train is not None:
+    if recipe.trainer is not None:
         _check_external_options(recipe, phases, fault_name)
     else:
         _check_save_at(recipe)
@@ -61,7 +61,7 @@ def robustness(options: RobustnessOptions) -> RobustnessReport:
     try:
         report = _initial_report(recipe, path, settings, fault_name, folder)
         report = replace(report, environment=environment(device=device, backend=backend))
-        if recipe.train is not None:
+        if recipe.trainer is not None:
             report = _run_external(report, recipe, path, log, on_phase)
         else:
             with Ranks(device=device, backend=backend, gpu_memory=gpu_memory) as ranks:
@@ -86,7 +86,7 @@ def robustness(options: RobustnessOptions) -> RobustnessReport:
                     session.run_task("broadcast", None)  # wait until all ranks have finished reading
             report = replace(report, **peak_of_processes([ranks.peak_rss], are_ranks=True))
     except BaseException as error:  # without a report, remove the output folder
-        keeps_output = recipe.train is not None and isinstance(error, CkptxError)  # keep the output of the command
+        keeps_output = recipe.trainer is not None and isinstance(error, CkptxError)  # keep the output of the command
         if is_temporary and not (keeps_output and any(created_folder.iterdir())):
             shutil.rmtree(created_folder, ignore_errors=True)
         elif not is_temporary and folder.is_dir() and not any(folder.iterdir()):
@@ -131,8 +131,8 @@ def _run_external(
     """Run a custom trainer, and add its results to the report."""
     from ckptx.robustness_suite.external_trainer import run_external
 
-    assert recipe.train is not None
-    report = replace(report, trainer=recipe.train.command, layout={})
+    assert recipe.trainer is not None
+    report = replace(report, trainer=recipe.trainer.command, layout={})
     builder = run_external(
         recipe, Path(report.output_dir), log, lambda builder: on_phase(builder.report(report)), folder=path.parent
     )

@@ -152,7 +152,7 @@ class Session:
         if self.reference is None:
             return None
         previous = self.reference
-        self.reference = self.run_once(snapshot_files, self.folder("straight"), (), previous)
+        self.reference = self.run_once(snapshot_files, self.folder("uninterrupted"), (), previous)
         return compare_file_snapshots(previous, self.reference)
 
     @contextmanager
@@ -164,7 +164,7 @@ class Session:
     def uninterrupted_checkpoint(self, step: int) -> Path:
         """Return the checkpoint of a step of the uninterrupted run, which runs first if it has not."""
         assert self.uninterrupted_result
-        return self.checkpoint_path("straight", step)
+        return self.checkpoint_path("uninterrupted", step)
 
     def make_request(self, **settings: Any) -> RunRequest:
         """Return a request for a run of the recipe to its end, with these fields of `RunRequest` changed."""
@@ -180,23 +180,23 @@ class Session:
     @property
     def uninterrupted_result(self) -> RunResult:
         """Return the result of the uninterrupted run, the reference of all other runs."""
-        if "straight" not in self._cache:
-            saves = {step: self.checkpoint_path("straight", step) for step in self.saved_steps}
+        if "uninterrupted" not in self._cache:
+            saves = {step: self.checkpoint_path("uninterrupted", step) for step in self.saved_steps}
             run = self.make_request(saves=saves, snapshot_steps=self.saved_steps, computes_logits=True)
-            self._cache["straight"] = self.train("straight", run)
-            self.reference = self.run_once(snapshot_files, self.folder("straight"))
-        result = self._cache["straight"]
+            self._cache["uninterrupted"] = self.train("uninterrupted", run)
+            self.reference = self.run_once(snapshot_files, self.folder("uninterrupted"))
+        result = self._cache["uninterrupted"]
         assert isinstance(result, RunResult)
         return result
 
     @property
     def repeated_result(self) -> RunResult:
         """Return the result of an identical run without saves."""
-        if "again" not in self._cache:
-            self._cache["again"] = self.train(
-                "again", self.make_request(snapshot_steps=self.saved_steps, computes_logits=True)
+        if "rerun" not in self._cache:
+            self._cache["rerun"] = self.train(
+                "rerun", self.make_request(snapshot_steps=self.saved_steps, computes_logits=True)
             )
-        result = self._cache["again"]
+        result = self._cache["rerun"]
         assert isinstance(result, RunResult)
         return result
 
@@ -208,7 +208,7 @@ class Session:
             perturbed = [
                 _max_differences(
                     self.uninterrupted_result,
-                    self.train(f"moved-{seed}", self.make_request(perturbation_seed=seed, computes_logits=True)),
+                    self.train(f"perturbed-{seed}", self.make_request(perturbation_seed=seed, computes_logits=True)),
                 )
                 for seed in range(PERTURBED_RUNS)
             ]
@@ -233,7 +233,7 @@ class Session:
     def reference_logits(self) -> Logits:
         """Return the logits of the model at the end of the uninterrupted run."""
         if self.uninterrupted_result.logits is None:
-            raise InternalError("robustness: no rank of the straight run returned the logits of the last stage")
+            raise InternalError("robustness: no rank of the uninterrupted run returned the logits of the last stage")
         return self.uninterrupted_result.logits
 
     def layout_text(self, layout: LayoutBlock) -> str:

@@ -25,12 +25,12 @@ if TYPE_CHECKING:
     from ckptx.runtime.checkpointing.training_state import PerRank, load_training_state
     from ckptx.runtime.model.build import build_model, materialize
     from ckptx.runtime.parallel.distributed import broadcast_object, data_index, mesh_of, process_group
-    from ckptx.runtime.parallel.gradients import clip_grad_norm, labels_per_rank, sync_gradients
+    from ckptx.runtime.parallel.gradients import clip_grad_norm, loss_divisor, sync_gradients
     from ckptx.runtime.parallel.parallelize import parallelize
     from ckptx.runtime.parallel.pipeline.plan import plan_pipeline
     from ckptx.runtime.parallel.randomness import RandomState, seed
     from ckptx.runtime.parallel.tensor_parallel.apply import TensorParallelLayout
-    from ckptx.runtime.parallel.tensor_parallel.loss import token_losses
+    from ckptx.runtime.parallel.tensor_parallel.loss import make_loss
     from ckptx.runtime.parallel.tensor_parallel.plans import find_plan
     from ckptx.runtime.training.checkpoints import StepDirectories
 
@@ -46,7 +46,7 @@ _MODULES_BY_NAME = {
     "plan_pipeline": "ckptx.runtime.parallel.pipeline.plan",
     "data_index": "ckptx.runtime.parallel.distributed",
     "find_plan": "ckptx.runtime.parallel.tensor_parallel.plans",
-    "labels_per_rank": "ckptx.runtime.parallel.gradients",
+    "loss_divisor": "ckptx.runtime.parallel.gradients",
     "load": "ckptx.runtime.checkpointing.load",
     "load_optimizer": "ckptx.runtime.checkpointing.save",
     "load_training_state": "ckptx.runtime.checkpointing.training_state",
@@ -57,15 +57,15 @@ _MODULES_BY_NAME = {
     "save": "ckptx.runtime.checkpointing.save",
     "seed": "ckptx.runtime.parallel.randomness",
     "sync_gradients": "ckptx.runtime.parallel.gradients",
-    "token_losses": "ckptx.runtime.parallel.tensor_parallel.loss",
+    "make_loss": "ckptx.runtime.parallel.tensor_parallel.loss",
     "broadcast_object": "ckptx.runtime.parallel.distributed",
 }
 
 __all__ = [
     "ParallelDims", "PerRank", "RandomState", "Saver", "StepDirectories", "TensorParallelLayout", "build_model",
-    "clip_grad_norm", "plan_pipeline", "data_index", "find_plan", "labels_per_rank", "load", "load_optimizer",
+    "clip_grad_norm", "plan_pipeline", "data_index", "find_plan", "loss_divisor", "load", "load_optimizer",
     "load_training_state", "materialize", "mesh_of", "parallelize", "process_group", "save", "seed", "sync_gradients",
-    "token_losses", "broadcast_object",
+    "make_loss", "broadcast_object",
 ]  # fmt: skip
 
 

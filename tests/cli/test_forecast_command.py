@@ -59,7 +59,7 @@ def ran(*words: object) -> Any:
 WORDS = [
     "MODEL", "--tp", 2, "--pp", 4, "--dp-shard", 3, "--dp-replicate", 5, "--pp-split", "vllm", "--batch", 8, "--seq",
     99, "--microbatches", 4, "--schedule", "gpipe", "--activation-checkpointing", "full", "--ac-scope", "language",
-    "--dtype", "fp32", "--param-dtype", "bf16", "--reduce-dtype", "fp32", "--optimizer", "sgd", "--loss-fp32",
+    "--dtype", "fp32", "--param-dtype", "bf16", "--reduce-dtype", "fp32", "--optimizer", "sgd", "--loss", "full",
     "--gpu_memory", "80GB", "--images", 2, "--revision", "v1", "--token", "secret", "--cache-dir", "here",
     "--trust-remote-code",
 ]  # fmt: skip
@@ -74,7 +74,7 @@ def test_options_are_passed_on(calls: list[tuple[Any, dict[str, Any]]]) -> None:
         {
             "tp": 2, "pp": 4, "dp_shard": 3, "dp_replicate": 5, "pp_split": "vllm", "batch": 8, "seq": 99,
             "microbatches": 4, "schedule": "gpipe", "activation_checkpointing": "full", "ac_scope": "language",
-            "dtype": "fp32", "param_dtype": "bf16", "reduce_dtype": "fp32", "optimizer": "sgd", "loss": "whole",
+            "dtype": "fp32", "param_dtype": "bf16", "reduce_dtype": "fp32", "optimizer": "sgd", "loss": "full",
             "gpu_memory": "80GB", "images": 2, "revision": "v1", "token": "secret", "cache_dir": "here",
             "trust_remote_code": True,
         },
@@ -193,7 +193,7 @@ def ended(monkeypatch: pytest.MonkeyPatch, *words: object) -> object:
             "--tp cannot be combined with --recipe; change the recipe with --set",
         ),
         (["--recipe", "r", "--no-loss"], "--loss cannot be combined with --recipe"),
-        (["M", "--no-loss", "--loss-fp32"], "--loss is given as both none and whole; leave out one of them"),
+        (["M", "--no-loss", "--loss", "full"], "--loss is given as both none and full; leave out one of them"),
         (["M", "--html", "x", "--report", "x"], "x is given for both --report and --html"),
         (["M", "--tp", "two"], '--tp: "two" must be an integer'),
     ],

@@ -180,7 +180,7 @@ def test_each_path_of_a_recipe(key: str, url: str) -> None:
 @pytest.mark.parametrize("key", ["checkpoint", "losses"])
 def test_each_path_of_a_third_party_trainer(tmp_path: Path, key: str, url: str) -> None:
     file = tmp_path / "recipe.yaml"
-    file.write_text(f"train:\n  command: 'true'\n  {key}: '{url}'\n")
+    file.write_text(f"trainer:\n  command: 'true'\n  {key}: '{url}'\n")
     with pytest.raises(UnsupportedError) as refused:
         read_recipe(file)
     assert str(refused.value) == refusal(url)

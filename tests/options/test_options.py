@@ -189,7 +189,7 @@ def test_spellings_of_a_dtype() -> None:
         ("forecast", {"gpu_memory": 80}, '--gpu-memory: "80" has no unit; write 80GB'),
         ("forecast", {"settings": ["a=b"]}, "--set requires --recipe"),
         ("forecast", {"recipe": "r"}, "a and --recipe both name a model; leave out one of them"),
-        ("forecast", {"loss": "some"}, '--loss: "some" must be one of sharded, whole, none'),
+        ("forecast", {"loss": "some"}, '--loss: "some" must be one of sharded, full, none'),
     ],
 )  # fmt: skip
 def test_refusals(function: str, options: dict[str, Any], message: str) -> None:

@@ -59,10 +59,12 @@ def robust(**fields: Any) -> RobustnessReport:
     made: dict[str, Any] = {
         "command": "robustness", "recipe": "small", "recipe_file": "/recipes/small.yaml", "output_dir": "/runs/out",
         "world_size": 2, "layout": {"tp": 1, "pp": 1, "dp_shard": 2, "dp_replicate": 1}, "trainer": "ckptx",
-        "phases": [phase("straight", True, oracle("model")), phase("resume", True, oracle("model"), oracle("rng"))],
+        "phases": [
+            phase("uninterrupted", True, oracle("model")), phase("resume", True, oracle("model"), oracle("rng")),
+        ],
         "noise": {"loss": {"repeated": 0.0, "perturbed": 4.8e-7}, "logits": None},
         "losses": [
-            {"run": "straight", "steps": [1, 2, 3, 4], "losses": [6.25, 6.125, 6.0, 5.875]},
+            {"run": "uninterrupted", "steps": [1, 2, 3, 4], "losses": [6.25, 6.125, 6.0, 5.875]},
             {"run": "resumed", "steps": [3, 4], "losses": [6.0, 5.875]},
         ],
         "environment": {"torch": "2.13.0"},
@@ -79,13 +81,13 @@ def broken(**fields: Any) -> RobustnessReport:
     made: dict[str, Any] = {
         "exit": 1,
         "phases": [
-            phase("straight", True, oracle("finite"), oracle("model")),
+            phase("uninterrupted", True, oracle("finite"), oracle("model")),
             phase("replicas", False, oracle("replicas"), memory=leaked),
             phase("layouts", None, notes=["--phases left it out"]),
             phase("resume", False, oracle("model"), oracle("rng", ["torch", "python"]), wide, notes=["a note"]),
         ],
         "losses": [
-            {"run": "straight", "steps": [1, 2, 3, 4], "losses": [6.25, 6.125, 6.0, 5.875]},
+            {"run": "uninterrupted", "steps": [1, 2, 3, 4], "losses": [6.25, 6.125, 6.0, 5.875]},
             {"run": "resumed", "steps": [3, 4], "losses": [6.003, "nan"]},
         ],
         "differing": [

@@ -118,14 +118,14 @@ def test_runs_without_steps_in_common() -> None:
 
 
 def test_resumed_runs_are_drawn_before_those_that_are_noise() -> None:
-    names = ["straight", "again", *(f"moved-{at}" for at in range(9)), "resumed", "resumed-2"]
+    names = ["uninterrupted", "rerun", *(f"perturbed-{at}" for at in range(9)), "resumed", "resumed-2"]
     losses = [{"run": name, "steps": [1], "losses": [1.0]} for name in names]
     exact = oracle("loss", ok=True, value=0.0, tolerance=0.0, noise_factor=8.0)
     noisy = oracle("loss", ok=True, value=0.0, tolerance=3.84e-6, noise_factor=8.0)
-    phases = [phase("straight", True, exact), phase("layouts", True, noisy)]
+    phases = [phase("uninterrupted", True, exact), phase("layouts", True, noisy)]
     text = robustness_page(robust(losses=losses, phases=phases), "small")
     legend = Page(text).all("p", "legend")[1].text
-    assert legend.startswith("resumedresumed-2againmoved-0") and legend.endswith("tolerance 3.84e-06")
+    assert legend.startswith("resumedresumed-2rerunperturbed-0") and legend.endswith("tolerance 3.84e-06")
 
 
 def test_long_lists_are_cut_and_counted() -> None:
@@ -158,7 +158,7 @@ def test_distances_lie_in_decades_above_what_is_equal() -> None:
 
 
 def test_a_run_is_drawn_to_scale_with_a_gap_where_there_is_no_number() -> None:
-    first = RunCurve("straight", 0, [(1, 4.0), (2, 3.0), (3, 2.0)])
+    first = RunCurve("uninterrupted", 0, [(1, 4.0), (2, 3.0), (3, 2.0)])
     second = RunCurve("resumed", 1, [(1, 4.0), (2, float("nan")), (3, 2.0)])
     plot = plot_losses([first, second])
     assert plot is not None

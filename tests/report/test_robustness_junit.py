@@ -89,7 +89,7 @@ def test_names_are_text_whatever_they_say(text: str) -> None:
         ("<skipped ", '<skipped x="" ', "skipped"),
         ("</failure>", "</failure><skipped message='x' />", "two verdicts|skipped is"),
         ("rng", "\x1b", "no XML"),
-        ('name="straight"', 'name="a&#10;b"', "line break"),
+        ('name="uninterrupted"', 'name="a&#10;b"', "line break"),
         ('<?xml version="1.0"', "<?xml version='1.0'", "beginning"),
         ('time="1.250"', 'time="-1"', "time"),
         ("properties>", "propertied>", "propertied"),
@@ -105,13 +105,13 @@ def test_an_injected_defect_is_found(search: str, replace: str, said: str) -> No
 def test_a_case_for_each_phase_and_each_oracle_below_it() -> None:
     found = cases(junit_xml(broken(), "small"))
     assert list(found)[:5] == [
-        "ckptx.robustness.small straight",
-        "ckptx.robustness.small.straight finite",
-        "ckptx.robustness.small.straight model",
+        "ckptx.robustness.small uninterrupted",
+        "ckptx.robustness.small.uninterrupted finite",
+        "ckptx.robustness.small.uninterrupted model",
         "ckptx.robustness.small replicas",
         "ckptx.robustness.small.replicas replicas",
     ]
-    assert found["ckptx.robustness.small straight"].get("time") == "1.250"
+    assert found["ckptx.robustness.small uninterrupted"].get("time") == "1.250"
     skipped = found["ckptx.robustness.small layouts"].find("skipped")
     assert skipped is not None and skipped.get("message") == "--phases left it out"
     oracle_failure = found["ckptx.robustness.small.resume rng"].find("failure")

@@ -52,7 +52,7 @@ def hostile(text: str) -> RobustnessReport:
 def test_a_line_for_each_phase_and_the_verdict_at_the_end() -> None:
     lines = robustness_text(robust(seconds=3.5)).splitlines()
     assert lines[0] == "small on dp_shard 2, 2 ranks"
-    assert lines[1].split() == ["straight", "ok", "1.2", "s", "what", "straight", "proves"]
+    assert lines[1].split() == ["uninterrupted", "ok", "1.2", "s", "what", "uninterrupted", "proves"]
     assert lines[-4] == "noise of loss: 4.8e-07 (identical rerun: 0; embedding perturbed by 1 ULP: 4.8e-07)"
     assert lines[-3:] == [
         "output: /runs/out",

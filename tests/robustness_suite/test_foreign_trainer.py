@@ -19,7 +19,7 @@ from ckptx.robustness_suite.commands import run_command, split_command
 from ckptx.robustness_suite.external_trainer import run_external
 from ckptx.robustness_suite.oracles import compare
 from ckptx.robustness_suite.report_builder import ReportBuilder
-from ckptx.runtime.training.recipe import ChecksBlock, ExternalBlock, Recipe, TrainingBlock
+from ckptx.runtime.training.recipe import ChecksBlock, Recipe, TrainerBlock, TrainingBlock
 
 COMMAND = (
     "{python} {recipe}/stub_trainer.py --out {out} --steps {steps} --total {total_steps} --save-at {save_at} {resume}"
@@ -31,7 +31,7 @@ def recipe(fault: str = "", checks: dict[str, Any] | None = None, **keys: Any) -
     block = {"command": f"{COMMAND} --fault '{fault}'", "resume": "--resume {checkpoint}", "time_limit": 60.0}
     training = TrainingBlock(steps=5, total_steps=8, save_at=(2,))
     return Recipe(
-        name="stub", train=ExternalBlock(**{**block, **keys}), training=training, checks=ChecksBlock(**(checks or {}))
+        name="stub", trainer=TrainerBlock(**{**block, **keys}), training=training, checks=ChecksBlock(**(checks or {}))
     )
 
 
@@ -84,7 +84,7 @@ def test_what_was_not_restored_is_named(tmp_path: Path, fault: str, oracle: str,
 
 
 def test_without_zero_steps_the_ends_are_compared(tmp_path: Path) -> None:
-    outcome = run(tmp_path, "data", zero_steps=False)
+    outcome = run(tmp_path, "data", can_save_without_step=False)
     row = next(row for row in outcome.phases if row["name"] == "load and save")
     assert row["ok"] is None and "cannot resume for zero steps" in row["notes"][0]
     assert {"model", "moments", "batch", "loss"} <= set(failed(outcome)["resumed"])
@@ -185,31 +185,31 @@ def test_what_is_missing_is_named_with_what_is_there(tmp_path: Path, fault: str,
 @pytest.mark.parametrize(
     ("keys", "said"),
     [
-        ({"command": "x {step_count}"}, r"train.command: the placeholder {step_count} is unknown"),
+        ({"command": "x {step_count}"}, r"trainer.command: the placeholder {step_count} is unknown"),
         ({"command": "x {totl_steps}"}, r"did you mean {total_steps}\?"),
         ({"command": "x 'y"}, "is not a valid command: No closing quotation"),
         ({"command": "  "}, "is empty"),
-        ({"resume": "--from {checkpont}"}, r"train.resume: .* did you mean {checkpoint}\?"),
-        ({"environment": {"A": "{otu}"}}, r"train.environment.A: .* did you mean {out}\?"),
-        ({"checkpoint": "{stp}"}, r"train.checkpoint: .* did you mean {step}\?"),
+        ({"resume": "--from {checkpont}"}, r"trainer.resume: .* did you mean {checkpoint}\?"),
+        ({"environment": {"A": "{otu}"}}, r"trainer.environment.A: .* did you mean {out}\?"),
+        ({"checkpoint": "{stp}"}, r"trainer.checkpoint: .* did you mean {step}\?"),
         (
             {"checkpoint": "last"},
-            r"train.checkpoint: last is the same for every step; save each step in its own folder, with {step}",
+            r"trainer.checkpoint: last is the same for every step; save each step in its own folder, with {step}",
         ),
         (
             {"checkpoint": "/all/step-{step}"},
-            r"train.checkpoint: /all/step-{step} must be a path relative to {out} and inside it",
+            r"trainer.checkpoint: /all/step-{step} must be a path relative to {out} and inside it",
         ),
-        ({"checkpoint": "../step-{step}"}, r"train.checkpoint: .* must be a path relative to {out} and inside it"),
-        ({"losses": "/all/losses"}, r"train.losses: /all/losses must be a path relative to {out} and inside it"),
-        ({"losses_kind": "regex"}, r"train.pattern: losses_kind: regex requires a pattern with the groups"),
-        ({"losses_kind": "regex", "pattern": "("}, r"train.pattern: .* is not a valid regular expression"),
-        ({"time_limit": 0.0}, r"train.time_limit: 0 must be more than 0 seconds"),
-        ({"environment": {"A=B": "1"}}, r"train.environment: 'A=B' is not a valid variable"),
-        ({"environment": {"A": "x\0"}}, r"train.environment: 'A' is not a valid variable"),
-        ({"command": "x {resume} '\0'"}, r"train.command: contains a NUL character"),
-        ({"command": "x {steps}"}, r"train.command: does not receive {checkpoint}, .*; use {resume}"),
-        ({"resume": "--continue"}, r"train.command: does not receive {checkpoint}"),
+        ({"checkpoint": "../step-{step}"}, r"trainer.checkpoint: .* must be a path relative to {out} and inside it"),
+        ({"losses": "/all/losses"}, r"trainer.losses: /all/losses must be a path relative to {out} and inside it"),
+        ({"losses_kind": "regex"}, r"trainer.pattern: losses_kind: regex requires a pattern with the groups"),
+        ({"losses_kind": "regex", "pattern": "("}, r"trainer.pattern: .* is not a valid regular expression"),
+        ({"time_limit": 0.0}, r"trainer.time_limit: 0 must be more than 0 seconds"),
+        ({"environment": {"A=B": "1"}}, r"trainer.environment: 'A=B' is not a valid variable"),
+        ({"environment": {"A": "x\0"}}, r"trainer.environment: 'A' is not a valid variable"),
+        ({"command": "x {resume} '\0'"}, r"trainer.command: contains a NUL character"),
+        ({"command": "x {steps}"}, r"trainer.command: does not receive {checkpoint}, .*; use {resume}"),
+        ({"resume": "--continue"}, r"trainer.command: does not receive {checkpoint}"),
     ],
 )
 def test_a_recipe_that_cannot_be_run_is_refused_before_anything_is(tmp_path: Path, keys: Any, said: str) -> None:
@@ -230,8 +230,8 @@ def test_steps_that_leave_nothing_to_compare(tmp_path: Path) -> None:
     for save_at in ((), (5,), (0,)):
         training = TrainingBlock(steps=5, save_at=save_at)
         with pytest.raises(UsageError, match="is not before the last step 5"):
-            run_external(Recipe(name="x", train=ExternalBlock(command="x"), training=training), tmp_path / "o")
-    with pytest.raises(UsageError, match=r"has no train\.command"):
+            run_external(Recipe(name="x", trainer=TrainerBlock(command="x"), training=training), tmp_path / "o")
+    with pytest.raises(UsageError, match=r"has no trainer\.command"):
         run_external(Recipe(name="x"), tmp_path / "o")
 
 
@@ -261,11 +261,11 @@ def test_a_program_that_is_not_there(tmp_path: Path) -> None:
     ],
 )
 def test_values_are_parts_of_words(template: str, words: list[str]) -> None:
-    assert split_command(template, {"x": "1 2; rm", "resume": "--from 'x y'"}, "train.command") == words
+    assert split_command(template, {"x": "1 2; rm", "resume": "--from 'x y'"}, "trainer.command") == words
 
 
 def test_nothing_is_left_of_an_empty_resume() -> None:
-    assert split_command("a {resume}", {"resume": ""}, "train.command") == ["a"]
+    assert split_command("a {resume}", {"resume": ""}, "trainer.command") == ["a"]
 
 
 def test_variables_of_a_launcher_are_not_handed_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

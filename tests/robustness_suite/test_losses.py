@@ -14,12 +14,12 @@ from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import masked_crc32c
 
 from ckptx.errors import EnvironmentProblem, InputError, UsageError
 from ckptx.robustness_suite.losses import read_losses
-from ckptx.runtime.training.recipe import ExternalBlock
+from ckptx.runtime.training.recipe import TrainerBlock
 
 
-def block(kind: Any = "jsonl", **keys: Any) -> ExternalBlock:
+def block(kind: Any = "jsonl", **keys: Any) -> TrainerBlock:
     """How losses are written."""
-    return ExternalBlock(command="x", losses_kind=kind, **keys)
+    return TrainerBlock(command="x", losses_kind=kind, **keys)
 
 
 def written(path: Path, text: str | bytes) -> Path:

@@ -13,7 +13,7 @@ from ckptx.errors import UsageError
 from ckptx.robustness_suite import losses
 from ckptx.robustness_suite.commands import fill_placeholders, placeholders, split_command
 from ckptx.robustness_suite.losses import check_losses, read_losses
-from ckptx.runtime.training.recipe import ExternalBlock
+from ckptx.runtime.training.recipe import TrainerBlock
 from tests.robustness_suite.test_foreign_trainer import run
 
 ENDLESS = (
@@ -29,9 +29,9 @@ ENDLESS = (
 LINES = ("a" * 64, "step 1 loss 2.0\n" + "a" * 64 + "\nstep 2 loss 3.0", "\x1b[1m" + "a" * 200)
 
 
-def block(pattern: str) -> ExternalBlock:
+def block(pattern: str) -> TrainerBlock:
     """A trainer whose losses are in what it prints."""
-    return ExternalBlock(command="x", losses="log", losses_kind="regex", pattern=pattern)
+    return TrainerBlock(command="x", losses="log", losses_kind="regex", pattern=pattern)
 
 
 @pytest.mark.sampled(4)
@@ -44,7 +44,7 @@ def test_a_pattern_that_takes_for_ever_is_stopped(
     place.write_text(text)
     begin = time.monotonic()
     with pytest.raises(
-        UsageError, match=r"^train\.pattern: .* takes more than 0\.3 seconds to match .*stopped at line"
+        UsageError, match=r"^trainer\.pattern: .* takes more than 0\.3 seconds to match .*stopped at line"
     ):
         read_losses(place, block(pattern))
     assert time.monotonic() - begin < 10
@@ -62,7 +62,7 @@ def test_the_limit_is_ten_seconds() -> None:
     ],
 )  # fmt: skip
 def test_what_is_no_pattern_is_refused_with_its_key(pattern: str) -> None:
-    with pytest.raises(UsageError, match=r"^train\.pattern: "):
+    with pytest.raises(UsageError, match=r"^trainer\.pattern: "):
         check_losses(block(pattern))
 
 
@@ -87,36 +87,36 @@ NO_WIDTHS = (
 @pytest.mark.parametrize(("name", "width"), product(NUMBERS, WIDTHS))
 def test_a_number_of_steps_may_have_a_width(name: str, width: str) -> None:
     text = f"iter_{{{name}{width}}}/x"
-    assert fill_placeholders(text, VALUES, "train.checkpoint") == f"iter_{format(int(VALUES[name]), width[1:])}/x"
+    assert fill_placeholders(text, VALUES, "trainer.checkpoint") == f"iter_{format(int(VALUES[name]), width[1:])}/x"
     assert placeholders(text) == {name}
 
 
 @pytest.mark.parametrize(("name", "width"), product(("step", "steps"), NO_WIDTHS))
 def test_another_format_is_refused_with_its_key(name: str, width: str) -> None:
     if "{" in width:  # braces in braces are no placeholder, as ever
-        assert fill_placeholders(f"{{{name}{width}}}", VALUES, "train.checkpoint") == f"{{{name}:6d}}"
+        assert fill_placeholders(f"{{{name}{width}}}", VALUES, "trainer.checkpoint") == f"{{{name}:6d}}"
         return
-    with pytest.raises(UsageError, match=r"^train\.checkpoint: the placeholder .* which must be a width below 100"):
-        fill_placeholders(f"iter_{{{name}{width}}}", VALUES, "train.checkpoint")
+    with pytest.raises(UsageError, match=r"^trainer\.checkpoint: the placeholder .* which must be a width below 100"):
+        fill_placeholders(f"iter_{{{name}{width}}}", VALUES, "trainer.checkpoint")
 
 
 @pytest.mark.parametrize(("name", "form"), product(("out", "resume", "python"), (":07d", ":7", "!r", ".x", ":x")))
 def test_a_text_has_no_width(name: str, form: str) -> None:
-    with pytest.raises(UsageError, match=r"^train\.command: the placeholder .* has a format, which only {save_at}, "):
-        split_command(f"run {{{name}{form}}}", VALUES, "train.command")
+    with pytest.raises(UsageError, match=r"^trainer\.command: the placeholder .* has a format, which only {save_at}, "):
+        split_command(f"run {{{name}{form}}}", VALUES, "trainer.command")
 
 
 @pytest.mark.parametrize("form", [":d", ":07d", ":4"])
 def test_an_unknown_name_with_a_width_is_refused(form: str) -> None:
     with pytest.raises(UsageError, match=r"{stp} is unknown; did you mean {step}\?"):
-        fill_placeholders(f"{{stp{form}}}", VALUES, "train.checkpoint")
+        fill_placeholders(f"{{stp{form}}}", VALUES, "trainer.checkpoint")
 
 
 @pytest.mark.parametrize(
     "text", ['{"k": 1}', "{layers:[1,2]}", "{a: 1}", "{0}", "{}", "{{", "{lr:1e-3}", "{x!r}", "{a.b}"]
 )
 def test_other_braces_stay(text: str) -> None:
-    assert fill_placeholders(text, VALUES, "train.command") == text
+    assert fill_placeholders(text, VALUES, "trainer.command") == text
 
 
 @pytest.mark.sampled(2)

@@ -40,7 +40,7 @@ Straight = Callable[[str], Any]
 
 
 @pytest.fixture(scope="module")
-def straight(tmp_path_factory: pytest.TempPathFactory) -> Straight:
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Straight:
     """The run of a script that is right and does not stop: once for all of its faults."""
     made: dict[str, Any] = {}
 
@@ -53,14 +53,14 @@ def straight(tmp_path_factory: pytest.TempPathFactory) -> Straight:
     return run
 
 
-def with_mistake(straight: Any, tmp_path: Path, name: str, mistake: Mistake) -> Any:
-    """The phases of a script with a mistake, after the straight run of the script without it."""
+def with_mistake(uninterrupted: Any, tmp_path: Path, name: str, mistake: Mistake) -> Any:
+    """The phases of a script with a mistake, after the uninterrupted run of the script without it."""
     shutil.copytree(BUILT_IN_RECIPES, tmp_path / "recipes")
     inject(name, mistake, tmp_path / "recipes")
-    shutil.copytree(straight._runs._out, tmp_path / "out")
+    shutil.copytree(uninterrupted._runs._out, tmp_path / "out")
     phases = phases_of(read(name), tmp_path / "out", tmp_path / "recipes")
-    phases._final_items, phases._saved_items = straight._final_items, straight._saved_items
-    phases._reference_losses, phases._loss_noise = straight._reference_losses, 0.0
+    phases._final_items, phases._saved_items = uninterrupted._final_items, uninterrupted._saved_items
+    phases._reference_losses, phases._loss_noise = uninterrupted._reference_losses, 0.0
     return phases
 
 
@@ -121,8 +121,10 @@ OF_THE_SCRIPT = MISTAKES["fsdp2_script"]
     ],
     ids=lambda each: each.description if isinstance(each, Mistake) else "",
 )
-def test_a_mistake_of_a_plain_script_is_named(mistake: Mistake, said: str, straight: Straight, tmp_path: Path) -> None:
-    phases = with_mistake(straight("fsdp2_script"), tmp_path, "fsdp2_script", mistake)
+def test_a_mistake_of_a_plain_script_is_named(
+    mistake: Mistake, said: str, uninterrupted: Straight, tmp_path: Path
+) -> None:
+    phases = with_mistake(uninterrupted("fsdp2_script"), tmp_path, "fsdp2_script", mistake)
     phases.run_load_and_save()
     (row,) = phases.report_builder.phases
     assert set(failed(phases.report_builder)["load and save"]) == mistake.oracles
@@ -146,26 +148,26 @@ def test_an_unsharded_run_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @NEEDS_ACCELERATE
-def test_a_scheduler_that_accelerate_was_not_given_is_named(straight: Straight, tmp_path: Path) -> None:
-    phases = with_mistake(straight("accelerate"), tmp_path, "accelerate", MISTAKES["accelerate"]["scheduler"])
+def test_a_scheduler_that_accelerate_was_not_given_is_named(uninterrupted: Straight, tmp_path: Path) -> None:
+    phases = with_mistake(uninterrupted("accelerate"), tmp_path, "accelerate", MISTAKES["accelerate"]["scheduler"])
     phases.run_load_and_save()
     assert failed(phases.report_builder) == {"load and save": ["scheduler"]}
 
 
 @pytest.mark.slow
 @NEEDS_ACCELERATE
-def test_data_that_accelerate_does_not_skip_shows_at_the_end(straight: Straight, tmp_path: Path) -> None:
+def test_data_that_accelerate_does_not_skip_shows_at_the_end(uninterrupted: Straight, tmp_path: Path) -> None:
     """Its checkpoint has no place in the data, so that only what was trained on it differs."""
-    phases = with_mistake(straight("accelerate"), tmp_path, "accelerate", MISTAKES["accelerate"]["data"])
+    phases = with_mistake(uninterrupted("accelerate"), tmp_path, "accelerate", MISTAKES["accelerate"]["data"])
     phases.run_resumed()
     assert {"model", "moments", "loss"} <= set(failed(phases.report_builder)["resumed"])
 
 
 @pytest.mark.slow
 @NEEDS_ACCELERATE
-def test_data_that_the_trainer_does_not_skip_shows_at_the_end(straight: Straight, tmp_path: Path) -> None:
+def test_data_that_the_trainer_does_not_skip_shows_at_the_end(uninterrupted: Straight, tmp_path: Path) -> None:
     mistake = MISTAKES["transformers_trainer"]["data"]
-    phases = with_mistake(straight("transformers_trainer"), tmp_path, "transformers_trainer", mistake)
+    phases = with_mistake(uninterrupted("transformers_trainer"), tmp_path, "transformers_trainer", mistake)
     phases.run_resumed()
     assert {"model", "moments", "loss"} <= set(failed(phases.report_builder)["resumed"])
     assert "it differs only if it was not restored" in " ".join(phases.report_builder.phases[-1]["notes"])

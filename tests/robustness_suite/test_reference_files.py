@@ -40,7 +40,7 @@ def folder_of_a_run(root: Path) -> Path:
 @pytest.mark.parametrize("is_known", [False, True])
 def test_every_change_is_seen_and_named(tmp_path: Path, file: str, change: str, is_known: bool) -> None:
     """Also where files with the same times are not read again, as for a trainer that is known."""
-    root = folder_of_a_run(tmp_path / "straight")
+    root = folder_of_a_run(tmp_path / "uninterrupted")
     before = snapshot_files(root)
     tamper(root / file, change)
     found = compare_file_snapshots(before, snapshot_files(root, previous=before if is_known else None))
@@ -52,7 +52,7 @@ def test_every_change_is_seen_and_named(tmp_path: Path, file: str, change: str, 
 
 @pytest.mark.parametrize(("file", "change"), product(FILES, NO_CHANGES))
 def test_what_is_no_change_is_none(tmp_path: Path, file: str, change: str) -> None:
-    root = folder_of_a_run(tmp_path / "straight")
+    root = folder_of_a_run(tmp_path / "uninterrupted")
     before = snapshot_files(root)
     tamper(root / file, change)
     found = compare_file_snapshots(before, snapshot_files(root))
@@ -60,7 +60,7 @@ def test_what_is_no_change_is_none(tmp_path: Path, file: str, change: str) -> No
 
 
 def test_a_link_that_leads_elsewhere_is_a_change(tmp_path: Path) -> None:
-    root = folder_of_a_run(tmp_path / "straight")
+    root = folder_of_a_run(tmp_path / "uninterrupted")
     before = snapshot_files(root)
     (root / "latest").unlink()
     (root / "latest").symlink_to("step-2")
@@ -72,7 +72,7 @@ def test_a_link_that_leads_elsewhere_is_a_change(tmp_path: Path) -> None:
 def test_a_checkpoint_behind_a_link_is_looked_at_and_what_else_is_linked_is_not(
     tmp_path: Path, is_folder: bool
 ) -> None:
-    root = folder_of_a_run(tmp_path / "straight")
+    root = folder_of_a_run(tmp_path / "uninterrupted")
     store = folder_of_a_run(tmp_path / "store")
     place = root / "linked" if is_folder else root / "step-2" / "weights.safetensors"
     place.symlink_to(store / "step-2" if is_folder else store / "step-2" / "model.safetensors")
@@ -86,7 +86,7 @@ def test_a_checkpoint_behind_a_link_is_looked_at_and_what_else_is_linked_is_not(
 
 
 def test_links_in_a_circle_end(tmp_path: Path) -> None:
-    root = folder_of_a_run(tmp_path / "straight")
+    root = folder_of_a_run(tmp_path / "uninterrupted")
     (root / "step-2" / "up").symlink_to(root)
     (root / "step-2" / "self").symlink_to("self")
     os.mkfifo(root / "step-2" / "pipe")

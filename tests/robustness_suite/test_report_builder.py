@@ -70,14 +70,17 @@ REPORT = RobustnessReport(
 def test_a_report_has_the_rows_of_all_phases_so_far() -> None:
     seen: list[tuple[int, bool]] = []
     judge = ReportBuilder(lambda so_far: seen.append((len(so_far.phases), so_far.ok)), world_size=2)
-    judge.add("straight", "runs", Findings([GOOD]), 1.0, cause="none was found")
+    judge.add("uninterrupted", "runs", Findings([GOOD]), 1.0, cause="none was found")
     judge.add("resumed", "same end", Findings([GOOD, BAD]), 2.0, cause="no scheduler")
-    judge.add_losses("straight", {1: 2.5, 2: float("nan")})
+    judge.add_losses("uninterrupted", {1: 2.5, 2: float("nan")})
     assert seen == [(1, True), (2, False)]
     report = judge.report(REPORT)
     assert (report.exit, report.world_size) == (1, 2)
-    assert [(row["name"], row["cause"]) for row in report.phases] == [("straight", None), ("resumed", "no scheduler")]
-    assert report.losses == [{"run": "straight", "steps": [1, 2], "losses": [2.5, "nan"]}]
+    assert [(row["name"], row["cause"]) for row in report.phases] == [
+        ("uninterrupted", None),
+        ("resumed", "no scheduler"),
+    ]
+    assert report.losses == [{"run": "uninterrupted", "steps": [1, 2], "losses": [2.5, "nan"]}]
     assert report.differing == difference_rows("resumed", [BAD])
 
 

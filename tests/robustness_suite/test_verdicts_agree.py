@@ -124,7 +124,7 @@ def test_the_last_line_names_what_failed_first(tmp_path: Path, fault: str) -> No
     recipe = tmp_path / "stub.yaml"
     stub = Path(__file__).with_name("stub_trainer.py")
     recipe.write_text(
-        f'train:\n  command: "{{python}} {stub} --out {{out}} --steps {{steps}} --total {{total_steps}} --save-at '
+        f'trainer:\n  command: "{{python}} {stub} --out {{out}} --steps {{steps}} --total {{total_steps}} --save-at '
         f"{{save_at}} {{resume}} --fault '{fault}'\"\n  resume: --resume {{checkpoint}}\n"
         "training: {steps: 5, total_steps: 8, save_at: [2]}\n"
     )

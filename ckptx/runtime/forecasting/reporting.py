@@ -200,7 +200,7 @@ def list_assumptions(task: ForecastTask, missing: Sequence[str], is_extrapolated
     """
     loss = {
         "sharded": "the loss is computed in float32, on logits that stay sharded over the vocabulary under TP",
-        "whole": "the loss is computed as in transformers: on full logits, in float32",
+        "full": "the loss is computed as in transformers: on full logits, in float32",
         "none": "no loss: the logits are summed",
     }[task.loss]
     assumptions = [

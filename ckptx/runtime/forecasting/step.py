@@ -17,7 +17,7 @@ from ckptx.options.forecast import Loss
 from ckptx.runtime.forecasting.task import ForecastTask
 from ckptx.runtime.memory.storage_ledger import ACTIVATIONS, GRADIENTS, StorageLedger
 from ckptx.runtime.model.model_errors import translate_runtime_errors
-from ckptx.runtime.parallel.gradients import clip_grad_norm, labels_per_rank
+from ckptx.runtime.parallel.gradients import clip_grad_norm, loss_divisor
 from ckptx.runtime.parallel.mixed_inputs import MixedInputs
 from ckptx.runtime.parallel.tensor_parallel.loss import causal_lm_loss
 from ckptx.runtime.parity.execution import full_tensor, logits_or_hidden_states
@@ -72,7 +72,7 @@ class StepSpec:
         with ledger.label_all(ACTIVATIONS):
             batches = make_step_batches(self.task, self.inputs)
             labels = [self.inputs.labels.clone() for _ in batches]
-        num_items = labels_per_rank(labels, rank_model.mesh)
+        num_items = loss_divisor(labels, rank_model.mesh)
 
         def loss(output: Any, index: int) -> Tensor:
             return _compute_step_loss(
@@ -125,6 +125,6 @@ def _compute_step_loss(logits: Tensor, labels: Tensor, num_items: Tensor, kind: 
         return (logits.to_local() if isinstance(logits, DTensor) else logits).sum()
     if logits.dim() != 3 or logits.shape[:2] != labels.shape:  # hidden states of a class without a head
         return full_tensor(logits).float().pow(2).mean()
-    if kind == "whole":
+    if kind == "full":
         logits = full_tensor(logits).float()
     return causal_lm_loss(logits, labels, num_items_in_batch=num_items)

@@ -30,7 +30,7 @@ class ForecastTask:
         seq: Sequence length in tokens.
         images: Images per sequence.
         is_padded: True if sequences come with an attention mask, as those of a recipe do.
-        loss: "sharded" computes the loss on logits that stay sharded over the vocabulary; "whole" computes it as
+        loss: "sharded" computes the loss on logits that stay sharded over the vocabulary; "full" computes it as
             transformers does, on full float32 logits; "none" sums the logits.
         optimizer: "adamw", "adam", "sgd" (without momentum) or "none".
     """

@@ -113,13 +113,13 @@ def sync_gradients(model: nn.Module, is_last: bool) -> None:
             module.set_is_last_backward(is_last)
 
 
-def labels_per_rank(labels: Iterable[Tensor], mesh: DeviceMesh, ignore_index: int = -100) -> Tensor:
+def loss_divisor(labels: Iterable[Tensor], mesh: DeviceMesh, ignore_index: int = -100) -> Tensor:
     """Return the divisor of each microbatch's summed loss, so that every label of a step has the same weight.
 
     FSDP2 averages gradients over data ranks. A mean of the means of microbatches would give those of few labels more
     weight; so each sum is divided by all labels of the step over the number of data ranks:
 
-        items = labels_per_rank([each["labels"] for each in batches], mesh)
+        items = loss_divisor([each["labels"] for each in batches], mesh)
         for each in batches:
             model(**each, num_items_in_batch=items).loss.backward()
 

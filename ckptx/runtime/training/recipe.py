@@ -175,7 +175,7 @@ class CheckpointBlock(RecipeBlock, kw_only=True, frozen=True):
     keep: int | None = None
 
 
-class ExternalBlock(RecipeBlock, kw_only=True, frozen=True):
+class TrainerBlock(RecipeBlock, kw_only=True, frozen=True):
     """Command of a third-party trainer, and the paths of its output.
 
     Attributes:
@@ -193,7 +193,7 @@ class ExternalBlock(RecipeBlock, kw_only=True, frozen=True):
         pattern: Regular expression with groups `step` and `loss`.
         step_key: Key of the step in JSON lines.
         loss_key: Key of the loss in JSON lines, or its TensorBoard tag.
-        zero_steps: True if the trainer can load a checkpoint and save it again without training a step.
+        can_save_without_step: True if the trainer can load a checkpoint and save it again without training a step.
         time_limit: Maximum time of one run of the command, in seconds.
         environment: Environment variables of the command.
     """
@@ -206,7 +206,7 @@ class ExternalBlock(RecipeBlock, kw_only=True, frozen=True):
     pattern: str | None = None
     step_key: str = "step"
     loss_key: str = "loss"
-    zero_steps: bool = True
+    can_save_without_step: bool = True
     time_limit: float = 3600.0
     environment: Mapping[str, str] = msgspec.field(default_factory=dict)
 
@@ -232,7 +232,7 @@ class RecipeKeys(RecipeBlock, kw_only=True, frozen=True):
 
     Attributes:
         description: One-line description of the recipe.
-        train: Command of a third-party trainer; `model`, `data`, `optimizer` and `schedule` then have no effect. None
+        trainer: Command of a third-party trainer; `model`, `data`, `optimizer` and `schedule` then have no effect. None
             uses ckptx's own trainer.
     """
 
@@ -245,7 +245,7 @@ class RecipeKeys(RecipeBlock, kw_only=True, frozen=True):
     layout: LayoutBlock = msgspec.field(default_factory=LayoutBlock)
     checkpoint: CheckpointBlock = msgspec.field(default_factory=CheckpointBlock)
     checks: ChecksBlock = msgspec.field(default_factory=ChecksBlock)
-    train: ExternalBlock | None = None
+    trainer: TrainerBlock | None = None
 
 
 class Recipe(RecipeKeys, kw_only=True, frozen=True):

@@ -100,8 +100,8 @@ def read_recipe(name_or_file: str | Path, overrides: Sequence[str] = (), world_s
 def _refuse_remote_paths(recipe: Recipe) -> None:
     """Refuse URLs where a key of the recipe is a path."""
     refuse_remote(recipe.model.pretrained, recipe.data.path)
-    if recipe.train is not None:
-        refuse_remote(recipe.train.checkpoint, recipe.train.losses)
+    if recipe.trainer is not None:
+        refuse_remote(recipe.trainer.checkpoint, recipe.trainer.losses)
 
 
 def _complete_and_check(recipe: Recipe, subject: DescribeSubject, world_size: int | None) -> Recipe:

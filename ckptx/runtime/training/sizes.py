@@ -74,7 +74,7 @@ def check_sizes(recipe: Recipe, subject: DescribeSubject) -> tuple[str, ...]:
     for path, value, bound in _find_out_of_bounds(recipe):
         raise UsageError(f"{subject(path)}: {path} is {value} and must be {bound}; correct it")
     _check_steps(recipe, subject)
-    if recipe.train is not None:
+    if recipe.trainer is not None:
         return ()
     notes: list[str] = []
     layouts = [("layout", recipe.layout)]

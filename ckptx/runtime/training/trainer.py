@@ -29,9 +29,9 @@ from ckptx.runtime.checkpointing.save import load_optimizer, save
 from ckptx.runtime.checkpointing.training_state import PerRank, load_training_state
 from ckptx.runtime.model.model_errors import translate_runtime_errors
 from ckptx.runtime.parallel.distributed import RankContext, all_gather_object, data_index
-from ckptx.runtime.parallel.gradients import clip_grad_norm, labels_per_rank
+from ckptx.runtime.parallel.gradients import clip_grad_norm, loss_divisor
 from ckptx.runtime.parallel.randomness import RandomState, seed
-from ckptx.runtime.parallel.tensor_parallel.loss import causal_lm_loss, token_losses
+from ckptx.runtime.parallel.tensor_parallel.loss import causal_lm_loss, make_loss
 from ckptx.runtime.training.checkpoints import StepDirectories
 from ckptx.runtime.training.data import Dataset, collate
 from ckptx.runtime.training.optimizer import make_optimizer, make_scheduler
@@ -155,7 +155,7 @@ class Trainer:
         batches = self.microbatches(self.sampler.next_step())
         labels = [each[_LABELS] for each in batches]
         mesh, pipeline = self.rank_model.mesh, self.rank_model.pipeline
-        num_items = labels_per_rank(labels, mesh)
+        num_items = loss_divisor(labels, mesh)
         with translate_runtime_errors(self.rank_model.models[0]):
             losses = (
                 self._backward(batches, num_items) if pipeline is None else self._backward_pipeline(batches, num_items)
@@ -321,7 +321,7 @@ class Trainer:
             step_batches = batches[begin : begin + count]
             arguments = [{name: value for name, value in each.items() if name != _LABELS} for each in step_batches]
             losses = self.rank_model.pipeline.step(
-                arguments, token_losses([each[_LABELS] for each in step_batches], num_items)
+                arguments, make_loss([each[_LABELS] for each in step_batches], num_items)
             )
             total += sum(map(float, losses))
         return total

@@ -17,7 +17,7 @@ from ckptx.errors import UsageError
 from ckptx.layout.parallel_dims import ParallelDims
 from ckptx.runtime.model.layers import canonical_name
 from ckptx.runtime.parallel.distributed import mesh_of
-from ckptx.runtime.parallel.gradients import NonFiniteGradients, clip_grad_norm, labels_per_rank, sync_gradients
+from ckptx.runtime.parallel.gradients import NonFiniteGradients, clip_grad_norm, loss_divisor, sync_gradients
 from ckptx.runtime.parallel.parallelize import parallelize
 from ckptx.runtime.parallel.shards import find_local_shards, narrow_to
 from ckptx.runtime.parallel.tensor_parallel.plans import find_plan
@@ -191,7 +191,7 @@ def accumulated(rank: int, world_size: int, name: str, dims: ParallelDims, syncs
     model, mesh, layout = cut(name, dims)
     _, data, _ = dims.coordinates(rank)
     labels = [labels_of(data, index) for index in range(2)]
-    items = labels_per_rank(labels, mesh)
+    items = loss_divisor(labels, mesh)
     losses = torch.zeros(())
     for index, each in enumerate(labels):
         if syncs:

@@ -74,7 +74,7 @@ def test_changes_are_made_in_order_and_reach_into_mappings() -> None:
         ("model.freeze=vision", "expected a list of"),
         ("model=3", "model: expected a mapping, found 3"),
         ("training.steps.a=3", "training.steps is 6, not a mapping"),
-        ("train.zero_steps=true", "train.command is missing, expected a string; add it"),
+        ("trainer.can_save_without_step=true", "trainer.command is missing, expected a string; add it"),
         ("checks.layouts=[{tp: x}]", "checks.layouts[0].tp: expected an integer"),
         ("optimizer.lr=.nan", "found .nan, but numbers must be finite"),
         ("optimizer.lr=1e999", "but numbers must be finite"),
@@ -209,9 +209,9 @@ def test_a_schedule_that_is_wrong_with_fsdp_keeps_its_exit_code() -> None:
 
 def test_a_trainer_that_is_not_ours_needs_no_model(tmp_path: Path) -> None:
     recipe = read_recipe(
-        written(tmp_path, "train: {command: run, environment: {A: '1'}}\ntraining: {global_batch: 7}\n")
+        written(tmp_path, "trainer: {command: run, environment: {A: '1'}}\ntraining: {global_batch: 7}\n")
     )
-    assert recipe.train is not None
-    assert recipe.train.environment == {"A": "1"}
-    with pytest.raises(UsageError, match=r"train.environment.A: expected a string, found 1"):
-        read_recipe(written(tmp_path, "train: {command: run, environment: {A: 1}}\n"))
+    assert recipe.trainer is not None
+    assert recipe.trainer.environment == {"A": "1"}
+    with pytest.raises(UsageError, match=r"trainer.environment.A: expected a string, found 1"):
+        read_recipe(written(tmp_path, "trainer: {command: run, environment: {A: 1}}\n"))

@@ -27,7 +27,7 @@ SMALL = {
     "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2,
 }  # fmt: skip
-NEEDS_NO_NETWORK = [name for name in list_shipped_recipes() if read_recipe(name).train is None]
+NEEDS_NO_NETWORK = [name for name in list_shipped_recipes() if read_recipe(name).trainer is None]
 
 
 def offline(name: str, *sets: str) -> Recipe:

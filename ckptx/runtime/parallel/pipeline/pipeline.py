@@ -209,7 +209,7 @@ class Pipeline:
         if any("labels" in batch for batch in batches):
             raise UsageError(
                 "Pipeline.step: the inputs, which every stage gets, contain labels; only the loss may use them; pass "
-                "token_losses(labels, items)"
+                "make_loss(labels, items)"
             )
         checksum = torch.zeros((), dtype=torch.int64, device=self._device)
         for index, batch in enumerate(batches, 1):

@@ -55,12 +55,12 @@ def causal_lm_loss(
     return losses.sum() / torch.as_tensor(num_items_in_batch, device=losses.device)
 
 
-def token_losses(labels: Sequence[torch.Tensor], num_items: torch.Tensor) -> Callable[[Any, int], torch.Tensor]:
+def make_loss(labels: Sequence[torch.Tensor], num_items: torch.Tensor) -> Callable[[Any, int], torch.Tensor]:
     """Return a loss function per microbatch for `Pipeline.step` that weights every label of the step equally.
 
     Args:
         labels: Labels of each microbatch, [B, S], as for `causal_lm_loss`.
-        num_items: Divisor of each sum, from `gradients.labels_per_rank` of the same labels.
+        num_items: Divisor of each sum, from `gradients.loss_divisor` of the same labels.
     """
     return lambda output, index: causal_lm_loss(output.logits, labels[index], num_items_in_batch=num_items)
 

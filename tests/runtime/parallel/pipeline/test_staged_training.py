@@ -188,8 +188,8 @@ def test_a_loss_that_is_divided_by_microbatch_would_be_seen(pool: GlooPool, tmp_
     """An injected defect: the mean of the means of microbatches."""
     write_model(tmp_path, "llama-tied")
     wanted, _ = in_one_piece(tmp_path, 1)
-    mean = "lambda output, index: token_losses(labels, (labels[index][:, 1:] != -100).sum())(output, index) / 4"
-    found = pool.run(run, 2, tmp_path, ["run"], (on(PP2), CLIPPED, ("token_losses(labels, divisor)", mean)))
+    mean = "lambda output, index: make_loss(labels, (labels[index][:, 1:] != -100).sum())(output, index) / 4"
+    found = pool.run(run, 2, tmp_path, ["run"], (on(PP2), CLIPPED, ("make_loss(labels, divisor)", mean)))
     losses = [float.fromhex(each) for each in found[1][0]]
     assert max(abs(a - b) for a, (b,) in zip(losses, wanted, strict=True)) > 1e-3
 
