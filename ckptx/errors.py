@@ -49,6 +49,10 @@ class OutputError(CkptxError):
     exit_code = 5
 
 
+class ReportTargetError(OutputError):
+    """The file for the report is also the output, so that not even a report of the failure may be written to it."""
+
+
 class SpaceError(CkptxError):
     """There is not enough space, on disk for the output or in memory for models."""
 

@@ -59,7 +59,7 @@ def _task(options: ForecastOptions | SearchOptions, directory: Path, log: Log) -
 
     if options.recipe is None:
         source = find_model_config(
-            str(options.model), revision=options.revision, token=options.token, cache_dir=options.cache_dir
+            str(options.model), directory, revision=options.revision, token=options.token, cache_dir=options.cache_dir
         )
         schedule = options.schedule if isinstance(options, ForecastOptions) else "1f1b"
         return task_from_options(source, options, count_stages(options.dims.pp, schedule))

@@ -20,6 +20,7 @@ from ckptx.options.inspect import InspectOptions
 from ckptx.publishing.report_file import check_report_path, write_text
 from ckptx.report.documents.inspection import InspectionReport
 from ckptx.report.report import Log, Stopwatch, count_dtypes
+from ckptx.wording import counted
 
 
 @api(InspectOptions)
@@ -44,6 +45,11 @@ def inspect(options: InspectOptions) -> InspectionReport:
     log.note(*view.notes_on_other_models("not described"))
     catalog, parameters, aliases = view.catalog, count_parameters(view), find_aliases(view.catalog)
     names = [name for name in catalog.tensors if match is None or fnmatchcase(name, match)]
+    if match is not None and not names:
+        log.note(
+            f'--match "{match}": matches none of {counted(len(catalog.tensors), "tensor name")}, such as '
+            f'"{next(iter(catalog.tensors))}"; a pattern must match a whole name, and * stands for any part of it'
+        )
     is_listed = options.tensors or (match and not (ranks or html))
     report = InspectionReport(
         command="inspect",

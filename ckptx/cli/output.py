@@ -18,6 +18,7 @@ from ckptx.errors import (
     EnvironmentProblem,
     OutputError,
     PeerFailure,
+    ReportTargetError,
     Terminated,
     UnsupportedError,
     exit_code_of,
@@ -138,6 +139,8 @@ class Output:
     def _fail(self, stopwatch: Stopwatch, report: Report, failure: str, raised: BaseException) -> int:
         """Write a report of the failure and print the error; return the exit code."""
         code = EnvironmentProblem.exit_code if isinstance(raised, MemoryError) else exit_code_of(raised)
+        if isinstance(raised, ReportTargetError):
+            self.report_file = None
         code = self._write(stopwatch.stop(replace(report, exit=code, error=failure))) or code
         if self._is_first or not (isinstance(raised, PeerFailure) and raised.is_reported):
             print_error(failure)

@@ -28,7 +28,7 @@ Loss = Literal["sharded", "full", "none"]
 OptimizerName = Literal["adamw", "adam", "sgd", "none"]
 FloatDtype = Literal["bf16", "bfloat16", "fp16", "float16", "fp32", "float32"]
 _ALLOWED_WITH_RECIPE = ("recipe", "settings", "gpu_memory", "gpu", "search", "gpus")
-_MODEL = "A config.json, a directory that contains one, or a Hub id."
+_MODEL = "A config.json (or a JSON file of another name), a directory that contains one, or a Hub id."
 _SEARCH = (
     "Find layouts for --gpus GPUs that fit --gpu-memory or --gpu, with the activation checkpointing and microbatches "
     "that each needs."

@@ -27,6 +27,16 @@ def test_a_tied_head_counts_once_in_every_format(tmp_path: Path) -> None:
     assert sum(row["bytes"] for row in here.groups) == here.bytes
 
 
+@pytest.mark.parametrize("match", ["norm", "model.layers", "*.nothing", ""])
+def test_a_glob_that_matches_nothing_is_noted(tmp_path: Path, match: str) -> None:
+    write_hf(tmp_path / "hf", llama())
+    report = ckptx.inspect(tmp_path / "hf", match=match)
+    assert not report.selected_tensors and report.exit == 0
+    (note,) = [each for each in report.notes if each.startswith("--match")]
+    assert note.startswith(f'--match "{match}": matches none of 21 tensor names, such as "')
+    assert not [each for each in ckptx.inspect(tmp_path / "hf", match="*norm*").notes if "--match" in each]
+
+
 def test_what_is_not_the_model_is_told_apart(tmp_path: Path) -> None:
     model = {f"model.{name}": value for name, value in llama().items()}
     moments = {f"optimizer.state.{name}.exp_avg": value for name, value in llama().items()}

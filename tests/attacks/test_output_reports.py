@@ -153,3 +153,13 @@ def test_what_came_between_the_look_and_the_writing_stays(tmp_path: Path) -> Non
     with pytest.raises(OutputError):
         write_text(tmp_path / "file", "new")
     assert (tmp_path / "file").read_bytes() == b"mine"
+
+
+@pytest.mark.parametrize("spelling", ["out", "./out", "there/../out"])
+def test_a_report_that_is_also_the_output_is_refused_before_the_work(hf: Path, tmp_path: Path, spelling: str) -> None:
+    (tmp_path / "there").mkdir()
+    for words in (("convert", "to-dcp"), ("reshard", "--tp", 2)):
+        result = run(*words, hf, tmp_path / "out", "--report", f"{tmp_path}/{spelling}")
+        assert result.return_value == 5, result.output
+        assert "is the report and DST;" in result.stderr
+        assert {each.name for each in tmp_path.iterdir()} == {"there", "in"}

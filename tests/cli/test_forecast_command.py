@@ -165,6 +165,26 @@ def test_what_fits_ends_with_0(model: Path) -> None:
     assert document["by_stage"][0]["by_kind"]["optimizer"] == 0
 
 
+def test_a_config_may_have_another_name(model: Path, tmp_path: Path) -> None:
+    words = ["--seq", 16, "--dtype", "bf16", "--json"]
+    expected = json.loads(ran(model, *words).stdout)
+    (tmp_path / "llama-3b.json").write_bytes((model / "config.json").read_bytes())
+    (tmp_path / "queue.py").mkdir()  # not a file, so it is not copied with the config
+    found = json.loads(ran(tmp_path / "llama-3b.json", *words).stdout)
+    assert found["by_stage"][0]["peak"] == expected["by_stage"][0]["peak"]
+    assert {each.name for each in tmp_path.iterdir()} == {"llama-3b.json", "queue.py"}
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "code"), [("x.txt", "{}", 2), ("x.json", "{}", 2), ("x.json", "[]", 3), ("x.json", "{", 3)]
+)
+def test_another_file_is_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str, text: str, code: int
+) -> None:
+    (tmp_path / name).write_text(text)
+    assert ended(monkeypatch, tmp_path / name) == code
+
+
 def test_a_recipe_is_forecast_with_dropout_and_tp() -> None:
     result = ran("--recipe", "llama_tiny", "--set", "layout.tp=2", "--set", "layout.dp_shard=1", "--json")
     assert result.return_value == 0, result.stderr

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
 from ckptx.catalog.catalog import Catalog
-from ckptx.errors import OutputError, UnsupportedError
+from ckptx.errors import OutputError, ReportTargetError, UnsupportedError
 from ckptx.formats.hf.hub import resolve_source
 from ckptx.formats.rank_names import file_count_from_name
 from ckptx.formats.registry import open_checkpoint
@@ -58,6 +59,8 @@ def open_source(src: str | Path, dst: str | Path, options: ConversionOptions) ->
         dst = Path(dst)
         if options.report_file is not None and (processes is None or not processes.rank):
             check_report_path(options.report_file)
+            if os.path.realpath(options.report_file) == os.path.realpath(dst):
+                raise ReportTargetError(f"{options.report_file}: is the report and DST; choose another report file")
         path = resolve_source(str(src), revision=options.revision, token=options.token, cache_dir=options.cache_dir)
         refuse_unreachable(dst)
         refuse_overlap(path, dst)

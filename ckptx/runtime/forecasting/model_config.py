@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,25 +18,38 @@ _CONFIG_NAME = "config.json"
 
 
 def find_model_config(
-    model: str, *, revision: str | None = None, token: str | None = None, cache_dir: str | Path | None = None
+    model: str,
+    directory: Path | None = None,
+    *,
+    revision: str | None = None,
+    token: str | None = None,
+    cache_dir: str | Path | None = None,
 ) -> Path:
     """Return the directory of the config.json of a model.
 
     Args:
-        model: A config.json, a directory with one, or a Hub id.
+        model: A config.json, a JSON file of another name with the same contents, a directory with a config.json, or a
+            Hub id.
+        directory: Directory to copy a file of another name to, as config.json, with the Python files next to it; None
+            refuses such a file.
         revision: Git revision on the Hub; None for the default branch.
         token: Access token of the Hub; None for the stored one.
         cache_dir: Cache directory of the Hub; None for the default.
 
     Raises:
-        InputError: The directory has no config.json, or the Hub id cannot be fetched.
-        UsageError: The path is a file with another name.
+        InputError: The directory has no config.json, the file is not JSON, or the Hub id cannot be fetched.
+        UsageError: The path is a file of another type.
     """
     path = resolve_source(model, revision=revision, token=token, cache_dir=cache_dir, patterns=CONFIG_FILES)
     if path.is_file():
-        if path.name != _CONFIG_NAME:
+        if path.name == _CONFIG_NAME:
+            return path.parent
+        if path.suffix != ".json" or directory is None or not read_json(path).keys() & {"model_type", "architectures"}:
             raise UsageError(f"{path} is not a config.json; pass a config.json, a directory that has one, or a Hub id")
-        return path.parent
+        shutil.copyfile(path, directory / _CONFIG_NAME)
+        for code in filter(Path.is_file, path.parent.glob("*.py")):
+            shutil.copyfile(code, directory / code.name)
+        return directory
     if not (path / _CONFIG_NAME).is_file():
         raise InputError(f"{path}: has no config.json; pass the directory that has it")
     return path
