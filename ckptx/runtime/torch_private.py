@@ -115,7 +115,7 @@ def dtensor_spec(tensor: DTensor) -> Any:
 def storage_key(storage: torch.UntypedStorage) -> int:
     """Return a number that is equal for two storage objects if and only if they are the same memory.
 
-    `data_ptr` is 0 for every storage without memory.
+    `data_ptr` cannot serve as this key: it is 0 for every storage without memory.
     """
     found: int = _attribute(storage, "_cdata")
     return found
@@ -170,18 +170,19 @@ def disable_dispatch() -> Any:
 def hide_dtensor_shape_inference() -> Iterator[None]:
     """Hide from dispatch modes the fake tensors with which DTensor infers the shape of a result.
 
-    It does so once per operation and shape in a process, on whole tensors, which real training never allocates.
+    DTensor infers a shape once per operation and input shape in a process, on fake whole tensors, which real training
+    never allocates.
     """
     propagator = _find("torch.distributed.tensor._sharding_prop.ShardingPropagator")
     disable_current_modes = _find("torch.utils._python_dispatch._disable_current_modes")
     name = "_propagate_tensor_meta_non_cached"
     infer_shape = _attribute(propagator, name)
 
-    def unseen(self: Any, *args: Any) -> Any:
+    def infer_shape_without_modes(self: Any, *args: Any) -> Any:
         with disable_current_modes():
             return infer_shape(self, *args)
 
-    setattr(propagator, name, unseen)
+    setattr(propagator, name, infer_shape_without_modes)
     try:
         yield
     finally:
@@ -235,15 +236,15 @@ def compiled_call(module: nn.Module) -> Callable[..., Any] | None:
 
 
 def set_compiled_call(module: nn.Module, call: Callable[..., Any] | None) -> None:
-    """Replace the call that `compiled_call` returns."""
-    compiled_call(module)
+    """Replace the call that `compiled_call` returns; with None the module runs uncompiled."""
+    compiled_call(module)  # raises if this version of torch has no such attribute
     module._compiled_call_impl = call
 
 
 def apply_to_tensors(module: nn.Module, transform: Callable[[Tensor], Tensor]) -> None:
     """Replace every parameter and buffer by the result of a function, as `nn.Module.to` does.
 
-    FSDP2 overrides it, to update its own references.
+    FSDP2 overrides `nn.Module._apply`, to update its own references.
     """
     _attribute(module, "_apply")(transform)
 
@@ -259,6 +260,6 @@ def default_store() -> dist.Store:
 def drop_group_references(mesh: DeviceMesh) -> None:
     """Drop the references of a mesh to its process groups, so that they end even if the mesh stays referenced.
 
-    torch 2.11 has no such registry: its meshes find groups by name, and hold no reference.
+    Meshes of torch 2.11 have no `_pg_registry`: they look up groups by name, and hold no reference.
     """
     getattr(mesh, "_pg_registry", {}).clear()
