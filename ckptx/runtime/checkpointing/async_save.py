@@ -1,7 +1,7 @@
 """Saves in the background: `save` returns when all state is copied, and a thread writes it while training continues.
 
     main thread      copy | the next training steps                       | wait
-    writer thread         | write, publish, then: over its own group      |
+    writer thread         | write, publish, call on_published             |
 
 Messages of two threads over one group would be confused with each other, so the thread has a gloo group of its own. If
 one rank cannot write, all ranks fail, at their next wait or save.
@@ -37,7 +37,7 @@ _WRITER_TIMEOUT = timedelta(hours=1)  # maximum delay between ranks in writing; 
 
 
 class Saver:
-    """Saves checkpoints one after another, each like `save`, while training continues. Every rank makes one.
+    """Saves checkpoints one after another, each like `save`, while training continues. Every rank creates one.
 
     As a context manager it waits for the current write, even if the block fails. The interpreter also waits for it
     before it exits.
@@ -49,6 +49,7 @@ class Saver:
     def __init__(self) -> None:
         if not dist.is_initialized():
             raise UsageError("Saver: requires a process group; use distributed.process_group")
+        # The group of the writer threads, which a thread may destroy; empty after that.
         self._groups = [dist.new_group(backend="gloo", timeout=_WRITER_TIMEOUT)]
         self._writer: _WriterThread | None = None
         self._unreported_errors: list[str] = []

@@ -57,13 +57,14 @@ def load(
     workers: int | None = None,
     trust_remote_code: bool = False,
 ) -> LoadReport:
-    """Load this rank's shards of every parameter and persistent buffer.
+    """Load this rank's shards of every parameter and persistent buffer, and report what was read.
 
     Args:
         model: Materialized model; plain, sharded by TP or FSDP, or a pipeline stage.
         root: Checkpoint in any format that ckptx reads.
-        regions: Returns for a parameter name the rectangles of the whole tensor that TP left on this rank, in the order
-            of its memory; None for a parameter whose DTensor or shape is sufficient.
+        regions: Function that returns for a parameter name the rectangles of the whole tensor that TP left on this
+            rank, in the order of its memory, or None if the DTensor or the shape is sufficient. None: the function
+            would return None for every name.
         config: Replaces the `config.json` of the checkpoint; None uses that file, or else the model's own config.
         prefix: See `open_source`.
         workers: Number of reading threads; None means up to 4.
@@ -89,8 +90,8 @@ def load_from(
 ) -> LoadReport:
     """Load like `load`, from a checkpoint that is open.
 
-    `tied` has names that the checkpoint may store under another name although the model does not tie them
-    (see `OpenCheckpoint.find_tied_names`).
+    `tied` maps model names to the names under which the checkpoint may store their values, although the model does not
+    tie the two (see `OpenCheckpoint.find_tied_names`).
     """
     plan = _plan_load(model, source, regions, tied)
     reader = RegionReader(source.files)
@@ -167,10 +168,18 @@ class RegionRead(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _TensorRead:
-    """A parameter or buffer of this rank that is read from an entry, or compared with one."""
+    """A parameter or buffer of this rank that is read from an entry, or compared with one.
+
+    Attributes:
+        name: Its first name in the model.
+        entry_name: Model name of the entry; another one if names are tied.
+        entry: The entry in the checkpoint.
+        local_data: Memory of this rank's shards.
+        shards: Rectangles of the whole tensor on this rank, and their place in `local_data`.
+    """
 
     name: str
-    stored_name: str
+    entry_name: str
     entry: TensorEntry
     local_data: Tensor
     shards: list[LocalShard]
@@ -182,6 +191,17 @@ class _TensorRead:
 
 @dataclass(slots=True)
 class _LoadPlan:
+    """The reads of a load, and the parts of its report that are known before it.
+
+    Attributes:
+        reads: Reads that fill a tensor.
+        ties: Entries of tied names that are stored separately; their bytes are compared with the filled tensor.
+        loaded_tensors: See `LoadReport`.
+        tied_names: See `LoadReport`.
+        initialized_buffers: See `LoadReport`.
+        used_names: Model names of all entries that are read, compared, or share the chunks of one that is read.
+    """
+
     reads: list[_TensorRead] = field(default_factory=list)
     ties: list[_TensorRead] = field(default_factory=list)
     loaded_tensors: dict[str, LoadedTensor] = field(default_factory=dict)
@@ -204,24 +224,21 @@ def _plan_load(
     model: nn.Module, source: OpenCheckpoint, regions: FindLocalRegions | None, tied: Mapping[str, str]
 ) -> _LoadPlan:
     """Plan which entry fills which tensor, and refuse everything that can be refused without reading."""
-    names = _tensors_with_names(model)
     tie_groups = _group_ties([*(getattr(model, "all_tied_weights_keys", None) or {}).items(), *tied.items()])
-    optional_names, is_partial = _optional_names_pattern(model), has_stubs(model)
+    optional_pattern, is_partial = _optional_names_pattern(model), has_stubs(model)
     plan, missing, computed_names = _LoadPlan(), [], list(_non_persistent_buffers(model))
-    for tensor, own_names in names:
+    for tensor, own_names in _tensors_with_names(model):
         if tensor.is_meta:
             raise UsageError(f"{own_names[0]}: is on the meta device; call materialize first")
         candidates = list(
             dict.fromkeys([*own_names, *(name for each in own_names for name in tie_groups.get(each, ()))])
         )
-        stored_names = [name for name in candidates if name in source.tensors]
-        if is_partial and not {*own_names}.isdisjoint(stored_names):
-            stored_names = [
-                name for name in stored_names if name in own_names
-            ]  # the other copy belongs to another stage
-        if stored_names:
-            _plan_tensor(plan, source, tensor, own_names, stored_names, regions)
-        elif optional_names.search(own_names[0]) and not isinstance(tensor, nn.Parameter):
+        entry_names = [name for name in candidates if name in source.tensors]
+        if is_partial and not {*own_names}.isdisjoint(entry_names):  # the other copy belongs to another stage
+            entry_names = [name for name in entry_names if name in own_names]
+        if entry_names:
+            _plan_tensor(plan, source, tensor, own_names, entry_names, regions)
+        elif optional_pattern.search(own_names[0]) and not isinstance(tensor, nn.Parameter):
             computed_names.append(own_names[0])
         else:
             missing.append(own_names[0])
@@ -240,18 +257,18 @@ def _plan_tensor(
     source: OpenCheckpoint,
     tensor: Tensor,
     names: list[str],
-    stored_names: list[str],
+    entry_names: list[str],
     regions: FindLocalRegions | None,
 ) -> None:
-    """Plan one tensor, which may have several names, and may be stored under several."""
+    """Plan one tensor, which has one or more names in the model, and one or more entries in the checkpoint."""
     name = names[0]
     local_regions = (
         next((each for each in map(regions, names) if each is not None), None) if regions is not None else None
     )
-    source_name = next((each for each in names if each in stored_names), stored_names[0])
+    source_name = next((each for each in names if each in entry_names), entry_names[0])
     local_data = _detached_local(tensor)
     shards = find_local_shards(name, tensor, local_regions)
-    for each in stored_names:
+    for each in entry_names:
         entry = source.tensors[each]
         shape = (
             tuple(tensor.shape)
@@ -323,12 +340,12 @@ def _non_persistent_buffers(model: nn.Module) -> Iterator[str]:
 
 
 def _explain_unread(source: OpenCheckpoint, plan: _LoadPlan) -> dict[str, str]:
-    """Return the tensors of the checkpoint that were not read, with the reason."""
-    needed = {stored for name in plan.used_names for stored in source.stored_names[name]}
+    """Return the names on disk of the model's tensors that the plan does not read, with the reason."""
+    used_on_disk = {stored for name in plan.used_names for stored in source.stored_names[name]}
     remaining = [
         (name, each) for name, stored in source.stored_names.items() if name not in plan.used_names for each in stored
     ]
-    remaining = [(name, each) for name, each in remaining if each not in needed]
+    remaining = [(name, each) for name, each in remaining if each not in used_on_disk]
     extra_tensors = source.explain_extra_tensors() if remaining else {}
     reasons = {}
     for name, each in remaining:
@@ -337,7 +354,7 @@ def _explain_unread(source: OpenCheckpoint, plan: _LoadPlan) -> dict[str, str]:
         elif source.architecture is None:
             reasons[each] = UNKNOWN_TO_CLASS
         else:
-            reasons[each] = extra_tensors.get(each, NOT_IN_MODEL)  # a layer of another stage, or after the last
+            reasons[each] = extra_tensors.get(each, NOT_IN_MODEL)  # in another stage, or after the last layer
     return reasons
 
 
@@ -345,7 +362,7 @@ def _explain_unread(source: OpenCheckpoint, plan: _LoadPlan) -> dict[str, str]:
 
 
 def _run_in_threads(calls: Iterable[Callable[[], None]], workers: int | None) -> None:
-    """Run the calls in threads, started in order; the first failure ends all."""
+    """Run the calls in threads, started in order; after the first failure no further call starts, and it is raised."""
     count = workers or min(_MAX_WORKERS, os.cpu_count() or 1)
     pool = ThreadPoolExecutor(count, thread_name_prefix="ckptx-load")
     try:
@@ -361,7 +378,7 @@ def _compare_tied(
     reader: RegionReader, tensor_read: _TensorRead, entry: TensorEntry, region: Region, target: Tensor
 ) -> None:
     if not reader.is_equal(entry, region, target):
-        raise _tied_values_differ(tensor_read.name, tensor_read.stored_name)
+        raise _tied_values_differ(tensor_read.name, tensor_read.entry_name)
 
 
 def _tied_values_differ(name: str, other: str) -> InputError:
@@ -401,11 +418,14 @@ def retie(model: nn.Module) -> list[str]:
         (target_path, _, target_leaf), (path, _, leaf) = target.rpartition("."), source.rpartition(".")
         if target_path not in modules_by_name or path not in modules_by_name:
             continue
-        target_parameters, source = modules_by_name[target_path]._parameters, modules_by_name[path]._parameters
-        first, second = source.get(leaf), target_parameters.get(target_leaf)
-        if first is None or second is None or first is second or not _have_same_layout(first, second):
+        target_parameters = modules_by_name[target_path]._parameters
+        source_parameters = modules_by_name[path]._parameters
+        source_parameter, target_parameter = source_parameters.get(leaf), target_parameters.get(target_leaf)
+        if source_parameter is None or target_parameter is None or source_parameter is target_parameter:
             continue
-        target_parameters[target_leaf] = first
+        if not _have_same_layout(source_parameter, target_parameter):
+            continue
+        target_parameters[target_leaf] = source_parameter
         tied.append(target)
     return tied
 

@@ -1,4 +1,4 @@
-"""The ledger of a loaded checkpoint: the fate of every tensor."""
+"""The report of a load: which tensors were read, tied, computed or left unread."""
 
 from __future__ import annotations
 
@@ -36,7 +36,8 @@ class LoadReport:
             which they are tied, because the checkpoint has only that one -> its model name.
         initialized_buffers: Buffers that were computed from the config, not read from the checkpoint.
         unread_names: Names on disk of tensors that were not read, with the reason.
-        bytes_read: Bytes read from the files. More than `nbytes` if rows are too short to be read one by one.
+        bytes_read: Bytes read from the files. They differ from `nbytes` if the stored dtype is another one, if tied
+            names are stored separately and compared, or if rows are too short to be read one by one.
         unverified_bytes: Bytes whose checksum was not verified because it also covers bytes of other ranks.
     """
 

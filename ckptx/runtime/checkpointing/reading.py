@@ -1,4 +1,4 @@
-"""Opens a checkpoint as its model, in any format and naming, and reads regions of it into torch's memory."""
+"""Opens a checkpoint of any format and naming under the names of its model, and reads regions of it into tensors."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class OpenCheckpoint:
 
     @property
     def dtype(self) -> torch.dtype | None:
-        """The dtype of the first plain float tensor, which transformers uses if the config names none."""
+        """The dtype of the first plain float tensor, the default of transformers for a config without one; or None."""
         stored_dtypes = (entry.dtype for entry in self.tensors.values())
         dtype_name = next(
             (each.torch_name for each in stored_dtypes if each.is_castable and each.torch_name is not None), None
@@ -151,7 +151,7 @@ def open_source(
         config: Replaces the `config.json` of the checkpoint; None uses that file.
         prefix: Prefix of the model's names in a training checkpoint; None detects it.
         is_prefix_optional: True if the prefix may belong to the checkpoint that this one is compared with: then it
-            applies only if it has a model here.
+            applies only if this checkpoint has a model under it.
         trust_remote_code: See `build_model`.
 
     Raises:
@@ -239,7 +239,7 @@ class RegionReader:
     def fill(self, entry: TensorEntry, region: Region, target: Tensor) -> None:
         """Read `region` of `entry` into `target`, which has the shape of the region, cast to its dtype.
 
-        Row-major CPU memory is filled in place, other memory in bands.
+        Row-major CPU memory is filled in place, other memory through a CPU buffer.
 
         Raises:
             InputError: The file ends early or is corrupt.
@@ -270,9 +270,10 @@ class RegionReader:
         return staged
 
     def _drop_partial_checksums(self, entry: TensorEntry, region: Region) -> TensorEntry:
-        """Return the entry without the checksums of records that are only read in part.
+        """Return the entry with only the chunks that overlap a region, and no checksum of records read in part.
 
-        Checking one requires all of its bytes: every rank would read the whole model. `verify` does that.
+        The bytes read from such records are counted in `unverified_bytes`. Checking a checksum requires all bytes of
+        the record: every rank would read the whole model. `verify` does that.
         """
         chunks = []
         stored_chunks = entry.chunks

@@ -4,7 +4,7 @@
     optim.state.<name>.exp_avg         torch's flattened form (`flatten_optimizer_state_dict`): every rank has entries
     optim.param_groups.<name>.lr       for its own parameters only, so that pipeline stages form one checkpoint
     training_state.<name>              scheduler, random numbers, position in the data: see `training_state`
-    step                               a number
+    step                               number of the step
 
 Tied names share the bytes of the parameter in the checkpoint, and those of its optimizer state.
 """
@@ -90,7 +90,7 @@ def load_optimizer(
         optimizer: Optimizer of this model, with the same parameter groups. It need not have taken a step.
         model: Model with any sharding; on a rank with several stages, all of them.
         path: The checkpoint.
-        layout: See `save`.
+        layout: See `SaveRequest`.
 
     Raises:
         InputError: The checkpoint has no state for a parameter of the optimizer.
@@ -169,9 +169,9 @@ def publish(
 
     Args:
         snapshot: Snapshot of this rank.
-        path: See `save`.
-        overwrite: See `save`.
-        on_published: See `save`.
+        path: See `SaveRequest`.
+        overwrite: See `SaveRequest`.
+        on_published: See `SaveRequest`.
         group: Group of all ranks; None is the default one, which only the main thread may use.
 
     Raises:
@@ -182,8 +182,8 @@ def publish(
         staging = None
         with raise_on_all_ranks(group):
             if dist.get_rank() == 0:
-                may_replace = partial(refuse_unrelated_files, backup=staging_paths(path)[0])
-                staging = stack.enter_context(Staging(path, overwrite=overwrite, check_replaceable=may_replace))
+                check_replaceable = partial(refuse_unrelated_files, backup=staging_paths(path)[0])
+                staging = stack.enter_context(Staging(path, overwrite=overwrite, check_replaceable=check_replaceable))
                 staging.begin(b"", resume=False)
         with raise_on_all_ranks(group):
             _write_files(snapshot, staging_paths(path)[0], group)
@@ -201,11 +201,11 @@ def _write_files(snapshot: Snapshot, directory: Path, group: dist.ProcessGroup |
     writer = AliasWriter(directory, snapshot.aliases)
     try:
         dcp.save(snapshot.state_dict, storage_writer=writer, planner=SavePlanner(), process_group=group)
-    except CheckpointException as failed:  # not an Exception: handlers that clean up would miss it
-        errors = [error for error, _ in failed.failures.values()]
+    except CheckpointException as failure:  # not an Exception: handlers that clean up would miss it
+        errors = [error for error, _ in failure.failures.values()]
         error = next((each for each in errors if isinstance(each, (CkptxError, OSError))), errors[0])
         if isinstance(error, CkptxError):
-            raise error from failed
+            raise error from failure
         if isinstance(error, OSError):
-            raise write_error(directory, error) from failed
-        raise InternalError(f"{directory}: {type(error).__name__}: {error}; please report this") from failed
+            raise write_error(directory, error) from failure
+        raise InternalError(f"{directory}: {type(error).__name__}: {error}; please report this") from failure

@@ -81,7 +81,7 @@ class WholeObject:
     value: Any
 
 
-class SavePlanner(DefaultSavePlanner):  # type: ignore[misc]  # torch says Any
+class SavePlanner(DefaultSavePlanner):  # type: ignore[misc]  # torch types its base as Any
     """torch's planner, which also accepts `DTensorShards` instead of DTensors, and `WholeObject` values."""
 
     state_dict: dict[str, Any]
@@ -93,7 +93,7 @@ class SavePlanner(DefaultSavePlanner):  # type: ignore[misc]  # torch says Any
         return value.shard_at(index) if isinstance(value, DTensorShards) else super().lookup_object(index)
 
 
-class AliasWriter(FileSystemWriter):  # type: ignore[misc]  # torch says Any
+class AliasWriter(FileSystemWriter):  # type: ignore[misc]  # torch types its base as Any
     """torch's writer, whose metadata also lists names that share the bytes of others.
 
     Args:
@@ -116,10 +116,10 @@ class AliasWriter(FileSystemWriter):  # type: ignore[misc]  # torch says Any
                 entries[alias] = entries[stored]
                 paths[alias] = tuple(alias.split(".", 1))
                 aliases_by_name.setdefault(stored, []).append(alias)
-        shared = [
+        alias_results = [
             dataclasses.replace(each, index=dataclasses.replace(each.index, fqn=alias))
-            for written in results
-            for each in written
+            for rank_results in results
+            for each in rank_results
             for alias in aliases_by_name.get(each.index.fqn, ())
         ]
-        super().finish(metadata, [*results, shared])
+        super().finish(metadata, [*results, alias_results])

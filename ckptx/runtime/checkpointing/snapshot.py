@@ -90,10 +90,10 @@ def _build_state_dict(
     layout: TensorParallelLayout | None,
     copy_value: Callable[[Any], Any],
 ) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return tree and aliases of a model and its optimizer."""
+    """Return the state dict of a model and its optimizer, and the aliases of its names."""
     aliases: dict[str, str] = {}
 
-    def stored(full_name: str, value: Any, parameter: Any) -> Any:
+    def prepare_value(full_name: str, value: Any, parameter: Any) -> Any:
         regions = local_regions_of(full_name, value, parameter, model_state, layout)
         return copy_value(DTensorShards(full_name, value, regions) if isinstance(value, DTensor) else value)
 
@@ -101,7 +101,7 @@ def _build_state_dict(
     for name, value in model_state.values_by_name.items():
         other_names = model_state.names_by_id[id(value)][1:]
         aliases.update({f"{_MODEL_KEY}.{each}": f"{_MODEL_KEY}.{name}" for each in other_names})
-        state_dict[_MODEL_KEY][name] = stored(f"{_MODEL_KEY}.{name}", value, value)
+        state_dict[_MODEL_KEY][name] = prepare_value(f"{_MODEL_KEY}.{name}", value, value)
     if optimizer is None:
         return state_dict, aliases
     optimizer_state: dict[str, Any] = {}
@@ -109,7 +109,7 @@ def _build_state_dict(
         other_names = model_state.parameter_names(parameter)[1:]
         for key, value in optimizer.state.get(parameter, {}).items():
             full_name = f"{STATE_PREFIX}.{name}.{key}"
-            optimizer_state[full_name] = stored(full_name, value, parameter)
+            optimizer_state[full_name] = prepare_value(full_name, value, parameter)
             aliases.update({f"{STATE_PREFIX}.{each}.{key}": full_name for each in other_names})
         for key in group.keys() - {"params"}:
             optimizer_state[f"{GROUPS_PREFIX}.{name}.{key}"] = copy_value(group[key])
@@ -121,6 +121,7 @@ def _build_state_dict(
 
 
 def _read_sidecars(model: Any, base: Path | None) -> dict[str, bytes]:
+    """Return the config, tokenizer and similar files of `base`; without one, the config of the model."""
     if base is None:
         with original_configs(model):
             return {"config.json": model.config.to_json_string().encode()}

@@ -155,14 +155,14 @@ class _PlainValueConverter:
         return torch.frombuffer(bytearray(data[begin : begin + location.nbytes]), dtype=dtype).view(location.shape)
 
 
-# ----------------------------------------------------------------------------------------------- to be stored
+# ----------------------------------------------------------------------------------------------- storing
 
 
 def to_plain(value: Any, subject: str) -> Any:
     """Return a copy of a value that can be stored: builtin types, and row-major CPU tensors.
 
     Args:
-        value: Plain value; of subclasses of dict, list, int and so on, the items or the number are kept.
+        value: Plain value. An instance of a subclass of dict, list, int and so on becomes that builtin type.
         subject: Subject of error messages.
 
     Raises:

@@ -3,8 +3,8 @@
     training_state.<name>               identical on all ranks: stored once
     training_state.<name>.rank_<rank>   `PerRank`: one value per rank, with its mesh: {"mesh": {...}, "value": ...}
 
-`save` stores it in the same publish as the model. Each is one object of plain values (see `stored_state`), which stock
-torch loads under these names.
+`save` publishes it together with the model, in one step. Each value is one object of plain values (see `stored_state`),
+which stock torch loads under these names.
 
 Values that are identical on all ranks can be loaded on any mesh. A value per rank belongs to a pipeline stage and a
 data rank: the TP ranks of one data rank draw the same random numbers and get the same data. So it can be loaded with
