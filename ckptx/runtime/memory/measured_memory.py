@@ -52,13 +52,13 @@ def measure_step(step: Callable[[], object], models: Iterable[nn.Module], device
 
 def _peak_bytes(ledger: StorageLedger) -> int:
     current = peak = 0
-    for life, is_birth in ledger.events:
-        current += life.nbytes if is_birth else -life.nbytes
+    for lifetime, is_alloc in ledger.events:
+        current += lifetime.nbytes if is_alloc else -lifetime.nbytes
         peak = max(peak, current)
     return peak
 
 
-class _LedgerMode(TorchDispatchMode):  # type: ignore[misc]  # torch says Any
+class _LedgerMode(TorchDispatchMode):  # type: ignore[misc]  # torch types its base as Any
     """Records every operation in a ledger."""
 
     def __init__(self, ledger: StorageLedger) -> None:

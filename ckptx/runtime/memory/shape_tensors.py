@@ -71,8 +71,8 @@ class _TensorLayout(NamedTuple):
     dtype: torch.dtype
 
 
-class ShapeTensors(TorchDispatchMode):  # type: ignore[misc]  # torch says Any
-    """A mode in which results have shapes only.
+class ShapeTensors(TorchDispatchMode):  # type: ignore[misc]  # torch types its base as Any
+    """A dispatch mode in which floating-point results have a shape and no memory.
 
     Tensors on the meta device stay there; given storage (`empty_like(device=...)`), they become fake tensors.
     """
@@ -86,9 +86,8 @@ class ShapeTensors(TorchDispatchMode):  # type: ignore[misc]  # torch says Any
         super().__init__()
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
         self._on_operation = on_operation
-        self._cached_layouts: dict[
-            Hashable, _TensorLayout
-        ] = {}  # forms of results, by operation and forms of arguments
+        # Layouts of results, by operation and layouts of arguments.
+        self._cached_layouts: dict[Hashable, _TensorLayout] = {}
         self._exit_stack = ExitStack()
 
     def __enter__(self) -> ShapeTensors:
@@ -174,20 +173,20 @@ class ShapeTensors(TorchDispatchMode):  # type: ignore[misc]  # torch says Any
             return func(*args, **kwargs)
 
     def _compute_real(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], max_numel: int) -> Any:
-        """Compute on real tensors if the result is small, by its size on fake ones."""
+        """Compute on real tensors, unless the result on fake tensors is large; then return that."""
         if not get_schema(func).is_mutable and not _is_view(func):
             try:
-                shapes = func(*args, **kwargs)
+                fake_result = func(*args, **kwargs)
             except Exception:  # it depends on values, which are real
-                shapes = None
-            if any(_is_large(each, max_numel) for each in iter_tensors((shapes,), {})):
-                return shapes
+                fake_result = None
+            if any(_is_large(each, max_numel) for each in iter_tensors((fake_result,), {})):
+                return fake_result
         with unset_fake_temporarily():
             return func(*args, **kwargs)
 
 
 def _cache_key(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Hashable | None:
-    """Return a key that determines the form of a result; None if it needs values, or makes nothing new."""
+    """Return a key that determines the layout of a result; None if it depends on values or is no new tensor."""
     parts: list[Hashable] = [func]
     has_tensor = False
     for each in (*args, *kwargs.items()) if kwargs else args:
@@ -206,7 +205,7 @@ def _cache_key(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Has
 
 
 def _is_described_by_layout(result: Any) -> bool:
-    """Return True if a form describes a tensor fully: fake, strided, on a storage of its own that is no larger."""
+    """Return True if a `_TensorLayout` describes a tensor fully: fake, strided, and at the start of its storage."""
     return (
         type(result) is FakeTensor
         and result.fake_device == _CPU

@@ -78,7 +78,7 @@ class StorageLifetime:
 
 
 class StorageEvent(NamedTuple):
-    """The birth or death of a storage."""
+    """The allocation of a storage, or its release."""
 
     lifetime: StorageLifetime
     is_alloc: bool
@@ -99,7 +99,7 @@ class StorageLedger:
     def __init__(self) -> None:
         self.events: list[StorageEvent] = []
         self.nbytes = 0
-        self._lifetimes: dict[int, tuple[StorageLifetime, weakref.ref[Any]]] = {}  # by storage
+        self._lifetimes: dict[int, tuple[StorageLifetime, weakref.ref[Any]]] = {}  # by `storage_key`
         self._module_names: dict[int, str] = {}  # names of modules, by id
         self._parameter_shapes: dict[str, set[tuple[int, ...]]] = {}  # shapes of parameters, by module
         self._module_stack: list[str] = []
@@ -110,7 +110,7 @@ class StorageLedger:
         self._backward_id: int | None = None
         self._forced_label: str | None = None
 
-    # ------------------------------------------------------------------------------------------------------ when, where
+    # ----------------------------------------------------------------------------------------------------------- phases
 
     @contextmanager
     def watch(self, models: Iterable[nn.Module]) -> Iterator[None]:
@@ -141,16 +141,16 @@ class StorageLedger:
 
         resize = torch.UntypedStorage.resize_
 
-        def resized(storage: Any, size: int) -> Any:
-            found = resize(storage, size)
+        def resize_and_record(storage: Any, size: int) -> Any:
+            result = resize(storage, size)
             self._record_resize(storage)
-            return found
+            return result
 
         handles = [
             register_module_forward_pre_hook(enter),
             register_module_forward_hook(leave, always_call=True),
         ]
-        torch.UntypedStorage.resize_ = resized
+        torch.UntypedStorage.resize_ = resize_and_record
         try:
             yield
         finally:
@@ -186,9 +186,8 @@ class StorageLedger:
         if backward_id != self._backward_id:
             self._backward_id = backward_id
             self._pass_indices[BACKWARD] += 1
-            self._phase_name = (
-                BACKWARD  # includes later work of FSDP2 and a pipeline, until the next forward pass begins
-            )
+            # It includes later work of FSDP2 and a pipeline, until the next forward pass begins.
+            self._phase_name = BACKWARD
         pass_index = self._pass_indices[BACKWARD]
         if self._module_stack:
             return StepPhase(BACKWARD, pass_index, True, self._module_stack[-1])
@@ -196,7 +195,7 @@ class StorageLedger:
         index = bisect.bisect_right(self._node_numbers, node_number) - 1 if node_number is not None else -1
         return StepPhase(BACKWARD, pass_index, False, self._node_modules[index] if index >= 0 else "")
 
-    # ------------------------------------------------------------------------------------------------------------- what
+    # --------------------------------------------------------------------------------------------------------- storages
 
     def record_operation(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> None:
         """Record an operation and its result."""
@@ -224,7 +223,7 @@ class StorageLedger:
                 entry[0].label = label
 
     def exclude(self, tensors: Iterable[Tensor]) -> None:
-        """Treat tensors that are alive as if they did not exist: from their birth on they take no bytes."""
+        """Treat tensors that are alive as if they did not exist: from their allocation on they take no bytes."""
         for tensor in tensors:
             local = local_tensor(tensor)
             entry = self._lifetimes.get(storage_key(local.untyped_storage()))
