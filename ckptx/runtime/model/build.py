@@ -155,7 +155,7 @@ def build_on_meta(
     cls: type[PreTrainedModel], config: Any, dtype: torch.dtype, attn_implementation: str
 ) -> PreTrainedModel:
     """Return a model without storage, in evaluation mode, with the attention of `build_model`."""
-    # sdpa is the default of transformers, which only as a default falls back to eager for a tower without sdpa
+    # sdpa is the default of transformers. A tower without sdpa falls back to eager only if sdpa is not requested.
     attention = None if attn_implementation == "sdpa" else attn_implementation
     with torch.device("meta"), initialization.meta_device_safe_creation_ops():
         model: PreTrainedModel = cls._from_config(config, dtype=dtype, attn_implementation=attention)
@@ -184,11 +184,12 @@ def _keep_in_fp32(model: PreTrainedModel) -> None:
 
 
 def _untie(model: PreTrainedModel, names: Collection[str]) -> None:
+    """Replace tied parameters by parameters of their own, in place."""
     for name in names:
         path, _, leaf = name.rpartition(".")
         module = model.get_submodule(path)
-        tied = getattr(module, leaf)
-        setattr(module, leaf, nn.Parameter(torch.empty_like(tied), tied.requires_grad))
+        shared = getattr(module, leaf)
+        setattr(module, leaf, nn.Parameter(torch.empty_like(shared), shared.requires_grad))
         model.all_tied_weights_keys.pop(name, None)
 
 
@@ -221,7 +222,7 @@ def allocate_storage(model: nn.Module, device: torch.device) -> list[Tensor]:
     allocated: dict[int, Tensor] = {}
     ids = ObjectIds()
 
-    def with_storage(tensor: Tensor) -> Tensor:
+    def allocate(tensor: Tensor) -> Tensor:
         if not tensor.is_meta:
             return tensor
         key = ids(tensor)
@@ -231,7 +232,7 @@ def allocate_storage(model: nn.Module, device: torch.device) -> list[Tensor]:
 
     shared = _shared_parameters(model)
     with torch.no_grad():
-        apply_to_tensors(model, with_storage)  # FSDP overrides this to update its own references
+        apply_to_tensors(model, allocate)  # FSDP overrides this to update its own references
     for first, *others in shared:
         parameter = first[0]._parameters[first[1]]
         for module, leaf in others:
@@ -241,7 +242,7 @@ def allocate_storage(model: nn.Module, device: torch.device) -> list[Tensor]:
 
 
 def _shared_parameters(model: nn.Module) -> list[list[tuple[nn.Module, str]]]:
-    """Return the places of each parameter that has several."""
+    """Return, for each parameter that several modules share, every module and the attribute that holds it."""
     places: dict[int, list[tuple[nn.Module, str]]] = {}
     for module in model.modules():
         for leaf, parameter in module._parameters.items():

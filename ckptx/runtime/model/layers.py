@@ -82,11 +82,11 @@ def find_submodule(model: nn.Module, name: str) -> nn.Module | None:
 
 
 def find_layers_row(model: nn.Module) -> LayersRow | None:
-    """Return the row of a model's class, or of the nearest class from which it is derived (FSDP2 derives one).
+    """Return the row of corrections that locates the layers of a model's class; None if there is none.
 
-    A text-only class has none; its stacks are in the table of architectures. That table has the decoder of a multimodal
-    class too, but no tower, as only a decoder is split over pipeline stages. With a row, a decoder that is not at its
-    place is an error.
+    The row may belong to the nearest class from which the class is derived (FSDP2 derives one). A text-only class has
+    no row; its stacks are in the table of architectures. That table has the decoder of a multimodal class too, but no
+    tower, as only a decoder is split over pipeline stages. With a row, a decoder that is not at its place is an error.
     """
     for cls in type(model).__mro__:
         rows = rows_of_class(corrections_of_class(cls.__qualname__, cls.__module__).layers, cls.__qualname__)
@@ -106,7 +106,7 @@ def is_layer_list(module: nn.Module | None) -> bool:
 
 
 def is_stub(module: nn.Module | None) -> bool:
-    """Return True if a module is a placeholder for a layer of another pipeline stage."""
+    """Return True if a module is None or a placeholder for a layer of another pipeline stage."""
     if module is None:
         return True
     is_placeholder = isinstance(module, nn.Identity) or type(module).__module__.startswith("ckptx.")
@@ -180,16 +180,16 @@ def find_layer_lists(model: nn.Module) -> dict[str, list[LayerList]]:
 
 
 def _lists_from_corrections(root: nn.Module) -> dict[str, list[LayerList]]:
-    """Return the containers in the row of the class; all groups are empty for a class without one."""
+    """Return the lists in the row of the class, by group; all groups are empty for a class without one."""
     groups: dict[str, list[LayerList]] = {group: [] for group in LAYER_GROUPS}
-    paths = find_layers_row(root)
-    if paths is None:
+    row = find_layers_row(root)
+    if row is None:
         return groups
     for group in LAYER_GROUPS:
-        groups[group] = _first_existing_list(root, getattr(paths, group))
+        groups[group] = _first_existing_list(root, getattr(row, group))
     if not groups["language"]:
         raise UnsupportedError(
-            f"{type(root).__name__}: expected its list of layers at {' or '.join(paths.language)}; this "
+            f"{type(root).__name__}: expected its list of layers at {' or '.join(row.language)}; this "
             "transformers release has it elsewhere, use one that ckptx supports"
         )
     return groups

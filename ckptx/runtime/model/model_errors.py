@@ -13,10 +13,8 @@ from ckptx.errors import CkptxError, SpaceError, UnsupportedError
 
 _CPU_MEMORY_MESSAGE = "can't allocate memory"  # message of the CPU allocator
 _MODEL_PACKAGES = ("transformers", "transformers_modules")
-_OWN_MODULES = (
-    "ckptx",
-    "torch.distributed.distributed_c10d",
-)  # an error from the second means that another rank is lost
+# An error from `distributed_c10d` means that another rank is lost.
+_OWN_MODULES = ("ckptx", "torch.distributed.distributed_c10d")
 
 
 def model_class_name(model: nn.Module) -> str:
@@ -52,7 +50,7 @@ def translate_runtime_errors(model: nn.Module) -> Iterator[None]:
 
 
 def out_of_memory_error(model: nn.Module, error: BaseException, advice: str) -> SpaceError | None:
-    """Return the refusal for an out-of-memory error of a GPU or of the machine; None for any other error."""
+    """Return the `SpaceError` for an out-of-memory error of a GPU or of the machine; None for any other error."""
     is_cpu_error = isinstance(error, RuntimeError) and _CPU_MEMORY_MESSAGE in str(error)
     if is_cpu_error or isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return SpaceError(f"{model_class_name(model)}: {first_line(error)}; {advice}")

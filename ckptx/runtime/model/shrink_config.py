@@ -59,13 +59,13 @@ class ShrinkPolicy:
         heads = "few heads" if self.reduce_heads else "all heads"
         width = "of unchanged width" if self.min_head_dim is None else f"at least {self.min_head_dim} wide"
         stream = "a narrow" if self.reduce_hidden else "the whole"
-        words = "a shortened" if self.shorten_vocabulary else "the whole"
-        return f"{heads} {width}, {stream} residual stream, {words} vocabulary"
+        vocabulary = "a shortened" if self.shorten_vocabulary else "the whole"
+        return f"{heads} {width}, {stream} residual stream, {vocabulary} vocabulary"
 
 
 @dataclass(slots=True)
 class _PartFacts:
-    """A config that describes layers: the whole config, or one nested in it.
+    """Facts about a config that describes layers: the whole config, or one nested in it.
 
     Attributes:
         original: Original values.
@@ -119,15 +119,17 @@ def shrink_config(config: PreTrainedConfig, policy: ShrinkPolicy) -> PreTrainedC
         config: Config of a model of any size.
         policy: Widths to reduce.
     """
-    copied = copy.deepcopy(config)
-    nested = list(iter_configs(copied))
-    part_facts = [_collect_facts(each, policy) for each in nested]
+    small_config = copy.deepcopy(config)
+    parts = list(iter_configs(small_config))
+    part_facts = [_collect_facts(each, policy) for each in parts]
     hidden = _reduce_hidden_sizes(part_facts) if policy.reduce_hidden else {}
     projection_sizes = _reduce_widths(
         (number for each in part_facts for number in each.integers_under(sorted(PROJECTION_KEYS))), 56, hidden
     )
-    vocabulary_size = max(find_token_ids(copied), default=0) + 1 + EXTRA_TOKENS if policy.shorten_vocabulary else None
-    for part, facts in zip(nested, part_facts, strict=True):
+    vocabulary_size = (
+        max(find_token_ids(small_config), default=0) + 1 + EXTRA_TOKENS if policy.shorten_vocabulary else None
+    )
+    for part, facts in zip(parts, part_facts, strict=True):
         _adjust_divisor(facts, hidden)
         width_maps = _make_width_maps(facts, hidden, projection_sizes, policy)
         values = vars(part)
@@ -144,7 +146,7 @@ def shrink_config(config: PreTrainedConfig, policy: ShrinkPolicy) -> PreTrainedC
                 layer: {key: _map_value(key, value, width_maps, facts) for key, value in each.items()}
                 for layer, each in facts.overrides.items()
             }
-    return copied
+    return small_config
 
 
 def iter_configs(config: Any) -> Iterator[Any]:
@@ -175,7 +177,7 @@ def find_token_ids(config: Any) -> set[int]:
     }
 
 
-# ------------------------------------------------------------------------------------------------- what is in a config
+# ------------------------------------------------------------------------------------------------- facts about a config
 
 
 def _collect_facts(part: Any, policy: ShrinkPolicy) -> _PartFacts:
@@ -208,7 +210,7 @@ def _rope_dicts(values: Values) -> list[Values]:
     return found + [inner for each in found for inner in each.values() if isinstance(inner, dict)]
 
 
-# ------------------------------------------------------------------------------------------------------ what it becomes
+# ----------------------------------------------------------------------------------------------------------- new values
 
 
 def _reduce_head_counts(counts: Iterable[int]) -> dict[int, int]:
@@ -218,7 +220,10 @@ def _reduce_head_counts(counts: Iterable[int]) -> dict[int, int]:
     """
     ordered = sorted({each for each in counts if each > 1})
     first = 2 if len(ordered) == 1 else 1
-    reduced = [(1 << first + at) if not each & (each - 1) else 3 << (first + at - 1) for at, each in enumerate(ordered)]
+    reduced = [
+        (1 << first + index) if not each & (each - 1) else 3 << (first + index - 1)
+        for index, each in enumerate(ordered)
+    ]
     if any(small > each for small, each in zip(reduced, ordered, strict=True)):
         return {}
     return dict(zip(ordered, reduced, strict=True))
@@ -310,7 +315,7 @@ def _adjust_divisor(part: _PartFacts, hidden_sizes: Mapping[int, int]) -> None:
 def _reduce_widths(numbers: Iterable[int], first: int, excluded: Mapping[int, int]) -> dict[int, int]:
     """Return old width -> new: equal stay equal, different stay different, none grows."""
     ordered = sorted(set(numbers) - set(excluded))
-    return {old: min(old, first + 8 * at) for at, old in enumerate(ordered)}
+    return {old: min(old, first + 8 * index) for index, old in enumerate(ordered)}
 
 
 def _make_width_maps(
@@ -319,7 +324,7 @@ def _make_width_maps(
     """Return the mapping of the numbers under each kind of key: "heads", "head dims", ..."""
     feed_forward_sizes = _reduce_widths(part.integers_under(sorted(FEED_FORWARD_KEYS)), 32, {})
     ranks = _reduce_widths(part.integers_under(sorted(LOW_RANK_KEYS)), 16, {})
-    experts = _min_experts(part)
+    expert_count = _reduced_expert_count(part)
     return {
         "hidden": lambda old: hidden_sizes.get(old, old),
         "links": lambda old: hidden_sizes.get(old, projection_sizes.get(old, old) if policy.reduce_hidden else old),
@@ -330,18 +335,18 @@ def _make_width_maps(
         "states": lambda old: min(old, 8),
         "tables": lambda old: min(old, 4),
         "buckets": lambda old: min(old, 1024),
-        "experts": lambda old: min(old, experts),
+        "experts": lambda old: min(old, expert_count),
     }
 
 
-def _min_experts(part: _PartFacts) -> int:
-    """Return twice the number of chosen experts, with enough experts in each group for the chosen groups."""
-    chosen = max((each for each in part.integers_under(TOP_K_KEYS) if each > 0), default=1)
+def _reduced_expert_count(part: _PartFacts) -> int:
+    """Return twice the number of experts per token, with enough experts in each group for the groups of a token."""
+    experts_per_token = max((each for each in part.integers_under(TOP_K_KEYS) if each > 0), default=1)
     groups = max(part.integers_under(("n_group", "num_expert_group")), default=1) or 1
-    chosen_groups = max(part.integers_under(("topk_group",)), default=groups) or groups
+    groups_per_token = max(part.integers_under(("topk_group",)), default=groups) or groups
     if groups == 1:
-        return max(4, 2 * chosen)
-    return max(2, -(-2 * chosen // groups), -(-chosen // chosen_groups)) * groups
+        return max(4, 2 * experts_per_token)
+    return max(2, -(-2 * experts_per_token // groups), -(-experts_per_token // groups_per_token)) * groups
 
 
 _KIND_OF_KEY = {

@@ -38,7 +38,7 @@ _ATTEMPTS = (
 
 _BATCH_SIZE, _SEQUENCE_LENGTH = 2, 12
 _AUDIO_KEYS = ("num_mel_bins", "max_source_positions")  # height of a spectrogram, and half its length
-_FIRST_TEXT_TOKEN = 3  # in most vocabularies the ids before are padding, begin and end of a sequence
+_FIRST_TEXT_TOKEN = 3  # in most vocabularies the ids before it are padding, begin and end of a sequence
 _SEED = 0
 _STD = 0.3
 
@@ -120,7 +120,7 @@ def _find_config(config: PreTrainedConfig, cls: type[PreTrainedModel]) -> tuple[
 
 
 def _without_cache(config: PreTrainedConfig) -> PreTrainedConfig:
-    """Return a copy without a cache, and without a choice of attention."""
+    """Return a copy that disables the cache and uses the default attention implementation."""
     copied = copy.deepcopy(config)
     for part in iter_configs(copied):
         values = vars(part)
@@ -134,7 +134,7 @@ def _describe(error: Exception) -> str:
     return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
 
 
-# -------------------------------------------------------------------------------------------- comparison with the large
+# -------------------------------------------------------------------------------------- comparison with the large model
 
 
 def _read_structure(config: PreTrainedConfig, cls: type[PreTrainedModel]) -> _Structure:
@@ -167,9 +167,9 @@ def _without_expert_numbers(name: str) -> str:
 
 def _find_difference(large: _Structure, small: _Structure, max_bytes: int) -> str:
     """Return the first structural difference, or that the model is too large; empty if it passes."""
-    for lacks, has, verb in ((small, large, "lacks"), (large, small, "has in addition")):
-        for those, these in ((lacks.modules, has.modules), (lacks.tensors, has.tensors)):
-            missing = sorted(these - those)
+    for first, second, verb in ((small, large, "lacks"), (large, small, "has in addition")):
+        for names, other_names in ((first.modules, second.modules), (first.tensors, second.tensors)):
+            missing = sorted(other_names - names)
             if missing:
                 return f"it {verb} {missing[0][0]}, {missing[0][1]}"
     if small.nbytes > max_bytes:
@@ -193,12 +193,12 @@ def _random_model(config: PreTrainedConfig, cls: type[PreTrainedModel]) -> nn.Mo
 def _randomize(model: nn.Module) -> None:
     """Give every floating-point parameter and persistent buffer random values, in place; tied ones stay tied."""
     generator = torch.Generator().manual_seed(_SEED)
-    done: set[int] = set()
+    randomized_ids: set[int] = set()
     with torch.no_grad():
         for name, tensor in model.state_dict(keep_vars=True).items():
-            if id(tensor) in done or not (tensor.is_floating_point() or tensor.is_complex()):
+            if id(tensor) in randomized_ids or not (tensor.is_floating_point() or tensor.is_complex()):
                 continue
-            done.add(id(tensor))
+            randomized_ids.add(id(tensor))
             tensor.normal_(0, _STD, generator=generator)
             if name.endswith(("running_var", "input_max", "output_max")):  # a variance, and upper bounds of a clamp
                 tensor.abs_().add_(1)
